@@ -1,0 +1,30 @@
+# polyhead_per_isa(target source...): compiles the sources once per instruction set and adds the objects to `target`.
+#
+# Each copy sees POLYHEAD_ISA=<name> and must keep all that it defines in namespace POLYHEAD_ISA, except its one exported
+# table: an inline function of the standard library compiled here could become the copy that a CPU without these
+# instructions runs (docs/decisions/0002-one-object-per-isa.md; tests/rules checks it with nm).
+# Contraction to FMA is explicit in our code, so that every compiler gives the same bits.
+set(POLYHEAD_ISA_generic "")
+set(POLYHEAD_ISAS generic)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")
+  set(POLYHEAD_ISA_avx2 -mavx2 -mfma -mf16c)
+  set(POLYHEAD_ISA_avx512 -march=x86-64-v4 -mprefer-vector-width=512)
+  set(POLYHEAD_ISA_avx512bf16 -march=x86-64-v4 -mavx512bf16 -mavx512vnni -mprefer-vector-width=512)
+  set(POLYHEAD_ISAS avx512bf16 avx512 avx2 generic)
+endif()
+
+function(polyhead_per_isa target)
+  foreach(isa IN LISTS POLYHEAD_ISAS)
+    set(objects ${target}_${isa})
+    add_library(${objects} OBJECT ${ARGN})
+    target_include_directories(${objects} PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
+    target_compile_definitions(${objects} PRIVATE POLYHEAD_ISA=${isa} POLYHEAD_ISA_NAME="${isa}")
+    polyhead_warnings(${objects})
+    target_compile_options(${objects} PRIVATE
+      ${POLYHEAD_ISA_${isa}} $<$<CONFIG:Release,RelWithDebInfo>:-O3>
+      -fno-math-errno -ffp-contract=off -fno-exceptions -fno-rtti)
+    set_target_properties(${objects} PROPERTIES
+      CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON INTERPROCEDURAL_OPTIMIZATION OFF)
+    target_sources(${target} PRIVATE $<TARGET_OBJECTS:${objects}>)
+  endforeach()
+endfunction()
