@@ -1,0 +1,87 @@
+// Elements of every dtype as C++ values: bfloat16 and float16 (IEEE binary16) to and from float and double, rounded to
+// nearest even, NaN kept. Plain code for any CPU; the kernels of src/cpu have vector forms of their own.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include "polyhead/tensor.h"
+
+namespace polyhead {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+constexpr float to_float(float x) { return x; }
+
+constexpr float to_float(BFloat16 x) { return std::bit_cast<float>(uint32_t{x.bits} << 16); }
+
+constexpr float to_float(Float16 x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
+  const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
+  uint32_t bits = magnitude + (112u << 23);                          // exponent bias 15 -> 127
+  if ((x.bits & 0x7c00) == 0x7c00) bits = magnitude + (224u << 23);  // inf, NaN: exponent 31 -> 255
+  if ((x.bits & 0x7c00) == 0) bits = std::bit_cast<uint32_t>(static_cast<float>(x.bits & 0x3ff) * 0x1p-24f);
+  return std::bit_cast<float>(sign | bits);
+}
+
+constexpr BFloat16 to_bfloat16(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  if (x != x)
+    return {static_cast<uint16_t>(bits >> 16 | 0x40)};  // quiet: a payload in the low half must not become inf
+  return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+constexpr Float16 to_float16(float x) {
+  const uint32_t all = std::bit_cast<uint32_t>(x);
+  const uint32_t sign = all >> 16 & 0x8000;
+  uint32_t bits = all & 0x7fffffff;
+  if (bits > 0x7f800000) {
+    bits = 0x7e00 | (bits >> 13 & 0x3ff);  // NaN
+  } else if (bits >= 0x47800000) {
+    bits = 0x7c00;  // 65536 and more
+  } else if (bits >= 0x38800000) {
+    bits = (bits - (112u << 23) + 0xfff + (bits >> 13 & 1)) >> 13;  // normal; 65520 and more carry into inf
+  } else {
+    bits = std::bit_cast<uint32_t>(std::bit_cast<float>(bits) + 0.5f) - 0x3f000000;  // 0.5 has an ulp of 2^-24
+  }
+  return {static_cast<uint16_t>(sign | bits)};
+}
+
+// A float that rounds on to any narrower type as `x` itself would (round to odd: Boldo, Melquiond 2005).
+constexpr float to_float_for_rounding(double x) {
+  const float nearest = static_cast<float>(x);
+  if (static_cast<double>(nearest) == x || x != x) return nearest;
+  uint32_t bits = std::bit_cast<uint32_t>(nearest);
+  const double magnitude = x < 0 ? -x : x;
+  if (static_cast<double>(std::bit_cast<float>(bits & 0x7fffffff)) > magnitude) --bits;
+  return std::bit_cast<float>(bits | 1);
+}
+
+// Element `at` (counted from `data`) of a floating-point array.
+inline double load_element(const void* data, DType dtype, int64_t at) {
+  switch (dtype) {
+    case DType::kFloat32: return static_cast<double>(static_cast<const float*>(data)[at]);
+    case DType::kFloat64: return static_cast<const double*>(data)[at];
+    case DType::kBFloat16: return static_cast<double>(to_float(static_cast<const BFloat16*>(data)[at]));
+    case DType::kFloat16: return static_cast<double>(to_float(static_cast<const Float16*>(data)[at]));
+    default: return 0;
+  }
+}
+
+// Stores `value`, rounded once.
+inline void store_element(void* data, DType dtype, int64_t at, double value) {
+  switch (dtype) {
+    case DType::kFloat32: static_cast<float*>(data)[at] = static_cast<float>(value); break;
+    case DType::kFloat64: static_cast<double*>(data)[at] = value; break;
+    case DType::kBFloat16: static_cast<BFloat16*>(data)[at] = to_bfloat16(to_float_for_rounding(value)); break;
+    case DType::kFloat16: static_cast<Float16*>(data)[at] = to_float16(to_float_for_rounding(value)); break;
+    default: break;
+  }
+}
+
+}  // namespace polyhead
