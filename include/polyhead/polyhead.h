@@ -1,0 +1,308 @@
+// polyhead for C (C99) and for every language that calls C: the nouns of the C++ headers, under the same names.
+//
+//   S = scale * Q K^T + attn_bias ...     P = softmax(S)     out = dropout(P) V     logsumexp = log sum_k exp(S)
+//
+// The full definition stands at the top of polyhead/attention.h. How a program computes attention:
+//
+//   polyhead_attention_desc desc;
+//   polyhead_attention_desc_init(&desc, sizeof desc);        // defaults; then set what differs
+//   desc.seqlen_q = desc.seqlen_k = 128, desc.num_heads = desc.num_heads_kv = 8, desc.head_dim = desc.head_dim_v = 64;
+//   polyhead_attention_plan* plan = NULL;
+//   if (polyhead_attention_plan_create(&desc, NULL, &plan) != POLYHEAD_OK) puts(polyhead_last_error());
+//   ... polyhead_attention_forward(plan, &args), as often as needed, from any number of threads ...
+//   polyhead_attention_plan_destroy(plan);
+//
+// Rules that hold for every function here:
+// - No exception crosses, nothing is printed, nothing aborts. A null pointer where one is needed is refused by name.
+// - A function that can fail returns a polyhead_status; polyhead_last_error() then has the sentence. On a failure, no
+//   output has been touched, except that a handle asked for is set to NULL.
+// - Every function may be called from any thread. Only destroying a handle needs care: nobody may use it any more.
+// - Structs with a `struct_size` grow at their end. Their init function sets it; a library older than the program's
+//   header refuses what it does not know, a newer one takes its defaults for what the program does not know.
+// - Booleans are int32_t, 0 or 1; choices are int32_t with a value of the enum named beside them. Others are refused.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "polyhead/api.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// ---- Version ----
+
+/// Of this header. Raised when a program compiled against an earlier header would break; structs that grow do not
+/// raise it.
+#define POLYHEAD_ABI_VERSION 1
+
+typedef enum polyhead_status {
+  POLYHEAD_OK = 0,
+  POLYHEAD_INVALID_ARGUMENT = 1,  ///< sizes, types, strides or pointers that do not make sense
+  POLYHEAD_UNSUPPORTED = 2,       ///< well formed, but no kernel (or not the forced one) can compute it
+  POLYHEAD_OUT_OF_MEMORY = 3,     ///< memory ran out
+  POLYHEAD_INTERNAL = 4           ///< a defect of the library, or an exception out of a host's callback
+} polyhead_status;
+
+/// Version of the library, as "0.1.0".
+POLYHEAD_API const char* polyhead_version(void);
+
+/// POLYHEAD_ABI_VERSION of the library.
+POLYHEAD_API int polyhead_abi_version(void);
+
+/// POLYHEAD_OK if a program compiled against `abi_version` may use this library; else POLYHEAD_UNSUPPORTED.
+/// Call it first, as polyhead_check_abi(POLYHEAD_ABI_VERSION), where the library is loaded at run time.
+POLYHEAD_API polyhead_status polyhead_check_abi(int abi_version);
+
+// ---- Errors ----
+
+/// What the latest failed call of this thread said: one sentence that names the argument, what was expected and what
+/// came; "" if none has failed. Each thread has its own. Valid until the next polyhead call on this thread; never NULL.
+/// Longer than 2047 bytes, it ends in "...".
+POLYHEAD_API const char* polyhead_last_error(void);
+
+/// "ok", "invalid argument", "unsupported", "out of memory", "internal"; "unknown" for any other number.
+POLYHEAD_API const char* polyhead_status_name(int status);
+
+// ---- Tensors ----
+
+typedef enum polyhead_dtype {
+  POLYHEAD_FLOAT32 = 0,
+  POLYHEAD_BFLOAT16 = 1,
+  POLYHEAD_FLOAT16 = 2,
+  POLYHEAD_FLOAT64 = 3,
+  POLYHEAD_BOOL = 4,  ///< one byte, 0 or 1
+  POLYHEAD_INT32 = 5,
+  POLYHEAD_INT64 = 6
+} polyhead_dtype;
+
+typedef enum polyhead_device { POLYHEAD_CPU = 0, POLYHEAD_CUDA = 1 } polyhead_device;
+
+#define POLYHEAD_MAX_DIMS 5
+
+/// A view of an array that the caller owns. All zeros means "not given". Its layout is frozen.
+typedef struct polyhead_tensor {
+  void* data;                          ///< element [0, 0, ...]; NULL only where some dim is 0. Inputs are only read
+  int32_t dtype;                       ///< polyhead_dtype
+  int32_t device;                      ///< polyhead_device
+  int32_t ndim;                        ///< 1 to 5; 0 = not given
+  int32_t reserved;                    ///< 0
+  int64_t dims[POLYHEAD_MAX_DIMS];     ///< at least 0
+  int64_t strides[POLYHEAD_MAX_DIMS];  ///< in elements, not bytes; any on inputs, 0 and negative too
+} polyhead_tensor;
+
+/// The view of a row-major array of `ndim` (1 to 5) dims on the CPU:
+///   args.query = polyhead_tensor_contiguous(q, POLYHEAD_FLOAT32, 4, (int64_t[]){batch, seqlen, num_heads, head_dim});
+/// With `ndim` out of range or `dims` NULL it sets polyhead_last_error() and returns a view that every call refuses
+/// (ndim -1).
+POLYHEAD_API polyhead_tensor polyhead_tensor_contiguous(const void* data, int32_t dtype, int32_t ndim,
+                                                        const int64_t* dims);
+
+// ---- Executors: where the work runs ----
+
+/// Threads. Made by one of the two create functions; may serve many plans, many calls at once and nested calls.
+typedef struct polyhead_executor polyhead_executor;
+
+/// A pool of our own with `num_threads` threads, the caller's included; 1 runs everything on the calling thread.
+/// Fork-safe. POLYHEAD_INVALID_ARGUMENT if `num_threads` is not 1 to 1024.
+POLYHEAD_API polyhead_status polyhead_executor_create(int num_threads, polyhead_executor** executor);
+
+/// How a host runs `body(context, i)` exactly once for every i in [0, count), in any order and on any threads, and
+/// returns when all have ended. `host` is the pointer given at creation. `count` is at most num_threads. Must be
+/// callable from several threads at once and from inside `body`.
+typedef void (*polyhead_parallel_for)(void* host, int count, void (*body)(void* context, int index), void* context);
+
+/// The host's own threads (those of a framework, so that cores are never oversubscribed). `num_threads`, 1 to 1024, is
+/// how many calls of `body` may usefully run at once. `host` may be NULL.
+POLYHEAD_API polyhead_status polyhead_executor_create_host(int num_threads, polyhead_parallel_for parallel_for,
+                                                           void* host, polyhead_executor** executor);
+
+/// After the plans that use it. NULL is fine.
+POLYHEAD_API void polyhead_executor_destroy(polyhead_executor* executor);
+
+/// Threads of `executor`; of the library's own default one (POLYHEAD_THREADS, else the CPUs this process may run on) if
+/// NULL.
+POLYHEAD_API int polyhead_executor_num_threads(const polyhead_executor* executor);
+
+// ---- Attention: what to compute ----
+
+/// Where query i stands among the keys: at i + offset. Causal, window and ALiBi share this one diagonal.
+typedef enum polyhead_align {
+  POLYHEAD_ALIGN_UNSET = 0,        ///< an error where it would matter (a sequence with seqlen_q != seqlen_k)
+  POLYHEAD_ALIGN_TOP_LEFT = 1,     ///< offset 0
+  POLYHEAD_ALIGN_BOTTOM_RIGHT = 2  ///< offset seqlen_k - seqlen_q
+} polyhead_align;
+
+/// What to return of the weights P (after dropout and its scale).
+typedef enum polyhead_return_weights {
+  POLYHEAD_WEIGHTS_NONE = 0,
+  POLYHEAD_WEIGHTS_PER_HEAD = 1,  ///< [batch, num_heads, seqlen_q, seqlen_k]
+  POLYHEAD_WEIGHTS_MEAN = 2       ///< averaged over heads: [batch, seqlen_q, seqlen_k]
+} polyhead_return_weights;
+
+/// An operand that broadcasts to [batch, num_heads, seqlen_q, seqlen_k]: each of `dims` is 1 or the full size.
+typedef struct polyhead_broadcast_operand {
+  int32_t given;    ///< boolean; default 0
+  int32_t dtype;    ///< polyhead_dtype
+  int64_t dims[4];  ///< default 1, 1, 1, 1
+} polyhead_broadcast_operand;
+
+/// What to compute. Every field is checked once, when a plan is made.
+typedef struct polyhead_attention_desc {
+  size_t struct_size;  ///< sizeof(polyhead_attention_desc), by polyhead_attention_desc_init
+  uint64_t flags;      ///< 0: none is defined yet, and unknown ones are refused
+
+  int64_t batch;         ///< sequences; default 1
+  int64_t seqlen_q;      ///< queries of a sequence; packed: rows of all sequences together. Default 0
+  int64_t seqlen_k;      ///< keys of a sequence; packed: rows of all sequences together. Default 0
+  int64_t num_heads;     ///< default 1
+  int64_t num_heads_kv;  ///< default 1; divides num_heads; query head h reads h / (num_heads / num_heads_kv)
+  int64_t head_dim;      ///< of query and key; default 0
+  int64_t head_dim_v;    ///< of value and out; default 0
+  int32_t dtype;         ///< polyhead_dtype of query, key, value and out: float32 (default), bfloat16, float16, float64
+
+  int32_t packed;         ///< boolean: [rows, heads, dim] operands; cu_seqlens_q and cu_seqlens_k come with each call
+  int32_t has_seqlens_q;  ///< boolean: seqlens_q [batch] comes with each call (padding on the right); not when packed
+  int32_t has_seqlens_k;  ///< boolean: seqlens_k [batch] likewise
+
+  double scale;       ///< factor on Q K^T, any finite number; read if has_scale, else it must be 0
+  int32_t has_scale;  ///< boolean; default 0: the scale is 1 / sqrt(head_dim)
+
+  int32_t causal;             ///< boolean: query i sees key j <= i + offset
+  double softcap;             ///< S becomes softcap * tanh(S / softcap); 0 (default) = off
+  int64_t window_left;        ///< query i sees j >= i + offset - window_left;  -1 (default) = open
+  int64_t window_right;       ///< query i sees j <= i + offset + window_right; -1 (default) = open
+  int64_t query_offset;       ///< the offset itself, the same for every sequence; read if has_query_offset, else 0
+  int32_t has_query_offset;   ///< boolean; excludes align
+  int32_t has_query_offsets;  ///< boolean: query_offsets [batch] comes with each call; excludes both
+  int32_t align;              ///< polyhead_align; default unset
+
+  int32_t alibi_slopes_ndim;  ///< 0 (default) = no ALiBi, 1 = slopes [num_heads], 2 = slopes [batch, num_heads]
+
+  polyhead_broadcast_operand attn_mask;  ///< bool, 1 = may look
+  polyhead_broadcast_operand attn_bias;  ///< float32, bfloat16, float16 (float64 with float64 inputs); -inf hides a key
+
+  double dropout_p;            ///< 0 (default) to 1; see polyhead_dropout_mask
+  int32_t return_weights;      ///< polyhead_return_weights; costs seqlen_q * seqlen_k memory: the caller's tensor
+  int32_t return_column_sums;  ///< boolean: sum over queries of P before dropout; not when packed
+} polyhead_attention_desc;
+
+/// Sets the defaults that stand beside the fields. `struct_size` is sizeof *desc.
+POLYHEAD_API polyhead_status polyhead_attention_desc_init(polyhead_attention_desc* desc, size_t struct_size);
+
+// ---- Attention: plans ----
+
+typedef struct polyhead_plan_options {
+  size_t struct_size;  ///< sizeof(polyhead_plan_options), by polyhead_plan_options_init
+  uint64_t flags;      ///< 0: none is defined yet, and unknown ones are refused
+  const char* kernel;  ///< force this one ("cpu_avx2"); NULL (default) or "": POLYHEAD_KERNEL, else the best that can
+  polyhead_executor* executor;  ///< where it runs; must outlive the plan. NULL (default): the library's own
+} polyhead_plan_options;
+
+/// Sets the defaults. `struct_size` is sizeof *options.
+POLYHEAD_API polyhead_status polyhead_plan_options_init(polyhead_plan_options* options, size_t struct_size);
+
+/// A checked desc with its kernel and workspace size. Immutable: one plan may run on many threads at once, each call
+/// with its own tensors and workspace. Running it allocates nothing.
+typedef struct polyhead_attention_plan polyhead_attention_plan;
+
+/// Checks `desc` and picks the first kernel that can. `options` may be NULL: the defaults.
+/// POLYHEAD_INVALID_ARGUMENT names the field and the numbers that disagree; POLYHEAD_UNSUPPORTED says why no kernel, or
+/// not the forced one, can compute it.
+POLYHEAD_API polyhead_status polyhead_attention_plan_create(const polyhead_attention_desc* desc,
+                                                            const polyhead_plan_options* options,
+                                                            polyhead_attention_plan** plan);
+
+/// NULL is fine.
+POLYHEAD_API void polyhead_attention_plan_destroy(polyhead_attention_plan* plan);
+
+/// Bytes of the workspace that each forward call brings. A null plan gives 0 and sets polyhead_last_error().
+POLYHEAD_API size_t polyhead_attention_plan_workspace_bytes(const polyhead_attention_plan* plan);
+
+/// Name of the kernel, alive as long as the library. A null plan gives "" and sets polyhead_last_error().
+POLYHEAD_API const char* polyhead_attention_plan_kernel_name(const polyhead_attention_plan* plan);
+
+// ---- Attention: forward ----
+
+/// The tensors of one forward call. B batch, Sq / Sk lengths, H heads, G key/value heads, D / Dv head dims.
+/// Outputs must not overlap themselves, each other or an input. All default to "not given".
+typedef struct polyhead_forward_args {
+  size_t struct_size;  ///< sizeof(polyhead_forward_args), by polyhead_forward_args_init
+  uint64_t flags;      ///< 0: none is defined yet, and unknown ones are refused
+
+  polyhead_tensor query;  ///< [B, Sq, H, D]    packed: [total_q, H, D]
+  polyhead_tensor key;    ///< [B, Sk, G, D]    packed: [total_k, G, D]
+  polyhead_tensor value;  ///< [B, Sk, G, Dv]   packed: [total_k, G, Dv]
+
+  polyhead_tensor attn_mask;      ///< 4-D with desc.attn_mask.dims
+  polyhead_tensor attn_bias;      ///< 4-D with desc.attn_bias.dims and dtype
+  polyhead_tensor alibi_slopes;   ///< [H] or [B, H], float32
+  polyhead_tensor seqlens_q;      ///< [B], int32 or int64: 0 <= seqlens_q[b] <= Sq
+  polyhead_tensor seqlens_k;      ///< [B], int32 or int64: 0 <= seqlens_k[b] <= Sk
+  polyhead_tensor cu_seqlens_q;   ///< [B + 1], int32 or int64: starts at 0, never falls, ends at or before total_q
+  polyhead_tensor cu_seqlens_k;   ///< [B + 1]
+  polyhead_tensor query_offsets;  ///< [B], int32 or int64
+
+  uint64_t dropout_seed;    ///< used if desc.dropout_p > 0
+  uint32_t dropout_offset;  ///< likewise
+  uint32_t reserved;        ///< 0
+
+  polyhead_tensor out;          ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]
+  polyhead_tensor logsumexp;    ///< optional: [B, H, Sq]   packed: [H, total_q]; float32 (float64 with float64 inputs)
+  polyhead_tensor weights;      ///< as desc.return_weights says, in desc.dtype
+  polyhead_tensor column_sums;  ///< [B, H, Sk] float32 (float64 with float64 inputs), if desc.return_column_sums
+
+  void* workspace;         ///< aligned to 64 bytes; may be NULL if the plan needs 0 bytes. Contents need not be kept
+  size_t workspace_bytes;  ///< at least polyhead_attention_plan_workspace_bytes(plan)
+} polyhead_forward_args;
+
+/// Makes every tensor "not given". `struct_size` is sizeof *args.
+POLYHEAD_API polyhead_status polyhead_forward_args_init(polyhead_forward_args* args, size_t struct_size);
+
+/// Checks `args` against the plan's desc, then computes: fills out, and what else was asked for.
+POLYHEAD_API polyhead_status polyhead_attention_forward(const polyhead_attention_plan* plan,
+                                                        const polyhead_forward_args* args);
+
+// ---- Attention: explain ----
+
+/// What polyhead_attention_plan_create would choose and why. Made and freed by the library, so it may grow at its end.
+typedef struct polyhead_explanation {
+  size_t struct_size;          ///< of the library that made it: what lies behind is not there
+  int32_t status;              ///< polyhead_status that polyhead_attention_plan_create would return
+  int32_t reserved;            ///< 0
+  const char* message;         ///< its sentence; "" if status is POLYHEAD_OK
+  const char* kernel;          ///< the chosen kernel; "" if none
+  size_t num_kernels;          ///< of this build, best first
+  const char* const* kernels;  ///< [num_kernels] their names
+  const char* const* reasons;  ///< [num_kernels] "" = can; else a clause, as "head_dim is 600, takes 1 to 512"
+  size_t workspace_bytes;      ///< of the chosen kernel
+  double flops;                ///< of forward, as polyhead::Explanation defines it
+} polyhead_explanation;
+
+/// A desc that no plan can be made of is not a failure of this call: explanation->status tells. `options` may be NULL.
+POLYHEAD_API polyhead_status polyhead_attention_explain(const polyhead_attention_desc* desc,
+                                                        const polyhead_plan_options* options,
+                                                        polyhead_explanation** explanation);
+
+/// NULL is fine.
+POLYHEAD_API void polyhead_explanation_destroy(polyhead_explanation* explanation);
+
+// ---- Kernels and dropout ----
+
+/// Names of the kernels usable on this machine, best first, "reference" last, then NULL. Alive as long as the library.
+/// When memory runs out: an empty list, and polyhead_last_error() says so.
+POLYHEAD_API const char* const* polyhead_kernels(void);
+
+/// Instruction sets the CPU reports that a kernel of ours uses, best first, as "avx512bf16 avx512 avx2". Alive as long
+/// as the library. When memory runs out: "", and polyhead_last_error() says so.
+POLYHEAD_API const char* polyhead_cpu_features(void);
+
+/// Fills `kept` ([B, H, Sq, Sk], POLYHEAD_BOOL) with 1 where dropout keeps the weight, else 0: a pure function of
+/// (seed, offset, batch, head, query, key). The rule stands in polyhead/dropout.h.
+POLYHEAD_API polyhead_status polyhead_dropout_mask(double dropout_p, uint64_t seed, uint32_t offset,
+                                                   const polyhead_tensor* kept);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif
