@@ -1,0 +1,33 @@
+// Where the work of a call runs: our own pool by default, or the host's.
+#pragma once
+
+#include <cstdint>
+
+#include "polyhead/api.h"
+
+namespace polyhead {
+
+/// Runs independent pieces of work. Implement this to lend polyhead a host's own threads (torch's, ONNX Runtime's,
+/// XLA's), so that cores are never oversubscribed. Results do not depend on the number of threads.
+class POLYHEAD_API Executor {
+ public:
+  virtual ~Executor() = default;
+
+  /// How many calls of `body` may usefully run at once; at least 1. Fixed for the executor's life.
+  virtual int num_threads() const = 0;
+
+  /// Calls body(context, i) exactly once for every i in [0, count), in any order and on any threads, the caller's
+  /// included, and returns when all have ended. `count` is at most num_threads(). Must be callable from several
+  /// threads at once and from inside `body`.
+  virtual void parallel_for(int count, void (*body)(void* context, int index), void* context) = 0;
+};
+
+/// The library's own pool, shared by the process: POLYHEAD_THREADS threads (default: the CPUs this process may run on).
+/// Threads start at the first call that uses them, sleep when idle, and start anew in a forked child.
+POLYHEAD_API Executor& default_executor();
+
+/// A pool of `num_threads` (at least 1; 1 runs everything on the calling thread). The caller deletes it, after the
+/// plans that use it.
+POLYHEAD_API Executor* new_thread_pool(int num_threads);
+
+}  // namespace polyhead

@@ -1,0 +1,76 @@
+// A view of an array that somebody else owns.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+
+#include "polyhead/api.h"
+
+namespace polyhead {
+
+enum class DType : int32_t {
+  kFloat32 = 0,
+  kBFloat16 = 1,
+  kFloat16 = 2,
+  kFloat64 = 3,
+  kBool = 4,  ///< one byte, 0 or 1
+  kInt32 = 5,
+  kInt64 = 6,
+};
+
+enum class Device : int32_t { kCpu = 0, kCuda = 1 };
+
+/// Bytes of one element.
+constexpr size_t dtype_size_bytes(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+    case DType::kInt64: return 8;
+    case DType::kFloat32:
+    case DType::kInt32: return 4;
+    case DType::kBFloat16:
+    case DType::kFloat16: return 2;
+    case DType::kBool: return 1;
+  }
+  return 0;
+}
+
+/// "float32", "bfloat16", ...
+POLYHEAD_API const char* dtype_name(DType dtype);
+
+/// Non-owning view: pointer, dtype, device, dims, strides. Strides count elements, not bytes, and may be anything
+/// (0 and negative too) on inputs. A default Tensor (ndim 0) means "not given". Inputs are never written through `data`.
+struct Tensor {
+  static constexpr int kMaxDims = 5;
+
+  void* data = nullptr;  ///< element [0, 0, ...]; may be null only where some dim is 0
+  DType dtype = DType::kFloat32;
+  Device device = Device::kCpu;
+  int32_t ndim = 0;
+  int64_t dims[kMaxDims] = {};
+  int64_t strides[kMaxDims] = {};
+
+  Tensor() = default;
+
+  /// A contiguous (row-major) view of `dims`.
+  Tensor(const void* elements, DType type, std::initializer_list<int64_t> sizes)
+      : data(const_cast<void*>(elements)), dtype(type), ndim(static_cast<int32_t>(sizes.size())) {
+    int i = 0;
+    for (int64_t size : sizes) dims[i++] = size;
+    int64_t stride = 1;
+    for (i = ndim - 1; i >= 0; --i) {
+      strides[i] = stride;
+      stride *= dims[i] > 0 ? dims[i] : 1;
+    }
+  }
+
+  bool given() const { return ndim > 0; }
+
+  int64_t num_elements() const {
+    int64_t count = ndim > 0 ? 1 : 0;
+    for (int i = 0; i < ndim; ++i) count *= dims[i];
+    return count;
+  }
+};
+
+}  // namespace polyhead
