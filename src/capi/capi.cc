@@ -1,0 +1,289 @@
+// polyhead.h: translates to the C++ interface and back; computes nothing. Each function guards its body, so that no
+// exception gets out.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "capi/last_error.h"
+#include "capi/translate.h"
+#include "core/sentence.h"
+#include "polyhead/dropout.h"
+#include "polyhead/kernels.h"
+#include "polyhead/polyhead.h"
+
+using polyhead::AttentionDesc;
+using polyhead::Executor;
+using polyhead::Explanation;
+using polyhead::ForwardArgs;
+using polyhead::Plan;
+using polyhead::PlanOptions;
+using polyhead::Result;
+using polyhead::sentence;
+using polyhead::Status;
+using polyhead::StatusCode;
+using polyhead::Tensor;
+using polyhead::capi::guarded;
+using polyhead::capi::need;
+using polyhead::capi::translate;
+
+struct polyhead_attention_plan {
+  Plan plan;
+};
+
+namespace {
+
+constexpr int kMaxThreads = 1024;
+
+class HostExecutor final : public Executor {
+ public:
+  HostExecutor(int num_threads, polyhead_parallel_for run, void* host)
+      : num_threads_(num_threads), run_(run), host_(host) {}
+  int num_threads() const override { return num_threads_; }
+  void parallel_for(int count, void (*body)(void*, int), void* context) override { run_(host_, count, body, context); }
+
+ private:
+  int num_threads_;
+  polyhead_parallel_for run_;
+  void* host_;
+};
+
+Status check_num_threads(int num_threads) {
+  if (num_threads >= 1 && num_threads <= kMaxThreads) return {};
+  return {StatusCode::kInvalidArgument, sentence("num_threads is ", num_threads, ", takes 1 to ", kMaxThreads)};
+}
+
+// What the caller sees of an explanation, and what its strings and arrays live in.
+struct OwnedExplanation : polyhead_explanation {
+  Explanation source;
+  std::vector<const char*> kernel_names, reason_texts;
+};
+
+// Fills the caller's struct, as large as its header knew it, with the defaults.
+template <class T>
+Status init_struct(T* to, size_t struct_size, size_t first_size, const char* name, T defaults) {
+  if (Status s = need(to, name); !s.ok()) return s;
+  if (Status s = polyhead::capi::check_struct_size(struct_size, first_size, sizeof(T), name); !s.ok()) return s;
+  defaults.struct_size = struct_size;
+  std::memcpy(to, &defaults, struct_size);
+  return {};
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* polyhead_version(void) { return polyhead::version(); }
+
+int polyhead_abi_version(void) { return POLYHEAD_ABI_VERSION; }
+
+polyhead_status polyhead_check_abi(int abi_version) {
+  return guarded([&]() -> Status {
+    if (abi_version == POLYHEAD_ABI_VERSION) return {};
+    return {StatusCode::kUnsupported,
+            sentence("the program was compiled against ABI version ", abi_version, ", polyhead ", polyhead_version(),
+                     " has ABI version ", POLYHEAD_ABI_VERSION)};
+  });
+}
+
+polyhead_tensor polyhead_tensor_contiguous(const void* data, int32_t dtype, int32_t ndim, const int64_t* dims) {
+  polyhead_tensor tensor = {};
+  tensor.ndim = -1;
+  guarded([&]() -> Status {
+    if (ndim < 1 || ndim > POLYHEAD_MAX_DIMS) {
+      return {StatusCode::kInvalidArgument, sentence("ndim is ", ndim, ", takes 1 to ", POLYHEAD_MAX_DIMS)};
+    }
+    if (Status s = need(dims, "dims"); !s.ok()) return s;
+    int64_t stride = 1;
+    for (int32_t i = ndim - 1; i >= 0; --i) {
+      tensor.dims[i] = dims[i];
+      tensor.strides[i] = stride;
+      if (__builtin_mul_overflow(stride, std::max<int64_t>(dims[i], 1), &stride)) {
+        return {StatusCode::kInvalidArgument, sentence("dims[", i, "] is ", dims[i], ": the size leaves 64 bits")};
+      }
+    }
+    tensor.data = const_cast<void*>(data);
+    tensor.dtype = dtype;
+    tensor.ndim = ndim;
+    return {};
+  });
+  return tensor;
+}
+
+polyhead_status polyhead_executor_create(int num_threads, polyhead_executor** executor) {
+  return guarded([&]() -> Status {
+    if (Status s = need(executor, "executor"); !s.ok()) return s;
+    *executor = nullptr;
+    if (Status s = check_num_threads(num_threads); !s.ok()) return s;
+    auto handle = std::make_unique<polyhead_executor>();
+    handle->executor.reset(polyhead::new_thread_pool(num_threads));
+    *executor = handle.release();
+    return {};
+  });
+}
+
+polyhead_status polyhead_executor_create_host(int num_threads, polyhead_parallel_for parallel_for, void* host,
+                                              polyhead_executor** executor) {
+  return guarded([&]() -> Status {
+    if (Status s = need(executor, "executor"); !s.ok()) return s;
+    *executor = nullptr;
+    if (parallel_for == nullptr) return need(nullptr, "parallel_for");
+    if (Status s = check_num_threads(num_threads); !s.ok()) return s;
+    auto handle = std::make_unique<polyhead_executor>();
+    handle->executor = std::make_unique<HostExecutor>(num_threads, parallel_for, host);
+    *executor = handle.release();
+    return {};
+  });
+}
+
+void polyhead_executor_destroy(polyhead_executor* executor) { delete executor; }
+
+int polyhead_executor_num_threads(const polyhead_executor* executor) {
+  int num_threads = 1;
+  guarded([&]() -> Status {
+    num_threads = (executor != nullptr ? *executor->executor : polyhead::default_executor()).num_threads();
+    return {};
+  });
+  return num_threads;
+}
+
+polyhead_status polyhead_attention_desc_init(polyhead_attention_desc* desc, size_t struct_size) {
+  return guarded([&] {
+    using namespace polyhead::capi;
+    return init_struct(desc, struct_size, kFirstDescSize, "desc", default_desc());
+  });
+}
+
+polyhead_status polyhead_plan_options_init(polyhead_plan_options* options, size_t struct_size) {
+  return guarded([&] {
+    using namespace polyhead::capi;
+    return init_struct(options, struct_size, kFirstOptionsSize, "options", default_options());
+  });
+}
+
+polyhead_status polyhead_forward_args_init(polyhead_forward_args* args, size_t struct_size) {
+  return guarded([&] {
+    using namespace polyhead::capi;
+    return init_struct(args, struct_size, kFirstForwardArgsSize, "args", default_forward_args());
+  });
+}
+
+polyhead_status polyhead_attention_plan_create(const polyhead_attention_desc* desc,
+                                               const polyhead_plan_options* options, polyhead_attention_plan** plan) {
+  return guarded([&]() -> Status {
+    if (Status s = need(plan, "plan"); !s.ok()) return s;
+    *plan = nullptr;
+    if (Status s = need(desc, "desc"); !s.ok()) return s;
+    AttentionDesc checked;
+    PlanOptions chosen;
+    if (Status s = translate(desc, &checked); !s.ok()) return s;
+    if (Status s = translate(options, &chosen); !s.ok()) return s;
+    Result<Plan> made = polyhead::plan(checked, chosen);
+    if (!made.ok()) return made.status();
+    *plan = new polyhead_attention_plan{std::move(*made)};
+    return {};
+  });
+}
+
+void polyhead_attention_plan_destroy(polyhead_attention_plan* plan) { delete plan; }
+
+size_t polyhead_attention_plan_workspace_bytes(const polyhead_attention_plan* plan) {
+  if (guarded([&] { return need(plan, "plan"); }) != POLYHEAD_OK) return 0;
+  return plan->plan.workspace_bytes();
+}
+
+const char* polyhead_attention_plan_kernel_name(const polyhead_attention_plan* plan) {
+  if (guarded([&] { return need(plan, "plan"); }) != POLYHEAD_OK) return "";
+  return plan->plan.kernel_name();
+}
+
+polyhead_status polyhead_attention_forward(const polyhead_attention_plan* plan, const polyhead_forward_args* args) {
+  return guarded([&]() -> Status {
+    if (Status s = need(plan, "plan"); !s.ok()) return s;
+    if (Status s = need(args, "args"); !s.ok()) return s;
+    ForwardArgs tensors;
+    if (Status s = translate(args, &tensors); !s.ok()) return s;
+    return plan->plan.forward(tensors);
+  });
+}
+
+polyhead_status polyhead_attention_explain(const polyhead_attention_desc* desc, const polyhead_plan_options* options,
+                                           polyhead_explanation** explanation) {
+  return guarded([&]() -> Status {
+    if (Status s = need(explanation, "explanation"); !s.ok()) return s;
+    *explanation = nullptr;
+    if (Status s = need(desc, "desc"); !s.ok()) return s;
+    auto owned = std::make_unique<OwnedExplanation>();
+    Explanation& source = owned->source;
+    AttentionDesc checked;
+    PlanOptions chosen;
+    source.status = translate(desc, &checked);
+    if (source.status.ok()) source.status = translate(options, &chosen);
+    if (source.status.ok()) source = polyhead::explain(checked, chosen);
+    for (const polyhead::KernelReason& reason : source.reasons) {
+      owned->kernel_names.push_back(reason.kernel);
+      owned->reason_texts.push_back(reason.reason.c_str());
+    }
+    owned->struct_size = sizeof(polyhead_explanation);
+    owned->status = static_cast<int32_t>(source.status.code());
+    owned->reserved = 0;
+    owned->message = source.status.message().c_str();
+    owned->kernel = source.kernel.c_str();
+    owned->num_kernels = source.reasons.size();
+    owned->kernels = owned->kernel_names.data();
+    owned->reasons = owned->reason_texts.data();
+    owned->workspace_bytes = source.workspace_bytes;
+    owned->flops = source.flops;
+    *explanation = owned.release();
+    return {};
+  });
+}
+
+void polyhead_explanation_destroy(polyhead_explanation* explanation) {
+  delete static_cast<OwnedExplanation*>(explanation);
+}
+
+const char* const* polyhead_kernels(void) {
+  struct Names {
+    std::vector<std::string> names;
+    std::vector<const char*> pointers;
+  };
+  static const char* const none[] = {nullptr};
+  const char* const* list = none;
+  guarded([&]() -> Status {
+    // Never destroyed: promised to live as long as the library.
+    static const Names& all = *[] {
+      auto made = std::make_unique<Names>();
+      made->names = polyhead::kernels();
+      for (const std::string& name : made->names) made->pointers.push_back(name.c_str());
+      made->pointers.push_back(nullptr);
+      return made.release();
+    }();
+    list = all.pointers.data();
+    return {};
+  });
+  return list;
+}
+
+const char* polyhead_cpu_features(void) {
+  const char* text = "";
+  guarded([&]() -> Status {
+    static const std::string& features = *new std::string(polyhead::cpu_features());
+    text = features.c_str();
+    return {};
+  });
+  return text;
+}
+
+polyhead_status polyhead_dropout_mask(double dropout_p, uint64_t seed, uint32_t offset, const polyhead_tensor* kept) {
+  return guarded([&]() -> Status {
+    if (Status s = need(kept, "kept"); !s.ok()) return s;
+    Tensor tensor;
+    if (Status s = translate(*kept, "kept", &tensor); !s.ok()) return s;
+    return polyhead::dropout_mask(dropout_p, seed, offset, tensor);
+  });
+}
+
+}  // extern "C"

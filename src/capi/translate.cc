@@ -1,0 +1,219 @@
+#include "capi/translate.h"
+
+#include <cstring>
+#include <type_traits>
+
+#include "core/sentence.h"
+
+namespace polyhead::capi {
+namespace {
+
+// The layouts that every later version of the header keeps as its beginning (on 64-bit machines).
+static_assert(sizeof(void*) != 8 || sizeof(polyhead_tensor) == 104);
+static_assert(sizeof(void*) != 8 || sizeof(polyhead_attention_desc) >= kFirstDescSize);
+static_assert(sizeof(void*) != 8 || offsetof(polyhead_attention_desc, return_column_sums) + 4 == kFirstDescSize);
+static_assert(sizeof(void*) != 8 || offsetof(polyhead_plan_options, executor) + 8 == kFirstOptionsSize);
+static_assert(sizeof(void*) != 8 || offsetof(polyhead_forward_args, workspace_bytes) + 8 == kFirstForwardArgsSize);
+static_assert(POLYHEAD_MAX_DIMS == Tensor::kMaxDims);
+
+Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
+
+// Copies as much of `from` as its caller's header knew over the defaults in `to`.
+template <class T>
+Status take(const T* from, size_t first_size, const char* name, T* to) {
+  if (Status s = check_struct_size(from->struct_size, first_size, sizeof(T), name); !s.ok()) return s;
+  std::memcpy(to, from, from->struct_size);
+  if (to->flags != 0) return invalid(sentence(name, ".flags is ", to->flags, ", must be 0: no flag is known here"));
+  return {};
+}
+
+// Translates fields one by one and keeps the first failure. Builds no string before something fails.
+class Fields {
+ public:
+  explicit Fields(std::string_view owner = "") : owner_(owner) {}
+  Status status;
+
+  void boolean(int32_t from, std::string_view name, bool* to) {
+    if (from != 0 && from != 1) return refuse(name, from, "must be 0 or 1");
+    *to = from == 1;
+  }
+
+  template <class Enum>
+  void choice(int32_t from, Enum last, std::string_view name, std::string_view what, Enum* to) {
+    const auto last_value = static_cast<int32_t>(last);
+    if (from < 0 || from > last_value) {
+      return refuse(name, from, sentence("must be a ", what, ": 0 to ", last_value));
+    }
+    *to = static_cast<Enum>(from);
+  }
+
+  template <class Number>
+  void zero(Number from, std::string_view name, std::string_view where = "") {
+    if (from != 0) refuse(name, from, sentence("must be 0", where));
+  }
+
+  void broadcast(const polyhead_broadcast_operand& from, std::string_view name, BroadcastOperand* to) {
+    Fields fields(name);
+    fields.boolean(from.given, "given", &to->given);
+    if (to->given) fields.choice(from.dtype, DType::kInt64, "dtype", "polyhead_dtype", &to->dtype);
+    if (to->given) std::memcpy(to->dims, from.dims, sizeof to->dims);
+    if (status.ok()) status = std::move(fields.status);
+  }
+
+ private:
+  template <class Number>
+  void refuse(std::string_view name, Number value, std::string_view expected) {
+    if (!status.ok()) return;
+    status = invalid(sentence(owner_, owner_.empty() ? "" : ".", name, " is ", value, ", ", expected));
+  }
+
+  std::string_view owner_;
+};
+
+}  // namespace
+
+Status need(const void* pointer, const char* what) {
+  return pointer != nullptr ? Status() : invalid(sentence(what, " is a null pointer"));
+}
+
+Status check_struct_size(size_t size, size_t first_size, size_t size_now, const char* name) {
+  if (size > size_now) {
+    return invalid(sentence(name, ".struct_size is ", size, ", polyhead ", polyhead_version(), " takes at most ",
+                            size_now, ": the program's polyhead.h is newer than the library"));
+  }
+  if (size < first_size || size % 8 != 0) {
+    return invalid(
+        sentence(name, ".struct_size is ", size, ", expected ", size_now, ": the init function of the struct sets it"));
+  }
+  return {};
+}
+
+polyhead_attention_desc default_desc() {
+  polyhead_attention_desc desc = {};
+  desc.struct_size = sizeof desc;
+  desc.batch = desc.num_heads = desc.num_heads_kv = 1;
+  desc.window_left = desc.window_right = -1;
+  desc.attn_mask = {0, POLYHEAD_BOOL, {1, 1, 1, 1}};
+  desc.attn_bias = {0, POLYHEAD_FLOAT32, {1, 1, 1, 1}};
+  return desc;
+}
+
+polyhead_plan_options default_options() {
+  polyhead_plan_options options = {};
+  options.struct_size = sizeof options;
+  return options;
+}
+
+polyhead_forward_args default_forward_args() {
+  polyhead_forward_args args = {};
+  args.struct_size = sizeof args;
+  return args;
+}
+
+Status translate(const polyhead_attention_desc* from, AttentionDesc* to) {
+  polyhead_attention_desc c = default_desc();
+  if (Status s = take(from, kFirstDescSize, "desc", &c); !s.ok()) return s;
+  to->batch = c.batch;
+  to->seqlen_q = c.seqlen_q;
+  to->seqlen_k = c.seqlen_k;
+  to->num_heads = c.num_heads;
+  to->num_heads_kv = c.num_heads_kv;
+  to->head_dim = c.head_dim;
+  to->head_dim_v = c.head_dim_v;
+  to->softcap = c.softcap;
+  to->window_left = c.window_left;
+  to->window_right = c.window_right;
+  to->alibi_slopes_ndim = c.alibi_slopes_ndim;
+  to->dropout_p = c.dropout_p;
+
+  Fields fields;
+  bool has_scale = false, has_query_offset = false;
+  fields.choice(c.dtype, DType::kInt64, "dtype", "polyhead_dtype", &to->dtype);
+  fields.boolean(c.packed, "packed", &to->packed);
+  fields.boolean(c.has_seqlens_q, "has_seqlens_q", &to->has_seqlens_q);
+  fields.boolean(c.has_seqlens_k, "has_seqlens_k", &to->has_seqlens_k);
+  fields.boolean(c.has_scale, "has_scale", &has_scale);
+  fields.boolean(c.causal, "causal", &to->causal);
+  fields.boolean(c.has_query_offset, "has_query_offset", &has_query_offset);
+  fields.boolean(c.has_query_offsets, "has_query_offsets", &to->has_query_offsets);
+  fields.choice(c.align, Align::kBottomRight, "align", "polyhead_align", &to->align);
+  fields.broadcast(c.attn_mask, "attn_mask", &to->attn_mask);
+  fields.broadcast(c.attn_bias, "attn_bias", &to->attn_bias);
+  fields.choice(c.return_weights, ReturnWeights::kMean, "return_weights", "polyhead_return_weights",
+                &to->return_weights);
+  fields.boolean(c.return_column_sums, "return_column_sums", &to->return_column_sums);
+  if (has_scale) {
+    to->scale = c.scale;
+  } else {
+    fields.zero(c.scale, "scale", " where has_scale is 0");
+  }
+  if (has_query_offset) {
+    to->query_offset = c.query_offset;
+  } else {
+    fields.zero(c.query_offset, "query_offset", " where has_query_offset is 0");
+  }
+  return fields.status;
+}
+
+Status translate(const polyhead_plan_options* from, PlanOptions* to) {
+  if (from == nullptr) return {};
+  polyhead_plan_options c = default_options();
+  if (Status s = take(from, kFirstOptionsSize, "options", &c); !s.ok()) return s;
+  if (c.kernel != nullptr) to->kernel = c.kernel;
+  if (c.executor != nullptr) to->executor = c.executor->executor.get();
+  return {};
+}
+
+Status translate(const polyhead_tensor& from, const char* name, Tensor* to) {
+  if (from.ndim == 0) return {};  // not given: the other fields say nothing
+  if (from.ndim < 0 || from.ndim > POLYHEAD_MAX_DIMS) {
+    return invalid(sentence(name, ".ndim is ", from.ndim, ", takes 0 to ", POLYHEAD_MAX_DIMS));
+  }
+  Fields fields(name);
+  fields.choice(from.dtype, DType::kInt64, "dtype", "polyhead_dtype", &to->dtype);
+  fields.choice(from.device, Device::kCuda, "device", "polyhead_device", &to->device);
+  fields.zero(from.reserved, "reserved");
+  to->data = from.data;
+  to->ndim = from.ndim;
+  std::memcpy(to->dims, from.dims, sizeof to->dims);
+  std::memcpy(to->strides, from.strides, sizeof to->strides);
+  return fields.status;
+}
+
+Status translate(const polyhead_forward_args* from, ForwardArgs* to) {
+  polyhead_forward_args c = default_forward_args();
+  if (Status s = take(from, kFirstForwardArgsSize, "args", &c); !s.ok()) return s;
+  const struct {
+    const polyhead_tensor& from;
+    const char* name;
+    Tensor* to;
+  } tensors[] = {
+      {c.query, "query", &to->query},
+      {c.key, "key", &to->key},
+      {c.value, "value", &to->value},
+      {c.attn_mask, "attn_mask", &to->attn_mask},
+      {c.attn_bias, "attn_bias", &to->attn_bias},
+      {c.alibi_slopes, "alibi_slopes", &to->alibi_slopes},
+      {c.seqlens_q, "seqlens_q", &to->seqlens_q},
+      {c.seqlens_k, "seqlens_k", &to->seqlens_k},
+      {c.cu_seqlens_q, "cu_seqlens_q", &to->cu_seqlens_q},
+      {c.cu_seqlens_k, "cu_seqlens_k", &to->cu_seqlens_k},
+      {c.query_offsets, "query_offsets", &to->query_offsets},
+      {c.out, "out", &to->out},
+      {c.logsumexp, "logsumexp", &to->logsumexp},
+      {c.weights, "weights", &to->weights},
+      {c.column_sums, "column_sums", &to->column_sums},
+  };
+  for (const auto& tensor : tensors) {
+    if (Status s = translate(tensor.from, tensor.name, tensor.to); !s.ok()) return s;
+  }
+  Fields fields("args");
+  fields.zero(c.reserved, "reserved");
+  to->dropout_seed = c.dropout_seed;
+  to->dropout_offset = c.dropout_offset;
+  to->workspace = c.workspace;
+  to->workspace_bytes = c.workspace_bytes;
+  return fields.status;
+}
+
+}  // namespace polyhead::capi
