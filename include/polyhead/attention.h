@@ -50,28 +50,28 @@ struct AttentionDesc {
   int64_t seqlen_q = 0;  ///< queries of a sequence; packed: rows of all sequences together
   int64_t seqlen_k = 0;  ///< keys of a sequence; packed: rows of all sequences together
   int64_t num_heads = 1;
-  int64_t num_heads_kv = 1;  ///< divides num_heads; query head h reads h / (num_heads / num_heads_kv)
-  int64_t head_dim = 0;      ///< of query and key
-  int64_t head_dim_v = 0;    ///< of value and out
+  int64_t num_heads_kv = 1;       ///< divides num_heads; query head h reads h / (num_heads / num_heads_kv)
+  int64_t head_dim = 0;           ///< of query and key
+  int64_t head_dim_v = 0;         ///< of value and out
   DType dtype = DType::kFloat32;  ///< of query, key, value and out: float32, bfloat16, float16, float64
 
-  bool packed = false;  ///< [rows, heads, dim] operands; cu_seqlens_q and cu_seqlens_k are given with each call
+  bool packed = false;         ///< [rows, heads, dim] operands; cu_seqlens_q and cu_seqlens_k are given with each call
   bool has_seqlens_q = false;  ///< seqlens_q [batch] is given with each call (padding on the right); not when packed
   bool has_seqlens_k = false;  ///< seqlens_k [batch] likewise
 
-  std::optional<double> scale;  ///< factor on Q K^T, any finite number; default 1 / sqrt(head_dim)
-  double softcap = 0;           ///< 0 = off
+  std::optional<double> scale = {};  ///< factor on Q K^T, any finite number; default 1 / sqrt(head_dim)
+  double softcap = 0;                ///< 0 = off
 
-  bool causal = false;         ///< query i sees key j <= i + offset
-  int64_t window_left = -1;    ///< query i sees j >= i + offset - window_left;  -1 = open
-  int64_t window_right = -1;   ///< query i sees j <= i + offset + window_right; -1 = open
+  bool causal = false;        ///< query i sees key j <= i + offset
+  int64_t window_left = -1;   ///< query i sees j >= i + offset - window_left;  -1 = open
+  int64_t window_right = -1;  ///< query i sees j <= i + offset + window_right; -1 = open
   Align align = Align::kUnset;
-  std::optional<int64_t> query_offset;  ///< the offset itself, the same for every sequence; excludes `align`
-  bool has_query_offsets = false;       ///< query_offsets [batch] is given with each call; excludes both
+  std::optional<int64_t> query_offset = {};  ///< the offset itself, the same for every sequence; excludes `align`
+  bool has_query_offsets = false;            ///< query_offsets [batch] is given with each call; excludes both
 
-  BroadcastOperand attn_mask;  ///< kBool, true = may look
-  BroadcastOperand attn_bias;  ///< float32, bfloat16, float16 (float64 with float64 inputs); -inf hides a key
-  int alibi_slopes_ndim = 0;   ///< 0 = no ALiBi, 1 = slopes [num_heads], 2 = slopes [batch, num_heads]; float32
+  BroadcastOperand attn_mask = {};  ///< kBool, true = may look
+  BroadcastOperand attn_bias = {};  ///< float32, bfloat16, float16 (float64 with float64 inputs); -inf hides a key
+  int alibi_slopes_ndim = 0;        ///< 0 = no ALiBi, 1 = slopes [num_heads], 2 = slopes [batch, num_heads]; float32
 
   double dropout_p = 0;  ///< 0..1; SEMANTICS: bits of Philox4x32-10, see polyhead/dropout.h
 
@@ -82,44 +82,45 @@ struct AttentionDesc {
 /// The tensors of one forward call. B batch, Sq / Sk lengths, H heads, G key/value heads, D / Dv head dims.
 /// Outputs must not overlap themselves, each other or an input.
 struct ForwardArgs {
-  Tensor query;  ///< [B, Sq, H, D]    packed: [total_q, H, D]
-  Tensor key;    ///< [B, Sk, G, D]    packed: [total_k, G, D]
-  Tensor value;  ///< [B, Sk, G, Dv]   packed: [total_k, G, Dv]
+  Tensor query = {};  ///< [B, Sq, H, D]    packed: [total_q, H, D]
+  Tensor key = {};    ///< [B, Sk, G, D]    packed: [total_k, G, D]
+  Tensor value = {};  ///< [B, Sk, G, Dv]   packed: [total_k, G, Dv]
 
-  Tensor attn_mask;      ///< 4-D with desc.attn_mask.dims
-  Tensor attn_bias;      ///< 4-D with desc.attn_bias.dims and dtype
-  Tensor alibi_slopes;   ///< [H] or [B, H], float32
-  Tensor seqlens_q;      ///< [B], int32 or int64: 0 <= seqlens_q[b] <= Sq
-  Tensor seqlens_k;      ///< [B], int32 or int64: 0 <= seqlens_k[b] <= Sk
-  Tensor cu_seqlens_q;   ///< [B + 1], int32 or int64: starts at 0, never falls, ends at or before total_q
-  Tensor cu_seqlens_k;   ///< [B + 1]
-  Tensor query_offsets;  ///< [B], int32 or int64
+  Tensor attn_mask = {};      ///< 4-D with desc.attn_mask.dims
+  Tensor attn_bias = {};      ///< 4-D with desc.attn_bias.dims and dtype
+  Tensor alibi_slopes = {};   ///< [H] or [B, H], float32
+  Tensor seqlens_q = {};      ///< [B], int32 or int64: 0 <= seqlens_q[b] <= Sq
+  Tensor seqlens_k = {};      ///< [B], int32 or int64: 0 <= seqlens_k[b] <= Sk
+  Tensor cu_seqlens_q = {};   ///< [B + 1], int32 or int64: starts at 0, never falls, ends at or before total_q
+  Tensor cu_seqlens_k = {};   ///< [B + 1]
+  Tensor query_offsets = {};  ///< [B], int32 or int64
 
   uint64_t dropout_seed = 0;
   uint32_t dropout_offset = 0;
 
-  Tensor out;          ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]
-  Tensor logsumexp;    ///< optional: [B, H, Sq]   packed: [H, total_q]; float32 (float64 with float64 inputs)
-  Tensor weights;      ///< as desc.return_weights says, in desc.dtype
-  Tensor column_sums;  ///< [B, H, Sk] float32 (float64 with float64 inputs), if desc.return_column_sums
+  Tensor out = {};          ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]
+  Tensor logsumexp = {};    ///< optional: [B, H, Sq]   packed: [H, total_q]; float32 (float64 with float64 inputs)
+  Tensor weights = {};      ///< as desc.return_weights says, in desc.dtype
+  Tensor column_sums = {};  ///< [B, H, Sk] float32 (float64 with float64 inputs), if desc.return_column_sums
 
-  void* workspace = nullptr;   ///< at least Plan::workspace_bytes(), aligned to 64 bytes; contents need not be kept
+  void* workspace = nullptr;  ///< at least Plan::workspace_bytes(), aligned to 64 bytes; contents need not be kept
   size_t workspace_bytes = 0;
 };
 
 /// The tensors of one backward call. The options' tensors and the dropout seed are those of the forward call.
 /// Gradients that are not given are not computed.
 struct BackwardArgs {
-  ForwardArgs forward;  ///< query, key, value, options, dropout seed; out and logsumexp as forward wrote them; workspace
-  Tensor grad_out;        ///< [B, Sq, H, Dv], in desc.dtype, any strides
-  Tensor grad_logsumexp;  ///< optional: [B, H, Sq], dtype of logsumexp
+  /// Query, key, value, options, dropout seed; out and logsumexp as forward wrote them; workspace.
+  ForwardArgs forward = {};
+  Tensor grad_out = {};        ///< [B, Sq, H, Dv], in desc.dtype, any strides
+  Tensor grad_logsumexp = {};  ///< optional: [B, H, Sq], dtype of logsumexp
 
-  Tensor grad_query;         ///< optional: shape and dtype of query; likewise key, value
-  Tensor grad_key;
-  Tensor grad_value;
-  Tensor grad_attn_bias;     ///< optional: shape and dtype of attn_bias: summed over the dims that broadcast
-  Tensor grad_alibi_slopes;  ///< optional: shape of alibi_slopes, float32
-  bool accumulate = false;   ///< true: add to what the gradient tensors hold; false: overwrite
+  Tensor grad_query = {};  ///< optional: shape and dtype of query; likewise key, value
+  Tensor grad_key = {};
+  Tensor grad_value = {};
+  Tensor grad_attn_bias = {};     ///< optional: shape and dtype of attn_bias: summed over the dims that broadcast
+  Tensor grad_alibi_slopes = {};  ///< optional: shape of alibi_slopes, float32
+  bool accumulate = false;        ///< true: add to what the gradient tensors hold; false: overwrite
 };
 
 struct Kernel;  // src/attention/kernel.h
@@ -159,8 +160,8 @@ struct KernelReason {
 
 /// What plan() would choose and why, without making one.
 struct Explanation {
-  Status status;       ///< as plan() would return
-  std::string kernel;  ///< the chosen one; "" if none
+  Status status;                      ///< as plan() would return
+  std::string kernel;                 ///< the chosen one; "" if none
   std::vector<KernelReason> reasons;  ///< every kernel of this build, best first
   size_t workspace_bytes = 0;
   double flops = 0;  ///< of forward: 4 * visible (query, key) pairs * head_dim, as causal, window and sizes tell
