@@ -1,0 +1,196 @@
+#include <cmath>
+#include <initializer_list>
+#include <utility>
+
+#include "attention/checks.h"
+#include "core/sentence.h"
+
+namespace polyhead {
+namespace {
+
+Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
+
+struct Size {
+  const char* name;
+  int64_t value;
+};
+
+bool is_float(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16 || dtype == DType::kFloat64;
+}
+
+Status check_sizes(const AttentionDesc& desc) {
+  for (const Size& size : {Size{"batch", desc.batch}, Size{"seqlen_q", desc.seqlen_q}, Size{"seqlen_k", desc.seqlen_k},
+                           Size{"num_heads", desc.num_heads}, Size{"num_heads_kv", desc.num_heads_kv},
+                           Size{"head_dim", desc.head_dim}, Size{"head_dim_v", desc.head_dim_v}}) {
+    if (size.value < 0) return invalid(sentence(size.name, " is ", size.value, ", must not be negative"));
+  }
+  if (desc.num_heads > 0 && (desc.num_heads_kv == 0 || desc.num_heads % desc.num_heads_kv != 0)) {
+    return invalid(sentence("num_heads_kv is ", desc.num_heads_kv, ", must divide num_heads ", desc.num_heads));
+  }
+  if (!is_float(desc.dtype)) {
+    return invalid(sentence("dtype is ", dtype_name(desc.dtype), ", takes float32, bfloat16, float16 or float64"));
+  }
+  return {};
+}
+
+// A product with its zeros left out: then every partial product fits too. Eight bytes an element at most.
+Status check_product(const char* tensor, std::initializer_list<Size> sizes) {
+  int64_t product = 8;
+  bool fits = true;
+  for (const Size& size : sizes) {
+    if (size.value != 0 && __builtin_mul_overflow(product, size.value, &product)) fits = false;
+  }
+  if (fits) return {};
+  std::string factors;
+  for (const Size& size : sizes) {
+    if (!factors.empty()) factors += " * ";
+    factors += sentence(size.name, " ", size.value);
+  }
+  return invalid(sentence(tensor, " is too large: ", factors, " elements pass the address space"));
+}
+
+Status check_products(const AttentionDesc& desc) {
+  // Packed rows hold the sequences of the whole batch.
+  const Size batch{"batch", desc.batch}, operand_batch{"batch", desc.packed ? 1 : desc.batch};
+  const Size seqlen_q{"seqlen_q", desc.seqlen_q}, seqlen_k{"seqlen_k", desc.seqlen_k};
+  const Size num_heads{"num_heads", desc.num_heads}, num_heads_kv{"num_heads_kv", desc.num_heads_kv};
+  const Size head_dim{"head_dim", desc.head_dim}, head_dim_v{"head_dim_v", desc.head_dim_v};
+  Status status = check_product("query", {operand_batch, seqlen_q, num_heads, head_dim});
+  if (status.ok()) status = check_product("key", {operand_batch, seqlen_k, num_heads_kv, head_dim});
+  if (status.ok()) status = check_product("value", {operand_batch, seqlen_k, num_heads_kv, head_dim_v});
+  if (status.ok()) status = check_product("out", {operand_batch, seqlen_q, num_heads, head_dim_v});
+  if (status.ok()) status = check_product("column_sums", {operand_batch, num_heads, seqlen_k});
+  if (status.ok()) status = check_product("the list of heads", {batch, num_heads});
+  if (status.ok() && desc.return_weights != ReturnWeights::kNone) {
+    status = check_product("weights", {operand_batch, num_heads, seqlen_q, seqlen_k});
+  }
+  return status;
+}
+
+Status check_numbers(const AttentionDesc& desc) {
+  if (desc.scale && !std::isfinite(*desc.scale)) {
+    return invalid(sentence("scale is ", *desc.scale, ", must be a finite number"));
+  }
+  if (!(desc.softcap >= 0 && std::isfinite(desc.softcap))) {
+    return invalid(sentence("softcap is ", desc.softcap, ", must be 0 (off) or a positive finite number"));
+  }
+  for (const Size& window : {Size{"window_left", desc.window_left}, Size{"window_right", desc.window_right}}) {
+    if (window.value < -1) {
+      return invalid(sentence(window.name, " is ", window.value, ", must be -1 (open) or at least 0"));
+    }
+  }
+  if (!(desc.dropout_p >= 0 && desc.dropout_p <= 1)) {
+    return invalid(sentence("dropout_p is ", desc.dropout_p, ", must be 0 to 1"));
+  }
+  if (desc.dropout_p > 0) {
+    constexpr int64_t kWords = int64_t{1} << 32;
+    for (const Size& counter : {Size{"batch * num_heads", desc.batch * desc.num_heads}, Size{"seqlen_q", desc.seqlen_q},
+                                Size{"seqlen_k / 8", desc.seqlen_k / 8}}) {
+      if (counter.value > kWords) {
+        return invalid(sentence(counter.name, " is ", counter.value, ", dropout counts it in 32 bits"));
+      }
+    }
+  }
+  const auto weights = static_cast<int32_t>(desc.return_weights);
+  if (weights < 0 || weights > 2) {
+    return invalid(sentence("return_weights is ", weights, ", must be 0 (none), 1 (per head) or 2 (mean)"));
+  }
+  return {};
+}
+
+Status check_alignment(const AttentionDesc& desc) {
+  const auto align = static_cast<int32_t>(desc.align);
+  if (align < 0 || align > 2) {
+    return invalid(sentence("align is ", align, ", must be 0 (unset), 1 (top_left) or 2 (bottom_right)"));
+  }
+  if (desc.query_offset && desc.has_query_offsets) {
+    return invalid("query_offset and query_offsets are both given, give one");
+  }
+  if (desc.align != Align::kUnset && (desc.query_offset || desc.has_query_offsets)) {
+    return invalid(sentence("align is ", desc.align == Align::kTopLeft ? "top_left" : "bottom_right",
+                            " and query_offset", desc.has_query_offsets ? "s are" : " is", " given too, give one"));
+  }
+  // With lengths of their own, sequences are compared in each call.
+  if (desc.packed || desc.has_seqlens_q || desc.has_seqlens_k || desc.batch == 0 || desc.seqlen_q == desc.seqlen_k) {
+    return {};
+  }
+  const char* option = unaligned_option(desc);
+  return option == nullptr ? Status() : alignment_missing(option, -1, desc.seqlen_q, desc.seqlen_k);
+}
+
+Status check_broadcast(const char* name, const BroadcastOperand& operand, const AttentionDesc& desc) {
+  if (!operand.given) return {};
+  const Size full[4] = {
+      {"batch", desc.batch}, {"num_heads", desc.num_heads}, {"seqlen_q", desc.seqlen_q}, {"seqlen_k", desc.seqlen_k}};
+  for (int i = 0; i < 4; ++i) {
+    const int64_t dim = operand.dims[i];
+    if (dim == 1 || dim == full[i].value) continue;
+    return invalid(sentence(name, " dim ", i, " is ", dim, ", must be 1 or ", full[i].name, " ", full[i].value));
+  }
+  return check_product(
+      name, {{"dim", operand.dims[0]}, {"dim", operand.dims[1]}, {"dim", operand.dims[2]}, {"dim", operand.dims[3]}});
+}
+
+Status check_options(const AttentionDesc& desc) {
+  if (desc.attn_mask.given && desc.attn_mask.dtype != DType::kBool) {
+    return invalid(sentence("attn_mask is ", dtype_name(desc.attn_mask.dtype), ", expected bool"));
+  }
+  if (desc.attn_bias.given) {
+    const DType bias = desc.attn_bias.dtype;
+    if (!is_float(bias)) {
+      return invalid(sentence("attn_bias is ", dtype_name(bias), ", takes float32, bfloat16, float16 or float64"));
+    }
+    if (bias == DType::kFloat64 && desc.dtype != DType::kFloat64) {
+      return invalid(sentence("attn_bias is float64, which needs float64 inputs; dtype is ", dtype_name(desc.dtype)));
+    }
+  }
+  if (desc.alibi_slopes_ndim < 0 || desc.alibi_slopes_ndim > 2) {
+    return invalid(sentence("alibi_slopes_ndim is ", desc.alibi_slopes_ndim,
+                            ", must be 0 (none), 1 [num_heads] or 2 [batch, num_heads]"));
+  }
+  if (desc.packed) {
+    const struct {
+      const char* name;
+      bool given;
+    } options[] = {{"attn_mask", desc.attn_mask.given},
+                   {"attn_bias", desc.attn_bias.given},
+                   {"return_weights", desc.return_weights != ReturnWeights::kNone},
+                   {"return_column_sums", desc.return_column_sums},
+                   {"seqlens_q", desc.has_seqlens_q},
+                   {"seqlens_k", desc.has_seqlens_k}};
+    for (const auto& option : options) {
+      if (option.given) return invalid(sentence(option.name, " cannot be given with packed sequences (cu_seqlens)"));
+    }
+  }
+  Status status = check_broadcast("attn_mask", desc.attn_mask, desc);
+  if (status.ok()) status = check_broadcast("attn_bias", desc.attn_bias, desc);
+  return status;
+}
+
+}  // namespace
+
+const char* unaligned_option(const AttentionDesc& desc) {
+  if (desc.align != Align::kUnset || desc.query_offset || desc.has_query_offsets) return nullptr;
+  if (desc.causal) return "causal";
+  if (desc.window_left >= 0 || desc.window_right >= 0) return "window";
+  return desc.alibi_slopes_ndim > 0 ? "alibi_slopes" : nullptr;
+}
+
+Status alignment_missing(const char* option, int64_t b, int64_t len_q, int64_t len_k) {
+  return invalid(sentence(option, " needs align: ", b < 0 ? "" : sentence("sequence ", b, " has "), "seqlen_q ", len_q,
+                          b < 0 ? " is not seqlen_k " : " and seqlen_k ", len_k,
+                          ". Set align to top_left (query 0 stands at key 0) or bottom_right (the last query at the "
+                          "last key), or give query_offset"));
+}
+
+Status check_desc(const AttentionDesc& desc) {
+  Status status = check_sizes(desc);
+  if (status.ok()) status = check_products(desc);
+  if (status.ok()) status = check_numbers(desc);
+  if (status.ok()) status = check_options(desc);
+  if (status.ok()) status = check_alignment(desc);
+  return status;
+}
+
+}  // namespace polyhead

@@ -1,0 +1,59 @@
+#include <algorithm>
+#include <new>
+
+#include "attention/checks.h"
+#include "attention/kernel.h"
+
+namespace polyhead {
+namespace {
+
+// sum over i in [0, rows) of the number of keys j in [0, keys) with j < i + first
+double keys_before(double rows, double keys, double first) {
+  const double none = std::clamp(-first, 0.0, rows);        // rows below this see none of them
+  const double all = std::clamp(keys - first, none, rows);  // rows from this on see all of them
+  return (all - none) * (first + (none + all - 1) / 2) + (rows - all) * keys;
+}
+
+// (query, key) pairs of one head that causal and window leave. Where lengths come with the call, sizes stand for them:
+// packed sequences count as equally long; an unknown offset as Sk - Sq, as in decoding with a cache.
+double visible_pairs(const AttentionDesc& desc) {
+  const auto batch = static_cast<double>(desc.batch);
+  auto rows = static_cast<double>(desc.seqlen_q), keys = static_cast<double>(desc.seqlen_k);
+  if (desc.packed && batch > 0) {
+    rows /= batch;
+    keys /= batch;
+  }
+  double offset = keys - rows;
+  if (desc.query_offset) offset = static_cast<double>(*desc.query_offset);
+  if (desc.align == Align::kTopLeft) offset = 0;
+  double pairs = rows * keys;
+  if (desc.causal || desc.window_right >= 0) {
+    const double right = desc.causal ? 0 : static_cast<double>(desc.window_right);
+    pairs = keys_before(rows, keys, offset + right + 1);
+  }
+  if (desc.window_left >= 0) pairs -= keys_before(rows, keys, offset - static_cast<double>(desc.window_left));
+  return batch * pairs;
+}
+
+}  // namespace
+
+Explanation explain(const AttentionDesc& desc, const PlanOptions& options) try {
+  Explanation explanation;
+  const Result<Plan> planned = plan(desc, options);
+  explanation.status = planned.status();
+  if (planned.ok()) {
+    explanation.kernel = planned->kernel_name();
+    explanation.workspace_bytes = planned->workspace_bytes();
+  }
+  if (!check_desc(desc).ok()) return explanation;
+  for (const Kernel* kernel : kernel_list()) explanation.reasons.push_back({kernel->name, kernel->why_not(desc)});
+  explanation.flops = 2 * visible_pairs(desc) * static_cast<double>(desc.num_heads) *
+                      (static_cast<double>(desc.head_dim) + static_cast<double>(desc.head_dim_v));
+  return explanation;
+} catch (const std::bad_alloc&) {
+  Explanation explanation;
+  explanation.status = Status(StatusCode::kOutOfMemory, "out of memory");
+  return explanation;
+}
+
+}  // namespace polyhead

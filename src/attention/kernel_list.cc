@@ -1,0 +1,43 @@
+// The one place that names the backends.
+#include <iterator>
+#include <new>
+
+#include "attention/kernel.h"
+#include "attention/reference.h"
+#include "cpu/kernels.h"
+#include "polyhead/kernels.h"
+
+namespace polyhead {
+
+std::span<const Kernel* const> kernel_list() {
+  static constexpr const Kernel* kKernels[] = {
+#if defined(__x86_64__)
+    &kCpuAvx512Bf16,
+    &kCpuAvx512,
+    &kCpuAvx2,
+#endif
+    &kCpuGeneric,
+    &kReference,
+  };
+  return kKernels;
+}
+
+// Usable on this machine: takes an ordinary problem in one dtype at least.
+std::vector<std::string> kernels() try {
+  std::vector<std::string> names;
+  for (const Kernel* kernel : kernel_list()) {
+    AttentionDesc desc;
+    desc.seqlen_q = desc.seqlen_k = desc.head_dim = desc.head_dim_v = 64;
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}) {
+      desc.dtype = dtype;
+      if (!kernel->why_not(desc).empty()) continue;
+      names.emplace_back(kernel->name);
+      break;
+    }
+  }
+  return names;
+} catch (const std::bad_alloc&) {
+  return {};
+}
+
+}  // namespace polyhead
