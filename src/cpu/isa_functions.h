@@ -1,0 +1,44 @@
+// What one instruction set offers: a table of functions over plain pointers. cpu/kernels.cc alone calls them.
+#pragma once
+
+#include <cstddef>
+
+#include "cpu/problem.h"
+
+namespace polyhead::cpu {
+
+constexpr int kTileQueries = 64;  // queries are cut into tiles of this many
+constexpr int kMaxTiles = 4;      // tiles of a task
+
+// A run of queries of one head of one sequence: at most kMaxTiles tiles, all below sequence.len_q.
+struct ForwardTask {
+  Sequence sequence;
+  int64_t b = 0, h = 0;
+  int64_t first_query = 0, num_queries = 0;
+};
+
+struct IsaFunctions {
+  // Scratch, in bytes and aligned to 64, of forward_tiles for tasks of `tiles` tiles.
+  size_t (*forward_scratch_bytes)(int64_t head_dim, int64_t head_dim_v, int tiles);
+  void (*forward_tiles)(const Problem& problem, const ForwardTask& task, void* scratch);
+
+  // Multiply-adds on registers alone, `rounds` times: the machine's peak, in float32 or (where it has them) bfloat16
+  // pairs. Returns how many FLOPs that was; 0 where it has no such instruction. `sink` takes a value that needs them.
+  double (*peak_loop)(DType dtype, int64_t rounds, float* sink);
+};
+
+#ifdef POLYHEAD_ISA
+namespace POLYHEAD_ISA {
+size_t forward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles);
+void forward_tiles(const Problem& problem, const ForwardTask& task, void* scratch);
+double peak_loop(DType dtype, int64_t rounds, float* sink);
+extern const IsaFunctions kFunctions;
+}  // namespace POLYHEAD_ISA
+#else
+namespace generic { extern const IsaFunctions kFunctions; }
+namespace avx2 { extern const IsaFunctions kFunctions; }
+namespace avx512 { extern const IsaFunctions kFunctions; }
+namespace avx512bf16 { extern const IsaFunctions kFunctions; }
+#endif
+
+}  // namespace polyhead::cpu

@@ -1,0 +1,49 @@
+// One forward call as the CPU kernels see it: plain pointers and strides, no library types. cpu/kernels.cc fills it.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/band.h"
+#include "polyhead/tensor.h"
+
+namespace polyhead::cpu {
+
+// [batch, seqlen, heads, dim] by strides in elements. Packed operands have stride_b = 0: rows start at first_q, first_k.
+struct Operand {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t stride_b = 0, stride_s = 0, stride_h = 0, stride_d = 0;
+};
+
+// Mask or bias: element (b, h, i, j) at the given strides, 0 where it broadcasts. No data: not given.
+struct Broadcast {
+  const void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t stride_b = 0, stride_h = 0, stride_q = 0, stride_k = 0;
+};
+
+struct Dropout {
+  uint32_t threshold = 0;  // an element is kept if its 16 bits are >= this; 0 = no dropout
+  uint32_t offset = 0;
+  uint64_t seed = 0;
+  float scale = 1;  // 1 / (1 - p); 0 for p = 1
+};
+
+struct Problem {
+  int64_t batch = 0, num_heads = 0, group = 1;  // group: query heads of a key/value head
+  int64_t head_dim = 0, head_dim_v = 0;
+  DType dtype = DType::kFloat32;  // of query, key, value, out
+
+  Operand query, key, value, out;
+  float* logsumexp = nullptr;  // [batch, heads, seqlen_q] by strides; packed: batch stride 0
+  int64_t logsumexp_stride_b = 0, logsumexp_stride_h = 0, logsumexp_stride_s = 0;
+
+  Broadcast mask, bias;
+  const float* slopes = nullptr;  // ALiBi
+  int64_t slopes_stride_b = 0, slopes_stride_h = 0;
+  Band band;
+  float scale = 1, softcap = 0;
+  Dropout dropout;
+};
+
+}  // namespace polyhead::cpu

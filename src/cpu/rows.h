@@ -1,0 +1,141 @@
+// Rows of query, key, value and bias: read from any dtype and strides, transposed or copied into a kernel's words.
+#pragma once
+
+#include "cpu/problem.h"
+#include "cpu/tile.h"
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+// A matrix [rows][columns] of one head.
+struct Rows {
+  const void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t stride = 0, column_stride = 0;  // elements
+};
+
+inline Rows rows_of(const Operand& x, int64_t b, int64_t h, int64_t first_row) {
+  const int64_t at = b * x.stride_b + h * x.stride_h + first_row * x.stride_s;
+  const int64_t element_bytes = x.dtype == DType::kFloat32 ? 4 : 2;
+  return {static_cast<const char*>(x.data) + at * element_bytes, x.dtype, x.stride_s, x.stride_d};
+}
+
+inline const float* f32(const void* data) { return static_cast<const float*>(data); }
+inline const uint16_t* u16(const void* data) { return static_cast<const uint16_t*>(data); }
+
+// n <= kLanes elements of a row from column on, as floats; the lanes behind them are 0.
+inline F load_columns(const Rows& x, int64_t row, int64_t column, int n) {
+  const int64_t at = row * x.stride + column * x.column_stride;
+  if (x.dtype == DType::kFloat32) {
+    if (x.column_stride == 1) return n == kLanes ? load(f32(x.data) + at) : load_first(f32(x.data) + at, n);
+    alignas(64) float buffer[kLanes] = {};
+    for (int i = 0; i < n; ++i) buffer[i] = f32(x.data)[at + i * x.column_stride];
+    return load(buffer);
+  }
+  alignas(32) uint16_t buffer[kLanes] = {};
+  const uint16_t* source = u16(x.data) + at;
+  if (n < kLanes || x.column_stride != 1) {
+    for (int i = 0; i < n; ++i) buffer[i] = source[i * x.column_stride];
+    source = buffer;
+  }
+  return x.dtype == DType::kBFloat16 ? load_bf16(source) : load_f16(source);
+}
+
+// n <= kLanes words of a row from word on; elements from `columns` on are 0.
+template <class Mac>
+inline F load_words(const Rows& x, int64_t row, int64_t word, int n, int64_t columns) {
+  if constexpr (Mac::kElements == 1) {
+    return load_columns(x, row, word, n);
+  } else {
+    const uint16_t* source = u16(x.data) + row * x.stride + 2 * word * x.column_stride;
+    if (x.column_stride == 1 && 2 * (word + n) <= columns) return load_first(reinterpret_cast<const float*>(source), n);
+    alignas(64) uint16_t buffer[2 * kLanes] = {};
+    for (int i = 0; i < 2 * n && 2 * word + i < columns; ++i) buffer[i] = source[i * x.column_stride];
+    return load(reinterpret_cast<const float*>(buffer));
+  }
+}
+
+inline int64_t words_of(int64_t elements, int elements_per_word) {
+  return (elements + elements_per_word - 1) / elements_per_word;
+}
+
+// out[word][lane] = word of row `lane`; lanes from `num_rows` on are 0. kTile lanes.
+template <class Mac>
+void transpose_rows(float* out, const Rows& x, int64_t num_rows, int64_t columns) {
+  const int64_t words = words_of(columns, Mac::kElements);
+  for (int lane = 0; lane < kTile; lane += kLanes) {
+    for (int64_t word = 0; word < words; word += kLanes) {
+      const int n = words - word < kLanes ? static_cast<int>(words - word) : kLanes;
+      F block[kLanes];
+      for (int r = 0; r < kLanes; ++r) {
+        block[r] = lane + r < num_rows ? load_words<Mac>(x, lane + r, word, n, columns) : broadcast(0.0f);
+      }
+      transpose(block);
+      for (int i = 0; i < n; ++i) store(out + (word + i) * kTile + lane, block[i]);
+    }
+  }
+}
+
+// out[row][word], rows from num_rows to padded_rows 0.
+template <class Mac>
+void copy_rows(float* out, const Rows& x, int64_t first_row, int64_t num_rows, int64_t padded_rows, int64_t columns) {
+  const int64_t words = words_of(columns, Mac::kElements);
+  for (int64_t r = 0; r < padded_rows; ++r) {
+    for (int64_t word = 0; word < words; word += kLanes) {
+      const int n = words - word < kLanes ? static_cast<int>(words - word) : kLanes;
+      const F x_r = r < num_rows ? load_words<Mac>(x, first_row + r, word, n, columns) : broadcast(0.0f);
+      store_first(out + r * words + word, x_r, n);
+    }
+  }
+}
+
+inline F finite_or_zero(F x) { return select(equal(x - x, broadcast(0.0f)), x, broadcast(0.0f)); }
+
+// Value rows as words along the keys: out[row / kElements][d]. With `finite`, NaN and inf become 0.
+template <class Mac>
+void copy_values(float* out, const Rows& x, int64_t first_row, int64_t num_rows, int64_t padded_rows, int64_t dim,
+                 bool finite) {
+  for (int64_t r = 0; r < padded_rows; r += Mac::kElements) {
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      const int n = dim - d < kLanes ? static_cast<int>(dim - d) : kLanes;
+      F words = r < num_rows ? load_columns(x, first_row + r, d, n) : broadcast(0.0f);
+      if (finite) words = finite_or_zero(words);
+#ifdef POLYHEAD_HAS_BF16_DOT
+      if constexpr (Mac::kElements == 2) {
+        F odd = r + 1 < num_rows ? load_columns(x, first_row + r + 1, d, n) : broadcast(0.0f);
+        if (finite) odd = finite_or_zero(odd);
+        words = pair_bf16(words, odd);
+      }
+#endif
+      store_first(out + (r / Mac::kElements) * dim + d, words, n);
+    }
+  }
+}
+
+// Writes n <= kLanes floats of one row, converted.
+inline void store_columns(void* data, DType dtype, int64_t at, int64_t column_stride, F x, int n) {
+  if (dtype == DType::kFloat32 && column_stride == 1) {
+    store_first(static_cast<float*>(data) + at, x, n);
+    return;
+  }
+  if (dtype == DType::kFloat32) {
+    alignas(64) float buffer[kLanes];
+    store(buffer, x);
+    for (int i = 0; i < n; ++i) static_cast<float*>(data)[at + i * column_stride] = buffer[i];
+    return;
+  }
+  alignas(32) uint16_t buffer[kLanes];
+  uint16_t* target = static_cast<uint16_t*>(data) + at;
+  uint16_t* whole = n == kLanes && column_stride == 1 ? target : buffer;
+  if (dtype == DType::kBFloat16) {
+    store_bf16(whole, x);
+  } else {
+    store_f16(whole, x);
+  }
+  if (whole == buffer) {
+    for (int i = 0; i < n; ++i) target[i * column_stride] = buffer[i];
+  }
+}
+
+}  // namespace
+}  // namespace polyhead::cpu::POLYHEAD_ISA

@@ -1,0 +1,124 @@
+// AVX2 with FMA and F16C: 8 lanes. See simd.h for what each word means.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+constexpr int kLanes = 8;
+using F = __m256;
+using I = __m256i;
+using M = __m256;  // all bits of a lane set, or none
+
+inline I lane_index() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+inline I first_lanes(int n) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), lane_index()); }
+
+inline void keep_in_register(F& x) { asm volatile("" : "+x"(x)); }
+inline F load(const float* p) { return _mm256_loadu_ps(p); }
+inline F load_first(const float* p, int n) { return _mm256_maskload_ps(p, first_lanes(n)); }
+inline void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+inline void store_first(float* p, F x, int n) { _mm256_maskstore_ps(p, first_lanes(n), x); }
+inline F broadcast(float x) { return _mm256_set1_ps(x); }
+inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+inline F maximum(F a, F b) { return _mm256_max_ps(a, b); }
+inline F round_to_even(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline F absolute(F x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+
+inline M less(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
+inline M equal(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
+inline M both(M a, M b) { return _mm256_and_ps(a, b); }
+inline M either(M a, M b) { return _mm256_or_ps(a, b); }
+inline M negate(M a) { return _mm256_xor_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(-1))); }
+inline F select(M m, F a, F b) { return _mm256_blendv_ps(b, a, m); }
+inline bool any(M m) { return _mm256_movemask_ps(m) != 0; }
+inline uint32_t bits(M m) { return static_cast<uint32_t>(_mm256_movemask_ps(m)); }
+inline M mask_from_bits(uint32_t b) {
+  const I bit = _mm256_sllv_epi32(_mm256_set1_epi32(1), lane_index());
+  return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(b)), bit), bit));
+}
+
+inline F scale_by_power(F x, F n) {
+  // Two factors, so that every n from -126 to 254 gives a finite power. n is an integer, or NaN, or -inf.
+  const M tiny = less(n, _mm256_set1_ps(-126.0f));
+  const I e = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(n, _mm256_set1_ps(-126.0f)), _mm256_set1_ps(254.0f)));
+  const I half = _mm256_srai_epi32(e, 1);
+  const I bias = _mm256_set1_epi32(127);
+  const F a = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
+  const F b = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(e, half), bias), 23));
+  return _mm256_andnot_ps(tiny, _mm256_mul_ps(_mm256_mul_ps(x, a), b));
+}
+inline F mantissa(F x) {
+  const I word = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x007fffff));
+  return _mm256_castsi256_ps(_mm256_or_si256(word, _mm256_set1_epi32(0x3f800000)));
+}
+inline F exponent(F x) {
+  const I e = _mm256_srli_epi32(_mm256_castps_si256(x), 23);
+  return _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(e, _mm256_set1_epi32(255)), _mm256_set1_epi32(127)));
+}
+
+inline I broadcast_int(int32_t x) { return _mm256_set1_epi32(x); }
+inline I iota() { return lane_index(); }
+inline I load_int(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline I add_int(I a, I b) { return _mm256_add_epi32(a, b); }
+inline I xor_int(I a, I b) { return _mm256_xor_si256(a, b); }
+inline I and_int(I a, I b) { return _mm256_and_si256(a, b); }
+template <int kBits>
+inline I shift_right(I a) { return _mm256_srli_epi32(a, kBits); }
+inline M less_int(I a, I b) { return _mm256_castsi256_ps(_mm256_cmpgt_epi32(b, a)); }
+inline F to_float(I a) { return _mm256_cvtepi32_ps(a); }
+inline void multiply_wide(I a, I b, I& high, I& low) {
+  const I even = _mm256_mul_epu32(a, b);
+  const I odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), b);  // `b` is a broadcast
+  low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+  high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+}
+
+inline F load_bf16(const uint16_t* p) {
+  const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+inline F load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline F load_bool(const uint8_t* p) {
+  const I bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_and_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(bytes, _mm256_setzero_si256())), _mm256_set1_ps(1.0f));
+}
+inline void store_bf16(uint16_t* p, F x) {
+  const I word = _mm256_castps_si256(x);
+  const I lsb = _mm256_and_si256(_mm256_srli_epi32(word, 16), _mm256_set1_epi32(1));
+  const I rounded = _mm256_add_epi32(word, _mm256_add_epi32(lsb, _mm256_set1_epi32(0x7fff)));
+  const I quiet = _mm256_or_si256(word, _mm256_set1_epi32(0x400000));
+  const F nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+  const I result = _mm256_castps_si256(
+      _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), nan));
+  const I half = _mm256_srli_epi32(result, 16);
+  const I packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(half, half), 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+}
+inline void store_f16(uint16_t* p, F x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+inline void transpose(F (&r)[kLanes]) {
+  F t[kLanes];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i += 4) {
+    const F a = _mm256_unpacklo_ps(r[i], r[i + 1]), b = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    const F c = _mm256_unpacklo_ps(r[i + 2], r[i + 3]), d = _mm256_unpackhi_ps(r[i + 2], r[i + 3]);
+    t[i] = _mm256_shuffle_ps(a, c, 0x44);
+    t[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
+    t[i + 2] = _mm256_shuffle_ps(b, d, 0x44);
+    t[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x20);
+    r[i + 4] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x31);
+  }
+}
+
+}  // namespace
+}  // namespace polyhead::cpu::POLYHEAD_ISA
