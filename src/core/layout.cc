@@ -77,6 +77,7 @@ bool may_share_memory(const Tensor& a, const Tensor& b) {
   MemoryRange range_a, range_b;
   if (!memory_range(a, &range_a) || !memory_range(b, &range_b)) return true;
   if (!range_a.intersects(range_b)) return false;
+  if (range_b.begin < range_a.begin) return may_share_memory(b, a);
   // Interleaved views repeat with a common period and keep apart within it. Every stride is a candidate.
   const Steps steps_a = sorted_steps(a), steps_b = sorted_steps(b);
   for (const Steps* steps : {&steps_a, &steps_b}) {

@@ -23,7 +23,7 @@ void run_tasks(Executor& executor, int64_t num_tasks, const Task& task) {
 }
 
 // What POLYHEAD_THREADS means: its value if it is a number from 1 to kMaxThreads, else `available`.
-inline constexpr int kMaxThreads = 1024;
+constexpr int kMaxThreads = 1024;  // not inline: a GNU unique symbol would keep dlclose from unloading the library
 int parse_num_threads(const char* text, int available);
 
 }  // namespace polyhead

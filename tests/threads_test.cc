@@ -1,0 +1,335 @@
+#include "core/threads.h"
+
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cfenv>
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <vector>
+
+#if defined(__SANITIZE_THREAD__)
+#define POLYHEAD_TSAN 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define POLYHEAD_TSAN 1
+#endif
+#endif
+
+namespace polyhead {
+namespace {
+
+std::unique_ptr<Executor> pool(int num_threads) { return std::unique_ptr<Executor>(new_thread_pool(num_threads)); }
+
+template <class Body>
+void parallel_for(Executor& executor, int count, const Body& body) {
+  executor.parallel_for(
+      count, [](void* context, int i) { (*static_cast<const Body*>(context))(i); }, const_cast<Body*>(&body));
+}
+
+// The sum of 0..999, by tasks on all lanes.
+int64_t sum_on(Executor& executor) {
+  std::atomic<int64_t> sum = 0;
+  run_tasks(executor, 1000, [&](int64_t i, int) { sum += i; });
+  return sum;
+}
+constexpr int64_t kSum = 999 * 1000 / 2;
+
+int num_threads_of_process() {
+  int count = 0;
+  for ([[maybe_unused]] const auto& task : std::filesystem::directory_iterator("/proc/self/task")) ++count;
+  return count;
+}
+
+class Pools : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Threads, Pools, testing::Range(1, 8));
+
+TEST_P(Pools, EachIndexRunsExactlyOnce) {
+  const auto executor = pool(GetParam());
+  EXPECT_EQ(executor->num_threads(), GetParam());
+  for (int round = 0; round < 300; ++round) {
+    const int count = round % (GetParam() + 1);
+    std::atomic<int> runs[8] = {};
+    parallel_for(*executor, count, [&](int i) { ++runs[i]; });
+    for (int i = 0; i < 8; ++i) ASSERT_EQ(runs[i], i < count ? 1 : 0) << "round " << round;
+  }
+}
+
+TEST_P(Pools, AllThreadsWorkAtOnce) {
+  const auto executor = pool(GetParam());
+  std::atomic<int> arrived = 0;
+  parallel_for(*executor, GetParam(), [&](int) {
+    ++arrived;
+    const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+    while (arrived < GetParam() && std::chrono::steady_clock::now() < give_up) std::this_thread::yield();
+  });
+  EXPECT_EQ(arrived, GetParam());
+  std::mutex mutex;
+  std::set<std::thread::id> threads;
+  std::atomic<int> inside = 0;
+  parallel_for(*executor, GetParam(), [&](int) {
+    ++inside;
+    while (inside < GetParam()) std::this_thread::yield();
+    const std::lock_guard lock(mutex);
+    threads.insert(std::this_thread::get_id());
+  });
+  EXPECT_EQ(threads.size(), static_cast<size_t>(GetParam()));
+  EXPECT_EQ(threads.count(std::this_thread::get_id()), 1u);
+}
+
+TEST_P(Pools, TasksRunOnceEachInALaneOfTheirOwn) {
+  const auto executor = pool(GetParam());
+  for (const int64_t num_tasks : {int64_t{0}, int64_t{1}, int64_t{2}, int64_t{5}, int64_t{1000}}) {
+    std::vector<std::atomic<int>> runs(static_cast<size_t>(num_tasks));
+    std::vector<std::atomic<bool>> busy(static_cast<size_t>(GetParam()));
+    std::vector<int64_t> last(static_cast<size_t>(GetParam()), -1);  // of each lane: not atomic, the lane owns it
+    std::atomic<bool> shared = false, out_of_order = false;
+    run_tasks(*executor, num_tasks, [&](int64_t i, int lane) {
+      const auto l = static_cast<size_t>(lane);
+      if (busy[l].exchange(true)) shared = true;
+      if (last[l] >= i) out_of_order = true;
+      last[l] = i;
+      ++runs[static_cast<size_t>(i)];
+      busy[l] = false;
+    });
+    EXPECT_FALSE(shared);
+    EXPECT_FALSE(out_of_order);
+    for (const auto& run : runs) ASSERT_EQ(run, 1);
+  }
+}
+
+TEST_P(Pools, NestedCallsEnd) {
+  const auto executor = pool(GetParam());
+  std::atomic<int> leaves = 0;
+  for (int round = 0; round < 20; ++round) {
+    parallel_for(*executor, GetParam(), [&](int) {
+      parallel_for(*executor, GetParam(), [&](int) { parallel_for(*executor, GetParam(), [&](int) { ++leaves; }); });
+    });
+  }
+  EXPECT_EQ(leaves, 20 * GetParam() * GetParam() * GetParam());
+}
+
+TEST_P(Pools, ManyCallersAtOnce) {
+  const auto executor = pool(GetParam());
+  std::atomic<int> wrong = 0;
+  std::vector<std::thread> callers;
+  for (int c = 0; c < 6; ++c) {
+    callers.emplace_back([&] {
+      for (int round = 0; round < 60; ++round) wrong += sum_on(*executor) != kSum;
+    });
+  }
+  for (auto& caller : callers) caller.join();
+  EXPECT_EQ(wrong, 0);
+}
+
+TEST_P(Pools, ThreadsStartLateAndEndWithThePool) {
+  const int before = num_threads_of_process();
+  auto executor = pool(GetParam());
+  EXPECT_EQ(num_threads_of_process(), before);
+  sum_on(*executor);
+  EXPECT_EQ(num_threads_of_process(), before + GetParam() - 1);
+  executor.reset();
+  EXPECT_EQ(num_threads_of_process(), before);
+}
+
+TEST(Threads, IdleThreadsSleep) {
+  const auto executor = pool(4);
+  sum_on(*executor);
+  timespec start{}, end{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &start);
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &end);
+  const double cpu_ms =
+      1e3 * static_cast<double>(end.tv_sec - start.tv_sec) + 1e-6 * static_cast<double>(end.tv_nsec - start.tv_nsec);
+  EXPECT_LT(cpu_ms, 50);  // three spinning threads would take 200 or more
+}
+
+TEST(Threads, SizesOutOfRangeAreClamped) {
+  EXPECT_EQ(pool(0)->num_threads(), 1);
+  EXPECT_EQ(pool(-5)->num_threads(), 1);
+  EXPECT_EQ(pool(1 << 30)->num_threads(), kMaxThreads);
+}
+
+TEST(Threads, OneThreadIsTheCallersOwnInOrder) {
+  const auto executor = pool(1);
+  std::vector<int64_t> order;
+  run_tasks(*executor, 5, [&](int64_t i, int lane) {
+    EXPECT_EQ(lane, 0);
+    order.push_back(i);
+  });
+  EXPECT_EQ(order, (std::vector<int64_t>{0, 1, 2, 3, 4}));
+}
+
+TEST(Threads, AHostThatRunsAllOnOneThreadIsFine) {
+  class Serial final : public Executor {
+   public:
+    int num_threads() const override { return 3; }
+    void parallel_for(int count, void (*body)(void*, int), void* context) override {
+      for (int i = count - 1; i >= 0; --i) body(context, i);
+    }
+  } serial;
+  EXPECT_EQ(sum_on(serial), kSum);
+}
+
+TEST(Threads, WorkersTakeTheCallersRounding) {
+  const auto executor = pool(3);
+  for (const int mode : {FE_UPWARD, FE_TONEAREST, FE_DOWNWARD}) {
+    std::atomic<int> inside = 0, wrong = 0;
+    ASSERT_EQ(fesetround(mode), 0);
+    parallel_for(*executor, 3, [&](int) {
+      ++inside;
+      while (inside < 3) std::this_thread::yield();
+      wrong += fegetround() != mode;
+    });
+    EXPECT_EQ(fegetround(), mode);
+    fesetround(FE_TONEAREST);
+    EXPECT_EQ(wrong, 0);
+  }
+}
+
+TEST(Threads, WorkersLeaveSignalsToTheHost) {
+  const auto executor = pool(3);
+  const pthread_t caller = pthread_self();
+  std::atomic<int> inside = 0, wrong = 0;
+  parallel_for(*executor, 3, [&](int) {
+    ++inside;
+    while (inside < 3) std::this_thread::yield();
+    sigset_t blocked;
+    pthread_sigmask(SIG_SETMASK, nullptr, &blocked);
+    const bool worker = pthread_equal(pthread_self(), caller) == 0;
+    wrong += (sigismember(&blocked, SIGINT) == 1) != worker || sigismember(&blocked, SIGSEGV) == 1;
+  });
+  EXPECT_EQ(wrong, 0);
+}
+
+// Whether `work` gives true in a forked child within a second (ten where a sanitizer slows everything).
+template <class Work>
+testing::AssertionResult in_child(const Work& work) {
+#if defined(__SANITIZE_ADDRESS__)
+  constexpr unsigned kSeconds = 10;
+#else
+  constexpr unsigned kSeconds = 1;
+#endif
+  const pid_t child = fork();
+  if (child == 0) {
+    signal(SIGALRM, SIG_DFL);
+    alarm(kSeconds);
+    _exit(work() ? 0 : 1);
+  }
+  int status = 0;
+  if (waitpid(child, &status, 0) != child) return testing::AssertionFailure() << "waitpid failed";
+  if (WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM) return testing::AssertionFailure() << "the child hangs";
+  if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return testing::AssertionSuccess();
+  return testing::AssertionFailure() << "wait status " << status;
+}
+
+class Fork : public testing::Test {
+ protected:
+  void SetUp() override {
+#if defined(POLYHEAD_TSAN)
+    GTEST_SKIP() << "ThreadSanitizer cannot start threads in a forked child";
+#endif
+  }
+};
+
+TEST_F(Fork, TheChildStartsItsOwnThreads) {
+  const auto executor = pool(3);
+  ASSERT_EQ(sum_on(*executor), kSum);
+  EXPECT_TRUE(in_child([&] {
+    if (num_threads_of_process() != 1) return false;
+    for (int round = 0; round < 50; ++round) {
+      if (sum_on(*executor) != kSum) return false;
+    }
+    return num_threads_of_process() == 3;
+  }));
+  EXPECT_EQ(sum_on(*executor), kSum);
+}
+
+TEST_F(Fork, BeforeFirstUse) {
+  const auto executor = pool(3);
+  EXPECT_TRUE(in_child([&] { return sum_on(*executor) == kSum; }));
+  EXPECT_EQ(sum_on(*executor), kSum);
+}
+
+TEST_F(Fork, ChildrenOfChildren) {
+  const auto executor = pool(3);
+  ASSERT_EQ(sum_on(*executor), kSum);
+  EXPECT_TRUE(in_child([&] {
+    return sum_on(*executor) == kSum && in_child([&] { return sum_on(*executor) == kSum; }) &&
+           sum_on(*executor) == kSum;
+  }));
+}
+
+TEST_F(Fork, WhileOtherThreadsCompute) {
+  const auto executor = pool(4);
+  std::atomic<bool> stop = false;
+  std::atomic<int> wrong = 0;
+  std::vector<std::thread> callers;
+  for (int c = 0; c < 2; ++c) {
+    callers.emplace_back([&] {
+      while (!stop) wrong += sum_on(*executor) != kSum;
+    });
+  }
+  for (int round = 0; round < 20; ++round) EXPECT_TRUE(in_child([&] { return sum_on(*executor) == kSum; }));
+  stop = true;
+  for (auto& caller : callers) caller.join();
+  EXPECT_EQ(wrong, 0);
+}
+
+TEST_F(Fork, TheChildMayDeleteThePool) {
+  auto executor = pool(3);
+  ASSERT_EQ(sum_on(*executor), kSum);
+  EXPECT_TRUE(in_child([&] {
+    executor.reset();
+    return sum_on(*pool(2)) == kSum;
+  }));
+}
+
+TEST_F(Fork, TheDefaultPoolAndAFullExit) {
+  ASSERT_EQ(sum_on(default_executor()), kSum);
+  EXPECT_TRUE(in_child([]() -> bool {
+    if (sum_on(default_executor()) != kSum) return false;
+    exit(0);  // static destructors and exit handlers, in a process that has lost the parent's threads
+  }));
+  EXPECT_TRUE(in_child([]() -> bool { exit(0); }));
+}
+
+TEST_F(Fork, CodeThatRunsAfterThePoolHasStopped) {
+  EXPECT_TRUE(in_child([]() -> bool {
+    std::atexit([] { _exit(sum_on(default_executor()) == kSum ? 0 : 1); });  // runs last: the pool is made after it
+    sum_on(*new_thread_pool(3));                                             // never deleted
+    std::atexit([] {});
+    exit(2);
+  }));
+}
+
+TEST(Unload, AClosedLibraryLeavesNoThreadAndNoForkHandler) {
+  const int before = num_threads_of_process();
+  for (int round = 0; round < 3; ++round) {
+    void* library = dlopen(POLYHEAD_THREADS_MODULE, RTLD_NOW | RTLD_LOCAL);
+    ASSERT_NE(library, nullptr) << dlerror();
+    auto executor = reinterpret_cast<Executor& (*)()>(dlsym(library, "_ZN8polyhead16default_executorEv"));
+    ASSERT_NE(executor, nullptr);
+    std::atomic<int> runs = 0;
+    auto body = [](void* context, int) { ++*static_cast<std::atomic<int>*>(context); };
+    executor().parallel_for(executor().num_threads(), body, &runs);
+    EXPECT_EQ(runs, executor().num_threads());
+    ASSERT_EQ(dlclose(library), 0);
+    EXPECT_EQ(num_threads_of_process(), before);
+    EXPECT_EQ(dlopen(POLYHEAD_THREADS_MODULE, RTLD_NOW | RTLD_NOLOAD), nullptr);
+    EXPECT_TRUE(in_child([] { return true; }));
+  }
+}
+
+}  // namespace
+}  // namespace polyhead
