@@ -46,9 +46,26 @@ int64_t sum_on(Executor& executor) {
 constexpr int64_t kSum = 999 * 1000 / 2;
 
 int num_threads_of_process() {
+#if defined(POLYHEAD_TSAN)
+  // The thread sanitizer starts one of its own beside a process's first thread.
+  static const bool started = [] {
+    std::thread([] {}).join();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    return true;
+  }();
+  EXPECT_TRUE(started);
+#endif
   int count = 0;
   for ([[maybe_unused]] const auto& task : std::filesystem::directory_iterator("/proc/self/task")) ++count;
   return count;
+}
+
+// A thread stays listed for a moment after it has been joined.
+bool num_threads_falls_to(int expected) {
+  for (int wait_ms = 0; wait_ms < 1000 && num_threads_of_process() != expected; ++wait_ms) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return num_threads_of_process() == expected;
 }
 
 class Pools : public testing::TestWithParam<int> {};
@@ -139,7 +156,7 @@ TEST_P(Pools, ThreadsStartLateAndEndWithThePool) {
   sum_on(*executor);
   EXPECT_EQ(num_threads_of_process(), before + GetParam() - 1);
   executor.reset();
-  EXPECT_EQ(num_threads_of_process(), before);
+  EXPECT_TRUE(num_threads_falls_to(before));
 }
 
 TEST(Threads, IdleThreadsSleep) {
@@ -325,7 +342,7 @@ TEST(Unload, AClosedLibraryLeavesNoThreadAndNoForkHandler) {
     executor().parallel_for(executor().num_threads(), body, &runs);
     EXPECT_EQ(runs, executor().num_threads());
     ASSERT_EQ(dlclose(library), 0);
-    EXPECT_EQ(num_threads_of_process(), before);
+    EXPECT_TRUE(num_threads_falls_to(before));
     EXPECT_EQ(dlopen(POLYHEAD_THREADS_MODULE, RTLD_NOW | RTLD_NOLOAD), nullptr);
     EXPECT_TRUE(in_child([] { return true; }));
   }
