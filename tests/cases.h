@@ -1,0 +1,305 @@
+// The one list of cases: every kernel is tested on all of them, in forward and in backward.
+//
+// Sizes sit on the edges of what kernels do: vectors of 4, 8 and 16 lanes, tiles of 64 queries and 64 keys, keys in
+// chunks of 512 and 1024, at most 8 queries (decoding), S and D up to 16 (tiny heads).
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "problem.h"
+
+namespace polyhead::testing {
+
+class CaseList {
+ public:
+  static std::vector<Problem> make() {
+    CaseList list;
+    list.sequence_lengths();
+    list.head_dims();
+    list.single_options();
+    list.operands();
+    list.combinations();
+    list.numbers();
+    list.tiny_heads();
+    list.decoding();
+    list.empty();
+    return std::move(list.cases_);
+  }
+
+ private:
+  struct TypeName {
+    DType dtype;
+    const char* name;
+  };
+  static constexpr TypeName kHalfAndSingle[] = {
+      {DType::kFloat32, "f32"}, {DType::kBFloat16, "bf16"}, {DType::kFloat16, "f16"}};
+
+  static AttentionDesc sizes(int64_t batch, int64_t heads, int64_t heads_kv, int64_t q, int64_t k, int64_t d,
+                             int64_t dv = -1) {
+    AttentionDesc desc;
+    desc.batch = batch;
+    desc.num_heads = heads;
+    desc.num_heads_kv = heads_kv;
+    desc.seqlen_q = q;
+    desc.seqlen_k = k;
+    desc.head_dim = d;
+    desc.head_dim_v = dv < 0 ? d : dv;
+    return desc;
+  }
+
+  static std::string num(int64_t n) { return std::to_string(n); }
+
+  Problem& add(const std::string& name, const AttentionDesc& desc) {
+    Problem p;
+    p.name = name;
+    p.desc = desc;
+    p.seed = cases_.size() + 1;
+    cases_.push_back(p);
+    return cases_.back();
+  }
+
+  template <class Change>
+  Problem& add(const std::string& name, AttentionDesc desc, Change change) {
+    change(desc);
+    return add(name, desc);
+  }
+
+  // The same in each dtype that kernels take.
+  template <class Change>
+  void add_in_each_dtype(const std::string& name, const AttentionDesc& desc, Change change) {
+    for (const TypeName& type : kHalfAndSingle) {
+      add(name + "_" + type.name, desc, [&](AttentionDesc& d) {
+        d.dtype = type.dtype;
+        change(d);
+      });
+    }
+  }
+
+  static void operand(BroadcastOperand& o, const AttentionDesc& d, int full_dims, DType dtype) {
+    const int64_t full[4] = {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k};
+    o.given = true;
+    o.dtype = dtype;
+    for (int n = 0; n < 4; ++n) o.dims[n] = full_dims >> (3 - n) & 1 ? full[n] : 1;
+  }
+  static constexpr int kBatch = 8, kHead = 4, kQuery = 2, kKey = 1;  // dims in which an operand does not broadcast
+
+  void sequence_lengths() {
+    constexpr int64_t kPairs[][2] = {
+        {1, 1},     {1, 2},     {2, 3},     {3, 7},     {7, 8},     {8, 7},     {8, 8},     {8, 9},    {9, 8},
+        {9, 1},     {15, 16},   {16, 15},   {16, 16},   {16, 17},   {17, 16},   {17, 33},   {31, 33},  {32, 32},
+        {33, 31},   {33, 63},   {63, 65},   {64, 64},   {65, 63},   {65, 65},   {66, 66},   {64, 1},   {65, 2},
+        {66, 130},  {127, 128}, {128, 127}, {128, 128}, {129, 129}, {130, 64},  {64, 512},  {65, 511}, {192, 191},
+        {191, 193}, {193, 66},  {513, 65},  {130, 513}, {512, 64},  {1, 511},   {1, 512},   {8, 513},  {9, 513},
+        {2, 1023},  {7, 1024},  {8, 1025},  {3, 1026},  {9, 1026},  {66, 1025}, {1025, 33}, {1, 2049}};
+    constexpr int64_t kDims[] = {16, 64, 20, 40};
+    size_t n = 0;
+    for (const auto& [q, k] : kPairs) {
+      const AttentionDesc desc = sizes(1, 2, 1, q, k, kDims[n++ % 4]);
+      const std::string name = num(q) + "x" + num(k);
+      const Problem& full = add("full_" + name, desc);
+      const bool repeat_in_half = full.seed % 2 == 0;
+      add("causal_top_left_" + name, desc, [](auto& d) { d.causal = true, d.align = Align::kTopLeft; });
+      add("causal_bottom_right_" + name, desc, [](auto& d) { d.causal = true, d.align = Align::kBottomRight; });
+      add("causal_bf16_" + name, desc, [&](auto& d) {
+        d.dtype = repeat_in_half ? DType::kBFloat16 : DType::kFloat16;
+        d.causal = true;
+        d.align = Align::kBottomRight;
+      });
+    }
+  }
+
+  void head_dims() {
+    for (int64_t d : {1, 2, 3, 7, 8, 16, 20, 24, 40, 63, 64, 65, 72, 80, 96, 104, 128, 129, 192, 256, 500, 512}) {
+      add_in_each_dtype("head_dim_" + num(d), sizes(1, 2, 2, 34, 66, d), [](auto&) {});
+      add("head_dim_" + num(d) + "_decode", sizes(1, 4, 2, 1, 70, d), [](auto&) {});
+    }
+    constexpr int64_t kPairs[][2] = {{64, 80}, {80, 64}, {1, 512}, {512, 1}, {7, 65}, {192, 128}, {96, 16}, {3, 17}};
+    for (const auto& [d, dv] : kPairs) {
+      add_in_each_dtype("head_dims_" + num(d) + "_" + num(dv), sizes(2, 2, 1, 66, 34, d, dv), [](auto&) {});
+    }
+  }
+
+  void single_options() {
+    const AttentionDesc base = sizes(2, 4, 2, 70, 130, 24, 32);
+    auto each = [&](const std::string& name, auto change) { add_in_each_dtype(name, base, change); };
+    each("gqa", [](auto&) {});
+    each("mqa", [](auto& d) { d.num_heads_kv = 1; });
+    each("mha", [](auto& d) { d.num_heads_kv = 4; });
+    each("causal", [](auto& d) { d.causal = true, d.align = Align::kTopLeft; });
+    each("causal_bottom_right", [](auto& d) { d.causal = true, d.align = Align::kBottomRight; });
+    each("query_offset", [](auto& d) { d.causal = true, d.query_offset = 30; });
+    each("query_offset_blind_rows", [](auto& d) { d.causal = true, d.query_offset = -40; });
+    each("query_offsets", [](auto& d) { d.causal = true, d.has_query_offsets = true; });
+    each("window", [](auto& d) { d.window_left = 20, d.window_right = 3, d.align = Align::kBottomRight; });
+    each("window_left", [](auto& d) { d.window_left = 0, d.align = Align::kTopLeft; });
+    each("window_right", [](auto& d) { d.window_right = 5, d.align = Align::kTopLeft; });
+    each("window_self", [](auto& d) { d.window_left = 0, d.window_right = 0, d.align = Align::kBottomRight; });
+    each("window_causal",
+         [](auto& d) { d.window_left = 9, d.window_right = 50, d.causal = true, d.align = Align::kBottomRight; });
+    each("alibi", [](auto& d) { d.alibi_slopes_ndim = 1, d.align = Align::kBottomRight; });
+    each("alibi_per_sequence", [](auto& d) { d.alibi_slopes_ndim = 2, d.causal = true, d.align = Align::kTopLeft; });
+    each("softcap", [](auto& d) { d.softcap = 2; });
+    each("softcap_50", [](auto& d) { d.softcap = 50; });
+    each("scale", [](auto& d) { d.scale = 0.5; });
+    each("scale_negative", [](auto& d) { d.scale = -0.25; });
+    each("scale_zero", [](auto& d) { d.scale = 0; });
+    each("seqlens_k", [](auto& d) { d.has_seqlens_k = true; });
+    each("seqlens_q", [](auto& d) { d.has_seqlens_q = true; });
+    each("seqlens", [](auto& d) {
+      d.batch = 5, d.has_seqlens_q = true, d.has_seqlens_k = true, d.causal = true, d.align = Align::kBottomRight;
+    });
+    each("packed", [](auto& d) { d.batch = 6, d.packed = true, d.seqlen_q = 300, d.seqlen_k = 280; });
+    each("packed_causal", [](auto& d) {
+      d.batch = 6, d.packed = true, d.seqlen_q = 300, d.seqlen_k = 280, d.causal = true, d.align = Align::kBottomRight;
+    });
+    each("dropout", [](auto& d) { d.dropout_p = 0.1; });
+    each("dropout_half", [](auto& d) { d.dropout_p = 0.5, d.causal = true, d.align = Align::kTopLeft; });
+    each("dropout_all", [](auto& d) { d.dropout_p = 1; });
+    each("weights", [](auto& d) { d.return_weights = ReturnWeights::kPerHead; });
+    each("weights_mean", [](auto& d) { d.return_weights = ReturnWeights::kMean; });
+    each("weights_dropped", [](auto& d) { d.return_weights = ReturnWeights::kPerHead, d.dropout_p = 0.3; });
+    each("column_sums", [](auto& d) { d.return_column_sums = true; });
+    each("column_sums_causal", [](auto& d) {
+      d.return_column_sums = true, d.dropout_p = 0.3, d.causal = true, d.align = Align::kBottomRight;
+    });
+    for (int layout = 0; layout < kNumLayouts; ++layout) {
+      const Layout l = static_cast<Layout>(layout);
+      add(std::string("layout_") + layout_name(l), base).layout = l;
+    }
+  }
+
+  void operands() {
+    const AttentionDesc base = sizes(2, 4, 2, 70, 130, 16);
+    for (int dims = 0; dims < 16; ++dims) {
+      add("mask_" + num(dims), base, [&](auto& d) { operand(d.attn_mask, d, dims, DType::kBool); });
+      for (const TypeName& type : kHalfAndSingle) {
+        add("bias_" + num(dims) + "_" + type.name, base, [&](auto& d) {
+          operand(d.attn_bias, d, dims, type.dtype);
+          d.dtype = kHalfAndSingle[dims % 3].dtype;
+        });
+      }
+    }
+    add_in_each_dtype("mask_blocks", sizes(2, 2, 1, 260, 330, 16),
+                      [](auto& d) { operand(d.attn_mask, d, kBatch | kQuery | kKey, DType::kBool); });
+    add_in_each_dtype("mask_padding", sizes(4, 2, 2, 65, 200, 64),
+                      [](auto& d) { operand(d.attn_mask, d, kBatch | kKey, DType::kBool); });
+    add_in_each_dtype("bias_blocks", sizes(1, 2, 1, 260, 330, 16),
+                      [](auto& d) { operand(d.attn_bias, d, kHead | kQuery | kKey, DType::kFloat32); });
+    add_in_each_dtype("mask_and_bias", base, [](auto& d) {
+      operand(d.attn_mask, d, kBatch | kKey, DType::kBool);
+      operand(d.attn_bias, d, kHead | kQuery | kKey, DType::kFloat32);
+    });
+  }
+
+  void combinations() {
+    auto all_masks = [](auto& d) {
+      d.causal = true, d.window_left = 60, d.align = Align::kBottomRight;
+      d.has_seqlens_q = d.has_seqlens_k = true;
+      operand(d.attn_mask, d, kBatch | kQuery | kKey, DType::kBool);
+      operand(d.attn_bias, d, kHead | kQuery | kKey, DType::kBFloat16);
+      d.alibi_slopes_ndim = 1, d.softcap = 5, d.dropout_p = 0.2, d.scale = 0.3;
+    };
+    add_in_each_dtype("everything", sizes(3, 4, 2, 130, 200, 40, 24), all_masks);
+    add_in_each_dtype("everything_returned", sizes(2, 4, 2, 66, 130, 24), [&](auto& d) {
+      all_masks(d);
+      d.return_weights = ReturnWeights::kPerHead, d.return_column_sums = true;
+    });
+    add_in_each_dtype("everything_decode", sizes(3, 8, 2, 3, 600, 64), all_masks);
+    add_in_each_dtype("everything_tiny", sizes(3, 6, 3, 9, 13, 8), all_masks);
+    add_in_each_dtype("everything_packed", sizes(7, 4, 2, 400, 500, 40, 24), [](auto& d) {
+      d.packed = true, d.causal = true, d.window_left = 30, d.align = Align::kBottomRight;
+      d.alibi_slopes_ndim = 2, d.softcap = 5, d.dropout_p = 0.2;
+    });
+    add_in_each_dtype("packed_decode", sizes(9, 4, 1, 20, 900, 64), [](auto& d) { d.packed = true; });
+    add_in_each_dtype("softcap_alibi_bias", sizes(2, 2, 2, 129, 65, 64), [](auto& d) {
+      operand(d.attn_bias, d, kKey, DType::kFloat16);
+      d.alibi_slopes_ndim = 2, d.softcap = 30, d.has_query_offsets = true;
+    });
+    add("float64", sizes(2, 4, 2, 33, 65, 40, 24), [&](auto& d) {
+      all_masks(d);
+      d.dtype = DType::kFloat64, d.attn_bias.dtype = DType::kFloat64;
+      d.return_weights = ReturnWeights::kMean, d.return_column_sums = true;
+    });
+    add("float64_packed", sizes(4, 2, 1, 60, 70, 16), [](auto& d) { d.dtype = DType::kFloat64, d.packed = true; });
+  }
+
+  void numbers() {
+    constexpr const char* kNames[] = {"normal", "shift_up", "shift_down", "large", "underflow", "outliers"};
+    const AttentionDesc base = sizes(1, 4, 4, 128, 192, 64);
+    for (const TypeName& type : kHalfAndSingle) {
+      for (int fill = 0; fill < 6; ++fill) {
+        const std::string name = std::string("numbers_") + kNames[fill] + "_" + type.name;
+        add(name, base, [&](auto& d) { d.dtype = type.dtype; }).fill = static_cast<Fill>(fill);
+        add(name + "_decode", sizes(2, 8, 2, 4, 1100, 64), [&](auto& d) {
+          d.dtype = type.dtype;
+          d.causal = true, d.align = Align::kBottomRight;
+        }).fill = static_cast<Fill>(fill);
+      }
+    }
+    add_in_each_dtype("numbers_huge", base, [](auto& d) { d.scale = 20; });  // logits of 250000
+    for (size_t n = cases_.size() - 3; n < cases_.size(); ++n) cases_[n].fill = Fill::kLarge;
+    add_in_each_dtype("long", sizes(1, 2, 1, 384, 640, 64),
+                      [](auto& d) { d.causal = true, d.align = Align::kBottomRight; });
+  }
+
+  void tiny_heads() {
+    constexpr int64_t kSizes[][5] = {// batch, heads, q, k, d
+                                     {8, 32, 8, 8, 4},   {5, 7, 4, 4, 16},  {1, 17, 16, 16, 16},
+                                     {3, 11, 15, 16, 7}, {2, 16, 1, 1, 1},  {1, 15, 2, 3, 5},
+                                     {4, 4, 12, 1, 8},   {1, 33, 16, 9, 3}, {1, 1, 5, 5, 5}};
+    for (const auto& [b, h, q, k, dim] : kSizes) {
+      const std::string name = "tiny_" + num(b) + "x" + num(h) + "x" + num(q) + "x" + num(k) + "x" + num(dim);
+      add_in_each_dtype(name, sizes(b, h, h, q, k, dim), [](auto&) {});
+      add_in_each_dtype(name + "_causal", sizes(b, h, h, q, k, dim),
+                        [](auto& d) { d.causal = true, d.align = Align::kBottomRight; });
+    }
+  }
+
+  void decoding() {
+    constexpr int64_t kSizes[][5] = {// heads, heads_kv, q, k, d
+                                     {8, 2, 1, 1025, 64},
+                                     {32, 4, 1, 700, 128},
+                                     {7, 7, 2, 513, 80},
+                                     {12, 1, 5, 600, 40},
+                                     {6, 3, 8, 1023, 65}};
+    for (const auto& [h, g, q, k, dim] : kSizes) {
+      const std::string name = "decode_" + num(h) + "x" + num(g) + "x" + num(q) + "x" + num(k) + "x" + num(dim);
+      add_in_each_dtype(name, sizes(1, h, g, q, k, dim),
+                        [](auto& d) { d.causal = true, d.align = Align::kBottomRight; });
+      add_in_each_dtype(name + "_seqlens", sizes(3, h, g, q, k, dim), [](auto& d) { d.has_seqlens_k = true; });
+    }
+    add_in_each_dtype("decode_window", sizes(2, 8, 2, 1, 1100, 64),
+                      [](auto& d) { d.window_left = 100, d.align = Align::kBottomRight; });
+    add_in_each_dtype("decode_weights", sizes(2, 4, 2, 3, 530, 32),
+                      [](auto& d) { d.return_weights = ReturnWeights::kMean, d.return_column_sums = true; });
+  }
+
+  void empty() {
+    add("no_batch", sizes(0, 2, 1, 5, 6, 8));
+    add("no_heads", sizes(2, 0, 0, 5, 6, 8));
+    add("no_queries", sizes(2, 2, 1, 0, 6, 8));
+    add("no_queries_column_sums", sizes(2, 2, 1, 0, 6, 8), [](auto& d) { d.return_column_sums = true; });
+    add_in_each_dtype("no_keys", sizes(2, 4, 2, 70, 0, 24), [](auto&) {});
+    add("no_keys_tiny", sizes(2, 4, 2, 5, 0, 8), [](auto& d) { d.return_weights = ReturnWeights::kMean; });
+    add_in_each_dtype("no_head_dim", sizes(2, 4, 2, 70, 130, 0, 24), [](auto&) {});
+    add("no_head_dim_bias", sizes(2, 4, 2, 70, 130, 0, 24),
+        [](auto& d) { operand(d.attn_bias, d, kHead | kQuery | kKey, DType::kFloat32); });
+    add("no_head_dim_scale", sizes(2, 4, 2, 7, 13, 0, 24), [](auto& d) { d.scale = 3; });
+    add_in_each_dtype("no_head_dim_v", sizes(2, 4, 2, 70, 130, 24, 0), [](auto&) {});
+    add("no_dims", sizes(2, 2, 2, 5, 6, 0, 0));
+    add("packed_no_rows", sizes(3, 2, 1, 0, 0, 8), [](auto& d) { d.packed = true; });
+    add("packed_no_sequences", sizes(0, 2, 1, 9, 7, 8), [](auto& d) { d.packed = true; });
+    add("packed_no_keys", sizes(3, 2, 1, 90, 0, 8), [](auto& d) { d.packed = true; });
+  }
+
+  std::vector<Problem> cases_;
+};
+
+inline const std::vector<Problem>& cases() {
+  static const std::vector<Problem> list = CaseList::make();
+  return list;
+}
+
+}  // namespace polyhead::testing

@@ -1,0 +1,51 @@
+// Runs kernels in guarded memory and judges what they wrote by the yardstick of the contract.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "attention/kernel.h"
+#include "guard.h"
+#include "problem.h"
+
+namespace polyhead::testing {
+
+// What one forward call wrote, densely stored, and what it must not have done.
+struct Outputs {
+  Array out, logsumexp, weights, column_sums;
+  std::vector<std::string> faults;  // elements not written, gaps or inputs written
+};
+
+// "" if two calls gave the same bits, else the first difference.
+std::string difference(const Outputs& a, const Outputs& b);
+
+struct RunOptions {
+  int threads = 1;  // 0: one thread, tasks in reverse order
+  Layout layout = Layout::kBshd;
+  uint64_t layout_seed = 1;  // which layout each operand gets of Layout::kMixed
+  Guard guard = Guard::kEnd;
+  bool logsumexp = true;
+  bool through_plan = false;  // Plan::forward, which checks the arguments; `kernel` must be in kernel_list()
+};
+
+// One call of `kernel` in guarded memory: inputs checked unchanged, outputs and workspace start as NaN.
+Outputs run(const Kernel& kernel, const AttentionDesc& desc, const Inputs& in, const RunOptions& options = {});
+
+// The pool of so many threads that all runs share; 0 as above.
+Executor& executor(int threads);
+
+// What the definition gives.
+struct Expected {
+  Outputs exact;    // float64 arithmetic and results
+  Outputs naive;    // the yardstick: float32 arithmetic (float64 with float64 inputs), results in their own dtypes
+  Array magnitude;  // sum_k P_k |V_k|, float64, for each element of `out`
+};
+Expected expected(const AttentionDesc& desc, const Inputs& in);
+
+// "" if `got` is as good as SEMANTICS asks of a kernel, else one line for each output that is not:
+//   largest error <= 2x the yardstick's + 4 ulp of sum_k P_k |V_k|; no drift of the mean signed error;
+//   RMSE <= 1.1x the yardstick's (1.5x in bfloat16 or with shifted logits), where there are 4096 elements or more;
+//   NaN and inf where the definition has them; +0 and -inf in rows that see no key; no faults.
+std::string mismatch(const Outputs& got, const Expected& want, const Problem& problem);
+
+}  // namespace polyhead::testing

@@ -1,0 +1,212 @@
+#include "poison.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace polyhead::testing {
+namespace {
+
+const double kNan = std::nan("");
+
+// Rows of an operand by sequence and position; packed operands have all rows in one.
+struct RowIndex {
+  bool packed;
+  int64_t rows, heads;
+  int64_t operator()(int64_t b, int64_t first, int64_t i, int64_t h) const {
+    return ((packed ? first : b * rows) + i) * heads + h;
+  }
+};
+RowIndex query_rows(const AttentionDesc& d) { return {d.packed, d.seqlen_q, d.num_heads}; }
+RowIndex key_rows(const AttentionDesc& d) { return {d.packed, d.seqlen_k, d.num_heads_kv}; }
+
+int64_t group(const AttentionDesc& d, int64_t h) { return h / (d.num_heads / d.num_heads_kv); }
+
+int64_t broadcast_index(const Array& a, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const int64_t at[4] = {b, h, i, j};
+  int64_t index = 0;
+  for (size_t n = 0; n < 4; ++n) index = index * a.dims[n] + (a.dims[n] == 1 ? 0 : at[n]);
+  return index;
+}
+
+Inputs without_bias(Inputs in) {
+  in.attn_bias = Array();
+  return in;
+}
+
+void poison_rows(Array& a, int64_t row, int64_t dim, Random& random) {
+  const double kBad[] = {kNan, HUGE_VAL, -HUGE_VAL, 3e38, kNan};  // 3e38 is inf in float16
+  for (int64_t d = 0; d < dim; ++d) a.set(row * dim + d, kBad[random.integer(0, 4)]);
+}
+
+// The rows of `a` that hold a NaN.
+std::vector<bool> rows_with_nan(const Array& a, int64_t dim) {
+  std::vector<bool> rows(static_cast<size_t>(dim == 0 ? 0 : a.size() / dim));
+  for (int64_t n = 0; n < a.size(); ++n) {
+    if (std::isnan(a.at(n))) rows[static_cast<size_t>(n / dim)] = true;
+  }
+  return rows;
+}
+
+}  // namespace
+
+Visibility::Visibility(const AttentionDesc& desc, const Inputs& in)
+    : batch_(desc.batch), heads_(desc.num_heads), queries_(desc.seqlen_q), keys_(desc.seqlen_k) {
+  seen_.resize(static_cast<size_t>(batch_ * heads_ * queries_ * keys_));
+  size_t n = 0;
+  for (int64_t b = 0; b < batch_; ++b) {
+    for (int64_t h = 0; h < heads_; ++h) {
+      for (int64_t i = 0; i < queries_; ++i) {
+        for (int64_t j = 0; j < keys_; ++j) seen_[n++] = visible(desc, in, b, h, i, j);
+      }
+    }
+  }
+}
+
+bool Visibility::at(int64_t b, int64_t h, int64_t i, int64_t j) const {
+  return seen_[static_cast<size_t>(((b * heads_ + h) * queries_ + i) * keys_ + j)] != 0;
+}
+
+bool Visibility::any_key(int64_t b, int64_t h, int64_t i) const {
+  for (int64_t j = 0; j < keys_; ++j) {
+    if (at(b, h, i, j)) return true;
+  }
+  return false;
+}
+
+Inputs poison_hidden(const AttentionDesc& d, const Inputs& in, uint64_t seed) {
+  Random random(seed);
+  Inputs bad = in;
+  const RowIndex query_row = query_rows(d), key_row = key_rows(d);
+  auto count = [&](const Array& a, int64_t dim) { return static_cast<size_t>(dim == 0 ? 0 : a.size() / dim); };
+  std::vector<bool> query_sees(count(in.query, d.head_dim)), key_seen(count(in.key, d.head_dim));
+  std::vector<bool> value_seen(count(in.value, d.head_dim_v)), bias_used(static_cast<size_t>(in.attn_bias.size()));
+  std::vector<Span> spans;
+  for (int64_t b = 0; b < d.batch; ++b) spans.push_back(span_of(d, in, b));
+  Visibility(d, in).for_each([&](int64_t b, int64_t h, int64_t i, int64_t j) {
+    const Span& s = spans[static_cast<size_t>(b)];
+    const auto key = static_cast<size_t>(key_row(b, s.first_k, j, group(d, h)));
+    if (d.head_dim > 0) query_sees[static_cast<size_t>(query_row(b, s.first_q, i, h))] = key_seen[key] = true;
+    if (d.head_dim_v > 0) value_seen[key] = true;
+  });
+  for (size_t n = 0; n < query_sees.size(); ++n) {
+    if (!query_sees[n]) poison_rows(bad.query, static_cast<int64_t>(n), d.head_dim, random);
+  }
+  for (size_t n = 0; n < key_seen.size(); ++n) {
+    if (!key_seen[n]) poison_rows(bad.key, static_cast<int64_t>(n), d.head_dim, random);
+  }
+  for (size_t n = 0; n < value_seen.size(); ++n) {
+    if (!value_seen[n]) poison_rows(bad.value, static_cast<int64_t>(n), d.head_dim_v, random);
+  }
+  if (!in.attn_bias.given()) return bad;
+  Visibility(d, without_bias(in)).for_each([&](int64_t b, int64_t h, int64_t i, int64_t j) {
+    bias_used[static_cast<size_t>(broadcast_index(in.attn_bias, b, h, i, j))] = true;
+  });
+  for (size_t n = 0; n < bias_used.size(); ++n) {
+    if (!bias_used[n]) poison_rows(bad.attn_bias, static_cast<int64_t>(n), 1, random);
+  }
+  return bad;
+}
+
+Poked poke_visible(const AttentionDesc& d, const Inputs& in, Poke poke, uint64_t seed) {
+  Poked poked;
+  if (poke == Poke::kBias && !in.attn_bias.given()) return poked;
+  if (poke == Poke::kValue ? d.head_dim_v == 0 : poke != Poke::kBias && d.head_dim == 0) return poked;
+  Random random(seed);
+  int64_t b = -1, h = 0, i = 0, j = 0, count = 0;
+  Visibility(d, poke == Poke::kBias ? without_bias(in) : in)
+      .for_each([&](int64_t b2, int64_t h2, int64_t i2, int64_t j2) {
+        if (random.integer(0, count++) == 0) b = b2, h = h2, i = i2, j = j2;
+      });
+  if (b < 0) return poked;
+  poked.done = true;
+  poked.inputs = in;
+  const Span s = span_of(d, in, b);
+  const int64_t query = query_rows(d)(b, s.first_q, i, h), key = key_rows(d)(b, s.first_k, j, group(d, h));
+  auto dim = [&](int64_t size) { return random.integer(0, size - 1); };
+  switch (poke) {
+    case Poke::kQuery: poked.inputs.query.set(query * d.head_dim + dim(d.head_dim), kNan); break;
+    case Poke::kKey: poked.inputs.key.set(key * d.head_dim + dim(d.head_dim), kNan); break;
+    case Poke::kValue: poked.inputs.value.set(key * d.head_dim_v + dim(d.head_dim_v), kNan); break;
+    case Poke::kBias:
+      poked.inputs.attn_bias.set(broadcast_index(in.attn_bias, b, h, i, j), random.chance(0.5) ? kNan : HUGE_VAL);
+      break;
+  }
+  constexpr const char* kNames[] = {"query", "key", "value", "bias"};
+  poked.where = std::string("NaN in ") + kNames[static_cast<int>(poke)] + " at b " + std::to_string(b) + ", h " +
+                std::to_string(h) + ", i " + std::to_string(i) + ", j " + std::to_string(j);
+  return poked;
+}
+
+namespace {
+
+// Counts the elements that must be NaN.
+struct Wanted {
+  std::vector<bool> out, logsumexp, weights, column_sums;
+
+  Wanted(const AttentionDesc& d, const Inputs& in, const Outputs& o)
+      : out(static_cast<size_t>(o.out.size())),
+        logsumexp(static_cast<size_t>(o.logsumexp.size())),
+        weights(static_cast<size_t>(o.weights.size())),
+        column_sums(static_cast<size_t>(o.column_sums.size())) {
+    auto mark = [](std::vector<bool>& wanted, int64_t n) {
+      if (!wanted.empty()) wanted[static_cast<size_t>(n)] = true;
+    };
+    const Visibility seen(d, in);
+    const std::vector<bool> query_nan = rows_with_nan(in.query, d.head_dim),
+                            key_nan = rows_with_nan(in.key, d.head_dim);
+    const std::vector<bool> value_nan = rows_with_nan(in.value, d.head_dim_v);
+    auto has = [](const std::vector<bool>& rows, int64_t n) { return !rows.empty() && rows[static_cast<size_t>(n)]; };
+    std::vector<Span> spans;
+    for (int64_t b = 0; b < d.batch; ++b) spans.push_back(span_of(d, in, b));
+    std::vector<bool> bad_row(static_cast<size_t>(d.batch * d.num_heads * d.seqlen_q));
+    auto row = [&](int64_t b, int64_t h, int64_t i) {
+      return static_cast<size_t>((b * d.num_heads + h) * d.seqlen_q + i);
+    };
+    seen.for_each([&](int64_t b, int64_t h, int64_t i, int64_t j) {
+      const Span& s = spans[static_cast<size_t>(b)];
+      const int64_t query = query_rows(d)(b, s.first_q, i, h), key = key_rows(d)(b, s.first_k, j, group(d, h));
+      const double bias = in.attn_bias.given() ? in.attn_bias.at(broadcast_index(in.attn_bias, b, h, i, j)) : 0;
+      if (has(query_nan, query) || has(key_nan, key) || !(bias < HUGE_VAL)) {
+        bad_row[row(b, h, i)] = true;
+        for (int64_t c = 0; c < d.head_dim_v; ++c) mark(out, query * d.head_dim_v + c);
+        mark(logsumexp, d.packed ? h * d.seqlen_q + s.first_q + i : static_cast<int64_t>(row(b, h, i)));
+      }
+      for (int64_t c = 0; has(value_nan, key) && c < d.head_dim_v; ++c) {
+        if (std::isnan(in.value.at(key * d.head_dim_v + c))) mark(out, query * d.head_dim_v + c);
+      }
+    });
+    if (weights.empty() && column_sums.empty()) return;
+    seen.for_each([&](int64_t b, int64_t h, int64_t i, int64_t j) {
+      if (!bad_row[row(b, h, i)]) return;
+      const int64_t weight_row =
+          d.return_weights == ReturnWeights::kMean ? b * d.seqlen_q + i : static_cast<int64_t>(row(b, h, i));
+      mark(weights, weight_row * d.seqlen_k + j);
+      mark(column_sums, (b * d.num_heads + h) * d.seqlen_k + j);
+    });
+  }
+};
+
+std::string compare(const char* name, const Array& clean, const Array& got, const std::vector<bool>& nan) {
+  const size_t element = dtype_size_bytes(got.dtype);
+  for (size_t n = 0; n < nan.size(); ++n) {
+    const bool same = std::memcmp(&clean.bytes[n * element], &got.bytes[n * element], element) == 0;
+    const double value = got.at(static_cast<int64_t>(n));
+    if (nan[n] ? std::isnan(value) : same) continue;
+    return std::string(name) + ": element " + std::to_string(n) + " is " + std::to_string(value) +
+           (nan[n] ? ", expected NaN" : ", changed, yet it sees no NaN");
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string poke_mismatch(const AttentionDesc& d, const Inputs& in, const Outputs& clean, const Outputs& got) {
+  const Wanted wanted(d, in, got);
+  std::string text = compare("out", clean.out, got.out, wanted.out);
+  if (text.empty()) text = compare("logsumexp", clean.logsumexp, got.logsumexp, wanted.logsumexp);
+  if (text.empty()) text = compare("weights", clean.weights, got.weights, wanted.weights);
+  if (text.empty()) text = compare("column_sums", clean.column_sums, got.column_sums, wanted.column_sums);
+  return text;
+}
+
+}  // namespace polyhead::testing
