@@ -1,0 +1,237 @@
+"""Multi-head attention: one meaning on every kernel, results that do not depend on the number of threads.
+
+    import numpy as np, polyhead
+    query = key = value = np.random.rand(1, 384, 16, 64).astype(np.float32)
+    out = polyhead.attention(query, key, value)
+
+`attention` computes, `explain` says with which kernel and why not with another, `kernels` lists them, `dropout_mask`
+tells what dropout keeps. `python -m polyhead info` describes this build and this machine.
+"""
+
+from polyhead import _bind
+from polyhead._bind import Error, __version__
+from polyhead._explanation import Explanation
+
+__all__ = ["Error", "Explanation", "__version__", "attention", "dropout_mask", "explain", "kernels"]
+
+
+def attention(
+    query,
+    key,
+    value,
+    *,
+    attn_bias=None,
+    attn_mask=None,
+    causal=False,
+    window=None,
+    align=None,
+    query_offset=None,
+    scale=None,
+    softcap=0.0,
+    alibi_slopes=None,
+    dropout_p=0.0,
+    dropout_seed=None,
+    dropout_offset=0,
+    seqlens_q=None,
+    seqlens_k=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    return_logsumexp=False,
+    return_weights=False,
+    return_column_sums=False,
+    kernel=None,
+):
+    """softmax(scale * query @ key^T + attn_bias) @ value, without storing the scores.
+
+    In this order: scores ``S = scale * query @ key^T``; ``S = softcap * tanh(S / softcap)`` if softcap > 0;
+    ``S += attn_bias - slope * |i + offset - j|``; ``S = -inf`` where hidden; ``L = log sum_j exp(S)``;
+    ``P = exp(S - L)``; ``out = dropout(P) @ value``.
+
+    Sizes: B batch, Sq / Sk sequence lengths, H query heads, G key/value heads (G divides H; query head h reads
+    h // (H // G)), D head_dim of query and key, Dv head_dim of value.
+
+    Parameters
+    ----------
+    query, key, value : array
+        [B, Sq, H, D], [B, Sk, G, D] and [B, Sk, G, Dv]; packed, with cu_seqlens: [total_q, H, D], [total_k, G, D] and
+        [total_k, G, Dv]. float32, bfloat16, float16 or float64, all three the same. NumPy arrays (bfloat16 by
+        ml_dtypes) or any in CPU memory with ``__dlpack__`` (torch, jax, ...); read in place, any strides, 0 and
+        negative ones too. No gradient flows: a torch tensor that requires one is taken by its values.
+    attn_bias : array, optional
+        Added to the scores; broadcasts to [B, H, Sq, Sk] as in NumPy. float32, bfloat16 or float16, whatever query is
+        (float64 too where query is). -inf hides a key.
+    attn_mask : array of bool, optional
+        True = may look. Broadcasts likewise. Both may be given.
+    causal : bool
+        Query i sees key j only if ``j <= i + offset``.
+    window : (int, int), optional
+        (left, right): query i sees ``i + offset - left <= j <= i + offset + right``. -1 = open.
+    align : {"top_left", "bottom_right"}, optional
+        Where query i stands among the keys: offset 0, or Sk - Sq of each sequence (decoding with a cache). Causal,
+        window and ALiBi share this offset. Needed if one of them is used and Sq != Sk.
+    query_offset : int or int array [B], optional
+        The offset itself; excludes align.
+    scale : float, optional
+        Any finite number; default ``1 / sqrt(D)``.
+    softcap : float
+        0 = off.
+    alibi_slopes : float32 array [H] or [B, H], optional
+    dropout_p : float
+        0 to 1. Weights are kept as `dropout_mask` tells and scaled by ``1 / (1 - dropout_p)``.
+    dropout_seed, dropout_offset : int
+        0 .. 2^64 - 1 (must be given if dropout_p > 0) and 0 .. 2^32 - 1.
+    seqlens_q, seqlens_k : int32 or int64 array [B], optional
+        Rows behind these are padding. Not when packed.
+    cu_seqlens_q, cu_seqlens_k : int32 or int64 array [B + 1], optional
+        Packed: sequence b has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. Both or none; start at 0, never
+        fall, end at or before the last row.
+    return_logsumexp : bool
+    return_weights : bool or "mean"
+        P after dropout, or its mean over heads. Costs O(Sq Sk) memory. Not when packed.
+    return_column_sums : bool
+        Sums over the queries of P before dropout. Not when packed.
+    kernel : str, optional
+        One of `kernels()`, instead of the best that can compute this.
+
+    Returns
+    -------
+    out : array
+        [B, Sq, H, Dv], packed [total_q, H, Dv]; dtype and kind of array of query, contiguous.
+    logsumexp : array, if asked for
+        L, natural log: [B, H, Sq], packed [H, total_q]; float32 (float64 if query is).
+    weights : array, if asked for
+        [B, H, Sq, Sk], or [B, Sq, Sk] of "mean"; dtype of query.
+    column_sums : array, if asked for
+        [B, H, Sk]; float32 (float64 if query is).
+
+    Alone, or as a tuple of what was asked for, in this order. A query that sees no key, or lies in padding, gets out 0,
+    logsumexp -inf and weights 0; what is hidden from it changes no bit, NaN included. Sums run in float32 (float64 if
+    query is). The bits of the results depend neither on the number of threads nor on the rest of the batch.
+
+    Raises
+    ------
+    polyhead.Error
+        Sizes, types, strides or values that make no sense, named in one sentence; a kernel that cannot compute this.
+    TypeError
+        An argument that is no array, number, ... where one is needed.
+    MemoryError
+
+    Notes
+    -----
+    Other Python threads run meanwhile. Memory besides the results: a workspace (see `explain`), kept by each thread up
+    to 64 MiB. Plans are remembered, so the second call of the same sizes is the fast one.
+
+    Algorithm: Dao 2023, arXiv:2307.08691. Definition: src/attention/reference.cc.
+
+    Examples
+    --------
+    >>> import numpy as np, polyhead
+    >>> query = np.ones((1, 2, 4, 8), np.float32)  # two tokens, four heads of 8
+    >>> out, logsumexp = polyhead.attention(query, query, query, causal=True, return_logsumexp=True)
+    >>> out.shape, logsumexp.shape
+    ((1, 2, 4, 8), (1, 4, 2))
+    """
+    return _bind.attention(
+        query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
+        dropout_p, dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, return_logsumexp,
+        return_weights, return_column_sums, kernel,
+    )  # fmt: skip
+
+
+def explain(
+    query,
+    key,
+    value,
+    *,
+    attn_bias=None,
+    attn_mask=None,
+    causal=False,
+    window=None,
+    align=None,
+    query_offset=None,
+    scale=None,
+    softcap=0.0,
+    alibi_slopes=None,
+    dropout_p=0.0,
+    dropout_seed=None,
+    dropout_offset=0,
+    seqlens_q=None,
+    seqlens_k=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    return_logsumexp=False,
+    return_weights=False,
+    return_column_sums=False,
+    kernel=None,
+):
+    """Which kernel `attention` would take for these arguments, and why not the others. Computes nothing.
+
+    Parameters
+    ----------
+    query, key, value, ... : as of `attention`
+        Only sizes, dtypes and options count, not what the arrays hold.
+
+    Returns
+    -------
+    Explanation
+
+    Raises
+    ------
+    polyhead.Error, TypeError
+        As `attention`; but not for a kernel asked for by name that cannot: then ``.kernel`` is "".
+
+    Examples
+    --------
+    >>> import numpy as np, polyhead
+    >>> query = np.ones((1, 2, 4, 8), np.float32)
+    >>> polyhead.explain(query, query, query, kernel="reference").kernel
+    'reference'
+    """
+    return Explanation(*_bind.explain(
+        query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
+        dropout_p, dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, return_logsumexp,
+        return_weights, return_column_sums, kernel,
+    ))  # fmt: skip
+
+
+def kernels():
+    """Names of the kernels usable on this machine, best first, "reference" last.
+
+    Returns
+    -------
+    list of str
+    """
+    return _bind.kernels()
+
+
+def dropout_mask(shape, dropout_p, dropout_seed, dropout_offset=0):
+    """Which weights dropout keeps: a pure function of its arguments, the same on every kernel and machine.
+
+    Parameters
+    ----------
+    shape : (int, int, int, int)
+        B, H, Sq, Sk as of `attention`; for packed sequences those of the sequence, taken from row b of the result.
+    dropout_p : float
+        0 to 1.
+    dropout_seed : int
+        0 .. 2^64 - 1.
+    dropout_offset : int
+        0 .. 2^32 - 1.
+
+    Returns
+    -------
+    numpy.ndarray of bool, [B, H, Sq, Sk]
+        True = kept (and scaled by ``1 / (1 - dropout_p)``).
+
+    Raises
+    ------
+    polyhead.Error
+        A value out of its range.
+
+    Notes
+    -----
+    Element (b, h, i, j) is kept if its 16 random bits are >= floor(dropout_p * 65536 + 0.5). The bits come from
+    Philox4x32-10 with key words (seed & 0xffffffff, seed >> 32) and counter words (b * H + h, i, j // 8, offset): j takes
+    word (j % 8) // 2, its low half if j is even, else its high half.
+    """
+    return _bind.dropout_mask(shape, dropout_p, dropout_seed, dropout_offset)

@@ -1,0 +1,103 @@
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, SupportsFloat, SupportsIndex, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from polyhead._bind import Error as Error, __version__ as __version__
+from polyhead._explanation import Explanation as Explanation
+
+__all__ = ["Error", "Explanation", "__version__", "attention", "dropout_mask", "explain", "kernels"]
+
+class Array(Protocol):
+    def __dlpack__(self) -> Any: ...
+
+ArrayT = TypeVar("ArrayT", bound=Array)
+
+@overload
+def attention(  # type: ignore[overload-overlap]
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    *,
+    attn_bias: Array | None = None,
+    attn_mask: Array | None = None,
+    causal: bool = False,
+    window: Sequence[int] | None = None,
+    align: Literal["top_left", "bottom_right"] | None = None,
+    query_offset: SupportsIndex | Array | None = None,
+    scale: SupportsFloat | None = None,
+    softcap: SupportsFloat = 0.0,
+    alibi_slopes: Array | None = None,
+    dropout_p: SupportsFloat = 0.0,
+    dropout_seed: SupportsIndex | None = None,
+    dropout_offset: SupportsIndex = 0,
+    seqlens_q: Array | None = None,
+    seqlens_k: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    return_logsumexp: Literal[False] = False,
+    return_weights: Literal[False] = False,
+    return_column_sums: Literal[False] = False,
+    kernel: str | None = None,
+) -> ArrayT: ...
+@overload
+def attention(
+    query: ArrayT,
+    key: Array,
+    value: Array,
+    *,
+    attn_bias: Array | None = None,
+    attn_mask: Array | None = None,
+    causal: bool = False,
+    window: Sequence[int] | None = None,
+    align: Literal["top_left", "bottom_right"] | None = None,
+    query_offset: SupportsIndex | Array | None = None,
+    scale: SupportsFloat | None = None,
+    softcap: SupportsFloat = 0.0,
+    alibi_slopes: Array | None = None,
+    dropout_p: SupportsFloat = 0.0,
+    dropout_seed: SupportsIndex | None = None,
+    dropout_offset: SupportsIndex = 0,
+    seqlens_q: Array | None = None,
+    seqlens_k: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    return_logsumexp: bool = False,
+    return_weights: bool | Literal["mean"] = False,
+    return_column_sums: bool = False,
+    kernel: str | None = None,
+) -> tuple[ArrayT, ...]: ...
+def explain(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    attn_bias: Array | None = None,
+    attn_mask: Array | None = None,
+    causal: bool = False,
+    window: Sequence[int] | None = None,
+    align: Literal["top_left", "bottom_right"] | None = None,
+    query_offset: SupportsIndex | Array | None = None,
+    scale: SupportsFloat | None = None,
+    softcap: SupportsFloat = 0.0,
+    alibi_slopes: Array | None = None,
+    dropout_p: SupportsFloat = 0.0,
+    dropout_seed: SupportsIndex | None = None,
+    dropout_offset: SupportsIndex = 0,
+    seqlens_q: Array | None = None,
+    seqlens_k: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    return_logsumexp: bool = False,
+    return_weights: bool | Literal["mean"] = False,
+    return_column_sums: bool = False,
+    kernel: str | None = None,
+) -> Explanation: ...
+def kernels() -> list[str]: ...
+def dropout_mask(
+    shape: Sequence[int],
+    dropout_p: SupportsFloat,
+    dropout_seed: SupportsIndex,
+    dropout_offset: SupportsIndex = 0,
+) -> npt.NDArray[np.bool_]: ...

@@ -1,0 +1,36 @@
+"""What `polyhead.explain` returns."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Which kernel would run, and why not the others.
+
+    Attributes
+    ----------
+    kernel : str
+        The one that would run; "" if none.
+    reasons : dict of str to str
+        Every kernel of this build, best first: why it cannot, or "" if it can.
+    workspace_bytes : int
+        Scratch memory of a call.
+    flops : float
+        Of the forward pass, over the pairs of query and key that causal, window and sizes leave visible.
+    error : str
+        Why no kernel can compute this; "" if one can.
+    """
+
+    kernel: str
+    reasons: dict[str, str]
+    workspace_bytes: int
+    flops: float
+    error: str
+
+    def __str__(self):
+        width = max(map(len, self.reasons), default=0)
+        lines = [f"error: {self.error}"] if self.error else []
+        for name, reason in self.reasons.items():
+            lines.append(f"{name:<{width}}  {'taken' if name == self.kernel else reason or 'can, not taken'}")
+        lines.append(f"workspace {self.workspace_bytes} bytes, {self.flops:.4g} flops")
+        return "\n".join(lines)

@@ -1,0 +1,366 @@
+#include "arrays.h"
+
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_1_22_API_VERSION
+#include <numpy/arrayobject.h>
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+#include <string>
+
+namespace polyhead::python {
+namespace {
+
+constexpr size_t kAlignment = 64;  // of results: a cache line, and what jax needs to take one without a copy
+
+PyObject* error_type = nullptr;  // polyhead.Error, for the life of the process
+
+constexpr const char* kErrorDoc =
+    "Bad input, or a call that no kernel can compute. The message is one sentence of the library: the argument, what\n"
+    "was expected and what came.";
+
+void set_error(PyObject* type, const char* format, va_list args) {
+  PyObject* message = PyUnicode_FromFormatV(format, args);
+  if (message == nullptr) return;
+  PyErr_SetObject(type, message);
+  Py_DECREF(message);
+}
+
+const char* type_name(PyObject* object) { return Py_TYPE(object)->tp_name; }
+
+void check_num_dims(int64_t num_dims, const ArrayArgument& argument) {
+  if (num_dims >= argument.min_dims && num_dims <= argument.max_dims) return;
+  if (argument.min_dims == argument.max_dims) {
+    bad_value("%s has %d dimensions, must have %d: %s", argument.name, static_cast<int>(num_dims), argument.min_dims,
+              argument.shape);
+  }
+  bad_value("%s has %d dimensions, must have %d to %d: %s", argument.name, static_cast<int>(num_dims),
+            argument.min_dims, argument.max_dims, argument.shape);
+}
+
+// ml_dtypes registers its own type with NumPy; there is no number for it.
+bool is_bfloat16(const PyArray_Descr* descr) {
+  const char* name = descr->typeobj->tp_name;
+  const char* dot = std::strrchr(name, '.');
+  return PyTypeNum_ISUSERDEF(descr->type_num) && std::strcmp(dot != nullptr ? dot + 1 : name, "bfloat16") == 0;
+}
+
+std::optional<DType> dtype_of(const PyArray_Descr* descr) {
+  switch (descr->type_num) {
+    case NPY_FLOAT: return DType::kFloat32;
+    case NPY_DOUBLE: return DType::kFloat64;
+    case NPY_HALF: return DType::kFloat16;
+    case NPY_BOOL: return DType::kBool;
+    case NPY_INT: return DType::kInt32;
+    case NPY_LONG: return sizeof(long) == 8 ? DType::kInt64 : DType::kInt32;
+    case NPY_LONGLONG: return DType::kInt64;
+    default: return is_bfloat16(descr) ? std::optional(DType::kBFloat16) : std::nullopt;
+  }
+}
+
+std::optional<DType> dtype_of(nb::dlpack::dtype type) {
+  using Code = nb::dlpack::dtype_code;
+  if (type.lanes != 1) return std::nullopt;
+  const auto is = [&](Code code, int bits) { return type.code == static_cast<uint8_t>(code) && type.bits == bits; };
+  if (is(Code::Float, 32)) return DType::kFloat32;
+  if (is(Code::Float, 64)) return DType::kFloat64;
+  if (is(Code::Float, 16)) return DType::kFloat16;
+  if (is(Code::Bfloat, 16)) return DType::kBFloat16;
+  if (is(Code::Bool, 8)) return DType::kBool;
+  if (is(Code::Int, 32)) return DType::kInt32;
+  if (is(Code::Int, 64)) return DType::kInt64;
+  return std::nullopt;
+}
+
+std::optional<nb::dlpack::dtype> dlpack_dtype(DType dtype) {
+  using Code = nb::dlpack::dtype_code;
+  const auto type = [](Code code, int bits) {
+    return nb::dlpack::dtype{static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1};
+  };
+  switch (dtype) {
+    case DType::kFloat32: return type(Code::Float, 32);
+    case DType::kFloat64: return type(Code::Float, 64);
+    case DType::kFloat16: return type(Code::Float, 16);
+    case DType::kBFloat16: return type(Code::Bfloat, 16);
+    case DType::kBool: return type(Code::Bool, 8);
+    case DType::kInt32: return type(Code::Int, 32);
+    case DType::kInt64: return type(Code::Int, 64);
+  }
+  return std::nullopt;
+}
+
+Tensor view_of_numpy(PyArrayObject* array, const ArrayArgument& argument) {
+  Tensor view;
+  PyArray_Descr* descr = PyArray_DESCR(array);
+  const auto dtype = dtype_of(descr);
+  if (!dtype) {
+    bad_value("%s has dtype %s, must be %s", argument.name, text_of(reinterpret_cast<PyObject*>(descr)).c_str(),
+              argument.dtypes);
+  }
+  if (PyArray_ISBYTESWAPPED(array)) {
+    bad_value("%s has dtype %s, must be in this machine's byte order: %s.astype(%s.dtype.newbyteorder('='))",
+              argument.name, text_of(reinterpret_cast<PyObject*>(descr)).c_str(), argument.name, argument.name);
+  }
+  check_num_dims(PyArray_NDIM(array), argument);
+  view.dtype = *dtype;
+  view.data = PyArray_DATA(array);
+  view.ndim = PyArray_NDIM(array);
+  const auto itemsize = static_cast<int64_t>(dtype_size_bytes(*dtype));
+  if (reinterpret_cast<uintptr_t>(view.data) % static_cast<uintptr_t>(itemsize) != 0) {
+    bad_value("%s starts at an address that is not a multiple of its %d-byte elements, copy it first", argument.name,
+              static_cast<int>(itemsize));
+  }
+  for (int i = 0; i < view.ndim; ++i) {
+    view.dims[i] = PyArray_DIM(array, i);
+    const int64_t stride_bytes = PyArray_STRIDE(array, i);
+    if (stride_bytes % itemsize != 0 && view.dims[i] > 1) {
+      bad_value("%s has stride %lld in dimension %d, must be a multiple of its %d-byte elements", argument.name,
+                static_cast<long long>(stride_bytes), i, static_cast<int>(itemsize));
+    }
+    view.strides[i] = stride_bytes / itemsize;
+  }
+  return view;
+}
+
+// torch's own two functions: a fifth of the time of __dlpack__, and they take tensors that require a gradient.
+struct Torch {
+  PyTypeObject* tensor = nullptr;
+  PyObject* to_dlpack = nullptr;
+  PyObject* from_dlpack = nullptr;
+};
+
+// Empty until torch has been imported, by whoever made the tensor; then for the life of the process.
+const Torch& torch() {
+  static Torch found;
+  if (found.tensor != nullptr) return found;
+  nb::dict modules = nb::module_::import_("sys").attr("modules");
+  if (!modules.contains("torch") || !modules.contains("torch.utils.dlpack")) return found;
+  const nb::object module = modules["torch.utils.dlpack"];
+  if (!nb::hasattr(modules["torch"], "Tensor") || !nb::hasattr(module, "from_dlpack")) return found;
+  found.to_dlpack = nb::object(module.attr("to_dlpack")).release().ptr();
+  found.from_dlpack = nb::object(module.attr("from_dlpack")).release().ptr();
+  found.tensor = reinterpret_cast<PyTypeObject*>(nb::object(modules["torch"].attr("Tensor")).release().ptr());
+  return found;
+}
+
+bool is_torch_tensor(PyObject* object) {
+  const Torch& t = torch();
+  return t.tensor != nullptr && PyObject_TypeCheck(object, t.tensor);
+}
+
+// Raises what `object` itself says when asked for its memory; the current Python error, or __dlpack__'s.
+[[noreturn]] void refuse_dlpack(PyObject* object, const ArrayArgument& argument) {
+  if (PyErr_Occurred() == nullptr) nb::steal(PyObject_CallMethod(object, "__dlpack__", nullptr));
+  if (PyErr_Occurred() == nullptr) {
+    bad_value("%s has type %s, whose memory cannot be read through DLPack", argument.name, type_name(object));
+  }
+  nb::python_error cause;
+  bad_value("%s has type %s and gives no DLPack view: %s", argument.name, type_name(object),
+            text_of(cause.value().ptr()).c_str());
+}
+
+Tensor view_of_dlpack(PyObject* object, const ArrayArgument& argument, Held& held) {
+  nb::object source = nb::borrow(object);
+  if (is_torch_tensor(object)) {
+    source = nb::steal(PyObject_CallOneArg(torch().to_dlpack, object));
+    if (!source.is_valid()) refuse_dlpack(object, argument);
+  }
+  if (!nb::try_cast(source, held, false)) refuse_dlpack(object, argument);
+  if (held.device_type() != nb::device::cpu::value) {
+    bad_value("%s is on DLPack device %d, must be in CPU memory (device %d)", argument.name, held.device_type(),
+              nb::device::cpu::value);
+  }
+  const auto dtype = dtype_of(held.dtype());
+  if (!dtype) {
+    nb::object name = nb::getattr(nb::handle(object), "dtype", nb::none());
+    bad_value("%s has dtype %s, must be %s", argument.name, text_of(name.ptr()).c_str(), argument.dtypes);
+  }
+  check_num_dims(static_cast<int64_t>(held.ndim()), argument);
+  Tensor view;
+  view.data = static_cast<char*>(held.data_handle()) + held.byte_offset();
+  view.dtype = *dtype;
+  view.ndim = static_cast<int32_t>(held.ndim());
+  for (int i = 0; i < view.ndim; ++i) {
+    view.dims[i] = held.shape_ptr()[i];
+    view.strides[i] = held.stride_ptr()[i];
+  }
+  return view;
+}
+
+// The function that turns an object with __dlpack__ into an array of the query's kind: from_dlpack of its array
+// namespace (jax and other libraries of the array API) or of the package that defines its type or a base of that.
+nb::object find_from_dlpack(PyObject* query) {
+  nb::handle object(query);
+  if (nb::hasattr(object, "__array_namespace__")) {
+    return object.attr("__array_namespace__")().attr("from_dlpack");
+  }
+  nb::dict modules = nb::module_::import_("sys").attr("modules");
+  for (nb::handle type : object.type().attr("__mro__")) {
+    const std::string module = nb::cast<nb::str>(type.attr("__module__")).c_str();
+    const nb::str package(module.substr(0, module.find('.')).c_str());
+    if (modules.contains(package) && nb::hasattr(modules[package], "from_dlpack")) {
+      return modules[package].attr("from_dlpack");
+    }
+  }
+  bad_kind("query has type %s, for which no from_dlpack function is known: pass numpy.from_dlpack(query)",
+           type_name(query));
+}
+
+// The same, remembered by type: one look-up costs as much as a small call.
+nb::object from_dlpack_of(PyObject* query) {
+  static PyObject* known = PyDict_New();
+  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(query));
+  if (PyObject* found = PyDict_GetItemWithError(known, type)) return nb::borrow(found);
+  nb::object function = find_from_dlpack(query);
+  if (PyDict_SetItem(known, type, function.ptr()) != 0) throw nb::python_error();
+  return function;
+}
+
+[[noreturn]] void no_memory(const char* bytes) {
+  PyErr_Format(PyExc_MemoryError, "no memory for a result of %s bytes", bytes);
+  throw nb::python_error();
+}
+
+constexpr const char* kBufferName = "polyhead.buffer";
+
+// Memory for `like`, which becomes its contiguous view; the capsule frees it.
+nb::object allocate(Tensor& like) {
+  int64_t bytes = static_cast<int64_t>(dtype_size_bytes(like.dtype));
+  bool fits = true;
+  int64_t stride = 1;
+  for (int i = like.ndim - 1; i >= 0; --i) {
+    like.strides[i] = stride;
+    const int64_t size = like.dims[i] > 0 ? like.dims[i] : 1;
+    fits = fits && !__builtin_mul_overflow(bytes, size, &bytes) && !__builtin_mul_overflow(stride, size, &stride);
+  }
+  // A multiple of the alignment, as aligned_alloc demands; half of the address space is no array.
+  if (!fits || bytes > INT64_MAX / 2) no_memory("more than 2^62");
+  const size_t rounded = (static_cast<size_t>(bytes) + kAlignment - 1) / kAlignment * kAlignment;
+  like.data = std::aligned_alloc(kAlignment, rounded);
+  if (like.data == nullptr) no_memory(std::to_string(bytes).c_str());
+  PyObject* owner =
+      PyCapsule_New(like.data, kBufferName, [](PyObject* self) { std::free(PyCapsule_GetPointer(self, kBufferName)); });
+  if (owner == nullptr) {
+    std::free(like.data);
+    throw nb::python_error();
+  }
+  return nb::steal(owner);
+}
+
+// `descr` is a new reference.
+nb::object wrap_numpy(const Tensor& view, PyArray_Descr* descr, nb::object owner) {
+  npy_intp dims[Tensor::kMaxDims];
+  for (int i = 0; i < view.ndim; ++i) dims[i] = view.dims[i];
+  PyObject* array =
+      PyArray_NewFromDescr(&PyArray_Type, descr, view.ndim, dims, nullptr, view.data, NPY_ARRAY_CARRAY, nullptr);
+  if (array == nullptr) throw nb::python_error();
+  nb::object result = nb::steal(array);
+  if (PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array), owner.release().ptr()) != 0) {
+    throw nb::python_error();
+  }
+  return result;
+}
+
+PyArray_Descr* numpy_descr(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64: return PyArray_DescrFromType(NPY_DOUBLE);
+    case DType::kFloat16: return PyArray_DescrFromType(NPY_HALF);
+    case DType::kBool: return PyArray_DescrFromType(NPY_BOOL);
+    default: return PyArray_DescrFromType(NPY_FLOAT);
+  }
+}
+
+}  // namespace
+
+void arrays_init(nb::module_& module) {
+  if (_import_array() < 0) throw nb::python_error();
+  PyObject* bases = PyTuple_Pack(2, PyExc_ValueError, PyExc_RuntimeError);
+  error_type = PyErr_NewExceptionWithDoc("polyhead.Error", kErrorDoc, bases, nullptr);
+  Py_XDECREF(bases);
+  if (error_type == nullptr) throw nb::python_error();
+  module.attr("Error") = nb::handle(error_type);
+}
+
+void bad_value(const char* format, ...) {
+  va_list args;
+  va_start(args, format);
+  set_error(error_type, format, args);
+  va_end(args);
+  throw nb::python_error();
+}
+
+void bad_kind(const char* format, ...) {
+  va_list args;
+  va_start(args, format);
+  set_error(PyExc_TypeError, format, args);
+  va_end(args);
+  throw nb::python_error();
+}
+
+void check(const Status& status) {
+  if (status.ok()) return;
+  PyErr_SetString(status.code() == StatusCode::kOutOfMemory ? PyExc_MemoryError : error_type, status.message().c_str());
+  throw nb::python_error();
+}
+
+std::string text_of(PyObject* object) {
+  constexpr size_t kMost = 400;
+  PyObject* text = PyObject_Str(object);
+  const char* utf8 = text != nullptr ? PyUnicode_AsUTF8(text) : nullptr;
+  std::string result = utf8 != nullptr ? utf8 : "too much to print";  // as integers of 5000 digits are
+  Py_XDECREF(text);
+  PyErr_Clear();
+  result.resize(std::min(result.size(), kMost));
+  return result;
+}
+
+bool is_array(PyObject* object) {
+  return PyArray_Check(object) || (PyObject_HasAttrString(object, "__dlpack__") && !PyType_Check(object));
+}
+
+Tensor view_of(PyObject* object, const ArrayArgument& argument, Held& held) {
+  if (PyArray_Check(object)) return view_of_numpy(reinterpret_cast<PyArrayObject*>(object), argument);
+  if (is_array(object)) return view_of_dlpack(object, argument, held);
+  bad_kind("%s has type %s, must be an array of %s: NumPy's, or any with __dlpack__", argument.name, type_name(object),
+           argument.dtypes);
+}
+
+Results::Results(PyObject* query, DType dtype) : query_(query), dtype_(dtype) {
+  if (!PyArray_Check(query) && !is_torch_tensor(query)) from_dlpack_ = from_dlpack_of(query);
+}
+
+nb::object Results::make(Tensor& like) {
+  nb::object owner = allocate(like);
+  if (!PyArray_Check(query_)) {
+    size_t shape[Tensor::kMaxDims];
+    for (int i = 0; i < like.ndim; ++i) shape[i] = static_cast<size_t>(like.dims[i]);
+    const auto dtype = *dlpack_dtype(like.dtype);
+    constexpr int kCpu = nb::device::cpu::value;
+    const auto num_dims = static_cast<size_t>(like.ndim);
+    if (from_dlpack_.is_valid()) {
+      nb::ndarray<nb::array_api> provider(like.data, num_dims, shape, owner, nullptr, dtype, kCpu);
+      return from_dlpack_(nb::cast(provider, nb::rv_policy::reference));
+    }
+    nb::ndarray<> array(like.data, num_dims, shape, owner, nullptr, dtype, kCpu);
+    return nb::handle(torch().from_dlpack)(nb::cast(array, nb::rv_policy::reference));  // casts to a bare capsule
+  }
+  PyArray_Descr* descr = nullptr;
+  if (like.dtype == dtype_) {
+    descr = PyArray_DESCR(reinterpret_cast<PyArrayObject*>(query_));  // the only way to name bfloat16
+    Py_INCREF(descr);
+  } else {
+    descr = numpy_descr(like.dtype);
+  }
+  return wrap_numpy(like, descr, std::move(owner));
+}
+
+nb::object new_numpy_array(Tensor& like) {
+  nb::object owner = allocate(like);
+  return wrap_numpy(like, numpy_descr(like.dtype), std::move(owner));
+}
+
+}  // namespace polyhead::python

@@ -1,0 +1,66 @@
+// Arrays of Python <-> polyhead::Tensor, without a copy: NumPy through its C layout, anything else through DLPack.
+#pragma once
+
+#include <Python.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <string>
+
+#include "polyhead/status.h"
+#include "polyhead/tensor.h"
+
+namespace polyhead::python {
+
+namespace nb = nanobind;
+
+// Loads NumPy's C interface and makes polyhead.Error. Called once, when the module is imported.
+void arrays_init(nb::module_& module);
+
+// Raise polyhead.Error (the value is wrong) or TypeError (no such kind of object is taken), with a printf sentence.
+[[noreturn, gnu::format(printf, 1, 2)]] void bad_value(const char* format, ...);
+[[noreturn, gnu::format(printf, 1, 2)]] void bad_kind(const char* format, ...);
+
+// Raises what `status` says, if it is not ok.
+void check(const Status& status);
+
+// The beginning of str(object), for sentences.
+std::string text_of(PyObject* object);
+
+// Keeps the memory of an imported DLPack array alive. Empty for a NumPy array: the caller holds that.
+using Held = nb::ndarray<nb::ro>;
+
+// An argument that has to be an array: what to call it, and what to say of it when it cannot be one of ours.
+struct ArrayArgument {
+  const char* name;
+  const char* dtypes;  // "float32, bfloat16, float16 or float64"
+  int min_dims;
+  int max_dims;
+  const char* shape;  // "[batch, seqlen_q, num_heads, head_dim]"
+};
+
+// A view of `object`. Sizes and dtypes are checked where the library cannot: a Tensor has only so many of both.
+Tensor view_of(PyObject* object, const ArrayArgument& argument, Held& held);
+
+// Whether `object` is an array: of NumPy, or with __dlpack__.
+bool is_array(PyObject* object);
+
+// Makes results of the same kind of array as the query.
+class Results {
+ public:
+  // `query` has passed view_of(). Borrows it.
+  explicit Results(PyObject* query, DType dtype);
+
+  // A new array of `like`'s dtype and dims, uninitialised, contiguous, 64-byte aligned; `like` becomes its view.
+  nb::object make(Tensor& like);
+
+ private:
+  PyObject* query_;
+  DType dtype_;
+  nb::object from_dlpack_;  // of the query's package; empty: NumPy, or torch
+};
+
+// A new NumPy array, as Results makes it.
+nb::object new_numpy_array(Tensor& like);
+
+}  // namespace polyhead::python

@@ -1,0 +1,131 @@
+// The extension module polyhead._bind: translates, computes nothing. polyhead/__init__.py has the signatures.
+#include <Python.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <exception>
+#include <new>
+
+#include "arrays.h"
+#include "call.h"
+#include "plan_cache.h"
+#include "polyhead/dropout.h"
+#include "polyhead/kernels.h"
+
+namespace polyhead::python {
+namespace {
+
+// Runs `body`, a function that returns nb::object, with its exceptions as Python's.
+template <class Body>
+PyObject* guarded(Body body) noexcept {
+  try {
+    return body().release().ptr();
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (const std::bad_alloc&) {
+    PyErr_SetString(PyExc_MemoryError, "no memory for the results");
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+void check_num_arguments(Py_ssize_t count, int takes) {
+  if (count != takes) bad_kind("polyhead._bind takes all %d arguments by position, got %zd", takes, count);
+}
+
+PyObject* attention(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
+  return guarded([&] {
+    check_num_arguments(count, kNumPositions);
+    Call call(arguments);
+    const auto plan = cached_plan(call.desc(), call.kernel());
+    check(plan.status());
+    return call.run(**plan);
+  });
+}
+
+// (kernel, {name: reason}, workspace_bytes, flops, error)
+PyObject* explain_arguments(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
+  return guarded([&]() -> nb::object {
+    check_num_arguments(count, kNumPositions);
+    const Call call(arguments);
+    const Explanation explanation = explain(call.desc(), {.kernel = call.kernel()});
+    if (explanation.status.code() != StatusCode::kUnsupported) check(explanation.status);
+    nb::dict reasons;
+    for (const KernelReason& each : explanation.reasons) reasons[each.kernel] = each.reason;
+    return nb::make_tuple(explanation.kernel, reasons, explanation.workspace_bytes, explanation.flops,
+                          explanation.status.message());
+  });
+}
+
+// (shape, dropout_p, dropout_seed, dropout_offset)
+nb::object new_dropout_mask(PyObject* const* arguments) {
+  PyObject* shape = arguments[0];
+  Tensor kept;
+  kept.dtype = DType::kBool;
+  kept.ndim = 4;
+  nb::object sizes = nb::steal(PySequence_Fast(shape, ""));
+  if (!sizes.is_valid()) {
+    PyErr_Clear();
+    bad_kind("shape has type %s, must be four integers (B, H, Sq, Sk)", Py_TYPE(shape)->tp_name);
+  }
+  if (PySequence_Fast_GET_SIZE(sizes.ptr()) != 4) {
+    bad_value("shape has %zd elements, must be four integers (B, H, Sq, Sk)", PySequence_Fast_GET_SIZE(sizes.ptr()));
+  }
+  for (int i = 0; i < 4; ++i) {
+    kept.dims[i] = int64_argument(PySequence_Fast_GET_ITEM(sizes.ptr(), i), "shape");
+    if (kept.dims[i] < 0) bad_value("shape is %s, must not be negative", text_of(shape).c_str());
+  }
+  const double dropout_p = real_argument(arguments[1], "dropout_p");
+  const uint64_t dropout_seed = seed_argument(arguments[2]);
+  const uint32_t dropout_offset = dropout_offset_argument(arguments[3]);
+  nb::object array = new_numpy_array(kept);
+  Status status;
+  {
+    nb::gil_scoped_release without_gil;
+    status = dropout_mask(dropout_p, dropout_seed, dropout_offset, kept);
+  }
+  check(status);
+  return array;
+}
+
+PyObject* dropout_mask_array(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
+  return guarded([&] {
+    check_num_arguments(count, 4);
+    return new_dropout_mask(arguments);
+  });
+}
+
+nb::dict build_info() {
+  nb::dict info;
+  info["version"] = version();
+  info["compiler"] = POLYHEAD_COMPILER;
+  info["cpu"] = cpu_features();
+  info["threads"] = default_executor().num_threads();
+  return info;
+}
+
+PyCFunction fastcall(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t) noexcept) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
+}
+
+PyMethodDef functions[] = {
+    {"attention", fastcall(attention), METH_FASTCALL, nullptr},
+    {"explain", fastcall(explain_arguments), METH_FASTCALL, nullptr},
+    {"dropout_mask", fastcall(dropout_mask_array), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+}  // namespace polyhead::python
+
+NB_MODULE(_bind, module) {
+  using namespace polyhead::python;
+  arrays_init(module);
+  // Without nanobind's call layer: its overload resolution would take a good part of a small call's time.
+  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw nb::python_error();
+  module.attr("__version__") = polyhead::version();
+  module.def("kernels", &polyhead::kernels);
+  module.def("build_info", &build_info);
+}

@@ -1,0 +1,12 @@
+// Scratch memory of calls from Python.
+#pragma once
+
+#include "polyhead/attention.h"
+
+namespace polyhead::python {
+
+// plan.forward(args) in memory of this thread's own, which grows to what the largest call so far needed and is freed
+// when the thread ends. A call that needs more than 64 MiB gets memory of its own, freed at its end.
+Status forward_with_workspace(const Plan& plan, ForwardArgs& args);
+
+}  // namespace polyhead::python

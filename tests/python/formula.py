@@ -1,0 +1,128 @@
+"""The contract as one NumPy formula in float64, with arguments as of `polyhead.attention`: what the tests compare to."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+
+def philox4x32(counter, key):
+    """Philox4x32-10 on arrays: four counter words, two key words -> four random words."""
+    mask = np.uint64(0xFFFFFFFF)
+    counter = [np.asarray(word, np.uint64) for word in counter]
+    key = [np.uint64(word) for word in key]
+    for _ in range(10):
+        product0 = np.uint64(0xD2511F53) * counter[0]
+        product1 = np.uint64(0xCD9E8D57) * counter[2]
+        shift = np.uint64(32)
+        counter = [
+            (product1 >> shift) ^ counter[1] ^ key[0],
+            product1 & mask,
+            (product0 >> shift) ^ counter[3] ^ key[1],
+            product0 & mask,
+        ]
+        key = [(key[0] + np.uint64(0x9E3779B9)) & mask, (key[1] + np.uint64(0xBB67AE85)) & mask]
+    return counter
+
+
+def dropout_mask(shape, p, seed, offset=0, first_batch=0):
+    """[B, H, Sq, Sk], True = kept."""
+    b, h, i, j = np.ogrid[tuple(slice(0, size) for size in shape)]
+    counter = np.broadcast_arrays((b + first_batch) * shape[1] + h, i, j // 8, offset)
+    words = np.stack(philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32)))
+    at = np.broadcast_to(j % 8 // 2, words.shape[1:])[None]
+    word = np.take_along_axis(words, at, 0)[0] if words.size else words[0]
+    bits = np.where(j % 2 == 0, word & np.uint64(0xFFFF), word >> np.uint64(16))
+    return bits >= np.floor(p * 65536 + 0.5)
+
+
+def visible_by_position(q_len, k_len, sq, sk, offset, causal, window):
+    i, j = np.ogrid[:sq, :sk]
+    left, right = window or (-1, -1)
+    visible = (i < q_len) & (j < k_len)
+    if causal:
+        visible = visible & (j <= i + offset)
+    if left >= 0:
+        visible = visible & (j >= i + offset - left)
+    if right >= 0:
+        visible = visible & (j <= i + offset + right)
+    return visible
+
+
+def attention(
+    query, key, value, *, attn_bias=None, attn_mask=None, causal=False, window=None, align=None, query_offset=None,
+    scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0, dropout_seed=0, dropout_offset=0, seqlens_q=None,
+    seqlens_k=None, first_batch=0,
+):  # fmt: skip
+    """out [B, Sq, H, Dv], logsumexp [B, H, Sq], weights [B, H, Sq, Sk], column_sums [B, H, Sk], bound (see below)."""
+    Q, K, V = (np.asarray(x).astype(np.float64) for x in (query, key, value))
+    batch, sq, heads, dim = Q.shape
+    sk, heads_kv = K.shape[1:3]
+    K, V = (np.repeat(x, heads // heads_kv, axis=2) if heads_kv else x for x in (K, V))
+    lens_q = np.full(batch, sq) if seqlens_q is None else np.asarray(seqlens_q)
+    lens_k = np.full(batch, sk) if seqlens_k is None else np.asarray(seqlens_k)
+    if query_offset is not None:
+        offsets = np.broadcast_to(query_offset, batch)
+    else:
+        offsets = lens_k - lens_q if align == "bottom_right" else np.zeros(batch, int)
+
+    if scale is None:
+        scale = 1 / np.sqrt(dim) if dim else 1.0
+    S = scale * np.einsum("bihd,bjhd->bhij", Q, K)
+    if softcap > 0:
+        S = softcap * np.tanh(S / softcap)
+    visible = np.stack(
+        [visible_by_position(lens_q[b], lens_k[b], sq, sk, offsets[b], causal, window) for b in range(batch)]
+        or [np.zeros((sq, sk), bool)]
+    )[:batch, None]
+    if alibi_slopes is not None:
+        slopes = np.broadcast_to(np.asarray(alibi_slopes, np.float64), (batch, heads))
+        i, j = np.ogrid[:sq, :sk]
+        S = S - slopes[:, :, None, None] * np.abs(i + offsets[:, None, None, None] - j)
+    if attn_bias is not None:
+        bias = np.asarray(attn_bias).astype(np.float64)
+        S = S + bias
+        visible = visible & (bias != -np.inf)
+    if attn_mask is not None:
+        visible = visible & np.asarray(attn_mask)
+    visible = np.broadcast_to(visible, S.shape)
+    S = np.where(visible, S, -np.inf)
+
+    m = S.max(axis=-1, keepdims=True, initial=-np.inf)
+    E = np.exp(S - np.where(np.isinf(m), 0, m))
+    E = np.where(visible, E, 0)
+    total = E.sum(axis=-1, keepdims=True)
+    P = E / np.where(total == 0, 1, total)
+    with np.errstate(divide="ignore"):
+        L = np.where(total == 0, -np.inf, m + np.log(total))[..., 0]
+    column_sums = P.sum(axis=2)
+    if dropout_p > 0:
+        kept = dropout_mask(P.shape, dropout_p, dropout_seed, dropout_offset, first_batch)
+        P = np.where(kept, P, 0) / (1 - dropout_p) if dropout_p < 1 else np.zeros_like(P)
+    return SimpleNamespace(
+        out=np.einsum("bhij,bjhd->bihd", P, V),
+        logsumexp=L,
+        weights=P,
+        column_sums=column_sums,
+        bound=np.einsum("bhij,bjhd->bihd", P, np.abs(V)),  # of |out|: errors are measured against it
+    )
+
+
+def packed_attention(query, key, value, *, cu_seqlens_q, cu_seqlens_k, **options):
+    """out [total_q, H, Dv], logsumexp [H, total_q], bound."""
+    total_q, heads = query.shape[:2]
+    out = np.zeros((total_q, heads, value.shape[2]))
+    bound = np.zeros_like(out)
+    logsumexp = np.full((heads, total_q), -np.inf)
+    per_batch = {name: options.pop(name) for name in ("query_offset", "alibi_slopes") if name in options}
+    for b in range(len(cu_seqlens_q) - 1):
+        rows_q = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
+        rows_k = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
+        own = dict(options)
+        if per_batch.get("query_offset") is not None:
+            own["query_offset"] = np.broadcast_to(per_batch["query_offset"], len(cu_seqlens_q) - 1)[b]
+        if per_batch.get("alibi_slopes") is not None:
+            slopes = np.asarray(per_batch["alibi_slopes"])
+            own["alibi_slopes"] = slopes if slopes.ndim == 1 else slopes[b]
+        exact = attention(query[None, rows_q], key[None, rows_k], value[None, rows_k], first_batch=b, **own)
+        out[rows_q], bound[rows_q], logsumexp[:, rows_q] = exact.out[0], exact.bound[0], exact.logsumexp[0]
+    return SimpleNamespace(out=out, logsumexp=logsumexp, bound=bound)
