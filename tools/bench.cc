@@ -1,0 +1,253 @@
+// polyhead bench: how fast each kernel computes each problem.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <optional>
+
+#include "command.h"
+#include "cpu/kernels.h"
+#include "machine.h"
+#include "operands.h"
+#include "progress.h"
+#include "report.h"
+#include "selection.h"
+
+namespace polyhead::tools {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
+
+struct BenchOptions {
+  std::vector<std::string> suites;
+  std::string kernel = "best", threads, format = "md", direction = "forward";
+  double min_time_ms = 300, warmup_ms = 50;
+  int min_samples = 5;
+};
+
+// Multiply-adds on registers in `dtype`, of the machine's best kernel on one thread, measured once a run; none where no
+// kernel has vector arithmetic (float64).
+class Peaks {
+ public:
+  std::optional<double> gflops(DType dtype) {
+    if (dtype == DType::kFloat64) return std::nullopt;
+    const auto [known, is_new] = known_.try_emplace(dtype, 0);
+    if (is_new) known->second = cpu::measure_peak_gflops(dtype, 0.1);
+    return known->second;
+  }
+
+  std::string text() const {
+    std::string text;
+    for (const auto& [dtype, gflops] : known_) {
+      text += fmt::format("{}{} {}", text.empty() ? "" : ", ", short_dtype_name(dtype), number_text(gflops));
+    }
+    return text.empty() ? "not measured" : text + " GFLOP/s per thread";
+  }
+
+ private:
+  std::map<DType, double> known_;
+};
+
+// One kernel on one number of threads.
+struct Contender {
+  std::string kernel;
+  int threads = 0;
+  std::optional<Plan> plan;
+  std::string refusal;
+  Buffer workspace;
+  ForwardArgs args;
+  int calls_per_sample = 1;
+  double total_ms = 0;
+  std::vector<double> samples_ms;  // of one call
+
+  double call_ms(int calls) {
+    const auto start = Clock::now();
+    for (int i = 0; i < calls; ++i) {
+      if (const Status s = plan->forward(args); !s.ok()) refusal = s.message();
+    }
+    return std::chrono::duration<double, std::milli>(Clock::now() - start).count() / calls;
+  }
+};
+
+double quantile(const std::vector<double>& sorted, double q) {
+  const double at = q * static_cast<double>(sorted.size() - 1);
+  const auto below = static_cast<size_t>(at);
+  const size_t above = std::min(below + 1, sorted.size() - 1);
+  return sorted[below] + (at - static_cast<double>(below)) * (sorted[above] - sorted[below]);
+}
+
+class Bench {
+ public:
+  Bench(const BenchOptions& options, std::vector<std::string> kernels, std::vector<Threads> threads)
+      : options_(options), kernels_(std::move(kernels)), threads_(std::move(threads)) {}
+
+  Result<int> run(const std::vector<Problem>& problems, Format format) {
+    Report report;
+    report.columns = {"problem", "kernel",  "threads", "median_ms", "min_ms", "spread_%",
+                      "samples", "GFLOP/s", "peak_%",  "GB/s",      "note"};
+    Progress progress(static_cast<int64_t>(problems.size()));
+    for (size_t i = 0; i < problems.size(); ++i) {
+      const auto show = [&] { progress.show(static_cast<int64_t>(i), problem_line(problems[i])); };
+      if (Status s = measure(problems[i], show, report); !s.ok()) {
+        return problems.size() == 1 ? s : invalid(problem_line(problems[i]) + ": " + s.message());
+      }
+    }
+    report.facts = machine_facts();
+    report.facts.emplace_back("peak", peaks_.text());
+    report.facts.emplace_back(
+        "method", fmt::format("warm caches; {} ms warm-up, then at least {} ms and {} samples each, contenders taking "
+                              "turns; spread is (p90 - p10) / median; rates are of the median",
+                              options_.warmup_ms, options_.min_time_ms, options_.min_samples));
+    fmt::print("{}", report.text(format));
+    return 0;
+  }
+
+ private:
+  template <class Show>
+  Status measure(const Problem& problem, Show show, Report& report) {
+    const AttentionDesc desc = problem_desc(problem);
+    if (const Status s = explain(desc).status; s.code() == StatusCode::kInvalidArgument) return s;
+    const auto inputs = random_inputs(problem);
+    if (!inputs.ok()) return inputs.status();
+    const auto outputs = new_outputs(desc, problem.logsumexp, problem.layout, problem.seed);
+    if (!outputs.ok()) return outputs.status();
+    ForwardArgs args = inputs->args;
+    outputs->give_to(args);
+    std::vector<Contender> contenders;
+    for (const std::string& kernel : kernels_) {
+      for (const Threads& threads : threads_) {
+        contenders.push_back({});
+        if (Status s = enter(kernel, threads, desc, args, contenders.back()); !s.ok()) return s;
+        show();
+      }
+    }
+    take_samples(contenders, show);
+    const double flops = 2 * visible_pairs(*inputs) * static_cast<double>(desc.head_dim + desc.head_dim_v);
+    for (Contender& contender : contenders) {
+      report.rows.push_back(row(problem, contender, flops, traffic_bytes(args)));
+    }
+    return {};
+  }
+
+  // Plans and warms up.
+  Status enter(const std::string& kernel, const Threads& threads, const AttentionDesc& desc, const ForwardArgs& args,
+               Contender& contender) {
+    contender.kernel = kernel;
+    contender.threads = threads.count;
+    contender.args = args;
+    PlanOptions options;
+    options.kernel = kernel;
+    options.executor = threads.executor;
+    auto planned = plan(desc, options);
+    if (!planned.ok()) {
+      contender.refusal = planned.status().message();
+      return {};
+    }
+    contender.kernel = planned->kernel_name();
+    auto workspace = give_workspace(planned->workspace_bytes(), contender.args);
+    if (!workspace.ok()) return workspace.status();
+    contender.workspace = std::move(*workspace);
+    contender.plan = std::move(*planned);
+    constexpr double kSampleMs = 0.02;  // far above the clock's resolution
+    double best_ms = contender.call_ms(1);
+    const auto start = Clock::now();
+    while (Clock::now() - start < std::chrono::duration<double, std::milli>(options_.warmup_ms)) {
+      best_ms = std::min(best_ms, contender.call_ms(1));
+    }
+    contender.calls_per_sample = static_cast<int>(std::clamp(kSampleMs / std::max(best_ms, 1e-6), 1.0, 1e5));
+    return {};
+  }
+
+  template <class Show>
+  void take_samples(std::vector<Contender>& contenders, Show show) {
+    constexpr size_t kMaxSamples = 100000;
+    const auto wants_more = [&](const Contender& c) {
+      if (!c.plan || !c.refusal.empty() || c.samples_ms.size() == kMaxSamples) return false;
+      return c.total_ms < options_.min_time_ms || c.samples_ms.size() < static_cast<size_t>(options_.min_samples);
+    };
+    while (std::any_of(contenders.begin(), contenders.end(), wants_more)) {
+      for (Contender& c : contenders) {
+        if (!wants_more(c)) continue;
+        c.samples_ms.push_back(c.call_ms(c.calls_per_sample));
+        c.total_ms += c.samples_ms.back() * c.calls_per_sample;
+      }
+      show();
+    }
+  }
+
+  std::vector<Cell> row(const Problem& problem, Contender& contender, double flops, double bytes) {
+    std::vector<Cell> cells = {problem_line(problem), contender.kernel, static_cast<int64_t>(contender.threads)};
+    if (!contender.refusal.empty() || contender.samples_ms.empty()) {
+      cells.resize(10);
+      cells.emplace_back(contender.refusal);
+      return cells;
+    }
+    std::vector<double>& ms = contender.samples_ms;
+    std::sort(ms.begin(), ms.end());
+    const double median = quantile(ms, 0.5);
+    const double gflops = flops / median / 1e6;
+    cells.insert(cells.end(), {median, ms.front(), 100 * (quantile(ms, 0.9) - quantile(ms, 0.1)) / median,
+                               static_cast<int64_t>(ms.size()), gflops});
+    if (const auto peak = peaks_.gflops(problem.desc.dtype)) {
+      cells.emplace_back(100 * gflops / (*peak * std::min(contender.threads, num_usable_cpus())));
+    } else {
+      cells.emplace_back();
+    }
+    cells.emplace_back(bytes / median / 1e6);
+    cells.emplace_back(std::string());
+    return cells;
+  }
+
+  const BenchOptions& options_;
+  std::vector<std::string> kernels_;
+  std::vector<Threads> threads_;
+  Peaks peaks_;
+};
+
+Result<int> bench(const BenchOptions& options, const std::vector<std::string>& words) {
+  const auto format = parse_format(options.format);
+  if (!format.ok()) return format.status();
+  if (options.direction != "forward") {
+    return invalid(fmt::format("--direction is '{}', must be forward", options.direction));
+  }
+  if (!(options.min_time_ms >= 0 && options.min_time_ms <= 1e7) ||
+      !(options.warmup_ms >= 0 && options.warmup_ms <= 1e7)) {
+    return invalid("--min-time and --warm-up are milliseconds, must be from 0 to 1e7");
+  }
+  if (options.min_samples < 1) return invalid(fmt::format("--samples is {}, must be 1 or more", options.min_samples));
+  const auto problems = select_problems(words, options.suites);
+  if (!problems.ok()) return problems.status();
+  auto kernels = select_kernels(options.kernel);
+  if (!kernels.ok()) return kernels.status();
+  auto threads = select_threads(options.threads);
+  if (!threads.ok()) return threads.status();
+  return Bench(options, std::move(*kernels), std::move(*threads)).run(*problems, *format);
+}
+
+}  // namespace
+
+Command add_bench(CLI::App& root) {
+  CLI::App* app = root.add_subcommand("bench", "time kernels on problems");
+  const auto options = std::make_shared<BenchOptions>();
+  app->allow_extras();
+  app->add_option("--suite", options->suites, "a file of problems, one a line; options given here apply to each")
+      ->type_name("FILE")
+      ->allow_extra_args(false);
+  app->add_option("--kernel", options->kernel, "best (default), all, or names as cpu_avx512,cpu_avx2");
+  app->add_option("--threads", options->threads,
+                  "numbers of threads, as 1,2 (default: POLYHEAD_THREADS, else all CPUs)");
+  app->add_option("--direction", options->direction, "forward");
+  app->add_option("--min-time", options->min_time_ms, "sample each kernel at least so many milliseconds (300)");
+  app->add_option("--samples", options->min_samples, "and take at least so many samples (5)");
+  app->add_option("--warm-up", options->warmup_ms, "milliseconds before the first sample (50)");
+  app->add_option("--format", options->format, "md (default), csv or json");
+  app->footer(help_footer(true, "polyhead bench 8x16x128..2048x64 --causal=0,1 --kernel all --threads 1,2",
+                          "polyhead bench --suite bench/suites/bert_large.txt --dtype bf16 --format csv"));
+  return {app, [app, options] { return bench(*options, app->remaining()); }};
+}
+
+}  // namespace polyhead::tools

@@ -1,0 +1,475 @@
+#include "problem.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+namespace polyhead::tools {
+namespace {
+
+constexpr size_t kMaxProblems = 100000;
+
+Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
+
+std::string quoted(std::string_view text) { return "'" + std::string(text) + "'"; }
+
+std::vector<std::string> split(std::string_view text, char separator) {
+  std::vector<std::string> parts(1);
+  for (char c : text) {
+    if (c == separator) {
+      parts.emplace_back();
+    } else {
+      parts.back() += c;
+    }
+  }
+  return parts;
+}
+
+template <class T>
+std::optional<T> parse_number(std::string_view text) {
+  T value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+template <class T>
+Status set_number(std::string_view option, std::string_view value, T& out) {
+  const auto number = parse_number<T>(value);
+  if (!number) {
+    const char* kind = std::is_floating_point_v<T> ? "a number"
+                       : std::is_signed_v<T>       ? "an integer"
+                                                   : "an integer >= 0";
+    return invalid(std::string(option) + " is " + quoted(value) + ", must be " + kind);
+  }
+  out = *number;
+  return {};
+}
+
+Status set_switch(std::string_view option, std::string_view value, bool& out) {
+  if (value != "0" && value != "1") return invalid(std::string(option) + " is " + quoted(value) + ", must be 0 or 1");
+  out = value == "1";
+  return {};
+}
+
+template <class T>
+struct Word {
+  const char* text;
+  T value;
+};
+
+template <class T, size_t n>
+Status set_word(std::string_view option, std::string_view value, const Word<T> (&words)[n], T& out) {
+  std::string known;
+  for (const auto& [text, meaning] : words) {
+    if (value == text) {
+      out = meaning;
+      return {};
+    }
+    known += (known.empty() ? "" : ", ") + std::string(text);
+  }
+  return invalid(std::string(option) + " is " + quoted(value) + ", must be one of " + known);
+}
+
+constexpr Word<DType> kDTypes[] = {{"f32", DType::kFloat32},     {"bf16", DType::kBFloat16},
+                                   {"f16", DType::kFloat16},     {"f64", DType::kFloat64},
+                                   {"float32", DType::kFloat32}, {"bfloat16", DType::kBFloat16},
+                                   {"float16", DType::kFloat16}, {"float64", DType::kFloat64}};
+constexpr Word<Align> kAligns[] = {
+    {"unset", Align::kUnset}, {"top_left", Align::kTopLeft}, {"bottom_right", Align::kBottomRight}};
+constexpr Word<Layout> kLayouts[] = {{"bshd", Layout::kBshd},
+                                     {"bhsd", Layout::kBhsd},
+                                     {"sbhd", Layout::kSbhd},
+                                     {"qkv", Layout::kQkv},
+                                     {"strided", Layout::kStrided}};
+constexpr Word<ReturnWeights> kWeights[] = {
+    {"none", ReturnWeights::kNone}, {"head", ReturnWeights::kPerHead}, {"mean", ReturnWeights::kMean}};
+constexpr Word<MaskKind> kMaskKinds[] = {
+    {"random", MaskKind::kRandom}, {"padding", MaskKind::kPadding}, {"blocks", MaskKind::kBlocks}};
+constexpr Word<int> kAlibis[] = {{"0", 0}, {"head", 1}, {"batch", 2}};
+enum class Lengths { kNone, kQuery, kKey, kBoth };
+constexpr Word<Lengths> kLengths[] = {
+    {"0", Lengths::kNone}, {"q", Lengths::kQuery}, {"k", Lengths::kKey}, {"both", Lengths::kBoth}};
+
+template <class T, size_t n>
+const char* word_of(const Word<T> (&words)[n], T value) {
+  for (const auto& [text, meaning] : words) {
+    if (meaning == value) return text;
+  }
+  return "?";
+}
+
+// "b,1,q,k" or "8,1,512,512": the dims of an operand that broadcasts to [batch, num_heads, seqlen_q, seqlen_k]. A letter
+// stands for the full size, known once the sizes are: -1 until then.
+Status set_dims(std::string_view option, std::string_view value, BroadcastOperand& operand) {
+  const std::vector<std::string> sizes = split(value, ',');
+  const auto bad = [&] {
+    return invalid(std::string(option) + " is " + quoted(value) +
+                   ", must be four sizes as b,h,q,k with 1 where it broadcasts");
+  };
+  if (sizes.size() != 4) return bad();
+  for (size_t i = 0; i < 4; ++i) {
+    const auto number = parse_number<int64_t>(sizes[i]);
+    const bool is_letter = sizes[i] == std::string(1, "bhqk"[i]);
+    if (!is_letter && (!number || *number < 0)) return bad();
+    operand.dims[i] = is_letter ? -1 : *number;
+  }
+  operand.given = true;
+  return {};
+}
+
+Status set_window(std::string_view value, AttentionDesc& desc) {
+  const std::vector<std::string> sides = split(value, ',');
+  if (sides.size() != 2)
+    return invalid("--window is " + quoted(value) + ", must be LEFT,RIGHT, each -1 (open) or more");
+  if (Status s = set_number("--window", sides[0], desc.window_left); !s.ok()) return s;
+  return set_number("--window", sides[1], desc.window_right);
+}
+
+Status set_mask(std::string_view value, Problem& problem) {
+  if (const size_t colon = value.find(':'); colon != std::string_view::npos) {
+    const std::string_view kind = value.substr(colon + 1);
+    if (Status s = set_word("--mask's kind", kind, kMaskKinds, problem.mask_kind); !s.ok()) return s;
+    value = value.substr(0, colon);
+  }
+  problem.desc.attn_mask.dtype = DType::kBool;
+  return set_dims("--mask", value, problem.desc.attn_mask);
+}
+
+Status set_offset(std::string_view value, AttentionDesc& desc) {
+  if (value == "random") {
+    desc.has_query_offsets = true;
+    desc.query_offset.reset();
+    return {};
+  }
+  int64_t offset = 0;
+  if (!parse_number<int64_t>(value)) {
+    return invalid("--query-offset is " + quoted(value) + ", must be an integer or 'random' (one per sequence)");
+  }
+  if (Status s = set_number("--query-offset", value, offset); !s.ok()) return s;
+  desc.query_offset = offset;
+  desc.has_query_offsets = false;
+  return {};
+}
+
+constexpr ProblemOption kOptions[] = {
+    {"--dtype", "T", "f32 (default), bf16, f16 or f64"},
+    {"--causal", "[=1]", "query i sees key j <= i + offset"},
+    {"--window", "L,R", "i + offset - L <= j <= i + offset + R; -1 is open"},
+    {"--align", "A", "top_left (offset 0) or bottom_right (seqlen_k - seqlen_q)"},
+    {"--query-offset", "N", "the offset itself, or 'random': one per sequence"},
+    {"--scale", "X", "factor on the scores (default 1 / sqrt(head_dim))"},
+    {"--softcap", "X", "X * tanh(score / X)"},
+    {"--alibi", "[=head]", "ALiBi slopes per head, or =batch: per sequence and head"},
+    {"--mask", "DIMS[:KIND]", "boolean mask, DIMS as b,h,q,k or sizes, 1 to broadcast; KIND random, padding, blocks"},
+    {"--bias", "DIMS", "additive bias, DIMS likewise"},
+    {"--bias-dtype", "T", "f32 (default), bf16, f16 or f64"},
+    {"--lengths", "[=both]", "random seqlens_q, seqlens_k per sequence: both, q or k"},
+    {"--packed", "[=1]", "sequences of random lengths without padding (cu_seqlens)"},
+    {"--dropout", "P", "probability of dropping a weight"},
+    {"--weights", "W", "return the weights: head or mean"},
+    {"--column-sums", "[=1]", "return the weights' sums over the queries"},
+    {"--logsumexp", "[=1]", "return log sum exp of the scores"},
+    {"--layout", "L", "bshd (default), bhsd, sbhd, qkv (one row per token) or strided (gaps)"},
+    {"--seed", "N", "of the random operands and of dropout (default 1)"},
+};
+
+// Sets one option. The dims of mask and bias are completed once the sizes are known.
+Status apply(std::string_view option, std::string_view value, Problem& problem) {
+  AttentionDesc& desc = problem.desc;
+  if (option == "--dtype") return set_word(option, value, kDTypes, desc.dtype);
+  if (option == "--causal") return set_switch(option, value, desc.causal);
+  if (option == "--window") return set_window(value, desc);
+  if (option == "--align") return set_word(option, value, kAligns, desc.align);
+  if (option == "--query-offset") return set_offset(value, desc);
+  if (option == "--scale") return set_number(option, value, desc.scale.emplace());
+  if (option == "--softcap") return set_number(option, value, desc.softcap);
+  if (option == "--alibi") return set_word(option, value, kAlibis, desc.alibi_slopes_ndim);
+  if (option == "--mask") return set_mask(value, problem);
+  if (option == "--bias") return set_dims(option, value, desc.attn_bias);
+  if (option == "--bias-dtype") return set_word(option, value, kDTypes, desc.attn_bias.dtype);
+  if (option == "--packed") return set_switch(option, value, desc.packed);
+  if (option == "--dropout") return set_number(option, value, desc.dropout_p);
+  if (option == "--weights") return set_word(option, value, kWeights, desc.return_weights);
+  if (option == "--column-sums") return set_switch(option, value, desc.return_column_sums);
+  if (option == "--logsumexp") return set_switch(option, value, problem.logsumexp);
+  if (option == "--layout") return set_word(option, value, kLayouts, problem.layout);
+  if (option == "--seed") return set_number(option, value, problem.seed);
+  Lengths lengths{};
+  const Status status = set_word(option, value, kLengths, lengths);
+  desc.has_seqlens_q = lengths == Lengths::kQuery || lengths == Lengths::kBoth;
+  desc.has_seqlens_k = lengths == Lengths::kKey || lengths == Lengths::kBoth;
+  return status;
+}
+
+// Values that hold commas themselves are listed with '+'.
+std::vector<std::string> values_of(std::string_view option, std::string_view value) {
+  const bool own_commas = option == "--window" || option == "--mask" || option == "--bias";
+  return split(value, own_commas ? '+' : ',');
+}
+
+const ProblemOption* find_option(std::string_view name) {
+  const auto* found = std::find_if(std::begin(kOptions), std::end(kOptions),
+                                   [&](const ProblemOption& option) { return name == option.name; });
+  return found == std::end(kOptions) ? nullptr : found;
+}
+
+// "8", "2..16" (doubles), "128..1024..128" (steps).
+Status append_range(std::string_view text, std::string_view shape, std::vector<int64_t>& sizes) {
+  std::vector<int64_t> numbers;
+  std::string_view rest = text;
+  while (true) {
+    const size_t dots = rest.find("..");
+    const auto number = parse_number<int64_t>(rest.substr(0, dots));
+    if (!number || *number < 0 || numbers.size() == 3) {
+      return invalid("problem " + quoted(shape) + ": " + quoted(text) +
+                     " is not a size, first..last or first..last..step");
+    }
+    numbers.push_back(*number);
+    if (dots == std::string_view::npos) break;
+    rest = rest.substr(dots + 2);
+  }
+  const int64_t last = numbers.size() > 1 ? numbers[1] : numbers[0];
+  const int64_t step = numbers.size() > 2 ? numbers[2] : 0;
+  if (last < numbers[0] || (numbers.size() == 3 && step < 1) || (numbers.size() == 2 && numbers[0] == 0 && last > 0)) {
+    return invalid("problem " + quoted(shape) + ": range " + quoted(text) +
+                   " does not lead from its first to its last size");
+  }
+  for (int64_t size = numbers[0]; size <= last;) {
+    sizes.push_back(size);
+    if (sizes.size() > kMaxProblems)
+      return invalid("problem " + quoted(shape) + ": range " + quoted(text) + " is too long");
+    const int64_t add = step > 0 ? step : std::max<int64_t>(size, 1);
+    if (__builtin_add_overflow(size, add, &size)) break;
+  }
+  return {};
+}
+
+using Pair = std::pair<int64_t, int64_t>;
+
+// "16/4,16": pairs (16, 4), (16, 16); each side may be a range.
+Status append_pairs(std::string_view text, std::string_view shape, bool may_split, std::vector<Pair>& pairs) {
+  for (const std::string& entry : split(text, ',')) {
+    const std::vector<std::string> sides = split(entry, '/');
+    if (sides.size() > 2 || (sides.size() == 2 && !may_split)) {
+      return invalid("problem " + quoted(shape) + ": " + quoted(entry) +
+                     " has too many '/'; BxH/GxSQ/SKxD/DV is the form");
+    }
+    std::vector<int64_t> first, second;
+    if (Status s = append_range(sides[0], shape, first); !s.ok()) return s;
+    if (sides.size() == 2) {
+      if (Status s = append_range(sides[1], shape, second); !s.ok()) return s;
+    }
+    for (int64_t a : first) {
+      if (second.empty()) pairs.emplace_back(a, a);
+      for (int64_t b : second) pairs.emplace_back(a, b);
+    }
+  }
+  return {};
+}
+
+using Shape = std::array<std::vector<Pair>, 4>;  // batch; heads; lengths; head dims
+
+Status parse_shape(const std::string& text, Shape& shape) {
+  const std::vector<std::string> fields = split(text, 'x');
+  if (fields.size() != 4) {
+    return invalid("problem " + quoted(text) + " has " + std::to_string(fields.size()) +
+                   " sizes, must have 4: BxHxSxD, as 8x16x512x64, or BxH/GxSQ/SKxD/DV");
+  }
+  for (size_t i = 0; i < 4; ++i) {
+    if (Status s = append_pairs(fields[i], text, i > 0, shape[i]); !s.ok()) return s;
+  }
+  return {};
+}
+
+void full_sizes(const AttentionDesc& desc, int64_t (&sizes)[4]) {
+  sizes[0] = desc.batch;
+  sizes[1] = desc.num_heads;
+  sizes[2] = desc.seqlen_q;
+  sizes[3] = desc.seqlen_k;
+}
+
+void complete(BroadcastOperand& operand, const AttentionDesc& desc) {
+  int64_t full[4];
+  full_sizes(desc, full);
+  for (int i = 0; i < 4; ++i) {
+    if (operand.dims[i] < 0) operand.dims[i] = full[i];
+  }
+}
+
+// Appends `base` with every combination of sizes; the head dims vary fastest.
+Status append_shapes(const Shape& shape, const Problem& base, std::vector<Problem>& problems) {
+  for (const Pair& batch : shape[0]) {
+    for (const Pair& heads : shape[1]) {
+      for (const Pair& lengths : shape[2]) {
+        for (const Pair& dims : shape[3]) {
+          if (problems.size() == kMaxProblems) {
+            return invalid("the lists name more than " + std::to_string(kMaxProblems) + " problems");
+          }
+          Problem problem = base;
+          AttentionDesc& desc = problem.desc;
+          desc.batch = batch.first;
+          std::tie(desc.num_heads, desc.num_heads_kv) = heads;
+          std::tie(desc.seqlen_q, desc.seqlen_k) = lengths;
+          std::tie(desc.head_dim, desc.head_dim_v) = dims;
+          complete(desc.attn_mask, desc);
+          complete(desc.attn_bias, desc);
+          problems.push_back(problem);
+        }
+      }
+    }
+  }
+  return {};
+}
+
+struct Words {
+  std::vector<std::string> shapes;
+  std::vector<std::pair<std::string, std::vector<std::string>>> options;  // name, values
+};
+
+Status read_words(std::span<const std::string> words, Words& out) {
+  for (size_t i = 0; i < words.size(); ++i) {
+    const std::string& word = words[i];
+    if (word.substr(0, 1) != "-") {
+      out.shapes.push_back(word);
+      continue;
+    }
+    const size_t equals = word.find('=');
+    const std::string name = word.substr(0, equals);
+    const ProblemOption* option = find_option(name);
+    if (option == nullptr) return invalid("unknown option " + quoted(name) + "; --help lists the known ones");
+    std::string value;
+    if (equals != std::string::npos) {
+      value = word.substr(equals + 1);
+    } else if (option->value[0] == '[') {
+      value = std::string(option->value).substr(2);
+      value.pop_back();
+    } else if (i + 1 < words.size()) {
+      value = words[++i];
+    } else {
+      return invalid(name + " needs a value: " + name + " " + option->value);
+    }
+    std::erase_if(out.options, [&](const auto& earlier) { return earlier.first == name; });
+    out.options.emplace_back(name, values_of(name, value));
+  }
+  if (out.shapes.empty()) return invalid("no problem given; name one as BxHxSxD, for example 8x16x512x64");
+  return {};
+}
+
+std::string dims_text(const BroadcastOperand& operand, const AttentionDesc& desc) {
+  int64_t full[4];
+  full_sizes(desc, full);
+  std::string text;
+  for (int i = 0; i < 4; ++i) {
+    const bool as_letter = operand.dims[i] == full[i] && operand.dims[i] != 1;
+    text += (i > 0 ? "," : "") + (as_letter ? std::string(1, "bhqk"[i]) : std::to_string(operand.dims[i]));
+  }
+  return text;
+}
+
+std::string number_text(double value) {
+  std::array<char, 32> text{};
+  const auto result = std::to_chars(text.data(), text.data() + text.size(), value);
+  return {text.data(), result.ptr};
+}
+
+std::string pair_text(int64_t first, int64_t second) {
+  return std::to_string(first) + (second != first ? "/" + std::to_string(second) : "");
+}
+
+}  // namespace
+
+std::span<const ProblemOption> problem_options() { return kOptions; }
+
+Result<DType> parse_dtype(std::string_view text) {
+  DType dtype{};
+  if (Status s = set_word("dtype", text, kDTypes, dtype); !s.ok()) return s;
+  return dtype;
+}
+
+const char* short_dtype_name(DType dtype) { return word_of(kDTypes, dtype); }
+
+Result<std::vector<Problem>> parse_problems(std::span<const std::string> words) {
+  Words read;
+  if (Status s = read_words(words, read); !s.ok()) return s;
+  std::vector<Problem> bases(1);
+  for (const auto& [option, values] : read.options) {
+    std::vector<Problem> next;
+    for (const Problem& base : bases) {
+      for (const std::string& value : values) {
+        if (next.size() == kMaxProblems) {
+          return invalid("the lists name more than " + std::to_string(kMaxProblems) + " problems");
+        }
+        next.push_back(base);
+        if (Status s = apply(option, value, next.back()); !s.ok()) return s;
+      }
+    }
+    bases = std::move(next);
+  }
+  std::vector<Problem> problems;
+  for (const std::string& text : read.shapes) {
+    Shape shape;
+    if (Status s = parse_shape(text, shape); !s.ok()) return s;
+    for (const Problem& base : bases) {
+      if (Status s = append_shapes(shape, base, problems); !s.ok()) return s;
+    }
+  }
+  return problems;
+}
+
+std::vector<std::string> split_words(std::string_view line) {
+  std::vector<std::string> words;
+  bool in_word = false;
+  for (char c : line.substr(0, line.find('#'))) {
+    const bool blank = c == ' ' || c == '\t' || c == '\r' || c == '\n';
+    if (!blank && !in_word) words.emplace_back();
+    if (!blank) words.back() += c;
+    in_word = !blank;
+  }
+  return words;
+}
+
+std::string problem_line(const Problem& problem) {
+  const AttentionDesc& desc = problem.desc;
+  std::string line = std::to_string(desc.batch) + "x" + pair_text(desc.num_heads, desc.num_heads_kv) + "x" +
+                     pair_text(desc.seqlen_q, desc.seqlen_k) + "x" + pair_text(desc.head_dim, desc.head_dim_v);
+  const auto add = [&](const char* option, const std::string& value = "") {
+    line += std::string(" ") + option + (value.empty() ? "" : " ") + value;
+  };
+  if (desc.dtype != DType::kFloat32) add("--dtype", short_dtype_name(desc.dtype));
+  if (desc.causal) add("--causal");
+  if (desc.window_left != -1 || desc.window_right != -1) {
+    add("--window", std::to_string(desc.window_left) + "," + std::to_string(desc.window_right));
+  }
+  if (desc.align != Align::kUnset) add("--align", word_of(kAligns, desc.align));
+  if (desc.query_offset) add("--query-offset", std::to_string(*desc.query_offset));
+  if (desc.has_query_offsets) add("--query-offset", "random");
+  if (desc.scale) add("--scale", number_text(*desc.scale));
+  if (desc.softcap != 0) add("--softcap", number_text(desc.softcap));
+  if (desc.alibi_slopes_ndim == 1) add("--alibi");
+  if (desc.alibi_slopes_ndim == 2) add("--alibi=batch");
+  if (desc.attn_mask.given) {
+    const bool random = problem.mask_kind == MaskKind::kRandom;
+    add("--mask",
+        dims_text(desc.attn_mask, desc) + (random ? "" : std::string(":") + word_of(kMaskKinds, problem.mask_kind)));
+  }
+  if (desc.attn_bias.given) add("--bias", dims_text(desc.attn_bias, desc));
+  if (desc.attn_bias.dtype != DType::kFloat32) add("--bias-dtype", short_dtype_name(desc.attn_bias.dtype));
+  if (desc.has_seqlens_q || desc.has_seqlens_k) {
+    add(!desc.has_seqlens_k ? "--lengths=q" : !desc.has_seqlens_q ? "--lengths=k" : "--lengths");
+  }
+  if (desc.packed) add("--packed");
+  if (desc.dropout_p != 0) add("--dropout", number_text(desc.dropout_p));
+  if (desc.return_weights != ReturnWeights::kNone) add("--weights", word_of(kWeights, desc.return_weights));
+  if (desc.return_column_sums) add("--column-sums");
+  if (problem.logsumexp) add("--logsumexp");
+  if (problem.layout != Layout::kBshd) add("--layout", word_of(kLayouts, problem.layout));
+  if (problem.seed != 1) add("--seed", std::to_string(problem.seed));
+  return line;
+}
+
+}  // namespace polyhead::tools

@@ -1,0 +1,330 @@
+// polyhead run: one problem, computed once.
+#include <fmt/format.h>
+
+#include <array>
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <memory>
+
+#include "array.h"
+#include "command.h"
+#include "elements.h"
+#include "file.h"
+#include "operands.h"
+#include "report.h"
+#include "selection.h"
+
+namespace polyhead::tools {
+namespace {
+
+Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
+
+// Operands that may come from files, with their options.
+struct Operand {
+  const char* name;  // in a safetensors file
+  const char* option;
+  const char* text;
+  Tensor ForwardArgs::*tensor;
+};
+constexpr Operand kOperands[] = {
+    {"query", "--query", "[B, Sq, H, D], packed [rows, H, D]; order as --layout", &ForwardArgs::query},
+    {"key", "--key", "[B, Sk, G, D]", &ForwardArgs::key},
+    {"value", "--value", "[B, Sk, G, Dv]", &ForwardArgs::value},
+    {"attn_mask", "--attn-mask", "boolean, up to 4 dims, broadcast to [B, H, Sq, Sk]", &ForwardArgs::attn_mask},
+    {"attn_bias", "--attn-bias", "likewise; added to the scores", &ForwardArgs::attn_bias},
+    {"alibi_slopes", "--alibi-slopes", "[H] or [B, H], float32", &ForwardArgs::alibi_slopes},
+    {"seqlens_q", "--seqlens-q", "[B], int32 or int64", &ForwardArgs::seqlens_q},
+    {"seqlens_k", "--seqlens-k", "[B]", &ForwardArgs::seqlens_k},
+    {"cu_seqlens_q", "--cu-seqlens-q", "[B + 1]; makes the operands packed", &ForwardArgs::cu_seqlens_q},
+    {"cu_seqlens_k", "--cu-seqlens-k", "[B + 1]", &ForwardArgs::cu_seqlens_k},
+    {"query_offsets", "--query-offsets", "[B]", &ForwardArgs::query_offsets},
+};
+using Arrays = std::map<std::string, Array>;
+
+struct RunOptions {
+  std::array<std::string, std::size(kOperands)> files;
+  std::string input, out, kernel = "best", threads, format = "md";
+  bool force = false;
+};
+
+Result<Arrays> read_inputs(const RunOptions& options) {
+  Arrays arrays;
+  if (!options.input.empty()) {
+    auto all = read_arrays(options.input);
+    if (!all.ok()) return all.status();
+    for (auto& [name, array] : *all) {
+      const bool known =
+          std::any_of(std::begin(kOperands), std::end(kOperands), [&](const Operand& o) { return name == o.name; });
+      if (known) {
+        arrays.emplace(name, std::move(array));
+      } else {
+        fmt::print(stderr, "polyhead run: tensor {} of {} is no operand and not used\n", printable(name),
+                   printable(options.input));
+      }
+    }
+  }
+  for (size_t i = 0; i < std::size(kOperands); ++i) {
+    if (options.files[i].empty()) continue;
+    auto array = read_array(options.files[i]);
+    if (!array.ok()) return array.status();
+    arrays.insert_or_assign(kOperands[i].name, std::move(*array));
+  }
+  return arrays;
+}
+
+bool has_option(const std::vector<std::string>& words, std::string_view name) {
+  return std::any_of(words.begin(), words.end(), [&](const std::string& word) {
+    return word == name || word.rfind(std::string(name) + "=", 0) == 0;
+  });
+}
+
+bool has_sizes(const std::vector<std::string>& words) {
+  return std::any_of(words.begin(), words.end(), [](const std::string& word) {
+    return !word.empty() && word[0] >= '0' && word[0] <= '9' && word.find('x') != std::string::npos;
+  });
+}
+
+// The tensor with dims in the contract's order, from an array in the order that --layout names.
+Result<Tensor> heads_view(const Tensor& stored, Layout layout, bool packed, const char* name) {
+  if (stored.ndim != (packed ? 3 : 4)) {
+    return invalid(fmt::format("{} has shape {}, must have {} dims", name, dims_text(stored), packed ? 3 : 4));
+  }
+  if (layout == Layout::kQkv || layout == Layout::kStrided || (packed && layout == Layout::kSbhd)) {
+    return invalid("--layout of operands from files must be bshd, bhsd or sbhd (packed: bshd or bhsd)");
+  }
+  Tensor view = stored;
+  const auto exchange = [&](int a, int b) {
+    std::swap(view.dims[a], view.dims[b]);
+    std::swap(view.strides[a], view.strides[b]);
+  };
+  if (layout == Layout::kBhsd) exchange(view.ndim - 3, view.ndim - 2);
+  if (layout == Layout::kSbhd) exchange(0, 1);
+  return view;
+}
+
+// Leading dims of size 1 may be left out, as in NumPy.
+Result<Tensor> score_view(const Tensor& stored, const char* name) {
+  if (stored.ndim > 4)
+    return invalid(fmt::format("{} has shape {}, must have at most 4 dims", name, dims_text(stored)));
+  Tensor view = stored;
+  view.ndim = 4;
+  const int missing = 4 - stored.ndim;
+  for (int d = 0; d < 4; ++d) {
+    view.dims[d] = d < missing ? 1 : stored.dims[d - missing];
+    view.strides[d] = d < missing ? 0 : stored.strides[d - missing];
+  }
+  return view;
+}
+
+// What the command line and the files say together. Sizes come from the command line or from query, key and value.
+class Request {
+ public:
+  Request(std::vector<std::string> words, const Arrays& arrays) : words_(std::move(words)), arrays_(arrays) {}
+
+  Problem problem;
+  ForwardArgs preset;
+
+  Status resolve() {
+    const bool all_three = arrays_.count("query") != 0 && arrays_.count("key") != 0 && arrays_.count("value") != 0;
+    const bool sizes_from_files = !has_sizes(words_);
+    if (sizes_from_files && !all_three) {
+      return invalid("no sizes given: name them as BxHxSxD, or give --query, --key and --value");
+    }
+    std::vector<std::string> words = words_;
+    if (sizes_from_files) words.insert(words.begin(), "1x1x1x1");
+    const auto parsed = select_problem(words);
+    if (!parsed.ok()) return parsed.status();
+    problem = *parsed;
+    if (arrays_.count("cu_seqlens_q") != 0 || arrays_.count("cu_seqlens_k") != 0) problem.desc.packed = true;
+    if (problem.desc.packed && !arrays_.empty() &&
+        !(sizes_from_files && arrays_.count("cu_seqlens_q") != 0 && arrays_.count("cu_seqlens_k") != 0)) {
+      return invalid("packed operands from files: give query, key, value, cu_seqlens_q and cu_seqlens_k, and no sizes");
+    }
+    if (Status s = take_dtype(); !s.ok()) return s;
+    for (const Operand& operand : kOperands) {
+      if (const auto array = arrays_.find(operand.name); array != arrays_.end()) {
+        if (Status s = take(operand, array->second); !s.ok()) return s;
+      }
+    }
+    if (sizes_from_files) take_sizes();
+    return {};
+  }
+
+ private:
+  Status take_dtype() {
+    if (has_option(words_, "--dtype")) return {};
+    for (const char* name : {"query", "key", "value"}) {
+      const auto array = arrays_.find(name);
+      if (array == arrays_.end()) continue;
+      problem.desc.dtype = array->second.tensor.dtype;
+      return {};
+    }
+    return {};
+  }
+
+  Status take(const Operand& operand, const Array& array) {
+    AttentionDesc& desc = problem.desc;
+    const std::string_view name = operand.name;
+    const bool is_bias = name == "attn_bias";
+    const char* dtype_option = is_bias ? "--bias-dtype" : "--dtype";
+    if (array.is_void16 && !has_option(words_, dtype_option)) {
+      return invalid(
+          fmt::format("{} holds 2-byte void elements, as NumPy writes bfloat16; say {} bf16", name, dtype_option));
+    }
+    Tensor& tensor = preset.*operand.tensor;
+    tensor = array.tensor;
+    if (name == "query" || name == "key" || name == "value") {
+      const auto view = heads_view(array.tensor, problem.layout, desc.packed, operand.name);
+      if (!view.ok()) return view.status();
+      tensor = *view;
+    } else if (name == "attn_mask" || is_bias) {
+      const auto view = score_view(array.tensor, operand.name);
+      if (!view.ok()) return view.status();
+      tensor = *view;
+      BroadcastOperand& told = is_bias ? desc.attn_bias : desc.attn_mask;
+      if (!is_bias || !has_option(words_, "--bias-dtype")) told.dtype = tensor.dtype;
+      told.given = true;
+      std::copy_n(tensor.dims, 4, told.dims);
+    } else if (name == "alibi_slopes") {
+      desc.alibi_slopes_ndim = tensor.ndim;
+    }
+    desc.has_seqlens_q = desc.has_seqlens_q || name == "seqlens_q";
+    desc.has_seqlens_k = desc.has_seqlens_k || name == "seqlens_k";
+    desc.has_query_offsets = desc.has_query_offsets || name == "query_offsets";
+    return {};
+  }
+
+  void take_sizes() {
+    AttentionDesc& desc = problem.desc;
+    const int rows = preset.query.ndim - 3;
+    desc.batch = desc.packed ? std::max<int64_t>(preset.cu_seqlens_q.dims[0] - 1, 0) : preset.query.dims[0];
+    desc.seqlen_q = preset.query.dims[rows];
+    desc.seqlen_k = preset.key.dims[rows];
+    desc.num_heads = preset.query.dims[rows + 1];
+    desc.num_heads_kv = preset.key.dims[rows + 1];
+    desc.head_dim = preset.query.dims[rows + 2];
+    desc.head_dim_v = preset.value.dims[rows + 2];
+  }
+
+  std::vector<std::string> words_;
+  const Arrays& arrays_;
+};
+
+// FNV-1a, 64 bits, over the elements in row-major order.
+std::string checksum(const Tensor& tensor) {
+  uint64_t hash = 0xcbf29ce484222325;
+  const size_t element_bytes = dtype_size_bytes(tensor.dtype);
+  for_each_element(tensor, [&](const void* element) {
+    for (size_t i = 0; i < element_bytes; ++i) {
+      hash = (hash ^ static_cast<const unsigned char*>(element)[i]) * 0x100000001b3;
+    }
+  });
+  return fmt::format("{:016x}", hash);
+}
+
+std::vector<Cell> tensor_row(const std::string& name, const Tensor& tensor) {
+  double low = std::numeric_limits<double>::infinity(), high = -low, sum = 0;
+  int64_t num_nan = 0;
+  for_each_element(tensor, [&](const void* element) {
+    const double value = element_value(tensor.dtype, element);
+    num_nan += std::isnan(value);
+    if (std::isnan(value)) return;
+    low = std::min(low, value);
+    high = std::max(high, value);
+    sum += value;
+  });
+  const int64_t counted = tensor.num_elements() - num_nan;
+  std::vector<Cell> row = {name, dims_text(tensor), std::string(dtype_name(tensor.dtype)), checksum(tensor)};
+  if (counted == 0) {
+    row.insert(row.end(), 3, std::monostate());
+  } else {
+    row.insert(row.end(), {low, sum / static_cast<double>(counted), high});
+  }
+  row.emplace_back(num_nan);
+  return row;
+}
+
+NamedTensors named(const Outputs& outputs) {
+  NamedTensors tensors = {{"out", outputs.out}};
+  if (outputs.logsumexp.given()) tensors.emplace_back("logsumexp", outputs.logsumexp);
+  if (outputs.weights.given()) tensors.emplace_back("weights", outputs.weights);
+  if (outputs.column_sums.given()) tensors.emplace_back("column_sums", outputs.column_sums);
+  return tensors;
+}
+
+Result<int> run(const RunOptions& options, const std::vector<std::string>& words) {
+  const auto format = parse_format(options.format);
+  if (!format.ok()) return format.status();
+  if (!options.out.empty()) {
+    if (Status s = check_may_write(options.out, options.force); !s.ok()) return s;
+  }
+  const auto kernel = select_kernels(options.kernel);
+  if (!kernel.ok()) return kernel.status();
+  const auto threads = select_threads(options.threads);
+  if (!threads.ok()) return threads.status();
+  const auto arrays = read_inputs(options);
+  if (!arrays.ok()) return arrays.status();
+  Request request(words, *arrays);
+  if (Status s = request.resolve(); !s.ok()) return s;
+  const Problem& problem = request.problem;
+
+  // The plan is made first: it names sizes that do not fit, before operands of such sizes are drawn.
+  const bool packed_here = problem.desc.packed && !request.preset.query.given();
+  const AttentionDesc desc = packed_here ? problem_desc(problem) : problem.desc;
+  PlanOptions plan_options;
+  plan_options.kernel = kernel->front();
+  plan_options.executor = threads->front().executor;
+  const auto planned = plan(desc, plan_options);
+  if (!planned.ok()) return planned.status();
+  auto inputs = random_inputs(problem, request.preset);
+  if (!inputs.ok()) return inputs.status();
+  ForwardArgs args = inputs->args;
+  const auto outputs = new_outputs(desc, problem.logsumexp, problem.layout, problem.seed);
+  if (!outputs.ok()) return outputs.status();
+  outputs->give_to(args);
+  const auto workspace = give_workspace(planned->workspace_bytes(), args);
+  if (!workspace.ok()) return workspace.status();
+
+  const auto start = std::chrono::steady_clock::now();
+  if (Status s = planned->forward(args); !s.ok()) return s;
+  const std::chrono::duration<double, std::milli> elapsed_ms = std::chrono::steady_clock::now() - start;
+
+  Report report;
+  report.facts = {{"problem", problem_line(problem)},
+                  {"kernel", planned->kernel_name()},
+                  {"threads", fmt::format("{}", threads->front().count)},
+                  {"time", fmt::format("{} ms (one call, cold)", number_text(elapsed_ms.count()))}};
+  report.columns = {"tensor", "shape", "dtype", "fnv1a", "min", "mean", "max", "nan"};
+  for (const auto& [name, tensor] : named(*outputs)) report.rows.push_back(tensor_row(name, tensor));
+  if (!options.out.empty()) {
+    if (Status s = write_arrays(options.out, named(*outputs), options.force); !s.ok()) return s;
+    report.facts.emplace_back("wrote", options.out);
+  }
+  fmt::print("{}", report.text(*format));
+  return 0;
+}
+
+}  // namespace
+
+Command add_run(CLI::App& root) {
+  CLI::App* app = root.add_subcommand("run", "compute one problem, on random operands or on arrays from files");
+  const auto options = std::make_shared<RunOptions>();
+  app->allow_extras();
+  app->add_option("--out", options->out, "write the outputs: .safetensors, or .npy if out is the only one");
+  app->add_flag("--force", options->force, "replace the file of --out if it exists");
+  app->add_option("--input", options->input, "take operands by name from this .safetensors");
+  for (size_t i = 0; i < std::size(kOperands); ++i) {
+    const auto text = fmt::format("FILE.npy or FILE.safetensors:NAME. {}", kOperands[i].text);
+    app->add_option(kOperands[i].option, options->files[i], text)->type_name("FILE")->group("Operands");
+  }
+  app->add_option("--kernel", options->kernel, "best (default) or a kernel's name");
+  app->add_option("--threads", options->threads, "number of threads (default: POLYHEAD_THREADS, else all CPUs)");
+  app->add_option("--format", options->format, "md (default), csv or json");
+  app->footer(help_footer(true, "polyhead run 1x16x384x64 --causal --logsumexp --out out.safetensors",
+                          "polyhead run --query q.npy --key k.npy --value v.npy --window 64,0 --out o.npy"));
+  return {app, [app, options] { return run(*options, app->remaining()); }};
+}
+
+}  // namespace polyhead::tools

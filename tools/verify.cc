@@ -1,0 +1,190 @@
+// polyhead verify: kernels against the reference.
+#include "verify.h"
+
+#include <fmt/format.h>
+
+#include <memory>
+
+#include "command.h"
+#include "progress.h"
+#include "report.h"
+#include "selection.h"
+
+namespace polyhead::tools {
+namespace {
+
+Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
+
+struct VerifyOptions {
+  std::vector<std::string> suites;
+  std::string kernel = "all", threads, format = "md";
+  int64_t num_random = 0;
+  uint64_t seed = 1;
+  CLI::Option* seed_option = nullptr;
+};
+
+// One kernel's results on one problem: verdicts, or the reason why it cannot compute it.
+struct Outcome {
+  std::string kernel;
+  std::vector<Verdict> verdicts;
+  std::string refusal;
+};
+
+Result<Outcome> check(const Problem& problem, const Truth& truth, const std::string& kernel, const Threads& threads) {
+  PlanOptions options;
+  options.kernel = kernel;
+  options.executor = threads.executor;
+  const AttentionDesc& desc = truth.inputs.desc;
+  const auto planned = plan(desc, options);
+  Outcome outcome;
+  outcome.kernel = kernel;
+  if (!planned.ok()) {
+    outcome.refusal = planned.status().message();
+    return outcome;
+  }
+  outcome.kernel = planned->kernel_name();
+  const auto outputs = new_outputs(desc, true, problem.layout, problem.seed);
+  if (!outputs.ok()) return outputs.status();
+  ForwardArgs args = truth.inputs.args;
+  outputs->give_to(args);
+  const auto workspace = give_workspace(planned->workspace_bytes(), args);
+  if (!workspace.ok()) return workspace.status();
+  if (Status s = planned->forward(args); !s.ok()) return s;
+  outcome.verdicts = judge(truth, *outputs);
+  return outcome;
+}
+
+class Verification {
+ public:
+  Verification(std::vector<std::string> kernels, std::vector<Threads> threads, bool list_all)
+      : kernels_(std::move(kernels)), threads_(std::move(threads)), list_all_(list_all) {
+    report_.columns = {"problem", "kernel", "threads", "output", "largest_error", "allowed", "result", "note"};
+  }
+
+  Status add(const Problem& problem) {
+    if (const Status s = explain(problem_desc(problem)).status; s.code() == StatusCode::kInvalidArgument) return s;
+    const auto truth = compute_truth(problem);
+    if (!truth.ok()) return truth.status();
+    for (const std::string& kernel : kernels_) {
+      for (const Threads& threads : threads_) {
+        const auto outcome = check(problem, *truth, kernel, threads);
+        if (!outcome.ok()) return outcome.status();
+        count(problem, *outcome, threads.count);
+      }
+    }
+    return {};
+  }
+
+  int num_failed() const { return num_failed_; }
+
+  Result<int> finish(int64_t num_problems, Format format) {
+    report_.facts = {{"verified", fmt::format("{} problems", num_problems)},
+                     {"passed", fmt::format("{}", num_passed_)},
+                     {"failed", fmt::format("{}", num_failed_)},
+                     {"refused", fmt::format("{}", num_refused_)}};
+    if (!list_all_ && report_.rows.empty()) report_.columns.clear();
+    fmt::print("{}", report_.text(format));
+    if (num_passed_ + num_failed_ == 0) return invalid("nothing was verified: " + first_refusal_);
+    return num_failed_ > 0 ? 1 : 0;
+  }
+
+ private:
+  void count(const Problem& problem, const Outcome& outcome, int threads) {
+    const std::string line = problem_line(problem);
+    if (!outcome.refusal.empty()) {
+      ++num_refused_;
+      if (first_refusal_.empty()) first_refusal_ = outcome.refusal;
+      if (list_all_) {
+        report_.rows.push_back(
+            {line, outcome.kernel, int64_t{threads}, {}, {}, {}, std::string("refused"), outcome.refusal});
+      }
+      return;
+    }
+    bool passed = true;
+    for (const Verdict& verdict : outcome.verdicts) {
+      passed = passed && verdict.passed;
+      if (verdict.passed && !list_all_) continue;
+      report_.rows.push_back({line, outcome.kernel, int64_t{threads}, verdict.output, verdict.largest_error,
+                              verdict.allowed, std::string(verdict.passed ? "PASS" : "FAIL"), verdict.fault});
+    }
+    ++(passed ? num_passed_ : num_failed_);
+    if (!passed) {
+      fmt::print(stderr, "FAIL, repeat with: polyhead verify {} --kernel {} --threads {}\n", line, outcome.kernel,
+                 threads);
+    }
+  }
+
+  std::vector<std::string> kernels_;
+  std::vector<Threads> threads_;
+  bool list_all_;
+  Report report_;
+  int num_passed_ = 0, num_failed_ = 0, num_refused_ = 0;
+  std::string first_refusal_;
+};
+
+Result<int> verify_random(const VerifyOptions& options, Verification verification, Format format) {
+  constexpr int kMaxFailures = 20;
+  Progress progress(options.num_random);
+  int64_t done = 0;
+  for (; done < options.num_random && verification.num_failed() < kMaxFailures; ++done) {
+    const Problem problem = random_problem(options.seed + static_cast<uint64_t>(done));
+    progress.show(done, problem_line(problem));
+    if (Status s = verification.add(problem); !s.ok()) {
+      return Status(s.code(), fmt::format("random problem '{}': {}", problem_line(problem), s.message()));
+    }
+  }
+  if (done < options.num_random) fmt::print(stderr, "stopped after {} failures\n", verification.num_failed());
+  return verification.finish(done, format);
+}
+
+Result<int> verify(const VerifyOptions& options, std::vector<std::string> words) {
+  const auto format = parse_format(options.format);
+  if (!format.ok()) return format.status();
+  auto kernels = select_kernels(options.kernel);
+  if (!kernels.ok()) return kernels.status();
+  auto threads = select_threads(options.threads);
+  if (!threads.ok()) return threads.status();
+  if (options.num_random < 0) return invalid(fmt::format("--random is {}, must be 1 or more", options.num_random));
+  Verification verification(std::move(*kernels), std::move(*threads), options.num_random == 0);
+  if (options.num_random > 0) {
+    if (words.empty() && options.suites.empty()) return verify_random(options, std::move(verification), *format);
+    return invalid("--random draws its problems itself; leave problems and their options away");
+  }
+  if (options.seed_option->count() > 0) words.push_back(fmt::format("--seed={}", options.seed));
+  const auto problems = select_problems(words, options.suites);
+  if (!problems.ok()) return problems.status();
+  Progress progress(static_cast<int64_t>(problems->size()));
+  for (size_t i = 0; i < problems->size(); ++i) {
+    const Problem& problem = (*problems)[i];
+    progress.show(static_cast<int64_t>(i), problem_line(problem));
+    if (Status s = verification.add(problem); !s.ok()) {
+      return problems->size() == 1
+                 ? s
+                 : Status(s.code(), fmt::format("problem '{}': {}", problem_line(problem), s.message()));
+    }
+  }
+  return verification.finish(static_cast<int64_t>(problems->size()), *format);
+}
+
+}  // namespace
+
+Command add_verify(CLI::App& root) {
+  CLI::App* app = root.add_subcommand("verify", "check kernels against the reference");
+  const auto options = std::make_shared<VerifyOptions>();
+  app->allow_extras();
+  app->add_option("--suite", options->suites, "a file of problems, one a line")
+      ->type_name("FILE")
+      ->allow_extra_args(false);
+  app->add_option("--kernel", options->kernel, "all (default), best, or names as cpu_avx512,cpu_avx2");
+  app->add_option("--threads", options->threads,
+                  "numbers of threads, as 1,3 (default: POLYHEAD_THREADS, else all CPUs)");
+  app->add_option("--random", options->num_random, "so many random problems, of every combination of options");
+  options->seed_option =
+      app->add_option("--seed", options->seed, "of the first random problem, or of a problem's operands");
+  app->add_option("--format", options->format, "md (default), csv or json");
+  app->footer(help_footer(true, "polyhead verify 2x8/2x113/203x80 --causal --align bottom_right --dtype bf16",
+                          "polyhead verify --random 500 --seed 7"));
+  return {app, [app, options] { return verify(*options, app->remaining()); }};
+}
+
+}  // namespace polyhead::tools
