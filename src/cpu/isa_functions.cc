@@ -38,6 +38,6 @@ double peak_loop(DType dtype, int64_t rounds, float* sink) {
   return 0;
 }
 
-const IsaFunctions kFunctions = {forward_scratch_bytes, forward_tiles, peak_loop};
+const IsaFunctions kFunctions = {forward_scratch_bytes, forward_tiles, store_mean, kLanes, peak_loop};
 
 }  // namespace polyhead::cpu::POLYHEAD_ISA

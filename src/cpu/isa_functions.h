@@ -15,12 +15,21 @@ struct ForwardTask {
   Sequence sequence;
   int64_t b = 0, h = 0;
   int64_t first_query = 0, num_queries = 0;
+
+  // What else is asked for of the tiles, at a second pass over the keys:
+  bool weights = false;      // written to problem.weights, per head
+  float* mean = nullptr;     // [seqlen_k][kTileQueries], one tile: weights are added
+  float* columns = nullptr;  // [seqlen_k][lanes]: sums over the queries are added
 };
 
 struct IsaFunctions {
   // Scratch, in bytes and aligned to 64, of forward_tiles for tasks of `tiles` tiles.
   size_t (*forward_scratch_bytes)(int64_t head_dim, int64_t head_dim_v, int tiles);
   void (*forward_tiles)(const Problem& problem, const ForwardTask& task, void* scratch);
+
+  // problem.weights[b, 0, first_query + q, :] = mean[:][q] / num_heads.
+  void (*store_mean)(const Problem& problem, int64_t b, int64_t first_query, int64_t num_queries, const float* mean);
+  int lanes;  // floats of a vector
 
   // Multiply-adds on registers alone, `rounds` times: the machine's peak, in float32 or (where it has them) bfloat16
   // pairs. Returns how many FLOPs that was; 0 where it has no such instruction. `sink` takes a value that needs them.
@@ -31,6 +40,7 @@ struct IsaFunctions {
 namespace POLYHEAD_ISA {
 size_t forward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles);
 void forward_tiles(const Problem& problem, const ForwardTask& task, void* scratch);
+void store_mean(const Problem& problem, int64_t b, int64_t first_query, int64_t num_queries, const float* mean);
 double peak_loop(DType dtype, int64_t rounds, float* sink);
 extern const IsaFunctions kFunctions;
 }  // namespace POLYHEAD_ISA

@@ -21,6 +21,15 @@ inline TileRanges tile_ranges(const Band& band, const Sequence& s, int64_t first
   r.any_end = 0;
   r.all_begin = 0;
   r.all_end = s.len_k;
+  if (band.left < 0 && band.right < 0) {
+    r.any_begin = 0;
+    r.any_end = s.len_k;
+    for (int q = 0; q < kTile; ++q) {
+      r.begin[q] = 0;
+      r.end[q] = q < num_queries ? s.len_k : 0;
+    }
+    return r;
+  }
   for (int q = 0; q < kTile; ++q) {
     const KeyRange range = q < num_queries ? key_range(band, s, first_query + q) : KeyRange{0, 0};
     r.begin[q] = range.begin;

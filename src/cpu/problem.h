@@ -38,6 +38,11 @@ struct Problem {
   float* logsumexp = nullptr;  // [batch, heads, seqlen_q] by strides; packed: batch stride 0
   int64_t logsumexp_stride_b = 0, logsumexp_stride_h = 0, logsumexp_stride_s = 0;
 
+  // Returned weights [batch, heads or 1, seqlen_q, seqlen_k], in `dtype`; keys of the operand, those behind len_k too.
+  void* weights = nullptr;
+  int64_t weights_stride_b = 0, weights_stride_h = 0, weights_stride_q = 0, weights_stride_k = 0;
+  int64_t seqlen_k = 0;
+
   Broadcast mask, bias;
   const float* slopes = nullptr;  // ALiBi
   int64_t slopes_stride_b = 0, slopes_stride_h = 0;

@@ -55,18 +55,45 @@ inline F load_words(const Rows& x, int64_t row, int64_t word, int n, int64_t col
   }
 }
 
+// Asks for rows that will be read soon. Hardware follows one stream, not 16 rows at once.
+inline void prefetch_rows(const Rows& x, int64_t first_row, int64_t num_rows, int64_t columns) {
+  const int64_t element_bytes = x.dtype == DType::kFloat32 ? 4 : 2;
+  const char* row = static_cast<const char*>(x.data) + first_row * x.stride * element_bytes;
+  const int64_t bytes = columns * x.column_stride * element_bytes;
+  for (int64_t r = 0; r < num_rows; ++r, row += x.stride * element_bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+  }
+}
+
 inline int64_t words_of(int64_t elements, int elements_per_word) {
   return (elements + elements_per_word - 1) / elements_per_word;
+}
+
+// Whether rows are words as they lie, so that whole vectors of them can be loaded.
+template <class Mac>
+inline bool plain_words(const Rows& x) {
+  return x.dtype == (Mac::kElements == 1 ? DType::kFloat32 : DType::kBFloat16) && x.column_stride == 1;
 }
 
 // out[word][lane] = word of row `lane`; lanes from `num_rows` on are 0. kTile lanes.
 template <class Mac>
 void transpose_rows(float* out, const Rows& x, int64_t num_rows, int64_t columns) {
   const int64_t words = words_of(columns, Mac::kElements);
+  const int64_t whole_words = plain_words<Mac>(x) ? columns / Mac::kElements : 0;
+  const ptrdiff_t row_bytes = x.stride * (Mac::kElements == 1 ? 4 : 2);
   for (int lane = 0; lane < kTile; lane += kLanes) {
+    const char* rows = static_cast<const char*>(x.data) + lane * row_bytes;
     for (int64_t word = 0; word < words; word += kLanes) {
-      const int n = words - word < kLanes ? static_cast<int>(words - word) : kLanes;
       F block[kLanes];
+      if (word + kLanes <= whole_words && lane + kLanes <= num_rows) {
+#pragma GCC unroll 16
+        for (int r = 0; r < kLanes; ++r) block[r] = load(reinterpret_cast<const float*>(rows + r * row_bytes) + word);
+        transpose(block);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) store(out + (word + i) * kTile + lane, block[i]);
+        continue;
+      }
+      const int n = words - word < kLanes ? static_cast<int>(words - word) : kLanes;
       for (int r = 0; r < kLanes; ++r) {
         block[r] = lane + r < num_rows ? load_words<Mac>(x, lane + r, word, n, columns) : broadcast(0.0f);
       }

@@ -1,0 +1,214 @@
+// A block of keys as a tile of queries works on it: loading it, what of it is seen, and its scores.
+//   Q^T [D][kTile]   K, V [kBlock][D]   S^T, P^T [kBlock][kTile]   O^T [Dv][kTile]   m, l [kTile]
+#pragma once
+
+#include "cpu/dropout.h"
+#include "cpu/isa_functions.h"
+#include "cpu/softmax.h"
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+constexpr int kBlock = 64;  // keys
+constexpr int kGroup = kLanes;  // keys of a block that share a range of vectors, where not every query sees all
+
+struct Tile {
+  TileState state;
+  TileRanges ranges;
+  float* query;  // Q^T, words
+  int64_t first_query;
+  int num_queries;
+  bool some_hidden;  // in a block that was computed
+};
+
+struct Scratch {
+  Tile tile[kMaxTiles];
+  alignas(64) float p[kBlock * kTile];
+  alignas(64) float additive[kBlock * kTile];
+  alignas(64) float diagonal[kTile];
+  BlockRanges ranges;
+  uint16_t kept[kBlock][kVecs];
+};
+
+constexpr size_t round_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// The keys and values of one block, as words that the microkernel can read: in place, or copied.
+struct Block {
+  int64_t first;
+  int num_keys;
+  const float *key, *value;
+  ptrdiff_t key_stride, value_stride;
+};
+
+// One head of one sequence.
+struct Head {
+  const Problem& problem;
+  const ForwardTask& task;
+  Rows key, value;
+  Additive additive;
+  ScoreRule rule;
+  Scratch* scratch;
+  float *key_copy, *value_copy;
+  bool careful;  // NaN or inf among hidden values: see add_not_finite
+};
+
+// Copying costs 1 % at 4 tiles; reading in place needs words of the right type, and rows that are not a multiple of
+// 1 KiB apart: those fall into few sets of the L1 cache (DESIGN: [B, S, H, D] has them, 16 heads of 64).
+template <class Mac>
+bool readable_in_place(const Rows& x, int64_t columns) {
+  return plain_words<Mac>(x) && columns % Mac::kElements == 0 && x.stride % Mac::kElements == 0 &&
+         (x.stride == columns || x.stride % 256 != 0);
+}
+
+template <class Mac>
+Block load_block(const Head& head, int64_t first) {
+  const Problem& problem = head.problem;
+  const int64_t left = head.task.sequence.len_k - first;
+  Block block{first, left < kBlock ? static_cast<int>(left) : kBlock, nullptr, nullptr, 0, 0};
+  const int padded = (block.num_keys + kMicroRows - 1) / kMicroRows * kMicroRows;
+  const bool whole = padded == block.num_keys;
+  if (whole && readable_in_place<Mac>(head.key, problem.head_dim)) {
+    block.key_stride = head.key.stride / Mac::kElements;
+    block.key = f32(head.key.data) + first * block.key_stride;
+  } else {
+    block.key_stride = words_of(problem.head_dim, Mac::kElements);
+    block.key = head.key_copy;
+    copy_rows<Mac>(head.key_copy, head.key, first, block.num_keys, padded, problem.head_dim);
+  }
+  if (Mac::kElements == 1 && whole && !head.careful && readable_in_place<Mac>(head.value, problem.head_dim_v)) {
+    block.value_stride = head.value.stride;
+    block.value = f32(head.value.data) + first * block.value_stride;
+  } else {
+    block.value_stride = problem.head_dim_v;
+    block.value = head.value_copy;
+    copy_values<Mac>(head.value_copy, head.value, first, block.num_keys, padded, problem.head_dim_v, head.careful);
+  }
+  return block;
+}
+
+// S^T = K Q^T for keys [begin, end) and one microkernel's vectors, then P^T in words of PMac.
+template <class Mac, class PMac, int kVecs_>
+void score_vecs(const Head& head, Tile& tile, const Block& block, const BlockView& view, int begin, int end, int lane) {
+  const int64_t words = words_of(head.problem.head_dim, Mac::kElements);
+  constexpr int kRows = kVecs_ * kMicroRows < 12 ? 2 * kMicroRows : kMicroRows;
+  int k = begin;
+  for (; k + kRows <= end; k += kRows) {
+    F s[kRows][kVecs_];
+    clear(s);
+    contract<Mac, true>(s, tile.query + lane, kTile, block.key + k * block.key_stride, block.key_stride, words);
+    softmax_step<PMac>(s, head.scratch->p, tile.state, head.rule, view, k, lane, head.problem.head_dim_v);
+  }
+  if constexpr (kRows != kMicroRows) {
+    for (; k < end; k += kMicroRows) {
+      F s[kMicroRows][kVecs_];
+      clear(s);
+      contract<Mac, true>(s, tile.query + lane, kTile, block.key + k * block.key_stride, block.key_stride, words);
+      softmax_step<PMac>(s, head.scratch->p, tile.state, head.rule, view, k, lane, head.problem.head_dim_v);
+    }
+  }
+}
+
+// The same for vectors [v_begin, v_end); begin and end are multiples of kMicroRows.
+template <class Mac, class PMac>
+void score_keys(const Head& head, Tile& tile, const Block& block, const BlockView& view, int begin, int end, int v_begin,
+                int v_end) {
+  for (int v = v_begin; v < v_end; v += kMicroVecs) {
+    const int lane = v * kLanes;
+    switch (v_end - v < kMicroVecs ? v_end - v : kMicroVecs) {
+      case 1: score_vecs<Mac, PMac, 1>(head, tile, block, view, begin, end, lane); break;
+      case 2: score_vecs<Mac, PMac, 2>(head, tile, block, view, begin, end, lane); break;
+      case 3: score_vecs<Mac, PMac, kMicroVecs == 4 ? 3 : 1>(head, tile, block, view, begin, end, lane); break;
+      default: score_vecs<Mac, PMac, kMicroVecs == 4 ? 4 : 1>(head, tile, block, view, begin, end, lane); break;
+    }
+  }
+}
+
+// What a tile sees of a block, and in which parts it is computed.
+struct TileView {
+  BlockView view;
+  int begin = 0, end = 0;  // keys that some query may see; empty: none
+  bool all = true;         // every query sees every key, up to mask and bias
+  int num_vecs = 0;
+};
+
+TileView view_block(const Head& head, const Tile& tile, const Block& block) {
+  const TileRanges& ranges = tile.ranges;
+  Scratch& scratch = *head.scratch;
+  TileView t;
+  t.begin = clamp_to_block(ranges.any_begin, block.first, kBlock);
+  t.end = clamp_to_block(ranges.any_end, block.first, block.num_keys);
+  if (t.begin >= t.end) return t;
+  t.num_vecs = (tile.num_queries + kLanes - 1) / kLanes;
+  if (head.additive.given()) {
+    const Seen seen = additive_tile(scratch.additive, head.additive, tile.first_query, tile.num_queries, block.first,
+                                    t.begin, t.end);
+    if (seen == Seen::kNone) {
+      t.end = t.begin;
+      return t;
+    }
+    if (seen == Seen::kSome) {
+      t.view.additive = scratch.additive;
+      t.view.additive_shared = head.additive.same_for_all_queries();
+    }
+  }
+  if (head.problem.slopes != nullptr) {
+    const int64_t first = tile.first_query + head.task.sequence.offset - block.first;
+    for (int q = 0; q < kTile; ++q) scratch.diagonal[q] = static_cast<float>(first + q);
+    t.view.diagonal = scratch.diagonal;
+  }
+  if (head.problem.dropout.threshold > 0) {
+    const int64_t head_index = head.task.b * head.problem.num_heads + head.task.h;
+    dropout_tile(scratch.kept, head.problem.dropout, static_cast<uint32_t>(head_index), tile.first_query, block.first,
+                 t.begin, t.end, t.num_vecs);
+    t.view.kept = scratch.kept;
+  }
+  t.all = ranges.all_begin <= block.first && ranges.all_end >= block.first + block.num_keys &&
+          block.num_keys % kMicroRows == 0;
+  if (t.all) {
+    t.begin = 0;
+    t.end = block.num_keys;
+  } else {
+    block_ranges(scratch.ranges, ranges, block.first, kBlock);
+    t.view.ranges = &scratch.ranges;
+  }
+  return t;
+}
+
+// Calls part(begin, end, v_begin, v_end) for runs of keys, in order, with the vectors that see some of them.
+template <class Part>
+void for_each_part(const TileView& t, const Part& part) {
+  if (t.all) return part(t.begin, t.end, 0, t.num_vecs);
+  const BlockRanges& ranges = *t.view.ranges;
+  for (int k = t.begin / kGroup * kGroup; k < t.end; k += kGroup) {
+    int v_begin = t.num_vecs, v_end = 0;
+    for (int v = 0; v < t.num_vecs; ++v) {
+      if (ranges.vec_begin[v] >= k + kGroup || ranges.vec_end[v] <= k) continue;
+      if (v < v_begin) v_begin = v;
+      v_end = v + 1;
+    }
+    const int first = k < t.begin ? t.begin / kMicroRows * kMicroRows : k;
+    const int last = k + kGroup < t.end ? k + kGroup : (t.end + kMicroRows - 1) / kMicroRows * kMicroRows;
+    if (v_begin < v_end) part(first, last, v_begin, v_end);
+  }
+}
+
+bool hidden(const BlockView& view, int key, int query) {
+  if (view.ranges != nullptr && (key < view.ranges->begin[query] || key >= view.ranges->end[query])) return true;
+  return view.additive != nullptr &&
+         view.additive[view.additive_shared ? key : key * kTile + query] == -kInfinity;
+}
+
+// Of a row with l = 0: whether mask and bias leave it a key, so that all it sees has score -inf: exp(-inf + inf), NaN.
+bool sees_only_minus_infinity(const Head& head, const Tile& tile, int query) {
+  for (int64_t k = tile.ranges.begin[query]; k < tile.ranges.end[query]; k += kLanes) {
+    const int64_t left = tile.ranges.end[query] - k;
+    const int n = left < kLanes ? static_cast<int>(left) : kLanes;
+    SeenBits seen;
+    seen.add(additive_row(head.additive, tile.first_query + query, k, n), n);
+    if (seen.seen() != Seen::kNone) return true;
+  }
+  return false;
+}
+
+}  // namespace
+}  // namespace polyhead::cpu::POLYHEAD_ISA

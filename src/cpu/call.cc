@@ -1,0 +1,86 @@
+#include "cpu/call.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "core/philox.h"
+
+namespace polyhead::cpu {
+namespace {
+
+Operand operand(const Tensor& t) {
+  if (t.ndim == 3) return {t.data, t.dtype, 0, t.strides[0], t.strides[1], t.strides[2]};
+  return {t.data, t.dtype, t.strides[0], t.strides[1], t.strides[2], t.strides[3]};
+}
+
+Broadcast broadcast(const Tensor& t) {
+  if (!t.given()) return {};
+  const auto stride = [&](int dim) { return t.dims[dim] == 1 ? 0 : t.strides[dim]; };
+  return {t.data, t.dtype, stride(0), stride(1), stride(2), stride(3)};
+}
+
+Dropout dropout(const AttentionDesc& desc, const ForwardArgs& args) {
+  const double p = desc.dropout_p;
+  return {dropout_threshold(p), args.dropout_offset, args.dropout_seed, p < 1 ? static_cast<float>(1 / (1 - p)) : 0.0f};
+}
+
+}  // namespace
+
+Problem problem(const AttentionDesc& desc, const ForwardArgs& args) {
+  Problem p;
+  p.batch = desc.batch;
+  p.num_heads = desc.num_heads;
+  p.group = desc.num_heads / desc.num_heads_kv;
+  p.head_dim = desc.head_dim;
+  p.head_dim_v = desc.head_dim_v;
+  p.dtype = desc.dtype;
+  p.query = operand(args.query);
+  p.key = operand(args.key);
+  p.value = operand(args.value);
+  p.out = operand(args.out);
+  if (args.logsumexp.given()) {
+    const Tensor& l = args.logsumexp;
+    const bool packed = l.ndim == 2;
+    p.logsumexp = static_cast<float*>(l.data);
+    p.logsumexp_stride_b = packed ? 0 : l.strides[0];
+    p.logsumexp_stride_h = l.strides[packed ? 0 : 1];
+    p.logsumexp_stride_s = l.strides[packed ? 1 : 2];
+  }
+  p.mask = broadcast(args.attn_mask);
+  p.bias = broadcast(args.attn_bias);
+  if (args.alibi_slopes.given()) {
+    const Tensor& slopes = args.alibi_slopes;
+    p.slopes = static_cast<const float*>(slopes.data);
+    p.slopes_stride_b = slopes.ndim == 2 ? slopes.strides[0] : 0;
+    p.slopes_stride_h = slopes.strides[slopes.ndim - 1];
+  }
+  if (args.weights.given()) {
+    const Tensor& w = args.weights;
+    const bool per_head = w.ndim == 4;
+    p.weights = w.data;
+    p.weights_stride_b = w.strides[0];
+    p.weights_stride_h = per_head ? w.strides[1] : 0;
+    p.weights_stride_q = w.strides[w.ndim - 2];
+    p.weights_stride_k = w.strides[w.ndim - 1];
+  }
+  p.seqlen_k = desc.seqlen_k;
+  p.band = band(desc);
+  p.scale = static_cast<float>(desc.scale.value_or(desc.head_dim > 0 ? 1 / std::sqrt(double(desc.head_dim)) : 1.0));
+  p.softcap = static_cast<float>(desc.softcap);
+  p.dropout = dropout(desc, args);
+  return p;
+}
+
+void hide_rows(const Problem& p, int64_t b, int64_t h, int64_t first, int64_t end) {
+  const int64_t element_bytes = p.dtype == DType::kFloat32 ? 4 : 2;
+  for (int64_t i = first; i < end; ++i) {
+    char* row = static_cast<char*>(p.out.data) + (b * p.out.stride_b + i * p.out.stride_s + h * p.out.stride_h) * element_bytes;
+    for (int64_t d = 0; d < p.head_dim_v; ++d) {
+      std::memset(row + d * p.out.stride_d * element_bytes, 0, static_cast<size_t>(element_bytes));
+    }
+    if (p.logsumexp == nullptr) continue;
+    p.logsumexp[b * p.logsumexp_stride_b + h * p.logsumexp_stride_h + i * p.logsumexp_stride_s] = -INFINITY;
+  }
+}
+
+}  // namespace polyhead::cpu

@@ -1,0 +1,14 @@
+// A checked forward call in the CPU kernels' terms, and what is the same on every path through them.
+#pragma once
+
+#include "attention/sequences.h"
+#include "cpu/problem.h"
+
+namespace polyhead::cpu {
+
+Problem problem(const AttentionDesc& desc, const ForwardArgs& args);
+
+// Rows [first, end) of one head that see nothing (padding; rows behind the last packed sequence): O = 0, L = -inf.
+void hide_rows(const Problem& problem, int64_t b, int64_t h, int64_t first, int64_t end);
+
+}  // namespace polyhead::cpu

@@ -1,0 +1,123 @@
+// The second pass over the keys of a finished tile, where weights or their column sums are asked for: P = exp2(S - m) / l
+// with the tile's final m and l.
+#pragma once
+
+#include "cpu/block.h"
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+// Rows of a tile's weights, all keys, as they are where nothing is seen.
+void clear_weights(const Head& head, const Tile& tile) {
+  const Problem& p = head.problem;
+  const int64_t at = head.task.b * p.weights_stride_b + head.task.h * p.weights_stride_h;
+  for (int q = 0; q < tile.num_queries; ++q) {
+    const int64_t row = at + (tile.first_query + q) * p.weights_stride_q;
+    for (int64_t k = 0; k < p.seqlen_k; k += kLanes) {
+      const int n = p.seqlen_k - k < kLanes ? static_cast<int>(p.seqlen_k - k) : kLanes;
+      store_columns(p.weights, p.dtype, row + k * p.weights_stride_k, p.weights_stride_k, broadcast(0.0f), n);
+    }
+  }
+}
+
+// p[key][query] -> normalised weights; 0 where hidden, also in a row that is NaN.
+void normalise(float* p, const BlockView& view, const float* inverse, int begin, int end, int v_begin, int v_end) {
+  for (int v = v_begin; v < v_end; ++v) {
+    const F inverse_v = load(inverse + v * kLanes);
+    for (int k = begin; k < end; ++k) {
+      float* at = p + k * kTile + v * kLanes;
+      store(at, load(at) * inverse_v);
+    }
+    if (!any(negate(equal(inverse_v, inverse_v)))) continue;
+    for (int q = v * kLanes; q < (v + 1) * kLanes; ++q) {
+      for (int k = begin; k < end; ++k) {
+        if (inverse[q] != inverse[q] && hidden(view, k, q)) p[k * kTile + q] = 0;
+      }
+    }
+  }
+}
+
+void add_columns(const ForwardTask& task, const float* p, int64_t first, int num_queries, int begin, int end, int v_begin,
+                 int v_end) {
+  for (int k = begin; k < end; ++k) {
+    F sum = load(task.columns + (first + k) * kLanes);
+    for (int v = v_begin; v < v_end; ++v) {
+      const int rows = num_queries - v * kLanes < kLanes ? num_queries - v * kLanes : kLanes;
+      const F weights = load(p + k * kTile + v * kLanes);
+      sum = sum + (rows == kLanes ? weights : select(mask_from_bits((1u << rows) - 1), weights, broadcast(0.0f)));
+    }
+    store(task.columns + (first + k) * kLanes, sum);
+  }
+}
+
+// After dropout and its scale.
+void drop(float* p, const Dropout& dropout, const uint16_t (*kept)[kVecs], int begin, int end, int v_begin, int v_end) {
+  for (int k = begin; k < end; ++k) {
+    for (int v = v_begin; v < v_end; ++v) {
+      float* at = p + k * kTile + v * kLanes;
+      store(at, select(mask_from_bits(kept[k][v]), load(at) * broadcast(dropout.scale), broadcast(0.0f)));
+    }
+  }
+}
+
+// Queries [q_begin, q_end) of p[key][query], times `factor`, to the rows of problem.weights that start at `row`.
+void store_weights(const Problem& problem, int64_t row, const float* p, int64_t num_keys, int q_begin, int q_end,
+                   float factor) {
+  for (int q = q_begin; q < q_end; q += kLanes) {
+    for (int64_t k = 0; k < num_keys; k += kLanes) {
+      const int n = num_keys - k < kLanes ? static_cast<int>(num_keys - k) : kLanes;
+      F block[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        block[i] = i < n ? load(p + (k + i) * kTile + q) * broadcast(factor) : broadcast(0.0f);
+      }
+      transpose(block);
+      for (int r = 0; r < kLanes && q + r < q_end; ++r) {
+        store_columns(problem.weights, problem.dtype,
+                      row + (q + r) * problem.weights_stride_q + k * problem.weights_stride_k, problem.weights_stride_k,
+                      block[r], n);
+      }
+    }
+  }
+}
+
+template <class Mac>
+void second_pass(const Head& head, Tile& tile) {
+  const ForwardTask& task = head.task;
+  const Problem& problem = head.problem;
+  const int64_t row = task.b * problem.weights_stride_b + task.h * problem.weights_stride_h +
+                      tile.first_query * problem.weights_stride_q;
+  if (task.weights) clear_weights(head, tile);
+  alignas(64) float inverse[kTile];
+  for (int q = 0; q < kTile; ++q) {
+    const float l = tile.state.l[q];
+    inverse[q] = l == 0.0f ? 0.0f : 1.0f / l;
+    if (l == 0.0f && q < tile.num_queries && sees_only_minus_infinity(head, tile, q)) inverse[q] = __builtin_nanf("");
+  }
+  for (int64_t first = tile.ranges.any_begin / kBlock * kBlock; first < tile.ranges.any_end; first += kBlock) {
+    const Block block = load_block<Mac>(head, first);
+    const TileView t = view_block(head, tile, block);
+    if (t.begin >= t.end) continue;
+    BlockView undropped = t.view;
+    undropped.kept = nullptr;
+    float* p = head.scratch->p;
+    for_each_part(t, [&](int begin, int end, int v_begin, int v_end) {
+      score_keys<Mac, Float32>(head, tile, block, undropped, begin, end, v_begin, v_end);
+      if (end > block.num_keys) end = block.num_keys;
+      normalise(p, undropped, inverse, begin, end, v_begin, v_end);
+      if (task.columns != nullptr) add_columns(task, p, first, tile.num_queries, begin, end, v_begin, v_end);
+      if (t.view.kept != nullptr) drop(p, problem.dropout, t.view.kept, begin, end, v_begin, v_end);
+      if (task.weights) {
+        const int q_end = v_end * kLanes < tile.num_queries ? v_end * kLanes : tile.num_queries;
+        store_weights(problem, row + (first + begin) * problem.weights_stride_k, p + begin * kTile, end - begin,
+                      v_begin * kLanes, q_end, 1);
+      }
+      if (task.mean == nullptr) return;
+      for (int k = begin; k < end; ++k) {
+        for (int q = v_begin * kLanes; q < v_end * kLanes; ++q) task.mean[(first + k) * kTile + q] += p[k * kTile + q];
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace polyhead::cpu::POLYHEAD_ISA
