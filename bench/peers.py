@@ -1,0 +1,185 @@
+#!/usr/bin/env python3
+"""polyhead beside torch, onnxruntime and jax, in the same minute of the same machine.
+
+  bench/peers.py                                     every suite, on 1 and on 2 threads; 20 to 40 minutes
+  bench/peers.py --quick --suite forward             a rough look at one suite
+  bench/peers.py --rows '2x8x512x64 --causal'        one problem
+  bench/peers.py --threads 1 --peers torch ort       fewer contenders
+
+How: one worker process for each number of threads, confined to as many CPUs, with POLYHEAD_THREADS saying the same;
+each holds polyhead and all its peers and times them interleaved, A B C A B C (polyhead and jax size their thread pools
+once a process, so the number cannot change inside one). Only one worker computes at a time. Every ratio is between
+samples of one process, taken within the same seconds. Samples during which other processes took the CPUs are dropped;
+a figure for which no clean sample was to be had carries a '!'. Before timing, each peer's output is compared with ours.
+
+Writes <date>-<cpu>.md, .csv, .json and .png into bench/results (--out elsewhere). Times: the minimum and the median of
+all clean samples. Operands and layouts: rivals.py. Guards: measure.py. Goals: goals.py.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
+
+import report
+from problem import parse_problem, read_suite
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+class Worker:
+    """A worker.py process on `threads` threads, on the CPUs it may use."""
+
+    def __init__(self, threads: int):
+        self.threads = threads
+        self._process = None
+
+    def _start(self) -> subprocess.Popen:
+        cpus = sorted(os.sched_getaffinity(0))[: self.threads]
+        return subprocess.Popen(
+            [sys.executable, str(HERE / "worker.py"), str(self.threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "POLYHEAD_THREADS": str(self.threads), "OMP_NUM_THREADS": str(self.threads)},
+            preexec_fn=lambda: os.sched_setaffinity(0, cpus),
+        )
+
+    def ask(self, **request) -> dict:
+        """The worker's answer; {"error": ...} if it died of the request."""
+        if self._process is None:
+            self._process = self._start()
+        try:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if answer:
+            return json.loads(answer)
+        status = self._process.wait()
+        self._process = None
+        return {"error": f"the worker ended with status {status}"}
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.stdin.close()
+            self._process.wait()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    suites = sorted(path.stem for path in (HERE / "suites").glob("*.txt"))
+    parser.add_argument("--suite", nargs="+", choices=suites, default=suites, metavar="NAME", help=", ".join(suites))
+    parser.add_argument("--rows", nargs="+", metavar="PROBLEM", help="these problems instead of suites")
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="default: 1 2")
+    parser.add_argument("--peers", nargs="+", default=[], metavar="NAME", help="torch, ort, jax; default: all")
+    parser.add_argument("--quick", action="store_true", help="two rounds a problem instead of seven")
+    parser.add_argument(
+        "--overhead",
+        type=pathlib.Path,
+        metavar="PROGRAM",
+        default=HERE.parent / "build" / "release" / "bench" / "overhead",
+        help="the cost of a C++ call (default: build/release/bench/overhead)",
+    )
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results", help="folder for the results")
+    parser.add_argument("--no-plot", action="store_true")
+    options = parser.parse_args()
+    cpus = len(os.sched_getaffinity(0))
+    if max(options.threads) > cpus or min(options.threads) < 1:
+        parser.error(f"--threads {max(options.threads)}: this process may use {cpus} CPUs")
+    return options
+
+
+def problems(options: argparse.Namespace) -> list:
+    if options.rows:
+        return [parse_problem(line) for line in options.rows]
+    found = {}
+    for name in options.suite:
+        for problem in read_suite(HERE / "suites" / f"{name}.txt"):
+            found.setdefault(problem.line, problem)
+    return list(found.values())
+
+
+def cpu_name() -> str:
+    with open("/proc/cpuinfo") as file:
+        fields = dict(re.findall(r"^(\w[\w ]*?)\s*: (.*)$", file.read(), re.MULTILINE))
+    return f"{fields.get('model name', platform.machine())} family {fields.get('cpu family')} model {fields.get('model')}"
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def environment(options: argparse.Namespace, versions: dict) -> dict:
+    changed = any(not line.endswith(".md") for line in _git("status", "--porcelain", "-uno").splitlines())
+    with open("/proc/meminfo") as file:
+        memory_gib = int(file.readline().split()[1]) / 2**20
+    return {
+        "command": "bench/peers.py " + shlex.join(sys.argv[1:]),
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "commit": (_git("rev-parse", "--short=12", "HEAD") or "none") + (" with changes" if changed else ""),
+        "cpu": cpu_name(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory_gib, 1),
+        "kernel": platform.release(),
+        "load_before": round(os.getloadavg()[0], 2),
+        "versions": versions,
+    }
+
+
+def run_rows(options: argparse.Namespace, workers: list[Worker]) -> list[dict]:
+    """Every problem on every number of threads, told on stderr as it goes."""
+    rows = []
+    todo = [(problem, worker) for problem in problems(options) for worker in workers]
+    effort = "quick" if options.quick else "full"
+    for index, (problem, worker) in enumerate(todo):
+        start = time.perf_counter()
+        label = f"[{index + 1:3}/{len(todo)}] {problem.line}, {worker.threads} thread{'s'[: worker.threads > 1]}"
+        print(label, end=" ... ", file=sys.stderr, flush=True)
+        row = worker.ask(what="row", problem=problem.line, effort=effort, peers=options.peers)
+        row = {"problem": problem.line, "threads": worker.threads, **row}
+        rows.append(row)
+        print(f"{report.one_line(row)} ({time.perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
+    return rows
+
+
+def cpp_overhead(options: argparse.Namespace) -> dict:
+    """Microseconds of Plan::forward, as bench/overhead prints them."""
+    if not options.overhead.exists():
+        print(f"peers.py: no {os.path.relpath(options.overhead)}: left out (./dev build makes it)", file=sys.stderr)
+        return {}
+    done = subprocess.run([options.overhead], capture_output=True, text=True, check=True)
+    return {"polyhead, C++ plan": json.loads(done.stdout)["forward_us"]}
+
+
+def main() -> int:
+    options = arguments()
+    workers = [Worker(threads) for threads in options.threads]
+    versions = workers[0].ask(what="versions")
+    if "error" in versions:
+        print(f"peers.py: {versions['error']}", file=sys.stderr)
+        return 1
+    result = {"environment": environment(options, versions)}
+    result["rows"] = run_rows(options, workers)
+    result["overhead_us"] = {**workers[0].ask(what="overhead"), **cpp_overhead(options)}
+    result["environment"]["load_after"] = round(os.getloadavg()[0], 2)
+    for worker in workers:
+        worker.stop()
+    stem = f"{result['environment']['date'][:10]}-{report.slug(cpu_name())}"
+    for path in report.write(result, options.out, stem, plot=not options.no_plot):
+        print(os.path.relpath(path))
+    return 1 if any("error" in row for row in result["rows"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
