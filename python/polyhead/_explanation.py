@@ -27,7 +27,7 @@ class Explanation:
     flops: float
     error: str
 
-    def __str__(self):
+    def __str__(self) -> str:
         width = max(map(len, self.reasons), default=0)
         lines = [f"error: {self.error}"] if self.error else []
         for name, reason in self.reasons.items():
