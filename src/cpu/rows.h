@@ -57,9 +57,10 @@ inline F load_words(const Rows& x, int64_t row, int64_t word, int n, int64_t col
 
 // Asks for rows that will be read soon. Hardware follows one stream, not 16 rows at once.
 inline void prefetch_rows(const Rows& x, int64_t first_row, int64_t num_rows, int64_t columns) {
+  if (x.column_stride != 1) return;  // rows apart in memory; of one column, the stride may be any number
   const int64_t element_bytes = x.dtype == DType::kFloat32 ? 4 : 2;
   const char* row = static_cast<const char*>(x.data) + first_row * x.stride * element_bytes;
-  const int64_t bytes = columns * x.column_stride * element_bytes;
+  const int64_t bytes = columns * element_bytes;
   for (int64_t r = 0; r < num_rows; ++r, row += x.stride * element_bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
   }
