@@ -126,9 +126,11 @@ Tensor view_of_numpy(PyArrayObject* array, const ArrayArgument& argument) {
   return view;
 }
 
-// torch's own two functions: a fifth of the time of __dlpack__, and they take tensors that require a gradient.
+// torch's own functions: a fifth of the time of __dlpack__, and they take tensors that require a gradient. DLPack cannot
+// say that a view (as x.conj().imag is) stands for the negative of its memory: resolve_neg makes such a one a copy.
 struct Torch {
   PyTypeObject* tensor = nullptr;
+  PyObject* resolve_neg = nullptr;
   PyObject* to_dlpack = nullptr;
   PyObject* from_dlpack = nullptr;
 };
@@ -141,6 +143,7 @@ const Torch& torch() {
   if (!modules.contains("torch") || !modules.contains("torch.utils.dlpack")) return found;
   const nb::object module = modules["torch.utils.dlpack"];
   if (!nb::hasattr(modules["torch"], "Tensor") || !nb::hasattr(module, "from_dlpack")) return found;
+  found.resolve_neg = nb::object(modules["torch"].attr("resolve_neg")).release().ptr();
   found.to_dlpack = nb::object(module.attr("to_dlpack")).release().ptr();
   found.from_dlpack = nb::object(module.attr("from_dlpack")).release().ptr();
   found.tensor = reinterpret_cast<PyTypeObject*>(nb::object(modules["torch"].attr("Tensor")).release().ptr());
@@ -166,7 +169,8 @@ bool is_torch_tensor(PyObject* object) {
 Tensor view_of_dlpack(PyObject* object, const ArrayArgument& argument, Held& held) {
   nb::object source = nb::borrow(object);
   if (is_torch_tensor(object)) {
-    source = nb::steal(PyObject_CallOneArg(torch().to_dlpack, object));
+    source = nb::steal(PyObject_CallOneArg(torch().resolve_neg, object));
+    if (source.is_valid()) source = nb::steal(PyObject_CallOneArg(torch().to_dlpack, source.ptr()));
     if (!source.is_valid()) refuse_dlpack(object, argument);
   }
   if (!nb::try_cast(source, held, false)) refuse_dlpack(object, argument);

@@ -101,6 +101,14 @@ def test_torch_gradients_are_not_recorded_and_values_are_read():
     assert torch.equal(out, expected) and not out.requires_grad
 
 
+@needs_torch
+def test_torch_views_that_are_negated_lazily():
+    query, key, _ = (to_torch(x) for x in operands())
+    value = torch.complex(key, query).conj().imag
+    assert value.is_neg()
+    assert torch.equal(polyhead.attention(query, key, value), polyhead.attention(query, key, -query))
+
+
 def test_results_are_aligned_contiguous_and_writable():
     for shape in [(1, 1, 1, 1), (2, 5, 4, 8), (1, 33, 3, 65)]:
         for array in polyhead.attention(*operands(shape), return_logsumexp=True, return_weights=True):

@@ -1,0 +1,96 @@
+"""bench/peers.py: its suites, its arithmetic, its guards, and one small run from end to end."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import polyhead
+import pytest
+
+pytest.importorskip("ml_dtypes")
+BENCH = pathlib.Path(__file__).resolve().parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+
+import goals  # noqa: E402
+import measure  # noqa: E402
+import problem  # noqa: E402
+import report  # noqa: E402
+import rivals  # noqa: E402
+
+
+def test_every_line_of_the_suites_is_a_problem_and_every_forward_goal_has_one():
+    problems = [p for path in (BENCH / "suites").glob("*.txt") for p in problem.read_suite(path)]
+    found = {goal.name for goal in map(goals.goal_of, problems) if goal}
+    assert found == {
+        "forward f32, full, D=64", "forward f32, full, D=128", "forward f32, D=32", "forward f32, S=128",
+        "causal forward, S=512", "causal forward, S=1024", "causal forward, S=4096",
+        "bf16 forward, D=64", "bf16 forward, D=128", "padding or bool mask, forward", "window 256 at S=4096, forward",
+        "tiny heads, forward", "decode, GQA 4:1, f32", "decode, GQA 4:1, bf16", "decode, MHA, f32", "decode, MHA, bf16",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["1x16x384", "1x16x384x64 --softcap 3", "1x16x384x64 --dtype f8", "1x1x4x4 --window a,b",
+     "1x1x4x4 --causal --lengths=k"],
+)  # fmt: skip
+def test_a_line_that_cannot_be_measured_is_refused_by_its_words(line):
+    with pytest.raises(ValueError, match="problem '1x"):
+        problem.parse_problem(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["2x4x33x8", "1x4/2x5/33x8/16", "1x2x40x8 --causal", "1x2x7/40x8 --causal --align bottom_right",
+     "1x2x40/7x8 --causal --align top_left", "2x2x40x8 --window 5,3", "1x2x40x8 --window 9,0 --causal"],
+)  # fmt: skip
+def test_visible_pairs_are_counted_as_the_library_counts_them(line):
+    p = problem.parse_problem(line)
+    x = problem.Operands(p)
+    query, key, value = (array.transpose(0, 2, 1, 3) for array in (x.query, x.key, x.value))
+    explanation = polyhead.explain(query, key, value, causal=p.causal, window=p.window, align=p.align)
+    if p.head_dim == p.head_dim_v:
+        assert p.flops == explanation.flops
+    else:
+        assert p.flops == 2 * (p.head_dim + p.head_dim_v) * p.batch * p.num_heads * p.seqlen_q * p.seqlen_k
+
+
+def test_one_dense_mask_hides_what_the_options_hide():
+    p = problem.parse_problem("3x2x40x8 --causal --window 9,0 --align top_left --lengths=k --mask 3,1,40,40:blocks")
+    x = problem.Operands(p)
+    query, key, value = (array.transpose(0, 2, 1, 3) for array in (x.query, x.key, x.value))
+    by_options = polyhead.attention(query, key, value, **rivals.polyhead_arguments(p, x))
+    by_mask = polyhead.attention(query, key, value, attn_mask=x.dense_mask(p))
+    assert not x.dense_mask(p).all()
+    np.testing.assert_allclose(by_options, by_mask, rtol=0, atol=1e-6)
+
+
+def test_a_turn_is_spoiled_by_waiting_and_by_others():
+    start = measure.Usage(wall=0, own=0, busy=0, waited=0)
+    alone = measure.Usage(wall=1, own=1, busy=1, waited=0)
+    assert not measure.spoiled(start, alone, crowded=False)
+    assert measure.spoiled(start, alone._replace(waited=0.02), crowded=False)
+    assert not measure.spoiled(start, alone._replace(waited=0.02), crowded=True)
+    assert measure.spoiled(start, alone._replace(busy=1.5), crowded=True)
+
+
+def test_a_small_run_writes_its_table_and_figures(tmp_path):
+    lines = ["1x2x40x8 --causal", "2x2x40x8 --lengths=k", "1x4/2x1/128x16"]
+    command = [sys.executable, BENCH / "peers.py", "--quick", "--threads", "1", "--peers", "torch", "--no-plot"]
+    done = subprocess.run([*command, "--out", tmp_path, "--rows", *lines], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.json")
+    result = json.loads(path.read_text())
+    assert [row["problem"] for row in result["rows"]] == lines
+    for row in result["rows"]:
+        assert row["kernel"] in polyhead.kernels()
+        for name, entry in row["contenders"].items():
+            assert 0 < entry["min_s"] <= entry["median_s"] and entry["samples"] > 0
+            assert name == report.OURS or entry["max_diff"] < 1e-5
+    assert result["overhead_us"]["polyhead, NumPy arrays"] > 0
+    table = path.with_suffix(".md").read_text()
+    assert all(f"`{line}`" in table for line in lines)
+    measured = sum(len(row["contenders"]) for row in result["rows"])
+    assert len(path.with_suffix(".csv").read_text().splitlines()) == 1 + measured
