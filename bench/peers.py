@@ -112,7 +112,8 @@ def problems(options: argparse.Namespace) -> list:
 def cpu_name() -> str:
     with open("/proc/cpuinfo") as file:
         fields = dict(re.findall(r"^(\w[\w ]*?)\s*: (.*)$", file.read(), re.MULTILINE))
-    return f"{fields.get('model name', platform.machine())} family {fields.get('cpu family')} model {fields.get('model')}"
+    name = fields.get("model name", platform.machine())
+    return f"{name} family {fields['cpu family']} model {fields['model']}" if "cpu family" in fields else name
 
 
 def _git(*words: str) -> str:

@@ -119,6 +119,7 @@ def draw(result: dict, path: pathlib.Path) -> None:
     ]
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), fontsize=8, frameon=False)
     e = result["environment"]
-    figure.supxlabel(f"{e['cpu']}, {e['date'][:10]}, commit {e['commit']}: attention forward, fastest samples", fontsize=8)
+    caption = f"{e['cpu']}, {e['date'][:10]}, commit {e['commit']}: attention forward, fastest samples"
+    figure.supxlabel(caption, fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)

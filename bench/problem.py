@@ -123,6 +123,8 @@ def parse_problem(line: str) -> Problem:
         batch, heads, seqlen, dim = options.size.split("x")
         options = {k: v for k, v in vars(options).items() if k != "size"}
         (num_heads, num_heads_kv), (seqlen_q, seqlen_k), (head_dim, head_dim_v) = map(_pair, (heads, seqlen, dim))
+        if options["lengths"] and (options["causal"] or options["window"]) and options["align"] != "top_left":
+            raise ValueError("--lengths=k beside --causal or --window is measured with --align top_left only")
     except (ValueError, argparse.ArgumentError) as error:
         raise ValueError(f"problem '{' '.join(words)}': {error}") from None
     sizes = (int(batch), num_heads, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v)

@@ -72,7 +72,8 @@ def verdicts(row: dict) -> list[tuple[str, str, float, float, bool]]:
     if goal is not None:
         bound = "read bandwidth" if p.decode else "FMA peak"
         asked = [(f"of {bound}", goal.fraction, fraction(row))]
-        asked += [("vs torch", goal.torch, ratio(row, "torch")), ("vs ort", goal.ort, ratio(row, "ort", without=NOT_IN_GOALS))]
+        asked += [("vs torch", goal.torch, ratio(row, "torch"))]
+        asked += [("vs ort", goal.ort, ratio(row, "ort", without=NOT_IN_GOALS))]
         for what, wanted, reached in asked:
             if wanted is not None and reached is not None:
                 found.append((goal.name, what, wanted, reached, reached >= wanted))
@@ -164,11 +165,11 @@ def _head(environment: dict, overhead_us: dict) -> list[str]:
         f"load {e['load_before']} before, {e['load_after']} after. {versions}.",
         "",
         "Times are the minimum / median of interleaved samples; \"2x\" means that the peer takes twice our time. `ort` "
-        "is the fastest of onnxruntime's operators (in the goals: of MultiHeadAttention and Attention-23). GFLOP/s count visible pairs only. The bound is the FMA peak that "
-        "the same process measured beside the row (decoding: the bandwidth of reading memory). Main figures: "
-        "operands in [B, H, S, D] memory, as torch gets them; `bshd`: contiguous [B, S, H, D]. Extra memory: our "
-        "workspace over Q+K+V+O. Max diff: between a peer's output and ours. `!`: other processes disturbed every "
-        "sample.",
+        "is the fastest of onnxruntime's operators (in the goals: of MultiHeadAttention and Attention-23). GFLOP/s "
+        "count visible pairs only. The bound is the FMA peak that the same process measured beside the row (decoding: "
+        "the bandwidth of reading memory). Main figures: operands in [B, H, S, D] memory, as torch gets them; `bshd`: "
+        "contiguous [B, S, H, D]. Extra memory: our workspace over Q+K+V+O. Max diff: between a peer's output and ours. "
+        "`!`: other processes disturbed every sample.",
     ]
     if "error" in overhead_us:
         lines += ["", f"Cost of a call: {overhead_us['error']}"]

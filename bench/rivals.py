@@ -33,9 +33,7 @@ def _swap(array: np.ndarray) -> np.ndarray:
 
 def polyhead_arguments(p: Problem, x: Operands) -> dict:
     """The options of polyhead.attention for this problem."""
-    options = {"causal": p.causal, "window": p.window, "attn_mask": x.mask, "attn_bias": x.bias}
-    if p.seqlen_q != p.seqlen_k and (p.causal or p.window is not None):
-        options["align"] = p.align
+    options = {"causal": p.causal, "window": p.window, "align": p.align, "attn_mask": x.mask, "attn_bias": x.bias}
     if p.lengths:
         options["seqlens_k"] = x.lengths
     if p.dropout_p > 0:

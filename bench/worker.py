@@ -1,6 +1,7 @@
 """The process that measures: polyhead and its peers side by side, on a fixed number of threads.
 
-peers.py starts one for each number of threads, on as many CPUs. It reads a request a line on stdin and answers with a line of JSON.
+peers.py starts one for each number of threads, on as many CPUs. It reads a request a line on stdin and answers with a
+line of JSON.
 """
 
 import contextlib
@@ -48,7 +49,8 @@ def _contenders(threads: int) -> dict[str, Callable[[Problem, Operands], rivals.
 
 def peak_gflops(dtype: str, threads: int) -> Optional[float]:
     """What the FMA units of `threads` cores do in registers alone; None if the package cannot tell."""
-    probe = getattr(polyhead._bind, "measured_peak_gflops", None)
+    native = getattr(polyhead, "_core", polyhead._bind)
+    probe = getattr(native, "measured_peak_gflops", None)
     return probe(DTYPES[dtype].name) * threads if probe else None
 
 

@@ -162,7 +162,8 @@ def measure_torch(query, key, value, exact) -> Line | str:
 
 def peak_gflops(dtype: str) -> float | None:
     """What one core's multiply-add units can do at best; None if the package cannot tell."""
-    probe = getattr(polyhead._bind, "measured_peak_gflops", None)
+    native = getattr(polyhead, "_core", polyhead._bind)
+    probe = getattr(native, "measured_peak_gflops", None)
     return probe(dtype) if probe else None
 
 
@@ -211,9 +212,9 @@ def tell_links(words: list[str], weights: np.ndarray) -> None:
     again = same.sum(axis=1) > 1
     share = (weights * same).sum(axis=-1)[:, again].mean(axis=-1)
     by_chance = same[again].mean()
-    print(f"\nWords that come again give {share[:SHARING_HEADS].mean():.0%} of their attention to themselves and their "
-          f"repetitions\nin the heads whose query and key share a projection, {share[SHARING_HEADS:].mean():.1%} in the "
-          f"others ({by_chance:.1%} by chance).")  # fmt: skip
+    sharing, others = share[:SHARING_HEADS].mean(), share[SHARING_HEADS:].mean()
+    print(f"\nWords that come again give {sharing:.0%} of their attention to themselves and their repetitions")
+    print(f"in the heads whose query and key share a projection; {others:.1%} in the others, {by_chance:.1%} by chance.")
 
 
 def draw_map(words: list[str], weights: np.ndarray, path: pathlib.Path) -> None:
