@@ -64,8 +64,8 @@ def one_line(row: dict) -> str:
 # --- goals -----------------------------------------------------------------------------------------------------------
 
 
-def verdicts(row: dict) -> list[tuple[str, str, float, float, bool]]:
-    """(goal, of what, asked, reached, met) for each goal that the row is held to."""
+def verdicts(row: dict) -> list[tuple[str, str, float, Optional[float], str]]:
+    """(goal, of what, asked, reached, verdict) for each goal that the row is held to."""
     p = parse_problem(row["problem"])
     found = []
     goal = goal_of(p)
@@ -75,28 +75,36 @@ def verdicts(row: dict) -> list[tuple[str, str, float, float, bool]]:
         asked += [("vs torch", goal.torch, ratio(row, "torch"))]
         asked += [("vs ort", goal.ort, ratio(row, "ort", without=NOT_IN_GOALS))]
         for what, wanted, reached in asked:
-            if wanted is not None and reached is not None:
-                found.append((goal.name, what, wanted, reached, reached >= wanted))
+            if wanted is not None:
+                found.append((goal.name, what, wanted, reached, _verdict(row, reached, reached and reached >= wanted)))
     if p.seqlen_k >= EXTRA_MEMORY_FROM:
         reached = extra_memory(row)
-        found.append(("extra memory, S >= 1k", "of Q+K+V+O", MAX_EXTRA_MEMORY, reached, reached <= MAX_EXTRA_MEMORY))
+        verdict = "met" if reached <= MAX_EXTRA_MEMORY else "**missed**"
+        found.append(("extra memory, S >= 1k", "of Q+K+V+O", MAX_EXTRA_MEMORY, reached, verdict))
     return found
+
+
+def _verdict(row: dict, reached: Optional[float], met: Optional[bool]) -> str:
+    if reached is None:
+        return "not measured"
+    noisy = "!" if any(entry["noisy"] for entry in row["contenders"].values()) else ""
+    return ("met" if met else "**missed**") + noisy
 
 
 def _goal_table(rows: list[dict]) -> list[str]:
     lines = ["| goal | problem | threads | what | asked | reached | |", "|---|---|--:|---|--:|--:|---|"]
-    met = total = 0
+    count = {"met": 0, "**missed**": 0, "not measured": 0}
     for row in rows:
-        for goal, what, asked, reached, ok in verdicts(row):
-            show = _times if what.startswith("vs") else lambda x: f"{x:.1%}"
+        for goal, what, asked, reached, verdict in verdicts(row):
+            show = _times if what.startswith("vs") else lambda x: "-" if x is None else f"{x:.1%}"
             bound = "<=" if goal.startswith("extra") else ">="
             lines.append(
                 f"| {goal} | `{row['problem']}` | {row['threads']} | {what} | {bound} {show(asked)} | {show(reached)} "
-                f"| {'met' if ok else '**missed**'} |"
+                f"| {verdict} |"
             )
-            met += ok
-            total += 1
-    return [f"{met} of {total} met.", "", *lines]
+            count[verdict.rstrip("!")] += 1
+    total = ", ".join(f"{number} {word.strip('*')}" for word, number in count.items())
+    return [f"{sum(count.values())} goals: {total}.", "", *lines]
 
 
 # --- Markdown --------------------------------------------------------------------------------------------------------
@@ -168,7 +176,7 @@ def _head(environment: dict, overhead_us: dict) -> list[str]:
         "is the fastest of onnxruntime's operators (in the goals: of MultiHeadAttention and Attention-23). GFLOP/s "
         "count visible pairs only. The bound is the FMA peak that the same process measured beside the row (decoding: "
         "the bandwidth of reading memory). Main figures: operands in [B, H, S, D] memory, as torch gets them; `bshd`: "
-        "contiguous [B, S, H, D]. Extra memory: our workspace over Q+K+V+O. Max diff: between a peer's output and ours. "
+        "contiguous [B, S, H, D]. Extra memory: our workspace over Q+K+V+O. Max diff: from a peer's output to ours. "
         "`!`: other processes disturbed every sample.",
     ]
     if "error" in overhead_us:

@@ -214,7 +214,7 @@ def tell_links(words: list[str], weights: np.ndarray) -> None:
     by_chance = same[again].mean()
     sharing, others = share[:SHARING_HEADS].mean(), share[SHARING_HEADS:].mean()
     print(f"\nWords that come again give {sharing:.0%} of their attention to themselves and their repetitions")
-    print(f"in the heads whose query and key share a projection; {others:.1%} in the others, {by_chance:.1%} by chance.")
+    print(f"in the heads whose query and key share a projection; {others:.1%} in others, {by_chance:.1%} by chance.")
 
 
 def draw_map(words: list[str], weights: np.ndarray, path: pathlib.Path) -> None:
