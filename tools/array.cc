@@ -87,25 +87,6 @@ std::string dims_text(const Tensor& tensor) {
   return dims_text(std::vector<int64_t>(tensor.dims, tensor.dims + tensor.ndim));
 }
 
-Result<std::vector<std::pair<std::string, Array>>> read_arrays(const std::string& path) {
-  std::vector<std::pair<std::string, Array>> arrays;
-  if (ends_with(path, ".npy")) {
-    auto array = read_npy(path);
-    if (!array.ok()) return array.status();
-    arrays.emplace_back("", std::move(*array));
-    return arrays;
-  }
-  if (!ends_with(path, ".safetensors")) return unknown_format(path);
-  const auto file = SafetensorsFile::open(path);
-  if (!file.ok()) return file.status();
-  for (const SafetensorsEntry& entry : file->entries()) {
-    auto array = file->read(entry.name);
-    if (!array.ok()) return array.status();
-    arrays.emplace_back(entry.name, std::move(*array));
-  }
-  return arrays;
-}
-
 Result<Array> read_array(const std::string& where) {
   if (ends_with(where, ".npy")) return read_npy(where);
   constexpr std::string_view kEnding = ".safetensors";

@@ -37,9 +37,6 @@ std::string dims_text(const Tensor& tensor);
 
 using NamedTensors = std::vector<std::pair<std::string, Tensor>>;
 
-// What a file holds: of a .safetensors every tensor by its name, of a .npy one array, named "".
-Result<std::vector<std::pair<std::string, Array>>> read_arrays(const std::string& path);
-
 // "FILE", or "FILE:NAME" for one tensor of a .safetensors.
 Result<Array> read_array(const std::string& where);
 

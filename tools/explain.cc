@@ -47,7 +47,7 @@ Result<int> explain_problems(const ExplainOptions& options, const std::vector<st
   return 0;
 }
 
-// "1..512", "1..64, 128", or "none": the head dims in [1, last] that a kernel takes in this dtype.
+// "1..512", "1..64, 128", "1..." (no end found), or "none": the head dims in [1, last] that a kernel takes in this dtype.
 std::string head_dims_text(const std::string& kernel, DType dtype) {
   constexpr int64_t kLast = 1024;
   std::string text;
@@ -64,8 +64,12 @@ std::string head_dims_text(const std::string& kernel, DType dtype) {
     }
     if (can && first == 0) first = dim;
     if (can || first == 0) continue;
-    const std::string last = dim - 1 == kLast ? "..." : fmt::format("{}", dim - 1);
-    text += fmt::format("{}{}", text.empty() ? "" : ", ", first) + (first == dim - 1 ? "" : ".." + last);
+    text += fmt::format("{}{}", text.empty() ? "" : ", ", first);
+    if (dim - 1 == kLast) {
+      text += "...";
+    } else if (dim - 1 > first) {
+      text += fmt::format("..{}", dim - 1);
+    }
     first = 0;
   }
   return text.empty() ? "none" : text;

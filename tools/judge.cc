@@ -30,6 +30,8 @@ std::vector<double> values(const Tensor& tensor) {
   return all;
 }
 
+std::string value_text(double value) { return std::isnan(value) ? "nan" : fmt::format("{:.9g}", value); }
+
 std::string position(const Tensor& tensor, size_t element) {
   std::vector<int64_t> index(static_cast<size_t>(tensor.ndim));
   auto rest = static_cast<int64_t>(element);
@@ -61,11 +63,11 @@ Verdict compare(const char* name, const Tensor& got_tensor, const Tensor& exact_
     const double error = same ? 0 : special ? INFINITY : std::fabs(got[n] - exact[n]);
     const bool passed = same || error <= allowed;  // NaN fails
     if (!passed && verdict.passed) {
-      verdict.fault = fmt::format("{}{} is {:.9g}, expected {:.9g} +- {:.3g}", name, position(got_tensor, n), got[n],
-                                  exact[n], allowed);
+      verdict.fault = fmt::format("{}{} is {}, expected {} +- {:.3g}", name, position(got_tensor, n),
+                                  value_text(got[n]), value_text(exact[n]), allowed);
     }
     verdict.passed = verdict.passed && passed;
-    if (!(error <= verdict.largest_error)) verdict.largest_error = error;
+    if (!std::isnan(verdict.largest_error) && !(error <= verdict.largest_error)) verdict.largest_error = error;
     const double ratio = special ? (same ? -1 : INFINITY) : std::isnan(error) ? INFINITY : error / allowed;
     if (ratio > worst_ratio) {
       worst_ratio = ratio;
@@ -86,7 +88,7 @@ void check_hidden_rows(const AttentionDesc& desc, const Outputs& got, const Tens
     if (logsumexp[at] != -INFINITY || (out[n] == 0 && !std::signbit(out[n]))) continue;
     if (verdict.passed) {
       verdict.fault =
-          fmt::format("out{} is {:.9g} in a row that sees no key, expected +0", position(got.out, n), out[n]);
+          fmt::format("out{} is {} in a row that sees no key, expected +0", position(got.out, n), value_text(out[n]));
     }
     verdict.passed = false;
     return;

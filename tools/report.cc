@@ -14,7 +14,9 @@ std::string cell_text(const Cell& cell, bool exact) {
     bool exact;
     std::string operator()(std::monostate) const { return ""; }
     std::string operator()(const std::string& text) const { return text; }
-    std::string operator()(double number) const { return exact ? fmt::format("{}", number) : number_text(number); }
+    std::string operator()(double number) const {
+      return exact && std::isfinite(number) ? fmt::format("{}", number) : number_text(number);
+    }
     std::string operator()(int64_t number) const { return fmt::format("{}", number); }
     std::string operator()(bool truth) const { return truth ? "yes" : "no"; }
   } visitor{exact};
@@ -109,7 +111,8 @@ std::string Report::text(Format format) const {
 
 std::string number_text(double value) {
   const double magnitude = std::fabs(value);
-  if (!std::isfinite(value) || magnitude == 0) return fmt::format("{}", value);
+  if (std::isnan(value)) return "nan";
+  if (std::isinf(value) || magnitude == 0) return fmt::format("{}", value);
   if (magnitude >= 1e9 || magnitude < 1e-4) return fmt::format("{:.3g}", value);
   const int digits_before = static_cast<int>(std::floor(std::log10(magnitude))) + 1;
   return fmt::format("{:.{}f}", value, std::clamp(4 - digits_before, 0, 7));

@@ -14,6 +14,7 @@
 #include "file.h"
 #include "operands.h"
 #include "report.h"
+#include "safetensors.h"
 #include "selection.h"
 
 namespace polyhead::tools {
@@ -52,17 +53,19 @@ struct RunOptions {
 Result<Arrays> read_inputs(const RunOptions& options) {
   Arrays arrays;
   if (!options.input.empty()) {
-    auto all = read_arrays(options.input);
-    if (!all.ok()) return all.status();
-    for (auto& [name, array] : *all) {
-      const bool known =
-          std::any_of(std::begin(kOperands), std::end(kOperands), [&](const Operand& o) { return name == o.name; });
-      if (known) {
-        arrays.emplace(name, std::move(array));
-      } else {
-        fmt::print(stderr, "polyhead run: tensor {} of {} is no operand and not used\n", printable(name),
+    const auto file = SafetensorsFile::open(options.input);
+    if (!file.ok()) return file.status();
+    for (const SafetensorsEntry& entry : file->entries()) {
+      const bool known = std::any_of(std::begin(kOperands), std::end(kOperands),
+                                     [&](const Operand& operand) { return entry.name == operand.name; });
+      if (!known) {
+        fmt::print(stderr, "polyhead run: tensor {} of {} is no operand and not used\n", printable(entry.name),
                    printable(options.input));
+        continue;
       }
+      auto array = file->read(entry.name);
+      if (!array.ok()) return array.status();
+      arrays.emplace(entry.name, std::move(*array));
     }
   }
   for (size_t i = 0; i < std::size(kOperands); ++i) {

@@ -1,0 +1,347 @@
+// The command as its users meet it: output formats, files, exit codes and sentences.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "polyhead/kernels.h"
+
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+struct Ran {
+  int code = -1;
+  std::string out, err;
+};
+
+class ToolsCommand : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    folder_ = fs::temp_directory_path() / ("polyhead_command_" + std::to_string(getpid()));
+    fs::create_directories(folder_);
+  }
+  void TearDown() override { fs::remove_all(folder_); }
+
+  std::string path(const std::string& name) const { return (folder_ / name).string(); }
+  std::string read(const std::string& file) const {
+    std::ifstream stream(file, std::ios::binary);
+    return {std::istreambuf_iterator<char>(stream), {}};
+  }
+
+  // `arguments` as typed into a shell.
+  Ran run(const std::string& arguments, const std::string& environment = "") const {
+    const std::string line =
+        environment + " '" POLYHEAD_COMMAND "' " + arguments + " 2> '" + path("stderr") + "' < /dev/null";
+    Ran ran;
+    FILE* pipe = popen(line.c_str(), "r");
+    if (pipe == nullptr) return ran;
+    std::array<char, 4096> chunk;
+    for (size_t got; (got = fread(chunk.data(), 1, chunk.size(), pipe)) > 0;) ran.out.append(chunk.data(), got);
+    const int status = pclose(pipe);
+    ran.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    ran.err = read(path("stderr"));
+    return ran;
+  }
+
+  json run_json(const std::string& arguments) const {
+    const Ran ran = run(arguments + " --format json");
+    EXPECT_EQ(ran.code, 0) << arguments << "\n" << ran.err;
+    return json::parse(ran.out, nullptr, /*allow_exceptions=*/false);
+  }
+
+  fs::path folder_;
+};
+
+// RFC 4180, after lines that begin with '#'.
+std::vector<std::vector<std::string>> parse_csv(const std::string& text) {
+  std::vector<std::vector<std::string>> rows(1, {""});
+  bool quoted = false, comment = false;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    if (comment) {
+      comment = c != '\n';
+    } else if (quoted) {
+      if (c == '"' && i + 1 < text.size() && text[i + 1] == '"')
+        rows.back().back() += text[++i];
+      else if (c == '"')
+        quoted = false;
+      else
+        rows.back().back() += c;
+    } else if (c == '#' && rows.back() == std::vector<std::string>{""}) {
+      comment = true;
+    } else if (c == '"') {
+      quoted = true;
+    } else if (c == ',') {
+      rows.back().emplace_back();
+    } else if (c == '\n') {
+      rows.push_back({""});
+    } else {
+      rows.back().back() += c;
+    }
+  }
+  EXPECT_FALSE(quoted);
+  rows.pop_back();
+  return rows;
+}
+
+// The cells of the table's lines, the dashes left out.
+std::vector<std::vector<std::string>> parse_markdown(const std::string& text) {
+  std::vector<std::vector<std::string>> rows;
+  for (size_t start = 0; start < text.size();) {
+    const size_t end = std::min(text.find('\n', start), text.size());
+    const std::string line = text.substr(start, end - start);
+    start = end + 1;
+    if (line.substr(0, 2) != "| " || line.substr(0, 5) == "| ---") continue;
+    std::vector<std::string> cells;
+    for (size_t at = 2; at < line.size();) {
+      size_t bar = at;
+      while (line[bar] != '|' || line[bar - 1] == '\\') ++bar;
+      std::string cell = line.substr(at, bar - at);
+      cell.erase(0, cell.find_first_not_of(' '));
+      cell.erase(cell.find_last_not_of(' ') + 1);
+      cells.push_back(cell);
+      at = bar + 2;
+    }
+    rows.push_back(cells);
+  }
+  return rows;
+}
+
+TEST_F(ToolsCommand, EveryHelpHasTwoExamplesThatRun) {
+  EXPECT_EQ(run("--help").code, 0);
+  EXPECT_EQ(run("--version").out.substr(0, 5), std::string(polyhead::version()));
+  for (const char* command : {"run", "bench", "verify", "explain", "kernels", "info"}) {
+    const Ran help = run(std::string(command) + " --help");
+    EXPECT_EQ(help.code, 0);
+    const size_t examples = help.out.find("\nExamples:\n  polyhead " + std::string(command));
+    ASSERT_NE(examples, std::string::npos) << help.out;
+    EXPECT_NE(help.out.find("\n  polyhead " + std::string(command), examples + 12), std::string::npos) << help.out;
+    EXPECT_TRUE(help.err.empty());
+    const bool takes_problem = std::string(command) != "kernels" && std::string(command) != "info";
+    EXPECT_EQ(help.out.find("--alibi[=head]") != std::string::npos, takes_problem);
+  }
+}
+
+TEST_F(ToolsCommand, InfoAndKernelsNameWhatTheLibraryHas) {
+  std::string names;
+  for (const std::string& name : polyhead::kernels()) names += (names.empty() ? "" : " ") + name;
+  const json info = run_json("info");
+  std::map<std::string, json> facts;
+  for (const json& row : info["rows"]) facts[row["what"]] = row["value"];
+  EXPECT_EQ(facts["kernels"], names);
+  EXPECT_EQ(facts["features used"], polyhead::cpu_features());
+  EXPECT_GE(facts["threads"].get<int>(), 1);
+  EXPECT_TRUE(facts.count("version") && facts.count("compiler") && facts.count("cpu"));
+  EXPECT_EQ(json::parse(run("info --format json", "POLYHEAD_THREADS=3").out)["rows"][8]["value"], "3");
+
+  const json kernels = run_json("kernels")["rows"];
+  ASSERT_FALSE(kernels.empty());
+  EXPECT_EQ(kernels.back()["kernel"], "reference");
+  EXPECT_EQ(kernels.back()["usable here"], true);
+  EXPECT_EQ(kernels.back()["head_dim float64"], "1...");
+  size_t usable = 0;
+  for (const json& row : kernels) usable += row["usable here"].get<bool>();
+  EXPECT_EQ(usable, polyhead::kernels().size());
+}
+
+TEST_F(ToolsCommand, ExplainNamesEveryKernelAndItsReason) {
+  const json told = run_json("explain 2x4/2x64/96x32 --causal --align bottom_right --dtype f64")["rows"];
+  EXPECT_EQ(told.size(), run_json("kernels")["rows"].size());
+  EXPECT_EQ(told.back()["kernel"], "reference");
+  int taken = 0;
+  for (const json& row : told) {
+    taken += row["taken"].get<bool>();
+    EXPECT_FALSE(row["reason"].get<std::string>().empty());
+    EXPECT_EQ(row["flops"], 2.0 * 2 * 4 * (32 + 32) * (64 * 33 + 64 * 63 / 2));
+    EXPECT_EQ(row["workspace_bytes"].is_number(), row["taken"].get<bool>());
+  }
+  EXPECT_EQ(taken, 1);
+  const Ran refused = run("explain 2x4/3x8x8");
+  EXPECT_EQ(refused.code, 2);
+  EXPECT_NE(refused.err.find("num_heads_kv"), std::string::npos) << refused.err;
+}
+
+TEST_F(ToolsCommand, BenchGivesTheSameTableInEveryFormat) {
+  const std::string line =
+      "bench 1x2x16,24x8 --mask b,1,q,k --causal=0,1 --kernel all,reference --kernel reference --min-time 1 --warm-up "
+      "0 --threads 1,2";
+  EXPECT_EQ(run(line).code, 2) << "an option given twice";
+  const std::string table =
+      "bench 1x2x16,24x8 --mask b,1,q,k --causal=0,1 --kernel reference --min-time 1 --warm-up 0 --threads 1,2";
+  const json root = run_json(table);
+  for (const char* fact : {"polyhead", "compiler", "cpu", "load", "date", "peak", "method"})
+    EXPECT_TRUE(root["facts"].count(fact)) << fact;
+  const json rows = root["rows"];
+  ASSERT_EQ(rows.size(), 8u);
+  for (const json& row : rows) {
+    EXPECT_EQ(row["kernel"], "reference");
+    EXPECT_GE(row["median_ms"].get<double>(), row["min_ms"].get<double>());
+    EXPECT_GE(row["samples"].get<int>(), 5);
+    EXPECT_GT(row["GFLOP/s"].get<double>(), 0);
+    EXPECT_GT(row["GB/s"].get<double>(), 0);
+    EXPECT_GT(row["peak_%"].get<double>(), 0);
+    EXPECT_EQ(row["note"], "");
+  }
+  const auto csv = parse_csv(run(table + " --format csv").out);
+  const auto markdown = parse_markdown(run(table).out);
+  ASSERT_EQ(csv.size(), rows.size() + 1);
+  ASSERT_EQ(markdown.size(), rows.size() + 1);
+  EXPECT_EQ(csv[0], markdown[0]);
+  for (size_t r = 0; r < rows.size(); ++r) {
+    ASSERT_EQ(csv[r + 1].size(), csv[0].size());
+    ASSERT_EQ(markdown[r + 1].size(), csv[0].size());
+    for (size_t c = 0; c < 3; ++c) EXPECT_EQ(csv[r + 1][c], markdown[r + 1][c]);
+    EXPECT_EQ(csv[r + 1][0], rows[r]["problem"]);
+    EXPECT_GT(std::strtod(csv[r + 1][3].c_str(), nullptr), 0);
+  }
+}
+
+TEST_F(ToolsCommand, BenchTellsWhyAKernelCannotAndGoesOn) {
+  const json rows =
+      run_json("bench 1x1x8x8 --dtype f64 --kernel cpu_generic,reference --min-time 1 --warm-up 0")["rows"];
+  ASSERT_EQ(rows.size(), 2u);
+  EXPECT_TRUE(rows[0]["median_ms"].is_null());
+  EXPECT_NE(rows[0]["note"].get<std::string>().find("cpu_generic"), std::string::npos);
+  EXPECT_TRUE(rows[1]["median_ms"].is_number());
+  EXPECT_TRUE(rows[1]["peak_%"].is_null());
+}
+
+TEST_F(ToolsCommand, SuitesAreReadAndTheirMistakesHavePlaces) {
+  std::ofstream(path("good.txt")) << "# two problems\n1x1x8x8 --causal\n\n  1x1x9x8   # second\r\n";
+  const json rows = run_json("bench --suite '" + path("good.txt") + "' --dtype bf16 --min-time 0 --warm-up 0")["rows"];
+  ASSERT_EQ(rows.size(), 2u);
+  EXPECT_EQ(rows[0]["problem"], "1x1x8x8 --dtype bf16 --causal");
+  EXPECT_EQ(rows[1]["problem"], "1x1x9x8 --dtype bf16");
+  std::ofstream(path("bad.txt")) << "1x1x8x8\n1x1x8x8 --cusal\n";
+  EXPECT_EQ(run("bench --suite '" + path("bad.txt") + "'").err,
+            "polyhead bench: " + path("bad.txt") + ":2: unknown option '--cusal'; --help lists the known ones\n");
+  EXPECT_NE(run("bench 1x1x8x8 --suite '" + path("good.txt") + "'").err.find("give one or the other"),
+            std::string::npos);
+  EXPECT_EQ(run("verify --suite '" + path("good.txt") + "' --kernel reference").code, 0);
+}
+
+TEST_F(ToolsCommand, RunWritesWhatItComputed) {
+  const std::string line = "run 2x4/2x6x8/5 --logsumexp --weights head --column-sums --kernel reference";
+  const json root = run_json(line + " --out '" + path("o.safetensors") + "'");
+  ASSERT_EQ(root["rows"].size(), 4u);
+  EXPECT_EQ(root["rows"][0]["shape"], "[2, 6, 4, 5]");
+  EXPECT_EQ(root["rows"][1]["shape"], "[2, 4, 6]");
+  EXPECT_EQ(root["rows"][0]["nan"], 0);
+  EXPECT_TRUE(fs::exists(path("o.safetensors")));
+  const Ran again = run(line + " --out '" + path("o.safetensors") + "'");
+  EXPECT_EQ(again.code, 2);
+  EXPECT_EQ(again.err, "polyhead run: '" + path("o.safetensors") + "' exists already; --force replaces it\n");
+  EXPECT_EQ(run(line + " --force --out '" + path("o.safetensors") + "'").code, 0);
+  EXPECT_NE(run(line + " --out '" + path("o.npy") + "'").err.find("can hold one tensor, not 4"), std::string::npos);
+  // The same numbers in another layout, and by way of a file.
+  const json plain = run_json("run 2x4/2x6x8/5 --kernel reference --out '" + path("p.npy") + "'")["rows"];
+  EXPECT_EQ(plain[0]["fnv1a"], root["rows"][0]["fnv1a"]);
+  for (const char* layout : {"bhsd", "sbhd", "strided", "qkv"}) {
+    const json row = run_json(std::string("run 2x4/2x6x8/5 --kernel reference --layout ") + layout)["rows"][0];
+    EXPECT_EQ(row["fnv1a"], plain[0]["fnv1a"]) << layout;
+  }
+}
+
+TEST_F(ToolsCommand, RunTakesOperandsFromFiles) {
+  // An output [1, 6, 2, 4] serves as query, key and value of the next call.
+  ASSERT_EQ(run("run 1x2x6x4 --out '" + path("x.npy") + "'").code, 0);
+  const std::string x = "'" + path("x.npy") + "'";
+  const json root = run_json("run --query " + x + " --key " + x + " --value " + x + " --causal");
+  EXPECT_EQ(root["facts"]["problem"], "1x2x6x4 --causal");
+  EXPECT_EQ(root["rows"][0]["shape"], "[1, 6, 2, 4]");
+  const json heads_first = run_json("run --layout bhsd --query " + x + " --key " + x + " --value " + x);
+  EXPECT_EQ(heads_first["facts"]["problem"], "1x6x2x4 --layout bhsd");
+  ASSERT_EQ(run("run 1x2x6x4 --weights head --logsumexp --out '" + path("w.safetensors") + "'").code, 0);
+  const std::string weights = "'" + path("w.safetensors") + ":weights'";
+  EXPECT_EQ(run_json("run 1x2x6x4 --attn-bias " + weights)["facts"]["problem"], "1x2x6x4 --bias 1,h,q,k");
+  const std::vector<std::pair<std::string, std::string>> mistakes = {
+      {"run --query " + x, "no sizes given: name them as BxHxSxD, or give --query, --key and --value"},
+      {"run 1x2x7x4 --query " + x, "query"},
+      {"run 1x2x6x4 --attn-mask " + weights, "attn_mask"},
+      {"run 1x2x6x4 --packed --query " + x, "packed operands from files: give query, key, value, cu_seqlens_q"},
+      {"run --layout strided --query " + x + " --key " + x + " --value " + x,
+       "--layout of operands from files must be bshd, bhsd or sbhd"},
+      {"run 1x2x6x4 --query '" + path("w.safetensors") + "'", "holds 3 tensors; name one as FILE:NAME"},
+      {"run 1x2x6x4 --query '" + path("none.npy") + "'", "cannot open"}};
+  for (const auto& [line, sentence] : mistakes) {
+    const Ran ran = run(line);
+    EXPECT_EQ(ran.code, 2) << line;
+    EXPECT_NE(ran.err.find(sentence), std::string::npos) << line << "\n" << ran.err;
+    EXPECT_TRUE(ran.out.empty()) << line;
+  }
+}
+
+TEST_F(ToolsCommand, Bfloat16FilesSayTheirDtype) {
+  ASSERT_EQ(run("run 1x2x6x4 --dtype bf16 --out '" + path("b.npy") + "'").code, 0);
+  const std::string operands =
+      "run --query '" + path("b.npy") + "' --key '" + path("b.npy") + "' --value '" + path("b.npy") + "'";
+  EXPECT_NE(run(operands).err.find("query holds 2-byte void elements, as NumPy writes bfloat16; say --dtype bf16"),
+            std::string::npos);
+  EXPECT_EQ(run_json(operands + " --dtype bf16")["rows"][0]["dtype"], "bfloat16");
+}
+
+TEST_F(ToolsCommand, VerifyPassesAndCountsWhatItDid) {
+  const json rows = run_json("verify 1x2x16x8 --causal --dtype f32,bf16 --kernel all --threads 1,3")["rows"];
+  EXPECT_FALSE(rows.empty());
+  for (const json& row : rows) {
+    EXPECT_EQ(row["result"], "PASS") << row;
+    EXPECT_LE(row["largest_error"].get<double>(), row["allowed"].get<double>());
+  }
+  const json random = run_json("verify --random 20 --seed 3 --kernel reference");
+  EXPECT_EQ(random["facts"]["verified"], "20 problems");
+  EXPECT_EQ(random["facts"]["passed"], "20");
+  EXPECT_EQ(random["facts"]["failed"], "0");
+  EXPECT_TRUE(random["rows"].empty());
+  const Ran nothing = run("verify 1x1x8x8 --dtype f64 --kernel cpu_generic");
+  EXPECT_EQ(nothing.code, 2);
+  EXPECT_NE(nothing.err.find("nothing was verified: kernel is cpu_generic"), std::string::npos) << nothing.err;
+}
+
+TEST_F(ToolsCommand, MistakesAreToldInWordsAndNothingIsPrinted) {
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"", "A subcommand is required"},
+      {"dance", "A subcommand is required"},
+      {"bench", "no problem given; name one as BxHxSxD"},
+      {"bench 1x1x8", "has 3 sizes, must have 4"},
+      {"bench 1x1x8x8 --kernel cpu_best", "--kernel is 'cpu_best'; known are "},
+      {"bench 1x1x8x8 --kernel ''", "--kernel is empty; known are "},
+      {"bench 1x1x8x8 --threads 0", "--threads has '0', must be numbers from 1 to 1024"},
+      {"bench 1x1x8x8 --format xml", "--format is 'xml', must be one of md, csv, json"},
+      {"bench 1x1x8x8 --direction backward", "--direction is 'backward', must be forward"},
+      {"bench 1x1x8x8 --min-time nan", "--min-time and --warm-up are milliseconds"},
+      {"bench 1x1x8x8 --samples 0", "--samples is 0, must be 1 or more"},
+      {"bench 1x1x8x8 --scale nan", "scale"},
+      {"bench 1x1x8/9x8 --causal", "align"},
+      {"bench 1x3/2x8x8", "num_heads_kv"},
+      {"bench 100000x100000x100000x100", "not enough memory"},
+      {"run 1x1x8x8 1x1x9x8", "2 problems, where exactly one is expected"},
+      {"run 1x1x8x8 --packed --weights head", "packed"},
+      {"verify --random 5 --causal", "--random draws its problems itself"},
+      {"verify 1x1x8x8 --random -3", "--random is -3"},
+      {"kernels --frmat md", "--frmat"}};
+  for (const auto& [line, sentence] : cases) {
+    const Ran ran = run(line);
+    EXPECT_EQ(ran.code, 2) << line;
+    EXPECT_NE((ran.err + ran.out).find(sentence), std::string::npos) << line << "\n" << ran.err << ran.out;
+  }
+}
+
+TEST_F(ToolsCommand, AForcedKernelOfTheEnvironmentIsUsed) {
+  EXPECT_EQ(json::parse(run("run 1x1x8x8 --format json", "POLYHEAD_KERNEL=reference").out)["facts"]["kernel"],
+            "reference");
+  const Ran unknown = run("run 1x1x8x8", "POLYHEAD_KERNEL=none_such");
+  EXPECT_EQ(unknown.code, 2);
+  EXPECT_NE(unknown.err.find("POLYHEAD_KERNEL is none_such, known are "), std::string::npos) << unknown.err;
+}
+
+}  // namespace
