@@ -10,6 +10,7 @@
 
 #include "cases.h"
 #include "harness.h"
+#include "judge.h"
 #include "poison.h"
 #include "polyhead/kernels.h"
 
@@ -73,7 +74,7 @@ TEST_P(Attention, MatchesTheDefinition) {
   options.layout = problem_.layout;
   options.layout_seed = problem_.seed;
   options.through_plan = true;
-  EXPECT_EQ(mismatch(run_with(in_, options), want, problem_), "") << line();
+  EXPECT_EQ(mismatch(kernel_, problem_, in_, want, options), "") << line();
 }
 
 TEST_P(Attention, SameBitsForAnyThreadsAndLayout) {

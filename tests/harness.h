@@ -42,10 +42,4 @@ struct Expected {
 };
 Expected expected(const AttentionDesc& desc, const Inputs& in);
 
-// "" if `got` is as good as SEMANTICS asks of a kernel, else one line for each output that is not:
-//   largest error <= 2x the yardstick's + 4 ulp of sum_k P_k |V_k|; no drift of the mean signed error;
-//   RMSE <= 1.1x the yardstick's (1.5x in bfloat16 or with shifted logits), where there are 4096 elements or more;
-//   NaN and inf where the definition has them; +0 and -inf in rows that see no key; no faults.
-std::string mismatch(const Outputs& got, const Expected& want, const Problem& problem);
-
 }  // namespace polyhead::testing
