@@ -231,7 +231,7 @@ def dropout_mask(shape, dropout_p, dropout_seed, dropout_offset=0):
     Notes
     -----
     Element (b, h, i, j) is kept if its 16 random bits are >= floor(dropout_p * 65536 + 0.5). The bits come from
-    Philox4x32-10 with key words (seed & 0xffffffff, seed >> 32) and counter words (b * H + h, i, j // 8, offset): j takes
-    word (j % 8) // 2, its low half if j is even, else its high half.
+    Philox4x32-10 with key words (seed & 0xffffffff, seed >> 32) and counter words (b * H + h, i, j // 8, offset):
+    j takes word (j % 8) // 2, its low half if j is even, else its high half.
     """
     return _bind.dropout_mask(shape, dropout_p, dropout_seed, dropout_offset)

@@ -126,8 +126,8 @@ Tensor view_of_numpy(PyArrayObject* array, const ArrayArgument& argument) {
   return view;
 }
 
-// torch's own functions: a fifth of the time of __dlpack__, and they take tensors that require a gradient. DLPack cannot
-// say that a view (as x.conj().imag is) stands for the negative of its memory: resolve_neg makes such a one a copy.
+// torch's own functions: a fifth of the time of __dlpack__, and they take tensors that require a gradient. DLPack
+// cannot say that a view (as x.conj().imag is) stands for the negative of its memory: resolve_neg copies such a one.
 struct Torch {
   PyTypeObject* tensor = nullptr;
   PyObject* resolve_neg = nullptr;

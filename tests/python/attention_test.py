@@ -50,9 +50,9 @@ def check(query, key, value, kernel=None, **options):
     assert_sums(column_sums, exact.column_sums, dtype)
     # Each result alone; the usual case first.
     alone = polyhead.attention(query, key, value, **options, kernel=kernel)
-    assert_same(alone, exact.out, exact.bound, dtype)
+    assert alone.tobytes() == out.tobytes()  # what else is returned changes no bit
     again, logsumexp = polyhead.attention(query, key, value, **options, return_logsumexp=True, kernel=kernel)
-    assert again.tobytes() == alone.tobytes()
+    assert again.tobytes() == out.tobytes()
     assert_sums(logsumexp, exact.logsumexp, dtype)
     _, mean = polyhead.attention(query, key, value, **options, return_weights="mean", kernel=kernel)
     assert_same(mean, exact.weights.mean(axis=1), exact.weights.mean(axis=1), dtype)

@@ -1,4 +1,4 @@
-"""What the documentation shows runs: the docstrings' examples and every ```python block of README.md and docs/."""
+"""What the documentation shows runs: the docstrings' examples and every ```python block of docs/."""
 
 import doctest
 import pathlib
@@ -9,7 +9,7 @@ import pytest
 import polyhead
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if page.exists()]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 
 

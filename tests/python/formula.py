@@ -1,4 +1,4 @@
-"""The contract as one NumPy formula in float64, with arguments as of `polyhead.attention`: what the tests compare to."""
+"""The contract as one NumPy formula in float64, with the arguments of `polyhead.attention`: what tests compare to."""
 
 from types import SimpleNamespace
 
