@@ -27,7 +27,7 @@ class POLYHEAD_API Executor {
 POLYHEAD_API Executor& default_executor();
 
 /// A pool of `num_threads` (at least 1; 1 runs everything on the calling thread). The caller deletes it, after the
-/// plans that use it.
+/// plans that use it. Null if memory runs out.
 POLYHEAD_API Executor* new_thread_pool(int num_threads);
 
 }  // namespace polyhead
