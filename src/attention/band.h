@@ -22,24 +22,19 @@ struct Band {
   int64_t left = -1, right = -1;
 };
 
-// a + b without overflow, for positions that a caller may set to any int64.
-static inline int64_t saturating_add(int64_t a, int64_t b) {
-  int64_t sum = 0;
-  if (!__builtin_add_overflow(a, b, &sum)) return sum;
-  return a > 0 ? INT64_MAX : INT64_MIN;
-}
-
-// The keys that band and lengths let query i of a sequence see (mask and bias may hide more).
+// The keys that band and lengths let query i of a sequence see (mask and bias may hide more). Offset and window may be any
+// int64, so positions are summed in 128 bits.
 static inline KeyRange key_range(const Band& band, const Sequence& s, int64_t i) {
+  __extension__ using Wide = __int128;
   KeyRange range{0, i < s.len_q ? s.len_k : 0};
-  const int64_t position = saturating_add(i, s.offset);
+  const Wide position = static_cast<Wide>(i) + s.offset;
   if (band.right >= 0) {
-    const int64_t last = saturating_add(position, band.right);
-    if (last < range.end) range.end = last < 0 ? 0 : last + 1;
+    const Wide end = position + band.right + 1;
+    if (end < range.end) range.end = end < 0 ? 0 : static_cast<int64_t>(end);
   }
   if (band.left >= 0) {
-    const int64_t first = saturating_add(position, -band.left);
-    if (first > range.begin) range.begin = first;
+    const Wide first = position - band.left;
+    if (first > 0) range.begin = first < range.end ? static_cast<int64_t>(first) : range.end;
   }
   return range;
 }

@@ -35,9 +35,7 @@ inline Sequence sequence(const AttentionDesc& desc, const ForwardArgs& args, int
 }
 
 // Causal is a band whose right side is closed on the diagonal.
-inline Band band(const AttentionDesc& desc) {
-  return {desc.window_left, desc.causal ? 0 : desc.window_right};
-}
+inline Band band(const AttentionDesc& desc) { return {desc.window_left, desc.causal ? 0 : desc.window_right}; }
 
 // The keys that causal, window and lengths let query i of a sequence see (mask and bias may hide more).
 inline KeyRange key_range(const AttentionDesc& desc, const Sequence& s, int64_t i) {

@@ -45,9 +45,10 @@ void attend_block(const Head& head, Tile& tile, const Block& block) {
   if (head.careful) add_not_finite<Mac>(head, tile, block, t);
 }
 
-// How a tile's rows end: what O is multiplied by, and L.
+// How a tile's rows end: what O is divided by, and L.
 struct RowEnds {
-  alignas(64) float inverse[kTile];
+  alignas(64) float divisor[kTile];
+  alignas(64) float reciprocal[kTile];
   alignas(64) float logsumexp[kTile];
   bool hidden[kTile];
   bool some_hidden;
@@ -57,10 +58,12 @@ void end_rows(RowEnds& ends, const Head& head, const Tile& tile) {
   for (int q = 0; q < kTile; q += kLanes) {
     const F l = load(tile.state.l + q), m = load(tile.state.m + q);
     const M none = equal(l, broadcast(0.0f));
-    store(ends.inverse + q, select(none, broadcast(0.0f), broadcast(head.problem.dropout.scale) / l));
-    // m ln 2 in two parts: ln 2 rounded to one float would cost half a unit in the last place.
-    const F natural = fma(m, broadcast(0.693359375f), fma(m, broadcast(-2.12194440e-4f), log(l)));
-    store(ends.logsumexp + q, select(none, broadcast(-kInfinity), natural));
+    const F weights = load((head.rounded_weights ? tile.state.l_rounded : tile.state.l) + q);
+    const F divisor = select(none, broadcast(1.0f), weights);
+    store(ends.divisor + q, divisor);
+    store(ends.reciprocal + q, broadcast(1.0f) / divisor);
+    const F scale = broadcast(head.rule.natural ? 1.0f : head.rule.scale);
+    store(ends.logsumexp + q, select(none, broadcast(-kInfinity), fma(m, scale, log(l))));
   }
   ends.some_hidden = false;
   for (int q = 0; q < tile.num_queries; ++q) {
@@ -68,7 +71,7 @@ void end_rows(RowEnds& ends, const Head& head, const Tile& tile) {
     if (!ends.hidden[q]) continue;
     if (sees_only_minus_infinity(head, tile, q)) {
       ends.hidden[q] = false;
-      ends.inverse[q] = ends.logsumexp[q] = __builtin_nanf("");
+      ends.divisor[q] = ends.reciprocal[q] = ends.logsumexp[q] = __builtin_nanf("");
     }
     ends.some_hidden = ends.some_hidden || ends.hidden[q];
   }
@@ -85,14 +88,20 @@ bool finite_output(const Tile& tile, int64_t dim) {
 }
 
 // Rows [q, q + kLanes) and columns [d, d + kLanes) of a tile's output, transposed back and written.
-void store_output(const Operand& out, int64_t at, const Tile& tile, const RowEnds& ends, int q, int64_t d, int64_t dim) {
-  const F inverse = load(ends.inverse + q);
+void store_output(const Problem& problem, int64_t at, const Tile& tile, const RowEnds& ends, int q, int64_t d) {
+  const Operand& out = problem.out;
+  const int64_t dim = problem.head_dim_v;
+  const F divisor = load(ends.divisor + q), reciprocal = load(ends.reciprocal + q);
+  const F scale = broadcast(problem.dropout.scale);
+  const auto row = [&](int64_t d_i) {
+    return divide(load(tile.state.out + d_i * kTile + q), divisor, reciprocal) * scale;
+  };
   const int rows = tile.num_queries - q < kLanes ? tile.num_queries - q : kLanes;
   const int n = dim - d < kLanes ? static_cast<int>(dim - d) : kLanes;
   F block[kLanes];
   if (rows == kLanes && n == kLanes && out.dtype == DType::kFloat32 && out.stride_d == 1 && !ends.some_hidden) {
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) block[i] = load(tile.state.out + (d + i) * kTile + q) * inverse;
+    for (int i = 0; i < kLanes; ++i) block[i] = row(d + i);
     transpose(block);
     float* target = static_cast<float*>(out.data) + at;
 #pragma GCC unroll 16
@@ -100,7 +109,7 @@ void store_output(const Operand& out, int64_t at, const Tile& tile, const RowEnd
     return;
   }
   for (int i = 0; i < kLanes; ++i) {
-    block[i] = i < n ? load(tile.state.out + (d + i) * kTile + q) * inverse : broadcast(0.0f);
+    block[i] = i < n ? row(d + i) : broadcast(0.0f);
   }
   transpose(block);
   for (int r = 0; r < rows; ++r) {
@@ -120,7 +129,7 @@ bool finish_tile(const Head& head, Tile& tile) {
   const int64_t out0 = head.task.b * out.stride_b + head.task.h * out.stride_h + row0 * out.stride_s;
   for (int q = 0; q < tile.num_queries; q += kLanes) {
     for (int64_t d = 0; d < problem.head_dim_v; d += kLanes) {
-      store_output(out, out0 + q * out.stride_s + d * out.stride_d, tile, ends, q, d, problem.head_dim_v);
+      store_output(problem, out0 + q * out.stride_s + d * out.stride_d, tile, ends, q, d);
     }
   }
   if (problem.logsumexp == nullptr) return true;
@@ -138,7 +147,7 @@ void attend(const Head& head, Tile* tiles, int num_tiles) {
     tile.some_hidden = false;
     for (int q = 0; q < kTile; ++q) {
       tile.state.m[q] = kNoMaximum;
-      tile.state.l[q] = 0;
+      tile.state.l[q] = tile.state.l_rounded[q] = 0;
     }
     __builtin_memset(tile.state.out, 0, static_cast<size_t>(head.problem.head_dim_v) * kTile * sizeof(float));
     if (tile.ranges.any_begin < begin) begin = tile.ranges.any_begin;
@@ -159,9 +168,17 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
   const int64_t kv_head = task.h / problem.group;
   Scratch* scratch = static_cast<Scratch*>(memory);
   float* floats = reinterpret_cast<float*>(static_cast<char*>(memory) + round_up(sizeof(Scratch)));
-  Head head{problem, task, rows_of(problem.key, task.b, kv_head, s.first_k),
-            rows_of(problem.value, task.b, kv_head, s.first_k), additive(problem, task.b, task.h),
-            score_rule(problem, task.b, task.h), scratch, floats, floats + kBlock * problem.head_dim, false};
+  Head head{problem,
+            task,
+            rows_of(problem.key, task.b, kv_head, s.first_k),
+            rows_of(problem.value, task.b, kv_head, s.first_k),
+            additive(problem, task.b, task.h),
+            score_rule(problem, task.b, task.h),
+            scratch,
+            floats,
+            floats + kBlock * problem.head_dim,
+            Mac::kElements == 2,
+            false};
   floats += kBlock * (problem.head_dim + problem.head_dim_v);
   int num_tiles = 0;
   for (int64_t done = 0; done < task.num_queries; done += kTile, ++num_tiles) {

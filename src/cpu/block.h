@@ -9,7 +9,7 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-constexpr int kBlock = 64;  // keys
+constexpr int kBlock = 64;      // keys
 constexpr int kGroup = kLanes;  // keys of a block that share a range of vectors, where not every query sees all
 
 struct Tile {
@@ -49,7 +49,8 @@ struct Head {
   ScoreRule rule;
   Scratch* scratch;
   float *key_copy, *value_copy;
-  bool careful;  // NaN or inf among hidden values: see add_not_finite
+  bool rounded_weights;  // P is bfloat16 where it multiplies V
+  bool careful;          // NaN or inf among hidden values: see add_not_finite
 };
 
 // Copying costs 1 % at 4 tiles; reading in place needs words of the right type, and rows that are not a multiple of
@@ -110,8 +111,8 @@ void score_vecs(const Head& head, Tile& tile, const Block& block, const BlockVie
 
 // The same for vectors [v_begin, v_end); begin and end are multiples of kMicroRows.
 template <class Mac, class PMac>
-void score_keys(const Head& head, Tile& tile, const Block& block, const BlockView& view, int begin, int end, int v_begin,
-                int v_end) {
+void score_keys(const Head& head, Tile& tile, const Block& block, const BlockView& view, int begin, int end,
+                int v_begin, int v_end) {
   for (int v = v_begin; v < v_end; v += kMicroVecs) {
     const int lane = v * kLanes;
     switch (v_end - v < kMicroVecs ? v_end - v : kMicroVecs) {
@@ -140,8 +141,8 @@ TileView view_block(const Head& head, const Tile& tile, const Block& block) {
   if (t.begin >= t.end) return t;
   t.num_vecs = (tile.num_queries + kLanes - 1) / kLanes;
   if (head.additive.given()) {
-    const Seen seen = additive_tile(scratch.additive, head.additive, tile.first_query, tile.num_queries, block.first,
-                                    t.begin, t.end);
+    const Seen seen =
+        additive_tile(scratch.additive, head.additive, tile.first_query, tile.num_queries, block.first, t.begin, t.end);
     if (seen == Seen::kNone) {
       t.end = t.begin;
       return t;
@@ -194,8 +195,7 @@ void for_each_part(const TileView& t, const Part& part) {
 
 bool hidden(const BlockView& view, int key, int query) {
   if (view.ranges != nullptr && (key < view.ranges->begin[query] || key >= view.ranges->end[query])) return true;
-  return view.additive != nullptr &&
-         view.additive[view.additive_shared ? key : key * kTile + query] == -kInfinity;
+  return view.additive != nullptr && view.additive[view.additive_shared ? key : key * kTile + query] == -kInfinity;
 }
 
 // Of a row with l = 0: whether mask and bias leave it a key, so that all it sees has score -inf: exp(-inf + inf), NaN.

@@ -8,9 +8,11 @@
 namespace polyhead::cpu {
 namespace {
 
+// The stride of a dim of size 1 may be any number: here it becomes one that pointers can step by.
 Operand operand(const Tensor& t) {
-  if (t.ndim == 3) return {t.data, t.dtype, 0, t.strides[0], t.strides[1], t.strides[2]};
-  return {t.data, t.dtype, t.strides[0], t.strides[1], t.strides[2], t.strides[3]};
+  const auto stride = [&](int dim, int64_t otherwise) { return t.dims[dim] <= 1 ? otherwise : t.strides[dim]; };
+  if (t.ndim == 3) return {t.data, t.dtype, 0, stride(0, 0), stride(1, 0), stride(2, 1)};
+  return {t.data, t.dtype, stride(0, 0), stride(1, 0), stride(2, 0), stride(3, 1)};
 }
 
 Broadcast broadcast(const Tensor& t) {
@@ -30,7 +32,7 @@ Problem problem(const AttentionDesc& desc, const ForwardArgs& args) {
   Problem p;
   p.batch = desc.batch;
   p.num_heads = desc.num_heads;
-  p.group = desc.num_heads / desc.num_heads_kv;
+  p.group = desc.num_heads_kv > 0 ? desc.num_heads / desc.num_heads_kv : 1;
   p.head_dim = desc.head_dim;
   p.head_dim_v = desc.head_dim_v;
   p.dtype = desc.dtype;
@@ -74,7 +76,8 @@ Problem problem(const AttentionDesc& desc, const ForwardArgs& args) {
 void hide_rows(const Problem& p, int64_t b, int64_t h, int64_t first, int64_t end) {
   const int64_t element_bytes = p.dtype == DType::kFloat32 ? 4 : 2;
   for (int64_t i = first; i < end; ++i) {
-    char* row = static_cast<char*>(p.out.data) + (b * p.out.stride_b + i * p.out.stride_s + h * p.out.stride_h) * element_bytes;
+    char* row =
+        static_cast<char*>(p.out.data) + (b * p.out.stride_b + i * p.out.stride_s + h * p.out.stride_h) * element_bytes;
     for (int64_t d = 0; d < p.head_dim_v; ++d) {
       std::memset(row + d * p.out.stride_d * element_bytes, 0, static_cast<size_t>(element_bytes));
     }

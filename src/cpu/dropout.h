@@ -36,11 +36,10 @@ inline void dropout_tile(uint16_t (&kept)[kBlock][kVecs], const Dropout& dropout
   for (int v = 0; v < num_vecs; ++v) {
     const I query = add_int(broadcast_int(static_cast<int32_t>(first_query) + v * kLanes), iota());
     for (int k = begin & ~7; k < end; k += 8) {
-      const PhiloxWords random =
-          philox({{broadcast_int(static_cast<int32_t>(head_index)), query,
-                   broadcast_int(static_cast<int32_t>((first + k) / 8)),
-                   broadcast_int(static_cast<int32_t>(dropout.offset))}},
-                 dropout.seed);
+      const PhiloxWords random = philox(
+          {{broadcast_int(static_cast<int32_t>(head_index)), query,
+            broadcast_int(static_cast<int32_t>((first + k) / 8)), broadcast_int(static_cast<int32_t>(dropout.offset))}},
+          dropout.seed);
       for (int w = 0; w < 4; ++w) {
         const M low = negate(less_int(and_int(random.word[w], broadcast_int(0xffff)), threshold));
         const M high = negate(less_int(shift_right<16>(random.word[w]), threshold));

@@ -45,10 +45,18 @@ double peak_loop(DType dtype, int64_t rounds, float* sink);
 extern const IsaFunctions kFunctions;
 }  // namespace POLYHEAD_ISA
 #else
-namespace generic { extern const IsaFunctions kFunctions; }
-namespace avx2 { extern const IsaFunctions kFunctions; }
-namespace avx512 { extern const IsaFunctions kFunctions; }
-namespace avx512bf16 { extern const IsaFunctions kFunctions; }
+namespace generic {
+extern const IsaFunctions kFunctions;
+}
+namespace avx2 {
+extern const IsaFunctions kFunctions;
+}
+namespace avx512 {
+extern const IsaFunctions kFunctions;
+}
+namespace avx512bf16 {
+extern const IsaFunctions kFunctions;
+}
 #endif
 
 }  // namespace polyhead::cpu

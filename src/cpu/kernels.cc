@@ -35,15 +35,15 @@ std::string why_not(const AttentionDesc& desc, bool has_isa, const char* missing
 }  // namespace
 }  // namespace cpu
 
-constexpr Kernel kCpuGeneric = {
-    "cpu_generic", [](const AttentionDesc& desc) { return cpu::why_not(desc, true, ""); },
-    cpu::workspace_bytes<cpu::generic::kFunctions>, cpu::forward<cpu::generic::kFunctions>};
+constexpr Kernel kCpuGeneric = {"cpu_generic", [](const AttentionDesc& desc) { return cpu::why_not(desc, true, ""); },
+                                cpu::workspace_bytes<cpu::generic::kFunctions>, cpu::forward<cpu::generic::kFunctions>};
 #if defined(__x86_64__)
 constexpr Kernel kCpuAvx2 = {
     "cpu_avx2", [](const AttentionDesc& desc) { return cpu::why_not(desc, cpu::isa().avx2, "AVX2 with FMA and F16C"); },
     cpu::workspace_bytes<cpu::avx2::kFunctions>, cpu::forward<cpu::avx2::kFunctions>};
 constexpr Kernel kCpuAvx512 = {
-    "cpu_avx512", [](const AttentionDesc& desc) { return cpu::why_not(desc, cpu::isa().avx512, "AVX-512 (F, BW, DQ, VL)"); },
+    "cpu_avx512",
+    [](const AttentionDesc& desc) { return cpu::why_not(desc, cpu::isa().avx512, "AVX-512 (F, BW, DQ, VL)"); },
     cpu::workspace_bytes<cpu::avx512::kFunctions>, cpu::forward<cpu::avx512::kFunctions>};
 constexpr Kernel kCpuAvx512Bf16 = {
     "cpu_avx512bf16",

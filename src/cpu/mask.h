@@ -121,8 +121,8 @@ struct SeenBits {
 
 // Fills tile[key][query] for keys [begin, end) of the block that starts at `first`; if all queries share one row,
 // tile[key] alone.
-inline Seen additive_tile(float* tile, const Additive& x, int64_t first_query, int num_queries, int64_t first, int begin,
-                          int end) {
+inline Seen additive_tile(float* tile, const Additive& x, int64_t first_query, int num_queries, int64_t first,
+                          int begin, int end) {
   SeenBits seen;
   if (x.same_for_all_queries()) {
     for (int k = begin; k < end; k += kLanes) {

@@ -4,6 +4,7 @@
 //   F      kLanes floats                         I      kLanes int32             M     one yes or no per lane
 //   load store (unaligned); ..._first(p, n): the first n <= kLanes lanes only, others read as 0 and are not touched
 //   fma(a, b, c) = a * b + c                     maximum(a, b): b where either is NaN
+//   divide(x, divisor, reciprocal)              x / divisor, rounded once; reciprocal = 1 / divisor, computed before
 //   round_to_even, absolute                      scale_by_power(x, n) = x * 2^n for integer n; exactly 0 below n = -126
 //   mantissa in [1, 2), exponent                 of positive normal numbers
 //   less, equal -> M; both, either, negate, any, bits, mask_from_bits; select(m, a, b): a where m, else b
@@ -11,7 +12,8 @@
 //   load_bf16 load_f16 load_bool store_bf16 store_f16     kLanes elements, converted (nearest even; NaN stays NaN)
 //   transpose(rows)                              kLanes x kLanes
 //   keep_in_register(x)                          the compiler may not fold or move what x holds (peak measurement)
-//   dot_bf16(acc, a, b), pair_bf16(even, odd)    acc + pairs of bfloat16, where POLYHEAD_HAS_BF16_DOT
+//   dot_bf16(acc, a, b)                          acc + products of bfloat16 pairs; with these where POLYHEAD_HAS_BF16_DOT:
+//   pair_bf16(even, odd) rounds two vectors into one of pairs; even_bf16, odd_bf16 take a pair apart; join_bf16 joins
 //
 // Everything lives in an unnamed namespace and nothing of the C++ library is used: an inline function of the standard
 // library compiled with AVX-512 flags could become the copy that baseline code runs.

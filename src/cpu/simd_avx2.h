@@ -24,6 +24,13 @@ inline void store(float* p, F x) { _mm256_storeu_ps(p, x); }
 inline void store_first(float* p, F x, int n) { _mm256_maskstore_ps(p, first_lanes(n), x); }
 inline F broadcast(float x) { return _mm256_set1_ps(x); }
 inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+inline M equal(F a, F b);
+inline F select(M m, F a, F b);
+inline F divide(F x, F divisor, F reciprocal) {
+  const F quotient = x * reciprocal;
+  const F error = fma(broadcast(0.0f) - quotient, divisor, x);  // NaN where the quotient is inf
+  return select(equal(error, error), fma(error, reciprocal, quotient), quotient);
+}
 inline F maximum(F a, F b) { return _mm256_max_ps(a, b); }
 inline F round_to_even(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F absolute(F x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
@@ -67,7 +74,9 @@ inline I add_int(I a, I b) { return _mm256_add_epi32(a, b); }
 inline I xor_int(I a, I b) { return _mm256_xor_si256(a, b); }
 inline I and_int(I a, I b) { return _mm256_and_si256(a, b); }
 template <int kBits>
-inline I shift_right(I a) { return _mm256_srli_epi32(a, kBits); }
+inline I shift_right(I a) {
+  return _mm256_srli_epi32(a, kBits);
+}
 inline M less_int(I a, I b) { return _mm256_castsi256_ps(_mm256_cmpgt_epi32(b, a)); }
 inline F to_float(I a) { return _mm256_cvtepi32_ps(a); }
 inline void multiply_wide(I a, I b, I& high, I& low) {
@@ -92,8 +101,7 @@ inline void store_bf16(uint16_t* p, F x) {
   const I rounded = _mm256_add_epi32(word, _mm256_add_epi32(lsb, _mm256_set1_epi32(0x7fff)));
   const I quiet = _mm256_or_si256(word, _mm256_set1_epi32(0x400000));
   const F nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
-  const I result = _mm256_castps_si256(
-      _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), nan));
+  const I result = _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), nan));
   const I half = _mm256_srli_epi32(result, 16);
   const I packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(half, half), 0xd8);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));

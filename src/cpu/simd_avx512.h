@@ -21,6 +21,13 @@ inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
 inline void store_first(float* p, F x, int n) { _mm512_mask_storeu_ps(p, static_cast<M>((1u << n) - 1), x); }
 inline F broadcast(float x) { return _mm512_set1_ps(x); }
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+inline M equal(F a, F b);
+inline F select(M m, F a, F b);
+inline F divide(F x, F divisor, F reciprocal) {
+  const F quotient = x * reciprocal;
+  const F error = fma(broadcast(0.0f) - quotient, divisor, x);  // NaN where the quotient is inf
+  return select(equal(error, error), fma(error, reciprocal, quotient), quotient);
+}
 inline F maximum(F a, F b) { return _mm512_max_ps(a, b); }
 inline F round_to_even(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F absolute(F x) { return _mm512_abs_ps(x); }
@@ -48,7 +55,9 @@ inline I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
 inline I xor_int(I a, I b) { return _mm512_xor_si512(a, b); }
 inline I and_int(I a, I b) { return _mm512_and_si512(a, b); }
 template <int kBits>
-inline I shift_right(I a) { return _mm512_srli_epi32(a, kBits); }
+inline I shift_right(I a) {
+  return _mm512_srli_epi32(a, kBits);
+}
 inline M less_int(I a, I b) { return _mm512_cmplt_epi32_mask(a, b); }
 inline F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 inline void multiply_wide(I a, I b, I& high, I& low) {
@@ -113,10 +122,21 @@ inline void transpose(F (&r)[kLanes]) {
 inline F dot_bf16(F acc, F a, F b) {
   return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
 }
-inline F pair_bf16(F even, F odd) {  // lane: even in the low half, odd in the high half
-  const I low = _mm512_cvtepu16_epi32(to_bf16(even));
-  const I high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bf16(odd)), 16);
-  return _mm512_castsi512_ps(_mm512_or_si512(low, high));
+inline F even_bf16(F word) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(word), 16)); }
+inline F odd_bf16(F word) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(word), _mm512_set1_epi32(-0x10000)));
+}
+inline F join_bf16(F even, F odd) {
+  const I low = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
+  return _mm512_castsi512_ps(
+      _mm512_ternarylogic_epi32(low, _mm512_castps_si512(odd), _mm512_set1_epi32(-0x10000), 0xf8));
+}
+inline F pair_bf16(F even, F odd) {
+  // cvtne2ps puts the 16 even values below the 16 odd ones; the permutation takes them in turn.
+  const __m512i halves = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, halves));
 }
 #endif
 

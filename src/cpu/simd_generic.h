@@ -42,6 +42,7 @@ inline void store_first(float* p, F x, int n) {
 inline F broadcast(float x) { return F{x, x, x, x}; }
 inline F fma(F a, F b, F c) { return a * b + c; }  // two roundings where the CPU has no fused form
 inline F select(M m, F a, F b) { return as_float((m & as_int(a)) | (~m & as_int(b))); }
+inline F divide(F x, F divisor, F) { return x / divisor; }
 inline F maximum(F a, F b) { return select(a > b, a, b); }
 inline F absolute(F x) { return as_float(as_int(x) & 0x7fffffff); }
 inline F round_to_even(F x) {  // magnitudes from 2^23 on are integers already; NaN and inf pass
@@ -57,9 +58,7 @@ inline M both(M a, M b) { return a & b; }
 inline M either(M a, M b) { return a | b; }
 inline M negate(M a) { return ~a; }
 inline bool any(M m) { return (m[0] | m[1] | m[2] | m[3]) != 0; }
-inline uint32_t bits(M m) {
-  return static_cast<uint32_t>((m[0] & 1) | (m[1] & 2) | (m[2] & 4) | (m[3] & 8));
-}
+inline uint32_t bits(M m) { return static_cast<uint32_t>((m[0] & 1) | (m[1] & 2) | (m[2] & 4) | (m[3] & 8)); }
 inline M mask_from_bits(uint32_t b) {
   const I bit = {1, 2, 4, 8};
   const int32_t word = static_cast<int32_t>(b);
@@ -77,7 +76,9 @@ inline I add_int(I a, I b) { return reinterpret_cast<I>(reinterpret_cast<U>(a) +
 inline I xor_int(I a, I b) { return a ^ b; }
 inline I and_int(I a, I b) { return a & b; }
 template <int kBits>
-inline I shift_right(I a) { return reinterpret_cast<I>(reinterpret_cast<U>(a) >> kBits); }
+inline I shift_right(I a) {
+  return reinterpret_cast<I>(reinterpret_cast<U>(a) >> kBits);
+}
 inline M less_int(I a, I b) { return a < b; }
 inline F to_float(I a) { return __builtin_convertvector(a, F); }
 inline void multiply_wide(I a, I b, I& high, I& low) {
@@ -133,9 +134,7 @@ inline uint16_t scalar_to_f16(float x) {
   const uint32_t rounded = word + 0xfff + ((word >> 13) & 1);
   return static_cast<uint16_t>(sign | ((rounded - (112u << 23)) >> 13));
 }
-inline F load_bf16(const uint16_t* p) {
-  return as_float(I{p[0] << 16, p[1] << 16, p[2] << 16, p[3] << 16});
-}
+inline F load_bf16(const uint16_t* p) { return as_float(I{p[0] << 16, p[1] << 16, p[2] << 16, p[3] << 16}); }
 inline F load_f16(const uint16_t* p) {
   return F{scalar_from_f16(p[0]), scalar_from_f16(p[1]), scalar_from_f16(p[2]), scalar_from_f16(p[3])};
 }

@@ -1,8 +1,8 @@
 // Online softmax of a tile: raw scores in registers become weights in memory.
 //
-// m is a stale maximum: an integer in base 2, raised only when a score exceeds it by more than 2^kHeadroom, and then
-// all that was summed is scaled by a power of two, which is exact. So the pass over O of the textbook algorithm
-// practically never runs, and no result depends on when it does.
+// m is a stale maximum: the largest of the first scores that a row saw, raised only when a score exceeds it by more than
+// a factor 2^kHeadroom in weight. So the pass over O of the textbook algorithm practically never runs. Weights stay below
+// 2^kHeadroom, and the first maximum's own weight is exactly 1.
 #pragma once
 
 #include "cpu/elementary.h"
@@ -11,29 +11,30 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-constexpr float kHeadroom = 20;
+constexpr float kHeadroom = 10;
 
 // Where a row starts: below every score, so that the first visible one raises it.
 constexpr float kNoMaximum = -3.402823466e38f;
 
 struct TileState {
-  float* out;  // O^T [head_dim_v][kTile], not yet divided by l
+  float* out;  // O^T [head_dim_v][kTile], not yet divided by the sum of its weights
   alignas(64) float m[kTile];
-  alignas(64) float l[kTile];
+  alignas(64) float l[kTile];          // sum of the weights: for L
+  alignas(64) float l_rounded[kTile];  // the same of the weights as they multiply V, where those are bfloat16: for O
 };
 
 // From Q K^T to the logits of one head.
 struct ScoreRule {
   float scale, softcap, slope;
-  bool natural;  // softcap, ALiBi or an additive tile: scores are scaled before they are used
-  float factor;  // then what brings a score to base 2
+  bool natural;  // scores are scaled at once: for softcap, ALiBi or an additive tile, or because scale is not positive
+  float factor;  // what brings a score to base 2 then; positive
 };
 
 inline ScoreRule score_rule(const Problem& problem, int64_t b, int64_t h) {
   ScoreRule rule{problem.scale, problem.softcap, 0, false, 0};
   if (problem.slopes != nullptr) rule.slope = problem.slopes[b * problem.slopes_stride_b + h * problem.slopes_stride_h];
   rule.natural = problem.softcap > 0 || problem.slopes != nullptr || problem.mask.data != nullptr ||
-                 problem.bias.data != nullptr;
+                 problem.bias.data != nullptr || !(problem.scale > 1e-6f);
   rule.factor = rule.natural ? kLog2E : problem.scale * kLog2E;
   return rule;
 }
@@ -42,9 +43,9 @@ inline ScoreRule score_rule(const Problem& problem, int64_t b, int64_t h) {
 struct BlockView {
   const BlockRanges* ranges = nullptr;
   const float* additive = nullptr;
-  bool additive_shared = false;                   // one row for all queries: additive[key]
-  const uint16_t (*kept)[kVecs] = nullptr;        // [key][vector]
-  const float* diagonal = nullptr;                // ALiBi: position of each query, relative to the block's first key
+  bool additive_shared = false;             // one row for all queries: additive[key]
+  const uint16_t (*kept)[kVecs] = nullptr;  // [key][vector]
+  const float* diagonal = nullptr;          // ALiBi: position of each query, relative to the block's first key
 };
 
 // Scores as the contract says: scale, softcap, ALiBi, bias; -inf where hidden. s[r][v]: key + r, lanes lane + v * kLanes.
@@ -80,71 +81,100 @@ inline void apply_rule(F (&s)[kRows][kVecs_], const ScoreRule& rule, const Block
   }
 }
 
-// Raises m where the largest new score needs it, and scales what was summed under the old one.
-__attribute__((noinline)) void raise_maximum(TileState& state, const F* largest, int num_vecs, int lane, int64_t dim) {
-  for (int v = 0; v < num_vecs; ++v) {
-    const int at = lane + v * kLanes;
-    const F old = load(state.m + at);
-    const F raised = select(less(old + broadcast(kHeadroom), largest[v]), round_to_even(largest[v]), old);
-    const F alpha = exp2<5>(old - raised);
-    store(state.m + at, raised);
-    store(state.l + at, load(state.l + at) * alpha);
-    for (int64_t d = 0; d < dim; ++d) store(state.out + d * kTile + at, load(state.out + d * kTile + at) * alpha);
+// Words of P^T times `alpha`.
+template <class Mac>
+inline F rescale(F word, F alpha) {
+#ifdef POLYHEAD_HAS_BF16_DOT
+  if constexpr (Mac::kElements == 2) return pair_bf16(even_bf16(word) * alpha, odd_bf16(word) * alpha);
+#endif
+  return word * alpha;
+}
+
+// Raises m to `largest` where a new score needs it, and scales what was summed under the old one: l, O, and the weights
+// of this block's keys [0, key), which are not yet in O. One vector of queries.
+template <class Mac>
+__attribute__((noinline)) void raise_maximum(TileState& state, float* p, F largest, F needed, float factor, int key,
+                                             int lane, int64_t dim) {
+  const F old = load(state.m + lane);
+  const F raised = select(equal(needed, broadcast(1.0f)), largest, old);
+  const F alpha = exp2(old - raised, broadcast(factor));
+  store(state.m + lane, raised);
+  store(state.l + lane, load(state.l + lane) * alpha);
+  store(state.l_rounded + lane, load(state.l_rounded + lane) * alpha);
+  for (int64_t d = 0; d < dim; ++d) store(state.out + d * kTile + lane, load(state.out + d * kTile + lane) * alpha);
+  for (int word = 0; word < key / Mac::kElements; ++word) {
+    store(p + word * kTile + lane, rescale<Mac>(load(p + word * kTile + lane), alpha));
   }
 }
 
-// Scores of kRows keys -> weights exp2(s - m) after dropout, stored as words of P^T; l grows by the undropped ones.
+// The largest score of each query, and whether it is too far above m.
+template <class Mac, int kRows, int kVecs_>
+inline void follow_maximum(const F (&s)[kRows][kVecs_], F (&m)[kVecs_], float* p, TileState& state, float factor,
+                           int key, int lane, int64_t dim) {
+  const F headroom = broadcast(kHeadroom / factor);
+  F largest[kVecs_];
+  M exceeds[kVecs_];
+#pragma GCC unroll 8
+  for (int v = 0; v < kVecs_; ++v) {
+    m[v] = load(state.m + lane + v * kLanes);
+    largest[v] = broadcast(kNoMaximum);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) largest[v] = maximum(s[r][v], largest[v]);
+    exceeds[v] = less(m[v] + headroom, largest[v]);
+  }
+  M some = exceeds[0];
+#pragma GCC unroll 8
+  for (int v = 1; v < kVecs_; ++v) some = either(some, exceeds[v]);
+  if (!any(some)) return;
+  for (int v = 0; v < kVecs_; ++v) {
+    const F needed = select(exceeds[v], broadcast(1.0f), broadcast(0.0f));
+    raise_maximum<Mac>(state, p, largest[v], needed, factor, key, lane + v * kLanes, dim);
+    m[v] = load(state.m + lane + v * kLanes);
+  }
+}
+
+// Scores of kRows keys -> weights exp(s - m) after dropout, stored as words of P^T; l grows by the undropped ones.
 template <class Mac, int kRows, int kVecs_>
 inline void softmax_step(F (&s)[kRows][kVecs_], float* p, TileState& state, const ScoreRule& rule,
                          const BlockView& view, int key, int lane, int64_t dim) {
   if (rule.natural || view.ranges != nullptr) apply_rule(s, rule, view, key, lane);
-  const F factor = broadcast(rule.factor);
   F m[kVecs_];
-#pragma GCC unroll 8
-  for (int v = 0; v < kVecs_; ++v) m[v] = load(state.m + lane + v * kLanes);
-  F top = broadcast(kNoMaximum);
-#pragma GCC unroll 8
-  for (int v = 0; v < kVecs_; ++v) {
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) top = maximum(fma(s[r][v], factor, broadcast(0.0f) - m[v]), top);
-  }
-  if (any(less(broadcast(kHeadroom), top))) {
-    F largest[kVecs_];
-    for (int v = 0; v < kVecs_; ++v) {
-      largest[v] = broadcast(kNoMaximum);
-      for (int r = 0; r < kRows; ++r) largest[v] = maximum(s[r][v] * factor, largest[v]);
-    }
-    raise_maximum(state, largest, kVecs_, lane, dim);
-    for (int v = 0; v < kVecs_; ++v) m[v] = load(state.m + lane + v * kLanes);
-  }
-  constexpr int kDegree = Mac::kElements == 1 ? 5 : 3;
+  follow_maximum<Mac>(s, m, p, state, rule.factor, key, lane, dim);
+  const F factor = broadcast(rule.factor);
 #pragma GCC unroll 8
   for (int v = 0; v < kVecs_; ++v) {
-    F sum = broadcast(0.0f);
+    const int at = lane + v * kLanes;
+    F sum = broadcast(0.0f), sum_rounded = broadcast(0.0f);
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      s[r][v] = exp2<kDegree>(fma(s[r][v], factor, broadcast(0.0f) - m[v]));
-      sum = sum + s[r][v];
-    }
-    store(state.l + lane + v * kLanes, load(state.l + lane + v * kLanes) + sum);
-    if (view.kept != nullptr) {
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        const M kept = mask_from_bits(view.kept[key + r][lane / kLanes + v]);
-        s[r][v] = select(kept, s[r][v], broadcast(0.0f));
+    for (int r = 0; r < kRows; r += Mac::kElements) {
+      F word[Mac::kElements];
+#pragma GCC unroll 2
+      for (int i = 0; i < Mac::kElements; ++i) {
+        word[i] = exp2(s[r + i][v] - m[v], factor);
+        sum = sum + word[i];
       }
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; r += Mac::kElements) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kVecs_; ++v) {
-      F word = s[r][v];
 #ifdef POLYHEAD_HAS_BF16_DOT
-      if constexpr (Mac::kElements == 2) word = pair_bf16(s[r][v], s[r + 1][v]);
+      if constexpr (Mac::kElements == 2) {
+        const F pair = pair_bf16(word[0], word[1]);
+        word[0] = even_bf16(pair);
+        word[1] = odd_bf16(pair);
+        sum_rounded = sum_rounded + (word[0] + word[1]);
+      }
 #endif
-      store(p + (key + r) / Mac::kElements * kTile + lane + v * kLanes, word);
+      if (view.kept != nullptr) {
+#pragma GCC unroll 2
+        for (int i = 0; i < Mac::kElements; ++i) {
+          word[i] = select(mask_from_bits(view.kept[key + r + i][at / kLanes]), word[i], broadcast(0.0f));
+        }
+      }
+      F stored = word[0];
+#ifdef POLYHEAD_HAS_BF16_DOT
+      if constexpr (Mac::kElements == 2) stored = join_bf16(word[0], word[1]);
+#endif
+      store(p + (key + r) / Mac::kElements * kTile + at, stored);
     }
+    store(state.l + at, load(state.l + at) + sum);
+    if constexpr (Mac::kElements == 2) store(state.l_rounded + at, load(state.l_rounded + at) + sum_rounded);
   }
 }
 

@@ -28,11 +28,14 @@ class Chunks {
     if (!desc.packed) return;
     first_chunk[0] = 0;
     for (int64_t b = 0; b < desc.batch; ++b) {
-      first_chunk[b + 1] = first_chunk[b] + chunks_of(integer_at(args.cu_seqlens_q, b + 1) - integer_at(args.cu_seqlens_q, b));
+      first_chunk[b + 1] =
+          first_chunk[b] + chunks_of(integer_at(args.cu_seqlens_q, b + 1) - integer_at(args.cu_seqlens_q, b));
     }
   }
 
-  int64_t per_head() const { return desc_.packed ? first_chunk_[desc_.batch] : desc_.batch * chunks_of(desc_.seqlen_q); }
+  int64_t per_head() const {
+    return desc_.packed ? first_chunk_[desc_.batch] : desc_.batch * chunks_of(desc_.seqlen_q);
+  }
   int64_t count() const { return per_head() * desc_.num_heads; }
 
   struct At {
@@ -73,7 +76,8 @@ size_t tiles_workspace_bytes(const IsaFunctions& functions, const AttentionDesc&
          functions.forward_scratch_bytes(desc.head_dim, desc.head_dim_v, tiles) * static_cast<size_t>(num_threads);
 }
 
-void tiles_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args, Executor& executor) {
+void tiles_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args,
+                   Executor& executor) {
   const Problem p = problem(desc, args);
   const int tiles = tiles_per_task(desc, executor.num_threads());
   const int64_t chunk_queries = int64_t{tiles} * kTileQueries;

@@ -37,8 +37,8 @@ void normalise(float* p, const BlockView& view, const float* inverse, int begin,
   }
 }
 
-void add_columns(const ForwardTask& task, const float* p, int64_t first, int num_queries, int begin, int end, int v_begin,
-                 int v_end) {
+void add_columns(const ForwardTask& task, const float* p, int64_t first, int num_queries, int begin, int end,
+                 int v_begin, int v_end) {
   for (int k = begin; k < end; ++k) {
     F sum = load(task.columns + (first + k) * kLanes);
     for (int v = v_begin; v < v_end; ++v) {
@@ -55,7 +55,7 @@ void drop(float* p, const Dropout& dropout, const uint16_t (*kept)[kVecs], int b
   for (int k = begin; k < end; ++k) {
     for (int v = v_begin; v < v_end; ++v) {
       float* at = p + k * kTile + v * kLanes;
-      store(at, select(mask_from_bits(kept[k][v]), load(at) * broadcast(dropout.scale), broadcast(0.0f)));
+      store(at, load(at) * select(mask_from_bits(kept[k][v]), broadcast(dropout.scale), broadcast(0.0f)));
     }
   }
 }

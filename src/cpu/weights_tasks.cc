@@ -113,15 +113,13 @@ void weights_forward(const IsaFunctions& functions, const AttentionDesc& desc, c
                      Executor& executor) {
   const Call call{functions, desc, args, problem(desc, args)};
   if (desc.return_column_sums || desc.return_weights == ReturnWeights::kPerHead) {
-    run_tasks(executor, desc.batch * desc.num_heads, [&](int64_t index, int lane) {
-      run_head(call, index / desc.num_heads, index % desc.num_heads, lane);
-    });
+    run_tasks(executor, desc.batch * desc.num_heads,
+              [&](int64_t index, int lane) { run_head(call, index / desc.num_heads, index % desc.num_heads, lane); });
   }
   if (desc.return_weights != ReturnWeights::kMean) return;
   const int64_t tiles = (desc.seqlen_q + kTileQueries - 1) / kTileQueries;
-  run_tasks(executor, desc.batch * tiles, [&](int64_t index, int lane) {
-    run_mean(call, index / tiles, index % tiles * kTileQueries, lane);
-  });
+  run_tasks(executor, desc.batch * tiles,
+            [&](int64_t index, int lane) { run_mean(call, index / tiles, index % tiles * kTileQueries, lane); });
 }
 
 }  // namespace polyhead::cpu
