@@ -239,12 +239,16 @@ polyhead_tensor right_tensor(Hostile& random, const polyhead_attention_desc& d, 
   return t;
 }
 
+void* moved(void* pointer, int64_t bytes) {  // null too
+  return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(pointer) + static_cast<uint64_t>(bytes));
+}
+
 void spoil_tensor(Hostile& random, polyhead_forward_args& args, polyhead_tensor& t, const Arena& arena) {
   const auto dim = static_cast<size_t>(random.below(POLYHEAD_MAX_DIMS));
   const auto other = static_cast<size_t>(random.below(kNumOperands));
   switch (random.below(9)) {
     case 0: t.data = nullptr; break;
-    case 1: t.data = static_cast<uint8_t*>(t.data) + random.between(-9, 9); break;
+    case 1: t.data = moved(t.data, random.between(-9, 9)); break;
     case 2: t.data = arena.place(other, random.below(200), random.chance(50)); break;
     case 3: t = args.*kOperands[other].tensor; break;
     case 4: t.dims[dim] = random.hostile_integer(); break;
@@ -289,7 +293,7 @@ void call_forward(Hostile& random, const polyhead_attention_plan* plan, const po
     }
     switch (random.below(5)) {
       case 0: args.workspace = nullptr; break;
-      case 1: args.workspace = static_cast<uint8_t*>(args.workspace) - random.between(1, 63); break;
+      case 1: args.workspace = moved(args.workspace, -random.between(1, 63)); break;
       case 2: args.workspace_bytes = static_cast<size_t>(random.below(static_cast<int64_t>(needed) + 1)); break;
       case 3: random.spoil_word(&args, 16); break;
       case 4: args.reserved = static_cast<uint32_t>(random.below(2)); break;
@@ -384,7 +388,7 @@ TEST(CapiFuzz, DropoutMask) {
     const polyhead_tensor before = kept;
     for (int64_t i = random.chance(50) ? 0 : random.between(1, 3); i > 0; --i) {
       const int64_t which = random.below(4);
-      if (which == 0) kept.data = static_cast<uint8_t*>(kept.data) + random.between(-3, 3);
+      if (which == 0) kept.data = moved(kept.data, random.between(-3, 3));
       if (which == 1) kept.data = nullptr;
       if (which > 1) random.spoil_word(&kept.dtype, sizeof kept - sizeof kept.data);
     }
