@@ -164,6 +164,12 @@ class CaseList {
     each("column_sums_causal", [](auto& d) {
       d.return_column_sums = true, d.dropout_p = 0.3, d.causal = true, d.align = Align::kBottomRight;
     });
+    for (int64_t offset : {INT64_MIN, INT64_MAX}) {
+      const std::string name = offset < 0 ? "offset_min" : "offset_max";
+      add("causal_" + name, base, [&](auto& d) { d.causal = true, d.query_offset = offset; });
+      add("window_" + name, base,
+          [&](auto& d) { d.window_left = d.window_right = INT64_MAX, d.query_offset = offset; });
+    }
     for (int layout = 0; layout < kNumLayouts; ++layout) {
       const Layout l = static_cast<Layout>(layout);
       add(std::string("layout_") + layout_name(l), base).layout = l;

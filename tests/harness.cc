@@ -64,6 +64,15 @@ constexpr InputName kInputs[] = {
     {"query_offsets", &Inputs::query_offsets, &ForwardArgs::query_offsets},
 };
 
+template <class... A>
+std::string format(const char* text, A... a) {
+  char buffer[512];
+  std::snprintf(buffer, sizeof buffer, text, a...);
+  return buffer;
+}
+
+}  // namespace
+
 ForwardArgs dense_args(const Inputs& in) {
   ForwardArgs args;
   for (const InputName& operand : kInputs) args.*operand.tensor = view(in.*operand.array);
@@ -72,7 +81,6 @@ ForwardArgs dense_args(const Inputs& in) {
   return args;
 }
 
-// The reference in arithmetic of T; wide: results in float64.
 template <class T>
 Outputs reference_outputs(const AttentionDesc& desc, const Inputs& in, bool wide) {
   const OutputDims dims = output_dims(desc, true);
@@ -93,14 +101,8 @@ Outputs reference_outputs(const AttentionDesc& desc, const Inputs& in, bool wide
   return o;
 }
 
-template <class... A>
-std::string format(const char* text, A... a) {
-  char buffer[512];
-  std::snprintf(buffer, sizeof buffer, text, a...);
-  return buffer;
-}
-
-}  // namespace
+template Outputs reference_outputs<double>(const AttentionDesc&, const Inputs&, bool);
+template Outputs reference_outputs<float>(const AttentionDesc&, const Inputs&, bool);
 
 Executor& executor(int threads) {
   static std::map<int, std::unique_ptr<Executor>> pools;

@@ -34,6 +34,13 @@ Outputs run(const Kernel& kernel, const AttentionDesc& desc, const Inputs& in, c
 // The pool of so many threads that all runs share; 0 as above.
 Executor& executor(int threads);
 
+// The arguments of a call on the inputs as they are stored; the outputs are the caller's to set.
+ForwardArgs dense_args(const Inputs& in);
+
+// The reference in arithmetic of T (double or float). wide: results in float64, whatever their dtype should be.
+template <class T>
+Outputs reference_outputs(const AttentionDesc& desc, const Inputs& in, bool wide);
+
 // What the definition gives.
 struct Expected {
   Outputs exact;    // float64 arithmetic and results

@@ -97,7 +97,8 @@ struct Scores {
 
   // |i + offset - j|
   T distance(const Sequence& s, int64_t i, int64_t j) const {
-    return std::abs(static_cast<T>(saturating_add(saturating_add(i, s.offset), -j)));
+    __extension__ using Wide = __int128;  // the offset may be any int64
+    return std::abs(static_cast<T>(static_cast<Wide>(i) + s.offset - j));
   }
 
   T slope(int64_t b, int64_t h) const {
