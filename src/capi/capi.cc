@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -257,6 +258,7 @@ const char* const* polyhead_kernels(void) {
     static const Names& all = *[] {
       auto made = std::make_unique<Names>();
       made->names = polyhead::kernels();
+      if (made->names.empty()) throw std::bad_alloc();  // the reference is always usable
       for (const std::string& name : made->names) made->pointers.push_back(name.c_str());
       made->pointers.push_back(nullptr);
       return made.release();
@@ -270,8 +272,10 @@ const char* const* polyhead_kernels(void) {
 const char* polyhead_cpu_features(void) {
   const char* text = "";
   guarded([&]() -> Status {
-    static const std::string& features = *new std::string(polyhead::cpu_features());
-    text = features.c_str();
+    std::string now = polyhead::cpu_features();
+    if (now.empty()) return {};  // none, or no memory: not worth keeping
+    static const std::string& kept = *new std::string(std::move(now));
+    text = kept.c_str();
     return {};
   });
   return text;

@@ -26,7 +26,7 @@ Status translate(const polyhead_plan_options* from, PlanOptions* to);
 Status translate(const polyhead_forward_args* from, ForwardArgs* to);
 Status translate(const polyhead_tensor& from, const char* name, Tensor* to);
 
-// Whether a struct of `size` bytes may come from this version of the header or an earlier one. `name` is the argument's.
+// Whether a struct of `size` bytes may come from this header or an earlier version. `name` is the argument's.
 Status check_struct_size(size_t size, size_t first_size, size_t size_now, const char* name);
 
 // Sizes of the structs in the first version of the header: a caller's struct may be as small as that.

@@ -243,7 +243,7 @@ static problem* mean_weights_and_strides(void) {
   problem* p = new_problem(2, 10, 10, 4, 4, 24, 24);
   p->desc.return_weights = POLYHEAD_WEIGHTS_MEAN;
   p->args.weights = new_tensor(p, POLYHEAD_FLOAT32, 3, (int64_t[]){2, 10, 10});
-  // Query, key and value side by side in one array [batch, seqlen, 3, head, dim]; key by rows from the last to the first.
+  // Query, key and value side by side in one array [batch, seqlen, 3, head, dim]; key rows from the last to the first.
   const polyhead_tensor qkv = new_random_tensor(p, 5, (int64_t[]){2, 10, 3, 4, 24});
   polyhead_tensor* const parts[] = {&p->args.query, &p->args.key, &p->args.value};
   for (int part = 0; part < 3; ++part) {
