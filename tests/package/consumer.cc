@@ -26,7 +26,7 @@ int main() {
   args.workspace = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
   args.workspace_bytes = plan->workspace_bytes();
   const polyhead::Status status = plan->forward(args);
-  std::printf("polyhead %s, %s: %g %g %g %g | %g %g %g %g %s\n", polyhead::version(), plan->kernel_name(), out[0], out[1],
-              out[2], out[3], out[4], out[5], out[6], out[7], status.message().c_str());
+  std::printf("polyhead %s, %s: %g %g %g %g | %g %g %g %g %s\n", polyhead::version(), plan->kernel_name(), out[0],
+              out[1], out[2], out[3], out[4], out[5], out[6], out[7], status.message().c_str());
   return status.ok() && out[0] == 1 && out[3] == 4 && out[4] == 3 && out[7] == 6 ? 0 : 1;
 }
