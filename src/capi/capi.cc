@@ -120,6 +120,7 @@ polyhead_status polyhead_executor_create(int num_threads, polyhead_executor** ex
     if (Status s = check_num_threads(num_threads); !s.ok()) return s;
     auto handle = std::make_unique<polyhead_executor>();
     handle->executor.reset(polyhead::new_thread_pool(num_threads));
+    if (handle->executor == nullptr) throw std::bad_alloc();
     *executor = handle.release();
     return {};
   });

@@ -30,6 +30,20 @@ void* allocate(size_t bytes, size_t alignment) {
 
 void* operator new(size_t bytes) { return allocate(bytes, alignof(std::max_align_t)); }
 void* operator new(size_t bytes, std::align_val_t alignment) { return allocate(bytes, static_cast<size_t>(alignment)); }
+void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+  try {
+    return ::operator new(bytes);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+void* operator new(size_t bytes, std::align_val_t alignment, const std::nothrow_t&) noexcept {
+  try {
+    return ::operator new(bytes, alignment);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
@@ -108,6 +122,7 @@ TEST(OutOfMemory, Executors) {
     polyhead_executor* executor = nullptr;
     const polyhead_status status = polyhead_executor_create(3, &executor);
     EXPECT_EQ(executor != nullptr, status == POLYHEAD_OK);
+    EXPECT_EQ(executor == nullptr ? 3 : polyhead_executor_num_threads(executor), 3);
     polyhead_executor_destroy(executor);
     return status;
   };
