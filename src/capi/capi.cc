@@ -11,6 +11,7 @@
 #include "capi/last_error.h"
 #include "capi/translate.h"
 #include "core/sentence.h"
+#include "core/threads.h"
 #include "polyhead/dropout.h"
 #include "polyhead/kernels.h"
 #include "polyhead/polyhead.h"
@@ -36,8 +37,6 @@ struct polyhead_attention_plan {
 
 namespace {
 
-constexpr int kMaxThreads = 1024;
-
 class HostExecutor final : public Executor {
  public:
   HostExecutor(int num_threads, polyhead_parallel_for run, void* host)
@@ -52,8 +51,9 @@ class HostExecutor final : public Executor {
 };
 
 Status check_num_threads(int num_threads) {
-  if (num_threads >= 1 && num_threads <= kMaxThreads) return {};
-  return {StatusCode::kInvalidArgument, sentence("num_threads is ", num_threads, ", takes 1 to ", kMaxThreads)};
+  if (num_threads >= 1 && num_threads <= polyhead::kMaxThreads) return {};
+  return {StatusCode::kInvalidArgument,
+          sentence("num_threads is ", num_threads, ", takes 1 to ", polyhead::kMaxThreads)};
 }
 
 // What the caller sees of an explanation, and what its strings and arrays live in.
