@@ -310,7 +310,7 @@ TEST_F(ToolsCommand, VerifyPassesAndCountsWhatItDid) {
 TEST_F(ToolsCommand, MistakesAreToldInWordsAndNothingIsPrinted) {
   const std::vector<std::pair<std::string, std::string>> cases = {
       {"", "A subcommand is required"},
-      {"dance", "A subcommand is required"},
+      {"dance", "unknown command 'dance'; known are run, bench, verify, explain, kernels, info"},
       {"bench", "no problem given; name one as BxHxSxD"},
       {"bench 1x1x8", "has 3 sizes, must have 4"},
       {"bench 1x1x8x8 --kernel cpu_best", "--kernel is 'cpu_best'; known are "},

@@ -134,6 +134,8 @@ TEST(ToolsProblem, ErrorsNameTheWordAndSayWhatToDo) {
       {"1x1x1x1 --mask q,1,1,1", "--mask is 'q,1,1,1', must be four sizes as b,h,q,k with 1 where it broadcasts"},
       {"1x1x1x1 --mask b,h,q,k:holes", "--mask's kind is 'holes', must be one of random, padding, blocks"},
       {"1x1x1x1 --align left", "--align is 'left', must be one of unset, top_left, bottom_right"},
+      {"9223372036854775807x1x1x1 --packed",
+       "batch is 9223372036854775807, must be at most 10000000 with random lengths or offsets"},
       {"1x1x1x1 --query-offset soon", "--query-offset is 'soon', must be an integer or 'random' (one per sequence)"}};
   for (const auto& [line, sentence] : cases) EXPECT_EQ(error_of(line), sentence);
 }

@@ -44,7 +44,10 @@ class Layouter {
   // A new tensor whose dims lie in memory in the given order, outermost first.
   Status add(DType dtype, std::initializer_list<int64_t> dims, std::initializer_list<int> order, Tensor& tensor,
              bool is_output = false) {
-    tensor = Tensor(nullptr, dtype, dims);
+    tensor = {};
+    tensor.dtype = dtype;
+    tensor.ndim = static_cast<int32_t>(dims.size());
+    std::copy(dims.begin(), dims.end(), tensor.dims);
     const bool gaps = layout_ == Layout::kStrided;
     double extent = 1;
     int64_t step = gaps ? 1 + gaps_.below(3) : 1;

@@ -12,6 +12,7 @@ namespace polyhead::tools {
 namespace {
 
 constexpr size_t kMaxProblems = 100000;
+constexpr int64_t kMaxDrawnBatch = 10'000'000;  // sequences whose lengths or offsets are drawn
 
 Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
 
@@ -316,6 +317,11 @@ Status append_shapes(const Shape& shape, const Problem& base, std::vector<Proble
           std::tie(desc.num_heads, desc.num_heads_kv) = heads;
           std::tie(desc.seqlen_q, desc.seqlen_k) = lengths;
           std::tie(desc.head_dim, desc.head_dim_v) = dims;
+          const bool draws = desc.packed || desc.has_seqlens_q || desc.has_seqlens_k || desc.has_query_offsets;
+          if (draws && desc.batch > kMaxDrawnBatch) {
+            return invalid("batch is " + std::to_string(desc.batch) + ", must be at most " +
+                           std::to_string(kMaxDrawnBatch) + " with random lengths or offsets");
+          }
           complete(desc.attn_mask, desc);
           complete(desc.attn_bias, desc);
           problems.push_back(problem);

@@ -319,8 +319,9 @@ Command add_run(CLI::App& root) {
   app->add_flag("--force", options->force, "replace the file of --out if it exists");
   app->add_option("--input", options->input, "take operands by name from this .safetensors");
   for (size_t i = 0; i < std::size(kOperands); ++i) {
-    const auto text = fmt::format("FILE.npy or FILE.safetensors:NAME. {}", kOperands[i].text);
-    app->add_option(kOperands[i].option, options->files[i], text)->type_name("FILE")->group("Operands");
+    app->add_option(kOperands[i].option, options->files[i], kOperands[i].text)
+        ->type_name("FILE")
+        ->group("Operands, each FILE.npy or FILE.safetensors:NAME");
   }
   app->add_option("--kernel", options->kernel, "best (default) or a kernel's name");
   app->add_option("--threads", options->threads, "number of threads (default: POLYHEAD_THREADS, else all CPUs)");
