@@ -65,7 +65,7 @@ constexpr Operand kOperands[] = {
     {"column_sums", &polyhead_forward_args::column_sums, Role::kOutput},
 };
 constexpr size_t kNumOperands = std::size(kOperands);
-constexpr size_t kMask = 3, kFirstIntegers = 6, kOut = 11, kLogsumexp = 12;
+constexpr size_t kMask = 3, kLogsumexp = 12;
 
 struct Shape {
   int32_t dtype = POLYHEAD_FLOAT32;
