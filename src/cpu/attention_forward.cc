@@ -36,11 +36,12 @@ void attend_block(const Head& head, Tile& tile, const Block& block) {
   const TileView t = view_block(head, tile, block);
   if (t.begin >= t.end) return;
   if (!t.all || t.view.additive != nullptr) tile.some_hidden = true;
-  for_each_part(t, [&](int begin, int end, int v_begin, int v_end) {
-    score_keys<Mac, Mac>(head, tile, block, t.view, begin, end, v_begin, v_end);
-    const int word = begin / Mac::kElements;
+  for_each_part(t, [&](const Part& part, const BlockView& view) {
+    score_keys<Mac, Mac>(head, tile, block, view, part);
+    const int word = part.begin / Mac::kElements;
     accumulate<Mac>(tile.state.out, head.scratch->p + word * kTile, block.value + word * block.value_stride,
-                    block.value_stride, (end - begin) / Mac::kElements, head.problem.head_dim_v, v_begin, v_end);
+                    block.value_stride, (part.end - part.begin) / Mac::kElements, head.problem.head_dim_v, part.v_begin,
+                    part.v_end);
   });
   if (head.careful) add_not_finite<Mac>(head, tile, block, t);
 }
@@ -193,6 +194,7 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
     prefetch_rows(query, 0, tile.num_queries, problem.head_dim);
     transpose_rows<Mac>(tile.query, query, tile.num_queries, problem.head_dim);
   }
+  scratch->additive = floats;
   attend<Mac>(head, scratch->tile, num_tiles);
   for (int t = 0; t < num_tiles; ++t) {
     Tile& tile = scratch->tile[t];
@@ -208,10 +210,11 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
 
 }  // namespace
 
-// Behind Scratch lie, in floats: K and V of a block, then Q^T and O^T of each tile.
-size_t forward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles) {
+// Behind Scratch lie, in floats: K and V of a block, Q^T and O^T of each tile, then the additive tile.
+size_t forward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive) {
   const size_t dims = static_cast<size_t>(head_dim + head_dim_v);
-  return round_up(sizeof(Scratch)) + round_up(dims * sizeof(float) * static_cast<size_t>(kBlock + tiles * kTile));
+  return round_up(sizeof(Scratch)) + round_up(dims * sizeof(float) * static_cast<size_t>(kBlock + tiles * kTile)) +
+         (additive ? sizeof(float) * kBlock * kTile : 0);
 }
 
 void forward_tiles(const Problem& problem, const ForwardTask& task, void* scratch) {

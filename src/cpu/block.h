@@ -9,7 +9,7 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-constexpr int kBlock = 64;      // keys
+constexpr int kBlock = 128;     // keys
 constexpr int kGroup = kLanes;  // keys of a block that share a range of vectors, where not every query sees all
 
 struct Tile {
@@ -24,10 +24,10 @@ struct Tile {
 struct Scratch {
   Tile tile[kMaxTiles];
   alignas(64) float p[kBlock * kTile];
-  alignas(64) float additive[kBlock * kTile];
   alignas(64) float diagonal[kTile];
   BlockRanges ranges;
   uint16_t kept[kBlock][kVecs];
+  float* additive;  // [kBlock][kTile], only with a mask or bias
 };
 
 constexpr size_t round_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -87,6 +87,16 @@ Block load_block(const Head& head, int64_t first) {
   return block;
 }
 
+// Keys [begin, end), multiples of kMicroRows, as the vectors [v_begin, v_end) see them; the other vectors see none.
+struct Part {
+  int begin = 0, end = 0, v_begin = 0, v_end = 0;
+  bool all = true;  // every query sees every key, up to mask and bias
+
+  bool continues(const Part& before) const {
+    return begin == before.end && v_begin == before.v_begin && v_end == before.v_end && all == before.all;
+  }
+};
+
 // S^T = K Q^T for keys [begin, end) and one microkernel's vectors, then P^T in words of PMac.
 template <class Mac, class PMac, int kVecs_>
 void score_vecs(const Head& head, Tile& tile, const Block& block, const BlockView& view, int begin, int end, int lane) {
@@ -109,17 +119,17 @@ void score_vecs(const Head& head, Tile& tile, const Block& block, const BlockVie
   }
 }
 
-// The same for vectors [v_begin, v_end); begin and end are multiples of kMicroRows.
+// P^T of one part, in words of PMac.
 template <class Mac, class PMac>
-void score_keys(const Head& head, Tile& tile, const Block& block, const BlockView& view, int begin, int end,
-                int v_begin, int v_end) {
-  for (int v = v_begin; v < v_end; v += kMicroVecs) {
-    const int lane = v * kLanes;
-    switch (v_end - v < kMicroVecs ? v_end - v : kMicroVecs) {
+void score_keys(const Head& head, Tile& tile, const Block& block, const BlockView& view, const Part& part) {
+  for (int v = part.v_begin; v < part.v_end; v += kMicroVecs) {
+    const int lane = v * kLanes, begin = part.begin, end = part.end;
+    constexpr bool kWide = kMicroVecs == 4;
+    switch (part.v_end - v < kMicroVecs ? part.v_end - v : kMicroVecs) {
       case 1: score_vecs<Mac, PMac, 1>(head, tile, block, view, begin, end, lane); break;
       case 2: score_vecs<Mac, PMac, 2>(head, tile, block, view, begin, end, lane); break;
-      case 3: score_vecs<Mac, PMac, kMicroVecs == 4 ? 3 : 1>(head, tile, block, view, begin, end, lane); break;
-      default: score_vecs<Mac, PMac, kMicroVecs == 4 ? 4 : 1>(head, tile, block, view, begin, end, lane); break;
+      case 3: score_vecs<Mac, PMac, kWide ? 3 : 1>(head, tile, block, view, begin, end, lane); break;
+      default: score_vecs<Mac, PMac, kWide ? 4 : 1>(head, tile, block, view, begin, end, lane); break;
     }
   }
 }
@@ -175,22 +185,39 @@ TileView view_block(const Head& head, const Tile& tile, const Block& block) {
   return t;
 }
 
-// Calls part(begin, end, v_begin, v_end) for runs of keys, in order, with the vectors that see some of them.
-template <class Part>
-void for_each_part(const TileView& t, const Part& part) {
-  if (t.all) return part(t.begin, t.end, 0, t.num_vecs);
+Part part_of_group(const TileView& t, int group) {
   const BlockRanges& ranges = *t.view.ranges;
-  for (int k = t.begin / kGroup * kGroup; k < t.end; k += kGroup) {
-    int v_begin = t.num_vecs, v_end = 0;
-    for (int v = 0; v < t.num_vecs; ++v) {
-      if (ranges.vec_begin[v] >= k + kGroup || ranges.vec_end[v] <= k) continue;
-      if (v < v_begin) v_begin = v;
-      v_end = v + 1;
-    }
-    const int first = k < t.begin ? t.begin / kMicroRows * kMicroRows : k;
-    const int last = k + kGroup < t.end ? k + kGroup : (t.end + kMicroRows - 1) / kMicroRows * kMicroRows;
-    if (v_begin < v_end) part(first, last, v_begin, v_end);
+  Part part{group, group + kGroup, t.num_vecs, 0, group >= ranges.all_begin && group + kGroup <= ranges.all_end};
+  if (part.begin < t.begin) part.begin = t.begin / kMicroRows * kMicroRows;
+  if (part.end > t.end) part.end = (t.end + kMicroRows - 1) / kMicroRows * kMicroRows;
+  for (int v = 0; v < t.num_vecs; ++v) {
+    if (ranges.vec_begin[v] >= part.end || ranges.vec_end[v] <= part.begin) continue;
+    if (v < part.v_begin) part.v_begin = v;
+    part.v_end = v + 1;
   }
+  return part;
+}
+
+// Calls work(part, view) for all that the tile sees of a block, keys in order.
+template <class Work>
+void for_each_part(const TileView& t, const Work& work) {
+  if (t.all) return work(Part{t.begin, t.end, 0, t.num_vecs}, t.view);
+  BlockView view_all = t.view;
+  view_all.ranges = nullptr;
+  const auto finish = [&](const Part& part) {
+    if (part.v_begin < part.v_end) work(part, part.all ? view_all : t.view);
+  };
+  Part open;
+  for (int group = t.begin / kGroup * kGroup; group < t.end; group += kGroup) {
+    const Part part = part_of_group(t, group);
+    if (part.continues(open)) {
+      open.end = part.end;
+      continue;
+    }
+    finish(open);
+    open = part;
+  }
+  finish(open);
 }
 
 bool hidden(const BlockView& view, int key, int query) {

@@ -11,4 +11,6 @@ Problem problem(const AttentionDesc& desc, const ForwardArgs& args);
 // Rows [first, end) of one head that see nothing (padding; rows behind the last packed sequence): O = 0, L = -inf.
 void hide_rows(const Problem& problem, int64_t b, int64_t h, int64_t first, int64_t end);
 
+inline bool has_additive(const AttentionDesc& desc) { return desc.attn_mask.given || desc.attn_bias.given; }
+
 }  // namespace polyhead::cpu

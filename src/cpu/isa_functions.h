@@ -8,7 +8,7 @@
 namespace polyhead::cpu {
 
 constexpr int kTileQueries = 64;  // queries are cut into tiles of this many
-constexpr int kMaxTiles = 4;      // tiles of a task
+constexpr int kMaxTiles = 3;      // tiles of a task
 
 // A run of queries of one head of one sequence: at most kMaxTiles tiles, all below sequence.len_q.
 struct ForwardTask {
@@ -23,8 +23,8 @@ struct ForwardTask {
 };
 
 struct IsaFunctions {
-  // Scratch, in bytes and aligned to 64, of forward_tiles for tasks of `tiles` tiles.
-  size_t (*forward_scratch_bytes)(int64_t head_dim, int64_t head_dim_v, int tiles);
+  // Scratch, in bytes and aligned to 64, of forward_tiles for tasks of `tiles` tiles; with a mask or bias, more.
+  size_t (*forward_scratch_bytes)(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive);
   void (*forward_tiles)(const Problem& problem, const ForwardTask& task, void* scratch);
 
   // problem.weights[b, 0, first_query + q, :] = mean[:][q] / num_heads.
@@ -38,7 +38,7 @@ struct IsaFunctions {
 
 #ifdef POLYHEAD_ISA
 namespace POLYHEAD_ISA {
-size_t forward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles);
+size_t forward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive);
 void forward_tiles(const Problem& problem, const ForwardTask& task, void* scratch);
 void store_mean(const Problem& problem, int64_t b, int64_t first_query, int64_t num_queries, const float* mean);
 double peak_loop(DType dtype, int64_t rounds, float* sink);

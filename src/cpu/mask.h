@@ -48,6 +48,7 @@ inline TileRanges tile_ranges(const Band& band, const Sequence& s, int64_t first
 struct BlockRanges {
   alignas(64) int32_t begin[kTile], end[kTile];
   int vec_begin[kVecs], vec_end[kVecs];  // keys that some query of the vector sees
+  int all_begin, all_end;                // keys that every query sees
 };
 
 inline int clamp_to_block(int64_t key, int64_t first, int block) {
@@ -55,6 +56,8 @@ inline int clamp_to_block(int64_t key, int64_t first, int block) {
 }
 
 inline void block_ranges(BlockRanges& r, const TileRanges& tile, int64_t first, int block) {
+  r.all_begin = clamp_to_block(tile.all_begin, first, block);
+  r.all_end = clamp_to_block(tile.all_end, first, block);
   for (int v = 0; v < kVecs; ++v) {
     int low = block, high = 0;
     for (int q = v * kLanes; q < (v + 1) * kLanes; ++q) {

@@ -3,10 +3,11 @@
 //
 //   F      kLanes floats                         I      kLanes int32             M     one yes or no per lane
 //   load store (unaligned); ..._first(p, n): the first n <= kLanes lanes only, others read as 0 and are not touched
-//   fma(a, b, c) = a * b + c                     maximum(a, b): b where either is NaN
+//   fma(a, b, c) = a * b + c, fms = a * b - c     maximum(a, b): b where either is NaN
 //   divide(x, divisor, reciprocal)              x / divisor, rounded once; reciprocal = 1 / divisor, computed before
 //   round_to_even, absolute                      scale_by_power(x, n) = x * 2^n for integer n; exactly 0 below n = -126
 //   mantissa in [1, 2), exponent                 of positive normal numbers
+//   outside(x, limit): below 0, above limit, or NaN
 //   less, equal -> M; both, either, negate, any, bits, mask_from_bits; select(m, a, b): a where m, else b
 //   multiply_wide(a, b, high, low)               32 x 32 -> 64 bits, unsigned; b the same in every lane
 //   load_bf16 load_f16 load_bool store_bf16 store_f16     kLanes elements, converted (nearest even; NaN stays NaN)

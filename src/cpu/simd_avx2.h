@@ -24,6 +24,7 @@ inline void store(float* p, F x) { _mm256_storeu_ps(p, x); }
 inline void store_first(float* p, F x, int n) { _mm256_maskstore_ps(p, first_lanes(n), x); }
 inline F broadcast(float x) { return _mm256_set1_ps(x); }
 inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+inline F fms(F a, F b, F c) { return _mm256_fmsub_ps(a, b, c); }
 inline M equal(F a, F b);
 inline F select(M m, F a, F b);
 inline F divide(F x, F divisor, F reciprocal) {
@@ -37,6 +38,10 @@ inline F absolute(F x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 
 inline M less(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
 inline M equal(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
+inline M outside(F x, float limit) {
+  return _mm256_or_ps(_mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_NLE_UQ),
+                      _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_LT_OQ));
+}
 inline M both(M a, M b) { return _mm256_and_ps(a, b); }
 inline M either(M a, M b) { return _mm256_or_ps(a, b); }
 inline M negate(M a) { return _mm256_xor_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(-1))); }

@@ -21,6 +21,7 @@ inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
 inline void store_first(float* p, F x, int n) { _mm512_mask_storeu_ps(p, static_cast<M>((1u << n) - 1), x); }
 inline F broadcast(float x) { return _mm512_set1_ps(x); }
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+inline F fms(F a, F b, F c) { return _mm512_fmsub_ps(a, b, c); }
 inline M equal(F a, F b);
 inline F select(M m, F a, F b);
 inline F divide(F x, F divisor, F reciprocal) {
@@ -34,6 +35,9 @@ inline F absolute(F x) { return _mm512_abs_ps(x); }
 
 inline M less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 inline M equal(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+inline M outside(F x, float limit) {
+  return _mm512_cmpgt_epu32_mask(_mm512_castps_si512(x), _mm512_castps_si512(_mm512_set1_ps(limit)));
+}
 inline M both(M a, M b) { return a & b; }
 inline M either(M a, M b) { return a | b; }
 inline M negate(M a) { return static_cast<M>(~a); }

@@ -41,6 +41,7 @@ inline void store_first(float* p, F x, int n) {
 }
 inline F broadcast(float x) { return F{x, x, x, x}; }
 inline F fma(F a, F b, F c) { return a * b + c; }  // two roundings where the CPU has no fused form
+inline F fms(F a, F b, F c) { return a * b - c; }
 inline F select(M m, F a, F b) { return as_float((m & as_int(a)) | (~m & as_int(b))); }
 inline F divide(F x, F divisor, F) { return x / divisor; }
 inline F maximum(F a, F b) { return select(a > b, a, b); }
@@ -54,6 +55,7 @@ inline F round_to_even(F x) {  // magnitudes from 2^23 on are integers already; 
 
 inline M less(F a, F b) { return a < b; }
 inline M equal(F a, F b) { return a == b; }
+inline M outside(F x, float limit) { return ~(x <= broadcast(limit)) | (x < broadcast(0.0f)); }
 inline M both(M a, M b) { return a & b; }
 inline M either(M a, M b) { return a | b; }
 inline M negate(M a) { return ~a; }

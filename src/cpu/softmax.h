@@ -1,8 +1,8 @@
 // Online softmax of a tile: raw scores in registers become weights in memory.
 //
 // m is a stale maximum: the largest of the first scores that a row saw, raised only when a score exceeds it by more than
-// a factor 2^kHeadroom in weight. So the pass over O of the textbook algorithm practically never runs. Weights stay below
-// 2^kHeadroom, and the first maximum's own weight is exactly 1.
+// a factor kHeadroom in weight. So the pass over O of the textbook algorithm practically never runs. Weights stay below
+// kHeadroom, and the first maximum's own weight is exactly 1.
 #pragma once
 
 #include "cpu/elementary.h"
@@ -11,7 +11,7 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-constexpr float kHeadroom = 10;
+constexpr float kHeadroom = 1024;  // the largest sum of a few weights that m need not be raised for
 
 // Where a row starts: below every score, so that the first visible one raises it.
 constexpr float kNoMaximum = -3.402823466e38f;
@@ -23,15 +23,18 @@ struct TileState {
   alignas(64) float l_rounded[kTile];  // the same of the weights as they multiply V, where those are bfloat16: for O
 };
 
-// From Q K^T to the logits of one head.
+// From products of queries and keys to logits.
 struct ScoreRule {
-  float scale, softcap, slope;
-  bool natural;  // scores are scaled at once: for softcap, ALiBi or an additive tile, or because scale is not positive
-  float factor;  // what brings a score to base 2 then; positive
+  bool natural;  // products are scaled at once: for softcap, ALiBi, mask or bias, or because scale is not positive
+  float scale;
+  float factor;  // what then brings a score to base 2; positive
+  float softcap, slope;
 };
 
 inline ScoreRule score_rule(const Problem& problem, int64_t b, int64_t h) {
-  ScoreRule rule{problem.scale, problem.softcap, 0, false, 0};
+  ScoreRule rule{};
+  rule.scale = problem.scale;
+  rule.softcap = problem.softcap;
   if (problem.slopes != nullptr) rule.slope = problem.slopes[b * problem.slopes_stride_b + h * problem.slopes_stride_h];
   rule.natural = problem.softcap > 0 || problem.slopes != nullptr || problem.mask.data != nullptr ||
                  problem.bias.data != nullptr || !(problem.scale > 1e-6f);
@@ -90,13 +93,12 @@ inline F rescale(F word, F alpha) {
   return word * alpha;
 }
 
-// Raises m to `largest` where a new score needs it, and scales what was summed under the old one: l, O, and the weights
-// of this block's keys [0, key), which are not yet in O. One vector of queries.
+// Sets m of one vector of queries to `raised`, and scales what was summed under the old one: l, O, and the weights of
+// this block's keys [0, key), which are not yet in O.
 template <class Mac>
-__attribute__((noinline)) void raise_maximum(TileState& state, float* p, F largest, F needed, float factor, int key,
-                                             int lane, int64_t dim) {
+__attribute__((noinline)) void raise_maximum(TileState& state, float* p, F raised, float factor, int key, int lane,
+                                             int64_t dim) {
   const F old = load(state.m + lane);
-  const F raised = select(equal(needed, broadcast(1.0f)), largest, old);
   const F alpha = exp2(old - raised, broadcast(factor));
   store(state.m + lane, raised);
   store(state.l + lane, load(state.l + lane) * alpha);
@@ -107,73 +109,67 @@ __attribute__((noinline)) void raise_maximum(TileState& state, float* p, F large
   }
 }
 
-// The largest score of each query, and whether it is too far above m.
-template <class Mac, int kRows, int kVecs_>
-inline void follow_maximum(const F (&s)[kRows][kVecs_], F (&m)[kVecs_], float* p, TileState& state, float factor,
-                           int key, int lane, int64_t dim) {
-  const F headroom = broadcast(kHeadroom / factor);
-  F largest[kVecs_];
-  M exceeds[kVecs_];
+// exp(s - m) of kRows keys for one vector of queries, and its sum. Where the sum says that m is too low, m is raised.
+template <class Mac, int kRows>
+inline F weigh(F (&s)[kRows], float* p, TileState& state, float factor, int key, int lane, int64_t dim) {
+  for (;;) {
+    const F m = load(state.m + lane);
+    F weight[kRows], sum = broadcast(0.0f);
 #pragma GCC unroll 8
-  for (int v = 0; v < kVecs_; ++v) {
-    m[v] = load(state.m + lane + v * kLanes);
-    largest[v] = broadcast(kNoMaximum);
+    for (int r = 0; r < kRows; ++r) {
+      weight[r] = exp2(s[r] - m, broadcast(factor));
+      sum = sum + weight[r];
+    }
+    const M too_low = outside(sum, kHeadroom);
+    F raised = m;
+    if (__builtin_expect(any(too_low), 0)) {
+      for (int r = 0; r < kRows; ++r) raised = maximum(s[r], raised);
+      raised = select(too_low, raised, m);  // no other query's m: its result would depend on this one
+    }
+    if (__builtin_expect(!any(too_low) || !any(less(m, raised)), 1)) {  // where the sum is NaN nothing can be raised
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) largest[v] = maximum(s[r][v], largest[v]);
-    exceeds[v] = less(m[v] + headroom, largest[v]);
-  }
-  M some = exceeds[0];
-#pragma GCC unroll 8
-  for (int v = 1; v < kVecs_; ++v) some = either(some, exceeds[v]);
-  if (!any(some)) return;
-  for (int v = 0; v < kVecs_; ++v) {
-    const F needed = select(exceeds[v], broadcast(1.0f), broadcast(0.0f));
-    raise_maximum<Mac>(state, p, largest[v], needed, factor, key, lane + v * kLanes, dim);
-    m[v] = load(state.m + lane + v * kLanes);
+      for (int r = 0; r < kRows; ++r) s[r] = weight[r];
+      return sum;
+    }
+    raise_maximum<Mac>(state, p, raised, factor, key, lane, dim);
   }
 }
 
 // Scores of kRows keys -> weights exp(s - m) after dropout, stored as words of P^T; l grows by the undropped ones.
 template <class Mac, int kRows, int kVecs_>
-inline void softmax_step(F (&s)[kRows][kVecs_], float* p, TileState& state, const ScoreRule& rule,
+inline void softmax_step(F (&scores)[kRows][kVecs_], float* p, TileState& state, const ScoreRule& rule,
                          const BlockView& view, int key, int lane, int64_t dim) {
-  if (rule.natural || view.ranges != nullptr) apply_rule(s, rule, view, key, lane);
-  F m[kVecs_];
-  follow_maximum<Mac>(s, m, p, state, rule.factor, key, lane, dim);
-  const F factor = broadcast(rule.factor);
+  if (rule.natural || view.ranges != nullptr) apply_rule(scores, rule, view, key, lane);
 #pragma GCC unroll 8
   for (int v = 0; v < kVecs_; ++v) {
     const int at = lane + v * kLanes;
-    F sum = broadcast(0.0f), sum_rounded = broadcast(0.0f);
+    F s[kRows], sum_rounded = broadcast(0.0f);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) s[r] = scores[r][v];
+    const F sum = weigh<Mac>(s, p, state, rule.factor, key, at, dim);
+    store(state.l + at, load(state.l + at) + sum);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; r += Mac::kElements) {
-      F word[Mac::kElements];
-#pragma GCC unroll 2
-      for (int i = 0; i < Mac::kElements; ++i) {
-        word[i] = exp2(s[r + i][v] - m[v], factor);
-        sum = sum + word[i];
-      }
 #ifdef POLYHEAD_HAS_BF16_DOT
       if constexpr (Mac::kElements == 2) {
-        const F pair = pair_bf16(word[0], word[1]);
-        word[0] = even_bf16(pair);
-        word[1] = odd_bf16(pair);
-        sum_rounded = sum_rounded + (word[0] + word[1]);
+        const F pair = pair_bf16(s[r], s[r + 1]);
+        s[r] = even_bf16(pair);
+        s[r + 1] = odd_bf16(pair);
+        sum_rounded = sum_rounded + (s[r] + s[r + 1]);
       }
 #endif
       if (view.kept != nullptr) {
 #pragma GCC unroll 2
         for (int i = 0; i < Mac::kElements; ++i) {
-          word[i] = select(mask_from_bits(view.kept[key + r + i][at / kLanes]), word[i], broadcast(0.0f));
+          s[r + i] = select(mask_from_bits(view.kept[key + r + i][at / kLanes]), s[r + i], broadcast(0.0f));
         }
       }
-      F stored = word[0];
+      F word = s[r];
 #ifdef POLYHEAD_HAS_BF16_DOT
-      if constexpr (Mac::kElements == 2) stored = join_bf16(word[0], word[1]);
+      if constexpr (Mac::kElements == 2) word = join_bf16(s[r], s[r + 1]);
 #endif
-      store(p + (key + r) / Mac::kElements * kTile + at, stored);
+      store(p + (key + r) / Mac::kElements * kTile + at, word);
     }
-    store(state.l + at, load(state.l + at) + sum);
     if constexpr (Mac::kElements == 2) store(state.l_rounded + at, load(state.l_rounded + at) + sum_rounded);
   }
 }

@@ -73,7 +73,8 @@ size_t chunk_table_bytes(const AttentionDesc& desc) {
 size_t tiles_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
   const int tiles = tiles_per_task(desc, num_threads);
   return chunk_table_bytes(desc) +
-         functions.forward_scratch_bytes(desc.head_dim, desc.head_dim_v, tiles) * static_cast<size_t>(num_threads);
+         functions.forward_scratch_bytes(desc.head_dim, desc.head_dim_v, tiles, has_additive(desc)) *
+             static_cast<size_t>(num_threads);
 }
 
 void tiles_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args,
@@ -83,7 +84,8 @@ void tiles_forward(const IsaFunctions& functions, const AttentionDesc& desc, con
   const int64_t chunk_queries = int64_t{tiles} * kTileQueries;
   const Chunks chunks(desc, args, chunk_queries, static_cast<int64_t*>(args.workspace));
   char* scratch = static_cast<char*>(args.workspace) + chunk_table_bytes(desc);
-  const size_t scratch_bytes = functions.forward_scratch_bytes(desc.head_dim, desc.head_dim_v, tiles);
+  const size_t scratch_bytes =
+      functions.forward_scratch_bytes(desc.head_dim, desc.head_dim_v, tiles, has_additive(desc));
   run_tasks(executor, chunks.count(), [&](int64_t index, int lane) {
     const Chunks::At at = chunks.at(index);
     const Sequence s = sequence(desc, args, at.b);

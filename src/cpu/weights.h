@@ -21,27 +21,26 @@ void clear_weights(const Head& head, const Tile& tile) {
 }
 
 // p[key][query] -> normalised weights; 0 where hidden, also in a row that is NaN.
-void normalise(float* p, const BlockView& view, const float* inverse, int begin, int end, int v_begin, int v_end) {
-  for (int v = v_begin; v < v_end; ++v) {
+void normalise(float* p, const BlockView& view, const float* inverse, const Part& part) {
+  for (int v = part.v_begin; v < part.v_end; ++v) {
     const F inverse_v = load(inverse + v * kLanes);
-    for (int k = begin; k < end; ++k) {
+    for (int k = part.begin; k < part.end; ++k) {
       float* at = p + k * kTile + v * kLanes;
       store(at, load(at) * inverse_v);
     }
     if (!any(negate(equal(inverse_v, inverse_v)))) continue;
     for (int q = v * kLanes; q < (v + 1) * kLanes; ++q) {
-      for (int k = begin; k < end; ++k) {
+      for (int k = part.begin; k < part.end; ++k) {
         if (inverse[q] != inverse[q] && hidden(view, k, q)) p[k * kTile + q] = 0;
       }
     }
   }
 }
 
-void add_columns(const ForwardTask& task, const float* p, int64_t first, int num_queries, int begin, int end,
-                 int v_begin, int v_end) {
-  for (int k = begin; k < end; ++k) {
+void add_columns(const ForwardTask& task, const float* p, int64_t first, int num_queries, const Part& part) {
+  for (int k = part.begin; k < part.end; ++k) {
     F sum = load(task.columns + (first + k) * kLanes);
-    for (int v = v_begin; v < v_end; ++v) {
+    for (int v = part.v_begin; v < part.v_end; ++v) {
       const int rows = num_queries - v * kLanes < kLanes ? num_queries - v * kLanes : kLanes;
       const F weights = load(p + k * kTile + v * kLanes);
       sum = sum + (rows == kLanes ? weights : select(mask_from_bits((1u << rows) - 1), weights, broadcast(0.0f)));
@@ -51,9 +50,9 @@ void add_columns(const ForwardTask& task, const float* p, int64_t first, int num
 }
 
 // After dropout and its scale.
-void drop(float* p, const Dropout& dropout, const uint16_t (*kept)[kVecs], int begin, int end, int v_begin, int v_end) {
-  for (int k = begin; k < end; ++k) {
-    for (int v = v_begin; v < v_end; ++v) {
+void drop(float* p, const Dropout& dropout, const uint16_t (*kept)[kVecs], const Part& part) {
+  for (int k = part.begin; k < part.end; ++k) {
+    for (int v = part.v_begin; v < part.v_end; ++v) {
       float* at = p + k * kTile + v * kLanes;
       store(at, load(at) * select(mask_from_bits(kept[k][v]), broadcast(dropout.scale), broadcast(0.0f)));
     }
@@ -97,23 +96,26 @@ void second_pass(const Head& head, Tile& tile) {
     const Block block = load_block<Mac>(head, first);
     const TileView t = view_block(head, tile, block);
     if (t.begin >= t.end) continue;
-    BlockView undropped = t.view;
-    undropped.kept = nullptr;
     float* p = head.scratch->p;
-    for_each_part(t, [&](int begin, int end, int v_begin, int v_end) {
-      score_keys<Mac, Float32>(head, tile, block, undropped, begin, end, v_begin, v_end);
-      if (end > block.num_keys) end = block.num_keys;
-      normalise(p, undropped, inverse, begin, end, v_begin, v_end);
-      if (task.columns != nullptr) add_columns(task, p, first, tile.num_queries, begin, end, v_begin, v_end);
-      if (t.view.kept != nullptr) drop(p, problem.dropout, t.view.kept, begin, end, v_begin, v_end);
+    for_each_part(t, [&](const Part& computed, const BlockView& view) {
+      BlockView undropped = view;
+      undropped.kept = nullptr;
+      score_keys<Mac, Float32>(head, tile, block, undropped, computed);
+      Part part = computed;
+      if (part.end > block.num_keys) part.end = block.num_keys;
+      normalise(p, t.view, inverse, part);
+      if (task.columns != nullptr) add_columns(task, p, first, tile.num_queries, part);
+      if (view.kept != nullptr) drop(p, problem.dropout, view.kept, part);
       if (task.weights) {
-        const int q_end = v_end * kLanes < tile.num_queries ? v_end * kLanes : tile.num_queries;
-        store_weights(problem, row + (first + begin) * problem.weights_stride_k, p + begin * kTile, end - begin,
-                      v_begin * kLanes, q_end, 1);
+        const int q_end = part.v_end * kLanes < tile.num_queries ? part.v_end * kLanes : tile.num_queries;
+        store_weights(problem, row + (first + part.begin) * problem.weights_stride_k, p + part.begin * kTile,
+                      part.end - part.begin, part.v_begin * kLanes, q_end, 1);
       }
       if (task.mean == nullptr) return;
-      for (int k = begin; k < end; ++k) {
-        for (int q = v_begin * kLanes; q < v_end * kLanes; ++q) task.mean[(first + k) * kTile + q] += p[k * kTile + q];
+      for (int k = part.begin; k < part.end; ++k) {
+        for (int q = part.v_begin * kLanes; q < part.v_end * kLanes; ++q) {
+          task.mean[(first + k) * kTile + q] += p[k * kTile + q];
+        }
       }
     });
   }

@@ -17,10 +17,14 @@ size_t column_floats(const IsaFunctions& functions, const AttentionDesc& desc) {
   return desc.return_column_sums ? static_cast<size_t>(desc.seqlen_k) * static_cast<size_t>(functions.lanes) : 0;
 }
 
+size_t tile_bytes(const IsaFunctions& functions, const AttentionDesc& desc) {
+  return functions.forward_scratch_bytes(desc.head_dim, desc.head_dim_v, 1, has_additive(desc));
+}
+
 // A thread's memory: scratch for one tile, then what a task adds up.
 size_t lane_bytes(const IsaFunctions& functions, const AttentionDesc& desc) {
   const size_t floats = mean_floats(desc) + column_floats(functions, desc);
-  return functions.forward_scratch_bytes(desc.head_dim, desc.head_dim_v, 1) + (floats * sizeof(float) + 63) / 64 * 64;
+  return tile_bytes(functions, desc) + (floats * sizeof(float) + 63) / 64 * 64;
 }
 
 struct Call {
@@ -32,9 +36,7 @@ struct Call {
   char* scratch(int lane) const {
     return static_cast<char*>(args.workspace) + lane_bytes(functions, desc) * static_cast<size_t>(lane);
   }
-  float* sums(int lane) const {
-    return reinterpret_cast<float*>(scratch(lane) + functions.forward_scratch_bytes(desc.head_dim, desc.head_dim_v, 1));
-  }
+  float* sums(int lane) const { return reinterpret_cast<float*>(scratch(lane) + tile_bytes(functions, desc)); }
 };
 
 // One tile of one head; rows behind len_q are hidden.
