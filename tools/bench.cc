@@ -8,9 +8,9 @@
 #include <optional>
 
 #include "command.h"
-#include "cpu/kernels.h"
 #include "machine.h"
 #include "operands.h"
+#include "polyhead/kernels.h"
 #include "progress.h"
 #include "report.h"
 #include "selection.h"
@@ -36,7 +36,7 @@ class Peaks {
   std::optional<double> gflops(DType dtype) {
     if (dtype == DType::kFloat64) return std::nullopt;
     const auto [known, is_new] = known_.try_emplace(dtype, 0);
-    if (is_new) known->second = cpu::measure_peak_gflops(dtype, 0.1);
+    if (is_new) known->second = measure_peak_gflops(dtype, 0.1);
     return known->second;
   }
 

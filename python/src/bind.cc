@@ -106,6 +106,12 @@ nb::dict build_info() {
   return info;
 }
 
+double measured_peak_gflops(const std::string& dtype) {
+  if (dtype == "float32") return measure_peak_gflops(DType::kFloat32);
+  if (dtype == "bfloat16") return measure_peak_gflops(DType::kBFloat16);
+  throw nb::value_error(("dtype is " + dtype + ", takes float32 or bfloat16").c_str());
+}
+
 PyCFunction fastcall(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t) noexcept) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
 }
@@ -128,4 +134,5 @@ NB_MODULE(_bind, module) {
   module.attr("__version__") = polyhead::version();
   module.def("kernels", &polyhead::kernels);
   module.def("build_info", &build_info);
+  module.def("measured_peak_gflops", &measured_peak_gflops);
 }

@@ -163,7 +163,9 @@ TileView view_block(const Head& head, const Tile& tile, const Block& block) {
     }
   }
   if (head.problem.slopes != nullptr) {
-    const int64_t first = tile.first_query + head.task.sequence.offset - block.first;
+    // In double: an offset may be any int64.
+    const double first =
+        static_cast<double>(head.task.sequence.offset) + static_cast<double>(tile.first_query - block.first);
     for (int q = 0; q < kTile; ++q) scratch.diagonal[q] = static_cast<float>(first + q);
     t.view.diagonal = scratch.diagonal;
   }
