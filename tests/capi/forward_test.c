@@ -367,8 +367,46 @@ static void test_explain(void) {
   free_problem(p);
 }
 
+// Offsets and windows at the ends of int64 are legal, with all that looks at the diagonal.
+static void test_extreme_offsets(const char* kernel) {
+  const int64_t offsets[] = {INT64_MAX, INT64_MAX - 1, INT64_MIN, INT64_MIN + 1};
+  for (int n = 0; n < 16; ++n) {
+    problem* p = new_problem(1, 3, 70, 1, 1, 4, 4);
+    p->desc.has_query_offset = 1;
+    p->desc.query_offset = offsets[n % 4];
+    p->desc.causal = n / 4 % 2;
+    p->desc.window_left = n / 8 == 0 ? INT64_MAX : -1;
+    p->desc.window_right = n / 8 == 0 ? INT64_MAX : 0;
+    p->desc.alibi_slopes_ndim = 1;
+    p->args.alibi_slopes = new_random_tensor(p, 1, (int64_t[]){1});
+    CHECK_OK(run_problem(p, kernel, NULL));
+    free_problem(p);
+  }
+}
+
+// The stride of a dim of size 1 means nothing, whatever it is.
+static void test_junk_strides(const char* kernel) {
+  const int64_t junk[] = {INT64_MAX, INT64_MIN, INT64_MAX / 3, 0};
+  problem* p = new_problem(1, 1, 1, 1, 1, 1, 1);
+  const float* out = p->args.out.data;
+  const float* value = p->args.value.data;
+  for (int n = 0; n < 4; ++n) {
+    polyhead_tensor* const tensors[] = {&p->args.query, &p->args.key, &p->args.value};
+    for (int t = 0; t < 3; ++t) {
+      for (int i = 0; i < 4; ++i) tensors[t]->strides[i] = junk[(i + n) % 4];
+    }
+    CHECK_OK(run_problem(p, kernel, NULL));
+    CHECK(out[0] == value[0]);
+  }
+  free_problem(p);
+}
+
 void test_forward(void) {
   test_against_naive_loops();
+  for (const char* const* kernel = polyhead_kernels(); *kernel != NULL; ++kernel) {
+    test_extreme_offsets(*kernel);
+    test_junk_strides(*kernel);
+  }
   test_dtypes();
   test_dropout_mask();
   test_explain();
