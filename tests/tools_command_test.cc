@@ -27,6 +27,8 @@ struct Ran {
 class ToolsCommand : public ::testing::Test {
  protected:
   void SetUp() override {
+    unsetenv("POLYHEAD_KERNEL");
+    unsetenv("POLYHEAD_THREADS");
     folder_ = fs::temp_directory_path() / ("polyhead_command_" + std::to_string(getpid()));
     fs::create_directories(folder_);
   }
@@ -117,7 +119,7 @@ std::vector<std::vector<std::string>> parse_markdown(const std::string& text) {
   return rows;
 }
 
-TEST_F(ToolsCommand, EveryHelpHasTwoExamplesThatRun) {
+TEST_F(ToolsCommand, EveryHelpHasTwoExamples) {
   EXPECT_EQ(run("--help").code, 0);
   EXPECT_EQ(run("--version").out.substr(0, 5), std::string(polyhead::version()));
   for (const char* command : {"run", "bench", "verify", "explain", "kernels", "info"}) {
@@ -127,8 +129,16 @@ TEST_F(ToolsCommand, EveryHelpHasTwoExamplesThatRun) {
     ASSERT_NE(examples, std::string::npos) << help.out;
     EXPECT_NE(help.out.find("\n  polyhead " + std::string(command), examples + 12), std::string::npos) << help.out;
     EXPECT_TRUE(help.err.empty());
-    const bool takes_problem = std::string(command) != "kernels" && std::string(command) != "info";
+    const std::string name = command;
+    const bool takes_problem = name != "kernels" && name != "info";
     EXPECT_EQ(help.out.find("--alibi[=head]") != std::string::npos, takes_problem);
+    EXPECT_EQ(help.out.find("PROBLEM...") != std::string::npos, takes_problem);
+    if (name != "explain" && takes_problem) continue;  // the examples of the others take minutes, or files
+    for (size_t at = examples; (at = help.out.find("\n  polyhead ", at)) != std::string::npos; ++at) {
+      const size_t start = at + 12;
+      const std::string example = help.out.substr(start, help.out.find('\n', start) - start);
+      EXPECT_EQ(run(example).code, 0) << example;
+    }
   }
 }
 
@@ -179,7 +189,7 @@ TEST_F(ToolsCommand, BenchGivesTheSameTableInEveryFormat) {
   const std::string table =
       "bench 1x2x16,24x8 --mask b,1,q,k --causal=0,1 --kernel reference --min-time 1 --warm-up 0 --threads 1,2";
   const json root = run_json(table);
-  for (const char* fact : {"polyhead", "compiler", "cpu", "load", "date", "peak", "method"})
+  for (const char* fact : {"polyhead", "compiler", "cpu", "load", "date", "threads", "peak", "method"})
     EXPECT_TRUE(root["facts"].count(fact)) << fact;
   const json rows = root["rows"];
   ASSERT_EQ(rows.size(), 8u);

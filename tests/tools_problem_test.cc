@@ -1,6 +1,7 @@
 // Problems in words: what parses, what it means, and what is said about words that do not.
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <set>
 #include <string>
 #include <vector>
@@ -154,6 +155,20 @@ TEST(ToolsProblem, RandomProblemsCoverEveryOptionAndAreAllLegal) {
     }
   }
   for (const ProblemOption& option : problem_options()) EXPECT_EQ(seen.count(option.name), 1u) << option.name;
+}
+
+TEST(ToolsProblem, EverySuiteOfTheBenchParsesAndHasAKernel) {
+  int num_problems = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(POLYHEAD_SUITES)) {
+    const auto problems = select_problems({}, {entry.path().string()});
+    ASSERT_TRUE(problems.ok()) << problems.status().message();
+    for (const Problem& problem : *problems) {
+      const Explanation told = explain(problem_desc(problem));
+      EXPECT_TRUE(told.status.ok()) << entry.path() << ": " << problem_line(problem) << ": " << told.status.message();
+      ++num_problems;
+    }
+  }
+  EXPECT_GT(num_problems, 0);
 }
 
 // The numbers of a problem are the same in every layout, so that --layout alone changes no result.

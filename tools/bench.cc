@@ -97,6 +97,9 @@ class Bench {
       }
     }
     report.facts = machine_facts();
+    std::string threads;
+    for (const Threads& t : threads_) threads += fmt::format("{}{}", threads.empty() ? "" : ", ", t.count);
+    report.facts.emplace_back("threads", threads);
     report.facts.emplace_back("peak", peaks_.text());
     report.facts.emplace_back(
         "method", fmt::format("warm caches; {} ms warm-up, then at least {} ms and {} samples each, contenders taking "
