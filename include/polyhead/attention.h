@@ -164,7 +164,7 @@ struct Explanation {
   std::string kernel;                 ///< the chosen one; "" if none
   std::vector<KernelReason> reasons;  ///< every kernel of this build, best first
   size_t workspace_bytes = 0;
-  double flops = 0;  ///< of forward: 4 * visible (query, key) pairs * head_dim, as causal, window and sizes tell
+  double flops = 0;  ///< of forward: 2 * visible (query, key) pairs * (D + Dv), as causal, window and sizes tell
 };
 POLYHEAD_API Explanation explain(const AttentionDesc& desc, const PlanOptions& options = {});
 

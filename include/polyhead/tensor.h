@@ -52,15 +52,17 @@ struct Tensor {
 
   Tensor() = default;
 
-  /// A contiguous (row-major) view of `dims`.
+  /// A contiguous (row-major) view of `sizes`, at most kMaxDims of them; more make a tensor that counts as not given.
   Tensor(const void* elements, DType type, std::initializer_list<int64_t> sizes)
-      : data(const_cast<void*>(elements)), dtype(type), ndim(static_cast<int32_t>(sizes.size())) {
+      : data(const_cast<void*>(elements)), dtype(type) {
+    if (sizes.size() > kMaxDims) return;
+    ndim = static_cast<int32_t>(sizes.size());
     int i = 0;
     for (int64_t size : sizes) dims[i++] = size;
     int64_t stride = 1;
     for (i = ndim - 1; i >= 0; --i) {
       strides[i] = stride;
-      stride *= dims[i] > 0 ? dims[i] : 1;
+      if (__builtin_mul_overflow(stride, dims[i] > 0 ? dims[i] : 1, &stride)) stride = INT64_MAX;
     }
   }
 
