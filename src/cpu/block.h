@@ -101,7 +101,7 @@ struct Part {
 template <class Mac, class PMac, int kVecs_>
 void score_vecs(const Head& head, Tile& tile, const Block& block, const BlockView& view, int begin, int end, int lane) {
   const int64_t words = words_of(head.problem.head_dim, Mac::kElements);
-  constexpr int kRows = kVecs_ * kMicroRows < 12 ? 2 * kMicroRows : kMicroRows;
+  constexpr int kRows = micro_rows(kVecs_);
   int k = begin;
   for (; k + kRows <= end; k += kRows) {
     F s[kRows][kVecs_];
@@ -169,7 +169,7 @@ TileView view_block(const Head& head, const Tile& tile, const Block& block) {
     for (int q = 0; q < kTile; ++q) scratch.diagonal[q] = static_cast<float>(first + q);
     t.view.diagonal = scratch.diagonal;
   }
-  if (head.problem.dropout.threshold > 0) {
+  if (head.problem.dropout.scale != 1.0f) {
     const int64_t head_index = head.task.b * head.problem.num_heads + head.task.h;
     dropout_tile(scratch.kept, head.problem.dropout, static_cast<uint32_t>(head_index), tile.first_query, block.first,
                  t.begin, t.end, t.num_vecs);

@@ -17,6 +17,12 @@ constexpr int kVecs = kTile / kLanes;
 constexpr int kMicroVecs = kLanes == 16 ? 4 : 2;  // vectors of a microkernel: with 4 rows, 16 or 8 sums in registers
 constexpr int kMicroRows = 4;
 
+// Rows of a microkernel of `vecs` vectors: twice kMicroRows where so many sums still fit the registers (32 or 16), because
+// few sums do not hide the multiplier's latency.
+constexpr int micro_rows(int vecs) {
+  return 2 * kMicroRows * vecs <= kMicroRows * kMicroVecs ? 2 * kMicroRows : kMicroRows;
+}
+
 // How two words multiply into a sum. A word is 32 bits: one float, or two neighbouring bfloat16 along the summed axis.
 struct Float32 {
   static constexpr int kElements = 1;
@@ -78,7 +84,7 @@ template <class Mac, int kVecs_>
 inline void accumulate_vecs(float* out, const float* p, const float* value, ptrdiff_t value_stride, int64_t units,
                             int64_t dim) {
   int64_t d = 0;
-  if constexpr (kVecs_ * kMicroRows < 12) {  // too few sums to hide the multiplier's latency: twice the rows
+  if constexpr (micro_rows(kVecs_) != kMicroRows) {
     for (; d + 2 * kMicroRows <= dim; d += 2 * kMicroRows)
       accumulate_rows<Mac, 2 * kMicroRows, kVecs_>(out + d * kTile, p, value + d, value_stride, units);
   }
