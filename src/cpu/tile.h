@@ -17,11 +17,11 @@ constexpr int kVecs = kTile / kLanes;
 constexpr int kMicroVecs = kLanes == 16 ? 4 : 2;  // vectors of a microkernel: with 4 rows, 16 or 8 sums in registers
 constexpr int kMicroRows = 4;
 
-// Rows of a microkernel of `vecs` vectors: twice kMicroRows where so many sums still fit the registers (32 or 16), because
-// few sums do not hide the multiplier's latency.
-constexpr int micro_rows(int vecs) {
-  return 2 * kMicroRows * vecs <= kMicroRows * kMicroVecs ? 2 * kMicroRows : kMicroRows;
-}
+// Rows of a microkernel of `vecs` vectors: twice kMicroRows where so many sums still fit the registers (32, or 16 in AVX2),
+// because few sums do not hide the multiplier's latency. Without FMA, at 4 lanes, 16 sums were faster than 8 even so
+// (1x16x384x64 on Zen 5: 33 against 22 GFLOP/s).
+constexpr int kMostSums = kLanes == 8 ? 8 : 16;
+constexpr int micro_rows(int vecs) { return 2 * kMicroRows * vecs <= kMostSums ? 2 * kMicroRows : kMicroRows; }
 
 // How two words multiply into a sum. A word is 32 bits: one float, or two neighbouring bfloat16 along the summed axis.
 struct Float32 {
