@@ -62,7 +62,7 @@ inline F tanh(F x) {
   p = fma(p, z, broadcast(-3.33332819422e-1f));
   const F small = fma(p * z, x, x);
   const F e = exp2(a, broadcast(-2 * kLog2E));
-  const F large = (broadcast(1.0f) - e) / (broadcast(1.0f) + e);
+  const F large = fma(broadcast(-2.0f), e / (broadcast(1.0f) + e), broadcast(1.0f));
   const F signed_large = select(less(x, broadcast(0.0f)), broadcast(0.0f) - large, large);
   return select(less(a, broadcast(0.625f)), small, signed_large);
 }

@@ -38,6 +38,16 @@ double peak_loop(DType dtype, int64_t rounds, float* sink) {
   return 0;
 }
 
-const IsaFunctions kFunctions = {forward_scratch_bytes, forward_tiles, store_mean, kLanes, peak_loop};
+const IsaFunctions kFunctions = {forward_scratch_bytes,
+                                 forward_tiles,
+                                 decode_scratch_bytes,
+                                 decode_partial_bytes,
+                                 decode_chunk,
+                                 decode_merge,
+                                 tiny_scratch_bytes,
+                                 tiny_heads,
+                                 store_mean,
+                                 kLanes,
+                                 peak_loop};
 
 }  // namespace polyhead::cpu::POLYHEAD_ISA

@@ -22,10 +22,36 @@ struct ForwardTask {
   float* columns = nullptr;  // [seqlen_k][lanes]: sums over the queries are added
 };
 
+// The path of tiny heads (cpu/tiny_tasks.cc).
+constexpr int kTinySize = 16;  // queries, keys and dims at most
+
+// The path of few queries (cpu/decode_tasks.cc).
+constexpr int kDecodeChunk = 512;  // keys whose partial result stands by itself
+constexpr int kDecodeRows = 32;    // rows of a task at most
+
+// Some queries of the heads that share a key/value head: row r is query r % len_q of head kv_head * group + r / len_q.
+struct DecodeTask {
+  Sequence sequence;
+  int64_t b = 0, kv_head = 0;
+  int64_t first_row = 0;
+  int num_rows = 0;
+};
+
 struct IsaFunctions {
   // Scratch, in bytes and aligned to 64, of forward_tiles for tasks of `tiles` tiles; with a mask or bias, more.
   size_t (*forward_scratch_bytes)(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive);
   void (*forward_tiles)(const Problem& problem, const ForwardTask& task, void* scratch);
+
+  // decode_chunk computes keys [chunk * kDecodeChunk, ...) into `partial`, decode_merge ends rows whose chunks are all
+  // computed, in partial results that follow each other. `rows` is a task's num_rows, or more.
+  size_t (*decode_scratch_bytes)(int64_t head_dim, int64_t head_dim_v, int rows);
+  size_t (*decode_partial_bytes)(int64_t head_dim_v, int rows);
+  void (*decode_chunk)(const Problem& problem, const DecodeTask& task, int64_t chunk, float* partial, void* scratch);
+  void (*decode_merge)(const Problem& problem, const DecodeTask& task, float* partials, int64_t num_partials);
+
+  // Heads [first, end), counted b * num_heads + h, that all see what `sequence` tells.
+  size_t (*tiny_scratch_bytes)();
+  void (*tiny_heads)(const Problem& problem, const Sequence& sequence, int64_t first, int64_t end, void* scratch);
 
   // problem.weights[b, 0, first_query + q, :] = mean[:][q] / num_heads.
   void (*store_mean)(const Problem& problem, int64_t b, int64_t first_query, int64_t num_queries, const float* mean);
@@ -40,6 +66,12 @@ struct IsaFunctions {
 namespace POLYHEAD_ISA {
 size_t forward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive);
 void forward_tiles(const Problem& problem, const ForwardTask& task, void* scratch);
+size_t decode_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int rows);
+size_t decode_partial_bytes(int64_t head_dim_v, int rows);
+void decode_chunk(const Problem& problem, const DecodeTask& task, int64_t chunk, float* partial, void* scratch);
+void decode_merge(const Problem& problem, const DecodeTask& task, float* partials, int64_t num_partials);
+size_t tiny_scratch_bytes();
+void tiny_heads(const Problem& problem, const Sequence& sequence, int64_t first, int64_t end, void* scratch);
 void store_mean(const Problem& problem, int64_t b, int64_t first_query, int64_t num_queries, const float* mean);
 double peak_loop(DType dtype, int64_t rounds, float* sink);
 extern const IsaFunctions kFunctions;

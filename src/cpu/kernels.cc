@@ -1,9 +1,11 @@
 // The CPU kernels: which desc each takes, and by which path.
 #include "cpu/kernels.h"
 
+#include "cpu/decode_tasks.h"
 #include "cpu/isa.h"
 #include "cpu/isa_functions.h"
 #include "cpu/tiles.h"
+#include "cpu/tiny_tasks.h"
 #include "cpu/weights_tasks.h"
 
 namespace polyhead {
@@ -17,12 +19,16 @@ bool returns_more(const AttentionDesc& desc) {
 template <const IsaFunctions& functions>
 size_t workspace_bytes(const AttentionDesc& desc, int num_threads) {
   if (returns_more(desc)) return weights_workspace_bytes(functions, desc, num_threads);
+  if (tiny_takes(desc)) return tiny_workspace_bytes(functions, num_threads);
+  if (decode_takes(desc)) return decode_workspace_bytes(functions, desc, num_threads);
   return tiles_workspace_bytes(functions, desc, num_threads);
 }
 
 template <const IsaFunctions& functions>
 void forward(const AttentionDesc& desc, const ForwardArgs& args, Executor& executor) {
   if (returns_more(desc)) return weights_forward(functions, desc, args, executor);
+  if (tiny_takes(desc)) return tiny_forward(functions, desc, args, executor);
+  if (decode_takes(desc)) return decode_forward(functions, desc, args, executor);
   tiles_forward(functions, desc, args, executor);
 }
 

@@ -11,7 +11,11 @@
 //   less, equal -> M; both, either, negate, any, bits, mask_from_bits; select(m, a, b): a where m, else b
 //   multiply_wide(a, b, high, low)               32 x 32 -> 64 bits, unsigned; b the same in every lane
 //   load_bf16 load_f16 load_bool store_bf16 store_f16     kLanes elements, converted (nearest even; NaN stays NaN)
+//   load_bf16_first(p, n) load_f16_first         as load_first
 //   transpose(rows)                              kLanes x kLanes
+//   sums(rows)                                   lane i: the sum of the lanes of rows[i], the same tree for each
+//   load_quads(p) store_quads(p, x)             four neighbours at each of kLanes / 4 places; transpose_quads(rows) turns
+//                                                4 x 4 of them: lane 4 q + j of row d <-> lane 4 q + d of row j
 //   keep_in_register(x)                          the compiler may not fold or move what x holds (peak measurement)
 //   dot_bf16(acc, a, b)                          acc + products of bfloat16 pairs; with these where POLYHEAD_HAS_BF16_DOT:
 //   pair_bf16(even, odd) rounds two vectors into one of pairs; even_bf16, odd_bf16 take a pair apart; join_bf16 joins

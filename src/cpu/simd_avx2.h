@@ -96,6 +96,16 @@ inline F load_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
 }
 inline F load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline F load_bf16_first(const uint16_t* p, int n) {
+  uint16_t buffer[kLanes] = {};
+  for (int i = 0; i < n; ++i) buffer[i] = p[i];
+  return load_bf16(buffer);
+}
+inline F load_f16_first(const uint16_t* p, int n) {
+  uint16_t buffer[kLanes] = {};
+  for (int i = 0; i < n; ++i) buffer[i] = p[i];
+  return load_f16(buffer);
+}
 inline F load_bool(const uint8_t* p) {
   const I bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   return _mm256_and_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(bytes, _mm256_setzero_si256())), _mm256_set1_ps(1.0f));
@@ -131,6 +141,31 @@ inline void transpose(F (&r)[kLanes]) {
     r[i] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x20);
     r[i + 4] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x31);
   }
+}
+
+inline F load_quads(const float* const (&p)[kLanes / 4]) {
+  return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p[0])), _mm_loadu_ps(p[1]), 1);
+}
+inline void store_quads(float* const (&p)[kLanes / 4], F x) {
+  _mm_storeu_ps(p[0], _mm256_castps256_ps128(x));
+  _mm_storeu_ps(p[1], _mm256_extractf128_ps(x, 1));
+}
+inline void transpose_quads(F (&r)[4]) {
+  const F a = _mm256_unpacklo_ps(r[0], r[1]), b = _mm256_unpackhi_ps(r[0], r[1]);
+  const F c = _mm256_unpacklo_ps(r[2], r[3]), d = _mm256_unpackhi_ps(r[2], r[3]);
+  r[0] = _mm256_shuffle_ps(a, c, 0x44);
+  r[1] = _mm256_shuffle_ps(a, c, 0xee);
+  r[2] = _mm256_shuffle_ps(b, d, 0x44);
+  r[3] = _mm256_shuffle_ps(b, d, 0xee);
+}
+inline F sums(F (&r)[kLanes]) {
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i += 4) {
+    const F a = _mm256_unpacklo_ps(r[i], r[i + 1]) + _mm256_unpackhi_ps(r[i], r[i + 1]);
+    const F b = _mm256_unpacklo_ps(r[i + 2], r[i + 3]) + _mm256_unpackhi_ps(r[i + 2], r[i + 3]);
+    r[i] = _mm256_shuffle_ps(a, b, 0x44) + _mm256_shuffle_ps(a, b, 0xee);
+  }
+  return _mm256_permute2f128_ps(r[0], r[4], 0x20) + _mm256_permute2f128_ps(r[0], r[4], 0x31);
 }
 
 }  // namespace

@@ -78,6 +78,13 @@ inline F load_bf16(const uint16_t* p) {
 inline F load_f16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
+inline F load_bf16_first(const uint16_t* p, int n) {
+  const __m256i half = _mm256_maskz_loadu_epi16(static_cast<M>((1u << n) - 1), p);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+inline F load_f16_first(const uint16_t* p, int n) {
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(static_cast<M>((1u << n) - 1), p));
+}
 inline F load_bool(const uint8_t* p) {  // 0 where the byte is 0, else 1
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm512_maskz_mov_ps(_mm_test_epi8_mask(bytes, bytes), _mm512_set1_ps(1.0f));
@@ -119,6 +126,38 @@ inline void transpose(F (&r)[kLanes]) {
     r[i + 4] = _mm512_shuffle_f32x4(c, d, 0x88);
     r[i + 12] = _mm512_shuffle_f32x4(c, d, 0xdd);
   }
+}
+
+inline F load_quads(const float* const (&p)[kLanes / 4]) {
+  F x = _mm512_castps128_ps512(_mm_loadu_ps(p[0]));
+  x = _mm512_insertf32x4(x, _mm_loadu_ps(p[1]), 1);
+  x = _mm512_insertf32x4(x, _mm_loadu_ps(p[2]), 2);
+  return _mm512_insertf32x4(x, _mm_loadu_ps(p[3]), 3);
+}
+inline void store_quads(float* const (&p)[kLanes / 4], F x) {
+  _mm_storeu_ps(p[0], _mm512_castps512_ps128(x));
+  _mm_storeu_ps(p[1], _mm512_extractf32x4_ps(x, 1));
+  _mm_storeu_ps(p[2], _mm512_extractf32x4_ps(x, 2));
+  _mm_storeu_ps(p[3], _mm512_extractf32x4_ps(x, 3));
+}
+inline void transpose_quads(F (&r)[4]) {
+  const F a = _mm512_unpacklo_ps(r[0], r[1]), b = _mm512_unpackhi_ps(r[0], r[1]);
+  const F c = _mm512_unpacklo_ps(r[2], r[3]), d = _mm512_unpackhi_ps(r[2], r[3]);
+  r[0] = _mm512_shuffle_ps(a, c, 0x44);
+  r[1] = _mm512_shuffle_ps(a, c, 0xee);
+  r[2] = _mm512_shuffle_ps(b, d, 0x44);
+  r[3] = _mm512_shuffle_ps(b, d, 0xee);
+}
+inline F sums(F (&r)[kLanes]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i += 4) {
+    const F a = _mm512_unpacklo_ps(r[i], r[i + 1]) + _mm512_unpackhi_ps(r[i], r[i + 1]);
+    const F b = _mm512_unpacklo_ps(r[i + 2], r[i + 3]) + _mm512_unpackhi_ps(r[i + 2], r[i + 3]);
+    r[i] = _mm512_shuffle_ps(a, b, 0x44) + _mm512_shuffle_ps(a, b, 0xee);
+  }
+  const F low = _mm512_shuffle_f32x4(r[0], r[4], 0x88) + _mm512_shuffle_f32x4(r[0], r[4], 0xdd);
+  const F high = _mm512_shuffle_f32x4(r[8], r[12], 0x88) + _mm512_shuffle_f32x4(r[8], r[12], 0xdd);
+  return _mm512_shuffle_f32x4(low, high, 0x88) + _mm512_shuffle_f32x4(low, high, 0xdd);
 }
 
 #ifdef __AVX512BF16__

@@ -140,6 +140,16 @@ inline F load_bf16(const uint16_t* p) { return as_float(I{p[0] << 16, p[1] << 16
 inline F load_f16(const uint16_t* p) {
   return F{scalar_from_f16(p[0]), scalar_from_f16(p[1]), scalar_from_f16(p[2]), scalar_from_f16(p[3])};
 }
+inline F load_bf16_first(const uint16_t* p, int n) {
+  uint16_t buffer[kLanes] = {};
+  for (int i = 0; i < n; ++i) buffer[i] = p[i];
+  return load_bf16(buffer);
+}
+inline F load_f16_first(const uint16_t* p, int n) {
+  uint16_t buffer[kLanes] = {};
+  for (int i = 0; i < n; ++i) buffer[i] = p[i];
+  return load_f16(buffer);
+}
 inline F load_bool(const uint8_t* p) {
   return F{p[0] ? 1.0f : 0.0f, p[1] ? 1.0f : 0.0f, p[2] ? 1.0f : 0.0f, p[3] ? 1.0f : 0.0f};
 }
@@ -158,6 +168,14 @@ inline void store_f16(uint16_t* p, F x) {
 inline void transpose(F (&r)[kLanes]) {
   const F a = r[0], b = r[1], c = r[2], d = r[3];
   for (int i = 0; i < kLanes; ++i) r[i] = F{a[i], b[i], c[i], d[i]};
+}
+
+inline F load_quads(const float* const (&p)[kLanes / 4]) { return load(p[0]); }
+inline void store_quads(float* const (&p)[kLanes / 4], F x) { store(p[0], x); }
+inline void transpose_quads(F (&r)[4]) { transpose(r); }
+inline F sums(F (&r)[kLanes]) {
+  transpose(r);
+  return (r[0] + r[2]) + (r[1] + r[3]);
 }
 
 }  // namespace

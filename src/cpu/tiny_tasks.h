@@ -1,0 +1,16 @@
+// The path of tiny heads: several of them side by side. isa_functions.h's tiny_heads does the work.
+#pragma once
+
+#include "attention/kernel.h"
+#include "cpu/isa_functions.h"
+
+namespace polyhead::cpu {
+
+// Whether this path computes `desc`: told by its shape and options alone, so that the batch changes no bit.
+bool tiny_takes(const AttentionDesc& desc);
+
+size_t tiny_workspace_bytes(const IsaFunctions& functions, int num_threads);
+void tiny_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args,
+                  Executor& executor);
+
+}  // namespace polyhead::cpu
