@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "cases.h"
+#include "core/philox.h"
 #include "harness.h"
 #include "judge.h"
 #include "poison.h"
@@ -187,6 +188,24 @@ TEST_P(EachKernel, DoesNotDrift) {
       for (int64_t n = 0; n < in.key.size(); ++n) in.key.set(n, n / (16 * 64) % 3 == 0 ? 1 : in.key.at(n));
       EXPECT_EQ(mismatch(run(*GetParam(), p.desc, in), expected(p.desc, in), p), "")
           << problem_line(GetParam()->name, p);
+    }
+  }
+}
+
+// An element whose random bits are the threshold itself is kept.
+TEST_P(EachKernel, DropsBelowTheThresholdOnly) {
+  for (int64_t queries : {2, 70}) {
+    Problem p = problem_of("threshold", DType::kFloat32, 1, 1, queries, 40, 16);
+    p.desc.dropout_p = 0.5;
+    if (const std::string why = why_not(p); !why.empty()) GTEST_SKIP() << why;
+    Inputs in = random_inputs(p);
+    for (int64_t j : {0, 5, 17, 39}) {
+      const uint32_t bits = dropout_bits(in.dropout_seed, in.dropout_offset, 0, 1, j);
+      for (uint32_t threshold : {bits, bits + 1}) {
+        p.desc.dropout_p = threshold / 65536.0;
+        EXPECT_EQ(mismatch(run(*GetParam(), p.desc, in), expected(p.desc, in), p), "")
+            << problem_line(GetParam()->name, p);
+      }
     }
   }
 }

@@ -86,7 +86,11 @@ Outputs reference_outputs(const AttentionDesc& desc, const Inputs& in, bool wide
   const OutputDims dims = output_dims(desc, true);
   const DType out = wide ? DType::kFloat64 : desc.dtype;
   const DType statistics = wide ? DType::kFloat64 : statistics_dtype(desc);
-  auto array = [](DType dtype, const std::vector<int64_t>& d) { return d.empty() ? Array() : Array(dtype, d); };
+  auto array = [](DType dtype, const std::vector<int64_t>& d) {
+    Array a = d.empty() ? Array() : Array(dtype, d);
+    std::fill(a.bytes.begin(), a.bytes.end(), uint8_t{0xff});  // NaN
+    return a;
+  };
   Outputs o;
   o.out = array(out, dims.out);
   o.logsumexp = array(statistics, dims.logsumexp);

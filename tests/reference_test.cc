@@ -300,6 +300,20 @@ TEST(Reference, DropsByTheDocumentedFormula) {
   }
 }
 
+TEST(Reference, KeepsAWeightWhoseBitsAreTheThreshold) {
+  AttentionDesc d = sizes(1, 8, 1);
+  d.scale = 0;
+  Inputs in = draw(d);
+  in.dropout_seed = 1;
+  for (int64_t j = 0; j < 8; ++j) {
+    const double bits = dropout_bits(1, 0, 0, 0, j);
+    d.dropout_p = bits / 65536;
+    EXPECT_GT(exact(d, in).weights.at(j), 0);
+    d.dropout_p = (bits + 1) / 65536;
+    EXPECT_EQ(exact(d, in).weights.at(j), 0);
+  }
+}
+
 TEST(Reference, CountsDropoutWithinTheSequenceWhenPacked) {
   AttentionDesc d = sizes(4, 9, 2, 2);
   d.dropout_p = 0.5;
