@@ -119,8 +119,10 @@ Judge::Judge(const Problem& problem) : problem_(problem) {
   const bool half = d.dtype == DType::kBFloat16 || d.dtype == DType::kFloat16;
   const double factor = shifted ? 1.5 : 1.1;
   const double out_factor = d.dtype == DType::kBFloat16 ? 1.5 : factor;
-  // Elements of a row share a softmax, and so its errors, but not the rounding to a half type, which outweighs those.
-  const double row = static_cast<double>(half ? 1 : std::max<int64_t>(d.head_dim_v, 1));
+  // Elements of a row share a softmax, and so its errors, but not the rounding to a half type, which outweighs those; not
+  // in bfloat16, where a row's weights are rounded to bfloat16 before they meet V.
+  const bool own_errors = d.dtype == DType::kFloat16;
+  const double row = static_cast<double>(own_errors ? 1 : std::max<int64_t>(d.head_dim_v, 1));
   const double keys = static_cast<double>(half ? 1 : std::max<int64_t>(d.seqlen_k, 1));
   out_ = Errors("out", out_factor, row);
   logsumexp_ = Errors("logsumexp", factor, 1);

@@ -1,6 +1,8 @@
 // The CPU kernels: which desc each takes, and by which path.
 #include "cpu/kernels.h"
 
+#include <algorithm>
+
 #include "cpu/decode_tasks.h"
 #include "cpu/isa.h"
 #include "cpu/isa_functions.h"
@@ -18,18 +20,19 @@ bool returns_more(const AttentionDesc& desc) {
 
 template <const IsaFunctions& functions>
 size_t workspace_bytes(const AttentionDesc& desc, int num_threads) {
-  if (returns_more(desc)) return weights_workspace_bytes(functions, desc, num_threads);
-  if (tiny_takes(desc)) return tiny_workspace_bytes(functions, num_threads);
-  if (decode_takes(desc)) return decode_workspace_bytes(functions, desc, num_threads);
-  return tiles_workspace_bytes(functions, desc, num_threads);
+  const size_t more = returns_more(desc) ? weights_workspace_bytes(functions, desc, num_threads) : 0;
+  if (tiny_takes(desc)) return std::max(more, tiny_workspace_bytes(functions, num_threads));
+  if (decode_takes(desc)) return std::max(more, decode_workspace_bytes(functions, desc, num_threads));
+  return returns_more(desc) ? more : tiles_workspace_bytes(functions, desc, num_threads);
 }
 
 template <const IsaFunctions& functions>
 void forward(const AttentionDesc& desc, const ForwardArgs& args, Executor& executor) {
-  if (returns_more(desc)) return weights_forward(functions, desc, args, executor);
+  // Weights come from the general path. Where O and L do not, they are written over: what else is returned changes no bit.
+  if (returns_more(desc)) weights_forward(functions, desc, args, executor);
   if (tiny_takes(desc)) return tiny_forward(functions, desc, args, executor);
   if (decode_takes(desc)) return decode_forward(functions, desc, args, executor);
-  tiles_forward(functions, desc, args, executor);
+  if (!returns_more(desc)) tiles_forward(functions, desc, args, executor);
 }
 
 std::string why_not(const AttentionDesc& desc, bool has_isa, const char* missing) {

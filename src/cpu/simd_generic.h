@@ -41,7 +41,11 @@ inline void store_first(float* p, F x, int n) {
 }
 inline F broadcast(float x) { return F{x, x, x, x}; }
 inline F fma(F a, F b, F c) { return a * b + c; }  // two roundings where the CPU has no fused form
-inline F fms(F a, F b, F c) { return a * b - c; }
+inline F fms(F a, F b, F c) {                      // the product of two floats is exact in double
+  typedef double D __attribute__((vector_size(32)));
+  const D product = __builtin_convertvector(a, D) * __builtin_convertvector(b, D);
+  return __builtin_convertvector(product - __builtin_convertvector(c, D), F);
+}
 inline F select(M m, F a, F b) { return as_float((m & as_int(a)) | (~m & as_int(b))); }
 inline F divide(F x, F divisor, F) { return x / divisor; }
 inline F maximum(F a, F b) { return select(a > b, a, b); }

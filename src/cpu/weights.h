@@ -21,17 +21,17 @@ void clear_weights(const Head& head, const Tile& tile) {
 }
 
 // p[key][query] -> normalised weights; 0 where hidden, also in a row that is NaN.
-void normalise(float* p, const BlockView& view, const float* inverse, const Part& part) {
+void normalise(float* p, const BlockView& view, const float* l, const Part& part) {
   for (int v = part.v_begin; v < part.v_end; ++v) {
-    const F inverse_v = load(inverse + v * kLanes);
+    const F l_v = load(l + v * kLanes), reciprocal = broadcast(1.0f) / l_v;
     for (int k = part.begin; k < part.end; ++k) {
       float* at = p + k * kTile + v * kLanes;
-      store(at, load(at) * inverse_v);
+      store(at, divide(load(at), l_v, reciprocal));
     }
-    if (!any(negate(equal(inverse_v, inverse_v)))) continue;
+    if (!any(negate(equal(l_v, l_v)))) continue;
     for (int q = v * kLanes; q < (v + 1) * kLanes; ++q) {
       for (int k = part.begin; k < part.end; ++k) {
-        if (inverse[q] != inverse[q] && hidden(view, k, q)) p[k * kTile + q] = 0;
+        if (l[q] != l[q] && hidden(view, k, q)) p[k * kTile + q] = 0;
       }
     }
   }
@@ -86,11 +86,11 @@ void second_pass(const Head& head, Tile& tile) {
   const int64_t row = task.b * problem.weights_stride_b + task.h * problem.weights_stride_h +
                       tile.first_query * problem.weights_stride_q;
   if (task.weights) clear_weights(head, tile);
-  alignas(64) float inverse[kTile];
+  alignas(64) float l[kTile];
   for (int q = 0; q < kTile; ++q) {
-    const float l = tile.state.l[q];
-    inverse[q] = l == 0.0f ? 0.0f : 1.0f / l;
-    if (l == 0.0f && q < tile.num_queries && sees_only_minus_infinity(head, tile, q)) inverse[q] = __builtin_nanf("");
+    l[q] = tile.state.l[q];
+    if (l[q] != 0.0f) continue;
+    l[q] = q < tile.num_queries && sees_only_minus_infinity(head, tile, q) ? __builtin_nanf("") : 1.0f;
   }
   for (int64_t first = tile.ranges.any_begin / kBlock * kBlock; first < tile.ranges.any_end; first += kBlock) {
     const Block block = load_block<Mac>(head, first);
@@ -103,7 +103,7 @@ void second_pass(const Head& head, Tile& tile) {
       score_keys<Mac, Float32>(head, tile, block, undropped, computed);
       Part part = computed;
       if (part.end > block.num_keys) part.end = block.num_keys;
-      normalise(p, t.view, inverse, part);
+      normalise(p, t.view, l, part);
       if (task.columns != nullptr) add_columns(task, p, first, tile.num_queries, part);
       if (view.kept != nullptr) drop(p, problem.dropout, view.kept, part);
       if (task.weights) {
