@@ -9,16 +9,18 @@ namespace polyhead::cpu {
 namespace {
 
 // The stride of a dim of size 1 may be any number: here it becomes one that pointers can step by.
+int64_t stride_of(const Tensor& t, int dim, int64_t otherwise = 0) {
+  return t.dims[dim] <= 1 ? otherwise : t.strides[dim];
+}
+
 Operand operand(const Tensor& t) {
-  const auto stride = [&](int dim, int64_t otherwise) { return t.dims[dim] <= 1 ? otherwise : t.strides[dim]; };
-  if (t.ndim == 3) return {t.data, t.dtype, 0, stride(0, 0), stride(1, 0), stride(2, 1)};
-  return {t.data, t.dtype, stride(0, 0), stride(1, 0), stride(2, 0), stride(3, 1)};
+  if (t.ndim == 3) return {t.data, t.dtype, 0, stride_of(t, 0), stride_of(t, 1), stride_of(t, 2, 1)};
+  return {t.data, t.dtype, stride_of(t, 0), stride_of(t, 1), stride_of(t, 2), stride_of(t, 3, 1)};
 }
 
 Broadcast broadcast(const Tensor& t) {
   if (!t.given()) return {};
-  const auto stride = [&](int dim) { return t.dims[dim] == 1 ? 0 : t.strides[dim]; };
-  return {t.data, t.dtype, stride(0), stride(1), stride(2), stride(3)};
+  return {t.data, t.dtype, stride_of(t, 0), stride_of(t, 1), stride_of(t, 2), stride_of(t, 3)};
 }
 
 Dropout dropout(const AttentionDesc& desc, const ForwardArgs& args) {
@@ -44,26 +46,26 @@ Problem problem(const AttentionDesc& desc, const ForwardArgs& args) {
     const Tensor& l = args.logsumexp;
     const bool packed = l.ndim == 2;
     p.logsumexp = static_cast<float*>(l.data);
-    p.logsumexp_stride_b = packed ? 0 : l.strides[0];
-    p.logsumexp_stride_h = l.strides[packed ? 0 : 1];
-    p.logsumexp_stride_s = l.strides[packed ? 1 : 2];
+    p.logsumexp_stride_b = packed ? 0 : stride_of(l, 0);
+    p.logsumexp_stride_h = stride_of(l, packed ? 0 : 1);
+    p.logsumexp_stride_s = stride_of(l, packed ? 1 : 2);
   }
   p.mask = broadcast(args.attn_mask);
   p.bias = broadcast(args.attn_bias);
   if (args.alibi_slopes.given()) {
     const Tensor& slopes = args.alibi_slopes;
     p.slopes = static_cast<const float*>(slopes.data);
-    p.slopes_stride_b = slopes.ndim == 2 ? slopes.strides[0] : 0;
-    p.slopes_stride_h = slopes.strides[slopes.ndim - 1];
+    p.slopes_stride_b = slopes.ndim == 2 ? stride_of(slopes, 0) : 0;
+    p.slopes_stride_h = stride_of(slopes, slopes.ndim - 1);
   }
   if (args.weights.given()) {
     const Tensor& w = args.weights;
     const bool per_head = w.ndim == 4;
     p.weights = w.data;
-    p.weights_stride_b = w.strides[0];
-    p.weights_stride_h = per_head ? w.strides[1] : 0;
-    p.weights_stride_q = w.strides[w.ndim - 2];
-    p.weights_stride_k = w.strides[w.ndim - 1];
+    p.weights_stride_b = stride_of(w, 0);
+    p.weights_stride_h = per_head ? stride_of(w, 1) : 0;
+    p.weights_stride_q = stride_of(w, w.ndim - 2);
+    p.weights_stride_k = stride_of(w, w.ndim - 1, 1);
   }
   p.seqlen_k = desc.seqlen_k;
   p.band = band(desc);
