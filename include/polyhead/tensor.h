@@ -68,10 +68,15 @@ struct Tensor {
 
   bool given() const { return ndim > 0; }
 
+  /// The product of the dims; INT64_MAX where that is beyond an int64.
   int64_t num_elements() const {
     int64_t count = ndim > 0 ? 1 : 0;
-    for (int i = 0; i < ndim; ++i) count *= dims[i];
-    return count;
+    bool beyond = false;
+    for (int i = 0; i < ndim; ++i) {
+      if (dims[i] == 0) return 0;
+      if (__builtin_mul_overflow(count, dims[i], &count)) beyond = true;
+    }
+    return beyond ? INT64_MAX : count;
   }
 };
 
