@@ -53,8 +53,8 @@ struct Head {
   bool careful;          // NaN or inf among hidden values: see add_not_finite
 };
 
-// Copying costs 1 % at 4 tiles; reading in place needs words of the right type, and rows that are not a multiple of
-// 1 KiB apart: those fall into few sets of the L1 cache (DESIGN: [B, S, H, D] has them, 16 heads of 64).
+// Copying costs 1 to 2 % of a task of several tiles. Reading in place needs words of the right type, and rows that are not a
+// multiple of 1 KiB apart: those fall into few sets of the L1 cache ([B, S, H, D] with 16 heads of 64 has such rows).
 template <class Mac>
 bool readable_in_place(const Rows& x, int64_t columns) {
   return plain_words<Mac>(x) && columns % Mac::kElements == 0 && x.stride % Mac::kElements == 0 &&
@@ -229,14 +229,7 @@ bool hidden(const BlockView& view, int key, int query) {
 
 // Of a row with l = 0: whether mask and bias leave it a key, so that all it sees has score -inf: exp(-inf + inf), NaN.
 bool sees_only_minus_infinity(const Head& head, const Tile& tile, int query) {
-  for (int64_t k = tile.ranges.begin[query]; k < tile.ranges.end[query]; k += kLanes) {
-    const int64_t left = tile.ranges.end[query] - k;
-    const int n = left < kLanes ? static_cast<int>(left) : kLanes;
-    SeenBits seen;
-    seen.add(additive_row(head.additive, tile.first_query + query, k, n), n);
-    if (seen.seen() != Seen::kNone) return true;
-  }
-  return false;
+  return leaves_a_key(head.additive, {tile.ranges.begin[query], tile.ranges.end[query]}, tile.first_query + query);
 }
 
 }  // namespace

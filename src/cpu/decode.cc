@@ -266,15 +266,7 @@ void end_rows(RowEnds& ends, const Problem& problem, const DecodeTask& task, con
 
 // Of a row with l = 0: whether mask and bias leave it a key, so that all it sees has score -inf: exp(-inf + inf), NaN.
 bool sees_only_minus_infinity(const Problem& problem, const DecodeTask& task, const DecodeRow& row) {
-  const KeyRange range = key_range(problem.band, task.sequence, row.i);
-  const Additive a = additive(problem, task.b, row.h);
-  for (int64_t k = range.begin; k < range.end; k += kLanes) {
-    const int n = range.end - k < kLanes ? static_cast<int>(range.end - k) : kLanes;
-    SeenBits seen;
-    seen.add(additive_row(a, row.i, k, n), n);
-    if (seen.seen() != Seen::kNone) return true;
-  }
-  return false;
+  return leaves_a_key(additive(problem, task.b, row.h), key_range(problem.band, task.sequence, row.i), row.i);
 }
 
 // A row's O: the sum of the partial ones, in order of their chunks, divided by l.

@@ -17,7 +17,7 @@ struct ForwardTask {
   int64_t first_query = 0, num_queries = 0;
 
   // What else is asked for of the tiles, at a second pass over the keys:
-  bool weights = false;      // written to problem.weights, per head
+  bool weights = false;      // written to problem.weights, per head, where not 0: the rows are cleared before
   float* mean = nullptr;     // [seqlen_k][kTileQueries], one tile: weights are added
   float* columns = nullptr;  // [seqlen_k][lanes]: sums over the queries are added
 };

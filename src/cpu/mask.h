@@ -122,6 +122,17 @@ struct SeenBits {
   Seen seen() const { return visible == 0 ? Seen::kNone : changed == 0 ? Seen::kAllPlain : Seen::kSome; }
 };
 
+// Whether mask and bias leave query i a key of its range.
+inline bool leaves_a_key(const Additive& x, const KeyRange& range, int64_t i) {
+  for (int64_t k = range.begin; k < range.end; k += kLanes) {
+    const int n = range.end - k < kLanes ? static_cast<int>(range.end - k) : kLanes;
+    SeenBits seen;
+    seen.add(additive_row(x, i, k, n), n);
+    if (seen.seen() != Seen::kNone) return true;
+  }
+  return false;
+}
+
 // Fills tile[key][query] for keys [begin, end) of the block that starts at `first`; if all queries share one row,
 // tile[key] alone.
 inline Seen additive_tile(float* tile, const Additive& x, int64_t first_query, int num_queries, int64_t first,

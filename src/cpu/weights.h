@@ -7,19 +7,6 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-// Rows of a tile's weights, all keys, as they are where nothing is seen.
-void clear_weights(const Head& head, const Tile& tile) {
-  const Problem& p = head.problem;
-  const int64_t at = head.task.b * p.weights_stride_b + head.task.h * p.weights_stride_h;
-  for (int q = 0; q < tile.num_queries; ++q) {
-    const int64_t row = at + (tile.first_query + q) * p.weights_stride_q;
-    for (int64_t k = 0; k < p.seqlen_k; k += kLanes) {
-      const int n = p.seqlen_k - k < kLanes ? static_cast<int>(p.seqlen_k - k) : kLanes;
-      store_columns(p.weights, p.dtype, row + k * p.weights_stride_k, p.weights_stride_k, broadcast(0.0f), n);
-    }
-  }
-}
-
 // p[key][query] -> normalised weights; 0 where hidden, also in a row that is NaN.
 void normalise(float* p, const BlockView& view, const float* l, const Part& part) {
   for (int v = part.v_begin; v < part.v_end; ++v) {
@@ -85,7 +72,6 @@ void second_pass(const Head& head, Tile& tile) {
   const Problem& problem = head.problem;
   const int64_t row = task.b * problem.weights_stride_b + task.h * problem.weights_stride_h +
                       tile.first_query * problem.weights_stride_q;
-  if (task.weights) clear_weights(head, tile);
   alignas(64) float l[kTile];
   for (int q = 0; q < kTile; ++q) {
     l[q] = tile.state.l[q];

@@ -52,12 +52,16 @@ ForwardTask tile_task(const Call& call, const Sequence& s, int64_t b, int64_t h,
   return task;
 }
 
-// Weights of rows that see nothing.
+// Rows of weights as they are where nothing is seen.
 void clear_weights(const Problem& p, int64_t b, int64_t h, int64_t first, int64_t end) {
   const int64_t element_bytes = p.dtype == DType::kFloat32 ? 4 : 2;
   for (int64_t i = first; i < end; ++i) {
     char* row = static_cast<char*>(p.weights) +
                 (b * p.weights_stride_b + h * p.weights_stride_h + i * p.weights_stride_q) * element_bytes;
+    if (p.weights_stride_k == 1) {
+      std::memset(row, 0, static_cast<size_t>(p.seqlen_k * element_bytes));
+      continue;
+    }
     for (int64_t k = 0; k < p.seqlen_k; ++k) {
       std::memset(row + k * p.weights_stride_k * element_bytes, 0, static_cast<size_t>(element_bytes));
     }
@@ -75,8 +79,8 @@ void run_head(const Call& call, int64_t b, int64_t h, int lane) {
     ForwardTask task = tile_task(call, s, b, h, first);
     task.columns = columns;
     const int64_t end = std::min(first + kTileQueries, desc.seqlen_q);
+    if (task.weights) clear_weights(call.problem, b, h, first, end);
     run_tile(call, task, end, lane);
-    if (task.weights) clear_weights(call.problem, b, h, first + task.num_queries, end);
   }
   if (columns == nullptr) return;
   const Tensor& sums = call.args.column_sums;
