@@ -21,8 +21,12 @@ using Forward = void (*)(const AttentionDesc&, const ForwardArgs&, Executor&);
 
 // A kernel that computes as the yardstick does, but for what `forward` does differently.
 Kernel kernel_of(Forward forward) {
-  return {"sabotaged", [](const AttentionDesc&) { return std::string(); },
-          [](const AttentionDesc& desc, int) { return reference::workspace_bytes<float>(desc); }, forward};
+  return {"sabotaged",
+          [](const AttentionDesc&) { return std::string(); },
+          [](const AttentionDesc& desc, int) { return reference::workspace_bytes<float>(desc); },
+          nullptr,
+          forward,
+          nullptr};
 }
 
 Problem problem(int64_t queries = 66, int64_t keys = 130) {

@@ -108,12 +108,18 @@ struct ForwardArgs {
 };
 
 /// The tensors of one backward call. The options' tensors and the dropout seed are those of the forward call.
-/// Gradients that are not given are not computed.
+/// Gradients that are not given are not computed; at least one is. Hidden rows and keys get exactly 0.
+/// With out and logsumexp merged over parts of the keys (polyhead/merge.h), it gives the part's share of the gradients.
+/// Returned weights and column sums have no gradient.
 struct BackwardArgs {
-  /// Query, key, value, options, dropout seed; out and logsumexp as forward wrote them; workspace.
+  /// Query, key, value, options, dropout seed; out and logsumexp as forward wrote them; weights and column_sums not
+  /// given; a workspace of Plan::backward_workspace_bytes().
   ForwardArgs forward = {};
-  Tensor grad_out = {};        ///< [B, Sq, H, Dv], in desc.dtype, any strides
-  Tensor grad_logsumexp = {};  ///< optional: [B, H, Sq], dtype of logsumexp
+  Tensor grad_out = {};        ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]; in desc.dtype, any strides
+  Tensor grad_logsumexp = {};  ///< optional: shape and dtype of logsumexp
+  /// Optional: sum over Dv of grad_out * out, where it is known already; shape and dtype of logsumexp. `forward.out` is
+  /// then not read and may be left out. FlashAttention calls it delta or dsoftmax_sum.
+  Tensor delta = {};
 
   Tensor grad_query = {};  ///< optional: shape and dtype of query; likewise key, value
   Tensor grad_key = {};
@@ -137,9 +143,13 @@ class POLYHEAD_API Plan {
   const AttentionDesc& desc() const { return desc_; }
   const char* kernel_name() const;
   size_t workspace_bytes() const { return workspace_bytes_; }
+  size_t backward_workspace_bytes() const { return backward_workspace_bytes_; }
 
   /// Checks `args` against the desc, then computes. On an error no output has been touched.
   Status forward(const ForwardArgs& args) const;
+
+  /// The gradients that `args` asks for. Checks first; on an error none has been touched.
+  Status backward(const BackwardArgs& args) const;
 
  private:
   friend Result<Plan> plan(const AttentionDesc&, const PlanOptions&);
@@ -148,6 +158,7 @@ class POLYHEAD_API Plan {
   const Kernel* kernel_ = nullptr;
   Executor* executor_ = nullptr;
   size_t workspace_bytes_ = 0;
+  size_t backward_workspace_bytes_ = 0;
 };
 
 /// Checks `desc` (the error names the field and the numbers that disagree) and picks the first kernel that can.
@@ -164,7 +175,9 @@ struct Explanation {
   std::string kernel;                 ///< the chosen one; "" if none
   std::vector<KernelReason> reasons;  ///< every kernel of this build, best first
   size_t workspace_bytes = 0;
+  size_t backward_workspace_bytes = 0;
   double flops = 0;  ///< of forward: 2 * visible (query, key) pairs * (D + Dv), as causal, window and sizes tell
+  double backward_flops = 0;  ///< of query, key and value gradients: 2 * pairs * (3 D + 2 Dv), five products
 };
 POLYHEAD_API Explanation explain(const AttentionDesc& desc, const PlanOptions& options = {});
 

@@ -13,6 +13,8 @@ Status check_desc(const AttentionDesc& desc);
 // `desc` has passed check_desc. Allocates nothing unless there is an error.
 Status check_forward_args(const AttentionDesc& desc, const ForwardArgs& args, size_t workspace_bytes);
 
+Status check_backward_args(const AttentionDesc& desc, const BackwardArgs& args, size_t workspace_bytes);
+
 // The option that needs to know where the diagonal lies ("causal"), if the desc uses one and does not say; else null.
 const char* unaligned_option(const AttentionDesc& desc);
 

@@ -44,11 +44,14 @@ Explanation explain(const AttentionDesc& desc, const PlanOptions& options) try {
   if (planned.ok()) {
     explanation.kernel = planned->kernel_name();
     explanation.workspace_bytes = planned->workspace_bytes();
+    explanation.backward_workspace_bytes = planned->backward_workspace_bytes();
   }
   if (!check_desc(desc).ok()) return explanation;
   for (const Kernel* kernel : kernel_list()) explanation.reasons.push_back({kernel->name, kernel->why_not(desc)});
-  explanation.flops = 2 * visible_pairs(desc) * static_cast<double>(desc.num_heads) *
-                      (static_cast<double>(desc.head_dim) + static_cast<double>(desc.head_dim_v));
+  const double pairs = visible_pairs(desc) * static_cast<double>(desc.num_heads);
+  const auto dim = static_cast<double>(desc.head_dim), dim_v = static_cast<double>(desc.head_dim_v);
+  explanation.flops = 2 * pairs * (dim + dim_v);
+  explanation.backward_flops = 2 * pairs * (3 * dim + 2 * dim_v);
   return explanation;
 } catch (const std::bad_alloc&) {
   Explanation explanation;

@@ -17,10 +17,14 @@ struct Kernel {
 
   // Scratch memory of one call, on an executor of `num_threads`. A multiple of 64.
   size_t (*workspace_bytes)(const AttentionDesc& desc, int num_threads);
+  size_t (*backward_workspace_bytes)(const AttentionDesc& desc, int num_threads);  // whatever gradients are asked for
 
   // `args` have been checked against `desc`, and args.workspace is large enough and aligned. Must write every element
   // of every output that is given, rows behind cu_seqlens' end included.
   void (*forward)(const AttentionDesc& desc, const ForwardArgs& args, Executor& executor);
+
+  // Likewise: every element of every gradient that is given, or, with args.accumulate, adds to it.
+  void (*backward)(const AttentionDesc& desc, const BackwardArgs& args, Executor& executor);
 };
 
 // Every kernel of this build, best first; the reference is last.

@@ -45,6 +45,15 @@ void forward_of_nothing(const ForwardArgs& args) {
   fill_number(args.column_sums, 0);
 }
 
+// No pair, so every gradient is 0.
+void backward_of_nothing(const BackwardArgs& args) {
+  if (args.accumulate) return;
+  for (const Tensor* gradient :
+       {&args.grad_query, &args.grad_key, &args.grad_value, &args.grad_attn_bias, &args.grad_alibi_slopes}) {
+    fill_number(*gradient, 0);
+  }
+}
+
 }  // namespace
 
 const char* Plan::kernel_name() const { return kernel_->name; }
@@ -61,6 +70,18 @@ Status Plan::forward(const ForwardArgs& args) const try {
   return out_of_memory();
 }
 
+Status Plan::backward(const BackwardArgs& args) const try {
+  if (Status status = check_backward_args(desc_, args, backward_workspace_bytes_); !status.ok()) return status;
+  if (nothing_visible(desc_)) {
+    backward_of_nothing(args);
+  } else {
+    kernel_->backward(desc_, args, *executor_);
+  }
+  return {};
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
+}
+
 Result<Plan> plan(const AttentionDesc& desc, const PlanOptions& options) try {
   if (Status status = check_desc(desc); !status.ok()) return status;
   const Result<const Kernel*> kernel = choose_kernel(desc, options.kernel);
@@ -69,7 +90,9 @@ Result<Plan> plan(const AttentionDesc& desc, const PlanOptions& options) try {
   made.desc_ = desc;
   made.kernel_ = *kernel;
   made.executor_ = options.executor != nullptr ? options.executor : &default_executor();
-  if (!nothing_visible(desc)) made.workspace_bytes_ = (*kernel)->workspace_bytes(desc, made.executor_->num_threads());
+  if (nothing_visible(desc)) return made;
+  made.workspace_bytes_ = (*kernel)->workspace_bytes(desc, made.executor_->num_threads());
+  made.backward_workspace_bytes_ = (*kernel)->backward_workspace_bytes(desc, made.executor_->num_threads());
   return made;
 } catch (const std::bad_alloc&) {
   return out_of_memory();

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "attention/reference.h"
 #include "cpu/decode_tasks.h"
 #include "cpu/isa.h"
 #include "cpu/isa_functions.h"
@@ -35,6 +36,11 @@ void forward(const AttentionDesc& desc, const ForwardArgs& args, Executor& execu
   if (!returns_more(desc)) tiles_forward(functions, desc, args, executor);
 }
 
+size_t backward_workspace_bytes(const AttentionDesc&, int) { return 0; }
+void backward(const AttentionDesc& desc, const BackwardArgs& args, Executor&) {
+  reference::backward<float>(desc, args);
+}
+
 std::string why_not(const AttentionDesc& desc, bool has_isa, const char* missing) {
   if (!has_isa) return std::string("this CPU has no ") + missing;
   if (desc.dtype == DType::kFloat64) return "dtype is float64, takes float32, bfloat16 or float16";
@@ -44,20 +50,34 @@ std::string why_not(const AttentionDesc& desc, bool has_isa, const char* missing
 }  // namespace
 }  // namespace cpu
 
-constexpr Kernel kCpuGeneric = {"cpu_generic", [](const AttentionDesc& desc) { return cpu::why_not(desc, true, ""); },
-                                cpu::workspace_bytes<cpu::generic::kFunctions>, cpu::forward<cpu::generic::kFunctions>};
+constexpr Kernel kCpuGeneric = {"cpu_generic",
+                                [](const AttentionDesc& desc) { return cpu::why_not(desc, true, ""); },
+                                cpu::workspace_bytes<cpu::generic::kFunctions>,
+                                cpu::backward_workspace_bytes,
+                                cpu::forward<cpu::generic::kFunctions>,
+                                cpu::backward};
 #if defined(__x86_64__)
 constexpr Kernel kCpuAvx2 = {
-    "cpu_avx2", [](const AttentionDesc& desc) { return cpu::why_not(desc, cpu::isa().avx2, "AVX2 with FMA and F16C"); },
-    cpu::workspace_bytes<cpu::avx2::kFunctions>, cpu::forward<cpu::avx2::kFunctions>};
+    "cpu_avx2",
+    [](const AttentionDesc& desc) { return cpu::why_not(desc, cpu::isa().avx2, "AVX2 with FMA and F16C"); },
+    cpu::workspace_bytes<cpu::avx2::kFunctions>,
+    cpu::backward_workspace_bytes,
+    cpu::forward<cpu::avx2::kFunctions>,
+    cpu::backward};
 constexpr Kernel kCpuAvx512 = {
     "cpu_avx512",
     [](const AttentionDesc& desc) { return cpu::why_not(desc, cpu::isa().avx512, "AVX-512 (F, BW, DQ, VL)"); },
-    cpu::workspace_bytes<cpu::avx512::kFunctions>, cpu::forward<cpu::avx512::kFunctions>};
+    cpu::workspace_bytes<cpu::avx512::kFunctions>,
+    cpu::backward_workspace_bytes,
+    cpu::forward<cpu::avx512::kFunctions>,
+    cpu::backward};
 constexpr Kernel kCpuAvx512Bf16 = {
     "cpu_avx512bf16",
     [](const AttentionDesc& desc) { return cpu::why_not(desc, cpu::isa().avx512bf16, "AVX512_BF16"); },
-    cpu::workspace_bytes<cpu::avx512bf16::kFunctions>, cpu::forward<cpu::avx512bf16::kFunctions>};
+    cpu::workspace_bytes<cpu::avx512bf16::kFunctions>,
+    cpu::backward_workspace_bytes,
+    cpu::forward<cpu::avx512bf16::kFunctions>,
+    cpu::backward};
 #endif
 
 }  // namespace polyhead
