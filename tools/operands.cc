@@ -3,147 +3,12 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <initializer_list>
-#include <string>
-#include <utility>
 
 #include "attention/sequences.h"
-#include "elements.h"
-#include "random.h"
+#include "layouter.h"
 
 namespace polyhead::tools {
 namespace {
-
-// Independent streams of a problem's seed.
-enum Stream : uint64_t {
-  kQueryData = 1,
-  kKeyData,
-  kValueData,
-  kMask,
-  kBias,
-  kSlopes,
-  kOffsets,
-  kLengthsQ,
-  kLengthsK,
-  kIndexDType,
-  kGaps
-};
-
-Status too_large(double size_bytes) {
-  return {StatusCode::kOutOfMemory, "not enough memory: this problem needs " +
-                                        std::to_string(static_cast<int64_t>(size_bytes / 0x1p20)) +
-                                        " MiB for one tensor; choose smaller sizes"};
-}
-
-// Lays tensors out in new memory.
-class Layouter {
- public:
-  Layouter(Layout layout, uint64_t seed, std::vector<Buffer>& buffers)
-      : layout_(layout), gaps_(seed, kGaps), buffers_(buffers) {}
-
-  // A new tensor whose dims lie in memory in the given order, outermost first.
-  Status add(DType dtype, std::initializer_list<int64_t> dims, std::initializer_list<int> order, Tensor& tensor,
-             bool is_output = false) {
-    tensor = {};
-    tensor.dtype = dtype;
-    tensor.ndim = static_cast<int32_t>(dims.size());
-    std::copy(dims.begin(), dims.end(), tensor.dims);
-    const bool gaps = layout_ == Layout::kStrided;
-    double extent = 1;
-    int64_t step = gaps ? 1 + gaps_.below(3) : 1;
-    for (const int* d = order.end(); d != order.begin();) {
-      const int dim = *--d;
-      tensor.strides[dim] = step;
-      extent += static_cast<double>(step) * static_cast<double>(std::max<int64_t>(tensor.dims[dim] - 1, 0));
-      if (extent > 0x1p46) return too_large(extent * static_cast<double>(dtype_size_bytes(dtype)));
-      step = step * std::max<int64_t>(tensor.dims[dim], 1) + (gaps ? gaps_.below(5) : 0);
-    }
-    const int64_t lead = gaps ? gaps_.below(4) : 0;
-    const size_t size_bytes = (static_cast<size_t>(extent) + static_cast<size_t>(lead)) * dtype_size_bytes(dtype);
-    if (Status s = allocate(size_bytes, tensor); !s.ok()) return s;
-    tensor.data = static_cast<std::byte*>(tensor.data) + lead * static_cast<int64_t>(dtype_size_bytes(dtype));
-    if (gaps && !is_output) reverse_some(tensor);
-    return {};
-  }
-
-  // A row-major tensor.
-  Status add(DType dtype, std::initializer_list<int64_t> dims, Tensor& tensor) {
-    static constexpr std::initializer_list<int> kOrders[] = {{0}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}};
-    return add(dtype, dims, kOrders[dims.size() - 1], tensor);
-  }
-
-  // [batch, seqlen, heads, dim], or [rows, heads, dim] when packed.
-  Status add_heads(const AttentionDesc& desc, int64_t seqlen, int64_t heads, int64_t dim, Tensor& tensor,
-                   bool is_output = false) {
-    const bool heads_first = layout_ == Layout::kBhsd || (layout_ == Layout::kStrided && gaps_.below(2) == 1);
-    if (desc.packed) {
-      if (heads_first) return add(desc.dtype, {seqlen, heads, dim}, {1, 0, 2}, tensor, is_output);
-      return add(desc.dtype, {seqlen, heads, dim}, {0, 1, 2}, tensor, is_output);
-    }
-    const std::initializer_list<int64_t> dims = {desc.batch, seqlen, heads, dim};
-    if (heads_first) return add(desc.dtype, dims, {0, 2, 1, 3}, tensor, is_output);
-    if (layout_ == Layout::kSbhd) return add(desc.dtype, dims, {1, 0, 2, 3}, tensor, is_output);
-    return add(desc.dtype, dims, {0, 1, 2, 3}, tensor, is_output);
-  }
-
-  // Query, key and value as parts of one row per token.
-  Status add_qkv(const AttentionDesc& desc, ForwardArgs& args) {
-    if (desc.seqlen_q != desc.seqlen_k) {
-      return {StatusCode::kInvalidArgument,
-              "--layout qkv with seqlen_q " + std::to_string(desc.seqlen_q) + " and seqlen_k " +
-                  std::to_string(desc.seqlen_k) +
-                  ": both must be equal, as one row holds a token's query, key and value"};
-    }
-    const int64_t q = desc.num_heads * desc.head_dim, k = desc.num_heads_kv * desc.head_dim;
-    const int64_t row = q + k + desc.num_heads_kv * desc.head_dim_v;
-    Tensor all;
-    const int64_t batch = desc.packed ? 1 : desc.batch;
-    if (Status s = add(desc.dtype, {batch, desc.seqlen_q, row}, all); !s.ok()) return s;
-    const auto part = [&](int64_t first, int64_t heads, int64_t dim, Tensor& tensor) {
-      auto* data = static_cast<std::byte*>(all.data) + first * static_cast<int64_t>(dtype_size_bytes(desc.dtype));
-      tensor = desc.packed ? Tensor(data, desc.dtype, {desc.seqlen_q, heads, dim})
-                           : Tensor(data, desc.dtype, {batch, desc.seqlen_q, heads, dim});
-      tensor.strides[tensor.ndim - 3] = row;
-      if (!desc.packed) tensor.strides[0] = row * std::max<int64_t>(desc.seqlen_q, 1);
-    };
-    part(0, desc.num_heads, desc.head_dim, args.query);
-    part(q, desc.num_heads_kv, desc.head_dim, args.key);
-    part(q + k, desc.num_heads_kv, desc.head_dim_v, args.value);
-    return {};
-  }
-
- private:
-  Status allocate(size_t size_bytes, Tensor& tensor) {
-    buffers_.push_back(new_buffer(size_bytes));
-    if (buffers_.back() == nullptr) return too_large(static_cast<double>(size_bytes));
-    tensor.data = buffers_.back().get();
-    return {};
-  }
-
-  // Inputs may run backwards.
-  void reverse_some(Tensor& tensor) {
-    const auto size_bytes = static_cast<int64_t>(dtype_size_bytes(tensor.dtype));
-    for (int d = 0; d < tensor.ndim; ++d) {
-      if (gaps_.below(4) != 0 || tensor.dims[d] < 2) continue;
-      tensor.data = static_cast<std::byte*>(tensor.data) + tensor.strides[d] * (tensor.dims[d] - 1) * size_bytes;
-      tensor.strides[d] = -tensor.strides[d];
-    }
-  }
-
-  Layout layout_;
-  Random gaps_;
-  std::vector<Buffer>& buffers_;
-};
-
-template <class Draw>
-void fill(const Tensor& tensor, Draw draw) {
-  for_each_element(tensor, [&](void* element) { set_element(tensor.dtype, element, draw()); });
-}
-
-void fill_normal(const Tensor& tensor, uint64_t seed, Stream stream) {
-  Random random(seed, stream);
-  fill(tensor, [&] { return random.normal(); });
-}
 
 void fill_mask(const Tensor& mask, const Problem& problem) {
   Random random(problem.seed, kMask);
@@ -203,7 +68,7 @@ class Drawing {
     ForwardArgs& args = inputs_.args;
     const bool has_query = args.query.given(), has_key = args.key.given(), has_value = args.value.given();
     if (problem_.layout == Layout::kQkv && !has_query && !has_key && !has_value) {
-      if (Status s = layouter_.add_qkv(desc, args); !s.ok()) return s;
+      if (Status s = layouter_.add_qkv(desc, args.query, args.key, args.value); !s.ok()) return s;
     }
     const auto add = [&](int64_t seqlen, int64_t heads, int64_t dim, Tensor& tensor) {
       return tensor.given() ? Status() : layouter_.add_heads(desc, seqlen, heads, dim, tensor);
@@ -344,8 +209,7 @@ Result<Outputs> new_outputs(const AttentionDesc& problem_desc, bool logsumexp, L
   const int64_t B = desc.batch, H = desc.num_heads, Sq = desc.seqlen_q, Sk = desc.seqlen_k;
   Status s = layouter.add_heads(desc, Sq, H, desc.head_dim_v, outputs.out, true);
   if (s.ok() && logsumexp) {
-    s = desc.packed ? layouter.add(statistics, {H, Sq}, {0, 1}, outputs.logsumexp, true)
-                    : layouter.add(statistics, {B, H, Sq}, {0, 1, 2}, outputs.logsumexp, true);
+    s = layouter.add_statistics(desc, statistics, outputs.logsumexp, true);
   }
   if (s.ok() && desc.return_weights == ReturnWeights::kPerHead) {
     s = layouter.add(desc.dtype, {B, H, Sq, Sk}, {0, 1, 2, 3}, outputs.weights, true);
