@@ -199,7 +199,7 @@ const Kernel kReference = {
     "reference",
     [](const AttentionDesc&) { return std::string(); },
     [](const AttentionDesc& desc, int) { return reference::workspace_bytes<double>(desc); },
-    [](const AttentionDesc&, int) { return size_t{0}; },
+    [](const AttentionDesc& desc, int) { return reference::backward_workspace_bytes<double>(desc); },
     [](const AttentionDesc& desc, const ForwardArgs& args, Executor&) { reference::forward<double>(desc, args); },
     [](const AttentionDesc& desc, const BackwardArgs& args, Executor&) { reference::backward<double>(desc, args); },
 };

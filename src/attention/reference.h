@@ -18,9 +18,12 @@ void forward(const AttentionDesc& desc, const ForwardArgs& args);
 template <class T>
 size_t workspace_bytes(const AttentionDesc& desc);
 
-// Gradients with O and L as given in args.forward.out and .logsumexp.
+// Gradients with O and L as given in args.forward.out and .logsumexp; likewise with backward_workspace_bytes<T>().
 template <class T>
 void backward(const AttentionDesc& desc, const BackwardArgs& args);
+
+template <class T>
+size_t backward_workspace_bytes(const AttentionDesc& desc);
 
 }  // namespace polyhead::reference
 
