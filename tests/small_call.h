@@ -1,6 +1,7 @@
 // One small, correct problem and the tensors of a call, for tests that then break a single thing.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <limits>
 #include <memory>
@@ -62,10 +63,11 @@ class Call {
   }
 
   // A workspace of its own, as the plan wants it.
-  void reserve(const Plan& plan) {
-    workspace_.reset(static_cast<unsigned char*>(std::aligned_alloc(64, plan.workspace_bytes() + 64)));
+  void reserve(const Plan& plan) { reserve(plan.workspace_bytes()); }
+  void reserve(size_t bytes) {
+    workspace_.reset(static_cast<unsigned char*>(std::aligned_alloc(64, (bytes + 127) / 64 * 64)));
     args.workspace = workspace_.get();
-    args.workspace_bytes = plan.workspace_bytes();
+    args.workspace_bytes = bytes;
   }
 
   bool outputs_untouched() const {
@@ -79,31 +81,61 @@ class Call {
 
   ForwardArgs args;
 
- private:
-  struct Free {
-    void operator()(unsigned char* memory) const { std::free(memory); }
-  };
-
-  // Not null and aligned to 16 even if empty.
-  Tensor tensor(DType dtype, std::initializer_list<int64_t> dims, unsigned char fill) {
-    Tensor t(nullptr, dtype, dims);
-    buffers_.emplace_back(static_cast<size_t>(t.num_elements()) * dtype_size_bytes(dtype) + 1, fill);
+ protected:
+  // `t` with memory of its own, not null and aligned to 16 even if empty.
+  Tensor place(Tensor t, unsigned char fill) {
+    if (fill == kUntouched) outputs_.push_back(buffers_.size());
+    buffers_.emplace_back(static_cast<size_t>(t.num_elements()) * dtype_size_bytes(t.dtype) + 1, fill);
     t.data = buffers_.back().data();
     return t;
+  }
+
+ private:
+  Tensor tensor(DType dtype, std::initializer_list<int64_t> dims, unsigned char fill) {
+    return place(Tensor(nullptr, dtype, dims), fill);
   }
   Tensor input(DType dtype, std::initializer_list<int64_t> dims) { return tensor(dtype, dims, 0); }
   Tensor integers(DType dtype, int64_t count) { return tensor(dtype, {count}, 0); }
   Tensor broadcast(const BroadcastOperand& o, unsigned char fill) {
     return tensor(o.dtype, {o.dims[0], o.dims[1], o.dims[2], o.dims[3]}, fill);
   }
-  Tensor output(DType dtype, std::initializer_list<int64_t> dims) {
-    outputs_.push_back(buffers_.size());
-    return tensor(dtype, dims, kUntouched);
-  }
+  Tensor output(DType dtype, std::initializer_list<int64_t> dims) { return tensor(dtype, dims, kUntouched); }
+
+  struct Free {
+    void operator()(unsigned char* memory) const { std::free(memory); }
+  };
 
   std::vector<std::vector<unsigned char>> buffers_;
   std::vector<size_t> outputs_;
   std::unique_ptr<unsigned char, Free> workspace_;
+};
+
+// A backward call with every optional tensor. Until a forward call has filled them, out and logsumexp hold kUntouched
+// too, so that outputs_untouched() speaks for what backward may only read.
+class BackwardCall : public Call {
+ public:
+  explicit BackwardCall(const AttentionDesc& desc) : Call(desc) {
+    backward.forward = args;
+    backward.forward.weights = backward.forward.column_sums = {};
+    backward.grad_out = place(args.out, 0);
+    backward.grad_logsumexp = place(args.logsumexp, 0);
+    backward.delta = place(args.logsumexp, 0);
+    backward.grad_query = place(args.query, kUntouched);
+    backward.grad_key = place(args.key, kUntouched);
+    backward.grad_value = place(args.value, kUntouched);
+    if (desc.attn_bias.given) backward.grad_attn_bias = place(args.attn_bias, kUntouched);
+    if (desc.alibi_slopes_ndim > 0) backward.grad_alibi_slopes = place(args.alibi_slopes, kUntouched);
+  }
+
+  // A workspace of its own for either direction.
+  void reserve(const Plan& plan) {
+    const size_t bytes = std::max(plan.workspace_bytes(), plan.backward_workspace_bytes());
+    Call::reserve(bytes);
+    backward.forward.workspace = args.workspace;
+    backward.forward.workspace_bytes = bytes;
+  }
+
+  BackwardArgs backward;
 };
 
 inline void set(const Tensor& t, std::initializer_list<int64_t> values) {

@@ -1,0 +1,270 @@
+// What Plan::backward refuses, in which words, and what it does at the edges. Results: reference_gradient_test.cc.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "core/dtype.h"
+#include "small_call.h"
+
+namespace {
+thread_local int64_t num_allocations = 0;
+}
+
+[[gnu::noinline]] void* operator new(size_t bytes) {
+  ++num_allocations;
+  if (void* memory = std::malloc(bytes > 0 ? bytes : 1)) return memory;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+
+namespace polyhead {
+namespace {
+
+struct BadCall {
+  void (*plan)(AttentionDesc& desc);
+  void (*change)(BackwardArgs& args);
+  std::string message;
+};
+
+void as_it_is(AttentionDesc&) {}
+void with_all(AttentionDesc& d) {
+  d.seqlen_q = 5;
+  d.causal = d.has_seqlens_q = d.has_seqlens_k = d.return_column_sums = true;
+  d.has_query_offsets = true;
+  d.attn_mask = operand(DType::kBool, 2, 1, 5, 5);
+  d.attn_bias = operand(DType::kFloat16, 1, 4, 5, 1);
+  d.alibi_slopes_ndim = 2;
+  d.return_weights = ReturnWeights::kPerHead;
+}
+void with_lengths(AttentionDesc& d) { d.causal = d.has_seqlens_q = d.has_seqlens_k = true; }
+void packed(AttentionDesc& d) { d.packed = true; }
+void in_float64(AttentionDesc& d) { d.dtype = DType::kFloat64; }
+void in_bfloat16(AttentionDesc& d) { d.dtype = DType::kBFloat16; }
+
+constexpr char kNotAsked[] =
+    "no gradient is asked for: give grad_query, grad_key, grad_value, grad_attn_bias or grad_alibi_slopes";
+
+const BadCall kBadCalls[] = {
+    // The inputs and options are those of forward, whose test has every sentence; here one of each kind.
+    {as_it_is, [](auto& a) { a.forward.query = {}; }, "query is missing"},
+    {as_it_is, [](auto& a) { a.forward.key.dtype = DType::kFloat16; }, "key is float16, expected float32"},
+    {as_it_is, [](auto& a) { a.forward.value.dims[1] = 4; }, "value dim 1 is 4, expected seqlen_k 5"},
+    {as_it_is, [](auto& a) { a.forward.attn_bias = a.forward.query; },
+     "attn_bias is given, but the plan was made without"},
+    {with_all, [](auto& a) { a.forward.attn_mask = {}; }, "attn_mask is missing"},
+    {with_all, [](auto& a) { a.forward.attn_bias.dims[1] = 1; }, "attn_bias dim 1 (num_heads) is 1, the plan's is 4"},
+    {with_all, [](auto& a) { a.forward.query_offsets.dtype = DType::kBool; },
+     "query_offsets is bool, expected int32 or int64"},
+    {with_all,
+     [](auto& a) {
+       set(a.forward.seqlens_q, {5, 6});
+     },
+     "seqlens_q[1] is 6, must be 0 to seqlen_q 5"},
+    {with_lengths,
+     [](auto& a) {
+       set(a.forward.seqlens_q, {2, 1}), set(a.forward.seqlens_k, {2, 4});
+     },
+     std::string("causal needs align: sequence 1 has seqlen_q 1 and seqlen_k 4") + kAlignChoices},
+    {packed, [](auto& a) { a.forward.cu_seqlens_q = {}; }, "cu_seqlens_q is missing"},
+    {packed,
+     [](auto& a) {
+       set(a.forward.cu_seqlens_k, {0, 1, 6});
+     },
+     "cu_seqlens_k ends at 6, must be at most total_k 5"},
+    // What forward wrote.
+    {as_it_is, [](auto& a) { a.forward.logsumexp = {}; }, "logsumexp is missing: backward needs what forward wrote"},
+    {as_it_is, [](auto& a) { a.forward.logsumexp.dims[2] = 4; }, "logsumexp dim 2 is 4, expected seqlen_q 3"},
+    {as_it_is, [](auto& a) { a.forward.logsumexp.dtype = DType::kBFloat16; },
+     "logsumexp is bfloat16, expected float32"},
+    {in_float64, [](auto& a) { a.forward.logsumexp.dtype = DType::kFloat32; },
+     "logsumexp is float32, expected float64"},
+    {packed, [](auto& a) { a.forward.logsumexp.ndim = 3; }, "logsumexp has 3 dims, expected 2: [num_heads, total_q]"},
+    {as_it_is, [](auto& a) { a.forward.out = a.delta = {}; },
+     "out is missing: backward needs what forward wrote, or delta in its place"},
+    {as_it_is, [](auto& a) { a.forward.out.dims[3] = 8; }, "out dim 3 is 8, expected head_dim_v 6"},
+    {as_it_is, [](auto& a) { a.forward.out.data = nullptr; }, "out is null, has 144 elements"},
+    {as_it_is, [](auto& a) { a.forward.weights = a.forward.out; },
+     "weights is given to backward, but has no gradient: leave it out"},
+    {with_all, [](auto& a) { a.forward.weights = a.forward.out; },
+     "weights is given to backward, but has no gradient: leave it out"},
+    {with_all, [](auto& a) { a.forward.column_sums = a.forward.out; },
+     "column_sums is given to backward, but has no gradient: leave it out"},
+    // The gradients that come in.
+    {as_it_is, [](auto& a) { a.grad_out = {}; }, "grad_out is missing"},
+    {in_bfloat16, [](auto& a) { a.grad_out.dtype = DType::kFloat32; }, "grad_out is float32, expected bfloat16"},
+    {as_it_is, [](auto& a) { a.grad_out.ndim = 3; },
+     "grad_out has 3 dims, expected 4: [batch, seqlen_q, num_heads, head_dim_v]"},
+    {as_it_is, [](auto& a) { a.grad_out.dims[3] = 8; }, "grad_out dim 3 is 8, expected head_dim_v 6"},
+    {as_it_is, [](auto& a) { a.grad_out.data = nullptr; }, "grad_out is null, has 144 elements"},
+    {as_it_is, [](auto& a) { a.grad_out.device = Device::kCuda; },
+     "grad_out is not on the CPU, where this plan computes"},
+    {as_it_is, [](auto& a) { a.grad_out.data = static_cast<char*>(a.grad_out.data) + 1; },
+     "grad_out is not aligned to its elements of 4 bytes"},
+    {as_it_is, [](auto& a) { a.grad_out.strides[1] = kMax; },
+     "grad_out reaches beyond the address space, by its strides"},
+    {as_it_is, [](auto& a) { a.grad_logsumexp.dtype = DType::kFloat64; },
+     "grad_logsumexp is float64, expected float32"},
+    {as_it_is, [](auto& a) { a.grad_logsumexp.dims[1] = 2; }, "grad_logsumexp dim 1 is 2, expected num_heads 4"},
+    {as_it_is, [](auto& a) { a.delta.ndim = 4; }, "delta has 4 dims, expected 3: [batch, num_heads, seqlen_q]"},
+    {packed, [](auto& a) { a.delta.dims[1] = 2; }, "delta dim 1 is 2, expected total_q 3"},
+    // The gradients that go out.
+    {as_it_is, [](auto& a) { a.grad_query = a.grad_key = a.grad_value = {}; }, kNotAsked},
+    {with_all, [](auto& a) { a.grad_query = a.grad_key = a.grad_value = a.grad_attn_bias = a.grad_alibi_slopes = {}; },
+     kNotAsked},
+    {as_it_is, [](auto& a) { a.grad_query.dims[1] = 4; }, "grad_query dim 1 is 4, expected seqlen_q 3"},
+    {as_it_is, [](auto& a) { a.grad_key.dims[2] = 4; }, "grad_key dim 2 is 4, expected num_heads_kv 2"},
+    {as_it_is, [](auto& a) { a.grad_value.dims[3] = 8; }, "grad_value dim 3 is 8, expected head_dim_v 6"},
+    {in_bfloat16, [](auto& a) { a.grad_key.dtype = DType::kFloat32; }, "grad_key is float32, expected bfloat16"},
+    {packed, [](auto& a) { a.grad_value.ndim = 4; },
+     "grad_value has 4 dims, expected 3: [total_k, num_heads_kv, head_dim_v]"},
+    {as_it_is, [](auto& a) { a.grad_value.data = nullptr; }, "grad_value is null, has 120 elements"},
+    {as_it_is, [](auto& a) { a.grad_attn_bias = a.grad_query; },
+     "grad_attn_bias is given, but the plan was made without attn_bias"},
+    {as_it_is, [](auto& a) { a.grad_alibi_slopes = a.grad_query; },
+     "grad_alibi_slopes is given, but the plan was made without alibi_slopes"},
+    {with_all, [](auto& a) { a.grad_attn_bias.dims[0] = 2; }, "grad_attn_bias dim 0 (batch) is 2, the plan's is 1"},
+    {with_all, [](auto& a) { a.grad_attn_bias.dims[3] = 5; }, "grad_attn_bias dim 3 (seqlen_k) is 5, the plan's is 1"},
+    {with_all, [](auto& a) { a.grad_attn_bias.dtype = DType::kFloat32; },
+     "grad_attn_bias is float32, expected float16"},
+    {with_all, [](auto& a) { a.grad_alibi_slopes.ndim = 1; },
+     "grad_alibi_slopes has 1 dims, expected 2: [batch, num_heads]"},
+    {with_all, [](auto& a) { a.grad_alibi_slopes.dtype = DType::kFloat16; },
+     "grad_alibi_slopes is float16, expected float32"},
+    {as_it_is, [](auto& a) { a.grad_query.strides[3] = -1; },
+     "grad_query has stride -1 in dim 3, an output's must not be negative"},
+    {as_it_is, [](auto& a) { a.grad_key.strides[0] = 0; }, "grad_key overlaps itself: two indices name one element"},
+    {with_all, [](auto& a) { a.grad_attn_bias.strides[1] = 0; },
+     "grad_attn_bias overlaps itself: two indices name one element"},
+    {as_it_is, [](auto& a) { a.grad_query.data = a.forward.query.data; }, "grad_query overlaps query"},
+    {as_it_is, [](auto& a) { a.grad_query.data = a.grad_out.data; }, "grad_query overlaps grad_out"},
+    {as_it_is, [](auto& a) { a.grad_key.data = a.forward.out.data; }, "grad_key overlaps out"},
+    {as_it_is, [](auto& a) { a.grad_key.data = a.forward.logsumexp.data; }, "grad_key overlaps logsumexp"},
+    {as_it_is, [](auto& a) { a.grad_value.data = a.grad_query.data; }, "grad_value overlaps grad_query"},
+    {as_it_is, [](auto& a) { a.grad_value.data = a.delta.data; }, "grad_value overlaps delta"},
+    {with_all, [](auto& a) { a.grad_attn_bias.data = a.forward.attn_bias.data; }, "grad_attn_bias overlaps attn_bias"},
+    {with_all, [](auto& a) { a.grad_alibi_slopes.data = a.grad_logsumexp.data; },
+     "grad_alibi_slopes overlaps grad_logsumexp"},
+    {with_all, [](auto& a) { a.grad_alibi_slopes.data = a.forward.seqlens_k.data; },
+     "grad_alibi_slopes overlaps seqlens_k"},
+};
+
+TEST(BackwardErrors, EachNamesTheArgumentAndNoOutputIsTouched) {
+  for (const BadCall& bad : kBadCalls) {
+    AttentionDesc desc = good_desc();
+    bad.plan(desc);
+    const Result<Plan> made = plan(desc);
+    ASSERT_TRUE(made.ok()) << made.status().message();
+    {
+      BackwardCall call(desc);
+      call.reserve(*made);
+      ASSERT_EQ(made->backward(call.backward).message(), "") << bad.message;
+      EXPECT_FALSE(call.outputs_untouched());
+    }
+    BackwardCall call(desc);
+    call.reserve(*made);
+    bad.change(call.backward);
+    const Status status = made->backward(call.backward);
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << bad.message;
+    EXPECT_EQ(status.message(), bad.message);
+    EXPECT_TRUE(call.outputs_untouched()) << bad.message;
+  }
+}
+
+TEST(BackwardErrors, WhatLooksOddButIsLegal) {
+  void (*const changes[])(BackwardArgs&) = {
+      [](BackwardArgs& a) { a.forward.out = {}; },  // delta says it
+      [](BackwardArgs& a) { a.delta = {}; },
+      [](BackwardArgs& a) { a.grad_logsumexp = {}; },
+      [](BackwardArgs& a) { a.delta.data = a.grad_logsumexp.data; },  // inputs may overlap
+      [](BackwardArgs& a) { a.grad_out = a.forward.out; },
+      [](BackwardArgs& a) { a.grad_query = a.grad_key = {}; },
+      [](BackwardArgs& a) { a.grad_query = a.grad_value = {}; },
+      [](BackwardArgs& a) { a.grad_key = a.grad_value = {}; },
+      [](BackwardArgs& a) { std::memset(a.grad_out.strides, 0, sizeof a.grad_out.strides); },
+      [](BackwardArgs& a) {
+        a.grad_out.data = static_cast<float*>(a.grad_out.data) + 5;
+        a.grad_out.strides[3] = -1;
+      },
+  };
+  for (const auto& change : changes) {
+    const Result<Plan> made = plan(good_desc());
+    ASSERT_TRUE(made.ok());
+    BackwardCall call(good_desc());
+    call.reserve(*made);
+    change(call.backward);
+    EXPECT_EQ(made->backward(call.backward).message(), "") << "case " << &change - changes;
+  }
+}
+
+TEST(BackwardErrors, Workspace) {
+  const Result<Plan> made = plan(good_desc(), {.kernel = "reference"});
+  ASSERT_TRUE(made.ok());
+  const size_t bytes = made->backward_workspace_bytes();
+  ASSERT_GT(bytes, 0u);
+  EXPECT_EQ(bytes % 64, 0u);
+  auto message = [&](auto change) {
+    BackwardCall call(good_desc());
+    call.reserve(*made);
+    call.backward.forward.workspace_bytes = bytes;
+    change(call.backward);
+    const std::string got = made->backward(call.backward).message();
+    EXPECT_EQ(call.outputs_untouched(), !got.empty());
+    return got;
+  };
+  const std::string needed = std::to_string(bytes);
+  EXPECT_EQ(message([](BackwardArgs&) {}), "");
+  EXPECT_EQ(message([](BackwardArgs& a) { a.forward.workspace = nullptr; }),
+            "workspace is null, needs " + needed + " bytes");
+  EXPECT_EQ(message([](BackwardArgs& a) { --a.forward.workspace_bytes; }),
+            "workspace_bytes is " + std::to_string(bytes - 1) + ", needs " + needed);
+  EXPECT_EQ(message([](BackwardArgs& a) { a.forward.workspace = static_cast<char*>(a.forward.workspace) + 32; }),
+            "workspace is not aligned to 64 bytes");
+  EXPECT_EQ(message([](BackwardArgs& a) { a.grad_out.data = a.forward.workspace; }), "workspace overlaps grad_out");
+  EXPECT_EQ(message([](BackwardArgs& a) { a.grad_value.data = a.forward.workspace; }), "workspace overlaps grad_value");
+}
+
+TEST(Backward, GradientsSideBySideInOneBufferAreNoOverlap) {
+  AttentionDesc desc = good_desc();
+  desc.seqlen_k = desc.seqlen_q;
+  desc.num_heads_kv = desc.num_heads;
+  desc.head_dim_v = desc.head_dim;
+  const Result<Plan> made = plan(desc);
+  ASSERT_TRUE(made.ok());
+  std::vector<float> buffer(2 * 3 * 3 * 4 * 8);  // [batch, seqlen, query | key | value, heads, dim]
+  BackwardCall call(desc);
+  call.reserve(*made);
+  Tensor* const views[] = {&call.backward.grad_query, &call.backward.grad_key, &call.backward.grad_value};
+  for (int i = 0; i < 3; ++i) {
+    views[i]->data = buffer.data() + i * 32;
+    views[i]->strides[0] = 3 * 96;
+    views[i]->strides[1] = 96;
+  }
+  EXPECT_EQ(made->backward(call.backward).message(), "");
+  views[2]->data = buffer.data() + 32 + 8;
+  EXPECT_EQ(made->backward(call.backward).message(), "grad_value overlaps grad_key");
+}
+
+TEST(Backward, AllocatesNothing) {
+  for (void (*const change)(AttentionDesc&) : {as_it_is, with_all, packed}) {
+    AttentionDesc desc = good_desc();
+    change(desc);
+    const Result<Plan> made = plan(desc, {.kernel = "reference"});
+    ASSERT_TRUE(made.ok());
+    BackwardCall call(desc);
+    call.reserve(*made);
+    ASSERT_EQ(made->backward(call.backward).message(), "");
+    const int64_t before = num_allocations;
+    const bool ok = made->backward(call.backward).ok();
+    EXPECT_EQ(num_allocations, before);
+    EXPECT_TRUE(ok);
+  }
+}
+
+}  // namespace
+}  // namespace polyhead
