@@ -14,13 +14,12 @@
 #include "progress.h"
 #include "report.h"
 #include "selection.h"
+#include "words.h"
 
 namespace polyhead::tools {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
 
 struct BenchOptions {
   std::vector<std::string> suites;

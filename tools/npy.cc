@@ -8,11 +8,10 @@
 
 #include "elements.h"
 #include "file.h"
+#include "words.h"
 
 namespace polyhead::tools {
 namespace {
-
-Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
 
 // {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }
 class LiteralParser {

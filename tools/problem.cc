@@ -3,40 +3,17 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <optional>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 
+#include "sizes.h"
+#include "words.h"
+
 namespace polyhead::tools {
 namespace {
 
-constexpr size_t kMaxProblems = 100000;
 constexpr int64_t kMaxDrawnBatch = 10'000'000;  // sequences whose lengths or offsets are drawn
-
-Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
-
-std::string quoted(std::string_view text) { return "'" + std::string(text) + "'"; }
-
-std::vector<std::string> split(std::string_view text, char separator) {
-  std::vector<std::string> parts(1);
-  for (char c : text) {
-    if (c == separator) {
-      parts.emplace_back();
-    } else {
-      parts.back() += c;
-    }
-  }
-  return parts;
-}
-
-template <class T>
-std::optional<T> parse_number(std::string_view text) {
-  T value{};
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return value;
-}
 
 template <class T>
 Status set_number(std::string_view option, std::string_view value, T& out) {
@@ -219,74 +196,6 @@ const ProblemOption* find_option(std::string_view name) {
   return found == std::end(kOptions) ? nullptr : found;
 }
 
-// "8", "2..16" (doubles), "128..1024..128" (steps).
-Status append_range(std::string_view text, std::string_view shape, std::vector<int64_t>& sizes) {
-  std::vector<int64_t> numbers;
-  std::string_view rest = text;
-  while (true) {
-    const size_t dots = rest.find("..");
-    const auto number = parse_number<int64_t>(rest.substr(0, dots));
-    if (!number || *number < 0 || numbers.size() == 3) {
-      return invalid("problem " + quoted(shape) + ": " + quoted(text) +
-                     " is not a size, first..last or first..last..step");
-    }
-    numbers.push_back(*number);
-    if (dots == std::string_view::npos) break;
-    rest = rest.substr(dots + 2);
-  }
-  const int64_t last = numbers.size() > 1 ? numbers[1] : numbers[0];
-  const int64_t step = numbers.size() > 2 ? numbers[2] : 0;
-  if (last < numbers[0] || (numbers.size() == 3 && step < 1) || (numbers.size() == 2 && numbers[0] == 0 && last > 0)) {
-    return invalid("problem " + quoted(shape) + ": range " + quoted(text) +
-                   " does not lead from its first to its last size");
-  }
-  for (int64_t size = numbers[0]; size <= last;) {
-    sizes.push_back(size);
-    if (sizes.size() > kMaxProblems)
-      return invalid("problem " + quoted(shape) + ": range " + quoted(text) + " is too long");
-    const int64_t add = step > 0 ? step : std::max<int64_t>(size, 1);
-    if (__builtin_add_overflow(size, add, &size)) break;
-  }
-  return {};
-}
-
-using Pair = std::pair<int64_t, int64_t>;
-
-// "16/4,16": pairs (16, 4), (16, 16); each side may be a range.
-Status append_pairs(std::string_view text, std::string_view shape, bool may_split, std::vector<Pair>& pairs) {
-  for (const std::string& entry : split(text, ',')) {
-    const std::vector<std::string> sides = split(entry, '/');
-    if (sides.size() > 2 || (sides.size() == 2 && !may_split)) {
-      return invalid("problem " + quoted(shape) + ": " + quoted(entry) +
-                     " has too many '/'; BxH/GxSQ/SKxD/DV is the form");
-    }
-    std::vector<int64_t> first, second;
-    if (Status s = append_range(sides[0], shape, first); !s.ok()) return s;
-    if (sides.size() == 2) {
-      if (Status s = append_range(sides[1], shape, second); !s.ok()) return s;
-    }
-    for (int64_t a : first) {
-      if (second.empty()) pairs.emplace_back(a, a);
-      for (int64_t b : second) pairs.emplace_back(a, b);
-    }
-  }
-  return {};
-}
-
-using Shape = std::array<std::vector<Pair>, 4>;  // batch; heads; lengths; head dims
-
-Status parse_shape(const std::string& text, Shape& shape) {
-  const std::vector<std::string> fields = split(text, 'x');
-  if (fields.size() != 4) {
-    return invalid("problem " + quoted(text) + " has " + std::to_string(fields.size()) +
-                   " sizes, must have 4: BxHxSxD, as 8x16x512x64, or BxH/GxSQ/SKxD/DV");
-  }
-  for (size_t i = 0; i < 4; ++i) {
-    if (Status s = append_pairs(fields[i], text, i > 0, shape[i]); !s.ok()) return s;
-  }
-  return {};
-}
-
 void full_sizes(const AttentionDesc& desc, int64_t (&sizes)[4]) {
   sizes[0] = desc.batch;
   sizes[1] = desc.num_heads;
@@ -303,11 +212,11 @@ void complete(BroadcastOperand& operand, const AttentionDesc& desc) {
 }
 
 // Appends `base` with every combination of sizes; the head dims vary fastest.
-Status append_shapes(const Shape& shape, const Problem& base, std::vector<Problem>& problems) {
-  for (const Pair& batch : shape[0]) {
-    for (const Pair& heads : shape[1]) {
-      for (const Pair& lengths : shape[2]) {
-        for (const Pair& dims : shape[3]) {
+Status append_sizes(const Sizes& sizes, const Problem& base, std::vector<Problem>& problems) {
+  for (const SizePair& batch : sizes[0]) {
+    for (const SizePair& heads : sizes[1]) {
+      for (const SizePair& lengths : sizes[2]) {
+        for (const SizePair& dims : sizes[3]) {
           if (problems.size() == kMaxProblems) {
             return invalid("the lists name more than " + std::to_string(kMaxProblems) + " problems");
           }
@@ -418,10 +327,10 @@ Result<std::vector<Problem>> parse_problems(std::span<const std::string> words) 
   }
   std::vector<Problem> problems;
   for (const std::string& text : read.shapes) {
-    Shape shape;
-    if (Status s = parse_shape(text, shape); !s.ok()) return s;
+    Sizes sizes;
+    if (Status s = parse_sizes(text, sizes); !s.ok()) return s;
     for (const Problem& base : bases) {
-      if (Status s = append_shapes(shape, base, problems); !s.ok()) return s;
+      if (Status s = append_sizes(sizes, base, problems); !s.ok()) return s;
     }
   }
   return problems;

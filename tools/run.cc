@@ -16,11 +16,11 @@
 #include "report.h"
 #include "safetensors.h"
 #include "selection.h"
+#include "sizes.h"
+#include "words.h"
 
 namespace polyhead::tools {
 namespace {
-
-Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
 
 // Operands that may come from files, with their options.
 struct Operand {
@@ -83,12 +83,6 @@ bool has_option(const std::vector<std::string>& words, std::string_view name) {
   });
 }
 
-bool has_sizes(const std::vector<std::string>& words) {
-  return std::any_of(words.begin(), words.end(), [](const std::string& word) {
-    return !word.empty() && word[0] >= '0' && word[0] <= '9' && word.find('x') != std::string::npos;
-  });
-}
-
 // The tensor with dims in the contract's order, from an array in the order that --layout names.
 Result<Tensor> heads_view(const Tensor& stored, Layout layout, bool packed, const char* name) {
   if (stored.ndim != (packed ? 3 : 4)) {
@@ -131,7 +125,7 @@ class Request {
 
   Status resolve() {
     const bool all_three = arrays_.count("query") != 0 && arrays_.count("key") != 0 && arrays_.count("value") != 0;
-    const bool sizes_from_files = !has_sizes(words_);
+    const bool sizes_from_files = std::none_of(words_.begin(), words_.end(), names_sizes);
     if (sizes_from_files && !all_three) {
       return invalid("no sizes given: name them as BxHxSxD, or give --query, --key and --value");
     }

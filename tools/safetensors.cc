@@ -8,12 +8,12 @@
 #include <tuple>
 #include <utility>
 
+#include "words.h"
+
 namespace polyhead::tools {
 namespace {
 
 using nlohmann::json;
-
-Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
 
 struct KnownType {
   const char* name;

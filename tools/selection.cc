@@ -8,11 +8,11 @@
 
 #include "file.h"
 #include "polyhead/kernels.h"
+#include "sizes.h"
+#include "words.h"
 
 namespace polyhead::tools {
 namespace {
-
-Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
 
 std::vector<std::string> split_list(std::string_view list) {
   std::vector<std::string> items;
@@ -22,10 +22,6 @@ std::vector<std::string> split_list(std::string_view list) {
     start = comma + 1;
   }
   return items;
-}
-
-bool names_sizes(const std::string& word) {
-  return !word.empty() && word[0] >= '0' && word[0] <= '9' && word.find('x') != std::string::npos;
 }
 
 Status append_suite(const std::string& path, const std::vector<std::string>& options, std::vector<Problem>& problems) {

@@ -9,11 +9,10 @@
 #include "progress.h"
 #include "report.h"
 #include "selection.h"
+#include "words.h"
 
 namespace polyhead::tools {
 namespace {
-
-Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
 
 struct VerifyOptions {
   std::vector<std::string> suites;
