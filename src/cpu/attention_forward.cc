@@ -33,14 +33,14 @@ void add_not_finite(const Head& head, Tile& tile, const Block& block, const Tile
 
 template <class Mac>
 void attend_block(const Head& head, Tile& tile, const Block& block) {
-  const TileView t = view_block(head, tile, block);
+  const TileView t = view_block(head, tile, block.first, block.num_keys);
   if (t.begin >= t.end) return;
   if (!t.all || t.view.additive != nullptr) tile.some_hidden = true;
   for_each_part(t, [&](const Part& part, const BlockView& view) {
     score_keys<Mac, Mac>(head, tile, block, view, part);
     const int word = part.begin / Mac::kElements;
-    accumulate<Mac>(tile.state.out, head.scratch->p + word * kTile, block.value + word * block.value_stride,
-                    block.value_stride, (part.end - part.begin) / Mac::kElements, head.problem.head_dim_v, part.v_begin,
+    accumulate<Mac>(tile.state.out, head.scratch->p + word * kTile, block.value.data + word * block.value.stride,
+                    block.value.stride, (part.end - part.begin) / Mac::kElements, head.problem.head_dim_v, part.v_begin,
                     part.v_end);
   });
   if (head.careful) add_not_finite<Mac>(head, tile, block, t);
@@ -133,10 +133,10 @@ bool finish_tile(const Head& head, Tile& tile) {
       store_output(problem, out0 + q * out.stride_s + d * out.stride_d, tile, ends, q, d);
     }
   }
-  if (problem.logsumexp == nullptr) return true;
-  float* target = problem.logsumexp + head.task.b * problem.logsumexp_stride_b +
-                  head.task.h * problem.logsumexp_stride_h + row0 * problem.logsumexp_stride_s;
-  for (int q = 0; q < tile.num_queries; ++q) target[q * problem.logsumexp_stride_s] = ends.logsumexp[q];
+  if (problem.logsumexp.data == nullptr) return true;
+  for (int q = 0; q < tile.num_queries; ++q) {
+    *at(problem.logsumexp, head.task.b, head.task.h, row0 + q) = ends.logsumexp[q];
+  }
   return true;
 }
 
@@ -169,12 +169,11 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
   const int64_t kv_head = task.h / problem.group;
   Scratch* scratch = static_cast<Scratch*>(memory);
   float* floats = reinterpret_cast<float*>(static_cast<char*>(memory) + round_up(sizeof(Scratch)));
-  Head head{problem,
+  Head head{{problem, s, task.b, task.h, additive(problem, task.b, task.h), score_rule(problem, task.b, task.h),
+             &scratch->view},
             task,
             rows_of(problem.key, task.b, kv_head, s.first_k),
             rows_of(problem.value, task.b, kv_head, s.first_k),
-            additive(problem, task.b, task.h),
-            score_rule(problem, task.b, task.h),
             scratch,
             floats,
             floats + kBlock * problem.head_dim,
@@ -194,7 +193,7 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
     prefetch_rows(query, 0, tile.num_queries, problem.head_dim);
     transpose_rows<Mac>(tile.query, query, tile.num_queries, problem.head_dim);
   }
-  scratch->additive = floats;
+  scratch->view.additive = floats;
   attend<Mac>(head, scratch->tile, num_tiles);
   for (int t = 0; t < num_tiles; ++t) {
     Tile& tile = scratch->tile[t];

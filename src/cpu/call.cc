@@ -23,6 +23,13 @@ Broadcast broadcast(const Tensor& t) {
   return {t.data, t.dtype, stride_of(t, 0), stride_of(t, 1), stride_of(t, 2), stride_of(t, 3)};
 }
 
+Statistic statistic(const Tensor& t) {
+  if (!t.given()) return {};
+  const bool packed = t.ndim == 2;
+  return {static_cast<float*>(t.data), packed ? 0 : stride_of(t, 0), stride_of(t, packed ? 0 : 1),
+          stride_of(t, packed ? 1 : 2)};
+}
+
 Dropout dropout(const AttentionDesc& desc, const ForwardArgs& args) {
   const double p = desc.dropout_p;
   return {dropout_threshold(p), args.dropout_offset, args.dropout_seed, p < 1 ? static_cast<float>(1 / (1 - p)) : 0.0f};
@@ -42,14 +49,7 @@ Problem problem(const AttentionDesc& desc, const ForwardArgs& args) {
   p.key = operand(args.key);
   p.value = operand(args.value);
   p.out = operand(args.out);
-  if (args.logsumexp.given()) {
-    const Tensor& l = args.logsumexp;
-    const bool packed = l.ndim == 2;
-    p.logsumexp = static_cast<float*>(l.data);
-    p.logsumexp_stride_b = packed ? 0 : stride_of(l, 0);
-    p.logsumexp_stride_h = stride_of(l, packed ? 0 : 1);
-    p.logsumexp_stride_s = stride_of(l, packed ? 1 : 2);
-  }
+  p.logsumexp = statistic(args.logsumexp);
   p.mask = broadcast(args.attn_mask);
   p.bias = broadcast(args.attn_bias);
   if (args.alibi_slopes.given()) {
@@ -75,16 +75,41 @@ Problem problem(const AttentionDesc& desc, const ForwardArgs& args) {
   return p;
 }
 
-void hide_rows(const Problem& p, int64_t b, int64_t h, int64_t first, int64_t end) {
-  const int64_t element_bytes = p.dtype == DType::kFloat32 ? 4 : 2;
+BackwardProblem backward_problem(const AttentionDesc& desc, const BackwardArgs& args) {
+  BackwardProblem p;
+  p.forward = problem(desc, args.forward);
+  p.grad_out = operand(args.grad_out);
+  p.delta = statistic(args.delta);
+  p.grad_logsumexp = statistic(args.grad_logsumexp);
+  if (args.grad_query.given()) p.grad_query = operand(args.grad_query);
+  if (args.grad_key.given()) p.grad_key = operand(args.grad_key);
+  if (args.grad_value.given()) p.grad_value = operand(args.grad_value);
+  p.grad_bias = broadcast(args.grad_attn_bias);
+  if (args.grad_alibi_slopes.given()) {
+    const Tensor& slopes = args.grad_alibi_slopes;
+    p.grad_slopes = static_cast<float*>(slopes.data);
+    p.grad_slopes_stride_b = slopes.ndim == 2 ? stride_of(slopes, 0) : 0;
+    p.grad_slopes_stride_h = stride_of(slopes, slopes.ndim - 1);
+  }
+  p.accumulate = args.accumulate;
+  return p;
+}
+
+void clear_rows(const Operand& x, int64_t b, int64_t h, int64_t first, int64_t end, int64_t dim) {
+  const int64_t element_bytes = x.dtype == DType::kFloat32 ? 4 : 2;
   for (int64_t i = first; i < end; ++i) {
-    char* row =
-        static_cast<char*>(p.out.data) + (b * p.out.stride_b + i * p.out.stride_s + h * p.out.stride_h) * element_bytes;
-    for (int64_t d = 0; d < p.head_dim_v; ++d) {
-      std::memset(row + d * p.out.stride_d * element_bytes, 0, static_cast<size_t>(element_bytes));
+    char* row = static_cast<char*>(x.data) + (b * x.stride_b + i * x.stride_s + h * x.stride_h) * element_bytes;
+    for (int64_t d = 0; d < dim; ++d) {
+      std::memset(row + d * x.stride_d * element_bytes, 0, static_cast<size_t>(element_bytes));
     }
-    if (p.logsumexp == nullptr) continue;
-    p.logsumexp[b * p.logsumexp_stride_b + h * p.logsumexp_stride_h + i * p.logsumexp_stride_s] = -INFINITY;
+  }
+}
+
+void hide_rows(const Problem& p, int64_t b, int64_t h, int64_t first, int64_t end) {
+  clear_rows(p.out, b, h, first, end, p.head_dim_v);
+  const Statistic& l = p.logsumexp;
+  for (int64_t i = first; i < end && l.data != nullptr; ++i) {
+    l.data[b * l.stride_b + h * l.stride_h + i * l.stride_s] = -INFINITY;
   }
 }
 

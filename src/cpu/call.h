@@ -7,6 +7,10 @@
 namespace polyhead::cpu {
 
 Problem problem(const AttentionDesc& desc, const ForwardArgs& args);
+BackwardProblem backward_problem(const AttentionDesc& desc, const BackwardArgs& args);
+
+// Rows [first, end) of one head become 0.
+void clear_rows(const Operand& x, int64_t b, int64_t h, int64_t first, int64_t end, int64_t dim);
 
 // Rows [first, end) of one head that see nothing (padding; rows behind the last packed sequence): O = 0, L = -inf.
 void hide_rows(const Problem& problem, int64_t b, int64_t h, int64_t first, int64_t end);

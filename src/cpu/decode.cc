@@ -175,7 +175,7 @@ void weigh_chunk(const Decode& x, bool finite) {
       return accumulate_rows_of<Row, kRows>(x.out, x.partial.out_stride, x.scores(0) + key, rows, values, dim);
     }
     float* copy = x.scratch + x.layout.values;
-    copy_values<Float32>(copy, x.value, x.chunk.first + key, n, n, dim, finite);
+    copy_values<Float32>(copy, dim, x.value, x.chunk.first + key, n, n, dim, finite);
     const RowsAt<FloatRow> values{copy, dim, n, 0};
     accumulate_rows_of<FloatRow, kRows>(x.out, x.partial.out_stride, x.scores(0) + key, rows, values, dim);
   });
@@ -339,9 +339,8 @@ void decode_merge(const Problem& problem, const DecodeTask& task, float* partial
       ends.divisor[r] = ends.logsumexp[r] = __builtin_nanf("");
     }
     store_row(problem, task, layout, partials, num_partials, r, row, ends);
-    if (problem.logsumexp == nullptr) continue;
-    problem.logsumexp[task.b * problem.logsumexp_stride_b + row.h * problem.logsumexp_stride_h +
-                      (task.sequence.first_q + row.i) * problem.logsumexp_stride_s] = ends.logsumexp[r];
+    if (problem.logsumexp.data == nullptr) continue;
+    *at(problem.logsumexp, task.b, row.h, task.sequence.first_q + row.i) = ends.logsumexp[r];
   }
 }
 

@@ -37,6 +37,31 @@ struct DecodeTask {
   int num_rows = 0;
 };
 
+// Backward: one query head against some keys of the key/value head it reads.
+struct BackwardTask {
+  Sequence sequence;
+  int64_t b = 0, h = 0, kv_head = 0;
+  int64_t first_key = 0, end_key = 0;  // whole chunks, but for the sequence's last
+  int64_t chunk_keys = 0;              // keys whose share of dQ is summed by itself; whole blocks
+
+  // Sums to add to, of the keys from first_key on: [whole blocks][head_dim in whole vectors]; null: not asked for.
+  float *key_sums = nullptr, *value_sums = nullptr;
+
+  // Null: dQ is written. Else this chunk's share: [tiles][head_dim][kTileQueries], of the tiles that see the chunk.
+  float* partial = nullptr;
+};
+
+// Backward: dS of one head's tile of queries against keys [first_key, first_key + kScoreKeys).
+constexpr int kScoreKeys = 512;
+
+struct ScoreTask {
+  Sequence sequence;
+  int64_t b = 0, h = 0;
+  int64_t first_query = 0, first_key = 0;
+  float* sums = nullptr;   // [kScoreKeys][kTileQueries]: dS is added,
+  bool distances = false;  // or -dS times the distance that ALiBi's slope multiplies
+};
+
 struct IsaFunctions {
   // Scratch, in bytes and aligned to 64, of forward_tiles for tasks of `tiles` tiles; with a mask or bias, more.
   size_t (*forward_scratch_bytes)(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive);
@@ -52,6 +77,22 @@ struct IsaFunctions {
   // Heads [first, end), counted b * num_heads + h, that all see what `sequence` tells.
   size_t (*tiny_scratch_bytes)();
   void (*tiny_heads)(const Problem& problem, const Sequence& sequence, int64_t first, int64_t end, void* scratch);
+
+  // backward_head adds a head's share to the sums of keys and writes dQ or its partial sums, `tiles` tiles at a time;
+  // backward_keys writes dK and dV from the sums; backward_queries folds the partial sums of one tile's chunks, which lie
+  // `partial_stride` floats apart, and writes dQ.
+  size_t (*backward_scratch_bytes)(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive, bool softcap);
+  size_t (*backward_sum_floats)(int64_t num_keys, int64_t dim);
+  void (*backward_head)(const BackwardProblem& problem, const BackwardTask& task, int tiles, void* scratch);
+  void (*backward_keys)(const BackwardProblem& problem, const BackwardTask& task);
+  void (*backward_queries)(const BackwardProblem& problem, const BackwardTask& task, int64_t first_query,
+                           float* partial, ptrdiff_t partial_stride);
+
+  // store_score_gradients writes the first queries and keys of sums, from element `at` of `to` on.
+  size_t (*score_scratch_bytes)(int64_t head_dim, int64_t head_dim_v);
+  void (*add_score_gradients)(const BackwardProblem& problem, const ScoreTask& task, void* scratch);
+  void (*store_score_gradients)(const Broadcast& to, int64_t at, const float* sums, int64_t num_queries,
+                                int64_t num_keys, bool accumulate);
 
   // problem.weights[b, 0, first_query + q, :] = mean[:][q] / num_heads.
   void (*store_mean)(const Problem& problem, int64_t b, int64_t first_query, int64_t num_queries, const float* mean);
@@ -72,6 +113,16 @@ void decode_chunk(const Problem& problem, const DecodeTask& task, int64_t chunk,
 void decode_merge(const Problem& problem, const DecodeTask& task, float* partials, int64_t num_partials);
 size_t tiny_scratch_bytes();
 void tiny_heads(const Problem& problem, const Sequence& sequence, int64_t first, int64_t end, void* scratch);
+size_t backward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive, bool softcap);
+size_t backward_sum_floats(int64_t num_keys, int64_t dim);
+void backward_head(const BackwardProblem& problem, const BackwardTask& task, int tiles, void* scratch);
+void backward_keys(const BackwardProblem& problem, const BackwardTask& task);
+void backward_queries(const BackwardProblem& problem, const BackwardTask& task, int64_t first_query, float* partial,
+                      ptrdiff_t partial_stride);
+size_t score_scratch_bytes(int64_t head_dim, int64_t head_dim_v);
+void add_score_gradients(const BackwardProblem& problem, const ScoreTask& task, void* scratch);
+void store_score_gradients(const Broadcast& to, int64_t at, const float* sums, int64_t num_queries, int64_t num_keys,
+                           bool accumulate);
 void store_mean(const Problem& problem, int64_t b, int64_t first_query, int64_t num_queries, const float* mean);
 double peak_loop(DType dtype, int64_t rounds, float* sink);
 extern const IsaFunctions kFunctions;

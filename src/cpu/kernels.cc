@@ -3,10 +3,11 @@
 
 #include <algorithm>
 
-#include "attention/reference.h"
+#include "cpu/backward_tasks.h"
 #include "cpu/decode_tasks.h"
 #include "cpu/isa.h"
 #include "cpu/isa_functions.h"
+#include "cpu/score_gradient_tasks.h"
 #include "cpu/tiles.h"
 #include "cpu/tiny_tasks.h"
 #include "cpu/weights_tasks.h"
@@ -36,9 +37,16 @@ void forward(const AttentionDesc& desc, const ForwardArgs& args, Executor& execu
   if (!returns_more(desc)) tiles_forward(functions, desc, args, executor);
 }
 
-size_t backward_workspace_bytes(const AttentionDesc&, int) { return 0; }
-void backward(const AttentionDesc& desc, const BackwardArgs& args, Executor&) {
-  reference::backward<float>(desc, args);
+template <const IsaFunctions& functions>
+size_t backward_workspace_bytes(const AttentionDesc& desc, int num_threads) {
+  return std::max(gradients_workspace_bytes(functions, desc, num_threads),
+                  score_gradients_workspace_bytes(functions, desc, num_threads));
+}
+
+template <const IsaFunctions& functions>
+void backward(const AttentionDesc& desc, const BackwardArgs& args, Executor& executor) {
+  gradients_backward(functions, desc, args, executor);
+  score_gradients_backward(functions, desc, args, executor);
 }
 
 std::string why_not(const AttentionDesc& desc, bool has_isa, const char* missing) {
@@ -53,31 +61,31 @@ std::string why_not(const AttentionDesc& desc, bool has_isa, const char* missing
 constexpr Kernel kCpuGeneric = {"cpu_generic",
                                 [](const AttentionDesc& desc) { return cpu::why_not(desc, true, ""); },
                                 cpu::workspace_bytes<cpu::generic::kFunctions>,
-                                cpu::backward_workspace_bytes,
+                                cpu::backward_workspace_bytes<cpu::generic::kFunctions>,
                                 cpu::forward<cpu::generic::kFunctions>,
-                                cpu::backward};
+                                cpu::backward<cpu::generic::kFunctions>};
 #if defined(__x86_64__)
 constexpr Kernel kCpuAvx2 = {
     "cpu_avx2",
     [](const AttentionDesc& desc) { return cpu::why_not(desc, cpu::isa().avx2, "AVX2 with FMA and F16C"); },
     cpu::workspace_bytes<cpu::avx2::kFunctions>,
-    cpu::backward_workspace_bytes,
+    cpu::backward_workspace_bytes<cpu::avx2::kFunctions>,
     cpu::forward<cpu::avx2::kFunctions>,
-    cpu::backward};
+    cpu::backward<cpu::avx2::kFunctions>};
 constexpr Kernel kCpuAvx512 = {
     "cpu_avx512",
     [](const AttentionDesc& desc) { return cpu::why_not(desc, cpu::isa().avx512, "AVX-512 (F, BW, DQ, VL)"); },
     cpu::workspace_bytes<cpu::avx512::kFunctions>,
-    cpu::backward_workspace_bytes,
+    cpu::backward_workspace_bytes<cpu::avx512::kFunctions>,
     cpu::forward<cpu::avx512::kFunctions>,
-    cpu::backward};
+    cpu::backward<cpu::avx512::kFunctions>};
 constexpr Kernel kCpuAvx512Bf16 = {
     "cpu_avx512bf16",
     [](const AttentionDesc& desc) { return cpu::why_not(desc, cpu::isa().avx512bf16, "AVX512_BF16"); },
     cpu::workspace_bytes<cpu::avx512bf16::kFunctions>,
-    cpu::backward_workspace_bytes,
+    cpu::backward_workspace_bytes<cpu::avx512bf16::kFunctions>,
     cpu::forward<cpu::avx512bf16::kFunctions>,
-    cpu::backward};
+    cpu::backward<cpu::avx512bf16::kFunctions>};
 #endif
 
 }  // namespace polyhead

@@ -22,6 +22,16 @@ struct Broadcast {
   int64_t stride_b = 0, stride_h = 0, stride_q = 0, stride_k = 0;
 };
 
+// [batch, heads, seqlen_q] by strides; packed: batch stride 0.
+struct Statistic {
+  float* data = nullptr;
+  int64_t stride_b = 0, stride_h = 0, stride_s = 0;
+};
+
+static inline float* at(const Statistic& x, int64_t b, int64_t h, int64_t i) {
+  return x.data + b * x.stride_b + h * x.stride_h + i * x.stride_s;
+}
+
 struct Dropout {
   uint32_t threshold = 0;  // an element is kept if its 16 bits are >= this; 0 = no dropout
   uint32_t offset = 0;
@@ -35,8 +45,7 @@ struct Problem {
   DType dtype = DType::kFloat32;  // of query, key, value, out
 
   Operand query, key, value, out;
-  float* logsumexp = nullptr;  // [batch, heads, seqlen_q] by strides; packed: batch stride 0
-  int64_t logsumexp_stride_b = 0, logsumexp_stride_h = 0, logsumexp_stride_s = 0;
+  Statistic logsumexp;
 
   // Returned weights [batch, heads or 1, seqlen_q, seqlen_k], in `dtype`; keys of the operand, those behind len_k too.
   void* weights = nullptr;
@@ -49,6 +58,18 @@ struct Problem {
   Band band;
   float scale = 1, softcap = 0;
   Dropout dropout;
+};
+
+// One backward call. `forward` has out and logsumexp as inputs. Gradients without data are not asked for.
+struct BackwardProblem {
+  Problem forward;
+  Operand grad_out;
+  Statistic delta, grad_logsumexp;  // delta: sum over head_dim_v of grad_out * out, where it is known
+  Operand grad_query, grad_key, grad_value;
+  Broadcast grad_bias;
+  float* grad_slopes = nullptr;
+  int64_t grad_slopes_stride_b = 0, grad_slopes_stride_h = 0;
+  bool accumulate = false;
 };
 
 }  // namespace polyhead::cpu

@@ -115,5 +115,67 @@ inline void accumulate(float* out, const float* p, const float* value, ptrdiff_t
   }
 }
 
+// Keys of a microkernel of add_keys, and vectors of columns.
+constexpr int kKeyRows = kLanes == 16 ? 8 : 4;
+constexpr int kKeyVecs = kLanes == 4 ? 4 : 2;
+
+// What one tile gives to sums over queries: weights [key][words along the queries], rows [word][columns]; of `words` the
+// range that each group of keys takes.
+struct QueryTerms {
+  const float* weights;
+  const float* rows;
+  ptrdiff_t weights_stride, rows_stride;
+  const int *begin, *end;  // [group]
+};
+
+template <class Mac, int kVecs_>
+inline void add_key_rows(float* out, ptrdiff_t out_stride, const QueryTerms* terms, int num_terms, int group, int key,
+                         int64_t column) {
+  F acc[kKeyRows][kVecs_];
+#pragma GCC unroll 8
+  for (int r = 0; r < kKeyRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs_; ++v) acc[r][v] = load(out + r * out_stride + v * kLanes);
+  }
+  for (int t = 0; t < num_terms; ++t) {
+    const QueryTerms& x = terms[t];
+    contract<Mac, true>(acc, x.rows + x.begin[group] * x.rows_stride + column, x.rows_stride,
+                        x.weights + key * x.weights_stride + x.begin[group], x.weights_stride,
+                        x.end[group] - x.begin[group]);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kKeyRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs_; ++v) store(out + r * out_stride + v * kLanes, acc[r][v]);
+  }
+}
+
+template <class Mac, int kVecs_>
+void add_key_columns(float* out, ptrdiff_t out_stride, const QueryTerms* terms, int num_terms, int num_keys,
+                     int64_t column) {
+  for (int key = 0; key < num_keys; key += kKeyRows) {
+    const int group = key / kLanes;
+    bool any_words = false;
+    for (int t = 0; t < num_terms; ++t) any_words = any_words || terms[t].begin[group] < terms[t].end[group];
+    if (!any_words) continue;
+    add_key_rows<Mac, kVecs_>(out + key * out_stride + column, out_stride, terms, num_terms, group, key, column);
+  }
+}
+
+// out[key][column] += sum over the queries of weights[key][query] * rows[query][column], tile after tile; `columns` are
+// whole vectors, num_keys whole groups of kLanes keys.
+template <class Mac>
+void add_keys(float* out, int64_t columns, const QueryTerms* terms, int num_terms, int num_keys) {
+  for (int64_t column = 0; column < columns; column += kKeyVecs * kLanes) {
+    const int64_t vecs = (columns - column) / kLanes;
+    switch (vecs < kKeyVecs ? vecs : kKeyVecs) {
+      case 1: add_key_columns<Mac, 1>(out, columns, terms, num_terms, num_keys, column); break;
+      case 2: add_key_columns<Mac, 2>(out, columns, terms, num_terms, num_keys, column); break;
+      case 3: add_key_columns<Mac, kKeyVecs == 4 ? 3 : 1>(out, columns, terms, num_terms, num_keys, column); break;
+      default: add_key_columns<Mac, kKeyVecs == 4 ? 4 : 1>(out, columns, terms, num_terms, num_keys, column); break;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace polyhead::cpu::POLYHEAD_ISA

@@ -56,9 +56,9 @@ void set_heads(Heads& heads, const Problem& problem, int64_t first, int64_t end)
   set_rows(heads.key, problem.key, problem, problem.group, first, heads.count);
   set_rows(heads.value, problem.value, problem, problem.group, first, heads.count);
   set_rows(heads.out, problem.out, problem, 1, first, heads.count);
-  if (problem.logsumexp == nullptr) return;
-  const Operand logsumexp{problem.logsumexp,          DType::kFloat32,           problem.logsumexp_stride_b, 0,
-                          problem.logsumexp_stride_h, problem.logsumexp_stride_s};
+  const Statistic& l = problem.logsumexp;
+  if (l.data == nullptr) return;
+  const Operand logsumexp{l.data, DType::kFloat32, l.stride_b, 0, l.stride_h, l.stride_s};
   set_rows(heads.logsumexp, logsumexp, problem, 1, first, heads.count);
 }
 
@@ -282,7 +282,7 @@ void tiny_heads(const Problem& problem, const Sequence& sequence, int64_t first,
     }
     score_heads(problem, heads, num_queries, scratch);
     softmax_heads(problem, num_queries, scratch);
-    if (problem.logsumexp != nullptr) store_logsumexp(problem, heads, num_queries, scratch);
+    if (problem.logsumexp.data != nullptr) store_logsumexp(problem, heads, num_queries, scratch);
     weigh_heads(problem, heads, num_queries, scratch);
   }
 }

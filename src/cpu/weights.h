@@ -80,7 +80,7 @@ void second_pass(const Head& head, Tile& tile) {
   }
   for (int64_t first = tile.ranges.any_begin / kBlock * kBlock; first < tile.ranges.any_end; first += kBlock) {
     const Block block = load_block<Mac>(head, first);
-    const TileView t = view_block(head, tile, block);
+    const TileView t = view_block(head, tile, block.first, block.num_keys);
     if (t.begin >= t.end) continue;
     float* p = head.scratch->p;
     for_each_part(t, [&](const Part& computed, const BlockView& view) {
