@@ -57,7 +57,7 @@ const BadCall kBadCalls[] = {
     {as_it_is, [](auto& a) { a.key.dtype = DType::kFloat16; }, "key is float16, expected float32"},
     {as_it_is, [](auto& a) { a.key.dtype = DType{-9}; }, "key is an unknown dtype, expected float32"},
     {as_it_is, [](auto& a) { a.logsumexp.dtype = DType::kFloat64; }, "logsumexp is float64, expected float32"},
-    {as_it_is, [](auto& a) { a.value.device = Device::kCuda; }, "value is not on the CPU, where this plan computes"},
+    {as_it_is, [](auto& a) { a.value.device = Device::kCuda; }, "value is not on the CPU, where this call computes"},
     {as_it_is, [](auto& a) { a.query.ndim = 3; },
      "query has 3 dims, expected 4: [batch, seqlen_q, num_heads, head_dim]"},
     {as_it_is, [](auto& a) { a.logsumexp.ndim = 1000; },

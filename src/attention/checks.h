@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 
 #include "polyhead/attention.h"
+#include "polyhead/merge.h"
 
 namespace polyhead {
 
@@ -14,6 +16,10 @@ Status check_desc(const AttentionDesc& desc);
 Status check_forward_args(const AttentionDesc& desc, const ForwardArgs& args, size_t workspace_bytes);
 
 Status check_backward_args(const AttentionDesc& desc, const BackwardArgs& args, size_t workspace_bytes);
+
+Status check_merge(std::span<const Partial> parts, const Partial& merged);
+Status check_merge_backward(std::span<const Partial> parts, const Partial& merged, const Partial& grad_merged,
+                            std::span<const Partial> grad_parts);
 
 // The option that needs to know where the diagonal lies ("causal"), if the desc uses one and does not say; else null.
 const char* unaligned_option(const AttentionDesc& desc);

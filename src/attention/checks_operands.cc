@@ -70,7 +70,7 @@ Status check_writable(const char* name, const Tensor& t) {
 Status check_tensor(const char* name, const Tensor& t, DType dtype, Dims dims, MemoryRange* range) {
   if (!t.given()) return invalid(sentence(name, " is missing"));
   if (t.dtype != dtype) return wrong_dtype(name, t, dtype_name(dtype));
-  if (t.device != Device::kCpu) return invalid(sentence(name, " is not on the CPU, where this plan computes"));
+  if (t.device != Device::kCpu) return invalid(sentence(name, " is not on the CPU, where this call computes"));
   if (t.ndim != static_cast<int32_t>(dims.size())) return wrong_ndim(name, t, dims);
   int i = 0;
   for (const Dim& dim : dims) {

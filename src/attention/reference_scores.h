@@ -11,15 +11,6 @@
 
 namespace polyhead::reference {
 
-template <class T, class E>
-T widen(E x) {
-  return static_cast<T>(to_float(x));
-}
-template <class T>
-T widen(double x) {
-  return static_cast<T>(x);
-}
-
 // A [batch, row, head, dim] operand, or a packed [row, head, dim] one (every sequence has the same rows, by number).
 struct Operand {
   Tensor tensor;
@@ -129,17 +120,5 @@ struct Scores {
     return bits >= threshold ? kept_factor : T(0);
   }
 };
-
-// Calls f(In()) with the element type of `dtype`.
-template <class F>
-void with_element_type(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::kFloat32: f(float()); break;
-    case DType::kFloat64: f(double()); break;
-    case DType::kBFloat16: f(BFloat16()); break;
-    case DType::kFloat16: f(Float16()); break;
-    default: break;
-  }
-}
 
 }  // namespace polyhead::reference

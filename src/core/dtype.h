@@ -4,6 +4,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <type_traits>
 
 #include "polyhead/tensor.h"
 
@@ -53,6 +54,7 @@ constexpr Float16 to_float16(float x) {
 }
 
 // A float that rounds on to any narrower type as `x` itself would (round to odd: Boldo, Melquiond 2005).
+constexpr float to_float_for_rounding(float x) { return x; }
 constexpr float to_float_for_rounding(double x) {
   const float nearest = static_cast<float>(x);
   if (static_cast<double>(nearest) == x || x != x) return nearest;
@@ -60,6 +62,34 @@ constexpr float to_float_for_rounding(double x) {
   const double magnitude = x < 0 ? -x : x;
   if (static_cast<double>(std::bit_cast<float>(bits & 0x7fffffff)) > magnitude) --bits;
   return std::bit_cast<float>(bits | 1);
+}
+
+// An element as a number to compute with, and back, rounded once.
+template <class T, class E>
+constexpr T widen(E x) {
+  return static_cast<T>(to_float(x));
+}
+template <class T>
+constexpr T widen(double x) {
+  return static_cast<T>(x);
+}
+template <class E, class T>
+constexpr E narrow(T x) {
+  if constexpr (std::is_same_v<E, BFloat16>) return to_bfloat16(to_float_for_rounding(x));
+  if constexpr (std::is_same_v<E, Float16>) return to_float16(to_float_for_rounding(x));
+  if constexpr (std::is_floating_point_v<E>) return static_cast<E>(x);
+}
+
+// Calls f(E()) with the element type of a floating-point `dtype`.
+template <class F>
+void with_element_type(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat32: f(float()); break;
+    case DType::kFloat64: f(double()); break;
+    case DType::kBFloat16: f(BFloat16()); break;
+    case DType::kFloat16: f(Float16()); break;
+    default: break;
+  }
 }
 
 // Element `at` (counted from `data`) of a floating-point array.

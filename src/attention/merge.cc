@@ -1,0 +1,166 @@
+// Partial results joined row by row. A row reads its parts in index order and writes itself alone, so neither threads
+// nor strides change a bit.
+//   L_i, L, dL_i, dL, w_i = exp(L_i - L) scalars of a row     O_i, O, dO_i, dO [Dv] (one row)
+#include "polyhead/merge.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <new>
+#include <type_traits>
+
+#include "attention/checks.h"
+#include "core/dtype.h"
+#include "core/threads.h"
+
+namespace polyhead {
+namespace {
+
+// A query of a head. Packed: b is 0.
+struct Row {
+  int64_t b, i, h;
+};
+
+template <class E>
+E* row_of(const Tensor& out, const Row& row) {
+  const int64_t* stride = out.strides + (out.ndim - 3);
+  const int64_t first = out.ndim == 4 ? row.b * out.strides[0] : 0;
+  return static_cast<E*>(out.data) + first + row.i * stride[0] + row.h * stride[1];
+}
+
+int64_t dim_stride(const Tensor& out) { return out.strides[out.ndim - 1]; }
+
+template <class T>
+T& statistic_of(const Tensor& logsumexp, const Row& row) {
+  const int64_t* stride = logsumexp.strides + (logsumexp.ndim - 2);
+  const int64_t first = logsumexp.ndim == 3 ? row.b * logsumexp.strides[0] : 0;
+  return static_cast<T*>(logsumexp.data)[first + row.h * stride[0] + row.i * stride[1]];
+}
+
+template <class T>
+constexpr T kMinusInfinity = -std::numeric_limits<T>::infinity();
+
+// Calls task(row) for every row of `out`, in parallel.
+template <class Task>
+void for_each_row(const Tensor& out, size_t num_parts, Executor* executor, const Task& task) {
+  const int64_t* dims = out.dims + (out.ndim - 3);  // seqlen_q, num_heads, head_dim_v
+  const int64_t num_rows = (out.ndim == 4 ? out.dims[0] : 1) * dims[0] * dims[1];
+  constexpr int64_t kElementsOfTask = 1 << 15;
+  const int64_t rows_of_task = std::max(int64_t{1}, kElementsOfTask / (dims[2] + 1) / static_cast<int64_t>(num_parts));
+  const int64_t num_tasks = num_rows / rows_of_task + (num_rows % rows_of_task != 0);
+  run_tasks(executor != nullptr ? *executor : default_executor(), num_tasks, [&](int64_t index, int) {
+    const int64_t first = index * rows_of_task, end = std::min(num_rows, first + rows_of_task);
+    for (int64_t n = first; n < end; ++n) task(Row{n / dims[1] / dims[0], n / dims[1] % dims[0], n % dims[1]});
+  });
+}
+
+// sum[d] += w * x[d]
+template <class E, class T>
+void add(T* sum, T w, const E* x, int64_t stride, int64_t dim) {
+  if (stride == 1) {
+    for (int64_t d = 0; d < dim; ++d) sum[d] += w * widen<T>(x[d]);
+  } else {
+    for (int64_t d = 0; d < dim; ++d) sum[d] += w * widen<T>(x[d * stride]);
+  }
+}
+
+// merged may be one of the parts: all L_i are read before L is written, and all O_i of a column before O.
+template <class E, class T>
+void merge_row(std::span<const Partial> parts, const Partial& merged, const Row& row, int64_t dim) {
+  T m = kMinusInfinity<T>;
+  bool visible = false;
+  for (const Partial& part : parts) {
+    const T L_i = statistic_of<T>(part.logsumexp, row);
+    if (L_i > m) m = L_i;
+    visible = visible || L_i != kMinusInfinity<T>;  // NaN too: it reaches l
+  }
+  T l = 0;
+  for (const Partial& part : parts) {
+    const T L_i = statistic_of<T>(part.logsumexp, row);
+    if (L_i != kMinusInfinity<T>) l += std::exp(L_i - m);
+  }
+  const T L = visible ? m + std::log(l) : kMinusInfinity<T>;
+
+  constexpr int64_t kColumns = 256;
+  E* out = row_of<E>(merged.out, row);
+  for (int64_t first = 0; first < dim; first += kColumns) {
+    const int64_t columns = std::min(kColumns, dim - first);
+    T O[kColumns] = {};
+    for (const Partial& part : parts) {
+      const T L_i = statistic_of<T>(part.logsumexp, row);
+      if (L_i == kMinusInfinity<T>) continue;
+      const int64_t stride = dim_stride(part.out);
+      add(O, std::exp(L_i - m) / l, row_of<const E>(part.out, row) + first * stride, stride, columns);
+    }
+    const int64_t stride = dim_stride(merged.out);
+    for (int64_t d = 0; d < columns; ++d) out[(first + d) * stride] = narrow<E>(O[d]);
+  }
+  if (merged.logsumexp.given()) statistic_of<T>(merged.logsumexp, row) = L;
+}
+
+template <class E, class T>
+void backward_row(const Partial& part, const Partial& merged, const Partial& grad_merged, const Partial& grad_part,
+                  const Row& row, int64_t dim) {
+  const T L_i = statistic_of<T>(part.logsumexp, row);
+  const bool visible = L_i != kMinusInfinity<T>;
+  const T w = visible ? std::exp(L_i - statistic_of<T>(merged.logsumexp, row)) : T(0);
+  const E* dO = row_of<const E>(grad_merged.out, row);
+  const int64_t dO_stride = dim_stride(grad_merged.out);
+  if (grad_part.out.given()) {
+    E* dO_i = row_of<E>(grad_part.out, row);
+    const int64_t stride = dim_stride(grad_part.out);
+    for (int64_t d = 0; d < dim; ++d) {
+      dO_i[d * stride] = narrow<E>(visible ? w * widen<T>(dO[d * dO_stride]) : T(0));
+    }
+  }
+  if (grad_part.logsumexp.given()) {
+    const E *O_i = row_of<const E>(part.out, row), *O = row_of<const E>(merged.out, row);
+    const int64_t O_i_stride = dim_stride(part.out), O_stride = dim_stride(merged.out);
+    T sum = 0;
+    for (int64_t d = 0; d < dim; ++d) {
+      sum += widen<T>(dO[d * dO_stride]) * (widen<T>(O_i[d * O_i_stride]) - widen<T>(O[d * O_stride]));
+    }
+    if (grad_merged.logsumexp.given()) sum += statistic_of<T>(grad_merged.logsumexp, row);
+    statistic_of<T>(grad_part.logsumexp, row) = visible ? w * sum : T(0);
+  }
+}
+
+template <class E>
+using SumOf = std::conditional_t<std::is_same_v<E, double>, double, float>;
+
+Status out_of_memory() { return {StatusCode::kOutOfMemory, "out of memory"}; }
+
+}  // namespace
+
+Status merge(std::span<const Partial> parts, const Partial& merged, Executor* executor) try {
+  if (Status status = check_merge(parts, merged); !status.ok()) return status;
+  const Tensor& out = merged.out;
+  if (out.num_elements() == 0 && merged.logsumexp.num_elements() == 0) return {};
+  with_element_type(out.dtype, [&]<class E>(E) {
+    for_each_row(out, parts.size(), executor,
+                 [&](const Row& row) { merge_row<E, SumOf<E>>(parts, merged, row, out.dims[out.ndim - 1]); });
+  });
+  return {};
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
+}
+
+Status merge_backward(std::span<const Partial> parts, const Partial& merged, const Partial& grad_merged,
+                      std::span<const Partial> grad_parts, Executor* executor) try {
+  if (Status status = check_merge_backward(parts, merged, grad_merged, grad_parts); !status.ok()) return status;
+  const auto writes = [](const Partial& p) { return p.out.num_elements() > 0 || p.logsumexp.num_elements() > 0; };
+  if (std::none_of(grad_parts.begin(), grad_parts.end(), writes)) return {};  // rows may be too many to count
+  const Tensor& out = merged.out;
+  with_element_type(out.dtype, [&]<class E>(E) {
+    for_each_row(out, parts.size(), executor, [&](const Row& row) {
+      for (size_t i = 0; i < parts.size(); ++i) {
+        backward_row<E, SumOf<E>>(parts[i], merged, grad_merged, grad_parts[i], row, out.dims[out.ndim - 1]);
+      }
+    });
+  });
+  return {};
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
+}
+
+}  // namespace polyhead
