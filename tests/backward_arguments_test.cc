@@ -1,7 +1,6 @@
 // What Plan::backward refuses, in which words, and what it does at the edges. Results: reference_gradient_test.cc.
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -255,15 +254,123 @@ TEST(Backward, AllocatesNothing) {
   for (void (*const change)(AttentionDesc&) : {as_it_is, with_all, packed}) {
     AttentionDesc desc = good_desc();
     change(desc);
-    const Result<Plan> made = plan(desc, {.kernel = "reference"});
+    for (const char* kernel : {"", "reference"}) {
+      const Result<Plan> made = plan(desc, {.kernel = kernel});
+      ASSERT_TRUE(made.ok());
+      BackwardCall call(desc);
+      call.reserve(*made);
+      ASSERT_EQ(made->backward(call.backward).message(), "");
+      const int64_t before = num_allocations;
+      const bool ok = made->backward(call.backward).ok();
+      EXPECT_EQ(num_allocations, before) << kernel;
+      EXPECT_TRUE(ok);
+    }
+  }
+}
+
+bool all_are_zero(const Tensor& t) {
+  for (int64_t i = 0; i < t.num_elements(); ++i) {
+    if (load_element(t.data, t.dtype, i) != 0) return false;
+  }
+  return true;
+}
+
+// Every combination of sizes 0, 1 and more, with each kind of option: no crash, every gradient written, and 0 where no
+// query can see a key; with `accumulate`, left as it is there. Inputs of zero and grad_out of zero give 0 anywhere.
+TEST(Backward, EmptySizes) {
+  int planned = 0;
+  for (int n = 0; n < 3 * 3 * 3 * 3 * 3 * 3 * 3; ++n) {
+    int rest = n;
+    auto size = [&rest](int64_t many) {
+      const int which = rest % 3;
+      rest /= 3;
+      return which < 2 ? int64_t{which} : many;
+    };
+    AttentionDesc sizes;
+    sizes.batch = size(2);
+    sizes.seqlen_q = size(3);
+    sizes.seqlen_k = size(5);
+    sizes.num_heads = size(4);
+    sizes.num_heads_kv = size(2);
+    sizes.head_dim = size(8);
+    sizes.head_dim_v = size(6);
+    if (sizes.num_heads > 0 && (sizes.num_heads_kv == 0 || sizes.num_heads % sizes.num_heads_kv != 0)) continue;
+    for (int kind = 0; kind < 4; ++kind) {
+      AttentionDesc desc = sizes;
+      desc.packed = kind == 1;
+      if (kind == 1) desc.dtype = DType::kBFloat16;
+      if (kind >= 2) desc.attn_bias = operand(DType::kFloat16, 1, desc.num_heads, desc.seqlen_q, desc.seqlen_k);
+      if (kind == 2) desc.query_offset = 0, desc.alibi_slopes_ndim = 1;
+      if (kind == 3) desc.has_seqlens_q = desc.has_seqlens_k = true;  // all 0: padding everywhere
+      for (const char* kernel : {"", "reference"}) {
+        const Result<Plan> made = plan(desc, {.kernel = kernel});
+        ASSERT_TRUE(made.ok()) << made.status().message();
+        ++planned;
+        BackwardCall call(desc);
+        call.reserve(*made);
+        if (desc.packed) set(call.args.cu_seqlens_q, {0}), set(call.args.cu_seqlens_k, {0});
+        for (int64_t b = 1; desc.packed && b <= desc.batch; ++b) {  // the first sequence holds all
+          static_cast<int32_t*>(call.args.cu_seqlens_q.data)[b] = static_cast<int32_t>(desc.seqlen_q);
+          static_cast<int64_t*>(call.args.cu_seqlens_k.data)[b] = desc.seqlen_k;
+        }
+        ASSERT_EQ(made->forward(call.args).message(), "");
+        BackwardArgs& args = call.backward;
+        if (n % 2 == 0) args.delta = {};
+        const bool blind = desc.batch == 0 || desc.seqlen_q == 0 || desc.seqlen_k == 0 || desc.num_heads == 0;
+        const auto at = "sizes " + std::to_string(n) + " kind " + std::to_string(kind) + " " + kernel;
+        const Tensor* const gradients[] = {&args.grad_query, &args.grad_key, &args.grad_value, &args.grad_attn_bias,
+                                           &args.grad_alibi_slopes};
+        if (blind) {
+          args.accumulate = true;
+          ASSERT_EQ(made->backward(args).message(), "") << at;
+          for (const Tensor* t : gradients) EXPECT_TRUE(t->num_elements() == 0 || !all_are_zero(*t)) << at;
+          args.accumulate = false;
+        }
+        ASSERT_EQ(made->backward(args).message(), "") << at;
+        for (const Tensor* t : gradients) EXPECT_TRUE(all_are_zero(*t)) << at;
+      }
+    }
+  }
+  EXPECT_GT(planned, 5000);
+}
+
+TEST(Backward, StridesOfSingleIndicesMeanNothing) {
+  AttentionDesc desc;
+  desc.seqlen_q = desc.seqlen_k = desc.head_dim = desc.head_dim_v = 1;
+  for (const char* kernel : {"", "reference"}) {
+    const Result<Plan> made = plan(desc, {.kernel = kernel});
     ASSERT_TRUE(made.ok());
     BackwardCall call(desc);
     call.reserve(*made);
-    ASSERT_EQ(made->backward(call.backward).message(), "");
-    const int64_t before = num_allocations;
-    const bool ok = made->backward(call.backward).ok();
-    EXPECT_EQ(num_allocations, before);
-    EXPECT_TRUE(ok);
+    ASSERT_EQ(made->forward(call.args).message(), "");
+    BackwardArgs& a = call.backward;
+    for (Tensor* t : {&a.forward.query, &a.forward.key, &a.forward.value, &a.forward.out, &a.forward.logsumexp,
+                      &a.grad_out, &a.grad_logsumexp, &a.delta, &a.grad_query, &a.grad_key, &a.grad_value}) {
+      for (int i = 0; i < t->ndim; ++i) t->strides[i] = i % 2 == 0 ? kMax : -kMax;
+    }
+    *static_cast<float*>(a.grad_out.data) = 3;
+    EXPECT_EQ(made->backward(a).message(), "");
+    EXPECT_TRUE(all_are_zero(a.grad_query) && all_are_zero(a.grad_key));
+    EXPECT_EQ(*static_cast<float*>(a.grad_value.data), 3);
+  }
+}
+
+// The gradient of one query on one key is its value's alone, and what is there is added to.
+TEST(Backward, Accumulates) {
+  AttentionDesc desc;
+  desc.seqlen_q = desc.seqlen_k = desc.head_dim = desc.head_dim_v = 1;
+  for (const char* kernel : {"", "reference"}) {
+    const Result<Plan> made = plan(desc, {.kernel = kernel});
+    ASSERT_TRUE(made.ok());
+    BackwardCall call(desc);
+    call.reserve(*made);
+    ASSERT_EQ(made->forward(call.args).message(), "");
+    *static_cast<float*>(call.backward.grad_out.data) = 3;
+    auto* const grad_value = static_cast<float*>(call.backward.grad_value.data);
+    *grad_value = 4;
+    call.backward.accumulate = true;
+    EXPECT_EQ(made->backward(call.backward).message(), "");
+    EXPECT_EQ(*grad_value, 7);
   }
 }
 
