@@ -173,7 +173,9 @@ TEST_F(ToolsCommand, ExplainNamesEveryKernelAndItsReason) {
     taken += row["taken"].get<bool>();
     EXPECT_FALSE(row["reason"].get<std::string>().empty());
     EXPECT_EQ(row["flops"], 2.0 * 2 * 4 * (32 + 32) * (64 * 33 + 64 * 63 / 2));
+    EXPECT_EQ(row["backward_flops"], 2.0 * 2 * 4 * (3 * 32 + 2 * 32) * (64 * 33 + 64 * 63 / 2));
     EXPECT_EQ(row["workspace_bytes"].is_number(), row["taken"].get<bool>());
+    EXPECT_EQ(row["backward_workspace_bytes"].is_number(), row["taken"].get<bool>());
   }
   EXPECT_EQ(taken, 1);
   const Ran refused = run("explain 2x4/3x8x8");
@@ -195,6 +197,7 @@ TEST_F(ToolsCommand, BenchGivesTheSameTableInEveryFormat) {
   ASSERT_EQ(rows.size(), 8u);
   for (const json& row : rows) {
     EXPECT_EQ(row["kernel"], "reference");
+    EXPECT_EQ(row["direction"], "forward");
     EXPECT_GE(row["median_ms"].get<double>(), row["min_ms"].get<double>());
     EXPECT_GE(row["samples"].get<int>(), 5);
     EXPECT_GT(row["GFLOP/s"].get<double>(), 0);
@@ -210,10 +213,31 @@ TEST_F(ToolsCommand, BenchGivesTheSameTableInEveryFormat) {
   for (size_t r = 0; r < rows.size(); ++r) {
     ASSERT_EQ(csv[r + 1].size(), csv[0].size());
     ASSERT_EQ(markdown[r + 1].size(), csv[0].size());
-    for (size_t c = 0; c < 3; ++c) EXPECT_EQ(csv[r + 1][c], markdown[r + 1][c]);
+    for (size_t c = 0; c < 4; ++c) EXPECT_EQ(csv[r + 1][c], markdown[r + 1][c]);
     EXPECT_EQ(csv[r + 1][0], rows[r]["problem"]);
-    EXPECT_GT(std::strtod(csv[r + 1][3].c_str(), nullptr), 0);
+    EXPECT_GT(std::strtod(csv[r + 1][4].c_str(), nullptr), 0);
   }
+}
+
+TEST_F(ToolsCommand, BenchTimesEachDirectionAlone) {
+  const std::string options = " --kernel reference --threads 1 --min-time 0 --warm-up 0";
+  const json rows = run_json("bench 1x2x32x16/8 --causal --direction forward,backward" + options)["rows"];
+  ASSERT_EQ(rows.size(), 2u);
+  const auto operations = [](const json& row) { return row["GFLOP/s"].get<double>() * row["median_ms"].get<double>(); };
+  const double pairs = 2.0 * 32 * 33 / 2;
+  EXPECT_EQ(rows[0]["direction"], "forward");
+  EXPECT_NEAR(operations(rows[0]), 2 * pairs * (16 + 8) / 1e6, 1e-9);
+  EXPECT_EQ(rows[1]["direction"], "backward");
+  EXPECT_NEAR(operations(rows[1]), 2 * pairs * (3 * 16 + 2 * 8) / 1e6, 1e-9);
+  // S and dV alone; S, dP and the bias's own gradient.
+  const json value = run_json("bench 1x2x32x16/8 --causal --needs value --direction backward" + options)["rows"];
+  EXPECT_NEAR(operations(value[0]), 2 * pairs * (16 + 8) / 1e6, 1e-9);
+  const json bias =
+      run_json("bench 1x2x32x16/8 --bias 1,h,q,k --needs attn_bias+query --direction backward" + options)["rows"];
+  ASSERT_EQ(bias.size(), 2u);
+  EXPECT_EQ(bias[0]["problem"], "1x2x32x16/8 --bias 1,h,q,k --needs attn_bias");
+  EXPECT_NEAR(operations(bias[0]), 2 * (2.0 * 32 * 32) * (16 + 8) / 1e6, 1e-9);
+  EXPECT_EQ(bias[1]["problem"], "1x2x32x16/8 --bias 1,h,q,k --needs query");
 }
 
 TEST_F(ToolsCommand, BenchTellsWhyAKernelCannotAndGoesOn) {
@@ -260,6 +284,46 @@ TEST_F(ToolsCommand, RunWritesWhatItComputed) {
     const json row = run_json(std::string("run 2x4/2x6x8/5 --kernel reference --layout ") + layout)["rows"][0];
     EXPECT_EQ(row["fnv1a"], plain[0]["fnv1a"]) << layout;
   }
+}
+
+TEST_F(ToolsCommand, RunGradientsWritesTheGradientsOfEachOperand) {
+  const std::string line = "run 2x4/2x6x8/5 --bias 1,h,q,k --alibi --gradients --kernel reference";
+  const json rows = run_json(line + " --out '" + path("g.safetensors") + "'")["rows"];
+  std::vector<std::string> shapes;
+  for (const json& row : rows) {
+    shapes.push_back(row["tensor"].get<std::string>() + row["shape"].get<std::string>());
+    EXPECT_EQ(row["nan"], 0) << row;
+  }
+  EXPECT_EQ(shapes,
+            (std::vector<std::string>{"out[2, 6, 4, 5]", "grad_query[2, 6, 4, 8]", "grad_key[2, 6, 2, 8]",
+                                      "grad_value[2, 6, 2, 5]", "grad_attn_bias[1, 4, 6, 6]", "grad_alibi_slopes[4]"}));
+  // The same numbers in another layout, and one of them alone.
+  for (const char* layout : {"bhsd", "sbhd", "strided", "qkv"}) {
+    const json same = run_json(line + " --layout " + layout)["rows"];
+    for (size_t r = 0; r < rows.size(); ++r) EXPECT_EQ(same[r]["fnv1a"], rows[r]["fnv1a"]) << layout << " " << r;
+  }
+  const json value = run_json(line + " --needs value")["rows"];
+  ASSERT_EQ(value.size(), 2u);
+  EXPECT_EQ(value[1]["fnv1a"], rows[3]["fnv1a"]);
+  // A gradient that comes in for logsumexp changes those of query and key, not that of value.
+  const json with = run_json(line + " --logsumexp")["rows"];
+  EXPECT_NE(with[2]["fnv1a"], rows[1]["fnv1a"]);
+  EXPECT_EQ(with[4]["tensor"], "grad_value");
+  EXPECT_EQ(with[4]["fnv1a"], rows[3]["fnv1a"]);
+  // grad_out from a file: zeros in, zeros out (dropout of 1 makes such a file).
+  ASSERT_EQ(run("run 2x4/2x6x8/5 --dropout 1 --out '" + path("zero.npy") + "'").code, 0);
+  const json zero = run_json(line + " --grad-out '" + path("zero.npy") + "'")["rows"];
+  for (size_t r = 1; r < zero.size(); ++r) {
+    EXPECT_EQ(zero[r]["min"], 0) << zero[r];
+    EXPECT_EQ(zero[r]["max"], 0) << zero[r];
+  }
+  const std::string from = " --grad-out '" + path("g.safetensors") + ":grad_query'";
+  const std::vector<std::pair<std::string, std::string>> mistakes = {
+      {line + from, "grad_out dim 3 is 8, expected head_dim_v 5"},
+      {"run 2x4/2x6x8/5" + from, "--grad-out is given without --gradients"},
+      {"run 2x4/2x6x8/5 --gradients --accumulate", "--accumulate: a run has no gradients to add to; leave it away"},
+      {"run 2x4/2x6x8/5 --gradients --needs attn_bias", "--needs names attn_bias, which this problem has not"}};
+  for (const auto& [words, sentence] : mistakes) EXPECT_EQ(run(words).err, "polyhead run: " + sentence + "\n") << words;
 }
 
 TEST_F(ToolsCommand, RunTakesOperandsFromFiles) {
@@ -312,6 +376,18 @@ TEST_F(ToolsCommand, VerifyPassesAndCountsWhatItDid) {
   EXPECT_EQ(random["facts"]["passed"], "20");
   EXPECT_EQ(random["facts"]["failed"], "0");
   EXPECT_TRUE(random["rows"].empty());
+  const json gradients =
+      run_json("verify --gradients 1x2x16x8 --causal --bias 1,1,q,k --needs key,attn_bias --threads 1,3");
+  ASSERT_FALSE(gradients["rows"].empty());
+  for (size_t r = 0; r < gradients["rows"].size(); ++r) {
+    const json& row = gradients["rows"][r];
+    EXPECT_EQ(row["output"], r % 2 == 0 ? "grad_key" : "grad_attn_bias");
+    EXPECT_EQ(row["result"], "PASS") << row;
+    EXPECT_LE(row["largest_error"].get<double>(), row["allowed"].get<double>());
+  }
+  const json more = run_json("verify --gradients --random 20 --seed 3 --kernel reference");
+  EXPECT_EQ(more["facts"]["verified"], "gradients of 20 problems");
+  EXPECT_EQ(more["facts"]["passed"], "20");
   const Ran nothing = run("verify 1x1x8x8 --dtype f64 --kernel cpu_generic");
   EXPECT_EQ(nothing.code, 2);
   EXPECT_NE(nothing.err.find("nothing was verified: kernel is cpu_generic"), std::string::npos) << nothing.err;
@@ -327,7 +403,11 @@ TEST_F(ToolsCommand, MistakesAreToldInWordsAndNothingIsPrinted) {
       {"bench 1x1x8x8 --kernel ''", "--kernel is empty; known are "},
       {"bench 1x1x8x8 --threads 0", "--threads has '0', must be numbers from 1 to 1024"},
       {"bench 1x1x8x8 --format xml", "--format is 'xml', must be one of md, csv, json"},
-      {"bench 1x1x8x8 --direction backward", "--direction is 'backward', must be forward"},
+      {"bench 1x1x8x8 --direction back", "--direction is 'back', must be forward, backward or forward,backward"},
+      {"bench 1x1x8x8 --direction ''", "--direction is '', must be forward, backward or forward,backward"},
+      {"bench 1x1x8x8 --needs query,attn_bias --direction backward",
+       "--needs names attn_bias, which this problem has not"},
+      {"verify --gradients 1x1x8x8 --needs alibi_slopes", "--needs names alibi_slopes, which this problem has not"},
       {"bench 1x1x8x8 --min-time nan", "--min-time and --warm-up are milliseconds"},
       {"bench 1x1x8x8 --samples 0", "--samples is 0, must be 1 or more"},
       {"bench 1x1x8x8 --scale nan", "scale"},

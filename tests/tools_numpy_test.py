@@ -44,6 +44,26 @@ def attention(query, key, value, causal=False, mask=None):
     return (weights @ v).transpose(0, 2, 1, 3)
 
 
+def gradients(query, key, value, grad_out, bias):
+    """Of query, key, value and bias, in float64; the bias is [1, H, 1, Sk]."""
+    q, k, v, grad = (x.astype(np.float64).transpose(0, 2, 1, 3) for x in (query, key, value, grad_out))
+    batch, heads, group = len(q), q.shape[1], q.shape[1] // k.shape[1]
+    wide_k, wide_v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    scale = 1 / np.sqrt(q.shape[-1])
+    weights = np.exp(q @ wide_k.transpose(0, 1, 3, 2) * scale + bias)
+    weights /= weights.sum(-1, keepdims=True)
+    grad_weights = grad @ wide_v.transpose(0, 1, 3, 2)
+    grad_scores = weights * (grad_weights - (grad * (weights @ wide_v)).sum(-1, keepdims=True))
+
+    def of_group(wide):
+        return wide.reshape(batch, heads // group, group, *wide.shape[2:]).sum(2).transpose(0, 2, 1, 3)
+
+    grad_query = (grad_scores @ wide_k * scale).transpose(0, 2, 1, 3)
+    grad_key = of_group(grad_scores.transpose(0, 1, 3, 2) @ q * scale)
+    grad_value = of_group(weights.transpose(0, 1, 3, 2) @ grad)
+    return grad_query, grad_key, grad_value, grad_scores.sum((0, 2), keepdims=True)
+
+
 class Files(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
@@ -110,6 +130,29 @@ class Files(unittest.TestCase):
         self.run_command("--query", paths[0], "--key", paths[1], "--value", paths[2], "--cu-seqlens-q", cu,
                          "--cu-seqlens-k", cu, "--out", out)
         np.testing.assert_allclose(np.load(out).reshape(2, 9, 4, 8), attention(*self.rounded(np.float32)), atol=1e-6)
+
+    def test_gradients(self):
+        rng = np.random.default_rng(3)
+        grad_out, bias = rng.standard_normal((2, 9, 4, 8)), rng.standard_normal((1, 4, 1, 9))
+        wanted = gradients(self.query, self.key, self.value, grad_out, bias)
+        names = ("query", "key", "value", "attn_bias")
+        arrays = {name: getattr(self, name) for name in names[:3]}
+        arrays.update(attn_bias=bias, grad_out=grad_out)
+        if safetensors is not None:
+            path, out = self.folder / "in.safetensors", self.folder / "gradients.safetensors"
+            safetensors.save_file({name: a.astype(np.float32) for name, a in arrays.items()}, path)
+            self.run_command("--input", path, "--gradients", "--out", out)
+            results = safetensors.load_file(out)
+            self.assertEqual(sorted(results), sorted(["out", *(f"grad_{name}" for name in names)]))
+            for name, want in zip(names, wanted):
+                np.testing.assert_allclose(results[f"grad_{name}"], want, atol=2e-6, err_msg=name)
+        options = []
+        for name, array in arrays.items():
+            options += [f"--{name.replace('_', '-')}", self.save(f"{name}.npy", array)]
+        told = self.run_command(*options, "--gradients")["rows"]
+        for row, want in zip(told[1:], wanted):
+            self.assertAlmostEqual(row["min"], want.min(), places=12, msg=row["tensor"])
+            self.assertAlmostEqual(row["max"], want.max(), places=12, msg=row["tensor"])
 
     def test_unusual_arrays_are_refused(self):
         good = self.save("good.npy", self.query.astype(np.float32))

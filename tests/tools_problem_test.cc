@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "core/layout.h"
+#include "tools/elements.h"
+#include "tools/gradients.h"
 #include "tools/operands.h"
 #include "tools/problem.h"
 #include "tools/selection.h"
@@ -93,6 +95,11 @@ TEST(ToolsProblem, OptionsMeanWhatTheySay) {
   EXPECT_TRUE(p.logsumexp);
   EXPECT_EQ(p.layout, Layout::kStrided);
   EXPECT_EQ(p.seed, 7u);
+  EXPECT_EQ(p.needs, kAllGradients);
+  EXPECT_FALSE(p.accumulate);
+  EXPECT_EQ(parse_one("1x1x8x8 --needs value,query").needs, 5u);
+  EXPECT_EQ(parse("1x1x8x8 --needs query,key+attn_bias").back().needs, 8u);
+  EXPECT_TRUE(parse_one("1x1x8x8 --accumulate").accumulate);
   EXPECT_EQ(parse_one("1x1x8x8 --mask 1,1,8,8").desc.attn_mask.dims[2], 8);
   EXPECT_EQ(parse_one("1x1x8x8 --query-offset -3").desc.query_offset, -3);
   EXPECT_TRUE(parse_one("1x1x8x8 --query-offset random").desc.has_query_offsets);
@@ -107,6 +114,17 @@ TEST(ToolsProblem, LinesParseBackToTheSameProblem) {
     const std::string line = problem_line(random_problem(seed));
     EXPECT_EQ(problem_line(parse_one(line)), line);
   }
+}
+
+TEST(ToolsProblem, NeededGradientsAreThoseThatTheProblemHas) {
+  const auto needed = [](const std::string& line) { return *needed_gradients(parse_one("1x2x8x8 " + line)); };
+  EXPECT_EQ(needed(""), 7u);
+  EXPECT_EQ(needed("--bias 1,1,q,k"), 15u);
+  EXPECT_EQ(needed("--alibi"), 23u);
+  EXPECT_EQ(needed("--alibi --needs key,alibi_slopes"), 18u);
+  const auto missing = needed_gradients(parse_one("1x2x8x8 --alibi --needs key,attn_bias,alibi_slopes"));
+  ASSERT_FALSE(missing.ok());
+  EXPECT_EQ(missing.status().message(), "--needs names attn_bias, which this problem has not");
 }
 
 TEST(ToolsProblem, ErrorsNameTheWordAndSayWhatToDo) {
@@ -137,6 +155,9 @@ TEST(ToolsProblem, ErrorsNameTheWordAndSayWhatToDo) {
       {"1x1x1x1 --align left", "--align is 'left', must be one of unset, top_left, bottom_right"},
       {"9223372036854775807x1x1x1 --packed",
        "batch is 9223372036854775807, must be at most 10000000 with random lengths or offsets"},
+      {"1x1x1x1 --needs query,bias",
+       "--needs has 'bias', must be names of query, key, value, attn_bias, alibi_slopes, separated by commas"},
+      {"1x1x1x1 --accumulate=2", "--accumulate is '2', must be 0 or 1"},
       {"1x1x1x1 --query-offset soon", "--query-offset is 'soon', must be an integer or 'random' (one per sequence)"}};
   for (const auto& [line, sentence] : cases) EXPECT_EQ(error_of(line), sentence);
 }
@@ -199,6 +220,30 @@ TEST(ToolsProblem, LayoutsHoldTheSameNumbers) {
     const auto outputs = new_outputs(inputs->desc, true, problem.layout, problem.seed);
     ASSERT_TRUE(outputs.ok());
     EXPECT_FALSE(overlaps_itself(outputs->out)) << layout;
+  }
+}
+
+TEST(ToolsProblem, GradientsToAddToAndWhatComesInAreTheSameInEveryLayout) {
+  const std::string line =
+      "2x4/2x9x5/3 --bias 1,h,q,k --alibi --dtype bf16 --accumulate --logsumexp --seed 5 --layout ";
+  const Problem plain = parse_one(line + "bshd");
+  const auto gradients = new_gradients(plain, plain.desc, kAllGradients);
+  const auto incoming = random_incoming(plain, plain.desc);
+  ASSERT_TRUE(gradients.ok() && incoming.ok());
+  for (const char* layout : {"bhsd", "sbhd", "qkv", "strided"}) {
+    const Problem problem = parse_one(line + layout);
+    for (const Precision precision : {Precision::kOfDesc, Precision::kFloat64}) {
+      const auto same = new_gradients(problem, problem.desc, kAllGradients, precision);
+      ASSERT_TRUE(same.ok());
+      for (size_t n = 0; n < kNumGradients; ++n) {
+        EXPECT_EQ(element_values(same->of[n]), element_values(gradients->of[n])) << layout << " " << n;
+        EXPECT_FALSE(overlaps_itself(same->of[n])) << layout << " " << n;
+      }
+    }
+    const auto behind = random_incoming(problem, problem.desc);
+    ASSERT_TRUE(behind.ok());
+    EXPECT_EQ(element_values(behind->grad_out), element_values(incoming->grad_out)) << layout;
+    EXPECT_EQ(element_values(behind->grad_logsumexp), element_values(incoming->grad_logsumexp)) << layout;
   }
 }
 

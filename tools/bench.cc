@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "command.h"
+#include "gradients.h"
 #include "machine.h"
 #include "operands.h"
 #include "polyhead/kernels.h"
@@ -51,14 +52,42 @@ class Peaks {
   std::map<DType, double> known_;
 };
 
-// One kernel on one number of threads.
+enum class Direction { kForward, kBackward };
+
+const char* direction_name(Direction direction) { return direction == Direction::kForward ? "forward" : "backward"; }
+
+Result<std::vector<Direction>> parse_directions(const std::string& list) {
+  std::vector<Direction> directions;
+  for (const std::string& name : split(list, ',')) {
+    if (name != "forward" && name != "backward") {
+      return invalid(fmt::format("--direction is '{}', must be forward, backward or forward,backward", list));
+    }
+    directions.push_back(name == "forward" ? Direction::kForward : Direction::kBackward);
+  }
+  return directions;
+}
+
+// The tensors of a problem's calls. Backward alone is timed: on what one call of forward wrote.
+struct Calls {
+  Inputs inputs;
+  Outputs outputs;
+  Incoming incoming;
+  Gradients gradients;
+  ForwardArgs forward;
+  BackwardArgs backward;
+  double forward_flops = 0, backward_flops = 0;
+};
+
+// One kernel on one number of threads, in one direction.
 struct Contender {
   std::string kernel;
   int threads = 0;
+  Direction direction = Direction::kForward;
   std::optional<Plan> plan;
   std::string refusal;
   Buffer workspace;
-  ForwardArgs args;
+  ForwardArgs forward;
+  BackwardArgs backward;
   int calls_per_sample = 1;
   double total_ms = 0;
   std::vector<double> samples_ms;  // of one call
@@ -66,7 +95,8 @@ struct Contender {
   double call_ms(int calls) {
     const auto start = Clock::now();
     for (int i = 0; i < calls; ++i) {
-      if (const Status s = plan->forward(args); !s.ok()) refusal = s.message();
+      const Status s = direction == Direction::kForward ? plan->forward(forward) : plan->backward(backward);
+      if (!s.ok()) refusal = s.message();
     }
     return std::chrono::duration<double, std::milli>(Clock::now() - start).count() / calls;
   }
@@ -81,13 +111,17 @@ double quantile(const std::vector<double>& sorted, double q) {
 
 class Bench {
  public:
-  Bench(const BenchOptions& options, std::vector<std::string> kernels, std::vector<Threads> threads)
-      : options_(options), kernels_(std::move(kernels)), threads_(std::move(threads)) {}
+  Bench(const BenchOptions& options, std::vector<std::string> kernels, std::vector<Threads> threads,
+        std::vector<Direction> directions)
+      : options_(options),
+        kernels_(std::move(kernels)),
+        threads_(std::move(threads)),
+        directions_(std::move(directions)) {}
 
   Result<int> run(const std::vector<Problem>& problems, Format format) {
     Report report;
-    report.columns = {"problem", "kernel",  "threads", "median_ms", "min_ms", "spread_%",
-                      "samples", "GFLOP/s", "peak_%",  "GB/s",      "note"};
+    report.columns = {"problem",  "direction", "kernel",  "threads", "median_ms", "min_ms",
+                      "spread_%", "samples",   "GFLOP/s", "peak_%",  "GB/s",      "note"};
     Progress progress(static_cast<int64_t>(problems.size()));
     for (size_t i = 0; i < problems.size(); ++i) {
       const auto show = [&] { progress.show(static_cast<int64_t>(i), problem_line(problems[i])); };
@@ -101,9 +135,11 @@ class Bench {
     report.facts.emplace_back("threads", threads);
     report.facts.emplace_back("peak", peaks_.text());
     report.facts.emplace_back(
-        "method", fmt::format("warm caches; {} ms warm-up, then at least {} ms and {} samples each, contenders taking "
-                              "turns; spread is (p90 - p10) / median; rates are of the median",
-                              options_.warmup_ms, options_.min_time_ms, options_.min_samples));
+        "method",
+        fmt::format("warm caches; {} ms warm-up, then at least {} ms and {} samples each, contenders taking "
+                    "turns; spread is (p90 - p10) / median; rates are of the median; GFLOP/s count products of "
+                    "visible pairs: 2 forward, 5 backward (fewer with --needs)",
+                    options_.warmup_ms, options_.min_time_ms, options_.min_samples));
     fmt::print("{}", report.text(format));
     return 0;
   }
@@ -113,36 +149,65 @@ class Bench {
   Status measure(const Problem& problem, Show show, Report& report) {
     const AttentionDesc desc = problem_desc(problem);
     if (const Status s = explain(desc).status; s.code() == StatusCode::kInvalidArgument) return s;
-    const auto inputs = random_inputs(problem);
-    if (!inputs.ok()) return inputs.status();
-    const auto outputs = new_outputs(desc, problem.logsumexp, problem.layout, problem.seed);
-    if (!outputs.ok()) return outputs.status();
-    ForwardArgs args = inputs->args;
-    outputs->give_to(args);
+    Calls calls;
+    if (Status s = prepare(problem, calls); !s.ok()) return s;
     std::vector<Contender> contenders;
-    for (const std::string& kernel : kernels_) {
-      for (const Threads& threads : threads_) {
-        contenders.push_back({});
-        if (Status s = enter(kernel, threads, desc, args, contenders.back()); !s.ok()) return s;
-        show();
+    for (const Direction direction : directions_) {
+      for (const std::string& kernel : kernels_) {
+        for (const Threads& threads : threads_) {
+          Contender& contender = contenders.emplace_back();
+          contender.kernel = kernel;
+          contender.threads = threads.count;
+          contender.direction = direction;
+          if (Status s = enter(desc, threads, calls, contender); !s.ok()) return s;
+          show();
+        }
       }
     }
     take_samples(contenders, show);
-    const double flops = 2 * visible_pairs(*inputs) * static_cast<double>(desc.head_dim + desc.head_dim_v);
     for (Contender& contender : contenders) {
-      report.rows.push_back(row(problem, contender, flops, traffic_bytes(args)));
+      const bool is_forward = contender.direction == Direction::kForward;
+      const double flops = is_forward ? calls.forward_flops : calls.backward_flops;
+      report.rows.push_back(
+          row(problem, contender, flops, is_forward ? traffic_bytes(calls.forward) : traffic_bytes(calls.backward)));
     }
     return {};
   }
 
+  Status prepare(const Problem& problem, Calls& calls) const {
+    auto inputs = random_inputs(problem);
+    if (!inputs.ok()) return inputs.status();
+    calls.inputs = std::move(*inputs);
+    const AttentionDesc& desc = calls.inputs.desc;
+    const bool has_backward = std::count(directions_.begin(), directions_.end(), Direction::kBackward) > 0;
+    auto outputs = new_outputs(desc, problem.logsumexp || has_backward, problem.layout, problem.seed);
+    if (!outputs.ok()) return outputs.status();
+    calls.outputs = std::move(*outputs);
+    calls.forward = calls.inputs.args;
+    calls.outputs.give_to(calls.forward);
+    const double pairs = visible_pairs(calls.inputs);
+    calls.forward_flops = 2 * pairs * static_cast<double>(desc.head_dim + desc.head_dim_v);
+    if (has_backward) {
+      const auto needs = needed_gradients(problem);
+      if (!needs.ok()) return needs.status();
+      auto incoming = random_incoming(problem, desc);
+      if (!incoming.ok()) return incoming.status();
+      auto gradients = new_gradients(problem, desc, *needs);
+      if (!gradients.ok()) return gradients.status();
+      calls.incoming = std::move(*incoming);
+      calls.gradients = std::move(*gradients);
+      calls.backward = backward_args(calls.forward, calls.incoming, problem.accumulate);
+      calls.gradients.give_to(calls.backward);
+      calls.backward_flops = backward_flops(desc, *needs, pairs);
+    }
+    if (!problem.logsumexp) calls.forward.logsumexp = {};
+    return {};
+  }
+
   // Plans and warms up.
-  Status enter(const std::string& kernel, const Threads& threads, const AttentionDesc& desc, const ForwardArgs& args,
-               Contender& contender) {
-    contender.kernel = kernel;
-    contender.threads = threads.count;
-    contender.args = args;
+  Status enter(const AttentionDesc& desc, const Threads& threads, const Calls& calls, Contender& contender) const {
     PlanOptions options;
-    options.kernel = kernel;
+    options.kernel = contender.kernel;
     options.executor = threads.executor;
     auto planned = plan(desc, options);
     if (!planned.ok()) {
@@ -150,8 +215,17 @@ class Bench {
       return {};
     }
     contender.kernel = planned->kernel_name();
-    auto workspace = give_workspace(planned->workspace_bytes(), contender.args);
+    contender.forward = calls.forward;
+    contender.backward = calls.backward;
+    const bool is_forward = contender.direction == Direction::kForward;
+    if (!is_forward) contender.forward.logsumexp = calls.outputs.logsumexp;
+    auto workspace = give_workspace(planned->workspace_bytes(), contender.forward);
     if (!workspace.ok()) return workspace.status();
+    if (!is_forward) {
+      if (Status s = planned->forward(contender.forward); !s.ok()) return s;
+      workspace = give_workspace(planned->backward_workspace_bytes(), contender.backward.forward);
+      if (!workspace.ok()) return workspace.status();
+    }
     contender.workspace = std::move(*workspace);
     contender.plan = std::move(*planned);
     constexpr double kSampleMs = 0.02;  // far above the clock's resolution
@@ -182,9 +256,10 @@ class Bench {
   }
 
   std::vector<Cell> row(const Problem& problem, Contender& contender, double flops, double bytes) {
-    std::vector<Cell> cells = {problem_line(problem), contender.kernel, static_cast<int64_t>(contender.threads)};
+    std::vector<Cell> cells = {problem_line(problem), std::string(direction_name(contender.direction)),
+                               contender.kernel, static_cast<int64_t>(contender.threads)};
     if (!contender.refusal.empty() || contender.samples_ms.empty()) {
-      cells.resize(10);
+      cells.resize(11);
       cells.emplace_back(contender.refusal);
       return cells;
     }
@@ -207,15 +282,15 @@ class Bench {
   const BenchOptions& options_;
   std::vector<std::string> kernels_;
   std::vector<Threads> threads_;
+  std::vector<Direction> directions_;
   Peaks peaks_;
 };
 
 Result<int> bench(const BenchOptions& options, const std::vector<std::string>& words) {
   const auto format = parse_format(options.format);
   if (!format.ok()) return format.status();
-  if (options.direction != "forward") {
-    return invalid(fmt::format("--direction is '{}', must be forward", options.direction));
-  }
+  auto directions = parse_directions(options.direction);
+  if (!directions.ok()) return directions.status();
   if (!(options.min_time_ms >= 0 && options.min_time_ms <= 1e7) ||
       !(options.warmup_ms >= 0 && options.warmup_ms <= 1e7)) {
     return invalid("--min-time and --warm-up are milliseconds, must be from 0 to 1e7");
@@ -227,7 +302,7 @@ Result<int> bench(const BenchOptions& options, const std::vector<std::string>& w
   if (!kernels.ok()) return kernels.status();
   auto threads = select_threads(options.threads);
   if (!threads.ok()) return threads.status();
-  return Bench(options, std::move(*kernels), std::move(*threads)).run(*problems, *format);
+  return Bench(options, std::move(*kernels), std::move(*threads), std::move(*directions)).run(*problems, *format);
 }
 
 }  // namespace
@@ -242,13 +317,15 @@ Command add_bench(CLI::App& root) {
   app->add_option("--kernel", options->kernel, "best (default), all, or names as cpu_avx512,cpu_avx2");
   app->add_option("--threads", options->threads,
                   "numbers of threads, as 1,2 (default: POLYHEAD_THREADS, else all CPUs)");
-  app->add_option("--direction", options->direction, "forward");
+  app->add_option("--direction", options->direction,
+                  "forward (default), backward (the gradients that the problem --needs, alone) or forward,backward");
   app->add_option("--min-time", options->min_time_ms, "sample each kernel at least so many milliseconds (300)");
   app->add_option("--samples", options->min_samples, "and take at least so many samples (5)");
   app->add_option("--warm-up", options->warmup_ms, "milliseconds before the first sample (50)");
   app->add_option("--format", options->format, "md (default), csv or json");
-  app->footer(help_footer(true, "polyhead bench 8x16x128..2048x64 --causal=0,1 --kernel all --threads 1,2",
-                          "polyhead bench --suite bench/suites/bert_large.txt --dtype bf16 --format csv"));
+  app->footer(
+      help_footer(true, "polyhead bench 8x16x128..2048x64 --causal=0,1 --kernel all --threads 1,2",
+                  "polyhead bench --suite bench/suites/bert_large.txt --direction forward,backward --format csv"));
   return {app, [app, options] { return bench(*options, app->remaining()); }};
 }
 

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
 #include "core/dtype.h"
 #include "polyhead/tensor.h"
@@ -49,6 +50,14 @@ void for_each_element(const Tensor& tensor, Visit visit) {
     }
     if (d < 0) return;
   }
+}
+
+// All elements, in row-major order.
+inline std::vector<double> element_values(const Tensor& tensor) {
+  std::vector<double> values;
+  values.reserve(static_cast<size_t>(tensor.num_elements()));
+  for_each_element(tensor, [&](const void* element) { values.push_back(element_value(tensor.dtype, element)); });
+  return values;
 }
 
 }  // namespace polyhead::tools

@@ -29,16 +29,18 @@ Result<int> explain_problems(const ExplainOptions& options, const std::vector<st
   PlanOptions plan_options;
   plan_options.kernel = kernels->front();
   Report report;
-  report.columns = {"problem", "kernel", "taken", "reason", "workspace_bytes", "flops"};
+  report.columns = {
+      "problem", "kernel", "taken", "reason", "workspace_bytes", "flops", "backward_workspace_bytes", "backward_flops"};
   for (const Problem& problem : *problems) {
     const Explanation told = explain(problem_desc(problem), plan_options);
     if (told.status.code() == StatusCode::kInvalidArgument) return told.status;
     for (const KernelReason& reason : told.reasons) {
       const bool taken = told.kernel == reason.kernel;
-      std::vector<Cell> row = {problem_line(problem), std::string(reason.kernel), taken, reason.reason, {}, {}};
+      std::vector<Cell> row = {problem_line(problem), std::string(reason.kernel), taken, reason.reason};
       if (reason.reason.empty()) row[3] = std::string(taken ? "taken" : "can");
-      if (taken) row[4] = static_cast<int64_t>(told.workspace_bytes);
-      row[5] = told.flops;
+      const auto bytes = [&](size_t count) { return taken ? Cell(static_cast<int64_t>(count)) : Cell(); };
+      row.insert(row.end(),
+                 {bytes(told.workspace_bytes), told.flops, bytes(told.backward_workspace_bytes), told.backward_flops});
       report.rows.push_back(std::move(row));
     }
     if (!told.status.ok()) fmt::print(stderr, "polyhead explain: {}\n", told.status.message());

@@ -134,6 +134,20 @@ Status set_offset(std::string_view value, AttentionDesc& desc) {
   return {};
 }
 
+Status set_needs(std::string_view value, GradientSet& needs) {
+  needs = 0;
+  for (const std::string& operand : split(value, ',')) {
+    const auto* found = std::find_if(std::begin(kGradients), std::end(kGradients),
+                                     [&](const GradientName& gradient) { return operand == gradient.operand; });
+    if (found == std::end(kGradients)) {
+      return invalid("--needs has " + quoted(operand) +
+                     ", must be names of query, key, value, attn_bias, alibi_slopes, separated by commas");
+    }
+    needs |= 1U << (found - std::begin(kGradients));
+  }
+  return {};
+}
+
 constexpr ProblemOption kOptions[] = {
     {"--dtype", "T", "f32 (default), bf16, f16 or f64"},
     {"--causal", "[=1]", "query i sees key j <= i + offset"},
@@ -151,7 +165,9 @@ constexpr ProblemOption kOptions[] = {
     {"--dropout", "P", "probability of dropping a weight"},
     {"--weights", "W", "return the weights: head or mean"},
     {"--column-sums", "[=1]", "return the weights' sums over the queries"},
-    {"--logsumexp", "[=1]", "return log sum exp of the scores"},
+    {"--logsumexp", "[=1]", "return log sum exp of the scores; backward: its gradient comes in"},
+    {"--needs", "LIST", "gradients, as query,key,value or attn_bias,alibi_slopes (default: all there are)"},
+    {"--accumulate", "[=1]", "backward adds to what the gradients hold"},
     {"--layout", "L", "bshd (default), bhsd, sbhd, qkv (one row per token) or strided (gaps)"},
     {"--seed", "N", "of the random operands and of dropout (default 1)"},
 };
@@ -175,6 +191,8 @@ Status apply(std::string_view option, std::string_view value, Problem& problem) 
   if (option == "--weights") return set_word(option, value, kWeights, desc.return_weights);
   if (option == "--column-sums") return set_switch(option, value, desc.return_column_sums);
   if (option == "--logsumexp") return set_switch(option, value, problem.logsumexp);
+  if (option == "--needs") return set_needs(value, problem.needs);
+  if (option == "--accumulate") return set_switch(option, value, problem.accumulate);
   if (option == "--layout") return set_word(option, value, kLayouts, problem.layout);
   if (option == "--seed") return set_number(option, value, problem.seed);
   Lengths lengths{};
@@ -186,7 +204,7 @@ Status apply(std::string_view option, std::string_view value, Problem& problem) 
 
 // Values that hold commas themselves are listed with '+'.
 std::vector<std::string> values_of(std::string_view option, std::string_view value) {
-  const bool own_commas = option == "--window" || option == "--mask" || option == "--bias";
+  const bool own_commas = option == "--window" || option == "--mask" || option == "--bias" || option == "--needs";
   return split(value, own_commas ? '+' : ',');
 }
 
@@ -286,6 +304,14 @@ std::string dims_text(const BroadcastOperand& operand, const AttentionDesc& desc
   return text;
 }
 
+std::string needs_text(GradientSet needs) {
+  std::string text;
+  for (size_t n = 0; n < kNumGradients; ++n) {
+    if (needs >> n & 1) text += (text.empty() ? "" : ",") + std::string(kGradients[n].operand);
+  }
+  return text;
+}
+
 std::string number_text(double value) {
   std::array<char, 32> text{};
   const auto result = std::to_chars(text.data(), text.data() + text.size(), value);
@@ -299,6 +325,22 @@ std::string pair_text(int64_t first, int64_t second) {
 }  // namespace
 
 std::span<const ProblemOption> problem_options() { return kOptions; }
+
+Result<GradientSet> needed_gradients(const Problem& problem) {
+  GradientSet there = 0;
+  for (size_t n = 0; n < kNumGradients; ++n) {
+    const bool is_bias = kGradients[n].input == &ForwardArgs::attn_bias;
+    const bool is_slopes = kGradients[n].input == &ForwardArgs::alibi_slopes;
+    if (is_bias && !problem.desc.attn_bias.given) continue;
+    if (is_slopes && problem.desc.alibi_slopes_ndim == 0) continue;
+    there |= 1U << n;
+  }
+  if (problem.needs == kAllGradients) return there;
+  if (const GradientSet missing = problem.needs & ~there; missing != 0) {
+    return invalid("--needs names " + needs_text(missing) + ", which this problem has not");
+  }
+  return problem.needs;
+}
 
 Result<DType> parse_dtype(std::string_view text) {
   DType dtype{};
@@ -382,6 +424,8 @@ std::string problem_line(const Problem& problem) {
   if (desc.return_weights != ReturnWeights::kNone) add("--weights", word_of(kWeights, desc.return_weights));
   if (desc.return_column_sums) add("--column-sums");
   if (problem.logsumexp) add("--logsumexp");
+  if (problem.needs != kAllGradients) add("--needs", needs_text(problem.needs));
+  if (problem.accumulate) add("--accumulate");
   if (problem.layout != Layout::kBshd) add("--layout", word_of(kLayouts, problem.layout));
   if (problem.seed != 1) add("--seed", std::to_string(problem.seed));
   return line;

@@ -5,10 +5,11 @@
 //   BxH/GxSQ/SKxD/DV    refined: num_heads / num_heads_kv, seqlen_q / seqlen_k, head_dim / head_dim_v
 //   1,8x16x128..1024x64 lists (a,b) and ranges (a..b doubles, a..b..step steps) give the cross product, as lists in
 //                       the options' values do (--dtype f32,bf16); values that hold commas themselves (--window,
-//                       --mask, --bias) are listed with '+' (--window 64,0+256,0)
+//                       --mask, --bias, --needs) are listed with '+' (--window 64,0+256,0)
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <span>
 #include <string>
 #include <string_view>
@@ -34,15 +35,38 @@ enum class MaskKind {
   kBlocks,   // 1 of 2 blocks of 64 x 64 is all false, else as kRandom
 };
 
+// The gradients of a problem: of which operand, and where a call takes them.
+struct GradientName {
+  const char* operand;  // as --needs names it
+  const char* name;
+  Tensor ForwardArgs::*input;
+  Tensor BackwardArgs::*gradient;
+};
+inline constexpr GradientName kGradients[] = {
+    {"query", "grad_query", &ForwardArgs::query, &BackwardArgs::grad_query},
+    {"key", "grad_key", &ForwardArgs::key, &BackwardArgs::grad_key},
+    {"value", "grad_value", &ForwardArgs::value, &BackwardArgs::grad_value},
+    {"attn_bias", "grad_attn_bias", &ForwardArgs::attn_bias, &BackwardArgs::grad_attn_bias},
+    {"alibi_slopes", "grad_alibi_slopes", &ForwardArgs::alibi_slopes, &BackwardArgs::grad_alibi_slopes}};
+inline constexpr size_t kNumGradients = std::size(kGradients);
+
+using GradientSet = unsigned;  // bit n stands for kGradients[n]
+inline constexpr GradientSet kAllGradients = (1U << kNumGradients) - 1;
+
 // What to compute and how to draw the operands.
 struct Problem {
   // When packed, seqlen_q and seqlen_k bound a sequence's length; operands.h draws the lengths.
   AttentionDesc desc;
   Layout layout = Layout::kBshd;
   MaskKind mask_kind = MaskKind::kRandom;
-  bool logsumexp = false;  // ask for it
-  uint64_t seed = 1;       // of every operand, of the lengths and of dropout
+  bool logsumexp = false;             // ask for it; backward: its gradient comes in
+  uint64_t seed = 1;                  // of every operand, of the lengths and of dropout
+  GradientSet needs = kAllGradients;  // backward: all, or which of them
+  bool accumulate = false;            // backward adds to what the gradients hold
 };
+
+// Those of problem.needs that the problem has; an error if it names one that is not there.
+Result<GradientSet> needed_gradients(const Problem& problem);
 
 // One option of a problem, as help texts list it.
 struct ProblemOption {

@@ -65,6 +65,17 @@ void choose_operand(Chooser& choose, const AttentionDesc& desc, BroadcastOperand
   for (int d = 0; d < 4; ++d) operand.dims[d] = choose.chance(0.4) ? 1 : full[d];
 }
 
+// Half of the problems ask for all gradients there are.
+void choose_gradients(Chooser& choose, Problem& problem) {
+  problem.accumulate = choose.chance(0.25);
+  const GradientSet there = *needed_gradients(problem);
+  if (choose.chance(0.5)) return;
+  do {
+    problem.needs = static_cast<GradientSet>(choose.between(1, kAllGradients)) & there;
+  } while (problem.needs == 0);
+  if (problem.needs == there) problem.needs = kAllGradients;
+}
+
 // What packed operands exclude.
 void choose_unpacked(Chooser& choose, Problem& problem) {
   AttentionDesc& desc = problem.desc;
@@ -104,6 +115,7 @@ Problem random_problem(uint64_t seed) {
   problem.layout = choose.one_of({Layout::kBshd, Layout::kBhsd, Layout::kSbhd, Layout::kQkv, Layout::kStrided});
   if (problem.layout == Layout::kSbhd && desc.packed) problem.layout = Layout::kBshd;
   if (problem.layout == Layout::kQkv && desc.seqlen_q != desc.seqlen_k) problem.layout = Layout::kStrided;
+  choose_gradients(choose, problem);
   return problem;
 }
 

@@ -12,6 +12,7 @@
 #include "command.h"
 #include "elements.h"
 #include "file.h"
+#include "gradients.h"
 #include "operands.h"
 #include "report.h"
 #include "safetensors.h"
@@ -22,32 +23,38 @@
 namespace polyhead::tools {
 namespace {
 
-// Operands that may come from files, with their options.
+// Tensors that may come from files, with their options.
 struct Operand {
   const char* name;  // in a safetensors file
   const char* option;
   const char* text;
-  Tensor ForwardArgs::*tensor;
+  Tensor ForwardArgs::*forward;    // what forward takes,
+  Tensor BackwardArgs::*backward;  // or, else, what comes in from behind
 };
 constexpr Operand kOperands[] = {
-    {"query", "--query", "[B, Sq, H, D], packed [rows, H, D]; order as --layout", &ForwardArgs::query},
-    {"key", "--key", "[B, Sk, G, D]", &ForwardArgs::key},
-    {"value", "--value", "[B, Sk, G, Dv]", &ForwardArgs::value},
-    {"attn_mask", "--attn-mask", "boolean, up to 4 dims, broadcast to [B, H, Sq, Sk]", &ForwardArgs::attn_mask},
-    {"attn_bias", "--attn-bias", "likewise; added to the scores", &ForwardArgs::attn_bias},
-    {"alibi_slopes", "--alibi-slopes", "[H] or [B, H], float32", &ForwardArgs::alibi_slopes},
-    {"seqlens_q", "--seqlens-q", "[B], int32 or int64", &ForwardArgs::seqlens_q},
-    {"seqlens_k", "--seqlens-k", "[B]", &ForwardArgs::seqlens_k},
-    {"cu_seqlens_q", "--cu-seqlens-q", "[B + 1]; makes the operands packed", &ForwardArgs::cu_seqlens_q},
-    {"cu_seqlens_k", "--cu-seqlens-k", "[B + 1]", &ForwardArgs::cu_seqlens_k},
-    {"query_offsets", "--query-offsets", "[B]", &ForwardArgs::query_offsets},
+    {"query", "--query", "[B, Sq, H, D], packed [rows, H, D]; order as --layout", &ForwardArgs::query, nullptr},
+    {"key", "--key", "[B, Sk, G, D]", &ForwardArgs::key, nullptr},
+    {"value", "--value", "[B, Sk, G, Dv]", &ForwardArgs::value, nullptr},
+    {"attn_mask", "--attn-mask", "boolean, up to 4 dims, broadcast to [B, H, Sq, Sk]", &ForwardArgs::attn_mask,
+     nullptr},
+    {"attn_bias", "--attn-bias", "likewise; added to the scores", &ForwardArgs::attn_bias, nullptr},
+    {"alibi_slopes", "--alibi-slopes", "[H] or [B, H], float32", &ForwardArgs::alibi_slopes, nullptr},
+    {"seqlens_q", "--seqlens-q", "[B], int32 or int64", &ForwardArgs::seqlens_q, nullptr},
+    {"seqlens_k", "--seqlens-k", "[B]", &ForwardArgs::seqlens_k, nullptr},
+    {"cu_seqlens_q", "--cu-seqlens-q", "[B + 1]; makes the operands packed", &ForwardArgs::cu_seqlens_q, nullptr},
+    {"cu_seqlens_k", "--cu-seqlens-k", "[B + 1]", &ForwardArgs::cu_seqlens_k, nullptr},
+    {"query_offsets", "--query-offsets", "[B]", &ForwardArgs::query_offsets, nullptr},
+    {"grad_out", "--grad-out", "as out: [B, Sq, H, Dv]; with --gradients (default: random)", nullptr,
+     &BackwardArgs::grad_out},
+    {"grad_logsumexp", "--grad-logsumexp", "[B, H, Sq], packed [H, rows]; with --gradients", nullptr,
+     &BackwardArgs::grad_logsumexp},
 };
 using Arrays = std::map<std::string, Array>;
 
 struct RunOptions {
   std::array<std::string, std::size(kOperands)> files;
   std::string input, out, kernel = "best", threads, format = "md";
-  bool force = false;
+  bool gradients = false, force = false;
 };
 
 Result<Arrays> read_inputs(const RunOptions& options) {
@@ -56,9 +63,10 @@ Result<Arrays> read_inputs(const RunOptions& options) {
     const auto file = SafetensorsFile::open(options.input);
     if (!file.ok()) return file.status();
     for (const SafetensorsEntry& entry : file->entries()) {
-      const bool known = std::any_of(std::begin(kOperands), std::end(kOperands),
-                                     [&](const Operand& operand) { return entry.name == operand.name; });
-      if (!known) {
+      const bool used = std::any_of(std::begin(kOperands), std::end(kOperands), [&](const Operand& operand) {
+        return entry.name == operand.name && (operand.forward != nullptr || options.gradients);
+      });
+      if (!used) {
         fmt::print(stderr, "polyhead run: tensor {} of {} is no operand and not used\n", printable(entry.name),
                    printable(options.input));
         continue;
@@ -70,6 +78,9 @@ Result<Arrays> read_inputs(const RunOptions& options) {
   }
   for (size_t i = 0; i < std::size(kOperands); ++i) {
     if (options.files[i].empty()) continue;
+    if (kOperands[i].backward != nullptr && !options.gradients) {
+      return invalid(fmt::format("{} is given without --gradients", kOperands[i].option));
+    }
     auto array = read_array(options.files[i]);
     if (!array.ok()) return array.status();
     arrays.insert_or_assign(kOperands[i].name, std::move(*array));
@@ -122,6 +133,7 @@ class Request {
 
   Problem problem;
   ForwardArgs preset;
+  BackwardArgs incoming;  // grad_out and grad_logsumexp
 
   Status resolve() {
     const bool all_three = arrays_.count("query") != 0 && arrays_.count("key") != 0 && arrays_.count("value") != 0;
@@ -170,9 +182,9 @@ class Request {
       return invalid(
           fmt::format("{} holds 2-byte void elements, as NumPy writes bfloat16; say {} bf16", name, dtype_option));
     }
-    Tensor& tensor = preset.*operand.tensor;
+    Tensor& tensor = operand.forward != nullptr ? preset.*operand.forward : incoming.*operand.backward;
     tensor = array.tensor;
-    if (name == "query" || name == "key" || name == "value") {
+    if (name == "query" || name == "key" || name == "value" || name == "grad_out") {
       const auto view = heads_view(array.tensor, problem.layout, desc.packed, operand.name);
       if (!view.ok()) return view.status();
       tensor = *view;
@@ -243,12 +255,71 @@ std::vector<Cell> tensor_row(const std::string& name, const Tensor& tensor) {
   return row;
 }
 
-NamedTensors named(const Outputs& outputs) {
+NamedTensors named(const Outputs& outputs, const Gradients& gradients, bool logsumexp) {
   NamedTensors tensors = {{"out", outputs.out}};
-  if (outputs.logsumexp.given()) tensors.emplace_back("logsumexp", outputs.logsumexp);
+  if (logsumexp) tensors.emplace_back("logsumexp", outputs.logsumexp);
   if (outputs.weights.given()) tensors.emplace_back("weights", outputs.weights);
   if (outputs.column_sums.given()) tensors.emplace_back("column_sums", outputs.column_sums);
+  for (size_t n = 0; n < kNumGradients; ++n) {
+    if (gradients.of[n].given()) tensors.emplace_back(kGradients[n].name, gradients.of[n]);
+  }
   return tensors;
+}
+
+class Timer {
+ public:
+  std::string text() const {
+    const std::chrono::duration<double, std::milli> elapsed_ms = std::chrono::steady_clock::now() - start_;
+    return number_text(elapsed_ms.count()) + " ms";
+  }
+
+ private:
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+struct Computed {
+  Inputs inputs;
+  Outputs outputs;
+  Gradients gradients;
+  std::string time;
+};
+
+Status compute_gradients(const Request& request, const Plan& planned, const ForwardArgs& forward, Computed& computed) {
+  const Problem& problem = request.problem;
+  if (problem.accumulate) return invalid("--accumulate: a run has no gradients to add to; leave it away");
+  const auto needs = needed_gradients(problem);
+  if (!needs.ok()) return needs.status();
+  const auto incoming = random_incoming(problem, planned.desc(), request.incoming);
+  if (!incoming.ok()) return incoming.status();
+  auto gradients = new_gradients(problem, planned.desc(), *needs);
+  if (!gradients.ok()) return gradients.status();
+  computed.gradients = std::move(*gradients);
+  BackwardArgs args = backward_args(forward, *incoming, false);
+  computed.gradients.give_to(args);
+  const auto workspace = give_workspace(planned.backward_workspace_bytes(), args.forward);
+  if (!workspace.ok()) return workspace.status();
+  const Timer timer;
+  if (Status s = planned.backward(args); !s.ok()) return s;
+  computed.time += " forward, " + timer.text() + " backward";
+  return {};
+}
+
+Status compute(const Request& request, const Plan& planned, bool gradients, Computed& computed) {
+  const Problem& problem = request.problem;
+  auto inputs = random_inputs(problem, request.preset);
+  if (!inputs.ok()) return inputs.status();
+  computed.inputs = std::move(*inputs);
+  auto outputs = new_outputs(planned.desc(), problem.logsumexp || gradients, problem.layout, problem.seed);
+  if (!outputs.ok()) return outputs.status();
+  computed.outputs = std::move(*outputs);
+  ForwardArgs args = computed.inputs.args;
+  computed.outputs.give_to(args);
+  const auto workspace = give_workspace(planned.workspace_bytes(), args);
+  if (!workspace.ok()) return workspace.status();
+  const Timer timer;
+  if (Status s = planned.forward(args); !s.ok()) return s;
+  computed.time = timer.text();
+  return gradients ? compute_gradients(request, planned, args, computed) : Status();
 }
 
 Result<int> run(const RunOptions& options, const std::vector<std::string>& words) {
@@ -269,34 +340,24 @@ Result<int> run(const RunOptions& options, const std::vector<std::string>& words
 
   // The plan is made first: it names sizes that do not fit, before operands of such sizes are drawn.
   const bool packed_here = problem.desc.packed && !request.preset.query.given();
-  const AttentionDesc desc = packed_here ? problem_desc(problem) : problem.desc;
   PlanOptions plan_options;
   plan_options.kernel = kernel->front();
   plan_options.executor = threads->front().executor;
-  const auto planned = plan(desc, plan_options);
+  const auto planned = plan(packed_here ? problem_desc(problem) : problem.desc, plan_options);
   if (!planned.ok()) return planned.status();
-  auto inputs = random_inputs(problem, request.preset);
-  if (!inputs.ok()) return inputs.status();
-  ForwardArgs args = inputs->args;
-  const auto outputs = new_outputs(desc, problem.logsumexp, problem.layout, problem.seed);
-  if (!outputs.ok()) return outputs.status();
-  outputs->give_to(args);
-  const auto workspace = give_workspace(planned->workspace_bytes(), args);
-  if (!workspace.ok()) return workspace.status();
-
-  const auto start = std::chrono::steady_clock::now();
-  if (Status s = planned->forward(args); !s.ok()) return s;
-  const std::chrono::duration<double, std::milli> elapsed_ms = std::chrono::steady_clock::now() - start;
+  Computed computed;
+  if (Status s = compute(request, *planned, options.gradients, computed); !s.ok()) return s;
 
   Report report;
   report.facts = {{"problem", problem_line(problem)},
                   {"kernel", planned->kernel_name()},
                   {"threads", fmt::format("{}", threads->front().count)},
-                  {"time", fmt::format("{} ms (one call, cold)", number_text(elapsed_ms.count()))}};
+                  {"time", computed.time + (options.gradients ? " (one call each, cold)" : " (one call, cold)")}};
   report.columns = {"tensor", "shape", "dtype", "fnv1a", "min", "mean", "max", "nan"};
-  for (const auto& [name, tensor] : named(*outputs)) report.rows.push_back(tensor_row(name, tensor));
+  const NamedTensors results = named(computed.outputs, computed.gradients, problem.logsumexp);
+  for (const auto& [name, tensor] : results) report.rows.push_back(tensor_row(name, tensor));
   if (!options.out.empty()) {
-    if (Status s = write_arrays(options.out, named(*outputs), options.force); !s.ok()) return s;
+    if (Status s = write_arrays(options.out, results, options.force); !s.ok()) return s;
     report.facts.emplace_back("wrote", options.out);
   }
   fmt::print("{}", report.text(*format));
@@ -310,6 +371,7 @@ Command add_run(CLI::App& root) {
   const auto options = std::make_shared<RunOptions>();
   app->allow_extras();
   app->add_option("--out", options->out, "write the outputs: .safetensors, or .npy if out is the only one");
+  app->add_flag("--gradients", options->gradients, "forward, then the gradients that the problem --needs");
   app->add_flag("--force", options->force, "replace the file of --out if it exists");
   app->add_option("--input", options->input, "take operands by name from this .safetensors");
   for (size_t i = 0; i < std::size(kOperands); ++i) {
@@ -320,8 +382,9 @@ Command add_run(CLI::App& root) {
   app->add_option("--kernel", options->kernel, "best (default) or a kernel's name");
   app->add_option("--threads", options->threads, "number of threads (default: POLYHEAD_THREADS, else all CPUs)");
   app->add_option("--format", options->format, "md (default), csv or json");
-  app->footer(help_footer(true, "polyhead run 1x16x384x64 --causal --logsumexp --out out.safetensors",
-                          "polyhead run --query q.npy --key k.npy --value v.npy --window 64,0 --out o.npy"));
+  app->footer(help_footer(
+      true, "polyhead run 1x16x384x64 --causal --logsumexp --out out.safetensors",
+      "polyhead run --query q.npy --key k.npy --value v.npy --gradients --grad-out do.npy --out g.safetensors"));
   return {app, [app, options] { return run(*options, app->remaining()); }};
 }
 

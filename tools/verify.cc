@@ -17,31 +17,36 @@ namespace {
 struct VerifyOptions {
   std::vector<std::string> suites;
   std::string kernel = "all", threads, format = "md";
+  bool gradients = false;
   int64_t num_random = 0;
   uint64_t seed = 1;
   CLI::Option* seed_option = nullptr;
 };
 
-// One kernel's results on one problem: verdicts, or the reason why it cannot compute it.
-struct Outcome {
-  std::string kernel;
-  std::vector<Verdict> verdicts;
-  std::string refusal;
+// What one kernel computes on one number of threads, or why it cannot.
+struct Contender {
+  std::string kernel;  // "": the best
+  const Threads* threads = nullptr;
+  std::string refusal = {};
 };
 
-Result<Outcome> check(const Problem& problem, const Truth& truth, const std::string& kernel, const Threads& threads) {
+Result<Plan> plan_of(const AttentionDesc& desc, Contender& contender) {
   PlanOptions options;
-  options.kernel = kernel;
-  options.executor = threads.executor;
-  const AttentionDesc& desc = truth.inputs.desc;
-  const auto planned = plan(desc, options);
-  Outcome outcome;
-  outcome.kernel = kernel;
-  if (!planned.ok()) {
-    outcome.refusal = planned.status().message();
-    return outcome;
+  options.kernel = contender.kernel;
+  options.executor = contender.threads->executor;
+  auto planned = plan(desc, options);
+  if (planned.ok()) {
+    contender.kernel = planned->kernel_name();
+  } else {
+    contender.refusal = planned.status().message();
   }
-  outcome.kernel = planned->kernel_name();
+  return planned;
+}
+
+Status compute(const Problem& problem, const Truth& truth, Contender& contender, Judge& judge) {
+  const AttentionDesc& desc = truth.inputs.desc;
+  const auto planned = plan_of(desc, contender);
+  if (!planned.ok()) return {};
   const auto outputs = new_outputs(desc, true, problem.layout, problem.seed);
   if (!outputs.ok()) return outputs.status();
   ForwardArgs args = truth.inputs.args;
@@ -49,35 +54,61 @@ Result<Outcome> check(const Problem& problem, const Truth& truth, const std::str
   const auto workspace = give_workspace(planned->workspace_bytes(), args);
   if (!workspace.ok()) return workspace.status();
   if (Status s = planned->forward(args); !s.ok()) return s;
-  outcome.verdicts = judge(truth, *outputs);
-  return outcome;
+  judge.add(truth, *outputs);
+  return {};
+}
+
+Status compute(const Problem& problem, const GradientTruth& truth, Contender& contender, Judge& judge) {
+  const AttentionDesc& desc = truth.inputs.desc;
+  const auto planned = plan_of(desc, contender);
+  if (!planned.ok()) return {};
+  const auto gradients = new_gradients(problem, desc, truth.needs);
+  if (!gradients.ok()) return gradients.status();
+  BackwardArgs args = backward_args(problem, truth);
+  gradients->give_to(args);
+  const auto workspace = give_workspace(planned->backward_workspace_bytes(), args.forward);
+  if (!workspace.ok()) return workspace.status();
+  if (Status s = planned->backward(args); !s.ok()) return s;
+  judge.add(truth, *gradients);
+  return {};
+}
+
+// Judges the kernel on the problem's operands, and on others where its errors could be bad luck.
+template <class Truth>
+Status judge_kernel(const Problem& problem, const Truth& truth, Result<Truth> (*compute_truth_of)(const Problem&),
+                    Contender& contender, Judge& judge) {
+  if (Status s = compute(problem, truth, contender, judge); !s.ok()) return s;
+  const AttentionDesc& desc = truth.inputs.desc;
+  const int64_t num_rows = (desc.packed ? 1 : desc.batch) * desc.num_heads * desc.seqlen_q;
+  Problem again = problem;
+  for (int64_t n = 0; n < num_redraws(num_rows) && !judge.passed() && judge.could_be_chance(); ++n) {
+    again.seed = redraw_seed(problem.seed, n);
+    const auto redrawn = compute_truth_of(again);
+    if (!redrawn.ok()) return redrawn.status();
+    if (Status s = compute(again, *redrawn, contender, judge); !s.ok()) return s;
+  }
+  return {};
 }
 
 class Verification {
  public:
-  Verification(std::vector<std::string> kernels, std::vector<Threads> threads, bool list_all)
-      : kernels_(std::move(kernels)), threads_(std::move(threads)), list_all_(list_all) {
+  Verification(const VerifyOptions& options, std::vector<std::string> kernels, std::vector<Threads> threads)
+      : kernels_(std::move(kernels)),
+        threads_(std::move(threads)),
+        gradients_(options.gradients),
+        list_all_(options.num_random == 0) {
     report_.columns = {"problem", "kernel", "threads", "output", "largest_error", "allowed", "result", "note"};
   }
 
   Status add(const Problem& problem) {
     if (const Status s = explain(problem_desc(problem)).status; s.code() == StatusCode::kInvalidArgument) return s;
-    const auto truth = compute_truth(problem);
-    if (!truth.ok()) return truth.status();
-    for (const std::string& kernel : kernels_) {
-      for (const Threads& threads : threads_) {
-        const auto outcome = check(problem, *truth, kernel, threads);
-        if (!outcome.ok()) return outcome.status();
-        count(problem, *outcome, threads.count);
-      }
-    }
-    return {};
+    return gradients_ ? add(problem, compute_gradient_truth) : add(problem, compute_truth);
   }
 
   int num_failed() const { return num_failed_; }
 
   Result<int> finish(int64_t num_problems, Format format) {
-    report_.facts = {{"verified", fmt::format("{} problems", num_problems)},
+    report_.facts = {{"verified", fmt::format("{}{} problems", gradients_ ? "gradients of " : "", num_problems)},
                      {"passed", fmt::format("{}", num_passed_)},
                      {"failed", fmt::format("{}", num_failed_)},
                      {"refused", fmt::format("{}", num_refused_)}};
@@ -88,34 +119,48 @@ class Verification {
   }
 
  private:
-  void count(const Problem& problem, const Outcome& outcome, int threads) {
+  template <class Truth>
+  Status add(const Problem& problem, Result<Truth> (*compute_truth_of)(const Problem&)) {
+    const auto truth = compute_truth_of(problem);
+    if (!truth.ok()) return truth.status();
+    for (const std::string& kernel : kernels_) {
+      for (const Threads& threads : threads_) {
+        Contender contender{kernel, &threads};
+        Judge judge;
+        if (Status s = judge_kernel(problem, *truth, compute_truth_of, contender, judge); !s.ok()) return s;
+        count(problem, contender, judge);
+      }
+    }
+    return {};
+  }
+
+  void count(const Problem& problem, const Contender& contender, const Judge& judge) {
     const std::string line = problem_line(problem);
-    if (!outcome.refusal.empty()) {
+    const int threads = contender.threads->count;
+    if (!contender.refusal.empty()) {
       ++num_refused_;
-      if (first_refusal_.empty()) first_refusal_ = outcome.refusal;
+      if (first_refusal_.empty()) first_refusal_ = contender.refusal;
       if (list_all_) {
         report_.rows.push_back(
-            {line, outcome.kernel, int64_t{threads}, {}, {}, {}, std::string("refused"), outcome.refusal});
+            {line, contender.kernel, int64_t{threads}, {}, {}, {}, std::string("refused"), contender.refusal});
       }
       return;
     }
-    bool passed = true;
-    for (const Verdict& verdict : outcome.verdicts) {
-      passed = passed && verdict.passed;
+    for (const Verdict& verdict : judge.verdicts()) {
       if (verdict.passed && !list_all_) continue;
-      report_.rows.push_back({line, outcome.kernel, int64_t{threads}, verdict.output, verdict.largest_error,
-                              verdict.allowed, std::string(verdict.passed ? "PASS" : "FAIL"), verdict.fault});
+      report_.rows.push_back({line, contender.kernel, int64_t{threads}, verdict.output, verdict.error, verdict.allowed,
+                              std::string(verdict.passed ? "PASS" : "FAIL"), verdict.fault});
     }
-    ++(passed ? num_passed_ : num_failed_);
-    if (!passed) {
-      fmt::print(stderr, "FAIL, repeat with: polyhead verify {} --kernel {} --threads {}\n", line, outcome.kernel,
-                 threads);
+    ++(judge.passed() ? num_passed_ : num_failed_);
+    if (!judge.passed()) {
+      fmt::print(stderr, "FAIL, repeat with: polyhead verify{} {} --kernel {} --threads {}\n",
+                 gradients_ ? " --gradients" : "", line, contender.kernel, threads);
     }
   }
 
   std::vector<std::string> kernels_;
   std::vector<Threads> threads_;
-  bool list_all_;
+  bool gradients_, list_all_;
   Report report_;
   int num_passed_ = 0, num_failed_ = 0, num_refused_ = 0;
   std::string first_refusal_;
@@ -126,7 +171,11 @@ Result<int> verify_random(const VerifyOptions& options, Verification verificatio
   Progress progress(options.num_random);
   int64_t done = 0;
   for (; done < options.num_random && verification.num_failed() < kMaxFailures; ++done) {
-    const Problem problem = random_problem(options.seed + static_cast<uint64_t>(done));
+    Problem problem = random_problem(options.seed + static_cast<uint64_t>(done));
+    if (!options.gradients) {
+      problem.needs = kAllGradients;  // which say nothing about forward
+      problem.accumulate = false;
+    }
     progress.show(done, problem_line(problem));
     if (Status s = verification.add(problem); !s.ok()) {
       return Status(s.code(), fmt::format("random problem '{}': {}", problem_line(problem), s.message()));
@@ -144,7 +193,7 @@ Result<int> verify(const VerifyOptions& options, std::vector<std::string> words)
   auto threads = select_threads(options.threads);
   if (!threads.ok()) return threads.status();
   if (options.num_random < 0) return invalid(fmt::format("--random is {}, must be 1 or more", options.num_random));
-  Verification verification(std::move(*kernels), std::move(*threads), options.num_random == 0);
+  Verification verification(options, std::move(*kernels), std::move(*threads));
   if (options.num_random > 0) {
     if (words.empty() && options.suites.empty()) return verify_random(options, std::move(verification), *format);
     return invalid("--random draws its problems itself; leave problems and their options away");
@@ -177,12 +226,13 @@ Command add_verify(CLI::App& root) {
   app->add_option("--kernel", options->kernel, "all (default), best, or names as cpu_avx512,cpu_avx2");
   app->add_option("--threads", options->threads,
                   "numbers of threads, as 1,3 (default: POLYHEAD_THREADS, else all CPUs)");
+  app->add_flag("--gradients", options->gradients, "the gradients that the problem --needs, not forward's results");
   app->add_option("--random", options->num_random, "so many random problems, of every combination of options");
   options->seed_option =
       app->add_option("--seed", options->seed, "of the first random problem, or of a problem's operands");
   app->add_option("--format", options->format, "md (default), csv or json");
   app->footer(help_footer(true, "polyhead verify 2x8/2x113/203x80 --causal --align bottom_right --dtype bf16",
-                          "polyhead verify --random 500 --seed 7"));
+                          "polyhead verify --gradients --random 500 --seed 7"));
   return {app, [app, options] { return verify(*options, app->remaining()); }};
 }
 
