@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <thread>
 
@@ -12,6 +11,7 @@
 #include "core/philox.h"
 #include "harness.h"
 #include "judge.h"
+#include "kernels_to_test.h"
 #include "poison.h"
 #include "polyhead/kernels.h"
 
@@ -22,15 +22,6 @@ struct Param {
   const Kernel* kernel;
   const Problem* problem;
 };
-
-std::vector<const Kernel*> kernels_to_test() {
-  const char* only = std::getenv("POLYHEAD_TEST_KERNEL");
-  std::vector<const Kernel*> list;
-  for (const Kernel* kernel : kernel_list()) {
-    if (!only || std::string(only) == kernel->name) list.push_back(kernel);
-  }
-  return list;
-}
 
 // Case by case, so that the kernels share what the definition gives.
 std::vector<Param> params() {
@@ -289,8 +280,7 @@ INSTANTIATE_TEST_SUITE_P(Kernels, EachKernel, ::testing::ValuesIn(kernels_to_tes
                          [](const auto& each) { return std::string(each.param->name); });
 
 TEST(AttentionTest, TestsAKernel) {
-  const char* only = std::getenv("POLYHEAD_TEST_KERNEL");
-  EXPECT_FALSE(kernels_to_test().empty()) << "no kernel of this build is named " << (only ? only : "");
+  EXPECT_FALSE(kernels_to_test().empty()) << "no kernel of this build has the name in POLYHEAD_TEST_KERNEL";
 }
 
 TEST(AttentionTest, NamesEachCaseOnce) {

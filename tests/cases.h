@@ -28,7 +28,7 @@ class CaseList {
     return std::move(list.cases_);
   }
 
- private:
+ protected:
   struct TypeName {
     DType dtype;
     const char* name;
@@ -85,6 +85,7 @@ class CaseList {
   }
   static constexpr int kBatch = 8, kHead = 4, kQuery = 2, kKey = 1;  // dims in which an operand does not broadcast
 
+ private:
   void sequence_lengths() {
     constexpr int64_t kPairs[][2] = {
         {1, 1},     {1, 2},     {2, 3},     {3, 7},     {7, 8},     {8, 7},     {8, 8},     {8, 9},    {9, 8},
@@ -300,6 +301,7 @@ class CaseList {
     add("packed_no_keys", sizes(3, 2, 1, 90, 0, 8), [](auto& d) { d.packed = true; });
   }
 
+ protected:
   std::vector<Problem> cases_;
 };
 

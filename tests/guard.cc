@@ -138,18 +138,22 @@ Placed Placed::place(Tensor tensor, Guard guard, uint8_t fill) {
   return Placed(tensor, std::move(bytes));
 }
 
+void Placed::fill(const Array& array) {
+  const size_t element = dtype_size_bytes(tensor_.dtype);
+  uint8_t* data = static_cast<uint8_t*>(tensor_.data);
+  const uint8_t* from = array.bytes.data();
+  for_each_element(tensor_, [&](int64_t offset) {
+    std::memcpy(data + offset * static_cast<int64_t>(element), from, element);
+    from += element;
+  });
+}
+
 Placed Placed::input(const Array& array, Layout layout, Guard guard) {
   if (!array.given()) return Placed(Tensor(), GuardedBytes(0, guard, kPoison));
   Tensor t = view(array);
   set_strides(t, layout, &array);
   Placed placed = place(t, guard, kPoison);
-  const size_t element = dtype_size_bytes(t.dtype);
-  uint8_t* data = static_cast<uint8_t*>(placed.tensor_.data);
-  const uint8_t* from = array.bytes.data();
-  for_each_element(placed.tensor_, [&](int64_t offset) {
-    std::memcpy(data + offset * static_cast<int64_t>(element), from, element);
-    from += element;
-  });
+  placed.fill(array);
   placed.before_.assign(placed.bytes_.data(), placed.bytes_.data() + placed.bytes_.size());
   return placed;
 }
@@ -167,6 +171,12 @@ Placed Placed::output(DType dtype, const std::vector<int64_t>& dims, Layout layo
   for_each_element(placed.tensor_, [&](int64_t offset) {
     std::memset(data + offset * element, kPoison, static_cast<size_t>(element));
   });
+  return placed;
+}
+
+Placed Placed::accumulator(const Array& array, Layout layout, Guard guard) {
+  Placed placed = output(array.dtype, array.dims, layout, guard);
+  if (array.given()) placed.fill(array);
   return placed;
 }
 

@@ -39,6 +39,8 @@ class Placed {
   static Placed input(const Array& array, Layout layout, Guard guard);
   // An operand of that type and those dims. Its elements start as NaN with all bits set.
   static Placed output(DType dtype, const std::vector<int64_t>& dims, Layout layout, Guard guard);
+  // An operand that is added to: an output that starts as `array`.
+  static Placed accumulator(const Array& array, Layout layout, Guard guard);
 
   const Tensor& tensor() const { return tensor_; }
 
@@ -51,6 +53,7 @@ class Placed {
  private:
   Placed(const Tensor& tensor, GuardedBytes bytes) : tensor_(tensor), bytes_(std::move(bytes)) {}
   static Placed place(Tensor tensor, Guard guard, uint8_t fill);
+  void fill(const Array& array);
 
   Tensor tensor_;
   GuardedBytes bytes_;

@@ -116,39 +116,56 @@ Executor& executor(int threads) {
   return *pool;
 }
 
-std::string difference(const Outputs& a, const Outputs& b) {
-  for (Array Outputs::*array : {&Outputs::out, &Outputs::logsumexp, &Outputs::weights, &Outputs::column_sums}) {
-    const Array &x = a.*array, &y = b.*array;
-    if (x == y) continue;
-    const char* name = array == &Outputs::out ? "out" : array == &Outputs::logsumexp ? "logsumexp" : "weights or sums";
-    if (x.dims != y.dims) return std::string(name) + ": dims differ";
-    const size_t element = dtype_size_bytes(x.dtype);
-    int64_t n = 0;
-    while (std::memcmp(&x.bytes[n * element], &y.bytes[n * element], element) == 0) ++n;
-    return format("%s: element %lld is %.9g, other %.9g", name, static_cast<long long>(n), x.at(n), y.at(n));
-  }
-  return "";
+std::string difference(const char* name, const Array& x, const Array& y) {
+  if (x == y) return "";
+  if (x.dims != y.dims) return std::string(name) + ": dims differ";
+  const size_t element = dtype_size_bytes(x.dtype);
+  int64_t n = 0;
+  while (std::memcmp(&x.bytes[n * element], &y.bytes[n * element], element) == 0) ++n;
+  return format("%s: element %lld is %.9g, other %.9g", name, static_cast<long long>(n), x.at(n), y.at(n));
 }
 
-Outputs run(const Kernel& kernel, const AttentionDesc& desc, const Inputs& in, const RunOptions& options) {
-  Random random(options.layout_seed);
-  auto layout = [&] {
-    return options.layout == Layout::kMixed ? static_cast<Layout>(random.integer(0, kNumLayouts - 1)) : options.layout;
-  };
+std::string difference(const Outputs& a, const Outputs& b) {
+  std::string text = difference("out", a.out, b.out);
+  if (text.empty()) text = difference("logsumexp", a.logsumexp, b.logsumexp);
+  if (text.empty()) text = difference("weights", a.weights, b.weights);
+  if (text.empty()) text = difference("column_sums", a.column_sums, b.column_sums);
+  return text;
+}
+
+Layout PlacedInputs::next_layout() {
+  return options_.layout == Layout::kMixed ? static_cast<Layout>(random_.integer(0, kNumLayouts - 1)) : options_.layout;
+}
+
+Tensor PlacedInputs::add(const char* name, const Array& array, Layout layout) {
+  names_.push_back(name);
+  placed_.push_back(Placed::input(array, layout, options_.guard));
+  return placed_.back().tensor();
+}
+
+ForwardArgs PlacedInputs::add(const Inputs& in) {
   ForwardArgs args;
   args.dropout_seed = in.dropout_seed;
   args.dropout_offset = in.dropout_offset;
-  std::vector<Placed> inputs;
-  for (const InputName& operand : kInputs) {
-    inputs.push_back(Placed::input(in.*operand.array, layout(), options.guard));
-    args.*operand.tensor = inputs.back().tensor();
+  for (const InputName& operand : kInputs) args.*operand.tensor = add(operand.name, in.*operand.array);
+  return args;
+}
+
+void PlacedInputs::check_unchanged(std::vector<std::string>* faults) const {
+  for (size_t n = 0; n < placed_.size(); ++n) {
+    if (!placed_[n].unchanged()) faults->push_back(std::string(names_[n]) + " was written");
   }
+}
+
+Outputs run(const Kernel& kernel, const AttentionDesc& desc, const Inputs& in, const RunOptions& options) {
+  PlacedInputs inputs(options);
+  ForwardArgs args = inputs.add(in);
   const OutputDims dims = output_dims(desc, options.logsumexp);
   const DType statistics = statistics_dtype(desc);
-  const Placed out = Placed::output(desc.dtype, dims.out, layout(), options.guard);
-  const Placed logsumexp = Placed::output(statistics, dims.logsumexp, layout(), options.guard);
-  const Placed weights = Placed::output(desc.dtype, dims.weights, layout(), options.guard);
-  const Placed column_sums = Placed::output(statistics, dims.column_sums, layout(), options.guard);
+  const Placed out = Placed::output(desc.dtype, dims.out, inputs.next_layout(), options.guard);
+  const Placed logsumexp = Placed::output(statistics, dims.logsumexp, inputs.next_layout(), options.guard);
+  const Placed weights = Placed::output(desc.dtype, dims.weights, inputs.next_layout(), options.guard);
+  const Placed column_sums = Placed::output(statistics, dims.column_sums, inputs.next_layout(), options.guard);
   args.out = out.tensor();
   args.logsumexp = logsumexp.tensor();
   args.weights = weights.tensor();
@@ -171,9 +188,7 @@ Outputs run(const Kernel& kernel, const AttentionDesc& desc, const Inputs& in, c
   o.logsumexp = logsumexp.result("logsumexp", &o.faults);
   o.weights = weights.result("weights", &o.faults);
   o.column_sums = column_sums.result("column_sums", &o.faults);
-  for (size_t n = 0; n < inputs.size(); ++n) {
-    if (!inputs[n].unchanged()) o.faults.push_back(std::string(kInputs[n].name) + " was written");
-  }
+  inputs.check_unchanged(&o.faults);
   if (workspace_bytes % 64 != 0) o.faults.push_back("workspace_bytes is no multiple of 64");
   return o;
 }

@@ -16,7 +16,8 @@ struct Outputs {
   std::vector<std::string> faults;  // elements not written, gaps or inputs written
 };
 
-// "" if two calls gave the same bits, else the first difference.
+// "" if two arrays, or two calls, have the same bits, else the first difference.
+std::string difference(const char* name, const Array& a, const Array& b);
 std::string difference(const Outputs& a, const Outputs& b);
 
 struct RunOptions {
@@ -36,6 +37,26 @@ Executor& executor(int threads);
 
 // The arguments of a call on the inputs as they are stored; the outputs are the caller's to set.
 ForwardArgs dense_args(const Inputs& in);
+
+// Input operands of a call in guarded memory.
+class PlacedInputs {
+ public:
+  explicit PlacedInputs(const RunOptions& options) : options_(options), random_(options.layout_seed) {}
+
+  Layout next_layout();  // of an operand, output or input
+  Tensor add(const char* name, const Array& array) { return add(name, array, next_layout()); }
+  Tensor add(const char* name, const Array& array, Layout layout);
+  ForwardArgs add(const Inputs& in);  // all of them; the outputs are the caller's to set
+
+  // The names of those that were written to are appended to *faults.
+  void check_unchanged(std::vector<std::string>* faults) const;
+
+ private:
+  const RunOptions& options_;
+  Random random_;
+  std::vector<const char*> names_;
+  std::vector<Placed> placed_;
+};
 
 // The reference in arithmetic of T (double or float). wide: results in float64, whatever their dtype should be.
 template <class T>

@@ -376,12 +376,13 @@ TEST(Harness, SeesTheSameVisiblePlacesAsTheReference) {
     int64_t n = 0;
     int64_t wrong = 0;
     for (int64_t b = 0; b < d.batch; ++b) {
+      const Span s = span_of(d, in, b);
       for (int64_t h = 0; h < d.num_heads; ++h) {
         for (int64_t i = 0; i < d.seqlen_q; ++i) {
           for (int64_t j = 0; j < d.seqlen_k; ++j) {
             const bool seen = got.weights.at(n++) > 0;
             visible_places += seen;
-            wrong += seen != visible(d, in, b, h, i, j);
+            wrong += seen != visible(d, in, s, b, h, i, j);
           }
         }
       }

@@ -23,9 +23,9 @@ class Errors {
   using Magnitude = std::function<double(int64_t)>;  // whose ulps element n may err by
 
   Errors() = default;
-  // dependent: how many neighbours share most of their error.
-  Errors(const char* name, double rmse_factor, double dependent)
-      : name_(name), rmse_factor_(rmse_factor), dependent_(dependent) {}
+  // max_factor, rmse_factor: times the yardstick's. dependent: how many neighbours share most of their error.
+  Errors(const char* name, double max_factor, double rmse_factor, double dependent)
+      : name_(name), max_factor_(max_factor), rmse_factor_(rmse_factor), dependent_(dependent) {}
 
   // What cannot be a rounding error is appended to *faults.
   void add(const Array& got, const Array& exact, const Array& naive, const Magnitude& magnitude,
@@ -35,7 +35,7 @@ class Errors {
 
  private:
   const char* name_ = "";
-  double rmse_factor_ = 1, dependent_ = 1;
+  double max_factor_ = 1, rmse_factor_ = 1, dependent_ = 1;
   double excess_ = 0;  // largest error less 4 ulp
   std::string worst_;  // where
   double ulps_ = 0;    // the largest 4 ulp
@@ -55,6 +55,10 @@ class Judge {
   Errors out_, logsumexp_, weights_, column_sums_;
   std::vector<std::string> faults_;
 };
+
+// How often a problem that fails by little is drawn again, and draw n's seed.
+int64_t num_redraws(const AttentionDesc& desc);
+uint64_t redraw_seed(uint64_t seed, int64_t n);
 
 // The verdict on one draw.
 std::string mismatch(const Outputs& got, const Expected& want, const Problem& problem);

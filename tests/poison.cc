@@ -54,9 +54,10 @@ Visibility::Visibility(const AttentionDesc& desc, const Inputs& in)
   seen_.resize(static_cast<size_t>(batch_ * heads_ * queries_ * keys_));
   size_t n = 0;
   for (int64_t b = 0; b < batch_; ++b) {
+    const Span s = span_of(desc, in, b);
     for (int64_t h = 0; h < heads_; ++h) {
       for (int64_t i = 0; i < queries_; ++i) {
-        for (int64_t j = 0; j < keys_; ++j) seen_[n++] = visible(desc, in, b, h, i, j);
+        for (int64_t j = 0; j < keys_; ++j) seen_[n++] = visible(desc, in, s, b, h, i, j);
       }
     }
   }
@@ -73,37 +74,36 @@ bool Visibility::any_key(int64_t b, int64_t h, int64_t i) const {
   return false;
 }
 
+VisibleParts::VisibleParts(const AttentionDesc& d, const Inputs& in, const Visibility& seen)
+    : query(static_cast<size_t>((d.packed ? 1 : d.batch) * d.seqlen_q * d.num_heads)),
+      key(static_cast<size_t>((d.packed ? 1 : d.batch) * d.seqlen_k * d.num_heads_kv)),
+      bias(static_cast<size_t>(in.attn_bias.size())),
+      heads(static_cast<size_t>(d.batch * d.num_heads)) {
+  const RowIndex query_row = query_rows(d), key_row = key_rows(d);
+  std::vector<Span> spans;
+  for (int64_t b = 0; b < d.batch; ++b) spans.push_back(span_of(d, in, b));
+  seen.for_each([&](int64_t b, int64_t h, int64_t i, int64_t j) {
+    const Span& s = spans[static_cast<size_t>(b)];
+    query[static_cast<size_t>(query_row(b, s.first_q, i, h))] = 1;
+    key[static_cast<size_t>(key_row(b, s.first_k, j, group(d, h)))] = 1;
+    if (!bias.empty()) bias[static_cast<size_t>(broadcast_index(in.attn_bias, b, h, i, j))] = 1;
+    heads[static_cast<size_t>(b * d.num_heads + h)] = 1;
+  });
+}
+
 Inputs poison_hidden(const AttentionDesc& d, const Inputs& in, uint64_t seed) {
   Random random(seed);
   Inputs bad = in;
-  const RowIndex query_row = query_rows(d), key_row = key_rows(d);
-  auto count = [&](const Array& a, int64_t dim) { return static_cast<size_t>(dim == 0 ? 0 : a.size() / dim); };
-  std::vector<bool> query_sees(count(in.query, d.head_dim)), key_seen(count(in.key, d.head_dim));
-  std::vector<bool> value_seen(count(in.value, d.head_dim_v)), bias_used(static_cast<size_t>(in.attn_bias.size()));
-  std::vector<Span> spans;
-  for (int64_t b = 0; b < d.batch; ++b) spans.push_back(span_of(d, in, b));
-  Visibility(d, in).for_each([&](int64_t b, int64_t h, int64_t i, int64_t j) {
-    const Span& s = spans[static_cast<size_t>(b)];
-    const auto key = static_cast<size_t>(key_row(b, s.first_k, j, group(d, h)));
-    if (d.head_dim > 0) query_sees[static_cast<size_t>(query_row(b, s.first_q, i, h))] = key_seen[key] = true;
-    if (d.head_dim_v > 0) value_seen[key] = true;
-  });
-  for (size_t n = 0; n < query_sees.size(); ++n) {
-    if (!query_sees[n]) poison_rows(bad.query, static_cast<int64_t>(n), d.head_dim, random);
-  }
-  for (size_t n = 0; n < key_seen.size(); ++n) {
-    if (!key_seen[n]) poison_rows(bad.key, static_cast<int64_t>(n), d.head_dim, random);
-  }
-  for (size_t n = 0; n < value_seen.size(); ++n) {
-    if (!value_seen[n]) poison_rows(bad.value, static_cast<int64_t>(n), d.head_dim_v, random);
-  }
-  if (!in.attn_bias.given()) return bad;
-  Visibility(d, without_bias(in)).for_each([&](int64_t b, int64_t h, int64_t i, int64_t j) {
-    bias_used[static_cast<size_t>(broadcast_index(in.attn_bias, b, h, i, j))] = true;
-  });
-  for (size_t n = 0; n < bias_used.size(); ++n) {
-    if (!bias_used[n]) poison_rows(bad.attn_bias, static_cast<int64_t>(n), 1, random);
-  }
+  const VisibleParts seen(d, in, Visibility(d, in));
+  auto poison = [&](Array& a, const std::vector<uint8_t>& used, int64_t dim) {
+    for (size_t n = 0; n < used.size(); ++n) {
+      if (!used[n]) poison_rows(a, static_cast<int64_t>(n), dim, random);
+    }
+  };
+  poison(bad.query, seen.query, d.head_dim);
+  poison(bad.key, seen.key, d.head_dim);
+  poison(bad.value, seen.key, d.head_dim_v);
+  if (in.attn_bias.given()) poison(bad.attn_bias, VisibleParts(d, in, Visibility(d, without_bias(in))).bias, 1);
   return bad;
 }
 

@@ -30,6 +30,12 @@ class Visibility {
   std::vector<uint8_t> seen_;
 };
 
+// What some visible pair reads: rows of query (and of out), rows of key and value, elements of the bias, heads [B, H].
+struct VisibleParts {
+  std::vector<uint8_t> query, key, bias, heads;
+  VisibleParts(const AttentionDesc& desc, const Inputs& in, const Visibility& seen);
+};
+
 // The same inputs with NaN, inf and huge numbers in every key, value, query and bias that no result may depend on.
 Inputs poison_hidden(const AttentionDesc& desc, const Inputs& in, uint64_t seed);
 

@@ -100,8 +100,7 @@ Span span_of(const AttentionDesc& desc, const Inputs& in, int64_t b) {
   return s;
 }
 
-bool visible(const AttentionDesc& desc, const Inputs& in, int64_t b, int64_t h, int64_t i, int64_t j) {
-  const Span s = span_of(desc, in, b);
+bool visible(const AttentionDesc& desc, const Inputs& in, const Span& s, int64_t b, int64_t h, int64_t i, int64_t j) {
   if (i >= s.len_q || j >= s.len_k) return false;
   const __int128 distance = static_cast<__int128>(i) + s.offset - j;  // how far the key lies behind
   if (desc.causal && distance < 0) return false;
@@ -117,9 +116,6 @@ bool visible(const AttentionDesc& desc, const Inputs& in, int64_t b, int64_t h, 
   return !in.attn_bias.given() || element(in.attn_bias) != -HUGE_VAL;
 }
 
-namespace {
-
-// Rows [first, last) of dim 0.
 Array rows(const Array& a, int64_t first, int64_t last) {
   if (!a.given()) return {};
   Array part;
@@ -130,6 +126,8 @@ Array rows(const Array& a, int64_t first, int64_t last) {
   part.bytes.assign(a.bytes.begin() + first * row_bytes, a.bytes.begin() + last * row_bytes);
   return part;
 }
+
+namespace {
 
 Array cu_seqlens_from_zero(const Array& a, int64_t first, int64_t last) {
   Array part = rows(a, first, last + 1);

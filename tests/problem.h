@@ -39,6 +39,9 @@ struct Array {
   bool operator==(const Array&) const = default;  // bit for bit
 };
 
+// Rows [first, last) of dim 0.
+Array rows(const Array& a, int64_t first, int64_t last);
+
 // A contiguous view.
 Tensor view(const Array& array);
 
@@ -98,8 +101,8 @@ struct Span {
 };
 Span span_of(const AttentionDesc& desc, const Inputs& in, int64_t b);
 
-// Whether query i of sequence b may look at key j, likewise.
-bool visible(const AttentionDesc& desc, const Inputs& in, int64_t b, int64_t h, int64_t i, int64_t j);
+// Whether query i of sequence b, which is `s`, may look at key j, likewise.
+bool visible(const AttentionDesc& desc, const Inputs& in, const Span& s, int64_t b, int64_t h, int64_t i, int64_t j);
 
 // The sequences [first, last) of a problem alone.
 struct Slice {

@@ -235,7 +235,7 @@ class Backward {
 
   void store_row(const Operand& to, int64_t b, int64_t row, int64_t h, const T* sum, T factor, int64_t dim) const {
     for (int64_t d = 0; d < dim; ++d) {
-      store(to.tensor, to.at(b, row, h) + d * to.dim, factor * sum[d]);
+      store(to.tensor, to.at(b, row, h) + d * to.dim, factor * sum[d] + T(0));  // +0 where a negative scale makes -0
     }
   }
 

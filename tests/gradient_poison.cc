@@ -1,0 +1,88 @@
+#include "gradient_poison.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "gradient_definition.h"
+
+namespace polyhead::testing {
+namespace {
+
+// The element of logsumexp for a row of query.
+int64_t statistic_of_row(const AttentionDesc& d, int64_t row) {
+  const int64_t h = row % d.num_heads, b = row / d.num_heads / d.seqlen_q, i = row / d.num_heads % d.seqlen_q;
+  return (b * d.num_heads + h) * d.seqlen_q + i;
+}
+
+}  // namespace
+
+BackwardInputs poison_hidden(const AttentionDesc& d, const BackwardInputs& in, uint64_t seed) {
+  BackwardInputs bad = in;
+  bad.forward = poison_hidden(d, in.forward, seed);
+  Random random(seed + 1);
+  const double kBad[] = {std::nan(""), HUGE_VAL, -HUGE_VAL, 3e38, std::nan("")};
+  auto poison = [&](Array& a, int64_t first, int64_t count) {
+    for (int64_t n = first; a.given() && n < first + count; ++n) a.set(n, kBad[random.integer(0, 4)]);
+  };
+  const VisibleParts seen(d, in.forward, Visibility(d, in.forward));
+  for (size_t n = 0; n < seen.query.size(); ++n) {
+    if (seen.query[n]) continue;
+    const int64_t row = static_cast<int64_t>(n);
+    poison(bad.out, row * d.head_dim_v, d.head_dim_v);
+    poison(bad.grad_out, row * d.head_dim_v, d.head_dim_v);
+    poison(bad.grad_logsumexp, statistic_of_row(d, row), 1);
+    poison(bad.delta, statistic_of_row(d, row), 1);
+  }
+  return bad;
+}
+
+PokedBackward poke_visible(const AttentionDesc& d, const BackwardInputs& in, GradientPoke poke, uint64_t seed) {
+  PokedBackward poked;
+  poked.inputs = in;
+  Random random(seed * 7 + static_cast<uint64_t>(poke));
+  if (poke == GradientPoke::kGradOut || poke == GradientPoke::kGradLogsumexp) {
+    const bool is_out = poke == GradientPoke::kGradOut;
+    Array& a = is_out ? poked.inputs.grad_out : poked.inputs.grad_logsumexp;
+    const VisibleParts seen(d, in.forward, Visibility(d, in.forward));
+    int64_t row = -1, count = 0;
+    for (size_t n = 0; n < seen.query.size(); ++n) {
+      if (seen.query[n] && random.integer(0, count++) == 0) row = static_cast<int64_t>(n);
+    }
+    if (row < 0 || a.size() == 0) return poked;
+    const int64_t at = is_out ? row * d.head_dim_v + random.integer(0, d.head_dim_v - 1) : statistic_of_row(d, row);
+    a.set(at, std::nan(""));
+    poked.where = std::string("NaN in ") + (is_out ? "grad_out" : "grad_logsumexp") + " at " + std::to_string(at);
+  } else {
+    Poked forward = poke_visible(d, in.forward, static_cast<Poke>(poke), random.bits());
+    if (!forward.done) return poked;
+    poked.inputs.forward = std::move(forward.inputs);
+    poked.where = forward.where;
+    if (poke == GradientPoke::kBias || random.chance(0.5)) {
+      compute_forward(d, poked.inputs);
+      poked.where += ", out and logsumexp of it";
+    }
+  }
+  poked.done = true;
+  return poked;
+}
+
+std::string poke_mismatch(const AttentionDesc& d, const BackwardInputs& poked, const Gradients& clean,
+                          const Gradients& got, GradientSet asked) {
+  const Gradients exact = defined_gradients<double>(d, poked, Visibility(d, poked.forward), true);
+  for (int n = 0; n < kNumGradients; ++n) {
+    if (!(asked >> n & 1)) continue;
+    const Array &e = exact.*kGradients[n].gradient, &g = got.*kGradients[n].gradient,
+                &c = clean.*kGradients[n].gradient;
+    const size_t element = dtype_size_bytes(g.dtype);
+    for (int64_t at = 0; at < e.size(); ++at) {
+      const size_t byte = static_cast<size_t>(at) * element;
+      const bool nan = std::isnan(e.at(at)), same = std::memcmp(&c.bytes[byte], &g.bytes[byte], element) == 0;
+      if (nan ? std::isnan(g.at(at)) : same) continue;
+      return std::string(kGradients[n].name) + ": element " + std::to_string(at) + " is " + std::to_string(g.at(at)) +
+             (nan ? ", expected NaN" : ", was " + std::to_string(c.at(at)) + " without a NaN that it does not see");
+    }
+  }
+  return "";
+}
+
+}  // namespace polyhead::testing
