@@ -10,6 +10,7 @@
 //   polyhead_attention_plan* plan = NULL;
 //   if (polyhead_attention_plan_create(&desc, NULL, &plan) != POLYHEAD_OK) puts(polyhead_last_error());
 //   ... polyhead_attention_forward(plan, &args), as often as needed, from any number of threads ...
+//   ... polyhead_attention_backward(plan, &args), for training: the gradients that are asked for ...
 //   polyhead_attention_plan_destroy(plan);
 //
 // Rules that hold for every function here:
@@ -220,6 +221,9 @@ POLYHEAD_API void polyhead_attention_plan_destroy(polyhead_attention_plan* plan)
 /// Bytes of the workspace that each forward call brings. A null plan gives 0 and sets polyhead_last_error().
 POLYHEAD_API size_t polyhead_attention_plan_workspace_bytes(const polyhead_attention_plan* plan);
 
+/// Bytes of the workspace that each backward call brings. A null plan gives 0 and sets polyhead_last_error().
+POLYHEAD_API size_t polyhead_attention_plan_backward_workspace_bytes(const polyhead_attention_plan* plan);
+
 /// Name of the kernel, alive as long as the library. A null plan gives "" and sets polyhead_last_error().
 POLYHEAD_API const char* polyhead_attention_plan_kernel_name(const polyhead_attention_plan* plan);
 
@@ -264,20 +268,83 @@ POLYHEAD_API polyhead_status polyhead_forward_args_init(polyhead_forward_args* a
 POLYHEAD_API polyhead_status polyhead_attention_forward(const polyhead_attention_plan* plan,
                                                         const polyhead_forward_args* args);
 
+// ---- Attention: backward ----
+
+/// The tensors of one backward call. Gradients that are not given are not computed; at least one is. Hidden rows and
+/// keys get exactly 0. Gradients must not overlap themselves, each other or an input. With the out and logsumexp of
+/// polyhead_merge, the gradients are the part's share of the whole's. All default to "not given".
+typedef struct polyhead_backward_args {
+  size_t struct_size;  ///< sizeof(polyhead_backward_args), by polyhead_backward_args_init
+  uint64_t flags;      ///< 0: none is defined yet, and unknown ones are refused
+
+  /// The forward call: query, key, value, options, dropout seed; out and logsumexp as it wrote them, which are only
+  /// read; weights and column_sums not given, they have no gradient. The workspace is this call's: at least
+  /// polyhead_attention_plan_backward_workspace_bytes(plan).
+  const polyhead_forward_args* forward;
+
+  polyhead_tensor grad_out;        ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]; in desc.dtype, any strides
+  polyhead_tensor grad_logsumexp;  ///< optional: shape and dtype of logsumexp
+  /// Optional: sum over Dv of grad_out * out, where it is known already; shape and dtype of logsumexp. forward->out is
+  /// then not read and may be left out.
+  polyhead_tensor delta;
+
+  polyhead_tensor grad_query;         ///< optional: shape and dtype of query; likewise key, value
+  polyhead_tensor grad_key;           ///< optional
+  polyhead_tensor grad_value;         ///< optional
+  polyhead_tensor grad_attn_bias;     ///< optional: shape and dtype of attn_bias: summed over the dims that broadcast
+  polyhead_tensor grad_alibi_slopes;  ///< optional: shape of alibi_slopes, float32
+  int32_t accumulate;                 ///< boolean: 1 adds to what the gradients hold; 0 (default) overwrites
+  int32_t reserved;                   ///< 0
+} polyhead_backward_args;
+
+/// Makes every tensor "not given". `struct_size` is sizeof *args.
+POLYHEAD_API polyhead_status polyhead_backward_args_init(polyhead_backward_args* args, size_t struct_size);
+
+/// Checks `args` against the plan's desc, then computes the gradients that are asked for.
+POLYHEAD_API polyhead_status polyhead_attention_backward(const polyhead_attention_plan* plan,
+                                                         const polyhead_backward_args* args);
+
+// ---- Attention: parts of the keys, merged ----
+
+/// What one part's forward call wrote, or its gradients. Its layout is frozen.
+typedef struct polyhead_partial {
+  polyhead_tensor out;        ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]; float32, bfloat16, float16 or float64
+  polyhead_tensor logsumexp;  ///< [B, H, Sq]       packed: [H, total_q]; float32 (float64 with float64 out)
+} polyhead_partial;
+
+/// Joins the results of attention whose keys were split over calls, machines or time to the result of the whole:
+///   L = log sum_i exp(L_i)     w_i = exp(L_i - L)     O = sum_i w_i O_i
+/// `parts` are 1 to 65536, of one shape and dtype, any strides; one that sees no key (L_i = -inf) changes nothing.
+/// `merged` is written; its logsumexp may be not given. Each of its tensors may be one of a part's (the same pointer
+/// and strides); it must not overlap them otherwise. `executor` may be NULL: the library's own. What to give the parts
+/// as query_offset and dropout_offset stands in polyhead/merge.h.
+POLYHEAD_API polyhead_status polyhead_merge(const polyhead_partial* parts, size_t num_parts,
+                                            const polyhead_partial* merged, polyhead_executor* executor);
+
+/// Gradients of polyhead_merge: dO_i = w_i dO, dL_i = w_i (dO . (O_i - O) + dL). `parts` are all or some of those that
+/// were joined to `merged`; `grad_merged` has the gradients of `merged` (logsumexp may be not given: 0). `grad_parts`,
+/// num_parts of them, are written: a tensor that is not given is not computed. A part that sees no key gets 0.
+POLYHEAD_API polyhead_status polyhead_merge_backward(const polyhead_partial* parts, size_t num_parts,
+                                                     const polyhead_partial* merged,
+                                                     const polyhead_partial* grad_merged,
+                                                     const polyhead_partial* grad_parts, polyhead_executor* executor);
+
 // ---- Attention: explain ----
 
 /// What polyhead_attention_plan_create would choose and why. Made and freed by the library, so it may grow at its end.
 typedef struct polyhead_explanation {
-  size_t struct_size;          ///< of the library that made it: what lies behind is not there
-  int32_t status;              ///< polyhead_status that polyhead_attention_plan_create would return
-  int32_t reserved;            ///< 0
-  const char* message;         ///< its sentence; "" if status is POLYHEAD_OK
-  const char* kernel;          ///< the chosen kernel; "" if none
-  size_t num_kernels;          ///< of this build, best first
-  const char* const* kernels;  ///< [num_kernels] their names
-  const char* const* reasons;  ///< [num_kernels] "" = can; else a clause, as "head_dim is 600, takes 1 to 512"
-  size_t workspace_bytes;      ///< of the chosen kernel
-  double flops;                ///< of forward, as polyhead::Explanation defines it
+  size_t struct_size;               ///< of the library that made it: what lies behind is not there
+  int32_t status;                   ///< polyhead_status that polyhead_attention_plan_create would return
+  int32_t reserved;                 ///< 0
+  const char* message;              ///< its sentence; "" if status is POLYHEAD_OK
+  const char* kernel;               ///< the chosen kernel; "" if none
+  size_t num_kernels;               ///< of this build, best first
+  const char* const* kernels;       ///< [num_kernels] their names
+  const char* const* reasons;       ///< [num_kernels] "" = can; else a clause, as "head_dim is 600, takes 1 to 512"
+  size_t workspace_bytes;           ///< of the chosen kernel
+  double flops;                     ///< of forward, as polyhead::Explanation defines it
+  size_t backward_workspace_bytes;  ///< of the chosen kernel
+  double backward_flops;            ///< of the gradients of query, key and value, likewise
 } polyhead_explanation;
 
 /// A desc that no plan can be made of is not a failure of this call: explanation->status tells. `options` may be NULL.

@@ -14,12 +14,15 @@
 #include "core/threads.h"
 #include "polyhead/dropout.h"
 #include "polyhead/kernels.h"
+#include "polyhead/merge.h"
 #include "polyhead/polyhead.h"
 
 using polyhead::AttentionDesc;
+using polyhead::BackwardArgs;
 using polyhead::Executor;
 using polyhead::Explanation;
 using polyhead::ForwardArgs;
+using polyhead::Partial;
 using polyhead::Plan;
 using polyhead::PlanOptions;
 using polyhead::Result;
@@ -172,6 +175,13 @@ polyhead_status polyhead_forward_args_init(polyhead_forward_args* args, size_t s
   });
 }
 
+polyhead_status polyhead_backward_args_init(polyhead_backward_args* args, size_t struct_size) {
+  return guarded([&] {
+    using namespace polyhead::capi;
+    return init_struct(args, struct_size, kFirstBackwardArgsSize, "args", default_backward_args());
+  });
+}
+
 polyhead_status polyhead_attention_plan_create(const polyhead_attention_desc* desc,
                                                const polyhead_plan_options* options, polyhead_attention_plan** plan) {
   return guarded([&]() -> Status {
@@ -196,6 +206,11 @@ size_t polyhead_attention_plan_workspace_bytes(const polyhead_attention_plan* pl
   return plan->plan.workspace_bytes();
 }
 
+size_t polyhead_attention_plan_backward_workspace_bytes(const polyhead_attention_plan* plan) {
+  if (guarded([&] { return need(plan, "plan"); }) != POLYHEAD_OK) return 0;
+  return plan->plan.backward_workspace_bytes();
+}
+
 const char* polyhead_attention_plan_kernel_name(const polyhead_attention_plan* plan) {
   if (guarded([&] { return need(plan, "plan"); }) != POLYHEAD_OK) return "";
   return plan->plan.kernel_name();
@@ -206,8 +221,44 @@ polyhead_status polyhead_attention_forward(const polyhead_attention_plan* plan, 
     if (Status s = need(plan, "plan"); !s.ok()) return s;
     if (Status s = need(args, "args"); !s.ok()) return s;
     ForwardArgs tensors;
-    if (Status s = translate(args, &tensors); !s.ok()) return s;
+    if (Status s = translate(args, "args", &tensors); !s.ok()) return s;
     return plan->plan.forward(tensors);
+  });
+}
+
+polyhead_status polyhead_attention_backward(const polyhead_attention_plan* plan, const polyhead_backward_args* args) {
+  return guarded([&]() -> Status {
+    if (Status s = need(plan, "plan"); !s.ok()) return s;
+    if (Status s = need(args, "args"); !s.ok()) return s;
+    BackwardArgs tensors;
+    if (Status s = translate(args, &tensors); !s.ok()) return s;
+    return plan->plan.backward(tensors);
+  });
+}
+
+polyhead_status polyhead_merge(const polyhead_partial* parts, size_t num_parts, const polyhead_partial* merged,
+                               polyhead_executor* executor) {
+  return guarded([&]() -> Status {
+    std::vector<Partial> all;
+    Partial one;
+    if (Status s = translate(parts, num_parts, "parts", &all); !s.ok()) return s;
+    if (Status s = translate(merged, "merged", &one); !s.ok()) return s;
+    return polyhead::merge(all, one, executor != nullptr ? executor->executor.get() : nullptr);
+  });
+}
+
+polyhead_status polyhead_merge_backward(const polyhead_partial* parts, size_t num_parts, const polyhead_partial* merged,
+                                        const polyhead_partial* grad_merged, const polyhead_partial* grad_parts,
+                                        polyhead_executor* executor) {
+  return guarded([&]() -> Status {
+    std::vector<Partial> all, grad_all;
+    Partial one, grad_one;
+    if (Status s = translate(parts, num_parts, "parts", &all); !s.ok()) return s;
+    if (Status s = translate(merged, "merged", &one); !s.ok()) return s;
+    if (Status s = translate(grad_merged, "grad_merged", &grad_one); !s.ok()) return s;
+    if (Status s = translate(grad_parts, num_parts, "grad_parts", &grad_all); !s.ok()) return s;
+    Executor* const threads = executor != nullptr ? executor->executor.get() : nullptr;
+    return polyhead::merge_backward(all, one, grad_one, grad_all, threads);
   });
 }
 
@@ -238,6 +289,8 @@ polyhead_status polyhead_attention_explain(const polyhead_attention_desc* desc, 
     owned->reasons = owned->reason_texts.data();
     owned->workspace_bytes = source.workspace_bytes;
     owned->flops = source.flops;
+    owned->backward_workspace_bytes = source.backward_workspace_bytes;
+    owned->backward_flops = source.backward_flops;
     *explanation = owned.release();
     return {};
   });

@@ -1,6 +1,7 @@
 #include "capi/translate.h"
 
 #include <cstring>
+#include <span>
 #include <type_traits>
 
 #include "core/sentence.h"
@@ -14,6 +15,8 @@ static_assert(sizeof(void*) != 8 || sizeof(polyhead_attention_desc) >= kFirstDes
 static_assert(sizeof(void*) != 8 || offsetof(polyhead_attention_desc, return_column_sums) + 4 == kFirstDescSize);
 static_assert(sizeof(void*) != 8 || offsetof(polyhead_plan_options, executor) + 8 == kFirstOptionsSize);
 static_assert(sizeof(void*) != 8 || offsetof(polyhead_forward_args, workspace_bytes) + 8 == kFirstForwardArgsSize);
+static_assert(sizeof(void*) != 8 || offsetof(polyhead_backward_args, reserved) + 4 == kFirstBackwardArgsSize);
+static_assert(sizeof(polyhead_partial) == 2 * sizeof(polyhead_tensor));
 static_assert(POLYHEAD_MAX_DIMS == Tensor::kMaxDims);
 
 Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
@@ -70,6 +73,19 @@ class Fields {
   std::string_view owner_;
 };
 
+struct TensorField {
+  const polyhead_tensor& from;
+  const char* name;
+  Tensor* to;
+};
+
+Status translate_all(std::span<const TensorField> fields) {
+  for (const TensorField& field : fields) {
+    if (Status s = translate(field.from, field.name, field.to); !s.ok()) return s;
+  }
+  return {};
+}
+
 }  // namespace
 
 Status need(const void* pointer, const char* what) {
@@ -106,6 +122,12 @@ polyhead_plan_options default_options() {
 
 polyhead_forward_args default_forward_args() {
   polyhead_forward_args args = {};
+  args.struct_size = sizeof args;
+  return args;
+}
+
+polyhead_backward_args default_backward_args() {
+  polyhead_backward_args args = {};
   args.struct_size = sizeof args;
   return args;
 }
@@ -180,14 +202,10 @@ Status translate(const polyhead_tensor& from, const char* name, Tensor* to) {
   return fields.status;
 }
 
-Status translate(const polyhead_forward_args* from, ForwardArgs* to) {
+Status translate(const polyhead_forward_args* from, const char* name, ForwardArgs* to) {
   polyhead_forward_args c = default_forward_args();
-  if (Status s = take(from, kFirstForwardArgsSize, "args", &c); !s.ok()) return s;
-  const struct {
-    const polyhead_tensor& from;
-    const char* name;
-    Tensor* to;
-  } tensors[] = {
+  if (Status s = take(from, kFirstForwardArgsSize, name, &c); !s.ok()) return s;
+  const TensorField tensors[] = {
       {c.query, "query", &to->query},
       {c.key, "key", &to->key},
       {c.value, "value", &to->value},
@@ -204,16 +222,53 @@ Status translate(const polyhead_forward_args* from, ForwardArgs* to) {
       {c.weights, "weights", &to->weights},
       {c.column_sums, "column_sums", &to->column_sums},
   };
-  for (const auto& tensor : tensors) {
-    if (Status s = translate(tensor.from, tensor.name, tensor.to); !s.ok()) return s;
-  }
-  Fields fields("args");
+  if (Status s = translate_all(tensors); !s.ok()) return s;
+  Fields fields(name);
   fields.zero(c.reserved, "reserved");
   to->dropout_seed = c.dropout_seed;
   to->dropout_offset = c.dropout_offset;
   to->workspace = c.workspace;
   to->workspace_bytes = c.workspace_bytes;
   return fields.status;
+}
+
+Status translate(const polyhead_backward_args* from, BackwardArgs* to) {
+  polyhead_backward_args c = default_backward_args();
+  if (Status s = take(from, kFirstBackwardArgsSize, "args", &c); !s.ok()) return s;
+  if (Status s = need(c.forward, "args.forward"); !s.ok()) return s;
+  if (Status s = translate(c.forward, "args.forward", &to->forward); !s.ok()) return s;
+  const TensorField tensors[] = {
+      {c.grad_out, "grad_out", &to->grad_out},
+      {c.grad_logsumexp, "grad_logsumexp", &to->grad_logsumexp},
+      {c.delta, "delta", &to->delta},
+      {c.grad_query, "grad_query", &to->grad_query},
+      {c.grad_key, "grad_key", &to->grad_key},
+      {c.grad_value, "grad_value", &to->grad_value},
+      {c.grad_attn_bias, "grad_attn_bias", &to->grad_attn_bias},
+      {c.grad_alibi_slopes, "grad_alibi_slopes", &to->grad_alibi_slopes},
+  };
+  if (Status s = translate_all(tensors); !s.ok()) return s;
+  Fields fields("args");
+  fields.boolean(c.accumulate, "accumulate", &to->accumulate);
+  fields.zero(c.reserved, "reserved");
+  return fields.status;
+}
+
+Status translate(const polyhead_partial* from, const char* name, Partial* to) {
+  if (Status s = need(from, name); !s.ok()) return s;
+  if (Status s = translate(from->out, sentence(name, ".out").c_str(), &to->out); !s.ok()) return s;
+  return translate(from->logsumexp, sentence(name, ".logsumexp").c_str(), &to->logsumexp);
+}
+
+Status translate(const polyhead_partial* from, size_t count, const char* name, std::vector<Partial>* to) {
+  if (Status s = need(from, name); !s.ok()) return s;
+  constexpr size_t kMaxParts = 65536;  // a negative number of an int is not taken for a long array
+  if (count < 1 || count > kMaxParts) return invalid(sentence("num_parts is ", count, ", takes 1 to ", kMaxParts));
+  to->resize(count);
+  for (size_t i = 0; i < count; ++i) {
+    if (Status s = translate(from + i, sentence(name, "[", i, "]").c_str(), &(*to)[i]); !s.ok()) return s;
+  }
+  return {};
 }
 
 }  // namespace polyhead::capi

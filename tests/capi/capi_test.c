@@ -113,6 +113,7 @@ int main(void) {
   printf("polyhead %s, ABI %d, CPU features: %s\n", polyhead_version(), polyhead_abi_version(),
          polyhead_cpu_features());
   test_forward();
+  test_backward();
   test_errors();
   test_threads();
   if (num_failed > 0) fprintf(stderr, "%d checks failed\n", num_failed);

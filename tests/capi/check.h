@@ -26,7 +26,7 @@ void check_refused(const char* file, int line, const char* call, polyhead_status
 typedef struct problem {
   polyhead_attention_desc desc;
   polyhead_forward_args args;
-  void* arrays[16];
+  void* arrays[32];
   int num_arrays;
 } problem;
 
@@ -48,8 +48,9 @@ polyhead_status run_problem(problem* p, const char* kernel, polyhead_executor* e
 int64_t num_bytes(const polyhead_tensor* t);
 
 // The tests, by file.
-void test_forward(void);  // forward_test.c
-void test_errors(void);   // errors_test.c
-void test_threads(void);  // threads_test.c
+void test_forward(void);   // forward_test.c
+void test_backward(void);  // backward_test.c
+void test_errors(void);    // errors_test.c
+void test_threads(void);   // threads_test.c
 
 #endif  // POLYHEAD_TESTS_CAPI_CHECK_H_

@@ -346,7 +346,8 @@ static void test_explain(void) {
   CHECK(e->struct_size == sizeof *e && e->status == POLYHEAD_OK && e->message[0] == '\0');
   CHECK(strcmp(e->kernel, polyhead_attention_plan_kernel_name(plan)) == 0);
   CHECK(e->workspace_bytes == polyhead_attention_plan_workspace_bytes(plan));
-  CHECK(e->flops == 4.0 * 2 * 16 * 16 * 64);
+  CHECK(e->flops == 4.0 * 2 * 16 * 16 * 64 && e->backward_flops == 2.5 * e->flops);
+  CHECK(e->backward_workspace_bytes == polyhead_attention_plan_backward_workspace_bytes(plan));
   CHECK(e->num_kernels >= 1 && strcmp(e->kernels[e->num_kernels - 1], "reference") == 0);
   for (size_t k = 0; k < e->num_kernels; ++k) {
     if (strcmp(e->kernels[k], e->kernel) == 0) CHECK(e->reasons[k][0] == '\0');
