@@ -74,13 +74,19 @@ void Judge::add(const Truth& truth, const Outputs& got) {
 
 void Judge::add(const GradientTruth& truth, const Gradients& got) {
   const AttentionDesc& desc = truth.inputs.desc;
-  // bfloat16: P and dS are rounded before they meet a matrix. Elements of a row share the errors of its dS.
+  // bfloat16: P and dS are rounded before they meet a matrix.
   const double rmse = desc.dtype == DType::kBFloat16 ? 2 : 1.5;
-  const int64_t dependent[kNumGradients] = {desc.head_dim, desc.head_dim, desc.head_dim_v, desc.seqlen_k, 1};
+  // Elements of a row share the errors of its dS. Keys share those that belong to a query: of exp(-L) and rowsum dO O.
+  const auto keys = static_cast<double>(std::max<int64_t>(desc.seqlen_k, 1));
+  const auto queries = static_cast<double>(std::max<int64_t>(desc.num_heads * desc.seqlen_q, 1));
+  const double sharing = std::max(1.0, keys * static_cast<double>(desc.num_heads_kv) / queries);
+  const auto dim = static_cast<double>(std::max<int64_t>(desc.head_dim, 1));
+  const auto dim_v = static_cast<double>(std::max<int64_t>(desc.head_dim_v, 1));
+  const double dependent[kNumGradients] = {dim, dim * sharing, dim_v * sharing, keys, 1};
   for (size_t n = 0; n < kNumGradients; ++n) {
     if ((truth.needs >> n & 1) == 0) continue;
-    const Bound bound = {3, rmse, static_cast<double>(std::max<int64_t>(dependent[n], 1))};
-    compare(errors(kGradients[n].name, bound), got.of[n], truth.exact.of[n], truth.yardstick.of[n], truth.magnitude[n]);
+    compare(errors(kGradients[n].name, {3, rmse, dependent[n]}), got.of[n], truth.exact.of[n], truth.yardstick.of[n],
+            truth.magnitude[n]);
   }
 }
 
