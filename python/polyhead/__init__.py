@@ -4,15 +4,19 @@
     query = key = value = np.random.rand(1, 384, 16, 64).astype(np.float32)
     out = polyhead.attention(query, key, value)
 
-`attention` computes, `explain` says with which kernel and why not with another, `kernels` lists them, `dropout_mask`
-tells what dropout keeps. `python -m polyhead info` describes this build and this machine.
+`attention` computes, `attention_backward` its gradients; `merge` joins results whose keys were split over calls, and
+`merge_backward` their gradients. `explain` says with which kernel and why not with another, `kernels` lists them,
+`dropout_mask` tells what dropout keeps. `python -m polyhead info` describes this build and this machine.
 """
 
 from polyhead import _bind
 from polyhead._bind import Error, __version__
 from polyhead._explanation import Explanation
 
-__all__ = ["Error", "Explanation", "__version__", "attention", "dropout_mask", "explain", "kernels"]
+__all__ = [
+    "Error", "Explanation", "__version__", "attention", "attention_backward", "dropout_mask", "explain", "kernels",
+    "merge", "merge_backward",
+]  # fmt: skip
 
 
 def attention(
@@ -133,9 +137,180 @@ def attention(
     """
     return _bind.attention(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
-        dropout_p, dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, return_logsumexp,
-        return_weights, return_column_sums, kernel,
+        dropout_p, dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
+        return_logsumexp, return_weights, return_column_sums,
     )  # fmt: skip
+
+
+def attention_backward(
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    *,
+    attn_bias=None,
+    attn_mask=None,
+    causal=False,
+    window=None,
+    align=None,
+    query_offset=None,
+    scale=None,
+    softcap=0.0,
+    alibi_slopes=None,
+    dropout_p=0.0,
+    dropout_seed=None,
+    dropout_offset=0,
+    seqlens_q=None,
+    seqlens_k=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    kernel=None,
+    grad_logsumexp=None,
+    needs=("query", "key", "value"),
+    into=None,
+    accumulate=False,
+):
+    """Gradients of `attention`: of a loss by its inputs, given the loss's gradient by its output.
+
+    The scores are computed again, a tile at a time; nothing of size Sq x Sk is stored, and dropout's mask is drawn
+    again from the seed. The formulas, and the lines of `attention` that they come from, are in docs/math.md.
+
+    Parameters
+    ----------
+    grad_out : array
+        Of the shape and dtype of out; any strides (``numpy.broadcast_to`` and torch's ``expand`` are fine).
+    query, key, value : array
+        As given to `attention`.
+    out, logsumexp : array
+        As `attention` returned them (``return_logsumexp=True``), or as `merge` did: then the gradients are the share of
+        the keys given here.
+    attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes : optional
+    dropout_p, dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel : optional
+        As given to `attention`. Returned weights and column sums have no gradient.
+    grad_logsumexp : array, optional
+        The loss's gradient by logsumexp, of its shape and dtype; default 0.
+    needs : sequence of str
+        Which gradients: out of "query", "key", "value", "attn_bias", "alibi_slopes". Others are not computed.
+    into : dict of str to array, optional
+        NumPy arrays or torch tensors to write the gradients of these names into, of the shape and dtype of the input.
+        Its keys are among needs; for the other needs new arrays are made.
+    accumulate : bool
+        Add to what the arrays of into hold, which then must be one for each of needs.
+
+    Returns
+    -------
+    dict of str to array
+        In the order of needs, each with its input's shape, dtype and kind of array; the arrays of into where given.
+        attn_bias's is summed over the dimensions that broadcast. A query that sees no key, a key that no query sees and
+        a bias where nothing is visible get exactly 0, whatever they and grad_out hold there. Sums run in float32
+        (float64 if query is); the bits do not depend on the number of threads.
+
+    Raises
+    ------
+    polyhead.Error, TypeError, MemoryError
+        As `attention`. On an error nothing in into has been touched.
+
+    Examples
+    --------
+    >>> import numpy as np, polyhead
+    >>> query = np.ones((1, 2, 4, 8), np.float32)  # two tokens, four heads of 8
+    >>> bias = np.zeros((4, 1, 2), np.float32)  # per head and key
+    >>> out, logsumexp = polyhead.attention(query, query, query, attn_bias=bias, return_logsumexp=True)
+    >>> grads = polyhead.attention_backward(
+    ...     np.ones_like(out), query, query, query, out, logsumexp, attn_bias=bias, needs=("value", "attn_bias")
+    ... )
+    >>> {name: grad.shape for name, grad in grads.items()}
+    {'value': (1, 2, 4, 8), 'attn_bias': (4, 1, 2)}
+    """
+    return _bind.attention_backward(
+        query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
+        dropout_p, dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
+        grad_out, out, logsumexp, grad_logsumexp, needs, into, accumulate,
+    )  # fmt: skip
+
+
+def merge(outs, logsumexps):
+    """The attention over all keys, out of its parts over some keys each.
+
+    ``L = log sum_n exp(logsumexps[n])``, ``out = sum_n exp(logsumexps[n] - L) * outs[n]``: the keys may be split over
+    calls, machines and time.
+
+    Parameters
+    ----------
+    outs : sequence of array
+        What `attention` returned for the same queries and a part of the keys each: [B, Sq, H, Dv], packed
+        [total_q, H, Dv]; any strides, all of one dtype.
+    logsumexps : sequence of array
+        Likewise: [B, H, Sq], packed [H, total_q].
+
+    Returns
+    -------
+    out : array
+        Shape, dtype and kind of array of outs[0].
+    logsumexp : array
+        float32 (float64 if outs are).
+
+    A row for which a part sees no key (logsumexp -inf) is as if that part were not there, whatever its out holds; where
+    no part sees one, out is 0 and logsumexp -inf.
+
+    Raises
+    ------
+    polyhead.Error, TypeError
+        Shapes or dtypes that disagree, no part at all.
+
+    Notes
+    -----
+    To split the keys, say where the queries stand in each part: causal, window and ALiBi by ``query_offset`` less the
+    first key of the part. Dropout draws its mask by the key's number within the call, so parts with dropout take seeds
+    or offsets of their own.
+
+    Gradients: with out and logsumexp of the whole, `attention_backward` on a part's keys gives these keys' gradients
+    and the part's share of query's. Or go through the parts' own out and logsumexp: `merge_backward`.
+
+    Examples
+    --------
+    >>> import numpy as np, polyhead
+    >>> query, key, value = np.random.rand(3, 1, 6, 2, 8).astype(np.float32)
+    >>> whole = polyhead.attention(query, key, value)
+    >>> first = polyhead.attention(query, key[:, :4], value[:, :4], return_logsumexp=True)
+    >>> second = polyhead.attention(query, key[:, 4:], value[:, 4:], return_logsumexp=True)
+    >>> out, logsumexp = polyhead.merge((first[0], second[0]), (first[1], second[1]))
+    >>> np.allclose(out, whole, atol=1e-6)
+    True
+    """
+    return _bind.merge(outs, logsumexps)
+
+
+def merge_backward(grad_out, outs, logsumexps, out, logsumexp, grad_logsumexp=None):
+    """Gradients of `merge`: of a loss by each part, given the loss's gradient by the whole.
+
+    With ``w = exp(logsumexps[n] - logsumexp)``: ``w * grad_out`` by outs[n], and
+    ``w * (sum over Dv of grad_out * (outs[n] - out) + grad_logsumexp)`` by logsumexps[n].
+
+    Parameters
+    ----------
+    grad_out : array
+        Of the shape and dtype of out; any strides.
+    outs, logsumexps : sequence of array
+        As given to `merge`.
+    out, logsumexp : array
+        As `merge` returned them.
+    grad_logsumexp : array, optional
+        Of the shape and dtype of logsumexp; default 0.
+
+    Returns
+    -------
+    grad_outs, grad_logsumexps : list of array
+        Those of each part, for `attention_backward` on that part. Rows for which the part sees no key get exactly 0.
+
+    Raises
+    ------
+    polyhead.Error, TypeError
+        Shapes or dtypes that disagree, no part at all.
+    """
+    return _bind.merge_backward(grad_out, outs, logsumexps, out, logsumexp, grad_logsumexp)
 
 
 def explain(
@@ -164,7 +339,7 @@ def explain(
     return_column_sums=False,
     kernel=None,
 ):
-    """Which kernel `attention` would take for these arguments, and why not the others. Computes nothing.
+    """Which kernel `attention` and `attention_backward` would take here, and why not the others. Computes nothing.
 
     Parameters
     ----------
@@ -189,8 +364,8 @@ def explain(
     """
     return Explanation(*_bind.explain(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
-        dropout_p, dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, return_logsumexp,
-        return_weights, return_column_sums, kernel,
+        dropout_p, dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
+        return_logsumexp, return_weights, return_column_sums,
     ))  # fmt: skip
 
 

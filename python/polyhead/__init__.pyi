@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol, SupportsFloat, SupportsIndex, TypeVar, overload
 
 import numpy as np
@@ -7,7 +7,10 @@ import numpy.typing as npt
 from polyhead._bind import Error as Error, __version__ as __version__
 from polyhead._explanation import Explanation as Explanation
 
-__all__ = ["Error", "Explanation", "__version__", "attention", "dropout_mask", "explain", "kernels"]
+__all__ = [
+    "Error", "Explanation", "__version__", "attention", "attention_backward", "dropout_mask", "explain", "kernels",
+    "merge", "merge_backward",
+]  # fmt: skip
 
 class _Array(Protocol):
     def __dlpack__(self) -> Any: ...
@@ -68,6 +71,45 @@ def attention(
     return_column_sums: bool = False,
     kernel: str | None = None,
 ) -> tuple[_ArrayT, ...]: ...
+def attention_backward(
+    grad_out: _Array,
+    query: _ArrayT,
+    key: _Array,
+    value: _Array,
+    out: _Array,
+    logsumexp: _Array,
+    *,
+    attn_bias: _Array | None = None,
+    attn_mask: _Array | None = None,
+    causal: bool = False,
+    window: Sequence[int] | None = None,
+    align: Literal["top_left", "bottom_right"] | None = None,
+    query_offset: SupportsIndex | _Array | None = None,
+    scale: SupportsFloat | None = None,
+    softcap: SupportsFloat = 0.0,
+    alibi_slopes: _Array | None = None,
+    dropout_p: SupportsFloat = 0.0,
+    dropout_seed: SupportsIndex | None = None,
+    dropout_offset: SupportsIndex = 0,
+    seqlens_q: _Array | None = None,
+    seqlens_k: _Array | None = None,
+    cu_seqlens_q: _Array | None = None,
+    cu_seqlens_k: _Array | None = None,
+    kernel: str | None = None,
+    grad_logsumexp: _Array | None = None,
+    needs: Iterable[str] = ("query", "key", "value"),
+    into: dict[str, _ArrayT] | None = None,
+    accumulate: bool = False,
+) -> dict[str, _ArrayT]: ...
+def merge(outs: Iterable[_ArrayT], logsumexps: Iterable[_Array]) -> tuple[_ArrayT, _ArrayT]: ...
+def merge_backward(
+    grad_out: _Array,
+    outs: Iterable[_ArrayT],
+    logsumexps: Iterable[_Array],
+    out: _Array,
+    logsumexp: _Array,
+    grad_logsumexp: _Array | None = None,
+) -> tuple[list[_ArrayT], list[_ArrayT]]: ...
 def explain(
     query: _Array,
     key: _Array,

@@ -14,9 +14,13 @@ class Explanation:
     reasons : dict of str to str
         Every kernel of this build, best first: why it cannot, or "" if it can.
     workspace_bytes : int
-        Scratch memory of a call.
+        Scratch memory of a call of `attention`.
     flops : float
-        Of the forward pass, over the pairs of query and key that causal, window and sizes leave visible.
+        Of `attention`: 2 (D + Dv) for each pair of query and key that causal, window and sizes leave visible.
+    backward_workspace_bytes : int
+        Scratch memory of a call of `attention_backward`.
+    backward_flops : float
+        Of `attention_backward`, with the gradients of query, key and value: 2 (3 D + 2 Dv) for each of these pairs.
     error : str
         Why no kernel can compute this; "" if one can.
     """
@@ -25,6 +29,8 @@ class Explanation:
     reasons: dict[str, str]
     workspace_bytes: int
     flops: float
+    backward_workspace_bytes: int
+    backward_flops: float
     error: str
 
     def __str__(self) -> str:
@@ -32,5 +38,6 @@ class Explanation:
         lines = [f"error: {self.error}"] if self.error else []
         for name, reason in self.reasons.items():
             lines.append(f"{name:<{width}}  {'taken' if name == self.kernel else reason or 'can, not taken'}")
-        lines.append(f"workspace {self.workspace_bytes} bytes, {self.flops:.4g} flops")
+        lines.append(f"forward   workspace {self.workspace_bytes} bytes, {self.flops:.4g} flops")
+        lines.append(f"backward  workspace {self.backward_workspace_bytes} bytes, {self.backward_flops:.4g} flops")
         return "\n".join(lines)

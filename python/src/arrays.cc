@@ -30,8 +30,6 @@ void set_error(PyObject* type, const char* format, va_list args) {
   Py_DECREF(message);
 }
 
-const char* type_name(PyObject* object) { return Py_TYPE(object)->tp_name; }
-
 void check_num_dims(int64_t num_dims, const ArrayArgument& argument) {
   if (num_dims >= argument.min_dims && num_dims <= argument.max_dims) return;
   if (argument.min_dims == argument.max_dims) {
@@ -195,10 +193,10 @@ Tensor view_of_dlpack(PyObject* object, const ArrayArgument& argument, Held& hel
   return view;
 }
 
-// The function that turns an object with __dlpack__ into an array of the query's kind: from_dlpack of its array
+// The function that turns an object with __dlpack__ into an array of the kind of `like`: from_dlpack of its array
 // namespace (jax and other libraries of the array API) or of the package that defines its type or a base of that.
-nb::object find_from_dlpack(PyObject* query) {
-  nb::handle object(query);
+nb::object find_from_dlpack(const char* name, PyObject* like) {
+  nb::handle object(like);
   if (nb::hasattr(object, "__array_namespace__")) {
     return object.attr("__array_namespace__")().attr("from_dlpack");
   }
@@ -210,16 +208,16 @@ nb::object find_from_dlpack(PyObject* query) {
       return modules[package].attr("from_dlpack");
     }
   }
-  bad_kind("query has type %s, for which no from_dlpack function is known: pass numpy.from_dlpack(query)",
-           type_name(query));
+  bad_kind("%s has type %s, for which no from_dlpack function is known: pass numpy.from_dlpack(%s)", name,
+           type_name(like), name);
 }
 
 // The same, remembered by type: one look-up costs as much as a small call.
-nb::object from_dlpack_of(PyObject* query) {
+nb::object from_dlpack_of(const char* name, PyObject* like) {
   static PyObject* known = PyDict_New();
-  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(query));
+  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(like));
   if (PyObject* found = PyDict_GetItemWithError(known, type)) return nb::borrow(found);
-  nb::object function = find_from_dlpack(query);
+  nb::object function = find_from_dlpack(name, like);
   if (PyDict_SetItem(known, type, function.ptr()) != 0) throw nb::python_error();
   return function;
 }
@@ -231,25 +229,25 @@ nb::object from_dlpack_of(PyObject* query) {
 
 constexpr const char* kBufferName = "polyhead.buffer";
 
-// Memory for `like`, which becomes its contiguous view; the capsule frees it.
-nb::object allocate(Tensor& like) {
-  int64_t bytes = static_cast<int64_t>(dtype_size_bytes(like.dtype));
+// Memory for `view`, which becomes contiguous; the capsule frees it.
+nb::object allocate(Tensor& view) {
+  int64_t bytes = static_cast<int64_t>(dtype_size_bytes(view.dtype));
   bool fits = true;
   int64_t stride = 1;
-  for (int i = like.ndim - 1; i >= 0; --i) {
-    like.strides[i] = stride;
-    const int64_t size = like.dims[i] > 0 ? like.dims[i] : 1;
+  for (int i = view.ndim - 1; i >= 0; --i) {
+    view.strides[i] = stride;
+    const int64_t size = view.dims[i] > 0 ? view.dims[i] : 1;
     fits = fits && !__builtin_mul_overflow(bytes, size, &bytes) && !__builtin_mul_overflow(stride, size, &stride);
   }
   // A multiple of the alignment, as aligned_alloc demands; half of the address space is no array.
   if (!fits || bytes > INT64_MAX / 2) no_memory("more than 2^62");
   const size_t rounded = (static_cast<size_t>(bytes) + kAlignment - 1) / kAlignment * kAlignment;
-  like.data = std::aligned_alloc(kAlignment, rounded);
-  if (like.data == nullptr) no_memory(std::to_string(bytes).c_str());
+  view.data = std::aligned_alloc(kAlignment, rounded);
+  if (view.data == nullptr) no_memory(std::to_string(bytes).c_str());
   PyObject* owner =
-      PyCapsule_New(like.data, kBufferName, [](PyObject* self) { std::free(PyCapsule_GetPointer(self, kBufferName)); });
+      PyCapsule_New(view.data, kBufferName, [](PyObject* self) { std::free(PyCapsule_GetPointer(self, kBufferName)); });
   if (owner == nullptr) {
-    std::free(like.data);
+    std::free(view.data);
     throw nb::python_error();
   }
   return nb::steal(owner);
@@ -311,6 +309,8 @@ void check(const Status& status) {
   throw nb::python_error();
 }
 
+const char* type_name(PyObject* object) { return Py_TYPE(object)->tp_name; }
+
 std::string text_of(PyObject* object) {
   constexpr size_t kMost = 400;
   PyObject* text = PyObject_Str(object);
@@ -333,38 +333,53 @@ Tensor view_of(PyObject* object, const ArrayArgument& argument, Held& held) {
            argument.dtypes);
 }
 
-Results::Results(PyObject* query, DType dtype) : query_(query), dtype_(dtype) {
-  if (!PyArray_Check(query) && !is_torch_tensor(query)) from_dlpack_ = from_dlpack_of(query);
+Tensor writable_view_of(PyObject* object, const ArrayArgument& argument, Held& held) {
+  if (PyArray_Check(object)) {
+    auto* array = reinterpret_cast<PyArrayObject*>(object);
+    if (!PyArray_ISWRITEABLE(array)) bad_value("%s is read-only, must be writable", argument.name);
+    return view_of_numpy(array, argument);
+  }
+  if (!is_torch_tensor(object)) {  // DLPack has no way to ask some of the others, jax's are never to be written
+    bad_kind("%s has type %s, must be a NumPy array or a torch tensor", argument.name, type_name(object));
+  }
+  if (nb::cast<bool>(nb::handle(object).attr("is_neg")())) {
+    bad_value("%s is negated lazily, so it cannot be written in place: pass a tensor of its own", argument.name);
+  }
+  return view_of_dlpack(object, argument, held);
 }
 
-nb::object Results::make(Tensor& like) {
-  nb::object owner = allocate(like);
-  if (!PyArray_Check(query_)) {
+Results::Results(const char* name, PyObject* like, DType dtype) : like_(like), dtype_(dtype) {
+  if (!PyArray_Check(like) && !is_torch_tensor(like)) from_dlpack_ = from_dlpack_of(name, like);
+}
+
+nb::object Results::make(Tensor& view) {
+  nb::object owner = allocate(view);
+  if (!PyArray_Check(like_)) {
     size_t shape[Tensor::kMaxDims];
-    for (int i = 0; i < like.ndim; ++i) shape[i] = static_cast<size_t>(like.dims[i]);
-    const auto dtype = *dlpack_dtype(like.dtype);
+    for (int i = 0; i < view.ndim; ++i) shape[i] = static_cast<size_t>(view.dims[i]);
+    const auto dtype = *dlpack_dtype(view.dtype);
     constexpr int kCpu = nb::device::cpu::value;
-    const auto num_dims = static_cast<size_t>(like.ndim);
+    const auto num_dims = static_cast<size_t>(view.ndim);
     if (from_dlpack_.is_valid()) {
-      nb::ndarray<nb::array_api> provider(like.data, num_dims, shape, owner, nullptr, dtype, kCpu);
+      nb::ndarray<nb::array_api> provider(view.data, num_dims, shape, owner, nullptr, dtype, kCpu);
       return from_dlpack_(nb::cast(provider, nb::rv_policy::reference));
     }
-    nb::ndarray<> array(like.data, num_dims, shape, owner, nullptr, dtype, kCpu);
+    nb::ndarray<> array(view.data, num_dims, shape, owner, nullptr, dtype, kCpu);
     return nb::handle(torch().from_dlpack)(nb::cast(array, nb::rv_policy::reference));  // casts to a bare capsule
   }
   PyArray_Descr* descr = nullptr;
-  if (like.dtype == dtype_) {
-    descr = PyArray_DESCR(reinterpret_cast<PyArrayObject*>(query_));  // the only way to name bfloat16
+  if (view.dtype == dtype_) {
+    descr = PyArray_DESCR(reinterpret_cast<PyArrayObject*>(like_));  // the only way to name bfloat16
     Py_INCREF(descr);
   } else {
-    descr = numpy_descr(like.dtype);
+    descr = numpy_descr(view.dtype);
   }
-  return wrap_numpy(like, descr, std::move(owner));
+  return wrap_numpy(view, descr, std::move(owner));
 }
 
-nb::object new_numpy_array(Tensor& like) {
-  nb::object owner = allocate(like);
-  return wrap_numpy(like, numpy_descr(like.dtype), std::move(owner));
+nb::object new_numpy_array(Tensor& view) {
+  nb::object owner = allocate(view);
+  return wrap_numpy(view, numpy_descr(view.dtype), std::move(owner));
 }
 
 }  // namespace polyhead::python

@@ -24,7 +24,8 @@ void arrays_init(nb::module_& module);
 // Raises what `status` says, if it is not ok.
 void check(const Status& status);
 
-// The beginning of str(object), for sentences.
+// The name of the object's type, and the beginning of str(object): for sentences.
+const char* type_name(PyObject* object);
 std::string text_of(PyObject* object);
 
 // Keeps the memory of an imported DLPack array alive. Empty for a NumPy array: the caller holds that.
@@ -42,25 +43,28 @@ struct ArrayArgument {
 // A view of `object`. Sizes and dtypes are checked where the library cannot: a Tensor has only so many of both.
 Tensor view_of(PyObject* object, const ArrayArgument& argument, Held& held);
 
+// Likewise, of an array that is to be written: of NumPy, or a torch tensor.
+Tensor writable_view_of(PyObject* object, const ArrayArgument& argument, Held& held);
+
 // Whether `object` is an array: of NumPy, or with __dlpack__.
 bool is_array(PyObject* object);
 
-// Makes results of the same kind of array as the query.
+// Makes results of the same kind of array as `like`, the argument `name`.
 class Results {
  public:
-  // `query` has passed view_of(). Borrows it.
-  explicit Results(PyObject* query, DType dtype);
+  // `like`, whose dtype is given, has passed view_of(). Borrows it.
+  Results(const char* name, PyObject* like, DType dtype);
 
-  // A new array of `like`'s dtype and dims, uninitialised, contiguous, 64-byte aligned; `like` becomes its view.
-  nb::object make(Tensor& like);
+  // A new array of `view`'s dtype and dims, uninitialised, contiguous, 64-byte aligned; `view` becomes its view.
+  nb::object make(Tensor& view);
 
  private:
-  PyObject* query_;
+  PyObject* like_;
   DType dtype_;
-  nb::object from_dlpack_;  // of the query's package; empty: NumPy, or torch
+  nb::object from_dlpack_;  // of its package; empty: NumPy, or torch
 };
 
 // A new NumPy array, as Results makes it.
-nb::object new_numpy_array(Tensor& like);
+nb::object new_numpy_array(Tensor& view);
 
 }  // namespace polyhead::python

@@ -8,10 +8,13 @@
 #include <new>
 
 #include "arrays.h"
+#include "backward_call.h"
 #include "call.h"
+#include "merge_call.h"
 #include "plan_cache.h"
 #include "polyhead/dropout.h"
 #include "polyhead/kernels.h"
+#include "scalars.h"
 
 namespace polyhead::python {
 namespace {
@@ -35,26 +38,37 @@ void check_num_arguments(Py_ssize_t count, int takes) {
   if (count != takes) bad_kind("polyhead._bind takes all %d arguments by position, got %zd", takes, count);
 }
 
-PyObject* attention(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
+// What both directions do: ForwardCall and BackwardCall.
+template <class OneCall>
+PyObject* planned_and_run(PyObject* const* arguments, Py_ssize_t count, int takes) noexcept {
   return guarded([&] {
-    check_num_arguments(count, kNumPositions);
-    Call call(arguments);
+    check_num_arguments(count, takes);
+    OneCall call(arguments);
     const auto plan = cached_plan(call.desc(), call.kernel());
     check(plan.status());
     return call.run(**plan);
   });
 }
 
-// (kernel, {name: reason}, workspace_bytes, flops, error)
+PyObject* attention(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
+  return planned_and_run<ForwardCall>(arguments, count, kNumForward);
+}
+
+PyObject* attention_backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
+  return planned_and_run<BackwardCall>(arguments, count, kNumBackward);
+}
+
+// (kernel, {name: reason}, workspace_bytes, flops, backward_workspace_bytes, backward_flops, error)
 PyObject* explain_arguments(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
   return guarded([&]() -> nb::object {
-    check_num_arguments(count, kNumPositions);
-    const Call call(arguments);
+    check_num_arguments(count, kNumForward);
+    const ForwardCall call(arguments);
     const Explanation explanation = explain(call.desc(), {.kernel = call.kernel()});
     if (explanation.status.code() != StatusCode::kUnsupported) check(explanation.status);
     nb::dict reasons;
     for (const KernelReason& each : explanation.reasons) reasons[each.kernel] = each.reason;
     return nb::make_tuple(explanation.kernel, reasons, explanation.workspace_bytes, explanation.flops,
+                          explanation.backward_workspace_bytes, explanation.backward_flops,
                           explanation.status.message());
   });
 }
@@ -68,7 +82,7 @@ nb::object new_dropout_mask(PyObject* const* arguments) {
   nb::object sizes = nb::steal(PySequence_Fast(shape, ""));
   if (!sizes.is_valid()) {
     PyErr_Clear();
-    bad_kind("shape has type %s, must be four integers (B, H, Sq, Sk)", Py_TYPE(shape)->tp_name);
+    bad_kind("shape has type %s, must be four integers (B, H, Sq, Sk)", type_name(shape));
   }
   if (PySequence_Fast_GET_SIZE(sizes.ptr()) != 4) {
     bad_value("shape has %zd elements, must be four integers (B, H, Sq, Sk)", PySequence_Fast_GET_SIZE(sizes.ptr()));
@@ -97,6 +111,20 @@ PyObject* dropout_mask_array(PyObject*, PyObject* const* arguments, Py_ssize_t c
   });
 }
 
+PyObject* merge(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
+  return guarded([&] {
+    check_num_arguments(count, kNumMerge);
+    return merge_parts(arguments);
+  });
+}
+
+PyObject* merge_backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
+  return guarded([&] {
+    check_num_arguments(count, kNumMergeBackward);
+    return merge_parts_backward(arguments);
+  });
+}
+
 nb::dict build_info() {
   nb::dict info;
   info["version"] = version();
@@ -118,8 +146,11 @@ PyCFunction fastcall(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize
 
 PyMethodDef functions[] = {
     {"attention", fastcall(attention), METH_FASTCALL, nullptr},
+    {"attention_backward", fastcall(attention_backward), METH_FASTCALL, nullptr},
     {"explain", fastcall(explain_arguments), METH_FASTCALL, nullptr},
     {"dropout_mask", fastcall(dropout_mask_array), METH_FASTCALL, nullptr},
+    {"merge", fastcall(merge), METH_FASTCALL, nullptr},
+    {"merge_backward", fastcall(merge_backward), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -1,16 +1,10 @@
 #include "call.h"
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <utility>
-
-#include "workspace.h"
+#include "scalars.h"
 
 namespace polyhead::python {
 namespace {
 
-constexpr const char* kFloats = "float32, bfloat16, float16 or float64";
 constexpr const char* kIntegers = "int32 or int64";
 
 constexpr ArrayArgument kQueryArray = {"query", kFloats, 4, 4, "[batch, seqlen_q, num_heads, head_dim]"};
@@ -30,76 +24,17 @@ constexpr ArrayArgument kSeqlensKArray = {"seqlens_k", kIntegers, 1, 1, "[batch]
 constexpr ArrayArgument kCuSeqlensQArray = {"cu_seqlens_q", kIntegers, 1, 1, "[batch + 1]"};
 constexpr ArrayArgument kCuSeqlensKArray = {"cu_seqlens_k", kIntegers, 1, 1, "[batch + 1]"};
 
-const char* kind_of(PyObject* object) { return Py_TYPE(object)->tp_name; }
-
-// True, False, or NumPy's. Anything else is more likely an argument in the wrong place.
-bool flag_argument(PyObject* object, const char* name) {
-  if (object == Py_True) return true;
-  if (object == Py_False) return false;
-  if (std::strcmp(kind_of(object), "numpy.bool") == 0 || std::strcmp(kind_of(object), "numpy.bool_") == 0) {
-    return PyObject_IsTrue(object) == 1;
-  }
-  bad_kind("%s has type %s, must be True or False", name, kind_of(object));
-}
-
-// An int of Python, NumPy, torch...: whatever has __index__.
-nb::object integer_argument(PyObject* object, const char* name, const char* takes = "an integer") {
-  PyObject* number = PyBool_Check(object) ? nullptr : PyNumber_Index(object);
-  if (number == nullptr) {
-    PyErr_Clear();
-    bad_kind("%s has type %s, must be %s", name, kind_of(object), takes);
-  }
-  return nb::steal(number);
-}
-
-uint64_t unsigned_argument(PyObject* object, const char* name, uint64_t last, const char* last_text) {
-  nb::object number = integer_argument(object, name);
-  const uint64_t value = PyLong_AsUnsignedLongLong(number.ptr());
-  if (PyErr_Occurred() != nullptr || value > last) {
-    PyErr_Clear();
-    bad_value("%s is %s, must be 0 to %s", name, text_of(number.ptr()).c_str(), last_text);
-  }
-  return value;
-}
-
-const char* text_argument(PyObject* object, const char* name, const char* takes) {
-  const char* text = PyUnicode_Check(object) ? PyUnicode_AsUTF8(object) : nullptr;
-  if (text == nullptr) {
-    PyErr_Clear();
-    bad_kind("%s has type %s, must be %s", name, kind_of(object), takes);
-  }
-  return text;
-}
-
-void append(nb::object& results, int& count, nb::object array) {
-  PyTuple_SET_ITEM(results.ptr(), count++, array.release().ptr());
-}
-
 }  // namespace
 
-int64_t int64_argument(PyObject* object, const char* name, const char* takes) {
-  nb::object number = integer_argument(object, name, takes);
-  int overflow = 0;
-  const int64_t value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
-  if (overflow != 0) bad_value("%s is %s, must be -2^63 to 2^63 - 1", name, text_of(number.ptr()).c_str());
-  return value;
-}
-
-double real_argument(PyObject* object, const char* name) {
-  const double value = PyUnicode_Check(object) ? -1 : PyFloat_AsDouble(object);
-  if (PyUnicode_Check(object) || (value == -1 && PyErr_Occurred() != nullptr)) {
-    const bool too_large = PyErr_ExceptionMatches(PyExc_OverflowError);
-    PyErr_Clear();
-    if (too_large) bad_value("%s is %s, must be a finite number", name, text_of(object).c_str());
-    bad_kind("%s has type %s, must be a number", name, kind_of(object));
+Tensor widened_to_4d(const Tensor& view) {
+  Tensor wide = view;
+  wide.ndim = 4;
+  for (int i = 0; i < 4; ++i) {
+    const int from = i - (4 - view.ndim);
+    wide.dims[i] = from < 0 ? 1 : view.dims[from];
+    wide.strides[i] = from < 0 ? 0 : view.strides[from];
   }
-  return value;
-}
-
-uint64_t seed_argument(PyObject* object) { return unsigned_argument(object, "dropout_seed", UINT64_MAX, "2^64 - 1"); }
-
-uint32_t dropout_offset_argument(PyObject* object) {
-  return static_cast<uint32_t>(unsigned_argument(object, "dropout_offset", UINT32_MAX, "2^32 - 1"));
+  return wide;
 }
 
 Call::Call(PyObject* const* arguments) : arguments_(arguments) {
@@ -107,7 +42,10 @@ Call::Call(PyObject* const* arguments) : arguments_(arguments) {
   read_positions();
   read_scores();
   read_lengths();
-  read_results();
+  if (PyObject* kernel = arguments_[kKernel]; kernel != Py_None) {
+    kernel_ = text_argument(kernel, "kernel", "a name out of polyhead.kernels()");
+    if (kernel_.empty()) bad_value("kernel is \"\", must be a name out of polyhead.kernels()");
+  }
 }
 
 Tensor Call::optional_array(Position position, const ArrayArgument& argument) {
@@ -140,20 +78,14 @@ void Call::read_operands() {
   desc_.dtype = args_.query.dtype;
 }
 
-// NumPy's rule: missing leading dimensions are 1.
-void Call::read_broadcast(Position position, const ArrayArgument& argument, Tensor& view, BroadcastOperand& operand) {
-  if (arguments_[position] == Py_None) return;
+Tensor Call::broadcast_operand(Position position, const ArrayArgument& argument, BroadcastOperand& operand) {
   const Tensor given = view_of(arguments_[position], argument, held_[position]);
-  view = given;
-  view.ndim = 4;
-  for (int i = 0; i < 4; ++i) {
-    const int from = i - (4 - given.ndim);
-    view.dims[i] = from < 0 ? 1 : given.dims[from];
-    view.strides[i] = from < 0 ? 0 : given.strides[from];
-    operand.dims[i] = view.dims[i];
-  }
+  const Tensor view = widened_to_4d(given);
   operand.given = true;
-  operand.dtype = given.dtype;
+  operand.dtype = view.dtype;
+  for (int i = 0; i < 4; ++i) operand.dims[i] = view.dims[i];
+  if (position == kAttnBias) attn_bias_ndim_ = given.ndim;
+  return view;
 }
 
 void Call::read_positions() {
@@ -163,7 +95,7 @@ void Call::read_positions() {
     PyObject* pair = PyUnicode_Check(window) ? nullptr : PySequence_Fast(window, "");
     if (pair == nullptr) {
       PyErr_Clear();
-      bad_kind("window has type %s, must be %s", kind_of(window), kTakes);
+      bad_kind("window has type %s, must be %s", type_name(window), kTakes);
     }
     nb::object items = nb::steal(pair);
     if (PySequence_Fast_GET_SIZE(pair) != 2) {
@@ -195,8 +127,12 @@ void Call::read_positions() {
 }
 
 void Call::read_scores() {
-  read_broadcast(kAttnBias, kBiasArray, args_.attn_bias, desc_.attn_bias);
-  read_broadcast(kAttnMask, kMaskArray, args_.attn_mask, desc_.attn_mask);
+  if (arguments_[kAttnBias] != Py_None) {
+    args_.attn_bias = broadcast_operand(kAttnBias, kBiasArray, desc_.attn_bias);
+  }
+  if (arguments_[kAttnMask] != Py_None) {
+    args_.attn_mask = broadcast_operand(kAttnMask, kMaskArray, desc_.attn_mask);
+  }
   if (arguments_[kScale] != Py_None) desc_.scale = real_argument(arguments_[kScale], "scale");
   desc_.softcap = real_argument(arguments_[kSoftcap], "softcap");
   args_.alibi_slopes = optional_array(kAlibiSlopes, kSlopesArray);
@@ -216,66 +152,6 @@ void Call::read_lengths() {
   args_.seqlens_k = optional_array(kSeqlensK, kSeqlensKArray);
   desc_.has_seqlens_q = args_.seqlens_q.given();
   desc_.has_seqlens_k = args_.seqlens_k.given();
-}
-
-void Call::read_results() {
-  return_logsumexp_ = flag_argument(arguments_[kReturnLogsumexp], "return_logsumexp");
-  desc_.return_column_sums = flag_argument(arguments_[kReturnColumnSums], "return_column_sums");
-  PyObject* weights = arguments_[kReturnWeights];
-  if (PyUnicode_Check(weights)) {
-    if (PyUnicode_CompareWithASCIIString(weights, "mean") != 0) {
-      bad_value("return_weights is \"%s\", must be True, False or \"mean\"", text_of(weights).c_str());
-    }
-    desc_.return_weights = ReturnWeights::kMean;
-  } else if (flag_argument(weights, "return_weights")) {
-    desc_.return_weights = ReturnWeights::kPerHead;
-  }
-  if (PyObject* kernel = arguments_[kKernel]; kernel != Py_None) {
-    kernel_ = text_argument(kernel, "kernel", "a name out of polyhead.kernels()");
-    if (kernel_.empty()) bad_value("kernel is \"\", must be a name out of polyhead.kernels()");
-  }
-}
-
-nb::object Call::run(const Plan& plan) {
-  const AttentionDesc& d = desc_;
-  const DType sums = d.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  Results results(arguments_[kQuery], d.dtype);
-
-  args_.out = d.packed ? Tensor(nullptr, d.dtype, {d.seqlen_q, d.num_heads, d.head_dim_v})
-                       : Tensor(nullptr, d.dtype, {d.batch, d.seqlen_q, d.num_heads, d.head_dim_v});
-  nb::object returned = results.make(args_.out);
-  const int num_extra =
-      int{return_logsumexp_} + int{d.return_weights != ReturnWeights::kNone} + int{d.return_column_sums};
-  if (num_extra > 0) {
-    nb::object all = nb::steal(PyTuple_New(1 + num_extra));
-    if (!all.is_valid()) throw nb::python_error();
-    int count = 0;
-    append(all, count, std::move(returned));
-    if (return_logsumexp_) {
-      args_.logsumexp = d.packed ? Tensor(nullptr, sums, {d.num_heads, d.seqlen_q})
-                                 : Tensor(nullptr, sums, {d.batch, d.num_heads, d.seqlen_q});
-      append(all, count, results.make(args_.logsumexp));
-    }
-    if (d.return_weights != ReturnWeights::kNone) {
-      args_.weights = d.return_weights == ReturnWeights::kMean
-                          ? Tensor(nullptr, d.dtype, {d.batch, d.seqlen_q, d.seqlen_k})
-                          : Tensor(nullptr, d.dtype, {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k});
-      append(all, count, results.make(args_.weights));
-    }
-    if (d.return_column_sums) {
-      args_.column_sums = Tensor(nullptr, sums, {d.batch, d.num_heads, d.seqlen_k});
-      append(all, count, results.make(args_.column_sums));
-    }
-    returned = std::move(all);
-  }
-
-  Status status;
-  {
-    nb::gil_scoped_release without_gil;
-    status = forward_with_workspace(plan, args_);
-  }
-  check(status);
-  return returned;
 }
 
 }  // namespace polyhead::python

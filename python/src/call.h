@@ -1,4 +1,4 @@
-// The arguments of polyhead.attention, as the library wants them.
+// The arguments that polyhead.attention and attention_backward share, as the library wants them.
 #pragma once
 
 #include <Python.h>
@@ -11,7 +11,7 @@
 
 namespace polyhead::python {
 
-// Positions in the argument list of _bind.attention and _bind.explain: polyhead.attention's own order.
+// Positions in the argument lists of _bind.attention, explain and attention_backward.
 enum Position : int {
   kQuery,
   kKey,
@@ -32,45 +32,65 @@ enum Position : int {
   kSeqlensK,
   kCuSeqlensQ,
   kCuSeqlensK,
-  kReturnLogsumexp,
+  kKernel,
+  kNumShared,
+  // attention, explain
+  kReturnLogsumexp = kNumShared,
   kReturnWeights,
   kReturnColumnSums,
-  kKernel,
-  kNumPositions,
+  kNumForward,
+  // attention_backward
+  kGradOut = kNumShared,
+  kOut,
+  kLogsumexp,
+  kGradLogsumexp,
+  kNeeds,
+  kInto,
+  kAccumulate,
+  kNumBackward,
 };
+
+constexpr const char* kFloats = "float32, bfloat16, float16 or float64";
 
 // One call, read from Python. The arguments must outlive it. Raises polyhead.Error or TypeError.
 class Call {
  public:
-  explicit Call(PyObject* const* arguments);
-
   const AttentionDesc& desc() const { return desc_; }
   std::string_view kernel() const { return kernel_; }
+
+ protected:
+  explicit Call(PyObject* const* arguments);
+
+  PyObject* const* arguments_;
+  AttentionDesc desc_;
+  ForwardArgs args_;        // the inputs
+  int attn_bias_ndim_ = 0;  // as given; args_.attn_bias has 4
+
+ private:
+  Tensor optional_array(Position position, const ArrayArgument& argument);
+  Tensor broadcast_operand(Position position, const ArrayArgument& argument, BroadcastOperand& operand);
+  void read_operands();
+  void read_positions();
+  void read_scores();
+  void read_lengths();
+
+  std::string_view kernel_;
+  std::array<Held, kNumShared> held_;
+};
+
+// The view with as many leading dimensions of size 1 as make it 4-D: NumPy's rule of broadcasting.
+Tensor widened_to_4d(const Tensor& view);
+
+// polyhead.attention's call; explain reads it too.
+class ForwardCall : public Call {
+ public:
+  explicit ForwardCall(PyObject* const* arguments);
 
   // Makes the outputs and computes them, without the GIL. What polyhead.attention returns.
   nb::object run(const Plan& plan);
 
  private:
-  Tensor optional_array(Position position, const ArrayArgument& argument);
-  void read_operands();
-  void read_broadcast(Position position, const ArrayArgument& argument, Tensor& view, BroadcastOperand& operand);
-  void read_positions();
-  void read_scores();
-  void read_lengths();
-  void read_results();
-
-  PyObject* const* arguments_;
-  AttentionDesc desc_;
-  ForwardArgs args_;
   bool return_logsumexp_ = false;
-  std::string_view kernel_;
-  std::array<Held, kCuSeqlensK + 1> held_;
 };
-
-// Number arguments, by name for the sentence; also used by dropout_mask.
-int64_t int64_argument(PyObject* object, const char* name, const char* takes = "an integer");
-double real_argument(PyObject* object, const char* name);
-uint64_t seed_argument(PyObject* object);            // 0 .. 2^64-1
-uint32_t dropout_offset_argument(PyObject* object);  // 0 .. 2^32-1
 
 }  // namespace polyhead::python

@@ -28,10 +28,9 @@ Workspace& kept_workspace() {
   return kept;
 }
 
-}  // namespace
-
-Status forward_with_workspace(const Plan& plan, ForwardArgs& args) {
-  const size_t bytes = plan.workspace_bytes();
+// run() with args.workspace being `bytes` of memory.
+template <class Run>
+Status with_workspace(size_t bytes, ForwardArgs& args, Run run) {
   Workspace& kept = kept_workspace();
   Memory own;
   if (bytes > kMostKeptBytes) {
@@ -49,7 +48,17 @@ Status forward_with_workspace(const Plan& plan, ForwardArgs& args) {
     return {StatusCode::kOutOfMemory, "no memory for a workspace of " + std::to_string(bytes) + " bytes"};
   }
   args.workspace_bytes = bytes;
-  return plan.forward(args);
+  return run();
+}
+
+}  // namespace
+
+Status forward_with_workspace(const Plan& plan, ForwardArgs& args) {
+  return with_workspace(plan.workspace_bytes(), args, [&] { return plan.forward(args); });
+}
+
+Status backward_with_workspace(const Plan& plan, BackwardArgs& args) {
+  return with_workspace(plan.backward_workspace_bytes(), args.forward, [&] { return plan.backward(args); });
 }
 
 }  // namespace polyhead::python
