@@ -48,6 +48,20 @@ def visible_by_position(q_len, k_len, sq, sk, offset, causal, window):
     return visible
 
 
+def positions(batch, sq, sk, causal, window, align, query_offset, seqlens_q, seqlens_k):
+    """distance |i + offset - j| and what causal, window and lengths leave visible: both [B, 1, Sq, Sk]."""
+    lens_q = np.full(batch, sq) if seqlens_q is None else np.asarray(seqlens_q)
+    lens_k = np.full(batch, sk) if seqlens_k is None else np.asarray(seqlens_k)
+    if query_offset is not None:
+        offsets = np.broadcast_to(query_offset, batch)
+    else:
+        offsets = lens_k - lens_q if align == "bottom_right" else np.zeros(batch, int)
+    visible = [visible_by_position(lens_q[b], lens_k[b], sq, sk, offsets[b], causal, window) for b in range(batch)]
+    i, j = np.ogrid[:sq, :sk]
+    distance = np.abs(i + np.reshape(offsets, (-1, 1, 1, 1)) - j)
+    return distance, np.stack(visible or [np.zeros((sq, sk), bool)])[:batch, None]
+
+
 def attention(
     query, key, value, *, attn_bias=None, attn_mask=None, causal=False, window=None, align=None, query_offset=None,
     scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0, dropout_seed=0, dropout_offset=0, seqlens_q=None,
@@ -58,26 +72,15 @@ def attention(
     batch, sq, heads, dim = Q.shape
     sk, heads_kv = K.shape[1:3]
     K, V = (np.repeat(x, heads // heads_kv, axis=2) if heads_kv else x for x in (K, V))
-    lens_q = np.full(batch, sq) if seqlens_q is None else np.asarray(seqlens_q)
-    lens_k = np.full(batch, sk) if seqlens_k is None else np.asarray(seqlens_k)
-    if query_offset is not None:
-        offsets = np.broadcast_to(query_offset, batch)
-    else:
-        offsets = lens_k - lens_q if align == "bottom_right" else np.zeros(batch, int)
-
+    distance, visible = positions(batch, sq, sk, causal, window, align, query_offset, seqlens_q, seqlens_k)
     if scale is None:
         scale = 1 / np.sqrt(dim) if dim else 1.0
     S = scale * np.einsum("bihd,bjhd->bhij", Q, K)
     if softcap > 0:
         S = softcap * np.tanh(S / softcap)
-    visible = np.stack(
-        [visible_by_position(lens_q[b], lens_k[b], sq, sk, offsets[b], causal, window) for b in range(batch)]
-        or [np.zeros((sq, sk), bool)]
-    )[:batch, None]
     if alibi_slopes is not None:
         slopes = np.broadcast_to(np.asarray(alibi_slopes, np.float64), (batch, heads))
-        i, j = np.ogrid[:sq, :sk]
-        S = S - slopes[:, :, None, None] * np.abs(i + offsets[:, None, None, None] - j)
+        S = S - slopes[:, :, None, None] * distance
     if attn_bias is not None:
         bias = np.asarray(attn_bias).astype(np.float64)
         S = S + bias
@@ -107,22 +110,25 @@ def attention(
     )
 
 
+def packed_sequences(cu_seqlens_q, cu_seqlens_k, options):
+    """(b, its rows of queries, its rows of keys, its own options) of each sequence."""
+    count = len(cu_seqlens_q) - 1
+    for b in range(count):
+        own = dict(options)
+        if options.get("query_offset") is not None:
+            own["query_offset"] = np.broadcast_to(options["query_offset"], count)[b]
+        if options.get("alibi_slopes") is not None and options["alibi_slopes"].ndim == 2:
+            own["alibi_slopes"] = options["alibi_slopes"][b]
+        yield b, slice(*cu_seqlens_q[b : b + 2]), slice(*cu_seqlens_k[b : b + 2]), own
+
+
 def packed_attention(query, key, value, *, cu_seqlens_q, cu_seqlens_k, **options):
     """out [total_q, H, Dv], logsumexp [H, total_q], bound."""
     total_q, heads = query.shape[:2]
     out = np.zeros((total_q, heads, value.shape[2]))
     bound = np.zeros_like(out)
     logsumexp = np.full((heads, total_q), -np.inf)
-    per_batch = {name: options.pop(name) for name in ("query_offset", "alibi_slopes") if name in options}
-    for b in range(len(cu_seqlens_q) - 1):
-        rows_q = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
-        rows_k = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
-        own = dict(options)
-        if per_batch.get("query_offset") is not None:
-            own["query_offset"] = np.broadcast_to(per_batch["query_offset"], len(cu_seqlens_q) - 1)[b]
-        if per_batch.get("alibi_slopes") is not None:
-            slopes = np.asarray(per_batch["alibi_slopes"])
-            own["alibi_slopes"] = slopes if slopes.ndim == 1 else slopes[b]
+    for b, rows_q, rows_k, own in packed_sequences(cu_seqlens_q, cu_seqlens_k, options):
         exact = attention(query[None, rows_q], key[None, rows_k], value[None, rows_k], first_batch=b, **own)
         out[rows_q], bound[rows_q], logsumexp[:, rows_q] = exact.out[0], exact.bound[0], exact.logsumexp[0]
     return SimpleNamespace(out=out, logsumexp=logsumexp, bound=bound)

@@ -17,11 +17,18 @@ SIGNATURE = """(query, key, value, *, attn_bias=None, attn_mask=None, causal=Fal
 query_offset=None, scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0, dropout_seed=None, dropout_offset=0,
 seqlens_q=None, seqlens_k=None, cu_seqlens_q=None, cu_seqlens_k=None, return_logsumexp=False, return_weights=False,
 return_column_sums=False, kernel=None)"""
+BACKWARD_SIGNATURE = """(grad_out, query, key, value, out, logsumexp, *, attn_bias=None, attn_mask=None, causal=False,
+window=None, align=None, query_offset=None, scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0,
+dropout_seed=None, dropout_offset=0, seqlens_q=None, seqlens_k=None, cu_seqlens_q=None, cu_seqlens_k=None, kernel=None,
+grad_logsumexp=None, needs=('query', 'key', 'value'), into=None, accumulate=False)"""
 SIGNATURES = {
     "attention": SIGNATURE.replace("\n", " "),
+    "attention_backward": BACKWARD_SIGNATURE.replace("\n", " "),
     "explain": SIGNATURE.replace("\n", " "),
     "kernels": "()",
     "dropout_mask": "(shape, dropout_p, dropout_seed, dropout_offset=0)",
+    "merge": "(outs, logsumexps)",
+    "merge_backward": "(grad_out, outs, logsumexps, out, logsumexp, grad_logsumexp=None)",
 }
 PACKAGE = pathlib.Path(polyhead.__file__).parent
 
@@ -52,23 +59,35 @@ def test_stubs_and_module_name_the_same_things():
 
 
 def test_docstrings_name_every_argument():
-    for name in ("attention", "dropout_mask"):
+    for name in SIGNATURES:
         function = getattr(polyhead, name)
-        for argument in inspect.signature(function).parameters:
-            assert re.search(rf"\b{argument}\b.* :|^    {argument}, |\b{argument} : ", function.__doc__, re.M), argument
-    for name in ("attention", "explain", "dropout_mask", "kernels"):
-        assert "Returns\n" in getattr(polyhead, name).__doc__
+        if name != "explain":  # its arguments are attention's
+            for argument in inspect.signature(function).parameters:
+                assert re.search(rf"\b{argument}\b.* : |^    {argument}, ", function.__doc__, re.M), argument
+        assert "Returns\n" in function.__doc__
 
 
-def test_every_argument_reaches_its_place():
+def test_backward_takes_the_options_of_forward():
+    forward = inspect.signature(polyhead.attention).parameters
+    backward = inspect.signature(polyhead.attention_backward).parameters
+    for name, parameter in forward.items():
+        if not name.startswith("return_"):
+            assert backward[name] == parameter
+
+
+@pytest.mark.parametrize("name", ["attention", "explain", "attention_backward"])
+def test_every_argument_reaches_its_place(name):
     """Each keyword, wrong in a way of its own, is the one that the error names."""
+    function = getattr(polyhead, name)
     x = np.ones((1, 2, 1, 4), np.float32)
-    for name in inspect.signature(polyhead.attention).parameters:
-        if name in ("query", "key", "value"):
-            continue
-        for function in (polyhead.attention, polyhead.explain):
-            with pytest.raises(TypeError, match=rf"^{name}\b"):
-                function(x, x, x, **{name: object()})
+    logsumexp = np.ones((1, 1, 2), np.float32)
+    good = {"query": x, "key": x, "value": x}
+    if name == "attention_backward":
+        good |= {"grad_out": x, "out": x, "logsumexp": logsumexp}
+    function(**good)
+    for argument in inspect.signature(function).parameters:
+        with pytest.raises(TypeError, match=rf"^{argument}\b"):
+            function(**good | {argument: object()})
 
 
 def test_kernels():
@@ -85,9 +104,12 @@ def test_explain():
     assert explanation.error == ""
     assert explanation.workspace_bytes >= 0
     assert explanation.flops == 4 * 2 * 4 * 3 * 3 * 8
+    assert explanation.backward_workspace_bytes >= 0
+    assert explanation.backward_flops == 2.5 * explanation.flops
     text = str(explanation)
     assert all(name in text for name in explanation.reasons)
     assert re.search(rf"^{explanation.kernel} +taken$", text, re.M)
+    assert f"backward  workspace {explanation.backward_workspace_bytes} bytes" in text
 
 
 def test_explain_a_kernel_that_cannot():
@@ -97,6 +119,7 @@ def test_explain_a_kernel_that_cannot():
         explanation = polyhead.explain(x, x, x, kernel=name)
         assert explanation.kernel == "" and name in explanation.error
         assert explanation.reasons[name] in str(explanation)
+        assert (explanation.workspace_bytes, explanation.backward_workspace_bytes) == (0, 0)
     assert refusing or polyhead.kernels() == ["reference"]
 
 

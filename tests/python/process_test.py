@@ -20,6 +20,13 @@ def operands(seqlen=200, dtype=np.float32, seed=0):
     return tuple(rng.standard_normal((2, seqlen, 4, 32)).astype(dtype) for _ in range(3))
 
 
+def train(arrays, **options):
+    """Bytes of the output and of the gradients."""
+    out, logsumexp = polyhead.attention(*arrays, return_logsumexp=True, **options)
+    gradients = polyhead.attention_backward(out, *arrays, out, logsumexp, **options)
+    return b"".join(x.tobytes() for x in (out, *gradients.values()))
+
+
 def run_in_fork(check):
     """`check()` in a forked child: seconds until it ended well; kills it after 20."""
     start = time.monotonic()
@@ -43,10 +50,10 @@ def run_in_fork(check):
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_fork_after_use():
     arrays = operands()
-    expected = polyhead.attention(*arrays).tobytes()  # the pool's threads have run
+    expected = train(arrays)  # the pool's threads have run
     for _ in range(3):
-        assert run_in_fork(lambda: polyhead.attention(*arrays).tobytes() == expected) < 1
-    assert polyhead.attention(*arrays).tobytes() == expected
+        assert run_in_fork(lambda: train(arrays) == expected) < 1
+    assert train(arrays) == expected
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
@@ -85,13 +92,13 @@ def test_multiprocessing_pool_by_fork():
 def test_threads_at_once():
     dtypes = (np.float32, np.float16, np.float64)
     problems = [operands(seqlen, dtype, seed=seqlen) for seqlen in (1, 17, 150) for dtype in dtypes]
-    expected = [polyhead.attention(*arrays).tobytes() for arrays in problems]
+    expected = [train(arrays) for arrays in problems]
     failures = []
 
     def work(first):
         for i in range(30):
             at = (first + i) % len(problems)
-            if polyhead.attention(*problems[at]).tobytes() != expected[at]:
+            if train(problems[at]) != expected[at]:
                 failures.append(at)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
@@ -102,13 +109,18 @@ def test_threads_at_once():
     assert not failures and not any(thread.is_alive() for thread in threads)
 
 
-def test_other_threads_run_while_one_computes():
-    arrays = operands(seqlen=1500)
+@pytest.mark.parametrize("backward", [False, True])
+def test_other_threads_run_while_one_computes(backward):
+    arrays = operands(seqlen=500 if backward else 1500)
+    out, logsumexp = polyhead.attention(*arrays, return_logsumexp=True)
     counted = 0
     done = threading.Event()
 
-    def compute():
-        polyhead.attention(*arrays, kernel="reference")  # about a second
+    def compute():  # about a second
+        if backward:
+            polyhead.attention_backward(out, *arrays, out, logsumexp, kernel="reference")
+        else:
+            polyhead.attention(*arrays, kernel="reference")
         done.set()
 
     thread = threading.Thread(target=compute)
@@ -132,6 +144,48 @@ def test_inputs_may_be_dropped_while_computing():
     assert results[0].tobytes() == expected
 
 
+def test_into_may_be_emptied_while_computing():
+    arrays = operands(seqlen=300)
+    out, logsumexp = polyhead.attention(*arrays, return_logsumexp=True)
+    expected = polyhead.attention_backward(out, *arrays, out, logsumexp, kernel="reference", needs=["query"])
+    into = {"query": np.empty_like(out)}
+    results = []
+
+    def compute():
+        options = {"kernel": "reference", "needs": ["query"], "into": into}
+        results.append(polyhead.attention_backward(out, *arrays, out, logsumexp, **options))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    time.sleep(0.02)
+    into.clear()
+    gc.collect()
+    thread.join()
+    assert results[0]["query"].tobytes() == expected["query"].tobytes()
+
+
+def test_parts_may_be_dropped_while_merging():
+    rng = np.random.default_rng(0)
+    outs = [rng.standard_normal((8, 500, 16, 64)).astype(np.float32) for _ in range(3)]
+    logsumexps = [np.zeros((8, 16, 500), np.float32) for _ in range(3)]
+    expected = polyhead.merge(outs, logsumexps)[0].tobytes()
+    results = []
+
+    def compute():
+        try:
+            results.append(polyhead.merge(outs, logsumexps)[0].tobytes())
+        except polyhead.Error:  # they were dropped before it had looked at them
+            results.append(expected)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    time.sleep(0.005)
+    outs.clear()
+    gc.collect()
+    thread.join()
+    assert results == [expected]
+
+
 def test_reference_counts_stay_flat():
     query, key, value = operands(seqlen=3)
     options = {
@@ -145,13 +199,28 @@ def test_reference_counts_stay_flat():
         "seqlens_k": np.array([2, 3]),
     }
     tensors = [torch.from_numpy(x) if torch else x.copy() for x in (query, key, value)]
+    out, logsumexp = polyhead.attention(query, key, value, **options, return_logsumexp=True)
+    into = {"query": np.zeros_like(query), "key": torch.zeros(key.shape) if torch else np.zeros_like(key)}
+    needs = ("query", "key", "value")
+    names = ("grad_out", *needs, "out", "logsumexp")
     watched = [query, key, value, *tensors, *options.values(), query.dtype, polyhead.Error, np.dtype(np.float32)]
+    watched += [out, logsumexp, into, *into.values(), needs, *needs]
 
     def every_path():
         polyhead.attention(query, key, value, **options, return_logsumexp=True, return_weights=True)
         polyhead.attention(*tensors, return_column_sums=True)
         polyhead.explain(query, key, value, **options)
         polyhead.dropout_mask((1, 1, 2, 2), 0.5, options["dropout_seed"])
+        arrays = (out, query, key, value, out, logsumexp)
+        polyhead.attention_backward(*arrays, **options, needs=needs, into=into, grad_logsumexp=logsumexp)
+        polyhead.attention_backward(out, *tensors, out, logsumexp, needs=["query", "query"])
+        polyhead.merge_backward(out, [out] * 2, [logsumexp] * 2, *polyhead.merge([out] * 2, [logsumexp] * 2), logsumexp)
+        for wrong in ({"needs": "x"}, {"needs": ["x"]}, {"into": {"x": out}}, {"into": {"key": out[0]}}, {"out": 1}):
+            with pytest.raises((polyhead.Error, TypeError)):
+                polyhead.attention_backward(**dict(zip(names, arrays)) | wrong)
+        for outs, logsumexps in (([], []), ([out], []), ([out, 1], [logsumexp] * 2), (1, 2)):
+            with pytest.raises((polyhead.Error, TypeError)):
+                polyhead.merge(outs, logsumexps)
         for wrong in ({"scale": "x"}, {"align": "x"}, {"seqlens_k": np.array([9, 9])}, {"window": (1, 2, 3)}):
             with pytest.raises((polyhead.Error, TypeError)):
                 polyhead.attention(query, key, value, **options | wrong)
@@ -183,7 +252,10 @@ def test_memory_stays_flat():
         for i in range(count):
             n = 1 + i % 64  # more plans than are remembered, with the two options
             views = [x[:, :n] for x in arrays]
-            polyhead.attention(*views, scale=1 + i % 11)
+            options = {"scale": 1 + i % 11}
+            out, logsumexp = polyhead.attention(*views, **options, return_logsumexp=True)
+            polyhead.attention_backward(out, *views, out, logsumexp, **options)
+            polyhead.merge([out, out], [logsumexp, logsumexp])
 
     many(1500)
     before = resident_bytes()
