@@ -10,12 +10,12 @@ namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
 constexpr int kGroups = kBlock / kGroup;
+constexpr int kPanelStride = kTile * kKeyColumns;
 
 struct Tile : GradientTile {
-  Words query_rows, grad_out_rows;  // words along the queries
-  float *query_copy, *grad_out_copy;
-  bool finite;    // Q and dO
-  float* p_rows;  // P^T after dropout, words along the queries: [kBlock][kTile]
+  float *query_rows, *grad_out_rows;  // words along the queries, in panels of kKeyColumns
+  bool finite;                        // Q and dO
+  float* p_rows;                      // P^T after dropout, words along the queries: [kBlock][kTile]
   float* ds_rows;
   float *grad_query, *chunk;         // dQ^T [D][kTile]: of all chunks so far, and of the one at hand
   bool started;                      // grad_query holds a chunk
@@ -31,7 +31,7 @@ struct Head : GradientHead {
   const BackwardTask& task;
   Scratch* scratch;
   float* ds_keys;    // dS^T of the tile at hand, words along the keys
-  float* key_words;  // K of the block at hand as words along the keys, where it cannot be read in place
+  float* key_words;  // K of the block at hand, words along the keys, in panels of kPanel
   bool may_hide;     // some pair that is computed may be hidden
   bool wants_queries, wants_scores;
 };
@@ -46,13 +46,12 @@ void load_rows(const Head& head, Tile& tile) {
   const int padded = (n + Mac::kElements - 1) / Mac::kElements * Mac::kElements;
   tile.finite =
       !head.may_hide || (all_finite(query, 0, n, problem.head_dim) && all_finite(grad_out, 0, n, problem.head_dim_v));
+  const bool clean = !tile.finite;
   if (head.task.key_sums != nullptr) {
-    tile.query_rows = values_as_words<Mac>(tile.query_copy, query, 0, n, padded, problem.head_dim,
-                                           whole_vectors(problem.head_dim), !tile.finite);
+    copy_panels<Mac>(tile.query_rows, kPanelStride, kKeyColumns, query, 0, n, padded, problem.head_dim, clean);
   }
   if (head.task.value_sums != nullptr) {
-    tile.grad_out_rows = values_as_words<Mac>(tile.grad_out_copy, grad_out, 0, n, padded, problem.head_dim_v,
-                                              whole_vectors(problem.head_dim_v), !tile.finite);
+    copy_panels<Mac>(tile.grad_out_rows, kPanelStride, kKeyColumns, grad_out, 0, n, padded, problem.head_dim_v, clean);
   }
 }
 
@@ -169,10 +168,9 @@ void backward_tile(Head& head, Tile& tile, const KeyBlock& block, const Words& k
                             });
     note_groups<Mac>(tile, part);
     if (!head.wants_queries) return;
-    const int word = part.begin / Mac::kElements;
-    const float* ds = Mac::kElements == 1 ? tile.ds_rows : head.ds_keys;
-    accumulate<Mac>(tile.chunk, ds + word * kTile, key_words.data + word * key_words.stride, key_words.stride,
-                    (part.end - part.begin) / Mac::kElements, head.problem.head_dim, part.v_begin, part.v_end);
+    accumulate<Mac>(tile.chunk, Mac::kElements == 1 ? tile.ds_rows : head.ds_keys, key_words,
+                    part.begin / Mac::kElements, part.end / Mac::kElements, head.problem.head_dim, part.v_begin,
+                    part.v_end);
   });
   if (!tile.finite || !finite_keys) add_not_finite<Mac>(head, tile, block, t, finite_keys);
 }
@@ -183,10 +181,10 @@ void backward_block(Head& head, int num_tiles, int64_t first) {
   const KeyBlock block = load_keys<Mac>(head, first);
   const int padded = (block.num_keys + kMicroRows - 1) / kMicroRows * kMicroRows;
   const bool finite_keys = !head.may_hide || all_finite(head.key, first, block.num_keys, problem.head_dim);
-  Words key_words;
+  const Words key_words{head.key_words, kPanel, kBlock * kPanel};
   if (head.wants_queries) {
-    key_words = values_as_words<Mac>(head.key_words, head.key, first, block.num_keys, padded, problem.head_dim,
-                                     problem.head_dim, !finite_keys);
+    copy_panels<Mac>(head.key_words, kBlock * kPanel, kPanel, head.key, first, block.num_keys, padded, problem.head_dim,
+                     !finite_keys);
   }
   const int64_t next = head.sequence.len_k - first - kBlock;
   prefetch_rows(head.key, first + kBlock, next < kBlock ? next : kBlock, problem.head_dim);
@@ -196,8 +194,8 @@ void backward_block(Head& head, int num_tiles, int64_t first) {
   for (int t = 0; t < num_tiles; ++t) {
     Tile& tile = head.scratch->tile[t];
     backward_tile<Mac>(head, tile, block, key_words, finite_keys);
-    keys[t] = {tile.ds_rows, tile.query_rows.data, kRowWords, tile.query_rows.stride, tile.begin, tile.end};
-    values[t] = {tile.p_rows, tile.grad_out_rows.data, kRowWords, tile.grad_out_rows.stride, tile.begin, tile.end};
+    keys[t] = {tile.ds_rows, kRowWords, tile.query_rows, kPanelStride, tile.begin, tile.end};
+    values[t] = {tile.p_rows, kRowWords, tile.grad_out_rows, kPanelStride, tile.begin, tile.end};
   }
   const int groups = (block.num_keys + kGroup - 1) / kGroup;
   const int64_t sums_key = first - head.task.first_key;
@@ -284,7 +282,7 @@ void backward_tiles(Head& head, int num_tiles) {
   bool any = false;
   for (int t = 0; t < num_tiles; ++t) any = any || sees(tiles[t], task.first_key, end);
   for (int t = 0; t < num_tiles && any; ++t) {
-    load_tile<Mac>(head, tiles[t], tiles[t].p_rows);
+    load_tile<Mac>(head, tiles[t]);
     load_rows<Mac>(head, tiles[t]);
   }
   for (int64_t chunk = task.first_key; chunk < end && any; chunk += task.chunk_keys) {
@@ -296,12 +294,18 @@ void backward_tiles(Head& head, int num_tiles) {
   }
 }
 
-// In floats, what a head needs and what each tile needs; P and dS of a tile lie side by side.
+int64_t panel_floats(int64_t columns, int64_t panel, int64_t rows) {
+  return (columns + panel - 1) / panel * panel * rows;
+}
+
+// In floats, what a head needs and what each tile needs.
 int64_t head_floats(int64_t dim, int64_t dim_v, bool additive, bool softcap) {
-  return kBlock * (2 * dim + dim_v) + kTileFloats * (2 + (additive ? 1 : 0) + (softcap ? 1 : 0));
+  return kBlock * (dim + dim_v) + panel_floats(dim, kPanel, kBlock) +
+         kTileFloats * (2 + (additive ? 1 : 0) + (softcap ? 1 : 0));
 }
 int64_t tile_floats(int64_t dim, int64_t dim_v) {
-  return kTile * (3 * dim + dim_v + whole_vectors(dim) + whole_vectors(dim_v)) + 2 * kTileFloats;
+  return kTile * (3 * dim + dim_v) + panel_floats(dim, kKeyColumns, kTile) + panel_floats(dim_v, kKeyColumns, kTile) +
+         2 * kTileFloats;
 }
 
 float* take(float*& memory, int64_t floats) {
@@ -329,7 +333,7 @@ void backward_task(const BackwardProblem& gradients, const BackwardTask& task, i
             gradients.grad_query.data != nullptr || task.key_sums != nullptr};
   head.key_copy = take(memory, kBlock * dim);
   head.value_copy = take(memory, kBlock * dim_v);
-  head.key_words = take(memory, kBlock * dim);
+  head.key_words = take(memory, panel_floats(dim, kPanel, kBlock));
   head.p = take(memory, kTileFloats);
   head.ds_keys = take(memory, kTileFloats);
   scratch->view.additive = additive ? take(memory, kTileFloats) : nullptr;
@@ -342,8 +346,8 @@ void backward_task(const BackwardProblem& gradients, const BackwardTask& task, i
     tile.grad_out = take(memory, dim_v * kTile);
     tile.grad_query = take(memory, dim * kTile);
     tile.chunk = take(memory, dim * kTile);
-    tile.query_copy = take(memory, whole_vectors(dim) * kTile);
-    tile.grad_out_copy = take(memory, whole_vectors(dim_v) * kTile);
+    tile.query_rows = take(memory, panel_floats(dim, kKeyColumns, kTile));
+    tile.grad_out_rows = take(memory, panel_floats(dim_v, kKeyColumns, kTile));
   }
   const int64_t queries = task.sequence.len_q;
   for (int64_t first = 0; first < queries; first += int64_t{tiles} * kTile) {

@@ -38,10 +38,8 @@ void attend_block(const Head& head, Tile& tile, const Block& block) {
   if (!t.all || t.view.additive != nullptr) tile.some_hidden = true;
   for_each_part(t, [&](const Part& part, const BlockView& view) {
     score_keys<Mac, Mac>(head, tile, block, view, part);
-    const int word = part.begin / Mac::kElements;
-    accumulate<Mac>(tile.state.out, head.scratch->p + word * kTile, block.value.data + word * block.value.stride,
-                    block.value.stride, (part.end - part.begin) / Mac::kElements, head.problem.head_dim_v, part.v_begin,
-                    part.v_end);
+    accumulate<Mac>(tile.state.out, head.scratch->p, block.value, part.begin / Mac::kElements,
+                    part.end / Mac::kElements, head.problem.head_dim_v, part.v_begin, part.v_end);
   });
   if (head.careful) add_not_finite<Mac>(head, tile, block, t);
 }

@@ -47,7 +47,7 @@ Block load_block(const Head& head, int64_t first) {
   const int padded = (block.num_keys + kMicroRows - 1) / kMicroRows * kMicroRows;
   block.key = rows_as_words<Mac>(head.key_copy, head.key, first, block.num_keys, padded, problem.head_dim);
   block.value = values_as_words<Mac>(head.value_copy, head.value, first, block.num_keys, padded, problem.head_dim_v,
-                                     problem.head_dim_v, head.careful);
+                                     head.careful);
   return block;
 }
 

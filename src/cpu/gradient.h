@@ -54,35 +54,24 @@ inline Rows from_row(const Rows& x, int64_t row) {
   return rows;
 }
 
-inline Rows from_column(const Rows& x, int64_t column) {
-  Rows rows = x;
-  rows.data = static_cast<const char*>(x.data) + column * x.column_stride * (x.dtype == DType::kFloat32 ? 4 : 2);
-  return rows;
-}
-
-// delta[q] = sum over Dv of dO * O, in order. `memory` holds 2 * kTileFloats.
-inline void multiply_rows(float* delta, const Rows& grad_out, const Rows& out, int num_rows, int64_t dim,
-                          float* memory) {
-  F sum[kVecs];
-  for (int v = 0; v < kVecs; ++v) sum[v] = broadcast(0.0f);
-  float *a = memory, *b = memory + kTileFloats;
-  for (int64_t d = 0; d < dim; d += kBlock) {
-    const int64_t n = dim - d < kBlock ? dim - d : kBlock;
-    transpose_rows<Float32>(a, from_column(grad_out, d), num_rows, n);
-    transpose_rows<Float32>(b, from_column(out, d), num_rows, n);
-    for (int64_t i = 0; i < n; ++i) {
-      for (int v = 0; v < kVecs; ++v) {
-        const int64_t at = i * kTile + v * kLanes;
-        sum[v] = fma(load(a + at), load(b + at), sum[v]);
+// delta[q] = sum over Dv of dO * O; 0 for rows from num_rows on.
+inline void multiply_rows(float* delta, const Rows& grad_out, const Rows& out, int num_rows, int64_t dim) {
+  for (int q = 0; q < kTile; q += kLanes) {
+    F row[kLanes];
+    for (int r = 0; r < kLanes; ++r) {
+      row[r] = broadcast(0.0f);
+      for (int64_t d = 0; d < dim && q + r < num_rows; d += kLanes) {
+        const int n = dim - d < kLanes ? static_cast<int>(dim - d) : kLanes;
+        row[r] = fma(load_columns(grad_out, q + r, d, n), load_columns(out, q + r, d, n), row[r]);
       }
     }
+    store(delta + q, sums(row));
   }
-  for (int v = 0; v < kVecs; ++v) store(delta + v * kLanes, sum[v]);
 }
 
-// Q^T, dO^T and the statistics of a tile whose place and ranges are set. `memory` holds 2 * kTileFloats.
+// Q^T, dO^T and the statistics of a tile whose place and ranges are set.
 template <class Mac>
-void load_tile(const GradientHead& head, GradientTile& tile, float* memory) {
+void load_tile(const GradientHead& head, GradientTile& tile) {
   const Problem& problem = head.problem;
   const BackwardProblem& gradients = head.gradients;
   const int n = tile.num_queries;
@@ -90,7 +79,7 @@ void load_tile(const GradientHead& head, GradientTile& tile, float* memory) {
   transpose_rows<Mac>(tile.query, from_row(head.query, tile.first_query), n, problem.head_dim);
   transpose_rows<Mac>(tile.grad_out, grad_out, n, problem.head_dim_v);
   if (gradients.delta.data == nullptr) {
-    multiply_rows(tile.delta, grad_out, from_row(head.out, tile.first_query), n, problem.head_dim_v, memory);
+    multiply_rows(tile.delta, grad_out, from_row(head.out, tile.first_query), n, problem.head_dim_v);
   }
   const auto number = [&](const Statistic& x, int q) {
     return *at(x, head.b, head.h, head.sequence.first_q + tile.first_query + q);

@@ -124,6 +124,13 @@ inline F finite_or_zero(F x) { return select(equal(x - x, broadcast(0.0f)), x, b
 template <class Mac>
 void copy_values(float* out, int64_t out_stride, const Rows& x, int64_t first_row, int64_t num_rows,
                  int64_t padded_rows, int64_t dim, bool finite) {
+  if (Mac::kElements == 1 && !finite && plain_words<Mac>(x) && dim % kLanes == 0 && num_rows == padded_rows) {
+    const float* row = f32(x.data) + first_row * x.stride;
+    for (int64_t i = 0; i < num_rows; ++i, row += x.stride, out += out_stride) {
+      for (int64_t d = 0; d < dim; d += kLanes) store(out + d, load(row + d));
+    }
+    return;
+  }
   for (int64_t r = 0; r < padded_rows; r += Mac::kElements) {
     for (int64_t d = 0; d < dim; d += kLanes) {
       const int n = dim - d < kLanes ? static_cast<int>(dim - d) : kLanes;
@@ -141,12 +148,6 @@ void copy_values(float* out, int64_t out_stride, const Rows& x, int64_t first_ro
     }
   }
 }
-
-// Words that the microkernel can read: in place, or copied.
-struct Words {
-  const float* data = nullptr;
-  ptrdiff_t stride = 0;
-};
 
 // Copying costs 1 to 2 % of a task of several tiles. Reading in place needs words of the right type, and rows that are not a
 // multiple of 1 KiB apart: those fall into few sets of the L1 cache ([B, S, H, D] with 16 heads of 64 has such rows).
@@ -168,16 +169,28 @@ Words rows_as_words(float* copy, const Rows& x, int64_t first_row, int64_t num_r
   return {copy, static_cast<ptrdiff_t>(words_of(columns, Mac::kElements))};
 }
 
-// Rows as words along the rows, `padded_columns` of each, as copy_values writes them.
+// Rows as words along the rows, as copy_values writes them.
 template <class Mac>
 Words values_as_words(float* copy, const Rows& x, int64_t first_row, int64_t num_rows, int64_t padded_rows,
-                      int64_t columns, int64_t padded_columns, bool finite) {
-  if (Mac::kElements == 1 && num_rows == padded_rows && columns == padded_columns && !finite &&
-      readable_in_place<Mac>(x, columns)) {
+                      int64_t columns, bool finite) {
+  if (Mac::kElements == 1 && num_rows == padded_rows && !finite && readable_in_place<Mac>(x, columns)) {
     return {f32(x.data) + first_row * x.stride, x.stride};
   }
-  copy_values<Mac>(copy, padded_columns, x, first_row, num_rows, padded_rows, columns, finite);
-  return {copy, padded_columns};
+  copy_values<Mac>(copy, columns, x, first_row, num_rows, padded_rows, columns, finite);
+  return {copy, columns};
+}
+
+// Rows as words along the rows, in panels of `panel` columns: out[column / panel][row / kElements][panel].
+template <class Mac>
+void copy_panels(float* out, int64_t panel_stride, int panel, const Rows& x, int64_t first_row, int64_t num_rows,
+                 int64_t padded_rows, int64_t columns, bool finite) {
+  const int64_t element_bytes = x.dtype == DType::kFloat32 ? 4 : 2;
+  for (int64_t c = 0; c < columns; c += panel, out += panel_stride) {
+    const Rows from{static_cast<const char*>(x.data) + c * x.column_stride * element_bytes, x.dtype, x.stride,
+                    x.column_stride};
+    copy_values<Mac>(out, panel, from, first_row, num_rows, padded_rows, columns - c < panel ? columns - c : panel,
+                     finite);
+  }
 }
 
 // Whether no element is NaN or inf.

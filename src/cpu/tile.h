@@ -80,35 +80,49 @@ inline void accumulate_rows(float* out, const float* p, const float* value, ptrd
   }
 }
 
+// Words [unit][column] in panels of kPanel columns: word (u, d) lies at data + d / kPanel * panel_stride + u * stride +
+// d % kPanel. Plain rows have panel_stride = kPanel.
+constexpr int kPanel = 16;
+
+struct Words {
+  const float* data = nullptr;
+  ptrdiff_t stride = 0;
+  ptrdiff_t panel_stride = kPanel;
+
+  const float* column(int64_t d) const { return data + d / kPanel * panel_stride + d % kPanel; }
+};
+
 template <class Mac, int kVecs_>
-inline void accumulate_vecs(float* out, const float* p, const float* value, ptrdiff_t value_stride, int64_t units,
-                            int64_t dim) {
+inline void accumulate_vecs(float* out, const float* p, const Words& value, int64_t units, int64_t dim) {
   int64_t d = 0;
   if constexpr (micro_rows(kVecs_) != kMicroRows) {
     for (; d + 2 * kMicroRows <= dim; d += 2 * kMicroRows)
-      accumulate_rows<Mac, 2 * kMicroRows, kVecs_>(out + d * kTile, p, value + d, value_stride, units);
+      accumulate_rows<Mac, 2 * kMicroRows, kVecs_>(out + d * kTile, p, value.column(d), value.stride, units);
   }
   for (; d + kMicroRows <= dim; d += kMicroRows)
-    accumulate_rows<Mac, kMicroRows, kVecs_>(out + d * kTile, p, value + d, value_stride, units);
-  for (; d < dim; ++d) accumulate_rows<Mac, 1, kVecs_>(out + d * kTile, p, value + d, value_stride, units);
+    accumulate_rows<Mac, kMicroRows, kVecs_>(out + d * kTile, p, value.column(d), value.stride, units);
+  for (; d < dim; ++d) accumulate_rows<Mac, 1, kVecs_>(out + d * kTile, p, value.column(d), value.stride, units);
 }
 
-// O^T += P^T V over `units` words of keys, for the vectors [v_begin, v_end) of the tile.
+// O^T += P^T V over the words [begin, end) of keys, for the vectors [v_begin, v_end) of the tile.
 template <class Mac>
-inline void accumulate(float* out, const float* p, const float* value, ptrdiff_t value_stride, int64_t units,
-                       int64_t dim, int v_begin, int v_end) {
+inline void accumulate(float* out, const float* p, const Words& value, int64_t begin, int64_t end, int64_t dim,
+                       int v_begin, int v_end) {
+  Words from = value;
+  from.data += begin * value.stride;
+  const int64_t units = end - begin;
   for (int v = v_begin; v < v_end; v += kMicroVecs) {
     float* out_v = out + v * kLanes;
-    const float* p_v = p + v * kLanes;
+    const float* p_v = p + begin * kTile + v * kLanes;
     switch (v_end - v < kMicroVecs ? v_end - v : kMicroVecs) {
-      case 1: accumulate_vecs<Mac, 1>(out_v, p_v, value, value_stride, units, dim); break;
-      case 2: accumulate_vecs<Mac, 2>(out_v, p_v, value, value_stride, units, dim); break;
+      case 1: accumulate_vecs<Mac, 1>(out_v, p_v, from, units, dim); break;
+      case 2: accumulate_vecs<Mac, 2>(out_v, p_v, from, units, dim); break;
       default:
         if constexpr (kMicroVecs == 4) {
           if (v_end - v == 3) {
-            accumulate_vecs<Mac, 3>(out_v, p_v, value, value_stride, units, dim);
+            accumulate_vecs<Mac, 3>(out_v, p_v, from, units, dim);
           } else {
-            accumulate_vecs<Mac, 4>(out_v, p_v, value, value_stride, units, dim);
+            accumulate_vecs<Mac, 4>(out_v, p_v, from, units, dim);
           }
         }
     }
@@ -119,12 +133,16 @@ inline void accumulate(float* out, const float* p, const float* value, ptrdiff_t
 constexpr int kKeyRows = kLanes == 16 ? 8 : 4;
 constexpr int kKeyVecs = kLanes == 4 ? 4 : 2;
 
-// What one tile gives to sums over queries: weights [key][words along the queries], rows [word][columns]; of `words` the
-// range that each group of keys takes.
+constexpr int kKeyColumns = kKeyVecs * kLanes;
+
+// What one tile gives to sums over queries: weights [key][words along the queries], rows [columns / kKeyColumns]
+// [word][kKeyColumns], which lies close in the L1 cache whatever the number of columns; of the words the range that each
+// group of keys takes.
 struct QueryTerms {
   const float* weights;
+  ptrdiff_t weights_stride;
   const float* rows;
-  ptrdiff_t weights_stride, rows_stride;
+  ptrdiff_t panel_stride;
   const int *begin, *end;  // [group]
 };
 
@@ -139,7 +157,7 @@ inline void add_key_rows(float* out, ptrdiff_t out_stride, const QueryTerms* ter
   }
   for (int t = 0; t < num_terms; ++t) {
     const QueryTerms& x = terms[t];
-    contract<Mac, true>(acc, x.rows + x.begin[group] * x.rows_stride + column, x.rows_stride,
+    contract<Mac, true>(acc, x.rows + column / kKeyColumns * x.panel_stride + x.begin[group] * kKeyColumns, kKeyColumns,
                         x.weights + key * x.weights_stride + x.begin[group], x.weights_stride,
                         x.end[group] - x.begin[group]);
   }
@@ -166,7 +184,7 @@ void add_key_columns(float* out, ptrdiff_t out_stride, const QueryTerms* terms, 
 // whole vectors, num_keys whole groups of kLanes keys.
 template <class Mac>
 void add_keys(float* out, int64_t columns, const QueryTerms* terms, int num_terms, int num_keys) {
-  for (int64_t column = 0; column < columns; column += kKeyVecs * kLanes) {
+  for (int64_t column = 0; column < columns; column += kKeyColumns) {
     const int64_t vecs = (columns - column) / kLanes;
     switch (vecs < kKeyVecs ? vecs : kKeyVecs) {
       case 1: add_key_columns<Mac, 1>(out, columns, terms, num_terms, num_keys, column); break;
