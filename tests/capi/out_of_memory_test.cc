@@ -1,8 +1,10 @@
 // Every call of the C interface with its first, second, third ... allocation failing: the status says so, nothing is
-// thrown or leaked (the sanitizer builds see leaks), and the same call then succeeds. Forward allocates nothing.
+// thrown or leaked (the sanitizer builds see leaks), and the same call then succeeds. Forward and backward allocate
+// nothing.
 #include <gtest/gtest.h>
 #include <polyhead/polyhead.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -148,24 +150,52 @@ TEST(OutOfMemory, Sentences) {
                         [] { return polyhead_attention_forward(nullptr, nullptr); });
 }
 
-TEST(OutOfMemory, ForwardAllocatesNothing) {
+TEST(OutOfMemory, Merge) {
+  float out[8] = {}, logsumexp[8] = {}, merged_out[8], merged_logsumexp[8];
+  const int64_t out_dims[] = {1, 4, 2, 1}, dims[] = {1, 2, 4};
+  const polyhead_partial part = {polyhead_tensor_contiguous(out, POLYHEAD_FLOAT32, 4, out_dims),
+                                 polyhead_tensor_contiguous(logsumexp, POLYHEAD_FLOAT32, 3, dims)};
+  const polyhead_partial parts[] = {part, part, part};
+  const polyhead_partial merged = {polyhead_tensor_contiguous(merged_out, POLYHEAD_FLOAT32, 4, out_dims),
+                                   polyhead_tensor_contiguous(merged_logsumexp, POLYHEAD_FLOAT32, 3, dims)};
+  fail_every_allocation("merge", POLYHEAD_OK, [&] { return polyhead_merge(parts, 3, &merged, nullptr); });
+  fail_every_allocation("merge_backward", POLYHEAD_OK,
+                        [&] { return polyhead_merge_backward(parts, 1, &part, &part, &merged, nullptr); });
+  fail_every_allocation("merge over an input", POLYHEAD_INVALID_ARGUMENT, [&] {
+    polyhead_partial bad = merged;
+    bad.out.data = out + 1;
+    return polyhead_merge(parts, 3, &bad, nullptr);
+  });
+}
+
+TEST(OutOfMemory, ForwardAndBackwardAllocateNothing) {
   const polyhead_attention_desc desc = small_desc();
   for (const char* const* kernel = polyhead_kernels(); *kernel != nullptr; ++kernel) {
     polyhead_plan_options options;
     polyhead_forward_args args;
+    polyhead_backward_args backward;
     polyhead_attention_plan* plan = nullptr;
     ASSERT_EQ(polyhead_plan_options_init(&options, sizeof options), POLYHEAD_OK);
     ASSERT_EQ(polyhead_forward_args_init(&args, sizeof args), POLYHEAD_OK);
+    ASSERT_EQ(polyhead_backward_args_init(&backward, sizeof backward), POLYHEAD_OK);
     options.kernel = *kernel;
     ASSERT_EQ(polyhead_attention_plan_create(&desc, &options, &plan), POLYHEAD_OK);
-    float query[64] = {}, out[64];
-    const int64_t dims[] = {1, 8, 1, 8};
+    float query[64] = {}, out[64], logsumexp[8], grads[3][64];
+    const int64_t dims[] = {1, 8, 1, 8}, statistic_dims[] = {1, 1, 8};
     args.query = args.key = args.value = polyhead_tensor_contiguous(query, POLYHEAD_FLOAT32, 4, dims);
     args.out = polyhead_tensor_contiguous(out, POLYHEAD_FLOAT32, 4, dims);
-    args.workspace_bytes = polyhead_attention_plan_workspace_bytes(plan);
+    args.logsumexp = polyhead_tensor_contiguous(logsumexp, POLYHEAD_FLOAT32, 3, statistic_dims);
+    args.workspace_bytes =
+        std::max(polyhead_attention_plan_workspace_bytes(plan), polyhead_attention_plan_backward_workspace_bytes(plan));
     args.workspace = ::operator new (args.workspace_bytes, std::align_val_t{64});
+    backward.forward = &args;
+    backward.grad_out = args.query;
+    backward.grad_query = polyhead_tensor_contiguous(grads[0], POLYHEAD_FLOAT32, 4, dims);
+    backward.grad_key = polyhead_tensor_contiguous(grads[1], POLYHEAD_FLOAT32, 4, dims);
+    backward.grad_value = polyhead_tensor_contiguous(grads[2], POLYHEAD_FLOAT32, 4, dims);
     arm(0);
     EXPECT_EQ(polyhead_attention_forward(plan, &args), POLYHEAD_OK) << polyhead_last_error();
+    EXPECT_EQ(polyhead_attention_backward(plan, &backward), POLYHEAD_OK) << polyhead_last_error();
     EXPECT_EQ(num_allocations, 0) << *kernel;
     ::operator delete (args.workspace, std::align_val_t{64});
     polyhead_attention_plan_destroy(plan);
