@@ -262,6 +262,8 @@ TEST(Explain, FlopsCountVisiblePairs) {
             desc.window_right = right;
             desc.query_offset = offset;
             const double per_pair = 2.0 * (8 + 6) * 4;
+            const double backward_per_pair = 2.0 * (3 * 8 + 2 * 6) * 4;
+            ASSERT_EQ(explain(desc).backward_flops, backward_per_pair * counted_pairs(desc));
             ASSERT_EQ(explain(desc).flops, per_pair * counted_pairs(desc))
                 << "left " << left << " right " << right << " causal " << causal << " offset " << offset << " Sk "
                 << seqlen_k;
@@ -286,6 +288,7 @@ TEST(Explain, ListsEveryKernelAndAgreesWithPlan) {
   const Result<Plan> made = plan(good_desc());
   EXPECT_EQ(explanation.kernel, made->kernel_name());
   EXPECT_EQ(explanation.workspace_bytes, made->workspace_bytes());
+  EXPECT_EQ(explanation.backward_workspace_bytes, made->backward_workspace_bytes());
   bool found = false;
   for (size_t i = 0; i < explanation.reasons.size(); ++i) {
     EXPECT_STREQ(explanation.reasons[i].kernel, kernel_list()[i]->name);
