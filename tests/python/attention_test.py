@@ -130,6 +130,7 @@ def test_bias_float64_with_float64():
 KERNEL_OPTIONS = {
     "plain": {},
     "causal": {"causal": True, "align": "bottom_right", "softcap": 2.0},
+    "dropout": {"dropout_p": 0.2, "dropout_seed": 11, "dropout_offset": 3},
     "weights": {"return_weights": True},
     "column_sums": {"return_column_sums": True, "window": (4, 4), "align": "top_left"},
 }
@@ -256,11 +257,28 @@ def test_hidden_data_changes_no_bit_and_visible_nan_shows():
     assert seen[1, :, :2, 3].all() and seen.sum() == 5 * 2
 
 
-def test_dropout_mask():
+def test_dropout_mask_is_the_documented_formula():
     shape = (2, 3, 5, 19)
-    kept = polyhead.dropout_mask(shape, 0.25, 2**40 + 5, 9)
-    assert kept.dtype == bool and kept.shape == shape
-    assert (kept == formula.dropout_mask(shape, 0.25, 2**40 + 5, 9)).all()
+    for p, seed, offset in [(0.25, 2**40 + 5, 9), (0.1, 2**64 - 1, 2**32 - 1), (0.999, 0, 0), (1e-5, 3, 0)]:
+        kept = polyhead.dropout_mask(shape, p, seed, offset)
+        assert kept.dtype == bool and kept.shape == shape
+        assert (kept == formula.dropout_mask(shape, p, seed, offset)).all()
+    assert (polyhead.dropout_mask(shape, 0.5, 7) == formula.dropout_mask(shape, 0.5, 7, 0)).all()
     assert polyhead.dropout_mask(shape, 0, 1).all() and not polyhead.dropout_mask(shape, 1.0, 1).any()
-    share = polyhead.dropout_mask((1, 1, 1000, 1000), 0.25, 3).mean()
-    assert abs(share - 0.75) < 5 * np.sqrt(0.25 * 0.75 / 1e6)
+    assert polyhead.dropout_mask((2, 0, 5, 3), 0.5, 1).shape == (2, 0, 5, 3)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 0.9])
+def test_dropout_keeps_its_share_everywhere_and_draws_anew(p):
+    def within_5_sigma(drawn, share, count):
+        return np.all(np.abs(drawn - share) < 5 * np.sqrt(share * (1 - share) / count))
+
+    first = polyhead.dropout_mask((2, 3, 300, 400), p, 3)
+    share = 1 - np.floor(p * 65536 + 0.5) / 65536
+    for axes in [(0, 1, 2, 3), (2, 3), (0, 1, 2), (0, 1, 3)]:
+        count = np.prod([first.shape[axis] for axis in axes])
+        assert within_5_sigma(first.mean(axis=axes), share, count)
+    same = share**2 + (1 - share) ** 2  # of two independent masks
+    others = [polyhead.dropout_mask(first.shape, p, seed, offset) for seed, offset in [(4, 0), (3, 1), (3 + 2**32, 0)]]
+    others += [np.roll(first, shift, axis) for axis, shift in enumerate((1, 1, 1, 8))]
+    assert all(within_5_sigma((first == other).mean(), same, first.size / 2) for other in others)

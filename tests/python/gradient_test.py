@@ -1,5 +1,7 @@
 """polyhead.attention_backward against exact gradients in float64: options alone and mixed at random, each dtype."""
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -94,8 +96,11 @@ def test_groups_of_heads(dtype, heads_kv):
     check(*arrays, causal=True, align="bottom_right")
 
 
+BIAS_SHAPES = [*itertools.product((1, 2), (1, 4), (1, 5), (1, 7)), *(shape for shape in SHAPES if len(shape) < 4)]
+
+
 @needs_torch
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", BIAS_SHAPES, ids=str)
 def test_bias_is_summed_over_what_broadcasts(shape):
     rng = np.random.default_rng(3)
     query, key, value = operands(rng, np.float32)

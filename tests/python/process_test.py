@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -261,3 +262,25 @@ def test_memory_stays_flat():
     before = resident_bytes()
     many(3000)
     assert resident_bytes() - before < 4 << 20
+
+
+PEAKS = """
+import numpy as np, polyhead
+def peak():
+    with open("/proc/self/status") as file:
+        return int(next(line for line in file if line.startswith("VmHWM")).split()[1]) * 1024
+rng = np.random.default_rng(0)
+query, key, value = (rng.standard_normal((1, 4096, 4, 32), np.float32) for _ in range(3))
+options = {"attn_bias": np.zeros((4, 1, 4096), np.float32), "dropout_p": 0.1, "dropout_seed": 1}
+before = peak()
+out, logsumexp = polyhead.attention(query, key, value, **options, return_logsumexp=True)
+needs = ("query", "key", "value", "attn_bias")
+polyhead.attention_backward(out, query, key, value, out, logsumexp, **options, needs=needs)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc here")
+def test_nothing_of_the_size_of_the_scores_is_stored():
+    shown = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True)
+    assert int(shown.stdout) < 4 * 4096 * 4096 * 4 // 10
