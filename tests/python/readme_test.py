@@ -1,4 +1,4 @@
-"""The Python example of README.md, run as it stands there."""
+"""The Python examples of README.md, run as they stand there, one after the other."""
 
 import pathlib
 import re
@@ -8,11 +8,12 @@ import numpy as np
 README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
 
 
-def test_example_runs_and_is_right(capsys):
+def test_examples_run_and_are_right(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="ascii"), flags=re.S)
-    assert len(blocks) == 1
+    assert len(blocks) == 2
+    first, training = (compile(block, str(README), "exec") for block in blocks)
     names = {}
-    exec(compile(blocks[0], str(README), "exec"), names)
+    exec(first, names)
 
     assert names["out"].shape == (1, 384, 16, 64)
     assert names["logsumexp"].shape == (1, 16, 384)
@@ -20,3 +21,7 @@ def test_example_runs_and_is_right(capsys):
     np.testing.assert_allclose(names["out"][0, 0], np.repeat(names["value"][0, 0], 4, axis=0), rtol=1e-6)
     printed = capsys.readouterr().out
     assert "reference" in printed
+
+    exec(training, names)
+    assert names["grads"]["key"].shape == names["key"].shape == (1, 384, 4, 64)
+    assert (np.diff(names["losses"]) < 0).all() and names["losses"][-1] < 0.9 * names["losses"][0]
