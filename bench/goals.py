@@ -1,9 +1,9 @@
-"""What the forward rows are held to: fractions of what the machine can do, and ratios against peers."""
+"""What the rows are held to: fractions of what the machine can do, and ratios against peers."""
 
 from dataclasses import dataclass
 from typing import Optional
 
-from problem import Problem
+from problem import BACKWARD, FORWARD, Problem
 
 
 @dataclass(frozen=True)
@@ -14,8 +14,11 @@ class Goal:
     ort: Optional[float] = None  # than the best of onnxruntime's operators
 
 
-MAX_EXTRA_MEMORY = 0.05  # workspace over Q+K+V+O, from this many keys on:
+MAX_EXTRA_MEMORY = 0.05  # forward: workspace over Q+K+V+O, from this many keys on:
 EXTRA_MEMORY_FROM = 1024
+
+MAX_PEAK_MEMORY = 0.1  # forward + backward: peak over that of the unfused formula, at this many keys:
+PEAK_MEMORY_AT = 8192
 
 
 def _decode_goal(p: Problem) -> Goal:
@@ -48,8 +51,7 @@ def _plain_goal(p: Problem) -> Optional[Goal]:
     return None
 
 
-def goal_of(p: Problem) -> Optional[Goal]:
-    """The goal that a problem's row stands for; None if it is shown for comparison only."""
+def _forward_goal(p: Problem) -> Optional[Goal]:
     if p.dropout_p > 0 or p.bias_dims:
         return None  # held to goals together with their gradients only
     if p.window is not None:
@@ -61,3 +63,36 @@ def goal_of(p: Problem) -> Optional[Goal]:
     if p.tiny:
         return Goal("tiny heads, forward", torch=20, ort=10)
     return _plain_goal(p)
+
+
+def _backward_goal(p: Problem, threads: int) -> Optional[Goal]:
+    if p.window is not None or p.mask or p.lengths or p.dropout_p > 0 or p.bias_dims or p.seqlen_k < 256:
+        return None
+    if p.dtype == "bf16":
+        return Goal(f"bf16 backward, D={p.head_dim}", 0.85, torch=1.7)
+    if p.dtype != "f32" or p.num_heads != p.num_heads_kv:
+        return None
+    if p.batch * p.num_heads == 1 and threads == 2:
+        return Goal("backward, B*H = 1 on 2 threads", torch=2.3)
+    if not p.causal:
+        return Goal(f"backward f32, full, D={p.head_dim}", 0.90, torch=1.25)
+    if p.seqlen_k < 1024:
+        return Goal("backward f32, causal, S < 1k", torch=2)
+    return Goal("backward f32, causal, S >= 1k", 0.82, torch=1.4)
+
+
+def _training_goal(p: Problem) -> Optional[Goal]:
+    if p.dropout_p > 0:
+        return Goal("dropout, forward + backward", torch=3)
+    if p.bias_dims:
+        return Goal("bias with gradient, forward + backward", torch=2)
+    if p.tiny:
+        return Goal("tiny heads, forward + backward", torch=10)
+    return None
+
+
+def goal_of(p: Problem, direction: str, threads: int) -> Optional[Goal]:
+    """The goal that a problem's row stands for; None if it is shown for comparison only."""
+    if direction == FORWARD:
+        return _forward_goal(p)
+    return _backward_goal(p, threads) if direction == BACKWARD else _training_goal(p)

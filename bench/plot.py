@@ -1,4 +1,4 @@
-"""The benchmark's picture: how many times as fast as each peer, and how near to what the machine can do."""
+"""The benchmark's pictures: how many times as fast as each peer, how near to what the machine can do; peak memory."""
 
 import pathlib
 
@@ -6,11 +6,11 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import memory
 import report
-from goals import goal_of
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from problem import parse_problem
+from problem import BACKWARD, FORWARD
 
 COLOURS = {"torch": "#d1603d", "ort": "#3b7a9e", "jax": "#9aa36a"}
 OURS_COLOUR = "#2f4858"
@@ -24,12 +24,13 @@ def _draw_goal(axis, x: float, y: float, height: float) -> None:
 
 def _draw_ratios(axis, rows: list[dict]) -> None:
     """A bar a peer, from 1x; to the right we are faster."""
-    height = 0.8 / len(report.PEERS)
+    peers = report.peers_of(rows)
+    height = 0.8 / max(len(peers), 1)
     for index, row in enumerate(rows):
-        goal = goal_of(parse_problem(row["problem"]))
-        for place, peer in enumerate(report.PEERS):
+        goal = report.row_goal(row)
+        for place, peer in enumerate(peers):
             ratio = report.ratio(row, peer)
-            y = index + (place - (len(report.PEERS) - 1) / 2) * height
+            y = index + (place - (len(peers) - 1) / 2) * height
             if ratio is not None:
                 axis.barh(y, ratio - 1, height, left=1, color=COLOURS[peer], zorder=2)
                 beside = (3, "left") if ratio >= 1 else (-3, "right")
@@ -73,17 +74,21 @@ def _draw_fractions(axis, rows: list[dict]) -> None:
             color="white" if inside else "black",
             zorder=5,
         )
-        goal = goal_of(parse_problem(row["problem"]))
+        goal = report.row_goal(row)
         if goal is not None and goal.fraction is not None:
             _draw_goal(axis, goal.fraction, index, 0.8)
     axis.set_xlim(0, 1.05)
     axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
 
 
-def draw(result: dict, path: pathlib.Path) -> None:
-    good = [row for row in result["rows"] if "error" not in row]
+def _name(row: dict) -> str:
+    """Beside the row's bars."""
+    return row["problem"] + ("" if row["direction"] in (FORWARD, BACKWARD) else "  forward + backward")
+
+
+def _draw_rows(good: list[dict], environment: dict, what: str, path: pathlib.Path) -> None:
     all_threads = sorted({row["threads"] for row in good})
-    names = list(dict.fromkeys(row["problem"] for row in good))
+    names = list(dict.fromkeys(_name(row) for row in good))
     figure, axes = plt.subplots(
         1,
         2 * len(all_threads),
@@ -95,7 +100,7 @@ def draw(result: dict, path: pathlib.Path) -> None:
     )
     for column, threads in enumerate(all_threads):
         rows = [row for row in good if row["threads"] == threads]
-        rows.sort(key=lambda row: names.index(row["problem"]))
+        rows.sort(key=lambda row: names.index(_name(row)))
         ratios, fractions = axes[0][2 * column], axes[0][2 * column + 1]
         label = f"{threads} thread{'s'[: threads > 1]}"
         _draw_ratios(ratios, rows)
@@ -111,15 +116,64 @@ def draw(result: dict, path: pathlib.Path) -> None:
             axis.axhline(line - 0.5, color="#eeeeee", linewidth=0.7, zorder=0)
     axes[0][0].set_yticks(range(len(names)), names, family="monospace")
     axes[0][0].set_ylim(len(names) - 0.4, -0.6)
-    handles = [Patch(color=colour, label=f"vs {peer}") for peer, colour in COLOURS.items()]
-    handles += [
-        Patch(color=OURS_COLOUR, label="of the measured FMA peak"),
-        Patch(color=OURS_COLOUR, alpha=0.55, label="of the measured read bandwidth"),
-        Line2D([], [], color=GOAL_COLOUR, linewidth=2, label="goal"),
-    ]
+    handles = [Patch(color=COLOURS[peer], label=f"vs {peer}") for peer in report.peers_of(good)]
+    handles.append(Patch(color=OURS_COLOUR, label="of the measured FMA peak"))
+    if any(row["read_gb_per_s"] for row in good):
+        handles.append(Patch(color=OURS_COLOUR, alpha=0.55, label="of the measured read bandwidth"))
+    handles.append(Line2D([], [], color=GOAL_COLOUR, linewidth=2, label="goal"))
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), fontsize=8, frameon=False)
-    e = result["environment"]
-    caption = f"{e['cpu']}, {e['date'][:10]}, commit {e['commit']}: attention forward, fastest samples"
-    figure.supxlabel(caption, fontsize=8)
+    figure.supxlabel(f"{_source(environment)}: {what}, fastest samples", fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _source(environment: dict) -> str:
+    return f"{environment['cpu']}, {environment['date'][:10]}, commit {environment['commit']}"
+
+
+MEMORY_COLOURS = {memory.OURS: OURS_COLOUR, "torch, fused": COLOURS["torch"], memory.UNFUSED: "#8c8c8c"}
+
+
+def _draw_memory(rows: list[dict], environment: dict, path: pathlib.Path) -> None:
+    """Peak memory of forward and backward against S, log-log."""
+    figure, axis = plt.subplots(figsize=(7, 4.8), layout="constrained")
+    for name, colour in MEMORY_COLOURS.items():
+        measured = [row for row in rows if row["contender"] == name and "extra_bytes" in row]
+        if not measured:
+            continue
+        mib = [row["extra_bytes"] / 2**20 for row in measured]
+        axis.plot([row["seqlen"] for row in measured], mib, "o-", color=colour, label=name)
+        last = (measured[-1]["seqlen"], mib[-1])
+        axis.annotate(f"{mib[-1]:.0f} MiB", last, xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
+    seqlens = sorted({row["seqlen"] for row in rows})
+    operands = [memory.operand_bytes(seqlen) / 2**20 for seqlen in seqlens]
+    axis.plot(seqlens, operands, ":", color="#555555", label="Q+K+V+O")
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(seqlens, [str(seqlen) for seqlen in seqlens])
+    axis.margins(x=0.12)
+    axis.set_xlabel("sequence length S")
+    axis.set_ylabel("memory added at the peak, MiB")
+    axis.set_title(f"Forward and backward, {memory.SHAPE}", fontsize=10)
+    axis.grid(color="#dddddd")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, frameon=False)
+    figure.supxlabel(_source(environment), fontsize=7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_all(result: dict, folder: pathlib.Path, stem: str) -> list[pathlib.Path]:
+    """Writes the pictures that the result has rows for; their paths."""
+    good = [row for row in result["rows"] if "error" not in row]
+    forward = [row for row in good if row["direction"] == FORWARD]
+    backward = [row for row in good if row["direction"] != FORWARD]
+    environment, paths = result["environment"], []
+    for rows, what, end in ((forward, "attention forward", ".png"), (backward, "attention backward", "-backward.png")):
+        if rows:
+            paths.append(folder / f"{stem}{end}")
+            _draw_rows(rows, environment, what, paths[-1])
+    if any("extra_bytes" in row for row in result["memory"]):
+        paths.append(folder / f"{stem}-memory.png")
+        _draw_memory(result["memory"], environment, paths[-1])
+    return paths

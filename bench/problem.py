@@ -2,9 +2,13 @@
 
 The syntax is the command's (`polyhead bench --help`): BxHxSxD, refined BxH/GxSQ/SKxD/DV, then options. Of the options
 the suites of this folder use a part; any other is refused by name.
+
+What is timed of a problem is its direction: forward; backward, which is the gradients alone, given what forward wrote;
+or both, one after the other. A suite's name tells: backward*.txt, training*.txt (both), and the rest forward.
 """
 
 import argparse
+import pathlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Optional
@@ -12,6 +16,7 @@ from typing import Optional
 import ml_dtypes
 import numpy as np
 
+FORWARD, BACKWARD, BOTH = DIRECTIONS = ("forward", "backward", "forward+backward")
 DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
 
 
@@ -90,13 +95,28 @@ class Problem:
             end = np.minimum(end, at + right + 1) if right >= 0 else end
         return first, np.maximum(end, 0)
 
+    @property
+    def scores_bytes(self) -> int:
+        """Of one [B, H, Sq, Sk] array in the dtype: what unfused attention stores several of."""
+        return self.batch * self.num_heads * self.seqlen_q * self.seqlen_k * DTYPES[self.dtype].itemsize
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The operands whose gradients backward gives: all that have one."""
+        return ("query", "key", "value") + (("attn_bias",) if self.bias_dims else ())
+
     @cached_property
-    def flops(self) -> float:
-        """2 * (D + Dv) a visible pair; a mask's holes count as visible, for they may stand anywhere."""
+    def _visible_pairs(self) -> float:
+        """Of all heads; a mask's holes count as visible, for they may stand anywhere."""
         first, end = self.key_limits()
         ends = np.minimum(end[None, :], self.key_lengths()[:, None])
-        pairs = float(np.maximum(ends - first[None, :], 0).sum()) * self.num_heads
-        return 2.0 * (self.head_dim + self.head_dim_v) * pairs
+        return float(np.maximum(ends - first[None, :], 0).sum()) * self.num_heads
+
+    def flops(self, direction: str) -> float:
+        """Of the products for each visible pair: S and O forward; S, dP, dQ, dK and dV backward."""
+        forward = 2.0 * (self.head_dim + self.head_dim_v) * self._visible_pairs
+        backward = 2.0 * (3 * self.head_dim + 2 * self.head_dim_v) * self._visible_pairs
+        return {FORWARD: forward, BACKWARD: backward, BOTH: forward + backward}[direction]
 
 
 def _options() -> argparse.ArgumentParser:
@@ -131,10 +151,15 @@ def parse_problem(line: str) -> Problem:
     return Problem(" ".join(words), *sizes, **options)
 
 
-def read_suite(path: str) -> list[Problem]:
+def read_suite(path: pathlib.Path) -> list[Problem]:
     """The problems of a suite's lines; '#' begins a comment."""
     with open(path) as file:
         return [parse_problem(line) for line in file if line.split("#")[0].strip()]
+
+
+def suite_direction(name: str) -> str:
+    """What is timed of a suite's problems."""
+    return BACKWARD if name.startswith("backward") else BOTH if name.startswith("training") else FORWARD
 
 
 def _random_mask(text: str, rng: np.random.Generator) -> np.ndarray:
@@ -168,6 +193,7 @@ class Operands:
         self.value = draw(p.batch, p.num_heads_kv, p.seqlen_k, p.head_dim_v)
         self.mask = _random_mask(p.mask, rng) if p.mask else None
         self.bias = rng.standard_normal(p.bias_dims, dtype=np.float32) if p.bias_dims else None
+        self.grad_out = draw(p.batch, p.num_heads, p.seqlen_q, p.head_dim_v)
         self.lengths = p.key_lengths()
 
     def dense_mask(self, problem: Problem) -> Optional[np.ndarray]:

@@ -6,8 +6,9 @@ import pathlib
 import re
 from typing import Optional
 
-from goals import EXTRA_MEMORY_FROM, MAX_EXTRA_MEMORY, goal_of
-from problem import parse_problem
+import memory
+from goals import EXTRA_MEMORY_FROM, MAX_EXTRA_MEMORY, MAX_PEAK_MEMORY, PEAK_MEMORY_AT, Goal, goal_of
+from problem import DIRECTIONS, FORWARD, parse_problem
 
 OURS = "polyhead"
 PEERS = ("torch", "ort", "jax")  # a peer is the best of the contenders whose names begin so
@@ -23,6 +24,11 @@ def fastest(row: dict, peer: str, figure: str = "min_s", without: frozenset = fr
     """The name of `peer`'s fastest contender in the row; None if none could."""
     names = [name for name in row["contenders"] if name.split()[0] == peer and name not in without]
     return min(names, key=lambda name: row["contenders"][name][figure], default=None)
+
+
+def peers_of(rows: list[dict]) -> list[str]:
+    """Those that computed one of the rows at least."""
+    return [peer for peer in PEERS if any(fastest(row, peer) for row in rows)]
 
 
 def ratio(row: dict, peer: str, figure: str = "min_s", without: frozenset = frozenset()) -> Optional[float]:
@@ -64,11 +70,15 @@ def one_line(row: dict) -> str:
 # --- goals -----------------------------------------------------------------------------------------------------------
 
 
+def row_goal(row: dict) -> Optional[Goal]:
+    return goal_of(parse_problem(row["problem"]), row["direction"], row["threads"])
+
+
 def verdicts(row: dict) -> list[tuple[str, str, float, Optional[float], str]]:
     """(goal, of what, asked, reached, verdict) for each goal that the row is held to."""
     p = parse_problem(row["problem"])
     found = []
-    goal = goal_of(p)
+    goal = row_goal(row)
     if goal is not None:
         bound = "read bandwidth" if p.decode else "FMA peak"
         asked = [(f"of {bound}", goal.fraction, fraction(row))]
@@ -77,7 +87,7 @@ def verdicts(row: dict) -> list[tuple[str, str, float, Optional[float], str]]:
         for what, wanted, reached in asked:
             if wanted is not None:
                 found.append((goal.name, what, wanted, reached, _verdict(row, reached, reached and reached >= wanted)))
-    if p.seqlen_k >= EXTRA_MEMORY_FROM:
+    if row["direction"] == FORWARD and p.seqlen_k >= EXTRA_MEMORY_FROM:
         reached = extra_memory(row)
         verdict = "met" if reached <= MAX_EXTRA_MEMORY else "**missed**"
         found.append(("extra memory, S >= 1k", "of Q+K+V+O", MAX_EXTRA_MEMORY, reached, verdict))
@@ -91,18 +101,32 @@ def _verdict(row: dict, reached: Optional[float], met: Optional[bool]) -> str:
     return ("met" if met else "**missed**") + noisy
 
 
-def _goal_table(rows: list[dict]) -> list[str]:
-    lines = ["| goal | problem | threads | what | asked | reached | |", "|---|---|--:|---|--:|--:|---|"]
+def peak_memory_share(rows: list[dict], seqlen: int) -> Optional[float]:
+    """Our peak over the unfused formula's; None if one of them was not measured."""
+    bytes_of = {row["contender"]: row.get("extra_bytes") for row in rows if row["seqlen"] == seqlen}
+    ours, unfused = bytes_of.get(memory.OURS), bytes_of.get(memory.UNFUSED)
+    return ours / unfused if ours and unfused else None
+
+
+def _goal_table(rows: list[dict], memory_rows: list[dict]) -> list[str]:
+    lines = ["| goal | problem | direction | threads | what | asked | reached | |", "|---|---|---|--:|---|--:|--:|---|"]
     count = {"met": 0, "**missed**": 0, "not measured": 0}
+
+    def add(goal, where, what, asked, reached, verdict):
+        show = _times if what.startswith("vs") else lambda x: "-" if x is None else f"{x:.1%}"
+        bound = "<=" if "memory" in goal else ">="
+        lines.append(f"| {goal} | {where} | {what} | {bound} {show(asked)} | {show(reached)} | {verdict} |")
+        count[verdict.rstrip("!")] += 1
+
     for row in rows:
-        for goal, what, asked, reached, verdict in verdicts(row):
-            show = _times if what.startswith("vs") else lambda x: "-" if x is None else f"{x:.1%}"
-            bound = "<=" if goal.startswith("extra") else ">="
-            lines.append(
-                f"| {goal} | `{row['problem']}` | {row['threads']} | {what} | {bound} {show(asked)} | {show(reached)} "
-                f"| {verdict} |"
-            )
-            count[verdict.rstrip("!")] += 1
+        where = f"`{row['problem']}` | {row['direction']} | {row['threads']}"
+        for verdict in verdicts(row):
+            add(verdict[0], where, *verdict[1:])
+    if memory_rows:
+        share = peak_memory_share(memory_rows, PEAK_MEMORY_AT)
+        where = f"`{memory.BATCH}x{memory.NUM_HEADS}x{PEAK_MEMORY_AT}x{memory.HEAD_DIM}` | forward+backward | "
+        verdict = "not measured" if share is None else "met" if share <= MAX_PEAK_MEMORY else "**missed**"
+        add("peak memory", where, "of the unfused formula's", MAX_PEAK_MEMORY, share, verdict)
     total = ", ".join(f"{number} {word.strip('*')}" for word, number in count.items())
     return [f"{sum(count.values())} goals: {total}.", "", *lines]
 
@@ -124,7 +148,7 @@ def _difference(row: dict) -> str:
     return f"{max(found):.1e}" if found else "-"
 
 
-def _row_cells(row: dict) -> list[str]:
+def _row_cells(row: dict, peers: list[str]) -> list[str]:
     ours = row["contenders"][OURS]
     share = fraction(row)
     if row["read_gb_per_s"]:
@@ -133,18 +157,36 @@ def _row_cells(row: dict) -> list[str]:
         speed, bound = f"{gflops(row):.1f}", f"{row['peak_gflops']:.0f}" if row["peak_gflops"] else "-"
     bshd = row["contenders"].get("polyhead bshd")
     cells = [f"`{row['problem']}`", row["kernel"], _ms(ours), speed, bound, "-" if share is None else f"{share:.1%}"]
-    for peer in PEERS:
+    for peer in peers:
         cells.append(f"{_times(ratio(row, peer))} / {_times(ratio(row, peer, 'median_s'))}")
     cells.append("-" if bshd is None else f"{bshd['min_s'] * 1e3:.3f}")
     return [*cells, f"{extra_memory(row):.2%}", _difference(row), f"{row['load']:.2f}"]
 
 
 def _main_table(rows: list[dict]) -> list[str]:
+    peers = peers_of(rows)
     head = ["problem", "kernel", "ms min / median", "GFLOP/s", "bound", "of bound"]
-    head += [f"vs {peer} min / median" for peer in PEERS]
+    head += [f"vs {peer} min / median" for peer in peers]
     head += ["bshd ms", "extra memory", "max diff", "load"]
     lines = ["| " + " | ".join(head) + " |", "|---|---|" + "--:|" * (len(head) - 2)]
-    return lines + ["| " + " | ".join(_row_cells(row)) + " |" for row in rows]
+    return lines + ["| " + " | ".join(_row_cells(row, peers)) + " |" for row in rows]
+
+
+def _memory_table(rows: list[dict]) -> list[str]:
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    lines = ["| S | Q+K+V+O | " + " | ".join(names) + " | ours / unfused |", "|--:|--:|" + "--:|" * (len(names) + 1)]
+    for seqlen in dict.fromkeys(row["seqlen"] for row in rows):
+        found = {row["contender"]: row for row in rows if row["seqlen"] == seqlen}
+        cells = [_mib(found[name]["extra_bytes"]) if "extra_bytes" in found[name] else "-" for name in names]
+        share = peak_memory_share(rows, seqlen)
+        cells.append("-" if share is None else f"{share:.1%}")
+        lines.append(f"| {seqlen} | {_mib(memory.operand_bytes(seqlen))} | " + " | ".join(cells) + " |")
+    errors = [f"- {row['contender']}, S = {row['seqlen']}: {row['error']}" for row in rows if "error" in row]
+    return lines + ([""] + errors if errors else [])
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:.1f} MiB"
 
 
 def _contender_table(rows: list[dict]) -> list[str]:
@@ -167,17 +209,18 @@ def _refusals(rows: list[dict]) -> list[str]:
 def _head(environment: dict, overhead_us: dict) -> list[str]:
     e = environment
     versions = ", ".join(f"{name} {number}" for name, number in e["versions"].items())
-    lines = ["# polyhead beside its peers: attention forward on the CPU", "", f"    {e['command']}", ""]
+    lines = ["# polyhead beside its peers: attention on the CPU", "", f"    {e['command']}", ""]
     lines += [
         f"{e['date']}, commit {e['commit']}. {e['cpu']}, {e['cpus']} CPUs, {e['memory_gib']} GiB, Linux {e['kernel']}; "
         f"load {e['load_before']} before, {e['load_after']} after. {versions}.",
         "",
         "Times are the minimum / median of interleaved samples; \"2x\" means that the peer takes twice our time. `ort` "
-        "is the fastest of onnxruntime's operators (in the goals: of MultiHeadAttention and Attention-23). GFLOP/s "
-        "count visible pairs only. The bound is the FMA peak that the same process measured beside the row (decoding: "
-        "the bandwidth of reading memory). Main figures: operands in [B, H, S, D] memory, as torch gets them; `bshd`: "
-        "contiguous [B, S, H, D]. Extra memory: our workspace over Q+K+V+O. Max diff: from a peer's output to ours. "
-        "`!`: other processes disturbed every sample.",
+        "is the fastest of onnxruntime's operators (in the goals: of MultiHeadAttention and Attention-23); backward, "
+        "`torch` is the faster of autograd and of the fused kernel's own operator. GFLOP/s count visible pairs only: "
+        "two products forward, five backward. The bound is the FMA peak that the same process measured beside the row "
+        "(decoding: the bandwidth of reading memory). Main figures: operands in [B, H, S, D] memory, as torch gets "
+        "them; `bshd`: contiguous [B, S, H, D]. Extra memory: our workspace over Q+K+V+O. Max diff: from a peer's "
+        "outputs to ours. `!`: other processes disturbed every sample.",
     ]
     if "error" in overhead_us:
         lines += ["", f"Cost of a call: {overhead_us['error']}"]
@@ -187,22 +230,37 @@ def _head(environment: dict, overhead_us: dict) -> list[str]:
     return lines
 
 
+TITLES = dict(zip(DIRECTIONS, ("Forward", "Backward, the gradients alone", "Forward and backward")))
+
+
+def _groups(rows: list[dict]) -> list[tuple[str, list[dict]]]:
+    """(title, rows) of each direction and number of threads."""
+    found = []
+    for direction in DIRECTIONS:
+        for threads in sorted({row["threads"] for row in rows}):
+            group = [row for row in rows if (row["direction"], row["threads"]) == (direction, threads)]
+            if group:
+                found.append((f"{TITLES[direction]}, {threads} thread{'s'[: threads > 1]}", group))
+    return found
+
+
 def markdown(result: dict) -> str:
     good = [row for row in result["rows"] if "error" not in row]
     lines = _head(result["environment"], result["overhead_us"])
-    all_threads = sorted({row["threads"] for row in good})
-    for threads in all_threads:
-        rows = [row for row in good if row["threads"] == threads]
-        lines += ["", f"## {threads} thread{'s'[: threads > 1]}", "", *_main_table(rows)]
+    for title, rows in _groups(good):
+        lines += ["", f"## {title}", "", *_main_table(rows)]
+    if result["memory"]:
+        lines += ["", f"## Peak memory of one forward and backward call, {memory.SHAPE}", ""]
+        lines += _memory_table(result["memory"])
+        lines += ["", "What the call adds to resident memory: out and three gradients, as large as Q+K+V+O, and more."]
     failed = [row for row in result["rows"] if "error" in row]
     if failed:
         lines += ["", "## Failed", ""]
-        lines += [f"- `{row['problem']}`, {row['threads']} threads: {row['error']}" for row in failed]
-    lines += ["", "## Goals", "", *_goal_table(good)]
-    for threads in all_threads:
-        rows = [row for row in good if row["threads"] == threads]
-        lines += ["", f"## Every contender, ms min / median, {threads} thread{'s'[: threads > 1]}", ""]
-        lines += _contender_table(rows)
+        for row in failed:
+            lines.append(f"- `{row['problem']}`, {row['direction']}, {row['threads']} threads: {row['error']}")
+    lines += ["", "## Goals", "", *_goal_table(good, result["memory"])]
+    for title, rows in _groups(good):
+        lines += ["", f"## Every contender, ms min / median: {title}", "", *_contender_table(rows)]
     if refusals := _refusals(good):
         lines += ["", "## Not measured", "", *refusals]
     return "\n".join(lines) + "\n"
@@ -212,8 +270,9 @@ def markdown(result: dict) -> str:
 
 
 def _write_csv(result: dict, path: pathlib.Path) -> None:
-    columns = ["problem", "threads", "contender", "min_s", "median_s", "samples", "dropped_turns", "noisy", "max_diff"]
-    columns += ["flops", "kv_bytes", "operand_bytes", "workspace_bytes", "kernel", "peak_gflops", "read_gb_per_s"]
+    columns = ["problem", "direction", "threads", "contender", "min_s", "median_s", "samples", "dropped_turns", "noisy"]
+    columns += ["max_diff", "flops", "kv_bytes", "operand_bytes", "workspace_bytes", "kernel", "peak_gflops"]
+    columns += ["read_gb_per_s"]
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
@@ -232,6 +291,5 @@ def write(result: dict, folder: pathlib.Path, stem: str, plot: bool) -> list[pat
     if plot:
         import plot as plotting
 
-        paths.append(folder / f"{stem}.png")
-        plotting.draw(result, paths[-1])
+        paths += plotting.draw_all(result, folder, stem)
     return paths

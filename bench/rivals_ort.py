@@ -76,7 +76,7 @@ def _contender(node, inputs, outputs, threads, unpack) -> Contender:
         call()
     except Exception as error:  # onnxruntime's errors share no base class of their own
         raise Refusal(str(error).split("Status Message:")[-1].strip().splitlines()[-1][-200:]) from None
-    return Contender(call, lambda value: unpack(value.numpy()))
+    return Contender(call, lambda value: [unpack(value.numpy())])
 
 
 def _multi_head(p: Problem, x: Operands, threads: int, bnsh: bool) -> Contender:

@@ -5,6 +5,7 @@ line of JSON.
 """
 
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -17,7 +18,8 @@ import measure
 import numpy as np
 import polyhead
 import rivals
-from problem import DTYPES, Operands, Problem, parse_problem
+import rivals_backward
+from problem import BACKWARD, BOTH, DTYPES, FORWARD, Operands, Problem, parse_problem
 
 OURS = "polyhead"
 CROWDED = {"jax"}  # its pool has as many threads as CPUs, beside the calling one
@@ -26,7 +28,17 @@ ROUNDS = {"quick": 2, "full": 7}
 MAX_ROW_SECONDS = {"quick": 6.0, "full": 40.0}
 
 
-def _contenders(threads: int) -> dict[str, Callable[[Problem, Operands], rivals.Contender]]:
+def _contenders(direction: str, threads: int) -> dict[str, Callable[[Problem, Operands], rivals.Contender]]:
+    if direction != FORWARD:
+        makers = {
+            OURS: rivals_backward.polyhead,
+            "polyhead bshd": rivals_backward.polyhead_bshd,
+            "torch": rivals_backward.torch,
+            "torch fused": rivals_backward.torch_fused,
+            "jax": rivals_backward.jax,
+        }
+        return {name: functools.partial(make, direction=direction) for name, make in makers.items()}
+
     def on_threads(name):
         def make(p, x):
             import rivals_ort
@@ -78,10 +90,10 @@ def _largest(before: Optional[float], after: Optional[float]) -> Optional[float]
     return None if before is None or after is None else max(before, after)
 
 
-def _prepare(p: Problem, x: Operands, threads: int, only: list[str]) -> tuple[dict, dict]:
+def _prepare(p: Problem, x: Operands, direction: str, threads: int, only: list[str]) -> tuple[dict, dict]:
     """The contenders that can compute the problem, and why the others cannot."""
     ready, refusals = {}, {}
-    for name, make in _contenders(threads).items():
+    for name, make in _contenders(direction, threads).items():
         if name != OURS and only and not any(name.startswith(word) for word in only):
             continue
         try:
@@ -96,21 +108,27 @@ def _prepare(p: Problem, x: Operands, threads: int, only: list[str]) -> tuple[di
 
 
 def _differences(p: Problem, ready: dict[str, rivals.Contender]) -> dict[str, Optional[float]]:
-    """Largest difference of each contender's output from ours; None where each draws its own dropout."""
-    ours = ready[OURS].output(ready[OURS].call())
+    """Largest difference of each contender's outputs from ours; None where each draws its own dropout."""
+    ours = ready[OURS].outputs(ready[OURS].call())
     differences: dict[str, Optional[float]] = {}
     for name, contender in ready.items():
         if name == OURS:
             continue
-        theirs = contender.output(contender.call())
-        differences[name] = None if p.dropout_p > 0 else float(np.abs(theirs - ours).max(initial=0.0))
+        theirs = contender.outputs(contender.call())
+        largest = [float(np.abs(a - b).max(initial=0.0)) for a, b in zip(theirs, ours, strict=True)]
+        differences[name] = None if p.dropout_p > 0 else max(largest)
     return differences
 
 
+def _workspace_bytes(explanation: polyhead.Explanation, direction: str) -> int:
+    forward, backward = explanation.workspace_bytes, explanation.backward_workspace_bytes
+    return {FORWARD: forward, BACKWARD: backward, BOTH: max(forward, backward)}[direction]
+
+
 def measure_row(request: dict, threads: int, bandwidth: Bandwidth) -> dict:
-    p = parse_problem(request["problem"])
+    p, direction = parse_problem(request["problem"]), request["direction"]
     x = Operands(p)
-    ready, refusals = _prepare(p, x, threads, request["peers"])
+    ready, refusals = _prepare(p, x, direction, threads, request["peers"])
     differences = _differences(p, ready)
     effort = request["effort"]
     peak = peak_gflops(p.dtype, threads)
@@ -125,12 +143,13 @@ def measure_row(request: dict, threads: int, bandwidth: Bandwidth) -> dict:
     explanation = polyhead.explain(*views, **rivals.polyhead_arguments(p, x))
     return {
         "problem": p.line,
+        "direction": direction,
         "threads": threads,
         "kernel": explanation.kernel,
-        "flops": p.flops,
+        "flops": p.flops(direction),
         "kv_bytes": p.kv_bytes,
         "operand_bytes": p.operand_bytes,
-        "workspace_bytes": explanation.workspace_bytes,
+        "workspace_bytes": _workspace_bytes(explanation, direction),
         "peak_gflops": peak,
         "read_gb_per_s": read,
         "load": os.getloadavg()[0],
@@ -142,7 +161,13 @@ def measure_row(request: dict, threads: int, bandwidth: Bandwidth) -> dict:
 def measure_overhead() -> dict:
     """Microseconds of one call at [1, 1, 1, 16]: what a call costs beside the arithmetic."""
     array = np.ones((1, 1, 1, 16), np.float32)
-    calls = {"polyhead, NumPy arrays": lambda: polyhead.attention(array, array, array)}
+    out, logsumexp = polyhead.attention(array, array, array, return_logsumexp=True)
+    calls = {
+        "polyhead, NumPy arrays": lambda: polyhead.attention(array, array, array),
+        "polyhead, NumPy arrays, backward": lambda: polyhead.attention_backward(
+            out, array, array, array, out, logsumexp
+        ),
+    }
     outside = contextlib.nullcontext()
     try:
         import torch
