@@ -15,20 +15,41 @@ sys.path.insert(0, str(BENCH))
 
 import goals  # noqa: E402
 import measure  # noqa: E402
+import memory  # noqa: E402
+import peers  # noqa: E402
 import problem  # noqa: E402
 import report  # noqa: E402
 import rivals  # noqa: E402
 
 
-def test_every_line_of_the_suites_is_a_problem_and_every_forward_goal_has_one():
-    problems = [p for path in (BENCH / "suites").glob("*.txt") for p in problem.read_suite(path)]
-    found = {goal.name for goal in map(goals.goal_of, problems) if goal}
-    assert found == {
+def test_every_line_of_the_suites_is_a_problem_and_every_goal_has_one():
+    found = {direction: set() for direction in problem.DIRECTIONS}
+    for path in (BENCH / "suites").glob("*.txt"):
+        direction = problem.suite_direction(path.stem)
+        for p in problem.read_suite(path):
+            found[direction] |= {goal.name for n in (1, 2) if (goal := goals.goal_of(p, direction, n))}
+    assert found[problem.FORWARD] == {
         "forward f32, full, D=64", "forward f32, full, D=128", "forward f32, D=32", "forward f32, S=128",
         "causal forward, S=512", "causal forward, S=1024", "causal forward, S=4096",
         "bf16 forward, D=64", "bf16 forward, D=128", "padding or bool mask, forward", "window 256 at S=4096, forward",
         "tiny heads, forward", "decode, GQA 4:1, f32", "decode, GQA 4:1, bf16", "decode, MHA, f32", "decode, MHA, bf16",
     }  # fmt: skip
+    assert found[problem.BACKWARD] == {
+        "backward f32, full, D=32", "backward f32, full, D=64", "backward f32, full, D=128",
+        "backward f32, causal, S < 1k", "backward f32, causal, S >= 1k", "backward, B*H = 1 on 2 threads",
+        "bf16 backward, D=64", "bf16 backward, D=128",
+    }  # fmt: skip
+    assert found[problem.BOTH] == {
+        "dropout, forward + backward", "bias with gradient, forward + backward", "tiny heads, forward + backward",
+    }  # fmt: skip
+
+
+def test_a_quick_look_takes_rows_of_the_suites():
+    suites = {(problem.suite_direction(path.stem), p.line) for path in (BENCH / "suites").glob("*.txt")
+              for p in problem.read_suite(path)}  # fmt: skip
+    quick = {(direction, line) for direction, lines in peers.QUICK_ROWS.items() for line in lines}
+    assert quick <= suites
+    assert len(peers.QUICK_ROWS[problem.BACKWARD]) == 4
 
 
 @pytest.mark.parametrize(
@@ -51,10 +72,9 @@ def test_visible_pairs_are_counted_as_the_library_counts_them(line):
     x = problem.Operands(p)
     query, key, value = (array.transpose(0, 2, 1, 3) for array in (x.query, x.key, x.value))
     explanation = polyhead.explain(query, key, value, causal=p.causal, window=p.window, align=p.align)
-    if p.head_dim == p.head_dim_v:
-        assert p.flops == explanation.flops
-    else:
-        assert p.flops == 2 * (p.head_dim + p.head_dim_v) * p.batch * p.num_heads * p.seqlen_q * p.seqlen_k
+    assert p.flops(problem.FORWARD) == explanation.flops
+    assert p.flops(problem.BACKWARD) == explanation.backward_flops
+    assert p.flops(problem.BOTH) == explanation.flops + explanation.backward_flops
 
 
 def test_one_dense_mask_hides_what_the_options_hide():
@@ -76,21 +96,56 @@ def test_a_turn_is_spoiled_by_waiting_and_by_others():
     assert measure.spoiled(start, alone._replace(busy=1.5), crowded=True)
 
 
-def test_a_small_run_writes_its_table_and_figures(tmp_path):
-    lines = ["1x2x40x8 --causal", "2x2x40x8 --lengths=k", "1x4/2x1/128x16"]
+def run_peers(folder, *options):
+    """The result and the table of a small run beside torch on one thread."""
     command = [sys.executable, BENCH / "peers.py", "--quick", "--threads", "1", "--peers", "torch", "--no-plot"]
-    done = subprocess.run([*command, "--out", tmp_path, "--rows", *lines], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, "--out", folder, *options], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.glob("*.json")
-    result = json.loads(path.read_text())
-    assert [row["problem"] for row in result["rows"]] == lines
+    (path,) = folder.glob("*.json")
+    result, table = json.loads(path.read_text()), path.with_suffix(".md").read_text()
     for row in result["rows"]:
         assert row["kernel"] in polyhead.kernels()
+        assert f"`{row['problem']}`" in table
         for name, entry in row["contenders"].items():
             assert 0 < entry["min_s"] <= entry["median_s"] and entry["samples"] > 0
-            assert name == report.OURS or entry["max_diff"] < 1e-5
-    assert result["overhead_us"]["polyhead, NumPy arrays"] > 0
-    table = path.with_suffix(".md").read_text()
-    assert all(f"`{line}`" in table for line in lines)
+            assert name == report.OURS or row["problem"].endswith("--dropout 0.1") or entry["max_diff"] < 1e-5
+    assert result["overhead_us"]["polyhead, NumPy arrays, backward"] > 0
     measured = sum(len(row["contenders"]) for row in result["rows"])
     assert len(path.with_suffix(".csv").read_text().splitlines()) == 1 + measured
+    return result, table
+
+
+def test_a_small_run_writes_its_table_and_figures(tmp_path):
+    lines = ["1x2x40x8 --causal", "2x2x40x8 --lengths=k", "1x4/2x1/128x16"]
+    result, _ = run_peers(tmp_path, "--rows", *lines)
+    assert [row["problem"] for row in result["rows"]] == lines
+    assert result["memory"] == []
+
+
+def test_gradients_are_measured_alone_and_in_a_step(tmp_path):
+    pytest.importorskip("torch")
+    lines = ["2x4/2x40x8 --causal", "1x2x40x8 --bias 1,2,1,40", "1x2x40x8 --lengths=k", "1x2x40x8 --dropout 0.1"]
+    result, table = run_peers(tmp_path, "--rows", *lines, "--direction", "backward", "forward+backward")
+    rows = result["rows"]
+    asked = [(direction, line) for direction in ("backward", "forward+backward") for line in lines]
+    assert [(row["direction"], row["problem"]) for row in rows] == asked
+    assert "## Backward, the gradients alone, 1 thread" in table
+    assert "## Forward and backward, 1 thread" in table
+    for row in rows:
+        fused = row["problem"] == "1x2x40x8 --lengths=k"
+        assert set(row["contenders"]) == {"polyhead", "torch", *(["torch fused"] if fused else [])}
+    bounded = [v for row in rows for v in report.verdicts(row)]
+    assert {what for _, what, *_ in bounded} == {"vs torch"}
+
+
+def test_peak_memory_grows_with_the_length_and_is_less_than_unfused(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setitem(memory.SEQLENS, "quick", [512, 1024])
+    rows = memory.measure("quick", threads=1)
+    assert not [row for row in rows if "error" in row]
+    extra = {(row["contender"], row["seqlen"]): row["extra_bytes"] for row in rows}
+    for contender in memory.CONTENDERS:
+        assert extra[contender, 512] < extra[contender, 1024]
+        assert extra[contender, 1024] >= memory.operand_bytes(1024)  # out and three gradients
+    assert report.peak_memory_share(rows, 1024) < 0.5
+    assert report.peak_memory_share(rows, 4096) is None
