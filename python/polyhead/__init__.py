@@ -60,7 +60,8 @@ def attention(
         [B, Sq, H, D], [B, Sk, G, D] and [B, Sk, G, Dv]; packed, with cu_seqlens: [total_q, H, D], [total_k, G, D] and
         [total_k, G, Dv]. float32, bfloat16, float16 or float64, all three the same. NumPy arrays (bfloat16 by
         ml_dtypes) or any in CPU memory with ``__dlpack__`` (torch, jax, ...); read in place, any strides, 0 and
-        negative ones too. No gradient flows: a torch tensor that requires one is taken by its values.
+        negative ones too. No gradient flows: a torch tensor that requires one is taken by its values; the gradients
+        are in `attention_backward`.
     attn_bias : array, optional
         Added to the scores; broadcasts to [B, H, Sq, Sk] as in NumPy. float32, bfloat16 or float16, whatever query is
         (float64 too where query is). -inf hides a key.
@@ -90,6 +91,7 @@ def attention(
         Packed: sequence b has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. Both or none; start at 0, never
         fall, end at or before the last row.
     return_logsumexp : bool
+        `attention_backward` and `merge` need it.
     return_weights : bool or "mean"
         P after dropout, or its mean over heads. Costs O(Sq Sk) memory. Not when packed.
     return_column_sums : bool
