@@ -72,7 +72,8 @@ void Errors::add_element(const Measured& measured, size_t n) {
   if (!std::isfinite(naive)) return;
   yardstick_largest_ = std::max(yardstick_largest_, std::fabs(naive - exact));
   const double outward = exact < 0 ? -1 : 1;  // drift is growth or shrinkage
-  const double unit = ulp(exact, measured.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32);
+  const DType arithmetic = measured.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  const double unit = ulp(bound_.cancels ? measured.magnitude[n] : exact, arithmetic);
   count_ += 1;
   sum_ += outward * error;
   yardstick_sum_ += outward * (naive - exact);

@@ -34,6 +34,7 @@ struct Bound {
   double largest = 2;    // times the yardstick's
   double rmse = 1.1;     // times the yardstick's
   double dependent = 1;  // how many neighbours share most of their error
+  bool cancels = false;  // terms may cancel by design: the arithmetic's ulp is that of the magnitude, not of the result
 };
 
 // The errors of one output, over any number of draws.

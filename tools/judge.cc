@@ -85,8 +85,8 @@ void Judge::add(const GradientTruth& truth, const Gradients& got) {
   const double dependent[kNumGradients] = {dim, dim * sharing, dim_v * sharing, keys, 1};
   for (size_t n = 0; n < kNumGradients; ++n) {
     if ((truth.needs >> n & 1) == 0) continue;
-    compare(errors(kGradients[n].name, {3, rmse, dependent[n]}), got.of[n], truth.exact.of[n], truth.yardstick.of[n],
-            truth.magnitude[n]);
+    compare(errors(kGradients[n].name, {3, rmse, dependent[n], true}), got.of[n], truth.exact.of[n],
+            truth.yardstick.of[n], truth.magnitude[n]);
   }
 }
 
