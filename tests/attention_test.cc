@@ -1,6 +1,5 @@
 // Every kernel on every case. POLYHEAD_TEST_KERNEL=name tests that one alone.
 #include <gtest/gtest.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <cmath>
@@ -9,6 +8,7 @@
 
 #include "cases.h"
 #include "core/philox.h"
+#include "far_rows.h"
 #include "harness.h"
 #include "judge.h"
 #include "kernels_to_test.h"
@@ -155,18 +155,6 @@ class EachKernel : public ::testing::TestWithParam<const Kernel*> {
   static std::string why_not(const Problem& problem) { return GetParam()->why_not(problem.desc); }
 };
 
-Problem problem_of(const char* name, DType dtype, int64_t batch, int64_t heads, int64_t q, int64_t k, int64_t dim) {
-  Problem p;
-  p.name = name;
-  p.desc.dtype = dtype;
-  p.desc.batch = batch;
-  p.desc.num_heads = p.desc.num_heads_kv = heads;
-  p.desc.seqlen_q = q;
-  p.desc.seqlen_k = k;
-  p.desc.head_dim = p.desc.head_dim_v = dim;
-  return p;
-}
-
 // Values are positive and several weights equal, so that a biased rounding of P would show in the mean
 // (arXiv:2510.04212).
 TEST_P(EachKernel, DoesNotDrift) {
@@ -218,34 +206,6 @@ TEST_P(EachKernel, GivesTheSameBitsToCallersAtOnce) {
   for (std::thread& caller : callers) caller.join();
   for (const std::string& text : differences) EXPECT_EQ(text, "");
 }
-
-// Rows 2^31 elements apart, in memory of which few pages exist: offsets need 64 bits.
-class FarRows {
- public:
-  static constexpr int64_t kStride = (int64_t{1} << 31) + 1;
-
-  FarRows(const Array& a) : tensor_(view(a)) {  // [1, rows, 1, dim]
-    element_ = static_cast<int64_t>(dtype_size_bytes(a.dtype));
-    bytes_ = static_cast<size_t>((a.dims[1] * kStride) * element_);
-    void* map = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    tensor_.data = map == MAP_FAILED ? nullptr : map;
-    tensor_.strides[1] = kStride;
-    for (int64_t i = 0; tensor_.data && i < a.dims[1]; ++i) std::memcpy(row(i), &a.bytes[i * row_bytes()], row_bytes());
-  }
-  FarRows(const FarRows&) = delete;
-  ~FarRows() {
-    if (tensor_.data) munmap(tensor_.data, bytes_);
-  }
-
-  const Tensor& tensor() const { return tensor_; }
-  uint8_t* row(int64_t i) const { return static_cast<uint8_t*>(tensor_.data) + i * kStride * element_; }
-  size_t row_bytes() const { return static_cast<size_t>(tensor_.dims[3] * element_); }
-
- private:
-  Tensor tensor_;
-  int64_t element_;
-  size_t bytes_;
-};
 
 TEST_P(EachKernel, TakesStridesBeyond32Bits) {
   for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {

@@ -62,23 +62,20 @@ PokedBackward poke_visible(const AttentionDesc& d, const BackwardInputs& in, Gra
       poked.where += ", out and logsumexp of it";
     }
   }
+  poked.defined = defined_gradients<double>(d, poked.inputs, Visibility(d, poked.inputs.forward), true);
   poked.done = true;
   return poked;
 }
 
-std::string poke_mismatch(const AttentionDesc& d, const BackwardInputs& poked, const Gradients& clean,
-                          const Gradients& got, GradientSet asked) {
-  const Gradients exact = defined_gradients<double>(d, poked, Visibility(d, poked.forward), true);
-  for (int n = 0; n < kNumGradients; ++n) {
-    if (!(asked >> n & 1)) continue;
-    const Array &e = exact.*kGradients[n].gradient, &g = got.*kGradients[n].gradient,
-                &c = clean.*kGradients[n].gradient;
+std::string poke_mismatch(const PokedBackward& poked, const Gradients& clean, const Gradients& got) {
+  for (const GradientName& name : kGradients) {
+    const Array &e = poked.defined.*name.gradient, &g = got.*name.gradient, &c = clean.*name.gradient;
     const size_t element = dtype_size_bytes(g.dtype);
     for (int64_t at = 0; at < e.size(); ++at) {
       const size_t byte = static_cast<size_t>(at) * element;
       const bool nan = std::isnan(e.at(at)), same = std::memcmp(&c.bytes[byte], &g.bytes[byte], element) == 0;
       if (nan ? std::isnan(g.at(at)) : same) continue;
-      return std::string(kGradients[n].name) + ": element " + std::to_string(at) + " is " + std::to_string(g.at(at)) +
+      return std::string(name.name) + ": element " + std::to_string(at) + " is " + std::to_string(g.at(at)) +
              (nan ? ", expected NaN" : ", was " + std::to_string(c.at(at)) + " without a NaN that it does not see");
     }
   }

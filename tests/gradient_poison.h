@@ -17,11 +17,11 @@ struct PokedBackward {
   bool done = false;  // false: the problem has no such place
   BackwardInputs inputs;
   std::string where;
+  Gradients defined;  // what the definition gives for them, float64
 };
 PokedBackward poke_visible(const AttentionDesc& desc, const BackwardInputs& in, GradientPoke poke, uint64_t seed);
 
 // "" if `got`, of the poked inputs, is NaN exactly where the definition is and has the bits of `clean` elsewhere.
-std::string poke_mismatch(const AttentionDesc& desc, const BackwardInputs& poked, const Gradients& clean,
-                          const Gradients& got, GradientSet asked = kAllGradients);
+std::string poke_mismatch(const PokedBackward& poked, const Gradients& clean, const Gradients& got);
 
 }  // namespace polyhead::testing

@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <thread>
 
 #include "attention/reference.h"
+#include "far_rows.h"
 #include "gradient_cases.h"
 #include "gradient_definition.h"
 #include "gradient_harness.h"
@@ -20,7 +22,7 @@ struct Param {
   const GradientProblem* problem;
 };
 
-// Case by case, so that the kernels share what the definition gives.
+// Case by case, so that the kernels share what belongs to a case.
 std::vector<Param> params() {
   std::vector<Param> list;
   for (const GradientProblem& problem : gradient_cases()) {
@@ -33,6 +35,12 @@ std::string param_name(const ::testing::TestParamInfo<Param>& info) {
   return std::string(info.param.kernel->name) + "__" + info.param.problem->forward.name;
 }
 
+double products(const AttentionDesc& d) {
+  double count = static_cast<double>(d.head_dim + d.head_dim_v);
+  for (int64_t size : {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k}) count *= static_cast<double>(size);
+  return count;
+}
+
 // Through the plan, which checks the arguments and computes problems of which some size is 0.
 RunOptions planned() {
   RunOptions options;
@@ -42,24 +50,37 @@ RunOptions planned() {
 
 class Gradient : public ::testing::TestWithParam<Param> {
  protected:
-  Gradient() : kernel_(*GetParam().kernel), problem_(*GetParam().problem), desc_(problem_.forward.desc) {
+  Gradient()
+      : kernel_(*GetParam().kernel),
+        problem_(*GetParam().problem),
+        desc_(problem_.forward.desc),
+        seed_(problem_.forward.seed) {
     set_running(line());
   }
 
   void SetUp() override {
     if (const std::string why = kernel_.why_not(desc_); !why.empty()) GTEST_SKIP() << why;
-    in_ = random_inputs(problem_);
   }
 
-  // The reference takes its time: what it computes is compared on every case, how it does on those of so many products.
-  bool too_slow() const {
-    double products = static_cast<double>(desc_.head_dim + desc_.head_dim_v);
-    for (int64_t size : {desc_.batch, desc_.num_heads, desc_.seqlen_q, desc_.seqlen_k}) {
-      products *= static_cast<double>(size);
-    }
-    return &kernel_ == &kReference && products > 3e5;
+  // What `make` gives for a case: made once for all kernels.
+  template <class Make>
+  const auto& once_per_case(Make make) const {
+    static const GradientProblem* last = nullptr;
+    static std::optional<decltype(make())> made;
+    if (last != &problem_) made = make();
+    last = &problem_;
+    return *made;
   }
-  static constexpr const char* kTooSlow = "the reference takes too long for this case; its gradients are compared";
+
+  const BackwardInputs& inputs() const {
+    return once_per_case([&] { return random_inputs(problem_); });
+  }
+
+  // Naive loops take their time.
+  std::string too_slow(double most_products) const {
+    if (&kernel_ != &kReference || products(desc_) <= most_products) return "";
+    return "the reference is slow, so this runs on problems of at most " + std::to_string(most_products) + " products";
+  }
 
   std::string line() const { return problem_line(kernel_.name, problem_); }
 
@@ -68,7 +89,7 @@ class Gradient : public ::testing::TestWithParam<Param> {
     return run(kernel_, desc_, in, options, asked);
   }
 
-  // The gradients of inputs that the problem has, of the set that a test asks for; query's if none is.
+  // Of a set, the gradients of inputs that the problem has; query's if there is none.
   GradientSet here(GradientSet asked) const {
     const GradientSet inputs = 7u | (desc_.attn_bias.given ? 8u : 0u) | (desc_.alibi_slopes_ndim > 0 ? 16u : 0u);
     return (asked & inputs) == 0 ? 1u : asked & inputs;
@@ -78,63 +99,67 @@ class Gradient : public ::testing::TestWithParam<Param> {
   std::string what_matters(const Gradients& want, const RunOptions& options, GradientSet asked) const {
     std::string text = "other bits with " + std::to_string(options.threads) + " threads (0: tasks in reverse order), " +
                        layout_name(options.layout) + ", gradients " + std::to_string(asked) + ". Alone:";
-    RunOptions alone = planned();
-    alone.threads = options.threads;
-    if (!difference(run_with(in_, alone), want).empty()) text += " threads";
-    alone = planned();
-    alone.layout = options.layout;
-    if (!difference(run_with(in_, alone), want).empty()) text += " layout";
-    alone = planned();
-    alone.guard = options.guard;
-    if (!difference(run_with(in_, alone), want).empty()) text += " guard";
-    if (!difference(run_with(in_, planned(), asked), want, asked).empty()) text += " what is asked for";
+    auto matters = [&](const RunOptions& alone, GradientSet set) {
+      return !difference(run_with(inputs(), alone, set), want, set).empty();
+    };
+    RunOptions threads = planned(), layout = planned(), guard = planned();
+    threads.threads = options.threads;
+    layout.layout = options.layout;
+    guard.guard = options.guard;
+    if (matters(threads, kAllGradients)) text += " threads";
+    if (matters(layout, kAllGradients)) text += " layout";
+    if (matters(guard, kAllGradients)) text += " guard";
+    if (matters(planned(), asked)) text += " what is asked for";
     return text;
   }
 
   const Kernel& kernel_;
   const GradientProblem& problem_;
   const AttentionDesc& desc_;
-  BackwardInputs in_;
+  const uint64_t seed_;
 };
 
 TEST_P(Gradient, MatchesTheDefinition) {
-  static const GradientProblem* last = nullptr;
-  static ExpectedGradients want;
-  if (last != &problem_) want = expected(desc_, in_);
-  last = &problem_;
+  if (const std::string why = too_slow(5e6); !why.empty()) GTEST_SKIP() << why;
+  const ExpectedGradients& want = once_per_case([&] { return expected(desc_, inputs()); });
   RunOptions options = planned();
   options.layout = problem_.forward.layout;
-  options.layout_seed = problem_.forward.seed;
+  options.layout_seed = seed_;
   GradientProblem all = problem_;  // SameBits shows that what else is asked for changes nothing
   all.asked = kAllGradients;
-  EXPECT_EQ(mismatch(kernel_, all, in_, want, options), "") << line();
+  EXPECT_EQ(mismatch(kernel_, all, inputs(), want, options), "") << line();
 }
 
-// Eight runs change everything that must not matter at once; the first that differs is taken apart.
+// Six runs, each of which changes all that must not matter; the first that differs is taken apart.
 TEST_P(Gradient, SameBitsForAnyThreadsLayoutAndSubset) {
-  if (too_slow()) GTEST_SKIP() << kTooSlow;
-  const Gradients want = run_with(in_);
+  if (const std::string why = too_slow(3e5); !why.empty()) GTEST_SKIP() << why;
+  const Gradients want = run_with(inputs());
   EXPECT_EQ(want.faults, std::vector<std::string>()) << line();
   struct Run {
     int threads;
     Layout layout;
     GradientSet asked;
   };
-  const Run kRuns[] = {{2, Layout::kBhsd, problem_.asked}, {3, Layout::kTransposed, 1u},
-                       {7, Layout::kPadded, 2u},           {0, Layout::kNegative, 4u},
-                       {3, Layout::kJunk, 6u | 8u},        {2, Layout::kExpanded, 8u | 16u},
-                       {0, Layout::kMixed, kAllGradients}, {7, Layout::kQkv, 3u | 16u}};
+  const bool even = seed_ % 2 == 0;
+  const Run kRuns[] = {{2, Layout::kBhsd, problem_.asked},
+                       {3, Layout::kTransposed, 1u | 16u},
+                       {7, Layout::kPadded, 2u | 8u},
+                       {0, Layout::kNegative, 4u},
+                       {3, even ? Layout::kJunk : Layout::kExpanded, even ? 6u : 8u | 16u},
+                       {0, even ? Layout::kMixed : Layout::kQkv, kAllGradients}};
   Guard guard = Guard::kStart;
   for (const Run& r : kRuns) {
+    const GradientSet asked = here(r.asked);
     RunOptions options = planned();
     options.guard = guard = guard == Guard::kStart ? Guard::kEnd : Guard::kStart;
     options.threads = r.threads;
     options.layout = r.layout;
-    const Gradients got = run_with(in_, options, here(r.asked));
+    const Gradients got = run_with(inputs(), options, asked);
     EXPECT_EQ(got.faults, std::vector<std::string>()) << line();
-    const std::string text = difference(got, want, here(r.asked));
-    EXPECT_EQ(text, "") << what_matters(want, options, here(r.asked)) << "\n" << line();
-    if (!text.empty()) return;
+    const std::string text = difference(got, want, asked);
+    if (text.empty()) continue;
+    ADD_FAILURE() << text << "\n" << what_matters(want, options, asked) << "\n" << line();
+    return;
   }
 }
 
@@ -148,17 +173,17 @@ Array joined(const Array& first, const Array& second) {
 }
 
 TEST_P(Gradient, SameBitsForABatchInTwoParts) {
-  if (too_slow()) GTEST_SKIP() << kTooSlow;
   if (desc_.batch < 2) return;
   if (desc_.dropout_p > 0 && desc_.dropout_p < 1) return;  // its random numbers count the batch
-  const BackwardSlice a = slice_batch(desc_, in_, 0, desc_.batch / 2);
-  const BackwardSlice b = slice_batch(desc_, in_, desc_.batch / 2, desc_.batch);
-  GradientSet asked = 7;
-  if (desc_.attn_bias.given && desc_.attn_bias.dims[0] > 1) asked |= 8;
-  if (desc_.alibi_slopes_ndim == 2) asked |= 16;
+  if (const std::string why = too_slow(3e5); !why.empty()) GTEST_SKIP() << why;
+  const BackwardSlice a = slice_batch(desc_, inputs(), 0, desc_.batch / 2);
+  const BackwardSlice b = slice_batch(desc_, inputs(), desc_.batch / 2, desc_.batch);
+  GradientSet asked = 7u;
+  if (desc_.attn_bias.given && desc_.attn_bias.dims[0] > 1) asked |= 8u;
+  if (desc_.alibi_slopes_ndim == 2) asked |= 16u;
   const Gradients first = run(kernel_, a.desc, a.inputs, planned(), asked);
   const Gradients second = run(kernel_, b.desc, b.inputs, planned(), asked);
-  Gradients whole = run_with(in_, planned(), asked), parts;
+  Gradients whole = run_with(inputs(), planned(), asked), parts;
   for (const GradientName& name : kGradients) {
     Array &w = whole.*name.gradient, &p = parts.*name.gradient;
     p = joined(first.*name.gradient, second.*name.gradient);
@@ -170,61 +195,127 @@ TEST_P(Gradient, SameBitsForABatchInTwoParts) {
 }
 
 TEST_P(Gradient, HiddenIsHidden) {
-  if (too_slow()) GTEST_SKIP() << kTooSlow;
-  const Gradients clean = run_with(in_);
-  for (int n = 0; n < 2; ++n) {
-    RunOptions options = planned();
-    options.threads = n + 1;
-    options.layout = n == 0 ? Layout::kBshd : Layout::kTransposed;
-    const BackwardInputs poisoned = poison_hidden(desc_, in_, problem_.forward.seed + static_cast<uint64_t>(n));
-    EXPECT_EQ(difference(run_with(poisoned, options), clean), "") << "poisoned where hidden\n" << line();
-  }
+  if (const std::string why = too_slow(3e5); !why.empty()) GTEST_SKIP() << why;
+  const BackwardInputs& poisoned = once_per_case([&] { return poison_hidden(desc_, inputs(), seed_); });
+  RunOptions options = planned();
+  options.threads = 1 + static_cast<int>(seed_ % 3);
+  options.layout = seed_ % 2 == 0 ? Layout::kBshd : Layout::kTransposed;
+  const Gradients clean = run_with(inputs());
+  EXPECT_EQ(difference(run_with(poisoned, options), clean), "") << "poisoned where hidden\n" << line();
 }
 
 TEST_P(Gradient, VisibleIsVisible) {
-  if (too_slow()) GTEST_SKIP() << kTooSlow;
   if (desc_.dropout_p >= 1) return;  // no weight is left that could show it
-  const Gradients clean = run_with(in_);
-  for (int n = 0; n < kNumGradientPokes; ++n) {
-    const PokedBackward poked = poke_visible(desc_, in_, static_cast<GradientPoke>(n), problem_.forward.seed);
+  if (const std::string why = too_slow(3e5); !why.empty()) GTEST_SKIP() << why;
+  const std::vector<PokedBackward>& pokes = once_per_case([&] {
+    std::vector<PokedBackward> list;
+    const int count = products(desc_) > 1e6 ? 2 : kNumGradientPokes;  // large cases see some pokes, another case others
+    for (int n = 0; n < count; ++n) {
+      const auto poke = static_cast<GradientPoke>((seed_ + static_cast<uint64_t>(n)) % kNumGradientPokes);
+      list.push_back(poke_visible(desc_, inputs(), poke, seed_));
+    }
+    return list;
+  });
+  const Gradients clean = run_with(inputs());
+  for (const PokedBackward& poked : pokes) {
     if (!poked.done) continue;
-    EXPECT_EQ(poke_mismatch(desc_, poked.inputs, clean, run_with(poked.inputs)), "") << poked.where << "\n" << line();
+    EXPECT_EQ(poke_mismatch(poked, clean, run_with(poked.inputs)), "") << poked.where << "\n" << line();
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(Kernels, Gradient, ::testing::ValuesIn(params()), param_name);
 
-// What the tests above compare with is the reference, bit for bit.
-template <class T>
-std::string difference_from_reference(const AttentionDesc& desc, const BackwardInputs& in, bool wide) {
-  Gradients g = defined_gradients<double>(desc, in, Visibility(desc, in.forward), wide);  // for its dtypes and dims
-  const Gradients want = defined_gradients<T>(desc, in, Visibility(desc, in.forward), wide);
-  BackwardArgs args = dense_args(in);
-  for (const GradientName& name : kGradients) {
-    Array& a = g.*name.gradient;
-    const Array& before = in.before.*name.gradient;
-    std::fill(a.bytes.begin(), a.bytes.end(), uint8_t{0xff});
-    for (int64_t n = 0; n < before.size(); ++n) a.set(n, before.at(n));
-    args.*name.tensor = view(a);
+class GradientOfEachKernel : public ::testing::TestWithParam<const Kernel*> {};
+
+// Values and incoming gradients are positive and several weights equal, so that a biased rounding of P or dS would show
+// in the mean.
+TEST_P(GradientOfEachKernel, DoesNotDrift) {
+  for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (int64_t keys : {6, 40, 300}) {
+      GradientProblem p;
+      p.forward = problem_of("gradient_drift", dtype, 1, 8, 128, keys, 32);
+      const AttentionDesc& d = p.forward.desc;
+      if (const std::string why = GetParam()->why_not(d); !why.empty()) GTEST_SKIP() << why;
+      BackwardInputs in = random_inputs(p);
+      auto positive = [](Array& a) {
+        for (int64_t n = 0; n < a.size(); ++n) a.set(n, std::fabs(a.at(n)));
+      };
+      positive(in.forward.value);
+      positive(in.grad_out);
+      Array& key = in.forward.key;
+      for (int64_t n = 0; n < key.size(); ++n) key.set(n, n / (8 * 32) % 3 == 0 ? 1 : key.at(n));
+      compute_forward(d, in);
+      EXPECT_EQ(verdict(p, run(*GetParam(), d, in, planned()), expected(d, in), in), "")
+          << problem_line(GetParam()->name, p);
+    }
   }
-  reference::backward<T>(desc, args);
-  return difference(g, want);
 }
 
-TEST(GradientTest, TheDefinitionIsTheReference) {
-  int compared = 0;
-  for (const GradientProblem& problem : gradient_cases()) {
-    const AttentionDesc& d = problem.forward.desc;
-    const double pairs = static_cast<double>(d.num_heads * d.seqlen_q) * static_cast<double>(d.batch * d.seqlen_k);
-    if (pairs == 0 || pairs * static_cast<double>(d.head_dim + d.head_dim_v) > 4e6) continue;
-    const BackwardInputs in = random_inputs(problem);
-    EXPECT_EQ(difference_from_reference<double>(d, in, true), "") << problem_line("reference", problem);
-    EXPECT_EQ(difference_from_reference<float>(d, in, false), "") << problem_line("reference", problem);
-    if (HasFailure()) break;
-    ++compared;
+TEST_P(GradientOfEachKernel, GivesTheSameBitsToCallersAtOnce) {
+  GradientProblem p;
+  p.forward = problem_of("gradient_callers", DType::kFloat32, 2, 4, 70, 130, 40);
+  const AttentionDesc& d = p.forward.desc;
+  if (const std::string why = GetParam()->why_not(d); !why.empty()) GTEST_SKIP() << why;
+  const BackwardInputs in = random_inputs(p);
+  RunOptions options;
+  options.threads = 3;
+  const Gradients want = run(*GetParam(), d, in, options);
+  std::vector<std::string> differences(4);
+  std::vector<std::thread> callers;
+  for (std::string& text : differences) {
+    callers.emplace_back([&] {
+      for (int n = 0; n < 10 && text.empty(); ++n) text = difference(run(*GetParam(), d, in, options), want);
+    });
   }
-  EXPECT_GT(compared, 500);
+  for (std::thread& caller : callers) caller.join();
+  for (const std::string& text : differences) EXPECT_EQ(text, "");
 }
+
+TEST_P(GradientOfEachKernel, TakesStridesBeyond32Bits) {
+  for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    GradientProblem p;
+    p.forward = problem_of("gradient_far", dtype, 1, 1, 3, 3, 16);
+    const AttentionDesc& d = p.forward.desc;
+    if (const std::string why = GetParam()->why_not(d); !why.empty()) GTEST_SKIP() << why;
+    const BackwardInputs in = random_inputs(p);
+    const Gradients want = run(*GetParam(), d, in);
+    const FarRows query(in.forward.query), key(in.forward.key), value(in.forward.value), out(in.out);
+    const FarRows grad_out(in.grad_out), grad_query(want.query), grad_key(want.key), grad_value(want.value);
+    for (const FarRows* rows : {&query, &key, &value, &out, &grad_out, &grad_query, &grad_key, &grad_value}) {
+      if (!rows->tensor().data) GTEST_SKIP() << "this machine has no 200 GB of addresses to give";
+    }
+    for (const FarRows* rows : {&grad_query, &grad_key, &grad_value}) {
+      for (int64_t i = 0; i < 3; ++i) std::memset(rows->row(i), 0xff, rows->row_bytes());
+    }
+    BackwardArgs args = dense_args(in);
+    args.forward.query = query.tensor();
+    args.forward.key = key.tensor();
+    args.forward.value = value.tensor();
+    args.forward.out = out.tensor();
+    args.grad_out = grad_out.tensor();
+    args.grad_query = grad_query.tensor();
+    args.grad_key = grad_key.tensor();
+    args.grad_value = grad_value.tensor();
+    const Result<Plan> plan = polyhead::plan(d, {GetParam()->name, &executor(2)});
+    ASSERT_TRUE(plan.ok()) << plan.status().message();
+    const GuardedBytes workspace(plan->backward_workspace_bytes(), Guard::kEnd, 0xff);
+    args.forward.workspace = workspace.data();
+    args.forward.workspace_bytes = workspace.size();
+    const Status status = plan->backward(args);
+    ASSERT_TRUE(status.ok()) << status.message();
+    auto same = [](const FarRows& got, const Array& dense, const char* name) {
+      for (int64_t i = 0; i < 3; ++i) {
+        EXPECT_EQ(std::memcmp(got.row(i), &dense.bytes[i * got.row_bytes()], got.row_bytes()), 0) << name << " " << i;
+      }
+    };
+    same(grad_query, want.query, "query");
+    same(grad_key, want.key, "key");
+    same(grad_value, want.value, "value");
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Kernels, GradientOfEachKernel, ::testing::ValuesIn(kernels_to_test()),
+                         [](const auto& each) { return std::string(each.param->name); });
 
 TEST(GradientTest, TestsAKernel) {
   EXPECT_FALSE(kernels_to_test().empty()) << "no kernel of this build has the name in POLYHEAD_TEST_KERNEL";

@@ -82,7 +82,8 @@ void Errors::add(const Array& got, const Array& exact, const Array& naive, const
     if (!std::isfinite(w)) continue;
     naive_max_ = std::max(naive_max_, std::fabs(w - e));
     const double outward = e < 0 ? -1 : 1;  // drift is growth or shrinkage
-    const double unit = ulp(e, got.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32);
+    const DType arithmetic = got.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+    const double unit = ulp(differences_ ? magnitude(n) : e, arithmetic);
     count_ += 1;
     sum_ += outward * error;
     naive_sum_ += outward * (w - e);

@@ -24,8 +24,13 @@ class Errors {
 
   Errors() = default;
   // max_factor, rmse_factor: times the yardstick's. dependent: how many neighbours share most of their error.
-  Errors(const char* name, double max_factor, double rmse_factor, double dependent)
-      : name_(name), max_factor_(max_factor), rmse_factor_(rmse_factor), dependent_(dependent) {}
+  // differences: terms may cancel by design, so the arithmetic's ulp is that of the magnitude, not of the result.
+  Errors(const char* name, double max_factor, double rmse_factor, double dependent, bool differences = false)
+      : name_(name),
+        max_factor_(max_factor),
+        rmse_factor_(rmse_factor),
+        dependent_(dependent),
+        differences_(differences) {}
 
   // What cannot be a rounding error is appended to *faults.
   void add(const Array& got, const Array& exact, const Array& naive, const Magnitude& magnitude,
@@ -36,6 +41,7 @@ class Errors {
  private:
   const char* name_ = "";
   double max_factor_ = 1, rmse_factor_ = 1, dependent_ = 1;
+  bool differences_ = false;
   double excess_ = 0;  // largest error less 4 ulp
   std::string worst_;  // where
   double ulps_ = 0;    // the largest 4 ulp

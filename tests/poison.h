@@ -18,10 +18,15 @@ class Visibility {
   // Calls visit(b, h, i, j) for every visible place.
   template <class Visit>
   void for_each(Visit visit) const {
-    for (size_t n = 0; n < seen_.size(); ++n) {
-      if (!seen_[n]) continue;
-      const int64_t at = static_cast<int64_t>(n), row = at / keys_;
-      visit(row / queries_ / heads_, row / queries_ % heads_, row % queries_, at % keys_);
+    size_t n = 0;
+    for (int64_t b = 0; b < batch_; ++b) {
+      for (int64_t h = 0; h < heads_; ++h) {
+        for (int64_t i = 0; i < queries_; ++i) {
+          for (int64_t j = 0; j < keys_; ++j) {
+            if (seen_[n++]) visit(b, h, i, j);
+          }
+        }
+      }
     }
   }
 

@@ -75,6 +75,18 @@ Tensor view(const Array& array) {
   return t;
 }
 
+Problem problem_of(const char* name, DType dtype, int64_t batch, int64_t heads, int64_t q, int64_t k, int64_t dim) {
+  Problem p;
+  p.name = name;
+  p.desc.dtype = dtype;
+  p.desc.batch = batch;
+  p.desc.num_heads = p.desc.num_heads_kv = heads;
+  p.desc.seqlen_q = q;
+  p.desc.seqlen_k = k;
+  p.desc.head_dim = p.desc.head_dim_v = dim;
+  return p;
+}
+
 const char* layout_name(Layout layout) {
   constexpr const char* kNames[] = {"bshd",   "bhsd", "sbhd",     "qkv",      "transposed",
                                     "padded", "junk", "negative", "expanded", "mixed"};

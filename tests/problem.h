@@ -87,6 +87,9 @@ struct Inputs {
   uint32_t dropout_offset = 0;
 };
 
+// Plain self-attention of so many queries and keys, heads of `dim`.
+Problem problem_of(const char* name, DType dtype, int64_t batch, int64_t heads, int64_t q, int64_t k, int64_t dim);
+
 Inputs random_inputs(const Problem& problem);
 
 // Any legal problem, all options mixed, sizes 0..130 and now and then more.

@@ -5,19 +5,12 @@
 //   POLYHEAD_TEST_KERNEL=cpu_avx2 random_test                           that kernel alone
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-#include <map>
-
 #include "judge.h"
 #include "poison.h"
+#include "random_problems.h"
 
 namespace polyhead::testing {
 namespace {
-
-uint64_t from_environment(const char* name, uint64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text ? std::strtoull(text, nullptr, 10) : otherwise;
-}
 
 // Everything that one problem shows of a kernel; "" if all is well.
 std::string trouble(const Kernel& kernel, const Problem& p, const Inputs& in, const Expected& want) {
@@ -47,38 +40,13 @@ std::string trouble(const Kernel& kernel, const Problem& p, const Inputs& in, co
 }
 
 TEST(Random, ProblemsAreComputedAsDefined) {
-  const uint64_t first = from_environment("POLYHEAD_RANDOM_SEED", 1);
-  const uint64_t count = from_environment("POLYHEAD_RANDOM_PROBLEMS", 5000);
-  const char* only = std::getenv("POLYHEAD_TEST_KERNEL");
-  std::map<std::string, uint64_t> computed;
-  int failures = 0;
-  for (uint64_t seed = first; seed < first + count && failures < 20; ++seed) {
-    const Problem p = random_problem(seed);
-    const Result<Plan> checked = plan(p.desc, {.kernel = "reference"});
-    ASSERT_TRUE(checked.ok()) << checked.status().message() << "\n" << problem_line("reference", p);
+  for_random_problems(5000, [](const Problem& p, const std::vector<const Kernel*>& kernels, auto report) {
     const Inputs in = random_inputs(p);
-    Expected want;
-    bool has_want = false;
-    for (const Kernel* kernel : kernel_list()) {
-      if ((only && std::string(only) != kernel->name) || !kernel->why_not(p.desc).empty()) continue;
-      if (!has_want) want = expected(p.desc, in);
-      has_want = true;
-      const std::string line = problem_line(kernel->name, p) + "\nPOLYHEAD_RANDOM_SEED=" + std::to_string(seed) +
-                               " POLYHEAD_RANDOM_PROBLEMS=1 repeats it";
-      set_running(line);
-      ++computed[kernel->name];
-      const std::string text = trouble(*kernel, p, in, want);
-      EXPECT_EQ(text, "") << line;
-      failures += !text.empty();
+    const Expected want = expected(p.desc, in);
+    for (const Kernel* kernel : kernels) {
+      report(*kernel, problem_line(kernel->name, p), [&] { return trouble(*kernel, p, in, want); });
     }
-  }
-  std::printf("random problems, seeds %llu..%llu:", static_cast<unsigned long long>(first),
-              static_cast<unsigned long long>(first + count - 1));
-  for (const auto& [name, problems] : computed) {
-    std::printf(" %s %llu", name.c_str(), static_cast<unsigned long long>(problems));
-  }
-  std::printf("\n");
-  EXPECT_FALSE(computed.empty());
+  });
 }
 
 }  // namespace

@@ -1,0 +1,62 @@
+// Gradients of random problems on every kernel of this machine: sizes 0..130 and more, all options mixed, any layout.
+//
+//   POLYHEAD_RANDOM_PROBLEMS=20000 gradient_random_test                         this many
+//   POLYHEAD_RANDOM_SEED=42 POLYHEAD_RANDOM_PROBLEMS=1 gradient_random_test     that one
+//   POLYHEAD_TEST_KERNEL=cpu_avx2 gradient_random_test                          that kernel alone
+#include <gtest/gtest.h>
+
+#include "gradient_harness.h"
+#include "gradient_poison.h"
+#include "kernels_to_test.h"
+#include "random_problems.h"
+
+namespace polyhead::testing {
+namespace {
+
+// Everything that one problem shows of a kernel; "" if all is well.
+std::string trouble(const Kernel& kernel, const GradientProblem& p, const BackwardInputs& in,
+                    const ExpectedGradients& want) {
+  const AttentionDesc& d = p.forward.desc;
+  const uint64_t seed = p.forward.seed;
+  Random random(seed ^ 0x5DEECE66D);
+  RunOptions options;
+  options.layout = Layout::kMixed;
+  options.layout_seed = seed;
+  options.guard = random.chance(0.5) ? Guard::kEnd : Guard::kStart;
+  options.through_plan = true;
+  if (const std::string text = mismatch(kernel, p, in, want, options); !text.empty()) return text;
+
+  RunOptions other = options;
+  other.threads = static_cast<int>(random.integer(0, 4));
+  other.layout_seed = seed + 1;
+  const Gradients clean = run(kernel, d, in, other);
+  if (!clean.faults.empty()) return clean.faults.front();
+  if (const std::string text = difference(run(kernel, d, in, options, p.asked), clean, p.asked); !text.empty()) {
+    return "other bits with another layout, " + std::to_string(other.threads) +
+           " threads or with all gradients asked for: " + text;
+  }
+  const BackwardInputs poisoned = poison_hidden(d, in, seed);
+  if (const std::string text = difference(run(kernel, d, poisoned, options), clean); !text.empty()) {
+    return "what is hidden leaks: " + text;
+  }
+  const auto poke = static_cast<GradientPoke>(random.integer(0, kNumGradientPokes - 1));
+  const PokedBackward poked = poke_visible(d, in, poke, seed);
+  if (!poked.done || d.dropout_p >= 1) return "";
+  const std::string text = poke_mismatch(poked, clean, run(kernel, d, poked.inputs, options));
+  return text.empty() ? "" : poked.where + ": " + text;
+}
+
+TEST(GradientRandom, ProblemsAreComputedAsDefined) {
+  for_random_problems(1200, [](const Problem& forward, const std::vector<const Kernel*>& kernels, auto report) {
+    GradientProblem p = gradient_problem(forward);
+    p.delta = forward.seed % 11 == 0;
+    const BackwardInputs in = random_inputs(p);
+    const ExpectedGradients want = expected(forward.desc, in);
+    for (const Kernel* kernel : kernels) {
+      report(*kernel, problem_line(kernel->name, p), [&] { return trouble(*kernel, p, in, want); });
+    }
+  });
+}
+
+}  // namespace
+}  // namespace polyhead::testing
