@@ -282,7 +282,7 @@ void backward_tiles(Head& head, int num_tiles) {
   bool any = false;
   for (int t = 0; t < num_tiles; ++t) any = any || sees(tiles[t], task.first_key, end);
   for (int t = 0; t < num_tiles && any; ++t) {
-    load_tile<Mac>(head, tiles[t]);
+    load_tile<Mac>(head, tiles[t], tiles[t].p_rows);
     load_rows<Mac>(head, tiles[t]);
   }
   for (int64_t chunk = task.first_key; chunk < end && any; chunk += task.chunk_keys) {

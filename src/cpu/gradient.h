@@ -54,32 +54,36 @@ inline Rows from_row(const Rows& x, int64_t row) {
   return rows;
 }
 
-// delta[q] = sum over Dv of dO * O; 0 for rows from num_rows on.
-inline void multiply_rows(float* delta, const Rows& grad_out, const Rows& out, int num_rows, int64_t dim) {
-  for (int q = 0; q < kTile; q += kLanes) {
-    F row[kLanes];
-    for (int r = 0; r < kLanes; ++r) {
-      row[r] = broadcast(0.0f);
-      for (int64_t d = 0; d < dim && q + r < num_rows; d += kLanes) {
-        const int n = dim - d < kLanes ? static_cast<int>(dim - d) : kLanes;
-        row[r] = fma(load_columns(grad_out, q + r, d, n), load_columns(out, q + r, d, n), row[r]);
+// delta[q] = sum over Dv of dO * O, in the order in which dP = dO V^T is summed: where a query sees one key, O is that
+// key's value, and dS = P (dP - delta) becomes exactly 0. grad_out is dO^T in words; `memory` holds kTileFloats.
+template <class Mac>
+void multiply_rows(float* delta, const float* grad_out, const Rows& out, int num_rows, int64_t dim, float* memory) {
+  F sum[kVecs];
+  for (int v = 0; v < kVecs; ++v) sum[v] = broadcast(0.0f);
+  const int64_t element_bytes = out.dtype == DType::kFloat32 ? 4 : 2;
+  for (int64_t d = 0; d < dim; d += kBlock) {
+    const int64_t columns = dim - d < kBlock ? dim - d : kBlock;
+    const void* from = static_cast<const char*>(out.data) + d * out.column_stride * element_bytes;
+    transpose_rows<Mac>(memory, {from, out.dtype, out.stride, out.column_stride}, num_rows, columns);
+    for (int64_t word = 0; word < words_of(columns, Mac::kElements); ++word, grad_out += kTile) {
+      for (int v = 0; v < kVecs; ++v) {
+        sum[v] = Mac::step(sum[v], load(grad_out + v * kLanes), load(memory + word * kTile + v * kLanes));
       }
     }
-    store(delta + q, sums(row));
   }
+  for (int v = 0; v < kVecs; ++v) store(delta + v * kLanes, sum[v]);
 }
 
-// Q^T, dO^T and the statistics of a tile whose place and ranges are set.
+// Q^T, dO^T and the statistics of a tile whose place and ranges are set. `memory` holds kTileFloats.
 template <class Mac>
-void load_tile(const GradientHead& head, GradientTile& tile) {
+void load_tile(const GradientHead& head, GradientTile& tile, float* memory) {
   const Problem& problem = head.problem;
   const BackwardProblem& gradients = head.gradients;
   const int n = tile.num_queries;
-  const Rows grad_out = from_row(head.grad_out, tile.first_query);
   transpose_rows<Mac>(tile.query, from_row(head.query, tile.first_query), n, problem.head_dim);
-  transpose_rows<Mac>(tile.grad_out, grad_out, n, problem.head_dim_v);
+  transpose_rows<Mac>(tile.grad_out, from_row(head.grad_out, tile.first_query), n, problem.head_dim_v);
   if (gradients.delta.data == nullptr) {
-    multiply_rows(tile.delta, grad_out, from_row(head.out, tile.first_query), n, problem.head_dim_v);
+    multiply_rows<Mac>(tile.delta, tile.grad_out, from_row(head.out, tile.first_query), n, problem.head_dim_v, memory);
   }
   const auto number = [&](const Statistic& x, int q) {
     return *at(x, head.b, head.h, head.sequence.first_q + tile.first_query + q);
@@ -108,10 +112,12 @@ KeyBlock load_keys(const GradientHead& head, int64_t first) {
 // view_block, where queries that are not there count as seeing nothing unless num_queries is a multiple of `whole`.
 inline TileView view_present(const HeadOptions& head, const QueryTile& tile, const KeyBlock& block, int whole) {
   TileView t = view_block(head, tile, block.first, block.num_keys);
-  if (t.begin >= t.end || !t.all || tile.num_queries % whole == 0) return t;
+  if (t.begin >= t.end || tile.num_queries % whole == 0) return t;
+  BlockRanges& ranges = head.view_scratch->ranges;
+  if (t.all) block_ranges(ranges, tile.ranges, block.first, kBlock);
+  ranges.all_begin = ranges.all_end = 0;
   t.all = false;
-  block_ranges(head.view_scratch->ranges, tile.ranges, block.first, kBlock);
-  t.view.ranges = &head.view_scratch->ranges;
+  t.view.ranges = &ranges;
   return t;
 }
 
@@ -126,8 +132,11 @@ void weigh_part(const GradientHead& head, const GradientTile& tile, const KeyBlo
     if (rule.softcap > 0) {
       for (int r = 0; r < kRows; ++r) {
         for (int v = 0; v < kVecs_; ++v) {
+          const int at = lane + v * kLanes;
           const F t = tanh(s[r][v] * broadcast(rule.scale) / broadcast(rule.softcap));
-          store(head.capped + (key + r) * kTile + lane + v * kLanes, fma(broadcast(0.0f) - t, t, broadcast(1.0f)));
+          F slope = fma(broadcast(0.0f) - t, t, broadcast(1.0f));
+          if (masked) slope = select(seen(view, key + r, at), slope, broadcast(0.0f));  // NaN must not meet dS = 0
+          store(head.capped + (key + r) * kTile + at, slope);
         }
       }
     }

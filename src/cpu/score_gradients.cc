@@ -54,7 +54,7 @@ void add_task(const BackwardProblem& gradients, const ScoreTask& task, float* me
   tile.ranges = tile_ranges(problem.band, s, tile.first_query, tile.num_queries);
   const int64_t end = s.len_k - task.first_key < kScoreKeys ? s.len_k : task.first_key + kScoreKeys;
   if (tile.ranges.any_begin >= end || tile.ranges.any_end <= task.first_key) return;
-  load_tile<Mac>(head, tile);
+  load_tile<Mac>(head, tile, head.p);
   for (int64_t first = task.first_key; first < end; first += kBlock) {
     const KeyBlock block = load_keys<Mac>(head, first);
     const TileView t = view_present(head, tile, block, kTile);
