@@ -25,6 +25,7 @@ struct Tile : GradientTile {
 struct Scratch {
   Tile tile[kMaxTiles];
   ViewScratch view;
+  RowsAhead ahead;
 };
 
 struct Head : GradientHead {
@@ -34,6 +35,7 @@ struct Head : GradientHead {
   float* key_words;  // K of the block at hand, words along the keys, in panels of kPanel
   bool may_hide;     // some pair that is computed may be hidden
   bool wants_queries, wants_scores;
+  int tiles_at_once;
 };
 
 int64_t whole_vectors(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
@@ -246,8 +248,36 @@ bool sees(const QueryTile& tile, int64_t begin, int64_t end) {
   return tile.ranges.any_begin < end && tile.ranges.any_end > begin;
 }
 
+// While the last block of a group of tiles is computed: their dQ and the next group's rows, or the first rows of the next
+// head.
+void look_ahead(const Head& head, int64_t group_queries) {
+  const BackwardProblem& gradients = head.gradients;
+  const Problem& problem = gradients.forward;
+  const BackwardTask& task = head.task;
+  RowsAhead& ahead = *head.ahead;
+  const Tile& first = head.scratch->tile[0];
+  const int64_t dim = problem.head_dim, dim_v = problem.head_dim_v, queries = task.sequence.len_q;
+  const int64_t next = first.first_query + group_queries, left = queries - next;
+  if (head.wants_queries && task.partial == nullptr) {
+    ahead.add(rows_of(gradients.grad_query, task.b, task.h, task.sequence.first_q), first.first_query,
+              left > 0 ? group_queries : queries - first.first_query, dim);
+  }
+  const auto add_queries = [&](int64_t b, int64_t h, int64_t row, int64_t rows) {
+    const int64_t n = rows < group_queries ? rows : group_queries;
+    ahead.add(rows_of(problem.query, b, h, row), 0, n, dim);
+    ahead.add(rows_of(gradients.grad_out, b, h, row), 0, n, dim_v);
+    ahead.add(rows_of(problem.out, b, h, row), 0, n, dim_v);
+  };
+  if (left > 0) return add_queries(task.b, task.h, task.sequence.first_q + next, left);
+  if (task.next_queries == 0) return;
+  add_queries(task.next_b, task.next_h, task.next_first_q, task.next_queries);
+  const int64_t keys = task.next_keys < kBlock ? task.next_keys : kBlock;
+  ahead.add(rows_of(problem.key, task.next_b, task.next_h / problem.group, task.next_first_k), 0, keys, dim);
+  ahead.add(rows_of(problem.value, task.next_b, task.next_h / problem.group, task.next_first_k), 0, keys, dim_v);
+}
+
 template <class Mac>
-void backward_chunk(Head& head, int num_tiles, int64_t begin, int64_t end) {
+void backward_chunk(Head& head, int num_tiles, int64_t begin, int64_t end, int64_t last) {
   Tile* tiles = head.scratch->tile;
   const int64_t floats = head.problem.head_dim * kTile;
   for (int t = 0; t < num_tiles && head.wants_queries; ++t) {
@@ -257,6 +287,7 @@ void backward_chunk(Head& head, int num_tiles, int64_t begin, int64_t end) {
   for (int64_t first = begin / kBlock * kBlock; first < end; first += kBlock) {
     bool seen_by_some = false;
     for (int t = 0; t < num_tiles; ++t) seen_by_some = seen_by_some || sees(tiles[t], first, first + kBlock);
+    if (first + kBlock >= last) look_ahead(head, int64_t{head.tiles_at_once} * kTile);
     if (seen_by_some) backward_block<Mac>(head, num_tiles, first);
   }
   if (!head.wants_queries || head.task.partial != nullptr) return;
@@ -280,13 +311,19 @@ void backward_tiles(Head& head, int num_tiles) {
   Tile* tiles = head.scratch->tile;
   const int64_t end = task.end_key < task.sequence.len_k ? task.end_key : task.sequence.len_k;
   bool any = false;
-  for (int t = 0; t < num_tiles; ++t) any = any || sees(tiles[t], task.first_key, end);
+  int64_t last = 0;  // key that some tile sees
+  for (int t = 0; t < num_tiles; ++t) {
+    any = any || sees(tiles[t], task.first_key, end);
+    if (tiles[t].ranges.any_end > last) last = tiles[t].ranges.any_end;
+  }
+  if (end < last) last = end;
+  head.ahead->clear();
   for (int t = 0; t < num_tiles && any; ++t) {
     load_tile<Mac>(head, tiles[t], tiles[t].p_rows);
     load_rows<Mac>(head, tiles[t]);
   }
   for (int64_t chunk = task.first_key; chunk < end && any; chunk += task.chunk_keys) {
-    backward_chunk<Mac>(head, num_tiles, chunk, end - chunk < task.chunk_keys ? end : chunk + task.chunk_keys);
+    backward_chunk<Mac>(head, num_tiles, chunk, end - chunk < task.chunk_keys ? end : chunk + task.chunk_keys, last);
   }
   if (!head.wants_queries || task.partial != nullptr) return;
   for (int t = 0; t < num_tiles; ++t) {
@@ -330,7 +367,9 @@ void backward_task(const BackwardProblem& gradients, const BackwardTask& task, i
             nullptr,
             additive || problem.band.left >= 0 || problem.band.right >= 0,
             gradients.grad_query.data != nullptr,
-            gradients.grad_query.data != nullptr || task.key_sums != nullptr};
+            gradients.grad_query.data != nullptr || task.key_sums != nullptr,
+            tiles};
+  head.ahead = &scratch->ahead;
   head.key_copy = take(memory, kBlock * dim);
   head.value_copy = take(memory, kBlock * dim_v);
   head.key_words = take(memory, panel_floats(dim, kPanel, kBlock));

@@ -112,13 +112,29 @@ void clear_sums(const Call& call, const BackwardTask& task) {
   clear(task.value_sums, call.desc.head_dim_v);
 }
 
+void set_next(BackwardTask& task, int64_t b, int64_t h, const Sequence& s) {
+  task.next_b = b;
+  task.next_h = h;
+  task.next_first_q = s.first_q;
+  task.next_first_k = s.first_k;
+  task.next_queries = s.len_q;
+  task.next_keys = s.len_k;
+}
+
 void run_whole_heads(const Call& call) {
-  run_tasks(call.executor, call.desc.batch * call.desc.num_heads_kv, [&](int64_t index, int lane) {
+  const int64_t heads = call.desc.batch * call.desc.num_heads_kv;
+  run_tasks(call.executor, heads, [&](int64_t index, int lane) {
     BackwardTask task = keys_task(call, index, 0, call.desc.seqlen_k, call.sums(lane));
     clear_sums(call, task);
     const int64_t group = call.problem.forward.group;
     for (int64_t r = 0; r < group; ++r) {
       task.h = task.kv_head * group + r;
+      if (r + 1 < group) {
+        set_next(task, task.b, task.h + 1, task.sequence);
+      } else if (const int64_t next = index + call.executor.num_threads(); next < heads) {
+        const int64_t b = next / call.desc.num_heads_kv;
+        set_next(task, b, next % call.desc.num_heads_kv * group, sequence(call.desc, call.args, b));
+      }
       call.functions.backward_head(call.problem, task, tiles_at_once(call.desc), call.scratch(lane));
     }
     call.functions.backward_keys(call.problem, task);

@@ -9,6 +9,7 @@ namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
 constexpr int kTileFloats = kBlock * kTile;
+constexpr int kRowsAhead = 5;  // asked for with each microkernel: what a group of tiles needs, within its last block
 
 struct GradientTile : QueryTile {
   float *query, *grad_out;             // Q^T and dO^T, words along the dims
@@ -29,6 +30,7 @@ struct GradientHead : HeadOptions {
   float *key_copy, *value_copy;
   float* p;       // P^T of the tile at hand
   float* capped;  // 1 - tanh^2 of its softcap
+  RowsAhead* ahead;
 };
 
 inline GradientHead gradient_head(const BackwardProblem& gradients, const Sequence& s, int64_t b, int64_t h,
@@ -42,6 +44,7 @@ inline GradientHead gradient_head(const BackwardProblem& gradients, const Sequen
           rows_of(gradients.grad_out, b, h, s.first_q),
           rows_of(problem.key, b, kv_head, s.first_k),
           rows_of(problem.value, b, kv_head, s.first_k),
+          nullptr,
           nullptr,
           nullptr,
           nullptr,
@@ -129,6 +132,7 @@ void weigh_part(const GradientHead& head, const GradientTile& tile, const KeyBlo
   const F scale = broadcast(rule.natural ? 1.0f : rule.scale);
   const bool masked = view.ranges != nullptr || view.additive != nullptr;
   const auto take = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+    if (head.ahead != nullptr) head.ahead->ask(kRowsAhead);
     if (rule.softcap > 0) {
       for (int r = 0; r < kRows; ++r) {
         for (int v = 0; v < kVecs_; ++v) {
@@ -165,6 +169,7 @@ void differentiate_part(const GradientHead& head, const GradientTile& tile, cons
   const bool masked = view.ranges != nullptr || view.additive != nullptr;
   const F drop_scale = broadcast(head.problem.dropout.scale);
   const auto finish = [&]<int kRows, int kVecs_>(F(&dp)[kRows][kVecs_], int key, int lane) {
+    if (head.ahead != nullptr) head.ahead->ask(kRowsAhead);
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs_; ++v) {
       const int at = lane + v * kLanes;

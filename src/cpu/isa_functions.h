@@ -47,6 +47,9 @@ struct BackwardTask {
   // Sums to add to, of the keys from first_key on: [whole blocks][head_dim in whole vectors]; null: not asked for.
   float *key_sums = nullptr, *value_sums = nullptr;
 
+  // What the thread will probably compute next: asked for in advance. num_queries = 0: nothing.
+  int64_t next_b = 0, next_h = 0, next_first_q = 0, next_first_k = 0, next_queries = 0, next_keys = 0;
+
   // Null: dQ is written. Else this chunk's share: [tiles][head_dim][kTileQueries], of the tiles that see the chunk.
   float* partial = nullptr;
 };

@@ -66,6 +66,38 @@ inline void prefetch_rows(const Rows& x, int64_t first_row, int64_t num_rows, in
   }
 }
 
+// Rows that will be read or written soon, asked for a few at a time while something else is computed: a burst of them
+// would wait for memory as the rows themselves do.
+class RowsAhead {
+ public:
+  void clear() { count_ = at_ = 0; }
+
+  void add(const Rows& x, int64_t first_row, int64_t num_rows, int64_t columns) {
+    if (count_ == kMost || x.data == nullptr || x.column_stride != 1 || num_rows <= 0) return;
+    const int64_t element_bytes = x.dtype == DType::kFloat32 ? 4 : 2, stride = x.stride * element_bytes;
+    range_[count_++] = {static_cast<const char*>(x.data) + first_row * stride, stride, num_rows,
+                        columns * element_bytes};
+  }
+
+  void ask(int num_rows) {
+    for (; num_rows > 0 && at_ < count_; --num_rows) {
+      Range& range = range_[at_];
+      for (int64_t byte = 0; byte < range.bytes; byte += 64) __builtin_prefetch(range.row + byte, 0, 2);
+      range.row += range.stride;
+      if (--range.rows == 0) ++at_;
+    }
+  }
+
+ private:
+  static constexpr int kMost = 8;
+  struct Range {
+    const char* row;
+    int64_t stride, rows, bytes;
+  };
+  Range range_[kMost];
+  int count_ = 0, at_ = 0;
+};
+
 inline int64_t words_of(int64_t elements, int elements_per_word) {
   return (elements + elements_per_word - 1) / elements_per_word;
 }
