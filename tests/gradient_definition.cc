@@ -156,7 +156,8 @@ class Definition {
     const int64_t slope_at = d_.alibi_slopes_ndim == 2 ? b * d_.num_heads + h : h;
     const T distance = std::abs(static_cast<T>(static_cast<__int128>(i) + span_.offset - j));
     if (slopes_.size() > 0) S -= slopes_[slope_at] * distance;
-    const T P = std::exp(S - L_[row]), f = dropout_factor(b, h, i, j);
+    const T weight = std::exp(S - L_[row]), f = dropout_factor(b, h, i, j);
+    const T P = absolute_ ? std::max(weight, kLeastWeight) : weight;
     const T dL = dL_.size() > 0 ? dL_[row] : T(0), dP = f * dP_[j];
     const T dS = P * (absolute_ ? dP + rowsum + dL : dP - rowsum + dL);
     T dX = dS;
@@ -175,6 +176,8 @@ class Definition {
     const uint32_t bits = dropout_bits(x.dropout_seed, x.dropout_offset, head, static_cast<uint32_t>(i), j);
     return bits >= dropout_threshold(d_.dropout_p) ? static_cast<T>(1 / (1 - d_.dropout_p)) : T(0);
   }
+
+  static constexpr T kLeastWeight = static_cast<T>(0x1p-104);
 
   const AttentionDesc& d_;
   const BackwardInputs& in_;

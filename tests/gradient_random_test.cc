@@ -47,7 +47,7 @@ std::string trouble(const Kernel& kernel, const GradientProblem& p, const Backwa
 }
 
 TEST(GradientRandom, ProblemsAreComputedAsDefined) {
-  for_random_problems(1200, [](const Problem& forward, const std::vector<const Kernel*>& kernels, auto report) {
+  for_random_problems(2500, [](const Problem& forward, const std::vector<const Kernel*>& kernels, auto report) {
     GradientProblem p = gradient_problem(forward);
     p.delta = forward.seed % 11 == 0;
     const BackwardInputs in = random_inputs(p);
