@@ -14,38 +14,24 @@
 #include <vector>
 
 #include "harness.h"
+#include "tools/errors.h"
 
 namespace polyhead::testing {
 
-// The errors of one output, over any number of draws.
+// The errors of one output, over any number of draws: by the judge of `polyhead verify`.
 class Errors {
  public:
   using Magnitude = std::function<double(int64_t)>;  // whose ulps element n may err by
 
   Errors() = default;
-  // max_factor, rmse_factor: times the yardstick's. dependent: how many neighbours share most of their error.
-  // differences: terms may cancel by design, so the arithmetic's ulp is that of the magnitude, not of the result.
-  Errors(const char* name, double max_factor, double rmse_factor, double dependent, bool differences = false)
-      : name_(name),
-        max_factor_(max_factor),
-        rmse_factor_(rmse_factor),
-        dependent_(dependent),
-        differences_(differences) {}
+  Errors(const char* name, const tools::Bound& bound) : errors_(name, bound) {}
 
-  // What cannot be a rounding error is appended to *faults.
-  void add(const Array& got, const Array& exact, const Array& naive, const Magnitude& magnitude,
-           std::vector<std::string>* faults);
-  std::string verdict() const;
-  bool hopeless() const { return excess_ > 20 * (naive_max_ + ulps_); }  // no chance made this
+  void add(const Array& got, const Array& exact, const Array& naive, const Magnitude& magnitude);
+  std::string verdict() const;  // "" if good, else a line for each complaint
+  bool could_be_chance() const { return errors_.could_be_chance(); }
 
  private:
-  const char* name_ = "";
-  double max_factor_ = 1, rmse_factor_ = 1, dependent_ = 1;
-  bool differences_ = false;
-  double excess_ = 0;  // largest error less 4 ulp
-  std::string worst_;  // where
-  double ulps_ = 0;    // the largest 4 ulp
-  double naive_max_ = 0, count_ = 0, sum_ = 0, naive_sum_ = 0, square_ = 0, naive_square_ = 0, ulp_square_ = 0;
+  tools::Errors errors_;
 };
 
 // All outputs of a problem, over any number of draws.
@@ -62,9 +48,8 @@ class Judge {
   std::vector<std::string> faults_;
 };
 
-// How often a problem that fails by little is drawn again, and draw n's seed.
+// How often a problem that fails by little is drawn again.
 int64_t num_redraws(const AttentionDesc& desc);
-uint64_t redraw_seed(uint64_t seed, int64_t n);
 
 // The verdict on one draw.
 std::string mismatch(const Outputs& got, const Expected& want, const Problem& problem);

@@ -374,6 +374,7 @@ TEST_F(ToolsCommand, VerifyPassesAndCountsWhatItDid) {
   const json random = run_json("verify --random 20 --seed 3 --kernel reference");
   EXPECT_EQ(random["facts"]["verified"], "20 problems");
   EXPECT_EQ(random["facts"]["passed"], "20");
+  EXPECT_EQ(random["facts"]["seeds"], "3..22");
   EXPECT_EQ(random["facts"]["failed"], "0");
   EXPECT_TRUE(random["rows"].empty());
   const json gradients =

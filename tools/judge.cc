@@ -1,7 +1,9 @@
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <functional>
 
+#include "bounds.h"
 #include "elements.h"
 #include "verify.h"
 
@@ -50,43 +52,29 @@ Errors& Judge::errors(const char* name, const Bound& bound) {
 void Judge::add(const Truth& truth, const Outputs& got) {
   const AttentionDesc& desc = truth.inputs.desc;
   const Outputs &exact = truth.exact, &naive = truth.yardstick;
-  // Elements of a row share a softmax, and so its errors, but not the rounding to a half type, which outweighs those; not
-  // in bfloat16, where a row's weights are rounded to bfloat16 before they meet V.
-  const bool is_bf16 = desc.dtype == DType::kBFloat16, is_half = is_bf16 || desc.dtype == DType::kFloat16;
-  const auto keys = static_cast<double>(std::max<int64_t>(desc.seqlen_k, 1));
-  const auto dim_v = static_cast<double>(std::max<int64_t>(desc.head_dim_v, 1));
-  const double rmse = is_bf16 ? 1.5 : 1.1;
-  Errors& out = errors("out", {2, rmse, is_half && !is_bf16 ? 1 : dim_v});
+  const ForwardBounds bounds = forward_bounds(desc, false);
+  Errors& out = errors("out", bounds.out);
   compare(out, got.out, exact.out, naive.out, truth.magnitude);
   check_hidden_rows(desc, got, exact.logsumexp, out);
   // |L| <= largest |S| + log(keys)
   const double log_keys = std::log(static_cast<double>(desc.seqlen_k) + 1);
-  compare(errors("logsumexp", {2, 1.1, 1}), got.logsumexp, exact.logsumexp, naive.logsumexp,
+  compare(errors("logsumexp", bounds.logsumexp), got.logsumexp, exact.logsumexp, naive.logsumexp,
           [&](double L) { return std::fabs(L) + log_keys; });
   const auto itself = [](double value) { return value; };
   if (got.weights.given()) {
-    compare(errors("weights", {2, rmse, is_half ? 1 : keys}), got.weights, exact.weights, naive.weights, itself);
+    compare(errors("weights", bounds.weights), got.weights, exact.weights, naive.weights, itself);
   }
   if (got.column_sums.given()) {
-    compare(errors("column_sums", {2, 1.1, keys}), got.column_sums, exact.column_sums, naive.column_sums, itself);
+    compare(errors("column_sums", bounds.column_sums), got.column_sums, exact.column_sums, naive.column_sums, itself);
   }
 }
 
 void Judge::add(const GradientTruth& truth, const Gradients& got) {
-  const AttentionDesc& desc = truth.inputs.desc;
-  // bfloat16: P and dS are rounded before they meet a matrix.
-  const double rmse = desc.dtype == DType::kBFloat16 ? 2 : 1.5;
-  // Elements of a row share the errors of its dS. Keys share those that belong to a query: of exp(-L) and rowsum dO O.
-  const auto keys = static_cast<double>(std::max<int64_t>(desc.seqlen_k, 1));
-  const auto queries = static_cast<double>(std::max<int64_t>(desc.num_heads * desc.seqlen_q, 1));
-  const double sharing = std::max(1.0, keys * static_cast<double>(desc.num_heads_kv) / queries);
-  const auto dim = static_cast<double>(std::max<int64_t>(desc.head_dim, 1));
-  const auto dim_v = static_cast<double>(std::max<int64_t>(desc.head_dim_v, 1));
-  const double dependent[kNumGradients] = {dim, dim * sharing, dim_v * sharing, keys, 1};
+  const std::array<Bound, kNumGradients> bounds = gradient_bounds(truth.inputs.desc, false);
   for (size_t n = 0; n < kNumGradients; ++n) {
     if ((truth.needs >> n & 1) == 0) continue;
-    compare(errors(kGradients[n].name, {3, rmse, dependent[n], true}), got.of[n], truth.exact.of[n],
-            truth.yardstick.of[n], truth.magnitude[n]);
+    compare(errors(kGradients[n].name, bounds[n]), got.of[n], truth.exact.of[n], truth.yardstick.of[n],
+            truth.magnitude[n]);
   }
 }
 

@@ -107,11 +107,13 @@ class Verification {
 
   int num_failed() const { return num_failed_; }
 
-  Result<int> finish(int64_t num_problems, Format format) {
+  // seeds: of random problems, "7..506"; "" for others.
+  Result<int> finish(int64_t num_problems, const std::string& seeds, Format format) {
     report_.facts = {{"verified", fmt::format("{}{} problems", gradients_ ? "gradients of " : "", num_problems)},
                      {"passed", fmt::format("{}", num_passed_)},
                      {"failed", fmt::format("{}", num_failed_)},
                      {"refused", fmt::format("{}", num_refused_)}};
+    if (!seeds.empty()) report_.facts.emplace_back("seeds", seeds);
     if (!list_all_ && report_.rows.empty()) report_.columns.clear();
     fmt::print("{}", report_.text(format));
     if (num_passed_ + num_failed_ == 0) return invalid("nothing was verified: " + first_refusal_);
@@ -182,7 +184,8 @@ Result<int> verify_random(const VerifyOptions& options, Verification verificatio
     }
   }
   if (done < options.num_random) fmt::print(stderr, "stopped after {} failures\n", verification.num_failed());
-  return verification.finish(done, format);
+  const uint64_t last = options.seed + static_cast<uint64_t>(done) - 1;
+  return verification.finish(done, fmt::format("{}..{}", options.seed, last), format);
 }
 
 Result<int> verify(const VerifyOptions& options, std::vector<std::string> words) {
@@ -211,7 +214,7 @@ Result<int> verify(const VerifyOptions& options, std::vector<std::string> words)
                  : Status(s.code(), fmt::format("problem '{}': {}", problem_line(problem), s.message()));
     }
   }
-  return verification.finish(static_cast<int64_t>(problems->size()), *format);
+  return verification.finish(static_cast<int64_t>(problems->size()), "", *format);
 }
 
 }  // namespace

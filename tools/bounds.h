@@ -1,0 +1,48 @@
+// What a kernel's errors are held to, beside the 4 ulp (errors.h): docs/semantics.md's factors, and how far errors depend
+// on one another.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+
+#include "errors.h"
+#include "polyhead/attention.h"
+
+namespace polyhead::tools {
+
+struct ForwardBounds {
+  Bound out, logsumexp, weights, column_sums;
+};
+
+// shifted: logits that are large beside their differences.
+inline ForwardBounds forward_bounds(const AttentionDesc& desc, bool shifted) {
+  const bool is_bf16 = desc.dtype == DType::kBFloat16, is_f16 = desc.dtype == DType::kFloat16;
+  const double rmse = shifted ? 1.5 : 1.1, out_rmse = is_bf16 ? 1.5 : rmse;
+  const auto dim_v = static_cast<double>(std::max<int64_t>(desc.head_dim_v, 1));
+  const auto keys = static_cast<double>(std::max<int64_t>(desc.seqlen_k, 1));
+  // Elements of a row share a softmax, and so its errors, but not the rounding to a half type, which outweighs those; not
+  // in bfloat16, where a row's weights are rounded to bfloat16 before they meet V.
+  return {
+      {2, out_rmse, is_f16 ? 1 : dim_v}, {2, rmse, 1}, {2, out_rmse, is_bf16 || is_f16 ? 1 : keys}, {2, rmse, keys}};
+}
+
+// Of query, key, value, attn_bias and alibi_slopes. bfloat16: P and dS are rounded before they meet a matrix; with shifted
+// logits keys have much in common, over which a rounded dS no longer sums to 0.
+inline std::array<Bound, 5> gradient_bounds(const AttentionDesc& desc, bool shifted) {
+  const double rmse = desc.dtype != DType::kBFloat16 ? 1.5 : shifted ? HUGE_VAL : 2;
+  const auto dim = static_cast<double>(std::max<int64_t>(desc.head_dim, 1));
+  const auto dim_v = static_cast<double>(std::max<int64_t>(desc.head_dim_v, 1));
+  const auto keys = static_cast<double>(std::max<int64_t>(desc.seqlen_k, 1));
+  const auto queries = static_cast<double>(std::max<int64_t>(desc.num_heads * desc.seqlen_q, 1));
+  // Elements of a row share the errors of its dS. Keys share those that belong to a query: of exp(-L) and rowsum dO O.
+  const double sharing = std::max(1.0, keys * static_cast<double>(desc.num_heads_kv) / queries);
+  return {{{3, rmse, dim, true},
+           {3, rmse, dim * sharing, true},
+           {3, rmse, dim_v * sharing, true},
+           {3, rmse, keys, true},
+           {3, rmse, 1, true}}};
+}
+
+}  // namespace polyhead::tools
