@@ -4,15 +4,12 @@
 #include <cmath>
 
 #include "attention/reference.h"
+#include "gradient_problem.h"
 #include "harness.h"
 #include "poison.h"
 
 namespace polyhead::testing {
 namespace {
-
-struct Gradients {
-  Array query, key, value, attn_bias, alibi_slopes;
-};
 
 // What comes in from behind.
 struct Incoming {
@@ -55,7 +52,7 @@ Incoming incoming(const Outputs& o, uint64_t seed) { return {normal(o.out, seed)
 template <class T = double>
 Gradients gradients(const AttentionDesc& desc, const Inputs& in, const Outputs& o, const Incoming& grad,
                     const Gradients* into = nullptr) {
-  Gradients g = into ? *into : Gradients{in.query, in.key, in.value, in.attn_bias, in.alibi_slopes};
+  Gradients g = into ? *into : Gradients{in.query, in.key, in.value, in.attn_bias, in.alibi_slopes, {}};
   BackwardArgs args;
   args.forward = dense_args(in);
   args.forward.out = view(o.out);
@@ -88,21 +85,10 @@ double loss(const AttentionDesc& desc, const Inputs& in, const Incoming& grad) {
   return inner(grad.grad_out, o.out) + inner(grad.grad_logsumexp, o.logsumexp);
 }
 
-struct Name {
-  const char* name;
-  Array Inputs::*input;
-  Array Gradients::*gradient;
-};
-constexpr Name kNames[] = {{"query", &Inputs::query, &Gradients::query},
-                           {"key", &Inputs::key, &Gradients::key},
-                           {"value", &Inputs::value, &Gradients::value},
-                           {"attn_bias", &Inputs::attn_bias, &Gradients::attn_bias},
-                           {"alibi_slopes", &Inputs::alibi_slopes, &Gradients::alibi_slopes}};
-
 // Moves the elements of one input by step times `direction` both ways, and compares the change of the loss with what
 // the gradient says of it.
-void expect_difference(const Problem& p, const Inputs& in, const Incoming& grad, const Gradients& g, const Name& name,
-                       const Array& direction, double step) {
+void expect_difference(const Problem& p, const Inputs& in, const Incoming& grad, const Gradients& g,
+                       const GradientName& name, const Array& direction, double step) {
   Inputs up = in, down = in;
   double predicted = 0, size = 0;
   Array &x_up = up.*name.input, &x_down = down.*name.input;
@@ -124,7 +110,7 @@ void expect_gradients(const Problem& p) {
   const Incoming grad = incoming(o, p.seed + 17);
   const Gradients g = gradients(p.desc, in, o, grad);
   Random random(p.seed);
-  for (const Name& name : kNames) {
+  for (const GradientName& name : kGradients) {
     const Array& input = in.*name.input;
     if (input.size() == 0) continue;
     const double step = input.dtype == DType::kFloat32 ? 0x1p-19 : 1e-5;
@@ -277,7 +263,7 @@ TEST(ReferenceGradient, RowsThatSeeNoKeyGiveNothing) {
   }
   EXPECT_GT(hidden_rows, 3);
   const Gradients poisoned = gradients(d, poison_hidden(d, in, 1), o, bad);
-  for (const Name& name : kNames) EXPECT_EQ(poisoned.*name.gradient, clean.*name.gradient) << name.name;
+  for (const GradientName& name : kGradients) EXPECT_EQ(poisoned.*name.gradient, clean.*name.gradient) << name.name;
   const Visibility seen(d, in);
   for (int64_t b = 0; b < 2; ++b) {
     for (int64_t j = 0; j < 5; ++j) {
@@ -307,9 +293,9 @@ TEST(ReferenceGradient, AddsToWhatIsThereIfAsked) {
   const Incoming grad = incoming(o, 12);
   const Gradients set = gradients(d, in, o, grad);
   Gradients before;
-  for (const Name& name : kNames) before.*name.gradient = normal(in.*name.input, 13);
+  for (const GradientName& name : kGradients) before.*name.gradient = normal(in.*name.input, 13);
   const Gradients added = gradients(d, in, o, grad, &before);
-  for (const Name& name : kNames) {
+  for (const GradientName& name : kGradients) {
     const double tolerance = (in.*name.input).dtype == DType::kFloat32 ? 1e-6 : 1e-14;
     for (int64_t n = 0; n < (set.*name.gradient).size(); ++n) {
       EXPECT_NEAR((added.*name.gradient).at(n), (before.*name.gradient).at(n) + (set.*name.gradient).at(n), tolerance);
@@ -324,7 +310,7 @@ TEST(ReferenceGradient, ComputesOnlyWhatIsAskedAndTheSame) {
   const Incoming grad = incoming(o, 15);
   const Gradients all = gradients(p.desc, in, o, grad);
   for (int subset = 0; subset < 8; ++subset) {
-    Gradients g{in.query, in.key, in.value, {}, {}};
+    Gradients g{in.query, in.key, in.value, {}, {}, {}};
     BackwardArgs args;
     args.forward = dense_args(in);
     args.forward.out = view(o.out);
@@ -397,7 +383,7 @@ TEST(ReferenceGradient, TheYardstickIsNear) {
     const Gradients exact = gradients<double>(p.desc, in, wide, grad);
     const Gradients naive = gradients<float>(p.desc, in, o, grad);
     const double tolerance = dtype == DType::kFloat32 ? 2e-6 : dtype == DType::kBFloat16 ? 3e-2 : 4e-3;
-    for (const Name& name : kNames) {
+    for (const GradientName& name : kGradients) {
       const Array &e = exact.*name.gradient, &g = naive.*name.gradient;
       for (int64_t n = 0; n < e.size(); ++n) EXPECT_NEAR(g.at(n), e.at(n), tolerance * (1 + std::fabs(e.at(n))));
     }
