@@ -54,6 +54,8 @@ const IsaFunctions kFunctions = {forward_scratch_bytes,
                                  score_scratch_bytes,
                                  add_score_gradients,
                                  store_score_gradients,
+                                 tiny_backward_scratch_bytes,
+                                 tiny_backward_heads,
                                  store_mean,
                                  kLanes,
                                  peak_loop};

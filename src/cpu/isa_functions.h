@@ -97,6 +97,11 @@ struct IsaFunctions {
   void (*store_score_gradients)(const Broadcast& to, int64_t at, const float* sums, int64_t num_queries,
                                 int64_t num_keys, bool accumulate);
 
+  // Key/value heads [first, end), counted b * num_heads_kv + g, likewise.
+  size_t (*tiny_backward_scratch_bytes)();
+  void (*tiny_backward_heads)(const BackwardProblem& problem, const Sequence& sequence, int64_t first, int64_t end,
+                              void* scratch);
+
   // problem.weights[b, 0, first_query + q, :] = mean[:][q] / num_heads.
   void (*store_mean)(const Problem& problem, int64_t b, int64_t first_query, int64_t num_queries, const float* mean);
   int lanes;  // floats of a vector
@@ -126,6 +131,9 @@ size_t score_scratch_bytes(int64_t head_dim, int64_t head_dim_v);
 void add_score_gradients(const BackwardProblem& problem, const ScoreTask& task, void* scratch);
 void store_score_gradients(const Broadcast& to, int64_t at, const float* sums, int64_t num_queries, int64_t num_keys,
                            bool accumulate);
+size_t tiny_backward_scratch_bytes();
+void tiny_backward_heads(const BackwardProblem& problem, const Sequence& sequence, int64_t first, int64_t end,
+                         void* scratch);
 void store_mean(const Problem& problem, int64_t b, int64_t first_query, int64_t num_queries, const float* mean);
 double peak_loop(DType dtype, int64_t rounds, float* sink);
 extern const IsaFunctions kFunctions;

@@ -39,12 +39,14 @@ void forward(const AttentionDesc& desc, const ForwardArgs& args, Executor& execu
 
 template <const IsaFunctions& functions>
 size_t backward_workspace_bytes(const AttentionDesc& desc, int num_threads) {
+  if (tiny_takes(desc)) return tiny_backward_workspace_bytes(functions, num_threads);
   return std::max(gradients_workspace_bytes(functions, desc, num_threads),
                   score_gradients_workspace_bytes(functions, desc, num_threads));
 }
 
 template <const IsaFunctions& functions>
 void backward(const AttentionDesc& desc, const BackwardArgs& args, Executor& executor) {
+  if (tiny_takes(desc)) return tiny_backward(functions, desc, args, executor);
   gradients_backward(functions, desc, args, executor);
   score_gradients_backward(functions, desc, args, executor);
 }

@@ -1,20 +1,10 @@
 // Many small heads (at most 16 queries, keys and dims): one head a lane, kLanes of them at once, from scores to O.
 //   Q [Sq][D]   K [Sk][D]   V [Sk][Dv]   S, P [Sk] of one query   O [Dv] of one query: every element a vector over heads
-#include "cpu/isa_functions.h"
-#include "cpu/rows.h"
+#include "cpu/head_lanes.h"
 #include "cpu/softmax.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
-
-constexpr int64_t padded(int64_t dim) { return (dim + 3) / 4 * 4; }
-
-// A matrix [rows][columns] of each of kLanes heads.
-struct HeadRows {
-  char* lane[kLanes];
-  int64_t row_bytes, column_bytes;
-  DType dtype;
-};
 
 // kLanes consecutive heads, counted b * num_heads + h; lanes behind the last head repeat it.
 struct Heads {
@@ -23,126 +13,14 @@ struct Heads {
   int count;
 };
 
-int64_t element_bytes(const Operand& x) { return x.dtype == DType::kFloat32 ? 4 : 2; }
-
-char* head_address(const Operand& x, int64_t b, int64_t h) {
-  return static_cast<char*>(x.data) + (b * x.stride_b + h * x.stride_h) * element_bytes(x);
-}
-
-// The lanes of one operand, of which each head is read by `group` query heads.
-void set_rows(HeadRows& rows, const Operand& x, const Problem& problem, int64_t group, int64_t first, int count) {
-  rows.row_bytes = x.stride_s * element_bytes(x);
-  rows.column_bytes = x.stride_d * element_bytes(x);
-  rows.dtype = x.dtype;
-  const int64_t head_bytes = x.stride_h * element_bytes(x);
-  int64_t b = first / problem.num_heads, h = first % problem.num_heads, in_group = h % group;
-  char* head = head_address(x, b, h / group);
-  for (int lane = 0; lane < kLanes; ++lane) {
-    rows.lane[lane] = head;
-    if (lane + 1 >= count) continue;
-    if (++h == problem.num_heads) {
-      h = in_group = 0;
-      head = head_address(x, ++b, 0);
-    } else if (++in_group == group) {
-      in_group = 0;
-      head += head_bytes;
-    }
-  }
-}
-
 void set_heads(Heads& heads, const Problem& problem, int64_t first, int64_t end) {
   heads.count = end - first < kLanes ? static_cast<int>(end - first) : kLanes;
-  set_rows(heads.query, problem.query, problem, 1, first, heads.count);
-  set_rows(heads.key, problem.key, problem, problem.group, first, heads.count);
-  set_rows(heads.value, problem.value, problem, problem.group, first, heads.count);
-  set_rows(heads.out, problem.out, problem, 1, first, heads.count);
-  const Statistic& l = problem.logsumexp;
-  if (l.data == nullptr) return;
-  const Operand logsumexp{l.data, DType::kFloat32, l.stride_b, 0, l.stride_h, l.stride_s};
-  set_rows(heads.logsumexp, logsumexp, problem, 1, first, heads.count);
-}
-
-inline const float* float_at(const char* p) { return reinterpret_cast<const float*>(p); }
-
-// n <= 4 elements at byte offset `at` of every head: out[d], the lanes of d >= n are 0.
-inline void load_columns_of_heads(F (&out)[4], const HeadRows& x, int64_t at, int n) {
-  if (x.dtype == DType::kFloat32 && x.column_bytes == 4 && n == 4) {
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      const float* quad[kLanes / 4];
-#pragma GCC unroll 4
-      for (int q = 0; q < kLanes / 4; ++q) quad[q] = float_at(x.lane[4 * q + j] + at);
-      out[j] = load_quads(quad);
-    }
-  } else if (x.dtype == DType::kFloat32) {
-    alignas(64) float buffer[4][kLanes] = {};
-    for (int lane = 0; lane < kLanes; ++lane) {
-      for (int d = 0; d < n; ++d)
-        __builtin_memcpy(&buffer[lane % 4][lane / 4 * 4 + d], x.lane[lane] + at + d * x.column_bytes, sizeof(float));
-    }
-    for (int j = 0; j < 4; ++j) out[j] = load(buffer[j]);
-  } else {
-    alignas(64) uint16_t buffer[4][kLanes] = {};
-    for (int lane = 0; lane < kLanes; ++lane) {
-      uint16_t* quad = &buffer[lane % 4][lane / 4 * 4];
-      if (n == 4 && x.column_bytes == 2) {
-        __builtin_memcpy(quad, x.lane[lane] + at, 4 * sizeof(uint16_t));
-      } else {
-        for (int d = 0; d < n; ++d)
-          __builtin_memcpy(quad + d, x.lane[lane] + at + d * x.column_bytes, sizeof(uint16_t));
-      }
-    }
-    for (int j = 0; j < 4; ++j) out[j] = x.dtype == DType::kBFloat16 ? load_bf16(buffer[j]) : load_f16(buffer[j]);
-  }
-  transpose_quads(out);
-}
-
-// Row `row` of every head: out[dim, padded by zeros to a multiple of 4].
-inline void load_row_of_heads(F* out, const HeadRows& x, int64_t row, int64_t dim) {
-  for (int64_t d = 0; d < dim; d += 4) {
-    F quad[4];
-    const int n = dim - d < 4 ? static_cast<int>(dim - d) : 4;
-    load_columns_of_heads(quad, x, row * x.row_bytes + d * x.column_bytes, n);
-    for (int i = 0; i < 4; ++i) out[d + i] = quad[i];
-  }
-}
-
-// The other way, to the heads that are there.
-inline void store_columns_of_heads(const HeadRows& x, int64_t at, int n, int count, F (&in)[4]) {
-  transpose_quads(in);
-  if (x.dtype == DType::kFloat32 && x.column_bytes == 4 && n == 4 && count == kLanes) {
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      float* quad[kLanes / 4];
-#pragma GCC unroll 4
-      for (int q = 0; q < kLanes / 4; ++q) quad[q] = reinterpret_cast<float*>(x.lane[4 * q + j] + at);
-      store_quads(quad, in[j]);
-    }
-    return;
-  }
-  alignas(64) float floats[4][kLanes];
-  alignas(64) uint16_t halves[4][kLanes];
-  const int64_t element_bytes = x.dtype == DType::kFloat32 ? 4 : 2;
-  for (int j = 0; j < 4; ++j) {
-    if (x.dtype == DType::kFloat32) {
-      store(floats[j], in[j]);
-    } else if (x.dtype == DType::kBFloat16) {
-      store_bf16(halves[j], in[j]);
-    } else {
-      store_f16(halves[j], in[j]);
-    }
-  }
-  for (int lane = 0; lane < count; ++lane) {
-    for (int d = 0; d < n; ++d) {
-      char* target = x.lane[lane] + at + d * x.column_bytes;
-      const int column = lane / 4 * 4 + d;
-      if (element_bytes == 4) {
-        __builtin_memcpy(target, &floats[lane % 4][column], 4);
-      } else {
-        __builtin_memcpy(target, &halves[lane % 4][column], 2);
-      }
-    }
-  }
+  set_rows(heads.query, problem.query, problem.num_heads, 1, first, heads.count);
+  set_rows(heads.key, problem.key, problem.num_heads, problem.group, first, heads.count);
+  set_rows(heads.value, problem.value, problem.num_heads, problem.group, first, heads.count);
+  set_rows(heads.out, problem.out, problem.num_heads, 1, first, heads.count);
+  if (problem.logsumexp.data == nullptr) return;
+  set_rows(heads.logsumexp, row_of(problem.logsumexp), problem.num_heads, 1, first, heads.count);
 }
 
 struct RowSums {
@@ -155,20 +33,6 @@ struct Scratch {
   RowSums row[kTinySize];
   int begin[kTinySize], end[kTinySize];  // keys that each query sees
 };
-
-// S of one query, dims in order.
-template <int kDims>
-inline void score_keys(F* s, const F* query, const Scratch& scratch, int begin, int end) {
-  F q[kDims];
-#pragma GCC unroll 16
-  for (int d = 0; d < kDims; ++d) q[d] = query[d];
-  for (int j = begin; j < end; ++j) {
-    F sum = q[0] * scratch.key[j * kDims];
-#pragma GCC unroll 16
-    for (int d = 1; d < kDims; ++d) sum = fma(q[d], scratch.key[j * kDims + d], sum);
-    s[j] = sum;
-  }
-}
 
 // Scores of one query -> weights, not yet divided by their sum. No key in [begin, end) is hidden, so that exp(S - m) is
 // NaN where it has to be: S NaN, the largest S infinite.
@@ -194,14 +58,7 @@ void score_heads(const Problem& problem, const Heads& heads, int num_queries, Sc
   F q[kTinySize];
   for (int i = 0; i < num_queries; ++i) {
     load_row_of_heads(q, heads.query, i, problem.head_dim);
-    F* s = scratch.scores[i];
-    const int begin = scratch.begin[i], end = scratch.end[i];
-    switch ((problem.head_dim + 3) / 4) {
-      case 1: score_keys<4>(s, q, scratch, begin, end); break;
-      case 2: score_keys<8>(s, q, scratch, begin, end); break;
-      case 3: score_keys<12>(s, q, scratch, begin, end); break;
-      default: score_keys<16>(s, q, scratch, begin, end); break;
-    }
+    multiply_rows(scratch.scores[i], q, scratch.key, problem.head_dim, scratch.begin[i], scratch.end[i]);
   }
 }
 

@@ -39,4 +39,22 @@ void tiny_forward(const IsaFunctions& functions, const AttentionDesc& desc, cons
   });
 }
 
+size_t tiny_backward_workspace_bytes(const IsaFunctions& functions, int num_threads) {
+  return functions.tiny_backward_scratch_bytes() * static_cast<size_t>(num_threads);
+}
+
+void tiny_backward(const IsaFunctions& functions, const AttentionDesc& desc, const BackwardArgs& args,
+                   Executor& executor) {
+  const int64_t num_heads = desc.batch * desc.num_heads_kv;
+  if (num_heads == 0) return;
+  const BackwardProblem p = backward_problem(desc, args);
+  const Sequence s = sequence(desc, args.forward, 0);
+  char* workspace = static_cast<char*>(args.forward.workspace);
+  run_tasks(executor, (num_heads + kTaskHeads - 1) / kTaskHeads, [&](int64_t index, int lane) {
+    const int64_t first = index * kTaskHeads;
+    functions.tiny_backward_heads(p, s, first, std::min(first + kTaskHeads, num_heads),
+                                  workspace + functions.tiny_backward_scratch_bytes() * static_cast<size_t>(lane));
+  });
+}
+
 }  // namespace polyhead::cpu

@@ -13,4 +13,8 @@ size_t tiny_workspace_bytes(const IsaFunctions& functions, int num_threads);
 void tiny_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args,
                   Executor& executor);
 
+size_t tiny_backward_workspace_bytes(const IsaFunctions& functions, int num_threads);
+void tiny_backward(const IsaFunctions& functions, const AttentionDesc& desc, const BackwardArgs& args,
+                   Executor& executor);
+
 }  // namespace polyhead::cpu
