@@ -27,14 +27,6 @@ struct UsedRows {
   }
 };
 
-// Whether all weights are near 1 / keys, and so share one rounding to bfloat16, which does not average out.
-bool equal_weights(const Problem& p) {
-  const double dim = static_cast<double>(p.desc.head_dim);
-  const double spread = dim == 0 ? 0 : std::fabs(p.desc.scale.value_or(1 / std::sqrt(dim))) * std::sqrt(dim);
-  const bool capped = p.desc.softcap > 0 && p.fill != Fill::kNormal && p.fill != Fill::kOutliers;
-  return spread < 0.1 || capped;
-}
-
 // All gradients that a problem asks for, over any number of draws.
 class GradientJudge {
  public:
@@ -42,11 +34,8 @@ class GradientJudge {
     const Fill fill = problem.forward.fill;
     const bool shifted = fill == Fill::kShiftUp || fill == Fill::kShiftDown || fill == Fill::kUnderflow;
     const AttentionDesc& d = problem.forward.desc;
-    auto bounds = tools::gradient_bounds(d, shifted);
-    if (d.dtype == DType::kBFloat16 && equal_weights(problem.forward)) {
-      bounds[2].dependent = static_cast<double>(
-          std::max<int64_t>((d.packed ? 1 : d.batch) * d.seqlen_k * d.num_heads_kv * d.head_dim_v, 1));
-    }
+    const bool capped = d.softcap > 0 && fill != Fill::kNormal && fill != Fill::kOutliers;  // all at softcap
+    const auto bounds = tools::gradient_bounds(d, shifted, capped || tools::has_equal_weights(d));
     for (size_t n = 0; n < kNumGradients; ++n) errors_[n] = Errors(kGradients[n].name, bounds[n]);
   }
 

@@ -28,19 +28,29 @@ inline ForwardBounds forward_bounds(const AttentionDesc& desc, bool shifted) {
       {2, out_rmse, is_f16 ? 1 : dim_v}, {2, rmse, 1}, {2, out_rmse, is_bf16 || is_f16 ? 1 : keys}, {2, rmse, keys}};
 }
 
+// Whether operands of N(0, 1) give scores so alike that every weight is near 1 / keys.
+inline bool has_equal_weights(const AttentionDesc& desc) {
+  const auto dim = static_cast<double>(desc.head_dim);
+  return dim == 0 || std::fabs(desc.scale.value_or(1 / std::sqrt(dim))) * std::sqrt(dim) < 0.1;
+}
+
 // Of query, key, value, attn_bias and alibi_slopes. bfloat16: P and dS are rounded before they meet a matrix; with shifted
-// logits keys have much in common, over which a rounded dS no longer sums to 0.
-inline std::array<Bound, 5> gradient_bounds(const AttentionDesc& desc, bool shifted) {
-  const double rmse = desc.dtype != DType::kBFloat16 ? 1.5 : shifted ? HUGE_VAL : 2;
+// logits keys have much in common, over which a rounded dS no longer sums to 0; equal weights share one rounding, which
+// does not average out.
+inline std::array<Bound, 5> gradient_bounds(const AttentionDesc& desc, bool shifted, bool equal_weights) {
+  const bool is_bf16 = desc.dtype == DType::kBFloat16;
+  const double rmse = !is_bf16 ? 1.5 : shifted ? HUGE_VAL : 2;
   const auto dim = static_cast<double>(std::max<int64_t>(desc.head_dim, 1));
   const auto dim_v = static_cast<double>(std::max<int64_t>(desc.head_dim_v, 1));
   const auto keys = static_cast<double>(std::max<int64_t>(desc.seqlen_k, 1));
   const auto queries = static_cast<double>(std::max<int64_t>(desc.num_heads * desc.seqlen_q, 1));
   // Elements of a row share the errors of its dS. Keys share those that belong to a query: of exp(-L) and rowsum dO O.
   const double sharing = std::max(1.0, keys * static_cast<double>(desc.num_heads_kv) / queries);
+  const double all_values = (desc.packed ? 1.0 : static_cast<double>(std::max<int64_t>(desc.batch, 1))) * keys *
+                            static_cast<double>(std::max<int64_t>(desc.num_heads_kv, 1)) * dim_v;
   return {{{3, rmse, dim, true},
            {3, rmse, dim * sharing, true},
-           {3, rmse, dim_v * sharing, true},
+           {3, rmse, is_bf16 && equal_weights ? all_values : dim_v * sharing, true},
            {3, rmse, keys, true},
            {3, rmse, 1, true}}};
 }

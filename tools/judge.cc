@@ -70,7 +70,8 @@ void Judge::add(const Truth& truth, const Outputs& got) {
 }
 
 void Judge::add(const GradientTruth& truth, const Gradients& got) {
-  const std::array<Bound, kNumGradients> bounds = gradient_bounds(truth.inputs.desc, false);
+  const AttentionDesc& desc = truth.inputs.desc;
+  const std::array<Bound, kNumGradients> bounds = gradient_bounds(desc, false, has_equal_weights(desc));
   for (size_t n = 0; n < kNumGradients; ++n) {
     if ((truth.needs >> n & 1) == 0) continue;
     compare(errors(kGradients[n].name, bounds[n]), got.of[n], truth.exact.of[n], truth.yardstick.of[n],

@@ -119,6 +119,7 @@ Status compute_magnitude(const Problem& problem, GradientTruth& truth) {
   const auto before = new_gradients(plain, truth.inputs.desc, truth.needs, Precision::kFloat64);
   if (!before.ok()) return before.status();
   const auto dim = static_cast<size_t>(truth.inputs.desc.head_dim);
+  constexpr double kLeast = 0x1p-100;  // a weight below float32's normal numbers may be taken for 0
   for (size_t n = 0; n < kNumGradients; ++n) {
     const std::vector<double> sum = element_values(sums->of[n]), held = element_values(before->of[n]);
     std::vector<double>& magnitude = truth.magnitude[n];
@@ -126,7 +127,9 @@ Status compute_magnitude(const Problem& problem, GradientTruth& truth) {
     for (size_t i = 0; i < held.size(); ++i) {
       const size_t wide = n < 2 ? i / dim * 3 * dim + (n == 0 ? 2 : 1) * dim + i % dim : i;
       magnitude[i] = std::fabs(sum[wide]);
-      if (problem.accumulate && magnitude[i] != 0) magnitude[i] += std::fabs(held[i]);
+      if (magnitude[i] == 0) continue;
+      magnitude[i] += kLeast;
+      if (problem.accumulate) magnitude[i] += std::fabs(held[i]);
     }
   }
   return {};
