@@ -446,24 +446,24 @@ void backward_keys(const BackwardProblem& problem, const BackwardTask& task) {
   }
 }
 
-void backward_queries(const BackwardProblem& problem, const BackwardTask& task, int64_t first_query, float* partial,
-                      ptrdiff_t partial_stride) {
+void backward_queries(const BackwardProblem& problem, const BackwardTask& task, int64_t first_query, float* sum,
+                      const float* partial, ptrdiff_t partial_stride) {
   const Sequence& s = task.sequence;
+  const int64_t floats = problem.forward.head_dim * kTile;
   QueryTile tile;
   tile.first_query = first_query;
   tile.num_queries = s.len_q - first_query < kTile ? static_cast<int>(s.len_q - first_query) : kTile;
   tile.ranges = tile_ranges(problem.forward.band, s, first_query, tile.num_queries);
-  float* sum = nullptr;
-  for (int64_t first = 0; first < s.len_k; first += task.chunk_keys, partial += partial_stride) {
-    const int64_t end = s.len_k - first < task.chunk_keys ? s.len_k : first + task.chunk_keys;
-    if (!sees(tile, first, end)) continue;
-    if (sum == nullptr) {
-      sum = partial;
+  const int64_t last = task.end_key < s.len_k ? task.end_key : s.len_k;
+  for (int64_t first = task.first_key; first < last; first += task.chunk_keys, partial += partial_stride) {
+    if (!sees(tile, first, last - first < task.chunk_keys ? last : first + task.chunk_keys)) continue;
+    if (sees(tile, 0, first)) {
+      add_floats(sum, partial, floats);
     } else {
-      add_floats(sum, partial, problem.forward.head_dim * kTile);
+      __builtin_memcpy(sum, partial, static_cast<size_t>(floats) * sizeof(float));
     }
   }
-  store_queries(problem, task, tile, sum);
+  if (task.end_key >= s.len_k) store_queries(problem, task, tile, sees(tile, 0, s.len_k) ? sum : nullptr);
 }
 
 }  // namespace polyhead::cpu::POLYHEAD_ISA

@@ -30,17 +30,18 @@ int tiles_at_once(const AttentionDesc& desc) {
 }
 
 // How a call is cut. Whole heads need sums of dK and dV for one head a thread; chunks need them for the heads that are
-// computed together (a wave), and dQ of each chunk.
+// computed together (a wave), and dQ of those heads and of each chunk of theirs that is computed at once.
 struct Cut {
   bool whole_heads;
   int64_t heads_at_once = 1;  // of a wave
-  int64_t chunks = 1;         // of a sequence at most
+  int64_t chunks_at_once = 1;
   size_t scratch_bytes, sums_floats, partial_floats;
 
   size_t workspace_bytes(int num_threads) const {
     const size_t threads = static_cast<size_t>(num_threads), heads = static_cast<size_t>(heads_at_once);
-    const size_t floats =
-        whole_heads ? threads * sums_floats : heads * (sums_floats + static_cast<size_t>(chunks) * partial_floats);
+    const size_t floats = whole_heads
+                              ? threads * sums_floats
+                              : heads * (sums_floats + static_cast<size_t>(chunks_at_once + 1) * partial_floats);
     return threads * scratch_bytes + floats * sizeof(float);
   }
 };
@@ -57,8 +58,9 @@ Cut cut(const IsaFunctions& functions, const AttentionDesc& desc, int num_thread
   c.partial_floats = static_cast<size_t>(tiles_of(desc.seqlen_q) * desc.head_dim * kTileQueries);
   c.whole_heads = num_threads == 1 || heads >= 3 * int64_t{num_threads};
   if (c.whole_heads) return c;
-  c.chunks = most_chunks(desc.seqlen_k);
-  c.heads_at_once = std::min(heads, (4 * int64_t{num_threads} + c.chunks - 1) / c.chunks);
+  const int64_t tasks = 4 * int64_t{num_threads};  // of a wave: enough to end evenly
+  c.chunks_at_once = std::min(most_chunks(desc.seqlen_k), tasks);
+  c.heads_at_once = std::min(heads, (tasks + c.chunks_at_once - 1) / c.chunks_at_once);
   return c;
 }
 
@@ -77,8 +79,12 @@ struct Call {
     const size_t scratch_bytes = cut.scratch_bytes * static_cast<size_t>(executor.num_threads());
     return reinterpret_cast<float*>(memory() + scratch_bytes) + cut.sums_floats * static_cast<size_t>(index);
   }
+  // dQ^T of such a head, of all chunks so far; behind it that of each chunk computed at once.
+  float* grad_query(int64_t index) const {
+    return sums(cut.heads_at_once) + cut.partial_floats * static_cast<size_t>(index * (cut.chunks_at_once + 1));
+  }
   float* partial(int64_t index, int64_t chunk) const {
-    return sums(cut.heads_at_once) + cut.partial_floats * static_cast<size_t>(index * cut.chunks + chunk);
+    return grad_query(index) + cut.partial_floats * static_cast<size_t>(chunk + 1);
   }
   bool wants_keys() const { return problem.grad_key.data != nullptr || problem.grad_value.data != nullptr; }
 };
@@ -141,14 +147,16 @@ void run_whole_heads(const Call& call) {
   });
 }
 
-// Query head `r` of the groups of key/value heads [first_head, first_head + heads): all their chunks, then dQ.
-void run_wave(const Call& call, int64_t first_head, int64_t heads, int64_t r) {
+// Query head `r` of the groups of key/value heads [first_head, first_head + heads): chunks from first_chunk on, as many as
+// are computed at once, then their share of dQ.
+void run_wave(const Call& call, int64_t first_head, int64_t heads, int64_t r, int64_t first_chunk) {
   const AttentionDesc& desc = call.desc;
-  const int64_t group = call.problem.forward.group, chunks = call.cut.chunks;
+  const int64_t group = call.problem.forward.group, chunks = call.cut.chunks_at_once;
   run_tasks(call.executor, heads * chunks, [&](int64_t index, int lane) {
     const int64_t head = index % heads, chunk = index / heads;  // causal: the first chunks have the most work
     const int64_t keys = keys_task(call, first_head + head, 0, 0, nullptr).chunk_keys;
-    BackwardTask task = keys_task(call, first_head + head, chunk * keys, (chunk + 1) * keys, call.sums(head));
+    const int64_t first = (first_chunk + chunk) * keys;
+    BackwardTask task = keys_task(call, first_head + head, first, first + keys, call.sums(head));
     if (task.first_key >= task.sequence.len_k) return;
     if (r == 0) clear_sums(call, task);
     task.h = task.kv_head * group + r;
@@ -160,20 +168,28 @@ void run_wave(const Call& call, int64_t first_head, int64_t heads, int64_t r) {
   const int64_t tiles = tiles_of(desc.seqlen_q);
   run_tasks(call.executor, heads * tiles, [&](int64_t index, int) {
     const int64_t head = index / tiles, first_query = index % tiles * kTileQueries;
-    BackwardTask task = keys_task(call, first_head + head, 0, desc.seqlen_k, nullptr);
-    if (first_query >= task.sequence.len_q) return;
+    BackwardTask task = keys_task(call, first_head + head, 0, 0, nullptr);
+    task.first_key = first_chunk * task.chunk_keys;
+    task.end_key = task.first_key + chunks * task.chunk_keys;
+    // A sequence without keys has no chunk: its dQ is written with the first.
+    const bool over = first_chunk > 0 && task.first_key >= task.sequence.len_k;
+    if (first_query >= task.sequence.len_q || over) return;
     task.h = task.kv_head * group + r;
-    float* partial = call.partial(head, 0) + first_query * desc.head_dim;
-    call.functions.backward_queries(call.problem, task, first_query, partial,
-                                    static_cast<ptrdiff_t>(call.cut.partial_floats));
+    const int64_t at = first_query * desc.head_dim;
+    call.functions.backward_queries(call.problem, task, first_query, call.grad_query(head) + at,
+                                    call.partial(head, 0) + at, static_cast<ptrdiff_t>(call.cut.partial_floats));
   });
 }
 
 void run_chunks(const Call& call) {
-  const int64_t heads = call.desc.batch * call.desc.num_heads_kv;
+  const int64_t heads = call.desc.batch * call.desc.num_heads_kv, chunks = most_chunks(call.desc.seqlen_k);
   for (int64_t first = 0; first < heads; first += call.cut.heads_at_once) {
     const int64_t at_once = std::min(call.cut.heads_at_once, heads - first);
-    for (int64_t r = 0; r < call.problem.forward.group; ++r) run_wave(call, first, at_once, r);
+    for (int64_t r = 0; r < call.problem.forward.group; ++r) {
+      for (int64_t chunk = 0; chunk < chunks; chunk += call.cut.chunks_at_once) {
+        run_wave(call, first, at_once, r, chunk);
+      }
+    }
   }
 }
 

@@ -82,14 +82,14 @@ struct IsaFunctions {
   void (*tiny_heads)(const Problem& problem, const Sequence& sequence, int64_t first, int64_t end, void* scratch);
 
   // backward_head adds a head's share to the sums of keys and writes dQ or its partial sums, `tiles` tiles at a time;
-  // backward_keys writes dK and dV from the sums; backward_queries folds the partial sums of one tile's chunks, which lie
-  // `partial_stride` floats apart, and writes dQ.
+  // backward_keys writes dK and dV from the sums; backward_queries adds one tile's partial sums of the task's chunks, which
+  // lie `partial_stride` floats apart, to `sum` [head_dim][kTileQueries] in order, and writes dQ after the last chunk.
   size_t (*backward_scratch_bytes)(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive, bool softcap);
   size_t (*backward_sum_floats)(int64_t num_keys, int64_t dim);
   void (*backward_head)(const BackwardProblem& problem, const BackwardTask& task, int tiles, void* scratch);
   void (*backward_keys)(const BackwardProblem& problem, const BackwardTask& task);
-  void (*backward_queries)(const BackwardProblem& problem, const BackwardTask& task, int64_t first_query,
-                           float* partial, ptrdiff_t partial_stride);
+  void (*backward_queries)(const BackwardProblem& problem, const BackwardTask& task, int64_t first_query, float* sum,
+                           const float* partial, ptrdiff_t partial_stride);
 
   // store_score_gradients writes the first queries and keys of sums, from element `at` of `to` on.
   size_t (*score_scratch_bytes)(int64_t head_dim, int64_t head_dim_v);
@@ -125,8 +125,8 @@ size_t backward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, b
 size_t backward_sum_floats(int64_t num_keys, int64_t dim);
 void backward_head(const BackwardProblem& problem, const BackwardTask& task, int tiles, void* scratch);
 void backward_keys(const BackwardProblem& problem, const BackwardTask& task);
-void backward_queries(const BackwardProblem& problem, const BackwardTask& task, int64_t first_query, float* partial,
-                      ptrdiff_t partial_stride);
+void backward_queries(const BackwardProblem& problem, const BackwardTask& task, int64_t first_query, float* sum,
+                      const float* partial, ptrdiff_t partial_stride);
 size_t score_scratch_bytes(int64_t head_dim, int64_t head_dim_v);
 void add_score_gradients(const BackwardProblem& problem, const ScoreTask& task, void* scratch);
 void store_score_gradients(const Broadcast& to, int64_t at, const float* sums, int64_t num_queries, int64_t num_keys,
