@@ -318,7 +318,7 @@ Command add_bench(CLI::App& root) {
   app->add_option("--threads", options->threads,
                   "numbers of threads, as 1,2 (default: POLYHEAD_THREADS, else all CPUs)");
   app->add_option("--direction", options->direction,
-                  "forward (default), backward (the gradients that the problem --needs, alone) or forward,backward");
+                  "forward (default), backward (the gradients alone) or forward,backward");
   app->add_option("--min-time", options->min_time_ms, "sample each kernel at least so many milliseconds (300)");
   app->add_option("--samples", options->min_samples, "and take at least so many samples (5)");
   app->add_option("--warm-up", options->warmup_ms, "milliseconds before the first sample (50)");

@@ -116,7 +116,8 @@ std::string help_footer(bool with_problem, std::string_view example, std::string
         "Problem: BxHxSxD (batch, heads, length, head dim), refined BxH/GxSQ/SKxD/DV (key/value heads, query / key\n"
         "lengths, value's head dim), as 8x16x512x64 or 8x16/4x1/4096x128/64. Lists (1,8) and ranges (128..1024 "
         "doubles,\n"
-        "128..1024..128 steps) anywhere give every combination; --window, --mask and --bias are listed with '+'.\n"
+        "128..1024..128 steps) anywhere give every combination; values of --window, --mask, --bias and --needs are "
+        "listed with '+'.\n"
         "\nOptions of a problem:\n";
     for (const ProblemOption& option : problem_options()) {
       const bool glued = option.value[0] == '[';
