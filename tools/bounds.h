@@ -1,5 +1,5 @@
-// What a kernel's errors are held to, beside the 4 ulp (errors.h): docs/semantics.md's factors, and how far errors depend
-// on one another.
+// What a kernel's errors are held to, beside the 4 ulp (errors.h): docs/semantics.md's factors, and how far errors
+// depend on one another.
 #pragma once
 
 #include <algorithm>
@@ -22,8 +22,8 @@ inline ForwardBounds forward_bounds(const AttentionDesc& desc, bool shifted) {
   const double rmse = shifted ? 1.5 : 1.1, out_rmse = is_bf16 ? 1.5 : rmse;
   const auto dim_v = static_cast<double>(std::max<int64_t>(desc.head_dim_v, 1));
   const auto keys = static_cast<double>(std::max<int64_t>(desc.seqlen_k, 1));
-  // Elements of a row share a softmax, and so its errors, but not the rounding to a half type, which outweighs those; not
-  // in bfloat16, where a row's weights are rounded to bfloat16 before they meet V.
+  // Elements of a row share a softmax, and so its errors, but not the rounding to a half type, which outweighs those;
+  // not in bfloat16, where a row's weights are rounded to bfloat16 before they meet V.
   return {
       {2, out_rmse, is_f16 ? 1 : dim_v}, {2, rmse, 1}, {2, out_rmse, is_bf16 || is_f16 ? 1 : keys}, {2, rmse, keys}};
 }
@@ -34,9 +34,9 @@ inline bool has_equal_weights(const AttentionDesc& desc) {
   return dim == 0 || std::fabs(desc.scale.value_or(1 / std::sqrt(dim))) * std::sqrt(dim) < 0.1;
 }
 
-// Of query, key, value, attn_bias and alibi_slopes. bfloat16: P and dS are rounded before they meet a matrix; with shifted
-// logits keys have much in common, over which a rounded dS no longer sums to 0; equal weights share one rounding, which
-// does not average out.
+// Of query, key, value, attn_bias and alibi_slopes. bfloat16: P and dS are rounded before they meet a matrix; with
+// shifted logits keys have much in common, over which a rounded dS no longer sums to 0; equal weights share one
+// rounding, which does not average out.
 inline std::array<Bound, 5> gradient_bounds(const AttentionDesc& desc, bool shifted, bool equal_weights) {
   const bool is_bf16 = desc.dtype == DType::kBFloat16;
   const double rmse = !is_bf16 ? 1.5 : shifted ? HUGE_VAL : 2;

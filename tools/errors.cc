@@ -89,7 +89,7 @@ std::vector<std::string> Errors::complaints() const {
                   format("%.3g: %gx the yardstick's %.3g + 4 ulp", allowed(), bound_.largest, yardstick_largest_));
   }
   if (count_ < 4096) return all;
-  // The naive sum of one term is exact, which says nothing: the yardstick errs by half an ulp of the arithmetic at least.
+  // The naive sum of one term is exact, which says nothing: the yardstick errs by half an ulp at least.
   const double unit = std::sqrt(ulp_square_ / count_), rmse = std::sqrt(square_ / count_);
   const double yardstick = std::max(std::sqrt(yardstick_square_ / count_), unit / 2);
   const double noise = 1 / std::sqrt(count_ / bound_.dependent);

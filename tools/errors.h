@@ -52,7 +52,7 @@ class Errors {
   double error() const { return faulty_ ? fault_error_ : too_large() ? excess_ + excess_ulps_ : largest_; }
   double allowed() const { return faulty_ ? 0 : most() + (too_large() ? excess_ulps_ : largest_ulps_); }
 
-  // Errors are random: with few rows an honest kernel may be unlucky where the yardstick is lucky. Then more draws help.
+  // Errors are random: with few rows an honest kernel may be unlucky where the yardstick is lucky. More draws help.
   bool could_be_chance() const { return faults_.empty() && excess_ <= 20 * (yardstick_largest_ + ulps_); }
 
  private:

@@ -91,8 +91,8 @@ Status compute_magnitude(const Problem& problem, Truth& truth) {
   return {};
 }
 
-// With |dO|, |V|, -|O| and |dL| in place of theirs, dX of the definition is the sum of its terms' absolute values. Wider
-// heads give the products with |K| and |Q| beside the scores: Q' = [Q, |Q|, 0], K' = [K, 0, |K|], so Q' K' = Q K, and
+// With |dO|, |V|, -|O| and |dL| in place of theirs, dX of the definition is the sum of its terms' absolute values.
+// Wider heads give the products with |K| and |Q| beside the scores: Q' = [Q, |Q|, 0], K' = [K, 0, |K|], so Q' K' = Q K, and
 // dQ' = dX K' ends with dX |K|, dK' = dX Q' has dX |Q| in its middle.
 Status compute_magnitude(const Problem& problem, GradientTruth& truth) {
   AttentionDesc desc = truth.inputs.desc;
