@@ -92,8 +92,8 @@ Status compute_magnitude(const Problem& problem, Truth& truth) {
 }
 
 // With |dO|, |V|, -|O| and |dL| in place of theirs, dX of the definition is the sum of its terms' absolute values.
-// Wider heads give the products with |K| and |Q| beside the scores: Q' = [Q, |Q|, 0], K' = [K, 0, |K|], so Q' K' = Q K, and
-// dQ' = dX K' ends with dX |K|, dK' = dX Q' has dX |Q| in its middle.
+// Wider heads give the products with |K| and |Q| beside the scores: Q' = [Q, |Q|, 0], K' = [K, 0, |K|], so that
+// Q' K' = Q K; dQ' = dX K' ends with dX |K|, and dK' = dX Q' has dX |Q| in its middle.
 Status compute_magnitude(const Problem& problem, GradientTruth& truth) {
   AttentionDesc desc = truth.inputs.desc;
   desc.scale = desc.scale.value_or(1 / std::sqrt(static_cast<double>(std::max<int64_t>(desc.head_dim, 1))));
