@@ -82,7 +82,7 @@ void store_row_of_heads(const Heads& heads, const HeadRows& x, int64_t row, int6
   }
 }
 
-// sums[j] += weight[j] * x, and own += weight[j] * rows[j], for keys [begin, end).
+// sums[j] += weight[j] * x, and own = sum weight[j] * rows[j], for keys [begin, end); each unless null.
 void add_rows(F* sums, F* own, const F* rows, const F* x, const F* weight, int64_t dim, int begin, int end) {
   const int64_t stride = padded(dim);
   for (int64_t d = 0; d < stride; d += 4) {
@@ -93,11 +93,10 @@ void add_rows(F* sums, F* own, const F* rows, const F* x, const F* weight, int64
       o[i] = broadcast(0.0f);
     }
     for (int j = begin; j < end; ++j) {
-      F* sum = sums + j * stride + d;
       const F* row = rows + j * stride + d;
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
-        sum[i] = fma(weight[j], x_d[i], sum[i]);
+        if (sums != nullptr) sums[j * stride + d + i] = fma(weight[j], x_d[i], sums[j * stride + d + i]);
         if (own != nullptr) o[i] = fma(weight[j], row[i], o[i]);
       }
     }
@@ -140,11 +139,17 @@ void backward_query(const BackwardProblem& gradients, const Heads& heads, const 
     x.delta[i] = x.delta[i] - grad[i];
   }
   multiply_rows(x.scores, x.query, x.key, dim, begin, end);
-  multiply_rows(x.grad_scores, x.grad_out, x.value, dim_v, begin, end);
+  const bool wants_query = gradients.grad_query.data != nullptr, wants_key = gradients.grad_key.data != nullptr;
+  if (wants_query || wants_key) multiply_rows(x.grad_scores, x.grad_out, x.value, dim_v, begin, end);
   differentiate(rule, x, i);
-  add_rows(x.grad_value, nullptr, x.value, x.grad_out, x.scores, dim_v, begin, end);
-  add_rows(x.grad_key, x.grad_query, x.key, x.query, x.grad_scores, dim, begin, end);
-  if (gradients.grad_query.data == nullptr) return;
+  if (gradients.grad_value.data != nullptr) {
+    add_rows(x.grad_value, nullptr, x.value, x.grad_out, x.scores, dim_v, begin, end);
+  }
+  if (wants_query || wants_key) {
+    add_rows(wants_key ? x.grad_key : nullptr, wants_query ? x.grad_query : nullptr, x.key, x.query, x.grad_scores, dim,
+             begin, end);
+  }
+  if (!wants_query) return;
   store_row_of_heads(heads, heads.grad_query, i, dim, x.grad_query, problem.scale, gradients.accumulate);
 }
 
