@@ -23,6 +23,7 @@ struct Row {
 
 template <class E>
 E* row_of(const Tensor& out, const Row& row) {
+  if (out.dims[out.ndim - 1] == 0) return nullptr;  // rows without elements: strides may be any numbers
   const int64_t* stride = out.strides + (out.ndim - 3);
   const int64_t first = out.ndim == 4 ? row.b * out.strides[0] : 0;
   return static_cast<E*>(out.data) + first + row.i * stride[0] + row.h * stride[1];

@@ -12,9 +12,10 @@ struct Steps {
   int64_t stride[Tensor::kMaxDims];
 };
 
-// Only for a view whose memory_range() is known to fit.
+// Only for a view whose memory_range() is known to fit. A view without elements has no steps: its strides mean nothing.
 Steps sorted_steps(const Tensor& t) {
   Steps steps;
+  if (t.num_elements() == 0) return steps;
   for (int i = 0; i < t.ndim; ++i) {
     if (t.dims[i] <= 1) continue;
     int at = steps.count++;

@@ -14,6 +14,7 @@ int64_t stride_of(const Tensor& t, int dim, int64_t otherwise = 0) {
 }
 
 Operand operand(const Tensor& t) {
+  if (t.num_elements() == 0) return {t.data, t.dtype, 0, 0, 0, 1};  // its strides may be any numbers
   if (t.ndim == 3) return {t.data, t.dtype, 0, stride_of(t, 0), stride_of(t, 1), stride_of(t, 2, 1)};
   return {t.data, t.dtype, stride_of(t, 0), stride_of(t, 1), stride_of(t, 2), stride_of(t, 3, 1)};
 }
