@@ -113,7 +113,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="default: 1 2")
     parser.add_argument("--peers", nargs="+", default=[], metavar="NAME", help="torch, ort, jax; default: all")
-    parser.add_argument("--quick", action="store_true", help="two rounds a problem instead of seven; few problems")
+    parser.add_argument("--quick", action="store_true", help="two rounds a problem; without --suite, few problems")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all contenders a problem (default: 7)")
     parser.add_argument(
         "--memory", action=argparse.BooleanOptionalAction, help="peak memory (default: measured, but not with --rows)"
     )
@@ -133,7 +134,10 @@ def arguments() -> argparse.Namespace:
         parser.error("--rows beside --suite: give one or the other")
     if options.memory is None:
         options.memory = not options.rows
-    options.effort = "quick" if options.quick else "full"
+    if options.rounds is None:
+        options.rounds = 2 if options.quick else 7
+    if options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}, must be at least 1")
     cpus = len(os.sched_getaffinity(0))
     if max(options.threads) > cpus or min(options.threads) < 1:
         parser.error(f"--threads {max(options.threads)}: this process may use {cpus} CPUs")
@@ -190,7 +194,7 @@ def run_rows(options: argparse.Namespace, workers: list[Worker]) -> list[dict]:
         start = time.perf_counter()
         label = f"[{index + 1:3}/{len(todo)}] {direction} {problem.line}, {worker.threads} thread"
         print(label + "s" * (worker.threads > 1), end=" ... ", file=sys.stderr, flush=True)
-        request = {"problem": problem.line, "direction": direction, "effort": options.effort, "peers": options.peers}
+        request = {"problem": problem.line, "direction": direction, "rounds": options.rounds, "peers": options.peers}
         row = {"problem": problem.line, "direction": direction, "threads": worker.threads}
         row.update(worker.ask(what="row", **request))
         rows.append(row)
@@ -217,7 +221,7 @@ def main() -> int:
         return 1
     result = {"environment": environment(options, versions)}
     result["rows"] = run_rows(options, workers)
-    result["memory"] = memory.measure(options.effort, max(options.threads)) if options.memory else []
+    result["memory"] = memory.measure("quick" if options.quick else "full", max(options.threads)) if options.memory else []
     result["overhead_us"] = {**workers[0].ask(what="overhead"), **cpp_overhead(options)}
     result["environment"]["load_after"] = round(os.getloadavg()[0], 2)
     for worker in workers:

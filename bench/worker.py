@@ -24,8 +24,7 @@ from problem import BACKWARD, BOTH, DTYPES, FORWARD, Operands, Problem, parse_pr
 OURS = "polyhead"
 CROWDED = {"jax"}  # its pool has as many threads as CPUs, beside the calling one
 READ_BYTES = 1 << 30  # far more than any cache
-ROUNDS = {"quick": 2, "full": 7}
-MAX_ROW_SECONDS = {"quick": 6.0, "full": 40.0}
+SECONDS_PER_ROUND = 6.0  # a row whose rounds last longer gets fewer of them
 
 
 def _contenders(direction: str, threads: int) -> dict[str, Callable[[Problem, Operands], rivals.Contender]]:
@@ -130,11 +129,10 @@ def measure_row(request: dict, threads: int, bandwidth: Bandwidth) -> dict:
     x = Operands(p)
     ready, refusals = _prepare(p, x, direction, threads, request["peers"])
     differences = _differences(p, ready)
-    effort = request["effort"]
     peak = peak_gflops(p.dtype, threads)
     read = bandwidth.gb_per_s() if p.decode else None
     calls = {name: contender.call for name, contender in ready.items()}
-    samples = measure.interleave(calls, CROWDED, ROUNDS[effort], MAX_ROW_SECONDS[effort])
+    samples = measure.interleave(calls, CROWDED, request["rounds"], SECONDS_PER_ROUND * request["rounds"])
     peak = _largest(peak, peak_gflops(p.dtype, threads))
     read = _largest(read, bandwidth.gb_per_s() if p.decode else None)
     bandwidth.release()
