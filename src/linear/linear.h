@@ -1,5 +1,5 @@
 // What the layer and its blocks compute besides attention, on matrices that somebody else owns: products with an
-// epilogue, the epilogue alone, and norms; forward and backward. One LinearKernel is one way to do it, under the name
+// epilogue, the epilogue alone, and norms; forward and backward. One Kernel is one way to do it, under the name
 // of the attention kernel that it belongs to. linear_list.cc names them all; reference.cc is the definition.
 //
 // Types: a call's matrices are float32, bfloat16 or float16, and sums are float32; or all are float64 (the reference
@@ -22,7 +22,7 @@
 #include "polyhead/status.h"
 #include "polyhead/tensor.h"
 
-namespace polyhead {
+namespace polyhead::linear {
 
 // The rows or the columns of a matrix: index i counts through up to three dims, outermost first, each with its stride
 // in elements. So [batch, time] in either order in memory, or [heads, head_dim], is one axis: nothing need be copied.
@@ -66,7 +66,7 @@ enum class Activation {
 };
 
 // Element (r, n) of a matrix is kept, and scaled by 1 / (1 - p), as element (b, h, i, j = n) of dropout_mask(p, seed,
-// offset, [sizes[0], sizes[1], sizes[2], N]), sizes being those of the output's row axis (of x's, without an output) and
+// offset, [sizes[0], sizes[1], sizes[2], N]), sizes being those of the output's row axis (without output, of x's) and
 // (b, h, i) the place of r in it: counter words (b * sizes[1] + h, i, n / 8, offset). Rows [batch, 1, time] so have the
 // mask of [batch, 1, time, N], in whatever order they lie in memory. Attention counts the same way: every place of a
 // model that drops needs an offset (or seed) of its own.
@@ -158,7 +158,7 @@ struct NormBackwardArgs {
   void* workspace = nullptr;           // of sums_workspace_bytes, aligned to 64
 };
 
-struct LinearKernel {
+struct Kernel {
   const char* name;  // the attention kernel's
 
   // Why this kernel cannot compute in `dtype` here, as one clause; "" if it can.
@@ -180,12 +180,12 @@ struct LinearKernel {
 };
 
 // Every kernel of this build, best first; the reference is last.
-std::span<const LinearKernel* const> linear_kernel_list();
+std::span<const Kernel* const> kernel_list();
 
 // The kernel of that name (a Plan's kernel_name()); null if there is none.
-const LinearKernel* find_linear_kernel(std::string_view name);
+const Kernel* find_kernel(std::string_view name);
 
 // The kernel that `name` (empty: POLYHEAD_KERNEL, else the best) picks for `dtype`.
-Result<const LinearKernel*> choose_linear_kernel(DType dtype, std::string_view name);
+Result<const Kernel*> choose_kernel(DType dtype, std::string_view name);
 
-}  // namespace polyhead
+}  // namespace polyhead::linear
