@@ -30,7 +30,7 @@ struct Hash {
   }
 };
 
-Key key_of(const AttentionDesc& d, std::string_view kernel) {
+Key key_of(const AttentionDesc& d, std::string_view kernel, const Executor* executor) {
   // A new field of AttentionDesc belongs into the key: then count it here.
   static_assert(sizeof(AttentionDesc) == 248, "AttentionDesc has changed: bring its fields into key_of");
   Key key;
@@ -54,6 +54,7 @@ Key key_of(const AttentionDesc& d, std::string_view kernel) {
   add(d.query_offset.has_value()), add(d.query_offset.value_or(0)), add(d.has_query_offsets);
   add_operand(d.attn_mask), add_operand(d.attn_bias);
   add(d.alibi_slopes_ndim), add(d.dropout_p), add(d.return_weights), add(d.return_column_sums);
+  add(reinterpret_cast<uintptr_t>(executor));
   key.kernel = kernel;
   return key;
 }
@@ -70,13 +71,14 @@ Cache& cache() {
 
 }  // namespace
 
-Result<std::shared_ptr<const Plan>> cached_plan(const AttentionDesc& desc, std::string_view kernel) {
-  Key key = key_of(desc, kernel);
+Result<std::shared_ptr<const Plan>> cached_plan(const AttentionDesc& desc, std::string_view kernel,
+                                                Executor* executor) {
+  Key key = key_of(desc, kernel, executor);
   Cache& known = cache();
   const std::lock_guard lock(known.mutex);
   if (const auto found = known.plans.find(key); found != known.plans.end()) return found->second;
 
-  Result<Plan> made = plan(desc, {.kernel = kernel});
+  Result<Plan> made = plan(desc, {.kernel = kernel, .executor = executor});
   if (!made.ok()) return made.status();
   if (known.plans.size() >= kMostPlans) known.plans.clear();
   auto shared = std::make_shared<const Plan>(std::move(*made));

@@ -8,7 +8,9 @@
 
 namespace polyhead::python {
 
-// plan(desc, kernel), out of at most 256 remembered ones; all are forgotten when there would be more. Any thread.
-Result<std::shared_ptr<const Plan>> cached_plan(const AttentionDesc& desc, std::string_view kernel);
+// plan(desc, kernel) on `executor` (null: default_executor()), out of at most 256 remembered ones; all are forgotten when
+// there would be more. Any thread.
+Result<std::shared_ptr<const Plan>> cached_plan(const AttentionDesc& desc, std::string_view kernel,
+                                                Executor* executor = nullptr);
 
 }  // namespace polyhead::python

@@ -1,0 +1,254 @@
+"""`polyhead.torch.attention`, `attention_backward` and `merge`: polyhead's functions of the same names for torch tensors."""
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from polyhead import Error
+from polyhead.torch import _autograd, _composition, _ops
+from polyhead.torch._options import (
+    DIFFERENTIABLE, NUM_SHARED, Options, align_number, kernel_number, offset_pair, seed_tensor, weights_number,
+    window_pair,
+)  # fmt: skip
+
+_is_autocast_enabled = torch._C._is_any_autocast_enabled
+
+
+def _tensors_only(**operands):
+    for name, operand in operands.items():
+        if not isinstance(operand, Tensor):
+            raise TypeError(f"{name} has type {type(operand).__name__}, must be a torch.Tensor")
+
+
+def _options(
+    query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
+    dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
+    return_weights=False, return_column_sums=False,
+):  # fmt: skip
+    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        given, missing = "qk" if cu_seqlens_k is None else "kq"
+        raise Error(f"cu_seqlens_{given} is given without cu_seqlens_{missing}, packed operands need both")
+    if query_offset is not None and align is not None:
+        raise Error("query_offset and align are both given, take one: both say where the queries stand")
+    window_left, window_right = window_pair(window)
+    offset, offsets = offset_pair(query_offset, query, cu_seqlens_q)
+    return Options(
+        causal, scale, attn_bias, attn_mask, alibi_slopes, seed_tensor(dropout_p, dropout_seed), dropout_p,
+        dropout_offset, window_left, window_right, align_number(align), offset, offsets, softcap, seqlens_q, seqlens_k,
+        cu_seqlens_q, cu_seqlens_k, kernel_number(kernel), weights_number(return_weights), return_column_sums,
+    )  # fmt: skip
+
+
+def attention(
+    query,
+    key,
+    value,
+    *,
+    attn_bias=None,
+    attn_mask=None,
+    causal=False,
+    window=None,
+    align=None,
+    query_offset=None,
+    scale=None,
+    softcap=0.0,
+    alibi_slopes=None,
+    dropout_p=0.0,
+    dropout_seed=None,
+    dropout_offset=0,
+    seqlens_q=None,
+    seqlens_k=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    return_logsumexp=False,
+    return_weights=False,
+    return_column_sums=False,
+    kernel=None,
+):
+    """`polyhead.attention` of torch tensors on the CPU, differentiable; its arguments and results mean the same.
+
+    Parameters
+    ----------
+    query, key, value : Tensor
+        [B, Sq, H, D], [B, Sk, G, D] and [B, Sk, G, Dv]; packed, with cu_seqlens: [total_q, H, D], [total_k, G, D] and
+        [total_k, G, Dv]. float32, bfloat16, float16 or float64, all three the same; any strides. Under autocast they
+        are cast as torch casts them for its own attention.
+    attn_bias : Tensor, optional
+        Broadcasts to [B, H, Sq, Sk]; float32, bfloat16 or float16 (float64 too where query is). -inf hides a key.
+    attn_mask : Tensor of bool, optional
+        True = may look. Broadcasts likewise.
+    causal, window, align, scale, softcap, dropout_p, dropout_offset, kernel : optional
+        As of `polyhead.attention`.
+    query_offset : int or Tensor, optional
+        Integers [B], or one.
+    alibi_slopes : Tensor of float32 [H] or [B, H], optional
+    dropout_seed : int or Tensor, optional
+        0 .. 2^64 - 1, or an int64 scalar of the same bits. Default: drawn from torch's default CPU generator, so that
+        `torch.manual_seed` repeats a call and checkpointing repeats its mask.
+    seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k : Tensor of int32 or int64, optional
+        [B], [B], [B + 1], [B + 1].
+    return_logsumexp, return_weights, return_column_sums : optional
+        As of `polyhead.attention`.
+
+    Returns
+    -------
+    out : Tensor
+        [B, Sq, H, Dv], packed [total_q, H, Dv]; contiguous.
+    logsumexp, weights, column_sums : Tensor, if asked for
+        Out alone, or a tuple in this order.
+
+    Gradients go to query, key, value, attn_bias (summed over what broadcasts) and alibi_slopes, from out and logsumexp,
+    in O(N) memory. Through returned weights there are gradients too, in O(Sq Sk) memory as the weights themselves;
+    column_sums has none. Second derivatives are computed in torch's operations, in O(Sq Sk) memory; these, and the
+    gradients through weights, want finite numbers at hidden places too. Forward-mode derivatives are refused.
+
+    Raises
+    ------
+    ValueError, RuntimeError, TypeError
+        What `polyhead.attention` refuses; the sentence names the argument. polyhead.Error is both of the first two.
+
+    Examples
+    --------
+    >>> import torch, polyhead.torch
+    >>> query = torch.ones(1, 2, 4, 8, requires_grad=True)  # two tokens, four heads of 8
+    >>> out = polyhead.torch.attention(query, query, query, causal=True)
+    >>> out.sum().backward()
+    >>> out.shape, query.grad.shape
+    (torch.Size([1, 2, 4, 8]), torch.Size([1, 2, 4, 8]))
+    """
+    if not type(query) is type(key) is type(value) is Tensor:
+        _tensors_only(query=query, key=key, value=value)
+    if _is_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
+        query, key, value = _ops.cast_for_autocast(query, key, value)
+    if (
+        attn_bias is attn_mask is window is align is query_offset is alibi_slopes is dropout_seed is kernel is None
+        and seqlens_q is seqlens_k is cu_seqlens_q is cu_seqlens_k is None
+        and not (softcap or dropout_p or return_weights or return_column_sums)
+    ):
+        options = (causal,) if scale is None else (causal, scale)  # a short list is the faster one
+    else:
+        options = _options(
+            query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
+            dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel, return_weights,
+            return_column_sums,
+        )  # fmt: skip
+        if return_weights and _autograd.differentiates(query, key, value, attn_bias, alibi_slopes):
+            return _with_differentiable_weights(query, key, value, options, return_logsumexp)
+    out, logsumexp, weights, column_sums = _call(query, key, value, options)
+    if not (return_logsumexp or return_weights or return_column_sums):
+        return out
+    asked = ((return_logsumexp, logsumexp), (return_weights, weights), (return_column_sums, column_sums))
+    return (out, *(result for wanted, result in asked if wanted))
+
+
+def _call(query, key, value, options):
+    if is_compiling():  # a graph holds the operator
+        return _ops.attention_forward(query, key, value, *options)
+    try:  # its autograd part itself, without the way there through the dispatcher
+        return _autograd.attention_forward(query, key, value, *options)
+    except ValueError as error:
+        if type(error) is ValueError:  # out of C++, which cannot name our class
+            raise Error(str(error)) from None
+        raise
+
+
+def _with_differentiable_weights(query, key, value, options, return_logsumexp):
+    out, logsumexp, _, column_sums = _call(query, key, value, options._replace(return_weights=0))
+    weights = _composition.weights(query, key, logsumexp, options)
+    if options.return_weights == 2:
+        weights = weights.mean(1)
+    asked = ((return_logsumexp, logsumexp), (True, weights), (options.return_column_sums, column_sums))
+    return (out, *(result for wanted, result in asked if wanted))
+
+
+def attention_backward(
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    *,
+    attn_bias=None,
+    attn_mask=None,
+    causal=False,
+    window=None,
+    align=None,
+    query_offset=None,
+    scale=None,
+    softcap=0.0,
+    alibi_slopes=None,
+    dropout_p=0.0,
+    dropout_seed=None,
+    dropout_offset=0,
+    seqlens_q=None,
+    seqlens_k=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    kernel=None,
+    grad_logsumexp=None,
+    needs=("query", "key", "value"),
+):
+    """`polyhead.attention_backward` of torch tensors: for those who keep out and logsumexp themselves.
+
+    Parameters
+    ----------
+    grad_out, query, key, value, out, logsumexp : Tensor
+        As of `polyhead.attention_backward`; out and logsumexp may be merged ones.
+    attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes : optional
+    dropout_p, dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel : optional
+        As given to `attention`; where dropout_p > 0, dropout_seed must be given.
+    grad_logsumexp : Tensor, optional
+    needs : sequence of str
+        Which gradients: out of "query", "key", "value", "attn_bias", "alibi_slopes".
+
+    Returns
+    -------
+    dict of str to Tensor
+        In the order of needs, each of its input's shape and dtype, contiguous.
+
+    Raises
+    ------
+    ValueError, RuntimeError, TypeError
+        As `attention`.
+    """
+    _tensors_only(grad_out=grad_out, query=query, key=key, value=value, out=out, logsumexp=logsumexp)
+    if dropout_p and dropout_seed is None:
+        raise Error(f"dropout_p is {dropout_p}, so dropout_seed must be given: that of attention")
+    needs = tuple(needs)
+    inputs = {"query": query, "key": key, "value": value, "attn_bias": attn_bias, "alibi_slopes": alibi_slopes}
+    for name in needs:
+        if name not in inputs:
+            raise Error(f'needs holds "{name}", must be out of {", ".join(DIFFERENTIABLE)}')
+        if inputs[name] is None:
+            raise Error(f'needs holds "{name}", but {name} is not given')
+    options = _options(
+        query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
+        dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
+    )  # fmt: skip
+    bits = sum(1 << DIFFERENTIABLE.index(name) for name in dict.fromkeys(needs))
+    operator = _ops.attention_backward if is_compiling() else _autograd.attention_backward
+    grads = operator(grad_out, grad_logsumexp, query, key, value, out, logsumexp, bits, *options[:NUM_SHARED])
+    return {name: grads[DIFFERENTIABLE.index(name)] for name in needs}
+
+
+def merge(outs, logsumexps):
+    """`polyhead.merge` of torch tensors: the attention over all keys, out of its parts over some keys each.
+
+    Parameters
+    ----------
+    outs, logsumexps : sequence of Tensor
+        What `attention` returned for the same queries and a part of the keys each.
+
+    Returns
+    -------
+    out, logsumexp : Tensor
+        Differentiable by each of outs and logsumexps (once).
+
+    Raises
+    ------
+    ValueError, RuntimeError
+        Shapes or dtypes that disagree, no part at all.
+    """
+    operator = _ops.merge_forward if is_compiling() else _autograd.merge_forward
+    return operator(list(outs), list(logsumexps))

@@ -1,0 +1,212 @@
+"""Gradients of the operators. The functions here are what the operators do under autograd, and what to call in eager."""
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+from polyhead.torch import _composition, _ops
+from polyhead.torch._options import DIFFERENTIABLE, NUM_SHARED
+
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
+_transforms_active = torch._C._are_functorch_transforms_active
+_ATTN_BIAS, _ALIBI_SLOPES = 2, 4  # in options
+
+
+def differentiates(*tensors):
+    if forward_ad._current_level >= 0:  # a tangent is refused by name, not lost
+        return True
+    return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
+
+
+def _of(options, position):
+    return options[position] if len(options) > position else None
+
+
+class _Saved:
+    """Stands in ctx.options for a tensor that save_for_backward holds."""
+
+
+def _keep(ctx, tensors, options):
+    if len(options) > _ATTN_BIAS:
+        tensors += tuple(each for each in options if isinstance(each, Tensor))
+        options = tuple(_Saved if isinstance(each, Tensor) else each for each in options)
+    ctx.save_for_backward(*tensors)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+def _kept(ctx, count):
+    """The first `count` saved tensors, and the options."""
+    saved = ctx.saved_tensors
+    if len(saved) == count:
+        return saved, ctx.options
+    rest = iter(saved[count:])
+    return saved[:count], tuple(next(rest) if each is _Saved else each for each in ctx.options)
+
+
+class _Forward:
+    """(query, key, value, attn_bias, alibi_slopes, options) -> the results of attention_forward.
+
+    attn_bias and alibi_slopes, which options holds too, are arguments of their own because they have gradients.
+    """
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_logsumexp, *_):
+        if grad_out is None and grad_logsumexp is None:
+            return (None,) * 6
+        (query, key, value, out, logsumexp), options = _kept(ctx, 5)
+        if grad_out is None:
+            grad_out = out.new_zeros(()).expand(out.shape)
+        query_needs, key_needs, value_needs, bias_needs, slopes_needs, _ = ctx.needs_input_grad
+        needs = query_needs + 2 * key_needs + 4 * value_needs + 8 * bias_needs + 16 * slopes_needs
+        grads = attention_backward(
+            grad_out, grad_logsumexp, query, key, value, out, logsumexp, needs, *options[:NUM_SHARED]
+        )
+        return (*grads, None)
+
+
+def _finish_forward(ctx, query, key, value, options, results):
+    out, logsumexp, weights, column_sums = results
+    _keep(ctx, (query, key, value, out, logsumexp), options)
+    if weights is not None or column_sums is not None:
+        ctx.mark_non_differentiable(*(each for each in (weights, column_sums) if each is not None))
+
+
+class _AttentionForward(_Forward, Function):
+    @staticmethod
+    def forward(ctx, query, key, value, attn_bias, alibi_slopes, options):
+        with _BelowAutograd():
+            results = _ops.attention_forward(query, key, value, *options)
+        _finish_forward(ctx, query, key, value, options, results)
+        return results
+
+
+class _TransformedForward(_Forward, Function):
+    """The same for torch.func's transforms, which want forward without ctx."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(query, key, value, attn_bias, alibi_slopes, options):
+        return _ops.attention_forward(query, key, value, *options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        query, key, value, _, _, options = inputs
+        _finish_forward(ctx, query, key, value, options, output)
+
+
+# Function.apply does more than this for transforms, which do not come here.
+_apply_forward = super(Function, _AttentionForward).apply
+
+
+def attention_forward(query, key, value, *options):
+    attn_bias, alibi_slopes = _of(options, _ATTN_BIAS), _of(options, _ALIBI_SLOPES)
+    if _transforms_active():
+        return _TransformedForward.apply(query, key, value, attn_bias, alibi_slopes, options)
+    if differentiates(query, key, value, attn_bias, alibi_slopes):
+        return _apply_forward(query, key, value, attn_bias, alibi_slopes, options)
+    with _BelowAutograd():
+        return _ops.attention_forward(query, key, value, *options)
+
+
+class _Backward:
+    """(grad_out, grad_logsumexp, query, key, value, out, logsumexp, attn_bias, alibi_slopes, needs, options) -> the
+    results of attention_backward. Its own gradients are those of the same formulas in torch's operations, O(Sq Sk).
+    """
+
+    @staticmethod
+    def backward(ctx, *grad_grads):
+        tensors, options = _kept(ctx, 9)
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad) if needed]
+        given = [grad_grads[bit] for bit in range(len(DIFFERENTIABLE)) if ctx.needs >> bit & 1]
+
+        def gradients(*sources):
+            arguments = list(tensors)
+            for i, source in zip(wanted, sources):
+                arguments[i] = source
+            grads = _composition.attention_backward(*arguments, ctx.needs, options)
+            return tuple(each for each in grads if each is not None)
+
+        grads, vjp = torch.func.vjp(gradients, *(tensors[i] for i in wanted))
+        results = [None] * 11
+        shares = vjp(tuple(torch.zeros_like(grad) if by is None else by for grad, by in zip(grads, given)))
+        for i, share in zip(wanted, shares):
+            results[i] = share
+        return tuple(results)
+
+
+def _finish_backward(ctx, inputs):
+    *tensors, needs, options = inputs
+    _keep(ctx, tuple(tensors), options)
+    ctx.needs = needs
+
+
+class _AttentionBackward(_Backward, Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        with _BelowAutograd():
+            grads = _ops.attention_backward(*inputs[:7], inputs[9], *inputs[10])
+        _finish_backward(ctx, inputs)
+        return grads
+
+
+class _TransformedBackward(_Backward, Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs):
+        return _ops.attention_backward(*inputs[:7], inputs[9], *inputs[10])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _finish_backward(ctx, inputs)
+
+
+_apply_backward = super(Function, _AttentionBackward).apply
+
+
+def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsumexp, needs, *options):
+    tensors = (grad_out, grad_logsumexp, query, key, value, out, logsumexp)
+    attn_bias, alibi_slopes = _of(options, _ATTN_BIAS), _of(options, _ALIBI_SLOPES)
+    if _transforms_active():
+        return _TransformedBackward.apply(*tensors, attn_bias, alibi_slopes, needs, options)
+    if differentiates(*tensors, attn_bias, alibi_slopes):
+        return _apply_backward(*tensors, attn_bias, alibi_slopes, needs, options)
+    with _BelowAutograd():
+        return _ops.attention_backward(*tensors, needs, *options)
+
+
+class _Merge(Function):
+    """(number of parts, *outs, *logsumexps) -> (out, logsumexp)."""
+
+    @staticmethod
+    def forward(ctx, count, *parts):
+        with _BelowAutograd():
+            merged = _ops.merge_forward(list(parts[:count]), list(parts[count:]))
+        ctx.save_for_backward(*parts, *merged)
+        ctx.set_materialize_grads(False)
+        return merged
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out, grad_logsumexp):
+        *parts, out, logsumexp = ctx.saved_tensors
+        if grad_out is None:
+            grad_out = out.new_zeros(()).expand(out.shape)
+        outs, logsumexps = parts[: len(parts) // 2], parts[len(parts) // 2 :]
+        grads = _ops.merge_backward(grad_out, grad_logsumexp, outs, logsumexps, out, logsumexp)
+        return (None, *grads[0], *grads[1])
+
+
+def merge_forward(outs, logsumexps):
+    if differentiates(*outs, *logsumexps):
+        return _Merge.apply(len(outs), *outs, *logsumexps)
+    with _BelowAutograd():
+        return _ops.merge_forward(outs, logsumexps)
+
+
+# What the operators do where they are called themselves: in graphs, above all.
+_ops.implement_autograd("attention_forward", attention_forward)
+_ops.implement_autograd("attention_backward", attention_backward)
+_ops.implement_autograd("merge_forward", merge_forward)

@@ -1,0 +1,199 @@
+"""The formulas of attention and its gradients in torch's own operations, each of which torch can differentiate.
+
+For what the kernels do not give: second derivatives, and gradients through returned weights. O(Sq Sk) memory.
+Scores are [B, H, Sq, Sk]; packed sequences are one batch element whose queries see the keys of their own sequence.
+"""
+
+import torch
+
+from polyhead.torch import _ops
+from polyhead.torch._options import Options
+
+
+def _is_float64(tensor):
+    return tensor.dtype == torch.float64
+
+
+def _heads_first(tensor, num_heads):
+    """[B, S, G, D] (packed [S, G, D]) as [B, num_heads, S, D] of the dtype of sums."""
+    tensor = tensor if _is_float64(tensor) else tensor.float()
+    if tensor.dim() == 3:
+        tensor = tensor.unsqueeze(0)
+    tensor = tensor.transpose(1, 2)
+    group = num_heads // tensor.shape[1] if tensor.shape[1] else 1
+    return tensor.repeat_interleave(group, 1) if group > 1 else tensor
+
+
+def _tokens_first(grad, like):
+    """The gradient [B, H, S, D] in the shape and dtype of `like`, [B, S, G, D]: summed over the heads of a group."""
+    num_heads_kv = like.shape[-2]
+    if grad.shape[1] != num_heads_kv:
+        grad = grad.unflatten(1, (num_heads_kv, -1)).sum(2)
+    grad = grad.transpose(1, 2)
+    return (grad.squeeze(0) if like.dim() == 3 else grad).to(like.dtype)
+
+
+def _rows(cu_seqlens, total):
+    """Of each packed row: its sequence (the number of sequences, if none), its place there; and the lengths."""
+    cu_seqlens = cu_seqlens.long()
+    row = torch.arange(total, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens, row, right=True) - 1
+    lengths = torch.cat([cu_seqlens.diff(), cu_seqlens.new_zeros(1)])
+    return sequence, row - cu_seqlens[sequence], lengths
+
+
+class _Places:
+    """Of every score: whether it is visible, and its signed distance i + offset - j from the diagonal."""
+
+    def __init__(self, query, key, o):
+        self.num_heads = query.shape[-2]
+        self.rows = None  # packed: sequence and place of each query, of each key
+        if o.packed:
+            self._place_packed(query, key, o)
+        else:
+            self._place(query, key, o)
+        if o.causal:
+            self.visible = self.visible & (self.distance >= 0)
+        if o.window_left >= 0:
+            self.visible = self.visible & (self.distance <= o.window_left)
+        if o.window_right >= 0:
+            self.visible = self.visible & (self.distance >= -o.window_right)
+        if o.attn_mask is not None:
+            self.visible = self.visible & o.attn_mask
+        if o.attn_bias is not None:
+            self.visible = self.visible & (o.attn_bias != float("-inf"))
+
+    def _offset(self, o, seqlens_q, seqlens_k, per_sequence):
+        if o.query_offsets is not None:
+            return per_sequence(o.query_offsets)
+        if o.query_offset is not None:
+            return o.query_offset
+        return seqlens_k - seqlens_q if o.align == 2 else 0
+
+    def _place(self, query, key, o):
+        i = torch.arange(query.shape[1], device=query.device).view(1, 1, -1, 1)
+        j = torch.arange(key.shape[1], device=query.device).view(1, 1, 1, -1)
+        seqlens_q = query.shape[1] if o.seqlens_q is None else o.seqlens_q.view(-1, 1, 1, 1)
+        seqlens_k = key.shape[1] if o.seqlens_k is None else o.seqlens_k.view(-1, 1, 1, 1)
+        offset = self._offset(o, seqlens_q, seqlens_k, lambda each: each.view(-1, 1, 1, 1))
+        self.visible = (i < seqlens_q) & (j < seqlens_k)
+        self.distance = i + offset - j
+
+    def _place_packed(self, query, key, o):
+        sequence_q, i, lengths_q = _rows(o.cu_seqlens_q, query.shape[0])
+        sequence_k, j, lengths_k = _rows(o.cu_seqlens_k, key.shape[0])
+        batch = o.cu_seqlens_q.shape[0] - 1
+        self.rows = (sequence_q.clamp(max=batch - 1), i, sequence_k, j)
+        offset = self._offset(
+            o, lengths_q[sequence_q], lengths_k[sequence_q], lambda each: each[sequence_q.clamp(max=batch - 1)]
+        )
+        self.visible = (sequence_q.view(1, 1, -1, 1) == sequence_k.view(1, 1, 1, -1)) & (
+            sequence_q < batch
+        ).view(1, 1, -1, 1)
+        self.distance = (i + offset).view(1, 1, -1, 1) - j.view(1, 1, 1, -1)
+
+    def slopes_of_rows(self, slopes):
+        """[H] or [B, H] as [B, H, 1, 1]; packed [1, H, total_q, 1]."""
+        if self.rows is None or slopes.dim() == 1:
+            return slopes.view(-1, self.num_heads, 1, 1)
+        return slopes[self.rows[0]].T.view(1, self.num_heads, -1, 1)
+
+    def slopes_of_rows_backward(self, grad, slopes):
+        """The slopes' gradient, given that of each row: [B, H, Sq]."""
+        if self.rows is None or slopes.dim() == 1:
+            return grad.sum(2).sum_to_size(slopes.shape).to(slopes.dtype)
+        zeros = grad.new_zeros(slopes.shape)
+        return zeros.index_add(0, self.rows[0], grad[0].T).to(slopes.dtype)
+
+    def kept(self, query, key, o):
+        """What dropout does to P: a factor 0 or 1 / (1 - p)."""
+        if o.packed:
+            sequence, i, _, j = self.rows
+            batch, longest_q, longest_k = o.cu_seqlens_q.shape[0] - 1, query.shape[0], key.shape[0]
+            mask = _ops.dropout_mask(
+                o.dropout_seed, o.dropout_p, o.dropout_offset, batch, self.num_heads, longest_q, longest_k
+            )
+            mask = mask[sequence.view(-1, 1), :, i.view(-1, 1), j.view(1, -1)].permute(2, 0, 1).unsqueeze(0)
+        else:
+            batch, seqlen_q, seqlen_k = query.shape[0], query.shape[1], key.shape[1]
+            mask = _ops.dropout_mask(
+                o.dropout_seed, o.dropout_p, o.dropout_offset, batch, self.num_heads, seqlen_q, seqlen_k
+            )
+        factor = 1 / (1 - o.dropout_p) if o.dropout_p < 1 else 0.0
+        return mask.to(torch.float64 if _is_float64(query) else torch.float32) * factor
+
+
+def _scale(query, o):
+    if o.scale is not None:
+        return o.scale
+    return query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
+
+
+class _Scores:
+    """S and P = exp(S - logsumexp), and what their gradients need of the way there."""
+
+    def __init__(self, query, key, logsumexp, attn_bias, alibi_slopes, o):
+        self.places = places = _Places(query, key, o)
+        self.query, self.key = _heads_first(query, places.num_heads), _heads_first(key, places.num_heads)
+        self.scale = _scale(query, o)
+        scores = self.scale * (self.query @ self.key.transpose(2, 3))
+        self.softcap_slope = None
+        if o.softcap:
+            capped = torch.tanh(scores / o.softcap)
+            scores, self.softcap_slope = o.softcap * capped, 1 - capped * capped
+        if attn_bias is not None:
+            scores = scores + attn_bias.to(scores.dtype)
+        if alibi_slopes is not None:
+            scores = scores - places.slopes_of_rows(alibi_slopes.to(scores.dtype)) * places.distance.abs()
+        if logsumexp.dim() == 2:
+            logsumexp = logsumexp.unsqueeze(0)
+        logsumexp = logsumexp.unsqueeze(-1)
+        self.visible = places.visible & (logsumexp > -float("inf"))
+        self.weights = torch.exp(torch.where(self.visible, scores - logsumexp, -float("inf")))
+
+
+def weights(query, key, logsumexp, options):
+    """P after dropout, [B, H, Sq, Sk] in query's dtype, differentiable by query, key, logsumexp and the options."""
+    o = Options(*options)
+    scores = _Scores(query, key, logsumexp, o.attn_bias, o.alibi_slopes, o)
+    result = scores.weights
+    if o.dropout_p:
+        result = result * scores.places.kept(query, key, o)
+    return result.to(query.dtype)
+
+
+def attention_backward(
+    grad_out, grad_logsumexp, query, key, value, out, logsumexp, attn_bias, alibi_slopes, needs, options
+):
+    """As the operator of this name, with attn_bias and alibi_slopes beside the options."""
+    o = Options(*options)
+    scores = _Scores(query, key, logsumexp, attn_bias, alibi_slopes, o)
+    num_heads = scores.places.num_heads
+    grad_out_heads = _heads_first(grad_out, num_heads)
+    # delta = rowsum(grad_out * out) - grad_logsumexp
+    delta = (grad_out_heads * _heads_first(out, num_heads)).sum(-1, keepdim=True)
+    if grad_logsumexp is not None:
+        by_row = grad_logsumexp.unsqueeze(0) if grad_logsumexp.dim() == 2 else grad_logsumexp
+        delta = delta - by_row.unsqueeze(-1)
+    grad_weights = grad_out_heads @ _heads_first(value, num_heads).transpose(2, 3)
+    dropped = scores.weights
+    if o.dropout_p:
+        kept = scores.places.kept(query, key, o)
+        dropped, grad_weights = dropped * kept, grad_weights * kept
+    # dS = P * (dP - delta): nothing at hidden places, whatever the rest holds there
+    grad_scores = torch.where(scores.visible, scores.weights * (grad_weights - delta), 0.0)
+    grads = [None] * 5
+    if needs & 4:
+        grads[2] = _tokens_first(dropped.transpose(2, 3) @ grad_out_heads, value)
+    if needs & 8:
+        grads[3] = grad_scores.sum_to_size(attn_bias.shape).to(attn_bias.dtype)
+    if needs & 16:
+        by_row = -(grad_scores * scores.places.distance.abs()).sum(3)
+        grads[4] = scores.places.slopes_of_rows_backward(by_row, alibi_slopes)
+    if scores.softcap_slope is not None:
+        grad_scores = grad_scores * scores.softcap_slope
+    if needs & 1:
+        grads[0] = _tokens_first(scores.scale * (grad_scores @ scores.key), query)
+    if needs & 2:
+        grads[1] = _tokens_first(scores.scale * (grad_scores.transpose(2, 3) @ scores.query), key)
+    return tuple(grads)

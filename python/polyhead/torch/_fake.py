@@ -1,0 +1,62 @@
+"""Shapes and dtypes of the operators' results, without computing: for torch.compile, export and the meta device."""
+
+import torch
+
+from polyhead import Error
+from polyhead.torch._options import DIFFERENTIABLE, Options
+
+
+def _sums_dtype(query):
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+def _check(query, key, value, o):
+    """Only what asks nothing of sizes: those may be known at run time alone, where the kernel checks them."""
+    dims = 3 if o.packed else 4
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != dims:
+            raise Error(f"{name} has {tensor.dim()} dimensions, must have {dims}")
+        if tensor.dtype != query.dtype:
+            raise Error(f"{name} is {tensor.dtype}, must be {query.dtype} as query")
+        if tensor.device != query.device:
+            raise Error(f"{name} is on {tensor.device}, must be on {query.device} as query")
+
+
+def attention_forward(query, key, value, *options):
+    o = Options(*options)
+    _check(query, key, value, o)
+    sums = _sums_dtype(query)
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    if o.packed:
+        return out, query.new_empty((query.shape[1], query.shape[0]), dtype=sums), None, None
+    batch, seqlen_q, num_heads, _ = query.shape
+    seqlen_k = key.shape[1]
+    weights = column_sums = None
+    if o.return_weights == 1:
+        weights = query.new_empty((batch, num_heads, seqlen_q, seqlen_k))
+    elif o.return_weights == 2:
+        weights = query.new_empty((batch, seqlen_q, seqlen_k))
+    if o.return_column_sums:
+        column_sums = query.new_empty((batch, num_heads, seqlen_k), dtype=sums)
+    return out, query.new_empty((batch, num_heads, seqlen_q), dtype=sums), weights, column_sums
+
+
+def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsumexp, needs, *options):
+    o = Options(*options)
+    _check(query, key, value, o)
+    inputs = (query, key, value, o.attn_bias, o.alibi_slopes)
+    return tuple(
+        inputs[bit].new_empty(inputs[bit].shape) if needs >> bit & 1 else None for bit in range(len(DIFFERENTIABLE))
+    )
+
+
+def merge_forward(outs, logsumexps):
+    return outs[0].new_empty(outs[0].shape), logsumexps[0].new_empty(logsumexps[0].shape)
+
+
+def merge_backward(grad_out, grad_logsumexp, outs, logsumexps, out, logsumexp):
+    return [each.new_empty(each.shape) for each in outs], [each.new_empty(each.shape) for each in logsumexps]
+
+
+def dropout_mask(seed, dropout_p, dropout_offset, batch, num_heads, seqlen_q, seqlen_k):
+    return seed.new_empty((batch, num_heads, seqlen_q, seqlen_k), dtype=torch.bool)

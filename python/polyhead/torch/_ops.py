@@ -1,0 +1,71 @@
+"""The operators `torch.ops.polyhead.*`: schemas, kernels, and what each of torch's machineries asks of them.
+
+Every call of a polyhead kernel from torch goes through these, so profilers and graphs show it.
+"""
+
+import torch
+
+from polyhead.torch import _batching, _cpp, _fake, _fallback
+from polyhead.torch._options import SCHEMA
+
+_GRADS = "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_bias, Tensor grad_alibi_slopes)"
+
+# Results that were not asked for are undefined tensors, None in Python. The schemas keep to the types that torch's
+# stable C interface has since 2.9, but for merge's lists (2.10).
+SCHEMAS = {
+    "attention_forward": f"(Tensor query, Tensor key, Tensor value, {SCHEMA}, int return_weights=0, "
+    "bool return_column_sums=False) -> (Tensor out, Tensor logsumexp, Tensor weights, Tensor column_sums)",
+    "attention_backward": "(Tensor grad_out, Tensor? grad_logsumexp, Tensor query, Tensor key, Tensor value, "
+    f"Tensor out, Tensor logsumexp, int needs, {SCHEMA}) -> {_GRADS}",
+    "merge_forward": "(Tensor[] outs, Tensor[] logsumexps) -> (Tensor out, Tensor logsumexp)",
+    "merge_backward": "(Tensor grad_out, Tensor? grad_logsumexp, Tensor[] outs, Tensor[] logsumexps, Tensor out, "
+    "Tensor logsumexp) -> (Tensor[] grad_outs, Tensor[] grad_logsumexps)",
+    "dropout_mask": "(Tensor seed, float dropout_p, int dropout_offset, SymInt batch, SymInt num_heads, "
+    "SymInt seqlen_q, SymInt seqlen_k) -> Tensor",
+}
+IN_CPP = ("attention_forward", "attention_backward")
+
+_library = torch.library.Library("polyhead", "DEF")
+for _name, _schema in SCHEMAS.items():
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+_in_cpp = _cpp.load()
+for _name in SCHEMAS:
+    if not (_in_cpp and _name in IN_CPP):
+        _library.impl(_name, getattr(_fallback, _name), "CPU")
+    torch.library.register_fake(f"polyhead::{_name}", getattr(_fake, _name), lib=_library)
+for _name in ("attention_forward", "attention_backward"):
+    torch.library.register_vmap(f"polyhead::{_name}", getattr(_batching, _name), lib=_library)
+
+
+def implementation():
+    """How the operators run: "C++", on torch's own threads, or "Python", over the binding and on polyhead's threads."""
+    return "C++" if _in_cpp else "Python"
+
+
+attention_forward = torch.ops.polyhead.attention_forward.default
+attention_backward = torch.ops.polyhead.attention_backward.default
+merge_forward = torch.ops.polyhead.merge_forward.default
+merge_backward = torch.ops.polyhead.merge_backward.default
+dropout_mask = torch.ops.polyhead.dropout_mask.default
+
+
+def cast_for_autocast(query, key, value):
+    """As torch casts for its own attention: float tensors, but not float64, to autocast's dtype."""
+    dtype = torch.get_autocast_dtype(query.device.type)
+    return tuple(
+        each.to(dtype) if each.is_floating_point() and each.dtype != torch.float64 else each
+        for each in (query, key, value)
+    )
+
+
+def _autocast(query, key, value, *options):
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        return attention_forward(*cast_for_autocast(query, key, value), *options)
+
+
+_library.impl("attention_forward", _autocast, "AutocastCPU")
+
+
+def implement_autograd(name, function):
+    _library.impl(name, function, "Autograd")

@@ -1,0 +1,118 @@
+"""The options of one call, as the operators take them: positions instead of words, tensors apart from numbers."""
+
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+import polyhead
+from polyhead import Error
+
+ALIGNS = (None, "top_left", "bottom_right")
+WEIGHTS = (False, True, "mean")  # return_weights; its number is the operators'
+DEFAULT_KERNEL = -1
+
+
+class Options(NamedTuple):
+    """What follows query, key and value in the operators' arguments, the commonest first: a call leaves the rest out.
+
+    `attention_backward` takes them too, but for the last two.
+    """
+
+    causal: bool = False
+    scale: Optional[float] = None
+    attn_bias: Optional[Tensor] = None
+    attn_mask: Optional[Tensor] = None
+    alibi_slopes: Optional[Tensor] = None
+    dropout_seed: Optional[Tensor] = None  # int64 scalar, the bits of a uint64: a tensor, so that a graph can draw it
+    dropout_p: float = 0.0
+    dropout_offset: int = 0
+    window_left: int = -1
+    window_right: int = -1
+    align: int = 0  # of ALIGNS
+    query_offset: Optional[int] = None
+    query_offsets: Optional[Tensor] = None  # [B], instead of query_offset
+    softcap: float = 0.0
+    seqlens_q: Optional[Tensor] = None
+    seqlens_k: Optional[Tensor] = None
+    cu_seqlens_q: Optional[Tensor] = None
+    cu_seqlens_k: Optional[Tensor] = None
+    kernel: int = DEFAULT_KERNEL  # of polyhead.kernels()
+    return_weights: int = 0  # of WEIGHTS
+    return_column_sums: bool = False
+
+    @property
+    def packed(self):
+        return self.cu_seqlens_q is not None
+
+
+SCHEMA = (
+    "bool causal=False, float? scale=None, Tensor? attn_bias=None, Tensor? attn_mask=None, Tensor? alibi_slopes=None, "
+    "Tensor? dropout_seed=None, float dropout_p=0., int dropout_offset=0, int window_left=-1, int window_right=-1, "
+    "int align=0, int? query_offset=None, Tensor? query_offsets=None, float softcap=0., Tensor? seqlens_q=None, "
+    "Tensor? seqlens_k=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int kernel=-1"
+)
+NUM_SHARED = len(Options._fields) - 2  # those of attention_backward
+# Where gradients go: query, key, value, attn_bias, alibi_slopes. attention_backward's `needs` has a bit for each.
+DIFFERENTIABLE = ("query", "key", "value", "attn_bias", "alibi_slopes")
+
+
+def window_pair(window):
+    if window is None:
+        return -1, -1
+    if isinstance(window, str) or not hasattr(window, "__len__"):
+        raise TypeError(f"window has type {type(window).__name__}, must be a pair of integers (left, right)")
+    if len(window) != 2:
+        raise Error(f"window has {len(window)} elements, must be a pair of integers (left, right)")
+    return tuple(window)
+
+
+def align_number(align):
+    if align is None:
+        return 0
+    if align not in ("top_left", "bottom_right"):
+        raise Error(f'align is "{align}", must be "top_left" or "bottom_right"')
+    return ALIGNS.index(align)
+
+
+def kernel_number(kernel):
+    if kernel is None:
+        return DEFAULT_KERNEL
+    known = polyhead.kernels()
+    if kernel not in known:
+        raise Error(f'kernel is "{kernel}", must be one of polyhead.kernels(): {", ".join(known)}')
+    return known.index(kernel)
+
+
+def weights_number(return_weights):
+    if isinstance(return_weights, str) and return_weights != "mean":
+        raise Error(f'return_weights is "{return_weights}", must be True, False or "mean"')
+    return 2 if return_weights == "mean" else int(bool(return_weights))
+
+
+def seed_tensor(dropout_p, dropout_seed):
+    """The seed as the operators take it; drawn from torch's default generator where none is given."""
+    if dropout_seed is None:
+        if not dropout_p:
+            return None
+        return torch.randint(0, 2**63 - 1, (), dtype=torch.int64)
+    if isinstance(dropout_seed, Tensor):
+        if dropout_seed.dtype != torch.int64 or dropout_seed.dim() != 0:
+            raise Error(
+                f"dropout_seed is a tensor of {dropout_seed.dtype} with {dropout_seed.dim()} dimensions, "
+                "must be an integer or an int64 scalar"
+            )
+        return dropout_seed
+    if not 0 <= dropout_seed < 2**64:
+        raise Error(f"dropout_seed is {dropout_seed}, must be 0 to 2^64 - 1")
+    return torch.full((), dropout_seed - (dropout_seed >> 63 << 64), dtype=torch.int64)
+
+
+def offset_pair(query_offset, query, cu_seqlens_q):
+    """query_offset as (int or None, tensor [B] or None)."""
+    if not isinstance(query_offset, Tensor):
+        return query_offset, None
+    if query_offset.dim() == 0:  # not read here: a graph may not know it yet
+        batch = query.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        return None, query_offset.expand(batch)
+    return None, query_offset

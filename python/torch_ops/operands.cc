@@ -1,0 +1,159 @@
+#include "operands.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "polyhead/kernels.h"
+
+namespace polyhead::torch_ops {
+namespace {
+
+constexpr TensorArgument kQuery = {"query", 4, 4, "[batch, seqlen_q, num_heads, head_dim]"};
+constexpr TensorArgument kKey = {"key", 4, 4, "[batch, seqlen_k, num_heads_kv, head_dim]"};
+constexpr TensorArgument kValue = {"value", 4, 4, "[batch, seqlen_k, num_heads_kv, head_dim_v]"};
+constexpr TensorArgument kPackedQuery = {"query", 3, 3, "[total_q, num_heads, head_dim] (with cu_seqlens)"};
+constexpr TensorArgument kPackedKey = {"key", 3, 3, "[total_k, num_heads_kv, head_dim] (with cu_seqlens)"};
+constexpr TensorArgument kPackedValue = {"value", 3, 3, "[total_k, num_heads_kv, head_dim_v] (with cu_seqlens)"};
+constexpr const char* kScores = "what broadcasts to [batch, num_heads, seqlen_q, seqlen_k]";
+constexpr TensorArgument kBias = {"attn_bias", 0, 4, kScores};
+constexpr TensorArgument kMask = {"attn_mask", 0, 4, kScores};
+
+std::string_view kernel_name(int64_t number) {
+  static const std::vector<std::string> names = kernels();
+  if (number == -1) return {};
+  if (number < 0 || number >= static_cast<int64_t>(names.size())) {
+    bad_value("kernel is %lld, must be -1 or an index into polyhead.kernels()", static_cast<long long>(number));
+  }
+  return names[static_cast<size_t>(number)];
+}
+
+// [batch] or [batch + 1], if given.
+Tensor integers(const StableTensor& tensor, const char* name, const char* shape) {
+  return tensor.given() ? view_of(tensor, {name, 1, 1, shape}) : Tensor();
+}
+
+BroadcastOperand broadcast(const Tensor& view) {
+  BroadcastOperand operand;
+  operand.given = true;
+  operand.dtype = view.dtype;
+  for (int i = 0; i < 4; ++i) operand.dims[i] = view.dims[i];
+  return operand;
+}
+
+}  // namespace
+
+Tensor widened_to_4d(const Tensor& view) {
+  Tensor wide = view;
+  wide.ndim = 4;
+  for (int i = 0; i < 4; ++i) {
+    const int from = i - (4 - view.ndim);
+    wide.dims[i] = from < 0 ? 1 : view.dims[from];
+    wide.strides[i] = from < 0 ? 0 : view.strides[from];
+  }
+  return wide;
+}
+
+Options::Options(ArgumentReader& arguments)
+    : causal(arguments.flag()),
+      scale(arguments.optional_real()),
+      attn_bias(arguments.optional_tensor()),
+      attn_mask(arguments.optional_tensor()),
+      alibi_slopes(arguments.optional_tensor()),
+      dropout_seed(arguments.optional_tensor()),
+      dropout_p(arguments.real()),
+      dropout_offset(arguments.integer()),
+      window_left(arguments.integer()),
+      window_right(arguments.integer()),
+      align(arguments.integer()),
+      query_offset(arguments.optional_integer()),
+      query_offsets(arguments.optional_tensor()),
+      softcap(arguments.real()),
+      seqlens_q(arguments.optional_tensor()),
+      seqlens_k(arguments.optional_tensor()),
+      cu_seqlens_q(arguments.optional_tensor()),
+      cu_seqlens_k(arguments.optional_tensor()),
+      kernel(arguments.integer()) {}
+
+Operands::Operands(const StableTensor& query, const StableTensor& key, const StableTensor& value,
+                   const Options& options) {
+  read_operands(query, key, value, options);
+  read_options(options);
+  read_dropout(options);
+  kernel = kernel_name(options.kernel);
+}
+
+void Operands::read_operands(const StableTensor& query, const StableTensor& key, const StableTensor& value,
+                             const Options& options) {
+  args.cu_seqlens_q = integers(options.cu_seqlens_q, "cu_seqlens_q", "[batch + 1]");
+  args.cu_seqlens_k = integers(options.cu_seqlens_k, "cu_seqlens_k", "[batch + 1]");
+  if (args.cu_seqlens_q.given() != args.cu_seqlens_k.given()) {
+    bad_value("cu_seqlens_%s is given without cu_seqlens_%s, packed operands need both",
+              args.cu_seqlens_q.given() ? "q" : "k", args.cu_seqlens_q.given() ? "k" : "q");
+  }
+  const bool packed = args.cu_seqlens_q.given();
+  if (packed && args.cu_seqlens_q.dims[0] == 0) bad_value("cu_seqlens_q is empty, must be [batch + 1]");
+  args.query = view_of(query, packed ? kPackedQuery : kQuery);
+  args.key = view_of(key, packed ? kPackedKey : kKey);
+  args.value = view_of(value, packed ? kPackedValue : kValue);
+
+  const int rows = packed ? 0 : 1;  // the dimension that counts tokens; heads and head_dim follow
+  desc.packed = packed;
+  desc.batch = packed ? args.cu_seqlens_q.dims[0] - 1 : args.query.dims[0];
+  desc.seqlen_q = args.query.dims[rows];
+  desc.seqlen_k = args.key.dims[rows];
+  desc.num_heads = args.query.dims[rows + 1];
+  desc.num_heads_kv = args.key.dims[rows + 1];
+  desc.head_dim = args.query.dims[rows + 2];
+  desc.head_dim_v = args.value.dims[rows + 2];
+  desc.dtype = args.query.dtype;
+}
+
+void Operands::read_options(const Options& options) {
+  desc.causal = options.causal;
+  desc.scale = options.scale;
+  desc.softcap = options.softcap;
+  desc.window_left = options.window_left;
+  desc.window_right = options.window_right;
+  if (options.align < 0 || options.align > 2) {
+    bad_value("align is %lld, must be 0, 1 (top_left) or 2 (bottom_right)", static_cast<long long>(options.align));
+  }
+  desc.align = static_cast<Align>(options.align);
+  desc.query_offset = options.query_offset;
+  args.query_offsets = integers(options.query_offsets, "query_offset", "[batch]");
+  desc.has_query_offsets = args.query_offsets.given();
+  if (options.attn_bias.given()) {
+    attn_bias = view_of(options.attn_bias, kBias);
+    args.attn_bias = widened_to_4d(attn_bias);
+    desc.attn_bias = broadcast(args.attn_bias);
+  }
+  if (options.attn_mask.given()) {
+    args.attn_mask = widened_to_4d(view_of(options.attn_mask, kMask));
+    desc.attn_mask = broadcast(args.attn_mask);
+  }
+  if (options.alibi_slopes.given()) {
+    args.alibi_slopes = view_of(options.alibi_slopes, {"alibi_slopes", 1, 2, "[num_heads] or [batch, num_heads]"});
+  }
+  desc.alibi_slopes_ndim = args.alibi_slopes.ndim;
+  args.seqlens_q = integers(options.seqlens_q, "seqlens_q", "[batch]");
+  args.seqlens_k = integers(options.seqlens_k, "seqlens_k", "[batch]");
+  desc.has_seqlens_q = args.seqlens_q.given();
+  desc.has_seqlens_k = args.seqlens_k.given();
+}
+
+void Operands::read_dropout(const Options& options) {
+  desc.dropout_p = options.dropout_p;
+  if (options.dropout_offset < 0 || options.dropout_offset > int64_t{UINT32_MAX}) {
+    bad_value("dropout_offset is %lld, must be 0 to 2^32 - 1", static_cast<long long>(options.dropout_offset));
+  }
+  args.dropout_offset = static_cast<uint32_t>(options.dropout_offset);
+  if (options.dropout_seed.given()) {
+    const Tensor seed = view_of(options.dropout_seed, {"dropout_seed", 0, 0, "an int64 scalar"});
+    if (seed.dtype != DType::kInt64) bad_value("dropout_seed is %s, must be int64", dtype_name(seed.dtype));
+    args.dropout_seed = *static_cast<const uint64_t*>(seed.data);
+  } else if (desc.dropout_p > 0) {
+    bad_value("dropout_p is %g, so dropout_seed must be given", desc.dropout_p);
+  }
+}
+
+}  // namespace polyhead::torch_ops

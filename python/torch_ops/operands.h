@@ -1,0 +1,63 @@
+// What attention_forward and attention_backward share: their operands and options, as the library wants them.
+#pragma once
+
+#include <optional>
+#include <string_view>
+
+#include "polyhead/attention.h"
+#include "stable_tensor.h"
+
+namespace polyhead::torch_ops {
+
+constexpr int kNumSharedOptions = 19;  // SCHEMA in polyhead/torch/_options.py, whose order this is
+
+// The options' values, unchecked.
+struct Options {
+  explicit Options(ArgumentReader& arguments);
+
+  bool causal;
+  std::optional<double> scale;
+  StableTensor attn_bias;
+  StableTensor attn_mask;
+  StableTensor alibi_slopes;
+  StableTensor dropout_seed;
+  double dropout_p;
+  int64_t dropout_offset;
+  int64_t window_left;
+  int64_t window_right;
+  int64_t align;
+  std::optional<int64_t> query_offset;
+  StableTensor query_offsets;
+  double softcap;
+  StableTensor seqlens_q;
+  StableTensor seqlens_k;
+  StableTensor cu_seqlens_q;
+  StableTensor cu_seqlens_k;
+  int64_t kernel;  // of kernels(); -1: none in particular
+};
+
+// One call. The tensors that it was made of must outlive it. Throws what bad_value throws.
+struct Operands {
+  Operands(const StableTensor& query, const StableTensor& key, const StableTensor& value, const Options& options);
+
+  AttentionDesc desc;
+  ForwardArgs args;         // the inputs
+  Tensor attn_bias;         // as given: args.attn_bias has 4 dims
+  std::string_view kernel;  // "": the best
+
+ private:
+  void read_operands(const StableTensor& query, const StableTensor& key, const StableTensor& value,
+                     const Options& options);
+  void read_options(const Options& options);
+  void read_dropout(const Options& options);
+};
+
+// The view with as many leading dimensions of size 1 as make it 4-D: NumPy's rule of broadcasting.
+Tensor widened_to_4d(const Tensor& view);
+
+// The dtype of sums and statistics.
+inline DType sums_dtype(const AttentionDesc& desc) {
+  return desc.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+}
+
+}  // namespace polyhead::torch_ops

@@ -1,0 +1,78 @@
+// torch's tensors and operator arguments, through its stable C interface.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "polyhead/tensor.h"
+#include "stable_abi.h"
+
+namespace polyhead::torch_ops {
+
+// Throw, with a printf sentence, what Python sees as ValueError, RuntimeError and MemoryError.
+[[noreturn, gnu::format(printf, 1, 2)]] void bad_value(const char* format, ...);
+[[noreturn, gnu::format(printf, 1, 2)]] void failure(const char* format, ...);
+[[noreturn]] void out_of_memory(const std::string& message);
+
+// Owns one tensor of torch, or none.
+class StableTensor {
+ public:
+  StableTensor() = default;
+  explicit StableTensor(AtenTensorHandle handle) : handle_(handle) {}
+  StableTensor(StableTensor&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  StableTensor& operator=(StableTensor&& other) noexcept {
+    std::swap(handle_, other.handle_);
+    return *this;
+  }
+  ~StableTensor() {
+    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+  }
+
+  bool given() const { return handle_ != nullptr; }
+  AtenTensorHandle get() const { return handle_; }
+  AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
+
+ private:
+  AtenTensorHandle handle_ = nullptr;
+};
+
+// What to call an argument, and the dims that it may have.
+struct TensorArgument {
+  const char* name;
+  int min_dims;
+  int max_dims;
+  const char* shape;  // "[batch, seqlen_q, num_heads, head_dim]"
+};
+
+// A view of `tensor`, which outlives it. Of a scalar: one with ndim 0, which polyhead takes as not given.
+Tensor view_of(const StableTensor& tensor, const TensorArgument& argument);
+
+// A new contiguous tensor of `view`'s dtype and dims; `view` becomes its view.
+StableTensor new_tensor(Tensor& view, const char* name);
+
+// An undefined tensor: None in Python.
+StableTensor undefined_tensor();
+
+// Reads an operator's arguments in order. Takes all ownership that the stack holds, so that nothing leaks whatever is
+// thrown later: construct all arguments before looking at any.
+class ArgumentReader {
+ public:
+  explicit ArgumentReader(const StableIValue* stack) : next_(stack) {}
+
+  StableTensor tensor() { return StableTensor(reinterpret_cast<AtenTensorHandle>(*next_++)); }
+  StableTensor optional_tensor();
+  int64_t integer() { return static_cast<int64_t>(*next_++); }
+  double real();
+  bool flag() { return (*next_++ & 0xff) != 0; }
+  std::optional<int64_t> optional_integer();
+  std::optional<double> optional_real();
+
+ private:
+  std::optional<StableIValue> optional();
+
+  const StableIValue* next_;
+};
+
+}  // namespace polyhead::torch_ops
