@@ -1,25 +1,10 @@
 #include "attention/choose.h"
 
-#include <cstdlib>
-#include <cstring>
-
+#include "core/forced_kernel.h"
 #include "core/sentence.h"
 
 namespace polyhead {
 namespace {
-
-// POLYHEAD_KERNEL as it was when first asked for. A longer name than any kernel's stays unknown when cut.
-struct ForcedKernel {
-  char name[64] = "";
-  ForcedKernel() {
-#if defined(__GLIBC__)
-    const char* value = secure_getenv("POLYHEAD_KERNEL");
-#else
-    const char* value = std::getenv("POLYHEAD_KERNEL");
-#endif
-    if (value != nullptr) std::strncpy(name, value, sizeof name - 1);
-  }
-};
 
 void append_name(std::string& names, const char* name) {
   if (!names.empty()) names += ", ";
@@ -59,9 +44,8 @@ Result<const Kernel*> choose_among(std::span<const Kernel* const> kernels, const
 }
 
 Result<const Kernel*> choose_kernel(const AttentionDesc& desc, std::string_view name) {
-  static const ForcedKernel kFromEnvironment;
   if (!name.empty()) return choose_among(kernel_list(), desc, name, "kernel");
-  return choose_among(kernel_list(), desc, kFromEnvironment.name, "POLYHEAD_KERNEL");
+  return choose_among(kernel_list(), desc, forced_kernel(), "POLYHEAD_KERNEL");
 }
 
 }  // namespace polyhead

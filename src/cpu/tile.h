@@ -45,7 +45,7 @@ inline __attribute__((always_inline)) void contract(F (&acc)[kRows][kVecs_], con
     F a_u[kVecs_];
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs_; ++v) a_u[v] = load(a + u * a_stride + v * kLanes);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const F b_ru = broadcast(kAlong ? b[r * b_stride + u] : b[u * b_stride + r]);
 #pragma GCC unroll 8
@@ -56,7 +56,7 @@ inline __attribute__((always_inline)) void contract(F (&acc)[kRows][kVecs_], con
 
 template <int kRows, int kVecs_>
 inline __attribute__((always_inline)) void clear(F (&acc)[kRows][kVecs_]) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs_; ++v) acc[r][v] = broadcast(0.0f);

@@ -19,7 +19,7 @@ SKIPPED = 77  # tests/rules/CMakeLists.txt: SKIP_RETURN_CODE
 
 # What files of a folder may include, besides the standard library: prefixes, or whole names.
 # include/polyhead is the public interface; core must not know its attention half.
-BACKEND = ("core/", "attention/kernel.h", "attention/sequences.h", "attention/band.h")
+BACKEND = ("core/", "attention/kernel.h", "attention/sequences.h", "attention/band.h", "linear/linear.h")
 MAY_INCLUDE = {
     "include/polyhead/": ("polyhead/",),
     "src/core/": ("core/", "polyhead/api.h", "polyhead/status.h", "polyhead/tensor.h", "polyhead/executor.h",
@@ -27,9 +27,11 @@ MAY_INCLUDE = {
     "src/attention/reference": BACKEND + ("attention/reference", "polyhead/"),
     "src/attention/kernel_list.cc": ("core/", "attention/", "cpu/", "cuda/", "polyhead/"),
     "src/attention/": ("core/", "attention/", "polyhead/"),
+    "src/linear/linear_list.cc": ("core/", "linear/", "cpu/", "cuda/", "polyhead/"),
+    "src/linear/": ("core/", "linear/", "polyhead/"),
     "src/cpu/": BACKEND + ("cpu/", "polyhead/"),
     "src/cuda/": BACKEND + ("cuda/", "polyhead/"),
-    "src/layer/": ("core/", "attention/", "layer/", "polyhead/"),
+    "src/layer/": ("core/", "attention/", "linear/", "layer/", "polyhead/"),
     "src/graph/": ("graph/", "polyhead/"),
     "src/capi/": ("capi/", "core/", "polyhead/"),
     # `verify` needs the yardstick of error, `bench` the machine's peak.

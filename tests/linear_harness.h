@@ -1,0 +1,81 @@
+// Runs the operations of src/linear in guarded memory and judges what they wrote by the yardstick of error.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "guard.h"
+#include "harness.h"
+#include "linear/linear.h"
+#include "problem.h"
+
+namespace polyhead::testing {
+
+// The kernels of this build, or the one that POLYHEAD_TEST_KERNEL names.
+std::vector<const linear::Kernel*> linear_kernels_to_test();
+
+using Arrays = std::map<std::string, Array>;
+
+// What one call wrote, densely stored, and what it must not have done.
+struct Written {
+  Arrays arrays;
+  std::vector<std::string> faults;
+};
+std::string difference(const Written& a, const Written& b);  // "" if all has the same bits
+
+struct CallOptions {
+  int threads = 1;  // 0: one thread, tasks in reverse order
+  Layout layout = Layout::kBshd;
+  uint64_t layout_seed = 1;  // which layout each operand gets of Layout::kMixed
+  Guard guard = Guard::kEnd;
+};
+
+// The matrices of one call, each in guarded memory of its own.
+class Operands {
+ public:
+  explicit Operands(const CallOptions& options) : options_(options), random_(options.layout_seed) {}
+
+  // The first `row_dims` dims of an array are the rows. An array that is not given makes a matrix that is not.
+  linear::Matrix input(const char* name, const Array& array, size_t row_dims);
+  linear::Matrix output(const char* name, DType dtype, const std::vector<int64_t>& dims, size_t row_dims);
+  linear::Matrix updated(const char* name, const Array& array, size_t row_dims);  // read and written
+  void* vector(const char* name, DType dtype, int64_t size);                      // an output without gaps
+  const void* vector(const char* name, const Array& array);
+  void* workspace(size_t bytes);
+
+  Written written();  // once, after the call
+
+ private:
+  struct Place {
+    std::string name;
+    bool output;
+    Placed placed;
+  };
+  Layout next_layout();
+  linear::Matrix add(const char* name, bool output, Placed placed, size_t row_dims);
+
+  CallOptions options_;
+  Random random_;
+  std::vector<Place> places_;
+  std::vector<GuardedBytes> workspace_;
+};
+
+Array random_array(DType dtype, const std::vector<int64_t>& dims, uint64_t seed, double scale = 1);
+Array widened(const Array& array);     // float64
+Array magnitudes(const Array& array);  // the absolute values, float64
+
+// One draw of a problem: what the definition gives, and what a kernel wrote.
+struct Draw {
+  Written got;
+  Arrays exact, naive, magnitude;
+};
+
+// "" if the draws of seeds are good: one, or more where what fails could be chance.
+std::string judge(const std::function<Draw(uint64_t seed)>& draw, uint64_t seed);
+
+// The dims of one axis, for random problems: their product is near an edge of some tile.
+std::vector<int64_t> random_axis(Random& random, int64_t most, size_t most_dims);
+
+}  // namespace polyhead::testing
