@@ -63,7 +63,7 @@ class Operands {
   Dim rows_k() const { return {desc_.packed ? "total_k" : "seqlen_k", desc_.seqlen_k}; }
 
   const AttentionDesc& desc_;
-  static constexpr int kMaxOperands = 21;  // the tensors of BackwardArgs without weights and column_sums
+  static constexpr int kMaxOperands = 48;  // more than any call has: a layer's backward has 37
   Operand operands_[kMaxOperands];
   int count_ = 0;
 };

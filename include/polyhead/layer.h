@@ -1,0 +1,214 @@
+// Multi-head attention as a layer: attention between projections, as cuDNN's multi-head attention has it.
+//   q = query Wq + bq     [batch, beam, seqlen_q, num_heads * head_dim]        head h owns columns h * head_dim ...
+//   k = key Wk + bk       [batch, beam_kv, seqlen_k, num_heads_kv * head_dim]
+//   v = value Wv + bv     [batch, beam_kv, seqlen_k, num_heads_kv * head_dim_v]
+//   O = attention(q, k, v)                                                     polyhead/attention.h
+//   out = dropout(O Wo + bo) + residual                                        [batch, beam, seqlen_q, out size]
+// Any projection may be off: every head then sees the whole vector; without Wo, out has the heads side by side.
+//
+//   LayerDesc desc;
+//   desc.seqlen_q = desc.seqlen_k = 128, desc.num_heads = desc.num_heads_kv = 8;
+//   desc.query_size = desc.key_size = desc.value_size = desc.out_proj_size = 512;
+//   desc.query_proj_size = desc.key_proj_size = desc.value_proj_size = 64;
+//   Result<Layer> layer = polyhead::layer(desc);
+//   LayerForwardArgs args;
+//   args.query = args.key = args.value = Tensor(x, DType::kFloat32, {1, 128, 512});
+//   args.weights = layer->weights_in(buffer);  // of layer->weights_bytes(); or tensors of the caller's own
+//   args.out = Tensor(y, DType::kFloat32, {1, 128, 512});
+//   args.workspace = ..., args.workspace_bytes = layer->workspace_bytes();
+//   Status status = layer->forward(args);
+//
+// Training: forward with a reserve, then backward_data, then backward_weights, each with the same `forward` arguments.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "polyhead/api.h"
+#include "polyhead/attention.h"
+#include "polyhead/executor.h"
+#include "polyhead/status.h"
+#include "polyhead/tensor.h"
+
+namespace polyhead {
+
+/// What to compute. Plain data; every field is checked once, when a layer is made.
+struct LayerDesc {
+  int64_t batch = 1;
+  int64_t beam = 1;      ///< beams of query and out
+  int64_t beam_kv = 1;   ///< beams of key and value: 1 (all beams of query share them) or `beam` (each has its own)
+  int64_t seqlen_q = 0;  ///< time steps of query and out; shorter sequences by attention.has_seqlens_q
+  int64_t seqlen_k = 0;  ///< time steps of key and value; of the cache, where one is used
+
+  int64_t num_heads = 1;
+  int64_t num_heads_kv = 1;  ///< divides num_heads; query head h reads h / (num_heads / num_heads_kv)
+
+  int64_t query_size = 0;  ///< length of a vector of query; likewise key, value
+  int64_t key_size = 0;
+  int64_t value_size = 0;
+  int64_t query_proj_size = 0;  ///< length of a head of q, its head_dim; 0: no projection, a head is the whole vector
+  int64_t key_proj_size = 0;    ///< of k; what comes out must be as long as q's head
+  int64_t value_proj_size = 0;  ///< of v: head_dim_v
+  int64_t out_proj_size = 0;    ///< length of a vector of out; 0: no projection, it is num_heads * head_dim_v
+  bool query_bias = false;      ///< a bias on that projection
+  bool key_bias = false;
+  bool value_bias = false;
+  bool out_bias = false;
+
+  bool residual = false;          ///< a tensor of out's shape is added to it
+  double output_dropout_p = 0;    ///< 0..1: dropout after the output's bias, before the residual; in training only
+  bool has_windows = false;       ///< window_lo and window_hi [seqlen_q] come with each call
+  DType dtype = DType::kFloat32;  ///< of all tensors and weights: float32, bfloat16, float16, float64
+
+  /// Its options: scale, softcap, causal, window, align, query_offset(s), attn_mask and attn_bias (the same for all
+  /// beams), ALiBi, lengths, dropout_p (in training only), return_weights. Its sizes and dtype are set by the layer;
+  /// packed and return_column_sums are refused.
+  AttentionDesc attention = {};
+};
+
+/// The weights and biases of a layer, in the order in which they lie in one buffer.
+enum class WeightKind : int32_t {
+  kQuery = 0,
+  kKey = 1,
+  kValue = 2,
+  kOut = 3,
+  kQueryBias = 4,
+  kKeyBias = 5,
+  kValueBias = 6,
+  kOutBias = 7,
+};
+inline constexpr int kNumWeightKinds = 8;
+
+/// Where a weight lies in the buffer. y = x W, so dims are [size of x, size of y]; a bias is [size of y].
+struct WeightLayout {
+  bool present = false;  ///< false: this layer has no such weight, all else is 0
+  int64_t offset = 0;    ///< elements from the start of the buffer
+  int32_t ndim = 0;      ///< 2; of a bias 1
+  int64_t dims[2] = {};
+  int64_t strides[2] = {};  ///< in elements
+};
+
+/// Weights (or their gradients) as tensors: parts of one buffer (Layer::weights_in) or arrays of the caller's own, with
+/// any strides: torch's [out, in] matrix is a view with swapped dims. Those that the layer does not have are not given.
+/// Projections of one input whose matrices lie side by side, column after column, are computed in one product.
+struct LayerWeights {
+  Tensor query = {};       ///< [query_size, num_heads * query_proj_size]
+  Tensor key = {};         ///< [key_size, num_heads_kv * key_proj_size]
+  Tensor value = {};       ///< [value_size, num_heads_kv * value_proj_size]
+  Tensor out = {};         ///< [num_heads * head_dim_v, out_proj_size]
+  Tensor query_bias = {};  ///< [num_heads * query_proj_size]
+  Tensor key_bias = {};    ///< [num_heads_kv * key_proj_size]
+  Tensor value_bias = {};  ///< [num_heads_kv * value_proj_size]
+  Tensor out_bias = {};    ///< [out_proj_size]
+};
+
+/// The tensors of one forward call, all of desc.dtype unless told. Vectors are innermost; batch, beam and time may lie in
+/// any order in memory, as the strides tell. A tensor without its beam dim counts as one with a single beam; without
+/// one, lengths and offsets are those of every beam. Outputs must not overlap themselves, each other or an input.
+struct LayerForwardArgs {
+  Tensor query = {};     ///< [batch, beam, seqlen_q, query_size] or [batch, seqlen_q, query_size]
+  Tensor key = {};       ///< [batch, beam_kv, seqlen_k, key_size] or [batch, seqlen_k, key_size]
+  Tensor value = {};     ///< [batch, beam_kv, seqlen_k, value_size] or [batch, seqlen_k, value_size]
+  Tensor residual = {};  ///< as out, if desc.residual
+  LayerWeights weights = {};
+
+  Tensor attn_mask = {};      ///< as in ForwardArgs: 4-D with the desc's dims
+  Tensor attn_bias = {};      ///< likewise
+  Tensor alibi_slopes = {};   ///< [num_heads] or [batch, num_heads], float32
+  Tensor seqlens_q = {};      ///< [batch, beam] or [batch], int32 or int64. Padding passes on no gradient
+  Tensor seqlens_k = {};      ///< [batch, beam_kv] or [batch], likewise
+  Tensor query_offsets = {};  ///< [batch, beam] or [batch], likewise
+  Tensor window_lo = {};  ///< [seqlen_q], likewise: query i sees keys window_lo[i] <= j < window_hi[i]; cut to the keys
+  Tensor window_hi = {};  ///< [seqlen_q], likewise
+
+  /// Of dropout on the weights P; beam n draws with dropout_offset + n. See polyhead/dropout.h.
+  uint64_t dropout_seed = 0;
+  uint32_t dropout_offset = 0;
+  /// Of dropout on the output: kept as dropout_mask([batch, beam, seqlen_q, out size]) tells.
+  uint32_t output_dropout_offset = 0;
+  uint64_t output_dropout_seed = 0;
+
+  Tensor out = {};           ///< [batch, beam, seqlen_q, out size] or [batch, seqlen_q, out size]
+  Tensor attn_weights = {};  ///< as return_weights says: [batch, beam, num_heads, seqlen_q, seqlen_k], or averaged
+                             ///< [batch, beam, seqlen_q, seqlen_k]; without beam where that is 1
+
+  /// Optional, inference only: k and v, kept for later steps: [batch, beam_kv, seqlen_k, num_heads_kv, head_dim] and
+  /// [..., head_dim_v]; num_heads_kv is 1 where that projection is off. forward() writes all of them.
+  Tensor key_cache = {};
+  Tensor value_cache = {};
+
+  /// One step of decoding, inference only: 0 .. seqlen_q - 1. Query, residual, out and attn_weights then have one time
+  /// step, `step`; out is what forward would write there. key and value have one time step too, which becomes step
+  /// `step` of the caches, and keys behind it are hidden; or they are not given: the caches stand, as forward left them
+  /// (attention to another sequence). Masks, windows and lengths are those of the whole. -1: all steps, as above.
+  int64_t step = -1;
+
+  void* reserve =
+      nullptr;  ///< null: inference. Else at least Layer::reserve_bytes(), aligned to 64: what backward needs
+  size_t reserve_bytes = 0;
+  void* workspace = nullptr;  ///< at least Layer::workspace_bytes(), aligned to 64 bytes; contents need not be kept
+  size_t workspace_bytes = 0;
+};
+
+/// The tensors of backward_data and of backward_weights. The residual's gradient is grad_out itself.
+struct LayerBackwardArgs {
+  /// What the forward call was given, with its reserve; out and attn_weights are not looked at. The workspace is this
+  /// call's: Layer::backward_workspace_bytes().
+  LayerForwardArgs forward = {};
+  Tensor grad_out = {};  ///< as out, any strides. In padding it is not looked at
+
+  /// Written by backward_data, which overwrites; each is optional: shape of the input. Inputs that are one tensor may
+  /// have one gradient: where two of these are the same view, it holds the sum.
+  Tensor grad_query = {};
+  Tensor grad_key = {};
+  Tensor grad_value = {};
+  Tensor grad_attn_bias = {};     ///< shape and dtype of attn_bias
+  Tensor grad_alibi_slopes = {};  ///< shape of alibi_slopes, float32
+
+  /// Written by backward_weights; each is optional, at least one is given.
+  LayerWeights grad_weights = {};
+  bool accumulate = false;  ///< backward_weights: true adds to what grad_weights hold, false overwrites
+};
+
+struct LayerState;  // src/layer/state.h
+
+/// A checked desc with its plans. Immutable: one layer may run on many threads at once, each call with its own tensors,
+/// workspace and reserve. Running it allocates nothing. Copies share what they hold.
+class POLYHEAD_API Layer {
+ public:
+  const LayerDesc& desc() const;
+  const char* kernel_name() const;  ///< of the attention
+
+  int64_t out_size() const;  ///< length of a vector of out
+
+  size_t weights_bytes() const;
+  WeightLayout weight_layout(WeightKind kind) const;
+  /// The tensors of a buffer of weights_bytes(), aligned to its elements.
+  LayerWeights weights_in(void* buffer) const;
+
+  size_t workspace_bytes() const;  ///< of forward
+  size_t backward_workspace_bytes() const;
+  size_t reserve_bytes() const;
+
+  /// Checks `args` against the desc, then computes. On an error no output has been touched.
+  Status forward(const LayerForwardArgs& args) const;
+
+  /// The gradients of the inputs that `args` asks for, after forward with a reserve. Completes the reserve for
+  /// backward_weights, also where no gradient is asked for.
+  Status backward_data(const LayerBackwardArgs& args) const;
+
+  /// The gradients of the weights that `args` asks for, after backward_data with the same reserve.
+  Status backward_weights(const LayerBackwardArgs& args) const;
+
+ private:
+  friend Result<Layer> layer(const LayerDesc&, const PlanOptions&);
+  friend class AttentionBlock;  // polyhead/block.h
+  Layer() = default;
+  std::shared_ptr<const LayerState> state_;
+};
+
+/// Checks `desc` (the error names the field and the numbers that disagree) and picks kernels, as plan() does.
+POLYHEAD_API Result<Layer> layer(const LayerDesc& desc, const PlanOptions& options = {});
+
+}  // namespace polyhead

@@ -1,0 +1,60 @@
+// One call's tensors with all their dims, and where its results on the way lie.
+#pragma once
+
+#include "layer/state.h"
+
+namespace polyhead {
+
+// The arguments with a beam dim everywhere: [batch, beam, time, vector]; lengths and offsets [batch, beam].
+LayerForwardArgs with_beams(const LayerDesc& desc, const LayerForwardArgs& args);
+LayerBackwardArgs with_beams(const LayerDesc& desc, const LayerBackwardArgs& args);
+Tensor with_beam(const Tensor& t, int ndim);  // of a tensor that should have `ndim` dims
+
+// Beam n of a tensor without its dim 1; of the only beam there is, where all share it.
+Tensor beam_of(const Tensor& t, int64_t n);
+
+inline bool is_step(const LayerForwardArgs& args) { return args.step >= 0; }
+
+// Lengths and offsets of beam n, as attention takes them: those tensors alone.
+ForwardArgs sequence_args(const LayerForwardArgs& args, int64_t n);
+
+// A checked call on its way.
+class Call {
+ public:
+  // `args` as with_beams gives them; both must outlive this. `activations` start at `memory`, the window mask at `mask`.
+  Call(const LayerState& state, const LayerForwardArgs& args, const Activations& activations, void* memory, void* mask);
+
+  const LayerState& state;
+  const LayerForwardArgs& args;
+  const bool training;
+
+  // Query, key or value as it came.
+  const Tensor& input(int i) const { return i == kQuery ? args.query : i == kKey ? args.key : args.value; }
+  // Where its projection goes (or a copy of it), [B, N, S, heads, dim]; not given: nowhere.
+  Tensor projected(int i) const;
+  // What attention reads, likewise.
+  Tensor attended(int i) const;
+  Tensor attention_out() const;  // [B, N, Sq, H, Dv]
+  // Gradients of q, k and v; when training.
+  Tensor gradient(int i) const;
+
+  // The call of attention on beam n, without a workspace.
+  ForwardArgs attention(int64_t n) const;
+
+  // With desc.has_windows: fills the mask that attention() gives.
+  void fill_window_mask() const;
+
+  Tensor attn_mask() const;  // the caller's, of the step alone if this is one
+
+ private:
+  int64_t steps(int i) const { return is_step(args) ? 1 : state.projections[i].steps; }
+  Tensor in_memory(const Projected& at, int i) const;
+  const Tensor& cache(int i) const { return i == kKey ? args.key_cache : args.value_cache; }
+  Tensor window_mask() const;
+
+  const Activations& activations_;
+  char* memory_;
+  void* mask_;
+};
+
+}  // namespace polyhead

@@ -1,0 +1,94 @@
+#include "core/sentence.h"
+#include "layer/state.h"
+
+namespace polyhead {
+namespace {
+
+Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
+
+struct Size {
+  const char* name;
+  int64_t value;
+};
+
+Status check_sizes(const LayerDesc& desc) {
+  for (const Size& size :
+       {Size{"batch", desc.batch}, Size{"beam", desc.beam}, Size{"beam_kv", desc.beam_kv},
+        Size{"seqlen_q", desc.seqlen_q}, Size{"seqlen_k", desc.seqlen_k}, Size{"num_heads", desc.num_heads},
+        Size{"num_heads_kv", desc.num_heads_kv}, Size{"query_size", desc.query_size}, Size{"key_size", desc.key_size},
+        Size{"value_size", desc.value_size}, Size{"query_proj_size", desc.query_proj_size},
+        Size{"key_proj_size", desc.key_proj_size}, Size{"value_proj_size", desc.value_proj_size},
+        Size{"out_proj_size", desc.out_proj_size}}) {
+    if (size.value < 0) return invalid(sentence(size.name, " is ", size.value, ", must not be negative"));
+  }
+  if (desc.beam_kv != 1 && desc.beam_kv != desc.beam) {
+    return invalid(sentence("beam_kv is ", desc.beam_kv, ", must be 1 (shared by all beams) or beam ", desc.beam));
+  }
+  return {};
+}
+
+// How long the heads of q and k are, and whether they agree.
+Status check_projections(const LayerDesc& desc) {
+  const bool query_on = desc.query_proj_size > 0, key_on = desc.key_proj_size > 0;
+  const int64_t query_dim = query_on ? desc.query_proj_size : desc.query_size;
+  const int64_t key_dim = key_on ? desc.key_proj_size : desc.key_size;
+  if (query_dim != key_dim) {
+    return invalid(sentence("heads of query and key must be as long: ", query_on ? "query_proj_size" : "query_size",
+                            " is ", query_dim, ", ", key_on ? "key_proj_size" : "key_size", " is ", key_dim));
+  }
+  const struct {
+    const char* bias;
+    bool given;
+    const char* projection;
+    int64_t size;
+  } biases[] = {{"query_bias", desc.query_bias, "query_proj_size", desc.query_proj_size},
+                {"key_bias", desc.key_bias, "key_proj_size", desc.key_proj_size},
+                {"value_bias", desc.value_bias, "value_proj_size", desc.value_proj_size},
+                {"out_bias", desc.out_bias, "out_proj_size", desc.out_proj_size}};
+  for (const auto& b : biases) {
+    if (!b.given || b.size > 0) continue;
+    return invalid(sentence(b.bias, " is asked for, but ", b.projection, " is 0: there is no such projection"));
+  }
+  return {};
+}
+
+// What the layer sets itself must be as it was.
+Status check_attention_options(const AttentionDesc& attention) {
+  const AttentionDesc untouched;
+  const struct {
+    const char* name;
+    int64_t value, expected;
+  } sizes[] = {{"batch", attention.batch, untouched.batch},
+               {"seqlen_q", attention.seqlen_q, untouched.seqlen_q},
+               {"seqlen_k", attention.seqlen_k, untouched.seqlen_k},
+               {"num_heads", attention.num_heads, untouched.num_heads},
+               {"num_heads_kv", attention.num_heads_kv, untouched.num_heads_kv},
+               {"head_dim", attention.head_dim, untouched.head_dim},
+               {"head_dim_v", attention.head_dim_v, untouched.head_dim_v}};
+  for (const auto& size : sizes) {
+    if (size.value == size.expected) continue;
+    return invalid(sentence("attention.", size.name, " is ", size.value, ", must be left at ", size.expected,
+                            ": the layer sets it"));
+  }
+  if (attention.dtype != untouched.dtype) {
+    return invalid(sentence("attention.dtype is ", dtype_name(attention.dtype),
+                            ", must be left at float32: the layer's dtype counts"));
+  }
+  if (attention.packed) return invalid("attention.packed is true, a layer takes no packed sequences");
+  if (attention.return_column_sums) return invalid("attention.return_column_sums is true, a layer returns none");
+  return {};
+}
+
+}  // namespace
+
+Status check_layer_desc(const LayerDesc& desc) {
+  Status status = check_sizes(desc);
+  if (status.ok()) status = check_projections(desc);
+  if (status.ok()) status = check_attention_options(desc.attention);
+  if (status.ok() && !(desc.output_dropout_p >= 0 && desc.output_dropout_p <= 1)) {
+    status = invalid(sentence("output_dropout_p is ", desc.output_dropout_p, ", must be 0 to 1"));
+  }
+  return status;
+}
+
+}  // namespace polyhead

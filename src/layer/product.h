@@ -1,0 +1,43 @@
+// Matrices of tokens, and the products of projections on them.
+#pragma once
+
+#include "layer/state.h"
+
+namespace polyhead {
+
+// The tokens of a sequence tensor, [batch, beam, time, vector] or [batch, beam, time, heads, dim], as rows.
+linear::Matrix token_matrix(const Tensor& t);
+
+// A weight [in, out], or a bias [out] as one row; not given: no matrix.
+linear::Matrix weight_matrix(const Tensor& t);
+
+// y = x w + bias: one projection, or neighbours side by side. Backward is told in the same words: gradients of x, w, bias
+// and y in their places.
+struct Product {
+  linear::Matrix x;     // [tokens, in]
+  linear::Matrix w;     // [in, out]
+  linear::Matrix bias;  // [1, out], or not given
+  linear::Matrix y;     // [tokens, out]
+  unsigned inputs = 0;  // bit i: it is of projection i
+};
+
+// Appends `next` to `first` if both have one x and lie side by side in all else: columns behind columns.
+bool join(Product& first, const Product& next);
+
+// Up to three products of query, key and value in that order, joined where they can be.
+class Products {
+ public:
+  void add(const Product& product) {
+    if (count_ == 0 || !join(products_[count_ - 1], product)) products_[count_++] = product;
+  }
+  const Product* begin() const { return products_; }
+  const Product* end() const { return products_ + count_; }
+
+ private:
+  Product products_[3];
+  int count_ = 0;
+};
+
+bool same_matrix(const linear::Matrix& a, const linear::Matrix& b);
+
+}  // namespace polyhead

@@ -1,0 +1,368 @@
+#include "layer_harness.h"
+
+#include <cmath>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <utility>
+
+#include "judge.h"
+
+namespace polyhead::testing {
+namespace {
+
+// The tensors of a call on guarded memory.
+class Placement {
+ public:
+  Placement(const LayerProblem& problem, const LayerInputs& in, const LayerRun& options, const Layer& layer)
+      : problem_(problem), in_(in), options_(options), layer_(layer), random_(options.layout_seed) {}
+
+  void place_inputs(LayerForwardArgs& args) {
+    args.query = input(in_.query, next());
+    args.key = problem_.key_is_query ? args.query : input(in_.key, next());
+    args.value = problem_.value_is_key ? args.key : input(in_.value, next());
+    args.residual = input(in_.residual, next());
+    args.attn_mask = input(in_.attn_mask, next());
+    args.attn_bias = input(in_.attn_bias, next());
+    args.alibi_slopes = input(in_.alibi_slopes, next());
+    args.seqlens_q = input(in_.seqlens_q, next());
+    args.seqlens_k = input(in_.seqlens_k, next());
+    args.query_offsets = input(in_.query_offsets, next());
+    args.window_lo = input(in_.window_lo, next());
+    args.window_hi = input(in_.window_hi, next());
+    args.dropout_seed = in_.dropout_seed;
+    args.dropout_offset = in_.dropout_offset;
+    args.output_dropout_seed = in_.output_dropout_seed;
+    args.output_dropout_offset = in_.output_dropout_offset;
+  }
+
+  // In one buffer, whose gaps hold NaN; or each by itself.
+  LayerWeights place_weights(const std::array<Array, kNumWeightKinds>& weights) {
+    LayerWeights tensors;
+    if (!problem_.separate_weights) {
+      buffers_.emplace_back(layer_.weights_bytes(), options_.guard, uint8_t{0xff});
+      tensors = layer_.weights_in(buffers_.back().data());
+    }
+    for (size_t n = 0; n < kNumWeightKinds; ++n) {
+      if (!weights[n].given()) continue;
+      Tensor& t = tensor(tensors, n);
+      if (problem_.separate_weights) {
+        t = input(weights[n], next());
+      } else {
+        copy(weights[n], t);
+      }
+    }
+    return tensors;
+  }
+
+  LayerWeights place_grad_weights() {
+    LayerWeights tensors;
+    if (!problem_.separate_weights) {
+      buffers_.emplace_back(layer_.weights_bytes(), options_.guard, uint8_t{0xff});
+      tensors = layer_.weights_in(buffers_.back().data());
+      for (size_t n = 0; n < kNumWeightKinds; ++n) {
+        if (options_.accumulate && in_.weights[n].given()) copy(options_.before.grad_weights[n], tensor(tensors, n));
+      }
+      return tensors;
+    }
+    for (size_t n = 0; n < kNumWeightKinds; ++n) {
+      if (!in_.weights[n].given()) continue;
+      grad_weights_[n] = outputs_.size();
+      const Layout layout = next_of_output();
+      outputs_.push_back(options_.accumulate
+                             ? Placed::accumulator(options_.before.grad_weights[n], layout, options_.guard)
+                             : Placed::output(in_.weights[n].dtype, in_.weights[n].dims, layout, options_.guard));
+      tensor(tensors, n) = outputs_.back().tensor();
+    }
+    return tensors;
+  }
+
+  Tensor input(const Array& array, Layout layout) {
+    inputs_.push_back(Placed::input(array, layout, options_.guard));
+    return inputs_.back().tensor();
+  }
+  Tensor input(const Array& array) { return input(array, next()); }
+
+  // Its result goes to *to.
+  Tensor output(const char* name, DType dtype, const std::vector<int64_t>& dims, Array* to) {
+    outputs_.push_back(Placed::output(dtype, dims, next_of_output(), options_.guard));
+    results_.push_back({name, to, outputs_.size() - 1});
+    return outputs_.back().tensor();
+  }
+
+  void* memory(size_t bytes, uint8_t fill = 0xff) {
+    buffers_.emplace_back(bytes, Guard::kEnd, fill);
+    return buffers_.back().data();
+  }
+
+  void collect(const LayerWeights* grad_weights, LayerResults* results) {
+    for (const auto& result : results_) *result.to = outputs_[result.at].result(result.name, &results->faults);
+    for (size_t n = 0; grad_weights != nullptr && n < kNumWeightKinds; ++n) {
+      if (!in_.weights[n].given()) continue;
+      if (problem_.separate_weights) {
+        results->grad_weights[n] = outputs_[grad_weights_[n]].result("a weight's gradient", &results->faults);
+      } else {
+        LayerWeights tensors = *grad_weights;
+        results->grad_weights[n] = dense(tensor(tensors, n));
+      }
+    }
+    for (const Placed& placed : inputs_) {
+      if (!placed.unchanged()) results->faults.push_back("an input was written");
+    }
+  }
+
+ private:
+  struct Result {
+    const char* name;
+    Array* to;
+    size_t at;
+  };
+
+  Layout next() {
+    if (options_.layout != Layout::kMixed) return options_.layout;
+    return static_cast<Layout>(random_.integer(0, kNumLayouts - 1));
+  }
+  Layout next_of_output() {
+    const Layout layout = next();
+    return layout == Layout::kExpanded ? Layout::kBshd : layout;
+  }
+
+  static Tensor& tensor(LayerWeights& weights, size_t n) {
+    Tensor* const all[] = {&weights.query,      &weights.key,      &weights.value,      &weights.out,
+                           &weights.query_bias, &weights.key_bias, &weights.value_bias, &weights.out_bias};
+    return *all[n];
+  }
+
+  template <class Visit>
+  static void for_each_element(const Tensor& t, Visit visit) {
+    const int64_t rows = t.ndim == 2 ? t.dims[0] : 1, columns = t.dims[t.ndim - 1];
+    for (int64_t n = 0; n < rows * columns; ++n) {
+      const int64_t at = (t.ndim == 2 ? n / columns * t.strides[0] : 0) + n % columns * t.strides[t.ndim - 1];
+      visit(n, static_cast<char*>(t.data) + at * static_cast<int64_t>(dtype_size_bytes(t.dtype)));
+    }
+  }
+  static void copy(const Array& from, const Tensor& to) {
+    const size_t element = dtype_size_bytes(to.dtype);
+    for_each_element(to, [&](int64_t n, char* at) {
+      std::memcpy(at, from.bytes.data() + static_cast<size_t>(n) * element, element);
+    });
+  }
+  static Array dense(const Tensor& from) {
+    Array array(from.dtype, std::vector<int64_t>(from.dims, from.dims + from.ndim));
+    const size_t element = dtype_size_bytes(from.dtype);
+    for_each_element(from, [&](int64_t n, const char* at) {
+      std::memcpy(array.bytes.data() + static_cast<size_t>(n) * element, at, element);
+    });
+    return array;
+  }
+
+  const LayerProblem& problem_;
+  const LayerInputs& in_;
+  const LayerRun& options_;
+  const Layer& layer_;
+  Random random_;
+  std::deque<Placed> inputs_, outputs_;
+  std::deque<GuardedBytes> buffers_;
+  std::vector<Result> results_;
+  size_t grad_weights_[kNumWeightKinds] = {};
+};
+
+std::vector<int64_t> attn_weights_dims(const LayerDesc& d, int64_t steps) {
+  if (d.attention.return_weights == ReturnWeights::kMean) return {d.batch, d.beam, steps, d.seqlen_k};
+  return {d.batch, d.beam, d.num_heads, steps, d.seqlen_k};
+}
+
+// [batch, beam, time, vector] at one time.
+Tensor time_step(const Tensor& t, int64_t step) {
+  Tensor one = t;
+  if (!t.given()) return one;
+  one.dims[2] = 1;
+  one.data = static_cast<char*>(t.data) + step * t.strides[2] * static_cast<int64_t>(dtype_size_bytes(t.dtype));
+  return one;
+}
+
+// Copies an array whose dim `dim` is 1 to one place of that dim.
+void put_step(const Array& from, size_t dim, int64_t step, Array* to) {
+  int64_t inner = static_cast<int64_t>(dtype_size_bytes(from.dtype));
+  for (size_t n = dim + 1; n < from.dims.size(); ++n) inner *= from.dims[n];
+  if (inner == 0) return;
+  const int64_t outer = static_cast<int64_t>(from.bytes.size()) / inner;
+  for (int64_t n = 0; n < outer; ++n) {
+    std::memcpy(to->bytes.data() + (n * to->dims[dim] + step) * inner, from.bytes.data() + n * inner,
+                static_cast<size_t>(inner));
+  }
+}
+
+void backward(const LayerProblem& problem, const LayerInputs& in, const LayerRun& options, const Layer& layer,
+              const LayerForwardArgs& forward, Placement& memory, LayerResults* results) {
+  const LayerDesc& d = problem.desc;
+  LayerBackwardArgs args;
+  args.forward = forward;
+  args.forward.out = args.forward.attn_weights = {};
+  args.forward.workspace_bytes = layer.backward_workspace_bytes();
+  args.forward.workspace = memory.memory(args.forward.workspace_bytes);
+  args.grad_out = memory.input(in.grad_out);
+  auto& inputs = results->grad_inputs;
+  args.grad_query = memory.output("grad_query", d.dtype, in.query.dims, &inputs[0]);
+  args.grad_key = problem.key_is_query ? args.grad_query : memory.output("grad_key", d.dtype, in.key.dims, &inputs[1]);
+  args.grad_value =
+      problem.value_is_key ? args.grad_key : memory.output("grad_value", d.dtype, in.value.dims, &inputs[2]);
+  if (in.attn_bias.given()) {
+    args.grad_attn_bias =
+        memory.output("grad_attn_bias", in.attn_bias.dtype, in.attn_bias.dims, &results->grad_attn_bias);
+  }
+  if (in.alibi_slopes.given()) {
+    args.grad_alibi_slopes =
+        memory.output("grad_alibi_slopes", DType::kFloat32, in.alibi_slopes.dims, &results->grad_alibi_slopes);
+  }
+  if (Status status = layer.backward_data(args); !status.ok()) results->faults.push_back(status.message());
+
+  bool any = false;
+  for (const Array& weight : in.weights) any = any || weight.given();
+  if (any) {
+    args.forward.workspace = memory.memory(args.forward.workspace_bytes);
+    args.grad_weights = memory.place_grad_weights();
+    args.accumulate = options.accumulate;
+    if (Status status = layer.backward_weights(args); !status.ok()) results->faults.push_back(status.message());
+  }
+  memory.collect(any ? &args.grad_weights : nullptr, results);
+}
+
+}  // namespace
+
+std::string why_not(const LayerProblem& problem, const std::string& kernel) {
+  PlanOptions options;
+  options.kernel = kernel;
+  const Result<Layer> made = layer(problem.desc, options);
+  return made.ok() || made.status().code() != StatusCode::kUnsupported ? "" : made.status().message();
+}
+
+LayerResults run(const LayerProblem& problem, const LayerInputs& in, const LayerRun& options) {
+  LayerResults results;
+  PlanOptions plan_options;
+  plan_options.kernel = options.kernel;
+  plan_options.executor = &executor(options.threads);
+  const Result<Layer> made = layer(problem.desc, plan_options);
+  if (!made.ok()) {
+    results.faults.push_back(made.status().message());
+    return results;
+  }
+  const LayerDesc& d = problem.desc;
+  Placement memory(problem, in, options, *made);
+  LayerForwardArgs args;
+  memory.place_inputs(args);
+  args.weights = memory.place_weights(in.weights);
+  args.out = memory.output("out", d.dtype, in.grad_out.dims, &results.out);
+  if (d.attention.return_weights != ReturnWeights::kNone) {
+    args.attn_weights = memory.output("attn_weights", d.dtype, attn_weights_dims(d, d.seqlen_q), &results.attn_weights);
+  }
+  args.workspace_bytes = made->workspace_bytes();
+  args.workspace = memory.memory(args.workspace_bytes);
+  if (options.training) {
+    args.reserve_bytes = made->reserve_bytes();
+    args.reserve = memory.memory(args.reserve_bytes);
+  }
+  if (Status status = made->forward(args); !status.ok()) results.faults.push_back(status.message());
+  if (options.training) {
+    backward(problem, in, options, *made, args, memory, &results);
+  } else {
+    memory.collect(nullptr, &results);
+  }
+  return results;
+}
+
+LayerProblem inference(LayerProblem problem) {
+  problem.desc.output_dropout_p = problem.desc.attention.dropout_p = 0;
+  return problem;
+}
+
+LayerResults run_steps(const LayerProblem& problem, const LayerInputs& in, const LayerRun& options, bool append) {
+  LayerResults results;
+  PlanOptions plan_options;
+  plan_options.kernel = options.kernel;
+  plan_options.executor = &executor(options.threads);
+  const Result<Layer> made = layer(problem.desc, plan_options);
+  if (!made.ok()) return results.faults.push_back(made.status().message()), results;
+  const LayerDesc& d = problem.desc;
+  results.out = Array(d.dtype, in.grad_out.dims);
+  if (d.attention.return_weights != ReturnWeights::kNone) {
+    results.attn_weights = Array(d.dtype, attn_weights_dims(d, d.seqlen_q));
+  }
+  const auto cache = [&](bool projected, int64_t dim) {
+    return Placed::output(d.dtype, {d.batch, d.beam_kv, d.seqlen_k, projected ? d.num_heads_kv : 1, dim},
+                          Layout::kPadded, options.guard);
+  };
+  const Placed key_cache = cache(d.key_proj_size > 0, head_dim_of(d));
+  const Placed value_cache = cache(d.value_proj_size > 0, head_dim_v_of(d));
+  for (int64_t step = append ? 0 : -1; step < d.seqlen_q; ++step) {
+    Placement memory(problem, in, options, *made);
+    LayerForwardArgs args;
+    memory.place_inputs(args);
+    args.weights = memory.place_weights(in.weights);
+    args.key_cache = key_cache.tensor();
+    args.value_cache = value_cache.tensor();
+    args.step = step;
+    if (step >= 0) {
+      for (Tensor* t : {&args.query, &args.residual}) *t = time_step(*t, step);
+      args.key = append ? time_step(args.key, step) : Tensor();
+      args.value = append ? time_step(args.value, step) : Tensor();
+    }
+    Array out, weights;
+    const int64_t steps = step < 0 ? d.seqlen_q : 1;
+    args.out = memory.output("out", d.dtype, {d.batch, d.beam, steps, out_size_of(d)}, &out);
+    if (results.attn_weights.given()) {
+      args.attn_weights = memory.output("attn_weights", d.dtype, attn_weights_dims(d, steps), &weights);
+    }
+    args.workspace_bytes = made->workspace_bytes();
+    args.workspace = memory.memory(args.workspace_bytes);
+    if (Status status = made->forward(args); !status.ok()) results.faults.push_back(status.message());
+    memory.collect(nullptr, &results);
+    if (step < 0) continue;
+    put_step(out, 2, step, &results.out);
+    if (weights.given()) put_step(weights, weights.dims.size() - 2, step, &results.attn_weights);
+  }
+  return results;
+}
+
+std::string difference(const LayerResults& a, const LayerResults& b) {
+  if (!a.faults.empty() || !b.faults.empty()) return a.faults.empty() ? b.faults[0] : a.faults[0];
+  const std::vector<NamedResult> x = named(a), y = named(b);
+  for (size_t n = 0; n < x.size(); ++n) {
+    if (const std::string text = difference(x[n].name, *x[n].array, *y[n].array); !text.empty()) return text;
+  }
+  return "";
+}
+
+std::string mismatch(const LayerProblem& problem, const LayerRun& options) {
+  return mismatch(problem, [&](const LayerProblem& drawn, const LayerInputs& in) { return run(drawn, in, options); });
+}
+
+std::string mismatch(const LayerProblem& problem, const Runner& runner) {
+  std::map<std::string, Errors> errors;
+  LayerProblem drawn = problem;
+  constexpr int kMostDraws = 16;
+  for (int draw = 0; draw < kMostDraws; ++draw) {
+    const LayerInputs in = random_inputs(drawn);
+    const LayerResults got = runner(drawn, in);
+    if (!got.faults.empty()) return got.faults[0];
+    const ExpectedLayer want = expected(drawn, in);
+    const std::vector<NamedResult> g = named(got), exact = named(want.exact), naive = named(want.naive),
+                                   magnitude = named(want.magnitude);
+    std::string verdict;
+    bool chance = true;
+    for (size_t n = 0; n < g.size(); ++n) {
+      const bool output = n < 2;
+      if (!output && !got.grad_inputs[0].given()) continue;  // inference
+      auto [found, added] = errors.try_emplace(g[n].name, g[n].name, tools::Bound{output ? 2.0 : 3.0, 2, 64, true});
+      found->second.add(*g[n].array, *exact[n].array, *naive[n].array,
+                        [&](int64_t at) { return magnitude[n].array->at(at); });
+      verdict += found->second.verdict();
+      chance = chance && found->second.could_be_chance();
+    }
+    if (verdict.empty() || !chance || draw == kMostDraws - 1) return verdict;
+    drawn.seed += 1000;
+  }
+  return "";
+}
+
+}  // namespace polyhead::testing

@@ -1,0 +1,205 @@
+// Layers against plain loops over their formulas, on every kernel and dtype.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "kernels_to_test.h"
+#include "layer_harness.h"
+#include "tools/errors.h"
+
+namespace polyhead::testing {
+namespace {
+
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64};
+
+// visit(problem, kernel) for every problem, dtype and kernel that goes together.
+template <class Visit>
+void for_each_problem(Visit visit) {
+  int num_run = 0;
+  for (LayerProblem problem : layer_problems()) {
+    for (const DType dtype : kDTypes) {
+      problem.desc.dtype = dtype;
+      for (const Kernel* kernel : kernels_to_test()) {
+        if (!why_not(problem, kernel->name).empty()) continue;
+        const std::string what = problem.name + " " + dtype_name(dtype) + " on " + kernel->name;
+        SCOPED_TRACE(what);
+        set_running(what);
+        visit(problem, kernel->name);
+        ++num_run;
+      }
+    }
+  }
+  EXPECT_GT(num_run, 0);
+}
+
+TEST(Layer, ForwardAndBackwardMatchTheFormulas) {
+  for_each_problem([](const LayerProblem& problem, const char* kernel) {
+    EXPECT_EQ(mismatch(problem, {.kernel = kernel, .layout_seed = problem.seed}), "");
+  });
+}
+
+TEST(Layer, SameBitsForAnyThreadsLayoutsAndNeighbours) {
+  for_each_problem([](const LayerProblem& problem, const char* kernel) {
+    const LayerInputs in = random_inputs(problem);
+    const LayerResults plain = run(problem, in, {.kernel = kernel, .layout = Layout::kBshd});
+    EXPECT_EQ(difference(plain, run(problem, in, {.kernel = kernel, .threads = 3, .layout = Layout::kBshd})), "");
+    EXPECT_EQ(difference(plain, run(problem, in, {.kernel = kernel, .threads = 0, .layout_seed = 7})), "");
+    EXPECT_EQ(
+        difference(plain, run(problem, in, {.kernel = kernel, .threads = 2, .layout_seed = 8, .guard = Guard::kStart})),
+        "");
+  });
+}
+
+TEST(Layer, InferenceIsTrainingWithoutDropout) {
+  for_each_problem([](const LayerProblem& problem, const char* kernel) {
+    const LayerInputs in = random_inputs(problem);
+    const LayerResults inferred = run(problem, in, {.kernel = kernel, .training = false});
+    const LayerResults trained = run(inference(problem), in, {.kernel = kernel});
+    ASSERT_TRUE(inferred.faults.empty()) << inferred.faults[0];
+    EXPECT_EQ(difference("out", inferred.out, trained.out), "");
+    EXPECT_EQ(difference("attn_weights", inferred.attn_weights, trained.attn_weights), "");
+  });
+}
+
+TEST(Layer, StepsAfterForwardGiveItsRows) {
+  for_each_problem([](const LayerProblem& problem, const char* kernel) {
+    EXPECT_EQ(mismatch(inference(problem),
+                       [&](const LayerProblem& drawn, const LayerInputs& in) {
+                         return run_steps(drawn, in, {.kernel = kernel, .layout_seed = drawn.seed}, false);
+                       }),
+              "");
+  });
+}
+
+// Keys behind the step are hidden, as causal hides them.
+TEST(Layer, StepsThatAppendAreCausal) {
+  for_each_problem([](const LayerProblem& problem, const char* kernel) {
+    const LayerDesc& d = problem.desc;
+    if (d.seqlen_q > d.seqlen_k) return;
+    LayerProblem causal = inference(problem);
+    if (d.attention.align == Align::kUnset && !d.attention.has_query_offsets) {
+      causal.desc.attention.causal = true;
+      causal.desc.attention.align = Align::kTopLeft;
+    } else if (d.seqlen_q < d.seqlen_k || d.attention.align != Align::kTopLeft) {
+      return;  // causal stands elsewhere than the steps
+    }
+    EXPECT_EQ(mismatch(causal,
+                       [&](const LayerProblem& drawn, const LayerInputs& in) {
+                         LayerProblem without = drawn;
+                         if (!problem.desc.attention.causal) without.desc.attention.causal = false;
+                         return run_steps(without, in, {.kernel = kernel, .layout_seed = drawn.seed}, true);
+                       }),
+              "");
+  });
+}
+
+// NaN in every row of [batch, beam, time, vector] at or behind the longer of two lengths.
+void poison_padding(Array& rows, const Array* lengths_q, const Array* lengths_k) {
+  const int64_t steps = rows.dims[2], size = rows.dims[3];
+  for (int64_t sequence = 0; sequence < rows.dims[0] * rows.dims[1]; ++sequence) {
+    double end = 0;
+    for (const Array* lengths : {lengths_q, lengths_k}) {
+      if (lengths != nullptr) end = std::max(end, lengths->given() ? lengths->at(sequence) : HUGE_VAL);
+    }
+    for (int64_t t = 0; t < steps; ++t) {
+      if (static_cast<double>(t) < end) continue;
+      for (int64_t c = 0; c < size; ++c) {
+        rows.set((sequence * steps + t) * size + c, std::numeric_limits<double>::quiet_NaN());
+      }
+    }
+  }
+}
+
+TEST(Layer, PaddingIsNotSeen) {
+  int num_poisoned = 0;
+  for_each_problem([&](const LayerProblem& problem, const char* kernel) {
+    const AttentionDesc& a = problem.desc.attention;
+    if (!a.has_seqlens_q && !a.has_seqlens_k) return;
+    LayerInputs in = random_inputs(problem);
+    const LayerResults clean = run(problem, in, {.kernel = kernel});
+    poison_padding(in.query, &in.seqlens_q, problem.key_is_query ? &in.seqlens_k : nullptr);
+    if (problem.key_is_query) {
+      in.key = in.value = in.query;
+    } else {
+      poison_padding(in.key, nullptr, &in.seqlens_k);
+      poison_padding(in.value, nullptr, &in.seqlens_k);
+    }
+    poison_padding(in.grad_out, &in.seqlens_q, nullptr);
+    EXPECT_EQ(difference(clean, run(problem, in, {.kernel = kernel})), "");
+    ++num_poisoned;
+  });
+  EXPECT_GT(num_poisoned, 0);
+}
+
+TEST(Layer, WeightGradientsAddUp) {
+  for_each_problem([](const LayerProblem& problem, const char* kernel) {
+    const LayerInputs in = random_inputs(problem);
+    LayerProblem other = problem;
+    other.seed += 77;
+    LayerRun adding{.kernel = kernel, .accumulate = true};
+    adding.before.grad_weights = random_inputs(other).weights;
+    const LayerResults set = run(problem, in, {.kernel = kernel}), added = run(problem, in, adding);
+    ASSERT_TRUE(set.faults.empty() && added.faults.empty());
+    for (size_t kind = 0; kind < kNumWeightKinds; ++kind) {
+      const Array &s = set.grad_weights[kind], &b = adding.before.grad_weights[kind], &got = added.grad_weights[kind];
+      for (int64_t n = 0; n < got.size(); ++n) {
+        const double size = std::fabs(s.at(n)) + std::fabs(b.at(n));
+        ASSERT_NEAR(got.at(n), s.at(n) + b.at(n), 2 * tools::ulp(size, got.dtype))
+            << "weight " << kind << " [" << n << "]";
+      }
+    }
+  });
+}
+
+// The witness itself: its gradients are the slopes of sum(out * grad_out).
+TEST(LayerWitness, GradientsAreSlopes) {
+  for (LayerProblem problem : layer_problems()) {
+    problem.desc.dtype = DType::kFloat64;
+    if (problem.desc.attention.attn_bias.given) problem.desc.attention.attn_bias.dtype = DType::kFloat64;
+    SCOPED_TRACE(problem.name);
+    LayerInputs in = random_inputs(problem);
+    if (in.query.size() > 1000) continue;
+    const int64_t steps = problem.desc.seqlen_q, size = out_size_of(problem.desc);
+    for (int64_t n = 0; n < in.grad_out.size() && in.seqlens_q.given(); ++n) {
+      if (n / size % steps >= static_cast<int64_t>(in.seqlens_q.at(n / size / steps))) in.grad_out.set(n, 0);
+    }
+    const LayerResults want = expected(problem, in).exact;
+    const auto loss = [&] {
+      const Array out = expected(problem, in).exact.out;
+      double sum = 0;
+      for (int64_t n = 0; n < out.size(); ++n) sum += out.at(n) * in.grad_out.at(n);
+      return sum;
+    };
+    struct Pair {
+      Array* input;
+      const Array* gradient;
+    };
+    std::vector<Pair> pairs = {{&in.query, &want.grad_inputs[0]},
+                               {&in.key, problem.key_is_query ? nullptr : &want.grad_inputs[1]},
+                               {&in.value, problem.value_is_key ? nullptr : &want.grad_inputs[2]},
+                               {&in.attn_bias, &want.grad_attn_bias}};
+    for (size_t kind = 0; kind < kNumWeightKinds; ++kind)
+      pairs.push_back({&in.weights[kind], &want.grad_weights[kind]});
+    Random random(problem.seed);
+    for (const Pair& pair : pairs) {
+      if (pair.gradient == nullptr || pair.input->size() == 0) continue;
+      const int64_t n = random.integer(0, pair.input->size() - 1);
+      const double x = pair.input->at(n), step = 1e-4;
+      if (!std::isfinite(x)) continue;
+      const auto loss_at = [&](double value) {
+        pair.input->set(n, value);
+        if (problem.key_is_query && pair.input == &in.query) in.key = in.query;
+        if (problem.value_is_key && (pair.input == &in.key || problem.key_is_query)) in.value = in.key;
+        return loss();
+      };
+      const double slope = (loss_at(x + step) - loss_at(x - step)) / (2 * step);
+      loss_at(x);
+      EXPECT_NEAR(slope, pair.gradient->at(n), 1e-5 * (1 + std::fabs(slope))) << "element " << n;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace polyhead::testing
