@@ -166,8 +166,7 @@ const BadDesc kBadDescs[] = {
     {[](auto& d) { d.dtype = DType::kInt32; }, "dtype is int32, takes float32, bfloat16, float16 or float64"},
     {[](auto& d) { d.query_size = int64_t{1} << 61; },
      "query is too large: batch 2 * beam 1 * time steps 3 * size 2305843009213693952 elements pass the address space"},
-    {[](auto& d) { d.out_proj_size = int64_t{1} << 58; },
-     "the layer is too large: its memory passes the address space"},
+    {[](auto& d) { d.query_size = int64_t{1} << 57; }, "the layer is too large: its memory passes the address space"},
 };
 
 TEST(LayerErrors, BadDescs) {
