@@ -373,3 +373,5 @@ POLYHEAD_API polyhead_status polyhead_dropout_mask(double dropout_p, uint64_t se
 #ifdef __cplusplus
 }  // extern "C"
 #endif
+
+#include "polyhead/polyhead_layer.h"  // the layer: attention between projections

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "capi/fields.h"
 #include "capi/last_error.h"
 #include "capi/translate.h"
 #include "core/sentence.h"
@@ -64,16 +65,6 @@ struct OwnedExplanation : polyhead_explanation {
   Explanation source;
   std::vector<const char*> kernel_names, reason_texts;
 };
-
-// Fills the caller's struct, as large as its header knew it, with the defaults.
-template <class T>
-Status init_struct(T* to, size_t struct_size, size_t first_size, const char* name, T defaults) {
-  if (Status s = need(to, name); !s.ok()) return s;
-  if (Status s = polyhead::capi::check_struct_size(struct_size, first_size, sizeof(T), name); !s.ok()) return s;
-  defaults.struct_size = struct_size;
-  std::memcpy(to, &defaults, struct_size);
-  return {};
-}
 
 }  // namespace
 

@@ -1,10 +1,8 @@
 #include "capi/translate.h"
 
 #include <cstring>
-#include <span>
-#include <type_traits>
 
-#include "core/sentence.h"
+#include "capi/fields.h"
 
 namespace polyhead::capi {
 namespace {
@@ -18,73 +16,6 @@ static_assert(sizeof(void*) != 8 || offsetof(polyhead_forward_args, workspace_by
 static_assert(sizeof(void*) != 8 || offsetof(polyhead_backward_args, reserved) + 4 == kFirstBackwardArgsSize);
 static_assert(sizeof(polyhead_partial) == 2 * sizeof(polyhead_tensor));
 static_assert(POLYHEAD_MAX_DIMS == Tensor::kMaxDims);
-
-Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
-
-// Copies as much of `from` as its caller's header knew over the defaults in `to`.
-template <class T>
-Status take(const T* from, size_t first_size, const char* name, T* to) {
-  if (Status s = check_struct_size(from->struct_size, first_size, sizeof(T), name); !s.ok()) return s;
-  std::memcpy(to, from, from->struct_size);
-  if (to->flags != 0) return invalid(sentence(name, ".flags is ", to->flags, ", must be 0: no flag is known here"));
-  return {};
-}
-
-// Translates fields one by one and keeps the first failure. Builds no string before something fails.
-class Fields {
- public:
-  explicit Fields(std::string_view owner = "") : owner_(owner) {}
-  Status status;
-
-  void boolean(int32_t from, std::string_view name, bool* to) {
-    if (from != 0 && from != 1) return refuse(name, from, "must be 0 or 1");
-    *to = from == 1;
-  }
-
-  template <class Enum>
-  void choice(int32_t from, Enum last, std::string_view name, std::string_view what, Enum* to) {
-    const auto last_value = static_cast<int32_t>(last);
-    if (from < 0 || from > last_value) {
-      return refuse(name, from, sentence("must be a ", what, ": 0 to ", last_value));
-    }
-    *to = static_cast<Enum>(from);
-  }
-
-  template <class Number>
-  void zero(Number from, std::string_view name, std::string_view where = "") {
-    if (from != 0) refuse(name, from, sentence("must be 0", where));
-  }
-
-  void broadcast(const polyhead_broadcast_operand& from, std::string_view name, BroadcastOperand* to) {
-    Fields fields(name);
-    fields.boolean(from.given, "given", &to->given);
-    if (to->given) fields.choice(from.dtype, DType::kInt64, "dtype", "polyhead_dtype", &to->dtype);
-    if (to->given) std::memcpy(to->dims, from.dims, sizeof to->dims);
-    if (status.ok()) status = std::move(fields.status);
-  }
-
- private:
-  template <class Number>
-  void refuse(std::string_view name, Number value, std::string_view expected) {
-    if (!status.ok()) return;
-    status = invalid(sentence(owner_, owner_.empty() ? "" : ".", name, " is ", value, ", ", expected));
-  }
-
-  std::string_view owner_;
-};
-
-struct TensorField {
-  const polyhead_tensor& from;
-  const char* name;
-  Tensor* to;
-};
-
-Status translate_all(std::span<const TensorField> fields) {
-  for (const TensorField& field : fields) {
-    if (Status s = translate(field.from, field.name, field.to); !s.ok()) return s;
-  }
-  return {};
-}
 
 }  // namespace
 

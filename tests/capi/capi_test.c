@@ -115,6 +115,7 @@ int main(void) {
   test_forward();
   test_backward();
   test_errors();
+  test_layer();
   test_threads();
   if (num_failed > 0) fprintf(stderr, "%d checks failed\n", num_failed);
   return num_failed > 0;

@@ -51,6 +51,7 @@ int64_t num_bytes(const polyhead_tensor* t);
 void test_forward(void);   // forward_test.c
 void test_backward(void);  // backward_test.c
 void test_errors(void);    // errors_test.c
+void test_layer(void);     // layer_test.c
 void test_threads(void);   // threads_test.c
 
 #endif  // POLYHEAD_TESTS_CAPI_CHECK_H_

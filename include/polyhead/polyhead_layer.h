@@ -1,0 +1,197 @@
+// polyhead for C: the layer (MultiHeadAttention). Part of polyhead.h, which includes it; the rules there hold here too.
+//
+//   q, k, v = query, key, value times Wq, Wk, Wv + biases     out = dropout(attention(q, k, v) Wo + bo) + residual
+//
+// The full definition stands in polyhead/layer.h. Training: forward with a reserve, then polyhead_layer_backward_data,
+// then polyhead_layer_backward_weights, each with the same forward arguments.
+#pragma once
+
+#include "polyhead/polyhead.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/// What to compute. Every field is checked once, when a layer is made.
+typedef struct polyhead_layer_desc {
+  size_t struct_size;  ///< sizeof(polyhead_layer_desc), by polyhead_layer_desc_init
+  uint64_t flags;      ///< 0: none is defined yet, and unknown ones are refused
+
+  int64_t batch;     ///< default 1
+  int64_t beam;      ///< beams of query and out; default 1
+  int64_t beam_kv;   ///< beams of key and value: 1 (default; shared by all beams of query) or `beam`
+  int64_t seqlen_q;  ///< time steps of query and out; default 0
+  int64_t seqlen_k;  ///< time steps of key and value, and of the caches; default 0
+
+  int64_t num_heads;     ///< default 1
+  int64_t num_heads_kv;  ///< default 1; divides num_heads
+
+  int64_t query_size;       ///< length of a vector of query; likewise key, value
+  int64_t key_size;         ///< default 0
+  int64_t value_size;       ///< default 0
+  int64_t query_proj_size;  ///< length of a head of q; 0 (default): no projection, a head is the whole vector
+  int64_t key_proj_size;    ///< of k; what comes out must be as long as q's head
+  int64_t value_proj_size;  ///< of v
+  int64_t out_proj_size;    ///< length of a vector of out; 0: no projection, the heads side by side
+
+  int32_t query_bias;  ///< boolean: a bias on that projection
+  int32_t key_bias;    ///< boolean
+  int32_t value_bias;  ///< boolean
+  int32_t out_bias;    ///< boolean
+
+  double output_dropout_p;  ///< 0 (default) to 1: after the output's bias, before the residual; in training only
+  int32_t residual;         ///< boolean: a tensor of out's shape is added to it
+  int32_t has_windows;      ///< boolean: window_lo and window_hi [seqlen_q] come with each call
+  int32_t dtype;     ///< polyhead_dtype of all tensors and weights; float32 (default), bfloat16, float16, float64
+  int32_t reserved;  ///< 0
+
+  /// Options of the attention: scale, softcap, causal, windows, alignment, mask, bias, ALiBi, lengths, dropout_p, returned
+  /// weights. Its sizes and dtype stay at their defaults. NULL (default): none. Read while the layer is made.
+  const polyhead_attention_desc* attention;
+} polyhead_layer_desc;
+
+/// Sets the defaults that stand beside the fields. `struct_size` is sizeof *desc.
+POLYHEAD_API polyhead_status polyhead_layer_desc_init(polyhead_layer_desc* desc, size_t struct_size);
+
+/// A checked desc with its plans. Immutable: one layer may run on many threads at once, each call with its own tensors,
+/// workspace and reserve. Running it allocates nothing.
+typedef struct polyhead_layer polyhead_layer;
+
+/// `options` may be NULL: the defaults.
+POLYHEAD_API polyhead_status polyhead_layer_create(const polyhead_layer_desc* desc,
+                                                   const polyhead_plan_options* options, polyhead_layer** layer);
+
+/// NULL is fine.
+POLYHEAD_API void polyhead_layer_destroy(polyhead_layer* layer);
+
+/// A null layer gives 0 and sets polyhead_last_error().
+POLYHEAD_API size_t polyhead_layer_weights_bytes(const polyhead_layer* layer);
+POLYHEAD_API size_t polyhead_layer_workspace_bytes(const polyhead_layer* layer);           ///< of forward
+POLYHEAD_API size_t polyhead_layer_backward_workspace_bytes(const polyhead_layer* layer);  ///< of both backward calls
+POLYHEAD_API size_t polyhead_layer_reserve_bytes(const polyhead_layer* layer);
+
+/// Name of the attention's kernel, alive as long as the library. A null layer gives "" and sets polyhead_last_error().
+POLYHEAD_API const char* polyhead_layer_kernel_name(const polyhead_layer* layer);
+
+// ---- Weights ----
+
+typedef enum polyhead_weight_kind {
+  POLYHEAD_QUERY_WEIGHT = 0,
+  POLYHEAD_KEY_WEIGHT = 1,
+  POLYHEAD_VALUE_WEIGHT = 2,
+  POLYHEAD_OUT_WEIGHT = 3,
+  POLYHEAD_QUERY_BIAS = 4,
+  POLYHEAD_KEY_BIAS = 5,
+  POLYHEAD_VALUE_BIAS = 6,
+  POLYHEAD_OUT_BIAS = 7
+} polyhead_weight_kind;
+
+/// Where a weight lies in the buffer. y = x W, so dims are [size of x, size of y]; a bias is [size of y]. Its layout is
+/// frozen.
+typedef struct polyhead_weight_layout {
+  int32_t present;     ///< boolean; 0: this layer has no such weight, all else is 0
+  int32_t ndim;        ///< 2; of a bias 1
+  int64_t offset;      ///< elements from the start of the buffer
+  int64_t dims[2];     ///< unused ones are 0
+  int64_t strides[2];  ///< in elements
+} polyhead_weight_layout;
+
+/// `kind` is a polyhead_weight_kind.
+POLYHEAD_API polyhead_status polyhead_layer_weight_layout(const polyhead_layer* layer, int32_t kind,
+                                                          polyhead_weight_layout* layout);
+
+/// Weights, or their gradients, by kind: parts of one buffer (polyhead_layer_weights_in), or the caller's own arrays with
+/// any strides. Those that the layer does not have are not given. Its layout is frozen.
+typedef struct polyhead_layer_weights {
+  polyhead_tensor tensors[8];  ///< [polyhead_weight_kind]; shapes as polyhead_weight_layout has them
+} polyhead_layer_weights;
+
+/// The tensors of a buffer of `bytes`, at least polyhead_layer_weights_bytes(layer), aligned to its elements.
+POLYHEAD_API polyhead_status polyhead_layer_weights_in(const polyhead_layer* layer, void* buffer, size_t bytes,
+                                                       polyhead_layer_weights* weights);
+
+// ---- Forward ----
+
+/// The tensors of one forward call, all of desc.dtype unless told: shapes and meaning stand in polyhead/layer.h, beside
+/// the fields of the same name. All default to "not given".
+typedef struct polyhead_layer_forward_args {
+  size_t struct_size;  ///< sizeof(polyhead_layer_forward_args), by polyhead_layer_forward_args_init
+  uint64_t flags;      ///< 0: none is defined yet, and unknown ones are refused
+
+  polyhead_tensor query;     ///< [batch, beam, seqlen_q, query_size]; without beam where that is 1; likewise the others
+  polyhead_tensor key;       ///< [batch, beam_kv, seqlen_k, key_size]
+  polyhead_tensor value;     ///< [batch, beam_kv, seqlen_k, value_size]
+  polyhead_tensor residual;  ///< as out, if desc.residual
+  const polyhead_layer_weights* weights;
+
+  polyhead_tensor attn_mask;      ///< as in polyhead_forward_args
+  polyhead_tensor attn_bias;      ///< likewise
+  polyhead_tensor alibi_slopes;   ///< likewise
+  polyhead_tensor seqlens_q;      ///< [batch, beam] or [batch], int32 or int64
+  polyhead_tensor seqlens_k;      ///< [batch, beam_kv] or [batch], likewise
+  polyhead_tensor query_offsets;  ///< [batch, beam] or [batch], likewise
+  polyhead_tensor window_lo;      ///< [seqlen_q], likewise: query i sees keys window_lo[i] <= j < window_hi[i]
+  polyhead_tensor window_hi;      ///< [seqlen_q], likewise
+
+  uint64_t dropout_seed;           ///< used if the attention's dropout_p > 0, in training
+  uint64_t output_dropout_seed;    ///< used if output_dropout_p > 0, in training
+  uint32_t dropout_offset;         ///< beam n draws with dropout_offset + n
+  uint32_t output_dropout_offset;  ///< as polyhead_dropout_mask of [batch, beam, seqlen_q, out size]
+
+  polyhead_tensor out;           ///< [batch, beam, seqlen_q, out size]
+  polyhead_tensor attn_weights;  ///< as return_weights says: [batch, beam, num_heads, seqlen_q, seqlen_k], or averaged
+  polyhead_tensor key_cache;    ///< [batch, beam_kv, seqlen_k, num_heads_kv, head dim]: inference, see polyhead/layer.h
+  polyhead_tensor value_cache;  ///< likewise
+
+  int64_t step;  ///< one step of decoding with caches: 0 .. seqlen_q - 1; -1 (default): all steps
+
+  void* reserve;           ///< NULL: inference; else aligned to 64 bytes, for the backward calls
+  size_t reserve_bytes;    ///< at least polyhead_layer_reserve_bytes(layer)
+  void* workspace;         ///< aligned to 64 bytes; contents need not be kept
+  size_t workspace_bytes;  ///< at least polyhead_layer_workspace_bytes(layer)
+} polyhead_layer_forward_args;
+
+/// Makes every tensor "not given". `struct_size` is sizeof *args.
+POLYHEAD_API polyhead_status polyhead_layer_forward_args_init(polyhead_layer_forward_args* args, size_t struct_size);
+
+/// Checks `args` against the desc, then computes.
+POLYHEAD_API polyhead_status polyhead_layer_forward(const polyhead_layer* layer,
+                                                    const polyhead_layer_forward_args* args);
+
+// ---- Backward ----
+
+/// The tensors of both backward calls. The residual's gradient is grad_out itself. All default to "not given".
+typedef struct polyhead_layer_backward_args {
+  size_t struct_size;  ///< sizeof(polyhead_layer_backward_args), by polyhead_layer_backward_args_init
+  uint64_t flags;      ///< 0: none is defined yet, and unknown ones are refused
+
+  /// What the forward call was given, with its reserve; out and attn_weights are not looked at. The workspace is this
+  /// call's: polyhead_layer_backward_workspace_bytes(layer).
+  const polyhead_layer_forward_args* forward;
+  polyhead_tensor grad_out;  ///< as out, any strides; in padding it is not looked at
+
+  polyhead_tensor grad_query;  ///< of backward_data, each optional; where two are the same view, it holds their sum
+  polyhead_tensor grad_key;
+  polyhead_tensor grad_value;
+  polyhead_tensor grad_attn_bias;     ///< shape and dtype of attn_bias
+  polyhead_tensor grad_alibi_slopes;  ///< shape of alibi_slopes, float32
+
+  const polyhead_layer_weights* grad_weights;  ///< of backward_weights: each optional, one at least is given
+  int32_t accumulate;                          ///< boolean: 1 adds to what grad_weights hold; 0 (default) overwrites
+  int32_t reserved;                            ///< 0
+} polyhead_layer_backward_args;
+
+/// Makes every tensor "not given". `struct_size` is sizeof *args.
+POLYHEAD_API polyhead_status polyhead_layer_backward_args_init(polyhead_layer_backward_args* args, size_t struct_size);
+
+/// The gradients of the inputs, after forward with a reserve; also completes the reserve for the next.
+POLYHEAD_API polyhead_status polyhead_layer_backward_data(const polyhead_layer* layer,
+                                                          const polyhead_layer_backward_args* args);
+
+/// The gradients of the weights, after polyhead_layer_backward_data with the same reserve.
+POLYHEAD_API polyhead_status polyhead_layer_backward_weights(const polyhead_layer* layer,
+                                                             const polyhead_layer_backward_args* args);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif
