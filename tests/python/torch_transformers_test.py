@@ -267,7 +267,13 @@ def refused_calls():
     starts = torch.tensor([0, 5], dtype=torch.int32)
     module = torch.nn.Module()
     call = _transformers._attention
+    two = x.expand(2, -1, -1, -1)
     return [
+        (lambda: call(module, x, x, x, torch.ones(1, 5)), ValueError, "attention_mask has 2 dimensions, must have 4"),
+        (
+            lambda: call(module, two, two, two, None, cu_seq_lens_q=starts, cu_seq_lens_k=starts), ValueError,
+            "cu_seq_lens_q ends at 5, must tell the sequences of all 2 rows",
+        ),
         (lambda: call(module, x, x, x, None, head_mask=torch.ones(2)), NotImplementedError, "Module gives head_mask"),
         (lambda: call(module, x, x, x, None, unheard_of=1.0), NotImplementedError, "Module gives unheard_of"),
         (lambda: call(module, x, longer, longer, None), ValueError, "attention_mask is None, must say where 5 causal"),
@@ -303,6 +309,17 @@ def test_without_a_mask_causal_means_what_sdpa_takes_it_for():
     out, _ = _transformers._attention(module, query, key, value, None, is_causal=True, sliding_window=2)
     band = torch.ones(6, 6).tril().triu(-1).bool()
     close(out, sdpa(query, key, value, attn_mask=band).transpose(1, 2))
+
+
+def test_queries_without_a_batch_and_dropout_out_of_training():
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 3, 8, generator=generator, requires_grad=True)
+    key, value = (torch.randn(2, 4, 6, 8, generator=generator) for _ in range(2))
+    module = torch.nn.Module().eval()
+    out, _ = _transformers._attention(module, query, key, value, None, is_causal=False, dropout=0.9)
+    exact = torch.nn.functional.scaled_dot_product_attention(query.expand(2, -1, -1, -1), key, value).transpose(1, 2)
+    close(out, exact)
+    close(*(torch.autograd.grad(result.square().sum(), query)[0] for result in (out, exact)))
 
 
 def test_compiled(taken):

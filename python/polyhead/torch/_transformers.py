@@ -11,12 +11,16 @@ import torch
 
 from polyhead import Error
 from polyhead.torch._attention import attention
+from polyhead.torch.attn_bias import band
 
 # What models hand down to every layer and what says nothing about the attention that query, key, value and mask do not.
 SAYS_NOTHING_MORE = frozenset({
-    "cache_position", "deterministic", "input_ids", "inputs_embeds", "labels", "logits_to_keep", "max_length_k",
-    "max_length_q", "num_items_in_batch", "output_hidden_states", "output_router_logits", "past_key_value",
-    "past_key_values", "position_embeddings", "position_ids", "return_dict", "seq_idx", "token_type_ids", "use_cache",
+    "cache_params", "cache_position", "deterministic", "grid_thw", "image_grid_thw", "image_position_ids",
+    "image_sizes", "input_features", "input_features_mask", "input_ids", "inputs_embeds", "labels", "logits_to_keep",
+    "max_length_k", "max_length_q", "max_seqlen", "mm_encoder_outputs", "mm_token_type_ids", "num_items_in_batch",
+    "output_hidden_states", "output_router_logits", "padding_cache", "past_key_value", "past_key_values", "pixel_mask",
+    "pixel_values", "pixel_values_videos", "position_embeddings", "position_ids", "return_dict", "seq_idx",
+    "token_type_ids", "use_cache", "video_grid_thw", "video_position_ids",
 })  # fmt: skip
 
 
@@ -33,7 +37,7 @@ def register_transformers():
     Raises
     ------
     ImportError
-        Transformers is not installed, or too old to have the interface (before 5.0).
+        Transformers is not installed, or so old that it has not this interface. Tried with 5.23.
 
     Examples
     --------
@@ -41,8 +45,10 @@ def register_transformers():
     >>> polyhead.torch.register_transformers()  # doctest: +SKIP
     >>> model = transformers.AutoModel.from_pretrained(name, attn_implementation="polyhead")  # doctest: +SKIP
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, __version__, masking_utils
 
+    if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+        raise ImportError(f"transformers {__version__} is too old: its requests for masks have no q_offset")
     AttentionInterface.register("polyhead", _attention)
     AttentionMaskInterface.register("polyhead", _mask)
 
@@ -94,20 +100,11 @@ class BandMask(torch.Tensor):
 
     def dense(self):
         """The matrix."""
-        stands_at = torch.arange(self.shape[-2], device=self.device)[:, None] + self.offset
-        key = torch.arange(self.shape[-1], device=self.device)
-        left, right = self.window
-        visible = torch.ones(self.shape, dtype=torch.bool, device=self.device)
-        if self.causal:
-            visible &= key <= stands_at
-        if left >= 0:
-            visible &= key >= stands_at - left
-        if right >= 0:
-            visible &= key <= stands_at + right
+        visible = band(*self.shape[2:], self.offset, self.causal, self.window, self.device).expand(self.shape)
         if self.padding is not None:
-            visible &= self.padding[:, None, None, :]
+            visible = visible & self.padding[:, None, None, :]
         if self.packed is not None:
-            visible &= self.packed[:, None, :, None] == self.packed[:, None, None, :]
+            visible = visible & (self.packed[:, None, :, None] == self.packed[:, None, None, :])
         return visible
 
 
@@ -200,8 +197,11 @@ def _attention(
     for name, given in others.items():
         if name not in SAYS_NOTHING_MORE and given is not None and given is not False:
             raise NotImplementedError(f"{type(module).__name__} gives {name}, which attention 'polyhead' does not know")
+    if query.shape[0] == 1:  # queries that are learned have no batch of their own
+        query = query.expand(key.shape[0], -1, -1, -1)
     tensors = tuple(x.transpose(1, 2) for x in (query, key, value))
-    options = {"scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout, "attn_bias": position_bias}
+    dropout_p = dropout if module.training else 0.0
+    options = {"scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout_p, "attn_bias": position_bias}
     output_attentions = bool(output_attentions) or _wants_weights()
     mask = attention_mask
     if isinstance(mask, BandMask) and (mask.shape[2:] != (query.shape[2], key.shape[2]) or output_attentions):
@@ -214,14 +214,17 @@ def _attention(
         if mask.packed is not None and cu_seq_lens_q is None:
             cu_seq_lens_q = cu_seq_lens_k = mask.cu_seqlens()
     else:
-        options |= _dense(mask[..., : key.shape[2]], position_bias)  # some models leave cutting it to the attention
+        options |= _dense(mask, key.shape[2], position_bias)
     if cu_seq_lens_q is not None:
         return _packed(tensors, cu_seq_lens_q, cu_seq_lens_k, options), None
     result = attention(*tensors, return_weights=output_attentions, **options)
     return result if output_attentions else (result, None)
 
 
-def _dense(mask, position_bias):
+def _dense(mask, seqlen_k, position_bias):
+    if mask.dim() != 4:
+        raise Error(f"attention_mask has {mask.dim()} dimensions, must have 4: [B, H, Sq, Sk]")
+    mask = mask[..., :seqlen_k]  # some models leave that to the attention
     if mask.dtype == torch.bool:
         return {"attn_mask": mask}
     return {"attn_bias": mask if position_bias is None else mask + position_bias}
@@ -244,6 +247,8 @@ def _packed(tensors, cu_seqlens_q, cu_seqlens_k, options):
         if options.get(name) is not None:
             raise Error(f"cu_seq_lens_q is given beside {name}, must be alone")
     batch, seqlen_q = tensors[0].shape[:2]
+    if batch > 1 and cu_seqlens_q[-1] <= seqlen_q:
+        raise Error(f"cu_seq_lens_q ends at {cu_seqlens_q[-1]}, must tell the sequences of all {batch} rows")
     if options.pop("query_offset", 0):
         raise Error("cu_seq_lens_q is given with a cache, must be without")
     if options.get("causal") or "window" in options:

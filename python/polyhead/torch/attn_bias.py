@@ -27,13 +27,12 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _visible(num_queries, num_keys, device, causal=False, window=(-1, -1), align="top_left"):
-    """Bool [num_queries, num_keys]: what the options of these names let be seen."""
-    offset = num_keys - num_queries if align == "bottom_right" else 0
-    stands_at = torch.arange(num_queries, device=device)[:, None] + offset
-    key = torch.arange(num_keys, device=device)
+def band(seqlen_q, seqlen_k, offset, causal, window, device):
+    """Bool [seqlen_q, seqlen_k]: what causal and window let query i, which stands at key i + offset, see."""
+    stands_at = torch.arange(seqlen_q, device=device)[:, None] + offset
+    key = torch.arange(seqlen_k, device=device)
     left, right = window
-    visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     if causal:
         visible &= key <= stands_at
     if left >= 0:
@@ -41,6 +40,12 @@ def _visible(num_queries, num_keys, device, causal=False, window=(-1, -1), align
     if right >= 0:
         visible &= key <= stands_at + right
     return visible
+
+
+def _visible(seqlen_q, seqlen_k, device, causal=False, window=(-1, -1), align="top_left"):
+    """The band of the options of these names."""
+    offset = seqlen_k - seqlen_q if align == "bottom_right" else 0
+    return band(seqlen_q, seqlen_k, offset, causal, window, device)
 
 
 def _dense(visible, shape, dtype):
