@@ -8,16 +8,13 @@ namespace {
 int64_t whole_panels(int64_t columns) { return (columns + kColumns - 1) / kColumns; }
 int64_t whole_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
 
-// Where the sums of a task stand until its last chunk: in C itself, in the partial sums of a slice, or in scratch. A
-// last panel of fewer columns has a place of its own where C is used itself.
+// Where the sums of a task stand until its last chunk: panel after panel, [rows][kColumns], in scratch or in the partial
+// sums of a slice. With one chunk and nothing more to do, whole panels go to C at once.
 struct Sums {
-  float *data = nullptr, *tail = nullptr;
-  ptrdiff_t stride = 0;
-
-  float* panel(int64_t first, int64_t columns) const {
-    return tail != nullptr && columns < kColumns ? tail : data + first;
-  }
-  ptrdiff_t panel_stride(int64_t columns) const { return tail != nullptr && columns < kColumns ? kColumns : stride; }
+  float* data = nullptr;
+  int64_t panel_stride = 0;
+  float* out = nullptr;  // in C; null: all in `data`
+  ptrdiff_t out_stride = 0;
 };
 
 struct Scratch {
@@ -38,21 +35,21 @@ Scratch scratch_of(void* memory, int64_t rows, bool packs) {
   return {a, panels, panels + (packs ? kGroupPanels * kPanelWords : 0)};
 }
 
-bool in_place(const GemmWork& work, const GemmTask& task) {
-  const Matrix& c = work.c;
-  return task.partial == nullptr && c.dtype == DType::kFloat32 && one_dim(c.rows) && one_dim(c.columns) &&
-         c.columns.strides[2] == 1 && !work.accumulate && work.epilogue.residual.data == nullptr;
-}
-
+template <class Mac>
 Sums sums_of(const GemmWork& work, const GemmTask& task, float* scratch) {
   if (task.partial != nullptr) {
-    return {task.partial + task.first_row * task.partial_stride + task.first_column, nullptr, task.partial_stride};
+    return {task.partial + task.first_column / kColumns * task.panel_stride + task.first_row * kColumns,
+            task.panel_stride};
   }
-  if (in_place(work, task)) {
-    const ptrdiff_t stride = work.c.rows.strides[2];
-    return {static_cast<float*>(work.c.data) + task.first_row * stride + task.first_column, scratch, stride};
+  Sums sums{scratch, task.num_rows * kColumns};
+  const Matrix& c = work.c;
+  const bool one_chunk = task.num_k <= kChunkWords * Mac::kElements;
+  const bool plain = c.dtype == DType::kFloat32 && one_dim(c.rows) && one_dim(c.columns) && c.columns.strides[2] == 1;
+  if (one_chunk && plain && !work.accumulate && !work.epilogue.changes) {
+    sums.out_stride = c.rows.strides[2];
+    sums.out = static_cast<float*>(c.data) + task.first_row * sums.out_stride + task.first_column;
   }
-  return {scratch, nullptr, whole_panels(task.num_columns) * kColumns};
+  return sums;
 }
 
 // Adds the terms [k, k + num_k) to the sums, or sets them with the first chunk.
@@ -72,9 +69,10 @@ void add_chunk(const GemmWork& work, const GemmTask& task, const Scratch& scratc
   const int64_t packed_stride = words_of(work.k, Mac::kElements) * kColumns;
   for (int64_t first = 0; first < task.num_columns; first += kColumns) {
     const int64_t left = task.num_columns - first, columns = left < kColumns ? left : kColumns;
-    const float* panel = nullptr;
+    const float *panel = nullptr, *next = nullptr;
     if (task.packed != nullptr) {
       panel = task.packed + (task.first_column + first) / kColumns * packed_stride + k / Mac::kElements * kColumns;
+      next = panel + packed_stride;
     } else {
       const int64_t within = first / kColumns % kGroupPanels, group = kGroupPanels * kColumns;
       if (within == 0) {
@@ -82,31 +80,47 @@ void add_chunk(const GemmWork& work, const GemmTask& task, const Scratch& scratc
                           k, num_k);
       }
       panel = scratch.panels + within * kPanelWords;
+      next = panel + kPanelWords;
     }
-    float* out = sums.panel(first, columns);
-    const ptrdiff_t stride = sums.panel_stride(columns);
+    const bool to_c = sums.out != nullptr && columns == kColumns;
+    float* out = to_c ? sums.out + first : sums.data + first / kColumns * sums.panel_stride;
+    const ptrdiff_t stride = to_c ? sums.out_stride : kColumns;
     if (along) {
-      multiply_panel<Mac, true>(out, stride, scratch.a, panel, words, task.num_rows, columns, add);
+      multiply_panel<Mac, true>(out, stride, scratch.a, panel, next, words, task.num_rows, columns, add);
     } else {
-      multiply_panel<Mac, false>(out, stride, scratch.a, panel, words, task.num_rows, columns, add);
+      multiply_panel<Mac, false>(out, stride, scratch.a, panel, next, words, task.num_rows, columns, add);
     }
   }
 }
 
-// Columns [first, end) of rows whose sums are complete: row r of the task's at data + r * stride, from `first` on.
+// Columns [first, end) of rows whose sums are complete, `first` being a panel's first: panels from `data` on, each
+// [rows][kColumns].
 void finish(const GemmWork& work, int64_t first_row, int64_t num_rows, int64_t first, int64_t end, const float* data,
-            ptrdiff_t stride) {
-  for (int64_t r = 0; r < num_rows; ++r, data += stride) {
+            int64_t panel_stride) {
+  for (int64_t r = 0; r < num_rows; ++r, data += kColumns) {
+    if (!work.epilogue.changes && !work.accumulate) {
+      const Line row = row_of(work.c, first_row + r);
+      const float* from = data;
+      for (int64_t at = first; at < end; at += kColumns, from += panel_stride) {
+        for (int lane = 0; lane < kColumns && at + lane < end; lane += kLanes) {
+          const int64_t left = end - at - lane;
+          store_line(row, at + lane, load(from + lane), left < kLanes ? static_cast<int>(left) : kLanes);
+        }
+      }
+      continue;
+    }
     const EpilogueRow line = epilogue_row(work.epilogue, work.c, first_row + r, work.accumulate);
-    finish_row(work.epilogue, line, first_row + r, first, end,
-               [&](int64_t at, int n) { return load_first(data + (at - first), n); });
+    finish_row(work.epilogue, line, first_row + r, first, end, [&](int64_t at, int) {
+      const int64_t column = at - first;
+      return load(data + column / kColumns * panel_stride + column % kColumns);
+    });
   }
 }
 
 template <class Mac>
 void compute(const GemmWork& work, const GemmTask& task, void* memory) {
   const Scratch scratch = scratch_of(memory, task.num_rows, task.packed == nullptr);
-  const Sums sums = sums_of(work, task, scratch.sums);
+  const Sums sums = sums_of<Mac>(work, task, scratch.sums);
   int64_t k = task.first_k;
   const int64_t end_k = task.first_k + task.num_k, chunk = kChunkWords * Mac::kElements;
   do {  // without terms, once: sums of 0
@@ -114,12 +128,9 @@ void compute(const GemmWork& work, const GemmTask& task, void* memory) {
     k += chunk;
   } while (k < end_k);
   if (task.partial != nullptr) return;
-  const int64_t end = task.first_column + task.num_columns;
-  const int64_t tail = sums.tail == nullptr ? 0 : task.num_columns % kColumns;
-  if (sums.tail == nullptr || work.epilogue.changes) {
-    finish(work, task.first_row, task.num_rows, task.first_column, end - tail, sums.data, sums.stride);
-  }
-  if (tail > 0) finish(work, task.first_row, task.num_rows, end - tail, end, sums.tail, kColumns);
+  const int64_t whole = sums.out == nullptr ? 0 : task.num_columns / kColumns * kColumns;  // columns that are in C
+  finish(work, task.first_row, task.num_rows, task.first_column + whole, task.first_column + task.num_columns,
+         sums.data + whole / kColumns * sums.panel_stride, sums.panel_stride);
 }
 
 }  // namespace
@@ -157,16 +168,18 @@ void gemm_block(const GemmWork& work, const GemmTask& task, void* scratch) {
   compute<Float32>(work, task, scratch);
 }
 
-void gemm_merge(const GemmWork& work, int64_t first, int64_t end, float* partial, int64_t partial_stride,
+void gemm_merge(const GemmWork& work, int64_t first, int64_t end, float* partial, int64_t panel_stride,
                 int64_t num_slices, int64_t slice_stride) {
-  for (int64_t row = first; row < end; ++row) {
-    float* sum = partial + row * partial_stride;
+  const int64_t panels = whole_panels(work.n);
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    float* sums = partial + panel * panel_stride;
     for (int64_t slice = 1; slice < num_slices; ++slice) {
-      const float* from = sum + slice * slice_stride;
-      for (int64_t n = 0; n < partial_stride; n += kLanes) store(sum + n, load(sum + n) + load(from + n));
+      const float* from = sums + slice * slice_stride;
+      for (int64_t i = first * kColumns; i < end * kColumns; i += kLanes)
+        store(sums + i, load(sums + i) + load(from + i));
     }
-    finish(work, row, 1, 0, work.n, sum, partial_stride);
   }
+  finish(work, first, end - first, 0, work.n, partial + first * kColumns, panel_stride);
 }
 
 const LinearFunctions kLinearFunctions = {

@@ -21,12 +21,31 @@ constexpr int kGroupPanels = 8;
 constexpr int64_t kRowStride = kChunkWords + 16;
 constexpr int64_t kTileStride = kChunkWords * kTileRows + kLanes;  // a whole vector may be stored at the last word
 
+// What will be read soon: step_lines cache lines from `data` on are asked for, into L2, while kStepWords words are
+// multiplied, and so on.
+struct Ahead {
+  const float* data;
+  int step_lines;
+};
+constexpr int kStepWords = 16, kLineFloats = 16;
+
 // out[r][...] = (add: out[r][...] +) sum over words of A[r][word] panel[word][...], for kRows rows and kVecs_ vectors.
 template <class Mac, bool kAlong, int kRows, int kVecs_>
-void multiply(float* out, ptrdiff_t out_stride, const float* a, const float* panel, int64_t words, bool add) {
+void multiply(float* out, ptrdiff_t out_stride, const float* a, const float* panel, int64_t words, bool add,
+              const Ahead& ahead) {
+  constexpr ptrdiff_t kStride = kAlong ? kRowStride : kTileRows;
   F acc[kRows][kVecs_];
   clear(acc);
-  contract<Mac, kAlong>(acc, panel, kColumns, a, kAlong ? kRowStride : kTileRows, words);
+  const float* next = ahead.data;
+  int64_t word = 0;
+  for (; word + kStepWords <= words; word += kStepWords) {
+    for (int i = 0; i < ahead.step_lines; ++i) __builtin_prefetch(next + i * kLineFloats, 0, 2);
+    next += ahead.step_lines * kLineFloats;
+    contract<Mac, kAlong>(acc, panel + word * kColumns, kColumns, a + word * (kAlong ? 1 : kTileRows), kStride,
+                          kStepWords);
+  }
+  contract<Mac, kAlong>(acc, panel + word * kColumns, kColumns, a + word * (kAlong ? 1 : kTileRows), kStride,
+                        words - word);
   if (add) {
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
@@ -44,8 +63,8 @@ void multiply(float* out, ptrdiff_t out_stride, const float* a, const float* pan
 // The same for the `rows` rows of one tile.
 template <class Mac, bool kAlong, int kVecs_>
 void multiply_tile(float* out, ptrdiff_t out_stride, const float* a, const float* panel, int64_t words, int rows,
-                   bool add) {
-  if (rows == kTileRows) return multiply<Mac, kAlong, kTileRows, kVecs_>(out, out_stride, a, panel, words, add);
+                   bool add, const Ahead& ahead) {
+  if (rows == kTileRows) return multiply<Mac, kAlong, kTileRows, kVecs_>(out, out_stride, a, panel, words, add, ahead);
   const auto step = [&](int done) {
     out += done * out_stride;
     a += done * (kAlong ? kRowStride : 1);
@@ -53,32 +72,39 @@ void multiply_tile(float* out, ptrdiff_t out_stride, const float* a, const float
   };
   if constexpr (kTileRows > 8) {
     if (rows >= 8) {
-      multiply<Mac, kAlong, 8, kVecs_>(out, out_stride, a, panel, words, add);
+      multiply<Mac, kAlong, 8, kVecs_>(out, out_stride, a, panel, words, add, ahead);
       step(8);
     }
   }
   if (rows >= 4) {
-    multiply<Mac, kAlong, 4, kVecs_>(out, out_stride, a, panel, words, add);
+    multiply<Mac, kAlong, 4, kVecs_>(out, out_stride, a, panel, words, add, ahead);
     step(4);
   }
   if (rows >= 2) {
-    multiply<Mac, kAlong, 2, kVecs_>(out, out_stride, a, panel, words, add);
+    multiply<Mac, kAlong, 2, kVecs_>(out, out_stride, a, panel, words, add, ahead);
     step(2);
   }
-  if (rows == 1) multiply<Mac, kAlong, 1, kVecs_>(out, out_stride, a, panel, words, add);
+  if (rows == 1) multiply<Mac, kAlong, 1, kVecs_>(out, out_stride, a, panel, words, add, ahead);
 }
 
-// One panel's `columns` columns for all rows of a task.
+// One panel's `columns` columns for all rows of a task. `next_panel`, which comes after it, is asked for meanwhile: the
+// hardware does not follow the jump.
 template <class Mac, bool kAlong>
-void multiply_panel(float* out, ptrdiff_t out_stride, const float* a, const float* panel, int64_t words, int64_t rows,
-                    int64_t columns, bool add) {
+void multiply_panel(float* out, ptrdiff_t out_stride, const float* a, const float* panel, const float* next_panel,
+                    int64_t words, int64_t rows, int64_t columns, bool add) {
   constexpr int64_t kNextTile = kAlong ? kTileRows * kRowStride : kTileStride;
-  for (int64_t row = 0; row < rows; row += kTileRows, a += kNextTile) {
-    const int count = rows - row < kTileRows ? static_cast<int>(rows - row) : kTileRows;
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  const int64_t lines =
+      (kStepWords * kColumns / kLineFloats + tiles - 1) / tiles;  // of the panel's next kStepWords words
+  const int64_t tile_floats = words / kStepWords * lines * kLineFloats;
+  for (int64_t tile = 0; tile < tiles; ++tile, a += kNextTile, out += kTileRows * out_stride) {
+    const int64_t left = rows - tile * kTileRows;
+    const int count = left < kTileRows ? static_cast<int>(left) : kTileRows;
+    const Ahead ahead{next_panel + tile * tile_floats, tiles > 2 ? static_cast<int>(lines) : 0};
     if (columns <= kLanes) {
-      multiply_tile<Mac, kAlong, 1>(out + row * out_stride, out_stride, a, panel, words, count, add);
+      multiply_tile<Mac, kAlong, 1>(out, out_stride, a, panel, words, count, add, ahead);
     } else {
-      multiply_tile<Mac, kAlong, 2>(out + row * out_stride, out_stride, a, panel, words, count, add);
+      multiply_tile<Mac, kAlong, kPanelVecs>(out, out_stride, a, panel, words, count, add, ahead);
     }
   }
 }

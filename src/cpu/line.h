@@ -13,14 +13,18 @@ struct Line {
   DType dtype = DType::kFloat32;
   int64_t first = 0;
   const Axis* axis = nullptr;
+  float* plain = nullptr;  // the elements, where they are floats side by side
 };
 
-inline Line row_of(const Matrix& x, int64_t row) { return {x.data, x.dtype, offset_of(x.rows, row), &x.columns}; }
-inline Line column_of(const Matrix& x, int64_t column) {
-  return {x.data, x.dtype, offset_of(x.columns, column), &x.rows};
-}
-
 inline bool one_dim(const Axis& axis) { return axis.sizes[0] == 1 && axis.sizes[1] == 1; }
+
+inline Line line_of(const Matrix& x, int64_t first, const Axis& axis) {
+  const bool plain = x.data != nullptr && x.dtype == DType::kFloat32 && one_dim(axis) && axis.strides[2] == 1;
+  return {x.data, x.dtype, first, &axis, plain ? static_cast<float*>(x.data) + first : nullptr};
+}
+inline Line row_of(const Matrix& x, int64_t row) { return line_of(x, offset_of(x.rows, row), x.columns); }
+inline Line column_of(const Matrix& x, int64_t column) { return line_of(x, offset_of(x.columns, column), x.rows); }
+
 // Whether elements [at, at + n) lie at equal distances axis.strides[2].
 inline bool equal_steps(const Axis& axis, int64_t at, int n) {
   return one_dim(axis) || at % axis.sizes[2] + n <= axis.sizes[2];
@@ -28,6 +32,7 @@ inline bool equal_steps(const Axis& axis, int64_t at, int n) {
 
 // Elements [at, at + n), n <= kLanes, as floats; lanes behind them are 0.
 inline F load_line(const Line& x, int64_t at, int n) {
+  if (x.plain != nullptr) return n == kLanes ? load(x.plain + at) : load_first(x.plain + at, n);
   const Axis& axis = *x.axis;
   if (equal_steps(axis, at, n)) {
     return load_columns({x.data, x.dtype, 1, axis.strides[2]}, x.first + offset_of(axis, at), 0, n);
@@ -41,6 +46,7 @@ inline F load_line(const Line& x, int64_t at, int n) {
 }
 
 inline void store_line(const Line& x, int64_t at, F value, int n) {
+  if (x.plain != nullptr) return n == kLanes ? store(x.plain + at, value) : store_first(x.plain + at, value, n);
   const Axis& axis = *x.axis;
   if (equal_steps(axis, at, n)) {
     return store_columns(x.data, x.dtype, x.first + offset_of(axis, at), axis.strides[2], value, n);

@@ -50,8 +50,8 @@ struct GemmTask {
   int64_t first_column = 0, num_columns = 0;  // from a panel's first column on
   int64_t first_k = 0, num_k = 0;
   const float* packed = nullptr;  // the whole of B; null: the task packs what it needs itself
-  float* partial = nullptr;       // of a slice of K, [M][partial_stride]: sums are written here, without epilogue
-  int64_t partial_stride = 0;
+  float* partial = nullptr;       // of a slice of K, [panel][M][panel_columns]: sums are written here, no epilogue
+  int64_t panel_stride = 0;       // of `partial`
 };
 
 struct PointwiseWork {
@@ -77,7 +77,7 @@ struct LinearFunctions {
   void (*gemm_block)(const GemmWork& work, const GemmTask& task, void* scratch);
 
   // Rows [first, end) of C from the partial sums of `num_slices` slices, which lie `slice_stride` floats apart.
-  void (*gemm_merge)(const GemmWork& work, int64_t first, int64_t end, float* partial, int64_t partial_stride,
+  void (*gemm_merge)(const GemmWork& work, int64_t first, int64_t end, float* partial, int64_t panel_stride,
                      int64_t num_slices, int64_t slice_stride);
 
   // Rows [first, end); with `sums` [n], what is written is summed there.
@@ -100,7 +100,7 @@ void pack_panels(const Matrix& b, int64_t n, int64_t first_k, int64_t num_k, int
                  float* packed, int64_t panel_stride);
 size_t block_scratch_bytes(int64_t num_rows, int64_t num_columns, bool packs);
 void gemm_block(const GemmWork& work, const GemmTask& task, void* scratch);
-void gemm_merge(const GemmWork& work, int64_t first, int64_t end, float* partial, int64_t partial_stride,
+void gemm_merge(const GemmWork& work, int64_t first, int64_t end, float* partial, int64_t panel_stride,
                 int64_t num_slices, int64_t slice_stride);
 void pointwise_rows(const PointwiseWork& work, int64_t first, int64_t end, float* sums);
 void merge_sums(const Matrix& out, bool accumulate, int64_t n, const float* partial, int64_t count, int64_t stride);
