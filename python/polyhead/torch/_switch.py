@@ -1,0 +1,136 @@
+"""The switch: torch's own attention, computed by polyhead, for the whole process."""
+
+import contextlib
+import warnings
+
+import torch
+import torch.compiler.config
+import torch.nn.functional as F
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    list_flash_attention_impls,
+    register_flash_attention_impl,
+    restore_flash_attention_impl,
+)
+
+import polyhead
+from polyhead.torch import _aten, _modules, _varlen
+
+NAME = "polyhead"
+
+# (aten's operator, dispatch key, what makes our kernel out of torch's)
+_OVER_THEIRS = (
+    ("scaled_dot_product_attention", "AutogradCPU", _aten.sdpa),
+    ("scaled_dot_product_attention", "CPU", _aten.sdpa),
+    ("_scaled_dot_product_flash_attention_for_cpu", "CPU", _aten.flash_forward),
+    ("_scaled_dot_product_flash_attention_for_cpu_backward", "CPU", _aten.flash_backward),
+    ("_native_multi_head_attention", "CPU", _modules.native_multi_head_attention),
+    ("_native_multi_head_attention", "NestedTensorCPU", _modules.native_multi_head_attention),
+)
+# Where torch has nothing for the CPU.
+_NEW = (
+    ("_flash_attention_forward", _varlen.flash_forward),
+    ("_flash_attention_forward_no_dropout_inplace", _varlen.flash_forward_into),
+    ("_flash_attention_backward", _varlen.flash_backward),
+)
+
+_before = None  # the implementation that was active when enable() was called
+
+
+class _Installed:
+    """Our kernels in torch's dispatcher; what torch's registry keeps while they are active."""
+
+    def __init__(self):
+        with contextlib.ExitStack() as undo:  # all or nothing
+            self._library = library = torch.library.Library("aten", "IMPL")
+            undo.callback(self._forget_library)
+            theirs = [torch.library.get_kernel(f"aten::{name}", key) for name, key, _ in _OVER_THEIRS]
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Warning only once for all operators")  # that a kernel is replaced
+                for (name, key, ours), kernel in zip(_OVER_THEIRS, theirs):
+                    library.impl(name, ours(kernel), key, with_keyset=True)
+            for name, ours in _NEW:
+                library.impl(name, ours, "CPU")
+            del library
+            undo.callback(setattr, F, "multi_head_attention_forward", F.multi_head_attention_forward)
+            F.multi_head_attention_forward = _modules.multi_head_attention_forward(F.multi_head_attention_forward)
+            # Caches on disk know a graph by torch's names in it.
+            tag = torch.compiler.config.cache_key_tag
+            undo.callback(setattr, torch.compiler.config, "cache_key_tag", tag)
+            torch.compiler.config.cache_key_tag = f"{tag} {NAME} {polyhead.__version__}"
+            self._undo = undo.pop_all()
+
+    def _forget_library(self):
+        self._library = None  # its registrations end with it
+
+    def remove(self):
+        self._undo.close()
+
+
+def enable() -> None:
+    """torch's attention runs on polyhead from here on, in the whole process, as its FLASH_ATTENTION backend on the CPU.
+
+    The same as ``torch.nn.attention.activate_flash_attention_impl("polyhead")``. Enabled twice is enabled once.
+
+    Taken are, in training and eval, eager and compiled: `torch.nn.functional.scaled_dot_product_attention` whole
+    (dropout, masks and their gradients, any shapes), `torch.nn.MultiheadAttention` and torch.nn's Transformer modules
+    with their fast paths and ``need_weights=True``, `torch.nn.attention.varlen`, and what Inductor takes for attention.
+    Left to torch: float64 (but not with ``need_weights=True``), forward-mode derivatives, other devices, and all calls
+    while flash attention is off (``sdpa_kernel(SDPBackend.MATH)``). `report` tells what was taken, and why others not.
+
+    What changes besides speed and rounding: a query that sees no key gets 0 where torch.nn.MultiheadAttention gives
+    NaN; NaN at visible places is not swallowed; wrong sizes raise an error where torch reads beyond its arrays. At
+    padded positions the fast path of torch.nn.TransformerEncoder gives 0, as ever; at real positions, what the slow
+    path gives.
+
+    Graphs that torch.compile made before keep what they were made with, but for calls of torch's flash kernel, which
+    follow the switch. ``torch.compiler.reset()`` makes them anew.
+
+    Examples
+    --------
+    >>> import torch, polyhead.torch
+    >>> polyhead.torch.enable()
+    >>> out = torch.nn.functional.scaled_dot_product_attention(*torch.rand(3, 1, 2, 5, 8))
+    >>> polyhead.torch.disable()
+    """
+    global _before
+    if current_flash_attention_impl() == NAME:
+        return
+    _before = current_flash_attention_impl()
+    activate_flash_attention_impl(NAME)
+
+
+def disable() -> None:
+    """torch's attention is torch's again, or that of the implementation that was active before `enable`."""
+    global _before
+    if current_flash_attention_impl() != NAME:
+        return
+    restore_flash_attention_impl()
+    before, _before = _before, None
+    if before is not None:
+        activate_flash_attention_impl(before)
+
+
+@contextlib.contextmanager
+def enabled():
+    """`enable` for a while: afterwards it is as it was before. Not only for this thread: for the process.
+
+    Examples
+    --------
+    >>> import torch, polyhead.torch
+    >>> layer = torch.nn.TransformerEncoderLayer(16, 2)
+    >>> with polyhead.torch.enabled():
+    ...     out = layer(torch.rand(5, 1, 16))
+    """
+    was_enabled = current_flash_attention_impl() == NAME
+    enable()
+    try:
+        yield
+    finally:
+        if not was_enabled:
+            disable()
+
+
+if NAME not in list_flash_attention_impls():
+    register_flash_attention_impl(NAME, register_fn=_Installed)
