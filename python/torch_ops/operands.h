@@ -13,27 +13,28 @@ constexpr int kNumSharedOptions = 19;  // SCHEMA in polyhead/torch/_options.py, 
 
 // The options' values, unchecked.
 struct Options {
+  Options() = default;
   explicit Options(ArgumentReader& arguments);
 
-  bool causal;
+  bool causal = false;
   std::optional<double> scale;
   StableTensor attn_bias;
   StableTensor attn_mask;
   StableTensor alibi_slopes;
   StableTensor dropout_seed;
-  double dropout_p;
-  int64_t dropout_offset;
-  int64_t window_left;
-  int64_t window_right;
-  int64_t align;
+  double dropout_p = 0;
+  int64_t dropout_offset = 0;
+  int64_t window_left = -1;
+  int64_t window_right = -1;
+  int64_t align = 0;
   std::optional<int64_t> query_offset;
   StableTensor query_offsets;
-  double softcap;
+  double softcap = 0;
   StableTensor seqlens_q;
   StableTensor seqlens_k;
   StableTensor cu_seqlens_q;
   StableTensor cu_seqlens_k;
-  int64_t kernel;  // of kernels(); -1: none in particular
+  int64_t kernel = -1;  // of kernels(); -1: none in particular
 };
 
 // One call. The tensors that it was made of must outlive it. Throws what bad_value throws.

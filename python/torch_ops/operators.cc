@@ -1,6 +1,11 @@
 // The CPU kernels of torch.ops.polyhead.*, registered where this library is loaded. polyhead/torch/_ops.py has the
 // schemas, and runs the same calls over the Python binding where this library is not there.
+#include <array>
+#include <memory>
+#include <utility>
+
 #include "call_counts.h"
+#include "merge_operators.h"
 #include "operands.h"
 #include "plan_cache.h"
 #include "polyhead/attention.h"
@@ -22,20 +27,20 @@ void check_counts(const char* name, uint64_t num_inputs, uint64_t takes) {
           static_cast<int>(num_inputs), static_cast<int>(takes));
 }
 
-void check(const Status& status) {
-  if (status.ok()) return;
-  if (status.code() == StatusCode::kOutOfMemory) out_of_memory(status.message());
-  if (status.code() == StatusCode::kInternal) failure("%s", status.message().c_str());
-  bad_value("%s", status.message().c_str());
-}
-
 std::shared_ptr<const Plan> plan_of(const Operands& operands) {
   auto plan = python::cached_plan(operands.desc, operands.kernel, &current_executor());
   check(plan.status());
   return *plan;
 }
 
-StableIValue result(StableTensor&& tensor) { return reinterpret_cast<StableIValue>(tensor.release()); }
+// Those of the overloads below_autograd.
+Options plain_options(ArgumentReader& arguments) {
+  Options options;
+  options.causal = arguments.flag();
+  options.scale = arguments.optional_real();
+  options.align = arguments.integer();
+  return options;
+}
 
 // [B, Sq, H, Dv], packed [total_q, H, Dv]
 Tensor out_shape(const AttentionDesc& d) {
@@ -49,6 +54,30 @@ Tensor logsumexp_shape(const AttentionDesc& d) {
                   : Tensor(nullptr, sums_dtype(d), {d.batch, d.num_heads, d.seqlen_q});
 }
 
+// Computes operands, whose desc is complete; logsumexp where its tensor has dims.
+StableTensor run_forward(Operands& operands, StableTensor& logsumexp, StableTensor& weights,
+                         StableTensor& column_sums) {
+  const AttentionDesc& d = operands.desc;
+  ForwardArgs& args = operands.args;
+  const auto plan = plan_of(operands);
+  args.out = out_shape(d);
+  StableTensor out = new_tensor(args.out, "out");
+  if (args.logsumexp.given()) logsumexp = new_tensor(args.logsumexp, "logsumexp");
+  if (d.return_weights != ReturnWeights::kNone) {
+    args.weights = d.return_weights == ReturnWeights::kMean
+                       ? Tensor(nullptr, d.dtype, {d.batch, d.seqlen_q, d.seqlen_k})
+                       : Tensor(nullptr, d.dtype, {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k});
+    weights = new_tensor(args.weights, "weights");
+  }
+  if (d.return_column_sums) {
+    args.column_sums = Tensor(nullptr, sums_dtype(d), {d.batch, d.num_heads, d.seqlen_k});
+    column_sums = new_tensor(args.column_sums, "column_sums");
+  }
+  check(python::forward_with_workspace(*plan, args));
+  count_call(*plan, false);
+  return out;
+}
+
 void attention_forward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
   check_counts("attention_forward", num_inputs, kNumForwardArguments);
   ArgumentReader arguments(stack);
@@ -58,76 +87,67 @@ void attention_forward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_
   const bool return_column_sums = arguments.flag();
 
   Operands operands(query, key, value, options);
-  AttentionDesc& d = operands.desc;
-  ForwardArgs& args = operands.args;
   if (return_weights < 0 || return_weights > 2) {
     bad_value("return_weights is %lld, must be 0, 1 (per head) or 2 (mean)", static_cast<long long>(return_weights));
   }
-  d.return_weights = static_cast<ReturnWeights>(return_weights);
-  d.return_column_sums = return_column_sums;
-  const auto plan = plan_of(operands);
-
-  args.out = out_shape(d);
-  args.logsumexp = logsumexp_shape(d);
-  StableTensor out = new_tensor(args.out, "out"), logsumexp = new_tensor(args.logsumexp, "logsumexp");
-  StableTensor weights, column_sums;
-  if (d.return_weights != ReturnWeights::kNone) {
-    args.weights = d.return_weights == ReturnWeights::kMean
-                       ? Tensor(nullptr, d.dtype, {d.batch, d.seqlen_q, d.seqlen_k})
-                       : Tensor(nullptr, d.dtype, {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k});
-    weights = new_tensor(args.weights, "weights");
-  } else {
-    weights = undefined_tensor();
-  }
-  if (d.return_column_sums) {
-    args.column_sums = Tensor(nullptr, sums_dtype(d), {d.batch, d.num_heads, d.seqlen_k});
-    column_sums = new_tensor(args.column_sums, "column_sums");
-  } else {
-    column_sums = undefined_tensor();
-  }
-  check(python::forward_with_workspace(*plan, args));
-  count_call(*plan, false);
-  stack[0] = result(std::move(out));
+  operands.desc.return_weights = static_cast<ReturnWeights>(return_weights);
+  operands.desc.return_column_sums = return_column_sums;
+  operands.args.logsumexp = logsumexp_shape(operands.desc);
+  StableTensor logsumexp, weights, column_sums;
+  stack[0] = result(run_forward(operands, logsumexp, weights, column_sums));
   stack[1] = result(std::move(logsumexp));
   stack[2] = result(std::move(weights));
   stack[3] = result(std::move(column_sums));
 }
 
-// A new gradient of the shape of `input`, or an undefined tensor.
+void plain_forward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
+  check_counts("attention_forward.below_autograd", num_inputs, 7);
+  ArgumentReader arguments(stack);
+  const StableTensor query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
+  const Options options = plain_options(arguments);
+  const bool return_logsumexp = arguments.flag();
+
+  Operands operands(query, key, value, options);
+  if (return_logsumexp) operands.args.logsumexp = logsumexp_shape(operands.desc);
+  StableTensor logsumexp, weights, column_sums;
+  stack[0] = result(run_forward(operands, logsumexp, weights, column_sums));
+  stack[1] = result(std::move(logsumexp));
+}
+
+// The tensors of a backward call beside query, key, value and the options.
+struct BackwardTensors {
+  const StableTensor& grad_out;
+  const StableTensor& grad_logsumexp;
+  const StableTensor& out;
+  const StableTensor& logsumexp;
+};
+
+// A new gradient of the shape of `input`, if needed.
 StableTensor gradient(bool needed, const Tensor& input, bool is_given, const char* name, Tensor& view) {
-  if (!needed) return undefined_tensor();
+  if (!needed) return {};
   if (!is_given) bad_value("needs names %s, which is not given", name);
   view = input;
   return new_tensor(view, name);
 }
 
-void attention_backward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
-  check_counts("attention_backward", num_inputs, kNumBackwardArguments);
-  ArgumentReader arguments(stack);
-  const StableTensor grad_out = arguments.tensor(), grad_logsumexp = arguments.optional_tensor();
-  const StableTensor query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
-  const StableTensor out = arguments.tensor(), logsumexp = arguments.tensor();
-  const int64_t needs = arguments.integer();
-  const Options options(arguments);
-
-  Operands operands(query, key, value, options);
+std::array<StableTensor, 5> run_backward(Operands& operands, const BackwardTensors& tensors, int64_t needs) {
   const AttentionDesc& d = operands.desc;
   const int dims = d.packed ? 3 : 4;
   const char* const out_dims =
       d.packed ? "[total_q, num_heads, head_dim_v]" : "[batch, seqlen_q, num_heads, head_dim_v]";
   const char* const sums_dims = d.packed ? "[num_heads, total_q]" : "[batch, num_heads, seqlen_q]";
   BackwardArgs args;
-  args.grad_out = view_of(grad_out, {"grad_out", dims, dims, out_dims});
-  operands.args.out = view_of(out, {"out", dims, dims, out_dims});
-  operands.args.logsumexp = view_of(logsumexp, {"logsumexp", dims - 1, dims - 1, sums_dims});
-  if (grad_logsumexp.given()) {
-    args.grad_logsumexp = view_of(grad_logsumexp, {"grad_logsumexp", dims - 1, dims - 1, sums_dims});
+  args.grad_out = view_of(tensors.grad_out, {"grad_out", dims, dims, out_dims});
+  operands.args.out = view_of(tensors.out, {"out", dims, dims, out_dims});
+  operands.args.logsumexp = view_of(tensors.logsumexp, {"logsumexp", dims - 1, dims - 1, sums_dims});
+  if (tensors.grad_logsumexp.given()) {
+    args.grad_logsumexp = view_of(tensors.grad_logsumexp, {"grad_logsumexp", dims - 1, dims - 1, sums_dims});
   }
   const auto plan = plan_of(operands);
 
   const ForwardArgs& in = operands.args;
   Tensor grad_attn_bias;
-  StableTensor grads[] = {
+  std::array<StableTensor, 5> grads = {
       gradient((needs & 1) != 0, in.query, true, "query", args.grad_query),
       gradient((needs & 2) != 0, in.key, true, "key", args.grad_key),
       gradient((needs & 4) != 0, in.value, true, "value", args.grad_value),
@@ -140,14 +160,45 @@ void attention_backward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num
     check(python::backward_with_workspace(*plan, args));
     count_call(*plan, true);
   }
-  for (int i = 0; i < 5; ++i) stack[i] = result(std::move(grads[i]));
+  return grads;
+}
+
+void attention_backward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
+  check_counts("attention_backward", num_inputs, kNumBackwardArguments);
+  ArgumentReader arguments(stack);
+  const StableTensor grad_out = arguments.tensor(), grad_logsumexp = arguments.optional_tensor();
+  const StableTensor query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
+  const StableTensor out = arguments.tensor(), logsumexp = arguments.tensor();
+  const int64_t needs = arguments.integer();
+  const Options options(arguments);
+
+  Operands operands(query, key, value, options);
+  auto grads = run_backward(operands, {grad_out, grad_logsumexp, out, logsumexp}, needs);
+  for (size_t i = 0; i < grads.size(); ++i) stack[i] = result(std::move(grads[i]));
+}
+
+void plain_backward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
+  check_counts("attention_backward.below_autograd", num_inputs, 10);
+  ArgumentReader arguments(stack);
+  const StableTensor grad_out = arguments.tensor();
+  const StableTensor query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
+  const StableTensor out = arguments.tensor(), logsumexp = arguments.tensor();
+  const int64_t needs = arguments.integer() & 7;
+  const Options options = plain_options(arguments);
+
+  Operands operands(query, key, value, options);
+  auto grads = run_backward(operands, {grad_out, {}, out, logsumexp}, needs);
+  for (size_t i = 0; i < 3; ++i) stack[i] = result(std::move(grads[i]));
 }
 
 bool register_kernels() {
   TorchLibraryHandle library = nullptr;  // never deleted: that would take the kernels away
   return aoti_torch_library_init_impl("polyhead", "CPU", __FILE__, __LINE__, &library) == 0 &&
          aoti_torch_library_impl(library, "attention_forward", attention_forward) == 0 &&
-         aoti_torch_library_impl(library, "attention_backward", attention_backward) == 0;
+         aoti_torch_library_impl(library, "attention_forward.below_autograd", plain_forward) == 0 &&
+         aoti_torch_library_impl(library, "attention_backward", attention_backward) == 0 &&
+         aoti_torch_library_impl(library, "attention_backward.below_autograd", plain_backward) == 0 &&
+         register_merge(library);
 }
 
 [[maybe_unused]] const bool registered = register_kernels();

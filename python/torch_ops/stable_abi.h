@@ -16,6 +16,10 @@ using AOTITorchError = int32_t;  // 0 = success
 // are their bytes; an optional is null or a pointer to its value's StableIValue, freed by who reads it.
 using StableIValue = uint64_t;
 
+// Of StableIValues. An argument of a list type is one, owned by who reads it, as its elements are once they are taken.
+struct StableListOpaque;
+using StableListHandle = StableListOpaque*;
+
 extern "C" {
 int32_t aoti_torch_device_type_cpu();
 int32_t aoti_torch_dtype_float32();
@@ -46,7 +50,12 @@ AOTITorchError aoti_torch_library_impl(TorchLibraryHandle library, const char* n
 // Null in a torch that is older than the version named.
 [[gnu::weak]] AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain_size,
                                                 void (*body)(int64_t begin, int64_t end, void* context),
-                                                void* context);                // 2.10
-[[gnu::weak]] AOTITorchError torch_get_num_threads(uint32_t* num_threads);     // 2.10
-[[gnu::weak]] AOTITorchError torch_delete_stable_ivalue(StableIValue* value);  // 2.13; before: delete
+                                                void* context);                                 // 2.10
+[[gnu::weak]] AOTITorchError torch_get_num_threads(uint32_t* num_threads);                      // 2.10
+[[gnu::weak]] AOTITorchError torch_delete_stable_ivalue(StableIValue* value);                   // 2.13; before: delete
+[[gnu::weak]] AOTITorchError torch_new_list_reserve_size(size_t size, StableListHandle* list);  // 2.10
+[[gnu::weak]] AOTITorchError torch_list_size(StableListHandle list, size_t* size);              // 2.10
+[[gnu::weak]] AOTITorchError torch_list_get_item(StableListHandle list, size_t index, StableIValue* element);  // 2.10
+[[gnu::weak]] AOTITorchError torch_list_push_back(StableListHandle list, StableIValue element);                // 2.10
+[[gnu::weak]] AOTITorchError torch_delete_list(StableListHandle list);                                         // 2.10
 }

@@ -74,6 +74,13 @@ void failure(const char* format, ...) {
 
 void out_of_memory(const std::string& message) { throw OutOfMemory(message); }
 
+void check(const Status& status) {
+  if (status.ok()) return;
+  if (status.code() == StatusCode::kOutOfMemory) out_of_memory(status.message());
+  if (status.code() == StatusCode::kInternal) failure("%s", status.message().c_str());
+  bad_value("%s", status.message().c_str());
+}
+
 Tensor view_of(const StableTensor& tensor, const TensorArgument& argument) {
   const AtenTensorHandle handle = tensor.get();
   bool is_defined = false;
@@ -130,10 +137,17 @@ StableTensor new_tensor(Tensor& view, const char* name) {
   return tensor;
 }
 
-StableTensor undefined_tensor() {
-  AtenTensorHandle handle = nullptr;
-  if (aoti_torch_new_uninitialized_tensor(&handle) != 0) out_of_memory("no memory for a result");
-  return StableTensor(handle);
+StableIValue result(StableTensor&& tensor) {
+  AtenTensorHandle handle = tensor.release();
+  if (handle == nullptr && aoti_torch_new_uninitialized_tensor(&handle) != 0) out_of_memory("no memory for a result");
+  return reinterpret_cast<StableIValue>(handle);
+}
+
+StableIValue list_result(std::vector<StableTensor>&& tensors) {
+  StableListHandle list = nullptr;
+  if (torch_new_list_reserve_size(tensors.size(), &list) != 0) out_of_memory("no memory for a list of results");
+  for (StableTensor& tensor : tensors) torch_list_push_back(list, result(std::move(tensor)));  // has been reserved
+  return reinterpret_cast<StableIValue>(list);
 }
 
 std::optional<StableIValue> ArgumentReader::optional() {
@@ -151,6 +165,22 @@ std::optional<StableIValue> ArgumentReader::optional() {
 StableTensor ArgumentReader::optional_tensor() {
   const auto value = optional();
   return value ? StableTensor(reinterpret_cast<AtenTensorHandle>(*value)) : StableTensor();
+}
+
+std::vector<StableTensor> ArgumentReader::tensors() {
+  const auto list = reinterpret_cast<StableListHandle>(*next_++);
+  size_t size = 0;
+  torch_list_size(list, &size);
+  std::vector<StableTensor> result;
+  result.reserve(size);
+  for (size_t i = 0; i < size; ++i) {
+    StableIValue element = 0;
+    if (torch_list_get_item(list, i, &element) == 0) {
+      result.emplace_back(reinterpret_cast<AtenTensorHandle>(element));
+    }
+  }
+  torch_delete_list(list);
+  return result;
 }
 
 double ArgumentReader::real() { return std::bit_cast<double>(*next_++); }

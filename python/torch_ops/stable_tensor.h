@@ -5,7 +5,9 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "polyhead/status.h"
 #include "polyhead/tensor.h"
 #include "stable_abi.h"
 
@@ -15,6 +17,9 @@ namespace polyhead::torch_ops {
 [[noreturn, gnu::format(printf, 1, 2)]] void bad_value(const char* format, ...);
 [[noreturn, gnu::format(printf, 1, 2)]] void failure(const char* format, ...);
 [[noreturn]] void out_of_memory(const std::string& message);
+
+// Throws what `status` says, if it is not ok.
+void check(const Status& status);
 
 // Owns one tensor of torch, or none.
 class StableTensor {
@@ -52,8 +57,11 @@ Tensor view_of(const StableTensor& tensor, const TensorArgument& argument);
 // A new contiguous tensor of `view`'s dtype and dims; `view` becomes its view.
 StableTensor new_tensor(Tensor& view, const char* name);
 
-// An undefined tensor: None in Python.
-StableTensor undefined_tensor();
+// A result of a list type. Since torch 2.10.
+StableIValue list_result(std::vector<StableTensor>&& tensors);
+
+// None in Python for a tensor that is not given.
+StableIValue result(StableTensor&& tensor);
 
 // Reads an operator's arguments in order. Takes all ownership that the stack holds, so that nothing leaks whatever is
 // thrown later: construct all arguments before looking at any.
@@ -63,6 +71,7 @@ class ArgumentReader {
 
   StableTensor tensor() { return StableTensor(reinterpret_cast<AtenTensorHandle>(*next_++)); }
   StableTensor optional_tensor();
+  std::vector<StableTensor> tensors();  // since torch 2.10
   int64_t integer() { return static_cast<int64_t>(*next_++); }
   double real();
   bool flag() { return (*next_++ & 0xff) != 0; }

@@ -1,5 +1,7 @@
 """polyhead.torch.attention: polyhead.attention's results and gradients, bit for bit, and their derivatives."""
 
+import doctest
+import inspect
 import itertools
 import os
 import subprocess
@@ -13,7 +15,8 @@ import polyhead
 pytestmark = needs_torch
 if torch is not None:
     import polyhead.torch
-    from polyhead.torch import _options
+    from polyhead.torch import _composition, _options
+    from polyhead.torch._attention import _options as positional
     from torch_cases import CASES, problem, tensors
 
     DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -141,6 +144,7 @@ def in_float64(case):
 
 
 @cases
+@pytest.mark.filterwarnings("ignore:Input #:UserWarning")  # that slopes are float32
 def test_gradcheck(case):
     function, inputs = in_float64(case)
     # ALiBi's slopes are float32, so their differences need a larger step.
@@ -157,8 +161,6 @@ def test_second_derivatives(case):
 @cases
 def test_third_way_to_the_gradients(case):
     """The composition, which gives the second derivatives, has the gradients themselves right."""
-    from polyhead.torch import _composition
-
     operands, options = problem(case, torch.float64)
     out, logsumexp = polyhead.torch.attention(*operands, **options, return_logsumexp=True)
     grad_out, grad_logsumexp = tensors(out.shape, logsumexp.shape, dtype=torch.float64, seed=9)
@@ -169,21 +171,16 @@ def test_third_way_to_the_gradients(case):
     )
     for name in ("causal", "softcap", "dropout_p", "dropout_offset"):
         arguments[name] = arguments[name] or 0
-    from polyhead.torch._attention import _options as positional
-
     bits = sum(1 << DIFFERENTIABLE.index(name) for name in inputs)
-    positions = positional(operands[0], **arguments)
     got = _composition.attention_backward(
         grad_out, grad_logsumexp, *operands, out, logsumexp, options.get("attn_bias"), options.get("alibi_slopes"),
-        bits, positions,
+        bits, positional(operands[0], **arguments),
     )  # fmt: skip
     for name, grad in expected.items():
         torch.testing.assert_close(got[DIFFERENTIABLE.index(name)], grad)
 
 
 def _attention_options():
-    import inspect
-
     names = inspect.signature(polyhead.attention).parameters
     return [name for name in names if not name.startswith("return_") and name not in ("query", "key", "value")]
 
@@ -266,7 +263,41 @@ def test_merge():
 def test_merge_gradcheck():
     _, outs, logsumexps = parts(dtype=torch.float64)
     inputs = [each.requires_grad_() for each in (*outs, *logsumexps)]
-    assert torch.autograd.gradcheck(lambda *all: polyhead.torch.merge(all[:3], all[3:]), inputs, fast_mode=True)
+    function = lambda *all: polyhead.torch.merge(all[:3], all[3:])  # noqa: E731
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+    cotangents = tensors((2, 5, 4, 6), (2, 4, 5), dtype=torch.float64)
+    expected = torch.autograd.grad(function(*inputs), inputs, cotangents)
+    torch.testing.assert_close(torch.func.vjp(function, *inputs)[1](tuple(cotangents)), expected)
+
+
+def test_merge_of_parts_that_see_nothing():
+    _, outs, logsumexps = parts()
+    outs[1][0], logsumexps[1][0] = float("nan"), -float("inf")
+    for each in logsumexps:
+        each[1, :, 2] = -float("inf")
+    inputs = [each.requires_grad_() for each in (*outs, *logsumexps)]
+    out, logsumexp = polyhead.torch.merge(outs, logsumexps)
+    assert not out.isnan().any() and torch.all(out[1, 2] == 0) and torch.all(logsumexp[1, :, 2] == -float("inf"))
+    visible = torch.where(logsumexp.isinf(), 0.0, logsumexp)
+    for create_graph in (False, True):  # by the kernel, and by torch's operations
+        grads = torch.autograd.grad(out.sum() + visible.sum(), inputs, retain_graph=True, create_graph=create_graph)
+        assert all(not grad.isnan().any() for grad in grads) and torch.all(grads[1][0] == 0)
+
+
+def test_signatures_are_polyheads():
+    for name in ("attention", "attention_backward", "merge"):
+        ours, theirs = (inspect.signature(getattr(module, name)).parameters for module in (polyhead.torch, polyhead))
+        assert [(each.name, each.kind, each.default) for each in ours.values()] == [
+            (each.name, each.kind, each.default) for each in theirs.values() if each.name not in ("into", "accumulate")
+        ]
+
+
+def test_docstrings():
+    from polyhead.torch import _attention
+
+    result = doctest.testmod(_attention)
+    assert result.attempted >= 5 and result.failed == 0
 
 
 def test_options_match_the_schemas():

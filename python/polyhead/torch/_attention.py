@@ -1,8 +1,11 @@
 """`polyhead.torch.attention`, `attention_backward` and `merge`: polyhead's functions of the same names for torch tensors."""
 
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from polyhead import Error
 from polyhead.torch import _autograd, _composition, _ops
@@ -40,31 +43,31 @@ def _options(
 
 
 def attention(
-    query,
-    key,
-    value,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
-    attn_bias=None,
-    attn_mask=None,
-    causal=False,
-    window=None,
-    align=None,
-    query_offset=None,
-    scale=None,
-    softcap=0.0,
-    alibi_slopes=None,
-    dropout_p=0.0,
-    dropout_seed=None,
-    dropout_offset=0,
-    seqlens_q=None,
-    seqlens_k=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    return_logsumexp=False,
-    return_weights=False,
-    return_column_sums=False,
-    kernel=None,
-):
+    attn_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    causal: bool = False,
+    window: Sequence[int] | None = None,
+    align: Literal["top_left", "bottom_right"] | None = None,
+    query_offset: int | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    dropout_offset: int = 0,
+    seqlens_q: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    return_logsumexp: bool = False,
+    return_weights: bool | Literal["mean"] = False,
+    return_column_sums: bool = False,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, ...]:
     """`polyhead.attention` of torch tensors on the CPU, differentiable; its arguments and results mean the same.
 
     Parameters
@@ -116,24 +119,31 @@ def attention(
     >>> out.shape, query.grad.shape
     (torch.Size([1, 2, 4, 8]), torch.Size([1, 2, 4, 8]))
     """
-    if not type(query) is type(key) is type(value) is Tensor:
-        _tensors_only(query=query, key=key, value=value)
-    if _is_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
-        query, key, value = _ops.cast_for_autocast(query, key, value)
-    if (
-        attn_bias is attn_mask is window is align is query_offset is alibi_slopes is dropout_seed is kernel is None
+    nothing_else = (
+        attn_bias is attn_mask is window is query_offset is alibi_slopes is dropout_seed is kernel is None
         and seqlens_q is seqlens_k is cu_seqlens_q is cu_seqlens_k is None
         and not (softcap or dropout_p or return_weights or return_column_sums)
+    )
+    if (
+        nothing_else
+        and type(query) is type(key) is type(value) is Tensor
+        and not (return_logsumexp or is_dynamo_compiling() or _is_autocast_enabled())
+        and _autograd.is_plain()
     ):
-        options = (causal,) if scale is None else (causal, scale)  # a short list is the faster one
-    else:
-        options = _options(
-            query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
-            dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel, return_weights,
-            return_column_sums,
-        )  # fmt: skip
-        if return_weights and _autograd.differentiates(query, key, value, attn_bias, alibi_slopes):
-            return _with_differentiable_weights(query, key, value, options, return_logsumexp)
+        try:
+            return _autograd.plain_forward(query, key, value, causal, scale, align_number(align))
+        except ValueError as error:
+            raise _named(error) from None
+    _tensors_only(query=query, key=key, value=value)
+    if _is_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
+        query, key, value = _ops.cast_for_autocast(query, key, value)
+    options = _options(
+        query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
+        dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel, return_weights,
+        return_column_sums,
+    )  # fmt: skip
+    if return_weights and _autograd.differentiates(query, key, value, attn_bias, alibi_slopes):
+        return _with_differentiable_weights(query, key, value, options, return_logsumexp)
     out, logsumexp, weights, column_sums = _call(query, key, value, options)
     if not (return_logsumexp or return_weights or return_column_sums):
         return out
@@ -147,9 +157,12 @@ def _call(query, key, value, options):
     try:  # its autograd part itself, without the way there through the dispatcher
         return _autograd.attention_forward(query, key, value, *options)
     except ValueError as error:
-        if type(error) is ValueError:  # out of C++, which cannot name our class
-            raise Error(str(error)) from None
-        raise
+        raise _named(error) from None
+
+
+def _named(error):
+    """A ValueError of C++, which cannot name our class, as that."""
+    return Error(str(error)) if type(error) is ValueError else error
 
 
 def _with_differentiable_weights(query, key, value, options, return_logsumexp):
@@ -162,33 +175,33 @@ def _with_differentiable_weights(query, key, value, options, return_logsumexp):
 
 
 def attention_backward(
-    grad_out,
-    query,
-    key,
-    value,
-    out,
-    logsumexp,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
     *,
-    attn_bias=None,
-    attn_mask=None,
-    causal=False,
-    window=None,
-    align=None,
-    query_offset=None,
-    scale=None,
-    softcap=0.0,
-    alibi_slopes=None,
-    dropout_p=0.0,
-    dropout_seed=None,
-    dropout_offset=0,
-    seqlens_q=None,
-    seqlens_k=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    kernel=None,
-    grad_logsumexp=None,
-    needs=("query", "key", "value"),
-):
+    attn_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    causal: bool = False,
+    window: Sequence[int] | None = None,
+    align: Literal["top_left", "bottom_right"] | None = None,
+    query_offset: int | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    dropout_offset: int = 0,
+    seqlens_q: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    kernel: str | None = None,
+    grad_logsumexp: Tensor | None = None,
+    needs: Iterable[str] = ("query", "key", "value"),
+) -> dict[str, Tensor]:
     """`polyhead.attention_backward` of torch tensors: for those who keep out and logsumexp themselves.
 
     Parameters
@@ -232,7 +245,7 @@ def attention_backward(
     return {name: grads[DIFFERENTIABLE.index(name)] for name in needs}
 
 
-def merge(outs, logsumexps):
+def merge(outs: Iterable[Tensor], logsumexps: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
     """`polyhead.merge` of torch tensors: the attention over all keys, out of its parts over some keys each.
 
     Parameters

@@ -5,11 +5,18 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from polyhead.torch import _composition, _ops
-from polyhead.torch._options import DIFFERENTIABLE, NUM_SHARED
+from polyhead.torch._options import DIFFERENTIABLE, NUM_SHARED, Options
 
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
-_transforms_active = torch._C._are_functorch_transforms_active
+_FRONT_OF_TRANSFORMS = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 _ATTN_BIAS, _ALIBI_SLOPES = 2, 4  # in options
+
+
+def _transforms_active():
+    """Whether torch.func's transforms have yet to see this call; within one of their own autograd kernels they have."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    return not torch._C._dispatch_tls_is_dispatch_key_excluded(_FRONT_OF_TRANSFORMS)
 
 
 def differentiates(*tensors):
@@ -110,6 +117,52 @@ def attention_forward(query, key, value, *options):
         return _ops.attention_forward(query, key, value, *options)
 
 
+class _PlainForward(Function):
+    """(query, key, value, causal, scale, align) -> out: as _AttentionForward, with little to unpack."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, *options):
+        out, logsumexp = _ops.forward_below_autograd(query, key, value, *options, True)
+        ctx.save_for_backward(query, key, value, out, logsumexp)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        query, key, value, out, logsumexp = ctx.saved_tensors
+        query_needs, key_needs, value_needs, *_ = ctx.needs_input_grad
+        needs = query_needs + 2 * key_needs + 4 * value_needs
+        if torch.is_grad_enabled():  # logsumexp has to be differentiable, which it is not here
+            options = plain_options(*ctx.options)
+            out, logsumexp, *_ = attention_forward(query, key, value, *options)
+            tensors = (grad_out, None, query, key, value, out, logsumexp)
+            grads = attention_backward(*tensors, needs, *options[:NUM_SHARED])[:3]
+        else:
+            grads = _ops.backward_below_autograd(
+                grad_out, query, key, value, out, logsumexp, needs, *ctx.options
+            )
+        return (*grads, None, None, None)
+
+
+def plain_options(causal, scale, align):
+    return Options(causal, scale, align=align)
+
+
+_apply_plain = super(Function, _PlainForward).apply
+
+
+def plain_forward(query, key, value, causal, scale, align):
+    """Out of tensors that nothing transforms or traces, with these options alone: where overhead would be felt."""
+    if (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled():
+        return _apply_plain(query, key, value, causal, scale, align)
+    return _ops.forward_below_autograd(query, key, value, causal, scale, align, False)[0]
+
+
+def is_plain():
+    """Whether no transform (torch.func) is at work and no forward-mode derivative."""
+    return not _transforms_active() and forward_ad._current_level < 0
+
+
 class _Backward:
     """(grad_out, grad_logsumexp, query, key, value, out, logsumexp, attn_bias, alibi_slopes, needs, options) -> the
     results of attention_backward. Its own gradients are those of the same formulas in torch's operations, O(Sq Sk).
@@ -189,17 +242,22 @@ class _Merge(Function):
         return merged
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out, grad_logsumexp):
         *parts, out, logsumexp = ctx.saved_tensors
+        count = len(parts) // 2
         if grad_out is None:
             grad_out = out.new_zeros(()).expand(out.shape)
-        outs, logsumexps = parts[: len(parts) // 2], parts[len(parts) // 2 :]
-        grads = _ops.merge_backward(grad_out, grad_logsumexp, outs, logsumexps, out, logsumexp)
+        if torch.is_grad_enabled():  # for second derivatives
+            _, vjp = torch.func.vjp(lambda *all: _composition.merge(all[:count], all[count:]), *parts)
+            return (None, *vjp((grad_out, torch.zeros_like(logsumexp) if grad_logsumexp is None else grad_logsumexp)))
+        with _BelowAutograd():
+            grads = _ops.merge_backward(grad_out, grad_logsumexp, parts[:count], parts[count:], out, logsumexp)
         return (None, *grads[0], *grads[1])
 
 
 def merge_forward(outs, logsumexps):
+    if _transforms_active():
+        return _composition.merge(outs, logsumexps)
     if differentiates(*outs, *logsumexps):
         return _Merge.apply(len(outs), *outs, *logsumexps)
     with _BelowAutograd():

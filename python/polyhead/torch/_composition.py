@@ -197,3 +197,16 @@ def attention_backward(
     if needs & 2:
         grads[1] = _tokens_first(scores.scale * (grad_scores.transpose(2, 3) @ scores.query), key)
     return tuple(grads)
+
+
+def merge(outs, logsumexps):
+    """As the operator merge_forward."""
+    parts = torch.stack(logsumexps)
+    seen = parts > -float("inf")
+    any_seen = seen.any(0)
+    # Hidden places are replaced before exp and log, or their derivative would be NaN.
+    logsumexp = torch.logsumexp(torch.where(any_seen, parts, 0.0), 0)
+    shares = torch.exp(torch.where(seen, parts - logsumexp, -float("inf"))).to(parts.dtype)
+    by_row = [each.transpose(-1, -2).unsqueeze(-1) for each in (shares, seen)]
+    out = (by_row[0] * torch.where(by_row[1], torch.stack(outs).to(parts.dtype), 0.0)).sum(0)
+    return out.to(outs[0].dtype), torch.where(any_seen, logsumexp, -float("inf"))

@@ -50,6 +50,15 @@ def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsume
     )
 
 
+def attention_forward_below_autograd(query, key, value, causal, scale, align, return_logsumexp):
+    out, logsumexp, _, _ = attention_forward(query, key, value)
+    return out, logsumexp if return_logsumexp else None
+
+
+def attention_backward_below_autograd(grad_out, query, key, value, out, logsumexp, needs, causal, scale, align):
+    return attention_backward(grad_out, None, query, key, value, out, logsumexp, needs)[:3]
+
+
 def merge_forward(outs, logsumexps):
     return outs[0].new_empty(outs[0].shape), logsumexps[0].new_empty(logsumexps[0].shape)
 

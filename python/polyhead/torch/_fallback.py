@@ -9,7 +9,7 @@ from polyhead.torch._options import ALIGNS, DEFAULT_KERNEL, DIFFERENTIABLE, WEIG
 
 
 def _kernel_name(o):
-    return None if o.kernel == DEFAULT_KERNEL else polyhead.kernels()[o.kernel]
+    return None if o.kernel_number == DEFAULT_KERNEL else polyhead.kernels()[o.kernel_number]
 
 
 def _shared(query, key, value, o):
@@ -43,6 +43,15 @@ def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsume
     if names:
         _report.count_run("attention_backward", query, key, value, _kernel_name(o))
     return tuple(grads.get(name) for name in DIFFERENTIABLE)
+
+
+def attention_forward_below_autograd(query, key, value, causal, scale, align, return_logsumexp):
+    return attention_forward(query, key, value, *Options(causal, scale, align=align))[:2]
+
+
+def attention_backward_below_autograd(grad_out, query, key, value, out, logsumexp, needs, causal, scale, align):
+    options = Options(causal, scale, align=align)
+    return attention_backward(grad_out, None, query, key, value, out, logsumexp, needs, *options)[:3]
 
 
 def merge_forward(outs, logsumexps):

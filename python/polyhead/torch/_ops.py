@@ -17,13 +17,19 @@ SCHEMAS = {
     "bool return_column_sums=False) -> (Tensor out, Tensor logsumexp, Tensor weights, Tensor column_sums)",
     "attention_backward": "(Tensor grad_out, Tensor? grad_logsumexp, Tensor query, Tensor key, Tensor value, "
     f"Tensor out, Tensor logsumexp, int needs, {SCHEMA}) -> {_GRADS}",
+    # Of the commonest options alone: each argument costs a call 50 ns.
+    "attention_forward.below_autograd": "(Tensor query, Tensor key, Tensor value, bool causal, float? scale, int align, "
+    "bool return_logsumexp) -> (Tensor out, Tensor logsumexp)",
+    "attention_backward.below_autograd": "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
+    "Tensor logsumexp, int needs, bool causal, float? scale, int align) -> "
+    "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
     "merge_forward": "(Tensor[] outs, Tensor[] logsumexps) -> (Tensor out, Tensor logsumexp)",
     "merge_backward": "(Tensor grad_out, Tensor? grad_logsumexp, Tensor[] outs, Tensor[] logsumexps, Tensor out, "
     "Tensor logsumexp) -> (Tensor[] grad_outs, Tensor[] grad_logsumexps)",
     "dropout_mask": "(Tensor seed, float dropout_p, int dropout_offset, SymInt batch, SymInt num_heads, "
     "SymInt seqlen_q, SymInt seqlen_k) -> Tensor",
 }
-IN_CPP = ("attention_forward", "attention_backward")
+_HAS_LISTS = torch.__version__ >= (2, 10)
 
 _library = torch.library.Library("polyhead", "DEF")
 for _name, _schema in SCHEMAS.items():
@@ -31,20 +37,26 @@ for _name, _schema in SCHEMAS.items():
 
 _in_cpp = _cpp.load()
 for _name in SCHEMAS:
-    if not (_in_cpp and _name in IN_CPP):
-        _library.impl(_name, getattr(_fallback, _name), "CPU")
-    torch.library.register_fake(f"polyhead::{_name}", getattr(_fake, _name), lib=_library)
+    _function = _name.replace(".", "_")
+    if not _in_cpp or _name == "dropout_mask" or (_name.startswith("merge") and not _HAS_LISTS):
+        _library.impl(_name, getattr(_fallback, _function), "CPU")
+    torch.library.register_fake(f"polyhead::{_name}", getattr(_fake, _function), lib=_library)
+    if _name.endswith(".below_autograd"):
+        _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 for _name in ("attention_forward", "attention_backward"):
     torch.library.register_vmap(f"polyhead::{_name}", getattr(_batching, _name), lib=_library)
 
 
-def implementation():
+def implementation() -> str:
     """How the operators run: "C++", on torch's own threads, or "Python", over the binding and on polyhead's threads."""
     return "C++" if _in_cpp else "Python"
 
 
 attention_forward = torch.ops.polyhead.attention_forward.default
 attention_backward = torch.ops.polyhead.attention_backward.default
+# For _autograd.py alone. Called without the Python frame of OpOverload.__call__.
+forward_below_autograd = torch.ops.polyhead.attention_forward.below_autograd._op
+backward_below_autograd = torch.ops.polyhead.attention_backward.below_autograd._op
 merge_forward = torch.ops.polyhead.merge_forward.default
 merge_backward = torch.ops.polyhead.merge_backward.default
 dropout_mask = torch.ops.polyhead.dropout_mask.default

@@ -9,6 +9,7 @@ import polyhead
 from polyhead import Error
 
 ALIGNS = (None, "top_left", "bottom_right")
+_ALIGN_NUMBERS = {"top_left": 1, "bottom_right": 2}
 WEIGHTS = (False, True, "mean")  # return_weights; its number is the operators'
 DEFAULT_KERNEL = -1
 
@@ -37,7 +38,7 @@ class Options(NamedTuple):
     seqlens_k: Optional[Tensor] = None
     cu_seqlens_q: Optional[Tensor] = None
     cu_seqlens_k: Optional[Tensor] = None
-    kernel: int = DEFAULT_KERNEL  # of polyhead.kernels()
+    kernel_number: int = DEFAULT_KERNEL  # of polyhead.kernels(); Inductor takes no argument of the name kernel
     return_weights: int = 0  # of WEIGHTS
     return_column_sums: bool = False
 
@@ -50,7 +51,7 @@ SCHEMA = (
     "bool causal=False, float? scale=None, Tensor? attn_bias=None, Tensor? attn_mask=None, Tensor? alibi_slopes=None, "
     "Tensor? dropout_seed=None, float dropout_p=0., int dropout_offset=0, int window_left=-1, int window_right=-1, "
     "int align=0, int? query_offset=None, Tensor? query_offsets=None, float softcap=0., Tensor? seqlens_q=None, "
-    "Tensor? seqlens_k=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int kernel=-1"
+    "Tensor? seqlens_k=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int kernel_number=-1"
 )
 NUM_SHARED = len(Options._fields) - 2  # those of attention_backward
 # Where gradients go: query, key, value, attn_bias, alibi_slopes. attention_backward's `needs` has a bit for each.
@@ -70,9 +71,10 @@ def window_pair(window):
 def align_number(align):
     if align is None:
         return 0
-    if align not in ("top_left", "bottom_right"):
+    number = _ALIGN_NUMBERS.get(align) if isinstance(align, str) else None
+    if number is None:
         raise Error(f'align is "{align}", must be "top_left" or "bottom_right"')
-    return ALIGNS.index(align)
+    return number
 
 
 def kernel_number(kernel):
