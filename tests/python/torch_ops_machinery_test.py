@@ -75,6 +75,54 @@ def test_compile_fullgraph(case, dynamic):
         same_bits(one, other)
 
 
+@pytest.mark.parametrize("asked", ["weights", "mean", "kernel", "merge", "backward"])
+def test_compile_of_the_rest(asked):
+    """Returned weights with their gradients, a kernel by name, merge, and attention_backward itself."""
+
+    def step(query, key, value):
+        if asked == "kernel":
+            return polyhead.torch.attention(query, key, value, kernel="reference")
+        if asked == "merge":
+            first, second = slice(0, 2), slice(2, 7)
+            pairs = [
+                polyhead.torch.attention(query, key[:, c], value[:, c], return_logsumexp=True) for c in (first, second)
+            ]
+            return polyhead.torch.merge(*zip(*pairs))[0]
+        if asked == "backward":
+            out, logsumexp = polyhead.torch.attention(query, key, value, return_logsumexp=True)
+            return polyhead.torch.attention_backward(out, query, key, value, out, logsumexp)["key"]
+        options = {"return_weights": asked if asked == "mean" else True, "dropout_p": 0.3, "dropout_seed": 3}
+        return polyhead.torch.attention(query, key, value, **options)[1]
+
+    operands, options = problem("plain")
+    inputs = list(leaves(operands, options).values())
+    torch._dynamo.reset()
+    results = [each(*operands) for each in (step, torch.compile(step, fullgraph=True, backend="aot_eager"))]
+    torch.testing.assert_close(results[1], results[0])
+    grads = [torch.autograd.grad(each.square().sum(), inputs, allow_unused=True) for each in results]
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_compiled_checkpoint_with_dropout_has_its_own_gradient():
+    """By difference: torch.compile draws other seeds than eager code."""
+    query = tensors((1, 4, 2, 8))[0]
+    direction = tensors((1, 4, 2, 8), seed=1)[0]
+
+    @torch.compile(fullgraph=True)
+    def step(query):
+        return checkpoint(lambda q: polyhead.torch.attention(q, q, q, dropout_p=0.5).sin(), query, use_reentrant=False)
+
+    def loss(query):
+        torch.manual_seed(0)
+        return step(query.requires_grad_()).double().sum()
+
+    (grad,) = torch.autograd.grad(loss(query), query)
+    with torch.no_grad():
+        ends = [query + step_size * direction for step_size in (1e-2, -1e-2)]
+    difference = (loss(ends[0]) - loss(ends[1])) / 2e-2
+    torch.testing.assert_close(difference.float(), (grad * direction).sum(), rtol=2e-2, atol=2e-2)
+
+
 def test_inductor_draws_a_new_seed_for_each_call_and_backward_uses_it():
     query = torch.ones(1, 32, 2, 16)
     value = torch.eye(32).repeat(1, 1, 2).view(1, 32, 2, 32).clone().requires_grad_()

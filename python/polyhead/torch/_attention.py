@@ -1,4 +1,4 @@
-"""`polyhead.torch.attention`, `attention_backward` and `merge`: polyhead's functions of the same names for torch tensors."""
+"""polyhead's functions of the same names for torch tensors: `attention`, `attention_backward` and `merge`."""
 
 from collections.abc import Iterable, Sequence
 from typing import Literal

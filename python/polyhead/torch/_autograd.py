@@ -1,4 +1,4 @@
-"""Gradients of the operators. The functions here are what the operators do under autograd, and what to call in eager."""
+"""Gradients of the operators: the functions here are what those do under autograd, and what eager code calls."""
 
 import torch
 from torch import Tensor

@@ -41,7 +41,7 @@ def load():
 
 
 def call_counts(reset):
-    """What they computed: {(op, query's, key's, value's shape, dtype, kernel): calls}; no shapes where there were too many."""
+    """What they computed: {(op, query's, key's, value's shape, dtype, kernel): calls}; beyond 4096, without shapes."""
     if _library is None:
         return {}
     counts = (_CallCount * 4200)()

@@ -5,11 +5,11 @@ import torch
 import polyhead
 from polyhead import _bind
 from polyhead.torch import _report
-from polyhead.torch._options import ALIGNS, DEFAULT_KERNEL, DIFFERENTIABLE, WEIGHTS, Options
+from polyhead.torch._options import ALIGNS, DEFAULT_KERNEL, DIFFERENTIABLE, KERNELS, WEIGHTS, Options
 
 
 def _kernel_name(o):
-    return None if o.kernel_number == DEFAULT_KERNEL else polyhead.kernels()[o.kernel_number]
+    return None if o.kernel_number == DEFAULT_KERNEL else KERNELS[o.kernel_number]
 
 
 def _shared(query, key, value, o):

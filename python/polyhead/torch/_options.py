@@ -11,6 +11,7 @@ from polyhead import Error
 ALIGNS = (None, "top_left", "bottom_right")
 _ALIGN_NUMBERS = {"top_left": 1, "bottom_right": 2}
 WEIGHTS = (False, True, "mean")  # return_weights; its number is the operators'
+KERNELS = tuple(polyhead.kernels())
 DEFAULT_KERNEL = -1
 
 
@@ -38,7 +39,7 @@ class Options(NamedTuple):
     seqlens_k: Optional[Tensor] = None
     cu_seqlens_q: Optional[Tensor] = None
     cu_seqlens_k: Optional[Tensor] = None
-    kernel_number: int = DEFAULT_KERNEL  # of polyhead.kernels(); Inductor takes no argument of the name kernel
+    kernel_number: int = DEFAULT_KERNEL  # of KERNELS; Inductor takes no argument of the name kernel
     return_weights: int = 0  # of WEIGHTS
     return_column_sums: bool = False
 
@@ -80,10 +81,9 @@ def align_number(align):
 def kernel_number(kernel):
     if kernel is None:
         return DEFAULT_KERNEL
-    known = polyhead.kernels()
-    if kernel not in known:
-        raise Error(f'kernel is "{kernel}", must be one of polyhead.kernels(): {", ".join(known)}')
-    return known.index(kernel)
+    if kernel not in KERNELS:
+        raise Error(f'kernel is "{kernel}", must be one of polyhead.kernels(): {", ".join(KERNELS)}')
+    return KERNELS.index(kernel)
 
 
 def weights_number(return_weights):
