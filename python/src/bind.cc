@@ -15,6 +15,7 @@
 #include "polyhead/dropout.h"
 #include "polyhead/kernels.h"
 #include "scalars.h"
+#include "weights_call.h"
 
 namespace polyhead::python {
 namespace {
@@ -125,6 +126,20 @@ PyObject* merge_backward(PyObject*, PyObject* const* arguments, Py_ssize_t count
   });
 }
 
+PyObject* load_weights_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
+  return guarded([&] {
+    check_num_arguments(count, kNumLoadWeights);
+    return load_weights(arguments);
+  });
+}
+
+PyObject* export_weights_to(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
+  return guarded([&] {
+    check_num_arguments(count, kNumExportWeights);
+    return export_arrays(arguments);
+  });
+}
+
 nb::dict build_info() {
   nb::dict info;
   info["version"] = version();
@@ -151,6 +166,8 @@ PyMethodDef functions[] = {
     {"dropout_mask", fastcall(dropout_mask_array), METH_FASTCALL, nullptr},
     {"merge", fastcall(merge), METH_FASTCALL, nullptr},
     {"merge_backward", fastcall(merge_backward), METH_FASTCALL, nullptr},
+    {"load_weights", fastcall(load_weights_of), METH_FASTCALL, nullptr},
+    {"export_weights", fastcall(export_weights_to), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -165,5 +182,6 @@ NB_MODULE(_bind, module) {
   module.attr("__version__") = polyhead::version();
   module.def("kernels", &polyhead::kernels);
   module.def("build_info", &build_info);
+  module.def("weight_sources", &list_weight_sources);
   module.def("measured_peak_gflops", &measured_peak_gflops);
 }
