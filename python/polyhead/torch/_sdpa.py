@@ -72,7 +72,7 @@ def scaled_dot_product_attention(
         scale=scale,
         dropout_p=dropout_p,
     ).transpose(1, 2)
-    if out.shape[-1] == query.shape[-1] and out.stride() != query.stride():
+    if out.shape[-1] == query.shape[-1] and not _has_strides_of(out, query):
         out = torch.empty_like(query).copy_(out)
     if lead is None:
         return out
@@ -103,6 +103,12 @@ def check_tensors(query, key, value, attn_mask) -> None:
             raise TypeError(f"attn_mask is a {type(attn_mask).__name__}, must be a torch.Tensor")
         if attn_mask.dtype != torch.bool and not attn_mask.dtype.is_floating_point:
             raise Error(f"attn_mask is {attn_mask.dtype}, must be bool or a float type")
+
+
+def _has_strides_of(out, query) -> bool:
+    if type(query) is not torch.Tensor and not all(type(stride) is int for stride in (*out.stride(), *query.stride())):
+        return False  # traced: a graph may not know its sizes yet
+    return out.stride() == query.stride()
 
 
 def _is_plain(query, key, value, enable_gqa: bool) -> bool:
