@@ -194,7 +194,8 @@ def _read_npy(file, size_bytes, where):
         raise Error(f"{where} holds Python objects (pickle), which are never read")
     expected = math.prod(shape) * dtype.itemsize
     if expected != size_bytes - file.tell():  # before memory is asked for
-        raise Error(f"{where} has shape {shape} of {dtype}, {expected} bytes, and {size_bytes - file.tell()} bytes of data")
+        found = size_bytes - file.tell()
+        raise Error(f"{where} has shape {shape} of {dtype}, {expected} bytes, and {found} bytes of data")
     data = file.read(expected)
     if len(data) != expected:
         raise Error(f"{where} ends after {len(data)} of {expected} bytes")

@@ -57,16 +57,18 @@ def case_torch(x, y, z):
 
 def case_torch_kdim_vdim(x, y, z):
     a = {"q_proj_weight": random(H * D, E), "k_proj_weight": random(H * D, EK), "v_proj_weight": random(H * D, EV),
-         "in_proj_bias": random(3 * H * D), "out_proj.weight": random(E, H * D)}  # fmt: skip
+         "in_proj_bias": random(3 * H * D), "out_proj.weight": random(E, H * D),
+         "out_proj.bias": random(E)}  # fmt: skip
     bq, bk, bv = np.split(a["in_proj_bias"], 3)
     q, k, v = x @ a["q_proj_weight"].T + bq, y @ a["k_proj_weight"].T + bk, z @ a["v_proj_weight"].T + bv
-    return a, heads(q, H), heads(k, H), heads(v, H), lambda o: joined(o) @ a["out_proj.weight"].T
+    return a, heads(q, H), heads(k, H), heads(v, H), lambda o: joined(o) @ a["out_proj.weight"].T + a["out_proj.bias"]
 
 
 def einsum_dense(x, y, z, out, kv_heads, dim_v):
     a = {"query/kernel": random(E, H, D), "query/bias": random(H, D), "key/kernel": random(EK, kv_heads, D),
          "key/bias": random(kv_heads, D), "value/kernel": random(EV, kv_heads, dim_v),
-         "value/bias": random(kv_heads, dim_v), f"{out}/kernel": random(H, dim_v, EO), f"{out}/bias": random(EO)}  # fmt: skip
+         "value/bias": random(kv_heads, dim_v), f"{out}/kernel": random(H, dim_v, EO),
+         f"{out}/bias": random(EO)}  # fmt: skip
     q, k, v = (
         np.einsum("bse,ehd->bshd", t, a[f"{name}/kernel"]) + a[f"{name}/bias"]
         for t, name in ((x, "query"), (y, "key"), (z, "value"))
@@ -159,9 +161,10 @@ def case_bloom(x, y, z):
 
 
 def case_timm(x, y, z):
-    a = {"qkv.weight": random(3 * H * D, E), "qkv.bias": random(3 * H * D), "proj.weight": random(E, H * D)}
+    a = {"qkv.weight": random(3 * H * D, E), "qkv.bias": random(3 * H * D), "proj.weight": random(E, H * D),
+         "proj.bias": random(E)}  # fmt: skip
     q, k, v = (x @ a["qkv.weight"].T + a["qkv.bias"]).reshape(BATCH, SEQLEN, 3, H, D).transpose(2, 0, 1, 3, 4)
-    return a, q, k, v, lambda o: joined(o) @ a["proj.weight"].T
+    return a, q, k, v, lambda o: joined(o) @ a["proj.weight"].T + a["proj.bias"]
 
 
 def case_flash_attention(x, y, z):
@@ -174,10 +177,11 @@ def case_flash_attention(x, y, z):
 
 
 def case_flash_attention_cross(x, y, z):
-    a = {"Wq.weight": random(H * D, E), "Wkv.weight": random(2 * G * D, EK), "Wkv.bias": random(2 * G * D),
-         "out_proj.weight": random(EO, H * D)}  # fmt: skip
+    a = {"Wq.weight": random(H * D, E), "Wq.bias": random(H * D), "Wkv.weight": random(2 * G * D, EK),
+         "Wkv.bias": random(2 * G * D), "out_proj.weight": random(EO, H * D), "out_proj.bias": random(EO)}  # fmt: skip
     k, v = (y @ a["Wkv.weight"].T + a["Wkv.bias"]).reshape(BATCH, SEQLEN, 2, G, D).transpose(2, 0, 1, 3, 4)
-    return a, heads(x @ a["Wq.weight"].T, H), k, v, lambda o: joined(o) @ a["out_proj.weight"].T
+    q = heads(x @ a["Wq.weight"].T + a["Wq.bias"], H)
+    return a, q, k, v, lambda o: joined(o) @ a["out_proj.weight"].T + a["out_proj.bias"]
 
 
 def case_paddle_fused(x, y, z):
@@ -188,9 +192,10 @@ def case_paddle_fused(x, y, z):
 
 
 def case_paddle_fused_wb(x, y, z):
-    a = {"qkv_weight": random(E, 3 * H * D), "qkv_bias": random(3 * H * D), "linear_weight": random(H * D, E)}
+    a = {"qkv_weight": random(E, 3 * H * D), "qkv_bias": random(3 * H * D), "linear_weight": random(H * D, E),
+         "linear_bias": random(E)}  # fmt: skip
     q, k, v = (x @ a["qkv_weight"] + a["qkv_bias"]).reshape(BATCH, SEQLEN, 3, H, D).transpose(2, 0, 1, 3, 4)
-    return a, q, k, v, lambda o: joined(o) @ a["linear_weight"]
+    return a, q, k, v, lambda o: joined(o) @ a["linear_weight"] + a["linear_bias"]
 
 
 def case_onnx_attention(x, y, z):
@@ -201,10 +206,13 @@ def case_onnx_attention(x, y, z):
 
 def case_cudnn(x, y, z):
     a = {"Q_WEIGHTS": random(H, D, E), "K_WEIGHTS": random(H, D, EK), "V_WEIGHTS": random(H, DV, EV),
-         "O_WEIGHTS": random(H, EO, DV), "Q_BIASES": random(H, D, 1), "O_BIASES": random(1, EO, 1)}  # fmt: skip
+         "O_WEIGHTS": random(H, EO, DV), "Q_BIASES": random(H, D, 1), "K_BIASES": random(H, D, 1),
+         "V_BIASES": random(H, DV, 1), "O_BIASES": random(1, EO, 1)}  # fmt: skip
     a["Q_WEIGHTS"] = a["Q_WEIGHTS"].transpose(2, 0, 1).copy().transpose(1, 2, 0)  # strides as a device reported them
-    q = np.einsum("bse,hde->bshd", x, a["Q_WEIGHTS"]) + a["Q_BIASES"][..., 0]
-    k, v = np.einsum("bse,hde->bshd", y, a["K_WEIGHTS"]), np.einsum("bse,hde->bshd", z, a["V_WEIGHTS"])
+    q, k, v = (
+        np.einsum("bse,hde->bshd", t, a[f"{kind}_WEIGHTS"]) + a[f"{kind}_BIASES"][..., 0]
+        for t, kind in ((x, "Q"), (y, "K"), (z, "V"))
+    )
     return a, q, k, v, lambda o: np.einsum("bshd,hed->bse", o, a["O_WEIGHTS"]) + a["O_BIASES"][0, :, 0]
 
 
@@ -222,7 +230,8 @@ OPTIONS = {"cudnn": {"scale": 1 / math.sqrt(D)}, "onnx_attention": {"head_dim": 
 def forward(layer, x, y, z, source):
     """Ours: projections by NumPy, the rest by polyhead.attention."""
     q, k, v = (
-        t @ layer[f"{name}_weight"] + layer.get(f"{name}_bias", 0) for t, name in ((x, "query"), (y, "key"), (z, "value"))
+        t @ layer[f"{name}_weight"] + layer.get(f"{name}_bias", 0)
+        for t, name in ((x, "query"), (y, "key"), (z, "value"))
     )
     q = heads(q, H)
     k = k.reshape(BATCH, SEQLEN, -1, q.shape[-1])
@@ -247,6 +256,7 @@ def test_every_source_has_a_case():
 def test_forward_is_the_frameworks(source):
     x, y, z = inputs_of(source)
     arrays, q, k, v, out_projection = CASES[source](x, y, z)
+    assert set(arrays) == set(weights.sources()[source].arrays)
     exact = out_projection(formula.attention(q, k, v).out)
     layer = weights.load(arrays, source, num_heads=H, **OPTIONS.get(source, {}))
     np.testing.assert_allclose(forward(layer, x, y, z, source), exact, rtol=1e-12, atol=1e-12)
@@ -257,7 +267,8 @@ def test_forward_is_the_frameworks(source):
 @pytest.mark.parametrize("source", CASES)
 def test_round_trip_bit_for_bit(source, dtype):
     arrays = {f"layer.{name}": array.astype(dtype) for name, array in CASES[source](*inputs_of(source))[0].items()}
-    layer = weights.load(arrays | {"other": np.zeros(3)}, source, prefix="layer.", num_heads=H, **OPTIONS.get(source, {}))
+    given = arrays | {"other": np.zeros(3)}
+    layer = weights.load(given, source, prefix="layer.", num_heads=H, **OPTIONS.get(source, {}))
     assert {array.dtype for name, array in layer.items() if name != "scale"} == {np.dtype(dtype)}
     back = weights.export(layer, source, num_heads=H, prefix="layer.")
     assert set(back) == set(arrays)
@@ -322,9 +333,12 @@ LAYER = {"query_weight": random(8, 8), "key_weight": random(8, 4), "value_weight
          "out_weight": random(8, 8)}  # fmt: skip
 REFUSED = [
     (polyhead.Error, 'source is "llama3", must be one of polyhead, torch', lambda: load(source="llama3")),
-    (polyhead.Error, r'array "k_proj.weight" of llama is missing; there are "q_proj.weight"', lambda: load("k_proj.weight")),
-    (polyhead.Error, 'with prefix "x." there is one', lambda: load(arrays={f"x.{n}": a for n, a in CHECKPOINT.items()})),
-    (polyhead.Error, r"q_proj.weight is \[24, 20\], expected \[num_heads \* head_dim, query_size\], where num_heads is 5",
+    (polyhead.Error, r'array "k_proj.weight" of llama is missing; there are "q_proj.weight"',
+     lambda: load("k_proj.weight")),
+    (polyhead.Error, 'with prefix "x." there is one',
+     lambda: load(arrays={f"x.{name}": array for name, array in CHECKPOINT.items()})),
+    (polyhead.Error,
+     r"q_proj.weight is \[24, 20\], expected \[num_heads \* head_dim, query_size\], where num_heads is 5",
      lambda: load(num_heads=5)),
     (polyhead.Error, r"k_proj.weight is \[9, 12\], expected \[12, 12\]",
      lambda: load(arrays=CHECKPOINT | {"k_proj.weight": CHECKPOINT["k_proj.weight"].T}, num_heads_kv=2)),
@@ -335,14 +349,17 @@ REFUSED = [
     (polyhead.Error, "num_heads is 0, must be at least 1", lambda: load(num_heads=0)),
     (polyhead.Error, "num_heads_kv is 3, must divide num_heads 4|expected", lambda: load(num_heads_kv=3)),
     (polyhead.Error, "head_dim is -1, must be at least 1", lambda: load(head_dim=-1)),
-    (polyhead.Error, "cudnn has its caller's scale", lambda: weights.load(CASES["cudnn"](*inputs_of("cudnn"))[0], "cudnn", num_heads=H)),
+    (polyhead.Error, "cudnn has its caller's scale",
+     lambda: weights.load(CASES["cudnn"](*inputs_of("cudnn"))[0], "cudnn", num_heads=H)),
     (TypeError, "arrays has type list, must be a mapping", lambda: load(arrays=[1])),
-    (TypeError, "q_proj.weight has type list, must be an array", lambda: load(arrays=CHECKPOINT | {"q_proj.weight": [1.0]})),
+    (TypeError, "q_proj.weight has type list, must be an array",
+     lambda: load(arrays=CHECKPOINT | {"q_proj.weight": [1.0]})),
     (TypeError, "num_heads has type float, must be an integer", lambda: load(num_heads=4.0)),
     (TypeError, "source has type NoneType, must be a str", lambda: load(source=None)),
     (TypeError, "prefix has type int, must be a str", lambda: load(prefix=1)),
     (TypeError, "scale has type str, must be a number", lambda: load(scale="1")),
-    (polyhead.Error, "gpt2 keeps num_heads_kv equal to num_heads, not 1 and 2", lambda: weights.export(LAYER, "gpt2", num_heads=2)),
+    (polyhead.Error, "gpt2 keeps num_heads_kv equal to num_heads, not 1 and 2",
+     lambda: weights.export(LAYER, "gpt2", num_heads=2)),
     (polyhead.Error, "onnx_attention has no out weight",
      lambda: weights.export(LAYER | {n: random(8, 8) for n in LAYER}, "onnx_attention", num_heads=2)),
     (polyhead.Error, r"value_weight is \[7, 4\], expected|value_size is 7, must be query_size 8",
