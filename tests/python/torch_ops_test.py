@@ -357,5 +357,30 @@ def test_bad_input_is_refused_by_name(case, requires_grad):
     operands = change(*problem("plain")[0])
     if requires_grad and all(isinstance(each, torch.Tensor) and each.is_floating_point() for each in operands):
         operands = [each.requires_grad_() for each in operands]
-    with pytest.raises((ValueError, RuntimeError, TypeError), match=sentence):
+    with pytest.raises((polyhead.Error, RuntimeError, TypeError), match=sentence):
         polyhead.torch.attention(*operands, **options)
+
+
+def test_bad_parts_and_bad_gradients_are_refused_by_name():
+    _, outs, logsumexps = parts()
+    for bad, sentence in [
+        (([], []), "outs is empty"),
+        ((outs, logsumexps[:2]), "logsumexps has 2 parts"),
+        ((outs, [*logsumexps[:2], logsumexps[2][:, :3]]), r"parts\[2\].logsumexp|logsumexps\[2\]"),
+        (([*outs[:2], outs[2].double()], logsumexps), r"outs\[2\]|parts\[2\].out"),
+        (([*outs[:2], None], logsumexps), r"outs\[2\] has type NoneType"),
+    ]:
+        with pytest.raises((polyhead.Error, TypeError), match=sentence):
+            polyhead.torch.merge(*bad)
+    operands, options = problem("plain")
+    out, logsumexp = polyhead.torch.attention(*operands, return_logsumexp=True)
+    for bad, options, sentence in [
+        ((out[:, :3], *operands, out, logsumexp), {}, "grad_out dim 1 is 3"),
+        ((out, *operands, out, logsumexp[0]), {}, "logsumexp has 2 dimensions"),
+        ((out, *operands, out, logsumexp), {"needs": ("attn_bias",)}, "attn_bias is not given"),
+        ((out, *operands, out, logsumexp), {"needs": ("out",)}, 'needs holds "out"'),
+        ((out, *operands, out, logsumexp), {"dropout_p": 0.5}, "dropout_seed must be given"),
+        ((out, *operands, out, None), {}, "logsumexp has type NoneType"),
+    ]:
+        with pytest.raises((polyhead.Error, TypeError), match=sentence):
+            polyhead.torch.attention_backward(*bad, **options)

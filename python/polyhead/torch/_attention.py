@@ -144,18 +144,22 @@ def attention(
     )  # fmt: skip
     if return_weights and _autograd.differentiates(query, key, value, attn_bias, alibi_slopes):
         return _with_differentiable_weights(query, key, value, options, return_logsumexp)
-    out, logsumexp, weights, column_sums = _call(query, key, value, options)
+    out, logsumexp, weights, column_sums = _forward(query, key, value, options)
     if not (return_logsumexp or return_weights or return_column_sums):
         return out
     asked = ((return_logsumexp, logsumexp), (return_weights, weights), (return_column_sums, column_sums))
     return (out, *(result for wanted, result in asked if wanted))
 
 
-def _call(query, key, value, options):
+def _forward(query, key, value, options):
+    return _run(_ops.attention_forward, _autograd.attention_forward, query, key, value, *options)
+
+
+def _run(operator, autograd, *arguments):
     if is_compiling():  # a graph holds the operator
-        return _ops.attention_forward(query, key, value, *options)
+        return operator(*arguments)
     try:  # its autograd part itself, without the way there through the dispatcher
-        return _autograd.attention_forward(query, key, value, *options)
+        return autograd(*arguments)
     except ValueError as error:
         raise _named(error) from None
 
@@ -166,7 +170,7 @@ def _named(error):
 
 
 def _with_differentiable_weights(query, key, value, options, return_logsumexp):
-    out, logsumexp, _, column_sums = _call(query, key, value, options._replace(return_weights=0))
+    out, logsumexp, _, column_sums = _forward(query, key, value, options._replace(return_weights=0))
     weights = _composition.weights(query, key, logsumexp, options)
     if options.return_weights == 2:
         weights = weights.mean(1)
@@ -240,8 +244,8 @@ def attention_backward(
         dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
     )  # fmt: skip
     bits = sum(1 << DIFFERENTIABLE.index(name) for name in dict.fromkeys(needs))
-    operator = _ops.attention_backward if is_compiling() else _autograd.attention_backward
-    grads = operator(grad_out, grad_logsumexp, query, key, value, out, logsumexp, bits, *options[:NUM_SHARED])
+    tensors = (grad_out, grad_logsumexp, query, key, value, out, logsumexp)
+    grads = _run(_ops.attention_backward, _autograd.attention_backward, *tensors, bits, *options[:NUM_SHARED])
     return {name: grads[DIFFERENTIABLE.index(name)] for name in needs}
 
 
@@ -263,5 +267,9 @@ def merge(outs: Iterable[Tensor], logsumexps: Iterable[Tensor]) -> tuple[Tensor,
     ValueError, RuntimeError
         Shapes or dtypes that disagree, no part at all.
     """
-    operator = _ops.merge_forward if is_compiling() else _autograd.merge_forward
-    return operator(list(outs), list(logsumexps))
+    outs, logsumexps = list(outs), list(logsumexps)
+    if not outs:
+        raise Error("outs is empty, must hold the out of each part")
+    _tensors_only(**{f"outs[{i}]": each for i, each in enumerate(outs)})
+    _tensors_only(**{f"logsumexps[{i}]": each for i, each in enumerate(logsumexps)})
+    return _run(_ops.merge_forward, _autograd.merge_forward, outs, logsumexps)
