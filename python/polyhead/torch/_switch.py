@@ -44,6 +44,7 @@ class _Installed:
     def __init__(self):
         with contextlib.ExitStack() as undo:  # all or nothing
             self._library = library = torch.library.Library("aten", "IMPL")
+            undo.callback(_forget_resolved_kernels)
             undo.callback(self._forget_library)
             theirs = [torch.library.get_kernel(f"aten::{name}", key) for name, key, _ in _OVER_THEIRS]
             with warnings.catch_warnings():
@@ -53,6 +54,7 @@ class _Installed:
             for name, ours in _NEW:
                 library.impl(name, ours, "CPU")
             del library
+            _forget_resolved_kernels()
             undo.callback(setattr, F, "multi_head_attention_forward", F.multi_head_attention_forward)
             F.multi_head_attention_forward = _modules.multi_head_attention_forward(F.multi_head_attention_forward)
             # Caches on disk know a graph by torch's names in it.
@@ -66,6 +68,12 @@ class _Installed:
 
     def remove(self):
         self._undo.close()
+
+
+def _forget_resolved_kernels():
+    """Tracing remembers, for each operator and key, which kernel it once found."""
+    for name in {name for name, *_ in (*_OVER_THEIRS, *_NEW)}:
+        getattr(torch.ops.aten, name).default._dispatch_cache.clear()
 
 
 def enable() -> None:

@@ -1,0 +1,179 @@
+"""torch.compile with the switch on: graphs of calls, forward and backward, and what Inductor takes for attention."""
+
+import contextlib
+import math
+
+import pytest
+
+from optional import torch
+
+if torch is None:
+    pytest.skip("torch is not installed", allow_module_level=True)
+
+import polyhead.torch
+from torch.nn import functional as F
+from torch_switch_judge import SEED, assert_taken, counted
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Inductor's, about itself
+
+
+@pytest.fixture(autouse=True)
+def fresh_graphs():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def draw(*shape):
+    return torch.randn(shape, requires_grad=True)
+
+
+def results(function, arguments):
+    torch.manual_seed(SEED)
+    out = function(*arguments)
+    return [out, *torch.autograd.grad(out.square().sum(), arguments)]
+
+
+def assert_same(got, expected):
+    for ours, theirs in zip(got, expected):
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5)
+
+
+CALLS = {
+    "plain": lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+    "causal": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "grouped": lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True),
+    "dropout": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.3),
+    "bias with gradient": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=q[..., :7] * 0.1),
+    "narrow value": lambda q, k, v: F.scaled_dot_product_attention(q, k, v[..., :5]),
+    "three dimensions": lambda q, k, v: F.scaled_dot_product_attention(q[0], k[0], v[0]),
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(name, backend):
+    if backend == "inductor" and name not in ("causal", "dropout"):
+        pytest.skip("aot_eager has shown it; Inductor takes its time")
+    torch.manual_seed(1)
+    arguments = [draw(2, 4, 5, 8), draw(2, 4, 7, 8), draw(2, 4, 7, 8)]
+    with counted():
+        expected = results(CALLS[name], arguments)
+    compiled = torch.compile(CALLS[name], backend=backend, fullgraph=True)
+    with counted() as records:
+        got = results(compiled, arguments)
+    assert_taken(records, backward=True)
+    if name == "dropout":
+        with polyhead.torch.enabled():
+            another = compiled(*arguments)
+            torch.manual_seed(SEED)
+            assert torch.equal(compiled(*arguments), got[0]) and not torch.equal(another, got[0])
+    else:
+        assert_same(got, expected)
+
+
+def test_dynamic_sizes():
+    def call(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    with counted() as records:
+        for seqlen in (5, 9, 16):
+            arguments = [draw(2, 4, seqlen, 8) for _ in range(3)]
+            assert_same(results(compiled, arguments), results(call, arguments))
+    assert_taken(records, backward=True)
+
+
+def test_sizes_that_no_one_knows():
+    """Unbacked sizes: fake kernels must not ask for them."""
+
+    def call(x, rows):
+        n = rows.item()
+        torch._check(n >= 2)
+        torch._check(n <= x.shape[2])
+        y = x[:, :, :n]
+        return F.scaled_dot_product_attention(y, y, y)
+
+    x = torch.randn(2, 4, 9, 8)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), counted() as records:
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        for rows in (6, 7):
+            torch.testing.assert_close(compiled(x, torch.tensor(rows)), call(x, torch.tensor(rows)))
+    assert_taken(records, backward=False)
+
+
+def test_written_out_attention_in_training():
+    """What Inductor's patterns find: neither call nor operator of ours in the code, yet both kernels run."""
+
+    def call(q, k, v):
+        return (torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(8)).softmax(-1).matmul(v)
+
+    arguments = [draw(2, 4, 16, 8) for _ in range(3)]
+    expected = results(call, arguments)
+    with counted() as records:
+        got = results(torch.compile(call, fullgraph=True), arguments)
+    assert_taken(records, backward=True)
+    assert_same(got, expected)
+
+
+def test_a_graph_made_before_follows_the_switch():
+    def call(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    arguments = [draw(2, 4, 16, 8) for _ in range(3)]
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    expected = results(compiled, arguments)
+    with counted() as records:
+        got = results(compiled, arguments)
+    assert_taken(records, backward=True)
+    assert_same(got, expected)
+    polyhead.torch.report(reset=True)
+    assert all(map(torch.equal, results(compiled, arguments), expected))
+    assert polyhead.torch.report(reset=True) == []
+
+
+def test_tracing_follows_the_switch_to_and_fro():
+    def call(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+
+    arguments = [draw(2, 4, 16, 8) for _ in range(3)]
+    for turn in range(4):
+        torch.compiler.reset()
+        on = turn % 2 == 1
+        polyhead.torch.report(reset=True)
+        with polyhead.torch.enabled() if on else contextlib.nullcontext():
+            results(torch.compile(call, backend="aot_eager", fullgraph=True), arguments)
+        assert bool(polyhead.torch.report(reset=True)) == on
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_multi_head_attention(need_weights):
+    module = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def call(x):
+        out, weights = module(x, x, x, need_weights=need_weights)
+        return out if weights is None else out + weights.sum()
+
+    x = draw(2, 5, 16)
+    expected = results(call, [x])
+    with counted() as records:
+        got = results(torch.compile(call, backend="aot_eager", fullgraph=True), [x])
+    assert_taken(records, backward=True)
+    assert_same(got, expected)
+
+
+def test_the_encoder_layer():
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    x = draw(2, 5, 16)
+    expected = results(layer, [x])
+    with torch.no_grad():
+        expected.append(layer.eval()(x))
+    layer.train()
+    with counted() as records:
+        compiled = torch.compile(layer, backend="aot_eager")
+        got = results(compiled, [x])
+        with torch.no_grad():
+            layer.eval()
+            got.append(compiled(x))
+    assert_taken(records, backward=True)
+    assert_same(got, expected)
