@@ -1,6 +1,7 @@
 // Products: rows and columns of C for one task, a chunk of K after the other.
 #include "cpu/epilogue.h"
 #include "cpu/gemm_pack.h"
+#include "cpu/gemm_stream.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
@@ -8,8 +9,8 @@ namespace {
 int64_t whole_panels(int64_t columns) { return (columns + kColumns - 1) / kColumns; }
 int64_t whole_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
 
-// Where the sums of a task stand until its last chunk: panel after panel, [rows][kColumns], in scratch or in the partial
-// sums of a slice. With one chunk and nothing more to do, whole panels go to C at once.
+// Where the sums of a task stand until its last chunk: panel after panel, [rows][kColumns], in scratch or in the
+// partial sums of a slice. With one chunk and nothing more to do, whole panels go to C at once.
 struct Sums {
   float* data = nullptr;
   int64_t panel_stride = 0;
@@ -56,7 +57,9 @@ Sums sums_of(const GemmWork& work, const GemmTask& task, float* scratch) {
 template <class Mac>
 void add_chunk(const GemmWork& work, const GemmTask& task, const Scratch& scratch, const Sums& sums, int64_t k,
                int64_t num_k) {
-  const bool along = packs_along(work.a), add = k > task.first_k;
+  const bool streams =
+      task.packed == nullptr && task.num_rows <= kStreamRows && plain_axis<Mac>(work.b, work.b.columns);
+  const bool along = packs_along(work.a) || streams, add = k > task.first_k;
   const int64_t words = words_of(num_k, Mac::kElements);
   if (num_k == 0) {
     // C = epilogue(0)
@@ -67,14 +70,22 @@ void add_chunk(const GemmWork& work, const GemmTask& task, const Scratch& scratc
     pack_across<Mac>(scratch.a, kTileRows, kTileStride, across, task.first_row, task.num_rows, k, num_k);
   }
   const int64_t packed_stride = words_of(work.k, Mac::kElements) * kColumns;
-  for (int64_t first = 0; first < task.num_columns; first += kColumns) {
+  int64_t streamed = 0;
+  if (streams && num_k > 0) {
+    const bool to_c = sums.out != nullptr;
+    const StreamSums to{to_c ? sums.out : sums.data, to_c ? kColumns : sums.panel_stride,
+                        to_c ? sums.out_stride : kColumns};
+    streamed = stream_columns<Mac>(static_cast<int>(task.num_rows), to, scratch.a, work.b, task.first_column,
+                                   task.num_columns, k, num_k, add);
+  }
+  for (int64_t first = streamed; first < task.num_columns; first += kColumns) {
     const int64_t left = task.num_columns - first, columns = left < kColumns ? left : kColumns;
     const float *panel = nullptr, *next = nullptr;
     if (task.packed != nullptr) {
       panel = task.packed + (task.first_column + first) / kColumns * packed_stride + k / Mac::kElements * kColumns;
       next = panel + packed_stride;
     } else {
-      const int64_t within = first / kColumns % kGroupPanels, group = kGroupPanels * kColumns;
+      const int64_t within = (first - streamed) / kColumns % kGroupPanels, group = kGroupPanels * kColumns;
       if (within == 0) {
         pack_columns<Mac>(scratch.panels, kPanelWords, work.b, task.first_column + first, left < group ? left : group,
                           k, num_k);
