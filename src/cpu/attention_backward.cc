@@ -33,6 +33,7 @@ struct Head : GradientHead {
   Scratch* scratch;
   float* ds_keys;    // dS^T of the tile at hand, words along the keys
   float* key_words;  // K of the block at hand, words along the keys, in panels of kPanel
+  float* scores;     // dS^T of the tile at hand before the softcap's slope; null: the bias's gradient is not asked for
   bool may_hide;     // some pair that is computed may be hidden
   bool wants_queries, wants_scores;
   int tiles_at_once;
@@ -64,6 +65,7 @@ inline void store_words(const Head& head, const Tile& tile, const BlockView& vie
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
     const int place = (key + r) * kTile + at;
+    if (head.scores != nullptr) store(head.scores + place, ds[r]);
     if (head.rule.softcap > 0) ds[r] = ds[r] * load(head.capped + place);
     if constexpr (Mac::kElements == 1) {
       store(tile.ds_rows + place, ds[r]);
@@ -155,13 +157,31 @@ void add_not_finite(const Head& head, Tile& tile, const KeyBlock& block, const T
   }
 }
 
-// P and dS of one tile and block, and its share of dQ.
+Rows grad_bias_rows(const Head& head) {
+  const Broadcast& to = head.gradients.grad_bias;
+  const Operand rows{const_cast<void*>(to.data), to.dtype, to.stride_b, to.stride_q, to.stride_h, to.stride_k};
+  return rows_of(rows, head.b, head.h, 0);
+}
+
+void add_bias(const Head& head, const Tile& tile, const KeyBlock& block, const TileView& t) {
+  const Broadcast& to = head.gradients.grad_bias;
+  const int64_t at = head.b * to.stride_b + head.h * to.stride_h + tile.first_query * to.stride_q +
+                     (block.first + t.begin) * to.stride_k;
+  const int end = t.end < block.num_keys ? t.end : block.num_keys;
+  store_score_gradients(to, at, head.scores + t.begin * kTile, tile.num_queries, end - t.begin, true);
+}
+
+// P and dS of one tile and block, and its share of dQ and of the bias's gradient.
 template <class Mac>
 void backward_tile(Head& head, Tile& tile, const KeyBlock& block, const Words& key_words, bool finite_keys) {
   for (int g = 0; g < kGroups; ++g) tile.begin[g] = tile.end[g] = 0;
   const TileView t = view_present(head, tile, block, Mac::kElements);  // of a pair, an absent query must give 0
   if (t.begin >= t.end) return;
   if constexpr (Mac::kElements == 1) head.p = tile.p_rows;
+  if (head.scores != nullptr) {
+    head.ahead->add(from_row(grad_bias_rows(head), 0, block.first), tile.first_query, tile.num_queries, block.num_keys);
+    if (!t.all) __builtin_memset(head.scores, 0, kTileFloats * sizeof(float));
+  }
   for_each_part(t, [&](const Part& part, const BlockView& view) {
     weigh_part<Mac>(head, tile, block, view, part);
     differentiate_part<Mac>(head, tile, block, view, part, head.wants_scores,
@@ -175,6 +195,7 @@ void backward_tile(Head& head, Tile& tile, const KeyBlock& block, const Words& k
                     part.v_end);
   });
   if (!tile.finite || !finite_keys) add_not_finite<Mac>(head, tile, block, t, finite_keys);
+  if (head.scores != nullptr) add_bias(head, tile, block, t);
 }
 
 template <class Mac>
@@ -338,7 +359,7 @@ int64_t panel_floats(int64_t columns, int64_t panel, int64_t rows) {
 // In floats, what a head needs and what each tile needs.
 int64_t head_floats(int64_t dim, int64_t dim_v, bool additive, bool softcap) {
   return kBlock * (dim + dim_v) + panel_floats(dim, kPanel, kBlock) +
-         kTileFloats * (2 + (additive ? 1 : 0) + (softcap ? 1 : 0));
+         kTileFloats * (2 + (additive ? 2 : 0) + (softcap ? 1 : 0));
 }
 int64_t tile_floats(int64_t dim, int64_t dim_v) {
   return kTile * (3 * dim + dim_v) + panel_floats(dim, kKeyColumns, kTile) + panel_floats(dim_v, kKeyColumns, kTile) +
@@ -365,9 +386,10 @@ void backward_task(const BackwardProblem& gradients, const BackwardTask& task, i
             scratch,
             nullptr,
             nullptr,
+            nullptr,
             additive || problem.band.left >= 0 || problem.band.right >= 0,
             gradients.grad_query.data != nullptr,
-            gradients.grad_query.data != nullptr || task.key_sums != nullptr,
+            gradients.grad_query.data != nullptr || task.key_sums != nullptr || task.bias,
             tiles};
   head.ahead = &scratch->ahead;
   head.key_copy = take(memory, kBlock * dim);
@@ -376,6 +398,7 @@ void backward_task(const BackwardProblem& gradients, const BackwardTask& task, i
   head.p = take(memory, kTileFloats);
   head.ds_keys = take(memory, kTileFloats);
   scratch->view.additive = additive ? take(memory, kTileFloats) : nullptr;
+  head.scores = task.bias ? take(memory, kTileFloats) : nullptr;
   head.capped = problem.softcap > 0 ? take(memory, kTileFloats) : nullptr;
   for (int t = 0; t < tiles; ++t) {
     Tile& tile = scratch->tile[t];

@@ -48,9 +48,10 @@ struct Cut {
 
 size_t whole_lines(size_t floats) { return (floats + 15) / 16 * 16; }
 
-Cut cut(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
+// in_order: no two sequences at once, because all add to one bias.
+Cut cut(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads, bool in_order) {
   Cut c;
-  const int64_t heads = desc.batch * desc.num_heads_kv;
+  const int64_t heads = (in_order ? 1 : desc.batch) * desc.num_heads_kv;
   c.scratch_bytes = functions.backward_scratch_bytes(desc.head_dim, desc.head_dim_v, tiles_at_once(desc),
                                                      has_additive(desc), desc.softcap > 0);
   c.sums_floats = whole_lines(functions.backward_sum_floats(desc.seqlen_k, desc.head_dim)) +
@@ -69,6 +70,8 @@ struct Call {
   const AttentionDesc& desc;
   const ForwardArgs& args;
   const BackwardProblem problem;
+  const bool bias;      // grad_bias is written here
+  const bool in_order;  // no two sequences at once
   const Cut cut;
   Executor& executor;
 
@@ -105,6 +108,7 @@ BackwardTask keys_task(const Call& call, int64_t head, int64_t first, int64_t en
   };
   if (call.problem.grad_key.data != nullptr) task.key_sums = at(sums, desc.head_dim);
   if (call.problem.grad_value.data != nullptr) task.value_sums = at(sums + key_floats, desc.head_dim_v);
+  task.bias = call.bias;
   return task;
 }
 
@@ -127,17 +131,18 @@ void set_next(BackwardTask& task, int64_t b, int64_t h, const Sequence& s) {
   task.next_keys = s.len_k;
 }
 
-void run_whole_heads(const Call& call) {
-  const int64_t heads = call.desc.batch * call.desc.num_heads_kv;
-  run_tasks(call.executor, heads, [&](int64_t index, int lane) {
-    BackwardTask task = keys_task(call, index, 0, call.desc.seqlen_k, call.sums(lane));
+// Key/value heads [first_head, end), counted b * num_heads_kv + g.
+void run_whole_heads(const Call& call, int64_t first_head, int64_t end) {
+  run_tasks(call.executor, end - first_head, [&](int64_t index, int lane) {
+    const int64_t head = first_head + index;
+    BackwardTask task = keys_task(call, head, 0, call.desc.seqlen_k, call.sums(lane));
     clear_sums(call, task);
     const int64_t group = call.problem.forward.group;
     for (int64_t r = 0; r < group; ++r) {
       task.h = task.kv_head * group + r;
       if (r + 1 < group) {
         set_next(task, task.b, task.h + 1, task.sequence);
-      } else if (const int64_t next = index + call.executor.num_threads(); next < heads) {
+      } else if (const int64_t next = head + call.executor.num_threads(); next < end) {
         const int64_t b = next / call.desc.num_heads_kv;
         set_next(task, b, next % call.desc.num_heads_kv * group, sequence(call.desc, call.args, b));
       }
@@ -181,10 +186,10 @@ void run_wave(const Call& call, int64_t first_head, int64_t heads, int64_t r, in
   });
 }
 
-void run_chunks(const Call& call) {
-  const int64_t heads = call.desc.batch * call.desc.num_heads_kv, chunks = most_chunks(call.desc.seqlen_k);
-  for (int64_t first = 0; first < heads; first += call.cut.heads_at_once) {
-    const int64_t at_once = std::min(call.cut.heads_at_once, heads - first);
+void run_chunks(const Call& call, int64_t first_head, int64_t end) {
+  const int64_t chunks = most_chunks(call.desc.seqlen_k);
+  for (int64_t first = first_head; first < end; first += call.cut.heads_at_once) {
+    const int64_t at_once = std::min(call.cut.heads_at_once, end - first);
     for (int64_t r = 0; r < call.problem.forward.group; ++r) {
       for (int64_t chunk = 0; chunk < chunks; chunk += call.cut.chunks_at_once) {
         run_wave(call, first, at_once, r, chunk);
@@ -217,23 +222,59 @@ void clear_padding(const Call& call) {
   });
 }
 
+// Only what tiles see is added to the bias's gradient.
+void clear_bias(const Call& call) {
+  const AttentionDesc& desc = call.desc;
+  const Broadcast& bias = call.problem.grad_bias;
+  const Operand rows{
+      const_cast<void*>(bias.data), bias.dtype, bias.stride_b, bias.stride_q, bias.stride_h, bias.stride_k};
+  run_tasks(call.executor, desc.attn_bias.dims[0] * desc.num_heads, [&](int64_t index, int) {
+    clear_rows(rows, index / desc.num_heads, index % desc.num_heads, 0, desc.seqlen_q, desc.seqlen_k);
+  });
+}
+
+bool sums_over_batch(const AttentionDesc& desc) { return desc.attn_bias.dims[0] != desc.batch; }
+
 }  // namespace
 
+bool gives_bias(const AttentionDesc& desc, const BackwardArgs& args) {
+  const int64_t* dims = desc.attn_bias.dims;
+  if (!args.grad_attn_bias.given() || dims[1] != desc.num_heads || dims[2] != desc.seqlen_q ||
+      dims[3] != desc.seqlen_k) {
+    return false;
+  }
+  // Sums in memory are float32's only, and, so that they have the same bits by whatever way, begin at 0.
+  if (sums_over_batch(desc) && (desc.attn_bias.dtype != DType::kFloat32 || args.accumulate)) return false;
+  return args.grad_query.given() || args.grad_key.given() || args.grad_value.given();
+}
+
 size_t gradients_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
-  return cut(functions, desc, num_threads).workspace_bytes(num_threads);
+  const size_t bytes = cut(functions, desc, num_threads, false).workspace_bytes(num_threads);
+  if (!desc.attn_bias.given || !sums_over_batch(desc)) return bytes;
+  return std::max(bytes, cut(functions, desc, num_threads, true).workspace_bytes(num_threads));
 }
 
 void gradients_backward(const IsaFunctions& functions, const AttentionDesc& desc, const BackwardArgs& args,
                         Executor& executor) {
-  const Call call{
-      functions, desc, args.forward, backward_problem(desc, args), cut(functions, desc, executor.num_threads()),
-      executor};
+  const bool bias = gives_bias(desc, args), in_order = bias && sums_over_batch(desc);
+  const Call call{functions,
+                  desc,
+                  args.forward,
+                  backward_problem(desc, args),
+                  bias,
+                  in_order,
+                  cut(functions, desc, executor.num_threads(), in_order),
+                  executor};
   if (call.problem.grad_query.data == nullptr && !call.wants_keys()) return;
   clear_padding(call);
-  if (call.cut.whole_heads) {
-    run_whole_heads(call);
-  } else {
-    run_chunks(call);
+  if (bias && !args.accumulate) clear_bias(call);
+  const int64_t heads = desc.batch * desc.num_heads_kv, at_once = in_order ? desc.num_heads_kv : heads;
+  for (int64_t first = 0; first < heads; first += at_once) {
+    if (call.cut.whole_heads) {
+      run_whole_heads(call, first, first + at_once);
+    } else {
+      run_chunks(call, first, first + at_once);
+    }
   }
 }
 

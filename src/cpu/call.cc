@@ -100,6 +100,10 @@ void clear_rows(const Operand& x, int64_t b, int64_t h, int64_t first, int64_t e
   const int64_t element_bytes = x.dtype == DType::kFloat32 ? 4 : 2;
   for (int64_t i = first; i < end; ++i) {
     char* row = static_cast<char*>(x.data) + (b * x.stride_b + i * x.stride_s + h * x.stride_h) * element_bytes;
+    if (x.stride_d == 1) {
+      std::memset(row, 0, static_cast<size_t>(dim * element_bytes));
+      continue;
+    }
     for (int64_t d = 0; d < dim; ++d) {
       std::memset(row + d * x.stride_d * element_bytes, 0, static_cast<size_t>(element_bytes));
     }

@@ -51,9 +51,10 @@ inline GradientHead gradient_head(const BackwardProblem& gradients, const Sequen
           nullptr};
 }
 
-inline Rows from_row(const Rows& x, int64_t row) {
+inline Rows from_row(const Rows& x, int64_t row, int64_t column = 0) {
   Rows rows = x;
-  rows.data = static_cast<const char*>(x.data) + row * x.stride * (x.dtype == DType::kFloat32 ? 4 : 2);
+  const int64_t at = row * x.stride + column * x.column_stride;
+  rows.data = static_cast<const char*>(x.data) + at * (x.dtype == DType::kFloat32 ? 4 : 2);
   return rows;
 }
 

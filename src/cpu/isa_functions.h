@@ -47,6 +47,8 @@ struct BackwardTask {
   // Sums to add to, of the keys from first_key on: [whole blocks][head_dim in whole vectors]; null: not asked for.
   float *key_sums = nullptr, *value_sums = nullptr;
 
+  bool bias = false;  // dS is added to problem.grad_bias, where nobody else adds to the same elements meanwhile
+
   // What the thread will probably compute next: asked for in advance. num_queries = 0: nothing.
   int64_t next_b = 0, next_h = 0, next_first_q = 0, next_first_k = 0, next_queries = 0, next_keys = 0;
 

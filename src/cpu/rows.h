@@ -73,6 +73,7 @@ class RowsAhead {
   void clear() { count_ = at_ = 0; }
 
   void add(const Rows& x, int64_t first_row, int64_t num_rows, int64_t columns) {
+    if (at_ == count_) clear();
     if (count_ == kMost || x.data == nullptr || x.column_stride != 1 || num_rows <= 0) return;
     const int64_t element_bytes = x.dtype == DType::kFloat32 ? 4 : 2, stride = x.stride * element_bytes;
     range_[count_++] = {static_cast<const char*>(x.data) + first_row * stride, stride, num_rows,

@@ -5,6 +5,7 @@
 
 #include "core/dtype.h"
 #include "core/threads.h"
+#include "cpu/backward_tasks.h"
 #include "cpu/call.h"
 
 namespace polyhead::cpu {
@@ -140,9 +141,10 @@ size_t score_gradients_workspace_bytes(const IsaFunctions& functions, const Atte
 
 void score_gradients_backward(const IsaFunctions& functions, const AttentionDesc& desc, const BackwardArgs& args,
                               Executor& executor) {
-  if (!args.grad_attn_bias.given() && !args.grad_alibi_slopes.given()) return;
+  const bool bias = args.grad_attn_bias.given() && !gives_bias(desc, args);
+  if (!bias && !args.grad_alibi_slopes.given()) return;
   const Call call{functions, desc, args.forward, backward_problem(desc, args)};
-  if (args.grad_attn_bias.given()) backward_bias(call, executor);
+  if (bias) backward_bias(call, executor);
   if (args.grad_alibi_slopes.given()) backward_slopes(call, executor);
 }
 

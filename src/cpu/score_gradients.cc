@@ -1,7 +1,8 @@
 // Gradients of what is added to the scores, bias and ALiBi slopes: dS recomputed and summed where these broadcast.
 //   dbias = sum dS   dslope = -sum dS |i + offset - j|
-// A pass of its own over S and dP (two products more): whoever owns an element of the bias sums it over batch and heads in
-// order, in float32, so no partial sums are kept and no thread waits for another.
+// A pass of its own over S and dP (two products more), where attention_backward.cc does not add dS as it goes: whoever
+// owns an element of the bias sums it over batch and heads in order, in float32, so no partial sums are kept and no
+// thread waits for another.
 #include "cpu/gradient.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
