@@ -135,8 +135,6 @@ const BadCall kBadCalls[] = {
      "grad_alibi_slopes has 1 dims, expected 2: [batch, num_heads]"},
     {with_all, [](auto& a) { a.grad_alibi_slopes.dtype = DType::kFloat16; },
      "grad_alibi_slopes is float16, expected float32"},
-    {as_it_is, [](auto& a) { a.grad_query.strides[3] = -1; },
-     "grad_query has stride -1 in dim 3, an output's must not be negative"},
     {as_it_is, [](auto& a) { a.grad_key.strides[0] = 0; }, "grad_key overlaps itself: two indices name one element"},
     {with_all, [](auto& a) { a.grad_attn_bias.strides[1] = 0; },
      "grad_attn_bias overlaps itself: two indices name one element"},

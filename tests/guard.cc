@@ -66,7 +66,7 @@ void set_strides(Tensor& t, Layout layout, const Array* values) {
     if (!repeated) stride *= std::max<int64_t>(t.dims[dim], 1);
     if (layout == Layout::kPadded) stride += 3;
     if (layout == Layout::kQkv && t.ndim >= 3 && dim == t.ndim - 2) stride *= 3;  // heads of q, k and v in one row
-    if (layout == Layout::kNegative && values) t.strides[dim] = -t.strides[dim];
+    if (layout == Layout::kNegative) t.strides[dim] = -t.strides[dim];
   }
   if (layout != Layout::kJunk) return;
   constexpr int64_t kJunkStrides[] = {0, 99990001, 7, 3331333, 1};
