@@ -97,7 +97,7 @@ def seed_tensor(dropout_p, dropout_seed):
     if dropout_seed is None:
         if not dropout_p:
             return None
-        return torch.randint(0, 2**63 - 1, (), dtype=torch.int64)
+        return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu")
     if isinstance(dropout_seed, Tensor):
         if dropout_seed.dtype != torch.int64 or dropout_seed.dim() != 0:
             raise Error(
@@ -107,7 +107,7 @@ def seed_tensor(dropout_p, dropout_seed):
         return dropout_seed
     if not 0 <= dropout_seed < 2**64:
         raise Error(f"dropout_seed is {dropout_seed}, must be 0 to 2^64 - 1")
-    return torch.full((), dropout_seed - (dropout_seed >> 63 << 64), dtype=torch.int64)
+    return torch.full((), dropout_seed - (dropout_seed >> 63 << 64), dtype=torch.int64, device="cpu")
 
 
 def offset_pair(query_offset, query, cu_seqlens_q):
