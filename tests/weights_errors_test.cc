@@ -140,6 +140,12 @@ TEST(Weights, ShapesThatCannotBe) {
   llama[2].tensor = array({16, 8});
   llama.push_back({"q_norm.weight", array({4})});
   EXPECT_NE(error(llama, 8).find("q_norm.weight is there: it changes what llama computes"), std::string::npos);
+  EXPECT_EQ(error({{"self.query.weight", array({32, 8})},
+                   {"self.key.weight", array({16, 8})},
+                   {"self.value.weight", array({16, 8})},
+                   {"output.dense.weight", array({8, 32})}},
+                  8, 0, "bert"),
+            "self.key.weight is [16, 8], expected [32, 8]: [num_heads_kv * head_dim, key_size]");
   EXPECT_NE(error({}, 8).find("array \"q_proj.weight\" of llama is missing; there is none"), std::string::npos);
   EXPECT_NE(error({}, 8, 0, "cudnn").find("none of the arrays of cudnn is there"), std::string::npos);
 }

@@ -148,6 +148,37 @@ TEST(Weights, EverySourceHasItsPlaceInTheTest) {
   }
 }
 
+// Copies go block by block: more than one block each way, and pieces of one.
+TEST(Weights, EveryElementOfLargerMatrices) {
+  for (const char* source : {"llama", "llama_meta", "gpt_neox", "gpt2", "paddle_fused"}) {
+    SCOPED_TRACE(source);
+    LayerDesc d = storable(source);
+    d.query_size = d.key_size = d.value_size = 70, d.out_proj_size = 33;
+    d.query_proj_size = d.key_proj_size = d.value_proj_size = 34;
+    const Weights weights(d, DType::kFloat64, 1), back(d, DType::kFloat64, 2);
+    const Arrays arrays(source, d, DType::kFloat64);
+    ASSERT_EQ(export_weights(source, d, weights.views(), arrays.tensors(), kPrefix).message(), "");
+    const Result<std::vector<WeightView>> views = weight_views(source, d);
+    ASSERT_EQ(views.status().message(), "");
+    for (const WeightView& v : *views) {
+      const Tensor stored = v.in(view(arrays.all.at("layer." + std::string(v.array))));
+      const auto* ours = reinterpret_cast<const uint64_t*>(weights.arrays.at(v.kind).bytes.data());
+      int64_t wrong = 0;
+      for (int64_t n = 0; n < stored.num_elements(); ++n) {  // both in the order of the indices
+        int64_t offset = 0, rest = n;
+        for (int i = stored.ndim - 1; i >= 0; --i) {
+          offset += rest % stored.dims[i] * stored.strides[i];
+          rest /= stored.dims[i];
+        }
+        wrong += static_cast<const uint64_t*>(stored.data)[offset] != ours[n];
+      }
+      EXPECT_EQ(wrong, 0) << v.array;
+    }
+    ASSERT_EQ(import_weights(source, d, arrays.tensors(), back.views(), kPrefix).message(), "");
+    EXPECT_EQ(back.arrays, weights.arrays);
+  }
+}
+
 TEST(Weights, DtypesConvertWithOneRounding) {
   const LayerDesc d = storable("llama");
   for (const DType from : kDTypes) {
