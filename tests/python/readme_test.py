@@ -4,14 +4,19 @@ import pathlib
 import re
 
 import numpy as np
+import pytest
 
 README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
 
 
+def _blocks():
+    return re.findall(r"```python\n(.*?)```", README.read_text(encoding="ascii"), flags=re.S)
+
+
 def test_examples_run_and_are_right(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="ascii"), flags=re.S)
-    assert len(blocks) == 2
-    first, training = (compile(block, str(README), "exec") for block in blocks)
+    blocks = _blocks()
+    assert len(blocks) == 3
+    first, training, _ = (compile(block, str(README), "exec") for block in blocks)
     names = {}
     exec(first, names)
 
@@ -25,3 +30,10 @@ def test_examples_run_and_are_right(capsys):
     exec(training, names)
     assert names["grads"]["key"].shape == names["key"].shape == (1, 384, 4, 64)
     assert (np.diff(names["losses"]) < 0).all() and names["losses"][-1] < 0.9 * names["losses"][0]
+
+
+def test_the_example_of_torch_runs_on_polyhead(capsys):
+    pytest.importorskip("torch", reason="needs torch")
+    exec(compile(_blocks()[2], str(README), "exec"), {})
+    printed = capsys.readouterr().out
+    assert "attention_forward" in printed and "attention_backward" in printed and "not taken" not in printed
