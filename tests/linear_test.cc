@@ -204,7 +204,7 @@ INSTANTIATE_TEST_SUITE_P(Kernels, Linear, ::testing::ValuesIn(linear_kernels_to_
 
 TEST(LinearRandom, ProblemsAreComputedAsDefined) {
   const uint64_t first = from_environment("POLYHEAD_RANDOM_SEED", 1);
-  const uint64_t count = from_environment("POLYHEAD_RANDOM_PROBLEMS", 300);
+  const uint64_t count = from_environment("POLYHEAD_RANDOM_PROBLEMS", 120);
   int failures = 0;
   for (uint64_t seed = first; seed < first + count && failures < 20; ++seed) {
     const LinearProblem p = random_linear_problem(seed);

@@ -113,7 +113,7 @@ struct GemmArgs {
   Matrix c;                      // [M, N]
   bool accumulate = false;       // add to C (the epilogue, residual included, comes first)
   Epilogue epilogue;
-  void* workspace = nullptr;  // of workspace_bytes, aligned to 64
+  void* workspace = nullptr;  // of gemm_workspace_bytes, aligned to 64
 };
 
 // y = epilogue(x), and the sums over its rows: the passes that stand beside a product, and the gradients of biases.
