@@ -6,6 +6,7 @@
 // can be used where they are. weight_sources() lists the sources; docs/weights.md has the table and its traps.
 //
 //   LayerDesc desc;
+//   desc.seqlen_q = desc.seqlen_k = 128;
 //   desc.num_heads = 32, desc.num_heads_kv = 0;                               // 0: found from the arrays, as all sizes
 //   const std::vector<NamedTensor> arrays = ...;                              // a checkpoint, any order, other names too
 //   Result<LayerDesc> full = layer_desc_of("llama", arrays, desc, "model.layers.0.self_attn.");
