@@ -357,7 +357,8 @@ std::string mismatch(const LayerProblem& problem, const Runner& runner) {
       found->second.add(*g[n].array, *exact[n].array, *naive[n].array,
                         [&](int64_t at) { return magnitude[n].array->at(at); });
       verdict += found->second.verdict();
-      chance = chance && found->second.could_be_chance();
+      // Of a few numbers, the yardstick's may all be lucky.
+      chance = chance && (found->second.could_be_chance() || exact[n].array->size() < 16);
     }
     if (verdict.empty() || !chance || draw == kMostDraws - 1) return verdict;
     drawn.seed += 1000;

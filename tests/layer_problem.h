@@ -41,4 +41,7 @@ LayerInputs random_inputs(const LayerProblem& problem);
 // The options of layers, crossed: each in several company, with every dtype set by the test.
 std::vector<LayerProblem> layer_problems();
 
+// Any legal layer of small sizes, all options mixed.
+LayerProblem random_layer_problem(uint64_t seed);
+
 }  // namespace polyhead::testing

@@ -52,6 +52,57 @@ TEST(Layer, SameBitsForAnyThreadsLayoutsAndNeighbours) {
   });
 }
 
+// The same in each order of batch, beam and time in memory.
+TEST(Layer, SixLayouts) {
+  LayerProblem problem;
+  for (const LayerProblem& p : layer_problems()) {
+    if (p.name == "beams") problem = p;
+  }
+  const LayerInputs in = random_inputs(problem);
+  const Result<Layer> made = layer(problem.desc);
+  ASSERT_TRUE(made.ok());
+  std::vector<float> buffer(made->weights_bytes() / sizeof(float));
+  int order[] = {0, 1, 2};
+  std::vector<Array> outs;
+  do {
+    std::vector<std::vector<float>> memory;
+    // [batch, beam, time, vector] with the dims `order` from the outermost on.
+    const auto lay = [&](const Array& a, bool filled) {
+      Tensor t = view(a);
+      int64_t stride = a.dims[3];
+      for (int n = 2; n >= 0; --n) t.strides[order[n]] = stride, stride *= t.dims[order[n]];
+      memory.emplace_back(static_cast<size_t>(a.size()));
+      t.data = memory.back().data();
+      for (int64_t n = 0; filled && n < a.size(); ++n) {
+        int64_t at = n % t.dims[3], rest = n / t.dims[3];
+        for (int dim = 2; dim >= 0; --dim) at += rest % t.dims[dim] * t.strides[dim], rest /= t.dims[dim];
+        memory.back()[static_cast<size_t>(at)] = static_cast<float>(a.at(n));
+      }
+      return t;
+    };
+    memory.reserve(8);
+    LayerForwardArgs args;
+    args.query = lay(in.query, true), args.key = lay(in.key, true), args.value = lay(in.value, true);
+    args.out = lay(in.grad_out, false);
+    args.attn_bias = view(in.attn_bias), args.seqlens_k = view(in.seqlens_k);
+    args.weights = made->weights_in(buffer.data());
+    for (size_t n = 0; n < buffer.size(); ++n) buffer[n] = 0.1f * static_cast<float>(n % 7) - 0.3f;
+    const GuardedBytes workspace(made->workspace_bytes(), Guard::kEnd, 0xff);
+    args.workspace = workspace.data(), args.workspace_bytes = workspace.size();
+    ASSERT_EQ(made->forward(args).message(), "");
+    Array out = in.grad_out;
+    for (int64_t n = 0; n < out.size(); ++n) {
+      int64_t at = n % args.out.dims[3], rest = n / args.out.dims[3];
+      for (int dim = 2; dim >= 0; --dim)
+        at += rest % args.out.dims[dim] * args.out.strides[dim], rest /= args.out.dims[dim];
+      out.set(n, static_cast<double>(static_cast<const float*>(args.out.data)[at]));
+    }
+    outs.push_back(out);
+    EXPECT_EQ(difference("out", outs[0], out), "");
+  } while (std::next_permutation(order, order + 3));
+  EXPECT_EQ(outs.size(), 6u);
+}
+
 TEST(Layer, InferenceIsTrainingWithoutDropout) {
   for_each_problem([](const LayerProblem& problem, const char* kernel) {
     const LayerInputs in = random_inputs(problem);

@@ -59,13 +59,16 @@ class Witness {
   const Array& weight(WeightKind kind) const { return in_.weights[static_cast<size_t>(kind)]; }
   static WeightKind kind(int i) { return static_cast<WeightKind>(i); }
 
-  void round(Sums<T>& sums) const {
-    if (!rounded_) return;
-    for (T& x : sums.value) {
+  T rounded(T x) const {
+    if (rounded_) {
       with_element_type(d_.dtype, [&](auto type) {
         x = static_cast<T>(widen<double>(narrow<decltype(type)>(static_cast<double>(x))));
       });
     }
+    return x;
+  }
+  void round(Sums<T>& sums) const {
+    for (T& x : sums.value) x = rounded(x);
   }
 
   // [B, N, S, heads, dim]
@@ -233,7 +236,7 @@ class Witness {
       const int64_t t = token % d_.seqlen_q, n = token / d_.seqlen_q % d_.beam, b = token / d_.seqlen_q / d_.beam;
       if (t >= len_q(b, n)) continue;
       for (int64_t c = 0; c < size; ++c) {
-        const T dY = number(in_.grad_out, token * size + c) * kept_output(b, n, t, c);
+        const T dY = rounded(number(in_.grad_out, token * size + c) * kept_output(b, n, t, c));
         grads_[7].add(c, dY);
         if (!w.given()) dO_.add(token * inner + c, dY);
         for (int64_t e = 0; w.given() && e < inner; ++e) {
