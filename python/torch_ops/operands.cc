@@ -81,6 +81,7 @@ Operands::Operands(const StableTensor& query, const StableTensor& key, const Sta
   read_options(options);
   read_dropout(options);
   kernel = kernel_name(options.kernel);
+  heads_first = options.heads_first;
 }
 
 void Operands::read_operands(const StableTensor& query, const StableTensor& key, const StableTensor& value,
@@ -96,6 +97,9 @@ void Operands::read_operands(const StableTensor& query, const StableTensor& key,
   args.query = view_of(query, packed ? kPackedQuery : kQuery);
   args.key = view_of(key, packed ? kPackedKey : kKey);
   args.value = view_of(value, packed ? kPackedValue : kValue);
+  if (options.heads_first) {
+    for (Tensor* view : {&args.query, &args.key, &args.value}) *view = heads_and_rows_swapped(*view);
+  }
 
   const int rows = packed ? 0 : 1;  // the dimension that counts tokens; heads and head_dim follow
   desc.packed = packed;

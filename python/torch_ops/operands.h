@@ -34,7 +34,8 @@ struct Options {
   StableTensor seqlens_k;
   StableTensor cu_seqlens_q;
   StableTensor cu_seqlens_k;
-  int64_t kernel = -1;  // of kernels(); -1: none in particular
+  int64_t kernel = -1;       // of kernels(); -1: none in particular
+  bool heads_first = false;  // query, key, value, out and their gradients are [B, H, S, D], as torch's own attention's
 };
 
 // One call. The tensors that it was made of must outlive it. Throws what bad_value throws.
@@ -45,6 +46,7 @@ struct Operands {
   ForwardArgs args;         // the inputs
   Tensor attn_bias;         // as given: args.attn_bias has 4 dims
   std::string_view kernel;  // "": the best
+  bool heads_first = false;
 
  private:
   void read_operands(const StableTensor& query, const StableTensor& key, const StableTensor& value,

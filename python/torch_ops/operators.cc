@@ -39,6 +39,7 @@ Options plain_options(ArgumentReader& arguments) {
   options.causal = arguments.flag();
   options.scale = arguments.optional_real();
   options.align = arguments.integer();
+  options.heads_first = arguments.flag();
   return options;
 }
 
@@ -61,7 +62,9 @@ StableTensor run_forward(Operands& operands, StableTensor& logsumexp, StableTens
   ForwardArgs& args = operands.args;
   const auto plan = plan_of(operands);
   args.out = out_shape(d);
-  StableTensor out = new_tensor(args.out, "out");
+  StableTensor out = operands.heads_first && d.head_dim == d.head_dim_v
+                         ? new_tensor_like(args.out, args.query, "out", true)
+                         : new_tensor(args.out, "out", operands.heads_first);
   if (args.logsumexp.given()) logsumexp = new_tensor(args.logsumexp, "logsumexp");
   if (d.return_weights != ReturnWeights::kNone) {
     args.weights = d.return_weights == ReturnWeights::kMean
@@ -101,7 +104,7 @@ void attention_forward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_
 }
 
 void plain_forward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
-  check_counts("attention_forward.below_autograd", num_inputs, 7);
+  check_counts("attention_forward.below_autograd", num_inputs, 8);
   ArgumentReader arguments(stack);
   const StableTensor query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
   const Options options = plain_options(arguments);
@@ -123,11 +126,12 @@ struct BackwardTensors {
 };
 
 // A new gradient of the shape of `input`, if needed.
-StableTensor gradient(bool needed, const Tensor& input, bool is_given, const char* name, Tensor& view) {
+StableTensor gradient(bool needed, const Tensor& input, bool is_given, const char* name, Tensor& view,
+                      bool heads_first = false) {
   if (!needed) return {};
   if (!is_given) bad_value("needs names %s, which is not given", name);
   view = input;
-  return new_tensor(view, name);
+  return new_tensor(view, name, heads_first);
 }
 
 std::array<StableTensor, 5> run_backward(Operands& operands, const BackwardTensors& tensors, int64_t needs) {
@@ -139,6 +143,10 @@ std::array<StableTensor, 5> run_backward(Operands& operands, const BackwardTenso
   BackwardArgs args;
   args.grad_out = view_of(tensors.grad_out, {"grad_out", dims, dims, out_dims});
   operands.args.out = view_of(tensors.out, {"out", dims, dims, out_dims});
+  if (operands.heads_first) {
+    args.grad_out = heads_and_rows_swapped(args.grad_out);
+    operands.args.out = heads_and_rows_swapped(operands.args.out);
+  }
   operands.args.logsumexp = view_of(tensors.logsumexp, {"logsumexp", dims - 1, dims - 1, sums_dims});
   if (tensors.grad_logsumexp.given()) {
     args.grad_logsumexp = view_of(tensors.grad_logsumexp, {"grad_logsumexp", dims - 1, dims - 1, sums_dims});
@@ -148,9 +156,9 @@ std::array<StableTensor, 5> run_backward(Operands& operands, const BackwardTenso
   const ForwardArgs& in = operands.args;
   Tensor grad_attn_bias;
   std::array<StableTensor, 5> grads = {
-      gradient((needs & 1) != 0, in.query, true, "query", args.grad_query),
-      gradient((needs & 2) != 0, in.key, true, "key", args.grad_key),
-      gradient((needs & 4) != 0, in.value, true, "value", args.grad_value),
+      gradient((needs & 1) != 0, in.query, true, "query", args.grad_query, operands.heads_first),
+      gradient((needs & 2) != 0, in.key, true, "key", args.grad_key, operands.heads_first),
+      gradient((needs & 4) != 0, in.value, true, "value", args.grad_value, operands.heads_first),
       gradient((needs & 8) != 0, operands.attn_bias, in.attn_bias.given(), "attn_bias", grad_attn_bias),
       gradient((needs & 16) != 0, in.alibi_slopes, in.alibi_slopes.given(), "alibi_slopes", args.grad_alibi_slopes),
   };
@@ -178,7 +186,7 @@ void attention_backward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num
 }
 
 void plain_backward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
-  check_counts("attention_backward.below_autograd", num_inputs, 10);
+  check_counts("attention_backward.below_autograd", num_inputs, 11);
   ArgumentReader arguments(stack);
   const StableTensor grad_out = arguments.tensor();
   const StableTensor query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();

@@ -1,11 +1,14 @@
 #include "stable_tensor.h"
 
+#include <array>
 #include <bit>
 #include <cstdarg>
 #include <cstdio>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace polyhead::torch_ops {
 namespace {
@@ -119,22 +122,56 @@ Tensor view_of(const StableTensor& tensor, const TensorArgument& argument) {
   return view;
 }
 
-StableTensor new_tensor(Tensor& view, const char* name) {
+namespace {
+
+// `order`: the dimensions, outermost first.
+StableTensor new_ordered(Tensor& view, const std::array<int, Tensor::kMaxDims>& order, const char* name,
+                         bool heads_first) {
   int64_t stride = 1;
   for (int i = view.ndim - 1; i >= 0; --i) {
-    view.strides[i] = stride;
-    if (__builtin_mul_overflow(stride, view.dims[i] > 0 ? view.dims[i] : 1, &stride)) {
+    const int dim = order[static_cast<size_t>(i)];
+    view.strides[dim] = stride;
+    if (__builtin_mul_overflow(stride, view.dims[dim] > 0 ? view.dims[dim] : 1, &stride)) {
       out_of_memory(std::string("no memory for a result of more than 2^62 elements: ") + name);
     }
   }
+  const Tensor seen = heads_first ? heads_and_rows_swapped(view) : view;
   AtenTensorHandle handle = nullptr;
-  if (aoti_torch_empty_strided(view.ndim, view.dims, view.strides, number_of(view.dtype), aoti_torch_device_type_cpu(),
+  if (aoti_torch_empty_strided(seen.ndim, seen.dims, seen.strides, number_of(seen.dtype), aoti_torch_device_type_cpu(),
                                0, &handle) != 0) {
     out_of_memory(std::string("no memory for ") + name + " of " + std::to_string(stride) + " elements");
   }
   StableTensor tensor(handle);
   if (aoti_torch_get_data_ptr(handle, &view.data) != 0) failure("%s has no memory", name);
   return tensor;
+}
+
+std::array<int, Tensor::kMaxDims> from_outermost() {
+  std::array<int, Tensor::kMaxDims> order;
+  std::iota(order.begin(), order.end(), 0);
+  return order;
+}
+
+}  // namespace
+
+StableTensor new_tensor(Tensor& view, const char* name, bool heads_first) {
+  return new_ordered(view, from_outermost(), name, heads_first);
+}
+
+StableTensor new_tensor_like(Tensor& view, const Tensor& like, const char* name, bool heads_first) {
+  auto order = from_outermost();
+  for (size_t i = 1; i < 4; ++i) {  // insertion: dimensions of one stride keep their order
+    for (size_t j = i; j > 0 && like.strides[order[j - 1]] < like.strides[order[j]]; --j) {
+      std::swap(order[j - 1], order[j]);
+    }
+  }
+  return new_ordered(view, order, name, heads_first);
+}
+
+Tensor heads_and_rows_swapped(Tensor view) {
+  std::swap(view.dims[1], view.dims[2]);
+  std::swap(view.strides[1], view.strides[2]);
+  return view;
 }
 
 StableIValue result(StableTensor&& tensor) {

@@ -54,8 +54,15 @@ struct TensorArgument {
 // A view of `tensor`, which outlives it. Of a scalar: one with ndim 0, which polyhead takes as not given.
 Tensor view_of(const StableTensor& tensor, const TensorArgument& argument);
 
-// A new contiguous tensor of `view`'s dtype and dims; `view` becomes its view.
-StableTensor new_tensor(Tensor& view, const char* name);
+// A new tensor of `view`'s dtype and dims, contiguous; `view` becomes its view. With heads_first, torch sees it with its
+// second and third dimension swapped.
+StableTensor new_tensor(Tensor& view, const char* name, bool heads_first = false);
+
+// The same, its dimensions in the order in which those of `like`, a 4-D tensor too, lie in memory.
+StableTensor new_tensor_like(Tensor& view, const Tensor& like, const char* name, bool heads_first);
+
+// [B, H, S, D] as [B, S, H, D], and back.
+Tensor heads_and_rows_swapped(Tensor view);
 
 // A result of a list type. Since torch 2.10.
 StableIValue list_result(std::vector<StableTensor>&& tensors);

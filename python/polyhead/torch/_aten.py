@@ -1,7 +1,6 @@
 """What the switch puts in the place of torch's own CPU kernels; each takes and gives what torch's does.
 
-Each factory gets torch's kernel, for the calls that are left to it, and returns ours. All are registered with the
-dispatcher's key set as first argument, which torch's kernel wants back.
+Each factory gets torch's kernel, for the calls that are left to it, and returns ours.
 """
 
 import torch
@@ -11,7 +10,7 @@ from torch.autograd import forward_ad
 from polyhead import Error
 from polyhead.torch import _ops, _report
 from polyhead.torch._options import ALIGNS
-from polyhead.torch._sdpa import check_tensors, scaled_dot_product_attention
+from polyhead.torch._sdpa import check_tensors, plain, scaled_dot_product_attention
 
 FLASH_IS_OFF = "flash attention is switched off (sdpa_kernel, torch.backends.cuda.enable_flash_sdp)"
 FLOAT64 = "float64: torch's own kernel is the faster one"
@@ -36,9 +35,13 @@ def why_not(query):
 def sdpa(theirs):
     """aten::scaled_dot_product_attention, with and without autograd."""
 
-    def ours(keys, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+    def ours(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
         reason = why_not(query)
         if reason is None:
+            if attn_mask is None and not dropout_p and not _transforms_active():
+                out = plain(query, key, value, is_causal, scale, enable_gqa)
+                if out is not None:
+                    return out
             arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             if not _transforms_active():
                 return scaled_dot_product_attention(*arguments)
@@ -47,9 +50,7 @@ def sdpa(theirs):
         if reason is not FLASH_IS_OFF:  # sizes that do not fit would take torch's flash kernel beyond its arrays
             check_tensors(query, key, value, attn_mask)
         _refuse("scaled_dot_product_attention", query, key, value, reason)
-        return theirs.call_boxed(
-            keys, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     return ours
 
@@ -57,12 +58,10 @@ def sdpa(theirs):
 def flash_forward(theirs):
     """aten::_scaled_dot_product_flash_attention_for_cpu: compiled graphs and vmap call it by this name."""
 
-    def ours(keys, query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
+    def ours(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
         if query.dtype not in _DTYPES:
             _refuse("_scaled_dot_product_flash_attention_for_cpu", query, key, value, why_not(query))
-            return theirs.call_boxed(
-                keys, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-            )
+            return theirs(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
         check_tensors(query, key, value, attn_mask)
         if dropout_p != 0:
             raise Error(f"dropout_p is {dropout_p}, must be 0: this operator cannot hand the seed to its backward")
@@ -79,15 +78,12 @@ def flash_forward(theirs):
 def flash_backward(theirs):
     """aten::_scaled_dot_product_flash_attention_for_cpu_backward."""
 
-    def ours(
-        keys, grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None
-    ):  # fmt: skip
+    def ours(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None):
         if query.dtype not in _DTYPES:
             _refuse("_scaled_dot_product_flash_attention_for_cpu_backward", query, key, value, why_not(query))
-            return theirs.call_boxed(
-                keys, grad_out, query, key, value, out, logsumexp, dropout_p, is_causal,
-                attn_mask=attn_mask, scale=scale,
-            )  # fmt: skip
+            return theirs(
+                grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )
         check_tensors(query, key, value, attn_mask)
         grads = _ops.attention_backward(
             grad_out.transpose(1, 2), None, *_bshd(query, key, value, out), logsumexp, 0b111,

@@ -118,7 +118,7 @@ def attention_forward(query, key, value, *options):
 
 
 class _PlainForward(Function):
-    """(query, key, value, causal, scale, align) -> out: as _AttentionForward, with little to unpack."""
+    """(query, key, value, causal, scale, align, heads_first) -> out: as _AttentionForward, with little to unpack."""
 
     @staticmethod
     def forward(ctx, query, key, value, *options):
@@ -133,15 +133,20 @@ class _PlainForward(Function):
         query_needs, key_needs, value_needs, *_ = ctx.needs_input_grad
         needs = query_needs + 2 * key_needs + 4 * value_needs
         if torch.is_grad_enabled():  # logsumexp has to be differentiable, which it is not here
-            options = plain_options(*ctx.options)
+            *options, heads_first = ctx.options
+            options = plain_options(*options)
+            if heads_first:
+                grad_out, query, key, value = (x.transpose(1, 2) for x in (grad_out, query, key, value))
             out, logsumexp, *_ = attention_forward(query, key, value, *options)
             tensors = (grad_out, None, query, key, value, out, logsumexp)
             grads = attention_backward(*tensors, needs, *options[:NUM_SHARED])[:3]
+            if heads_first:
+                grads = tuple(None if grad is None else grad.transpose(1, 2) for grad in grads)
         else:
             grads = _ops.backward_below_autograd(
                 grad_out, query, key, value, out, logsumexp, needs, *ctx.options
             )
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)
 
 
 def plain_options(causal, scale, align):
@@ -151,11 +156,14 @@ def plain_options(causal, scale, align):
 _apply_plain = super(Function, _PlainForward).apply
 
 
-def plain_forward(query, key, value, causal, scale, align):
-    """Out of tensors that nothing transforms or traces, with these options alone: where overhead would be felt."""
+def plain_forward(query, key, value, causal, scale, align, heads_first=False):
+    """Out of tensors that nothing transforms or traces, with these options alone: where overhead would be felt.
+
+    heads_first: the tensors are [B, H, S, D]; out then has the strides of empty_like(query) where Dv is D.
+    """
     if (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled():
-        return _apply_plain(query, key, value, causal, scale, align)
-    return _ops.forward_below_autograd(query, key, value, causal, scale, align, False)[0]
+        return _apply_plain(query, key, value, causal, scale, align, heads_first)
+    return _ops.forward_below_autograd(query, key, value, causal, scale, align, heads_first, False)[0]
 
 
 def is_plain():

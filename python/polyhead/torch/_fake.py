@@ -50,13 +50,24 @@ def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsume
     )
 
 
-def attention_forward_below_autograd(query, key, value, causal, scale, align, return_logsumexp):
+def attention_forward_below_autograd(query, key, value, causal, scale, align, heads_first, return_logsumexp):
+    if heads_first:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     out, logsumexp, _, _ = attention_forward(query, key, value)
+    if heads_first:
+        same = query.shape[-1] == value.shape[-1]
+        out = torch.empty_like(query).transpose(1, 2) if same else out.transpose(1, 2)
     return out, logsumexp if return_logsumexp else None
 
 
-def attention_backward_below_autograd(grad_out, query, key, value, out, logsumexp, needs, causal, scale, align):
-    return attention_backward(grad_out, None, query, key, value, out, logsumexp, needs)[:3]
+def attention_backward_below_autograd(
+    grad_out, query, key, value, out, logsumexp, needs, causal, scale, align, heads_first
+):  # fmt: skip
+    if not heads_first:
+        return attention_backward(grad_out, None, query, key, value, out, logsumexp, needs)[:3]
+    grad_out, query, key, value, out = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    grads = attention_backward(grad_out, None, query, key, value, out, logsumexp, needs)[:3]
+    return tuple(None if grad is None else grad.transpose(1, 2) for grad in grads)
 
 
 def merge_forward(outs, logsumexps):

@@ -45,13 +45,24 @@ def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsume
     return tuple(grads.get(name) for name in DIFFERENTIABLE)
 
 
-def attention_forward_below_autograd(query, key, value, causal, scale, align, return_logsumexp):
-    return attention_forward(query, key, value, *Options(causal, scale, align=align))[:2]
-
-
-def attention_backward_below_autograd(grad_out, query, key, value, out, logsumexp, needs, causal, scale, align):
+def attention_forward_below_autograd(query, key, value, causal, scale, align, heads_first, return_logsumexp):
     options = Options(causal, scale, align=align)
-    return attention_backward(grad_out, None, query, key, value, out, logsumexp, needs, *options)[:3]
+    if not heads_first:
+        return attention_forward(query, key, value, *options)[:2]
+    out, logsumexp, *_ = attention_forward(*(x.transpose(1, 2) for x in (query, key, value)), *options)
+    out = out.transpose(1, 2)
+    return torch.empty_like(query).copy_(out) if out.shape == query.shape else out, logsumexp
+
+
+def attention_backward_below_autograd(
+    grad_out, query, key, value, out, logsumexp, needs, causal, scale, align, heads_first
+):  # fmt: skip
+    options = Options(causal, scale, align=align)
+    if not heads_first:
+        return attention_backward(grad_out, None, query, key, value, out, logsumexp, needs, *options)[:3]
+    grad_out, query, key, value, out = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    grads = attention_backward(grad_out, None, query, key, value, out, logsumexp, needs, *options)[:3]
+    return tuple(None if grad is None else grad.transpose(1, 2) for grad in grads)
 
 
 def merge_forward(outs, logsumexps):

@@ -14,7 +14,7 @@ def native_multi_head_attention(theirs):
     """aten::_native_multi_head_attention: what torch.nn calls in eval without gradients, dense and nested."""
 
     def ours(
-        keys, query, key, value, embed_dim, num_head, qkv_weight, qkv_bias, proj_weight, proj_bias, mask=None,
+        query, key, value, embed_dim, num_head, qkv_weight, qkv_bias, proj_weight, proj_bias, mask=None,
         need_weights=True, average_attn_weights=True, mask_type=None,
     ):  # fmt: skip
         nested, itself = query.is_nested, query is key and key is value
@@ -26,8 +26,8 @@ def native_multi_head_attention(theirs):
         if reason is not None:
             shape = "nested" if nested else _shape(query.transpose(0, 1), key.transpose(0, 1), num_head)
             _report.count_refused("_native_multi_head_attention", shape, query.dtype, reason)
-            return theirs.call_boxed(
-                keys, query, key, value, embed_dim, num_head, qkv_weight, qkv_bias, proj_weight, proj_bias, mask,
+            return theirs(
+                query, key, value, embed_dim, num_head, qkv_weight, qkv_bias, proj_weight, proj_bias, mask,
                 need_weights, average_attn_weights, mask_type,
             )  # fmt: skip
         if nested:

@@ -19,9 +19,9 @@ SCHEMAS = {
     f"Tensor out, Tensor logsumexp, int needs, {SCHEMA}) -> {_GRADS}",
     # Of the commonest options alone: each argument costs a call 50 ns.
     "attention_forward.below_autograd": "(Tensor query, Tensor key, Tensor value, bool causal, float? scale, "
-    "int align, bool return_logsumexp) -> (Tensor out, Tensor logsumexp)",
+    "int align, bool heads_first, bool return_logsumexp) -> (Tensor out, Tensor logsumexp)",
     "attention_backward.below_autograd": "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor logsumexp, int needs, bool causal, float? scale, int align) -> "
+    "Tensor logsumexp, int needs, bool causal, float? scale, int align, bool heads_first) -> "
     "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
     "merge_forward": "(Tensor[] outs, Tensor[] logsumexps) -> (Tensor out, Tensor logsumexp)",
     "merge_backward": "(Tensor grad_out, Tensor? grad_logsumexp, Tensor[] outs, Tensor[] logsumexps, Tensor out, "

@@ -98,6 +98,7 @@ def report(reset: bool = False) -> Report:
         records.append(Record(op, shape, dtype, kernel or _chosen_kernel(shapes, dtype), None, count))
     for (op, shape, dtype, reason), count in refused.items():
         records.append(Record(op, shape, dtype, None, reason, count))
+    records.sort(key=lambda r: (r.kernel is None, r.shape, str(r.dtype), r.op.endswith("_backward")))
     return records
 
 

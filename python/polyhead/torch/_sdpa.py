@@ -3,9 +3,16 @@
 import math
 
 import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from polyhead import Error
+from polyhead.torch import _autograd
 from polyhead.torch._attention import attention
+from polyhead.torch._options import ALIGNS
+
+_TOP_LEFT = ALIGNS.index("top_left")
+_is_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 def scaled_dot_product_attention(
@@ -50,6 +57,15 @@ def scaled_dot_product_attention(
     >>> polyhead.torch.scaled_dot_product_attention(query, query, query, is_causal=True).shape
     torch.Size([1, 2, 5, 8])
     """
+    if (
+        attn_mask is None
+        and not dropout_p
+        and not (is_dynamo_compiling() or _is_autocast_enabled())
+        and _autograd.is_plain()
+    ):
+        out = plain(query, key, value, is_causal, scale, enable_gqa)
+        if out is not None:
+            return out
     check_tensors(query, key, value, attn_mask)
     lead = None
     if not _is_plain(query, key, value, enable_gqa):
@@ -77,6 +93,18 @@ def scaled_dot_product_attention(
     if lead is None:
         return out
     return out.reshape(*lead, *out.shape[1:]) if num_dims > 2 else out[0, 0]
+
+
+def plain(query, key, value, is_causal, scale, enable_gqa):
+    """Out of [B, H, S, D] tensors that nothing traces or transforms; None where a call takes more than this."""
+    if not type(query) is type(key) is type(value) is Tensor or not query.dim() == key.dim() == 4 or not query.is_cpu:
+        return None
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        return None
+    try:
+        return _autograd.plain_forward(query, key, value, is_causal, scale, _TOP_LEFT if is_causal else 0, True)
+    except (ValueError, NotImplementedError):
+        return None
 
 
 def check_tensors(query, key, value, attn_mask) -> None:

@@ -1,11 +1,13 @@
 """The switch: torch's own attention, computed by polyhead, for the whole process."""
 
 import contextlib
+import functools
 import warnings
 
 import torch
 import torch.compiler.config
 import torch.nn.functional as F
+from torch._C import DispatchKey
 from torch.nn.attention import (
     activate_flash_attention_impl,
     current_flash_attention_impl,
@@ -46,11 +48,11 @@ class _Installed:
             self._library = library = torch.library.Library("aten", "IMPL")
             undo.callback(_forget_resolved_kernels)
             undo.callback(self._forget_library)
-            theirs = [torch.library.get_kernel(f"aten::{name}", key) for name, key, _ in _OVER_THEIRS]
+            theirs = [_kernel(name, key) for name, key, _ in _OVER_THEIRS]
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Warning only once for all operators")  # that a kernel is replaced
                 for (name, key, ours), kernel in zip(_OVER_THEIRS, theirs):
-                    library.impl(name, ours(kernel), key, with_keyset=True)
+                    library.impl(name, ours(kernel), key)
             for name, ours in _NEW:
                 library.impl(name, ours, "CPU")
             del library
@@ -68,6 +70,12 @@ class _Installed:
 
     def remove(self):
         self._undo.close()
+
+
+def _kernel(name, key):
+    """aten's kernel as it is now, whatever is registered later."""
+    kernel, keys = torch.library.get_kernel(f"aten::{name}", key), torch._C.DispatchKeySet(getattr(DispatchKey, key))
+    return functools.partial(kernel.call_boxed, keys)
 
 
 def _forget_resolved_kernels():
