@@ -49,6 +49,21 @@ def test_opcheck_backward(case):
     opcheck(torch.ops.polyhead.attention_backward.default, (*arguments, *rest))
 
 
+@pytest.mark.parametrize("case", ["plain", "causal", "scale"])
+def test_opcheck_below_autograd(case):
+    operands, options = problem(case)
+    out, logsumexp = polyhead.torch.attention(*operands, **options, return_logsumexp=True)
+    given = (options.get("causal", False), options.get("scale"), 2)
+    checks = ("test_schema", "test_faketensor")  # autograd is what these leave to their caller
+    for heads_first in (False, True):
+        if heads_first:
+            *operands, out = (each.transpose(1, 2) for each in (*operands, out))
+        arguments = (*operands, *given, heads_first, True)
+        opcheck(torch.ops.polyhead.attention_forward.below_autograd, arguments, test_utils=checks)
+        arguments = (out, *operands, out, logsumexp, 5, *given, heads_first)
+        opcheck(torch.ops.polyhead.attention_backward.below_autograd, arguments, test_utils=checks)
+
+
 def test_opcheck_merge_and_dropout():
     outs, logsumexps = tensors((2, 5, 4, 6), (2, 5, 4, 6)), tensors((2, 4, 5), (2, 4, 5))
     opcheck(torch.ops.polyhead.merge_forward.default, (outs, logsumexps))
@@ -281,6 +296,13 @@ def test_seeds_come_from_torchs_generator():
     polyhead.torch.attention(query, key, value, dropout_p=0.5, dropout_seed=7)
     polyhead.torch.attention(query, key, value)
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_seed_is_on_the_cpu_whatever_the_default_device():
+    operands, _ = problem("plain")
+    with torch.device("meta"):
+        for options in ({}, {"dropout_seed": 3}):
+            assert polyhead.torch.attention(*operands, dropout_p=0.5, **options).device.type == "cpu"
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
