@@ -77,7 +77,8 @@ struct AttentionBlockState;  // src/layer/attention_block.cc
 class POLYHEAD_API AttentionBlock {
  public:
   const AttentionBlockDesc& desc() const;
-  const Layer& layer() const;  ///< for its weights: weights_bytes, weight_layout, weights_in
+  /// For its weights: weights_bytes, weight_layout, weights_in. Its own calls are the block's business.
+  const Layer& layer() const;
 
   size_t workspace_bytes() const;  ///< of forward
   size_t backward_workspace_bytes() const;

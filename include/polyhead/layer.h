@@ -172,6 +172,8 @@ struct LayerBackwardArgs {
 };
 
 struct LayerState;  // src/layer/state.h
+class AttentionBlock;
+struct AttentionBlockDesc;
 
 /// A checked desc with its plans. Immutable: one layer may run on many threads at once, each call with its own tensors,
 /// workspace and reserve. Running it allocates nothing. Copies share what they hold.
@@ -203,7 +205,8 @@ class POLYHEAD_API Layer {
 
  private:
   friend Result<Layer> layer(const LayerDesc&, const PlanOptions&);
-  friend class AttentionBlock;  // polyhead/block.h
+  friend class AttentionBlock;  // polyhead/block.h, likewise its maker
+  friend Result<AttentionBlock> attention_block(const AttentionBlockDesc&, const PlanOptions&);
   Layer() = default;
   std::shared_ptr<const LayerState> state_;
 };

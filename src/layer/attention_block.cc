@@ -148,16 +148,18 @@ size_t AttentionBlock::reserve_bytes() const { return state_->reserve_bytes; }
 
 Result<AttentionBlock> attention_block(const AttentionBlockDesc& desc, const PlanOptions& options) try {
   if (Status status = check_norm_desc(desc.norm); !status.ok()) return status;
-  Result<Layer> made_layer = layer(desc.layer, options);
-  if (!made_layer.ok()) return made_layer.status();
-  if (desc.layer.residual && made_layer->out_size() != desc.layer.query_size) {
+  Result<std::shared_ptr<const LayerState>> layer_state = make_layer_state(desc.layer, options, true);
+  if (!layer_state.ok()) return layer_state.status();
+  Layer made_layer;
+  made_layer.state_ = std::move(*layer_state);
+  if (desc.layer.residual && made_layer.out_size() != desc.layer.query_size) {
     return Status(StatusCode::kInvalidArgument,
-                  sentence("residual adds query to out: out size is ", made_layer->out_size(), ", must be query_size ",
+                  sentence("residual adds query to out: out size is ", made_layer.out_size(), ", must be query_size ",
                            desc.layer.query_size));
   }
   auto state = std::make_shared<AttentionBlockState>();
   state->desc = desc;
-  state->layer = std::move(*made_layer);
+  state->layer = std::move(made_layer);
   state->linear = linear::find_kernel(state->layer->kernel_name());
   state->executor = options.executor != nullptr ? options.executor : &default_executor();
   state->normed = desc.norm.kind != NormKind::kNone;

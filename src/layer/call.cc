@@ -105,15 +105,15 @@ Call::Call(const LayerState& s, const LayerForwardArgs& a, const Activations& ac
       memory_(static_cast<char*>(memory)),
       mask_(mask) {}
 
-Tensor Call::in_memory(const Projected& at, int i) const {
+Tensor Call::in_memory(char* memory, const Projected& at, int i) const {
   const Projection& p = state.projections[i];
-  return rows_of_heads(memory_ + at.offset[i], state.desc.dtype, {state.desc.batch, p.beams, steps(i), p.heads, p.dim},
+  return rows_of_heads(memory + at.offset[i], state.desc.dtype, {state.desc.batch, p.beams, steps(i), p.heads, p.dim},
                        at.row_stride[i]);
 }
 
 Tensor Call::projected(int i) const {
   if (i != kQuery && cache(i).given()) return is_step(args) ? at_step(cache(i), 2, args.step) : cache(i);
-  return state.projections[i].on ? in_memory(activations_.projected, i) : Tensor();
+  return state.projections[i].on ? in_memory(memory_, activations_.projected, i) : Tensor();
 }
 
 Tensor Call::attended(int i) const {
@@ -123,7 +123,7 @@ Tensor Call::attended(int i) const {
     if (!p.on) all.dims[3] = p.heads, all.strides[3] = 0;
     return all;
   }
-  return p.on ? in_memory(activations_.projected, i) : same_for_heads(input(i), p.heads);
+  return p.on ? in_memory(memory_, activations_.projected, i) : same_for_heads(input(i), p.heads);
 }
 
 Tensor Call::attention_out() const {
@@ -141,7 +141,11 @@ Tensor Call::attention_out() const {
   return out;
 }
 
-Tensor Call::gradient(int i) const { return in_memory(activations_.gradients, i); }
+Tensor Call::gradient(int i) const { return in_memory(gradient_memory(), state.gradients.projected, i); }
+
+char* Call::gradient_memory() const {
+  return static_cast<char*>(state.gradients.in_workspace ? args.workspace : args.reserve);
+}
 
 Tensor Call::attn_mask() const { return is_step(args) ? at_step(args.attn_mask, 2, args.step) : args.attn_mask; }
 

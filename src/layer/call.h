@@ -35,8 +35,9 @@ class Call {
   // What attention reads, likewise.
   Tensor attended(int i) const;
   Tensor attention_out() const;  // [B, N, Sq, H, Dv]
-  // Gradients of q, k and v; when training.
+  // Of q, k or v; when training.
   Tensor gradient(int i) const;
+  char* gradient_memory() const;  // what state.gradients counts from
 
   // The call of attention on beam n, without a workspace.
   ForwardArgs attention(int64_t n) const;
@@ -48,7 +49,7 @@ class Call {
 
  private:
   int64_t steps(int i) const { return is_step(args) ? 1 : state.projections[i].steps; }
-  Tensor in_memory(const Projected& at, int i) const;
+  Tensor in_memory(char* memory, const Projected& at, int i) const;
   const Tensor& cache(int i) const { return i == kKey ? args.key_cache : args.value_cache; }
   Tensor window_mask() const;
 

@@ -120,7 +120,8 @@ Status make_plans(LayerState& s, const PlanOptions& options) {
 
 }  // namespace
 
-Result<Layer> layer(const LayerDesc& desc, const PlanOptions& options) try {
+Result<std::shared_ptr<const LayerState>> make_layer_state(const LayerDesc& desc, const PlanOptions& options,
+                                                           bool gradients_in_workspace) {
   if (Status status = check_layer_desc(desc); !status.ok()) return status;
   auto state = std::make_shared<LayerState>();
   LayerState& s = *state;
@@ -134,12 +135,19 @@ Result<Layer> layer(const LayerDesc& desc, const PlanOptions& options) try {
   if (Status status = make_plans(s, options); !status.ok()) return status;
   lay_out_weights(s, weights);
   s.weights_bytes = weights.bytes();
+  s.gradients.in_workspace = gradients_in_workspace;
   if (!weights.fits() || !lay_out_memory(s)) {
     return Status(StatusCode::kInvalidArgument, "the layer is too large: its memory passes the address space");
   }
   s.fingerprint = fingerprint_of(desc);
+  return std::shared_ptr<const LayerState>(std::move(state));
+}
+
+Result<Layer> layer(const LayerDesc& desc, const PlanOptions& options) try {
+  Result<std::shared_ptr<const LayerState>> state = make_layer_state(desc, options, false);
+  if (!state.ok()) return state.status();
   Layer made;
-  made.state_ = std::move(state);
+  made.state_ = std::move(*state);
   return made;
 } catch (const std::bad_alloc&) {
   return out_of_memory();

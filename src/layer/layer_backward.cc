@@ -179,8 +179,7 @@ class Backward {
                      args_.grad_alibi_slopes.given();
     if (!any) return {};
     if (s_.desc.beam > 1) {
-      const size_t first = s_.reserve.gradients.offset[kQuery];
-      std::memset(static_cast<char*>(forward_.reserve) + first, 0, s_.reserve.bytes - first);
+      std::memset(call_.gradient_memory() + s_.gradients.begin, 0, s_.gradients.end - s_.gradients.begin);
     }
     for (int64_t n = 0; n < s_.desc.beam; ++n) {
       BackwardArgs one;

@@ -46,10 +46,15 @@ Activations take_activations(const LayerState& s, bool training, MemoryMap& map)
   }
   if (training) {
     at.logsumexp = map.take({s.tokens_q(), desc.num_heads}, statistic_bytes(desc.dtype));
-    at.gradients = take_projected(s, true, map);
   }
   at.bytes = map.bytes();
   return at;
+}
+
+void take_gradients(LayerState& s, MemoryMap& map) {
+  s.gradients.begin = map.bytes();
+  s.gradients.projected = take_projected(s, true, map);
+  s.gradients.end = map.bytes();
 }
 
 size_t mask_bytes(const AttentionDesc& attention) {
@@ -144,6 +149,8 @@ bool lay_out_memory(LayerState& s) {
   const size_t element = dtype_size_bytes(s.desc.dtype);
   MemoryMap reserve, forward, backward;
   s.reserve = take_activations(s, true, reserve);
+  if (!s.gradients.in_workspace) take_gradients(s, reserve);
+  s.reserve.bytes = reserve.bytes();
 
   s.forward.activations = take_activations(s, false, forward);
   s.forward.window_mask = forward.take_bytes(s.desc.has_windows ? mask_bytes(s.train->desc()) : 0);
@@ -163,6 +170,7 @@ bool lay_out_memory(LayerState& s) {
   s.backward.window_mask = backward.take_bytes(s.desc.has_windows ? mask_bytes(s.train->desc()) : 0);
   s.backward.rows = backward.take_bytes(std::max(query_rows.bytes(), key_rows.bytes()));
   s.backward.grad_attention = backward.take({s.out_projected() ? s.tokens_q() : 0, s.heads_size}, element);
+  if (s.gradients.in_workspace) take_gradients(s, backward);
   if (!query_rows.fits() || !key_rows.fits() || !backward.fits()) return false;
   s.backward.shared = backward.take_bytes(backward_shared_bytes(s));
   s.backward.bytes = backward.bytes();

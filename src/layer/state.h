@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <optional>
 
 #include "linear/linear.h"
@@ -67,8 +68,14 @@ struct Activations {
   Projected projected;       // of the projections that are on
   size_t attention_out = 0;  // [B, N, Sq, H, Dv]
   size_t logsumexp = 0;      // [N, B, H, Sq]
-  Projected gradients;       // of q, k and v; when training
   size_t bytes = 0;
+};
+
+// Gradients of q, k and v: what backward_data hands on to backward_weights, which may be a call of its own.
+struct HeadGradients {
+  bool in_workspace = false;  // where both are one call, a block's; else in the reserve
+  Projected projected;
+  size_t begin = 0, end = 0;
 };
 
 struct ForwardScratch {
@@ -106,6 +113,7 @@ struct LayerState {
   Activations reserve;
   ForwardScratch forward;
   BackwardScratch backward;
+  HeadGradients gradients;
 
   bool out_projected() const { return desc.out_proj_size > 0; }
   int64_t tokens_q() const { return desc.batch * desc.beam * desc.seqlen_q; }
@@ -122,6 +130,10 @@ void lay_out_weights(LayerState& state, MemoryMap& map);
 LayerWeights tensors_of(const LayerState& state, void* buffer);
 Tensor& weight_of(LayerWeights& weights, WeightKind kind);
 const Tensor& weight_of(const LayerWeights& weights, WeightKind kind);
+
+// layer.cc: what layer() makes, for a caller who keeps the gradients of q, k and v in the workspace, or not.
+Result<std::shared_ptr<const LayerState>> make_layer_state(const LayerDesc& desc, const PlanOptions& options,
+                                                           bool gradients_in_workspace);
 
 // memory.cc: fills the maps. False if they leave the address space.
 bool lay_out_memory(LayerState& state);
