@@ -74,9 +74,18 @@ Cache& cache() {
 Result<std::shared_ptr<const Plan>> cached_plan(const AttentionDesc& desc, std::string_view kernel,
                                                 Executor* executor) {
   Key key = key_of(desc, kernel, executor);
+  thread_local Key last_key;
+  thread_local std::shared_ptr<const Plan> last;  // most calls are like the one before
+  if (last && key == last_key) return last;
+
   Cache& known = cache();
   const std::lock_guard lock(known.mutex);
-  if (const auto found = known.plans.find(key); found != known.plans.end()) return found->second;
+  const auto found = known.plans.find(key);
+  if (found != known.plans.end()) {
+    last_key = std::move(key);
+    last = found->second;
+    return last;
+  }
 
   Result<Plan> made = plan(desc, {.kernel = kernel, .executor = executor});
   if (!made.ok()) return made.status();

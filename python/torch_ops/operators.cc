@@ -33,7 +33,7 @@ std::shared_ptr<const Plan> plan_of(const Operands& operands) {
   return *plan;
 }
 
-// Those of the overloads below_autograd.
+// Those of the overloads below_autograd and inference.
 Options plain_options(ArgumentReader& arguments) {
   Options options;
   options.causal = arguments.flag();
@@ -103,18 +103,26 @@ void attention_forward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_
   stack[3] = result(std::move(column_sums));
 }
 
-void plain_forward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
-  check_counts("attention_forward.below_autograd", num_inputs, 8);
+void forward_below_autograd(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
+  check_counts("attention_forward.below_autograd", num_inputs, 7);
   ArgumentReader arguments(stack);
   const StableTensor query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
   const Options options = plain_options(arguments);
-  const bool return_logsumexp = arguments.flag();
-
   Operands operands(query, key, value, options);
-  if (return_logsumexp) operands.args.logsumexp = logsumexp_shape(operands.desc);
+  operands.args.logsumexp = logsumexp_shape(operands.desc);
   StableTensor logsumexp, weights, column_sums;
   stack[0] = result(run_forward(operands, logsumexp, weights, column_sums));
   stack[1] = result(std::move(logsumexp));
+}
+
+void forward_inference(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
+  check_counts("attention_forward.inference", num_inputs, 7);
+  ArgumentReader arguments(stack);
+  const StableTensor query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
+  const Options options = plain_options(arguments);
+  Operands operands(query, key, value, options);
+  StableTensor logsumexp, weights, column_sums;
+  stack[0] = result(run_forward(operands, logsumexp, weights, column_sums));
 }
 
 // The tensors of a backward call beside query, key, value and the options.
@@ -185,7 +193,7 @@ void attention_backward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num
   for (size_t i = 0; i < grads.size(); ++i) stack[i] = result(std::move(grads[i]));
 }
 
-void plain_backward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
+void backward_below_autograd(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
   check_counts("attention_backward.below_autograd", num_inputs, 11);
   ArgumentReader arguments(stack);
   const StableTensor grad_out = arguments.tensor();
@@ -203,9 +211,10 @@ bool register_kernels() {
   TorchLibraryHandle library = nullptr;  // never deleted: that would take the kernels away
   return aoti_torch_library_init_impl("polyhead", "CPU", __FILE__, __LINE__, &library) == 0 &&
          aoti_torch_library_impl(library, "attention_forward", attention_forward) == 0 &&
-         aoti_torch_library_impl(library, "attention_forward.below_autograd", plain_forward) == 0 &&
+         aoti_torch_library_impl(library, "attention_forward.below_autograd", forward_below_autograd) == 0 &&
+         aoti_torch_library_impl(library, "attention_forward.inference", forward_inference) == 0 &&
          aoti_torch_library_impl(library, "attention_backward", attention_backward) == 0 &&
-         aoti_torch_library_impl(library, "attention_backward.below_autograd", plain_backward) == 0 &&
+         aoti_torch_library_impl(library, "attention_backward.below_autograd", backward_below_autograd) == 0 &&
          register_merge(library);
 }
 

@@ -58,8 +58,9 @@ def test_opcheck_below_autograd(case):
     for heads_first in (False, True):
         if heads_first:
             *operands, out = (each.transpose(1, 2) for each in (*operands, out))
-        arguments = (*operands, *given, heads_first, True)
+        arguments = (*operands, *given, heads_first)
         opcheck(torch.ops.polyhead.attention_forward.below_autograd, arguments, test_utils=checks)
+        opcheck(torch.ops.polyhead.attention_forward.inference, arguments, test_utils=checks)
         arguments = (out, *operands, out, logsumexp, 5, *given, heads_first)
         opcheck(torch.ops.polyhead.attention_backward.below_autograd, arguments, test_utils=checks)
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from polyhead import Error
@@ -15,6 +16,7 @@ from polyhead.torch._options import (
 )  # fmt: skip
 
 _is_autocast_enabled = torch._C._is_any_autocast_enabled
+_transforms_active = torch._C._are_functorch_transforms_active
 
 
 def _tensors_only(**operands):
@@ -127,11 +129,12 @@ def attention(
     if (
         nothing_else
         and type(query) is type(key) is type(value) is Tensor
-        and not (return_logsumexp or is_dynamo_compiling() or _is_autocast_enabled())
-        and _autograd.is_plain()
+        and not (return_logsumexp or is_dynamo_compiling() or _is_autocast_enabled() or _transforms_active())
+        and forward_ad._current_level < 0
     ):
         try:
-            return _autograd.plain_forward(query, key, value, causal, scale, align_number(align))
+            number = 0 if align is None else align_number(align)
+            return _autograd.plain_forward(query, key, value, causal, scale, number)
         except ValueError as error:
             raise _named(error) from None
     _tensors_only(query=query, key=key, value=value)

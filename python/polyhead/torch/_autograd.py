@@ -122,7 +122,7 @@ class _PlainForward(Function):
 
     @staticmethod
     def forward(ctx, query, key, value, *options):
-        out, logsumexp = _ops.forward_below_autograd(query, key, value, *options, True)
+        out, logsumexp = _ops.forward_below_autograd(query, key, value, *options)
         ctx.save_for_backward(query, key, value, out, logsumexp)
         ctx.options = options
         return out
@@ -163,7 +163,7 @@ def plain_forward(query, key, value, causal, scale, align, heads_first=False):
     """
     if (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled():
         return _apply_plain(query, key, value, causal, scale, align, heads_first)
-    return _ops.forward_below_autograd(query, key, value, causal, scale, align, heads_first, False)[0]
+    return _ops.forward_inference(query, key, value, causal, scale, align, heads_first)
 
 
 def is_plain():

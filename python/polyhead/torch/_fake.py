@@ -50,14 +50,18 @@ def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsume
     )
 
 
-def attention_forward_below_autograd(query, key, value, causal, scale, align, heads_first, return_logsumexp):
+def attention_forward_below_autograd(query, key, value, causal, scale, align, heads_first):
     if heads_first:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     out, logsumexp, _, _ = attention_forward(query, key, value)
     if heads_first:
         same = query.shape[-1] == value.shape[-1]
         out = torch.empty_like(query).transpose(1, 2) if same else out.transpose(1, 2)
-    return out, logsumexp if return_logsumexp else None
+    return out, logsumexp
+
+
+def attention_forward_inference(query, key, value, causal, scale, align, heads_first):
+    return attention_forward_below_autograd(query, key, value, causal, scale, align, heads_first)[0]
 
 
 def attention_backward_below_autograd(

@@ -45,13 +45,17 @@ def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsume
     return tuple(grads.get(name) for name in DIFFERENTIABLE)
 
 
-def attention_forward_below_autograd(query, key, value, causal, scale, align, heads_first, return_logsumexp):
+def attention_forward_below_autograd(query, key, value, causal, scale, align, heads_first):
     options = Options(causal, scale, align=align)
     if not heads_first:
         return attention_forward(query, key, value, *options)[:2]
     out, logsumexp, *_ = attention_forward(*(x.transpose(1, 2) for x in (query, key, value)), *options)
     out = out.transpose(1, 2)
     return torch.empty_like(query).copy_(out) if out.shape == query.shape else out, logsumexp
+
+
+def attention_forward_inference(query, key, value, causal, scale, align, heads_first):
+    return attention_forward_below_autograd(query, key, value, causal, scale, align, heads_first)[0]
 
 
 def attention_backward_below_autograd(

@@ -19,7 +19,9 @@ SCHEMAS = {
     f"Tensor out, Tensor logsumexp, int needs, {SCHEMA}) -> {_GRADS}",
     # Of the commonest options alone: each argument costs a call 50 ns.
     "attention_forward.below_autograd": "(Tensor query, Tensor key, Tensor value, bool causal, float? scale, "
-    "int align, bool heads_first, bool return_logsumexp) -> (Tensor out, Tensor logsumexp)",
+    "int align, bool heads_first) -> (Tensor out, Tensor logsumexp)",
+    "attention_forward.inference": "(Tensor query, Tensor key, Tensor value, bool causal, float? scale, "
+    "int align, bool heads_first) -> Tensor",
     "attention_backward.below_autograd": "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
     "Tensor logsumexp, int needs, bool causal, float? scale, int align, bool heads_first) -> "
     "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
@@ -41,7 +43,7 @@ for _name in SCHEMAS:
     if not _in_cpp or _name == "dropout_mask" or (_name.startswith("merge") and not _HAS_LISTS):
         _library.impl(_name, getattr(_fallback, _function), "CPU")
     torch.library.register_fake(f"polyhead::{_name}", getattr(_fake, _function), lib=_library)
-    if _name.endswith(".below_autograd"):
+    if "." in _name:
         _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 for _name in ("attention_forward", "attention_backward"):
     torch.library.register_vmap(f"polyhead::{_name}", getattr(_batching, _name), lib=_library)
@@ -56,6 +58,7 @@ attention_forward = torch.ops.polyhead.attention_forward.default
 attention_backward = torch.ops.polyhead.attention_backward.default
 # For _autograd.py alone. Called without the Python frame of OpOverload.__call__.
 forward_below_autograd = torch.ops.polyhead.attention_forward.below_autograd._op
+forward_inference = torch.ops.polyhead.attention_forward.inference._op
 backward_below_autograd = torch.ops.polyhead.attention_backward.below_autograd._op
 merge_forward = torch.ops.polyhead.merge_forward.default
 merge_backward = torch.ops.polyhead.merge_backward.default
