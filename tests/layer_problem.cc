@@ -229,6 +229,10 @@ void add_edges(Problems& all) {
   all.add("no_keys", cross_attention(2, 3, 0), [](auto& p) { set_biases(p.desc), p.desc.residual = true; });
   all.add("no_queries", cross_attention(2, 0, 3), [](auto& p) { set_biases(p.desc); });
   all.add("no_batch", cross_attention(0, 3, 3), [](auto& p) { set_biases(p.desc); });
+  all.add("no_heads_no_out_projection", cross_attention(2, 3, 4),
+          [](auto& p) { p.desc.num_heads = p.desc.num_heads_kv = p.desc.out_proj_size = 0; });
+  all.add("no_values_no_out_projection", cross_attention(2, 3, 4),
+          [](auto& p) { p.desc.value_size = p.desc.value_proj_size = p.desc.out_proj_size = 0; });
   all.add("empty_inputs", cross_attention(2, 3, 4), [](auto& p) {
     p.desc.query_size = p.desc.value_size = 0;
     set_biases(p.desc);

@@ -97,6 +97,16 @@ ForwardArgs sequence_args(const LayerForwardArgs& args, int64_t n) {
   return one;
 }
 
+Tensor split_heads(const Tensor& t, int64_t heads, int64_t dim) {
+  Tensor apart = t;
+  apart.ndim = 5;
+  apart.dims[3] = heads;
+  apart.dims[4] = dim;
+  apart.strides[4] = t.dims[3] > 1 ? t.strides[3] : 1;  // of a dim of size 1 it may be any number
+  apart.strides[3] = dim * apart.strides[4];
+  return apart;
+}
+
 Call::Call(const LayerState& s, const LayerForwardArgs& a, const Activations& activations, void* memory, void* mask)
     : state(s),
       args(a),
@@ -132,13 +142,7 @@ Tensor Call::attention_out() const {
   if (training || !state.attention_writes_out()) {
     return rows_of_heads(memory_ + activations_.attention_out, state.desc.dtype, dims, state.heads_size);
   }
-  Tensor out = args.out;
-  out.ndim = 5;
-  out.dims[3] = q.heads;
-  out.dims[4] = v.dim;
-  out.strides[4] = args.out.strides[3];
-  out.strides[3] = v.dim * args.out.strides[3];
-  return out;
+  return split_heads(args.out, q.heads, v.dim);
 }
 
 Tensor Call::gradient(int i) const { return in_memory(gradient_memory(), state.gradients.projected, i); }

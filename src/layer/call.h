@@ -13,6 +13,9 @@ Tensor with_beam(const Tensor& t, int ndim);  // of a tensor that should have `n
 // Beam n of a tensor without its dim 1; of the only beam there is, where all share it.
 Tensor beam_of(const Tensor& t, int64_t n);
 
+// [batch, beam, time, heads * dim] as [batch, beam, time, heads, dim].
+Tensor split_heads(const Tensor& t, int64_t heads, int64_t dim);
+
 inline bool is_step(const LayerForwardArgs& args) { return args.step >= 0; }
 
 // Lengths and offsets of beam n, as attention takes them: those tensors alone.

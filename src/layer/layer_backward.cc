@@ -36,7 +36,7 @@ void copy_without_padding(const Tensor& from, const Tensor& lengths_q, const Ten
       }
       const int64_t at = b * from.strides[0] + n * from.strides[1] + t * from.strides[2];
       const char* row = static_cast<const char*>(from.data) + at * static_cast<int64_t>(element);
-      const int64_t step = from.strides[3] * static_cast<int64_t>(element);
+      const int64_t step = size > 1 ? from.strides[3] * static_cast<int64_t>(element) : 0;
       for (int64_t c = 0; c < size; ++c) std::memcpy(to + static_cast<size_t>(c) * element, row + c * step, element);
     }
   });
@@ -72,7 +72,7 @@ class Backward {
 
   Status data() const {
     const Tensor dY = s_.desc.output_dropout_p > 0 ? dropped_grad_out(args_.grad_out, {}) : args_.grad_out;
-    Tensor dO = heads_side_by_side(dY);
+    Tensor dO = split_heads(dY, s_.desc.num_heads, s_.projections[kValue].dim);
     if (s_.out_projected()) {
       dO = call_.attention_out();
       dO.data = workspace_ + s_.backward.grad_attention;
@@ -157,17 +157,6 @@ class Backward {
     epilogue.dropout = {s_.desc.output_dropout_p, forward_.output_dropout_seed, forward_.output_dropout_offset};
     sum_rows(token_matrix(from), token_matrix(copy), epilogue, sums);
     return copy;
-  }
-
-  Tensor heads_side_by_side(const Tensor& t) const {
-    Tensor heads = t;
-    const int64_t dim = s_.projections[kValue].dim;
-    heads.ndim = 5;
-    heads.dims[3] = s_.desc.num_heads;
-    heads.dims[4] = dim;
-    heads.strides[4] = t.strides[3];
-    heads.strides[3] = dim * t.strides[3];
-    return heads;
   }
 
   // Whether somebody wants the gradient of q, k or v.
