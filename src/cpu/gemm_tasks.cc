@@ -8,9 +8,9 @@ namespace polyhead::cpu {
 namespace {
 
 // Blocks of one thread's work. Rows share the packed columns of B, columns the packed rows of A: the more of both, the
-// less is packed and read again. A block's chunk of A (150 KiB) and its sums (590 KiB) are in a 1 MiB L2. Measured on
-// Zen 5 (2026-11-21, float32, one thread, GFLOP/s of 255 at [384, 4096] x [4096, 1024]; weights of 3072 tokens):
-// 192 x 512 226; 207, 96 x 1024 230; 214, 144 x 1024 236; 225.
+// less is packed and read again. A block's chunk of A (300 KiB) and its sums (590 KiB) are in a 1 MiB L2. Measured on
+// Zen 5 (2026-11-21, float32, one thread, GFLOP/s at [3072, 1024] x [1024, 1024]; weights of as many tokens): 144 x 512
+// 227; 221, 192 x 512 229; 220, 96 x 1024 236; 226, 144 x 1024 235; 227.
 constexpr int64_t kBlockRows = 144, kBlockColumns = 1024;
 
 int64_t whole(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
