@@ -36,8 +36,8 @@ std::vector<const linear::Kernel*> linear_kernels_to_test() {
   return list;
 }
 
-std::string difference(const Written& a, const Written& b) {
-  for (const Written* written : {&a, &b}) {
+std::string difference(const CallResult& a, const CallResult& b) {
+  for (const CallResult* written : {&a, &b}) {
     for (const std::string& fault : written->faults) return fault;
   }
   for (const auto& [name, array] : a.arrays) {
@@ -82,8 +82,8 @@ void* Operands::workspace(size_t bytes) {
   return workspace_.back().data();
 }
 
-Written Operands::written() {
-  Written written;
+CallResult Operands::written() {
+  CallResult written;
   for (const Place& place : places_) {
     if (place.output) {
       written.arrays[place.name] = place.placed.result(place.name.c_str(), &written.faults);

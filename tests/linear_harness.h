@@ -19,11 +19,11 @@ std::vector<const linear::Kernel*> linear_kernels_to_test();
 using Arrays = std::map<std::string, Array>;
 
 // What one call wrote, densely stored, and what it must not have done.
-struct Written {
+struct CallResult {
   Arrays arrays;
   std::vector<std::string> faults;
 };
-std::string difference(const Written& a, const Written& b);  // "" if all has the same bits
+std::string difference(const CallResult& a, const CallResult& b);  // "" if all has the same bits
 
 struct CallOptions {
   int threads = 1;  // 0: one thread, tasks in reverse order
@@ -45,7 +45,7 @@ class Operands {
   const void* vector(const char* name, const Array& array);
   void* workspace(size_t bytes);
 
-  Written written();  // once, after the call
+  CallResult written();  // once, after the call
 
  private:
   struct Place {
@@ -68,7 +68,7 @@ Array magnitudes(const Array& array);  // the absolute values, float64
 
 // One draw of a problem: what the definition gives, and what a kernel wrote.
 struct Draw {
-  Written got;
+  CallResult got;
   Arrays exact, naive, magnitude;
 };
 

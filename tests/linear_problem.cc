@@ -150,7 +150,8 @@ LinearInputs linear_inputs(const LinearProblem& p, uint64_t seed) {
   return in;
 }
 
-Written run(const linear::Kernel& kernel, const LinearProblem& p, const LinearInputs& in, const CallOptions& options) {
+CallResult run(const linear::Kernel& kernel, const LinearProblem& p, const LinearInputs& in,
+               const CallOptions& options) {
   Operands operands(options);
   Executor& threads = executor(options.threads);
   const Operations operations{[&](const linear::GemmDesc& d, const linear::GemmArgs& a) { kernel.gemm(d, a, threads); },

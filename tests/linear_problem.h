@@ -48,8 +48,8 @@ struct LinearInputs {
 LinearInputs linear_inputs(const LinearProblem& problem, uint64_t seed);
 
 // One call on a kernel.
-Written run(const linear::Kernel& kernel, const LinearProblem& problem, const LinearInputs& in,
-            const CallOptions& options = {});
+CallResult run(const linear::Kernel& kernel, const LinearProblem& problem, const LinearInputs& in,
+               const CallOptions& options = {});
 
 // What the definition gives, and the kernel on the same numbers.
 Draw draw(const linear::Kernel& kernel, const LinearProblem& problem, const LinearInputs& in,

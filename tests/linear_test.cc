@@ -109,7 +109,7 @@ TEST_P(Linear, SameBitsForAnyThreadsAndLayout) {
   for (const LinearProblem& p : linear_cases()) {
     if (!takes(p)) continue;
     const LinearInputs in = linear_inputs(p, p.seed);
-    const Written want = run(kernel_, p, in);
+    const CallResult want = run(kernel_, p, in);
     for (int threads : {2, 3, 7, 0}) {
       EXPECT_EQ(difference(run(kernel_, p, in, {threads}), want), "") << threads << " threads: " << line(kernel_, p);
     }

@@ -78,7 +78,7 @@ NormInputs widened(const NormInputs& in) {
 using Forward = std::function<void(const linear::NormForwardArgs&)>;
 using Backward = std::function<void(const linear::NormBackwardArgs&)>;
 
-Written forward(const Forward& call, const NormProblem& p, const NormInputs& in, const CallOptions& options) {
+CallResult forward(const Forward& call, const NormProblem& p, const NormInputs& in, const CallOptions& options) {
   Operands operands(options);
   const size_t rows = p.rows.size();
   const DType statistic = in.x.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
@@ -99,8 +99,8 @@ Written forward(const Forward& call, const NormProblem& p, const NormInputs& in,
   return operands.written();
 }
 
-Written backward(const linear::Kernel* kernel, const Backward& call, const NormProblem& p, const NormInputs& in,
-                 const CallOptions& options) {
+CallResult backward(const linear::Kernel* kernel, const Backward& call, const NormProblem& p, const NormInputs& in,
+                    const CallOptions& options) {
   Operands operands(options);
   const size_t rows = p.rows.size();
   linear::NormBackwardArgs args;
@@ -129,10 +129,12 @@ Written backward(const linear::Kernel* kernel, const Backward& call, const NormP
   return operands.written();
 }
 
-Written forward(const linear::Kernel& kernel, const NormProblem& p, const NormInputs& in, const CallOptions& options) {
+CallResult forward(const linear::Kernel& kernel, const NormProblem& p, const NormInputs& in,
+                   const CallOptions& options) {
   return forward([&](const auto& args) { kernel.norm_forward(args, executor(options.threads)); }, p, in, options);
 }
-Written backward(const linear::Kernel& kernel, const NormProblem& p, const NormInputs& in, const CallOptions& options) {
+CallResult backward(const linear::Kernel& kernel, const NormProblem& p, const NormInputs& in,
+                    const CallOptions& options) {
   return backward(
       &kernel, [&](const auto& args) { kernel.norm_backward(args, executor(options.threads)); }, p, in, options);
 }
@@ -207,7 +209,7 @@ NormInputs backward_inputs(const linear::Kernel& kernel, const NormProblem& p, u
   NormProblem whole = p;
   whole.sum = p.residual;
   whole.statistics = true;
-  Written written = forward(kernel, whole, in, {});
+  CallResult written = forward(kernel, whole, in, {});
   if (p.residual) in.x = written.arrays.at("sum");
   in.residual = {};
   if (p.norm == Norm::kLayerNorm) in.mean = written.arrays.at("mean");
@@ -304,7 +306,7 @@ TEST_P(NormTest, SameBitsForAnyThreadsAndLayout) {
   for (const NormProblem& p : norm_cases()) {
     if (!takes(p)) continue;
     const NormInputs in = norm_inputs(p, p.seed), back = backward_inputs(kernel_, p, p.seed);
-    const Written want = forward(kernel_, p, in, {}), want_back = backward(kernel_, p, back, {});
+    const CallResult want = forward(kernel_, p, in, {}), want_back = backward(kernel_, p, back, {});
     for (int threads : {2, 3, 7, 0}) {
       EXPECT_EQ(difference(forward(kernel_, p, in, {threads}), want), "") << threads << ": " << line(kernel_, p);
       EXPECT_EQ(difference(backward(kernel_, p, back, {threads}), want_back), "")
@@ -328,7 +330,7 @@ TEST_P(NormTest, ComputesInPlace) {
     p.residual = p.sum = true;
     if (!takes(p)) continue;
     const NormInputs in = norm_inputs(p, 1);
-    const Written want = forward(kernel_, p, in, {});
+    const CallResult want = forward(kernel_, p, in, {});
     Array x = in.x, residual = in.residual, gamma = in.gamma, beta = in.beta;
     linear::NormForwardArgs args;
     args.norm = norm;
@@ -341,7 +343,7 @@ TEST_P(NormTest, ComputesInPlace) {
     EXPECT_EQ(difference("sum", residual, want.arrays.at("sum")), "");
 
     const NormInputs back = backward_inputs(kernel_, p, 1);
-    const Written want_back = backward(kernel_, p, back, {});
+    const CallResult want_back = backward(kernel_, p, back, {});
     Array grad = back.grad_y;
     linear::NormBackwardArgs b;
     b.norm = norm;
