@@ -215,6 +215,7 @@ def test_eval_of_every_mask(masking, dtype):
     with counted() as records, torch.no_grad():
         got = results(attend, layer, x)
     assert_taken(records, backward=False)
+    assert sum(record.count for record in records) == 4
     assert_exact(got, yardstick, exact)
 
 

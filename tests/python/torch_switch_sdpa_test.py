@@ -126,7 +126,7 @@ def test_opinfo_samples(function, dtype):
 
 
 def test_opinfo_samples_in_float64():
-    """Ours by name computes them with the reference; under the switch they stay torch's, bit for bit, and it is said."""
+    """Ours by name computes them with the reference; under the switch they stay torch's bit for bit, and it is said."""
 
     def results(arguments, options):
         torch.manual_seed(SEED)

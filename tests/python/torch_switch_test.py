@@ -288,6 +288,26 @@ def test_func_grad():
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": torch.ones(5, 7).tril(2).bool()}])
+def test_second_derivatives(options):
+    """Which torch has on its math path alone."""
+
+    def second():
+        arguments = [draw(2, 4, s, 8) for s in (5, 7, 7)]
+        out = F.scaled_dot_product_attention(*arguments, **options)
+        first = torch.autograd.grad(out.square().sum(), arguments, create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in first), arguments)
+
+    torch.manual_seed(0)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = second()
+    torch.manual_seed(0)
+    with polyhead.torch.enabled():
+        got = second()
+    for ours, theirs in zip(got, expected):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
 def test_forward_mode_is_torchs():
     query, tangent = torch.randn(2, 1, 4, 5, 8)
 

@@ -100,6 +100,9 @@ def enable() -> None:
     padded positions the fast path of torch.nn.TransformerEncoder gives 0, as ever; at real positions, what the slow
     path gives.
 
+    `torch.vmap` calls one after another, as it does with torch's kernel; what torch would then compute by its math path
+    (dropout, gradients of masks, Dv other than D) it still does, unseen by `report`.
+
     Graphs that torch.compile made before keep what they were made with, but for calls of torch's flash kernel, which
     follow the switch. ``torch.compiler.reset()`` makes them anew.
 
