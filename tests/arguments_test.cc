@@ -73,6 +73,7 @@ const BadCall kBadCalls[] = {
     {as_it_is, [](auto& a) { a.key.strides[1] = kMax; }, "key reaches beyond the address space, by its strides"},
     {as_it_is, [](auto& a) { a.key.strides[1] = -kMax / 64; }, "key reaches beyond the address space, by its strides"},
     {as_it_is, [](auto& a) { a.out.strides[0] = kMax; }, "out reaches beyond the address space, by its strides"},
+    {as_it_is, [](auto& a) { a.out.strides[3] = -1; }, "out has stride -1 in dim 3, an output's must not be negative"},
     {as_it_is, [](auto& a) { a.out.strides[2] = 0; }, "out overlaps itself: two indices name one element"},
     {as_it_is, [](auto& a) { a.out.strides[2] = 5; }, "out overlaps itself: two indices name one element"},
     {as_it_is, [](auto& a) { a.logsumexp.strides[1] = 2; }, "logsumexp overlaps itself: two indices name one element"},

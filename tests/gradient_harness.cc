@@ -105,8 +105,9 @@ Gradients run(const Kernel& kernel, const AttentionDesc& desc, const BackwardInp
     const Array &input = in.forward.*kGradients[n].input, &before = in.before.*kGradients[n].gradient;
     const std::vector<int64_t> dims = asked >> n & 1 ? input.dims : std::vector<int64_t>();
     const Layout output_layout = inputs.next_layout();
-    outputs.push_back(in.accumulate && !dims.empty() ? Placed::accumulator(before, output_layout, options.guard)
-                                                     : Placed::output(input.dtype, dims, output_layout, options.guard));
+    outputs.push_back(in.accumulate && !dims.empty()
+                          ? Placed::accumulator(before, output_layout, options.guard, Written::kGradient)
+                          : Placed::output(input.dtype, dims, output_layout, options.guard, Written::kGradient));
     args.*kGradients[n].tensor = outputs.back().tensor();
   }
 

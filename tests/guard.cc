@@ -55,7 +55,7 @@ bool repeats(const Array& a, size_t n) {
 }
 
 // Sets the strides of `t`, whose dims are set. `values` (null for an output) tells what the expanded layout may repeat.
-void set_strides(Tensor& t, Layout layout, const Array* values) {
+void set_strides(Tensor& t, Layout layout, const Array* values, bool may_be_negative) {
   int64_t stride = layout == Layout::kPadded || (layout == Layout::kTransposed && t.ndim == 1) ? 2 : 1;
   const std::vector<int> order = memory_order(layout, t.ndim);
   for (size_t n = order.size(); n-- > 0;) {
@@ -66,7 +66,7 @@ void set_strides(Tensor& t, Layout layout, const Array* values) {
     if (!repeated) stride *= std::max<int64_t>(t.dims[dim], 1);
     if (layout == Layout::kPadded) stride += 3;
     if (layout == Layout::kQkv && t.ndim >= 3 && dim == t.ndim - 2) stride *= 3;  // heads of q, k and v in one row
-    if (layout == Layout::kNegative) t.strides[dim] = -t.strides[dim];
+    if (layout == Layout::kNegative && may_be_negative) t.strides[dim] = -t.strides[dim];
   }
   if (layout != Layout::kJunk) return;
   constexpr int64_t kJunkStrides[] = {0, 99990001, 7, 3331333, 1};
@@ -151,20 +151,20 @@ void Placed::fill(const Array& array) {
 Placed Placed::input(const Array& array, Layout layout, Guard guard) {
   if (!array.given()) return Placed(Tensor(), GuardedBytes(0, guard, kPoison));
   Tensor t = view(array);
-  set_strides(t, layout, &array);
+  set_strides(t, layout, &array, true);
   Placed placed = place(t, guard, kPoison);
   placed.fill(array);
   placed.before_.assign(placed.bytes_.data(), placed.bytes_.data() + placed.bytes_.size());
   return placed;
 }
 
-Placed Placed::output(DType dtype, const std::vector<int64_t>& dims, Layout layout, Guard guard) {
+Placed Placed::output(DType dtype, const std::vector<int64_t>& dims, Layout layout, Guard guard, Written kind) {
   if (dims.empty()) return Placed(Tensor(), GuardedBytes(0, guard, kCanary));
   Tensor t;
   t.dtype = dtype;
   t.ndim = static_cast<int32_t>(dims.size());
   std::copy(dims.begin(), dims.end(), t.dims);
-  set_strides(t, layout, nullptr);
+  set_strides(t, layout, nullptr, kind == Written::kGradient);
   Placed placed = place(t, guard, kCanary);
   const int64_t element = static_cast<int64_t>(dtype_size_bytes(dtype));
   uint8_t* data = static_cast<uint8_t*>(placed.tensor_.data);
@@ -174,8 +174,8 @@ Placed Placed::output(DType dtype, const std::vector<int64_t>& dims, Layout layo
   return placed;
 }
 
-Placed Placed::accumulator(const Array& array, Layout layout, Guard guard) {
-  Placed placed = output(array.dtype, array.dims, layout, guard);
+Placed Placed::accumulator(const Array& array, Layout layout, Guard guard, Written kind) {
+  Placed placed = output(array.dtype, array.dims, layout, guard, kind);
   if (array.given()) placed.fill(array);
   return placed;
 }

@@ -32,15 +32,18 @@ class GuardedBytes {
   size_t size_ = 0;
 };
 
+enum class Written { kOutput, kGradient };  // a gradient may have negative strides
+
 // An array laid out in guarded memory. Gaps between the elements hold NaN on inputs, canaries on outputs.
 class Placed {
  public:
   // An operand that holds `array`; not given if that is not.
   static Placed input(const Array& array, Layout layout, Guard guard);
   // An operand of that type and those dims. Its elements start as NaN with all bits set.
-  static Placed output(DType dtype, const std::vector<int64_t>& dims, Layout layout, Guard guard);
+  static Placed output(DType dtype, const std::vector<int64_t>& dims, Layout layout, Guard guard,
+                       Written kind = Written::kOutput);
   // An operand that is added to: an output that starts as `array`.
-  static Placed accumulator(const Array& array, Layout layout, Guard guard);
+  static Placed accumulator(const Array& array, Layout layout, Guard guard, Written kind = Written::kOutput);
 
   const Tensor& tensor() const { return tensor_; }
 

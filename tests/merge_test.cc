@@ -414,6 +414,8 @@ const BadCall kBadMerges[] = {
      "merged.logsumexp has 2 dims, expected 3: [batch, num_heads, seqlen_q]"},
     {[](auto& t) { t.merged.out.data = static_cast<char*>(t.merged.out.data) + 2; },
      "merged.out is not aligned to its elements of 4 bytes"},
+    {[](auto& t) { t.merged.out.strides[1] = -30; },
+     "merged.out has stride -30 in dim 1, an output's must not be negative"},
     {[](auto& t) { t.merged.logsumexp.strides[2] = 0; },
      "merged.logsumexp overlaps itself: two indices name one element"},
     {[](auto& t) { t.merged.logsumexp.data = t.merged.out.data; }, "merged.logsumexp overlaps merged.out"},

@@ -147,6 +147,9 @@ TEST(Dropout, BadInputIsNamedAndNothingIsWritten) {
   bad.data = nullptr;
   EXPECT_EQ(message(0.5, bad), "kept is null");
   bad = good;
+  bad.strides[3] = -1;
+  EXPECT_EQ(message(0.5, bad), "kept has stride -1 in dim 3, an output's must not be negative");
+  bad = good;
   bad.strides[1] = 0;
   EXPECT_EQ(message(0.5, bad), "kept overlaps itself: two indices name one element");
   bad = good;

@@ -64,7 +64,7 @@ enum class Layout {
   kTransposed,  // [B, H, D, S]: innermost stride not 1
   kPadded,      // every dim padded by an odd number of elements
   kJunk,        // dims of size 1 have strides that nobody may use
-  kNegative,    // all strides negative
+  kNegative,    // inputs and gradients: all strides negative
   kExpanded,    // inputs: stride 0 wherever the values allow
   kMixed,       // each operand another of these
 };

@@ -90,7 +90,7 @@ typedef struct polyhead_tensor {
   int32_t ndim;                        ///< 1 to 5; 0 = not given
   int32_t reserved;                    ///< 0
   int64_t dims[POLYHEAD_MAX_DIMS];     ///< at least 0
-  int64_t strides[POLYHEAD_MAX_DIMS];  ///< in elements, not bytes; negative too, 0 on inputs
+  int64_t strides[POLYHEAD_MAX_DIMS];  ///< in elements; inputs: 0 and negative too; gradients: negative too
 } polyhead_tensor;
 
 /// The view of a row-major array of `ndim` (1 to 5) dims on the CPU:

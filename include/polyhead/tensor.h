@@ -39,8 +39,8 @@ constexpr size_t dtype_size_bytes(DType dtype) {
 POLYHEAD_API const char* dtype_name(DType dtype);
 
 /// Non-owning view: pointer, dtype, device, dims, strides. Strides count elements, not bytes, and may be anything
-/// (0 and negative too) on inputs; an output's elements must lie apart. A default Tensor (ndim 0) means "not given".
-/// Inputs are never written through `data`.
+/// (0 and negative too) on inputs. The elements of an output or a gradient must lie apart, those of an output in
+/// ascending order. A default Tensor (ndim 0) means "not given". Inputs are never written through `data`.
 struct Tensor {
   static constexpr int kMaxDims = 5;
 

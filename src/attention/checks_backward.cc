@@ -42,13 +42,13 @@ Status add_gradients(const AttentionDesc& desc, const BackwardArgs& args, Operan
   if (bias.given() && !desc.attn_bias.given) return without("grad_attn_bias", "attn_bias");
   if (slopes.given() && desc.alibi_slopes_ndim == 0) return without("grad_alibi_slopes", "alibi_slopes");
   Status status;
-  if (query.given()) status = operands.add_query_like(Role::kOutput, "grad_query", query);
-  if (status.ok() && key.given()) status = operands.add_key_like(Role::kOutput, "grad_key", key);
-  if (status.ok() && value.given()) status = operands.add_value_like(Role::kOutput, "grad_value", value);
+  if (query.given()) status = operands.add_query_like(Role::kGradient, "grad_query", query);
+  if (status.ok() && key.given()) status = operands.add_key_like(Role::kGradient, "grad_key", key);
+  if (status.ok() && value.given()) status = operands.add_value_like(Role::kGradient, "grad_value", value);
   if (status.ok() && bias.given()) {
-    status = operands.add_broadcast(Role::kOutput, "grad_attn_bias", bias, desc.attn_bias);
+    status = operands.add_broadcast(Role::kGradient, "grad_attn_bias", bias, desc.attn_bias);
   }
-  if (status.ok() && slopes.given()) status = operands.add_slopes_like(Role::kOutput, "grad_alibi_slopes", slopes);
+  if (status.ok() && slopes.given()) status = operands.add_slopes_like(Role::kGradient, "grad_alibi_slopes", slopes);
   return status;
 }
 

@@ -80,7 +80,7 @@ class Shape {
     MemoryRange range;
     const Status status = packed_ ? check_tensor(name.text, t, dtype_, {rows_, heads_, dim_}, &range)
                                   : check_tensor(name.text, t, dtype_, {batch_, rows_, heads_, dim_}, &range);
-    return status.ok() && role == Role::kOutput ? check_writable(name.text, t) : status;
+    return status.ok() && role != Role::kInput ? check_writable(role, name.text, t) : status;
   }
 
   Status check_logsumexp(const Name& name, const Tensor& t, Role role) const {
@@ -88,7 +88,7 @@ class Shape {
     MemoryRange range;
     const Status status = packed_ ? check_tensor(name.text, t, sums, {heads_, rows_}, &range)
                                   : check_tensor(name.text, t, sums, {batch_, heads_, rows_}, &range);
-    return status.ok() && role == Role::kOutput ? check_writable(name.text, t) : status;
+    return status.ok() && role != Role::kInput ? check_writable(role, name.text, t) : status;
   }
 
   DType dtype_ = DType::kFloat32;
@@ -150,7 +150,7 @@ Status check_merge_backward(std::span<const Partial> parts, const Partial& merge
   if (status.ok()) status = shape.check({"parts", parts}, Role::kInput, Optional::kNone);
   if (status.ok()) status = shape.check({"merged", merged}, Role::kInput, Optional::kNone);
   if (status.ok()) status = shape.check({"grad_merged", grad_merged}, Role::kInput, Optional::kLogsumexp);
-  if (status.ok()) status = shape.check({"grad_parts", grad_parts}, Role::kOutput, Optional::kBoth);
+  if (status.ok()) status = shape.check({"grad_parts", grad_parts}, Role::kGradient, Optional::kBoth);
   if (!status.ok()) return status;
   bool asked = false;
   for (size_t i = 0; i < grad_parts.size(); ++i) {

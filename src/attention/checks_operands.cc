@@ -57,7 +57,12 @@ Status check_cumulative(const char* name, const Tensor& starts, const char* limi
 
 }  // namespace
 
-Status check_writable(const char* name, const Tensor& t) {
+Status check_writable(Role role, const char* name, const Tensor& t) {
+  for (int i = 0; i < t.ndim && role == Role::kOutput; ++i) {
+    if (t.dims[i] > 1 && t.strides[i] < 0) {
+      return invalid(sentence(name, " has stride ", t.strides[i], " in dim ", i, ", an output's must not be negative"));
+    }
+  }
   if (!overlaps_itself(t)) return {};
   return invalid(sentence(name, " overlaps itself: two indices name one element"));
 }
@@ -84,7 +89,7 @@ Status Operands::add(Role role, const char* name, const Tensor& t, DType dtype, 
   if (Status status = check_tensor(name, t, dtype, dims, &added.range); !status.ok()) return status;
   ++count_;
   if (role == Role::kInput || added.range.begin == added.range.end) return {};
-  if (Status status = check_writable(name, t); !status.ok()) return status;
+  if (Status status = check_writable(role, name, t); !status.ok()) return status;
   for (int i = 0; i < count_ - 1; ++i) {
     const Operand& other = operands_[i];
     if (added.range.intersects(other.range) && may_share_memory(t, *other.tensor)) {

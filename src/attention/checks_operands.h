@@ -20,13 +20,14 @@ struct Dim {
 };
 using Dims = std::initializer_list<Dim>;
 
-enum class Role { kInput, kOutput };
+enum class Role { kInput, kOutput, kGradient };
 
 // One tensor by itself: given, dtype, device, dims, pointer and strides. Fills the range of bytes that it touches.
 Status check_tensor(const char* name, const Tensor& t, DType dtype, Dims dims, MemoryRange* range);
 
-// Whether an output's elements lie apart. Its memory has passed check_tensor.
-Status check_writable(const char* name, const Tensor& t);
+// Whether the elements of what is written lie apart, and, but for gradients, in ascending order. Its memory has passed
+// check_tensor.
+Status check_writable(Role role, const char* name, const Tensor& t);
 
 // The operands of one call, each checked as it is added; outputs, which come last, against all before them. Allocates
 // nothing unless there is an error.

@@ -22,6 +22,12 @@ Status check_kept(const Tensor& kept) {
   }
   if (empty) return {};
   MemoryRange range;
+  for (int i = 0; i < 4; ++i) {
+    if (kept.dims[i] > 1 && kept.strides[i] < 0) {
+      return invalid(
+          sentence("kept has stride ", kept.strides[i], " in dim ", i, ", an output's must not be negative"));
+    }
+  }
   if (!memory_range(kept, &range)) return invalid("kept reaches beyond the address space");
   if (kept.data == nullptr) return invalid("kept is null");
   if (overlaps_itself(kept)) return invalid("kept overlaps itself: two indices name one element");
