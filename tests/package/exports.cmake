@@ -1,6 +1,6 @@
-# cmake -DLIBRARY=libpolyhead.so -DNM=nm -DHEADER=polyhead.h -P exports.cmake
+# cmake -DLIBRARY=libpolyhead.so -DNM=nm -DHEADERS=folder -P exports.cmake
 #
-# The shared library must export what exports.txt lists, no more and no less, and every function of polyhead.h. An
+# The shared library must export what exports.txt lists, no more and no less, and every function of the C headers. An
 # addition is listed on purpose; a removal or a changed signature breaks programs that are already linked.
 cmake_minimum_required(VERSION 3.25)
 execute_process(COMMAND ${NM} --dynamic --defined-only --demangle ${LIBRARY} OUTPUT_VARIABLE output
@@ -24,20 +24,22 @@ set(surplus ${exported})
 list(REMOVE_ITEM surplus ${listed})
 set(missing ${listed})
 list(REMOVE_ITEM missing ${exported})
-file(READ ${HEADER} header)
+file(READ ${HEADERS}/polyhead.h header)
+file(READ ${HEADERS}/polyhead_layer.h layer_header)
+string(APPEND header "${layer_header}")
 string(REGEX MATCHALL "POLYHEAD_API [a-z_ *]*(polyhead_[a-z_]+)\\(" declared "${header}")
 list(TRANSFORM declared REPLACE ".*[ *](polyhead_[a-z_]+)\\($" "\\1")
 list(LENGTH declared num_declared)
 foreach(name IN LISTS declared)
   if(NOT name IN_LIST exported)
-    list(APPEND missing "${name} (declared in polyhead.h)")
+    list(APPEND missing "${name} (declared in a C header)")
   endif()
 endforeach()
 list(JOIN surplus "\n  " surplus_lines)
 list(JOIN missing "\n  " missing_lines)
 if(surplus OR missing OR num_declared LESS 20)
   message(FATAL_ERROR "${LIBRARY}\nexports, but must not:\n  ${surplus_lines}\nmust export, but does not:\n  "
-    "${missing_lines}\nfunctions found in polyhead.h: ${num_declared}")
+    "${missing_lines}\nfunctions found in the C headers: ${num_declared}")
 endif()
 list(LENGTH exported num_exported)
-message(STATUS "${num_exported} symbols exported as listed, ${num_declared} of them declared in polyhead.h")
+message(STATUS "${num_exported} symbols exported as listed, ${num_declared} of them declared in C headers")
