@@ -253,6 +253,15 @@ def test_nested_input():
             torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_a_default_device_changes_nothing():
+    """Which is a mode that sees every call of torch's functions."""
+    x = torch.randn(2, 5, 16)
+    module = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+    with counted() as records, torch.device("cpu"):
+        module(x, x, x)
+    assert_taken(records, backward=False)
+
+
 def test_what_is_torchs_has_a_record():
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     module = torch.nn.MultiheadAttention(16, 4, batch_first=True, dtype=torch.float64).eval()

@@ -21,8 +21,8 @@ def native_multi_head_attention(theirs):
         reason = why_not(query)
         if reason is None and not itself:
             reason = "key or value is not query"
-        if reason is None and nested and (mask is not None or need_weights):
-            reason = "a nested tensor with a mask or returned weights"
+        if reason is None and nested and (mask is not None or need_weights or not query.size(0)):
+            reason = "a nested tensor with a mask, returned weights or no sequences"
         if reason is not None:
             shape = "nested" if nested else _shape(query.transpose(0, 1), key.transpose(0, 1), num_head)
             _report.count_refused("_native_multi_head_attention", shape, query.dtype, reason)
@@ -118,7 +118,7 @@ def multi_head_attention_forward(theirs):
 
 def _why_not_weights(query, key, value, embed_dim, num_heads, attn_mask, key_padding_mask):
     """Why multi_head_attention_forward is torch's; so are the calls for which it will raise an error of its own."""
-    if query.is_nested or torch.overrides.has_torch_function((query, key, value)):
+    if query.is_nested or any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in (query, key, value)):
         return "a nested tensor or a subclass of Tensor"
     if query.device.type != "cpu":
         return f"device {query.device.type}"
