@@ -168,7 +168,7 @@ def plain_forward(query, key, value, causal, scale, align, heads_first=False):
 
 def is_plain():
     """Whether no transform (torch.func) is at work and no forward-mode derivative."""
-    return not _transforms_active() and forward_ad._current_level < 0
+    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
 class _Backward:
