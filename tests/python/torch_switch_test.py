@@ -1,5 +1,7 @@
 """The switch itself: what it changes and restores, its report, and torch's machinery around attention."""
 
+import doctest
+import importlib
 import subprocess
 import sys
 import threading
@@ -222,6 +224,12 @@ def test_the_report():
     assert table[0].split() == ["op", "shape", "dtype", "kernel", "count"] and len(table) == 1 + len(records)
     assert "not taken: float64" in str(records) and repr(records) == str(records)
     assert polyhead.torch.report(reset=True) == records and polyhead.torch.report() == []
+
+
+@pytest.mark.parametrize("name", ["_report", "_sdpa", "_switch"])
+def test_docstrings(name):
+    result = doctest.testmod(importlib.import_module(f"polyhead.torch.{name}"))
+    assert result.attempted >= 3 and result.failed == 0
 
 
 def test_the_report_keeps_within_bounds():
