@@ -6,9 +6,9 @@
 #include <cstdlib>
 #include <string>
 
-#include "attention/choose.h"
 #include "attention/kernel.h"
 #include "attention/sequences.h"
+#include "core/choose.h"
 #include "small_call.h"
 
 namespace polyhead {

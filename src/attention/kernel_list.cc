@@ -4,6 +4,7 @@
 
 #include "attention/kernel.h"
 #include "attention/reference.h"
+#include "core/choose.h"
 #include "cpu/kernels.h"
 #include "polyhead/kernels.h"
 
@@ -20,6 +21,10 @@ std::span<const Kernel* const> kernel_list() {
     &kReference,
   };
   return kKernels;
+}
+
+Result<const Kernel*> choose_kernel(const AttentionDesc& desc, std::string_view name) {
+  return choose_asked(kernel_list(), desc, name);
 }
 
 // Usable on this machine: takes an ordinary problem in one dtype at least.

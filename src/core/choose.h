@@ -1,0 +1,60 @@
+// Which kernel of a list computes a problem: attention's and linear's lists alike.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+#include "core/forced_kernel.h"
+#include "core/sentence.h"
+#include "polyhead/status.h"
+
+namespace polyhead {
+
+inline void append_name(std::string& names, const char* name) {
+  if (!names.empty()) names += ", ";
+  names += name;
+}
+
+// The kernel that is called `name`, or with an empty name the first that can. An error lists what there is and why not.
+// `source` is where the name comes from: "kernel" or "POLYHEAD_KERNEL".
+template <class Kernels, class Problem>
+auto choose_among(const Kernels& kernels, const Problem& problem, std::string_view name, const char* source) {
+  using Pointer = std::remove_cv_t<std::remove_reference_t<decltype(kernels[0])>>;
+  using Chosen = Result<Pointer>;
+  if (name.empty()) {
+    std::string reasons;
+    for (const auto* kernel : kernels) {
+      const std::string reason = kernel->why_not(problem);
+      if (reason.empty()) return Chosen(kernel);
+      append_name(reasons, kernel->name);
+      reasons += sentence(" (", reason, ")");
+    }
+    return Chosen(Status(StatusCode::kUnsupported, sentence("no kernel can compute this: ", reasons)));
+  }
+  Pointer forced = nullptr;
+  std::string known, able;
+  for (const auto* kernel : kernels) {
+    append_name(known, kernel->name);
+    if (name == kernel->name) forced = kernel;
+  }
+  if (forced == nullptr) {
+    return Chosen(Status(StatusCode::kInvalidArgument, sentence(source, " is ", name, ", known are ", known)));
+  }
+  const std::string reason = forced->why_not(problem);
+  if (reason.empty()) return Chosen(forced);
+  for (const auto* kernel : kernels) {
+    if (kernel->why_not(problem).empty()) append_name(able, kernel->name);
+  }
+  return Chosen(Status(StatusCode::kUnsupported, sentence(source, " is ", name, ", which cannot compute this: ", reason,
+                                                          able.empty() ? "; no other can" : "; these can: ", able)));
+}
+
+// As a caller's option `name` asks, or, if that is empty, as POLYHEAD_KERNEL does.
+template <class Kernels, class Problem>
+auto choose_asked(const Kernels& kernels, const Problem& problem, std::string_view name) {
+  if (!name.empty()) return choose_among(kernels, problem, name, "kernel");
+  return choose_among(kernels, problem, forced_kernel(), "POLYHEAD_KERNEL");
+}
+
+}  // namespace polyhead
