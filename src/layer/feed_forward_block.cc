@@ -173,12 +173,6 @@ struct GemmCall {
 };
 
 void multiply(const FeedForwardBlockState& s, const GemmCall& call, void* workspace) {
-  linear::GemmDesc desc;
-  desc.m = call.c.rows.size();
-  desc.n = call.c.columns.size();
-  desc.k = call.a.columns.size();
-  desc.dtype = s.desc.dtype;
-  desc.split_k = call.split_k;
   linear::GemmArgs args;
   args.a = call.a;
   args.b = call.b;
@@ -186,7 +180,7 @@ void multiply(const FeedForwardBlockState& s, const GemmCall& call, void* worksp
   args.accumulate = call.accumulate;
   args.epilogue = call.epilogue;
   args.workspace = workspace;
-  s.linear->gemm(desc, args, *s.executor);
+  multiply(*s.linear, args, call.split_k, *s.executor);
 }
 
 void compute_forward(const FeedForwardBlockState& s, const FeedForwardBlockForwardArgs& args) {

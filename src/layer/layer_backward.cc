@@ -116,19 +116,13 @@ class Backward {
   // C = A B.
   void multiply(const linear::Matrix& a, const linear::Matrix& b, const linear::Matrix& c, bool split_k,
                 bool accumulate) const {
-    linear::GemmDesc desc;
-    desc.m = c.rows.size();
-    desc.n = c.columns.size();
-    desc.k = a.columns.size();
-    desc.dtype = s_.desc.dtype;
-    desc.split_k = split_k;
     linear::GemmArgs args;
     args.a = a;
     args.b = b;
     args.c = c;
     args.accumulate = accumulate;
     args.workspace = workspace_ + s_.backward.shared;
-    s_.linear->gemm(desc, args, *s_.executor);
+    polyhead::multiply(*s_.linear, args, split_k, *s_.executor);
   }
 
   // y = epilogue(x), and the sums over its rows, each if given.

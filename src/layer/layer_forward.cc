@@ -59,11 +59,6 @@ class Forward {
   }
 
   void multiply(const Product& product, linear::Epilogue epilogue) const {
-    linear::GemmDesc desc;
-    desc.m = product.x.rows.size();
-    desc.k = product.x.columns.size();
-    desc.n = product.y.columns.size();
-    desc.dtype = s_.desc.dtype;
     epilogue.bias = product.bias;
     linear::GemmArgs args;
     args.a = product.x;
@@ -71,7 +66,7 @@ class Forward {
     args.c = product.y;
     args.epilogue = epilogue;
     args.workspace = workspace_ + s_.forward.shared;
-    s_.linear->gemm(desc, args, *s_.executor);
+    polyhead::multiply(*s_.linear, args, false, *s_.executor);
   }
 
   void project() const {

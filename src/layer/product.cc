@@ -92,4 +92,14 @@ bool join(Product& first, const Product& next) {
   return true;
 }
 
+void multiply(const linear::Kernel& kernel, const linear::GemmArgs& args, bool split_k, Executor& executor) {
+  linear::GemmDesc desc;
+  desc.m = args.c.rows.size();
+  desc.n = args.c.columns.size();
+  desc.k = args.a.columns.size();
+  desc.dtype = args.a.dtype;
+  desc.split_k = split_k;
+  kernel.gemm(desc, args, executor);
+}
+
 }  // namespace polyhead

@@ -38,6 +38,9 @@ class Products {
   int count_ = 0;
 };
 
+// args.c = epilogue(args.a args.b), of the sizes and the type that the matrices have.
+void multiply(const linear::Kernel& kernel, const linear::GemmArgs& args, bool split_k, Executor& executor);
+
 bool same_matrix(const linear::Matrix& a, const linear::Matrix& b);
 
 }  // namespace polyhead
