@@ -24,6 +24,17 @@ void arrays_init(nb::module_& module);
 // Raises what `status` says, if it is not ok.
 void check(const Status& status);
 
+// check(run()), while other Python threads run.
+template <class Run>
+void run_without_gil(Run run) {
+  Status status;
+  {
+    nb::gil_scoped_release without_gil;
+    status = run();
+  }
+  check(status);
+}
+
 // The name of the object's type, and the beginning of str(object): for sentences.
 const char* type_name(PyObject* object);
 std::string text_of(PyObject* object);

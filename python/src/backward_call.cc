@@ -150,13 +150,8 @@ nb::object BackwardCall::run(const Plan& plan) {
   }
   if (gradients.size() == 0) return gradients;
 
-  Status status;
-  {
-    nb::gil_scoped_release without_gil;
-    backward_.forward = args_;
-    status = backward_with_workspace(plan, backward_);
-  }
-  check(status);
+  backward_.forward = args_;
+  run_without_gil([&] { return backward_with_workspace(plan, backward_); });
   return gradients;
 }
 

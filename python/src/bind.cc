@@ -96,12 +96,7 @@ nb::object new_dropout_mask(PyObject* const* arguments) {
   const uint64_t dropout_seed = seed_argument(arguments[2]);
   const uint32_t dropout_offset = dropout_offset_argument(arguments[3]);
   nb::object array = new_numpy_array(kept);
-  Status status;
-  {
-    nb::gil_scoped_release without_gil;
-    status = dropout_mask(dropout_p, dropout_seed, dropout_offset, kept);
-  }
-  check(status);
+  run_without_gil([&] { return dropout_mask(dropout_p, dropout_seed, dropout_offset, kept); });
   return array;
 }
 

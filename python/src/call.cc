@@ -26,17 +26,6 @@ constexpr ArrayArgument kCuSeqlensKArray = {"cu_seqlens_k", kIntegers, 1, 1, "[b
 
 }  // namespace
 
-Tensor widened_to_4d(const Tensor& view) {
-  Tensor wide = view;
-  wide.ndim = 4;
-  for (int i = 0; i < 4; ++i) {
-    const int from = i - (4 - view.ndim);
-    wide.dims[i] = from < 0 ? 1 : view.dims[from];
-    wide.strides[i] = from < 0 ? 0 : view.strides[from];
-  }
-  return wide;
-}
-
 Call::Call(PyObject* const* arguments) : arguments_(arguments) {
   read_operands();
   read_positions();
@@ -81,9 +70,7 @@ void Call::read_operands() {
 Tensor Call::broadcast_operand(Position position, const ArrayArgument& argument, BroadcastOperand& operand) {
   const Tensor given = view_of(arguments_[position], argument, held_[position]);
   const Tensor view = widened_to_4d(given);
-  operand.given = true;
-  operand.dtype = view.dtype;
-  for (int i = 0; i < 4; ++i) operand.dims[i] = view.dims[i];
+  operand = python::broadcast_operand(view);
   if (position == kAttnBias) attn_bias_ndim_ = given.ndim;
   return view;
 }

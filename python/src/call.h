@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "arrays.h"
+#include "broadcast.h"
 #include "polyhead/attention.h"
 
 namespace polyhead::python {
@@ -77,9 +78,6 @@ class Call {
   std::string_view kernel_;
   std::array<Held, kNumShared> held_;
 };
-
-// The view with as many leading dimensions of size 1 as make it 4-D: NumPy's rule of broadcasting.
-Tensor widened_to_4d(const Tensor& view);
 
 // polyhead.attention's call; explain reads it too.
 class ForwardCall : public Call {

@@ -61,12 +61,7 @@ nb::object ForwardCall::run(const Plan& plan) {
     returned = std::move(all);
   }
 
-  Status status;
-  {
-    nb::gil_scoped_release without_gil;
-    status = forward_with_workspace(plan, args_);
-  }
-  check(status);
+  run_without_gil([&] { return forward_with_workspace(plan, args_); });
   return returned;
 }
 

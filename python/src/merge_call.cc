@@ -98,16 +98,6 @@ Tensor whole_array(PyObject* object, const char* name, const char* dims, const T
   return view;
 }
 
-template <class Run>
-void run_without_gil(Run run) {
-  Status status;
-  {
-    nb::gil_scoped_release without_gil;
-    status = run();
-  }
-  check(status);
-}
-
 }  // namespace
 
 nb::object merge_parts(PyObject* const* arguments) {

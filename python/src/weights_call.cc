@@ -102,16 +102,6 @@ Tensor& tensor_of(LayerWeights& w, WeightKind kind) {
 
 const char* key_of(WeightKind kind) { return kKeys[static_cast<int>(kind)]; }
 
-template <class Run>
-void run_without_gil(Run run) {
-  Status status;
-  {
-    nb::gil_scoped_release without_gil;
-    status = run();
-  }
-  check(status);
-}
-
 // Of the layer's own form: the dims of each weight, by the views of "polyhead".
 Tensor dims_of(const WeightView& view, DType dtype) {
   Tensor tensor;

@@ -33,26 +33,7 @@ Tensor integers(const StableTensor& tensor, const char* name, const char* shape)
   return tensor.given() ? view_of(tensor, {name, 1, 1, shape}) : Tensor();
 }
 
-BroadcastOperand broadcast(const Tensor& view) {
-  BroadcastOperand operand;
-  operand.given = true;
-  operand.dtype = view.dtype;
-  for (int i = 0; i < 4; ++i) operand.dims[i] = view.dims[i];
-  return operand;
-}
-
 }  // namespace
-
-Tensor widened_to_4d(const Tensor& view) {
-  Tensor wide = view;
-  wide.ndim = 4;
-  for (int i = 0; i < 4; ++i) {
-    const int from = i - (4 - view.ndim);
-    wide.dims[i] = from < 0 ? 1 : view.dims[from];
-    wide.strides[i] = from < 0 ? 0 : view.strides[from];
-  }
-  return wide;
-}
 
 Options::Options(ArgumentReader& arguments)
     : causal(arguments.flag()),
@@ -128,12 +109,12 @@ void Operands::read_options(const Options& options) {
   desc.has_query_offsets = args.query_offsets.given();
   if (options.attn_bias.given()) {
     attn_bias = view_of(options.attn_bias, kBias);
-    args.attn_bias = widened_to_4d(attn_bias);
-    desc.attn_bias = broadcast(args.attn_bias);
+    args.attn_bias = python::widened_to_4d(attn_bias);
+    desc.attn_bias = python::broadcast_operand(args.attn_bias);
   }
   if (options.attn_mask.given()) {
-    args.attn_mask = widened_to_4d(view_of(options.attn_mask, kMask));
-    desc.attn_mask = broadcast(args.attn_mask);
+    args.attn_mask = python::widened_to_4d(view_of(options.attn_mask, kMask));
+    desc.attn_mask = python::broadcast_operand(args.attn_mask);
   }
   if (options.alibi_slopes.given()) {
     args.alibi_slopes = view_of(options.alibi_slopes, {"alibi_slopes", 1, 2, "[num_heads] or [batch, num_heads]"});

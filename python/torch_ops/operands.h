@@ -4,6 +4,7 @@
 #include <optional>
 #include <string_view>
 
+#include "broadcast.h"
 #include "polyhead/attention.h"
 #include "stable_tensor.h"
 
@@ -54,9 +55,6 @@ struct Operands {
   void read_options(const Options& options);
   void read_dropout(const Options& options);
 };
-
-// The view with as many leading dimensions of size 1 as make it 4-D: NumPy's rule of broadcasting.
-Tensor widened_to_4d(const Tensor& view);
 
 // The dtype of sums and statistics.
 inline DType sums_dtype(const AttentionDesc& desc) {

@@ -170,7 +170,7 @@ std::array<StableTensor, 5> run_backward(Operands& operands, const BackwardTenso
       gradient((needs & 8) != 0, operands.attn_bias, in.attn_bias.given(), "attn_bias", grad_attn_bias),
       gradient((needs & 16) != 0, in.alibi_slopes, in.alibi_slopes.given(), "alibi_slopes", args.grad_alibi_slopes),
   };
-  if ((needs & 8) != 0) args.grad_attn_bias = widened_to_4d(grad_attn_bias);
+  if ((needs & 8) != 0) args.grad_attn_bias = python::widened_to_4d(grad_attn_bias);
   args.forward = operands.args;
   if ((needs & 31) != 0) {
     check(python::backward_with_workspace(*plan, args));
