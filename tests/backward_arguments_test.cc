@@ -8,19 +8,8 @@
 #include <vector>
 
 #include "core/dtype.h"
+#include "count_allocations.h"
 #include "small_call.h"
-
-namespace {
-thread_local int64_t num_allocations = 0;
-}
-
-[[gnu::noinline]] void* operator new(size_t bytes) {
-  ++num_allocations;
-  if (void* memory = std::malloc(bytes > 0 ? bytes : 1)) return memory;
-  throw std::bad_alloc();
-}
-[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace polyhead {
 namespace {

@@ -1,3 +1,17 @@
+import pytest
+
+
+@pytest.fixture
+def one_thread():
+    """torch on one thread: with tiny operations more would only wait for one another."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def pytest_terminal_summary(terminalreporter):
     """One line that counts ONNX's node cases, whatever else is printed."""
     counts = {}

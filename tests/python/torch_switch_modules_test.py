@@ -18,20 +18,13 @@ from torch_switch_judge import (
     DTYPES, SEED, assert_exact, assert_no_worse, assert_taken, counted, gradients, in_double, kept, relative_errors,
 )  # fmt: skip
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MODULES = (
     "MultiheadAttention", "TransformerEncoder", "TransformerEncoderLayer", "TransformerDecoderLayer", "Transformer",
 )  # fmt: skip
 LOGITS = 200  # the samples reach 9 and meet weights of about 1, so scores reach some hundreds
 EVERY = int(os.environ.get("POLYHEAD_TEST_EVERY", "1"))  # one in so many samples
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny operations: more threads would only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def flat(outputs):

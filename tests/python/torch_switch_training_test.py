@@ -10,6 +10,8 @@ if torch is None:
 import polyhead.torch
 from torch_switch_judge import assert_taken, counted
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 200
 VOCABULARY, WIDTH, HEADS, SEQLEN, BATCH = 32, 32, 4, 24, 8
 
@@ -44,15 +46,6 @@ def losses(dtype):
         optimizer.step()
         found.append(loss.item())
     return torch.tensor(found)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny operations: more threads would only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype, apart", [(torch.float32, 5e-4), (torch.bfloat16, 1e-2)])
