@@ -148,6 +148,7 @@ struct FeedForwardBlockState;  // src/layer/feed_forward_block.cc
 class POLYHEAD_API FeedForwardBlock {
  public:
   const FeedForwardBlockDesc& desc() const;
+  const char* kernel_name() const;  ///< of the products
 
   size_t workspace_bytes() const;  ///< of forward
   size_t backward_workspace_bytes() const;

@@ -339,6 +339,7 @@ class FeedForwardBackward {
 const FeedForwardBlockDesc& FeedForwardBlock::desc() const { return state_->desc; }
 size_t FeedForwardBlock::workspace_bytes() const { return state_->forward_bytes; }
 size_t FeedForwardBlock::backward_workspace_bytes() const { return state_->backward_bytes; }
+const char* FeedForwardBlock::kernel_name() const { return state_->linear->name; }
 size_t FeedForwardBlock::reserve_bytes() const { return state_->reserve_bytes; }
 
 Result<FeedForwardBlock> feed_forward_block(const FeedForwardBlockDesc& desc, const PlanOptions& options) try {

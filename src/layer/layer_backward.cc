@@ -81,7 +81,9 @@ class Backward {
     if (s_.desc.has_windows) call_.fill_window_mask();
     if (Status status = attend(dO); !status.ok()) return status;
     input_gradients();
-    static_cast<ReserveHeader*>(forward_.reserve)->stage = ReserveHeader::kBackwardDataDone;
+    if (!s_.gradients.in_workspace) {  // a block calls backward_weights itself, and leaves its reserve as it is
+      static_cast<ReserveHeader*>(forward_.reserve)->stage = ReserveHeader::kBackwardDataDone;
+    }
     return {};
   }
 
@@ -260,8 +262,8 @@ Status Layer::backward_data(const LayerBackwardArgs& given) const try {
 
 Status Layer::backward_weights(const LayerBackwardArgs& given) const try {
   const LayerBackwardArgs args = with_beams(state_->desc, given);
-  if (Status status = check_backward_weights(*state_, args, ReserveHeader::kBackwardDataDone); !status.ok())
-    return status;
+  const auto stage = state_->gradients.in_workspace ? ReserveHeader::kForwardDone : ReserveHeader::kBackwardDataDone;
+  if (Status status = check_backward_weights(*state_, args, stage); !status.ok()) return status;
   Backward(*state_, args).weights();
   return {};
 } catch (const std::bad_alloc&) {
