@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "judge.h"
+#include "tools/bounds.h"
 
 namespace polyhead::testing {
 namespace {
@@ -353,7 +354,7 @@ std::string mismatch(const LayerProblem& problem, const Runner& runner) {
     for (size_t n = 0; n < g.size(); ++n) {
       const bool output = n < 2;
       if (!output && !got.grad_inputs[0].given()) continue;  // inference
-      auto [found, added] = errors.try_emplace(g[n].name, g[n].name, tools::Bound{output ? 2.0 : 3.0, 2, 64, true});
+      auto [found, added] = errors.try_emplace(g[n].name, g[n].name, tools::layer_bound(!output));
       found->second.add(*g[n].array, *exact[n].array, *naive[n].array,
                         [&](int64_t at) { return magnitude[n].array->at(at); });
       verdict += found->second.verdict();

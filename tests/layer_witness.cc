@@ -1,382 +1,33 @@
 #include "layer_witness.h"
 
-#include <cmath>
-
-#include "core/dtype.h"
-#include "core/philox.h"
+#include "tools/layer_truth.h"
 
 namespace polyhead::testing {
 namespace {
 
-// T's numbers, and beside them the sums of the absolute values of what was added.
-template <class T>
-struct Sums {
-  std::vector<T> value, magnitude;
-  explicit Sums(int64_t size = 0) : value(static_cast<size_t>(size)), magnitude(static_cast<size_t>(size)) {}
-  void add(int64_t n, T term, T size) {
-    value[static_cast<size_t>(n)] += term;
-    magnitude[static_cast<size_t>(n)] += size;
-  }
-  void add(int64_t n, T term) { add(n, term, std::fabs(term)); }
-  T operator[](int64_t n) const { return value[static_cast<size_t>(n)]; }
-  T size_of(int64_t n) const { return magnitude[static_cast<size_t>(n)]; }
-};
+tools::Numbers to_numbers(const Array& array) {
+  tools::Numbers numbers(array.dtype, array.dims);
+  for (int64_t n = 0; n < array.size(); ++n) numbers.values[static_cast<size_t>(n)] = array.at(n);
+  return numbers;
+}
 
-template <class T>
-class Witness {
- public:
-  Witness(const LayerProblem& problem, const LayerInputs& inputs, bool rounded)
-      : problem_(problem),
-        d_(problem.desc),
-        a_(problem.desc.attention),
-        in_(inputs),
-        rounded_(rounded),
-        H_(d_.num_heads),
-        G_(d_.num_heads_kv),
-        D_(head_dim_of(d_)),
-        Dv_(head_dim_v_of(d_)) {}
+Array to_array(const tools::Numbers& numbers) {
+  if (!numbers.given()) return {};
+  Array array(numbers.dtype, numbers.dims);
+  for (int64_t n = 0; n < array.size(); ++n) array.set(n, numbers.at(n));
+  return array;
+}
 
-  // values, and magnitudes if asked for.
-  void run(LayerResults* results, LayerResults* magnitude) {
-    q_ = project(in_.query, 0, d_.beam, d_.seqlen_q, H_, D_);
-    k_ = project(in_.key, 1, d_.beam_kv, d_.seqlen_k, G_, D_);
-    v_ = project(in_.value, 2, d_.beam_kv, d_.seqlen_k, G_, Dv_);
-    attend();
-    round(O_);
-    output();
-    output_backward();
-    attend_backward();
-    round(dq_), round(dk_), round(dv_);
-    project_backward(in_.query, 0, dq_, d_.beam, d_.seqlen_q, H_, D_);
-    project_backward(in_.key, 1, dk_, d_.beam_kv, d_.seqlen_k, G_, D_);
-    project_backward(in_.value, 2, dv_, d_.beam_kv, d_.seqlen_k, G_, Dv_);
-    store(*results, false);
-    if (magnitude != nullptr) store(*magnitude, true);
-  }
-
- private:
-  static T number(const Array& a, int64_t n) { return static_cast<T>(a.at(n)); }
-  const Array& weight(WeightKind kind) const { return in_.weights[static_cast<size_t>(kind)]; }
-  static WeightKind kind(int i) { return static_cast<WeightKind>(i); }
-
-  T rounded(T x) const {
-    if (rounded_) {
-      with_element_type(d_.dtype, [&](auto type) {
-        x = static_cast<T>(widen<double>(narrow<decltype(type)>(static_cast<double>(x))));
-      });
-    }
-    return x;
-  }
-  void round(Sums<T>& sums) const {
-    for (T& x : sums.value) x = rounded(x);
-  }
-
-  // [B, N, S, heads, dim]
-  Sums<T> project(const Array& x, int i, int64_t beams, int64_t steps, int64_t heads, int64_t dim) const {
-    const Array &w = weight(kind(i)), &bias = weight(kind(i + 4));
-    const int64_t tokens = d_.batch * beams * steps, size = x.dims[3], columns = heads * dim;
-    Sums<T> y(tokens * columns);
-    for (int64_t token = 0; token < tokens; ++token) {
-      for (int64_t c = 0; c < columns; ++c) {
-        if (!w.given()) {
-          y.add(token * columns + c, number(x, token * size + c % dim));
-          continue;
-        }
-        for (int64_t e = 0; e < size; ++e) {
-          y.add(token * columns + c, number(x, token * size + e) * number(w, e * columns + c));
-        }
-        if (bias.given()) y.add(token * columns + c, number(bias, c));
-      }
-    }
-    round(y);
-    return y;
-  }
-
-  int64_t length(const Array& lengths, int64_t b, int64_t n, int64_t beams, int64_t all) const {
-    return lengths.given() ? static_cast<int64_t>(lengths.at(b * beams + n % beams)) : all;
-  }
-  int64_t len_q(int64_t b, int64_t n) const { return length(in_.seqlens_q, b, n, d_.beam, d_.seqlen_q); }
-  int64_t len_k(int64_t b, int64_t n) const { return length(in_.seqlens_k, b, n, d_.beam_kv, d_.seqlen_k); }
-
-  int64_t offset(int64_t b, int64_t n) const {
-    if (in_.query_offsets.given()) return static_cast<int64_t>(in_.query_offsets.at(b * d_.beam + n));
-    if (a_.query_offset) return *a_.query_offset;
-    return a_.align == Align::kBottomRight ? len_k(b, n) - len_q(b, n) : 0;
-  }
-
-  static int64_t broadcast(const Array& x, int64_t b, int64_t h, int64_t i, int64_t j) {
-    const int64_t at[4] = {b, h, i, j};
-    int64_t n = 0;
-    for (size_t dim = 0; dim < 4; ++dim) n = n * x.dims[dim] + (x.dims[dim] == 1 ? 0 : at[dim]);
-    return n;
-  }
-
-  bool visible(int64_t b, int64_t n, int64_t h, int64_t i, int64_t j) const {
-    if (i >= len_q(b, n) || j >= len_k(b, n)) return false;
-    const int64_t stand = i + offset(b, n);
-    if (a_.causal && j > stand) return false;
-    if (a_.window_left >= 0 && j < stand - a_.window_left) return false;
-    if (a_.window_right >= 0 && j > stand + a_.window_right) return false;
-    if (d_.has_windows) {
-      const double at = static_cast<double>(j);
-      if (at < in_.window_lo.at(i) || at >= in_.window_hi.at(i)) return false;
-    }
-    if (in_.attn_mask.given() && in_.attn_mask.at(broadcast(in_.attn_mask, b, h, i, j)) == 0) return false;
-    return !in_.attn_bias.given() || in_.attn_bias.at(broadcast(in_.attn_bias, b, h, i, j)) != -HUGE_VAL;
-  }
-
-  static T kept(double p, uint64_t seed, uint32_t offset, int64_t head, int64_t i, int64_t j) {
-    if (p <= 0) return 1;
-    const auto threshold = static_cast<uint32_t>(std::floor(p * 65536 + 0.5));
-    if (dropout_bits(seed, offset, static_cast<uint32_t>(head), static_cast<uint32_t>(i), j) < threshold) return 0;
-    return static_cast<T>(1 / (1 - p));
-  }
-  T kept_weight(int64_t b, int64_t n, int64_t h, int64_t i, int64_t j) const {
-    return kept(a_.dropout_p, in_.dropout_seed, in_.dropout_offset + static_cast<uint32_t>(n), b * H_ + h, i, j);
-  }
-  T kept_output(int64_t b, int64_t n, int64_t t, int64_t c) const {
-    return kept(d_.output_dropout_p, in_.output_dropout_seed, in_.output_dropout_offset, b * d_.beam + n, t, c);
-  }
-
-  int64_t row_q(int64_t b, int64_t n, int64_t i) const { return (b * d_.beam + n) * d_.seqlen_q + i; }
-  int64_t row_k(int64_t b, int64_t n, int64_t j) const { return (b * d_.beam_kv + n % d_.beam_kv) * d_.seqlen_k + j; }
-
-  // visit(b, n, h, i) for each row of scores.
-  template <class Visit>
-  void for_each_row(Visit visit) const {
-    for (int64_t b = 0; b < d_.batch; ++b) {
-      for (int64_t n = 0; n < d_.beam; ++n) {
-        for (int64_t h = 0; h < H_; ++h) {
-          for (int64_t i = 0; i < d_.seqlen_q; ++i) visit(b, n, h, i);
-        }
-      }
-    }
-  }
-
-  int64_t pair(int64_t b, int64_t n, int64_t h, int64_t i) const {
-    return (((b * d_.beam + n) * H_ + h) * d_.seqlen_q + i) * d_.seqlen_k;
-  }
-  int64_t at_q(int64_t b, int64_t n, int64_t i, int64_t h) const { return (row_q(b, n, i) * H_ + h) * D_; }
-  int64_t at_k(int64_t b, int64_t n, int64_t j, int64_t h) const { return (row_k(b, n, j) * G_ + h / (H_ / G_)) * D_; }
-  int64_t at_v(int64_t b, int64_t n, int64_t j, int64_t h) const { return (row_k(b, n, j) * G_ + h / (H_ / G_)) * Dv_; }
-  int64_t at_O(int64_t b, int64_t n, int64_t i, int64_t h) const { return (row_q(b, n, i) * H_ + h) * Dv_; }
-
-  T scale() const { return static_cast<T>(a_.scale ? *a_.scale : D_ > 0 ? 1 / std::sqrt(static_cast<T>(D_)) : T(1)); }
-
-  T distance(int64_t b, int64_t n, int64_t i, int64_t j) const {
-    return std::fabs(static_cast<T>(i + offset(b, n) - j));
-  }
-  int64_t slope_index(int64_t b, int64_t h) const { return a_.alibi_slopes_ndim == 2 ? b * H_ + h : h; }
-
-  // tanh(scale q.k / softcap), or the product itself.
-  T raw(int64_t b, int64_t n, int64_t h, int64_t i, int64_t j) const {
-    T sum = 0;
-    for (int64_t e = 0; e < D_; ++e) sum += q_[at_q(b, n, i, h) + e] * k_[at_k(b, n, j, h) + e];
-    sum *= scale();
-    return a_.softcap > 0 ? std::tanh(sum / static_cast<T>(a_.softcap)) : sum;
-  }
-
-  void attend() {
-    P_.assign(static_cast<size_t>(d_.batch * d_.beam * H_ * d_.seqlen_q * d_.seqlen_k), 0);
-    O_ = Sums<T>(d_.batch * d_.beam * d_.seqlen_q * H_ * Dv_);
-    for_each_row([&](int64_t b, int64_t n, int64_t h, int64_t i) {
-      T* P = P_.data() + pair(b, n, h, i);
-      T largest = -HUGE_VALF, sum = 0;
-      for (int64_t j = 0; j < d_.seqlen_k; ++j) {
-        if (!visible(b, n, h, i, j)) continue;
-        T S = raw(b, n, h, i, j);
-        if (a_.softcap > 0) S *= static_cast<T>(a_.softcap);
-        if (in_.attn_bias.given()) S += number(in_.attn_bias, broadcast(in_.attn_bias, b, h, i, j));
-        if (in_.alibi_slopes.given()) S -= number(in_.alibi_slopes, slope_index(b, h)) * distance(b, n, i, j);
-        P[j] = S;
-        largest = std::fmax(largest, S);
-      }
-      for (int64_t j = 0; j < d_.seqlen_k; ++j) {
-        if (!visible(b, n, h, i, j)) continue;
-        P[j] = std::exp(P[j] - largest);
-        sum += P[j];
-      }
-      for (int64_t j = 0; j < d_.seqlen_k; ++j) {
-        if (!visible(b, n, h, i, j)) continue;
-        P[j] /= sum;
-        for (int64_t e = 0; e < Dv_; ++e) {
-          O_.add(at_O(b, n, i, h) + e, P[j] * kept_weight(b, n, h, i, j) * v_[at_v(b, n, j, h) + e]);
-        }
-      }
-    });
-  }
-
-  void output() {
-    const int64_t size = out_size_of(d_), inner = H_ * Dv_;
-    const Array &w = weight(WeightKind::kOut), &bias = weight(WeightKind::kOutBias);
-    out_ = Sums<T>(d_.batch * d_.beam * d_.seqlen_q * size);
-    for (int64_t token = 0; token < d_.batch * d_.beam * d_.seqlen_q; ++token) {
-      const int64_t t = token % d_.seqlen_q, n = token / d_.seqlen_q % d_.beam, b = token / d_.seqlen_q / d_.beam;
-      for (int64_t c = 0; c < size; ++c) {
-        const int64_t at = token * size + c;
-        const T factor = kept_output(b, n, t, c);
-        for (int64_t e = 0; w.given() && e < inner; ++e) {
-          const T by = factor * number(w, e * size + c);
-          out_.add(at, by * O_[token * inner + e], std::fabs(by) * O_.size_of(token * inner + e));
-        }
-        if (!w.given()) out_.add(at, factor * O_[at], factor * O_.size_of(at));
-        if (bias.given()) out_.add(at, factor * number(bias, c));
-        if (d_.residual) out_.add(at, number(in_.residual, at));
-      }
-    }
-  }
-
-  void output_backward() {
-    const int64_t size = out_size_of(d_), inner = H_ * Dv_;
-    const Array& w = weight(WeightKind::kOut);
-    dO_ = Sums<T>(d_.batch * d_.beam * d_.seqlen_q * inner);
-    grads_[3] = Sums<T>(inner * size);
-    grads_[7] = Sums<T>(size);
-    for (int64_t token = 0; token < d_.batch * d_.beam * d_.seqlen_q; ++token) {
-      const int64_t t = token % d_.seqlen_q, n = token / d_.seqlen_q % d_.beam, b = token / d_.seqlen_q / d_.beam;
-      if (t >= len_q(b, n)) continue;
-      for (int64_t c = 0; c < size; ++c) {
-        const T dY = rounded(number(in_.grad_out, token * size + c) * kept_output(b, n, t, c));
-        grads_[7].add(c, dY);
-        if (!w.given()) dO_.add(token * inner + c, dY);
-        for (int64_t e = 0; w.given() && e < inner; ++e) {
-          dO_.add(token * inner + e, dY * number(w, e * size + c));
-          grads_[3].add(e * size + c, O_[token * inner + e] * dY, std::fabs(dY) * O_.size_of(token * inner + e));
-        }
-      }
-    }
-    round(dO_);
-  }
-
-  void attend_backward() {
-    dq_ = Sums<T>(static_cast<int64_t>(q_.value.size()));
-    dk_ = Sums<T>(static_cast<int64_t>(k_.value.size()));
-    dv_ = Sums<T>(static_cast<int64_t>(v_.value.size()));
-    dbias_ = Sums<T>(in_.attn_bias.size());
-    dslopes_ = Sums<T>(in_.alibi_slopes.size());
-    for_each_row([&](int64_t b, int64_t n, int64_t h, int64_t i) {
-      T D = 0, size_D = 0;
-      for (int64_t e = 0; e < Dv_; ++e) {
-        D += dO_[at_O(b, n, i, h) + e] * O_[at_O(b, n, i, h) + e];
-        size_D += std::fabs(dO_[at_O(b, n, i, h) + e]) * O_.size_of(at_O(b, n, i, h) + e);
-      }
-      for (int64_t j = 0; j < d_.seqlen_k; ++j) {
-        if (visible(b, n, h, i, j)) pair_backward(b, n, h, i, j, D, size_D);
-      }
-    });
-  }
-
-  void pair_backward(int64_t b, int64_t n, int64_t h, int64_t i, int64_t j, T D, T size_D) {
-    const T P = P_[static_cast<size_t>(pair(b, n, h, i) + j)], factor = kept_weight(b, n, h, i, j);
-    T dP = 0, size_dP = 0;
-    for (int64_t e = 0; e < Dv_; ++e) {
-      const T dO = dO_[at_O(b, n, i, h) + e];
-      dP += factor * dO * v_[at_v(b, n, j, h) + e];
-      size_dP += std::fabs(factor * dO * v_[at_v(b, n, j, h) + e]);
-      dv_.add(at_v(b, n, j, h) + e, P * factor * dO);
-    }
-    const T dS = P * (dP - D), size_dS = P * (size_dP + size_D);
-    if (in_.attn_bias.given()) dbias_.add(broadcast(in_.attn_bias, b, h, i, j), dS, size_dS);
-    if (in_.alibi_slopes.given()) {
-      dslopes_.add(slope_index(b, h), -dS * distance(b, n, i, j), size_dS * distance(b, n, i, j));
-    }
-    T slope = scale();
-    if (a_.softcap > 0) {
-      const T x = raw(b, n, h, i, j);
-      slope *= 1 - x * x;
-    }
-    for (int64_t e = 0; e < D_; ++e) {
-      const T q = q_[at_q(b, n, i, h) + e], k = k_[at_k(b, n, j, h) + e];
-      dq_.add(at_q(b, n, i, h) + e, slope * dS * k, std::fabs(slope * k) * size_dS);
-      dk_.add(at_k(b, n, j, h) + e, slope * dS * q, std::fabs(slope * q) * size_dS);
-    }
-  }
-
-  // Inputs that are one tensor have one gradient: the first's.
-  Sums<T>& grad_input(int i) {
-    if (i == 2 && problem_.value_is_key) i = 1;
-    if (i == 1 && problem_.key_is_query) i = 0;
-    return inputs_[i];
-  }
-
-  void project_backward(const Array& x, int i, const Sums<T>& dy, int64_t beams, int64_t steps, int64_t heads,
-                        int64_t dim) {
-    const Array& w = weight(kind(i));
-    const int64_t tokens = d_.batch * beams * steps, size = x.dims[3], columns = heads * dim;
-    Sums<T>& dx = grad_input(i);
-    if (dx.value.empty()) dx = Sums<T>(tokens * size);
-    grads_[i] = Sums<T>(size * columns);
-    grads_[i + 4] = Sums<T>(columns);
-    for (int64_t token = 0; token < tokens; ++token) {
-      for (int64_t c = 0; c < columns; ++c) {
-        const T gradient = dy[token * columns + c], magnitude = dy.size_of(token * columns + c);
-        if (!w.given()) {
-          dx.add(token * size + c % dim, gradient, magnitude);
-          continue;
-        }
-        grads_[i + 4].add(c, gradient, magnitude);
-        for (int64_t e = 0; e < size; ++e) {
-          const T weight = number(w, e * columns + c), input = number(x, token * size + e);
-          dx.add(token * size + e, gradient * weight, magnitude * std::fabs(weight));
-          grads_[i].add(e * columns + c, gradient * input, magnitude * std::fabs(input));
-        }
-      }
-    }
-  }
-
-  Array array(const Sums<T>& sums, std::vector<int64_t> dims, DType dtype, bool magnitude) const {
-    Array a(rounded_ ? dtype : DType::kFloat64, std::move(dims));
-    for (int64_t n = 0; n < a.size(); ++n) a.set(n, static_cast<double>(magnitude ? sums.size_of(n) : sums[n]));
-    return a;
-  }
-
-  void store(LayerResults& to, bool magnitude) {
-    to.out = array(out_, {d_.batch, d_.beam, d_.seqlen_q, out_size_of(d_)}, d_.dtype, magnitude);
-    store_weights(to);
-    const Array* const inputs[] = {&in_.query, &in_.key, &in_.value};
-    for (int i = 0; i < 3; ++i) {
-      if (&grad_input(i) == &inputs_[i]) {
-        to.grad_inputs[static_cast<size_t>(i)] = array(inputs_[i], inputs[i]->dims, d_.dtype, magnitude);
-      }
-    }
-    if (in_.attn_bias.given()) {
-      to.grad_attn_bias = array(dbias_, in_.attn_bias.dims, in_.attn_bias.dtype, magnitude);
-    }
-    if (in_.alibi_slopes.given()) {
-      to.grad_alibi_slopes = array(dslopes_, in_.alibi_slopes.dims, DType::kFloat32, magnitude);
-    }
-    for (size_t n = 0; n < kNumWeightKinds; ++n) {
-      if (in_.weights[n].given()) to.grad_weights[n] = array(grads_[n], in_.weights[n].dims, d_.dtype, magnitude);
-    }
-  }
-
-  void store_weights(LayerResults& to) const {
-    if (a_.return_weights == ReturnWeights::kNone) return;
-    const bool per_head = a_.return_weights == ReturnWeights::kPerHead;
-    const DType dtype = rounded_ ? d_.dtype : DType::kFloat64;
-    to.attn_weights = per_head ? Array(dtype, {d_.batch, d_.beam, H_, d_.seqlen_q, d_.seqlen_k})
-                               : Array(dtype, {d_.batch, d_.beam, d_.seqlen_q, d_.seqlen_k});
-    std::vector<T> sums(static_cast<size_t>(to.attn_weights.size()));
-    for_each_row([&](int64_t b, int64_t n, int64_t h, int64_t i) {
-      for (int64_t j = 0; j < d_.seqlen_k; ++j) {
-        const T weight = P_[static_cast<size_t>(pair(b, n, h, i) + j)] * kept_weight(b, n, h, i, j);
-        const int64_t mean = ((b * d_.beam + n) * d_.seqlen_q + i) * d_.seqlen_k + j;
-        sums[static_cast<size_t>(per_head ? pair(b, n, h, i) + j : mean)] += weight / static_cast<T>(per_head ? 1 : H_);
-      }
-    });
-    for (size_t n = 0; n < sums.size(); ++n) to.attn_weights.set(static_cast<int64_t>(n), static_cast<double>(sums[n]));
-  }
-
-  const LayerProblem& problem_;
-  const LayerDesc& d_;
-  const AttentionDesc& a_;
-  const LayerInputs& in_;
-  bool rounded_;
-  int64_t H_, G_, D_, Dv_;
-  Sums<T> q_, k_, v_, O_, out_, dO_, dq_, dk_, dv_, dbias_, dslopes_;
-  Sums<T> inputs_[3], grads_[kNumWeightKinds];
-  std::vector<T> P_;
-};
+LayerResults results(const tools::LayerResults& all) {
+  LayerResults to;
+  to.out = to_array(all[tools::kLayerOut]);
+  to.attn_weights = to_array(all[tools::kLayerAttnWeights]);
+  for (size_t i = 0; i < 3; ++i) to.grad_inputs[i] = to_array(all[tools::kLayerGradQuery + i]);
+  to.grad_attn_bias = to_array(all[tools::kLayerGradAttnBias]);
+  to.grad_alibi_slopes = to_array(all[tools::kLayerGradAlibiSlopes]);
+  for (size_t n = 0; n < kNumWeightKinds; ++n) to.grad_weights[n] = to_array(all[tools::kLayerGradWeights + n]);
+  return to;
+}
 
 }  // namespace
 
@@ -395,14 +46,29 @@ std::vector<NamedResult> named(const LayerResults& r) {
 }
 
 ExpectedLayer expected(const LayerProblem& problem, const LayerInputs& in) {
-  ExpectedLayer want;
-  Witness<long double>(problem, in, false).run(&want.exact, &want.magnitude);
-  if (problem.desc.dtype == DType::kFloat64) {
-    Witness<double>(problem, in, true).run(&want.naive, nullptr);
-  } else {
-    Witness<float>(problem, in, true).run(&want.naive, nullptr);
-  }
-  return want;
+  tools::LayerNumbers from;
+  from.query = to_numbers(in.query);
+  from.key = to_numbers(in.key);
+  from.value = to_numbers(in.value);
+  from.residual = to_numbers(in.residual);
+  from.key_is_query = problem.key_is_query;
+  from.value_is_key = problem.value_is_key;
+  for (size_t n = 0; n < kNumWeightKinds; ++n) from.weights[n] = to_numbers(in.weights[n]);
+  from.attn_mask = to_numbers(in.attn_mask);
+  from.attn_bias = to_numbers(in.attn_bias);
+  from.alibi_slopes = to_numbers(in.alibi_slopes);
+  from.seqlens_q = to_numbers(in.seqlens_q);
+  from.seqlens_k = to_numbers(in.seqlens_k);
+  from.query_offsets = to_numbers(in.query_offsets);
+  from.window_lo = to_numbers(in.window_lo);
+  from.window_hi = to_numbers(in.window_hi);
+  from.dropout_seed = in.dropout_seed;
+  from.output_dropout_seed = in.output_dropout_seed;
+  from.dropout_offset = in.dropout_offset;
+  from.output_dropout_offset = in.output_dropout_offset;
+  from.grad_out = to_numbers(in.grad_out);
+  const tools::LayerTruth truth = tools::layer_truth(problem.desc, from);
+  return {results(truth.exact), results(truth.yardstick), results(truth.magnitude)};
 }
 
 }  // namespace polyhead::testing

@@ -1,4 +1,4 @@
-// What a layer should give, by plain loops over the formulas of polyhead/layer.h that share no code with src/layer.
+// What a layer should give, by the plain loops of tools/layer_truth.h, which share no code with src/layer.
 #pragma once
 
 #include <array>
@@ -24,7 +24,7 @@ struct NamedResult {
 std::vector<NamedResult> named(const LayerResults& results);
 
 struct ExpectedLayer {
-  LayerResults exact;      // long double arithmetic, float64 results
+  LayerResults exact;      // float64 arithmetic (long double with float64 inputs), float64 results
   LayerResults naive;      // float32 arithmetic (float64 with float64 inputs); what is stored on the way is rounded
   LayerResults magnitude;  // for each element the sum of the absolute values of its terms
 };

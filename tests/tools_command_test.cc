@@ -1,10 +1,8 @@
 // The command as its users meet it: output formats, files, exit codes and sentences.
-#include <gtest/gtest.h>
-#include <sys/wait.h>
-#include <unistd.h>
+#include "tools_command.h"
 
-#include <array>
-#include <cstdio>
+#include <gtest/gtest.h>
+
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -18,51 +16,8 @@ namespace {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
-
-struct Ran {
-  int code = -1;
-  std::string out, err;
-};
-
-class ToolsCommand : public ::testing::Test {
- protected:
-  void SetUp() override {
-    unsetenv("POLYHEAD_KERNEL");
-    unsetenv("POLYHEAD_THREADS");
-    folder_ = fs::temp_directory_path() / ("polyhead_command_" + std::to_string(getpid()));
-    fs::create_directories(folder_);
-  }
-  void TearDown() override { fs::remove_all(folder_); }
-
-  std::string path(const std::string& name) const { return (folder_ / name).string(); }
-  std::string read(const std::string& file) const {
-    std::ifstream stream(file, std::ios::binary);
-    return {std::istreambuf_iterator<char>(stream), {}};
-  }
-
-  // `arguments` as typed into a shell.
-  Ran run(const std::string& arguments, const std::string& environment = "") const {
-    const std::string line =
-        environment + " '" POLYHEAD_COMMAND "' " + arguments + " 2> '" + path("stderr") + "' < /dev/null";
-    Ran ran;
-    FILE* pipe = popen(line.c_str(), "r");
-    if (pipe == nullptr) return ran;
-    std::array<char, 4096> chunk;
-    for (size_t got; (got = fread(chunk.data(), 1, chunk.size(), pipe)) > 0;) ran.out.append(chunk.data(), got);
-    const int status = pclose(pipe);
-    ran.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-    ran.err = read(path("stderr"));
-    return ran;
-  }
-
-  json run_json(const std::string& arguments) const {
-    const Ran ran = run(arguments + " --format json");
-    EXPECT_EQ(ran.code, 0) << arguments << "\n" << ran.err;
-    return json::parse(ran.out, nullptr, /*allow_exceptions=*/false);
-  }
-
-  fs::path folder_;
-};
+using polyhead::testing::Ran;
+using polyhead::testing::ToolsCommand;
 
 // RFC 4180, after lines that begin with '#'.
 std::vector<std::vector<std::string>> parse_csv(const std::string& text) {

@@ -79,13 +79,15 @@ void Judge::add(const GradientTruth& truth, const Gradients& got) {
   }
 }
 
+Verdict verdict_of(const Errors& errors) {
+  const std::vector<std::string> complaints = errors.complaints();
+  return {errors.name(), errors.error(), errors.allowed(), complaints.empty(),
+          complaints.empty() ? "" : complaints.front()};
+}
+
 std::vector<Verdict> Judge::verdicts() const {
   std::vector<Verdict> verdicts;
-  for (const Errors& errors : errors_) {
-    const std::vector<std::string> complaints = errors.complaints();
-    verdicts.push_back({errors.name(), errors.error(), errors.allowed(), complaints.empty(),
-                        complaints.empty() ? "" : complaints.front()});
-  }
+  for (const Errors& errors : errors_) verdicts.push_back(verdict_of(errors));
   return verdicts;
 }
 

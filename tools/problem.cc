@@ -249,8 +249,7 @@ Status append_sizes(const Sizes& sizes, const Problem& base, std::vector<Problem
             return invalid("batch is " + std::to_string(desc.batch) + ", must be at most " +
                            std::to_string(kMaxDrawnBatch) + " with random lengths or offsets");
           }
-          complete(desc.attn_mask, desc);
-          complete(desc.attn_bias, desc);
+          complete_operands(problem);
           problems.push_back(problem);
         }
       }
@@ -390,10 +389,9 @@ std::vector<std::string> split_words(std::string_view line) {
   return words;
 }
 
-std::string problem_line(const Problem& problem) {
+std::string options_line(const Problem& problem) {
   const AttentionDesc& desc = problem.desc;
-  std::string line = std::to_string(desc.batch) + "x" + pair_text(desc.num_heads, desc.num_heads_kv) + "x" +
-                     pair_text(desc.seqlen_q, desc.seqlen_k) + "x" + pair_text(desc.head_dim, desc.head_dim_v);
+  std::string line;
   const auto add = [&](const char* option, const std::string& value = "") {
     line += std::string(" ") + option + (value.empty() ? "" : " ") + value;
   };
@@ -429,6 +427,22 @@ std::string problem_line(const Problem& problem) {
   if (problem.layout != Layout::kBshd) add("--layout", word_of(kLayouts, problem.layout));
   if (problem.seed != 1) add("--seed", std::to_string(problem.seed));
   return line;
+}
+
+std::string problem_line(const Problem& problem) {
+  const AttentionDesc& desc = problem.desc;
+  return std::to_string(desc.batch) + "x" + pair_text(desc.num_heads, desc.num_heads_kv) + "x" +
+         pair_text(desc.seqlen_q, desc.seqlen_k) + "x" + pair_text(desc.head_dim, desc.head_dim_v) +
+         options_line(problem);
+}
+
+Status set_problem_option(std::string_view option, std::string_view value, Problem& problem) {
+  return apply(option, value, problem);
+}
+
+void complete_operands(Problem& problem) {
+  complete(problem.desc.attn_mask, problem.desc);
+  complete(problem.desc.attn_bias, problem.desc);
 }
 
 }  // namespace polyhead::tools

@@ -83,8 +83,14 @@ Result<std::vector<Problem>> parse_problems(std::span<const std::string> words);
 // A line's words, split at blanks; '#' begins a comment.
 std::vector<std::string> split_words(std::string_view line);
 
-// The line that parses back to `problem`.
+// The line that parses back to `problem`, and its options alone, each with a blank before it.
 std::string problem_line(const Problem& problem);
+std::string options_line(const Problem& problem);
+
+// Sets one of problem_options() to one value, no list. Letters in the dims of --mask and --bias wait for
+// complete_operands(), once the sizes are known.
+Status set_problem_option(std::string_view option, std::string_view value, Problem& problem);
+void complete_operands(Problem& problem);
 
 // "f32", "bf16", "f16", "f64", or a NumPy name ("float32").
 Result<DType> parse_dtype(std::string_view text);

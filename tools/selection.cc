@@ -109,6 +109,16 @@ Result<std::vector<Threads>> select_threads(std::string_view list) {
   return threads;
 }
 
+std::string options_text(std::span<const ProblemOption> options) {
+  std::string text;
+  for (const ProblemOption& option : options) {
+    const bool glued = option.value[0] == '[';
+    const std::string usage = fmt::format("{}{}{}", option.name, glued ? "" : " ", option.value);
+    text += fmt::format("  {:<28}{}\n", usage, option.text);
+  }
+  return text;
+}
+
 std::string help_footer(bool with_problem, std::string_view example, std::string_view another) {
   std::string text;
   if (with_problem) {
@@ -119,11 +129,7 @@ std::string help_footer(bool with_problem, std::string_view example, std::string
         "128..1024..128 steps) anywhere give every combination; values of --window, --mask, --bias and --needs are "
         "listed with '+'.\n"
         "\nOptions of a problem:\n";
-    for (const ProblemOption& option : problem_options()) {
-      const bool glued = option.value[0] == '[';
-      text +=
-          fmt::format("  {:<28}{}\n", fmt::format("{}{}{}", option.name, glued ? "" : " ", option.value), option.text);
-    }
+    text += options_text(problem_options());
     text += "\n";
   }
   return text + fmt::format("Examples:\n  {}\n  {}", example, another);

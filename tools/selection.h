@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -35,6 +36,9 @@ struct Threads {
 
 // "1,2"; empty: the library's default.
 Result<std::vector<Threads>> select_threads(std::string_view list);
+
+// A list of options, one a line.
+std::string options_text(std::span<const ProblemOption> options);
 
 // Text under a subcommand's options: the options of a problem, then two examples.
 std::string help_footer(bool with_problem, std::string_view example, std::string_view another);

@@ -6,8 +6,8 @@
 #include <memory>
 
 #include "command.h"
+#include "findings.h"
 #include "progress.h"
-#include "report.h"
 #include "selection.h"
 #include "words.h"
 
@@ -96,28 +96,19 @@ class Verification {
       : kernels_(std::move(kernels)),
         threads_(std::move(threads)),
         gradients_(options.gradients),
-        list_all_(options.num_random == 0) {
-    report_.columns = {"problem", "kernel", "threads", "output", "largest_error", "allowed", "result", "note"};
-  }
+        findings_(options.num_random == 0) {}
 
   Status add(const Problem& problem) {
     if (const Status s = explain(problem_desc(problem)).status; s.code() == StatusCode::kInvalidArgument) return s;
     return gradients_ ? add(problem, compute_gradient_truth) : add(problem, compute_truth);
   }
 
-  int num_failed() const { return num_failed_; }
+  int num_failed() const { return findings_.num_failed(); }
 
   // seeds: of random problems, "7..506"; "" for others.
   Result<int> finish(int64_t num_problems, const std::string& seeds, Format format) {
-    report_.facts = {{"verified", fmt::format("{}{} problems", gradients_ ? "gradients of " : "", num_problems)},
-                     {"passed", fmt::format("{}", num_passed_)},
-                     {"failed", fmt::format("{}", num_failed_)},
-                     {"refused", fmt::format("{}", num_refused_)}};
-    if (!seeds.empty()) report_.facts.emplace_back("seeds", seeds);
-    if (!list_all_ && report_.rows.empty()) report_.columns.clear();
-    fmt::print("{}", report_.text(format));
-    if (num_passed_ + num_failed_ == 0) return invalid("nothing was verified: " + first_refusal_);
-    return num_failed_ > 0 ? 1 : 0;
+    if (!seeds.empty()) findings_.add_fact("seeds", seeds);
+    return findings_.finish(fmt::format("{}{} problems", gradients_ ? "gradients of " : "", num_problems), format);
   }
 
  private:
@@ -140,32 +131,18 @@ class Verification {
     const std::string line = problem_line(problem);
     const int threads = contender.threads->count;
     if (!contender.refusal.empty()) {
-      ++num_refused_;
-      if (first_refusal_.empty()) first_refusal_ = contender.refusal;
-      if (list_all_) {
-        report_.rows.push_back(
-            {line, contender.kernel, int64_t{threads}, {}, {}, {}, std::string("refused"), contender.refusal});
-      }
-      return;
-    }
-    for (const Verdict& verdict : judge.verdicts()) {
-      if (verdict.passed && !list_all_) continue;
-      report_.rows.push_back({line, contender.kernel, int64_t{threads}, verdict.output, verdict.error, verdict.allowed,
-                              std::string(verdict.passed ? "PASS" : "FAIL"), verdict.fault});
-    }
-    ++(judge.passed() ? num_passed_ : num_failed_);
-    if (!judge.passed()) {
-      fmt::print(stderr, "FAIL, repeat with: polyhead verify{} {} --kernel {} --threads {}\n",
-                 gradients_ ? " --gradients" : "", line, contender.kernel, threads);
+      findings_.add_refused(line, contender.kernel, threads, contender.refusal);
+    } else {
+      findings_.add(line, contender.kernel, threads, judge.verdicts(),
+                    fmt::format("polyhead verify{} {} --kernel {} --threads {}", gradients_ ? " --gradients" : "", line,
+                                contender.kernel, threads));
     }
   }
 
   std::vector<std::string> kernels_;
   std::vector<Threads> threads_;
-  bool gradients_, list_all_;
-  Report report_;
-  int num_passed_ = 0, num_failed_ = 0, num_refused_ = 0;
-  std::string first_refusal_;
+  bool gradients_;
+  Findings findings_;
 };
 
 Result<int> verify_random(const VerifyOptions& options, Verification verification, Format format) {

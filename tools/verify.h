@@ -43,6 +43,8 @@ struct Verdict {
   std::string fault;  // the first complaint
 };
 
+Verdict verdict_of(const Errors& errors);
+
 // What a kernel wrote for a problem, in one draw of operands or several.
 class Judge {
  public:
