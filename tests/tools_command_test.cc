@@ -77,7 +77,7 @@ std::vector<std::vector<std::string>> parse_markdown(const std::string& text) {
 TEST_F(ToolsCommand, EveryHelpHasTwoExamples) {
   EXPECT_EQ(run("--help").code, 0);
   EXPECT_EQ(run("--version").out.substr(0, 5), std::string(polyhead::version()));
-  for (const char* command : {"run", "bench", "verify", "explain", "kernels", "info"}) {
+  for (const char* command : {"run", "bench", "verify", "mha", "explain", "kernels", "info"}) {
     const Ran help = run(std::string(command) + " --help");
     EXPECT_EQ(help.code, 0);
     const size_t examples = help.out.find("\nExamples:\n  polyhead " + std::string(command));
@@ -352,7 +352,7 @@ TEST_F(ToolsCommand, VerifyPassesAndCountsWhatItDid) {
 TEST_F(ToolsCommand, MistakesAreToldInWordsAndNothingIsPrinted) {
   const std::vector<std::pair<std::string, std::string>> cases = {
       {"", "A subcommand is required"},
-      {"dance", "unknown command 'dance'; known are run, bench, verify, explain, kernels, info"},
+      {"dance", "unknown command 'dance'; known are run, bench, verify, mha, explain, kernels, info"},
       {"bench", "no problem given; name one as BxHxSxD"},
       {"bench 1x1x8", "has 3 sizes, must have 4"},
       {"bench 1x1x8x8 --kernel cpu_best", "--kernel is 'cpu_best'; known are "},

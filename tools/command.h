@@ -18,6 +18,7 @@ struct Command {
 Command add_run(CLI::App& root);
 Command add_bench(CLI::App& root);
 Command add_verify(CLI::App& root);
+Command add_mha(CLI::App& root);
 Command add_explain(CLI::App& root);
 Command add_kernels(CLI::App& root);
 Command add_info(CLI::App& root);

@@ -29,7 +29,11 @@ enum Stream : uint64_t {
   kGaps,
   kGradOutData,
   kGradLogsumexpData,
-  kGradientsData
+  kGradientsData,      // and one for each of kGradients
+  kResidualData = 32,  // of layers
+  kWindows,
+  kWeightsData = 48,     // and one for each WeightKind
+  kGradWeightsData = 64  // likewise
 };
 
 Status too_large(double size_bytes);

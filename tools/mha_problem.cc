@@ -1,0 +1,351 @@
+#include "mha_problem.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <iterator>
+#include <string_view>
+
+#include "random.h"
+#include "verify.h"
+#include "words.h"
+
+namespace polyhead::tools {
+namespace {
+
+struct Size {
+  const char* name;
+  const char* text;
+  int64_t LayerDesc::*field;
+};
+// In an order in which each default follows from the sizes before it.
+constexpr Size kSizes[] = {
+    {"--batch", "sequences (default 8; with --verify 2)", &LayerDesc::batch},
+    {"--heads", "query heads (default 8; with --verify 4)", &LayerDesc::num_heads},
+    {"--seqlen-q", "time steps of query and out, at most (default 128; with --verify 32)", &LayerDesc::seqlen_q},
+    {"--q-size", "length of a vector of query (default 512; with --verify 64)", &LayerDesc::query_size},
+    {"--beam", "beams of query and out (default 1)", &LayerDesc::beam},
+    {"--beam-kv", "beams of key and value: 1 (default) or --beam", &LayerDesc::beam_kv},
+    {"--kv-heads", "key/value heads (default --heads)", &LayerDesc::num_heads_kv},
+    {"--seqlen-k", "time steps of key and value, at most (default --seqlen-q)", &LayerDesc::seqlen_k},
+    {"--k-size", "length of a vector of key (default --q-size)", &LayerDesc::key_size},
+    {"--v-size", "length of a vector of value (default --k-size)", &LayerDesc::value_size},
+    {"--q-proj", "length of a projected head of q; 0: no projection (default --q-size / --heads)",
+     &LayerDesc::query_proj_size},
+    {"--k-proj", "of k, likewise (default --q-proj)", &LayerDesc::key_proj_size},
+    {"--v-proj", "of v, likewise (default --q-proj)", &LayerDesc::value_proj_size},
+    {"--o-proj", "length of a vector of out; 0: no projection, heads side by side (default --q-size)",
+     &LayerDesc::out_proj_size},
+};
+constexpr size_t kNumLeadingSizes = 4;  // that every line names
+
+constexpr ProblemOption kOwnOptions[] = {
+    {"--seqlens-q", "LIST", "the lengths of the sequences, as 8,3,5: one for each of --batch"},
+    {"--seqlens-k", "LIST", "likewise of keys; see also --lengths"},
+    {"--data-layout", "L", "order of the data in memory: t time, n batch, b beam; v last, as tnbv (default nbtv)"},
+    {"--same", "T", "qkv: query, key and value are one tensor; kv: key and value are"},
+    {"--biases", "[=qkvo]", "biases of all projections, or of some, as =qo"},
+    {"--residual", "[=1]", "a tensor is added to out"},
+    {"--output-dropout", "P", "dropout on out, before the residual"},
+    {"--windows", "[=1]", "a random window of keys [lo, hi) for each time step of query"},
+    {"--infer", "[=1]", "inference: forward alone, without dropout (default: training, with all gradients)"},
+    {"--sweep", "[=1]", "inference, one time step after the other, on kept keys and values"},
+};
+
+// Those of problem_options() that a layer takes.
+constexpr std::string_view kAttentionOptions[] = {
+    "--dtype", "--scale", "--softcap", "--dropout",    "--causal",  "--window",  "--align",      "--query-offset",
+    "--alibi", "--mask",  "--bias",    "--bias-dtype", "--lengths", "--weights", "--accumulate", "--seed"};
+
+struct Bias {
+  char letter;
+  bool LayerDesc::*field;
+};
+constexpr Bias kBiases[] = {{'q', &LayerDesc::query_bias},
+                            {'k', &LayerDesc::key_bias},
+                            {'v', &LayerDesc::value_bias},
+                            {'o', &LayerDesc::out_bias}};
+
+// small: layers that the plain loops of --verify end soon with.
+int64_t default_size(const LayerDesc& desc, int64_t LayerDesc::*field, bool small = false) {
+  if (field == &LayerDesc::batch) return small ? 2 : 8;
+  if (field == &LayerDesc::num_heads) return small ? 4 : 8;
+  if (field == &LayerDesc::seqlen_q) return small ? 32 : 128;
+  if (field == &LayerDesc::query_size) return small ? 64 : 512;
+  if (field == &LayerDesc::num_heads_kv) return desc.num_heads;
+  if (field == &LayerDesc::seqlen_k) return desc.seqlen_q;
+  if (field == &LayerDesc::key_size || field == &LayerDesc::out_proj_size) return desc.query_size;
+  if (field == &LayerDesc::value_size) return desc.key_size;
+  if (field == &LayerDesc::query_proj_size) {
+    return std::max<int64_t>(desc.query_size / std::max<int64_t>(desc.num_heads, 1), 1);
+  }
+  if (field == &LayerDesc::key_proj_size || field == &LayerDesc::value_proj_size) return desc.query_proj_size;
+  return 1;  // beams
+}
+
+Status set_switch(const char* option, std::string_view value, bool& out) {
+  if (value != "0" && value != "1") return invalid(fmt::format("{} is '{}', must be 0 or 1", option, value));
+  out = value == "1";
+  return {};
+}
+
+Status set_lengths(const char* option, const std::string& value, std::vector<int64_t>& lengths) {
+  lengths.clear();
+  for (const std::string& item : split(value, ',')) {
+    const auto length = parse_number<int64_t>(item);
+    if (!length || *length < 0) {
+      return invalid(fmt::format("{} is '{}', must be one length for each sequence, as 8,3,5", option, value));
+    }
+    lengths.push_back(*length);
+  }
+  return {};
+}
+
+Status set_data_layout(const std::string& value, std::string& layout) {
+  std::string sorted = value;
+  std::sort(sorted.begin(), sorted.end());
+  if (sorted != "bntv" || value.back() != 'v') {
+    return invalid(fmt::format("--data-layout is '{}', must be one of tnbv, tbnv, ntbv, nbtv, btnv, bntv", value));
+  }
+  layout = value;
+  return {};
+}
+
+Status set_biases(const std::string& value, LayerDesc& desc) {
+  for (const Bias& bias : kBiases) desc.*bias.field = value.find(bias.letter) != std::string::npos;
+  const bool known = value.find_first_not_of("qkvo") == std::string::npos;
+  return known ? Status() : invalid(fmt::format("--biases is '{}', must be letters of qkvo", value));
+}
+
+Status set_same(const std::string& value, MhaProblem& problem) {
+  problem.key_is_query = value == "qkv";
+  problem.value_is_key = value == "qkv" || value == "kv";
+  return problem.value_is_key ? Status() : invalid(fmt::format("--same is '{}', must be qkv or kv", value));
+}
+
+Status set_own_option(std::string_view name, const std::string& value, MhaProblem& problem) {
+  if (name == "--seqlens-q") return set_lengths("--seqlens-q", value, problem.seqlens_q);
+  if (name == "--seqlens-k") return set_lengths("--seqlens-k", value, problem.seqlens_k);
+  if (name == "--data-layout") return set_data_layout(value, problem.data_layout);
+  if (name == "--same") return set_same(value, problem);
+  if (name == "--biases") return set_biases(value, problem.layer);
+  if (name == "--residual") return set_switch("--residual", value, problem.layer.residual);
+  if (name == "--windows") return set_switch("--windows", value, problem.layer.has_windows);
+  if (name == "--sweep") return set_switch("--sweep", value, problem.sweep);
+  if (name == "--infer") {
+    bool infer = false;
+    const Status status = set_switch("--infer", value, infer);
+    problem.training = !infer;
+    return status;
+  }
+  const auto p = parse_number<double>(value);
+  if (!p) return invalid(fmt::format("--output-dropout is '{}', must be a number", value));
+  problem.layer.output_dropout_p = *p;
+  return {};
+}
+
+const ProblemOption* find_option(std::span<const ProblemOption> options, std::string_view name) {
+  const auto found =
+      std::find_if(options.begin(), options.end(), [&](const ProblemOption& option) { return name == option.name; });
+  return found == options.end() ? nullptr : &*found;
+}
+
+const Size* find_size(std::string_view name) {
+  const auto* found = std::find_if(std::begin(kSizes), std::end(kSizes), [&](const Size& s) { return name == s.name; });
+  return found == std::end(kSizes) ? nullptr : found;
+}
+
+// One option with its value. Sizes that are not given stay -1.
+Status set_option(std::string_view name, const std::string& value, MhaProblem& problem) {
+  if (const Size* size = find_size(name); size != nullptr) {
+    const auto number = parse_number<int64_t>(value);
+    if (!number || *number < 0) return invalid(fmt::format("{} is '{}', must be an integer >= 0", name, value));
+    problem.layer.*size->field = *number;
+    return {};
+  }
+  if (find_option(kOwnOptions, name) != nullptr) return set_own_option(name, value, problem);
+  return set_problem_option(name, value, problem.attention);
+}
+
+Status check_lengths(const char* option, const std::vector<int64_t>& lengths, int64_t batch) {
+  if (lengths.empty() || static_cast<int64_t>(lengths.size()) == batch) return {};
+  return invalid(fmt::format("{} has {} lengths, must have one for each of --batch {}", option, lengths.size(), batch));
+}
+
+// What the sizes imply for the attention inside.
+void set_attention_sizes(MhaProblem& problem) {
+  const LayerDesc& layer = problem.layer;
+  AttentionDesc& desc = problem.attention.desc;
+  desc.batch = layer.batch;
+  desc.seqlen_q = layer.seqlen_q;
+  desc.seqlen_k = layer.seqlen_k;
+  desc.num_heads = layer.num_heads;
+  desc.num_heads_kv = layer.num_heads_kv;
+  desc.head_dim = layer.query_proj_size > 0 ? layer.query_proj_size : layer.query_size;
+  desc.head_dim_v = layer.value_proj_size > 0 ? layer.value_proj_size : layer.value_size;
+  complete_operands(problem.attention);
+}
+
+// Fills in the sizes that were not given, and what they imply.
+Status complete(MhaProblem& problem, bool small) {
+  for (const Size& size : kSizes) {
+    int64_t& value = problem.layer.*size.field;
+    if (value < 0) value = default_size(problem.layer, size.field, small);
+  }
+  set_attention_sizes(problem);
+  const LayerDesc& layer = problem.layer;
+  AttentionDesc& desc = problem.attention.desc;
+  desc.has_seqlens_q = desc.has_seqlens_q || !problem.seqlens_q.empty();
+  desc.has_seqlens_k = desc.has_seqlens_k || !problem.seqlens_k.empty();
+  if (problem.sweep) problem.training = false;
+  if (Status s = check_lengths("--seqlens-q", problem.seqlens_q, layer.batch); !s.ok()) return s;
+  if (Status s = check_lengths("--seqlens-k", problem.seqlens_k, layer.batch); !s.ok()) return s;
+  if (problem.key_is_query &&
+      (layer.beam != layer.beam_kv || layer.seqlen_q != layer.seqlen_k || layer.query_size != layer.key_size)) {
+    return invalid("--same qkv: query and key must have the same --beam, --seqlen and --size");
+  }
+  if (problem.value_is_key && layer.key_size != layer.value_size) {
+    return invalid(fmt::format("--same: --k-size {} and --v-size {} must be equal", layer.key_size, layer.value_size));
+  }
+  if (!problem.training && problem.attention.accumulate) {
+    return invalid("--accumulate with --infer or --sweep: inference has no gradients");
+  }
+  return {};
+}
+
+}  // namespace
+
+LayerDesc layer_desc(const MhaProblem& problem) {
+  LayerDesc desc = problem.layer;
+  desc.dtype = problem.attention.desc.dtype;
+  desc.attention = problem.attention.desc;
+  const AttentionDesc unset;  // the layer sets the sizes
+  desc.attention.batch = unset.batch;
+  desc.attention.seqlen_q = unset.seqlen_q;
+  desc.attention.seqlen_k = unset.seqlen_k;
+  desc.attention.num_heads = unset.num_heads;
+  desc.attention.num_heads_kv = unset.num_heads_kv;
+  desc.attention.head_dim = unset.head_dim;
+  desc.attention.head_dim_v = unset.head_dim_v;
+  desc.attention.dtype = unset.dtype;
+  return desc;
+}
+
+std::vector<ProblemOption> mha_options() {
+  std::vector<ProblemOption> options;
+  for (const Size& size : kSizes) options.push_back({size.name, "N", size.text});
+  options.insert(options.end(), std::begin(kOwnOptions), std::end(kOwnOptions));
+  for (const std::string_view name : kAttentionOptions) {
+    if (const ProblemOption* option = find_option(problem_options(), name)) options.push_back(*option);
+  }
+  return options;
+}
+
+Result<MhaProblem> parse_mha(std::span<const std::string> words, bool small) {
+  const std::vector<ProblemOption> options = mha_options();
+  MhaProblem problem;
+  for (const Size& size : kSizes) problem.layer.*size.field = -1;
+  for (size_t i = 0; i < words.size(); ++i) {
+    const size_t equals = words[i].find('=');
+    const std::string name = words[i].substr(0, equals);
+    const ProblemOption* option = find_option(options, name);
+    if (option == nullptr) return invalid("unknown option " + quoted(name) + "; --help lists the known ones");
+    std::string value;
+    if (equals != std::string::npos) {
+      value = words[i].substr(equals + 1);
+    } else if (option->value[0] == '[') {
+      value = std::string(option->value).substr(2);
+      value.pop_back();
+    } else if (i + 1 < words.size()) {
+      value = words[++i];
+    } else {
+      return invalid(name + " needs a value: " + name + " " + option->value);
+    }
+    if (Status s = set_option(name, value, problem); !s.ok()) return s;
+  }
+  if (Status s = complete(problem, small); !s.ok()) return s;
+  return problem;
+}
+
+std::string mha_line(const MhaProblem& problem) {
+  const LayerDesc& layer = problem.layer;
+  std::string line;
+  const auto add = [&](const std::string& word) { line += (line.empty() ? "" : " ") + word; };
+  for (size_t i = 0; i < std::size(kSizes); ++i) {
+    const int64_t size = layer.*kSizes[i].field;
+    if (i >= kNumLeadingSizes && size == default_size(layer, kSizes[i].field)) continue;
+    add(fmt::format("{} {}", kSizes[i].name, size));
+  }
+  if (problem.value_is_key) add(problem.key_is_query ? "--same qkv" : "--same kv");
+  std::string biases;
+  for (const Bias& bias : kBiases) {
+    if (layer.*bias.field) biases += bias.letter;
+  }
+  if (!biases.empty()) add("--biases=" + biases);
+  if (layer.residual) add("--residual");
+  if (layer.output_dropout_p != 0) add(fmt::format("--output-dropout {}", layer.output_dropout_p));
+  if (layer.has_windows) add("--windows");
+  if (problem.data_layout != "nbtv") add("--data-layout " + problem.data_layout);
+  if (problem.sweep) add("--sweep");
+  if (!problem.training && !problem.sweep) add("--infer");
+  Problem attention = problem.attention;
+  if (!problem.seqlens_q.empty()) attention.desc.has_seqlens_q = false;
+  if (!problem.seqlens_k.empty()) attention.desc.has_seqlens_k = false;
+  line += options_line(attention);
+  if (!problem.seqlens_q.empty()) add(fmt::format("--seqlens-q {}", fmt::join(problem.seqlens_q, ",")));
+  if (!problem.seqlens_k.empty()) add(fmt::format("--seqlens-k {}", fmt::join(problem.seqlens_k, ",")));
+  return line;
+}
+
+MhaProblem random_mha(uint64_t seed) {
+  Random random(seed, 0x6d6861);
+  const auto chance = [&](double p) { return random.uniform() < p; };
+  const auto size = [&](int64_t most) { return chance(0.03) ? 0 : 1 + random.below(most); };
+  MhaProblem problem;
+  problem.attention = random_problem(seed);
+  AttentionDesc& desc = problem.attention.desc;
+  desc.packed = desc.return_column_sums = false;
+  problem.attention.logsumexp = false;
+  problem.attention.needs = kAllGradients;
+  problem.attention.layout = Layout::kBshd;
+  LayerDesc& layer = problem.layer;
+  layer.batch = desc.batch;
+  layer.seqlen_q = desc.seqlen_q;
+  layer.seqlen_k = desc.seqlen_k;
+  layer.num_heads = desc.num_heads;
+  layer.num_heads_kv = desc.num_heads_kv;
+  layer.beam = chance(0.3) ? 1 + random.below(3) : 1;
+  layer.beam_kv = chance(0.5) ? layer.beam : 1;
+  // So that the naive loops over pairs of a query and a key end soon.
+  constexpr double kMaxProducts = 1e6;
+  const double pairs = static_cast<double>(desc.batch * desc.num_heads * layer.beam * desc.seqlen_q * desc.seqlen_k);
+  const auto most = static_cast<int64_t>(std::clamp(kMaxProducts / std::max(pairs, 1.0), 1.0, 32.0));
+  const int64_t head_dim = size(most), head_dim_v = chance(0.5) ? head_dim : size(most);
+  layer.query_proj_size = chance(0.8) ? head_dim : 0;
+  layer.key_proj_size = chance(0.8) ? head_dim : 0;
+  layer.value_proj_size = chance(0.8) ? head_dim_v : 0;
+  layer.out_proj_size = chance(0.8) ? size(32) : 0;
+  layer.query_size = layer.query_proj_size > 0 ? size(32) : head_dim;
+  layer.key_size = layer.key_proj_size == 0 ? head_dim : chance(0.5) ? layer.query_size : size(32);
+  layer.value_size = layer.value_proj_size == 0 ? head_dim_v : chance(0.5) ? layer.key_size : size(32);
+  layer.query_bias = layer.query_proj_size > 0 && chance(0.5);
+  layer.key_bias = layer.key_proj_size > 0 && chance(0.5);
+  layer.value_bias = layer.value_proj_size > 0 && chance(0.5);
+  layer.out_bias = layer.out_proj_size > 0 && chance(0.5);
+  layer.residual = chance(0.4);
+  layer.has_windows = chance(0.2);
+  if (chance(0.2)) layer.output_dropout_p = chance(0.2) ? 1 : 0.6 * random.uniform();
+  const bool same_tokens = layer.beam == layer.beam_kv && layer.seqlen_q == layer.seqlen_k;
+  problem.key_is_query =
+      same_tokens && layer.key_size == layer.query_size && layer.value_size == layer.key_size && chance(0.7);
+  problem.value_is_key = problem.key_is_query || (layer.value_size == layer.key_size && chance(0.5));
+  constexpr const char* kLayouts[] = {"tnbv", "tbnv", "ntbv", "nbtv", "btnv", "bntv"};
+  problem.data_layout = kLayouts[random.below(6)];
+  problem.training = chance(0.75);
+  problem.sweep = !problem.training && chance(0.5);
+  if (!problem.training) problem.attention.accumulate = false;
+  set_attention_sizes(problem);
+  return problem;
+}
+
+}  // namespace polyhead::tools

@@ -1,0 +1,237 @@
+#include "mha_verify.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <optional>
+#include <utility>
+
+#include "bounds.h"
+#include "elements.h"
+#include "findings.h"
+#include "mha_torch.h"
+#include "progress.h"
+#include "words.h"
+
+namespace polyhead::tools {
+namespace {
+
+Numbers numbers_of(const Tensor& tensor) {
+  if (!tensor.given()) return {};
+  Numbers numbers(tensor.dtype, std::vector<int64_t>(tensor.dims, tensor.dims + tensor.ndim));
+  numbers.values = element_values(tensor);
+  return numbers;
+}
+
+// [batch] as [batch, beams].
+Numbers for_beams(const Numbers& of_sequences, int64_t beams) {
+  if (!of_sequences.given()) return {};
+  Numbers all(of_sequences.dtype, {of_sequences.dims[0], beams});
+  for (size_t n = 0; n < all.values.size(); ++n) all.values[n] = of_sequences.values[n / static_cast<size_t>(beams)];
+  return all;
+}
+
+LayerNumbers layer_numbers(const MhaProblem& problem, const MhaOperands& operands, const MhaResults& before) {
+  LayerNumbers numbers;
+  for (const InputField& input : kInputFields) numbers.*input.numbers = numbers_of(operands.args.*input.field);
+  for (Numbers* of_queries : {&numbers.seqlens_q, &numbers.query_offsets}) {
+    *of_queries = for_beams(*of_queries, problem.layer.beam);
+  }
+  numbers.seqlens_k = for_beams(numbers.seqlens_k, problem.layer.beam_kv);
+  numbers.key_is_query = problem.key_is_query;
+  numbers.value_is_key = problem.value_is_key;
+  for (size_t kind = 0; kind < kNumWeightKinds; ++kind) {
+    numbers.weights[kind] = numbers_of(operands.args.weights.*kWeightFields[kind].field);
+    if (problem.attention.accumulate) numbers.grad_weights[kind] = numbers_of(before.of[kLayerGradWeights + kind]);
+  }
+  numbers.dropout_seed = operands.args.dropout_seed;
+  numbers.dropout_offset = operands.args.dropout_offset;
+  numbers.output_dropout_seed = operands.args.output_dropout_seed;
+  numbers.output_dropout_offset = operands.args.output_dropout_offset;
+  numbers.grad_out = numbers_of(operands.grad_out);
+  return numbers;
+}
+
+// What one kernel computes on one number of threads, or why it cannot.
+struct Contender {
+  std::string kernel;  // "": the best
+  const Threads* threads = nullptr;
+  std::string refusal = {};
+};
+
+Status compute(const MhaProblem& problem, const MhaTruth& truth, Contender& contender, MhaJudge& judge) {
+  PlanOptions options;
+  options.kernel = contender.kernel;
+  options.executor = contender.threads->executor;
+  const auto made = layer(layer_desc(problem), options);
+  if (!made.ok()) {
+    contender.refusal = made.status().message();
+    return {};
+  }
+  contender.kernel = made->kernel_name();
+  const auto results = new_results(problem, *made);
+  if (!results.ok()) return results.status();
+  const auto calls = MhaCalls::create(problem, *made, truth.operands, *results);
+  if (!calls.ok()) return calls.status();
+  if (Status s = calls->run(problem); !s.ok()) return s;
+  judge.add(truth.results, *results);
+  return {};
+}
+
+class Verification {
+ public:
+  Verification(const MhaVerification& how, bool list_all) : how_(how), findings_(list_all) {}
+
+  Status start_autograd() {
+    if (how_.python == "none") return {};
+    auto started = Autograd::start(how_.python.empty() ? "python3" : how_.python);
+    if (!started.ok()) return started.status();
+    if (!how_.python.empty() && !started->there()) return invalid("--python: " + started->version());
+    findings_.add_fact("autograd", started->version());
+    if (started->there()) autograd_.emplace(std::move(*started));
+    return {};
+  }
+
+  Status add(const MhaProblem& problem) {
+    PlanOptions options;
+    options.kernel = "reference";  // which takes every layer
+    const auto plain = layer(layer_desc(problem), options);
+    if (!plain.ok()) return plain.status();
+    const auto truth = mha_truth(problem, *plain);
+    if (!truth.ok()) return truth.status();
+    const std::string line = mha_line(problem);
+    bool judged = false;
+    for (const std::string& kernel : how_.kernels) {
+      for (const Threads& threads : how_.threads) {
+        Contender contender{kernel, &threads};
+        MhaJudge judge;
+        if (Status s = judge_kernel(problem, *plain, *truth, contender, judge); !s.ok()) return s;
+        count(line, contender, judge);
+        judged = judged || contender.refusal.empty();
+      }
+    }
+    return autograd_ && judged ? ask_autograd(problem, *plain, *truth, line) : Status();
+  }
+
+  int num_failed() const { return findings_.num_failed(); }
+
+  Result<int> finish(int64_t count, const std::string& seeds) {
+    if (!seeds.empty()) findings_.add_fact("seeds", seeds);
+    return findings_.finish(fmt::format("{} layer{}", count, count == 1 ? "" : "s"), how_.format);
+  }
+
+ private:
+  // Judges the kernel on the problem's operands, and on others where its errors could be bad luck.
+  static Status judge_kernel(const MhaProblem& problem, const Layer& plain, const MhaTruth& truth, Contender& contender,
+                             MhaJudge& judge) {
+    if (Status s = compute(problem, truth, contender, judge); !s.ok()) return s;
+    const LayerDesc& desc = problem.layer;
+    MhaProblem again = problem;
+    const int64_t redraws = num_redraws(desc.batch * desc.beam * desc.num_heads * desc.seqlen_q);
+    for (int64_t n = 0; n < redraws && !judge.passed() && judge.could_be_chance(); ++n) {
+      again.attention.seed = redraw_seed(problem.attention.seed, n);
+      const auto redrawn = mha_truth(again, plain);
+      if (!redrawn.ok()) return redrawn.status();
+      if (Status s = compute(again, *redrawn, contender, judge); !s.ok()) return s;
+    }
+    return {};
+  }
+
+  void count(const std::string& line, const Contender& contender, const MhaJudge& judge) {
+    const int threads = contender.threads->count;
+    if (!contender.refusal.empty()) return findings_.add_refused(line, contender.kernel, threads, contender.refusal);
+    findings_.add(line, contender.kernel, threads, judge.verdicts(),
+                  fmt::format("polyhead mha --verify {} --kernel {} --threads {}", line, contender.kernel, threads));
+  }
+
+  Status ask_autograd(const MhaProblem& problem, const Layer& plain, const MhaTruth& truth, const std::string& line) {
+    const auto verdict = autograd_->check(problem, plain, truth.operands, truth.numbers, truth.results);
+    if (!verdict.ok()) return verdict.status();
+    findings_.add(line, "torch autograd", 0, {*verdict}, "polyhead mha --verify " + line);
+    return {};
+  }
+
+  const MhaVerification& how_;
+  Findings findings_;
+  std::optional<Autograd> autograd_;
+};
+
+}  // namespace
+
+Result<MhaTruth> mha_truth(const MhaProblem& problem, const Layer& layer) {
+  auto operands = random_operands(problem, layer);
+  if (!operands.ok()) return operands.status();
+  const auto before = new_results(problem, layer);
+  if (!before.ok()) return before.status();
+  MhaTruth truth;
+  truth.operands = std::move(*operands);
+  truth.numbers = layer_numbers(problem, truth.operands, *before);
+  LayerDesc desc = layer_desc(problem);
+  if (!problem.training) desc.attention.dropout_p = desc.output_dropout_p = 0;
+  truth.results = layer_truth(desc, truth.numbers);
+  return truth;
+}
+
+void MhaJudge::add(const LayerTruth& truth, const MhaResults& got) {
+  for (size_t n = 0; n < kNumLayerResults; ++n) {
+    const Tensor& tensor = got.of[n];
+    if (!tensor.given()) continue;
+    const char* name = kLayerResultNames[n];
+    auto known = std::find_if(judged_.begin(), judged_.end(), [&](const Judged& j) { return j.errors.name() == name; });
+    if (known == judged_.end()) {
+      judged_.push_back({Errors(name, layer_bound(n >= kLayerGradQuery)), tensor.num_elements()});
+      known = judged_.end() - 1;
+    }
+    const std::vector<double> values = element_values(tensor);
+    known->errors.add({tensor.dtype,
+                       {tensor.dims, static_cast<size_t>(tensor.ndim)},
+                       values,
+                       truth.exact[n].values,
+                       truth.yardstick[n].values,
+                       truth.magnitude[n].values});
+  }
+}
+
+std::vector<Verdict> MhaJudge::verdicts() const {
+  std::vector<Verdict> verdicts;
+  for (const Judged& judged : judged_) verdicts.push_back(verdict_of(judged.errors));
+  return verdicts;
+}
+
+bool MhaJudge::passed() const {
+  return std::all_of(judged_.begin(), judged_.end(), [](const Judged& j) { return j.errors.complaints().empty(); });
+}
+
+// Of a few numbers, the yardstick's may all be lucky.
+bool MhaJudge::could_be_chance() const {
+  constexpr int64_t kFew = 16;
+  return std::all_of(judged_.begin(), judged_.end(),
+                     [](const Judged& j) { return j.errors.could_be_chance() || j.num_elements < kFew; });
+}
+
+Result<int> verify_mha(const MhaProblem& problem, const MhaVerification& how) {
+  Verification verification(how, /*list_all=*/true);
+  if (Status s = verification.start_autograd(); !s.ok()) return s;
+  if (Status s = verification.add(problem); !s.ok()) return s;
+  return verification.finish(1, "");
+}
+
+Result<int> verify_random_mha(uint64_t seed, int64_t count, const MhaVerification& how) {
+  constexpr int kMaxFailures = 20;
+  Verification verification(how, /*list_all=*/false);
+  if (Status s = verification.start_autograd(); !s.ok()) return s;
+  Progress progress(count);
+  int64_t done = 0;
+  for (; done < count && verification.num_failed() < kMaxFailures; ++done) {
+    const MhaProblem problem = random_mha(seed + static_cast<uint64_t>(done));
+    progress.show(done, mha_line(problem));
+    if (Status s = verification.add(problem); !s.ok()) {
+      return Status(s.code(), fmt::format("random layer '{}': {}", mha_line(problem), s.message()));
+    }
+  }
+  if (done < count) fmt::print(stderr, "stopped after {} failures\n", verification.num_failed());
+  return verification.finish(done, fmt::format("{}..{}", seed, seed + static_cast<uint64_t>(done) - 1));
+}
+
+}  // namespace polyhead::tools

@@ -1,0 +1,54 @@
+// A layer's results against the plain loops of layer_truth.h, and these against torch's autograd.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "layer_truth.h"
+#include "mha_operands.h"
+#include "mha_problem.h"
+#include "report.h"
+#include "selection.h"
+#include "verify.h"
+
+namespace polyhead::tools {
+
+// What a problem's calls should write.
+struct MhaTruth {
+  MhaOperands operands;
+  LayerNumbers numbers;  // of the operands
+  LayerTruth results;
+};
+Result<MhaTruth> mha_truth(const MhaProblem& problem, const Layer& layer);
+
+// What calls wrote, in one draw of operands or several.
+class MhaJudge {
+ public:
+  void add(const LayerTruth& truth, const MhaResults& got);
+
+  std::vector<Verdict> verdicts() const;
+  bool passed() const;
+  bool could_be_chance() const;  // more draws will tell
+
+ private:
+  struct Judged {
+    Errors errors;
+    int64_t num_elements = 0;
+  };
+  std::vector<Judged> judged_;
+};
+
+struct MhaVerification {
+  std::vector<std::string> kernels;
+  std::vector<Threads> threads;
+  std::string python;  // whose torch to ask: "" as PATH finds python3, if torch is there; "none": not to ask
+  Format format = Format::kMarkdown;
+};
+
+// `polyhead mha --verify`: prints the report, and gives the exit code.
+Result<int> verify_mha(const MhaProblem& problem, const MhaVerification& how);
+// The same of `count` random layers.
+Result<int> verify_random_mha(uint64_t seed, int64_t count, const MhaVerification& how);
+
+}  // namespace polyhead::tools
