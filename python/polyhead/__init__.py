@@ -6,16 +6,18 @@
 
 `attention` computes, `attention_backward` its gradients; `merge` joins results whose keys were split over calls, and
 `merge_backward` their gradients. `explain` says with which kernel and why not with another, `kernels` lists them,
-`dropout_mask` tells what dropout keeps. `python -m polyhead info` describes this build and this machine.
+`dropout_mask` tells what dropout keeps. `MultiHeadAttention` is the layer, with projections around attention.
+`python -m polyhead info` describes this build and this machine.
 """
 
 from polyhead import _bind
 from polyhead._bind import Error, __version__
 from polyhead._explanation import Explanation
+from polyhead._multi_head_attention import MultiHeadAttention
 
 __all__ = [
-    "Error", "Explanation", "__version__", "attention", "attention_backward", "dropout_mask", "explain", "kernels",
-    "merge", "merge_backward",
+    "Error", "Explanation", "MultiHeadAttention", "__version__", "attention", "attention_backward", "dropout_mask",
+    "explain", "kernels", "merge", "merge_backward",
 ]  # fmt: skip
 
 

@@ -6,10 +6,11 @@ import numpy.typing as npt
 
 from polyhead._bind import Error as Error, __version__ as __version__
 from polyhead._explanation import Explanation as Explanation
+from polyhead._multi_head_attention import MultiHeadAttention as MultiHeadAttention
 
 __all__ = [
-    "Error", "Explanation", "__version__", "attention", "attention_backward", "dropout_mask", "explain", "kernels",
-    "merge", "merge_backward",
+    "Error", "Explanation", "MultiHeadAttention", "__version__", "attention", "attention_backward", "dropout_mask",
+    "explain", "kernels", "merge", "merge_backward",
 ]  # fmt: skip
 
 class _Array(Protocol):

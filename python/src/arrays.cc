@@ -272,6 +272,7 @@ PyArray_Descr* numpy_descr(DType dtype) {
     case DType::kFloat64: return PyArray_DescrFromType(NPY_DOUBLE);
     case DType::kFloat16: return PyArray_DescrFromType(NPY_HALF);
     case DType::kBool: return PyArray_DescrFromType(NPY_BOOL);
+    case DType::kInt64: return PyArray_DescrFromType(NPY_INT64);
     default: return PyArray_DescrFromType(NPY_FLOAT);
   }
 }

@@ -9,6 +9,7 @@
 
 #include "arrays.h"
 #include "backward_call.h"
+#include "block_call.h"
 #include "call.h"
 #include "merge_call.h"
 #include "plan_cache.h"
@@ -135,6 +136,15 @@ PyObject* export_weights_to(PyObject*, PyObject* const* arguments, Py_ssize_t co
   });
 }
 
+// A function of as many arguments, all by position.
+template <int Takes, nb::object (*Function)(PyObject* const*)>
+PyObject* call_with(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
+  return guarded([&] {
+    check_num_arguments(count, Takes);
+    return Function(arguments);
+  });
+}
+
 nb::dict build_info() {
   nb::dict info;
   info["version"] = version();
@@ -161,6 +171,12 @@ PyMethodDef functions[] = {
     {"dropout_mask", fastcall(dropout_mask_array), METH_FASTCALL, nullptr},
     {"merge", fastcall(merge), METH_FASTCALL, nullptr},
     {"merge_backward", fastcall(merge_backward), METH_FASTCALL, nullptr},
+    {"attention_block", fastcall(call_with<kNumAttentionBlock, attention_block_arrays>), METH_FASTCALL, nullptr},
+    {"attention_block_backward", fastcall(call_with<kNumAttentionBlockBackward, attention_block_gradients>),
+     METH_FASTCALL, nullptr},
+    {"feed_forward_block", fastcall(call_with<kNumFeedForward, feed_forward_arrays>), METH_FASTCALL, nullptr},
+    {"feed_forward_block_backward", fastcall(call_with<kNumFeedForwardBackward, feed_forward_gradients>), METH_FASTCALL,
+     nullptr},
     {"load_weights", fastcall(load_weights_of), METH_FASTCALL, nullptr},
     {"export_weights", fastcall(export_weights_to), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},

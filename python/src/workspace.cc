@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <memory>
+#include <string>
 
 namespace polyhead::python {
 namespace {
@@ -9,17 +10,16 @@ namespace {
 constexpr size_t kAlignment = 64;
 constexpr size_t kMostKeptBytes = size_t{64} << 20;
 
+void* allocate(size_t bytes) {
+  return std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
+}
+
 struct Free {
   void operator()(void* memory) const { std::free(memory); }
 };
-using Memory = std::unique_ptr<void, Free>;
-
-Memory allocate(size_t bytes) {
-  return Memory(std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment));
-}
 
 struct Workspace {
-  Memory memory;
+  std::unique_ptr<void, Free> memory;
   size_t bytes = 0;
 };
 
@@ -31,27 +31,34 @@ Workspace& kept_workspace() {
 // run() with args.workspace being `bytes` of memory.
 template <class Run>
 Status with_workspace(size_t bytes, ForwardArgs& args, Run run) {
-  Workspace& kept = kept_workspace();
-  Memory own;
-  if (bytes > kMostKeptBytes) {
-    own = allocate(bytes);
-    args.workspace = own.get();
-  } else {
-    if (bytes > kept.bytes) {
-      kept.memory.reset();
-      kept.memory = allocate(bytes);
-      kept.bytes = kept.memory ? bytes : 0;
-    }
-    args.workspace = kept.memory.get();
-  }
-  if (bytes > 0 && args.workspace == nullptr) {
-    return {StatusCode::kOutOfMemory, "no memory for a workspace of " + std::to_string(bytes) + " bytes"};
-  }
+  const Scratch scratch(bytes);
+  if (!scratch.status().ok()) return scratch.status();
+  args.workspace = scratch.memory();
   args.workspace_bytes = bytes;
   return run();
 }
 
 }  // namespace
+
+Scratch::Scratch(size_t bytes) {
+  if (bytes > kMostKeptBytes) {
+    own_ = allocate(bytes);
+    memory_ = own_;
+  } else {
+    Workspace& kept = kept_workspace();
+    if (bytes > kept.bytes) {
+      kept.memory.reset();
+      kept.memory.reset(allocate(bytes));
+      kept.bytes = kept.memory ? bytes : 0;
+    }
+    memory_ = kept.memory.get();
+  }
+  if (bytes > 0 && memory_ == nullptr) {
+    status_ = {StatusCode::kOutOfMemory, "no memory for a workspace of " + std::to_string(bytes) + " bytes"};
+  }
+}
+
+Scratch::~Scratch() { std::free(own_); }
 
 Status forward_with_workspace(const Plan& plan, ForwardArgs& args) {
   return with_workspace(plan.workspace_bytes(), args, [&] { return plan.forward(args); });

@@ -1,0 +1,101 @@
+// The blocks of a transformer as Python's layers call them: weights as torch stores them, [out, in], each with any
+// strides and used in place; blocks remembered by what they compute; memory of the calling thread.
+//   H num_heads   G num_heads_kv   D, Dv head dims
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "polyhead/block.h"
+
+namespace polyhead::python {
+
+// Tensors that are inputs, or their gradients; not given: there is none, or nobody asks for it.
+struct AttentionBlockTensors {
+  Tensor query = {};  // [batch, seqlen_q, query_size]
+  Tensor key = {};    // [batch, seqlen_k, key_size]; not given: it is query
+  Tensor value = {};  // [batch, seqlen_k, value_size]; not given: it is key
+
+  Tensor in_proj_weight = {};   // [(H + 2 G) * D, query_size]: rows of q, of k, of v; or the next three
+  Tensor q_proj_weight = {};    // [H * D, query_size]
+  Tensor k_proj_weight = {};    // [G * D, key_size]
+  Tensor v_proj_weight = {};    // [G * Dv, value_size]
+  Tensor in_proj_bias = {};     // [H * D + G * D + G * Dv]
+  Tensor out_proj_weight = {};  // [out_size, H * Dv]
+  Tensor out_proj_bias = {};    // [out_size]
+  NormWeights norm = {};
+
+  Tensor attn_bias = {};  // 4-D
+  Tensor attn_mask = {};  // 4-D; has no gradient
+};
+
+struct AttentionBlockCall {
+  AttentionBlockTensors in = {};
+  uint64_t dropout_seed = 0;
+  uint64_t output_dropout_seed = 0;
+  int64_t num_heads = 1;
+  int64_t num_heads_kv = 1;
+  bool causal = false;  // query i sees keys 0 .. i
+  std::optional<double> scale = {};
+  double dropout_p = 0;
+  double output_dropout_p = 0;
+  ReturnWeights return_weights = ReturnWeights::kNone;
+  NormDesc norm = {};  // its gamma and beta are set by the tensors
+  bool residual = false;
+};
+
+// What a call computes; an error names the weight whose shape makes no sense.
+Result<AttentionBlockDesc> block_desc(const AttentionBlockCall& call);
+
+// The block of a desc, out of at most 256 remembered ones; all are forgotten when there would be more. Any thread.
+Result<std::shared_ptr<const AttentionBlock>> cached_block(const AttentionBlockDesc& desc,
+                                                           Executor* executor = nullptr);
+
+// reserve: of reserve_words(), or not given: inference, without dropout.
+Status run_forward(const AttentionBlock& block, const AttentionBlockCall& call, const Tensor& out,
+                   const Tensor& attn_weights, const Tensor& reserve);
+
+// Fills those of `gradients` that are given; at least one is.
+Status run_backward(const AttentionBlock& block, const AttentionBlockCall& call, const Tensor& reserve,
+                    const Tensor& grad_out, const AttentionBlockTensors& gradients);
+
+struct FeedForwardTensors {
+  Tensor x = {};        // [batch, seqlen, size]
+  Tensor weight1 = {};  // [inner_size, size]
+  Tensor bias1 = {};    // [inner_size]
+  Tensor weight2 = {};  // [size, inner_size]
+  Tensor bias2 = {};    // [size]
+  NormWeights norm = {};
+};
+
+struct FeedForwardCall {
+  FeedForwardTensors in = {};
+  uint64_t inner_dropout_seed = 0;
+  uint64_t output_dropout_seed = 0;
+  ActivationKind activation = ActivationKind::kRelu;
+  double inner_dropout_p = 0;
+  double output_dropout_p = 0;
+  NormDesc norm = {};
+  bool residual = false;
+};
+
+Result<FeedForwardBlockDesc> block_desc(const FeedForwardCall& call);
+Result<std::shared_ptr<const FeedForwardBlock>> cached_block(const FeedForwardBlockDesc& desc,
+                                                             Executor* executor = nullptr);
+Status run_forward(const FeedForwardBlock& block, const FeedForwardCall& call, const Tensor& out,
+                   const Tensor& reserve);
+Status run_backward(const FeedForwardBlock& block, const FeedForwardCall& call, const Tensor& reserve,
+                    const Tensor& grad_out, const FeedForwardTensors& gradients);
+
+// Elements of a reserve's tensor, which is int64 because any bits are one. As much as the block wants, and a little
+// more: a formula of sizes alone, so that torch.compile knows it of sizes that have no value yet. The same is in
+// polyhead/torch/_block_ops.py.
+int64_t reserve_words(const AttentionBlockDesc& desc);
+int64_t reserve_words(const FeedForwardBlockDesc& desc);
+
+// The sizes under which a call is counted and reported: of attention, or of tokens as one head of x and its inner half.
+AttentionDesc counted_sizes(const AttentionBlockDesc& desc);
+AttentionDesc counted_sizes(const FeedForwardBlockDesc& desc);
+
+}  // namespace polyhead::python
