@@ -32,17 +32,16 @@ Counts& counts() {
 
 Key key_of(const CallCount& c) {
   const auto word = [](auto value) { return static_cast<uint64_t>(value); };
-  return {word(c.backward),     word(c.dtype),    word(c.packed),     word(c.other),
+  return {word(c.op),           word(c.dtype),    word(c.packed),     word(c.other),
           word(c.batch),        word(c.seqlen_q), word(c.seqlen_k),   word(c.num_heads),
           word(c.num_heads_kv), word(c.head_dim), word(c.head_dim_v), reinterpret_cast<uintptr_t>(c.kernel)};
 }
 
 }  // namespace
 
-void count_call(const Plan& plan, bool backward) {
-  const AttentionDesc& d = plan.desc();
+void count_call(Counted op, const AttentionDesc& d, const char* kernel) {
   CallCount call;
-  call.backward = backward ? 1 : 0;
+  call.op = static_cast<int32_t>(op);
   call.dtype = static_cast<int32_t>(d.dtype);
   call.packed = d.packed ? 1 : 0;
   call.batch = d.batch;
@@ -52,7 +51,7 @@ void count_call(const Plan& plan, bool backward) {
   call.num_heads_kv = d.num_heads_kv;
   call.head_dim = d.head_dim;
   call.head_dim_v = d.head_dim_v;
-  call.kernel = plan.kernel_name();
+  call.kernel = kernel;
 
   Counts& all = counts();
   const std::lock_guard lock(all.mutex);
@@ -60,7 +59,7 @@ void count_call(const Plan& plan, bool backward) {
   if (found == all.by_key.end()) {
     if (all.by_key.size() >= kMostSizes) {
       CallCount other;
-      other.backward = call.backward;
+      other.op = call.op;
       other.dtype = call.dtype;
       other.other = 1;
       other.kernel = call.kernel;

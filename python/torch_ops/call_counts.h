@@ -8,10 +8,20 @@
 
 namespace polyhead::torch_ops {
 
-// Read by polyhead/torch/_ops.py, which declares it anew.
+// The operators, in the order of _cpp.py.
+enum class Counted : int32_t {
+  kAttentionForward,
+  kAttentionBackward,
+  kAttentionBlockForward,
+  kAttentionBlockBackward,
+  kFeedForwardBlockForward,
+  kFeedForwardBlockBackward,
+};
+
+// Read by polyhead/torch/_cpp.py, which declares it anew.
 struct CallCount {
-  int32_t backward = 0;  // 0: attention_forward, 1: attention_backward
-  int32_t dtype = 0;     // DType
+  int32_t op = 0;     // Counted
+  int32_t dtype = 0;  // DType
   int32_t packed = 0;
   int32_t other = 0;  // 1: of any sizes, once there are too many to tell apart
   int64_t batch = 0;
@@ -25,8 +35,8 @@ struct CallCount {
   int64_t count = 0;
 };
 
-// Counts a call that has computed. Any thread.
-void count_call(const Plan& plan, bool backward);
+// Counts a call that has computed, under these sizes and dtype. Any thread.
+void count_call(Counted op, const AttentionDesc& sizes, const char* kernel);
 
 }  // namespace polyhead::torch_ops
 

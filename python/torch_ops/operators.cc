@@ -4,6 +4,7 @@
 #include <memory>
 #include <utility>
 
+#include "block_operators.h"
 #include "call_counts.h"
 #include "merge_operators.h"
 #include "operands.h"
@@ -19,13 +20,6 @@ namespace {
 
 constexpr uint64_t kNumForwardArguments = 3 + kNumSharedOptions + 2;
 constexpr uint64_t kNumBackwardArguments = 8 + kNumSharedOptions;
-
-// A schema of another version than this library would be read as nonsense.
-void check_counts(const char* name, uint64_t num_inputs, uint64_t takes) {
-  if (num_inputs == takes) return;
-  failure("polyhead::%s has %d arguments, this libpolyhead_torch.so takes %d: they are of different versions", name,
-          static_cast<int>(num_inputs), static_cast<int>(takes));
-}
 
 std::shared_ptr<const Plan> plan_of(const Operands& operands) {
   auto plan = python::cached_plan(operands.desc, operands.kernel, &current_executor());
@@ -77,7 +71,7 @@ StableTensor run_forward(Operands& operands, StableTensor& logsumexp, StableTens
     column_sums = new_tensor(args.column_sums, "column_sums");
   }
   check(python::forward_with_workspace(*plan, args));
-  count_call(*plan, false);
+  count_call(Counted::kAttentionForward, d, plan->kernel_name());
   return out;
 }
 
@@ -174,7 +168,7 @@ std::array<StableTensor, 5> run_backward(Operands& operands, const BackwardTenso
   args.forward = operands.args;
   if ((needs & 31) != 0) {
     check(python::backward_with_workspace(*plan, args));
-    count_call(*plan, true);
+    count_call(Counted::kAttentionBackward, d, plan->kernel_name());
   }
   return grads;
 }
@@ -215,7 +209,7 @@ bool register_kernels() {
          aoti_torch_library_impl(library, "attention_forward.inference", forward_inference) == 0 &&
          aoti_torch_library_impl(library, "attention_backward", attention_backward) == 0 &&
          aoti_torch_library_impl(library, "attention_backward.below_autograd", backward_below_autograd) == 0 &&
-         register_merge(library);
+         register_merge(library) && register_blocks(library);
 }
 
 [[maybe_unused]] const bool registered = register_kernels();

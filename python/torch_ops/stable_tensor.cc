@@ -84,6 +84,12 @@ void check(const Status& status) {
   bad_value("%s", status.message().c_str());
 }
 
+void check_counts(const char* name, uint64_t num_inputs, uint64_t takes) {
+  if (num_inputs == takes) return;
+  failure("polyhead::%s has %d arguments, this libpolyhead_torch.so takes %d: they are of different versions", name,
+          static_cast<int>(num_inputs), static_cast<int>(takes));
+}
+
 Tensor view_of(const StableTensor& tensor, const TensorArgument& argument) {
   const AtenTensorHandle handle = tensor.get();
   bool is_defined = false;

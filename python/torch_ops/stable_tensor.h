@@ -21,6 +21,10 @@ namespace polyhead::torch_ops {
 // Throws what `status` says, if it is not ok.
 void check(const Status& status);
 
+// Throws unless an operator gets as many arguments as this library takes: a schema of another version would be read as
+// nonsense.
+void check_counts(const char* name, uint64_t num_inputs, uint64_t takes);
+
 // Owns one tensor of torch, or none.
 class StableTensor {
  public:
@@ -58,7 +62,7 @@ Tensor view_of(const StableTensor& tensor, const TensorArgument& argument);
 // second and third dimension swapped.
 StableTensor new_tensor(Tensor& view, const char* name, bool heads_first = false);
 
-// The same, its dimensions in the order in which those of `like`, a 4-D tensor too, lie in memory.
+// The same, its dimensions in the order in which those of `like`, which has the same dims, lie in memory.
 StableTensor new_tensor_like(Tensor& view, const Tensor& like, const char* name, bool heads_first);
 
 // [B, H, S, D] as [B, S, H, D], and back.

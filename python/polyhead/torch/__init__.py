@@ -1,4 +1,4 @@
-"""polyhead on torch tensors, with gradients: `attention` and `merge` as torch operators.
+"""polyhead on torch tensors, with gradients: `attention`, `merge` and the blocks of a transformer as torch operators.
 
     import torch, polyhead.torch
     query = key = value = torch.rand(1, 384, 16, 64, requires_grad=True)
@@ -9,19 +9,24 @@ Importing registers the operators `torch.ops.polyhead.*`; nothing of torch's own
 
 from polyhead.torch import attn_bias
 from polyhead.torch._attention import attention, attention_backward, merge
+from polyhead.torch._encoder_layer import TransformerEncoderLayer
+from polyhead.torch._fused_multi_head_attention import FusedMultiHeadAttention
 from polyhead.torch._memory_efficient import (
     memory_efficient_attention, memory_efficient_attention_backward, memory_efficient_attention_forward,
     memory_efficient_attention_forward_requires_grad, memory_efficient_attention_partial, merge_attentions,
 )  # fmt: skip
+from polyhead.torch._multihead_attention import MultiheadAttention
 from polyhead.torch._ops import implementation
 from polyhead.torch._report import report
+from polyhead.torch._rope import Rope
 from polyhead.torch._sdpa import scaled_dot_product_attention
 from polyhead.torch._switch import disable, enable, enabled
 from polyhead.torch._transformers import register_transformers
 from polyhead.torch.attn_bias import *  # noqa: F403
 
 __all__ = [
-    "attention", "attention_backward", "attn_bias", "disable", "enable", "enabled", "implementation",
+    "FusedMultiHeadAttention", "MultiheadAttention", "Rope", "TransformerEncoderLayer", "attention",
+    "attention_backward", "attn_bias", "disable", "enable", "enabled", "implementation",
     "memory_efficient_attention", "memory_efficient_attention_backward", "memory_efficient_attention_forward",
     "memory_efficient_attention_forward_requires_grad", "memory_efficient_attention_partial", "merge",
     "merge_attentions", "register_transformers", "report", "scaled_dot_product_attention", *attn_bias.__all__,

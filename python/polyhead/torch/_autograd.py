@@ -224,16 +224,13 @@ class _TransformedBackward(_Backward, Function):
         _finish_backward(ctx, inputs)
 
 
-_apply_backward = super(Function, _AttentionBackward).apply
-
-
 def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsumexp, needs, *options):
     tensors = (grad_out, grad_logsumexp, query, key, value, out, logsumexp)
     attn_bias, alibi_slopes = _of(options, _ATTN_BIAS), _of(options, _ALIBI_SLOPES)
     if _transforms_active():
         return _TransformedBackward.apply(*tensors, attn_bias, alibi_slopes, needs, options)
     if differentiates(*tensors, attn_bias, alibi_slopes):
-        return _apply_backward(*tensors, attn_bias, alibi_slopes, needs, options)
+        return _AttentionBackward.apply(*tensors, attn_bias, alibi_slopes, needs, options)
     with _BelowAutograd():
         return _ops.attention_backward(*tensors, needs, *options)
 

@@ -7,14 +7,19 @@ import pathlib
 import torch
 
 _PATH = pathlib.Path(__file__).parent / "libpolyhead_torch.so"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # by the number that the library gives them
+# By the number that the library gives them.
+_OPS = (
+    "attention_forward", "attention_backward", "attention_block_forward", "attention_block_backward",
+    "feed_forward_block_forward", "feed_forward_block_backward",
+)  # fmt: skip
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class _CallCount(ctypes.Structure):
     """As in python/torch_ops/call_counts.h."""
 
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("backward", "dtype", "packed", "other")),
+        *((name, ctypes.c_int32) for name in ("op", "dtype", "packed", "other")),
         *((name, ctypes.c_int64) for name in ("batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv")),
         *((name, ctypes.c_int64) for name in ("head_dim", "head_dim_v")),
         ("kernel", ctypes.c_char_p),
@@ -50,7 +55,7 @@ def call_counts(reset):
 
 
 def _call(c):
-    op = "attention_backward" if c.backward else "attention_forward"
+    op = _OPS[c.op]
     rest = (_DTYPES[c.dtype], c.kernel.decode())
     if c.other:
         return op, None, None, None, *rest

@@ -5,7 +5,7 @@ Every call of a polyhead kernel from torch goes through these, so profilers and 
 
 import torch
 
-from polyhead.torch import _batching, _cpp, _fake, _fallback
+from polyhead.torch import _batching, _block_ops, _cpp, _fake, _fallback
 from polyhead.torch._options import SCHEMA
 
 _GRADS = "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_bias, Tensor grad_alibi_slopes)"
@@ -34,7 +34,7 @@ SCHEMAS = {
 _HAS_LISTS = torch.__version__ >= (2, 10)
 
 _library = torch.library.Library("polyhead", "DEF")
-for _name, _schema in SCHEMAS.items():
+for _name, _schema in (*SCHEMAS.items(), *_block_ops.SCHEMAS.items()):
     _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 _in_cpp = _cpp.load()
@@ -44,6 +44,12 @@ for _name in SCHEMAS:
         _library.impl(_name, getattr(_fallback, _function), "CPU")
     torch.library.register_fake(f"polyhead::{_name}", getattr(_fake, _function), lib=_library)
     if "." in _name:
+        _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+for _name in _block_ops.SCHEMAS:
+    if not _in_cpp:
+        _library.impl(_name, _block_ops.KERNELS[_name], "CPU")
+    torch.library.register_fake(f"polyhead::{_name}", _block_ops.FAKES[_name], lib=_library)
+    if _name.endswith("_backward"):
         _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 for _name in ("attention_forward", "attention_backward"):
     torch.library.register_vmap(f"polyhead::{_name}", getattr(_batching, _name), lib=_library)
@@ -63,14 +69,19 @@ backward_below_autograd = torch.ops.polyhead.attention_backward.below_autograd._
 merge_forward = torch.ops.polyhead.merge_forward.default
 merge_backward = torch.ops.polyhead.merge_backward.default
 dropout_mask = torch.ops.polyhead.dropout_mask.default
+attention_block_forward = torch.ops.polyhead.attention_block_forward.default
+attention_block_backward = torch.ops.polyhead.attention_block_backward.default
+feed_forward_block_forward = torch.ops.polyhead.feed_forward_block_forward.default
+feed_forward_block_backward = torch.ops.polyhead.feed_forward_block_backward.default
 
 
-def cast_for_autocast(query, key, value):
+def cast_for_autocast(*tensors):
     """As torch casts for its own attention: float tensors, but not float64, to autocast's dtype."""
-    dtype = torch.get_autocast_dtype(query.device.type)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(
-        each.to(dtype) if each.is_floating_point() and each.dtype != torch.float64 else each
-        for each in (query, key, value)
+        each.to(dtype)
+        if each is not None and each.is_floating_point() and each.dtype != torch.float64 else each
+        for each in tensors
     )
 
 
@@ -84,3 +95,7 @@ _library.impl("attention_forward", _autocast, "AutocastCPU")
 
 def implement_autograd(name, function):
     _library.impl(name, function, "Autograd")
+
+
+def implement_autocast(name, function):
+    _library.impl(name, function, "AutocastCPU")

@@ -22,11 +22,13 @@ class Record(NamedTuple):
     Attributes
     ----------
     op : str
-        What ran: "attention_forward" or "attention_backward" (of ``torch.ops.polyhead``); or the function of torch that
+        What ran, of ``torch.ops.polyhead``: "attention_forward", "attention_block_forward" (of layers),
+        "feed_forward_block_forward" and their backward; or the function of torch that
         was called and left to torch.
     shape : str
         Batch x heads x sequence length x head_dim, as the command `polyhead bench` takes it: "2x8x512x64"; "8/2" where
-        query and key differ (the last: key and value). Packed sequences: "packed 8x4096x64".
+        query and key differ (the last: key and value). Packed sequences: "packed 8x4096x64". Feed-forward blocks: one
+        head, as "2x1x512x64/256", of size and inner size.
     dtype : torch.dtype
     kernel : str or None
         One of `polyhead.kernels()`; None: not taken.
@@ -62,7 +64,7 @@ class Report(list):
 def report(reset: bool = False) -> Report:
     """What ran on polyhead's kernels since the process began, and which calls the switch left to torch.
 
-    Counted are all calls of `attention_forward` and `attention_backward` that computed, be it from eager code, from
+    Counted are all calls of attention and of the blocks of layers that computed, be it from eager code, from
     backward or from a compiled graph; and all calls of torch's attention that the switch met and did not take, those
     within torch.compile once, when the graph was traced.
 
@@ -107,10 +109,15 @@ def count_run(op: str, query, key, value, kernel: Optional[str] = None) -> None:
 
     For operators in Python; those in C++ count their own.
     """
-    call = (op, query.shape, key.shape, value.shape, query.dtype, kernel)
+    count_sizes(op, query.shape, key.shape, value.shape, query.dtype, kernel)
+
+
+def count_sizes(op: str, query, key, value, dtype: torch.dtype, kernel: Optional[str] = None) -> None:
+    """The same, of shapes."""
+    call = (op, query, key, value, dtype, kernel)
     with _lock:
         if call not in _ran and len(_ran) >= MAX_SHAPES:
-            call = (op, None, None, None, query.dtype, kernel)
+            call = (op, None, None, None, dtype, kernel)
         _ran[call] = _ran.get(call, 0) + 1
 
 

@@ -1,0 +1,40 @@
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864)."""
+
+from typing import NamedTuple
+
+import torch
+
+from polyhead import Error
+
+
+class Rope(NamedTuple):
+    """Rotary positions of q and k: pair p of a head turns by ``position * base ** (-2 p / D)``; positions start at 0.
+
+    Attributes
+    ----------
+    base : float
+    interleaved : bool
+        Which elements are a pair. False: p and p + D/2 (Llama of Hugging Face). True: 2 p and 2 p + 1 (Meta's Llama).
+    """
+
+    base: float = 10000.0
+    interleaved: bool = False
+
+
+def rotated(heads, rope: Rope):
+    """[B, S, H, D], turned by its positions; computed in float32, or float64 if heads are."""
+    head_dim = heads.shape[-1]
+    if head_dim % 2:
+        raise Error(f"head_dim is {head_dim}, must be even for rope")
+    wide = heads if heads.dtype == torch.float64 else heads.float()
+    pair = torch.arange(0, head_dim, 2, device=heads.device, dtype=torch.float64)
+    position = torch.arange(heads.shape[1], device=heads.device, dtype=torch.float64)
+    angle = position.view(-1, 1, 1) * rope.base ** (-pair / head_dim)
+    cos, sin = angle.cos().to(wide.dtype), angle.sin().to(wide.dtype)
+    if rope.interleaved:
+        first, second = wide[..., 0::2], wide[..., 1::2]
+    else:
+        first, second = wide.chunk(2, -1)
+    turned = (first * cos - second * sin, first * sin + second * cos)
+    result = torch.stack(turned, -1).flatten(-2) if rope.interleaved else torch.cat(turned, -1)
+    return result.to(heads.dtype)
