@@ -2,7 +2,7 @@
 //   S = scale * Q K^T                              [batch, num_heads, seqlen_q, seqlen_k]   never stored
 //   S = softcap * tanh(S / softcap)                if softcap > 0
 //   S = S + bias - slope * |i + offset - j|        attn_bias, ALiBi
-//   S = -inf where hidden                          visible = mask AND causal AND window AND lengths AND bias > -inf
+//   S = -inf where hidden                          visible = mask AND causal AND windows AND lengths AND bias > -inf
 //   L = log sum_k exp(S)                           [batch, num_heads, seqlen_q]   logsumexp, natural log
 //   P = exp(S - L)
 //   O = dropout(P) V                               [batch, seqlen_q, num_heads, head_dim_v]
@@ -68,6 +68,7 @@ struct AttentionDesc {
   Align align = Align::kUnset;
   std::optional<int64_t> query_offset = {};  ///< the offset itself, the same for every sequence; excludes `align`
   bool has_query_offsets = false;            ///< query_offsets [batch] is given with each call; excludes both
+  bool has_windows = false;  ///< window_lo and window_hi [seqlen_q] are given with each call; not when packed
 
   BroadcastOperand attn_mask = {};  ///< kBool, true = may look
   BroadcastOperand attn_bias = {};  ///< float32, bfloat16, float16 (float64 with float64 inputs); -inf hides a key
@@ -94,6 +95,8 @@ struct ForwardArgs {
   Tensor cu_seqlens_q = {};   ///< [B + 1], int32 or int64: starts at 0, never falls, ends at or before total_q
   Tensor cu_seqlens_k = {};   ///< [B + 1]
   Tensor query_offsets = {};  ///< [B], int32 or int64
+  Tensor window_lo = {};      ///< [Sq], int32 or int64: query i sees keys window_lo[i] <= j < window_hi[i]
+  Tensor window_hi = {};      ///< [Sq], int32 or int64; what lies outside of the keys is cut off
 
   uint64_t dropout_seed = 0;
   uint32_t dropout_offset = 0;

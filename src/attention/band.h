@@ -1,4 +1,4 @@
-// Which keys causal, window and lengths let a query see. Plain data and no library code: kernels compiled for one
+// Which keys causal, windows and lengths let a query see. Plain data and no library code: kernels compiled for one
 // instruction set include this too.
 #pragma once
 
@@ -17,13 +17,30 @@ struct KeyRange {
   int64_t begin = 0, end = 0;  // [begin, end); empty if end <= begin
 };
 
-// Causal and window as one band around the diagonal; -1 = open. Causal is right = 0.
-struct Band {
-  int64_t left = -1, right = -1;
+// An int32 or int64 for each query of a sequence. No data: not given.
+struct PerQuery {
+  const void* data = nullptr;
+  int64_t stride = 0;
+  bool wide = false;  // int64
 };
 
-// The keys that band and lengths let query i of a sequence see (mask and bias may hide more). Offset and window may be any
-// int64, so positions are summed in 128 bits.
+static inline int64_t at_query(const PerQuery& x, int64_t i) {
+  return x.wide ? static_cast<const int64_t*>(x.data)[i * x.stride] : static_cast<const int32_t*>(x.data)[i * x.stride];
+}
+
+// Causal and window as one band around the diagonal; -1 = open. Causal is right = 0. Besides, where window_lo and
+// window_hi are given, query i sees keys window_lo[i] <= j < window_hi[i] alone.
+struct Band {
+  int64_t left = -1, right = -1;
+  PerQuery window_lo, window_hi;
+};
+
+static inline bool is_open(const Band& band) {
+  return band.left < 0 && band.right < 0 && band.window_lo.data == nullptr;
+}
+
+// The keys that band and lengths let query i of a sequence see (mask and bias may hide more). Offset and windows may be
+// any int64, so positions are summed in 128 bits.
 static inline KeyRange key_range(const Band& band, const Sequence& s, int64_t i) {
   __extension__ using Wide = __int128;
   KeyRange range{0, i < s.len_q ? s.len_k : 0};
@@ -35,6 +52,11 @@ static inline KeyRange key_range(const Band& band, const Sequence& s, int64_t i)
   if (band.left >= 0) {
     const Wide first = position - band.left;
     if (first > 0) range.begin = first < range.end ? static_cast<int64_t>(first) : range.end;
+  }
+  if (band.window_lo.data != nullptr && range.begin < range.end) {
+    const int64_t lo = at_query(band.window_lo, i), hi = at_query(band.window_hi, i);
+    if (hi < range.end) range.end = hi < 0 ? 0 : hi;
+    if (lo > range.begin) range.begin = lo < range.end ? lo : range.end;
   }
   return range;
 }

@@ -157,6 +157,7 @@ Status check_options(const AttentionDesc& desc) {
                    {"attn_bias", desc.attn_bias.given},
                    {"return_weights", desc.return_weights != ReturnWeights::kNone},
                    {"return_column_sums", desc.return_column_sums},
+                   {"window_lo", desc.has_windows},
                    {"seqlens_q", desc.has_seqlens_q},
                    {"seqlens_k", desc.has_seqlens_k}};
     for (const auto& option : options) {

@@ -168,12 +168,14 @@ Status Operands::add_options(const ForwardArgs& args) {
     const char* name;
     const Tensor& tensor;
     bool asked;
-    int64_t size;
-  } integers[] = {{"seqlens_q", args.seqlens_q, desc_.has_seqlens_q, desc_.batch},
-                  {"seqlens_k", args.seqlens_k, desc_.has_seqlens_k, desc_.batch},
-                  {"cu_seqlens_q", args.cu_seqlens_q, desc_.packed, desc_.batch + 1},
-                  {"cu_seqlens_k", args.cu_seqlens_k, desc_.packed, desc_.batch + 1},
-                  {"query_offsets", args.query_offsets, desc_.has_query_offsets, desc_.batch}};
+    Dim dim;
+  } integers[] = {{"seqlens_q", args.seqlens_q, desc_.has_seqlens_q, {"batch", desc_.batch}},
+                  {"seqlens_k", args.seqlens_k, desc_.has_seqlens_k, {"batch", desc_.batch}},
+                  {"cu_seqlens_q", args.cu_seqlens_q, desc_.packed, {"batch + 1 =", desc_.batch + 1}},
+                  {"cu_seqlens_k", args.cu_seqlens_k, desc_.packed, {"batch + 1 =", desc_.batch + 1}},
+                  {"query_offsets", args.query_offsets, desc_.has_query_offsets, {"batch", desc_.batch}},
+                  {"window_lo", args.window_lo, desc_.has_windows, {"seqlen_q", desc_.seqlen_q}},
+                  {"window_hi", args.window_hi, desc_.has_windows, {"seqlen_q", desc_.seqlen_q}}};
   for (const auto& t : integers) {
     if (!status.ok()) return status;
     if (!t.asked) {
@@ -181,8 +183,7 @@ Status Operands::add_options(const ForwardArgs& args) {
     } else if (t.tensor.given() && t.tensor.dtype != DType::kInt32 && t.tensor.dtype != DType::kInt64) {
       status = wrong_dtype(t.name, t.tensor, "int32 or int64");
     } else {
-      const char* dim = t.size == desc_.batch ? "batch" : "batch + 1 =";
-      status = add(kInput, t.name, t.tensor, t.tensor.dtype, {{dim, t.size}});
+      status = add(kInput, t.name, t.tensor, t.tensor.dtype, {t.dim});
     }
   }
   return status;

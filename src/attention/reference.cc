@@ -58,7 +58,7 @@ class Forward {
     int64_t* visible = scratch_.visible;
     T* P = scratch_.P;
     int64_t n = 0;
-    const KeyRange range = key_range(desc_, s, i);
+    const KeyRange range = key_range(desc_, args_, s, i);
     for (int64_t j = range.begin; j < range.end; ++j) {
       if (scores_.visible(b, h, i, j)) visible[n++] = j;
     }

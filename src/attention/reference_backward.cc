@@ -90,7 +90,7 @@ class Backward {
   }
 
   bool visible(const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
-    const KeyRange range = key_range(desc_, s, i);
+    const KeyRange range = key_range(desc_, args_.forward, s, i);
     return range.begin <= j && j < range.end && scores_.visible(b, h, i, j);
   }
 

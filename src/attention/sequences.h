@@ -34,12 +34,19 @@ inline Sequence sequence(const AttentionDesc& desc, const ForwardArgs& args, int
   return s;
 }
 
-// Causal is a band whose right side is closed on the diagonal.
-inline Band band(const AttentionDesc& desc) { return {desc.window_left, desc.causal ? 0 : desc.window_right}; }
+inline PerQuery per_query(const Tensor& t) {
+  if (!t.given()) return {};
+  return {t.data, t.dims[0] > 1 ? t.strides[0] : 0, t.dtype == DType::kInt64};
+}
 
-// The keys that causal, window and lengths let query i of a sequence see (mask and bias may hide more).
-inline KeyRange key_range(const AttentionDesc& desc, const Sequence& s, int64_t i) {
-  return key_range(band(desc), s, i);
+// Causal is a band whose right side is closed on the diagonal.
+inline Band band(const AttentionDesc& desc, const ForwardArgs& args) {
+  return {desc.window_left, desc.causal ? 0 : desc.window_right, per_query(args.window_lo), per_query(args.window_hi)};
+}
+
+// The keys that causal, windows and lengths let query i of a sequence see (mask and bias may hide more).
+inline KeyRange key_range(const AttentionDesc& desc, const ForwardArgs& args, const Sequence& s, int64_t i) {
+  return key_range(band(desc, args), s, i);
 }
 
 }  // namespace polyhead

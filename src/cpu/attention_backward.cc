@@ -387,7 +387,7 @@ void backward_task(const BackwardProblem& gradients, const BackwardTask& task, i
             nullptr,
             nullptr,
             nullptr,
-            additive || problem.band.left >= 0 || problem.band.right >= 0,
+            additive || !is_open(problem.band),
             gradients.grad_query.data != nullptr,
             gradients.grad_query.data != nullptr || task.key_sums != nullptr || task.bias,
             tiles};

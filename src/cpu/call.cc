@@ -69,7 +69,7 @@ Problem problem(const AttentionDesc& desc, const ForwardArgs& args) {
     p.weights_stride_k = stride_of(w, w.ndim - 1, 1);
   }
   p.seqlen_k = desc.seqlen_k;
-  p.band = band(desc);
+  p.band = band(desc, args);
   p.scale = static_cast<float>(desc.scale.value_or(desc.head_dim > 0 ? 1 / std::sqrt(double(desc.head_dim)) : 1.0));
   p.softcap = static_cast<float>(desc.softcap);
   p.dropout = dropout(desc, args);

@@ -21,7 +21,7 @@ inline TileRanges tile_ranges(const Band& band, const Sequence& s, int64_t first
   r.any_end = 0;
   r.all_begin = 0;
   r.all_end = s.len_k;
-  if (band.left < 0 && band.right < 0) {
+  if (is_open(band)) {
     r.any_begin = 0;
     r.any_end = s.len_k;
     for (int q = 0; q < kTile; ++q) {
