@@ -77,7 +77,7 @@ struct AttentionBlockState;  // src/layer/attention_block.cc
 class POLYHEAD_API AttentionBlock {
  public:
   const AttentionBlockDesc& desc() const;
-  /// For its weights: weights_bytes, weight_layout, weights_in. Its own calls are the block's business.
+  /// For its weights: weights_bytes, weight_layout, weights_in, pack_weights. Its own calls are the block's business.
   const Layer& layer() const;
 
   size_t workspace_bytes() const;  ///< of forward
@@ -132,6 +132,10 @@ struct FeedForwardBlockForwardArgs {
   size_t reserve_bytes = 0;
   void* workspace = nullptr;
   size_t workspace_bytes = 0;
+  /// Optional: weight1 and weight2 as pack_weights() wrote them. Forward then reads these, for the same bits in less
+  /// time, and of `weights` the rest alone; backward reads `weights`.
+  const void* packed_weights = nullptr;
+  size_t packed_weights_bytes = 0;
 };
 
 struct FeedForwardBlockBackwardArgs {
@@ -149,6 +153,10 @@ class POLYHEAD_API FeedForwardBlock {
  public:
   const FeedForwardBlockDesc& desc() const;
   const char* kernel_name() const;  ///< of the products
+
+  /// weight1 and weight2 packed once for many forward calls, as Layer::pack_weights() does.
+  size_t packed_weights_bytes() const;
+  Status pack_weights(const FeedForwardWeights& weights, void* packed, size_t bytes) const;
 
   size_t workspace_bytes() const;  ///< of forward
   size_t backward_workspace_bytes() const;

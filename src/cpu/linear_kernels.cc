@@ -19,6 +19,7 @@ constexpr Kernel kernel(const char* name, std::string (*why_not)(DType dtype)) {
           why_not,
           [](int64_t k, int64_t n, DType dtype) { return cpu::packed_bytes(functions, k, n, dtype); },
           [](const Matrix& b, void* packed, Executor& executor) { cpu::pack(functions, b, packed, executor); },
+          [] { return int64_t{functions.panel_columns}; },
           [](const GemmDesc& desc, int num_threads) { return cpu::gemm_workspace_bytes(functions, desc, num_threads); },
           [](const GemmDesc& desc, const GemmArgs& args, Executor& e) { cpu::gemm(functions, desc, args, e); },
           [](int64_t m, int64_t n, DType) { return cpu::sums_workspace_bytes(m, n); },

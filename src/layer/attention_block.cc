@@ -112,8 +112,8 @@ class BlockOperands {
     }
     if (reinterpret_cast<uintptr_t>(layer.reserve) % 64 != 0) return invalid("reserve is not aligned to 64 bytes");
     const auto bytes = static_cast<int64_t>(s_.reserve_bytes);
-    return operands_.add(Role::kOutput, "reserve", Tensor(layer.reserve, DType::kBool, {bytes}), DType::kBool,
-                         {{"bytes", bytes}});
+    reserve_ = Tensor(layer.reserve, DType::kBool, {bytes});
+    return operands_.add(Role::kOutput, "reserve", reserve_, DType::kBool, {{"bytes", bytes}});
   }
   Status check_workspace(size_t needed) const {
     return operands_.check_workspace(args_.layer.workspace, args_.layer.workspace_bytes, needed);
@@ -123,6 +123,7 @@ class BlockOperands {
   const AttentionBlockState& s_;
   const AttentionBlockForwardArgs& args_;
   Operands operands_;
+  Tensor reserve_;  // memory as an operand, which outlives its being added
 };
 
 // The layer's arguments: what it reads instead of x, and its part of the memory.

@@ -1,7 +1,6 @@
 #include "layer/call.h"
 
 #include "attention/sequences.h"
-#include "core/threads.h"
 
 namespace polyhead {
 namespace {
@@ -107,13 +106,12 @@ Tensor split_heads(const Tensor& t, int64_t heads, int64_t dim) {
   return apart;
 }
 
-Call::Call(const LayerState& s, const LayerForwardArgs& a, const Activations& activations, void* memory, void* mask)
+Call::Call(const LayerState& s, const LayerForwardArgs& a, const Activations& activations, void* memory)
     : state(s),
       args(a),
       training(a.reserve != nullptr),
       activations_(activations),
-      memory_(static_cast<char*>(memory)),
-      mask_(mask) {}
+      memory_(static_cast<char*>(memory)) {}
 
 Tensor Call::in_memory(char* memory, const Projected& at, int i) const {
   const Projection& p = state.projections[i];
@@ -151,20 +149,16 @@ char* Call::gradient_memory() const {
   return static_cast<char*>(state.gradients.in_workspace ? args.workspace : args.reserve);
 }
 
-Tensor Call::attn_mask() const { return is_step(args) ? at_step(args.attn_mask, 2, args.step) : args.attn_mask; }
-
-Tensor Call::window_mask() const {
-  const int64_t* dims = (is_step(args) ? state.step : state.train)->desc().attn_mask.dims;
-  return Tensor(mask_, DType::kBool, {dims[0], dims[1], dims[2], dims[3]});
-}
-
 ForwardArgs Call::attention(int64_t n) const {
   ForwardArgs one = sequence_args(args, n);
   one.query = beam_of(attended(kQuery), n);
   one.key = beam_of(attended(kKey), n);
   one.value = beam_of(attended(kValue), n);
-  one.attn_mask = state.desc.has_windows ? window_mask() : attn_mask();
-  one.attn_bias = is_step(args) ? at_step(args.attn_bias, 2, args.step) : args.attn_bias;
+  const auto of_queries = [&](const Tensor& t, int dim) { return is_step(args) ? at_step(t, dim, args.step) : t; };
+  one.attn_mask = of_queries(args.attn_mask, 2);
+  one.attn_bias = of_queries(args.attn_bias, 2);
+  one.window_lo = of_queries(args.window_lo, 0);
+  one.window_hi = of_queries(args.window_hi, 0);
   one.alibi_slopes = args.alibi_slopes;
   one.out = beam_of(attention_out(), n);
   one.weights = beam_of(args.attn_weights, n);
@@ -178,23 +172,6 @@ ForwardArgs Call::attention(int64_t n) const {
         Tensor(memory_ + activations_.logsumexp + n * size, sums, {desc.batch, desc.num_heads, desc.seqlen_q});
   }
   return one;
-}
-
-void Call::fill_window_mask() const {
-  const Tensor mask = window_mask(), own = attn_mask();
-  const int64_t num_rows = mask.dims[0] * mask.dims[1] * mask.dims[2];
-  run_tasks(*state.executor, num_rows, [&](int64_t row, int) {
-    const int64_t i = row % mask.dims[2], h = row / mask.dims[2] % mask.dims[1], b = row / mask.dims[2] / mask.dims[1];
-    const int64_t query = is_step(args) ? args.step : i;
-    const int64_t lo = integer_at(args.window_lo, query), hi = integer_at(args.window_hi, query);
-    auto* to = static_cast<uint8_t*>(mask.data) + row * mask.dims[3];
-    for (int64_t j = 0; j < mask.dims[3]; ++j) to[j] = lo <= j && j < hi;
-    if (!own.given()) return;
-    const int64_t at[3] = {b, h, i};
-    const auto* from = static_cast<const uint8_t*>(own.data);
-    for (int dim = 0; dim < 3; ++dim) from += own.dims[dim] > 1 ? at[dim] * own.strides[dim] : 0;
-    for (int64_t j = 0; j < mask.dims[3]; ++j) to[j] &= from[own.dims[3] > 1 ? j * own.strides[3] : 0];
-  });
 }
 
 }  // namespace polyhead

@@ -24,8 +24,8 @@ ForwardArgs sequence_args(const LayerForwardArgs& args, int64_t n);
 // A checked call on its way.
 class Call {
  public:
-  // `args` as with_beams gives them; both must outlive this. `activations` start at `memory`, the window mask at `mask`.
-  Call(const LayerState& state, const LayerForwardArgs& args, const Activations& activations, void* memory, void* mask);
+  // `args` as with_beams gives them; both must outlive this. `activations` start at `memory`.
+  Call(const LayerState& state, const LayerForwardArgs& args, const Activations& activations, void* memory);
 
   const LayerState& state;
   const LayerForwardArgs& args;
@@ -45,20 +45,13 @@ class Call {
   // The call of attention on beam n, without a workspace.
   ForwardArgs attention(int64_t n) const;
 
-  // With desc.has_windows: fills the mask that attention() gives.
-  void fill_window_mask() const;
-
-  Tensor attn_mask() const;  // the caller's, of the step alone if this is one
-
  private:
   int64_t steps(int i) const { return is_step(args) ? 1 : state.projections[i].steps; }
   Tensor in_memory(char* memory, const Projected& at, int i) const;
   const Tensor& cache(int i) const { return i == kKey ? args.key_cache : args.value_cache; }
-  Tensor window_mask() const;
 
   const Activations& activations_;
   char* memory_;
-  void* mask_;
 };
 
 }  // namespace polyhead

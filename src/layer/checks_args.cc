@@ -7,6 +7,7 @@
 #include "attention/sequences.h"
 #include "core/sentence.h"
 #include "layer/call.h"
+#include "layer/packed.h"
 
 namespace polyhead {
 namespace {
@@ -20,13 +21,22 @@ constexpr const char* kGradWeightNames[] = {
     "grad_weights.query",      "grad_weights.key",      "grad_weights.value",      "grad_weights.out",
     "grad_weights.query_bias", "grad_weights.key_bias", "grad_weights.value_bias", "grad_weights.out_bias"};
 
+// Of WeightKind: matrices come first.
+struct Kinds {
+  int begin = 0, end = kNumWeightKinds;
+};
+constexpr Kinds kMatrices = {0, 4}, kBiases = {4, kNumWeightKinds};
+
 class LayerOperands {
  public:
   LayerOperands(const LayerState& state, const LayerForwardArgs& args)
       : state_(state), desc_(state.desc), args_(args), operands_(state.asked) {}
 
   Status add_inputs();
-  Status add_weights(Role role, const LayerWeights& weights, bool optional);
+  Status add_weights(Role role, const LayerWeights& weights, bool optional, Kinds kinds = {});
+  Status add_packed(Role role, const void* packed, size_t bytes) {
+    return polyhead::add_packed(operands_, role, state_.packed, packed, bytes, &packed_);
+  }
   Status add_options();
   Status add_outputs();
   Status add_out_like(Role role, const char* name, const Tensor& t) {
@@ -52,6 +62,7 @@ class LayerOperands {
   const LayerDesc& desc_;
   const LayerForwardArgs& args_;
   Operands operands_;
+  Tensor reserve_, packed_;  // memory as operands, which outlive their being added
 };
 
 Status LayerOperands::add_input_like(Role role, const char* name, const Tensor& t, int i) {
@@ -74,8 +85,8 @@ Status LayerOperands::add_inputs() {
   return add_out_like(Role::kInput, "residual", args_.residual);
 }
 
-Status LayerOperands::add_weights(Role role, const LayerWeights& weights, bool optional) {
-  for (int kind = 0; kind < kNumWeightKinds; ++kind) {
+Status LayerOperands::add_weights(Role role, const LayerWeights& weights, bool optional, Kinds kinds) {
+  for (int kind = kinds.begin; kind < kinds.end; ++kind) {
     const Tensor& t = weight_of(weights, static_cast<WeightKind>(kind));
     const WeightLayout& layout = state_.weights[kind];
     const char* name = role == Role::kInput ? kWeightNames[kind] : kGradWeightNames[kind];
@@ -160,8 +171,8 @@ Status LayerOperands::add_reserve() {
   }
   if (reinterpret_cast<uintptr_t>(args_.reserve) % 64 != 0) return invalid("reserve is not aligned to 64 bytes");
   const auto bytes = static_cast<int64_t>(needed);
-  return operands_.add(Role::kOutput, "reserve", Tensor(args_.reserve, DType::kBool, {bytes}), DType::kBool,
-                       {{"bytes", bytes}});
+  reserve_ = Tensor(args_.reserve, DType::kBool, {bytes});
+  return operands_.add(Role::kOutput, "reserve", reserve_, DType::kBool, {{"bytes", bytes}});
 }
 
 Status LayerOperands::add_gradients(const LayerBackwardArgs& args) {
@@ -272,14 +283,24 @@ Status check_forward(const LayerState& state, const LayerForwardArgs& args) {
   LayerOperands operands(state, args);
   Status status = check_step(state, args);
   if (status.ok()) status = operands.add_inputs();
-  if (status.ok()) status = operands.add_weights(Role::kInput, args.weights, false);
+  const bool packed = args.packed_weights != nullptr;
+  if (status.ok()) status = operands.add_weights(Role::kInput, args.weights, false, packed ? kBiases : Kinds());
+  if (status.ok() && packed) status = operands.add_packed(Role::kInput, args.packed_weights, args.packed_weights_bytes);
   if (status.ok()) status = operands.add_options();
   if (status.ok()) status = operands.add_outputs();
   if (status.ok()) status = operands.add_caches();
   if (status.ok() && args.reserve != nullptr) status = operands.add_reserve();
   if (status.ok()) status = operands.check_workspace(state.forward.bytes);
+  if (status.ok() && packed) status = check_packed(state.packed, args.packed_weights);
   if (status.ok()) status = check_lengths_of_beams(state, args);
   return status;
+}
+
+Status check_pack_weights(const LayerState& state, const LayerWeights& weights, const void* packed, size_t bytes) {
+  const LayerForwardArgs none;
+  LayerOperands operands(state, none);
+  const Status status = operands.add_weights(Role::kInput, weights, false, kMatrices);
+  return status.ok() ? operands.add_packed(Role::kOutput, packed, bytes) : status;
 }
 
 Status check_backward_data(const LayerState& state, const LayerBackwardArgs& args) {

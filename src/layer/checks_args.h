@@ -10,6 +10,7 @@ namespace polyhead {
 bool same_view(const Tensor& a, const Tensor& b);
 
 Status check_forward(const LayerState& state, const LayerForwardArgs& args);
+Status check_pack_weights(const LayerState& state, const LayerWeights& weights, const void* packed, size_t bytes);
 // Only what backward_data reads and writes, or backward_weights.
 Status check_backward_data(const LayerState& state, const LayerBackwardArgs& args);
 // `stage`: what must have been done with the reserve (ReserveHeader).

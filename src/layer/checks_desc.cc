@@ -75,6 +75,9 @@ Status check_attention_options(const AttentionDesc& attention) {
                             ", must be left at float32: the layer's dtype counts"));
   }
   if (attention.packed) return invalid("attention.packed is true, a layer takes no packed sequences");
+  if (attention.has_windows) {
+    return invalid("attention.has_windows is true, must be left false: the layer's has_windows counts");
+  }
   if (attention.return_column_sums) return invalid("attention.return_column_sums is true, a layer returns none");
   return {};
 }

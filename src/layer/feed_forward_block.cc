@@ -9,6 +9,7 @@
 #include "layer/call.h"
 #include "layer/fingerprint.h"
 #include "layer/norm.h"
+#include "layer/packed.h"
 #include "layer/product.h"
 
 namespace polyhead {
@@ -20,6 +21,7 @@ struct FeedForwardBlockState {
   Executor* executor = nullptr;
   uint64_t fingerprint = 0;
   bool pre = false, post = false;  // a norm
+  PackedLayout packed;             // of weight1 and weight2
 
   size_t saved_inner = 0, saved_rows = 0, saved_mean = 0, saved_rstd = 0, reserve_bytes = 0;
   size_t forward_inner = 0, forward_rows = 0, forward_shared = 0, forward_bytes = 0;
@@ -95,9 +97,9 @@ bool lay_out_block(FeedForwardBlockState& s) {
   s.backward_inner = backward.take({d.batch, d.seqlen, d.inner_size}, element);
   s.backward_rows = backward.take({d.batch, normed, d.size}, element);
   s.backward_dropped = backward.take({d.batch, d.output_dropout_p > 0 ? d.seqlen : 0, d.size}, element);
-  MemoryMap weights;
-  weights.take({d.size, d.inner_size}, element);
-  if (!reserve.fits() || !forward.fits() || !backward.fits() || !weights.fits()) return false;
+  const MatrixSize weights[] = {{d.size, d.inner_size}, {d.inner_size, d.size}};
+  if (!reserve.fits() || !forward.fits() || !backward.fits()) return false;
+  if (!lay_out_packed(*s.linear, d.dtype, weights, &s.packed)) return false;
   const int64_t m = s.num_rows(), size = d.size, inner = d.inner_size;
   s.forward_shared =
       forward.take_bytes(std::max(product_bytes(s, m, inner, size, false), product_bytes(s, m, size, inner, false)));
@@ -122,18 +124,41 @@ class FeedForwardOperands {
                          {{"batch", d.batch}, {"beam", 1}, {"seqlen", d.seqlen}, {"size", d.size}});
   }
   Status add_weights(Role role, const FeedForwardWeights& weights) {
+    const Status status = add_matrices(role, weights);
+    return status.ok() ? add_vectors(role, weights) : status;
+  }
+  // What forward reads.
+  Status add_forward_weights() {
+    Status status;
+    if (args_.packed_weights == nullptr) {
+      status = add_matrices(Role::kInput, args_.weights);
+    } else {
+      status = add_packed(Role::kInput, args_.packed_weights, args_.packed_weights_bytes);
+      if (status.ok()) status = check_packed(s_.packed, args_.packed_weights);
+    }
+    return status.ok() ? add_vectors(Role::kInput, args_.weights) : status;
+  }
+  Status add_matrices(Role role, const FeedForwardWeights& weights) {
+    const Dim size{"size", s_.desc.size}, inner{"inner_size", s_.desc.inner_size};
+    const bool optional = role == Role::kOutput;
+    const Status status =
+        add_weight(role, optional ? "grad_weights.weight1" : "weights.weight1", weights.weight1, true, {size, inner});
+    if (!status.ok()) return status;
+    return add_weight(role, optional ? "grad_weights.weight2" : "weights.weight2", weights.weight2, true,
+                      {inner, size});
+  }
+  Status add_packed(Role role, const void* packed, size_t bytes) {
+    return polyhead::add_packed(operands_, role, s_.packed, packed, bytes, &packed_);
+  }
+  Status add_vectors(Role role, const FeedForwardWeights& weights) {
     const FeedForwardBlockDesc& d = s_.desc;
     const bool optional = role == Role::kOutput;
-    const Dim size{"size", d.size}, inner{"inner_size", d.inner_size};
-    Status status;
-    const auto add = [&](const char* name, const Tensor& t, bool asked, Dims dims) {
-      if (!status.ok() || (optional && !t.given())) return;
-      status = asked ? operands_.add(role, name, t, d.dtype, dims) : unasked(name, t);
-    };
-    add(optional ? "grad_weights.weight1" : "weights.weight1", weights.weight1, true, {size, inner});
-    add(optional ? "grad_weights.bias1" : "weights.bias1", weights.bias1, d.bias1, {inner});
-    add(optional ? "grad_weights.weight2" : "weights.weight2", weights.weight2, true, {inner, size});
-    add(optional ? "grad_weights.bias2" : "weights.bias2", weights.bias2, d.bias2, {size});
+    Status status = add_weight(role, optional ? "grad_weights.bias1" : "weights.bias1", weights.bias1, d.bias1,
+                               {{"inner_size", d.inner_size}});
+    if (status.ok()) {
+      status = add_weight(role, optional ? "grad_weights.bias2" : "weights.bias2", weights.bias2, d.bias2,
+                          {{"size", d.size}});
+    }
     return status.ok() ? add_norm_weights(operands_, role, d.norm, weights.norm, d.size, d.dtype) : status;
   }
   Status add_reserve() {
@@ -142,17 +167,24 @@ class FeedForwardOperands {
     }
     if (reinterpret_cast<uintptr_t>(args_.reserve) % 64 != 0) return invalid("reserve is not aligned to 64 bytes");
     const auto bytes = static_cast<int64_t>(s_.reserve_bytes);
-    return operands_.add(Role::kOutput, "reserve", Tensor(args_.reserve, DType::kBool, {bytes}), DType::kBool,
-                         {{"bytes", bytes}});
+    reserve_ = Tensor(args_.reserve, DType::kBool, {bytes});
+    return operands_.add(Role::kOutput, "reserve", reserve_, DType::kBool, {{"bytes", bytes}});
   }
   Status check_workspace(size_t needed) const {
     return operands_.check_workspace(args_.workspace, args_.workspace_bytes, needed);
   }
 
  private:
+  // Gradients are optional.
+  Status add_weight(Role role, const char* name, const Tensor& t, bool asked, Dims dims) {
+    if (role == Role::kOutput && !t.given()) return {};
+    return asked ? operands_.add(role, name, t, s_.desc.dtype, dims) : unasked(name, t);
+  }
+
   const FeedForwardBlockState& s_;
   const FeedForwardBlockForwardArgs& args_;
   Operands operands_;
+  Tensor reserve_, packed_;  // memory as operands, which outlive their being added
 };
 
 linear::MatrixDropout inner_dropout(const FeedForwardBlockState& s, const FeedForwardBlockForwardArgs& args) {
@@ -164,23 +196,20 @@ linear::MatrixDropout output_dropout(const FeedForwardBlockState& s, const FeedF
   return {s.desc.output_dropout_p, args.output_dropout_seed, args.output_dropout_offset};
 }
 
-// C = epilogue(A B).
-struct GemmCall {
-  Matrix a, b, c;
-  linear::Epilogue epilogue = {};
-  bool split_k = false;
-  bool accumulate = false;
-};
-
-void multiply(const FeedForwardBlockState& s, const GemmCall& call, void* workspace) {
-  linear::GemmArgs args;
-  args.a = call.a;
-  args.b = call.b;
-  args.c = call.c;
-  args.accumulate = call.accumulate;
-  args.epilogue = call.epilogue;
-  args.workspace = workspace;
-  multiply(*s.linear, args, call.split_k, *s.executor);
+// A product of the forward pass: x times weight1 or weight2.
+linear::GemmArgs product(const FeedForwardBlockState& s, const FeedForwardBlockForwardArgs& args, const Matrix& x,
+                         int index, const Matrix& y) {
+  linear::GemmArgs gemm;
+  gemm.a = x;
+  gemm.c = y;
+  if (args.packed_weights != nullptr) {
+    gemm.packed = packed_matrix(s.packed, index, args.packed_weights).data;
+  } else {
+    gemm.b = weight_matrix(index == 0 ? args.weights.weight1 : args.weights.weight2);
+  }
+  gemm.epilogue.bias = weight_matrix(index == 0 ? args.weights.bias1 : args.weights.bias2);
+  gemm.workspace = static_cast<char*>(args.workspace) + s.forward_shared;
+  return gemm;
 }
 
 void compute_forward(const FeedForwardBlockState& s, const FeedForwardBlockForwardArgs& args) {
@@ -191,7 +220,7 @@ void compute_forward(const FeedForwardBlockState& s, const FeedForwardBlockForwa
                                                       : s.rows_at(workspace, s.forward_rows, d.size));
   const Matrix h = token_matrix(s.rows_at(workspace, s.forward_inner, d.inner_size));
   linear::NormForwardArgs norm = norm_forward_args(d.norm, args.weights.norm);
-  GemmCall first{s.pre ? rows : x, weight_matrix(args.weights.weight1), h};
+  linear::GemmArgs first = product(s, args, s.pre ? rows : x, 0, h);
   if (reserve != nullptr) {
     ReserveHeader header;
     header.fingerprint = s.fingerprint;
@@ -206,15 +235,13 @@ void compute_forward(const FeedForwardBlockState& s, const FeedForwardBlockForwa
     norm.y = rows;
     s.linear->norm_forward(norm, *s.executor);
   }
-  first.epilogue.bias = weight_matrix(args.weights.bias1);
   first.epilogue.activation = static_cast<linear::Activation>(d.activation);
   first.epilogue.dropout = inner_dropout(s, args);
-  multiply(s, first, workspace + s.forward_shared);
-  GemmCall second{h, weight_matrix(args.weights.weight2), s.post ? rows : out};
-  second.epilogue.bias = weight_matrix(args.weights.bias2);
+  multiply(*s.linear, first, false, *s.executor);
+  linear::GemmArgs second = product(s, args, h, 1, s.post ? rows : out);
   second.epilogue.dropout = output_dropout(s, args);
   if (d.residual) second.epilogue.residual = x;
-  multiply(s, second, workspace + s.forward_shared);
+  multiply(*s.linear, second, false, *s.executor);
   if (s.post) {
     norm.x = rows;
     norm.y = out;
@@ -246,14 +273,32 @@ class FeedForwardBackward {
     const bool normed =
         s_.pre && (grad_x_.given() || args_.grad_weights.norm.gamma.given() || args_.grad_weights.norm.beta.given());
     if (!grad_x_.given() && !normed) return;
-    GemmCall first{du, weight_matrix(forward_.weights.weight1).transposed(), s_.pre ? rows_ : grad_x_};
+    linear::GemmArgs first;
+    first.a = du;
+    first.b = weight_matrix(forward_.weights.weight1).transposed();
+    first.c = s_.pre ? rows_ : grad_x_;
     if (!s_.pre && s_.desc.residual) first.epilogue.residual = dz;
-    multiply(s_, first, shared());
+    multiply(first, false);
     if (normed) norm(x_, rows_, s_.desc.residual ? grad_out : Matrix(), grad_x_);
   }
 
  private:
   void* shared() const { return workspace_ + s_.backward_shared; }
+
+  void multiply(linear::GemmArgs gemm, bool split_k) const {
+    gemm.workspace = shared();
+    polyhead::multiply(*s_.linear, gemm, split_k, *s_.executor);
+  }
+
+  // The gradient of a weight: x^T dy.
+  void multiply_tokens(const Matrix& x, const Matrix& dy, const Tensor& grad_weight) const {
+    linear::GemmArgs gemm;
+    gemm.a = x.transposed();
+    gemm.b = dy;
+    gemm.c = weight_matrix(grad_weight);
+    gemm.accumulate = args_.accumulate;
+    multiply(gemm, true);
+  }
 
   void norm(const Matrix& x, const Matrix& grad_y, const Matrix& residual, const Matrix& grad_x) const {
     linear::NormBackwardArgs norm = norm_backward_args(s_.desc.norm, forward_.weights.norm);
@@ -302,26 +347,28 @@ class FeedForwardBackward {
     pointwise.y = inner_;
     pointwise.epilogue = again;
     s_.linear->pointwise(pointwise, *s_.executor);
-    multiply(s_, {inner_.transposed(), dY, weight_matrix(args_.grad_weights.weight2), {}, true, args_.accumulate},
-             shared());
+    multiply_tokens(inner_, dY, args_.grad_weights.weight2);
     return dY;
   }
 
   // du = activation'(u) g1 (dY W2^T)
   Matrix inner_gradient(const Matrix& dY) const {
-    GemmCall call{dY, weight_matrix(forward_.weights.weight2).transposed(), inner_};
+    linear::GemmArgs call;
+    call.a = dY;
+    call.b = weight_matrix(forward_.weights.weight2).transposed();
+    call.c = inner_;
     call.epilogue.gradient = true;
     call.epilogue.activation = static_cast<linear::Activation>(s_.desc.activation);
     call.epilogue.dropout = inner_dropout(s_, forward_);
     call.epilogue.pre_activation = token_matrix(s_.rows_at(reserve_, s_.saved_inner, s_.desc.inner_size));
-    multiply(s_, call, shared());
+    multiply(call, false);
     return inner_;
   }
 
   void first_weights(const Matrix& du, const Matrix& n) const {
     sum_rows(du, {}, {}, weight_matrix(args_.grad_weights.bias1));
     if (!args_.grad_weights.weight1.given()) return;
-    multiply(s_, {n.transposed(), du, weight_matrix(args_.grad_weights.weight1), {}, true, args_.accumulate}, shared());
+    multiply_tokens(n, du, args_.grad_weights.weight1);
   }
 
   const FeedForwardBlockState& s_;
@@ -337,6 +384,7 @@ class FeedForwardBackward {
 }  // namespace
 
 const FeedForwardBlockDesc& FeedForwardBlock::desc() const { return state_->desc; }
+size_t FeedForwardBlock::packed_weights_bytes() const { return state_->packed.bytes; }
 size_t FeedForwardBlock::workspace_bytes() const { return state_->forward_bytes; }
 size_t FeedForwardBlock::backward_workspace_bytes() const { return state_->backward_bytes; }
 const char* FeedForwardBlock::kernel_name() const { return state_->linear->name; }
@@ -363,13 +411,26 @@ Result<FeedForwardBlock> feed_forward_block(const FeedForwardBlockDesc& desc, co
   return Status(StatusCode::kOutOfMemory, "out of memory");
 }
 
+Status FeedForwardBlock::pack_weights(const FeedForwardWeights& weights, void* packed, size_t bytes) const try {
+  const FeedForwardBlockForwardArgs none;
+  FeedForwardOperands operands(*state_, none);
+  Status status = operands.add_matrices(Role::kInput, weights);
+  if (status.ok()) status = operands.add_packed(Role::kOutput, packed, bytes);
+  if (!status.ok()) return status;
+  const Matrix matrices[] = {weight_matrix(weights.weight1), weight_matrix(weights.weight2)};
+  write_packed(*state_->linear, state_->packed, matrices, packed, *state_->executor);
+  return {};
+} catch (const std::bad_alloc&) {
+  return {StatusCode::kOutOfMemory, "out of memory"};
+}
+
 Status FeedForwardBlock::forward(const FeedForwardBlockForwardArgs& given) const try {
   FeedForwardBlockForwardArgs args = given;
   args.x = with_beam(args.x, 4);
   args.out = with_beam(args.out, 4);
   FeedForwardOperands operands(*state_, args);
   Status status = operands.add_rows(Role::kInput, "x", args.x);
-  if (status.ok()) status = operands.add_weights(Role::kInput, args.weights);
+  if (status.ok()) status = operands.add_forward_weights();
   if (status.ok()) status = operands.add_rows(Role::kOutput, "out", args.out);
   if (status.ok() && args.reserve != nullptr) status = operands.add_reserve();
   if (status.ok()) status = operands.check_workspace(state_->forward_bytes);

@@ -4,10 +4,13 @@
 
 #include "attention/checks.h"
 #include "core/sentence.h"
-#include "layer/state.h"
+#include "layer/checks_args.h"
+#include "layer/packed.h"
 
 namespace polyhead {
 namespace {
+
+constexpr int kOutMatrix = static_cast<int>(WeightKind::kOut);  // matrices come before biases
 
 Status out_of_memory() { return {StatusCode::kOutOfMemory, "out of memory"}; }
 
@@ -52,15 +55,7 @@ AttentionDesc sized_attention(const LayerState& s) {
   attention.head_dim = s.projections[kQuery].dim;
   attention.head_dim_v = s.projections[kValue].dim;
   attention.dtype = s.desc.dtype;
-  return attention;
-}
-
-// Windows are a mask, together with the one that is asked for.
-AttentionDesc with_windows(AttentionDesc attention) {
-  BroadcastOperand& mask = attention.attn_mask;
-  if (!mask.given) mask = {true, DType::kBool, {1, 1, 1, 1}};
-  mask.dims[2] = attention.seqlen_q;
-  mask.dims[3] = attention.seqlen_k;
+  attention.has_windows = s.desc.has_windows;
   return attention;
 }
 
@@ -102,11 +97,10 @@ Status check_memory_sizes(const LayerState& s) {
 Status make_plans(LayerState& s, const PlanOptions& options) {
   s.asked = sized_attention(s);
   if (Status status = check_desc(s.asked); !status.ok()) return status;
-  const AttentionDesc training = s.desc.has_windows ? with_windows(s.asked) : s.asked;
-  AttentionDesc inference = training;
+  AttentionDesc inference = s.asked;
   inference.dropout_p = 0;
   const std::pair<std::optional<Plan>*, AttentionDesc> plans[] = {
-      {&s.train, training}, {&s.infer, inference}, {&s.step, one_step(inference)}};
+      {&s.train, s.asked}, {&s.infer, inference}, {&s.step, one_step(inference)}};
   for (const auto& [to, desc] : plans) {
     Result<Plan> made = plan(desc, options);
     if (!made.ok()) return made.status();
@@ -116,6 +110,15 @@ Status make_plans(LayerState& s, const PlanOptions& options) {
   s.linear = linear::find_kernel(s.infer->kernel_name());
   if (s.linear != nullptr) return {};
   return {StatusCode::kInternal, sentence("kernel ", s.infer->kernel_name(), " has no matrix products")};
+}
+
+bool lay_out_packed_weights(LayerState& s) {
+  MatrixSize sizes[kOutMatrix + 1];
+  for (int i = 0; i <= kOutMatrix; ++i) {
+    const WeightLayout& layout = s.weights[i];
+    if (layout.present) sizes[i] = {layout.dims[0], layout.dims[1]};
+  }
+  return lay_out_packed(*s.linear, s.desc.dtype, sizes, &s.packed);
 }
 
 }  // namespace
@@ -136,7 +139,7 @@ Result<std::shared_ptr<const LayerState>> make_layer_state(const LayerDesc& desc
   lay_out_weights(s, weights);
   s.weights_bytes = weights.bytes();
   s.gradients.in_workspace = gradients_in_workspace;
-  if (!weights.fits() || !lay_out_memory(s)) {
+  if (!weights.fits() || !lay_out_packed_weights(s) || !lay_out_memory(s)) {
     return Status(StatusCode::kInvalidArgument, "the layer is too large: its memory passes the address space");
   }
   s.fingerprint = fingerprint_of(desc);
@@ -157,10 +160,22 @@ const LayerDesc& Layer::desc() const { return state_->desc; }
 const char* Layer::kernel_name() const { return state_->infer->kernel_name(); }
 int64_t Layer::out_size() const { return state_->out_size; }
 size_t Layer::weights_bytes() const { return state_->weights_bytes; }
+size_t Layer::packed_weights_bytes() const { return state_->packed.bytes; }
 size_t Layer::workspace_bytes() const { return state_->forward.bytes; }
 size_t Layer::backward_workspace_bytes() const { return state_->backward.bytes; }
 size_t Layer::reserve_bytes() const { return state_->reserve.bytes; }
 LayerWeights Layer::weights_in(void* buffer) const { return tensors_of(*state_, buffer); }
+
+Status Layer::pack_weights(const LayerWeights& weights, void* packed, size_t bytes) const try {
+  const LayerState& s = *state_;
+  if (Status status = check_pack_weights(s, weights, packed, bytes); !status.ok()) return status;
+  linear::Matrix matrices[kOutMatrix + 1];
+  for (int i = 0; i <= kOutMatrix; ++i) matrices[i] = weight_matrix(weight_of(weights, static_cast<WeightKind>(i)));
+  write_packed(*s.linear, s.packed, matrices, packed, *s.executor);
+  return {};
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
+}
 
 WeightLayout Layer::weight_layout(WeightKind kind) const {
   const auto index = static_cast<int32_t>(kind);

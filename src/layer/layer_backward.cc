@@ -68,7 +68,7 @@ class Backward {
         args_(args),
         forward_(args.forward),
         workspace_(static_cast<char*>(args.forward.workspace)),
-        call_(state, args.forward, state.reserve, args.forward.reserve, workspace_ + state.backward.window_mask) {}
+        call_(state, args.forward, state.reserve, args.forward.reserve) {}
 
   Status data() const {
     const Tensor dY = s_.desc.output_dropout_p > 0 ? dropped_grad_out(args_.grad_out, {}) : args_.grad_out;
@@ -78,7 +78,6 @@ class Backward {
       dO.data = workspace_ + s_.backward.grad_attention;
       multiply(token_matrix(dY), weight_matrix(forward_.weights.out).transposed(), token_matrix(dO), false, false);
     }
-    if (s_.desc.has_windows) call_.fill_window_mask();
     if (Status status = attend(dO); !status.ok()) return status;
     input_gradients();
     if (!s_.gradients.in_workspace) {  // a block calls backward_weights itself, and leaves its reserve as it is

@@ -5,14 +5,12 @@
 #include "attention/sequences.h"
 #include "layer/call.h"
 #include "layer/checks_args.h"
+#include "layer/packed.h"
 #include "layer/product.h"
 
 namespace polyhead {
 namespace {
 
-const Tensor& weight(const LayerForwardArgs& args, int i) {
-  return weight_of(args.weights, static_cast<WeightKind>(i));
-}
 const Tensor& bias(const LayerForwardArgs& args, int i) {
   return weight_of(args.weights, static_cast<WeightKind>(i + static_cast<int>(WeightKind::kQueryBias)));
 }
@@ -24,17 +22,16 @@ class Forward {
         args_(args),
         workspace_(static_cast<char*>(args.workspace)),
         call_(state, args, args.reserve != nullptr ? state.reserve : state.forward.activations,
-              args.reserve != nullptr ? args.reserve : args.workspace, workspace_ + state.forward.window_mask) {}
+              args.reserve != nullptr ? args.reserve : args.workspace) {}
 
   Status run() const {
     if (call_.training) write_header();
     project();
-    if (s_.desc.has_windows) call_.fill_window_mask();
     if (Status status = attend(); !status.ok()) return status;
     if (s_.out_projected()) {
       const linear::Matrix out = token_matrix(args_.out);
-      multiply({token_matrix(call_.attention_out()), weight_matrix(args_.weights.out),
-                weight_matrix(args_.weights.out_bias), out},
+      multiply({token_matrix(call_.attention_out()), matrix_of(WeightKind::kOut), weight_matrix(args_.weights.out_bias),
+                out, 0, packed(WeightKind::kOut)},
                after_output());
     } else if (call_.training || !s_.attention_writes_out()) {
       linear::PointwiseArgs pointwise;
@@ -58,11 +55,20 @@ class Forward {
     *static_cast<ReserveHeader*>(args_.reserve) = header;
   }
 
+  // The weight as it lies, or packed: one of them.
+  linear::Matrix matrix_of(WeightKind kind) const {
+    return args_.packed_weights == nullptr ? weight_matrix(weight_of(args_.weights, kind)) : linear::Matrix();
+  }
+  PackedMatrix packed(WeightKind kind) const {
+    return packed_matrix(s_.packed, static_cast<int>(kind), args_.packed_weights);
+  }
+
   void multiply(const Product& product, linear::Epilogue epilogue) const {
     epilogue.bias = product.bias;
     linear::GemmArgs args;
     args.a = product.x;
     args.b = product.w;
+    args.packed = product.packed.data;
     args.c = product.y;
     args.epilogue = epilogue;
     args.workspace = workspace_ + s_.forward.shared;
@@ -76,7 +82,8 @@ class Forward {
       if (!to.given() || !call_.input(i).given()) continue;
       const linear::Matrix x = token_matrix(call_.input(i)), y = token_matrix(to);
       if (s_.projections[i].on) {
-        products.add({x, weight_matrix(weight(args_, i)), weight_matrix(bias(args_, i)), y, 1u << i});
+        const auto kind = static_cast<WeightKind>(i);
+        products.add({x, matrix_of(kind), weight_matrix(bias(args_, i)), y, 1u << i, packed(kind)});
       } else {
         linear::PointwiseArgs copy;
         copy.x = x;

@@ -57,13 +57,6 @@ void take_gradients(LayerState& s, MemoryMap& map) {
   s.gradients.end = map.bytes();
 }
 
-size_t mask_bytes(const AttentionDesc& attention) {
-  MemoryMap map;
-  const int64_t* dims = attention.attn_mask.dims;
-  map.take({dims[0], dims[1], dims[2], dims[3]}, 1);
-  return map.bytes();
-}
-
 // What products and sums need at once, over the ways in which neighbouring projections of one input may be joined.
 class SharedBytes {
  public:
@@ -153,7 +146,6 @@ bool lay_out_memory(LayerState& s) {
   s.reserve.bytes = reserve.bytes();
 
   s.forward.activations = take_activations(s, false, forward);
-  s.forward.window_mask = forward.take_bytes(s.desc.has_windows ? mask_bytes(s.train->desc()) : 0);
   s.forward.step_lengths = forward.take({2, s.desc.batch}, sizeof(int64_t));
   if (!reserve.fits() || !forward.fits()) return false;  // before products of such sizes are asked about
   s.forward.shared = forward.take_bytes(forward_shared_bytes(s));
@@ -167,7 +159,6 @@ bool lay_out_memory(LayerState& s) {
   MemoryMap query_rows, key_rows;
   query_rows.take({s.tokens_q(), query_row}, element);
   key_rows.take({s.tokens_k(), key_row}, element);
-  s.backward.window_mask = backward.take_bytes(s.desc.has_windows ? mask_bytes(s.train->desc()) : 0);
   s.backward.rows = backward.take_bytes(std::max(query_rows.bytes(), key_rows.bytes()));
   s.backward.grad_attention = backward.take({s.out_projected() ? s.tokens_q() : 0, s.heads_size}, element);
   if (s.gradients.in_workspace) take_gradients(s, backward);

@@ -83,9 +83,12 @@ bool join(Product& first, const Product& next) {
   const bool biased = first.bias.given();
   // A product without y, w or bias has none of its neighbour's either.
   const auto both = [](const Matrix& a, const Matrix& b) { return !a.given() && !b.given(); };
-  if (!follows(first.y, next.y) || !(follows(first.w, next.w) || both(first.w, next.w))) return false;
+  const bool weights = first.packed.data != nullptr ? first.packed.end == next.packed.data
+                                                    : follows(first.w, next.w) || both(first.w, next.w);
+  if (!follows(first.y, next.y) || !weights) return false;
   if (biased && !follows(first.bias, next.bias)) return false;
   first.inputs |= next.inputs;
+  first.packed.end = next.packed.end;
   extend(first.y, next.y);
   if (first.w.given()) extend(first.w, next.w);
   if (biased) extend(first.bias, next.bias);
@@ -98,6 +101,7 @@ void multiply(const linear::Kernel& kernel, const linear::GemmArgs& args, bool s
   desc.n = args.c.columns.size();
   desc.k = args.a.columns.size();
   desc.dtype = args.a.dtype;
+  desc.packed = args.packed != nullptr;
   desc.split_k = split_k;
   kernel.gemm(desc, args, executor);
 }

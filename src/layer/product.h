@@ -11,14 +11,21 @@ linear::Matrix token_matrix(const Tensor& t);
 // A weight [in, out], or a bias [out] as one row; not given: no matrix.
 linear::Matrix weight_matrix(const Tensor& t);
 
+// A matrix as linear::Kernel::pack() wrote it.
+struct PackedMatrix {
+  const void* data = nullptr;  // null: not packed
+  const void* end = nullptr;   // where one whose columns follow begins; null: none does
+};
+
 // y = x w + bias: one projection, or neighbours side by side. Backward is told in the same words: gradients of x, w, bias
 // and y in their places.
 struct Product {
-  linear::Matrix x;     // [tokens, in]
-  linear::Matrix w;     // [in, out]
-  linear::Matrix bias;  // [1, out], or not given
-  linear::Matrix y;     // [tokens, out]
-  unsigned inputs = 0;  // bit i: it is of projection i
+  linear::Matrix x;          // [tokens, in]
+  linear::Matrix w;          // [in, out]
+  linear::Matrix bias;       // [1, out], or not given
+  linear::Matrix y;          // [tokens, out]
+  unsigned inputs = 0;       // bit i: it is of projection i
+  PackedMatrix packed = {};  // w, where it is packed
 };
 
 // Appends `next` to `first` if both have one x and lie side by side in all else: columns behind columns.
@@ -38,7 +45,7 @@ class Products {
   int count_ = 0;
 };
 
-// args.c = epilogue(args.a args.b), of the sizes and the type that the matrices have.
+// args.c = epilogue(args.a args.b), args.b packed if args.packed is given, of the sizes and the type that the matrices have.
 void multiply(const linear::Kernel& kernel, const linear::GemmArgs& args, bool split_k, Executor& executor);
 
 bool same_matrix(const linear::Matrix& a, const linear::Matrix& b);

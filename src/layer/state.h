@@ -43,6 +43,14 @@ class MemoryMap {
   bool fits_ = true;
 };
 
+// Where packed matrices lie, in bytes from the start; see packed.h.
+struct PackedLayout {
+  static constexpr int kMaxMatrices = 4;
+  size_t begin[kMaxMatrices] = {}, end[kMaxMatrices] = {};  // end 0: no neighbour may follow
+  size_t bytes = 0;
+  uint64_t fingerprint = 0;
+};
+
 // Where q, k and v, or their gradients, lie: [B, N, S, columns] with rows of `row_stride` elements, so that products of
 // one input write side by side.
 struct Projected {
@@ -80,14 +88,12 @@ struct HeadGradients {
 
 struct ForwardScratch {
   Activations activations;  // when not training
-  size_t window_mask = 0;   // bool, dims of the plans' attn_mask; with desc.has_windows
   size_t step_lengths = 0;  // int64 [B], and offsets behind
   size_t shared = 0;        // for one kernel after the other
   size_t bytes = 0;
 };
 
 struct BackwardScratch {
-  size_t window_mask = 0;
   size_t rows = 0;            // a copy of one input, or of grad_out: without padding, or after dropout
   size_t grad_attention = 0;  // [B, N, Sq, H, Dv]
   size_t shared = 0;
@@ -109,6 +115,7 @@ struct LayerState {
 
   WeightLayout weights[kNumWeightKinds];
   size_t weights_bytes = 0;
+  PackedLayout packed;  // of query, key, value, out
 
   Activations reserve;
   ForwardScratch forward;

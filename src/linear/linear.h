@@ -167,6 +167,9 @@ struct Kernel {
   // B in the kernel's own layout, for products that use it more than once. `packed` is aligned to 64.
   size_t (*packed_bytes)(int64_t k, int64_t n, DType dtype);
   void (*pack)(const Matrix& b, void* packed, Executor& executor);
+  // Matrices packed one behind the other are one whose columns stand side by side, if all but the last have a multiple
+  // of so many columns; 0: never.
+  int64_t (*panel_columns)();
 
   size_t (*gemm_workspace_bytes)(const GemmDesc& desc, int num_threads);  // a multiple of 64
   void (*gemm)(const GemmDesc& desc, const GemmArgs& args, Executor& executor);

@@ -153,6 +153,7 @@ constexpr Kernel kReference = {
     },
     [](int64_t k, int64_t n, DType dtype) { return static_cast<size_t>(k * n) * dtype_size_bytes(dtype); },
     reference::pack,
+    [] { return int64_t{0}; },
     [](const GemmDesc&, int) { return size_t{0}; },
     reference::gemm_packed_or_not,
     [](int64_t, int64_t, DType) { return size_t{0}; },

@@ -1,0 +1,72 @@
+#include "layer/packed.h"
+
+#include <cstring>
+#include <string_view>
+
+#include "core/sentence.h"
+#include "layer/fingerprint.h"
+
+namespace polyhead {
+
+bool lay_out_packed(const linear::Kernel& kernel, DType dtype, std::span<const MatrixSize> matrices,
+                    PackedLayout* layout) {
+  constexpr int64_t kMostPanelColumns = 64;  // what a matrix of fewer columns may be padded to
+  MemoryMap map, padded;
+  map.take_bytes(sizeof(PackedHeader));
+  const int64_t panel = kernel.panel_columns();
+  Fingerprint print;
+  for (const char c : std::string_view(kernel.name)) print.add(static_cast<uint64_t>(c));
+  print.add(static_cast<int64_t>(dtype));
+  for (size_t i = 0; i < matrices.size(); ++i) {
+    const auto [in, out] = matrices[i];
+    print.add(in);
+    print.add(out);
+    padded.take({in, out}, 8);
+    padded.take({in, kMostPanelColumns}, 8);
+    if (!padded.fits()) return false;
+    layout->begin[i] = map.take_bytes(kernel.packed_bytes(in, out, dtype));
+    layout->end[i] = panel > 0 && out % panel == 0 ? map.bytes() : 0;
+  }
+  layout->bytes = map.bytes();
+  layout->fingerprint = print.value();
+  return map.fits();
+}
+
+Status add_packed(Operands& operands, Role role, const PackedLayout& layout, const void* packed, size_t bytes,
+                  Tensor* view) {
+  const char* const name = "packed_weights";
+  if (packed == nullptr) return invalid(sentence(name, " is null, needs ", layout.bytes, " bytes"));
+  if (bytes < layout.bytes) return invalid(sentence(name, "_bytes is ", bytes, ", needs ", layout.bytes));
+  if (reinterpret_cast<uintptr_t>(packed) % 64 != 0) return invalid(sentence(name, " is not aligned to 64 bytes"));
+  const auto size = static_cast<int64_t>(layout.bytes);
+  *view = Tensor(const_cast<void*>(packed), DType::kBool, {size});
+  return operands.add(role, name, *view, DType::kBool, {{"bytes", size}});
+}
+
+Status check_packed(const PackedLayout& layout, const void* packed) {
+  PackedHeader header;
+  std::memcpy(&header, packed, sizeof header);
+  if (header.magic != PackedHeader::kMagic) {
+    return invalid("packed_weights holds no packed weights: pack_weights() with this memory comes first");
+  }
+  if (header.fingerprint == layout.fingerprint) return {};
+  return invalid("packed_weights was packed for other sizes, another dtype or another kernel");
+}
+
+PackedMatrix packed_matrix(const PackedLayout& layout, int index, const void* packed) {
+  if (packed == nullptr) return {};
+  const char* const start = static_cast<const char*>(packed);
+  return {start + layout.begin[index], layout.end[index] > 0 ? start + layout.end[index] : nullptr};
+}
+
+void write_packed(const linear::Kernel& kernel, const PackedLayout& layout, std::span<const linear::Matrix> matrices,
+                  void* packed, Executor& executor) {
+  for (size_t i = 0; i < matrices.size(); ++i) {
+    if (matrices[i].given()) kernel.pack(matrices[i], static_cast<char*>(packed) + layout.begin[i], executor);
+  }
+  PackedHeader header;
+  header.fingerprint = layout.fingerprint;
+  std::memcpy(packed, &header, sizeof header);
+}
+
+}  // namespace polyhead

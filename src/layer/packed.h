@@ -1,0 +1,43 @@
+// Weights as products read them, packed once for many calls: a head that tells whose they are, then the matrices.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "attention/checks_operands.h"
+#include "layer/product.h"
+
+namespace polyhead {
+
+struct PackedHeader {
+  static constexpr uint64_t kMagic = 0x7061636b65642077;  // "packed w"
+
+  uint64_t magic = kMagic;
+  uint64_t fingerprint = 0;  // of the kernel, the type and the sizes: layers that agree in these may share one
+};
+
+// A weight [in, out] that is packed; nothing, if either is 0.
+struct MatrixSize {
+  int64_t in = 0, out = 0;
+};
+
+// Fills `layout`. False if it leaves the address space.
+bool lay_out_packed(const linear::Kernel& kernel, DType dtype, std::span<const MatrixSize> matrices,
+                    PackedLayout* layout);
+
+// What forward is given, or what pack_weights writes. `*view` is what `operands` keeps.
+Status add_packed(Operands& operands, Role role, const PackedLayout& layout, const void* packed, size_t bytes,
+                  Tensor* view);
+
+// Whether pack_weights() has filled it for such a layer or block.
+Status check_packed(const PackedLayout& layout, const void* packed);
+
+// Matrix `index`, where it is packed.
+PackedMatrix packed_matrix(const PackedLayout& layout, int index, const void* packed);
+
+// The head, then `matrices`, in the order of the layout; those that are not given are left out.
+void write_packed(const linear::Kernel& kernel, const PackedLayout& layout, std::span<const linear::Matrix> matrices,
+                  void* packed, Executor& executor);
+
+}  // namespace polyhead

@@ -1,0 +1,282 @@
+// Weights that are packed once: the same bits as weights that are packed by each call, and errors that tell whose they
+// are.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "kernels_to_test.h"
+#include "layer_block.h"
+#include "layer_problem.h"
+
+namespace polyhead::testing {
+namespace {
+
+LayerWeights views(const LayerInputs& in) {
+  const auto& w = in.weights;
+  return {view_if(w[0]), view_if(w[1]), view_if(w[2]), view_if(w[3]),
+          view_if(w[4]), view_if(w[5]), view_if(w[6]), view_if(w[7])};
+}
+
+LayerWeights biases_of(LayerWeights weights) {
+  weights.query = weights.key = weights.value = weights.out = {};
+  return weights;
+}
+
+LayerForwardArgs args_of(const LayerProblem& problem, const LayerInputs& in) {
+  LayerForwardArgs args;
+  args.query = view(in.query);
+  args.key = problem.key_is_query ? args.query : view(in.key);
+  args.value = problem.value_is_key ? args.key : view(in.value);
+  args.residual = view_if(in.residual);
+  args.weights = views(in);
+  args.attn_mask = view_if(in.attn_mask);
+  args.attn_bias = view_if(in.attn_bias);
+  args.alibi_slopes = view_if(in.alibi_slopes);
+  args.seqlens_q = view_if(in.seqlens_q);
+  args.seqlens_k = view_if(in.seqlens_k);
+  args.query_offsets = view_if(in.query_offsets);
+  args.window_lo = view_if(in.window_lo);
+  args.window_hi = view_if(in.window_hi);
+  args.dropout_seed = in.dropout_seed;
+  args.output_dropout_seed = in.output_dropout_seed;
+  return args;
+}
+
+struct Packed {
+  Memory memory;
+  Packed(const Layer& layer, const LayerWeights& weights) : memory(layer.packed_weights_bytes()) {
+    EXPECT_EQ(layer.pack_weights(biases_of(weights), memory.data(), layer.packed_weights_bytes()).ok(),
+              !weights.query.given() && !weights.key.given() && !weights.value.given() && !weights.out.given());
+    EXPECT_EQ(layer.pack_weights(weights, memory.data(), layer.packed_weights_bytes()).message(), "");
+  }
+};
+
+// What forward writes: out, and in training the reserve behind its head, where q, k and v are.
+std::vector<uint8_t> forward(const Layer& layer, LayerForwardArgs args, const Array& like, bool training) {
+  const Memory workspace(layer.workspace_bytes()), reserve(layer.reserve_bytes());
+  Array out = unwritten(like), attn_weights;
+  const LayerDesc& d = layer.desc();
+  args.out = view(out);
+  if (d.attention.return_weights == ReturnWeights::kMean) {
+    attn_weights = Array(d.dtype, {d.batch, d.beam, d.seqlen_q, d.seqlen_k});
+  } else if (d.attention.return_weights == ReturnWeights::kPerHead) {
+    attn_weights = Array(d.dtype, {d.batch, d.beam, d.num_heads, d.seqlen_q, d.seqlen_k});
+  }
+  args.attn_weights = view_if(attn_weights);
+  args.workspace = workspace.data(), args.workspace_bytes = layer.workspace_bytes();
+  if (training) args.reserve = reserve.data(), args.reserve_bytes = layer.reserve_bytes();
+  EXPECT_EQ(layer.forward(args).message(), "");
+  std::vector<uint8_t> bytes(out.bytes.begin(), out.bytes.end());
+  bytes.insert(bytes.end(), attn_weights.bytes.begin(), attn_weights.bytes.end());
+  const auto* saved = static_cast<const uint8_t*>(reserve.data());
+  if (training) bytes.insert(bytes.end(), saved, saved + layer.reserve_bytes());
+  return bytes;
+}
+
+void expect_same_bits(const LayerProblem& problem, const std::string& kernel, int threads) {
+  const Result<Layer> made = layer(problem.desc, options_of(kernel, threads));
+  ASSERT_TRUE(made.ok()) << made.status().message();
+  const LayerInputs in = random_inputs(problem);
+  LayerForwardArgs plain = args_of(problem, in), packed = plain;
+  const Packed memory(*made, plain.weights);
+  packed.weights = biases_of(plain.weights);
+  packed.packed_weights = memory.memory.data(), packed.packed_weights_bytes = made->packed_weights_bytes();
+  for (const bool training : {false, true}) {
+    EXPECT_TRUE(forward(*made, plain, in.grad_out, training) == forward(*made, packed, in.grad_out, training))
+        << (training ? "training" : "inference");
+  }
+}
+
+TEST(PackedWeights, SameBits) {
+  for (LayerProblem problem : layer_problems()) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      problem.desc.dtype = dtype;
+      for (const Kernel* kernel : kernels_to_test()) {
+        if (!layer(problem.desc, options_of(kernel->name, 1)).ok()) continue;
+        SCOPED_TRACE(problem.name + " " + dtype_name(dtype) + " on " + kernel->name);
+        expect_same_bits(problem, kernel->name, problem.desc.batch % 2 == 0 ? 1 : 3);
+      }
+    }
+  }
+}
+
+// Of sizes that fill panels, so that q, k and v are one product, of sizes that do not, and of few and many tokens.
+TEST(PackedWeights, SameBitsWhereProductsAreJoined) {
+  for (const auto& [tokens, dim] : {std::pair<int64_t, int64_t>{1, 32}, {3, 32}, {200, 32}, {1, 20}, {40, 20}}) {
+    LayerProblem problem;
+    problem.name = std::to_string(tokens) + " tokens, heads of " + std::to_string(dim);
+    problem.key_is_query = problem.value_is_key = true;
+    LayerDesc& d = problem.desc;
+    d.seqlen_q = d.seqlen_k = tokens;
+    d.num_heads = 4, d.num_heads_kv = 2;
+    d.query_size = d.key_size = d.value_size = d.out_proj_size = 600;  // more than a chunk
+    d.query_proj_size = d.key_proj_size = d.value_proj_size = dim;
+    d.query_bias = d.key_bias = d.value_bias = true;
+    for (const Kernel* kernel : kernels_to_test()) {
+      if (std::string(kernel->name) == "reference" || !layer(d, options_of(kernel->name, 1)).ok()) continue;
+      SCOPED_TRACE(problem.name + " on " + kernel->name);
+      expect_same_bits(problem, kernel->name, 2);
+    }
+  }
+}
+
+LayerDesc small_desc() {
+  LayerDesc d;
+  d.seqlen_q = d.seqlen_k = 6;
+  d.num_heads = d.num_heads_kv = 2;
+  d.query_size = d.key_size = d.value_size = d.out_proj_size = 12;
+  d.query_proj_size = d.key_proj_size = d.value_proj_size = 8;
+  return d;
+}
+
+TEST(PackedWeights, AStepReadsTheSame) {
+  LayerProblem problem;
+  problem.desc = small_desc();
+  problem.key_is_query = problem.value_is_key = true;
+  LayerDesc longer = small_desc();
+  longer.batch = 3, longer.seqlen_q = longer.seqlen_k = 50, longer.attention.dropout_p = 0.1;
+  const Result<Layer> made = layer(problem.desc), other = layer(longer);
+  ASSERT_TRUE(made.ok() && other.ok());
+  const LayerInputs in = random_inputs(problem);
+  LayerForwardArgs args = args_of(problem, in);
+  const Packed packed(*other, args.weights);  // layers that differ in nothing of the weights share them
+  args.query.dims[2] = 1;
+  args.key = args.value = args.query;
+  args.step = 2;
+  const Memory workspace(made->workspace_bytes());
+  args.workspace = workspace.data(), args.workspace_bytes = made->workspace_bytes();
+  Array outs[2], keys[2], values[2];
+  for (int n = 0; n < 2; ++n) {
+    outs[n] = Array(DType::kFloat32, {1, 1, 1, 12});
+    keys[n] = values[n] = Array(DType::kFloat32, {1, 1, 6, 2, 8});
+    args.out = view(outs[n]), args.key_cache = view(keys[n]), args.value_cache = view(values[n]);
+    if (n == 1) args.packed_weights = packed.memory.data(), args.packed_weights_bytes = made->packed_weights_bytes();
+    EXPECT_EQ(made->forward(args).message(), "");
+  }
+  EXPECT_EQ(difference("out", outs[0], outs[1]), "");
+  EXPECT_EQ(difference("keys", keys[0], keys[1]), "");
+  EXPECT_EQ(difference("values", values[0], values[1]), "");
+}
+
+TEST(PackedWeights, ErrorsTellWhoseTheyAre) {
+  LayerProblem problem;
+  problem.desc = small_desc();
+  const Result<Layer> made = layer(problem.desc);
+  LayerDesc other_desc = small_desc();
+  other_desc.query_proj_size = other_desc.key_proj_size = 4;
+  const Result<Layer> other = layer(other_desc);
+  ASSERT_TRUE(made.ok() && other.ok());
+  const LayerInputs in = random_inputs(problem);
+  LayerForwardArgs args = args_of(problem, in);
+  const size_t bytes = made->packed_weights_bytes();
+  const Memory memory(bytes), workspace(made->workspace_bytes());
+  Array out = unwritten(in.grad_out);
+  const std::string untouched(out.bytes.begin(), out.bytes.end());
+  args.out = view(out);
+  args.workspace = workspace.data(), args.workspace_bytes = made->workspace_bytes();
+  args.packed_weights = memory.data(), args.packed_weights_bytes = bytes;
+  std::memset(memory.data(), 0, bytes);
+  const std::string needs = ", needs " + std::to_string(bytes);
+  const std::string too_small = "packed_weights_bytes is " + std::to_string(bytes - 1) + needs;
+
+  EXPECT_EQ(made->pack_weights(args.weights, nullptr, bytes).message(), "packed_weights is null" + needs + " bytes");
+  EXPECT_EQ(made->pack_weights(args.weights, memory.data(), bytes - 1).message(), too_small);
+  EXPECT_EQ(made->pack_weights(args.weights, static_cast<char*>(memory.data()) + 4, bytes).message(),
+            "packed_weights is not aligned to 64 bytes");
+  LayerWeights missing = args.weights;
+  missing.value = {};
+  EXPECT_EQ(made->pack_weights(missing, memory.data(), bytes).message(), "weights.value is missing");
+  EXPECT_EQ(made->forward(args).message(),
+            "packed_weights holds no packed weights: pack_weights() with this memory comes first");
+
+  ASSERT_EQ(made->pack_weights(args.weights, memory.data(), bytes).message(), "");
+  LayerForwardArgs bad = args;
+  bad.packed_weights_bytes = bytes - 1;
+  EXPECT_EQ(made->forward(bad).message(), too_small);
+  bad.packed_weights_bytes = bytes, bad.workspace = memory.data();
+  EXPECT_EQ(made->forward(bad).message(), made->workspace_bytes() > 0 ? "workspace overlaps packed_weights" : "");
+  LayerForwardArgs smaller = args;  // weights, too, are of the wrong sizes, but are not looked at
+  EXPECT_EQ(other->forward(smaller).message(),
+            "packed_weights was packed for other sizes, another dtype or another kernel");
+  EXPECT_EQ(std::string(out.bytes.begin(), out.bytes.end()), untouched);
+  EXPECT_EQ(made->forward(args).message(), "");
+  for (const Kernel* kernel : kernels_to_test()) {
+    if (std::string(kernel->name) == made->kernel_name()) continue;
+    const Result<Layer> by_other = layer(problem.desc, options_of(kernel->name, 1));
+    if (!by_other.ok()) continue;
+    LayerForwardArgs of_other = args;
+    const Memory larger(by_other->workspace_bytes()), copy(by_other->packed_weights_bytes());
+    std::memset(copy.data(), 0, by_other->packed_weights_bytes());
+    std::memcpy(copy.data(), memory.data(), 64);
+    of_other.workspace = larger.data(), of_other.workspace_bytes = by_other->workspace_bytes();
+    of_other.packed_weights = copy.data(), of_other.packed_weights_bytes = by_other->packed_weights_bytes();
+    EXPECT_EQ(by_other->forward(of_other).message(),
+              "packed_weights was packed for other sizes, another dtype or another kernel");
+  }
+}
+
+TEST(PackedWeights, OfBlocks) {
+  AttentionBlockDesc attention;
+  attention.layer = small_desc();
+  attention.layer.residual = true;
+  FeedForwardBlockDesc feed_forward;
+  feed_forward.seqlen = 6, feed_forward.size = 12, feed_forward.inner_size = 40;
+  feed_forward.inner_dropout_p = 0.2;
+  Random random(3);
+  const auto numbers = [&](std::vector<int64_t> dims) { return random_array(random, DType::kFloat32, dims, 0, 1); };
+  const Array x = numbers({1, 6, 12}), vector = numbers({12}), inner = numbers({40});
+  const Array weight1 = numbers({12, 40}), weight2 = numbers({40, 12});
+  LayerProblem problem;
+  problem.desc = attention.layer;
+  const LayerInputs in = random_inputs(problem);
+  for (const Kernel* kernel : kernels_to_test()) {
+    const Result<AttentionBlock> a = attention_block(attention, options_of(kernel->name, 2));
+    const Result<FeedForwardBlock> f = feed_forward_block(feed_forward, options_of(kernel->name, 2));
+    if (!a.ok() || !f.ok()) continue;
+    SCOPED_TRACE(kernel->name);
+    AttentionBlockForwardArgs attend;
+    FeedForwardBlockForwardArgs feed;
+    const Memory workspace(std::max(a->workspace_bytes(), f->workspace_bytes()));
+    const Memory reserve(std::max(a->reserve_bytes(), f->reserve_bytes()));
+    const Packed packed(a->layer(), views(in));
+    const Memory packed_feed(f->packed_weights_bytes());
+    attend.layer.query = feed.x = view(x);
+    attend.layer.weights = views(in);
+    attend.norm = feed.weights.norm = {view(vector), view(vector)};
+    feed.weights.weight1 = view(weight1), feed.weights.bias1 = view(inner);
+    feed.weights.weight2 = view(weight2), feed.weights.bias2 = view(vector);
+    attend.layer.workspace = feed.workspace = workspace.data();
+    attend.layer.workspace_bytes = a->workspace_bytes(), feed.workspace_bytes = f->workspace_bytes();
+    attend.layer.reserve = feed.reserve = reserve.data();
+    attend.layer.reserve_bytes = a->reserve_bytes(), feed.reserve_bytes = f->reserve_bytes();
+    Array attended[2], fed[2];
+    for (int n = 0; n < 2; ++n) {
+      attended[n] = fed[n] = unwritten(x);
+      attend.layer.out = view(attended[n]), feed.out = view(fed[n]);
+      EXPECT_EQ(a->forward(attend).message(), "");
+      EXPECT_EQ(f->forward(feed).message(), "");
+      if (n == 1) break;
+      attend.layer.weights = biases_of(attend.layer.weights);
+      attend.layer.packed_weights = packed.memory.data();
+      attend.layer.packed_weights_bytes = a->layer().packed_weights_bytes();
+      EXPECT_EQ(f->pack_weights(feed.weights, packed_feed.data(), 8).message(),
+                "packed_weights_bytes is 8, needs " + std::to_string(f->packed_weights_bytes()));
+      EXPECT_EQ(f->pack_weights(feed.weights, packed_feed.data(), f->packed_weights_bytes()).message(), "");
+      feed.weights.weight1 = feed.weights.weight2 = {};
+      EXPECT_EQ(f->forward(feed).message(), "weights.weight1 is missing");
+      feed.packed_weights = packed.memory.data(), feed.packed_weights_bytes = f->packed_weights_bytes();
+      if (a->layer().packed_weights_bytes() >= f->packed_weights_bytes()) {
+        EXPECT_EQ(f->forward(feed).message(),
+                  "packed_weights was packed for other sizes, another dtype or another kernel");
+      }
+      feed.packed_weights = packed_feed.data();
+    }
+    EXPECT_EQ(difference("attention", attended[0], attended[1]), "");
+    EXPECT_EQ(difference("feed-forward", fed[0], fed[1]), "");
+  }
+}
+
+}  // namespace
+}  // namespace polyhead::testing
