@@ -90,4 +90,18 @@ inline Status translate_all(std::span<const TensorField> fields) {
   return {};
 }
 
+// What comes in and the gradients of the inputs, which the backward calls of attention, layer and block have in common.
+template <class From, class To>
+Status translate_gradients(const From& from, To* to) {
+  const TensorField tensors[] = {
+      {from.grad_out, "grad_out", &to->grad_out},
+      {from.grad_query, "grad_query", &to->grad_query},
+      {from.grad_key, "grad_key", &to->grad_key},
+      {from.grad_value, "grad_value", &to->grad_value},
+      {from.grad_attn_bias, "grad_attn_bias", &to->grad_attn_bias},
+      {from.grad_alibi_slopes, "grad_alibi_slopes", &to->grad_alibi_slopes},
+  };
+  return translate_all(tensors);
+}
+
 }  // namespace polyhead::capi

@@ -1,5 +1,5 @@
 // polyhead_layer.h: translates to polyhead/layer.h and back; computes nothing.
-#include "polyhead/layer.h"
+#include "capi/layer.h"
 
 #include <cstddef>
 #include <utility>
@@ -23,10 +23,6 @@ using polyhead::Tensor;
 using polyhead::WeightKind;
 using polyhead::WeightLayout;
 using namespace polyhead::capi;
-
-struct polyhead_layer {
-  Layer layer;
-};
 
 namespace {
 
@@ -71,17 +67,6 @@ void list_tensors(LayerWeights& weights, Tensor* (&all)[kNumWeightKinds]) {
   for (int kind = 0; kind < kNumWeightKinds; ++kind) all[kind] = in_order[kind];
 }
 
-// NULL: none are given.
-Status translate(const polyhead_layer_weights* from, LayerWeights* to) {
-  if (from == nullptr) return {};
-  Tensor* all[kNumWeightKinds];
-  list_tensors(*to, all);
-  for (int kind = 0; kind < kNumWeightKinds; ++kind) {
-    if (Status s = polyhead::capi::translate(from->tensors[kind], kWeightNames[kind], all[kind]); !s.ok()) return s;
-  }
-  return {};
-}
-
 polyhead_tensor translate_back(const Tensor& from) {
   polyhead_tensor to = {};
   to.data = from.data;
@@ -90,6 +75,20 @@ polyhead_tensor translate_back(const Tensor& from) {
   to.ndim = from.ndim;
   for (int i = 0; i < from.ndim; ++i) to.dims[i] = from.dims[i], to.strides[i] = from.strides[i];
   return to;
+}
+
+}  // namespace
+
+namespace polyhead::capi {
+
+Status translate(const polyhead_layer_weights* from, LayerWeights* to) {
+  if (from == nullptr) return {};
+  Tensor* all[kNumWeightKinds];
+  list_tensors(*to, all);
+  for (int kind = 0; kind < kNumWeightKinds; ++kind) {
+    if (Status s = translate(from->tensors[kind], kWeightNames[kind], all[kind]); !s.ok()) return s;
+  }
+  return {};
 }
 
 Status translate(const polyhead_layer_desc* from, LayerDesc* to) {
@@ -120,7 +119,7 @@ Status translate(const polyhead_layer_desc* from, LayerDesc* to) {
   fields.choice(c.dtype, DType::kInt64, "dtype", "polyhead_dtype", &to->dtype);
   fields.zero(c.reserved, "reserved");
   if (!fields.status.ok() || c.attention == nullptr) return fields.status;
-  return polyhead::capi::translate(c.attention, &to->attention);
+  return translate(c.attention, &to->attention);
 }
 
 Status translate(const polyhead_layer_forward_args* from, const char* name, LayerForwardArgs* to) {
@@ -154,28 +153,26 @@ Status translate(const polyhead_layer_forward_args* from, const char* name, Laye
   to->reserve_bytes = c.reserve_bytes;
   to->workspace = c.workspace;
   to->workspace_bytes = c.workspace_bytes;
+  to->packed_weights = c.packed_weights;
+  to->packed_weights_bytes = c.packed_weights_bytes;
   return translate(c.weights, &to->weights);
 }
+
+}  // namespace polyhead::capi
+
+namespace {
 
 Status translate(const polyhead_layer_backward_args* from, LayerBackwardArgs* to) {
   polyhead_layer_backward_args c = default_layer_backward_args();
   if (Status s = take(from, kFirstLayerBackwardSize, "args", &c); !s.ok()) return s;
   if (Status s = need(c.forward, "args.forward"); !s.ok()) return s;
-  if (Status s = translate(c.forward, "args.forward", &to->forward); !s.ok()) return s;
-  const TensorField tensors[] = {
-      {c.grad_out, "grad_out", &to->grad_out},
-      {c.grad_query, "grad_query", &to->grad_query},
-      {c.grad_key, "grad_key", &to->grad_key},
-      {c.grad_value, "grad_value", &to->grad_value},
-      {c.grad_attn_bias, "grad_attn_bias", &to->grad_attn_bias},
-      {c.grad_alibi_slopes, "grad_alibi_slopes", &to->grad_alibi_slopes},
-  };
-  if (Status s = translate_all(tensors); !s.ok()) return s;
+  if (Status s = polyhead::capi::translate(c.forward, "args.forward", &to->forward); !s.ok()) return s;
+  if (Status s = translate_gradients(c, to); !s.ok()) return s;
   Fields fields("args");
   fields.boolean(c.accumulate, "accumulate", &to->accumulate);
   fields.zero(c.reserved, "reserved");
   if (!fields.status.ok()) return fields.status;
-  return translate(c.grad_weights, &to->grad_weights);
+  return polyhead::capi::translate(c.grad_weights, &to->grad_weights);
 }
 
 // One of the numbers that a layer tells.
@@ -221,7 +218,7 @@ polyhead_status polyhead_layer_create(const polyhead_layer_desc* desc, const pol
     if (Status s = need(desc, "desc"); !s.ok()) return s;
     LayerDesc checked;
     PlanOptions chosen;
-    if (Status s = translate(desc, &checked); !s.ok()) return s;
+    if (Status s = polyhead::capi::translate(desc, &checked); !s.ok()) return s;
     if (Status s = polyhead::capi::translate(options, &chosen); !s.ok()) return s;
     Result<Layer> made = polyhead::layer(checked, chosen);
     if (!made.ok()) return made.status();
@@ -233,6 +230,9 @@ polyhead_status polyhead_layer_create(const polyhead_layer_desc* desc, const pol
 void polyhead_layer_destroy(polyhead_layer* layer) { delete layer; }
 
 size_t polyhead_layer_weights_bytes(const polyhead_layer* layer) { return bytes_of(layer, &Layer::weights_bytes); }
+size_t polyhead_layer_packed_weights_bytes(const polyhead_layer* layer) {
+  return bytes_of(layer, &Layer::packed_weights_bytes);
+}
 size_t polyhead_layer_workspace_bytes(const polyhead_layer* layer) { return bytes_of(layer, &Layer::workspace_bytes); }
 size_t polyhead_layer_backward_workspace_bytes(const polyhead_layer* layer) {
   return bytes_of(layer, &Layer::backward_workspace_bytes);
@@ -276,12 +276,23 @@ polyhead_status polyhead_layer_weights_in(const polyhead_layer* layer, void* buf
   });
 }
 
+polyhead_status polyhead_layer_pack_weights(const polyhead_layer* layer, const polyhead_layer_weights* weights,
+                                            void* packed, size_t bytes) {
+  return guarded([&]() -> Status {
+    if (Status s = need(layer, "layer"); !s.ok()) return s;
+    if (Status s = need(weights, "weights"); !s.ok()) return s;
+    LayerWeights tensors;
+    if (Status s = polyhead::capi::translate(weights, &tensors); !s.ok()) return s;
+    return layer->layer.pack_weights(tensors, packed, bytes);
+  });
+}
+
 polyhead_status polyhead_layer_forward(const polyhead_layer* layer, const polyhead_layer_forward_args* args) {
   return guarded([&]() -> Status {
     if (Status s = need(layer, "layer"); !s.ok()) return s;
     if (Status s = need(args, "args"); !s.ok()) return s;
     LayerForwardArgs tensors;
-    if (Status s = translate(args, "args", &tensors); !s.ok()) return s;
+    if (Status s = polyhead::capi::translate(args, "args", &tensors); !s.ok()) return s;
     return layer->layer.forward(tensors);
   });
 }

@@ -168,17 +168,12 @@ Status translate(const polyhead_backward_args* from, BackwardArgs* to) {
   if (Status s = take(from, kFirstBackwardArgsSize, "args", &c); !s.ok()) return s;
   if (Status s = need(c.forward, "args.forward"); !s.ok()) return s;
   if (Status s = translate(c.forward, "args.forward", &to->forward); !s.ok()) return s;
-  const TensorField tensors[] = {
-      {c.grad_out, "grad_out", &to->grad_out},
+  const TensorField statistics[] = {
       {c.grad_logsumexp, "grad_logsumexp", &to->grad_logsumexp},
       {c.delta, "delta", &to->delta},
-      {c.grad_query, "grad_query", &to->grad_query},
-      {c.grad_key, "grad_key", &to->grad_key},
-      {c.grad_value, "grad_value", &to->grad_value},
-      {c.grad_attn_bias, "grad_attn_bias", &to->grad_attn_bias},
-      {c.grad_alibi_slopes, "grad_alibi_slopes", &to->grad_alibi_slopes},
   };
-  if (Status s = translate_all(tensors); !s.ok()) return s;
+  if (Status s = translate_all(statistics); !s.ok()) return s;
+  if (Status s = translate_gradients(c, to); !s.ok()) return s;
   Fields fields("args");
   fields.boolean(c.accumulate, "accumulate", &to->accumulate);
   fields.zero(c.reserved, "reserved");
