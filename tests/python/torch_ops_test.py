@@ -244,6 +244,28 @@ def test_hidden_rows_give_no_gradient_whatever_they_hold():
     assert all(not tensor.grad.isnan().any() for tensor in inputs.values())
 
 
+def test_padding_may_hold_nan_in_what_torch_computes_too():
+    """Second derivatives, and gradients through returned weights."""
+    operands, options = problem("lengths")
+    operands[0][1, 2:], operands[1][0], operands[2][1, 6:] = float("nan"), float("nan"), float("inf")
+    inputs = list(leaves(operands, options).values())
+    out, weights = polyhead.torch.attention(*operands, **options, return_weights=True)
+    first = torch.autograd.grad(out.square().sum() + weights.square().sum(), inputs, create_graph=True)
+    second = torch.autograd.grad(sum(grad.square().sum() for grad in first), inputs)
+    assert not out.isnan().any() and not weights.isnan().any()
+    assert all(not grad.isnan().any() for grad in (*first, *second))
+
+
+def test_visible_nan_stays_visible_in_weights_with_gradients():
+    operands, _ = problem("plain")
+    operands[0][1, 2, 0, 0] = float("nan")
+    expected = polyhead.torch.attention(*operands, return_weights=True)[1]
+    inputs = list(leaves(operands, {}).values())
+    weights = polyhead.torch.attention(*operands, return_weights=True)[1]
+    assert expected[1, 0, 2].isnan().all() and torch.equal(weights.isnan(), expected.isnan())
+    assert torch.autograd.grad(weights.sum(), inputs, allow_unused=True)[0][1, 2, 0].isnan().all()
+
+
 def parts(count=3, dtype=None):
     query, key, value = tensors((2, 5, 4, 8), (2, 9, 4, 8), (2, 9, 4, 6), dtype=dtype)
     cuts = [slice(at, at + 3) for at in range(0, 3 * count, 3)]
@@ -319,6 +341,12 @@ REFUSED = {
     "integers": (lambda q, k, v: (q.int(), k.int(), v.int()), {}, "int32"),
     "complex": (lambda q, k, v: (q.cfloat(), k.cfloat(), v.cfloat()), {}, "query has a?"),
     "device": (lambda q, k, v: (q, k.to("meta"), v), {}, "meta"),
+    "mask_device": (lambda q, k, v: (q, k, v), {"attn_mask": "torch.ones(5, 7).bool().to('meta')"}, "attn_mask is on"),
+    "bias_device": (lambda q, k, v: (q, k, v), {"attn_bias": "torch.ones(5, 7).to('meta')"}, "attn_bias is on meta"),
+    "lengths_device": (lambda q, k, v: (q, k, v), {"seqlens_k": "integers(5, 2).to('meta')"}, "seqlens_k is on meta"),
+    "slopes_device": (
+        lambda q, k, v: (q, k, v), {"alibi_slopes": "torch.ones(4).to('meta')", "align": "top_left"}, "alibi_slopes is"
+    ),
     "sparse": (lambda q, k, v: (q.to_sparse(), k, v), {}, "polyhead"),
     "array": (lambda q, k, v: (q, k.numpy(), v), {}, "key has type ndarray"),
     "nothing": (lambda q, k, v: (q, None, v), {}, "key has type NoneType"),
@@ -369,6 +397,8 @@ def test_bad_parts_and_bad_gradients_are_refused_by_name():
         ((outs, [*logsumexps[:2], logsumexps[2][:, :3]]), r"parts\[2\].logsumexp|logsumexps\[2\]"),
         (([*outs[:2], outs[2].double()], logsumexps), r"outs\[2\]|parts\[2\].out"),
         (([*outs[:2], None], logsumexps), r"outs\[2\] has type NoneType"),
+        (([*outs[:2], outs[2].to("meta")], logsumexps), r"outs\[2\] is on meta"),
+        ((outs, [*logsumexps[:2], logsumexps[2].to("meta")]), r"logsumexps\[2\] is on meta"),
     ]:
         with pytest.raises((polyhead.Error, TypeError), match=sentence):
             polyhead.torch.merge(*bad)
@@ -381,6 +411,9 @@ def test_bad_parts_and_bad_gradients_are_refused_by_name():
         ((out, *operands, out, logsumexp), {"needs": ("out",)}, 'needs holds "out"'),
         ((out, *operands, out, logsumexp), {"dropout_p": 0.5}, "dropout_seed must be given"),
         ((out, *operands, out, None), {}, "logsumexp has type NoneType"),
+        ((out.to("meta"), *operands, out, logsumexp), {}, "grad_out is on meta"),
+        ((out, *operands, out.to("meta"), logsumexp), {}, "out is on meta"),
+        ((out, *operands, out, logsumexp), {"grad_logsumexp": logsumexp.to("meta")}, "grad_logsumexp is on meta"),
     ]:
         with pytest.raises((polyhead.Error, TypeError), match=sentence):
             polyhead.torch.attention_backward(*bad, **options)

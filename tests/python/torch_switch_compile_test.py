@@ -84,6 +84,21 @@ def test_dynamic_sizes():
     assert_taken(records, backward=True)
 
 
+def test_a_packaged_program_computes_without_us(tmp_path):
+    """AOTInductor's, made while the switch is on: torch's operators alone are in it."""
+
+    class Attend(torch.nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    x = torch.randn(2, 4, 5, 8)
+    with torch.no_grad(), counted() as records:
+        program = torch.export.export(Attend(), (x,))
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attend.pt2"))
+    assert records and all(record.kernel is None and "export" in record.reason for record in records)
+    torch.testing.assert_close(torch._inductor.aoti_load_package(path)(x), Attend()(x), rtol=1e-5, atol=1e-5)
+
+
 def test_sizes_that_no_one_knows():
     """Unbacked sizes: fake kernels must not ask for them."""
 

@@ -246,6 +246,60 @@ def test_nested_input():
             torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_attention_of_nested_tensors_is_torchs_and_has_a_record(layout):
+    sequences = [torch.randn(rows, 4, 8) for rows in (3, 5)]
+    if layout is torch.strided:
+        nested = torch.nested.nested_tensor([x.transpose(0, 1).contiguous() for x in sequences])
+    else:
+        nested = torch.nested.nested_tensor(sequences, layout=layout).transpose(1, 2)
+    expected = F.scaled_dot_product_attention(nested, nested, nested)
+    with counted() as records:
+        out = F.scaled_dot_product_attention(nested, nested, nested)
+    assert all(map(torch.equal, out.unbind(), expected.unbind()))
+    assert [(r.op, r.shape, r.kernel) for r in records] == [("scaled_dot_product_attention", "nested", None)]
+    assert "nested" in records[0].reason
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_eval_under_autocast():
+    """Which hands the fast path three casts of one tensor."""
+    torch.manual_seed(0)
+    attend = torch.nn.MultiheadAttention(16, 4, batch_first=True).eval()
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2).eval()
+    x = torch.randn(3, 6, 16)
+
+    def results():
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return [*attend(x, x, x), encoder(x)]
+
+    expected = results()
+    with counted() as records:
+        got = results()
+    assert_taken(records, backward=False)
+    for ours, theirs in zip(got, expected):
+        torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2)
+
+
+def native(query, key, value):
+    torch.manual_seed(1)
+    weights = torch.randn(48, 16) / 4, torch.randn(48), torch.randn(16, 16) / 4, torch.randn(16)
+    return torch.ops.aten._native_multi_head_attention(query, key, value, 16, 4, *weights)
+
+
+def test_the_fast_path_of_other_keys_and_values():
+    query, key, value = torch.randn(2, 5, 16), torch.randn(2, 5, 16), torch.randn(2, 5, 16)
+    cases = [(query, key, key), (query, key, value), (query, query, value), (query, query, query)]
+    for arguments in cases:
+        expected, expected_weights = native(*arguments)
+        with counted() as records:
+            out, weights = native(*arguments)
+        assert_taken(records, backward=False)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=1e-5)
+
+
 def test_a_default_device_changes_nothing():
     """Which is a mode that sees every call of torch's functions."""
     x = torch.randn(2, 5, 16)

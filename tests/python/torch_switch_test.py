@@ -16,6 +16,7 @@ if torch is None:
 import polyhead
 import polyhead.torch
 import torch.nn.attention as registry
+from torch.nested._internal import ops as nested_ops
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch_switch_judge import assert_taken, counted
@@ -33,8 +34,10 @@ def draw(*shape, dtype=torch.float32):
 
 def state_of_torch():
     """Kernels by dispatch key, without the lines that tell who registered when; and what is patched."""
+    torch._C._dispatch_check_all_invariants()
     tables = [torch._C._dispatch_dump_table(f"aten::{name}") for name in OPERATORS]
-    return tables, F.multi_head_attention_forward, torch.compiler.config.cache_key_tag
+    jagged = nested_ops.jagged_scaled_dot_product_attention
+    return tables, F.multi_head_attention_forward, torch.compiler.config.cache_key_tag, jagged
 
 
 def test_importing_activates_nothing():
@@ -67,9 +70,10 @@ def test_it_restores_what_was():
             assert registry.current_flash_attention_impl() == "polyhead"
         assert state_of_torch() == before
     polyhead.torch.enable()
-    with polyhead.torch.enabled():
-        pass
-    assert registry.current_flash_attention_impl() == "polyhead"  # as it was before the with
+    for change in (lambda: None, polyhead.torch.disable):
+        with polyhead.torch.enabled():
+            change()
+        assert registry.current_flash_attention_impl() == "polyhead"  # as it was before the with
     polyhead.torch.disable()
     with pytest.raises(ZeroDivisionError), polyhead.torch.enabled():
         1 / 0
@@ -189,6 +193,10 @@ def test_bad_tensors_are_named(function):
                 call(*arguments)
         with pytest.raises((polyhead.Error, RuntimeError, NotImplementedError), match="meta|device"):
             call(query, key.to("meta"), value)
+        for mask in (torch.ones(5, 7, dtype=torch.bool, device="meta"), torch.ones(5, 7, device="meta")):
+            with pytest.raises(polyhead.Error, match="attn_mask is on meta"):
+                call(query, key, value, mask)
+        assert call(*(x.to("meta") for x in (query, key, value))).shape == query.shape
         for dtype in (torch.int64, torch.complex64):
             with pytest.raises((polyhead.Error, TypeError, RuntimeError, NotImplementedError)):
                 call(query.to(dtype), key.to(dtype), value.to(dtype))

@@ -3,8 +3,9 @@
 Each factory gets torch's kernel, for the calls that are left to it, and returns ours.
 """
 
+import functools
+
 import torch
-from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from polyhead import Error
@@ -15,6 +16,8 @@ from polyhead.torch._sdpa import check_tensors, plain, scaled_dot_product_attent
 FLASH_IS_OFF = "flash attention is switched off (sdpa_kernel, torch.backends.cuda.enable_flash_sdp)"
 FLOAT64 = "float64: torch's own kernel is the faster one"
 FORWARD_AD = "forward-mode derivatives"
+NESTED = "a nested tensor"
+EXPORTED = "traced for export"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TOP_LEFT = ALIGNS.index("top_left")
@@ -33,7 +36,7 @@ def why_not(query):
 
 
 def sdpa(theirs):
-    """aten::scaled_dot_product_attention, with and without autograd."""
+    """aten::scaled_dot_product_attention, with and without autograd, and within torch.vmap."""
 
     def ours(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
         reason = why_not(query)
@@ -42,15 +45,36 @@ def sdpa(theirs):
                 out = plain(query, key, value, is_causal, scale, enable_gqa)
                 if out is not None:
                     return out
-            arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-            if not _transforms_active():
-                return scaled_dot_product_attention(*arguments)
-            with enable_single_level_autograd_function():  # within torch.func.grad's own autograd
-                return scaled_dot_product_attention(*arguments)
+            if type(query) is torch.Tensor or not torch.compiler.is_exporting():
+                return scaled_dot_product_attention(
+                    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+                )
+            reason = EXPORTED  # a program that may run where polyhead is not
         if reason is not FLASH_IS_OFF:  # sizes that do not fit would take torch's flash kernel beyond its arrays
             check_tensors(query, key, value, attn_mask)
         _refuse("scaled_dot_product_attention", query, key, value, reason)
         return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    return ours
+
+
+def sdpa_of_nested(theirs):
+    """The same of nested tensors, strided or jagged, which stay torch's."""
+
+    @functools.wraps(theirs)
+    def ours(query, *arguments, **options):
+        _report.count_refused("scaled_dot_product_attention", "nested", query.dtype, why_not(query) or NESTED)
+        return theirs(query, *arguments, **options)
+
+    return ours
+
+
+def sdpa_of_meta(theirs):
+    """Where a tensor is on the meta device: torch would return memory as it is if only the mask were."""
+
+    def ours(query, key, value, attn_mask=None, *arguments, **options):
+        check_tensors(query, key, value, attn_mask)
+        return theirs(query, key, value, attn_mask, *arguments, **options)
 
     return ours
 

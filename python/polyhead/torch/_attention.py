@@ -105,7 +105,8 @@ def attention(
     Gradients go to query, key, value, attn_bias (summed over what broadcasts) and alibi_slopes, from out and logsumexp,
     in O(N) memory. Through returned weights there are gradients too, in O(Sq Sk) memory as the weights themselves;
     column_sums has none. Second derivatives are computed in torch's operations, in O(Sq Sk) memory; these, and the
-    gradients through weights, want finite numbers at hidden places too. Forward-mode derivatives are refused.
+    gradients through weights, want finite numbers in keys that some queries see, though others do not: those of padding
+    may hold anything. Forward-mode derivatives are refused.
 
     Raises
     ------

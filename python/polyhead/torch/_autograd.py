@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 
 from polyhead.torch import _composition, _ops
@@ -17,6 +18,13 @@ def _transforms_active():
     if not torch._C._are_functorch_transforms_active():
         return False
     return not torch._C._dispatch_tls_is_dispatch_key_excluded(_FRONT_OF_TRANSFORMS)
+
+
+def _mapping():
+    """Whether this is within torch.vmap's own kernels: the operators have rules for what it maps."""
+    if not torch._C._are_functorch_transforms_active() or _transforms_active():
+        return False
+    return torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Vmap
 
 
 def differentiates(*tensors):
@@ -103,14 +111,28 @@ class _TransformedForward(_Forward, Function):
         _finish_forward(ctx, query, key, value, options, output)
 
 
-# Function.apply does more than this for transforms, which do not come here.
-_apply_forward = super(Function, _AttentionForward).apply
+def _applying(function):
+    """Its apply, also within the autograd that torch.func.grad runs, whose own part of Function.apply is done then."""
+    below_transforms = super(Function, function).apply
+
+    def applied(*arguments):
+        if not torch._C._are_functorch_transforms_active():
+            return function.apply(*arguments)
+        with enable_single_level_autograd_function():
+            return below_transforms(*arguments)
+
+    return applied
+
+
+_apply_forward = _applying(_AttentionForward)
 
 
 def attention_forward(query, key, value, *options):
     attn_bias, alibi_slopes = _of(options, _ATTN_BIAS), _of(options, _ALIBI_SLOPES)
     if _transforms_active():
         return _TransformedForward.apply(query, key, value, attn_bias, alibi_slopes, options)
+    if _mapping():
+        return _ops.attention_forward(query, key, value, *options)
     if differentiates(query, key, value, attn_bias, alibi_slopes):
         return _apply_forward(query, key, value, attn_bias, alibi_slopes, options)
     with _BelowAutograd():
@@ -224,13 +246,18 @@ class _TransformedBackward(_Backward, Function):
         _finish_backward(ctx, inputs)
 
 
+_apply_backward = _applying(_AttentionBackward)
+
+
 def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsumexp, needs, *options):
     tensors = (grad_out, grad_logsumexp, query, key, value, out, logsumexp)
     attn_bias, alibi_slopes = _of(options, _ATTN_BIAS), _of(options, _ALIBI_SLOPES)
     if _transforms_active():
         return _TransformedBackward.apply(*tensors, attn_bias, alibi_slopes, needs, options)
+    if _mapping():
+        return _ops.attention_backward(*tensors, needs, *options)
     if differentiates(*tensors, attn_bias, alibi_slopes):
-        return _AttentionBackward.apply(*tensors, attn_bias, alibi_slopes, needs, options)
+        return _apply_backward(*tensors, attn_bias, alibi_slopes, needs, options)
     with _BelowAutograd():
         return _ops.attention_backward(*tensors, needs, *options)
 
@@ -260,11 +287,14 @@ class _Merge(Function):
         return (None, *grads[0], *grads[1])
 
 
+_apply_merge = _applying(_Merge)
+
+
 def merge_forward(outs, logsumexps):
     if _transforms_active():
         return _composition.merge(outs, logsumexps)
     if differentiates(*outs, *logsumexps):
-        return _Merge.apply(len(outs), *outs, *logsumexps)
+        return _apply_merge(len(outs), *outs, *logsumexps)
     with _BelowAutograd():
         return _ops.merge_forward(outs, logsumexps)
 

@@ -134,7 +134,10 @@ class _Scores:
 
     def __init__(self, query, key, logsumexp, attn_bias, alibi_slopes, o):
         self.places = places = _Places(query, key, o)
-        self.query, self.key = _heads_first(query, places.num_heads), _heads_first(key, places.num_heads)
+        by_row = (logsumexp.unsqueeze(0) if logsumexp.dim() == 2 else logsumexp).unsqueeze(3)  # [B, H, Sq, 1]
+        self.visible = places.visible & (by_row != -float("inf"))
+        self.query = self.of_queries(_heads_first(query, places.num_heads))
+        self.key = self.of_keys(_heads_first(key, places.num_heads))
         self.scale = _scale(query, o)
         scores = self.scale * (self.query @ self.key.transpose(2, 3))
         self.softcap_slope = None
@@ -145,11 +148,15 @@ class _Scores:
             scores = scores + attn_bias.to(scores.dtype)
         if alibi_slopes is not None:
             scores = scores - places.slopes_of_rows(alibi_slopes.to(scores.dtype)) * places.distance.abs()
-        if logsumexp.dim() == 2:
-            logsumexp = logsumexp.unsqueeze(0)
-        logsumexp = logsumexp.unsqueeze(-1)
-        self.visible = places.visible & (logsumexp > -float("inf"))
-        self.weights = torch.exp(torch.where(self.visible, scores - logsumexp, -float("inf")))
+        self.weights = torch.exp(torch.where(self.visible, scores - by_row, -float("inf")))
+
+    def of_queries(self, x):
+        """[B, H, Sq, D] with 0 in queries that see no key: what padding holds would pass products as 0 * NaN."""
+        return torch.where(self.visible.any(3).unsqueeze(3), x, 0.0)
+
+    def of_keys(self, x):
+        """[B, H, Sk, D] with 0 in keys that no query sees."""
+        return torch.where(self.visible.any(2).unsqueeze(3), x, 0.0)
 
 
 def weights(query, key, logsumexp, options):
@@ -169,13 +176,13 @@ def attention_backward(
     o = Options(*options)
     scores = _Scores(query, key, logsumexp, attn_bias, alibi_slopes, o)
     num_heads = scores.places.num_heads
-    grad_out_heads = _heads_first(grad_out, num_heads)
+    grad_out_heads = scores.of_queries(_heads_first(grad_out, num_heads))
     # delta = rowsum(grad_out * out) - grad_logsumexp
-    delta = (grad_out_heads * _heads_first(out, num_heads)).sum(-1, keepdim=True)
+    delta = (grad_out_heads * scores.of_queries(_heads_first(out, num_heads))).sum(-1, keepdim=True)
     if grad_logsumexp is not None:
         by_row = grad_logsumexp.unsqueeze(0) if grad_logsumexp.dim() == 2 else grad_logsumexp
         delta = delta - by_row.unsqueeze(-1)
-    grad_weights = grad_out_heads @ _heads_first(value, num_heads).transpose(2, 3)
+    grad_weights = grad_out_heads @ scores.of_keys(_heads_first(value, num_heads)).transpose(2, 3)
     dropped = scores.weights
     if o.dropout_p:
         kept = scores.places.kept(query, key, o)

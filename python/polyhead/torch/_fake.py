@@ -5,12 +5,21 @@ import torch
 from polyhead import Error
 from polyhead.torch._options import DIFFERENTIABLE, Options
 
+_NOT_BESIDE_QUERY = ("dropout_seed",)  # is on the CPU always
+
+
+def _check_devices(like, **tensors):
+    """A call that mixes devices may come here, where nothing is computed: of the meta device and the CPU, say."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and tensor.device != like.device and name not in _NOT_BESIDE_QUERY:
+            raise Error(f"{name} is on {tensor.device}, must be on {like.device} as the rest")
+
 
 def _sums_dtype(query):
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
-def _check(query, key, value, o):
+def _check(query, key, value, o, **others):
     """Only what asks nothing of sizes: those may be known at run time alone, where the kernel checks them."""
     dims = 3 if o.packed else 4
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -18,8 +27,7 @@ def _check(query, key, value, o):
             raise Error(f"{name} has {tensor.dim()} dimensions, must have {dims}")
         if tensor.dtype != query.dtype:
             raise Error(f"{name} is {tensor.dtype}, must be {query.dtype} as query")
-        if tensor.device != query.device:
-            raise Error(f"{name} is on {tensor.device}, must be on {query.device} as query")
+    _check_devices(query, key=key, value=value, **o._asdict(), **others)
 
 
 def attention_forward(query, key, value, *options):
@@ -43,7 +51,9 @@ def attention_forward(query, key, value, *options):
 
 def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsumexp, needs, *options):
     o = Options(*options)
-    _check(query, key, value, o)
+    _check(
+        query, key, value, o, grad_out=grad_out, grad_logsumexp=grad_logsumexp, out=out, logsumexp=logsumexp
+    )  # fmt: skip
     inputs = (query, key, value, o.attn_bias, o.alibi_slopes)
     return tuple(
         inputs[bit].new_empty(inputs[bit].shape) if needs >> bit & 1 else None for bit in range(len(DIFFERENTIABLE))
@@ -74,11 +84,19 @@ def attention_backward_below_autograd(
     return tuple(None if grad is None else grad.transpose(1, 2) for grad in grads)
 
 
+def _check_parts(outs, logsumexps):
+    for name, parts in (("outs", outs), ("logsumexps", logsumexps)):
+        _check_devices(outs[0], **{f"{name}[{i}]": each for i, each in enumerate(parts)})
+
+
 def merge_forward(outs, logsumexps):
+    _check_parts(outs, logsumexps)
     return outs[0].new_empty(outs[0].shape), logsumexps[0].new_empty(logsumexps[0].shape)
 
 
 def merge_backward(grad_out, grad_logsumexp, outs, logsumexps, out, logsumexp):
+    _check_parts(outs, logsumexps)
+    _check_devices(outs[0], grad_out=grad_out, grad_logsumexp=grad_logsumexp, out=out, logsumexp=logsumexp)
     return [each.new_empty(each.shape) for each in outs], [each.new_empty(each.shape) for each in logsumexps]
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from polyhead.torch import _report
-from polyhead.torch._aten import FLOAT64, why_not
+from polyhead.torch._aten import EXPORTED, FLOAT64, why_not
 from polyhead.torch._attention import attention
 
 
@@ -17,10 +17,8 @@ def native_multi_head_attention(theirs):
         query, key, value, embed_dim, num_head, qkv_weight, qkv_bias, proj_weight, proj_bias, mask=None,
         need_weights=True, average_attn_weights=True, mask_type=None,
     ):  # fmt: skip
-        nested, itself = query.is_nested, query is key and key is value
+        nested = query.is_nested
         reason = why_not(query)
-        if reason is None and not itself:
-            reason = "key or value is not query"
         if reason is None and nested and (mask is not None or need_weights or not query.size(0)):
             reason = "a nested tensor with a mask, returned weights or no sequences"
         if reason is not None:
@@ -31,32 +29,44 @@ def native_multi_head_attention(theirs):
                 need_weights, average_attn_weights, mask_type,
             )  # fmt: skip
         if nested:
-            return _nested_self_attention(query, num_head, qkv_weight, qkv_bias, proj_weight, proj_bias), None
-        batch, seqlen, _ = query.shape
-        qkv = F.linear(query, qkv_weight, qkv_bias).view(batch, seqlen, 3, num_head, embed_dim // num_head)
+            packed, cu_seqlens, lengths = _packed(query, key, value)
+            heads = _projected(*packed, num_head, qkv_weight, qkv_bias)
+            out = attention(*heads, cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1])
+            out = F.linear(out.flatten(1), proj_weight, proj_bias)
+            return torch._nested_tensor_from_tensor_list(out.split(lengths)), None
         if mask is not None:  # True or -inf hides
             mask = mask == 0
             if mask_type == 1:  # of keys, [B, S]
-                mask = mask.view(batch, 1, 1, seqlen)
+                mask = mask[:, None, None]
         returned = "mean" if need_weights and average_attn_weights else need_weights
-        results = attention(*qkv.unbind(2), attn_mask=mask, return_weights=returned)
+        heads = _projected(query, key, value, num_head, qkv_weight, qkv_bias)
+        results = attention(*heads, attn_mask=mask, return_weights=returned)
         out, weights = results if need_weights else (results, None)
-        return F.linear(out.reshape(batch, seqlen, embed_dim), proj_weight, proj_bias), weights
+        return F.linear(out.flatten(2), proj_weight, proj_bias), weights
 
     return ours
 
 
-def _nested_self_attention(nested, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias):
-    """Each sequence [S_b, E] of a nested tensor, attended to itself: packed, so that padding costs nothing."""
-    sequences = nested.unbind()
-    lengths = [len(x) for x in sequences]
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    qkv = F.linear(torch.cat(sequences), qkv_weight, qkv_bias)
-    rows, width = qkv.shape
-    query, key, value = qkv.view(rows, 3, num_heads, width // (3 * num_heads)).unbind(1)
-    out = attention(query, key, value, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
-    out = F.linear(out.reshape(rows, width // 3), proj_weight, proj_bias)
-    return torch._nested_tensor_from_tensor_list(out.split(lengths))
+def _projected(query, key, value, num_heads, qkv_weight, qkv_bias):
+    """[..., E] as [..., H, D], by rows q, k, v of qkv_weight: in one product if all three are the same tensor."""
+    if query is key and key is value:
+        return F.linear(query, qkv_weight, qkv_bias).unflatten(-1, (3, num_heads, -1)).unbind(-3)
+    biases = (None, None, None) if qkv_bias is None else qkv_bias.chunk(3)
+    return [
+        F.linear(x, weight, bias).unflatten(-1, (num_heads, -1))
+        for x, weight, bias in zip((query, key, value), qkv_weight.chunk(3), biases)
+    ]
+
+
+def _packed(query, key, value):
+    """Nested tensors of sequences [S_b, E] end to end, so that padding costs nothing; cu_seqlens of query and of key;
+    query's lengths.
+    """
+    sequences = [x.unbind() for x in ((query,) if query is key and key is value else (query, key, value))]
+    lengths = [[len(x) for x in each] for each in sequences]
+    cu_seqlens = [torch.tensor([0, *each], device="cpu").cumsum(0) for each in lengths[:2]]
+    packed = [torch.cat(each) for each in sequences]
+    return packed * (3 // len(packed)), cu_seqlens * (2 // len(cu_seqlens)), lengths[0]
 
 
 def multi_head_attention_forward(theirs):
@@ -123,7 +133,7 @@ def _why_not_weights(query, key, value, embed_dim, num_heads, attn_mask, key_pad
     if query.device.type != "cpu":
         return f"device {query.device.type}"
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
-        return "traced for export"
+        return EXPORTED
     reason = why_not(query)
     if reason is not None and reason is not FLOAT64:
         return reason

@@ -131,9 +131,13 @@ def check_tensors(query, key, value, attn_mask) -> None:
             raise TypeError(f"attn_mask is a {type(attn_mask).__name__}, must be a torch.Tensor")
         if attn_mask.dtype != torch.bool and not attn_mask.dtype.is_floating_point:
             raise Error(f"attn_mask is {attn_mask.dtype}, must be bool or a float type")
+        if attn_mask.device != query.device:
+            raise Error(f"attn_mask is on {attn_mask.device}, must be on {query.device} as query")
 
 
 def _has_strides_of(out, query) -> bool:
+    if torch._C._functorch.is_batchedtensor(out):  # strides of a mapped tensor are nobody's
+        return True
     if type(query) is not torch.Tensor and not all(type(stride) is int for stride in (*out.stride(), *query.stride())):
         return False  # traced: a graph may not know its sizes yet
     return out.stride() == query.stride()

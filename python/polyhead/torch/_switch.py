@@ -8,6 +8,7 @@ import torch
 import torch.compiler.config
 import torch.nn.functional as F
 from torch._C import DispatchKey
+from torch.nested._internal import ops as _nested_ops
 from torch.nn.attention import (
     activate_flash_attention_impl,
     current_flash_attention_impl,
@@ -25,6 +26,9 @@ NAME = "polyhead"
 _OVER_THEIRS = (
     ("scaled_dot_product_attention", "AutogradCPU", _aten.sdpa),
     ("scaled_dot_product_attention", "CPU", _aten.sdpa),
+    ("scaled_dot_product_attention", "FuncTorchVmapMode", _aten.sdpa),
+    ("scaled_dot_product_attention", "AutogradNestedTensor", _aten.sdpa_of_nested),
+    ("scaled_dot_product_attention", "AutogradMeta", _aten.sdpa_of_meta),
     ("_scaled_dot_product_flash_attention_for_cpu", "CPU", _aten.flash_forward),
     ("_scaled_dot_product_flash_attention_for_cpu_backward", "CPU", _aten.flash_backward),
     ("_native_multi_head_attention", "CPU", _modules.native_multi_head_attention),
@@ -59,6 +63,9 @@ class _Installed:
             _forget_resolved_kernels()
             undo.callback(setattr, F, "multi_head_attention_forward", F.multi_head_attention_forward)
             F.multi_head_attention_forward = _modules.multi_head_attention_forward(F.multi_head_attention_forward)
+            jagged = _nested_ops.jagged_scaled_dot_product_attention
+            undo.callback(setattr, _nested_ops, "jagged_scaled_dot_product_attention", jagged)
+            _nested_ops.jagged_scaled_dot_product_attention = _aten.sdpa_of_nested(jagged)
             # Caches on disk know a graph by torch's names in it.
             tag = torch.compiler.config.cache_key_tag
             undo.callback(setattr, torch.compiler.config, "cache_key_tag", tag)
@@ -92,16 +99,14 @@ def enable() -> None:
     Taken are, in training and eval, eager and compiled: `torch.nn.functional.scaled_dot_product_attention` whole
     (dropout, masks and their gradients, any shapes), `torch.nn.MultiheadAttention` and torch.nn's Transformer modules
     with their fast paths and ``need_weights=True``, `torch.nn.attention.varlen`, and what Inductor takes for attention.
-    Left to torch: float64 (but not with ``need_weights=True``), forward-mode derivatives, other devices, and all calls
-    while flash attention is off (``sdpa_kernel(SDPBackend.MATH)``). `report` tells what was taken, and why others not.
+    Left to torch: float64 (but not with ``need_weights=True``), forward-mode derivatives, nested tensors given to
+    scaled_dot_product_attention itself, other devices, and all calls while flash attention is off
+    (``sdpa_kernel(SDPBackend.MATH)``). `report` tells what was taken, and why others not.
 
     What changes besides speed and rounding: a query that sees no key gets 0 where torch.nn.MultiheadAttention gives
     NaN; NaN at visible places is not swallowed; wrong sizes raise an error where torch reads beyond its arrays. At
     padded positions the fast path of torch.nn.TransformerEncoder gives 0, as ever; at real positions, what the slow
     path gives.
-
-    `torch.vmap` calls one after another, as it does with torch's kernel; what torch would then compute by its math path
-    (dropout, gradients of masks, Dv other than D) it still does, unseen by `report`.
 
     Graphs that torch.compile made before keep what they were made with, but for calls of torch's flash kernel, which
     follow the switch. ``torch.compiler.reset()`` makes them anew.
@@ -147,8 +152,7 @@ def enabled():
     try:
         yield
     finally:
-        if not was_enabled:
-            disable()
+        enable() if was_enabled else disable()
 
 
 if NAME not in list_flash_attention_impls():
