@@ -57,9 +57,8 @@ Sums sums_of(const GemmWork& work, const GemmTask& task, float* scratch) {
 template <class Mac>
 void add_chunk(const GemmWork& work, const GemmTask& task, const Scratch& scratch, const Sums& sums, int64_t k,
                int64_t num_k) {
-  const bool streams =
-      task.packed == nullptr && task.num_rows <= kStreamRows && plain_axis<Mac>(work.b, work.b.columns);
-  const bool along = packs_along(work.a) || streams, add = k > task.first_k;
+  const bool streaming = task.packed == nullptr && streams<Mac>(task.num_rows, work.b);
+  const bool along = packs_along(work.a) || streaming, add = k > task.first_k;
   const int64_t words = words_of(num_k, Mac::kElements);
   if (num_k == 0) {
     // C = epilogue(0)
@@ -71,7 +70,7 @@ void add_chunk(const GemmWork& work, const GemmTask& task, const Scratch& scratc
   }
   const int64_t packed_stride = words_of(work.k, Mac::kElements) * kColumns;
   int64_t streamed = 0;
-  if (streams && num_k > 0) {
+  if (streaming && num_k > 0) {
     const bool to_c = sums.out != nullptr;
     const StreamSums to{to_c ? sums.out : sums.data, to_c ? kColumns : sums.panel_stride,
                         to_c ? sums.out_stride : kColumns};
