@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstddef>
+#include <type_traits>
 #include <utility>
 
 #include "core/dtype.h"
@@ -180,19 +181,48 @@ class Loops {
   int64_t at_v(int64_t b, int64_t n, int64_t j, int64_t h) const { return (row_k(b, n, j) * G_ + h / (H_ / G_)) * Dv_; }
   int64_t at_O(int64_t b, int64_t n, int64_t i, int64_t h) const { return (row_q(b, n, i) * H_ + h) * Dv_; }
 
-  T scale() const { return static_cast<T>(a_.scale ? *a_.scale : D_ > 0 ? 1 / std::sqrt(static_cast<T>(D_)) : T(1)); }
+  template <class U = T>
+  U scale() const {
+    return static_cast<U>(a_.scale ? *a_.scale : D_ > 0 ? 1 / std::sqrt(static_cast<U>(D_)) : U(1));
+  }
 
-  T distance(int64_t b, int64_t n, int64_t i, int64_t j) const {
-    return std::fabs(static_cast<T>(i + offset(b, n) - j));
+  template <class U = T>
+  U distance(int64_t b, int64_t n, int64_t i, int64_t j) const {
+    return std::fabs(static_cast<U>(i + offset(b, n) - j));
   }
   int64_t slope_index(int64_t b, int64_t h) const { return a_.alibi_slopes_ndim == 2 ? b * H_ + h : h; }
 
-  // tanh(scale q.k / softcap), or the product itself.
-  T raw(int64_t b, int64_t n, int64_t h, int64_t i, int64_t j) const {
-    T sum = 0;
-    for (int64_t e = 0; e < D_; ++e) sum += q_[at_q(b, n, i, h) + e] * k_[at_k(b, n, j, h) + e];
-    sum *= scale();
-    return a_.softcap > 0 ? std::tanh(sum / static_cast<T>(a_.softcap)) : sum;
+  // tanh(scale q.k / softcap), or the product itself; in the arithmetic of U.
+  template <class U = T>
+  U raw(int64_t b, int64_t n, int64_t h, int64_t i, int64_t j) const {
+    U sum = 0;
+    for (int64_t e = 0; e < D_; ++e) sum += static_cast<U>(q_[at_q(b, n, i, h) + e]) * k_[at_k(b, n, j, h) + e];
+    sum *= scale<U>();
+    return a_.softcap > 0 ? std::tanh(sum / static_cast<U>(a_.softcap)) : sum;
+  }
+
+  template <class U = T>
+  U score(int64_t b, int64_t n, int64_t h, int64_t i, int64_t j) const {
+    U S = raw<U>(b, n, h, i, j);
+    if (a_.softcap > 0) S *= static_cast<U>(a_.softcap);
+    if (in_.attn_bias.given()) S += static_cast<U>(in_.attn_bias.at(broadcast(in_.attn_bias, b, h, i, j)));
+    if (in_.alibi_slopes.given()) {
+      S -= static_cast<U>(in_.alibi_slopes.at(slope_index(b, h))) * distance<U>(b, n, i, j);
+    }
+    return S;
+  }
+
+  // L as it is saved: exact, then rounded.
+  T logsumexp(int64_t b, int64_t n, int64_t h, int64_t i) const {
+    using Wide = std::conditional_t<std::is_same_v<T, float>, double, long double>;
+    Wide largest = -HUGE_VAL, sum = 0;
+    for (int64_t j = 0; j < d_.seqlen_k; ++j) {
+      if (!visible(b, n, h, i, j)) continue;
+      const Wide S = score<Wide>(b, n, h, i, j);
+      sum = S > largest ? sum * std::exp(largest - S) + 1 : sum + std::exp(S - largest);
+      largest = std::fmax(largest, S);
+    }
+    return static_cast<T>(largest + std::log(sum));
   }
 
   void attend() {
@@ -203,12 +233,8 @@ class Loops {
       T largest = -HUGE_VALF, sum = 0;
       for (int64_t j = 0; j < d_.seqlen_k; ++j) {
         if (!visible(b, n, h, i, j)) continue;
-        T S = raw(b, n, h, i, j);
-        if (a_.softcap > 0) S *= static_cast<T>(a_.softcap);
-        if (in_.attn_bias.given()) S += number(in_.attn_bias, broadcast(in_.attn_bias, b, h, i, j));
-        if (in_.alibi_slopes.given()) S -= number(in_.alibi_slopes, slope_index(b, h)) * distance(b, n, i, j);
-        P[j] = S;
-        largest = std::fmax(largest, S);
+        P[j] = score(b, n, h, i, j);
+        largest = std::fmax(largest, P[j]);
       }
       for (int64_t j = 0; j < d_.seqlen_k; ++j) {
         if (!visible(b, n, h, i, j)) continue;
@@ -280,14 +306,20 @@ class Loops {
         D += dO_[at_O(b, n, i, h) + e] * O_[at_O(b, n, i, h) + e];
         size_D += std::fabs(dO_[at_O(b, n, i, h) + e]) * O_.size_of(at_O(b, n, i, h) + e);
       }
+      const T L = rounded_ ? logsumexp(b, n, h, i) : 0;
       for (int64_t j = 0; j < d_.seqlen_k; ++j) {
-        if (visible(b, n, h, i, j)) pair_backward(b, n, h, i, j, D, size_D);
+        if (visible(b, n, h, i, j)) pair_backward(b, n, h, i, j, weight_backward(b, n, h, i, j, L), D, size_D);
       }
     });
   }
 
-  void pair_backward(int64_t b, int64_t n, int64_t h, int64_t i, int64_t j, T D, T size_D) {
-    const T P = P_[static_cast<size_t>(pair(b, n, h, i) + j)], factor = kept_weight(b, n, h, i, j);
+  // Backward has L and takes P from it; exactly, that is the P of forward.
+  T weight_backward(int64_t b, int64_t n, int64_t h, int64_t i, int64_t j, T L) const {
+    return rounded_ ? std::exp(score(b, n, h, i, j) - L) : P_[static_cast<size_t>(pair(b, n, h, i) + j)];
+  }
+
+  void pair_backward(int64_t b, int64_t n, int64_t h, int64_t i, int64_t j, T P, T D, T size_D) {
+    const T factor = kept_weight(b, n, h, i, j);
     T dP = 0, size_dP = 0;
     for (int64_t e = 0; e < Dv_; ++e) {
       const T dO = dO_[at_O(b, n, i, h) + e];

@@ -70,7 +70,8 @@ struct LayerNumbers {
 
 struct LayerTruth {
   LayerResults exact;      // float64 arithmetic and results; long double arithmetic with float64 inputs
-  LayerResults yardstick;  // float32 arithmetic (float64 with float64 inputs); what is stored on the way is rounded
+  LayerResults yardstick;  // float32 arithmetic (float64 with float64 inputs); what is stored on the way is rounded,
+                           // and so is L, from which backward takes P
   LayerResults magnitude;  // for each element the sum of the absolute values of its terms; of attn_weights, themselves
 };
 LayerTruth layer_truth(const LayerDesc& desc, const LayerNumbers& in);
