@@ -241,7 +241,7 @@ double counted_pairs(const AttentionDesc& desc) {
   const Sequence s = sequence(desc, {}, 0);
   double pairs = 0;
   for (int64_t i = 0; i < desc.seqlen_q; ++i) {
-    const KeyRange keys = key_range(desc, s, i);
+    const KeyRange keys = key_range(desc, {}, s, i);
     pairs += static_cast<double>(std::max<int64_t>(keys.end - keys.begin, 0));
   }
   return pairs * static_cast<double>(desc.batch);

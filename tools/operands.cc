@@ -240,7 +240,7 @@ double visible_pairs(const Inputs& inputs) {
   for (int64_t b = 0; b < inputs.desc.batch; ++b) {
     const Sequence s = sequence(inputs.desc, inputs.args, b);
     for (int64_t i = 0; i < s.len_q; ++i) {
-      const KeyRange range = key_range(inputs.desc, s, i);
+      const KeyRange range = key_range(inputs.desc, inputs.args, s, i);
       pairs += static_cast<double>(std::max<int64_t>(range.end - range.begin, 0));
     }
   }
