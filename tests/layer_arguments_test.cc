@@ -133,6 +133,7 @@ struct BadDesc {
 const BadDesc kBadDescs[] = {
     {[](auto& d) { d.beam = -1; }, "beam is -1, must not be negative"},
     {[](auto& d) { d.value_proj_size = -4; }, "value_proj_size is -4, must not be negative"},
+    {[](auto& d) { d.beam = 0; }, "beam is 0, must be at least 1"},
     {[](auto& d) { d.beam = 3, d.beam_kv = 2; }, "beam_kv is 2, must be 1 (shared by all beams) or beam 3"},
     {[](auto& d) { d.num_heads_kv = 3; }, "num_heads_kv is 3, must divide num_heads 4"},
     {[](auto& d) { d.key_proj_size = 5; },

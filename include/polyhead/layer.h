@@ -36,7 +36,7 @@ namespace polyhead {
 /// What to compute. Plain data; every field is checked once, when a layer is made.
 struct LayerDesc {
   int64_t batch = 1;
-  int64_t beam = 1;      ///< beams of query and out
+  int64_t beam = 1;      ///< beams of query and out, at least 1
   int64_t beam_kv = 1;   ///< beams of key and value: 1 (all beams of query share them) or `beam` (each has its own)
   int64_t seqlen_q = 0;  ///< time steps of query and out; shorter sequences by attention.has_seqlens_q
   int64_t seqlen_k = 0;  ///< time steps of key and value; of the cache, where one is used

@@ -21,6 +21,7 @@ Status check_sizes(const LayerDesc& desc) {
         Size{"out_proj_size", desc.out_proj_size}}) {
     if (size.value < 0) return invalid(sentence(size.name, " is ", size.value, ", must not be negative"));
   }
+  if (desc.beam < 1) return invalid(sentence("beam is ", desc.beam, ", must be at least 1"));
   if (desc.beam_kv != 1 && desc.beam_kv != desc.beam) {
     return invalid(sentence("beam_kv is ", desc.beam_kv, ", must be 1 (shared by all beams) or beam ", desc.beam));
   }
