@@ -298,7 +298,8 @@ TEST_F(ToolsMhaCommand, EachCallIsTimed) {
 TEST_F(ToolsMhaCommand, VerifyPassesWithEveryOption) {
   for (const char* more :
        {"", "--same kv --k-size 6 --v-size 6 --accumulate", "--infer --dropout 0.5", "--sweep --causal",
-        "--dropout 0.3 --output-dropout 0.2 --windows", "--dtype bf16 --data-layout tbnv", "--o-proj 0 --biases=qkv"}) {
+        "--dropout 0.3 --output-dropout 0.2 --windows", "--dtype bf16 --data-layout tbnv", "--o-proj 0 --biases=qkv",
+        "--packed-weights", "--packed-weights --sweep"}) {
     const json rows = run_json("mha --verify --python none --threads 1,3 " + std::string(kLine) + " " + more)["rows"];
     ASSERT_FALSE(rows.empty()) << more;
     for (const json& row : rows) {
@@ -392,6 +393,9 @@ TEST_F(ToolsMhaCommand, MistakesAreToldInWords) {
       {"--batch 2 --seqlen-q 4 --seqlens-q 3,9", "seqlens_q"},
       {"--batch 100000000 --seqlen-q 100000000", "too large"},
       {"--random -3", "--random is -3, must be 1 or more"},
+      {"--random 0", "--random is 0, must be 1 or more"},
+      {"--dump ''", "--dump is empty, must name a folder"},
+      {"--beam 0", "beam is 0, must be at least 1"},
       {"--random 3 --heads 4", "--random draws its layers itself"},
       {"--random 3 --dump x", "--dump writes the tensors of one layer"},
       {"--layout --verify", "--layout is about one layer"},

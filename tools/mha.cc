@@ -31,7 +31,7 @@ struct MhaOptions {
   bool verify = false, layout = false, force = false;
   int64_t num_random = 0;
   uint64_t seed = 1;
-  CLI::Option* seed_option = nullptr;
+  CLI::Option *dump_option = nullptr, *random_option = nullptr, *seed_option = nullptr;
   double min_time_ms = 100;
   int min_samples = 5;
 };
@@ -173,6 +173,7 @@ Result<int> print_layout(const MhaProblem& problem, Format format) {
   Report report;
   report.facts = {{"layer", mha_line(problem)},
                   {"weights_bytes", fmt::format("{}", made->weights_bytes())},
+                  {"packed_weights_bytes", fmt::format("{}", made->packed_weights_bytes())},
                   {"workspace_bytes", fmt::format("{}", made->workspace_bytes())},
                   {"backward_workspace_bytes", fmt::format("{}", made->backward_workspace_bytes())},
                   {"reserve_bytes", fmt::format("{}", made->reserve_bytes())}};
@@ -194,7 +195,10 @@ Result<int> print_layout(const MhaProblem& problem, Format format) {
 }
 
 Status check_options(const MhaOptions& options, const std::vector<std::string>& words) {
-  if (options.num_random < 0) return invalid(fmt::format("--random is {}, must be 1 or more", options.num_random));
+  if (options.random_option->count() > 0 && options.num_random < 1) {
+    return invalid(fmt::format("--random is {}, must be 1 or more", options.num_random));
+  }
+  if (options.dump_option->count() > 0 && options.dump.empty()) return invalid("--dump is empty, must name a folder");
   if (options.num_random > 0 && !words.empty()) {
     return invalid("--random draws its layers itself; leave the options of a layer away");
   }
@@ -283,10 +287,12 @@ Command add_mha(CLI::App& root) {
   app->add_flag("--verify", options->verify,
                 "check all results and gradients against float64 loops, and these against torch's autograd");
   app->add_flag("--layout", options->layout, "print where each weight lies, and how much memory calls take");
-  app->add_option("--dump", options->dump, "write the tensors of one run as .safetensors into this folder")
-      ->type_name("FOLDER");
+  options->dump_option =
+      app->add_option("--dump", options->dump, "write the tensors of one run as .safetensors into this folder")
+          ->type_name("FOLDER");
   app->add_flag("--force", options->force, "replace the files of --dump if they exist");
-  app->add_option("--random", options->num_random, "so many random layers, of every combination of options");
+  options->random_option =
+      app->add_option("--random", options->num_random, "so many random layers, of every combination of options");
   options->seed_option =
       app->add_option("--seed", options->seed, "of the first random layer, or of a layer's operands and dropout");
   app->add_option("--python", options->python,

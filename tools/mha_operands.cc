@@ -236,6 +236,9 @@ Result<MhaCalls> MhaCalls::create(const MhaProblem& problem, const Layer& layer,
   if (problem.sweep) {
     if (Status s = calls.add_caches(problem); !s.ok()) return s;
   }
+  if (problem.packed_weights) {
+    if (Status s = calls.pack_weights(); !s.ok()) return s;
+  }
   if (!problem.training) return calls;
   LayerBackwardArgs& backward = calls.backward_;
   backward.forward = forward;
@@ -284,6 +287,14 @@ Status MhaCalls::add_memory(size_t size_bytes, void** memory) {
   if (buffers_.back() == nullptr) return too_large(static_cast<double>(size_bytes));
   *memory = buffers_.back().get();
   return {};
+}
+
+Status MhaCalls::pack_weights() {
+  void* packed = nullptr;
+  forward_.packed_weights_bytes = layer_.packed_weights_bytes();
+  if (Status s = add_memory(forward_.packed_weights_bytes, &packed); !s.ok()) return s;
+  forward_.packed_weights = packed;
+  return layer_.pack_weights(forward_.weights, packed, forward_.packed_weights_bytes);
 }
 
 Status MhaCalls::add_caches(const MhaProblem& problem) {
