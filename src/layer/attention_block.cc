@@ -1,5 +1,5 @@
 //   pre-norm:   n = norm(x)   y = x + layer(n)          z = x + layer(x)   y = norm(z)   :post-norm
-// Saved for backward: n or z, and the norm's statistics, beside what the layer saves.
+// Saved for backward: z, and the norm's statistics, beside what the layer saves; n is computed once more.
 #include <new>
 #include <optional>
 #include <utility>
@@ -25,7 +25,7 @@ struct AttentionBlockState {
   // The layer's memory comes first in each workspace.
   size_t layer_reserve = 0, saved_rows = 0, saved_mean = 0, saved_rstd = 0, reserve_bytes = 0;
   size_t forward_rows = 0, forward_bytes = 0;
-  size_t backward_rows = 0, backward_sums = 0, backward_bytes = 0;
+  size_t backward_rows = 0, backward_normed = 0, backward_sums = 0, backward_bytes = 0;
 
   int64_t num_rows() const { return desc.layer.batch * desc.layer.beam * desc.layer.seqlen_q; }
   // [batch, beam, seqlen_q, size] of this memory.
@@ -53,7 +53,7 @@ bool lay_out_block(AttentionBlockState& s) {
   MemoryMap reserve, forward, backward;
   reserve.take_bytes(sizeof(ReserveHeader));
   s.layer_reserve = reserve.take_bytes(s.layer->reserve_bytes());
-  s.saved_rows = reserve.take({rows, s.size}, element);
+  s.saved_rows = reserve.take({s.pre ? 0 : rows, s.size}, element);
   s.saved_mean = reserve.take({rows}, statistic);
   s.saved_rstd = reserve.take({rows}, statistic);
   s.reserve_bytes = reserve.bytes();
@@ -62,6 +62,7 @@ bool lay_out_block(AttentionBlockState& s) {
   s.forward_bytes = forward.bytes();
   backward.take_bytes(s.layer->backward_workspace_bytes());
   s.backward_rows = backward.take({rows, s.size}, element);
+  s.backward_normed = backward.take({s.pre ? rows : 0, s.size}, element);
   if (!reserve.fits() || !forward.fits() || !backward.fits()) return false;
   s.backward_sums = backward.take_bytes(s.normed ? s.linear->sums_workspace_bytes(rows, s.size, d.dtype) : 0);
   s.backward_bytes = backward.bytes();
@@ -191,7 +192,7 @@ Status AttentionBlock::forward(const AttentionBlockForwardArgs& given) const try
 
   char* const reserve = static_cast<char*>(args.layer.reserve);
   const Tensor rows =
-      reserve != nullptr ? s.rows_at(reserve, s.saved_rows) : s.rows_at(args.layer.workspace, s.forward_rows);
+      reserve != nullptr && !s.pre ? s.rows_at(reserve, s.saved_rows) : s.rows_at(args.layer.workspace, s.forward_rows);
   LayerForwardArgs layer = with_beams(s.desc.layer, layer_args(s, args, s.pre ? rows : args.layer.query));
   if (s.normed && !s.pre) layer.out = rows;
   if (status = check_forward(*s.layer->state_, layer); !status.ok()) return status;
@@ -230,13 +231,13 @@ class BlockBackward {
         args_(args),
         reserve_(static_cast<char*>(args.forward.layer.reserve)),
         workspace_(static_cast<char*>(args.forward.layer.workspace)),
-        rows_(state.rows_at(workspace_, state.backward_rows)) {}
+        rows_(state.rows_at(workspace_, state.backward_rows)),
+        normed_(state.rows_at(workspace_, state.backward_normed)) {}
 
   // What the layer is asked for: gradients of n or x, given those of y or z.
   LayerBackwardArgs layer() const {
     LayerBackwardArgs layer;
-    const Tensor saved = s_.rows_at(reserve_, s_.saved_rows);
-    layer.forward = layer_args(s_, args_.forward, s_.pre ? saved : args_.forward.layer.query);
+    layer.forward = layer_args(s_, args_.forward, s_.pre ? normed_ : args_.forward.layer.query);
     layer.grad_out = s_.normed && !s_.pre ? rows_ : args_.grad_out;
     const bool self = !args_.forward.layer.key.given();
     const bool wanted = args_.grad_query.given() || args_.grad_norm.gamma.given() || args_.grad_norm.beta.given();
@@ -250,8 +251,15 @@ class BlockBackward {
     return with_beams(s_.desc.layer, layer);
   }
 
-  // Post-norm: the gradient of z, first of all.
-  void norm_of_sum() const { norm(s_.rows_at(reserve_, s_.saved_rows), args_.grad_out, {}, rows_); }
+  // First of all: the gradient of z, or n once more.
+  void before_layer() const {
+    if (!s_.normed) return;
+    if (!s_.pre) return norm(s_.rows_at(reserve_, s_.saved_rows), args_.grad_out, {}, rows_);
+    linear::NormForwardArgs again = norm_forward_args(s_.desc.norm, args_.forward.norm);
+    again.x = token_matrix(args_.forward.layer.query);
+    again.y = token_matrix(normed_);
+    s_.linear->norm_forward(again, *s_.executor);
+  }
 
   // The gradient of x, last of all.
   void input() const {
@@ -286,7 +294,8 @@ class BlockBackward {
   const AttentionBlockBackwardArgs& args_;
   char* reserve_;
   char* workspace_;
-  Tensor rows_;  // the gradient between norm and layer
+  Tensor rows_;    // the gradient between norm and layer
+  Tensor normed_;  // pre-norm: n
 };
 
 bool any_weight(const LayerWeights& weights) {
@@ -329,7 +338,7 @@ Status AttentionBlock::backward(const AttentionBlockBackwardArgs& given) const t
   status = check_backward_data(*s.layer->state_, layer);
   if (status.ok() && weights) status = check_backward_weights(*s.layer->state_, layer, ReserveHeader::kForwardDone);
   if (!status.ok()) return status;
-  if (s.normed && !s.pre) backward.norm_of_sum();
+  backward.before_layer();
   status = s.layer->backward_data(layer);
   if (status.ok() && weights) status = s.layer->backward_weights(layer);
   if (status.ok()) backward.input();

@@ -1,6 +1,6 @@
 //   pre-norm:   n = norm(x)   u = n W1 + b1   h = g1 activation(u)   y = x + g2 (h W2 + b2)        g: dropout
 //   post-norm:  n = x, and z = x + g2 (h W2 + b2), y = norm(z)
-// Saved for backward: u, n or z, and the norm's statistics; h is computed once more.
+// Saved for backward: u, z, and the norm's statistics; n and h are computed once more.
 #include <algorithm>
 #include <new>
 #include <utility>
@@ -88,7 +88,7 @@ bool lay_out_block(FeedForwardBlockState& s) {
   MemoryMap reserve, forward, backward;
   reserve.take_bytes(sizeof(ReserveHeader));
   s.saved_inner = reserve.take({d.batch, d.seqlen, d.inner_size}, element);
-  s.saved_rows = reserve.take({d.batch, normed, d.size}, element);
+  s.saved_rows = reserve.take({d.batch, s.post ? d.seqlen : 0, d.size}, element);
   s.saved_mean = reserve.take({d.batch, normed}, statistic);
   s.saved_rstd = reserve.take({d.batch, normed}, statistic);
   s.reserve_bytes = reserve.bytes();
@@ -216,8 +216,8 @@ void compute_forward(const FeedForwardBlockState& s, const FeedForwardBlockForwa
   const FeedForwardBlockDesc& d = s.desc;
   char *const reserve = static_cast<char*>(args.reserve), *const workspace = static_cast<char*>(args.workspace);
   const Matrix x = token_matrix(args.x), out = token_matrix(args.out);
-  const Matrix rows = token_matrix(reserve != nullptr ? s.rows_at(reserve, s.saved_rows, d.size)
-                                                      : s.rows_at(workspace, s.forward_rows, d.size));
+  const Matrix rows = token_matrix(reserve != nullptr && s.post ? s.rows_at(reserve, s.saved_rows, d.size)
+                                                                : s.rows_at(workspace, s.forward_rows, d.size));
   const Matrix h = token_matrix(s.rows_at(workspace, s.forward_inner, d.inner_size));
   linear::NormForwardArgs norm = norm_forward_args(d.norm, args.weights.norm);
   linear::GemmArgs first = product(s, args, s.pre ? rows : x, 0, h);
@@ -263,13 +263,12 @@ class FeedForwardBackward {
         grad_x_(token_matrix(args.grad_x)) {}
 
   void run() const {
-    const Matrix saved = token_matrix(s_.rows_at(reserve_, s_.saved_rows, s_.desc.size));
     const Matrix grad_out = token_matrix(args_.grad_out);
-    if (s_.post) norm(saved, grad_out, {}, rows_);
+    if (s_.post) norm(token_matrix(s_.rows_at(reserve_, s_.saved_rows, s_.desc.size)), grad_out, {}, rows_);
     const Matrix dz = s_.post ? rows_ : grad_out;
     const Matrix dY = second_product(dz);
     const Matrix du = inner_gradient(dY);
-    first_weights(du, s_.pre ? saved : x_);
+    first_weights(du);
     const bool normed =
         s_.pre && (grad_x_.given() || args_.grad_weights.norm.gamma.given() || args_.grad_weights.norm.beta.given());
     if (!grad_x_.given() && !normed) return;
@@ -365,10 +364,17 @@ class FeedForwardBackward {
     return inner_;
   }
 
-  void first_weights(const Matrix& du, const Matrix& n) const {
+  // db1 = sum of du, dW1 = n^T du.
+  void first_weights(const Matrix& du) const {
     sum_rows(du, {}, {}, weight_matrix(args_.grad_weights.bias1));
     if (!args_.grad_weights.weight1.given()) return;
-    multiply_tokens(n, du, args_.grad_weights.weight1);
+    if (s_.pre) {
+      linear::NormForwardArgs again = norm_forward_args(s_.desc.norm, forward_.weights.norm);
+      again.x = x_;
+      again.y = rows_;
+      s_.linear->norm_forward(again, *s_.executor);
+    }
+    multiply_tokens(s_.pre ? rows_ : x_, du, args_.grad_weights.weight1);
   }
 
   const FeedForwardBlockState& s_;
@@ -376,7 +382,7 @@ class FeedForwardBackward {
   const FeedForwardBlockForwardArgs& forward_;
   char* reserve_;
   char* workspace_;
-  Matrix rows_;   // the gradient of n, or of z
+  Matrix rows_;   // n, then its gradient; or that of z
   Matrix inner_;  // h, then du
   Matrix x_, grad_x_;
 };
