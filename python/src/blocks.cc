@@ -55,6 +55,27 @@ Status divide_rows(const char* name, const Tensor& t, int64_t heads, int64_t* di
                  number(heads) + " heads");
 }
 
+// By the names that they have here: the layer's are others.
+Status check_dtypes(const AttentionBlockTensors& in) {
+  const DType dtype = in.query.dtype;
+  if (dtype == DType::kBool || dtype == DType::kInt32 || dtype == DType::kInt64) {
+    return invalid(std::string("query is ") + dtype_name(dtype) + ", must be float32, bfloat16, float16 or float64");
+  }
+  const struct {
+    const char* name;
+    const Tensor& tensor;
+  } all[] = {{"in_proj_weight", in.in_proj_weight}, {"q_proj_weight", in.q_proj_weight},
+             {"k_proj_weight", in.k_proj_weight},   {"v_proj_weight", in.v_proj_weight},
+             {"in_proj_bias", in.in_proj_bias},     {"out_proj_weight", in.out_proj_weight},
+             {"out_proj_bias", in.out_proj_bias}};
+  for (const auto& each : all) {
+    if (!each.tensor.given() || each.tensor.dtype == dtype) continue;
+    return invalid(std::string(each.name) + " is " + dtype_name(each.tensor.dtype) + ", must be " + dtype_name(dtype) +
+                   " as query");
+  }
+  return {};
+}
+
 Status read_heads(const AttentionBlockCall& call, LayerDesc* d) {
   const AttentionBlockTensors& in = call.in;
   const int64_t heads = call.num_heads, groups = call.num_heads_kv;
@@ -237,6 +258,7 @@ Result<AttentionBlockDesc> block_desc(const AttentionBlockCall& call) {
   if (status.ok()) status = check_dims("value", value, 3, "[batch, seqlen_k, value_size]");
   AttentionBlockDesc desc;
   LayerDesc& d = desc.layer;
+  if (status.ok()) status = check_dtypes(in);
   if (status.ok()) status = read_heads(call, &d);
   if (status.ok() && in.out_proj_weight.given()) {
     status = check_dims("out_proj_weight", in.out_proj_weight, 2, "[out_size, num_heads * head_dim_v]");

@@ -54,7 +54,7 @@ def formula(weights, inputs, groups, bias=None, visible=None, kept=(1.0, 1.0)):
     return (heads @ weights["out_weight"] + weights.get("out_bias", 0)) * kept[1], p
 
 
-@pytest.mark.parametrize("groups, cross, biases", itertools.product((4, 2, 1), (False, True), (False, True)))
+@pytest.mark.parametrize("groups, cross, biases", list(itertools.product((4, 2, 1), (False, True), (False, True))))
 def test_forward_and_gradients(groups, cross, biases):
     weights, inputs = problem(groups, cross, biases)
     keys = SK if cross else SQ

@@ -1,6 +1,7 @@
 """The operators of blocks: opcheck, each number's meaning, FusedMultiHeadAttention; all again over the binding."""
 
 import os
+import random as stdlib_random
 import re
 import subprocess
 import sys
@@ -27,22 +28,21 @@ DTYPES = [torch.float32, torch.float64]
 SEEDS = {f"{name}dropout_p": f"{name}dropout_seed" for name in ("", "inner_", "output_")}
 
 
+if os.environ.get("POLYHEAD_TORCH_OPS") == "python":
+    assert polyhead.torch.implementation() == "Python"
+
+
 @pytest.mark.skipif(os.environ.get("POLYHEAD_TORCH_OPS") == "python", reason="this is the run over the binding")
 def test_everything_again_over_the_python_binding():
     """The same tests where no compiled operators are."""
     folder = os.path.dirname(__file__)
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__,
-         os.path.join(folder, "torch_layers_test.py")],
+         *(os.path.join(folder, f"torch_layers_{name}.py") for name in ("test", "machinery_test"))],
         env=os.environ | {"POLYHEAD_TORCH_OPS": "python", "POLYHEAD_TEST_EVERY": "7"}, capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-3000:]
     assert int(re.search(r"(\d+) passed", run.stdout)[1]) > 200
-
-
-@pytest.mark.skipif(os.environ.get("POLYHEAD_TORCH_OPS") != "python", reason="the run over the binding looks at this")
-def test_the_operators_run_over_the_binding():
-    assert polyhead.torch.implementation() == "Python"
 
 
 def random(*shape, dtype, seed):
@@ -202,6 +202,48 @@ def test_backward_twice_gives_the_same():
     first = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
     for got, expected in zip(torch.autograd.grad(out.sum(), leaves), first):
         assert torch.equal(got, expected)
+
+
+STRANGE_NUMBERS = {
+    bool: (False, True), int: (0, -1, 1, 3, 2**40, 2**63 - 1),
+    float: (0.0, 0.5, 1.0, -1.0, 1e300, float("nan"), float("inf")),
+}  # fmt: skip
+
+
+def strange(value, choose):
+    """Something else in the place of an argument."""
+    if not isinstance(value, torch.Tensor):
+        return choose.choice(STRANGE_NUMBERS[type(value)])
+    changes = [value.double(), value.int(), value.unsqueeze(0), value.new_zeros(())]
+    if value.dim():
+        last = value.shape[-1]
+        changes += [value[..., : last // 2], value[..., :0], value[:0], value.repeat_interleave(2, 0), value.flip(-1)]
+        changes += [value[..., :1].expand(value.shape), value.transpose(0, -1), torch.full_like(value, 3)]
+    return choose.choice(changes)
+
+
+@pytest.mark.parametrize("name", ["attention_block", "feed_forward_block"])
+def test_random_arguments_compute_or_are_refused(name):
+    """A ValueError with a sentence, whatever comes; never a crash."""
+    cases = ATTENTION if name == "attention_block" else FEED_FORWARD
+    forward, backward = (getattr(torch.ops.polyhead, f"{name}_{direction}") for direction in ("forward", "backward"))
+    choose = stdlib_random.Random(7)
+    refused = 0
+    for _ in range(int(os.environ.get("POLYHEAD_RANDOM_PROBLEMS", "300"))):
+        case = choose.choice(list(cases.values()))
+        good = (attention_arguments if name == "attention_block" else feed_forward_arguments)(case, torch.float32)
+        out, *_, reserve = forward(*good[:-1], True)
+        both = [out, reserve, 2 ** NUM_DIFFERENTIABLE[type(good)] - 1, *good[:-1]]
+        for operator, arguments in ((forward, [*good[:-1], True]), (backward, both)):
+            there = [i for i, each in enumerate(arguments) if each is not None]
+            for i in choose.sample(there, choose.randint(1, 2)):
+                arguments[i] = strange(arguments[i], choose)
+            try:
+                operator(*arguments)
+            except ValueError as error:
+                assert str(error)
+                refused += 1
+    assert refused > 100
 
 
 @pytest.mark.parametrize("change, words", [

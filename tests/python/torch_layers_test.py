@@ -14,11 +14,11 @@ if torch is None:
 import polyhead.torch
 from polyhead.torch import MultiheadAttention, Rope, TransformerEncoderLayer
 from torch.nn import functional as F
+from torch_layers_judge import OURS, counts, flat, pair
 from torch_switch_judge import (
     DTYPES, SEED, assert_exact, assert_no_worse, gradients, in_double, kept, relative_errors,
 )  # fmt: skip
 
-OURS = {"MultiheadAttention": MultiheadAttention, "TransformerEncoderLayer": TransformerEncoderLayer}
 LOGITS = 200  # as torch_switch_modules_test has it: torch's samples reach 9
 EVERY = int(os.environ.get("POLYHEAD_TEST_EVERY", "1"))
 
@@ -38,6 +38,7 @@ def no_forward_of_nn(monkeypatch):
             (F, "multi_head_attention_forward"), (F, "scaled_dot_product_attention"), (F, "softmax"),
             (torch, "softmax"), (torch.nn.MultiheadAttention, "forward"),
             (torch.nn.TransformerEncoderLayer, "forward"), (torch, "_native_multi_head_attention"),
+            (torch, "_transformer_encoder_layer_fwd"),
         ):  # fmt: skip
             forbid(owner, name)
 
@@ -55,19 +56,6 @@ def no_forward_of_nn(monkeypatch):
     return Guard()
 
 
-def counts(records):
-    """By operator; all of them taken."""
-    assert all(record.kernel in polyhead.kernels() for record in records), records
-    ops = {}
-    for record in records:
-        ops[record.op] = ops.get(record.op, 0) + record.count
-    return ops
-
-
-def flat(outputs):
-    return [out for out in (outputs if isinstance(outputs, tuple) else (outputs,)) if out is not None]
-
-
 def run(module, arguments, options):
     """Outputs, gradients of inputs and parameters, outputs without autograd."""
     inputs = [x for x in [*arguments, *module.parameters()] if isinstance(x, torch.Tensor)]
@@ -77,15 +65,6 @@ def run(module, arguments, options):
         results += gradients(flat(module(*arguments, **options))[:1], inputs)
     with torch.no_grad():
         return [*results, *flat(module(*arguments, **options))]
-
-
-def pair(name, *arguments, **options):
-    """nn's module and ours with its state."""
-    theirs = getattr(torch.nn, name)(*arguments, **options)
-    ours = OURS[name](*arguments, **options)
-    assert ours.load_state_dict(theirs.state_dict(), strict=True).missing_keys == []
-    theirs.load_state_dict(ours.state_dict(), strict=True)
-    return theirs, ours
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -323,28 +302,6 @@ def test_rope_turns_scores_by_distance_alone(interleaved):
     torch.testing.assert_close(scores[:, 0, 1], turned * 8**-0.5, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(name, dynamic):
-    torch.manual_seed(0)
-    layer = OURS[name](16, 4, dropout=0.0, batch_first=True)
-    x = torch.randn(2, 5, 16, requires_grad=True)
-
-    def step(x):
-        return layer(x, x, x, need_weights=False)[0] if name == "MultiheadAttention" else layer(x)
-
-    leaves = [x, *layer.parameters()]
-    expected = [step(x), *gradients([step(x)], leaves)]
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    polyhead.torch.report(reset=True)
-    out = compiled(x)
-    got = [out, *gradients([out], leaves)]
-    assert set(counts(polyhead.torch.report(reset=True))) >= {"attention_block_forward", "attention_block_backward"}
-    for one, other in zip(got, expected):
-        torch.testing.assert_close(one, other)
-
-
 @pytest.mark.parametrize("activation", ["relu", "gelu", F.gelu, torch.nn.SiLU(), torch.nn.GELU("tanh"), torch.tanh])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_encoder_layer(activation, norm_first, no_forward_of_nn):
@@ -402,47 +359,6 @@ def test_encoder_layer_drops_what_the_masks_say():
         torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_autocast(name):
-    layer = OURS[name](16, 4, dropout=0.0, batch_first=True)
-    x = torch.randn(2, 5, 16, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = layer(x, x, x)[0] if name == "MultiheadAttention" else layer(x)
-    assert out.dtype == (torch.bfloat16 if name == "MultiheadAttention" else torch.float32)
-    out.float().sum().backward()
-    assert x.grad.dtype == torch.float32 and all(p.grad.dtype == torch.float32 for p in layer.parameters())
-    whole = layer(x, x, x)[0] if name == "MultiheadAttention" else layer(x)
-    torch.testing.assert_close(out.float(), whole, rtol=0.1, atol=0.1)
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_second_derivatives(name):
-    layer = OURS[name](8, 2, dropout=0.0, batch_first=True, dtype=torch.float64)
-    if name == "TransformerEncoderLayer":
-        layer.activation = F.gelu  # relu's kink is nothing for finite differences
-    x = torch.randn(1, 3, 8, dtype=torch.float64, requires_grad=True)
-
-    def function(x):
-        return layer(x, x, x)[0] if name == "MultiheadAttention" else layer(x)
-
-    assert torch.autograd.gradcheck(function, (x,))
-    assert torch.autograd.gradgradcheck(function, (x,))
-
-
-def test_parameters_are_used_in_place():
-    """What they hold at the call counts, with any strides; nothing is packed at construction."""
-    layer = MultiheadAttention(16, 4, batch_first=True)
-    x = torch.randn(2, 5, 16)
-    with torch.no_grad():
-        before = layer(x, x, x)[0]
-        layer.in_proj_weight.mul_(0.5)
-        layer.out_proj.weight.data = layer.out_proj.weight.data.t().contiguous().t()
-        expected = layer(x, x, x)[0]
-        assert not torch.equal(before, expected)
-        layer.out_proj.weight.data = layer.out_proj.weight.data.contiguous()
-        torch.testing.assert_close(layer(x, x, x)[0], expected)
-
-
 @pytest.mark.parametrize("call, words", [
     (lambda layer, x: layer(x, x[:1], x), "value"),
     (lambda layer, x: layer(x, x[:1], x[:1]), "batch size"),
@@ -450,13 +366,38 @@ def test_parameters_are_used_in_place():
     (lambda layer, x: layer(x, x, x, attn_mask=torch.zeros(4, 5)), "attn_mask"),
     (lambda layer, x: layer(x, x, x, attn_mask=torch.zeros(5, 5, dtype=torch.int32)), "int32"),
     (lambda layer, x: layer(x, x, x, key_padding_mask=torch.zeros(3, 5)), "key_padding_mask"),
-    (lambda layer, x: layer(x.double(), x.double(), x.double()), "float64"),
+    (lambda layer, x: layer(x.double(), x.double(), x.double()), "in_proj_weight is float32, must be float64"),
+    (lambda layer, x: layer(x, x.double(), x), "key is float64"),
+    (lambda layer, x: layer(*[x.int()] * 3), "query is int32"),
     (lambda layer, x: layer(x[0, 0], x[0, 0], x[0, 0]), "dimensions"),
 ])  # fmt: skip
 def test_bad_input_is_named(call, words):
     layer = MultiheadAttention(16, 4, batch_first=True)
     with pytest.raises(polyhead.Error, match=words):
         call(layer, torch.randn(2, 5, 16))
+
+
+def test_what_is_no_tensor_is_named():
+    layer, x = MultiheadAttention(16, 4, batch_first=True), torch.randn(2, 5, 16)
+    for arguments, options, name in (
+        ((x, x, None), {}, "value"), ((3, x, x), {}, "query"), ((x, x, x), {"attn_mask": [True]}, "attn_mask"),
+        ((x, x, x), {"key_padding_mask": 1}, "key_padding_mask"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=f"{name} has type"):
+            layer(*arguments, **options)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 2), (5, 0, 2), (0, 0, 2), (5, 7, 0)])
+def test_empty_sizes(sizes):
+    """Nothing to attend to: out_proj's bias, and gradients of 0."""
+    length, keys, batch = sizes
+    layer = MultiheadAttention(16, 4, dropout=0.5, batch_first=True)
+    query, key = torch.randn(batch, length, 16, requires_grad=True), torch.randn(batch, keys, 16, requires_grad=True)
+    out, weights = layer(query, key, key)
+    assert out.shape == query.shape and weights.shape == (batch, length, keys)
+    torch.testing.assert_close(out, layer.out_proj.bias.expand_as(out))
+    grads = gradients([out], [query, key, layer.in_proj_weight, layer.out_proj.weight])
+    assert all(grad.count_nonzero() == 0 for grad in grads)
 
 
 @pytest.mark.parametrize("arguments", [

@@ -102,8 +102,8 @@ SCHEMAS = dict(_schemas())
 
 
 def swapped(tokens, batch_first):
-    """[S, B, E] as [B, S, E], and back."""
-    return tokens if batch_first or tokens is None else tokens.transpose(0, 1)
+    """[S, B, E] as [B, S, E], and back. Of other dimensions, which are refused later, as it is."""
+    return tokens if batch_first or tokens is None or tokens.dim() != 3 else tokens.transpose(0, 1)
 
 
 def head_dims(a: AttentionBlock):
@@ -163,10 +163,12 @@ def _is_stored_in_first(weight):
 def _gradients(inputs, needs):
     """New ones, of the inputs whose bits are set."""
 
-    def new(x):
+    def new(bit, x):
+        if x is None:
+            raise Error(f"needs names input {bit}, which is not given")
         return x.new_empty(x.shape[::-1]).t() if _is_stored_in_first(x) else x.new_empty(x.shape)
 
-    return tuple(new(x) if needs >> bit & 1 else None for bit, x in enumerate(inputs))
+    return tuple(new(bit, x) if needs >> bit & 1 else None for bit, x in enumerate(inputs))
 
 
 def _attention_block_backward(grad_out, reserve, needs, *arguments):
@@ -186,15 +188,20 @@ FAKES = {
 }
 
 
-def _seed(tensor):
-    return None if tensor is None else tensor.item() & (2**64 - 1)
+def _seed(tensor, name):
+    if tensor is None:
+        return None
+    if tensor.dtype != torch.int64 or tensor.dim():
+        raise Error(f"{name} is {tensor.dtype} with {tensor.dim()} dimensions, must be an int64 scalar")
+    return tensor.item() & (2**64 - 1)
 
 
 def _attention_block_arguments(a):
     """As the binding takes them, without keep."""
     tokens = (swapped(each, a.batch_first) for each in a[:3])
     numbers = (a.num_heads, a.num_heads_kv, *a[a._fields.index("causal") : -1])
-    return *tokens, *a[3:14], _seed(a.dropout_seed), _seed(a.output_dropout_seed), *numbers
+    seeds = _seed(a.dropout_seed, "dropout_seed"), _seed(a.output_dropout_seed, "output_dropout_seed")
+    return *tokens, *a[3:14], *seeds, *numbers
 
 
 def _count_attention_block(op, a, kernel):
@@ -231,7 +238,8 @@ def _attention_block_backward_kernel(grad_out, reserve, needs, *arguments):
 
 
 def _feed_forward_arguments(a):
-    return *a[:7], _seed(a.inner_dropout_seed), _seed(a.output_dropout_seed), *a[9:-1]
+    seeds = _seed(a.inner_dropout_seed, "inner_dropout_seed"), _seed(a.output_dropout_seed, "output_dropout_seed")
+    return *a[:7], *seeds, *a[9:-1]
 
 
 def _count_feed_forward(op, a, kernel):

@@ -128,7 +128,7 @@ _ops.implement_autocast(
 def _run(operator, function, arguments):
     if is_compiling():  # a graph holds the operator
         return operator(*arguments)
-    if torch.is_autocast_enabled(arguments[0].device.type):
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(arguments[0].device.type):
         arguments = _cast(type(arguments), arguments)
     try:
         return function(*arguments)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead import Error
+from polyhead.torch._attention import _tensors_only
 from polyhead.torch._block_ops import NORMS, AttentionBlock
 from polyhead.torch._blocks import attention_block
 from polyhead.torch._options import seed_tensor
@@ -173,6 +174,8 @@ class FusedMultiHeadAttention(nn.Module):
         """
         if cache is not None:
             raise Error("cache is given, must be None: this layer keeps no keys and values")
+        given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+        _tensors_only(**{name: each for name, each in given.items() if name == "query" or each is not None})
         for name, tokens in (("query", query), ("key", key), ("value", value)):
             if tokens is not None and (tokens.dim() != 3 or tokens.shape[-1] != self.embed_dim):
                 raise Error(f"{name} is {list(tokens.shape)}, must be [batch, seqlen, {self.embed_dim}]")

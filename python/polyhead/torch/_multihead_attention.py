@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from polyhead import Error
 from polyhead.torch import _block_composition
+from polyhead.torch._attention import _tensors_only
 from polyhead.torch._block_ops import AttentionBlock
 from polyhead.torch._blocks import attention_block
 from polyhead.torch._options import seed_tensor
@@ -264,9 +265,8 @@ def _with_appended(a: AttentionBlock, seqlen_q: int, seqlen_k: int, count: int) 
 
 def check_tokens(query: Tensor, key: Tensor, value: Tensor, batch_first: bool) -> bool:
     """Whether there is a batch dim."""
+    _tensors_only(query=query, key=key, value=value)
     for name, tokens in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tokens, Tensor):
-            raise TypeError(f"{name} has type {type(tokens).__name__}, must be a torch.Tensor")
         if tokens.is_nested:
             raise Error(f"{name} is a nested tensor, must be a dense one: pad it and pass key_padding_mask")
         if tokens.dim() != query.dim() or tokens.dim() not in (2, 3):
@@ -295,6 +295,8 @@ def score_masks(attn_mask, key_padding_mask, sizes, dtype):
     """torch.nn's masks, bool ones that hide and float ones that are added, as (attn_mask, attn_bias) of 4 dims."""
     batch, num_heads, seqlen_q, seqlen_k = sizes
     masks = []
+    given = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
+    _tensors_only(**{name: mask for name, mask in given.items() if mask is not None})
     if attn_mask is not None:
         if attn_mask.shape == (seqlen_q, seqlen_k):
             masks.append(attn_mask[None, None])
