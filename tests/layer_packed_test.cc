@@ -102,18 +102,24 @@ TEST(PackedWeights, SameBits) {
   }
 }
 
-// Of sizes that fill panels, so that q, k and v are one product, of sizes that do not, and of few and many tokens.
+// Of sizes that fill panels, so that q, k and v are one product, of sizes that do not, or that fill panels whose bytes
+// do not fill a line, and of few and many tokens. Inputs of 600 are more than a chunk. Biases, which are arrays of
+// their own here, keep the products apart.
 TEST(PackedWeights, SameBitsWhereProductsAreJoined) {
-  for (const auto& [tokens, dim] : {std::pair<int64_t, int64_t>{1, 32}, {3, 32}, {200, 32}, {1, 20}, {40, 20}}) {
+  struct Sizes {
+    int64_t tokens, dim, input;
+  };
+  for (const auto& [tokens, dim, input] :
+       {Sizes{1, 32, 600}, {3, 32, 600}, {200, 32, 600}, {1, 20, 600}, {40, 20, 600}, {3, 4, 27}, {40, 4, 27}}) {
     LayerProblem problem;
     problem.name = std::to_string(tokens) + " tokens, heads of " + std::to_string(dim);
     problem.key_is_query = problem.value_is_key = true;
     LayerDesc& d = problem.desc;
     d.seqlen_q = d.seqlen_k = tokens;
     d.num_heads = 4, d.num_heads_kv = 2;
-    d.query_size = d.key_size = d.value_size = d.out_proj_size = 600;  // more than a chunk
+    d.query_size = d.key_size = d.value_size = d.out_proj_size = input;
     d.query_proj_size = d.key_proj_size = d.value_proj_size = dim;
-    d.query_bias = d.key_bias = d.value_bias = true;
+    d.query_bias = d.key_bias = d.value_bias = input == 600 && tokens == 3;
     for (const Kernel* kernel : kernels_to_test()) {
       if (std::string(kernel->name) == "reference" || !layer(d, options_of(kernel->name, 1)).ok()) continue;
       SCOPED_TRACE(problem.name + " on " + kernel->name);

@@ -24,8 +24,9 @@ bool lay_out_packed(const linear::Kernel& kernel, DType dtype, std::span<const M
     padded.take({in, out}, 8);
     padded.take({in, kMostPanelColumns}, 8);
     if (!padded.fits()) return false;
-    layout->begin[i] = map.take_bytes(kernel.packed_bytes(in, out, dtype));
-    layout->end[i] = panel > 0 && out % panel == 0 ? map.bytes() : 0;
+    const size_t size_bytes = kernel.packed_bytes(in, out, dtype);
+    layout->begin[i] = map.take_bytes(size_bytes);
+    layout->end[i] = panel > 0 && out % panel == 0 ? layout->begin[i] + size_bytes : 0;  // before what aligns the next
   }
   layout->bytes = map.bytes();
   layout->fingerprint = print.value();
