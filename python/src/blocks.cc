@@ -381,8 +381,8 @@ int64_t reserve_words(const AttentionBlockDesc& desc) {
   const int64_t heads_size = d.num_heads * d.value_proj_size;
   const int64_t out_size = d.out_proj_size > 0 ? d.out_proj_size : heads_size;
   const bool normed = desc.norm.kind != NormKind::kNone;
-  const int64_t norm_size = !normed ? 0 : desc.norm.pre ? d.query_size : out_size;
-  const int64_t of_query = d.num_heads * d.query_proj_size + heads_size + norm_size;
+  const int64_t sum_size = normed && !desc.norm.pre ? out_size : 0;  // what is normed last; before, it is query
+  const int64_t of_query = d.num_heads * d.query_proj_size + heads_size + sum_size;
   const int64_t of_key = d.num_heads_kv * (d.key_proj_size + d.value_proj_size);
   return words(d.dtype, d.batch * (d.seqlen_q * of_query + d.seqlen_k * of_key),
                d.batch * d.seqlen_q * (d.num_heads + (normed ? 2 : 0)));
@@ -390,7 +390,7 @@ int64_t reserve_words(const AttentionBlockDesc& desc) {
 
 int64_t reserve_words(const FeedForwardBlockDesc& d) {
   const bool normed = d.norm.kind != NormKind::kNone;
-  return words(d.dtype, d.batch * d.seqlen * (d.inner_size + (normed ? d.size : 0)),
+  return words(d.dtype, d.batch * d.seqlen * (d.inner_size + (normed && !d.norm.pre ? d.size : 0)),
                d.batch * d.seqlen * (normed ? 2 : 0));
 }
 

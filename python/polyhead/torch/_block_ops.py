@@ -126,7 +126,7 @@ def _attention_block_forward(*arguments):
     a = AttentionBlock(*arguments)
     query = swapped(a.query, a.batch_first)
     key = query if a.key is None else swapped(a.key, a.batch_first)
-    batch, seqlen_q, size = query.shape
+    batch, seqlen_q, _ = query.shape
     seqlen_k = key.shape[1]
     head_dim, head_dim_v = head_dims(a)
     heads_size = a.num_heads * head_dim_v
@@ -137,8 +137,8 @@ def _attention_block_forward(*arguments):
         heads = (a.num_heads,) if a.return_weights == 1 else ()
         weights = query.new_empty((batch, *heads, seqlen_q, seqlen_k))
     if a.keep or a.dropout_p > 0 or a.output_dropout_p > 0:
-        norm_size = 0 if not a.norm_kind else size if a.norm_first else out_size
-        of_query = a.num_heads * head_dim + heads_size + norm_size
+        sum_size = out_size if a.norm_kind and not a.norm_first else 0
+        of_query = a.num_heads * head_dim + heads_size + sum_size
         of_key = a.num_heads_kv * (head_dim + head_dim_v)
         statistics = batch * seqlen_q * (a.num_heads + (2 if a.norm_kind else 0))
         reserve = _reserve(query, batch * (seqlen_q * of_query + seqlen_k * of_key), statistics)
@@ -150,7 +150,7 @@ def _feed_forward_block_forward(*arguments):
     batch, seqlen, size = a.x.shape
     out, reserve = a.x.new_empty(a.x.shape), None
     if a.keep or a.inner_dropout_p > 0 or a.output_dropout_p > 0:
-        elements = batch * seqlen * (a.weight1.shape[0] + (size if a.norm_kind else 0))
+        elements = batch * seqlen * (a.weight1.shape[0] + (size if a.norm_kind and not a.norm_first else 0))
         reserve = _reserve(a.x, elements, batch * seqlen * (2 if a.norm_kind else 0))
     return out, reserve
 
