@@ -63,7 +63,7 @@ def one_line(row: dict) -> str:
     words = [f"{row['contenders'][OURS]['min_s'] * 1e3:.3f} ms"]
     if (share := fraction(row)) is not None:
         words.append(f"{share:.0%}")
-    words += [f"{peer} {_times(ratio(row, peer))}" for peer in PEERS if fastest(row, peer)]
+    words += [f"{peer} {times(ratio(row, peer))}" for peer in PEERS if fastest(row, peer)]
     return ", ".join(words)
 
 
@@ -113,7 +113,7 @@ def _goal_table(rows: list[dict], memory_rows: list[dict]) -> list[str]:
     count = {"met": 0, "**missed**": 0, "not measured": 0}
 
     def add(goal, where, what, asked, reached, verdict):
-        show = _times if what.startswith("vs") else lambda x: "-" if x is None else f"{x:.1%}"
+        show = times if what.startswith("vs") else lambda x: "-" if x is None else f"{x:.1%}"
         bound = "<=" if "memory" in goal else ">="
         lines.append(f"| {goal} | {where} | {what} | {bound} {show(asked)} | {show(reached)} | {verdict} |")
         count[verdict.rstrip("!")] += 1
@@ -134,7 +134,7 @@ def _goal_table(rows: list[dict], memory_rows: list[dict]) -> list[str]:
 # --- Markdown --------------------------------------------------------------------------------------------------------
 
 
-def _times(value: Optional[float]) -> str:
+def times(value: Optional[float]) -> str:
     return "-" if value is None else f"{value:.2f}x" if value < 10 else f"{value:.1f}x"
 
 
@@ -158,7 +158,7 @@ def _row_cells(row: dict, peers: list[str]) -> list[str]:
     bshd = row["contenders"].get("polyhead bshd")
     cells = [f"`{row['problem']}`", row["kernel"], _ms(ours), speed, bound, "-" if share is None else f"{share:.1%}"]
     for peer in peers:
-        cells.append(f"{_times(ratio(row, peer))} / {_times(ratio(row, peer, 'median_s'))}")
+        cells.append(f"{times(ratio(row, peer))} / {times(ratio(row, peer, 'median_s'))}")
     cells.append("-" if bshd is None else f"{bshd['min_s'] * 1e3:.3f}")
     return [*cells, f"{extra_memory(row):.2%}", _difference(row), f"{row['load']:.2f}"]
 

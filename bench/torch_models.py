@@ -61,7 +61,7 @@ def _encoder(size: Size, activation: str) -> nn.Module:
     return nn.TransformerEncoder(layer, size.layers, enable_nested_tensor=False)
 
 
-def _inductor():
+def inductor():
     """Inductor as a backend of its own: graphs are kept by backend, so each contender has its own graphs."""
     return lambda graph, inputs: torch._inductor.compile(graph, inputs)
 
@@ -76,7 +76,7 @@ def training_step(size: Size, compiled: bool) -> Callable[[], torch.Tensor]:
         model = _encoder(size, "relu")
         inputs, wanted = torch.randn(2, size.batch, size.seqlen, size.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    forward = torch.compile(model, backend=_inductor()) if compiled else model
+    forward = torch.compile(model, backend=inductor()) if compiled else model
 
     def step():
         out = forward(inputs)

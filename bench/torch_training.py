@@ -14,7 +14,6 @@ Writes <date>-<cpu>-torch.md, .csv, .json and .png into FOLDER.
 """
 
 import argparse
-import csv
 import json
 import os
 import pathlib
@@ -27,28 +26,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import measure
 import memory
-import peers
 import polyhead.torch
-import report
 import torch_models
+import torch_runs
+from torch_runs import STATES, figures, switched, turn_switch
 
 MODES = ("eager", "compiled")
-STATES = ("off", "on")
 OVERHEAD_SHAPE = (1, 1, 8, 16)
 OVERHEAD_GOALS = {"forward": 1.3, "forward + backward": 1.5}  # times torch's, at most
-
-
-def turn_switch(state: str) -> None:
-    if (torch.nn.attention.current_flash_attention_impl() == "polyhead") != (state == "on"):
-        polyhead.torch.enable() if state == "on" else polyhead.torch.disable()
-
-
-def switched(state: str, call):
-    def run():
-        turn_switch(state)
-        return call()
-
-    return run
 
 
 def measure_steps(sizes: dict, rounds: int, max_seconds: float, modes) -> list[dict]:
@@ -134,19 +119,11 @@ def _off_and_on(rows: list[dict], where: dict) -> list[dict]:
 
 
 def markdown(result: dict) -> str:
-    e = result["environment"]
-    lines = [
-        "# Training with polyhead's switch off and on",
+    lines = torch_runs.head("Training with polyhead's switch off and on", result["environment"])
+    lines += [
         "",
-        f"    {e['command']}",
-        "",
-        f"{e['date']}, commit {e['commit']}. {e['cpu']}, {e['cpus']} CPUs, {e['memory_gib']} GiB, Linux {e['kernel']}; "
-        f"load {e['load_before']} before, {e['load_after']} after. "
-        + ", ".join(f"{name} {version}" for name, version in e["versions"].items())
-        + f"; operators in {e['operators']}, {e['threads']} threads.",
-        "",
-        "A step is forward, loss, backward and AdamW. Times: the median of interleaved samples (minimum in brackets). "
-        "`!`: other processes disturbed every sample.",
+        f"{result['environment']['threads']} threads. A step is forward, loss, backward and AdamW. Times: median of "
+        "interleaved samples (minimum in brackets). `!`: other processes disturbed every sample.",
         "",
         "| model | mode | off, ms | on, ms | faster | goal | peak memory off / on, MiB | a step adds off / on, MiB |",
         "|---|---|--:|--:|--:|--:|--:|--:|",
@@ -158,16 +135,12 @@ def markdown(result: dict) -> str:
             both, memories = (_off_and_on(result[what], where) for what in ("steps", "memory"))
             gain, goal = both[0]["median_s"] / both[1]["median_s"], torch_models.GOALS.get(row["model"])
             met = f"{goal}x, {'met' if gain >= goal else 'missed'}" if goal else "-"
-            cells = [row["model"], row["mode"], *map(_ms, both), f"{gain:.2f}x", met]
+            cells = [row["model"], row["mode"], *map(figures, both), f"{gain:.2f}x", met]
             cells += [" / ".join(f"{m[f] / 2**20:.0f}" for m in memories) for f in ("peak_bytes", "step_bytes")]
             lines.append(f"| {' | '.join(cells)} |")
             sizes[row["model"]] = row["size"]
     lines += ["", *(f"{name}: {size}." for name, size in sizes.items()), "", *_overhead_table(result["overhead"])]
     return "\n".join(lines) + "\n"
-
-
-def _ms(row: dict) -> str:
-    return f"{row['median_s'] * 1e3:.1f} ({row['min_s'] * 1e3:.1f}){'!' * row['noisy']}"
 
 
 def _overhead_table(rows: list[dict]) -> list[str]:
@@ -181,8 +154,8 @@ def _overhead_table(rows: list[dict]) -> list[str]:
         torchs = next(r for r in rows if r["direction"] == row["direction"])
         share, goal = row["median_s"] / torchs["median_s"], OVERHEAD_GOALS[row["direction"]]
         met = "-" if row is torchs else f"{goal}x, {'met' if share <= goal else 'missed'}"
-        figures = f"{row['median_s'] * 1e6:.2f} ({row['min_s'] * 1e6:.2f}){'!' * row['noisy']}"
-        lines.append(f"| {row['call']} | {row['direction']} | {figures} | {share:.2f}x | {met} |")
+        cell = figures(row, 1e-6)
+        lines.append(f"| {row['call']} | {row['direction']} | {cell} | {share:.2f}x | {met} |")
     return lines
 
 
@@ -212,23 +185,6 @@ def draw(result: dict, path: pathlib.Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def write(result: dict, folder: pathlib.Path, plot: bool) -> list[pathlib.Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"{result['environment']['date'][:10]}-{report.slug(peers.cpu_name())}-torch"
-    paths = [stem.with_name(stem.name + suffix) for suffix in (".md", ".json", ".csv")]
-    paths[0].write_text(markdown(result))
-    paths[1].write_text(json.dumps(result, indent=1) + "\n")
-    rows = [{"what": what, **row} for what in ("steps", "memory", "overhead") for row in result[what]]
-    with open(paths[2], "w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
-        writer.writeheader()
-        writer.writerows(rows)
-    if plot:
-        paths.append(stem.with_name(stem.name + ".png"))
-        draw(result, paths[-1])
-    return paths
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -255,15 +211,16 @@ def main() -> int:
         print(json.dumps(measure_peak(*options.peak, options.tiny)))
         return 0
     sizes = {name: (torch_models.TINY if options.tiny else torch_models.SIZES)[name] for name in options.models}
-    environment = peers.environment(options, {"polyhead": polyhead.__version__, "torch": torch.__version__})
-    environment["command"] = "bench/torch_training.py " + shlex.join(sys.argv[1:])
-    environment["operators"], environment["threads"] = polyhead.torch.implementation(), torch.get_num_threads()
+    environment = torch_runs.environment("torch_training.py", options)
+    environment["threads"] = torch.get_num_threads()
     result = {"environment": environment}
     result["steps"] = measure_steps(sizes, options.rounds, options.max_seconds, options.modes)
     result["memory"] = measure_peaks(sizes, options.tiny, options.modes)
     result["overhead"] = measure_overhead(options.rounds)
-    environment["load_after"] = round(os.getloadavg()[0], 2)
-    for path in write(result, options.out, plot=not options.no_plot):
+    torch_runs.finish(environment)
+    rows = [{"what": what, **row} for what in ("steps", "memory", "overhead") for row in result[what]]
+    plot = None if options.no_plot else draw
+    for path in torch_runs.write(result, options.out, "torch", markdown(result), rows, plot):
         print(os.path.relpath(path))
     return 0
 

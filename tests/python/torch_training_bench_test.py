@@ -1,4 +1,4 @@
-"""bench/torch_training.py: one small run from end to end."""
+"""bench/torch_training.py, torch_operator.py and layers.py: one small run of each from end to end."""
 
 import json
 import os
@@ -14,7 +14,8 @@ if torch is None:
     pytest.skip("torch is not installed", allow_module_level=True)
 pytest.importorskip("matplotlib")
 
-PROGRAM = pathlib.Path(__file__).resolve().parents[2] / "bench" / "torch_training.py"
+BENCH = pathlib.Path(__file__).resolve().parents[2] / "bench"
+PROGRAM = BENCH / "torch_training.py"
 SMALL = ["--tiny", "--quick", "--max-seconds", "1", "--modes", "eager", "--models", "TransformerEncoder"]
 
 
@@ -31,6 +32,37 @@ def test_a_small_run(tmp_path):
     assert "| TransformerEncoder | eager |" in text and "polyhead.torch.attention | forward + backward" in text
 
 
-def test_it_says_where_to_write():
-    done = subprocess.run([sys.executable, PROGRAM], capture_output=True, text=True)
+@pytest.mark.parametrize("program", ["torch_training.py", "layers.py"])
+def test_it_says_where_to_write(program):
+    done = subprocess.run([sys.executable, BENCH / program], capture_output=True, text=True)
     assert done.returncode == 2 and "--out FOLDER" in done.stderr
+
+
+def test_the_operator_beside_torchs(tmp_path):
+    rows = ["1x2x40x8 --window 9,0", "1x2x128x8", "1x2x40x8 --bias 1,2,1,40", "1x2x40x8 --dropout 0.1"]
+    ways = ["forward", "forward+backward"]
+    command = [sys.executable, BENCH / "torch_operator.py", "--quick", "--threads", "1", "--out", tmp_path]
+    done = subprocess.run([*command, "--rows", *rows, "--direction", *ways], capture_output=True, text=True, check=True)
+    found = {path.suffix: path for path in tmp_path.iterdir()}
+    result = json.loads(found[".json"].read_text())
+    asked = [(row["problem"], row["direction"]) for row in result["rows"]]  # those that have a goal against torch
+    assert asked == [(rows[0], ways[0]), (rows[1], ways[0]), (rows[2], ways[1]), (rows[3], ways[1])]
+    for row in result["rows"]:
+        assert set(row["contenders"]) == {"off", "on", "attention"}
+        assert row["max_diff"] is None if "dropout" in row["problem"] else row["max_diff"] < 1e-5
+    text = found[".md"].read_text()
+    assert text in done.stdout and "4 goals: " in text and "| window 256 at S=4096, forward |" in text
+
+
+def test_layers_beside_torch_nns(tmp_path):
+    command = [sys.executable, BENCH / "layers.py", "--tiny", "--rounds", "1", "--threads", "1", "--max-seconds", "1"]
+    subprocess.run([*command, "--out", tmp_path], check=True, capture_output=True)
+    found = {path.suffix: path for path in tmp_path.iterdir()}
+    assert set(found) == {".md", ".json", ".csv", ".png"}
+    result = json.loads(found[".json"].read_text())
+    assert len(result["rows"]) == 6 and all(row["max_diff"] < 1e-5 for row in result["rows"])
+    compiled = [row["direction"] for row in result["rows"] if "torch.nn compiled" in row["contenders"]]
+    assert compiled == ["forward+backward"]  # of the encoder layer, whose goal it is
+    assert {row["contender"]: row["step_bytes"] > 0 for row in result["memory"]} == {"polyhead": True, "torch.nn": True}
+    text = found[".md"].read_text()
+    assert "backward / forward" in text and ">= 1.3x" in text and "<= 50%" in text
