@@ -112,6 +112,67 @@ def test_another_implementation_comes_back():
         registry._registry._FLASH_ATTENTION_IMPLS.pop("test's own")
 
 
+def test_what_cannot_be_installed_leaves_everything_as_it_was(monkeypatch):
+    class Handle:
+        def remove(self):
+            pass
+
+    registry.register_flash_attention_impl("test's own", register_fn=Handle)
+    before, impl, calls = state_of_torch(), torch.library.Library.impl, []
+
+    def fails_at_last(self, *arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 9:
+            raise RuntimeError("no more")
+        return impl(self, *arguments, **options)
+
+    try:
+        registry.activate_flash_attention_impl("test's own")
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.library.Library, "impl", fails_at_last)
+            with pytest.raises(RuntimeError, match="no more"):
+                polyhead.torch.enable()
+        assert state_of_torch() == before and registry.current_flash_attention_impl() == "test's own"
+    finally:
+        registry.restore_flash_attention_impl()
+        registry._registry._FLASH_ATTENTION_IMPLS.pop("test's own")
+
+
+# What older versions of torch lack, taken away.
+OLDER = {
+    "2.10": "del torch.nn.attention.restore_flash_attention_impl",
+    "2.9": "\n".join(
+        f"del torch.nn.attention.{name}_flash_attention_impl" for name in ("restore", "activate", "register", "current")
+    ),
+}
+
+
+@pytest.mark.parametrize("version", OLDER)
+def test_without_what_older_versions_lack(version):
+    code = f"""
+import torch, torch.nn.attention
+{OLDER[version]}
+import polyhead.torch
+dump = lambda: torch._C._dispatch_dump_table("aten::scaled_dot_product_attention")
+before, query = dump(), torch.rand(1, 2, 5, 8)
+for _ in range(2):
+    with polyhead.torch.enabled():
+        polyhead.torch.enable()
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+        assert dump() != before
+    polyhead.torch.disable()
+    assert dump() == before
+assert [(r.op, r.count) for r in polyhead.torch.report()] == [("attention_forward", 2)]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_torch_too_old_is_said_so():
+    code = "import torch; torch.__version__ = torch.torch_version.TorchVersion('2.8.1'); import polyhead.torch"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 1 and "ImportError: torch is 2.8.1, polyhead.torch needs 2.9 or later" in run.stderr
+
+
 @pytest.mark.parametrize("off", ["sdpa_kernel", "enable_flash_sdp"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_with_flash_off_torch_computes_bit_for_bit(off, dtype):

@@ -7,6 +7,11 @@
 Importing registers the operators `torch.ops.polyhead.*`; nothing of torch's own changes.
 """
 
+import torch
+
+if torch.__version__ < (2, 9):
+    raise ImportError(f"torch is {torch.__version__}, polyhead.torch needs 2.9 or later")
+
 from polyhead.torch import attn_bias
 from polyhead.torch._attention import attention, attention_backward, merge
 from polyhead.torch._encoder_layer import TransformerEncoderLayer

@@ -6,16 +6,10 @@ import warnings
 
 import torch
 import torch.compiler.config
+import torch.nn.attention as registry
 import torch.nn.functional as F
 from torch._C import DispatchKey
 from torch.nested._internal import ops as _nested_ops
-from torch.nn.attention import (
-    activate_flash_attention_impl,
-    current_flash_attention_impl,
-    list_flash_attention_impls,
-    register_flash_attention_impl,
-    restore_flash_attention_impl,
-)
 
 import polyhead
 from polyhead.torch import _aten, _modules, _varlen
@@ -35,12 +29,15 @@ _OVER_THEIRS = (
     ("_native_multi_head_attention", "NestedTensorCPU", _modules.native_multi_head_attention),
 )
 # Where torch has nothing for the CPU.
-_NEW = (
+_NEW = [
     ("_flash_attention_forward", _varlen.flash_forward),
-    ("_flash_attention_forward_no_dropout_inplace", _varlen.flash_forward_into),
     ("_flash_attention_backward", _varlen.flash_backward),
-)
+]
+if hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace"):  # since torch 2.12
+    _NEW.append(("_flash_attention_forward_no_dropout_inplace", _varlen.flash_forward_into))
 
+_IN_REGISTRY = hasattr(registry, "restore_flash_attention_impl")  # since torch 2.11
+_installed = None  # before that: ours, while it is enabled
 _before = None  # the implementation that was active when enable() was called
 
 
@@ -91,10 +88,34 @@ def _forget_resolved_kernels():
         getattr(torch.ops.aten, name).default._dispatch_cache.clear()
 
 
+def _active():
+    if _IN_REGISTRY:
+        return registry.current_flash_attention_impl()
+    return NAME if _installed else None
+
+
+def _activate(name):
+    global _installed
+    if _IN_REGISTRY:
+        registry.activate_flash_attention_impl(name)
+    else:
+        _installed = _Installed()
+
+
+def _restore():
+    global _installed
+    if _IN_REGISTRY:
+        registry.restore_flash_attention_impl()
+    else:
+        _installed.remove()
+        _installed = None
+
+
 def enable() -> None:
     """torch's attention runs on polyhead from here on, in the whole process, as its FLASH_ATTENTION backend on the CPU.
 
-    The same as ``torch.nn.attention.activate_flash_attention_impl("polyhead")``. Enabled twice is enabled once.
+    The same as ``torch.nn.attention.activate_flash_attention_impl("polyhead")``, which is there since torch 2.11. Enabled
+    twice is enabled once.
 
     Taken are, in training and eval, eager and compiled: `torch.nn.functional.scaled_dot_product_attention` whole
     (dropout, masks and their gradients, any shapes), `torch.nn.MultiheadAttention` and torch.nn's Transformer modules
@@ -119,21 +140,27 @@ def enable() -> None:
     >>> polyhead.torch.disable()
     """
     global _before
-    if current_flash_attention_impl() == NAME:
+    if _active() == NAME:
         return
-    _before = current_flash_attention_impl()
-    activate_flash_attention_impl(NAME)
+    before = _active()
+    try:
+        _activate(NAME)
+    except BaseException:
+        if before is not None:
+            _activate(before)
+        raise
+    _before = before
 
 
 def disable() -> None:
     """torch's attention is torch's again, or that of the implementation that was active before `enable`."""
     global _before
-    if current_flash_attention_impl() != NAME:
+    if _active() != NAME:
         return
-    restore_flash_attention_impl()
+    _restore()
     before, _before = _before, None
     if before is not None:
-        activate_flash_attention_impl(before)
+        _activate(before)
 
 
 @contextlib.contextmanager
@@ -147,7 +174,7 @@ def enabled():
     >>> with polyhead.torch.enabled():
     ...     out = layer(torch.rand(5, 1, 16))
     """
-    was_enabled = current_flash_attention_impl() == NAME
+    was_enabled = _active() == NAME
     enable()
     try:
         yield
@@ -155,5 +182,5 @@ def enabled():
         enable() if was_enabled else disable()
 
 
-if NAME not in list_flash_attention_impls():
-    register_flash_attention_impl(NAME, register_fn=_Installed)
+if _IN_REGISTRY and NAME not in registry.list_flash_attention_impls():
+    registry.register_flash_attention_impl(NAME, register_fn=_Installed)
