@@ -16,8 +16,13 @@ Progress::Progress(int64_t total)
       on_terminal_(isatty(STDERR_FILENO) == 1),
       next_(start_ + milliseconds(1000)) {}
 
-Progress::~Progress() {
-  if (visible_) std::fputs("\r\x1b[K", stderr);
+Progress::~Progress() { hide(); }
+
+void Progress::hide() {
+  if (!visible_) return;
+  std::fputs("\r\x1b[K", stderr);
+  std::fflush(stderr);
+  visible_ = false;
 }
 
 void Progress::show(int64_t done, std::string_view current) {

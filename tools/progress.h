@@ -16,6 +16,7 @@ class Progress {
 
   // `done` of the total are done; `current` is under way.
   void show(int64_t done, std::string_view current);
+  void hide();  // until the next show(): for lines of other text
 
  private:
   using Clock = std::chrono::steady_clock;
