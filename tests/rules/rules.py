@@ -35,6 +35,8 @@ MAY_INCLUDE = {
     "src/graph/": ("graph/", "polyhead/"),
     "src/capi/": ("capi/", "core/", "polyhead/"),
     # `verify` needs the yardstick of error, `bench` the machine's peak.
+    # An example shows what anybody can write; the file formats are the command's.
+    "examples/": ("polyhead/", "tools/", "CLI/", "fmt/"),
     "tools/": ("tools/", "core/", "attention/sequences.h", "attention/reference.h", "cpu/kernels.h", "polyhead/", "CLI/",
                "fmt/", "nlohmann/"),
     "python/src/": ("polyhead/", "nanobind/", "numpy/"),

@@ -35,6 +35,7 @@ class Rules(unittest.TestCase):
                            ("src/attention/reference.cc", '#include "attention/plan.h"'),
                            ("src/cpu/b.cc", '# include "attention/plan.h"'),
                            ("src/capi/b.cc", '#include "attention/kernel.h"'),
+                           ("examples/b/b.cc", '#include "layer/state.h"'),
                            ("include/polyhead/b.h", '#include "core/threads.h"')]:
             self.write(path, line + "\n")
             self.assertEqual(len(self.broken(rules.include_direction)), 1, line)
