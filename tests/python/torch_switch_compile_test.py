@@ -2,6 +2,8 @@
 
 import contextlib
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -175,6 +177,23 @@ def test_multi_head_attention(need_weights):
         got = results(torch.compile(call, backend="aot_eager", fullgraph=True), [x])
     assert_taken(records, backward=True)
     assert_same(got, expected)
+
+
+ENABLED_BEFORE = """
+import torch, polyhead.torch
+polyhead.torch.enable()  # before Dynamo looks for torch's functions by their names
+module, x = torch.nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(2, 5, 16)
+call = torch.compile(lambda x: module(x, x, x)[1], backend="aot_eager", fullgraph=True)
+call(x).square().sum().backward()
+module.eval()
+with torch.no_grad():
+    call(x)
+assert {record.kernel for record in polyhead.torch.report()} == {polyhead.kernels()[0]}, polyhead.torch.report()
+"""
+
+
+def test_returned_weights_where_the_switch_was_on_before_anything_was_compiled():
+    subprocess.run([sys.executable, "-c", ENABLED_BEFORE], check=True)
 
 
 def test_the_encoder_layer():

@@ -4,10 +4,15 @@ import functools
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from polyhead.torch import _report
 from polyhead.torch._aten import EXPORTED, FLOAT64, why_not
 from polyhead.torch._attention import attention
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)  # the last two while torch.compile traces
 
 
 def native_multi_head_attention(theirs):
@@ -128,7 +133,7 @@ def multi_head_attention_forward(theirs):
 
 def _why_not_weights(query, key, value, embed_dim, num_heads, attn_mask, key_padding_mask):
     """Why multi_head_attention_forward is torch's; so are the calls for which it will raise an error of its own."""
-    if query.is_nested or any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in (query, key, value)):
+    if query.is_nested or any(type(x) not in _PLAIN for x in (query, key, value)):
         return "a nested tensor or a subclass of Tensor"
     if query.device.type != "cpu":
         return f"device {query.device.type}"

@@ -114,8 +114,8 @@ def _restore():
 def enable() -> None:
     """torch's attention runs on polyhead from here on, in the whole process, as its FLASH_ATTENTION backend on the CPU.
 
-    The same as ``torch.nn.attention.activate_flash_attention_impl("polyhead")``, which is there since torch 2.11. Enabled
-    twice is enabled once.
+    The same as ``torch.nn.attention.activate_flash_attention_impl("polyhead")``, which needs torch 2.11. Enabled twice is
+    enabled once. Not to be turned on or off while other threads call torch's attention: its dispatcher may raise there.
 
     Taken are, in training and eval, eager and compiled: `torch.nn.functional.scaled_dot_product_attention` whole
     (dropout, masks and their gradients, any shapes), `torch.nn.MultiheadAttention` and torch.nn's Transformer modules
