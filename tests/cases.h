@@ -261,6 +261,12 @@ class CaseList {
       add_in_each_dtype(name, sizes(b, h, h, q, k, dim), [](auto&) {});
       add_in_each_dtype(name + "_causal", sizes(b, h, h, q, k, dim),
                         [](auto& d) { d.causal = true, d.align = Align::kBottomRight; });
+      add_in_each_dtype(name + "_weights", sizes(b, h, h, q, k, dim), [](auto& d) {
+        d.causal = true, d.align = Align::kBottomRight, d.return_weights = ReturnWeights::kPerHead;
+      });
+      add_in_each_dtype(name + "_mean", sizes(b, h, h, q, k, dim), [](auto& d) {
+        d.causal = true, d.align = Align::kBottomRight, d.return_weights = ReturnWeights::kMean;
+      });
     }
   }
 
@@ -286,6 +292,7 @@ class CaseList {
   void empty() {
     add("no_batch", sizes(0, 2, 1, 5, 6, 8));
     add("no_heads", sizes(2, 0, 0, 5, 6, 8));
+    add("no_heads_mean", sizes(2, 0, 0, 5, 6, 8), [](auto& d) { d.return_weights = ReturnWeights::kMean; });
     add("no_queries", sizes(2, 2, 1, 0, 6, 8));
     add("no_queries_column_sums", sizes(2, 2, 1, 0, 6, 8), [](auto& d) { d.return_column_sums = true; });
     add_in_each_dtype("no_keys", sizes(2, 4, 2, 70, 0, 24), [](auto&) {});

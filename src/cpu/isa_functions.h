@@ -81,7 +81,9 @@ struct IsaFunctions {
 
   // Heads [first, end), counted b * num_heads + h, that all see what `sequence` tells.
   size_t (*tiny_scratch_bytes)();
-  void (*tiny_heads)(const Problem& problem, const Sequence& sequence, int64_t first, int64_t end, void* scratch);
+  // mean: [first, end) are all heads of a batch element, whose mean is written to problem.weights.
+  void (*tiny_heads)(const Problem& problem, const Sequence& sequence, int64_t first, int64_t end, bool mean,
+                     void* scratch);
 
   // backward_head adds a head's share to the sums of keys and writes dQ or its partial sums, `tiles` tiles at a time;
   // backward_keys writes dK and dV from the sums; backward_queries adds one tile's partial sums of the task's chunks, which
@@ -122,7 +124,7 @@ size_t decode_partial_bytes(int64_t head_dim_v, int rows);
 void decode_chunk(const Problem& problem, const DecodeTask& task, int64_t chunk, float* partial, void* scratch);
 void decode_merge(const Problem& problem, const DecodeTask& task, float* partials, int64_t num_partials);
 size_t tiny_scratch_bytes();
-void tiny_heads(const Problem& problem, const Sequence& sequence, int64_t first, int64_t end, void* scratch);
+void tiny_heads(const Problem& problem, const Sequence& sequence, int64_t first, int64_t end, bool mean, void* scratch);
 size_t backward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive, bool softcap);
 size_t backward_sum_floats(int64_t num_keys, int64_t dim);
 void backward_head(const BackwardProblem& problem, const BackwardTask& task, int tiles, void* scratch);

@@ -16,8 +16,10 @@ namespace polyhead {
 namespace cpu {
 namespace {
 
+// Whether what is returned beside O and L comes from the general path.
 bool returns_more(const AttentionDesc& desc) {
-  return desc.return_weights != ReturnWeights::kNone || desc.return_column_sums;
+  const bool tiny = tiny_takes(desc) && desc.num_heads > 0;  // a mean over no heads is not its business
+  return desc.return_column_sums || (desc.return_weights != ReturnWeights::kNone && !tiny);
 }
 
 template <const IsaFunctions& functions>
@@ -30,7 +32,7 @@ size_t workspace_bytes(const AttentionDesc& desc, int num_threads) {
 
 template <const IsaFunctions& functions>
 void forward(const AttentionDesc& desc, const ForwardArgs& args, Executor& executor) {
-  // Weights come from the general path. Where O and L do not, they are written over: what else is returned changes no bit.
+  // Where O and L come from another path, they are written over: what else is returned changes no bit.
   if (returns_more(desc)) weights_forward(functions, desc, args, executor);
   if (tiny_takes(desc)) return tiny_forward(functions, desc, args, executor);
   if (decode_takes(desc)) return decode_forward(functions, desc, args, executor);

@@ -1,4 +1,5 @@
-// Many small heads (at most 16 queries, keys and dims): one head a lane, kLanes of them at once, from scores to O.
+// Many small heads (at most 16 queries, keys and dims): one head a lane, kLanes of them at once, from scores to O, and
+// to returned weights.
 //   Q [Sq][D]   K [Sk][D]   V [Sk][Dv]   S, P [Sk] of one query   O [Dv] of one query: every element a vector over heads
 #include "cpu/head_lanes.h"
 #include "cpu/softmax.h"
@@ -10,6 +11,7 @@ namespace {
 struct Heads {
   HeadRows query, key, value, out;
   HeadRows logsumexp;  // [1][Sq]
+  HeadRows weights;    // [Sq][Sk]
   int count;
 };
 
@@ -19,6 +21,12 @@ void set_heads(Heads& heads, const Problem& problem, int64_t first, int64_t end)
   set_rows(heads.key, problem.key, problem.num_heads, problem.group, first, heads.count);
   set_rows(heads.value, problem.value, problem.num_heads, problem.group, first, heads.count);
   set_rows(heads.out, problem.out, problem.num_heads, 1, first, heads.count);
+  if (problem.weights != nullptr) {
+    const Operand weights = {problem.weights,          problem.dtype,
+                             problem.weights_stride_b, problem.weights_stride_q,
+                             problem.weights_stride_h, problem.weights_stride_k};
+    set_rows(heads.weights, weights, problem.num_heads, 1, first, heads.count);
+  }
   if (problem.logsumexp.data == nullptr) return;
   set_rows(heads.logsumexp, row_of(problem.logsumexp), problem.num_heads, 1, first, heads.count);
 }
@@ -32,6 +40,8 @@ struct Scratch {
   F scores[kTinySize][kTinySize];                              // S, then P
   RowSums row[kTinySize];
   int begin[kTinySize], end[kTinySize];  // keys that each query sees
+  F mean[kTinySize][kTinySize];          // sums of the weights [Sq][Sk] over the heads of a lane
+  float means[kTinySize * kTile];        // over all of them: [Sk][kTile]
 };
 
 // Scores of one query -> weights, not yet divided by their sum. No key in [begin, end) is hidden, so that exp(S - m) is
@@ -118,13 +128,57 @@ void weigh_heads(const Problem& problem, const Heads& heads, int num_queries, co
   }
 }
 
+// P / l of query i and key j.
+inline F weight(const Scratch& scratch, int i, int j) {
+  if (j < scratch.begin[i] || j >= scratch.end[i]) return broadcast(0.0f);
+  const F divisor = scratch.row[i].sum;
+  return divide(scratch.scores[i][j], divisor, broadcast(1.0f) / divisor);
+}
+
+void store_weights_of_heads(const Problem& problem, const Heads& heads, int num_queries, const Scratch& scratch) {
+  const int num_keys = static_cast<int>(problem.seqlen_k);
+  for (int i = 0; i < num_queries; ++i) {
+    for (int first = 0; first < num_keys; first += 4) {
+      F quad[4] = {broadcast(0.0f), broadcast(0.0f), broadcast(0.0f), broadcast(0.0f)};
+      const int n = num_keys - first < 4 ? num_keys - first : 4;
+      for (int k = 0; k < n; ++k) quad[k] = weight(scratch, i, first + k);
+      const int64_t at = i * heads.weights.row_bytes + first * heads.weights.column_bytes;
+      store_columns_of_heads(heads.weights, at, n, heads.count, quad);
+    }
+  }
+}
+
+void add_to_mean(const Heads& heads, int num_queries, int num_keys, bool first, Scratch& scratch) {
+  const M there = mask_from_bits((1u << heads.count) - 1);  // the lanes behind repeat a head
+  for (int i = 0; i < num_queries; ++i) {
+    for (int j = 0; j < num_keys; ++j) {
+      const F p = select(there, weight(scratch, i, j), broadcast(0.0f));
+      scratch.mean[i][j] = first ? p : scratch.mean[i][j] + p;
+    }
+  }
+}
+
+void store_mean_of_heads(const Problem& problem, int64_t b, int num_queries, Scratch& scratch) {
+  for (int64_t j = 0; j < problem.seqlen_k; ++j) {
+    for (int first = 0; first < num_queries; first += kLanes) {
+      F queries[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        queries[i] = first + i < num_queries ? scratch.mean[first + i][j] : broadcast(0.0f);
+      }
+      store(scratch.means + j * kTile + first, sums(queries));
+    }
+  }
+  store_mean(problem, b, 0, num_queries, scratch.means);
+}
+
 }  // namespace
 
 size_t tiny_scratch_bytes() { return sizeof(Scratch); }
 
-void tiny_heads(const Problem& problem, const Sequence& sequence, int64_t first, int64_t end, void* memory) {
+void tiny_heads(const Problem& problem, const Sequence& sequence, int64_t first, int64_t end, bool mean, void* memory) {
   Scratch& scratch = *static_cast<Scratch*>(memory);
-  const int num_queries = static_cast<int>(sequence.len_q);
+  const int num_queries = static_cast<int>(sequence.len_q), num_keys = static_cast<int>(sequence.len_k);
+  const int64_t begin = first;
   for (int i = 0; i < num_queries; ++i) {
     const KeyRange range = key_range(problem.band, sequence, i);
     scratch.end[i] = static_cast<int>(range.end);
@@ -141,7 +195,13 @@ void tiny_heads(const Problem& problem, const Sequence& sequence, int64_t first,
     softmax_heads(problem, num_queries, scratch);
     if (problem.logsumexp.data != nullptr) store_logsumexp(problem, heads, num_queries, scratch);
     weigh_heads(problem, heads, num_queries, scratch);
+    if (mean) {
+      add_to_mean(heads, num_queries, num_keys, first == begin, scratch);
+    } else if (problem.weights != nullptr) {
+      store_weights_of_heads(problem, heads, num_queries, scratch);
+    }
   }
+  if (mean) store_mean_of_heads(problem, begin / problem.num_heads, num_queries, scratch);
 }
 
 }  // namespace polyhead::cpu::POLYHEAD_ISA

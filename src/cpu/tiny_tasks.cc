@@ -31,10 +31,12 @@ void tiny_forward(const IsaFunctions& functions, const AttentionDesc& desc, cons
   if (num_heads == 0) return;
   const Problem p = problem(desc, args);
   const Sequence s = sequence(desc, args, 0);
-  run_tasks(executor, (num_heads + kTaskHeads - 1) / kTaskHeads, [&](int64_t index, int lane) {
-    const int64_t first = index * kTaskHeads;
+  const bool mean = desc.return_weights == ReturnWeights::kMean;
+  const int64_t task_heads = mean ? desc.num_heads : kTaskHeads;
+  run_tasks(executor, (num_heads + task_heads - 1) / task_heads, [&](int64_t index, int lane) {
+    const int64_t first = index * task_heads;
     functions.tiny_heads(
-        p, s, first, std::min(first + kTaskHeads, num_heads),
+        p, s, first, std::min(first + task_heads, num_heads), mean,
         static_cast<char*>(args.workspace) + functions.tiny_scratch_bytes() * static_cast<size_t>(lane));
   });
 }

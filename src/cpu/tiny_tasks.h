@@ -9,6 +9,7 @@ namespace polyhead::cpu {
 // Whether this path computes `desc`: told by its shape and options alone, so that the batch changes no bit.
 bool tiny_takes(const AttentionDesc& desc);
 
+// O, L and weights; no column sums.
 size_t tiny_workspace_bytes(const IsaFunctions& functions, int num_threads);
 void tiny_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args,
                   Executor& executor);
