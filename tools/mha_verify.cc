@@ -230,6 +230,7 @@ Result<int> verify_random_mha(uint64_t seed, int64_t count, const MhaVerificatio
       return Status(s.code(), fmt::format("random layer '{}': {}", mha_line(problem), s.message()));
     }
   }
+  progress.hide();
   if (done < count) fmt::print(stderr, "stopped after {} failures\n", verification.num_failed());
   return verification.finish(done, fmt::format("{}..{}", seed, seed + static_cast<uint64_t>(done) - 1));
 }

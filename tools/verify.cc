@@ -160,6 +160,7 @@ Result<int> verify_random(const VerifyOptions& options, Verification verificatio
       return Status(s.code(), fmt::format("random problem '{}': {}", problem_line(problem), s.message()));
     }
   }
+  progress.hide();
   if (done < options.num_random) fmt::print(stderr, "stopped after {} failures\n", verification.num_failed());
   const uint64_t last = options.seed + static_cast<uint64_t>(done) - 1;
   return verification.finish(done, fmt::format("{}..{}", options.seed, last), format);
@@ -191,6 +192,7 @@ Result<int> verify(const VerifyOptions& options, std::vector<std::string> words)
                  : Status(s.code(), fmt::format("problem '{}': {}", problem_line(problem), s.message()));
     }
   }
+  progress.hide();
   return verification.finish(static_cast<int64_t>(problems->size()), "", *format);
 }
 
