@@ -102,7 +102,7 @@ double mib(size_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 // `peak`: GFLOP/s of all threads.
 std::string comparison_text(const Comparison& comparison, const ModelDesc& desc, double peak) {
   std::string text = fmt::format("\nA training step, {} x {} bytes, forward and backward:\n", desc.batch, desc.context);
-  text += fmt::format("  {:28}{:>12}{:>10}{:>9}{:>14}{:>20}\n", "", "time", "GFLOP/s", "of peak", "memory",
+  text += fmt::format("  {:28}{:>12}{:>10}{:>9}{:>14}{:>20}\n", "", "time", "GFLOP/s", "of peak", "peak memory",
                       "of it attention's");
   const struct {
     const char* name;
@@ -130,7 +130,7 @@ std::string model_text(const ModelDesc& desc, const Text& text, int64_t num_para
 std::string result_text(const CourseResult& result) {
   constexpr double kBitsPerNat = 1.4426950408889634;
   return fmt::format(
-      "\n{:.1f} s of steps, {:.0f} tokens/s. Held-out text: {:.3f} nats a byte ({:.2f} bits); a table of byte pairs: "
+      "\n{:.1f} s of steps, {:.0f} tokens/s. Held-out text: {:.3f} nats a byte ({:.2f} bits), bigram counts: "
       "{:.3f}.\n",
       result.seconds, result.tokens_per_second, result.last_validation_loss, result.last_validation_loss * kBitsPerNat,
       result.bigram_loss);

@@ -42,7 +42,7 @@ def draw(path: pathlib.Path, picture: pathlib.Path) -> None:
     axis.plot(tokens, smooth(list(training.values())), color="#2f4858", linewidth=1.4, label="batches, averaged")
     axis.plot([count / 1e6 for count in validation], list(validation.values()), "o-", color="#1f9e89", markersize=4,
               label="held-out text")  # fmt: skip
-    axis.axhline(bigram, color="#b5534c", linestyle="--", linewidth=1, label="table of pairs, held-out text")
+    axis.axhline(bigram, color="#b5534c", linestyle="--", linewidth=1, label="bigram counts, held-out text")
     axis.set_xlabel("million tokens (bytes) trained on")
     axis.set_ylabel("loss, nats a byte")
     axis.set_ylim(bottom=0)
