@@ -15,8 +15,8 @@ def _blocks():
 
 def test_examples_run_and_are_right(capsys):
     blocks = _blocks()
-    assert len(blocks) == 3
-    first, training, _ = (compile(block, str(README), "exec") for block in blocks)
+    assert len(blocks) == 4
+    first, training, *_ = (compile(block, str(README), "exec") for block in blocks)
     names = {}
     exec(first, names)
 
@@ -30,6 +30,14 @@ def test_examples_run_and_are_right(capsys):
     exec(training, names)
     assert names["grads"]["key"].shape == names["key"].shape == (1, 384, 4, 64)
     assert (np.diff(names["losses"]) < 0).all() and names["losses"][-1] < 0.9 * names["losses"][0]
+
+
+def test_the_example_of_torchs_layers_runs():
+    pytest.importorskip("torch", reason="needs torch")
+    names = {}
+    exec(compile(_blocks()[3], str(README), "exec"), names)
+    assert names["out"].shape == (2, 50, 64) and names["weights"].shape == (2, 50, 50)
+    assert all(parameter.grad is not None for parameter in names["attention"].parameters())
 
 
 def test_the_example_of_torch_runs_on_polyhead(capsys):
