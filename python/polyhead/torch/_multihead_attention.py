@@ -20,8 +20,9 @@ class MultiheadAttention(nn.Module):
     are; nothing of size L * S is kept, be the weights returned or not. E embed_dim, H num_heads, G num_heads_kv, D
     head_dim, L and S sequence lengths, N batch.
 
-    What differs from nn's: a query that sees no key gets weights 0, so out_proj's bias, where nn gives NaN. Returned
-    weights have gradients in O(L S) memory. Nested tensors are refused.
+    What differs from nn's: a query that sees no key gets weights 0, so out_proj's bias, where nn gives NaN. Nested
+    tensors are refused. Gradients through returned weights take O(L S) memory, and torch.compile asks for these
+    wherever weights are a result of the graph: there, pass need_weights=False.
 
     Parameters
     ----------
