@@ -129,11 +129,12 @@ std::string model_text(const ModelDesc& desc, const Text& text, int64_t num_para
 
 std::string result_text(const CourseResult& result) {
   constexpr double kBitsPerNat = 1.4426950408889634;
-  return fmt::format(
-      "\n{:.1f} s of steps, {:.0f} tokens/s. Held-out text: {:.3f} nats a byte ({:.2f} bits), bigram counts: "
-      "{:.3f}.\n",
-      result.seconds, result.tokens_per_second, result.last_validation_loss, result.last_validation_loss * kBitsPerNat,
-      result.bigram_loss);
+  std::string text = "\n";
+  if (result.seconds > 0) {
+    text += fmt::format("{:.1f} s of steps, {:.0f} tokens/s. ", result.seconds, result.tokens_per_second);
+  }
+  return text + fmt::format("Held-out text: {:.3f} nats a byte ({:.2f} bits), bigram counts: {:.3f}.\n",
+                            result.last_validation_loss, result.last_validation_loss * kBitsPerNat, result.bigram_loss);
 }
 
 // Bytes as a terminal may show them.
