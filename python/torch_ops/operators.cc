@@ -93,8 +93,8 @@ void attention_forward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_
   StableTensor logsumexp, weights, column_sums;
   stack[0] = result(run_forward(operands, logsumexp, weights, column_sums));
   stack[1] = result(std::move(logsumexp));
-  stack[2] = result(std::move(weights));
-  stack[3] = result(std::move(column_sums));
+  stack[2] = optional_result(std::move(weights));
+  stack[3] = optional_result(std::move(column_sums));
 }
 
 void forward_below_autograd(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {

@@ -52,6 +52,7 @@ AOTITorchError aoti_torch_library_impl(TorchLibraryHandle library, const char* n
                                                 void (*body)(int64_t begin, int64_t end, void* context),
                                                 void* context);                                 // 2.10
 [[gnu::weak]] AOTITorchError torch_get_num_threads(uint32_t* num_threads);                      // 2.10
+[[gnu::weak]] AOTITorchError torch_new_stable_ivalue(StableIValue** value);                     // 2.13; before: new
 [[gnu::weak]] AOTITorchError torch_delete_stable_ivalue(StableIValue* value);                   // 2.13; before: delete
 [[gnu::weak]] AOTITorchError torch_new_list_reserve_size(size_t size, StableListHandle* list);  // 2.10
 [[gnu::weak]] AOTITorchError torch_list_size(StableListHandle list, size_t* size);              // 2.10

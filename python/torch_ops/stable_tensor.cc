@@ -186,6 +186,18 @@ StableIValue result(StableTensor&& tensor) {
   return reinterpret_cast<StableIValue>(handle);
 }
 
+StableIValue optional_result(StableTensor&& tensor) {
+  if (!tensor.given()) return 0;
+  StableIValue* value = nullptr;
+  if (torch_new_stable_ivalue == nullptr) {
+    value = new StableIValue;
+  } else if (torch_new_stable_ivalue(&value) != 0) {
+    out_of_memory("no memory for a result");
+  }
+  *value = reinterpret_cast<StableIValue>(tensor.release());
+  return reinterpret_cast<StableIValue>(value);
+}
+
 StableIValue list_result(std::vector<StableTensor>&& tensors) {
   StableListHandle list = nullptr;
   if (torch_new_list_reserve_size(tensors.size(), &list) != 0) out_of_memory("no memory for a list of results");

@@ -74,6 +74,9 @@ StableIValue list_result(std::vector<StableTensor>&& tensors);
 // None in Python for a tensor that is not given.
 StableIValue result(StableTensor&& tensor);
 
+// The same where the schema says `Tensor?`.
+StableIValue optional_result(StableTensor&& tensor);
+
 // Reads an operator's arguments in order. Takes all ownership that the stack holds, so that nothing leaks whatever is
 // thrown later: construct all arguments before looking at any.
 class ArgumentReader {

@@ -190,6 +190,22 @@ def test_export(strict):
     same_bits(exported.module()(longer, key), layer(longer, key))
 
 
+def test_a_packaged_program(tmp_path):
+    """AOTInductor's, with results that nobody asked for."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, query, key):
+            out, weights = polyhead.torch.attention(query, key, key, return_weights=True)
+            return polyhead.torch.attention(out, key, key, causal=True, align="top_left"), weights
+
+    query, key = tensors((2, 5, 4, 8), (2, 7, 4, 8))
+    with torch.no_grad():
+        program = torch.export.export(Layer(), (query, key))
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+        for one, other in zip(torch._inductor.aoti_load_package(path)(query, key), Layer()(query, key), strict=True):
+            same_bits(one, other)
+
+
 def mapped_options(options):
     """The options that have one element of each of the mapped calls' own."""
     return {name: torch.stack([x, x]) for name, x in options.items() if name in ("attn_bias", "alibi_slopes")}

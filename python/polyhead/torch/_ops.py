@@ -10,11 +10,12 @@ from polyhead.torch._options import SCHEMA
 
 _GRADS = "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_bias, Tensor grad_alibi_slopes)"
 
-# Results that were not asked for are undefined tensors, None in Python. The schemas keep to the types that torch's
-# stable C interface has since 2.9, but for merge's lists (2.10).
+# Results that were not asked for are None; of gradients, undefined tensors, which are None in Python. AOTInductor knows
+# None for `Tensor?` alone. The schemas keep to the types that torch's stable C interface has since 2.9, but for merge's
+# lists (2.10).
 SCHEMAS = {
     "attention_forward": f"(Tensor query, Tensor key, Tensor value, {SCHEMA}, int return_weights=0, "
-    "bool return_column_sums=False) -> (Tensor out, Tensor logsumexp, Tensor weights, Tensor column_sums)",
+    "bool return_column_sums=False) -> (Tensor out, Tensor logsumexp, Tensor? weights, Tensor? column_sums)",
     "attention_backward": "(Tensor grad_out, Tensor? grad_logsumexp, Tensor query, Tensor key, Tensor value, "
     f"Tensor out, Tensor logsumexp, int needs, {SCHEMA}) -> {_GRADS}",
     # Of the commonest options alone: each argument costs a call 50 ns.
