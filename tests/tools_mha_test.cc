@@ -59,8 +59,8 @@ MhaResults yardstick_results(const MhaProblem& problem, const MhaTruth& truth) {
   return std::move(*results);
 }
 
-std::vector<Verdict> judge(const MhaTruth& truth, const MhaResults& got) {
-  MhaJudge judge;
+std::vector<Verdict> judge(const MhaProblem& problem, const MhaTruth& truth, const MhaResults& got) {
+  MhaJudge judge(problem);
   judge.add(truth.results, got);
   return judge.verdicts();
 }
@@ -164,7 +164,7 @@ TEST(ToolsMha, TheYardstickPassesItsOwnBound) {
                            " --dropout 0.2 --output-dropout 0.3", " --windows --causal"}) {
     const MhaProblem problem = problem_of(std::string(kLine) + more);
     const MhaTruth truth = truth_of(problem);
-    const std::vector<Verdict> verdicts = judge(truth, yardstick_results(problem, truth));
+    const std::vector<Verdict> verdicts = judge(problem, truth, yardstick_results(problem, truth));
     EXPECT_EQ(verdicts.size(), kNumLayerResults) << more;
     for (const Verdict& verdict : verdicts) {
       EXPECT_TRUE(verdict.passed) << more << " " << verdict.fault;
@@ -178,12 +178,12 @@ TEST(ToolsMha, OneWrongElementFails) {
   const MhaTruth truth = truth_of(problem);
   const MhaResults got = yardstick_results(problem, truth);
   for (size_t n = 0; n < kNumLayerResults; ++n) {
-    const double allowed = judge(truth, got)[n].allowed;
+    const double allowed = judge(problem, truth, got)[n].allowed;
     auto* element = static_cast<float*>(got.of[n].data);
     const float right = *element;
     for (const float wrong : {right + 20 * static_cast<float>(allowed), NAN, INFINITY}) {
       *element = wrong;
-      const std::vector<Verdict> verdicts = judge(truth, got);
+      const std::vector<Verdict> verdicts = judge(problem, truth, got);
       for (size_t m = 0; m < kNumLayerResults; ++m) {
         EXPECT_EQ(verdicts[m].passed, m != n) << kLayerResultNames[m] << " " << wrong << " " << verdicts[m].fault;
       }
@@ -196,7 +196,8 @@ TEST(ToolsMha, ResultsThatWereNotWrittenFail) {
   const MhaProblem problem = problem_of(kLine);
   const auto untouched = new_results(problem, reference_layer(problem));
   ASSERT_TRUE(untouched.ok());
-  for (const Verdict& verdict : judge(truth_of(problem), *untouched)) EXPECT_FALSE(verdict.passed) << verdict.output;
+  for (const Verdict& verdict : judge(problem, truth_of(problem), *untouched))
+    EXPECT_FALSE(verdict.passed) << verdict.output;
 }
 
 // The loops against what the reference kernel computes by the library's own way, in float64: two that know nothing of

@@ -57,6 +57,6 @@ inline std::array<Bound, 5> gradient_bounds(const AttentionDesc& desc, bool shif
 
 // Of a layer's results, where the roundings of q, k, v and O on the way add to those of attention. Elements of a row,
 // and rows of a head, share most of them.
-inline Bound layer_bound(bool gradient) { return {gradient ? 3.0 : 2.0, 2, 64, true}; }
+inline Bound layer_bound(bool gradient, double dependent = 64) { return {gradient ? 3.0 : 2.0, 2, dependent, true}; }
 
 }  // namespace polyhead::tools

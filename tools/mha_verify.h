@@ -25,6 +25,7 @@ Result<MhaTruth> mha_truth(const MhaProblem& problem, const Layer& layer);
 // What calls wrote, in one draw of operands or several.
 class MhaJudge {
  public:
+  explicit MhaJudge(const MhaProblem& problem);
   void add(const LayerTruth& truth, const MhaResults& got);
 
   std::vector<Verdict> verdicts() const;
@@ -36,6 +37,7 @@ class MhaJudge {
     Errors errors;
     int64_t num_elements = 0;
   };
+  bool one_rounding_;  // all weights P are alike, and so is what rounding them to bfloat16 does to gradients
   std::vector<Judged> judged_;
 };
 
