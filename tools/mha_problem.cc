@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <string_view>
 
@@ -319,18 +320,23 @@ MhaProblem random_mha(uint64_t seed) {
   layer.num_heads_kv = desc.num_heads_kv;
   layer.beam = chance(0.3) ? 1 + random.below(3) : 1;
   layer.beam_kv = chance(0.5) ? layer.beam : 1;
-  // So that the naive loops over pairs of a query and a key end soon.
+  // So that the naive loops over projections, and those over pairs of a query and a key, end soon. Mostly small ones.
   constexpr double kMaxProducts = 1e6;
+  const int64_t rows = layer.batch * layer.beam * (layer.seqlen_q + layer.seqlen_k) * layer.num_heads;
+  const double large =
+      std::clamp(std::sqrt(kMaxProducts / static_cast<double>(std::max<int64_t>(rows, 1))), 32.0, 600.0);
+  const double largest = chance(0.2) ? large : 32;
+  const auto vector = static_cast<int64_t>(largest);
   const double pairs = static_cast<double>(desc.batch * desc.num_heads * layer.beam * desc.seqlen_q * desc.seqlen_k);
-  const auto most = static_cast<int64_t>(std::clamp(kMaxProducts / std::max(pairs, 1.0), 1.0, 32.0));
+  const auto most = static_cast<int64_t>(std::clamp(kMaxProducts / std::max(pairs, 1.0), 1.0, largest));
   const int64_t head_dim = size(most), head_dim_v = chance(0.5) ? head_dim : size(most);
   layer.query_proj_size = chance(0.8) ? head_dim : 0;
   layer.key_proj_size = chance(0.8) ? head_dim : 0;
   layer.value_proj_size = chance(0.8) ? head_dim_v : 0;
-  layer.out_proj_size = chance(0.8) ? size(32) : 0;
-  layer.query_size = layer.query_proj_size > 0 ? size(32) : head_dim;
-  layer.key_size = layer.key_proj_size == 0 ? head_dim : chance(0.5) ? layer.query_size : size(32);
-  layer.value_size = layer.value_proj_size == 0 ? head_dim_v : chance(0.5) ? layer.key_size : size(32);
+  layer.out_proj_size = chance(0.8) ? size(vector) : 0;
+  layer.query_size = layer.query_proj_size > 0 ? size(vector) : head_dim;
+  layer.key_size = layer.key_proj_size == 0 ? head_dim : chance(0.5) ? layer.query_size : size(vector);
+  layer.value_size = layer.value_proj_size == 0 ? head_dim_v : chance(0.5) ? layer.key_size : size(vector);
   layer.query_bias = layer.query_proj_size > 0 && chance(0.5);
   layer.key_bias = layer.key_proj_size > 0 && chance(0.5);
   layer.value_bias = layer.value_proj_size > 0 && chance(0.5);

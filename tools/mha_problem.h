@@ -40,7 +40,8 @@ Result<MhaProblem> parse_mha(std::span<const std::string> words, bool small = fa
 // The line that parses back to `problem`.
 std::string mha_line(const MhaProblem& problem);
 
-// Any legal layer: the attention of random_problem(), with small heads, and everything a layer can have around it.
+// Any legal layer: the attention of random_problem(), with heads and vectors that are small mostly, and everything a
+// layer can have around it.
 MhaProblem random_mha(uint64_t seed);
 
 }  // namespace polyhead::tools
