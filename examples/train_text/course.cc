@@ -93,7 +93,8 @@ int64_t steps_in_time(const CourseDesc& course, const Text& text, const ModelDes
   const auto evaluations = static_cast<double>((kNumEvaluations + 1) * kNumValidationBatches) * step_seconds / 3;
   const double steps = (course.seconds - evaluations) / (1.1 * step_seconds);
   const int64_t most = std::max(kMostEpochs * static_cast<int64_t>(text.train.size()) / desc.num_rows(), kLeastSteps);
-  return static_cast<int64_t>(std::clamp(steps, static_cast<double>(kLeastSteps), static_cast<double>(most)));
+  const auto fit = static_cast<int64_t>(std::clamp(steps, static_cast<double>(kLeastSteps), static_cast<double>(most)));
+  return fit / kNumEvaluations * kNumEvaluations;  // the last evaluation falls on the last step
 }
 
 Result<CourseResult> train(Trainer& trainer, const Text& text, const CourseDesc& course, Transcript& transcript) {
