@@ -62,6 +62,19 @@ std::vector<LinearProblem> linear_cases() {
     p.split_k = true;
     p.epilogue.accumulate = true;
     list.push_back(p);
+    for (int64_t k : {40, 1100}) {
+      for (int64_t m : {2, 25}) {
+        p = product("bias", m, 70, k, dtype);
+        p.epilogue.bias = true;
+        list.push_back(p);
+        p.name = "bias_accumulate";
+        p.epilogue.accumulate = true;
+        list.push_back(p);
+        p.name = "accumulate";
+        p.epilogue.bias = false;
+        list.push_back(p);
+      }
+    }
     p = product("wide_sum", 9, 40, 100, dtype);
     p.out_dtype = DType::kFloat32;
     list.push_back(p);
@@ -73,7 +86,10 @@ std::vector<LinearProblem> linear_cases() {
   }
   list.push_back(product("no_rows", 0, 5, 7));
   list.push_back(product("no_columns", 5, 0, 7));
-  LinearProblem p = product("drop_all", 5, 300, 7);
+  LinearProblem p = product("tall_weight_gradient", 1030, 8, 2100);  // and its transpose: sums in one order
+  p.split_k = true;
+  list.push_back(p);
+  p = product("drop_all", 5, 300, 7);
   p.epilogue.dropout_p = 1;
   list.push_back(p);
   return list;

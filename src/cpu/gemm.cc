@@ -10,12 +10,17 @@ int64_t whole_panels(int64_t columns) { return (columns + kColumns - 1) / kColum
 int64_t whole_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
 
 // Where the sums of a task stand until its last chunk: panel after panel, [rows][kColumns], in scratch or in the
-// partial sums of a slice. With one chunk and nothing more to do, whole panels go to C at once.
+// partial sums of a slice. With one chunk and nothing more to do than to add `onto` (C itself or a bias), whole panels
+// go to C at once.
 struct Sums {
   float* data = nullptr;
   int64_t panel_stride = 0;
   float* out = nullptr;  // in C; null: all in `data`
   ptrdiff_t out_stride = 0;
+  Onto onto = {};
+
+  // Of the columns from `column`, a panel's first, on.
+  Onto onto_panel(int64_t column) const { return {onto.data == nullptr ? nullptr : onto.data + column, onto.stride}; }
 };
 
 struct Scratch {
@@ -36,28 +41,34 @@ Scratch scratch_of(void* memory, int64_t rows, bool packs) {
   return {a, panels, panels + (packs ? kGroupPanels * kPanelWords : 0)};
 }
 
+bool plain_columns(const Matrix& x) {
+  return x.dtype == DType::kFloat32 && one_dim(x.rows) && one_dim(x.columns) && x.columns.strides[2] == 1;
+}
+
 template <class Mac>
-Sums sums_of(const GemmWork& work, const GemmTask& task, float* scratch) {
+Sums sums_of(const GemmWork& work, const GemmTask& task, bool streaming, float* scratch) {
   if (task.partial != nullptr) {
     return {task.partial + task.first_column / kColumns * task.panel_stride + task.first_row * kColumns,
             task.panel_stride};
   }
   Sums sums{scratch, task.num_rows * kColumns};
-  const Matrix& c = work.c;
+  const EpilogueWork& epilogue = work.epilogue;
+  const bool biased = epilogue.bias.data != nullptr;
   const bool one_chunk = task.num_k <= kChunkWords * Mac::kElements;
-  const bool plain = c.dtype == DType::kFloat32 && one_dim(c.rows) && one_dim(c.columns) && c.columns.strides[2] == 1;
-  if (one_chunk && plain && !work.accumulate && !work.epilogue.changes) {
-    sums.out_stride = c.rows.strides[2];
-    sums.out = static_cast<float*>(c.data) + task.first_row * sums.out_stride + task.first_column;
-  }
+  if (!one_chunk || !plain_columns(work.c) || epilogue.changes_more_than_bias) return sums;
+  if (biased && (work.accumulate || !plain_columns(epilogue.bias))) return sums;
+  if (streaming && (biased || work.accumulate)) return sums;
+  sums.out_stride = work.c.rows.strides[2];
+  sums.out = static_cast<float*>(work.c.data) + task.first_row * sums.out_stride + task.first_column;
+  if (work.accumulate) sums.onto = {sums.out, sums.out_stride};
+  if (biased) sums.onto = {static_cast<const float*>(epilogue.bias.data) + task.first_column, 0};
   return sums;
 }
 
 // Adds the terms [k, k + num_k) to the sums, or sets them with the first chunk.
 template <class Mac>
-void add_chunk(const GemmWork& work, const GemmTask& task, const Scratch& scratch, const Sums& sums, int64_t k,
-               int64_t num_k) {
-  const bool streaming = task.packed == nullptr && streams<Mac>(task.num_rows, work.b);
+void add_chunk(const GemmWork& work, const GemmTask& task, bool streaming, const Scratch& scratch, const Sums& sums,
+               int64_t k, int64_t num_k) {
   const bool along = packs_along(work.a) || streaming, add = k > task.first_k;
   const int64_t words = words_of(num_k, Mac::kElements);
   if (num_k == 0) {
@@ -95,10 +106,11 @@ void add_chunk(const GemmWork& work, const GemmTask& task, const Scratch& scratc
     const bool to_c = sums.out != nullptr && columns == kColumns;
     float* out = to_c ? sums.out + first : sums.data + first / kColumns * sums.panel_stride;
     const ptrdiff_t stride = to_c ? sums.out_stride : kColumns;
+    const Onto onto = add ? Onto{out, stride} : to_c ? sums.onto_panel(first) : Onto{};
     if (along) {
-      multiply_panel<Mac, true>(out, stride, scratch.a, panel, next, words, task.num_rows, columns, add);
+      multiply_panel<Mac, true>(out, stride, scratch.a, panel, next, words, task.num_rows, columns, onto);
     } else {
-      multiply_panel<Mac, false>(out, stride, scratch.a, panel, next, words, task.num_rows, columns, add);
+      multiply_panel<Mac, false>(out, stride, scratch.a, panel, next, words, task.num_rows, columns, onto);
     }
   }
 }
@@ -130,11 +142,12 @@ void finish(const GemmWork& work, int64_t first_row, int64_t num_rows, int64_t f
 template <class Mac>
 void compute(const GemmWork& work, const GemmTask& task, void* memory) {
   const Scratch scratch = scratch_of(memory, task.num_rows, task.packed == nullptr);
-  const Sums sums = sums_of<Mac>(work, task, scratch.sums);
+  const bool streaming = task.packed == nullptr && streams<Mac>(task.num_rows, work.b);
+  const Sums sums = sums_of<Mac>(work, task, streaming, scratch.sums);
   int64_t k = task.first_k;
   const int64_t end_k = task.first_k + task.num_k, chunk = kChunkWords * Mac::kElements;
   do {  // without terms, once: sums of 0
-    add_chunk<Mac>(work, task, scratch, sums, k, end_k - k < chunk ? end_k - k : chunk);
+    add_chunk<Mac>(work, task, streaming, scratch, sums, k, end_k - k < chunk ? end_k - k : chunk);
     k += chunk;
   } while (k < end_k);
   if (task.partial != nullptr) return;

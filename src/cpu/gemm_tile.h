@@ -30,9 +30,17 @@ struct Ahead {
 };
 constexpr int kStepWords = 16, kLineFloats = 16;
 
-// out[r][...] = (add: out[r][...] +) sum over words of A[r][word] panel[word][...], for kRows rows and kVecs_ vectors.
+// What is added to the sums of rows `stride` apart: earlier sums, or, 0 apart, a bias. Null: nothing.
+struct Onto {
+  const float* data;
+  ptrdiff_t stride;
+
+  Onto from_row(ptrdiff_t row) const { return {data == nullptr ? nullptr : data + row * stride, stride}; }
+};
+
+// out[r][...] = onto[r][...] + sum over words of A[r][word] panel[word][...], for kRows rows and kVecs_ vectors.
 template <class Mac, bool kAlong, int kRows, int kVecs_>
-void multiply(float* out, ptrdiff_t out_stride, const float* a, const float* panel, int64_t words, bool add,
+void multiply(float* out, ptrdiff_t out_stride, const float* a, const float* panel, int64_t words, const Onto& onto,
               const Ahead& ahead) {
   constexpr ptrdiff_t kStride = kAlong ? kRowStride : kTileRows;
   F acc[kRows][kVecs_];
@@ -47,11 +55,11 @@ void multiply(float* out, ptrdiff_t out_stride, const float* a, const float* pan
   }
   contract<Mac, kAlong>(acc, panel + word * kColumns, kColumns, a + word * (kAlong ? 1 : kTileRows), kStride,
                         words - word);
-  if (add) {
+  if (onto.data != nullptr) {
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-      for (int v = 0; v < kVecs_; ++v) acc[r][v] = acc[r][v] + load(out + r * out_stride + v * kLanes);
+      for (int v = 0; v < kVecs_; ++v) acc[r][v] = acc[r][v] + load(onto.data + r * onto.stride + v * kLanes);
     }
   }
 #pragma GCC unroll 16
@@ -64,35 +72,36 @@ void multiply(float* out, ptrdiff_t out_stride, const float* a, const float* pan
 // The same for the `rows` rows of one tile.
 template <class Mac, bool kAlong, int kVecs_>
 void multiply_tile(float* out, ptrdiff_t out_stride, const float* a, const float* panel, int64_t words, int rows,
-                   bool add, const Ahead& ahead) {
-  if (rows == kTileRows) return multiply<Mac, kAlong, kTileRows, kVecs_>(out, out_stride, a, panel, words, add, ahead);
+                   Onto onto, const Ahead& ahead) {
+  if (rows == kTileRows) return multiply<Mac, kAlong, kTileRows, kVecs_>(out, out_stride, a, panel, words, onto, ahead);
   const auto step = [&](int done) {
     out += done * out_stride;
+    onto = onto.from_row(done);
     a += done * (kAlong ? kRowStride : 1);
     rows -= done;
   };
   if constexpr (kTileRows > 8) {
     if (rows >= 8) {
-      multiply<Mac, kAlong, 8, kVecs_>(out, out_stride, a, panel, words, add, ahead);
+      multiply<Mac, kAlong, 8, kVecs_>(out, out_stride, a, panel, words, onto, ahead);
       step(8);
     }
   }
   if (rows >= 4) {
-    multiply<Mac, kAlong, 4, kVecs_>(out, out_stride, a, panel, words, add, ahead);
+    multiply<Mac, kAlong, 4, kVecs_>(out, out_stride, a, panel, words, onto, ahead);
     step(4);
   }
   if (rows >= 2) {
-    multiply<Mac, kAlong, 2, kVecs_>(out, out_stride, a, panel, words, add, ahead);
+    multiply<Mac, kAlong, 2, kVecs_>(out, out_stride, a, panel, words, onto, ahead);
     step(2);
   }
-  if (rows == 1) multiply<Mac, kAlong, 1, kVecs_>(out, out_stride, a, panel, words, add, ahead);
+  if (rows == 1) multiply<Mac, kAlong, 1, kVecs_>(out, out_stride, a, panel, words, onto, ahead);
 }
 
 // One panel's `columns` columns for all rows of a task. `next_panel`, which comes after it, is asked for meanwhile: the
 // hardware does not follow the jump.
 template <class Mac, bool kAlong>
 void multiply_panel(float* out, ptrdiff_t out_stride, const float* a, const float* panel, const float* next_panel,
-                    int64_t words, int64_t rows, int64_t columns, bool add) {
+                    int64_t words, int64_t rows, int64_t columns, const Onto& onto) {
   constexpr int64_t kNextTile = kAlong ? kTileRows * kRowStride : kTileStride;
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   const int64_t lines =
@@ -101,11 +110,12 @@ void multiply_panel(float* out, ptrdiff_t out_stride, const float* a, const floa
   for (int64_t tile = 0; tile < tiles; ++tile, a += kNextTile, out += kTileRows * out_stride) {
     const int64_t left = rows - tile * kTileRows;
     const int count = left < kTileRows ? static_cast<int>(left) : kTileRows;
+    const Onto onto_tile = onto.from_row(tile * kTileRows);
     const Ahead ahead{next_panel + tile * tile_floats, tiles > 2 ? static_cast<int>(lines) : 0};
     if (columns <= kLanes) {
-      multiply_tile<Mac, kAlong, 1>(out, out_stride, a, panel, words, count, add, ahead);
+      multiply_tile<Mac, kAlong, 1>(out, out_stride, a, panel, words, count, onto_tile, ahead);
     } else {
-      multiply_tile<Mac, kAlong, kPanelVecs>(out, out_stride, a, panel, words, count, add, ahead);
+      multiply_tile<Mac, kAlong, kPanelVecs>(out, out_stride, a, panel, words, count, onto_tile, ahead);
     }
   }
 }

@@ -30,6 +30,7 @@ struct EpilogueWork {
   Dropout dropout;
   int64_t dropout_rows = 1;  // of the innermost dim: element (r, n) has counters (r / dropout_rows, r % dropout_rows)
   bool changes = false;      // anything at all
+  bool changes_more_than_bias = false;
 };
 
 // C[M, N] = epilogue(A[M, K] B[K, N]) with collapsed axes.

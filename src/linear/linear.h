@@ -103,7 +103,8 @@ struct GemmDesc {
   int64_t m = 0, n = 0, k = 0;
   DType dtype = DType::kFloat32;  // of A and B; C may be of another
   bool packed = false;            // B comes as pack() wrote it
-  bool split_k = false;           // where M and N are small, K may be cut into slices that threads share
+  bool split_k = false;           // where M and N are small, K may be cut into slices that threads share; and C may be
+                                  // computed as its transpose
 };
 
 struct GemmArgs {
