@@ -120,7 +120,7 @@ void add_chunk(const GemmWork& work, const GemmTask& task, bool streaming, const
 void finish(const GemmWork& work, int64_t first_row, int64_t num_rows, int64_t first, int64_t end, const float* data,
             int64_t panel_stride) {
   for (int64_t r = 0; r < num_rows; ++r, data += kColumns) {
-    if (!work.epilogue.changes && !work.accumulate) {
+    if (!work.epilogue.changes() && !work.accumulate) {
       const Line row = row_of(work.c, first_row + r);
       const float* from = data;
       for (int64_t at = first; at < end; at += kColumns, from += panel_stride) {

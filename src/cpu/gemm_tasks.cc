@@ -89,13 +89,12 @@ linear::GemmDesc transposed(linear::GemmDesc desc) {
 // Whether C is computed as its transpose, B^T A^T: the same sums, but stored line by line where rows of C are contiguous
 // and columns are not, as in gradients of torch's weights. Measured on Zen 5 (2026-11-21, float32, one thread): backward
 // of a layer of [1, 384, 1024] with such weights 69 -> 38 ms.
-bool transposes(const linear::GemmDesc& desc, const linear::GemmArgs& args) {
+bool transposes(const linear::GemmDesc& desc, const GemmWork& work) {
   const auto contiguous = [](const linear::Axis& axis) {
     return axis.sizes[0] == 1 && axis.sizes[1] == 1 && axis.strides[2] == 1;
   };
-  const Matrix c = collapsed(args.c);
-  return desc.split_k && !desc.packed && contiguous(c.rows) && !contiguous(c.columns) &&
-         !epilogue_work(args.epilogue, args.c.rows).changes;
+  return desc.split_k && !desc.packed && contiguous(work.c.rows) && !contiguous(work.c.columns) &&
+         !work.epilogue.changes();
 }
 
 size_t workspace_bytes(const LinearFunctions& functions, const linear::GemmDesc& desc, int num_threads) {
@@ -135,7 +134,15 @@ size_t gemm_workspace_bytes(const LinearFunctions& functions, const linear::Gemm
 void gemm(const LinearFunctions& functions, const linear::GemmDesc& desc, const linear::GemmArgs& args,
           Executor& executor) {
   if (desc.m == 0 || desc.n == 0) return;
-  if (transposes(desc, args)) {
+  const GemmWork work{desc.dtype,
+                      collapsed(args.a),
+                      collapsed(args.b),
+                      collapsed(args.c),
+                      args.accumulate,
+                      epilogue_work(args.epilogue, args.c.rows),
+                      desc.n,
+                      desc.k};
+  if (transposes(desc, work)) {
     linear::GemmArgs swapped = args;
     swapped.a = args.b.transposed(), swapped.b = args.a.transposed(), swapped.c = args.c.transposed();
     return gemm(functions, transposed(desc), swapped, executor);
@@ -150,14 +157,6 @@ void gemm(const LinearFunctions& functions, const linear::GemmDesc& desc, const 
     pack(functions, args.b, workspace, executor);
     packed = reinterpret_cast<const float*>(workspace);
   }
-  const GemmWork work{desc.dtype,
-                      collapsed(args.a),
-                      collapsed(args.b),
-                      collapsed(args.c),
-                      args.accumulate,
-                      epilogue_work(args.epilogue, args.c.rows),
-                      desc.n,
-                      desc.k};
   const int64_t row_blocks = count(desc.m, cut.rows), blocks = cut.blocks(desc);
   const int64_t panel_stride = desc.m * functions.panel_columns;
   const int64_t slice_stride = desc.m * whole(desc.n, functions.panel_columns);

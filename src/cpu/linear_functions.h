@@ -29,8 +29,9 @@ struct EpilogueWork {
   bool gradient = false;
   Dropout dropout;
   int64_t dropout_rows = 1;  // of the innermost dim: element (r, n) has counters (r / dropout_rows, r % dropout_rows)
-  bool changes = false;      // anything at all
   bool changes_more_than_bias = false;
+
+  bool changes() const { return bias.data != nullptr || changes_more_than_bias; }  // anything at all
 };
 
 // C[M, N] = epilogue(A[M, K] B[K, N]) with collapsed axes.

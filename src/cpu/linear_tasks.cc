@@ -65,7 +65,6 @@ EpilogueWork epilogue_work(const linear::Epilogue& epilogue, const Axis& rows) {
   work.dropout_rows = std::max<int64_t>(rows.sizes[2], 1);
   work.changes_more_than_bias = epilogue.pre_activation.given() || epilogue.residual.given() ||
                                 epilogue.activation != linear::Activation::kNone || work.dropout.threshold != 0;
-  work.changes = epilogue.bias.given() || work.changes_more_than_bias;
   return work;
 }
 
