@@ -166,12 +166,7 @@ Status translate(const polyhead_feed_forward_block_forward_args* from, const cha
   to->output_dropout_seed = c.output_dropout_seed;
   to->inner_dropout_offset = c.inner_dropout_offset;
   to->output_dropout_offset = c.output_dropout_offset;
-  to->reserve = c.reserve;
-  to->reserve_bytes = c.reserve_bytes;
-  to->workspace = c.workspace;
-  to->workspace_bytes = c.workspace_bytes;
-  to->packed_weights = c.packed_weights;
-  to->packed_weights_bytes = c.packed_weights_bytes;
+  translate_memory(c, to);
   return translate(c.weights, &to->weights);
 }
 

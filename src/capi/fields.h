@@ -90,6 +90,17 @@ inline Status translate_all(std::span<const TensorField> fields) {
   return {};
 }
 
+// The memory that forward calls of layer and feed-forward block are given.
+template <class From, class To>
+void translate_memory(const From& from, To* to) {
+  to->reserve = from.reserve;
+  to->reserve_bytes = from.reserve_bytes;
+  to->workspace = from.workspace;
+  to->workspace_bytes = from.workspace_bytes;
+  to->packed_weights = from.packed_weights;
+  to->packed_weights_bytes = from.packed_weights_bytes;
+}
+
 // What comes in and the gradients of the inputs, which the backward calls of attention, layer and block have in common.
 template <class From, class To>
 Status translate_gradients(const From& from, To* to) {

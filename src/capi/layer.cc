@@ -149,12 +149,7 @@ Status translate(const polyhead_layer_forward_args* from, const char* name, Laye
   to->output_dropout_seed = c.output_dropout_seed;
   to->output_dropout_offset = c.output_dropout_offset;
   to->step = c.step;
-  to->reserve = c.reserve;
-  to->reserve_bytes = c.reserve_bytes;
-  to->workspace = c.workspace;
-  to->workspace_bytes = c.workspace_bytes;
-  to->packed_weights = c.packed_weights;
-  to->packed_weights_bytes = c.packed_weights_bytes;
+  translate_memory(c, to);
   return translate(c.weights, &to->weights);
 }
 
