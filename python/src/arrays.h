@@ -6,6 +6,7 @@
 #include <nanobind/ndarray.h>
 
 #include <string>
+#include <utility>
 
 #include "polyhead/status.h"
 #include "polyhead/tensor.h"
@@ -23,6 +24,12 @@ void arrays_init(nb::module_& module);
 
 // Raises what `status` says, if it is not ok.
 void check(const Status& status);
+
+template <class T>
+T checked(Result<T> result) {
+  check(result.status());
+  return std::move(*result);
+}
 
 // check(run()), while other Python threads run.
 template <class Run>

@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <utility>
 
 #include "blocks.h"
 #include "call.h"
@@ -12,12 +11,6 @@
 
 namespace polyhead::python {
 namespace {
-
-template <class T>
-T checked(Result<T> result) {
-  check(result.status());
-  return std::move(*result);
-}
 
 // Arguments one after the other.
 class Reader {
@@ -138,9 +131,7 @@ nb::object new_reserve(Results& results, int64_t words, Tensor& view) {
 
 Tensor reserve_view(PyObject* object, int64_t words, Held& held) {
   const Tensor view = view_of(object, {"reserve", "int64", 1, 1, "what forward returned"}, held);
-  if (view.dtype != DType::kInt64 || view.dims[0] != words || (words > 1 && view.strides[0] != 1)) {
-    bad_value("reserve is not what forward returned: %lld contiguous int64", static_cast<long long>(words));
-  }
+  check(check_reserve(view, words));
   return view;
 }
 
@@ -178,17 +169,11 @@ nb::object attention_block_arrays(PyObject* const* arguments) {
   const auto block = checked(cached_block(desc));
   const LayerDesc& d = desc.layer;
   Results results("query", arguments[0], d.dtype);
-  Tensor out(nullptr, d.dtype, {d.batch, d.seqlen_q, block->layer().out_size()}), weights, reserve;
+  Tensor out(nullptr, d.dtype, {d.batch, d.seqlen_q, block->layer().out_size()}), reserve;
+  Tensor weights = weights_shape(desc);
   nb::object out_array = results.make(out), weights_array = nb::none(), reserve_array = nb::none();
-  if (call.return_weights != ReturnWeights::kNone) {
-    weights = call.return_weights == ReturnWeights::kMean
-                  ? Tensor(nullptr, d.dtype, {d.batch, d.seqlen_q, d.seqlen_k})
-                  : Tensor(nullptr, d.dtype, {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k});
-    weights_array = results.make(weights);
-  }
-  if (keep || call.dropout_p > 0 || call.output_dropout_p > 0) {
-    reserve_array = new_reserve(results, reserve_words(desc), reserve);
-  }
+  if (weights.given()) weights_array = results.make(weights);
+  if (takes_reserve(call, keep)) reserve_array = new_reserve(results, reserve_words(desc), reserve);
   run_without_gil([&] { return run_forward(*block, call, out, weights, reserve); });
   return nb::make_tuple(out_array, weights_array, reserve_array, block->layer().kernel_name());
 }
@@ -234,9 +219,7 @@ nb::object feed_forward_arrays(PyObject* const* arguments) {
   Results results("x", arguments[0], desc.dtype);
   Tensor out = call.in.x, reserve;
   nb::object out_array = results.make(out), reserve_array = nb::none();
-  if (keep || call.inner_dropout_p > 0 || call.output_dropout_p > 0) {
-    reserve_array = new_reserve(results, reserve_words(desc), reserve);
-  }
+  if (takes_reserve(call, keep)) reserve_array = new_reserve(results, reserve_words(desc), reserve);
   run_without_gil([&] { return run_forward(*block, call, out, reserve); });
   return nb::make_tuple(out_array, reserve_array, block->kernel_name());
 }

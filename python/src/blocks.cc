@@ -394,6 +394,30 @@ int64_t reserve_words(const FeedForwardBlockDesc& d) {
                d.batch * d.seqlen * (normed ? 2 : 0));
 }
 
+bool takes_reserve(const AttentionBlockCall& call, bool keep) {
+  return keep || call.dropout_p > 0 || call.output_dropout_p > 0;
+}
+
+bool takes_reserve(const FeedForwardCall& call, bool keep) {
+  return keep || call.inner_dropout_p > 0 || call.output_dropout_p > 0;
+}
+
+Status check_reserve(const Tensor& view, int64_t words) {
+  if (view.dtype == DType::kInt64 && view.dims[0] == words && (words <= 1 || view.strides[0] == 1)) return {};
+  return {StatusCode::kInvalidArgument,
+          "reserve is not what forward returned: " + std::to_string(words) + " contiguous int64"};
+}
+
+Tensor weights_shape(const AttentionBlockDesc& desc) {
+  const LayerDesc& d = desc.layer;
+  switch (d.attention.return_weights) {
+    case ReturnWeights::kNone: return {};
+    case ReturnWeights::kMean: return Tensor(nullptr, d.dtype, {d.batch, d.seqlen_q, d.seqlen_k});
+    case ReturnWeights::kPerHead: break;
+  }
+  return Tensor(nullptr, d.dtype, {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k});
+}
+
 AttentionDesc counted_sizes(const AttentionBlockDesc& desc) {
   const LayerDesc& d = desc.layer;
   AttentionDesc sizes;

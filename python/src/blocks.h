@@ -94,6 +94,15 @@ Status run_backward(const FeedForwardBlock& block, const FeedForwardCall& call, 
 int64_t reserve_words(const AttentionBlockDesc& desc);
 int64_t reserve_words(const FeedForwardBlockDesc& desc);
 
+// Whether forward writes a reserve: it is kept for backward, or there is dropout, which forward has in training alone.
+bool takes_reserve(const AttentionBlockCall& call, bool keep);
+bool takes_reserve(const FeedForwardCall& call, bool keep);
+// `view` as the reserve of a backward call, if it can be one of that many words.
+Status check_reserve(const Tensor& view, int64_t words);
+
+// The shape of the weights that forward returns, without data; not given where it returns none.
+Tensor weights_shape(const AttentionBlockDesc& desc);
+
 // The sizes under which a call is counted and reported: of attention, or of tokens as one head of x and its inner half.
 AttentionDesc counted_sizes(const AttentionBlockDesc& desc);
 AttentionDesc counted_sizes(const FeedForwardBlockDesc& desc);

@@ -18,12 +18,6 @@ constexpr const char* kKeys[kNumWeightKinds] = {"query_weight", "key_weight", "v
                                                 "query_bias",   "key_bias",   "value_bias",   "out_bias"};
 constexpr const char* kScaleKey = "scale";
 
-template <class T>
-T checked(Result<T> result) {
-  check(result.status());
-  return std::move(*result);
-}
-
 std::string text_of_argument(PyObject* object, const char* name) { return text_argument(object, name, "a str"); }
 
 // 0: not told.

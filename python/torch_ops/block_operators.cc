@@ -99,9 +99,7 @@ StableTensor new_reserve(int64_t words, Tensor& view) {
 
 Tensor reserve_view(const StableTensor& reserve, int64_t words) {
   const Tensor view = view_of(reserve, {"reserve", 1, 1, "what forward returned"});
-  if (view.dtype != DType::kInt64 || view.dims[0] != words || (words > 1 && view.strides[0] != 1)) {
-    bad_value("reserve is not what forward returned: %lld contiguous int64", static_cast<long long>(words));
-  }
+  check(python::check_reserve(view, words));
   return view;
 }
 
@@ -189,16 +187,9 @@ void attention_block_forward(StableIValue* stack, uint64_t num_inputs, uint64_t 
   const bool bf = arguments.is_batch_first;
   Tensor out_view(nullptr, d.dtype, {bf ? d.batch : d.seqlen_q, bf ? d.seqlen_q : d.batch, block->layer().out_size()});
   StableTensor out = new_tensor(out_view, "out"), attn_weights, reserve;
-  Tensor weights_view, reserve_tensor;
-  if (call.return_weights != ReturnWeights::kNone) {
-    weights_view = call.return_weights == ReturnWeights::kMean
-                       ? Tensor(nullptr, d.dtype, {d.batch, d.seqlen_q, d.seqlen_k})
-                       : Tensor(nullptr, d.dtype, {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k});
-    attn_weights = new_tensor(weights_view, "attn_weights");
-  }
-  if (keep || call.dropout_p > 0 || call.output_dropout_p > 0) {
-    reserve = new_reserve(python::reserve_words(desc), reserve_tensor);
-  }
+  Tensor weights_view = python::weights_shape(desc), reserve_tensor;
+  if (weights_view.given()) attn_weights = new_tensor(weights_view, "attn_weights");
+  if (python::takes_reserve(call, keep)) reserve = new_reserve(python::reserve_words(desc), reserve_tensor);
   check(python::run_forward(*block, call, batch_first(out_view, bf), weights_view, reserve_tensor));
   count_call(Counted::kAttentionBlockForward, python::counted_sizes(desc), block->layer().kernel_name());
   stack[0] = result(std::move(out));
@@ -303,9 +294,7 @@ void feed_forward_block_forward(StableIValue* stack, uint64_t num_inputs, uint64
   const auto block = checked(python::cached_block(desc, &current_executor()));
   Tensor out_view = call.in.x, reserve_tensor;
   StableTensor out = new_tensor(out_view, "out"), reserve;
-  if (keep || call.inner_dropout_p > 0 || call.output_dropout_p > 0) {
-    reserve = new_reserve(python::reserve_words(desc), reserve_tensor);
-  }
+  if (python::takes_reserve(call, keep)) reserve = new_reserve(python::reserve_words(desc), reserve_tensor);
   check(python::run_forward(*block, call, out_view, reserve_tensor));
   count_call(Counted::kFeedForwardBlockForward, python::counted_sizes(desc), block->kernel_name());
   stack[0] = result(std::move(out));
