@@ -19,8 +19,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import shlex
-import subprocess
 import sys
 
 import torch
@@ -155,23 +153,20 @@ def measure_peak(name: str, contender: str, tiny: bool) -> dict:
     case = memory_cases(tiny)[name]
     layer = make(case, contender)
     x = torch.randn(case.batch, case.seqlen, case.width, requires_grad=True)
-    for tokens in (x[:, :16].detach().requires_grad_(), x):
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # VmHWM = VmRSS
-        before = memory._status_bytes("VmHWM")
+
+    def step(tokens):
         apply(case, layer, tokens).sum().backward()
-    return {"case": name, "contender": contender, "step_bytes": memory._status_bytes("VmHWM") - before}
+
+    step(x[:, :16].detach().requires_grad_())
+    _, added = memory.peaks_of(lambda: step(x))
+    return {"case": name, "contender": contender, "step_bytes": added}
 
 
 def measure_peaks(tiny: bool) -> list[dict]:
     rows = []
     for name in memory_cases(tiny):
         for contender in (OURS, NN):
-            command = [sys.executable, __file__, "--peak", name, contender, *["--tiny"] * tiny]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"{shlex.join(command[1:])}: {done.stderr}")
-            rows.append(json.loads(done.stdout.splitlines()[-1]))
+            rows.append(memory.in_a_process(__file__, [name, contender, *["--tiny"] * tiny]))
     return rows
 
 

@@ -70,6 +70,25 @@ def _status_bytes(field: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
 
 
+def peaks_of(call: Callable[[], object]) -> tuple[int, int]:
+    """Bytes that are resident at the peak of the call, and those of them that it added."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # VmHWM = VmRSS
+    before = _status_bytes("VmHWM")
+    results = call()
+    peak = _status_bytes("VmHWM")
+    del results
+    return peak, peak - before
+
+
+def in_a_process(program: str, arguments: list[str]) -> dict:
+    """What `program` prints on its last line, as JSON, called with --peak and these arguments."""
+    done = subprocess.run([sys.executable, program, "--peak", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{program} --peak {' '.join(arguments)}: {done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def _check_memory(seqlen: int) -> None:
     """Exits where the unfused formula's arrays of the scores' size would not fit."""
     with open("/proc/meminfo") as file:
@@ -84,13 +103,7 @@ def measure_here(contender: str, seqlen: int) -> dict:
         _check_memory(seqlen)
     make = CONTENDERS[contender]
     make(TINY)()
-    call = make(seqlen)
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # VmHWM = VmRSS
-    before = _status_bytes("VmHWM")
-    results = call()
-    extra = _status_bytes("VmHWM") - before
-    del results
+    _, extra = peaks_of(make(seqlen))
     return {"contender": contender, "seqlen": seqlen, "extra_bytes": extra}
 
 

@@ -17,8 +17,6 @@ import argparse
 import json
 import os
 import pathlib
-import shlex
-import subprocess
 import sys
 
 import torch
@@ -61,12 +59,8 @@ def measure_peak(name: str, mode: str, state: str, tiny: bool) -> dict:
     step = torch_models.training_step(size, mode == "compiled")
     if mode == "compiled":
         step()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # VmHWM = VmRSS
-    before = memory._status_bytes("VmHWM")
-    step()
-    peak = memory._status_bytes("VmHWM")
-    return {"model": name, "mode": mode, "switch": state, "peak_bytes": peak, "step_bytes": peak - before}
+    peak, added = memory.peaks_of(step)
+    return {"model": name, "mode": mode, "switch": state, "peak_bytes": peak, "step_bytes": added}
 
 
 def measure_peaks(sizes: dict, tiny: bool, modes) -> list[dict]:
@@ -74,11 +68,7 @@ def measure_peaks(sizes: dict, tiny: bool, modes) -> list[dict]:
     for name in sizes:
         for mode in modes:
             for state in STATES:
-                command = [sys.executable, __file__, "--peak", name, mode, state, *["--tiny"] * tiny]
-                done = subprocess.run(command, capture_output=True, text=True)
-                if done.returncode:
-                    raise RuntimeError(f"{shlex.join(command[1:])}: {done.stderr}")
-                rows.append(json.loads(done.stdout.splitlines()[-1]))
+                rows.append(memory.in_a_process(__file__, [name, mode, state, *["--tiny"] * tiny]))
     return rows
 
 
