@@ -16,8 +16,8 @@
 #include <string>
 #include <vector>
 
+#include "contract/linear.h"
 #include "core/dtype.h"
-#include "linear/linear.h"
 #include "polyhead/kernels.h"
 
 namespace {

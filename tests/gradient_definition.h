@@ -1,4 +1,4 @@
-// The gradients as the contract defines them, quickly: the sums of src/attention/reference_backward.cc, each in the same
+// The gradients as the contract defines them, quickly: the sums of src/reference/attention_backward.cc, each in the same
 // order and so with the same bits, of scores that are computed once for each pair. gradient_test shows that they are.
 #pragma once
 

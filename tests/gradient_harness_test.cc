@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <cmath>
 
-#include "attention/reference.h"
 #include "gradient_cases.h"
 #include "gradient_definition.h"
 #include "gradient_poison.h"
+#include "reference/attention.h"
 
 namespace polyhead::testing {
 namespace {

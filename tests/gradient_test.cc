@@ -6,13 +6,13 @@
 #include <optional>
 #include <thread>
 
-#include "attention/reference.h"
 #include "far_rows.h"
 #include "gradient_cases.h"
 #include "gradient_definition.h"
 #include "gradient_harness.h"
 #include "gradient_poison.h"
 #include "kernels_to_test.h"
+#include "reference/attention.h"
 
 namespace polyhead::testing {
 namespace {

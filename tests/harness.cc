@@ -8,7 +8,7 @@
 #include <map>
 #include <memory>
 
-#include "attention/reference.h"
+#include "reference/attention.h"
 
 namespace polyhead::testing {
 namespace {

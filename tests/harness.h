@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "attention/kernel.h"
+#include "contract/kernel.h"
 #include "guard.h"
 #include "problem.h"
 

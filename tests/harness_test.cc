@@ -8,11 +8,11 @@
 #include <cstring>
 #include <numeric>
 
-#include "attention/reference.h"
 #include "cases.h"
 #include "core/dtype.h"
 #include "judge.h"
 #include "poison.h"
+#include "reference/attention.h"
 
 namespace polyhead::testing {
 namespace {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "attention/kernel.h"
+#include "contract/kernel.h"
 
 namespace polyhead::testing {
 

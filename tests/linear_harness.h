@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "contract/linear.h"
 #include "guard.h"
 #include "harness.h"
-#include "linear/linear.h"
 #include "problem.h"
 
 namespace polyhead::testing {

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "core/sentence.h"
-#include "linear/reference.h"
+#include "reference/linear.h"
 
 namespace polyhead::testing {
 namespace {

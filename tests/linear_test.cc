@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "attention/kernel.h"
+#include "contract/kernel.h"
 #include "linear_problem.h"
 #include "polyhead/dropout.h"
 #include "random_problems.h"

@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <cmath>
 
-#include "attention/kernel.h"
-#include "attention/reference.h"
+#include "contract/kernel.h"
 #include "harness.h"
 #include "polyhead/merge.h"
+#include "reference/attention.h"
 
 namespace polyhead::testing {
 namespace {

@@ -5,9 +5,9 @@
 #include <cmath>
 
 #include "core/sentence.h"
-#include "linear/reference.h"
 #include "linear_harness.h"
 #include "random_problems.h"
+#include "reference/linear.h"
 
 namespace polyhead::testing {
 namespace {

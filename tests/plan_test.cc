@@ -6,8 +6,8 @@
 #include <cstdlib>
 #include <string>
 
-#include "attention/kernel.h"
-#include "attention/sequences.h"
+#include "contract/kernel.h"
+#include "contract/sequences.h"
 #include "core/choose.h"
 #include "small_call.h"
 

@@ -98,7 +98,7 @@ Problem random_problem(uint64_t seed);
 // The command that computes this problem again: "polyhead verify 8x16/4x512/640x64/80 --causal ...".
 std::string problem_line(const std::string& kernel, const Problem& problem);
 
-// One sequence of the batch, read from the inputs by code that shares nothing with src/attention/sequences.h.
+// One sequence of the batch, read from the inputs by code that shares nothing with src/contract/sequences.h.
 struct Span {
   int64_t first_q = 0, first_k = 0, len_q = 0, len_k = 0, offset = 0;
 };

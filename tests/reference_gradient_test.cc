@@ -3,10 +3,10 @@
 
 #include <cmath>
 
-#include "attention/reference.h"
 #include "gradient_problem.h"
 #include "harness.h"
 #include "poison.h"
+#include "reference/attention.h"
 
 namespace polyhead::testing {
 namespace {

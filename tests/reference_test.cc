@@ -1,6 +1,4 @@
 // The definition itself, against what can be known without it: closed forms, tables made by hand, laws.
-#include "attention/reference.h"
-
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -8,6 +6,7 @@
 #include "core/philox.h"
 #include "harness.h"
 #include "polyhead/dropout.h"
+#include "reference/attention.h"
 
 namespace polyhead::testing {
 namespace {

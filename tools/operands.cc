@@ -4,7 +4,7 @@
 #include <array>
 #include <cmath>
 
-#include "attention/sequences.h"
+#include "contract/sequences.h"
 #include "layouter.h"
 
 namespace polyhead::tools {

@@ -1,8 +1,8 @@
 // What the reference gives: exactly, and as the yardstick of error.
 #include <cmath>
 
-#include "attention/reference.h"
 #include "layouter.h"
+#include "reference/attention.h"
 #include "verify.h"
 
 namespace polyhead::tools {

@@ -6,7 +6,7 @@
 //   L = log sum_k exp(S)                           [batch, num_heads, seqlen_q]   logsumexp, natural log
 //   P = exp(S - L)
 //   O = dropout(P) V                               [batch, seqlen_q, num_heads, head_dim_v]
-// A query that sees no key gets O = 0 and L = -inf. Definition in code: src/attention/reference.cc.
+// A query that sees no key gets O = 0 and L = -inf. Definition in code: src/reference/attention.cc.
 #pragma once
 
 #include <cstddef>
@@ -132,7 +132,7 @@ struct BackwardArgs {
   bool accumulate = false;        ///< true: add to what the gradient tensors hold; false: overwrite
 };
 
-struct Kernel;  // src/attention/kernel.h
+struct Kernel;  // src/contract/kernel.h
 
 struct PlanOptions {
   std::string_view kernel;       ///< force this one ("cpu_avx2"); empty: POLYHEAD_KERNEL, else the best that can

@@ -129,7 +129,7 @@ def attention(
     Other Python threads run meanwhile. Memory besides the results: a workspace (see `explain`), kept by each thread up
     to 64 MiB. Plans are remembered, so the second call of the same sizes is the fast one.
 
-    Algorithm: Dao 2023, arXiv:2307.08691. Definition: src/attention/reference.cc.
+    Algorithm: Dao 2023, arXiv:2307.08691. Definition: src/reference/attention.cc.
 
     Examples
     --------

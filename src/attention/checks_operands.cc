@@ -1,7 +1,7 @@
 #include "attention/checks_operands.h"
 
 #include "attention/checks.h"
-#include "attention/sequences.h"
+#include "contract/sequences.h"
 #include "core/sentence.h"
 
 namespace polyhead {

@@ -2,11 +2,11 @@
 #include <iterator>
 #include <new>
 
-#include "attention/kernel.h"
-#include "attention/reference.h"
+#include "contract/kernel.h"
 #include "core/choose.h"
-#include "cpu/kernels.h"
+#include "cpu/attention/kernels.h"
 #include "polyhead/kernels.h"
+#include "reference/attention.h"
 
 namespace polyhead {
 

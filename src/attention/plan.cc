@@ -2,7 +2,7 @@
 #include <new>
 
 #include "attention/checks.h"
-#include "attention/kernel.h"
+#include "contract/kernel.h"
 
 namespace polyhead {
 namespace {

@@ -1,6 +1,6 @@
 #include "layer/call.h"
 
-#include "attention/sequences.h"
+#include "contract/sequences.h"
 
 namespace polyhead {
 namespace {

@@ -4,7 +4,7 @@
 
 #include "attention/checks.h"
 #include "attention/checks_operands.h"
-#include "attention/sequences.h"
+#include "contract/sequences.h"
 #include "core/sentence.h"
 #include "layer/call.h"
 #include "layer/packed.h"

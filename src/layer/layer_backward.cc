@@ -6,7 +6,7 @@
 #include <cstring>
 #include <new>
 
-#include "attention/sequences.h"
+#include "contract/sequences.h"
 #include "core/dtype.h"
 #include "core/threads.h"
 #include "layer/call.h"

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <new>
 
-#include "attention/sequences.h"
+#include "contract/sequences.h"
 #include "layer/call.h"
 #include "layer/checks_args.h"
 #include "layer/packed.h"

@@ -4,9 +4,9 @@
 #include <utility>
 
 #include "attention/checks_operands.h"
+#include "contract/linear.h"
 #include "core/sentence.h"
 #include "layer/product.h"
-#include "linear/linear.h"
 
 namespace polyhead {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/checks_operands.h"
-#include "linear/linear.h"
+#include "contract/linear.h"
 #include "polyhead/block.h"
 
 namespace polyhead {

@@ -8,7 +8,7 @@
 #include <memory>
 #include <optional>
 
-#include "linear/linear.h"
+#include "contract/linear.h"
 #include "polyhead/layer.h"
 
 namespace polyhead {

@@ -25,16 +25,18 @@ class Rules(unittest.TestCase):
 
     def test_include_direction(self):
         self.write("src/core/a.cc", '#include "core/a.h"\n#include <vector>\n#include "polyhead/tensor.h"\n')
-        self.write("src/attention/kernel_list.cc", '#include "cpu/kernels.h"\n')
-        self.write("src/cpu/simd.h", "")
-        self.write("src/cpu/isa.cc", '#include "attention/kernel.h"\n#include "simd.h"\n')
+        self.write("src/attention/kernel_list.cc", '#include "cpu/attention/kernels.h"\n')
+        self.write("src/cpu/isa/simd.h", "")
+        self.write("src/cpu/isa/isa.cc", '#include "core/choose.h"\n#include "simd.h"\n')
         self.assertEqual(self.broken(rules.include_direction), [])
         for path, line in [("src/core/b.cc", '#include "polyhead/attention.h"'),
-                           ("src/core/b.cc", '#include "attention/kernel.h"'),
-                           ("src/attention/plan.cc", '#include "cpu/isa.h"'),
-                           ("src/attention/reference.cc", '#include "attention/plan.h"'),
-                           ("src/cpu/b.cc", '# include "attention/plan.h"'),
-                           ("src/capi/b.cc", '#include "attention/kernel.h"'),
+                           ("src/core/b.cc", '#include "contract/kernel.h"'),
+                           ("src/attention/plan.cc", '#include "cpu/isa/isa.h"'),
+                           ("src/reference/attention.cc", '#include "attention/plan.h"'),
+                           ("src/cpu/attention/b.cc", '# include "attention/plan.h"'),
+                           ("src/cpu/linear/b.cc", '#include "cpu/attention/problem.h"'),
+                           ("src/cpu/isa/b.cc", '#include "contract/kernel.h"'),
+                           ("src/capi/b.cc", '#include "contract/kernel.h"'),
                            ("examples/b/b.cc", '#include "layer/state.h"'),
                            ("include/polyhead/b.h", '#include "core/threads.h"')]:
             self.write(path, line + "\n")
@@ -66,7 +68,7 @@ class Rules(unittest.TestCase):
         self.assertEqual(self.broken(rules.ascii_sources), ["src/a.cc:2: not ASCII"])
 
     def test_intrinsics(self):
-        self.write("src/cpu/simd_avx2.h", "#include <immintrin.h>\n#ifdef __AVX2__\n__m256 a;\n")
+        self.write("src/cpu/isa/simd_avx2.h", "#include <immintrin.h>\n#ifdef __AVX2__\n__m256 a;\n")
         self.write("src/cpu/a.cc", "// _mm256_add_ps\n")
         self.assertEqual(self.broken(rules.intrinsics), [])
         self.write("src/cpu/a.cc", "#include <immintrin.h>\n#if defined(__AVX2__)\n__m256 a = _mm256_setzero_ps();\n")

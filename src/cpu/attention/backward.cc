@@ -1,0 +1,492 @@
+// Backward of FlashAttention-2 (algorithm 2 of arXiv:2307.08691) for one instruction set, queries along the lanes.
+//   P^T = exp(K Q^T - L)   dP^T = V dO^T   dS^T = P^T (dP^T - delta)           a tile of queries, a block of keys
+//   dV += P^T dO   dK += dS^T Q                                                sums over the queries, in memory
+//   dQ^T += dS^T K                                                             sums over the keys of a chunk
+// Nothing is transposed but Q, dO and the results: P^T and dS^T are read as rows of keys for dK and dV, and as columns of
+// queries for dQ.
+#include "cpu/attention/gradient.h"
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+constexpr int kGroups = kBlock / kGroup;
+constexpr int kPanelStride = kTile * kKeyColumns;
+
+struct Tile : GradientTile {
+  float *query_rows, *grad_out_rows;  // words along the queries, in panels of kKeyColumns
+  bool finite;                        // Q and dO
+  float* p_rows;                      // P^T after dropout, words along the queries: [kBlock][kTile]
+  float* ds_rows;
+  float *grad_query, *chunk;         // dQ^T [D][kTile]: of all chunks so far, and of the one at hand
+  bool started;                      // grad_query holds a chunk
+  int begin[kGroups], end[kGroups];  // words of queries that see some key of the group
+};
+
+struct Scratch {
+  Tile tile[kMaxTiles];
+  ViewScratch view;
+  RowsAhead ahead;
+};
+
+struct Head : GradientHead {
+  const BackwardTask& task;
+  Scratch* scratch;
+  float* ds_keys;    // dS^T of the tile at hand, words along the keys
+  float* key_words;  // K of the block at hand, words along the keys, in panels of kPanel
+  float* scores;     // dS^T of the tile at hand before the softcap's slope; null: the bias's gradient is not asked for
+  bool may_hide;     // some pair that is computed may be hidden
+  bool wants_queries, wants_scores;
+  int tiles_at_once;
+};
+
+int64_t whole_vectors(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
+
+template <class Mac>
+void load_rows(const Head& head, Tile& tile) {
+  const Problem& problem = head.problem;
+  const Rows query = from_row(head.query, tile.first_query), grad_out = from_row(head.grad_out, tile.first_query);
+  const int n = tile.num_queries;
+  const int padded = (n + Mac::kElements - 1) / Mac::kElements * Mac::kElements;
+  tile.finite =
+      !head.may_hide || (all_finite(query, 0, n, problem.head_dim) && all_finite(grad_out, 0, n, problem.head_dim_v));
+  const bool clean = !tile.finite;
+  if (head.task.key_sums != nullptr) {
+    copy_panels<Mac>(tile.query_rows, kPanelStride, kKeyColumns, query, 0, n, padded, problem.head_dim, clean);
+  }
+  if (head.task.value_sums != nullptr) {
+    copy_panels<Mac>(tile.grad_out_rows, kPanelStride, kKeyColumns, grad_out, 0, n, padded, problem.head_dim_v, clean);
+  }
+}
+
+// P and dS of kRows keys of kLanes queries as the words that the three products read.
+template <class Mac, int kRows>
+inline void store_words(const Head& head, const Tile& tile, const BlockView& view, F (&p)[kRows], F (&ds)[kRows],
+                        int key, int at) {
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    const int place = (key + r) * kTile + at;
+    if (head.scores != nullptr) store(head.scores + place, ds[r]);
+    if (head.rule.softcap > 0) ds[r] = ds[r] * load(head.capped + place);
+    if constexpr (Mac::kElements == 1) {
+      store(tile.ds_rows + place, ds[r]);
+      if (view.kept != nullptr) store(tile.p_rows + place, p[r]);  // else head.p is p_rows
+    } else {
+      store_bf16(reinterpret_cast<uint16_t*>(tile.p_rows) + place, p[r]);
+      store_bf16(reinterpret_cast<uint16_t*>(tile.ds_rows) + place, ds[r]);
+    }
+  }
+#ifdef POLYHEAD_HAS_BF16_DOT
+  if constexpr (Mac::kElements == 2) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r += 2) store(head.ds_keys + (key + r) / 2 * kTile + at, pair_bf16(ds[r], ds[r + 1]));
+  }
+#endif
+}
+
+// Notes which words of queries a part gives to the keys of its groups; rows of these groups that it does not compute
+// become 0.
+template <class Mac>
+void note_groups(Tile& tile, const Part& part) {
+  constexpr int kRowWords = kTile / Mac::kElements;
+  const int words = (tile.num_queries + Mac::kElements - 1) / Mac::kElements;
+  const int end = part.v_end * kLanes / Mac::kElements;
+  for (int g = part.begin / kGroup; g * kGroup < part.end; ++g) {
+    tile.begin[g] = part.v_begin * kLanes / Mac::kElements;
+    tile.end[g] = end < words ? end : words;
+  }
+  const auto clear_rows = [&](int from, int to) {
+    for (int k = from; k < to; ++k) {
+      for (int w = 0; w < kRowWords; w += kLanes) {
+        store(tile.p_rows + k * kRowWords + w, broadcast(0.0f));
+        store(tile.ds_rows + k * kRowWords + w, broadcast(0.0f));
+      }
+    }
+  };
+  clear_rows(part.begin / kGroup * kGroup, part.begin);
+  clear_rows(part.end, (part.end + kGroup - 1) / kGroup * kGroup);
+}
+
+float element(const float* rows, int elements, int key, int query) {
+  if (elements == 1) return rows[key * kTile + query];
+  const uint32_t word = uint32_t{reinterpret_cast<const uint16_t*>(rows)[key * kTile + query]} << 16;
+  float x;
+  __builtin_memcpy(&x, &word, sizeof x);
+  return x;
+}
+
+bool is_finite(float x) { return x - x == 0.0f; }
+
+float number_at(const Rows& x, int64_t row, int64_t column) {
+  alignas(64) float lanes[kLanes];
+  store(lanes, load_columns(x, row, column, 1));
+  return lanes[0];
+}
+
+// The products took NaN and inf of Q, dO and K as 0; here these reach the pairs that see them, and no others.
+template <class Mac>
+void add_not_finite(const Head& head, Tile& tile, const KeyBlock& block, const TileView& t, bool finite_keys) {
+  const Problem& problem = head.problem;
+  const int64_t sums_key = block.first - head.task.first_key;
+  const auto add_rows = [&](float* sums, const Rows& x, const float* weights, int64_t dim) {
+    for (int q = 0; q < tile.num_queries && sums != nullptr; ++q) {
+      for (int64_t d = 0; d < dim; ++d) {
+        const float number = number_at(x, tile.first_query + q, d);
+        if (is_finite(number)) continue;
+        for (int k = t.begin; k < t.end && k < block.num_keys; ++k) {
+          if (hidden(t.view, k, q)) continue;
+          sums[(sums_key + k) * whole_vectors(dim) + d] += element(weights, Mac::kElements, k, q) * number;
+        }
+      }
+    }
+  };
+  if (!tile.finite) {
+    add_rows(head.task.key_sums, head.query, tile.ds_rows, problem.head_dim);
+    add_rows(head.task.value_sums, head.grad_out, tile.p_rows, problem.head_dim_v);
+  }
+  if (finite_keys || !head.wants_queries) return;
+  for (int k = t.begin; k < t.end && k < block.num_keys; ++k) {
+    for (int64_t d = 0; d < problem.head_dim; ++d) {
+      const float number = number_at(head.key, block.first + k, d);
+      if (is_finite(number)) continue;
+      for (int q = 0; q < tile.num_queries; ++q) {
+        if (!hidden(t.view, k, q)) {
+          tile.chunk[d * kTile + q] += element(tile.ds_rows, Mac::kElements, k, q) * number;
+        }
+      }
+    }
+  }
+}
+
+Rows grad_bias_rows(const Head& head) {
+  const Broadcast& to = head.gradients.grad_bias;
+  const Operand rows{const_cast<void*>(to.data), to.dtype, to.stride_b, to.stride_q, to.stride_h, to.stride_k};
+  return rows_of(rows, head.b, head.h, 0);
+}
+
+void add_bias(const Head& head, const Tile& tile, const KeyBlock& block, const TileView& t) {
+  const Broadcast& to = head.gradients.grad_bias;
+  const int64_t at = head.b * to.stride_b + head.h * to.stride_h + tile.first_query * to.stride_q +
+                     (block.first + t.begin) * to.stride_k;
+  const int end = t.end < block.num_keys ? t.end : block.num_keys;
+  store_score_gradients(to, at, head.scores + t.begin * kTile, tile.num_queries, end - t.begin, true);
+}
+
+// P and dS of one tile and block, and its share of dQ and of the bias's gradient.
+template <class Mac>
+void backward_tile(Head& head, Tile& tile, const KeyBlock& block, const Words& key_words, bool finite_keys) {
+  for (int g = 0; g < kGroups; ++g) tile.begin[g] = tile.end[g] = 0;
+  const TileView t = view_present(head, tile, block, Mac::kElements);  // of a pair, an absent query must give 0
+  if (t.begin >= t.end) return;
+  if constexpr (Mac::kElements == 1) head.p = tile.p_rows;
+  if (head.scores != nullptr) {
+    head.ahead->add(from_row(grad_bias_rows(head), 0, block.first), tile.first_query, tile.num_queries, block.num_keys);
+    if (!t.all) __builtin_memset(head.scores, 0, kTileFloats * sizeof(float));
+  }
+  for_each_part(t, [&](const Part& part, const BlockView& view) {
+    weigh_part<Mac>(head, tile, block, view, part);
+    differentiate_part<Mac>(head, tile, block, view, part, head.wants_scores,
+                            [&]<int kRows>(F(&p)[kRows], F(&ds)[kRows], int key, int at) {
+                              store_words<Mac>(head, tile, view, p, ds, key, at);
+                            });
+    note_groups<Mac>(tile, part);
+    if (!head.wants_queries) return;
+    accumulate<Mac>(tile.chunk, Mac::kElements == 1 ? tile.ds_rows : head.ds_keys, key_words,
+                    part.begin / Mac::kElements, part.end / Mac::kElements, head.problem.head_dim, part.v_begin,
+                    part.v_end);
+  });
+  if (!tile.finite || !finite_keys) add_not_finite<Mac>(head, tile, block, t, finite_keys);
+  if (head.scores != nullptr) add_bias(head, tile, block, t);
+}
+
+template <class Mac>
+void backward_block(Head& head, int num_tiles, int64_t first) {
+  const Problem& problem = head.problem;
+  const KeyBlock block = load_keys<Mac>(head, first);
+  const int padded = (block.num_keys + kMicroRows - 1) / kMicroRows * kMicroRows;
+  const bool finite_keys = !head.may_hide || all_finite(head.key, first, block.num_keys, problem.head_dim);
+  const Words key_words{head.key_words, kPanel, kBlock * kPanel};
+  if (head.wants_queries) {
+    copy_panels<Mac>(head.key_words, kBlock * kPanel, kPanel, head.key, first, block.num_keys, padded, problem.head_dim,
+                     !finite_keys);
+  }
+  const int64_t next = head.sequence.len_k - first - kBlock;
+  prefetch_rows(head.key, first + kBlock, next < kBlock ? next : kBlock, problem.head_dim);
+  prefetch_rows(head.value, first + kBlock, next < kBlock ? next : kBlock, problem.head_dim_v);
+  QueryTerms keys[kMaxTiles], values[kMaxTiles];
+  constexpr int kRowWords = kTile / Mac::kElements;
+  for (int t = 0; t < num_tiles; ++t) {
+    Tile& tile = head.scratch->tile[t];
+    backward_tile<Mac>(head, tile, block, key_words, finite_keys);
+    keys[t] = {tile.ds_rows, kRowWords, tile.query_rows, kPanelStride, tile.begin, tile.end};
+    values[t] = {tile.p_rows, kRowWords, tile.grad_out_rows, kPanelStride, tile.begin, tile.end};
+  }
+  const int groups = (block.num_keys + kGroup - 1) / kGroup;
+  const int64_t sums_key = first - head.task.first_key;
+  if (head.task.value_sums != nullptr) {
+    const int64_t columns = whole_vectors(problem.head_dim_v);
+    add_keys<Mac>(head.task.value_sums + sums_key * columns, columns, values, num_tiles, groups * kGroup);
+  }
+  if (head.task.key_sums != nullptr) {
+    const int64_t columns = whole_vectors(problem.head_dim);
+    add_keys<Mac>(head.task.key_sums + sums_key * columns, columns, keys, num_tiles, groups * kGroup);
+  }
+}
+
+// x * factor, where 0 stays +0 whatever the sign.
+inline F scaled(F x, float factor) { return fma(x, broadcast(factor), broadcast(0.0f)); }
+
+// dQ of a tile from dQ^T [D][kTile]; null: 0.
+void store_queries(const BackwardProblem& problem, const BackwardTask& task, const QueryTile& tile,
+                   const float* grad_query) {
+  const Operand& to = problem.grad_query;
+  const int64_t dim = problem.forward.head_dim;
+  const int64_t first =
+      task.b * to.stride_b + task.h * to.stride_h + (task.sequence.first_q + tile.first_query) * to.stride_s;
+  for (int q = 0; q < tile.num_queries; q += kLanes) {
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      const int n = dim - d < kLanes ? static_cast<int>(dim - d) : kLanes;
+      F block[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        block[i] = i < n && grad_query != nullptr
+                       ? scaled(load(grad_query + (d + i) * kTile + q), problem.forward.scale)
+                       : broadcast(0.0f);
+      }
+      transpose(block);
+      for (int r = 0; r < kLanes && q + r < tile.num_queries; ++r) {
+        store_sum(to.data, to.dtype, first + (q + r) * to.stride_s + d * to.stride_d, to.stride_d, block[r], n,
+                  problem.accumulate);
+      }
+    }
+  }
+}
+
+void add_floats(float* to, const float* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(to + i) + load(from + i));
+}
+
+// Whether a tile sees some key of [begin, end), up to mask and bias.
+bool sees(const QueryTile& tile, int64_t begin, int64_t end) {
+  return tile.ranges.any_begin < end && tile.ranges.any_end > begin;
+}
+
+// While the last block of a group of tiles is computed: their dQ and the next group's rows, or the first rows of the next
+// head.
+void look_ahead(const Head& head, int64_t group_queries) {
+  const BackwardProblem& gradients = head.gradients;
+  const Problem& problem = gradients.forward;
+  const BackwardTask& task = head.task;
+  RowsAhead& ahead = *head.ahead;
+  const Tile& first = head.scratch->tile[0];
+  const int64_t dim = problem.head_dim, dim_v = problem.head_dim_v, queries = task.sequence.len_q;
+  const int64_t next = first.first_query + group_queries, left = queries - next;
+  if (head.wants_queries && task.partial == nullptr) {
+    ahead.add(rows_of(gradients.grad_query, task.b, task.h, task.sequence.first_q), first.first_query,
+              left > 0 ? group_queries : queries - first.first_query, dim);
+  }
+  const auto add_queries = [&](int64_t b, int64_t h, int64_t row, int64_t rows) {
+    const int64_t n = rows < group_queries ? rows : group_queries;
+    ahead.add(rows_of(problem.query, b, h, row), 0, n, dim);
+    ahead.add(rows_of(gradients.grad_out, b, h, row), 0, n, dim_v);
+    ahead.add(rows_of(problem.out, b, h, row), 0, n, dim_v);
+  };
+  if (left > 0) return add_queries(task.b, task.h, task.sequence.first_q + next, left);
+  if (task.next_queries == 0) return;
+  add_queries(task.next_b, task.next_h, task.next_first_q, task.next_queries);
+  const int64_t keys = task.next_keys < kBlock ? task.next_keys : kBlock;
+  ahead.add(rows_of(problem.key, task.next_b, task.next_h / problem.group, task.next_first_k), 0, keys, dim);
+  ahead.add(rows_of(problem.value, task.next_b, task.next_h / problem.group, task.next_first_k), 0, keys, dim_v);
+}
+
+template <class Mac>
+void backward_chunk(Head& head, int num_tiles, int64_t begin, int64_t end, int64_t last) {
+  Tile* tiles = head.scratch->tile;
+  const int64_t floats = head.problem.head_dim * kTile;
+  for (int t = 0; t < num_tiles && head.wants_queries; ++t) {
+    if (!sees(tiles[t], begin, end)) continue;
+    __builtin_memset(tiles[t].chunk, 0, static_cast<size_t>(floats) * sizeof(float));
+  }
+  for (int64_t first = begin / kBlock * kBlock; first < end; first += kBlock) {
+    bool seen_by_some = false;
+    for (int t = 0; t < num_tiles; ++t) seen_by_some = seen_by_some || sees(tiles[t], first, first + kBlock);
+    if (first + kBlock >= last) look_ahead(head, int64_t{head.tiles_at_once} * kTile);
+    if (seen_by_some) backward_block<Mac>(head, num_tiles, first);
+  }
+  if (!head.wants_queries || head.task.partial != nullptr) return;
+  for (int t = 0; t < num_tiles; ++t) {
+    Tile& tile = tiles[t];
+    if (!sees(tile, begin, end)) continue;
+    if (tile.started) {
+      add_floats(tile.grad_query, tile.chunk, floats);
+    } else {
+      float* chunk = tile.chunk;
+      tile.chunk = tile.grad_query;
+      tile.grad_query = chunk;
+      tile.started = true;
+    }
+  }
+}
+
+template <class Mac>
+void backward_tiles(Head& head, int num_tiles) {
+  const BackwardTask& task = head.task;
+  Tile* tiles = head.scratch->tile;
+  const int64_t end = task.end_key < task.sequence.len_k ? task.end_key : task.sequence.len_k;
+  bool any = false;
+  int64_t last = 0;  // key that some tile sees
+  for (int t = 0; t < num_tiles; ++t) {
+    any = any || sees(tiles[t], task.first_key, end);
+    if (tiles[t].ranges.any_end > last) last = tiles[t].ranges.any_end;
+  }
+  if (end < last) last = end;
+  head.ahead->clear();
+  for (int t = 0; t < num_tiles && any; ++t) {
+    load_tile<Mac>(head, tiles[t], tiles[t].p_rows);
+    load_rows<Mac>(head, tiles[t]);
+  }
+  for (int64_t chunk = task.first_key; chunk < end && any; chunk += task.chunk_keys) {
+    backward_chunk<Mac>(head, num_tiles, chunk, end - chunk < task.chunk_keys ? end : chunk + task.chunk_keys, last);
+  }
+  if (!head.wants_queries || task.partial != nullptr) return;
+  for (int t = 0; t < num_tiles; ++t) {
+    store_queries(head.gradients, task, tiles[t], tiles[t].started ? tiles[t].grad_query : nullptr);
+  }
+}
+
+int64_t panel_floats(int64_t columns, int64_t panel, int64_t rows) {
+  return (columns + panel - 1) / panel * panel * rows;
+}
+
+// In floats, what a head needs and what each tile needs.
+int64_t head_floats(int64_t dim, int64_t dim_v, bool additive, bool softcap) {
+  return kBlock * (dim + dim_v) + panel_floats(dim, kPanel, kBlock) +
+         kTileFloats * (2 + (additive ? 2 : 0) + (softcap ? 1 : 0));
+}
+int64_t tile_floats(int64_t dim, int64_t dim_v) {
+  return kTile * (3 * dim + dim_v) + panel_floats(dim, kKeyColumns, kTile) + panel_floats(dim_v, kKeyColumns, kTile) +
+         2 * kTileFloats;
+}
+
+float* take(float*& memory, int64_t floats) {
+  float* taken = memory;
+  memory += floats;
+  return taken;
+}
+
+constexpr int64_t kScratchFloats = (sizeof(Scratch) + 63) / 64 * 16;
+
+template <class Mac>
+void backward_task(const BackwardProblem& gradients, const BackwardTask& task, int tiles, float* memory) {
+  const Problem& problem = gradients.forward;
+  const int64_t dim = problem.head_dim, dim_v = problem.head_dim_v;
+  Scratch* scratch = reinterpret_cast<Scratch*>(memory);
+  memory += kScratchFloats;
+  const bool additive = problem.mask.data != nullptr || problem.bias.data != nullptr;
+  Head head{gradient_head(gradients, task.sequence, task.b, task.h, &scratch->view),
+            task,
+            scratch,
+            nullptr,
+            nullptr,
+            nullptr,
+            additive || !is_open(problem.band),
+            gradients.grad_query.data != nullptr,
+            gradients.grad_query.data != nullptr || task.key_sums != nullptr || task.bias,
+            tiles};
+  head.ahead = &scratch->ahead;
+  head.key_copy = take(memory, kBlock * dim);
+  head.value_copy = take(memory, kBlock * dim_v);
+  head.key_words = take(memory, panel_floats(dim, kPanel, kBlock));
+  head.p = take(memory, kTileFloats);
+  head.ds_keys = take(memory, kTileFloats);
+  scratch->view.additive = additive ? take(memory, kTileFloats) : nullptr;
+  head.scores = task.bias ? take(memory, kTileFloats) : nullptr;
+  head.capped = problem.softcap > 0 ? take(memory, kTileFloats) : nullptr;
+  for (int t = 0; t < tiles; ++t) {
+    Tile& tile = scratch->tile[t];
+    tile.p_rows = take(memory, kTileFloats);
+    tile.ds_rows = take(memory, kTileFloats);
+    tile.query = take(memory, dim * kTile);
+    tile.grad_out = take(memory, dim_v * kTile);
+    tile.grad_query = take(memory, dim * kTile);
+    tile.chunk = take(memory, dim * kTile);
+    tile.query_rows = take(memory, panel_floats(dim, kKeyColumns, kTile));
+    tile.grad_out_rows = take(memory, panel_floats(dim_v, kKeyColumns, kTile));
+  }
+  const int64_t queries = task.sequence.len_q;
+  for (int64_t first = 0; first < queries; first += int64_t{tiles} * kTile) {
+    int num_tiles = 0;
+    for (int64_t q = first; q < queries && num_tiles < tiles; q += kTile, ++num_tiles) {
+      Tile& tile = scratch->tile[num_tiles];
+      tile.first_query = q;
+      tile.num_queries = queries - q < kTile ? static_cast<int>(queries - q) : kTile;
+      tile.ranges = tile_ranges(problem.band, task.sequence, q, tile.num_queries);
+      tile.started = false;
+      if (task.partial != nullptr) tile.chunk = task.partial + q / kTile * dim * kTile;
+    }
+    backward_tiles<Mac>(head, num_tiles);
+  }
+}
+
+// Rows [first_key, end_key) of dK or dV.
+void store_keys(const BackwardProblem& problem, const BackwardTask& task, const Operand& to, const float* sums,
+                int64_t dim, float factor) {
+  const int64_t end = task.end_key < task.sequence.len_k ? task.end_key : task.sequence.len_k;
+  for (int64_t k = task.first_key; k < end; ++k, sums += whole_vectors(dim)) {
+    const int64_t row = task.b * to.stride_b + task.kv_head * to.stride_h + (task.sequence.first_k + k) * to.stride_s;
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      const int n = dim - d < kLanes ? static_cast<int>(dim - d) : kLanes;
+      store_sum(to.data, to.dtype, row + d * to.stride_d, to.stride_d, scaled(load(sums + d), factor), n,
+                problem.accumulate);
+    }
+  }
+}
+
+}  // namespace
+
+size_t backward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive, bool softcap) {
+  const int64_t floats =
+      kScratchFloats + head_floats(head_dim, head_dim_v, additive, softcap) + tiles * tile_floats(head_dim, head_dim_v);
+  return static_cast<size_t>((floats + 15) / 16 * 16) * sizeof(float);
+}
+
+size_t backward_sum_floats(int64_t num_keys, int64_t dim) {
+  return static_cast<size_t>((num_keys + kBlock - 1) / kBlock * kBlock * whole_vectors(dim));
+}
+
+void backward_head(const BackwardProblem& problem, const BackwardTask& task, int tiles, void* scratch) {
+#ifdef POLYHEAD_HAS_BF16_DOT
+  if (problem.forward.dtype == DType::kBFloat16) {
+    return backward_task<BFloat16Pair>(problem, task, tiles, static_cast<float*>(scratch));
+  }
+#endif
+  backward_task<Float32>(problem, task, tiles, static_cast<float*>(scratch));
+}
+
+void backward_keys(const BackwardProblem& problem, const BackwardTask& task) {
+  const Problem& p = problem.forward;
+  if (task.key_sums != nullptr) store_keys(problem, task, problem.grad_key, task.key_sums, p.head_dim, p.scale);
+  if (task.value_sums != nullptr) {
+    store_keys(problem, task, problem.grad_value, task.value_sums, p.head_dim_v, p.dropout.scale);
+  }
+}
+
+void backward_queries(const BackwardProblem& problem, const BackwardTask& task, int64_t first_query, float* sum,
+                      const float* partial, ptrdiff_t partial_stride) {
+  const Sequence& s = task.sequence;
+  const int64_t floats = problem.forward.head_dim * kTile;
+  QueryTile tile;
+  tile.first_query = first_query;
+  tile.num_queries = s.len_q - first_query < kTile ? static_cast<int>(s.len_q - first_query) : kTile;
+  tile.ranges = tile_ranges(problem.forward.band, s, first_query, tile.num_queries);
+  const int64_t last = task.end_key < s.len_k ? task.end_key : s.len_k;
+  for (int64_t first = task.first_key; first < last; first += task.chunk_keys, partial += partial_stride) {
+    if (!sees(tile, first, last - first < task.chunk_keys ? last : first + task.chunk_keys)) continue;
+    if (sees(tile, 0, first)) {
+      add_floats(sum, partial, floats);
+    } else {
+      __builtin_memcpy(sum, partial, static_cast<size_t>(floats) * sizeof(float));
+    }
+  }
+  if (task.end_key >= s.len_k) store_queries(problem, task, tile, sees(tile, 0, s.len_k) ? sum : nullptr);
+}
+
+}  // namespace polyhead::cpu::POLYHEAD_ISA

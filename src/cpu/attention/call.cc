@@ -1,0 +1,121 @@
+#include "cpu/attention/call.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "core/philox.h"
+
+namespace polyhead::cpu {
+namespace {
+
+// The stride of a dim of size 1 may be any number: here it becomes one that pointers can step by.
+int64_t stride_of(const Tensor& t, int dim, int64_t otherwise = 0) {
+  return t.dims[dim] <= 1 ? otherwise : t.strides[dim];
+}
+
+Operand operand(const Tensor& t) {
+  if (t.num_elements() == 0) return {t.data, t.dtype, 0, 0, 0, 1};  // its strides may be any numbers
+  if (t.ndim == 3) return {t.data, t.dtype, 0, stride_of(t, 0), stride_of(t, 1), stride_of(t, 2, 1)};
+  return {t.data, t.dtype, stride_of(t, 0), stride_of(t, 1), stride_of(t, 2), stride_of(t, 3, 1)};
+}
+
+Broadcast broadcast(const Tensor& t) {
+  if (!t.given()) return {};
+  return {t.data, t.dtype, stride_of(t, 0), stride_of(t, 1), stride_of(t, 2), stride_of(t, 3)};
+}
+
+Statistic statistic(const Tensor& t) {
+  if (!t.given()) return {};
+  const bool packed = t.ndim == 2;
+  return {static_cast<float*>(t.data), packed ? 0 : stride_of(t, 0), stride_of(t, packed ? 0 : 1),
+          stride_of(t, packed ? 1 : 2)};
+}
+
+Dropout dropout(const AttentionDesc& desc, const ForwardArgs& args) {
+  const double p = desc.dropout_p;
+  return {dropout_threshold(p), args.dropout_offset, args.dropout_seed, p < 1 ? static_cast<float>(1 / (1 - p)) : 0.0f};
+}
+
+}  // namespace
+
+Problem problem(const AttentionDesc& desc, const ForwardArgs& args) {
+  Problem p;
+  p.batch = desc.batch;
+  p.num_heads = desc.num_heads;
+  p.group = desc.num_heads_kv > 0 ? desc.num_heads / desc.num_heads_kv : 1;
+  p.head_dim = desc.head_dim;
+  p.head_dim_v = desc.head_dim_v;
+  p.dtype = desc.dtype;
+  p.query = operand(args.query);
+  p.key = operand(args.key);
+  p.value = operand(args.value);
+  p.out = operand(args.out);
+  p.logsumexp = statistic(args.logsumexp);
+  p.mask = broadcast(args.attn_mask);
+  p.bias = broadcast(args.attn_bias);
+  if (args.alibi_slopes.given()) {
+    const Tensor& slopes = args.alibi_slopes;
+    p.slopes = static_cast<const float*>(slopes.data);
+    p.slopes_stride_b = slopes.ndim == 2 ? stride_of(slopes, 0) : 0;
+    p.slopes_stride_h = stride_of(slopes, slopes.ndim - 1);
+  }
+  if (args.weights.given()) {
+    const Tensor& w = args.weights;
+    const bool per_head = w.ndim == 4;
+    p.weights = w.data;
+    p.weights_stride_b = stride_of(w, 0);
+    p.weights_stride_h = per_head ? stride_of(w, 1) : 0;
+    p.weights_stride_q = stride_of(w, w.ndim - 2);
+    p.weights_stride_k = stride_of(w, w.ndim - 1, 1);
+  }
+  p.seqlen_k = desc.seqlen_k;
+  p.band = band(desc, args);
+  p.scale = static_cast<float>(desc.scale.value_or(desc.head_dim > 0 ? 1 / std::sqrt(double(desc.head_dim)) : 1.0));
+  p.softcap = static_cast<float>(desc.softcap);
+  p.dropout = dropout(desc, args);
+  return p;
+}
+
+BackwardProblem backward_problem(const AttentionDesc& desc, const BackwardArgs& args) {
+  BackwardProblem p;
+  p.forward = problem(desc, args.forward);
+  p.grad_out = operand(args.grad_out);
+  p.delta = statistic(args.delta);
+  p.grad_logsumexp = statistic(args.grad_logsumexp);
+  if (args.grad_query.given()) p.grad_query = operand(args.grad_query);
+  if (args.grad_key.given()) p.grad_key = operand(args.grad_key);
+  if (args.grad_value.given()) p.grad_value = operand(args.grad_value);
+  p.grad_bias = broadcast(args.grad_attn_bias);
+  if (args.grad_alibi_slopes.given()) {
+    const Tensor& slopes = args.grad_alibi_slopes;
+    p.grad_slopes = static_cast<float*>(slopes.data);
+    p.grad_slopes_stride_b = slopes.ndim == 2 ? stride_of(slopes, 0) : 0;
+    p.grad_slopes_stride_h = stride_of(slopes, slopes.ndim - 1);
+  }
+  p.accumulate = args.accumulate;
+  return p;
+}
+
+void clear_rows(const Operand& x, int64_t b, int64_t h, int64_t first, int64_t end, int64_t dim) {
+  const int64_t element_bytes = x.dtype == DType::kFloat32 ? 4 : 2;
+  for (int64_t i = first; i < end; ++i) {
+    char* row = static_cast<char*>(x.data) + (b * x.stride_b + i * x.stride_s + h * x.stride_h) * element_bytes;
+    if (x.stride_d == 1) {
+      std::memset(row, 0, static_cast<size_t>(dim * element_bytes));
+      continue;
+    }
+    for (int64_t d = 0; d < dim; ++d) {
+      std::memset(row + d * x.stride_d * element_bytes, 0, static_cast<size_t>(element_bytes));
+    }
+  }
+}
+
+void hide_rows(const Problem& p, int64_t b, int64_t h, int64_t first, int64_t end) {
+  clear_rows(p.out, b, h, first, end, p.head_dim_v);
+  const Statistic& l = p.logsumexp;
+  for (int64_t i = first; i < end && l.data != nullptr; ++i) {
+    l.data[b * l.stride_b + h * l.stride_h + i * l.stride_s] = -INFINITY;
+  }
+}
+
+}  // namespace polyhead::cpu

@@ -1,0 +1,347 @@
+// Few queries and many keys (decoding): all query heads of a key/value head in one pass over K and V, chunk by chunk.
+// A chunk's m, l and O are a partial result; the chunks' are merged in order, so that threads change no bit.
+#include "cpu/attention/decode_products.h"
+#include "cpu/attention/decode_softmax.h"
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// Rows are computed one, two, or four at a time; rows that fill a four are computed and not used.
+constexpr int padded_rows(int rows) { return rows < 3 ? rows : (rows + 3) / 4 * 4; }
+
+// m of a chunk of which a row's task sees nothing: O is not there.
+constexpr float kNotComputed = -kInfinity;
+
+// A partial result, in floats: m [rows], l [rows], both padded to vectors, O [padded rows][Dv, padded to vectors].
+struct PartialLayout {
+  int64_t statistics, out_stride, floats;
+  PartialLayout(int rows, int64_t head_dim_v)
+      : statistics(round_up(rows, 16)),
+        out_stride(round_up(head_dim_v, 16)),
+        floats(2 * statistics + padded_rows(rows) * out_stride) {}
+};
+
+// A task's memory, in floats: Q, S, copies of a block of keys and of values.
+struct ScratchLayout {
+  int64_t query_stride, scores, keys, values, floats;
+  ScratchLayout(int rows, int64_t head_dim, int64_t head_dim_v)
+      : query_stride(round_up(head_dim, 16)),
+        scores(padded_rows(rows) * query_stride),
+        keys(scores + round_up(padded_rows(rows) * int64_t{kRowScores}, 16)),
+        values(keys + round_up(kDecodeBlock * head_dim, 16)),
+        floats(values + round_up(kDecodeBlock * head_dim_v, 16)) {}
+};
+
+struct Decode {
+  const Problem& problem;
+  const DecodeTask& task;
+  Rows key, value;
+  PartialLayout partial;
+  ScratchLayout layout;
+  float* scratch;
+  DecodeRow row[kDecodeRows];
+  DecodeChunk chunk;
+  float* out;  // O of this chunk
+
+  float* scores(int r) const { return scratch + layout.scores + r * kRowScores; }
+};
+
+DecodeRow row_at(const Problem& problem, const DecodeTask& task, int r) {
+  const int64_t index = task.first_row + r;
+  return {task.kv_head * problem.group + index / task.sequence.len_q, index % task.sequence.len_q, 0, 0};
+}
+
+bool hides_more(const Problem& problem) { return problem.mask.data != nullptr || problem.bias.data != nullptr; }
+
+// Which keys of the chunk each row sees, and which blocks some row sees.
+void look_at_chunk(Decode& x, int64_t first) {
+  const Sequence& s = x.task.sequence;
+  const int64_t left = s.len_k - first;
+  DecodeChunk& chunk = x.chunk;
+  chunk = {first, left < kDecodeChunk ? static_cast<int>(left) : kDecodeChunk, 0, true};
+  for (int r = 0; r < x.task.num_rows; ++r) {
+    DecodeRow& row = x.row[r] = row_at(x.problem, x.task, r);
+    const KeyRange range = key_range(x.problem.band, s, row.i);
+    row.begin = clamp_to_block(range.begin, first, chunk.num_keys);
+    row.end = clamp_to_block(range.end, first, chunk.num_keys);
+    if (row.begin > 0 || row.end < chunk.num_keys) chunk.all = false;
+    if (row.begin >= row.end) continue;
+    const uint32_t up_to_last = ~0u >> (31 - (row.end - 1) / kDecodeBlock);
+    chunk.blocks |= up_to_last & ~0u << (row.begin / kDecodeBlock);
+  }
+  if (!hides_more(x.problem)) return;
+  chunk.all = false;
+  uint32_t blocks = 0;
+  const bool same_heads = x.problem.mask.stride_h == 0 && x.problem.bias.stride_h == 0;
+  for (int r = 0; r < x.task.num_rows; ++r) {
+    const Additive a = additive(x.problem, x.task.b, x.row[r].h);
+    if (r > 0 && same_heads && (a.same_for_all_queries() || r >= x.task.sequence.len_q)) break;
+    blocks |= blocks_left(a, x.row[r].i, chunk);
+  }
+  chunk.blocks &= blocks;
+}
+
+template <class Mac>
+void load_queries(const Decode& x) {
+  float* out = x.scratch;
+  const int64_t dim = x.problem.head_dim, words = words_of(dim, Mac::kElements);
+  for (int r = 0; r < padded_rows(x.task.num_rows); ++r, out += x.layout.query_stride) {
+    const DecodeRow row = row_at(x.problem, x.task, r < x.task.num_rows ? r : 0);
+    const Rows query = rows_of(x.problem.query, x.task.b, row.h, x.task.sequence.first_q + row.i);
+    for (int64_t word = 0; word < words; word += kLanes) {
+      const int n = words - word < kLanes ? static_cast<int>(words - word) : kLanes;
+      store(out + word, load_words<Mac>(query, 0, word, n, dim));
+    }
+  }
+}
+
+// What is read about 8 KiB after the block of x that starts at `key`; behind x's last block, rows of `then`.
+const char* block_ahead(const DecodeChunk& chunk, int key, const Rows& x, int64_t columns, const Rows& then,
+                        int64_t then_first) {
+  const auto row = [](const Rows& rows, int64_t at) {
+    return static_cast<const char*>(rows.data) + at * rows.stride * (rows.dtype == DType::kFloat32 ? 4 : 2);
+  };
+  const int64_t block_bytes = kDecodeBlock * columns * (x.dtype == DType::kFloat32 ? 4 : 2);
+  int ahead = block_bytes >= 8192 ? 0 : block_bytes >= 4096 ? 1 : 3;  // blocks between
+  uint32_t left = chunk.blocks & (~1u << (key / kDecodeBlock));
+  for (; left != 0 && ahead > 0; --ahead) left &= left - 1;
+  if (left != 0) return row(x, chunk.first + __builtin_ctz(left) * kDecodeBlock);
+  return row(then, then_first + ahead * kDecodeBlock);
+}
+
+// Keys [key, key + num_keys) of the chunk where they lie.
+template <class Row>
+RowsAt<Row> rows_in_place(const Rows& x, const DecodeChunk& chunk, int key, int num_keys, const char* ahead) {
+  const auto* data = static_cast<const typename Row::Element*>(x.data) + (chunk.first + key) * x.stride;
+  return {data, x.stride, num_keys, ahead - reinterpret_cast<const char*>(data)};
+}
+
+// S of the chunk: keys that are not read where they lie (their columns are not neighbours) are copied as words of Row.
+template <class Row, int kRows>
+void score_chunk(const Decode& x) {
+  using Mac = typename Row::Mac;
+  const int rows = padded_rows(x.task.num_rows);
+  const int64_t dim = x.problem.head_dim;
+  const int64_t first_value = x.chunk.first + __builtin_ctz(x.chunk.blocks) * kDecodeBlock;
+  for_each_block(x.chunk, [&](int key, int n) {
+    if (x.key.column_stride == 1) {
+      const char* ahead = block_ahead(x.chunk, key, x.key, dim, x.value, first_value);
+      const RowsAt<Row> keys = rows_in_place<Row>(x.key, x.chunk, key, n, ahead);
+      return score_rows<Row, kRows>(x.scores(0) + key, x.scratch, x.layout.query_stride, rows, keys, dim);
+    }
+    float* copy = x.scratch + x.layout.keys;
+    const int64_t words = words_of(dim, Mac::kElements);
+    copy_rows<Mac>(copy, x.key, x.chunk.first + key, n, n, dim);
+    if constexpr (Mac::kElements == 2) {
+      const RowsAt<Row> keys{reinterpret_cast<const typename Row::Element*>(copy), 2 * words, n, 0};
+      score_rows<Row, kRows>(x.scores(0) + key, x.scratch, x.layout.query_stride, rows, keys, 2 * words);
+    } else {
+      const RowsAt<FloatRow> keys{copy, words, n, 0};
+      score_rows<FloatRow, kRows>(x.scores(0) + key, x.scratch, x.layout.query_stride, rows, keys, dim);
+    }
+  });
+}
+
+void softmax_chunk(const Decode& x, float* m, float* l) {
+  alignas(64) uint8_t kept[kDecodeChunk / 8];
+  const Dropout& dropout = x.problem.dropout;
+  for (int r = 0; r < x.task.num_rows; ++r) {
+    const DecodeRow& row = x.row[r];
+    const ScoreRule rule = score_rule(x.problem, x.task.b, row.h);
+    const Additive a = additive(x.problem, x.task.b, row.h);
+    // An offset may be any int64: the sum is one of doubles.
+    const double position = static_cast<double>(x.task.sequence.offset) + static_cast<double>(row.i - x.chunk.first);
+    if (dropout.threshold > 0) {
+      const int64_t head_index = x.task.b * x.problem.num_heads + row.h;
+      dropout_row(kept, dropout, static_cast<uint32_t>(head_index), row.i, x.chunk, 0, x.chunk.num_keys);
+    }
+    softmax_row(x.scores(r), {row, x.chunk, rule, a, static_cast<float>(position)},
+                dropout.threshold > 0 ? &kept : nullptr, m + r, l + r);
+  }
+}
+
+// O of the chunk. With `finite`, NaN and inf among the values are taken as 0.
+template <class Row, int kRows>
+void weigh_chunk(const Decode& x, bool finite) {
+  const int rows = padded_rows(x.task.num_rows);
+  const int64_t dim = x.problem.head_dim_v, next_chunk = x.chunk.first + kDecodeChunk;
+  __builtin_memset(x.out, 0, static_cast<size_t>(rows * x.partial.out_stride) * sizeof(float));
+  for_each_block(x.chunk, [&](int key, int n) {
+    if (x.value.column_stride == 1 && !finite) {
+      const char* ahead = block_ahead(x.chunk, key, x.value, dim, x.key, next_chunk);
+      const RowsAt<Row> values = rows_in_place<Row>(x.value, x.chunk, key, n, ahead);
+      return accumulate_rows_of<Row, kRows>(x.out, x.partial.out_stride, x.scores(0) + key, rows, values, dim);
+    }
+    float* copy = x.scratch + x.layout.values;
+    copy_values<Float32>(copy, dim, x.value, x.chunk.first + key, n, n, dim, finite);
+    const RowsAt<FloatRow> values{copy, dim, n, 0};
+    accumulate_rows_of<FloatRow, kRows>(x.out, x.partial.out_stride, x.scores(0) + key, rows, values, dim);
+  });
+}
+
+bool finite_output(const Decode& x) {
+  for (int r = 0; r < x.task.num_rows; ++r) {
+    const float* out = x.out + r * x.partial.out_stride;
+    F sum = broadcast(0.0f);  // NaN as soon as one term is NaN or inf
+    for (int64_t d = 0; d < x.problem.head_dim_v; d += kLanes) sum = fma(load(out + d), broadcast(0.0f), sum);
+    if (any(negate(equal(sum, broadcast(0.0f))))) return false;
+  }
+  return true;
+}
+
+bool sees(const Decode& x, int r, int key) {
+  const DecodeRow& row = x.row[r];
+  if (key < row.begin || key >= row.end) return false;
+  const F add = additive_row(additive(x.problem, x.task.b, row.h), row.i, x.chunk.first + key, 1);
+  return (bits(equal(add, broadcast(-kInfinity))) & 1) == 0;
+}
+
+// V's NaN and inf were taken as 0; here they reach the rows that see them, and no others.
+void add_not_finite(const Decode& x) {
+  alignas(64) float element[kLanes];
+  for_each_block(x.chunk, [&](int first, int n) {
+    for (int key = first; key < first + n; ++key) {
+      for (int64_t d = 0; d < x.problem.head_dim_v; ++d) {
+        store(element, load_columns(x.value, x.chunk.first + key, d, 1));
+        if (element[0] - element[0] == 0.0f) continue;
+        for (int r = 0; r < x.task.num_rows; ++r) {
+          if (sees(x, r, key)) x.out[r * x.partial.out_stride + d] += x.scores(r)[key] * element[0];
+        }
+      }
+    }
+  });
+}
+
+template <class KeyRow, class ValueRow, int kRows>
+void attend_chunk(Decode& x, float* partial) {
+  load_queries<typename KeyRow::Mac>(x);
+  score_chunk<KeyRow, kRows>(x);
+  softmax_chunk(x, partial, partial + x.partial.statistics);
+  weigh_chunk<ValueRow, kRows>(x, false);
+  if (x.chunk.all || finite_output(x)) return;
+  weigh_chunk<ValueRow, kRows>(x, true);
+  add_not_finite(x);
+}
+
+template <class KeyRow, class ValueRow>
+void attend_chunk_rows(Decode& x, float* partial) {
+  switch (x.task.num_rows) {
+    case 1: attend_chunk<KeyRow, ValueRow, 1>(x, partial); break;
+    case 2: attend_chunk<KeyRow, ValueRow, 2>(x, partial); break;
+    default: attend_chunk<KeyRow, ValueRow, 4>(x, partial); break;
+  }
+}
+
+// How rows end: L, and what O is divided by. In each partial result, m becomes the factor that merges it, or -1 where it
+// was not computed.
+struct RowEnds {
+  alignas(64) float divisor[kDecodeRows], logsumexp[kDecodeRows];
+  bool hidden[kDecodeRows];
+};
+
+void end_rows(RowEnds& ends, const Problem& problem, const DecodeTask& task, const PartialLayout& layout,
+              float* partials, int64_t num_partials) {
+  const ScoreRule rule = score_rule(problem, task.b, 0);  // scale and factor, which all heads share
+  const F factor = broadcast(rule.factor);
+  for (int r = 0; r < task.num_rows; r += kLanes) {
+    F m = broadcast(kNoMaximum), l = broadcast(0.0f);
+    for (int64_t c = 0; c < num_partials; ++c) m = maximum(load(partials + c * layout.floats + r), m);
+    for (int64_t c = 0; c < num_partials; ++c) {
+      float* partial = partials + c * layout.floats + r;
+      const F m_c = load(partial);
+      const M computed = negate(equal(m_c, broadcast(kNotComputed)));
+      const F alpha = exp2(m_c - m, factor);
+      l = select(computed, fma(load(partial + layout.statistics), alpha, l), l);
+      store(partial, select(computed, alpha, broadcast(-1.0f)));
+    }
+    const M none = equal(l, broadcast(0.0f));
+    const F scale = broadcast(rule.natural ? 1.0f : rule.scale);
+    store(ends.divisor + r, l);
+    store(ends.logsumexp + r, select(none, broadcast(-kInfinity), fma(m, scale, log(l))));
+    for (int lane = 0; lane < kLanes; ++lane) ends.hidden[r + lane] = (bits(none) >> lane & 1) != 0;
+  }
+}
+
+// Of a row with l = 0: whether mask and bias leave it a key, so that all it sees has score -inf: exp(-inf + inf), NaN.
+bool sees_only_minus_infinity(const Problem& problem, const DecodeTask& task, const DecodeRow& row) {
+  return leaves_a_key(additive(problem, task.b, row.h), key_range(problem.band, task.sequence, row.i), row.i);
+}
+
+// A row's O: the sum of the partial ones, in order of their chunks, divided by l.
+void store_row(const Problem& problem, const DecodeTask& task, const PartialLayout& layout, const float* partials,
+               int64_t num_partials, int r, const DecodeRow& row, const RowEnds& ends) {
+  const Operand& out = problem.out;
+  const int64_t at = task.b * out.stride_b + row.h * out.stride_h + (task.sequence.first_q + row.i) * out.stride_s;
+  const float* rows = partials + 2 * layout.statistics + r * layout.out_stride;
+  const F divisor = broadcast(ends.divisor[r]), reciprocal = broadcast(1.0f) / divisor;
+  const F scale = broadcast(problem.dropout.scale);
+  for (int64_t d = 0; d < problem.head_dim_v; d += kLanes) {
+    F sum = broadcast(0.0f);
+    for (int64_t c = 0; c < num_partials && !ends.hidden[r]; ++c) {
+      const float alpha = partials[c * layout.floats + r];
+      if (alpha != -1.0f) sum = fma(load(rows + c * layout.floats + d), broadcast(alpha), sum);
+    }
+    const F o = ends.hidden[r] ? sum : divide(sum, divisor, reciprocal) * scale;
+    const int n = problem.head_dim_v - d < kLanes ? static_cast<int>(problem.head_dim_v - d) : kLanes;
+    store_columns(out.data, out.dtype, at + d * out.stride_d, out.stride_d, o, n);
+  }
+}
+
+}  // namespace
+
+size_t decode_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int rows) {
+  return static_cast<size_t>(ScratchLayout(rows, head_dim, head_dim_v).floats) * sizeof(float);
+}
+
+size_t decode_partial_bytes(int64_t head_dim_v, int rows) {
+  return static_cast<size_t>(PartialLayout(rows, head_dim_v).floats) * sizeof(float);
+}
+
+void decode_chunk(const Problem& problem, const DecodeTask& task, int64_t chunk, float* partial, void* scratch) {
+  const int64_t kv_head = task.kv_head, first_k = task.sequence.first_k;
+  Decode x{problem,
+           task,
+           rows_of(problem.key, task.b, kv_head, first_k),
+           rows_of(problem.value, task.b, kv_head, first_k),
+           PartialLayout(task.num_rows, problem.head_dim_v),
+           ScratchLayout(task.num_rows, problem.head_dim, problem.head_dim_v),
+           static_cast<float*>(scratch),
+           {},
+           {},
+           nullptr};
+  x.out = partial + 2 * x.partial.statistics;
+  look_at_chunk(x, chunk * kDecodeChunk);
+  if (x.chunk.blocks == 0) {
+    for (int r = 0; r < task.num_rows; ++r) partial[r] = kNotComputed;
+    return;
+  }
+  switch (problem.dtype) {
+#ifdef POLYHEAD_HAS_BF16_DOT
+    case DType::kBFloat16: attend_chunk_rows<BFloat16PairRow, BFloat16Row>(x, partial); break;
+#else
+    case DType::kBFloat16: attend_chunk_rows<BFloat16Row, BFloat16Row>(x, partial); break;
+#endif
+    case DType::kFloat16: attend_chunk_rows<Float16Row, Float16Row>(x, partial); break;
+    default: attend_chunk_rows<FloatRow, FloatRow>(x, partial); break;
+  }
+}
+
+void decode_merge(const Problem& problem, const DecodeTask& task, float* partials, int64_t num_partials) {
+  const PartialLayout layout(task.num_rows, problem.head_dim_v);
+  RowEnds ends;
+  end_rows(ends, problem, task, layout, partials, num_partials);
+  for (int r = 0; r < task.num_rows; ++r) {
+    const DecodeRow row = row_at(problem, task, r);
+    if (ends.hidden[r] && sees_only_minus_infinity(problem, task, row)) {
+      ends.hidden[r] = false;
+      ends.divisor[r] = ends.logsumexp[r] = __builtin_nanf("");
+    }
+    store_row(problem, task, layout, partials, num_partials, r, row, ends);
+    if (problem.logsumexp.data == nullptr) continue;
+    *at(problem.logsumexp, task.b, row.h, task.sequence.first_q + row.i) = ends.logsumexp[r];
+  }
+}
+
+}  // namespace polyhead::cpu::POLYHEAD_ISA

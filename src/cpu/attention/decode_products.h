@@ -1,0 +1,188 @@
+// Products of a few query rows with keys and values as they lie in memory, lanes along head_dim: memory is read once, in
+// long runs, while the sums stay in registers.
+//   Q [rows][D]   S, P [rows][kRowScores]   O [rows][Dv]   K [keys][D], V [keys][Dv] by strides
+#pragma once
+
+#include "cpu/attention/functions.h"
+#include "cpu/isa/rows.h"
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+constexpr int kRowScores = kDecodeChunk + kLanes;  // not a power of two: 4 rows fall into different sets of the L1
+
+// How vectors of a row are read: `first` reads n elements, the lanes behind them are 0.
+struct FloatRow {
+  using Element = float;
+  using Mac = Float32;
+  static inline F whole(const float* p) { return load(p); }
+  static inline F first(const float* p, int n) { return load_first(p, n); }
+};
+struct BFloat16Row {
+  using Element = uint16_t;
+  using Mac = Float32;
+  static inline F whole(const uint16_t* p) { return load_bf16(p); }
+  static inline F first(const uint16_t* p, int n) { return load_bf16_first(p, n); }
+};
+struct Float16Row {
+  using Element = uint16_t;
+  using Mac = Float32;
+  static inline F whole(const uint16_t* p) { return load_f16(p); }
+  static inline F first(const uint16_t* p, int n) { return load_f16_first(p, n); }
+};
+#ifdef POLYHEAD_HAS_BF16_DOT
+struct BFloat16PairRow {
+  using Element = uint16_t;
+  using Mac = BFloat16Pair;
+  static inline F whole(const uint16_t* p) { return load(reinterpret_cast<const float*>(p)); }
+  static inline F first(const uint16_t* p, int n) {
+    if (n % 2 == 0) return load_first(reinterpret_cast<const float*>(p), n / 2);
+    alignas(64) uint16_t buffer[2 * kLanes] = {};
+    for (int i = 0; i < n; ++i) buffer[i] = p[i];
+    return load(reinterpret_cast<const float*>(buffer));
+  }
+};
+#endif
+
+// Asks for what lies `ahead` bytes behind p, which some later block will read.
+template <class Element>
+inline void prefetch_ahead(const Element* p, ptrdiff_t ahead) {
+  __builtin_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead)), 0,
+                     3);
+}
+
+// Keys or values of a few rows, in place or copied.
+template <class Row>
+struct RowsAt {
+  const typename Row::Element* data;
+  ptrdiff_t stride;
+  int num_rows;
+  ptrdiff_t ahead;  // bytes from here to the rows that will be read next
+};
+
+// S of kRows query rows and kLanes / kRows keys, row after row in one vector.
+template <class Row, int kRows, bool kPrefetch>
+inline __attribute__((always_inline)) F score_step(const float* query, ptrdiff_t query_stride,
+                                                   const typename Row::Element* const (&key)[kLanes / kRows],
+                                                   int64_t dim, ptrdiff_t ahead) {
+  constexpr int kKeys = kLanes / kRows;
+  constexpr int kElements = Row::Mac::kElements * kLanes;
+  F sum[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) sum[i] = broadcast(0.0f);
+  int64_t d = 0;
+  for (; d + kElements <= dim; d += kElements, query += kLanes) {
+    F x[kKeys];
+#pragma GCC unroll 16
+    for (int k = 0; k < kKeys; ++k) {
+      x[k] = Row::whole(key[k] + d);
+      if (kPrefetch) prefetch_ahead(key[k] + d, ahead);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const F q = load(query + r * query_stride);
+#pragma GCC unroll 16
+      for (int k = 0; k < kKeys; ++k) sum[r * kKeys + k] = Row::Mac::step(sum[r * kKeys + k], q, x[k]);
+    }
+  }
+  if (d < dim) {
+    const int n = static_cast<int>(dim - d);
+#pragma GCC unroll 16
+    for (int k = 0; k < kKeys; ++k) {
+      const F x = Row::first(key[k] + d, n);
+      if (kPrefetch) prefetch_ahead(key[k] + d, ahead);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r)
+        sum[r * kKeys + k] = Row::Mac::step(sum[r * kKeys + k], load(query + r * query_stride), x);
+    }
+  }
+  return sums(sum);
+}
+
+template <int kRows>
+inline void store_scores(float* scores, F s) {
+  if constexpr (kRows == 1) {
+    store(scores, s);
+  } else {
+    constexpr int kKeys = kLanes / kRows;
+    alignas(64) float lanes[kLanes];
+    store(lanes, s);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) __builtin_memcpy(scores + r * kRowScores, lanes + r * kKeys, kKeys * sizeof(float));
+  }
+}
+
+// scores[row][key] = Q K^T for all keys of x; num_rows is a multiple of kRows. What stands in the scores behind the last
+// key, up to a multiple of kLanes, is not to be used.
+template <class Row, int kRows>
+inline void score_rows(float* scores, const float* query, ptrdiff_t query_stride, int num_rows, const RowsAt<Row>& x,
+                       int64_t dim) {
+  constexpr int kKeys = kLanes / kRows;
+  for (int k = 0; k < x.num_rows; k += kKeys) {
+    const typename Row::Element* key[kKeys];
+#pragma GCC unroll 16
+    for (int i = 0; i < kKeys; ++i) key[i] = x.data + (k + i < x.num_rows ? k + i : x.num_rows - 1) * x.stride;
+    store_scores<kRows>(scores + k, score_step<Row, kRows, true>(query, query_stride, key, dim, x.ahead));
+    for (int r = kRows; r < num_rows; r += kRows) {
+      store_scores<kRows>(scores + r * kRowScores + k,
+                          score_step<Row, kRows, false>(query + r * query_stride, query_stride, key, dim, x.ahead));
+    }
+  }
+}
+
+// O[row][kVecs_ vectors] += P V; kTail: the last vector, of which n lanes are there.
+template <class Row, int kRows, int kVecs_, bool kTail, bool kPrefetch>
+inline __attribute__((always_inline)) void accumulate_step(float* out, ptrdiff_t out_stride, const float* p,
+                                                           const RowsAt<Row>& x, int64_t column, int n) {
+  F sum[kRows][kVecs_];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs_; ++v) sum[r][v] = load(out + r * out_stride + column + v * kLanes);
+  }
+  const typename Row::Element* value = x.data + column;
+  for (int k = 0; k < x.num_rows; ++k, value += x.stride) {
+    F x_k[kVecs_];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs_; ++v) {
+      x_k[v] = kTail ? Row::first(value, n) : Row::whole(value + v * kLanes);
+      if (kPrefetch) prefetch_ahead(value + v * kLanes, x.ahead);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const F p_r = broadcast(p[r * kRowScores + k]);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs_; ++v) sum[r][v] = fma(p_r, x_k[v], sum[r][v]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs_; ++v) store(out + r * out_stride + column + v * kLanes, sum[r][v]);
+  }
+}
+
+template <class Row, int kRows, int kVecs_, bool kPrefetch>
+inline void accumulate_columns(float* out, ptrdiff_t out_stride, const float* p, const RowsAt<Row>& x, int64_t column,
+                               int64_t dim) {
+  for (; column + kVecs_ * kLanes <= dim; column += kVecs_ * kLanes)
+    accumulate_step<Row, kRows, kVecs_, false, kPrefetch>(out, out_stride, p, x, column, kLanes);
+  if constexpr (kVecs_ > 1) {
+    accumulate_columns<Row, kRows, kVecs_ / 2, kPrefetch>(out, out_stride, p, x, column, dim);
+  } else if (column < dim) {
+    accumulate_step<Row, kRows, 1, true, kPrefetch>(out, out_stride, p, x, column, static_cast<int>(dim - column));
+  }
+}
+
+// O += P V for all values of x; rows as in score_rows. Rows of O are padded to whole vectors.
+template <class Row, int kRows>
+inline void accumulate_rows_of(float* out, ptrdiff_t out_stride, const float* p, int num_rows, const RowsAt<Row>& x,
+                               int64_t dim) {
+  constexpr int kVecs_ = (kLanes == 16 ? 16 : 8) / kRows < 8 ? (kLanes == 16 ? 16 : 8) / kRows : 8;
+  accumulate_columns<Row, kRows, kVecs_, true>(out, out_stride, p, x, 0, dim);
+  for (int r = kRows; r < num_rows; r += kRows)
+    accumulate_columns<Row, kRows, kVecs_, false>(out + r * out_stride, out_stride, p + r * kRowScores, x, 0, dim);
+}
+
+}  // namespace
+}  // namespace polyhead::cpu::POLYHEAD_ISA

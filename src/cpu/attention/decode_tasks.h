@@ -1,0 +1,17 @@
+// The path of few queries: chunks of keys as tasks, then what they found merged. functions.h's decode_chunk and
+// decode_merge do the work.
+#pragma once
+
+#include "contract/kernel.h"
+#include "cpu/attention/functions.h"
+
+namespace polyhead::cpu {
+
+// Whether this path computes `desc`: told by its shape alone, so that the batch and the threads change no bit.
+bool decode_takes(const AttentionDesc& desc);
+
+size_t decode_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads);
+void decode_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args,
+                    Executor& executor);
+
+}  // namespace polyhead::cpu

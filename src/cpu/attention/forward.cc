@@ -1,0 +1,230 @@
+// FlashAttention-2 forward (algorithm 1 of arXiv:2307.08691) for one instruction set, queries along the lanes.
+#include "cpu/attention/block.h"
+#include "cpu/attention/weights.h"
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+float weight_at(const float* p, int elements, int key, int lane) {
+  if (elements == 1) return p[key * kTile + lane];
+  uint32_t word;
+  __builtin_memcpy(&word, p + key / 2 * kTile + lane, sizeof word);
+  word = key % 2 == 0 ? word << 16 : word & 0xffff0000u;
+  float weight;
+  __builtin_memcpy(&weight, &word, sizeof weight);
+  return weight;
+}
+
+// In the careful pass V's NaN and inf were taken as 0; here they reach the queries that see them, and no others.
+template <class Mac>
+void add_not_finite(const Head& head, Tile& tile, const Block& block, const TileView& t) {
+  alignas(64) float row[kLanes];
+  for (int k = t.begin; k < t.end && k < block.num_keys; ++k) {
+    for (int64_t d = 0; d < head.problem.head_dim_v; ++d) {
+      store(row, load_columns(head.value, block.first + k, d, 1));
+      if (row[0] - row[0] == 0.0f) continue;
+      for (int q = 0; q < tile.num_queries; ++q) {
+        if (hidden(t.view, k, q)) continue;
+        tile.state.out[d * kTile + q] += weight_at(head.scratch->p, Mac::kElements, k, q) * row[0];
+      }
+    }
+  }
+}
+
+template <class Mac>
+void attend_block(const Head& head, Tile& tile, const Block& block) {
+  const TileView t = view_block(head, tile, block.first, block.num_keys);
+  if (t.begin >= t.end) return;
+  if (!t.all || t.view.additive != nullptr) tile.some_hidden = true;
+  for_each_part(t, [&](const Part& part, const BlockView& view) {
+    score_keys<Mac, Mac>(head, tile, block, view, part);
+    accumulate<Mac>(tile.state.out, head.scratch->p, block.value, part.begin / Mac::kElements,
+                    part.end / Mac::kElements, head.problem.head_dim_v, part.v_begin, part.v_end);
+  });
+  if (head.careful) add_not_finite<Mac>(head, tile, block, t);
+}
+
+// How a tile's rows end: what O is divided by, and L.
+struct RowEnds {
+  alignas(64) float divisor[kTile];
+  alignas(64) float reciprocal[kTile];
+  alignas(64) float logsumexp[kTile];
+  bool hidden[kTile];
+  bool some_hidden;
+};
+
+void end_rows(RowEnds& ends, const Head& head, const Tile& tile) {
+  for (int q = 0; q < kTile; q += kLanes) {
+    const F l = load(tile.state.l + q), m = load(tile.state.m + q);
+    const M none = equal(l, broadcast(0.0f));
+    const F weights = load((head.rounded_weights ? tile.state.l_rounded : tile.state.l) + q);
+    const F divisor = select(none, broadcast(1.0f), weights);
+    store(ends.divisor + q, divisor);
+    store(ends.reciprocal + q, broadcast(1.0f) / divisor);
+    const F scale = broadcast(head.rule.natural ? 1.0f : head.rule.scale);
+    store(ends.logsumexp + q, select(none, broadcast(-kInfinity), fma(m, scale, log(l))));
+  }
+  ends.some_hidden = false;
+  for (int q = 0; q < tile.num_queries; ++q) {
+    ends.hidden[q] = tile.state.l[q] == 0.0f;
+    if (!ends.hidden[q]) continue;
+    if (sees_only_minus_infinity(head, tile, q)) {
+      ends.hidden[q] = false;
+      ends.divisor[q] = ends.reciprocal[q] = ends.logsumexp[q] = __builtin_nanf("");
+    }
+    ends.some_hidden = ends.some_hidden || ends.hidden[q];
+  }
+}
+
+bool finite_output(const Tile& tile, int64_t dim) {
+  for (int q = 0; q < tile.num_queries; q += kLanes) {
+    F sum = broadcast(0.0f);  // NaN as soon as one term is NaN or inf
+    for (int64_t d = 0; d < dim; ++d) sum = fma(load(tile.state.out + d * kTile + q), broadcast(0.0f), sum);
+    const int rows = tile.num_queries - q < kLanes ? tile.num_queries - q : kLanes;
+    if ((~bits(equal(sum, broadcast(0.0f))) & ((1u << rows) - 1)) != 0) return false;
+  }
+  return true;
+}
+
+// Rows [q, q + kLanes) and columns [d, d + kLanes) of a tile's output, transposed back and written.
+void store_output(const Problem& problem, int64_t at, const Tile& tile, const RowEnds& ends, int q, int64_t d) {
+  const Operand& out = problem.out;
+  const int64_t dim = problem.head_dim_v;
+  const F divisor = load(ends.divisor + q), reciprocal = load(ends.reciprocal + q);
+  const F scale = broadcast(problem.dropout.scale);
+  const auto row = [&](int64_t d_i) {
+    return divide(load(tile.state.out + d_i * kTile + q), divisor, reciprocal) * scale;
+  };
+  const int rows = tile.num_queries - q < kLanes ? tile.num_queries - q : kLanes;
+  const int n = dim - d < kLanes ? static_cast<int>(dim - d) : kLanes;
+  F block[kLanes];
+  if (rows == kLanes && n == kLanes && out.dtype == DType::kFloat32 && out.stride_d == 1 && !ends.some_hidden) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) block[i] = row(d + i);
+    transpose(block);
+    float* target = static_cast<float*>(out.data) + at;
+#pragma GCC unroll 16
+    for (int r = 0; r < kLanes; ++r) store(target + r * out.stride_s, block[r]);
+    return;
+  }
+  for (int i = 0; i < kLanes; ++i) {
+    block[i] = i < n ? row(d + i) : broadcast(0.0f);
+  }
+  transpose(block);
+  for (int r = 0; r < rows; ++r) {
+    store_columns(out.data, out.dtype, at + r * out.stride_s, out.stride_d,
+                  ends.hidden[q + r] ? broadcast(0.0f) : block[r], n);
+  }
+}
+
+// O / l and L, written out. False if something hidden was computed and O holds NaN or inf: hidden values may have leaked.
+bool finish_tile(const Head& head, Tile& tile) {
+  const Problem& problem = head.problem;
+  if (tile.some_hidden && !head.careful && !finite_output(tile, problem.head_dim_v)) return false;
+  RowEnds ends;
+  end_rows(ends, head, tile);
+  const int64_t row0 = head.task.sequence.first_q + tile.first_query;
+  const Operand& out = problem.out;
+  const int64_t out0 = head.task.b * out.stride_b + head.task.h * out.stride_h + row0 * out.stride_s;
+  for (int q = 0; q < tile.num_queries; q += kLanes) {
+    for (int64_t d = 0; d < problem.head_dim_v; d += kLanes) {
+      store_output(problem, out0 + q * out.stride_s + d * out.stride_d, tile, ends, q, d);
+    }
+  }
+  if (problem.logsumexp.data == nullptr) return true;
+  for (int q = 0; q < tile.num_queries; ++q) {
+    *at(problem.logsumexp, head.task.b, head.task.h, row0 + q) = ends.logsumexp[q];
+  }
+  return true;
+}
+
+template <class Mac>
+void attend(const Head& head, Tile* tiles, int num_tiles) {
+  int64_t begin = head.task.sequence.len_k, end = 0;
+  for (int t = 0; t < num_tiles; ++t) {
+    Tile& tile = tiles[t];
+    tile.some_hidden = false;
+    for (int q = 0; q < kTile; ++q) {
+      tile.state.m[q] = kNoMaximum;
+      tile.state.l[q] = tile.state.l_rounded[q] = 0;
+    }
+    __builtin_memset(tile.state.out, 0, static_cast<size_t>(head.problem.head_dim_v) * kTile * sizeof(float));
+    if (tile.ranges.any_begin < begin) begin = tile.ranges.any_begin;
+    if (tile.ranges.any_end > end) end = tile.ranges.any_end;
+  }
+  for (int64_t first = begin / kBlock * kBlock; first < end; first += kBlock) {
+    const Block block = load_block<Mac>(head, first);
+    const int64_t next = head.task.sequence.len_k - first - kBlock;
+    prefetch_rows(head.key, first + kBlock, next < kBlock ? next : kBlock, head.problem.head_dim);
+    prefetch_rows(head.value, first + kBlock, next < kBlock ? next : kBlock, head.problem.head_dim_v);
+    for (int t = 0; t < num_tiles; ++t) attend_block<Mac>(head, tiles[t], block);
+  }
+}
+
+template <class Mac>
+void forward_task(const Problem& problem, const ForwardTask& task, void* memory) {
+  const Sequence& s = task.sequence;
+  const int64_t kv_head = task.h / problem.group;
+  Scratch* scratch = static_cast<Scratch*>(memory);
+  float* floats = reinterpret_cast<float*>(static_cast<char*>(memory) + round_up(sizeof(Scratch)));
+  Head head{{problem, s, task.b, task.h, additive(problem, task.b, task.h), score_rule(problem, task.b, task.h),
+             &scratch->view},
+            task,
+            rows_of(problem.key, task.b, kv_head, s.first_k),
+            rows_of(problem.value, task.b, kv_head, s.first_k),
+            scratch,
+            floats,
+            floats + kBlock * problem.head_dim,
+            Mac::kElements == 2,
+            false};
+  floats += kBlock * (problem.head_dim + problem.head_dim_v);
+  int num_tiles = 0;
+  for (int64_t done = 0; done < task.num_queries; done += kTile, ++num_tiles) {
+    Tile& tile = scratch->tile[num_tiles];
+    tile.first_query = task.first_query + done;
+    tile.num_queries = task.num_queries - done < kTile ? static_cast<int>(task.num_queries - done) : kTile;
+    tile.query = floats;
+    tile.state.out = floats + problem.head_dim * kTile;
+    floats += (problem.head_dim + problem.head_dim_v) * kTile;
+    tile.ranges = tile_ranges(problem.band, s, tile.first_query, tile.num_queries);
+    const Rows query = rows_of(problem.query, task.b, task.h, s.first_q + tile.first_query);
+    prefetch_rows(query, 0, tile.num_queries, problem.head_dim);
+    transpose_rows<Mac>(tile.query, query, tile.num_queries, problem.head_dim);
+  }
+  scratch->view.additive = floats;
+  attend<Mac>(head, scratch->tile, num_tiles);
+  for (int t = 0; t < num_tiles; ++t) {
+    Tile& tile = scratch->tile[t];
+    if (!finish_tile(head, tile)) {
+      head.careful = true;
+      attend<Mac>(head, &tile, 1);
+      finish_tile(head, tile);
+      head.careful = false;
+    }
+    if (task.weights || task.mean != nullptr || task.columns != nullptr) second_pass<Mac>(head, tile);
+  }
+}
+
+}  // namespace
+
+// Behind Scratch lie, in floats: K and V of a block, Q^T and O^T of each tile, then the additive tile.
+size_t forward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive) {
+  const size_t dims = static_cast<size_t>(head_dim + head_dim_v);
+  return round_up(sizeof(Scratch)) + round_up(dims * sizeof(float) * static_cast<size_t>(kBlock + tiles * kTile)) +
+         (additive ? sizeof(float) * kBlock * kTile : 0);
+}
+
+void forward_tiles(const Problem& problem, const ForwardTask& task, void* scratch) {
+#ifdef POLYHEAD_HAS_BF16_DOT
+  if (problem.dtype == DType::kBFloat16) return forward_task<BFloat16Pair>(problem, task, scratch);
+#endif
+  forward_task<Float32>(problem, task, scratch);
+}
+
+void store_mean(const Problem& problem, int64_t b, int64_t first_query, int64_t num_queries, const float* mean) {
+  const int64_t row = b * problem.weights_stride_b + first_query * problem.weights_stride_q;
+  store_weights(problem, row, mean, problem.seqlen_k, 0, static_cast<int>(num_queries),
+                1 / static_cast<float>(problem.num_heads));
+}
+
+}  // namespace polyhead::cpu::POLYHEAD_ISA

@@ -1,0 +1,200 @@
+// P and dS of a tile of queries and a block of keys in backward, and what they are made from.
+//   Q^T [D][kTile]   dO^T [Dv][kTile]   K [kBlock][D]   V [kBlock][Dv]   P^T, dS^T [kBlock][kTile]
+#pragma once
+
+#include "cpu/attention/functions.h"
+#include "cpu/attention/view.h"
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+constexpr int kTileFloats = kBlock * kTile;
+constexpr int kRowsAhead = 5;  // asked for with each microkernel: what a group of tiles needs, within its last block
+
+struct GradientTile : QueryTile {
+  float *query, *grad_out;             // Q^T and dO^T, words along the dims
+  alignas(64) float logsumexp[kTile];  // +inf where no key is seen, which makes P 0
+  alignas(64) float delta[kTile];      // sum over Dv of dO * O, less the gradient of logsumexp
+};
+
+struct KeyBlock {
+  int64_t first;
+  int num_keys;
+  Words key, value;  // words along the dims
+};
+
+// What every tile of a head reads.
+struct GradientHead : HeadOptions {
+  const BackwardProblem& gradients;
+  Rows query, out, grad_out, key, value;  // of the sequence
+  float *key_copy, *value_copy;
+  float* p;       // P^T of the tile at hand
+  float* capped;  // 1 - tanh^2 of its softcap
+  RowsAhead* ahead;
+};
+
+inline GradientHead gradient_head(const BackwardProblem& gradients, const Sequence& s, int64_t b, int64_t h,
+                                  ViewScratch* view_scratch) {
+  const Problem& problem = gradients.forward;
+  const int64_t kv_head = h / problem.group;
+  return {{problem, s, b, h, additive(problem, b, h), score_rule(problem, b, h), view_scratch},
+          gradients,
+          rows_of(problem.query, b, h, s.first_q),
+          rows_of(problem.out, b, h, s.first_q),
+          rows_of(gradients.grad_out, b, h, s.first_q),
+          rows_of(problem.key, b, kv_head, s.first_k),
+          rows_of(problem.value, b, kv_head, s.first_k),
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr,
+          nullptr};
+}
+
+inline Rows from_row(const Rows& x, int64_t row, int64_t column = 0) {
+  Rows rows = x;
+  const int64_t at = row * x.stride + column * x.column_stride;
+  rows.data = static_cast<const char*>(x.data) + at * (x.dtype == DType::kFloat32 ? 4 : 2);
+  return rows;
+}
+
+// delta[q] = sum over Dv of dO * O, in the order in which dP = dO V^T is summed: where a query sees one key, O is that
+// key's value, and dS = P (dP - delta) becomes exactly 0. grad_out is dO^T in words; `memory` holds kTileFloats.
+template <class Mac>
+void multiply_rows(float* delta, const float* grad_out, const Rows& out, int num_rows, int64_t dim, float* memory) {
+  F sum[kVecs];
+  for (int v = 0; v < kVecs; ++v) sum[v] = broadcast(0.0f);
+  const int64_t element_bytes = out.dtype == DType::kFloat32 ? 4 : 2;
+  for (int64_t d = 0; d < dim; d += kBlock) {
+    const int64_t columns = dim - d < kBlock ? dim - d : kBlock;
+    const void* from = static_cast<const char*>(out.data) + d * out.column_stride * element_bytes;
+    transpose_rows<Mac>(memory, {from, out.dtype, out.stride, out.column_stride}, num_rows, columns);
+    for (int64_t word = 0; word < words_of(columns, Mac::kElements); ++word, grad_out += kTile) {
+      for (int v = 0; v < kVecs; ++v) {
+        sum[v] = Mac::step(sum[v], load(grad_out + v * kLanes), load(memory + word * kTile + v * kLanes));
+      }
+    }
+  }
+  for (int v = 0; v < kVecs; ++v) store(delta + v * kLanes, sum[v]);
+}
+
+// Q^T, dO^T and the statistics of a tile whose place and ranges are set. `memory` holds kTileFloats.
+template <class Mac>
+void load_tile(const GradientHead& head, GradientTile& tile, float* memory) {
+  const Problem& problem = head.problem;
+  const BackwardProblem& gradients = head.gradients;
+  const int n = tile.num_queries;
+  transpose_rows<Mac>(tile.query, from_row(head.query, tile.first_query), n, problem.head_dim);
+  transpose_rows<Mac>(tile.grad_out, from_row(head.grad_out, tile.first_query), n, problem.head_dim_v);
+  if (gradients.delta.data == nullptr) {
+    multiply_rows<Mac>(tile.delta, tile.grad_out, from_row(head.out, tile.first_query), n, problem.head_dim_v, memory);
+  }
+  const auto number = [&](const Statistic& x, int q) {
+    return *at(x, head.b, head.h, head.sequence.first_q + tile.first_query + q);
+  };
+  for (int q = 0; q < kTile; ++q) {
+    tile.logsumexp[q] = kInfinity;
+    if (q >= n) continue;
+    const float l = number(problem.logsumexp, q);
+    if (l != -kInfinity) tile.logsumexp[q] = l;
+    if (gradients.delta.data != nullptr) tile.delta[q] = number(gradients.delta, q);
+    if (gradients.grad_logsumexp.data != nullptr) tile.delta[q] -= number(gradients.grad_logsumexp, q);
+  }
+  for (int q = n; q < kTile; ++q) tile.delta[q] = 0;
+}
+
+template <class Mac>
+KeyBlock load_keys(const GradientHead& head, int64_t first) {
+  const int64_t left = head.sequence.len_k - first;
+  KeyBlock block{first, left < kBlock ? static_cast<int>(left) : kBlock, {}, {}};
+  const int padded = (block.num_keys + kMicroRows - 1) / kMicroRows * kMicroRows;
+  block.key = rows_as_words<Mac>(head.key_copy, head.key, first, block.num_keys, padded, head.problem.head_dim);
+  block.value = rows_as_words<Mac>(head.value_copy, head.value, first, block.num_keys, padded, head.problem.head_dim_v);
+  return block;
+}
+
+// view_block, where queries that are not there count as seeing nothing unless num_queries is a multiple of `whole`.
+inline TileView view_present(const HeadOptions& head, const QueryTile& tile, const KeyBlock& block, int whole) {
+  TileView t = view_block(head, tile, block.first, block.num_keys);
+  if (t.begin >= t.end || tile.num_queries % whole == 0) return t;
+  BlockRanges& ranges = head.view_scratch->ranges;
+  if (t.all) block_ranges(ranges, tile.ranges, block.first, kBlock);
+  ranges.all_begin = ranges.all_end = 0;
+  t.all = false;
+  t.view.ranges = &ranges;
+  return t;
+}
+
+// head.p = P^T = exp(S - L), undropped, of one part; 0 where hidden.
+template <class Mac>
+void weigh_part(const GradientHead& head, const GradientTile& tile, const KeyBlock& block, const BlockView& view,
+                const Part& part) {
+  const ScoreRule& rule = head.rule;
+  const F scale = broadcast(rule.natural ? 1.0f : rule.scale);
+  const bool masked = view.ranges != nullptr || view.additive != nullptr;
+  const auto take = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+    if (head.ahead != nullptr) head.ahead->ask(kRowsAhead);
+    if (rule.softcap > 0) {
+      for (int r = 0; r < kRows; ++r) {
+        for (int v = 0; v < kVecs_; ++v) {
+          const int at = lane + v * kLanes;
+          const F t = tanh(s[r][v] * broadcast(rule.scale) / broadcast(rule.softcap));
+          F slope = fma(broadcast(0.0f) - t, t, broadcast(1.0f));
+          if (masked) slope = select(seen(view, key + r, at), slope, broadcast(0.0f));  // NaN must not meet dS = 0
+          store(head.capped + (key + r) * kTile + at, slope);
+        }
+      }
+    }
+    if (rule.natural || view.ranges != nullptr) apply_rule(s, rule, view, key, lane);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs_; ++v) {
+      const int at = lane + v * kLanes;
+      const F l = load(tile.logsumexp + at);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        F p = exp2(fms(s[r][v], scale, l), broadcast(kLog2E));
+        if (masked) p = select(seen(view, key + r, at), p, broadcast(0.0f));
+        store(head.p + (key + r) * kTile + at, p);
+      }
+    }
+  };
+  for_each_product<Mac>(tile.query, words_of(head.problem.head_dim, Mac::kElements), block.key, part, take);
+}
+
+// dS = P (dP - delta), where dP = dropout(dO V^T), of one part after weigh_part: calls take(p, ds, key, at) for kRows keys
+// of kLanes queries, p being after dropout, without its scale. Without `with_values` ds means nothing.
+template <class Mac, class Take>
+void differentiate_part(const GradientHead& head, const GradientTile& tile, const KeyBlock& block,
+                        const BlockView& view, const Part& part, bool with_values, const Take& take) {
+  const int64_t words = with_values ? words_of(head.problem.head_dim_v, Mac::kElements) : 0;
+  const bool masked = view.ranges != nullptr || view.additive != nullptr;
+  const F drop_scale = broadcast(head.problem.dropout.scale);
+  const auto finish = [&]<int kRows, int kVecs_>(F(&dp)[kRows][kVecs_], int key, int lane) {
+    if (head.ahead != nullptr) head.ahead->ask(kRowsAhead);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs_; ++v) {
+      const int at = lane + v * kLanes;
+      const F delta = load(tile.delta + at);
+      F p[kRows], ds[kRows];
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        p[r] = load(head.p + (key + r) * kTile + at);
+        F dp_r = dp[r][v], kept = broadcast(1.0f);
+        if (view.kept != nullptr) {
+          // Products, not selections: NaN stays NaN.
+          const M keep = mask_from_bits(view.kept[key + r][at / kLanes]);
+          kept = select(keep, kept, broadcast(0.0f));
+          dp_r = dp_r * select(keep, drop_scale, broadcast(0.0f));
+        }
+        ds[r] = p[r] * (dp_r - delta);
+        if (masked) ds[r] = select(seen(view, key + r, at), ds[r], broadcast(0.0f));
+        if (view.kept != nullptr) p[r] = p[r] * kept;
+      }
+      take(p, ds, key, at);
+    }
+  };
+  for_each_product<Mac>(tile.grad_out, words, block.value, part, finish);
+}
+
+}  // namespace
+}  // namespace polyhead::cpu::POLYHEAD_ISA

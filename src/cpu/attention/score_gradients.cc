@@ -1,0 +1,106 @@
+// Gradients of what is added to the scores, bias and ALiBi slopes: dS recomputed and summed where these broadcast.
+//   dbias = sum dS   dslope = -sum dS |i + offset - j|
+// A pass of its own over S and dP (two products more), where attention_backward.cc does not add dS as it goes: whoever
+// owns an element of the bias sums it over batch and heads in order, in float32, so no partial sums are kept and no
+// thread waits for another.
+#include "cpu/attention/gradient.h"
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+struct Scratch {
+  GradientTile tile;
+  ViewScratch view;
+};
+
+constexpr int64_t kScratchFloats = (sizeof(Scratch) + 63) / 64 * 16;
+
+// sums[key][query] += ds, or -ds times the distance.
+template <int kRows>
+inline void add_rows(float* sums, const BlockView& view, bool distances, F (&ds)[kRows], int key, int at) {
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    F x = ds[r];
+    if (distances) {
+      const F distance = absolute(load(view.diagonal + at) - broadcast(static_cast<float>(key + r)));
+      x = broadcast(0.0f) - x * distance;
+    }
+    float* sum = sums + (key + r) * kTile + at;
+    store(sum, load(sum) + x);
+  }
+}
+
+template <class Mac>
+void add_task(const BackwardProblem& gradients, const ScoreTask& task, float* memory) {
+  const Problem& problem = gradients.forward;
+  const Sequence& s = task.sequence;
+  Scratch* scratch = reinterpret_cast<Scratch*>(memory);
+  memory += kScratchFloats;
+  const auto take = [&](int64_t floats) {
+    float* taken = memory;
+    memory += floats;
+    return taken;
+  };
+  GradientHead head = gradient_head(gradients, s, task.b, task.h, &scratch->view);
+  head.key_copy = take(kBlock * problem.head_dim);
+  head.value_copy = take(kBlock * problem.head_dim_v);
+  head.p = take(kTileFloats);
+  head.capped = take(kTileFloats);
+  scratch->view.additive = take(kTileFloats);
+  GradientTile& tile = scratch->tile;
+  tile.query = take(problem.head_dim * kTile);
+  tile.grad_out = take(problem.head_dim_v * kTile);
+  tile.first_query = task.first_query;
+  tile.num_queries = s.len_q - tile.first_query < kTile ? static_cast<int>(s.len_q - tile.first_query) : kTile;
+  tile.ranges = tile_ranges(problem.band, s, tile.first_query, tile.num_queries);
+  const int64_t end = s.len_k - task.first_key < kScoreKeys ? s.len_k : task.first_key + kScoreKeys;
+  if (tile.ranges.any_begin >= end || tile.ranges.any_end <= task.first_key) return;
+  load_tile<Mac>(head, tile, head.p);
+  for (int64_t first = task.first_key; first < end; first += kBlock) {
+    const KeyBlock block = load_keys<Mac>(head, first);
+    const TileView t = view_present(head, tile, block, kTile);
+    if (t.begin >= t.end) continue;
+    float* sums = task.sums + (first - task.first_key) * kTile;
+    for_each_part(t, [&](const Part& part, const BlockView& view) {
+      weigh_part<Mac>(head, tile, block, view, part);
+      differentiate_part<Mac>(head, tile, block, view, part, true,
+                              [&]<int kRows>(F(&)[kRows], F(&ds)[kRows], int key, int at) {
+                                add_rows(sums, view, task.distances, ds, key, at);
+                              });
+    });
+  }
+}
+
+}  // namespace
+
+size_t score_scratch_bytes(int64_t head_dim, int64_t head_dim_v) {
+  const int64_t floats = kScratchFloats + (kBlock + kTile) * (head_dim + head_dim_v) + 3 * kTileFloats;
+  return static_cast<size_t>((floats + 15) / 16 * 16) * sizeof(float);
+}
+
+void add_score_gradients(const BackwardProblem& problem, const ScoreTask& task, void* scratch) {
+#ifdef POLYHEAD_HAS_BF16_DOT
+  if (problem.forward.dtype == DType::kBFloat16) {
+    return add_task<BFloat16Pair>(problem, task, static_cast<float*>(scratch));
+  }
+#endif
+  add_task<Float32>(problem, task, static_cast<float*>(scratch));
+}
+
+void store_score_gradients(const Broadcast& to, int64_t at, const float* sums, int64_t num_queries, int64_t num_keys,
+                           bool accumulate) {
+  for (int64_t q = 0; q < num_queries; q += kLanes) {
+    for (int64_t k = 0; k < num_keys; k += kLanes) {
+      const int n = num_keys - k < kLanes ? static_cast<int>(num_keys - k) : kLanes;
+      F block[kLanes];
+      for (int i = 0; i < kLanes; ++i) block[i] = i < n ? load(sums + (k + i) * kTile + q) : broadcast(0.0f);
+      transpose(block);
+      for (int r = 0; r < kLanes && q + r < num_queries; ++r) {
+        const int64_t row = at + (q + r) * to.stride_q + k * to.stride_k;
+        store_sum(const_cast<void*>(to.data), to.dtype, row, to.stride_k, block[r], n, accumulate);
+      }
+    }
+  }
+}
+
+}  // namespace polyhead::cpu::POLYHEAD_ISA

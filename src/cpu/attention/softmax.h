@@ -1,0 +1,116 @@
+// Online softmax of a tile: raw scores in registers become weights in memory.
+//
+// m is a stale maximum: the largest of the first scores that a row saw, raised only when a score exceeds it by more than
+// a factor kHeadroom in weight. So the pass over O of the textbook algorithm practically never runs. Weights stay below
+// kHeadroom, and the first maximum's own weight is exactly 1.
+#pragma once
+
+#include "cpu/attention/score.h"
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+constexpr float kHeadroom = 1024;  // the largest sum of a few weights that m need not be raised for
+
+// Where a row starts: below every score, so that the first visible one raises it.
+constexpr float kNoMaximum = -3.402823466e38f;
+
+struct TileState {
+  float* out;  // O^T [head_dim_v][kTile], not yet divided by the sum of its weights
+  alignas(64) float m[kTile];
+  alignas(64) float l[kTile];          // sum of the weights: for L
+  alignas(64) float l_rounded[kTile];  // the same of the weights as they multiply V, where those are bfloat16: for O
+};
+
+// Words of P^T times `alpha`.
+template <class Mac>
+inline F rescale(F word, F alpha) {
+#ifdef POLYHEAD_HAS_BF16_DOT
+  if constexpr (Mac::kElements == 2) return pair_bf16(even_bf16(word) * alpha, odd_bf16(word) * alpha);
+#endif
+  return word * alpha;
+}
+
+// Sets m of one vector of queries to `raised`, and scales what was summed under the old one: l, O, and the weights of
+// this block's keys [0, key), which are not yet in O.
+template <class Mac>
+__attribute__((noinline)) void raise_maximum(TileState& state, float* p, F raised, float factor, int key, int lane,
+                                             int64_t dim) {
+  const F old = load(state.m + lane);
+  const F alpha = exp2(old - raised, broadcast(factor));
+  store(state.m + lane, raised);
+  store(state.l + lane, load(state.l + lane) * alpha);
+  store(state.l_rounded + lane, load(state.l_rounded + lane) * alpha);
+  for (int64_t d = 0; d < dim; ++d) store(state.out + d * kTile + lane, load(state.out + d * kTile + lane) * alpha);
+  for (int word = 0; word < key / Mac::kElements; ++word) {
+    store(p + word * kTile + lane, rescale<Mac>(load(p + word * kTile + lane), alpha));
+  }
+}
+
+// exp(s - m) of kRows keys for one vector of queries, and its sum. Where the sum says that m is too low, m is raised.
+template <class Mac, int kRows>
+inline F weigh(F (&s)[kRows], float* p, TileState& state, float factor, int key, int lane, int64_t dim) {
+  for (;;) {
+    const F m = load(state.m + lane);
+    F weight[kRows], sum = broadcast(0.0f);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      weight[r] = exp2(s[r] - m, broadcast(factor));
+      sum = sum + weight[r];
+    }
+    const M too_low = outside(sum, kHeadroom);
+    F raised = m;
+    if (__builtin_expect(any(too_low), 0)) {
+      for (int r = 0; r < kRows; ++r) raised = maximum(s[r], raised);
+      raised = select(too_low, raised, m);  // no other query's m: its result would depend on this one
+    }
+    if (__builtin_expect(!any(too_low) || !any(less(m, raised)), 1)) {  // where the sum is NaN nothing can be raised
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) s[r] = weight[r];
+      return sum;
+    }
+    raise_maximum<Mac>(state, p, raised, factor, key, lane, dim);
+  }
+}
+
+// Scores of kRows keys -> weights exp(s - m) after dropout, stored as words of P^T; l grows by the undropped ones.
+template <class Mac, int kRows, int kVecs_>
+inline void softmax_step(F (&scores)[kRows][kVecs_], float* p, TileState& state, const ScoreRule& rule,
+                         const BlockView& view, int key, int lane, int64_t dim) {
+  if (rule.natural || view.ranges != nullptr) apply_rule(scores, rule, view, key, lane);
+#pragma GCC unroll 8
+  for (int v = 0; v < kVecs_; ++v) {
+    const int at = lane + v * kLanes;
+    F s[kRows], sum_rounded = broadcast(0.0f);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) s[r] = scores[r][v];
+    const F sum = weigh<Mac>(s, p, state, rule.factor, key, at, dim);
+    store(state.l + at, load(state.l + at) + sum);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r += Mac::kElements) {
+#ifdef POLYHEAD_HAS_BF16_DOT
+      if constexpr (Mac::kElements == 2) {
+        const F pair = pair_bf16(s[r], s[r + 1]);
+        s[r] = even_bf16(pair);
+        s[r + 1] = odd_bf16(pair);
+        sum_rounded = sum_rounded + (s[r] + s[r + 1]);
+      }
+#endif
+      if (view.kept != nullptr) {
+#pragma GCC unroll 2
+        for (int i = 0; i < Mac::kElements; ++i) {
+          s[r + i] = select(mask_from_bits(view.kept[key + r + i][at / kLanes]), s[r + i], broadcast(0.0f));
+        }
+      }
+      F word = s[r];
+#ifdef POLYHEAD_HAS_BF16_DOT
+      if constexpr (Mac::kElements == 2) word = join_bf16(s[r], s[r + 1]);
+#endif
+      store(p + (key + r) / Mac::kElements * kTile + at, word);
+    }
+    if constexpr (Mac::kElements == 2) store(state.l_rounded + at, load(state.l_rounded + at) + sum_rounded);
+  }
+}
+
+}  // namespace
+}  // namespace polyhead::cpu::POLYHEAD_ISA

@@ -1,0 +1,13 @@
+// The general path: any problem, tile by tile. functions.h's forward_tiles does the work; here it is cut into tasks.
+#pragma once
+
+#include "contract/kernel.h"
+#include "cpu/attention/functions.h"
+
+namespace polyhead::cpu {
+
+size_t tiles_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads);
+void tiles_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args,
+                   Executor& executor);
+
+}  // namespace polyhead::cpu

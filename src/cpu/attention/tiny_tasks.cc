@@ -1,0 +1,62 @@
+#include "cpu/attention/tiny_tasks.h"
+
+#include <algorithm>
+
+#include "core/threads.h"
+#include "cpu/attention/call.h"
+
+namespace polyhead::cpu {
+namespace {
+
+constexpr int64_t kTaskHeads = 128;
+
+bool tiny(int64_t size) { return size > 0 && size <= kTinySize; }
+
+}  // namespace
+
+bool tiny_takes(const AttentionDesc& desc) {
+  const bool sizes = tiny(desc.seqlen_q) && tiny(desc.seqlen_k) && tiny(desc.head_dim) && tiny(desc.head_dim_v);
+  // All heads see the same keys, and that is all there is to the scores.
+  return sizes && !desc.packed && !desc.has_seqlens_q && !desc.has_seqlens_k && !desc.has_query_offsets &&
+         !desc.attn_mask.given && !desc.attn_bias.given && desc.alibi_slopes_ndim == 0 && desc.dropout_p == 0;
+}
+
+size_t tiny_workspace_bytes(const IsaFunctions& functions, int num_threads) {
+  return functions.tiny_scratch_bytes() * static_cast<size_t>(num_threads);
+}
+
+void tiny_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args,
+                  Executor& executor) {
+  const int64_t num_heads = desc.batch * desc.num_heads;
+  if (num_heads == 0) return;
+  const Problem p = problem(desc, args);
+  const Sequence s = sequence(desc, args, 0);
+  const bool mean = desc.return_weights == ReturnWeights::kMean;
+  const int64_t task_heads = mean ? desc.num_heads : kTaskHeads;
+  run_tasks(executor, (num_heads + task_heads - 1) / task_heads, [&](int64_t index, int lane) {
+    const int64_t first = index * task_heads;
+    functions.tiny_heads(
+        p, s, first, std::min(first + task_heads, num_heads), mean,
+        static_cast<char*>(args.workspace) + functions.tiny_scratch_bytes() * static_cast<size_t>(lane));
+  });
+}
+
+size_t tiny_backward_workspace_bytes(const IsaFunctions& functions, int num_threads) {
+  return functions.tiny_backward_scratch_bytes() * static_cast<size_t>(num_threads);
+}
+
+void tiny_backward(const IsaFunctions& functions, const AttentionDesc& desc, const BackwardArgs& args,
+                   Executor& executor) {
+  const int64_t num_heads = desc.batch * desc.num_heads_kv;
+  if (num_heads == 0) return;
+  const BackwardProblem p = backward_problem(desc, args);
+  const Sequence s = sequence(desc, args.forward, 0);
+  char* workspace = static_cast<char*>(args.forward.workspace);
+  run_tasks(executor, (num_heads + kTaskHeads - 1) / kTaskHeads, [&](int64_t index, int lane) {
+    const int64_t first = index * kTaskHeads;
+    functions.tiny_backward_heads(p, s, first, std::min(first + kTaskHeads, num_heads),
+                                  workspace + functions.tiny_backward_scratch_bytes() * static_cast<size_t>(lane));
+  });
+}
+
+}  // namespace polyhead::cpu

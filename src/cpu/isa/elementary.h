@@ -1,0 +1,71 @@
+// exp2, log and tanh of a vector. Coefficients: minimax fits (exp2) and Cephes' single-precision tables (log, tanh).
+#pragma once
+
+#include "cpu/isa/simd.h"
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+constexpr float kLog2E = 1.44269504088896340736f;
+constexpr float kLn2 = 0.693147180559945309417f;
+constexpr float kInfinity = __builtin_inff();
+
+// 2^f for f in [-1/2, 1/2]; relative error 1.9e-9, far below a rounding. 2^0 is exactly 1.
+inline F exp2_fraction(F f) {
+  F p = fma(broadcast(0.000153458124f), f, broadcast(0.00133999309f));
+  p = fma(p, f, broadcast(0.00961848907f));
+  p = fma(p, f, broadcast(0.0555032864f));
+  p = fma(p, f, broadcast(0.240226462f));
+  p = fma(p, f, broadcast(0.693147182f));
+  return fma(p, f, broadcast(1.0f));
+}
+
+// 2^(x * factor). Exactly 0 below 2^-126 (no subnormal results: they slow some CPUs down by 100) and for -inf; NaN stays
+// NaN. The fraction comes from one fused operation, so a large product costs no precision.
+inline F exp2(F x, F factor) {
+  const F n = round_to_even(x * factor);
+  return scale_by_power(exp2_fraction(fms(x, factor, n)), n);
+}
+
+// Natural logarithm of positive normal numbers; NaN stays NaN.
+inline F log(F x) {
+  F e = exponent(x);
+  F m = mantissa(x);  // [1, 2) -> [sqrt(1/2), sqrt(2))
+  const M high = less(broadcast(1.41421356f), m);
+  m = select(high, m * broadcast(0.5f), m);
+  e = select(high, e + broadcast(1.0f), e);
+  const F y = m - broadcast(1.0f);
+  F p = broadcast(7.0376836292e-2f);
+  p = fma(p, y, broadcast(-1.1514610310e-1f));
+  p = fma(p, y, broadcast(1.1676998740e-1f));
+  p = fma(p, y, broadcast(-1.2420140846e-1f));
+  p = fma(p, y, broadcast(1.4249322787e-1f));
+  p = fma(p, y, broadcast(-1.6668057665e-1f));
+  p = fma(p, y, broadcast(2.0000714765e-1f));
+  p = fma(p, y, broadcast(-2.4999993993e-1f));
+  p = fma(p, y, broadcast(3.3333331174e-1f));
+  const F y2 = y * y;
+  F result = fma(p * y2, y, broadcast(-2.12194440e-4f) * e);
+  result = fma(broadcast(-0.5f), y2, result);
+  result = (y + result) + broadcast(0.693359375f) * e;
+  return select(equal(x, x), result, x);
+}
+
+// Hyperbolic tangent; saturates at 1, NaN stays NaN.
+inline F tanh(F x) {
+  const F a = absolute(x);
+  const F z = x * x;  // abs(x) < 0.625: x + x^3 P(x^2)
+  F p = broadcast(-5.70498872745e-3f);
+  p = fma(p, z, broadcast(2.06390887954e-2f));
+  p = fma(p, z, broadcast(-5.37397155531e-2f));
+  p = fma(p, z, broadcast(1.33314422036e-1f));
+  p = fma(p, z, broadcast(-3.33332819422e-1f));
+  const F small = fma(p * z, x, x);
+  const F e = exp2(a, broadcast(-2 * kLog2E));
+  const F large = fma(broadcast(-2.0f), e / (broadcast(1.0f) + e), broadcast(1.0f));
+  const F signed_large = select(less(x, broadcast(0.0f)), broadcast(0.0f) - large, large);
+  return select(less(a, broadcast(0.625f)), small, signed_large);
+}
+
+}  // namespace
+}  // namespace polyhead::cpu::POLYHEAD_ISA

@@ -1,0 +1,26 @@
+// Plain data that the kernels of attention and of products share.
+#pragma once
+
+#include <cstdint>
+
+#include "polyhead/tensor.h"
+
+namespace polyhead::cpu {
+
+constexpr int kTileQueries = 64;  // queries are cut into tiles of this many
+
+// [batch, seqlen, heads, dim] by strides in elements. Packed operands have stride_b = 0: rows start at first_q, first_k.
+struct Operand {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t stride_b = 0, stride_s = 0, stride_h = 0, stride_d = 0;
+};
+
+struct Dropout {
+  uint32_t threshold = 0;  // an element is kept if its 16 bits are >= this; 0 = no dropout
+  uint32_t offset = 0;
+  uint64_t seed = 0;
+  float scale = 1;  // 1 / (1 - p); 0 for p = 1
+};
+
+}  // namespace polyhead::cpu

@@ -1,0 +1,41 @@
+// The vector words that kernels are written in, for the instruction set of this object. The simd_*.h files hold every
+// intrinsic of the project; a kernel's source is the same for all of them and is compiled once per instruction set.
+//
+//   F      kLanes floats                         I      kLanes int32             M     one yes or no per lane
+//   load store (unaligned); ..._first(p, n): the first n <= kLanes lanes only, others read as 0 and are not touched
+//   fma(a, b, c) = a * b + c, fms = a * b - c     maximum(a, b): b where either is NaN
+//   divide(x, divisor, reciprocal)              x / divisor, rounded once; reciprocal = 1 / divisor, computed before
+//   round_to_even, absolute                      scale_by_power(x, n) = x * 2^n for integer n; exactly 0 below n = -126
+//   mantissa in [1, 2), exponent                 of positive normal numbers
+//   outside(x, limit): below 0, above limit, or NaN
+//   less, equal -> M; both, either, negate, any, bits, mask_from_bits; select(m, a, b): a where m, else b
+//   multiply_wide(a, b, high, low)               32 x 32 -> 64 bits, unsigned; b the same in every lane
+//   load_bf16 load_f16 load_bool store_bf16 store_f16     kLanes elements, converted (nearest even; NaN stays NaN)
+//   load_bf16_first(p, n) load_f16_first         as load_first
+//   transpose(rows)                              kLanes x kLanes
+//   sums(rows)                                   lane i: the sum of the lanes of rows[i], the same tree for each
+//   load_quads(p) store_quads(p, x)             four neighbours at each of kLanes / 4 places; transpose_quads(rows) turns
+//                                                4 x 4 of them: lane 4 q + j of row d <-> lane 4 q + d of row j
+//   keep_in_register(x)                          the compiler may not fold or move what x holds (peak measurement)
+//   dot_bf16(acc, a, b)                          acc + products of bfloat16 pairs; with these where POLYHEAD_HAS_BF16_DOT:
+//   pair_bf16(even, odd) rounds two vectors into one of pairs; even_bf16, odd_bf16 take a pair apart; join_bf16 joins
+//
+// Everything lives in an unnamed namespace and nothing of the C++ library is used: an inline function of the standard
+// library compiled with AVX-512 flags could become the copy that baseline code runs.
+#pragma once
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false, in GCC 12's own avx512fintrin.h
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+#if defined(__clang__)
+#pragma clang diagnostic ignored "-Wunused-function"  // no kernel needs every word
+#endif
+
+#if defined(__AVX512F__)
+#include "cpu/isa/simd_avx512.h"
+#elif defined(__AVX2__)
+#include "cpu/isa/simd_avx2.h"
+#else
+#include "cpu/isa/simd_generic.h"
+#endif

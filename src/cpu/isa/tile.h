@@ -1,0 +1,199 @@
+// The one microkernel, and the tile of queries it works on.
+//
+// A tile is kTile queries, one to a lane, kVecs vectors wide: S^T [keys][kTile], P^T [keys][kTile], O^T [dv][kTile].
+// Queries along the lanes mean that softmax never sums across lanes, that K and V are read as scalars from where they
+// lie, and that only Q is transposed. Measured on Zen 5 (2026-11-21, D = 64): 4 x 4 vectors 97 % of the FMA peak in both
+// products, 8 x 2 96 %, 12 x 1 84 %.
+#pragma once
+
+#include "cpu/isa/operand.h"
+#include "cpu/isa/simd.h"
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+constexpr int kTile = kTileQueries;
+constexpr int kVecs = kTile / kLanes;
+constexpr int kMicroVecs = kLanes == 16 ? 4 : 2;  // vectors of a microkernel: with 4 rows, 16 or 8 sums in registers
+constexpr int kMicroRows = 4;
+
+// Rows of a microkernel of `vecs` vectors: twice kMicroRows where so many sums still fit the registers (32, or 16 in AVX2),
+// because few sums do not hide the multiplier's latency. Without FMA, at 4 lanes, 16 sums were faster than 8 even so
+// (1x16x384x64 on Zen 5: 33 against 22 GFLOP/s).
+constexpr int kMostSums = kLanes == 8 ? 8 : 16;
+constexpr int micro_rows(int vecs) { return 2 * kMicroRows * vecs <= kMostSums ? 2 * kMicroRows : kMicroRows; }
+
+// How two words multiply into a sum. A word is 32 bits: one float, or two neighbouring bfloat16 along the summed axis.
+struct Float32 {
+  static constexpr int kElements = 1;
+  static inline F step(F acc, F a, F b) { return fma(a, b, acc); }
+};
+#ifdef POLYHEAD_HAS_BF16_DOT
+struct BFloat16Pair {
+  static constexpr int kElements = 2;
+  static inline F step(F acc, F a, F b) { return dot_bf16(acc, a, b); }
+};
+#endif
+
+// acc[r] += sum over u in [0, units) of a[u] * b(r, u), a[u] being kVecs_ vectors at a + u * a_stride.
+// b(r, u) lies at b + r * b_stride + u (kAlong: rows are long, as keys), or at b + u * b_stride + r (as values).
+template <class Mac, bool kAlong, int kRows, int kVecs_>
+inline __attribute__((always_inline)) void contract(F (&acc)[kRows][kVecs_], const float* a, ptrdiff_t a_stride,
+                                                    const float* b, ptrdiff_t b_stride, int64_t units) {
+#pragma GCC unroll 2
+  for (int64_t u = 0; u < units; ++u) {
+    F a_u[kVecs_];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs_; ++v) a_u[v] = load(a + u * a_stride + v * kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const F b_ru = broadcast(kAlong ? b[r * b_stride + u] : b[u * b_stride + r]);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs_; ++v) acc[r][v] = Mac::step(acc[r][v], a_u[v], b_ru);
+    }
+  }
+}
+
+template <int kRows, int kVecs_>
+inline __attribute__((always_inline)) void clear(F (&acc)[kRows][kVecs_]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs_; ++v) acc[r][v] = broadcast(0.0f);
+  }
+}
+
+// O^T[d][lanes] += sum_u P^T[u][lanes] V[u][d] for kRows values of d.
+template <class Mac, int kRows, int kVecs_>
+inline void accumulate_rows(float* out, const float* p, const float* value, ptrdiff_t value_stride, int64_t units) {
+  F acc[kRows][kVecs_];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs_; ++v) acc[r][v] = load(out + r * kTile + v * kLanes);
+  }
+  contract<Mac, false>(acc, p, kTile, value, value_stride, units);
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs_; ++v) store(out + r * kTile + v * kLanes, acc[r][v]);
+  }
+}
+
+// Words [unit][column] in panels of kPanel columns: word (u, d) lies at data + d / kPanel * panel_stride + u * stride +
+// d % kPanel. Plain rows have panel_stride = kPanel.
+constexpr int kPanel = 16;
+
+struct Words {
+  const float* data = nullptr;
+  ptrdiff_t stride = 0;
+  ptrdiff_t panel_stride = kPanel;
+
+  const float* column(int64_t d) const { return data + d / kPanel * panel_stride + d % kPanel; }
+};
+
+template <class Mac, int kVecs_>
+inline void accumulate_vecs(float* out, const float* p, const Words& value, int64_t units, int64_t dim) {
+  int64_t d = 0;
+  if constexpr (micro_rows(kVecs_) != kMicroRows) {
+    for (; d + 2 * kMicroRows <= dim; d += 2 * kMicroRows)
+      accumulate_rows<Mac, 2 * kMicroRows, kVecs_>(out + d * kTile, p, value.column(d), value.stride, units);
+  }
+  for (; d + kMicroRows <= dim; d += kMicroRows)
+    accumulate_rows<Mac, kMicroRows, kVecs_>(out + d * kTile, p, value.column(d), value.stride, units);
+  for (; d < dim; ++d) accumulate_rows<Mac, 1, kVecs_>(out + d * kTile, p, value.column(d), value.stride, units);
+}
+
+// O^T += P^T V over the words [begin, end) of keys, for the vectors [v_begin, v_end) of the tile.
+template <class Mac>
+inline void accumulate(float* out, const float* p, const Words& value, int64_t begin, int64_t end, int64_t dim,
+                       int v_begin, int v_end) {
+  Words from = value;
+  from.data += begin * value.stride;
+  const int64_t units = end - begin;
+  for (int v = v_begin; v < v_end; v += kMicroVecs) {
+    float* out_v = out + v * kLanes;
+    const float* p_v = p + begin * kTile + v * kLanes;
+    switch (v_end - v < kMicroVecs ? v_end - v : kMicroVecs) {
+      case 1: accumulate_vecs<Mac, 1>(out_v, p_v, from, units, dim); break;
+      case 2: accumulate_vecs<Mac, 2>(out_v, p_v, from, units, dim); break;
+      default:
+        if constexpr (kMicroVecs == 4) {
+          if (v_end - v == 3) {
+            accumulate_vecs<Mac, 3>(out_v, p_v, from, units, dim);
+          } else {
+            accumulate_vecs<Mac, 4>(out_v, p_v, from, units, dim);
+          }
+        }
+    }
+  }
+}
+
+// Keys of a microkernel of add_keys, and vectors of columns.
+constexpr int kKeyRows = kLanes == 16 ? 8 : 4;
+constexpr int kKeyVecs = kLanes == 4 ? 4 : 2;
+
+constexpr int kKeyColumns = kKeyVecs * kLanes;
+
+// What one tile gives to sums over queries: weights [key][words along the queries], rows [columns / kKeyColumns]
+// [word][kKeyColumns], which lies close in the L1 cache whatever the number of columns; of the words the range that each
+// group of keys takes.
+struct QueryTerms {
+  const float* weights;
+  ptrdiff_t weights_stride;
+  const float* rows;
+  ptrdiff_t panel_stride;
+  const int *begin, *end;  // [group]
+};
+
+template <class Mac, int kVecs_>
+inline void add_key_rows(float* out, ptrdiff_t out_stride, const QueryTerms* terms, int num_terms, int group, int key,
+                         int64_t column) {
+  F acc[kKeyRows][kVecs_];
+#pragma GCC unroll 8
+  for (int r = 0; r < kKeyRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs_; ++v) acc[r][v] = load(out + r * out_stride + v * kLanes);
+  }
+  for (int t = 0; t < num_terms; ++t) {
+    const QueryTerms& x = terms[t];
+    contract<Mac, true>(acc, x.rows + column / kKeyColumns * x.panel_stride + x.begin[group] * kKeyColumns, kKeyColumns,
+                        x.weights + key * x.weights_stride + x.begin[group], x.weights_stride,
+                        x.end[group] - x.begin[group]);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kKeyRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs_; ++v) store(out + r * out_stride + v * kLanes, acc[r][v]);
+  }
+}
+
+template <class Mac, int kVecs_>
+void add_key_columns(float* out, ptrdiff_t out_stride, const QueryTerms* terms, int num_terms, int num_keys,
+                     int64_t column) {
+  for (int key = 0; key < num_keys; key += kKeyRows) {
+    const int group = key / kLanes;
+    bool any_words = false;
+    for (int t = 0; t < num_terms; ++t) any_words = any_words || terms[t].begin[group] < terms[t].end[group];
+    if (!any_words) continue;
+    add_key_rows<Mac, kVecs_>(out + key * out_stride + column, out_stride, terms, num_terms, group, key, column);
+  }
+}
+
+// out[key][column] += sum over the queries of weights[key][query] * rows[query][column], tile after tile; `columns` are
+// whole vectors, num_keys whole groups of kLanes keys.
+template <class Mac>
+void add_keys(float* out, int64_t columns, const QueryTerms* terms, int num_terms, int num_keys) {
+  for (int64_t column = 0; column < columns; column += kKeyColumns) {
+    const int64_t vecs = (columns - column) / kLanes;
+    switch (vecs < kKeyVecs ? vecs : kKeyVecs) {
+      case 1: add_key_columns<Mac, 1>(out, columns, terms, num_terms, num_keys, column); break;
+      case 2: add_key_columns<Mac, 2>(out, columns, terms, num_terms, num_keys, column); break;
+      case 3: add_key_columns<Mac, kKeyVecs == 4 ? 3 : 1>(out, columns, terms, num_terms, num_keys, column); break;
+      default: add_key_columns<Mac, kKeyVecs == 4 ? 4 : 1>(out, columns, terms, num_terms, num_keys, column); break;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace polyhead::cpu::POLYHEAD_ISA

@@ -1,0 +1,158 @@
+// Operands of products as a microkernel reads them: words side by side, from any dtype and strides.
+#pragma once
+
+#include "cpu/linear/gemm_tile.h"
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+// Bytes of an element that is a word, or half of one.
+template <class Mac>
+constexpr int64_t kBytes = Mac::kElements == 1 ? 4 : 2;
+
+// Rows of an operand are asked for before they are read: the hardware follows a row, but not the step to the next.
+constexpr int kRowsAhead = 2;    // long ones
+constexpr int kTermsAhead = 16;  // short pieces
+
+template <class Mac>
+inline bool plain_axis(const Matrix& x, const Axis& axis) {
+  return one_dim(axis) && axis.strides[2] == 1 && x.dtype == (Mac::kElements == 1 ? DType::kFloat32 : DType::kBFloat16);
+}
+
+// Terms [first_k, first_k + num_k) of rows [first_row, first_row + num_rows) of A: out[row][word], kRowStride apart.
+template <class Mac>
+void pack_along(float* out, const Matrix& a, int64_t first_row, int64_t num_rows, int64_t first_k, int64_t num_k) {
+  const int64_t first_word = first_k / Mac::kElements, words = words_of(num_k, Mac::kElements);
+  const int64_t whole = plain_axis<Mac>(a, a.columns) ? num_k / Mac::kElements / kLanes * kLanes : 0;
+  for (int64_t r = 0; r < num_rows; ++r, out += kRowStride) {
+    const Line row = row_of(a, first_row + r);
+    const char* source = static_cast<const char*>(row.data) + (row.first + first_k) * kBytes<Mac>;
+    const char* ahead = r + kRowsAhead < num_rows ? source + row_of(a, first_row + r + kRowsAhead).first * kBytes<Mac> -
+                                                        row.first * kBytes<Mac>
+                                                  : source;
+    int64_t word = 0;
+    for (; word < whole; word += kLanes) {
+      __builtin_prefetch(ahead + 4 * word);
+      store(out + word, load(reinterpret_cast<const float*>(source) + word));
+    }
+    for (; word < words; word += kLanes) {
+      const int n = words - word < kLanes ? static_cast<int>(words - word) : kLanes;
+      store_first(out + word, load_line_words<Mac>(row, first_word + word, n, first_k + num_k), n);
+    }
+  }
+}
+
+// One word of each of `n` lines that lie beside each other: line i is element `at` + i of row k of x, and for a pair of
+// row k + 1 too.
+template <class Mac>
+inline F load_across(const Line& even, const Line& odd, int64_t at, int n) {
+  F word = load_line(even, at, n);
+#ifdef POLYHEAD_HAS_BF16_DOT
+  if constexpr (Mac::kElements == 2) {
+    word = join_bf16(word, odd.data == nullptr ? broadcast(0.0f) : load_line(odd, at, n));
+  }
+#endif
+  (void)odd;
+  return word;
+}
+
+// The same for kLanes lines whose elements are words, or halves of words, as they lie.
+template <class Mac>
+inline F load_across_plain(const Line& even, const Line& odd, int64_t at) {
+#ifdef POLYHEAD_HAS_BF16_DOT
+  if constexpr (Mac::kElements == 2) {
+    const F high = odd.data == nullptr ? broadcast(0.0f) : load_bf16(u16(odd.data) + odd.first + at);
+    return join_bf16(load_bf16(u16(even.data) + even.first + at), high);
+  }
+#endif
+  (void)odd;
+  return load(f32(even.data) + even.first + at);
+}
+
+// Columns [first, first + num) of x, whose rows are the terms: out[column / width][word][column % width], one group of
+// `width` columns group_stride after the other. Columns behind the last become 0 up to a whole group; where width is no
+// multiple of kLanes, whole vectors are stored, which the next word overwrites.
+template <class Mac>
+void pack_across(float* out, int width, int64_t group_stride, const Matrix& x, int64_t first, int64_t num,
+                 int64_t first_k, int64_t num_k) {
+  const int64_t words = words_of(num_k, Mac::kElements);
+  const bool plain = plain_axis<Mac>(x, x.columns);
+  for (int64_t word = 0; word < words; ++word, out += width) {
+    const int64_t k = first_k + word * Mac::kElements;
+    const Line even = row_of(x, k);
+    const bool pair = Mac::kElements == 2 && k + 1 < first_k + num_k;
+    const Line odd = pair ? row_of(x, k + 1) : Line();
+    float* group = out;
+    const int64_t later = k + kTermsAhead < first_k + num_k ? k + kTermsAhead : k;
+    const char* ahead = static_cast<const char*>(x.data) + offset_of(x.rows, later) * kBytes<Mac>;
+    for (int64_t at = 0; at < num; at += width, group += group_stride) {
+      for (int lane = 0; lane < width; lane += kLanes) {
+        const int64_t left = num - at - lane;
+        if (plain && left >= kLanes) {
+          __builtin_prefetch(ahead + (first + at + lane) * kBytes<Mac>);
+          store(group + lane, load_across_plain<Mac>(even, odd, first + at + lane));
+          continue;
+        }
+        const int n = left < kLanes ? static_cast<int>(left < 0 ? 0 : left) : kLanes;
+        store(group + lane, load_across<Mac>(even, odd, first + at + lane, n));
+      }
+    }
+  }
+}
+
+// The same for whole vectors where x's columns are contiguous instead of its rows.
+template <class Mac>
+void pack_transposed(float* out, int64_t group_stride, const Matrix& x, int64_t first, int64_t num, int64_t first_k,
+                     int64_t num_k) {
+  const int64_t first_word = first_k / Mac::kElements, words = words_of(num_k, Mac::kElements);
+  for (int64_t at = 0; at < num; at += kColumns, out += group_stride) {
+    for (int lane = 0; lane < kColumns; lane += kLanes) {
+      Line columns[kLanes];
+      for (int i = 0; i < kLanes && at + lane + i < num; ++i) columns[i] = column_of(x, first + at + lane + i);
+      const bool plain = plain_axis<Mac>(x, x.rows) && at + lane + kLanes <= num;
+      const int64_t whole = plain ? num_k / Mac::kElements / kLanes * kLanes : 0;
+      int64_t word = 0;
+      for (; word < whole; word += kLanes) {
+        F block[kLanes];
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) {
+          const char* source =
+              static_cast<const char*>(x.data) + (columns[i].first + first_k) * (Mac::kElements == 1 ? 4 : 2);
+          block[i] = load(reinterpret_cast<const float*>(source) + word);
+        }
+        transpose(block);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) store(out + (word + i) * kColumns + lane, block[i]);
+      }
+      for (; word < words; word += kLanes) {
+        const int n = words - word < kLanes ? static_cast<int>(words - word) : kLanes;
+        F block[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+          block[i] = columns[i].data == nullptr
+                         ? broadcast(0.0f)
+                         : load_line_words<Mac>(columns[i], first_word + word, n, first_k + num_k);
+        }
+        transpose(block);
+        for (int i = 0; i < n; ++i) store(out + (word + i) * kColumns + lane, block[i]);
+      }
+    }
+  }
+}
+
+// Panels of B for columns [first, first + num), `first` being a panel's first.
+template <class Mac>
+void pack_columns(float* out, int64_t panel_stride, const Matrix& b, int64_t first, int64_t num, int64_t first_k,
+                  int64_t num_k) {
+  const bool columns_contiguous = b.rows.strides[2] == 1 && b.columns.strides[2] != 1;
+  if (columns_contiguous) {
+    pack_transposed<Mac>(out, panel_stride, b, first, num, first_k, num_k);
+  } else {
+    pack_across<Mac>(out, kColumns, panel_stride, b, first, num, first_k, num_k);
+  }
+}
+
+// Whether A's words are packed row by row, or across the rows.
+inline bool packs_along(const Matrix& a) { return a.columns.strides[2] == 1 || a.rows.strides[2] != 1; }
+
+}  // namespace
+}  // namespace polyhead::cpu::POLYHEAD_ISA

@@ -1,0 +1,185 @@
+// Products cut into blocks of C. Blocks change no bit: an element's sum depends on K alone.
+#include <algorithm>
+#include <utility>
+
+#include "core/threads.h"
+#include "cpu/linear/tasks.h"
+
+namespace polyhead::cpu {
+namespace {
+
+// Blocks of one thread's work. Rows share the packed columns of B, columns the packed rows of A: the more of both, the
+// less is packed and read again. A block's chunk of A (300 KiB) and its sums (590 KiB) are in a 1 MiB L2. Measured on
+// Zen 5 (2026-11-21, float32, one thread, GFLOP/s at [3072, 1024] x [1024, 1024]; weights of as many tokens): 144 x 512
+// 227; 221, 192 x 512 229; 220, 96 x 1024 236; 226, 144 x 1024 235; 227.
+constexpr int64_t kBlockRows = 144, kBlockColumns = 1024;
+
+int64_t whole(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
+int64_t count(int64_t size, int64_t step) { return (size + step - 1) / step; }
+
+// Equal parts, each a multiple of `step` and at most `most`.
+int64_t equal_part(int64_t size, int64_t most, int64_t step) {
+  return std::max(step, whole(count(size, count(size, most)), step));
+}
+
+struct Cut {
+  int64_t rows = 0, columns = 0;  // of a block
+  int64_t slices = 1, slice_k = 0;
+  bool packs_first = false;  // B is packed as a whole, because several blocks of rows use it
+
+  int64_t blocks(const linear::GemmDesc& desc) const { return count(desc.m, rows) * count(desc.n, columns); }
+};
+
+// Slices of K: from the sizes alone, because they decide the order of sums; of C and of its transpose the same.
+void cut_k(const LinearFunctions& functions, const linear::GemmDesc& desc, Cut& cut) {
+  constexpr int64_t kFewBlocks = 8, kSliceTerms = 1024;
+  cut.slice_k = desc.k;
+  const int64_t blocks = count(std::min(desc.m, desc.n), kBlockRows) * count(std::max(desc.m, desc.n), kBlockColumns);
+  if (!desc.split_k || blocks >= kFewBlocks) return;
+  const int64_t slices = std::min(count(desc.k, kSliceTerms), count(2 * kFewBlocks, blocks));
+  if (slices < 2) return;
+  cut.slice_k = whole(count(desc.k, slices), functions.chunk_words * functions.word_elements(desc.dtype));
+  cut.slices = count(desc.k, cut.slice_k);
+}
+
+Cut cut_of(const LinearFunctions& functions, const linear::GemmDesc& desc, int num_threads) {
+  Cut cut;
+  cut_k(functions, desc, cut);
+  cut.rows = equal_part(desc.m, kBlockRows, functions.tile_rows);
+  cut.columns = equal_part(desc.n, kBlockColumns, functions.panel_columns);
+  // Fewer columns, then fewer rows, until every thread has two blocks.
+  while (num_threads > 1 && cut.blocks(desc) * cut.slices < 2 * int64_t{num_threads}) {
+    if (cut.columns > 2 * functions.panel_columns) {
+      cut.columns = whole(cut.columns / 2, functions.panel_columns);
+    } else if (cut.rows > 2 * functions.tile_rows) {
+      cut.rows = whole(cut.rows / 2, functions.tile_rows);
+    } else {
+      break;
+    }
+  }
+  cut.packs_first = !desc.packed && desc.m > cut.rows;
+  return cut;
+}
+
+size_t partial_floats(const LinearFunctions& functions, const linear::GemmDesc& desc, const Cut& cut) {
+  return cut.slices < 2 ? 0 : static_cast<size_t>(cut.slices * desc.m * whole(desc.n, functions.panel_columns));
+}
+
+size_t lane_bytes(const LinearFunctions& functions, const linear::GemmDesc& desc, const Cut& cut) {
+  return functions.block_scratch_bytes(cut.rows, cut.columns, !desc.packed && !cut.packs_first);
+}
+
+// What a call's workspace holds, in this order.
+struct Workspace {
+  size_t packed = 0, partial = 0, lane = 0;  // bytes; `lane` of each thread
+
+  Workspace(const LinearFunctions& functions, const linear::GemmDesc& desc, const Cut& cut) {
+    const auto aligned = [](size_t bytes) { return (bytes + 63) / 64 * 64; };
+    packed = cut.packs_first ? aligned(packed_bytes(functions, desc.k, desc.n, desc.dtype)) : 0;
+    partial = aligned(partial_floats(functions, desc, cut) * sizeof(float));
+    lane = aligned(lane_bytes(functions, desc, cut));
+  }
+};
+
+linear::GemmDesc transposed(linear::GemmDesc desc) {
+  std::swap(desc.m, desc.n);
+  return desc;
+}
+
+// Whether C is computed as its transpose, B^T A^T: the same sums, but stored line by line where rows of C are contiguous
+// and columns are not, as in gradients of torch's weights. Measured on Zen 5 (2026-11-21, float32, one thread): backward
+// of a layer of [1, 384, 1024] with such weights 69 -> 38 ms.
+bool transposes(const linear::GemmDesc& desc, const GemmWork& work) {
+  const auto contiguous = [](const linear::Axis& axis) {
+    return axis.sizes[0] == 1 && axis.sizes[1] == 1 && axis.strides[2] == 1;
+  };
+  return desc.split_k && !desc.packed && contiguous(work.c.rows) && !contiguous(work.c.columns) &&
+         !work.epilogue.changes();
+}
+
+size_t workspace_bytes(const LinearFunctions& functions, const linear::GemmDesc& desc, int num_threads) {
+  const Workspace bytes(functions, desc, cut_of(functions, desc, num_threads));
+  return bytes.packed + bytes.partial + bytes.lane * static_cast<size_t>(num_threads);
+}
+
+}  // namespace
+
+size_t packed_bytes(const LinearFunctions& functions, int64_t k, int64_t n, DType dtype) {
+  const int64_t words = count(k, functions.word_elements(dtype));
+  return static_cast<size_t>(words * whole(n, functions.panel_columns)) * sizeof(float);
+}
+
+void pack(const LinearFunctions& functions, const Matrix& b, void* packed, Executor& executor) {
+  const Matrix from = collapsed(b);
+  const int64_t k = b.rows.size(), n = b.columns.size();
+  const int64_t panels = count(n, functions.panel_columns), groups = count(panels, functions.group_panels);
+  const int elements = functions.word_elements(b.dtype);
+  const int64_t chunk = functions.chunk_words * elements, chunks = count(k, chunk);
+  const int64_t panel_stride = count(k, elements) * functions.panel_columns;
+  run_tasks(executor, groups * chunks, [&](int64_t index, int) {
+    const int64_t first_panel = index / chunks * functions.group_panels, first_k = index % chunks * chunk;
+    float* to = static_cast<float*>(packed) + first_panel * panel_stride + first_k / elements * functions.panel_columns;
+    functions.pack_panels(from, n, first_k, std::min(chunk, k - first_k), first_panel,
+                          std::min(panels, first_panel + functions.group_panels), to, panel_stride);
+  });
+}
+
+size_t gemm_workspace_bytes(const LinearFunctions& functions, const linear::GemmDesc& desc, int num_threads) {
+  if (desc.m == 0 || desc.n == 0) return 0;
+  const size_t bytes = workspace_bytes(functions, desc, num_threads);
+  if (!desc.split_k || desc.packed) return bytes;
+  return std::max(bytes, workspace_bytes(functions, transposed(desc), num_threads));
+}
+
+void gemm(const LinearFunctions& functions, const linear::GemmDesc& desc, const linear::GemmArgs& args,
+          Executor& executor) {
+  if (desc.m == 0 || desc.n == 0) return;
+  const GemmWork work{desc.dtype,
+                      collapsed(args.a),
+                      collapsed(args.b),
+                      collapsed(args.c),
+                      args.accumulate,
+                      epilogue_work(args.epilogue, args.c.rows),
+                      desc.n,
+                      desc.k};
+  if (transposes(desc, work)) {
+    linear::GemmArgs swapped = args;
+    swapped.a = args.b.transposed(), swapped.b = args.a.transposed(), swapped.c = args.c.transposed();
+    return gemm(functions, transposed(desc), swapped, executor);
+  }
+  const Cut cut = cut_of(functions, desc, executor.num_threads());
+  const Workspace bytes(functions, desc, cut);
+  char* workspace = static_cast<char*>(args.workspace);
+  float* partial = reinterpret_cast<float*>(workspace + bytes.packed);
+  char* lanes = workspace + bytes.packed + bytes.partial;
+  const float* packed = desc.packed ? static_cast<const float*>(args.packed) : nullptr;
+  if (cut.packs_first) {
+    pack(functions, args.b, workspace, executor);
+    packed = reinterpret_cast<const float*>(workspace);
+  }
+  const int64_t row_blocks = count(desc.m, cut.rows), blocks = cut.blocks(desc);
+  const int64_t panel_stride = desc.m * functions.panel_columns;
+  const int64_t slice_stride = desc.m * whole(desc.n, functions.panel_columns);
+  run_tasks(executor, blocks * cut.slices, [&](int64_t index, int lane) {
+    const int64_t slice = index / blocks, block = index % blocks;
+    GemmTask task;
+    task.first_row = block % row_blocks * cut.rows;
+    task.num_rows = std::min(cut.rows, desc.m - task.first_row);
+    task.first_column = block / row_blocks * cut.columns;
+    task.num_columns = std::min(cut.columns, desc.n - task.first_column);
+    task.first_k = slice * cut.slice_k;
+    task.num_k = std::min(cut.slice_k, desc.k - task.first_k);
+    task.packed = packed;
+    task.partial = cut.slices < 2 ? nullptr : partial + slice * slice_stride;
+    task.panel_stride = panel_stride;
+    functions.gemm_block(work, task, lanes + bytes.lane * static_cast<size_t>(lane));
+  });
+  if (cut.slices < 2) return;
+  constexpr int64_t kMergedRows = 16;
+  run_tasks(executor, count(desc.m, kMergedRows), [&](int64_t index, int) {
+    functions.gemm_merge(work, index * kMergedRows, std::min(desc.m, (index + 1) * kMergedRows), partial, panel_stride,
+                         cut.slices, slice_stride);
+  });
+}
+
+}  // namespace polyhead::cpu

@@ -1,0 +1,124 @@
+// The sizes of products, and their microkernel.
+//
+// A panel is kColumns columns of B, packed as words [k][kColumns]; a tile is kTileRows rows of A against one panel, its
+// sums in registers. A chunk is kChunkWords words along K: a chunk of a panel (64 KiB) and of a tile's rows, read as
+// scalars that are broadcast, come from L2 at 15 bytes a cycle. Measured on Zen 5 (2026-11-21, float32, one thread,
+// GFLOP/s of 257 at [384, 1024] x [1024, 1024]): chunks of 256 words 249, 384 254, 512 255.
+#pragma once
+
+#include "cpu/linear/line.h"
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+constexpr int kTileRows = kLanes == 16 ? 12 : 6;
+constexpr int kPanelVecs = 2;
+constexpr int kColumns = kPanelVecs * kLanes;
+constexpr int64_t kChunkWords = 512;
+constexpr int kGroupPanels = 8;
+
+// Words of A, of one chunk: [row][kRowStride] (kAlong; an odd number of cache lines, so that rows do not share sets),
+// or [tile][word][kTileRows] with tiles kTileStride apart, where the rows of A are contiguous instead of its columns.
+constexpr int64_t kRowStride = kChunkWords + 16;
+constexpr int64_t kTileStride = kChunkWords * kTileRows + kLanes;  // a whole vector may be stored at the last word
+
+// What will be read soon: step_lines cache lines from `data` on are asked for, into L2, while kStepWords words are
+// multiplied, and so on.
+struct Ahead {
+  const float* data;
+  int step_lines;
+};
+constexpr int kStepWords = 16, kLineFloats = 16;
+
+// What is added to the sums of rows `stride` apart: earlier sums, or, 0 apart, a bias. Null: nothing.
+struct Onto {
+  const float* data;
+  ptrdiff_t stride;
+
+  Onto from_row(ptrdiff_t row) const { return {data == nullptr ? nullptr : data + row * stride, stride}; }
+};
+
+// out[r][...] = onto[r][...] + sum over words of A[r][word] panel[word][...], for kRows rows and kVecs_ vectors.
+template <class Mac, bool kAlong, int kRows, int kVecs_>
+void multiply(float* out, ptrdiff_t out_stride, const float* a, const float* panel, int64_t words, const Onto& onto,
+              const Ahead& ahead) {
+  constexpr ptrdiff_t kStride = kAlong ? kRowStride : kTileRows;
+  F acc[kRows][kVecs_];
+  clear(acc);
+  const float* next = ahead.data;
+  int64_t word = 0;
+  for (; word + kStepWords <= words; word += kStepWords) {
+    for (int i = 0; i < ahead.step_lines; ++i) __builtin_prefetch(next + i * kLineFloats, 0, 2);
+    next += ahead.step_lines * kLineFloats;
+    contract<Mac, kAlong>(acc, panel + word * kColumns, kColumns, a + word * (kAlong ? 1 : kTileRows), kStride,
+                          kStepWords);
+  }
+  contract<Mac, kAlong>(acc, panel + word * kColumns, kColumns, a + word * (kAlong ? 1 : kTileRows), kStride,
+                        words - word);
+  if (onto.data != nullptr) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs_; ++v) acc[r][v] = acc[r][v] + load(onto.data + r * onto.stride + v * kLanes);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs_; ++v) store(out + r * out_stride + v * kLanes, acc[r][v]);
+  }
+}
+
+// The same for the `rows` rows of one tile.
+template <class Mac, bool kAlong, int kVecs_>
+void multiply_tile(float* out, ptrdiff_t out_stride, const float* a, const float* panel, int64_t words, int rows,
+                   Onto onto, const Ahead& ahead) {
+  if (rows == kTileRows) return multiply<Mac, kAlong, kTileRows, kVecs_>(out, out_stride, a, panel, words, onto, ahead);
+  const auto step = [&](int done) {
+    out += done * out_stride;
+    onto = onto.from_row(done);
+    a += done * (kAlong ? kRowStride : 1);
+    rows -= done;
+  };
+  if constexpr (kTileRows > 8) {
+    if (rows >= 8) {
+      multiply<Mac, kAlong, 8, kVecs_>(out, out_stride, a, panel, words, onto, ahead);
+      step(8);
+    }
+  }
+  if (rows >= 4) {
+    multiply<Mac, kAlong, 4, kVecs_>(out, out_stride, a, panel, words, onto, ahead);
+    step(4);
+  }
+  if (rows >= 2) {
+    multiply<Mac, kAlong, 2, kVecs_>(out, out_stride, a, panel, words, onto, ahead);
+    step(2);
+  }
+  if (rows == 1) multiply<Mac, kAlong, 1, kVecs_>(out, out_stride, a, panel, words, onto, ahead);
+}
+
+// One panel's `columns` columns for all rows of a task. `next_panel`, which comes after it, is asked for meanwhile: the
+// hardware does not follow the jump.
+template <class Mac, bool kAlong>
+void multiply_panel(float* out, ptrdiff_t out_stride, const float* a, const float* panel, const float* next_panel,
+                    int64_t words, int64_t rows, int64_t columns, const Onto& onto) {
+  constexpr int64_t kNextTile = kAlong ? kTileRows * kRowStride : kTileStride;
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  const int64_t lines =
+      (kStepWords * kColumns / kLineFloats + tiles - 1) / tiles;  // of the panel's next kStepWords words
+  const int64_t tile_floats = words / kStepWords * lines * kLineFloats;
+  for (int64_t tile = 0; tile < tiles; ++tile, a += kNextTile, out += kTileRows * out_stride) {
+    const int64_t left = rows - tile * kTileRows;
+    const int count = left < kTileRows ? static_cast<int>(left) : kTileRows;
+    const Onto onto_tile = onto.from_row(tile * kTileRows);
+    const Ahead ahead{next_panel + tile * tile_floats, tiles > 2 ? static_cast<int>(lines) : 0};
+    if (columns <= kLanes) {
+      multiply_tile<Mac, kAlong, 1>(out, out_stride, a, panel, words, count, onto_tile, ahead);
+    } else {
+      multiply_tile<Mac, kAlong, kPanelVecs>(out, out_stride, a, panel, words, count, onto_tile, ahead);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace polyhead::cpu::POLYHEAD_ISA

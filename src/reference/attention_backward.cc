@@ -1,0 +1,272 @@
+// Backward: each gradient is its defining sum, recomputed pair by pair, so nothing is stored but one value a row.
+//   dP_ij = f_ij dO_i . V_j            O_i = sum_j P_ij f_ij V_j                  f: dropout's factor
+//   dS_ij = P_ij (dP_ij - D_i + dL_i)  P = exp(S - L)                            D_i = dO_i . O_i, or delta
+//   dX_ij = dS_ij (1 - tanh^2(X_ij / softcap))   S = softcap tanh(X / softcap) + bias - slope |i + offset - j|
+//   dQ_i = scale sum_j dX_ij K_j  dK_j = scale sum_i dX_ij Q_i  dV_j = sum_i P_ij f_ij dO_i         X = scale Q K^T
+//   dbias = dS, dslope = -sum_ij dS_ij |i + offset - j|, summed over what broadcasts
+#include <algorithm>
+#include <vector>
+
+#include "reference/attention.h"
+#include "reference/scores.h"
+
+namespace polyhead::reference {
+namespace {
+
+// Scratch memory of one call.
+template <class T>
+struct Scratch {
+  T* D;      // [B, H, Sq], packed: [H, rows]
+  T* row;    // [max(D, Dv)] a row of dQ or dK; zeros of any row
+  T* row_v;  // [Dv] a row of dV
+
+  static size_t count_D(const AttentionDesc& desc) {
+    return static_cast<size_t>((desc.packed ? 1 : desc.batch) * desc.num_heads * desc.seqlen_q);
+  }
+  static size_t count_row(const AttentionDesc& desc) {
+    return static_cast<size_t>(std::max(desc.head_dim, desc.head_dim_v));
+  }
+  static size_t bytes(const AttentionDesc& desc) {
+    return (count_D(desc) + count_row(desc) + static_cast<size_t>(desc.head_dim_v)) * sizeof(T);
+  }
+
+  Scratch(const AttentionDesc& desc, void* memory) {
+    D = static_cast<T*>(memory);
+    row = D + count_D(desc);
+    row_v = row + count_row(desc);
+  }
+};
+
+template <class T, class In>
+class Backward {
+ public:
+  Backward(const AttentionDesc& desc, const BackwardArgs& args, Scratch<T> scratch)
+      : desc_(desc), args_(args), scores_(desc, args.forward), dO_(args.grad_out), scratch_(scratch) {}
+
+  void run() const {
+    rowsum_dO_O();
+    if (args_.grad_query.given()) grad_query();
+    if (args_.grad_key.given() || args_.grad_value.given()) grad_key_value();
+    if (args_.grad_attn_bias.given()) grad_attn_bias();
+    if (args_.grad_alibi_slopes.given()) grad_alibi_slopes();
+  }
+
+ private:
+  struct Pair {
+    T P, dropped_P, dS, dX;
+  };
+
+  int64_t rows(const Sequence& s) const { return desc_.packed ? s.len_q : desc_.seqlen_q; }
+  int64_t keys(const Sequence& s) const { return desc_.packed ? s.len_k : desc_.seqlen_k; }
+
+  const In* grad_out(const Sequence& s, int64_t b, int64_t h, int64_t i) const {
+    return static_cast<const In*>(args_.grad_out.data) + dO_.at(b, s.first_q + i, h);
+  }
+
+  T& D(const Sequence& s, int64_t b, int64_t h, int64_t i) const {
+    const int64_t head = (desc_.packed ? 0 : b) * desc_.num_heads + h;
+    return scratch_.D[head * desc_.seqlen_q + s.first_q + i];
+  }
+
+  void rowsum_dO_O() const {
+    const Operand O(args_.forward.out);
+    const Tensor& delta = args_.delta;
+    for (int64_t b = 0; b < desc_.batch; ++b) {
+      const Sequence s = sequence(desc_, args_.forward, b);
+      for (int64_t h = 0; h < desc_.num_heads; ++h) {
+        for (int64_t i = 0; i < rows(s); ++i) {
+          if (delta.given()) {
+            D(s, b, h, i) = load(delta, statistic_at(delta, b, h, s.first_q + i));
+            continue;
+          }
+          T sum = 0;
+          for (int64_t d = 0; d < desc_.head_dim_v; ++d) {
+            sum += widen<T>(grad_out(s, b, h, i)[d * dO_.dim]) * load(O.tensor, O.at(b, s.first_q + i, h) + d * O.dim);
+          }
+          D(s, b, h, i) = sum;
+        }
+      }
+    }
+  }
+
+  bool visible(const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
+    const KeyRange range = key_range(desc_, args_.forward, s, i);
+    return range.begin <= j && j < range.end && scores_.visible(b, h, i, j);
+  }
+
+  Pair pair(const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
+    const Tensor& lse = args_.forward.logsumexp;
+    const Tensor& grad_lse = args_.grad_logsumexp;
+    const T L = load(lse, statistic_at(lse, b, h, s.first_q + i));
+    const T dL = grad_lse.given() ? load(grad_lse, statistic_at(grad_lse, b, h, s.first_q + i)) : T(0);
+    const T f = scores_.dropout_factor(b, h, i, j);
+    const T X = scores_.raw(s, b, h, i, j);
+
+    Pair p;
+    p.P = std::exp(scores_.score(X, s, b, h, i, j) - L);
+    p.dropped_P = p.P * f;
+    const T dP = f * dot<T>(grad_out(s, b, h, i), dO_.dim, scores_.value(s, b, h, j), scores_.V.dim, desc_.head_dim_v);
+    p.dS = p.P * (dP - D(s, b, h, i) + dL);
+    p.dX = p.dS;
+    if (scores_.softcap > 0) {
+      const T t = std::tanh(X / scores_.softcap);
+      p.dX *= 1 - t * t;
+    }
+    return p;
+  }
+
+  // sum[d] += weight * x[d]
+  static void add(T* sum, T weight, const In* x, int64_t stride, int64_t dim) {
+    for (int64_t d = 0; d < dim; ++d) sum[d] += weight * widen<T>(x[d * stride]);
+  }
+
+  void grad_query() const {
+    const Operand dQ(args_.grad_query);
+    const int64_t dim = desc_.head_dim;
+    for (int64_t b = 0; b < desc_.batch; ++b) {
+      const Sequence s = sequence(desc_, args_.forward, b);
+      for (int64_t h = 0; h < desc_.num_heads; ++h) {
+        for (int64_t i = 0; i < rows(s); ++i) {
+          std::fill_n(scratch_.row, Scratch<T>::count_row(desc_), T(0));
+          for (int64_t j = 0; j < keys(s); ++j) {
+            if (visible(s, b, h, i, j))
+              add(scratch_.row, pair(s, b, h, i, j).dX, scores_.key(s, b, h, j), scores_.K.dim, dim);
+          }
+          store_row(dQ, b, s.first_q + i, h, scratch_.row, scores_.scale, dim);
+        }
+      }
+    }
+    if (desc_.packed) rows_behind_the_end(dQ, args_.forward.cu_seqlens_q, desc_.seqlen_q, desc_.num_heads, dim);
+  }
+
+  void grad_key_value() const {
+    const Operand dK(args_.grad_key), dV(args_.grad_value);
+    for (int64_t b = 0; b < desc_.batch; ++b) {
+      const Sequence s = sequence(desc_, args_.forward, b);
+      for (int64_t g = 0; g < desc_.num_heads_kv; ++g) {
+        for (int64_t j = 0; j < keys(s); ++j) {
+          sum_over_queries(s, b, g, j);
+          if (dK.tensor.given()) store_row(dK, b, s.first_k + j, g, scratch_.row, scores_.scale, desc_.head_dim);
+          if (dV.tensor.given()) store_row(dV, b, s.first_k + j, g, scratch_.row_v, T(1), desc_.head_dim_v);
+        }
+      }
+    }
+    if (!desc_.packed) return;
+    const Tensor& cu_seqlens_k = args_.forward.cu_seqlens_k;
+    if (dK.tensor.given()) rows_behind_the_end(dK, cu_seqlens_k, desc_.seqlen_k, desc_.num_heads_kv, desc_.head_dim);
+    if (dV.tensor.given()) rows_behind_the_end(dV, cu_seqlens_k, desc_.seqlen_k, desc_.num_heads_kv, desc_.head_dim_v);
+  }
+
+  // scratch_.row = sum dX_ij Q_i, row_v = sum P_ij f_ij dO_i over the queries of the heads that read g.
+  void sum_over_queries(const Sequence& s, int64_t b, int64_t g, int64_t j) const {
+    std::fill_n(scratch_.row, Scratch<T>::count_row(desc_), T(0));
+    std::fill_n(scratch_.row_v, desc_.head_dim_v, T(0));
+    const int64_t group_size = desc_.num_heads / desc_.num_heads_kv;
+    for (int64_t h = g * group_size; h < (g + 1) * group_size; ++h) {
+      for (int64_t i = 0; i < rows(s); ++i) {
+        if (!visible(s, b, h, i, j)) continue;
+        const Pair p = pair(s, b, h, i, j);
+        add(scratch_.row, p.dX, scores_.query(s, b, h, i), scores_.Q.dim, desc_.head_dim);
+        add(scratch_.row_v, p.dropped_P, grad_out(s, b, h, i), dO_.dim, desc_.head_dim_v);
+      }
+    }
+  }
+
+  void grad_attn_bias() const {
+    const Tensor& dbias = args_.grad_attn_bias;
+    const int64_t* dims = dbias.dims;
+    const int64_t full[4] = {desc_.batch, desc_.num_heads, desc_.seqlen_q, desc_.seqlen_k};
+    auto summed = [&](int n) { return dims[n] == 1 ? full[n] : 1; };  // elements that share one of the bias
+    for (int64_t b = 0; b < dims[0]; ++b) {
+      for (int64_t h = 0; h < dims[1]; ++h) {
+        for (int64_t i = 0; i < dims[2]; ++i) {
+          for (int64_t j = 0; j < dims[3]; ++j) {
+            T sum = 0;
+            for (int64_t b2 = b; b2 < b + summed(0); ++b2) {
+              const Sequence s = sequence(desc_, args_.forward, b2);
+              for (int64_t h2 = h; h2 < h + summed(1); ++h2) {
+                for (int64_t i2 = i; i2 < i + summed(2); ++i2) {
+                  for (int64_t j2 = j; j2 < j + summed(3); ++j2) {
+                    if (visible(s, b2, h2, i2, j2)) sum += pair(s, b2, h2, i2, j2).dS;
+                  }
+                }
+              }
+            }
+            store(dbias, broadcast_at(dbias, b, h, i, j), sum);
+          }
+        }
+      }
+    }
+  }
+
+  void grad_alibi_slopes() const {
+    const Tensor& t = args_.grad_alibi_slopes;
+    const int64_t batches = t.ndim == 2 ? 1 : desc_.batch;  // that share a slope
+    for (int64_t first = 0; first < (t.ndim == 2 ? desc_.batch : 1); ++first) {
+      for (int64_t h = 0; h < desc_.num_heads; ++h) {
+        T sum = 0;
+        for (int64_t b = first; b < first + batches; ++b) {
+          const Sequence s = sequence(desc_, args_.forward, b);
+          for (int64_t i = 0; i < rows(s); ++i) {
+            for (int64_t j = 0; j < keys(s); ++j) {
+              if (visible(s, b, h, i, j)) sum -= pair(s, b, h, i, j).dS * scores_.distance(s, i, j);
+            }
+          }
+        }
+        store(t, t.ndim == 2 ? first * t.strides[0] + h * t.strides[1] : h * t.strides[0], sum);
+      }
+    }
+  }
+
+  void rows_behind_the_end(const Operand& to, const Tensor& cu_seqlens, int64_t num_rows, int64_t heads,
+                           int64_t dim) const {
+    std::fill_n(scratch_.row, Scratch<T>::count_row(desc_), T(0));
+    for (int64_t i = integer_at(cu_seqlens, desc_.batch); i < num_rows; ++i) {
+      for (int64_t h = 0; h < heads; ++h) store_row(to, 0, i, h, scratch_.row, T(1), dim);
+    }
+  }
+
+  static T load(const Tensor& t, int64_t at) { return static_cast<T>(load_element(t.data, t.dtype, at)); }
+
+  void store(const Tensor& t, int64_t at, T value) const {
+    if (args_.accumulate) value += load(t, at);
+    store_element(t.data, t.dtype, at, static_cast<double>(value));
+  }
+
+  void store_row(const Operand& to, int64_t b, int64_t row, int64_t h, const T* sum, T factor, int64_t dim) const {
+    for (int64_t d = 0; d < dim; ++d) {
+      store(to.tensor, to.at(b, row, h) + d * to.dim, factor * sum[d] + T(0));  // +0 where a negative scale makes -0
+    }
+  }
+
+  const AttentionDesc& desc_;
+  const BackwardArgs& args_;
+  Scores<T, In> scores_;
+  Operand dO_;
+  Scratch<T> scratch_;
+};
+
+}  // namespace
+
+template <class T>
+size_t backward_workspace_bytes(const AttentionDesc& desc) {
+  return (Scratch<T>::bytes(desc) + 63) / 64 * 64;
+}
+
+template <class T>
+void backward(const AttentionDesc& desc, const BackwardArgs& args) {
+  std::vector<T> own;
+  void* memory = args.forward.workspace;
+  if (args.forward.workspace_bytes < backward_workspace_bytes<T>(desc)) {
+    own.resize(backward_workspace_bytes<T>(desc) / sizeof(T));
+    memory = own.data();
+  }
+  with_element_type(desc.dtype, [&]<class In>(In) { Backward<T, In>(desc, args, Scratch<T>(desc, memory)).run(); });
+}
+
+template size_t backward_workspace_bytes<double>(const AttentionDesc&);
+template size_t backward_workspace_bytes<float>(const AttentionDesc&);
+template void backward<double>(const AttentionDesc&, const BackwardArgs&);
+template void backward<float>(const AttentionDesc&, const BackwardArgs&);
+
+}  // namespace polyhead::reference

@@ -1,0 +1,124 @@
+// The score of one (query, key) pair: what the forward and the backward pass of the reference share.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "contract/sequences.h"
+#include "core/dtype.h"
+#include "core/philox.h"
+#include "polyhead/attention.h"
+
+namespace polyhead::reference {
+
+// A [batch, row, head, dim] operand, or a packed [row, head, dim] one (every sequence has the same rows, by number).
+struct Operand {
+  Tensor tensor;
+  int64_t batch = 0, row = 0, head = 0, dim = 0;  // strides
+
+  explicit Operand(const Tensor& t) : tensor(t) {
+    if (!t.given()) return;
+    const int last = t.ndim - 1;
+    dim = t.strides[last], head = t.strides[last - 1], row = t.strides[last - 2];
+    if (t.ndim == 4) batch = t.strides[0];
+  }
+
+  int64_t at(int64_t b, int64_t i, int64_t h) const { return b * batch + i * row + h * head; }
+};
+
+// Sum over `dim` elements of a[..] * c[..], in index order.
+template <class T, class A, class C>
+T dot(const A* a, int64_t a_stride, const C* c, int64_t c_stride, int64_t dim) {
+  T sum = 0;
+  for (int64_t d = 0; d < dim; ++d) sum += widen<T>(a[d * a_stride]) * widen<T>(c[d * c_stride]);
+  return sum;
+}
+
+// A [B, H, Sq] statistic (logsumexp), or a packed [H, rows] one.
+inline int64_t statistic_at(const Tensor& t, int64_t b, int64_t h, int64_t i) {
+  return t.ndim == 3 ? b * t.strides[0] + h * t.strides[1] + i * t.strides[2] : h * t.strides[0] + i * t.strides[1];
+}
+
+// Element (b, h, i, j) of a mask or bias, whose dims of size 1 broadcast.
+inline int64_t broadcast_at(const Tensor& t, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const int64_t index[4] = {b, h, i, j};
+  int64_t at = 0;
+  for (int n = 0; n < 4; ++n) at += t.dims[n] == 1 ? 0 : index[n] * t.strides[n];
+  return at;
+}
+
+// Scores of one problem whose query, key and value have elements In, in arithmetic of T.
+template <class T, class In>
+struct Scores {
+  const AttentionDesc& desc;
+  const ForwardArgs& args;
+  Operand Q, K, V;
+  T scale, softcap, kept_factor;  // kept_factor: 1 / (1 - p) of dropout
+  uint32_t threshold;
+
+  Scores(const AttentionDesc& d, const ForwardArgs& a) : desc(d), args(a), Q(a.query), K(a.key), V(a.value) {
+    const double dim = static_cast<double>(d.head_dim);
+    scale = d.head_dim == 0 ? T(0) : static_cast<T>(d.scale.value_or(1 / std::sqrt(dim)));
+    softcap = static_cast<T>(d.softcap);
+    threshold = dropout_threshold(d.dropout_p);
+    kept_factor = d.dropout_p < 1 ? static_cast<T>(1 / (1 - d.dropout_p)) : T(0);
+  }
+
+  const In* query(const Sequence& s, int64_t b, int64_t h, int64_t i) const {
+    return static_cast<const In*>(args.query.data) + Q.at(b, s.first_q + i, h);
+  }
+  int64_t group(int64_t h) const { return h / (desc.num_heads / desc.num_heads_kv); }
+  const In* key(const Sequence& s, int64_t b, int64_t h, int64_t j) const {
+    return static_cast<const In*>(args.key.data) + K.at(b, s.first_k + j, group(h));
+  }
+  const In* value(const Sequence& s, int64_t b, int64_t h, int64_t j) const {
+    return static_cast<const In*>(args.value.data) + V.at(b, s.first_k + j, group(h));
+  }
+
+  // Whether mask and bias let (i, j) be seen; causal, window and lengths are key_range()'s.
+  bool visible(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    const Tensor& mask = args.attn_mask;
+    if (desc.attn_mask.given && !static_cast<const uint8_t*>(mask.data)[broadcast_at(mask, b, h, i, j)]) return false;
+    return !desc.attn_bias.given || bias(b, h, i, j) != -HUGE_VAL;
+  }
+
+  double bias(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    return load_element(args.attn_bias.data, args.attn_bias.dtype, broadcast_at(args.attn_bias, b, h, i, j));
+  }
+
+  // |i + offset - j|
+  T distance(const Sequence& s, int64_t i, int64_t j) const {
+    __extension__ using Wide = __int128;  // the offset may be any int64
+    return std::abs(static_cast<T>(static_cast<Wide>(i) + s.offset - j));
+  }
+
+  T slope(int64_t b, int64_t h) const {
+    const Tensor& t = args.alibi_slopes;
+    const int64_t at = desc.alibi_slopes_ndim == 2 ? b * t.strides[0] + h * t.strides[1] : h * t.strides[0];
+    return static_cast<T>(static_cast<const float*>(t.data)[at]);
+  }
+
+  // scale * q.k
+  T raw(const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
+    return scale * dot<T>(query(s, b, h, i), Q.dim, key(s, b, h, j), K.dim, desc.head_dim);
+  }
+
+  // S of a visible key, from its raw score.
+  T score(T raw, const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
+    T S = raw;
+    if (softcap > 0) S = softcap * std::tanh(S / softcap);
+    if (desc.attn_bias.given) S += static_cast<T>(bias(b, h, i, j));
+    if (desc.alibi_slopes_ndim > 0) S -= slope(b, h) * distance(s, i, j);
+    return S;
+  }
+
+  // What dropout multiplies P by.
+  T dropout_factor(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    if (desc.dropout_p == 0) return 1;
+    const uint32_t head_index = static_cast<uint32_t>(b * desc.num_heads + h);
+    const uint32_t bits = dropout_bits(args.dropout_seed, args.dropout_offset, head_index, static_cast<uint32_t>(i), j);
+    return bits >= threshold ? kept_factor : T(0);
+  }
+};
+
+}  // namespace polyhead::reference
