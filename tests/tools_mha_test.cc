@@ -14,7 +14,6 @@
 #include "tools/array.h"
 #include "tools/elements.h"
 #include "tools/layouter.h"
-#include "tools/mha_torch.h"
 #include "tools/mha_verify.h"
 #include "tools/safetensors.h"
 #include "tools_command.h"
@@ -225,33 +224,6 @@ TEST(ToolsMha, TheReferenceLayerInFloat64IsTheTruth) {
   }
 }
 
-// Skipped, with the reason, where python3 has no torch.
-TEST(ToolsMha, AutogradAgreesAndFindsWhatIsWrong) {
-  auto autograd = Autograd::start("python3");
-  ASSERT_TRUE(autograd.ok()) << autograd.status().message();
-  if (!autograd->there()) GTEST_SKIP() << autograd->version();
-  for (const char* more : {"", " --dtype bf16 --softcap 2", " --accumulate", " --dropout 0.2 --output-dropout 0.3",
-                           " --windows --causal", " --dropout 1", " --output-dropout 1", " --infer"}) {
-    const MhaProblem problem = problem_of(std::string(kLine) + more);
-    const Layer made = reference_layer(problem);
-    MhaTruth truth = truth_of(problem);
-    const auto check = [&] { return autograd->check(problem, made, truth.operands, truth.numbers, truth.results); };
-    const auto good = check();
-    ASSERT_TRUE(good.ok()) << good.status().message();
-    EXPECT_TRUE(good->passed) << more << ": " << good->fault;
-    for (size_t n = 0; n < kNumLayerResults; ++n) {
-      if (!truth.results.exact[n].given()) continue;
-      double& last = truth.results.exact[n].values.back();
-      const double right = last;
-      last += 1e-6 * (1 + std::fabs(right));
-      const auto bad = check();
-      ASSERT_TRUE(bad.ok()) << bad.status().message();
-      EXPECT_FALSE(bad->passed) << more << " " << kLayerResultNames[n];
-      last = right;
-    }
-  }
-}
-
 TEST_F(ToolsMhaCommand, LayoutTellsWhereEachWeightLies) {
   const std::string line = "--heads 4 --kv-heads 2 --q-size 12 --k-size 5 --v-proj 0 --biases=qo --dtype bf16";
   const Layer made = reference_layer(problem_of(line));
@@ -301,14 +273,14 @@ TEST_F(ToolsMhaCommand, VerifyPassesWithEveryOption) {
        {"", "--same kv --k-size 6 --v-size 6 --accumulate", "--infer --dropout 0.5", "--sweep --causal",
         "--dropout 0.3 --output-dropout 0.2 --windows", "--dtype bf16 --data-layout tbnv", "--o-proj 0 --biases=qkv",
         "--packed-weights", "--packed-weights --sweep"}) {
-    const json rows = run_json("mha --verify --python none --threads 1,3 " + std::string(kLine) + " " + more)["rows"];
+    const json rows = run_json("mha --verify --threads 1,3 " + std::string(kLine) + " " + more)["rows"];
     ASSERT_FALSE(rows.empty()) << more;
     for (const json& row : rows) {
       EXPECT_EQ(row["result"], "PASS") << row;
       EXPECT_LE(row["largest_error"].get<double>(), row["allowed"].get<double>()) << row;
     }
   }
-  const json random = run_json("mha --random 20 --seed 3 --verify --python none --kernel reference");
+  const json random = run_json("mha --random 20 --seed 3 --verify --kernel reference");
   EXPECT_EQ(random["facts"]["verified"], "20 layers");
   EXPECT_EQ(random["facts"]["passed"], "20");
   EXPECT_EQ(random["facts"]["seeds"], "3..22");
@@ -317,40 +289,18 @@ TEST_F(ToolsMhaCommand, VerifyPassesWithEveryOption) {
 
 // No kernel but the reference takes float64, which --verify therefore judges too.
 TEST_F(ToolsMhaCommand, Float64IsVerified) {
-  const std::string line = "mha --verify --python none --dtype f64 " + std::string(kLine);
+  const std::string line = "mha --verify --dtype f64 " + std::string(kLine);
   EXPECT_EQ(run_json(line)["facts"]["passed"], "1");
   const Ran refused = run(line + " --kernel cpu_generic");
   EXPECT_EQ(refused.code, 2);
   EXPECT_NE(refused.err.find("nothing was verified: kernel is cpu_generic"), std::string::npos) << refused.err;
 }
 
-// On every kernel, and where python3 has torch against autograd too. POLYHEAD_RANDOM_SEED=first
-// POLYHEAD_RANDOM_PROBLEMS=count ask for others.
+// On every kernel. POLYHEAD_RANDOM_SEED=first POLYHEAD_RANDOM_PROBLEMS=count ask for others.
 TEST_F(ToolsMhaCommand, RandomLayersPass) {
   const Ran ran = run("mha --verify --random ${POLYHEAD_RANDOM_PROBLEMS:-50} --seed ${POLYHEAD_RANDOM_SEED:-1}");
   std::printf("%s", ran.out.c_str());
   EXPECT_EQ(ran.code, 0) << ran.err;
-}
-
-// Whatever calls itself python cannot make wrong results pass, nor bring the command down.
-TEST_F(ToolsMhaCommand, PythonIsNotTrusted) {
-  const std::string line = "mha --verify --batch 1 --heads 1 --seqlen-q 2 --q-size 2 --kernel reference --python ";
-  EXPECT_EQ(run(line + "no_such_program").err.find("polyhead mha: --python: cannot run 'no_such_program'"), 0u);
-  EXPECT_EQ(run(line + "false").err, "polyhead mha: --python: python ended without an answer\n");
-  const auto program = [&](const char* name, const std::string& text) {
-    std::ofstream(path(name)) << "#!/bin/sh\n" << text;
-    std::filesystem::permissions(path(name), std::filesystem::perms::owner_all);
-    return "'" + path(name) + "'";
-  };
-  const Ran without = run(line + program("without", "echo no torch: none here\n"));
-  EXPECT_EQ(without.code, 2);
-  EXPECT_EQ(without.err, "polyhead mha: --python: no torch: none here\n");
-  const Ran against = run(line + program("against", "echo torch 0\nwhile read line; do echo out is wrong; done\n"));
-  EXPECT_EQ(against.code, 1);
-  EXPECT_NE(against.out.find("out is wrong"), std::string::npos) << against.out;
-  const Ran gone = run(line + program("gone", "echo torch 0\n"));
-  EXPECT_EQ(gone.code, 2) << gone.out;
-  EXPECT_EQ(run(line + program("with", "echo torch 0\nwhile read line; do echo ok 0; done\n")).code, 0);
 }
 
 TEST_F(ToolsMhaCommand, DumpWritesEveryTensor) {

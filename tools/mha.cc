@@ -27,7 +27,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 struct MhaOptions {
-  std::string kernel, threads, dump, python, format = "md";
+  std::string kernel, threads, dump, format = "md";
   bool verify = false, layout = false, force = false;
   int64_t num_random = 0;
   uint64_t seed = 1;
@@ -264,7 +264,7 @@ Result<int> mha(const MhaOptions& options, std::vector<std::string> words) {
   }
   if (options.layout) return print_layout(*problem, *format);
   if (!options.verify) return run_layers(options, problem, std::move(*kernels), std::move(*threads), *format);
-  const MhaVerification how = {std::move(*kernels), std::move(*threads), options.python, *format};
+  const MhaVerification how = {std::move(*kernels), std::move(*threads), *format};
   return problem ? verify_mha(*problem, how) : verify_random_mha(options.seed, options.num_random, how);
 }
 
@@ -284,8 +284,7 @@ Command add_mha(CLI::App& root) {
   CLI::App* app = root.add_subcommand("mha", "time, check or write down a whole layer: projections around attention");
   const auto options = std::make_shared<MhaOptions>();
   app->allow_extras();
-  app->add_flag("--verify", options->verify,
-                "check all results and gradients against float64 loops, and these against torch's autograd");
+  app->add_flag("--verify", options->verify, "check all results and gradients against float64 loops");
   app->add_flag("--layout", options->layout, "print where each weight lies, and how much memory calls take");
   options->dump_option =
       app->add_option("--dump", options->dump, "write the tensors of one run as .safetensors into this folder")
@@ -295,9 +294,6 @@ Command add_mha(CLI::App& root) {
       app->add_option("--random", options->num_random, "so many random layers, of every combination of options");
   options->seed_option =
       app->add_option("--seed", options->seed, "of the first random layer, or of a layer's operands and dropout");
-  app->add_option("--python", options->python,
-                  "whose torch --verify asks (default: python3, if torch is there), or none")
-      ->type_name("PROGRAM");
   app->add_option("--kernel", options->kernel,
                   "best (default), all, or names as cpu_avx2 (default of --verify: all and reference)");
   app->add_option("--threads", options->threads,

@@ -131,8 +131,15 @@ Status write_dump(const std::string& folder, bool overwrite, const MhaProblem& p
     if (results.of[n].given()) written.emplace_back(kLayerResultNames[n], results.of[n]);
   }
   const auto path = [&](size_t file) { return folder + "/" + kDumpFiles[file]; };
+  NamedTensors inputs = input_tensors(operands, *kept);
+  const auto before = new_results(problem, layer);
+  if (!before.ok()) return before.status();
+  for (size_t kind = 0; kind < kNumWeightKinds && problem.attention.accumulate; ++kind) {
+    const Tensor& held = before->of[kLayerGradWeights + kind];
+    if (held.given()) inputs.emplace_back(std::string("before.") + kWeightFields[kind].name, held);
+  }
   Status s = write_text(path(0), mha_json(problem, layer) + "\n", overwrite);
-  if (s.ok()) s = write_safetensors(path(1), input_tensors(operands, *kept), overwrite);
+  if (s.ok()) s = write_safetensors(path(1), inputs, overwrite);
   if (s.ok()) s = write_safetensors(path(2), weight_tensors(operands.args.weights), overwrite);
   if (s.ok()) s = write_safetensors(path(3), written, overwrite);
   return s;

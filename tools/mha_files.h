@@ -31,7 +31,7 @@ NamedTensors input_tensors(const MhaOperands& operands, const KeptByDropout& kep
 Status check_may_dump(const std::string& folder, bool overwrite);
 
 // Writes problem.json, inputs.safetensors, weights.safetensors and results.safetensors into `folder`, which is made if
-// it is not there; the folder above it must be.
+// it is not there; the folder above it must be. What gradients of weights were added to is before.NAME of the inputs.
 Status write_dump(const std::string& folder, bool overwrite, const MhaProblem& problem, const Layer& layer,
                   const MhaOperands& operands, const MhaResults& results);
 

@@ -4,13 +4,11 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <optional>
 #include <utility>
 
 #include "bounds.h"
 #include "elements.h"
 #include "findings.h"
-#include "mha_torch.h"
 #include "progress.h"
 #include "words.h"
 
@@ -83,16 +81,6 @@ class Verification {
  public:
   Verification(const MhaVerification& how, bool list_all) : how_(how), findings_(list_all) {}
 
-  Status start_autograd() {
-    if (how_.python == "none") return {};
-    auto started = Autograd::start(how_.python.empty() ? "python3" : how_.python);
-    if (!started.ok()) return started.status();
-    if (!how_.python.empty() && !started->there()) return invalid("--python: " + started->version());
-    findings_.add_fact("autograd", started->version());
-    if (started->there()) autograd_.emplace(std::move(*started));
-    return {};
-  }
-
   Status add(const MhaProblem& problem) {
     PlanOptions options;
     options.kernel = "reference";  // which takes every layer
@@ -101,17 +89,15 @@ class Verification {
     const auto truth = mha_truth(problem, *plain);
     if (!truth.ok()) return truth.status();
     const std::string line = mha_line(problem);
-    bool judged = false;
     for (const std::string& kernel : how_.kernels) {
       for (const Threads& threads : how_.threads) {
         Contender contender{kernel, &threads};
         MhaJudge judge(problem);
         if (Status s = judge_kernel(problem, *plain, *truth, contender, judge); !s.ok()) return s;
         count(line, contender, judge);
-        judged = judged || contender.refusal.empty();
       }
     }
-    return autograd_ && judged ? ask_autograd(problem, *plain, *truth, line) : Status();
+    return {};
   }
 
   int num_failed() const { return findings_.num_failed(); }
@@ -145,16 +131,8 @@ class Verification {
                   fmt::format("polyhead mha --verify {} --kernel {} --threads {}", line, contender.kernel, threads));
   }
 
-  Status ask_autograd(const MhaProblem& problem, const Layer& plain, const MhaTruth& truth, const std::string& line) {
-    const auto verdict = autograd_->check(problem, plain, truth.operands, truth.numbers, truth.results);
-    if (!verdict.ok()) return verdict.status();
-    findings_.add(line, "torch autograd", 0, {*verdict}, "polyhead mha --verify " + line);
-    return {};
-  }
-
   const MhaVerification& how_;
   Findings findings_;
-  std::optional<Autograd> autograd_;
 };
 
 }  // namespace
@@ -223,7 +201,6 @@ bool MhaJudge::could_be_chance() const {
 
 Result<int> verify_mha(const MhaProblem& problem, const MhaVerification& how) {
   Verification verification(how, /*list_all=*/true);
-  if (Status s = verification.start_autograd(); !s.ok()) return s;
   if (Status s = verification.add(problem); !s.ok()) return s;
   return verification.finish(1, "");
 }
@@ -231,7 +208,6 @@ Result<int> verify_mha(const MhaProblem& problem, const MhaVerification& how) {
 Result<int> verify_random_mha(uint64_t seed, int64_t count, const MhaVerification& how) {
   constexpr int kMaxFailures = 20;
   Verification verification(how, /*list_all=*/false);
-  if (Status s = verification.start_autograd(); !s.ok()) return s;
   Progress progress(count);
   int64_t done = 0;
   for (; done < count && verification.num_failed() < kMaxFailures; ++done) {

@@ -1,4 +1,4 @@
-// A layer's results against the plain loops of layer_truth.h, and these against torch's autograd.
+// A layer's results against the plain loops of layer_truth.h.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,6 @@ class MhaJudge {
 struct MhaVerification {
   std::vector<std::string> kernels;
   std::vector<Threads> threads;
-  std::string python;  // whose torch to ask: "" as PATH finds python3, if torch is there; "none": not to ask
   Format format = Format::kMarkdown;
 };
 

@@ -1,49 +1,34 @@
-"""What torch's autograd gives for the layers that `polyhead mha --verify` judges by.
+"""torch's autograd against what `polyhead mha` computes in float64: whole layers, results and gradients.
 
-The command runs this text in a child process. First line out: "torch VERSION", or "no torch: REASON". Then, for each
-line in, a JSON object {"file": a .safetensors, "problem": sizes and options}, one line out: "ok ERROR", the largest
-error in units of the sums of the terms' absolute values, or a complaint.
+The command runs the layer on its reference kernel and dumps inputs, weights and results; here all is computed once
+more, written as the formulas of polyhead/layer.h stand, and differentiated by torch. The tests of the command in C++
+hold its own float64 loops, which judge every kernel, to the same reference layer.
 
-The file holds the inputs, the weights, and as exact.NAME and magnitude.NAME what tools/layer_truth.h gives. All is
-computed once more in float64, written as the formulas of polyhead/layer.h stand, and differentiated by torch.
+POLYHEAD_COMMAND=path names the command (default: the release build's). POLYHEAD_RANDOM_SEED=first
+POLYHEAD_RANDOM_PROBLEMS=count ask for other random layers.
 """
 
-import sys
+import json
+import os
+import pathlib
+import subprocess
 
-sys.path[:] = [folder for folder in sys.path if folder]  # python -c looks into the working folder first: not here
+import pytest
 
-import json  # noqa: E402
+torch = pytest.importorskip("torch", reason="needs torch")
+safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
 
-ALLOWED = 1e-10  # far above float64's roundings, far below those of anything that is judged by these numbers
+BUILT = pathlib.Path(__file__).parents[2] / "build" / "release" / "tools" / "polyhead"
+COMMAND = pathlib.Path(os.environ.get("POLYHEAD_COMMAND", BUILT))
+if not COMMAND.exists():
+    pytest.skip(f"needs the command: there is no {COMMAND}", allow_module_level=True)
 
-try:
-    import torch
-except Exception as error:  # also what a broken installation raises
-    print(f"no torch: {error}".replace("\n", " "), flush=True)
-    sys.exit()
-
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool
-}
+ALLOWED = 1e-11  # of the largest element: far above float64's roundings, far below those of anything that is judged
 INPUTS = ("query", "key", "value", "attn_bias", "alibi_slopes")
 WEIGHTS = ("query_weight", "key_weight", "value_weight", "out_weight",
-           "query_bias", "key_bias", "value_bias", "out_bias")
-
-
-def read_safetensors(path):
-    """Name -> tensor; floating-point ones in float64."""
-    with open(path, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        data = file.read()
-    tensors = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        dtype = DTYPES[entry["dtype"]]
-        flat = torch.frombuffer(bytearray(data[begin:end]), dtype=dtype) if end > begin else torch.empty(0, dtype=dtype)
-        tensor = flat.reshape(entry["shape"])
-        tensors[name] = tensor.double() if dtype.is_floating_point else tensor
-    return tensors
+           "query_bias", "key_bias", "value_bias", "out_bias")  # fmt: skip
+LINE = ("--batch 2 --heads 4 --kv-heads 2 --beam 2 --seqlen-q 5 --seqlen-k 7 --q-size 6 --k-size 5 --q-proj 4 "
+        "--v-proj 3 --o-proj 5 --biases --residual --bias b,h,q,k --alibi --align top_left --lengths --weights head")
 
 
 def project(t, name, heads, dim):
@@ -159,35 +144,64 @@ def compute(t, p):
     return results
 
 
-def check(file, problem):
-    """The line that answers one request."""
-    t = read_safetensors(file)
-    results = compute(t, problem)
-    worst = 0.0
-    for name in [name[len("exact."):] for name in t if name.startswith("exact.")]:
-        exact, magnitude, got = t["exact." + name], t["magnitude." + name].abs(), results[name].detach()
+def polyhead_mha(*words):
+    done = subprocess.run([COMMAND, "mha", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def computed(line, folder):
+    """What the command computes of a layer in float64: the problem, its tensors, its results."""
+    wide = line.split() + ["--dtype", "f64"] + (["--bias-dtype", "f64"] if "--bias" in line.split() else [])
+    polyhead_mha(*wide, "--kernel", "reference", "--threads", "1", "--min-time", "0", "--samples", "1", "--force",
+                 "--dump", str(folder))  # fmt: skip
+    load = safetensors.load_file
+    tensors = load(folder / "inputs.safetensors") | load(folder / "weights.safetensors")
+    tensors = {name: x.double() if x.dtype.is_floating_point else x for name, x in tensors.items()}
+    return json.loads((folder / "problem.json").read_text()), tensors, load(folder / "results.safetensors")
+
+
+def complaint(results, want):
+    """What is wrong with the results of the command, "" if nothing."""
+    for name, got in results.items():
+        exact = want[name].detach()
         if got.shape != exact.shape:
-            return f"{name} has shape {list(exact.shape)}, torch's has {list(got.shape)}"
-        error = (got - exact).abs()
-        bad = ~(error <= ALLOWED * magnitude)
+            return f"{name} has shape {list(got.shape)}, torch's has {list(exact.shape)}"
+        if got.numel() == 0:
+            continue
+        rounding = 0.0 if got.dtype == torch.float64 else torch.finfo(got.dtype).eps
+        allowed = ALLOWED * (1 + exact.abs().max()) + rounding * exact.abs()
+        bad = ~((got.double() - exact).abs() <= allowed)
         if bad.any():
-            at = bad.nonzero()[0].tolist()
-            return f"{name}{at} is {exact[tuple(at)].item()!r}, autograd gives {got[tuple(at)].item()!r}"
-        relative = error[magnitude > 0] / magnitude[magnitude > 0]
-        worst = max(worst, relative.max().item() if relative.numel() > 0 else 0.0)
-    return f"ok {worst}"
+            at = tuple(bad.nonzero()[0].tolist())
+            return f"{name}{list(at)} is {got[at].item()!r}, autograd gives {exact[at].item()!r}"
+    return ""
 
 
-def main():
-    torch.set_num_threads(1)  # problems are small
-    print(f"torch {torch.__version__}", flush=True)
-    for line in sys.stdin:
-        try:
-            answer = check(**json.loads(line))
-        except Exception as error:
-            answer = f"{type(error).__name__}: {error}"
-        print(answer.replace("\n", " "), flush=True)
+MORE = ["", "--softcap 2", "--accumulate", "--dropout 0.2 --output-dropout 0.3", "--windows --causal", "--dropout 1",
+        "--output-dropout 1", "--infer", "--sweep"]  # fmt: skip
 
 
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize("more", MORE)
+def test_autograd_agrees_and_finds_what_is_wrong(more, tmp_path):
+    problem, tensors, results = computed(f"{LINE} {more}", tmp_path)
+    want = compute(tensors, problem)
+    assert set(results) == ({"out", "attn_weights"} if "--infer" in more or "--sweep" in more else set(want))
+    assert complaint(results, want) == ""
+    for name, got in results.items():
+        right = got.clone()
+        last = got.view(-1)[-1:]
+        last += 1e-6 * (1 + last.abs())
+        assert complaint(results, want).startswith(name), name
+        got.copy_(right)
+
+
+def test_random_layers(tmp_path):
+    count, seed = os.environ.get("POLYHEAD_RANDOM_PROBLEMS", "50"), os.environ.get("POLYHEAD_RANDOM_SEED", "1")
+    table = json.loads(polyhead_mha("--random", count, "--seed", seed, "--kernel", "reference", "--threads", "1",
+                                    "--min-time", "0", "--samples", "1", "--format", "json"))  # fmt: skip
+    lines = list(dict.fromkeys(row["layer"] for row in table["rows"]))
+    assert len(lines) >= int(count) - 5  # few are drawn twice
+    for line in lines:
+        problem, tensors, results = computed(line, tmp_path)
+        assert complaint(results, compute(tensors, problem)) == "", line
