@@ -55,6 +55,7 @@ class SmallCall {
     args.grad_attn_bias = output({1, 4, d.seqlen_q, d.seqlen_k});
     args.grad_weights.query = output({d.query_size, 16});
     args.grad_weights.out_bias = output({d.out_proj_size});
+    a.dropout_seed = 3;
     a.reserve_bytes = layer.reserve_bytes();
     a.reserve = memory(a.reserve_bytes, 0);
     a.workspace_bytes = std::max(layer.workspace_bytes(), layer.backward_workspace_bytes());
@@ -209,6 +210,7 @@ const BadCall kBadForwards[] = {
      },
      "key_cache and a reserve are given: caches are for inference"},
     {[](auto& c) { c.args.forward.step = 0; }, "step and a reserve are given: a step is inference"},
+    {[](auto& c) { c.args.forward.dropout_seed = {}; }, "dropout_seed is not given, must be where dropout_p is 0.1"},
     {[](auto& c) { c.make_step(3); }, "step is 3, must be less than seqlen_q 3"},
     {[](auto& c) { c.make_step(-2); }, "step is -2, must be -1 (all steps) or at least 0"},
     {[](auto& c) { c.make_step(0), c.args.forward.value = {}; },
@@ -284,6 +286,43 @@ TEST(LayerErrors, BadBackwardsTouchNothing) {
   for (const BadCall& bad : kBadBackwards) check(bad, false), check(bad, true);
   for (const BadCall& bad : bad_data) check(bad, false);
   for (const BadCall& bad : bad_weights) check(bad, true);
+}
+
+TEST(LayerErrors, DropoutsDrawDifferentBits) {
+  LayerDesc desc;
+  desc.batch = 1, desc.beam = 3, desc.seqlen_q = desc.seqlen_k = 2;
+  desc.query_size = desc.key_size = desc.value_size = 4;
+  desc.attention.dropout_p = desc.output_dropout_p = 0.5;
+  const Result<Layer> made = layer(desc);
+  ASSERT_TRUE(made.ok()) << made.status().message();
+  std::vector<float> x(24, 1), out(24, 7);
+  std::vector<char> memory(made->workspace_bytes() + made->reserve_bytes() + 64);
+  LayerForwardArgs args;
+  args.query = Tensor(x.data(), DType::kFloat32, {1, 3, 2, 4});
+  args.key = args.value = Tensor(x.data(), DType::kFloat32, {1, 1, 2, 4});
+  args.out = Tensor(out.data(), DType::kFloat32, {1, 3, 2, 4});
+  args.workspace = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+  args.workspace_bytes = made->workspace_bytes();
+  args.reserve_bytes = made->reserve_bytes();
+  args.reserve = static_cast<char*>(args.workspace) + args.workspace_bytes;
+  args.dropout_seed = 0;
+  EXPECT_EQ(made->forward(args).message(), "output_dropout_seed is not given, must be where output_dropout_p is 0.5");
+  args.dropout_seed = args.output_dropout_seed = 9;
+  args.dropout_offset = UINT32_MAX;  // the beams draw with this, 0 and 1
+  for (const uint32_t offset : {UINT32_MAX, 0U, 1U}) {
+    args.output_dropout_offset = offset;
+    EXPECT_EQ(made->forward(args).message(),
+              "output_dropout_seed is 9 and output_dropout_offset " + std::to_string(offset) +
+                  ", with which dropout draws too: both would drop the same places, give another seed or offset");
+    EXPECT_EQ(out, std::vector<float>(24, 7));
+  }
+  for (const uint32_t offset : {UINT32_MAX - 1, 2U}) {
+    args.output_dropout_offset = offset;
+    EXPECT_EQ(made->forward(args).message(), "");
+  }
+  args.output_dropout_offset = 0;
+  args.reserve = nullptr;  // inference drops nothing
+  EXPECT_EQ(made->forward(args).message(), "");
 }
 
 TEST(LayerErrors, CallsOutOfOrder) {

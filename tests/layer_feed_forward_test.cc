@@ -175,6 +175,47 @@ TEST(FeedForwardBlock, EveryKernelAndDType) {
   }
 }
 
+// An identity at p = .5 and .5 keeps a quarter of the places, which it would not if both dropouts drew the same bits.
+TEST(FeedForwardBlock, DropoutsDrawDifferentBits) {
+  constexpr int64_t kRows = 512, kSize = 16;
+  FeedForwardBlockDesc desc;
+  desc.seqlen = kRows, desc.size = desc.inner_size = kSize;
+  desc.activation = ActivationKind::kNone, desc.norm.kind = NormKind::kNone;
+  desc.bias1 = desc.bias2 = desc.residual = false;
+  desc.inner_dropout_p = desc.output_dropout_p = 0.5;
+  const Result<FeedForwardBlock> block = feed_forward_block(desc);
+  ASSERT_TRUE(block.ok()) << block.status().message();
+  const Memory workspace(block->workspace_bytes()), reserve(block->reserve_bytes());
+  Array x(DType::kFloat32, {1, kRows, kSize}), out = x, identity(DType::kFloat32, {kSize, kSize});
+  for (int64_t n = 0; n < x.size(); ++n) x.set(n, 1), out.set(n, 7);
+  for (int64_t n = 0; n < kSize; ++n) identity.set(n * kSize + n, 1);
+  FeedForwardBlockForwardArgs args;
+  args.x = view(x), args.out = view(out);
+  args.weights.weight1 = args.weights.weight2 = view(identity);
+  args.workspace = workspace.data(), args.workspace_bytes = block->workspace_bytes();
+  args.reserve = reserve.data(), args.reserve_bytes = block->reserve_bytes();
+  EXPECT_EQ(block->forward(args).message(), "inner_dropout_seed is not given, must be where inner_dropout_p is 0.5");
+  args.inner_dropout_seed = args.output_dropout_seed = 5;
+  EXPECT_EQ(block->forward(args).message(),
+            "output_dropout_seed is 5 and output_dropout_offset 0, with which inner_dropout draws too: both would drop "
+            "the same places, give another seed or offset");
+  EXPECT_EQ(out.at(0), 7);
+  args.output_dropout_offset = 1;
+  ASSERT_EQ(block->forward(args).message(), "");
+  double kept = 0;
+  for (int64_t n = 0; n < out.size(); ++n) kept += out.at(n) != 0;
+  EXPECT_NEAR(kept / static_cast<double>(out.size()), 0.25, 0.03);
+
+  FeedForwardBlockBackwardArgs backward;
+  const Memory backward_workspace(block->backward_workspace_bytes());
+  backward.forward = args;
+  backward.forward.workspace = backward_workspace.data();
+  backward.forward.workspace_bytes = block->backward_workspace_bytes();
+  backward.grad_out = view(x), backward.grad_x = view(out);
+  backward.forward.output_dropout_offset = 2;
+  EXPECT_EQ(block->backward(backward).message(), "output_dropout_offset is 2, that of the forward call was 1");
+}
+
 TEST(FeedForwardBlock, ErrorsNameTheArgument) {
   FeedForwardCase f = feed_forward_cases()[0];
   f.desc.inner_dropout_p = 2;

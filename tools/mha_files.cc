@@ -86,7 +86,7 @@ Result<KeptByDropout> kept_by_dropout(const MhaProblem& problem, const Layer& la
     for (int64_t n = 0; n < d.beam; ++n) {
       const Tensor beam(static_cast<std::byte*>(kept.weights.data) + n * kept.weights.strides[1], DType::kBool,
                         {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k});
-      const Status s = dropout_mask(p, args.dropout_seed, args.dropout_offset + static_cast<uint32_t>(n), beam);
+      const Status s = dropout_mask(p, *args.dropout_seed, args.dropout_offset + static_cast<uint32_t>(n), beam);
       if (!s.ok()) return s;
     }
   }
@@ -94,7 +94,7 @@ Result<KeptByDropout> kept_by_dropout(const MhaProblem& problem, const Layer& la
     if (Status s = layouter.add(DType::kBool, {d.batch, d.beam, d.seqlen_q, layer.out_size()}, kept.out); !s.ok()) {
       return s;
     }
-    const Status s = dropout_mask(p, args.output_dropout_seed, args.output_dropout_offset, kept.out);
+    const Status s = dropout_mask(p, *args.output_dropout_seed, args.output_dropout_offset, kept.out);
     if (!s.ok()) return s;
   }
   return kept;

@@ -43,9 +43,9 @@ LayerNumbers layer_numbers(const MhaProblem& problem, const MhaOperands& operand
     numbers.weights[kind] = numbers_of(operands.args.weights.*kWeightFields[kind].field);
     if (problem.attention.accumulate) numbers.grad_weights[kind] = numbers_of(before.of[kLayerGradWeights + kind]);
   }
-  numbers.dropout_seed = operands.args.dropout_seed;
+  numbers.dropout_seed = operands.args.dropout_seed.value_or(0);
   numbers.dropout_offset = operands.args.dropout_offset;
-  numbers.output_dropout_seed = operands.args.output_dropout_seed;
+  numbers.output_dropout_seed = operands.args.output_dropout_seed.value_or(0);
   numbers.output_dropout_offset = operands.args.output_dropout_offset;
   numbers.grad_out = numbers_of(operands.grad_out);
   return numbers;

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "polyhead/api.h"
 #include "polyhead/layer.h"
@@ -122,9 +123,10 @@ struct FeedForwardWeights {
 struct FeedForwardBlockForwardArgs {
   Tensor x = {};  ///< [batch, seqlen, size], any strides
   FeedForwardWeights weights = {};
-  /// Dropout's masks are those of dropout_mask([batch, 1, seqlen, inner_size]), and of [batch, 1, seqlen, size].
-  uint64_t inner_dropout_seed = 0;
-  uint64_t output_dropout_seed = 0;
+  /// Dropout's masks are those of dropout_mask([batch, 1, seqlen, inner_size]), and of [batch, 1, seqlen, size]. In
+  /// training, a dropout above 0 needs a seed, any number, and the two must differ in seed or offset.
+  std::optional<uint64_t> inner_dropout_seed = {};
+  std::optional<uint64_t> output_dropout_seed = {};
   uint32_t inner_dropout_offset = 0;
   uint32_t output_dropout_offset = 0;
   Tensor out = {};          ///< [batch, seqlen, size]

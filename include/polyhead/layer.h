@@ -24,6 +24,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "polyhead/api.h"
 #include "polyhead/attention.h"
@@ -122,12 +123,14 @@ struct LayerForwardArgs {
   Tensor window_lo = {};  ///< [seqlen_q], likewise: query i sees keys window_lo[i] <= j < window_hi[i]; cut to the keys
   Tensor window_hi = {};  ///< [seqlen_q], likewise
 
-  /// Of dropout on the weights P; beam n draws with dropout_offset + n. See polyhead/dropout.h.
-  uint64_t dropout_seed = 0;
+  /// Which random bits dropout draws (polyhead/dropout.h): in training, a dropout above 0 needs a seed, any number, and
+  /// the two must differ in seed or offset, or they would drop the same places. Of dropout on P; beam n draws with
+  /// dropout_offset + n.
+  std::optional<uint64_t> dropout_seed = {};
   uint32_t dropout_offset = 0;
   /// Of dropout on the output: kept as dropout_mask([batch, beam, seqlen_q, out size]) tells.
   uint32_t output_dropout_offset = 0;
-  uint64_t output_dropout_seed = 0;
+  std::optional<uint64_t> output_dropout_seed = {};
 
   Tensor out = {};           ///< [batch, beam, seqlen_q, out size] or [batch, seqlen_q, out size]
   Tensor attn_weights = {};  ///< as return_weights says: [batch, beam, num_heads, seqlen_q, seqlen_k], or averaged

@@ -191,6 +191,7 @@ typedef struct polyhead_feed_forward_block_forward_args {
 
   polyhead_tensor x;  ///< [batch, seqlen, size], any strides
   const polyhead_feed_forward_weights* weights;
+  // Two dropouts of one call must differ in seed or offset, or they would drop the same places: that is an error.
   uint64_t inner_dropout_seed;    ///< masks as polyhead_dropout_mask of [batch, 1, seqlen, inner_size]
   uint64_t output_dropout_seed;   ///< and of [batch, 1, seqlen, size]
   uint32_t inner_dropout_offset;  ///< 0 by default, like the others

@@ -141,6 +141,7 @@ typedef struct polyhead_layer_forward_args {
   polyhead_tensor window_lo;      ///< [seqlen_q], likewise: query i sees keys window_lo[i] <= j < window_hi[i]
   polyhead_tensor window_hi;      ///< [seqlen_q], likewise
 
+  // Two dropouts of one call must differ in seed or offset, or they would drop the same places: that is an error.
   uint64_t dropout_seed;           ///< used if the attention's dropout_p > 0, in training
   uint64_t output_dropout_seed;    ///< used if output_dropout_p > 0, in training
   uint32_t dropout_offset;         ///< beam n draws with dropout_offset + n

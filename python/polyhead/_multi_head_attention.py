@@ -132,8 +132,9 @@ class MultiHeadAttention:
         training : bool
             With dropout, and what `backward` needs is kept until the next call.
         dropout_seed, output_dropout_seed : int
-            0 .. 2^64 - 1; must be given in training for a dropout above 0. What they keep: `polyhead.dropout_mask`
-            of [B, H, Sq, Sk], and of [B, 1, Sq, out_size].
+            0 .. 2^64 - 1; must be given in training for a dropout above 0. They may be one number: what they keep is
+            `polyhead.dropout_mask` of [B, H, Sq, Sk] with dropout_offset 0, and of [B, 1, Sq, out_size] with
+            dropout_offset 1.
 
         Returns
         -------

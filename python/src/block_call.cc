@@ -31,9 +31,9 @@ class Reader {
     constexpr const char* kShape = "what broadcasts to [batch, num_heads, seqlen_q, seqlen_k]";
     return widened_to_4d(view_of(object, {name, dtypes, 0, 4, kShape}, held_[num_held_++]));
   }
-  uint64_t seed() {
+  std::optional<uint64_t> seed() {
     PyObject* object = next();
-    return object == Py_None ? 0 : seed_argument(object);
+    return object == Py_None ? std::nullopt : std::optional(seed_argument(object));
   }
   int64_t integer(const char* name) { return int64_argument(next(), name); }
   int64_t number_of(const char* name, int64_t last) {
@@ -64,12 +64,7 @@ class Reader {
   size_t num_held_ = 0;
 };
 
-// A seed must be given where there is dropout, or every call would drop the same.
-void check_seed(PyObject* seed, double p, const char* name) {
-  if (p > 0 && seed == Py_None) bad_value("%s must be given: its dropout is above 0", name);
-}
-
-AttentionBlockCall read_attention_block(Reader& reader, PyObject* const* arguments) {
+AttentionBlockCall read_attention_block(Reader& reader) {
   AttentionBlockCall call;
   AttentionBlockTensors& in = call.in;
   in.query = reader.array("query", 3, 3, "[batch, seqlen_q, query_size]");
@@ -97,12 +92,10 @@ AttentionBlockCall read_attention_block(Reader& reader, PyObject* const* argumen
   call.return_weights = static_cast<ReturnWeights>(reader.number_of("return_weights", 2));
   call.norm = reader.norm();
   call.residual = reader.flag("residual");
-  check_seed(arguments[14], call.dropout_p, "dropout_seed");
-  check_seed(arguments[15], call.output_dropout_p, "output_dropout_seed");
   return call;
 }
 
-FeedForwardCall read_feed_forward(Reader& reader, PyObject* const* arguments) {
+FeedForwardCall read_feed_forward(Reader& reader) {
   FeedForwardCall call;
   FeedForwardTensors& in = call.in;
   in.x = reader.array("x", 3, 3, "[batch, seqlen, size]");
@@ -119,8 +112,6 @@ FeedForwardCall read_feed_forward(Reader& reader, PyObject* const* arguments) {
   call.output_dropout_p = reader.real("output_dropout_p");
   call.norm = reader.norm();
   call.residual = reader.flag("residual");
-  check_seed(arguments[7], call.inner_dropout_p, "inner_dropout_seed");
-  check_seed(arguments[8], call.output_dropout_p, "output_dropout_seed");
   return call;
 }
 
@@ -163,7 +154,7 @@ nb::object new_gradients(const std::array<Gradient, Count>& all, PyObject* const
 
 nb::object attention_block_arrays(PyObject* const* arguments) {
   Reader reader(arguments);
-  const AttentionBlockCall call = read_attention_block(reader, arguments);
+  const AttentionBlockCall call = read_attention_block(reader);
   const bool keep = reader.flag("keep");
   const AttentionBlockDesc desc = checked(block_desc(call));
   const auto block = checked(cached_block(desc));
@@ -180,7 +171,7 @@ nb::object attention_block_arrays(PyObject* const* arguments) {
 
 nb::object attention_block_gradients(PyObject* const* arguments) {
   Reader reader(arguments);
-  const AttentionBlockCall call = read_attention_block(reader, arguments);
+  const AttentionBlockCall call = read_attention_block(reader);
   const AttentionBlockDesc desc = checked(block_desc(call));
   const auto block = checked(cached_block(desc));
   const Tensor grad_out = reader.array("grad_out", 3, 3, "the shape of out");
@@ -212,7 +203,7 @@ nb::object attention_block_gradients(PyObject* const* arguments) {
 
 nb::object feed_forward_arrays(PyObject* const* arguments) {
   Reader reader(arguments);
-  const FeedForwardCall call = read_feed_forward(reader, arguments);
+  const FeedForwardCall call = read_feed_forward(reader);
   const bool keep = reader.flag("keep");
   const FeedForwardBlockDesc desc = checked(block_desc(call));
   const auto block = checked(cached_block(desc));
@@ -226,7 +217,7 @@ nb::object feed_forward_arrays(PyObject* const* arguments) {
 
 nb::object feed_forward_gradients(PyObject* const* arguments) {
   Reader reader(arguments);
-  const FeedForwardCall call = read_feed_forward(reader, arguments);
+  const FeedForwardCall call = read_feed_forward(reader);
   const FeedForwardBlockDesc desc = checked(block_desc(call));
   const auto block = checked(cached_block(desc));
   const Tensor grad_out = reader.array("grad_out", 3, 3, "the shape of out");

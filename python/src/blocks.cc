@@ -136,6 +136,7 @@ AttentionBlockForwardArgs forward_args(const AttentionBlock& block, const Attent
   args.layer.attn_bias = in.attn_bias;
   args.layer.dropout_seed = call.dropout_seed;
   args.layer.output_dropout_seed = call.output_dropout_seed;
+  args.layer.output_dropout_offset = kOutputDropoutOffset;
   args.layer.reserve = reserve.data;
   args.layer.reserve_bytes = static_cast<size_t>(reserve.num_elements()) * sizeof(int64_t);
   args.norm = in.norm;
@@ -158,6 +159,7 @@ FeedForwardBlockForwardArgs forward_args(const FeedForwardCall& call, const Tens
   args.weights = inner_weights(call.in);
   args.inner_dropout_seed = call.inner_dropout_seed;
   args.output_dropout_seed = call.output_dropout_seed;
+  args.output_dropout_offset = kOutputDropoutOffset;
   args.reserve = reserve.data;
   args.reserve_bytes = static_cast<size_t>(reserve.num_elements()) * sizeof(int64_t);
   return args;

@@ -30,10 +30,14 @@ struct AttentionBlockTensors {
   Tensor attn_mask = {};  // 4-D; has no gradient
 };
 
+// The dropout_offset of every block's output; that of the dropout before it is 0. So one seed may serve both. The same is
+// in polyhead/torch/_block_composition.py.
+inline constexpr uint32_t kOutputDropoutOffset = 1;
+
 struct AttentionBlockCall {
   AttentionBlockTensors in = {};
-  uint64_t dropout_seed = 0;
-  uint64_t output_dropout_seed = 0;
+  std::optional<uint64_t> dropout_seed = {};
+  std::optional<uint64_t> output_dropout_seed = {};
   int64_t num_heads = 1;
   int64_t num_heads_kv = 1;
   bool causal = false;  // query i sees keys 0 .. i
@@ -71,8 +75,8 @@ struct FeedForwardTensors {
 
 struct FeedForwardCall {
   FeedForwardTensors in = {};
-  uint64_t inner_dropout_seed = 0;
-  uint64_t output_dropout_seed = 0;
+  std::optional<uint64_t> inner_dropout_seed = {};
+  std::optional<uint64_t> output_dropout_seed = {};
   ActivationKind activation = ActivationKind::kRelu;
   double inner_dropout_p = 0;
   double output_dropout_p = 0;

@@ -43,11 +43,8 @@ Tensor optional_view(const StableTensor& tensor, const char* name, int min_dims,
   return tensor.given() ? view_of(tensor, {name, min_dims, max_dims, shape}) : Tensor();
 }
 
-uint64_t seed_of(const StableTensor& tensor, double p, const char* name) {
-  if (!tensor.given()) {
-    if (p > 0) bad_value("%s is missing, but its dropout is %g", name, p);
-    return 0;
-  }
+std::optional<uint64_t> seed_of(const StableTensor& tensor, const char* name) {
+  if (!tensor.given()) return std::nullopt;
   const Tensor seed = view_of(tensor, {name, 0, 0, "an int64 scalar"});
   if (seed.dtype != DType::kInt64) bad_value("%s is %s, must be int64", name, dtype_name(seed.dtype));
   return *static_cast<const uint64_t*>(seed.data);
@@ -157,8 +154,8 @@ AttentionBlockCall AttentionBlockArguments::call() const {
   in.norm.beta = view(11, "norm_bias", 1, "[size]");
   if (tensors[12].given()) in.attn_bias = python::widened_to_4d(view_of(tensors[12], {"attn_bias", 0, 4, kScores}));
   if (tensors[13].given()) in.attn_mask = python::widened_to_4d(view_of(tensors[13], {"attn_mask", 0, 4, kScores}));
-  call.dropout_seed = seed_of(tensors[14], dropout_p, "dropout_seed");
-  call.output_dropout_seed = seed_of(tensors[15], output_dropout_p, "output_dropout_seed");
+  call.dropout_seed = seed_of(tensors[14], "dropout_seed");
+  call.output_dropout_seed = seed_of(tensors[15], "output_dropout_seed");
   call.num_heads = num_heads;
   call.num_heads_kv = num_heads_kv;
   call.causal = causal;
@@ -262,8 +259,8 @@ struct FeedForwardArguments {
     in.bias2 = optional_view(tensors[4], "bias2", 1, 1, "[size]");
     in.norm.gamma = optional_view(tensors[5], "norm_weight", 1, 1, "[size]");
     in.norm.beta = optional_view(tensors[6], "norm_bias", 1, 1, "[size]");
-    call.inner_dropout_seed = seed_of(tensors[7], inner_dropout_p, "inner_dropout_seed");
-    call.output_dropout_seed = seed_of(tensors[8], output_dropout_p, "output_dropout_seed");
+    call.inner_dropout_seed = seed_of(tensors[7], "inner_dropout_seed");
+    call.output_dropout_seed = seed_of(tensors[8], "output_dropout_seed");
     if (activation < 0 || activation > 4)
       bad_value("activation is %lld, must be 0 to 4", static_cast<long long>(activation));
     call.activation = static_cast<ActivationKind>(activation);

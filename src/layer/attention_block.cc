@@ -201,10 +201,7 @@ Status AttentionBlock::forward(const AttentionBlockForwardArgs& given) const try
   if (reserve != nullptr) {
     norm.mean = reserve + s.saved_mean;
     norm.rstd = reserve + s.saved_rstd;
-    ReserveHeader header;
-    header.fingerprint = s.fingerprint;
-    header.stage = ReserveHeader::kForwardDone;
-    *static_cast<ReserveHeader*>(args.layer.reserve) = header;
+    begin_reserve(reserve, s.fingerprint, dropouts_of(s.desc.layer, layer));
   }
   if (s.pre) {
     norm.x = token_matrix(args.layer.query);
@@ -327,10 +324,9 @@ Status AttentionBlock::backward(const AttentionBlockBackwardArgs& given) const t
   if (status.ok()) status = operands.add_grad_norm(args.grad_norm);
   if (status.ok()) status = operands.check_workspace(s.backward_bytes);
   if (!status.ok()) return status;
-  const auto* header = static_cast<const ReserveHeader*>(args.forward.layer.reserve);
-  if (header->magic != ReserveHeader::kMagic || header->fingerprint != s.fingerprint) {
-    return invalid("reserve holds no forward call of this block");
-  }
+  status = check_reserve(args.forward.layer.reserve, s.fingerprint, ReserveHeader::kForwardDone,
+                         dropouts_of(s.desc.layer, args.forward.layer), "block");
+  if (!status.ok()) return status;
 
   const BlockBackward backward(s, args);
   const LayerBackwardArgs layer = backward.layer();

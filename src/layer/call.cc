@@ -96,6 +96,11 @@ ForwardArgs sequence_args(const LayerForwardArgs& args, int64_t n) {
   return one;
 }
 
+DropoutStreams dropouts_of(const LayerDesc& desc, const LayerForwardArgs& args) {
+  return {{{"dropout", desc.attention.dropout_p, args.dropout_seed, args.dropout_offset, desc.beam},
+           {"output_dropout", desc.output_dropout_p, args.output_dropout_seed, args.output_dropout_offset}}};
+}
+
 Tensor split_heads(const Tensor& t, int64_t heads, int64_t dim) {
   Tensor apart = t;
   apart.ndim = 5;
@@ -162,7 +167,7 @@ ForwardArgs Call::attention(int64_t n) const {
   one.alibi_slopes = args.alibi_slopes;
   one.out = beam_of(attention_out(), n);
   one.weights = beam_of(args.attn_weights, n);
-  one.dropout_seed = args.dropout_seed;
+  one.dropout_seed = args.dropout_seed.value_or(0);
   one.dropout_offset = args.dropout_offset + static_cast<uint32_t>(n);
   if (training) {
     const LayerDesc& desc = state.desc;

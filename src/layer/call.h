@@ -16,6 +16,9 @@ Tensor beam_of(const Tensor& t, int64_t n);
 // [batch, beam, time, heads * dim] as [batch, beam, time, heads, dim].
 Tensor split_heads(const Tensor& t, int64_t heads, int64_t dim);
 
+// What the two dropouts of a call draw.
+DropoutStreams dropouts_of(const LayerDesc& desc, const LayerForwardArgs& args);
+
 inline bool is_step(const LayerForwardArgs& args) { return args.step >= 0; }
 
 // Lengths and offsets of beam n, as attention takes them: those tensors alone.

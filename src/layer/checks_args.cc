@@ -1,7 +1,5 @@
 #include "layer/checks_args.h"
 
-#include <cstring>
-
 #include "attention/checks.h"
 #include "attention/checks_operands.h"
 #include "contract/sequences.h"
@@ -242,31 +240,8 @@ Status add_backward_inputs(LayerOperands& operands, const LayerState& state, con
   return status;
 }
 
-Status check_reserve(const LayerState& state, const LayerForwardArgs& args, uint64_t stage) {
-  ReserveHeader header;
-  std::memcpy(&header, args.reserve, sizeof header);
-  if (header.magic != ReserveHeader::kMagic || header.stage == 0) {
-    return invalid("reserve holds no forward call: forward with this reserve comes first");
-  }
-  if (header.fingerprint != state.fingerprint) return invalid("reserve was filled by another layer's forward");
-  if (header.stage < stage) {
-    return invalid("backward_weights comes after backward_data: call that with this reserve first");
-  }
-  const struct {
-    const char* name;
-    uint64_t given, stored;
-    bool used;
-  } seeds[] = {
-      {"dropout_seed", args.dropout_seed, header.dropout_seed, state.asked.dropout_p > 0},
-      {"dropout_offset", args.dropout_offset, header.dropout_offset, state.asked.dropout_p > 0},
-      {"output_dropout_seed", args.output_dropout_seed, header.output_dropout_seed, state.desc.output_dropout_p > 0},
-      {"output_dropout_offset", args.output_dropout_offset, header.output_dropout_offset,
-       state.desc.output_dropout_p > 0}};
-  for (const auto& seed : seeds) {
-    if (!seed.used || seed.given == seed.stored) continue;
-    return invalid(sentence(seed.name, " is ", seed.given, ", that of the forward call was ", seed.stored));
-  }
-  return {};
+Status check_reserve_of(const LayerState& state, const LayerForwardArgs& args, uint64_t stage) {
+  return check_reserve(args.reserve, state.fingerprint, stage, dropouts_of(state.desc, args), "layer");
 }
 
 }  // namespace
@@ -293,6 +268,7 @@ Status check_forward(const LayerState& state, const LayerForwardArgs& args) {
   if (status.ok()) status = operands.check_workspace(state.forward.bytes);
   if (status.ok() && packed) status = check_packed(state.packed, args.packed_weights);
   if (status.ok()) status = check_lengths_of_beams(state, args);
+  if (status.ok() && args.reserve != nullptr) status = check_dropouts(dropouts_of(state.desc, args));
   return status;
 }
 
@@ -308,7 +284,7 @@ Status check_backward_data(const LayerState& state, const LayerBackwardArgs& arg
   Status status = add_backward_inputs(operands, state, args);
   if (status.ok()) status = operands.add_gradients(args);
   if (status.ok()) status = operands.check_workspace(state.backward.bytes);
-  if (status.ok()) status = check_reserve(state, args.forward, ReserveHeader::kForwardDone);
+  if (status.ok()) status = check_reserve_of(state, args.forward, ReserveHeader::kForwardDone);
   return status;
 }
 
@@ -322,7 +298,7 @@ Status check_backward_weights(const LayerState& state, const LayerBackwardArgs& 
   Status status = add_backward_inputs(operands, state, args);
   if (status.ok()) status = operands.add_weights(Role::kOutput, args.grad_weights, true);
   if (status.ok()) status = operands.check_workspace(state.backward.bytes);
-  if (status.ok()) status = check_reserve(state, args.forward, stage);
+  if (status.ok()) status = check_reserve_of(state, args.forward, stage);
   return status;
 }
 

@@ -187,13 +187,18 @@ class FeedForwardOperands {
   Tensor reserve_, packed_;  // memory as operands, which outlive their being added
 };
 
+DropoutStreams dropouts_of(const FeedForwardBlockDesc& d, const FeedForwardBlockForwardArgs& args) {
+  return {{{"inner_dropout", d.inner_dropout_p, args.inner_dropout_seed, args.inner_dropout_offset},
+           {"output_dropout", d.output_dropout_p, args.output_dropout_seed, args.output_dropout_offset}}};
+}
+
 linear::MatrixDropout inner_dropout(const FeedForwardBlockState& s, const FeedForwardBlockForwardArgs& args) {
   if (args.reserve == nullptr) return {};
-  return {s.desc.inner_dropout_p, args.inner_dropout_seed, args.inner_dropout_offset};
+  return {s.desc.inner_dropout_p, args.inner_dropout_seed.value_or(0), args.inner_dropout_offset};
 }
 linear::MatrixDropout output_dropout(const FeedForwardBlockState& s, const FeedForwardBlockForwardArgs& args) {
   if (args.reserve == nullptr) return {};
-  return {s.desc.output_dropout_p, args.output_dropout_seed, args.output_dropout_offset};
+  return {s.desc.output_dropout_p, args.output_dropout_seed.value_or(0), args.output_dropout_offset};
 }
 
 // A product of the forward pass: x times weight1 or weight2.
@@ -222,10 +227,7 @@ void compute_forward(const FeedForwardBlockState& s, const FeedForwardBlockForwa
   linear::NormForwardArgs norm = norm_forward_args(d.norm, args.weights.norm);
   linear::GemmArgs first = product(s, args, s.pre ? rows : x, 0, h);
   if (reserve != nullptr) {
-    ReserveHeader header;
-    header.fingerprint = s.fingerprint;
-    header.stage = ReserveHeader::kForwardDone;
-    *static_cast<ReserveHeader*>(args.reserve) = header;
+    begin_reserve(reserve, s.fingerprint, dropouts_of(s.desc, args));
     norm.mean = reserve + s.saved_mean;
     norm.rstd = reserve + s.saved_rstd;
     first.epilogue.pre_activation = token_matrix(s.rows_at(reserve, s.saved_inner, d.inner_size));
@@ -440,6 +442,7 @@ Status FeedForwardBlock::forward(const FeedForwardBlockForwardArgs& given) const
   if (status.ok()) status = operands.add_rows(Role::kOutput, "out", args.out);
   if (status.ok() && args.reserve != nullptr) status = operands.add_reserve();
   if (status.ok()) status = operands.check_workspace(state_->forward_bytes);
+  if (status.ok() && args.reserve != nullptr) status = check_dropouts(dropouts_of(state_->desc, args));
   if (status.ok()) compute_forward(*state_, args);
   return status;
 } catch (const std::bad_alloc&) {
@@ -459,10 +462,9 @@ Status FeedForwardBlock::backward(const FeedForwardBlockBackwardArgs& given) con
   if (status.ok()) status = operands.add_weights(Role::kOutput, args.grad_weights);
   if (status.ok()) status = operands.check_workspace(state_->backward_bytes);
   if (!status.ok()) return status;
-  const auto* header = static_cast<const ReserveHeader*>(args.forward.reserve);
-  if (header->magic != ReserveHeader::kMagic || header->fingerprint != state_->fingerprint) {
-    return invalid("reserve holds no forward call of this block");
-  }
+  status = check_reserve(args.forward.reserve, state_->fingerprint, ReserveHeader::kForwardDone,
+                         dropouts_of(state_->desc, args.forward), "block");
+  if (!status.ok()) return status;
   FeedForwardBackward(*state_, args).run();
   return {};
 } catch (const std::bad_alloc&) {

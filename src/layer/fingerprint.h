@@ -1,4 +1,4 @@
-// Whose a reserve is.
+// A number that tells descs apart: which layer or block has filled a reserve, which one weights were packed for.
 #pragma once
 
 #include <bit>
@@ -8,7 +8,7 @@
 
 namespace polyhead {
 
-// A number that tells descs apart: FNV-1a over their fields. A reserve carries that of the layer or block that filled it.
+// FNV-1a over the fields of a desc.
 class Fingerprint {
  public:
   uint64_t value() const { return value_; }

@@ -149,7 +149,8 @@ class Backward {
     const Tensor copy = row_copy(args_.grad_out);
     linear::Epilogue epilogue;
     epilogue.gradient = true;
-    epilogue.dropout = {s_.desc.output_dropout_p, forward_.output_dropout_seed, forward_.output_dropout_offset};
+    epilogue.dropout = {s_.desc.output_dropout_p, forward_.output_dropout_seed.value_or(0),
+                        forward_.output_dropout_offset};
     sum_rows(token_matrix(from), token_matrix(copy), epilogue, sums);
     return copy;
   }

@@ -25,7 +25,7 @@ class Forward {
               args.reserve != nullptr ? args.reserve : args.workspace) {}
 
   Status run() const {
-    if (call_.training) write_header();
+    if (call_.training) begin_reserve(args_.reserve, s_.fingerprint, dropouts_of(s_.desc, args_));
     project();
     if (Status status = attend(); !status.ok()) return status;
     if (s_.out_projected()) {
@@ -44,17 +44,6 @@ class Forward {
   }
 
  private:
-  void write_header() const {
-    ReserveHeader header;
-    header.fingerprint = s_.fingerprint;
-    header.stage = ReserveHeader::kForwardDone;
-    header.dropout_seed = args_.dropout_seed;
-    header.dropout_offset = args_.dropout_offset;
-    header.output_dropout_seed = args_.output_dropout_seed;
-    header.output_dropout_offset = args_.output_dropout_offset;
-    *static_cast<ReserveHeader*>(args_.reserve) = header;
-  }
-
   // The weight as it lies, or packed: one of them.
   linear::Matrix matrix_of(WeightKind kind) const {
     return args_.packed_weights == nullptr ? weight_matrix(weight_of(args_.weights, kind)) : linear::Matrix();
@@ -97,7 +86,7 @@ class Forward {
   linear::Epilogue after_output() const {
     linear::Epilogue epilogue;
     if (call_.training) {
-      epilogue.dropout = {s_.desc.output_dropout_p, args_.output_dropout_seed, args_.output_dropout_offset};
+      epilogue.dropout = {s_.desc.output_dropout_p, args_.output_dropout_seed.value_or(0), args_.output_dropout_offset};
     }
     if (s_.desc.residual) epilogue.residual = token_matrix(args_.residual);
     return epilogue;

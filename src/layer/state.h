@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "contract/linear.h"
+#include "layer/reserve.h"
 #include "polyhead/layer.h"
 
 namespace polyhead {
@@ -56,18 +57,6 @@ struct PackedLayout {
 struct Projected {
   size_t offset[3] = {};
   int64_t row_stride[3] = {};
-};
-
-// What stands at the start of a reserve.
-struct ReserveHeader {
-  static constexpr uint64_t kMagic = 0x706f6c7968656164;  // "polyhead"
-  enum Stage : uint64_t { kForwardDone = 1, kBackwardDataDone = 2 };
-
-  uint64_t magic = kMagic;
-  uint64_t fingerprint = 0;  // of the desc
-  uint64_t stage = 0;
-  uint64_t dropout_seed = 0, output_dropout_seed = 0;
-  uint64_t dropout_offset = 0, output_dropout_offset = 0;
 };
 
 // Results on the way: in the reserve when training, else in the workspace.

@@ -97,7 +97,7 @@ static void test_attention_block(void) {
 }
 
 // y = x + W2 (W1 x), which is 2 x.
-static polyhead_feed_forward_block* new_feed_forward_block(void) {
+static polyhead_feed_forward_block* new_feed_forward_block(double dropout_p) {
   polyhead_feed_forward_block_desc desc;
   polyhead_feed_forward_block* block = NULL;
   CHECK_OK(polyhead_feed_forward_block_desc_init(&desc, sizeof desc));
@@ -107,12 +107,13 @@ static polyhead_feed_forward_block* new_feed_forward_block(void) {
   desc.size = desc.inner_size = kSize;
   desc.activation = POLYHEAD_ACTIVATION_NONE;
   desc.norm.kind = POLYHEAD_NORM_NONE;
+  desc.inner_dropout_p = desc.output_dropout_p = dropout_p;
   CHECK_OK(polyhead_feed_forward_block_create(&desc, NULL, &block));
   return block;
 }
 
 static void test_feed_forward_block(void) {
-  polyhead_feed_forward_block* block = new_feed_forward_block();
+  polyhead_feed_forward_block* block = new_feed_forward_block(0);
   problem* p = new_problem(1, 1, 1, 1, 1, 1, 1);  // for its memory
   const int64_t matrix[] = {kSize, kSize}, vector[] = {kSize};
   polyhead_feed_forward_weights weights = {0}, gradients = {0};
@@ -146,6 +147,17 @@ static void test_feed_forward_block(void) {
   packed.out = new_tensor(p, POLYHEAD_FLOAT32, 3, kRows);
   CHECK_OK(polyhead_feed_forward_block_forward(block, &packed));
   CHECK(memcmp(packed.out.data, args.out.data, sizeof twice) == 0);
+
+  // Two dropouts that draw the same bits.
+  polyhead_feed_forward_block* dropping = new_feed_forward_block(0.5);
+  packed.reserve_bytes = polyhead_feed_forward_block_reserve_bytes(dropping);
+  packed.reserve = new_workspace(p, packed.reserve_bytes);
+  CHECK_REFUSED(polyhead_feed_forward_block_forward(dropping, &packed), POLYHEAD_INVALID_ARGUMENT,
+                "output_dropout_seed is 0 and output_dropout_offset 0, with which inner_dropout draws too");
+  CHECK(memcmp(packed.out.data, args.out.data, sizeof twice) == 0);
+  packed.output_dropout_offset = 1;
+  CHECK_OK(polyhead_feed_forward_block_forward(dropping, &packed));
+  polyhead_feed_forward_block_destroy(dropping);
 
   polyhead_feed_forward_block_backward_args backward;
   CHECK_OK(polyhead_feed_forward_block_backward_args_init(&backward, sizeof backward));
@@ -214,7 +226,7 @@ static void test_block_errors(void) {
   CHECK_REFUSED(polyhead_attention_block_backward(attention_block, &attend_backward), kInvalid,
                 "args.forward is a null pointer");
   polyhead_attention_block_destroy(attention_block);
-  block = new_feed_forward_block();
+  block = new_feed_forward_block(0);
   CHECK_OK(polyhead_feed_forward_block_forward_args_init(&args, sizeof args));
   CHECK_OK(polyhead_feed_forward_block_backward_args_init(&backward, sizeof backward));
   CHECK_REFUSED(polyhead_feed_forward_block_forward(block, &args), kInvalid, "x is missing");

@@ -106,11 +106,23 @@ def test_dropout_in_training_alone():
     out = layer.forward(*inputs, training=True, dropout_seed=3, output_dropout_seed=2**64 - 1)
     kept = (
         polyhead.dropout_mask((B, H, SQ, SQ), 0.25, 3) / 0.75,
-        polyhead.dropout_mask((B, 1, SQ, 5), 0.5, 2**64 - 1)[:, 0] / 0.5,
+        polyhead.dropout_mask((B, 1, SQ, 5), 0.5, 2**64 - 1, 1)[:, 0] / 0.5,
     )
     np.testing.assert_allclose(out, formula(weights, inputs, 4, kept=kept)[0])
     with pytest.raises(polyhead.Error, match="dropout_seed"):
         layer.forward(*inputs, training=True)
+
+
+def test_one_seed_serves_both_dropouts():
+    """A single key of weight 1 whose value passes unchanged: at p = .5 and .5 a quarter stays."""
+    size = 64
+    weights = {f"{name}_weight": np.eye(size, dtype=np.float32) for name in ("query", "key", "value", "out")}
+    layer = polyhead.MultiHeadAttention(weights, size, dropout_p=0.5, output_dropout_p=0.5)
+    x = np.ones((64, 1, size), np.float32)
+    out = layer.forward(x, training=True, dropout_seed=3, output_dropout_seed=3)
+    assert abs(np.mean(out != 0) - 0.25) < 0.05
+    with pytest.raises(polyhead.Error, match="output_dropout_seed is not given, must be where output_dropout_p is 0.5"):
+        layer.forward(x, training=True, dropout_seed=3)
 
 
 def test_weights_change_in_place():

@@ -261,6 +261,17 @@ def test_bad_arguments_are_named(change, words):
         torch.ops.polyhead.attention_block_forward(*arguments)
 
 
+def test_one_seed_serves_both_dropouts():
+    """An identity at p = .5 and .5 keeps a quarter."""
+    x, eye, seed = torch.ones(1, 512, 16), torch.eye(16), torch.tensor(5)
+    block = FeedForwardBlock(
+        x, eye, None, eye, None, None, None, seed, seed, ACTIVATIONS[None], 0.5, 0.5, NORMS[None], False, 1e-5, False
+    )
+    for out in (composed_feed_forward(*block)[0],
+                torch.ops.polyhead.feed_forward_block_forward(*block[:-1], True)[0]):  # fmt: skip
+        assert abs((out != 0).double().mean() - 0.25) < 0.03
+
+
 def test_a_strange_reserve_is_refused():
     arguments = attention_arguments(ATTENTION["plain"], torch.float32)
     out, _, reserve = torch.ops.polyhead.attention_block_forward(*arguments[:-1], True)
@@ -294,8 +305,8 @@ def test_fused_multi_head_attention(masked, normalize_before, transpose_qkv_wb):
     torch.manual_seed(SEED)
     seeds = [int(torch.randint(0, 2**63 - 1, ())) for _ in range(2)]
     drop = [
-        torch.from_numpy(polyhead.dropout_mask(shape, p, seed)) / (1 - p)
-        for shape, p, seed in zip([(2, 4, 5, 5), (2, 1, 5, 16)], (0.3, 0.2), seeds)
+        torch.from_numpy(polyhead.dropout_mask(shape, p, seed, offset)) / (1 - p)
+        for offset, (shape, p, seed) in enumerate(zip([(2, 4, 5, 5), (2, 1, 5, 16)], (0.3, 0.2), seeds))
     ]
     scale, bias = getattr(layer, f"{norm}_scale"), getattr(layer, f"{norm}_bias")
     y = F.layer_norm(x, (16,), scale, bias, 1e-3) if normalize_before else x

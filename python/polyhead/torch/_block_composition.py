@@ -18,6 +18,7 @@ _ACTIVATION_FUNCTIONS = {
     ACTIVATIONS["silu"]: F.silu,
     ACTIVATIONS[None]: lambda x: x,
 }
+_OUTPUT_DROPOUT_OFFSET = 1  # the other dropout's is 0, so that one seed may serve both; the same is in blocks.h
 RETURNED_WEIGHTS = (False, True, "mean")  # by return_weights
 
 
@@ -58,7 +59,7 @@ def attention_block(*arguments):
     key = query if a.key is None else swapped(a.key, a.batch_first)
     value = key if a.value is None else swapped(a.value, a.batch_first)
     out, weights = attend(*project(query, key, value, a), a)
-    out = _dropped(out, a.output_dropout_p, a.output_dropout_seed)
+    out = _dropped(out, a.output_dropout_p, a.output_dropout_seed, _OUTPUT_DROPOUT_OFFSET)
     if a.residual:
         out = out + x
     if not a.norm_first:
@@ -70,8 +71,8 @@ def feed_forward_block(*arguments):
     """(out,) of the operator feed_forward_block_forward."""
     a = FeedForwardBlock(*arguments)
     inner = F.linear(_norm(a.x, a) if a.norm_first else a.x, a.weight1, a.bias1)
-    inner = _dropped(_ACTIVATION_FUNCTIONS[a.activation](inner), a.inner_dropout_p, a.inner_dropout_seed)
-    out = _dropped(F.linear(inner, a.weight2, a.bias2), a.output_dropout_p, a.output_dropout_seed)
+    inner = _dropped(_ACTIVATION_FUNCTIONS[a.activation](inner), a.inner_dropout_p, a.inner_dropout_seed, 0)
+    out = _dropped(F.linear(inner, a.weight2, a.bias2), a.output_dropout_p, a.output_dropout_seed, _OUTPUT_DROPOUT_OFFSET)
     if a.residual:
         out = out + a.x
     return ((out if a.norm_first else _norm(out, a)),)
@@ -90,11 +91,11 @@ def _norm(x, a):
     return (normed if bias is None else normed + bias).to(x.dtype)
 
 
-def _dropped(x, dropout_p, seed):
+def _dropped(x, dropout_p, seed, offset):
     """Dropout of tokens [B, S, size] as the blocks draw it."""
     if not dropout_p:
         return x
     batch, seqlen, size = x.shape
-    kept = _ops.dropout_mask(seed, dropout_p, 0, batch, 1, seqlen, size).squeeze(1)
+    kept = _ops.dropout_mask(seed, dropout_p, offset, batch, 1, seqlen, size).squeeze(1)
     factor = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
     return torch.where(kept, x * factor, 0.0)
