@@ -46,7 +46,7 @@ struct MatrixProductArgs {
   size_t workspace_bytes = 0;
 };
 
-struct MatrixProductState;  // src/layer/matrix_product.cc
+struct MatrixProductState;  // src/linear/matrix_product.cc
 
 /// Immutable: may run on many threads at once, each call with its own tensors and workspace. Running it allocates
 /// nothing; its bits do not depend on the number of threads.

@@ -9,7 +9,7 @@
 #include "layer/checks_args.h"
 #include "layer/fingerprint.h"
 #include "layer/norm.h"
-#include "layer/product.h"
+#include "linear/product.h"
 
 namespace polyhead {
 

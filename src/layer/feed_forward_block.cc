@@ -10,7 +10,7 @@
 #include "layer/fingerprint.h"
 #include "layer/norm.h"
 #include "layer/packed.h"
-#include "layer/product.h"
+#include "linear/product.h"
 
 namespace polyhead {
 

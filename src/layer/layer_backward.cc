@@ -11,7 +11,7 @@
 #include "core/threads.h"
 #include "layer/call.h"
 #include "layer/checks_args.h"
-#include "layer/product.h"
+#include "linear/product.h"
 
 namespace polyhead {
 namespace {

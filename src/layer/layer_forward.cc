@@ -6,7 +6,7 @@
 #include "layer/call.h"
 #include "layer/checks_args.h"
 #include "layer/packed.h"
-#include "layer/product.h"
+#include "linear/product.h"
 
 namespace polyhead {
 namespace {

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "core/sentence.h"
-#include "layer/product.h"
+#include "linear/product.h"
 
 namespace polyhead {
 namespace {

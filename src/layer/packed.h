@@ -6,7 +6,8 @@
 #include <span>
 
 #include "attention/checks_operands.h"
-#include "layer/product.h"
+#include "layer/state.h"
+#include "linear/product.h"
 
 namespace polyhead {
 

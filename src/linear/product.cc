@@ -1,4 +1,4 @@
-#include "layer/product.h"
+#include "linear/product.h"
 
 #include <algorithm>
 

@@ -4,7 +4,7 @@
 #include <iterator>
 
 #include "core/sentence.h"
-#include "layer/weights.h"
+#include "weights/weights.h"
 
 namespace polyhead::stored {
 namespace {

@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "core/sentence.h"
-#include "layer/weights.h"
+#include "weights/weights.h"
 
 namespace polyhead::stored {
 namespace {

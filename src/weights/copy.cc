@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "core/dtype.h"
-#include "layer/weights.h"
+#include "weights/weights.h"
 
 namespace polyhead::stored {
 namespace {

@@ -4,7 +4,7 @@
 
 #include "core/layout.h"
 #include "core/sentence.h"
-#include "layer/weights.h"
+#include "weights/weights.h"
 
 namespace polyhead::stored {
 

@@ -6,7 +6,7 @@
 #include "attention/checks_operands.h"
 #include "contract/linear.h"
 #include "core/sentence.h"
-#include "layer/product.h"
+#include "linear/product.h"
 
 namespace polyhead {
 

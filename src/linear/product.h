@@ -1,7 +1,8 @@
 // Matrices of tokens, and the products of projections on them.
 #pragma once
 
-#include "layer/state.h"
+#include "contract/linear.h"
+#include "polyhead/tensor.h"
 
 namespace polyhead {
 
