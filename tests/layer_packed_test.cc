@@ -253,6 +253,7 @@ TEST(PackedWeights, OfBlocks) {
     attend.norm = feed.weights.norm = {view(vector), view(vector)};
     feed.weights.weight1 = view(weight1), feed.weights.bias1 = view(inner);
     feed.weights.weight2 = view(weight2), feed.weights.bias2 = view(vector);
+    feed.inner_dropout_seed = 1;
     attend.layer.workspace = feed.workspace = workspace.data();
     attend.layer.workspace_bytes = a->workspace_bytes(), feed.workspace_bytes = f->workspace_bytes();
     attend.layer.reserve = feed.reserve = reserve.data();
