@@ -341,7 +341,10 @@ def test_encoder_layer_drops_what_the_masks_say():
     torch.manual_seed(SEED)
     seeds = [int(torch.randint(0, 2**63 - 1, ())) for _ in range(4)]
     shapes = [(2, 4, 5, 5), (2, 1, 5, 16), (2, 1, 5, 24), (2, 1, 5, 16)]
-    masks = [torch.from_numpy(polyhead.dropout_mask(s, 0.3, seed)) / 0.7 for s, seed in zip(shapes, seeds)]
+    masks = [
+        torch.from_numpy(polyhead.dropout_mask(shape, 0.3, seed, place % 2)) / 0.7  # each output has offset 1
+        for place, (shape, seed) in enumerate(zip(shapes, seeds))
+    ]
     attn = layer.self_attn
     q, k, v = (
         each.unflatten(-1, (4, 4)).transpose(1, 2)
