@@ -4,6 +4,8 @@
 # table: an inline function of the standard library compiled here could become the copy that a CPU without these
 # instructions runs (docs/decisions/0002-one-object-per-isa.md; tests/rules checks it with nm).
 # Contraction to FMA is explicit in our code, so that every compiler gives the same bits.
+#
+# The flags of each set of src/cpu/isa/list.h. A set that only one of the two names does not compile, or does not link.
 set(POLYHEAD_ISA_generic "")
 set(POLYHEAD_ISAS generic)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")
@@ -18,7 +20,7 @@ function(polyhead_per_isa target)
     set(objects ${target}_${isa})
     add_library(${objects} OBJECT ${ARGN})
     target_include_directories(${objects} PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
-    target_compile_definitions(${objects} PRIVATE POLYHEAD_ISA=${isa} POLYHEAD_ISA_NAME="${isa}")
+    target_compile_definitions(${objects} PRIVATE POLYHEAD_ISA=${isa} POLYHEAD_ISA_WORDS="cpu/isa/simd_${isa}.h")
     polyhead_warnings(${objects})
     target_compile_options(${objects} PRIVATE
       ${POLYHEAD_ISA_${isa}} $<$<CONFIG:Release,RelWithDebInfo>:-O3>

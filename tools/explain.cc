@@ -43,6 +43,7 @@ Result<int> explain_problems(const ExplainOptions& options, const std::vector<st
                  {bytes(told.workspace_bytes), told.flops, bytes(told.backward_workspace_bytes), told.backward_flops});
       report.rows.push_back(std::move(row));
     }
+    if (!told.measured.empty()) fmt::print(stderr, "polyhead explain: {}\n", told.measured);
     if (!told.status.ok()) fmt::print(stderr, "polyhead explain: {}\n", told.status.message());
   }
   fmt::print("{}", report.text(*format));
@@ -102,6 +103,7 @@ Result<int> list_kernels(const std::string& format_name) {
 Result<int> show_info(const std::string& format_name) {
   const auto format = parse_format(format_name);
   if (!format.ok()) return format.status();
+  const std::string measured = explain(AttentionDesc{}).measured;
   std::string names;
   for (const std::string& name : kernels()) names += (names.empty() ? "" : " ") + name;
   Report report;
@@ -113,6 +115,7 @@ Result<int> show_info(const std::string& format_name) {
   add("usable cpus", static_cast<int64_t>(num_usable_cpus()));
   add("features used", cpu_features());
   add("kernels", names);
+  add("order of kernels", measured.empty() ? std::string("as the CPU's feature flags tell") : measured);
   add("threads", static_cast<int64_t>(default_executor().num_threads()));
   for (const char* variable : {"POLYHEAD_KERNEL", "POLYHEAD_THREADS"}) {
     const char* value = std::getenv(variable);

@@ -345,6 +345,7 @@ typedef struct polyhead_explanation {
   double flops;                     ///< of forward, as polyhead::Explanation defines it
   size_t backward_workspace_bytes;  ///< of the chosen kernel
   double backward_flops;            ///< of the gradients of query, key and value, likewise
+  const char* measured;             ///< "" or why the order of kernels departs from what the CPU's flags tell
 } polyhead_explanation;
 
 /// A desc that no plan can be made of is not a failure of this call: explanation->status tells. `options` may be NULL.

@@ -23,6 +23,8 @@ class Explanation:
         Of `attention_backward`, with the gradients of query, key and value: 2 (3 D + 2 Dv) for each of these pairs.
     error : str
         Why no kernel can compute this; "" if one can.
+    measured : str
+        Why the order of kernels departs from what the CPU's feature flags tell ("measured: ..."); "" if it does not.
     """
 
     kernel: str
@@ -32,12 +34,15 @@ class Explanation:
     backward_workspace_bytes: int
     backward_flops: float
     error: str
+    measured: str
 
     def __str__(self) -> str:
         width = max(map(len, self.reasons), default=0)
         lines = [f"error: {self.error}"] if self.error else []
         for name, reason in self.reasons.items():
             lines.append(f"{name:<{width}}  {'taken' if name == self.kernel else reason or 'can, not taken'}")
+        if self.measured:
+            lines.append(self.measured)
         lines.append(f"forward   workspace {self.workspace_bytes} bytes, {self.flops:.4g} flops")
         lines.append(f"backward  workspace {self.backward_workspace_bytes} bytes, {self.backward_flops:.4g} flops")
         return "\n".join(lines)

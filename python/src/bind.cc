@@ -60,7 +60,7 @@ PyObject* attention_backward(PyObject*, PyObject* const* arguments, Py_ssize_t c
   return planned_and_run<BackwardCall>(arguments, count, kNumBackward);
 }
 
-// (kernel, {name: reason}, workspace_bytes, flops, backward_workspace_bytes, backward_flops, error)
+// (kernel, {name: reason}, workspace_bytes, flops, backward_workspace_bytes, backward_flops, error, measured)
 PyObject* explain_arguments(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
   return guarded([&]() -> nb::object {
     check_num_arguments(count, kNumForward);
@@ -71,7 +71,7 @@ PyObject* explain_arguments(PyObject*, PyObject* const* arguments, Py_ssize_t co
     for (const KernelReason& each : explanation.reasons) reasons[each.kernel] = each.reason;
     return nb::make_tuple(explanation.kernel, reasons, explanation.workspace_bytes, explanation.flops,
                           explanation.backward_workspace_bytes, explanation.backward_flops,
-                          explanation.status.message());
+                          explanation.status.message(), explanation.measured);
   });
 }
 

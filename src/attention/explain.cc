@@ -47,6 +47,7 @@ Explanation explain(const AttentionDesc& desc, const PlanOptions& options) try {
     explanation.backward_workspace_bytes = planned->backward_workspace_bytes();
   }
   if (!check_desc(desc).ok()) return explanation;
+  explanation.measured = measured_order();
   for (const Kernel* kernel : kernel_list()) explanation.reasons.push_back({kernel->name, kernel->why_not(desc)});
   const double pairs = visible_pairs(desc) * static_cast<double>(desc.num_heads);
   const auto dim = static_cast<double>(desc.head_dim), dim_v = static_cast<double>(desc.head_dim_v);

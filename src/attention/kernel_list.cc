@@ -1,27 +1,27 @@
 // The one place that names the backends.
-#include <iterator>
+#include <array>
 #include <new>
 
 #include "contract/kernel.h"
 #include "core/choose.h"
 #include "cpu/attention/kernels.h"
+#include "cpu/isa/order.h"
 #include "polyhead/kernels.h"
 #include "reference/attention.h"
 
 namespace polyhead {
 
 std::span<const Kernel* const> kernel_list() {
-  static constexpr const Kernel* kKernels[] = {
-#if defined(__x86_64__)
-    &kCpuAvx512Bf16,
-    &kCpuAvx512,
-    &kCpuAvx2,
-#endif
-    &kCpuGeneric,
-    &kReference,
-  };
+  static const auto kKernels = [] {
+    std::array<const Kernel*, cpu::kNumIsas + 1> list;
+    for (int i = 0; i < cpu::kNumIsas; ++i) list[i] = &kCpuKernels[static_cast<int>(cpu::isa_order().isas[i])];
+    list.back() = &kReference;
+    return list;
+  }();
   return kKernels;
 }
+
+const char* measured_order() { return cpu::isa_order().measured; }
 
 Result<const Kernel*> choose_kernel(const AttentionDesc& desc, std::string_view name) {
   return choose_asked(kernel_list(), desc, name);

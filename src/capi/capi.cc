@@ -282,6 +282,7 @@ polyhead_status polyhead_attention_explain(const polyhead_attention_desc* desc, 
     owned->flops = source.flops;
     owned->backward_workspace_bytes = source.backward_workspace_bytes;
     owned->backward_flops = source.backward_flops;
+    owned->measured = source.measured.c_str();
     *explanation = owned.release();
     return {};
   });

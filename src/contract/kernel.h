@@ -27,8 +27,11 @@ struct Kernel {
   void (*backward)(const AttentionDesc& desc, const BackwardArgs& args, Executor& executor);
 };
 
-// Every kernel of this build, best first; the reference is last.
+// Every kernel of this build, best first; the reference is last. The same until the process ends.
 std::span<const Kernel* const> kernel_list();
+
+// Why the list's order is not the one that the CPU's feature flags tell: "measured: ..."; "" where it is.
+const char* measured_order();
 
 // The kernel that `name` (empty: POLYHEAD_KERNEL, else the best) picks for an already checked desc.
 Result<const Kernel*> choose_kernel(const AttentionDesc& desc, std::string_view name);

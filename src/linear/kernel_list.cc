@@ -1,20 +1,20 @@
 // The one place that names the backends of src/linear.
+#include <array>
+
 #include "contract/linear.h"
 #include "core/choose.h"
+#include "cpu/isa/order.h"
 #include "cpu/linear/kernels.h"
 #include "reference/linear.h"
 
 namespace polyhead::linear {
 std::span<const Kernel* const> kernel_list() {
-  static constexpr const Kernel* kKernels[] = {
-#if defined(__x86_64__)
-    &kCpuAvx512Bf16,
-    &kCpuAvx512,
-    &kCpuAvx2,
-#endif
-    &kCpuGeneric,
-    &kReference,
-  };
+  static const auto kKernels = [] {
+    std::array<const Kernel*, cpu::kNumIsas + 1> list;
+    for (int i = 0; i < cpu::kNumIsas; ++i) list[i] = &kCpuKernels[static_cast<int>(cpu::isa_order().isas[i])];
+    list.back() = &kReference;
+    return list;
+  }();
   return kKernels;
 }
 

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "cpu/attention/problem.h"
+#include "cpu/isa/list.h"
 
 namespace polyhead::cpu {
 
@@ -108,10 +109,6 @@ struct IsaFunctions {
   // problem.weights[b, 0, first_query + q, :] = mean[:][q] / num_heads.
   void (*store_mean)(const Problem& problem, int64_t b, int64_t first_query, int64_t num_queries, const float* mean);
   int lanes;  // floats of a vector
-
-  // Multiply-adds on registers alone, `rounds` times: the machine's peak, in float32 or (where it has them) bfloat16
-  // pairs. Returns how many FLOPs that was; 0 where it has no such instruction. `sink` takes a value that needs them.
-  double (*peak_loop)(DType dtype, int64_t rounds, float* sink);
 };
 
 #ifdef POLYHEAD_ISA
@@ -138,22 +135,14 @@ size_t tiny_backward_scratch_bytes();
 void tiny_backward_heads(const BackwardProblem& problem, const Sequence& sequence, int64_t first, int64_t end,
                          void* scratch);
 void store_mean(const Problem& problem, int64_t b, int64_t first_query, int64_t num_queries, const float* mean);
-double peak_loop(DType dtype, int64_t rounds, float* sink);
-extern const IsaFunctions kFunctions;
 }  // namespace POLYHEAD_ISA
-#else
-namespace generic {
-extern const IsaFunctions kFunctions;
-}
-namespace avx2 {
-extern const IsaFunctions kFunctions;
-}
-namespace avx512 {
-extern const IsaFunctions kFunctions;
-}
-namespace avx512bf16 {
-extern const IsaFunctions kFunctions;
-}
 #endif
+
+#define DECLARE(name, features)         \
+  namespace name {                      \
+  extern const IsaFunctions kFunctions; \
+  }
+POLYHEAD_ISAS(DECLARE)
+#undef DECLARE
 
 }  // namespace polyhead::cpu

@@ -53,43 +53,28 @@ void backward(const AttentionDesc& desc, const BackwardArgs& args, Executor& exe
   score_gradients_backward(functions, desc, args, executor);
 }
 
-std::string why_not(const AttentionDesc& desc, bool has_isa, const char* missing) {
-  if (!has_isa) return std::string("this CPU has no ") + missing;
+template <Isa isa>
+std::string why_not(const AttentionDesc& desc) {
+  if (!has(isa)) return cpu::why_not(isa);
   if (desc.dtype == DType::kFloat64) return "dtype is float64, takes float32, bfloat16 or float16";
   return "";
+}
+
+template <Isa isa, const IsaFunctions& functions>
+constexpr Kernel kernel(const char* name) {
+  return {name,
+          why_not<isa>,
+          workspace_bytes<functions>,
+          backward_workspace_bytes<functions>,
+          forward<functions>,
+          backward<functions>};
 }
 
 }  // namespace
 }  // namespace cpu
 
-constexpr Kernel kCpuGeneric = {"cpu_generic",
-                                [](const AttentionDesc& desc) { return cpu::why_not(desc, true, ""); },
-                                cpu::workspace_bytes<cpu::generic::kFunctions>,
-                                cpu::backward_workspace_bytes<cpu::generic::kFunctions>,
-                                cpu::forward<cpu::generic::kFunctions>,
-                                cpu::backward<cpu::generic::kFunctions>};
-#if defined(__x86_64__)
-constexpr Kernel kCpuAvx2 = {
-    "cpu_avx2",
-    [](const AttentionDesc& desc) { return cpu::why_not(desc, cpu::isa().avx2, "AVX2 with FMA and F16C"); },
-    cpu::workspace_bytes<cpu::avx2::kFunctions>,
-    cpu::backward_workspace_bytes<cpu::avx2::kFunctions>,
-    cpu::forward<cpu::avx2::kFunctions>,
-    cpu::backward<cpu::avx2::kFunctions>};
-constexpr Kernel kCpuAvx512 = {
-    "cpu_avx512",
-    [](const AttentionDesc& desc) { return cpu::why_not(desc, cpu::isa().avx512, "AVX-512 (F, BW, DQ, VL)"); },
-    cpu::workspace_bytes<cpu::avx512::kFunctions>,
-    cpu::backward_workspace_bytes<cpu::avx512::kFunctions>,
-    cpu::forward<cpu::avx512::kFunctions>,
-    cpu::backward<cpu::avx512::kFunctions>};
-constexpr Kernel kCpuAvx512Bf16 = {
-    "cpu_avx512bf16",
-    [](const AttentionDesc& desc) { return cpu::why_not(desc, cpu::isa().avx512bf16, "AVX512_BF16"); },
-    cpu::workspace_bytes<cpu::avx512bf16::kFunctions>,
-    cpu::backward_workspace_bytes<cpu::avx512bf16::kFunctions>,
-    cpu::forward<cpu::avx512bf16::kFunctions>,
-    cpu::backward<cpu::avx512bf16::kFunctions>};
-#endif
+#define ROW(name, features) cpu::kernel<cpu::Isa::name, cpu::name::kFunctions>("cpu_" #name),
+constexpr Kernel kCpuKernels[] = {POLYHEAD_ISAS(ROW)};
+#undef ROW
 
 }  // namespace polyhead

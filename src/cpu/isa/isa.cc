@@ -1,20 +1,39 @@
 #include "cpu/isa/isa.h"
 
+#include <cstdint>
 #include <new>
 
 #include "polyhead/kernels.h"
 
-#if defined(__x86_64__) || defined(__i386__)
+#if defined(__x86_64__)
 #include <cpuid.h>
-
-#include <cstdint>
 #endif
 
 namespace polyhead {
 namespace cpu {
 namespace {
 
-#if defined(__x86_64__) || defined(__i386__)
+#define NUMBER(name, ...) kNumber##name,
+enum FeatureNumber { POLYHEAD_X86_FEATURES(NUMBER) kNumFeatures };
+#undef NUMBER
+
+#define BIT(name, ...) constexpr uint32_t k##name = uint32_t{1} << kNumber##name;
+POLYHEAD_X86_FEATURES(BIT)
+#undef BIT
+
+struct IsaRow {
+  const char* name;
+  uint32_t features;
+};
+#define ROW(name, features) {#name, features},
+constexpr IsaRow kIsas[] = {POLYHEAD_ISAS(ROW)};
+#undef ROW
+
+#define NAME(name, ...) #name,
+constexpr const char* kFeatureNames[] = {POLYHEAD_X86_FEATURES(NAME)};
+#undef NAME
+
+#if defined(__x86_64__)
 
 struct Registers {
   uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
@@ -27,57 +46,68 @@ Registers cpuid(uint32_t leaf, uint32_t subleaf) {
   return r;
 }
 
-// XCR0: which registers the operating system saves. Only where cpuid reports OSXSAVE.
-uint32_t saved_state() {
+// XCR0: which registers the operating system saves.
+uint32_t saved_registers() {
+  if ((cpuid(1, 0).ecx >> 27 & 1) == 0) return 0;  // OSXSAVE
   uint32_t low = 0, high = 0;
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return low;
 }
 
-// Bit numbers: Intel SDM volume 2A, CPUID.
-Isa detect() {
-  auto bit = [](uint32_t word, int n) { return (word >> n & 1) != 0; };
-  Isa isa;
-  const Registers basic = cpuid(1, 0);
-  if (!bit(basic.ecx, 27)) return isa;  // OSXSAVE
-  constexpr uint32_t kYmm = 0x06, kZmm = 0xe6;
-  const uint32_t saved = saved_state();
-  const bool fma = bit(basic.ecx, 12), avx = bit(basic.ecx, 28), f16c = bit(basic.ecx, 29);
-
-  const Registers extended = cpuid(7, 0);
-  isa.avx2 = (saved & kYmm) == kYmm && avx && fma && f16c && bit(extended.ebx, 5);
-  const bool f = bit(extended.ebx, 16), dq = bit(extended.ebx, 17), bw = bit(extended.ebx, 30),
-             vl = bit(extended.ebx, 31);
-  isa.avx512 = isa.avx2 && (saved & kZmm) == kZmm && f && dq && bw && vl;
-  isa.avx512bf16 = isa.avx512 && extended.eax >= 1 && bit(cpuid(7, 1).eax, 5);
-  return isa;
+uint32_t detect() {
+  constexpr uint32_t kNone = 0, kXmm = 0x02, kYmm = 0x06, kZmm = 0xe6;  // of XCR0
+  const uint32_t saved = saved_registers();
+  uint32_t found = 0;
+#define ROW(name, leaf, subleaf, word, bit, registers) \
+  if ((cpuid(leaf, subleaf).word >> bit & 1) != 0 && (saved & registers) == registers) found |= k##name;
+  POLYHEAD_X86_FEATURES(ROW)
+#undef ROW
+  return found;
 }
 
 #else
 
-Isa detect() { return {}; }
+uint32_t detect() { return 0; }
 
 #endif
 
+uint32_t features_of(Isa isa) { return kIsas[static_cast<int>(isa)].features; }
+
+uint32_t missing(Isa isa) {
+  static const uint32_t kFound = detect();
+  return features_of(isa) & ~kFound;
+}
+
+std::string names_of(uint32_t features, const char* separator) {
+  std::string names;
+  for (int i = 0; i < kNumFeatures; ++i) {
+    if ((features >> i & 1) == 0) continue;
+    if (!names.empty()) names += separator;
+    names += kFeatureNames[i];
+  }
+  return names;
+}
+
 }  // namespace
 
-const Isa& isa() {
-  static const Isa kIsa = detect();
-  return kIsa;
-}
+const char* isa_name(Isa isa) { return kIsas[static_cast<int>(isa)].name; }
+
+std::string isa_features(Isa isa) { return names_of(features_of(isa), " "); }
+
+bool has(Isa isa) { return missing(isa) == 0; }
+
+std::string why_not(Isa isa) { return has(isa) ? "" : "this CPU has no " + names_of(missing(isa), ", "); }
 
 }  // namespace cpu
 
 std::string cpu_features() try {
   std::string names;
-  auto add = [&](bool has, const char* name) {
-    if (!has) return;
+  for (int i = 0; i < cpu::kNumIsas; ++i) {
+    const cpu::Isa isa{i};
+    if (isa == cpu::Isa::generic || !cpu::has(isa)) continue;
     if (!names.empty()) names += ' ';
-    names += name;
-  };
-  add(cpu::isa().avx512bf16, "avx512bf16");
-  add(cpu::isa().avx512, "avx512");
-  add(cpu::isa().avx2, "avx2");
+    names += cpu::isa_name(isa);
+  }
   return names;
 } catch (const std::bad_alloc&) {
   return {};

@@ -1,15 +1,21 @@
 // Which instruction sets this machine has: CPU and operating system together. Compiled without ISA flags.
 #pragma once
 
+#include <string>
+
+#include "cpu/isa/list.h"
+
 namespace polyhead::cpu {
 
-struct Isa {
-  bool avx2 = false;        // AVX2, FMA and F16C
-  bool avx512 = false;      // avx2, and AVX-512 F, BW, DQ, VL
-  bool avx512bf16 = false;  // avx512, and AVX512_BF16
-};
+const char* isa_name(Isa isa);  // "avx2"
 
-// Detected once.
-const Isa& isa();
+// Whether kernels compiled for `isa` run here. Detected once.
+bool has(Isa isa);
+
+// "this CPU has no AVX2, FMA", or "".
+std::string why_not(Isa isa);
+
+// The features that kernels compiled for `isa` need, as the compiler names them: "SSE3 SSSE3 ...".
+std::string isa_features(Isa isa);
 
 }  // namespace polyhead::cpu

@@ -32,10 +32,4 @@
 #pragma clang diagnostic ignored "-Wunused-function"  // no kernel needs every word
 #endif
 
-#if defined(__AVX512F__)
-#include "cpu/isa/simd_avx512.h"
-#elif defined(__AVX2__)
-#include "cpu/isa/simd_avx2.h"
-#else
-#include "cpu/isa/simd_generic.h"
-#endif
+#include POLYHEAD_ISA_WORDS  // "cpu/isa/simd_<isa>.h"

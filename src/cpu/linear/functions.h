@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "contract/linear.h"
+#include "cpu/isa/list.h"
 #include "cpu/isa/operand.h"
 
 namespace polyhead::cpu {
@@ -109,21 +110,14 @@ void merge_sums(const Matrix& out, bool accumulate, int64_t n, const float* part
 void norm_forward_rows(const linear::NormForwardArgs& args, int64_t n, int64_t first, int64_t end);
 void norm_backward_rows(const linear::NormBackwardArgs& args, int64_t n, int64_t first, int64_t end, float* sums,
                         int64_t sums_stride);
-extern const LinearFunctions kLinearFunctions;
 }  // namespace POLYHEAD_ISA
-#else
-namespace generic {
-extern const LinearFunctions kLinearFunctions;
-}
-namespace avx2 {
-extern const LinearFunctions kLinearFunctions;
-}
-namespace avx512 {
-extern const LinearFunctions kLinearFunctions;
-}
-namespace avx512bf16 {
-extern const LinearFunctions kLinearFunctions;
-}
 #endif
+
+#define DECLARE(name, features)                  \
+  namespace name {                               \
+  extern const LinearFunctions kLinearFunctions; \
+  }
+POLYHEAD_ISAS(DECLARE)
+#undef DECLARE
 
 }  // namespace polyhead::cpu

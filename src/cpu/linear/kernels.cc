@@ -7,16 +7,17 @@
 namespace polyhead::linear {
 namespace {
 
-std::string why_not_here(DType dtype, bool has_isa, const char* missing) {
-  if (!has_isa) return std::string("this CPU has no ") + missing;
+template <cpu::Isa isa>
+std::string why_not(DType dtype) {
+  if (!cpu::has(isa)) return cpu::why_not(isa);
   if (dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16) return "";
   return std::string("dtype is ") + dtype_name(dtype) + ", takes float32, bfloat16 or float16";
 }
 
-template <const cpu::LinearFunctions& functions>
-constexpr Kernel kernel(const char* name, std::string (*why_not)(DType dtype)) {
+template <cpu::Isa isa, const cpu::LinearFunctions& functions>
+constexpr Kernel kernel(const char* name) {
   return {name,
-          why_not,
+          why_not<isa>,
           [](int64_t k, int64_t n, DType dtype) { return cpu::packed_bytes(functions, k, n, dtype); },
           [](const Matrix& b, void* packed, Executor& executor) { cpu::pack(functions, b, packed, executor); },
           [] { return int64_t{functions.panel_columns}; },
@@ -30,15 +31,8 @@ constexpr Kernel kernel(const char* name, std::string (*why_not)(DType dtype)) {
 
 }  // namespace
 
-constexpr Kernel kCpuGeneric =
-    kernel<cpu::generic::kLinearFunctions>("cpu_generic", [](DType dtype) { return why_not_here(dtype, true, ""); });
-#if defined(__x86_64__)
-constexpr Kernel kCpuAvx2 = kernel<cpu::avx2::kLinearFunctions>(
-    "cpu_avx2", [](DType dtype) { return why_not_here(dtype, cpu::isa().avx2, "AVX2 with FMA and F16C"); });
-constexpr Kernel kCpuAvx512 = kernel<cpu::avx512::kLinearFunctions>(
-    "cpu_avx512", [](DType dtype) { return why_not_here(dtype, cpu::isa().avx512, "AVX-512 (F, BW, DQ, VL)"); });
-constexpr Kernel kCpuAvx512Bf16 = kernel<cpu::avx512bf16::kLinearFunctions>(
-    "cpu_avx512bf16", [](DType dtype) { return why_not_here(dtype, cpu::isa().avx512bf16, "AVX512_BF16"); });
-#endif
+#define ROW(name, features) kernel<cpu::Isa::name, cpu::name::kLinearFunctions>("cpu_" #name),
+constexpr Kernel kCpuKernels[] = {POLYHEAD_ISAS(ROW)};
+#undef ROW
 
 }  // namespace polyhead::linear

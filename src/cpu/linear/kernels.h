@@ -2,12 +2,10 @@
 #pragma once
 
 #include "contract/linear.h"
+#include "cpu/isa/list.h"
 
 namespace polyhead::linear {
 
-extern const Kernel kCpuGeneric;
-#if defined(__x86_64__)
-extern const Kernel kCpuAvx512Bf16, kCpuAvx512, kCpuAvx2;
-#endif
+extern const Kernel kCpuKernels[cpu::kNumIsas];  // in the list's order
 
 }  // namespace polyhead::linear
