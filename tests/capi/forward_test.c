@@ -348,6 +348,7 @@ static void test_explain(void) {
   CHECK(e->workspace_bytes == polyhead_attention_plan_workspace_bytes(plan));
   CHECK(e->flops == 4.0 * 2 * 16 * 16 * 64 && e->backward_flops == 2.5 * e->flops);
   CHECK(e->backward_workspace_bytes == polyhead_attention_plan_backward_workspace_bytes(plan));
+  CHECK(e->measured[0] == '\0' || strncmp(e->measured, "measured: ", 10) == 0);
   CHECK(e->num_kernels >= 1 && strcmp(e->kernels[e->num_kernels - 1], "reference") == 0);
   for (size_t k = 0; k < e->num_kernels; ++k) {
     if (strcmp(e->kernels[k], e->kernel) == 0) CHECK(e->reasons[k][0] == '\0');

@@ -102,6 +102,7 @@ def test_explain():
     explanation = polyhead.explain(x, x, x)
     assert explanation.kernel in polyhead.kernels() and explanation.reasons[explanation.kernel] == ""
     assert explanation.error == ""
+    assert explanation.measured == "" or explanation.measured in str(explanation)
     assert explanation.workspace_bytes >= 0
     assert explanation.flops == 4 * 2 * 4 * 3 * 3 * 8
     assert explanation.backward_workspace_bytes >= 0

@@ -1,0 +1,146 @@
+// Instruction sets: what the compiler may use is what detection demands, and the order in which kernels are asked.
+#include "cpu/isa/isa.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstdio>
+#include <set>
+#include <sstream>
+#include <string>
+
+#include "contract/kernel.h"
+#include "contract/linear.h"
+#include "cpu/isa/order.h"
+#include "cpu/isa/peak.h"
+
+namespace polyhead::cpu {
+namespace {
+
+// The CPU features that the compiler may use under these flags, by its predefined macros: "__AVX2__" is AVX2.
+std::set<std::string> features_under(const std::string& flags) {
+  const std::string command = "'" POLYHEAD_CXX "' " + flags + " -dM -E -x c++ /dev/null";
+  FILE* pipe = popen(command.c_str(), "r");
+  std::set<std::string> names;
+  char line[4096];
+  while (pipe != nullptr && std::fgets(line, sizeof line, pipe) != nullptr) {
+    std::string define, name;
+    std::istringstream(line) >> define >> name;
+    if (name == "__GCC_HAVE_SYNC_COMPARE_AND_SWAP_16") name = "__CX16__";
+    if (name.size() > 4 && name.rfind("__", 0) == 0 && name.substr(name.size() - 2) == "__") {
+      names.insert(name.substr(2, name.size() - 4));
+    }
+  }
+  EXPECT_TRUE(pipe != nullptr && pclose(pipe) == 0) << command;
+  return names;
+}
+
+TEST(Isa, DetectionDemandsWhatTheCompilerMayUse) {
+  const struct {
+    Isa isa;
+    const char* flags;
+  } rows[] = {
+#define ROW(name, features) {Isa::name, POLYHEAD_FLAGS_##name},
+      POLYHEAD_ISAS(ROW)
+#undef ROW
+  };
+  const std::set<std::string> everywhere = features_under("");
+  ASSERT_FALSE(everywhere.empty());
+  for (const auto& row : rows) {
+    std::istringstream words(isa_features(row.isa));
+    std::set<std::string> demanded;
+    for (std::string word; words >> word;) demanded.insert(word);
+    std::set<std::string> allowed;
+    for (const std::string& name : features_under(row.flags)) {
+      if (everywhere.count(name) == 0) allowed.insert(name);
+    }
+    allowed.erase("CRC32");  // part of SSE4.2
+    EXPECT_EQ(allowed, demanded) << isa_name(row.isa) << ": " << row.flags;
+  }
+}
+
+TEST(Isa, WhatIsMissingIsNamed) {
+  EXPECT_EQ(why_not(Isa::generic), "");
+  for (int i = 0; i < kNumIsas; ++i) {
+    const Isa isa{i};
+    const std::string reason = why_not(isa);
+    EXPECT_EQ(reason.empty(), has(isa));
+    EXPECT_TRUE(reason.empty() || reason.rfind("this CPU has no ", 0) == 0) << reason;
+  }
+}
+
+using Rates = double[kNumIsas];
+
+std::array<int, kNumIsas> order_by(const Rates& rates) {
+  const IsaOrder order = order_isas(rates);
+  std::array<int, kNumIsas> numbers;
+  for (int i = 0; i < kNumIsas; ++i) numbers[i] = static_cast<int>(order.isas[i]);
+  return numbers;
+}
+
+TEST(IsaOrder, MadeUpMeasurements) {
+  if (kNumIsas < 4) GTEST_SKIP() << "this build has " << kNumIsas << " instruction sets, the measurements are for four";
+  using Order = std::array<int, kNumIsas>;
+  const struct {
+    Rates rates;
+    Order expected;
+  } rows[] = {
+      {{0, 0, 0, 0}, {0, 1, 2, 3}},        // nothing was measured
+      {{240, 120, 0, 0}, {0, 1, 2, 3}},    // Zen 4
+      {{66, 134, 0, 0}, {1, 0, 2, 3}},     // Sapphire Rapids
+      {{100, 119, 0, 0}, {0, 1, 2, 3}},    // not clear
+      {{100, 121, 0, 0}, {1, 0, 2, 3}},    // clear
+      {{100, 110, 130, 0}, {2, 0, 1, 3}},  // the fastest goes first; between the others it is not clear
+      {{100, 150, 200, 0}, {2, 1, 0, 3}},  // each clear against the next
+      {{0, 134, 0, 0}, {0, 1, 2, 3}},      // what was not measured stays where the list has it
+  };
+  for (const auto& row : rows) EXPECT_EQ(order_by(row.rates), row.expected) << row.rates[0] << ", " << row.rates[1];
+}
+
+TEST(IsaOrder, SaysWhatWasMeasured) {
+  if (kNumIsas < 4) GTEST_SKIP() << "this build has " << kNumIsas << " instruction sets, the measurements are for four";
+  EXPECT_STREQ(order_isas({66, 134, 0, 0}).measured,
+               ("measured: cpu_" + std::string(isa_name(Isa{1})) + " before cpu_" + isa_name(Isa{0}) +
+                ", 2.03 times as fast in products of bfloat16")
+                   .c_str());
+  EXPECT_STREQ(order_isas({100, 119, 0, 0}).measured, "");
+}
+
+TEST(IsaOrder, TheListsOfKernelsFollowThisMachines) {
+  const IsaOrder& order = isa_order();
+  EXPECT_EQ(&order, &isa_order());
+  ASSERT_EQ(kernel_list().size(), kNumIsas + 1u);
+  ASSERT_EQ(linear::kernel_list().size(), kNumIsas + 1u);
+  for (int i = 0; i < kNumIsas; ++i) {
+    EXPECT_EQ(kernel_list()[i]->name, "cpu_" + std::string(isa_name(order.isas[i])));
+    EXPECT_STREQ(kernel_list()[i]->name, linear::kernel_list()[i]->name);
+  }
+  AttentionDesc desc;
+  desc.seqlen_q = desc.seqlen_k = desc.head_dim = desc.head_dim_v = 8;
+  EXPECT_EQ(explain(desc).measured, order.measured);
+  for (int i = 0; i < kNumIsas; ++i) {  // a forced kernel is the one that runs, wherever it stands
+    if (!has(Isa{i})) continue;
+    const std::string name = "cpu_" + std::string(isa_name(Isa{i}));
+    EXPECT_EQ(explain(desc, {.kernel = name}).kernel, name);
+  }
+}
+
+// Measured anew, and for longer: what is clearly faster stands before.
+TEST(IsaOrder, AgreesWithALongerMeasurement) {
+  const IsaOrder& order = isa_order();
+  double rates[kNumIsas] = {};
+  for (int round = 0; round < 40; ++round) {
+    for (int i = 0; i < kNumIsas; ++i) {
+      if (has(Isa{i})) rates[i] = std::max(rates[i], peak_flops(Isa{i}, DType::kBFloat16, 2000));
+    }
+  }
+  for (int i = 0; i + 1 < kNumIsas; ++i) {
+    const int first = static_cast<int>(order.isas[i]), second = static_cast<int>(order.isas[i + 1]);
+    if (rates[first] == 0 || rates[second] == 0) continue;
+    EXPECT_LT(rates[second] / rates[first], kClearMargin * kClearMargin)
+        << isa_name(Isa{second}) << " is behind " << isa_name(Isa{first});
+  }
+}
+
+}  // namespace
+}  // namespace polyhead::cpu
