@@ -365,6 +365,56 @@ TEST_F(Fork, TheChildForgetsTheParentsJobs) {
   EXPECT_EQ(left_over, 1);
 }
 
+// The status that `child` ends with; -1 if it has to be killed. A thread of the pool's lets no alarm through.
+int status_of(pid_t child) {
+  for (int wait_ms = 0; wait_ms < 10000; ++wait_ms) {
+    int status = 0;
+    if (waitpid(child, &status, WNOHANG) == child) return status;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  return -1;
+}
+
+// body(0) forks, on the caller's thread: once while another index runs and one is left, once while all others run.
+TEST_F(Fork, InsideABodyOnTheCallersThread) {
+  for (const int count : {3, 2}) {
+    const auto executor = pool(2);
+    const pid_t parent = getpid();
+    std::atomic<int> entered = 0, ended = 0;
+    std::atomic<pid_t> child = -1;
+    parallel_for(*executor, count, [&](int i) {
+      if (i == 0) {
+        while (entered == 0) std::this_thread::yield();
+        child = fork();
+        if (child == 0) entered = 1000;  // what is left does not wait
+      }
+      ++entered;
+      while (i != 0 && child == -1 && entered < 1000) std::this_thread::yield();
+      ++ended;
+    });
+    if (getpid() != parent) {
+      const bool rest_ran = ended == count - 1;  // all but the index that ran on the lost thread
+      _exit(rest_ran && sum_on(*executor) == kSum && num_threads_of_process() == 2 ? 0 : 1);
+    }
+    EXPECT_EQ(ended, count);
+    EXPECT_EQ(status_of(child), 0) << count << " indices";
+    EXPECT_EQ(sum_on(*executor), kSum);
+  }
+}
+
+TEST_F(Fork, InsideABodyOnAThreadOfThePool) {
+  const auto executor = pool(2);
+  std::atomic<pid_t> child = -1;
+  parallel_for(*executor, 2, [&](int i) {
+    if (i == 1) child = fork();
+    while (child == -1) std::this_thread::yield();
+  });
+  EXPECT_EQ(status_of(child), 0);
+  EXPECT_EQ(sum_on(*executor), kSum);
+}
+
 TEST_F(Fork, TheChildMayDeleteThePool) {
   auto executor = pool(3);
   ASSERT_EQ(sum_on(*executor), kSum);

@@ -2,13 +2,12 @@
 
 #include <fmt/chrono.h>
 #include <fmt/format.h>
-#include <sched.h>
 
 #include <cstdlib>
 #include <ctime>
 #include <fstream>
-#include <thread>
 
+#include "core/cpu_count.h"
 #include "polyhead/kernels.h"
 #include "report.h"
 #include "tools/build_facts.h"
@@ -28,11 +27,7 @@ std::string cpu_model() {
   return "unknown";
 }
 
-int num_usable_cpus() {
-  cpu_set_t cpus;
-  if (sched_getaffinity(0, sizeof cpus, &cpus) == 0) return CPU_COUNT(&cpus);
-  return static_cast<int>(std::thread::hardware_concurrency());
-}
+int num_usable_cpus() { return num_cpus_allowed(); }
 
 std::vector<std::pair<std::string, std::string>> machine_facts() {
   double load = 0;

@@ -22,8 +22,11 @@ class POLYHEAD_API Executor {
   virtual void parallel_for(int count, void (*body)(void* context, int index), void* context) = 0;
 };
 
-/// The library's own pool, shared by the process: POLYHEAD_THREADS threads (default: the CPUs this process may run on).
-/// Threads start at the first call that uses them, sleep when idle, and start anew in a forked child.
+/// The library's own pool, shared by the process: POLYHEAD_THREADS threads (default: the CPUs this process may run on, or
+/// its container's quota of them, rounded up, if that is less).
+/// Threads start at the first call that uses them, sleep when idle, and start anew in a forked child. A child that `body`
+/// itself forks keeps its thread alone: what other threads were computing of that call is never finished there. On the
+/// caller's thread parallel_for returns all the same; a thread of the pool's ends, and the child with it, with status 0.
 POLYHEAD_API Executor& default_executor();
 
 /// A pool of `num_threads` (at least 1; 1 runs everything on the calling thread). The caller deletes it, after the

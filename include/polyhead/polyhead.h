@@ -122,7 +122,7 @@ POLYHEAD_API polyhead_status polyhead_executor_create_host(int num_threads, poly
 /// After the plans that use it. NULL is fine.
 POLYHEAD_API void polyhead_executor_destroy(polyhead_executor* executor);
 
-/// Threads of `executor`; of the library's own default one (POLYHEAD_THREADS, else the CPUs this process may run on) if
+/// Threads of `executor`; of the library's own default one (POLYHEAD_THREADS, else the CPUs this process may use) if
 /// NULL.
 POLYHEAD_API int polyhead_executor_num_threads(const polyhead_executor* executor);
 

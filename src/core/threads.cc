@@ -1,8 +1,6 @@
 #include "core/threads.h"
 
 #include <pthread.h>
-#include <sched.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -10,6 +8,8 @@
 #include <csignal>
 #include <cstdlib>
 #include <new>
+
+#include "core/cpu_count.h"
 
 namespace polyhead {
 namespace {
@@ -76,7 +76,8 @@ class ThreadPool final : public Executor {
   pthread_cond_t work_ = PTHREAD_COND_INITIALIZER;     // there are jobs, or the pool stops
   std::atomic<Job*> newest_ = nullptr;                 // jobs with indices to take; read unlocked only while spinning
   std::atomic<bool> stopping_ = false;
-  int sleepers_ = 0;  // workers waiting for work_
+  unsigned forks_ = 0;  // of the processes that this one descends from: a child differs from its parent
+  int sleepers_ = 0;    // workers waiting for work_
   int num_workers_ = 0;
   int max_workers_;  // less than num_threads - 1 once the system has refused a thread
   pthread_t workers_[kMaxThreads - 1];
@@ -124,6 +125,7 @@ void ThreadPool::after_fork_in_child() {
   for (ThreadPool* pool = pools_; pool != nullptr; pool = pool->next_pool_) {
     pool->work_ = PTHREAD_COND_INITIALIZER;  // the old one counts waiters that are gone
     pool->newest_ = nullptr;
+    ++pool->forks_;
     pool->sleepers_ = 0;
     pool->num_workers_ = 0;
     pool->unlock();
@@ -166,6 +168,7 @@ void* ThreadPool::run_worker(void* pool) {
 
 void ThreadPool::work() {
   lock();
+  const unsigned forks = forks_;
   while (!stopping_ || newest_ != nullptr) {
     if (Job* job = newest_) {
       const int index = take(job);
@@ -173,6 +176,7 @@ void ThreadPool::work() {
       fesetenv(&job->float_modes);
       job->body(job->context, index);
       lock();
+      if (forks_ != forks) break;  // a child that `body` forked, without the job's caller
       finish(job);
       continue;
     }
@@ -197,8 +201,8 @@ int ThreadPool::take(Job* job) {
     newest_ = job->older;
   } else {
     Job* newer = newest_;
-    while (newer->older != job) newer = newer->older;
-    newer->older = job->older;
+    while (newer != nullptr && newer->older != job) newer = newer->older;
+    if (newer != nullptr) newer->older = job->older;  // null: the list of a child that the job's `body` forked
   }
   return index;
 }
@@ -212,6 +216,7 @@ void ThreadPool::finish(Job* job) {
 void ThreadPool::parallel_for(int count, void (*body)(void* context, int index), void* context) {
   int started = 0;
   int sleepers = 0;
+  unsigned forks = 0;
   Job job = {.body = body, .context = context, .count = count, .unfinished = count};
   if (count > 1 && num_threads_ > 1) {
     fegetenv(&job.float_modes);
@@ -219,6 +224,7 @@ void ThreadPool::parallel_for(int count, void (*body)(void* context, int index),
     start_workers(count - 1);
     started = num_workers_;
     sleepers = sleepers_;
+    forks = forks_;
     if (started > 0) {
       job.next = 1;
       job.older = newest_;
@@ -246,7 +252,8 @@ void ThreadPool::parallel_for(int count, void (*body)(void* context, int index),
     lock();
     finish(&job);
   }
-  if (job.unfinished.load(std::memory_order_relaxed) != 0) {
+  // A child that `body` forked has not the threads that run the rest.
+  if (forks_ == forks && job.unfinished.load(std::memory_order_relaxed) != 0) {
     unlock();
     spin([&job] { return job.unfinished.load(std::memory_order_relaxed) == 0; });
     lock();  // also when the spin saw the end: the last worker still holds the job until it unlocks
@@ -255,15 +262,6 @@ void ThreadPool::parallel_for(int count, void (*body)(void* context, int index),
   }
   unlock();
   pthread_cond_destroy(&job.done);
-}
-
-int num_cpus_allowed() {
-#if defined(__linux__)
-  cpu_set_t cpus;
-  if (sched_getaffinity(0, sizeof cpus, &cpus) == 0) return CPU_COUNT(&cpus);
-#endif
-  const long online = sysconf(_SC_NPROCESSORS_ONLN);
-  return online > 0 ? static_cast<int>(std::min<long>(online, kMaxThreads)) : 1;
 }
 
 const char* threads_from_environment() {
