@@ -1,4 +1,5 @@
-// Every kernel on every case. POLYHEAD_TEST_KERNEL=name tests that one alone.
+// Every kernel on every case: what the definition gives is computed once for all kernels. POLYHEAD_TEST_KERNEL=name tests
+// that one alone, --gtest_filter=*/case that case.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,146 +9,175 @@
 
 #include "cases.h"
 #include "core/philox.h"
+#include "every_kernel.h"
 #include "far_rows.h"
 #include "harness.h"
 #include "judge.h"
-#include "kernels_to_test.h"
 #include "poison.h"
 #include "polyhead/kernels.h"
 
 namespace polyhead::testing {
 namespace {
 
-struct Param {
-  const Kernel* kernel;
-  const Problem* problem;
+// What a case has in common for all kernels.
+struct Case {
+  const Problem& problem;
+  const AttentionDesc& desc;
+  Inputs in;
+  Expected want;
+  Inputs poisoned[2];
+  std::vector<Poked> pokes;
+  std::vector<Slice> halves;  // of the batch, poisoned; none if they are not the whole
+
+  explicit Case(const Problem& p) : problem(p), desc(p.desc), in(random_inputs(p)) {
+    if (memory_alone()) return;
+    want = expected(desc, in);
+    for (uint64_t n : {0, 1}) poisoned[n] = poison_hidden(desc, in, p.seed + n);
+    for (Poke poke : {Poke::kQuery, Poke::kKey, Poke::kValue, Poke::kBias}) {
+      if (desc.dropout_p >= 1) break;  // O = 0 exactly
+      Poked poked = poke_visible(desc, in, poke, p.seed);
+      if (poked.done) pokes.push_back(std::move(poked));
+    }
+    const bool drops = desc.dropout_p > 0 && desc.dropout_p < 1;  // its random numbers count the batch
+    if (desc.batch < 2 || drops) return;
+    halves.push_back(slice_batch(desc, poisoned[0], 0, desc.batch / 2));
+    halves.push_back(slice_batch(desc, poisoned[0], desc.batch / 2, desc.batch));
+  }
 };
 
-// Case by case, so that the kernels share what the definition gives.
-std::vector<Param> params() {
-  std::vector<Param> list;
-  for (const Problem& problem : cases()) {
-    for (const Kernel* kernel : kernels_to_test()) list.push_back({kernel, &problem});
+class KernelOnCase {
+ public:
+  KernelOnCase(const Kernel& kernel, const Case& test_case)
+      : kernel_(kernel), case_(test_case), clean_(run_with(case_.in, {})) {}
+
+  void test() const {
+    expect_none("writes what it should", clean_.faults.empty() ? "" : clean_.faults.front());
+    if (!memory_alone()) matches_the_definition();
+    same_bits_whatever_must_not_matter();
+    same_bits_for_a_batch_in_two_parts();
+    visible_is_visible();
   }
-  return list;
-}
 
-std::string param_name(const ::testing::TestParamInfo<Param>& info) {
-  return std::string(info.param.kernel->name) + "__" + info.param.problem->name;
-}
+ private:
+  // How a run differs from the clean one, on one thread, from dense operands.
+  struct Change {
+    RunOptions options;
+    int poison = -1;  // which of the poisoned inputs
+  };
 
-class Attention : public ::testing::TestWithParam<Param> {
- protected:
-  Attention() : kernel_(*GetParam().kernel), problem_(*GetParam().problem), desc_(problem_.desc) {
+  Outputs run_with(const Inputs& in, const RunOptions& options) const {
     set_running(line());
+    return run(kernel_, case_.desc, in, options);
   }
 
-  void SetUp() override {
-    if (const std::string why = kernel_.why_not(desc_); !why.empty()) GTEST_SKIP() << why;
-    in_ = random_inputs(problem_);
+  std::string line() const { return problem_line(kernel_.name, case_.problem); }
+
+  void expect_none(const char* property, const std::string& trouble) const {
+    EXPECT_EQ(trouble, "") << kernel_.name << ": " << property << "\n" << line();
   }
 
-  std::string line() const { return problem_line(kernel_.name, problem_); }
+  void matches_the_definition() const {
+    RunOptions options;
+    options.layout = case_.problem.layout;
+    options.layout_seed = case_.problem.seed;
+    options.through_plan = true;
+    expect_none("matches the definition", mismatch(kernel_, case_.problem, case_.in, case_.want, options));
+  }
 
-  Outputs run_with(const Inputs& in, const RunOptions& options = {}) const { return run(kernel_, desc_, in, options); }
+  // What differs from the clean run's; "" if nothing.
+  std::string trouble(const Change& change) const {
+    Outputs got = run_with(change.poison < 0 ? case_.in : case_.poisoned[change.poison], change.options);
+    if (!got.faults.empty()) return got.faults.front();
+    if (!change.options.logsumexp) got.logsumexp = clean_.logsumexp;
+    return difference(got, clean_);
+  }
+
+  // Seven runs, each of which changes all that must not matter; the first that differs is taken apart.
+  void same_bits_whatever_must_not_matter() const {
+    constexpr Layout kLayouts[] = {Layout::kBhsd, Layout::kTransposed, Layout::kPadded, Layout::kNegative,
+                                   Layout::kJunk, Layout::kExpanded,   Layout::kMixed};
+    constexpr int kThreads[] = {2, 3, 7, 0};
+    const uint64_t turn = case_.problem.seed;
+    for (size_t n = 0; n < 7; ++n) {
+      if (memory_alone() && n != turn % 7 && n != (turn + 3) % 7) continue;
+      Change change;
+      change.options.layout = kLayouts[n];
+      change.options.layout_seed = turn + 1;
+      change.options.threads = kThreads[(n + turn) % 4];
+      change.options.guard = (n + turn / 4) % 2 == 0 ? Guard::kEnd : Guard::kStart;
+      change.options.logsumexp = n != turn / 2 % 7;
+      change.options.through_plan = memory_alone();
+      // Poison is not the same everywhere, and so leaves fewer strides of 0.
+      if (!memory_alone() && kLayouts[n] != Layout::kExpanded) change.poison = static_cast<int>(n % 2);
+      const std::string text = trouble(change);
+      if (!text.empty()) return expect_none("same bits whatever must not matter", text + what_matters(change));
+    }
+  }
+
+  // Which of the changes makes other bits alone.
+  std::string what_matters(const Change& all) const {
+    std::string text = "\nwith " + std::to_string(all.options.threads) + " threads (0: tasks in reverse order), " +
+                       layout_name(all.options.layout) + (all.poison < 0 ? "" : ", poisoned where hidden") +
+                       (all.options.logsumexp ? "" : ", without logsumexp") + ". Alone matters:";
+    Change threads, layout, guard, logsumexp, poison;
+    threads.options.threads = all.options.threads;
+    layout.options.layout = all.options.layout;
+    layout.options.layout_seed = all.options.layout_seed;
+    guard.options.guard = all.options.guard;
+    logsumexp.options.logsumexp = all.options.logsumexp;
+    poison.poison = all.poison;
+    if (!trouble(threads).empty()) text += " threads";
+    if (!trouble(layout).empty()) text += " layout";
+    if (!trouble(guard).empty()) text += " guard";
+    if (!trouble(logsumexp).empty()) text += " logsumexp";
+    if (!trouble(poison).empty()) text += " what is hidden";
+    return text;
+  }
+
+  void same_bits_for_a_batch_in_two_parts() const {
+    if (case_.halves.empty()) return;
+    RunOptions options;
+    options.logsumexp = !case_.desc.packed;  // packed: [H, rows], whose parts do not follow each other
+    options.threads = 2;
+    set_running(line());
+    const Slice &a = case_.halves[0], &b = case_.halves[1];
+    const Outputs first = run(kernel_, a.desc, a.inputs, options);
+    options.threads = 3;
+    const Outputs second = run(kernel_, b.desc, b.inputs, options);
+    Outputs whole = clean_, parts;
+    parts.out = joined(first.out, second.out);
+    parts.logsumexp = joined(first.logsumexp, second.logsumexp);
+    parts.weights = joined(first.weights, second.weights);
+    parts.column_sums = joined(first.column_sums, second.column_sums);
+    if (case_.desc.packed) {  // rows behind the end belong to no part
+      whole.logsumexp = {};
+      whole.out.dims[0] = parts.out.dims[0];
+      whole.out.bytes.resize(parts.out.bytes.size());
+    }
+    expect_none("same bits for a batch in two parts, poisoned where hidden", difference(parts, whole));
+  }
+
+  void visible_is_visible() const {
+    for (const Poked& poked : case_.pokes) {
+      const std::string text = poke_mismatch(case_.desc, poked.inputs, clean_, run_with(poked.inputs, {}));
+      expect_none("visible is visible", text.empty() ? "" : text + "\n" + poked.where);
+    }
+  }
 
   const Kernel& kernel_;
-  const Problem& problem_;
-  const AttentionDesc& desc_;
-  Inputs in_;
+  const Case& case_;
+  const Outputs clean_;
 };
 
-TEST_P(Attention, MatchesTheDefinition) {
-  static const Problem* last = nullptr;
-  static Expected want;
-  if (last != &problem_) want = expected(desc_, in_);
-  last = &problem_;
-  RunOptions options;
-  options.layout = problem_.layout;
-  options.layout_seed = problem_.seed;
-  options.through_plan = true;
-  EXPECT_EQ(mismatch(kernel_, problem_, in_, want, options), "") << line();
+class Attention : public ::testing::TestWithParam<Problem> {};
+
+TEST_P(Attention, OfEveryKernel) {
+  const Case test_case(GetParam());
+  for_every_kernel(test_case.desc, [&](const Kernel& kernel) { KernelOnCase(kernel, test_case).test(); });
 }
 
-TEST_P(Attention, SameBitsForAnyThreadsAndLayout) {
-  const Outputs want = run_with(in_);
-  EXPECT_EQ(want.faults, std::vector<std::string>()) << line();
-  auto same = [&](const RunOptions& options, const std::string& what) {
-    Outputs got = run_with(in_, options);
-    EXPECT_EQ(got.faults, std::vector<std::string>()) << what << "\n" << line();
-    if (!options.logsumexp) got.logsumexp = want.logsumexp;
-    EXPECT_EQ(difference(got, want), "") << what << "\n" << line();
-  };
-  RunOptions options;
-  for (int threads : {2, 3, 7, 0}) {
-    options.threads = threads;
-    same(options, threads == 0 ? "tasks in reverse order" : std::to_string(threads) + " threads");
-  }
-  options = {};
-  options.guard = Guard::kStart;
-  for (Layout layout : {Layout::kBhsd, Layout::kTransposed, Layout::kPadded, Layout::kNegative, Layout::kJunk,
-                        Layout::kExpanded, Layout::kMixed}) {
-    options.layout = layout;
-    options.guard = options.guard == Guard::kStart ? Guard::kEnd : Guard::kStart;
-    same(options, layout_name(layout));
-  }
-  options.layout = Layout::kBshd;
-  options.guard = Guard::kStart;
-  options.logsumexp = false;
-  same(options, "without logsumexp");
-}
-
-// Elements of the dims' outermost, all of `first` and then all of `second`.
-Array joined(const Array& first, const Array& second) {
-  if (!first.given()) return {};
-  Array both = first;
-  both.dims[0] += second.dims[0];
-  both.bytes.insert(both.bytes.end(), second.bytes.begin(), second.bytes.end());
-  return both;
-}
-
-TEST_P(Attention, SameBitsForABatchInTwoParts) {
-  if (desc_.batch < 2) return;
-  if (desc_.dropout_p > 0 && desc_.dropout_p < 1) return;  // its random numbers count the batch
-  RunOptions options;
-  options.logsumexp = !desc_.packed;  // packed: [H, rows], whose parts do not follow each other
-  const Slice a = slice_batch(desc_, in_, 0, desc_.batch / 2);
-  const Slice b = slice_batch(desc_, in_, desc_.batch / 2, desc_.batch);
-  const Outputs first = run(kernel_, a.desc, a.inputs, options), second = run(kernel_, b.desc, b.inputs, options);
-  Outputs whole = run_with(in_, options), parts;
-  parts.out = joined(first.out, second.out);
-  parts.logsumexp = joined(first.logsumexp, second.logsumexp);
-  parts.weights = joined(first.weights, second.weights);
-  parts.column_sums = joined(first.column_sums, second.column_sums);
-  if (desc_.packed) {  // rows behind the end belong to no part
-    whole.out.dims[0] = parts.out.dims[0];
-    whole.out.bytes.resize(parts.out.bytes.size());
-  }
-  EXPECT_EQ(difference(parts, whole), "") << line();
-}
-
-TEST_P(Attention, HiddenIsHidden) {
-  const Outputs clean = run_with(in_);
-  for (int n = 0; n < 2; ++n) {
-    RunOptions options;
-    options.threads = n + 1;
-    options.layout = n == 0 ? Layout::kBshd : Layout::kTransposed;
-    const Inputs poisoned = poison_hidden(desc_, in_, problem_.seed + static_cast<uint64_t>(n));
-    EXPECT_EQ(difference(run_with(poisoned, options), clean), "") << "poisoned where hidden\n" << line();
-  }
-}
-
-TEST_P(Attention, VisibleIsVisible) {
-  if (desc_.dropout_p >= 1) return;  // O = 0 exactly
-  const Outputs clean = run_with(in_);
-  for (Poke poke : {Poke::kQuery, Poke::kKey, Poke::kValue, Poke::kBias}) {
-    const Poked poked = poke_visible(desc_, in_, poke, problem_.seed);
-    if (!poked.done) continue;
-    EXPECT_EQ(poke_mismatch(desc_, poked.inputs, clean, run_with(poked.inputs)), "") << poked.where << "\n" << line();
-  }
-}
-
-INSTANTIATE_TEST_SUITE_P(Kernels, Attention, ::testing::ValuesIn(params()), param_name);
+INSTANTIATE_TEST_SUITE_P(Cases, Attention, ::testing::ValuesIn(cases()),
+                         [](const auto& each) { return each.param.name; });
 
 class EachKernel : public ::testing::TestWithParam<const Kernel*> {
  protected:

@@ -1,45 +1,24 @@
-// The gradients of every kernel on every case. POLYHEAD_TEST_KERNEL=name tests that one alone.
+// The gradients of every kernel on every case: what the definition gives is computed once for all kernels.
+// POLYHEAD_TEST_KERNEL=name tests that one alone, --gtest_filter=*/case that case.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
-#include <optional>
 #include <thread>
 
+#include "every_kernel.h"
 #include "far_rows.h"
 #include "gradient_cases.h"
 #include "gradient_definition.h"
 #include "gradient_harness.h"
 #include "gradient_poison.h"
-#include "kernels_to_test.h"
-#include "reference/attention.h"
 
 namespace polyhead::testing {
+
+// How GoogleTest shows a case.
+static void PrintTo(const GradientProblem& problem, std::ostream* out) { *out << problem.forward.name; }
+
 namespace {
-
-struct Param {
-  const Kernel* kernel;
-  const GradientProblem* problem;
-};
-
-// Case by case, so that the kernels share what belongs to a case.
-std::vector<Param> params() {
-  std::vector<Param> list;
-  for (const GradientProblem& problem : gradient_cases()) {
-    for (const Kernel* kernel : kernels_to_test()) list.push_back({kernel, &problem});
-  }
-  return list;
-}
-
-std::string param_name(const ::testing::TestParamInfo<Param>& info) {
-  return std::string(info.param.kernel->name) + "__" + info.param.problem->forward.name;
-}
-
-double products(const AttentionDesc& d) {
-  double count = static_cast<double>(d.head_dim + d.head_dim_v);
-  for (int64_t size : {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k}) count *= static_cast<double>(size);
-  return count;
-}
 
 // Through the plan, which checks the arguments and computes problems of which some size is 0.
 RunOptions planned() {
@@ -48,45 +27,84 @@ RunOptions planned() {
   return options;
 }
 
-class Gradient : public ::testing::TestWithParam<Param> {
- protected:
-  Gradient()
-      : kernel_(*GetParam().kernel),
-        problem_(*GetParam().problem),
-        desc_(problem_.forward.desc),
-        seed_(problem_.forward.seed) {
-    set_running(line());
+// What a case has in common for all kernels.
+struct GradientCase {
+  const GradientProblem& problem;
+  const AttentionDesc& desc;
+  BackwardInputs in;
+  ExpectedGradients want;
+  BackwardInputs poisoned;
+  std::vector<PokedBackward> pokes;
+  std::vector<BackwardSlice> halves;  // of the batch, poisoned; none if they are not the whole
+
+  explicit GradientCase(const GradientProblem& p) : problem(p), desc(p.forward.desc), in(random_inputs(p)) {
+    if (memory_alone()) return;
+    const uint64_t seed = p.forward.seed;
+    want = expected(desc, in);
+    poisoned = poison_hidden(desc, in, seed);
+    // Large cases see some pokes, another case others.
+    const int num_pokes = desc.dropout_p >= 1 ? 0 : products(desc) > 1e6 ? 2 : kNumGradientPokes;
+    for (int n = 0; n < num_pokes; ++n) {
+      const auto poke = static_cast<GradientPoke>((seed + static_cast<uint64_t>(n)) % kNumGradientPokes);
+      PokedBackward poked = poke_visible(desc, in, poke, seed);
+      if (poked.done) pokes.push_back(std::move(poked));
+    }
+    const bool drops = desc.dropout_p > 0 && desc.dropout_p < 1;  // its random numbers count the batch
+    if (desc.batch < 2 || drops) return;
+    halves.push_back(slice_batch(desc, poisoned, 0, desc.batch / 2));
+    halves.push_back(slice_batch(desc, poisoned, desc.batch / 2, desc.batch));
+  }
+};
+
+class KernelOnCase {
+ public:
+  KernelOnCase(const Kernel& kernel, const GradientCase& test_case)
+      : kernel_(kernel), case_(test_case), desc_(case_.desc), clean_(run_with(case_.in, planned())) {}
+
+  void test() const {
+    expect_none("writes what it should", clean_.faults.empty() ? "" : clean_.faults.front());
+    if (!memory_alone()) matches_the_definition();
+    if (slow()) {
+      return left_out().add("bits and poison of the reference, which is slow, on problems of more than 3e5 products");
+    }
+    same_bits_whatever_must_not_matter();
+    same_bits_for_a_batch_in_two_parts();
+    visible_is_visible();
   }
 
-  void SetUp() override {
-    if (const std::string why = kernel_.why_not(desc_); !why.empty()) GTEST_SKIP() << why;
-  }
-
-  // What `make` gives for a case: made once for all kernels.
-  template <class Make>
-  const auto& once_per_case(Make make) const {
-    static const GradientProblem* last = nullptr;
-    static std::optional<decltype(make())> made;
-    if (last != &problem_) made = make();
-    last = &problem_;
-    return *made;
-  }
-
-  const BackwardInputs& inputs() const {
-    return once_per_case([&] { return random_inputs(problem_); });
-  }
+ private:
+  // How a run differs from the clean one, of all gradients on one thread, from dense operands.
+  struct Change {
+    RunOptions options = planned();
+    GradientSet asked = kAllGradients;
+    bool poison = false;
+  };
 
   // Naive loops take their time.
-  std::string too_slow(double most_products) const {
-    if (&kernel_ != &kReference || products(desc_) <= most_products) return "";
-    return "the reference is slow, so this runs on problems of at most " + std::to_string(most_products) + " products";
+  bool slow() const { return &kernel_ == &kReference && products(desc_) > 3e5; }
+
+  Gradients run_with(const BackwardInputs& in, const RunOptions& options, GradientSet asked = kAllGradients) const {
+    set_running(line());
+    return run(kernel_, desc_, in, options, asked);
   }
 
-  std::string line() const { return problem_line(kernel_.name, problem_); }
+  std::string line() const { return problem_line(kernel_.name, case_.problem); }
 
-  Gradients run_with(const BackwardInputs& in, const RunOptions& options = planned(),
-                     GradientSet asked = kAllGradients) const {
-    return run(kernel_, desc_, in, options, asked);
+  void expect_none(const char* property, const std::string& trouble) const {
+    EXPECT_EQ(trouble, "") << kernel_.name << ": " << property << "\n" << line();
+  }
+
+  void matches_the_definition() const {
+    if (&kernel_ == &kReference && products(desc_) > 5e6) {
+      return left_out().add(
+          "the reference against the definition, which is slow, on problems of more than 5e6 products");
+    }
+    RunOptions options = planned();
+    options.layout = case_.problem.forward.layout;
+    options.layout_seed = case_.problem.forward.seed;
+    GradientProblem all = case_.problem;  // what else is asked for changes nothing: same_bits_...
+    all.asked = kAllGradients;
+    expect_none("matches the definition", mismatch(kernel_, all, case_.in, case_.want, options));
   }
 
   // Of a set, the gradients of inputs that the problem has; query's if there is none.
@@ -95,135 +113,105 @@ class Gradient : public ::testing::TestWithParam<Param> {
     return (asked & inputs) == 0 ? 1u : asked & inputs;
   }
 
-  // Which of a run's options makes other bits than `want` by itself.
-  std::string what_matters(const Gradients& want, const RunOptions& options, GradientSet asked) const {
-    std::string text = "other bits with " + std::to_string(options.threads) + " threads (0: tasks in reverse order), " +
-                       layout_name(options.layout) + ", gradients " + std::to_string(asked) + ". Alone:";
-    auto matters = [&](const RunOptions& alone, GradientSet set) {
-      return !difference(run_with(inputs(), alone, set), want, set).empty();
+  // What differs from the clean run's; "" if nothing.
+  std::string trouble(const Change& change) const {
+    const Gradients got = run_with(change.poison ? case_.poisoned : case_.in, change.options, change.asked);
+    return got.faults.empty() ? difference(got, clean_, change.asked) : got.faults.front();
+  }
+
+  // Six runs, each of which changes all that must not matter; the first that differs is taken apart.
+  void same_bits_whatever_must_not_matter() const {
+    const uint64_t turn = case_.problem.forward.seed;
+    const bool even = turn % 2 == 0;
+    struct Run {
+      int threads;
+      Layout layout;
+      GradientSet asked;
     };
-    RunOptions threads = planned(), layout = planned(), guard = planned();
-    threads.threads = options.threads;
-    layout.layout = options.layout;
-    guard.guard = options.guard;
-    if (matters(threads, kAllGradients)) text += " threads";
-    if (matters(layout, kAllGradients)) text += " layout";
-    if (matters(guard, kAllGradients)) text += " guard";
-    if (matters(planned(), asked)) text += " what is asked for";
+    const Run kRuns[] = {{2, Layout::kBshd, case_.problem.asked},
+                         {3, Layout::kTransposed, 1u | 16u},
+                         {7, Layout::kPadded, 2u | 8u},
+                         {0, Layout::kNegative, 4u},
+                         {3, even ? Layout::kJunk : Layout::kExpanded, even ? 6u : 8u | 16u},
+                         {0, even ? Layout::kMixed : Layout::kQkv, kAllGradients}};
+    for (size_t n = 0; n < 6; ++n) {
+      if (memory_alone() && n != turn % 5) continue;
+      Change change;
+      change.options.threads = kRuns[n].threads;
+      change.options.layout = kRuns[n].layout;
+      change.options.guard = n % 2 == 0 ? Guard::kEnd : Guard::kStart;
+      change.asked = here(kRuns[n].asked);
+      // All gradients are asked for in the last; poison is not the same everywhere, and so leaves fewer strides of 0.
+      change.poison = !memory_alone() && kRuns[n].layout != Layout::kExpanded && (n % 2 == 0 || n == 5);
+      const std::string text = trouble(change);
+      if (!text.empty()) return expect_none("same bits whatever must not matter", text + what_matters(change));
+    }
+  }
+
+  // Which of the changes makes other bits alone.
+  std::string what_matters(const Change& all) const {
+    std::string text = "\nwith " + std::to_string(all.options.threads) + " threads (0: tasks in reverse order), " +
+                       layout_name(all.options.layout) + ", gradients " + std::to_string(all.asked) +
+                       (all.poison ? ", poisoned where hidden" : "") + ". Alone matters:";
+    Change threads, layout, guard, asked, poison;
+    threads.options.threads = all.options.threads;
+    layout.options.layout = all.options.layout;
+    guard.options.guard = all.options.guard;
+    asked.asked = all.asked;
+    poison.poison = all.poison;
+    if (!trouble(threads).empty()) text += " threads";
+    if (!trouble(layout).empty()) text += " layout";
+    if (!trouble(guard).empty()) text += " guard";
+    if (!trouble(asked).empty()) text += " what is asked for";
+    if (!trouble(poison).empty()) text += " what is hidden";
     return text;
   }
 
+  void same_bits_for_a_batch_in_two_parts() const {
+    if (case_.halves.empty()) return;
+    GradientSet asked = 7u;
+    if (desc_.attn_bias.given && desc_.attn_bias.dims[0] > 1) asked |= 8u;
+    if (desc_.alibi_slopes_ndim == 2) asked |= 16u;
+    set_running(line());
+    RunOptions options = planned();
+    const BackwardSlice &a = case_.halves[0], &b = case_.halves[1];
+    options.threads = 2;
+    const Gradients first = run(kernel_, a.desc, a.inputs, options, asked);
+    options.threads = 3;
+    const Gradients second = run(kernel_, b.desc, b.inputs, options, asked);
+    Gradients whole = clean_, parts;
+    for (const GradientName& name : kGradients) {
+      Array &w = whole.*name.gradient, &p = parts.*name.gradient;
+      p = joined(first.*name.gradient, second.*name.gradient);
+      if (!desc_.packed || !p.given()) continue;
+      w.dims[0] = p.dims[0];  // rows behind the end belong to no part
+      w.bytes.resize(p.bytes.size());
+    }
+    expect_none("same bits for a batch in two parts, poisoned where hidden", difference(parts, whole, asked));
+  }
+
+  void visible_is_visible() const {
+    for (const PokedBackward& poked : case_.pokes) {
+      const std::string text = poke_mismatch(poked, clean_, run_with(poked.inputs, planned()));
+      expect_none("visible is visible", text.empty() ? "" : text + "\n" + poked.where);
+    }
+  }
+
   const Kernel& kernel_;
-  const GradientProblem& problem_;
+  const GradientCase& case_;
   const AttentionDesc& desc_;
-  const uint64_t seed_;
+  const Gradients clean_;
 };
 
-TEST_P(Gradient, MatchesTheDefinition) {
-  if (const std::string why = too_slow(5e6); !why.empty()) GTEST_SKIP() << why;
-  const ExpectedGradients& want = once_per_case([&] { return expected(desc_, inputs()); });
-  RunOptions options = planned();
-  options.layout = problem_.forward.layout;
-  options.layout_seed = seed_;
-  GradientProblem all = problem_;  // SameBits shows that what else is asked for changes nothing
-  all.asked = kAllGradients;
-  EXPECT_EQ(mismatch(kernel_, all, inputs(), want, options), "") << line();
+class Gradient : public ::testing::TestWithParam<GradientProblem> {};
+
+TEST_P(Gradient, OfEveryKernel) {
+  const GradientCase test_case(GetParam());
+  for_every_kernel(test_case.desc, [&](const Kernel& kernel) { KernelOnCase(kernel, test_case).test(); });
 }
 
-// Six runs, each of which changes all that must not matter; the first that differs is taken apart.
-TEST_P(Gradient, SameBitsForAnyThreadsLayoutAndSubset) {
-  if (const std::string why = too_slow(3e5); !why.empty()) GTEST_SKIP() << why;
-  const Gradients want = run_with(inputs());
-  EXPECT_EQ(want.faults, std::vector<std::string>()) << line();
-  struct Run {
-    int threads;
-    Layout layout;
-    GradientSet asked;
-  };
-  const bool even = seed_ % 2 == 0;
-  const Run kRuns[] = {{2, Layout::kBhsd, problem_.asked},
-                       {3, Layout::kTransposed, 1u | 16u},
-                       {7, Layout::kPadded, 2u | 8u},
-                       {0, Layout::kNegative, 4u},
-                       {3, even ? Layout::kJunk : Layout::kExpanded, even ? 6u : 8u | 16u},
-                       {0, even ? Layout::kMixed : Layout::kQkv, kAllGradients}};
-  Guard guard = Guard::kStart;
-  for (const Run& r : kRuns) {
-    const GradientSet asked = here(r.asked);
-    RunOptions options = planned();
-    options.guard = guard = guard == Guard::kStart ? Guard::kEnd : Guard::kStart;
-    options.threads = r.threads;
-    options.layout = r.layout;
-    const Gradients got = run_with(inputs(), options, asked);
-    EXPECT_EQ(got.faults, std::vector<std::string>()) << line();
-    const std::string text = difference(got, want, asked);
-    if (text.empty()) continue;
-    ADD_FAILURE() << text << "\n" << what_matters(want, options, asked) << "\n" << line();
-    return;
-  }
-}
-
-// Elements of the dims' outermost, all of `first` and then all of `second`.
-Array joined(const Array& first, const Array& second) {
-  if (!first.given()) return {};
-  Array both = first;
-  both.dims[0] += second.dims[0];
-  both.bytes.insert(both.bytes.end(), second.bytes.begin(), second.bytes.end());
-  return both;
-}
-
-TEST_P(Gradient, SameBitsForABatchInTwoParts) {
-  if (desc_.batch < 2) return;
-  if (desc_.dropout_p > 0 && desc_.dropout_p < 1) return;  // its random numbers count the batch
-  if (const std::string why = too_slow(3e5); !why.empty()) GTEST_SKIP() << why;
-  const BackwardSlice a = slice_batch(desc_, inputs(), 0, desc_.batch / 2);
-  const BackwardSlice b = slice_batch(desc_, inputs(), desc_.batch / 2, desc_.batch);
-  GradientSet asked = 7u;
-  if (desc_.attn_bias.given && desc_.attn_bias.dims[0] > 1) asked |= 8u;
-  if (desc_.alibi_slopes_ndim == 2) asked |= 16u;
-  const Gradients first = run(kernel_, a.desc, a.inputs, planned(), asked);
-  const Gradients second = run(kernel_, b.desc, b.inputs, planned(), asked);
-  Gradients whole = run_with(inputs(), planned(), asked), parts;
-  for (const GradientName& name : kGradients) {
-    Array &w = whole.*name.gradient, &p = parts.*name.gradient;
-    p = joined(first.*name.gradient, second.*name.gradient);
-    if (!desc_.packed || !p.given()) continue;
-    w.dims[0] = p.dims[0];  // rows behind the end belong to no part
-    w.bytes.resize(p.bytes.size());
-  }
-  EXPECT_EQ(difference(parts, whole, asked), "") << line();
-}
-
-TEST_P(Gradient, HiddenIsHidden) {
-  if (const std::string why = too_slow(3e5); !why.empty()) GTEST_SKIP() << why;
-  const BackwardInputs& poisoned = once_per_case([&] { return poison_hidden(desc_, inputs(), seed_); });
-  RunOptions options = planned();
-  options.threads = 1 + static_cast<int>(seed_ % 3);
-  options.layout = seed_ % 2 == 0 ? Layout::kBshd : Layout::kTransposed;
-  const Gradients clean = run_with(inputs());
-  EXPECT_EQ(difference(run_with(poisoned, options), clean), "") << "poisoned where hidden\n" << line();
-}
-
-TEST_P(Gradient, VisibleIsVisible) {
-  if (desc_.dropout_p >= 1) return;  // no weight is left that could show it
-  if (const std::string why = too_slow(3e5); !why.empty()) GTEST_SKIP() << why;
-  const std::vector<PokedBackward>& pokes = once_per_case([&] {
-    std::vector<PokedBackward> list;
-    const int count = products(desc_) > 1e6 ? 2 : kNumGradientPokes;  // large cases see some pokes, another case others
-    for (int n = 0; n < count; ++n) {
-      const auto poke = static_cast<GradientPoke>((seed_ + static_cast<uint64_t>(n)) % kNumGradientPokes);
-      list.push_back(poke_visible(desc_, inputs(), poke, seed_));
-    }
-    return list;
-  });
-  const Gradients clean = run_with(inputs());
-  for (const PokedBackward& poked : pokes) {
-    if (!poked.done) continue;
-    EXPECT_EQ(poke_mismatch(poked, clean, run_with(poked.inputs)), "") << poked.where << "\n" << line();
-  }
-}
-
-INSTANTIATE_TEST_SUITE_P(Kernels, Gradient, ::testing::ValuesIn(params()), param_name);
+INSTANTIATE_TEST_SUITE_P(Cases, Gradient, ::testing::ValuesIn(gradient_cases()),
+                         [](const auto& each) { return each.param.forward.name; });
 
 class GradientOfEachKernel : public ::testing::TestWithParam<const Kernel*> {};
 

@@ -1,0 +1,92 @@
+// Runs a test on every kernel that takes a case, and says at the end which refused how many cases, and why.
+//
+// Under a sanitizer, whose business is memory and not numbers, a test computes no definition and leaves out large cases;
+// POLYHEAD_TEST_FULL=1 tests all all the same.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "kernels_to_test.h"
+#include "problem.h"
+#include "reference/attention.h"
+
+namespace polyhead::testing {
+
+// Whether runs are for a sanitizer's eyes alone: nothing is compared with the definition.
+inline bool memory_alone() {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  static const bool alone = !std::getenv("POLYHEAD_TEST_FULL");
+  return alone;
+#else
+  return false;
+#endif
+}
+
+// Multiplications of forward; the size of a case.
+inline double products(const AttentionDesc& d) {
+  double count = static_cast<double>(d.head_dim + d.head_dim_v);
+  for (int64_t size : {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k}) count *= static_cast<double>(size);
+  return count;
+}
+
+// Counts what was left out, by its reason; prints it when the program ends.
+class LeftOut : public ::testing::Environment {
+ public:
+  void add(const std::string& reason) { ++cases_[reason]; }
+
+  void TearDown() override {
+    for (const auto& [reason, count] : cases_) std::printf("left out, %d times: %s\n", count, reason.c_str());
+  }
+
+ private:
+  std::map<std::string, int> cases_;
+};
+
+inline LeftOut& left_out() {
+  static auto& list =
+      *static_cast<LeftOut*>(::testing::AddGlobalTestEnvironment(new LeftOut));  // GoogleTest deletes it
+  return list;
+}
+
+// Calls test(kernel) for every kernel to test that takes `desc`; the test is skipped if none does.
+template <class Test>
+void for_every_kernel(const AttentionDesc& desc, Test test) {
+  constexpr double kMostSanitized = 1e7, kMostSanitizedNaive = 3e5;
+  std::string reasons;
+  bool tested = false;
+  for (const Kernel* kernel : kernels_to_test()) {
+    std::string why = kernel->why_not(desc);
+    const double most = kernel == &kReference ? kMostSanitizedNaive : kMostSanitized;
+    if (memory_alone() && products(desc) > most) why = "large, and sanitizers are slow";
+    if (why.empty()) {
+      tested = true;
+      test(*kernel);
+      continue;
+    }
+    why = std::string(kernel->name) + ": " + why;
+    left_out().add(why);
+    reasons += why + "\n";
+  }
+  if (!tested) GTEST_SKIP() << reasons;
+}
+
+// How GoogleTest shows a case.
+inline void PrintTo(const Problem& problem, std::ostream* out) { *out << problem.name; }
+
+// Elements of the dims' outermost, all of `first` and then all of `second`.
+inline Array joined(const Array& first, const Array& second) {
+  if (!first.given()) return {};
+  Array both = first;
+  both.dims[0] += second.dims[0];
+  both.bytes.insert(both.bytes.end(), second.bytes.begin(), second.bytes.end());
+  return both;
+}
+
+}  // namespace polyhead::testing
