@@ -209,6 +209,8 @@ TEST(AttentionBlock, ErrorsNameTheArgument) {
   args.layer.key = {};
   EXPECT_EQ(block->forward(args).message(), "norm.gamma is missing");
   args.norm.gamma = args.norm.beta = view(in.gamma);
+  EXPECT_EQ(block->forward(args).message(), "weights.query is missing");
+  args.layer.weights = block->layer().weights_in(in.layer.query.bytes.data());  // not looked at before out is
   EXPECT_EQ(block->forward(args).message(), "out is missing");
 }
 

@@ -128,6 +128,9 @@ struct PointwiseArgs {
   void* workspace = nullptr;     // of sums_workspace_bytes, aligned to 64; only with sums
 };
 
+// Of what Kernel::pack() writes: raised when any kernel's layout changes.
+inline constexpr uint64_t kPackedVersion = 1;
+
 enum class Norm {
   kLayerNorm,  // y = (x - mean) * rstd * gamma + beta,  mean over N, rstd = 1 / sqrt(mean of (x - mean)^2 + eps)
   kRmsNorm,    // y = x * rstd * gamma + beta,           rstd = 1 / sqrt(mean of x^2 + eps)

@@ -1,26 +1,26 @@
 #include "core/sentence.h"
+#include "layer/call_checks.h"
 #include "layer/state.h"
 
 namespace polyhead {
 namespace {
 
-Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
-
-struct Size {
-  const char* name;
-  int64_t value;
-};
-
 Status check_sizes(const LayerDesc& desc) {
-  for (const Size& size :
-       {Size{"batch", desc.batch}, Size{"beam", desc.beam}, Size{"beam_kv", desc.beam_kv},
-        Size{"seqlen_q", desc.seqlen_q}, Size{"seqlen_k", desc.seqlen_k}, Size{"num_heads", desc.num_heads},
-        Size{"num_heads_kv", desc.num_heads_kv}, Size{"query_size", desc.query_size}, Size{"key_size", desc.key_size},
-        Size{"value_size", desc.value_size}, Size{"query_proj_size", desc.query_proj_size},
-        Size{"key_proj_size", desc.key_proj_size}, Size{"value_proj_size", desc.value_proj_size},
-        Size{"out_proj_size", desc.out_proj_size}}) {
-    if (size.value < 0) return invalid(sentence(size.name, " is ", size.value, ", must not be negative"));
-  }
+  const Status status = check_not_negative({{"batch", desc.batch},
+                                            {"beam", desc.beam},
+                                            {"beam_kv", desc.beam_kv},
+                                            {"seqlen_q", desc.seqlen_q},
+                                            {"seqlen_k", desc.seqlen_k},
+                                            {"num_heads", desc.num_heads},
+                                            {"num_heads_kv", desc.num_heads_kv},
+                                            {"query_size", desc.query_size},
+                                            {"key_size", desc.key_size},
+                                            {"value_size", desc.value_size},
+                                            {"query_proj_size", desc.query_proj_size},
+                                            {"key_proj_size", desc.key_proj_size},
+                                            {"value_proj_size", desc.value_proj_size},
+                                            {"out_proj_size", desc.out_proj_size}});
+  if (!status.ok()) return status;
   if (desc.beam < 1) return invalid(sentence("beam is ", desc.beam, ", must be at least 1"));
   if (desc.beam_kv != 1 && desc.beam_kv != desc.beam) {
     return invalid(sentence("beam_kv is ", desc.beam_kv, ", must be 1 (shared by all beams) or beam ", desc.beam));
@@ -89,10 +89,7 @@ Status check_layer_desc(const LayerDesc& desc) {
   Status status = check_sizes(desc);
   if (status.ok()) status = check_projections(desc);
   if (status.ok()) status = check_attention_options(desc.attention);
-  if (status.ok() && !(desc.output_dropout_p >= 0 && desc.output_dropout_p <= 1)) {
-    status = invalid(sentence("output_dropout_p is ", desc.output_dropout_p, ", must be 0 to 1"));
-  }
-  return status;
+  return status.ok() ? check_probability("output_dropout_p", desc.output_dropout_p) : status;
 }
 
 }  // namespace polyhead

@@ -4,8 +4,9 @@
 
 #include "attention/checks.h"
 #include "core/sentence.h"
-#include "layer/checks_args.h"
-#include "layer/packed.h"
+#include "layer/call_checks.h"
+#include "layer/fingerprint.h"
+#include "layer/layer_arguments.h"
 
 namespace polyhead {
 namespace {
@@ -121,10 +122,136 @@ bool lay_out_packed_weights(LayerState& s) {
   return lay_out_packed(*s.linear, s.desc.dtype, sizes, &s.packed);
 }
 
+// The lists, each with its own places in the workspace; those of one pass may be given the same one.
+bool lay_out_forward(LayerState& s) {
+  const struct {
+    LayerMode mode;
+    StepList* list;
+  } all[] = {{LayerMode::kTraining, &s.train_steps},
+             {LayerMode::kInference, &s.infer_steps},
+             {LayerMode::kStep, &s.decode_steps}};
+  for (const auto& [mode, list] : all) {
+    LayerPlaces places = layer_places(s);
+    Memory workspace(Place::Room::kWorkspace), reserve(Place::Room::kReserve);
+    reserve.map.take_bytes(sizeof(ReserveHeader));
+    take_activations(s, mode, mode == LayerMode::kTraining ? reserve : workspace, &places);
+    if (!reserve.map.fits()) return false;
+    expect_inputs(s, mode, list);
+    expect_residual(s, mode, list);
+    expect_weights(s, WeightUse::kForward, list);
+    expect_options(s, list);
+    expect_outputs(s, mode, list);
+    if (mode != LayerMode::kTraining) expect_caches(s, mode, list);
+    emit_forward(s, places, mode, workspace, &list->steps);
+    if (!finish(s.machine(), workspace, list, mode == LayerMode::kStep)) return false;
+  }
+  share_workspace({&s.train_steps, &s.infer_steps, &s.decode_steps});
+  return true;
+}
+
+bool lay_out_backward(LayerState& s) {
+  LayerPlaces places = layer_places(s);
+  Memory reserve(Place::Room::kReserve);
+  reserve.map.take_bytes(sizeof(ReserveHeader));
+  take_activations(s, LayerMode::kTraining, reserve, &places);
+  take_head_gradients(s, reserve, &places);
+  if (!reserve.map.fits()) return false;
+  s.reserve_bytes = reserve.map.bytes();
+  for (StepList* list : {&s.backward_data, &s.backward_weights}) {
+    expect_inputs(s, LayerMode::kTraining, list);
+    expect_residual(s, LayerMode::kTraining, list);
+    expect_weights(s, WeightUse::kBackward, list);
+    expect_options(s, list);
+    expect_out(s, LayerMode::kTraining, kArgGradOut, "grad_out", Role::kInput, list);
+    Memory workspace(Place::Room::kWorkspace);
+    const Place copies = take_row_copies(s, workspace);
+    if (list == &s.backward_data) {
+      expect_input_gradients(s, list);
+      emit_backward_data(s, places, copies, workspace, &list->steps);
+    } else {
+      expect_weights(s, WeightUse::kGradients, list);
+      emit_backward_weights(s, places, copies, &list->steps);
+    }
+    if (!finish(s.machine(), workspace, list)) return false;
+  }
+  share_workspace({&s.backward_data, &s.backward_weights});
+  return true;
+}
+
+Status check_step(const LayerState& s, const Call& call) {
+  const auto given = [&](int argument) { return call.tensors[argument].given(); };
+  if (call.reserve != nullptr && call.step == -1) {
+    for (const int cache : {kArgKeyCache, kArgValueCache}) {
+      if (!given(cache)) continue;
+      const char* name = cache == kArgKeyCache ? "key_cache" : "value_cache";
+      return invalid(sentence(name, " and a reserve are given: caches are for inference"));
+    }
+  }
+  if (call.step == -1) return {};
+  const LayerDesc& desc = s.desc;
+  if (call.step < -1) return invalid(sentence("step is ", call.step, ", must be -1 (all steps) or at least 0"));
+  if (call.step >= desc.seqlen_q) {
+    return invalid(sentence("step is ", call.step, ", must be less than seqlen_q ", desc.seqlen_q));
+  }
+  if (given(kArgKey) && call.step >= desc.seqlen_k) {
+    return invalid(sentence("step is ", call.step, ", must be less than seqlen_k ", desc.seqlen_k,
+                            " where key and value join the cache"));
+  }
+  if (call.reserve != nullptr) return invalid("step and a reserve are given: a step is inference");
+  if (given(kArgKey) != given(kArgValue)) {
+    return invalid(sentence(given(kArgKey) ? "value" : "key", " is missing: a step takes key and value, or neither"));
+  }
+  for (const int cache : {kArgKeyCache, kArgValueCache}) {
+    const char* name = cache == kArgKeyCache ? "key_cache" : "value_cache";
+    if (!given(cache)) return invalid(sentence(name, " is missing: a step needs it"));
+  }
+  return {};
+}
+
+// Checks a backward call and walks its list.
+Status run_backward(const LayerState& s, const StepList& list, uint64_t stage, const LayerBackwardArgs& args) {
+  Call call = call_of(s.desc, args.forward);
+  set_gradients(args, &call);
+  if (call.step != -1) return invalid(sentence("step is ", call.step, ", backward takes all steps: -1"));
+  if (call.tensors[kArgKeyCache].given() || call.tensors[kArgValueCache].given()) {
+    return invalid("key_cache or value_cache is given to backward: caches are for inference");
+  }
+  Status status = check_call(s.asked, list, s.packed, {s.reserve_bytes, s.fingerprint, stage, "layer"}, call);
+  if (status.ok()) status = check_lengths(s, call);
+  return status.ok() ? run(s.machine(), list, call) : status;
+}
+
 }  // namespace
 
-Result<std::shared_ptr<const LayerState>> make_layer_state(const LayerDesc& desc, const PlanOptions& options,
-                                                           bool gradients_in_workspace) {
+uint64_t fingerprint_of(const LayerDesc& desc) {
+  Fingerprint print;
+  for (const int64_t number :
+       {desc.batch, desc.beam, desc.beam_kv, desc.seqlen_q, desc.seqlen_k, desc.num_heads, desc.num_heads_kv,
+        desc.query_size, desc.key_size, desc.value_size, desc.query_proj_size, desc.key_proj_size, desc.value_proj_size,
+        desc.out_proj_size, static_cast<int64_t>(desc.dtype)}) {
+    print.add(number);
+  }
+  for (const bool flag :
+       {desc.query_bias, desc.key_bias, desc.value_bias, desc.out_bias, desc.residual, desc.has_windows}) {
+    print.add(flag);
+  }
+  print.add(desc.output_dropout_p);
+  const AttentionDesc& a = desc.attention;
+  for (const bool flag : {a.has_seqlens_q, a.has_seqlens_k, a.causal, a.has_query_offsets, a.scale.has_value(),
+                          a.query_offset.has_value()}) {
+    print.add(flag);
+  }
+  for (const double number : {a.scale.value_or(0), a.softcap, a.dropout_p}) print.add(number);
+  for (const int64_t number : {a.window_left, a.window_right, static_cast<int64_t>(a.align), a.query_offset.value_or(0),
+                               int64_t{a.alibi_slopes_ndim}, static_cast<int64_t>(a.return_weights)}) {
+    print.add(number);
+  }
+  print.add(a.attn_mask);
+  print.add(a.attn_bias);
+  return print.value();
+}
+
+Result<std::shared_ptr<const LayerState>> make_layer_state(const LayerDesc& desc, const PlanOptions& options) {
   if (Status status = check_layer_desc(desc); !status.ok()) return status;
   auto state = std::make_shared<LayerState>();
   LayerState& s = *state;
@@ -138,16 +265,16 @@ Result<std::shared_ptr<const LayerState>> make_layer_state(const LayerDesc& desc
   if (Status status = make_plans(s, options); !status.ok()) return status;
   lay_out_weights(s, weights);
   s.weights_bytes = weights.bytes();
-  s.gradients.in_workspace = gradients_in_workspace;
-  if (!weights.fits() || !lay_out_packed_weights(s) || !lay_out_memory(s)) {
+  if (!weights.fits() || !lay_out_packed_weights(s) || !lay_out_backward(s) || !lay_out_forward(s)) {
     return Status(StatusCode::kInvalidArgument, "the layer is too large: its memory passes the address space");
   }
+  expect_weights(s, WeightUse::kMatrices, &s.pack);
   s.fingerprint = fingerprint_of(desc);
   return std::shared_ptr<const LayerState>(std::move(state));
 }
 
 Result<Layer> layer(const LayerDesc& desc, const PlanOptions& options) try {
-  Result<std::shared_ptr<const LayerState>> state = make_layer_state(desc, options, false);
+  Result<std::shared_ptr<const LayerState>> state = make_layer_state(desc, options);
   if (!state.ok()) return state.status();
   Layer made;
   made.state_ = std::move(*state);
@@ -161,14 +288,21 @@ const char* Layer::kernel_name() const { return state_->infer->kernel_name(); }
 int64_t Layer::out_size() const { return state_->out_size; }
 size_t Layer::weights_bytes() const { return state_->weights_bytes; }
 size_t Layer::packed_weights_bytes() const { return state_->packed.bytes; }
-size_t Layer::workspace_bytes() const { return state_->forward.bytes; }
-size_t Layer::backward_workspace_bytes() const { return state_->backward.bytes; }
-size_t Layer::reserve_bytes() const { return state_->reserve.bytes; }
+size_t Layer::workspace_bytes() const { return state_->train_steps.workspace_bytes; }
+size_t Layer::backward_workspace_bytes() const { return state_->backward_data.workspace_bytes; }
+size_t Layer::reserve_bytes() const { return state_->reserve_bytes; }
 LayerWeights Layer::weights_in(void* buffer) const { return tensors_of(*state_, buffer); }
+
+WeightLayout Layer::weight_layout(WeightKind kind) const {
+  const auto index = static_cast<int32_t>(kind);
+  return index >= 0 && index < kNumWeightKinds ? state_->weights[index] : WeightLayout();
+}
 
 Status Layer::pack_weights(const LayerWeights& weights, void* packed, size_t bytes) const try {
   const LayerState& s = *state_;
-  if (Status status = check_pack_weights(s, weights, packed, bytes); !status.ok()) return status;
+  Call call;
+  set_weights(weights, kArgWeights, &call);
+  if (Status status = check_pack(s.asked, s.pack, s.packed, packed, bytes, call); !status.ok()) return status;
   linear::Matrix matrices[kOutMatrix + 1];
   for (int i = 0; i <= kOutMatrix; ++i) matrices[i] = weight_matrix(weight_of(weights, static_cast<WeightKind>(i)));
   write_packed(*s.linear, s.packed, matrices, packed, *s.executor);
@@ -177,9 +311,37 @@ Status Layer::pack_weights(const LayerWeights& weights, void* packed, size_t byt
   return out_of_memory();
 }
 
-WeightLayout Layer::weight_layout(WeightKind kind) const {
-  const auto index = static_cast<int32_t>(kind);
-  return index >= 0 && index < kNumWeightKinds ? state_->weights[index] : WeightLayout();
+Status Layer::forward(const LayerForwardArgs& args) const try {
+  const LayerState& s = *state_;
+  const Call call = call_of(s.desc, args);
+  const StepList& list = call.step >= 0 ? s.decode_steps : call.reserve != nullptr ? s.train_steps : s.infer_steps;
+  Status status = check_step(s, call);
+  if (status.ok()) status = check_call(s.asked, list, s.packed, {s.reserve_bytes}, call);
+  if (status.ok()) status = check_lengths(s, call);
+  if (!status.ok()) return status;
+  if (call.reserve != nullptr) begin_reserve(call.reserve, s.fingerprint, call.dropouts);
+  return run(s.machine(), list, call);
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
+}
+
+Status Layer::backward_data(const LayerBackwardArgs& args) const try {
+  const Status status = run_backward(*state_, state_->backward_data, ReserveHeader::kForwardDone, args);
+  if (status.ok()) set_stage(args.forward.reserve, ReserveHeader::kBackwardDataDone);
+  return status;
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
+}
+
+Status Layer::backward_weights(const LayerBackwardArgs& args) const try {
+  bool any = false;
+  for (int kind = 0; kind < kNumWeightKinds; ++kind) {
+    any = any || weight_of(args.grad_weights, static_cast<WeightKind>(kind)).given();
+  }
+  if (!any) return invalid("no gradient is asked for: give one of grad_weights");
+  return run_backward(*state_, state_->backward_weights, ReserveHeader::kBackwardDataDone, args);
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
 }
 
 }  // namespace polyhead

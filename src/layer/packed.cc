@@ -5,6 +5,7 @@
 
 #include "core/sentence.h"
 #include "layer/fingerprint.h"
+#include "layer/memory.h"
 
 namespace polyhead {
 
@@ -16,6 +17,7 @@ bool lay_out_packed(const linear::Kernel& kernel, DType dtype, std::span<const M
   const int64_t panel = kernel.panel_columns();
   Fingerprint print;
   for (const char c : std::string_view(kernel.name)) print.add(static_cast<uint64_t>(c));
+  print.add(linear::kPackedVersion);
   print.add(static_cast<int64_t>(dtype));
   for (size_t i = 0; i < matrices.size(); ++i) {
     const auto [in, out] = matrices[i];

@@ -6,10 +6,17 @@
 #include <span>
 
 #include "attention/checks_operands.h"
-#include "layer/state.h"
 #include "linear/product.h"
 
 namespace polyhead {
+
+// Where packed matrices lie, in bytes from the start.
+struct PackedLayout {
+  static constexpr int kMaxMatrices = 4;
+  size_t begin[kMaxMatrices] = {}, end[kMaxMatrices] = {};  // end 0: no neighbour may follow
+  size_t bytes = 0;
+  uint64_t fingerprint = 0;
+};
 
 struct PackedHeader {
   static constexpr uint64_t kMagic = 0x7061636b65642077;  // "packed w"

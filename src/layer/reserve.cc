@@ -1,5 +1,6 @@
 #include "layer/reserve.h"
 
+#include <cstddef>
 #include <cstring>
 
 #include "attention/checks_operands.h"
@@ -27,6 +28,10 @@ void begin_reserve(void* reserve, uint64_t fingerprint, const DropoutStreams& st
     if (streams[i].p > 0) header.dropouts[i] = {*streams[i].seed, streams[i].offset};
   }
   std::memcpy(reserve, &header, sizeof header);
+}
+
+void set_stage(void* reserve, uint64_t stage) {
+  std::memcpy(static_cast<char*>(reserve) + offsetof(ReserveHeader, stage), &stage, sizeof stage);
 }
 
 Status check_reserve(const void* reserve, uint64_t fingerprint, uint64_t stage, const DropoutStreams& streams,

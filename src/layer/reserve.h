@@ -37,8 +37,9 @@ struct ReserveHeader {
   } dropouts[2];
 };
 
-// What forward writes.
+// What forward writes, and what backward_data adds.
 void begin_reserve(void* reserve, uint64_t fingerprint, const DropoutStreams& streams);
+void set_stage(void* reserve, uint64_t stage);
 
 // Whether backward may go on with it: `stage` must have been done, by the same owner ("layer", "block"), and the
 // dropouts of this call must be those of forward.

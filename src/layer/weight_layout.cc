@@ -69,17 +69,9 @@ LayerWeights tensors_of(const LayerState& s, void* buffer) {
 }
 
 const Tensor& weight_of(const LayerWeights& weights, WeightKind kind) {
-  switch (kind) {
-    case WeightKind::kQuery: return weights.query;
-    case WeightKind::kKey: return weights.key;
-    case WeightKind::kValue: return weights.value;
-    case WeightKind::kOut: return weights.out;
-    case WeightKind::kQueryBias: return weights.query_bias;
-    case WeightKind::kKeyBias: return weights.key_bias;
-    case WeightKind::kValueBias: return weights.value_bias;
-    case WeightKind::kOutBias: break;
-  }
-  return weights.out_bias;
+  const Tensor* const all[] = {&weights.query,      &weights.key,      &weights.value,      &weights.out,
+                               &weights.query_bias, &weights.key_bias, &weights.value_bias, &weights.out_bias};
+  return *all[static_cast<int>(kind)];
 }
 
 Tensor& weight_of(LayerWeights& weights, WeightKind kind) {

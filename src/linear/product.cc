@@ -87,7 +87,7 @@ bool join(Product& first, const Product& next) {
                                                     : follows(first.w, next.w) || both(first.w, next.w);
   if (!follows(first.y, next.y) || !weights) return false;
   if (biased && !follows(first.bias, next.bias)) return false;
-  first.inputs |= next.inputs;
+  first.parts |= next.parts;
   first.packed.end = next.packed.end;
   extend(first.y, next.y);
   if (first.w.given()) extend(first.w, next.w);
@@ -95,7 +95,7 @@ bool join(Product& first, const Product& next) {
   return true;
 }
 
-void multiply(const linear::Kernel& kernel, const linear::GemmArgs& args, bool split_k, Executor& executor) {
+linear::GemmDesc gemm_desc(const linear::GemmArgs& args, bool split_k) {
   linear::GemmDesc desc;
   desc.m = args.c.rows.size();
   desc.n = args.c.columns.size();
@@ -103,7 +103,11 @@ void multiply(const linear::Kernel& kernel, const linear::GemmArgs& args, bool s
   desc.dtype = args.a.dtype;
   desc.packed = args.packed != nullptr;
   desc.split_k = split_k;
-  kernel.gemm(desc, args, executor);
+  return desc;
+}
+
+void multiply(const linear::Kernel& kernel, const linear::GemmArgs& args, bool split_k, Executor& executor) {
+  kernel.gemm(gemm_desc(args, split_k), args, executor);
 }
 
 }  // namespace polyhead

@@ -25,7 +25,7 @@ struct Product {
   linear::Matrix w;          // [in, out]
   linear::Matrix bias;       // [1, out], or not given
   linear::Matrix y;          // [tokens, out]
-  unsigned inputs = 0;       // bit i: it is of projection i
+  unsigned parts = 0;        // bit i: it stands for the i-th of those that may be joined
   PackedMatrix packed = {};  // w, where it is packed
 };
 
@@ -45,6 +45,9 @@ class Products {
   Product products_[3];
   int count_ = 0;
 };
+
+// The sizes and the type of a product, as its matrices have them.
+linear::GemmDesc gemm_desc(const linear::GemmArgs& args, bool split_k);
 
 // args.c = epilogue(args.a args.b), args.b packed if args.packed is given, of the sizes and the type that the matrices have.
 void multiply(const linear::Kernel& kernel, const linear::GemmArgs& args, bool split_k, Executor& executor);

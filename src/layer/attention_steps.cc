@@ -1,0 +1,116 @@
+#include "layer/attention_steps.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "contract/sequences.h"
+#include "layer/layer_arguments.h"
+#include "layer/places.h"
+
+namespace polyhead {
+namespace {
+
+// The call of attention on beam n that forward and backward have in common, without a workspace.
+template <class AnyStep>
+ForwardArgs beam_args(const AnyStep& step, const Call& call, int64_t n) {
+  const auto beam_at = [&](const Place& place) { return beam_of(tensor_at(call, place), n); };
+  const auto of_queries = [&](int argument, int dim) {
+    const Tensor& t = call.tensors[argument];
+    return call.step >= 0 ? index_of(t, dim, call.step) : t;
+  };
+  ForwardArgs one = sequence_args(call, n);
+  one.query = beam_at(step.query);
+  one.key = beam_at(step.key);
+  one.value = beam_at(step.value);
+  one.attn_mask = of_queries(kArgMask, 2);
+  one.attn_bias = of_queries(kArgBias, 2);
+  one.window_lo = of_queries(kArgWindowLo, 0);
+  one.window_hi = of_queries(kArgWindowHi, 0);
+  one.alibi_slopes = call.tensors[kArgSlopes];
+  one.out = beam_at(step.out);
+  one.dropout_seed = call.dropouts[0].seed.value_or(0);
+  one.dropout_offset = call.dropouts[0].offset + static_cast<uint32_t>(n);
+  // [N, B, H, Sq]: of each beam, without gaps.
+  one.logsumexp = index_of(tensor_at(call, step.logsumexp), 0, n);
+  if (one.logsumexp.given())
+    one.logsumexp = Tensor(one.logsumexp.data, one.logsumexp.dtype,
+                           {one.logsumexp.dims[1], one.logsumexp.dims[2], one.logsumexp.dims[3]});
+  return one;
+}
+
+// The one query is number `step` of its sequence: how many keys it may see, and where it stands among them.
+void stand_at_step(const AttentionStep& step, const Call& call, ForwardArgs* one) {
+  const Tensor lengths = tensor_at(call, step.lengths), offsets = tensor_at(call, step.offsets);
+  for (int64_t b = 0; b < step.asked->batch; ++b) {
+    const Sequence sequence = polyhead::sequence(*step.asked, *one, b);
+    const int64_t cached = call.tensors[kArgKey].given() ? call.step + 1 : sequence.len_k;
+    int64_t& offset = static_cast<int64_t*>(offsets.data)[b];
+    static_cast<int64_t*>(lengths.data)[b] = call.step < sequence.len_q ? std::min(sequence.len_k, cached) : 0;
+    if (__builtin_add_overflow(sequence.offset, call.step, &offset)) offset = INT64_MAX;
+  }
+  one->seqlens_q = {};
+  one->seqlens_k = lengths;
+  one->query_offsets = step.plan->desc().has_query_offsets ? offsets : Tensor();
+}
+
+char* start_of(const Call& call, Place::Room room) {
+  return room == Place::Room::kReserve ? call.reserve : call.workspace;
+}
+
+}  // namespace
+
+ForwardArgs sequence_args(const Call& call, int64_t n) {
+  ForwardArgs one;
+  one.seqlens_q = beam_of(call.tensors[kArgLengthsQ], n);
+  one.seqlens_k = beam_of(call.tensors[kArgLengthsK], n);
+  one.query_offsets = beam_of(call.tensors[kArgOffsets], n);
+  return one;
+}
+
+Status attend(const AttentionStep& step, const Call& call, char* scratch) {
+  for (int64_t n = 0; n < step.beams; ++n) {
+    ForwardArgs one = beam_args(step, call, n);
+    one.weights = beam_of(call.tensors[kArgProbabilities], n);
+    if (step.asked != nullptr) stand_at_step(step, call, &one);
+    one.workspace = scratch;
+    one.workspace_bytes = step.plan->workspace_bytes();
+    if (Status status = step.plan->forward(one); !status.ok()) return status;
+  }
+  return {};
+}
+
+Status attend_backward(const AttentionBackwardStep& step, const Call& call, char* scratch, const AddTensors& add) {
+  Tensor grads[3];
+  for (int i = 0; i < 3; ++i) {
+    const bool unwanted = step.wanted[i].somewhere() && !tensor_at(call, step.wanted[i]).given();
+    if (!unwanted) grads[i] = tensor_at(call, step.grads[i]);
+  }
+  const Tensor &grad_bias = call.tensors[kArgGradBias], &grad_slopes = call.tensors[kArgGradSlopes];
+  if (!grads[0].given() && !grads[1].given() && !grads[2].given() && !grad_bias.given() && !grad_slopes.given()) {
+    return {};
+  }
+  if (step.beams > 1) std::memset(start_of(call, step.room) + step.begin, 0, step.end - step.begin);
+  const Tensor shared = tensor_at(call, step.shared), sums = tensor_at(call, step.shared_sums);
+  for (int64_t n = 0; n < step.beams; ++n) {
+    if (n > 0 && shared.num_elements() > 0) {
+      std::memset(shared.data, 0, static_cast<size_t>(shared.num_elements()) * dtype_size_bytes(shared.dtype));
+    }
+    BackwardArgs one;
+    one.forward = beam_args(step, call, n);
+    one.forward.workspace = scratch;
+    one.forward.workspace_bytes = step.plan->backward_workspace_bytes();
+    one.grad_out = beam_of(tensor_at(call, step.grad_out), n);
+    one.grad_query = beam_of(grads[0], n);
+    one.grad_key = beam_of(grads[1], n);
+    one.grad_value = beam_of(grads[2], n);
+    one.grad_attn_bias = grad_bias;
+    one.grad_alibi_slopes = grad_slopes;
+    one.accumulate = n > 0;
+    if (Status status = step.plan->backward(one); !status.ok()) return status;
+    if (shared.num_elements() > 0) add(shared, sums, n > 0);
+  }
+  if (shared.num_elements() > 0) add(sums, shared, false);
+  return {};
+}
+
+}  // namespace polyhead

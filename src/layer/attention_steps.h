@@ -1,0 +1,19 @@
+// Attention as a step of a layer: its arguments are the layer's (layer_arguments.h), one call for each beam.
+#pragma once
+
+#include <functional>
+
+#include "layer/steps.h"
+
+namespace polyhead {
+
+// Lengths and offsets of beam n, as attention takes them: those tensors alone.
+ForwardArgs sequence_args(const Call& call, int64_t n);
+
+Status attend(const AttentionStep& step, const Call& call, char* scratch);
+
+// `add(from, to, accumulate)`: to = or += from.
+using AddTensors = std::function<void(const Tensor& from, const Tensor& to, bool accumulate)>;
+Status attend_backward(const AttentionBackwardStep& step, const Call& call, char* scratch, const AddTensors& add);
+
+}  // namespace polyhead

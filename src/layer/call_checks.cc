@@ -1,0 +1,176 @@
+#include "layer/call_checks.h"
+
+#include <cmath>
+
+#include "core/sentence.h"
+
+namespace polyhead {
+namespace {
+
+// Whether two tensors are the same elements in the same places.
+bool same_view(const Tensor& a, const Tensor& b) {
+  if (!a.given() || a.data != b.data || a.dtype != b.dtype || a.ndim != b.ndim) return false;
+  for (int i = 0; i < a.ndim; ++i) {
+    if (a.dims[i] != b.dims[i] || (a.dims[i] > 1 && a.strides[i] != b.strides[i])) return false;
+  }
+  return true;
+}
+
+bool same_dims(const Expected& a, const Expected& b) {
+  if (a.ndim != b.ndim) return false;
+  for (int i = 0; i < a.ndim; ++i) {
+    if (a.dims[i].size != b.dims[i].size) return false;
+  }
+  return true;
+}
+
+// Whether it is an earlier gradient too: inputs that are one tensor may have one gradient.
+bool is_earlier(const StepList& list, const Call& call, const Expected& e) {
+  for (const Expected& earlier : list.expected) {
+    if (&earlier == &e) return false;
+    if (!earlier.may_be_shared || !same_dims(earlier, e)) continue;
+    if (same_view(call.tensors[e.argument], call.tensors[earlier.argument])) return true;
+  }
+  return false;
+}
+
+Status add(Operands& operands, const Expected& e, const Tensor& t) {
+  if (e.broadcast != nullptr) return operands.add_broadcast(e.role, e.name, t, *e.broadcast);
+  if (e.integers && t.given() && t.dtype != DType::kInt32 && t.dtype != DType::kInt64) {
+    return invalid(sentence(e.name, " is ", dtype_name(t.dtype), ", expected int32 or int64"));
+  }
+  const bool any = e.integers || (e.or_float32 && t.dtype == DType::kFloat32);
+  const DType dtype = any ? t.dtype : e.dtype;
+  switch (e.ndim) {
+    case 1: return operands.add(e.role, e.name, t, dtype, {e.dims[0]});
+    case 2: return operands.add(e.role, e.name, t, dtype, {e.dims[0], e.dims[1]});
+    case 3: return operands.add(e.role, e.name, t, dtype, {e.dims[0], e.dims[1], e.dims[2]});
+    case 4: return operands.add(e.role, e.name, t, dtype, {e.dims[0], e.dims[1], e.dims[2], e.dims[3]});
+    default: break;
+  }
+  return operands.add(e.role, e.name, t, dtype, {e.dims[0], e.dims[1], e.dims[2], e.dims[3], e.dims[4]});
+}
+
+Status check_tensors(Operands& operands, const StepList& list, const Call& call) {
+  for (const Expected& e : list.expected) {
+    const Tensor& t = call.tensors[e.argument];
+    Status status;
+    switch (e.kind) {
+      case Expected::Kind::kRefused:
+        if (t.given()) status = invalid(sentence(e.name, " is given, but ", e.refusal));
+        break;
+      case Expected::Kind::kUnlessPacked:
+        if (call.packed_weights == nullptr) status = add(operands, e, t);
+        break;
+      case Expected::Kind::kOptional:
+        if (t.given() && !(e.may_be_shared && is_earlier(list, call, e))) status = add(operands, e, t);
+        break;
+      case Expected::Kind::kRequired: status = add(operands, e, t); break;
+    }
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
+// A reserve is an output like others, of bytes.
+Status add_reserve(Operands& operands, size_t needed, const Call& call, Tensor* view) {
+  if (call.reserve_bytes < needed) {
+    return invalid(sentence("reserve_bytes is ", call.reserve_bytes, ", needs ", needed));
+  }
+  if (reinterpret_cast<uintptr_t>(call.reserve) % 64 != 0) return invalid("reserve is not aligned to 64 bytes");
+  const auto bytes = static_cast<int64_t>(needed);
+  *view = Tensor(call.reserve, DType::kBool, {bytes});
+  return operands.add(Role::kOutput, "reserve", *view, DType::kBool, {{"bytes", bytes}});
+}
+
+}  // namespace
+
+Expected expect(int argument, const char* name, DType dtype, std::initializer_list<Dim> dims) {
+  Expected e;
+  e.argument = argument;
+  e.name = name;
+  e.dtype = dtype;
+  for (const Dim& dim : dims) e.dims[e.ndim++] = dim;
+  return e;
+}
+
+Expected refuse(int argument, const char* name) {
+  Expected e;
+  e.argument = argument;
+  e.name = name;
+  e.kind = Expected::Kind::kRefused;
+  return e;
+}
+
+void expect_norm(const NormDesc& desc, Role role, int first_argument, int64_t size, DType dtype, StepList* list) {
+  const bool gradient = role == Role::kOutput, normed = desc.kind != NormKind::kNone;
+  const struct {
+    const char* name;
+    bool asked;
+  } vectors[] = {{gradient ? "grad_norm.gamma" : "norm.gamma", normed && desc.gamma},
+                 {gradient ? "grad_norm.beta" : "norm.beta", normed && desc.beta}};
+  for (const auto& vector : vectors) {
+    const int number = first_argument++;
+    if (!vector.asked) {
+      list->expected.push_back(refuse(number, vector.name));
+      continue;
+    }
+    Expected& e = list->expected.emplace_back(expect(number, vector.name, dtype, {{"size", size}}));
+    e.role = role;
+    e.or_float32 = true;
+    if (gradient) e.kind = Expected::Kind::kOptional;
+  }
+}
+
+Status check_call(const AttentionDesc& asked, const StepList& list, const PackedLayout& packed,
+                  const CallMemory& memory, const Call& call) {
+  const bool backward = memory.stage != 0;
+  if (backward && call.reserve == nullptr) return invalid("reserve is null: backward needs what forward wrote there");
+  Operands operands(asked);
+  Tensor packed_view, reserve_view;
+  const bool has_packed = call.packed_weights != nullptr && !backward;
+  Status status;
+  if (has_packed) {
+    status = add_packed(operands, Role::kInput, packed, call.packed_weights, call.packed_weights_bytes, &packed_view);
+  }
+  if (status.ok()) status = check_tensors(operands, list, call);
+  if (status.ok() && call.reserve != nullptr) status = add_reserve(operands, memory.reserve_bytes, call, &reserve_view);
+  if (status.ok()) status = operands.check_workspace(call.workspace, call.workspace_bytes, list.workspace_bytes);
+  if (status.ok() && has_packed) status = check_packed(packed, call.packed_weights);
+  if (!status.ok() || call.reserve == nullptr) return status;
+  if (!backward) return check_dropouts(call.dropouts);
+  return check_reserve(call.reserve, memory.fingerprint, memory.stage, call.dropouts, memory.owner);
+}
+
+Status check_pack(const AttentionDesc& asked, const StepList& list, const PackedLayout& layout, const void* packed,
+                  size_t bytes, const Call& call) {
+  Operands operands(asked);
+  Tensor view;
+  const Status status = check_tensors(operands, list, call);
+  return status.ok() ? add_packed(operands, Role::kOutput, layout, packed, bytes, &view) : status;
+}
+
+Status check_norm_desc(const NormDesc& desc) {
+  const auto kind = static_cast<int32_t>(desc.kind);
+  if (kind < 0 || kind > 2) {
+    return invalid(sentence("norm.kind is ", kind, ", must be 0 (none), 1 (layer norm) or 2 (RMS norm)"));
+  }
+  if (desc.kind != NormKind::kNone && !(desc.eps > 0 && std::isfinite(desc.eps))) {
+    return invalid(sentence("norm.eps is ", desc.eps, ", must be a positive finite number"));
+  }
+  return {};
+}
+
+Status check_not_negative(std::initializer_list<Size> sizes) {
+  for (const Size& size : sizes) {
+    if (size.value < 0) return invalid(sentence(size.name, " is ", size.value, ", must not be negative"));
+  }
+  return {};
+}
+
+Status check_probability(const char* name, double p) {
+  if (p >= 0 && p <= 1) return {};
+  return invalid(sentence(name, " is ", p, ", must be 0 to 1"));
+}
+
+}  // namespace polyhead

@@ -1,0 +1,212 @@
+#include "layer/layer_arguments.h"
+
+#include <string>
+
+#include "core/sentence.h"
+#include "layer/attention_steps.h"
+#include "layer/call_checks.h"
+#include "layer/layer_steps.h"
+#include "layer/places.h"
+
+namespace polyhead {
+namespace {
+
+constexpr const char* kInputNames[] = {"query", "key", "value"};
+constexpr const char* kGradInputNames[] = {"grad_query", "grad_key", "grad_value"};
+constexpr const char* kInputSizes[] = {"query_size", "key_size", "value_size"};
+constexpr const char* kWeightNames[] = {"weights.query",      "weights.key",        "weights.value",
+                                        "weights.out",        "weights.query_bias", "weights.key_bias",
+                                        "weights.value_bias", "weights.out_bias"};
+constexpr const char* kGradWeightNames[] = {
+    "grad_weights.query",      "grad_weights.key",      "grad_weights.value",      "grad_weights.out",
+    "grad_weights.query_bias", "grad_weights.key_bias", "grad_weights.value_bias", "grad_weights.out_bias"};
+
+// Lengths and offsets [batch] of all beams: the same for each.
+Tensor of_all_beams(const Tensor& t, int64_t beams) {
+  if (t.ndim != 1) return t;
+  Tensor all = t;
+  all.ndim = 2;
+  all.dims[1] = beams;
+  all.strides[1] = 0;
+  return all;
+}
+
+Dim time_steps(const LayerState& s, LayerMode mode, int i) {
+  if (mode == LayerMode::kStep) return {"one step,", 1};
+  return {i == kQuery ? "seqlen_q" : "seqlen_k", s.projections[i].steps};
+}
+
+}  // namespace
+
+Call call_of(const LayerDesc& desc, const LayerForwardArgs& args) {
+  Call call;
+  Tensor* const to = call.tensors;
+  to[kArgQuery] = with_beam(args.query, 4);
+  to[kArgKey] = with_beam(args.key, 4);
+  to[kArgValue] = with_beam(args.value, 4);
+  to[kArgResidual] = with_beam(args.residual, 4);
+  set_weights(args.weights, kArgWeights, &call);
+  to[kArgMask] = args.attn_mask;
+  to[kArgBias] = args.attn_bias;
+  to[kArgSlopes] = args.alibi_slopes;
+  to[kArgLengthsQ] = of_all_beams(args.seqlens_q, desc.beam);
+  to[kArgLengthsK] = of_all_beams(args.seqlens_k, desc.beam_kv);
+  to[kArgOffsets] = of_all_beams(args.query_offsets, desc.beam);
+  to[kArgWindowLo] = args.window_lo;
+  to[kArgWindowHi] = args.window_hi;
+  to[kArgOut] = with_beam(args.out, 4);
+  const bool per_head = desc.attention.return_weights == ReturnWeights::kPerHead;
+  to[kArgProbabilities] = with_beam(args.attn_weights, per_head ? 5 : 4);
+  to[kArgKeyCache] = with_beam(args.key_cache, 5);
+  to[kArgValueCache] = with_beam(args.value_cache, 5);
+  set_memory(args, &call);
+  call.step = args.step;
+  call.dropouts = {{{"dropout", desc.attention.dropout_p, args.dropout_seed, args.dropout_offset, desc.beam},
+                    {"output_dropout", desc.output_dropout_p, args.output_dropout_seed, args.output_dropout_offset}}};
+  return call;
+}
+
+void set_weights(const LayerWeights& weights, int first_argument, Call* call) {
+  for (int kind = 0; kind < kNumWeightKinds; ++kind) {
+    call->tensors[first_argument + kind] = weight_of(weights, static_cast<WeightKind>(kind));
+  }
+}
+
+void expect_inputs(const LayerState& s, LayerMode mode, StepList* list) {
+  const LayerDesc& d = s.desc;
+  for (int i = kQuery; i <= kValue; ++i) {
+    const Projection& p = s.projections[i];
+    Expected& e = list->expected.emplace_back(expect(kArgQuery + i, kInputNames[i], d.dtype,
+                                                     {{"batch", d.batch},
+                                                      {i == kQuery ? "beam" : "beam_kv", p.beams},
+                                                      time_steps(s, mode, i),
+                                                      {kInputSizes[i], p.size}}));
+    if (mode == LayerMode::kStep && i != kQuery) e.kind = Expected::Kind::kOptional;
+  }
+}
+
+void expect_out(const LayerState& s, LayerMode mode, int argument, const char* name, Role role, StepList* list) {
+  const LayerDesc& d = s.desc;
+  Expected& e = list->expected.emplace_back(
+      expect(argument, name, d.dtype,
+             {{"batch", d.batch}, {"beam", d.beam}, time_steps(s, mode, kQuery), {"out size", s.out_size}}));
+  e.role = role;
+}
+
+void expect_residual(const LayerState& s, LayerMode mode, StepList* list) {
+  if (s.desc.residual) return expect_out(s, mode, kArgResidual, "residual", Role::kInput, list);
+  list->expected.push_back(refuse(kArgResidual, "residual"));
+}
+
+void expect_weights(const LayerState& s, WeightUse use, StepList* list) {
+  const bool gradients = use == WeightUse::kGradients;
+  for (int kind = 0; kind < kNumWeightKinds; ++kind) {
+    const WeightLayout& layout = s.weights[kind];
+    const char* name = gradients ? kGradWeightNames[kind] : kWeightNames[kind];
+    if (use == WeightUse::kMatrices && kind >= static_cast<int>(WeightKind::kQueryBias)) break;
+    const int number = (gradients ? kArgGradWeights : kArgWeights) + kind;
+    Expected e = refuse(number, name);
+    e.refusal = "the layer has none";
+    if (layout.present) {
+      e = layout.ndim == 1 ? expect(number, name, s.desc.dtype, {{"size", layout.dims[0]}})
+                           : expect(number, name, s.desc.dtype, {{"in", layout.dims[0]}, {"out", layout.dims[1]}});
+      if (use == WeightUse::kForward && layout.ndim == 2) e.kind = Expected::Kind::kUnlessPacked;
+      if (gradients) e.kind = Expected::Kind::kOptional, e.role = Role::kOutput;
+    }
+    list->expected.push_back(e);
+  }
+}
+
+void expect_options(const LayerState& s, StepList* list) {
+  const LayerDesc& d = s.desc;
+  const AttentionDesc& a = s.asked;
+  const Dim batch{"batch", d.batch}, beam{"beam", d.beam}, beam_kv{"beam_kv", d.beam_kv};
+  const Dim seqlen_q{"seqlen_q", d.seqlen_q}, heads{"num_heads", d.num_heads};
+  const auto add = [&](Expected e, bool asked) { list->expected.push_back(asked ? e : refuse(e.argument, e.name)); };
+  const auto broadcast = [&](int argument, const char* name, const BroadcastOperand& operand) {
+    Expected e = expect(argument, name, operand.dtype,
+                        {{"", operand.dims[0]}, {"", operand.dims[1]}, {"", operand.dims[2]}, {"", operand.dims[3]}});
+    e.broadcast = &operand;
+    add(e, operand.given);
+  };
+  const auto integers = [&](int argument, const char* name, bool asked, std::initializer_list<Dim> dims) {
+    Expected e = expect(argument, name, DType::kInt64, dims);
+    e.integers = true;
+    add(e, asked);
+  };
+  broadcast(kArgMask, "attn_mask", a.attn_mask);
+  broadcast(kArgBias, "attn_bias", a.attn_bias);
+  add(a.alibi_slopes_ndim == 1 ? expect(kArgSlopes, "alibi_slopes", DType::kFloat32, {heads})
+                               : expect(kArgSlopes, "alibi_slopes", DType::kFloat32, {batch, heads}),
+      a.alibi_slopes_ndim > 0);
+  integers(kArgLengthsQ, "seqlens_q", a.has_seqlens_q, {batch, beam});
+  integers(kArgLengthsK, "seqlens_k", a.has_seqlens_k, {batch, beam_kv});
+  integers(kArgOffsets, "query_offsets", a.has_query_offsets, {batch, beam});
+  integers(kArgWindowLo, "window_lo", d.has_windows, {seqlen_q});
+  integers(kArgWindowHi, "window_hi", d.has_windows, {seqlen_q});
+}
+
+void expect_outputs(const LayerState& s, LayerMode mode, StepList* list) {
+  const LayerDesc& d = s.desc;
+  expect_out(s, mode, kArgOut, "out", Role::kOutput, list);
+  const Dim batch{"batch", d.batch}, beam{"beam", d.beam}, heads{"num_heads", d.num_heads};
+  const Dim steps = time_steps(s, mode, kQuery), keys{"seqlen_k", d.seqlen_k};
+  Expected e = refuse(kArgProbabilities, "attn_weights");
+  if (s.asked.return_weights == ReturnWeights::kPerHead) {
+    e = expect(kArgProbabilities, e.name, d.dtype, {batch, beam, heads, steps, keys});
+  } else if (s.asked.return_weights == ReturnWeights::kMean) {
+    e = expect(kArgProbabilities, e.name, d.dtype, {batch, beam, steps, keys});
+  }
+  e.role = Role::kOutput;
+  list->expected.push_back(e);
+}
+
+void expect_caches(const LayerState& s, LayerMode mode, StepList* list) {
+  for (const int i : {kKey, kValue}) {
+    const Projection& p = s.projections[i];
+    Expected& e = list->expected.emplace_back(expect(i == kKey ? kArgKeyCache : kArgValueCache,
+                                                     i == kKey ? "key_cache" : "value_cache", s.desc.dtype,
+                                                     {{"batch", s.desc.batch},
+                                                      {"beam_kv", p.beams},
+                                                      {"seqlen_k", p.steps},
+                                                      {"kept heads", p.on ? p.heads : 1},
+                                                      {"dim", p.dim}}));
+    e.role = Role::kOutput;
+    e.kind = mode == LayerMode::kInference ? Expected::Kind::kOptional : Expected::Kind::kRequired;
+  }
+}
+
+void expect_input_gradients(const LayerState& s, StepList* list) {
+  const LayerDesc& d = s.desc;
+  for (int i = kQuery; i <= kValue; ++i) {
+    const Projection& p = s.projections[i];
+    Expected& e = list->expected.emplace_back(expect(kArgGradQuery + i, kGradInputNames[i], d.dtype,
+                                                     {{"batch", d.batch},
+                                                      {i == kQuery ? "beam" : "beam_kv", p.beams},
+                                                      time_steps(s, LayerMode::kTraining, i),
+                                                      {kInputSizes[i], p.size}}));
+    e.role = Role::kOutput;
+    e.kind = Expected::Kind::kOptional;
+    e.may_be_shared = true;
+  }
+  for (size_t n = 0; n < list->expected.size(); ++n) {  // those of the options are like the options
+    const Expected& option = list->expected[n];
+    if (option.argument != kArgBias && option.argument != kArgSlopes) continue;
+    Expected e = option;
+    const bool of_bias = option.argument == kArgBias;
+    e.argument = of_bias ? kArgGradBias : kArgGradSlopes;
+    e.name = of_bias ? "grad_attn_bias" : "grad_alibi_slopes";
+    e.role = Role::kOutput;
+    if (e.kind == Expected::Kind::kRequired) e.kind = Expected::Kind::kOptional;
+    list->expected.push_back(e);
+  }
+}
+
+Status check_lengths(const LayerState& s, const Call& call) {
+  for (int64_t n = 0; n < s.desc.beam; ++n) {
+    if (Status status = check_sequences(s.asked, sequence_args(call, n)); !status.ok()) return status;
+  }
+  return {};
+}
+
+}  // namespace polyhead

@@ -1,0 +1,236 @@
+// Forward:   q, k, v = inputs times weights     O = attention     out = dropout(O Wo + bo) + residual
+// Backward, the same lines from the last to the first. g: dropout's factors and scale of the output.
+//   out = g (O Wo + bo) + residual    dY = g grad_out    dO = dY Wo^T    dWo = O^T dY    dbo = sum over tokens of dY
+//   O = attention(q, k, v)            dq, dk, dv: Plan::backward
+//   q = query Wq + bq                 dquery = dq Wq^T    dWq = query^T dq    dbq = sum over tokens of dq
+#include "layer/layer_steps.h"
+
+#include <algorithm>
+
+#include "layer/layer_arguments.h"
+
+namespace polyhead {
+namespace {
+
+using Gives = ProductStep::Gives;
+using View = Place::View;
+
+constexpr int kOutWeight = static_cast<int>(WeightKind::kOut), kFirstBias = static_cast<int>(WeightKind::kQueryBias);
+constexpr int kOutBias = static_cast<int>(WeightKind::kOutBias);
+constexpr int kOutputDropout = 1;  // of Call::dropouts
+constexpr ArgumentSet kOutGrads = only(kArgGradWeights + kOutWeight) | only(kArgGradWeights + kOutBias);
+
+Place weight(int kind) { return argument(kArgWeights + kind); }
+Place grad_weight(int kind) { return argument(kArgGradWeights + kind); }
+
+DType sums_type(DType dtype) { return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
+
+// q | k | v in one matrix if all have one input, else q, and k | v; `all`: also of projections that are off.
+void take_projections(const LayerState& s, LayerMode mode, bool all, Memory& memory, Place* places) {
+  const auto take = [&](int first, int last) {
+    Memory::Columns columns[3];
+    Place* to[3];
+    size_t count = 0;
+    for (int i = first; i <= last; ++i) {
+      const Projection& p = s.projections[i];
+      if (all || p.on) columns[count] = {p.heads, p.dim}, to[count++] = &places[i];
+    }
+    const Projection& p = s.projections[first];
+    const int64_t steps = mode == LayerMode::kStep ? 1 : p.steps;
+    memory.take_side_by_side(s.desc.dtype, {s.desc.batch, p.beams, steps}, {columns, count}, to);
+  };
+  if (s.joined) return take(kQuery, kValue);
+  take(kQuery, kQuery);
+  take(kKey, kValue);
+}
+
+EpiloguePlaces after_output(const LayerPlaces& places, LayerMode mode) {
+  EpiloguePlaces epilogue;
+  if (mode == LayerMode::kTraining) epilogue.dropout = kOutputDropout;
+  epilogue.residual = places.residual;
+  return epilogue;
+}
+
+EpiloguePlaces dropout_gradient() {
+  EpiloguePlaces epilogue;
+  epilogue.gradient = true;
+  epilogue.dropout = kOutputDropout;
+  return epilogue;
+}
+
+}  // namespace
+
+LayerPlaces layer_places(const LayerState& s) {
+  LayerPlaces places;
+  for (int i = kQuery; i <= kValue; ++i) {
+    places.inputs[i] = argument(kArgQuery + i);
+    places.grads[i] = argument(kArgGradQuery + i);
+  }
+  if (s.desc.residual) places.residual = argument(kArgResidual);
+  places.out = argument(kArgOut);
+  places.grad_out = argument(kArgGradOut);
+  places.caches = true;
+  return places;
+}
+
+void take_activations(const LayerState& s, LayerMode mode, Memory& memory, LayerPlaces* places) {
+  const LayerDesc& d = s.desc;
+  take_projections(s, mode, false, memory, places->projected);
+  for (int i = kQuery; i <= kValue; ++i) {
+    const Projection& p = s.projections[i];
+    Place& to = places->projected[i];
+    Place& read = places->attended[i];
+    read = p.on ? to : places->inputs[i].seen_as(View::kSameForHeads, p.heads, 0);
+    if (i == kQuery || !places->caches || mode == LayerMode::kTraining) continue;
+    const int cache = i == kKey ? kArgKeyCache : kArgValueCache;
+    read.heads = p.heads;
+    read = read.unless_given(cache, cache, p.on ? View::kWhole : View::kKept);
+    to = to.unless_given(cache, cache, View::kOneStep);
+  }
+  const int64_t steps = mode == LayerMode::kStep ? 1 : d.seqlen_q;
+  const int64_t heads = d.num_heads, dim = s.projections[kValue].dim;
+  if (mode == LayerMode::kTraining || !s.attention_writes_out()) {
+    places->attention_out = memory.take(d.dtype, {d.batch, d.beam, steps, heads, dim});
+  } else {
+    places->attention_out = places->out.seen_as(View::kSplit, heads, dim);
+  }
+  if (mode == LayerMode::kTraining) {
+    places->logsumexp = memory.take(sums_type(d.dtype), {d.beam, d.batch, heads, steps});
+  }
+}
+
+void take_head_gradients(const LayerState& s, Memory& memory, LayerPlaces* places) {
+  places->head_grads_begin = memory.map.bytes();
+  take_projections(s, LayerMode::kTraining, true, memory, places->head_grads);
+  places->head_grads_end = memory.map.bytes();
+}
+
+void emit_forward(const LayerState& s, const LayerPlaces& places, LayerMode mode, Memory& workspace,
+                  std::vector<Step>* steps) {
+  for (int i = kQuery; i <= kValue; ++i) {
+    if (!s.projections[i].on) continue;
+    ProductStep project = {Gives::kY, places.inputs[i], weight(i), weight(kFirstBias + i), places.projected[i]};
+    project.packed = i;
+    project.joins = true;
+    steps->emplace_back(project);
+  }
+  for (int i = kQuery; i <= kValue; ++i) {
+    if (s.projections[i].on || !places.projected[i].somewhere()) continue;
+    steps->emplace_back(PointwiseStep{places.inputs[i], places.projected[i]});
+  }
+  AttentionStep attention;
+  attention.beams = s.desc.beam;
+  attention.plan = mode == LayerMode::kTraining ? &*s.train : mode == LayerMode::kStep ? &*s.step : &*s.infer;
+  attention.query = places.attended[kQuery];
+  attention.key = places.attended[kKey];
+  attention.value = places.attended[kValue];
+  attention.out = places.attention_out;
+  attention.logsumexp = places.logsumexp;
+  if (mode == LayerMode::kStep) {
+    attention.asked = &s.asked;
+    attention.lengths = workspace.take(DType::kInt64, {s.desc.batch});
+    attention.offsets = workspace.take(DType::kInt64, {s.desc.batch});
+  }
+  steps->emplace_back(attention);
+  if (s.out_projected()) {
+    ProductStep project = {Gives::kY, places.attention_out, weight(kOutWeight), weight(kOutBias), places.out};
+    project.epilogue = after_output(places, mode);
+    project.packed = kOutWeight;
+    steps->emplace_back(project);
+  } else if (mode == LayerMode::kTraining || !s.attention_writes_out()) {
+    steps->emplace_back(PointwiseStep{places.attention_out, places.out, after_output(places, mode)});
+  }
+}
+
+// Inputs are copied where their padding must not be seen, grad_out also where the output was dropped.
+Place take_row_copies(const LayerState& s, Memory& workspace) {
+  const LayerDesc& d = s.desc;
+  const bool padded_q = s.asked.has_seqlens_q, padded_k = s.asked.has_seqlens_k;
+  const int64_t of_query = std::max(padded_q ? d.query_size : 0, padded_q || d.output_dropout_p > 0 ? s.out_size : 0);
+  const int64_t of_key = padded_k ? std::max(d.key_size, d.value_size) : 0;
+  MemoryMap query_rows, key_rows;
+  query_rows.take({d.batch, d.beam, d.seqlen_q, of_query}, dtype_size_bytes(d.dtype));
+  key_rows.take({d.batch, d.beam_kv, d.seqlen_k, of_key}, dtype_size_bytes(d.dtype));
+  Place copies = workspace.take(DType::kBool, {static_cast<int64_t>(std::max(query_rows.bytes(), key_rows.bytes()))});
+  copies.shape = Tensor(nullptr, d.dtype, {d.batch, d.beam, d.seqlen_q, s.out_size});
+  return copies;
+}
+
+void emit_backward_data(const LayerState& s, const LayerPlaces& places, const Place& copies, Memory& workspace,
+                        std::vector<Step>* steps) {
+  const LayerDesc& d = s.desc;
+  const int64_t heads = d.num_heads, dim = s.projections[kValue].dim;
+  Place dY = places.grad_out;
+  if (d.output_dropout_p > 0) {
+    steps->emplace_back(PointwiseStep{dY, copies, dropout_gradient()});
+    dY = copies;
+  }
+  Place dO = dY.seen_as(View::kSplit, heads, dim);
+  if (s.out_projected()) {
+    dO = workspace.take(d.dtype, {d.batch, d.beam, d.seqlen_q, heads, dim});
+    steps->emplace_back(ProductStep{Gives::kX, dO, weight(kOutWeight), {}, dY});
+  }
+  AttentionBackwardStep attention;
+  attention.plan = &*s.train;
+  attention.beams = d.beam;
+  attention.query = places.attended[kQuery];
+  attention.key = places.attended[kKey];
+  attention.value = places.attended[kValue];
+  attention.out = places.attention_out;
+  attention.logsumexp = places.logsumexp;
+  attention.grad_out = dO;
+  for (int i = kQuery; i <= kValue; ++i) {
+    attention.grads[i] = places.head_grads[i];
+    if (!s.projections[i].on) attention.wanted[i] = places.grads[i];
+  }
+  attention.room = places.head_grads[kQuery].room;
+  attention.begin = places.head_grads_begin;
+  attention.end = places.head_grads_end;
+  if (d.beam > d.beam_kv && dtype_size_bytes(d.dtype) == 2) {
+    const int64_t columns = s.projections[kKey].columns() + s.projections[kValue].columns();
+    attention.shared = places.head_grads[kKey];  // and value's beside it
+    attention.shared.shape = Tensor(nullptr, d.dtype, {d.batch, 1, d.seqlen_k, columns});
+    attention.shared_sums = workspace.take(DType::kFloat32, {d.batch, 1, d.seqlen_k, columns});
+  }
+  steps->emplace_back(attention);
+  for (int i = kQuery; i <= kValue; ++i) {
+    if (!s.projections[i].on) continue;
+    ProductStep product = {Gives::kX, places.grads[i], weight(i), {}, places.head_grads[i]};
+    product.joins = true;
+    steps->emplace_back(product);
+  }
+  for (int i = kQuery; i <= kValue; ++i) {
+    if (!s.projections[i].on) steps->emplace_back(SumHeadsStep{places.head_grads[i], places.grads[i]});
+  }
+}
+
+void emit_backward_weights(const LayerState& s, const LayerPlaces& places, const Place& copies,
+                           std::vector<Step>* steps) {
+  const ArgumentSet ends_q = s.asked.has_seqlens_q ? only(kArgLengthsQ) : 0;
+  const ArgumentSet ends_k = s.asked.has_seqlens_k ? only(kArgLengthsK) : 0;
+  Place dY = places.grad_out;
+  if (ends_q != 0) {
+    steps->emplace_back(UnpadStep{dY, copies.only_for(kOutGrads), ends_q});
+    dY = copies;
+  }
+  if (s.desc.output_dropout_p > 0) {
+    steps->emplace_back(PointwiseStep{dY, copies.only_for(kOutGrads), dropout_gradient(), grad_weight(kOutBias)});
+    dY = copies;
+  } else {
+    steps->emplace_back(PointwiseStep{dY, {}, {}, grad_weight(kOutBias)});
+  }
+  if (s.out_projected()) {
+    steps->emplace_back(ProductStep{Gives::kW, places.attention_out, grad_weight(kOutWeight), {}, dY});
+  }
+  for (int i = kQuery; i <= kValue; ++i) {
+    if (!s.projections[i].on) continue;
+    ProductStep product = {Gives::kW, places.inputs[i], grad_weight(i), grad_weight(kFirstBias + i),
+                           places.head_grads[i]};
+    product.joins = true;
+    product.lengths = i == kQuery ? ends_q : ends_k;
+    product.copy = copies;
+    steps->emplace_back(product);
+  }
+}
+
+}  // namespace polyhead

@@ -1,0 +1,377 @@
+#include "layer/steps.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "contract/sequences.h"
+#include "core/dtype.h"
+#include "core/threads.h"
+#include "layer/attention_steps.h"
+#include "layer/places.h"
+#include "linear/product.h"
+
+namespace polyhead {
+namespace {
+
+using linear::Matrix;
+
+// Tokens [batch, beam, time, ...] as rows, or a weight.
+Matrix matrix_of(const Tensor& t) { return t.ndim > 2 ? token_matrix(t) : weight_matrix(t); }
+
+linear::Norm norm_kind(const NormDesc& desc) {
+  return desc.kind == NormKind::kRmsNorm ? linear::Norm::kRmsNorm : linear::Norm::kLayerNorm;
+}
+
+// Copies [B, N, S, vector] to rows without gaps: zeros where a sequence has ended, whatever stands there. With both of
+// its lengths, as query and as key, the longer one counts.
+void copy_without_padding(const Call& call, const Tensor& from, ArgumentSet lengths, void* rows, Executor& executor) {
+  const int64_t beams = from.dims[1], steps = from.dims[2], size = from.dims[3];
+  const size_t element = dtype_size_bytes(from.dtype);
+  run_tasks(executor, from.dims[0] * beams, [&](int64_t sequence, int) {
+    const int64_t b = sequence / beams, n = sequence % beams;
+    int64_t length = 0;
+    for (int i = 0; lengths >> i != 0; ++i) {
+      if ((lengths >> i & 1) != 0) length = std::max(length, integer_at(beam_of(call.tensors[i], n), b));
+    }
+    for (int64_t t = 0; t < steps; ++t) {
+      char* to = static_cast<char*>(rows) + static_cast<size_t>((sequence * steps + t) * size) * element;
+      if (t >= length) {
+        std::memset(to, 0, static_cast<size_t>(size) * element);
+        continue;
+      }
+      const int64_t at = b * from.strides[0] + n * from.strides[1] + t * from.strides[2];
+      const char* row = static_cast<const char*>(from.data) + at * static_cast<int64_t>(element);
+      const int64_t step = size > 1 ? from.strides[3] * static_cast<int64_t>(element) : 0;
+      for (int64_t c = 0; c < size; ++c) std::memcpy(to + static_cast<size_t>(c) * element, row + c * step, element);
+    }
+  });
+}
+
+// to[B, N, S, dim] = (+=) sum over heads of from[B, N, S, heads, dim].
+void sum_heads(const Tensor& from, const Tensor& to, bool accumulate, Executor& executor) {
+  const int64_t beams = to.dims[1], steps = to.dims[2];
+  with_element_type(to.dtype, [&]<class E>(E) {
+    run_tasks(executor, to.dims[0] * beams * steps, [&](int64_t token, int) {
+      const int64_t t = token % steps, n = token / steps % beams, b = token / steps / beams;
+      const E* in = static_cast<const E*>(from.data) + b * from.strides[0] + n * from.strides[1] + t * from.strides[2];
+      E* out = static_cast<E*>(to.data) + b * to.strides[0] + n * to.strides[1] + t * to.strides[2];
+      for (int64_t d = 0; d < to.dims[3]; ++d) {
+        double sum = accumulate ? widen<double>(out[d * to.strides[3]]) : 0;
+        for (int64_t h = 0; h < from.dims[3]; ++h) {
+          sum += widen<double>(in[h * from.strides[3] + d * from.strides[4]]);
+        }
+        out[d * to.strides[3]] = narrow<E>(sum);
+      }
+    });
+  });
+}
+
+// The product that a step asks for, alone or joined with its neighbours: the same for those who measure it and those who
+// run it.
+linear::GemmArgs gemm_of(ProductStep::Gives gives, const Product& product) {
+  linear::GemmArgs gemm;
+  switch (gives) {
+    case ProductStep::Gives::kY:
+      gemm.a = product.x;
+      gemm.b = product.w;
+      gemm.packed = product.packed.data;
+      gemm.c = product.y;
+      break;
+    case ProductStep::Gives::kX:
+      gemm.a = product.y;
+      gemm.b = product.w.transposed();
+      gemm.c = product.x;
+      break;
+    case ProductStep::Gives::kW:
+      gemm.a = product.x.transposed();
+      gemm.b = product.y;
+      gemm.c = product.w;
+      break;
+  }
+  return gemm;
+}
+
+// How many steps from `first` on are products that may be joined with each other.
+size_t num_joining(std::span<const Step> steps, size_t first) {
+  const ProductStep& product = std::get<ProductStep>(steps[first]);
+  size_t end = first + 1;
+  while (product.joins && end < steps.size()) {
+    const auto* next = std::get_if<ProductStep>(&steps[end]);
+    if (next == nullptr || !next->joins || next->gives != product.gives) break;
+    ++end;
+  }
+  return end - first;
+}
+
+// Walks a list and computes.
+class Walk {
+ public:
+  Walk(const Machine& machine, const StepList& list, const Call& call)
+      : machine_(machine), call_(call), scratch_(call.workspace + list.scratch) {}
+
+  Status run(std::span<const Step> steps) {
+    for (size_t i = 0; i < steps.size();) {
+      if (std::holds_alternative<ProductStep>(steps[i])) {
+        const size_t count = num_joining(steps, i);
+        run_products(steps.subspan(i, count));
+        i += count;
+        continue;
+      }
+      if (Status status = std::visit([&](const auto& step) { return run(step); }, steps[i]); !status.ok())
+        return status;
+      ++i;
+    }
+    return {};
+  }
+
+ private:
+  Tensor at(const Place& place) const { return tensor_at(call_, place); }
+  Matrix matrix(const Place& place) const { return matrix_of(at(place)); }
+
+  linear::Epilogue epilogue(const EpiloguePlaces& places) const {
+    linear::Epilogue epilogue;
+    epilogue.bias = matrix(places.bias);
+    epilogue.activation = places.activation;
+    epilogue.gradient = places.gradient;
+    epilogue.pre_activation = matrix(places.pre_activation);
+    if (places.dropout >= 0) {
+      const DropoutStream& stream = call_.dropouts[static_cast<size_t>(places.dropout)];
+      epilogue.dropout = {stream.p, stream.seed.value_or(0), stream.offset};
+    }
+    epilogue.residual = matrix(places.residual);
+    return epilogue;
+  }
+
+  void pointwise(const Matrix& x, const Matrix& y, const linear::Epilogue& epilogue, const Matrix& sums,
+                 bool accumulate = false) const {
+    linear::PointwiseArgs args;
+    args.x = x;
+    args.y = y;
+    args.accumulate = accumulate;
+    args.epilogue = epilogue;
+    args.sums = sums;
+    args.accumulate_sums = call_.accumulate;
+    args.workspace = scratch_;
+    machine_.linear->pointwise(args, *machine_.executor);
+  }
+
+  // Whether an earlier step gave this matrix; it is noted, if not.
+  bool given_before(const Matrix& x) {
+    for (int i = 0; i < num_given_; ++i) {
+      if (same_matrix(given_[i], x)) return true;
+    }
+    given_[num_given_++] = x;
+    return false;
+  }
+
+  // Steps that may be joined: as few products as their matrices allow. `parts` has the bits of its steps.
+  void run_products(std::span<const Step> steps) {
+    Products products;
+    for (size_t i = 0; i < steps.size(); ++i) {
+      const ProductStep& s = std::get<ProductStep>(steps[i]);
+      const Tensor x = at(s.x), y = at(s.y), w = at(s.w), bias = at(s.bias);
+      const bool gives_w = s.gives == ProductStep::Gives::kW;
+      if (gives_w ? !w.given() && !bias.given() : !x.given() || !y.given()) continue;
+      Product product = {matrix_of(x), {}, matrix_of(bias), matrix_of(y), 1U << i, {}};
+      if (s.packed >= 0 && call_.packed_weights != nullptr) {
+        product.packed = packed_matrix(*machine_.packed, s.packed, call_.packed_weights);
+      } else {
+        product.w = matrix_of(w);
+      }
+      products.add(product);
+    }
+    const ProductStep& first = std::get<ProductStep>(steps.front());
+    for (Product product : products) {
+      if (first.gives != ProductStep::Gives::kW) {
+        run_product(first, product);
+        continue;
+      }
+      if (product.w.given()) {
+        product.x = without_padding(steps, product);
+        run_product(first, product);
+      }
+      if (product.bias.given()) pointwise(product.y, {}, {}, product.bias);
+    }
+  }
+
+  void run_product(const ProductStep& step, const Product& product) {
+    linear::GemmArgs gemm = gemm_of(step.gives, product);
+    gemm.epilogue = epilogue(step.epilogue);
+    if (step.gives == ProductStep::Gives::kY) gemm.epilogue.bias = product.bias;
+    if (step.gives == ProductStep::Gives::kX) gemm.accumulate = given_before(product.x);
+    if (step.gives == ProductStep::Gives::kW) gemm.accumulate = call_.accumulate;
+    gemm.workspace = scratch_;
+    multiply(*machine_.linear, gemm, step.gives == ProductStep::Gives::kW, *machine_.executor);
+  }
+
+  // The tokens of a product's input; a copy, if some lie in padding for all of its steps.
+  Matrix without_padding(std::span<const Step> steps, const Product& product) const {
+    ArgumentSet lengths = 0;
+    const ProductStep* padded = nullptr;
+    for (size_t i = 0; i < steps.size(); ++i) {
+      if ((product.parts >> i & 1) == 0) continue;
+      const ProductStep& step = std::get<ProductStep>(steps[i]);
+      if (step.lengths == 0) return product.x;
+      if (padded == nullptr) padded = &step;
+      lengths |= step.lengths;
+    }
+    if (!product.x.given()) return product.x;
+    const Tensor x = at(padded->x);
+    const Tensor copy(at(padded->copy).data, x.dtype, {x.dims[0], x.dims[1], x.dims[2], x.dims[3]});
+    copy_without_padding(call_, x, lengths, copy.data, *machine_.executor);
+    return token_matrix(copy);
+  }
+
+  Status run(const ProductStep&) { return {}; }  // run_products() has them
+
+  Status run(const PointwiseStep& s) const {
+    const Tensor x = at(s.x), y = at(s.y), sums = at(s.sums);
+    if (x.given() && (y.given() || sums.given()))
+      pointwise(matrix_of(x), matrix_of(y), epilogue(s.epilogue), matrix_of(sums));
+    return {};
+  }
+
+  Status run(const NormStep& s) const {
+    linear::NormForwardArgs args;
+    args.norm = norm_kind(s.desc);
+    args.eps = s.desc.eps;
+    args.x = matrix(s.x);
+    args.gamma = matrix(s.gamma);
+    args.beta = matrix(s.beta);
+    const Tensor y = at(s.y);
+    args.y = matrix_of(y);
+    args.mean = at(s.mean).data;
+    args.rstd = at(s.rstd).data;
+    if (y.given()) machine_.linear->norm_forward(args, *machine_.executor);
+    return {};
+  }
+
+  Status run(const NormBackwardStep& s) const {
+    const Tensor grad_x = at(s.grad_x), grad_gamma = at(s.grad_gamma), grad_beta = at(s.grad_beta);
+    if (!grad_x.given() && !grad_gamma.given() && !grad_beta.given()) return {};
+    linear::NormBackwardArgs args;
+    args.norm = norm_kind(s.desc);
+    args.x = matrix(s.x);
+    args.gamma = matrix(s.gamma);
+    args.mean = at(s.mean).data;
+    args.rstd = at(s.rstd).data;
+    args.grad_y = matrix(s.grad_y);
+    args.residual = matrix(s.residual);
+    args.grad_x = matrix_of(grad_x);
+    args.grad_gamma = matrix_of(grad_gamma);
+    args.grad_beta = matrix_of(grad_beta);
+    args.accumulate_parameters = call_.accumulate;
+    args.workspace = scratch_;
+    machine_.linear->norm_backward(args, *machine_.executor);
+    return {};
+  }
+
+  Status run(const AttentionStep& s) const { return attend(s, call_, scratch_); }
+
+  Status run(const AttentionBackwardStep& s) const {
+    return attend_backward(s, call_, scratch_, [&](const Tensor& beam, const Tensor& sums, bool add) {
+      pointwise(token_matrix(beam), token_matrix(sums), {}, {}, add);
+    });
+  }
+
+  Status run(const UnpadStep& s) const {
+    const Tensor x = at(s.x), y = at(s.y);
+    if (y.given() && x.num_elements() > 0) copy_without_padding(call_, x, s.lengths, y.data, *machine_.executor);
+    return {};
+  }
+
+  Status run(const SumHeadsStep& s) {
+    const Tensor to = at(s.to);
+    if (to.num_elements() > 0) sum_heads(at(s.from), to, given_before(token_matrix(to)), *machine_.executor);
+    return {};
+  }
+
+  const Machine& machine_;
+  const Call& call_;
+  char* scratch_;
+  Matrix given_[8];  // gradients of inputs so far: at most three of a layer and two of a block
+  int num_given_ = 0;
+};
+
+// Walks a list, of a call that has all its arguments but their pointers, and asks each step how much memory it needs.
+class Measure {
+ public:
+  Measure(const Machine& machine, const Call& call) : machine_(machine), call_(call) {}
+
+  size_t bytes(std::span<const Step> steps) {
+    for (size_t i = 0; i < steps.size(); ++i) {
+      if (std::holds_alternative<ProductStep>(steps[i])) {
+        products(steps.subspan(i, num_joining(steps, i)));
+      } else {
+        std::visit([&](const auto& step) { add(step); }, steps[i]);
+      }
+    }
+    return bytes_;
+  }
+
+ private:
+  Tensor at(const Place& place) const { return tensor_at(call_, place); }
+  void need(size_t bytes) { bytes_ = std::max(bytes_, bytes); }
+  void sums(const Matrix& x) { need(machine_.linear->sums_workspace_bytes(x.rows.size(), x.columns.size(), x.dtype)); }
+
+  // The first of these, alone or joined with any number of those behind it.
+  void products(std::span<const Step> steps) {
+    const ProductStep& first = std::get<ProductStep>(steps.front());
+    int64_t columns = 0;
+    for (const Step& step : steps) {
+      const ProductStep& s = std::get<ProductStep>(step);
+      Product joined = {matrix_of(at(first.x)), matrix_of(at(first.w)), {}, matrix_of(at(first.y)), 0, {}};
+      columns += matrix_of(at(s.y)).columns.size();
+      joined.y.columns = joined.w.columns = linear::axis(columns, 1);
+      const bool split_k = first.gives == ProductStep::Gives::kW;
+      const linear::GemmDesc desc = gemm_desc(gemm_of(first.gives, joined), split_k);
+      need(machine_.linear->gemm_workspace_bytes(desc, machine_.executor->num_threads()));
+      if (split_k) sums(joined.y);
+    }
+  }
+
+  void add(const ProductStep&) {}  // products() has them
+  void add(const PointwiseStep& s) {
+    if (s.sums.somewhere()) sums(matrix_of(at(s.x)));
+  }
+  void add(const NormStep&) {}
+  void add(const NormBackwardStep& s) { sums(matrix_of(at(s.x))); }
+  void add(const AttentionStep& s) { need(s.plan->workspace_bytes()); }
+  void add(const AttentionBackwardStep& s) { need(s.plan->backward_workspace_bytes()); }
+  void add(const UnpadStep&) {}
+  void add(const SumHeadsStep&) {}
+
+  const Machine& machine_;
+  const Call& call_;
+  size_t bytes_ = 0;
+};
+
+}  // namespace
+
+bool finish(const Machine& machine, Memory& workspace, StepList* list, bool one_step) {
+  if (!workspace.map.fits()) return false;  // before products of such sizes are asked about
+  Call call;
+  if (one_step) call.step = 0;
+  for (const Expected& e : list->expected) {
+    if (e.kind == Expected::Kind::kRefused) continue;
+    Tensor& t = call.tensors[e.argument];
+    t.ndim = e.ndim;
+    t.dtype = e.dtype;
+    for (int i = 0; i < e.ndim; ++i) t.dims[i] = e.dims[i].size;
+  }
+  list->scratch = workspace.map.take_bytes(Measure(machine, call).bytes(list->steps));
+  list->workspace_bytes = workspace.map.bytes();
+  return workspace.map.fits();
+}
+
+void share_workspace(std::initializer_list<StepList*> lists) {
+  size_t most = 0;
+  for (const StepList* list : lists) most = std::max(most, list->workspace_bytes);
+  for (StepList* list : lists) list->workspace_bytes = most;
+}
+
+Status run(const Machine& machine, const StepList& list, const Call& call) {
+  return Walk(machine, list, call).run(list.steps);
+}
+
+}  // namespace polyhead
