@@ -252,5 +252,60 @@ TEST(LayerWitness, GradientsAreSlopes) {
   }
 }
 
+// Gradients of keys that all beams share are summed in float32: 512 equal beams give 512 times what one gives, which a
+// running sum in 16 bits does not (it stands still once a summand is less than half its last bit).
+TEST(Layer, SharedKeysSumTheirGradientsInFloat32) {
+  constexpr int64_t kBeams = 512, kKeys = 5, kSize = 8;
+  for (const Kernel* kernel : kernels_to_test()) {
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+      SCOPED_TRACE(std::string(kernel->name) + " " + dtype_name(dtype));
+      Random random(3);
+      const auto drawn = [&](std::vector<int64_t> dims) {
+        Array array(dtype, std::move(dims));
+        for (int64_t n = 0; n < array.size(); ++n) array.set(n, 0.25 * random.normal());
+        return array;
+      };
+      const Array key = drawn({1, 1, kKeys, kSize}), value = drawn({1, 1, kKeys, kSize});
+      const Array one_query = drawn({1, 1, 1, kSize}), one_grad = drawn({1, 1, 1, kSize});
+      const auto gradients = [&](int64_t beams) {
+        LayerDesc desc;
+        desc.beam = beams, desc.seqlen_q = 1, desc.seqlen_k = kKeys;
+        desc.query_size = desc.key_size = desc.value_size = kSize;
+        desc.dtype = dtype;
+        const Result<Layer> made = layer(desc, PlanOptions{kernel->name, nullptr});
+        EXPECT_TRUE(made.ok()) << made.status().message();
+        Array out(dtype, {1, beams, 1, kSize}), grad_key = key, grad_value = value;
+        std::vector<uint8_t> memory[2] = {
+            std::vector<uint8_t>(made->reserve_bytes() + 64),
+            std::vector<uint8_t>(std::max(made->workspace_bytes(), made->backward_workspace_bytes()) + 64)};
+        const auto aligned = [](std::vector<uint8_t>& m) {
+          return m.data() + (64 - reinterpret_cast<uintptr_t>(m.data()) % 64) % 64;
+        };
+        const auto each_beam = [&](const Array& array) {
+          Tensor t = view(array);
+          t.dims[1] = beams, t.strides[1] = 0;
+          return t;
+        };
+        LayerBackwardArgs args;
+        args.forward.query = each_beam(one_query), args.forward.key = view(key), args.forward.value = view(value);
+        args.forward.out = view(out);
+        args.forward.reserve = aligned(memory[0]), args.forward.reserve_bytes = made->reserve_bytes();
+        args.forward.workspace = aligned(memory[1]), args.forward.workspace_bytes = memory[1].size() - 64;
+        EXPECT_EQ(made->forward(args.forward).message(), "");
+        args.grad_out = each_beam(one_grad);
+        args.grad_key = view(grad_key), args.grad_value = view(grad_value);
+        EXPECT_EQ(made->backward_data(args).message(), "");
+        return std::pair(grad_key, grad_value);
+      };
+      const auto [one_key, one_value] = gradients(1);
+      const auto [all_key, all_value] = gradients(kBeams);
+      for (int64_t n = 0; n < all_key.size(); ++n) {
+        EXPECT_EQ(all_key.at(n), kBeams * one_key.at(n)) << n;
+        EXPECT_EQ(all_value.at(n), kBeams * one_value.at(n)) << n;
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace polyhead::testing

@@ -40,17 +40,19 @@ ForwardArgs beam_args(const AnyStep& step, const Call& call, int64_t n) {
 
 // The one query is number `step` of its sequence: how many keys it may see, and where it stands among them.
 void stand_at_step(const AttentionStep& step, const Call& call, ForwardArgs* one) {
-  const Tensor lengths = tensor_at(call, step.lengths), offsets = tensor_at(call, step.offsets);
-  for (int64_t b = 0; b < step.asked->batch; ++b) {
+  const Tensor both = tensor_at(call, step.lengths);
+  const int64_t batch = step.asked->batch;
+  auto* const lengths = static_cast<int64_t*>(both.data);
+  int64_t* const offsets = lengths + batch;
+  for (int64_t b = 0; b < batch; ++b) {
     const Sequence sequence = polyhead::sequence(*step.asked, *one, b);
     const int64_t cached = call.tensors[kArgKey].given() ? call.step + 1 : sequence.len_k;
-    int64_t& offset = static_cast<int64_t*>(offsets.data)[b];
-    static_cast<int64_t*>(lengths.data)[b] = call.step < sequence.len_q ? std::min(sequence.len_k, cached) : 0;
-    if (__builtin_add_overflow(sequence.offset, call.step, &offset)) offset = INT64_MAX;
+    lengths[b] = call.step < sequence.len_q ? std::min(sequence.len_k, cached) : 0;
+    if (__builtin_add_overflow(sequence.offset, call.step, &offsets[b])) offsets[b] = INT64_MAX;
   }
   one->seqlens_q = {};
-  one->seqlens_k = lengths;
-  one->query_offsets = step.plan->desc().has_query_offsets ? offsets : Tensor();
+  one->seqlens_k = Tensor(lengths, DType::kInt64, {batch});
+  one->query_offsets = step.plan->desc().has_query_offsets ? Tensor(offsets, DType::kInt64, {batch}) : Tensor();
 }
 
 char* start_of(const Call& call, Place::Room room) {

@@ -111,7 +111,7 @@ void emit_forward(const LayerState& s, const LayerPlaces& places, LayerMode mode
     if (!s.projections[i].on) continue;
     ProductStep project = {Gives::kY, places.inputs[i], weight(i), weight(kFirstBias + i), places.projected[i]};
     project.packed = i;
-    project.joins = true;
+    project.joins = i > kQuery && s.projections[i - 1].on;
     steps->emplace_back(project);
   }
   for (int i = kQuery; i <= kValue; ++i) {
@@ -128,8 +128,7 @@ void emit_forward(const LayerState& s, const LayerPlaces& places, LayerMode mode
   attention.logsumexp = places.logsumexp;
   if (mode == LayerMode::kStep) {
     attention.asked = &s.asked;
-    attention.lengths = workspace.take(DType::kInt64, {s.desc.batch});
-    attention.offsets = workspace.take(DType::kInt64, {s.desc.batch});
+    attention.lengths = workspace.take(DType::kInt64, {2, s.desc.batch});
   }
   steps->emplace_back(attention);
   if (s.out_projected()) {
@@ -196,7 +195,7 @@ void emit_backward_data(const LayerState& s, const LayerPlaces& places, const Pl
   for (int i = kQuery; i <= kValue; ++i) {
     if (!s.projections[i].on) continue;
     ProductStep product = {Gives::kX, places.grads[i], weight(i), {}, places.head_grads[i]};
-    product.joins = true;
+    product.joins = i > kQuery && s.projections[i - 1].on;
     steps->emplace_back(product);
   }
   for (int i = kQuery; i <= kValue; ++i) {
@@ -226,7 +225,7 @@ void emit_backward_weights(const LayerState& s, const LayerPlaces& places, const
     if (!s.projections[i].on) continue;
     ProductStep product = {Gives::kW, places.inputs[i], grad_weight(i), grad_weight(kFirstBias + i),
                            places.head_grads[i]};
-    product.joins = true;
+    product.joins = i > kQuery && s.projections[i - 1].on;
     product.lengths = i == kQuery ? ends_q : ends_k;
     product.copy = copies;
     steps->emplace_back(product);

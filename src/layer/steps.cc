@@ -95,7 +95,7 @@ linear::GemmArgs gemm_of(ProductStep::Gives gives, const Product& product) {
 size_t num_joining(std::span<const Step> steps, size_t first) {
   const ProductStep& product = std::get<ProductStep>(steps[first]);
   size_t end = first + 1;
-  while (product.joins && end < steps.size()) {
+  while (end < steps.size()) {
     const auto* next = std::get_if<ProductStep>(&steps[end]);
     if (next == nullptr || !next->joins || next->gives != product.gives) break;
     ++end;

@@ -140,7 +140,7 @@ struct ProductStep {
   Place x, w, bias, y;
   EpiloguePlaces epilogue = {};
   int packed = -1;     // which of the packed matrices w is; -1: never packed
-  bool joins = false;  // neighbours of one x that lie side by side in all else are one product
+  bool joins = false;  // it and the product before it are one, where they have one x and lie side by side in all else
   // kW: sequences end after these lengths [batch, beam], and what x holds behind is not seen. Both: the longer one counts.
   ArgumentSet lengths = 0;
   Place copy = {};  // of x, without what is not seen
@@ -171,7 +171,7 @@ struct AttentionStep {
   const AttentionDesc* asked = nullptr;  // of all time steps, where this is one step of decoding
   int64_t beams = 1;
   Place query, key, value, out, logsumexp;
-  Place lengths, offsets;  // int64 [batch], for one step of decoding
+  Place lengths;  // for one step of decoding: int64 [2, batch], the numbers of keys and the offsets
 };
 
 struct AttentionBackwardStep {
