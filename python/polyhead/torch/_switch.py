@@ -117,7 +117,7 @@ def enable() -> None:
     The same as ``torch.nn.attention.activate_flash_attention_impl("polyhead")``, which needs torch 2.11. Enabled twice is
     enabled once. Not to be turned on or off while other threads call torch's attention: its dispatcher may raise there.
 
-    Taken are, in training and eval, eager and compiled: `torch.nn.functional.scaled_dot_product_attention` whole
+    In training and eval, eager and compiled, it takes over `torch.nn.functional.scaled_dot_product_attention` whole
     (dropout, masks and their gradients, any shapes), `torch.nn.MultiheadAttention` and torch.nn's Transformer modules
     with their fast paths and ``need_weights=True``, `torch.nn.attention.varlen`, and what Inductor takes for attention.
     Left to torch: float64 (but not with ``need_weights=True``), forward-mode derivatives, nested tensors given to
