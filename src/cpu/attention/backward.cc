@@ -44,7 +44,7 @@ int64_t whole_vectors(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes
 template <class Mac>
 void load_rows(const Head& head, Tile& tile) {
   const Problem& problem = head.problem;
-  const Rows query = from_row(head.query, tile.first_query), grad_out = from_row(head.grad_out, tile.first_query);
+  const Rows query = head.query.from(tile.first_query, 0), grad_out = head.grad_out.from(tile.first_query, 0);
   const int n = tile.num_queries;
   const int padded = (n + Mac::kElements - 1) / Mac::kElements * Mac::kElements;
   tile.finite =
@@ -179,7 +179,7 @@ void backward_tile(Head& head, Tile& tile, const KeyBlock& block, const Words& k
   if (t.begin >= t.end) return;
   if constexpr (Mac::kElements == 1) head.p = tile.p_rows;
   if (head.scores != nullptr) {
-    head.ahead->add(from_row(grad_bias_rows(head), 0, block.first), tile.first_query, tile.num_queries, block.num_keys);
+    head.ahead->add(grad_bias_rows(head).from(0, block.first), tile.first_query, tile.num_queries, block.num_keys);
     if (!t.all) __builtin_memset(head.scores, 0, kTileFloats * sizeof(float));
   }
   for_each_part(t, [&](const Part& part, const BlockView& view) {

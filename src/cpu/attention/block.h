@@ -5,6 +5,7 @@
 #include "cpu/attention/functions.h"
 #include "cpu/attention/softmax.h"
 #include "cpu/attention/view.h"
+#include "cpu/isa/rows.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {

@@ -97,15 +97,15 @@ BackwardProblem backward_problem(const AttentionDesc& desc, const BackwardArgs& 
 }
 
 void clear_rows(const Operand& x, int64_t b, int64_t h, int64_t first, int64_t end, int64_t dim) {
-  const int64_t element_bytes = x.dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t bytes = element_bytes(x.dtype);
   for (int64_t i = first; i < end; ++i) {
-    char* row = static_cast<char*>(x.data) + (b * x.stride_b + i * x.stride_s + h * x.stride_h) * element_bytes;
+    char* row = static_cast<char*>(x.data) + (b * x.stride_b + i * x.stride_s + h * x.stride_h) * bytes;
     if (x.stride_d == 1) {
-      std::memset(row, 0, static_cast<size_t>(dim * element_bytes));
+      std::memset(row, 0, static_cast<size_t>(dim * bytes));
       continue;
     }
     for (int64_t d = 0; d < dim; ++d) {
-      std::memset(row + d * x.stride_d * element_bytes, 0, static_cast<size_t>(element_bytes));
+      std::memset(row + d * x.stride_d * bytes, 0, static_cast<size_t>(bytes));
     }
   }
 }

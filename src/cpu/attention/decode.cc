@@ -100,47 +100,24 @@ void load_queries(const Decode& x) {
 // What is read about 8 KiB after the block of x that starts at `key`; behind x's last block, rows of `then`.
 const char* block_ahead(const DecodeChunk& chunk, int key, const Rows& x, int64_t columns, const Rows& then,
                         int64_t then_first) {
-  const auto row = [](const Rows& rows, int64_t at) {
-    return static_cast<const char*>(rows.data) + at * rows.stride * (rows.dtype == DType::kFloat32 ? 4 : 2);
-  };
-  const int64_t block_bytes = kDecodeBlock * columns * (x.dtype == DType::kFloat32 ? 4 : 2);
+  const int64_t block_bytes = kDecodeBlock * columns * element_bytes(x.dtype);
   int ahead = block_bytes >= 8192 ? 0 : block_bytes >= 4096 ? 1 : 3;  // blocks between
   uint32_t left = chunk.blocks & (~1u << (key / kDecodeBlock));
   for (; left != 0 && ahead > 0; --ahead) left &= left - 1;
-  if (left != 0) return row(x, chunk.first + __builtin_ctz(left) * kDecodeBlock);
-  return row(then, then_first + ahead * kDecodeBlock);
+  if (left != 0) return x.row(chunk.first + __builtin_ctz(left) * kDecodeBlock);
+  return then.row(then_first + ahead * kDecodeBlock);
 }
 
-// Keys [key, key + num_keys) of the chunk where they lie.
-template <class Row>
-RowsAt<Row> rows_in_place(const Rows& x, const DecodeChunk& chunk, int key, int num_keys, const char* ahead) {
-  const auto* data = static_cast<const typename Row::Element*>(x.data) + (chunk.first + key) * x.stride;
-  return {data, x.stride, num_keys, ahead - reinterpret_cast<const char*>(data)};
-}
-
-// S of the chunk: keys that are not read where they lie (their columns are not neighbours) are copied as words of Row.
 template <class Row, int kRows>
 void score_chunk(const Decode& x) {
-  using Mac = typename Row::Mac;
   const int rows = padded_rows(x.task.num_rows);
   const int64_t dim = x.problem.head_dim;
   const int64_t first_value = x.chunk.first + __builtin_ctz(x.chunk.blocks) * kDecodeBlock;
   for_each_block(x.chunk, [&](int key, int n) {
-    if (x.key.column_stride == 1) {
-      const char* ahead = block_ahead(x.chunk, key, x.key, dim, x.value, first_value);
-      const RowsAt<Row> keys = rows_in_place<Row>(x.key, x.chunk, key, n, ahead);
-      return score_rows<Row, kRows>(x.scores(0) + key, x.scratch, x.layout.query_stride, rows, keys, dim);
-    }
-    float* copy = x.scratch + x.layout.keys;
-    const int64_t words = words_of(dim, Mac::kElements);
-    copy_rows<Mac>(copy, x.key, x.chunk.first + key, n, n, dim);
-    if constexpr (Mac::kElements == 2) {
-      const RowsAt<Row> keys{reinterpret_cast<const typename Row::Element*>(copy), 2 * words, n, 0};
-      score_rows<Row, kRows>(x.scores(0) + key, x.scratch, x.layout.query_stride, rows, keys, 2 * words);
-    } else {
-      const RowsAt<FloatRow> keys{copy, words, n, 0};
-      score_rows<FloatRow, kRows>(x.scores(0) + key, x.scratch, x.layout.query_stride, rows, keys, dim);
-    }
+    with_keys<Row>(x.key, x.chunk.first + key, n, dim, block_ahead(x.chunk, key, x.key, dim, x.value, first_value),
+                   x.scratch + x.layout.keys, [&]<class R>(const RowsAt<R>& keys, int64_t columns) {
+                     score_rows<R, kRows>(x.scores(0) + key, x.scratch, x.layout.query_stride, rows, keys, columns);
+                   });
   });
 }
 
@@ -169,15 +146,11 @@ void weigh_chunk(const Decode& x, bool finite) {
   const int64_t dim = x.problem.head_dim_v, next_chunk = x.chunk.first + kDecodeChunk;
   __builtin_memset(x.out, 0, static_cast<size_t>(rows * x.partial.out_stride) * sizeof(float));
   for_each_block(x.chunk, [&](int key, int n) {
-    if (x.value.column_stride == 1 && !finite) {
-      const char* ahead = block_ahead(x.chunk, key, x.value, dim, x.key, next_chunk);
-      const RowsAt<Row> values = rows_in_place<Row>(x.value, x.chunk, key, n, ahead);
-      return accumulate_rows_of<Row, kRows>(x.out, x.partial.out_stride, x.scores(0) + key, rows, values, dim);
-    }
-    float* copy = x.scratch + x.layout.values;
-    copy_values<Float32>(copy, dim, x.value, x.chunk.first + key, n, n, dim, finite);
-    const RowsAt<FloatRow> values{copy, dim, n, 0};
-    accumulate_rows_of<FloatRow, kRows>(x.out, x.partial.out_stride, x.scores(0) + key, rows, values, dim);
+    with_values<Row>(x.value, x.chunk.first + key, n, dim, finite,
+                     block_ahead(x.chunk, key, x.value, dim, x.key, next_chunk), x.scratch + x.layout.values,
+                     [&]<class R>(const RowsAt<R>& values) {
+                       accumulate_rows_of<R, kRows>(x.out, x.partial.out_stride, x.scores(0) + key, rows, values, dim);
+                     });
   });
 }
 
@@ -285,7 +258,7 @@ void store_row(const Problem& problem, const DecodeTask& task, const PartialLayo
     }
     const F o = ends.hidden[r] ? sum : divide(sum, divisor, reciprocal) * scale;
     const int n = problem.head_dim_v - d < kLanes ? static_cast<int>(problem.head_dim_v - d) : kLanes;
-    store_columns(out.data, out.dtype, at + d * out.stride_d, out.stride_d, o, n);
+    store_elements(out.data, out.dtype, at + d * out.stride_d, out.stride_d, o, n);
   }
 }
 
@@ -324,7 +297,8 @@ void decode_chunk(const Problem& problem, const DecodeTask& task, int64_t chunk,
     case DType::kBFloat16: attend_chunk_rows<BFloat16Row, BFloat16Row>(x, partial); break;
 #endif
     case DType::kFloat16: attend_chunk_rows<Float16Row, Float16Row>(x, partial); break;
-    default: attend_chunk_rows<FloatRow, FloatRow>(x, partial); break;
+    case DType::kFloat32: attend_chunk_rows<FloatRow, FloatRow>(x, partial); break;
+    default: break;  // no kernel takes it
   }
 }
 

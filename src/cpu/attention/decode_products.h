@@ -3,62 +3,13 @@
 //   Q [rows][D]   S, P [rows][kRowScores]   O [rows][Dv]   K [keys][D], V [keys][Dv] by strides
 #pragma once
 
+#include "cpu/attention/decode_rows.h"
 #include "cpu/attention/functions.h"
-#include "cpu/isa/rows.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
 constexpr int kRowScores = kDecodeChunk + kLanes;  // not a power of two: 4 rows fall into different sets of the L1
-
-// How vectors of a row are read: `first` reads n elements, the lanes behind them are 0.
-struct FloatRow {
-  using Element = float;
-  using Mac = Float32;
-  static inline F whole(const float* p) { return load(p); }
-  static inline F first(const float* p, int n) { return load_first(p, n); }
-};
-struct BFloat16Row {
-  using Element = uint16_t;
-  using Mac = Float32;
-  static inline F whole(const uint16_t* p) { return load_bf16(p); }
-  static inline F first(const uint16_t* p, int n) { return load_bf16_first(p, n); }
-};
-struct Float16Row {
-  using Element = uint16_t;
-  using Mac = Float32;
-  static inline F whole(const uint16_t* p) { return load_f16(p); }
-  static inline F first(const uint16_t* p, int n) { return load_f16_first(p, n); }
-};
-#ifdef POLYHEAD_HAS_BF16_DOT
-struct BFloat16PairRow {
-  using Element = uint16_t;
-  using Mac = BFloat16Pair;
-  static inline F whole(const uint16_t* p) { return load(reinterpret_cast<const float*>(p)); }
-  static inline F first(const uint16_t* p, int n) {
-    if (n % 2 == 0) return load_first(reinterpret_cast<const float*>(p), n / 2);
-    alignas(64) uint16_t buffer[2 * kLanes] = {};
-    for (int i = 0; i < n; ++i) buffer[i] = p[i];
-    return load(reinterpret_cast<const float*>(buffer));
-  }
-};
-#endif
-
-// Asks for what lies `ahead` bytes behind p, which some later block will read.
-template <class Element>
-inline void prefetch_ahead(const Element* p, ptrdiff_t ahead) {
-  __builtin_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead)), 0,
-                     3);
-}
-
-// Keys or values of a few rows, in place or copied.
-template <class Row>
-struct RowsAt {
-  const typename Row::Element* data;
-  ptrdiff_t stride;
-  int num_rows;
-  ptrdiff_t ahead;  // bytes from here to the rows that will be read next
-};
 
 // S of kRows query rows and kLanes / kRows keys, row after row in one vector.
 template <class Row, int kRows, bool kPrefetch>

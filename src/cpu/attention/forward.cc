@@ -112,8 +112,8 @@ void store_output(const Problem& problem, int64_t at, const Tile& tile, const Ro
   }
   transpose(block);
   for (int r = 0; r < rows; ++r) {
-    store_columns(out.data, out.dtype, at + r * out.stride_s, out.stride_d,
-                  ends.hidden[q + r] ? broadcast(0.0f) : block[r], n);
+    store_elements(out.data, out.dtype, at + r * out.stride_s, out.stride_d,
+                   ends.hidden[q + r] ? broadcast(0.0f) : block[r], n);
   }
 }
 

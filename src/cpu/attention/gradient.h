@@ -4,6 +4,7 @@
 
 #include "cpu/attention/functions.h"
 #include "cpu/attention/view.h"
+#include "cpu/isa/rows.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
@@ -51,24 +52,15 @@ inline GradientHead gradient_head(const BackwardProblem& gradients, const Sequen
           nullptr};
 }
 
-inline Rows from_row(const Rows& x, int64_t row, int64_t column = 0) {
-  Rows rows = x;
-  const int64_t at = row * x.stride + column * x.column_stride;
-  rows.data = static_cast<const char*>(x.data) + at * (x.dtype == DType::kFloat32 ? 4 : 2);
-  return rows;
-}
-
 // delta[q] = sum over Dv of dO * O, in the order in which dP = dO V^T is summed: where a query sees one key, O is that
 // key's value, and dS = P (dP - delta) becomes exactly 0. grad_out is dO^T in words; `memory` holds kTileFloats.
 template <class Mac>
 void multiply_rows(float* delta, const float* grad_out, const Rows& out, int num_rows, int64_t dim, float* memory) {
   F sum[kVecs];
   for (int v = 0; v < kVecs; ++v) sum[v] = broadcast(0.0f);
-  const int64_t element_bytes = out.dtype == DType::kFloat32 ? 4 : 2;
   for (int64_t d = 0; d < dim; d += kBlock) {
     const int64_t columns = dim - d < kBlock ? dim - d : kBlock;
-    const void* from = static_cast<const char*>(out.data) + d * out.column_stride * element_bytes;
-    transpose_rows<Mac>(memory, {from, out.dtype, out.stride, out.column_stride}, num_rows, columns);
+    transpose_rows<Mac>(memory, out.from(0, d), num_rows, columns);
     for (int64_t word = 0; word < words_of(columns, Mac::kElements); ++word, grad_out += kTile) {
       for (int v = 0; v < kVecs; ++v) {
         sum[v] = Mac::step(sum[v], load(grad_out + v * kLanes), load(memory + word * kTile + v * kLanes));
@@ -84,10 +76,10 @@ void load_tile(const GradientHead& head, GradientTile& tile, float* memory) {
   const Problem& problem = head.problem;
   const BackwardProblem& gradients = head.gradients;
   const int n = tile.num_queries;
-  transpose_rows<Mac>(tile.query, from_row(head.query, tile.first_query), n, problem.head_dim);
-  transpose_rows<Mac>(tile.grad_out, from_row(head.grad_out, tile.first_query), n, problem.head_dim_v);
+  transpose_rows<Mac>(tile.query, head.query.from(tile.first_query, 0), n, problem.head_dim);
+  transpose_rows<Mac>(tile.grad_out, head.grad_out.from(tile.first_query, 0), n, problem.head_dim_v);
   if (gradients.delta.data == nullptr) {
-    multiply_rows<Mac>(tile.delta, tile.grad_out, from_row(head.out, tile.first_query), n, problem.head_dim_v, memory);
+    multiply_rows<Mac>(tile.delta, tile.grad_out, head.out.from(tile.first_query, 0), n, problem.head_dim_v, memory);
   }
   const auto number = [&](const Statistic& x, int q) {
     return *at(x, head.b, head.h, head.sequence.first_q + tile.first_query + q);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/attention/functions.h"
-#include "cpu/isa/rows.h"
+#include "cpu/isa/elements.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
@@ -16,18 +16,17 @@ struct HeadRows {
   DType dtype;
 };
 
-inline int64_t element_bytes(const Operand& x) { return x.dtype == DType::kFloat32 ? 4 : 2; }
-
 inline char* head_address(const Operand& x, int64_t b, int64_t h) {
-  return static_cast<char*>(x.data) + (b * x.stride_b + h * x.stride_h) * element_bytes(x);
+  return static_cast<char*>(x.data) + (b * x.stride_b + h * x.stride_h) * element_bytes(x.dtype);
 }
 
 // The lanes of one operand: heads from `first` on, counted b * num_heads + h, of which `group` read the same.
 inline void set_rows(HeadRows& rows, const Operand& x, int64_t num_heads, int64_t group, int64_t first, int count) {
-  rows.row_bytes = x.stride_s * element_bytes(x);
-  rows.column_bytes = x.stride_d * element_bytes(x);
+  const int64_t bytes = element_bytes(x.dtype);
+  rows.row_bytes = x.stride_s * bytes;
+  rows.column_bytes = x.stride_d * bytes;
   rows.dtype = x.dtype;
-  const int64_t head_bytes = x.stride_h * element_bytes(x);
+  const int64_t head_bytes = x.stride_h * bytes;
   int64_t b = first / num_heads, h = first % num_heads, in_group = h % group;
   char* head = head_address(x, b, h / group);
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -76,7 +75,7 @@ inline void load_columns_of_heads(F (&out)[4], const HeadRows& x, int64_t at, in
           __builtin_memcpy(quad + d, x.lane[lane] + at + d * x.column_bytes, sizeof(uint16_t));
       }
     }
-    for (int j = 0; j < 4; ++j) out[j] = x.dtype == DType::kBFloat16 ? load_bf16(buffer[j]) : load_f16(buffer[j]);
+    for (int j = 0; j < 4; ++j) out[j] = load_halves(x.dtype, buffer[j]);
   }
   transpose_quads(out);
 }
@@ -106,21 +105,19 @@ inline void store_columns_of_heads(const HeadRows& x, int64_t at, int n, int cou
   }
   alignas(64) float floats[4][kLanes];
   alignas(64) uint16_t halves[4][kLanes];
-  const int64_t element_bytes = x.dtype == DType::kFloat32 ? 4 : 2;
+  const bool floats_there = x.dtype == DType::kFloat32;
   for (int j = 0; j < 4; ++j) {
-    if (x.dtype == DType::kFloat32) {
+    if (floats_there) {
       store(floats[j], in[j]);
-    } else if (x.dtype == DType::kBFloat16) {
-      store_bf16(halves[j], in[j]);
     } else {
-      store_f16(halves[j], in[j]);
+      store_halves(x.dtype, halves[j], in[j]);
     }
   }
   for (int lane = 0; lane < count; ++lane) {
     for (int d = 0; d < n; ++d) {
       char* target = x.lane[lane] + at + d * x.column_bytes;
       const int column = lane / 4 * 4 + d;
-      if (element_bytes == 4) {
+      if (floats_there) {
         __builtin_memcpy(target, &floats[lane % 4][column], 4);
       } else {
         __builtin_memcpy(target, &halves[lane % 4][column], 2);

@@ -4,7 +4,7 @@
 
 #include "cpu/attention/problem.h"
 #include "cpu/isa/elementary.h"
-#include "cpu/isa/rows.h"
+#include "cpu/isa/elements.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
@@ -83,8 +83,7 @@ struct Additive {
 inline Broadcast at_head(const Broadcast& x, int64_t b, int64_t h) {
   Broadcast head = x;
   if (x.data == nullptr) return head;
-  const int64_t element_bytes = x.dtype == DType::kBool ? 1 : x.dtype == DType::kFloat32 ? 4 : 2;
-  head.data = static_cast<const char*>(x.data) + (b * x.stride_b + h * x.stride_h) * element_bytes;
+  head.data = static_cast<const char*>(x.data) + (b * x.stride_b + h * x.stride_h) * element_bytes(x.dtype);
   return head;
 }
 
@@ -96,7 +95,7 @@ inline Additive additive(const Problem& problem, int64_t b, int64_t h) {
 inline F additive_row(const Additive& x, int64_t i, int64_t key, int n) {
   F row = broadcast(0.0f);
   if (x.bias.data != nullptr) {
-    row = load_columns({x.bias.data, x.bias.dtype, x.bias.stride_q, x.bias.stride_k}, i, key, n);
+    row = load_elements(x.bias.data, x.bias.dtype, i * x.bias.stride_q + key * x.bias.stride_k, x.bias.stride_k, n);
   }
   if (x.mask.data == nullptr) return row;
   const uint8_t* mask = static_cast<const uint8_t*>(x.mask.data) + i * x.mask.stride_q + key * x.mask.stride_k;

@@ -27,7 +27,7 @@ struct Heads {
 // Head r of every group.
 Operand of_group(const Operand& x, int64_t group, int64_t r) {
   Operand heads = x;
-  heads.data = static_cast<char*>(x.data) + r * x.stride_h * element_bytes(x);
+  heads.data = static_cast<char*>(x.data) + r * x.stride_h * element_bytes(x.dtype);
   heads.stride_h = x.stride_h * group;
   return heads;
 }

@@ -58,9 +58,9 @@ void store_weights(const Problem& problem, int64_t row, const float* p, int64_t 
       }
       transpose(block);
       for (int r = 0; r < kLanes && q + r < q_end; ++r) {
-        store_columns(problem.weights, problem.dtype,
-                      row + (q + r) * problem.weights_stride_q + k * problem.weights_stride_k, problem.weights_stride_k,
-                      block[r], n);
+        store_elements(problem.weights, problem.dtype,
+                       row + (q + r) * problem.weights_stride_q + k * problem.weights_stride_k,
+                       problem.weights_stride_k, block[r], n);
       }
     }
   }

@@ -54,16 +54,16 @@ ForwardTask tile_task(const Call& call, const Sequence& s, int64_t b, int64_t h,
 
 // Rows of weights as they are where nothing is seen.
 void clear_weights(const Problem& p, int64_t b, int64_t h, int64_t first, int64_t end) {
-  const int64_t element_bytes = p.dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t bytes = element_bytes(p.dtype);
   for (int64_t i = first; i < end; ++i) {
     char* row = static_cast<char*>(p.weights) +
-                (b * p.weights_stride_b + h * p.weights_stride_h + i * p.weights_stride_q) * element_bytes;
+                (b * p.weights_stride_b + h * p.weights_stride_h + i * p.weights_stride_q) * bytes;
     if (p.weights_stride_k == 1) {
-      std::memset(row, 0, static_cast<size_t>(p.seqlen_k * element_bytes));
+      std::memset(row, 0, static_cast<size_t>(p.seqlen_k * bytes));
       continue;
     }
     for (int64_t k = 0; k < p.seqlen_k; ++k) {
-      std::memset(row + k * p.weights_stride_k * element_bytes, 0, static_cast<size_t>(element_bytes));
+      std::memset(row + k * p.weights_stride_k * bytes, 0, static_cast<size_t>(bytes));
     }
   }
 }

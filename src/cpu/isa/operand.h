@@ -9,6 +9,20 @@ namespace polyhead::cpu {
 
 constexpr int kTileQueries = 64;  // queries are cut into tiles of this many
 
+// Bytes of an element. Static, so that the objects of an instruction set give it to nobody.
+static inline int64_t element_bytes(DType dtype) {
+  switch (dtype) {
+    case DType::kBool: return 1;
+    case DType::kBFloat16:
+    case DType::kFloat16: return 2;
+    case DType::kFloat32:
+    case DType::kInt32: return 4;
+    case DType::kFloat64:
+    case DType::kInt64: return 8;
+  }
+  return 0;
+}
+
 // [batch, seqlen, heads, dim] by strides in elements. Packed operands have stride_b = 0: rows start at first_q, first_k.
 struct Operand {
   void* data = nullptr;

@@ -1,7 +1,9 @@
-// Rows of query, key, value and bias: read from any dtype and strides, transposed or copied into a kernel's words.
+// The loader of rows: query, key, value, out and grad_out of one head, wherever they lie and of whatever dtype, as the words
+// that kernels read: in place, copied or transposed. Nothing else knows how a row is found; a page table or a dtype with
+// scales would be told by Rows and change only what is written here.
 #pragma once
 
-#include "cpu/isa/operand.h"
+#include "cpu/isa/elements.h"
 #include "cpu/isa/tile.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
@@ -9,36 +11,25 @@ namespace {
 
 // A matrix [rows][columns] of one head.
 struct Rows {
-  const void* data = nullptr;
+  const char* data = nullptr;
   DType dtype = DType::kFloat32;
-  int64_t stride = 0, column_stride = 0;  // elements
+  int64_t row_bytes = 0, column_stride = 0;  // the latter in elements
+
+  const char* row(int64_t row) const { return data + row * row_bytes; }
+
+  Rows from(int64_t first_row, int64_t first_column) const {
+    return {row(first_row) + first_column * column_stride * element_bytes(dtype), dtype, row_bytes, column_stride};
+  }
 };
 
 inline Rows rows_of(const Operand& x, int64_t b, int64_t h, int64_t first_row) {
-  const int64_t at = b * x.stride_b + h * x.stride_h + first_row * x.stride_s;
-  const int64_t element_bytes = x.dtype == DType::kFloat32 ? 4 : 2;
-  return {static_cast<const char*>(x.data) + at * element_bytes, x.dtype, x.stride_s, x.stride_d};
+  const int64_t bytes = element_bytes(x.dtype), at = b * x.stride_b + h * x.stride_h + first_row * x.stride_s;
+  return {static_cast<const char*>(x.data) + at * bytes, x.dtype, x.stride_s * bytes, x.stride_d};
 }
-
-inline const float* f32(const void* data) { return static_cast<const float*>(data); }
-inline const uint16_t* u16(const void* data) { return static_cast<const uint16_t*>(data); }
 
 // n <= kLanes elements of a row from column on, as floats; the lanes behind them are 0.
 inline F load_columns(const Rows& x, int64_t row, int64_t column, int n) {
-  const int64_t at = row * x.stride + column * x.column_stride;
-  if (x.dtype == DType::kFloat32) {
-    if (x.column_stride == 1) return n == kLanes ? load(f32(x.data) + at) : load_first(f32(x.data) + at, n);
-    alignas(64) float buffer[kLanes] = {};
-    for (int i = 0; i < n; ++i) buffer[i] = f32(x.data)[at + i * x.column_stride];
-    return load(buffer);
-  }
-  alignas(32) uint16_t buffer[kLanes] = {};
-  const uint16_t* source = u16(x.data) + at;
-  if (n < kLanes || x.column_stride != 1) {
-    for (int i = 0; i < n; ++i) buffer[i] = source[i * x.column_stride];
-    source = buffer;
-  }
-  return x.dtype == DType::kBFloat16 ? load_bf16(source) : load_f16(source);
+  return load_elements(x.row(row), x.dtype, column * x.column_stride, x.column_stride, n);
 }
 
 // n <= kLanes words of a row from word on; elements from `columns` on are 0.
@@ -47,7 +38,7 @@ inline F load_words(const Rows& x, int64_t row, int64_t word, int n, int64_t col
   if constexpr (Mac::kElements == 1) {
     return load_columns(x, row, word, n);
   } else {
-    const uint16_t* source = u16(x.data) + row * x.stride + 2 * word * x.column_stride;
+    const uint16_t* source = u16(x.row(row)) + 2 * word * x.column_stride;
     if (x.column_stride == 1 && 2 * (word + n) <= columns) return load_first(reinterpret_cast<const float*>(source), n);
     alignas(64) uint16_t buffer[2 * kLanes] = {};
     for (int i = 0; i < 2 * n && 2 * word + i < columns; ++i) buffer[i] = source[i * x.column_stride];
@@ -58,11 +49,9 @@ inline F load_words(const Rows& x, int64_t row, int64_t word, int n, int64_t col
 // Asks for rows that will be read soon. Hardware follows one stream, not 16 rows at once.
 inline void prefetch_rows(const Rows& x, int64_t first_row, int64_t num_rows, int64_t columns) {
   if (x.column_stride != 1) return;  // rows apart in memory; of one column, the stride may be any number
-  const int64_t element_bytes = x.dtype == DType::kFloat32 ? 4 : 2;
-  const char* row = static_cast<const char*>(x.data) + first_row * x.stride * element_bytes;
-  const int64_t bytes = columns * element_bytes;
-  for (int64_t r = 0; r < num_rows; ++r, row += x.stride * element_bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+  const int64_t bytes = columns * element_bytes(x.dtype);
+  for (int64_t r = first_row; r < first_row + num_rows; ++r) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(x.row(r) + at, 0, 2);
   }
 }
 
@@ -75,25 +64,23 @@ class RowsAhead {
   void add(const Rows& x, int64_t first_row, int64_t num_rows, int64_t columns) {
     if (at_ == count_) clear();
     if (count_ == kMost || x.data == nullptr || x.column_stride != 1 || num_rows <= 0) return;
-    const int64_t element_bytes = x.dtype == DType::kFloat32 ? 4 : 2, stride = x.stride * element_bytes;
-    range_[count_++] = {static_cast<const char*>(x.data) + first_row * stride, stride, num_rows,
-                        columns * element_bytes};
+    range_[count_++] = {x.from(first_row, 0), 0, num_rows, columns * element_bytes(x.dtype)};
   }
 
   void ask(int num_rows) {
     for (; num_rows > 0 && at_ < count_; --num_rows) {
       Range& range = range_[at_];
-      for (int64_t byte = 0; byte < range.bytes; byte += 64) __builtin_prefetch(range.row + byte, 0, 2);
-      range.row += range.stride;
-      if (--range.rows == 0) ++at_;
+      const char* row = range.x.row(range.next);
+      for (int64_t byte = 0; byte < range.bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+      if (++range.next == range.end) ++at_;
     }
   }
 
  private:
   static constexpr int kMost = 8;
   struct Range {
-    const char* row;
-    int64_t stride, rows, bytes;
+    Rows x;
+    int64_t next, end, bytes;
   };
   Range range_[kMost];
   int count_ = 0, at_ = 0;
@@ -114,14 +101,12 @@ template <class Mac>
 void transpose_rows(float* out, const Rows& x, int64_t num_rows, int64_t columns) {
   const int64_t words = words_of(columns, Mac::kElements);
   const int64_t whole_words = plain_words<Mac>(x) ? columns / Mac::kElements : 0;
-  const ptrdiff_t row_bytes = x.stride * (Mac::kElements == 1 ? 4 : 2);
   for (int lane = 0; lane < kTile; lane += kLanes) {
-    const char* rows = static_cast<const char*>(x.data) + lane * row_bytes;
     for (int64_t word = 0; word < words; word += kLanes) {
       F block[kLanes];
       if (word + kLanes <= whole_words && lane + kLanes <= num_rows) {
 #pragma GCC unroll 16
-        for (int r = 0; r < kLanes; ++r) block[r] = load(reinterpret_cast<const float*>(rows + r * row_bytes) + word);
+        for (int r = 0; r < kLanes; ++r) block[r] = load(f32(x.row(lane + r)) + word);
         transpose(block);
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) store(out + (word + i) * kTile + lane, block[i]);
@@ -158,8 +143,8 @@ template <class Mac>
 void copy_values(float* out, int64_t out_stride, const Rows& x, int64_t first_row, int64_t num_rows,
                  int64_t padded_rows, int64_t dim, bool finite) {
   if (Mac::kElements == 1 && !finite && plain_words<Mac>(x) && dim % kLanes == 0 && num_rows == padded_rows) {
-    const float* row = f32(x.data) + first_row * x.stride;
-    for (int64_t i = 0; i < num_rows; ++i, row += x.stride, out += out_stride) {
+    for (int64_t i = 0; i < num_rows; ++i, out += out_stride) {
+      const float* row = f32(x.row(first_row + i));
       for (int64_t d = 0; d < dim; d += kLanes) store(out + d, load(row + d));
     }
     return;
@@ -183,11 +168,17 @@ void copy_values(float* out, int64_t out_stride, const Rows& x, int64_t first_ro
 }
 
 // Copying costs 1 to 2 % of a task of several tiles. Reading in place needs words of the right type, and rows that are not a
-// multiple of 1 KiB apart: those fall into few sets of the L1 cache ([B, S, H, D] with 16 heads of 64 has such rows).
+// multiple of 1 KiB apart (512 bytes of pairs): those fall into few sets of the L1 cache ([B, S, H, D] with 16 heads of 64
+// has such rows).
 template <class Mac>
 bool readable_in_place(const Rows& x, int64_t columns) {
-  return plain_words<Mac>(x) && columns % Mac::kElements == 0 && x.stride % Mac::kElements == 0 &&
-         (x.stride == columns || x.stride % 256 != 0);
+  constexpr int64_t kElementBytes = kWordBytes / Mac::kElements;
+  return plain_words<Mac>(x) && columns % Mac::kElements == 0 && x.row_bytes % kWordBytes == 0 &&
+         (x.row_bytes == columns * kElementBytes || x.row_bytes % (256 * kElementBytes) != 0);
+}
+
+inline Words words_in_place(const Rows& x, int64_t first_row) {
+  return {reinterpret_cast<const Word*>(x.row(first_row)), static_cast<ptrdiff_t>(x.row_bytes / kWordBytes)};
 }
 
 // Rows as words along the columns. Rows from num_rows to padded_rows are 0.
@@ -195,8 +186,7 @@ template <class Mac>
 Words rows_as_words(float* copy, const Rows& x, int64_t first_row, int64_t num_rows, int64_t padded_rows,
                     int64_t columns) {
   if (num_rows == padded_rows && readable_in_place<Mac>(x, columns)) {
-    const ptrdiff_t stride = x.stride / Mac::kElements;
-    return {f32(x.data) + first_row * stride, stride};
+    return words_in_place(x, first_row);
   }
   copy_rows<Mac>(copy, x, first_row, num_rows, padded_rows, columns);
   return {copy, static_cast<ptrdiff_t>(words_of(columns, Mac::kElements))};
@@ -207,7 +197,7 @@ template <class Mac>
 Words values_as_words(float* copy, const Rows& x, int64_t first_row, int64_t num_rows, int64_t padded_rows,
                       int64_t columns, bool finite) {
   if (Mac::kElements == 1 && num_rows == padded_rows && !finite && readable_in_place<Mac>(x, columns)) {
-    return {f32(x.data) + first_row * x.stride, x.stride};
+    return words_in_place(x, first_row);
   }
   copy_values<Mac>(copy, columns, x, first_row, num_rows, padded_rows, columns, finite);
   return {copy, columns};
@@ -217,12 +207,9 @@ Words values_as_words(float* copy, const Rows& x, int64_t first_row, int64_t num
 template <class Mac>
 void copy_panels(float* out, int64_t panel_stride, int panel, const Rows& x, int64_t first_row, int64_t num_rows,
                  int64_t padded_rows, int64_t columns, bool finite) {
-  const int64_t element_bytes = x.dtype == DType::kFloat32 ? 4 : 2;
   for (int64_t c = 0; c < columns; c += panel, out += panel_stride) {
-    const Rows from{static_cast<const char*>(x.data) + c * x.column_stride * element_bytes, x.dtype, x.stride,
-                    x.column_stride};
-    copy_values<Mac>(out, panel, from, first_row, num_rows, padded_rows, columns - c < panel ? columns - c : panel,
-                     finite);
+    copy_values<Mac>(out, panel, x.from(0, c), first_row, num_rows, padded_rows,
+                     columns - c < panel ? columns - c : panel, finite);
   }
 }
 
@@ -236,37 +223,6 @@ inline bool all_finite(const Rows& x, int64_t first_row, int64_t num_rows, int64
     }
   }
   return !any(negate(equal(sum, broadcast(0.0f))));
-}
-
-// Writes n <= kLanes floats of one row, converted.
-inline void store_columns(void* data, DType dtype, int64_t at, int64_t column_stride, F x, int n) {
-  if (dtype == DType::kFloat32 && column_stride == 1) {
-    store_first(static_cast<float*>(data) + at, x, n);
-    return;
-  }
-  if (dtype == DType::kFloat32) {
-    alignas(64) float buffer[kLanes];
-    store(buffer, x);
-    for (int i = 0; i < n; ++i) static_cast<float*>(data)[at + i * column_stride] = buffer[i];
-    return;
-  }
-  alignas(32) uint16_t buffer[kLanes];
-  uint16_t* target = static_cast<uint16_t*>(data) + at;
-  uint16_t* whole = n == kLanes && column_stride == 1 ? target : buffer;
-  if (dtype == DType::kBFloat16) {
-    store_bf16(whole, x);
-  } else {
-    store_f16(whole, x);
-  }
-  if (whole == buffer) {
-    for (int i = 0; i < n; ++i) target[i * column_stride] = buffer[i];
-  }
-}
-
-// The same, added to what is there if `accumulate`.
-inline void store_sum(void* data, DType dtype, int64_t at, int64_t column_stride, F x, int n, bool accumulate) {
-  if (accumulate) x = x + load_columns({data, dtype, 1, column_stride}, at, 0, n);
-  store_columns(data, dtype, at, column_stride, x, n);
 }
 
 }  // namespace

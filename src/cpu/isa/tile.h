@@ -23,7 +23,11 @@ constexpr int kMicroRows = 4;
 constexpr int kMostSums = kLanes == 8 ? 8 : 16;
 constexpr int micro_rows(int vecs) { return 2 * kMicroRows * vecs <= kMostSums ? 2 * kMicroRows : kMicroRows; }
 
-// How two words multiply into a sum. A word is 32 bits: one float, or two neighbouring bfloat16 along the summed axis.
+// A word is 32 bits: one float, or two neighbouring bfloat16 along the summed axis, which lie as their array does.
+typedef float Word __attribute__((aligned(2), may_alias));
+constexpr int64_t kWordBytes = 4;
+
+// How two words multiply into a sum.
 struct Float32 {
   static constexpr int kElements = 1;
   static inline F step(F acc, F a, F b) { return fma(a, b, acc); }
@@ -39,7 +43,7 @@ struct BFloat16Pair {
 // b(r, u) lies at b + r * b_stride + u (kAlong: rows are long, as keys), or at b + u * b_stride + r (as values).
 template <class Mac, bool kAlong, int kRows, int kVecs_>
 inline __attribute__((always_inline)) void contract(F (&acc)[kRows][kVecs_], const float* a, ptrdiff_t a_stride,
-                                                    const float* b, ptrdiff_t b_stride, int64_t units) {
+                                                    const Word* b, ptrdiff_t b_stride, int64_t units) {
 #pragma GCC unroll 2
   for (int64_t u = 0; u < units; ++u) {
     F a_u[kVecs_];
@@ -65,7 +69,7 @@ inline __attribute__((always_inline)) void clear(F (&acc)[kRows][kVecs_]) {
 
 // O^T[d][lanes] += sum_u P^T[u][lanes] V[u][d] for kRows values of d.
 template <class Mac, int kRows, int kVecs_>
-inline void accumulate_rows(float* out, const float* p, const float* value, ptrdiff_t value_stride, int64_t units) {
+inline void accumulate_rows(float* out, const float* p, const Word* value, ptrdiff_t value_stride, int64_t units) {
   F acc[kRows][kVecs_];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
@@ -85,11 +89,11 @@ inline void accumulate_rows(float* out, const float* p, const float* value, ptrd
 constexpr int kPanel = 16;
 
 struct Words {
-  const float* data = nullptr;
+  const Word* data = nullptr;
   ptrdiff_t stride = 0;
   ptrdiff_t panel_stride = kPanel;
 
-  const float* column(int64_t d) const { return data + d / kPanel * panel_stride + d % kPanel; }
+  const Word* column(int64_t d) const { return data + d / kPanel * panel_stride + d % kPanel; }
 };
 
 template <class Mac, int kVecs_>
@@ -139,7 +143,7 @@ constexpr int kKeyColumns = kKeyVecs * kLanes;
 // [word][kKeyColumns], which lies close in the L1 cache whatever the number of columns; of the words the range that each
 // group of keys takes.
 struct QueryTerms {
-  const float* weights;
+  const Word* weights;
   ptrdiff_t weights_stride;
   const float* rows;
   ptrdiff_t panel_stride;

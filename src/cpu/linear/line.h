@@ -35,11 +35,11 @@ inline F load_line(const Line& x, int64_t at, int n) {
   if (x.plain != nullptr) return n == kLanes ? load(x.plain + at) : load_first(x.plain + at, n);
   const Axis& axis = *x.axis;
   if (equal_steps(axis, at, n)) {
-    return load_columns({x.data, x.dtype, 1, axis.strides[2]}, x.first + offset_of(axis, at), 0, n);
+    return load_elements(x.data, x.dtype, x.first + offset_of(axis, at), axis.strides[2], n);
   }
   alignas(64) float buffer[kLanes] = {}, element[kLanes];
   for (int i = 0; i < n; ++i) {
-    store(element, load_columns({x.data, x.dtype, 1, 1}, x.first + offset_of(axis, at + i), 0, 1));
+    store(element, load_elements(x.data, x.dtype, x.first + offset_of(axis, at + i), 1, 1));
     buffer[i] = element[0];
   }
   return load(buffer);
@@ -49,12 +49,12 @@ inline void store_line(const Line& x, int64_t at, F value, int n) {
   if (x.plain != nullptr) return n == kLanes ? store(x.plain + at, value) : store_first(x.plain + at, value, n);
   const Axis& axis = *x.axis;
   if (equal_steps(axis, at, n)) {
-    return store_columns(x.data, x.dtype, x.first + offset_of(axis, at), axis.strides[2], value, n);
+    return store_elements(x.data, x.dtype, x.first + offset_of(axis, at), axis.strides[2], value, n);
   }
   alignas(64) float buffer[kLanes];
   store(buffer, value);
   for (int i = 0; i < n; ++i) {
-    store_columns(x.data, x.dtype, x.first + offset_of(axis, at + i), 1, broadcast(buffer[i]), 1);
+    store_elements(x.data, x.dtype, x.first + offset_of(axis, at + i), 1, broadcast(buffer[i]), 1);
   }
 }
 
@@ -62,8 +62,8 @@ inline void store_line(const Line& x, int64_t at, F value, int n) {
 inline F rounded(F x, DType dtype) {
   if (dtype == DType::kFloat32) return x;
   alignas(32) uint16_t buffer[kLanes];
-  store_columns(buffer, dtype, 0, 1, x, kLanes);
-  return load_columns({buffer, dtype, 1, 1}, 0, 0, kLanes);
+  store_elements(buffer, dtype, 0, 1, x, kLanes);
+  return load_elements(buffer, dtype, 0, 1, kLanes);
 }
 
 // Words [word, word + n), of elements below `end`; an element behind it counts as 0.
