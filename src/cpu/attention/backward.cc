@@ -22,19 +22,19 @@ struct Tile : GradientTile {
   int begin[kGroups], end[kGroups];  // words of queries that see some key of the group
 };
 
-struct Scratch {
+struct BackwardMemory {
   Tile tile[kMaxTiles];
-  ViewScratch view;
+  ViewMemory view;
   RowsAhead ahead;
 };
 
 struct Head : GradientHead {
   const BackwardTask& task;
-  Scratch* scratch;
-  float* ds_keys;    // dS^T of the tile at hand, words along the keys
-  float* key_words;  // K of the block at hand, words along the keys, in panels of kPanel
-  float* scores;     // dS^T of the tile at hand before the softcap's slope; null: the bias's gradient is not asked for
-  bool may_hide;     // some pair that is computed may be hidden
+  BackwardMemory* scratch;
+  float* ds_keys;     // dS^T of the tile at hand, words along the keys
+  float* key_words;   // K of the block at hand, words along the keys, in panels of kPanel
+  float* bias_terms;  // of the tile at hand, to add to the bias's gradient; null: that is not asked for
+  bool may_hide;      // some pair that is computed may be hidden
   bool wants_queries, wants_scores;
   int tiles_at_once;
 };
@@ -65,8 +65,11 @@ inline void store_words(const Head& head, const Tile& tile, const BlockView& vie
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
     const int place = (key + r) * kTile + at;
-    if (head.scores != nullptr) store(head.scores + place, ds[r]);
-    if (head.rule.softcap > 0) ds[r] = ds[r] * load(head.capped + place);
+    if (head.bias_terms != nullptr) {
+      const Options::Memory& memory = head.view_memory->options;
+      store(head.bias_terms + place, head.score.gradient_after<MaskAndBias>(ds[r], view, key + r, at, memory));
+    }
+    ds[r] = head.score.raw_gradient(ds[r], view, key + r, at, head.view_memory->options);
     if constexpr (Mac::kElements == 1) {
       store(tile.ds_rows + place, ds[r]);
       if (view.kept != nullptr) store(tile.p_rows + place, p[r]);  // else head.p is p_rows
@@ -133,7 +136,7 @@ void add_not_finite(const Head& head, Tile& tile, const KeyBlock& block, const T
         const float number = number_at(x, tile.first_query + q, d);
         if (is_finite(number)) continue;
         for (int k = t.begin; k < t.end && k < block.num_keys; ++k) {
-          if (hidden(t.view, k, q)) continue;
+          if (head.score.hidden(t.view, k, q)) continue;
           sums[(sums_key + k) * whole_vectors(dim) + d] += element(weights, Mac::kElements, k, q) * number;
         }
       }
@@ -149,7 +152,7 @@ void add_not_finite(const Head& head, Tile& tile, const KeyBlock& block, const T
       const float number = number_at(head.key, block.first + k, d);
       if (is_finite(number)) continue;
       for (int q = 0; q < tile.num_queries; ++q) {
-        if (!hidden(t.view, k, q)) {
+        if (!head.score.hidden(t.view, k, q)) {
           tile.chunk[d * kTile + q] += element(tile.ds_rows, Mac::kElements, k, q) * number;
         }
       }
@@ -168,7 +171,7 @@ void add_bias(const Head& head, const Tile& tile, const KeyBlock& block, const T
   const int64_t at = head.b * to.stride_b + head.h * to.stride_h + tile.first_query * to.stride_q +
                      (block.first + t.begin) * to.stride_k;
   const int end = t.end < block.num_keys ? t.end : block.num_keys;
-  store_score_gradients(to, at, head.scores + t.begin * kTile, tile.num_queries, end - t.begin, true);
+  store_score_gradients(to, at, head.bias_terms + t.begin * kTile, tile.num_queries, end - t.begin, true);
 }
 
 // P and dS of one tile and block, and its share of dQ and of the bias's gradient.
@@ -178,9 +181,9 @@ void backward_tile(Head& head, Tile& tile, const KeyBlock& block, const Words& k
   const TileView t = view_present(head, tile, block, Mac::kElements);  // of a pair, an absent query must give 0
   if (t.begin >= t.end) return;
   if constexpr (Mac::kElements == 1) head.p = tile.p_rows;
-  if (head.scores != nullptr) {
+  if (head.bias_terms != nullptr) {
     head.ahead->add(grad_bias_rows(head).from(0, block.first), tile.first_query, tile.num_queries, block.num_keys);
-    if (!t.all) __builtin_memset(head.scores, 0, kTileFloats * sizeof(float));
+    if (!t.all) __builtin_memset(head.bias_terms, 0, kTileFloats * sizeof(float));
   }
   for_each_part(t, [&](const Part& part, const BlockView& view) {
     weigh_part<Mac>(head, tile, block, view, part);
@@ -195,11 +198,11 @@ void backward_tile(Head& head, Tile& tile, const KeyBlock& block, const Words& k
                     part.v_end);
   });
   if (!tile.finite || !finite_keys) add_not_finite<Mac>(head, tile, block, t, finite_keys);
-  if (head.scores != nullptr) add_bias(head, tile, block, t);
+  if (head.bias_terms != nullptr) add_bias(head, tile, block, t);
 }
 
 template <class Mac>
-void backward_block(Head& head, int num_tiles, int64_t first) {
+void backward_block(Head& head, int num_tiles, int64_t first, int64_t next) {
   const Problem& problem = head.problem;
   const KeyBlock block = load_keys<Mac>(head, first);
   const int padded = (block.num_keys + kMicroRows - 1) / kMicroRows * kMicroRows;
@@ -209,9 +212,9 @@ void backward_block(Head& head, int num_tiles, int64_t first) {
     copy_panels<Mac>(head.key_words, kBlock * kPanel, kPanel, head.key, first, block.num_keys, padded, problem.head_dim,
                      !finite_keys);
   }
-  const int64_t next = head.sequence.len_k - first - kBlock;
-  prefetch_rows(head.key, first + kBlock, next < kBlock ? next : kBlock, problem.head_dim);
-  prefetch_rows(head.value, first + kBlock, next < kBlock ? next : kBlock, problem.head_dim_v);
+  const int64_t next_keys = head.sequence.len_k - next;
+  prefetch_rows(head.key, next, next_keys < kBlock ? next_keys : kBlock, problem.head_dim);
+  prefetch_rows(head.value, next, next_keys < kBlock ? next_keys : kBlock, problem.head_dim_v);
   QueryTerms keys[kMaxTiles], values[kMaxTiles];
   constexpr int kRowWords = kTile / Mac::kElements;
   for (int t = 0; t < num_tiles; ++t) {
@@ -264,11 +267,6 @@ void add_floats(float* to, const float* from, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(to + i) + load(from + i));
 }
 
-// Whether a tile sees some key of [begin, end), up to mask and bias.
-bool sees(const QueryTile& tile, int64_t begin, int64_t end) {
-  return tile.ranges.any_begin < end && tile.ranges.any_end > begin;
-}
-
 // While the last block of a group of tiles is computed: their dQ and the next group's rows, or the first rows of the next
 // head.
 void look_ahead(const Head& head, int64_t group_queries) {
@@ -305,11 +303,12 @@ void backward_chunk(Head& head, int num_tiles, int64_t begin, int64_t end, int64
     if (!sees(tiles[t], begin, end)) continue;
     __builtin_memset(tiles[t].chunk, 0, static_cast<size_t>(floats) * sizeof(float));
   }
-  for (int64_t first = begin / kBlock * kBlock; first < end; first += kBlock) {
-    bool seen_by_some = false;
-    for (int t = 0; t < num_tiles; ++t) seen_by_some = seen_by_some || sees(tiles[t], first, first + kBlock);
-    if (first + kBlock >= last) look_ahead(head, int64_t{head.tiles_at_once} * kTile);
-    if (seen_by_some) backward_block<Mac>(head, num_tiles, first);
+  int64_t first = next_block(head, tiles, num_tiles, begin / kBlock * kBlock, end);
+  while (first < end) {
+    const int64_t next = next_block(head, tiles, num_tiles, first + kBlock, end);
+    if (next >= last) look_ahead(head, int64_t{head.tiles_at_once} * kTile);
+    backward_block<Mac>(head, num_tiles, first, next);
+    first = next;
   }
   if (!head.wants_queries || head.task.partial != nullptr) return;
   for (int t = 0; t < num_tiles; ++t) {
@@ -358,48 +357,41 @@ int64_t panel_floats(int64_t columns, int64_t panel, int64_t rows) {
 
 // In floats, what a head needs and what each tile needs.
 int64_t head_floats(int64_t dim, int64_t dim_v, bool additive, bool softcap) {
-  return kBlock * (dim + dim_v) + panel_floats(dim, kPanel, kBlock) +
-         kTileFloats * (2 + (additive ? 2 : 0) + (softcap ? 1 : 0));
+  return kBlock * (dim + dim_v) + panel_floats(dim, kPanel, kBlock) + kTileFloats * (additive ? 3 : 2) +
+         Options::memory_floats({additive, softcap, true});
 }
 int64_t tile_floats(int64_t dim, int64_t dim_v) {
   return kTile * (3 * dim + dim_v) + panel_floats(dim, kKeyColumns, kTile) + panel_floats(dim_v, kKeyColumns, kTile) +
          2 * kTileFloats;
 }
 
-float* take(float*& memory, int64_t floats) {
-  float* taken = memory;
-  memory += floats;
-  return taken;
-}
-
-constexpr int64_t kScratchFloats = (sizeof(Scratch) + 63) / 64 * 16;
+constexpr int64_t kScratchFloats = (sizeof(BackwardMemory) + 63) / 64 * 16;
 
 template <class Mac>
 void backward_task(const BackwardProblem& gradients, const BackwardTask& task, int tiles, float* memory) {
   const Problem& problem = gradients.forward;
   const int64_t dim = problem.head_dim, dim_v = problem.head_dim_v;
-  Scratch* scratch = reinterpret_cast<Scratch*>(memory);
+  BackwardMemory* scratch = reinterpret_cast<BackwardMemory*>(memory);
   memory += kScratchFloats;
-  const bool additive = problem.mask.data != nullptr || problem.bias.data != nullptr;
   Head head{gradient_head(gradients, task.sequence, task.b, task.h, &scratch->view),
             task,
             scratch,
             nullptr,
             nullptr,
             nullptr,
-            additive || !is_open(problem.band),
+            false,
             gradients.grad_query.data != nullptr,
             gradients.grad_query.data != nullptr || task.key_sums != nullptr || task.bias,
             tiles};
+  head.may_hide = head.score.options.may_hide() || !is_open(problem.band);
   head.ahead = &scratch->ahead;
   head.key_copy = take(memory, kBlock * dim);
   head.value_copy = take(memory, kBlock * dim_v);
   head.key_words = take(memory, panel_floats(dim, kPanel, kBlock));
   head.p = take(memory, kTileFloats);
   head.ds_keys = take(memory, kTileFloats);
-  scratch->view.additive = additive ? take(memory, kTileFloats) : nullptr;
-  head.scores = task.bias ? take(memory, kTileFloats) : nullptr;
-  head.capped = problem.softcap > 0 ? take(memory, kTileFloats) : nullptr;
+  head.score.options.take_memory(scratch->view.options, memory, true);
+  head.bias_terms = task.bias ? take(memory, kTileFloats) : nullptr;
   for (int t = 0; t < tiles; ++t) {
     Tile& tile = scratch->tile[t];
     tile.p_rows = take(memory, kTileFloats);

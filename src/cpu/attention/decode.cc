@@ -24,9 +24,9 @@ struct PartialLayout {
 };
 
 // A task's memory, in floats: Q, S, copies of a block of keys and of values.
-struct ScratchLayout {
+struct MemoryLayout {
   int64_t query_stride, scores, keys, values, floats;
-  ScratchLayout(int rows, int64_t head_dim, int64_t head_dim_v)
+  MemoryLayout(int rows, int64_t head_dim, int64_t head_dim_v)
       : query_stride(round_up(head_dim, 16)),
         scores(padded_rows(rows) * query_stride),
         keys(scores + round_up(padded_rows(rows) * int64_t{kRowScores}, 16)),
@@ -39,7 +39,7 @@ struct Decode {
   const DecodeTask& task;
   Rows key, value;
   PartialLayout partial;
-  ScratchLayout layout;
+  MemoryLayout layout;
   float* scratch;
   DecodeRow row[kDecodeRows];
   DecodeChunk chunk;
@@ -52,8 +52,6 @@ DecodeRow row_at(const Problem& problem, const DecodeTask& task, int r) {
   const int64_t index = task.first_row + r;
   return {task.kv_head * problem.group + index / task.sequence.len_q, index % task.sequence.len_q, 0, 0};
 }
-
-bool hides_more(const Problem& problem) { return problem.mask.data != nullptr || problem.bias.data != nullptr; }
 
 // Which keys of the chunk each row sees, and which blocks some row sees.
 void look_at_chunk(Decode& x, int64_t first) {
@@ -71,15 +69,15 @@ void look_at_chunk(Decode& x, int64_t first) {
     const uint32_t up_to_last = ~0u >> (31 - (row.end - 1) / kDecodeBlock);
     chunk.blocks |= up_to_last & ~0u << (row.begin / kDecodeBlock);
   }
-  if (!hides_more(x.problem)) return;
-  chunk.all = false;
   uint32_t blocks = 0;
-  const bool same_heads = x.problem.mask.stride_h == 0 && x.problem.bias.stride_h == 0;
   for (int r = 0; r < x.task.num_rows; ++r) {
-    const Additive a = additive(x.problem, x.task.b, x.row[r].h);
-    if (r > 0 && same_heads && (a.same_for_all_queries() || r >= x.task.sequence.len_q)) break;
-    blocks |= blocks_left(a, x.row[r].i, chunk);
+    const RowScore row(x.problem, x.task, x.row[r], chunk);
+    const Options& options = row.score.options;
+    if (!options.may_hide()) return;
+    if (r > 0 && options.same_for_heads() && (options.same_for_queries() || r >= s.len_q)) break;
+    blocks |= blocks_left(row);
   }
+  chunk.all = false;
   chunk.blocks &= blocks;
 }
 
@@ -126,16 +124,12 @@ void softmax_chunk(const Decode& x, float* m, float* l) {
   const Dropout& dropout = x.problem.dropout;
   for (int r = 0; r < x.task.num_rows; ++r) {
     const DecodeRow& row = x.row[r];
-    const ScoreRule rule = score_rule(x.problem, x.task.b, row.h);
-    const Additive a = additive(x.problem, x.task.b, row.h);
-    // An offset may be any int64: the sum is one of doubles.
-    const double position = static_cast<double>(x.task.sequence.offset) + static_cast<double>(row.i - x.chunk.first);
     if (dropout.threshold > 0) {
       const int64_t head_index = x.task.b * x.problem.num_heads + row.h;
-      dropout_row(kept, dropout, static_cast<uint32_t>(head_index), row.i, x.chunk, 0, x.chunk.num_keys);
+      dropout_row(kept, dropout, static_cast<uint32_t>(head_index), row.i, x.chunk.first, 0, x.chunk.num_keys);
     }
-    softmax_row(x.scores(r), {row, x.chunk, rule, a, static_cast<float>(position)},
-                dropout.threshold > 0 ? &kept : nullptr, m + r, l + r);
+    softmax_row(x.scores(r), RowScore(x.problem, x.task, row, x.chunk), dropout.threshold > 0 ? &kept : nullptr, m + r,
+                l + r);
   }
 }
 
@@ -167,8 +161,7 @@ bool finite_output(const Decode& x) {
 bool sees(const Decode& x, int r, int key) {
   const DecodeRow& row = x.row[r];
   if (key < row.begin || key >= row.end) return false;
-  const F add = additive_row(additive(x.problem, x.task.b, row.h), row.i, x.chunk.first + key, 1);
-  return (bits(equal(add, broadcast(-kInfinity))) & 1) == 0;
+  return (bits(RowScore(x.problem, x.task, row, x.chunk).shown(key)) & 1) != 0;
 }
 
 // V's NaN and inf were taken as 0; here they reach the rows that see them, and no others.
@@ -216,8 +209,8 @@ struct RowEnds {
 
 void end_rows(RowEnds& ends, const Problem& problem, const DecodeTask& task, const PartialLayout& layout,
               float* partials, int64_t num_partials) {
-  const ScoreRule rule = score_rule(problem, task.b, 0);  // scale and factor, which all heads share
-  const F factor = broadcast(rule.factor);
+  const Score score(problem, task.sequence, task.b, 0);  // for its factors, which all heads share
+  const F factor = broadcast(score.to_log2);
   for (int r = 0; r < task.num_rows; r += kLanes) {
     F m = broadcast(kNoMaximum), l = broadcast(0.0f);
     for (int64_t c = 0; c < num_partials; ++c) m = maximum(load(partials + c * layout.floats + r), m);
@@ -230,16 +223,17 @@ void end_rows(RowEnds& ends, const Problem& problem, const DecodeTask& task, con
       store(partial, select(computed, alpha, broadcast(-1.0f)));
     }
     const M none = equal(l, broadcast(0.0f));
-    const F scale = broadcast(rule.natural ? 1.0f : rule.scale);
+    const F scale = broadcast(score.to_natural);
     store(ends.divisor + r, l);
     store(ends.logsumexp + r, select(none, broadcast(-kInfinity), fma(m, scale, log(l))));
     for (int lane = 0; lane < kLanes; ++lane) ends.hidden[r + lane] = (bits(none) >> lane & 1) != 0;
   }
 }
 
-// Of a row with l = 0: whether mask and bias leave it a key, so that all it sees has score -inf: exp(-inf + inf), NaN.
+// Of a row with l = 0: whether options leave it a key, so that all it sees has score -inf: exp(-inf + inf), NaN.
 bool sees_only_minus_infinity(const Problem& problem, const DecodeTask& task, const DecodeRow& row) {
-  return leaves_a_key(additive(problem, task.b, row.h), key_range(problem.band, task.sequence, row.i), row.i);
+  return Score(problem, task.sequence, task.b, row.h)
+      .leaves_a_key(key_range(problem.band, task.sequence, row.i), row.i);
 }
 
 // A row's O: the sum of the partial ones, in order of their chunks, divided by l.
@@ -265,7 +259,7 @@ void store_row(const Problem& problem, const DecodeTask& task, const PartialLayo
 }  // namespace
 
 size_t decode_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int rows) {
-  return static_cast<size_t>(ScratchLayout(rows, head_dim, head_dim_v).floats) * sizeof(float);
+  return static_cast<size_t>(MemoryLayout(rows, head_dim, head_dim_v).floats) * sizeof(float);
 }
 
 size_t decode_partial_bytes(int64_t head_dim_v, int rows) {
@@ -279,7 +273,7 @@ void decode_chunk(const Problem& problem, const DecodeTask& task, int64_t chunk,
            rows_of(problem.key, task.b, kv_head, first_k),
            rows_of(problem.value, task.b, kv_head, first_k),
            PartialLayout(task.num_rows, problem.head_dim_v),
-           ScratchLayout(task.num_rows, problem.head_dim, problem.head_dim_v),
+           MemoryLayout(task.num_rows, problem.head_dim, problem.head_dim_v),
            static_cast<float*>(scratch),
            {},
            {},

@@ -1,8 +1,8 @@
 // Softmax of one query row over a chunk of keys, keys along the lanes: raw scores in memory become weights.
 #pragma once
 
+#include "cpu/attention/score/dropout.h"
 #include "cpu/attention/softmax.h"
-#include "cpu/isa/dropout.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
@@ -33,77 +33,51 @@ inline void for_each_block(const DecodeChunk& chunk, const Visit& visit) {
   }
 }
 
-// Bits of the blocks in which mask and bias leave query i a key.
-inline uint32_t blocks_left(const Additive& additive, int64_t i, const DecodeChunk& chunk) {
-  uint32_t blocks = 0;
-  for_each_block(chunk, [&](int key, int n) {
-    SeenBits seen;
-    for (int k = 0; k < n; k += kLanes) {
-      const int lanes = n - k < kLanes ? n - k : kLanes;
-      seen.add(additive_row(additive, i, chunk.first + key + k, lanes), lanes);
-    }
-    if (seen.seen() != Seen::kNone) blocks |= 1u << (key / kDecodeBlock);
-  });
-  return blocks;
-}
-
-// kept[n]: bit k tells whether dropout keeps key 8 n + k of the chunk, for the keys [begin, end).
-inline void dropout_row(uint8_t (&kept)[kDecodeChunk / 8], const Dropout& dropout, uint32_t head_index, int64_t i,
-                        const DecodeChunk& chunk, int begin, int end) {
-  for (int group = begin / 8; group * 8 < end; group += kLanes) {
-    const I counter = add_int(broadcast_int(static_cast<int32_t>(chunk.first / 8 + group)), iota());
-    const PhiloxWords random =
-        philox({{broadcast_int(static_cast<int32_t>(head_index)), broadcast_int(static_cast<int32_t>(i)), counter,
-                 broadcast_int(static_cast<int32_t>(dropout.offset))}},
-               dropout.seed);
-    const I threshold = broadcast_int(static_cast<int32_t>(dropout.threshold));
-    uint32_t lanes_kept[8];  // [key of a group], a bit for each group
-    for (int w = 0; w < 4; ++w) {
-      lanes_kept[2 * w] = ~bits(less_int(and_int(random.word[w], broadcast_int(0xffff)), threshold));
-      lanes_kept[2 * w + 1] = ~bits(less_int(shift_right<16>(random.word[w]), threshold));
-    }
-    for (int lane = 0; lane < kLanes && group + lane < kDecodeChunk / 8; ++lane) {
-      uint32_t byte = 0;
-      for (int k = 0; k < 8; ++k) byte |= (lanes_kept[k] >> lane & 1) << k;
-      kept[group + lane] = static_cast<uint8_t>(byte);
-    }
-  }
-}
-
-// Which of kLanes keys from `key` on are kept.
-inline M kept_keys(const uint8_t (&kept)[kDecodeChunk / 8], int key) {
-  uint32_t keys = kept[key / 8];
-  if constexpr (kLanes == 16) keys |= static_cast<uint32_t>(kept[key / 8 + 1]) << 8;
-  return mask_from_bits(keys >> (key % 8));
-}
-
-// What a row needs to turn scores into weights.
-struct RowSoftmax {
+// A row as its options see it.
+struct RowScore {
   const DecodeRow& row;
   const DecodeChunk& chunk;
-  const ScoreRule& rule;
-  const Additive& additive;
-  const float diagonal;  // ALiBi: position of the query, from the chunk's first key
+  Score score;
+  Options::View view;
+
+  RowScore(const Problem& problem, const DecodeTask& task, const DecodeRow& decode_row, const DecodeChunk& decode_chunk)
+      : row(decode_row), chunk(decode_chunk), score(problem, task.sequence, task.b, decode_row.h) {
+    score.options.look_row(view, row.i, chunk.first);
+  }
+
+  RowPlace at(int key) const {
+    const int left = chunk.num_keys - key;
+    return {row.i, chunk.first, key, left < kLanes ? left : kLanes};
+  }
+
+  // Which of kLanes keys from `key` on options let the row see, of those that are there.
+  M shown(int key) const {
+    const RowPlace place = at(key);
+    if (place.n <= 0) return mask_from_bits(0);
+    return score.options.sees(mask_from_bits((1u << place.n) - 1), place, view);
+  }
+
+  // kLanes products from `key` on -> scores, -inf where hidden.
+  F scores(F products, int key) const {
+    const RowPlace place = at(key);
+    if (place.n <= 0) return broadcast(-kInfinity);
+    Options::Kept kept;
+    const F s = score.of(products, place, view, kept);
+    const I index = add_int(broadcast_int(key), iota());
+    const M seen = both(less_int(index, broadcast_int(row.end)), negate(less_int(index, broadcast_int(row.begin))));
+    return select(seen, s, broadcast(-kInfinity));
+  }
 };
 
-// kLanes scores from `key` on, of which some may be hidden or changed.
-inline F ruled_score(const RowSoftmax& x, F s, int key) {
-  const int left = x.chunk.num_keys - key;
-  if (left <= 0) return broadcast(-kInfinity);
-  const I index = add_int(broadcast_int(key), iota());
-  if (x.rule.natural) {
-    s = s * broadcast(x.rule.scale);
-    if (x.rule.softcap > 0) s = broadcast(x.rule.softcap) * tanh(s / broadcast(x.rule.softcap));
-    if (x.rule.slope != 0) {
-      s = s - broadcast(x.rule.slope) * absolute(broadcast(x.diagonal) - to_float(index));
-    }
-    if (x.additive.given()) {
-      const F add = additive_row(x.additive, x.row.i, x.chunk.first + key, left < kLanes ? left : kLanes);
-      s = select(equal(add, broadcast(-kInfinity)), add, s + add);
-    }
-  }
-  const M seen = both(less_int(index, broadcast_int(x.row.end)), negate(less_int(index, broadcast_int(x.row.begin))));
-  return select(seen, s, broadcast(-kInfinity));
+// Bits of the blocks in which options leave a row a key.
+inline uint32_t blocks_left(const RowScore& x) {
+  uint32_t blocks = 0;
+  for_each_block(x.chunk, [&](int key, int) {
+    bool some = false;
+    for (int k = key; k < key + kDecodeBlock; k += kLanes) some = some || any(x.shown(k));
+    if (some) blocks |= 1u << (key / kDecodeBlock);
+  });
+  return blocks;
 }
 
 // The larger lane of all; NaN loses.
@@ -126,9 +100,8 @@ inline float lane_sum(F x) {
 
 // Scores -> weights exp(S - m) after dropout, in all blocks of the chunk that are seen; m is the row's largest score here
 // (kNoMaximum if none is above -inf) and l the sum of its undropped weights.
-inline void softmax_row(float* scores, const RowSoftmax& x, const uint8_t (*kept)[kDecodeChunk / 8], float* m,
-                        float* l) {
-  const bool plain = !x.rule.natural && x.chunk.all;
+inline void softmax_row(float* scores, const RowScore& x, const uint8_t (*kept)[kDecodeChunk / 8], float* m, float* l) {
+  const bool plain = !x.score.scaled_first && x.chunk.all;
   F top = broadcast(kNoMaximum);
   for_each_block(x.chunk, [&](int key, int n) {
     const bool untouched = plain && n == kDecodeBlock;
@@ -136,14 +109,14 @@ inline void softmax_row(float* scores, const RowSoftmax& x, const uint8_t (*kept
     for (int k = key; k < key + kDecodeBlock; k += kLanes) {
       F s = load(scores + k);
       if (!untouched) {
-        s = ruled_score(x, s, k);
+        s = x.scores(s, k);
         store(scores + k, s);
       }
       top = maximum(s, top);
     }
   });
   *m = largest_lane(top);
-  const F largest = broadcast(*m), factor = broadcast(x.rule.factor);
+  const F largest = broadcast(*m), factor = broadcast(x.score.to_log2);
   F sum = broadcast(0.0f);
   for_each_block(x.chunk, [&](int key, int) {
 #pragma GCC unroll 4

@@ -1,41 +1,41 @@
 // FlashAttention-2 forward (algorithm 1 of arXiv:2307.08691) for one instruction set, queries along the lanes.
-#include "cpu/attention/block.h"
-#include "cpu/attention/weights.h"
+#include "cpu/attention/key_block.h"
+#include "cpu/attention/probabilities.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-float weight_at(const float* p, int elements, int key, int lane) {
+float probability_at(const float* p, int elements, int key, int lane) {
   if (elements == 1) return p[key * kTile + lane];
   uint32_t word;
   __builtin_memcpy(&word, p + key / 2 * kTile + lane, sizeof word);
   word = key % 2 == 0 ? word << 16 : word & 0xffff0000u;
-  float weight;
-  __builtin_memcpy(&weight, &word, sizeof weight);
-  return weight;
+  float p_k;
+  __builtin_memcpy(&p_k, &word, sizeof p_k);
+  return p_k;
 }
 
 // In the careful pass V's NaN and inf were taken as 0; here they reach the queries that see them, and no others.
 template <class Mac>
-void add_not_finite(const Head& head, Tile& tile, const Block& block, const TileView& t) {
+void add_not_finite(const Head& head, Tile& tile, const KeyBlock& block, const TileView& t) {
   alignas(64) float row[kLanes];
   for (int k = t.begin; k < t.end && k < block.num_keys; ++k) {
     for (int64_t d = 0; d < head.problem.head_dim_v; ++d) {
       store(row, load_columns(head.value, block.first + k, d, 1));
       if (row[0] - row[0] == 0.0f) continue;
       for (int q = 0; q < tile.num_queries; ++q) {
-        if (hidden(t.view, k, q)) continue;
-        tile.state.out[d * kTile + q] += weight_at(head.scratch->p, Mac::kElements, k, q) * row[0];
+        if (head.score.hidden(t.view, k, q)) continue;
+        tile.state.out[d * kTile + q] += probability_at(head.scratch->p, Mac::kElements, k, q) * row[0];
       }
     }
   }
 }
 
 template <class Mac>
-void attend_block(const Head& head, Tile& tile, const Block& block) {
+void attend_block(const Head& head, Tile& tile, const KeyBlock& block) {
   const TileView t = view_block(head, tile, block.first, block.num_keys);
   if (t.begin >= t.end) return;
-  if (!t.all || t.view.additive != nullptr) tile.some_hidden = true;
+  if (!t.all || head.score.hides(t.view)) tile.some_hidden = true;
   for_each_part(t, [&](const Part& part, const BlockView& view) {
     score_keys<Mac, Mac>(head, tile, block, view, part);
     accumulate<Mac>(tile.state.out, head.scratch->p, block.value, part.begin / Mac::kElements,
@@ -57,11 +57,11 @@ void end_rows(RowEnds& ends, const Head& head, const Tile& tile) {
   for (int q = 0; q < kTile; q += kLanes) {
     const F l = load(tile.state.l + q), m = load(tile.state.m + q);
     const M none = equal(l, broadcast(0.0f));
-    const F weights = load((head.rounded_weights ? tile.state.l_rounded : tile.state.l) + q);
-    const F divisor = select(none, broadcast(1.0f), weights);
+    const F sum = load((head.rounded_p ? tile.state.l_rounded : tile.state.l) + q);
+    const F divisor = select(none, broadcast(1.0f), sum);
     store(ends.divisor + q, divisor);
     store(ends.reciprocal + q, broadcast(1.0f) / divisor);
-    const F scale = broadcast(head.rule.natural ? 1.0f : head.rule.scale);
+    const F scale = broadcast(head.score.to_natural);
     store(ends.logsumexp + q, select(none, broadcast(-kInfinity), fma(m, scale, log(l))));
   }
   ends.some_hidden = false;
@@ -152,12 +152,15 @@ void attend(const Head& head, Tile* tiles, int num_tiles) {
     if (tile.ranges.any_begin < begin) begin = tile.ranges.any_begin;
     if (tile.ranges.any_end > end) end = tile.ranges.any_end;
   }
-  for (int64_t first = begin / kBlock * kBlock; first < end; first += kBlock) {
-    const Block block = load_block<Mac>(head, first);
-    const int64_t next = head.task.sequence.len_k - first - kBlock;
-    prefetch_rows(head.key, first + kBlock, next < kBlock ? next : kBlock, head.problem.head_dim);
-    prefetch_rows(head.value, first + kBlock, next < kBlock ? next : kBlock, head.problem.head_dim_v);
+  int64_t first = next_block(head, tiles, num_tiles, begin / kBlock * kBlock, end);
+  while (first < end) {
+    const KeyBlock block = load_block<Mac>(head, first);
+    const int64_t next = next_block(head, tiles, num_tiles, first + kBlock, end);
+    const int64_t next_keys = head.sequence.len_k - next;
+    prefetch_rows(head.key, next, next_keys < kBlock ? next_keys : kBlock, head.problem.head_dim);
+    prefetch_rows(head.value, next, next_keys < kBlock ? next_keys : kBlock, head.problem.head_dim_v);
     for (int t = 0; t < num_tiles; ++t) attend_block<Mac>(head, tiles[t], block);
+    first = next;
   }
 }
 
@@ -165,10 +168,9 @@ template <class Mac>
 void forward_task(const Problem& problem, const ForwardTask& task, void* memory) {
   const Sequence& s = task.sequence;
   const int64_t kv_head = task.h / problem.group;
-  Scratch* scratch = static_cast<Scratch*>(memory);
-  float* floats = reinterpret_cast<float*>(static_cast<char*>(memory) + round_up(sizeof(Scratch)));
-  Head head{{problem, s, task.b, task.h, additive(problem, task.b, task.h), score_rule(problem, task.b, task.h),
-             &scratch->view},
+  ForwardMemory* scratch = static_cast<ForwardMemory*>(memory);
+  float* floats = reinterpret_cast<float*>(static_cast<char*>(memory) + round_up(sizeof(ForwardMemory)));
+  Head head{{problem, s, task.b, task.h, &scratch->view},
             task,
             rows_of(problem.key, task.b, kv_head, s.first_k),
             rows_of(problem.value, task.b, kv_head, s.first_k),
@@ -191,7 +193,7 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
     prefetch_rows(query, 0, tile.num_queries, problem.head_dim);
     transpose_rows<Mac>(tile.query, query, tile.num_queries, problem.head_dim);
   }
-  scratch->view.additive = floats;
+  head.score.options.take_memory(scratch->view.options, floats, false);
   attend<Mac>(head, scratch->tile, num_tiles);
   for (int t = 0; t < num_tiles; ++t) {
     Tile& tile = scratch->tile[t];
@@ -207,11 +209,12 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
 
 }  // namespace
 
-// Behind Scratch lie, in floats: K and V of a block, Q^T and O^T of each tile, then the additive tile.
+// Behind ForwardMemory lie, in floats: K and V of a block, Q^T and O^T of each tile, then the additive tile.
 size_t forward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive) {
   const size_t dims = static_cast<size_t>(head_dim + head_dim_v);
-  return round_up(sizeof(Scratch)) + round_up(dims * sizeof(float) * static_cast<size_t>(kBlock + tiles * kTile)) +
-         (additive ? sizeof(float) * kBlock * kTile : 0);
+  return round_up(sizeof(ForwardMemory)) +
+         round_up(dims * sizeof(float) * static_cast<size_t>(kBlock + tiles * kTile)) +
+         static_cast<size_t>(Options::memory_floats({additive, false, false})) * sizeof(float);
 }
 
 void forward_tiles(const Problem& problem, const ForwardTask& task, void* scratch) {
@@ -223,8 +226,8 @@ void forward_tiles(const Problem& problem, const ForwardTask& task, void* scratc
 
 void store_mean(const Problem& problem, int64_t b, int64_t first_query, int64_t num_queries, const float* mean) {
   const int64_t row = b * problem.weights_stride_b + first_query * problem.weights_stride_q;
-  store_weights(problem, row, mean, problem.seqlen_k, 0, static_cast<int>(num_queries),
-                1 / static_cast<float>(problem.num_heads));
+  store_probabilities(problem, row, mean, problem.seqlen_k, 0, static_cast<int>(num_queries),
+                      1 / static_cast<float>(problem.num_heads));
 }
 
 }  // namespace polyhead::cpu::POLYHEAD_ISA

@@ -9,7 +9,6 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-constexpr int kTileFloats = kBlock * kTile;
 constexpr int kRowsAhead = 5;  // asked for with each microkernel: what a group of tiles needs, within its last block
 
 struct GradientTile : QueryTile {
@@ -18,34 +17,26 @@ struct GradientTile : QueryTile {
   alignas(64) float delta[kTile];      // sum over Dv of dO * O, less the gradient of logsumexp
 };
 
-struct KeyBlock {
-  int64_t first;
-  int num_keys;
-  Words key, value;  // words along the dims
-};
-
 // What every tile of a head reads.
 struct GradientHead : HeadOptions {
   const BackwardProblem& gradients;
   Rows query, out, grad_out, key, value;  // of the sequence
   float *key_copy, *value_copy;
-  float* p;       // P^T of the tile at hand
-  float* capped;  // 1 - tanh^2 of its softcap
+  float* p;  // P^T of the tile at hand
   RowsAhead* ahead;
 };
 
 inline GradientHead gradient_head(const BackwardProblem& gradients, const Sequence& s, int64_t b, int64_t h,
-                                  ViewScratch* view_scratch) {
+                                  ViewMemory* view_memory) {
   const Problem& problem = gradients.forward;
   const int64_t kv_head = h / problem.group;
-  return {{problem, s, b, h, additive(problem, b, h), score_rule(problem, b, h), view_scratch},
+  return {{problem, s, b, h, view_memory},
           gradients,
           rows_of(problem.query, b, h, s.first_q),
           rows_of(problem.out, b, h, s.first_q),
           rows_of(gradients.grad_out, b, h, s.first_q),
           rows_of(problem.key, b, kv_head, s.first_k),
           rows_of(problem.value, b, kv_head, s.first_k),
-          nullptr,
           nullptr,
           nullptr,
           nullptr,
@@ -109,7 +100,7 @@ KeyBlock load_keys(const GradientHead& head, int64_t first) {
 inline TileView view_present(const HeadOptions& head, const QueryTile& tile, const KeyBlock& block, int whole) {
   TileView t = view_block(head, tile, block.first, block.num_keys);
   if (t.begin >= t.end || tile.num_queries % whole == 0) return t;
-  BlockRanges& ranges = head.view_scratch->ranges;
+  BlockRanges& ranges = head.view_memory->ranges;
   if (t.all) block_ranges(ranges, tile.ranges, block.first, kBlock);
   ranges.all_begin = ranges.all_end = 0;
   t.all = false;
@@ -121,31 +112,20 @@ inline TileView view_present(const HeadOptions& head, const QueryTile& tile, con
 template <class Mac>
 void weigh_part(const GradientHead& head, const GradientTile& tile, const KeyBlock& block, const BlockView& view,
                 const Part& part) {
-  const ScoreRule& rule = head.rule;
-  const F scale = broadcast(rule.natural ? 1.0f : rule.scale);
-  const bool masked = view.ranges != nullptr || view.additive != nullptr;
+  const Score& score = head.score;
+  const F to_natural = broadcast(score.to_natural);
+  const bool masked = score.hides(view);
   const auto take = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
     if (head.ahead != nullptr) head.ahead->ask(kRowsAhead);
-    if (rule.softcap > 0) {
-      for (int r = 0; r < kRows; ++r) {
-        for (int v = 0; v < kVecs_; ++v) {
-          const int at = lane + v * kLanes;
-          const F t = tanh(s[r][v] * broadcast(rule.scale) / broadcast(rule.softcap));
-          F slope = fma(broadcast(0.0f) - t, t, broadcast(1.0f));
-          if (masked) slope = select(seen(view, key + r, at), slope, broadcast(0.0f));  // NaN must not meet dS = 0
-          store(head.capped + (key + r) * kTile + at, slope);
-        }
-      }
-    }
-    if (rule.natural || view.ranges != nullptr) apply_rule(s, rule, view, key, lane);
+    score.apply_and_keep(s, view, key, lane, head.view_memory->options);
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs_; ++v) {
       const int at = lane + v * kLanes;
       const F l = load(tile.logsumexp + at);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        F p = exp2(fms(s[r][v], scale, l), broadcast(kLog2E));
-        if (masked) p = select(seen(view, key + r, at), p, broadcast(0.0f));
+        F p = exp2(fms(s[r][v], to_natural, l), broadcast(kLog2E));
+        if (masked) p = select(score.sees(view, key + r, at), p, broadcast(0.0f));
         store(head.p + (key + r) * kTile + at, p);
       }
     }
@@ -159,7 +139,7 @@ template <class Mac, class Take>
 void differentiate_part(const GradientHead& head, const GradientTile& tile, const KeyBlock& block,
                         const BlockView& view, const Part& part, bool with_values, const Take& take) {
   const int64_t words = with_values ? words_of(head.problem.head_dim_v, Mac::kElements) : 0;
-  const bool masked = view.ranges != nullptr || view.additive != nullptr;
+  const bool masked = head.score.hides(view);
   const F drop_scale = broadcast(head.problem.dropout.scale);
   const auto finish = [&]<int kRows, int kVecs_>(F(&dp)[kRows][kVecs_], int key, int lane) {
     if (head.ahead != nullptr) head.ahead->ask(kRowsAhead);
@@ -179,7 +159,7 @@ void differentiate_part(const GradientHead& head, const GradientTile& tile, cons
           dp_r = dp_r * select(keep, drop_scale, broadcast(0.0f));
         }
         ds[r] = p[r] * (dp_r - delta);
-        if (masked) ds[r] = select(seen(view, key + r, at), ds[r], broadcast(0.0f));
+        if (masked) ds[r] = select(head.score.sees(view, key + r, at), ds[r], broadcast(0.0f));
         if (view.kept != nullptr) p[r] = p[r] * kept;
       }
       take(p, ds, key, at);

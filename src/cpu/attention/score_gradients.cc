@@ -8,22 +8,24 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-struct Scratch {
+struct ScoreGradientMemory {
   GradientTile tile;
-  ViewScratch view;
+  ViewMemory view;
 };
 
-constexpr int64_t kScratchFloats = (sizeof(Scratch) + 63) / 64 * 16;
+constexpr int64_t kScratchFloats = (sizeof(ScoreGradientMemory) + 63) / 64 * 16;
 
-// sums[key][query] += ds, or -ds times the distance.
+// sums[key][query] += what ds gives to the bias, or to ALiBi's slope.
 template <int kRows>
-inline void add_rows(float* sums, const BlockView& view, bool distances, F (&ds)[kRows], int key, int at) {
+inline void add_rows(float* sums, const Score& score, const Options::Memory& memory, const BlockView& view, bool slope,
+                     F (&ds)[kRows], int key, int at) {
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
-    F x = ds[r];
-    if (distances) {
-      const F distance = absolute(load(view.diagonal + at) - broadcast(static_cast<float>(key + r)));
-      x = broadcast(0.0f) - x * distance;
+    F x = score.gradient_after<MaskAndBias>(ds[r], view, key + r, at, memory);
+    if (slope) {
+      x = option<Alibi>(score.options)
+              .slope_gradient(score.gradient_after<Alibi>(ds[r], view, key + r, at, memory), view.at(key + r, at),
+                              view_of<Alibi>(score.options, view.options));
     }
     float* sum = sums + (key + r) * kTile + at;
     store(sum, load(sum) + x);
@@ -34,29 +36,24 @@ template <class Mac>
 void add_task(const BackwardProblem& gradients, const ScoreTask& task, float* memory) {
   const Problem& problem = gradients.forward;
   const Sequence& s = task.sequence;
-  Scratch* scratch = reinterpret_cast<Scratch*>(memory);
+  ScoreGradientMemory* scratch = reinterpret_cast<ScoreGradientMemory*>(memory);
   memory += kScratchFloats;
-  const auto take = [&](int64_t floats) {
-    float* taken = memory;
-    memory += floats;
-    return taken;
-  };
   GradientHead head = gradient_head(gradients, s, task.b, task.h, &scratch->view);
-  head.key_copy = take(kBlock * problem.head_dim);
-  head.value_copy = take(kBlock * problem.head_dim_v);
-  head.p = take(kTileFloats);
-  head.capped = take(kTileFloats);
-  scratch->view.additive = take(kTileFloats);
+  head.key_copy = take(memory, kBlock * problem.head_dim);
+  head.value_copy = take(memory, kBlock * problem.head_dim_v);
+  head.p = take(memory, kTileFloats);
+  head.score.options.take_memory(scratch->view.options, memory, true);
   GradientTile& tile = scratch->tile;
-  tile.query = take(problem.head_dim * kTile);
-  tile.grad_out = take(problem.head_dim_v * kTile);
+  tile.query = take(memory, problem.head_dim * kTile);
+  tile.grad_out = take(memory, problem.head_dim_v * kTile);
   tile.first_query = task.first_query;
   tile.num_queries = s.len_q - tile.first_query < kTile ? static_cast<int>(s.len_q - tile.first_query) : kTile;
   tile.ranges = tile_ranges(problem.band, s, tile.first_query, tile.num_queries);
   const int64_t end = s.len_k - task.first_key < kScoreKeys ? s.len_k : task.first_key + kScoreKeys;
   if (tile.ranges.any_begin >= end || tile.ranges.any_end <= task.first_key) return;
   load_tile<Mac>(head, tile, head.p);
-  for (int64_t first = task.first_key; first < end; first += kBlock) {
+  int64_t first = next_block(head, &tile, 1, task.first_key, end);
+  for (; first < end; first = next_block(head, &tile, 1, first + kBlock, end)) {
     const KeyBlock block = load_keys<Mac>(head, first);
     const TileView t = view_present(head, tile, block, kTile);
     if (t.begin >= t.end) continue;
@@ -65,7 +62,7 @@ void add_task(const BackwardProblem& gradients, const ScoreTask& task, float* me
       weigh_part<Mac>(head, tile, block, view, part);
       differentiate_part<Mac>(head, tile, block, view, part, true,
                               [&]<int kRows>(F(&)[kRows], F(&ds)[kRows], int key, int at) {
-                                add_rows(sums, view, task.distances, ds, key, at);
+                                add_rows(sums, head.score, scratch->view.options, view, task.distances, ds, key, at);
                               });
     });
   }
@@ -74,7 +71,8 @@ void add_task(const BackwardProblem& gradients, const ScoreTask& task, float* me
 }  // namespace
 
 size_t score_scratch_bytes(int64_t head_dim, int64_t head_dim_v) {
-  const int64_t floats = kScratchFloats + (kBlock + kTile) * (head_dim + head_dim_v) + 3 * kTileFloats;
+  const int64_t floats = kScratchFloats + (kBlock + kTile) * (head_dim + head_dim_v) + kTileFloats +
+                         Options::memory_floats({true, true, true});
   return static_cast<size_t>((floats + 15) / 16 * 16) * sizeof(float);
 }
 

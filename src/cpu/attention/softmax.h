@@ -5,7 +5,8 @@
 // kHeadroom, and the first maximum's own weight is exactly 1.
 #pragma once
 
-#include "cpu/attention/score.h"
+#include "cpu/attention/functions.h"
+#include "cpu/attention/score/policy.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
@@ -75,16 +76,16 @@ inline F weigh(F (&s)[kRows], float* p, TileState& state, float factor, int key,
 
 // Scores of kRows keys -> weights exp(s - m) after dropout, stored as words of P^T; l grows by the undropped ones.
 template <class Mac, int kRows, int kVecs_>
-inline void softmax_step(F (&scores)[kRows][kVecs_], float* p, TileState& state, const ScoreRule& rule,
+inline void softmax_step(F (&scores)[kRows][kVecs_], float* p, TileState& state, const Score& score,
                          const BlockView& view, int key, int lane, int64_t dim) {
-  if (rule.natural || view.ranges != nullptr) apply_rule(scores, rule, view, key, lane);
+  score.apply(scores, view, key, lane);
 #pragma GCC unroll 8
   for (int v = 0; v < kVecs_; ++v) {
     const int at = lane + v * kLanes;
     F s[kRows], sum_rounded = broadcast(0.0f);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) s[r] = scores[r][v];
-    const F sum = weigh<Mac>(s, p, state, rule.factor, key, at, dim);
+    const F sum = weigh<Mac>(s, p, state, score.to_log2, key, at, dim);
     store(state.l + at, load(state.l + at) + sum);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; r += Mac::kElements) {

@@ -35,7 +35,7 @@ struct RowSums {
   F largest, sum;  // m, l
 };
 
-struct Scratch {
+struct TinyMemory {
   F key[kTinySize * kTinySize], value[kTinySize * kTinySize];  // rows of dims, padded to a multiple of 4
   F scores[kTinySize][kTinySize];                              // S, then P
   RowSums row[kTinySize];
@@ -46,16 +46,14 @@ struct Scratch {
 
 // Scores of one query -> weights, not yet divided by their sum. No key in [begin, end) is hidden, so that exp(S - m) is
 // NaN where it has to be: S NaN, the largest S infinite.
-inline RowSums softmax_keys(F* s, int begin, int end, const ScoreRule& rule) {
-  if (rule.natural) {
-    for (int j = begin; j < end; ++j) {
-      s[j] = s[j] * broadcast(rule.scale);
-      if (rule.softcap > 0) s[j] = broadcast(rule.softcap) * tanh(s[j] / broadcast(rule.softcap));
-    }
+inline RowSums softmax_keys(F* s, int query, int begin, int end, const Score& score) {
+  if (score.scaled_first) {
+    Options::Kept kept;
+    for (int j = begin; j < end; ++j) s[j] = score.of(s[j], HeadsPlace{query, j}, Options::View{}, kept);
   }
   F m = s[begin], l = broadcast(0.0f);
   for (int j = begin + 1; j < end; ++j) m = maximum(s[j], m);
-  const F factor = broadcast(rule.factor);
+  const F factor = broadcast(score.to_log2);
   for (int j = begin; j < end; ++j) {
     const F p = exp2(s[j] - m, factor);
     l = l + p;
@@ -64,7 +62,7 @@ inline RowSums softmax_keys(F* s, int begin, int end, const ScoreRule& rule) {
   return {m, l};
 }
 
-void score_heads(const Problem& problem, const Heads& heads, int num_queries, Scratch& scratch) {
+void score_heads(const Problem& problem, const Heads& heads, int num_queries, TinyMemory& scratch) {
   F q[kTinySize];
   for (int i = 0; i < num_queries; ++i) {
     load_row_of_heads(q, heads.query, i, problem.head_dim);
@@ -72,19 +70,17 @@ void score_heads(const Problem& problem, const Heads& heads, int num_queries, Sc
   }
 }
 
-void softmax_heads(const Problem& problem, int num_queries, Scratch& scratch) {
-  const ScoreRule rule = score_rule(problem, 0, 0);
+void softmax_heads(const Score& score, int num_queries, TinyMemory& scratch) {
   for (int i = 0; i < num_queries; ++i) {
     const int begin = scratch.begin[i], end = scratch.end[i];
     const bool hidden = begin >= end;
-    scratch.row[i] =
-        hidden ? RowSums{broadcast(-kInfinity), broadcast(1.0f)} : softmax_keys(scratch.scores[i], begin, end, rule);
+    scratch.row[i] = hidden ? RowSums{broadcast(-kInfinity), broadcast(1.0f)}
+                            : softmax_keys(scratch.scores[i], i, begin, end, score);
   }
 }
 
-void store_logsumexp(const Problem& problem, const Heads& heads, int num_queries, const Scratch& scratch) {
-  const ScoreRule rule = score_rule(problem, 0, 0);
-  const F scale = broadcast(rule.natural ? 1.0f : rule.scale);
+void store_logsumexp(const Score& score, const Heads& heads, int num_queries, const TinyMemory& scratch) {
+  const F scale = broadcast(score.to_natural);
   for (int first = 0; first < num_queries; first += 4) {
     F L[4] = {broadcast(0.0f), broadcast(0.0f), broadcast(0.0f), broadcast(0.0f)};
     const int n = num_queries - first < 4 ? num_queries - first : 4;
@@ -95,7 +91,7 @@ void store_logsumexp(const Problem& problem, const Heads& heads, int num_queries
 
 // O of query i, dims [d, d + kDims).
 template <int kDims>
-inline void weigh_keys(const Problem& problem, const Heads& heads, int i, int64_t d, const Scratch& scratch) {
+inline void weigh_keys(const Problem& problem, const Heads& heads, int i, int64_t d, const TinyMemory& scratch) {
   const F* p = scratch.scores[i];
   const int64_t stride = padded(problem.head_dim_v);
   F o[kDims];
@@ -119,7 +115,7 @@ inline void weigh_keys(const Problem& problem, const Heads& heads, int i, int64_
   }
 }
 
-void weigh_heads(const Problem& problem, const Heads& heads, int num_queries, const Scratch& scratch) {
+void weigh_heads(const Problem& problem, const Heads& heads, int num_queries, const TinyMemory& scratch) {
   const int64_t dim = problem.head_dim_v;
   for (int i = 0; i < num_queries; ++i) {
     int64_t d = 0;
@@ -129,13 +125,13 @@ void weigh_heads(const Problem& problem, const Heads& heads, int num_queries, co
 }
 
 // P / l of query i and key j.
-inline F weight(const Scratch& scratch, int i, int j) {
+inline F weight(const TinyMemory& scratch, int i, int j) {
   if (j < scratch.begin[i] || j >= scratch.end[i]) return broadcast(0.0f);
   const F divisor = scratch.row[i].sum;
   return divide(scratch.scores[i][j], divisor, broadcast(1.0f) / divisor);
 }
 
-void store_weights_of_heads(const Problem& problem, const Heads& heads, int num_queries, const Scratch& scratch) {
+void store_weights_of_heads(const Problem& problem, const Heads& heads, int num_queries, const TinyMemory& scratch) {
   const int num_keys = static_cast<int>(problem.seqlen_k);
   for (int i = 0; i < num_queries; ++i) {
     for (int first = 0; first < num_keys; first += 4) {
@@ -148,7 +144,7 @@ void store_weights_of_heads(const Problem& problem, const Heads& heads, int num_
   }
 }
 
-void add_to_mean(const Heads& heads, int num_queries, int num_keys, bool first, Scratch& scratch) {
+void add_to_mean(const Heads& heads, int num_queries, int num_keys, bool first, TinyMemory& scratch) {
   const M there = mask_from_bits((1u << heads.count) - 1);  // the lanes behind repeat a head
   for (int i = 0; i < num_queries; ++i) {
     for (int j = 0; j < num_keys; ++j) {
@@ -158,7 +154,7 @@ void add_to_mean(const Heads& heads, int num_queries, int num_keys, bool first, 
   }
 }
 
-void store_mean_of_heads(const Problem& problem, int64_t b, int num_queries, Scratch& scratch) {
+void store_mean_of_heads(const Problem& problem, int64_t b, int num_queries, TinyMemory& scratch) {
   for (int64_t j = 0; j < problem.seqlen_k; ++j) {
     for (int first = 0; first < num_queries; first += kLanes) {
       F queries[kLanes];
@@ -173,12 +169,13 @@ void store_mean_of_heads(const Problem& problem, int64_t b, int num_queries, Scr
 
 }  // namespace
 
-size_t tiny_scratch_bytes() { return sizeof(Scratch); }
+size_t tiny_scratch_bytes() { return sizeof(TinyMemory); }
 
 void tiny_heads(const Problem& problem, const Sequence& sequence, int64_t first, int64_t end, bool mean, void* memory) {
-  Scratch& scratch = *static_cast<Scratch*>(memory);
+  TinyMemory& scratch = *static_cast<TinyMemory*>(memory);
   const int num_queries = static_cast<int>(sequence.len_q), num_keys = static_cast<int>(sequence.len_k);
   const int64_t begin = first;
+  const Score score(problem, sequence, 0, 0);  // the same for all heads
   for (int i = 0; i < num_queries; ++i) {
     const KeyRange range = key_range(problem.band, sequence, i);
     scratch.end[i] = static_cast<int>(range.end);
@@ -192,8 +189,8 @@ void tiny_heads(const Problem& problem, const Sequence& sequence, int64_t first,
       load_row_of_heads(scratch.value + j * padded(problem.head_dim_v), heads.value, j, problem.head_dim_v);
     }
     score_heads(problem, heads, num_queries, scratch);
-    softmax_heads(problem, num_queries, scratch);
-    if (problem.logsumexp.data != nullptr) store_logsumexp(problem, heads, num_queries, scratch);
+    softmax_heads(score, num_queries, scratch);
+    if (problem.logsumexp.data != nullptr) store_logsumexp(score, heads, num_queries, scratch);
     weigh_heads(problem, heads, num_queries, scratch);
     if (mean) {
       add_to_mean(heads, num_queries, num_keys, first == begin, scratch);

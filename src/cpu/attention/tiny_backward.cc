@@ -1,15 +1,14 @@
 // Backward of many small heads: one key/value head a lane, kLanes of them at once, query after query.
 //   Q, dQ [D]   dO, O [Dv]   S, P, dP, dS [Sk] of one query   K, dK [Sk][D]   V, dV [Sk][Dv]: every element a vector
 #include "cpu/attention/head_lanes.h"
-#include "cpu/attention/score.h"
-#include "cpu/isa/elementary.h"
+#include "cpu/attention/score/policy.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
 constexpr int kMatrix = kTinySize * kTinySize;
 
-struct Scratch {
+struct TinyGradientMemory {
   F key[kMatrix], value[kMatrix], grad_key[kMatrix], grad_value[kMatrix];  // rows of dims, padded to a multiple of 4
   F query[kTinySize], grad_query[kTinySize], grad_out[kTinySize], out[kTinySize];
   F logsumexp[kTinySize], delta[kTinySize];  // of each query
@@ -105,25 +104,21 @@ void add_rows(F* sums, F* own, const F* rows, const F* x, const F* weight, int64
 }
 
 // P and dS of query i from its products with keys and values.
-void differentiate(const ScoreRule& rule, Scratch& x, int i) {
+void differentiate(const Score& score, TinyGradientMemory& x, int i) {
   const F L = x.logsumexp[i], delta = x.delta[i];
-  const F scale = broadcast(rule.natural ? 1.0f : rule.scale);
   for (int j = x.begin[i]; j < x.end[i]; ++j) {
-    F s = x.scores[j], slope = broadcast(1.0f);
-    if (rule.natural) {
-      s = s * broadcast(rule.scale);
-      if (rule.softcap > 0) {
-        const F t = tanh(s / broadcast(rule.softcap));
-        s = broadcast(rule.softcap) * t;
-        slope = fma(broadcast(0.0f) - t, t, slope);
-      }
-    }
-    x.scores[j] = exp2(fms(s, scale, L), broadcast(kLog2E));
-    x.grad_scores[j] = x.scores[j] * (x.grad_scores[j] - delta) * slope;
+    const HeadsPlace at{i, j};
+    const Options::View view;
+    Options::Kept kept;
+    const F s = score.of(x.scores[j], at, view, kept);
+    x.scores[j] = exp2(fms(s, broadcast(score.to_natural), L), broadcast(kLog2E));
+    const F ds = x.scores[j] * (x.grad_scores[j] - delta);
+    x.grad_scores[j] = score.scaled_first ? score.options.raw_gradient(ds, at, view, kept) : ds;
   }
 }
 
-void backward_query(const BackwardProblem& gradients, const Heads& heads, const ScoreRule& rule, Scratch& x, int i) {
+void backward_query(const BackwardProblem& gradients, const Heads& heads, const Score& score, TinyGradientMemory& x,
+                    int i) {
   const Problem& problem = gradients.forward;
   const int64_t dim = problem.head_dim, dim_v = problem.head_dim_v;
   const int begin = x.begin[i], end = x.end[i];
@@ -141,7 +136,7 @@ void backward_query(const BackwardProblem& gradients, const Heads& heads, const 
   multiply_rows(x.scores, x.query, x.key, dim, begin, end);
   const bool wants_query = gradients.grad_query.data != nullptr, wants_key = gradients.grad_key.data != nullptr;
   if (wants_query || wants_key) multiply_rows(x.grad_scores, x.grad_out, x.value, dim_v, begin, end);
-  differentiate(rule, x, i);
+  differentiate(score, x, i);
   if (gradients.grad_value.data != nullptr) {
     add_rows(x.grad_value, nullptr, x.value, x.grad_out, x.scores, dim_v, begin, end);
   }
@@ -155,15 +150,15 @@ void backward_query(const BackwardProblem& gradients, const Heads& heads, const 
 
 }  // namespace
 
-size_t tiny_backward_scratch_bytes() { return (sizeof(Scratch) + 63) / 64 * 64; }
+size_t tiny_backward_scratch_bytes() { return (sizeof(TinyGradientMemory) + 63) / 64 * 64; }
 
 void tiny_backward_heads(const BackwardProblem& gradients, const Sequence& sequence, int64_t first, int64_t end,
                          void* memory) {
   const Problem& problem = gradients.forward;
   const int64_t heads_kv = problem.num_heads / problem.group, dim = problem.head_dim, dim_v = problem.head_dim_v;
   const int num_queries = static_cast<int>(sequence.len_q);
-  const ScoreRule rule = score_rule(problem, 0, 0);
-  Scratch& x = *static_cast<Scratch*>(memory);
+  const Score score(problem, sequence, 0, 0);  // the same for all heads
+  TinyGradientMemory& x = *static_cast<TinyGradientMemory*>(memory);
   for (int i = 0; i < num_queries; ++i) {
     const KeyRange range = key_range(problem.band, sequence, i);
     x.end[i] = static_cast<int>(range.end);
@@ -181,7 +176,7 @@ void tiny_backward_heads(const BackwardProblem& gradients, const Sequence& seque
       set_queries(heads, gradients, heads_kv, first, r);
       load_statistic(x.logsumexp, heads.logsumexp, num_queries);
       if (gradients.delta.data != nullptr) load_statistic(x.delta, heads.delta, num_queries);
-      for (int i = 0; i < num_queries; ++i) backward_query(gradients, heads, rule, x, i);
+      for (int i = 0; i < num_queries; ++i) backward_query(gradients, heads, score, x, i);
     }
     for (int64_t j = 0; j < sequence.len_k; ++j) {
       if (gradients.grad_key.data != nullptr) {

@@ -1,26 +1,34 @@
 // What a tile of queries sees of a block of keys, and in which parts that is computed: forward and backward alike.
 #pragma once
 
-#include "cpu/attention/score.h"
-#include "cpu/isa/dropout.h"
+#include "cpu/attention/functions.h"
+#include "cpu/attention/score/dropout.h"
+#include "cpu/attention/score/policy.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-constexpr int kBlock = 128;     // keys
 constexpr int kGroup = kLanes;  // keys of a block that share a range of vectors, where not every query sees all
 
 struct QueryTile {
   TileRanges ranges;
   int64_t first_query;
   int num_queries;
+
+  Queries queries() const { return {first_query, num_queries}; }
 };
 
-struct ViewScratch {
-  alignas(64) float diagonal[kTile];
+struct ViewMemory {
+  Options::Memory options;
   BlockRanges ranges;
   uint16_t kept[kBlock][kVecs];
-  float* additive;  // [kBlock][kTile], only with a mask or bias
+};
+
+// The keys and values of one block, as words that the microkernel can read: in place, or copied.
+struct KeyBlock {
+  int64_t first;
+  int num_keys;
+  Words key, value;
 };
 
 // One head of one sequence, and what is done to its scores.
@@ -28,15 +36,38 @@ struct HeadOptions {
   const Problem& problem;
   const Sequence& sequence;
   int64_t b, h;
-  Additive additive;
-  ScoreRule rule;
-  ViewScratch* view_scratch;
+  Score score;
+  ViewMemory* view_memory;
+
+  HeadOptions(const Problem& p, const Sequence& s, int64_t b_, int64_t h_, ViewMemory* scratch)
+      : problem(p), sequence(s), b(b_), h(h_), score(p, s, b_, h_), view_memory(scratch) {}
 };
+
+// Whether a tile may see some key of [begin, end), up to what options hide.
+inline bool sees(const QueryTile& tile, int64_t begin, int64_t end) {
+  return tile.ranges.any_begin < end && tile.ranges.any_end > begin;
+}
+
+// The first key of the next block, from the one that starts at `first` on, that some of the tiles may see; `end` or more:
+// there is none below `end`.
+template <class Tile>
+int64_t next_block(const HeadOptions& head, const Tile* tiles, int num_tiles, int64_t first, int64_t end) {
+  for (; first < end; first += kBlock) {
+    const int num_keys = head.sequence.len_k - first < kBlock ? static_cast<int>(head.sequence.len_k - first) : kBlock;
+    for (int t = 0; t < num_tiles; ++t) {
+      if (sees(tiles[t], first, first + kBlock) &&
+          head.score.options.may_see(tiles[t].queries(), Keys{first, 0, num_keys})) {
+        return first;
+      }
+    }
+  }
+  return first;
+}
 
 // Keys [begin, end), multiples of kMicroRows, as the vectors [v_begin, v_end) see them; the other vectors see none.
 struct Part {
   int begin = 0, end = 0, v_begin = 0, v_end = 0;
-  bool all = true;  // every query sees every key, up to mask and bias
+  bool all = true;  // every query sees every key, up to options
 
   bool continues(const Part& before) const {
     return begin == before.end && v_begin == before.v_begin && v_end == before.v_end && all == before.all;
@@ -47,35 +78,25 @@ struct Part {
 struct TileView {
   BlockView view;
   int begin = 0, end = 0;  // keys that some query may see; empty: none
-  bool all = true;         // every query sees every key, up to mask and bias
+  bool all = true;         // every query sees every key, up to options
   int num_vecs = 0;
 };
 
 inline TileView view_block(const HeadOptions& head, const QueryTile& tile, int64_t first_key, int num_keys) {
   const TileRanges& ranges = tile.ranges;
-  ViewScratch& scratch = *head.view_scratch;
+  ViewMemory& scratch = *head.view_memory;
   TileView t;
   t.begin = clamp_to_block(ranges.any_begin, first_key, kBlock);
   t.end = clamp_to_block(ranges.any_end, first_key, num_keys);
   if (t.begin >= t.end) return t;
   t.num_vecs = (tile.num_queries + kLanes - 1) / kLanes;
-  if (head.additive.given()) {
-    const Seen seen =
-        additive_tile(scratch.additive, head.additive, tile.first_query, tile.num_queries, first_key, t.begin, t.end);
-    if (seen == Seen::kNone) {
-      t.end = t.begin;
-      return t;
-    }
-    if (seen == Seen::kSome) {
-      t.view.additive = scratch.additive;
-      t.view.additive_shared = head.additive.same_for_all_queries();
-    }
-  }
-  if (head.problem.slopes != nullptr) {
-    // In double: an offset may be any int64.
-    const double first = static_cast<double>(head.sequence.offset) + static_cast<double>(tile.first_query - first_key);
-    for (int q = 0; q < kTile; ++q) scratch.diagonal[q] = static_cast<float>(first + q);
-    t.view.diagonal = scratch.diagonal;
+  t.view.first_query = tile.first_query;
+  t.view.first_key = first_key;
+  const Keys keys{first_key, t.begin, t.end};
+  if (!head.score.options.may_see(tile.queries(), keys) ||
+      !head.score.options.look(t.view.options, scratch.options, tile.queries(), keys)) {
+    t.end = t.begin;
+    return t;
   }
   if (head.problem.dropout.scale != 1.0f) {
     const int64_t head_index = head.b * head.problem.num_heads + head.h;
@@ -166,29 +187,9 @@ void for_each_product(const float* a, int64_t words, const Words& rows, const Pa
   }
 }
 
-// Which of the kLanes queries from lane `at` on see a key.
-inline M seen(const BlockView& view, int key, int at) {
-  M m = mask_from_bits(~0u);
-  if (view.ranges != nullptr) {
-    const I index = broadcast_int(key);
-    m = both(less_int(index, load_int(view.ranges->end + at)),
-             negate(less_int(index, load_int(view.ranges->begin + at))));
-  }
-  if (view.additive != nullptr) {
-    const F add = view.additive_shared ? broadcast(view.additive[key]) : load(view.additive + key * kTile + at);
-    m = both(m, negate(equal(add, broadcast(-kInfinity))));
-  }
-  return m;
-}
-
-inline bool hidden(const BlockView& view, int key, int query) {
-  if (view.ranges != nullptr && (key < view.ranges->begin[query] || key >= view.ranges->end[query])) return true;
-  return view.additive != nullptr && view.additive[view.additive_shared ? key : key * kTile + query] == -kInfinity;
-}
-
-// Of a row with l = 0: whether mask and bias leave it a key, so that all it sees has score -inf: exp(-inf + inf), NaN.
+// Of a row with l = 0: whether options leave it a key, so that all it sees has score -inf: exp(-inf + inf), NaN.
 inline bool sees_only_minus_infinity(const HeadOptions& head, const QueryTile& tile, int query) {
-  return leaves_a_key(head.additive, {tile.ranges.begin[query], tile.ranges.end[query]}, tile.first_query + query);
+  return head.score.leaves_a_key({tile.ranges.begin[query], tile.ranges.end[query]}, tile.first_query + query);
 }
 
 }  // namespace

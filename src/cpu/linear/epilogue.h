@@ -1,7 +1,7 @@
 // What linear::Epilogue does to a row of a product, or of a given matrix.
 #pragma once
 
-#include "cpu/isa/dropout.h"
+#include "cpu/isa/philox.h"
 #include "cpu/linear/activation.h"
 #include "cpu/linear/line.h"
 

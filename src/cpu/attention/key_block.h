@@ -1,4 +1,4 @@
-// A block of keys as a tile of queries works on it in forward: loading it, and its weights.
+// A block of keys as a tile of queries works on it in forward: loading it, and its probabilities.
 //   Q^T [D][kTile]   K, V [kBlock][D]   S^T, P^T [kBlock][kTile]   O^T [Dv][kTile]   m, l [kTile]
 #pragma once
 
@@ -16,35 +16,28 @@ struct Tile : QueryTile {
   bool some_hidden;  // in a block that was computed
 };
 
-struct Scratch {
+struct ForwardMemory {
   Tile tile[kMaxTiles];
   alignas(64) float p[kBlock * kTile];
-  ViewScratch view;
+  ViewMemory view;
 };
 
 constexpr size_t round_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// The keys and values of one block, as words that the microkernel can read: in place, or copied.
-struct Block {
-  int64_t first;
-  int num_keys;
-  Words key, value;
-};
-
 struct Head : HeadOptions {
   const ForwardTask& task;
   Rows key, value;
-  Scratch* scratch;
+  ForwardMemory* scratch;
   float *key_copy, *value_copy;
-  bool rounded_weights;  // P is bfloat16 where it multiplies V
-  bool careful;          // NaN or inf among hidden values: see add_not_finite
+  bool rounded_p;  // P is bfloat16 where it multiplies V
+  bool careful;    // NaN or inf among hidden values: see add_not_finite
 };
 
 template <class Mac>
-Block load_block(const Head& head, int64_t first) {
+KeyBlock load_block(const Head& head, int64_t first) {
   const Problem& problem = head.problem;
   const int64_t left = head.task.sequence.len_k - first;
-  Block block{first, left < kBlock ? static_cast<int>(left) : kBlock, {}, {}};
+  KeyBlock block{first, left < kBlock ? static_cast<int>(left) : kBlock, {}, {}};
   const int padded = (block.num_keys + kMicroRows - 1) / kMicroRows * kMicroRows;
   block.key = rows_as_words<Mac>(head.key_copy, head.key, first, block.num_keys, padded, problem.head_dim);
   block.value = values_as_words<Mac>(head.value_copy, head.value, first, block.num_keys, padded, problem.head_dim_v,
@@ -54,11 +47,11 @@ Block load_block(const Head& head, int64_t first) {
 
 // P^T of one part, in words of PMac.
 template <class Mac, class PMac>
-void score_keys(const Head& head, Tile& tile, const Block& block, const BlockView& view, const Part& part) {
+void score_keys(const Head& head, Tile& tile, const KeyBlock& block, const BlockView& view, const Part& part) {
   const int64_t words = words_of(head.problem.head_dim, Mac::kElements);
   for_each_product<Mac>(
       tile.query, words, block.key, part, [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
-        softmax_step<PMac>(s, head.scratch->p, tile.state, head.rule, view, key, lane, head.problem.head_dim_v);
+        softmax_step<PMac>(s, head.scratch->p, tile.state, head.score, view, key, lane, head.problem.head_dim_v);
       });
 }
 

@@ -2,13 +2,13 @@
 // with the tile's final m and l.
 #pragma once
 
-#include "cpu/attention/block.h"
+#include "cpu/attention/key_block.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-// p[key][query] -> normalised weights; 0 where hidden, also in a row that is NaN.
-void normalise(float* p, const BlockView& view, const float* l, const Part& part) {
+// p[key][query] -> normalised; 0 where hidden, also in a row that is NaN.
+void normalise(float* p, const Score& score, const BlockView& view, const float* l, const Part& part) {
   for (int v = part.v_begin; v < part.v_end; ++v) {
     const F l_v = load(l + v * kLanes), reciprocal = broadcast(1.0f) / l_v;
     for (int k = part.begin; k < part.end; ++k) {
@@ -18,7 +18,7 @@ void normalise(float* p, const BlockView& view, const float* l, const Part& part
     if (!any(negate(equal(l_v, l_v)))) continue;
     for (int q = v * kLanes; q < (v + 1) * kLanes; ++q) {
       for (int k = part.begin; k < part.end; ++k) {
-        if (l[q] != l[q] && hidden(view, k, q)) p[k * kTile + q] = 0;
+        if (l[q] != l[q] && score.hidden(view, k, q)) p[k * kTile + q] = 0;
       }
     }
   }
@@ -29,8 +29,8 @@ void add_columns(const ForwardTask& task, const float* p, int64_t first, int num
     F sum = load(task.columns + (first + k) * kLanes);
     for (int v = part.v_begin; v < part.v_end; ++v) {
       const int rows = num_queries - v * kLanes < kLanes ? num_queries - v * kLanes : kLanes;
-      const F weights = load(p + k * kTile + v * kLanes);
-      sum = sum + (rows == kLanes ? weights : select(mask_from_bits((1u << rows) - 1), weights, broadcast(0.0f)));
+      const F p_v = load(p + k * kTile + v * kLanes);
+      sum = sum + (rows == kLanes ? p_v : select(mask_from_bits((1u << rows) - 1), p_v, broadcast(0.0f)));
     }
     store(task.columns + (first + k) * kLanes, sum);
   }
@@ -47,8 +47,8 @@ void drop(float* p, const Dropout& dropout, const uint16_t (*kept)[kVecs], const
 }
 
 // Queries [q_begin, q_end) of p[key][query], times `factor`, to the rows of problem.weights that start at `row`.
-void store_weights(const Problem& problem, int64_t row, const float* p, int64_t num_keys, int q_begin, int q_end,
-                   float factor) {
+void store_probabilities(const Problem& problem, int64_t row, const float* p, int64_t num_keys, int q_begin, int q_end,
+                         float factor) {
   for (int q = q_begin; q < q_end; q += kLanes) {
     for (int64_t k = 0; k < num_keys; k += kLanes) {
       const int n = num_keys - k < kLanes ? static_cast<int>(num_keys - k) : kLanes;
@@ -78,8 +78,10 @@ void second_pass(const Head& head, Tile& tile) {
     if (l[q] != 0.0f) continue;
     l[q] = q < tile.num_queries && sees_only_minus_infinity(head, tile, q) ? __builtin_nanf("") : 1.0f;
   }
-  for (int64_t first = tile.ranges.any_begin / kBlock * kBlock; first < tile.ranges.any_end; first += kBlock) {
-    const Block block = load_block<Mac>(head, first);
+  const int64_t end = tile.ranges.any_end;
+  int64_t first = next_block(head, &tile, 1, tile.ranges.any_begin / kBlock * kBlock, end);
+  for (; first < end; first = next_block(head, &tile, 1, first + kBlock, end)) {
+    const KeyBlock block = load_block<Mac>(head, first);
     const TileView t = view_block(head, tile, block.first, block.num_keys);
     if (t.begin >= t.end) continue;
     float* p = head.scratch->p;
@@ -89,13 +91,13 @@ void second_pass(const Head& head, Tile& tile) {
       score_keys<Mac, Float32>(head, tile, block, undropped, computed);
       Part part = computed;
       if (part.end > block.num_keys) part.end = block.num_keys;
-      normalise(p, t.view, l, part);
+      normalise(p, head.score, t.view, l, part);
       if (task.columns != nullptr) add_columns(task, p, first, tile.num_queries, part);
       if (view.kept != nullptr) drop(p, problem.dropout, view.kept, part);
       if (task.weights) {
         const int q_end = part.v_end * kLanes < tile.num_queries ? part.v_end * kLanes : tile.num_queries;
-        store_weights(problem, row + (first + part.begin) * problem.weights_stride_k, p + part.begin * kTile,
-                      part.end - part.begin, part.v_begin * kLanes, q_end, 1);
+        store_probabilities(problem, row + (first + part.begin) * problem.weights_stride_k, p + part.begin * kTile,
+                            part.end - part.begin, part.v_begin * kLanes, q_end, 1);
       }
       if (task.mean == nullptr) return;
       for (int k = part.begin; k < part.end; ++k) {

@@ -1,0 +1,135 @@
+// A boolean mask, and a bias that is added to the scores, as one number for each score: -inf where the mask hides.
+#pragma once
+
+#include "cpu/attention/score/option.h"
+#include "cpu/isa/elements.h"
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+inline Broadcast at_head(const Broadcast& x, int64_t b, int64_t h) {
+  Broadcast head = x;
+  if (x.data == nullptr) return head;
+  head.data = static_cast<const char*>(x.data) + (b * x.stride_b + h * x.stride_h) * element_bytes(x.dtype);
+  return head;
+}
+
+struct MaskAndBias : Option {
+  Broadcast mask, bias;  // data moved to the head
+
+  struct View {
+    const float* tile = nullptr;  // [key][query]; null: nothing is hidden and nothing added
+    bool one_row = false;         // of all queries: [key]
+  };
+  struct Memory {
+    float* tile;
+  };
+
+  static constexpr bool kHides = true;
+
+  MaskAndBias(const Problem& problem, const Sequence&, int64_t b, int64_t h)
+      : mask(at_head(problem.mask, b, h)), bias(at_head(problem.bias, b, h)) {}
+
+  bool on() const { return mask.data != nullptr || bias.data != nullptr; }
+  bool may_hide() const { return on(); }
+  bool same_for_heads() const { return mask.stride_h == 0 && bias.stride_h == 0; }
+  bool same_for_queries() const { return mask.stride_q == 0 && bias.stride_q == 0; }
+
+  static int64_t memory_floats(const Asked& asked) { return asked.additive ? kTileFloats : 0; }
+  void take_memory(Memory& own, float*& memory, bool) const { own.tile = on() ? take(memory, kTileFloats) : nullptr; }
+
+  bool look(View& view, Memory& own, const Queries& queries, const Keys& keys) const {
+    if (!on()) return true;
+    const Found found = fill(own.tile, queries, keys);
+    if (found.visible == 0) return false;
+    if (found.changed == 0) return true;
+    view.tile = own.tile;
+    view.one_row = same_for_queries();
+    return true;
+  }
+  bool hides(const View& view) const { return view.tile != nullptr; }
+
+  M sees(M seen, const auto& at, const View& view) const {
+    if (!adds(at, view)) return seen;
+    return both(seen, negate(equal(added(at, view), broadcast(-kInfinity))));
+  }
+
+  F score(F s, const auto& at, const View& view, Kept&) const {
+    if (!adds(at, view)) return s;
+    const F add = added(at, view);
+    return select(equal(add, broadcast(-kInfinity)), add, s + add);
+  }
+
+ private:
+  bool adds(const TilePlace&, const View& view) const { return view.tile != nullptr; }
+  bool adds(const RowPlace&, const View&) const { return on(); }
+  bool adds(const HeadsPlace&, const View&) const { return false; }  // tiny_takes refuses them
+  F added(const TilePlace& at, const View& view) const {
+    return view.one_row ? broadcast(view.tile[at.key]) : load(view.tile + at.key * kTile + at.lane);
+  }
+  F added(const RowPlace& at, const View&) const { return row(at.query, at.first_key + at.key, at.n); }
+  F added(const HeadsPlace&, const View&) const { return broadcast(0.0f); }
+
+  // Of n keys for query i.
+  F row(int64_t i, int64_t key, int n) const {
+    F x = broadcast(0.0f);
+    if (bias.data != nullptr) {
+      x = load_elements(bias.data, bias.dtype, i * bias.stride_q + key * bias.stride_k, bias.stride_k, n);
+    }
+    if (mask.data == nullptr) return x;
+    const uint8_t* shown = static_cast<const uint8_t*>(mask.data) + i * mask.stride_q + key * mask.stride_k;
+    F keep;
+    if (n == kLanes && mask.stride_k == 1) {
+      keep = load_bool(shown);
+    } else {
+      uint8_t buffer[kLanes] = {};
+      for (int k = 0; k < n; ++k) buffer[k] = shown[k * mask.stride_k];
+      keep = load_bool(buffer);
+    }
+    return select(equal(keep, broadcast(0.0f)), broadcast(-kInfinity), x);
+  }
+
+  // Bits of the lanes that are not -inf, and not 0.
+  struct Found {
+    uint32_t visible = 0, changed = 0;
+    void add(F x, int n) {
+      const uint32_t first = n == 32 ? ~0u : (1u << n) - 1;
+      visible |= ~bits(equal(x, broadcast(-kInfinity))) & first;
+      changed |= ~bits(equal(x, broadcast(0.0f))) & first;
+    }
+  };
+
+  // tile[key][query], or tile[key] where all queries share one row.
+  Found fill(float* tile, const Queries& queries, const Keys& keys) const {
+    Found found;
+    if (same_for_queries()) {
+      for (int k = keys.begin; k < keys.end; k += kLanes) {
+        const int n = keys.end - k < kLanes ? keys.end - k : kLanes;
+        const F x = row(queries.first, keys.first + k, n);
+        found.add(x, n);
+        store_first(tile + k, x, n);
+      }
+      return found;
+    }
+    for (int q = 0; q < queries.count; q += kLanes) {
+      for (int k = keys.begin; k < keys.end; k += kLanes) {
+        const int n = keys.end - k < kLanes ? keys.end - k : kLanes;
+        F block[kLanes];
+        for (int r = 0; r < kLanes; ++r) {
+          if (q + r >= queries.count) {
+            block[r] = broadcast(0.0f);
+            continue;
+          }
+          block[r] = row(queries.first + q + r, keys.first + k, n);
+          found.add(block[r], n);
+        }
+        transpose(block);
+        for (int i = 0; i < n; ++i) store(tile + (k + i) * kTile + q, block[i]);
+      }
+    }
+    return found;
+  }
+};
+
+}  // namespace
+}  // namespace polyhead::cpu::POLYHEAD_ISA

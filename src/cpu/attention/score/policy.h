@@ -1,0 +1,121 @@
+// What one head does to its products, and to the gradients of its scores: every kernel asks this, and this the options.
+#pragma once
+
+#include "cpu/attention/score/options.h"
+#include "cpu/attention/score/ranges.h"
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+// How one tile sees one block of keys.
+struct BlockView {
+  int64_t first_query, first_key;
+  const BlockRanges* ranges = nullptr;      // null: every query sees every key, up to what options hide
+  const uint16_t (*kept)[kVecs] = nullptr;  // by dropout, [key][vector]; null: all
+  Options::View options;
+
+  TilePlace at(int key, int lane) const { return {first_query, first_key, key, lane}; }
+};
+
+struct Score {
+  bool scaled_first;  // the scale is applied to products, not to exponents: options want scores, or it is not positive
+  float scale;
+  float to_natural;  // what a score, as computed, is multiplied by to be the contract's,
+  float to_log2;     // and to be a power of 2; positive
+  Options options;
+
+  Score(const Problem& problem, const Sequence& sequence, int64_t b, int64_t h)
+      : scale(problem.scale), options(problem, sequence, b, h) {
+    scaled_first = options.on() || !(scale > 1e-6f);
+    to_natural = scaled_first ? 1.0f : scale;
+    to_log2 = scaled_first ? kLog2E : scale * kLog2E;
+  }
+
+  // A product -> a score, at any place.
+  template <class Place>
+  F of(F product, const Place& at, const Options::View& view, Options::Kept& kept) const {
+    return scaled_first ? options.score(product * broadcast(scale), at, view, kept) : product;
+  }
+
+  // Which of the kLanes queries from `lane` on see a key of a block.
+  M sees(const BlockView& view, int key, int lane) const {
+    return options.sees(in_range(view, key, lane), view.at(key, lane), view.options);
+  }
+  bool hides(const BlockView& view) const { return view.ranges != nullptr || options.hides(view.options); }
+  bool hidden(const BlockView& view, int key, int query) const {
+    return (bits(sees(view, key, query / kLanes * kLanes)) >> (query % kLanes) & 1) == 0;
+  }
+
+  // Whether options leave query i a key of its range.
+  bool leaves_a_key(const KeyRange& range, int64_t i) const {
+    Options::View view;
+    options.look_row(view, i, range.begin);
+    for (int64_t k = range.begin; k < range.end; k += kLanes) {
+      const int n = range.end - k < kLanes ? static_cast<int>(range.end - k) : kLanes;
+      if (any(options.sees(mask_from_bits((1u << n) - 1), RowPlace{i, k, 0, n}, view))) return true;
+    }
+    return false;
+  }
+
+  // Products of a piece of a tile -> scores, -inf where hidden. s[r][v]: key + r, lanes lane + v * kLanes.
+  template <int kRows, int kVecs_>
+  void apply(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane) const {
+    if (scaled_first || view.ranges != nullptr) {
+      for_each_score(s, view, key, lane, [](const Options::Kept&, int, int) {});
+    }
+  }
+
+  // The same in backward, where options keep what their gradients need.
+  template <int kRows, int kVecs_>
+  void apply_and_keep(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane,
+                      const Options::Memory& memory) const {
+    if (!scaled_first && view.ranges == nullptr) return;
+    const bool some_hidden = hides(view);
+    for_each_score(s, view, key, lane, [&](const Options::Kept& kept, int k, int at) {
+      options.save(kept, memory, k * kTile + at, [&] { return some_hidden ? sees(view, k, at) : mask_from_bits(~0u); });
+    });
+  }
+
+  // dS of the scores -> dS of what option O gave: what O adds to the gradients of its own.
+  template <class O>
+  F gradient_after(F ds, const BlockView& view, int key, int lane, const Options::Memory& memory) const {
+    Options::Kept kept;
+    options.load_kept(kept, memory, key * kTile + lane);
+    return options.gradient_after<O>(ds, view.at(key, lane), view.options, kept);
+  }
+
+  // dS of the scores -> dS of the products but for `scale`, of the block at hand.
+  F raw_gradient(F ds, const BlockView& view, int key, int lane, const Options::Memory& memory) const {
+    if (!scaled_first) return ds;
+    Options::Kept kept;
+    options.load_kept(kept, memory, key * kTile + lane);
+    return options.raw_gradient(ds, view.at(key, lane), view.options, kept);
+  }
+
+ private:
+  static M in_range(const BlockView& view, int key, int lane) {
+    if (view.ranges == nullptr) return mask_from_bits(~0u);
+    const I index = broadcast_int(key);
+    return both(less_int(index, load_int(view.ranges->end + lane)),
+                negate(less_int(index, load_int(view.ranges->begin + lane))));
+  }
+
+  template <int kRows, int kVecs_, class Keep>
+  void for_each_score(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane, const Keep& keep) const {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs_; ++v) {
+      const int at = lane + v * kLanes;
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        Options::Kept kept;
+        F x = of(s[r][v], view.at(key + r, at), view.options, kept);
+        keep(kept, key + r, at);
+        if (view.ranges != nullptr) x = select(in_range(view, key + r, at), x, broadcast(-kInfinity));
+        s[r][v] = x;
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace polyhead::cpu::POLYHEAD_ISA
