@@ -22,7 +22,7 @@ class HostThreads final : public polyhead::Executor {
 static std::vector<float> attend(const polyhead::AttentionDesc& desc, polyhead::Executor* executor,
                                  const std::vector<float>& query) {
   polyhead::PlanOptions options;
-  options.executor = executor;  // null: polyhead's own pool
+  options.where.executor = executor;  // null: polyhead's own pool
   const auto plan = polyhead::plan(desc, options);
   if (!plan.ok()) return std::fprintf(stderr, "%s\n", plan.status().message().c_str()), std::vector<float>();
 

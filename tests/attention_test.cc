@@ -253,7 +253,7 @@ TEST_P(EachKernel, TakesStridesBeyond32Bits) {
     args.key = key.tensor();
     args.value = value.tensor();
     args.out = out.tensor();
-    const Result<Plan> plan = polyhead::plan(p.desc, {GetParam()->name, &executor(2)});
+    const Result<Plan> plan = polyhead::plan(p.desc, {GetParam()->name, {.executor = &executor(2)}});
     ASSERT_TRUE(plan.ok()) << plan.status().message();
     const GuardedBytes workspace(plan->workspace_bytes(), Guard::kEnd, 0xff);
     args.workspace = workspace.data();

@@ -112,17 +112,18 @@ Gradients run(const Kernel& kernel, const AttentionDesc& desc, const BackwardInp
   }
 
   Executor& threads = executor(options.threads);
-  const size_t workspace_bytes = kernel.backward_workspace_bytes(desc, threads.num_threads());
+  const size_t workspace_bytes = kernel.backward_workspace_bytes(desc, threads.num_threads()).value();
   const GuardedBytes workspace(workspace_bytes, options.guard, 0xff);
   args.forward.workspace = workspace.data();
   args.forward.workspace_bytes = workspace_bytes;
   Gradients g;
   if (options.through_plan) {
-    const Result<Plan> plan = polyhead::plan(desc, {kernel.name, &threads});
+    const Result<Plan> plan = polyhead::plan(desc, {kernel.name, {.executor = &threads}});
     const Status status = plan.ok() ? plan->backward(args) : plan.status();
     if (!status.ok()) g.faults.push_back("plan: " + status.message());
   } else {
-    kernel.backward(desc, args, threads);
+    const Status status = kernel.backward(desc, args, threads);
+    if (!status.ok()) g.faults.push_back("backward: " + status.message());
   }
   for (int n = 0; n < kNumGradients; ++n) {
     g.*kGradients[n].gradient = outputs[static_cast<size_t>(n)].result(kGradients[n].name, &g.faults);

@@ -14,16 +14,27 @@
 namespace polyhead::testing {
 namespace {
 
-using Backward = void (*)(const AttentionDesc&, const BackwardArgs&, Executor&);
+using Backward = void (*)(const AttentionDesc&, const BackwardArgs&, const polyhead::Run&);
 
 // A kernel that computes as the yardstick does, but for what `backward` does differently.
 Kernel kernel_of(Backward backward) {
-  return {"sabotaged", [](const AttentionDesc&) { return std::string(); },
-          nullptr,     [](const AttentionDesc& desc, int) { return reference::backward_workspace_bytes<float>(desc); },
-          nullptr,     backward};
+  static Backward current;  // a Kernel's function has no state of its own
+  current = backward;
+  return {"sabotaged",
+          Device::kCpu,
+          [](const AttentionDesc&) { return std::string(); },
+          nullptr,
+          [](const AttentionDesc& desc, int) { return reference::backward_workspace_bytes<float>(desc); },
+          nullptr,
+          [](const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run& run) {
+            current(desc, args, run);
+            return Status();
+          }};
 }
 
-void naive(const AttentionDesc& desc, const BackwardArgs& args, Executor&) { reference::backward<float>(desc, args); }
+void naive(const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {
+  reference::backward<float>(desc, args);
+}
 
 // With every option that a wrong kernel could forget.
 GradientProblem problem() {
@@ -53,7 +64,7 @@ std::string judged(const GradientProblem& p, Backward backward) {
 }
 
 // Runs head dims backwards: other roundings, as good as the yardstick's.
-void mirrored(const AttentionDesc& desc, const BackwardArgs& args, Executor&) {
+void mirrored(const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {
   auto flip = [](Tensor& t) {
     const int last = t.ndim - 1;
     if (!t.given() || t.dims[last] < 2) return;
@@ -94,32 +105,32 @@ TEST(GradientHarness, CatchesWhatIsForgotten) {
   };
   const Wrong kWrong[] = {
       {"the gradient of logsumexp",
-       [](const AttentionDesc& desc, const BackwardArgs& args, Executor&) {
+       [](const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {
          BackwardArgs less = args;
          less.grad_logsumexp = Tensor();
          reference::backward<float>(desc, less);
        }},
       {"dropout's mask",
-       [](const AttentionDesc& desc, const BackwardArgs& args, Executor&) {
+       [](const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {
          BackwardArgs other = args;
          other.forward.dropout_offset += 1;
          reference::backward<float>(desc, other);
        }},
       {"the diagonal",
-       [](const AttentionDesc& desc, const BackwardArgs& args, Executor&) {
+       [](const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {
          AttentionDesc other = desc;
          other.align = Align::kUnset;
          other.query_offset = desc.seqlen_k - desc.seqlen_q - 1;
          reference::backward<float>(other, args);
        }},
       {"softcap",
-       [](const AttentionDesc& desc, const BackwardArgs& args, Executor&) {
+       [](const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {
          AttentionDesc other = desc;
          other.softcap *= 1.001;
          reference::backward<float>(other, args);
        }},
       {"one head of a group",
-       [](const AttentionDesc& desc, const BackwardArgs& args, Executor&) {
+       [](const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {
          BackwardArgs zero = args;
          Array dO(DType::kFloat32, {desc.batch, desc.seqlen_q, desc.num_heads, desc.head_dim_v});
          for (int64_t n = 0; n < dO.size(); ++n) {
@@ -150,19 +161,19 @@ void changed(const AttentionDesc& desc, const BackwardArgs& args, Change change)
 TEST(GradientHarness, CatchesSmallErrorsInEachGradient) {
   const GradientProblem p = problem();
   const Backward kOneElement[] = {
-      [](const AttentionDesc& d, const BackwardArgs& a, Executor&) {
+      [](const AttentionDesc& d, const BackwardArgs& a, const polyhead::Run&) {
         changed<&BackwardArgs::grad_query>(d, a, [](int64_t n, float x) { return n == 77 ? x + 2e-4f : x; });
       },
-      [](const AttentionDesc& d, const BackwardArgs& a, Executor&) {
+      [](const AttentionDesc& d, const BackwardArgs& a, const polyhead::Run&) {
         changed<&BackwardArgs::grad_key>(d, a, [](int64_t n, float x) { return n == 77 ? x + 2e-4f : x; });
       },
-      [](const AttentionDesc& d, const BackwardArgs& a, Executor&) {
+      [](const AttentionDesc& d, const BackwardArgs& a, const polyhead::Run&) {
         changed<&BackwardArgs::grad_value>(d, a, [](int64_t n, float x) { return n == 77 ? x + 2e-5f : x; });
       },
-      [](const AttentionDesc& d, const BackwardArgs& a, Executor&) {
+      [](const AttentionDesc& d, const BackwardArgs& a, const polyhead::Run&) {
         changed<&BackwardArgs::grad_attn_bias>(d, a, [](int64_t n, float x) { return n == 77 ? x + 2e-3f : x; });
       },
-      [](const AttentionDesc& d, const BackwardArgs& a, Executor&) {
+      [](const AttentionDesc& d, const BackwardArgs& a, const polyhead::Run&) {
         changed<&BackwardArgs::grad_alibi_slopes>(d, a, [](int64_t n, float x) { return n == 1 ? x + 0.1f : x; });
       },
   };
@@ -175,14 +186,14 @@ TEST(GradientHarness, CatchesSmallErrorsInEachGradient) {
 TEST(GradientHarness, CatchesWhatIsLeftOrWrittenOver) {
   GradientProblem p = problem();
   p.accumulate = true;
-  const Backward sets = [](const AttentionDesc& desc, const BackwardArgs& args, Executor&) {
+  const Backward sets = [](const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {
     BackwardArgs set = args;
     set.accumulate = false;
     reference::backward<float>(desc, set);
   };
   EXPECT_EQ(judged(p, naive), "");
   EXPECT_NE(judged(p, sets), "");
-  const Backward minus_zero = [](const AttentionDesc& desc, const BackwardArgs& args, Executor&) {
+  const Backward minus_zero = [](const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {
     changed<&BackwardArgs::grad_query>(desc, args, [](int64_t, float x) { return x == 0 ? -0.0f : x; });
   };
   p.accumulate = false;
@@ -190,13 +201,13 @@ TEST(GradientHarness, CatchesWhatIsLeftOrWrittenOver) {
   p.forward.desc.query_offset = -5;
   EXPECT_EQ(judged(p, naive), "");
   EXPECT_NE(judged(p, minus_zero).find("expected +0"), std::string::npos);
-  const Backward lazy = [](const AttentionDesc& desc, const BackwardArgs& args, Executor&) {
+  const Backward lazy = [](const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {
     BackwardArgs less = args;
     less.grad_value = Tensor();
     reference::backward<float>(desc, less);
   };
   EXPECT_NE(judged(p, lazy).find("not written"), std::string::npos);
-  const Backward scribbles = [](const AttentionDesc& desc, const BackwardArgs& args, Executor&) {
+  const Backward scribbles = [](const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {
     reference::backward<float>(desc, args);
     static_cast<float*>(args.grad_out.data)[3] += 1;
   };
@@ -210,14 +221,14 @@ TEST(GradientHarness, CatchesALeakAndAHiddenNan) {
   const AttentionDesc& d = p.forward.desc;
   const BackwardInputs in = random_inputs(p);
   const Kernel honest = kernel_of(naive);
-  const Kernel leaks = kernel_of([](const AttentionDesc& desc, const BackwardArgs& args, Executor&) {
+  const Kernel leaks = kernel_of([](const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {
     const float hidden = *static_cast<const float*>(args.grad_out.data);  // row 0 sees no key
     changed<&BackwardArgs::grad_query>(desc, args, [&](int64_t, float x) { return x + 0 * hidden; });
   });
-  const Kernel hides = kernel_of([](const AttentionDesc& desc, const BackwardArgs& args, Executor&) {
+  const Kernel hides = kernel_of([](const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {
     changed<&BackwardArgs::grad_key>(desc, args, [](int64_t, float x) { return std::isnan(x) ? 0 : x; });
   });
-  const Kernel spreads = kernel_of([](const AttentionDesc& desc, const BackwardArgs& args, Executor&) {
+  const Kernel spreads = kernel_of([](const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {
     bool any = false;
     changed<&BackwardArgs::grad_key>(desc, args, [&](int64_t, float x) { return (any |= std::isnan(x)) ? NAN : x; });
   });

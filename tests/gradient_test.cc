@@ -284,7 +284,7 @@ TEST_P(GradientOfEachKernel, TakesStridesBeyond32Bits) {
     args.grad_query = grad_query.tensor();
     args.grad_key = grad_key.tensor();
     args.grad_value = grad_value.tensor();
-    const Result<Plan> plan = polyhead::plan(d, {GetParam()->name, &executor(2)});
+    const Result<Plan> plan = polyhead::plan(d, {GetParam()->name, {.executor = &executor(2)}});
     ASSERT_TRUE(plan.ok()) << plan.status().message();
     const GuardedBytes workspace(plan->backward_workspace_bytes(), Guard::kEnd, 0xff);
     args.forward.workspace = workspace.data();

@@ -172,17 +172,18 @@ Outputs run(const Kernel& kernel, const AttentionDesc& desc, const Inputs& in, c
   args.column_sums = column_sums.tensor();
 
   Executor& threads = executor(options.threads);
-  const size_t workspace_bytes = kernel.workspace_bytes(desc, threads.num_threads());
+  const size_t workspace_bytes = kernel.workspace_bytes(desc, threads.num_threads()).value();
   const GuardedBytes workspace(workspace_bytes, options.guard, 0xff);
   args.workspace = workspace.data();
   args.workspace_bytes = workspace_bytes;
   Outputs o;
   if (options.through_plan) {
-    const Result<Plan> plan = polyhead::plan(desc, {kernel.name, &threads});
+    const Result<Plan> plan = polyhead::plan(desc, {kernel.name, {.executor = &threads}});
     const Status status = plan.ok() ? plan->forward(args) : plan.status();
     if (!status.ok()) o.faults.push_back("plan: " + status.message());
   } else {
-    kernel.forward(desc, args, threads);
+    const Status status = kernel.forward(desc, args, threads);
+    if (!status.ok()) o.faults.push_back("forward: " + status.message());
   }
   o.out = out.result("out", &o.faults);
   o.logsumexp = logsumexp.result("logsumexp", &o.faults);

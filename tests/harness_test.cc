@@ -17,15 +17,21 @@
 namespace polyhead::testing {
 namespace {
 
-using Forward = void (*)(const AttentionDesc&, const ForwardArgs&, Executor&);
+using Forward = void (*)(const AttentionDesc&, const ForwardArgs&, const polyhead::Run&);
 
 // A kernel that computes as the yardstick does, but for what `forward` does differently.
 Kernel kernel_of(Forward forward) {
+  static Forward current;  // a Kernel's function has no state of its own
+  current = forward;
   return {"sabotaged",
+          Device::kCpu,
           [](const AttentionDesc&) { return std::string(); },
           [](const AttentionDesc& desc, int) { return reference::workspace_bytes<float>(desc); },
           nullptr,
-          forward,
+          [](const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run& run) {
+            current(desc, args, run);
+            return Status();
+          },
           nullptr};
 }
 
@@ -47,7 +53,9 @@ std::string judged(const Problem& p, Forward forward, const RunOptions& options 
   return mismatch(kernel_of(forward), p, in, expected(p.desc, in), options);
 }
 
-void naive(const AttentionDesc& desc, const ForwardArgs& args, Executor&) { reference::forward<float>(desc, args); }
+void naive(const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run&) {
+  reference::forward<float>(desc, args);
+}
 
 // Row i of a [B, S, H, D] view alone.
 Tensor row_of(Tensor t, int64_t i) {
@@ -57,7 +65,7 @@ Tensor row_of(Tensor t, int64_t i) {
 }
 
 // Sums in the opposite order: keys and head dims run backwards. As good as the yardstick, with other roundings.
-void backwards(const AttentionDesc& desc, const ForwardArgs& args, Executor&) {
+void backwards(const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run&) {
   auto flip = [](Tensor& t, int dim) {
     if (t.dims[dim] > 1) {
       t.data = static_cast<uint8_t*>(t.data) +
@@ -102,7 +110,7 @@ TEST(Harness, PassesTheYardstickAndItsMirrorImage) {
 TEST(Harness, CatchesAMaskSkippedOnTheTailRow) {
   Problem p = problem();
   p.desc.causal = true;
-  const Forward skips = [](const AttentionDesc& desc, const ForwardArgs& args, Executor&) {
+  const Forward skips = [](const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run&) {
     reference::forward<float>(desc, args);
     AttentionDesc tail = desc;  // the last row but one sees the last key too
     tail.seqlen_q = 1;
@@ -121,7 +129,7 @@ TEST(Harness, CatchesAMaskSkippedOnTheTailRow) {
 TEST(Harness, CatchesNanThatLeaksFromHiddenKeys) {
   Problem p = problem();
   p.desc.has_seqlens_k = true;
-  const Forward leaks = [](const AttentionDesc& desc, const ForwardArgs& args, Executor&) {
+  const Forward leaks = [](const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run&) {
     reference::forward<float>(desc, args);
     for (int64_t j = 0; j < desc.seqlen_k; ++j) {  // 0 * V, as a finite mask or a padded tile adds
       float* out = static_cast<float*>(args.out.data);
@@ -141,7 +149,7 @@ TEST(Harness, CatchesNanThatLeaksFromHiddenKeys) {
 
 TEST(Harness, CatchesNanThatIsSwallowed) {
   const Problem p = problem();
-  const Forward swallows = [](const AttentionDesc& desc, const ForwardArgs& args, Executor&) {
+  const Forward swallows = [](const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run&) {
     reference::forward<float>(desc, args);
     float* out = static_cast<float*>(args.out.data);
     for (int64_t n = 0; n < args.out.num_elements(); ++n) out[n] = std::isnan(out[n]) ? 0 : out[n];
@@ -162,10 +170,10 @@ volatile float sink;
 TEST(HarnessDeathTest, CatchesReadsPastEitherEnd) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   for (Guard guard : {Guard::kEnd, Guard::kStart}) {
-    const Forward past_end = [](const AttentionDesc&, const ForwardArgs& args, Executor&) {
+    const Forward past_end = [](const AttentionDesc&, const ForwardArgs& args, const polyhead::Run&) {
       sink = static_cast<const float*>(args.key.data)[args.key.num_elements()];
     };
-    const Forward before_start = [](const AttentionDesc&, const ForwardArgs& args, Executor&) {
+    const Forward before_start = [](const AttentionDesc&, const ForwardArgs& args, const polyhead::Run&) {
       sink = static_cast<const float*>(args.key.data)[-1];
     };
     RunOptions options;
@@ -183,7 +191,7 @@ TEST(HarnessDeathTest, CatchesReadsPastEitherEnd) {
 
 TEST(HarnessDeathTest, CatchesWritesBehindTheWorkspace) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  const Forward writes = [](const AttentionDesc&, const ForwardArgs& args, Executor&) {
+  const Forward writes = [](const AttentionDesc&, const ForwardArgs& args, const polyhead::Run&) {
     static_cast<volatile char*>(args.workspace)[args.workspace_bytes] = 1;
   };
   const Problem p = problem();
@@ -193,7 +201,7 @@ TEST(HarnessDeathTest, CatchesWritesBehindTheWorkspace) {
 
 // Online softmax in blocks of 64 keys: sums of earlier blocks must be rescaled when a new maximum comes.
 template <bool rescale>
-void online(const AttentionDesc& desc, const ForwardArgs& args, Executor&) {
+void online(const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run&) {
   const float* Q = static_cast<const float*>(args.query.data);
   const float* K = static_cast<const float*>(args.key.data);
   const float* V = static_cast<const float*>(args.value.data);
@@ -235,7 +243,7 @@ TEST(Harness, CatchesAMissingRescale) {
 }
 
 TEST(Harness, CatchesRowsNotWritten) {
-  const Forward forgets = [](const AttentionDesc& desc, const ForwardArgs& args, Executor&) {
+  const Forward forgets = [](const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run&) {
     AttentionDesc less = desc;
     less.seqlen_q -= 1;
     ForwardArgs part = args;
@@ -246,7 +254,7 @@ TEST(Harness, CatchesRowsNotWritten) {
 }
 
 TEST(Harness, CatchesWritesBetweenElements) {
-  const Forward writes = [](const AttentionDesc& desc, const ForwardArgs& args, Executor&) {
+  const Forward writes = [](const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run&) {
     reference::forward<float>(desc, args);
     static_cast<float*>(args.out.data)[args.out.strides[3] * args.out.dims[3]] = 0;
   };
@@ -257,7 +265,7 @@ TEST(Harness, CatchesWritesBetweenElements) {
 }
 
 TEST(Harness, CatchesAnInputThatIsWritten) {
-  const Forward writes = [](const AttentionDesc& desc, const ForwardArgs& args, Executor&) {
+  const Forward writes = [](const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run&) {
     reference::forward<float>(desc, args);
     static_cast<float*>(args.query.data)[7] += 1;
   };
@@ -265,7 +273,7 @@ TEST(Harness, CatchesAnInputThatIsWritten) {
 }
 
 TEST(Harness, CatchesAnInnermostStrideTakenForOne) {
-  const Forward ignores = [](const AttentionDesc& desc, const ForwardArgs& args, Executor&) {
+  const Forward ignores = [](const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run&) {
     ForwardArgs wrong = args;
     wrong.key.strides[3] = 1;
     reference::forward<float>(desc, wrong);
@@ -277,8 +285,8 @@ TEST(Harness, CatchesAnInnermostStrideTakenForOne) {
 }
 
 TEST(Harness, CatchesSumsThatDependOnThreads) {
-  const Forward depends = [](const AttentionDesc& desc, const ForwardArgs& args, Executor& executor) {
-    executor.num_threads() > 1 ? backwards(desc, args, executor) : naive(desc, args, executor);
+  const Forward depends = [](const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run& run) {
+    run.num_threads > 1 ? backwards(desc, args, run) : naive(desc, args, run);
   };
   const Problem p = problem();
   const Inputs in = random_inputs(p);
@@ -288,7 +296,7 @@ TEST(Harness, CatchesSumsThatDependOnThreads) {
 }
 
 TEST(Harness, CatchesAWorkspaceTakenForZeros) {
-  const Forward reads = [](const AttentionDesc& desc, const ForwardArgs& args, Executor&) {
+  const Forward reads = [](const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run&) {
     const float sum = *static_cast<const float*>(args.workspace);
     reference::forward<float>(desc, args);
     static_cast<float*>(args.out.data)[3] += sum;
@@ -299,11 +307,11 @@ TEST(Harness, CatchesAWorkspaceTakenForZeros) {
 TEST(Harness, CatchesHiddenRowsThatAreNotZero) {
   Problem p = problem(130, 66);  // queries 0..63 see no key
   p.desc.causal = true;
-  const Forward minus_zero = [](const AttentionDesc& desc, const ForwardArgs& args, Executor&) {
+  const Forward minus_zero = [](const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run&) {
     reference::forward<float>(desc, args);
     static_cast<float*>(args.out.data)[0] = -0.0f;
   };
-  const Forward finite = [](const AttentionDesc& desc, const ForwardArgs& args, Executor&) {
+  const Forward finite = [](const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run&) {
     reference::forward<float>(desc, args);
     static_cast<float*>(args.logsumexp.data)[0] = -3e38f;
   };
@@ -316,7 +324,7 @@ TEST(Harness, CatchesAWorseError) {
   Problem p = problem(128, 192);
   p.desc.head_dim = p.desc.head_dim_v = 64;
   // P V with values rounded to bfloat16.
-  const Forward coarse = [](const AttentionDesc& desc, const ForwardArgs& args, Executor&) {
+  const Forward coarse = [](const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run&) {
     ForwardArgs rounded = args;
     std::vector<float> value(static_cast<size_t>(args.value.num_elements()));
     for (size_t n = 0; n < value.size(); ++n) {
@@ -326,12 +334,12 @@ TEST(Harness, CatchesAWorseError) {
     reference::forward<float>(desc, rounded);
   };
   // Every result a hair too large: no single element errs by much.
-  const Forward drifts = [](const AttentionDesc& desc, const ForwardArgs& args, Executor&) {
+  const Forward drifts = [](const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run&) {
     reference::forward<float>(desc, args);
     float* out = static_cast<float*>(args.out.data);
     for (int64_t n = 0; n < args.out.num_elements(); ++n) out[n] *= 1 + 6e-7f;
   };
-  const Forward base_2 = [](const AttentionDesc& desc, const ForwardArgs& args, Executor&) {
+  const Forward base_2 = [](const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run&) {
     reference::forward<float>(desc, args);
     float* L = static_cast<float*>(args.logsumexp.data);
     for (int64_t n = 0; n < args.logsumexp.num_elements(); ++n) L[n] *= 1.442695f;
@@ -347,7 +355,7 @@ TEST(Harness, CatchesTruncatedBfloat16) {
   Problem p = problem(128, 192);
   p.desc.head_dim = p.desc.head_dim_v = 64;
   p.desc.dtype = DType::kBFloat16;
-  const Forward truncates = [](const AttentionDesc& desc, const ForwardArgs& args, Executor&) {
+  const Forward truncates = [](const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run&) {
     std::vector<float> exact(static_cast<size_t>(args.out.num_elements()));
     ForwardArgs wide = args;
     wide.out.data = exact.data();

@@ -69,7 +69,7 @@ struct Memory {
 inline PlanOptions options_of(const std::string& kernel, int threads) {
   PlanOptions options;
   options.kernel = kernel;
-  options.executor = &executor(threads);
+  options.where.executor = &executor(threads);
   return options;
 }
 

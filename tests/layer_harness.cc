@@ -242,7 +242,7 @@ LayerResults run(const LayerProblem& problem, const LayerInputs& in, const Layer
   LayerResults results;
   PlanOptions plan_options;
   plan_options.kernel = options.kernel;
-  plan_options.executor = &executor(options.threads);
+  plan_options.where.executor = &executor(options.threads);
   const Result<Layer> made = layer(problem.desc, plan_options);
   if (!made.ok()) {
     results.faults.push_back(made.status().message());
@@ -281,7 +281,7 @@ LayerResults run_steps(const LayerProblem& problem, const LayerInputs& in, const
   LayerResults results;
   PlanOptions plan_options;
   plan_options.kernel = options.kernel;
-  plan_options.executor = &executor(options.threads);
+  plan_options.where.executor = &executor(options.threads);
   const Result<Layer> made = layer(problem.desc, plan_options);
   if (!made.ok()) return results.faults.push_back(made.status().message()), results;
   const LayerDesc& d = problem.desc;

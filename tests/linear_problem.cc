@@ -159,15 +159,15 @@ CallResult run(const linear::Kernel& kernel, const LinearProblem& p, const Linea
   const auto prepare = [&](linear::GemmDesc& desc, linear::GemmArgs& args) {
     desc.packed = p.packed;
     if (p.packed) {
-      void* packed = operands.workspace(kernel.packed_bytes(desc.k, desc.n, desc.dtype));
+      void* packed = operands.workspace(kernel.packed_bytes(desc.k, desc.n, desc.dtype).value());
       kernel.pack(args.b, packed, threads);
       args.packed = packed;
       args.b = {};
     }
-    args.workspace = operands.workspace(kernel.gemm_workspace_bytes(desc, threads.num_threads()));
+    args.workspace = operands.workspace(kernel.gemm_workspace_bytes(desc, threads.num_threads()).value());
   };
   const auto prepare_pointwise = [&](linear::PointwiseArgs& args) {
-    if (p.sums) args.workspace = operands.workspace(kernel.sums_workspace_bytes(p.m(), p.n(), p.dtype));
+    if (p.sums) args.workspace = operands.workspace(kernel.sums_workspace_bytes(p.m(), p.n(), p.dtype).value());
   };
   call(operations, p, in, p.out_dtype, operands, prepare, prepare_pointwise);
   return operands.written();

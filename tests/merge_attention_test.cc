@@ -96,7 +96,7 @@ BackwardArgs backward_args(const Inputs& in, const Pair& result, const Pair& gra
 
 // Adds to `into` with `kernel`.
 void add_gradients(const Kernel& kernel, const AttentionDesc& desc, BackwardArgs args) {
-  const Result<Plan> made = plan(desc, {kernel.name, &executor(2)});
+  const Result<Plan> made = plan(desc, {kernel.name, {.executor = &executor(2)}});
   ASSERT_TRUE(made.ok()) << made.status().message();
   const GuardedBytes workspace(made->backward_workspace_bytes(), Guard::kEnd, 0xff);
   args.forward.workspace = workspace.data();

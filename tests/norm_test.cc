@@ -123,7 +123,8 @@ CallResult backward(const linear::Kernel* kernel, const Backward& call, const No
   if (p.grad_gamma) args.grad_gamma = parameter("grad_gamma", in.grad_gamma);
   if (p.grad_beta) args.grad_beta = parameter("grad_beta", in.grad_beta);
   if (kernel) {
-    args.workspace = operands.workspace(kernel->sums_workspace_bytes(size_of(p.rows), size_of(p.columns), p.dtype));
+    args.workspace =
+        operands.workspace(kernel->sums_workspace_bytes(size_of(p.rows), size_of(p.columns), p.dtype).value());
   }
   call(args);
   return operands.written();

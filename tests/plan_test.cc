@@ -156,10 +156,12 @@ TEST(PlanErrors, WhatLooksOddButIsLegal) {
 }
 
 // Kernels that stand for a build and a machine that this test does not have.
-const Kernel kBroken{"cpu_broken", [](const AttentionDesc&) { return std::string("this CPU has no such thing"); },
-                     nullptr,      nullptr,
-                     nullptr,      nullptr};
+const Kernel kBroken{
+    "cpu_broken", Device::kCpu, [](const AttentionDesc&) { return std::string("this CPU has no such thing"); },
+    nullptr,      nullptr,      nullptr,
+    nullptr};
 const Kernel kNarrow{"cpu_narrow",
+                     Device::kCpu,
                      [](const AttentionDesc& desc) {
                        return desc.head_dim <= 64 ? std::string()
                                                   : "head_dim is " + std::to_string(desc.head_dim) + ", takes 1 to 64";
@@ -169,6 +171,7 @@ const Kernel kNarrow{"cpu_narrow",
                      nullptr,
                      nullptr};
 const Kernel kWide{"cpu_wide",
+                   Device::kCpu,
                    [](const AttentionDesc& desc) {
                      return desc.head_dim <= 128 ? std::string()
                                                  : "head_dim is " + std::to_string(desc.head_dim) + ", takes 1 to 128";

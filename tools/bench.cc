@@ -208,7 +208,7 @@ class Bench {
   Status enter(const AttentionDesc& desc, const Threads& threads, const Calls& calls, Contender& contender) const {
     PlanOptions options;
     options.kernel = contender.kernel;
-    options.executor = threads.executor;
+    options.where.executor = threads.executor;
     auto planned = plan(desc, options);
     if (!planned.ok()) {
       contender.refusal = planned.status().message();

@@ -94,7 +94,7 @@ class Run {
       for (const Threads& threads : threads_) {
         PlanOptions options;
         options.kernel = kernel;
-        options.executor = threads.executor;
+        options.where.executor = threads.executor;
         const auto made = layer(layer_desc(problem), options);
         if (!made.ok() && made.status().code() != StatusCode::kUnsupported) return made.status();
         if (!made.ok()) {

@@ -61,7 +61,7 @@ struct Contender {
 Status compute(const MhaProblem& problem, const MhaTruth& truth, Contender& contender, MhaJudge& judge) {
   PlanOptions options;
   options.kernel = contender.kernel;
-  options.executor = contender.threads->executor;
+  options.where.executor = contender.threads->executor;
   const auto made = layer(layer_desc(problem), options);
   if (!made.ok()) {
     contender.refusal = made.status().message();

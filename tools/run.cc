@@ -342,7 +342,7 @@ Result<int> run(const RunOptions& options, const std::vector<std::string>& words
   const bool packed_here = problem.desc.packed && !request.preset.query.given();
   PlanOptions plan_options;
   plan_options.kernel = kernel->front();
-  plan_options.executor = threads->front().executor;
+  plan_options.where.executor = threads->front().executor;
   const auto planned = plan(packed_here ? problem_desc(problem) : problem.desc, plan_options);
   if (!planned.ok()) return planned.status();
   Computed computed;

@@ -33,7 +33,7 @@ struct Contender {
 Result<Plan> plan_of(const AttentionDesc& desc, Contender& contender) {
   PlanOptions options;
   options.kernel = contender.kernel;
-  options.executor = contender.threads->executor;
+  options.where.executor = contender.threads->executor;
   auto planned = plan(desc, options);
   if (planned.ok()) {
     contender.kernel = planned->kernel_name();

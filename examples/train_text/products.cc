@@ -24,7 +24,7 @@ Result<MatrixProduct> product_of(const ProductSizes& sizes, Executor& executor) 
   MatrixProductDesc desc;
   desc.m = sizes.m, desc.n = sizes.n, desc.k = sizes.k, desc.bias = sizes.bias;
   PlanOptions options;
-  options.executor = &executor;
+  options.where.executor = &executor;
   return matrix_product(desc, options);
 }
 

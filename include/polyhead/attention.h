@@ -108,6 +108,10 @@ struct ForwardArgs {
 
   void* workspace = nullptr;  ///< at least Plan::workspace_bytes(), aligned to 64 bytes; contents need not be kept
   size_t workspace_bytes = 0;
+
+  /// Where this call runs, if not as the plan says: on the threads that a host has to lend now, or on another stream.
+  /// A device other than the plan's is an error.
+  Where where = {};
 };
 
 /// The tensors of one backward call. The options' tensors and the dropout seed are those of the forward call.
@@ -116,7 +120,7 @@ struct ForwardArgs {
 /// Returned weights and column sums have no gradient.
 struct BackwardArgs {
   /// Query, key, value, options, dropout seed; out and logsumexp as forward wrote them; weights and column_sums not
-  /// given; a workspace of Plan::backward_workspace_bytes().
+  /// given; a workspace of Plan::backward_workspace_bytes(); where this call runs.
   ForwardArgs forward = {};
   Tensor grad_out = {};        ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]; in desc.dtype, any strides
   Tensor grad_logsumexp = {};  ///< optional: shape and dtype of logsumexp
@@ -135,12 +139,13 @@ struct BackwardArgs {
 struct Kernel;  // src/contract/kernel.h
 
 struct PlanOptions {
-  std::string_view kernel;       ///< force this one ("cpu_avx2"); empty: POLYHEAD_KERNEL, else the best that can
-  Executor* executor = nullptr;  ///< where it runs; must outlive the plan. Null: default_executor()
+  std::string_view kernel = {};  ///< force this one ("cpu_avx2"); empty: POLYHEAD_KERNEL, else the best that can
+  Where where = {};              ///< where it runs: the CPU, on default_executor(), unless it says otherwise
 };
 
 /// A checked desc with its kernel and workspace size. Immutable: one plan may run on many threads at once, each call
-/// with its own tensors and workspace. Running it allocates nothing.
+/// with its own tensors and workspace. Running it allocates nothing. It never runs on more threads than its executor had
+/// when it was made: for so many the workspace is sized.
 class POLYHEAD_API Plan {
  public:
   const AttentionDesc& desc() const { return desc_; }
@@ -156,10 +161,13 @@ class POLYHEAD_API Plan {
 
  private:
   friend Result<Plan> plan(const AttentionDesc&, const PlanOptions&);
+  friend Status forward_unchecked(const Plan&, const ForwardArgs&);
+  friend Status backward_unchecked(const Plan&, const BackwardArgs&);
   Plan() = default;
   AttentionDesc desc_;
   const Kernel* kernel_ = nullptr;
-  Executor* executor_ = nullptr;
+  Where where_;
+  int num_threads_ = 1;
   size_t workspace_bytes_ = 0;
   size_t backward_workspace_bytes_ = 0;
 };

@@ -37,6 +37,7 @@ constexpr size_t dtype_size_bytes(DType dtype) {
 
 /// "float32", "bfloat16", ...
 POLYHEAD_API const char* dtype_name(DType dtype);
+POLYHEAD_API const char* device_name(Device device);
 
 /// Non-owning view: pointer, dtype, device, dims, strides. Strides count elements, not bytes, and may be anything
 /// (0 and negative too) on inputs. The elements of an output or a gradient must lie apart, those of an output in

@@ -234,7 +234,7 @@ Result<std::shared_ptr<const Block>> cached(const Desc& desc, Executor* executor
   const std::lock_guard lock(cache->mutex);
   const auto found = cache->blocks.find(key);
   if (found != cache->blocks.end()) return found->second;
-  Result<Block> made = make(desc, PlanOptions{{}, executor});
+  Result<Block> made = make(desc, PlanOptions{.kernel = {}, .where = {.executor = executor}});
   if (!made.ok()) return made.status();
   if (cache->blocks.size() >= kMostBlocks) cache->blocks.clear();
   auto shared = std::make_shared<const Block>(std::move(*made));

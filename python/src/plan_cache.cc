@@ -87,7 +87,7 @@ Result<std::shared_ptr<const Plan>> cached_plan(const AttentionDesc& desc, std::
     return last;
   }
 
-  Result<Plan> made = plan(desc, {.kernel = kernel, .executor = executor});
+  Result<Plan> made = plan(desc, {.kernel = kernel, .where = {.executor = executor}});
   if (!made.ok()) return made.status();
   if (known.plans.size() >= kMostPlans) known.plans.clear();
   auto shared = std::make_shared<const Plan>(std::move(*made));

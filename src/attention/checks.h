@@ -1,5 +1,6 @@
-// What a desc and the tensors of a call must satisfy before a kernel sees them. Nothing is written; an error names the
-// argument, what was expected and what came.
+// What a desc and the tensors of a call must satisfy before a kernel sees them: dtypes, shapes, strides, memory. What
+// lies in the tensors is checked by the kernel, where they lie. Nothing is written; an error names the argument, what was
+// expected and what came.
 #pragma once
 
 #include <cstddef>
@@ -20,12 +21,6 @@ Status check_backward_args(const AttentionDesc& desc, const BackwardArgs& args, 
 Status check_merge(std::span<const Partial> parts, const Partial& merged);
 Status check_merge_backward(std::span<const Partial> parts, const Partial& merged, const Partial& grad_merged,
                             std::span<const Partial> grad_parts);
-
-// The option that needs to know where the diagonal lies ("causal"), if the desc uses one and does not say; else null.
-const char* unaligned_option(const AttentionDesc& desc);
-
-// Why `option` cannot do without an alignment. b < 0: true of every sequence.
-Status alignment_missing(const char* option, int64_t b, int64_t len_q, int64_t len_k);
 
 // Whether no query sees a key, whatever the operands hold: some size is 0.
 inline bool nothing_visible(const AttentionDesc& desc) {

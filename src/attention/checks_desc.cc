@@ -3,12 +3,11 @@
 #include <utility>
 
 #include "attention/checks.h"
+#include "contract/sequences.h"
 #include "core/sentence.h"
 
 namespace polyhead {
 namespace {
-
-Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
 
 struct Size {
   const char* name;
@@ -170,20 +169,6 @@ Status check_options(const AttentionDesc& desc) {
 }
 
 }  // namespace
-
-const char* unaligned_option(const AttentionDesc& desc) {
-  if (desc.align != Align::kUnset || desc.query_offset || desc.has_query_offsets) return nullptr;
-  if (desc.causal) return "causal";
-  if (desc.window_left >= 0 || desc.window_right >= 0) return "window";
-  return desc.alibi_slopes_ndim > 0 ? "alibi_slopes" : nullptr;
-}
-
-Status alignment_missing(const char* option, int64_t b, int64_t len_q, int64_t len_k) {
-  return invalid(sentence(option, " needs align: ", b < 0 ? "" : sentence("sequence ", b, " has "), "seqlen_q ", len_q,
-                          b < 0 ? " is not seqlen_k " : " and seqlen_k ", len_k,
-                          ". Set align to top_left (query 0 stands at key 0) or bottom_right (the last query at the "
-                          "last key), or give query_offset"));
-}
 
 Status check_desc(const AttentionDesc& desc) {
   Status status = check_sizes(desc);

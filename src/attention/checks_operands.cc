@@ -1,7 +1,5 @@
 #include "attention/checks_operands.h"
 
-#include "attention/checks.h"
-#include "contract/sequences.h"
 #include "core/sentence.h"
 
 namespace polyhead {
@@ -29,30 +27,6 @@ Status check_memory(const char* name, const Tensor& t, MemoryRange* range) {
     return invalid(sentence(name, " is not aligned to its elements of ", element_bytes, " bytes"));
   }
   return {};
-}
-
-Status check_lengths(const char* name, const Tensor& lengths, const char* limit_name, int64_t limit) {
-  for (int64_t b = 0; b < lengths.dims[0]; ++b) {
-    const int64_t length = integer_at(lengths, b);
-    if (length < 0 || length > limit) {
-      return invalid(sentence(name, "[", b, "] is ", length, ", must be 0 to ", limit_name, " ", limit));
-    }
-  }
-  return {};
-}
-
-Status check_cumulative(const char* name, const Tensor& starts, const char* limit_name, int64_t limit) {
-  int64_t last = integer_at(starts, 0);
-  if (last != 0) return invalid(sentence(name, "[0] is ", last, ", must be 0"));
-  for (int64_t b = 1; b < starts.dims[0]; ++b) {
-    const int64_t start = integer_at(starts, b);
-    if (start < last) {
-      return invalid(sentence(name, "[", b, "] is ", start, ", must not be less than the ", last, " before it"));
-    }
-    last = start;
-  }
-  if (last <= limit) return {};
-  return invalid(sentence(name, " ends at ", last, ", must be at most ", limit_name, " ", limit));
 }
 
 }  // namespace
@@ -83,6 +57,8 @@ Status check_tensor(const char* name, const Tensor& t, DType dtype, Dims dims, M
 }
 
 Status Operands::add(Role role, const char* name, const Tensor& t, DType dtype, Dims dims) {
+  if (count_ == kMaxOperands)
+    return {StatusCode::kInternal, sentence("a call has more than ", kMaxOperands, " tensors")};
   Operand& added = operands_[count_];
   added.name = name;
   added.tensor = &t;
@@ -208,26 +184,6 @@ Status Operands::check_workspace(const void* data, size_t given_bytes, size_t ne
 Status unasked(const char* name, const Tensor& t) {
   if (!t.given()) return {};
   return invalid(sentence(name, " is given, but the plan was made without"));
-}
-
-Status check_sequences(const AttentionDesc& desc, const ForwardArgs& args) {
-  Status status;
-  if (desc.has_seqlens_q) status = check_lengths("seqlens_q", args.seqlens_q, "seqlen_q", desc.seqlen_q);
-  if (status.ok() && desc.has_seqlens_k) {
-    status = check_lengths("seqlens_k", args.seqlens_k, "seqlen_k", desc.seqlen_k);
-  }
-  if (status.ok() && desc.packed) {
-    status = check_cumulative("cu_seqlens_q", args.cu_seqlens_q, "total_q", desc.seqlen_q);
-    if (status.ok()) status = check_cumulative("cu_seqlens_k", args.cu_seqlens_k, "total_k", desc.seqlen_k);
-  }
-  if (!status.ok() || !(desc.packed || desc.has_seqlens_q || desc.has_seqlens_k)) return status;
-  const char* option = unaligned_option(desc);
-  if (option == nullptr) return status;
-  for (int64_t b = 0; b < desc.batch; ++b) {
-    const Sequence s = sequence(desc, args, b);
-    if (s.len_q != s.len_k) return alignment_missing(option, b, s.len_q, s.len_k);
-  }
-  return status;
 }
 
 }  // namespace polyhead

@@ -4,15 +4,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
-#include <string>
-#include <utility>
 
 #include "core/layout.h"
+#include "core/sentence.h"
 #include "polyhead/attention.h"
 
 namespace polyhead {
-
-inline Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
 
 struct Dim {
   const char* name;
@@ -76,8 +73,5 @@ inline DType sums_dtype(const AttentionDesc& desc) {
 
 // Refuses a tensor that the desc does not ask for.
 Status unasked(const char* name, const Tensor& t);
-
-// Lengths are data: they are checked in every call, after their tensors.
-Status check_sequences(const AttentionDesc& desc, const ForwardArgs& args);
 
 }  // namespace polyhead

@@ -3,6 +3,7 @@
 
 #include "attention/checks.h"
 #include "contract/kernel.h"
+#include "core/sentence.h"
 
 namespace polyhead {
 namespace {
@@ -56,7 +57,7 @@ Explanation explain(const AttentionDesc& desc, const PlanOptions& options) try {
   return explanation;
 } catch (const std::bad_alloc&) {
   Explanation explanation;
-  explanation.status = Status(StatusCode::kOutOfMemory, "out of memory");
+  explanation.status = out_of_memory();
   return explanation;
 }
 

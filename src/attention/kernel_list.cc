@@ -1,6 +1,9 @@
 // The one place that names the backends.
+#include <algorithm>
 #include <array>
+#include <iterator>
 #include <new>
+#include <vector>
 
 #include "contract/kernel.h"
 #include "core/choose.h"
@@ -11,11 +14,21 @@
 
 namespace polyhead {
 
+#ifdef POLYHEAD_EXTRA_KERNEL
+extern const Kernel POLYHEAD_EXTRA_KERNEL;  // of a test: tests/dummy_kernel.cc
+#endif
+
 std::span<const Kernel* const> kernel_list() {
+  static constexpr const Kernel* kOthers[] = {
+#ifdef POLYHEAD_EXTRA_KERNEL
+      &POLYHEAD_EXTRA_KERNEL,
+#endif
+      &kReference,
+  };
   static const auto kKernels = [] {
-    std::array<const Kernel*, cpu::kNumIsas + 1> list;
+    std::array<const Kernel*, cpu::kNumIsas + std::size(kOthers)> list;
     for (int i = 0; i < cpu::kNumIsas; ++i) list[i] = &kCpuKernels[static_cast<int>(cpu::isa_order().isas[i])];
-    list.back() = &kReference;
+    std::copy(std::begin(kOthers), std::end(kOthers), list.begin() + cpu::kNumIsas);
     return list;
   }();
   return kKernels;
@@ -23,8 +36,14 @@ std::span<const Kernel* const> kernel_list() {
 
 const char* measured_order() { return cpu::isa_order().measured; }
 
-Result<const Kernel*> choose_kernel(const AttentionDesc& desc, std::string_view name) {
-  return choose_asked(kernel_list(), desc, name);
+Result<const Kernel*> choose_kernel(const AttentionDesc& desc, std::string_view name, Device device) {
+  std::vector<const Kernel*> there;
+  for (const Kernel* kernel : kernel_list()) {
+    if (kernel->device == device) there.push_back(kernel);
+  }
+  if (!there.empty()) return choose_asked(there, desc, name);
+  return Status(StatusCode::kUnsupported,
+                sentence("device is ", device_name(device), ", this build has no kernel for it"));
 }
 
 // Usable on this machine: takes an ordinary problem in one dtype at least.

@@ -11,6 +11,7 @@
 
 #include "attention/checks.h"
 #include "core/dtype.h"
+#include "core/sentence.h"
 #include "core/threads.h"
 
 namespace polyhead {
@@ -128,8 +129,6 @@ void backward_row(const Partial& part, const Partial& merged, const Partial& gra
 
 template <class E>
 using SumOf = std::conditional_t<std::is_same_v<E, double>, double, float>;
-
-Status out_of_memory() { return {StatusCode::kOutOfMemory, "out of memory"}; }
 
 }  // namespace
 

@@ -1,13 +1,15 @@
+#include <algorithm>
 #include <cmath>
 #include <new>
 
 #include "attention/checks.h"
+#include "attention/unchecked.h"
 #include "contract/kernel.h"
+#include "contract/sequences.h"
+#include "core/sentence.h"
 
 namespace polyhead {
 namespace {
-
-Status out_of_memory() { return {StatusCode::kOutOfMemory, "out of memory"}; }
 
 // Writes `bits`, one element, to every place of a view that has some.
 template <class Bits>
@@ -38,20 +40,50 @@ void fill_number(const Tensor& t, double number) {
 }
 
 // The answer where no query sees a key, because some size is 0.
-void forward_of_nothing(const ForwardArgs& args) {
+Status forward_of_nothing(const AttentionDesc& desc, const ForwardArgs& args) {
+  if (Status status = check_sequences(desc, args); !status.ok()) return status;
   fill_number(args.out, 0);
   fill_number(args.logsumexp, -INFINITY);
   fill_number(args.weights, 0);
   fill_number(args.column_sums, 0);
+  return {};
 }
 
 // No pair, so every gradient is 0.
-void backward_of_nothing(const BackwardArgs& args) {
-  if (args.accumulate) return;
+Status backward_of_nothing(const AttentionDesc& desc, const BackwardArgs& args) {
+  if (Status status = check_sequences(desc, args.forward); !status.ok()) return status;
+  if (args.accumulate) return {};
   for (const Tensor* gradient :
        {&args.grad_query, &args.grad_key, &args.grad_value, &args.grad_attn_bias, &args.grad_alibi_slopes}) {
     fill_number(*gradient, 0);
   }
+  return {};
+}
+
+// Whether a call may say `call` to a plan made for `planned`.
+Status check_where(const Where& planned, const Where& call) {
+  const Device device = *planned.device;
+  if (call.device && *call.device != device) {
+    return invalid(
+        sentence("where.device is ", device_name(*call.device), ", the plan was made for ", device_name(device)));
+  }
+  if (call.stream != nullptr && device == Device::kCpu) {
+    return invalid("where.stream is given, but the CPU has no streams");
+  }
+  return {};
+}
+
+Run run_at(const Where& planned, const Where& call, int num_threads) {
+  return {call.executor != nullptr ? call.executor : planned.executor, num_threads,
+          call.stream != nullptr ? call.stream : planned.stream};
+}
+
+Status workspace_too_large(const char* direction, const char* kernel, const AttentionDesc& desc, int num_threads) {
+  return invalid(sentence("the ", direction, " workspace of ", kernel,
+                          " is too large, it passes the address space: batch ", desc.batch, ", seqlen_q ",
+                          desc.seqlen_q, ", seqlen_k ", desc.seqlen_k, ", num_heads ", desc.num_heads,
+                          ", num_heads_kv ", desc.num_heads_kv, ", head_dim ", desc.head_dim, ", head_dim_v ",
+                          desc.head_dim_v, ", on ", num_threads, " threads"));
 }
 
 }  // namespace
@@ -59,40 +91,58 @@ void backward_of_nothing(const BackwardArgs& args) {
 const char* Plan::kernel_name() const { return kernel_->name; }
 
 Status Plan::forward(const ForwardArgs& args) const try {
+  if (Status status = check_where(where_, args.where); !status.ok()) return status;
   if (Status status = check_forward_args(desc_, args, workspace_bytes_); !status.ok()) return status;
-  if (nothing_visible(desc_)) {
-    forward_of_nothing(args);
-  } else {
-    kernel_->forward(desc_, args, *executor_);
-  }
-  return {};
+  return forward_unchecked(*this, args);
 } catch (const std::bad_alloc&) {
   return out_of_memory();
 }
 
 Status Plan::backward(const BackwardArgs& args) const try {
+  if (Status status = check_where(where_, args.forward.where); !status.ok()) return status;
   if (Status status = check_backward_args(desc_, args, backward_workspace_bytes_); !status.ok()) return status;
-  if (nothing_visible(desc_)) {
-    backward_of_nothing(args);
-  } else {
-    kernel_->backward(desc_, args, *executor_);
+  return backward_unchecked(*this, args);
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
+}
+
+Status forward_unchecked(const Plan& plan, const ForwardArgs& args) try {
+  if (!nothing_visible(plan.desc_)) {
+    return plan.kernel_->forward(plan.desc_, args, run_at(plan.where_, args.where, plan.num_threads_));
   }
-  return {};
+  return forward_of_nothing(plan.desc_, args);
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
+}
+
+Status backward_unchecked(const Plan& plan, const BackwardArgs& args) try {
+  if (!nothing_visible(plan.desc_)) {
+    return plan.kernel_->backward(plan.desc_, args, run_at(plan.where_, args.forward.where, plan.num_threads_));
+  }
+  return backward_of_nothing(plan.desc_, args);
 } catch (const std::bad_alloc&) {
   return out_of_memory();
 }
 
 Result<Plan> plan(const AttentionDesc& desc, const PlanOptions& options) try {
   if (Status status = check_desc(desc); !status.ok()) return status;
-  const Result<const Kernel*> kernel = choose_kernel(desc, options.kernel);
-  if (!kernel.ok()) return kernel.status();
   Plan made;
   made.desc_ = desc;
+  made.where_ = options.where;
+  if (!made.where_.device) made.where_.device = Device::kCpu;
+  if (made.where_.executor == nullptr) made.where_.executor = &default_executor();
+  if (Status status = check_where(made.where_, options.where); !status.ok()) return status;
+  const Result<const Kernel*> kernel = choose_kernel(desc, options.kernel, *made.where_.device);
+  if (!kernel.ok()) return kernel.status();
   made.kernel_ = *kernel;
-  made.executor_ = options.executor != nullptr ? options.executor : &default_executor();
+  made.num_threads_ = std::max(1, made.where_.executor->num_threads());
   if (nothing_visible(desc)) return made;
-  made.workspace_bytes_ = (*kernel)->workspace_bytes(desc, made.executor_->num_threads());
-  made.backward_workspace_bytes_ = (*kernel)->backward_workspace_bytes(desc, made.executor_->num_threads());
+  const MemorySize forward_bytes = made.kernel_->workspace_bytes(desc, made.num_threads_);
+  const MemorySize backward_bytes = made.kernel_->backward_workspace_bytes(desc, made.num_threads_);
+  if (!forward_bytes.fits()) return workspace_too_large("forward", made.kernel_->name, desc, made.num_threads_);
+  if (!backward_bytes.fits()) return workspace_too_large("backward", made.kernel_->name, desc, made.num_threads_);
+  made.workspace_bytes_ = forward_bytes.value();
+  made.backward_workspace_bytes_ = backward_bytes.value();
   return made;
 } catch (const std::bad_alloc&) {
   return out_of_memory();

@@ -13,8 +13,6 @@
 
 namespace polyhead::capi {
 
-inline Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
-
 // Fills the caller's struct, as large as its header knew it, with the defaults.
 template <class T>
 Status init_struct(T* to, size_t struct_size, size_t first_size, const char* name, T defaults) {

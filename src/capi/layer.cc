@@ -9,6 +9,7 @@
 #include "polyhead/polyhead.h"
 
 using polyhead::DType;
+using polyhead::invalid;
 using polyhead::kNumWeightKinds;
 using polyhead::Layer;
 using polyhead::LayerBackwardArgs;

@@ -113,7 +113,7 @@ Status translate(const polyhead_plan_options* from, PlanOptions* to) {
   polyhead_plan_options c = default_options();
   if (Status s = take(from, kFirstOptionsSize, "options", &c); !s.ok()) return s;
   if (c.kernel != nullptr) to->kernel = c.kernel;
-  if (c.executor != nullptr) to->executor = c.executor->executor.get();
+  if (c.executor != nullptr) to->where.executor = c.executor->executor.get();
   return {};
 }
 

@@ -18,7 +18,8 @@
 #include <string>
 #include <string_view>
 
-#include "polyhead/executor.h"
+#include "core/memory_size.h"
+#include "core/threads.h"
 #include "polyhead/status.h"
 #include "polyhead/tensor.h"
 
@@ -169,21 +170,21 @@ struct Kernel {
   std::string (*why_not)(DType dtype);
 
   // B in the kernel's own layout, for products that use it more than once. `packed` is aligned to 64.
-  size_t (*packed_bytes)(int64_t k, int64_t n, DType dtype);
-  void (*pack)(const Matrix& b, void* packed, Executor& executor);
+  MemorySize (*packed_bytes)(int64_t k, int64_t n, DType dtype);
+  void (*pack)(const Matrix& b, void* packed, const Run& run);
   // Matrices packed one behind the other are one whose columns stand side by side, if all but the last have a multiple
   // of so many columns; 0: never.
   int64_t (*panel_columns)();
 
-  size_t (*gemm_workspace_bytes)(const GemmDesc& desc, int num_threads);  // a multiple of 64
-  void (*gemm)(const GemmDesc& desc, const GemmArgs& args, Executor& executor);
+  MemorySize (*gemm_workspace_bytes)(const GemmDesc& desc, int num_threads);  // a multiple of 64
+  void (*gemm)(const GemmDesc& desc, const GemmArgs& args, const Run& run);
 
   // Of pointwise with sums and of norm_backward; a multiple of 64.
-  size_t (*sums_workspace_bytes)(int64_t m, int64_t n, DType dtype);
-  void (*pointwise)(const PointwiseArgs& args, Executor& executor);
+  MemorySize (*sums_workspace_bytes)(int64_t m, int64_t n, DType dtype);
+  void (*pointwise)(const PointwiseArgs& args, const Run& run);
 
-  void (*norm_forward)(const NormForwardArgs& args, Executor& executor);
-  void (*norm_backward)(const NormBackwardArgs& args, Executor& executor);
+  void (*norm_forward)(const NormForwardArgs& args, const Run& run);
+  void (*norm_backward)(const NormBackwardArgs& args, const Run& run);
 };
 
 // Every kernel of this build, best first; the reference is last.

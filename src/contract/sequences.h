@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "contract/band.h"
+#include "core/memory_size.h"
 #include "polyhead/attention.h"
 
 namespace polyhead {
@@ -33,6 +34,39 @@ inline Sequence sequence(const AttentionDesc& desc, const ForwardArgs& args, int
   }
   return s;
 }
+
+// The sequences of one call. Lengths, boundaries and offsets are read once, checked as they are read, and from then on
+// used from here alone: nobody who writes to the caller's arrays meanwhile can lead a kernel astray.
+class Sequences {
+ public:
+  // Of the table, which stands at the start of a call's workspace: a multiple of 64; 0 where the desc tells all.
+  static MemorySize table_bytes(const AttentionDesc& desc);
+
+  // `table` has table_bytes and outlives this; null: the call is only checked. An error names the argument.
+  Status read(const AttentionDesc& desc, const ForwardArgs& args, void* table);
+
+  const Sequence& operator[](int64_t b) const { return table_ != nullptr ? table_[b] : same_; }
+
+  // Packed: the first row behind the last sequence.
+  int64_t end_q() const { return end_q_; }
+  int64_t end_k() const { return end_k_; }
+
+ private:
+  const Sequence* table_ = nullptr;
+  Sequence same_;
+  int64_t end_q_ = 0, end_k_ = 0;
+};
+
+// Whether the lengths and boundaries of a call make sense, for one who uses none of them.
+inline Status check_sequences(const AttentionDesc& desc, const ForwardArgs& args) {
+  return Sequences().read(desc, args, nullptr);
+}
+
+// The option that needs to know where the diagonal lies ("causal"), if the desc uses one and does not say; else null.
+const char* unaligned_option(const AttentionDesc& desc);
+
+// Why `option` cannot do without an alignment. b < 0: true of every sequence.
+Status alignment_missing(const char* option, int64_t b, int64_t len_q, int64_t len_k);
 
 inline PerQuery per_query(const Tensor& t) {
   if (!t.given()) return {};

@@ -9,8 +9,6 @@
 namespace polyhead {
 namespace {
 
-Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
-
 Status check_kept(const Tensor& kept) {
   if (kept.device != Device::kCpu) return invalid("kept is not on the CPU");
   if (kept.dtype != DType::kBool) return invalid(sentence("kept is ", dtype_name(kept.dtype), ", expected bool"));
@@ -72,7 +70,7 @@ Status dropout_mask(double dropout_p, uint64_t seed, uint32_t offset, const Tens
   }
   return {};
 } catch (const std::bad_alloc&) {
-  return {StatusCode::kOutOfMemory, "out of memory"};
+  return out_of_memory();
 }
 
 }  // namespace polyhead

@@ -1,10 +1,13 @@
-// Error sentences out of words and numbers: sentence("head_dim is ", 600, ", takes 1 to 512").
+// Errors: sentences out of words and numbers: sentence("head_dim is ", 600, ", takes 1 to 512").
 #pragma once
 
 #include <concepts>
 #include <cstdio>
 #include <string>
 #include <string_view>
+#include <utility>
+
+#include "polyhead/status.h"
 
 namespace polyhead {
 
@@ -22,5 +25,8 @@ std::string sentence(const Parts&... parts) {
   (append(text, parts), ...);
   return text;
 }
+
+inline Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
+inline Status out_of_memory() { return {StatusCode::kOutOfMemory, "out of memory"}; }
 
 }  // namespace polyhead

@@ -15,4 +15,12 @@ const char* dtype_name(DType dtype) {
   return "an unknown dtype";
 }
 
+const char* device_name(Device device) {
+  switch (device) {
+    case Device::kCpu: return "cpu";
+    case Device::kCuda: return "cuda";
+  }
+  return "an unknown device";
+}
+
 }  // namespace polyhead

@@ -300,9 +300,8 @@ Executor* new_thread_pool(int num_threads) {
   return new (std::nothrow) ThreadPool(std::clamp(num_threads, 1, kMaxThreads));
 }
 
-void run_tasks(Executor& executor, int64_t num_tasks, void (*task)(void* context, int64_t index, int lane),
-               void* context) {
-  const int lanes = static_cast<int>(std::min<int64_t>(executor.num_threads(), num_tasks));
+void run_tasks(const Run& run, int64_t num_tasks, void (*task)(void* context, int64_t index, int lane), void* context) {
+  const int lanes = static_cast<int>(std::min<int64_t>(run.num_threads, num_tasks));
   if (lanes <= 1) {
     for (int64_t i = 0; i < num_tasks; ++i) task(context, i, 0);
     return;
@@ -313,7 +312,7 @@ void run_tasks(Executor& executor, int64_t num_tasks, void (*task)(void* context
     int64_t num_tasks;
     alignas(64) std::atomic<int64_t> next = 0;  // alone in its cache line: every lane writes it
   } queue{task, context, num_tasks};
-  executor.parallel_for(
+  run.executor->parallel_for(
       lanes,
       [](void* shared, int lane) {
         auto& q = *static_cast<Queue*>(shared);

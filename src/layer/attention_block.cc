@@ -25,8 +25,6 @@ struct AttentionBlockState {
 
 namespace {
 
-Status out_of_memory() { return {StatusCode::kOutOfMemory, "out of memory"}; }
-
 uint64_t fingerprint_of(const AttentionBlockDesc& desc) {
   Fingerprint print;
   print.add(polyhead::fingerprint_of(desc.layer));

@@ -15,7 +15,7 @@ struct FeedForwardBlockState {
   FeedForwardBlockDesc desc;
   AttentionDesc no_attention;  // what Operands asks for
   const linear::Kernel* linear = nullptr;
-  Executor* executor = nullptr;
+  Run run;
   uint64_t fingerprint = 0;
   bool pre = false, post = false;  // a norm
   PackedLayout packed;             // of weight1 and weight2
@@ -24,7 +24,7 @@ struct FeedForwardBlockState {
   StepList train_steps, infer_steps, backward_steps;
   StepList pack;  // no steps: what pack_weights() is given
 
-  Machine machine() const { return {linear, executor, &packed}; }
+  Machine machine() const { return {linear, run, &packed}; }
 };
 
 namespace {
@@ -52,8 +52,6 @@ enum Argument : int {
 constexpr int kInnerDropout = 0, kOutputDropout = 1;  // of Call::dropouts
 
 constexpr ArgumentSet only(int argument) { return ArgumentSet{1} << argument; }
-
-Status out_of_memory() { return {StatusCode::kOutOfMemory, "out of memory"}; }
 
 Status check_desc(const FeedForwardBlockDesc& d) {
   Status status =
@@ -262,7 +260,7 @@ Result<FeedForwardBlock> feed_forward_block(const FeedForwardBlockDesc& desc, co
   Result<const linear::Kernel*> kernel = linear::choose_kernel(desc.dtype, options.kernel);
   if (!kernel.ok()) return kernel.status();
   s.linear = *kernel;
-  s.executor = options.executor != nullptr ? options.executor : &default_executor();
+  s.run = options.where.executor != nullptr ? *options.where.executor : default_executor();
   s.pre = desc.norm.kind != NormKind::kNone && desc.norm.pre;
   s.post = desc.norm.kind != NormKind::kNone && !desc.norm.pre;
   s.fingerprint = fingerprint_of(desc);
@@ -286,7 +284,7 @@ Status FeedForwardBlock::pack_weights(const FeedForwardWeights& weights, void* p
   Call call;
   set_weights(weights, kWeight1, &call);
   if (Status status = check_pack(s.no_attention, s.pack, s.packed, packed, bytes, call); !status.ok()) return status;
-  write_packed(*s.linear, s.packed, matrices, packed, *s.executor);
+  write_packed(*s.linear, s.packed, matrices, packed, s.run);
   return {};
 } catch (const std::bad_alloc&) {
   return out_of_memory();

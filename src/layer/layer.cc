@@ -13,8 +13,6 @@ namespace {
 
 constexpr int kOutMatrix = static_cast<int>(WeightKind::kOut);  // matrices come before biases
 
-Status out_of_memory() { return {StatusCode::kOutOfMemory, "out of memory"}; }
-
 void set_sizes(LayerState& s) {
   const LayerDesc& d = s.desc;
   const auto dim = [](int64_t projected, int64_t size) { return projected > 0 ? projected : size; };
@@ -107,7 +105,7 @@ Status make_plans(LayerState& s, const PlanOptions& options) {
     if (!made.ok()) return made.status();
     *to = *made;
   }
-  s.executor = options.executor != nullptr ? options.executor : &default_executor();
+  s.run = options.where.executor != nullptr ? *options.where.executor : default_executor();
   s.linear = linear::find_kernel(s.infer->kernel_name());
   if (s.linear != nullptr) return {};
   return {StatusCode::kInternal, sentence("kernel ", s.infer->kernel_name(), " has no matrix products")};
@@ -305,7 +303,7 @@ Status Layer::pack_weights(const LayerWeights& weights, void* packed, size_t byt
   if (Status status = check_pack(s.asked, s.pack, s.packed, packed, bytes, call); !status.ok()) return status;
   linear::Matrix matrices[kOutMatrix + 1];
   for (int i = 0; i <= kOutMatrix; ++i) matrices[i] = weight_matrix(weight_of(weights, static_cast<WeightKind>(i)));
-  write_packed(*s.linear, s.packed, matrices, packed, *s.executor);
+  write_packed(*s.linear, s.packed, matrices, packed, s.run);
   return {};
 } catch (const std::bad_alloc&) {
   return out_of_memory();

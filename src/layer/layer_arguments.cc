@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "contract/sequences.h"
 #include "core/sentence.h"
 #include "layer/attention_steps.h"
 #include "layer/call_checks.h"

@@ -3,9 +3,9 @@
 #include <cstring>
 #include <string_view>
 
+#include "core/memory_size.h"
 #include "core/sentence.h"
 #include "layer/fingerprint.h"
-#include "layer/memory.h"
 
 namespace polyhead {
 
@@ -26,9 +26,10 @@ bool lay_out_packed(const linear::Kernel& kernel, DType dtype, std::span<const M
     padded.take({in, out}, 8);
     padded.take({in, kMostPanelColumns}, 8);
     if (!padded.fits()) return false;
-    const size_t size_bytes = kernel.packed_bytes(in, out, dtype);
+    const MemorySize size_bytes = kernel.packed_bytes(in, out, dtype);
     layout->begin[i] = map.take_bytes(size_bytes);
-    layout->end[i] = panel > 0 && out % panel == 0 ? layout->begin[i] + size_bytes : 0;  // before what aligns the next
+    layout->end[i] =
+        panel > 0 && out % panel == 0 ? layout->begin[i] + size_bytes.value() : 0;  // before what aligns the next
   }
   layout->bytes = map.bytes();
   layout->fingerprint = print.value();
@@ -63,9 +64,9 @@ PackedMatrix packed_matrix(const PackedLayout& layout, int index, const void* pa
 }
 
 void write_packed(const linear::Kernel& kernel, const PackedLayout& layout, std::span<const linear::Matrix> matrices,
-                  void* packed, Executor& executor) {
+                  void* packed, const Run& run) {
   for (size_t i = 0; i < matrices.size(); ++i) {
-    if (matrices[i].given()) kernel.pack(matrices[i], static_cast<char*>(packed) + layout.begin[i], executor);
+    if (matrices[i].given()) kernel.pack(matrices[i], static_cast<char*>(packed) + layout.begin[i], run);
   }
   PackedHeader header;
   header.fingerprint = layout.fingerprint;

@@ -46,6 +46,6 @@ PackedMatrix packed_matrix(const PackedLayout& layout, int index, const void* pa
 
 // The head, then `matrices`, in the order of the layout; those that are not given are left out.
 void write_packed(const linear::Kernel& kernel, const PackedLayout& layout, std::span<const linear::Matrix> matrices,
-                  void* packed, Executor& executor);
+                  void* packed, const Run& run);
 
 }  // namespace polyhead

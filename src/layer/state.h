@@ -39,7 +39,7 @@ struct LayerState {
   AttentionDesc asked;  // desc.attention with its sizes
   std::optional<Plan> train, infer, step;
   const linear::Kernel* linear = nullptr;
-  Executor* executor = nullptr;
+  Run run;
   uint64_t fingerprint = 0;
 
   WeightLayout weights[kNumWeightKinds];
@@ -53,7 +53,7 @@ struct LayerState {
   bool out_projected() const { return desc.out_proj_size > 0; }
   // Whether attention may write to the caller's out at once.
   bool attention_writes_out() const { return !out_projected() && !desc.residual; }
-  Machine machine() const { return {linear, executor, &packed}; }
+  Machine machine() const { return {linear, run, &packed}; }
 };
 
 // checks_desc.cc: everything but what plan() checks itself.

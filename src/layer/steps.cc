@@ -24,10 +24,10 @@ linear::Norm norm_kind(const NormDesc& desc) {
 
 // Copies [B, N, S, vector] to rows without gaps: zeros where a sequence has ended, whatever stands there. With both of
 // its lengths, as query and as key, the longer one counts.
-void copy_without_padding(const Call& call, const Tensor& from, ArgumentSet lengths, void* rows, Executor& executor) {
+void copy_without_padding(const Call& call, const Tensor& from, ArgumentSet lengths, void* rows, const Run& run) {
   const int64_t beams = from.dims[1], steps = from.dims[2], size = from.dims[3];
   const size_t element = dtype_size_bytes(from.dtype);
-  run_tasks(executor, from.dims[0] * beams, [&](int64_t sequence, int) {
+  run_tasks(run, from.dims[0] * beams, [&](int64_t sequence, int) {
     const int64_t b = sequence / beams, n = sequence % beams;
     int64_t length = 0;
     for (int i = 0; lengths >> i != 0; ++i) {
@@ -48,10 +48,10 @@ void copy_without_padding(const Call& call, const Tensor& from, ArgumentSet leng
 }
 
 // to[B, N, S, dim] = (+=) sum over heads of from[B, N, S, heads, dim].
-void sum_heads(const Tensor& from, const Tensor& to, bool accumulate, Executor& executor) {
+void sum_heads(const Tensor& from, const Tensor& to, bool accumulate, const Run& run) {
   const int64_t beams = to.dims[1], steps = to.dims[2];
   with_element_type(to.dtype, [&]<class E>(E) {
-    run_tasks(executor, to.dims[0] * beams * steps, [&](int64_t token, int) {
+    run_tasks(run, to.dims[0] * beams * steps, [&](int64_t token, int) {
       const int64_t t = token % steps, n = token / steps % beams, b = token / steps / beams;
       const E* in = static_cast<const E*>(from.data) + b * from.strides[0] + n * from.strides[1] + t * from.strides[2];
       E* out = static_cast<E*>(to.data) + b * to.strides[0] + n * to.strides[1] + t * to.strides[2];
@@ -152,7 +152,7 @@ class Walk {
     args.sums = sums;
     args.accumulate_sums = call_.accumulate;
     args.workspace = scratch_;
-    machine_.linear->pointwise(args, *machine_.executor);
+    machine_.linear->pointwise(args, machine_.run);
   }
 
   // Whether an earlier step gave this matrix; it is noted, if not.
@@ -201,7 +201,7 @@ class Walk {
     if (step.gives == ProductStep::Gives::kX) gemm.accumulate = given_before(product.x);
     if (step.gives == ProductStep::Gives::kW) gemm.accumulate = call_.accumulate;
     gemm.workspace = scratch_;
-    multiply(*machine_.linear, gemm, step.gives == ProductStep::Gives::kW, *machine_.executor);
+    multiply(*machine_.linear, gemm, step.gives == ProductStep::Gives::kW, machine_.run);
   }
 
   // The tokens of a product's input; a copy, if some lie in padding for all of its steps.
@@ -218,7 +218,7 @@ class Walk {
     if (!product.x.given()) return product.x;
     const Tensor x = at(padded->x);
     const Tensor copy(at(padded->copy).data, x.dtype, {x.dims[0], x.dims[1], x.dims[2], x.dims[3]});
-    copy_without_padding(call_, x, lengths, copy.data, *machine_.executor);
+    copy_without_padding(call_, x, lengths, copy.data, machine_.run);
     return token_matrix(copy);
   }
 
@@ -242,7 +242,7 @@ class Walk {
     args.y = matrix_of(y);
     args.mean = at(s.mean).data;
     args.rstd = at(s.rstd).data;
-    if (y.given()) machine_.linear->norm_forward(args, *machine_.executor);
+    if (y.given()) machine_.linear->norm_forward(args, machine_.run);
     return {};
   }
 
@@ -262,7 +262,7 @@ class Walk {
     args.grad_beta = matrix_of(grad_beta);
     args.accumulate_parameters = call_.accumulate;
     args.workspace = scratch_;
-    machine_.linear->norm_backward(args, *machine_.executor);
+    machine_.linear->norm_backward(args, machine_.run);
     return {};
   }
 
@@ -276,13 +276,13 @@ class Walk {
 
   Status run(const UnpadStep& s) const {
     const Tensor x = at(s.x), y = at(s.y);
-    if (y.given() && x.num_elements() > 0) copy_without_padding(call_, x, s.lengths, y.data, *machine_.executor);
+    if (y.given() && x.num_elements() > 0) copy_without_padding(call_, x, s.lengths, y.data, machine_.run);
     return {};
   }
 
   Status run(const SumHeadsStep& s) {
     const Tensor to = at(s.to);
-    if (to.num_elements() > 0) sum_heads(at(s.from), to, given_before(token_matrix(to)), *machine_.executor);
+    if (to.num_elements() > 0) sum_heads(at(s.from), to, given_before(token_matrix(to)), machine_.run);
     return {};
   }
 
@@ -298,7 +298,7 @@ class Measure {
  public:
   Measure(const Machine& machine, const Call& call) : machine_(machine), call_(call) {}
 
-  size_t bytes(std::span<const Step> steps) {
+  MemorySize bytes(std::span<const Step> steps) {
     for (size_t i = 0; i < steps.size(); ++i) {
       if (std::holds_alternative<ProductStep>(steps[i])) {
         products(steps.subspan(i, num_joining(steps, i)));
@@ -311,7 +311,7 @@ class Measure {
 
  private:
   Tensor at(const Place& place) const { return tensor_at(call_, place); }
-  void need(size_t bytes) { bytes_ = std::max(bytes_, bytes); }
+  void need(MemorySize bytes) { bytes_ = std::max(bytes_, bytes); }
   void sums(const Matrix& x) { need(machine_.linear->sums_workspace_bytes(x.rows.size(), x.columns.size(), x.dtype)); }
 
   // The first of these, alone or joined with any number of those behind it.
@@ -325,7 +325,7 @@ class Measure {
       joined.y.columns = joined.w.columns = linear::axis(columns, 1);
       const bool split_k = first.gives == ProductStep::Gives::kW;
       const linear::GemmDesc desc = gemm_desc(gemm_of(first.gives, joined), split_k);
-      need(machine_.linear->gemm_workspace_bytes(desc, machine_.executor->num_threads()));
+      need(machine_.linear->gemm_workspace_bytes(desc, machine_.run.num_threads));
       if (split_k) sums(joined.y);
     }
   }
@@ -343,7 +343,7 @@ class Measure {
 
   const Machine& machine_;
   const Call& call_;
-  size_t bytes_ = 0;
+  MemorySize bytes_;
 };
 
 }  // namespace

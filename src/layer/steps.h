@@ -13,7 +13,7 @@
 
 #include "attention/checks_operands.h"
 #include "contract/linear.h"
-#include "layer/memory.h"
+#include "core/memory_size.h"
 #include "layer/packed.h"
 #include "layer/reserve.h"
 #include "polyhead/attention.h"
@@ -233,7 +233,7 @@ struct StepList {
 // What the steps of a layer or block run on.
 struct Machine {
   const linear::Kernel* linear = nullptr;
-  Executor* executor = nullptr;
+  Run run;
   const PackedLayout* packed = nullptr;  // where ProductStep::packed are
 };
 

@@ -15,7 +15,7 @@ struct MatrixProductState {
   AttentionDesc no_attention;  // what Operands asks for
   linear::GemmDesc gemm;
   const linear::Kernel* linear = nullptr;
-  Executor* executor = nullptr;
+  Run run;
   size_t workspace_bytes = 0;
 };
 
@@ -59,16 +59,18 @@ Result<MatrixProduct> matrix_product(const MatrixProductDesc& desc, const PlanOp
   auto state = std::make_shared<MatrixProductState>();
   state->desc = desc;
   state->linear = *kernel;
-  state->executor = options.executor != nullptr ? options.executor : &default_executor();
+  state->run = options.where.executor != nullptr ? *options.where.executor : default_executor();
   state->gemm.m = desc.m, state->gemm.n = desc.n, state->gemm.k = desc.k;
   state->gemm.dtype = desc.dtype;
   state->gemm.split_k = true;  // gradients of weights: few rows and columns, many tokens to sum over
-  state->workspace_bytes = state->linear->gemm_workspace_bytes(state->gemm, state->executor->num_threads());
+  const MemorySize bytes = state->linear->gemm_workspace_bytes(state->gemm, state->run.num_threads);
+  if (!bytes.fits()) return invalid(sentence("the product is too large: m ", desc.m, ", n ", desc.n, ", k ", desc.k));
+  state->workspace_bytes = bytes.value();
   MatrixProduct made;
   made.state_ = std::move(state);
   return made;
 } catch (const std::bad_alloc&) {
-  return Status(StatusCode::kOutOfMemory, "out of memory");
+  return out_of_memory();
 }
 
 Status MatrixProduct::forward(const MatrixProductArgs& args) const try {
@@ -91,10 +93,10 @@ Status MatrixProduct::forward(const MatrixProductArgs& args) const try {
   gemm.accumulate = args.accumulate;
   gemm.epilogue.bias = weight_matrix(args.bias);
   gemm.workspace = args.workspace;
-  s.linear->gemm(s.gemm, gemm, *s.executor);
+  s.linear->gemm(s.gemm, gemm, s.run);
   return {};
 } catch (const std::bad_alloc&) {
-  return {StatusCode::kOutOfMemory, "out of memory"};
+  return out_of_memory();
 }
 
 }  // namespace polyhead

@@ -106,8 +106,8 @@ linear::GemmDesc gemm_desc(const linear::GemmArgs& args, bool split_k) {
   return desc;
 }
 
-void multiply(const linear::Kernel& kernel, const linear::GemmArgs& args, bool split_k, Executor& executor) {
-  kernel.gemm(gemm_desc(args, split_k), args, executor);
+void multiply(const linear::Kernel& kernel, const linear::GemmArgs& args, bool split_k, const Run& run) {
+  kernel.gemm(gemm_desc(args, split_k), args, run);
 }
 
 }  // namespace polyhead

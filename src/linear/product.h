@@ -50,7 +50,7 @@ class Products {
 linear::GemmDesc gemm_desc(const linear::GemmArgs& args, bool split_k);
 
 // args.c = epilogue(args.a args.b), args.b packed if args.packed is given, of the sizes and the type that the matrices have.
-void multiply(const linear::Kernel& kernel, const linear::GemmArgs& args, bool split_k, Executor& executor);
+void multiply(const linear::Kernel& kernel, const linear::GemmArgs& args, bool split_k, const Run& run);
 
 bool same_matrix(const linear::Matrix& a, const linear::Matrix& b);
 

@@ -19,9 +19,8 @@ struct Scratch {
   T* column;         // [Sk] sums over the rows of a head, or means over the heads of a row
   T* O;              // [Dv]
 
-  static size_t bytes(const AttentionDesc& desc) {
-    const size_t keys = static_cast<size_t>(desc.seqlen_k);
-    return keys * (sizeof(int64_t) + 2 * sizeof(T)) + static_cast<size_t>(desc.head_dim_v) * sizeof(T);
+  static MemorySize bytes(const AttentionDesc& desc) {
+    return MemorySize(desc.seqlen_k) * (sizeof(int64_t) + 2 * sizeof(T)) + MemorySize(desc.head_dim_v) * sizeof(T);
   }
 
   Scratch(const AttentionDesc& desc, void* memory) {
@@ -35,12 +34,12 @@ struct Scratch {
 template <class T, class In>
 class Forward {
  public:
-  Forward(const AttentionDesc& desc, const ForwardArgs& args, Scratch<T> scratch)
-      : desc_(desc), args_(args), scores_(desc, args), out_(args.out), scratch_(scratch) {}
+  Forward(const AttentionDesc& desc, const ForwardArgs& args, const Sequences& sequences, Scratch<T> scratch)
+      : desc_(desc), args_(args), sequences_(sequences), scores_(desc, args), out_(args.out), scratch_(scratch) {}
 
   void run() const {
     for (int64_t b = 0; b < desc_.batch; ++b) {
-      const Sequence s = sequence(desc_, args_, b);
+      const Sequence s = sequences_[b];
       for (int64_t h = 0; h < desc_.num_heads; ++h) head(s, b, h);
       if (desc_.return_weights == ReturnWeights::kMean) mean_weights(s, b);
     }
@@ -141,7 +140,7 @@ class Forward {
 
   void rows_behind_the_end() const {
     std::fill_n(scratch_.O, desc_.head_dim_v, T(0));
-    for (int64_t i = integer_at(args_.cu_seqlens_q, desc_.batch); i < desc_.seqlen_q; ++i) {
+    for (int64_t i = sequences_.end_q(); i < desc_.seqlen_q; ++i) {
       for (int64_t h = 0; h < desc_.num_heads; ++h) {
         store_out(0, i, h);
         if (args_.logsumexp.given()) store_logsumexp(0, h, i, static_cast<T>(-HUGE_VAL));
@@ -163,6 +162,7 @@ class Forward {
 
   const AttentionDesc& desc_;
   const ForwardArgs& args_;
+  const Sequences& sequences_;
   Scores<T, In> scores_;
   Operand out_;
   Scratch<T> scratch_;
@@ -171,25 +171,36 @@ class Forward {
 }  // namespace
 
 template <class T>
-size_t workspace_bytes(const AttentionDesc& desc) {
-  return (Scratch<T>::bytes(desc) + 63) / 64 * 64;
+MemorySize workspace_bytes(const AttentionDesc& desc) {
+  return Sequences::table_bytes(desc) + Scratch<T>::bytes(desc).rounded_up(64);
+}
+
+template <class T>
+Status forward_checked(const AttentionDesc& desc, const ForwardArgs& args, void* workspace) {
+  Sequences sequences;
+  if (Status status = sequences.read(desc, args, workspace); !status.ok()) return status;
+  const Scratch<T> scratch(desc, static_cast<char*>(workspace) + Sequences::table_bytes(desc).value());
+  with_element_type(desc.dtype, [&]<class In>(In) { Forward<T, In>(desc, args, sequences, scratch).run(); });
+  return {};
 }
 
 template <class T>
 void forward(const AttentionDesc& desc, const ForwardArgs& args) {
   std::vector<int64_t> own;
   void* memory = args.workspace;
-  if (args.workspace_bytes < workspace_bytes<T>(desc)) {
-    own.resize(workspace_bytes<T>(desc) / sizeof(int64_t));
+  if (const size_t needed = workspace_bytes<T>(desc).value(); args.workspace_bytes < needed) {
+    own.resize(needed / sizeof(int64_t));
     memory = own.data();
   }
-  with_element_type(desc.dtype, [&]<class In>(In) { Forward<T, In>(desc, args, Scratch<T>(desc, memory)).run(); });
+  static_cast<void>(forward_checked<T>(desc, args, memory));
 }
 
-template size_t workspace_bytes<double>(const AttentionDesc&);
-template size_t workspace_bytes<float>(const AttentionDesc&);
+template MemorySize workspace_bytes<double>(const AttentionDesc&);
+template MemorySize workspace_bytes<float>(const AttentionDesc&);
 template void forward<double>(const AttentionDesc&, const ForwardArgs&);
 template void forward<float>(const AttentionDesc&, const ForwardArgs&);
+template Status forward_checked<double>(const AttentionDesc&, const ForwardArgs&, void*);
+template Status forward_checked<float>(const AttentionDesc&, const ForwardArgs&, void*);
 
 }  // namespace polyhead::reference
 
@@ -197,11 +208,16 @@ namespace polyhead {
 
 const Kernel kReference = {
     "reference",
+    Device::kCpu,
     [](const AttentionDesc&) { return std::string(); },
     [](const AttentionDesc& desc, int) { return reference::workspace_bytes<double>(desc); },
     [](const AttentionDesc& desc, int) { return reference::backward_workspace_bytes<double>(desc); },
-    [](const AttentionDesc& desc, const ForwardArgs& args, Executor&) { reference::forward<double>(desc, args); },
-    [](const AttentionDesc& desc, const BackwardArgs& args, Executor&) { reference::backward<double>(desc, args); },
+    [](const AttentionDesc& desc, const ForwardArgs& args, const Run&) {
+      return reference::forward_checked<double>(desc, args, args.workspace);
+    },
+    [](const AttentionDesc& desc, const BackwardArgs& args, const Run&) {
+      return reference::backward_checked<double>(desc, args, args.forward.workspace);
+    },
 };
 
 }  // namespace polyhead

@@ -20,19 +20,17 @@ struct Scratch {
   T* row;    // [max(D, Dv)] a row of dQ or dK; zeros of any row
   T* row_v;  // [Dv] a row of dV
 
-  static size_t count_D(const AttentionDesc& desc) {
-    return static_cast<size_t>((desc.packed ? 1 : desc.batch) * desc.num_heads * desc.seqlen_q);
+  static MemorySize count_D(const AttentionDesc& desc) {
+    return MemorySize(desc.packed ? 1 : desc.batch) * desc.num_heads * desc.seqlen_q;
   }
-  static size_t count_row(const AttentionDesc& desc) {
-    return static_cast<size_t>(std::max(desc.head_dim, desc.head_dim_v));
-  }
-  static size_t bytes(const AttentionDesc& desc) {
-    return (count_D(desc) + count_row(desc) + static_cast<size_t>(desc.head_dim_v)) * sizeof(T);
+  static int64_t count_row(const AttentionDesc& desc) { return std::max(desc.head_dim, desc.head_dim_v); }
+  static MemorySize bytes(const AttentionDesc& desc) {
+    return (count_D(desc) + count_row(desc) + desc.head_dim_v) * sizeof(T);
   }
 
   Scratch(const AttentionDesc& desc, void* memory) {
     D = static_cast<T*>(memory);
-    row = D + count_D(desc);
+    row = D + count_D(desc).value();
     row_v = row + count_row(desc);
   }
 };
@@ -40,8 +38,13 @@ struct Scratch {
 template <class T, class In>
 class Backward {
  public:
-  Backward(const AttentionDesc& desc, const BackwardArgs& args, Scratch<T> scratch)
-      : desc_(desc), args_(args), scores_(desc, args.forward), dO_(args.grad_out), scratch_(scratch) {}
+  Backward(const AttentionDesc& desc, const BackwardArgs& args, const Sequences& sequences, Scratch<T> scratch)
+      : desc_(desc),
+        args_(args),
+        sequences_(sequences),
+        scores_(desc, args.forward),
+        dO_(args.grad_out),
+        scratch_(scratch) {}
 
   void run() const {
     rowsum_dO_O();
@@ -72,7 +75,7 @@ class Backward {
     const Operand O(args_.forward.out);
     const Tensor& delta = args_.delta;
     for (int64_t b = 0; b < desc_.batch; ++b) {
-      const Sequence s = sequence(desc_, args_.forward, b);
+      const Sequence s = sequences_[b];
       for (int64_t h = 0; h < desc_.num_heads; ++h) {
         for (int64_t i = 0; i < rows(s); ++i) {
           if (delta.given()) {
@@ -124,7 +127,7 @@ class Backward {
     const Operand dQ(args_.grad_query);
     const int64_t dim = desc_.head_dim;
     for (int64_t b = 0; b < desc_.batch; ++b) {
-      const Sequence s = sequence(desc_, args_.forward, b);
+      const Sequence s = sequences_[b];
       for (int64_t h = 0; h < desc_.num_heads; ++h) {
         for (int64_t i = 0; i < rows(s); ++i) {
           std::fill_n(scratch_.row, Scratch<T>::count_row(desc_), T(0));
@@ -136,13 +139,13 @@ class Backward {
         }
       }
     }
-    if (desc_.packed) rows_behind_the_end(dQ, args_.forward.cu_seqlens_q, desc_.seqlen_q, desc_.num_heads, dim);
+    if (desc_.packed) rows_behind_the_end(dQ, sequences_.end_q(), desc_.seqlen_q, desc_.num_heads, dim);
   }
 
   void grad_key_value() const {
     const Operand dK(args_.grad_key), dV(args_.grad_value);
     for (int64_t b = 0; b < desc_.batch; ++b) {
-      const Sequence s = sequence(desc_, args_.forward, b);
+      const Sequence s = sequences_[b];
       for (int64_t g = 0; g < desc_.num_heads_kv; ++g) {
         for (int64_t j = 0; j < keys(s); ++j) {
           sum_over_queries(s, b, g, j);
@@ -152,9 +155,9 @@ class Backward {
       }
     }
     if (!desc_.packed) return;
-    const Tensor& cu_seqlens_k = args_.forward.cu_seqlens_k;
-    if (dK.tensor.given()) rows_behind_the_end(dK, cu_seqlens_k, desc_.seqlen_k, desc_.num_heads_kv, desc_.head_dim);
-    if (dV.tensor.given()) rows_behind_the_end(dV, cu_seqlens_k, desc_.seqlen_k, desc_.num_heads_kv, desc_.head_dim_v);
+    const int64_t end = sequences_.end_k();
+    if (dK.tensor.given()) rows_behind_the_end(dK, end, desc_.seqlen_k, desc_.num_heads_kv, desc_.head_dim);
+    if (dV.tensor.given()) rows_behind_the_end(dV, end, desc_.seqlen_k, desc_.num_heads_kv, desc_.head_dim_v);
   }
 
   // scratch_.row = sum dX_ij Q_i, row_v = sum P_ij f_ij dO_i over the queries of the heads that read g.
@@ -183,7 +186,7 @@ class Backward {
           for (int64_t j = 0; j < dims[3]; ++j) {
             T sum = 0;
             for (int64_t b2 = b; b2 < b + summed(0); ++b2) {
-              const Sequence s = sequence(desc_, args_.forward, b2);
+              const Sequence s = sequences_[b2];
               for (int64_t h2 = h; h2 < h + summed(1); ++h2) {
                 for (int64_t i2 = i; i2 < i + summed(2); ++i2) {
                   for (int64_t j2 = j; j2 < j + summed(3); ++j2) {
@@ -206,7 +209,7 @@ class Backward {
       for (int64_t h = 0; h < desc_.num_heads; ++h) {
         T sum = 0;
         for (int64_t b = first; b < first + batches; ++b) {
-          const Sequence s = sequence(desc_, args_.forward, b);
+          const Sequence s = sequences_[b];
           for (int64_t i = 0; i < rows(s); ++i) {
             for (int64_t j = 0; j < keys(s); ++j) {
               if (visible(s, b, h, i, j)) sum -= pair(s, b, h, i, j).dS * scores_.distance(s, i, j);
@@ -218,10 +221,9 @@ class Backward {
     }
   }
 
-  void rows_behind_the_end(const Operand& to, const Tensor& cu_seqlens, int64_t num_rows, int64_t heads,
-                           int64_t dim) const {
+  void rows_behind_the_end(const Operand& to, int64_t first, int64_t num_rows, int64_t heads, int64_t dim) const {
     std::fill_n(scratch_.row, Scratch<T>::count_row(desc_), T(0));
-    for (int64_t i = integer_at(cu_seqlens, desc_.batch); i < num_rows; ++i) {
+    for (int64_t i = first; i < num_rows; ++i) {
       for (int64_t h = 0; h < heads; ++h) store_row(to, 0, i, h, scratch_.row, T(1), dim);
     }
   }
@@ -241,6 +243,7 @@ class Backward {
 
   const AttentionDesc& desc_;
   const BackwardArgs& args_;
+  const Sequences& sequences_;
   Scores<T, In> scores_;
   Operand dO_;
   Scratch<T> scratch_;
@@ -249,24 +252,35 @@ class Backward {
 }  // namespace
 
 template <class T>
-size_t backward_workspace_bytes(const AttentionDesc& desc) {
-  return (Scratch<T>::bytes(desc) + 63) / 64 * 64;
+MemorySize backward_workspace_bytes(const AttentionDesc& desc) {
+  return Sequences::table_bytes(desc) + Scratch<T>::bytes(desc).rounded_up(64);
+}
+
+template <class T>
+Status backward_checked(const AttentionDesc& desc, const BackwardArgs& args, void* workspace) {
+  Sequences sequences;
+  if (Status status = sequences.read(desc, args.forward, workspace); !status.ok()) return status;
+  const Scratch<T> scratch(desc, static_cast<char*>(workspace) + Sequences::table_bytes(desc).value());
+  with_element_type(desc.dtype, [&]<class In>(In) { Backward<T, In>(desc, args, sequences, scratch).run(); });
+  return {};
 }
 
 template <class T>
 void backward(const AttentionDesc& desc, const BackwardArgs& args) {
-  std::vector<T> own;
+  std::vector<int64_t> own;
   void* memory = args.forward.workspace;
-  if (args.forward.workspace_bytes < backward_workspace_bytes<T>(desc)) {
-    own.resize(backward_workspace_bytes<T>(desc) / sizeof(T));
+  if (const size_t needed = backward_workspace_bytes<T>(desc).value(); args.forward.workspace_bytes < needed) {
+    own.resize(needed / sizeof(int64_t));
     memory = own.data();
   }
-  with_element_type(desc.dtype, [&]<class In>(In) { Backward<T, In>(desc, args, Scratch<T>(desc, memory)).run(); });
+  static_cast<void>(backward_checked<T>(desc, args, memory));
 }
 
-template size_t backward_workspace_bytes<double>(const AttentionDesc&);
-template size_t backward_workspace_bytes<float>(const AttentionDesc&);
+template MemorySize backward_workspace_bytes<double>(const AttentionDesc&);
+template MemorySize backward_workspace_bytes<float>(const AttentionDesc&);
 template void backward<double>(const AttentionDesc&, const BackwardArgs&);
 template void backward<float>(const AttentionDesc&, const BackwardArgs&);
+template Status backward_checked<double>(const AttentionDesc&, const BackwardArgs&, void*);
+template Status backward_checked<float>(const AttentionDesc&, const BackwardArgs&, void*);
 
 }  // namespace polyhead::reference

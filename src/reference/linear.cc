@@ -127,7 +127,7 @@ namespace {
 // B row-major in its own dtype.
 Matrix packed_view(const void* packed, int64_t k, int64_t n, DType dtype) { return matrix(packed, dtype, k, n); }
 
-void pack(const Matrix& b, void* packed, Executor&) {
+void pack(const Matrix& b, void* packed, const Run&) {
   const Matrix to = packed_view(packed, b.rows.size(), b.columns.size(), b.dtype);
   const Elements<double> from(b), copy(to);
   for (int64_t k = 0; k < b.rows.size(); ++k) {
@@ -135,7 +135,7 @@ void pack(const Matrix& b, void* packed, Executor&) {
   }
 }
 
-void gemm_packed_or_not(const GemmDesc& desc, const GemmArgs& args, Executor&) {
+void gemm_packed_or_not(const GemmDesc& desc, const GemmArgs& args, const Run&) {
   GemmArgs plain = args;
   if (desc.packed) plain.b = packed_view(args.packed, desc.k, desc.n, desc.dtype);
   gemm<double>(desc, plain);
@@ -151,14 +151,14 @@ constexpr Kernel kReference = {
           dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16 || dtype == DType::kFloat64;
       return floating ? std::string() : std::string("dtype is ") + dtype_name(dtype) + ", takes floating point";
     },
-    [](int64_t k, int64_t n, DType dtype) { return static_cast<size_t>(k * n) * dtype_size_bytes(dtype); },
+    [](int64_t k, int64_t n, DType dtype) { return MemorySize(k) * n * dtype_size_bytes(dtype); },
     reference::pack,
     [] { return int64_t{0}; },
-    [](const GemmDesc&, int) { return size_t{0}; },
+    [](const GemmDesc&, int) { return MemorySize(); },
     reference::gemm_packed_or_not,
-    [](int64_t, int64_t, DType) { return size_t{0}; },
-    [](const PointwiseArgs& args, Executor&) { reference::pointwise<double>(args); },
-    [](const NormForwardArgs& args, Executor&) { reference::norm_forward<double>(args); },
-    [](const NormBackwardArgs& args, Executor&) { reference::norm_backward<double>(args); }};
+    [](int64_t, int64_t, DType) { return MemorySize(); },
+    [](const PointwiseArgs& args, const Run&) { reference::pointwise<double>(args); },
+    [](const NormForwardArgs& args, const Run&) { reference::norm_forward<double>(args); },
+    [](const NormBackwardArgs& args, const Run&) { reference::norm_backward<double>(args); }};
 
 }  // namespace polyhead::linear

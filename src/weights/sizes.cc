@@ -250,7 +250,7 @@ Result<LayerDesc> layer_desc_of(std::string_view source, std::span<const NamedTe
   if (desc.ok() && table->source.scale == SourceScale::kOne) desc->attention.scale = 1;
   return desc;
 } catch (const std::bad_alloc&) {
-  return Status(StatusCode::kOutOfMemory, "out of memory");
+  return out_of_memory();
 }
 
 }  // namespace polyhead

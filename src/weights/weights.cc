@@ -246,8 +246,6 @@ Result<LayerWeights> bound(std::string_view source, const LayerDesc& desc, std::
   return weights;
 }
 
-Status out_of_memory() { return {StatusCode::kOutOfMemory, "out of memory"}; }
-
 }  // namespace
 
 bool has_array(const char* name, std::span<const NamedTensor> arrays, std::string_view prefix) {

@@ -7,11 +7,10 @@
 #include <string>
 #include <string_view>
 
+#include "core/sentence.h"
 #include "polyhead/weights.h"
 
 namespace polyhead::stored {
-
-inline Status invalid(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
 
 // The numbers that shapes are made of.
 enum class Size : int {

@@ -14,19 +14,19 @@ constexpr int64_t kKeyStep = 128;  // chunks are whole blocks of this many keys
 // Keys whose share of dQ is summed by itself: from the sequence's own size alone, so that it changes no bit who computes
 // which chunk. Eight chunks, if they come out at 128 to 1024 keys.
 int64_t chunk_keys(int64_t num_keys) {
-  const int64_t eighth = (num_keys + 8 * kKeyStep - 1) / (8 * kKeyStep) * kKeyStep;
+  const int64_t eighth = pieces(num_keys, 8 * kKeyStep) * kKeyStep;
   return std::clamp<int64_t>(eighth, kKeyStep, 1024);
 }
-int64_t most_chunks(int64_t num_keys) { return std::max<int64_t>(8, (num_keys + 1023) / 1024); }
+int64_t most_chunks(int64_t num_keys) { return std::max<int64_t>(8, pieces(num_keys, 1024)); }
 
-int64_t tiles_of(int64_t queries) { return (queries + kTileQueries - 1) / kTileQueries; }
+int64_t tiles_of(int64_t queries) { return pieces(queries, kTileQueries); }
 
 // How many tiles go through the keys together: more write dK and dV less often. They change no bit of the result.
 int tiles_at_once(const AttentionDesc& desc) {
-  const int64_t tile_bytes =
-      (3 * desc.head_dim + desc.head_dim_v + 2 * kKeyStep) * kTileQueries * int64_t{sizeof(float)};
-  const int64_t cache_bytes = 448 * 1024;  // of a 1 MiB L2: the rest is for keys, values and their sums
-  return static_cast<int>(std::clamp<int64_t>(cache_bytes / tile_bytes, 1, kMaxTiles));
+  const MemorySize tile_bytes =
+      (MemorySize(desc.head_dim) * 3 + desc.head_dim_v + 2 * kKeyStep) * (kTileQueries * sizeof(float));
+  const size_t cache_bytes = 448 * 1024;  // of a 1 MiB L2: the rest is for keys, values and their sums
+  return static_cast<int>(std::clamp<size_t>(cache_bytes / tile_bytes.value(), 1, kMaxTiles));
 }
 
 // How a call is cut. Whole heads need sums of dK and dV for one head a thread; chunks need them for the heads that are
@@ -35,33 +35,36 @@ struct Cut {
   bool whole_heads;
   int64_t heads_at_once = 1;  // of a wave
   int64_t chunks_at_once = 1;
-  size_t scratch_bytes, sums_floats, partial_floats;
+  MemorySize scratch_bytes, sums_floats, partial_floats;
 
-  size_t workspace_bytes(int num_threads) const {
-    const size_t threads = static_cast<size_t>(num_threads), heads = static_cast<size_t>(heads_at_once);
-    const size_t floats = whole_heads
-                              ? threads * sums_floats
-                              : heads * (sums_floats + static_cast<size_t>(chunks_at_once + 1) * partial_floats);
-    return threads * scratch_bytes + floats * sizeof(float);
+  MemorySize workspace_bytes(int num_threads) const {
+    const MemorySize floats =
+        whole_heads ? sums_floats * num_threads : (sums_floats + partial_floats * (chunks_at_once + 1)) * heads_at_once;
+    return scratch_bytes * num_threads + floats * sizeof(float);
   }
 };
 
-size_t whole_lines(size_t floats) { return (floats + 15) / 16 * 16; }
+// Floats of the sums of keys, in whole lines of the cache.
+MemorySize sum_floats(const IsaFunctions& functions, int64_t num_keys, int64_t dim) {
+  constexpr int64_t kPadding = 128;  // at most, of keys to blocks and of dims to vectors: rounding up cannot wrap
+  if (!((MemorySize(num_keys) + kPadding) * (MemorySize(dim) + kPadding)).fits()) return MemorySize::too_large();
+  return MemorySize(functions.backward_sum_floats(num_keys, dim)).rounded_up(16);
+}
 
 // in_order: no two sequences at once, because all add to one bias.
 Cut cut(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads, bool in_order) {
   Cut c;
   const int64_t heads = (in_order ? 1 : desc.batch) * desc.num_heads_kv;
-  c.scratch_bytes = functions.backward_scratch_bytes(desc.head_dim, desc.head_dim_v, tiles_at_once(desc),
-                                                     has_additive(desc), desc.softcap > 0);
-  c.sums_floats = whole_lines(functions.backward_sum_floats(desc.seqlen_k, desc.head_dim)) +
-                  whole_lines(functions.backward_sum_floats(desc.seqlen_k, desc.head_dim_v));
-  c.partial_floats = static_cast<size_t>(tiles_of(desc.seqlen_q) * desc.head_dim * kTileQueries);
+  c.scratch_bytes =
+      scratch_bytes(functions.backward_scratch_bytes, desc, tiles_at_once(desc), has_additive(desc), desc.softcap > 0);
+  c.sums_floats =
+      sum_floats(functions, desc.seqlen_k, desc.head_dim) + sum_floats(functions, desc.seqlen_k, desc.head_dim_v);
+  c.partial_floats = MemorySize(tiles_of(desc.seqlen_q)) * desc.head_dim * kTileQueries;
   c.whole_heads = num_threads == 1 || heads >= 3 * int64_t{num_threads};
   if (c.whole_heads) return c;
   const int64_t tasks = 4 * int64_t{num_threads};  // of a wave: enough to end evenly
   c.chunks_at_once = std::min(most_chunks(desc.seqlen_k), tasks);
-  c.heads_at_once = std::min(heads, (tasks + c.chunks_at_once - 1) / c.chunks_at_once);
+  c.heads_at_once = std::min(heads, pieces(tasks, c.chunks_at_once));
   return c;
 }
 
@@ -69,25 +72,26 @@ struct Call {
   const IsaFunctions& functions;
   const AttentionDesc& desc;
   const ForwardArgs& args;
+  const Sequences& sequences;
   const BackwardProblem problem;
   const bool bias;      // grad_bias is written here
   const bool in_order;  // no two sequences at once
   const Cut cut;
-  Executor& executor;
+  const Run& run;
 
   char* memory() const { return static_cast<char*>(args.workspace); }
-  void* scratch(int lane) const { return memory() + cut.scratch_bytes * static_cast<size_t>(lane); }
+  void* scratch(int lane) const { return memory() + cut.scratch_bytes.value() * static_cast<size_t>(lane); }
   // Sums of the keys of head `index` of those that are computed at once.
   float* sums(int64_t index) const {
-    const size_t scratch_bytes = cut.scratch_bytes * static_cast<size_t>(executor.num_threads());
-    return reinterpret_cast<float*>(memory() + scratch_bytes) + cut.sums_floats * static_cast<size_t>(index);
+    const size_t scratch_bytes = cut.scratch_bytes.value() * static_cast<size_t>(run.num_threads);
+    return reinterpret_cast<float*>(memory() + scratch_bytes) + cut.sums_floats.value() * static_cast<size_t>(index);
   }
   // dQ^T of such a head, of all chunks so far; behind it that of each chunk computed at once.
   float* grad_query(int64_t index) const {
-    return sums(cut.heads_at_once) + cut.partial_floats * static_cast<size_t>(index * (cut.chunks_at_once + 1));
+    return sums(cut.heads_at_once) + cut.partial_floats.value() * static_cast<size_t>(index * (cut.chunks_at_once + 1));
   }
   float* partial(int64_t index, int64_t chunk) const {
-    return grad_query(index) + cut.partial_floats * static_cast<size_t>(chunk + 1);
+    return grad_query(index) + cut.partial_floats.value() * static_cast<size_t>(chunk + 1);
   }
   bool wants_keys() const { return problem.grad_key.data != nullptr || problem.grad_value.data != nullptr; }
 };
@@ -98,11 +102,11 @@ BackwardTask keys_task(const Call& call, int64_t head, int64_t first, int64_t en
   BackwardTask task;
   task.b = head / desc.num_heads_kv;
   task.kv_head = head % desc.num_heads_kv;
-  task.sequence = sequence(desc, call.args, task.b);
+  task.sequence = call.sequences[task.b];
   task.first_key = first;
   task.end_key = end;
   task.chunk_keys = chunk_keys(desc.packed ? task.sequence.len_k : desc.seqlen_k);
-  const size_t key_floats = whole_lines(call.functions.backward_sum_floats(desc.seqlen_k, desc.head_dim));
+  const size_t key_floats = sum_floats(call.functions, desc.seqlen_k, desc.head_dim).value();
   const auto at = [&](float* all, int64_t dim) {  // sums of all keys -> those from `first` on
     return all + (first > 0 ? call.functions.backward_sum_floats(first, dim) : 0);
   };
@@ -133,7 +137,7 @@ void set_next(BackwardTask& task, int64_t b, int64_t h, const Sequence& s) {
 
 // Key/value heads [first_head, end), counted b * num_heads_kv + g.
 void run_whole_heads(const Call& call, int64_t first_head, int64_t end) {
-  run_tasks(call.executor, end - first_head, [&](int64_t index, int lane) {
+  run_tasks(call.run, end - first_head, [&](int64_t index, int lane) {
     const int64_t head = first_head + index;
     BackwardTask task = keys_task(call, head, 0, call.desc.seqlen_k, call.sums(lane));
     clear_sums(call, task);
@@ -142,9 +146,9 @@ void run_whole_heads(const Call& call, int64_t first_head, int64_t end) {
       task.h = task.kv_head * group + r;
       if (r + 1 < group) {
         set_next(task, task.b, task.h + 1, task.sequence);
-      } else if (const int64_t next = head + call.executor.num_threads(); next < end) {
+      } else if (const int64_t next = head + call.run.num_threads; next < end) {
         const int64_t b = next / call.desc.num_heads_kv;
-        set_next(task, b, next % call.desc.num_heads_kv * group, sequence(call.desc, call.args, b));
+        set_next(task, b, next % call.desc.num_heads_kv * group, call.sequences[b]);
       }
       call.functions.backward_head(call.problem, task, tiles_at_once(call.desc), call.scratch(lane));
     }
@@ -157,7 +161,7 @@ void run_whole_heads(const Call& call, int64_t first_head, int64_t end) {
 void run_wave(const Call& call, int64_t first_head, int64_t heads, int64_t r, int64_t first_chunk) {
   const AttentionDesc& desc = call.desc;
   const int64_t group = call.problem.forward.group, chunks = call.cut.chunks_at_once;
-  run_tasks(call.executor, heads * chunks, [&](int64_t index, int lane) {
+  run_tasks(call.run, heads * chunks, [&](int64_t index, int lane) {
     const int64_t head = index % heads, chunk = index / heads;  // causal: the first chunks have the most work
     const int64_t keys = keys_task(call, first_head + head, 0, 0, nullptr).chunk_keys;
     const int64_t first = (first_chunk + chunk) * keys;
@@ -171,7 +175,7 @@ void run_wave(const Call& call, int64_t first_head, int64_t heads, int64_t r, in
   });
   if (call.problem.grad_query.data == nullptr) return;
   const int64_t tiles = tiles_of(desc.seqlen_q);
-  run_tasks(call.executor, heads * tiles, [&](int64_t index, int) {
+  run_tasks(call.run, heads * tiles, [&](int64_t index, int) {
     const int64_t head = index / tiles, first_query = index % tiles * kTileQueries;
     BackwardTask task = keys_task(call, first_head + head, 0, 0, nullptr);
     task.first_key = first_chunk * task.chunk_keys;
@@ -182,7 +186,8 @@ void run_wave(const Call& call, int64_t first_head, int64_t heads, int64_t r, in
     task.h = task.kv_head * group + r;
     const int64_t at = first_query * desc.head_dim;
     call.functions.backward_queries(call.problem, task, first_query, call.grad_query(head) + at,
-                                    call.partial(head, 0) + at, static_cast<ptrdiff_t>(call.cut.partial_floats));
+                                    call.partial(head, 0) + at,
+                                    static_cast<ptrdiff_t>(call.cut.partial_floats.value()));
   });
 }
 
@@ -206,13 +211,13 @@ void clear_padding(const Call& call) {
   const auto clear = [&](const Operand& x, int64_t b, int64_t heads, int64_t first, int64_t end, int64_t dim) {
     for (int64_t h = 0; h < heads && x.data != nullptr; ++h) clear_rows(x, b, h, first, end, dim);
   };
-  run_tasks(call.executor, desc.packed ? 1 : desc.batch, [&](int64_t b, int) {
+  run_tasks(call.run, desc.packed ? 1 : desc.batch, [&](int64_t b, int) {
     int64_t first_q = 0, first_k = 0;
     if (desc.packed) {
-      first_q = integer_at(call.args.cu_seqlens_q, desc.batch);
-      first_k = integer_at(call.args.cu_seqlens_k, desc.batch);
+      first_q = call.sequences.end_q();
+      first_k = call.sequences.end_k();
     } else {
-      const Sequence s = sequence(desc, call.args, b);
+      const Sequence& s = call.sequences[b];
       first_q = s.len_q;
       first_k = s.len_k;
     }
@@ -228,7 +233,7 @@ void clear_bias(const Call& call) {
   const Broadcast& bias = call.problem.grad_bias;
   const Operand rows{
       const_cast<void*>(bias.data), bias.dtype, bias.stride_b, bias.stride_q, bias.stride_h, bias.stride_k};
-  run_tasks(call.executor, desc.attn_bias.dims[0] * desc.num_heads, [&](int64_t index, int) {
+  run_tasks(call.run, desc.attn_bias.dims[0] * desc.num_heads, [&](int64_t index, int) {
     clear_rows(rows, index / desc.num_heads, index % desc.num_heads, 0, desc.seqlen_q, desc.seqlen_k);
   });
 }
@@ -248,23 +253,24 @@ bool gives_bias(const AttentionDesc& desc, const BackwardArgs& args) {
   return args.grad_query.given() || args.grad_key.given() || args.grad_value.given();
 }
 
-size_t gradients_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
-  const size_t bytes = cut(functions, desc, num_threads, false).workspace_bytes(num_threads);
+MemorySize gradients_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
+  const MemorySize bytes = cut(functions, desc, num_threads, false).workspace_bytes(num_threads);
   if (!desc.attn_bias.given || !sums_over_batch(desc)) return bytes;
   return std::max(bytes, cut(functions, desc, num_threads, true).workspace_bytes(num_threads));
 }
 
 void gradients_backward(const IsaFunctions& functions, const AttentionDesc& desc, const BackwardArgs& args,
-                        Executor& executor) {
+                        const Sequences& sequences, const Run& run) {
   const bool bias = gives_bias(desc, args), in_order = bias && sums_over_batch(desc);
   const Call call{functions,
                   desc,
                   args.forward,
+                  sequences,
                   backward_problem(desc, args),
                   bias,
                   in_order,
-                  cut(functions, desc, executor.num_threads(), in_order),
-                  executor};
+                  cut(functions, desc, run.num_threads, in_order),
+                  run};
   if (call.problem.grad_query.data == nullptr && !call.wants_keys()) return;
   clear_padding(call);
   if (bias && !args.accumulate) clear_bias(call);

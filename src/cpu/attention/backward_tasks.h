@@ -2,6 +2,7 @@
 #pragma once
 
 #include "contract/kernel.h"
+#include "contract/sequences.h"
 #include "cpu/attention/functions.h"
 
 namespace polyhead::cpu {
@@ -10,8 +11,8 @@ namespace polyhead::cpu {
 // head, of one sequence or of all, whose dS are then added in order. Else score_gradients_backward has a pass for it.
 bool gives_bias(const AttentionDesc& desc, const BackwardArgs& args);
 
-size_t gradients_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads);
+MemorySize gradients_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads);
 void gradients_backward(const IsaFunctions& functions, const AttentionDesc& desc, const BackwardArgs& args,
-                        Executor& executor);
+                        const Sequences& sequences, const Run& run);
 
 }  // namespace polyhead::cpu

@@ -1,7 +1,10 @@
 // A checked forward call in the CPU kernels' terms, and what is the same on every path through them.
 #pragma once
 
+#include <type_traits>
+
 #include "contract/sequences.h"
+#include "core/memory_size.h"
 #include "cpu/attention/problem.h"
 
 namespace polyhead::cpu {
@@ -14,6 +17,16 @@ void clear_rows(const Operand& x, int64_t b, int64_t h, int64_t first, int64_t e
 
 // Rows [first, end) of one head that see nothing (padding; rows behind the last packed sequence): O = 0, L = -inf.
 void hide_rows(const Problem& problem, int64_t b, int64_t h, int64_t first, int64_t end);
+
+// Scratch memory as a function of one instruction set's table tells it. Those compute in plain 64 bits: beyond head dims
+// that no machine has memory for they are not asked.
+template <class... Options>
+MemorySize scratch_bytes(size_t (*bytes)(int64_t, int64_t, Options...), const AttentionDesc& desc,
+                         std::type_identity_t<Options>... options) {
+  constexpr int64_t kMost = int64_t{1} << 40;
+  if (desc.head_dim > kMost || desc.head_dim_v > kMost) return MemorySize::too_large();
+  return bytes(desc.head_dim, desc.head_dim_v, options...);
+}
 
 inline bool has_additive(const AttentionDesc& desc) { return desc.attn_mask.given || desc.attn_bias.given; }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "contract/kernel.h"
+#include "contract/sequences.h"
 #include "cpu/attention/functions.h"
 
 namespace polyhead::cpu {
@@ -10,8 +11,8 @@ namespace polyhead::cpu {
 // Whether this path computes `desc`: told by its shape alone, so that the batch and the threads change no bit.
 bool decode_takes(const AttentionDesc& desc);
 
-size_t decode_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads);
+MemorySize decode_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads);
 void decode_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args,
-                    Executor& executor);
+                    const Sequences& sequences, const Run& run);
 
 }  // namespace polyhead::cpu

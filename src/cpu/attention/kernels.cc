@@ -23,34 +23,67 @@ bool returns_more(const AttentionDesc& desc) {
 }
 
 template <const IsaFunctions& functions>
-size_t workspace_bytes(const AttentionDesc& desc, int num_threads) {
-  const size_t more = returns_more(desc) ? weights_workspace_bytes(functions, desc, num_threads) : 0;
+MemorySize scratch_bytes(const AttentionDesc& desc, int num_threads) {
+  const MemorySize more = returns_more(desc) ? weights_workspace_bytes(functions, desc, num_threads) : MemorySize();
   if (tiny_takes(desc)) return std::max(more, tiny_workspace_bytes(functions, num_threads));
   if (decode_takes(desc)) return std::max(more, decode_workspace_bytes(functions, desc, num_threads));
   return returns_more(desc) ? more : tiles_workspace_bytes(functions, desc, num_threads);
 }
 
+// A workspace holds the table of sequences, then what the path needs.
 template <const IsaFunctions& functions>
-void forward(const AttentionDesc& desc, const ForwardArgs& args, Executor& executor) {
-  // Where O and L come from another path, they are written over: what else is returned changes no bit.
-  if (returns_more(desc)) weights_forward(functions, desc, args, executor);
-  if (tiny_takes(desc)) return tiny_forward(functions, desc, args, executor);
-  if (decode_takes(desc)) return decode_forward(functions, desc, args, executor);
-  if (!returns_more(desc)) tiles_forward(functions, desc, args, executor);
+MemorySize workspace_bytes(const AttentionDesc& desc, int num_threads) {
+  return Sequences::table_bytes(desc) + scratch_bytes<functions>(desc, num_threads);
+}
+
+// Reads the sequences into the workspace of `args`, which then begins behind them.
+Status read_sequences(const AttentionDesc& desc, ForwardArgs& args, Sequences& sequences) {
+  if (Status status = sequences.read(desc, args, args.workspace); !status.ok()) return status;
+  args.workspace = static_cast<char*>(args.workspace) + Sequences::table_bytes(desc).value();
+  return {};
 }
 
 template <const IsaFunctions& functions>
-size_t backward_workspace_bytes(const AttentionDesc& desc, int num_threads) {
+Status forward(const AttentionDesc& desc, const ForwardArgs& given, const Run& run) {
+  ForwardArgs args = given;
+  Sequences sequences;
+  if (Status status = read_sequences(desc, args, sequences); !status.ok()) return status;
+  // Where O and L come from another path, they are written over: what else is returned changes no bit.
+  if (returns_more(desc)) weights_forward(functions, desc, args, sequences, run);
+  if (tiny_takes(desc)) {
+    tiny_forward(functions, desc, args, sequences, run);
+  } else if (decode_takes(desc)) {
+    decode_forward(functions, desc, args, sequences, run);
+  } else if (!returns_more(desc)) {
+    tiles_forward(functions, desc, args, sequences, run);
+  }
+  return {};
+}
+
+template <const IsaFunctions& functions>
+MemorySize backward_scratch_bytes(const AttentionDesc& desc, int num_threads) {
   if (tiny_takes(desc)) return tiny_backward_workspace_bytes(functions, num_threads);
   return std::max(gradients_workspace_bytes(functions, desc, num_threads),
                   score_gradients_workspace_bytes(functions, desc, num_threads));
 }
 
 template <const IsaFunctions& functions>
-void backward(const AttentionDesc& desc, const BackwardArgs& args, Executor& executor) {
-  if (tiny_takes(desc)) return tiny_backward(functions, desc, args, executor);
-  gradients_backward(functions, desc, args, executor);
-  score_gradients_backward(functions, desc, args, executor);
+MemorySize backward_workspace_bytes(const AttentionDesc& desc, int num_threads) {
+  return Sequences::table_bytes(desc) + backward_scratch_bytes<functions>(desc, num_threads);
+}
+
+template <const IsaFunctions& functions>
+Status backward(const AttentionDesc& desc, const BackwardArgs& given, const Run& run) {
+  BackwardArgs args = given;
+  Sequences sequences;
+  if (Status status = read_sequences(desc, args.forward, sequences); !status.ok()) return status;
+  if (tiny_takes(desc)) {
+    tiny_backward(functions, desc, args, sequences, run);
+  } else {
+    gradients_backward(functions, desc, args, sequences, run);
+    score_gradients_backward(functions, desc, args, sequences, run);
+  }
+  return {};
 }
 
 template <Isa isa>
@@ -63,6 +96,7 @@ std::string why_not(const AttentionDesc& desc) {
 template <Isa isa, const IsaFunctions& functions>
 constexpr Kernel kernel(const char* name) {
   return {name,
+          Device::kCpu,
           why_not<isa>,
           workspace_bytes<functions>,
           backward_workspace_bytes<functions>,
@@ -72,7 +106,6 @@ constexpr Kernel kernel(const char* name) {
 
 }  // namespace
 }  // namespace cpu
-
 #define ROW(name, features) cpu::kernel<cpu::Isa::name, cpu::name::kFunctions>("cpu_" #name),
 constexpr Kernel kCpuKernels[] = {POLYHEAD_ISAS(ROW)};
 #undef ROW

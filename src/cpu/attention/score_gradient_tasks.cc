@@ -17,13 +17,15 @@ struct Call {
   const IsaFunctions& functions;
   const AttentionDesc& desc;
   const ForwardArgs& args;
+  const Sequences& sequences;
   const BackwardProblem problem;
 
-  size_t lane_bytes() const {
-    return functions.score_scratch_bytes(desc.head_dim, desc.head_dim_v) + kSumsFloats * sizeof(float);
+  MemorySize lane_bytes() const {
+    return scratch_bytes(functions.score_scratch_bytes, desc) + kSumsFloats * sizeof(float);
   }
   float* sums(int lane) const {
-    return reinterpret_cast<float*>(static_cast<char*>(args.workspace) + lane_bytes() * static_cast<size_t>(lane));
+    return reinterpret_cast<float*>(static_cast<char*>(args.workspace) +
+                                    lane_bytes().value() * static_cast<size_t>(lane));
   }
   void* scratch(int lane) const { return sums(lane) + kSumsFloats; }
 };
@@ -36,15 +38,15 @@ struct Summed {
   Range b, h, tile, chunk;
 };
 
-int64_t tiles_of(const AttentionDesc& desc) { return (desc.seqlen_q + kTileQueries - 1) / kTileQueries; }
-int64_t chunks_of(const AttentionDesc& desc) { return (desc.seqlen_k + kScoreKeys - 1) / kScoreKeys; }
+int64_t tiles_of(const AttentionDesc& desc) { return pieces(desc.seqlen_q, kTileQueries); }
+int64_t chunks_of(const AttentionDesc& desc) { return pieces(desc.seqlen_k, kScoreKeys); }
 
 void add_all(const Call& call, const Summed& all, bool distances, int lane) {
   float* sums = call.sums(lane);
   std::memset(sums, 0, kSumsFloats * sizeof(float));
   for (int64_t b = all.b.begin; b < all.b.end; ++b) {
     ScoreTask task;
-    task.sequence = sequence(call.desc, call.args, b);
+    task.sequence = call.sequences[b];
     task.b = b;
     task.sums = sums;
     task.distances = distances;
@@ -94,12 +96,12 @@ void store_bias(const Call& call, int64_t at, const float* sums, int64_t queries
 // Task `index` of those that a dim of `count` parts is cut into: one part, or all where it is summed.
 Range part(bool each, int64_t index, int64_t count) { return each ? Range{index, index + 1} : Range{0, count}; }
 
-void backward_bias(const Call& call, Executor& executor) {
+void backward_bias(const Call& call, const Run& run) {
   const AttentionDesc& desc = call.desc;
   const int64_t* dims = desc.attn_bias.dims;
   const bool each_query = dims[2] != 1, each_key = dims[3] != 1;
   const int64_t tiles = each_query ? tiles_of(desc) : 1, chunks = each_key ? chunks_of(desc) : 1;
-  run_tasks(executor, dims[0] * dims[1] * tiles * chunks, [&](int64_t index, int lane) {
+  run_tasks(run, dims[0] * dims[1] * tiles * chunks, [&](int64_t index, int lane) {
     const int64_t chunk = index % chunks, tile = index / chunks % tiles;
     const int64_t h = index / chunks / tiles % dims[1], b = index / chunks / tiles / dims[1];
     const Summed all{part(dims[0] != 1, b, desc.batch), part(dims[1] != 1, h, desc.num_heads),
@@ -116,10 +118,10 @@ void backward_bias(const Call& call, Executor& executor) {
   });
 }
 
-void backward_slopes(const Call& call, Executor& executor) {
+void backward_slopes(const Call& call, const Run& run) {
   const AttentionDesc& desc = call.desc;
   const bool each_batch = desc.alibi_slopes_ndim == 2;
-  run_tasks(executor, (each_batch ? desc.batch : 1) * desc.num_heads, [&](int64_t index, int lane) {
+  run_tasks(run, (each_batch ? desc.batch : 1) * desc.num_heads, [&](int64_t index, int lane) {
     const int64_t b = index / desc.num_heads, h = index % desc.num_heads;
     // Packed sequences may be as long as all rows; where they end, add_all stops.
     add_all(call, {part(each_batch, b, desc.batch), {h, h + 1}, {0, tiles_of(desc)}, {0, chunks_of(desc)}}, true, lane);
@@ -134,18 +136,18 @@ void backward_slopes(const Call& call, Executor& executor) {
 
 }  // namespace
 
-size_t score_gradients_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
+MemorySize score_gradients_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
   if (!desc.attn_bias.given && desc.alibi_slopes_ndim == 0) return 0;
-  return Call{functions, desc, {}, {}}.lane_bytes() * static_cast<size_t>(num_threads);
+  return Call{functions, desc, {}, {}, {}}.lane_bytes() * num_threads;
 }
 
 void score_gradients_backward(const IsaFunctions& functions, const AttentionDesc& desc, const BackwardArgs& args,
-                              Executor& executor) {
+                              const Sequences& sequences, const Run& run) {
   const bool bias = args.grad_attn_bias.given() && !gives_bias(desc, args);
   if (!bias && !args.grad_alibi_slopes.given()) return;
-  const Call call{functions, desc, args.forward, backward_problem(desc, args)};
-  if (bias) backward_bias(call, executor);
-  if (args.grad_alibi_slopes.given()) backward_slopes(call, executor);
+  const Call call{functions, desc, args.forward, sequences, backward_problem(desc, args)};
+  if (bias) backward_bias(call, run);
+  if (args.grad_alibi_slopes.given()) backward_slopes(call, run);
 }
 
 }  // namespace polyhead::cpu

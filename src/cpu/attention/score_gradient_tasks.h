@@ -2,12 +2,13 @@
 #pragma once
 
 #include "contract/kernel.h"
+#include "contract/sequences.h"
 #include "cpu/attention/functions.h"
 
 namespace polyhead::cpu {
 
-size_t score_gradients_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads);
+MemorySize score_gradients_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads);
 void score_gradients_backward(const IsaFunctions& functions, const AttentionDesc& desc, const BackwardArgs& args,
-                              Executor& executor);
+                              const Sequences& sequences, const Run& run);
 
 }  // namespace polyhead::cpu

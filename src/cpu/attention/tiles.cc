@@ -12,24 +12,23 @@ namespace {
 // How many tiles a task holds: more amortise the copying of keys and values, fewer give every thread work. They change
 // no bit of the result.
 int tiles_per_task(const AttentionDesc& desc, int num_threads) {
-  const int64_t tile_bytes = (desc.head_dim + desc.head_dim_v) * kTileQueries * int64_t{sizeof(float)};
-  const int64_t cache_bytes = 384 * 1024;  // of a 1 MiB L2: the rest is for keys, values and weights
-  const int64_t fitting = std::clamp<int64_t>(cache_bytes / std::max<int64_t>(tile_bytes, 1), 1, kMaxTiles);
-  const int64_t tiles = (desc.seqlen_q + kTileQueries - 1) / kTileQueries * desc.batch * desc.num_heads;
-  const int64_t spread = std::max<int64_t>(1, tiles / (4 * int64_t{num_threads}));
+  const MemorySize tile_bytes = (MemorySize(desc.head_dim) + desc.head_dim_v) * (kTileQueries * sizeof(float));
+  const size_t cache_bytes = 384 * 1024;  // of a 1 MiB L2: the rest is for keys, values and weights
+  const size_t fitting = std::clamp<size_t>(cache_bytes / std::max<size_t>(tile_bytes.value(), 1), 1, kMaxTiles);
+  const MemorySize tiles = MemorySize(pieces(desc.seqlen_q, kTileQueries)) * desc.batch * desc.num_heads;
+  const size_t spread = std::max<size_t>(1, tiles.value() / (4 * static_cast<size_t>(num_threads)));
   return static_cast<int>(std::min(fitting, spread));
 }
 
 // Queries of a sequence, padding included, are cut into chunks; first_chunk[b] counts those of the sequences before b.
 class Chunks {
  public:
-  Chunks(const AttentionDesc& desc, const ForwardArgs& args, int64_t chunk_queries, int64_t* first_chunk)
+  Chunks(const AttentionDesc& desc, const Sequences& sequences, int64_t chunk_queries, int64_t* first_chunk)
       : desc_(desc), chunk_queries_(chunk_queries), first_chunk_(first_chunk) {
     if (!desc.packed) return;
     first_chunk[0] = 0;
     for (int64_t b = 0; b < desc.batch; ++b) {
-      first_chunk[b + 1] =
-          first_chunk[b] + chunks_of(integer_at(args.cu_seqlens_q, b + 1) - integer_at(args.cu_seqlens_q, b));
+      first_chunk[b + 1] = first_chunk[b] + chunks_of(sequences[b].len_q);
     }
   }
 
@@ -57,48 +56,61 @@ class Chunks {
   }
 
  private:
-  int64_t chunks_of(int64_t queries) const { return (queries + chunk_queries_ - 1) / chunk_queries_; }
+  int64_t chunks_of(int64_t queries) const { return pieces(queries, chunk_queries_); }
 
   const AttentionDesc& desc_;
   int64_t chunk_queries_;
   int64_t* first_chunk_;  // [batch + 1], only when packed
 };
 
-size_t chunk_table_bytes(const AttentionDesc& desc) {
-  return desc.packed ? (static_cast<size_t>(desc.batch + 1) * sizeof(int64_t) + 63) / 64 * 64 : 0;
+MemorySize chunk_table_bytes(const AttentionDesc& desc) {
+  return desc.packed ? (MemorySize(desc.batch) + 1) * sizeof(int64_t) : 0;
 }
+
+// Where things lie in a call's workspace; the table of chunks comes first.
+struct Workspace {
+  size_t lanes = 0, lane_bytes = 0;
+  MemorySize bytes;
+
+  Workspace(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
+    const MemorySize scratch =
+        scratch_bytes(functions.forward_scratch_bytes, desc, tiles_per_task(desc, num_threads), has_additive(desc));
+    MemoryMap map;
+    map.take_bytes(chunk_table_bytes(desc));
+    lanes = map.take_bytes(scratch * num_threads);
+    lane_bytes = scratch.value();
+    bytes = map.bytes();
+  }
+};
 
 }  // namespace
 
-size_t tiles_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
-  const int tiles = tiles_per_task(desc, num_threads);
-  return chunk_table_bytes(desc) +
-         functions.forward_scratch_bytes(desc.head_dim, desc.head_dim_v, tiles, has_additive(desc)) *
-             static_cast<size_t>(num_threads);
+MemorySize tiles_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
+  return Workspace(functions, desc, num_threads).bytes;
 }
 
 void tiles_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args,
-                   Executor& executor) {
+                   const Sequences& sequences, const Run& run) {
   const Problem p = problem(desc, args);
-  const int tiles = tiles_per_task(desc, executor.num_threads());
+  const int tiles = tiles_per_task(desc, run.num_threads);
   const int64_t chunk_queries = int64_t{tiles} * kTileQueries;
-  const Chunks chunks(desc, args, chunk_queries, static_cast<int64_t*>(args.workspace));
-  char* scratch = static_cast<char*>(args.workspace) + chunk_table_bytes(desc);
-  const size_t scratch_bytes =
-      functions.forward_scratch_bytes(desc.head_dim, desc.head_dim_v, tiles, has_additive(desc));
-  run_tasks(executor, chunks.count(), [&](int64_t index, int lane) {
+  const Chunks chunks(desc, sequences, chunk_queries, static_cast<int64_t*>(args.workspace));
+  const Workspace workspace(functions, desc, run.num_threads);
+  char* scratch = static_cast<char*>(args.workspace) + workspace.lanes;
+  run_tasks(run, chunks.count(), [&](int64_t index, int lane) {
     const Chunks::At at = chunks.at(index);
-    const Sequence s = sequence(desc, args, at.b);
+    const Sequence& s = sequences[at.b];
     const int64_t padded = desc.packed ? s.len_q : desc.seqlen_q;
     const int64_t end = std::min(at.first_query + chunk_queries, padded);
     const int64_t computed = std::clamp(s.len_q, at.first_query, end);
     const ForwardTask task{s, at.b, at.h, at.first_query, computed - at.first_query};
-    if (task.num_queries > 0) functions.forward_tiles(p, task, scratch + scratch_bytes * static_cast<size_t>(lane));
+    if (task.num_queries > 0)
+      functions.forward_tiles(p, task, scratch + workspace.lane_bytes * static_cast<size_t>(lane));
     hide_rows(p, at.b, at.h, computed, end);
   });
   if (!desc.packed) return;
   for (int64_t h = 0; h < desc.num_heads; ++h) {
-    hide_rows(p, 0, h, integer_at(args.cu_seqlens_q, desc.batch), desc.seqlen_q);
+    hide_rows(p, 0, h, sequences.end_q(), desc.seqlen_q);
   }
 }
 

@@ -2,12 +2,13 @@
 #pragma once
 
 #include "contract/kernel.h"
+#include "contract/sequences.h"
 #include "cpu/attention/functions.h"
 
 namespace polyhead::cpu {
 
-size_t tiles_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads);
+MemorySize tiles_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads);
 void tiles_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args,
-                   Executor& executor);
+                   const Sequences& sequences, const Run& run);
 
 }  // namespace polyhead::cpu

@@ -21,19 +21,19 @@ bool tiny_takes(const AttentionDesc& desc) {
          !desc.attn_mask.given && !desc.attn_bias.given && desc.alibi_slopes_ndim == 0 && desc.dropout_p == 0;
 }
 
-size_t tiny_workspace_bytes(const IsaFunctions& functions, int num_threads) {
-  return functions.tiny_scratch_bytes() * static_cast<size_t>(num_threads);
+MemorySize tiny_workspace_bytes(const IsaFunctions& functions, int num_threads) {
+  return MemorySize(functions.tiny_scratch_bytes()) * num_threads;
 }
 
 void tiny_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args,
-                  Executor& executor) {
+                  const Sequences& sequences, const Run& run) {
   const int64_t num_heads = desc.batch * desc.num_heads;
   if (num_heads == 0) return;
   const Problem p = problem(desc, args);
-  const Sequence s = sequence(desc, args, 0);
+  const Sequence& s = sequences[0];
   const bool mean = desc.return_weights == ReturnWeights::kMean;
   const int64_t task_heads = mean ? desc.num_heads : kTaskHeads;
-  run_tasks(executor, (num_heads + task_heads - 1) / task_heads, [&](int64_t index, int lane) {
+  run_tasks(run, pieces(num_heads, task_heads), [&](int64_t index, int lane) {
     const int64_t first = index * task_heads;
     functions.tiny_heads(
         p, s, first, std::min(first + task_heads, num_heads), mean,
@@ -41,18 +41,18 @@ void tiny_forward(const IsaFunctions& functions, const AttentionDesc& desc, cons
   });
 }
 
-size_t tiny_backward_workspace_bytes(const IsaFunctions& functions, int num_threads) {
-  return functions.tiny_backward_scratch_bytes() * static_cast<size_t>(num_threads);
+MemorySize tiny_backward_workspace_bytes(const IsaFunctions& functions, int num_threads) {
+  return MemorySize(functions.tiny_backward_scratch_bytes()) * num_threads;
 }
 
 void tiny_backward(const IsaFunctions& functions, const AttentionDesc& desc, const BackwardArgs& args,
-                   Executor& executor) {
+                   const Sequences& sequences, const Run& run) {
   const int64_t num_heads = desc.batch * desc.num_heads_kv;
   if (num_heads == 0) return;
   const BackwardProblem p = backward_problem(desc, args);
-  const Sequence s = sequence(desc, args.forward, 0);
+  const Sequence& s = sequences[0];
   char* workspace = static_cast<char*>(args.forward.workspace);
-  run_tasks(executor, (num_heads + kTaskHeads - 1) / kTaskHeads, [&](int64_t index, int lane) {
+  run_tasks(run, pieces(num_heads, kTaskHeads), [&](int64_t index, int lane) {
     const int64_t first = index * kTaskHeads;
     functions.tiny_backward_heads(p, s, first, std::min(first + kTaskHeads, num_heads),
                                   workspace + functions.tiny_backward_scratch_bytes() * static_cast<size_t>(lane));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "contract/kernel.h"
+#include "contract/sequences.h"
 #include "cpu/attention/functions.h"
 
 namespace polyhead::cpu {
@@ -10,12 +11,12 @@ namespace polyhead::cpu {
 bool tiny_takes(const AttentionDesc& desc);
 
 // O, L and weights; no column sums.
-size_t tiny_workspace_bytes(const IsaFunctions& functions, int num_threads);
+MemorySize tiny_workspace_bytes(const IsaFunctions& functions, int num_threads);
 void tiny_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args,
-                  Executor& executor);
+                  const Sequences& sequences, const Run& run);
 
-size_t tiny_backward_workspace_bytes(const IsaFunctions& functions, int num_threads);
+MemorySize tiny_backward_workspace_bytes(const IsaFunctions& functions, int num_threads);
 void tiny_backward(const IsaFunctions& functions, const AttentionDesc& desc, const BackwardArgs& args,
-                   Executor& executor);
+                   const Sequences& sequences, const Run& run);
 
 }  // namespace polyhead::cpu

@@ -9,34 +9,34 @@
 namespace polyhead::cpu {
 namespace {
 
-size_t mean_floats(const AttentionDesc& desc) {
-  return desc.return_weights == ReturnWeights::kMean ? static_cast<size_t>(desc.seqlen_k) * kTileQueries : 0;
+MemorySize mean_bytes(const AttentionDesc& desc) {
+  return desc.return_weights == ReturnWeights::kMean ? MemorySize(desc.seqlen_k) * (kTileQueries * sizeof(float)) : 0;
 }
 
-size_t column_floats(const IsaFunctions& functions, const AttentionDesc& desc) {
-  return desc.return_column_sums ? static_cast<size_t>(desc.seqlen_k) * static_cast<size_t>(functions.lanes) : 0;
+MemorySize column_bytes(const IsaFunctions& functions, const AttentionDesc& desc) {
+  return desc.return_column_sums ? MemorySize(desc.seqlen_k) * functions.lanes * sizeof(float) : 0;
 }
 
-size_t tile_bytes(const IsaFunctions& functions, const AttentionDesc& desc) {
-  return functions.forward_scratch_bytes(desc.head_dim, desc.head_dim_v, 1, has_additive(desc));
+MemorySize tile_bytes(const IsaFunctions& functions, const AttentionDesc& desc) {
+  return scratch_bytes(functions.forward_scratch_bytes, desc, 1, has_additive(desc));
 }
 
 // A thread's memory: scratch for one tile, then what a task adds up.
-size_t lane_bytes(const IsaFunctions& functions, const AttentionDesc& desc) {
-  const size_t floats = mean_floats(desc) + column_floats(functions, desc);
-  return tile_bytes(functions, desc) + (floats * sizeof(float) + 63) / 64 * 64;
+MemorySize lane_bytes(const IsaFunctions& functions, const AttentionDesc& desc) {
+  return tile_bytes(functions, desc) + (mean_bytes(desc) + column_bytes(functions, desc)).rounded_up(64);
 }
 
 struct Call {
   const IsaFunctions& functions;
   const AttentionDesc& desc;
   const ForwardArgs& args;
+  const Sequences& sequences;
   const Problem problem;
 
   char* scratch(int lane) const {
-    return static_cast<char*>(args.workspace) + lane_bytes(functions, desc) * static_cast<size_t>(lane);
+    return static_cast<char*>(args.workspace) + lane_bytes(functions, desc).value() * static_cast<size_t>(lane);
   }
-  float* sums(int lane) const { return reinterpret_cast<float*>(scratch(lane) + tile_bytes(functions, desc)); }
+  float* sums(int lane) const { return reinterpret_cast<float*>(scratch(lane) + tile_bytes(functions, desc).value()); }
 };
 
 // One tile of one head; rows behind len_q are hidden.
@@ -71,10 +71,10 @@ void clear_weights(const Problem& p, int64_t b, int64_t h, int64_t first, int64_
 // All tiles of one head, in order: column sums are its own.
 void run_head(const Call& call, int64_t b, int64_t h, int lane) {
   const AttentionDesc& desc = call.desc;
-  const Sequence s = sequence(desc, call.args, b);
+  const Sequence& s = call.sequences[b];
   float* columns = desc.return_column_sums ? call.sums(lane) : nullptr;
   const size_t lanes = static_cast<size_t>(call.functions.lanes);
-  if (columns != nullptr) std::memset(columns, 0, column_floats(call.functions, desc) * sizeof(float));
+  if (columns != nullptr) std::memset(columns, 0, column_bytes(call.functions, desc).value());
   for (int64_t first = 0; first < desc.seqlen_q; first += kTileQueries) {
     ForwardTask task = tile_task(call, s, b, h, first);
     task.columns = columns;
@@ -94,9 +94,9 @@ void run_head(const Call& call, int64_t b, int64_t h, int lane) {
 // One tile of every head, in order: the mean is their own.
 void run_mean(const Call& call, int64_t b, int64_t first, int lane) {
   const AttentionDesc& desc = call.desc;
-  const Sequence s = sequence(desc, call.args, b);
+  const Sequence& s = call.sequences[b];
   float* mean = call.sums(lane);
-  std::memset(mean, 0, mean_floats(desc) * sizeof(float));
+  std::memset(mean, 0, mean_bytes(desc).value());
   const int64_t end = std::min(first + kTileQueries, desc.seqlen_q);
   int64_t num_queries = 0;
   for (int64_t h = 0; h < desc.num_heads; ++h) {
@@ -111,20 +111,20 @@ void run_mean(const Call& call, int64_t b, int64_t first, int lane) {
 
 }  // namespace
 
-size_t weights_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
-  return lane_bytes(functions, desc) * static_cast<size_t>(num_threads);
+MemorySize weights_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
+  return lane_bytes(functions, desc) * num_threads;
 }
 
 void weights_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args,
-                     Executor& executor) {
-  const Call call{functions, desc, args, problem(desc, args)};
+                     const Sequences& sequences, const Run& run) {
+  const Call call{functions, desc, args, sequences, problem(desc, args)};
   if (desc.return_column_sums || desc.return_weights == ReturnWeights::kPerHead) {
-    run_tasks(executor, desc.batch * desc.num_heads,
+    run_tasks(run, desc.batch * desc.num_heads,
               [&](int64_t index, int lane) { run_head(call, index / desc.num_heads, index % desc.num_heads, lane); });
   }
   if (desc.return_weights != ReturnWeights::kMean) return;
-  const int64_t tiles = (desc.seqlen_q + kTileQueries - 1) / kTileQueries;
-  run_tasks(executor, desc.batch * tiles,
+  const int64_t tiles = pieces(desc.seqlen_q, kTileQueries);
+  run_tasks(run, desc.batch * tiles,
             [&](int64_t index, int lane) { run_mean(call, index / tiles, index % tiles * kTileQueries, lane); });
 }
 

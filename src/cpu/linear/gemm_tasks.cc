@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/threads.h"
 #include "cpu/linear/tasks.h"
 
 namespace polyhead::cpu {
@@ -14,12 +13,11 @@ namespace {
 // 227; 221, 192 x 512 229; 220, 96 x 1024 236; 226, 144 x 1024 235; 227.
 constexpr int64_t kBlockRows = 144, kBlockColumns = 1024;
 
-int64_t whole(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
-int64_t count(int64_t size, int64_t step) { return (size + step - 1) / step; }
+int64_t whole(int64_t size, int64_t step) { return pieces(size, step) * step; }
 
 // Equal parts, each a multiple of `step` and at most `most`.
 int64_t equal_part(int64_t size, int64_t most, int64_t step) {
-  return std::max(step, whole(count(size, count(size, most)), step));
+  return std::max(step, whole(pieces(size, pieces(size, most)), step));
 }
 
 struct Cut {
@@ -27,19 +25,19 @@ struct Cut {
   int64_t slices = 1, slice_k = 0;
   bool packs_first = false;  // B is packed as a whole, because several blocks of rows use it
 
-  int64_t blocks(const linear::GemmDesc& desc) const { return count(desc.m, rows) * count(desc.n, columns); }
+  int64_t blocks(const linear::GemmDesc& desc) const { return pieces(desc.m, rows) * pieces(desc.n, columns); }
 };
 
 // Slices of K: from the sizes alone, because they decide the order of sums; of C and of its transpose the same.
 void cut_k(const LinearFunctions& functions, const linear::GemmDesc& desc, Cut& cut) {
   constexpr int64_t kFewBlocks = 8, kSliceTerms = 1024;
   cut.slice_k = desc.k;
-  const int64_t blocks = count(std::min(desc.m, desc.n), kBlockRows) * count(std::max(desc.m, desc.n), kBlockColumns);
+  const int64_t blocks = pieces(std::min(desc.m, desc.n), kBlockRows) * pieces(std::max(desc.m, desc.n), kBlockColumns);
   if (!desc.split_k || blocks >= kFewBlocks) return;
-  const int64_t slices = std::min(count(desc.k, kSliceTerms), count(2 * kFewBlocks, blocks));
+  const int64_t slices = std::min(pieces(desc.k, kSliceTerms), pieces(2 * kFewBlocks, blocks));
   if (slices < 2) return;
-  cut.slice_k = whole(count(desc.k, slices), functions.chunk_words * functions.word_elements(desc.dtype));
-  cut.slices = count(desc.k, cut.slice_k);
+  cut.slice_k = whole(pieces(desc.k, slices), functions.chunk_words * functions.word_elements(desc.dtype));
+  cut.slices = pieces(desc.k, cut.slice_k);
 }
 
 Cut cut_of(const LinearFunctions& functions, const linear::GemmDesc& desc, int num_threads) {
@@ -61,23 +59,21 @@ Cut cut_of(const LinearFunctions& functions, const linear::GemmDesc& desc, int n
   return cut;
 }
 
-size_t partial_floats(const LinearFunctions& functions, const linear::GemmDesc& desc, const Cut& cut) {
-  return cut.slices < 2 ? 0 : static_cast<size_t>(cut.slices * desc.m * whole(desc.n, functions.panel_columns));
-}
-
-size_t lane_bytes(const LinearFunctions& functions, const linear::GemmDesc& desc, const Cut& cut) {
-  return functions.block_scratch_bytes(cut.rows, cut.columns, !desc.packed && !cut.packs_first);
-}
-
-// What a call's workspace holds, in this order.
+// Where things lie in a call's workspace.
 struct Workspace {
-  size_t packed = 0, partial = 0, lane = 0;  // bytes; `lane` of each thread
+  size_t partial = 0, lanes = 0;  // offsets; B as it is packed comes first
+  size_t lane_bytes = 0;          // of each thread
+  MemorySize bytes;
 
-  Workspace(const LinearFunctions& functions, const linear::GemmDesc& desc, const Cut& cut) {
-    const auto aligned = [](size_t bytes) { return (bytes + 63) / 64 * 64; };
-    packed = cut.packs_first ? aligned(packed_bytes(functions, desc.k, desc.n, desc.dtype)) : 0;
-    partial = aligned(partial_floats(functions, desc, cut) * sizeof(float));
-    lane = aligned(lane_bytes(functions, desc, cut));
+  Workspace(const LinearFunctions& functions, const linear::GemmDesc& desc, const Cut& cut, int num_threads) {
+    MemoryMap map;
+    if (cut.packs_first) map.take_bytes(packed_bytes(functions, desc.k, desc.n, desc.dtype));
+    const int64_t slices = cut.slices < 2 ? 0 : cut.slices;
+    partial = map.take({slices, desc.m, whole(desc.n, functions.panel_columns)}, sizeof(float));
+    const bool packs = !desc.packed && !cut.packs_first;
+    lane_bytes = MemorySize(functions.block_scratch_bytes(cut.rows, cut.columns, packs)).rounded_up(64).value();
+    lanes = map.take({num_threads}, lane_bytes);
+    bytes = map.bytes();
   }
 };
 
@@ -97,26 +93,25 @@ bool transposes(const linear::GemmDesc& desc, const GemmWork& work) {
          !work.epilogue.changes();
 }
 
-size_t workspace_bytes(const LinearFunctions& functions, const linear::GemmDesc& desc, int num_threads) {
-  const Workspace bytes(functions, desc, cut_of(functions, desc, num_threads));
-  return bytes.packed + bytes.partial + bytes.lane * static_cast<size_t>(num_threads);
+MemorySize workspace_bytes(const LinearFunctions& functions, const linear::GemmDesc& desc, int num_threads) {
+  return Workspace(functions, desc, cut_of(functions, desc, num_threads), num_threads).bytes;
 }
 
 }  // namespace
 
-size_t packed_bytes(const LinearFunctions& functions, int64_t k, int64_t n, DType dtype) {
-  const int64_t words = count(k, functions.word_elements(dtype));
-  return static_cast<size_t>(words * whole(n, functions.panel_columns)) * sizeof(float);
+MemorySize packed_bytes(const LinearFunctions& functions, int64_t k, int64_t n, DType dtype) {
+  const int64_t words = pieces(k, functions.word_elements(dtype));
+  return MemorySize(n).rounded_up(static_cast<uint64_t>(functions.panel_columns)) * words * sizeof(float);
 }
 
-void pack(const LinearFunctions& functions, const Matrix& b, void* packed, Executor& executor) {
+void pack(const LinearFunctions& functions, const Matrix& b, void* packed, const Run& run) {
   const Matrix from = collapsed(b);
   const int64_t k = b.rows.size(), n = b.columns.size();
-  const int64_t panels = count(n, functions.panel_columns), groups = count(panels, functions.group_panels);
+  const int64_t panels = pieces(n, functions.panel_columns), groups = pieces(panels, functions.group_panels);
   const int elements = functions.word_elements(b.dtype);
-  const int64_t chunk = functions.chunk_words * elements, chunks = count(k, chunk);
-  const int64_t panel_stride = count(k, elements) * functions.panel_columns;
-  run_tasks(executor, groups * chunks, [&](int64_t index, int) {
+  const int64_t chunk = functions.chunk_words * elements, chunks = pieces(k, chunk);
+  const int64_t panel_stride = pieces(k, elements) * functions.panel_columns;
+  run_tasks(run, groups * chunks, [&](int64_t index, int) {
     const int64_t first_panel = index / chunks * functions.group_panels, first_k = index % chunks * chunk;
     float* to = static_cast<float*>(packed) + first_panel * panel_stride + first_k / elements * functions.panel_columns;
     functions.pack_panels(from, n, first_k, std::min(chunk, k - first_k), first_panel,
@@ -124,15 +119,18 @@ void pack(const LinearFunctions& functions, const Matrix& b, void* packed, Execu
   });
 }
 
-size_t gemm_workspace_bytes(const LinearFunctions& functions, const linear::GemmDesc& desc, int num_threads) {
+MemorySize gemm_workspace_bytes(const LinearFunctions& functions, const linear::GemmDesc& desc, int num_threads) {
   if (desc.m == 0 || desc.n == 0) return 0;
-  const size_t bytes = workspace_bytes(functions, desc, num_threads);
+  // Of matrices beyond the address space there is no call: what follows counts their blocks in 64 bits.
+  const MemorySize largest = MemorySize(64) * std::max(MemorySize(desc.m) * desc.n, MemorySize(desc.k));
+  if (!largest.fits()) return largest;
+  const MemorySize bytes = workspace_bytes(functions, desc, num_threads);
   if (!desc.split_k || desc.packed) return bytes;
   return std::max(bytes, workspace_bytes(functions, transposed(desc), num_threads));
 }
 
 void gemm(const LinearFunctions& functions, const linear::GemmDesc& desc, const linear::GemmArgs& args,
-          Executor& executor) {
+          const Run& run) {
   if (desc.m == 0 || desc.n == 0) return;
   const GemmWork work{desc.dtype,
                       collapsed(args.a),
@@ -145,22 +143,21 @@ void gemm(const LinearFunctions& functions, const linear::GemmDesc& desc, const 
   if (transposes(desc, work)) {
     linear::GemmArgs swapped = args;
     swapped.a = args.b.transposed(), swapped.b = args.a.transposed(), swapped.c = args.c.transposed();
-    return gemm(functions, transposed(desc), swapped, executor);
+    return gemm(functions, transposed(desc), swapped, run);
   }
-  const Cut cut = cut_of(functions, desc, executor.num_threads());
-  const Workspace bytes(functions, desc, cut);
+  const Cut cut = cut_of(functions, desc, run.num_threads);
+  const Workspace at(functions, desc, cut, run.num_threads);
   char* workspace = static_cast<char*>(args.workspace);
-  float* partial = reinterpret_cast<float*>(workspace + bytes.packed);
-  char* lanes = workspace + bytes.packed + bytes.partial;
+  float* partial = reinterpret_cast<float*>(workspace + at.partial);
   const float* packed = desc.packed ? static_cast<const float*>(args.packed) : nullptr;
   if (cut.packs_first) {
-    pack(functions, args.b, workspace, executor);
+    pack(functions, args.b, workspace, run);
     packed = reinterpret_cast<const float*>(workspace);
   }
-  const int64_t row_blocks = count(desc.m, cut.rows), blocks = cut.blocks(desc);
+  const int64_t row_blocks = pieces(desc.m, cut.rows), blocks = cut.blocks(desc);
   const int64_t panel_stride = desc.m * functions.panel_columns;
   const int64_t slice_stride = desc.m * whole(desc.n, functions.panel_columns);
-  run_tasks(executor, blocks * cut.slices, [&](int64_t index, int lane) {
+  run_tasks(run, blocks * cut.slices, [&](int64_t index, int lane) {
     const int64_t slice = index / blocks, block = index % blocks;
     GemmTask task;
     task.first_row = block % row_blocks * cut.rows;
@@ -172,11 +169,11 @@ void gemm(const LinearFunctions& functions, const linear::GemmDesc& desc, const 
     task.packed = packed;
     task.partial = cut.slices < 2 ? nullptr : partial + slice * slice_stride;
     task.panel_stride = panel_stride;
-    functions.gemm_block(work, task, lanes + bytes.lane * static_cast<size_t>(lane));
+    functions.gemm_block(work, task, workspace + at.lanes + at.lane_bytes * static_cast<size_t>(lane));
   });
   if (cut.slices < 2) return;
   constexpr int64_t kMergedRows = 16;
-  run_tasks(executor, count(desc.m, kMergedRows), [&](int64_t index, int) {
+  run_tasks(run, pieces(desc.m, kMergedRows), [&](int64_t index, int) {
     functions.gemm_merge(work, index * kMergedRows, std::min(desc.m, (index + 1) * kMergedRows), partial, panel_stride,
                          cut.slices, slice_stride);
   });

@@ -19,14 +19,14 @@ constexpr Kernel kernel(const char* name) {
   return {name,
           why_not<isa>,
           [](int64_t k, int64_t n, DType dtype) { return cpu::packed_bytes(functions, k, n, dtype); },
-          [](const Matrix& b, void* packed, Executor& executor) { cpu::pack(functions, b, packed, executor); },
+          [](const Matrix& b, void* packed, const Run& run) { cpu::pack(functions, b, packed, run); },
           [] { return int64_t{functions.panel_columns}; },
           [](const GemmDesc& desc, int num_threads) { return cpu::gemm_workspace_bytes(functions, desc, num_threads); },
-          [](const GemmDesc& desc, const GemmArgs& args, Executor& e) { cpu::gemm(functions, desc, args, e); },
+          [](const GemmDesc& desc, const GemmArgs& args, const Run& run) { cpu::gemm(functions, desc, args, run); },
           [](int64_t m, int64_t n, DType) { return cpu::sums_workspace_bytes(m, n); },
-          [](const PointwiseArgs& args, Executor& executor) { cpu::pointwise(functions, args, executor); },
-          [](const NormForwardArgs& args, Executor& executor) { cpu::norm_forward(functions, args, executor); },
-          [](const NormBackwardArgs& args, Executor& executor) { cpu::norm_backward(functions, args, executor); }};
+          [](const PointwiseArgs& args, const Run& run) { cpu::pointwise(functions, args, run); },
+          [](const NormForwardArgs& args, const Run& run) { cpu::norm_forward(functions, args, run); },
+          [](const NormBackwardArgs& args, const Run& run) { cpu::norm_backward(functions, args, run); }};
 }
 
 }  // namespace

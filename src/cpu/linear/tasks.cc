@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "core/philox.h"
-#include "core/threads.h"
 
 namespace polyhead::cpu {
 namespace {
@@ -36,17 +35,15 @@ Axis collapsed(const Axis& axis) {
 
 // Rows of a task of the operations that go row by row. With sums, each task has its own, which are then added in order:
 // as many as the rows alone tell.
-int64_t rows_with_sums(int64_t m) { return std::max<int64_t>(16, (m + 63) / 64); }
+int64_t rows_with_sums(int64_t m) { return std::max<int64_t>(16, pieces(m, 64)); }
 
 int64_t rows_without_sums(int64_t m, int64_t n, int num_threads) {
   constexpr int64_t kElements = 16 * 1024;  // enough that starting a task costs nothing beside it
   const int64_t fitting = std::max<int64_t>(1, kElements / std::max<int64_t>(n, 1));
-  return std::max<int64_t>(1, std::min(fitting, (m + num_threads - 1) / num_threads));
+  return std::max<int64_t>(1, std::min(fitting, pieces(m, num_threads)));
 }
 
 int64_t whole_vectors(int64_t n) { return (n + 15) / 16 * 16; }  // floats, whatever the kernel's lanes
-
-int64_t num_chunks(int64_t m, int64_t rows) { return (m + rows - 1) / rows; }
 
 }  // namespace
 
@@ -68,26 +65,26 @@ EpilogueWork epilogue_work(const linear::Epilogue& epilogue, const Axis& rows) {
   return work;
 }
 
-size_t sums_workspace_bytes(int64_t m, int64_t n) {
-  return static_cast<size_t>(num_chunks(m, rows_with_sums(m)) * 2 * whole_vectors(n)) * sizeof(float);
+MemorySize sums_workspace_bytes(int64_t m, int64_t n) {
+  return MemorySize(n).rounded_up(16) * pieces(m, rows_with_sums(m)) * (2 * sizeof(float));
 }
 
-void pointwise(const LinearFunctions& functions, const linear::PointwiseArgs& args, Executor& executor) {
+void pointwise(const LinearFunctions& functions, const linear::PointwiseArgs& args, const Run& run) {
   const int64_t m = args.x.rows.size(), n = args.x.columns.size();
   const PointwiseWork work{collapsed(args.x), collapsed(args.y), args.accumulate,
                            epilogue_work(args.epilogue, args.y.given() ? args.y.rows : args.x.rows), n};
   const bool sums = args.sums.given();
-  const int64_t rows = sums ? rows_with_sums(m) : rows_without_sums(m, n, executor.num_threads());
-  const int64_t chunks = n == 0 ? 0 : num_chunks(m, rows), stride = whole_vectors(n);
+  const int64_t rows = sums ? rows_with_sums(m) : rows_without_sums(m, n, run.num_threads);
+  const int64_t chunks = n == 0 ? 0 : pieces(m, rows), stride = whole_vectors(n);
   float* partial = static_cast<float*>(args.workspace);
-  run_tasks(executor, chunks, [&](int64_t index, int) {
+  run_tasks(run, chunks, [&](int64_t index, int) {
     functions.pointwise_rows(work, index * rows, std::min(m, (index + 1) * rows),
                              sums ? partial + index * stride : nullptr);
   });
   if (sums) functions.merge_sums(collapsed(args.sums), args.accumulate_sums, n, partial, chunks, stride);
 }
 
-void norm_forward(const LinearFunctions& functions, const linear::NormForwardArgs& args, Executor& executor) {
+void norm_forward(const LinearFunctions& functions, const linear::NormForwardArgs& args, const Run& run) {
   const int64_t m = args.x.rows.size(), n = args.x.columns.size();
   linear::NormForwardArgs work = args;
   for (Matrix linear::NormForwardArgs::*x :
@@ -95,13 +92,13 @@ void norm_forward(const LinearFunctions& functions, const linear::NormForwardArg
         &linear::NormForwardArgs::gamma, &linear::NormForwardArgs::beta, &linear::NormForwardArgs::y}) {
     work.*x = collapsed(work.*x);
   }
-  const int64_t rows = rows_without_sums(m, n, executor.num_threads());
-  run_tasks(executor, num_chunks(m, rows), [&](int64_t index, int) {
+  const int64_t rows = rows_without_sums(m, n, run.num_threads);
+  run_tasks(run, pieces(m, rows), [&](int64_t index, int) {
     functions.norm_forward_rows(work, n, index * rows, std::min(m, (index + 1) * rows));
   });
 }
 
-void norm_backward(const LinearFunctions& functions, const linear::NormBackwardArgs& args, Executor& executor) {
+void norm_backward(const LinearFunctions& functions, const linear::NormBackwardArgs& args, const Run& run) {
   const int64_t m = args.x.rows.size(), n = args.x.columns.size();
   linear::NormBackwardArgs work = args;
   for (Matrix linear::NormBackwardArgs::*x :
@@ -110,10 +107,10 @@ void norm_backward(const LinearFunctions& functions, const linear::NormBackwardA
     work.*x = collapsed(work.*x);
   }
   const bool sums = args.grad_gamma.given() || args.grad_beta.given();
-  const int64_t rows = sums ? rows_with_sums(m) : rows_without_sums(m, n, executor.num_threads());
-  const int64_t chunks = n == 0 ? 0 : num_chunks(m, rows), stride = whole_vectors(n);
+  const int64_t rows = sums ? rows_with_sums(m) : rows_without_sums(m, n, run.num_threads);
+  const int64_t chunks = n == 0 ? 0 : pieces(m, rows), stride = whole_vectors(n);
   float* partial = static_cast<float*>(args.workspace);
-  run_tasks(executor, chunks, [&](int64_t index, int) {
+  run_tasks(run, chunks, [&](int64_t index, int) {
     functions.norm_backward_rows(work, n, index * rows, std::min(m, (index + 1) * rows),
                                  sums ? partial + index * 2 * stride : nullptr, stride);
   });

@@ -1,0 +1,101 @@
+#include "contract/sequences.h"
+
+#include <memory>
+
+#include "core/sentence.h"
+
+namespace polyhead {
+namespace {
+
+Status read_lengths(const char* name, const Tensor& lengths, const char* limit_name, int64_t limit, Sequence* table,
+                    int64_t Sequence::*length) {
+  for (int64_t b = 0; b < lengths.dims[0]; ++b) {
+    const int64_t read = integer_at(lengths, b);
+    if (table != nullptr) table[b].*length = read;
+    if (read < 0 || read > limit) {
+      return invalid(sentence(name, "[", b, "] is ", read, ", must be 0 to ", limit_name, " ", limit));
+    }
+  }
+  return {};
+}
+
+// Boundaries [batch + 1]: sequence b has the rows from the b-th to the next.
+Status read_boundaries(const char* name, const Tensor& starts, const char* limit_name, int64_t limit, Sequence* table,
+                       int64_t Sequence::*first, int64_t Sequence::*length, int64_t* end) {
+  int64_t last = integer_at(starts, 0);
+  if (last != 0) return invalid(sentence(name, "[0] is ", last, ", must be 0"));
+  for (int64_t b = 1; b < starts.dims[0]; ++b) {
+    const int64_t start = integer_at(starts, b);
+    if (start < last) {
+      return invalid(sentence(name, "[", b, "] is ", start, ", must not be less than the ", last, " before it"));
+    }
+    if (table != nullptr) table[b - 1].*first = last, table[b - 1].*length = start - last;
+    last = start;
+  }
+  *end = last;
+  if (last <= limit) return {};
+  return invalid(sentence(name, " ends at ", last, ", must be at most ", limit_name, " ", limit));
+}
+
+bool has_lengths(const AttentionDesc& desc) { return desc.packed || desc.has_seqlens_q || desc.has_seqlens_k; }
+bool has_table(const AttentionDesc& desc) { return has_lengths(desc) || desc.has_query_offsets; }
+
+int64_t offset_of(const AttentionDesc& desc, const Sequence& s) {
+  if (desc.query_offset) return *desc.query_offset;
+  return desc.align == Align::kBottomRight ? s.len_k - s.len_q : 0;
+}
+
+}  // namespace
+
+MemorySize Sequences::table_bytes(const AttentionDesc& desc) {
+  return has_table(desc) ? (MemorySize(desc.batch) * sizeof(Sequence)).rounded_up(64) : 0;
+}
+
+Status Sequences::read(const AttentionDesc& desc, const ForwardArgs& args, void* memory) {
+  same_ = {0, 0, desc.seqlen_q, desc.seqlen_k, 0};
+  same_.offset = offset_of(desc, same_);
+  if (!has_table(desc)) return {};
+  Sequence* const table = static_cast<Sequence*>(memory);
+  if (table != nullptr) std::uninitialized_fill_n(table, desc.batch, same_);
+  Status status;
+  if (desc.has_seqlens_q) {
+    status = read_lengths("seqlens_q", args.seqlens_q, "seqlen_q", desc.seqlen_q, table, &Sequence::len_q);
+  }
+  if (status.ok() && desc.has_seqlens_k) {
+    status = read_lengths("seqlens_k", args.seqlens_k, "seqlen_k", desc.seqlen_k, table, &Sequence::len_k);
+  }
+  if (status.ok() && desc.packed) {
+    status = read_boundaries("cu_seqlens_q", args.cu_seqlens_q, "total_q", desc.seqlen_q, table, &Sequence::first_q,
+                             &Sequence::len_q, &end_q_);
+  }
+  if (status.ok() && desc.packed) {
+    status = read_boundaries("cu_seqlens_k", args.cu_seqlens_k, "total_k", desc.seqlen_k, table, &Sequence::first_k,
+                             &Sequence::len_k, &end_k_);
+  }
+  if (!status.ok()) return status;
+  const char* const option = has_lengths(desc) ? unaligned_option(desc) : nullptr;
+  for (int64_t b = 0; b < desc.batch; ++b) {
+    const Sequence s = table != nullptr ? table[b] : sequence(desc, args, b);
+    if (option != nullptr && s.len_q != s.len_k) return alignment_missing(option, b, s.len_q, s.len_k);
+    if (table == nullptr) continue;
+    table[b].offset = desc.has_query_offsets ? integer_at(args.query_offsets, b) : offset_of(desc, s);
+  }
+  table_ = table;
+  return {};
+}
+
+const char* unaligned_option(const AttentionDesc& desc) {
+  if (desc.align != Align::kUnset || desc.query_offset || desc.has_query_offsets) return nullptr;
+  if (desc.causal) return "causal";
+  if (desc.window_left >= 0 || desc.window_right >= 0) return "window";
+  return desc.alibi_slopes_ndim > 0 ? "alibi_slopes" : nullptr;
+}
+
+Status alignment_missing(const char* option, int64_t b, int64_t len_q, int64_t len_k) {
+  return invalid(sentence(option, " needs align: ", b < 0 ? "" : sentence("sequence ", b, " has "), "seqlen_q ", len_q,
+                          b < 0 ? " is not seqlen_k " : " and seqlen_k ", len_k,
+                          ". Set align to top_left (query 0 stands at key 0) or bottom_right (the last query at the "
+                          "last key), or give query_offset"));
+}
+
+}  // namespace polyhead
