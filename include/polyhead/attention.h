@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "polyhead/api.h"
+#include "polyhead/dropout.h"
 #include "polyhead/executor.h"
 #include "polyhead/status.h"
 #include "polyhead/tensor.h"
@@ -74,7 +75,8 @@ struct AttentionDesc {
   BroadcastOperand attn_bias = {};  ///< float32, bfloat16, float16 (float64 with float64 inputs); -inf hides a key
   int alibi_slopes_ndim = 0;        ///< 0 = no ALiBi, 1 = slopes [num_heads], 2 = slopes [batch, num_heads]; float32
 
-  double dropout_p = 0;  ///< 0..1; SEMANTICS: bits of Philox4x32-10, see polyhead/dropout.h
+  double dropout_p = 0;               ///< 0..1; SEMANTICS: bits of Philox4x32-10, see polyhead/dropout.h
+  DropoutOrigin dropout_origin = {};  ///< of a shard, which draws the mask of the whole; unused if dropout_p is 0
 
   ReturnWeights return_weights = ReturnWeights::kNone;  ///< costs seqlen_q * seqlen_k memory: the caller's tensor
   bool return_column_sums = false;                      ///< sum over queries of P before dropout; not when packed

@@ -187,6 +187,14 @@ typedef struct polyhead_attention_desc {
   double dropout_p;            ///< 0 (default) to 1; see polyhead_dropout_mask
   int32_t return_weights;      ///< polyhead_return_weights; costs seqlen_q * seqlen_k memory: the caller's tensor
   int32_t return_column_sums;  ///< boolean: sum over queries of P before dropout; not when packed
+
+  /// Of a shard over batch, heads, queries or keys, which draws the dropout mask of the whole: element (b, h, i, j) has the
+  /// bits of head index dropout_first_head + b * dropout_num_heads + h, query dropout_first_query + i and key
+  /// dropout_first_key + j. Unused if dropout_p is 0.
+  int64_t dropout_first_head;   ///< default 0
+  int64_t dropout_num_heads;    ///< query heads in all; 0 (default): num_heads
+  int64_t dropout_first_query;  ///< default 0
+  int64_t dropout_first_key;    ///< default 0; a multiple of 8
 } polyhead_attention_desc;
 
 /// Sets the defaults that stand beside the fields. `struct_size` is sizeof *desc.

@@ -4,6 +4,7 @@
 
 #include "attention/checks.h"
 #include "contract/sequences.h"
+#include "core/dropout.h"
 #include "core/sentence.h"
 
 namespace polyhead {
@@ -83,13 +84,9 @@ Status check_numbers(const AttentionDesc& desc) {
     return invalid(sentence("dropout_p is ", desc.dropout_p, ", must be 0 to 1"));
   }
   if (desc.dropout_p > 0) {
-    constexpr int64_t kWords = int64_t{1} << 32;
-    for (const Size& counter : {Size{"batch * num_heads", desc.batch * desc.num_heads}, Size{"seqlen_q", desc.seqlen_q},
-                                Size{"seqlen_k / 8", desc.seqlen_k / 8}}) {
-      if (counter.value > kWords) {
-        return invalid(sentence(counter.name, " is ", counter.value, ", dropout counts it in 32 bits"));
-      }
-    }
+    Status counters = check_dropout_counters("dropout_origin", desc.dropout_origin, desc.batch, desc.num_heads,
+                                             desc.seqlen_q, desc.seqlen_k);
+    if (!counters.ok()) return counters;
   }
   const auto weights = static_cast<int32_t>(desc.return_weights);
   if (weights < 0 || weights > 2) {

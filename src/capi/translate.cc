@@ -78,6 +78,7 @@ Status translate(const polyhead_attention_desc* from, AttentionDesc* to) {
   to->window_right = c.window_right;
   to->alibi_slopes_ndim = c.alibi_slopes_ndim;
   to->dropout_p = c.dropout_p;
+  to->dropout_origin = {c.dropout_first_head, c.dropout_num_heads, c.dropout_first_query, c.dropout_first_key};
 
   Fields fields;
   bool has_scale = false, has_query_offset = false;

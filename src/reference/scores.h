@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "contract/sequences.h"
+#include "core/dropout.h"
 #include "core/dtype.h"
 #include "core/philox.h"
 #include "polyhead/attention.h"
@@ -115,8 +116,10 @@ struct Scores {
   // What dropout multiplies P by.
   T dropout_factor(int64_t b, int64_t h, int64_t i, int64_t j) const {
     if (desc.dropout_p == 0) return 1;
-    const uint32_t head_index = static_cast<uint32_t>(b * desc.num_heads + h);
-    const uint32_t bits = dropout_bits(args.dropout_seed, args.dropout_offset, head_index, static_cast<uint32_t>(i), j);
+    const DropoutOrigin& first = desc.dropout_origin;
+    const int64_t head_index = first.first_head + b * counted_heads(first, desc.num_heads) + h;
+    const uint32_t bits = dropout_bits(args.dropout_seed, args.dropout_offset, static_cast<uint32_t>(head_index),
+                                       static_cast<uint32_t>(first.first_query + i), first.first_key + j);
     return bits >= threshold ? kept_factor : T(0);
   }
 };

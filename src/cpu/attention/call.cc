@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/dropout.h"
 #include "core/philox.h"
 
 namespace polyhead::cpu {
@@ -33,7 +34,16 @@ Statistic statistic(const Tensor& t) {
 
 Dropout dropout(const AttentionDesc& desc, const ForwardArgs& args) {
   const double p = desc.dropout_p;
-  return {dropout_threshold(p), args.dropout_offset, args.dropout_seed, p < 1 ? static_cast<float>(1 / (1 - p)) : 0.0f};
+  Dropout dropout = {dropout_threshold(p), args.dropout_offset, args.dropout_seed,
+                     p < 1 ? static_cast<float>(1 / (1 - p)) : 0.0f};
+  if (p == 0 || desc.num_heads == 0) return dropout;
+  const DropoutOrigin& origin = desc.dropout_origin;
+  dropout.first_head = static_cast<uint32_t>(origin.first_head);
+  dropout.num_heads = static_cast<uint32_t>(desc.num_heads);
+  dropout.other_heads = static_cast<uint32_t>(counted_heads(origin, desc.num_heads) - desc.num_heads);
+  dropout.first_query = static_cast<uint32_t>(origin.first_query);
+  dropout.first_key_group = static_cast<uint32_t>(origin.first_key / 8);
+  return dropout;
 }
 
 }  // namespace

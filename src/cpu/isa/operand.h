@@ -35,6 +35,10 @@ struct Dropout {
   uint32_t offset = 0;
   uint64_t seed = 0;
   float scale = 1;  // 1 / (1 - p); 0 for p = 1
+
+  // The origin of attention's counters (polyhead/dropout.h). Head b * num_heads + h of the call is counted as
+  // first_head + b * (num_heads + other_heads) + h.
+  uint32_t first_head = 0, num_heads = 1, other_heads = 0, first_query = 0, first_key_group = 0;
 };
 
 }  // namespace polyhead::cpu

@@ -1,0 +1,20 @@
+// Whether dropout can count what it is asked for.
+#pragma once
+
+#include <cstdint>
+
+#include "polyhead/dropout.h"
+#include "polyhead/status.h"
+
+namespace polyhead {
+
+// Heads that a batch element counts, of `num_heads` in the call.
+constexpr int64_t counted_heads(const DropoutOrigin& origin, int64_t num_heads) {
+  return origin.num_heads == 0 ? num_heads : origin.num_heads;
+}
+
+// No size is negative. `name`: how the caller calls the origin.
+Status check_dropout_counters(const char* name, const DropoutOrigin& origin, int64_t batch, int64_t num_heads,
+                              int64_t seqlen_q, int64_t seqlen_k);
+
+}  // namespace polyhead
