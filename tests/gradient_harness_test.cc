@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "gradient_cases.h"
 #include "gradient_definition.h"
@@ -16,20 +17,35 @@ namespace {
 
 using Backward = void (*)(const AttentionDesc&, const BackwardArgs&, const polyhead::Run&);
 
+// A Kernel's function has no state of its own, so each of the last eight kernels of a test has a slot.
+constexpr int kSlots = 8;
+Backward slots[kSlots];
+
+template <int kSlot>
+Status run_slot(const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run& run) {
+  slots[kSlot](desc, args, run);
+  return {};
+}
+
+template <int... kSlot>
+auto next_slot(Backward backward, std::integer_sequence<int, kSlot...>) {
+  using Function = Status (*)(const AttentionDesc&, const BackwardArgs&, const polyhead::Run&);
+  static constexpr Function kFunctions[] = {run_slot<kSlot>...};
+  static int used = 0;
+  const int slot = used++ % kSlots;
+  slots[slot] = backward;
+  return kFunctions[slot];
+}
+
 // A kernel that computes as the yardstick does, but for what `backward` does differently.
 Kernel kernel_of(Backward backward) {
-  static Backward current;  // a Kernel's function has no state of its own
-  current = backward;
   return {"sabotaged",
           Device::kCpu,
           [](const AttentionDesc&) { return std::string(); },
           nullptr,
           [](const AttentionDesc& desc, int) { return reference::backward_workspace_bytes<float>(desc); },
           nullptr,
-          [](const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run& run) {
-            current(desc, args, run);
-            return Status();
-          }};
+          next_slot(backward, std::make_integer_sequence<int, kSlots>())};
 }
 
 void naive(const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {

@@ -272,7 +272,7 @@ TEST(Layer, SharedKeysSumTheirGradientsInFloat32) {
         desc.beam = beams, desc.seqlen_q = 1, desc.seqlen_k = kKeys;
         desc.query_size = desc.key_size = desc.value_size = kSize;
         desc.dtype = dtype;
-        const Result<Layer> made = layer(desc, PlanOptions{kernel->name, nullptr});
+        const Result<Layer> made = layer(desc, PlanOptions{kernel->name, {}});
         EXPECT_TRUE(made.ok()) << made.status().message();
         Array out(dtype, {1, beams, 1, kSize}), grad_key = key, grad_value = value;
         std::vector<uint8_t> memory[2] = {

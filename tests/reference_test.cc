@@ -479,7 +479,7 @@ TEST(Reference, NeedsNoWorkspaceOfItsCaller) {
   const AttentionDesc d = sizes(9, 70, 8, 2, 2, 1);
   const Inputs in = draw(d);
   EXPECT_EQ(difference(run(kReference, d, in), reference_outputs<double>(d, in, false)), "");
-  EXPECT_EQ(kReference.workspace_bytes(d, 7) % 64, 0u);
+  EXPECT_EQ(kReference.workspace_bytes(d, 7).value() % 64, 0u);
 }
 
 }  // namespace

@@ -197,7 +197,8 @@ class ScoreOption : public ::testing::TestWithParam<Case> {
     }
   }
 
-  using Path = void (*)(const cpu::IsaFunctions&, const AttentionDesc&, const ForwardArgs&, Executor&);
+  using Path = void (*)(const cpu::IsaFunctions&, const AttentionDesc&, const ForwardArgs&, const Sequences&,
+                        const polyhead::Run&);
   void expect_forward(Path path, size_t workspace_bytes) {
     ForwardArgs args = dense_args(in);
     Array out(DType::kFloat32, truth.out.dims), logsumexp(DType::kFloat32, truth.logsumexp.dims);
@@ -207,10 +208,17 @@ class ScoreOption : public ::testing::TestWithParam<Case> {
     if (desc.return_column_sums) args.column_sums = view(sums);
     Array workspace = memory(workspace_bytes);
     args.workspace = workspace.bytes.data();
-    path(kFunctions, desc, args, executor(1));
+    path(kFunctions, desc, args, sequences(args), executor(1));
     expect_close("out", out, truth.out);
     expect_close("logsumexp", logsumexp, truth.logsumexp);
     if (desc.return_column_sums) expect_close("column_sums", sums, truth.column_sums);
+  }
+
+  // The desc tells all lengths: no table is needed.
+  Sequences sequences(const ForwardArgs& args) const {
+    Sequences all;
+    EXPECT_TRUE(all.read(desc, args, nullptr).ok());
+    return all;
   }
 
   static Array memory(size_t bytes) { return Array(DType::kFloat64, {static_cast<int64_t>(bytes / 8)}); }
@@ -258,33 +266,36 @@ class ScoreOption : public ::testing::TestWithParam<Case> {
   Truth truth;
 };
 
-TEST_P(ScoreOption, Tiles) { expect_forward(cpu::tiles_forward, cpu::tiles_workspace_bytes(kFunctions, desc, 1)); }
+TEST_P(ScoreOption, Tiles) {
+  expect_forward(cpu::tiles_forward, cpu::tiles_workspace_bytes(kFunctions, desc, 1).value());
+}
 
 TEST_P(ScoreOption, ReturnedWeights) {
   desc.return_column_sums = true;
-  expect_forward(cpu::weights_forward, cpu::weights_workspace_bytes(kFunctions, desc, 1));
+  expect_forward(cpu::weights_forward, cpu::weights_workspace_bytes(kFunctions, desc, 1).value());
 }
 
 TEST_P(ScoreOption, Decoding) {
   if (!cpu::decode_takes(desc)) GTEST_SKIP() << "more queries than decoding takes";
-  expect_forward(cpu::decode_forward, cpu::decode_workspace_bytes(kFunctions, desc, 1));
+  expect_forward(cpu::decode_forward, cpu::decode_workspace_bytes(kFunctions, desc, 1).value());
 }
 
 TEST_P(ScoreOption, TinyHeads) {
   if (!cpu::tiny_takes(desc)) GTEST_SKIP() << "more than tiny heads take";
-  expect_forward(cpu::tiny_forward, cpu::tiny_workspace_bytes(kFunctions, 1));
+  expect_forward(cpu::tiny_forward, cpu::tiny_workspace_bytes(kFunctions, 1).value());
   Taken t;
-  take(t, cpu::tiny_backward_workspace_bytes(kFunctions, 1));
-  cpu::tiny_backward(kFunctions, desc, t.args, executor(1));
+  take(t, cpu::tiny_backward_workspace_bytes(kFunctions, 1).value());
+  cpu::tiny_backward(kFunctions, desc, t.args, sequences(t.args.forward), executor(1));
   expect_gradients(t);
 }
 
 TEST_P(ScoreOption, Gradients) {
   Taken t;
   take(t, std::max(cpu::gradients_workspace_bytes(kFunctions, desc, 1),
-                   cpu::score_gradients_workspace_bytes(kFunctions, desc, 1)));
-  cpu::gradients_backward(kFunctions, desc, t.args, executor(1));
-  cpu::score_gradients_backward(kFunctions, desc, t.args, executor(1));
+                   cpu::score_gradients_workspace_bytes(kFunctions, desc, 1))
+              .value());
+  cpu::gradients_backward(kFunctions, desc, t.args, sequences(t.args.forward), executor(1));
+  cpu::score_gradients_backward(kFunctions, desc, t.args, sequences(t.args.forward), executor(1));
   expect_gradients(t);
 }
 
