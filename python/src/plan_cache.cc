@@ -13,7 +13,7 @@ namespace polyhead::python {
 namespace {
 
 constexpr size_t kMostPlans = 256;
-constexpr size_t kNumWords = 40;
+constexpr size_t kNumWords = 48;
 
 // A desc as words, each field one, so that two keys are equal only where the descs are.
 struct Key {
@@ -32,7 +32,7 @@ struct Hash {
 
 Key key_of(const AttentionDesc& d, std::string_view kernel, const Executor* executor) {
   // A new field of AttentionDesc belongs into the key: then count it here.
-  static_assert(sizeof(AttentionDesc) == 248, "AttentionDesc has changed: bring its fields into key_of");
+  static_assert(sizeof(AttentionDesc) == 280, "AttentionDesc has changed: bring its fields into key_of");
   Key key;
   size_t count = 0;
   const auto add = [&](auto value) {
@@ -53,7 +53,9 @@ Key key_of(const AttentionDesc& d, std::string_view kernel, const Executor* exec
   add(d.causal), add(d.window_left), add(d.window_right), add(d.align);
   add(d.query_offset.has_value()), add(d.query_offset.value_or(0)), add(d.has_query_offsets);
   add_operand(d.attn_mask), add_operand(d.attn_bias);
-  add(d.alibi_slopes_ndim), add(d.dropout_p), add(d.return_weights), add(d.return_column_sums);
+  add(d.alibi_slopes_ndim), add(d.dropout_p), add(d.return_weights), add(d.return_column_sums), add(d.has_windows);
+  const DropoutOrigin& origin = d.dropout_origin;
+  add(origin.first_head), add(origin.num_heads), add(origin.first_query), add(origin.first_key);
   add(reinterpret_cast<uintptr_t>(executor));
   key.kernel = kernel;
   return key;
