@@ -43,6 +43,8 @@ struct BroadcastOperand {
   bool given = false;
   DType dtype = DType::kFloat32;
   int64_t dims[4] = {1, 1, 1, 1};
+
+  bool operator==(const BroadcastOperand&) const = default;
 };
 
 /// What to compute. Plain data; every field is checked once, when a plan is made.
@@ -80,6 +82,8 @@ struct AttentionDesc {
 
   ReturnWeights return_weights = ReturnWeights::kNone;  ///< costs seqlen_q * seqlen_k memory: the caller's tensor
   bool return_column_sums = false;                      ///< sum over queries of P before dropout; not when packed
+
+  bool operator==(const AttentionDesc&) const = default;  ///< field by field
 };
 
 /// The tensors of one forward call. B batch, Sq / Sk lengths, H heads, G key/value heads, D / Dv head dims.

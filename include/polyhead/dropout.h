@@ -18,6 +18,8 @@ struct DropoutOrigin {
   int64_t num_heads = 0;   ///< query heads in all; 0: as many as the call has
   int64_t first_query = 0;
   int64_t first_key = 0;  ///< a multiple of 8: eight keys share a counter
+
+  bool operator==(const DropoutOrigin&) const = default;
 };
 
 /// Fills `kept` ([B, H, Sq, Sk], kBool) with 1 where dropout keeps the weight.
