@@ -329,14 +329,18 @@ TEST(LayerErrors, CallsOutOfOrder) {
   const Result<Layer> made = layer(good_desc());
   LayerDesc other_desc = good_desc();
   other_desc.attention.scale = 0.5;
-  const Result<Layer> other = layer(other_desc), again = layer(good_desc());
-  ASSERT_TRUE(made.ok() && other.ok() && again.ok());
+  LayerDesc shard_desc = good_desc();
+  shard_desc.attention.dropout_origin.first_query = 64;  // draws another mask than forward did
+  const Result<Layer> other = layer(other_desc), shard = layer(shard_desc), again = layer(good_desc());
+  ASSERT_TRUE(made.ok() && other.ok() && shard.ok() && again.ok());
   SmallCall call(*made);
   EXPECT_EQ(call.backward_data().message(), "reserve holds no forward call: forward with this reserve comes first");
   ASSERT_EQ(call.forward().message(), "");
   EXPECT_EQ(call.backward_weights().message(),
             "backward_weights comes after backward_data: call that with this reserve first");
-  EXPECT_EQ(other->backward_data(call.args).message(), "reserve was filled by another layer's forward");
+  for (const Layer* filled_by_another : {&*other, &*shard}) {
+    EXPECT_EQ(filled_by_another->backward_data(call.args).message(), "reserve was filled by another layer's forward");
+  }
   EXPECT_EQ(again->backward_data(call.args).message(), "");
   EXPECT_EQ(call.backward_weights().message(), "");
   ASSERT_EQ(call.forward().message(), "");

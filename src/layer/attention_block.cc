@@ -25,15 +25,6 @@ struct AttentionBlockState {
 
 namespace {
 
-uint64_t fingerprint_of(const AttentionBlockDesc& desc) {
-  Fingerprint print;
-  print.add(polyhead::fingerprint_of(desc.layer));
-  print.add(static_cast<int64_t>(desc.norm.kind));
-  for (const bool flag : {desc.norm.pre, desc.norm.gamma, desc.norm.beta}) print.add(flag);
-  print.add(desc.norm.eps);
-  return print.value();
-}
-
 // What a block saves for backward, beside the layer's activations.
 struct Saved {
   LayerPlaces layer;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "attention/unchecked.h"
 #include "contract/sequences.h"
 #include "layer/layer_arguments.h"
 #include "layer/places.h"
@@ -76,7 +77,7 @@ Status attend(const AttentionStep& step, const Call& call, char* scratch) {
     if (step.asked != nullptr) stand_at_step(step, call, &one);
     one.workspace = scratch;
     one.workspace_bytes = step.plan->workspace_bytes();
-    if (Status status = step.plan->forward(one); !status.ok()) return status;
+    if (Status status = forward_unchecked(*step.plan, one); !status.ok()) return status;
   }
   return {};
 }
@@ -108,7 +109,7 @@ Status attend_backward(const AttentionBackwardStep& step, const Call& call, char
     one.grad_attn_bias = grad_bias;
     one.grad_alibi_slopes = grad_slopes;
     one.accumulate = n > 0;
-    if (Status status = step.plan->backward(one); !status.ok()) return status;
+    if (Status status = backward_unchecked(*step.plan, one); !status.ok()) return status;
     if (shared.num_elements() > 0) add(shared, sums, n > 0);
   }
   if (shared.num_elements() > 0) add(sums, shared, false);

@@ -71,17 +71,6 @@ Status check_desc(const FeedForwardBlockDesc& d) {
   return check_norm_desc(d.norm);
 }
 
-uint64_t fingerprint_of(const FeedForwardBlockDesc& d) {
-  Fingerprint print;
-  for (const int64_t number : {d.batch, d.seqlen, d.size, d.inner_size, static_cast<int64_t>(d.activation),
-                               static_cast<int64_t>(d.norm.kind), static_cast<int64_t>(d.dtype)}) {
-    print.add(number);
-  }
-  for (const bool flag : {d.bias1, d.bias2, d.residual, d.norm.pre, d.norm.gamma, d.norm.beta}) print.add(flag);
-  for (const double number : {d.inner_dropout_p, d.output_dropout_p, d.norm.eps}) print.add(number);
-  return print.value();
-}
-
 // [batch, 1, seqlen, size]
 Place take_rows(const FeedForwardBlockDesc& d, int64_t size, Memory& memory) {
   return memory.take(d.dtype, {d.batch, 1, d.seqlen, size});

@@ -2,30 +2,88 @@
 #pragma once
 
 #include <bit>
+#include <concepts>
 #include <cstdint>
+#include <optional>
+#include <type_traits>
 
-#include "polyhead/attention.h"
+#include "polyhead/block.h"
 
 namespace polyhead {
 
-// FNV-1a over the fields of a desc.
+// FNV-1a over the fields of a desc. A desc is taken apart by name, so that a new field does not compile before it has
+// been named here.
 class Fingerprint {
  public:
   uint64_t value() const { return value_; }
-  void add(uint64_t bits) {
-    for (int shift = 0; shift < 64; shift += 8) value_ = (value_ ^ (bits >> shift & 0xff)) * 0x100000001b3;
-  }
-  void add(int64_t number) { add(static_cast<uint64_t>(number)); }
-  void add(bool flag) { add(uint64_t{flag}); }
-  void add(double number) { add(std::bit_cast<uint64_t>(number)); }
-  void add(const BroadcastOperand& operand) {
-    add(operand.given);
-    add(static_cast<int64_t>(operand.dtype));
-    for (const int64_t dim : operand.dims) add(dim);
+
+  template <class... Fields>
+  void add(const Fields&... fields) {
+    (add_field(fields), ...);
   }
 
  private:
+  void add_field(std::integral auto number) {
+    const auto bits = static_cast<uint64_t>(number);
+    for (int shift = 0; shift < 64; shift += 8) value_ = (value_ ^ (bits >> shift & 0xff)) * 0x100000001b3;
+  }
+  void add_field(double number) { add_field(std::bit_cast<uint64_t>(number)); }
+  template <class Enum>
+  requires std::is_enum_v<Enum>
+  void add_field(Enum value) { add_field(static_cast<int64_t>(value)); }
+  template <class T>
+  void add_field(const std::optional<T>& field) {
+    add(field.has_value(), field.value_or(0));
+  }
+
+  void add_field(const BroadcastOperand& operand) {
+    const auto& [given, dtype, dims] = operand;
+    add(given, dtype, dims[0], dims[1], dims[2], dims[3]);
+  }
+  void add_field(const DropoutOrigin& origin) {
+    const auto& [first_head, num_heads, first_query, first_key] = origin;
+    add(first_head, num_heads, first_query, first_key);
+  }
+  void add_field(const NormDesc& desc) {
+    const auto& [kind, pre, eps, gamma, beta] = desc;
+    add(kind, pre, eps, gamma, beta);
+  }
+  // A layer's options: it sets the sizes and the dtype itself, and refuses packed sequences and column sums.
+  void add_field(const AttentionDesc& desc) {
+    const auto& [batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, head_dim_v, dtype, packed, has_seqlens_q,
+                 has_seqlens_k, scale, softcap, causal, window_left, window_right, align, query_offset,
+                 has_query_offsets, has_windows, attn_mask, attn_bias, alibi_slopes_ndim, dropout_p, dropout_origin,
+                 return_weights, return_column_sums] = desc;
+    add(has_seqlens_q, has_seqlens_k, scale, softcap, causal, window_left, window_right, align, query_offset,
+        has_query_offsets, attn_mask, attn_bias, alibi_slopes_ndim, dropout_p, dropout_origin, return_weights);
+  }
+  void add_field(const LayerDesc& desc) {
+    const auto& [batch, beam, beam_kv, seqlen_q, seqlen_k, num_heads, num_heads_kv, query_size, key_size, value_size,
+                 query_proj_size, key_proj_size, value_proj_size, out_proj_size, query_bias, key_bias, value_bias,
+                 out_bias, residual, output_dropout_p, has_windows, dtype, attention] = desc;
+    add(batch, beam, beam_kv, seqlen_q, seqlen_k, num_heads, num_heads_kv, query_size, key_size, value_size,
+        query_proj_size, key_proj_size, value_proj_size, out_proj_size, query_bias, key_bias, value_bias, out_bias,
+        residual, output_dropout_p, has_windows, dtype, attention);
+  }
+  void add_field(const AttentionBlockDesc& desc) {
+    const auto& [layer, norm] = desc;
+    add(layer, norm);
+  }
+  void add_field(const FeedForwardBlockDesc& desc) {
+    const auto& [batch, seqlen, size, inner_size, activation, bias1, bias2, inner_dropout_p, output_dropout_p, residual,
+                 norm, dtype] = desc;
+    add(batch, seqlen, size, inner_size, activation, bias1, bias2, inner_dropout_p, output_dropout_p, residual, norm,
+        dtype);
+  }
+
   uint64_t value_ = 0xcbf29ce484222325;
 };
+
+template <class Desc>
+uint64_t fingerprint_of(const Desc& desc) {
+  Fingerprint print;
+  print.add(desc);
+  return print.value();
+}
 
 }  // namespace polyhead

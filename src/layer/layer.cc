@@ -221,34 +221,6 @@ Status run_backward(const LayerState& s, const StepList& list, uint64_t stage, c
 
 }  // namespace
 
-uint64_t fingerprint_of(const LayerDesc& desc) {
-  Fingerprint print;
-  for (const int64_t number :
-       {desc.batch, desc.beam, desc.beam_kv, desc.seqlen_q, desc.seqlen_k, desc.num_heads, desc.num_heads_kv,
-        desc.query_size, desc.key_size, desc.value_size, desc.query_proj_size, desc.key_proj_size, desc.value_proj_size,
-        desc.out_proj_size, static_cast<int64_t>(desc.dtype)}) {
-    print.add(number);
-  }
-  for (const bool flag :
-       {desc.query_bias, desc.key_bias, desc.value_bias, desc.out_bias, desc.residual, desc.has_windows}) {
-    print.add(flag);
-  }
-  print.add(desc.output_dropout_p);
-  const AttentionDesc& a = desc.attention;
-  for (const bool flag : {a.has_seqlens_q, a.has_seqlens_k, a.causal, a.has_query_offsets, a.scale.has_value(),
-                          a.query_offset.has_value()}) {
-    print.add(flag);
-  }
-  for (const double number : {a.scale.value_or(0), a.softcap, a.dropout_p}) print.add(number);
-  for (const int64_t number : {a.window_left, a.window_right, static_cast<int64_t>(a.align), a.query_offset.value_or(0),
-                               int64_t{a.alibi_slopes_ndim}, static_cast<int64_t>(a.return_weights)}) {
-    print.add(number);
-  }
-  print.add(a.attn_mask);
-  print.add(a.attn_bias);
-  return print.value();
-}
-
 Result<std::shared_ptr<const LayerState>> make_layer_state(const LayerDesc& desc, const PlanOptions& options) {
   if (Status status = check_layer_desc(desc); !status.ok()) return status;
   auto state = std::make_shared<LayerState>();

@@ -16,13 +16,11 @@ bool lay_out_packed(const linear::Kernel& kernel, DType dtype, std::span<const M
   map.take_bytes(sizeof(PackedHeader));
   const int64_t panel = kernel.panel_columns();
   Fingerprint print;
-  for (const char c : std::string_view(kernel.name)) print.add(static_cast<uint64_t>(c));
-  print.add(linear::kPackedVersion);
-  print.add(static_cast<int64_t>(dtype));
+  for (const char c : std::string_view(kernel.name)) print.add(c);
+  print.add(linear::kPackedVersion, dtype);
   for (size_t i = 0; i < matrices.size(); ++i) {
     const auto [in, out] = matrices[i];
-    print.add(in);
-    print.add(out);
+    print.add(in, out);
     padded.take({in, out}, 8);
     padded.take({in, kMostPanelColumns}, 8);
     if (!padded.fits()) return false;

@@ -68,6 +68,4 @@ const Tensor& weight_of(const LayerWeights& weights, WeightKind kind);
 // layer.cc: what layer() makes.
 Result<std::shared_ptr<const LayerState>> make_layer_state(const LayerDesc& desc, const PlanOptions& options);
 
-uint64_t fingerprint_of(const LayerDesc& desc);
-
 }  // namespace polyhead
