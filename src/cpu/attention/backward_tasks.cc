@@ -19,8 +19,6 @@ int64_t chunk_keys(int64_t num_keys) {
 }
 int64_t most_chunks(int64_t num_keys) { return std::max<int64_t>(8, pieces(num_keys, 1024)); }
 
-int64_t tiles_of(int64_t queries) { return pieces(queries, kTileQueries); }
-
 // How many tiles go through the keys together: more write dK and dV less often. They change no bit of the result.
 int tiles_at_once(const AttentionDesc& desc) {
   const MemorySize tile_bytes =
@@ -59,7 +57,7 @@ Cut cut(const IsaFunctions& functions, const AttentionDesc& desc, int num_thread
       scratch_bytes(functions.backward_scratch_bytes, desc, tiles_at_once(desc), has_additive(desc), desc.softcap > 0);
   c.sums_floats =
       sum_floats(functions, desc.seqlen_k, desc.head_dim) + sum_floats(functions, desc.seqlen_k, desc.head_dim_v);
-  c.partial_floats = MemorySize(tiles_of(desc.seqlen_q)) * desc.head_dim * kTileQueries;
+  c.partial_floats = MemorySize(tiles_of(desc)) * desc.head_dim * kTileQueries;
   c.whole_heads = num_threads == 1 || heads >= 3 * int64_t{num_threads};
   if (c.whole_heads) return c;
   const int64_t tasks = 4 * int64_t{num_threads};  // of a wave: enough to end evenly
@@ -174,7 +172,7 @@ void run_wave(const Call& call, int64_t first_head, int64_t heads, int64_t r, in
     if (r == group - 1) call.functions.backward_keys(call.problem, task);
   });
   if (call.problem.grad_query.data == nullptr) return;
-  const int64_t tiles = tiles_of(desc.seqlen_q);
+  const int64_t tiles = tiles_of(desc);
   run_tasks(call.run, heads * tiles, [&](int64_t index, int) {
     const int64_t head = index / tiles, first_query = index % tiles * kTileQueries;
     BackwardTask task = keys_task(call, first_head + head, 0, 0, nullptr);

@@ -28,6 +28,9 @@ MemorySize scratch_bytes(size_t (*bytes)(int64_t, int64_t, Options...), const At
   return bytes(desc.head_dim, desc.head_dim_v, options...);
 }
 
+// Of the queries of a head.
+inline int64_t tiles_of(const AttentionDesc& desc) { return pieces(desc.seqlen_q, kTileQueries); }
+
 inline bool has_additive(const AttentionDesc& desc) { return desc.attn_mask.given || desc.attn_bias.given; }
 
 }  // namespace polyhead::cpu

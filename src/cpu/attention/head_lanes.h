@@ -9,6 +9,15 @@ namespace {
 
 constexpr int64_t padded(int64_t dim) { return (dim + 3) / 4 * 4; }
 
+// The keys [begin[i], end[i]) that query i of a sequence sees, the same for all heads.
+inline void set_key_ranges(int* begin, int* end, const Band& band, const Sequence& s) {
+  for (int i = 0; i < s.len_q; ++i) {
+    const KeyRange range = key_range(band, s, i);
+    end[i] = static_cast<int>(range.end);
+    begin[i] = range.begin < range.end ? static_cast<int>(range.begin) : end[i];
+  }
+}
+
 // A matrix [rows][columns] of each of kLanes heads.
 struct HeadRows {
   char* lane[kLanes];

@@ -38,7 +38,6 @@ struct Summed {
   Range b, h, tile, chunk;
 };
 
-int64_t tiles_of(const AttentionDesc& desc) { return pieces(desc.seqlen_q, kTileQueries); }
 int64_t chunks_of(const AttentionDesc& desc) { return pieces(desc.seqlen_k, kScoreKeys); }
 
 void add_all(const Call& call, const Summed& all, bool distances, int lane) {

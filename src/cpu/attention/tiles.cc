@@ -15,7 +15,7 @@ int tiles_per_task(const AttentionDesc& desc, int num_threads) {
   const MemorySize tile_bytes = (MemorySize(desc.head_dim) + desc.head_dim_v) * (kTileQueries * sizeof(float));
   const size_t cache_bytes = 384 * 1024;  // of a 1 MiB L2: the rest is for keys, values and weights
   const size_t fitting = std::clamp<size_t>(cache_bytes / std::max<size_t>(tile_bytes.value(), 1), 1, kMaxTiles);
-  const MemorySize tiles = MemorySize(pieces(desc.seqlen_q, kTileQueries)) * desc.batch * desc.num_heads;
+  const MemorySize tiles = MemorySize(tiles_of(desc)) * desc.batch * desc.num_heads;
   const size_t spread = std::max<size_t>(1, tiles.value() / (4 * static_cast<size_t>(num_threads)));
   return static_cast<int>(std::min(fitting, spread));
 }

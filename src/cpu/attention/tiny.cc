@@ -176,11 +176,7 @@ void tiny_heads(const Problem& problem, const Sequence& sequence, int64_t first,
   const int num_queries = static_cast<int>(sequence.len_q), num_keys = static_cast<int>(sequence.len_k);
   const int64_t begin = first;
   const Score score(problem, sequence, 0, 0);  // the same for all heads
-  for (int i = 0; i < num_queries; ++i) {
-    const KeyRange range = key_range(problem.band, sequence, i);
-    scratch.end[i] = static_cast<int>(range.end);
-    scratch.begin[i] = range.begin < range.end ? static_cast<int>(range.begin) : scratch.end[i];
-  }
+  set_key_ranges(scratch.begin, scratch.end, problem.band, sequence);
   for (; first < end; first += kLanes) {
     Heads heads;
     set_heads(heads, problem, first, end);

@@ -159,11 +159,7 @@ void tiny_backward_heads(const BackwardProblem& gradients, const Sequence& seque
   const int num_queries = static_cast<int>(sequence.len_q);
   const Score score(problem, sequence, 0, 0);  // the same for all heads
   TinyGradientMemory& x = *static_cast<TinyGradientMemory*>(memory);
-  for (int i = 0; i < num_queries; ++i) {
-    const KeyRange range = key_range(problem.band, sequence, i);
-    x.end[i] = static_cast<int>(range.end);
-    x.begin[i] = range.begin < range.end ? static_cast<int>(range.begin) : x.end[i];
-  }
+  set_key_ranges(x.begin, x.end, problem.band, sequence);
   for (; first < end; first += kLanes) {
     Heads heads;
     set_keys(heads, gradients, heads_kv, first, end);

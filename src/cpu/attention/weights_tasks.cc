@@ -123,7 +123,7 @@ void weights_forward(const IsaFunctions& functions, const AttentionDesc& desc, c
               [&](int64_t index, int lane) { run_head(call, index / desc.num_heads, index % desc.num_heads, lane); });
   }
   if (desc.return_weights != ReturnWeights::kMean) return;
-  const int64_t tiles = pieces(desc.seqlen_q, kTileQueries);
+  const int64_t tiles = tiles_of(desc);
   run_tasks(run, desc.batch * tiles,
             [&](int64_t index, int lane) { run_mean(call, index / tiles, index % tiles * kTileQueries, lane); });
 }
