@@ -5,37 +5,17 @@
 
 #include <algorithm>
 #include <cmath>
-#include <utility>
 
 #include "gradient_cases.h"
 #include "gradient_definition.h"
 #include "gradient_poison.h"
 #include "reference/attention.h"
+#include "stateless.h"
 
 namespace polyhead::testing {
 namespace {
 
 using Backward = void (*)(const AttentionDesc&, const BackwardArgs&, const polyhead::Run&);
-
-// A Kernel's function has no state of its own, so each of the last eight kernels of a test has a slot.
-constexpr int kSlots = 8;
-Backward slots[kSlots];
-
-template <int kSlot>
-Status run_slot(const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run& run) {
-  slots[kSlot](desc, args, run);
-  return {};
-}
-
-template <int... kSlot>
-auto next_slot(Backward backward, std::integer_sequence<int, kSlot...>) {
-  using Function = Status (*)(const AttentionDesc&, const BackwardArgs&, const polyhead::Run&);
-  static constexpr Function kFunctions[] = {run_slot<kSlot>...};
-  static int used = 0;
-  const int slot = used++ % kSlots;
-  slots[slot] = backward;
-  return kFunctions[slot];
-}
 
 // A kernel that computes as the yardstick does, but for what `backward` does differently.
 Kernel kernel_of(Backward backward) {
@@ -45,7 +25,7 @@ Kernel kernel_of(Backward backward) {
           nullptr,
           [](const AttentionDesc& desc, int) { return reference::backward_workspace_bytes<float>(desc); },
           nullptr,
-          next_slot(backward, std::make_integer_sequence<int, kSlots>())};
+          with_status(backward)};
 }
 
 void naive(const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {

@@ -7,38 +7,18 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
-#include <utility>
 
 #include "cases.h"
 #include "core/dtype.h"
 #include "judge.h"
 #include "poison.h"
 #include "reference/attention.h"
+#include "stateless.h"
 
 namespace polyhead::testing {
 namespace {
 
 using Forward = void (*)(const AttentionDesc&, const ForwardArgs&, const polyhead::Run&);
-
-// A Kernel's function has no state of its own, so each of the last eight kernels of a test has a slot.
-constexpr int kSlots = 8;
-Forward slots[kSlots];
-
-template <int kSlot>
-Status run_slot(const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run& run) {
-  slots[kSlot](desc, args, run);
-  return {};
-}
-
-template <int... kSlot>
-auto next_slot(Forward forward, std::integer_sequence<int, kSlot...>) {
-  using Function = Status (*)(const AttentionDesc&, const ForwardArgs&, const polyhead::Run&);
-  static constexpr Function kFunctions[] = {run_slot<kSlot>...};
-  static int used = 0;
-  const int slot = used++ % kSlots;
-  slots[slot] = forward;
-  return kFunctions[slot];
-}
 
 // A kernel that computes as the yardstick does, but for what `forward` does differently.
 Kernel kernel_of(Forward forward) {
@@ -47,7 +27,7 @@ Kernel kernel_of(Forward forward) {
           [](const AttentionDesc&) { return std::string(); },
           [](const AttentionDesc& desc, int) { return reference::workspace_bytes<float>(desc); },
           nullptr,
-          next_slot(forward, std::make_integer_sequence<int, kSlots>()),
+          with_status(forward),
           nullptr};
 }
 
