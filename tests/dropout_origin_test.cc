@@ -1,6 +1,7 @@
 // A shard with its dropout origin drops what the whole drops, on every kernel and path, forward and backward.
 #include <gtest/gtest.h>
 
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,8 @@ struct Shard {
   const char* name;
   int64_t b, h, i, j;  // where it begins
   int64_t batch, heads, seqlen_q, seqlen_k;
+
+  friend std::ostream& operator<<(std::ostream& out, const Shard& shard) { return out << shard.name; }
 };
 constexpr int64_t kHeads = 5;
 constexpr Shard kShards[] = {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <ostream>
 
 #include "cpu/attention/backward_tasks.h"
 #include "cpu/attention/decode_tasks.h"
@@ -143,6 +144,8 @@ struct Case {
   bool options;      // softcap, slopes, a bias by query and key, causal
   bool bias_by_key;  // or a bias by key alone, whose gradient has a pass of its own
   bool mask;
+
+  friend std::ostream& operator<<(std::ostream& out, const Case& made) { return out << made.name; }
 };
 
 class ScoreOption : public ::testing::TestWithParam<Case> {
