@@ -142,6 +142,10 @@ struct BackwardArgs {
   bool accumulate = false;        ///< true: add to what the gradient tensors hold; false: overwrite
 };
 
+/// A tensor of the calls of `desc`, for who allocates it: dtype and dims, contiguous, without data; not given where
+/// the desc does not ask for it. `args.out = expected_tensor(desc, &ForwardArgs::out)`, then `args.out.data = ...`.
+POLYHEAD_API Tensor expected_tensor(const AttentionDesc& desc, Tensor ForwardArgs::*tensor);
+
 struct Kernel;  // src/contract/kernel.h
 
 struct PlanOptions {

@@ -1,7 +1,7 @@
 #include <cstdio>
 
 #include "attention/checks.h"
-#include "attention/checks_operands.h"
+#include "contract/operands.h"
 #include "core/sentence.h"
 
 namespace polyhead {
@@ -78,16 +78,18 @@ class Shape {
  private:
   Status check_out(const Name& name, const Tensor& t, Role role) const {
     MemoryRange range;
-    const Status status = packed_ ? check_tensor(name.text, t, dtype_, {rows_, heads_, dim_}, &range)
-                                  : check_tensor(name.text, t, dtype_, {batch_, rows_, heads_, dim_}, &range);
+    const OperandShape shape =
+        packed_ ? OperandShape(dtype_, {rows_, heads_, dim_}) : OperandShape(dtype_, {batch_, rows_, heads_, dim_});
+    const Status status = check_tensor(name.text, t, shape, Device::kCpu, &range);
     return status.ok() && role != Role::kInput ? check_writable(role, name.text, t) : status;
   }
 
   Status check_logsumexp(const Name& name, const Tensor& t, Role role) const {
     const DType sums = dtype_ == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
     MemoryRange range;
-    const Status status = packed_ ? check_tensor(name.text, t, sums, {heads_, rows_}, &range)
-                                  : check_tensor(name.text, t, sums, {batch_, heads_, rows_}, &range);
+    const OperandShape shape =
+        packed_ ? OperandShape(sums, {heads_, rows_}) : OperandShape(sums, {batch_, heads_, rows_});
+    const Status status = check_tensor(name.text, t, shape, Device::kCpu, &range);
     return status.ok() && role != Role::kInput ? check_writable(role, name.text, t) : status;
   }
 

@@ -4,12 +4,18 @@
 
 #include "attention/checks.h"
 #include "attention/unchecked.h"
+#include "contract/attention_operands.h"
 #include "contract/kernel.h"
 #include "contract/sequences.h"
 #include "core/sentence.h"
 
 namespace polyhead {
 namespace {
+
+// Whether a call needs no kernel: no query sees a key, and the host reaches what is to be written.
+bool host_fills(const AttentionDesc& desc, const Where& where) {
+  return nothing_visible(desc) && *where.device == Device::kCpu;
+}
 
 // Writes `bits`, one element, to every place of a view that has some.
 template <class Bits>
@@ -42,10 +48,10 @@ void fill_number(const Tensor& t, double number) {
 // The answer where no query sees a key, because some size is 0.
 Status forward_of_nothing(const AttentionDesc& desc, const ForwardArgs& args) {
   if (Status status = check_sequences(desc, args); !status.ok()) return status;
-  fill_number(args.out, 0);
-  fill_number(args.logsumexp, -INFINITY);
-  fill_number(args.weights, 0);
-  fill_number(args.column_sums, 0);
+  for (const AttentionOperand& row : attention_operands()) {
+    if (row.forward != Use::kOutput && row.forward != Use::kOptionalOutput) continue;
+    fill_number(row.of(args), row.in_forward == &ForwardArgs::logsumexp ? -INFINITY : 0);
+  }
   return {};
 }
 
@@ -53,9 +59,8 @@ Status forward_of_nothing(const AttentionDesc& desc, const ForwardArgs& args) {
 Status backward_of_nothing(const AttentionDesc& desc, const BackwardArgs& args) {
   if (Status status = check_sequences(desc, args.forward); !status.ok()) return status;
   if (args.accumulate) return {};
-  for (const Tensor* gradient :
-       {&args.grad_query, &args.grad_key, &args.grad_value, &args.grad_attn_bias, &args.grad_alibi_slopes}) {
-    fill_number(*gradient, 0);
+  for (const AttentionOperand& row : attention_operands()) {
+    if (row.backward == Use::kGradient) fill_number(row.of(args), 0);
   }
   return {};
 }
@@ -92,7 +97,7 @@ const char* Plan::kernel_name() const { return kernel_->name; }
 
 Status Plan::forward(const ForwardArgs& args) const try {
   if (Status status = check_where(where_, args.where); !status.ok()) return status;
-  if (Status status = check_forward_args(desc_, args, workspace_bytes_); !status.ok()) return status;
+  if (Status status = check_forward_args(desc_, args, workspace_bytes_, *where_.device); !status.ok()) return status;
   return forward_unchecked(*this, args);
 } catch (const std::bad_alloc&) {
   return out_of_memory();
@@ -100,14 +105,15 @@ Status Plan::forward(const ForwardArgs& args) const try {
 
 Status Plan::backward(const BackwardArgs& args) const try {
   if (Status status = check_where(where_, args.forward.where); !status.ok()) return status;
-  if (Status status = check_backward_args(desc_, args, backward_workspace_bytes_); !status.ok()) return status;
+  if (Status status = check_backward_args(desc_, args, backward_workspace_bytes_, *where_.device); !status.ok())
+    return status;
   return backward_unchecked(*this, args);
 } catch (const std::bad_alloc&) {
   return out_of_memory();
 }
 
 Status forward_unchecked(const Plan& plan, const ForwardArgs& args) try {
-  if (!nothing_visible(plan.desc_)) {
+  if (!host_fills(plan.desc_, plan.where_)) {
     return plan.kernel_->forward(plan.desc_, args, run_at(plan.where_, args.where, plan.num_threads_));
   }
   return forward_of_nothing(plan.desc_, args);
@@ -116,7 +122,7 @@ Status forward_unchecked(const Plan& plan, const ForwardArgs& args) try {
 }
 
 Status backward_unchecked(const Plan& plan, const BackwardArgs& args) try {
-  if (!nothing_visible(plan.desc_)) {
+  if (!host_fills(plan.desc_, plan.where_)) {
     return plan.kernel_->backward(plan.desc_, args, run_at(plan.where_, args.forward.where, plan.num_threads_));
   }
   return backward_of_nothing(plan.desc_, args);
@@ -136,7 +142,7 @@ Result<Plan> plan(const AttentionDesc& desc, const PlanOptions& options) try {
   if (!kernel.ok()) return kernel.status();
   made.kernel_ = *kernel;
   made.num_threads_ = std::max(1, made.where_.executor->num_threads());
-  if (nothing_visible(desc)) return made;
+  if (host_fills(desc, made.where_)) return made;
   const MemorySize forward_bytes = made.kernel_->workspace_bytes(desc, made.num_threads_);
   const MemorySize backward_bytes = made.kernel_->backward_workspace_bytes(desc, made.num_threads_);
   if (!forward_bytes.fits()) return workspace_too_large("forward", made.kernel_->name, desc, made.num_threads_);

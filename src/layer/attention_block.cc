@@ -176,7 +176,7 @@ Status check(const AttentionBlockState& s, const StepList& list, uint64_t stage,
   const LayerState& parts = *s.parts;
   Status status = check_block_args(s, call);
   if (status.ok()) {
-    status = check_call(parts.asked, list, parts.packed, {s.reserve_bytes, s.fingerprint, stage, "block"}, call);
+    status = check_call(list, parts.packed, {s.reserve_bytes, s.fingerprint, stage, "block"}, call);
   }
   return status.ok() ? check_lengths(parts, call) : status;
 }

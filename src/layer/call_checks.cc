@@ -16,7 +16,7 @@ bool same_view(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-bool same_dims(const Expected& a, const Expected& b) {
+bool same_dims(const OperandShape& a, const OperandShape& b) {
   if (a.ndim != b.ndim) return false;
   for (int i = 0; i < a.ndim; ++i) {
     if (a.dims[i].size != b.dims[i].size) return false;
@@ -28,27 +28,10 @@ bool same_dims(const Expected& a, const Expected& b) {
 bool is_earlier(const StepList& list, const Call& call, const Expected& e) {
   for (const Expected& earlier : list.expected) {
     if (&earlier == &e) return false;
-    if (!earlier.may_be_shared || !same_dims(earlier, e)) continue;
+    if (!earlier.may_be_shared || !same_dims(earlier.shape, e.shape)) continue;
     if (same_view(call.tensors[e.argument], call.tensors[earlier.argument])) return true;
   }
   return false;
-}
-
-Status add(Operands& operands, const Expected& e, const Tensor& t) {
-  if (e.broadcast != nullptr) return operands.add_broadcast(e.role, e.name, t, *e.broadcast);
-  if (e.integers && t.given() && t.dtype != DType::kInt32 && t.dtype != DType::kInt64) {
-    return invalid(sentence(e.name, " is ", dtype_name(t.dtype), ", expected int32 or int64"));
-  }
-  const bool any = e.integers || (e.or_float32 && t.dtype == DType::kFloat32);
-  const DType dtype = any ? t.dtype : e.dtype;
-  switch (e.ndim) {
-    case 1: return operands.add(e.role, e.name, t, dtype, {e.dims[0]});
-    case 2: return operands.add(e.role, e.name, t, dtype, {e.dims[0], e.dims[1]});
-    case 3: return operands.add(e.role, e.name, t, dtype, {e.dims[0], e.dims[1], e.dims[2]});
-    case 4: return operands.add(e.role, e.name, t, dtype, {e.dims[0], e.dims[1], e.dims[2], e.dims[3]});
-    default: break;
-  }
-  return operands.add(e.role, e.name, t, dtype, {e.dims[0], e.dims[1], e.dims[2], e.dims[3], e.dims[4]});
 }
 
 Status check_tensors(Operands& operands, const StepList& list, const Call& call) {
@@ -60,12 +43,13 @@ Status check_tensors(Operands& operands, const StepList& list, const Call& call)
         if (t.given()) status = invalid(sentence(e.name, " is given, but ", e.refusal));
         break;
       case Expected::Kind::kUnlessPacked:
-        if (call.packed_weights == nullptr) status = add(operands, e, t);
+        if (call.packed_weights == nullptr) status = operands.add(e.role, e.name, t, e.shape);
         break;
       case Expected::Kind::kOptional:
-        if (t.given() && !(e.may_be_shared && is_earlier(list, call, e))) status = add(operands, e, t);
+        if (t.given() && !(e.may_be_shared && is_earlier(list, call, e)))
+          status = operands.add(e.role, e.name, t, e.shape);
         break;
-      case Expected::Kind::kRequired: status = add(operands, e, t); break;
+      case Expected::Kind::kRequired: status = operands.add(e.role, e.name, t, e.shape); break;
     }
     if (!status.ok()) return status;
   }
@@ -80,27 +64,21 @@ Status add_reserve(Operands& operands, size_t needed, const Call& call, Tensor* 
   if (reinterpret_cast<uintptr_t>(call.reserve) % 64 != 0) return invalid("reserve is not aligned to 64 bytes");
   const auto bytes = static_cast<int64_t>(needed);
   *view = Tensor(call.reserve, DType::kBool, {bytes});
-  return operands.add(Role::kOutput, "reserve", *view, DType::kBool, {{"bytes", bytes}});
+  return operands.add(Role::kOutput, "reserve", *view, {DType::kBool, {{"bytes", bytes}}});
 }
 
 }  // namespace
 
-Expected expect(int argument, const char* name, DType dtype, std::initializer_list<Dim> dims) {
+Expected expect(int argument, const char* name, const OperandShape& shape) {
   Expected e;
   e.argument = argument;
   e.name = name;
-  e.dtype = dtype;
-  for (const Dim& dim : dims) e.dims[e.ndim++] = dim;
+  e.shape = shape;
+  if (shape.ndim == 0) e.kind = Expected::Kind::kRefused;
   return e;
 }
 
-Expected refuse(int argument, const char* name) {
-  Expected e;
-  e.argument = argument;
-  e.name = name;
-  e.kind = Expected::Kind::kRefused;
-  return e;
-}
+Expected refuse(int argument, const char* name) { return expect(argument, name, {}); }
 
 void expect_norm(const NormDesc& desc, Role role, int first_argument, int64_t size, DType dtype, StepList* list) {
   const bool gradient = role == Role::kOutput, normed = desc.kind != NormKind::kNone;
@@ -115,18 +93,17 @@ void expect_norm(const NormDesc& desc, Role role, int first_argument, int64_t si
       list->expected.push_back(refuse(number, vector.name));
       continue;
     }
-    Expected& e = list->expected.emplace_back(expect(number, vector.name, dtype, {{"size", size}}));
+    Expected& e = list->expected.emplace_back(expect(number, vector.name, {dtype, {{"size", size}}}));
     e.role = role;
-    e.or_float32 = true;
+    e.shape.takes = OperandShape::Takes::kDtypeOrFloat32;
     if (gradient) e.kind = Expected::Kind::kOptional;
   }
 }
 
-Status check_call(const AttentionDesc& asked, const StepList& list, const PackedLayout& packed,
-                  const CallMemory& memory, const Call& call) {
+Status check_call(const StepList& list, const PackedLayout& packed, const CallMemory& memory, const Call& call) {
   const bool backward = memory.stage != 0;
   if (backward && call.reserve == nullptr) return invalid("reserve is null: backward needs what forward wrote there");
-  Operands operands(asked);
+  Operands operands;
   Tensor packed_view, reserve_view;
   const bool has_packed = call.packed_weights != nullptr && !backward;
   Status status;
@@ -142,9 +119,9 @@ Status check_call(const AttentionDesc& asked, const StepList& list, const Packed
   return check_reserve(call.reserve, memory.fingerprint, memory.stage, call.dropouts, memory.owner);
 }
 
-Status check_pack(const AttentionDesc& asked, const StepList& list, const PackedLayout& layout, const void* packed,
-                  size_t bytes, const Call& call) {
-  Operands operands(asked);
+Status check_pack(const StepList& list, const PackedLayout& layout, const void* packed, size_t bytes,
+                  const Call& call) {
+  Operands operands;
   Tensor view;
   const Status status = check_tensors(operands, list, call);
   return status.ok() ? add_packed(operands, Role::kOutput, layout, packed, bytes, &view) : status;

@@ -6,8 +6,8 @@
 
 namespace polyhead {
 
-// What a call's tensors are expected to be.
-Expected expect(int argument, const char* name, DType dtype, std::initializer_list<Dim> dims);
+// What a call's tensors are expected to be; refused, if the shape has no dims.
+Expected expect(int argument, const char* name, const OperandShape& shape);
 Expected refuse(int argument, const char* name);
 // gamma and beta of a norm over `size`, or their gradients: float32 or `dtype`.
 void expect_norm(const NormDesc& desc, Role role, int first_argument, int64_t size, DType dtype, StepList* list);
@@ -19,13 +19,10 @@ struct CallMemory {
   const char* owner = "";
 };
 
-// `asked`: the attention around which the call is, if there is one.
-Status check_call(const AttentionDesc& asked, const StepList& list, const PackedLayout& packed,
-                  const CallMemory& memory, const Call& call);
+Status check_call(const StepList& list, const PackedLayout& packed, const CallMemory& memory, const Call& call);
 
 // What pack_weights() is given: the matrices of `list`, and where they go.
-Status check_pack(const AttentionDesc& asked, const StepList& list, const PackedLayout& layout, const void* packed,
-                  size_t bytes, const Call& call);
+Status check_pack(const StepList& list, const PackedLayout& layout, const void* packed, size_t bytes, const Call& call);
 
 Status check_norm_desc(const NormDesc& desc);
 

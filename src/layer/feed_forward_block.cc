@@ -13,7 +13,6 @@ namespace polyhead {
 
 struct FeedForwardBlockState {
   FeedForwardBlockDesc desc;
-  AttentionDesc no_attention;  // what Operands asks for
   const linear::Kernel* linear = nullptr;
   Run run;
   uint64_t fingerprint = 0;
@@ -96,7 +95,7 @@ Saved take_saved(const FeedForwardBlockState& s, Memory& reserve) {
 
 void expect_rows(const FeedForwardBlockDesc& d, int argument, const char* name, Role role, StepList* list) {
   Expected e =
-      expect(argument, name, d.dtype, {{"batch", d.batch}, {"beam", 1}, {"seqlen", d.seqlen}, {"size", d.size}});
+      expect(argument, name, {d.dtype, {{"batch", d.batch}, {"beam", 1}, {"seqlen", d.seqlen}, {"size", d.size}}});
   e.role = role;
   if (argument == kGradX) e.kind = Expected::Kind::kOptional;
   list->expected.push_back(e);
@@ -109,8 +108,8 @@ void expect_weights(const FeedForwardBlockDesc& d, WeightUse use, StepList* list
   const Dim size{"size", d.size}, inner{"inner_size", d.inner_size};
   const auto add = [&](int argument, const char* name, const char* grad_name, bool asked,
                        std::initializer_list<Dim> dims) {
-    Expected e =
-        expect(gradients ? argument - kWeight1 + kGradWeight1 : argument, gradients ? grad_name : name, d.dtype, dims);
+    Expected e = expect(gradients ? argument - kWeight1 + kGradWeight1 : argument, gradients ? grad_name : name,
+                        {d.dtype, dims});
     if (!asked) {
       e.kind = Expected::Kind::kRefused;
     } else if (gradients) {
@@ -229,7 +228,7 @@ Call call_of(const FeedForwardBlockDesc& d, const FeedForwardBlockForwardArgs& a
 }
 
 Status check(const FeedForwardBlockState& s, const StepList& list, uint64_t stage, const Call& call) {
-  return check_call(s.no_attention, list, s.packed, {s.reserve_bytes, s.fingerprint, stage, "block"}, call);
+  return check_call(list, s.packed, {s.reserve_bytes, s.fingerprint, stage, "block"}, call);
 }
 
 }  // namespace
@@ -272,7 +271,7 @@ Status FeedForwardBlock::pack_weights(const FeedForwardWeights& weights, void* p
   const linear::Matrix matrices[] = {weight_matrix(weights.weight1), weight_matrix(weights.weight2)};
   Call call;
   set_weights(weights, kWeight1, &call);
-  if (Status status = check_pack(s.no_attention, s.pack, s.packed, packed, bytes, call); !status.ok()) return status;
+  if (Status status = check_pack(s.pack, s.packed, packed, bytes, call); !status.ok()) return status;
   write_packed(*s.linear, s.packed, matrices, packed, s.run);
   return {};
 } catch (const std::bad_alloc&) {

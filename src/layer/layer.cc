@@ -214,7 +214,7 @@ Status run_backward(const LayerState& s, const StepList& list, uint64_t stage, c
   if (call.tensors[kArgKeyCache].given() || call.tensors[kArgValueCache].given()) {
     return invalid("key_cache or value_cache is given to backward: caches are for inference");
   }
-  Status status = check_call(s.asked, list, s.packed, {s.reserve_bytes, s.fingerprint, stage, "layer"}, call);
+  Status status = check_call(list, s.packed, {s.reserve_bytes, s.fingerprint, stage, "layer"}, call);
   if (status.ok()) status = check_lengths(s, call);
   return status.ok() ? run(s.machine(), list, call) : status;
 }
@@ -272,7 +272,7 @@ Status Layer::pack_weights(const LayerWeights& weights, void* packed, size_t byt
   const LayerState& s = *state_;
   Call call;
   set_weights(weights, kArgWeights, &call);
-  if (Status status = check_pack(s.asked, s.pack, s.packed, packed, bytes, call); !status.ok()) return status;
+  if (Status status = check_pack(s.pack, s.packed, packed, bytes, call); !status.ok()) return status;
   linear::Matrix matrices[kOutMatrix + 1];
   for (int i = 0; i <= kOutMatrix; ++i) matrices[i] = weight_matrix(weight_of(weights, static_cast<WeightKind>(i)));
   write_packed(*s.linear, s.packed, matrices, packed, s.run);
@@ -286,7 +286,7 @@ Status Layer::forward(const LayerForwardArgs& args) const try {
   const Call call = call_of(s.desc, args);
   const StepList& list = call.step >= 0 ? s.decode_steps : call.reserve != nullptr ? s.train_steps : s.infer_steps;
   Status status = check_step(s, call);
-  if (status.ok()) status = check_call(s.asked, list, s.packed, {s.reserve_bytes}, call);
+  if (status.ok()) status = check_call(list, s.packed, {s.reserve_bytes}, call);
   if (status.ok()) status = check_lengths(s, call);
   if (!status.ok()) return status;
   if (call.reserve != nullptr) begin_reserve(call.reserve, s.fingerprint, call.dropouts);

@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "contract/attention_operands.h"
 #include "contract/sequences.h"
 #include "core/sentence.h"
 #include "layer/attention_steps.h"
@@ -77,11 +78,12 @@ void expect_inputs(const LayerState& s, LayerMode mode, StepList* list) {
   const LayerDesc& d = s.desc;
   for (int i = kQuery; i <= kValue; ++i) {
     const Projection& p = s.projections[i];
-    Expected& e = list->expected.emplace_back(expect(kArgQuery + i, kInputNames[i], d.dtype,
-                                                     {{"batch", d.batch},
-                                                      {i == kQuery ? "beam" : "beam_kv", p.beams},
-                                                      time_steps(s, mode, i),
-                                                      {kInputSizes[i], p.size}}));
+    Expected& e = list->expected.emplace_back(expect(kArgQuery + i, kInputNames[i],
+                                                     {d.dtype,
+                                                      {{"batch", d.batch},
+                                                       {i == kQuery ? "beam" : "beam_kv", p.beams},
+                                                       time_steps(s, mode, i),
+                                                       {kInputSizes[i], p.size}}}));
     if (mode == LayerMode::kStep && i != kQuery) e.kind = Expected::Kind::kOptional;
   }
 }
@@ -89,8 +91,8 @@ void expect_inputs(const LayerState& s, LayerMode mode, StepList* list) {
 void expect_out(const LayerState& s, LayerMode mode, int argument, const char* name, Role role, StepList* list) {
   const LayerDesc& d = s.desc;
   Expected& e = list->expected.emplace_back(
-      expect(argument, name, d.dtype,
-             {{"batch", d.batch}, {"beam", d.beam}, time_steps(s, mode, kQuery), {"out size", s.out_size}}));
+      expect(argument, name,
+             {d.dtype, {{"batch", d.batch}, {"beam", d.beam}, time_steps(s, mode, kQuery), {"out size", s.out_size}}}));
   e.role = role;
 }
 
@@ -109,8 +111,8 @@ void expect_weights(const LayerState& s, WeightUse use, StepList* list) {
     Expected e = refuse(number, name);
     e.refusal = "the layer has none";
     if (layout.present) {
-      e = layout.ndim == 1 ? expect(number, name, s.desc.dtype, {{"size", layout.dims[0]}})
-                           : expect(number, name, s.desc.dtype, {{"in", layout.dims[0]}, {"out", layout.dims[1]}});
+      e = layout.ndim == 1 ? expect(number, name, {s.desc.dtype, {{"size", layout.dims[0]}}})
+                           : expect(number, name, {s.desc.dtype, {{"in", layout.dims[0]}, {"out", layout.dims[1]}}});
       if (use == WeightUse::kForward && layout.ndim == 2) e.kind = Expected::Kind::kUnlessPacked;
       if (gradients) e.kind = Expected::Kind::kOptional, e.role = Role::kOutput;
     }
@@ -118,33 +120,29 @@ void expect_weights(const LayerState& s, WeightUse use, StepList* list) {
   }
 }
 
+// As attention has them, but that lengths and offsets have beams.
 void expect_options(const LayerState& s, StepList* list) {
   const LayerDesc& d = s.desc;
-  const AttentionDesc& a = s.asked;
-  const Dim batch{"batch", d.batch}, beam{"beam", d.beam}, beam_kv{"beam_kv", d.beam_kv};
-  const Dim seqlen_q{"seqlen_q", d.seqlen_q}, heads{"num_heads", d.num_heads};
-  const auto add = [&](Expected e, bool asked) { list->expected.push_back(asked ? e : refuse(e.argument, e.name)); };
-  const auto broadcast = [&](int argument, const char* name, const BroadcastOperand& operand) {
-    Expected e = expect(argument, name, operand.dtype,
-                        {{"", operand.dims[0]}, {"", operand.dims[1]}, {"", operand.dims[2]}, {"", operand.dims[3]}});
-    e.broadcast = &operand;
-    add(e, operand.given);
-  };
-  const auto integers = [&](int argument, const char* name, bool asked, std::initializer_list<Dim> dims) {
-    Expected e = expect(argument, name, DType::kInt64, dims);
-    e.integers = true;
-    add(e, asked);
-  };
-  broadcast(kArgMask, "attn_mask", a.attn_mask);
-  broadcast(kArgBias, "attn_bias", a.attn_bias);
-  add(a.alibi_slopes_ndim == 1 ? expect(kArgSlopes, "alibi_slopes", DType::kFloat32, {heads})
-                               : expect(kArgSlopes, "alibi_slopes", DType::kFloat32, {batch, heads}),
-      a.alibi_slopes_ndim > 0);
-  integers(kArgLengthsQ, "seqlens_q", a.has_seqlens_q, {batch, beam});
-  integers(kArgLengthsK, "seqlens_k", a.has_seqlens_k, {batch, beam_kv});
-  integers(kArgOffsets, "query_offsets", a.has_query_offsets, {batch, beam});
-  integers(kArgWindowLo, "window_lo", d.has_windows, {seqlen_q});
-  integers(kArgWindowHi, "window_hi", d.has_windows, {seqlen_q});
+  constexpr int64_t kNoBeams = 0;
+  const struct {
+    int argument;
+    Tensor ForwardArgs::*tensor;
+    const char* beam_name;
+    int64_t beams;
+  } options[] = {{kArgMask, &ForwardArgs::attn_mask, "", kNoBeams},
+                 {kArgBias, &ForwardArgs::attn_bias, "", kNoBeams},
+                 {kArgSlopes, &ForwardArgs::alibi_slopes, "", kNoBeams},
+                 {kArgLengthsQ, &ForwardArgs::seqlens_q, "beam", d.beam},
+                 {kArgLengthsK, &ForwardArgs::seqlens_k, "beam_kv", d.beam_kv},
+                 {kArgOffsets, &ForwardArgs::query_offsets, "beam", d.beam},
+                 {kArgWindowLo, &ForwardArgs::window_lo, "", kNoBeams},
+                 {kArgWindowHi, &ForwardArgs::window_hi, "", kNoBeams}};
+  for (const auto& option : options) {
+    const AttentionOperand& operand = attention_operand(option.tensor);
+    OperandShape shape = operand.shape(s.asked);
+    if (shape.ndim > 0 && option.beams != kNoBeams) shape.dims[shape.ndim++] = {option.beam_name, option.beams};
+    list->expected.push_back(expect(option.argument, operand.name, shape));
+  }
 }
 
 void expect_outputs(const LayerState& s, LayerMode mode, StepList* list) {
@@ -154,9 +152,9 @@ void expect_outputs(const LayerState& s, LayerMode mode, StepList* list) {
   const Dim steps = time_steps(s, mode, kQuery), keys{"seqlen_k", d.seqlen_k};
   Expected e = refuse(kArgProbabilities, "attn_weights");
   if (s.asked.return_weights == ReturnWeights::kPerHead) {
-    e = expect(kArgProbabilities, e.name, d.dtype, {batch, beam, heads, steps, keys});
+    e = expect(kArgProbabilities, e.name, {d.dtype, {batch, beam, heads, steps, keys}});
   } else if (s.asked.return_weights == ReturnWeights::kMean) {
-    e = expect(kArgProbabilities, e.name, d.dtype, {batch, beam, steps, keys});
+    e = expect(kArgProbabilities, e.name, {d.dtype, {batch, beam, steps, keys}});
   }
   e.role = Role::kOutput;
   list->expected.push_back(e);
@@ -165,13 +163,13 @@ void expect_outputs(const LayerState& s, LayerMode mode, StepList* list) {
 void expect_caches(const LayerState& s, LayerMode mode, StepList* list) {
   for (const int i : {kKey, kValue}) {
     const Projection& p = s.projections[i];
-    Expected& e = list->expected.emplace_back(expect(i == kKey ? kArgKeyCache : kArgValueCache,
-                                                     i == kKey ? "key_cache" : "value_cache", s.desc.dtype,
-                                                     {{"batch", s.desc.batch},
-                                                      {"beam_kv", p.beams},
-                                                      {"seqlen_k", p.steps},
-                                                      {"kept heads", p.on ? p.heads : 1},
-                                                      {"dim", p.dim}}));
+    const OperandShape shape(s.desc.dtype, {{"batch", s.desc.batch},
+                                            {"beam_kv", p.beams},
+                                            {"seqlen_k", p.steps},
+                                            {"kept heads", p.on ? p.heads : 1},
+                                            {"dim", p.dim}});
+    Expected& e = list->expected.emplace_back(
+        expect(i == kKey ? kArgKeyCache : kArgValueCache, i == kKey ? "key_cache" : "value_cache", shape));
     e.role = Role::kOutput;
     e.kind = mode == LayerMode::kInference ? Expected::Kind::kOptional : Expected::Kind::kRequired;
   }
@@ -181,11 +179,12 @@ void expect_input_gradients(const LayerState& s, StepList* list) {
   const LayerDesc& d = s.desc;
   for (int i = kQuery; i <= kValue; ++i) {
     const Projection& p = s.projections[i];
-    Expected& e = list->expected.emplace_back(expect(kArgGradQuery + i, kGradInputNames[i], d.dtype,
-                                                     {{"batch", d.batch},
-                                                      {i == kQuery ? "beam" : "beam_kv", p.beams},
-                                                      time_steps(s, LayerMode::kTraining, i),
-                                                      {kInputSizes[i], p.size}}));
+    Expected& e = list->expected.emplace_back(expect(kArgGradQuery + i, kGradInputNames[i],
+                                                     {d.dtype,
+                                                      {{"batch", d.batch},
+                                                       {i == kQuery ? "beam" : "beam_kv", p.beams},
+                                                       time_steps(s, LayerMode::kTraining, i),
+                                                       {kInputSizes[i], p.size}}}));
     e.role = Role::kOutput;
     e.kind = Expected::Kind::kOptional;
     e.may_be_shared = true;

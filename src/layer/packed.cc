@@ -42,7 +42,7 @@ Status add_packed(Operands& operands, Role role, const PackedLayout& layout, con
   if (reinterpret_cast<uintptr_t>(packed) % 64 != 0) return invalid(sentence(name, " is not aligned to 64 bytes"));
   const auto size = static_cast<int64_t>(layout.bytes);
   *view = Tensor(const_cast<void*>(packed), DType::kBool, {size});
-  return operands.add(role, name, *view, DType::kBool, {{"bytes", size}});
+  return operands.add(role, name, *view, {DType::kBool, {{"bytes", size}}});
 }
 
 Status check_packed(const PackedLayout& layout, const void* packed) {

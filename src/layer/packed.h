@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <span>
 
-#include "attention/checks_operands.h"
+#include "contract/operands.h"
 #include "linear/product.h"
 
 namespace polyhead {

@@ -3,7 +3,6 @@
 #include <cstddef>
 #include <cstring>
 
-#include "attention/checks_operands.h"
 #include "core/sentence.h"
 
 namespace polyhead {

@@ -355,9 +355,9 @@ bool finish(const Machine& machine, Memory& workspace, StepList* list, bool one_
   for (const Expected& e : list->expected) {
     if (e.kind == Expected::Kind::kRefused) continue;
     Tensor& t = call.tensors[e.argument];
-    t.ndim = e.ndim;
-    t.dtype = e.dtype;
-    for (int i = 0; i < e.ndim; ++i) t.dims[i] = e.dims[i].size;
+    t.ndim = e.shape.ndim;
+    t.dtype = e.shape.dtype;
+    for (int i = 0; i < t.ndim; ++i) t.dims[i] = e.shape.dims[i].size;
   }
   list->scratch = workspace.map.take_bytes(Measure(machine, call).bytes(list->steps));
   list->workspace_bytes = workspace.map.bytes();

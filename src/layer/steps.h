@@ -11,8 +11,8 @@
 #include <variant>
 #include <vector>
 
-#include "attention/checks_operands.h"
 #include "contract/linear.h"
+#include "contract/operands.h"
 #include "core/memory_size.h"
 #include "layer/packed.h"
 #include "layer/reserve.h"
@@ -214,13 +214,8 @@ struct Expected {
   Role role = Role::kInput;
   Kind kind = Kind::kRequired;
   const char* refusal = "the plan was made without";
-  bool integers = false;       // int32 or int64
-  bool or_float32 = false;     // or `dtype`
   bool may_be_shared = false;  // an output that may be the same view as an earlier one of the same shape
-  const BroadcastOperand* broadcast = nullptr;
-  DType dtype = DType::kFloat32;
-  int ndim = 0;
-  Dim dims[Tensor::kMaxDims] = {};
+  OperandShape shape = {};
 };
 
 struct StepList {

@@ -3,8 +3,8 @@
 #include <new>
 #include <utility>
 
-#include "attention/checks_operands.h"
 #include "contract/linear.h"
+#include "contract/operands.h"
 #include "core/sentence.h"
 #include "linear/product.h"
 
@@ -12,7 +12,6 @@ namespace polyhead {
 
 struct MatrixProductState {
   MatrixProductDesc desc;
-  AttentionDesc no_attention;  // what Operands asks for
   linear::GemmDesc gemm;
   const linear::Kernel* linear = nullptr;
   Run run;
@@ -77,13 +76,13 @@ Status MatrixProduct::forward(const MatrixProductArgs& args) const try {
   const MatrixProductState& s = *state_;
   const MatrixProductDesc& d = s.desc;
   const Dim m{"m", d.m}, n{"n", d.n}, k{"k", d.k};
-  Operands operands(s.no_attention);
-  Status status = operands.add(Role::kInput, "a", args.a, d.dtype, {m, k});
-  if (status.ok()) status = operands.add(Role::kInput, "b", args.b, d.dtype, {k, n});
+  Operands operands;
+  Status status = operands.add(Role::kInput, "a", args.a, {d.dtype, {m, k}});
+  if (status.ok()) status = operands.add(Role::kInput, "b", args.b, {d.dtype, {k, n}});
   if (status.ok()) {
-    status = d.bias ? operands.add(Role::kInput, "bias", args.bias, d.dtype, {n}) : unasked("bias", args.bias);
+    status = d.bias ? operands.add(Role::kInput, "bias", args.bias, {d.dtype, {n}}) : unasked("bias", args.bias);
   }
-  if (status.ok()) status = operands.add(Role::kOutput, "c", args.c, d.dtype, {m, n});
+  if (status.ok()) status = operands.add(Role::kOutput, "c", args.c, {d.dtype, {m, n}});
   if (status.ok()) status = operands.check_workspace(args.workspace, args.workspace_bytes, s.workspace_bytes);
   if (!status.ok() || d.m == 0 || d.n == 0) return status;
   linear::GemmArgs gemm;

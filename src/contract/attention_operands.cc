@@ -1,0 +1,132 @@
+#include "contract/attention_operands.h"
+
+namespace polyhead {
+namespace {
+
+using Desc = AttentionDesc;
+
+// Sums and statistics are kept in float32, of float64 operands in float64.
+DType sums_dtype(const Desc& d) { return d.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
+
+OperandShape rows(const Desc& d, Dim tokens, Dim heads, Dim dim) {
+  if (d.packed) return {d.dtype, {tokens, heads, dim}};
+  return {d.dtype, {{"batch", d.batch}, tokens, heads, dim}};
+}
+Dim rows_q(const Desc& d) { return {d.packed ? "total_q" : "seqlen_q", d.seqlen_q}; }
+Dim rows_k(const Desc& d) { return {d.packed ? "total_k" : "seqlen_k", d.seqlen_k}; }
+
+OperandShape query(const Desc& d) { return rows(d, rows_q(d), {"num_heads", d.num_heads}, {"head_dim", d.head_dim}); }
+OperandShape key(const Desc& d) {
+  return rows(d, rows_k(d), {"num_heads_kv", d.num_heads_kv}, {"head_dim", d.head_dim});
+}
+OperandShape value(const Desc& d) {
+  return rows(d, rows_k(d), {"num_heads_kv", d.num_heads_kv}, {"head_dim_v", d.head_dim_v});
+}
+OperandShape out(const Desc& d) { return rows(d, rows_q(d), {"num_heads", d.num_heads}, {"head_dim_v", d.head_dim_v}); }
+OperandShape logsumexp(const Desc& d) {
+  if (d.packed) return {sums_dtype(d), {{"num_heads", d.num_heads}, rows_q(d)}};
+  return {sums_dtype(d), {{"batch", d.batch}, {"num_heads", d.num_heads}, rows_q(d)}};
+}
+
+OperandShape broadcast(const BroadcastOperand& operand) {
+  if (!operand.given) return {};
+  const int64_t* const dims = operand.dims;
+  OperandShape shape(operand.dtype,
+                     {{"batch", dims[0]}, {"num_heads", dims[1]}, {"seqlen_q", dims[2]}, {"seqlen_k", dims[3]}});
+  shape.planned = true;
+  return shape;
+}
+OperandShape attn_mask(const Desc& d) { return broadcast(d.attn_mask); }
+OperandShape attn_bias(const Desc& d) { return broadcast(d.attn_bias); }
+
+OperandShape alibi_slopes(const Desc& d) {
+  if (d.alibi_slopes_ndim == 0) return {};
+  const Dim heads{"num_heads", d.num_heads};
+  if (d.alibi_slopes_ndim == 1) return {DType::kFloat32, {heads}};
+  return {DType::kFloat32, {{"batch", d.batch}, heads}};
+}
+
+OperandShape integers(bool asked, Dim dim) {
+  if (!asked) return {};
+  OperandShape shape(DType::kInt64, {dim});
+  shape.takes = OperandShape::Takes::kInt32OrInt64;
+  return shape;
+}
+OperandShape seqlens_q(const Desc& d) { return integers(d.has_seqlens_q, {"batch", d.batch}); }
+OperandShape seqlens_k(const Desc& d) { return integers(d.has_seqlens_k, {"batch", d.batch}); }
+OperandShape cu_seqlens(const Desc& d) { return integers(d.packed, {"batch + 1 =", d.batch + 1}); }
+OperandShape query_offsets(const Desc& d) { return integers(d.has_query_offsets, {"batch", d.batch}); }
+OperandShape window(const Desc& d) { return integers(d.has_windows, {"seqlen_q", d.seqlen_q}); }
+
+OperandShape weights(const Desc& d) {
+  const Dim batch{"batch", d.batch}, queries{"seqlen_q", d.seqlen_q}, keys{"seqlen_k", d.seqlen_k};
+  switch (d.return_weights) {
+    case ReturnWeights::kPerHead: return {d.dtype, {batch, {"num_heads", d.num_heads}, queries, keys}};
+    case ReturnWeights::kMean: return {d.dtype, {batch, queries, keys}};
+    case ReturnWeights::kNone: break;
+  }
+  return {};
+}
+OperandShape column_sums(const Desc& d) {
+  if (!d.return_column_sums) return {};
+  return {sums_dtype(d), {{"batch", d.batch}, {"num_heads", d.num_heads}, {"seqlen_k", d.seqlen_k}}};
+}
+
+using F = ForwardArgs;
+using B = BackwardArgs;
+constexpr Use kNone = Use::kNone, kInput = Use::kInput, kMayCome = Use::kOptionalInput, kOutput = Use::kOutput,
+              kMayGo = Use::kOptionalOutput, kGradient = Use::kGradient;
+
+constexpr AttentionOperand kOperands[] = {
+    {"query", &F::query, nullptr, kInput, kInput, query},
+    {"key", &F::key, nullptr, kInput, kInput, key},
+    {"value", &F::value, nullptr, kInput, kInput, value},
+    {"attn_mask", &F::attn_mask, nullptr, kInput, kInput, attn_mask},
+    {"attn_bias", &F::attn_bias, nullptr, kInput, kInput, attn_bias},
+    {"alibi_slopes", &F::alibi_slopes, nullptr, kInput, kInput, alibi_slopes},
+    {"seqlens_q", &F::seqlens_q, nullptr, kInput, kInput, seqlens_q},
+    {"seqlens_k", &F::seqlens_k, nullptr, kInput, kInput, seqlens_k},
+    {"cu_seqlens_q", &F::cu_seqlens_q, nullptr, kInput, kInput, cu_seqlens},
+    {"cu_seqlens_k", &F::cu_seqlens_k, nullptr, kInput, kInput, cu_seqlens},
+    {"query_offsets", &F::query_offsets, nullptr, kInput, kInput, query_offsets},
+    {"window_lo", &F::window_lo, nullptr, kInput, kInput, window},
+    {"window_hi", &F::window_hi, nullptr, kInput, kInput, window},
+    {"out", &F::out, nullptr, kOutput, kMayCome, out},  // backward: or delta in its place
+    {"logsumexp", &F::logsumexp, nullptr, kMayGo, kInput, logsumexp},
+    {"weights", &F::weights, nullptr, kOutput, kNone, weights},
+    {"column_sums", &F::column_sums, nullptr, kOutput, kNone, column_sums},
+    {"grad_out", nullptr, &B::grad_out, kNone, kInput, out},
+    {"grad_logsumexp", nullptr, &B::grad_logsumexp, kNone, kMayCome, logsumexp},
+    {"delta", nullptr, &B::delta, kNone, kMayCome, logsumexp},
+    {"grad_query", nullptr, &B::grad_query, kNone, kGradient, query},
+    {"grad_key", nullptr, &B::grad_key, kNone, kGradient, key},
+    {"grad_value", nullptr, &B::grad_value, kNone, kGradient, value},
+    {"grad_attn_bias", nullptr, &B::grad_attn_bias, kNone, kGradient, attn_bias},
+    {"grad_alibi_slopes", nullptr, &B::grad_alibi_slopes, kNone, kGradient, alibi_slopes},
+};
+
+}  // namespace
+
+std::span<const AttentionOperand> attention_operands() { return kOperands; }
+
+const AttentionOperand& attention_operand(Tensor ForwardArgs::*tensor) {
+  const AttentionOperand* row = kOperands;
+  while (row->in_forward != tensor) ++row;
+  return *row;
+}
+
+Tensor expected_tensor(const AttentionDesc& desc, Tensor ForwardArgs::*tensor) {
+  const OperandShape shape = attention_operand(tensor).shape(desc);
+  Tensor t;
+  t.dtype = shape.dtype;
+  t.ndim = shape.ndim;
+  int64_t stride = 1;
+  for (int i = t.ndim - 1; i >= 0; --i) {
+    t.dims[i] = shape.dims[i].size;
+    t.strides[i] = stride;
+    if (__builtin_mul_overflow(stride, t.dims[i] > 0 ? t.dims[i] : 1, &stride)) stride = INT64_MAX;
+  }
+  return t;
+}
+
+}  // namespace polyhead

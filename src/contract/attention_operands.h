@@ -1,0 +1,40 @@
+// The tensors of a call of attention, one row each. Who needs to know them asks here: the checks of a call, a layer's,
+// the fronts that allocate results. What a score program captures will be rows behind these.
+#pragma once
+
+#include <span>
+
+#include "contract/operands.h"
+#include "polyhead/attention.h"
+
+namespace polyhead {
+
+// What a tensor is to one direction.
+enum class Use : uint8_t {
+  kNone,
+  kInput,
+  kOptionalInput,
+  kOutput,
+  kOptionalOutput,
+  kGradient,  // optional too
+};
+
+struct AttentionOperand {
+  const char* name;
+  Tensor ForwardArgs::*in_forward;    // where it stands among the arguments: here,
+  Tensor BackwardArgs::*in_backward;  // or, where that is null, here
+  Use forward, backward;
+  OperandShape (*shape)(const AttentionDesc& desc);  // no dims: the desc does not ask for it
+
+  const Tensor& of(const ForwardArgs& args) const { return args.*in_forward; }
+  const Tensor& of(const BackwardArgs& args) const {
+    return in_forward != nullptr ? args.forward.*in_forward : args.*in_backward;
+  }
+};
+
+// In the order in which they are checked: what is written comes last.
+std::span<const AttentionOperand> attention_operands();
+
+const AttentionOperand& attention_operand(Tensor ForwardArgs::*tensor);
+
+}  // namespace polyhead
