@@ -56,7 +56,12 @@ struct AttentionDesc {
   int64_t num_heads_kv = 1;       ///< divides num_heads; query head h reads h / (num_heads / num_heads_kv)
   int64_t head_dim = 0;           ///< of query and key
   int64_t head_dim_v = 0;         ///< of value and out
-  DType dtype = DType::kFloat32;  ///< of query, key, value and out: float32, bfloat16, float16, float64
+  DType dtype = DType::kFloat32;  ///< of query, key and value: float32, bfloat16, float16, float64
+
+  /// Of out and grad_out, and of grad_query, grad_key and grad_value; default: `dtype`. Beside bfloat16 and float16 each
+  /// may be float32: the sums as they are before rounding, for parts that are merged and gradients that accumulate.
+  std::optional<DType> out_dtype = {};
+  std::optional<DType> grad_dtype = {};
 
   bool packed = false;         ///< [rows, heads, dim] operands; cu_seqlens_q and cu_seqlens_k are given with each call
   bool has_seqlens_q = false;  ///< seqlens_q [batch] is given with each call (padding on the right); not when packed
@@ -86,6 +91,10 @@ struct AttentionDesc {
   bool operator==(const AttentionDesc&) const = default;  ///< field by field
 };
 
+/// What out and grad_out, or grad_query, grad_key and grad_value, are stored in.
+inline DType out_dtype(const AttentionDesc& desc) { return desc.out_dtype.value_or(desc.dtype); }
+inline DType grad_dtype(const AttentionDesc& desc) { return desc.grad_dtype.value_or(desc.dtype); }
+
 /// The tensors of one forward call. B batch, Sq / Sk lengths, H heads, G key/value heads, D / Dv head dims.
 /// Outputs must not overlap themselves, each other or an input.
 struct ForwardArgs {
@@ -107,7 +116,7 @@ struct ForwardArgs {
   uint64_t dropout_seed = 0;
   uint32_t dropout_offset = 0;
 
-  Tensor out = {};          ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]
+  Tensor out = {};          ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]; in out_dtype(desc)
   Tensor logsumexp = {};    ///< optional: [B, H, Sq]   packed: [H, total_q]; float32 (float64 with float64 inputs)
   Tensor weights = {};      ///< as desc.return_weights says, in desc.dtype
   Tensor column_sums = {};  ///< [B, H, Sk] float32 (float64 with float64 inputs), if desc.return_column_sums
@@ -128,13 +137,13 @@ struct BackwardArgs {
   /// Query, key, value, options, dropout seed; out and logsumexp as forward wrote them; weights and column_sums not
   /// given; a workspace of Plan::backward_workspace_bytes(); where this call runs.
   ForwardArgs forward = {};
-  Tensor grad_out = {};        ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]; in desc.dtype, any strides
+  Tensor grad_out = {};        ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]; in out_dtype(desc), any strides
   Tensor grad_logsumexp = {};  ///< optional: shape and dtype of logsumexp
   /// Optional: sum over Dv of grad_out * out, where it is known already; shape and dtype of logsumexp. `forward.out` is
   /// then not read and may be left out. FlashAttention calls it delta or dsoftmax_sum.
   Tensor delta = {};
 
-  Tensor grad_query = {};  ///< optional: shape and dtype of query; likewise key, value
+  Tensor grad_query = {};  ///< optional: shape of query, in grad_dtype(desc); likewise key, value
   Tensor grad_key = {};
   Tensor grad_value = {};
   Tensor grad_attn_bias = {};     ///< optional: shape and dtype of attn_bias: summed over the dims that broadcast

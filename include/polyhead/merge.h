@@ -21,7 +21,9 @@ struct Partial {
   Tensor logsumexp = {};  ///< [B, H, Sq]       packed: [H, total_q]; float32 (float64 with float64 out)
 };
 
-/// Joins one or more parts of one shape and dtype, any strides. `merged` is written; its logsumexp may be not given.
+/// Joins one or more parts of one shape, any strides, any mix of float32, bfloat16 and float16, or all float64. Parts that
+/// are joined one after the other are best float32 (AttentionDesc::out_dtype), `merged` too until the last: else each step
+/// rounds. `merged` is written, rounded once to its own dtype; its logsumexp may be not given.
 /// Each of its tensors may be one of a part's (the same pointer and strides), so that parts can be joined one after the
 /// other in place; it must not overlap them otherwise. Sums are float32 (float64 with float64 out), in the order of the
 /// parts. `executor` null: default_executor().

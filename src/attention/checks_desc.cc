@@ -19,6 +19,14 @@ bool is_float(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16 || dtype == DType::kFloat64;
 }
 
+// A dtype of results, which may be wider than that of the inputs.
+Status check_stored(const char* name, std::optional<DType> stored, DType inputs) {
+  const bool widens = inputs == DType::kBFloat16 || inputs == DType::kFloat16;
+  if (!stored || *stored == inputs || (widens && *stored == DType::kFloat32)) return {};
+  return invalid(sentence(name, " is ", dtype_name(*stored), ", must be ", dtype_name(inputs), " as dtype",
+                          widens ? ", or float32" : ""));
+}
+
 Status check_sizes(const AttentionDesc& desc) {
   for (const Size& size : {Size{"batch", desc.batch}, Size{"seqlen_q", desc.seqlen_q}, Size{"seqlen_k", desc.seqlen_k},
                            Size{"num_heads", desc.num_heads}, Size{"num_heads_kv", desc.num_heads_kv},
@@ -31,7 +39,8 @@ Status check_sizes(const AttentionDesc& desc) {
   if (!is_float(desc.dtype)) {
     return invalid(sentence("dtype is ", dtype_name(desc.dtype), ", takes float32, bfloat16, float16 or float64"));
   }
-  return {};
+  Status status = check_stored("out_dtype", desc.out_dtype, desc.dtype);
+  return status.ok() ? check_stored("grad_dtype", desc.grad_dtype, desc.dtype) : status;
 }
 
 // A product with its zeros left out: then every partial product fits too. Eight bytes an element at most.

@@ -31,13 +31,15 @@ struct Group {
 
 enum class Optional { kNone, kLogsumexp, kBoth };
 
-// Every tensor of a call has the shape of parts[0].out, or of its logsumexp.
+// Whether an out may have this dtype beside another of these: sums are float32.
+bool mixable(DType dtype) { return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16; }
+
+// Every tensor of a call has the shape of parts[0].out, or of its logsumexp; float64 all or none.
 class Shape {
  public:
   Status take(const Tensor& out) {
     if (!out.given()) return invalid("parts[0].out is missing");
-    if (out.dtype != DType::kFloat32 && out.dtype != DType::kBFloat16 && out.dtype != DType::kFloat16 &&
-        out.dtype != DType::kFloat64) {
+    if (!mixable(out.dtype) && out.dtype != DType::kFloat64) {
       return invalid(
           sentence("parts[0].out is ", dtype_name(out.dtype), ", takes float32, bfloat16, float16 or float64"));
     }
@@ -78,8 +80,9 @@ class Shape {
  private:
   Status check_out(const Name& name, const Tensor& t, Role role) const {
     MemoryRange range;
+    const DType dtype = mixable(t.dtype) && mixable(dtype_) ? t.dtype : dtype_;
     const OperandShape shape =
-        packed_ ? OperandShape(dtype_, {rows_, heads_, dim_}) : OperandShape(dtype_, {batch_, rows_, heads_, dim_});
+        packed_ ? OperandShape(dtype, {rows_, heads_, dim_}) : OperandShape(dtype, {batch_, rows_, heads_, dim_});
     const Status status = check_tensor(name.text, t, shape, Device::kCpu, &range);
     return status.ok() && role != Role::kInput ? check_writable(role, name.text, t) : status;
   }

@@ -7,7 +7,6 @@
 #include <cmath>
 #include <limits>
 #include <new>
-#include <type_traits>
 
 #include "attention/checks.h"
 #include "core/dtype.h"
@@ -29,8 +28,6 @@ E* row_of(const Tensor& out, const Row& row) {
   const int64_t first = out.ndim == 4 ? row.b * out.strides[0] : 0;
   return static_cast<E*>(out.data) + first + row.i * stride[0] + row.h * stride[1];
 }
-
-int64_t dim_stride(const Tensor& out) { return out.strides[out.ndim - 1]; }
 
 template <class T>
 T& statistic_of(const Tensor& logsumexp, const Row& row) {
@@ -56,18 +53,45 @@ void for_each_row(const Tensor& out, size_t num_parts, Executor* executor, const
   });
 }
 
+// Columns that are worked on at once, as numbers in T whatever dtype they lie in.
+constexpr int64_t kColumns = 256;
+
+// Calls f(elements, stride) with columns [first, ...) of a row, whatever their dtype.
+template <class F>
+void with_columns(const Tensor& out, const Row& row, int64_t first, const F& f) {
+  const int64_t stride = out.strides[out.ndim - 1];
+  with_element_type(out.dtype, [&]<class E>(E) { f(row_of<E>(out, row) + first * stride, stride); });
+}
+
 // sum[d] += w * x[d]
-template <class E, class T>
-void add(T* sum, T w, const E* x, int64_t stride, int64_t dim) {
-  if (stride == 1) {
-    for (int64_t d = 0; d < dim; ++d) sum[d] += w * widen<T>(x[d]);
-  } else {
-    for (int64_t d = 0; d < dim; ++d) sum[d] += w * widen<T>(x[d * stride]);
-  }
+template <class T>
+void add(T* sum, T w, const Tensor& out, const Row& row, int64_t first, int64_t columns) {
+  with_columns(out, row, first, [&]<class E>(const E* x, int64_t stride) {
+    if (stride == 1) {
+      for (int64_t d = 0; d < columns; ++d) sum[d] += w * widen<T>(x[d]);
+    } else {
+      for (int64_t d = 0; d < columns; ++d) sum[d] += w * widen<T>(x[d * stride]);
+    }
+  });
+}
+
+template <class T>
+void load(T* to, const Tensor& out, const Row& row, int64_t first, int64_t columns) {
+  with_columns(out, row, first, [&]<class E>(const E* x, int64_t stride) {
+    for (int64_t d = 0; d < columns; ++d) to[d] = widen<T>(x[d * stride]);
+  });
+}
+
+// x[d] = w * from[d], rounded
+template <class T>
+void store(const Tensor& out, const Row& row, int64_t first, int64_t columns, T w, const T* from) {
+  with_columns(out, row, first, [&]<class E>(E* x, int64_t stride) {
+    for (int64_t d = 0; d < columns; ++d) x[d * stride] = narrow<E>(w * from[d]);
+  });
 }
 
 // merged may be one of the parts: all L_i are read before L is written, and all O_i of a column before O.
-template <class E, class T>
+template <class T>
 void merge_row(std::span<const Partial> parts, const Partial& merged, const Row& row, int64_t dim) {
   T m = kMinusInfinity<T>;
   bool visible = false;
@@ -83,52 +107,52 @@ void merge_row(std::span<const Partial> parts, const Partial& merged, const Row&
   }
   const T L = visible ? m + std::log(l) : kMinusInfinity<T>;
 
-  constexpr int64_t kColumns = 256;
-  E* out = row_of<E>(merged.out, row);
   for (int64_t first = 0; first < dim; first += kColumns) {
     const int64_t columns = std::min(kColumns, dim - first);
     T O[kColumns] = {};
     for (const Partial& part : parts) {
       const T L_i = statistic_of<T>(part.logsumexp, row);
-      if (L_i == kMinusInfinity<T>) continue;
-      const int64_t stride = dim_stride(part.out);
-      add(O, std::exp(L_i - m) / l, row_of<const E>(part.out, row) + first * stride, stride, columns);
+      if (L_i != kMinusInfinity<T>) add(O, std::exp(L_i - m) / l, part.out, row, first, columns);
     }
-    const int64_t stride = dim_stride(merged.out);
-    for (int64_t d = 0; d < columns; ++d) out[(first + d) * stride] = narrow<E>(O[d]);
+    store(merged.out, row, first, columns, T(1), O);
   }
   if (merged.logsumexp.given()) statistic_of<T>(merged.logsumexp, row) = L;
 }
 
-template <class E, class T>
+template <class T>
 void backward_row(const Partial& part, const Partial& merged, const Partial& grad_merged, const Partial& grad_part,
                   const Row& row, int64_t dim) {
   const T L_i = statistic_of<T>(part.logsumexp, row);
   const bool visible = L_i != kMinusInfinity<T>;
   const T w = visible ? std::exp(L_i - statistic_of<T>(merged.logsumexp, row)) : T(0);
-  const E* dO = row_of<const E>(grad_merged.out, row);
-  const int64_t dO_stride = dim_stride(grad_merged.out);
-  if (grad_part.out.given()) {
-    E* dO_i = row_of<E>(grad_part.out, row);
-    const int64_t stride = dim_stride(grad_part.out);
-    for (int64_t d = 0; d < dim; ++d) {
-      dO_i[d * stride] = narrow<E>(visible ? w * widen<T>(dO[d * dO_stride]) : T(0));
+  T sum = 0;
+  for (int64_t first = 0; first < dim; first += kColumns) {
+    const int64_t columns = std::min(kColumns, dim - first);
+    T dO[kColumns];
+    load(dO, grad_merged.out, row, first, columns);
+    if (grad_part.logsumexp.given()) {
+      T O_i[kColumns], O[kColumns];
+      load(O_i, part.out, row, first, columns);
+      load(O, merged.out, row, first, columns);
+      for (int64_t d = 0; d < columns; ++d) sum += dO[d] * (O_i[d] - O[d]);
     }
+    if (!visible) std::fill_n(dO, columns, T(0));
+    if (grad_part.out.given()) store(grad_part.out, row, first, columns, w, dO);
   }
-  if (grad_part.logsumexp.given()) {
-    const E *O_i = row_of<const E>(part.out, row), *O = row_of<const E>(merged.out, row);
-    const int64_t O_i_stride = dim_stride(part.out), O_stride = dim_stride(merged.out);
-    T sum = 0;
-    for (int64_t d = 0; d < dim; ++d) {
-      sum += widen<T>(dO[d * dO_stride]) * (widen<T>(O_i[d * O_i_stride]) - widen<T>(O[d * O_stride]));
-    }
-    if (grad_merged.logsumexp.given()) sum += statistic_of<T>(grad_merged.logsumexp, row);
-    statistic_of<T>(grad_part.logsumexp, row) = visible ? w * sum : T(0);
-  }
+  if (!grad_part.logsumexp.given()) return;
+  if (grad_merged.logsumexp.given()) sum += statistic_of<T>(grad_merged.logsumexp, row);
+  statistic_of<T>(grad_part.logsumexp, row) = visible ? w * sum : T(0);
 }
 
-template <class E>
-using SumOf = std::conditional_t<std::is_same_v<E, double>, double, float>;
+// Calls f(T()) with the type of the sums: double where all is float64, else float.
+template <class F>
+void with_sum_type(DType dtype, const F& f) {
+  if (dtype == DType::kFloat64) {
+    f(double());
+  } else {
+    f(float());
+  }
+}
 
 }  // namespace
 
@@ -136,9 +160,9 @@ Status merge(std::span<const Partial> parts, const Partial& merged, Executor* ex
   if (Status status = check_merge(parts, merged); !status.ok()) return status;
   const Tensor& out = merged.out;
   if (out.num_elements() == 0 && merged.logsumexp.num_elements() == 0) return {};
-  with_element_type(out.dtype, [&]<class E>(E) {
+  with_sum_type(out.dtype, [&]<class T>(T) {
     for_each_row(out, parts.size(), executor,
-                 [&](const Row& row) { merge_row<E, SumOf<E>>(parts, merged, row, out.dims[out.ndim - 1]); });
+                 [&](const Row& row) { merge_row<T>(parts, merged, row, out.dims[out.ndim - 1]); });
   });
   return {};
 } catch (const std::bad_alloc&) {
@@ -151,10 +175,10 @@ Status merge_backward(std::span<const Partial> parts, const Partial& merged, con
   const auto writes = [](const Partial& p) { return p.out.num_elements() > 0 || p.logsumexp.num_elements() > 0; };
   if (std::none_of(grad_parts.begin(), grad_parts.end(), writes)) return {};  // rows may be too many to count
   const Tensor& out = merged.out;
-  with_element_type(out.dtype, [&]<class E>(E) {
+  with_sum_type(out.dtype, [&]<class T>(T) {
     for_each_row(out, parts.size(), executor, [&](const Row& row) {
       for (size_t i = 0; i < parts.size(); ++i) {
-        backward_row<E, SumOf<E>>(parts[i], merged, grad_merged, grad_parts[i], row, out.dims[out.ndim - 1]);
+        backward_row<T>(parts[i], merged, grad_merged, grad_parts[i], row, out.dims[out.ndim - 1]);
       }
     });
   });

@@ -75,6 +75,10 @@ Status check_attention_options(const AttentionDesc& attention) {
     return invalid(sentence("attention.dtype is ", dtype_name(attention.dtype),
                             ", must be left at float32: the layer's dtype counts"));
   }
+  if (attention.out_dtype || attention.grad_dtype) {
+    return invalid(sentence("attention.", attention.out_dtype ? "out_dtype" : "grad_dtype",
+                            " is given, a layer's results have its dtype"));
+  }
   if (attention.packed) return invalid("attention.packed is true, a layer takes no packed sequences");
   if (attention.has_windows) {
     return invalid("attention.has_windows is true, must be left false: the layer's has_windows counts");

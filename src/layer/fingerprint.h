@@ -50,10 +50,10 @@ class Fingerprint {
   }
   // A layer's options: it sets the sizes and the dtype itself, and refuses packed sequences and column sums.
   void add_field(const AttentionDesc& desc) {
-    const auto& [batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, head_dim_v, dtype, packed, has_seqlens_q,
-                 has_seqlens_k, scale, softcap, causal, window_left, window_right, align, query_offset,
-                 has_query_offsets, has_windows, attn_mask, attn_bias, alibi_slopes_ndim, dropout_p, dropout_origin,
-                 return_weights, return_column_sums] = desc;
+    const auto& [batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, head_dim_v, dtype, out_dtype, grad_dtype,
+                 packed, has_seqlens_q, has_seqlens_k, scale, softcap, causal, window_left, window_right, align,
+                 query_offset, has_query_offsets, has_windows, attn_mask, attn_bias, alibi_slopes_ndim, dropout_p,
+                 dropout_origin, return_weights, return_column_sums] = desc;
     add(has_seqlens_q, has_seqlens_k, scale, softcap, causal, window_left, window_right, align, query_offset,
         has_query_offsets, attn_mask, attn_bias, alibi_slopes_ndim, dropout_p, dropout_origin, return_weights);
   }

@@ -35,7 +35,8 @@ struct Scratch {
   }
 };
 
-template <class T, class In>
+// Query, key and value have elements In, grad_out has elements Out.
+template <class T, class In, class Out>
 class Backward {
  public:
   Backward(const AttentionDesc& desc, const BackwardArgs& args, const Sequences& sequences, Scratch<T> scratch)
@@ -62,8 +63,8 @@ class Backward {
   int64_t rows(const Sequence& s) const { return desc_.packed ? s.len_q : desc_.seqlen_q; }
   int64_t keys(const Sequence& s) const { return desc_.packed ? s.len_k : desc_.seqlen_k; }
 
-  const In* grad_out(const Sequence& s, int64_t b, int64_t h, int64_t i) const {
-    return static_cast<const In*>(args_.grad_out.data) + dO_.at(b, s.first_q + i, h);
+  const Out* grad_out(const Sequence& s, int64_t b, int64_t h, int64_t i) const {
+    return static_cast<const Out*>(args_.grad_out.data) + dO_.at(b, s.first_q + i, h);
   }
 
   T& D(const Sequence& s, int64_t b, int64_t h, int64_t i) const {
@@ -119,7 +120,8 @@ class Backward {
   }
 
   // sum[d] += weight * x[d]
-  static void add(T* sum, T weight, const In* x, int64_t stride, int64_t dim) {
+  template <class E>
+  static void add(T* sum, T weight, const E* x, int64_t stride, int64_t dim) {
     for (int64_t d = 0; d < dim; ++d) sum[d] += weight * widen<T>(x[d * stride]);
   }
 
@@ -261,7 +263,13 @@ Status backward_checked(const AttentionDesc& desc, const BackwardArgs& args, voi
   Sequences sequences;
   if (Status status = sequences.read(desc, args.forward, workspace); !status.ok()) return status;
   const Scratch<T> scratch(desc, static_cast<char*>(workspace) + Sequences::table_bytes(desc).value());
-  with_element_type(desc.dtype, [&]<class In>(In) { Backward<T, In>(desc, args, sequences, scratch).run(); });
+  with_element_type(desc.dtype, [&]<class In>(In) {
+    if (out_dtype(desc) == desc.dtype) {
+      Backward<T, In, In>(desc, args, sequences, scratch).run();
+    } else {
+      Backward<T, In, float>(desc, args, sequences, scratch).run();
+    }
+  });
   return {};
 }
 

@@ -446,7 +446,7 @@ size_t backward_sum_floats(int64_t num_keys, int64_t dim) {
 
 void backward_head(const BackwardProblem& problem, const BackwardTask& task, int tiles, void* scratch) {
 #ifdef POLYHEAD_HAS_BF16_DOT
-  if (problem.forward.dtype == DType::kBFloat16) {
+  if (in_bf16_pairs(problem)) {
     return backward_task<BFloat16Pair>(problem, task, tiles, static_cast<float*>(scratch));
   }
 #endif

@@ -26,6 +26,11 @@ struct GradientHead : HeadOptions {
   RowsAhead* ahead;
 };
 
+// Words are pairs of bfloat16 where all operands are: float32 grad_out and out are not rounded for it.
+inline bool in_bf16_pairs(const BackwardProblem& gradients) {
+  return gradients.forward.dtype == DType::kBFloat16 && gradients.grad_out.dtype == DType::kBFloat16;
+}
+
 inline GradientHead gradient_head(const BackwardProblem& gradients, const Sequence& s, int64_t b, int64_t h,
                                   ViewMemory* view_memory) {
   const Problem& problem = gradients.forward;

@@ -28,7 +28,7 @@ static inline float* at(const Statistic& x, int64_t b, int64_t h, int64_t i) {
 struct Problem {
   int64_t batch = 0, num_heads = 0, group = 1;  // group: query heads of a key/value head
   int64_t head_dim = 0, head_dim_v = 0;
-  DType dtype = DType::kFloat32;  // of query, key, value, out
+  DType dtype = DType::kFloat32;  // of query, key, value
 
   Operand query, key, value, out;
   Statistic logsumexp;

@@ -78,7 +78,7 @@ size_t score_scratch_bytes(int64_t head_dim, int64_t head_dim_v) {
 
 void add_score_gradients(const BackwardProblem& problem, const ScoreTask& task, void* scratch) {
 #ifdef POLYHEAD_HAS_BF16_DOT
-  if (problem.forward.dtype == DType::kBFloat16) {
+  if (in_bf16_pairs(problem)) {
     return add_task<BFloat16Pair>(problem, task, static_cast<float*>(scratch));
   }
 #endif
