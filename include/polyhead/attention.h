@@ -78,7 +78,7 @@ struct AttentionDesc {
   bool has_query_offsets = false;            ///< query_offsets [batch] is given with each call; excludes both
   bool has_windows = false;  ///< window_lo and window_hi [seqlen_q] are given with each call; not when packed
 
-  BroadcastOperand attn_mask = {};  ///< kBool, true = may look
+  BroadcastOperand attn_mask = {.dtype = DType::kBool};  ///< kBool, true = may look
   BroadcastOperand attn_bias = {};  ///< float32, bfloat16, float16 (float64 with float64 inputs); -inf hides a key
   int alibi_slopes_ndim = 0;        ///< 0 = no ALiBi, 1 = slopes [num_heads], 2 = slopes [batch, num_heads]; float32
 

@@ -8,9 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "capi/fields.h"
-#include "capi/last_error.h"
-#include "capi/translate.h"
+#include "capi/handles.h"
 #include "core/sentence.h"
 #include "core/threads.h"
 #include "polyhead/dropout.h"
@@ -19,21 +17,16 @@
 #include "polyhead/polyhead.h"
 
 using polyhead::AttentionDesc;
-using polyhead::BackwardArgs;
 using polyhead::Executor;
 using polyhead::Explanation;
-using polyhead::ForwardArgs;
 using polyhead::Partial;
 using polyhead::Plan;
 using polyhead::PlanOptions;
-using polyhead::Result;
 using polyhead::sentence;
 using polyhead::Status;
 using polyhead::StatusCode;
 using polyhead::Tensor;
-using polyhead::capi::guarded;
-using polyhead::capi::need;
-using polyhead::capi::translate;
+using namespace polyhead::capi;
 
 struct polyhead_attention_plan {
   Plan plan;
@@ -146,85 +139,46 @@ int polyhead_executor_num_threads(const polyhead_executor* executor) {
 }
 
 polyhead_status polyhead_attention_desc_init(polyhead_attention_desc* desc, size_t struct_size) {
-  return guarded([&] {
-    using namespace polyhead::capi;
-    return init_struct(desc, struct_size, kFirstDescSize, "desc", default_desc());
-  });
+  return guarded([&] { return init(desc, struct_size, "desc"); });
 }
 
 polyhead_status polyhead_plan_options_init(polyhead_plan_options* options, size_t struct_size) {
-  return guarded([&] {
-    using namespace polyhead::capi;
-    return init_struct(options, struct_size, kFirstOptionsSize, "options", default_options());
-  });
+  return guarded([&] { return init(options, struct_size, "options"); });
 }
 
 polyhead_status polyhead_forward_args_init(polyhead_forward_args* args, size_t struct_size) {
-  return guarded([&] {
-    using namespace polyhead::capi;
-    return init_struct(args, struct_size, kFirstForwardArgsSize, "args", default_forward_args());
-  });
+  return guarded([&] { return init(args, struct_size, "args"); });
 }
 
 polyhead_status polyhead_backward_args_init(polyhead_backward_args* args, size_t struct_size) {
-  return guarded([&] {
-    using namespace polyhead::capi;
-    return init_struct(args, struct_size, kFirstBackwardArgsSize, "args", default_backward_args());
-  });
+  return guarded([&] { return init(args, struct_size, "args"); });
 }
 
 polyhead_status polyhead_attention_plan_create(const polyhead_attention_desc* desc,
                                                const polyhead_plan_options* options, polyhead_attention_plan** plan) {
-  return guarded([&]() -> Status {
-    if (Status s = need(plan, "plan"); !s.ok()) return s;
-    *plan = nullptr;
-    if (Status s = need(desc, "desc"); !s.ok()) return s;
-    AttentionDesc checked;
-    PlanOptions chosen;
-    if (Status s = translate(desc, &checked); !s.ok()) return s;
-    if (Status s = translate(options, &chosen); !s.ok()) return s;
-    Result<Plan> made = polyhead::plan(checked, chosen);
-    if (!made.ok()) return made.status();
-    *plan = new polyhead_attention_plan{std::move(*made)};
-    return {};
-  });
+  return create(desc, options, "plan", plan, polyhead::plan);
 }
 
 void polyhead_attention_plan_destroy(polyhead_attention_plan* plan) { delete plan; }
 
 size_t polyhead_attention_plan_workspace_bytes(const polyhead_attention_plan* plan) {
-  if (guarded([&] { return need(plan, "plan"); }) != POLYHEAD_OK) return 0;
-  return plan->plan.workspace_bytes();
+  return ask(plan, "plan", size_t{0}, [](const auto& p) { return p.plan.workspace_bytes(); });
 }
 
 size_t polyhead_attention_plan_backward_workspace_bytes(const polyhead_attention_plan* plan) {
-  if (guarded([&] { return need(plan, "plan"); }) != POLYHEAD_OK) return 0;
-  return plan->plan.backward_workspace_bytes();
+  return ask(plan, "plan", size_t{0}, [](const auto& p) { return p.plan.backward_workspace_bytes(); });
 }
 
 const char* polyhead_attention_plan_kernel_name(const polyhead_attention_plan* plan) {
-  if (guarded([&] { return need(plan, "plan"); }) != POLYHEAD_OK) return "";
-  return plan->plan.kernel_name();
+  return ask(plan, "plan", "", [](const auto& p) { return p.plan.kernel_name(); });
 }
 
 polyhead_status polyhead_attention_forward(const polyhead_attention_plan* plan, const polyhead_forward_args* args) {
-  return guarded([&]() -> Status {
-    if (Status s = need(plan, "plan"); !s.ok()) return s;
-    if (Status s = need(args, "args"); !s.ok()) return s;
-    ForwardArgs tensors;
-    if (Status s = translate(args, "args", &tensors); !s.ok()) return s;
-    return plan->plan.forward(tensors);
-  });
+  return call(plan, "plan", args, [](const auto& p, const auto& tensors) { return p.plan.forward(tensors); });
 }
 
 polyhead_status polyhead_attention_backward(const polyhead_attention_plan* plan, const polyhead_backward_args* args) {
-  return guarded([&]() -> Status {
-    if (Status s = need(plan, "plan"); !s.ok()) return s;
-    if (Status s = need(args, "args"); !s.ok()) return s;
-    BackwardArgs tensors;
-    if (Status s = translate(args, &tensors); !s.ok()) return s;
-    return plan->plan.backward(tensors);
-  });
+  return call(plan, "plan", args, [](const auto& p, const auto& tensors) { return p.plan.backward(tensors); });
 }
 
 polyhead_status polyhead_merge(const polyhead_partial* parts, size_t num_parts, const polyhead_partial* merged,
@@ -263,7 +217,7 @@ polyhead_status polyhead_attention_explain(const polyhead_attention_desc* desc, 
     Explanation& source = owned->source;
     AttentionDesc checked;
     PlanOptions chosen;
-    source.status = translate(desc, &checked);
+    source.status = translate(desc, {"desc"}, &checked);
     if (source.status.ok()) source.status = translate(options, &chosen);
     if (source.status.ok()) source = polyhead::explain(checked, chosen);
     for (const polyhead::KernelReason& reason : source.reasons) {
@@ -331,7 +285,7 @@ polyhead_status polyhead_dropout_mask(double dropout_p, uint64_t seed, uint32_t 
   return guarded([&]() -> Status {
     if (Status s = need(kept, "kept"); !s.ok()) return s;
     Tensor tensor;
-    if (Status s = translate(*kept, "kept", &tensor); !s.ok()) return s;
+    if (Status s = translate(*kept, "", "kept", &tensor); !s.ok()) return s;
     return polyhead::dropout_mask(dropout_p, seed, offset, tensor);
   });
 }

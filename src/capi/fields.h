@@ -1,116 +1,287 @@
-// How the structs of the C interface are read field by field: what translate.cc and layer.cc share.
+// Rows of the tables that tell which field of a C++ struct each field of a C struct is (tables.h). Calls are read by
+// walking a table one way; the defaults of the C structs are written by walking it the other way, from those of C++.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
-#include <span>
+#include <optional>
 #include <string>
 #include <string_view>
-#include <utility>
+#include <tuple>
+#include <type_traits>
 
 #include "capi/translate.h"
 #include "core/sentence.h"
+#include "polyhead/block.h"
 
 namespace polyhead::capi {
 
-// Fills the caller's struct, as large as its header knew it, with the defaults.
-template <class T>
-Status init_struct(T* to, size_t struct_size, size_t first_size, const char* name, T defaults) {
-  if (Status s = need(to, name); !s.ok()) return s;
-  if (Status s = check_struct_size(struct_size, first_size, sizeof(T), name); !s.ok()) return s;
-  defaults.struct_size = struct_size;
-  std::memcpy(to, &defaults, struct_size);
-  return {};
+// What a sentence calls a struct, and what stands before the names of its numbers and of its tensors.
+struct Names {
+  const char* object;
+  std::string_view numbers = "";
+  std::string_view tensors = "";
+};
+
+// For each struct of the C headers: `Cpp`, the struct that it is in C++; `kFields`, the rows; and, where it begins with
+// a struct_size, `kFirstSize`, its size in the first version of the header, which a caller's struct may still have.
+template <class C>
+struct Table;
+
+// The largest value of an enum, and its name in C.
+template <class Enum>
+struct Choice;
+template <>
+struct Choice<DType> {
+  static constexpr DType kLast = DType::kInt64;
+  static constexpr const char* kName = "polyhead_dtype";
+};
+template <>
+struct Choice<Device> {
+  static constexpr Device kLast = Device::kCuda;
+  static constexpr const char* kName = "polyhead_device";
+};
+template <>
+struct Choice<Align> {
+  static constexpr Align kLast = Align::kBottomRight;
+  static constexpr const char* kName = "polyhead_align";
+};
+template <>
+struct Choice<ReturnWeights> {
+  static constexpr ReturnWeights kLast = ReturnWeights::kMean;
+  static constexpr const char* kName = "polyhead_return_weights";
+};
+template <>
+struct Choice<NormKind> {
+  static constexpr NormKind kLast = NormKind::kRmsNorm;
+  static constexpr const char* kName = "polyhead_norm_kind";
+};
+template <>
+struct Choice<ActivationKind> {
+  static constexpr ActivationKind kLast = ActivationKind::kSilu;
+  static constexpr const char* kName = "polyhead_activation_kind";
+};
+
+template <class Number>
+Status refused(const Names& in, const char* name, Number value, std::string_view expected) {
+  return invalid(sentence(in.numbers, in.numbers.empty() ? "" : ".", name, " is ", value, ", ", expected));
 }
 
-// Copies as much of `from` as its caller's header knew over the defaults in `to`.
-template <class T>
-Status take(const T* from, size_t first_size, const char* name, T* to) {
-  if (Status s = check_struct_size(from->struct_size, first_size, sizeof(T), name); !s.ok()) return s;
-  std::memcpy(to, from, from->struct_size);
-  if (to->flags != 0) return invalid(sentence(name, ".flags is ", to->flags, ", must be 0: no flag is known here"));
-  return {};
-}
+template <class C>
+Status translate(const C* from, const Names& names, typename Table<C>::Cpp* to);
 
-// Translates fields one by one and keeps the first failure. Builds no string before something fails.
-class Fields {
- public:
-  explicit Fields(std::string_view owner = "") : owner_(owner) {}
+template <class C>
+Status read_fields(const C& from, const Names& names, typename Table<C>::Cpp* to) {
   Status status;
+  std::apply([&](const auto&... row) { (void)(((status = row.read(from, names, to)).ok()) && ...); },
+             Table<C>::kFields);
+  return status;
+}
 
-  void boolean(int32_t from, std::string_view name, bool* to) {
-    if (from != 0 && from != 1) return refuse(name, from, "must be 0 or 1");
+template <class C>
+void write_fields(const typename Table<C>::Cpp& from, C* to) {
+  std::apply([&](const auto&... row) { (row.write(from, to), ...); }, Table<C>::kFields);
+}
+
+// One value. Numbers and pointers that are alike are copied.
+template <class From, class To>
+Status read(const From& from, const Names& in, const char* name, To* to) {
+  if constexpr (std::is_same_v<From, To> || std::is_same_v<To, std::optional<From>>) {
+    *to = from;
+  } else if constexpr (std::is_same_v<To, bool>) {
+    if (from != 0 && from != 1) return refused(in, name, from, "must be 0 or 1");
     *to = from == 1;
-  }
-
-  template <class Enum>
-  void choice(int32_t from, Enum last, std::string_view name, std::string_view what, Enum* to) {
-    const auto last_value = static_cast<int32_t>(last);
-    if (from < 0 || from > last_value) {
-      return refuse(name, from, sentence("must be a ", what, ": 0 to ", last_value));
+  } else if constexpr (std::is_enum_v<To>) {
+    constexpr auto kLast = static_cast<int32_t>(Choice<To>::kLast);
+    if (from < 0 || from > kLast) {
+      return refused(in, name, from, sentence("must be a ", Choice<To>::kName, ": 0 to ", kLast));
     }
-    *to = static_cast<Enum>(from);
-  }
-
-  template <class Number>
-  void zero(Number from, std::string_view name, std::string_view where = "") {
-    if (from != 0) refuse(name, from, sentence("must be 0", where));
-  }
-
-  void broadcast(const polyhead_broadcast_operand& from, std::string_view name, BroadcastOperand* to) {
-    Fields fields(name);
-    fields.boolean(from.given, "given", &to->given);
-    if (to->given) fields.choice(from.dtype, DType::kInt64, "dtype", "polyhead_dtype", &to->dtype);
-    if (to->given) std::memcpy(to->dims, from.dims, sizeof to->dims);
-    if (status.ok()) status = std::move(fields.status);
-  }
-
- private:
-  template <class Number>
-  void refuse(std::string_view name, Number value, std::string_view expected) {
-    if (!status.ok()) return;
-    status = invalid(sentence(owner_, owner_.empty() ? "" : ".", name, " is ", value, ", ", expected));
-  }
-
-  std::string_view owner_;
-};
-
-struct TensorField {
-  const polyhead_tensor& from;
-  const char* name;
-  Tensor* to;
-};
-
-inline Status translate_all(std::span<const TensorField> fields) {
-  for (const TensorField& field : fields) {
-    if (Status s = translate(field.from, field.name, field.to); !s.ok()) return s;
+    *to = static_cast<To>(from);
+  } else if constexpr (std::is_same_v<To, std::optional<Device>>) {
+    return read(from, in, name, &to->emplace());
+  } else if constexpr (std::is_same_v<To, Tensor>) {
+    return translate(from, in.tensors, name, to);
+  } else if constexpr (std::is_same_v<To, BroadcastOperand>) {
+    const Names inside{name, name};
+    Status status = read(from.given, inside, "given", &to->given);
+    if (!status.ok() || !to->given) return status;
+    std::memcpy(to->dims, from.dims, sizeof to->dims);
+    return read(from.dtype, inside, "dtype", &to->dtype);
+  } else if constexpr (std::is_same_v<To, std::string_view>) {
+    if (from != nullptr) *to = from;
+  } else if constexpr (std::is_same_v<To, Executor*>) {
+    if (from != nullptr) *to = from->executor.get();
   }
   return {};
 }
 
-// The memory that forward calls of layer and feed-forward block are given.
 template <class From, class To>
-void translate_memory(const From& from, To* to) {
-  to->reserve = from.reserve;
-  to->reserve_bytes = from.reserve_bytes;
-  to->workspace = from.workspace;
-  to->workspace_bytes = from.workspace_bytes;
-  to->packed_weights = from.packed_weights;
-  to->packed_weights_bytes = from.packed_weights_bytes;
+void write(const From& from, To* to) {
+  if constexpr (std::is_same_v<From, To>) {
+    *to = from;
+  } else if constexpr (std::is_same_v<From, Tensor>) {
+    *to = translate_back(from);
+  } else if constexpr (std::is_same_v<From, BroadcastOperand>) {
+    *to = {from.given, static_cast<int32_t>(from.dtype), {from.dims[0], from.dims[1], from.dims[2], from.dims[3]}};
+  } else if constexpr (std::is_integral_v<To> && (std::is_integral_v<From> || std::is_enum_v<From>)) {
+    *to = static_cast<To>(from);
+  } else {
+    *to = {};  // not given
+  }
 }
 
-// What comes in and the gradients of the inputs, which the backward calls of attention, layer and block have in common.
-template <class From, class To>
-Status translate_gradients(const From& from, To* to) {
-  const TensorField tensors[] = {
-      {from.grad_out, "grad_out", &to->grad_out},
-      {from.grad_query, "grad_query", &to->grad_query},
-      {from.grad_key, "grad_key", &to->grad_key},
-      {from.grad_value, "grad_value", &to->grad_value},
-      {from.grad_attn_bias, "grad_attn_bias", &to->grad_attn_bias},
-      {from.grad_alibi_slopes, "grad_alibi_slopes", &to->grad_alibi_slopes},
-  };
-  return translate_all(tensors);
+// A field of both.
+template <class C, class Cpp, class From, class To>
+struct Field {
+  static constexpr size_t kBytes = sizeof(From);
+  const char* name;
+  From C::*c;
+  To Cpp::*cpp;
+
+  Status read(const C& from, const Names& in, Cpp* to) const { return capi::read(from.*c, in, name, &(to->*cpp)); }
+  void write(const Cpp& from, C* to) const { capi::write(from.*cpp, &(to->*c)); }
+};
+
+// A field of a struct within the C++ struct.
+template <class C, class Cpp, class Inner, class From, class To>
+struct FieldWithin {
+  static constexpr size_t kBytes = sizeof(From);
+  const char* name;
+  From C::*c;
+  Inner Cpp::*within;
+  To Inner::*cpp;
+
+  Status read(const C& from, const Names& in, Cpp* to) const {
+    return capi::read(from.*c, in, name, &(to->*within.*cpp));
+  }
+  void write(const Cpp& from, C* to) const { capi::write(from.*within.*cpp, &(to->*c)); }
+};
+
+// One of several tensors in an array.
+template <class C, class Cpp, size_t kCount>
+struct Element {
+  static constexpr size_t kBytes = sizeof(polyhead_tensor);
+  const char* name;
+  polyhead_tensor (C::*c)[kCount];
+  int index;
+  Tensor Cpp::*cpp;
+
+  Status read(const C& from, const Names& in, Cpp* to) const {
+    return capi::read((from.*c)[index], in, name, &(to->*cpp));
+  }
+  void write(const Cpp& from, C* to) const { capi::write(from.*cpp, &(to->*c)[index]); }
+};
+
+// A number that counts where a boolean beside it is 1; else it must be 0.
+template <class C, class Cpp, class Number, class Optional>
+struct OptionalField {
+  static constexpr size_t kBytes = sizeof(Number) + sizeof(int32_t);
+  const char* name;
+  Number C::*c;
+  const char* has_name;
+  int32_t C::*has;
+  Optional Cpp::*cpp;
+
+  Status read(const C& from, const Names& in, Cpp* to) const {
+    bool given = false;
+    if (Status status = capi::read(from.*has, in, has_name, &given); !status.ok()) return status;
+    if (given) return capi::read(from.*c, in, name, &(to->*cpp));
+    if (from.*c == 0) return {};
+    return refused(in, name, from.*c, sentence("must be 0 where ", has_name, " is 0"));
+  }
+  void write(const Cpp&, C* to) const { to->*has = 0, to->*c = 0; }
+};
+
+// A field without a meaning.
+template <class C, class Number>
+struct Reserved {
+  static constexpr size_t kBytes = sizeof(Number);
+  const char* name;
+  Number C::*c;
+
+  template <class Cpp>
+  Status read(const C& from, const Names& in, Cpp*) const {
+    return from.*c == 0 ? Status() : refused(in, name, from.*c, "must be 0");
+  }
+  template <class Cpp>
+  void write(const Cpp&, C* to) const {
+    to->*c = 0;
+  }
+};
+
+// A struct within the C struct.
+template <class C, class Cpp, class From, class To>
+struct Struct {
+  static constexpr size_t kBytes = sizeof(From);
+  Names names;
+  From C::*c;
+  To Cpp::*cpp;
+
+  Status read(const C& from, const Names&, Cpp* to) const { return read_fields(from.*c, names, &(to->*cpp)); }
+  void write(const Cpp& from, C* to) const { write_fields(from.*cpp, &(to->*c)); }
+};
+
+// A struct that the C struct points to. Null: the defaults, unless it is needed.
+enum class Null { kAllowed, kRefused };
+template <class C, class Cpp, class From, class To>
+struct Pointer {
+  static constexpr size_t kBytes = sizeof(From*);
+  Names names;
+  Null null;
+  const From* C::*c;
+  To Cpp::*cpp;
+
+  Status read(const C& from, const Names&, Cpp* to) const {
+    if (from.*c != nullptr) return translate(from.*c, names, &(to->*cpp));
+    return null == Null::kAllowed ? Status() : need(nullptr, names.object);
+  }
+  void write(const Cpp&, C* to) const { to->*c = nullptr; }
+};
+
+// ---- Whole structs ----
+
+// Whether every byte of C has a row, but for struct_size and flags.
+template <class C, class Fields>
+constexpr bool is_whole(const Fields& fields) {
+  const size_t bytes = std::apply([](const auto&... row) { return (row.kBytes + ...); }, fields);
+  if constexpr (requires { &C::flags; }) return bytes + sizeof(C::struct_size) + sizeof(C::flags) == sizeof(C);
+  return bytes == sizeof(C);
+}
+
+// With the defaults of C++.
+template <class C>
+C defaults() {
+  C c = {};
+  write_fields(typename Table<C>::Cpp(), &c);
+  c.struct_size = sizeof c;
+  return c;
+}
+
+// Fills the caller's struct, as large as its header knew it, with the defaults.
+template <class C>
+Status init(C* to, size_t struct_size, const char* name) {
+  if (Status s = need(to, name); !s.ok()) return s;
+  if (Status s = check_struct_size(struct_size, Table<C>::kFirstSize, sizeof(C), name); !s.ok()) return s;
+  C c = defaults<C>();
+  c.struct_size = struct_size;
+  std::memcpy(to, &c, struct_size);
+  return {};
+}
+
+// `from` is not null. Of what its caller's header did not know, the defaults are taken.
+template <class C>
+Status translate(const C* from, const Names& names, typename Table<C>::Cpp* to) {
+  if constexpr (requires { Table<C>::kFirstSize; }) {
+    static const C kDefaults = defaults<C>();
+    const size_t size = from->struct_size;
+    if (Status s = check_struct_size(size, Table<C>::kFirstSize, sizeof(C), names.object); !s.ok()) return s;
+    C c = kDefaults;
+    std::memcpy(&c, from, size);
+    if (c.flags == 0) return read_fields(c, names, to);
+    return invalid(sentence(names.object, ".flags is ", c.flags, ", must be 0: no flag is known here"));
+  } else {
+    return read_fields(*from, names, to);
+  }
 }
 
 }  // namespace polyhead::capi

@@ -1,0 +1,236 @@
+// Which field of a C++ struct each field of a C struct is, in the order of polyhead.h, polyhead_layer.h and
+// polyhead_block.h. A new field is a row here; one that has none does not compile.
+#pragma once
+
+#include <cstddef>
+
+#include "capi/fields.h"
+#include "polyhead/attention.h"
+#include "polyhead/block.h"
+#include "polyhead/polyhead.h"
+
+namespace polyhead::capi {
+
+// A field that has one name in both.
+#define SAME(field) \
+  Field { #field, &C::field, &Cpp::field }
+#define WITHIN(c, cpp_struct, cpp_type, cpp_field) \
+  FieldWithin { #c, &C::c, &Cpp::cpp_struct, &cpp_type::cpp_field }
+
+// What a program's header of the first version knew of a struct, on 64-bit machines: up to its field `last`.
+#define FIRST_SIZE(last, size)               \
+  static constexpr size_t kFirstSize = size; \
+  static_assert(sizeof(void*) != 8 || offsetof(C, last) + sizeof(C::last) == kFirstSize);
+
+constexpr Names kWeights{"weights", "", "weights."};
+constexpr Names kForward{"args.forward", "args.forward"};
+
+template <>
+struct Table<polyhead_attention_desc> {
+  using C = polyhead_attention_desc;
+  using Cpp = AttentionDesc;
+  FIRST_SIZE(return_column_sums, 248)
+  static constexpr auto kFields = std::make_tuple(
+      SAME(batch), SAME(seqlen_q), SAME(seqlen_k), SAME(num_heads), SAME(num_heads_kv), SAME(head_dim),
+      SAME(head_dim_v), SAME(dtype), SAME(packed), SAME(has_seqlens_q), SAME(has_seqlens_k),
+      OptionalField{"scale", &C::scale, "has_scale", &C::has_scale, &Cpp::scale}, SAME(causal), SAME(softcap),
+      SAME(window_left), SAME(window_right),
+      OptionalField{"query_offset", &C::query_offset, "has_query_offset", &C::has_query_offset, &Cpp::query_offset},
+      SAME(has_query_offsets), SAME(align), SAME(alibi_slopes_ndim), SAME(attn_mask), SAME(attn_bias), SAME(dropout_p),
+      SAME(return_weights), SAME(return_column_sums),
+      WITHIN(dropout_first_head, dropout_origin, DropoutOrigin, first_head),
+      WITHIN(dropout_num_heads, dropout_origin, DropoutOrigin, num_heads),
+      WITHIN(dropout_first_query, dropout_origin, DropoutOrigin, first_query),
+      WITHIN(dropout_first_key, dropout_origin, DropoutOrigin, first_key));
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
+struct Table<polyhead_plan_options> {
+  using C = polyhead_plan_options;
+  using Cpp = PlanOptions;
+  FIRST_SIZE(executor, 32)
+  static constexpr auto kFields = std::make_tuple(SAME(kernel), WITHIN(executor, where, Where, executor));
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
+struct Table<polyhead_forward_args> {
+  using C = polyhead_forward_args;
+  using Cpp = ForwardArgs;
+  FIRST_SIZE(workspace_bytes, 1608)
+  static constexpr auto kFields =
+      std::make_tuple(SAME(query), SAME(key), SAME(value), SAME(attn_mask), SAME(attn_bias), SAME(alibi_slopes),
+                      SAME(seqlens_q), SAME(seqlens_k), SAME(cu_seqlens_q), SAME(cu_seqlens_k), SAME(query_offsets),
+                      SAME(dropout_seed), SAME(dropout_offset), Reserved{"reserved", &C::reserved}, SAME(out),
+                      SAME(logsumexp), SAME(weights), SAME(column_sums), SAME(workspace), SAME(workspace_bytes));
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
+struct Table<polyhead_backward_args> {
+  using C = polyhead_backward_args;
+  using Cpp = BackwardArgs;
+  FIRST_SIZE(reserved, 864)
+  static constexpr auto kFields = std::make_tuple(
+      Pointer{kForward, Null::kRefused, &C::forward, &Cpp::forward}, SAME(grad_out), SAME(grad_logsumexp), SAME(delta),
+      SAME(grad_query), SAME(grad_key), SAME(grad_value), SAME(grad_attn_bias), SAME(grad_alibi_slopes),
+      SAME(accumulate), Reserved{"reserved", &C::reserved});
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
+struct Table<polyhead_layer_desc> {
+  using C = polyhead_layer_desc;
+  using Cpp = LayerDesc;
+  FIRST_SIZE(attention, 176)
+  static constexpr auto kFields = std::make_tuple(
+      SAME(batch), SAME(beam), SAME(beam_kv), SAME(seqlen_q), SAME(seqlen_k), SAME(num_heads), SAME(num_heads_kv),
+      SAME(query_size), SAME(key_size), SAME(value_size), SAME(query_proj_size), SAME(key_proj_size),
+      SAME(value_proj_size), SAME(out_proj_size), SAME(query_bias), SAME(key_bias), SAME(value_bias), SAME(out_bias),
+      SAME(output_dropout_p), SAME(residual), SAME(has_windows), SAME(dtype), Reserved{"reserved", &C::reserved},
+      Pointer{Names{"desc.attention"}, Null::kAllowed, &C::attention, &Cpp::attention});
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
+struct Table<polyhead_layer_weights> {
+  using C = polyhead_layer_weights;
+  using Cpp = LayerWeights;
+  static constexpr auto kFields = std::make_tuple(
+      Element{"tensors[0]", &C::tensors, 0, &Cpp::query}, Element{"tensors[1]", &C::tensors, 1, &Cpp::key},
+      Element{"tensors[2]", &C::tensors, 2, &Cpp::value}, Element{"tensors[3]", &C::tensors, 3, &Cpp::out},
+      Element{"tensors[4]", &C::tensors, 4, &Cpp::query_bias}, Element{"tensors[5]", &C::tensors, 5, &Cpp::key_bias},
+      Element{"tensors[6]", &C::tensors, 6, &Cpp::value_bias}, Element{"tensors[7]", &C::tensors, 7, &Cpp::out_bias});
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
+struct Table<polyhead_layer_forward_args> {
+  using C = polyhead_layer_forward_args;
+  using Cpp = LayerForwardArgs;
+  FIRST_SIZE(workspace_bytes, 1752)
+  static constexpr auto kFields = std::make_tuple(
+      SAME(query), SAME(key), SAME(value), SAME(residual),
+      Pointer{kWeights, Null::kAllowed, &C::weights, &Cpp::weights}, SAME(attn_mask), SAME(attn_bias),
+      SAME(alibi_slopes), SAME(seqlens_q), SAME(seqlens_k), SAME(query_offsets), SAME(window_lo), SAME(window_hi),
+      SAME(dropout_seed), SAME(output_dropout_seed), SAME(dropout_offset), SAME(output_dropout_offset), SAME(out),
+      SAME(attn_weights), SAME(key_cache), SAME(value_cache), SAME(step), SAME(reserve), SAME(reserve_bytes),
+      SAME(workspace), SAME(workspace_bytes), SAME(packed_weights), SAME(packed_weights_bytes));
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
+struct Table<polyhead_layer_backward_args> {
+  using C = polyhead_layer_backward_args;
+  using Cpp = LayerBackwardArgs;
+  FIRST_SIZE(reserved, 664)
+  static constexpr auto kFields =
+      std::make_tuple(Pointer{kForward, Null::kRefused, &C::forward, &Cpp::forward}, SAME(grad_out), SAME(grad_query),
+                      SAME(grad_key), SAME(grad_value), SAME(grad_attn_bias), SAME(grad_alibi_slopes),
+                      Pointer{kWeights, Null::kAllowed, &C::grad_weights, &Cpp::grad_weights}, SAME(accumulate),
+                      Reserved{"reserved", &C::reserved});
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
+struct Table<polyhead_norm_desc> {
+  using C = polyhead_norm_desc;
+  using Cpp = NormDesc;
+  static constexpr auto kFields = std::make_tuple(SAME(kind), SAME(pre), SAME(gamma), SAME(beta), SAME(eps));
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
+struct Table<polyhead_norm_weights> {
+  using C = polyhead_norm_weights;
+  using Cpp = NormWeights;
+  static constexpr auto kFields = std::make_tuple(SAME(gamma), SAME(beta));
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
+struct Table<polyhead_attention_block_desc> {
+  using C = polyhead_attention_block_desc;
+  using Cpp = AttentionBlockDesc;
+  FIRST_SIZE(norm, 48)
+  static constexpr auto kFields = std::make_tuple(Pointer{Names{"desc.layer"}, Null::kRefused, &C::layer, &Cpp::layer},
+                                                  Struct{Names{"norm", "norm"}, &C::norm, &Cpp::norm});
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
+struct Table<polyhead_attention_block_forward_args> {
+  using C = polyhead_attention_block_forward_args;
+  using Cpp = AttentionBlockForwardArgs;
+  FIRST_SIZE(norm, 232)
+  static constexpr auto kFields =
+      std::make_tuple(Pointer{Names{"args.layer", "args.layer"}, Null::kRefused, &C::layer, &Cpp::layer},
+                      Struct{Names{"norm", "", "norm."}, &C::norm, &Cpp::norm});
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
+struct Table<polyhead_attention_block_backward_args> {
+  using C = polyhead_attention_block_backward_args;
+  using Cpp = AttentionBlockBackwardArgs;
+  FIRST_SIZE(reserved, 872)
+  static constexpr auto kFields =
+      std::make_tuple(Pointer{kForward, Null::kRefused, &C::forward, &Cpp::forward}, SAME(grad_out), SAME(grad_query),
+                      SAME(grad_key), SAME(grad_value), SAME(grad_attn_bias), SAME(grad_alibi_slopes),
+                      Pointer{kWeights, Null::kAllowed, &C::grad_weights, &Cpp::grad_weights},
+                      Struct{Names{"grad_norm", "", "grad_norm."}, &C::grad_norm, &Cpp::grad_norm}, SAME(accumulate),
+                      Reserved{"reserved", &C::reserved});
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
+struct Table<polyhead_feed_forward_block_desc> {
+  using C = polyhead_feed_forward_block_desc;
+  using Cpp = FeedForwardBlockDesc;
+  FIRST_SIZE(reserved, 112)
+  static constexpr auto kFields = std::make_tuple(
+      SAME(batch), SAME(seqlen), SAME(size), SAME(inner_size), SAME(activation), SAME(bias1), SAME(bias2),
+      SAME(residual), SAME(inner_dropout_p), SAME(output_dropout_p),
+      Struct{Names{"norm", "norm"}, &C::norm, &Cpp::norm}, SAME(dtype), Reserved{"reserved", &C::reserved});
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
+struct Table<polyhead_feed_forward_weights> {
+  using C = polyhead_feed_forward_weights;
+  using Cpp = FeedForwardWeights;
+  static constexpr auto kFields = std::make_tuple(SAME(weight1), SAME(bias1), SAME(weight2), SAME(bias2),
+                                                  Struct{Names{"norm", "", "weights.norm."}, &C::norm, &Cpp::norm});
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
+struct Table<polyhead_feed_forward_block_forward_args> {
+  using C = polyhead_feed_forward_block_forward_args;
+  using Cpp = FeedForwardBlockForwardArgs;
+  FIRST_SIZE(packed_weights_bytes, 304)
+  static constexpr auto kFields = std::make_tuple(
+      SAME(x), Pointer{kWeights, Null::kAllowed, &C::weights, &Cpp::weights}, SAME(inner_dropout_seed),
+      SAME(output_dropout_seed), SAME(inner_dropout_offset), SAME(output_dropout_offset), SAME(out), SAME(reserve),
+      SAME(reserve_bytes), SAME(workspace), SAME(workspace_bytes), SAME(packed_weights), SAME(packed_weights_bytes));
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
+struct Table<polyhead_feed_forward_block_backward_args> {
+  using C = polyhead_feed_forward_block_backward_args;
+  using Cpp = FeedForwardBlockBackwardArgs;
+  FIRST_SIZE(reserved, 248)
+  static constexpr auto kFields =
+      std::make_tuple(Pointer{kForward, Null::kRefused, &C::forward, &Cpp::forward}, SAME(grad_out), SAME(grad_x),
+                      Pointer{kWeights, Null::kAllowed, &C::grad_weights, &Cpp::grad_weights}, SAME(accumulate),
+                      Reserved{"reserved", &C::reserved});
+  static_assert(is_whole<C>(kFields));
+};
+
+#undef SAME
+#undef WITHIN
+#undef FIRST_SIZE
+
+}  // namespace polyhead::capi
