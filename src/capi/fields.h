@@ -9,6 +9,7 @@
 #include <string_view>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 
 #include "capi/translate.h"
 #include "core/sentence.h"
@@ -62,10 +63,18 @@ struct Choice<ActivationKind> {
   static constexpr const char* kName = "polyhead_activation_kind";
 };
 
-template <class Number>
-Status refused(const Names& in, const char* name, Number value, std::string_view expected) {
-  return invalid(sentence(in.numbers, in.numbers.empty() ? "" : ".", name, " is ", value, ", ", expected));
-}
+// Where a struct is read: its names, and the first failure.
+struct Reading {
+  Names names;
+  Status* status;
+
+  bool fail(Status failure) const { return *status = std::move(failure), false; }
+  template <class Number>
+  bool refuse(const char* name, Number value, std::string_view expected) const {
+    const std::string_view in = names.numbers;
+    return fail(invalid(sentence(in, in.empty() ? "" : ".", name, " is ", value, ", ", expected)));
+  }
+};
 
 template <class C>
 Status translate(const C* from, const Names& names, typename Table<C>::Cpp* to);
@@ -73,8 +82,8 @@ Status translate(const C* from, const Names& names, typename Table<C>::Cpp* to);
 template <class C>
 Status read_fields(const C& from, const Names& names, typename Table<C>::Cpp* to) {
   Status status;
-  std::apply([&](const auto&... row) { (void)(((status = row.read(from, names, to)).ok()) && ...); },
-             Table<C>::kFields);
+  const Reading in{names, &status};
+  std::apply([&](const auto&... row) { return (row.read(from, in, to) && ...); }, Table<C>::kFields);
   return status;
 }
 
@@ -83,28 +92,30 @@ void write_fields(const typename Table<C>::Cpp& from, C* to) {
   std::apply([&](const auto&... row) { (row.write(from, to), ...); }, Table<C>::kFields);
 }
 
-// One value. Numbers and pointers that are alike are copied.
+// One value; false where it is refused. Numbers and pointers that are alike are copied.
 template <class From, class To>
-Status read(const From& from, const Names& in, const char* name, To* to) {
+bool read(const From& from, const Reading& in, const char* name, To* to) {
   if constexpr (std::is_same_v<From, To> || std::is_same_v<To, std::optional<From>>) {
     *to = from;
   } else if constexpr (std::is_same_v<To, bool>) {
-    if (from != 0 && from != 1) return refused(in, name, from, "must be 0 or 1");
+    if (from != 0 && from != 1) return in.refuse(name, from, "must be 0 or 1");
     *to = from == 1;
   } else if constexpr (std::is_enum_v<To>) {
     constexpr auto kLast = static_cast<int32_t>(Choice<To>::kLast);
     if (from < 0 || from > kLast) {
-      return refused(in, name, from, sentence("must be a ", Choice<To>::kName, ": 0 to ", kLast));
+      return in.refuse(name, from, sentence("must be a ", Choice<To>::kName, ": 0 to ", kLast));
     }
     *to = static_cast<To>(from);
   } else if constexpr (std::is_same_v<To, std::optional<Device>>) {
     return read(from, in, name, &to->emplace());
   } else if constexpr (std::is_same_v<To, Tensor>) {
-    return translate(from, in.tensors, name, to);
+    if (from.ndim == 0) return true;  // not given: the other fields say nothing
+    Status inner = translate(from, in.names.tensors, name, to);
+    return inner.ok() || in.fail(std::move(inner));
   } else if constexpr (std::is_same_v<To, BroadcastOperand>) {
-    const Names inside{name, name};
-    Status status = read(from.given, inside, "given", &to->given);
-    if (!status.ok() || !to->given) return status;
+    const Reading inside{{name, name}, in.status};
+    if (!read(from.given, inside, "given", &to->given)) return false;
+    if (!to->given) return true;
     std::memcpy(to->dims, from.dims, sizeof to->dims);
     return read(from.dtype, inside, "dtype", &to->dtype);
   } else if constexpr (std::is_same_v<To, std::string_view>) {
@@ -112,7 +123,7 @@ Status read(const From& from, const Names& in, const char* name, To* to) {
   } else if constexpr (std::is_same_v<To, Executor*>) {
     if (from != nullptr) *to = from->executor.get();
   }
-  return {};
+  return true;
 }
 
 template <class From, class To>
@@ -138,7 +149,7 @@ struct Field {
   From C::*c;
   To Cpp::*cpp;
 
-  Status read(const C& from, const Names& in, Cpp* to) const { return capi::read(from.*c, in, name, &(to->*cpp)); }
+  bool read(const C& from, const Reading& in, Cpp* to) const { return capi::read(from.*c, in, name, &(to->*cpp)); }
   void write(const Cpp& from, C* to) const { capi::write(from.*cpp, &(to->*c)); }
 };
 
@@ -151,7 +162,7 @@ struct FieldWithin {
   Inner Cpp::*within;
   To Inner::*cpp;
 
-  Status read(const C& from, const Names& in, Cpp* to) const {
+  bool read(const C& from, const Reading& in, Cpp* to) const {
     return capi::read(from.*c, in, name, &(to->*within.*cpp));
   }
   void write(const Cpp& from, C* to) const { capi::write(from.*within.*cpp, &(to->*c)); }
@@ -166,7 +177,7 @@ struct Element {
   int index;
   Tensor Cpp::*cpp;
 
-  Status read(const C& from, const Names& in, Cpp* to) const {
+  bool read(const C& from, const Reading& in, Cpp* to) const {
     return capi::read((from.*c)[index], in, name, &(to->*cpp));
   }
   void write(const Cpp& from, C* to) const { capi::write(from.*cpp, &(to->*c)[index]); }
@@ -182,12 +193,11 @@ struct OptionalField {
   int32_t C::*has;
   Optional Cpp::*cpp;
 
-  Status read(const C& from, const Names& in, Cpp* to) const {
+  bool read(const C& from, const Reading& in, Cpp* to) const {
     bool given = false;
-    if (Status status = capi::read(from.*has, in, has_name, &given); !status.ok()) return status;
+    if (!capi::read(from.*has, in, has_name, &given)) return false;
     if (given) return capi::read(from.*c, in, name, &(to->*cpp));
-    if (from.*c == 0) return {};
-    return refused(in, name, from.*c, sentence("must be 0 where ", has_name, " is 0"));
+    return from.*c == 0 || in.refuse(name, from.*c, sentence("must be 0 where ", has_name, " is 0"));
   }
   void write(const Cpp&, C* to) const { to->*has = 0, to->*c = 0; }
 };
@@ -200,8 +210,8 @@ struct Reserved {
   Number C::*c;
 
   template <class Cpp>
-  Status read(const C& from, const Names& in, Cpp*) const {
-    return from.*c == 0 ? Status() : refused(in, name, from.*c, "must be 0");
+  bool read(const C& from, const Reading& in, Cpp*) const {
+    return from.*c == 0 || in.refuse(name, from.*c, "must be 0");
   }
   template <class Cpp>
   void write(const Cpp&, C* to) const {
@@ -217,7 +227,10 @@ struct Struct {
   From C::*c;
   To Cpp::*cpp;
 
-  Status read(const C& from, const Names&, Cpp* to) const { return read_fields(from.*c, names, &(to->*cpp)); }
+  bool read(const C& from, const Reading& in, Cpp* to) const {
+    Status inner = read_fields(from.*c, names, &(to->*cpp));
+    return inner.ok() || in.fail(std::move(inner));
+  }
   void write(const Cpp& from, C* to) const { write_fields(from.*cpp, &(to->*c)); }
 };
 
@@ -231,9 +244,11 @@ struct Pointer {
   const From* C::*c;
   To Cpp::*cpp;
 
-  Status read(const C& from, const Names&, Cpp* to) const {
-    if (from.*c != nullptr) return translate(from.*c, names, &(to->*cpp));
-    return null == Null::kAllowed ? Status() : need(nullptr, names.object);
+  bool read(const C& from, const Reading& in, Cpp* to) const {
+    if (from.*c == nullptr && null == Null::kAllowed) return true;
+    Status inner = need(from.*c, names.object);
+    if (inner.ok()) inner = translate(from.*c, names, &(to->*cpp));
+    return inner.ok() || in.fail(std::move(inner));
   }
   void write(const Cpp&, C* to) const { to->*c = nullptr; }
 };
