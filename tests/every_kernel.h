@@ -1,7 +1,7 @@
 // Runs a test on every kernel that takes a case, and says at the end which refused how many cases, and why.
 //
 // Under a sanitizer, whose business is memory and not numbers, a test computes no definition and leaves out large cases;
-// POLYHEAD_TEST_FULL=1 tests all all the same.
+// POLYHEAD_TEST_FULL=1 tests everything there too.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ namespace polyhead::testing {
 
 // Whether runs are for a sanitizer's eyes alone: nothing is compared with the definition.
 inline bool memory_alone() {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef POLYHEAD_SANITIZED
   static const bool alone = !std::getenv("POLYHEAD_TEST_FULL");
   return alone;
 #else
