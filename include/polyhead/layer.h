@@ -25,6 +25,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "polyhead/api.h"
 #include "polyhead/attention.h"
@@ -102,6 +103,14 @@ struct LayerWeights {
   Tensor key_bias = {};    ///< [num_heads_kv * key_proj_size]
   Tensor value_bias = {};  ///< [num_heads_kv * value_proj_size]
   Tensor out_bias = {};    ///< [out_proj_size]
+
+  /// The weight of that kind.
+  const Tensor& operator[](WeightKind kind) const {
+    const Tensor* const all[kNumWeightKinds] = {&query,      &key,      &value,      &out,
+                                                &query_bias, &key_bias, &value_bias, &out_bias};
+    return *all[static_cast<int>(kind)];
+  }
+  Tensor& operator[](WeightKind kind) { return const_cast<Tensor&>(std::as_const(*this)[kind]); }
 };
 
 /// The tensors of one forward call, all of desc.dtype unless told. Vectors are innermost; batch, beam and time may lie in

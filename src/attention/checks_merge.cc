@@ -2,6 +2,7 @@
 
 #include "attention/checks.h"
 #include "contract/operands.h"
+#include "core/layout.h"
 #include "core/sentence.h"
 
 namespace polyhead {
@@ -100,15 +101,6 @@ class Shape {
   bool packed_ = false;
   Dim batch_{"batch", 1}, rows_{"", 0}, heads_{"num_heads", 0}, dim_{"head_dim_v", 0};
 };
-
-// The same elements at the same places.
-bool same_view(const Tensor& a, const Tensor& b) {
-  if (a.data != b.data || a.dtype != b.dtype || a.ndim != b.ndim) return false;
-  for (int i = 0; i < a.ndim; ++i) {
-    if (a.dims[i] != b.dims[i] || (a.dims[i] > 1 && a.strides[i] != b.strides[i])) return false;
-  }
-  return true;
-}
 
 enum class InPlace { kRefused, kAllowed };
 

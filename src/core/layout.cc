@@ -97,4 +97,12 @@ bool may_share_memory(const Tensor& a, const Tensor& b) {
   return true;
 }
 
+bool same_view(const Tensor& a, const Tensor& b) {
+  if (!a.given() || a.data != b.data || a.dtype != b.dtype || a.ndim != b.ndim) return false;
+  for (int i = 0; i < a.ndim; ++i) {
+    if (a.dims[i] != b.dims[i] || (a.dims[i] > 1 && a.strides[i] != b.strides[i])) return false;
+  }
+  return true;
+}
+
 }  // namespace polyhead

@@ -23,4 +23,7 @@ bool overlaps_itself(const Tensor& t);
 // Whether two views may share a byte. Columns side by side in one buffer, as query | key | value | out, do not.
 bool may_share_memory(const Tensor& a, const Tensor& b);
 
+// Whether two views are the same elements in the same places; false for a tensor that is not given.
+bool same_view(const Tensor& a, const Tensor& b);
+
 }  // namespace polyhead

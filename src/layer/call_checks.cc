@@ -2,19 +2,11 @@
 
 #include <cmath>
 
+#include "core/layout.h"
 #include "core/sentence.h"
 
 namespace polyhead {
 namespace {
-
-// Whether two tensors are the same elements in the same places.
-bool same_view(const Tensor& a, const Tensor& b) {
-  if (!a.given() || a.data != b.data || a.dtype != b.dtype || a.ndim != b.ndim) return false;
-  for (int i = 0; i < a.ndim; ++i) {
-    if (a.dims[i] != b.dims[i] || (a.dims[i] > 1 && a.strides[i] != b.strides[i])) return false;
-  }
-  return true;
-}
 
 bool same_dims(const OperandShape& a, const OperandShape& b) {
   if (a.ndim != b.ndim) return false;

@@ -274,7 +274,7 @@ Status Layer::pack_weights(const LayerWeights& weights, void* packed, size_t byt
   set_weights(weights, kArgWeights, &call);
   if (Status status = check_pack(s.pack, s.packed, packed, bytes, call); !status.ok()) return status;
   linear::Matrix matrices[kOutMatrix + 1];
-  for (int i = 0; i <= kOutMatrix; ++i) matrices[i] = weight_matrix(weight_of(weights, static_cast<WeightKind>(i)));
+  for (int i = 0; i <= kOutMatrix; ++i) matrices[i] = weight_matrix(weights[static_cast<WeightKind>(i)]);
   write_packed(*s.linear, s.packed, matrices, packed, s.run);
   return {};
 } catch (const std::bad_alloc&) {
@@ -306,7 +306,7 @@ Status Layer::backward_data(const LayerBackwardArgs& args) const try {
 Status Layer::backward_weights(const LayerBackwardArgs& args) const try {
   bool any = false;
   for (int kind = 0; kind < kNumWeightKinds; ++kind) {
-    any = any || weight_of(args.grad_weights, static_cast<WeightKind>(kind)).given();
+    any = any || args.grad_weights[static_cast<WeightKind>(kind)].given();
   }
   if (!any) return invalid("no gradient is asked for: give one of grad_weights");
   return run_backward(*state_, state_->backward_weights, ReserveHeader::kBackwardDataDone, args);

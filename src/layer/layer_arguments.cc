@@ -70,7 +70,7 @@ Call call_of(const LayerDesc& desc, const LayerForwardArgs& args) {
 
 void set_weights(const LayerWeights& weights, int first_argument, Call* call) {
   for (int kind = 0; kind < kNumWeightKinds; ++kind) {
-    call->tensors[first_argument + kind] = weight_of(weights, static_cast<WeightKind>(kind));
+    call->tensors[first_argument + kind] = weights[static_cast<WeightKind>(kind)];
   }
 }
 

@@ -62,8 +62,6 @@ Status check_layer_desc(const LayerDesc& desc);
 // weight_layout.cc
 void lay_out_weights(LayerState& state, MemoryMap& map);
 LayerWeights tensors_of(const LayerState& state, void* buffer);
-Tensor& weight_of(LayerWeights& weights, WeightKind kind);
-const Tensor& weight_of(const LayerWeights& weights, WeightKind kind);
 
 // layer.cc: what layer() makes.
 Result<std::shared_ptr<const LayerState>> make_layer_state(const LayerDesc& desc, const PlanOptions& options);

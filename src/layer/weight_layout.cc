@@ -57,7 +57,7 @@ LayerWeights tensors_of(const LayerState& s, void* buffer) {
   for (int kind = 0; kind < kNumWeightKinds; ++kind) {
     const WeightLayout& layout = s.weights[kind];
     if (!layout.present) continue;
-    Tensor& t = weight_of(weights, static_cast<WeightKind>(kind));
+    Tensor& t = weights[static_cast<WeightKind>(kind)];
     t.dtype = s.desc.dtype;
     t.ndim = layout.ndim;
     for (int i = 0; i < layout.ndim; ++i) t.dims[i] = layout.dims[i], t.strides[i] = layout.strides[i];
@@ -66,16 +66,6 @@ LayerWeights tensors_of(const LayerState& s, void* buffer) {
     }
   }
   return weights;
-}
-
-const Tensor& weight_of(const LayerWeights& weights, WeightKind kind) {
-  const Tensor* const all[] = {&weights.query,      &weights.key,      &weights.value,      &weights.out,
-                               &weights.query_bias, &weights.key_bias, &weights.value_bias, &weights.out_bias};
-  return *all[static_cast<int>(kind)];
-}
-
-Tensor& weight_of(LayerWeights& weights, WeightKind kind) {
-  return const_cast<Tensor&>(weight_of(static_cast<const LayerWeights&>(weights), kind));
 }
 
 }  // namespace polyhead

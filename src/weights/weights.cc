@@ -79,15 +79,6 @@ Status check_dims(const std::string& name, const Tensor& t, std::initializer_lis
   return invalid(sentence(name, " is ", shape_text(t), ", expected ", shape_text(Tensor(nullptr, t.dtype, dims))));
 }
 
-const Tensor& tensor_of(const LayerWeights& w, WeightKind kind) {
-  const Tensor* const tensors[kNumWeightKinds] = {&w.query,      &w.key,      &w.value,      &w.out,
-                                                  &w.query_bias, &w.key_bias, &w.value_bias, &w.out_bias};
-  return *tensors[static_cast<int>(kind)];
-}
-Tensor& tensor_of(LayerWeights& w, WeightKind kind) {
-  return const_cast<Tensor&>(tensor_of(static_cast<const LayerWeights&>(w), kind));
-}
-
 // Of the dims first .. last; no more than the array has elements.
 int64_t product(const WeightView& view, int first, int last) {
   int64_t size = 1;
@@ -101,7 +92,7 @@ Status check_weight(const LayerWeights& weights, const WeightView& view, std::st
       "weights.query",      "weights.key",      "weights.value",      "weights.out",
       "weights.query_bias", "weights.key_bias", "weights.value_bias", "weights.out_bias"};
   *name = kNames[static_cast<int>(view.kind)];
-  const Tensor& t = tensor_of(weights, view.kind);
+  const Tensor& t = weights[view.kind];
   if (Status status = check_array(*name, t); !status.ok()) return status;
   const int last = view.ndim - 1;
   if (is_bias(view.kind)) return check_dims(*name, t, {product(view, 0, last)});
@@ -193,8 +184,8 @@ Result<Transfer> transfer(std::string_view source, const LayerDesc& desc, std::s
       [&](const WeightView& view, const Tensor& array) {
         std::string name;
         if (Status wrong = check_weight(weights, view, &name); !wrong.ok()) return wrong;
-        all.pairs.push_back({tensor_of(weights, view.kind), view.in(array)});
-        all.weights.push_back({std::move(name), tensor_of(weights, view.kind)});
+        all.pairs.push_back({weights[view.kind], view.in(array)});
+        all.weights.push_back({std::move(name), weights[view.kind]});
         return Status();
       },
       &all.arrays);
@@ -233,7 +224,7 @@ Result<LayerWeights> bound(std::string_view source, const LayerDesc& desc, std::
           return invalid(sentence(prefix, view.array, " is ", dtype_name(array.dtype), ", the layer's weights are ",
                                   dtype_name(desc.dtype), ": import it"));
         }
-        Tensor& bound = tensor_of(weights, view.kind) = view.in(array);
+        Tensor& bound = weights[view.kind] = view.in(array);
         if (view.kind == WeightKind::kOutBias) return Status();
         const int heads = view.kind == WeightKind::kOut || is_bias(view.kind) ? 0 : 1;
         const bool in_order = view.ndim == (is_bias(view.kind) ? 2 : 3);
