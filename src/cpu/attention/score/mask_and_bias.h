@@ -40,7 +40,8 @@ struct MaskAndBias : Option {
 
   bool look(View& view, Memory& own, const Queries& queries, const Keys& keys) const {
     if (!on()) return true;
-    const Found found = fill(own.tile, queries, keys);
+    Found found;
+    if (!found_by_bytes(found, queries, keys)) found = fill(own.tile, queries, keys);
     if (found.visible == 0) return false;
     if (found.changed == 0) return true;
     view.tile = own.tile;
@@ -98,6 +99,28 @@ struct MaskAndBias : Option {
       changed |= ~bits(equal(x, broadcast(0.0f))) & first;
     }
   };
+
+  // Masks often show or hide whole blocks: of a mask alone, its bytes tell so before anything is transposed. False: it
+  // shows some keys and hides others, or there is more to it than a mask.
+  bool found_by_bytes(Found& found, const Queries& queries, const Keys& keys) const {
+    if (bias.data != nullptr || mask.stride_k != 1) return false;
+    const int count = mask.stride_q == 0 ? 1 : queries.count;
+    bool shows = false, hides = false;
+    for (int q = 0; q < count; ++q) {
+      const uint8_t* shown = static_cast<const uint8_t*>(mask.data) + (queries.first + q) * mask.stride_q + keys.first;
+      uint8_t any = 0, every = 1;
+      for (int k = keys.begin; k < keys.end; ++k) {
+        any |= shown[k] != 0;
+        every &= shown[k] != 0;
+      }
+      shows |= any != 0;
+      hides |= every == 0;
+      if (shows && hides) return false;
+    }
+    found.visible = shows;
+    found.changed = hides;
+    return true;
+  }
 
   // tile[key][query], or tile[key] where all queries share one row.
   Found fill(float* tile, const Queries& queries, const Keys& keys) const {
