@@ -158,6 +158,7 @@ class CaseList {
     each("dropout", [](auto& d) { d.dropout_p = 0.1; });
     each("dropout_half", [](auto& d) { d.dropout_p = 0.5, d.causal = true, d.align = Align::kTopLeft; });
     each("dropout_all", [](auto& d) { d.dropout_p = 1; });
+    each("dropout_long", [](auto& d) { d.seqlen_k = 1300, d.dropout_p = 0.3; });
     each("weights", [](auto& d) { d.return_weights = ReturnWeights::kPerHead; });
     each("weights_mean", [](auto& d) { d.return_weights = ReturnWeights::kMean; });
     each("weights_dropped", [](auto& d) { d.return_weights = ReturnWeights::kPerHead, d.dropout_p = 0.3; });
@@ -219,6 +220,7 @@ class CaseList {
       d.packed = true, d.causal = true, d.window_left = 30, d.align = Align::kBottomRight;
       d.alibi_slopes_ndim = 2, d.softcap = 5, d.dropout_p = 0.2;
     });
+    add_in_each_dtype("decode_many", sizes(5, 4, 2, 1, 1300, 32), [](auto& d) { d.dropout_p = 0.3; });
     add_in_each_dtype("packed_decode", sizes(9, 4, 1, 20, 900, 64), [](auto& d) { d.packed = true; });
     add_in_each_dtype("softcap_alibi_bias", sizes(2, 2, 2, 129, 65, 64), [](auto& d) {
       operand(d.attn_bias, d, kKey, DType::kFloat16);

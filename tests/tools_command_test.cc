@@ -279,7 +279,7 @@ TEST_F(ToolsCommand, RunGradientsWritesTheGradientsOfEachOperand) {
   const std::vector<std::pair<std::string, std::string>> mistakes = {
       {line + from, "grad_out dim 3 is 8, expected head_dim_v 5"},
       {"run 2x4/2x6x8/5" + from, "--grad-out is given without --gradients"},
-      {"run 2x4/2x6x8/5 --gradients --accumulate", "--accumulate: a run has no gradients to add to; leave it away"},
+      {"run 2x4/2x6x8/5 --gradients --accumulate", "--accumulate: a run has no gradients to add to; leave it out"},
       {"run 2x4/2x6x8/5 --gradients --needs attn_bias", "--needs names attn_bias, which this problem has not"}};
   for (const auto& [words, sentence] : mistakes) EXPECT_EQ(run(words).err, "polyhead run: " + sentence + "\n") << words;
 }

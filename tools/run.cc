@@ -286,7 +286,7 @@ struct Computed {
 
 Status compute_gradients(const Request& request, const Plan& planned, const ForwardArgs& forward, Computed& computed) {
   const Problem& problem = request.problem;
-  if (problem.accumulate) return invalid("--accumulate: a run has no gradients to add to; leave it away");
+  if (problem.accumulate) return invalid("--accumulate: a run has no gradients to add to; leave it out");
   const auto needs = needed_gradients(problem);
   if (!needs.ok()) return needs.status();
   const auto incoming = random_incoming(problem, planned.desc(), request.incoming);
