@@ -9,6 +9,7 @@
 #include "attention/unchecked.h"
 #include "guard.h"
 #include "kernels_to_test.h"
+#include "polyhead/block.h"
 #include "polyhead/matrix_product.h"
 #include "small_call.h"
 
@@ -171,12 +172,23 @@ TEST(Where, WhatDoesNotFitThePlanIsRefused) {
   int stream = 0;
   EXPECT_EQ(refused({.device = Device::kCuda}), "where.device is cuda, the plan was made for cpu");
   EXPECT_EQ(refused({.device = Device{7}}), "where.device is an unknown device, the plan was made for cpu");
-  EXPECT_EQ(refused({.stream = &stream}), "where.stream is given, but the CPU has no streams");
+  EXPECT_EQ(refused({.stream = &stream}), "stream is given, but the CPU has no streams");
   EXPECT_EQ(plan(desc, {.kernel = {}, .where = {.stream = &stream}}).status().message(),
-            "where.stream is given, but the CPU has no streams");
+            "stream is given, but the CPU has no streams");
   const Status elsewhere = plan(desc, {.kernel = {}, .where = {.device = Device::kCuda}}).status();
   EXPECT_EQ(elsewhere.code(), StatusCode::kUnsupported);
   EXPECT_EQ(elsewhere.message(), "device is cuda, this build has no kernel for it");
+  // Products and blocks say the same.
+  int stream_of_a_gpu = 0;
+  MatrixProductDesc product;
+  FeedForwardBlockDesc block;
+  LayerDesc layer_desc;
+  for (const Where& where : {Where{.device = Device::kCuda}, Where{.stream = &stream_of_a_gpu}}) {
+    const std::string expected = plan(desc, {.kernel = {}, .where = where}).status().message();
+    EXPECT_EQ(matrix_product(product, {.kernel = {}, .where = where}).status().message(), expected);
+    EXPECT_EQ(feed_forward_block(block, {.kernel = {}, .where = where}).status().message(), expected);
+    EXPECT_EQ(layer(layer_desc, {.kernel = {}, .where = where}).status().message(), expected);
+  }
   call.args.where = {.device = Device::kCpu};
   EXPECT_TRUE(made->forward(call.args).ok());
 }

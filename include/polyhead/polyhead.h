@@ -206,7 +206,10 @@ typedef struct polyhead_plan_options {
   size_t struct_size;  ///< sizeof(polyhead_plan_options), by polyhead_plan_options_init
   uint64_t flags;      ///< 0: none is defined yet, and unknown ones are refused
   const char* kernel;  ///< force this one ("cpu_avx2"); NULL (default) or "": POLYHEAD_KERNEL, else the best that can
-  polyhead_executor* executor;  ///< where it runs; must outlive the plan. NULL (default): the library's own
+  polyhead_executor* executor;  ///< the threads it runs on; must outlive the plan. NULL (default): the library's own
+  int32_t device;               ///< polyhead_device of the tensors and the workspace; default POLYHEAD_CPU
+  int32_t reserved;             ///< 0
+  void* stream;                 ///< of a GPU: the queue that the work is put on. The CPU has none: NULL (default)
 } polyhead_plan_options;
 
 /// Sets the defaults. `struct_size` is sizeof *options.
@@ -267,6 +270,11 @@ typedef struct polyhead_forward_args {
 
   void* workspace;         ///< aligned to 64 bytes; may be NULL if the plan needs 0 bytes. Contents need not be kept
   size_t workspace_bytes;  ///< at least polyhead_attention_plan_workspace_bytes(plan)
+
+  /// Where this call runs, if not as the plan says: on the threads that a host has to lend now, or on another stream.
+  polyhead_executor*
+      executor;  ///< NULL (default): the plan's. It never runs more tasks at once than the plan's has threads
+  void* stream;  ///< NULL (default): the plan's
 } polyhead_forward_args;
 
 /// Makes every tensor "not given". `struct_size` is sizeof *args.

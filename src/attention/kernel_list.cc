@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "contract/kernel.h"
+#include "contract/where.h"
 #include "core/choose.h"
 #include "cpu/attention/kernels.h"
 #include "cpu/isa/order.h"
@@ -42,8 +43,7 @@ Result<const Kernel*> choose_kernel(const AttentionDesc& desc, std::string_view 
     if (kernel->device == device) there.push_back(kernel);
   }
   if (!there.empty()) return choose_asked(there, desc, name);
-  return Status(StatusCode::kUnsupported,
-                sentence("device is ", device_name(device), ", this build has no kernel for it"));
+  return no_kernel_for(device);
 }
 
 // Usable on this machine: takes an ordinary problem in one dtype at least.

@@ -7,6 +7,7 @@
 #include "contract/attention_operands.h"
 #include "contract/kernel.h"
 #include "contract/sequences.h"
+#include "contract/where.h"
 #include "core/sentence.h"
 
 namespace polyhead {
@@ -65,24 +66,6 @@ Status backward_of_nothing(const AttentionDesc& desc, const BackwardArgs& args) 
   return {};
 }
 
-// Whether a call may say `call` to a plan made for `planned`.
-Status check_where(const Where& planned, const Where& call) {
-  const Device device = *planned.device;
-  if (call.device && *call.device != device) {
-    return invalid(
-        sentence("where.device is ", device_name(*call.device), ", the plan was made for ", device_name(device)));
-  }
-  if (call.stream != nullptr && device == Device::kCpu) {
-    return invalid("where.stream is given, but the CPU has no streams");
-  }
-  return {};
-}
-
-Run run_at(const Where& planned, const Where& call, int num_threads) {
-  return {call.executor != nullptr ? call.executor : planned.executor, num_threads,
-          call.stream != nullptr ? call.stream : planned.stream};
-}
-
 Status workspace_too_large(const char* direction, const char* kernel, const AttentionDesc& desc, int num_threads) {
   return invalid(sentence("the ", direction, " workspace of ", kernel,
                           " is too large, it passes the address space: batch ", desc.batch, ", seqlen_q ",
@@ -134,10 +117,9 @@ Result<Plan> plan(const AttentionDesc& desc, const PlanOptions& options) try {
   if (Status status = check_desc(desc); !status.ok()) return status;
   Plan made;
   made.desc_ = desc;
-  made.where_ = options.where;
-  if (!made.where_.device) made.where_.device = Device::kCpu;
-  if (made.where_.executor == nullptr) made.where_.executor = &default_executor();
-  if (Status status = check_where(made.where_, options.where); !status.ok()) return status;
+  const Result<Where> where = planned_where(options.where);
+  if (!where.ok()) return where.status();
+  made.where_ = *where;
   const Result<const Kernel*> kernel = choose_kernel(desc, options.kernel, *made.where_.device);
   if (!kernel.ok()) return kernel.status();
   made.kernel_ = *kernel;

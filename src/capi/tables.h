@@ -50,7 +50,9 @@ struct Table<polyhead_plan_options> {
   using C = polyhead_plan_options;
   using Cpp = PlanOptions;
   FIRST_SIZE(executor, 32)
-  static constexpr auto kFields = std::make_tuple(SAME(kernel), WITHIN(executor, where, Where, executor));
+  static constexpr auto kFields =
+      std::make_tuple(SAME(kernel), WITHIN(executor, where, Where, executor), WITHIN(device, where, Where, device),
+                      Reserved{"reserved", &C::reserved}, WITHIN(stream, where, Where, stream));
   static_assert(is_whole<C>(kFields));
 };
 
@@ -63,7 +65,8 @@ struct Table<polyhead_forward_args> {
       std::make_tuple(SAME(query), SAME(key), SAME(value), SAME(attn_mask), SAME(attn_bias), SAME(alibi_slopes),
                       SAME(seqlens_q), SAME(seqlens_k), SAME(cu_seqlens_q), SAME(cu_seqlens_k), SAME(query_offsets),
                       SAME(dropout_seed), SAME(dropout_offset), Reserved{"reserved", &C::reserved}, SAME(out),
-                      SAME(logsumexp), SAME(weights), SAME(column_sums), SAME(workspace), SAME(workspace_bytes));
+                      SAME(logsumexp), SAME(weights), SAME(column_sums), SAME(workspace), SAME(workspace_bytes),
+                      WITHIN(executor, where, Where, executor), WITHIN(stream, where, Where, stream));
   static_assert(is_whole<C>(kFields));
 };
 

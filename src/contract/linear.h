@@ -193,7 +193,7 @@ std::span<const Kernel* const> kernel_list();
 // The kernel of that name (a Plan's kernel_name()); null if there is none.
 const Kernel* find_kernel(std::string_view name);
 
-// The kernel that `name` (empty: POLYHEAD_KERNEL, else the best) picks for `dtype`.
-Result<const Kernel*> choose_kernel(DType dtype, std::string_view name);
+// The kernel that `name` (empty: POLYHEAD_KERNEL, else the best of those on `device`) picks for `dtype`.
+Result<const Kernel*> choose_kernel(DType dtype, std::string_view name, Device device);
 
 }  // namespace polyhead::linear

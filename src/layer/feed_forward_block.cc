@@ -4,6 +4,7 @@
 #include <new>
 #include <utility>
 
+#include "contract/where.h"
 #include "core/sentence.h"
 #include "layer/call_checks.h"
 #include "layer/fingerprint.h"
@@ -245,10 +246,12 @@ Result<FeedForwardBlock> feed_forward_block(const FeedForwardBlockDesc& desc, co
   auto state = std::make_shared<FeedForwardBlockState>();
   FeedForwardBlockState& s = *state;
   s.desc = desc;
-  Result<const linear::Kernel*> kernel = linear::choose_kernel(desc.dtype, options.kernel);
+  const Result<Where> where = planned_where(options.where);
+  if (!where.ok()) return where.status();
+  Result<const linear::Kernel*> kernel = linear::choose_kernel(desc.dtype, options.kernel, *where->device);
   if (!kernel.ok()) return kernel.status();
   s.linear = *kernel;
-  s.run = options.where.executor != nullptr ? *options.where.executor : default_executor();
+  s.run = *where->executor;
   s.pre = desc.norm.kind != NormKind::kNone && desc.norm.pre;
   s.post = desc.norm.kind != NormKind::kNone && !desc.norm.pre;
   s.fingerprint = fingerprint_of(desc);

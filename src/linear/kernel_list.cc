@@ -2,6 +2,7 @@
 #include <array>
 
 #include "contract/linear.h"
+#include "contract/where.h"
 #include "core/choose.h"
 #include "cpu/isa/order.h"
 #include "cpu/linear/kernels.h"
@@ -25,7 +26,8 @@ const Kernel* find_kernel(std::string_view name) {
   return nullptr;
 }
 
-Result<const Kernel*> choose_kernel(DType dtype, std::string_view name) {
+Result<const Kernel*> choose_kernel(DType dtype, std::string_view name, Device device) {
+  if (device != Device::kCpu) return no_kernel_for(device);
   return choose_asked(kernel_list(), dtype, name);
 }
 

@@ -5,6 +5,7 @@
 
 #include "contract/linear.h"
 #include "contract/operands.h"
+#include "contract/where.h"
 #include "core/sentence.h"
 #include "linear/product.h"
 
@@ -53,12 +54,14 @@ size_t MatrixProduct::workspace_bytes() const { return state_->workspace_bytes; 
 
 Result<MatrixProduct> matrix_product(const MatrixProductDesc& desc, const PlanOptions& options) try {
   if (Status status = check_desc(desc); !status.ok()) return status;
-  const Result<const linear::Kernel*> kernel = linear::choose_kernel(desc.dtype, options.kernel);
+  const Result<Where> where = planned_where(options.where);
+  if (!where.ok()) return where.status();
+  const Result<const linear::Kernel*> kernel = linear::choose_kernel(desc.dtype, options.kernel, *where->device);
   if (!kernel.ok()) return kernel.status();
   auto state = std::make_shared<MatrixProductState>();
   state->desc = desc;
   state->linear = *kernel;
-  state->run = options.where.executor != nullptr ? *options.where.executor : default_executor();
+  state->run = *where->executor;
   state->gemm.m = desc.m, state->gemm.n = desc.n, state->gemm.k = desc.k;
   state->gemm.dtype = desc.dtype;
   state->gemm.split_k = true;  // gradients of weights: few rows and columns, many tokens to sum over

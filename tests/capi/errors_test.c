@@ -193,6 +193,35 @@ static void test_bad_options(void) {
   free_problem(p);
 }
 
+static void test_bad_places(void) {
+  problem* p = padded();
+  polyhead_plan_options options;
+  polyhead_attention_plan* plan = NULL;
+  CHECK_OK(polyhead_plan_options_init(&options, sizeof options));
+  CHECK(options.device == POLYHEAD_CPU && options.stream == NULL);
+  options.device = POLYHEAD_CUDA;
+  CHECK_REFUSED(polyhead_attention_plan_create(&p->desc, &options, &plan), POLYHEAD_UNSUPPORTED,
+                "device is cuda, this build has no kernel for it");
+  options.device = 2;
+  CHECK_REFUSED(polyhead_attention_plan_create(&p->desc, &options, &plan), POLYHEAD_INVALID_ARGUMENT,
+                "device is 2, must be a polyhead_device: 0 to 1");
+  options.device = POLYHEAD_CPU;
+  options.reserved = 1;
+  CHECK_REFUSED(polyhead_attention_plan_create(&p->desc, &options, &plan), POLYHEAD_INVALID_ARGUMENT, "reserved is 1");
+  options.reserved = 0;
+  options.stream = p;
+  CHECK_REFUSED(polyhead_attention_plan_create(&p->desc, &options, &plan), POLYHEAD_INVALID_ARGUMENT,
+                "stream is given, but the CPU has no streams");
+  // A program whose header had neither.
+  options.struct_size = offsetof(polyhead_plan_options, device);
+  CHECK_OK(polyhead_attention_plan_create(&p->desc, &options, &plan));
+  p->args.stream = p;
+  CHECK_REFUSED(polyhead_attention_forward(plan, &p->args), POLYHEAD_INVALID_ARGUMENT,
+                "stream is given, but the CPU has no streams");
+  polyhead_attention_plan_destroy(plan);
+  free_problem(p);
+}
+
 static void test_null_pointers(void) {
   problem* p = padded();
   polyhead_attention_plan* plan = NULL;
@@ -261,6 +290,7 @@ void test_errors(void) {
   test_bad_tensors();
   test_bad_workspace();
   test_bad_options();
+  test_bad_places();
   test_null_pointers();
   test_bad_rest();
 }

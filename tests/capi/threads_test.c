@@ -1,5 +1,6 @@
 // Errors of one thread stay its own; a plan serves many threads; every executor gives the same bits.
 #include <pthread.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -129,6 +130,19 @@ static void test_executors(void) {
   CHECK(memcmp(p->args.out.data, expected, bytes) == 0);
   CHECK(h.largest_count <= 3 && h.num_bodies >= h.num_calls);
   printf("host executor: %d calls, %d bodies\n", h.num_calls, h.num_bodies);
+
+  // One call's own threads.
+  h.num_calls = 0;
+  p->args.executor = executor;
+  memset(p->args.out.data, 0xff, bytes);
+  CHECK_OK(run_problem(p, NULL, NULL));
+  CHECK(memcmp(p->args.out.data, expected, bytes) == 0);
+  CHECK(h.num_calls > 0 || polyhead_executor_num_threads(NULL) == 1);
+  // A program whose header had no field for them.
+  const int before = h.num_calls;
+  p->args.struct_size = offsetof(polyhead_forward_args, executor);
+  CHECK_OK(run_problem(p, NULL, NULL));
+  CHECK(h.num_calls == before);
   polyhead_executor_destroy(executor);
   CHECK(polyhead_executor_num_threads(NULL) >= 1);
   free(expected);

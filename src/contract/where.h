@@ -1,0 +1,21 @@
+// Where a plan, a product or a block runs, and where a call of it may: one check for all.
+#pragma once
+
+#include "core/threads.h"
+#include "polyhead/executor.h"
+#include "polyhead/status.h"
+
+namespace polyhead {
+
+// Whether a call may say `call` to what was made for `planned`.
+Status check_where(const Where& planned, const Where& call);
+
+// What `asked` means: what it leaves out is the CPU, and our own threads.
+Result<Where> planned_where(const Where& asked);
+
+Run run_at(const Where& planned, const Where& call, int num_threads);
+
+// Says that no kernel of this build computes on `device`.
+Status no_kernel_for(Device device);
+
+}  // namespace polyhead
