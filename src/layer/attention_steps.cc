@@ -5,8 +5,7 @@
 
 #include "attention/unchecked.h"
 #include "contract/sequences.h"
-#include "layer/layer_arguments.h"
-#include "layer/places.h"
+#include "layer/arguments.h"
 
 namespace polyhead {
 namespace {

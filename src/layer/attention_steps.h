@@ -1,4 +1,4 @@
-// Attention as a step of a layer: its arguments are the layer's (layer_arguments.h), one call for each beam.
+// Attention as a step of a layer: its arguments are the layer's (arguments.h), one call for each beam.
 #pragma once
 
 #include <functional>

@@ -48,15 +48,15 @@ Status check_tensors(Operands& operands, const StepList& list, const Call& call)
   return {};
 }
 
-// A reserve is an output like others, of bytes.
-Status add_reserve(Operands& operands, size_t needed, const Call& call, Tensor* view) {
-  if (call.reserve_bytes < needed) {
-    return invalid(sentence("reserve_bytes is ", call.reserve_bytes, ", needs ", needed));
-  }
-  if (reinterpret_cast<uintptr_t>(call.reserve) % 64 != 0) return invalid("reserve is not aligned to 64 bytes");
-  const auto bytes = static_cast<int64_t>(needed);
-  *view = Tensor(call.reserve, DType::kBool, {bytes});
-  return operands.add(Role::kOutput, "reserve", *view, {DType::kBool, {{"bytes", bytes}}});
+// Reserve and packed weights are operands like others, of bytes.
+Status add_memory(Operands& operands, Role role, const char* name, const void* data, size_t given_bytes,
+                  size_t needed_bytes, Tensor* view) {
+  if (data == nullptr) return invalid(sentence(name, " is null, needs ", needed_bytes, " bytes"));
+  if (given_bytes < needed_bytes) return invalid(sentence(name, "_bytes is ", given_bytes, ", needs ", needed_bytes));
+  if (reinterpret_cast<uintptr_t>(data) % 64 != 0) return invalid(sentence(name, " is not aligned to 64 bytes"));
+  const auto bytes = static_cast<int64_t>(needed_bytes);
+  *view = Tensor(const_cast<void*>(data), DType::kBool, {bytes});
+  return operands.add(role, name, *view, {DType::kBool, {{"bytes", bytes}}});
 }
 
 }  // namespace
@@ -80,43 +80,44 @@ void expect_norm(const NormDesc& desc, Role role, int first_argument, int64_t si
   } vectors[] = {{gradient ? "grad_norm.gamma" : "norm.gamma", normed && desc.gamma},
                  {gradient ? "grad_norm.beta" : "norm.beta", normed && desc.beta}};
   for (const auto& vector : vectors) {
-    const int number = first_argument++;
-    if (!vector.asked) {
-      list->expected.push_back(refuse(number, vector.name));
-      continue;
-    }
-    Expected& e = list->expected.emplace_back(expect(number, vector.name, {dtype, {{"size", size}}}));
+    const OperandShape shape = vector.asked ? OperandShape(dtype, {{"size", size}}) : OperandShape();
+    Expected& e = list->expected.emplace_back(expect(first_argument++, vector.name, shape));
     e.role = role;
     e.shape.takes = OperandShape::Takes::kDtypeOrFloat32;
-    if (gradient) e.kind = Expected::Kind::kOptional;
+    if (gradient && vector.asked) e.kind = Expected::Kind::kOptional;
   }
 }
 
-Status check_call(const StepList& list, const PackedLayout& packed, const CallMemory& memory, const Call& call) {
-  const bool backward = memory.stage != 0;
+Status check_call(const Module& module, const StepList& list, uint64_t stage_before, const Call& call) {
+  const bool backward = stage_before != 0;
   if (backward && call.reserve == nullptr) return invalid("reserve is null: backward needs what forward wrote there");
   Operands operands;
   Tensor packed_view, reserve_view;
   const bool has_packed = call.packed_weights != nullptr && !backward;
   Status status;
   if (has_packed) {
-    status = add_packed(operands, Role::kInput, packed, call.packed_weights, call.packed_weights_bytes, &packed_view);
+    status = add_memory(operands, Role::kInput, "packed_weights", call.packed_weights, call.packed_weights_bytes,
+                        module.packed.bytes, &packed_view);
   }
   if (status.ok()) status = check_tensors(operands, list, call);
-  if (status.ok() && call.reserve != nullptr) status = add_reserve(operands, memory.reserve_bytes, call, &reserve_view);
-  if (status.ok()) status = operands.check_workspace(call.workspace, call.workspace_bytes, list.workspace_bytes);
-  if (status.ok() && has_packed) status = check_packed(packed, call.packed_weights);
+  if (status.ok() && call.reserve != nullptr) {
+    status = add_memory(operands, Role::kOutput, "reserve", call.reserve, call.reserve_bytes, module.reserve_bytes,
+                        &reserve_view);
+  }
+  const size_t workspace_bytes = backward ? module.backward_workspace_bytes : module.workspace_bytes;
+  if (status.ok()) status = operands.check_workspace(call.workspace, call.workspace_bytes, workspace_bytes);
+  if (status.ok() && has_packed) status = check_packed(module.packed, call.packed_weights);
   if (!status.ok() || call.reserve == nullptr) return status;
   if (!backward) return check_dropouts(call.dropouts);
-  return check_reserve(call.reserve, memory.fingerprint, memory.stage, call.dropouts, memory.owner);
+  return check_reserve(call.reserve, module.fingerprint, stage_before, call.dropouts, module.name);
 }
 
-Status check_pack(const StepList& list, const PackedLayout& layout, const void* packed, size_t bytes,
-                  const Call& call) {
+Status check_pack(const Module& module, const void* packed, size_t bytes, const Call& call) {
   Operands operands;
   Tensor view;
-  const Status status = check_tensors(operands, list, call);
-  return status.ok() ? add_packed(operands, Role::kOutput, layout, packed, bytes, &view) : status;
+  const Status status = check_tensors(operands, module.pack, call);
+  if (!status.ok()) return status;
+  return add_memory(operands, Role::kOutput, "packed_weights", packed, bytes, module.packed.bytes, &view);
 }
 
 Status check_norm_desc(const NormDesc& desc) {

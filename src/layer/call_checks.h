@@ -2,7 +2,7 @@
 // argument, what was expected and what came.
 #pragma once
 
-#include "layer/steps.h"
+#include "layer/module.h"
 
 namespace polyhead {
 
@@ -12,17 +12,11 @@ Expected refuse(int argument, const char* name);
 // gamma and beta of a norm over `size`, or their gradients: float32 or `dtype`.
 void expect_norm(const NormDesc& desc, Role role, int first_argument, int64_t size, DType dtype, StepList* list);
 
-struct CallMemory {
-  size_t reserve_bytes = 0;  // needed, where there is a reserve
-  uint64_t fingerprint = 0;
-  uint64_t stage = 0;  // 0: forward, which fills the reserve; else what must have been done with it
-  const char* owner = "";
-};
+// `stage_before`: what must have been done with the reserve before this call; 0: nothing, it is a forward call.
+Status check_call(const Module& module, const StepList& list, uint64_t stage_before, const Call& call);
 
-Status check_call(const StepList& list, const PackedLayout& packed, const CallMemory& memory, const Call& call);
-
-// What pack_weights() is given: the matrices of `list`, and where they go.
-Status check_pack(const StepList& list, const PackedLayout& layout, const void* packed, size_t bytes, const Call& call);
+// What pack_weights() is given: the matrices, and where they go.
+Status check_pack(const Module& module, const void* packed, size_t bytes, const Call& call);
 
 Status check_norm_desc(const NormDesc& desc);
 

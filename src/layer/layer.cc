@@ -4,42 +4,25 @@
 
 #include "attention/checks.h"
 #include "core/sentence.h"
-#include "layer/call_checks.h"
+#include "layer/arguments.h"
 #include "layer/fingerprint.h"
-#include "layer/layer_arguments.h"
+#include "layer/layer_steps.h"
 
 namespace polyhead {
 namespace {
 
-constexpr int kOutMatrix = static_cast<int>(WeightKind::kOut);  // matrices come before biases
-
 void set_sizes(LayerState& s) {
   const LayerDesc& d = s.desc;
   const auto dim = [](int64_t projected, int64_t size) { return projected > 0 ? projected : size; };
-  s.projections[kQuery] = {"query",
-                           d.query_size,
-                           d.beam,
-                           d.seqlen_q,
-                           d.num_heads,
-                           dim(d.query_proj_size, d.query_size),
-                           d.query_proj_size > 0,
-                           d.query_bias};
-  s.projections[kKey] = {"key",
-                         d.key_size,
-                         d.beam_kv,
-                         d.seqlen_k,
-                         d.num_heads_kv,
-                         dim(d.key_proj_size, d.key_size),
-                         d.key_proj_size > 0,
-                         d.key_bias};
-  s.projections[kValue] = {"value",
-                           d.value_size,
-                           d.beam_kv,
-                           d.seqlen_k,
-                           d.num_heads_kv,
-                           dim(d.value_proj_size, d.value_size),
-                           d.value_proj_size > 0,
-                           d.value_bias};
+  const auto of_query = [&](int64_t size, int64_t projected, bool bias) {
+    return Projection{size, d.beam, d.seqlen_q, d.num_heads, dim(projected, size), projected > 0, bias};
+  };
+  const auto of_keys = [&](int64_t size, int64_t projected, bool bias) {
+    return Projection{size, d.beam_kv, d.seqlen_k, d.num_heads_kv, dim(projected, size), projected > 0, bias};
+  };
+  s.projections[kQuery] = of_query(d.query_size, d.query_proj_size, d.query_bias);
+  s.projections[kKey] = of_keys(d.key_size, d.key_proj_size, d.key_bias);
+  s.projections[kValue] = of_keys(d.value_size, d.value_proj_size, d.value_bias);
   s.joined = d.beam == d.beam_kv && d.seqlen_q == d.seqlen_k;
   for (const Projection& p : s.projections) s.joined = s.joined && p.on;
 }
@@ -111,82 +94,33 @@ Status make_plans(LayerState& s, const PlanOptions& options) {
   return {StatusCode::kInternal, sentence("kernel ", s.infer->kernel_name(), " has no matrix products")};
 }
 
-bool lay_out_packed_weights(LayerState& s) {
-  MatrixSize sizes[kOutMatrix + 1];
-  for (int i = 0; i <= kOutMatrix; ++i) {
-    const WeightLayout& layout = s.weights[i];
-    if (layout.present) sizes[i] = {layout.dims[0], layout.dims[1]};
+void list_parameters(LayerState& s) {
+  static constexpr const char* kNames[][2] = {
+      {"weights.query", "grad_weights.query"},           {"weights.key", "grad_weights.key"},
+      {"weights.value", "grad_weights.value"},           {"weights.out", "grad_weights.out"},
+      {"weights.query_bias", "grad_weights.query_bias"}, {"weights.key_bias", "grad_weights.key_bias"},
+      {"weights.value_bias", "grad_weights.value_bias"}, {"weights.out_bias", "grad_weights.out_bias"}};
+  for (int kind = 0; kind < kNumWeightKinds; ++kind) {
+    const WeightLayout& layout = s.weights[kind];
+    OperandShape shape;
+    shape.dtype = s.dtype, shape.ndim = layout.ndim;  // 0, if there is none
+    shape.dims[0] = {layout.ndim == 2 ? "in" : "size", layout.dims[0]};
+    shape.dims[1] = {"out", layout.dims[1]};
+    s.parameters.push_back({kNames[kind][0], kNames[kind][1], shape});
   }
-  return lay_out_packed(*s.linear, s.desc.dtype, sizes, &s.packed);
-}
-
-// The lists, each with its own places in the workspace; those of one pass may be given the same one.
-bool lay_out_forward(LayerState& s) {
-  const struct {
-    LayerMode mode;
-    StepList* list;
-  } all[] = {{LayerMode::kTraining, &s.train_steps},
-             {LayerMode::kInference, &s.infer_steps},
-             {LayerMode::kStep, &s.decode_steps}};
-  for (const auto& [mode, list] : all) {
-    LayerPlaces places = layer_places(s);
-    Memory workspace(Place::Room::kWorkspace), reserve(Place::Room::kReserve);
-    reserve.map.take_bytes(sizeof(ReserveHeader));
-    take_activations(s, mode, mode == LayerMode::kTraining ? reserve : workspace, &places);
-    if (!reserve.map.fits()) return false;
-    expect_inputs(s, mode, list);
-    expect_residual(s, mode, list);
-    expect_weights(s, WeightUse::kForward, list);
-    expect_options(s, list);
-    expect_outputs(s, mode, list);
-    if (mode != LayerMode::kTraining) expect_caches(s, mode, list);
-    emit_forward(s, places, mode, workspace, &list->steps);
-    if (!finish(s.machine(), workspace, list, mode == LayerMode::kStep)) return false;
-  }
-  share_workspace({&s.train_steps, &s.infer_steps, &s.decode_steps});
-  return true;
-}
-
-bool lay_out_backward(LayerState& s) {
-  LayerPlaces places = layer_places(s);
-  Memory reserve(Place::Room::kReserve);
-  reserve.map.take_bytes(sizeof(ReserveHeader));
-  take_activations(s, LayerMode::kTraining, reserve, &places);
-  take_head_gradients(s, reserve, &places);
-  if (!reserve.map.fits()) return false;
-  s.reserve_bytes = reserve.map.bytes();
-  for (StepList* list : {&s.backward_data, &s.backward_weights}) {
-    expect_inputs(s, LayerMode::kTraining, list);
-    expect_residual(s, LayerMode::kTraining, list);
-    expect_weights(s, WeightUse::kBackward, list);
-    expect_options(s, list);
-    expect_out(s, LayerMode::kTraining, kArgGradOut, "grad_out", Role::kInput, list);
-    Memory workspace(Place::Room::kWorkspace);
-    const Place copies = take_row_copies(s, workspace);
-    if (list == &s.backward_data) {
-      expect_input_gradients(s, list);
-      emit_backward_data(s, places, copies, workspace, &list->steps);
-    } else {
-      expect_weights(s, WeightUse::kGradients, list);
-      emit_backward_weights(s, places, copies, &list->steps);
-    }
-    if (!finish(s.machine(), workspace, list)) return false;
-  }
-  share_workspace({&s.backward_data, &s.backward_weights});
-  return true;
+  s.num_matrices = static_cast<size_t>(WeightKind::kQueryBias);
 }
 
 Status check_step(const LayerState& s, const Call& call) {
   const auto given = [&](int argument) { return call.tensors[argument].given(); };
-  if (call.reserve != nullptr && call.step == -1) {
-    for (const int cache : {kArgKeyCache, kArgValueCache}) {
-      if (!given(cache)) continue;
-      const char* name = cache == kArgKeyCache ? "key_cache" : "value_cache";
-      return invalid(sentence(name, " and a reserve are given: caches are for inference"));
-    }
-  }
-  if (call.step == -1) return {};
   const LayerDesc& desc = s.desc;
+  const auto each_cache = [&](bool refused, const char* why) -> Status {
+    if (given(kArgKeyCache) == refused) return invalid(sentence("key_cache ", why));
+    if (given(kArgValueCache) == refused) return invalid(sentence("value_cache ", why));
+    return {};
+  };
+  if (call.step == -1 && call.reserve == nullptr) return {};
+  if (call.step == -1) return each_cache(true, "and a reserve are given: caches are for inference");
   if (call.step < -1) return invalid(sentence("step is ", call.step, ", must be -1 (all steps) or at least 0"));
   if (call.step >= desc.seqlen_q) {
     return invalid(sentence("step is ", call.step, ", must be less than seqlen_q ", desc.seqlen_q));
@@ -199,33 +133,53 @@ Status check_step(const LayerState& s, const Call& call) {
   if (given(kArgKey) != given(kArgValue)) {
     return invalid(sentence(given(kArgKey) ? "value" : "key", " is missing: a step takes key and value, or neither"));
   }
-  for (const int cache : {kArgKeyCache, kArgValueCache}) {
-    const char* name = cache == kArgKeyCache ? "key_cache" : "value_cache";
-    if (!given(cache)) return invalid(sentence(name, " is missing: a step needs it"));
-  }
-  return {};
+  return each_cache(false, "is missing: a step needs it");
 }
 
-// Checks a backward call and walks its list.
-Status run_backward(const LayerState& s, const StepList& list, uint64_t stage, const LayerBackwardArgs& args) {
+Status check_backward(Pass pass, const Call& call) {
+  ArgumentSet grad_weights = 0;
+  for (int kind = 0; kind < kNumWeightKinds; ++kind) grad_weights |= only(kArgGradWeights + kind);
+  if (pass == Pass::kBackwardWeights && !call.any_given(grad_weights)) {
+    return invalid("no gradient is asked for: give one of grad_weights");
+  }
+  if (call.step != -1) return invalid(sentence("step is ", call.step, ", backward takes all steps: -1"));
+  if (!call.any_given(only(kArgKeyCache) | only(kArgValueCache))) return {};
+  return invalid("key_cache or value_cache is given to backward: caches are for inference");
+}
+
+Call call_of(const LayerState& s, const LayerBackwardArgs& args) {
   Call call = call_of(s.desc, args.forward);
   set_gradients(args, &call);
-  if (call.step != -1) return invalid(sentence("step is ", call.step, ", backward takes all steps: -1"));
-  if (call.tensors[kArgKeyCache].given() || call.tensors[kArgValueCache].given()) {
-    return invalid("key_cache or value_cache is given to backward: caches are for inference");
-  }
-  Status status = check_call(list, s.packed, {s.reserve_bytes, s.fingerprint, stage, "layer"}, call);
-  if (status.ok()) status = check_lengths(s, call);
-  return status.ok() ? run(s.machine(), list, call) : status;
+  return call;
 }
 
 }  // namespace
+
+void LayerState::emit(Pass pass, Memory& workspace, Memory& reserve, StepList* list) const {
+  LayerPlaces places;
+  for (int i = kQuery; i <= kValue; ++i) {
+    places.inputs[i] = argument(kArgQuery + i);
+    places.grads[i] = argument(kArgGradQuery + i);
+  }
+  if (desc.residual) places.residual = argument(kArgResidual);
+  places.out = argument(kArgOut);
+  places.grad_out = argument(kArgGradOut);
+  places.caches = true;
+  expect_arguments(*this, pass, nullptr, list);
+  emit_layer(*this, pass, places, workspace, reserve, reserve, &list->steps);
+}
+
+Status LayerState::check(Pass pass, const Call& call) const {
+  return is_backward(pass) ? check_backward(pass, call) : check_step(*this, call);
+}
 
 Result<std::shared_ptr<const LayerState>> make_layer_state(const LayerDesc& desc, const PlanOptions& options) {
   if (Status status = check_layer_desc(desc); !status.ok()) return status;
   auto state = std::make_shared<LayerState>();
   LayerState& s = *state;
   s.desc = desc;
+  s.name = "layer", s.without = "the layer has none";
+  s.dtype = desc.dtype, s.beams = desc.beam;
   set_sizes(s);
   MemoryMap heads, weights;
   heads.take({desc.num_heads, s.projections[kValue].dim}, 8);
@@ -235,11 +189,12 @@ Result<std::shared_ptr<const LayerState>> make_layer_state(const LayerDesc& desc
   if (Status status = make_plans(s, options); !status.ok()) return status;
   lay_out_weights(s, weights);
   s.weights_bytes = weights.bytes();
-  if (!weights.fits() || !lay_out_packed_weights(s) || !lay_out_backward(s) || !lay_out_forward(s)) {
-    return Status(StatusCode::kInvalidArgument, "the layer is too large: its memory passes the address space");
-  }
-  expect_weights(s, WeightUse::kMatrices, &s.pack);
   s.fingerprint = fingerprint_of(desc);
+  list_parameters(s);
+  if (!weights.fits()) return invalid("the layer is too large: its memory passes the address space");
+  const Status status =
+      make_lists(s, {Pass::kTraining, Pass::kInference, Pass::kOneStep, Pass::kBackward, Pass::kBackwardWeights});
+  if (!status.ok()) return status;
   return std::shared_ptr<const LayerState>(std::move(state));
 }
 
@@ -258,8 +213,8 @@ const char* Layer::kernel_name() const { return state_->infer->kernel_name(); }
 int64_t Layer::out_size() const { return state_->out_size; }
 size_t Layer::weights_bytes() const { return state_->weights_bytes; }
 size_t Layer::packed_weights_bytes() const { return state_->packed.bytes; }
-size_t Layer::workspace_bytes() const { return state_->train_steps.workspace_bytes; }
-size_t Layer::backward_workspace_bytes() const { return state_->backward_data.workspace_bytes; }
+size_t Layer::workspace_bytes() const { return state_->workspace_bytes; }
+size_t Layer::backward_workspace_bytes() const { return state_->backward_workspace_bytes; }
 size_t Layer::reserve_bytes() const { return state_->reserve_bytes; }
 LayerWeights Layer::weights_in(void* buffer) const { return tensors_of(*state_, buffer); }
 
@@ -268,50 +223,22 @@ WeightLayout Layer::weight_layout(WeightKind kind) const {
   return index >= 0 && index < kNumWeightKinds ? state_->weights[index] : WeightLayout();
 }
 
-Status Layer::pack_weights(const LayerWeights& weights, void* packed, size_t bytes) const try {
-  const LayerState& s = *state_;
+Status Layer::pack_weights(const LayerWeights& weights, void* packed, size_t bytes) const {
   Call call;
   set_weights(weights, kArgWeights, &call);
-  if (Status status = check_pack(s.pack, s.packed, packed, bytes, call); !status.ok()) return status;
-  linear::Matrix matrices[kOutMatrix + 1];
-  for (int i = 0; i <= kOutMatrix; ++i) matrices[i] = weight_matrix(weights[static_cast<WeightKind>(i)]);
-  write_packed(*s.linear, s.packed, matrices, packed, s.run);
-  return {};
-} catch (const std::bad_alloc&) {
-  return out_of_memory();
+  return polyhead::pack_weights(*state_, call, packed, bytes);
 }
 
-Status Layer::forward(const LayerForwardArgs& args) const try {
-  const LayerState& s = *state_;
-  const Call call = call_of(s.desc, args);
-  const StepList& list = call.step >= 0 ? s.decode_steps : call.reserve != nullptr ? s.train_steps : s.infer_steps;
-  Status status = check_step(s, call);
-  if (status.ok()) status = check_call(list, s.packed, {s.reserve_bytes}, call);
-  if (status.ok()) status = check_lengths(s, call);
-  if (!status.ok()) return status;
-  if (call.reserve != nullptr) begin_reserve(call.reserve, s.fingerprint, call.dropouts);
-  return run(s.machine(), list, call);
-} catch (const std::bad_alloc&) {
-  return out_of_memory();
+Status Layer::forward(const LayerForwardArgs& args) const {
+  return polyhead::forward(*state_, call_of(state_->desc, args));
 }
 
-Status Layer::backward_data(const LayerBackwardArgs& args) const try {
-  const Status status = run_backward(*state_, state_->backward_data, ReserveHeader::kForwardDone, args);
-  if (status.ok()) set_stage(args.forward.reserve, ReserveHeader::kBackwardDataDone);
-  return status;
-} catch (const std::bad_alloc&) {
-  return out_of_memory();
+Status Layer::backward_data(const LayerBackwardArgs& args) const {
+  return compute(*state_, Pass::kBackward, call_of(*state_, args));
 }
 
-Status Layer::backward_weights(const LayerBackwardArgs& args) const try {
-  bool any = false;
-  for (int kind = 0; kind < kNumWeightKinds; ++kind) {
-    any = any || args.grad_weights[static_cast<WeightKind>(kind)].given();
-  }
-  if (!any) return invalid("no gradient is asked for: give one of grad_weights");
-  return run_backward(*state_, state_->backward_weights, ReserveHeader::kBackwardDataDone, args);
-} catch (const std::bad_alloc&) {
-  return out_of_memory();
+Status Layer::backward_weights(const LayerBackwardArgs& args) const {
+  return compute(*state_, Pass::kBackwardWeights, call_of(*state_, args));
 }
 
 }  // namespace polyhead

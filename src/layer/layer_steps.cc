@@ -7,10 +7,20 @@
 
 #include <algorithm>
 
-#include "layer/layer_arguments.h"
+#include "layer/arguments.h"
 
 namespace polyhead {
 namespace {
+
+// And what lies on the way.
+struct AllPlaces : LayerPlaces {
+  Place projected[3];   // where the projections of the inputs go, or copies of them
+  Place attended[3];    // what attention reads
+  Place attention_out;  // [B, N, Sq, H, Dv]
+  Place logsumexp;      // [N, B, H, Sq]
+  Place head_grads[3];  // gradients of q, k and v
+  size_t head_grads_begin = 0, head_grads_end = 0;
+};
 
 using Gives = ProductStep::Gives;
 using View = Place::View;
@@ -26,7 +36,7 @@ Place grad_weight(int kind) { return argument(kArgGradWeights + kind); }
 DType sums_type(DType dtype) { return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
 
 // q | k | v in one matrix if all have one input, else q, and k | v; `all`: also of projections that are off.
-void take_projections(const LayerState& s, LayerMode mode, bool all, Memory& memory, Place* places) {
+void take_projections(const LayerState& s, Pass pass, bool all, Memory& memory, Place* places) {
   const auto take = [&](int first, int last) {
     Memory::Columns columns[3];
     Place* to[3];
@@ -36,7 +46,7 @@ void take_projections(const LayerState& s, LayerMode mode, bool all, Memory& mem
       if (all || p.on) columns[count] = {p.heads, p.dim}, to[count++] = &places[i];
     }
     const Projection& p = s.projections[first];
-    const int64_t steps = mode == LayerMode::kStep ? 1 : p.steps;
+    const int64_t steps = pass == Pass::kOneStep ? 1 : p.steps;
     memory.take_side_by_side(s.desc.dtype, {s.desc.batch, p.beams, steps}, {columns, count}, to);
   };
   if (s.joined) return take(kQuery, kValue);
@@ -44,9 +54,9 @@ void take_projections(const LayerState& s, LayerMode mode, bool all, Memory& mem
   take(kKey, kValue);
 }
 
-EpiloguePlaces after_output(const LayerPlaces& places, LayerMode mode) {
+EpiloguePlaces after_output(const LayerPlaces& places, Pass pass) {
   EpiloguePlaces epilogue;
-  if (mode == LayerMode::kTraining) epilogue.dropout = kOutputDropout;
+  if (pass == Pass::kTraining) epilogue.dropout = kOutputDropout;
   epilogue.residual = places.residual;
   return epilogue;
 }
@@ -58,54 +68,39 @@ EpiloguePlaces dropout_gradient() {
   return epilogue;
 }
 
-}  // namespace
-
-LayerPlaces layer_places(const LayerState& s) {
-  LayerPlaces places;
-  for (int i = kQuery; i <= kValue; ++i) {
-    places.inputs[i] = argument(kArgQuery + i);
-    places.grads[i] = argument(kArgGradQuery + i);
-  }
-  if (s.desc.residual) places.residual = argument(kArgResidual);
-  places.out = argument(kArgOut);
-  places.grad_out = argument(kArgGradOut);
-  places.caches = true;
-  return places;
-}
-
-void take_activations(const LayerState& s, LayerMode mode, Memory& memory, LayerPlaces* places) {
+void take_activations(const LayerState& s, Pass pass, Memory& memory, AllPlaces* places) {
   const LayerDesc& d = s.desc;
-  take_projections(s, mode, false, memory, places->projected);
+  take_projections(s, pass, false, memory, places->projected);
   for (int i = kQuery; i <= kValue; ++i) {
     const Projection& p = s.projections[i];
     Place& to = places->projected[i];
     Place& read = places->attended[i];
     read = p.on ? to : places->inputs[i].seen_as(View::kSameForHeads, p.heads, 0);
-    if (i == kQuery || !places->caches || mode == LayerMode::kTraining) continue;
+    if (i == kQuery || !places->caches || has_reserve(pass)) continue;
     const int cache = i == kKey ? kArgKeyCache : kArgValueCache;
     read.heads = p.heads;
     read = read.unless_given(cache, cache, p.on ? View::kWhole : View::kKept);
     to = to.unless_given(cache, cache, View::kOneStep);
   }
-  const int64_t steps = mode == LayerMode::kStep ? 1 : d.seqlen_q;
+  const int64_t steps = pass == Pass::kOneStep ? 1 : d.seqlen_q;
   const int64_t heads = d.num_heads, dim = s.projections[kValue].dim;
-  if (mode == LayerMode::kTraining || !s.attention_writes_out()) {
+  if (has_reserve(pass) || !s.attention_writes_out()) {
     places->attention_out = memory.take(d.dtype, {d.batch, d.beam, steps, heads, dim});
   } else {
     places->attention_out = places->out.seen_as(View::kSplit, heads, dim);
   }
-  if (mode == LayerMode::kTraining) {
+  if (has_reserve(pass)) {
     places->logsumexp = memory.take(sums_type(d.dtype), {d.beam, d.batch, heads, steps});
   }
 }
 
-void take_head_gradients(const LayerState& s, Memory& memory, LayerPlaces* places) {
+void take_head_gradients(const LayerState& s, Memory& memory, AllPlaces* places) {
   places->head_grads_begin = memory.map.bytes();
-  take_projections(s, LayerMode::kTraining, true, memory, places->head_grads);
+  take_projections(s, Pass::kBackward, true, memory, places->head_grads);
   places->head_grads_end = memory.map.bytes();
 }
 
-void emit_forward(const LayerState& s, const LayerPlaces& places, LayerMode mode, Memory& workspace,
+void emit_forward(const LayerState& s, const AllPlaces& places, Pass pass, Memory& workspace,
                   std::vector<Step>* steps) {
   for (int i = kQuery; i <= kValue; ++i) {
     if (!s.projections[i].on) continue;
@@ -120,24 +115,24 @@ void emit_forward(const LayerState& s, const LayerPlaces& places, LayerMode mode
   }
   AttentionStep attention;
   attention.beams = s.desc.beam;
-  attention.plan = mode == LayerMode::kTraining ? &*s.train : mode == LayerMode::kStep ? &*s.step : &*s.infer;
+  attention.plan = pass == Pass::kTraining ? &*s.train : pass == Pass::kOneStep ? &*s.step : &*s.infer;
   attention.query = places.attended[kQuery];
   attention.key = places.attended[kKey];
   attention.value = places.attended[kValue];
   attention.out = places.attention_out;
   attention.logsumexp = places.logsumexp;
-  if (mode == LayerMode::kStep) {
+  if (pass == Pass::kOneStep) {
     attention.asked = &s.asked;
     attention.lengths = workspace.take(DType::kInt64, {2, s.desc.batch});
   }
   steps->emplace_back(attention);
   if (s.out_projected()) {
     ProductStep project = {Gives::kY, places.attention_out, weight(kOutWeight), weight(kOutBias), places.out};
-    project.epilogue = after_output(places, mode);
+    project.epilogue = after_output(places, pass);
     project.packed = kOutWeight;
     steps->emplace_back(project);
-  } else if (mode == LayerMode::kTraining || !s.attention_writes_out()) {
-    steps->emplace_back(PointwiseStep{places.attention_out, places.out, after_output(places, mode)});
+  } else if (pass == Pass::kTraining || !s.attention_writes_out()) {
+    steps->emplace_back(PointwiseStep{places.attention_out, places.out, after_output(places, pass)});
   }
 }
 
@@ -155,7 +150,7 @@ Place take_row_copies(const LayerState& s, Memory& workspace) {
   return copies;
 }
 
-void emit_backward_data(const LayerState& s, const LayerPlaces& places, const Place& copies, Memory& workspace,
+void emit_backward_data(const LayerState& s, const AllPlaces& places, const Place& copies, Memory& workspace,
                         std::vector<Step>* steps) {
   const LayerDesc& d = s.desc;
   const int64_t heads = d.num_heads, dim = s.projections[kValue].dim;
@@ -203,7 +198,7 @@ void emit_backward_data(const LayerState& s, const LayerPlaces& places, const Pl
   }
 }
 
-void emit_backward_weights(const LayerState& s, const LayerPlaces& places, const Place& copies,
+void emit_backward_weights(const LayerState& s, const AllPlaces& places, const Place& copies,
                            std::vector<Step>* steps) {
   const ArgumentSet ends_q = s.asked.has_seqlens_q ? only(kArgLengthsQ) : 0;
   const ArgumentSet ends_k = s.asked.has_seqlens_k ? only(kArgLengthsK) : 0;
@@ -230,6 +225,20 @@ void emit_backward_weights(const LayerState& s, const LayerPlaces& places, const
     product.copy = copies;
     steps->emplace_back(product);
   }
+}
+
+}  // namespace
+
+void emit_layer(const LayerState& s, Pass pass, const LayerPlaces& given, Memory& workspace, Memory& reserve,
+                Memory& head_grads, std::vector<Step>* steps) {
+  AllPlaces places;
+  static_cast<LayerPlaces&>(places) = given;
+  take_activations(s, pass, has_reserve(pass) ? reserve : workspace, &places);
+  if (!is_backward(pass)) return emit_forward(s, places, pass, workspace, steps);
+  take_head_gradients(s, head_grads, &places);
+  const Place copies = take_row_copies(s, workspace);
+  if (pass == Pass::kBackward) emit_backward_data(s, places, copies, workspace, steps);
+  if (pass == Pass::kBackwardWeights || &head_grads == &workspace) emit_backward_weights(s, places, copies, steps);
 }
 
 }  // namespace polyhead

@@ -34,17 +34,6 @@ bool lay_out_packed(const linear::Kernel& kernel, DType dtype, std::span<const M
   return map.fits();
 }
 
-Status add_packed(Operands& operands, Role role, const PackedLayout& layout, const void* packed, size_t bytes,
-                  Tensor* view) {
-  const char* const name = "packed_weights";
-  if (packed == nullptr) return invalid(sentence(name, " is null, needs ", layout.bytes, " bytes"));
-  if (bytes < layout.bytes) return invalid(sentence(name, "_bytes is ", bytes, ", needs ", layout.bytes));
-  if (reinterpret_cast<uintptr_t>(packed) % 64 != 0) return invalid(sentence(name, " is not aligned to 64 bytes"));
-  const auto size = static_cast<int64_t>(layout.bytes);
-  *view = Tensor(const_cast<void*>(packed), DType::kBool, {size});
-  return operands.add(role, name, *view, {DType::kBool, {{"bytes", size}}});
-}
-
 Status check_packed(const PackedLayout& layout, const void* packed) {
   PackedHeader header;
   std::memcpy(&header, packed, sizeof header);

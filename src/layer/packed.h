@@ -34,10 +34,6 @@ struct MatrixSize {
 bool lay_out_packed(const linear::Kernel& kernel, DType dtype, std::span<const MatrixSize> matrices,
                     PackedLayout* layout);
 
-// What forward is given, or what pack_weights writes. `*view` is what `operands` keeps.
-Status add_packed(Operands& operands, Role role, const PackedLayout& layout, const void* packed, size_t bytes,
-                  Tensor* view);
-
 // Whether pack_weights() has filled it for such a layer or block.
 Status check_packed(const PackedLayout& layout, const void* packed);
 

@@ -4,19 +4,16 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <memory>
 #include <optional>
 
-#include "contract/linear.h"
-#include "layer/steps.h"
+#include "layer/module.h"
 #include "polyhead/layer.h"
 
 namespace polyhead {
 
 // Query, key or value on its way to attention.
 struct Projection {
-  const char* name = "";
   int64_t size = 0;   // of a vector of the input
   int64_t beams = 0;  // of the input
   int64_t steps = 0;  // time steps of the input
@@ -29,31 +26,21 @@ struct Projection {
 };
 inline constexpr int kQuery = 0, kKey = 1, kValue = 2;  // indices of projections
 
-struct LayerState {
+struct LayerState : Module {
   LayerDesc desc;
   Projection projections[3];
   int64_t heads_size = 0;  // H * Dv: a row of the attention's output
   int64_t out_size = 0;
   bool joined = false;  // q, k and v lie side by side
-
-  AttentionDesc asked;  // desc.attention with its sizes
   std::optional<Plan> train, infer, step;
-  const linear::Kernel* linear = nullptr;
-  Run run;
-  uint64_t fingerprint = 0;
-
   WeightLayout weights[kNumWeightKinds];
   size_t weights_bytes = 0;
-  PackedLayout packed;  // of query, key, value, out
-
-  size_t reserve_bytes = 0;
-  StepList train_steps, infer_steps, decode_steps, backward_data, backward_weights;
-  StepList pack;  // no steps: what pack_weights() is given
 
   bool out_projected() const { return desc.out_proj_size > 0; }
   // Whether attention may write to the caller's out at once.
   bool attention_writes_out() const { return !out_projected() && !desc.residual; }
-  Machine machine() const { return {linear, run, &packed}; }
+  void emit(Pass pass, Memory& workspace, Memory& reserve, StepList* list) const override;
+  Status check(Pass pass, const Call& call) const override;
 };
 
 // checks_desc.cc: everything but what plan() checks itself.

@@ -360,14 +360,7 @@ bool finish(const Machine& machine, Memory& workspace, StepList* list, bool one_
     for (int i = 0; i < t.ndim; ++i) t.dims[i] = e.shape.dims[i].size;
   }
   list->scratch = workspace.map.take_bytes(Measure(machine, call).bytes(list->steps));
-  list->workspace_bytes = workspace.map.bytes();
   return workspace.map.fits();
-}
-
-void share_workspace(std::initializer_list<StepList*> lists) {
-  size_t most = 0;
-  for (const StepList* list : lists) most = std::max(most, list->workspace_bytes);
-  for (StepList* list : lists) list->workspace_bytes = most;
 }
 
 Status run(const Machine& machine, const StepList& list, const Call& call) {

@@ -165,7 +165,7 @@ struct NormBackwardStep {
   Place grad_x, grad_gamma, grad_beta;  // each if it is somewhere
 };
 
-// Attention, beam after beam. Masks, lengths and the rest are the layer's arguments (layer_arguments.h).
+// Attention, beam after beam. Masks, lengths and the rest are the layer's arguments (arguments.h).
 struct AttentionStep {
   const Plan* plan = nullptr;
   const AttentionDesc* asked = nullptr;  // of all time steps, where this is one step of decoding
@@ -221,7 +221,6 @@ struct Expected {
 struct StepList {
   std::vector<Expected> expected;
   std::vector<Step> steps;
-  size_t workspace_bytes = 0;
   size_t scratch = 0;  // where in the workspace the memory begins that one step after the other uses
 };
 
@@ -235,9 +234,6 @@ struct Machine {
 // Puts the scratch memory that the steps need behind what `workspace` has handed out. False if that leaves the address
 // space. `one_step`: calls of this list are of one step of decoding.
 bool finish(const Machine& machine, Memory& workspace, StepList* list, bool one_step = false);
-
-// Lists of which a caller may give one and the same workspace to any.
-void share_workspace(std::initializer_list<StepList*> lists);
 
 // The call has been checked.
 Status run(const Machine& machine, const StepList& list, const Call& call);

@@ -1,18 +1,20 @@
-// The arguments of a layer and of an attention block by number.
+// The arguments of all calls by number, and those of a layer, which are an attention block's too. The feed-forward block
+// has x in the place of query, and its weights in the order of its own table.
 #pragma once
 
-#include "layer/layer_steps.h"
+#include "layer/norm_block.h"
 #include "layer/places.h"
+#include "layer/state.h"
 #include "polyhead/block.h"
 
 namespace polyhead {
 
-enum LayerArgument : int {
+enum Argument : int {
   kArgQuery,
   kArgKey,
   kArgValue,
   kArgResidual,
-  kArgWeights,  // the first of all, in the order of WeightKind
+  kArgWeights,  // the first of all, in the order of Module::parameters
   kArgGamma = kArgWeights + kNumWeightKinds,
   kArgBeta,
   kArgMask,
@@ -36,17 +38,18 @@ enum LayerArgument : int {
   kArgGradWeights,  // likewise
   kArgGradGamma = kArgGradWeights + kNumWeightKinds,
   kArgGradBeta,
-  kNumLayerArguments,
+  kNumArguments,
 };
-static_assert(kNumLayerArguments <= kMaxArguments);
+static_assert(kNumArguments <= kMaxArguments);
 
 constexpr ArgumentSet only(int argument) { return ArgumentSet{1} << argument; }
 
 // The call with these tensors, with a beam dim everywhere: [batch, beam, time, vector]; lengths and offsets [batch, beam].
 Call call_of(const LayerDesc& desc, const LayerForwardArgs& args);
 void set_weights(const LayerWeights& weights, int first_argument, Call* call);
+void set_norm(const NormWeights& weights, int first_argument, Call* call);
 
-// The gradients of a layer or a block, and what comes in.
+// A layer's or an attention block's call with its gradients, and what comes in.
 template <class Args>
 void set_gradients(const Args& args, Call* call) {
   call->tensors[kArgGradOut] = with_beam(args.grad_out, 4);
@@ -59,18 +62,7 @@ void set_gradients(const Args& args, Call* call) {
   call->accumulate = args.accumulate;
 }
 
-// What calls are given, in the order in which it is checked.
-enum class WeightUse { kForward, kBackward, kMatrices, kGradients };
-void expect_inputs(const LayerState& s, LayerMode mode, StepList* list);
-void expect_out(const LayerState& s, LayerMode mode, int argument, const char* name, Role role, StepList* list);
-void expect_residual(const LayerState& s, LayerMode mode, StepList* list);
-void expect_weights(const LayerState& s, WeightUse use, StepList* list);
-void expect_options(const LayerState& s, StepList* list);
-void expect_outputs(const LayerState& s, LayerMode mode, StepList* list);
-void expect_caches(const LayerState& s, LayerMode mode, StepList* list);
-void expect_input_gradients(const LayerState& s, StepList* list);
-
-// Lengths are data: they are looked at in every call.
-Status check_lengths(const LayerState& s, const Call& call);
+// What calls of a layer are given, or of the block around it, in the order in which it is checked.
+void expect_arguments(const LayerState& s, Pass pass, const NormBlock* block, StepList* list);
 
 }  // namespace polyhead
