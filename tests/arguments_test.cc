@@ -35,8 +35,10 @@ void with_all(AttentionDesc& d) {
 void with_lengths(AttentionDesc& d) { d.causal = d.has_seqlens_q = d.has_seqlens_k = true; }
 void packed(AttentionDesc& d) { d.packed = true; }
 void packed_causal(AttentionDesc& d) { d.packed = d.causal = true; }
+void dropping(AttentionDesc& d) { d.dropout_p = 0.5; }
 
 const BadCall kBadCalls[] = {
+    {dropping, [](auto& a) { a.dropout_seed.reset(); }, "dropout_seed is not given, must be where dropout_p is 0.5"},
     {as_it_is, [](auto& a) { a.query = {}; }, "query is missing"},
     {as_it_is, [](auto& a) { a.value.ndim = -3; }, "value is missing"},
     {as_it_is, [](auto& a) { a.out = {}; }, "out is missing"},

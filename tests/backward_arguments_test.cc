@@ -32,6 +32,7 @@ void with_all(AttentionDesc& d) {
 }
 void with_lengths(AttentionDesc& d) { d.causal = d.has_seqlens_q = d.has_seqlens_k = true; }
 void packed(AttentionDesc& d) { d.packed = true; }
+void dropping(AttentionDesc& d) { d.dropout_p = 0.5; }
 void in_float64(AttentionDesc& d) { d.dtype = DType::kFloat64; }
 void in_bfloat16(AttentionDesc& d) { d.dtype = DType::kBFloat16; }
 
@@ -40,6 +41,8 @@ constexpr char kNotAsked[] =
 
 const BadCall kBadCalls[] = {
     // The inputs and options are those of forward, whose test has every sentence; here one of each kind.
+    {dropping, [](auto& a) { a.forward.dropout_seed.reset(); },
+     "dropout_seed is not given, must be where dropout_p is 0.5"},
     {as_it_is, [](auto& a) { a.forward.query = {}; }, "query is missing"},
     {as_it_is, [](auto& a) { a.forward.key.dtype = DType::kFloat16; }, "key is float16, expected float32"},
     {as_it_is, [](auto& a) { a.forward.value.dims[1] = 4; }, "value dim 1 is 4, expected seqlen_k 5"},

@@ -262,6 +262,7 @@ void run(const Plan& plan, const AttentionDesc& d, Figures* figures) {
   const int64_t dims = std::max(d.head_dim, d.head_dim_v);
   Arrays arrays(d);
   ForwardArgs args;
+  args.dropout_seed = 1;
   if (plan.workspace_bytes() > kMostBytes || !arrays.forward(&args)) return;
   if (!little_work({batch, d.num_heads, queries, keys, dims}) || !little_work({batch, d.num_heads, d.seqlen_q})) return;
   const GuardedBytes workspace(plan.workspace_bytes(), Guard::kEnd, 0xff);

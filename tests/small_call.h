@@ -60,6 +60,7 @@ class Call {
     if (desc.return_weights == ReturnWeights::kPerHead) args.weights = output(desc.dtype, {B, H, Sq, Sk});
     if (desc.return_weights == ReturnWeights::kMean) args.weights = output(desc.dtype, {B, Sq, Sk});
     if (desc.return_column_sums) args.column_sums = output(sums, {B, H, Sk});
+    if (desc.dropout_p > 0) args.dropout_seed = 1;
   }
 
   // A workspace of its own, as the plan wants it.

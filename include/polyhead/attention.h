@@ -113,7 +113,7 @@ struct ForwardArgs {
   Tensor window_lo = {};      ///< [Sq], int32 or int64: query i sees keys window_lo[i] <= j < window_hi[i]
   Tensor window_hi = {};      ///< [Sq], int32 or int64; what lies outside of the keys is cut off
 
-  uint64_t dropout_seed = 0;
+  std::optional<uint64_t> dropout_seed = {};  ///< any number; needed where desc.dropout_p is above 0
   uint32_t dropout_offset = 0;
 
   Tensor out = {};          ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]; in out_dtype(desc)

@@ -1,5 +1,6 @@
 #include "attention/checks.h"
 #include "contract/attention_operands.h"
+#include "core/dropout.h"
 #include "core/sentence.h"
 
 namespace polyhead {
@@ -48,6 +49,7 @@ Status check_saved(const ForwardArgs& forward, const Tensor& delta) {
 }  // namespace
 
 Status check_forward_args(const AttentionDesc& desc, const ForwardArgs& args, size_t workspace_bytes, Device device) {
+  if (Status status = check_dropout_seed("dropout", desc.dropout_p, args.dropout_seed); !status.ok()) return status;
   Operands operands(device);
   for (const AttentionOperand& row : attention_operands()) {
     if (row.forward == Use::kNone) continue;
@@ -59,14 +61,17 @@ Status check_forward_args(const AttentionDesc& desc, const ForwardArgs& args, si
 Status check_backward_args(const AttentionDesc& desc, const BackwardArgs& args, size_t workspace_bytes, Device device) {
   const ForwardArgs& forward = args.forward;
   Operands operands(device);
-  if (Status status = check_saved(forward, args.delta); !status.ok()) return status;
+  Status status = check_dropout_seed("dropout", desc.dropout_p, forward.dropout_seed);
+  if (status.ok()) status = check_saved(forward, args.delta);
+  if (!status.ok()) return status;
   bool asked = false;
   for (const AttentionOperand& row : attention_operands()) {
     if (row.backward == Use::kNone) {
       if (!row.of(args).given()) continue;
       return invalid(sentence(row.name, " is given to backward, but has no gradient: leave it out"));
     }
-    if (Status status = add_operand(desc, row, row.backward, args, operands); !status.ok()) return status;
+    status = add_operand(desc, row, row.backward, args, operands);
+    if (!status.ok()) return status;
     asked = asked || (row.backward == Use::kGradient && row.of(args).given());
   }
   if (!asked) return nothing_asked();

@@ -28,7 +28,7 @@ ForwardArgs beam_args(const AnyStep& step, const Call& call, int64_t n) {
   one.window_hi = of_queries(kArgWindowHi, 0);
   one.alibi_slopes = call.tensors[kArgSlopes];
   one.out = beam_at(step.out);
-  one.dropout_seed = call.dropouts[0].seed.value_or(0);
+  one.dropout_seed = call.dropouts[0].seed;
   one.dropout_offset = call.dropouts[0].offset + static_cast<uint32_t>(n);
   // [N, B, H, Sq]: of each beam, without gaps.
   one.logsumexp = index_of(tensor_at(call, step.logsumexp), 0, n);

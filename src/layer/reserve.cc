@@ -3,14 +3,14 @@
 #include <cstddef>
 #include <cstring>
 
+#include "core/dropout.h"
 #include "core/sentence.h"
 
 namespace polyhead {
 
 Status check_dropouts(const DropoutStreams& streams) {
   for (const DropoutStream& s : streams) {
-    if (s.p <= 0 || s.seed.has_value()) continue;
-    return invalid(sentence(s.name, "_seed is not given, must be where ", s.name, "_p is ", s.p));
+    if (Status status = check_dropout_seed(s.name, s.p, s.seed); !status.ok()) return status;
   }
   const DropoutStream &first = streams[0], &second = streams[1];
   if (first.p <= 0 || second.p <= 0 || *first.seed != *second.seed) return {};

@@ -118,8 +118,9 @@ struct Scores {
     if (desc.dropout_p == 0) return 1;
     const DropoutOrigin& first = desc.dropout_origin;
     const int64_t head_index = first.first_head + b * counted_heads(first, desc.num_heads) + h;
-    const uint32_t bits = dropout_bits(args.dropout_seed, args.dropout_offset, static_cast<uint32_t>(head_index),
-                                       static_cast<uint32_t>(first.first_query + i), first.first_key + j);
+    const uint32_t bits =
+        dropout_bits(args.dropout_seed.value_or(0), args.dropout_offset, static_cast<uint32_t>(head_index),
+                     static_cast<uint32_t>(first.first_query + i), first.first_key + j);
     return bits >= threshold ? kept_factor : T(0);
   }
 };

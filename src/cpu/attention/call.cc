@@ -34,7 +34,7 @@ Statistic statistic(const Tensor& t) {
 
 Dropout dropout(const AttentionDesc& desc, const ForwardArgs& args) {
   const double p = desc.dropout_p;
-  Dropout dropout = {dropout_threshold(p), args.dropout_offset, args.dropout_seed,
+  Dropout dropout = {dropout_threshold(p), args.dropout_offset, args.dropout_seed.value_or(0),
                      p < 1 ? static_cast<float>(1 / (1 - p)) : 0.0f};
   if (p == 0 || desc.num_heads == 0) return dropout;
   const DropoutOrigin& origin = desc.dropout_origin;
