@@ -161,7 +161,7 @@ typedef struct polyhead_attention_desc {
   int64_t num_heads_kv;  ///< default 1; divides num_heads; query head h reads h / (num_heads / num_heads_kv)
   int64_t head_dim;      ///< of query and key; default 0
   int64_t head_dim_v;    ///< of value and out; default 0
-  int32_t dtype;         ///< polyhead_dtype of query, key, value and out: float32 (default), bfloat16, float16, float64
+  int32_t dtype;         ///< polyhead_dtype of query, key and value: float32 (default), bfloat16, float16, float64
 
   int32_t packed;         ///< boolean: [rows, heads, dim] operands; cu_seqlens_q and cu_seqlens_k come with each call
   int32_t has_seqlens_q;  ///< boolean: seqlens_q [batch] comes with each call (padding on the right); not when packed
@@ -195,6 +195,14 @@ typedef struct polyhead_attention_desc {
   int64_t dropout_num_heads;    ///< query heads in all; 0 (default): num_heads
   int64_t dropout_first_query;  ///< default 0
   int64_t dropout_first_key;    ///< default 0; a multiple of 8
+
+  /// polyhead_dtype of out and grad_out, and of grad_query, grad_key and grad_value; read if has_..., else 0. Default:
+  /// `dtype`. Beside bfloat16 and float16 each may be float32: the sums as they are before rounding, for parts that are
+  /// merged and gradients that accumulate.
+  int32_t has_out_dtype;   ///< boolean; default 0
+  int32_t out_dtype;       ///< of out and grad_out
+  int32_t has_grad_dtype;  ///< boolean; default 0
+  int32_t grad_dtype;      ///< of grad_query, grad_key and grad_value
 } polyhead_attention_desc;
 
 /// Sets the defaults that stand beside the fields. `struct_size` is sizeof *desc.
@@ -263,7 +271,7 @@ typedef struct polyhead_forward_args {
   uint32_t dropout_offset;  ///< likewise
   uint32_t reserved;        ///< 0
 
-  polyhead_tensor out;          ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]
+  polyhead_tensor out;          ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]; in desc.out_dtype
   polyhead_tensor logsumexp;    ///< optional: [B, H, Sq]   packed: [H, total_q]; float32 (float64 with float64 inputs)
   polyhead_tensor weights;      ///< as desc.return_weights says, in desc.dtype
   polyhead_tensor column_sums;  ///< [B, H, Sk] float32 (float64 with float64 inputs), if desc.return_column_sums
@@ -298,13 +306,13 @@ typedef struct polyhead_backward_args {
   /// polyhead_attention_plan_backward_workspace_bytes(plan).
   const polyhead_forward_args* forward;
 
-  polyhead_tensor grad_out;        ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]; in desc.dtype, any strides
+  polyhead_tensor grad_out;        ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]; in desc.out_dtype, any strides
   polyhead_tensor grad_logsumexp;  ///< optional: shape and dtype of logsumexp
   /// Optional: sum over Dv of grad_out * out, where it is known already; shape and dtype of logsumexp. forward->out is
   /// then not read and may be left out.
   polyhead_tensor delta;
 
-  polyhead_tensor grad_query;         ///< optional: shape and dtype of query; likewise key, value
+  polyhead_tensor grad_query;         ///< optional: shape of query, in desc.grad_dtype; likewise key, value
   polyhead_tensor grad_key;           ///< optional
   polyhead_tensor grad_value;         ///< optional
   polyhead_tensor grad_attn_bias;     ///< optional: shape and dtype of attn_bias: summed over the dims that broadcast
@@ -330,8 +338,8 @@ typedef struct polyhead_partial {
 
 /// Joins the results of attention whose keys were split over calls, machines or time to the result of the whole:
 ///   L = log sum_i exp(L_i)     w_i = exp(L_i - L)     O = sum_i w_i O_i
-/// `parts` are 1 to 65536, of one shape and dtype, any strides; one that sees no key (L_i = -inf) changes nothing.
-/// `merged` is written; its logsumexp may be not given. Each of its tensors may be one of a part's (the same pointer
+/// `parts` are 1 to 65536, of one shape, any strides, any mix of float32, bfloat16 and float16, or all float64; one that
+/// sees no key (L_i = -inf) changes nothing. `merged` is written, rounded once to its own dtype; its logsumexp may be not given. Each of its tensors may be one of a part's (the same pointer
 /// and strides); it must not overlap them otherwise. `executor` may be NULL: the library's own. What to give the parts
 /// as query_offset and dropout_offset stands in polyhead/merge.h.
 POLYHEAD_API polyhead_status polyhead_merge(const polyhead_partial* parts, size_t num_parts,
@@ -386,6 +394,20 @@ POLYHEAD_API const char* polyhead_cpu_features(void);
 /// (seed, offset, batch, head, query, key). The rule stands in polyhead/dropout.h.
 POLYHEAD_API polyhead_status polyhead_dropout_mask(double dropout_p, uint64_t seed, uint32_t offset,
                                                    const polyhead_tensor* kept);
+
+/// Where a shard stands in the whole whose mask it draws, as the fields dropout_... of polyhead_attention_desc say it. Its
+/// layout is frozen.
+typedef struct polyhead_dropout_origin {
+  int64_t first_head;
+  int64_t num_heads;  ///< in all; 0: as many as `kept` has
+  int64_t first_query;
+  int64_t first_key;  ///< a multiple of 8
+} polyhead_dropout_origin;
+
+/// polyhead_dropout_mask of such a shard. `origin` may be NULL: all 0, a mask of its own.
+POLYHEAD_API polyhead_status polyhead_shard_dropout_mask(double dropout_p, uint64_t seed, uint32_t offset,
+                                                         const polyhead_dropout_origin* origin,
+                                                         const polyhead_tensor* kept);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -10,15 +10,39 @@
 `python -m polyhead info` describes this build and this machine.
 """
 
+from typing import NamedTuple
+
 from polyhead import _bind
 from polyhead._bind import Error, __version__
 from polyhead._explanation import Explanation
 from polyhead._multi_head_attention import MultiHeadAttention
 
 __all__ = [
-    "Error", "Explanation", "MultiHeadAttention", "__version__", "attention", "attention_backward", "dropout_mask",
-    "explain", "kernels", "merge", "merge_backward",
+    "DropoutOrigin", "Error", "Explanation", "MultiHeadAttention", "__version__", "attention", "attention_backward",
+    "dropout_mask", "explain", "kernels", "merge", "merge_backward",
 ]  # fmt: skip
+
+
+class DropoutOrigin(NamedTuple):
+    """Where a call stands in a larger one whose dropout mask it draws, as a shard over batch, heads, queries or keys does.
+
+    Element (b, h, i, j) of the call has the bits of head index ``first_head + b * num_heads + h``, query
+    ``first_query + i`` and key ``first_key + j`` of the whole. The defaults draw a mask of the call's own.
+
+    Examples
+    --------
+    >>> import polyhead
+    >>> whole = polyhead.dropout_mask((2, 4, 6, 32), 0.5, 1)
+    >>> origin = polyhead.DropoutOrigin(first_head=1 * 4 + 2, num_heads=4, first_query=3, first_key=8)
+    >>> shard = polyhead.dropout_mask((1, 2, 3, 24), 0.5, 1, dropout_origin=origin)
+    >>> (shard == whole[1:, 2:, 3:, 8:]).all().item()
+    True
+    """
+
+    first_head: int = 0
+    num_heads: int = 0  #: query heads in all; 0: as many as the call has
+    first_query: int = 0
+    first_key: int = 0  #: a multiple of 8: eight keys share a counter
 
 
 def attention(
@@ -38,6 +62,7 @@ def attention(
     dropout_p=0.0,
     dropout_seed=None,
     dropout_offset=0,
+    dropout_origin=None,
     seqlens_q=None,
     seqlens_k=None,
     cu_seqlens_q=None,
@@ -45,6 +70,7 @@ def attention(
     return_logsumexp=False,
     return_weights=False,
     return_column_sums=False,
+    out_dtype=None,
     kernel=None,
 ):
     """softmax(scale * query @ key^T + attn_bias) @ value, without storing the scores.
@@ -87,6 +113,8 @@ def attention(
         0 to 1. Weights are kept as `dropout_mask` tells and scaled by ``1 / (1 - dropout_p)``.
     dropout_seed, dropout_offset : int
         0 .. 2^64 - 1 (must be given if dropout_p > 0) and 0 .. 2^32 - 1.
+    dropout_origin : DropoutOrigin, optional
+        Of a shard, which draws the mask of the whole.
     seqlens_q, seqlens_k : int32 or int64 array [B], optional
         Rows behind these are padding. Not when packed.
     cu_seqlens_q, cu_seqlens_k : int32 or int64 array [B + 1], optional
@@ -98,13 +126,16 @@ def attention(
         P after dropout, or its mean over heads. Costs O(Sq Sk) memory. Not when packed.
     return_column_sums : bool
         Sums over the queries of P before dropout. Not when packed.
+    out_dtype : dtype or str, optional
+        Of out: query's (default), or float32 beside bfloat16 and float16, the sums as they are before rounding. For
+        parts that are merged: they would round at each step.
     kernel : str, optional
         One of `kernels()`, instead of the best that can compute this.
 
     Returns
     -------
     out : array
-        [B, Sq, H, Dv], packed [total_q, H, Dv]; dtype and kind of array of query, contiguous.
+        [B, Sq, H, Dv], packed [total_q, H, Dv]; in out_dtype, kind of array of query, contiguous.
     logsumexp : array, if asked for
         L, natural log: [B, H, Sq], packed [H, total_q]; float32 (float64 if query is).
     weights : array, if asked for
@@ -141,8 +172,8 @@ def attention(
     """
     return _bind.attention(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
-        dropout_p, dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
-        return_logsumexp, return_weights, return_column_sums,
+        dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
+        kernel, return_logsumexp, return_weights, return_column_sums, out_dtype,
     )  # fmt: skip
 
 
@@ -166,6 +197,7 @@ def attention_backward(
     dropout_p=0.0,
     dropout_seed=None,
     dropout_offset=0,
+    dropout_origin=None,
     seqlens_q=None,
     seqlens_k=None,
     cu_seqlens_q=None,
@@ -175,6 +207,7 @@ def attention_backward(
     needs=("query", "key", "value"),
     into=None,
     accumulate=False,
+    grad_dtype=None,
 ):
     """Gradients of `attention`: of a loss by its inputs, given the loss's gradient by its output.
 
@@ -188,25 +221,30 @@ def attention_backward(
     query, key, value : array
         As given to `attention`.
     out, logsumexp : array
-        As `attention` returned them (``return_logsumexp=True``), or as `merge` did: then the gradients are the share of
+        As `attention` returned them (``return_logsumexp=True``; out in float32 too, whatever query is), or as `merge` did: then the gradients are the share of
         the keys given here.
     attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes : optional
-    dropout_p, dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel : optional
+    dropout_p, dropout_seed, dropout_offset, dropout_origin : optional
+    seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel : optional
         As given to `attention`. Returned weights and column sums have no gradient.
     grad_logsumexp : array, optional
         The loss's gradient by logsumexp, of its shape and dtype; default 0.
     needs : sequence of str
         Which gradients: out of "query", "key", "value", "attn_bias", "alibi_slopes". Others are not computed.
     into : dict of str to array, optional
-        NumPy arrays or torch tensors to write the gradients of these names into, of the shape and dtype of the input.
+        NumPy arrays or torch tensors to write the gradients of these names into, of the shape of the input and the dtype of the gradient.
         Its keys are among needs; for the other needs new arrays are made.
     accumulate : bool
         Add to what the arrays of into hold, which then must be one for each of needs.
+    grad_dtype : dtype or str, optional
+        Of the gradients of query, key and value: query's (default), or float32 beside bfloat16 and float16, so that
+        sums over calls (accumulate) are not rounded at each.
 
     Returns
     -------
     dict of str to array
-        In the order of needs, each with its input's shape, dtype and kind of array; the arrays of into where given.
+        In the order of needs, each with its input's shape, dtype (or grad_dtype) and kind of array; the arrays of into
+        where given.
         attn_bias's is summed over the dimensions that broadcast. A query that sees no key, a key that no query sees and
         a bias where nothing is visible get exactly 0, whatever they and grad_out hold there. Sums run in float32
         (float64 if query is); the bits do not depend on the number of threads.
@@ -230,8 +268,8 @@ def attention_backward(
     """
     return _bind.attention_backward(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
-        dropout_p, dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
-        grad_out, out, logsumexp, grad_logsumexp, needs, into, accumulate,
+        dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
+        kernel, grad_out, out, logsumexp, grad_logsumexp, needs, into, accumulate, grad_dtype,
     )  # fmt: skip
 
 
@@ -245,7 +283,7 @@ def merge(outs, logsumexps):
     ----------
     outs : sequence of array
         What `attention` returned for the same queries and a part of the keys each: [B, Sq, H, Dv], packed
-        [total_q, H, Dv]; any strides, all of one dtype.
+        [total_q, H, Dv]; any strides, any mix of float32, bfloat16 and float16, or all float64.
     logsumexps : sequence of array
         Likewise: [B, H, Sq], packed [H, total_q].
 
@@ -296,7 +334,7 @@ def merge_backward(grad_out, outs, logsumexps, out, logsumexp, grad_logsumexp=No
     Parameters
     ----------
     grad_out : array
-        Of the shape and dtype of out; any strides.
+        Of the shape of out; any strides.
     outs, logsumexps : sequence of array
         As given to `merge`.
     out, logsumexp : array
@@ -334,6 +372,7 @@ def explain(
     dropout_p=0.0,
     dropout_seed=None,
     dropout_offset=0,
+    dropout_origin=None,
     seqlens_q=None,
     seqlens_k=None,
     cu_seqlens_q=None,
@@ -341,6 +380,7 @@ def explain(
     return_logsumexp=False,
     return_weights=False,
     return_column_sums=False,
+    out_dtype=None,
     kernel=None,
 ):
     """Which kernel `attention` and `attention_backward` would take here, and why not the others. Computes nothing.
@@ -368,8 +408,8 @@ def explain(
     """
     return Explanation(*_bind.explain(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
-        dropout_p, dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
-        return_logsumexp, return_weights, return_column_sums,
+        dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
+        kernel, return_logsumexp, return_weights, return_column_sums, out_dtype,
     ))  # fmt: skip
 
 
@@ -383,7 +423,7 @@ def kernels():
     return _bind.kernels()
 
 
-def dropout_mask(shape, dropout_p, dropout_seed, dropout_offset=0):
+def dropout_mask(shape, dropout_p, dropout_seed, dropout_offset=0, dropout_origin=None):
     """Which weights dropout keeps: a pure function of its arguments, the same on every kernel and machine.
 
     Parameters
@@ -396,6 +436,8 @@ def dropout_mask(shape, dropout_p, dropout_seed, dropout_offset=0):
         0 .. 2^64 - 1.
     dropout_offset : int
         0 .. 2^32 - 1.
+    dropout_origin : DropoutOrigin, optional
+        Where the result stands in a larger mask, whose part it then is.
 
     Returns
     -------
@@ -413,4 +455,4 @@ def dropout_mask(shape, dropout_p, dropout_seed, dropout_offset=0):
     Philox4x32-10 with key words (seed & 0xffffffff, seed >> 32) and counter words (b * H + h, i, j // 8, offset):
     j takes word (j % 8) // 2, its low half if j is even, else its high half.
     """
-    return _bind.dropout_mask(shape, dropout_p, dropout_seed, dropout_offset)
+    return _bind.dropout_mask(shape, dropout_p, dropout_seed, dropout_offset, dropout_origin)

@@ -1,5 +1,5 @@
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol, SupportsFloat, SupportsIndex, TypeVar, overload
+from typing import Any, Literal, NamedTuple, Protocol, SupportsFloat, SupportsIndex, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -9,14 +9,20 @@ from polyhead._explanation import Explanation as Explanation
 from polyhead._multi_head_attention import MultiHeadAttention as MultiHeadAttention
 
 __all__ = [
-    "Error", "Explanation", "MultiHeadAttention", "__version__", "attention", "attention_backward", "dropout_mask",
-    "explain", "kernels", "merge", "merge_backward",
+    "DropoutOrigin", "Error", "Explanation", "MultiHeadAttention", "__version__", "attention", "attention_backward",
+    "dropout_mask", "explain", "kernels", "merge", "merge_backward",
 ]  # fmt: skip
 
 class _Array(Protocol):
     def __dlpack__(self) -> Any: ...
 
 _ArrayT = TypeVar("_ArrayT", bound=_Array)
+
+class DropoutOrigin(NamedTuple):
+    first_head: int = 0
+    num_heads: int = 0
+    first_query: int = 0
+    first_key: int = 0
 
 @overload
 def attention(
@@ -36,6 +42,7 @@ def attention(
     dropout_p: SupportsFloat = 0.0,
     dropout_seed: SupportsIndex | None = None,
     dropout_offset: SupportsIndex = 0,
+    dropout_origin: DropoutOrigin | Sequence[int] | None = None,
     seqlens_q: _Array | None = None,
     seqlens_k: _Array | None = None,
     cu_seqlens_q: _Array | None = None,
@@ -43,6 +50,7 @@ def attention(
     return_logsumexp: Literal[False] = False,
     return_weights: Literal[False] = False,
     return_column_sums: Literal[False] = False,
+    out_dtype: Any = None,
     kernel: str | None = None,
 ) -> _ArrayT: ...
 @overload
@@ -63,6 +71,7 @@ def attention(
     dropout_p: SupportsFloat = 0.0,
     dropout_seed: SupportsIndex | None = None,
     dropout_offset: SupportsIndex = 0,
+    dropout_origin: DropoutOrigin | Sequence[int] | None = None,
     seqlens_q: _Array | None = None,
     seqlens_k: _Array | None = None,
     cu_seqlens_q: _Array | None = None,
@@ -70,6 +79,7 @@ def attention(
     return_logsumexp: bool = False,
     return_weights: bool | Literal["mean"] = False,
     return_column_sums: bool = False,
+    out_dtype: Any = None,
     kernel: str | None = None,
 ) -> tuple[_ArrayT, ...]: ...
 def attention_backward(
@@ -92,6 +102,7 @@ def attention_backward(
     dropout_p: SupportsFloat = 0.0,
     dropout_seed: SupportsIndex | None = None,
     dropout_offset: SupportsIndex = 0,
+    dropout_origin: DropoutOrigin | Sequence[int] | None = None,
     seqlens_q: _Array | None = None,
     seqlens_k: _Array | None = None,
     cu_seqlens_q: _Array | None = None,
@@ -101,6 +112,7 @@ def attention_backward(
     needs: Iterable[str] = ("query", "key", "value"),
     into: dict[str, _ArrayT] | None = None,
     accumulate: bool = False,
+    grad_dtype: Any = None,
 ) -> dict[str, _ArrayT]: ...
 def merge(outs: Iterable[_ArrayT], logsumexps: Iterable[_Array]) -> tuple[_ArrayT, _ArrayT]: ...
 def merge_backward(
@@ -128,6 +140,7 @@ def explain(
     dropout_p: SupportsFloat = 0.0,
     dropout_seed: SupportsIndex | None = None,
     dropout_offset: SupportsIndex = 0,
+    dropout_origin: DropoutOrigin | Sequence[int] | None = None,
     seqlens_q: _Array | None = None,
     seqlens_k: _Array | None = None,
     cu_seqlens_q: _Array | None = None,
@@ -135,6 +148,7 @@ def explain(
     return_logsumexp: bool = False,
     return_weights: bool | Literal["mean"] = False,
     return_column_sums: bool = False,
+    out_dtype: Any = None,
     kernel: str | None = None,
 ) -> Explanation: ...
 def kernels() -> list[str]: ...
@@ -143,4 +157,5 @@ def dropout_mask(
     dropout_p: SupportsFloat,
     dropout_seed: SupportsIndex,
     dropout_offset: SupportsIndex = 0,
+    dropout_origin: DropoutOrigin | Sequence[int] | None = None,
 ) -> npt.NDArray[np.bool_]: ...

@@ -29,6 +29,7 @@ ArrayArgument packed(ArrayArgument argument, const char* shape) {
 BackwardCall::BackwardCall(PyObject* const* arguments) : Call(arguments) {
   backward_.accumulate = flag_argument(arguments_[kAccumulate], "accumulate");
   read_arrays();
+  if (arguments_[kGradDtype] != Py_None) desc_.grad_dtype = dtype_argument(arguments_[kGradDtype], "grad_dtype");
   Tensor attn_bias = args_.attn_bias;
   attn_bias.ndim = attn_bias_ndim_;
   for (int i = 0; i < attn_bias_ndim_; ++i) attn_bias.dims[i] = args_.attn_bias.dims[4 - attn_bias_ndim_ + i];
@@ -39,6 +40,9 @@ BackwardCall::BackwardCall(PyObject* const* arguments) : Call(arguments) {
       {"attn_bias", "into[\"attn_bias\"]", kAttnBias, &BackwardArgs::grad_attn_bias, attn_bias},
       {"alibi_slopes", "into[\"alibi_slopes\"]", kAlibiSlopes, &BackwardArgs::grad_alibi_slopes, args_.alibi_slopes},
   }};
+  for (Source& source : sources_) {
+    if (source.position <= kValue) source.input.dtype = grad_dtype(desc_);
+  }
   read_needs();
   read_into();
 }
@@ -56,6 +60,9 @@ void BackwardCall::read_arrays() {
   if (arguments_[kGradLogsumexp] != Py_None) {
     backward_.grad_logsumexp = array(kGradLogsumexp, kGradLogsumexpArray, kPackedSums);
   }
+  // Out tells by itself whether it was asked for in float32; any other dtype than query's is refused as out's.
+  const bool wider = desc_.dtype == DType::kBFloat16 || desc_.dtype == DType::kFloat16;
+  if (wider && args_.out.dtype == DType::kFloat32) desc_.out_dtype = DType::kFloat32;
 }
 
 BackwardCall::Source& BackwardCall::source_named(PyObject* name, int at) {
@@ -121,7 +128,7 @@ void BackwardCall::read_into() {
 void BackwardCall::check_into(const Source& source, const Tensor& view) const {
   if (view.dtype != source.input.dtype) {
     bad_value("%s is %s, must be %s as %s", source.into_name, dtype_name(view.dtype), dtype_name(source.input.dtype),
-              source.name);
+              source.position <= kValue && desc_.grad_dtype ? "grad_dtype" : source.name);
   }
   for (int i = 0; i < view.ndim; ++i) {
     if (view.dims[i] != source.input.dims[i]) {

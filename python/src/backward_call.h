@@ -23,7 +23,7 @@ class BackwardCall : public Call {
     const char* into_name;
     Position position;
     Tensor BackwardArgs::*gradient;
-    Tensor input;                   // as given: attn_bias may have fewer dims than 4
+    Tensor input;                   // as given: attn_bias may have fewer dims than 4; in the gradient's dtype
     PyObject* needed_as = nullptr;  // its name in needs_; null: not needed
     nb::object into = {};
     Held held = {};

@@ -75,20 +75,13 @@ PyObject* explain_arguments(PyObject*, PyObject* const* arguments, Py_ssize_t co
   });
 }
 
-// (shape, dropout_p, dropout_seed, dropout_offset)
+// (shape, dropout_p, dropout_seed, dropout_offset, dropout_origin)
 nb::object new_dropout_mask(PyObject* const* arguments) {
   PyObject* shape = arguments[0];
   Tensor kept;
   kept.dtype = DType::kBool;
   kept.ndim = 4;
-  nb::object sizes = nb::steal(PySequence_Fast(shape, ""));
-  if (!sizes.is_valid()) {
-    PyErr_Clear();
-    bad_kind("shape has type %s, must be four integers (B, H, Sq, Sk)", type_name(shape));
-  }
-  if (PySequence_Fast_GET_SIZE(sizes.ptr()) != 4) {
-    bad_value("shape has %zd elements, must be four integers (B, H, Sq, Sk)", PySequence_Fast_GET_SIZE(sizes.ptr()));
-  }
+  const nb::object sizes = sequence_argument(shape, "shape", 4, "four integers (B, H, Sq, Sk)");
   for (int i = 0; i < 4; ++i) {
     kept.dims[i] = int64_argument(PySequence_Fast_GET_ITEM(sizes.ptr(), i), "shape");
     if (kept.dims[i] < 0) bad_value("shape is %s, must not be negative", text_of(shape).c_str());
@@ -96,14 +89,15 @@ nb::object new_dropout_mask(PyObject* const* arguments) {
   const double dropout_p = real_argument(arguments[1], "dropout_p");
   const uint64_t dropout_seed = seed_argument(arguments[2]);
   const uint32_t dropout_offset = dropout_offset_argument(arguments[3]);
+  const DropoutOrigin origin = dropout_origin_argument(arguments[4]);
   nb::object array = new_numpy_array(kept);
-  run_without_gil([&] { return dropout_mask(dropout_p, dropout_seed, dropout_offset, kept); });
+  run_without_gil([&] { return dropout_mask(dropout_p, dropout_seed, dropout_offset, kept, origin); });
   return array;
 }
 
 PyObject* dropout_mask_array(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
   return guarded([&] {
-    check_num_arguments(count, 4);
+    check_num_arguments(count, 5);
     return new_dropout_mask(arguments);
   });
 }

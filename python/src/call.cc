@@ -78,18 +78,9 @@ Tensor Call::broadcast_operand(Position position, const ArrayArgument& argument,
 void Call::read_positions() {
   desc_.causal = flag_argument(arguments_[kCausal], "causal");
   if (PyObject* window = arguments_[kWindow]; window != Py_None) {
-    constexpr const char* kTakes = "a pair of integers (left, right)";
-    PyObject* pair = PyUnicode_Check(window) ? nullptr : PySequence_Fast(window, "");
-    if (pair == nullptr) {
-      PyErr_Clear();
-      bad_kind("window has type %s, must be %s", type_name(window), kTakes);
-    }
-    nb::object items = nb::steal(pair);
-    if (PySequence_Fast_GET_SIZE(pair) != 2) {
-      bad_value("window has %zd elements, must be %s", PySequence_Fast_GET_SIZE(pair), kTakes);
-    }
-    desc_.window_left = int64_argument(PySequence_Fast_GET_ITEM(pair, 0), "window[0]");
-    desc_.window_right = int64_argument(PySequence_Fast_GET_ITEM(pair, 1), "window[1]");
+    const nb::object pair = sequence_argument(window, "window", 2, "a pair of integers (left, right)");
+    desc_.window_left = int64_argument(PySequence_Fast_GET_ITEM(pair.ptr(), 0), "window[0]");
+    desc_.window_right = int64_argument(PySequence_Fast_GET_ITEM(pair.ptr(), 1), "window[1]");
   }
   if (PyObject* align = arguments_[kAlign]; align != Py_None) {
     constexpr const char* kTakes = "\"top_left\" or \"bottom_right\"";
@@ -132,6 +123,7 @@ void Call::read_scores() {
     bad_value("dropout_p is %s, so dropout_seed must be given: 0 to 2^64 - 1", text_of(arguments_[kDropoutP]).c_str());
   }
   args_.dropout_offset = dropout_offset_argument(arguments_[kDropoutOffset]);
+  desc_.dropout_origin = dropout_origin_argument(arguments_[kDropoutOrigin]);
 }
 
 void Call::read_lengths() {

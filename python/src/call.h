@@ -29,6 +29,7 @@ enum Position : int {
   kDropoutP,
   kDropoutSeed,
   kDropoutOffset,
+  kDropoutOrigin,
   kSeqlensQ,
   kSeqlensK,
   kCuSeqlensQ,
@@ -39,6 +40,7 @@ enum Position : int {
   kReturnLogsumexp = kNumShared,
   kReturnWeights,
   kReturnColumnSums,
+  kOutDtype,
   kNumForward,
   // attention_backward
   kGradOut = kNumShared,
@@ -48,6 +50,7 @@ enum Position : int {
   kNeeds,
   kInto,
   kAccumulate,
+  kGradDtype,
   kNumBackward,
 };
 

@@ -17,6 +17,7 @@ void append(nb::object& results, int& count, nb::object array) {
 ForwardCall::ForwardCall(PyObject* const* arguments) : Call(arguments) {
   return_logsumexp_ = flag_argument(arguments_[kReturnLogsumexp], "return_logsumexp");
   desc_.return_column_sums = flag_argument(arguments_[kReturnColumnSums], "return_column_sums");
+  if (arguments_[kOutDtype] != Py_None) desc_.out_dtype = dtype_argument(arguments_[kOutDtype], "out_dtype");
   PyObject* weights = arguments_[kReturnWeights];
   if (PyUnicode_Check(weights)) {
     if (PyUnicode_CompareWithASCIIString(weights, "mean") != 0) {
@@ -33,8 +34,8 @@ nb::object ForwardCall::run(const Plan& plan) {
   const DType sums = d.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   Results results("query", arguments_[kQuery], d.dtype);
 
-  args_.out = d.packed ? Tensor(nullptr, d.dtype, {d.seqlen_q, d.num_heads, d.head_dim_v})
-                       : Tensor(nullptr, d.dtype, {d.batch, d.seqlen_q, d.num_heads, d.head_dim_v});
+  args_.out = d.packed ? Tensor(nullptr, out_dtype(d), {d.seqlen_q, d.num_heads, d.head_dim_v})
+                       : Tensor(nullptr, out_dtype(d), {d.batch, d.seqlen_q, d.num_heads, d.head_dim_v});
   nb::object returned = results.make(args_.out);
   const int num_extra =
       int{return_logsumexp_} + int{d.return_weights != ReturnWeights::kNone} + int{d.return_column_sums};

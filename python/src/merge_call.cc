@@ -12,10 +12,13 @@ namespace {
 constexpr const char* kOutShape = "[batch, seqlen_q, num_heads, head_dim_v], packed [total_q, num_heads, head_dim_v]";
 constexpr const char* kSumsShape = "[batch, num_heads, seqlen_q], packed [num_heads, total_q]";
 
+// Whether an out may have this dtype beside another of these.
+bool mixable(DType dtype) { return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16; }
+
 // Dims and dtypes of all parts, by those of outs[0].
 Partial shape_of(const Tensor& out) {
   const DType dtype = out.dtype;
-  if (dtype != DType::kFloat32 && dtype != DType::kBFloat16 && dtype != DType::kFloat16 && dtype != DType::kFloat64) {
+  if (!mixable(dtype) && dtype != DType::kFloat64) {
     bad_value("outs[0] is %s, must be %s", dtype_name(dtype), kFloats);
   }
   const DType sums = dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
@@ -40,6 +43,11 @@ void check_like(const std::string& name, const Tensor& view, const Tensor& expec
     bad_value("%s is %s, must be %s as the shape of outs[0] wants", name.c_str(), dims_text(view).c_str(),
               dims_text(expected).c_str());
   }
+}
+
+void check_out_like(const std::string& name, const Tensor& view, Tensor expected) {
+  if (mixable(view.dtype) && mixable(expected.dtype)) expected.dtype = view.dtype;
+  check_like(name, view, expected);
 }
 
 // A sequence of arrays as a tuple of our own, which no other thread can change.
@@ -68,7 +76,7 @@ class Parts {
     for (size_t i = 0; i < views.size(); ++i) {
       views[i].out = array(out(i), name_of("outs", i), 3, 4, kOutShape, held_[2 * i]);
       if (i == 0) shape = shape_of(views[0].out);
-      check_like(name_of("outs", i), views[i].out, shape.out);
+      check_out_like(name_of("outs", i), views[i].out, shape.out);
       views[i].logsumexp = array(logsumexp(i), name_of("logsumexps", i), 2, 3, kSumsShape, held_[2 * i + 1]);
       check_like(name_of("logsumexps", i), views[i].logsumexp, shape.logsumexp);
     }
@@ -92,8 +100,14 @@ class Parts {
   std::vector<Held> held_;
 };
 
-Tensor whole_array(PyObject* object, const char* name, const char* dims, const Tensor& expected, Held& held) {
-  const Tensor view = Parts::array(object, name, expected.ndim, expected.ndim, dims, held);
+Tensor whole_out(PyObject* object, const char* name, const Tensor& expected, Held& held) {
+  const Tensor view = Parts::array(object, name, expected.ndim, expected.ndim, kOutShape, held);
+  check_out_like(name, view, expected);
+  return view;
+}
+
+Tensor whole_sums(PyObject* object, const char* name, const Tensor& expected, Held& held) {
+  const Tensor view = Parts::array(object, name, expected.ndim, expected.ndim, kSumsShape, held);
   check_like(name, view, expected);
   return view;
 }
@@ -115,18 +129,19 @@ nb::object merge_parts_backward(PyObject* const* arguments) {
   const Partial& shape = parts.shape;
   Held held[4];
   Partial merged, grad_merged;
-  grad_merged.out = whole_array(arguments[0], "grad_out", kOutShape, shape.out, held[0]);
-  merged.out = whole_array(arguments[3], "out", kOutShape, shape.out, held[1]);
-  merged.logsumexp = whole_array(arguments[4], "logsumexp", kSumsShape, shape.logsumexp, held[2]);
+  grad_merged.out = whole_out(arguments[0], "grad_out", shape.out, held[0]);
+  merged.out = whole_out(arguments[3], "out", shape.out, held[1]);
+  merged.logsumexp = whole_sums(arguments[4], "logsumexp", shape.logsumexp, held[2]);
   if (arguments[5] != Py_None) {
-    grad_merged.logsumexp = whole_array(arguments[5], "grad_logsumexp", kSumsShape, shape.logsumexp, held[3]);
+    grad_merged.logsumexp = whole_sums(arguments[5], "grad_logsumexp", shape.logsumexp, held[3]);
   }
 
   nb::list grad_outs, grad_logsumexps;
   std::vector<Partial> gradients(parts.views.size());
   for (size_t i = 0; i < gradients.size(); ++i) {
     gradients[i] = shape;
-    grad_outs.append(Results("outs", parts.out(i), shape.out.dtype).make(gradients[i].out));
+    gradients[i].out.dtype = parts.views[i].out.dtype;
+    grad_outs.append(Results("outs", parts.out(i), gradients[i].out.dtype).make(gradients[i].out));
     grad_logsumexps.append(
         Results("logsumexps", parts.logsumexp(i), shape.logsumexp.dtype).make(gradients[i].logsumexp));
   }

@@ -1,8 +1,7 @@
 #include "scalars.h"
 
 #include <cstring>
-
-#include "arrays.h"
+#include <string>
 
 namespace polyhead::python {
 namespace {
@@ -62,6 +61,43 @@ uint64_t seed_argument(PyObject* object) { return unsigned_argument(object, "dro
 
 uint32_t dropout_offset_argument(PyObject* object) {
   return static_cast<uint32_t>(unsigned_argument(object, "dropout_offset", UINT32_MAX, "2^32 - 1"));
+}
+
+nb::object sequence_argument(PyObject* object, const char* name, Py_ssize_t size, const char* takes) {
+  nb::object items;
+  if (!PyUnicode_Check(object)) items = nb::steal(PySequence_Fast(object, ""));
+  if (!items.is_valid()) {
+    PyErr_Clear();
+    bad_kind("%s has type %s, must be %s", name, type_name(object), takes);
+  }
+  if (PySequence_Fast_GET_SIZE(items.ptr()) != size) {
+    bad_value("%s has %zd elements, must be %s", name, PySequence_Fast_GET_SIZE(items.ptr()), takes);
+  }
+  return items;
+}
+
+DropoutOrigin dropout_origin_argument(PyObject* object) {
+  DropoutOrigin origin;
+  if (object == Py_None) return origin;
+  const nb::object items = sequence_argument(
+      object, "dropout_origin", 4, "a DropoutOrigin: integers (first_head, num_heads, first_query, first_key)");
+  int64_t* const fields[] = {&origin.first_head, &origin.num_heads, &origin.first_query, &origin.first_key};
+  static constexpr const char* kNames[] = {"dropout_origin.first_head", "dropout_origin.num_heads",
+                                           "dropout_origin.first_query", "dropout_origin.first_key"};
+  for (int i = 0; i < 4; ++i) *fields[i] = int64_argument(PySequence_Fast_GET_ITEM(items.ptr(), i), kNames[i]);
+  return origin;
+}
+
+DType dtype_argument(PyObject* object, const char* name) {
+  nb::object named;  // a class, as numpy.float32 is
+  if (PyType_Check(object)) named = nb::steal(PyObject_GetAttrString(object, "__name__"));
+  PyErr_Clear();
+  const std::string text = text_of(named.is_valid() ? named.ptr() : object);
+  const std::string word = text.substr(text.rfind('.') + 1);  // "torch.float32"
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}) {
+    if (word == dtype_name(dtype)) return dtype;
+  }
+  bad_value("%s is %s, must be float32 or the dtype of query", name, text.c_str());
 }
 
 const char* text_argument(PyObject* object, const char* name, const char* takes) {

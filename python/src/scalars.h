@@ -5,6 +5,9 @@
 
 #include <cstdint>
 
+#include "arrays.h"
+#include "polyhead/dropout.h"
+
 namespace polyhead::python {
 
 bool flag_argument(PyObject* object, const char* name);
@@ -12,6 +15,14 @@ int64_t int64_argument(PyObject* object, const char* name, const char* takes = "
 double real_argument(PyObject* object, const char* name);
 uint64_t seed_argument(PyObject* object);            // 0 .. 2^64-1
 uint32_t dropout_offset_argument(PyObject* object);  // 0 .. 2^32-1
+
+// Of so many items, for PySequence_Fast_GET_ITEM; no text.
+nb::object sequence_argument(PyObject* object, const char* name, Py_ssize_t size, const char* takes);
+
+DropoutOrigin dropout_origin_argument(PyObject* object);  // None: the default
+
+// "float32", or a dtype of NumPy, torch, ...: what is called so. Of the floating-point dtypes.
+DType dtype_argument(PyObject* object, const char* name);
 
 // As long as `object` lives.
 const char* text_argument(PyObject* object, const char* name, const char* takes);

@@ -54,7 +54,8 @@ Options::Options(ArgumentReader& arguments)
       seqlens_k(arguments.optional_tensor()),
       cu_seqlens_q(arguments.optional_tensor()),
       cu_seqlens_k(arguments.optional_tensor()),
-      kernel(arguments.integer()) {}
+      kernel(arguments.integer()),
+      dropout_origin(arguments.optional_tensor()) {}
 
 Operands::Operands(const StableTensor& query, const StableTensor& key, const StableTensor& value,
                    const Options& options) {
@@ -132,6 +133,14 @@ void Operands::read_dropout(const Options& options) {
     bad_value("dropout_offset is %lld, must be 0 to 2^32 - 1", static_cast<long long>(options.dropout_offset));
   }
   args.dropout_offset = static_cast<uint32_t>(options.dropout_offset);
+  if (options.dropout_origin.given()) {
+    const Tensor origin = integers(options.dropout_origin, "dropout_origin",
+                                   "four integers: first_head, num_heads, first_query, first_key");
+    if (origin.dtype != DType::kInt64 || origin.dims[0] != 4) bad_value("dropout_origin must be int64 [4]");
+    const auto* const fields = static_cast<const int64_t*>(origin.data);
+    const int64_t stride = origin.strides[0];
+    desc.dropout_origin = {fields[0], fields[stride], fields[2 * stride], fields[3 * stride]};
+  }
   if (options.dropout_seed.given()) {
     const Tensor seed = view_of(options.dropout_seed, {"dropout_seed", 0, 0, "an int64 scalar"});
     if (seed.dtype != DType::kInt64) bad_value("dropout_seed is %s, must be int64", dtype_name(seed.dtype));

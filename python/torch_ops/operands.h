@@ -10,7 +10,7 @@
 
 namespace polyhead::torch_ops {
 
-constexpr int kNumSharedOptions = 19;  // SCHEMA in polyhead/torch/_options.py, whose order this is
+constexpr int kNumSharedOptions = 20;  // SCHEMA in polyhead/torch/_options.py, whose order this is
 
 // The options' values, unchecked.
 struct Options {
@@ -35,7 +35,8 @@ struct Options {
   StableTensor seqlens_k;
   StableTensor cu_seqlens_q;
   StableTensor cu_seqlens_k;
-  int64_t kernel = -1;       // of kernels(); -1: none in particular
+  int64_t kernel = -1;  // of kernels(); -1: none in particular
+  StableTensor dropout_origin;
   bool heads_first = false;  // query, key, value, out and their gradients are [B, H, S, D], as torch's own attention's
 };
 

@@ -18,7 +18,7 @@
 namespace polyhead::torch_ops {
 namespace {
 
-constexpr uint64_t kNumForwardArguments = 3 + kNumSharedOptions + 2;
+constexpr uint64_t kNumForwardArguments = 3 + kNumSharedOptions + 3;
 constexpr uint64_t kNumBackwardArguments = 8 + kNumSharedOptions;
 
 std::shared_ptr<const Plan> plan_of(const Operands& operands) {
@@ -39,8 +39,8 @@ Options plain_options(ArgumentReader& arguments) {
 
 // [B, Sq, H, Dv], packed [total_q, H, Dv]
 Tensor out_shape(const AttentionDesc& d) {
-  return d.packed ? Tensor(nullptr, d.dtype, {d.seqlen_q, d.num_heads, d.head_dim_v})
-                  : Tensor(nullptr, d.dtype, {d.batch, d.seqlen_q, d.num_heads, d.head_dim_v});
+  return d.packed ? Tensor(nullptr, out_dtype(d), {d.seqlen_q, d.num_heads, d.head_dim_v})
+                  : Tensor(nullptr, out_dtype(d), {d.batch, d.seqlen_q, d.num_heads, d.head_dim_v});
 }
 
 // [B, H, Sq], packed [H, total_q]
@@ -81,7 +81,7 @@ void attention_forward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_
   const StableTensor query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
   const Options options(arguments);
   const int64_t return_weights = arguments.integer();
-  const bool return_column_sums = arguments.flag();
+  const bool return_column_sums = arguments.flag(), out_float32 = arguments.flag();
 
   Operands operands(query, key, value, options);
   if (return_weights < 0 || return_weights > 2) {
@@ -89,6 +89,7 @@ void attention_forward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_
   }
   operands.desc.return_weights = static_cast<ReturnWeights>(return_weights);
   operands.desc.return_column_sums = return_column_sums;
+  if (out_float32) operands.desc.out_dtype = DType::kFloat32;
   operands.args.logsumexp = logsumexp_shape(operands.desc);
   StableTensor logsumexp, weights, column_sums;
   stack[0] = result(run_forward(operands, logsumexp, weights, column_sums));
@@ -153,6 +154,9 @@ std::array<StableTensor, 5> run_backward(Operands& operands, const BackwardTenso
   if (tensors.grad_logsumexp.given()) {
     args.grad_logsumexp = view_of(tensors.grad_logsumexp, {"grad_logsumexp", dims - 1, dims - 1, sums_dims});
   }
+  // Out tells by itself whether it was asked for in float32; any other dtype than query's is refused as out's.
+  const bool wider = d.dtype == DType::kBFloat16 || d.dtype == DType::kFloat16;
+  if (wider && operands.args.out.dtype == DType::kFloat32) operands.desc.out_dtype = DType::kFloat32;
   const auto plan = plan_of(operands);
 
   const ForwardArgs& in = operands.args;

@@ -106,7 +106,7 @@ bool read(const From& from, const Reading& in, const char* name, To* to) {
       return in.refuse(name, from, sentence("must be a ", Choice<To>::kName, ": 0 to ", kLast));
     }
     *to = static_cast<To>(from);
-  } else if constexpr (std::is_same_v<To, std::optional<Device>>) {
+  } else if constexpr (std::is_same_v<To, std::optional<Device>> || std::is_same_v<To, std::optional<DType>>) {
     return read(from, in, name, &to->emplace());
   } else if constexpr (std::is_same_v<To, Tensor>) {
     if (from.ndim == 0) return true;  // not given: the other fields say nothing

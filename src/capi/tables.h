@@ -41,7 +41,9 @@ struct Table<polyhead_attention_desc> {
       WITHIN(dropout_first_head, dropout_origin, DropoutOrigin, first_head),
       WITHIN(dropout_num_heads, dropout_origin, DropoutOrigin, num_heads),
       WITHIN(dropout_first_query, dropout_origin, DropoutOrigin, first_query),
-      WITHIN(dropout_first_key, dropout_origin, DropoutOrigin, first_key));
+      WITHIN(dropout_first_key, dropout_origin, DropoutOrigin, first_key),
+      OptionalField{"out_dtype", &C::out_dtype, "has_out_dtype", &C::has_out_dtype, &Cpp::out_dtype},
+      OptionalField{"grad_dtype", &C::grad_dtype, "has_grad_dtype", &C::has_grad_dtype, &Cpp::grad_dtype});
   static_assert(is_whole<C>(kFields));
 };
 

@@ -321,6 +321,57 @@ static void test_dtypes(void) {
   }
 }
 
+// 1.5 and the mean of 1.5 and 2 are bfloat16 numbers; that of 1 and 1 + 1/128 is not.
+static void test_float32_beside_bfloat16(void) {
+  problem* p = new_problem(1, 1, 2, 1, 1, 1, 1);
+  const uint16_t zeros[2] = {0, 0}, values[2] = {0x3f80, 0x3f81};
+  float out = 0;
+  p->desc.dtype = POLYHEAD_BFLOAT16;
+  p->desc.has_out_dtype = 1;
+  p->desc.out_dtype = POLYHEAD_FLOAT32;
+  p->args.query = polyhead_tensor_contiguous(zeros, POLYHEAD_BFLOAT16, 4, (int64_t[]){1, 1, 1, 1});
+  p->args.key = polyhead_tensor_contiguous(zeros, POLYHEAD_BFLOAT16, 4, (int64_t[]){1, 2, 1, 1});
+  p->args.value = polyhead_tensor_contiguous(values, POLYHEAD_BFLOAT16, 4, (int64_t[]){1, 2, 1, 1});
+  p->args.out = polyhead_tensor_contiguous(&out, POLYHEAD_FLOAT32, 4, (int64_t[]){1, 1, 1, 1});
+  p->args.logsumexp.ndim = 0;
+  CHECK_OK(run_problem(p, NULL, NULL));
+  CHECK(out == 1.00390625f);
+  p->desc.out_dtype = POLYHEAD_FLOAT16;
+  CHECK_REFUSED(run_problem(p, NULL, NULL), POLYHEAD_INVALID_ARGUMENT,
+                "out_dtype is float16, must be bfloat16 as dtype, or float32");
+  p->desc.out_dtype = 77;
+  CHECK_REFUSED(run_problem(p, NULL, NULL), POLYHEAD_INVALID_ARGUMENT, "out_dtype is 77, must be a polyhead_dtype");
+  p->desc.out_dtype = POLYHEAD_FLOAT16;
+  p->desc.has_out_dtype = 0;
+  CHECK_REFUSED(run_problem(p, NULL, NULL), POLYHEAD_INVALID_ARGUMENT, "must be 0 where has_out_dtype is 0");
+  p->desc.out_dtype = 0;
+  p->desc.has_grad_dtype = 1;
+  p->desc.grad_dtype = POLYHEAD_FLOAT64;
+  CHECK_REFUSED(run_problem(p, NULL, NULL), POLYHEAD_INVALID_ARGUMENT, "grad_dtype is float64");
+  free_problem(p);
+}
+
+// A shard of [3, 5, 7, 48]: batch 1 and 2, heads 2 to 4, queries 3 to 6, keys from 8 on.
+static void test_shard_dropout_mask(void) {
+  static uint8_t whole[3][5][7][48], shard[2][3][4][40];
+  const polyhead_tensor all = polyhead_tensor_contiguous(whole, POLYHEAD_BOOL, 4, (int64_t[]){3, 5, 7, 48});
+  const polyhead_tensor some = polyhead_tensor_contiguous(shard, POLYHEAD_BOOL, 4, (int64_t[]){2, 3, 4, 40});
+  polyhead_dropout_origin origin = {1 * 5 + 2, 5, 3, 8};
+  CHECK_OK(polyhead_dropout_mask(0.5, 7, 9, &all));
+  CHECK_OK(polyhead_shard_dropout_mask(0.5, 7, 9, &origin, &some));
+  int num_wrong = 0;
+  for (int n = 0; n < 2 * 3 * 4 * 40; ++n) {
+    const int b = n / 480, h = n / 160 % 3, i = n / 40 % 4, j = n % 40;
+    num_wrong += shard[b][h][i][j] != whole[1 + b][2 + h][3 + i][8 + j];
+  }
+  CHECK(num_wrong == 0);
+  origin.first_key = 4;
+  CHECK_REFUSED(polyhead_shard_dropout_mask(0.5, 7, 9, &origin, &some), POLYHEAD_INVALID_ARGUMENT,
+                "origin.first_key is 4, must be a multiple of 8");
+  CHECK_REFUSED(polyhead_shard_dropout_mask(0.5, 7, 9, NULL, NULL), POLYHEAD_INVALID_ARGUMENT,
+                "kept is a null pointer");
+}
+
 static void test_dropout_mask(void) {
   problem* p = new_problem(2, 3, 40, 2, 2, 1, 1);
   polyhead_tensor kept = new_tensor(p, POLYHEAD_BOOL, 4, (int64_t[]){2, 2, 3, 40});
@@ -411,5 +462,7 @@ void test_forward(void) {
   }
   test_dtypes();
   test_dropout_mask();
+  test_shard_dropout_mask();
+  test_float32_beside_bfloat16();
   test_explain();
 }

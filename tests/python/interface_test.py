@@ -15,18 +15,19 @@ import polyhead
 
 SIGNATURE = """(query, key, value, *, attn_bias=None, attn_mask=None, causal=False, window=None, align=None,
 query_offset=None, scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0, dropout_seed=None, dropout_offset=0,
-seqlens_q=None, seqlens_k=None, cu_seqlens_q=None, cu_seqlens_k=None, return_logsumexp=False, return_weights=False,
-return_column_sums=False, kernel=None)"""
+dropout_origin=None, seqlens_q=None, seqlens_k=None, cu_seqlens_q=None, cu_seqlens_k=None, return_logsumexp=False,
+return_weights=False, return_column_sums=False, out_dtype=None, kernel=None)"""
 BACKWARD_SIGNATURE = """(grad_out, query, key, value, out, logsumexp, *, attn_bias=None, attn_mask=None, causal=False,
 window=None, align=None, query_offset=None, scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0,
-dropout_seed=None, dropout_offset=0, seqlens_q=None, seqlens_k=None, cu_seqlens_q=None, cu_seqlens_k=None, kernel=None,
-grad_logsumexp=None, needs=('query', 'key', 'value'), into=None, accumulate=False)"""
+dropout_seed=None, dropout_offset=0, dropout_origin=None, seqlens_q=None, seqlens_k=None, cu_seqlens_q=None,
+cu_seqlens_k=None, kernel=None, grad_logsumexp=None, needs=('query', 'key', 'value'), into=None, accumulate=False,
+grad_dtype=None)"""
 SIGNATURES = {
     "attention": SIGNATURE.replace("\n", " "),
     "attention_backward": BACKWARD_SIGNATURE.replace("\n", " "),
     "explain": SIGNATURE.replace("\n", " "),
     "kernels": "()",
-    "dropout_mask": "(shape, dropout_p, dropout_seed, dropout_offset=0)",
+    "dropout_mask": "(shape, dropout_p, dropout_seed, dropout_offset=0, dropout_origin=None)",
     "merge": "(outs, logsumexps)",
     "merge_backward": "(grad_out, outs, logsumexps, out, logsumexp, grad_logsumexp=None)",
 }

@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from polyhead import Error
+from polyhead import DropoutOrigin, Error
 from polyhead.torch import _autograd, _composition, _ops
 from polyhead.torch._options import (
-    DIFFERENTIABLE, NUM_SHARED, Options, align_number, kernel_number, offset_pair, seed_tensor, weights_number,
-    window_pair,
+    DIFFERENTIABLE, NUM_SHARED, Options, align_number, asks_float32, kernel_number, offset_pair, origin_tensor,
+    seed_tensor, weights_number, window_pair,
 )  # fmt: skip
 
 _is_autocast_enabled = torch._C._is_any_autocast_enabled
@@ -27,8 +27,8 @@ def _tensors_only(**operands):
 
 def _options(
     query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
-    dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
-    return_weights=False, return_column_sums=False,
+    dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
+    return_weights=False, return_column_sums=False, out_dtype=None,
 ):  # fmt: skip
     if (cu_seqlens_q is None) != (cu_seqlens_k is None):
         given, missing = "qk" if cu_seqlens_k is None else "kq"
@@ -40,7 +40,8 @@ def _options(
     return Options(
         causal, scale, attn_bias, attn_mask, alibi_slopes, seed_tensor(dropout_p, dropout_seed), dropout_p,
         dropout_offset, window_left, window_right, align_number(align), offset, offsets, softcap, seqlens_q, seqlens_k,
-        cu_seqlens_q, cu_seqlens_k, kernel_number(kernel), weights_number(return_weights), return_column_sums,
+        cu_seqlens_q, cu_seqlens_k, kernel_number(kernel), origin_tensor(dropout_origin),
+        weights_number(return_weights), return_column_sums, asks_float32(out_dtype, query),
     )  # fmt: skip
 
 
@@ -61,6 +62,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     dropout_offset: int = 0,
+    dropout_origin: DropoutOrigin | Sequence[int] | None = None,
     seqlens_q: Tensor | None = None,
     seqlens_k: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -68,6 +70,7 @@ def attention(
     return_logsumexp: bool = False,
     return_weights: bool | Literal["mean"] = False,
     return_column_sums: bool = False,
+    out_dtype: torch.dtype | None = None,
     kernel: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """`polyhead.attention` of torch tensors on the CPU, differentiable; its arguments and results mean the same.
@@ -82,7 +85,7 @@ def attention(
         Broadcasts to [B, H, Sq, Sk]; float32, bfloat16 or float16 (float64 too where query is). -inf hides a key.
     attn_mask : Tensor of bool, optional
         True = may look. Broadcasts likewise.
-    causal, window, align, scale, softcap, dropout_p, dropout_offset, kernel : optional
+    causal, window, align, scale, softcap, dropout_p, dropout_offset, dropout_origin, kernel : optional
         As of `polyhead.attention`.
     query_offset : int or Tensor, optional
         Integers [B], or one.
@@ -94,6 +97,10 @@ def attention(
         [B], [B], [B + 1], [B + 1].
     return_logsumexp, return_weights, return_column_sums : optional
         As of `polyhead.attention`.
+    out_dtype : torch.dtype, optional
+        Of out: query's (default), or torch.float32 beside bfloat16 and float16. Its gradient comes in as float32 then;
+        those of query, key and value keep their dtypes, as autograd wants (`polyhead.attention_backward` takes torch
+        tensors too, and has grad_dtype).
 
     Returns
     -------
@@ -124,6 +131,7 @@ def attention(
     """
     nothing_else = (
         attn_bias is attn_mask is window is query_offset is alibi_slopes is dropout_seed is kernel is None
+        and dropout_origin is out_dtype is None
         and seqlens_q is seqlens_k is cu_seqlens_q is cu_seqlens_k is None
         and not (softcap or dropout_p or return_weights or return_column_sums)
     )
@@ -143,8 +151,8 @@ def attention(
         query, key, value = _ops.cast_for_autocast(query, key, value)
     options = _options(
         query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
-        dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel, return_weights,
-        return_column_sums,
+        dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
+        return_weights, return_column_sums, out_dtype,
     )  # fmt: skip
     if return_weights and _autograd.differentiates(query, key, value, attn_bias, alibi_slopes):
         return _with_differentiable_weights(query, key, value, options, return_logsumexp)
@@ -202,6 +210,7 @@ def attention_backward(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     dropout_offset: int = 0,
+    dropout_origin: DropoutOrigin | Sequence[int] | None = None,
     seqlens_q: Tensor | None = None,
     seqlens_k: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -215,9 +224,10 @@ def attention_backward(
     Parameters
     ----------
     grad_out, query, key, value, out, logsumexp : Tensor
-        As of `polyhead.attention_backward`; out and logsumexp may be merged ones.
+        As of `polyhead.attention_backward`; out and logsumexp may be merged ones, out and grad_out float32.
     attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes : optional
-    dropout_p, dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel : optional
+    dropout_p, dropout_seed, dropout_offset, dropout_origin : optional
+    seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel : optional
         As given to `attention`; where dropout_p > 0, dropout_seed must be given.
     grad_logsumexp : Tensor, optional
     needs : sequence of str
@@ -245,7 +255,7 @@ def attention_backward(
             raise Error(f'needs holds "{name}", but {name} is not given')
     options = _options(
         query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
-        dropout_seed, dropout_offset, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
+        dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
     )  # fmt: skip
     bits = sum(1 << DIFFERENTIABLE.index(name) for name in dict.fromkeys(needs))
     tensors = (grad_out, grad_logsumexp, query, key, value, out, logsumexp)

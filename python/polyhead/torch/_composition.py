@@ -111,14 +111,16 @@ class _Places:
             sequence, i, _, j = self.rows
             batch, longest_q, longest_k = o.cu_seqlens_q.shape[0] - 1, query.shape[0], key.shape[0]
             mask = _ops.dropout_mask(
-                o.dropout_seed, o.dropout_p, o.dropout_offset, batch, self.num_heads, longest_q, longest_k
-            )
+                o.dropout_seed, o.dropout_p, o.dropout_offset, batch, self.num_heads, longest_q, longest_k,
+                o.dropout_origin,
+            )  # fmt: skip
             mask = mask[sequence.view(-1, 1), :, i.view(-1, 1), j.view(1, -1)].permute(2, 0, 1).unsqueeze(0)
         else:
             batch, seqlen_q, seqlen_k = query.shape[0], query.shape[1], key.shape[1]
             mask = _ops.dropout_mask(
-                o.dropout_seed, o.dropout_p, o.dropout_offset, batch, self.num_heads, seqlen_q, seqlen_k
-            )
+                o.dropout_seed, o.dropout_p, o.dropout_offset, batch, self.num_heads, seqlen_q, seqlen_k,
+                o.dropout_origin,
+            )  # fmt: skip
         factor = 1 / (1 - o.dropout_p) if o.dropout_p < 1 else 0.0
         return mask.to(torch.float64 if _is_float64(query) else torch.float32) * factor
 
@@ -215,5 +217,5 @@ def merge(outs, logsumexps):
     logsumexp = torch.logsumexp(torch.where(any_seen, parts, 0.0), 0)
     shares = torch.exp(torch.where(seen, parts - logsumexp, -float("inf"))).to(parts.dtype)
     by_row = [each.transpose(-1, -2).unsqueeze(-1) for each in (shares, seen)]
-    out = (by_row[0] * torch.where(by_row[1], torch.stack(outs).to(parts.dtype), 0.0)).sum(0)
+    out = (by_row[0] * torch.where(by_row[1], torch.stack([each.to(parts.dtype) for each in outs]), 0.0)).sum(0)
     return out.to(outs[0].dtype), torch.where(any_seen, logsumexp, -float("inf"))

@@ -5,7 +5,7 @@ import torch
 from polyhead import Error
 from polyhead.torch._options import DIFFERENTIABLE, Options
 
-_NOT_BESIDE_QUERY = ("dropout_seed",)  # is on the CPU always
+_NOT_BESIDE_QUERY = ("dropout_seed", "dropout_origin")  # are on the CPU always
 
 
 def _check_devices(like, **tensors):
@@ -34,7 +34,8 @@ def attention_forward(query, key, value, *options):
     o = Options(*options)
     _check(query, key, value, o)
     sums = _sums_dtype(query)
-    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    out_dtype = torch.float32 if o.out_float32 else query.dtype
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=out_dtype)
     if o.packed:
         return out, query.new_empty((query.shape[1], query.shape[0]), dtype=sums), None, None
     batch, seqlen_q, num_heads, _ = query.shape
@@ -100,5 +101,5 @@ def merge_backward(grad_out, grad_logsumexp, outs, logsumexps, out, logsumexp):
     return [each.new_empty(each.shape) for each in outs], [each.new_empty(each.shape) for each in logsumexps]
 
 
-def dropout_mask(seed, dropout_p, dropout_offset, batch, num_heads, seqlen_q, seqlen_k):
+def dropout_mask(seed, dropout_p, dropout_offset, batch, num_heads, seqlen_q, seqlen_k, dropout_origin=None):
     return seed.new_empty((batch, num_heads, seqlen_q, seqlen_k), dtype=torch.bool)

@@ -14,11 +14,12 @@ def _kernel_name(o):
 
 def _shared(query, key, value, o):
     window = None if (o.window_left, o.window_right) == (-1, -1) else (o.window_left, o.window_right)
+    origin = None if o.dropout_origin is None else o.dropout_origin.tolist()
     seed = None if o.dropout_seed is None else o.dropout_seed.item() & (2**64 - 1)
     return (
         query, key, value, o.attn_bias, o.attn_mask, o.causal, window, ALIGNS[o.align],
         o.query_offset if o.query_offsets is None else o.query_offsets, o.scale, o.softcap, o.alibi_slopes,
-        o.dropout_p, seed, o.dropout_offset, o.seqlens_q, o.seqlens_k, o.cu_seqlens_q, o.cu_seqlens_k,
+        o.dropout_p, seed, o.dropout_offset, origin, o.seqlens_q, o.seqlens_k, o.cu_seqlens_q, o.cu_seqlens_k,
         _kernel_name(o),
     )  # fmt: skip
 
@@ -26,8 +27,9 @@ def _shared(query, key, value, o):
 def attention_forward(query, key, value, *options):
     o = Options(*options)
     out, logsumexp, *asked = _bind.attention(
-        *_shared(query, key, value, o), True, WEIGHTS[o.return_weights], o.return_column_sums
-    )
+        *_shared(query, key, value, o), True, WEIGHTS[o.return_weights], o.return_column_sums,
+        "float32" if o.out_float32 else None,
+    )  # fmt: skip
     _report.count_run("attention_forward", query, key, value, _kernel_name(o))
     weights = asked.pop(0) if o.return_weights else None
     column_sums = asked.pop(0) if o.return_column_sums else None
@@ -38,7 +40,7 @@ def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsume
     names = tuple(name for bit, name in enumerate(DIFFERENTIABLE) if needs >> bit & 1)
     o = Options(*options)
     grads = _bind.attention_backward(
-        *_shared(query, key, value, o), grad_out, out, logsumexp, grad_logsumexp, names, None, False
+        *_shared(query, key, value, o), grad_out, out, logsumexp, grad_logsumexp, names, None, False, None
     )
     if names:
         _report.count_run("attention_backward", query, key, value, _kernel_name(o))
@@ -77,6 +79,8 @@ def merge_backward(grad_out, grad_logsumexp, outs, logsumexps, out, logsumexp):
     return _bind.merge_backward(grad_out, outs, logsumexps, out, logsumexp, grad_logsumexp)
 
 
-def dropout_mask(seed, dropout_p, dropout_offset, batch, num_heads, seqlen_q, seqlen_k):
+def dropout_mask(seed, dropout_p, dropout_offset, batch, num_heads, seqlen_q, seqlen_k, dropout_origin=None):
     shape = (batch, num_heads, seqlen_q, seqlen_k)
-    return torch.from_numpy(polyhead.dropout_mask(shape, dropout_p, seed.item() & (2**64 - 1), dropout_offset))
+    origin = None if dropout_origin is None else dropout_origin.tolist()
+    mask = polyhead.dropout_mask(shape, dropout_p, seed.item() & (2**64 - 1), dropout_offset, origin)
+    return torch.from_numpy(mask)

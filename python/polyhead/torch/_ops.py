@@ -15,7 +15,7 @@ _GRADS = "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_at
 # lists (2.10).
 SCHEMAS = {
     "attention_forward": f"(Tensor query, Tensor key, Tensor value, {SCHEMA}, int return_weights=0, "
-    "bool return_column_sums=False) -> (Tensor out, Tensor logsumexp, Tensor? weights, Tensor? column_sums)",
+    "bool return_column_sums=False, bool out_float32=False) -> (Tensor out, Tensor logsumexp, Tensor? weights, Tensor? column_sums)",
     "attention_backward": "(Tensor grad_out, Tensor? grad_logsumexp, Tensor query, Tensor key, Tensor value, "
     f"Tensor out, Tensor logsumexp, int needs, {SCHEMA}) -> {_GRADS}",
     # Of the commonest options alone: each argument costs a call 50 ns.
@@ -30,7 +30,7 @@ SCHEMAS = {
     "merge_backward": "(Tensor grad_out, Tensor? grad_logsumexp, Tensor[] outs, Tensor[] logsumexps, Tensor out, "
     "Tensor logsumexp) -> (Tensor[] grad_outs, Tensor[] grad_logsumexps)",
     "dropout_mask": "(Tensor seed, float dropout_p, int dropout_offset, SymInt batch, SymInt num_heads, "
-    "SymInt seqlen_q, SymInt seqlen_k) -> Tensor",
+    "SymInt seqlen_q, SymInt seqlen_k, Tensor? dropout_origin=None) -> Tensor",
 }
 _HAS_LISTS = torch.__version__ >= (2, 10)
 

@@ -18,7 +18,7 @@ DEFAULT_KERNEL = -1
 class Options(NamedTuple):
     """What follows query, key and value in the operators' arguments, the commonest first: a call leaves the rest out.
 
-    `attention_backward` takes them too, but for the last two.
+    `attention_backward` takes them too, but for the last three.
     """
 
     causal: bool = False
@@ -40,8 +40,10 @@ class Options(NamedTuple):
     cu_seqlens_q: Optional[Tensor] = None
     cu_seqlens_k: Optional[Tensor] = None
     kernel_number: int = DEFAULT_KERNEL  # of KERNELS; Inductor takes no argument of the name kernel
+    dropout_origin: Optional[Tensor] = None  # polyhead.DropoutOrigin as int64 [4]
     return_weights: int = 0  # of WEIGHTS
     return_column_sums: bool = False
+    out_float32: bool = False  # beside 16-bit inputs
 
     @property
     def packed(self):
@@ -52,9 +54,10 @@ SCHEMA = (
     "bool causal=False, float? scale=None, Tensor? attn_bias=None, Tensor? attn_mask=None, Tensor? alibi_slopes=None, "
     "Tensor? dropout_seed=None, float dropout_p=0., int dropout_offset=0, int window_left=-1, int window_right=-1, "
     "int align=0, int? query_offset=None, Tensor? query_offsets=None, float softcap=0., Tensor? seqlens_q=None, "
-    "Tensor? seqlens_k=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int kernel_number=-1"
+    "Tensor? seqlens_k=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int kernel_number=-1, "
+    "Tensor? dropout_origin=None"
 )
-NUM_SHARED = len(Options._fields) - 2  # those of attention_backward
+NUM_SHARED = len(Options._fields) - 3  # those of attention_backward
 # Where gradients go: query, key, value, attn_bias, alibi_slopes. attention_backward's `needs` has a bit for each.
 DIFFERENTIABLE = ("query", "key", "value", "attn_bias", "alibi_slopes")
 
@@ -108,6 +111,25 @@ def seed_tensor(dropout_p, dropout_seed):
     if not 0 <= dropout_seed < 2**64:
         raise Error(f"dropout_seed is {dropout_seed}, must be 0 to 2^64 - 1")
     return torch.full((), dropout_seed - (dropout_seed >> 63 << 64), dtype=torch.int64, device="cpu")
+
+
+def origin_tensor(dropout_origin):
+    """A DropoutOrigin, or four integers, as the operators take it."""
+    if dropout_origin is None:
+        return None
+    if len(dropout_origin) != 4:
+        raise Error(f"dropout_origin has {len(dropout_origin)} elements, must be a polyhead.DropoutOrigin")
+    return torch.tensor([*dropout_origin], dtype=torch.int64, device="cpu")
+
+
+def asks_float32(out_dtype, query):
+    """Whether out shall be float32 where query is not."""
+    if out_dtype is None or out_dtype == query.dtype:
+        return False
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if out_dtype != torch.float32 or not half:
+        raise Error(f"out_dtype is {out_dtype}, must be {query.dtype} as query{', or torch.float32' if half else ''}")
+    return True
 
 
 def offset_pair(query_offset, query, cu_seqlens_q):
