@@ -18,9 +18,9 @@ std::vector<Operand> operands_of(const polyhead_attention_desc& d, polyhead_forw
   add("grad_out", &args.grad_out, shapes.out, Role::kInput, false);
   add("grad_logsumexp", &args.grad_logsumexp, shapes.logsumexp, Role::kInput, true);
   add("delta", &args.delta, shapes.logsumexp, Role::kInput, true);
-  add("grad_query", &args.grad_query, shapes.query, Role::kOutput, true);
-  add("grad_key", &args.grad_key, shapes.key, Role::kOutput, true);
-  add("grad_value", &args.grad_value, shapes.value, Role::kOutput, true);
+  add("grad_query", &args.grad_query, shapes.grad_query, Role::kOutput, true);
+  add("grad_key", &args.grad_key, shapes.grad_key, Role::kOutput, true);
+  add("grad_value", &args.grad_value, shapes.grad_value, Role::kOutput, true);
   add("grad_attn_bias", &args.grad_attn_bias, shapes.attn_bias, Role::kOutput, true);
   add("grad_alibi_slopes", &args.grad_alibi_slopes, shapes.alibi_slopes, Role::kOutput, true);
   return operands;

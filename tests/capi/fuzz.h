@@ -60,6 +60,7 @@ struct Operand {
 struct Shapes {
   Shape query, key, value, attn_mask, attn_bias, alibi_slopes, seqlens_q, seqlens_k, cu_seqlens, query_offsets;
   Shape out, logsumexp, weights, column_sums;
+  Shape grad_query, grad_key, grad_value;
 
   explicit Shapes(const polyhead_attention_desc& d) {
     const int32_t sums = d.dtype == POLYHEAD_FLOAT64 ? POLYHEAD_FLOAT64 : POLYHEAD_FLOAT32;
@@ -86,6 +87,11 @@ struct Shapes {
     cu_seqlens = integers(d.packed, B < INT64_MAX ? B + 1 : B);
     query_offsets = integers(d.has_query_offsets, B);
     out = rows(Sq, H, d.head_dim_v);
+    if (d.has_out_dtype) out.dtype = d.out_dtype;
+    grad_query = query, grad_key = key, grad_value = value;
+    for (Shape* gradient : {&grad_query, &grad_key, &grad_value}) {
+      if (d.has_grad_dtype) gradient->dtype = d.grad_dtype;
+    }
     logsumexp = d.packed ? Shape{sums, {H, Sq}} : Shape{sums, {B, H, Sq}};
     if (d.return_weights == POLYHEAD_WEIGHTS_PER_HEAD) weights = {d.dtype, {B, H, Sq, Sk}};
     if (d.return_weights == POLYHEAD_WEIGHTS_MEAN) weights = {d.dtype, {B, Sq, Sk}};
@@ -142,6 +148,9 @@ inline polyhead_attention_desc random_desc(Hostile& random) {
   d.head_dim = random.between(random.chance(5) ? 0 : 1, 20);
   d.head_dim_v = random.between(random.chance(5) ? 0 : 1, 20);
   d.dtype = static_cast<int32_t>(random.below(4));
+  const bool widens = d.dtype == POLYHEAD_BFLOAT16 || d.dtype == POLYHEAD_FLOAT16;
+  if (random.chance(30)) d.has_out_dtype = 1, d.out_dtype = widens ? int32_t{POLYHEAD_FLOAT32} : d.dtype;
+  if (random.chance(30)) d.has_grad_dtype = 1, d.grad_dtype = widens ? int32_t{POLYHEAD_FLOAT32} : d.dtype;
   d.packed = random.chance(20);
   if (random.chance(30)) d.has_scale = 1, d.scale = static_cast<double>(random.between(-8, 8)) / 4;
   if (random.chance(20)) d.softcap = static_cast<double>(random.between(1, 50));
@@ -178,6 +187,8 @@ inline void print(const polyhead_attention_desc& d, const polyhead_plan_options&
   number("batch", d.batch), number("seqlen_q", d.seqlen_q), number("seqlen_k", d.seqlen_k);
   number("num_heads", d.num_heads), number("num_heads_kv", d.num_heads_kv);
   number("head_dim", d.head_dim), number("head_dim_v", d.head_dim_v), number("dtype", d.dtype);
+  number("has_out_dtype", d.has_out_dtype), number("out_dtype", d.out_dtype);
+  number("has_grad_dtype", d.has_grad_dtype), number("grad_dtype", d.grad_dtype);
   number("packed", d.packed), number("has_seqlens_q", d.has_seqlens_q), number("has_seqlens_k", d.has_seqlens_k);
   number("has_scale", d.has_scale), std::printf(" scale=%.17g softcap=%.17g", d.scale, d.softcap);
   number("causal", d.causal), number("window_left", d.window_left), number("window_right", d.window_right);
