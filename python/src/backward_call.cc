@@ -150,7 +150,8 @@ nb::object BackwardCall::run(const Plan& plan) {
     nb::object array = source.into;
     if (!array.is_valid()) {
       Tensor view = source.input;
-      array = Results(source.name, arguments_[source.position], view.dtype).make(view);
+      const DType like = source.position <= kValue ? desc_.dtype : view.dtype;
+      array = Results(source.name, arguments_[source.position], like).make(view);
       set_gradient(source, view);
     }
     gradients[source.name] = array;

@@ -97,7 +97,9 @@ DType dtype_argument(PyObject* object, const char* name) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}) {
     if (word == dtype_name(dtype)) return dtype;
   }
-  bad_value("%s is %s, must be float32 or the dtype of query", name, text.c_str());
+  constexpr const char* kTakes = "float32 or the dtype of query";
+  if (named.is_valid() || PyUnicode_Check(object)) bad_value("%s is %s, must be %s", name, text.c_str(), kTakes);
+  bad_kind("%s has type %s, must be %s", name, type_name(object), kTakes);
 }
 
 const char* text_argument(PyObject* object, const char* name, const char* takes) {

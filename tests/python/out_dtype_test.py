@@ -75,9 +75,10 @@ def test_refusals():
         ("float16", "out_dtype is float16, must be bfloat16 as dtype, or float32"),
         (np.float64, "out_dtype is float64, must be bfloat16 as dtype, or float32"),
         ("int8", "out_dtype is int8, must be float32 or the dtype of query"),
-        (3, "out_dtype is 3, must be float32 or the dtype of query"),
+        (np.int8, "out_dtype is int8, must be float32 or the dtype of query"),
     ]:
         refused(polyhead.attention, polyhead.Error, words, good | {"out_dtype": out_dtype})
+    refused(polyhead.attention, TypeError, "out_dtype has type int, must be float32 or", good | {"out_dtype": 3})
     wide = {name: each.astype(np.float32) for name, each in good.items()}
     refused(polyhead.attention, polyhead.Error, "out_dtype is bfloat16, must be float32 as dtype",
             wide | {"out_dtype": "bfloat16"})  # fmt: skip
