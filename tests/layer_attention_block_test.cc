@@ -189,6 +189,39 @@ TEST(AttentionBlock, EveryKernelAndDType) {
   }
 }
 
+// As the layer's: 512 equal beams give 512 times what one gives, which a running sum in 16 bits does not.
+TEST(AttentionBlock, SharedKeysSumTheirGradientsInFloat32) {
+  constexpr int64_t kBeams = 512, kSize = 8;
+  AttentionCase c;
+  c.cross = true;
+  LayerDesc& d = c.desc.layer;
+  d.seqlen_q = 1, d.seqlen_k = 5;
+  d.query_size = d.key_size = d.value_size = kSize;
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    d.dtype = dtype;
+    const auto gradients = [&](const std::string& kernel, int64_t beams) {
+      d.beam = 1;
+      AttentionNumbers in = numbers_of(c);
+      for (Array* array : {&in.layer.query, &in.layer.grad_out}) {
+        const Array one = *array;
+        *array = Array(dtype, {1, beams, 1, kSize});
+        for (int64_t n = 0; n < array->size(); ++n) array->set(n, one.at(n % kSize));
+      }
+      d.beam = beams;
+      return run(c, in, kernel, 1, true);
+    };
+    for (const Kernel* kernel : kernels_to_test()) {
+      SCOPED_TRACE(std::string(dtype_name(dtype)) + " on " + kernel->name);
+      const Arrays one = gradients(kernel->name, 1), all = gradients(kernel->name, kBeams);
+      for (const char* name : {"grad_key", "grad_value"}) {
+        for (int64_t n = 0; n < one.at(name).size(); ++n) {
+          EXPECT_EQ(all.at(name).at(n), kBeams * one.at(name).at(n)) << name << " " << n;
+        }
+      }
+    }
+  }
+}
+
 TEST(AttentionBlock, ErrorsNameTheArgument) {
   AttentionCase c = attention_cases()[0];
   c.desc.layer.out_proj_size = 11;

@@ -1,21 +1,17 @@
-// Extreme sizes: each field near 0, 2^31, 2^32, 2^62, their products near 2^63 and 2^64, with every option. A plan must
-// refuse them with a sentence or make sense of them: those that succeed and are little work run, on operands of stride 0,
-// in a workspace between pages that nobody may touch. More rounds: POLYHEAD_FUZZ_RUNS; others: POLYHEAD_FUZZ_SEED.
+// Extreme sizes of attention and products: a plan must refuse them with a sentence or make sense of them. Those that
+// succeed and are little work run, through C++ and through C (size_fuzz.h).
 #include <gtest/gtest.h>
 
 #include <array>
-#include <cstdio>
-#include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "core/memory_size.h"
-#include "guard.h"
 #include "kernels_to_test.h"
 #include "polyhead/matrix_product.h"
 #include "polyhead/polyhead.h"
-#include "problem.h"
+#include "size_fuzz.h"
 
 namespace polyhead::testing {
 namespace {
@@ -49,50 +45,28 @@ TEST(MemorySize, StaysTooLarge) {
   EXPECT_FALSE(map.fits());
 }
 
-constexpr size_t kMostBytes = size_t{16} << 20;  // of an array or workspace that is made
-constexpr int64_t kMostWork = int64_t{1} << 22;  // multiply-adds of a call that is run
-
-int64_t setting(const char* name, int64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text != nullptr ? std::strtoll(text, nullptr, 10) : otherwise;
-}
-
-// A size that something may go wrong at; often a small one, so that other fields may be large.
-int64_t size(Random& random) {
-  if (random.integer(0, 9) < 6) return random.integer(0, 9) < 8 ? random.integer(1, 3) : random.integer(0, 70);
-  static constexpr int kPowers[] = {16, 20, 24, 31, 32, 33, 40, 48, 52, 54, 55, 56, 57, 58, 59, 60, 61, 62};
-  const int64_t power = int64_t{1} << kPowers[random.integer(0, 17)];
-  switch (random.integer(0, 3)) {
-    case 0: return power;
-    case 1: return power + random.integer(-3, 3);
-    case 2:
-      return static_cast<int64_t>(UINT64_MAX / static_cast<uint64_t>(random.integer(3, 5000))) + random.integer(-1, 2);
-    default: return power / random.integer(1, 100) + random.integer(0, 2);
-  }
-}
-
 AttentionDesc random_desc(Random& random) {
   const auto chance = [&](int percent) { return random.integer(0, 99) < percent; };
-  static constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64};
+  Sizes size(random);
   AttentionDesc d;
-  d.batch = size(random);
-  d.seqlen_q = size(random);
-  d.seqlen_k = size(random);
-  d.num_heads_kv = size(random);
+  d.batch = size();
+  d.seqlen_q = size();
+  d.seqlen_k = size();
+  d.num_heads_kv = std::max<int64_t>(size(), 1);
   d.num_heads = d.num_heads_kv;
-  if (chance(30)) __builtin_mul_overflow(d.num_heads_kv, size(random), &d.num_heads);
-  d.head_dim = size(random);
-  d.head_dim_v = size(random);
-  d.dtype = kDTypes[random.integer(0, 3)];
+  if (chance(30)) __builtin_mul_overflow(d.num_heads_kv, size(), &d.num_heads);
+  d.head_dim = size();
+  d.head_dim_v = size();
+  d.dtype = random_dtype(random);
   d.packed = chance(25);
   d.has_seqlens_q = !d.packed && chance(20);
   d.has_seqlens_k = !d.packed && chance(30);
   d.causal = chance(25);
-  if (chance(15)) d.window_left = size(random);
-  if (chance(15)) d.window_right = size(random);
+  if (chance(15)) d.window_left = size();
+  if (chance(15)) d.window_right = size();
   d.softcap = chance(15) ? 2 : 0;
   if (chance(25)) {
-    d.query_offset = chance(50) ? size(random) : -size(random);
+    d.query_offset = chance(50) ? size() : -size();
   } else {
     d.align = chance(50) ? Align::kTopLeft : Align::kBottomRight;
   }
@@ -107,46 +81,27 @@ AttentionDesc random_desc(Random& random) {
   return d;
 }
 
-std::string words(const AttentionDesc& d) {
-  std::string text;
-  for (const int64_t n : {d.batch, d.seqlen_q, d.seqlen_k, d.num_heads, d.num_heads_kv, d.head_dim, d.head_dim_v,
-                          int64_t(d.dtype), int64_t{d.packed}, int64_t{d.has_seqlens_q}, int64_t{d.has_seqlens_k}}) {
-    text += ' ';
-    text += std::to_string(n);
-  }
-  return "B Sq Sk H G D Dv dtype packed seqlens_q seqlens_k" + text;
+std::string words(int64_t n, const AttentionDesc& d) {
+  return told(n, {{"B", d.batch},
+                  {"Sq", d.seqlen_q},
+                  {"Sk", d.seqlen_k},
+                  {"H", d.num_heads},
+                  {"G", d.num_heads_kv},
+                  {"D", d.head_dim},
+                  {"Dv", d.head_dim_v},
+                  {"dtype", int64_t(d.dtype)},
+                  {"packed", d.packed},
+                  {"seqlens_q", d.has_seqlens_q},
+                  {"seqlens_k", d.has_seqlens_k}});
 }
 
-// Arrays of a call: inputs are one element with strides 0, outputs lie row by row.
-class Arrays {
+// The arrays of a call of attention.
+class Arrays : public FuzzArrays {
  public:
-  explicit Arrays(const AttentionDesc& d) : d_(d), lengths_(static_cast<size_t>(d.batch) + 1, 1) {}
+  explicit Arrays(const AttentionDesc& d) : d_(d) {
+    if (d.has_seqlens_q || d.has_seqlens_k) lengths_.resize(static_cast<size_t>(d.batch));
+  }
 
-  static Tensor input(DType dtype, std::initializer_list<int64_t> dims) {
-    static double element = 0;  // in every floating-point dtype
-    static uint8_t visible = 1;
-    Tensor t;
-    t.data = dtype == DType::kBool ? static_cast<void*>(&visible) : &element;
-    t.dtype = dtype;
-    for (const int64_t dim : dims) t.dims[t.ndim++] = dim;
-    return t;
-  }
-  // False if it would be too large.
-  bool output(DType dtype, std::initializer_list<int64_t> dims, Tensor* to) {
-    MemorySize bytes = dtype_size_bytes(dtype);
-    for (const int64_t dim : dims) bytes = bytes * dim;
-    if (bytes > MemorySize(kMostBytes)) return false;
-    made_.emplace_back(bytes.value(), Guard::kEnd, 0xff);
-    Tensor t = input(dtype, dims);
-    t.data = made_.back().data();
-    int64_t stride = 1;
-    for (int i = t.ndim - 1; i >= 0; --i) {
-      t.strides[i] = stride;
-      stride *= t.dims[i] > 0 ? t.dims[i] : 1;
-    }
-    *to = t;
-    return true;
-  }
   // All ones, or 0, 1, 1, ... behind each other; few, or as many as there are rows.
   Tensor lengths(int64_t limit) {
     for (auto& n : lengths_) n = std::min<int64_t>(limit, 1);
@@ -196,14 +151,10 @@ class Arrays {
     args->grad_out = forward.out;
     args->grad_out.data = input(d_.dtype, {}).data;
     for (int64_t& stride : args->grad_out.strides) stride = 0;
-    const auto like = [&](const Tensor& t, Tensor* to) {
-      if (t.ndim == 4) return output(t.dtype, {t.dims[0], t.dims[1], t.dims[2], t.dims[3]}, to);
-      return output(t.dtype, {t.dims[0], t.dims[1], t.dims[2]}, to);
-    };
-    bool any = like(forward.query, &args->grad_query);
-    any = like(forward.key, &args->grad_key) || any;
-    any = like(forward.value, &args->grad_value) || any;
-    if (d_.attn_bias.given) any = like(forward.attn_bias, &args->grad_attn_bias) || any;
+    bool any = output_like(forward.query, &args->grad_query);
+    any = output_like(forward.key, &args->grad_key) || any;
+    any = output_like(forward.value, &args->grad_value) || any;
+    if (d_.attn_bias.given) any = output_like(forward.attn_bias, &args->grad_attn_bias) || any;
     if (d_.alibi_slopes_ndim == 1) {
       any = output(DType::kFloat32, {d_.num_heads}, &args->grad_alibi_slopes) || any;
     }
@@ -219,14 +170,7 @@ class Arrays {
   }
   const AttentionDesc& d_;
   std::vector<int64_t> lengths_, cu_q_, cu_k_;
-  std::vector<GuardedBytes> made_;
 };
-
-bool little_work(std::initializer_list<int64_t> factors) {
-  MemorySize work = 1;
-  for (const int64_t factor : factors) work = work * std::max<int64_t>(factor, 1);
-  return work <= MemorySize(kMostWork);
-}
 
 polyhead_attention_desc c_desc(const AttentionDesc& d) {
   polyhead_attention_desc c;
@@ -248,23 +192,86 @@ polyhead_attention_desc c_desc(const AttentionDesc& d) {
   return c;
 }
 
-struct Figures {
-  int64_t plans = 0, refused = 0, forward = 0, backward = 0;
+// A tensor, and the arguments of a call, for the C interface.
+polyhead_tensor c_tensor(const Tensor& t) {
+  polyhead_tensor c = {};
+  c.data = t.data, c.ndim = t.ndim, c.dtype = static_cast<int32_t>(t.dtype);
+  std::copy(t.dims, t.dims + t.ndim, c.dims);
+  std::copy(t.strides, t.strides + t.ndim, c.strides);
+  return c;
+}
+
+polyhead_forward_args c_args(const ForwardArgs& args) {
+  polyhead_forward_args c;
+  EXPECT_EQ(polyhead_forward_args_init(&c, sizeof c), POLYHEAD_OK);
+  const std::pair<const Tensor*, polyhead_tensor*> tensors[] = {
+      {&args.query, &c.query},
+      {&args.key, &c.key},
+      {&args.value, &c.value},
+      {&args.attn_mask, &c.attn_mask},
+      {&args.attn_bias, &c.attn_bias},
+      {&args.alibi_slopes, &c.alibi_slopes},
+      {&args.seqlens_q, &c.seqlens_q},
+      {&args.seqlens_k, &c.seqlens_k},
+      {&args.cu_seqlens_q, &c.cu_seqlens_q},
+      {&args.cu_seqlens_k, &c.cu_seqlens_k},
+      {&args.out, &c.out},
+      {&args.logsumexp, &c.logsumexp},
+      {&args.weights, &c.weights},
+      {&args.column_sums, &c.column_sums},
+  };
+  for (const auto& [from, to] : tensors) *to = c_tensor(*from);
+  c.workspace = args.workspace, c.workspace_bytes = args.workspace_bytes;
+  return c;
+}
+
+// What a plan is that is asked to compute: C++, or C.
+struct ByC {
+  polyhead_attention_plan* plan = nullptr;
+  ~ByC() { polyhead_attention_plan_destroy(plan); }
+
+  Status forward(const ForwardArgs& args) const {
+    const polyhead_forward_args c = c_args(args);
+    return result(polyhead_attention_forward(plan, &c));
+  }
+  Status backward(const BackwardArgs& args) const {
+    const polyhead_forward_args forward = c_args(args.forward);
+    polyhead_backward_args c;
+    EXPECT_EQ(polyhead_backward_args_init(&c, sizeof c), POLYHEAD_OK);
+    c.forward = &forward;
+    const std::pair<const Tensor*, polyhead_tensor*> tensors[] = {{&args.grad_out, &c.grad_out},
+                                                                  {&args.grad_query, &c.grad_query},
+                                                                  {&args.grad_key, &c.grad_key},
+                                                                  {&args.grad_value, &c.grad_value},
+                                                                  {&args.grad_attn_bias, &c.grad_attn_bias},
+                                                                  {&args.grad_alibi_slopes, &c.grad_alibi_slopes}};
+    for (const auto& [from, to] : tensors) *to = c_tensor(*from);
+    return result(polyhead_attention_backward(plan, &c));
+  }
+  size_t workspace_bytes() const { return polyhead_attention_plan_workspace_bytes(plan); }
+  size_t backward_workspace_bytes() const { return polyhead_attention_plan_backward_workspace_bytes(plan); }
+
+  static Status result(polyhead_status status) {
+    if (status == POLYHEAD_OK) return {};
+    return {static_cast<StatusCode>(status), polyhead_last_error()};
+  }
 };
 
 // Forward and backward of a plan, if they are little work.
-void run(const Plan& plan, const AttentionDesc& d, Figures* figures) {
-  if (d.batch > (1 << 16)) return;
+template <class AnyPlan>
+void run(const AnyPlan& plan, const AttentionDesc& d, Figures* figures) {
+  const bool has_lengths = d.packed || d.has_seqlens_q || d.has_seqlens_k;
+  if (has_lengths && d.batch > (1 << 16)) return;
   const int64_t lengths = d.packed ? std::min<int64_t>(d.batch, std::min(d.seqlen_q, d.seqlen_k)) : 0;
-  const int64_t queries = d.packed ? lengths : d.seqlen_q, keys = d.packed ? 1 : d.has_seqlens_k ? 1 : d.seqlen_k;
-  const int64_t batch = d.packed ? 1 : d.batch;
-  // Without keys or heads, dims are only counted.
-  const int64_t dims = std::max(d.head_dim, d.head_dim_v);
+  const int64_t queries = d.packed ? lengths : d.seqlen_q, keys = d.packed || d.has_seqlens_k ? 1 : d.seqlen_k;
+  const int64_t batch = d.packed ? 1 : d.batch, dims = std::max(d.head_dim, d.head_dim_v);
   Arrays arrays(d);
   ForwardArgs args;
   args.dropout_seed = 1;
   if (plan.workspace_bytes() > kMostBytes || !arrays.forward(&args)) return;
-  if (!little_work({batch, d.num_heads, queries, keys, dims}) || !little_work({batch, d.num_heads, d.seqlen_q})) return;
+  // Rows are visited where they have no keys or dims, too.
+  const auto at_least_1 = [](int64_t n) { return std::max<int64_t>(n, 1); };
+  if (!little_work({batch, d.num_heads, queries, at_least_1(keys), at_least_1(dims)})) return;
   const GuardedBytes workspace(plan.workspace_bytes(), Guard::kEnd, 0xff);
   args.workspace = workspace.data(), args.workspace_bytes = workspace.size();
   Status status = plan.forward(args);
@@ -272,7 +279,10 @@ void run(const Plan& plan, const AttentionDesc& d, Figures* figures) {
   ++figures->forward;
   BackwardArgs back;
   if (plan.backward_workspace_bytes() > kMostBytes || !arrays.backward(args, &back)) return;
-  if (!little_work({batch, d.num_heads, d.seqlen_q, d.seqlen_k, dims, 16})) return;
+  if (!little_work({batch, d.num_heads, std::max(d.seqlen_q, d.seqlen_k), at_least_1(std::min(d.seqlen_q, d.seqlen_k)),
+                    at_least_1(dims), 16})) {
+    return;
+  }
   const GuardedBytes more(plan.backward_workspace_bytes(), Guard::kEnd, 0xff);
   back.forward.workspace = more.data(), back.forward.workspace_bytes = more.size();
   status = plan.backward(back);
@@ -281,18 +291,16 @@ void run(const Plan& plan, const AttentionDesc& d, Figures* figures) {
 }
 
 TEST(Sizes, NoPlanWrapsAndWhatItTakesRuns) {
-  const int64_t runs = setting("POLYHEAD_FUZZ_RUNS", 3000), seed = setting("POLYHEAD_FUZZ_SEED", 1);
   std::array<std::unique_ptr<Executor>, 3> pools;
   for (size_t i = 0; i < pools.size(); ++i) pools[i].reset(new_thread_pool(static_cast<int>(i * i) + 1));
-  Figures figures;
-  for (int64_t n = setting("POLYHEAD_FUZZ_FIRST", 0), end = n + runs; n < end; ++n) {
-    Random random(static_cast<uint64_t>(seed) * 1000003 + static_cast<uint64_t>(n));
+  Figures figures("attention"), by_c_figures("attention through C");
+  fuzz(1500, 1, [&](Random& random, int64_t n) {
     const AttentionDesc d = random_desc(random);
     Executor& pool = *pools[static_cast<size_t>(random.integer(0, 2))];
-    SCOPED_TRACE("POLYHEAD_FUZZ_SEED=" + std::to_string(seed) + " POLYHEAD_FUZZ_FIRST=" + std::to_string(n) + ": " +
-                 words(d));
+    SCOPED_TRACE(words(n, d));
     for (const Kernel* kernel : kernels_to_test()) {
       const Result<Plan> made = plan(d, {kernel->name, {.executor = &pool}});
+      if (!kernel->why_not(d).empty() && !made.ok()) continue;  // it is not a matter of sizes alone
       ++figures.plans;
       if (!made.ok()) {
         ASSERT_NE(made.status().message(), "");
@@ -302,29 +310,28 @@ TEST(Sizes, NoPlanWrapsAndWhatItTakesRuns) {
       // What a workspace holds at least: nothing that counts it has wrapped.
       ASSERT_LE(made->workspace_bytes(), size_t{PTRDIFF_MAX});
       run(*made, d, &figures);
-      if (HasFatalFailure()) return;
+      if (::testing::Test::HasFatalFailure()) return;
     }
     // The C interface says the same.
     polyhead_plan_options options;
     ASSERT_EQ(polyhead_plan_options_init(&options, sizeof options), POLYHEAD_OK);
-    options.kernel = "reference";
     const polyhead_attention_desc c = c_desc(d);
-    polyhead_attention_plan* by_c = nullptr;
-    const polyhead_status status = polyhead_attention_plan_create(&c, &options, &by_c);
-    const Result<Plan> by_cc = plan(d, {.kernel = "reference"});
+    ByC by_c;
+    const polyhead_status status = polyhead_attention_plan_create(&c, &options, &by_c.plan);
+    const Result<Plan> by_cc = plan(d);
     ASSERT_EQ(status, static_cast<polyhead_status>(by_cc.status().code()));
+    ++by_c_figures.plans;
     if (by_cc.ok()) {
-      EXPECT_EQ(polyhead_attention_plan_workspace_bytes(by_c), by_cc->workspace_bytes());
-      EXPECT_EQ(polyhead_attention_plan_backward_workspace_bytes(by_c), by_cc->backward_workspace_bytes());
+      EXPECT_EQ(by_c.workspace_bytes(), by_cc->workspace_bytes());
+      EXPECT_EQ(by_c.backward_workspace_bytes(), by_cc->backward_workspace_bytes());
+      run(by_c, d, &by_c_figures);
     } else {
       EXPECT_EQ(polyhead_last_error(), by_cc.status().message());
+      ++by_c_figures.refused;
     }
-    polyhead_attention_plan_destroy(by_c);
-  }
-  std::printf("%lld plans, %lld refused, %lld forward and %lld backward calls\n", static_cast<long long>(figures.plans),
-              static_cast<long long>(figures.refused), static_cast<long long>(figures.forward),
-              static_cast<long long>(figures.backward));
+  });
   EXPECT_GT(figures.refused, 0);
+  EXPECT_GT(figures.plans, 2 * figures.refused);
 }
 
 TEST(Sizes, WhatOnceWrappedIsRefused) {
@@ -341,7 +348,7 @@ TEST(Sizes, WhatOnceWrappedIsRefused) {
       // The reference stores no row of a head: it would only take 2^56 steps.
       if (!kernel->why_not(d).empty() || (d.packed && std::string(kernel->name) == "reference")) continue;
       const Result<Plan> made = plan(d, {.kernel = kernel->name});
-      ASSERT_FALSE(made.ok()) << kernel->name << words(d);
+      ASSERT_FALSE(made.ok()) << kernel->name << words(0, d);
       EXPECT_NE(made.status().message().find("workspace"), std::string::npos) << made.status().message();
       EXPECT_NE(made.status().message().find("is too large"), std::string::npos) << made.status().message();
     }
@@ -349,37 +356,34 @@ TEST(Sizes, WhatOnceWrappedIsRefused) {
 }
 
 TEST(Sizes, ProductsThatFitRun) {
-  const int64_t runs = setting("POLYHEAD_FUZZ_RUNS", 3000), seed = setting("POLYHEAD_FUZZ_SEED", 1);
-  int64_t ran = 0, refused = 0;
-  for (int64_t n = setting("POLYHEAD_FUZZ_FIRST", 0), end = n + runs; n < end; ++n) {
-    Random random(static_cast<uint64_t>(seed) * 1000033 + static_cast<uint64_t>(n));
+  Figures figures("products");
+  fuzz(1500, 2, [&](Random& random, int64_t n) {
+    Sizes size(random);
     MatrixProductDesc d;
-    d.m = size(random), d.n = size(random), d.k = size(random);
+    d.m = size(), d.n = size(), d.k = size();
     d.dtype = random.integer(0, 1) == 0 ? DType::kFloat32 : DType::kBFloat16;
-    SCOPED_TRACE("POLYHEAD_FUZZ_FIRST=" + std::to_string(n) + ": m n k " + std::to_string(d.m) + " " +
-                 std::to_string(d.n) + " " + std::to_string(d.k));
+    SCOPED_TRACE(told(n, {{"m", d.m}, {"n", d.n}, {"k", d.k}}));
     for (const Kernel* kernel : kernels_to_test()) {
       const Result<MatrixProduct> made = matrix_product(d, {.kernel = kernel->name});
+      ++figures.plans;
       if (!made.ok()) {
         ASSERT_NE(made.status().message(), "");
-        ++refused;
+        ++figures.refused;
         continue;
       }
       if (made->workspace_bytes() > kMostBytes || !little_work({d.m, d.n, d.k})) continue;
-      AttentionDesc none;
-      Arrays arrays(none);
+      FuzzArrays arrays;
       MatrixProductArgs args;
-      args.a = Arrays::input(d.dtype, {d.m, d.k});
-      args.b = Arrays::input(d.dtype, {d.k, d.n});
+      args.a = FuzzArrays::input(d.dtype, {d.m, d.k});
+      args.b = FuzzArrays::input(d.dtype, {d.k, d.n});
       if (!arrays.output(d.dtype, {d.m, d.n}, &args.c)) continue;
       const GuardedBytes workspace(made->workspace_bytes(), Guard::kEnd, 0xff);
       args.workspace = workspace.data(), args.workspace_bytes = workspace.size();
       const Status status = made->forward(args);
       ASSERT_TRUE(status.ok()) << status.message();
-      ++ran;
+      ++figures.forward;
     }
-  }
-  std::printf("%lld products refused, %lld run\n", static_cast<long long>(refused), static_cast<long long>(ran));
+  });
 }
 
 }  // namespace

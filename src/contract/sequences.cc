@@ -74,7 +74,8 @@ Status Sequences::read(const AttentionDesc& desc, const ForwardArgs& args, void*
   }
   if (!status.ok()) return status;
   const char* const option = has_lengths(desc) ? unaligned_option(desc) : nullptr;
-  for (int64_t b = 0; b < desc.batch; ++b) {
+  const bool looks = table != nullptr || option != nullptr;
+  for (int64_t b = 0; looks && b < desc.batch; ++b) {
     const Sequence s = table != nullptr ? table[b] : sequence(desc, args, b);
     if (option != nullptr && s.len_q != s.len_k) return alignment_missing(option, b, s.len_q, s.len_k);
     if (table == nullptr) continue;

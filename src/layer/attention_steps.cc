@@ -59,6 +59,12 @@ char* start_of(const Call& call, Place::Room room) {
   return room == Place::Room::kReserve ? call.reserve : call.workspace;
 }
 
+// Without queries no beam has anything to compute, however many there are.
+bool has_queries(const Plan& plan) {
+  const AttentionDesc& desc = plan.desc();
+  return desc.batch > 0 && desc.num_heads > 0 && desc.seqlen_q > 0;
+}
+
 }  // namespace
 
 ForwardArgs sequence_args(const Call& call, int64_t n) {
@@ -70,7 +76,7 @@ ForwardArgs sequence_args(const Call& call, int64_t n) {
 }
 
 Status attend(const AttentionStep& step, const Call& call, char* scratch) {
-  for (int64_t n = 0; n < step.beams; ++n) {
+  for (int64_t n = 0, beams = has_queries(*step.plan) ? step.beams : 0; n < beams; ++n) {
     ForwardArgs one = beam_args(step, call, n);
     one.weights = beam_of(call.tensors[kArgProbabilities], n);
     if (step.asked != nullptr) stand_at_step(step, call, &one);
@@ -93,7 +99,7 @@ Status attend_backward(const AttentionBackwardStep& step, const Call& call, char
   }
   if (step.beams > 1) std::memset(start_of(call, step.room) + step.begin, 0, step.end - step.begin);
   const Tensor shared = tensor_at(call, step.shared), sums = tensor_at(call, step.shared_sums);
-  for (int64_t n = 0; n < step.beams; ++n) {
+  for (int64_t n = 0, beams = has_queries(*step.plan) ? step.beams : 1; n < beams; ++n) {  // one clears what all share
     if (n > 0 && shared.num_elements() > 0) {
       std::memset(shared.data, 0, static_cast<size_t>(shared.num_elements()) * dtype_size_bytes(shared.dtype));
     }

@@ -1,5 +1,6 @@
 // f of a feed-forward block:   u = in W1 + b1   h = g1 activation(u)   out = residual + g2 (h W2 + b2)        g: dropout
 // Saved for backward: u; h is computed once more.
+#include <algorithm>
 #include <new>
 #include <utility>
 
@@ -32,6 +33,9 @@ Status check_desc(const FeedForwardBlockDesc& d) {
   Status status =
       check_not_negative({{"batch", d.batch}, {"seqlen", d.seqlen}, {"size", d.size}, {"inner_size", d.inner_size}});
   if (!status.ok()) return status;
+  MemoryMap rows;  // of empty vectors too
+  rows.take({d.batch, d.seqlen, std::max<int64_t>({d.size, d.inner_size, 1})}, 8);
+  if (!rows.fits()) return invalid("the block is too large: its memory passes the address space");
   const auto activation = static_cast<int32_t>(d.activation);
   if (activation < 0 || activation > 4) {
     return invalid(sentence("activation is ", activation, ", must be an ActivationKind: 0 to 4"));

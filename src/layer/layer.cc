@@ -1,4 +1,5 @@
 // How a layer is made, and what it tells about itself.
+#include <algorithm>
 #include <new>
 #include <utility>
 
@@ -55,7 +56,7 @@ AttentionDesc one_step(AttentionDesc attention) {
   return attention;
 }
 
-// Products beyond those that plan() checks.
+// Products beyond those that plan() checks. Rows of empty vectors are counted too.
 Status check_memory_sizes(const LayerState& s) {
   const size_t element = 8;
   const struct {
@@ -67,7 +68,7 @@ Status check_memory_sizes(const LayerState& s) {
                   {"out", s.desc.seqlen_q, s.out_size}};
   for (const auto& m : matrices) {
     MemoryMap map;
-    map.take({s.desc.batch, s.desc.beam, m.rows, m.columns}, element);
+    map.take({s.desc.batch, s.desc.beam, m.rows, std::max<int64_t>(m.columns, 1)}, element);
     if (map.fits()) continue;
     return {StatusCode::kInvalidArgument,
             sentence(m.name, " is too large: batch ", s.desc.batch, " * beam ", s.desc.beam, " * time steps ", m.rows,

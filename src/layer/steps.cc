@@ -144,6 +144,8 @@ class Walk {
 
   void pointwise(const Matrix& x, const Matrix& y, const linear::Epilogue& epilogue, const Matrix& sums,
                  bool accumulate = false) const {
+    // Of one there may be any number, where there is none of the other.
+    if (x.columns.size() == 0 || (x.rows.size() == 0 && !sums.given())) return;
     linear::PointwiseArgs args;
     args.x = x;
     args.y = y;
@@ -201,6 +203,7 @@ class Walk {
     if (step.gives == ProductStep::Gives::kX) gemm.accumulate = given_before(product.x);
     if (step.gives == ProductStep::Gives::kW) gemm.accumulate = call_.accumulate;
     gemm.workspace = scratch_;
+    if (gemm.c.rows.size() == 0 || gemm.c.columns.size() == 0) return;
     multiply(*machine_.linear, gemm, step.gives == ProductStep::Gives::kW, machine_.run);
   }
 
@@ -238,17 +241,14 @@ class Walk {
     args.x = matrix(s.x);
     args.gamma = matrix(s.gamma);
     args.beta = matrix(s.beta);
-    const Tensor y = at(s.y);
-    args.y = matrix_of(y);
+    args.y = matrix(s.y);
     args.mean = at(s.mean).data;
     args.rstd = at(s.rstd).data;
-    if (y.given()) machine_.linear->norm_forward(args, machine_.run);
+    if (args.y.given()) machine_.linear->norm_forward(args, machine_.run);
     return {};
   }
 
   Status run(const NormBackwardStep& s) const {
-    const Tensor grad_x = at(s.grad_x), grad_gamma = at(s.grad_gamma), grad_beta = at(s.grad_beta);
-    if (!grad_x.given() && !grad_gamma.given() && !grad_beta.given()) return {};
     linear::NormBackwardArgs args;
     args.norm = norm_kind(s.desc);
     args.x = matrix(s.x);
@@ -257,9 +257,10 @@ class Walk {
     args.rstd = at(s.rstd).data;
     args.grad_y = matrix(s.grad_y);
     args.residual = matrix(s.residual);
-    args.grad_x = matrix_of(grad_x);
-    args.grad_gamma = matrix_of(grad_gamma);
-    args.grad_beta = matrix_of(grad_beta);
+    args.grad_x = matrix(s.grad_x);
+    args.grad_gamma = matrix(s.grad_gamma);
+    args.grad_beta = matrix(s.grad_beta);
+    if (!args.grad_x.given() && !args.grad_gamma.given() && !args.grad_beta.given()) return {};
     args.accumulate_parameters = call_.accumulate;
     args.workspace = scratch_;
     machine_.linear->norm_backward(args, machine_.run);

@@ -59,7 +59,8 @@ Matrix token_matrix(const Tensor& t) {
     Matrix empty;
     empty.dtype = t.dtype;
     if (t.given()) {
-      empty.rows = {{t.dims[0], t.dims[1], t.dims[2]}, {}};
+      const bool none = t.dims[0] == 0 || t.dims[1] == 0 || t.dims[2] == 0;  // however large the others are
+      empty.rows = none ? linear::axis(0, 0) : Axis{{t.dims[0], t.dims[1], t.dims[2]}, {}};
       empty.columns = linear::axis(t.ndim == 5 ? t.dims[3] * t.dims[4] : t.dims[3], 0);
     }
     return empty;
