@@ -72,6 +72,8 @@ def attention(
     return_column_sums=False,
     out_dtype=None,
     kernel=None,
+    device=None,
+    stream=None,
 ):
     """softmax(scale * query @ key^T + attn_bias) @ value, without storing the scores.
 
@@ -131,6 +133,11 @@ def attention(
         parts that are merged: they would round at each step.
     kernel : str, optional
         One of `kernels()`, instead of the best that can compute this.
+    device : {"cpu", "cuda"}, optional
+        Where it is computed and where the arrays lie; default "cpu". A device that no kernel of this build serves is an
+        error.
+    stream : int, optional
+        Of a GPU: the handle of the queue that the work is put on. The CPU has none.
 
     Returns
     -------
@@ -173,7 +180,7 @@ def attention(
     return _bind.attention(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-        kernel, return_logsumexp, return_weights, return_column_sums, out_dtype,
+        kernel, device, stream, return_logsumexp, return_weights, return_column_sums, out_dtype,
     )  # fmt: skip
 
 
@@ -203,6 +210,8 @@ def attention_backward(
     cu_seqlens_q=None,
     cu_seqlens_k=None,
     kernel=None,
+    device=None,
+    stream=None,
     grad_logsumexp=None,
     needs=("query", "key", "value"),
     into=None,
@@ -225,7 +234,7 @@ def attention_backward(
         the keys given here.
     attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes : optional
     dropout_p, dropout_seed, dropout_offset, dropout_origin : optional
-    seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel : optional
+    seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel, device, stream : optional
         As given to `attention`. Returned weights and column sums have no gradient.
     grad_logsumexp : array, optional
         The loss's gradient by logsumexp, of its shape and dtype; default 0.
@@ -269,7 +278,7 @@ def attention_backward(
     return _bind.attention_backward(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-        kernel, grad_out, out, logsumexp, grad_logsumexp, needs, into, accumulate, grad_dtype,
+        kernel, device, stream, grad_out, out, logsumexp, grad_logsumexp, needs, into, accumulate, grad_dtype,
     )  # fmt: skip
 
 
@@ -382,6 +391,8 @@ def explain(
     return_column_sums=False,
     out_dtype=None,
     kernel=None,
+    device=None,
+    stream=None,
 ):
     """Which kernel `attention` and `attention_backward` would take here, and why not the others. Computes nothing.
 
@@ -409,7 +420,7 @@ def explain(
     return Explanation(*_bind.explain(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-        kernel, return_logsumexp, return_weights, return_column_sums, out_dtype,
+        kernel, device, stream, return_logsumexp, return_weights, return_column_sums, out_dtype,
     ))  # fmt: skip
 
 

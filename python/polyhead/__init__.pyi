@@ -52,6 +52,8 @@ def attention(
     return_column_sums: Literal[False] = False,
     out_dtype: Any = None,
     kernel: str | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
+    stream: SupportsIndex | None = None,
 ) -> _ArrayT: ...
 @overload
 def attention(
@@ -81,6 +83,8 @@ def attention(
     return_column_sums: bool = False,
     out_dtype: Any = None,
     kernel: str | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
+    stream: SupportsIndex | None = None,
 ) -> tuple[_ArrayT, ...]: ...
 def attention_backward(
     grad_out: _Array,
@@ -108,6 +112,8 @@ def attention_backward(
     cu_seqlens_q: _Array | None = None,
     cu_seqlens_k: _Array | None = None,
     kernel: str | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
+    stream: SupportsIndex | None = None,
     grad_logsumexp: _Array | None = None,
     needs: Iterable[str] = ("query", "key", "value"),
     into: dict[str, _ArrayT] | None = None,
@@ -150,6 +156,8 @@ def explain(
     return_column_sums: bool = False,
     out_dtype: Any = None,
     kernel: str | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
+    stream: SupportsIndex | None = None,
 ) -> Explanation: ...
 def kernels() -> list[str]: ...
 def dropout_mask(

@@ -46,7 +46,7 @@ PyObject* planned_and_run(PyObject* const* arguments, Py_ssize_t count, int take
   return guarded([&] {
     check_num_arguments(count, takes);
     OneCall call(arguments);
-    const auto plan = cached_plan(call.desc(), call.kernel());
+    const auto plan = cached_plan(call.desc(), call.kernel(), call.where());
     check(plan.status());
     return call.run(**plan);
   });
@@ -65,7 +65,7 @@ PyObject* explain_arguments(PyObject*, PyObject* const* arguments, Py_ssize_t co
   return guarded([&]() -> nb::object {
     check_num_arguments(count, kNumForward);
     const ForwardCall call(arguments);
-    const Explanation explanation = explain(call.desc(), {.kernel = call.kernel()});
+    const Explanation explanation = explain(call.desc(), {.kernel = call.kernel(), .where = call.where()});
     if (explanation.status.code() != StatusCode::kUnsupported) check(explanation.status);
     nb::dict reasons;
     for (const KernelReason& each : explanation.reasons) reasons[each.kernel] = each.reason;

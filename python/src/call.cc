@@ -35,6 +35,19 @@ Call::Call(PyObject* const* arguments) : arguments_(arguments) {
     kernel_ = text_argument(kernel, "kernel", "a name out of polyhead.kernels()");
     if (kernel_.empty()) bad_value("kernel is \"\", must be a name out of polyhead.kernels()");
   }
+  read_where();
+}
+
+void Call::read_where() {
+  if (PyObject* device = arguments_[kDevice]; device != Py_None) {
+    constexpr const char* kTakes = "\"cpu\" or \"cuda\"";
+    const std::string_view name = text_argument(device, "device", kTakes);
+    for (const Device each : {Device::kCpu, Device::kCuda}) {
+      if (name == device_name(each)) args_.where.device = each;
+    }
+    if (!args_.where.device) bad_value("device is \"%s\", must be %s", text_of(device).c_str(), kTakes);
+  }
+  if (arguments_[kStream] != Py_None) args_.where.stream = handle_argument(arguments_[kStream], "stream");
 }
 
 Tensor Call::optional_array(Position position, const ArrayArgument& argument) {

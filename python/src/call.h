@@ -35,6 +35,8 @@ enum Position : int {
   kCuSeqlensQ,
   kCuSeqlensK,
   kKernel,
+  kDevice,
+  kStream,
   kNumShared,
   // attention, explain
   kReturnLogsumexp = kNumShared,
@@ -61,6 +63,7 @@ class Call {
  public:
   const AttentionDesc& desc() const { return desc_; }
   std::string_view kernel() const { return kernel_; }
+  const Where& where() const { return args_.where; }
 
  protected:
   explicit Call(PyObject* const* arguments);
@@ -77,6 +80,7 @@ class Call {
   void read_positions();
   void read_scores();
   void read_lengths();
+  void read_where();
 
   std::string_view kernel_;
   std::array<Held, kNumShared> held_;

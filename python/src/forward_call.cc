@@ -31,12 +31,12 @@ ForwardCall::ForwardCall(PyObject* const* arguments) : Call(arguments) {
 
 nb::object ForwardCall::run(const Plan& plan) {
   const AttentionDesc& d = desc_;
-  const DType sums = d.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   Results results("query", arguments_[kQuery], d.dtype);
-
-  args_.out = d.packed ? Tensor(nullptr, out_dtype(d), {d.seqlen_q, d.num_heads, d.head_dim_v})
-                       : Tensor(nullptr, out_dtype(d), {d.batch, d.seqlen_q, d.num_heads, d.head_dim_v});
-  nb::object returned = results.make(args_.out);
+  const auto make = [&](Tensor ForwardArgs::*tensor) {
+    args_.*tensor = expected_tensor(d, tensor);
+    return results.make(args_.*tensor);
+  };
+  nb::object returned = make(&ForwardArgs::out);
   const int num_extra =
       int{return_logsumexp_} + int{d.return_weights != ReturnWeights::kNone} + int{d.return_column_sums};
   if (num_extra > 0) {
@@ -44,21 +44,9 @@ nb::object ForwardCall::run(const Plan& plan) {
     if (!all.is_valid()) throw nb::python_error();
     int count = 0;
     append(all, count, std::move(returned));
-    if (return_logsumexp_) {
-      args_.logsumexp = d.packed ? Tensor(nullptr, sums, {d.num_heads, d.seqlen_q})
-                                 : Tensor(nullptr, sums, {d.batch, d.num_heads, d.seqlen_q});
-      append(all, count, results.make(args_.logsumexp));
-    }
-    if (d.return_weights != ReturnWeights::kNone) {
-      args_.weights = d.return_weights == ReturnWeights::kMean
-                          ? Tensor(nullptr, d.dtype, {d.batch, d.seqlen_q, d.seqlen_k})
-                          : Tensor(nullptr, d.dtype, {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k});
-      append(all, count, results.make(args_.weights));
-    }
-    if (d.return_column_sums) {
-      args_.column_sums = Tensor(nullptr, sums, {d.batch, d.num_heads, d.seqlen_k});
-      append(all, count, results.make(args_.column_sums));
-    }
+    if (return_logsumexp_) append(all, count, make(&ForwardArgs::logsumexp));
+    if (d.return_weights != ReturnWeights::kNone) append(all, count, make(&ForwardArgs::weights));
+    if (d.return_column_sums) append(all, count, make(&ForwardArgs::column_sums));
     returned = std::move(all);
   }
 

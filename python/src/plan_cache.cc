@@ -15,7 +15,8 @@ constexpr size_t kMostPlans = 256;
 struct Key {
   AttentionDesc desc;
   std::string kernel;
-  const Executor* executor = nullptr;
+  Executor* executor = nullptr;
+  Device device = Device::kCpu;
   bool operator==(const Key&) const = default;
 };
 
@@ -46,8 +47,8 @@ Cache& cache() {
 }  // namespace
 
 Result<std::shared_ptr<const Plan>> cached_plan(const AttentionDesc& desc, std::string_view kernel,
-                                                Executor* executor) {
-  Key key{desc, std::string(kernel), executor};
+                                                const Where& where) {
+  Key key{desc, std::string(kernel), where.executor, where.device.value_or(Device::kCpu)};
   thread_local Key last_key;
   thread_local std::shared_ptr<const Plan> last;  // most calls are like the one before
   if (last && key == last_key) return last;
@@ -61,7 +62,7 @@ Result<std::shared_ptr<const Plan>> cached_plan(const AttentionDesc& desc, std::
     return last;
   }
 
-  Result<Plan> made = plan(desc, {.kernel = kernel, .where = {.executor = executor}});
+  Result<Plan> made = plan(desc, {.kernel = kernel, .where = {.device = key.device, .executor = key.executor}});
   if (!made.ok()) return made.status();
   if (known.plans.size() >= kMostPlans) known.plans.clear();
   auto shared = std::make_shared<const Plan>(std::move(*made));

@@ -59,6 +59,10 @@ double real_argument(PyObject* object, const char* name) {
 
 uint64_t seed_argument(PyObject* object) { return unsigned_argument(object, "dropout_seed", UINT64_MAX, "2^64 - 1"); }
 
+void* handle_argument(PyObject* object, const char* name) {
+  return reinterpret_cast<void*>(static_cast<uintptr_t>(unsigned_argument(object, name, UINT64_MAX, "2^64 - 1")));
+}
+
 uint32_t dropout_offset_argument(PyObject* object) {
   return static_cast<uint32_t>(unsigned_argument(object, "dropout_offset", UINT32_MAX, "2^32 - 1"));
 }

@@ -13,8 +13,9 @@ namespace polyhead::python {
 bool flag_argument(PyObject* object, const char* name);
 int64_t int64_argument(PyObject* object, const char* name, const char* takes = "an integer");
 double real_argument(PyObject* object, const char* name);
-uint64_t seed_argument(PyObject* object);            // 0 .. 2^64-1
-uint32_t dropout_offset_argument(PyObject* object);  // 0 .. 2^32-1
+uint64_t seed_argument(PyObject* object);                   // 0 .. 2^64-1
+void* handle_argument(PyObject* object, const char* name);  // the address, as a number
+uint32_t dropout_offset_argument(PyObject* object);         // 0 .. 2^32-1
 
 // Of so many items, for PySequence_Fast_GET_ITEM; no text.
 nb::object sequence_argument(PyObject* object, const char* name, Py_ssize_t size, const char* takes);

@@ -57,9 +57,4 @@ struct Operands {
   void read_dropout(const Options& options);
 };
 
-// The dtype of sums and statistics.
-inline DType sums_dtype(const AttentionDesc& desc) {
-  return desc.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-}
-
 }  // namespace polyhead::torch_ops

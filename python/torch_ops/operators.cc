@@ -22,7 +22,7 @@ constexpr uint64_t kNumForwardArguments = 3 + kNumSharedOptions + 3;
 constexpr uint64_t kNumBackwardArguments = 8 + kNumSharedOptions;
 
 std::shared_ptr<const Plan> plan_of(const Operands& operands) {
-  auto plan = python::cached_plan(operands.desc, operands.kernel, &current_executor());
+  auto plan = python::cached_plan(operands.desc, operands.kernel, {.executor = &current_executor()});
   check(plan.status());
   return *plan;
 }
@@ -37,37 +37,23 @@ Options plain_options(ArgumentReader& arguments) {
   return options;
 }
 
-// [B, Sq, H, Dv], packed [total_q, H, Dv]
-Tensor out_shape(const AttentionDesc& d) {
-  return d.packed ? Tensor(nullptr, out_dtype(d), {d.seqlen_q, d.num_heads, d.head_dim_v})
-                  : Tensor(nullptr, out_dtype(d), {d.batch, d.seqlen_q, d.num_heads, d.head_dim_v});
-}
-
-// [B, H, Sq], packed [H, total_q]
-Tensor logsumexp_shape(const AttentionDesc& d) {
-  return d.packed ? Tensor(nullptr, sums_dtype(d), {d.num_heads, d.seqlen_q})
-                  : Tensor(nullptr, sums_dtype(d), {d.batch, d.num_heads, d.seqlen_q});
-}
-
 // Computes operands, whose desc is complete; logsumexp where its tensor has dims.
 StableTensor run_forward(Operands& operands, StableTensor& logsumexp, StableTensor& weights,
                          StableTensor& column_sums) {
   const AttentionDesc& d = operands.desc;
   ForwardArgs& args = operands.args;
   const auto plan = plan_of(operands);
-  args.out = out_shape(d);
+  args.out = expected_tensor(d, &ForwardArgs::out);
   StableTensor out = operands.heads_first && d.head_dim == d.head_dim_v
                          ? new_tensor_like(args.out, args.query, "out", true)
                          : new_tensor(args.out, "out", operands.heads_first);
   if (args.logsumexp.given()) logsumexp = new_tensor(args.logsumexp, "logsumexp");
   if (d.return_weights != ReturnWeights::kNone) {
-    args.weights = d.return_weights == ReturnWeights::kMean
-                       ? Tensor(nullptr, d.dtype, {d.batch, d.seqlen_q, d.seqlen_k})
-                       : Tensor(nullptr, d.dtype, {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k});
+    args.weights = expected_tensor(d, &ForwardArgs::weights);
     weights = new_tensor(args.weights, "weights");
   }
   if (d.return_column_sums) {
-    args.column_sums = Tensor(nullptr, sums_dtype(d), {d.batch, d.num_heads, d.seqlen_k});
+    args.column_sums = expected_tensor(d, &ForwardArgs::column_sums);
     column_sums = new_tensor(args.column_sums, "column_sums");
   }
   check(python::forward_with_workspace(*plan, args));
@@ -90,7 +76,7 @@ void attention_forward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_
   operands.desc.return_weights = static_cast<ReturnWeights>(return_weights);
   operands.desc.return_column_sums = return_column_sums;
   if (out_float32) operands.desc.out_dtype = DType::kFloat32;
-  operands.args.logsumexp = logsumexp_shape(operands.desc);
+  operands.args.logsumexp = expected_tensor(operands.desc, &ForwardArgs::logsumexp);
   StableTensor logsumexp, weights, column_sums;
   stack[0] = result(run_forward(operands, logsumexp, weights, column_sums));
   stack[1] = result(std::move(logsumexp));
@@ -104,7 +90,7 @@ void forward_below_autograd(StableIValue* stack, uint64_t num_inputs, uint64_t /
   const StableTensor query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
   const Options options = plain_options(arguments);
   Operands operands(query, key, value, options);
-  operands.args.logsumexp = logsumexp_shape(operands.desc);
+  operands.args.logsumexp = expected_tensor(operands.desc, &ForwardArgs::logsumexp);
   StableTensor logsumexp, weights, column_sums;
   stack[0] = result(run_forward(operands, logsumexp, weights, column_sums));
   stack[1] = result(std::move(logsumexp));

@@ -37,6 +37,8 @@ BAD = [
     bad(TypeError, "return_logsumexp has type str, must be True or False", return_logsumexp="yes"),
     bad(TypeError, "return_weights has type NoneType, must be True or False", return_weights=None),
     bad(TypeError, "kernel has type int, must be a name out of polyhead.kernels()", kernel=0),
+    bad(TypeError, 'device has type int, must be "cpu" or "cuda"', device=0),
+    bad(TypeError, "stream has type float, must be an integer", stream=1.0),
     bad(TypeError, "unexpected keyword argument", is_causal=True),
     # Dtypes.
     bad(polyhead.Error, "query has dtype complex64, must be float32, bfloat16", query=ONE.astype(np.complex64)),
@@ -67,6 +69,11 @@ BAD = [
     bad(polyhead.Error, "alibi_slopes dim 0 is 3", alibi_slopes=np.ones(3, np.float32), align="top_left"),
     bad(polyhead.Error, "query_offset", query_offset=np.zeros(2, np.int32), causal=True),
     bad(polyhead.Error, "seqlens_q dim 0 is 2", seqlens_q=np.ones(2, np.int32)),
+    # Where it runs.
+    bad(polyhead.Error, 'device is "tpu", must be "cpu" or "cuda"', device="tpu"),
+    bad(polyhead.Error, "device is cuda, this build has no kernel for it", device="cuda"),
+    bad(polyhead.Error, "stream is given, but the CPU has no streams", device="cpu", stream=7),
+    bad(polyhead.Error, "stream is -1, must be 0 to 2^64 - 1", stream=-1),
     # Values.
     bad(polyhead.Error, "scale is nan", scale=float("nan")),
     bad(polyhead.Error, "scale is inf", scale=float("inf")),
