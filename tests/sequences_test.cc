@@ -1,4 +1,4 @@
-// Lengths, boundaries and offsets are read once: who writes to the caller's arrays while a call runs changes nothing.
+// Lengths, boundaries, offsets and windows are read once: who writes to the caller's arrays while a call runs changes nothing.
 #include "contract/sequences.h"
 
 #include <gtest/gtest.h>
@@ -49,10 +49,15 @@ std::string results(const Kernel& kernel, const AttentionDesc& desc, bool sabota
     if (desc.has_seqlens_q) set(b.forward.seqlens_q, {61, 0, 40});
     if (desc.has_seqlens_k) set(b.forward.seqlens_k, {250, 300, 7});
     if (desc.has_query_offsets) set(b.forward.query_offsets, {5, -3, 200});
+    for (int64_t i = 0; desc.has_windows && i < desc.seqlen_q; ++i) {
+      static_cast<int32_t*>(b.forward.window_lo.data)[i] = static_cast<int32_t>(3 * i - 20);
+      static_cast<int64_t*>(b.forward.window_hi.data)[i] = 4 * i + 30;
+    }
   };
   if (sabotage) {
-    for (const Tensor* t : {&b.forward.cu_seqlens_q, &b.forward.cu_seqlens_k, &b.forward.seqlens_q,
-                            &b.forward.seqlens_k, &b.forward.query_offsets}) {
+    for (const Tensor* t :
+         {&b.forward.cu_seqlens_q, &b.forward.cu_seqlens_k, &b.forward.seqlens_q, &b.forward.seqlens_k,
+          &b.forward.query_offsets, &b.forward.window_lo, &b.forward.window_hi}) {
       if (t->given()) executor.integers.push_back(t);
     }
   }
@@ -82,10 +87,14 @@ TEST(Sequences, NobodyChangesThemUnderWay) {
   decoding.seqlen_q = 3, decoding.seqlen_k = 1200, decoding.has_seqlens_q = false;
   AttentionDesc offsets = padded;
   offsets.align = Align::kUnset, offsets.has_query_offsets = true;
+  AttentionDesc windows = padded, windows_alone = good_desc(), windows_decoding = decoding;
+  windows_alone.batch = 3, windows_alone.seqlen_q = 61, windows_alone.seqlen_k = 300;
+  windows.has_windows = windows_alone.has_windows = windows_decoding.has_windows = true;
   AttentionDesc packed = padded;
   packed.packed = true, packed.has_seqlens_q = packed.has_seqlens_k = false;
   for (const Kernel* kernel : kernels_to_test()) {
-    for (const AttentionDesc& desc : {padded, few_keys, decoding, offsets, packed}) {
+    for (const AttentionDesc& desc :
+         {padded, few_keys, decoding, offsets, packed, windows, windows_alone, windows_decoding}) {
       if (!kernel->why_not(desc).empty()) continue;
       const std::string honest = results(*kernel, desc, false);
       ASSERT_GT(honest.size(), 1000u) << honest;

@@ -56,6 +56,10 @@ class Call {
     if (desc.alibi_slopes_ndim == 2) args.alibi_slopes = input(DType::kFloat32, {B, H});
     if (desc.has_seqlens_q) args.seqlens_q = integers(DType::kInt32, B);
     if (desc.has_seqlens_k) args.seqlens_k = integers(DType::kInt64, B);
+    if (desc.has_windows) {
+      args.window_lo = integers(DType::kInt32, Sq);
+      args.window_hi = integers(DType::kInt64, Sq);
+    }
     if (desc.has_query_offsets) args.query_offsets = integers(DType::kInt64, B);
     if (desc.return_weights == ReturnWeights::kPerHead) args.weights = output(desc.dtype, {B, H, Sq, Sk});
     if (desc.return_weights == ReturnWeights::kMean) args.weights = output(desc.dtype, {B, Sq, Sk});

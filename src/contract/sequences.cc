@@ -40,6 +40,14 @@ Status read_boundaries(const char* name, const Tensor& starts, const char* limit
 bool has_lengths(const AttentionDesc& desc) { return desc.packed || desc.has_seqlens_q || desc.has_seqlens_k; }
 bool has_table(const AttentionDesc& desc) { return has_lengths(desc) || desc.has_query_offsets; }
 
+MemorySize sequences_bytes(const AttentionDesc& desc) {
+  return has_table(desc) ? (MemorySize(desc.batch) * sizeof(Sequence)).rounded_up(64) : 0;
+}
+
+void copy_integers(const Tensor& from, int64_t* to) {
+  for (int64_t i = 0; i < from.dims[0]; ++i) to[i] = integer_at(from, i);
+}
+
 int64_t offset_of(const AttentionDesc& desc, const Sequence& s) {
   if (desc.query_offset) return *desc.query_offset;
   return desc.align == Align::kBottomRight ? s.len_k - s.len_q : 0;
@@ -48,12 +56,19 @@ int64_t offset_of(const AttentionDesc& desc, const Sequence& s) {
 }  // namespace
 
 MemorySize Sequences::table_bytes(const AttentionDesc& desc) {
-  return has_table(desc) ? (MemorySize(desc.batch) * sizeof(Sequence)).rounded_up(64) : 0;
+  const MemorySize windows = desc.has_windows ? MemorySize(desc.seqlen_q) * (2 * sizeof(int64_t)) : 0;
+  return sequences_bytes(desc) + windows.rounded_up(64);
 }
 
 Status Sequences::read(const AttentionDesc& desc, const ForwardArgs& args, void* memory) {
   same_ = {0, 0, desc.seqlen_q, desc.seqlen_k, 0};
   same_.offset = offset_of(desc, same_);
+  if (desc.has_windows && memory != nullptr) {
+    auto* const windows = reinterpret_cast<int64_t*>(static_cast<char*>(memory) + sequences_bytes(desc).value());
+    copy_integers(args.window_lo, windows);
+    copy_integers(args.window_hi, windows + desc.seqlen_q);
+    windows_ = windows;
+  }
   if (!has_table(desc)) return {};
   Sequence* const table = static_cast<Sequence*>(memory);
   if (table != nullptr) std::uninitialized_fill_n(table, desc.batch, same_);
@@ -83,6 +98,13 @@ Status Sequences::read(const AttentionDesc& desc, const ForwardArgs& args, void*
   }
   table_ = table;
   return {};
+}
+
+void Sequences::replace_windows(ForwardArgs* args) const {
+  if (windows_ == nullptr) return;
+  const int64_t queries = args->window_lo.dims[0];
+  args->window_lo = Tensor(windows_, DType::kInt64, {queries});
+  args->window_hi = Tensor(windows_ + queries, DType::kInt64, {queries});
 }
 
 const char* unaligned_option(const AttentionDesc& desc) {

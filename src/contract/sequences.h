@@ -35,8 +35,8 @@ inline Sequence sequence(const AttentionDesc& desc, const ForwardArgs& args, int
   return s;
 }
 
-// The sequences of one call. Lengths, boundaries and offsets are read once, checked as they are read, and from then on
-// used from here alone: nobody who writes to the caller's arrays meanwhile can lead a kernel astray.
+// The sequences of one call. Lengths, boundaries, offsets and windows are read once, checked as they are read, and from
+// then on used from here alone: nobody who writes to the caller's arrays meanwhile can lead a kernel astray.
 class Sequences {
  public:
   // Of the table, which stands at the start of a call's workspace: a multiple of 64; 0 where the desc tells all.
@@ -44,6 +44,9 @@ class Sequences {
 
   // `table` has table_bytes and outlives this; null: the call is only checked. An error names the argument.
   Status read(const AttentionDesc& desc, const ForwardArgs& args, void* table);
+
+  // Makes the windows of `args`, if it has some, those that were read.
+  void replace_windows(ForwardArgs* args) const;
 
   const Sequence& operator[](int64_t b) const { return table_ != nullptr ? table_[b] : same_; }
 
@@ -53,6 +56,7 @@ class Sequences {
 
  private:
   const Sequence* table_ = nullptr;
+  const int64_t* windows_ = nullptr;  // [2, seqlen_q]: lo, hi
   Sequence same_;
   int64_t end_q_ = 0, end_k_ = 0;
 };

@@ -176,9 +176,11 @@ MemorySize workspace_bytes(const AttentionDesc& desc) {
 }
 
 template <class T>
-Status forward_checked(const AttentionDesc& desc, const ForwardArgs& args, void* workspace) {
+Status forward_checked(const AttentionDesc& desc, const ForwardArgs& given, void* workspace) {
+  ForwardArgs args = given;
   Sequences sequences;
   if (Status status = sequences.read(desc, args, workspace); !status.ok()) return status;
+  sequences.replace_windows(&args);
   const Scratch<T> scratch(desc, static_cast<char*>(workspace) + Sequences::table_bytes(desc).value());
   with_element_type(desc.dtype, [&]<class In>(In) { Forward<T, In>(desc, args, sequences, scratch).run(); });
   return {};

@@ -259,9 +259,11 @@ MemorySize backward_workspace_bytes(const AttentionDesc& desc) {
 }
 
 template <class T>
-Status backward_checked(const AttentionDesc& desc, const BackwardArgs& args, void* workspace) {
+Status backward_checked(const AttentionDesc& desc, const BackwardArgs& given, void* workspace) {
+  BackwardArgs args = given;
   Sequences sequences;
   if (Status status = sequences.read(desc, args.forward, workspace); !status.ok()) return status;
+  sequences.replace_windows(&args.forward);
   const Scratch<T> scratch(desc, static_cast<char*>(workspace) + Sequences::table_bytes(desc).value());
   with_element_type(desc.dtype, [&]<class In>(In) {
     if (out_dtype(desc) == desc.dtype) {

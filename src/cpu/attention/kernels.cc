@@ -39,6 +39,7 @@ MemorySize workspace_bytes(const AttentionDesc& desc, int num_threads) {
 // Reads the sequences into the workspace of `args`, which then begins behind them.
 Status read_sequences(const AttentionDesc& desc, ForwardArgs& args, Sequences& sequences) {
   if (Status status = sequences.read(desc, args, args.workspace); !status.ok()) return status;
+  sequences.replace_windows(&args);
   args.workspace = static_cast<char*>(args.workspace) + Sequences::table_bytes(desc).value();
   return {};
 }
