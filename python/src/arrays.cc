@@ -232,14 +232,16 @@ constexpr const char* kBufferName = "polyhead.buffer";
 // Memory for `view`, which becomes contiguous; the capsule frees it.
 nb::object allocate(Tensor& view) {
   int64_t bytes = static_cast<int64_t>(dtype_size_bytes(view.dtype));
-  bool fits = true;
+  bool fits = true, empty = false;
   int64_t stride = 1;
   for (int i = view.ndim - 1; i >= 0; --i) {
     view.strides[i] = stride;
+    empty = empty || view.dims[i] == 0;
     const int64_t size = view.dims[i] > 0 ? view.dims[i] : 1;
     fits = fits && !__builtin_mul_overflow(bytes, size, &bytes) && !__builtin_mul_overflow(stride, size, &stride);
   }
   // A multiple of the alignment, as aligned_alloc demands; half of the address space is no array.
+  if (empty && fits) bytes = 1;  // whatever its other dims are
   if (!fits || bytes > INT64_MAX / 2) no_memory("more than 2^62");
   const size_t rounded = (static_cast<size_t>(bytes) + kAlignment - 1) / kAlignment * kAlignment;
   view.data = std::aligned_alloc(kAlignment, rounded);
