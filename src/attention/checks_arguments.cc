@@ -61,17 +61,15 @@ Status check_forward_args(const AttentionDesc& desc, const ForwardArgs& args, si
 Status check_backward_args(const AttentionDesc& desc, const BackwardArgs& args, size_t workspace_bytes, Device device) {
   const ForwardArgs& forward = args.forward;
   Operands operands(device);
-  Status status = check_dropout_seed("dropout", desc.dropout_p, forward.dropout_seed);
-  if (status.ok()) status = check_saved(forward, args.delta);
-  if (!status.ok()) return status;
+  if (Status status = check_dropout_seed("dropout", desc.dropout_p, forward.dropout_seed); !status.ok()) return status;
+  if (Status status = check_saved(forward, args.delta); !status.ok()) return status;
   bool asked = false;
   for (const AttentionOperand& row : attention_operands()) {
     if (row.backward == Use::kNone) {
       if (!row.of(args).given()) continue;
       return invalid(sentence(row.name, " is given to backward, but has no gradient: leave it out"));
     }
-    status = add_operand(desc, row, row.backward, args, operands);
-    if (!status.ok()) return status;
+    if (Status status = add_operand(desc, row, row.backward, args, operands); !status.ok()) return status;
     asked = asked || (row.backward == Use::kGradient && row.of(args).given());
   }
   if (!asked) return nothing_asked();

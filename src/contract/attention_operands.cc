@@ -8,32 +8,31 @@ using Desc = AttentionDesc;
 // Sums and statistics are kept in float32, of float64 operands in float64.
 DType sums_dtype(const Desc& d) { return d.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
 
-OperandShape rows(const Desc& d, Dim tokens, Dim heads, Dim dim) {
-  if (d.packed) return {d.dtype, {tokens, heads, dim}};
-  return {d.dtype, {{"batch", d.batch}, tokens, heads, dim}};
+OperandShape rows(const Desc& d, DType dtype, Dim tokens, Dim heads, Dim dim) {
+  if (d.packed) return {dtype, {tokens, heads, dim}};
+  return {dtype, {{"batch", d.batch}, tokens, heads, dim}};
 }
 Dim rows_q(const Desc& d) { return {d.packed ? "total_q" : "seqlen_q", d.seqlen_q}; }
 Dim rows_k(const Desc& d) { return {d.packed ? "total_k" : "seqlen_k", d.seqlen_k}; }
 
-OperandShape query(const Desc& d) { return rows(d, rows_q(d), {"num_heads", d.num_heads}, {"head_dim", d.head_dim}); }
-OperandShape key(const Desc& d) {
-  return rows(d, rows_k(d), {"num_heads_kv", d.num_heads_kv}, {"head_dim", d.head_dim});
+OperandShape query_in(const Desc& d, DType dtype) {
+  return rows(d, dtype, rows_q(d), {"num_heads", d.num_heads}, {"head_dim", d.head_dim});
 }
-OperandShape value(const Desc& d) {
-  return rows(d, rows_k(d), {"num_heads_kv", d.num_heads_kv}, {"head_dim_v", d.head_dim_v});
+OperandShape key_in(const Desc& d, DType dtype) {
+  return rows(d, dtype, rows_k(d), {"num_heads_kv", d.num_heads_kv}, {"head_dim", d.head_dim});
 }
-
-// Results whose dtype is the desc's to choose.
-OperandShape stored(OperandShape shape, DType dtype) {
-  shape.dtype = dtype;
-  return shape;
+OperandShape value_in(const Desc& d, DType dtype) {
+  return rows(d, dtype, rows_k(d), {"num_heads_kv", d.num_heads_kv}, {"head_dim_v", d.head_dim_v});
 }
+OperandShape query(const Desc& d) { return query_in(d, d.dtype); }
+OperandShape key(const Desc& d) { return key_in(d, d.dtype); }
+OperandShape value(const Desc& d) { return value_in(d, d.dtype); }
+OperandShape grad_query(const Desc& d) { return query_in(d, grad_dtype(d)); }
+OperandShape grad_key(const Desc& d) { return key_in(d, grad_dtype(d)); }
+OperandShape grad_value(const Desc& d) { return value_in(d, grad_dtype(d)); }
 OperandShape out(const Desc& d) {
-  return stored(rows(d, rows_q(d), {"num_heads", d.num_heads}, {"head_dim_v", d.head_dim_v}), out_dtype(d));
+  return rows(d, out_dtype(d), rows_q(d), {"num_heads", d.num_heads}, {"head_dim_v", d.head_dim_v});
 }
-OperandShape grad_query(const Desc& d) { return stored(query(d), grad_dtype(d)); }
-OperandShape grad_key(const Desc& d) { return stored(key(d), grad_dtype(d)); }
-OperandShape grad_value(const Desc& d) { return stored(value(d), grad_dtype(d)); }
 
 OperandShape logsumexp(const Desc& d) {
   if (d.packed) return {sums_dtype(d), {{"num_heads", d.num_heads}, rows_q(d)}};
