@@ -34,7 +34,7 @@ Status check_tensors(Operands& operands, const StepList& list, const Call& call)
       case Expected::Kind::kRefused:
         if (t.given()) status = invalid(sentence(e.name, " is given, but ", e.refusal));
         break;
-      case Expected::Kind::kUnlessPacked:
+      case Expected::Kind::kUnlessPrepacked:
         if (call.packed_weights == nullptr) status = operands.add(e.role, e.name, t, e.shape);
         break;
       case Expected::Kind::kOptional:
@@ -92,12 +92,12 @@ Status check_call(const Module& module, const StepList& list, uint64_t stage_bef
   const bool backward = stage_before != 0;
   if (backward && call.reserve == nullptr) return invalid("reserve is null: backward needs what forward wrote there");
   Operands operands;
-  Tensor packed_view, reserve_view;
-  const bool has_packed = call.packed_weights != nullptr && !backward;
+  Tensor prepacked_view, reserve_view;
+  const bool has_prepacked = call.packed_weights != nullptr && !backward;
   Status status;
-  if (has_packed) {
+  if (has_prepacked) {
     status = add_memory(operands, Role::kInput, "packed_weights", call.packed_weights, call.packed_weights_bytes,
-                        module.packed.bytes, &packed_view);
+                        module.prepacked.bytes, &prepacked_view);
   }
   if (status.ok()) status = check_tensors(operands, list, call);
   if (status.ok() && call.reserve != nullptr) {
@@ -106,7 +106,7 @@ Status check_call(const Module& module, const StepList& list, uint64_t stage_bef
   }
   const size_t workspace_bytes = backward ? module.backward_workspace_bytes : module.workspace_bytes;
   if (status.ok()) status = operands.check_workspace(call.workspace, call.workspace_bytes, workspace_bytes);
-  if (status.ok() && has_packed) status = check_packed(module.packed, call.packed_weights);
+  if (status.ok() && has_prepacked) status = check_prepacked(module.prepacked, call.packed_weights);
   if (!status.ok() || call.reserve == nullptr) return status;
   if (!backward) return check_dropouts(call.dropouts);
   return check_reserve(call.reserve, module.fingerprint, stage_before, call.dropouts, module.name);
@@ -117,7 +117,7 @@ Status check_pack(const Module& module, const void* packed, size_t bytes, const 
   Tensor view;
   const Status status = check_tensors(operands, module.pack, call);
   if (!status.ok()) return status;
-  return add_memory(operands, Role::kOutput, "packed_weights", packed, bytes, module.packed.bytes, &view);
+  return add_memory(operands, Role::kOutput, "packed_weights", packed, bytes, module.prepacked.bytes, &view);
 }
 
 Status check_norm_desc(const NormDesc& desc) {

@@ -101,10 +101,10 @@ void FeedForwardBlockState::emit_inner(Pass pass, const InnerPlaces& f, Memory& 
   if (pass != Pass::kInference) activated.dropout = kInnerDropout;
   if (!is_backward(pass)) {
     ProductStep first = {Gives::kY, f.in, argument(kWeight1), argument(kBias1), inner, activated};
-    first.packed = 0;
+    first.prepacked = 0;
     first.epilogue.pre_activation = u;
     ProductStep second = {Gives::kY, inner, argument(kWeight2), argument(kBias2), f.out};
-    second.packed = 1;
+    second.prepacked = 1;
     second.epilogue.residual = f.residual;
     if (pass == Pass::kTraining) second.epilogue.dropout = kOutputDropout;
     steps->emplace_back(first);
@@ -127,7 +127,7 @@ void FeedForwardBlockState::emit_inner(Pass pass, const InnerPlaces& f, Memory& 
 }
 
 const FeedForwardBlockDesc& FeedForwardBlock::desc() const { return state_->desc; }
-size_t FeedForwardBlock::packed_weights_bytes() const { return state_->packed.bytes; }
+size_t FeedForwardBlock::packed_weights_bytes() const { return state_->prepacked.bytes; }
 size_t FeedForwardBlock::workspace_bytes() const { return state_->workspace_bytes; }
 size_t FeedForwardBlock::backward_workspace_bytes() const { return state_->backward_workspace_bytes; }
 const char* FeedForwardBlock::kernel_name() const { return state_->linear->name; }

@@ -213,7 +213,7 @@ const LayerDesc& Layer::desc() const { return state_->desc; }
 const char* Layer::kernel_name() const { return state_->infer->kernel_name(); }
 int64_t Layer::out_size() const { return state_->out_size; }
 size_t Layer::weights_bytes() const { return state_->weights_bytes; }
-size_t Layer::packed_weights_bytes() const { return state_->packed.bytes; }
+size_t Layer::packed_weights_bytes() const { return state_->prepacked.bytes; }
 size_t Layer::workspace_bytes() const { return state_->workspace_bytes; }
 size_t Layer::backward_workspace_bytes() const { return state_->backward_workspace_bytes; }
 size_t Layer::reserve_bytes() const { return state_->reserve_bytes; }

@@ -105,7 +105,7 @@ void emit_forward(const LayerState& s, const AllPlaces& places, Pass pass, Memor
   for (int i = kQuery; i <= kValue; ++i) {
     if (!s.projections[i].on) continue;
     ProductStep project = {Gives::kY, places.inputs[i], weight(i), weight(kFirstBias + i), places.projected[i]};
-    project.packed = i;
+    project.prepacked = i;
     project.joins = i > kQuery && s.projections[i - 1].on;
     steps->emplace_back(project);
   }
@@ -129,7 +129,7 @@ void emit_forward(const LayerState& s, const AllPlaces& places, Pass pass, Memor
   if (s.out_projected()) {
     ProductStep project = {Gives::kY, places.attention_out, weight(kOutWeight), weight(kOutBias), places.out};
     project.epilogue = after_output(places, pass);
-    project.packed = kOutWeight;
+    project.prepacked = kOutWeight;
     steps->emplace_back(project);
   } else if (pass == Pass::kTraining || !s.attention_writes_out()) {
     steps->emplace_back(PointwiseStep{places.attention_out, places.out, after_output(places, pass)});

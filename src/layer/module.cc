@@ -39,7 +39,7 @@ void expect_parameters(const Module& module, ParameterUse use, StepList* list) {
     e.refusal = module.without;
     if (gradients) e.role = Role::kOutput;
     if (e.kind == Expected::Kind::kRefused) continue;
-    if (use == ParameterUse::kForward && i < module.num_matrices) e.kind = Expected::Kind::kUnlessPacked;
+    if (use == ParameterUse::kForward && i < module.num_matrices) e.kind = Expected::Kind::kUnlessPrepacked;
     if (gradients) e.kind = Expected::Kind::kOptional;
   }
 }
@@ -50,7 +50,7 @@ Status make_lists(Module& module, std::initializer_list<Pass> passes) {
     const OperandShape& shape = module.parameters[i].shape;
     if (shape.ndim > 0) matrices[i] = {shape.dims[0].size, shape.dims[1].size};
   }
-  bool fits = lay_out_packed(*module.linear, module.dtype, matrices, &module.packed);
+  bool fits = lay_out_prepacked(*module.linear, module.dtype, matrices, &module.prepacked);
   for (const Pass pass : passes) {
     if (!fits) break;
     Memory workspace(Place::Room::kWorkspace), reserve(Place::Room::kReserve);
@@ -90,9 +90,9 @@ Status forward(const Module& module, const Call& call) {
 
 Status pack_weights(const Module& module, const Call& call, void* packed, size_t bytes) try {
   if (Status status = check_pack(module, packed, bytes, call); !status.ok()) return status;
-  linear::Matrix matrices[PackedLayout::kMaxMatrices];
+  linear::Matrix matrices[PrepackedLayout::kMaxMatrices];
   for (size_t i = 0; i < module.num_matrices; ++i) matrices[i] = weight_matrix(call.tensors[kArgWeights + i]);
-  write_packed(*module.linear, module.packed, {matrices, module.num_matrices}, packed, module.run);
+  write_prepacked(*module.linear, module.prepacked, {matrices, module.num_matrices}, packed, module.run);
   return {};
 } catch (const std::bad_alloc&) {
   return out_of_memory();

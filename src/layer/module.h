@@ -40,7 +40,7 @@ struct Module {
   // What a list cannot tell about a call.
   virtual Status check(Pass pass, const Call& call) const = 0;
 
-  Machine machine() const { return {linear, run, &packed}; }
+  Machine machine() const { return {linear, run, &prepacked}; }
   const StepList& steps(Pass pass) const { return lists[static_cast<int>(pass)]; }
 
   const char* name = "block";                         // in sentences
@@ -54,7 +54,7 @@ struct Module {
   Run run;
   uint64_t fingerprint = 0;
 
-  PackedLayout packed;  // of the matrices
+  PrepackedLayout prepacked;  // of the matrices
   size_t workspace_bytes = 0, backward_workspace_bytes = 0, reserve_bytes = 0;
   StepList lists[kNumPasses];
   StepList pack;  // no steps: what pack_weights() is given

@@ -14,7 +14,7 @@
 #include "contract/linear.h"
 #include "contract/operands.h"
 #include "core/memory_size.h"
-#include "layer/packed.h"
+#include "layer/prepacked.h"
 #include "layer/reserve.h"
 #include "polyhead/attention.h"
 #include "polyhead/block.h"
@@ -139,7 +139,7 @@ struct ProductStep {
   Gives gives = Gives::kY;
   Place x, w, bias, y;
   EpiloguePlaces epilogue = {};
-  int packed = -1;     // which of the packed matrices w is; -1: never packed
+  int prepacked = -1;  // which of the packed matrices w is; -1: never packed
   bool joins = false;  // it and the product before it are one, where they have one x and lie side by side in all else
   // kW: sequences end after these lengths [batch, beam], and what x holds behind is not seen. Both: the longer one counts.
   ArgumentSet lengths = 0;
@@ -207,7 +207,7 @@ struct Expected {
     kRequired,
     kOptional,
     kRefused,
-    kUnlessPacked,  // required, but not looked at where packed weights are given
+    kUnlessPrepacked,  // required, but not looked at where packed weights are given
   };
   int argument = 0;
   const char* name = "";
@@ -228,7 +228,7 @@ struct StepList {
 struct Machine {
   const linear::Kernel* linear = nullptr;
   Run run;
-  const PackedLayout* packed = nullptr;  // where ProductStep::packed are
+  const PrepackedLayout* prepacked = nullptr;  // where ProductStep::prepacked are
 };
 
 // Puts the scratch memory that the steps need behind what `workspace` has handed out. False if that leaves the address

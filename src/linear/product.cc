@@ -84,12 +84,12 @@ bool join(Product& first, const Product& next) {
   const bool biased = first.bias.given();
   // A product without y, w or bias has none of its neighbour's either.
   const auto both = [](const Matrix& a, const Matrix& b) { return !a.given() && !b.given(); };
-  const bool weights = first.packed.data != nullptr ? first.packed.end == next.packed.data
-                                                    : follows(first.w, next.w) || both(first.w, next.w);
+  const bool weights = first.prepacked.data != nullptr ? first.prepacked.end == next.prepacked.data
+                                                       : follows(first.w, next.w) || both(first.w, next.w);
   if (!follows(first.y, next.y) || !weights) return false;
   if (biased && !follows(first.bias, next.bias)) return false;
   first.parts |= next.parts;
-  first.packed.end = next.packed.end;
+  first.prepacked.end = next.prepacked.end;
   extend(first.y, next.y);
   if (first.w.given()) extend(first.w, next.w);
   if (biased) extend(first.bias, next.bias);

@@ -13,7 +13,7 @@ linear::Matrix token_matrix(const Tensor& t);
 linear::Matrix weight_matrix(const Tensor& t);
 
 // A matrix as linear::Kernel::pack() wrote it.
-struct PackedMatrix {
+struct PrepackedMatrix {
   const void* data = nullptr;  // null: not packed
   const void* end = nullptr;   // where one whose columns follow begins; null: none does
 };
@@ -21,12 +21,12 @@ struct PackedMatrix {
 // y = x w + bias: one projection, or neighbours side by side. Backward is told in the same words: gradients of x, w, bias
 // and y in their places.
 struct Product {
-  linear::Matrix x;          // [tokens, in]
-  linear::Matrix w;          // [in, out]
-  linear::Matrix bias;       // [1, out], or not given
-  linear::Matrix y;          // [tokens, out]
-  unsigned parts = 0;        // bit i: it stands for the i-th of those that may be joined
-  PackedMatrix packed = {};  // w, where it is packed
+  linear::Matrix x;                // [tokens, in]
+  linear::Matrix w;                // [in, out]
+  linear::Matrix bias;             // [1, out], or not given
+  linear::Matrix y;                // [tokens, out]
+  unsigned parts = 0;              // bit i: it stands for the i-th of those that may be joined
+  PrepackedMatrix prepacked = {};  // w, where it is packed
 };
 
 // Appends `next` to `first` if both have one x and lie side by side in all else: columns behind columns.

@@ -1,4 +1,4 @@
-#include "layer/packed.h"
+#include "layer/prepacked.h"
 
 #include <cstring>
 #include <string_view>
@@ -9,11 +9,11 @@
 
 namespace polyhead {
 
-bool lay_out_packed(const linear::Kernel& kernel, DType dtype, std::span<const MatrixSize> matrices,
-                    PackedLayout* layout) {
+bool lay_out_prepacked(const linear::Kernel& kernel, DType dtype, std::span<const MatrixSize> matrices,
+                       PrepackedLayout* layout) {
   constexpr int64_t kMostPanelColumns = 64;  // what a matrix of fewer columns may be padded to
   MemoryMap map, padded;
-  map.take_bytes(sizeof(PackedHeader));
+  map.take_bytes(sizeof(PrepackedHeader));
   const int64_t panel = kernel.panel_columns();
   Fingerprint print;
   for (const char c : std::string_view(kernel.name)) print.add(c);
@@ -34,28 +34,28 @@ bool lay_out_packed(const linear::Kernel& kernel, DType dtype, std::span<const M
   return map.fits();
 }
 
-Status check_packed(const PackedLayout& layout, const void* packed) {
-  PackedHeader header;
+Status check_prepacked(const PrepackedLayout& layout, const void* packed) {
+  PrepackedHeader header;
   std::memcpy(&header, packed, sizeof header);
-  if (header.magic != PackedHeader::kMagic) {
+  if (header.magic != PrepackedHeader::kMagic) {
     return invalid("packed_weights holds no packed weights: pack_weights() with this memory comes first");
   }
   if (header.fingerprint == layout.fingerprint) return {};
   return invalid("packed_weights was packed for other sizes, another dtype or another kernel");
 }
 
-PackedMatrix packed_matrix(const PackedLayout& layout, int index, const void* packed) {
+PrepackedMatrix prepacked_matrix(const PrepackedLayout& layout, int index, const void* packed) {
   if (packed == nullptr) return {};
   const char* const start = static_cast<const char*>(packed);
   return {start + layout.begin[index], layout.end[index] > 0 ? start + layout.end[index] : nullptr};
 }
 
-void write_packed(const linear::Kernel& kernel, const PackedLayout& layout, std::span<const linear::Matrix> matrices,
-                  void* packed, const Run& run) {
+void write_prepacked(const linear::Kernel& kernel, const PrepackedLayout& layout,
+                     std::span<const linear::Matrix> matrices, void* packed, const Run& run) {
   for (size_t i = 0; i < matrices.size(); ++i) {
     if (matrices[i].given()) kernel.pack(matrices[i], static_cast<char*>(packed) + layout.begin[i], run);
   }
-  PackedHeader header;
+  PrepackedHeader header;
   header.fingerprint = layout.fingerprint;
   std::memcpy(packed, &header, sizeof header);
 }

@@ -11,14 +11,14 @@
 namespace polyhead {
 
 // Where packed matrices lie, in bytes from the start.
-struct PackedLayout {
+struct PrepackedLayout {
   static constexpr int kMaxMatrices = 4;
   size_t begin[kMaxMatrices] = {}, end[kMaxMatrices] = {};  // end 0: no neighbour may follow
   size_t bytes = 0;
   uint64_t fingerprint = 0;
 };
 
-struct PackedHeader {
+struct PrepackedHeader {
   static constexpr uint64_t kMagic = 0x7061636b65642077;  // "packed w"
 
   uint64_t magic = kMagic;
@@ -31,17 +31,17 @@ struct MatrixSize {
 };
 
 // Fills `layout`. False if it leaves the address space.
-bool lay_out_packed(const linear::Kernel& kernel, DType dtype, std::span<const MatrixSize> matrices,
-                    PackedLayout* layout);
+bool lay_out_prepacked(const linear::Kernel& kernel, DType dtype, std::span<const MatrixSize> matrices,
+                       PrepackedLayout* layout);
 
 // Whether pack_weights() has filled it for such a layer or block.
-Status check_packed(const PackedLayout& layout, const void* packed);
+Status check_prepacked(const PrepackedLayout& layout, const void* packed);
 
 // Matrix `index`, where it is packed.
-PackedMatrix packed_matrix(const PackedLayout& layout, int index, const void* packed);
+PrepackedMatrix prepacked_matrix(const PrepackedLayout& layout, int index, const void* packed);
 
 // The head, then `matrices`, in the order of the layout; those that are not given are left out.
-void write_packed(const linear::Kernel& kernel, const PackedLayout& layout, std::span<const linear::Matrix> matrices,
-                  void* packed, const Run& run);
+void write_prepacked(const linear::Kernel& kernel, const PrepackedLayout& layout,
+                     std::span<const linear::Matrix> matrices, void* packed, const Run& run);
 
 }  // namespace polyhead
