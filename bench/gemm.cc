@@ -94,7 +94,7 @@ int serve() {
                     &seconds) == 7) {
     DType dtype;
     if (!parse_dtype(dtype_text, &dtype)) return std::fprintf(stderr, "gemm: unknown dtype %s\n", dtype_text), 1;
-    const auto kernel = linear::choose_kernel(dtype, "");
+    const auto kernel = linear::choose_kernel(dtype, "", polyhead::Device::kCpu);
     if (!kernel.ok()) return std::fprintf(stderr, "gemm: %s\n", kernel.status().message().c_str()), 1;
     const std::unique_ptr<polyhead::Executor> executor(polyhead::new_thread_pool(threads));
     std::printf("%.6f\n", 1e3 * best_seconds(**kernel, direction, size, dtype, *executor, seconds));
@@ -104,7 +104,7 @@ int serve() {
 }
 
 int table(int threads, DType dtype) {
-  const auto kernel = linear::choose_kernel(dtype, "");
+  const auto kernel = linear::choose_kernel(dtype, "", polyhead::Device::kCpu);
   if (!kernel.ok()) return std::fprintf(stderr, "gemm: %s\n", kernel.status().message().c_str()), 1;
   const std::unique_ptr<polyhead::Executor> executor(polyhead::new_thread_pool(threads));
   const double peak = polyhead::measure_peak_gflops(dtype, 0.3) * threads;
