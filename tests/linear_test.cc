@@ -251,14 +251,14 @@ TEST(LinearList, HasTheAttentionKernelsNames) {
 }
 
 TEST(LinearList, ChoosesAndSaysWhyNot) {
-  const Result<const linear::Kernel*> wide = linear::choose_kernel(DType::kFloat64, "reference");
+  const Result<const linear::Kernel*> wide = linear::choose_kernel(DType::kFloat64, "reference", Device::kCpu);
   ASSERT_TRUE(wide.ok()) << wide.status().message();
   EXPECT_STREQ((*wide)->name, "reference");
-  const Result<const linear::Kernel*> forced = linear::choose_kernel(DType::kFloat64, "cpu_generic");
+  const Result<const linear::Kernel*> forced = linear::choose_kernel(DType::kFloat64, "cpu_generic", Device::kCpu);
   EXPECT_EQ(forced.status().message(),
             "kernel is cpu_generic, which cannot compute this: dtype is float64, takes float32, bfloat16 or float16; "
             "these can: reference");
-  const Result<const linear::Kernel*> unknown = linear::choose_kernel(DType::kFloat32, "cpu_avx1024");
+  const Result<const linear::Kernel*> unknown = linear::choose_kernel(DType::kFloat32, "cpu_avx1024", Device::kCpu);
   EXPECT_EQ(unknown.status().code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(unknown.status().message().rfind("kernel is cpu_avx1024, known are ", 0), 0u);
 }
