@@ -67,6 +67,7 @@ void Memory::take_side_by_side(DType dtype, std::initializer_list<int64_t> rows,
   int64_t row = 0;
   for (const Columns& each : columns) row += each.heads * each.dim;
   const int64_t* const dims = rows.begin();  // [batch, beam, time]
+  const Tensor all(nullptr, dtype, {dims[0], dims[1], dims[2], row});
   size_t offset = map.take({dims[0], dims[1], dims[2], row}, dtype_size_bytes(dtype));
   for (size_t i = 0; i < columns.size(); ++i) {
     const auto [heads, dim] = columns[i];
@@ -74,9 +75,7 @@ void Memory::take_side_by_side(DType dtype, std::initializer_list<int64_t> rows,
     place.room = room_;
     place.offset = offset;
     Tensor& t = place.shape = Tensor(nullptr, dtype, {dims[0], dims[1], dims[2], heads, dim});
-    t.strides[2] = row;
-    t.strides[1] = dims[2] * row;
-    t.strides[0] = dims[1] * t.strides[1];
+    for (int n = 0; n < 3; ++n) t.strides[n] = all.strides[n];
     offset += static_cast<size_t>(heads * dim) * dtype_size_bytes(dtype);
   }
 }
