@@ -36,19 +36,15 @@ MemorySize workspace_bytes(const AttentionDesc& desc, int num_threads) {
   return Sequences::table_bytes(desc) + scratch_bytes<functions>(desc, num_threads);
 }
 
-// Reads the sequences into the workspace of `args`, which then begins behind them.
-Status read_sequences(const AttentionDesc& desc, ForwardArgs& args, Sequences& sequences) {
-  if (Status status = sequences.read(desc, args, args.workspace); !status.ok()) return status;
-  sequences.replace_windows(&args);
-  args.workspace = static_cast<char*>(args.workspace) + Sequences::table_bytes(desc).value();
-  return {};
+// Arguments whose sequences have been read into their workspace: windows are those that were read, and the workspace
+// begins behind them.
+void stand_behind(const AttentionDesc& desc, const Sequences& sequences, ForwardArgs* args) {
+  sequences.replace_windows(args);
+  args->workspace = static_cast<char*>(args->workspace) + Sequences::table_bytes(desc).value();
 }
 
 template <const IsaFunctions& functions>
-Status forward(const AttentionDesc& desc, const ForwardArgs& given, const Run& run) {
-  ForwardArgs args = given;
-  Sequences sequences;
-  if (Status status = read_sequences(desc, args, sequences); !status.ok()) return status;
+void compute_forward(const AttentionDesc& desc, const ForwardArgs& args, const Sequences& sequences, const Run& run) {
   // Where O and L come from another path, they are written over: what else is returned changes no bit.
   if (returns_more(desc)) weights_forward(functions, desc, args, sequences, run);
   if (tiny_takes(desc)) {
@@ -58,6 +54,20 @@ Status forward(const AttentionDesc& desc, const ForwardArgs& given, const Run& r
   } else if (!returns_more(desc)) {
     tiles_forward(functions, desc, args, sequences, run);
   }
+}
+
+// Arguments are 2 KB and more: a call of a few tokens would notice a copy that it does not need.
+template <const IsaFunctions& functions>
+Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& run) {
+  Sequences sequences;
+  if (Status status = sequences.read(desc, args, args.workspace); !status.ok()) return status;
+  if (Sequences::table_bytes(desc).value() == 0) {
+    compute_forward<functions>(desc, args, sequences, run);
+    return {};
+  }
+  ForwardArgs behind = args;
+  stand_behind(desc, sequences, &behind);
+  compute_forward<functions>(desc, behind, sequences, run);
   return {};
 }
 
@@ -74,16 +84,26 @@ MemorySize backward_workspace_bytes(const AttentionDesc& desc, int num_threads) 
 }
 
 template <const IsaFunctions& functions>
-Status backward(const AttentionDesc& desc, const BackwardArgs& given, const Run& run) {
-  BackwardArgs args = given;
-  Sequences sequences;
-  if (Status status = read_sequences(desc, args.forward, sequences); !status.ok()) return status;
+void compute_backward(const AttentionDesc& desc, const BackwardArgs& args, const Sequences& sequences, const Run& run) {
   if (tiny_takes(desc)) {
     tiny_backward(functions, desc, args, sequences, run);
   } else {
     gradients_backward(functions, desc, args, sequences, run);
     score_gradients_backward(functions, desc, args, sequences, run);
   }
+}
+
+template <const IsaFunctions& functions>
+Status backward(const AttentionDesc& desc, const BackwardArgs& args, const Run& run) {
+  Sequences sequences;
+  if (Status status = sequences.read(desc, args.forward, args.forward.workspace); !status.ok()) return status;
+  if (Sequences::table_bytes(desc).value() == 0) {
+    compute_backward<functions>(desc, args, sequences, run);
+    return {};
+  }
+  BackwardArgs behind = args;
+  stand_behind(desc, sequences, &behind.forward);
+  compute_backward<functions>(desc, behind, sequences, run);
   return {};
 }
 
