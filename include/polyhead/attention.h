@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -155,7 +156,8 @@ struct BackwardArgs {
 /// the desc does not ask for it. `args.out = expected_tensor(desc, &ForwardArgs::out)`, then `args.out.data = ...`.
 POLYHEAD_API Tensor expected_tensor(const AttentionDesc& desc, Tensor ForwardArgs::*tensor);
 
-struct Kernel;  // src/contract/kernel.h
+struct Kernel;          // src/contract/kernel.h
+struct PlannedOperand;  // src/contract/attention_operands.h
 
 struct PlanOptions {
   std::string_view kernel = {};  ///< force this one ("cpu_avx2"); empty: POLYHEAD_KERNEL, else the best that can
@@ -184,6 +186,7 @@ class POLYHEAD_API Plan {
   friend Status backward_unchecked(const Plan&, const BackwardArgs&);
   Plan() = default;
   AttentionDesc desc_;
+  std::shared_ptr<const std::vector<PlannedOperand>> operands_;  // what each call must give
   const Kernel* kernel_ = nullptr;
   Where where_;
   int num_threads_ = 1;

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <span>
 
+#include "contract/attention_operands.h"
 #include "polyhead/attention.h"
 #include "polyhead/merge.h"
 
@@ -13,9 +14,12 @@ namespace polyhead {
 
 Status check_desc(const AttentionDesc& desc);
 
-// `desc` has passed check_desc; `device` is where the tensors must lie. Allocates nothing unless there is an error.
-Status check_forward_args(const AttentionDesc& desc, const ForwardArgs& args, size_t workspace_bytes, Device device);
-Status check_backward_args(const AttentionDesc& desc, const BackwardArgs& args, size_t workspace_bytes, Device device);
+// `desc` has passed check_desc, `planned` are its planned_operands(); `device` is where the tensors must lie. Allocates
+// nothing unless there is an error.
+Status check_forward_args(const AttentionDesc& desc, std::span<const PlannedOperand> planned, const ForwardArgs& args,
+                          size_t workspace_bytes, Device device);
+Status check_backward_args(const AttentionDesc& desc, std::span<const PlannedOperand> planned, const BackwardArgs& args,
+                           size_t workspace_bytes, Device device);
 
 Status check_merge(std::span<const Partial> parts, const Partial& merged);
 Status check_merge_backward(std::span<const Partial> parts, const Partial& merged, const Partial& grad_merged,

@@ -1,5 +1,4 @@
 #include "attention/checks.h"
-#include "contract/attention_operands.h"
 #include "core/dropout.h"
 #include "core/sentence.h"
 
@@ -11,21 +10,17 @@ Role role_of(Use use) {
   return use == Use::kOutput || use == Use::kOptionalOutput ? Role::kOutput : Role::kInput;
 }
 
-// One row of the table, for the direction that takes `args`.
-template <class Args>
-Status add_operand(const AttentionDesc& desc, const AttentionOperand& row, Use use, const Args& args,
-                   Operands& operands) {
-  const Tensor& t = row.of(args);
-  const bool optional = use == Use::kOptionalInput || use == Use::kOptionalOutput || use == Use::kGradient;
-  if (optional && !t.given()) return {};
-  const OperandShape shape = row.shape(desc);
-  if (shape.ndim == 0) {
-    if (!t.given()) return {};
-    if (use != Use::kGradient) return unasked(row.name, t);
-    constexpr size_t kPrefix = sizeof "grad_" - 1;
-    return invalid(sentence(row.name, " is given, but the plan was made without ", row.name + kPrefix));
-  }
-  return operands.add(role_of(use), row.name, t, shape);
+bool is_optional(Use use) { return use == Use::kOptionalInput || use == Use::kOptionalOutput || use == Use::kGradient; }
+
+// One operand, for the direction that uses it so. Most are not given: they cost a comparison.
+inline Status add_operand(const PlannedOperand& planned, Use use, const Tensor& t, Operands& operands) {
+  const char* const name = planned.row.name;
+  const bool asked = planned.shape.ndim > 0;
+  if (!t.given() && (!asked || is_optional(use))) return {};
+  if (asked) return operands.add(role_of(use), name, t, planned.shape);
+  if (use != Use::kGradient) return unasked(name, t);
+  constexpr size_t kPrefix = sizeof "grad_" - 1;
+  return invalid(sentence(name, " is given, but the plan was made without ", name + kPrefix));
 }
 
 Status nothing_asked() {
@@ -48,29 +43,34 @@ Status check_saved(const ForwardArgs& forward, const Tensor& delta) {
 
 }  // namespace
 
-Status check_forward_args(const AttentionDesc& desc, const ForwardArgs& args, size_t workspace_bytes, Device device) {
+Status check_forward_args(const AttentionDesc& desc, std::span<const PlannedOperand> planned, const ForwardArgs& args,
+                          size_t workspace_bytes, Device device) {
   if (Status status = check_dropout_seed("dropout", desc.dropout_p, args.dropout_seed); !status.ok()) return status;
   Operands operands(device);
-  for (const AttentionOperand& row : attention_operands()) {
-    if (row.forward == Use::kNone) continue;
-    if (Status status = add_operand(desc, row, row.forward, args, operands); !status.ok()) return status;
+  for (const PlannedOperand& operand : planned) {
+    const Use use = operand.row.forward;
+    if (use == Use::kNone) continue;
+    if (Status status = add_operand(operand, use, operand.row.of(args), operands); !status.ok()) return status;
   }
   return operands.check_workspace(args.workspace, args.workspace_bytes, workspace_bytes);
 }
 
-Status check_backward_args(const AttentionDesc& desc, const BackwardArgs& args, size_t workspace_bytes, Device device) {
+Status check_backward_args(const AttentionDesc& desc, std::span<const PlannedOperand> planned, const BackwardArgs& args,
+                           size_t workspace_bytes, Device device) {
   const ForwardArgs& forward = args.forward;
   Operands operands(device);
   if (Status status = check_dropout_seed("dropout", desc.dropout_p, forward.dropout_seed); !status.ok()) return status;
   if (Status status = check_saved(forward, args.delta); !status.ok()) return status;
   bool asked = false;
-  for (const AttentionOperand& row : attention_operands()) {
-    if (row.backward == Use::kNone) {
-      if (!row.of(args).given()) continue;
-      return invalid(sentence(row.name, " is given to backward, but has no gradient: leave it out"));
+  for (const PlannedOperand& operand : planned) {
+    const Use use = operand.row.backward;
+    const Tensor& t = operand.row.of(args);
+    if (use == Use::kNone) {
+      if (!t.given()) continue;
+      return invalid(sentence(operand.row.name, " is given to backward, but has no gradient: leave it out"));
     }
-    if (Status status = add_operand(desc, row, row.backward, args, operands); !status.ok()) return status;
-    asked = asked || (row.backward == Use::kGradient && row.of(args).given());
+    if (Status status = add_operand(operand, use, t, operands); !status.ok()) return status;
+    asked = asked || (use == Use::kGradient && t.given());
   }
   if (!asked) return nothing_asked();
   return operands.check_workspace(forward.workspace, forward.workspace_bytes, workspace_bytes);

@@ -1,10 +1,10 @@
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <new>
 
 #include "attention/checks.h"
 #include "attention/unchecked.h"
-#include "contract/attention_operands.h"
 #include "contract/kernel.h"
 #include "contract/sequences.h"
 #include "contract/where.h"
@@ -47,9 +47,10 @@ void fill_number(const Tensor& t, double number) {
 }
 
 // The answer where no query sees a key, because some size is 0.
-Status forward_of_nothing(const AttentionDesc& desc, const ForwardArgs& args) {
+Status forward_of_nothing(const AttentionDesc& desc, std::span<const PlannedOperand> operands,
+                          const ForwardArgs& args) {
   if (Status status = check_sequences(desc, args); !status.ok()) return status;
-  for (const AttentionOperand& row : attention_operands()) {
+  for (const auto& [row, shape] : operands) {
     if (row.forward != Use::kOutput && row.forward != Use::kOptionalOutput) continue;
     fill_number(row.of(args), row.in_forward == &ForwardArgs::logsumexp ? -INFINITY : 0);
   }
@@ -57,10 +58,11 @@ Status forward_of_nothing(const AttentionDesc& desc, const ForwardArgs& args) {
 }
 
 // No pair, so every gradient is 0.
-Status backward_of_nothing(const AttentionDesc& desc, const BackwardArgs& args) {
+Status backward_of_nothing(const AttentionDesc& desc, std::span<const PlannedOperand> operands,
+                           const BackwardArgs& args) {
   if (Status status = check_sequences(desc, args.forward); !status.ok()) return status;
   if (args.accumulate) return {};
-  for (const AttentionOperand& row : attention_operands()) {
+  for (const auto& [row, shape] : operands) {
     if (row.backward == Use::kGradient) fill_number(row.of(args), 0);
   }
   return {};
@@ -80,7 +82,9 @@ const char* Plan::kernel_name() const { return kernel_->name; }
 
 Status Plan::forward(const ForwardArgs& args) const try {
   if (Status status = check_where(where_, args.where); !status.ok()) return status;
-  if (Status status = check_forward_args(desc_, args, workspace_bytes_, *where_.device); !status.ok()) return status;
+  if (Status status = check_forward_args(desc_, *operands_, args, workspace_bytes_, *where_.device); !status.ok()) {
+    return status;
+  }
   return forward_unchecked(*this, args);
 } catch (const std::bad_alloc&) {
   return out_of_memory();
@@ -88,8 +92,10 @@ Status Plan::forward(const ForwardArgs& args) const try {
 
 Status Plan::backward(const BackwardArgs& args) const try {
   if (Status status = check_where(where_, args.forward.where); !status.ok()) return status;
-  if (Status status = check_backward_args(desc_, args, backward_workspace_bytes_, *where_.device); !status.ok())
+  if (Status status = check_backward_args(desc_, *operands_, args, backward_workspace_bytes_, *where_.device);
+      !status.ok()) {
     return status;
+  }
   return backward_unchecked(*this, args);
 } catch (const std::bad_alloc&) {
   return out_of_memory();
@@ -99,7 +105,7 @@ Status forward_unchecked(const Plan& plan, const ForwardArgs& args) try {
   if (!host_fills(plan.desc_, plan.where_)) {
     return plan.kernel_->forward(plan.desc_, args, run_at(plan.where_, args.where, plan.num_threads_));
   }
-  return forward_of_nothing(plan.desc_, args);
+  return forward_of_nothing(plan.desc_, *plan.operands_, args);
 } catch (const std::bad_alloc&) {
   return out_of_memory();
 }
@@ -108,7 +114,7 @@ Status backward_unchecked(const Plan& plan, const BackwardArgs& args) try {
   if (!host_fills(plan.desc_, plan.where_)) {
     return plan.kernel_->backward(plan.desc_, args, run_at(plan.where_, args.forward.where, plan.num_threads_));
   }
-  return backward_of_nothing(plan.desc_, args);
+  return backward_of_nothing(plan.desc_, *plan.operands_, args);
 } catch (const std::bad_alloc&) {
   return out_of_memory();
 }
@@ -117,6 +123,7 @@ Result<Plan> plan(const AttentionDesc& desc, const PlanOptions& options) try {
   if (Status status = check_desc(desc); !status.ok()) return status;
   Plan made;
   made.desc_ = desc;
+  made.operands_ = std::make_shared<const std::vector<PlannedOperand>>(planned_operands(desc));
   const Result<Where> where = planned_where(options.where);
   if (!where.ok()) return where.status();
   made.where_ = *where;

@@ -126,6 +126,13 @@ const AttentionOperand& attention_operand(Tensor ForwardArgs::*tensor) {
   return *row;
 }
 
+std::vector<PlannedOperand> planned_operands(const AttentionDesc& desc) {
+  std::vector<PlannedOperand> operands;
+  operands.reserve(std::size(kOperands));
+  for (const AttentionOperand& row : kOperands) operands.push_back({row, row.shape(desc)});
+  return operands;
+}
+
 Tensor expected_tensor(const AttentionDesc& desc, Tensor ForwardArgs::*tensor) {
   const OperandShape shape = attention_operand(tensor).shape(desc);
   Tensor t;

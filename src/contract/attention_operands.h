@@ -1,8 +1,9 @@
 // The tensors of a call of attention, one row each. Who needs to know them asks here: the checks of a call, a layer's,
-// the fronts that allocate results. What a score program captures will be rows behind these.
+// the fronts that allocate results.
 #pragma once
 
 #include <span>
+#include <vector>
 
 #include "contract/operands.h"
 #include "polyhead/attention.h"
@@ -36,5 +37,14 @@ struct AttentionOperand {
 std::span<const AttentionOperand> attention_operands();
 
 const AttentionOperand& attention_operand(Tensor ForwardArgs::*tensor);
+
+// A tensor of the calls of one plan: its shape is asked for when the plan is made, a call compares.
+struct PlannedOperand {
+  AttentionOperand row;
+  OperandShape shape;  // no dims: a call must not give it
+};
+
+// In the order of the table.
+std::vector<PlannedOperand> planned_operands(const AttentionDesc& desc);
 
 }  // namespace polyhead

@@ -38,11 +38,12 @@ Status wrong_dim(const char* name, int i, int64_t size, const OperandShape& shap
 
 // Pointer and strides of a view whose dims are as expected.
 Status check_memory(const char* name, const Tensor& t, MemoryRange* range) {
-  const int64_t num_elements = t.num_elements();
-  *range = {};
-  if (num_elements == 0) return {};
-  if (t.data == nullptr) return invalid(sentence(name, " is null, has ", num_elements, " elements"));
-  if (!memory_range(t, range)) return invalid(sentence(name, " reaches beyond the address space, by its strides"));
+  const bool fits = memory_range(t, range);
+  if (t.data == nullptr && t.num_elements() > 0) {
+    return invalid(sentence(name, " is null, has ", t.num_elements(), " elements"));
+  }
+  if (!fits) return invalid(sentence(name, " reaches beyond the address space, by its strides"));
+  if (range->begin == range->end) return {};
   const size_t element_bytes = dtype_size_bytes(t.dtype);
   if (reinterpret_cast<uintptr_t>(t.data) % element_bytes != 0) {
     return invalid(sentence(name, " is not aligned to its elements of ", element_bytes, " bytes"));

@@ -45,18 +45,19 @@ bool window_within(const Steps& steps, int64_t element_bytes, int64_t period, in
 
 bool memory_range(const Tensor& t, MemoryRange* range) {
   *range = {};
+  int64_t below = 0, above = 1;  // elements before and from data on
+  bool fits = true;
   for (int i = 0; i < t.ndim; ++i) {
-    if (t.dims[i] == 0) return true;
-  }
-  const int64_t element_bytes = static_cast<int64_t>(dtype_size_bytes(t.dtype));
-  int64_t below = 0, above = element_bytes;
-  for (int i = 0; i < t.ndim; ++i) {
-    if (t.dims[i] == 1) continue;
+    if (t.dims[i] == 0) return true;  // its strides may be any numbers
     int64_t reach = 0;
-    if (__builtin_mul_overflow(t.dims[i] - 1, t.strides[i], &reach)) return false;
-    if (__builtin_mul_overflow(reach, element_bytes, &reach)) return false;
-    if (__builtin_add_overflow(reach < 0 ? below : above, reach, reach < 0 ? &below : &above)) return false;
+    if (__builtin_mul_overflow(t.dims[i] - 1, t.strides[i], &reach)) fits = false;
+    if (__builtin_add_overflow(below, reach < 0 ? reach : 0, &below)) fits = false;
+    if (__builtin_add_overflow(above, reach < 0 ? 0 : reach, &above)) fits = false;
   }
+  const auto element_bytes = static_cast<int64_t>(dtype_size_bytes(t.dtype));
+  if (__builtin_mul_overflow(below, element_bytes, &below)) fits = false;
+  if (__builtin_mul_overflow(above, element_bytes, &above)) fits = false;
+  if (!fits) return false;
   const auto base = reinterpret_cast<uintptr_t>(t.data);
   const auto down = static_cast<uintptr_t>(-(below + 1)) + 1;  // -below without overflow
   if (down > base || __builtin_add_overflow(base, static_cast<uintptr_t>(above), &range->end)) return false;

@@ -9,7 +9,7 @@ namespace polyhead {
 
 // Bytes [begin, end) between the first and the last byte of a view; empty for a view without elements.
 struct MemoryRange {
-  uintptr_t begin = 0, end = 0;
+  uintptr_t begin, end;
   bool intersects(const MemoryRange& other) const { return begin < other.end && other.begin < end; }
 };
 

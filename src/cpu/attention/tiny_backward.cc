@@ -167,7 +167,8 @@ void tiny_backward_heads(const BackwardProblem& gradients, const Sequence& seque
       load_row_of_heads(x.key + j * padded(dim), heads.key, j, dim);
       load_row_of_heads(x.value + j * padded(dim_v), heads.value, j, dim_v);
     }
-    for (int n = 0; n < kMatrix; ++n) x.grad_key[n] = x.grad_value[n] = broadcast(0.0f);
+    for (int64_t n = 0; n < sequence.len_k * padded(dim); ++n) x.grad_key[n] = broadcast(0.0f);
+    for (int64_t n = 0; n < sequence.len_k * padded(dim_v); ++n) x.grad_value[n] = broadcast(0.0f);
     for (int64_t r = 0; r < problem.group; ++r) {
       set_queries(heads, gradients, heads_kv, first, r);
       load_statistic(x.logsumexp, heads.logsumexp, num_queries);
