@@ -9,22 +9,32 @@ namespace polyhead {
 
 std::atomic<int> dummy_calls = 0;
 
+static bool wide(const AttentionDesc& desc) { return desc.dtype == DType::kFloat64; }
+
 extern const Kernel kDummy;
 const Kernel kDummy = {
     "dummy",
     Device::kCpu,
     [](const AttentionDesc& desc) {
-      return desc.dtype == DType::kFloat32 ? std::string() : std::string("dtype is not float32");
+      return desc.dtype == DType::kFloat32 || wide(desc) ? std::string()
+                                                         : std::string("dtype is not float32 or float64");
     },
-    [](const AttentionDesc& desc, int) { return reference::workspace_bytes<float>(desc); },
-    [](const AttentionDesc& desc, int) { return reference::backward_workspace_bytes<float>(desc); },
+    [](const AttentionDesc& desc, int) {
+      return wide(desc) ? reference::workspace_bytes<double>(desc) : reference::workspace_bytes<float>(desc);
+    },
+    [](const AttentionDesc& desc, int) {
+      return wide(desc) ? reference::backward_workspace_bytes<double>(desc)
+                        : reference::backward_workspace_bytes<float>(desc);
+    },
     [](const AttentionDesc& desc, const ForwardArgs& args, const Run&) {
       ++dummy_calls;
-      return reference::forward_checked<float>(desc, args, args.workspace);
+      return wide(desc) ? reference::forward_checked<double>(desc, args, args.workspace)
+                        : reference::forward_checked<float>(desc, args, args.workspace);
     },
     [](const AttentionDesc& desc, const BackwardArgs& args, const Run&) {
       ++dummy_calls;
-      return reference::backward_checked<float>(desc, args, args.forward.workspace);
+      return wide(desc) ? reference::backward_checked<double>(desc, args, args.forward.workspace)
+                        : reference::backward_checked<float>(desc, args, args.forward.workspace);
     },
 };
 

@@ -3,11 +3,18 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <string>
+#include <vector>
 
+#include "contract/linear.h"
+#include "polyhead/block.h"
 #include "polyhead/kernels.h"
+#include "polyhead/matrix_product.h"
 #include "polyhead/polyhead.h"
+#include "polyhead/polyhead_block.h"
 #include "reference/attention.h"
 #include "small_call.h"
 
@@ -101,6 +108,99 @@ TEST(Dummy, ComputesThroughC) {
   expect_same(got.args.out, want.args.out);
   expect_same(got.args.logsumexp, want.args.logsumexp);
   polyhead_attention_plan_destroy(made);
+}
+
+LayerDesc layer_desc(int64_t head_dim) {
+  LayerDesc desc;
+  desc.seqlen_q = desc.seqlen_k = 3;
+  desc.query_size = desc.key_size = desc.value_size = desc.out_proj_size = 4;
+  desc.query_proj_size = desc.key_proj_size = desc.value_proj_size = head_dim;
+  return desc;
+}
+
+FeedForwardBlockDesc feed_forward_desc() {
+  FeedForwardBlockDesc desc;
+  desc.seqlen = 3, desc.size = 4, desc.inner_size = 8;
+  return desc;
+}
+
+// What every layer, block and product says that is told to use it.
+std::string no_products() {
+  std::string able;
+  for (const linear::Kernel* kernel : linear::kernel_list())
+    able += std::string(able.empty() ? "" : ", ") + kernel->name;
+  return "kernel is dummy, the kernels with matrix products are " + able;
+}
+
+TEST(Dummy, HasNoProducts) {
+  const PlanOptions options = {.kernel = "dummy"};
+  const auto expect_refused = [](const auto& made) {
+    ASSERT_FALSE(made.ok());
+    EXPECT_EQ(made.status().code(), StatusCode::kInvalidArgument);
+    EXPECT_EQ(made.status().message(), no_products());
+  };
+  expect_refused(layer(layer_desc(8), options));
+  AttentionBlockDesc block;
+  block.layer = layer_desc(8);
+  expect_refused(attention_block(block, options));
+  expect_refused(feed_forward_block(feed_forward_desc(), options));
+  expect_refused(matrix_product({.m = 2, .n = 2, .k = 2}, options));
+}
+
+TEST(Dummy, HasNoProductsThroughC) {
+  polyhead_plan_options options;
+  ASSERT_EQ(polyhead_plan_options_init(&options, sizeof options), POLYHEAD_OK);
+  options.kernel = "dummy";
+  polyhead_layer_desc c;
+  ASSERT_EQ(polyhead_layer_desc_init(&c, sizeof c), POLYHEAD_OK);
+  const LayerDesc desc = layer_desc(8);
+  c.seqlen_q = desc.seqlen_q, c.seqlen_k = desc.seqlen_k, c.query_size = desc.query_size, c.key_size = desc.key_size;
+  c.value_size = desc.value_size, c.out_proj_size = desc.out_proj_size, c.query_proj_size = desc.query_proj_size;
+  c.key_proj_size = desc.key_proj_size, c.value_proj_size = desc.value_proj_size;
+  polyhead_layer* made = nullptr;
+  EXPECT_EQ(polyhead_layer_create(&c, &options, &made), POLYHEAD_INVALID_ARGUMENT);
+  EXPECT_EQ(polyhead_last_error(), no_products());
+  polyhead_attention_block_desc block;
+  ASSERT_EQ(polyhead_attention_block_desc_init(&block, sizeof block), POLYHEAD_OK);
+  block.layer = &c;
+  polyhead_attention_block* made_block = nullptr;
+  EXPECT_EQ(polyhead_attention_block_create(&block, &options, &made_block), POLYHEAD_INVALID_ARGUMENT);
+  EXPECT_EQ(polyhead_last_error(), no_products());
+  polyhead_feed_forward_block_desc inner;
+  ASSERT_EQ(polyhead_feed_forward_block_desc_init(&inner, sizeof inner), POLYHEAD_OK);
+  polyhead_feed_forward_block* made_inner = nullptr;
+  EXPECT_EQ(polyhead_feed_forward_block_create(&inner, &options, &made_inner), POLYHEAD_INVALID_ARGUMENT);
+  EXPECT_EQ(polyhead_last_error(), no_products());
+}
+
+// In float64, which the kernels before it refuse: it computes the attention, and the best kernel with products of float64
+// multiplies.
+TEST(Dummy, ComputesInALayerWhereItIsTheBest) {
+  LayerDesc desc = layer_desc(8);
+  desc.dtype = DType::kFloat64;
+  const Result<Layer> got = layer(desc), want = layer(desc, {.kernel = "reference"});
+  ASSERT_TRUE(got.ok()) << got.status().message();
+  EXPECT_STREQ(got->kernel_name(), "dummy");
+  std::vector<double> x(12), weights(got->weights_bytes() / 8), out[2];
+  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<double>(i % 5) - 2;
+  for (size_t i = 0; i < weights.size(); ++i) weights[i] = static_cast<double>(i * 37 % 64) / 640;
+  const int before = dummy_calls;
+  for (const Layer* made : {&*got, &*want}) {
+    std::vector<double>& result = out[made == &*want];
+    result.resize(12);
+    const std::unique_ptr<void, decltype(&std::free)> workspace(std::aligned_alloc(64, made->workspace_bytes()),
+                                                                std::free);
+    LayerForwardArgs args;
+    args.query = args.key = args.value = Tensor(x.data(), DType::kFloat64, {1, 3, 4});
+    args.weights = made->weights_in(weights.data());
+    args.out = Tensor(result.data(), DType::kFloat64, {1, 3, 4});
+    args.workspace = workspace.get(), args.workspace_bytes = made->workspace_bytes();
+    const Status status = made->forward(args);
+    ASSERT_TRUE(status.ok()) << status.message();
+  }
+  EXPECT_EQ(dummy_calls, before + 1);
+  EXPECT_EQ(out[0], out[1]);
+  EXPECT_NE(out[0], std::vector<double>(12));
 }
 
 }  // namespace

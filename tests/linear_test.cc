@@ -260,7 +260,7 @@ TEST(LinearList, ChoosesAndSaysWhyNot) {
             "these can: reference");
   const Result<const linear::Kernel*> unknown = linear::choose_kernel(DType::kFloat32, "cpu_avx1024", Device::kCpu);
   EXPECT_EQ(unknown.status().code(), StatusCode::kInvalidArgument);
-  EXPECT_EQ(unknown.status().message().rfind("kernel is cpu_avx1024, known are ", 0), 0u);
+  EXPECT_EQ(unknown.status().message().rfind("kernel is cpu_avx1024, the kernels with matrix products are ", 0), 0u);
 }
 
 }  // namespace

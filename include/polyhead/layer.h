@@ -234,7 +234,8 @@ class POLYHEAD_API Layer {
   std::shared_ptr<const LayerState> state_;
 };
 
-/// Checks `desc` (the error names the field and the numbers that disagree) and picks kernels, as plan() does.
+/// Checks `desc` (the error names the field and the numbers that disagree) and picks kernels, as plan() does. A forced one
+/// must have matrix products too; else the error names those that have.
 POLYHEAD_API Result<Layer> layer(const LayerDesc& desc, const PlanOptions& options = {});
 
 }  // namespace polyhead

@@ -62,7 +62,7 @@ POLYHEAD_API polyhead_status polyhead_attention_block_desc_init(polyhead_attenti
 /// Immutable: one block may run on many threads at once, each call with its own tensors, workspace and reserve.
 typedef struct polyhead_attention_block polyhead_attention_block;
 
-/// `options` may be NULL: the defaults.
+/// `options` may be NULL: the defaults. A kernel that is forced must have matrix products.
 POLYHEAD_API polyhead_status polyhead_attention_block_create(const polyhead_attention_block_desc* desc,
                                                              const polyhead_plan_options* options,
                                                              polyhead_attention_block** block);
@@ -152,7 +152,7 @@ POLYHEAD_API polyhead_status polyhead_feed_forward_block_desc_init(polyhead_feed
 /// Immutable: one block may run on many threads at once, each call with its own tensors, workspace and reserve.
 typedef struct polyhead_feed_forward_block polyhead_feed_forward_block;
 
-/// `options` may be NULL: the defaults.
+/// `options` may be NULL: the defaults. A kernel that is forced must have matrix products.
 POLYHEAD_API polyhead_status polyhead_feed_forward_block_create(const polyhead_feed_forward_block_desc* desc,
                                                                 const polyhead_plan_options* options,
                                                                 polyhead_feed_forward_block** block);

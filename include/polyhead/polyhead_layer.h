@@ -57,7 +57,8 @@ POLYHEAD_API polyhead_status polyhead_layer_desc_init(polyhead_layer_desc* desc,
 /// workspace and reserve. Running it allocates nothing.
 typedef struct polyhead_layer polyhead_layer;
 
-/// `options` may be NULL: the defaults.
+/// `options` may be NULL: the defaults. A kernel that is forced must have matrix products too; else
+/// POLYHEAD_INVALID_ARGUMENT names those that have.
 POLYHEAD_API polyhead_status polyhead_layer_create(const polyhead_layer_desc* desc,
                                                    const polyhead_plan_options* options, polyhead_layer** layer);
 

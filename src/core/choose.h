@@ -17,9 +17,10 @@ inline void append_name(std::string& names, const char* name) {
 }
 
 // The kernel that is called `name`, or with an empty name the first that can. An error lists what there is and why not.
-// `source` is where the name comes from: "kernel" or "POLYHEAD_KERNEL".
+// `source` is where the name comes from: "kernel" or "POLYHEAD_KERNEL"; `listed` says what this list is one of.
 template <class Kernels, class Problem>
-auto choose_among(const Kernels& kernels, const Problem& problem, std::string_view name, const char* source) {
+auto choose_among(const Kernels& kernels, const Problem& problem, std::string_view name, const char* source,
+                  const char* listed = "known") {
   using Pointer = std::remove_cv_t<std::remove_reference_t<decltype(kernels[0])>>;
   using Chosen = Result<Pointer>;
   if (name.empty()) {
@@ -39,7 +40,7 @@ auto choose_among(const Kernels& kernels, const Problem& problem, std::string_vi
     if (name == kernel->name) forced = kernel;
   }
   if (forced == nullptr) {
-    return Chosen(Status(StatusCode::kInvalidArgument, sentence(source, " is ", name, ", known are ", known)));
+    return Chosen(Status(StatusCode::kInvalidArgument, sentence(source, " is ", name, ", ", listed, " are ", known)));
   }
   const std::string reason = forced->why_not(problem);
   if (reason.empty()) return Chosen(forced);
@@ -52,9 +53,9 @@ auto choose_among(const Kernels& kernels, const Problem& problem, std::string_vi
 
 // As a caller's option `name` asks, or, if that is empty, as POLYHEAD_KERNEL does.
 template <class Kernels, class Problem>
-auto choose_asked(const Kernels& kernels, const Problem& problem, std::string_view name) {
-  if (!name.empty()) return choose_among(kernels, problem, name, "kernel");
-  return choose_among(kernels, problem, forced_kernel(), "POLYHEAD_KERNEL");
+auto choose_asked(const Kernels& kernels, const Problem& problem, std::string_view name, const char* listed = "known") {
+  if (!name.empty()) return choose_among(kernels, problem, name, "kernel", listed);
+  return choose_among(kernels, problem, forced_kernel(), "POLYHEAD_KERNEL", listed);
 }
 
 }  // namespace polyhead

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "attention/checks.h"
+#include "contract/where.h"
 #include "core/sentence.h"
 #include "layer/arguments.h"
 #include "layer/fingerprint.h"
@@ -77,6 +78,20 @@ Status check_memory_sizes(const LayerState& s) {
   return {};
 }
 
+// Those of attention's kernel. One that has none is refused where it is asked for, and has the best others beside it
+// where it was only chosen.
+Status choose_products(LayerState& s, const PlanOptions& options) {
+  const Result<Where> where = planned_where(options.where);
+  if (!where.ok()) return where.status();
+  s.run = *where->executor;
+  s.linear = linear::find_kernel(s.infer->kernel_name());
+  if (s.linear != nullptr && s.linear->why_not(s.dtype).empty()) return {};
+  const Result<const linear::Kernel*> kernel = linear::choose_kernel(s.dtype, options.kernel, *where->device);
+  if (!kernel.ok()) return kernel.status();
+  s.linear = *kernel;
+  return {};
+}
+
 Status make_plans(LayerState& s, const PlanOptions& options) {
   s.asked = sized_attention(s);
   if (Status status = check_desc(s.asked); !status.ok()) return status;
@@ -89,10 +104,7 @@ Status make_plans(LayerState& s, const PlanOptions& options) {
     if (!made.ok()) return made.status();
     *to = *made;
   }
-  s.run = options.where.executor != nullptr ? *options.where.executor : default_executor();
-  s.linear = linear::find_kernel(s.infer->kernel_name());
-  if (s.linear != nullptr) return {};
-  return {StatusCode::kInternal, sentence("kernel ", s.infer->kernel_name(), " has no matrix products")};
+  return choose_products(s, options);
 }
 
 void list_parameters(LayerState& s) {

@@ -28,7 +28,8 @@ const Kernel* find_kernel(std::string_view name) {
 
 Result<const Kernel*> choose_kernel(DType dtype, std::string_view name, Device device) {
   if (device != Device::kCpu) return no_kernel_for(device);
-  return choose_asked(kernel_list(), dtype, name);
+  // One that attention knows may have no products.
+  return choose_asked(kernel_list(), dtype, name, "the kernels with matrix products");
 }
 
 }  // namespace polyhead::linear

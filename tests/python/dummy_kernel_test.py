@@ -40,16 +40,58 @@ for x, y in zip(got, run(kernel="reference")):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 assert calls.value == 2, calls.value
 try:
-    polyhead.attention(*(x.astype(np.float64) for x in (query, key, value)), kernel="dummy")
+    polyhead.attention(*(x.astype(np.float16) for x in (query, key, value)), kernel="dummy")
 except polyhead.Error as error:
-    assert "kernel is dummy, which cannot compute this: dtype is not float32" in str(error), error
+    assert "kernel is dummy, which cannot compute this: dtype is not float32 or float64" in str(error), error
 else:
-    raise AssertionError("float64 was taken")
+    raise AssertionError("float16 was taken")
 print("computed")
 """
 
 
+# Layers and blocks take no kernel but the one that POLYHEAD_KERNEL names.
+LAYERS = """
+import numpy as np, polyhead
+
+SENTENCE = "POLYHEAD_KERNEL is dummy, the kernels with matrix products are cpu_"
+
+def expect_refused(call):
+    try:
+        call()
+    except polyhead.Error as error:
+        assert str(error).startswith(SENTENCE), error
+    else:
+        raise AssertionError("a layer was computed by a kernel without products")
+
+weights = {name + "_weight": np.eye(16, dtype=np.float32) for name in ("query", "key", "value", "out")}
+expect_refused(lambda: polyhead.MultiHeadAttention(weights, num_heads=4).forward(np.ones((2, 5, 16), np.float32)))
+try:
+    import torch
+except ImportError:
+    print("no torch")
+else:
+    import polyhead.torch
+    encoder = polyhead.torch.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    expect_refused(lambda: encoder(torch.ones(2, 5, 16)))
+    expect_refused(lambda: polyhead.torch.MultiheadAttention(16, 4)(*[torch.ones(5, 2, 16)] * 3))
+    print("refused")
+"""
+
+
+def run(program, **variables):
+    environment = {**os.environ, "LD_PRELOAD": str(LIBRARY), **variables}
+    command = [sys.executable, "-c", program, str(LIBRARY)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_layers_refuse_a_kernel_without_products():
+    ran = run(LAYERS, POLYHEAD_KERNEL="dummy")
+    assert ran.returncode == 0, ran.stderr
+    if ran.stdout == "no torch\n":
+        pytest.skip("torch is not installed: NumPy's layer alone was tried")
+    assert ran.stdout == "refused\n"
+
+
 def test_the_dummy_backend_computes_through_python():
-    environment = {**os.environ, "LD_PRELOAD": str(LIBRARY)}
-    ran = subprocess.run([sys.executable, "-c", PROGRAM, str(LIBRARY)], env=environment, capture_output=True, text=True)
+    ran = run(PROGRAM)
     assert (ran.returncode, ran.stdout) == (0, "computed\n"), ran.stderr
