@@ -78,6 +78,7 @@ AttentionDesc random_desc(Random& random) {
   d.dropout_p = chance(15) ? 0.25 : 0;
   if (!d.packed && chance(15)) d.return_weights = chance(50) ? ReturnWeights::kPerHead : ReturnWeights::kMean;
   d.return_column_sums = !d.packed && chance(10);
+  d.has_windows = !d.packed && chance(10);
   return d;
 }
 
@@ -92,7 +93,8 @@ std::string words(int64_t n, const AttentionDesc& d) {
                   {"dtype", int64_t(d.dtype)},
                   {"packed", d.packed},
                   {"seqlens_q", d.has_seqlens_q},
-                  {"seqlens_k", d.has_seqlens_k}});
+                  {"seqlens_k", d.has_seqlens_k},
+                  {"windows", d.has_windows}});
 }
 
 // The arrays of a call of attention.
@@ -136,6 +138,7 @@ class Arrays : public FuzzArrays {
     args->attn_mask = broadcast(d_.attn_mask);
     args->attn_bias = broadcast(d_.attn_bias);
     if (d_.alibi_slopes_ndim == 1) args->alibi_slopes = input(DType::kFloat32, {H});
+    if (d_.has_windows) args->window_lo = bound(0), args->window_hi = bound(1);
     if (d_.has_seqlens_q) args->seqlens_q = lengths(std::min(Sq, Sk));
     if (d_.has_seqlens_k) args->seqlens_k = lengths(std::min(Sq, Sk));
     if (d_.return_weights == ReturnWeights::kPerHead) made = made && output(d_.dtype, {B, H, Sq, Sk}, &args->weights);
@@ -162,6 +165,12 @@ class Arrays : public FuzzArrays {
   }
 
  private:
+  // The same for every query.
+  Tensor bound(size_t which) {
+    Tensor t = integers(window_, d_.seqlen_q);
+    t.data = &window_[which], t.strides[0] = 0;
+    return t;
+  }
   static Tensor integers(const std::vector<int64_t>& from, int64_t count) {
     Tensor t = input(DType::kInt64, {count});
     t.data = const_cast<int64_t*>(from.data());
@@ -169,7 +178,7 @@ class Arrays : public FuzzArrays {
     return t;
   }
   const AttentionDesc& d_;
-  std::vector<int64_t> lengths_, cu_q_, cu_k_;
+  std::vector<int64_t> lengths_, cu_q_, cu_k_, window_ = {0, 1};
 };
 
 polyhead_attention_desc c_desc(const AttentionDesc& d) {
@@ -183,6 +192,7 @@ polyhead_attention_desc c_desc(const AttentionDesc& d) {
   c.has_query_offset = d.query_offset.has_value(), c.query_offset = d.query_offset.value_or(0);
   c.alibi_slopes_ndim = d.alibi_slopes_ndim, c.dropout_p = d.dropout_p;
   c.return_weights = static_cast<int32_t>(d.return_weights), c.return_column_sums = d.return_column_sums;
+  c.has_windows = d.has_windows;
   for (auto [from, to] : {std::pair(&d.attn_mask, &c.attn_mask), std::pair(&d.attn_bias, &c.attn_bias)}) {
     to->given = from->given;
     if (!from->given) continue;
@@ -215,6 +225,8 @@ polyhead_forward_args c_args(const ForwardArgs& args) {
       {&args.seqlens_k, &c.seqlens_k},
       {&args.cu_seqlens_q, &c.cu_seqlens_q},
       {&args.cu_seqlens_k, &c.cu_seqlens_k},
+      {&args.window_lo, &c.window_lo},
+      {&args.window_hi, &c.window_hi},
       {&args.out, &c.out},
       {&args.logsumexp, &c.logsumexp},
       {&args.weights, &c.weights},

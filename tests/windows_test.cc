@@ -8,8 +8,10 @@
 #include <string>
 #include <vector>
 
+#include "capi/translate.h"
 #include "kernels_to_test.h"
 #include "layer_block.h"
+#include "polyhead/polyhead.h"
 
 namespace polyhead::testing {
 namespace {
@@ -199,6 +201,66 @@ TEST(Windows, HiddenIsHidden) {
       SCOPED_TRACE(std::string(sizes.name) + " on " + kernel->name);
       const Arrays want = compute(c.desc, args, c.in, kernel->name), got = compute(c.desc, args, hostile, kernel->name);
       for (const auto& [name, array] : want) EXPECT_EQ(difference(name.c_str(), got.at(name), array), "");
+    }
+  }
+}
+
+// What compute() gives, asked of the C interface.
+Arrays compute_through_c(const AttentionDesc& desc, const Windows& windows, const Numbers& in, const char* kernel) {
+  polyhead_attention_desc d;
+  polyhead_plan_options options;
+  polyhead_forward_args args;
+  polyhead_backward_args back;
+  EXPECT_EQ(polyhead_attention_desc_init(&d, sizeof d), POLYHEAD_OK);
+  EXPECT_EQ(polyhead_plan_options_init(&options, sizeof options), POLYHEAD_OK);
+  EXPECT_EQ(polyhead_forward_args_init(&args, sizeof args), POLYHEAD_OK);
+  EXPECT_EQ(polyhead_backward_args_init(&back, sizeof back), POLYHEAD_OK);
+  d.batch = desc.batch, d.seqlen_q = desc.seqlen_q, d.seqlen_k = desc.seqlen_k, d.num_heads = desc.num_heads;
+  d.num_heads_kv = desc.num_heads_kv, d.head_dim = desc.head_dim, d.head_dim_v = desc.head_dim_v;
+  d.dtype = static_cast<int32_t>(desc.dtype);
+  d.has_windows = 1;
+  options.kernel = kernel;
+  polyhead_attention_plan* made = nullptr;
+  EXPECT_EQ(polyhead_attention_plan_create(&d, &options, &made), POLYHEAD_OK) << polyhead_last_error();
+  const size_t bytes = polyhead_attention_plan_workspace_bytes(made),
+               backward_bytes = polyhead_attention_plan_backward_workspace_bytes(made);
+  const Memory workspace(std::max(bytes, backward_bytes));
+  Arrays got;
+  got["out"] = unwritten(in.grad_out);
+  got["logsumexp"] = Array(DType::kFloat32, {desc.batch, desc.num_heads, desc.seqlen_q});
+  got["query"] = unwritten(in.query), got["key"] = unwritten(in.key), got["value"] = unwritten(in.value);
+  const auto tensor = [](const Array& a) { return capi::translate_back(view(a)); };
+  const int64_t queries[] = {desc.seqlen_q};
+  args.query = tensor(in.query), args.key = tensor(in.key), args.value = tensor(in.value);
+  args.window_lo = polyhead_tensor_contiguous(windows.lo.data(), POLYHEAD_INT64, 1, queries);
+  args.window_hi = polyhead_tensor_contiguous(windows.hi.data(), POLYHEAD_INT64, 1, queries);
+  args.out = tensor(got["out"]), args.logsumexp = tensor(got["logsumexp"]);
+  args.workspace = workspace.data(), args.workspace_bytes = bytes;
+  EXPECT_EQ(polyhead_attention_forward(made, &args), POLYHEAD_OK) << polyhead_last_error();
+  args.workspace_bytes = backward_bytes;
+  back.forward = &args;
+  back.grad_out = tensor(in.grad_out);
+  back.grad_query = tensor(got["query"]), back.grad_key = tensor(got["key"]), back.grad_value = tensor(got["value"]);
+  EXPECT_EQ(polyhead_attention_backward(made, &back), POLYHEAD_OK) << polyhead_last_error();
+  polyhead_attention_plan_destroy(made);
+  return got;
+}
+
+TEST(Windows, HaveTheSameBitsThroughC) {
+  for (const Sizes& sizes : kSizes) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      Case c(sizes, dtype, Random(5));
+      c.desc.has_windows = true;
+      ForwardArgs args;
+      args.window_lo = c.windows.tensor(c.windows.lo), args.window_hi = c.windows.tensor(c.windows.hi);
+      for (const Kernel* kernel : kernels_to_test()) {
+        if (!plan(c.desc, options_of(kernel->name, 2)).ok()) continue;
+        if (std::string(kernel->name) == "reference" && sizes.seqlen_q * sizes.seqlen_k > 1000) continue;  // slow
+        SCOPED_TRACE(std::string(sizes.name) + " " + dtype_name(dtype) + " on " + kernel->name);
+        const Arrays want = compute(c.desc, args, c.in, kernel->name);
+        const Arrays got = compute_through_c(c.desc, c.windows, c.in, kernel->name);
+        for (const auto& [name, array] : want) EXPECT_EQ(difference(name.c_str(), got.at(name), array), "");
+      }
     }
   }
 }

@@ -203,6 +203,9 @@ typedef struct polyhead_attention_desc {
   int32_t out_dtype;       ///< of out and grad_out
   int32_t has_grad_dtype;  ///< boolean; default 0
   int32_t grad_dtype;      ///< of grad_query, grad_key and grad_value
+
+  int32_t has_windows;  ///< boolean: window_lo and window_hi [seqlen_q] come with each call; not when packed
+  int32_t reserved;     ///< 0
 } polyhead_attention_desc;
 
 /// Sets the defaults that stand beside the fields. `struct_size` is sizeof *desc.
@@ -283,6 +286,11 @@ typedef struct polyhead_forward_args {
   polyhead_executor*
       executor;  ///< NULL (default): the plan's. It never runs more tasks at once than the plan's has threads
   void* stream;  ///< NULL (default): the plan's
+
+  /// A range of keys for each query, if desc.has_windows: query i of every sequence and head sees key j only where
+  /// window_lo[i] <= j < window_hi[i]. What lies outside of the keys is cut off, an empty range sees none.
+  polyhead_tensor window_lo;  ///< [Sq], int32 or int64
+  polyhead_tensor window_hi;  ///< [Sq], int32 or int64
 } polyhead_forward_args;
 
 /// Makes every tensor "not given". `struct_size` is sizeof *args.

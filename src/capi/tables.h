@@ -43,7 +43,8 @@ struct Table<polyhead_attention_desc> {
       WITHIN(dropout_first_query, dropout_origin, DropoutOrigin, first_query),
       WITHIN(dropout_first_key, dropout_origin, DropoutOrigin, first_key),
       OptionalField{"out_dtype", &C::out_dtype, "has_out_dtype", &C::has_out_dtype, &Cpp::out_dtype},
-      OptionalField{"grad_dtype", &C::grad_dtype, "has_grad_dtype", &C::has_grad_dtype, &Cpp::grad_dtype});
+      OptionalField{"grad_dtype", &C::grad_dtype, "has_grad_dtype", &C::has_grad_dtype, &Cpp::grad_dtype},
+      SAME(has_windows), Reserved{"reserved", &C::reserved});
   static_assert(is_whole<C>(kFields));
 };
 
@@ -63,12 +64,12 @@ struct Table<polyhead_forward_args> {
   using C = polyhead_forward_args;
   using Cpp = ForwardArgs;
   FIRST_SIZE(workspace_bytes, 1608)
-  static constexpr auto kFields =
-      std::make_tuple(SAME(query), SAME(key), SAME(value), SAME(attn_mask), SAME(attn_bias), SAME(alibi_slopes),
-                      SAME(seqlens_q), SAME(seqlens_k), SAME(cu_seqlens_q), SAME(cu_seqlens_k), SAME(query_offsets),
-                      SAME(dropout_seed), SAME(dropout_offset), Reserved{"reserved", &C::reserved}, SAME(out),
-                      SAME(logsumexp), SAME(weights), SAME(column_sums), SAME(workspace), SAME(workspace_bytes),
-                      WITHIN(executor, where, Where, executor), WITHIN(stream, where, Where, stream));
+  static constexpr auto kFields = std::make_tuple(
+      SAME(query), SAME(key), SAME(value), SAME(attn_mask), SAME(attn_bias), SAME(alibi_slopes), SAME(seqlens_q),
+      SAME(seqlens_k), SAME(cu_seqlens_q), SAME(cu_seqlens_k), SAME(query_offsets), SAME(dropout_seed),
+      SAME(dropout_offset), Reserved{"reserved", &C::reserved}, SAME(out), SAME(logsumexp), SAME(weights),
+      SAME(column_sums), SAME(workspace), SAME(workspace_bytes), WITHIN(executor, where, Where, executor),
+      WITHIN(stream, where, Where, stream), SAME(window_lo), SAME(window_hi));
   static_assert(is_whole<C>(kFields));
 };
 

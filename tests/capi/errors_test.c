@@ -98,6 +98,8 @@ static void test_bad_desc(void) {
   REFUSED("dropout_p is nan", desc->dropout_p = NAN);
   REFUSED("return_weights is 3", desc->return_weights = 3);
   REFUSED("return_column_sums is 2", desc->return_column_sums = 2);
+  REFUSED("has_windows is 2", desc->has_windows = 2);
+  REFUSED("reserved is 1", desc->reserved = 1);
   REFUSED("desc.flags is 1", desc->flags = 1);
   REFUSED("desc.struct_size is 0", desc->struct_size = 0);
   REFUSED("newer than the library", desc->struct_size += 8);
@@ -105,6 +107,13 @@ static void test_bad_desc(void) {
   REFUSED_PACKED("attn_mask", desc->attn_mask.given = 1);
   REFUSED_PACKED("return_weights", desc->return_weights = POLYHEAD_WEIGHTS_MEAN);
   REFUSED_PACKED("seqlens_k", desc->has_seqlens_k = 1);
+  REFUSED_PACKED("window_lo", desc->has_windows = 1);
+}
+
+// Gives every query a window.
+static void windows(problem* p) {
+  p->desc.has_windows = 1;
+  p->args.window_lo = p->args.window_hi = new_tensor(p, POLYHEAD_INT64, 1, &p->desc.seqlen_q);
 }
 
 static void test_bad_tensors(void) {
@@ -135,6 +144,13 @@ static void test_bad_tensors(void) {
   REFUSED("seqlens_k is float32, expected int32 or int64", args->seqlens_k.dtype = POLYHEAD_FLOAT32);
   REFUSED("seqlens_k[1] is 8", ((int64_t*)args->seqlens_k.data)[1] = 8);
   REFUSED("seqlens_k[0] is -1", ((int64_t*)args->seqlens_k.data)[0] = -1);
+  REFUSED("window_lo is missing", desc->has_windows = 1);
+  REFUSED("window_hi is given", args->window_hi = args->seqlens_k);
+  REFUSED("window_hi dim 0 is 2, expected seqlen_q 5", windows(p); args->window_hi = args->seqlens_k);
+  REFUSED("window_lo is float32, expected int32 or int64", windows(p); args->window_lo.dtype = POLYHEAD_FLOAT32);
+  // A program whose header had no windows in one of the two.
+  REFUSED("window_lo is missing", windows(p); args->struct_size = offsetof(polyhead_forward_args, window_lo));
+  REFUSED("window_lo is given", windows(p); desc->struct_size = offsetof(polyhead_attention_desc, has_windows));
   REFUSED("args.flags is 2", args->flags = 2);
   REFUSED("args.reserved is 5", args->reserved = 5);
   REFUSED("args.struct_size is 7", args->struct_size = 7);

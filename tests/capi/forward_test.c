@@ -66,6 +66,8 @@ static double score(const problem* p, const sequence* s, int64_t b, int64_t h, i
   if (desc->causal && distance < 0) return -INFINITY;
   if (desc->window_left >= 0 && distance > desc->window_left) return -INFINITY;
   if (desc->window_right >= 0 && -distance > desc->window_right) return -INFINITY;
+  if (desc->has_windows && (j < at(&args->window_lo, i, 0, 0, 0) || j >= at(&args->window_hi, i, 0, 0, 0)))
+    return -INFINITY;
   if (desc->attn_mask.given && at(&args->attn_mask, b, h, i, j) == 0) return -INFINITY;
   double dot = 0;
   for (int64_t d = 0; d < desc->head_dim; ++d) {
@@ -239,6 +241,18 @@ static problem* dropout_and_weights(void) {
   return p;
 }
 
+// Those of queries 3 and 4 are empty, those of 5 and 6 leave the keys.
+static problem* windows_of_queries(void) {
+  static const int32_t lo[] = {0, 2, 4, 6, 9, -8, 7}, hi[] = {1, 9, 6, 6, 2, 3, 99};
+  problem* p = new_problem(2, 7, 9, 4, 2, 16, 12);
+  p->desc.has_windows = 1;
+  p->args.window_lo = new_tensor(p, POLYHEAD_INT32, 1, (int64_t[]){7});
+  p->args.window_hi = new_tensor(p, POLYHEAD_INT32, 1, (int64_t[]){7});
+  memcpy(p->args.window_lo.data, lo, sizeof lo);
+  memcpy(p->args.window_hi.data, hi, sizeof hi);
+  return p;
+}
+
 static problem* mean_weights_and_strides(void) {
   problem* p = new_problem(2, 10, 10, 4, 4, 24, 24);
   p->desc.return_weights = POLYHEAD_WEIGHTS_MEAN;
@@ -269,6 +283,7 @@ static void test_against_naive_loops(void) {
       {"one_offset", one_offset},
       {"packed", packed},
       {"dropout_and_weights", dropout_and_weights},
+      {"windows_of_queries", windows_of_queries},
       {"mean_weights_and_strides", mean_weights_and_strides},
   };
   int num_run = 0;

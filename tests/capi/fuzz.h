@@ -58,7 +58,7 @@ struct Operand {
 
 // The shapes of a desc's tensors, by name.
 struct Shapes {
-  Shape query, key, value, attn_mask, attn_bias, alibi_slopes, seqlens_q, seqlens_k, cu_seqlens, query_offsets;
+  Shape query, key, value, attn_mask, attn_bias, alibi_slopes, seqlens_q, seqlens_k, cu_seqlens, query_offsets, window;
   Shape out, logsumexp, weights, column_sums;
   Shape grad_query, grad_key, grad_value;
 
@@ -86,6 +86,7 @@ struct Shapes {
     seqlens_k = integers(d.has_seqlens_k, B);
     cu_seqlens = integers(d.packed, B < INT64_MAX ? B + 1 : B);
     query_offsets = integers(d.has_query_offsets, B);
+    window = integers(d.has_windows, Sq);
     out = rows(Sq, H, d.head_dim_v);
     if (d.has_out_dtype) out.dtype = d.out_dtype;
     grad_query = query, grad_key = key, grad_value = value;
@@ -99,7 +100,8 @@ struct Shapes {
   }
 };
 
-constexpr size_t kMask = 3, kSeqlensQ = 6, kCuSeqlensQ = 8, kCuSeqlensK = 9, kQueryOffsets = 10;  // of input_operands
+constexpr size_t kMask = 3, kSeqlensQ = 6, kCuSeqlensQ = 8, kCuSeqlensK = 9, kQueryOffsets = 10, kWindowLo = 11,
+                 kWindowHi = 12;  // of input_operands
 
 // The inputs of a forward call, which backward has too.
 inline std::vector<Operand> input_operands(const Shapes& shapes, polyhead_forward_args& args) {
@@ -115,6 +117,8 @@ inline std::vector<Operand> input_operands(const Shapes& shapes, polyhead_forwar
       {"cu_seqlens_q", &args.cu_seqlens_q, shapes.cu_seqlens, Role::kIntegers},
       {"cu_seqlens_k", &args.cu_seqlens_k, shapes.cu_seqlens, Role::kIntegers},
       {"query_offsets", &args.query_offsets, shapes.query_offsets, Role::kIntegers},
+      {"window_lo", &args.window_lo, shapes.window, Role::kIntegers},
+      {"window_hi", &args.window_hi, shapes.window, Role::kIntegers},
   };
 }
 
@@ -176,6 +180,7 @@ inline polyhead_attention_desc random_desc(Hostile& random) {
   d.attn_bias.dtype = static_cast<int32_t>(random.below(d.dtype == POLYHEAD_FLOAT64 ? 4 : 3));
   d.return_weights = random.chance(20) ? static_cast<int32_t>(random.between(1, 2)) : 0;
   d.return_column_sums = random.chance(20);
+  d.has_windows = random.chance(20);
   return d;
 }
 
@@ -196,13 +201,14 @@ inline void print(const polyhead_attention_desc& d, const polyhead_plan_options&
   number("has_query_offsets", d.has_query_offsets), number("alibi_slopes_ndim", d.alibi_slopes_ndim);
   number("mask", d.attn_mask.given), number("bias", d.attn_bias.given), std::printf(" dropout_p=%.17g", d.dropout_p);
   number("return_weights", d.return_weights), number("return_column_sums", d.return_column_sums);
+  number("has_windows", d.has_windows);
   std::printf("\n");
   std::fflush(stdout);
 }
 
 // Pools and kernels that the rounds choose from.
 struct Surroundings {
-  Arena arena{24, 7};  // as many operands as a backward call has
+  Arena arena{26, 7};  // as many operands as a backward call has
   GuardedBytes workspace{size_t{1} << 22, Guard::kEnd, 0xff};
   std::vector<polyhead_executor*> executors{nullptr};
   std::vector<const char*> kernels{nullptr, "", "no such kernel"};
@@ -233,6 +239,7 @@ inline void write_integers(Hostile& random, const polyhead_attention_desc& d, si
     int64_t value = random.between(0, limit);
     if (n == kCuSeqlensQ || n == kCuSeqlensK) value = b == 0 ? 0 : last = random.between(last, limit);
     if (n == kQueryOffsets) value = random.between(-10, 10);
+    if (n == kWindowLo || n == kWindowHi) value = random.between(-3, limit + 3);
     if (random.chance(2)) value = random.hostile_integer();
     if (t.dtype == POLYHEAD_INT32) static_cast<int32_t*>(t.data)[b] = static_cast<int32_t>(value);
     if (t.dtype == POLYHEAD_INT64) static_cast<int64_t*>(t.data)[b] = value;
