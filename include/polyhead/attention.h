@@ -184,7 +184,7 @@ class POLYHEAD_API Plan {
   friend Result<Plan> plan(const AttentionDesc&, const PlanOptions&);
   friend Status forward_unchecked(const Plan&, const ForwardArgs&);
   friend Status backward_unchecked(const Plan&, const BackwardArgs&);
-  Plan() = default;
+  explicit Plan(const AttentionDesc& desc) : desc_(desc) {}
   AttentionDesc desc_;
   std::shared_ptr<const std::vector<PlannedOperand>> operands_;  // what each call must give
   const Kernel* kernel_ = nullptr;

@@ -39,6 +39,7 @@ const char* measured_order() { return cpu::isa_order().measured; }
 
 Result<const Kernel*> choose_kernel(const AttentionDesc& desc, std::string_view name, Device device) {
   std::vector<const Kernel*> there;
+  there.reserve(kernel_list().size());
   for (const Kernel* kernel : kernel_list()) {
     if (kernel->device == device) there.push_back(kernel);
   }

@@ -121,8 +121,7 @@ Status backward_unchecked(const Plan& plan, const BackwardArgs& args) try {
 
 Result<Plan> plan(const AttentionDesc& desc, const PlanOptions& options) try {
   if (Status status = check_desc(desc); !status.ok()) return status;
-  Plan made;
-  made.desc_ = desc;
+  Plan made(desc);
   made.operands_ = std::make_shared<const std::vector<PlannedOperand>>(planned_operands(desc));
   const Result<Where> where = planned_where(options.where);
   if (!where.ok()) return where.status();

@@ -287,13 +287,17 @@ Status init(C* to, size_t struct_size, const char* name) {
 template <class C>
 Status translate(const C* from, const Names& names, typename Table<C>::Cpp* to) {
   if constexpr (requires { Table<C>::kFirstSize; }) {
-    static const C kDefaults = defaults<C>();
     const size_t size = from->struct_size;
     if (Status s = check_struct_size(size, Table<C>::kFirstSize, sizeof(C), names.object); !s.ok()) return s;
-    C c = kDefaults;
-    std::memcpy(&c, from, size);
-    if (c.flags == 0) return read_fields(c, names, to);
-    return invalid(sentence(names.object, ".flags is ", c.flags, ", must be 0: no flag is known here"));
+    C filled;
+    if (size < sizeof filled) {
+      static const C kDefaults = defaults<C>();
+      filled = kDefaults;
+      std::memcpy(&filled, from, size);
+      from = &filled;
+    }
+    if (from->flags == 0) return read_fields(*from, names, to);
+    return invalid(sentence(names.object, ".flags is ", from->flags, ", must be 0: no flag is known here"));
   } else {
     return read_fields(*from, names, to);
   }

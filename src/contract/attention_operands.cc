@@ -129,7 +129,7 @@ const AttentionOperand& attention_operand(Tensor ForwardArgs::*tensor) {
 std::vector<PlannedOperand> planned_operands(const AttentionDesc& desc) {
   std::vector<PlannedOperand> operands;
   operands.reserve(std::size(kOperands));
-  for (const AttentionOperand& row : kOperands) operands.push_back({row, row.shape(desc)});
+  for (const AttentionOperand& row : kOperands) operands.emplace_back(row, desc);
   return operands;
 }
 

@@ -42,6 +42,8 @@ const AttentionOperand& attention_operand(Tensor ForwardArgs::*tensor);
 struct PlannedOperand {
   AttentionOperand row;
   OperandShape shape;  // no dims: a call must not give it
+
+  PlannedOperand(const AttentionOperand& of, const AttentionDesc& desc) : row(of), shape(of.shape(desc)) {}
 };
 
 // In the order of the table.

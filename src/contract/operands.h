@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 
 #include "core/layout.h"
 #include "polyhead/status.h"
@@ -29,8 +28,10 @@ struct OperandShape {
   Dim dims[Tensor::kMaxDims];  // `ndim` of them are set
 
   OperandShape() = default;
-  OperandShape(DType type, std::initializer_list<Dim> sizes) : dtype(type) {
-    for (const Dim& dim : sizes) dims[ndim++] = dim;
+  template <int kDims>
+  OperandShape(DType type, const Dim (&sizes)[kDims]) : dtype(type), ndim(kDims) {
+    static_assert(kDims <= Tensor::kMaxDims);
+    for (int i = 0; i < kDims; ++i) dims[i] = sizes[i];
   }
 };
 
