@@ -161,11 +161,11 @@ TEST(OriginErrors, EachNamesTheField) {
       {{0, 2, 0, 0}, "dropout_origin.num_heads is 2, must be 0 or at least the call's 3"},
       {{0, 0, 0, 12}, "dropout_origin.first_key is 12, must be a multiple of 8: eight keys share a counter of dropout"},
       {{kMax, kMax, 0, 0},
-       "batch * num_heads ends, counted from the origin, at 9223372036854775807, dropout counts it in 32 bits"},
+       "batch * num_heads ends, counted from dropout_origin, at 9223372036854775807, dropout counts it in 32 bits"},
       {{0, 0, int64_t{1} << 32, 0},
-       "seqlen_q ends, counted from the origin, at 4294967300, dropout counts it in 32 bits"},
+       "seqlen_q ends, counted from dropout_origin, at 4294967300, dropout counts it in 32 bits"},
       {{0, 0, 0, int64_t{1} << 35},
-       "seqlen_k / 8 ends, counted from the origin, at 4294967297, dropout counts it in 32 bits"},
+       "seqlen_k / 8 ends, counted from dropout_origin, at 4294967297, dropout counts it in 32 bits"},
   };
   AttentionDesc desc;
   desc.batch = 2, desc.num_heads = desc.num_heads_kv = 3, desc.seqlen_q = 4, desc.seqlen_k = 8;

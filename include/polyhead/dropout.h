@@ -27,8 +27,8 @@ struct DropoutOrigin {
 /// Element (b, h, i, j) is kept if its 16 random bits are >= floor(dropout_p * 65536 + 0.5). The bits come from
 /// Philox4x32-10 (Salmon et al. 2011) with key words (seed & 0xffffffff, seed >> 32) and counter words
 /// (b * H + h, i, j / 8, offset): j takes word (j % 8) / 2, its low half if j is even, else its high half.
-/// H is num_heads, and b * H + h, i and j are counted from the origin.
+/// H is num_heads, and b * H + h, i and j are counted from `dropout_origin`.
 POLYHEAD_API Status dropout_mask(double dropout_p, uint64_t seed, uint32_t offset, const Tensor& kept,
-                                 const DropoutOrigin& origin = {});
+                                 const DropoutOrigin& dropout_origin = {});
 
 }  // namespace polyhead

@@ -149,6 +149,16 @@ typedef struct polyhead_broadcast_operand {
   int64_t dims[4];  ///< default 1, 1, 1, 1
 } polyhead_broadcast_operand;
 
+/// Where a shard over batch, heads, queries or keys stands in the whole whose dropout mask it draws: its element
+/// (b, h, i, j) has the bits of head index first_head + b * num_heads + h, query first_query + i and key first_key + j.
+/// All 0: a mask of its own. Its layout is frozen.
+typedef struct polyhead_dropout_origin {
+  int64_t first_head;
+  int64_t num_heads;  ///< query heads in all; 0: as many as the call has
+  int64_t first_query;
+  int64_t first_key;  ///< a multiple of 8
+} polyhead_dropout_origin;
+
 /// What to compute. Every field is checked once, when a plan is made.
 typedef struct polyhead_attention_desc {
   size_t struct_size;  ///< sizeof(polyhead_attention_desc), by polyhead_attention_desc_init
@@ -188,13 +198,7 @@ typedef struct polyhead_attention_desc {
   int32_t return_weights;      ///< polyhead_return_weights; costs seqlen_q * seqlen_k memory: the caller's tensor
   int32_t return_column_sums;  ///< boolean: sum over queries of P before dropout; not when packed
 
-  /// Of a shard over batch, heads, queries or keys, which draws the dropout mask of the whole: element (b, h, i, j) has the
-  /// bits of head index dropout_first_head + b * dropout_num_heads + h, query dropout_first_query + i and key
-  /// dropout_first_key + j. Unused if dropout_p is 0.
-  int64_t dropout_first_head;   ///< default 0
-  int64_t dropout_num_heads;    ///< query heads in all; 0 (default): num_heads
-  int64_t dropout_first_query;  ///< default 0
-  int64_t dropout_first_key;    ///< default 0; a multiple of 8
+  polyhead_dropout_origin dropout_origin;  ///< default all 0; unused if dropout_p is 0
 
   /// polyhead_dtype of out and grad_out, and of grad_query, grad_key and grad_value; read if has_..., else 0. Default:
   /// `dtype`. Beside bfloat16 and float16 each may be float32: the sums as they are before rounding, for parts that are
@@ -403,18 +407,9 @@ POLYHEAD_API const char* polyhead_cpu_features(void);
 POLYHEAD_API polyhead_status polyhead_dropout_mask(double dropout_p, uint64_t seed, uint32_t offset,
                                                    const polyhead_tensor* kept);
 
-/// Where a shard stands in the whole whose mask it draws, as the fields dropout_... of polyhead_attention_desc say it. Its
-/// layout is frozen.
-typedef struct polyhead_dropout_origin {
-  int64_t first_head;
-  int64_t num_heads;  ///< in all; 0: as many as `kept` has
-  int64_t first_query;
-  int64_t first_key;  ///< a multiple of 8
-} polyhead_dropout_origin;
-
-/// polyhead_dropout_mask of such a shard. `origin` may be NULL: all 0, a mask of its own.
+/// polyhead_dropout_mask of a shard. `dropout_origin` may be NULL: all 0, a mask of its own.
 POLYHEAD_API polyhead_status polyhead_shard_dropout_mask(double dropout_p, uint64_t seed, uint32_t offset,
-                                                         const polyhead_dropout_origin* origin,
+                                                         const polyhead_dropout_origin* dropout_origin,
                                                          const polyhead_tensor* kept);
 
 #ifdef __cplusplus

@@ -93,8 +93,8 @@ Status check_numbers(const AttentionDesc& desc) {
     return invalid(sentence("dropout_p is ", desc.dropout_p, ", must be 0 to 1"));
   }
   if (desc.dropout_p > 0) {
-    Status counters = check_dropout_counters("dropout_origin", desc.dropout_origin, desc.batch, desc.num_heads,
-                                             desc.seqlen_q, desc.seqlen_k);
+    Status counters =
+        check_dropout_counters(desc.dropout_origin, desc.batch, desc.num_heads, desc.seqlen_q, desc.seqlen_k);
     if (!counters.ok()) return counters;
   }
   const auto weights = static_cast<int32_t>(desc.return_weights);

@@ -286,14 +286,17 @@ polyhead_status polyhead_dropout_mask(double dropout_p, uint64_t seed, uint32_t 
 }
 
 polyhead_status polyhead_shard_dropout_mask(double dropout_p, uint64_t seed, uint32_t offset,
-                                            const polyhead_dropout_origin* origin, const polyhead_tensor* kept) {
+                                            const polyhead_dropout_origin* dropout_origin,
+                                            const polyhead_tensor* kept) {
   return guarded([&]() -> Status {
     if (Status s = need(kept, "kept"); !s.ok()) return s;
     Tensor tensor;
     if (Status s = translate(*kept, "", "kept", &tensor); !s.ok()) return s;
-    polyhead::DropoutOrigin first;
-    if (origin != nullptr) first = {origin->first_head, origin->num_heads, origin->first_query, origin->first_key};
-    return polyhead::dropout_mask(dropout_p, seed, offset, tensor, first);
+    polyhead::DropoutOrigin origin;
+    if (dropout_origin != nullptr) {
+      if (Status s = translate(dropout_origin, kDropoutOrigin, &origin); !s.ok()) return s;
+    }
+    return polyhead::dropout_mask(dropout_p, seed, offset, tensor, origin);
   });
 }
 

@@ -24,6 +24,16 @@ namespace polyhead::capi {
 
 constexpr Names kWeights{"weights", "", "weights."};
 constexpr Names kForward{"args.forward", "args.forward"};
+constexpr Names kDropoutOrigin{"dropout_origin", "dropout_origin"};
+
+template <>
+struct Table<polyhead_dropout_origin> {
+  using C = polyhead_dropout_origin;
+  using Cpp = DropoutOrigin;
+  static constexpr auto kFields =
+      std::make_tuple(SAME(first_head), SAME(num_heads), SAME(first_query), SAME(first_key));
+  static_assert(is_whole<C>(kFields));
+};
 
 template <>
 struct Table<polyhead_attention_desc> {
@@ -37,11 +47,7 @@ struct Table<polyhead_attention_desc> {
       SAME(window_left), SAME(window_right),
       OptionalField{"query_offset", &C::query_offset, "has_query_offset", &C::has_query_offset, &Cpp::query_offset},
       SAME(has_query_offsets), SAME(align), SAME(alibi_slopes_ndim), SAME(attn_mask), SAME(attn_bias), SAME(dropout_p),
-      SAME(return_weights), SAME(return_column_sums),
-      WITHIN(dropout_first_head, dropout_origin, DropoutOrigin, first_head),
-      WITHIN(dropout_num_heads, dropout_origin, DropoutOrigin, num_heads),
-      WITHIN(dropout_first_query, dropout_origin, DropoutOrigin, first_query),
-      WITHIN(dropout_first_key, dropout_origin, DropoutOrigin, first_key),
+      SAME(return_weights), SAME(return_column_sums), Struct{kDropoutOrigin, &C::dropout_origin, &Cpp::dropout_origin},
       OptionalField{"out_dtype", &C::out_dtype, "has_out_dtype", &C::has_out_dtype, &Cpp::out_dtype},
       OptionalField{"grad_dtype", &C::grad_dtype, "has_grad_dtype", &C::has_grad_dtype, &Cpp::grad_dtype},
       SAME(has_windows), Reserved{"reserved", &C::reserved});

@@ -49,8 +49,8 @@ void fill_row(uint32_t threshold, uint64_t seed, const std::array<uint32_t, 2>& 
 
 }  // namespace
 
-Status check_dropout_counters(const char* name, const DropoutOrigin& origin, int64_t batch, int64_t num_heads,
-                              int64_t seqlen_q, int64_t seqlen_k) {
+Status check_dropout_counters(const DropoutOrigin& origin, int64_t batch, int64_t num_heads, int64_t seqlen_q,
+                              int64_t seqlen_k) {
   const struct {
     const char* field;
     int64_t value;
@@ -60,15 +60,15 @@ Status check_dropout_counters(const char* name, const DropoutOrigin& origin, int
                 {"first_key", origin.first_key}};
   for (const auto& field : fields) {
     if (field.value < 0) {
-      return invalid(sentence(name, ".", field.field, " is ", field.value, ", must not be negative"));
+      return invalid(sentence("dropout_origin.", field.field, " is ", field.value, ", must not be negative"));
     }
   }
   if (origin.num_heads != 0 && origin.num_heads < num_heads) {
     return invalid(
-        sentence(name, ".num_heads is ", origin.num_heads, ", must be 0 or at least the call's ", num_heads));
+        sentence("dropout_origin.num_heads is ", origin.num_heads, ", must be 0 or at least the call's ", num_heads));
   }
   if (origin.first_key % 8 != 0) {
-    return invalid(sentence(name, ".first_key is ", origin.first_key,
+    return invalid(sentence("dropout_origin.first_key is ", origin.first_key,
                             ", must be a multiple of 8: eight keys share a counter of dropout"));
   }
   __extension__ using Wide = __int128;
@@ -84,28 +84,28 @@ Status check_dropout_counters(const char* name, const DropoutOrigin& origin, int
   for (const auto& counter : counters) {
     const Wide end = counter.first + counter.size;
     if (end <= kWords) continue;
-    return invalid(sentence(counter.what, counter.first == 0 ? " is " : " ends, counted from the origin, at ",
+    return invalid(sentence(counter.what, counter.first == 0 ? " is " : " ends, counted from dropout_origin, at ",
                             end > INT64_MAX ? INT64_MAX : static_cast<int64_t>(end), ", dropout counts it in 32 bits"));
   }
   return {};
 }
 
 Status dropout_mask(double dropout_p, uint64_t seed, uint32_t offset, const Tensor& kept,
-                    const DropoutOrigin& origin) try {
+                    const DropoutOrigin& dropout_origin) try {
   if (!(dropout_p >= 0 && dropout_p <= 1)) return invalid(sentence("dropout_p is ", dropout_p, ", must be 0 to 1"));
   if (Status status = check_kept(kept); !status.ok()) return status;
   const int64_t batch = kept.dims[0], num_heads = kept.dims[1], seqlen_q = kept.dims[2], seqlen_k = kept.dims[3];
-  Status counters = check_dropout_counters("origin", origin, batch, num_heads, seqlen_q, seqlen_k);
+  Status counters = check_dropout_counters(dropout_origin, batch, num_heads, seqlen_q, seqlen_k);
   if (!counters.ok()) return counters;
   if (batch == 0 || num_heads == 0 || seqlen_q == 0 || seqlen_k == 0) return {};
   for (int64_t b = 0; b < batch; ++b) {
     for (int64_t h = 0; h < num_heads; ++h) {
       for (int64_t i = 0; i < seqlen_q; ++i) {
         bool* row = static_cast<bool*>(kept.data) + b * kept.strides[0] + h * kept.strides[1] + i * kept.strides[2];
-        const int64_t head_index = origin.first_head + b * counted_heads(origin, num_heads) + h;
+        const int64_t head_index = dropout_origin.first_head + b * counted_heads(dropout_origin, num_heads) + h;
         fill_row(dropout_threshold(dropout_p), seed,
-                 {static_cast<uint32_t>(head_index), static_cast<uint32_t>(origin.first_query + i)}, offset,
-                 origin.first_key / 8, row, seqlen_k, kept.strides[3]);
+                 {static_cast<uint32_t>(head_index), static_cast<uint32_t>(dropout_origin.first_query + i)}, offset,
+                 dropout_origin.first_key / 8, row, seqlen_k, kept.strides[3]);
       }
     }
   }

@@ -15,9 +15,9 @@ constexpr int64_t counted_heads(const DropoutOrigin& origin, int64_t num_heads) 
   return origin.num_heads == 0 ? num_heads : origin.num_heads;
 }
 
-// No size is negative. `name`: how the caller calls the origin.
-Status check_dropout_counters(const char* name, const DropoutOrigin& origin, int64_t batch, int64_t num_heads,
-                              int64_t seqlen_q, int64_t seqlen_k);
+// No size is negative.
+Status check_dropout_counters(const DropoutOrigin& origin, int64_t batch, int64_t num_heads, int64_t seqlen_q,
+                              int64_t seqlen_k);
 
 // `name`: "dropout", of which the sentence names _seed and _p.
 inline Status check_dropout_seed(const char* name, double p, const std::optional<uint64_t>& seed) {

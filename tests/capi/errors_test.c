@@ -95,6 +95,8 @@ static void test_bad_desc(void) {
   REFUSED("attn_bias dim 0 is -1", desc->attn_bias.given = 1; desc->attn_bias.dims[0] = -1);
   REFUSED("alibi_slopes_ndim is 3", desc->alibi_slopes_ndim = 3);
   REFUSED("dropout_p is 1.5", desc->dropout_p = 1.5);
+  REFUSED("dropout_origin.first_key is 4, must be a multiple of 8", desc->dropout_p = 0.5;
+          desc->dropout_origin.first_key = 4);
   REFUSED("dropout_p is nan", desc->dropout_p = NAN);
   REFUSED("return_weights is 3", desc->return_weights = 3);
   REFUSED("return_column_sums is 2", desc->return_column_sums = 2);

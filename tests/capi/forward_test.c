@@ -382,7 +382,7 @@ static void test_shard_dropout_mask(void) {
   CHECK(num_wrong == 0);
   origin.first_key = 4;
   CHECK_REFUSED(polyhead_shard_dropout_mask(0.5, 7, 9, &origin, &some), POLYHEAD_INVALID_ARGUMENT,
-                "origin.first_key is 4, must be a multiple of 8");
+                "dropout_origin.first_key is 4, must be a multiple of 8");
   CHECK_REFUSED(polyhead_shard_dropout_mask(0.5, 7, 9, NULL, NULL), POLYHEAD_INVALID_ARGUMENT,
                 "kept is a null pointer");
 }

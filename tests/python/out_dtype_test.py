@@ -113,7 +113,7 @@ def test_a_shard_draws_the_mask_of_the_whole():
     assert (shard != polyhead.dropout_mask((1, 2, 3, 24), 0.4, 7, 3)).any()
     assert (polyhead.dropout_mask((1, 2, 3, 24), 0.4, 7, 3, tuple(ORIGIN)) == shard).all()
     for origin, kind, words in [
-        (ORIGIN._replace(first_key=4), polyhead.Error, "origin.first_key is 4, must be a multiple of 8"),
+        (ORIGIN._replace(first_key=4), polyhead.Error, "^dropout_origin.first_key is 4, must be a multiple of 8"),
         (ORIGIN[:3], polyhead.Error, "dropout_origin has 3 elements"),
         (5, TypeError, "dropout_origin has type int"),
         ((0, 0, "a", 0), TypeError, "dropout_origin.first_query has type str"),
