@@ -1,5 +1,6 @@
-// Extreme sizes of the layer and of both blocks: what is made must tell at least the sizes that follow from its desc, and
-// what is little work runs: training, inference with caches, one step, packed weights (size_fuzz.h).
+// Extreme sizes of the layer and of both blocks, through C++ and through C: what is made must tell at least the sizes that
+// follow from its desc, and what is little work runs: training, inference with caches, one step, packed weights
+// (size_fuzz.h).
 #include <gtest/gtest.h>
 
 #include <array>
@@ -8,8 +9,8 @@
 
 #include "kernels_to_test.h"
 #include "polyhead/block.h"
-#include "polyhead/polyhead_block.h"
 #include "size_fuzz.h"
+#include "through_c.h"
 
 namespace polyhead::testing {
 namespace {
@@ -220,8 +221,10 @@ bool pack(const Made& made, const LayerWeights& weights, const LayerDesc& d, std
   return status.ok();
 }
 
-void run(const Layer& layer, const LayerDesc& d, Figures* figures) {
-  LayerArrays arrays(d, layer);
+// Each of these runs what C++ or C made, `made`.
+template <class AnyLayer>
+void run(const AnyLayer& layer, const Layer& made, const LayerDesc& d, Figures* figures) {
+  LayerArrays arrays(d, made);
   LayerForwardArgs args;
   CallMemory memory;
   if (!little_layer(d, 1) || !memory.take(layer) || !arrays.forward(false, &args)) return;
@@ -267,13 +270,14 @@ void run(const Layer& layer, const LayerDesc& d, Figures* figures) {
   }
 }
 
-void run(const AttentionBlock& block, const AttentionBlockDesc& desc, Figures* figures) {
+template <class AnyBlock>
+void run(const AnyBlock& block, const AttentionBlock& made, const AttentionBlockDesc& desc, Figures* figures) {
   const LayerDesc& d = desc.layer;
-  LayerArrays arrays(d, block.layer());
+  LayerArrays arrays(d, made.layer());
   AttentionBlockForwardArgs args;
   CallMemory memory;
   if (!little_layer(d, 1) || !memory.take(block) || !arrays.forward(true, &args.layer)) return;
-  const int64_t size = desc.norm.pre ? d.query_size : block.layer().out_size();
+  const int64_t size = desc.norm.pre ? d.query_size : made.layer().out_size();
   const bool normed = desc.norm.kind != NormKind::kNone;
   if (normed && desc.norm.gamma) args.norm.gamma = FuzzArrays::input(d.dtype, {size});
   if (normed && desc.norm.beta) args.norm.beta = FuzzArrays::input(d.dtype, {size});
@@ -296,7 +300,8 @@ void run(const AttentionBlock& block, const AttentionBlockDesc& desc, Figures* f
   ++figures->backward;
 }
 
-void run(const FeedForwardBlock& block, const FeedForwardBlockDesc& d, Figures* figures) {
+template <class AnyBlock>
+void run(const AnyBlock& block, const FeedForwardBlock&, const FeedForwardBlockDesc& d, Figures* figures) {
   const int64_t most = std::max(d.size, d.inner_size), least = std::max<int64_t>(std::min(d.size, d.inner_size), 1);
   CallMemory memory;
   FuzzArrays arrays;
@@ -335,16 +340,22 @@ void run(const FeedForwardBlock& block, const FeedForwardBlockDesc& d, Figures* 
   ++figures->backward;
 }
 
-// Makes it on every kernel that takes the dtype, and runs it; `least`: bytes of its reserve at least.
-template <class Desc, class Make>
-void make_and_run(const Desc& desc, DType dtype, MemorySize least, const Make& make, Figures* figures) {
+struct BothFigures {
+  Figures all, through_c;
+  BothFigures(const char* what, const char* what_through_c) : all(what), through_c(what_through_c) {}
+};
+
+// Makes it on every kernel that takes the dtype, and runs it; `least`: bytes of its reserve at least. The C interface must
+// say the same, and runs it too.
+template <class ThroughC, class Desc, class Make>
+void make_and_run(const Desc& desc, DType dtype, MemorySize least, const Make& make, BothFigures* figures) {
   for (const Kernel* kernel : kernels_to_test()) {
     if (dtype == DType::kFloat64 && std::string(kernel->name) != "reference") continue;
     const auto made = make(desc, PlanOptions{.kernel = kernel->name});
-    ++figures->plans;
+    ++figures->all.plans;
     if (!made.ok()) {
       ASSERT_NE(made.status().message(), "");
-      ++figures->refused;
+      ++figures->all.refused;
       continue;
     }
     ASSERT_TRUE(least.fits()) << kernel->name;
@@ -352,40 +363,57 @@ void make_and_run(const Desc& desc, DType dtype, MemorySize least, const Make& m
     ASSERT_LE(made->reserve_bytes(), size_t{PTRDIFF_MAX});
     ASSERT_LE(made->workspace_bytes(), size_t{PTRDIFF_MAX});
     ASSERT_LE(made->backward_workspace_bytes(), size_t{PTRDIFF_MAX});
-    run(*made, desc, figures);
+    run(*made, *made, desc, &figures->all);
     if (::testing::Test::HasFatalFailure()) return;
   }
+  const auto made = make(desc, PlanOptions());
+  const ThroughC through_c(desc);
+  ASSERT_EQ(through_c.made.code(), made.status().code());
+  ASSERT_EQ(through_c.made.message(), made.status().message());
+  ++figures->through_c.plans;
+  if (!made.ok()) {
+    ++figures->through_c.refused;
+    return;
+  }
+  ASSERT_EQ(through_c.reserve_bytes(), made->reserve_bytes());
+  ASSERT_EQ(through_c.workspace_bytes(), made->workspace_bytes());
+  ASSERT_EQ(through_c.backward_workspace_bytes(), made->backward_workspace_bytes());
+  run(through_c, *made, desc, &figures->through_c);
+}
+
+void expect_mostly_taken(const BothFigures& figures) {
+  for (const Figures* of : {&figures.all, &figures.through_c}) EXPECT_GT(of->plans, 2 * of->refused) << of->of;
 }
 
 TEST(LayerSizes, NoLayerWrapsAndWhatItTakesRuns) {
-  Figures figures("layers");
+  BothFigures figures("layers", "layers through C");
   fuzz(500, 3, [&](Random& random, int64_t n) {
     Sizes size(random);
     const LayerDesc d = random_layer(random, size);
     SCOPED_TRACE(words(n, d));
-    make_and_run(d, d.dtype, activations(d), layer, &figures);
+    make_and_run<LayerThroughC>(d, d.dtype, activations(d), layer, &figures);
     const Result<Layer> made = layer(d);
     if (!made.ok()) return;
     ASSERT_TRUE(parameters(d).fits());
     ASSERT_GE(made->weights_bytes(), parameters(d).value());
   });
-  EXPECT_GT(figures.plans, 2 * figures.refused);
+  expect_mostly_taken(figures);
 }
 
 TEST(LayerSizes, NoAttentionBlockWrapsAndWhatItTakesRuns) {
-  Figures figures("attention blocks");
+  BothFigures figures("attention blocks", "attention blocks through C");
   fuzz(500, 4, [&](Random& random, int64_t n) {
     Sizes size(random);
     AttentionBlockDesc d = {random_layer(random, size), random_norm(random)};
     d.layer.residual = d.layer.residual && d.layer.out_proj_size == d.layer.query_size && d.layer.query_size > 0;
     SCOPED_TRACE(words(n, d.layer));
-    make_and_run(d, d.layer.dtype, activations(d.layer), attention_block, &figures);
+    make_and_run<AttentionBlockThroughC>(d, d.layer.dtype, activations(d.layer), attention_block, &figures);
   });
-  EXPECT_GT(figures.plans, 2 * figures.refused);
+  expect_mostly_taken(figures);
 }
 
 TEST(LayerSizes, NoFeedForwardBlockWrapsAndWhatItTakesRuns) {
-  Figures figures("feed-forward blocks");
+  BothFigures figures("feed-forward blocks", "feed-forward blocks through C");
   fuzz(500, 5, [&](Random& random, int64_t n) {
     const Chance chance{random};
     Sizes size(random);
@@ -397,15 +425,15 @@ TEST(LayerSizes, NoFeedForwardBlockWrapsAndWhatItTakesRuns) {
     d.norm = random_norm(random), d.dtype = random_dtype(random);
     SCOPED_TRACE(told(n, {{"B", d.batch}, {"S", d.seqlen}, {"size", d.size}, {"inner", d.inner_size}}));
     const MemorySize u = MemorySize(d.batch) * d.seqlen * d.inner_size * dtype_size_bytes(d.dtype);
-    make_and_run(d, d.dtype, u, feed_forward_block, &figures);
+    make_and_run<FeedForwardBlockThroughC>(d, d.dtype, u, feed_forward_block, &figures);
   });
-  EXPECT_GT(figures.plans, 2 * figures.refused);
+  expect_mostly_taken(figures);
 }
 
 // However many rows, columns or beams there are of nothing: each of these once counted to 2^40.
 TEST(LayerSizes, NothingToComputeEndsAtOnce) {
   constexpr int64_t kMany = int64_t{1} << 40;
-  Figures figures("empty calls");
+  BothFigures figures("empty calls", "empty calls through C");
   LayerDesc no_batch;
   no_batch.batch = 0, no_batch.seqlen_q = no_batch.seqlen_k = 13;
   no_batch.query_size = no_batch.key_size = no_batch.out_proj_size = 4, no_batch.value_size = kMany;
@@ -413,15 +441,17 @@ TEST(LayerSizes, NothingToComputeEndsAtOnce) {
   LayerDesc no_queries;
   no_queries.beam = kMany, no_queries.seqlen_k = 2;
   no_queries.query_size = no_queries.key_size = no_queries.value_size = 4;
-  for (const LayerDesc& d : {no_batch, no_queries}) make_and_run(d, d.dtype, 0, layer, &figures);
+  for (const LayerDesc& d : {no_batch, no_queries}) make_and_run<LayerThroughC>(d, d.dtype, 0, layer, &figures);
   AttentionBlockDesc long_rows = {no_batch, {}};
   long_rows.layer.query_size = kMany;
-  make_and_run(long_rows, DType::kFloat32, 0, attention_block, &figures);
+  make_and_run<AttentionBlockThroughC>(long_rows, DType::kFloat32, 0, attention_block, &figures);
   FeedForwardBlockDesc empty_rows;
   empty_rows.batch = kMany, empty_rows.seqlen = 2, empty_rows.norm.kind = NormKind::kNone;
-  make_and_run(empty_rows, DType::kFloat32, 0, feed_forward_block, &figures);
-  EXPECT_EQ(figures.forward, figures.plans);
-  EXPECT_EQ(figures.backward, figures.plans);
+  make_and_run<FeedForwardBlockThroughC>(empty_rows, DType::kFloat32, 0, feed_forward_block, &figures);
+  for (const Figures* of : {&figures.all, &figures.through_c}) {
+    EXPECT_EQ(of->forward, of->plans);
+    EXPECT_EQ(of->backward, of->plans);
+  }
 }
 
 }  // namespace

@@ -3,15 +3,14 @@
 #include <gtest/gtest.h>
 
 #include <array>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "kernels_to_test.h"
 #include "polyhead/matrix_product.h"
-#include "polyhead/polyhead.h"
 #include "size_fuzz.h"
+#include "through_c.h"
 
 namespace polyhead::testing {
 namespace {
@@ -181,94 +180,6 @@ class Arrays : public FuzzArrays {
   std::vector<int64_t> lengths_, cu_q_, cu_k_, window_ = {0, 1};
 };
 
-polyhead_attention_desc c_desc(const AttentionDesc& d) {
-  polyhead_attention_desc c;
-  EXPECT_EQ(polyhead_attention_desc_init(&c, sizeof c), POLYHEAD_OK);
-  c.batch = d.batch, c.seqlen_q = d.seqlen_q, c.seqlen_k = d.seqlen_k, c.num_heads = d.num_heads;
-  c.num_heads_kv = d.num_heads_kv, c.head_dim = d.head_dim, c.head_dim_v = d.head_dim_v;
-  c.dtype = static_cast<int32_t>(d.dtype), c.packed = d.packed;
-  c.has_seqlens_q = d.has_seqlens_q, c.has_seqlens_k = d.has_seqlens_k, c.causal = d.causal, c.softcap = d.softcap;
-  c.window_left = d.window_left, c.window_right = d.window_right, c.align = static_cast<int32_t>(d.align);
-  c.has_query_offset = d.query_offset.has_value(), c.query_offset = d.query_offset.value_or(0);
-  c.alibi_slopes_ndim = d.alibi_slopes_ndim, c.dropout_p = d.dropout_p;
-  c.return_weights = static_cast<int32_t>(d.return_weights), c.return_column_sums = d.return_column_sums;
-  c.has_windows = d.has_windows;
-  for (auto [from, to] : {std::pair(&d.attn_mask, &c.attn_mask), std::pair(&d.attn_bias, &c.attn_bias)}) {
-    to->given = from->given;
-    if (!from->given) continue;
-    to->dtype = static_cast<int32_t>(from->dtype);
-    std::copy(from->dims, from->dims + 4, to->dims);
-  }
-  return c;
-}
-
-// A tensor, and the arguments of a call, for the C interface.
-polyhead_tensor c_tensor(const Tensor& t) {
-  polyhead_tensor c = {};
-  c.data = t.data, c.ndim = t.ndim, c.dtype = static_cast<int32_t>(t.dtype);
-  std::copy(t.dims, t.dims + t.ndim, c.dims);
-  std::copy(t.strides, t.strides + t.ndim, c.strides);
-  return c;
-}
-
-polyhead_forward_args c_args(const ForwardArgs& args) {
-  polyhead_forward_args c;
-  EXPECT_EQ(polyhead_forward_args_init(&c, sizeof c), POLYHEAD_OK);
-  const std::pair<const Tensor*, polyhead_tensor*> tensors[] = {
-      {&args.query, &c.query},
-      {&args.key, &c.key},
-      {&args.value, &c.value},
-      {&args.attn_mask, &c.attn_mask},
-      {&args.attn_bias, &c.attn_bias},
-      {&args.alibi_slopes, &c.alibi_slopes},
-      {&args.seqlens_q, &c.seqlens_q},
-      {&args.seqlens_k, &c.seqlens_k},
-      {&args.cu_seqlens_q, &c.cu_seqlens_q},
-      {&args.cu_seqlens_k, &c.cu_seqlens_k},
-      {&args.window_lo, &c.window_lo},
-      {&args.window_hi, &c.window_hi},
-      {&args.out, &c.out},
-      {&args.logsumexp, &c.logsumexp},
-      {&args.weights, &c.weights},
-      {&args.column_sums, &c.column_sums},
-  };
-  for (const auto& [from, to] : tensors) *to = c_tensor(*from);
-  c.workspace = args.workspace, c.workspace_bytes = args.workspace_bytes;
-  return c;
-}
-
-// What a plan is that is asked to compute: C++, or C.
-struct ByC {
-  polyhead_attention_plan* plan = nullptr;
-  ~ByC() { polyhead_attention_plan_destroy(plan); }
-
-  Status forward(const ForwardArgs& args) const {
-    const polyhead_forward_args c = c_args(args);
-    return result(polyhead_attention_forward(plan, &c));
-  }
-  Status backward(const BackwardArgs& args) const {
-    const polyhead_forward_args forward = c_args(args.forward);
-    polyhead_backward_args c;
-    EXPECT_EQ(polyhead_backward_args_init(&c, sizeof c), POLYHEAD_OK);
-    c.forward = &forward;
-    const std::pair<const Tensor*, polyhead_tensor*> tensors[] = {{&args.grad_out, &c.grad_out},
-                                                                  {&args.grad_query, &c.grad_query},
-                                                                  {&args.grad_key, &c.grad_key},
-                                                                  {&args.grad_value, &c.grad_value},
-                                                                  {&args.grad_attn_bias, &c.grad_attn_bias},
-                                                                  {&args.grad_alibi_slopes, &c.grad_alibi_slopes}};
-    for (const auto& [from, to] : tensors) *to = c_tensor(*from);
-    return result(polyhead_attention_backward(plan, &c));
-  }
-  size_t workspace_bytes() const { return polyhead_attention_plan_workspace_bytes(plan); }
-  size_t backward_workspace_bytes() const { return polyhead_attention_plan_backward_workspace_bytes(plan); }
-
-  static Status result(polyhead_status status) {
-    if (status == POLYHEAD_OK) return {};
-    return {static_cast<StatusCode>(status), polyhead_last_error()};
-  }
-};
-
 // Forward and backward of a plan, if they are little work.
 template <class AnyPlan>
 void run(const AnyPlan& plan, const AttentionDesc& d, Figures* figures) {
@@ -305,7 +216,7 @@ void run(const AnyPlan& plan, const AttentionDesc& d, Figures* figures) {
 TEST(Sizes, NoPlanWrapsAndWhatItTakesRuns) {
   std::array<std::unique_ptr<Executor>, 3> pools;
   for (size_t i = 0; i < pools.size(); ++i) pools[i].reset(new_thread_pool(static_cast<int>(i * i) + 1));
-  Figures figures("attention"), by_c_figures("attention through C");
+  Figures figures("attention"), c_figures("attention through C");
   fuzz(1500, 1, [&](Random& random, int64_t n) {
     const AttentionDesc d = random_desc(random);
     Executor& pool = *pools[static_cast<size_t>(random.integer(0, 2))];
@@ -325,21 +236,17 @@ TEST(Sizes, NoPlanWrapsAndWhatItTakesRuns) {
       if (::testing::Test::HasFatalFailure()) return;
     }
     // The C interface says the same.
-    polyhead_plan_options options;
-    ASSERT_EQ(polyhead_plan_options_init(&options, sizeof options), POLYHEAD_OK);
-    const polyhead_attention_desc c = c_desc(d);
-    ByC by_c;
-    const polyhead_status status = polyhead_attention_plan_create(&c, &options, &by_c.plan);
-    const Result<Plan> by_cc = plan(d);
-    ASSERT_EQ(status, static_cast<polyhead_status>(by_cc.status().code()));
-    ++by_c_figures.plans;
-    if (by_cc.ok()) {
-      EXPECT_EQ(by_c.workspace_bytes(), by_cc->workspace_bytes());
-      EXPECT_EQ(by_c.backward_workspace_bytes(), by_cc->backward_workspace_bytes());
-      run(by_c, d, &by_c_figures);
+    const PlanThroughC through_c(d);
+    const Result<Plan> made = plan(d);
+    ASSERT_EQ(through_c.made.code(), made.status().code());
+    ASSERT_EQ(through_c.made.message(), made.status().message());
+    ++c_figures.plans;
+    if (made.ok()) {
+      EXPECT_EQ(through_c.workspace_bytes(), made->workspace_bytes());
+      EXPECT_EQ(through_c.backward_workspace_bytes(), made->backward_workspace_bytes());
+      run(through_c, d, &c_figures);
     } else {
-      EXPECT_EQ(polyhead_last_error(), by_cc.status().message());
-      ++by_c_figures.refused;
+      ++c_figures.refused;
     }
   });
   EXPECT_GT(figures.refused, 0);

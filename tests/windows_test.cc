@@ -8,10 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "capi/translate.h"
 #include "kernels_to_test.h"
 #include "layer_block.h"
-#include "polyhead/polyhead.h"
+#include "through_c.h"
 
 namespace polyhead::testing {
 namespace {
@@ -48,29 +47,34 @@ struct Numbers {
   Array query, key, value, grad_out;
 };
 
-// Out, logsumexp and the gradients of one kernel.
-Arrays compute(AttentionDesc desc, ForwardArgs args, const Numbers& in, const std::string& kernel) {
-  const Result<Plan> made = plan(desc, options_of(kernel, 2));
-  EXPECT_TRUE(made.ok()) << made.status().message();
-  const Memory workspace(made->workspace_bytes()), backward_workspace(made->backward_workspace_bytes());
+// Out, logsumexp and the gradients of a plan of C++ or C.
+template <class AnyPlan>
+Arrays compute(const AnyPlan& made, const AttentionDesc& desc, ForwardArgs args, const Numbers& in) {
+  const Memory workspace(made.workspace_bytes()), backward_workspace(made.backward_workspace_bytes());
   Arrays got;
   got["out"] = unwritten(in.grad_out);
   got["logsumexp"] = Array(DType::kFloat32, {desc.batch, desc.num_heads, desc.seqlen_q});
   got["query"] = unwritten(in.query), got["key"] = unwritten(in.key), got["value"] = unwritten(in.value);
   args.query = view(in.query), args.key = view(in.key), args.value = view(in.value);
   args.out = view(got["out"]), args.logsumexp = view(got["logsumexp"]);
-  args.workspace = workspace.data(), args.workspace_bytes = made->workspace_bytes();
-  EXPECT_EQ(made->forward(args).message(), "");
+  args.workspace = workspace.data(), args.workspace_bytes = made.workspace_bytes();
+  EXPECT_EQ(made.forward(args).message(), "");
   BackwardArgs backward;
   backward.forward = args;
   backward.forward.workspace = backward_workspace.data();
-  backward.forward.workspace_bytes = made->backward_workspace_bytes();
+  backward.forward.workspace_bytes = made.backward_workspace_bytes();
   backward.grad_out = view(in.grad_out);
   backward.grad_query = view(got["query"]);
   backward.grad_key = view(got["key"]);
   backward.grad_value = view(got["value"]);
-  EXPECT_EQ(made->backward(backward).message(), "");
+  EXPECT_EQ(made.backward(backward).message(), "");
   return got;
+}
+
+Arrays compute(const AttentionDesc& desc, const ForwardArgs& args, const Numbers& in, const std::string& kernel) {
+  const Result<Plan> made = plan(desc, options_of(kernel, 2));
+  EXPECT_TRUE(made.ok()) << made.status().message();
+  return compute(*made, desc, args, in);
 }
 
 void expect_same(const Arrays& got, const Arrays& want, double relative) {
@@ -205,47 +209,6 @@ TEST(Windows, HiddenIsHidden) {
   }
 }
 
-// What compute() gives, asked of the C interface.
-Arrays compute_through_c(const AttentionDesc& desc, const Windows& windows, const Numbers& in, const char* kernel) {
-  polyhead_attention_desc d;
-  polyhead_plan_options options;
-  polyhead_forward_args args;
-  polyhead_backward_args back;
-  EXPECT_EQ(polyhead_attention_desc_init(&d, sizeof d), POLYHEAD_OK);
-  EXPECT_EQ(polyhead_plan_options_init(&options, sizeof options), POLYHEAD_OK);
-  EXPECT_EQ(polyhead_forward_args_init(&args, sizeof args), POLYHEAD_OK);
-  EXPECT_EQ(polyhead_backward_args_init(&back, sizeof back), POLYHEAD_OK);
-  d.batch = desc.batch, d.seqlen_q = desc.seqlen_q, d.seqlen_k = desc.seqlen_k, d.num_heads = desc.num_heads;
-  d.num_heads_kv = desc.num_heads_kv, d.head_dim = desc.head_dim, d.head_dim_v = desc.head_dim_v;
-  d.dtype = static_cast<int32_t>(desc.dtype);
-  d.has_windows = 1;
-  options.kernel = kernel;
-  polyhead_attention_plan* made = nullptr;
-  EXPECT_EQ(polyhead_attention_plan_create(&d, &options, &made), POLYHEAD_OK) << polyhead_last_error();
-  const size_t bytes = polyhead_attention_plan_workspace_bytes(made),
-               backward_bytes = polyhead_attention_plan_backward_workspace_bytes(made);
-  const Memory workspace(std::max(bytes, backward_bytes));
-  Arrays got;
-  got["out"] = unwritten(in.grad_out);
-  got["logsumexp"] = Array(DType::kFloat32, {desc.batch, desc.num_heads, desc.seqlen_q});
-  got["query"] = unwritten(in.query), got["key"] = unwritten(in.key), got["value"] = unwritten(in.value);
-  const auto tensor = [](const Array& a) { return capi::translate_back(view(a)); };
-  const int64_t queries[] = {desc.seqlen_q};
-  args.query = tensor(in.query), args.key = tensor(in.key), args.value = tensor(in.value);
-  args.window_lo = polyhead_tensor_contiguous(windows.lo.data(), POLYHEAD_INT64, 1, queries);
-  args.window_hi = polyhead_tensor_contiguous(windows.hi.data(), POLYHEAD_INT64, 1, queries);
-  args.out = tensor(got["out"]), args.logsumexp = tensor(got["logsumexp"]);
-  args.workspace = workspace.data(), args.workspace_bytes = bytes;
-  EXPECT_EQ(polyhead_attention_forward(made, &args), POLYHEAD_OK) << polyhead_last_error();
-  args.workspace_bytes = backward_bytes;
-  back.forward = &args;
-  back.grad_out = tensor(in.grad_out);
-  back.grad_query = tensor(got["query"]), back.grad_key = tensor(got["key"]), back.grad_value = tensor(got["value"]);
-  EXPECT_EQ(polyhead_attention_backward(made, &back), POLYHEAD_OK) << polyhead_last_error();
-  polyhead_attention_plan_destroy(made);
-  return got;
-}
-
 TEST(Windows, HaveTheSameBitsThroughC) {
   for (const Sizes& sizes : kSizes) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
@@ -258,7 +221,9 @@ TEST(Windows, HaveTheSameBitsThroughC) {
         if (std::string(kernel->name) == "reference" && sizes.seqlen_q * sizes.seqlen_k > 1000) continue;  // slow
         SCOPED_TRACE(std::string(sizes.name) + " " + dtype_name(dtype) + " on " + kernel->name);
         const Arrays want = compute(c.desc, args, c.in, kernel->name);
-        const Arrays got = compute_through_c(c.desc, c.windows, c.in, kernel->name);
+        const PlanThroughC through_c(c.desc, kernel->name);
+        ASSERT_EQ(through_c.made.message(), "");
+        const Arrays got = compute(through_c, c.desc, args, c.in);
         for (const auto& [name, array] : want) EXPECT_EQ(difference(name.c_str(), got.at(name), array), "");
       }
     }
