@@ -45,7 +45,13 @@ enum class Role { kInput, kOutput, kIntegers };
 struct Shape {
   int32_t dtype = POLYHEAD_FLOAT32;
   std::vector<int64_t> dims;  // none: not asked for
+  bool any_width = false;     // float32, bfloat16 and float16 alike
 };
+
+inline bool takes(const Shape& shape, Role role, int32_t dtype) {
+  if (role == Role::kIntegers) return dtype == POLYHEAD_INT32 || dtype == POLYHEAD_INT64;
+  return shape.any_width ? dtype >= POLYHEAD_FLOAT32 && dtype <= POLYHEAD_FLOAT16 : dtype == shape.dtype;
+}
 
 // An operand of a call: where its tensor is, and what the header says of it. The n-th has the n-th buffer of the arena.
 struct Operand {
@@ -125,9 +131,8 @@ inline std::vector<Operand> input_operands(const Shapes& shapes, polyhead_forwar
 inline bool fits(const polyhead_tensor& t, const Shape& shape, Role role) {
   if (t.ndim == 0) return shape.dims.empty();
   if (t.ndim != static_cast<int32_t>(shape.dims.size())) return false;
-  const bool same_type =
-      role == Role::kIntegers ? t.dtype == POLYHEAD_INT32 || t.dtype == POLYHEAD_INT64 : t.dtype == shape.dtype;
-  return same_type && t.device == POLYHEAD_CPU && std::equal(shape.dims.begin(), shape.dims.end(), t.dims);
+  return takes(shape, role, t.dtype) && t.device == POLYHEAD_CPU &&
+         std::equal(shape.dims.begin(), shape.dims.end(), t.dims);
 }
 
 // The names of those that are not as the desc says.
@@ -253,6 +258,7 @@ inline polyhead_tensor right_tensor(Hostile& random, const Operand& operand, siz
   if (shape.dims.empty() || (operand.optional && random.chance(20))) return {};
   for (int64_t& dim : shape.dims) dim = std::clamp<int64_t>(dim, 0, 61);
   if (operand.role == Role::kIntegers && random.chance(50)) shape.dtype = POLYHEAD_INT32;
+  if (shape.any_width && random.chance(50)) shape.dtype = static_cast<int32_t>(random.below(3));
   const auto ndim = static_cast<int32_t>(shape.dims.size());
   polyhead_tensor t = polyhead_tensor_contiguous(nullptr, shape.dtype, ndim, shape.dims.data());
   int64_t bytes = element_bytes(shape.dtype);
