@@ -48,6 +48,7 @@ bool memory_range(const Tensor& t, MemoryRange* range) {
   int64_t below = 0, above = 1;  // elements before and from data on
   bool fits = true;
   for (int i = 0; i < t.ndim; ++i) {
+    if (t.dims[i] == 1) continue;
     if (t.dims[i] == 0) return true;  // its strides may be any numbers
     int64_t reach = 0;
     if (__builtin_mul_overflow(t.dims[i] - 1, t.strides[i], &reach)) fits = false;

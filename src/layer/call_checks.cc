@@ -29,21 +29,19 @@ bool is_earlier(const StepList& list, const Call& call, const Expected& e) {
 Status check_tensors(Operands& operands, const StepList& list, const Call& call) {
   for (const Expected& e : list.expected) {
     const Tensor& t = call.tensors[e.argument];
-    Status status;
     switch (e.kind) {
       case Expected::Kind::kRefused:
-        if (t.given()) status = invalid(sentence(e.name, " is given, but ", e.refusal));
-        break;
+        if (t.given()) return invalid(sentence(e.name, " is given, but ", e.refusal));
+        continue;
       case Expected::Kind::kUnlessPrepacked:
-        if (call.packed_weights == nullptr) status = operands.add(e.role, e.name, t, e.shape);
+        if (call.packed_weights != nullptr) continue;
         break;
       case Expected::Kind::kOptional:
-        if (t.given() && !(e.may_be_shared && is_earlier(list, call, e)))
-          status = operands.add(e.role, e.name, t, e.shape);
+        if (!t.given() || (e.may_be_shared && is_earlier(list, call, e))) continue;
         break;
-      case Expected::Kind::kRequired: status = operands.add(e.role, e.name, t, e.shape); break;
+      case Expected::Kind::kRequired: break;
     }
-    if (!status.ok()) return status;
+    if (Status status = operands.add(e.role, e.name, t, e.shape); !status.ok()) return status;
   }
   return {};
 }

@@ -15,6 +15,8 @@ namespace {
 
 using linear::Matrix;
 
+constexpr EpiloguePlaces kNoEpilogue;
+
 // Tokens [batch, beam, time, ...] as rows, or a weight.
 Matrix matrix_of(const Tensor& t) { return t.ndim > 2 ? token_matrix(t) : weight_matrix(t); }
 
@@ -128,21 +130,24 @@ class Walk {
   Tensor at(const Place& place) const { return tensor_at(call_, place); }
   Matrix matrix(const Place& place) const { return matrix_of(at(place)); }
 
-  linear::Epilogue epilogue(const EpiloguePlaces& places) const {
-    linear::Epilogue epilogue;
-    epilogue.bias = matrix(places.bias);
-    epilogue.activation = places.activation;
-    epilogue.gradient = places.gradient;
-    epilogue.pre_activation = matrix(places.pre_activation);
-    if (places.dropout >= 0) {
-      const DropoutStream& stream = call_.dropouts[static_cast<size_t>(places.dropout)];
-      epilogue.dropout = {stream.p, stream.seed.value_or(0), stream.offset};
-    }
-    epilogue.residual = matrix(places.residual);
-    return epilogue;
+  // Filled in place: arguments are half a KB and more, and a call of a few tokens would notice copies.
+  void set(const Place& place, Matrix* matrix_there) const {
+    if (place.somewhere()) *matrix_there = matrix(place);
   }
 
-  void pointwise(const Matrix& x, const Matrix& y, const linear::Epilogue& epilogue, const Matrix& sums,
+  void set(const EpiloguePlaces& places, linear::Epilogue* epilogue) const {
+    set(places.bias, &epilogue->bias);
+    epilogue->activation = places.activation;
+    epilogue->gradient = places.gradient;
+    set(places.pre_activation, &epilogue->pre_activation);
+    if (places.dropout >= 0) {
+      const DropoutStream& stream = call_.dropouts[static_cast<size_t>(places.dropout)];
+      epilogue->dropout = {stream.p, stream.seed.value_or(0), stream.offset};
+    }
+    set(places.residual, &epilogue->residual);
+  }
+
+  void pointwise(const Matrix& x, const Matrix& y, const EpiloguePlaces& epilogue, const Matrix& sums,
                  bool accumulate = false) const {
     // Of one there may be any number, where there is none of the other.
     if (x.columns.size() == 0 || (x.rows.size() == 0 && !sums.given())) return;
@@ -150,7 +155,7 @@ class Walk {
     args.x = x;
     args.y = y;
     args.accumulate = accumulate;
-    args.epilogue = epilogue;
+    set(epilogue, &args.epilogue);
     args.sums = sums;
     args.accumulate_sums = call_.accumulate;
     args.workspace = scratch_;
@@ -183,7 +188,7 @@ class Walk {
       products.add(product);
     }
     const ProductStep& first = std::get<ProductStep>(steps.front());
-    for (Product product : products) {
+    for (Product& product : products) {
       if (first.gives != ProductStep::Gives::kW) {
         run_product(first, product);
         continue;
@@ -192,13 +197,13 @@ class Walk {
         product.x = without_padding(steps, product);
         run_product(first, product);
       }
-      if (product.bias.given()) pointwise(product.y, {}, {}, product.bias);
+      if (product.bias.given()) pointwise(product.y, {}, kNoEpilogue, product.bias);
     }
   }
 
   void run_product(const ProductStep& step, const Product& product) {
     linear::GemmArgs gemm = gemm_of(step.gives, product);
-    gemm.epilogue = epilogue(step.epilogue);
+    set(step.epilogue, &gemm.epilogue);
     if (step.gives == ProductStep::Gives::kY) gemm.epilogue.bias = product.bias;
     if (step.gives == ProductStep::Gives::kX) gemm.accumulate = given_before(product.x);
     if (step.gives == ProductStep::Gives::kW) gemm.accumulate = call_.accumulate;
@@ -229,8 +234,7 @@ class Walk {
 
   Status run(const PointwiseStep& s) const {
     const Tensor x = at(s.x), y = at(s.y), sums = at(s.sums);
-    if (x.given() && (y.given() || sums.given()))
-      pointwise(matrix_of(x), matrix_of(y), epilogue(s.epilogue), matrix_of(sums));
+    if (x.given() && (y.given() || sums.given())) pointwise(matrix_of(x), matrix_of(y), s.epilogue, matrix_of(sums));
     return {};
   }
 
@@ -271,7 +275,7 @@ class Walk {
 
   Status run(const AttentionBackwardStep& s) const {
     return attend_backward(s, call_, scratch_, [&](const Tensor& beam, const Tensor& sums, bool add) {
-      pointwise(token_matrix(beam), token_matrix(sums), {}, {}, add);
+      pointwise(token_matrix(beam), token_matrix(sums), kNoEpilogue, {}, add);
     });
   }
 

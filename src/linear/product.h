@@ -38,8 +38,8 @@ class Products {
   void add(const Product& product) {
     if (count_ == 0 || !join(products_[count_ - 1], product)) products_[count_++] = product;
   }
-  const Product* begin() const { return products_; }
-  const Product* end() const { return products_ + count_; }
+  Product* begin() { return products_; }
+  Product* end() { return products_ + count_; }
 
  private:
   Product products_[3];
