@@ -3,6 +3,7 @@
 #include <atomic>
 
 #include "contract/kernel.h"
+#include "contract/score_option.h"
 #include "reference/attention.h"
 
 namespace polyhead {
@@ -11,13 +12,13 @@ std::atomic<int> dummy_calls = 0;
 
 static bool wide(const AttentionDesc& desc) { return desc.dtype == DType::kFloat64; }
 
-extern const Kernel kDummy;
-const Kernel kDummy = {
+extern const Kernel kExtraKernel;
+const Kernel kExtraKernel = {
     "dummy",
     Device::kCpu,
     [](const AttentionDesc& desc) {
-      return desc.dtype == DType::kFloat32 || wide(desc) ? std::string()
-                                                         : std::string("dtype is not float32 or float64");
+      if (desc.dtype != DType::kFloat32 && !wide(desc)) return std::string("dtype is not float32 or float64");
+      return other_score_option(desc);
     },
     [](const AttentionDesc& desc, int) {
       return wide(desc) ? reference::workspace_bytes<double>(desc) : reference::workspace_bytes<float>(desc);

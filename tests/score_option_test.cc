@@ -4,7 +4,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
+#include <memory>
 #include <ostream>
+#include <set>
+#include <vector>
 
 #include "cpu/attention/backward_tasks.h"
 #include "cpu/attention/decode_tasks.h"
@@ -13,10 +17,9 @@
 #include "cpu/attention/tiny_tasks.h"
 #include "cpu/attention/weights_tasks.h"
 #include "gradient_harness.h"
-
-namespace polyhead::cpu::with_option {
-extern const IsaFunctions kFunctions;
-}
+#include "layer/fingerprint.h"
+#include "polyhead/layer.h"
+#include "score_option/kernel.h"
 
 namespace polyhead::testing {
 namespace {
@@ -33,7 +36,8 @@ struct Truth {
 
 class Loops {
  public:
-  Loops(const AttentionDesc& desc, const Inputs& in, const Array& grad_out) : d_(desc), in_(in), grad_out_(grad_out) {
+  Loops(const AttentionDesc& desc, const Inputs& in, const Array& parity_bias, const Array& grad_out)
+      : d_(desc), in_(in), parity_bias_(parity_bias), grad_out_(grad_out) {
     truth_.out = Array(DType::kFloat64, grad_out.dims);
     truth_.logsumexp = Array(DType::kFloat64, {d_.batch, d_.num_heads, d_.seqlen_q});
     truth_.column_sums = Array(DType::kFloat64, {d_.batch, d_.num_heads, d_.seqlen_k});
@@ -78,7 +82,7 @@ class Loops {
       if (in_.alibi_slopes.given()) s -= in_.alibi_slopes.at(h) * std::fabs(static_cast<double>(i + span.offset - j));
       if (in_.attn_bias.given()) s += in_.attn_bias.at(bias_at(b, h, i, j));
       const size_t k = static_cast<size_t>(j);
-      score[k] = s + std::tanh(s) / 2 + static_cast<double>((i + j) % 2) / 4;
+      score[k] = s + std::tanh(s) / 2 + parity_bias_.at(2 * h + (i + j) % 2);
       after_bias_.resize(score.size());
       after_bias_[k] = 1.5 - std::tanh(s) * std::tanh(s) / 2;
       slope[k] = 1 - t * t;
@@ -120,7 +124,7 @@ class Loops {
 
   const AttentionDesc& d_;
   const Inputs& in_;
-  const Array& grad_out_;
+  const Array &parity_bias_, &grad_out_;
   Truth truth_;
   std::vector<double> after_bias_;  // derivative of the option's score
 };
@@ -171,7 +175,13 @@ class ScoreOption : public ::testing::TestWithParam<Case> {
     grad_out = Array(DType::kFloat32, {c.batch, c.q, c.heads, c.dim});
     Random random(3);
     for (int64_t n = 0; n < grad_out.size(); ++n) grad_out.set(n, random.normal());
-    truth = Loops(desc, in, grad_out).truth();
+    parity_bias = Array(DType::kFloat32, {c.heads, 2});
+    for (int64_t n = 0; n < parity_bias.size(); ++n) {  // tiny heads ask an option that is the same for all of them
+      parity_bias.set(n, cpu::tiny_takes(desc) && n > 1 ? parity_bias.at(n % 2) : random.normal() / 4);
+    }
+    captures[0] = view(parity_bias);
+    desc.score_option = &kEvenBlocks;
+    truth = Loops(desc, in, parity_bias, grad_out).truth();
     hide_nan();
   }
 
@@ -204,6 +214,7 @@ class ScoreOption : public ::testing::TestWithParam<Case> {
                         const polyhead::Run&);
   void expect_forward(Path path, size_t workspace_bytes) {
     ForwardArgs args = dense_args(in);
+    args.captures = captures;
     Array out(DType::kFloat32, truth.out.dims), logsumexp(DType::kFloat32, truth.logsumexp.dims);
     Array sums(DType::kFloat32, truth.column_sums.dims);
     args.out = view(out);
@@ -243,6 +254,7 @@ class ScoreOption : public ::testing::TestWithParam<Case> {
     t.key = Array(DType::kFloat32, in.key.dims);
     t.value = Array(DType::kFloat32, in.value.dims);
     t.args.forward = dense_args(in);
+    t.args.forward.captures = captures;
     t.args.forward.out = view(t.out);
     t.args.forward.logsumexp = view(t.logsumexp);
     t.args.grad_out = view(grad_out);
@@ -265,7 +277,8 @@ class ScoreOption : public ::testing::TestWithParam<Case> {
 
   AttentionDesc desc;
   Inputs in;
-  Array grad_out;
+  Array parity_bias, grad_out;
+  Tensor captures[1];
   Truth truth;
 };
 
@@ -302,6 +315,31 @@ TEST_P(ScoreOption, Gradients) {
   expect_gradients(t);
 }
 
+// For forward and backward.
+struct Workspace {
+  std::unique_ptr<void, decltype(&std::free)> memory;
+
+  Workspace(const Plan& made, ForwardArgs* args) : memory(nullptr, std::free) {
+    args->workspace_bytes = (std::max(made.workspace_bytes(), made.backward_workspace_bytes()) + 63) / 64 * 64;
+    memory.reset(args->workspace = std::aligned_alloc(64, args->workspace_bytes));
+  }
+};
+
+TEST_P(ScoreOption, ThroughAPlan) {
+  const Result<Plan> made = plan(desc);
+  ASSERT_TRUE(made.ok()) << made.status().message();
+  EXPECT_STREQ(made->kernel_name(), "even_blocks");
+  Taken t;
+  take(t, 0);
+  const Workspace workspace(*made, &t.args.forward);
+  for (Array* a : {&t.out, &t.logsumexp}) std::fill(a->bytes.begin(), a->bytes.end(), uint8_t{0xff});
+  EXPECT_EQ(made->forward(t.args.forward).message(), "");
+  expect_close("out", t.out, truth.out);
+  expect_close("logsumexp", t.logsumexp, truth.logsumexp);
+  EXPECT_EQ(made->backward(t.args).message(), "");
+  expect_gradients(t);
+}
+
 INSTANTIATE_TEST_SUITE_P(Paths, ScoreOption,
                          ::testing::Values(Case{"plain", 2, 4, 2, 70, 650, 24, false, false, false},
                                            Case{"options", 1, 4, 2, 150, 700, 16, true, false, false},
@@ -310,6 +348,103 @@ INSTANTIATE_TEST_SUITE_P(Paths, ScoreOption,
                                            Case{"one_query", 1, 2, 2, 1, 600, 16, false, false, false},
                                            Case{"tiny", 3, 8, 4, 9, 3, 8, false, false, false}),  // keys it shows
                          [](const auto& made) { return made.param.name; });
+
+// A call of a desc with the option, which a test then breaks.
+class Captures : public ::testing::Test {
+ protected:
+  Captures() {
+    desc.seqlen_q = desc.seqlen_k = 5, desc.num_heads = desc.num_heads_kv = 4, desc.head_dim = desc.head_dim_v = 8;
+    desc.score_option = &kEvenBlocks;
+    const Tensor rows(memory.data(), DType::kFloat32, {1, 5, 4, 8});
+    args.query = args.key = args.value = rows;
+    args.out = Tensor(written.data(), DType::kFloat32, {1, 5, 4, 8});
+    bias[0] = Tensor(memory.data(), DType::kFloat32, {4, 2});
+    args.captures = {bias, 1};
+    back.grad_out = rows;
+    back.grad_query = args.out;
+  }
+
+  // Forward and backward say `message`, and write nothing.
+  void expect_refused(const char* message) {
+    const Result<Plan> made = plan(desc);
+    ASSERT_TRUE(made.ok()) << made.status().message();
+    const Workspace workspace(*made, &args);
+    const std::vector<float> before = written;
+    EXPECT_EQ(made->forward(args).message(), message);
+    back.forward = args;
+    back.forward.out = args.query;
+    back.forward.logsumexp = Tensor(memory.data(), DType::kFloat32, {1, 4, 5});
+    EXPECT_EQ(made->backward(back).message(), message);
+    EXPECT_EQ(written, before);
+  }
+
+  AttentionDesc desc;
+  std::vector<float> memory = std::vector<float>(160), written = std::vector<float>(160, 7);
+  Tensor bias[2];
+  ForwardArgs args;
+  BackwardArgs back;
+};
+
+TEST_F(Captures, AreCheckedByName) {
+  args.captures = {};
+  expect_refused("parity_bias is missing");
+  args.captures = {bias, 1};
+  bias[0].dims[0] = 3;
+  expect_refused("parity_bias dim 0 is 3, expected num_heads 4");
+  bias[0] = Tensor(memory.data(), DType::kFloat32, {8});
+  expect_refused("parity_bias has 1 dims, expected 2: [num_heads, parities]");
+  bias[0] = Tensor(memory.data(), DType::kInt32, {4, 2});
+  expect_refused("parity_bias is int32, expected float32");
+  bias[0] = Tensor(nullptr, DType::kFloat32, {4, 2});
+  expect_refused("parity_bias is null, has 8 elements");
+  bias[0] = bias[1] = Tensor(memory.data(), DType::kFloat32, {4, 2});
+  args.captures = bias;
+  expect_refused("captures has 2 tensors, score_option even_blocks captures 1");
+  args.captures = {bias, 1};
+  bias[0].device = Device::kCuda;
+  expect_refused("parity_bias is not on the CPU, where this call computes");
+  bias[0] = Tensor(written.data() + 152, DType::kFloat32, {4, 2});
+  const Result<Plan> made = plan(desc);
+  EXPECT_EQ(made->forward(args).message(), "out overlaps parity_bias");
+}
+
+TEST_F(Captures, AreRefusedWhereNothingIsCaptured) {
+  desc.score_option = nullptr;
+  expect_refused("captures are given, but the plan was made without score_option");
+}
+
+// Kernels without it say so, whoever asks, and a layer gives no captures.
+TEST_F(Captures, NeedAKernelWithTheOption) {
+  EXPECT_EQ(plan(desc, {.kernel = "reference"}).status().message(),
+            "kernel is reference, which cannot compute this: score_option is even_blocks, takes none; these can: "
+            "even_blocks");
+  desc.score_option = nullptr;
+  EXPECT_EQ(plan(desc, {.kernel = "even_blocks"}).status().code(), StatusCode::kUnsupported);
+  LayerDesc layer_desc;
+  layer_desc.attention.score_option = &kEvenBlocks;
+  EXPECT_EQ(layer(layer_desc).status().message(), "attention.score_option is given, a layer's calls have no captures");
+  const std::vector<Capture> many(24, kEvenBlocks.captures[0]);
+  const polyhead::ScoreOption greedy = {"greedy", many};
+  desc.score_option = &greedy;
+  EXPECT_EQ(plan(desc).status().message(), "score_option greedy captures 24 tensors, a call takes at most 23");
+}
+
+// What fills the reserve of a layer tells its operands apart, captured ones by the same walk.
+TEST_F(Captures, AreInTheFingerprint) {
+  const Capture wide = {"parity_bias", [](const AttentionDesc&) {
+                          return OperandShape(DType::kFloat32, {{"all", 2}});
+                        }};
+  const Capture other = {"other", kEvenBlocks.captures[0].shape};
+  const polyhead::ScoreOption with_wide = {"even_blocks", {&wide, 1}}, with_other = {"even_blocks", {&other, 1}};
+  AttentionDesc masked = desc;
+  masked.attn_mask = {true, DType::kBool, {1, 1, 1, 5}};
+  AttentionDesc descs[] = {desc, desc, desc, desc, masked};
+  descs[1].score_option = &with_wide, descs[2].score_option = &with_other, descs[3].score_option = nullptr;
+  std::set<uint64_t> prints;
+  for (const AttentionDesc& d : descs) prints.insert(fingerprint_of(LayerDesc(), d));
+  EXPECT_EQ(prints.size(), 5u);
+  EXPECT_EQ(fingerprint_of(LayerDesc(), desc), fingerprint_of(LayerDesc(), descs[0]));
+}
 
 }  // namespace
 }  // namespace polyhead::testing

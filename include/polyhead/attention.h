@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -47,6 +48,8 @@ struct BroadcastOperand {
 
   bool operator==(const BroadcastOperand&) const = default;
 };
+
+struct ScoreOption;  // src/contract/score_option.h
 
 /// What to compute. Plain data; every field is checked once, when a plan is made.
 struct AttentionDesc {
@@ -89,6 +92,10 @@ struct AttentionDesc {
   ReturnWeights return_weights = ReturnWeights::kNone;  ///< costs seqlen_q * seqlen_k memory: the caller's tensor
   bool return_column_sums = false;                      ///< sum over queries of P before dropout; not when packed
 
+  /// What is done to a score after bias and ALiBi, with tensors that each call gives in ForwardArgs::captures. Null: nothing.
+  /// No kernel of the library takes another. It must outlive the plan.
+  const ScoreOption* score_option = nullptr;
+
   bool operator==(const AttentionDesc&) const = default;  ///< field by field
 };
 
@@ -113,6 +120,8 @@ struct ForwardArgs {
   Tensor query_offsets = {};  ///< [B], int32 or int64
   Tensor window_lo = {};      ///< [Sq], int32 or int64: query i sees keys window_lo[i] <= j < window_hi[i]
   Tensor window_hi = {};      ///< [Sq], int32 or int64; what lies outside of the keys is cut off
+
+  std::span<const Tensor> captures = {};  ///< those of desc.score_option, in its order
 
   std::optional<uint64_t> dropout_seed = {};  ///< any number; needed where desc.dropout_p is above 0
   uint32_t dropout_offset = 0;

@@ -1,4 +1,5 @@
 #include "attention/checks.h"
+#include "contract/score_option.h"
 #include "core/dropout.h"
 #include "core/sentence.h"
 
@@ -21,6 +22,16 @@ inline Status add_operand(const PlannedOperand& planned, Use use, const Tensor& 
   if (use != Use::kGradient) return unasked(name, t);
   constexpr size_t kPrefix = sizeof "grad_" - 1;
   return invalid(sentence(name, " is given, but the plan was made without ", name + kPrefix));
+}
+
+// One more than the desc has asked for has no row that would refuse it.
+Status check_count(const AttentionDesc& desc, std::span<const Tensor> captures) {
+  if (captures.empty()) return {};
+  if (desc.score_option == nullptr) return invalid("captures are given, but the plan was made without score_option");
+  const size_t asked = desc.score_option->captures.size();
+  if (captures.size() <= asked) return {};
+  return invalid(sentence("captures has ", captures.size(), " tensors, score_option ", desc.score_option->name,
+                          " captures ", asked));
 }
 
 Status nothing_asked() {
@@ -46,11 +57,12 @@ Status check_saved(const ForwardArgs& forward, const Tensor& delta) {
 Status check_forward_args(const AttentionDesc& desc, std::span<const PlannedOperand> planned, const ForwardArgs& args,
                           size_t workspace_bytes, Device device) {
   if (Status status = check_dropout_seed("dropout", desc.dropout_p, args.dropout_seed); !status.ok()) return status;
+  if (Status status = check_count(desc, args.captures); !status.ok()) return status;
   Operands operands(device);
   for (const PlannedOperand& operand : planned) {
-    const Use use = operand.row.forward;
-    if (use == Use::kNone) continue;
-    if (Status status = add_operand(operand, use, operand.row.of(args), operands); !status.ok()) return status;
+    const AttentionOperand& row = operand.row;
+    if (row.in_forward == nullptr && row.in_backward != nullptr) continue;  // backward's alone
+    if (Status status = add_operand(operand, row.forward, row.of(args), operands); !status.ok()) return status;
   }
   return operands.check_workspace(args.workspace, args.workspace_bytes, workspace_bytes);
 }
@@ -60,6 +72,7 @@ Status check_backward_args(const AttentionDesc& desc, std::span<const PlannedOpe
   const ForwardArgs& forward = args.forward;
   Operands operands(device);
   if (Status status = check_dropout_seed("dropout", desc.dropout_p, forward.dropout_seed); !status.ok()) return status;
+  if (Status status = check_count(desc, forward.captures); !status.ok()) return status;
   if (Status status = check_saved(forward, args.delta); !status.ok()) return status;
   bool asked = false;
   for (const PlannedOperand& operand : planned) {

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "attention/checks.h"
+#include "contract/score_option.h"
 #include "contract/sequences.h"
 #include "core/dropout.h"
 #include "core/sentence.h"
@@ -168,6 +169,11 @@ Status check_options(const AttentionDesc& desc) {
     for (const auto& option : options) {
       if (option.given) return invalid(sentence(option.name, " cannot be given with packed sequences (cu_seqlens)"));
     }
+  }
+  const size_t most = Operands::kMost - attention_operands().size();
+  if (desc.score_option != nullptr && desc.score_option->captures.size() > most) {
+    return invalid(sentence("score_option ", desc.score_option->name, " captures ", desc.score_option->captures.size(),
+                            " tensors, a call takes at most ", most));
   }
   Status status = check_broadcast("attn_mask", desc.attn_mask, desc);
   if (status.ok()) status = check_broadcast("attn_bias", desc.attn_bias, desc);

@@ -1,5 +1,7 @@
 #include "contract/attention_operands.h"
 
+#include "contract/score_option.h"
+
 namespace polyhead {
 namespace {
 
@@ -126,10 +128,25 @@ const AttentionOperand& attention_operand(Tensor ForwardArgs::*tensor) {
   return *row;
 }
 
+const Tensor& AttentionOperand::captured(std::span<const Tensor> captures) const {
+  static const Tensor kNotGiven;
+  return capture < captures.size() ? captures[capture] : kNotGiven;
+}
+
 std::vector<PlannedOperand> planned_operands(const AttentionDesc& desc) {
+  const std::span<const Capture> captures =
+      desc.score_option != nullptr ? desc.score_option->captures : std::span<const Capture>();
   std::vector<PlannedOperand> operands;
-  operands.reserve(std::size(kOperands));
-  for (const AttentionOperand& row : kOperands) operands.emplace_back(row, desc);
+  operands.reserve(std::size(kOperands) + captures.size());
+  for (const AttentionOperand& row : kOperands) {
+    if (row.in_forward == &F::out) {
+      for (size_t i = 0; i < captures.size(); ++i) {
+        operands.emplace_back(
+            AttentionOperand{captures[i].name, nullptr, nullptr, kInput, kInput, captures[i].shape, i}, desc);
+      }
+    }
+    operands.emplace_back(row, desc);
+  }
   return operands;
 }
 

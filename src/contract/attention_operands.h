@@ -26,14 +26,22 @@ struct AttentionOperand {
   Tensor BackwardArgs::*in_backward;  // or, where that is null, here
   Use forward, backward;
   OperandShape (*shape)(const AttentionDesc& desc);  // no dims: the desc does not ask for it
+  size_t capture = 0;                                // or, where both are null, here among the captures
 
-  const Tensor& of(const ForwardArgs& args) const { return args.*in_forward; }
-  const Tensor& of(const BackwardArgs& args) const {
-    return in_forward != nullptr ? args.forward.*in_forward : args.*in_backward;
+  const Tensor& of(const ForwardArgs& args) const {
+    return in_forward != nullptr ? args.*in_forward : captured(args.captures);
   }
+  const Tensor& of(const BackwardArgs& args) const {
+    if (in_forward != nullptr) return args.forward.*in_forward;
+    return in_backward != nullptr ? args.*in_backward : captured(args.forward.captures);
+  }
+
+ private:
+  // Not given, where there are fewer.
+  const Tensor& captured(std::span<const Tensor> captures) const;
 };
 
-// In the order in which they are checked: what is written comes last.
+// Those that every desc may ask for, in the order in which they are checked: what is written comes last.
 std::span<const AttentionOperand> attention_operands();
 
 const AttentionOperand& attention_operand(Tensor ForwardArgs::*tensor);
@@ -46,7 +54,7 @@ struct PlannedOperand {
   PlannedOperand(const AttentionOperand& of, const AttentionDesc& desc) : row(of), shape(of.shape(desc)) {}
 };
 
-// In the order of the table.
+// In the order of the table, what desc.score_option captures before what is written.
 std::vector<PlannedOperand> planned_operands(const AttentionDesc& desc);
 
 }  // namespace polyhead

@@ -98,7 +98,7 @@ Result<AttentionBlock> attention_block(const AttentionBlockDesc& desc, const Pla
   s.norm = desc.norm, s.residual = desc.layer.residual;
   s.batch = desc.layer.batch, s.beam = desc.layer.beam, s.seqlen = desc.layer.seqlen_q;
   s.size = s.pre() ? desc.layer.query_size : out_size;
-  s.fingerprint = fingerprint_of(desc);
+  s.fingerprint = fingerprint_of(desc, s.asked);
   const Status status = make_lists(s, {Pass::kTraining, Pass::kInference, Pass::kBackward});
   if (!status.ok()) return status;
   AttentionBlock made;

@@ -5,8 +5,11 @@
 #include <concepts>
 #include <cstdint>
 #include <optional>
+#include <string_view>
 #include <type_traits>
 
+#include "contract/attention_operands.h"
+#include "contract/score_option.h"
 #include "polyhead/block.h"
 
 namespace polyhead {
@@ -36,10 +39,6 @@ class Fingerprint {
     add(field.has_value(), field.value_or(0));
   }
 
-  void add_field(const BroadcastOperand& operand) {
-    const auto& [given, dtype, dims] = operand;
-    add(given, dtype, dims[0], dims[1], dims[2], dims[3]);
-  }
   void add_field(const DropoutOrigin& origin) {
     const auto& [first_head, num_heads, first_query, first_key] = origin;
     add(first_head, num_heads, first_query, first_key);
@@ -48,14 +47,23 @@ class Fingerprint {
     const auto& [kind, pre, eps, gamma, beta] = desc;
     add(kind, pre, eps, gamma, beta);
   }
-  // A layer's options: it sets the sizes and the dtype itself, and refuses packed sequences and column sums.
+  void add_field(std::string_view name) {
+    for (const char letter : name) add_field(letter);
+  }
+  void add_field(const PlannedOperand& operand) {
+    const OperandShape& shape = operand.shape;
+    add(std::string_view(operand.row.name), shape.dtype, shape.takes, shape.ndim);
+    for (int i = 0; i < shape.ndim; ++i) add(shape.dims[i].size);
+  }
+  // A layer's options, but for those that its operands tell: it sets the sizes and the dtype itself, and refuses packed
+  // sequences and column sums.
   void add_field(const AttentionDesc& desc) {
     const auto& [batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, head_dim_v, dtype, out_dtype, grad_dtype,
                  packed, has_seqlens_q, has_seqlens_k, scale, softcap, causal, window_left, window_right, align,
                  query_offset, has_query_offsets, has_windows, attn_mask, attn_bias, alibi_slopes_ndim, dropout_p,
-                 dropout_origin, return_weights, return_column_sums] = desc;
-    add(has_seqlens_q, has_seqlens_k, scale, softcap, causal, window_left, window_right, align, query_offset,
-        has_query_offsets, attn_mask, attn_bias, alibi_slopes_ndim, dropout_p, dropout_origin, return_weights);
+                 dropout_origin, return_weights, return_column_sums, score_option] = desc;
+    add(scale, softcap, causal, window_left, window_right, align, query_offset, dropout_p, dropout_origin);
+    if (score_option != nullptr) add(std::string_view(score_option->name));
   }
   void add_field(const LayerDesc& desc) {
     const auto& [batch, beam, beam_kv, seqlen_q, seqlen_k, num_heads, num_heads_kv, query_size, key_size, value_size,
@@ -83,6 +91,15 @@ template <class Desc>
 uint64_t fingerprint_of(const Desc& desc) {
   Fingerprint print;
   print.add(desc);
+  return print.value();
+}
+
+// Of what has attention in it, which `attention` asks for: with all its operands.
+template <class Desc>
+uint64_t fingerprint_of(const Desc& desc, const AttentionDesc& attention) {
+  Fingerprint print;
+  print.add(desc);
+  for (const PlannedOperand& operand : planned_operands(attention)) print.add(operand);
   return print.value();
 }
 

@@ -202,7 +202,7 @@ Result<std::shared_ptr<const LayerState>> make_layer_state(const LayerDesc& desc
   if (Status status = make_plans(s, options); !status.ok()) return status;
   lay_out_weights(s, weights);
   s.weights_bytes = weights.bytes();
-  s.fingerprint = fingerprint_of(desc);
+  s.fingerprint = fingerprint_of(desc, s.asked);
   list_parameters(s);
   if (!weights.fits()) return invalid("the layer is too large: its memory passes the address space");
   const Status status =

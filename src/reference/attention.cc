@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "contract/kernel.h"
+#include "contract/score_option.h"
 #include "reference/scores.h"
 
 namespace polyhead::reference {
@@ -211,7 +212,7 @@ namespace polyhead {
 const Kernel kReference = {
     "reference",
     Device::kCpu,
-    [](const AttentionDesc&) { return std::string(); },
+    [](const AttentionDesc& desc) { return other_score_option(desc); },
     [](const AttentionDesc& desc, int) { return reference::workspace_bytes<double>(desc); },
     [](const AttentionDesc& desc, int) { return reference::backward_workspace_bytes<double>(desc); },
     [](const AttentionDesc& desc, const ForwardArgs& args, const Run&) {

@@ -83,6 +83,7 @@ Problem problem(const AttentionDesc& desc, const ForwardArgs& args) {
   p.scale = static_cast<float>(desc.scale.value_or(desc.head_dim > 0 ? 1 / std::sqrt(double(desc.head_dim)) : 1.0));
   p.softcap = static_cast<float>(desc.softcap);
   p.dropout = dropout(desc, args);
+  p.captures = args.captures.data();
   return p;
 }
 

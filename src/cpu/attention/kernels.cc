@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "contract/score_option.h"
 #include "cpu/attention/backward_tasks.h"
 #include "cpu/attention/decode_tasks.h"
 #include "cpu/attention/functions.h"
@@ -111,7 +112,7 @@ template <Isa isa>
 std::string why_not(const AttentionDesc& desc) {
   if (!has(isa)) return cpu::why_not(isa);
   if (desc.dtype == DType::kFloat64) return "dtype is float64, takes float32, bfloat16 or float16";
-  return "";
+  return other_score_option(desc);
 }
 
 template <Isa isa, const IsaFunctions& functions>

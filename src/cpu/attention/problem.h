@@ -44,6 +44,7 @@ struct Problem {
   Band band;
   float scale = 1, softcap = 0;
   Dropout dropout;
+  const Tensor* captures = nullptr;  // of the score option that the kernel was built with
 };
 
 // One backward call. `forward` has out and logsumexp as inputs. Gradients without data are not asked for.
