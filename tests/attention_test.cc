@@ -11,10 +11,11 @@
 #include "core/philox.h"
 #include "every_kernel.h"
 #include "far_rows.h"
-#include "harness.h"
-#include "judge.h"
 #include "poison.h"
 #include "polyhead/kernels.h"
+#include "testing/call.h"
+#include "testing/judge.h"
+#include "testing/problem_words.h"
 
 namespace polyhead::testing {
 namespace {
@@ -23,23 +24,22 @@ namespace {
 struct Case {
   const Problem& problem;
   const AttentionDesc& desc;
-  Inputs in;
-  Expected want;
+  std::vector<ForwardDraw> draws;
+  Inputs in;  // of the first
   Inputs poisoned[2];
   std::vector<Poked> pokes;
   std::vector<Slice> halves;  // of the batch, poisoned; none if they are not the whole
 
   explicit Case(const Problem& p) : problem(p), desc(p.desc), in(random_inputs(p)) {
     if (memory_alone()) return;
-    want = expected(desc, in);
+    draws = forward_draws(p);
     for (uint64_t n : {0, 1}) poisoned[n] = poison_hidden(desc, in, p.seed + n);
     for (Poke poke : {Poke::kQuery, Poke::kKey, Poke::kValue, Poke::kBias}) {
       if (desc.dropout_p >= 1) break;  // O = 0 exactly
       Poked poked = poke_visible(desc, in, poke, p.seed);
       if (poked.done) pokes.push_back(std::move(poked));
     }
-    const bool drops = desc.dropout_p > 0 && desc.dropout_p < 1;  // its random numbers count the batch
-    if (desc.batch < 2 || drops) return;
+    if (desc.batch < 2) return;
     halves.push_back(slice_batch(desc, poisoned[0], 0, desc.batch / 2));
     halves.push_back(slice_batch(desc, poisoned[0], desc.batch / 2, desc.batch));
   }
@@ -70,18 +70,15 @@ class KernelOnCase {
     return run(kernel_, case_.desc, in, options);
   }
 
-  std::string line() const { return problem_line(kernel_.name, case_.problem); }
+  std::string line() const { return forward_command(kernel_.name, case_.problem); }
 
   void expect_none(const char* property, const std::string& trouble) const {
     EXPECT_EQ(trouble, "") << kernel_.name << ": " << property << "\n" << line();
   }
 
   void matches_the_definition() const {
-    RunOptions options;
-    options.layout = case_.problem.layout;
-    options.layout_seed = case_.problem.seed;
-    options.through_plan = true;
-    expect_none("matches the definition", mismatch(kernel_, case_.problem, case_.in, case_.want, options));
+    const Problem& problem = case_.problem;
+    expect_none("matches the definition", mismatch(kernel_, problem, case_.draws, run_options(problem)));
   }
 
   // What differs from the clean run's; "" if nothing.
@@ -195,8 +192,8 @@ TEST_P(EachKernel, DoesNotDrift) {
       Inputs in = random_inputs(p);
       for (int64_t n = 0; n < in.value.size(); ++n) in.value.set(n, std::fabs(in.value.at(n)));
       for (int64_t n = 0; n < in.key.size(); ++n) in.key.set(n, n / (16 * 64) % 3 == 0 ? 1 : in.key.at(n));
-      EXPECT_EQ(mismatch(run(*GetParam(), p.desc, in), expected(p.desc, in), p), "")
-          << problem_line(GetParam()->name, p);
+      const std::vector<ForwardDraw> draws = {{p.desc, in, expected(p.desc, in)}};
+      EXPECT_EQ(mismatch(*GetParam(), p, draws), "") << forward_command(GetParam()->name, p);
     }
   }
 }
@@ -212,8 +209,8 @@ TEST_P(EachKernel, DropsBelowTheThresholdOnly) {
       const uint32_t bits = dropout_bits(in.dropout_seed, in.dropout_offset, 0, 1, j);
       for (uint32_t threshold : {bits, bits + 1}) {
         p.desc.dropout_p = threshold / 65536.0;
-        EXPECT_EQ(mismatch(run(*GetParam(), p.desc, in), expected(p.desc, in), p), "")
-            << problem_line(GetParam()->name, p);
+        const std::vector<ForwardDraw> draws = {{p.desc, in, expected(p.desc, in)}};
+        EXPECT_EQ(mismatch(*GetParam(), p, draws), "") << forward_command(GetParam()->name, p);
       }
     }
   }

@@ -8,7 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "problem.h"
+#include "testing/operands.h"
+#include "testing/problem_words.h"
 
 namespace polyhead::testing {
 

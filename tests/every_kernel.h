@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "kernels_to_test.h"
-#include "problem.h"
 #include "reference/attention.h"
+#include "testing/problem_words.h"
 
 namespace polyhead::testing {
 

@@ -5,7 +5,7 @@
 
 #include <cstring>
 
-#include "problem.h"
+#include "testing/operands.h"
 
 namespace polyhead::testing {
 

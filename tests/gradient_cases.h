@@ -7,15 +7,15 @@
 #include <vector>
 
 #include "cases.h"
-#include "gradient_problem.h"
+#include "testing/operands.h"
 
 namespace polyhead::testing {
 
 class GradientCaseList : private CaseList {
  public:
-  static std::vector<GradientProblem> make() {
-    std::vector<GradientProblem> all;
-    for (const Problem& problem : cases()) all.push_back(gradient_problem(problem));
+  static std::vector<Problem> make() {
+    std::vector<Problem> all;
+    for (const Problem& problem : cases()) all.push_back(with_random_gradients(problem));
     GradientCaseList list;
     list.broadcast_bias();
     list.slopes();
@@ -24,7 +24,7 @@ class GradientCaseList : private CaseList {
     list.many_queries();
     list.dropout();
     list.rows_of_others();
-    for (const Problem& problem : list.cases_) all.push_back(gradient_problem(problem));
+    for (const Problem& problem : list.cases_) all.push_back(with_random_gradients(problem));
     list.call_options(all);
     return all;
   }
@@ -133,7 +133,7 @@ class GradientCaseList : private CaseList {
   }
 
   // How grad_out lies, with what else comes in, and what is done with the result.
-  void call_options(std::vector<GradientProblem>& all) {
+  void call_options(std::vector<Problem>& all) {
     cases_.clear();
     each("call", sizes(2, 4, 2, 70, 130, 24, 32), [](auto& d) {
       operand(d.attn_bias, d, kHead | kKey, DType::kFloat32);
@@ -143,11 +143,11 @@ class GradientCaseList : private CaseList {
     each("call_tiny", sizes(5, 6, 6, 11, 14, 16, 7), [](auto&) {});
     for (const Problem& problem : cases_) {
       for (unsigned n = 0; n < 16; ++n) {
-        GradientProblem p;
-        p.forward = problem;
-        p.forward.name += numbered("_", n);
+        Problem p;
+        p = problem;
+        p.name += numbered("_", n);
         p.accumulate = n & 1;
-        p.grad_logsumexp = n & 2;
+        p.logsumexp = n & 2;
         p.delta = n & 4;
         if (n & 8) p.repeated_grad_out = n == 8 ? 15 : n;
         all.push_back(p);
@@ -156,8 +156,8 @@ class GradientCaseList : private CaseList {
   }
 };
 
-inline const std::vector<GradientProblem>& gradient_cases() {
-  static const std::vector<GradientProblem> list = GradientCaseList::make();
+inline const std::vector<Problem>& gradient_cases() {
+  static const std::vector<Problem> list = GradientCaseList::make();
   return list;
 }
 

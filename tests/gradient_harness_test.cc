@@ -1,16 +1,16 @@
 // The harness for gradients must pass honest kernels and catch each kind of wrong one.
-#include "gradient_harness.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
 
 #include "gradient_cases.h"
-#include "gradient_definition.h"
 #include "gradient_poison.h"
 #include "reference/attention.h"
 #include "stateless.h"
+#include "testing/definition.h"
+#include "testing/judge.h"
+#include "testing/problem_words.h"
 
 namespace polyhead::testing {
 namespace {
@@ -33,10 +33,10 @@ void naive(const AttentionDesc& desc, const BackwardArgs& args, const polyhead::
 }
 
 // With every option that a wrong kernel could forget.
-GradientProblem problem() {
-  GradientProblem p;
-  p.forward.name = "gradient_harness_test";
-  AttentionDesc& d = p.forward.desc;
+Problem problem() {
+  Problem p;
+  p.name = "gradient_harness_test";
+  AttentionDesc& d = p.desc;
   d.batch = 2;
   d.num_heads = 4;
   d.num_heads_kv = 2;
@@ -50,14 +50,11 @@ GradientProblem problem() {
   d.align = Align::kBottomRight;
   d.dropout_p = 0.2;
   d.attn_bias = {true, DType::kFloat32, {1, 4, 1, 70}};
-  p.grad_logsumexp = true;
+  p.logsumexp = true;
   return p;
 }
 
-std::string judged(const GradientProblem& p, Backward backward) {
-  const BackwardInputs in = random_inputs(p);
-  return mismatch(kernel_of(backward), p, in, expected(p.forward.desc, in));
-}
+std::string judged(const Problem& p, Backward backward) { return mismatch(kernel_of(backward), p, backward_draws(p)); }
 
 // Runs head dims backwards: other roundings, as good as the yardstick's.
 void mirrored(const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {
@@ -76,17 +73,16 @@ void mirrored(const AttentionDesc& desc, const BackwardArgs& args, const polyhea
 
 TEST(GradientHarness, PassesTheYardstickAndItsMirrorImage) {
   int failed = 0, passed = 0;
-  for (const GradientProblem& p : gradient_cases()) {
-    const AttentionDesc& d = p.forward.desc;
+  for (const Problem& p : gradient_cases()) {
+    const AttentionDesc& d = p.desc;
     if (d.dtype == DType::kFloat64 || d.batch * d.num_heads * d.seqlen_q * d.seqlen_k > 8000) continue;
     if (d.batch * d.num_heads * d.seqlen_q * d.seqlen_k == 0) continue;  // the plan's
-    const BackwardInputs in = random_inputs(p);
-    const ExpectedGradients want = expected(d, in);
-    RunOptions options;
-    options.layout = p.forward.layout;
+    const std::vector<BackwardDraw> draws = backward_draws(p);
+    RunOptions options = run_options(p);
+    options.through_plan = false;
     for (Backward backward : {naive, mirrored}) {
-      const std::string text = mismatch(kernel_of(backward), p, in, want, options);
-      EXPECT_EQ(text, "") << problem_line(backward == naive ? "naive" : "mirrored", p);
+      const std::string text = mismatch(kernel_of(backward), p, draws, options);
+      EXPECT_EQ(text, "") << backward_command(backward == naive ? "naive" : "mirrored", p);
       ++(text.empty() ? passed : failed);
     }
     if (failed > 5) break;
@@ -141,7 +137,7 @@ TEST(GradientHarness, CatchesWhatIsForgotten) {
          reference::backward<float>(desc, zero);
        }},
   };
-  const GradientProblem p = problem();
+  const Problem p = problem();
   EXPECT_EQ(judged(p, naive), "");
   for (const Wrong& wrong : kWrong) EXPECT_NE(judged(p, wrong.backward), "") << wrong.what;
 }
@@ -155,7 +151,7 @@ void changed(const AttentionDesc& desc, const BackwardArgs& args, Change change)
 }
 
 TEST(GradientHarness, CatchesSmallErrorsInEachGradient) {
-  const GradientProblem p = problem();
+  const Problem p = problem();
   const Backward kOneElement[] = {
       [](const AttentionDesc& d, const BackwardArgs& a, const polyhead::Run&) {
         changed<&BackwardArgs::grad_query>(d, a, [](int64_t n, float x) { return n == 77 ? x + 2e-4f : x; });
@@ -180,7 +176,7 @@ TEST(GradientHarness, CatchesSmallErrorsInEachGradient) {
 }
 
 TEST(GradientHarness, CatchesWhatIsLeftOrWrittenOver) {
-  GradientProblem p = problem();
+  Problem p = problem();
   p.accumulate = true;
   const Backward sets = [](const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {
     BackwardArgs set = args;
@@ -193,8 +189,8 @@ TEST(GradientHarness, CatchesWhatIsLeftOrWrittenOver) {
     changed<&BackwardArgs::grad_query>(desc, args, [](int64_t, float x) { return x == 0 ? -0.0f : x; });
   };
   p.accumulate = false;
-  p.forward.desc.align = Align::kUnset;
-  p.forward.desc.query_offset = -5;
+  p.desc.align = Align::kUnset;
+  p.desc.query_offset = -5;
   EXPECT_EQ(judged(p, naive), "");
   EXPECT_NE(judged(p, minus_zero).find("expected +0"), std::string::npos);
   const Backward lazy = [](const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {
@@ -211,11 +207,11 @@ TEST(GradientHarness, CatchesWhatIsLeftOrWrittenOver) {
 }
 
 TEST(GradientHarness, CatchesALeakAndAHiddenNan) {
-  GradientProblem p = problem();
-  p.forward.desc.align = Align::kUnset;
-  p.forward.desc.query_offset = -5;
-  const AttentionDesc& d = p.forward.desc;
-  const BackwardInputs in = random_inputs(p);
+  Problem p = problem();
+  p.desc.align = Align::kUnset;
+  p.desc.query_offset = -5;
+  const AttentionDesc& d = p.desc;
+  const BackwardInputs in = random_backward_inputs(p);
   const Kernel honest = kernel_of(naive);
   const Kernel leaks = kernel_of([](const AttentionDesc& desc, const BackwardArgs& args, const polyhead::Run&) {
     const float hidden = *static_cast<const float*>(args.grad_out.data);  // row 0 sees no key
@@ -266,13 +262,13 @@ std::string difference_from_reference(const AttentionDesc& desc, const BackwardI
 
 TEST(GradientHarness, TheDefinitionIsTheReference) {
   int compared = 0;
-  for (const GradientProblem& problem : gradient_cases()) {
-    const AttentionDesc& d = problem.forward.desc;
+  for (const Problem& problem : gradient_cases()) {
+    const AttentionDesc& d = problem.desc;
     const double pairs = static_cast<double>(d.num_heads * d.seqlen_q) * static_cast<double>(d.batch * d.seqlen_k);
     if (pairs == 0 || pairs * static_cast<double>(d.head_dim + d.head_dim_v) > 2e6) continue;
-    const BackwardInputs in = random_inputs(problem);
-    EXPECT_EQ(difference_from_reference<double>(d, in, true), "") << problem_line("reference", problem);
-    EXPECT_EQ(difference_from_reference<float>(d, in, false), "") << problem_line("reference", problem);
+    const BackwardInputs in = random_backward_inputs(problem);
+    EXPECT_EQ(difference_from_reference<double>(d, in, true), "") << backward_command("reference", problem);
+    EXPECT_EQ(difference_from_reference<float>(d, in, false), "") << backward_command("reference", problem);
     if (HasFailure()) break;
     ++compared;
   }
@@ -282,10 +278,10 @@ TEST(GradientHarness, TheDefinitionIsTheReference) {
 // Where all terms have one sign, the sum of their absolute values is the gradient's.
 TEST(GradientHarness, MagnitudesAreSumsOfAbsoluteTerms) {
   for (bool accumulate : {false, true}) {
-    GradientProblem p = problem();
+    Problem p = problem();
     p.accumulate = accumulate;
-    const AttentionDesc& d = p.forward.desc;
-    BackwardInputs in = random_inputs(p);
+    const AttentionDesc& d = p.desc;
+    BackwardInputs in = random_backward_inputs(p);
     auto positive = [](Array& a, double sign) {
       for (int64_t n = 0; n < a.size(); ++n) a.set(n, sign * std::fabs(a.at(n)));
     };

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "gradient_definition.h"
+#include "testing/definition.h"
 
 namespace polyhead::testing {
 namespace {

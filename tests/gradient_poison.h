@@ -1,7 +1,8 @@
 // NaN in places that no gradient may depend on, and in places that gradients must show.
 #pragma once
 
-#include "gradient_harness.h"
+#include "poison.h"
+#include "testing/judge.h"
 
 namespace polyhead::testing {
 

@@ -5,33 +5,34 @@
 //   POLYHEAD_TEST_KERNEL=cpu_avx2 gradient_random_test                          that kernel alone
 #include <gtest/gtest.h>
 
-#include "gradient_harness.h"
+#include "every_kernel.h"
 #include "gradient_poison.h"
 #include "kernels_to_test.h"
 #include "random_problems.h"
+#include "testing/judge.h"
+#include "testing/problem_words.h"
 
 namespace polyhead::testing {
 namespace {
 
 // Everything that one problem shows of a kernel; "" if all is well.
-std::string trouble(const Kernel& kernel, const GradientProblem& p, const BackwardInputs& in,
-                    const ExpectedGradients& want) {
-  const AttentionDesc& d = p.forward.desc;
-  const uint64_t seed = p.forward.seed;
+std::string trouble(const Kernel& kernel, const Problem& p, const std::vector<BackwardDraw>& draws) {
+  const AttentionDesc& d = draws.front().desc;
+  const BackwardInputs& in = draws.front().in;
+  const uint64_t seed = p.seed;
   Random random(seed ^ 0x5DEECE66D);
-  RunOptions options;
-  options.layout = Layout::kMixed;
-  options.layout_seed = seed;
-  options.guard = random.chance(0.5) ? Guard::kEnd : Guard::kStart;
-  options.through_plan = true;
-  if (const std::string text = mismatch(kernel, p, in, want, options); !text.empty()) return text;
+  const RunOptions options = run_options(p);
+  if (!memory_alone()) {
+    if (const std::string text = mismatch(kernel, p, draws, options); !text.empty()) return text;
+  }
 
   RunOptions other = options;
+  other.layout = Layout::kMixed;
   other.threads = static_cast<int>(random.integer(0, 4));
   other.layout_seed = seed + 1;
   const Gradients clean = run(kernel, d, in, other);
   if (!clean.faults.empty()) return clean.faults.front();
-  if (const std::string text = difference(run(kernel, d, in, options, p.asked), clean, p.asked); !text.empty()) {
+  if (const std::string text = difference(run(kernel, d, in, options, p.needs), clean, p.needs); !text.empty()) {
     return "other bits with another layout, " + std::to_string(other.threads) +
            " threads or with all gradients asked for: " + text;
   }
@@ -47,13 +48,10 @@ std::string trouble(const Kernel& kernel, const GradientProblem& p, const Backwa
 }
 
 TEST(GradientRandom, ProblemsAreComputedAsDefined) {
-  for_random_problems(2500, [](const Problem& forward, const std::vector<const Kernel*>& kernels, auto report) {
-    GradientProblem p = gradient_problem(forward);
-    p.delta = forward.seed % 11 == 0;
-    const BackwardInputs in = random_inputs(p);
-    const ExpectedGradients want = expected(forward.desc, in);
+  for_random_problems(2500, [](const Problem& p, const std::vector<const Kernel*>& kernels, auto report) {
+    const std::vector<BackwardDraw> draws = backward_draws(p, memory_alone() ? 1 : 0);
     for (const Kernel* kernel : kernels) {
-      report(*kernel, problem_line(kernel->name, p), [&] { return trouble(*kernel, p, in, want); });
+      report(*kernel, backward_command(kernel->name, p), [&] { return trouble(*kernel, p, draws); });
     }
   });
 }

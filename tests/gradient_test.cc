@@ -9,14 +9,12 @@
 #include "every_kernel.h"
 #include "far_rows.h"
 #include "gradient_cases.h"
-#include "gradient_definition.h"
-#include "gradient_harness.h"
 #include "gradient_poison.h"
+#include "testing/definition.h"
+#include "testing/judge.h"
+#include "testing/problem_words.h"
 
 namespace polyhead::testing {
-
-// How GoogleTest shows a case.
-static void PrintTo(const GradientProblem& problem, std::ostream* out) { *out << problem.forward.name; }
 
 namespace {
 
@@ -29,18 +27,18 @@ RunOptions planned() {
 
 // What a case has in common for all kernels.
 struct GradientCase {
-  const GradientProblem& problem;
+  const Problem& problem;
   const AttentionDesc& desc;
-  BackwardInputs in;
-  ExpectedGradients want;
+  std::vector<BackwardDraw> draws;
+  BackwardInputs in;  // of the first
   BackwardInputs poisoned;
   std::vector<PokedBackward> pokes;
   std::vector<BackwardSlice> halves;  // of the batch, poisoned; none if they are not the whole
 
-  explicit GradientCase(const GradientProblem& p) : problem(p), desc(p.forward.desc), in(random_inputs(p)) {
+  explicit GradientCase(const Problem& p) : problem(p), desc(p.desc), in(random_backward_inputs(p)) {
     if (memory_alone()) return;
-    const uint64_t seed = p.forward.seed;
-    want = expected(desc, in);
+    const uint64_t seed = p.seed;
+    draws = backward_draws(p);
     poisoned = poison_hidden(desc, in, seed);
     // Large cases see some pokes, another case others.
     const int num_pokes = desc.dropout_p >= 1 ? 0 : products(desc) > 1e6 ? 2 : kNumGradientPokes;
@@ -49,8 +47,7 @@ struct GradientCase {
       PokedBackward poked = poke_visible(desc, in, poke, seed);
       if (poked.done) pokes.push_back(std::move(poked));
     }
-    const bool drops = desc.dropout_p > 0 && desc.dropout_p < 1;  // its random numbers count the batch
-    if (desc.batch < 2 || drops) return;
+    if (desc.batch < 2) return;
     halves.push_back(slice_batch(desc, poisoned, 0, desc.batch / 2));
     halves.push_back(slice_batch(desc, poisoned, desc.batch / 2, desc.batch));
   }
@@ -88,7 +85,7 @@ class KernelOnCase {
     return run(kernel_, desc_, in, options, asked);
   }
 
-  std::string line() const { return problem_line(kernel_.name, case_.problem); }
+  std::string line() const { return backward_command(kernel_.name, case_.problem); }
 
   void expect_none(const char* property, const std::string& trouble) const {
     EXPECT_EQ(trouble, "") << kernel_.name << ": " << property << "\n" << line();
@@ -99,12 +96,9 @@ class KernelOnCase {
       return left_out().add(
           "the reference against the definition, which is slow, on problems of more than 5e6 products");
     }
-    RunOptions options = planned();
-    options.layout = case_.problem.forward.layout;
-    options.layout_seed = case_.problem.forward.seed;
-    GradientProblem all = case_.problem;  // what else is asked for changes nothing: same_bits_...
-    all.asked = kAllGradients;
-    expect_none("matches the definition", mismatch(kernel_, all, case_.in, case_.want, options));
+    Problem all = case_.problem;  // what else is asked for changes nothing: same_bits_...
+    all.needs = kAllGradients;
+    expect_none("matches the definition", mismatch(kernel_, all, case_.draws, run_options(all)));
   }
 
   // Of a set, the gradients of inputs that the problem has; query's if there is none.
@@ -121,14 +115,14 @@ class KernelOnCase {
 
   // Six runs, each of which changes all that must not matter; the first that differs is taken apart.
   void same_bits_whatever_must_not_matter() const {
-    const uint64_t turn = case_.problem.forward.seed;
+    const uint64_t turn = case_.problem.seed;
     const bool even = turn % 2 == 0;
     struct Run {
       int threads;
       Layout layout;
       GradientSet asked;
     };
-    const Run kRuns[] = {{2, Layout::kBshd, case_.problem.asked},
+    const Run kRuns[] = {{2, Layout::kBshd, case_.problem.needs},
                          {3, Layout::kTransposed, 1u | 16u},
                          {7, Layout::kPadded, 2u | 8u},
                          {0, Layout::kNegative, 4u},
@@ -203,7 +197,7 @@ class KernelOnCase {
   const Gradients clean_;
 };
 
-class Gradient : public ::testing::TestWithParam<GradientProblem> {};
+class Gradient : public ::testing::TestWithParam<Problem> {};
 
 TEST_P(Gradient, OfEveryKernel) {
   const GradientCase test_case(GetParam());
@@ -211,7 +205,7 @@ TEST_P(Gradient, OfEveryKernel) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, Gradient, ::testing::ValuesIn(gradient_cases()),
-                         [](const auto& each) { return each.param.forward.name; });
+                         [](const auto& each) { return each.param.name; });
 
 class GradientOfEachKernel : public ::testing::TestWithParam<const Kernel*> {};
 
@@ -220,11 +214,11 @@ class GradientOfEachKernel : public ::testing::TestWithParam<const Kernel*> {};
 TEST_P(GradientOfEachKernel, DoesNotDrift) {
   for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     for (int64_t keys : {6, 40, 300}) {
-      GradientProblem p;
-      p.forward = problem_of("gradient_drift", dtype, 1, 8, 128, keys, 32);
-      const AttentionDesc& d = p.forward.desc;
+      Problem p;
+      p = problem_of("gradient_drift", dtype, 1, 8, 128, keys, 32);
+      const AttentionDesc& d = p.desc;
       if (const std::string why = GetParam()->why_not(d); !why.empty()) GTEST_SKIP() << why;
-      BackwardInputs in = random_inputs(p);
+      BackwardInputs in = random_backward_inputs(p);
       auto positive = [](Array& a) {
         for (int64_t n = 0; n < a.size(); ++n) a.set(n, std::fabs(a.at(n)));
       };
@@ -233,18 +227,18 @@ TEST_P(GradientOfEachKernel, DoesNotDrift) {
       Array& key = in.forward.key;
       for (int64_t n = 0; n < key.size(); ++n) key.set(n, n / (8 * 32) % 3 == 0 ? 1 : key.at(n));
       compute_forward(d, in);
-      EXPECT_EQ(verdict(p, run(*GetParam(), d, in, planned()), expected(d, in), in), "")
-          << problem_line(GetParam()->name, p);
+      const std::vector<BackwardDraw> draws = {{d, in, expected(d, in)}};
+      EXPECT_EQ(mismatch(*GetParam(), p, draws, planned()), "") << backward_command(GetParam()->name, p);
     }
   }
 }
 
 TEST_P(GradientOfEachKernel, GivesTheSameBitsToCallersAtOnce) {
-  GradientProblem p;
-  p.forward = problem_of("gradient_callers", DType::kFloat32, 2, 4, 70, 130, 40);
-  const AttentionDesc& d = p.forward.desc;
+  Problem p;
+  p = problem_of("gradient_callers", DType::kFloat32, 2, 4, 70, 130, 40);
+  const AttentionDesc& d = p.desc;
   if (const std::string why = GetParam()->why_not(d); !why.empty()) GTEST_SKIP() << why;
-  const BackwardInputs in = random_inputs(p);
+  const BackwardInputs in = random_backward_inputs(p);
   RunOptions options;
   options.threads = 3;
   const Gradients want = run(*GetParam(), d, in, options);
@@ -261,11 +255,11 @@ TEST_P(GradientOfEachKernel, GivesTheSameBitsToCallersAtOnce) {
 
 TEST_P(GradientOfEachKernel, TakesStridesBeyond32Bits) {
   for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-    GradientProblem p;
-    p.forward = problem_of("gradient_far", dtype, 1, 1, 3, 3, 16);
-    const AttentionDesc& d = p.forward.desc;
+    Problem p;
+    p = problem_of("gradient_far", dtype, 1, 1, 3, 3, 16);
+    const AttentionDesc& d = p.desc;
     if (const std::string why = GetParam()->why_not(d); !why.empty()) GTEST_SKIP() << why;
-    const BackwardInputs in = random_inputs(p);
+    const BackwardInputs in = random_backward_inputs(p);
     const Gradients want = run(*GetParam(), d, in);
     const FarRows query(in.forward.query), key(in.forward.key), value(in.forward.value), out(in.out);
     const FarRows grad_out(in.grad_out), grad_query(want.query), grad_key(want.key), grad_value(want.value);
@@ -311,7 +305,7 @@ TEST(GradientTest, TestsAKernel) {
 
 TEST(GradientTest, NamesEachCaseOnce) {
   std::vector<std::string> names;
-  for (const GradientProblem& problem : gradient_cases()) names.push_back(problem.forward.name);
+  for (const Problem& problem : gradient_cases()) names.push_back(problem.name);
   std::sort(names.begin(), names.end());
   EXPECT_EQ(std::adjacent_find(names.begin(), names.end()), names.end());
 }

@@ -1,6 +1,4 @@
 // The harness must pass honest kernels and catch each kind of wrong one.
-#include "harness.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,10 +8,12 @@
 
 #include "cases.h"
 #include "core/dtype.h"
-#include "judge.h"
 #include "poison.h"
 #include "reference/attention.h"
 #include "stateless.h"
+#include "testing/call.h"
+#include "testing/judge.h"
+#include "testing/problem_words.h"
 
 namespace polyhead::testing {
 namespace {
@@ -45,8 +45,7 @@ Problem problem(int64_t queries = 66, int64_t keys = 130) {
 }
 
 std::string judged(const Problem& p, Forward forward, const RunOptions& options = {}) {
-  const Inputs in = random_inputs(p);
-  return mismatch(kernel_of(forward), p, in, expected(p.desc, in), options);
+  return mismatch(kernel_of(forward), p, forward_draws(p), options);
 }
 
 void naive(const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run&) {
@@ -90,13 +89,12 @@ TEST(Harness, PassesTheYardstickAndItsMirrorImage) {
   int failed = 0;
   for (const Problem& p : cases()) {
     if (p.desc.dtype == DType::kFloat64 || p.desc.seqlen_q * p.desc.seqlen_k > 20000) continue;
-    const Inputs in = random_inputs(p);
-    const Expected want = expected(p.desc, in);
-    RunOptions options;
-    options.layout = p.layout;
+    const std::vector<ForwardDraw> draws = forward_draws(p);
+    RunOptions options = run_options(p);
+    options.through_plan = false;
     for (Forward forward : {naive, backwards}) {
-      const std::string text = mismatch(kernel_of(forward), p, in, want, options);
-      EXPECT_EQ(text, "") << problem_line(forward == naive ? "naive" : "backwards", p);
+      const std::string text = mismatch(kernel_of(forward), p, draws, options);
+      EXPECT_EQ(text, "") << forward_command(forward == naive ? "naive" : "backwards", p);
       failed += !text.empty();
     }
     if (failed > 5) break;
@@ -135,7 +133,9 @@ TEST(Harness, CatchesNanThatLeaksFromHiddenKeys) {
   const Inputs in = random_inputs(p);
   const Kernel kernel = kernel_of(leaks);
   const Outputs clean = run(kernel, p.desc, in);
-  EXPECT_EQ(mismatch(clean, expected(p.desc, in), p), "");
+  Judge judge(p);
+  judge.add(p.desc, clean, expected(p.desc, in));
+  EXPECT_EQ(judge.verdict(), "");
   bool caught = false;
   for (uint64_t seed = 1; seed < 4; ++seed) {
     caught |= !difference(run(kernel, p.desc, poison_hidden(p.desc, in, seed)), clean).empty();
@@ -178,10 +178,10 @@ TEST(HarnessDeathTest, CatchesReadsPastEitherEnd) {
     const Inputs in = random_inputs(p);
     EXPECT_DEATH(
         {
-          set_running(problem_line("sabotaged", p));
+          set_running(forward_command("sabotaged", p));
           run(kernel_of(guard == Guard::kEnd ? past_end : before_start), p.desc, in, options);
         },
-        "crashed while running: polyhead verify 2x4/2x66/130x16/16");
+        "crashed while running: polyhead verify 2x4/2x66/130x16 ");
   }
 }
 
@@ -365,6 +365,36 @@ TEST(Harness, CatchesTruncatedBfloat16) {
   EXPECT_NE(judged(p, truncates), "");
 }
 
+// The definition that kernels are compared with is the reference, bit for bit, in both arithmetics; they share no code.
+template <class T>
+std::string difference_from_reference(const AttentionDesc& desc, const Inputs& in, bool wide) {
+  return difference(reference_outputs<T>(desc, in, wide), defined_outputs<T>(desc, in, Visibility(desc, in), wide));
+}
+
+TEST(Harness, TheDefinitionIsTheReference) {
+  int compared = 0;
+  for (const Problem& p : cases()) {
+    const AttentionDesc& d = p.desc;
+    const double pairs = static_cast<double>(d.num_heads * d.seqlen_q) * static_cast<double>(d.batch * d.seqlen_k);
+    if (pairs * static_cast<double>(d.head_dim + d.head_dim_v) > 4e6) continue;
+    const Inputs in = random_inputs(p);
+    EXPECT_EQ(difference_from_reference<double>(d, in, true), "") << forward_command("reference", p);
+    EXPECT_EQ(difference_from_reference<float>(d, in, false), "") << forward_command("reference", p);
+    if (HasFailure()) break;
+    ++compared;
+  }
+  EXPECT_GT(compared, 500);
+}
+
+TEST(Harness, MagnitudesAreSumsOfAbsoluteTerms) {
+  Problem p = problem();
+  p.desc.dropout_p = 0.3;
+  Inputs in = random_inputs(p);
+  const Expected want = expected(p.desc, in);
+  for (int64_t n = 0; n < in.value.size(); ++n) in.value.set(n, std::fabs(in.value.at(n)));
+  EXPECT_EQ(difference("out", reference_outputs<double>(p.desc, in, true).out, want.magnitude), "");
+}
+
 TEST(Harness, SeesTheSameVisiblePlacesAsTheReference) {
   int visible_places = 0;
   for (const Problem& p : cases()) {
@@ -391,7 +421,7 @@ TEST(Harness, SeesTheSameVisiblePlacesAsTheReference) {
         }
       }
     }
-    EXPECT_EQ(wrong, 0) << problem_line("reference", p);
+    EXPECT_EQ(wrong, 0) << forward_command("reference", p);
   }
   EXPECT_GT(visible_places, 100000);
 }

@@ -12,10 +12,10 @@
 #include <utility>
 #include <vector>
 
-#include "guard.h"
 #include "kernels_to_test.h"
 #include "layer_harness.h"
 #include "polyhead/block.h"
+#include "testing/guard.h"
 
 namespace polyhead::testing {
 

@@ -6,8 +6,8 @@
 #include <map>
 #include <utility>
 
-#include "judge.h"
-#include "tools/bounds.h"
+#include "testing/bounds.h"
+#include "testing/judge.h"
 
 namespace polyhead::testing {
 namespace {
@@ -341,30 +341,27 @@ std::string mismatch(const LayerProblem& problem, const LayerRun& options) {
 std::string mismatch(const LayerProblem& problem, const Runner& runner) {
   std::map<std::string, Errors> errors;
   LayerProblem drawn = problem;
-  constexpr int kMostDraws = 16;
-  for (int draw = 0; draw < kMostDraws; ++draw) {
+  const LayerDesc& d = problem.desc;
+  const int64_t draws = num_draws(d.batch * d.beam * d.num_heads * d.seqlen_q, kLayerRows);
+  for (int64_t draw = 0; draw < draws; ++draw) {
+    drawn.seed = seed_of_draw(problem.seed, draw);
     const LayerInputs in = random_inputs(drawn);
     const LayerResults got = runner(drawn, in);
     if (!got.faults.empty()) return got.faults[0];
     const ExpectedLayer want = expected(drawn, in);
     const std::vector<NamedResult> g = named(got), exact = named(want.exact), naive = named(want.naive),
                                    magnitude = named(want.magnitude);
-    std::string verdict;
-    bool chance = true;
     for (size_t n = 0; n < g.size(); ++n) {
       const bool output = n < 2;
       if (!output && !got.grad_inputs[0].given()) continue;  // inference
-      auto [found, added] = errors.try_emplace(g[n].name, g[n].name, tools::layer_bound(!output));
-      found->second.add(*g[n].array, *exact[n].array, *naive[n].array,
-                        [&](int64_t at) { return magnitude[n].array->at(at); });
-      verdict += found->second.verdict();
-      // Of a few numbers, the yardstick's may all be lucky.
-      chance = chance && (found->second.could_be_chance() || exact[n].array->size() < 16);
+      auto [found, added] = errors.try_emplace(g[n].name, g[n].name, layer_bound(g[n].name));
+      add_errors(found->second, *g[n].array, *exact[n].array, *naive[n].array,
+                 [&](int64_t at) { return magnitude[n].array->at(at); });
     }
-    if (verdict.empty() || !chance || draw == kMostDraws - 1) return verdict;
-    drawn.seed += 1000;
   }
-  return "";
+  std::string verdict;
+  for (const auto& [name, of_result] : errors) verdict += text_of(of_result);
+  return verdict;
 }
 
 }  // namespace polyhead::testing

@@ -3,8 +3,8 @@
 
 #include <functional>
 
-#include "harness.h"
 #include "layer_witness.h"
+#include "testing/call.h"
 
 namespace polyhead::testing {
 

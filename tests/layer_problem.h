@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "polyhead/layer.h"
-#include "problem.h"
+#include "testing/operands.h"
 
 namespace polyhead::testing {
 

@@ -1,31 +1,31 @@
 #include "layer_witness.h"
 
-#include "tools/layer_truth.h"
+#include "testing/layer_truth.h"
 
 namespace polyhead::testing {
 namespace {
 
-tools::Numbers to_numbers(const Array& array) {
-  tools::Numbers numbers(array.dtype, array.dims);
+truth::Numbers to_numbers(const Array& array) {
+  truth::Numbers numbers(array.dtype, array.dims);
   for (int64_t n = 0; n < array.size(); ++n) numbers.values[static_cast<size_t>(n)] = array.at(n);
   return numbers;
 }
 
-Array to_array(const tools::Numbers& numbers) {
+Array to_array(const truth::Numbers& numbers) {
   if (!numbers.given()) return {};
   Array array(numbers.dtype, numbers.dims);
   for (int64_t n = 0; n < array.size(); ++n) array.set(n, numbers.at(n));
   return array;
 }
 
-LayerResults results(const tools::LayerResults& all) {
+LayerResults results(const truth::LayerResults& all) {
   LayerResults to;
-  to.out = to_array(all[tools::kLayerOut]);
-  to.attn_weights = to_array(all[tools::kLayerAttnWeights]);
-  for (size_t i = 0; i < 3; ++i) to.grad_inputs[i] = to_array(all[tools::kLayerGradQuery + i]);
-  to.grad_attn_bias = to_array(all[tools::kLayerGradAttnBias]);
-  to.grad_alibi_slopes = to_array(all[tools::kLayerGradAlibiSlopes]);
-  for (size_t n = 0; n < kNumWeightKinds; ++n) to.grad_weights[n] = to_array(all[tools::kLayerGradWeights + n]);
+  to.out = to_array(all[truth::kLayerOut]);
+  to.attn_weights = to_array(all[truth::kLayerAttnWeights]);
+  for (size_t i = 0; i < 3; ++i) to.grad_inputs[i] = to_array(all[truth::kLayerGradQuery + i]);
+  to.grad_attn_bias = to_array(all[truth::kLayerGradAttnBias]);
+  to.grad_alibi_slopes = to_array(all[truth::kLayerGradAlibiSlopes]);
+  for (size_t n = 0; n < kNumWeightKinds; ++n) to.grad_weights[n] = to_array(all[truth::kLayerGradWeights + n]);
   return to;
 }
 
@@ -46,7 +46,7 @@ std::vector<NamedResult> named(const LayerResults& r) {
 }
 
 ExpectedLayer expected(const LayerProblem& problem, const LayerInputs& in) {
-  tools::LayerNumbers from;
+  truth::LayerNumbers from;
   from.query = to_numbers(in.query);
   from.key = to_numbers(in.key);
   from.value = to_numbers(in.value);
@@ -67,7 +67,7 @@ ExpectedLayer expected(const LayerProblem& problem, const LayerInputs& in) {
   from.dropout_offset = in.dropout_offset;
   from.output_dropout_offset = in.output_dropout_offset;
   from.grad_out = to_numbers(in.grad_out);
-  const tools::LayerTruth truth = tools::layer_truth(problem.desc, from);
+  const truth::LayerTruth truth = truth::layer_truth(problem.desc, from);
   return {results(truth.exact), results(truth.yardstick), results(truth.magnitude)};
 }
 

@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "judge.h"
+#include "testing/judge.h"
 
 namespace polyhead::testing {
 namespace {
@@ -115,28 +115,27 @@ Array magnitudes(const Array& array) {
 }
 
 std::string judge(const std::function<Draw(uint64_t seed)>& draw, uint64_t seed) {
-  constexpr int64_t kDraws = 16;
+  constexpr int64_t kElements = 4096, kMostDraws = 16;  // as many draws as give so many elements of the largest result
   std::map<std::string, Errors> errors;
-  std::string text;
-  for (int64_t n = 0; n < kDraws; ++n) {
-    const Draw d = draw(n == 0 ? seed : tools::redraw_seed(seed, n));
+  int64_t draws = 1;
+  for (int64_t n = 0; n < draws; ++n) {
+    const Draw d = draw(seed_of_draw(seed, n));
     for (const std::string& fault : d.got.faults) return fault;
-    text.clear();
-    bool chance = true;
+    int64_t largest = 0;
     for (const auto& [name, got] : d.got.arrays) {
       // bfloat16's pair product rounds otherwise than float32's, and sums of few terms have few roundings to compare.
-      tools::Bound bound;
+      Bound bound;
       bound.largest = 2;
       bound.rmse = got.dtype == DType::kBFloat16 ? 1.5 : 1.1;
-      bound.cancels = true;
-      Errors& all = errors.try_emplace(name, name.c_str(), bound).first->second;
       const Array& magnitude = d.magnitude.at(name);
-      all.add(got, d.exact.at(name), d.naive.at(name), [&](int64_t i) { return magnitude.at(i); });
-      text += all.verdict();
-      chance = chance && (all.verdict().empty() || all.could_be_chance());
+      add_errors(errors.try_emplace(name, name, bound).first->second, got, d.exact.at(name), d.naive.at(name),
+                 [&](int64_t i) { return magnitude.at(i); });
+      largest = std::max(largest, got.size());
     }
-    if (text.empty() || !chance) break;
+    if (largest > 0) draws = std::clamp<int64_t>(kElements / largest, 1, kMostDraws);
   }
+  std::string text;
+  for (const auto& [name, of_result] : errors) text += text_of(of_result);
   return text;
 }
 

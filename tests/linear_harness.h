@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "contract/linear.h"
-#include "guard.h"
-#include "harness.h"
-#include "problem.h"
+#include "testing/call.h"
+#include "testing/guard.h"
+#include "testing/operands.h"
 
 namespace polyhead::testing {
 
@@ -72,7 +72,7 @@ struct Draw {
   Arrays exact, naive, magnitude;
 };
 
-// "" if the draws of seeds are good: one, or more where what fails could be chance.
+// "" if the draws are good, which are judged as one: as many as the sizes tell.
 std::string judge(const std::function<Draw(uint64_t seed)>& draw, uint64_t seed);
 
 // The dims of one axis, for random problems: their product is near an edge of some tile.

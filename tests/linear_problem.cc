@@ -4,6 +4,7 @@
 
 #include "core/sentence.h"
 #include "reference/linear.h"
+#include "testing/problem_words.h"
 
 namespace polyhead::testing {
 namespace {

@@ -9,6 +9,7 @@
 #include "linear_problem.h"
 #include "polyhead/dropout.h"
 #include "random_problems.h"
+#include "testing/problem_words.h"
 
 namespace polyhead::testing {
 namespace {

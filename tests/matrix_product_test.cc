@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "polyhead/kernels.h"
-#include "tools/random.h"
+#include "testing/random.h"
 
 namespace polyhead {
 namespace {
@@ -30,7 +30,7 @@ constexpr Case kCases[] = {{1, 256, 64, false, true, false, false}, {37, 19, 23,
                            {0, 4, 4, false, false, false, false}};
 
 std::vector<float> random_floats(uint64_t seed, int64_t count) {
-  tools::Random random(1, seed);
+  testing::Random random(1, seed);
   std::vector<float> all(static_cast<size_t>(count));
   for (float& x : all) x = static_cast<float>(random.normal());
   return all;

@@ -6,9 +6,9 @@
 #include <cmath>
 
 #include "contract/kernel.h"
-#include "harness.h"
 #include "polyhead/merge.h"
 #include "reference/attention.h"
+#include "testing/call.h"
 
 namespace polyhead::testing {
 namespace {

@@ -6,8 +6,8 @@
 
 #include <cmath>
 
-#include "guard.h"
-#include "harness.h"
+#include "testing/call.h"
+#include "testing/guard.h"
 
 namespace polyhead::testing {
 namespace {

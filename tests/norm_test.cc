@@ -8,6 +8,7 @@
 #include "linear_harness.h"
 #include "random_problems.h"
 #include "reference/linear.h"
+#include "testing/problem_words.h"
 
 namespace polyhead::testing {
 namespace {

@@ -9,11 +9,12 @@
 #include <vector>
 
 #include "core/dtype.h"
-#include "guard.h"
 #include "kernels_to_test.h"
 #include "polyhead/merge.h"
-#include "problem.h"
 #include "reference/attention.h"
+#include "testing/bounds.h"
+#include "testing/guard.h"
+#include "testing/random.h"
 
 namespace polyhead::testing {
 namespace {
@@ -188,18 +189,13 @@ double rms_error(const Array& got, const Array& exact) {
   return std::sqrt(sum / static_cast<double>(got.size()));
 }
 
-// Whether a kernel's sums see P and dS rounded to bfloat16: then a result without a last rounding is still as far off as
-// that makes it.
-bool rounds_weights(const Kernel& kernel, const AttentionDesc& d) {
-  return d.dtype == DType::kBFloat16 && std::string(kernel.name).find("bf16") != std::string::npos;
-}
-
-// wide: float32, as good as the formula in float32 arithmetic; narrow: the same in 16 bits.
+// wide: float32, as good as the formula in float32 arithmetic, or of pairs, whose P and dS are rounded, better than
+// narrow: the same in 16 bits.
 void expect_unrounded(const char* name, const Array& wide, const Array& narrow, const Array& exact, const Array& naive,
-                      double factor, bool rounded_weights) {
+                      double factor, bool pairs) {
   ASSERT_EQ(wide.dtype, kF32) << name;
   ASSERT_EQ(naive.dtype, kF32) << name;
-  if (rounded_weights) {
+  if (pairs) {
     EXPECT_LT(rms_error(wide, exact), 0.9 * rms_error(narrow, exact)) << name;
   } else {
     EXPECT_LE(largest_error(wide, exact), factor * largest_error(naive, exact) + 0x1p-21 * largest(exact)) << name;
@@ -238,7 +234,7 @@ TEST(OutDtype, ForwardGivesTheSumsThat16BitsRound) {
     // The reference computes in double and rounds to either at once; the others have the float32 sum first.
     EXPECT_TRUE(&kernel == &kReference || converted(sums.out, d.dtype) == narrow.out);
     expect_unrounded("out", sums.out, narrow.out, formula<double>(d, in, kF64).out, formula<float>(d, in, kF32).out, 2,
-                     rounds_weights(kernel, d));
+                     multiplies_pairs(kernel.name, d));
     for (const Layout layout : {Layout::kBhsd, Layout::kTransposed}) {
       EXPECT_TRUE(forward(kernel, wide, in, layout).out == sums.out);
     }
@@ -255,7 +251,7 @@ TEST(OutDtype, GradientsAreTheSumsThat16BitsRound) {
     const Gradients3 exact = formula<double>(d, in, saved, kF64), naive = formula<float>(d, in, saved, kF32);
     for (size_t n = 0; n < 3; ++n) {
       EXPECT_TRUE(&kernel == &kReference || converted(sums[n], d.dtype) == narrow[n]) << n;
-      expect_unrounded("gradient", sums[n], narrow[n], exact[n], naive[n], 3, rounds_weights(kernel, d));
+      expect_unrounded("gradient", sums[n], narrow[n], exact[n], naive[n], 3, multiplies_pairs(kernel.name, d));
     }
   });
 }
@@ -354,7 +350,7 @@ TEST(OutDtype, GradientsOfManyCallsAddUpInFloat32) {
       };
       const std::array<double, 3> of_halves = summed(dtype), of_floats = summed(kF32);
       for (size_t n = 0; n < 3; ++n) {
-        EXPECT_LT(of_floats[n] * (rounds_weights(*kernel, d) ? 1.2 : 100), of_halves[n]) << n;
+        EXPECT_LT(of_floats[n] * (multiplies_pairs(kernel->name, d) ? 1.2 : 100), of_halves[n]) << n;
       }
     }
   }

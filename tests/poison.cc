@@ -8,26 +8,6 @@ namespace {
 
 const double kNan = std::nan("");
 
-// Rows of an operand by sequence and position; packed operands have all rows in one.
-struct RowIndex {
-  bool packed;
-  int64_t rows, heads;
-  int64_t operator()(int64_t b, int64_t first, int64_t i, int64_t h) const {
-    return ((packed ? first : b * rows) + i) * heads + h;
-  }
-};
-RowIndex query_rows(const AttentionDesc& d) { return {d.packed, d.seqlen_q, d.num_heads}; }
-RowIndex key_rows(const AttentionDesc& d) { return {d.packed, d.seqlen_k, d.num_heads_kv}; }
-
-int64_t group(const AttentionDesc& d, int64_t h) { return h / (d.num_heads / d.num_heads_kv); }
-
-int64_t broadcast_index(const Array& a, int64_t b, int64_t h, int64_t i, int64_t j) {
-  const int64_t at[4] = {b, h, i, j};
-  int64_t index = 0;
-  for (size_t n = 0; n < 4; ++n) index = index * a.dims[n] + (a.dims[n] == 1 ? 0 : at[n]);
-  return index;
-}
-
 Inputs without_bias(Inputs in) {
   in.attn_bias = Array();
   return in;
@@ -48,48 +28,6 @@ std::vector<bool> rows_with_nan(const Array& a, int64_t dim) {
 }
 
 }  // namespace
-
-Visibility::Visibility(const AttentionDesc& desc, const Inputs& in)
-    : batch_(desc.batch), heads_(desc.num_heads), queries_(desc.seqlen_q), keys_(desc.seqlen_k) {
-  seen_.resize(static_cast<size_t>(batch_ * heads_ * queries_ * keys_));
-  size_t n = 0;
-  for (int64_t b = 0; b < batch_; ++b) {
-    const Span s = span_of(desc, in, b);
-    for (int64_t h = 0; h < heads_; ++h) {
-      for (int64_t i = 0; i < queries_; ++i) {
-        for (int64_t j = 0; j < keys_; ++j) seen_[n++] = visible(desc, in, s, b, h, i, j);
-      }
-    }
-  }
-}
-
-bool Visibility::at(int64_t b, int64_t h, int64_t i, int64_t j) const {
-  return seen_[static_cast<size_t>(((b * heads_ + h) * queries_ + i) * keys_ + j)] != 0;
-}
-
-bool Visibility::any_key(int64_t b, int64_t h, int64_t i) const {
-  for (int64_t j = 0; j < keys_; ++j) {
-    if (at(b, h, i, j)) return true;
-  }
-  return false;
-}
-
-VisibleParts::VisibleParts(const AttentionDesc& d, const Inputs& in, const Visibility& seen)
-    : query(static_cast<size_t>((d.packed ? 1 : d.batch) * d.seqlen_q * d.num_heads)),
-      key(static_cast<size_t>((d.packed ? 1 : d.batch) * d.seqlen_k * d.num_heads_kv)),
-      bias(static_cast<size_t>(in.attn_bias.size())),
-      heads(static_cast<size_t>(d.batch * d.num_heads)) {
-  const RowIndex query_row = query_rows(d), key_row = key_rows(d);
-  std::vector<Span> spans;
-  for (int64_t b = 0; b < d.batch; ++b) spans.push_back(span_of(d, in, b));
-  seen.for_each([&](int64_t b, int64_t h, int64_t i, int64_t j) {
-    const Span& s = spans[static_cast<size_t>(b)];
-    query[static_cast<size_t>(query_row(b, s.first_q, i, h))] = 1;
-    key[static_cast<size_t>(key_row(b, s.first_k, j, group(d, h)))] = 1;
-    if (!bias.empty()) bias[static_cast<size_t>(broadcast_index(in.attn_bias, b, h, i, j))] = 1;
-    heads[static_cast<size_t>(b * d.num_heads + h)] = 1;
-  });
-}
 
 Inputs poison_hidden(const AttentionDesc& d, const Inputs& in, uint64_t seed) {
   Random random(seed);
@@ -121,7 +59,7 @@ Poked poke_visible(const AttentionDesc& d, const Inputs& in, Poke poke, uint64_t
   poked.done = true;
   poked.inputs = in;
   const Span s = span_of(d, in, b);
-  const int64_t query = query_rows(d)(b, s.first_q, i, h), key = key_rows(d)(b, s.first_k, j, group(d, h));
+  const int64_t query = query_row(d, s, b, h, i), key = key_row(d, s, b, h, j);
   auto dim = [&](int64_t size) { return random.integer(0, size - 1); };
   switch (poke) {
     case Poke::kQuery: poked.inputs.query.set(query * d.head_dim + dim(d.head_dim), kNan); break;
@@ -164,7 +102,7 @@ struct Wanted {
     };
     seen.for_each([&](int64_t b, int64_t h, int64_t i, int64_t j) {
       const Span& s = spans[static_cast<size_t>(b)];
-      const int64_t query = query_rows(d)(b, s.first_q, i, h), key = key_rows(d)(b, s.first_k, j, group(d, h));
+      const int64_t query = query_row(d, s, b, h, i), key = key_row(d, s, b, h, j);
       const double bias = in.attn_bias.given() ? in.attn_bias.at(broadcast_index(in.attn_bias, b, h, i, j)) : 0;
       if (has(query_nan, query) || has(key_nan, key) || !(bias < HUGE_VAL)) {
         bad_row[row(b, h, i)] = true;

@@ -10,9 +10,10 @@
 #include <string>
 #include <vector>
 
-#include "guard.h"
 #include "kernels_to_test.h"
-#include "problem.h"
+#include "testing/guard.h"
+#include "testing/operands.h"
+#include "testing/problem_words.h"
 
 namespace polyhead::testing {
 
@@ -32,11 +33,11 @@ void for_random_problems(uint64_t default_count, Test test) {
   int failures = 0;
   for (uint64_t seed = first; seed < first + count && failures < 20; ++seed) {
     const Problem p = random_problem(seed);
-    const Result<Plan> checked = plan(p.desc, {.kernel = "reference"});
-    ASSERT_TRUE(checked.ok()) << checked.status().message() << "\n" << problem_line("reference", p);
+    const Result<Plan> checked = plan(problem_desc(p), {.kernel = "reference"});
+    ASSERT_TRUE(checked.ok()) << checked.status().message() << "\n" << forward_command("reference", p);
     std::vector<const Kernel*> kernels;
     for (const Kernel* kernel : kernels_to_test()) {
-      if (kernel->why_not(p.desc).empty()) kernels.push_back(kernel);
+      if (kernel->why_not(problem_desc(p)).empty()) kernels.push_back(kernel);
     }
     if (kernels.empty()) continue;
     test(p, kernels, [&](const Kernel& kernel, std::string line, auto trouble) {

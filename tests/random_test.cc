@@ -5,46 +5,48 @@
 //   POLYHEAD_TEST_KERNEL=cpu_avx2 random_test                           that kernel alone
 #include <gtest/gtest.h>
 
-#include "judge.h"
+#include "every_kernel.h"
 #include "poison.h"
 #include "random_problems.h"
+#include "testing/judge.h"
+#include "testing/problem_words.h"
 
 namespace polyhead::testing {
 namespace {
 
 // Everything that one problem shows of a kernel; "" if all is well.
-std::string trouble(const Kernel& kernel, const Problem& p, const Inputs& in, const Expected& want) {
+std::string trouble(const Kernel& kernel, const Problem& p, const std::vector<ForwardDraw>& draws) {
+  const AttentionDesc& d = draws.front().desc;
+  const Inputs& in = draws.front().in;
   Random random(p.seed ^ 0x5DEECE66D);
-  RunOptions options;
-  options.layout = Layout::kMixed;
-  options.layout_seed = p.seed;
-  options.guard = random.chance(0.5) ? Guard::kEnd : Guard::kStart;
-  options.through_plan = true;
-  if (const std::string text = mismatch(kernel, p, in, want, options); !text.empty()) return text;
+  const RunOptions options = run_options(p);
+  if (!memory_alone()) {
+    if (const std::string text = mismatch(kernel, p, draws, options); !text.empty()) return text;
+  }
 
-  const Outputs clean = run(kernel, p.desc, in);
+  const Outputs clean = run(kernel, d, in);
   RunOptions other = options;
+  other.layout = Layout::kMixed;
   other.threads = static_cast<int>(random.integer(0, 4));
   other.layout_seed = p.seed + 1;
-  if (const std::string text = difference(run(kernel, p.desc, in, other), clean); !text.empty()) {
+  if (const std::string text = difference(run(kernel, d, in, other), clean); !text.empty()) {
     return "other bits with another layout or " + std::to_string(other.threads) + " threads: " + text;
   }
-  const Inputs poisoned = poison_hidden(p.desc, in, p.seed);
-  if (const std::string text = difference(run(kernel, p.desc, poisoned, options), clean); !text.empty()) {
+  const Inputs poisoned = poison_hidden(d, in, p.seed);
+  if (const std::string text = difference(run(kernel, d, poisoned, options), clean); !text.empty()) {
     return "what is hidden leaks: " + text;
   }
-  const Poked poked = poke_visible(p.desc, in, static_cast<Poke>(random.integer(0, 3)), p.seed);
+  const Poked poked = poke_visible(d, in, static_cast<Poke>(random.integer(0, 3)), p.seed);
   if (!poked.done || p.desc.dropout_p >= 1) return "";
-  const std::string text = poke_mismatch(p.desc, poked.inputs, clean, run(kernel, p.desc, poked.inputs, options));
+  const std::string text = poke_mismatch(d, poked.inputs, clean, run(kernel, d, poked.inputs, options));
   return text.empty() ? "" : poked.where + ": " + text;
 }
 
 TEST(Random, ProblemsAreComputedAsDefined) {
   for_random_problems(5000, [](const Problem& p, const std::vector<const Kernel*>& kernels, auto report) {
-    const Inputs in = random_inputs(p);
-    const Expected want = expected(p.desc, in);
+    const std::vector<ForwardDraw> draws = forward_draws(p, memory_alone() ? 1 : 0);
     for (const Kernel* kernel : kernels) {
-      report(*kernel, problem_line(kernel->name, p), [&] { return trouble(*kernel, p, in, want); });
+      report(*kernel, forward_command(kernel->name, p), [&] { return trouble(*kernel, p, draws); });
     }
   });
 }

@@ -3,10 +3,11 @@
 
 #include <cmath>
 
-#include "gradient_problem.h"
-#include "harness.h"
 #include "poison.h"
 #include "reference/attention.h"
+#include "testing/call.h"
+#include "testing/operands.h"
+#include "testing/problem_words.h"
 
 namespace polyhead::testing {
 namespace {
@@ -100,7 +101,7 @@ void expect_difference(const Problem& p, const Inputs& in, const Incoming& grad,
     size += std::fabs((g.*name.gradient).at(n) * (x_up.at(n) - x_down.at(n)));
   }
   const double measured = loss(p.desc, up, grad) - loss(p.desc, down, grad);
-  EXPECT_NEAR(measured, predicted, 2e-6 * size + 1e-11) << name.name << "\n" << problem_line("reference", p);
+  EXPECT_NEAR(measured, predicted, 2e-6 * size + 1e-11) << name.name << "\n" << forward_command("reference", p);
 }
 
 // Finite differences along random directions of each input, and along a few of its elements.
@@ -167,6 +168,8 @@ TEST(ReferenceGradient, MatchesFiniteDifferencesOfRandomProblems) {
     AttentionDesc d = random.desc;
     d.return_weights = ReturnWeights::kNone;
     d.return_column_sums = false;
+    d.out_dtype.reset();
+    d.grad_dtype.reset();
     if (d.batch * d.num_heads * d.seqlen_q * d.seqlen_k * (d.head_dim + d.head_dim_v) > 20000) continue;
     if (d.dropout_p == 1) continue;  // the scale 1 / (1 - p) is not defined there
     expect_gradients(problem(seed, d));

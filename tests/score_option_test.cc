@@ -16,10 +16,10 @@
 #include "cpu/attention/tiles.h"
 #include "cpu/attention/tiny_tasks.h"
 #include "cpu/attention/weights_tasks.h"
-#include "gradient_harness.h"
 #include "layer/fingerprint.h"
 #include "polyhead/layer.h"
 #include "score_option/kernel.h"
+#include "testing/judge.h"
 
 namespace polyhead::testing {
 namespace {

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "core/memory_size.h"
-#include "guard.h"
 #include "polyhead/executor.h"
+#include "testing/guard.h"
 
 namespace polyhead::testing {
 

@@ -9,14 +9,15 @@
 #include <functional>
 #include <string>
 
+#include "testing/elements.h"
+#include "testing/random.h"
 #include "tools/array.h"
-#include "tools/elements.h"
 #include "tools/file.h"
 #include "tools/npy.h"
-#include "tools/random.h"
 #include "tools/safetensors.h"
 
 namespace polyhead::tools {
+using namespace testing;
 namespace {
 
 namespace fs = std::filesystem;
@@ -299,11 +300,11 @@ std::string mutated(const std::string& bytes, Random& random) {
     const auto at = static_cast<size_t>(random.below(static_cast<int64_t>(out.size())));
     switch (random.below(14)) {
       case 0: out[at] = static_cast<char>(out[at] ^ 1 << random.below(8)); break;
-      case 1: out[at] = static_cast<char>(random.next()); break;
+      case 1: out[at] = static_cast<char>(random.bits()); break;
       case 2: out.resize(at); break;
       case 3: out.erase(at, static_cast<size_t>(1 + random.below(8))); break;
       case 4: out.insert(at, out.substr(at, static_cast<size_t>(1 + random.below(16)))); break;
-      case 5: out.insert(at, std::to_string(random.next() >> random.below(64))); break;
+      case 5: out.insert(at, std::to_string(random.bits() >> random.below(64))); break;
       case 6: {
         constexpr std::string_view kPieces[] = {
             "[", "]", "{", "}", "(", ")", "'", "\"", ",", ":", "-", "9999999999999999999", "e9"};

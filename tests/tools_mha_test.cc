@@ -11,10 +11,10 @@
 #include <utility>
 #include <vector>
 
+#include "testing/elements.h"
 #include "tools/array.h"
-#include "tools/elements.h"
-#include "tools/layouter.h"
 #include "tools/mha_verify.h"
+#include "tools/new_tensors.h"
 #include "tools/safetensors.h"
 #include "tools_command.h"
 

@@ -1,18 +1,17 @@
 // Problems in words: what parses, what it means, and what is said about words that do not.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "core/layout.h"
-#include "tools/elements.h"
-#include "tools/gradients.h"
+#include "testing/elements.h"
 #include "tools/operands.h"
 #include "tools/problem.h"
 #include "tools/selection.h"
-#include "tools/verify.h"
 
 namespace polyhead::tools {
 namespace {
@@ -144,6 +143,14 @@ TEST(ToolsProblem, ErrorsNameTheWordAndSayWhatToDo) {
       {"1x1x1x1 --dtype", "--dtype needs a value: --dtype T"},
       {"1x1x1x1 --dtype f8",
        "--dtype is 'f8', must be one of f32, bf16, f16, f64, float32, bfloat16, float16, float64"},
+      {"1x1x1x1 --layout mixed:x", "--layout's seed is 'x', must be an integer >= 0"},
+      {"1x1x1x1 --layout bsh",
+       "--layout is 'bsh', must be one of bshd, bhsd, sbhd, qkv, strided, transposed, padded, junk, negative, "
+       "expanded, "
+       "mixed"},
+      {"1x1x1x1 --packed=2", "--packed is '2', must be one of 0, 1, rows"},
+      {"1x1x1x1 --fill zeros",
+       "--fill is 'zeros', must be one of normal, shift_up, shift_down, large, underflow, outliers"},
       {"1x1x1x1 --causal=yes", "--causal is 'yes', must be 0 or 1"},
       {"1x1x1x1 --window 3", "--window is '3', must be LEFT,RIGHT, each -1 (open) or more"},
       {"1x1x1x1 --window 3,x", "--window is 'x', must be an integer"},
@@ -166,11 +173,8 @@ TEST(ToolsProblem, RandomProblemsCoverEveryOptionAndAreAllLegal) {
   std::set<std::string> seen;
   for (uint64_t seed = 0; seed < 2000; ++seed) {
     const Problem problem = random_problem(seed);
-    const AttentionDesc desc = problem_desc(problem);
-    const Explanation told = explain(desc, {.kernel = "reference"});
+    const Explanation told = explain(problem_desc(problem), {.kernel = "reference"});
     EXPECT_TRUE(told.status.ok()) << problem_line(problem) << ": " << told.status.message();
-    EXPECT_LE(desc.head_dim, 130);
-    EXPECT_LE(problem.desc.seqlen_k, 130);
     for (const std::string& word : split_words(problem_line(problem))) {
       if (word[0] == '-' && word.size() > 2 && word[1] == '-') seen.insert(word.substr(0, word.find('=')));
     }
@@ -192,34 +196,25 @@ TEST(ToolsProblem, EverySuiteOfTheBenchParsesAndHasAKernel) {
   EXPECT_GT(num_problems, 0);
 }
 
+// Whether two tensors hold the same numbers.
+bool same_numbers(const Tensor& a, const Tensor& b) { return element_values(a) == element_values(b); }
+
+constexpr const char* kLayouts[] = {"bhsd", "sbhd", "qkv", "strided", "transposed", "padded", "negative"};
+
 // The numbers of a problem are the same in every layout, so that --layout alone changes no result.
 TEST(ToolsProblem, LayoutsHoldTheSameNumbers) {
   const std::string line = "2x4/2x9x5/3 --seed 5 --layout ";
-  const auto expected = random_inputs(parse_one(line + "bshd"));
+  const auto expected = Operands::create(parse_one(line + "bshd"));
   ASSERT_TRUE(expected.ok());
-  const auto at = [](const Tensor& t, int64_t b, int64_t s, int64_t h, int64_t d) {
-    return static_cast<const float*>(t.data)[b * t.strides[0] + s * t.strides[1] + h * t.strides[2] + d * t.strides[3]];
-  };
-  for (const char* layout : {"bhsd", "sbhd", "qkv", "strided"}) {
-    const Problem problem = parse_one(line + layout);
-    const auto inputs = random_inputs(problem);
-    ASSERT_TRUE(inputs.ok()) << inputs.status().message();
+  for (const char* layout : kLayouts) {
+    const auto operands = Operands::create(parse_one(line + layout));
+    ASSERT_TRUE(operands.ok()) << operands.status().message();
     for (Tensor ForwardArgs::*operand : {&ForwardArgs::query, &ForwardArgs::key, &ForwardArgs::value}) {
-      const Tensor &t = inputs->args.*operand, &e = expected->args.*operand;
-      bool same_strides = true;
-      for (int d = 0; d < 4; ++d) same_strides = same_strides && t.strides[d] == e.strides[d];
-      EXPECT_FALSE(same_strides) << layout;
-      for (int64_t b = 0; b < 2; ++b) {
-        for (int64_t s = 0; s < 9; ++s) {
-          for (int64_t h = 0; h < t.dims[2]; ++h) {
-            for (int64_t d = 0; d < t.dims[3]; ++d) ASSERT_EQ(at(t, b, s, h, d), at(e, b, s, h, d)) << layout;
-          }
-        }
-      }
+      const Tensor &t = operands->forward().*operand, &e = expected->forward().*operand;
+      EXPECT_FALSE(std::equal(t.strides, t.strides + 4, e.strides)) << layout;
+      EXPECT_TRUE(same_numbers(t, e)) << layout;
     }
-    const auto outputs = new_outputs(inputs->desc, true, problem.layout, problem.seed);
-    ASSERT_TRUE(outputs.ok());
-    EXPECT_FALSE(overlaps_itself(outputs->out)) << layout;
+    EXPECT_FALSE(overlaps_itself(operands->forward().out)) << layout;
   }
 }
 
@@ -227,31 +222,45 @@ TEST(ToolsProblem, GradientsToAddToAndWhatComesInAreTheSameInEveryLayout) {
   const std::string line =
       "2x4/2x9x5/3 --bias 1,h,q,k --alibi --dtype bf16 --accumulate --logsumexp --seed 5 --layout ";
   const Problem plain = parse_one(line + "bshd");
-  const auto gradients = new_gradients(plain, plain.desc, kAllGradients);
-  const auto incoming = random_incoming(plain, plain.desc);
-  ASSERT_TRUE(gradients.ok() && incoming.ok());
-  for (const char* layout : {"bhsd", "sbhd", "qkv", "strided"}) {
+  auto expected = Operands::create(plain);
+  ASSERT_TRUE(expected.ok());
+  const auto want = expected->backward(plain);
+  ASSERT_TRUE(want.ok());
+  for (const char* layout : kLayouts) {
     const Problem problem = parse_one(line + layout);
-    for (const Precision precision : {Precision::kOfDesc, Precision::kFloat64}) {
-      const auto same = new_gradients(problem, problem.desc, kAllGradients, precision);
-      ASSERT_TRUE(same.ok());
-      for (size_t n = 0; n < kNumGradients; ++n) {
-        EXPECT_EQ(element_values(same->of[n]), element_values(gradients->of[n])) << layout << " " << n;
-        EXPECT_FALSE(overlaps_itself(same->of[n])) << layout << " " << n;
-      }
+    auto operands = Operands::create(problem);
+    ASSERT_TRUE(operands.ok());
+    const auto got = operands->backward(problem);
+    ASSERT_TRUE(got.ok());
+    for (const GradientName& gradient : kGradients) {
+      EXPECT_TRUE(same_numbers((*got).*gradient.tensor, (*want).*gradient.tensor)) << layout << " " << gradient.name;
+      EXPECT_FALSE(overlaps_itself((*got).*gradient.tensor)) << layout << " " << gradient.name;
     }
-    const auto behind = random_incoming(problem, problem.desc);
-    ASSERT_TRUE(behind.ok());
-    EXPECT_EQ(element_values(behind->grad_out), element_values(incoming->grad_out)) << layout;
-    EXPECT_EQ(element_values(behind->grad_logsumexp), element_values(incoming->grad_logsumexp)) << layout;
+    EXPECT_TRUE(same_numbers(got->grad_out, want->grad_out)) << layout;
+    EXPECT_TRUE(same_numbers(got->grad_logsumexp, want->grad_logsumexp)) << layout;
   }
+}
+
+// One row per token: key lies behind query, value behind key.
+TEST(ToolsProblem, QkvIsOneRowPerToken) {
+  const auto operands = Operands::create(parse_one("2x4/2x9x5/3 --layout qkv"));
+  ASSERT_TRUE(operands.ok());
+  const ForwardArgs& args = operands->forward();
+  constexpr int64_t kRow = 4 * 5 + 2 * 5 + 2 * 3;
+  for (const Tensor* t : {&args.query, &args.key, &args.value}) {
+    EXPECT_EQ(t->strides[0], 9 * kRow);
+    EXPECT_EQ(t->strides[1], kRow);
+  }
+  const auto* query = static_cast<const float*>(args.query.data);
+  EXPECT_EQ(static_cast<const float*>(args.key.data) - query, 4 * 5);
+  EXPECT_EQ(static_cast<const float*>(args.value.data) - query, 4 * 5 + 2 * 5);
 }
 
 TEST(ToolsProblem, OperandsThatCannotBeAreRefusedInWords) {
   const auto error = [](const std::string& line) {
-    const auto inputs = random_inputs(parse_one(line));
-    EXPECT_FALSE(inputs.ok()) << line;
-    return inputs.ok() ? std::string() : inputs.status().message();
+    const auto operands = Operands::create(parse_one(line));
+    EXPECT_FALSE(operands.ok()) << line;
+    return operands.ok() ? std::string() : operands.status().message();
   };
   EXPECT_NE(error("1x1x8/9x8 --layout qkv").find("--layout qkv with seqlen_q 8 and seqlen_k 9"), std::string::npos);
   EXPECT_NE(error("1x1x8x8 --packed --layout sbhd").find("--layout sbhd with --packed"), std::string::npos);
@@ -260,7 +269,11 @@ TEST(ToolsProblem, OperandsThatCannotBeAreRefusedInWords) {
 }
 
 TEST(ToolsProblem, VisiblePairsCountWhatLengthsCausalAndWindowLeave) {
-  const auto pairs = [](const std::string& line) { return visible_pairs(*random_inputs(parse_one(line))); };
+  const auto pairs_of = [](const Problem& problem) {
+    const auto operands = Operands::create(problem);
+    return visible_pairs(operands->desc(), operands->forward());
+  };
+  const auto pairs = [&](const std::string& line) { return pairs_of(parse_one(line)); };
   EXPECT_EQ(pairs("2x3x8x4"), 2 * 3 * 64);
   EXPECT_EQ(pairs("2x3x8x4 --causal"), 2 * 3 * 36);
   EXPECT_EQ(pairs("1x1x8x4 --window 1,0"), 15);
@@ -268,7 +281,7 @@ TEST(ToolsProblem, VisiblePairsCountWhatLengthsCausalAndWindowLeave) {
   const Problem packed = parse_one("3x2x20x4 --packed --seed 3");
   double expected = 0;
   for (int64_t length : random_lengths(packed, Side::kQuery)) expected += 2.0 * static_cast<double>(length * length);
-  EXPECT_EQ(visible_pairs(*random_inputs(packed)), expected);
+  EXPECT_EQ(pairs_of(packed), expected);
   EXPECT_GT(expected, 0);
 }
 

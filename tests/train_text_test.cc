@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "tools/random.h"
+#include "testing/random.h"
 #include "train_text/comparison.h"
 #include "train_text/course.h"
 #include "train_text/decoder.h"
@@ -31,7 +31,7 @@ ModelDesc small_model() {
 // Sentences of a few words in random order.
 std::vector<uint8_t> sentences(uint64_t seed, size_t num_bytes) {
   static constexpr const char* kWords[] = {"the ", "key ", "sees ", "a ", "query", ". ", "value ", "heads "};
-  tools::Random random(seed, 0);
+  testing::Random random(seed, 0);
   std::string text;
   while (text.size() < num_bytes) text += kWords[random.below(static_cast<int64_t>(std::size(kWords)))];
   return {text.begin(), text.begin() + static_cast<int64_t>(num_bytes)};
@@ -226,7 +226,7 @@ TEST_F(TrainText, TheTableOfPairsKnowsWhatFollows) {
   for (int i = 0; i < 4000; ++i) text.train.push_back(static_cast<uint8_t>("abc"[i % 3]));
   text.validation = text.train;
   EXPECT_LT(bigram_loss(text, validation_batches(text, desc, 4)), 1e-3);
-  tools::Random random(1, 0);
+  testing::Random random(1, 0);
   for (uint8_t& byte : text.train) byte = static_cast<uint8_t>("ab"[random.below(2)]);
   text.validation = text.train;
   EXPECT_NEAR(bigram_loss(text, validation_batches(text, desc, 4)), std::log(2.0), 0.02);

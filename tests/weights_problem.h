@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "polyhead/weights.h"
-#include "problem.h"
+#include "testing/operands.h"
 
 namespace polyhead::testing {
 

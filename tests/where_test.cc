@@ -7,11 +7,11 @@
 #include <vector>
 
 #include "attention/unchecked.h"
-#include "guard.h"
 #include "kernels_to_test.h"
 #include "polyhead/block.h"
 #include "polyhead/matrix_product.h"
 #include "small_call.h"
+#include "testing/guard.h"
 
 namespace polyhead::testing {
 namespace {

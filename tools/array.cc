@@ -6,12 +6,13 @@
 #include <cstring>
 #include <string_view>
 
-#include "elements.h"
 #include "file.h"
 #include "npy.h"
 #include "safetensors.h"
+#include "testing/elements.h"
 
 namespace polyhead::tools {
+using namespace testing;
 namespace {
 
 bool ends_with(std::string_view text, std::string_view ending) {

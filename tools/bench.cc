@@ -8,14 +8,12 @@
 #include <optional>
 
 #include "command.h"
-#include "gradients.h"
 #include "machine.h"
 #include "operands.h"
 #include "polyhead/kernels.h"
 #include "progress.h"
 #include "report.h"
 #include "selection.h"
-#include "words.h"
 
 namespace polyhead::tools {
 namespace {
@@ -67,14 +65,11 @@ Result<std::vector<Direction>> parse_directions(const std::string& list) {
   return directions;
 }
 
-// The tensors of a problem's calls. Backward alone is timed: on what one call of forward wrote.
+// The calls of a problem. Backward alone is timed: on what one call of forward wrote.
 struct Calls {
-  Inputs inputs;
-  Outputs outputs;
-  Incoming incoming;
-  Gradients gradients;
-  ForwardArgs forward;
-  BackwardArgs backward;
+  Operands operands;
+  ForwardArgs forward = {};
+  BackwardArgs backward = {};
   double forward_flops = 0, backward_flops = 0;
 };
 
@@ -149,8 +144,9 @@ class Bench {
   Status measure(const Problem& problem, Show show, Report& report) {
     const AttentionDesc desc = problem_desc(problem);
     if (const Status s = explain(desc).status; s.code() == StatusCode::kInvalidArgument) return s;
-    Calls calls;
-    if (Status s = prepare(problem, calls); !s.ok()) return s;
+    const auto prepared = prepare(problem);
+    if (!prepared.ok()) return prepared.status();
+    const Calls& calls = *prepared;
     std::vector<Contender> contenders;
     for (const Direction direction : directions_) {
       for (const std::string& kernel : kernels_) {
@@ -174,34 +170,22 @@ class Bench {
     return {};
   }
 
-  Status prepare(const Problem& problem, Calls& calls) const {
-    auto inputs = random_inputs(problem);
-    if (!inputs.ok()) return inputs.status();
-    calls.inputs = std::move(*inputs);
-    const AttentionDesc& desc = calls.inputs.desc;
-    const bool has_backward = std::count(directions_.begin(), directions_.end(), Direction::kBackward) > 0;
-    auto outputs = new_outputs(desc, problem.logsumexp || has_backward, problem.layout, problem.seed);
-    if (!outputs.ok()) return outputs.status();
-    calls.outputs = std::move(*outputs);
-    calls.forward = calls.inputs.args;
-    calls.outputs.give_to(calls.forward);
-    const double pairs = visible_pairs(calls.inputs);
+  Result<Calls> prepare(const Problem& problem) const {
+    auto operands = Operands::create(problem);
+    if (!operands.ok()) return operands.status();
+    Calls calls{std::move(*operands)};
+    const AttentionDesc& desc = calls.operands.desc();
+    calls.forward = calls.operands.forward();
+    const double pairs = visible_pairs(desc, calls.forward);
     calls.forward_flops = 2 * pairs * static_cast<double>(desc.head_dim + desc.head_dim_v);
-    if (has_backward) {
-      const auto needs = needed_gradients(problem);
-      if (!needs.ok()) return needs.status();
-      auto incoming = random_incoming(problem, desc);
-      if (!incoming.ok()) return incoming.status();
-      auto gradients = new_gradients(problem, desc, *needs);
-      if (!gradients.ok()) return gradients.status();
-      calls.incoming = std::move(*incoming);
-      calls.gradients = std::move(*gradients);
-      calls.backward = backward_args(calls.forward, calls.incoming, problem.accumulate);
-      calls.gradients.give_to(calls.backward);
-      calls.backward_flops = backward_flops(desc, *needs, pairs);
+    if (std::count(directions_.begin(), directions_.end(), Direction::kBackward) > 0) {
+      const auto backward = calls.operands.backward(problem);
+      if (!backward.ok()) return backward.status();
+      calls.backward = *backward;
+      calls.backward_flops = backward_flops(desc, *needed_gradients(problem), pairs);
     }
     if (!problem.logsumexp) calls.forward.logsumexp = {};
-    return {};
+    return calls;
   }
 
   // Plans and warms up.
@@ -218,7 +202,7 @@ class Bench {
     contender.forward = calls.forward;
     contender.backward = calls.backward;
     const bool is_forward = contender.direction == Direction::kForward;
-    if (!is_forward) contender.forward.logsumexp = calls.outputs.logsumexp;
+    if (!is_forward) contender.forward.logsumexp = calls.operands.forward().logsumexp;
     auto workspace = give_workspace(planned->workspace_bytes(), contender.forward);
     if (!workspace.ok()) return workspace.status();
     if (!is_forward) {

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstdio>
 
-#include "words.h"
+#include "testing/words.h"
 
 namespace polyhead::tools {
 namespace {

@@ -6,8 +6,9 @@
 #include <vector>
 
 #include "polyhead/status.h"
+#include "problem.h"
 #include "report.h"
-#include "verify.h"
+#include "testing/errors.h"
 
 namespace polyhead::tools {
 

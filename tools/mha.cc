@@ -19,7 +19,7 @@
 #include "progress.h"
 #include "report.h"
 #include "selection.h"
-#include "words.h"
+#include "testing/words.h"
 
 namespace polyhead::tools {
 namespace {
@@ -200,7 +200,7 @@ Status check_options(const MhaOptions& options, const std::vector<std::string>& 
   }
   if (options.dump_option->count() > 0 && options.dump.empty()) return invalid("--dump is empty, must name a folder");
   if (options.num_random > 0 && !words.empty()) {
-    return invalid("--random draws its layers itself; leave the options of a layer away");
+    return invalid("--random draws its layers itself; leave out the options of a layer");
   }
   if (options.layout && (options.verify || options.num_random > 0 || !options.dump.empty())) {
     return invalid("--layout is about one layer, which is not run: not with --verify, --random or --dump");

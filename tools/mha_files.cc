@@ -9,10 +9,10 @@
 #include <system_error>
 
 #include "file.h"
-#include "layouter.h"
+#include "new_tensors.h"
 #include "polyhead/dropout.h"
 #include "safetensors.h"
-#include "words.h"
+#include "testing/words.h"
 
 namespace polyhead::tools {
 namespace {
@@ -79,10 +79,10 @@ Result<KeptByDropout> kept_by_dropout(const MhaProblem& problem, const Layer& la
   KeptByDropout kept;
   const LayerDesc& d = problem.layer;
   const LayerForwardArgs& args = operands.args;
-  Layouter layouter(Layout::kBshd, 0, kept.buffers);
+  NewTensors tensors(kept.buffers);
   if (const double p = dropout_of_weights(problem); p > 0) {
     const std::initializer_list<int64_t> dims = {d.batch, d.beam, d.num_heads, d.seqlen_q, d.seqlen_k};
-    if (Status s = layouter.add(DType::kBool, dims, {1, 0, 2, 3, 4}, kept.weights); !s.ok()) return s;
+    if (Status s = tensors.add(DType::kBool, dims, {1, 0, 2, 3, 4}, kept.weights); !s.ok()) return s;
     for (int64_t n = 0; n < d.beam; ++n) {
       const Tensor beam(static_cast<std::byte*>(kept.weights.data) + n * kept.weights.strides[1], DType::kBool,
                         {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k});
@@ -91,7 +91,7 @@ Result<KeptByDropout> kept_by_dropout(const MhaProblem& problem, const Layer& la
     }
   }
   if (const double p = dropout_of_out(problem); p > 0) {
-    if (Status s = layouter.add(DType::kBool, {d.batch, d.beam, d.seqlen_q, layer.out_size()}, kept.out); !s.ok()) {
+    if (Status s = tensors.add(DType::kBool, {d.batch, d.beam, d.seqlen_q, layer.out_size()}, kept.out); !s.ok()) {
       return s;
     }
     const Status s = dropout_mask(p, *args.output_dropout_seed, args.output_dropout_offset, kept.out);

@@ -3,31 +3,27 @@
 #include <algorithm>
 #include <cmath>
 
-#include "layouter.h"
+#include "new_tensors.h"
 
 namespace polyhead::tools {
 namespace {
 
 // [batch, beam, time, vector] in the order of --data-layout.
-Status add_data(Layouter& layouter, const MhaProblem& problem, int64_t beams, int64_t steps, int64_t size,
+Status add_data(NewTensors& tensors, const MhaProblem& problem, int64_t beams, int64_t steps, int64_t size,
                 Tensor& tensor) {
   int order[3] = {};
   for (size_t i = 0; i < 3; ++i) {
     const char letter = problem.data_layout[i];
     order[i] = letter == 'n' ? 0 : letter == 'b' ? 1 : 2;
   }
-  return layouter.add(problem.attention.desc.dtype, {problem.layer.batch, beams, steps, size},
-                      {order[0], order[1], order[2], 3}, tensor);
+  return tensors.add(problem.attention.desc.dtype, {problem.layer.batch, beams, steps, size},
+                     {order[0], order[1], order[2], 3}, tensor);
 }
 
 class Drawing {
  public:
   Drawing(const MhaProblem& problem, const Layer& layer, MhaOperands& operands)
-      : problem_(problem),
-        desc_(problem.layer),
-        layer_(layer),
-        operands_(operands),
-        layouter_(Layout::kBshd, problem.attention.seed, operands.buffers) {}
+      : problem_(problem), desc_(problem.layer), layer_(layer), operands_(operands), tensors_(operands.buffers) {}
 
   Status draw() {
     Status s = draw_data();
@@ -41,25 +37,26 @@ class Drawing {
 
   Status draw_data() {
     LayerForwardArgs& args = operands_.args;
-    const auto add = [&](int64_t beams, int64_t steps, int64_t size, Tensor& tensor, Stream stream) {
-      const Status s = add_data(layouter_, problem_, beams, steps, size, tensor);
-      if (s.ok()) fill_normal(tensor, seed(), stream);
+    const auto add = [&](int64_t beams, int64_t steps, int64_t size, Tensor& tensor, streams::Stream stream) {
+      const Status s = add_data(tensors_, problem_, beams, steps, size, tensor);
+      Random random(seed(), stream);
+      if (s.ok()) fill(tensor, [&] { return random.normal(); });
       return s;
     };
-    Status s = add(desc_.beam, desc_.seqlen_q, desc_.query_size, args.query, kQueryData);
+    Status s = add(desc_.beam, desc_.seqlen_q, desc_.query_size, args.query, streams::kQueryData);
     args.key = args.query;
     if (s.ok() && !problem_.key_is_query) {
-      s = add(desc_.beam_kv, desc_.seqlen_k, desc_.key_size, args.key, kKeyData);
+      s = add(desc_.beam_kv, desc_.seqlen_k, desc_.key_size, args.key, streams::kKeyData);
     }
     args.value = args.key;
     if (s.ok() && !problem_.value_is_key) {
-      s = add(desc_.beam_kv, desc_.seqlen_k, desc_.value_size, args.value, kValueData);
+      s = add(desc_.beam_kv, desc_.seqlen_k, desc_.value_size, args.value, streams::kValueData);
     }
     if (s.ok() && desc_.residual) {
-      s = add(desc_.beam, desc_.seqlen_q, layer_.out_size(), args.residual, kResidualData);
+      s = add(desc_.beam, desc_.seqlen_q, layer_.out_size(), args.residual, streams::kResidualData);
     }
     if (s.ok() && problem_.training) {
-      s = add(desc_.beam, desc_.seqlen_q, layer_.out_size(), operands_.grad_out, kGradOutData);
+      s = add(desc_.beam, desc_.seqlen_q, layer_.out_size(), operands_.grad_out, streams::kGradOutData);
     }
     return s;
   }
@@ -74,7 +71,7 @@ class Drawing {
       if (!weight.given()) continue;
       const auto rows = static_cast<double>(std::max<int64_t>(weight.dims[0], 1));
       const double scale = weight.ndim == 2 ? 1 / std::sqrt(rows) : 0.3;
-      Random random(seed(), kWeightsData + kind);
+      Random random(seed(), streams::kWeightsData + kind);
       fill(weight, [&] { return scale * random.normal(); });
     }
     return {};
@@ -83,9 +80,9 @@ class Drawing {
   // Also windows that are empty or reach beyond the keys, which are legal.
   Status draw_windows() {
     LayerForwardArgs& args = operands_.args;
-    if (Status s = layouter_.add(DType::kInt32, {desc_.seqlen_q}, args.window_lo); !s.ok()) return s;
-    if (Status s = layouter_.add(DType::kInt64, {desc_.seqlen_q}, args.window_hi); !s.ok()) return s;
-    Random random(seed(), kWindows);
+    if (Status s = tensors_.add(DType::kInt32, {desc_.seqlen_q}, args.window_lo); !s.ok()) return s;
+    if (Status s = tensors_.add(DType::kInt64, {desc_.seqlen_q}, args.window_hi); !s.ok()) return s;
+    Random random(seed(), streams::kWindows);
     std::vector<double> lows;
     fill(args.window_lo, [&] {
       lows.push_back(static_cast<double>(random.below(desc_.seqlen_k + 4) - 3));
@@ -98,7 +95,7 @@ class Drawing {
 
   Status add_lengths(const std::vector<int64_t>& lengths, Tensor& tensor) {
     if (lengths.empty()) return {};
-    if (Status s = layouter_.add(DType::kInt64, {desc_.batch}, tensor); !s.ok()) return s;
+    if (Status s = tensors_.add(DType::kInt64, {desc_.batch}, tensor); !s.ok()) return s;
     size_t i = 0;
     fill(tensor, [&] { return static_cast<double>(lengths[i++]); });
     return {};
@@ -113,15 +110,13 @@ class Drawing {
     preset.value = args.value;
     if (Status s = add_lengths(problem_.seqlens_q, preset.seqlens_q); !s.ok()) return s;
     if (Status s = add_lengths(problem_.seqlens_k, preset.seqlens_k); !s.ok()) return s;
-    auto drawn = random_inputs(problem_.attention, preset);
-    if (!drawn.ok()) return drawn.status();
-    operands_.options = std::move(*drawn);
-    const ForwardArgs& options = operands_.options.args;
+    operands_.options = random_inputs(problem_.attention, preset);
+    const ForwardArgs options = dense_args(operands_.options);
     args.attn_mask = options.attn_mask;
     args.attn_bias = options.attn_bias;
     args.alibi_slopes = options.alibi_slopes;
-    args.seqlens_q = options.seqlens_q;
-    args.seqlens_k = options.seqlens_k;
+    args.seqlens_q = preset.seqlens_q.given() ? preset.seqlens_q : options.seqlens_q;
+    args.seqlens_k = preset.seqlens_k.given() ? preset.seqlens_k : options.seqlens_k;
     args.query_offsets = options.query_offsets;
     args.dropout_seed = seed();
     args.output_dropout_seed = seed() + 1;
@@ -132,7 +127,7 @@ class Drawing {
   const LayerDesc& desc_;
   const Layer& layer_;
   MhaOperands& operands_;
-  Layouter layouter_;
+  NewTensors tensors_;
 };
 
 // One place of a dim.
@@ -144,26 +139,26 @@ Tensor slice(Tensor tensor, int dim, int64_t at) {
   return tensor;
 }
 
-Status add_gradients(const MhaProblem& problem, Layouter& layouter, MhaResults& results) {
+Status add_gradients(const MhaProblem& problem, NewTensors& tensors, MhaResults& results) {
   const LayerDesc& layer = problem.layer;
   const AttentionDesc& desc = problem.attention.desc;
   auto& of = results.of;
-  Status s = add_data(layouter, problem, layer.beam, layer.seqlen_q, layer.query_size, of[kLayerGradQuery]);
+  Status s = add_data(tensors, problem, layer.beam, layer.seqlen_q, layer.query_size, of[kLayerGradQuery]);
   if (s.ok() && !problem.key_is_query) {
-    s = add_data(layouter, problem, layer.beam_kv, layer.seqlen_k, layer.key_size, of[kLayerGradKey]);
+    s = add_data(tensors, problem, layer.beam_kv, layer.seqlen_k, layer.key_size, of[kLayerGradKey]);
   }
   if (s.ok() && !problem.value_is_key) {
-    s = add_data(layouter, problem, layer.beam_kv, layer.seqlen_k, layer.value_size, of[kLayerGradValue]);
+    s = add_data(tensors, problem, layer.beam_kv, layer.seqlen_k, layer.value_size, of[kLayerGradValue]);
   }
   if (s.ok() && desc.attn_bias.given) {
     const int64_t* n = desc.attn_bias.dims;
-    s = layouter.add(desc.attn_bias.dtype, {n[0], n[1], n[2], n[3]}, of[kLayerGradAttnBias]);
+    s = tensors.add(desc.attn_bias.dtype, {n[0], n[1], n[2], n[3]}, of[kLayerGradAttnBias]);
   }
   if (s.ok() && desc.alibi_slopes_ndim == 1) {
-    s = layouter.add(DType::kFloat32, {desc.num_heads}, of[kLayerGradAlibiSlopes]);
+    s = tensors.add(DType::kFloat32, {desc.num_heads}, of[kLayerGradAlibiSlopes]);
   }
   if (s.ok() && desc.alibi_slopes_ndim == 2) {
-    s = layouter.add(DType::kFloat32, {desc.batch, desc.num_heads}, of[kLayerGradAlibiSlopes]);
+    s = tensors.add(DType::kFloat32, {desc.batch, desc.num_heads}, of[kLayerGradAlibiSlopes]);
   }
   return s;
 }
@@ -193,15 +188,15 @@ Result<MhaResults> new_results(const MhaProblem& problem, const Layer& layer) {
   auto& of = results.of;
   const AttentionDesc& desc = problem.attention.desc;
   const int64_t B = desc.batch, N = problem.layer.beam, H = desc.num_heads, Sq = desc.seqlen_q, Sk = desc.seqlen_k;
-  Layouter layouter(Layout::kBshd, problem.attention.seed, results.buffers);
-  Status s = add_data(layouter, problem, N, Sq, layer.out_size(), of[kLayerOut]);
+  NewTensors tensors(results.buffers);
+  Status s = add_data(tensors, problem, N, Sq, layer.out_size(), of[kLayerOut]);
   if (s.ok() && desc.return_weights == ReturnWeights::kPerHead) {
-    s = layouter.add(desc.dtype, {B, N, H, Sq, Sk}, {0, 1, 2, 3, 4}, of[kLayerAttnWeights]);
+    s = tensors.add(desc.dtype, {B, N, H, Sq, Sk}, {0, 1, 2, 3, 4}, of[kLayerAttnWeights]);
   }
   if (s.ok() && desc.return_weights == ReturnWeights::kMean) {
-    s = layouter.add(desc.dtype, {B, N, Sq, Sk}, of[kLayerAttnWeights]);
+    s = tensors.add(desc.dtype, {B, N, Sq, Sk}, of[kLayerAttnWeights]);
   }
-  if (s.ok() && problem.training) s = add_gradients(problem, layouter, results);
+  if (s.ok() && problem.training) s = add_gradients(problem, tensors, results);
   if (!s.ok()) return s;
   if (problem.training) {
     results.buffers.push_back(new_buffer(layer.weights_bytes()));
@@ -213,7 +208,7 @@ Result<MhaResults> new_results(const MhaProblem& problem, const Layer& layer) {
   }
   results.clear();
   for (size_t kind = 0; kind < kNumWeightKinds && problem.attention.accumulate; ++kind) {
-    Random random(problem.attention.seed, kGradWeightsData + kind);
+    Random random(problem.attention.seed, streams::kGradientsData + kNumGradients + kind);
     fill(of[kLayerGradWeights + kind], [&] { return random.normal(); });
   }
   return results;
@@ -300,10 +295,10 @@ Status MhaCalls::pack_weights() {
 Status MhaCalls::add_caches(const MhaProblem& problem) {
   const LayerDesc& desc = problem.layer;
   const AttentionDesc& attention = problem.attention.desc;
-  Layouter layouter(Layout::kBshd, problem.attention.seed, buffers_);
+  NewTensors tensors(buffers_);
   const auto add = [&](int64_t projected, int64_t dim, Tensor& cache) {
     const int64_t heads = projected > 0 ? desc.num_heads_kv : 1;
-    return layouter.add(attention.dtype, {desc.batch, desc.beam_kv, desc.seqlen_k, heads, dim}, {0, 1, 2, 3, 4}, cache);
+    return tensors.add(attention.dtype, {desc.batch, desc.beam_kv, desc.seqlen_k, heads, dim}, {0, 1, 2, 3, 4}, cache);
   };
   if (Status s = add(desc.key_proj_size, attention.head_dim, forward_.key_cache); !s.ok()) return s;
   return add(desc.value_proj_size, attention.head_dim_v, forward_.value_cache);

@@ -6,12 +6,13 @@
 #include <vector>
 
 #include "buffer.h"
-#include "layer_truth.h"
 #include "mha_problem.h"
 #include "operands.h"
 #include "polyhead/layer.h"
+#include "testing/layer_truth.h"
 
 namespace polyhead::tools {
+using namespace testing::truth;
 
 // The weights by WeightKind, with their names in files: those of the source "polyhead" (polyhead/weights.h).
 struct WeightField {

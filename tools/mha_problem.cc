@@ -7,9 +7,7 @@
 #include <iterator>
 #include <string_view>
 
-#include "random.h"
-#include "verify.h"
-#include "words.h"
+#include "testing/random.h"
 
 namespace polyhead::tools {
 namespace {
@@ -306,12 +304,16 @@ MhaProblem random_mha(uint64_t seed) {
   const auto chance = [&](double p) { return random.uniform() < p; };
   const auto size = [&](int64_t most) { return chance(0.03) ? 0 : 1 + random.below(most); };
   MhaProblem problem;
-  problem.attention = random_problem(seed);
+  const Problem drawn = random_problem(seed);
+  problem.attention.seed = seed;
+  problem.attention.mask_kind = drawn.mask_kind;
+  problem.attention.accumulate = drawn.accumulate;
   AttentionDesc& desc = problem.attention.desc;
-  desc.packed = desc.return_column_sums = false;
-  problem.attention.logsumexp = false;
-  problem.attention.needs = kAllGradients;
-  problem.attention.layout = Layout::kBshd;
+  desc = drawn.desc;
+  desc.packed = desc.return_column_sums = desc.has_windows = false;
+  desc.dropout_origin = {};
+  desc.out_dtype.reset();
+  desc.grad_dtype.reset();
   LayerDesc& layer = problem.layer;
   layer.batch = desc.batch;
   layer.seqlen_q = desc.seqlen_q;

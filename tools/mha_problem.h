@@ -17,7 +17,7 @@ struct MhaProblem {
   LayerDesc layer;  // sizes, heads, biases, residual, output dropout, windows; layer_desc() adds the rest
   // The attention inside: sizes, dtype, and what problem_options() lists. `accumulate` is that of
   // backward_weights; packed, column sums, logsumexp, needs and layout stay as they are.
-  Problem attention;
+  Problem attention = plain_problem();
   std::string data_layout = "nbtv";           // the order in memory, outermost first: t time, n batch, b beam, v vector
   bool key_is_query = false;                  // one tensor for both, which has one gradient; needs value_is_key
   bool value_is_key = false;                  // likewise

@@ -6,11 +6,11 @@
 #include <cstdio>
 #include <utility>
 
-#include "bounds.h"
-#include "elements.h"
 #include "findings.h"
 #include "progress.h"
-#include "words.h"
+#include "testing/bounds.h"
+#include "testing/elements.h"
+#include "testing/judge.h"
 
 namespace polyhead::tools {
 namespace {
@@ -77,6 +77,21 @@ Status compute(const MhaProblem& problem, const MhaTruth& truth, Contender& cont
   return {};
 }
 
+// Of as many draws of the operands as the judge of so many rows takes.
+Result<std::vector<MhaTruth>> mha_truths(const MhaProblem& problem, const Layer& plain) {
+  const LayerDesc& desc = problem.layer;
+  std::vector<MhaTruth> truths;
+  MhaProblem drawn = problem;
+  const int64_t rows = desc.batch * desc.beam * desc.num_heads * desc.seqlen_q;
+  for (int64_t n = 0; n < num_draws(rows, testing::kLayerRows); ++n) {
+    drawn.attention.seed = seed_of_draw(problem.attention.seed, n);
+    auto truth = mha_truth(drawn, plain);
+    if (!truth.ok()) return truth.status();
+    truths.push_back(std::move(*truth));
+  }
+  return truths;
+}
+
 class Verification {
  public:
   Verification(const MhaVerification& how, bool list_all) : how_(how), findings_(list_all) {}
@@ -86,14 +101,18 @@ class Verification {
     options.kernel = "reference";  // which takes every layer
     const auto plain = layer(layer_desc(problem), options);
     if (!plain.ok()) return plain.status();
-    const auto truth = mha_truth(problem, *plain);
-    if (!truth.ok()) return truth.status();
+    const auto truths = mha_truths(problem, *plain);
+    if (!truths.ok()) return truths.status();
     const std::string line = mha_line(problem);
     for (const std::string& kernel : how_.kernels) {
       for (const Threads& threads : how_.threads) {
         Contender contender{kernel, &threads};
         MhaJudge judge(problem);
-        if (Status s = judge_kernel(problem, *plain, *truth, contender, judge); !s.ok()) return s;
+        MhaProblem drawn = problem;  // what gradients are added to comes from the draw's seed too
+        for (size_t n = 0; n < truths->size(); ++n) {
+          drawn.attention.seed = seed_of_draw(problem.attention.seed, static_cast<int64_t>(n));
+          if (Status s = compute(drawn, (*truths)[n], contender, judge); !s.ok()) return s;
+        }
         count(line, contender, judge);
       }
     }
@@ -108,22 +127,6 @@ class Verification {
   }
 
  private:
-  // Judges the kernel on the problem's operands, and on others where its errors could be bad luck.
-  static Status judge_kernel(const MhaProblem& problem, const Layer& plain, const MhaTruth& truth, Contender& contender,
-                             MhaJudge& judge) {
-    if (Status s = compute(problem, truth, contender, judge); !s.ok()) return s;
-    const LayerDesc& desc = problem.layer;
-    MhaProblem again = problem;
-    const int64_t redraws = num_redraws(desc.batch * desc.beam * desc.num_heads * desc.seqlen_q);
-    for (int64_t n = 0; n < redraws && !judge.passed() && judge.could_be_chance(); ++n) {
-      again.attention.seed = redraw_seed(problem.attention.seed, n);
-      const auto redrawn = mha_truth(again, plain);
-      if (!redrawn.ok()) return redrawn.status();
-      if (Status s = compute(again, *redrawn, contender, judge); !s.ok()) return s;
-    }
-    return {};
-  }
-
   void count(const std::string& line, const Contender& contender, const MhaJudge& judge) {
     const int threads = contender.threads->count;
     if (!contender.refusal.empty()) return findings_.add_refused(line, contender.kernel, threads, contender.refusal);
@@ -164,39 +167,28 @@ void MhaJudge::add(const LayerTruth& truth, const MhaResults& got) {
     const Tensor& tensor = got.of[n];
     if (!tensor.given()) continue;
     const char* name = kLayerResultNames[n];
-    auto known = std::find_if(judged_.begin(), judged_.end(), [&](const Judged& j) { return j.errors.name() == name; });
+    auto known = std::find_if(judged_.begin(), judged_.end(), [&](const Errors& e) { return e.name() == name; });
     if (known == judged_.end()) {
       const bool gradient = n >= kLayerGradQuery;
-      const Bound bound = gradient && one_rounding_ ? layer_bound(true, static_cast<double>(tensor.num_elements()))
-                                                    : layer_bound(gradient);
-      judged_.push_back({Errors(name, bound), tensor.num_elements()});
+      const Bound bound =
+          gradient && one_rounding_ ? layer_bound(name, static_cast<double>(tensor.num_elements())) : layer_bound(name);
+      judged_.emplace_back(name, bound);
       known = judged_.end() - 1;
     }
     const std::vector<double> values = element_values(tensor);
-    known->errors.add({tensor.dtype,
-                       {tensor.dims, static_cast<size_t>(tensor.ndim)},
-                       values,
-                       truth.exact[n].values,
-                       truth.yardstick[n].values,
-                       truth.magnitude[n].values});
+    known->add({tensor.dtype,
+                {tensor.dims, static_cast<size_t>(tensor.ndim)},
+                values,
+                truth.exact[n].values,
+                truth.yardstick[n].values,
+                truth.magnitude[n].values});
   }
 }
 
 std::vector<Verdict> MhaJudge::verdicts() const {
   std::vector<Verdict> verdicts;
-  for (const Judged& judged : judged_) verdicts.push_back(verdict_of(judged.errors));
+  for (const Errors& errors : judged_) verdicts.push_back(verdict_of(errors));
   return verdicts;
-}
-
-bool MhaJudge::passed() const {
-  return std::all_of(judged_.begin(), judged_.end(), [](const Judged& j) { return j.errors.complaints().empty(); });
-}
-
-// Of a few numbers, the yardstick's may all be lucky.
-bool MhaJudge::could_be_chance() const {
-  constexpr int64_t kFew = 16;
-  return std::all_of(judged_.begin(), judged_.end(),
-                     [](const Judged& j) { return j.errors.could_be_chance() || j.num_elements < kFew; });
 }
 
 Result<int> verify_mha(const MhaProblem& problem, const MhaVerification& how) {

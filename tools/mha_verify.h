@@ -5,12 +5,12 @@
 #include <string>
 #include <vector>
 
-#include "layer_truth.h"
 #include "mha_operands.h"
 #include "mha_problem.h"
 #include "report.h"
 #include "selection.h"
-#include "verify.h"
+#include "testing/errors.h"
+#include "testing/layer_truth.h"
 
 namespace polyhead::tools {
 
@@ -29,16 +29,10 @@ class MhaJudge {
   void add(const LayerTruth& truth, const MhaResults& got);
 
   std::vector<Verdict> verdicts() const;
-  bool passed() const;
-  bool could_be_chance() const;  // more draws will tell
 
  private:
-  struct Judged {
-    Errors errors;
-    int64_t num_elements = 0;
-  };
   bool one_rounding_;  // all weights P are alike, and so is what rounding them to bfloat16 does to gradients
-  std::vector<Judged> judged_;
+  std::vector<Errors> judged_;
 };
 
 struct MhaVerification {

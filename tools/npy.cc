@@ -6,11 +6,12 @@
 #include <optional>
 #include <utility>
 
-#include "elements.h"
 #include "file.h"
-#include "words.h"
+#include "testing/elements.h"
+#include "testing/words.h"
 
 namespace polyhead::tools {
+using namespace testing;
 namespace {
 
 // {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }

@@ -10,28 +10,26 @@
 
 #include "array.h"
 #include "command.h"
-#include "elements.h"
 #include "file.h"
-#include "gradients.h"
 #include "operands.h"
 #include "report.h"
 #include "safetensors.h"
 #include "selection.h"
-#include "sizes.h"
-#include "words.h"
+#include "testing/elements.h"
+#include "testing/sizes.h"
 
 namespace polyhead::tools {
 namespace {
 
 // Tensors that may come from files, with their options.
-struct Operand {
+struct FileOperand {
   const char* name;  // in a safetensors file
   const char* option;
   const char* text;
   Tensor ForwardArgs::*forward;    // what forward takes,
   Tensor BackwardArgs::*backward;  // or, else, what comes in from behind
 };
-constexpr Operand kOperands[] = {
+constexpr FileOperand kOperands[] = {
     {"query", "--query", "[B, Sq, H, D], packed [rows, H, D]; order as --layout", &ForwardArgs::query, nullptr},
     {"key", "--key", "[B, Sk, G, D]", &ForwardArgs::key, nullptr},
     {"value", "--value", "[B, Sk, G, Dv]", &ForwardArgs::value, nullptr},
@@ -63,7 +61,7 @@ Result<Arrays> read_inputs(const RunOptions& options) {
     const auto file = SafetensorsFile::open(options.input);
     if (!file.ok()) return file.status();
     for (const SafetensorsEntry& entry : file->entries()) {
-      const bool used = std::any_of(std::begin(kOperands), std::end(kOperands), [&](const Operand& operand) {
+      const bool used = std::any_of(std::begin(kOperands), std::end(kOperands), [&](const FileOperand& operand) {
         return entry.name == operand.name && (operand.forward != nullptr || options.gradients);
       });
       if (!used) {
@@ -99,7 +97,8 @@ Result<Tensor> heads_view(const Tensor& stored, Layout layout, bool packed, cons
   if (stored.ndim != (packed ? 3 : 4)) {
     return invalid(fmt::format("{} has shape {}, must have {} dims", name, dims_text(stored), packed ? 3 : 4));
   }
-  if (layout == Layout::kQkv || layout == Layout::kStrided || (packed && layout == Layout::kSbhd)) {
+  if ((layout != Layout::kBshd && layout != Layout::kBhsd && layout != Layout::kSbhd) ||
+      (packed && layout == Layout::kSbhd)) {
     return invalid("--layout of operands from files must be bshd, bhsd or sbhd (packed: bshd or bhsd)");
   }
   Tensor view = stored;
@@ -152,7 +151,7 @@ class Request {
       return invalid("packed operands from files: give query, key, value, cu_seqlens_q and cu_seqlens_k, and no sizes");
     }
     if (Status s = take_dtype(); !s.ok()) return s;
-    for (const Operand& operand : kOperands) {
+    for (const FileOperand& operand : kOperands) {
       if (const auto array = arrays_.find(operand.name); array != arrays_.end()) {
         if (Status s = take(operand, array->second); !s.ok()) return s;
       }
@@ -173,7 +172,7 @@ class Request {
     return {};
   }
 
-  Status take(const Operand& operand, const Array& array) {
+  Status take(const FileOperand& operand, const Array& array) {
     AttentionDesc& desc = problem.desc;
     const std::string_view name = operand.name;
     const bool is_bias = name == "attn_bias";
@@ -255,13 +254,13 @@ std::vector<Cell> tensor_row(const std::string& name, const Tensor& tensor) {
   return row;
 }
 
-NamedTensors named(const Outputs& outputs, const Gradients& gradients, bool logsumexp) {
-  NamedTensors tensors = {{"out", outputs.out}};
-  if (logsumexp) tensors.emplace_back("logsumexp", outputs.logsumexp);
-  if (outputs.weights.given()) tensors.emplace_back("weights", outputs.weights);
-  if (outputs.column_sums.given()) tensors.emplace_back("column_sums", outputs.column_sums);
-  for (size_t n = 0; n < kNumGradients; ++n) {
-    if (gradients.of[n].given()) tensors.emplace_back(kGradients[n].name, gradients.of[n]);
+NamedTensors named(const ForwardArgs& forward, const BackwardArgs& backward, bool logsumexp) {
+  NamedTensors tensors = {{"out", forward.out}};
+  if (logsumexp) tensors.emplace_back("logsumexp", forward.logsumexp);
+  if (forward.weights.given()) tensors.emplace_back("weights", forward.weights);
+  if (forward.column_sums.given()) tensors.emplace_back("column_sums", forward.column_sums);
+  for (const GradientName& gradient : kGradients) {
+    if ((backward.*gradient.tensor).given()) tensors.emplace_back(gradient.name, backward.*gradient.tensor);
   }
   return tensors;
 }
@@ -278,48 +277,33 @@ class Timer {
 };
 
 struct Computed {
-  Inputs inputs;
-  Outputs outputs;
-  Gradients gradients;
+  ForwardArgs forward;
+  BackwardArgs backward;
   std::string time;
 };
 
-Status compute_gradients(const Request& request, const Plan& planned, const ForwardArgs& forward, Computed& computed) {
-  const Problem& problem = request.problem;
-  if (problem.accumulate) return invalid("--accumulate: a run has no gradients to add to; leave it out");
-  const auto needs = needed_gradients(problem);
-  if (!needs.ok()) return needs.status();
-  const auto incoming = random_incoming(problem, planned.desc(), request.incoming);
-  if (!incoming.ok()) return incoming.status();
-  auto gradients = new_gradients(problem, planned.desc(), *needs);
-  if (!gradients.ok()) return gradients.status();
-  computed.gradients = std::move(*gradients);
-  BackwardArgs args = backward_args(forward, *incoming, false);
-  computed.gradients.give_to(args);
-  const auto workspace = give_workspace(planned.backward_workspace_bytes(), args.forward);
+Status compute_gradients(const Request& request, const Plan& planned, Operands& operands, Computed& computed) {
+  if (request.problem.accumulate) return invalid("--accumulate: a run has no gradients to add to; leave it out");
+  const auto args = operands.backward(request.problem, request.incoming);
+  if (!args.ok()) return args.status();
+  computed.backward = *args;
+  const auto workspace = give_workspace(planned.backward_workspace_bytes(), computed.backward.forward);
   if (!workspace.ok()) return workspace.status();
   const Timer timer;
-  if (Status s = planned.backward(args); !s.ok()) return s;
+  if (Status s = planned.backward(computed.backward); !s.ok()) return s;
   computed.time += " forward, " + timer.text() + " backward";
   return {};
 }
 
-Status compute(const Request& request, const Plan& planned, bool gradients, Computed& computed) {
-  const Problem& problem = request.problem;
-  auto inputs = random_inputs(problem, request.preset);
-  if (!inputs.ok()) return inputs.status();
-  computed.inputs = std::move(*inputs);
-  auto outputs = new_outputs(planned.desc(), problem.logsumexp || gradients, problem.layout, problem.seed);
-  if (!outputs.ok()) return outputs.status();
-  computed.outputs = std::move(*outputs);
-  ForwardArgs args = computed.inputs.args;
-  computed.outputs.give_to(args);
-  const auto workspace = give_workspace(planned.workspace_bytes(), args);
+Status compute(const Request& request, const Plan& planned, bool gradients, Operands& operands, Computed& computed) {
+  computed.forward = operands.forward();
+  if (!request.problem.logsumexp && !gradients) computed.forward.logsumexp = {};
+  const auto workspace = give_workspace(planned.workspace_bytes(), computed.forward);
   if (!workspace.ok()) return workspace.status();
   const Timer timer;
-  if (Status s = planned.forward(args); !s.ok()) return s;
+  if (Status s = planned.forward(computed.forward); !s.ok()) return s;
   computed.time = timer.text();
-  return gradients ? compute_gradients(request, planned, args, computed) : Status();
+  return gradients ? compute_gradients(request, planned, operands, computed) : Status();
 }
 
 Result<int> run(const RunOptions& options, const std::vector<std::string>& words) {
@@ -345,8 +329,10 @@ Result<int> run(const RunOptions& options, const std::vector<std::string>& words
   plan_options.where.executor = threads->front().executor;
   const auto planned = plan(packed_here ? problem_desc(problem) : problem.desc, plan_options);
   if (!planned.ok()) return planned.status();
+  auto operands = Operands::create(problem, request.preset);
+  if (!operands.ok()) return operands.status();
   Computed computed;
-  if (Status s = compute(request, *planned, options.gradients, computed); !s.ok()) return s;
+  if (Status s = compute(request, *planned, options.gradients, *operands, computed); !s.ok()) return s;
 
   Report report;
   report.facts = {{"problem", problem_line(problem)},
@@ -354,7 +340,7 @@ Result<int> run(const RunOptions& options, const std::vector<std::string>& words
                   {"threads", fmt::format("{}", threads->front().count)},
                   {"time", computed.time + (options.gradients ? " (one call each, cold)" : " (one call, cold)")}};
   report.columns = {"tensor", "shape", "dtype", "fnv1a", "min", "mean", "max", "nan"};
-  const NamedTensors results = named(computed.outputs, computed.gradients, problem.logsumexp);
+  const NamedTensors results = named(computed.forward, computed.backward, problem.logsumexp);
   for (const auto& [name, tensor] : results) report.rows.push_back(tensor_row(name, tensor));
   if (!options.out.empty()) {
     if (Status s = write_arrays(options.out, results, options.force); !s.ok()) return s;

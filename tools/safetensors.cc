@@ -8,9 +8,10 @@
 #include <tuple>
 #include <utility>
 
-#include "words.h"
+#include "testing/words.h"
 
 namespace polyhead::tools {
+using namespace testing;
 namespace {
 
 using nlohmann::json;

@@ -8,8 +8,7 @@
 
 #include "file.h"
 #include "polyhead/kernels.h"
-#include "sizes.h"
-#include "words.h"
+#include "testing/sizes.h"
 
 namespace polyhead::tools {
 namespace {

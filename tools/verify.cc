@@ -1,15 +1,14 @@
 // polyhead verify: kernels against the reference.
-#include "verify.h"
-
 #include <fmt/format.h>
 
 #include <memory>
 
 #include "command.h"
 #include "findings.h"
+#include "operands.h"
 #include "progress.h"
 #include "selection.h"
-#include "words.h"
+#include "testing/judge.h"
 
 namespace polyhead::tools {
 namespace {
@@ -23,73 +22,6 @@ struct VerifyOptions {
   CLI::Option* seed_option = nullptr;
 };
 
-// What one kernel computes on one number of threads, or why it cannot.
-struct Contender {
-  std::string kernel;  // "": the best
-  const Threads* threads = nullptr;
-  std::string refusal = {};
-};
-
-Result<Plan> plan_of(const AttentionDesc& desc, Contender& contender) {
-  PlanOptions options;
-  options.kernel = contender.kernel;
-  options.where.executor = contender.threads->executor;
-  auto planned = plan(desc, options);
-  if (planned.ok()) {
-    contender.kernel = planned->kernel_name();
-  } else {
-    contender.refusal = planned.status().message();
-  }
-  return planned;
-}
-
-Status compute(const Problem& problem, const Truth& truth, Contender& contender, Judge& judge) {
-  const AttentionDesc& desc = truth.inputs.desc;
-  const auto planned = plan_of(desc, contender);
-  if (!planned.ok()) return {};
-  const auto outputs = new_outputs(desc, true, problem.layout, problem.seed);
-  if (!outputs.ok()) return outputs.status();
-  ForwardArgs args = truth.inputs.args;
-  outputs->give_to(args);
-  const auto workspace = give_workspace(planned->workspace_bytes(), args);
-  if (!workspace.ok()) return workspace.status();
-  if (Status s = planned->forward(args); !s.ok()) return s;
-  judge.add(truth, *outputs);
-  return {};
-}
-
-Status compute(const Problem& problem, const GradientTruth& truth, Contender& contender, Judge& judge) {
-  const AttentionDesc& desc = truth.inputs.desc;
-  const auto planned = plan_of(desc, contender);
-  if (!planned.ok()) return {};
-  const auto gradients = new_gradients(problem, desc, truth.needs);
-  if (!gradients.ok()) return gradients.status();
-  BackwardArgs args = backward_args(problem, truth);
-  gradients->give_to(args);
-  const auto workspace = give_workspace(planned->backward_workspace_bytes(), args.forward);
-  if (!workspace.ok()) return workspace.status();
-  if (Status s = planned->backward(args); !s.ok()) return s;
-  judge.add(truth, *gradients);
-  return {};
-}
-
-// Judges the kernel on the problem's operands, and on others where its errors could be bad luck.
-template <class Truth>
-Status judge_kernel(const Problem& problem, const Truth& truth, Result<Truth> (*compute_truth_of)(const Problem&),
-                    Contender& contender, Judge& judge) {
-  if (Status s = compute(problem, truth, contender, judge); !s.ok()) return s;
-  const AttentionDesc& desc = truth.inputs.desc;
-  const int64_t num_rows = (desc.packed ? 1 : desc.batch) * desc.num_heads * desc.seqlen_q;
-  Problem again = problem;
-  for (int64_t n = 0; n < num_redraws(num_rows) && !judge.passed() && judge.could_be_chance(); ++n) {
-    again.seed = redraw_seed(problem.seed, n);
-    const auto redrawn = compute_truth_of(again);
-    if (!redrawn.ok()) return redrawn.status();
-    if (Status s = compute(again, *redrawn, contender, judge); !s.ok()) return s;
-  }
-  return {};
-}
-
 class Verification {
  public:
   Verification(const VerifyOptions& options, std::vector<std::string> kernels, std::vector<Threads> threads)
@@ -100,7 +32,13 @@ class Verification {
 
   Status add(const Problem& problem) {
     if (const Status s = explain(problem_desc(problem)).status; s.code() == StatusCode::kInvalidArgument) return s;
-    return gradients_ ? add(problem, compute_gradient_truth) : add(problem, compute_truth);
+    if (Status s = check_memory(problem); !s.ok()) return s;
+    if (!gradients_) return judge_all(problem, problem_line(problem), forward_draws(problem));
+    const auto needs = needed_gradients(problem);
+    if (!needs.ok()) return needs.status();
+    Problem needed = problem;
+    needed.needs = *needs;
+    return judge_all(needed, problem_line(problem), backward_draws(needed));
   }
 
   int num_failed() const { return findings_.num_failed(); }
@@ -112,31 +50,25 @@ class Verification {
   }
 
  private:
-  template <class Truth>
-  Status add(const Problem& problem, Result<Truth> (*compute_truth_of)(const Problem&)) {
-    const auto truth = compute_truth_of(problem);
-    if (!truth.ok()) return truth.status();
-    for (const std::string& kernel : kernels_) {
+  // Every kernel on every number of threads, on the same draws.
+  template <class Draw>
+  Status judge_all(const Problem& problem, const std::string& line, const std::vector<Draw>& draws) {
+    for (const std::string& name : kernels_) {
       for (const Threads& threads : threads_) {
-        Contender contender{kernel, &threads};
-        Judge judge;
-        if (Status s = judge_kernel(problem, *truth, compute_truth_of, contender, judge); !s.ok()) return s;
-        count(problem, contender, judge);
+        const auto chosen = choose_kernel(draws.front().desc, name);
+        if (!chosen.ok()) {
+          findings_.add_refused(line, name, threads.count, chosen.status().message());
+          continue;
+        }
+        RunOptions options = run_options(problem);
+        options.executor = threads.executor;
+        const Judge judge = judged(**chosen, problem, draws, options);
+        findings_.add(line, (*chosen)->name, threads.count, judge.verdicts(),
+                      fmt::format("polyhead verify{} {} --kernel {} --threads {}", gradients_ ? " --gradients" : "",
+                                  line, (*chosen)->name, threads.count));
       }
     }
     return {};
-  }
-
-  void count(const Problem& problem, const Contender& contender, const Judge& judge) {
-    const std::string line = problem_line(problem);
-    const int threads = contender.threads->count;
-    if (!contender.refusal.empty()) {
-      findings_.add_refused(line, contender.kernel, threads, contender.refusal);
-    } else {
-      findings_.add(line, contender.kernel, threads, judge.verdicts(),
-                    fmt::format("polyhead verify{} {} --kernel {} --threads {}", gradients_ ? " --gradients" : "", line,
-                                contender.kernel, threads));
-    }
   }
 
   std::vector<std::string> kernels_;
@@ -151,10 +83,6 @@ Result<int> verify_random(const VerifyOptions& options, Verification verificatio
   int64_t done = 0;
   for (; done < options.num_random && verification.num_failed() < kMaxFailures; ++done) {
     Problem problem = random_problem(options.seed + static_cast<uint64_t>(done));
-    if (!options.gradients) {
-      problem.needs = kAllGradients;  // which say nothing about forward
-      problem.accumulate = false;
-    }
     progress.show(done, problem_line(problem));
     if (Status s = verification.add(problem); !s.ok()) {
       return Status(s.code(), fmt::format("random problem '{}': {}", problem_line(problem), s.message()));
@@ -177,7 +105,7 @@ Result<int> verify(const VerifyOptions& options, std::vector<std::string> words)
   Verification verification(options, std::move(*kernels), std::move(*threads));
   if (options.num_random > 0) {
     if (words.empty() && options.suites.empty()) return verify_random(options, std::move(verification), *format);
-    return invalid("--random draws its problems itself; leave problems and their options away");
+    return invalid("--random draws its problems itself; leave out problems and their options");
   }
   if (options.seed_option->count() > 0) words.push_back(fmt::format("--seed={}", options.seed));
   const auto problems = select_problems(words, options.suites);

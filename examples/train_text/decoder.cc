@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "rows.h"
-#include "tools/random.h"
+#include "testing/random.h"
 
 namespace polyhead::demo {
 
@@ -97,7 +97,7 @@ Result<std::string> sample(const ModelDesc& desc, const ModelParameters& paramet
     if (Status status = decoder->read(static_cast<uint8_t>(c)); !status.ok()) return status;
   }
   std::string text;
-  tools::Random random(seed, 0);
+  testing::Random random(seed, 0);
   std::vector<double> weights(static_cast<size_t>(kNumBytes));
   for (int64_t n = 0; n < num_bytes; ++n) {
     const float* logits = decoder->logits();

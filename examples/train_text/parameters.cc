@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "polyhead/weights.h"
-#include "tools/random.h"
+#include "testing/random.h"
 
 namespace polyhead::demo {
 namespace {
@@ -65,7 +65,7 @@ void Parameters::initialize(uint64_t seed, float* memory) const {
       std::fill_n(to, parameter.size(), factor ? 1.0f : 0.0f);
       continue;
     }
-    tools::Random random(seed, i);
+    testing::Random random(seed, i);
     const bool adds_to_x = ends_with(parameter.name, "c_proj.weight");
     const double deviation = adds_to_x ? 0.02 / std::sqrt(2 * static_cast<double>(num_layers_)) : 0.02;
     for (int64_t n = 0; n < parameter.size(); ++n) to[n] = static_cast<float>(deviation * random.normal());

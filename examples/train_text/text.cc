@@ -11,8 +11,8 @@
 #include <system_error>
 #include <utility>
 
+#include "testing/random.h"
 #include "tools/file.h"
-#include "tools/random.h"
 
 namespace polyhead::demo {
 namespace {
@@ -102,7 +102,7 @@ Result<Text> read_text(const std::string& path, int64_t context) {
 }
 
 Batch training_batch(const Text& text, const ModelDesc& desc, uint64_t seed, int64_t step) {
-  tools::Random random(seed, static_cast<uint64_t>(step));
+  testing::Random random(seed, static_cast<uint64_t>(step));
   Batch batch;
   for (int64_t b = 0; b < desc.batch; ++b) {
     const int64_t start = random.below(static_cast<int64_t>(text.train.size()) - desc.context);

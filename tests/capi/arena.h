@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "../guard.h"
+#include "testing/guard.h"
 
 namespace polyhead::testing {
 

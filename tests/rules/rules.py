@@ -37,11 +37,12 @@ MAY_INCLUDE = {
     "src/layer/": ("core/", "contract/", "attention/", "linear/", "layer/", "polyhead/"),
     "src/graph/": ("graph/", "polyhead/"),
     "src/capi/": ("capi/", "core/", "polyhead/"),
-    # `verify` needs the yardstick of error, `bench` the machine's peak.
-    # An example shows what anybody can write; the file formats are the command's.
-    "examples/": ("polyhead/", "tools/", "CLI/", "fmt/"),
-    "tools/": ("tools/", "core/", "contract/sequences.h", "reference/attention.h", "cpu/attention/kernels.h", "polyhead/",
-               "CLI/", "fmt/", "nlohmann/"),
+    # The testing library knows no command, and no kernel but the yardstick of error.
+    "testing/": ("testing/", "core/", "contract/kernel.h", "reference/attention.h", "polyhead/"),
+    # An example shows what anybody can write; the file formats are the command's. `bench` needs the machine's peak.
+    "examples/": ("polyhead/", "tools/", "testing/random.h", "CLI/", "fmt/"),
+    "tools/": ("tools/", "testing/", "core/", "contract/sequences.h", "cpu/attention/kernels.h", "polyhead/", "CLI/",
+               "fmt/", "nlohmann/"),
     "python/src/": ("polyhead/", "nanobind/", "numpy/"),
 }
 INTRINSICS = re.compile(r"#\s*(el)?if.*__(AVX|FMA|F16C|SSE|ARM_)|<\w*intrin\.h>|\b_mm\d*_\w+|\b__m(128|256|512)")

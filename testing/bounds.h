@@ -1,0 +1,82 @@
+// What a kernel's errors are held to, beside the 4 ulp (errors.h): docs/semantics.md's factors, and how far errors
+// depend on one another.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <string_view>
+
+#include "polyhead/attention.h"
+#include "testing/errors.h"
+
+namespace polyhead::testing {
+
+struct ForwardBounds {
+  Bound out, logsumexp, weights, column_sums;
+};
+
+// Whether operands of N(0, 1) give scores so alike that every weight is near 1 / keys.
+inline bool has_equal_weights(const AttentionDesc& desc) {
+  const auto dim = static_cast<double>(desc.head_dim);
+  return dim == 0 || std::fabs(desc.scale.value_or(1 / std::sqrt(dim))) * std::sqrt(dim) < 0.1;
+}
+
+// Whether a kernel multiplies bfloat16 in pairs: P, and in backward dS, are rounded to bfloat16 before they meet a matrix.
+inline bool multiplies_pairs(std::string_view kernel, const AttentionDesc& desc) {
+  return desc.dtype == DType::kBFloat16 && kernel.find("bf16") != std::string_view::npos;
+}
+
+inline constexpr double kRmse = 1.1;
+
+// same: every weight of a row is the same number. shifted: all logits are large beside their differences, so that the
+// rounding of the scale is one error of every L.
+inline ForwardBounds forward_bounds(const AttentionDesc& desc, bool same, bool shifted, bool pairs) {
+  const auto dim_v = static_cast<double>(std::max<int64_t>(desc.head_dim_v, 1));
+  const auto keys = static_cast<double>(std::max<int64_t>(desc.seqlen_k, 1));
+  // Elements of a row share a softmax, and so its errors, but not the rounding to a half type, which outweighs those,
+  // unless a row's weights are rounded to bfloat16 before they meet V. Equal weights are the same sum of values for all
+  // queries that share a head of them.
+  const bool halves = out_dtype(desc) == DType::kFloat16 || out_dtype(desc) == DType::kBFloat16;
+  const double group =
+      static_cast<double>(desc.num_heads) / static_cast<double>(std::max<int64_t>(desc.num_heads_kv, 1));
+  const double rows = same                      ? HUGE_VAL
+                      : has_equal_weights(desc) ? group * static_cast<double>(std::max<int64_t>(desc.seqlen_q, 1))
+                                                : 1;
+  const bool half_weights = desc.dtype == DType::kFloat16 || desc.dtype == DType::kBFloat16;
+  return {{2, kRmse, halves && !pairs ? rows : rows * dim_v},
+          {2, kRmse, same || shifted ? HUGE_VAL : 1},
+          {2, kRmse,
+           same           ? HUGE_VAL
+           : half_weights ? 1
+                          : keys},
+          {2, kRmse, same ? HUGE_VAL : keys}};
+}
+
+// Of query, key, value, attn_bias and alibi_slopes.
+inline std::array<Bound, 5> gradient_bounds(const AttentionDesc& desc, bool same, bool pairs) {
+  const auto dim = static_cast<double>(std::max<int64_t>(desc.head_dim, 1));
+  const auto dim_v = static_cast<double>(std::max<int64_t>(desc.head_dim_v, 1));
+  const auto keys = static_cast<double>(std::max<int64_t>(desc.seqlen_k, 1));
+  const auto queries = static_cast<double>(std::max<int64_t>(desc.num_heads * desc.seqlen_q, 1));
+  // Elements of a row share the errors of its dS. Keys share those that belong to a query: of exp(-L) and rowsum dO O.
+  const double sharing = std::max(1.0, keys * static_cast<double>(desc.num_heads_kv) / queries);
+  return {{{3, kRmse, dim},
+           {3, kRmse, dim * sharing},
+           {3, kRmse, pairs && (same || has_equal_weights(desc)) ? HUGE_VAL : dim_v * sharing},
+           {3, kRmse, keys},
+           {3, kRmse, 1}}};
+}
+
+// Rows that a layer is judged by: what it errs by on average is not computed (deviation.h), so that there be more.
+inline constexpr int64_t kLayerRows = 1024;
+
+// Of a layer's result, where the roundings of q, k, v and O on the way add to those of attention. Elements of a row, and
+// rows of a head, share most of them; gradients of a bias and of slopes are sums over these.
+inline Bound layer_bound(std::string_view result, double dependent = 64) {
+  const bool sums = result == "grad_attn_bias" || result == "grad_alibi_slopes";
+  return {result.starts_with("grad_") ? 3.0 : 2.0, 2, sums ? 1 : dependent};
+}
+
+}  // namespace polyhead::testing

@@ -1,0 +1,391 @@
+#include "testing/deviation.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "testing/scores.h"
+
+namespace polyhead::testing {
+namespace {
+
+double squared(double x) { return x * x; }
+
+// The variance of an error that is uniform up to `most` of a number whose leading digits are distributed as 1 / x: the
+// mean of 1 / x^2 over [1, 2) is then 0.54.
+double rounding(double most) { return most * most / 3 * 0.54; }
+
+// What one operation errs by, of its result squared.
+double one_operation(const AttentionDesc& desc) { return rounding(desc.dtype == DType::kFloat64 ? 0x1p-53 : 0x1p-24); }
+
+// Rounding to bfloat16, which has 8 digits.
+const double kPairs = rounding(0x1p-8);
+
+bool has_pairs(const AttentionDesc& desc) { return desc.dtype == DType::kBFloat16; }
+
+Array like(const Array& a) { return a.given() ? Array(DType::kFloat64, a.dims) : Array(); }
+
+double* data(Array& a) { return reinterpret_cast<double*>(a.bytes.data()); }
+
+// Dots of one row with columns [dim, count]: each with the sum of the squares of what its operations gave.
+class Dots {
+ public:
+  void compute(const double* row, const double* columns, int64_t dim, int64_t count) {
+    sums.assign(static_cast<size_t>(count), 0);
+    squares.assign(static_cast<size_t>(count), 0);
+    for (int64_t c = 0; c < dim; ++c) {
+      for (int64_t j = 0; j < count; ++j) {
+        const double product = row[c] * columns[c * count + j];
+        sums[j] += product;
+        squares[j] += product * product + sums[j] * sums[j];
+      }
+    }
+  }
+
+  std::vector<double> sums, squares;
+};
+
+// The scores of a row and the variance of their errors.
+class ScoreErrors {
+ public:
+  ScoreErrors(const AttentionDesc& desc, const Inputs& in, const Visibility& seen)
+      : d_(desc), scores_(desc, in, seen), e_(one_operation(desc)) {}
+
+  Scores<double>& scores() { return scores_; }
+  const Scores<double>& scores() const { return scores_; }
+
+  void row(int64_t b, int64_t h, int64_t i) {
+    scores_.dots(b, h, i);
+    const double* Q = scores_.Q().data() + scores_.q_row(b, h, i) * d_.head_dim;
+    dots_.compute(Q, scores_.keys_by_dim(), d_.head_dim, scores_.num_keys());
+  }
+
+  // X = scale * dot, with a scale that is rounded itself.
+  double of_X(int64_t j) const {
+    return e_ * squared(scores_.scale()) * (dots_.squares[j] + 2 * squared(dots_.sums[j]));
+  }
+
+  // S: tanh within some ulp, then whatever is added.
+  double of_S(int64_t j, const Scores<double>::Score& score) const {
+    const double X = of_X(j), S = 3 * e_ * squared(score.S);
+    if (d_.softcap == 0) return X + S;
+    return squared(1 - squared(score.t)) * X + 4 * e_ * squared(d_.softcap * score.t) + S;
+  }
+
+  // The exponent S - m, and exp within some ulp; a weight below float32's normal numbers may be taken for 0.
+  double of_exponent(double of_S, double exponent) const {
+    return exponent < -87 ? 1 : of_S + e_ * (2 * squared(exponent) + 4);
+  }
+
+  double operation() const { return e_; }
+
+ private:
+  const AttentionDesc& d_;
+  Scores<double> scores_;
+  const double e_;
+  Dots dots_;
+};
+
+class ForwardErrors {
+ public:
+  ForwardErrors(const AttentionDesc& desc, const Inputs& in, const Visibility& seen, const Outputs& exact)
+      : d_(desc), errors_(desc, in, seen), e_(errors_.operation()), V_(numbers<double>(in.value, false)) {
+    v_.out = like(exact.out);
+    v_.logsumexp = like(exact.logsumexp);
+    v_.weights = like(exact.weights);
+    v_.column_sums = like(exact.column_sums);
+    if (has_pairs(desc)) v_.pairs_out = like(exact.out);
+    column_.resize(static_cast<size_t>(exact.column_sums.size()));
+  }
+
+  ForwardVariance run() {
+    errors_.scores().for_each_row([](int64_t, int64_t) {}, [&](int64_t b, int64_t h, int64_t i) { row(b, h, i); });
+    return std::move(v_);
+  }
+
+ private:
+  struct Key {
+    int64_t j;
+    double P, S, of_S, factor;
+  };
+
+  void row(int64_t b, int64_t h, int64_t i) {
+    const Scores<double>& scores = errors_.scores();
+    errors_.row(b, h, i);
+    keys_.clear();
+    double m = -HUGE_VAL, l = 0, of_l = 0;
+    for (int64_t j = 0; j < scores.num_keys(); ++j) {
+      if (!scores.visible(b, h, i, j)) continue;
+      const auto score = scores.score(b, h, i, j);
+      keys_.push_back({j, 0, score.S, errors_.of_S(j, score), scores.dropout_factor(b, h, i, j)});
+      m = std::max(m, score.S);
+    }
+    if (keys_.empty()) return;
+    for (Key& key : keys_) {
+      key.P = std::exp(key.S - m);
+      key.of_S = errors_.of_exponent(key.of_S, key.S - m);
+      l += key.P;
+      of_l += e_ * squared(l);
+    }
+    of_l = of_l / squared(l) + 2 * e_;  // relative; and of a division
+    double of_L = 0;
+    for (Key& key : keys_) {
+      key.P /= l;
+      of_L += squared(key.P) * key.of_S;
+    }
+    data(v_.logsumexp)[scores.statistic(b, h, i)] = of_L + of_l + 3 * e_ * (squared(m) + squared(std::log(l)) + 1);
+    out(b, h, i, of_l);
+    statistics(b, h, i, of_L + of_l);
+  }
+
+  // dO / dS_j = P_j (f_j V_j - O)
+  void out(int64_t b, int64_t h, int64_t i, double of_l) {
+    const Scores<double>& scores = errors_.scores();
+    const int64_t Dv = d_.head_dim_v;
+    O_.assign(static_cast<size_t>(Dv), 0);
+    sums_.assign(O_.size(), 0);
+    for (const Key& key : keys_) {
+      const double* V = V_.data() + scores.k_row(b, h, key.j) * Dv;
+      for (int64_t c = 0; c < Dv; ++c) {
+        const double term = key.P * key.factor * V[c];
+        O_[c] += term;
+        sums_[c] += e_ * (squared(O_[c]) + squared(term));
+      }
+    }
+    const int64_t first = scores.q_row(b, h, i) * Dv;
+    double* variance = data(v_.out) + first;
+    for (int64_t c = 0; c < Dv; ++c) variance[c] = sums_[c] + squared(O_[c]) * (of_l + e_);
+    for (const Key& key : keys_) {
+      const double* V = V_.data() + scores.k_row(b, h, key.j) * Dv;
+      for (int64_t c = 0; c < Dv; ++c) variance[c] += squared(key.P * (key.factor * V[c] - O_[c])) * key.of_S;
+      if (!v_.pairs_out.given()) continue;
+      double* pairs = data(v_.pairs_out) + first;
+      for (int64_t c = 0; c < Dv; ++c) pairs[c] += kPairs * squared(key.P * key.factor * V[c]);
+    }
+  }
+
+  // dP_j / dS_k = P_j ([j = k] - P_k)
+  void statistics(int64_t b, int64_t h, int64_t i, double of_L) {
+    for (const Key& key : keys_) {
+      const double of_P = squared(key.P) * (std::max((1 - 2 * key.P) * key.of_S, 0.0) + of_L + 2 * e_);
+      if (v_.column_sums.given()) {
+        const int64_t at = (b * d_.num_heads + h) * d_.seqlen_k + key.j;
+        column_[at] += key.P;
+        data(v_.column_sums)[at] += of_P + e_ * squared(column_[at]);
+      }
+      if (!v_.weights.given()) continue;
+      const bool mean = d_.return_weights == ReturnWeights::kMean;
+      const int64_t rows = mean ? b : b * d_.num_heads + h;
+      const double part = squared(key.factor / (mean ? static_cast<double>(d_.num_heads) : 1));
+      data(v_.weights)[(rows * d_.seqlen_q + i) * d_.seqlen_k + key.j] += part * (of_P + 3 * e_ * squared(key.P));
+    }
+  }
+
+  const AttentionDesc& d_;
+  ScoreErrors errors_;
+  const double e_;
+  const Numbers<double> V_;
+  ForwardVariance v_;
+  std::vector<Key> keys_;  // that the row sees
+  Numbers<double> O_, sums_, column_;
+};
+
+class BackwardErrors {
+ public:
+  BackwardErrors(const AttentionDesc& desc, const BackwardInputs& in, const Visibility& seen)
+      : d_(desc),
+        in_(in),
+        errors_(desc, in.forward, seen),
+        e_(errors_.operation()),
+        V_(numbers<double>(in.forward.value, false)),
+        dO_(numbers<double>(in.grad_out, false)),
+        O_(numbers<double>(in.out, false)),
+        L_(numbers<double>(in.logsumexp, false)),
+        dL_(numbers<double>(in.grad_logsumexp, false)),
+        delta_(numbers<double>(in.delta, false)) {
+    for (const GradientName& name : kGradients) {
+      v_.arithmetic.*name.gradient = like(in.forward.*name.input);
+      sums_.*name.gradient = like(in.forward.*name.input);
+    }
+    if (!has_pairs(desc)) return;
+    for (int n = 0; n < 3; ++n) v_.pairs.*kGradients[n].gradient = like(in.forward.*kGradients[n].input);
+  }
+
+  GradientVariance run() {
+    if (d_.seqlen_q > 0 && d_.seqlen_k > 0) {
+      Scores<double>& scores = errors_.scores();
+      scores.for_each_row([&](int64_t b, int64_t h) { scores.by_dim(b, h, V_, d_.head_dim_v, V_by_dim_); },
+                          [&](int64_t b, int64_t h, int64_t i) { row(b, h, i); });
+    }
+    finish();
+    return std::move(v_);
+  }
+
+ private:
+  // A pair's dS, and what of it goes through softcap.
+  struct Pair {
+    int64_t j;
+    double P, factor, slope;  // slope = 1 - tanh^2
+    double dS, of_dS;         // without what the row shares
+    double of_dX;             // likewise
+    double of_weight;         // of P, relative
+  };
+
+  void row(int64_t b, int64_t h, int64_t i) {
+    const Scores<double>& scores = errors_.scores();
+    const int64_t Dv = d_.head_dim_v, q = scores.q_row(b, h, i), row = scores.statistic(b, h, i);
+    errors_.row(b, h, i);
+    dP_.compute(dO_.data() + q * Dv, V_by_dim_.data(), Dv, scores.num_keys());
+    delta_of_row_.compute(dO_.data() + q * Dv, O_.size() > 0 ? O_.data() + q * Dv : nullptr, O_.size() > 0 ? Dv : 0, 1);
+    const double rowsum = delta_.size() > 0 ? delta_[row] : delta_of_row_.sums[0];
+    of_rowsum_ = delta_.size() > 0 ? 0 : e_ * delta_of_row_.squares[0];
+    of_L_ = 2 * e_ * squared(L_[row]);
+    const double dL = dL_.size() > 0 ? dL_[row] : 0;
+    pairs_.clear();
+    for (int64_t j = 0; j < scores.num_keys(); ++j) {
+      if (scores.visible(b, h, i, j)) pairs_.push_back(pair(b, h, i, j, L_[row], rowsum, dL));
+    }
+    if (pairs_.empty()) return;  // L is -inf
+    query(b, h, i);
+    key_and_value(b, h, i);
+    if (v_.arithmetic.attn_bias.given()) bias(b, h, i);
+    if (v_.arithmetic.alibi_slopes.given()) slopes(b, h, i);
+  }
+
+  Pair pair(int64_t b, int64_t h, int64_t i, int64_t j, double L, double rowsum, double dL) const {
+    const Scores<double>& scores = errors_.scores();
+    const auto score = scores.score(b, h, i, j);
+    Pair p;
+    p.j = j;
+    p.P = std::exp(score.S - L);
+    p.factor = scores.dropout_factor(b, h, i, j);
+    p.slope = 1 - squared(score.t);
+    p.of_weight = errors_.of_exponent(errors_.of_S(j, score), score.S - L);
+    const double dP = p.factor * dP_.sums[j], terms = dP - rowsum + dL;
+    const double of_terms =
+        e_ * (squared(p.factor) * dP_.squares[j] + squared(dP) + squared(dP - rowsum) + squared(terms));
+    p.dS = p.P * terms;
+    p.of_dS = squared(p.dS) * (p.of_weight + 2 * e_) + squared(p.P) * of_terms;
+    p.of_dX = squared(p.slope) * p.of_dS;
+    if (d_.softcap > 0) {
+      const double of_t = 4 * e_ * squared(score.t) + squared(p.slope / d_.softcap) * errors_.of_X(j);
+      p.of_dX += squared(p.dS) * (4 * squared(score.t) * of_t + 2 * e_);
+    }
+    return p;
+  }
+
+  // What a row's rowsum and L err by is the same for all its keys, and does not average out.
+  void query(int64_t b, int64_t h, int64_t i) {
+    const Scores<double>& scores = errors_.scores();
+    const int64_t D = d_.head_dim, first = scores.q_row(b, h, i) * D;
+    double *sums = data(sums_.query) + first, *variance = data(v_.arithmetic.query) + first;
+    double* rounded = v_.pairs.query.given() ? data(v_.pairs.query) + first : nullptr;
+    of_rowsum_terms_.assign(static_cast<size_t>(D), 0);
+    for (const Pair& p : pairs_) {
+      const double* K = scores.K().data() + scores.k_row(b, h, p.j) * D;
+      const double dX = p.dS * p.slope;
+      for (int64_t c = 0; c < D; ++c) {
+        sums[c] += dX * K[c];
+        of_rowsum_terms_[c] += p.P * p.slope * K[c];
+        variance[c] += p.of_dX * squared(K[c]) + e_ * squared(sums[c]);
+        if (rounded) rounded[c] += kPairs * squared(dX * K[c]);
+      }
+    }
+    for (int64_t c = 0; c < D; ++c) {
+      variance[c] += of_rowsum_ * squared(of_rowsum_terms_[c]) + of_L_ * squared(sums[c]);
+    }
+  }
+
+  void key_and_value(int64_t b, int64_t h, int64_t i) {
+    const Scores<double>& scores = errors_.scores();
+    const int64_t D = d_.head_dim, Dv = d_.head_dim_v, q = scores.q_row(b, h, i);
+    const double *Q = scores.Q().data() + q * D, *dO = dO_.data() + q * Dv;
+    for (const Pair& p : pairs_) {
+      const int64_t k = scores.k_row(b, h, p.j);
+      const double dX = p.dS * p.slope, weight = p.P * p.factor;
+      const double of_dX = p.of_dX + squared(p.slope) * shared(p.P, p.dS);
+      const double of_weight = squared(weight) * (p.of_weight + of_L_ + 2 * e_);
+      add(&Gradients::key, k * D, Q, D, dX, of_dX);
+      add(&Gradients::value, k * Dv, dO, Dv, weight, of_weight);
+    }
+  }
+
+  // gradient[first + c] += factor * x[c]
+  void add(Array Gradients::*gradient, int64_t first, const double* x, int64_t count, double factor, double of_factor) {
+    double *sums = data(sums_.*gradient) + first, *variance = data(v_.arithmetic.*gradient) + first;
+    double* rounded = (v_.pairs.*gradient).given() ? data(v_.pairs.*gradient) + first : nullptr;
+    for (int64_t c = 0; c < count; ++c) {
+      sums[c] += factor * x[c];
+      variance[c] += of_factor * squared(x[c]) + e_ * squared(sums[c]);
+      if (rounded) rounded[c] += kPairs * squared(factor * x[c]);
+    }
+  }
+
+  double shared(double P, double dS) const { return of_rowsum_ * squared(P) + of_L_ * squared(dS); }
+
+  void bias(int64_t b, int64_t h, int64_t i) {
+    const bool one_for_all_keys = in_.forward.attn_bias.dims[3] == 1;
+    double P = 0, dS = 0;
+    for (const Pair& p : pairs_) {
+      const int64_t at = errors_.scores().bias_at(b, h, i, p.j);
+      const double one = 1;
+      add(&Gradients::attn_bias, at, &one, 1, p.dS, p.of_dS + (one_for_all_keys ? 0 : shared(p.P, p.dS)));
+      P += p.P;
+      dS += p.dS;
+      if (one_for_all_keys && &p == &pairs_.back()) data(v_.arithmetic.attn_bias)[at] += shared(P, dS);
+    }
+  }
+
+  void slopes(int64_t b, int64_t h, int64_t i) {
+    const int64_t at = errors_.scores().slope_at(b, h);
+    double P = 0, dS = 0;
+    for (const Pair& p : pairs_) {
+      const double distance = errors_.scores().distance(i, p.j);
+      add(&Gradients::alibi_slopes, at, &distance, 1, p.dS, p.of_dS + e_ * squared(p.dS));
+      P += p.P * distance;
+      dS += p.dS * distance;
+    }
+    data(v_.arithmetic.alibi_slopes)[at] += shared(P, dS);
+  }
+
+  // The scale of query's and key's, and what was there before.
+  void finish() {
+    for (const GradientName& name : kGradients) {
+      Array &variance = v_.arithmetic.*name.gradient, &rounded = v_.pairs.*name.gradient;
+      const bool scaled = name.gradient == &Gradients::query || name.gradient == &Gradients::key;
+      const double factor = scaled ? errors_.scores().scale() : 1;
+      const Array& before = in_.before.*name.gradient;
+      for (int64_t n = 0; n < variance.size(); ++n) {
+        const double sum = factor * data(sums_.*name.gradient)[n];
+        double& v = data(variance)[n];
+        v = squared(factor) * v + 2 * e_ * squared(sum);
+        if (before.given()) v += e_ * squared(sum + before.at(n));
+        if (rounded.given()) data(rounded)[n] *= squared(factor);
+      }
+    }
+  }
+
+  const AttentionDesc& d_;
+  const BackwardInputs& in_;
+  ScoreErrors errors_;
+  const double e_;
+  const Numbers<double> V_, dO_, O_, L_, dL_, delta_;
+  GradientVariance v_;
+  Gradients sums_;  // so far
+  Numbers<double> V_by_dim_, of_rowsum_terms_;
+  Dots dP_, delta_of_row_;
+  double of_rowsum_ = 0, of_L_ = 0;
+  std::vector<Pair> pairs_;  // of the row
+};
+
+}  // namespace
+
+ForwardVariance forward_variance(const AttentionDesc& desc, const Inputs& in, const Visibility& seen,
+                                 const Outputs& exact) {
+  return ForwardErrors(desc, in, seen, exact).run();
+}
+
+GradientVariance backward_variance(const AttentionDesc& desc, const BackwardInputs& in, const Visibility& seen) {
+  return BackwardErrors(desc, in, seen).run();
+}
+
+}  // namespace polyhead::testing

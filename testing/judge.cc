@@ -1,0 +1,215 @@
+#include "testing/judge.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+#include "testing/bounds.h"
+
+namespace polyhead::testing {
+namespace {
+
+template <class... A>
+std::string format(const char* text, A... a) {
+  char buffer[512];
+  std::snprintf(buffer, sizeof buffer, text, a...);
+  return buffer;
+}
+
+std::vector<double> numbers(const Array& a) {
+  std::vector<double> x(static_cast<size_t>(a.size()));
+  for (size_t n = 0; n < x.size(); ++n) x[n] = a.at(static_cast<int64_t>(n));
+  return x;
+}
+
+// Rows of `out` whose logsumexp is -inf must be +0, bit for bit.
+void judge_hidden_rows(const AttentionDesc& desc, const Outputs& got, const Array& exact_logsumexp,
+                       std::vector<std::string>* faults) {
+  const size_t row_bytes = static_cast<size_t>(desc.head_dim_v) * dtype_size_bytes(got.out.dtype);
+  const int64_t batch = desc.packed ? 1 : desc.batch;
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t i = 0; i < desc.seqlen_q; ++i) {
+      for (int64_t h = 0; h < desc.num_heads; ++h) {
+        if (exact_logsumexp.at((b * desc.num_heads + h) * desc.seqlen_q + i) != -HUGE_VAL) continue;
+        const auto* row =
+            got.out.bytes.data() + static_cast<size_t>((b * desc.seqlen_q + i) * desc.num_heads + h) * row_bytes;
+        if (std::any_of(row, row + row_bytes, [](uint8_t byte) { return byte != 0; })) {
+          return faults->push_back(format("out: the row of batch %lld, query %lld, head %lld sees no key and is not 0",
+                                          static_cast<long long>(b), static_cast<long long>(i),
+                                          static_cast<long long>(h)));
+        }
+      }
+    }
+  }
+}
+
+// The rows of each input that some visible pair reads.
+struct UsedRows {
+  std::vector<uint8_t> of[kNumGradients];
+
+  UsedRows(const AttentionDesc& d, const Inputs& in) {
+    VisibleParts seen(d, in, Visibility(d, in));
+    of[0] = std::move(seen.query);
+    of[1] = of[2] = std::move(seen.key);
+    of[3] = std::move(seen.bias);
+    if (d.alibi_slopes_ndim == 1) {
+      of[4].resize(static_cast<size_t>(d.num_heads));
+      for (size_t n = 0; n < seen.heads.size(); ++n) of[4][n % of[4].size()] |= seen.heads[n];
+    }
+    if (d.alibi_slopes_ndim == 2) of[4] = std::move(seen.heads);
+  }
+};
+
+// Where no visible pair contributes, the gradient is +0 or what was there, bit for bit.
+void check_unused(const char* name, const Array& got, const Array& before, const std::vector<uint8_t>& used,
+                  std::vector<std::string>* faults) {
+  if (used.empty()) return;
+  const size_t row = got.bytes.size() / used.size();
+  const std::vector<uint8_t> zeros(row);
+  for (size_t n = 0; n < used.size(); ++n) {
+    const uint8_t* want = before.given() ? before.bytes.data() + n * row : zeros.data();
+    if (used[n] || std::equal(want, want + row, got.bytes.data() + n * row)) continue;
+    faults->push_back(std::string(name) + ": row " + std::to_string(n) + " takes part in no visible pair, expected " +
+                      (before.given() ? "what was there before" : "+0"));
+    return;
+  }
+}
+
+// A weight below float32's normal numbers may be taken for 0: 4 ulp of 2^-104 are 2^-126, the least of these.
+double weight_magnitude(double P) { return P == 0 ? 0 : std::max(P, 0x1p-104); }
+
+}  // namespace
+
+void add_errors(Errors& errors, const Array& got, const Array& exact, const Array& naive,
+                const std::function<double(int64_t)>& magnitude, const Array* variance, const Array* pairs) {
+  if (!got.given() && !exact.given()) return;
+  if (got.dims != exact.dims) return errors.add_fault(errors.name() + ": wrong dims");
+  std::vector<double> m(static_cast<size_t>(exact.size()));
+  for (size_t n = 0; n < m.size(); ++n) m[n] = magnitude(static_cast<int64_t>(n));
+  const auto given = [](const Array* a) { return a ? numbers(*a) : std::vector<double>(); };
+  errors.add({got.dtype, got.dims, numbers(got), numbers(exact), numbers(naive), m, given(variance), given(pairs)});
+}
+
+Judge::Judge(const Problem& problem, bool pairs) : problem_(problem), pairs_(pairs) {
+  const AttentionDesc desc = problem_desc(problem);
+  const bool capped = desc.softcap > 0 && problem.fill != Fill::kNormal && problem.fill != Fill::kOutliers;
+  const bool shifted = problem.fill == Fill::kShiftUp || problem.fill == Fill::kShiftDown;
+  const bool same = capped || desc.scale.value_or(1) == 0;
+  const ForwardBounds bounds = forward_bounds(desc, same, shifted, pairs);
+  out_ = Errors("out", bounds.out);
+  logsumexp_ = Errors("logsumexp", bounds.logsumexp);
+  weights_ = Errors("weights", bounds.weights);
+  column_sums_ = Errors("column_sums", bounds.column_sums);
+  const auto of = gradient_bounds(desc, same, pairs);
+  for (size_t n = 0; n < kNumGradients; ++n) gradients_[n] = Errors(kGradients[n].name, of[n]);
+}
+
+void Judge::add(const AttentionDesc& desc, const Outputs& got, const Expected& want) {
+  const Outputs &exact = want.exact, &naive = want.naive;
+  const ForwardVariance& variance = want.variance;
+  faults_.insert(faults_.end(), got.faults.begin(), got.faults.end());
+  add_errors(
+      out_, got.out, exact.out, naive.out, [&](int64_t n) { return want.magnitude.at(n); }, &variance.out,
+      pairs_ ? &variance.pairs_out : nullptr);
+  if (got.logsumexp.given()) {
+    // |L| <= largest |S| + log(keys)
+    const double log_keys = std::log(static_cast<double>(desc.seqlen_k) + 1);
+    const Array& L = exact.logsumexp;
+    const auto magnitude = [&](int64_t n) { return std::fabs(L.at(n)) + log_keys; };
+    add_errors(logsumexp_, got.logsumexp, L, naive.logsumexp, magnitude, &variance.logsumexp);
+  }
+  add_errors(
+      weights_, got.weights, exact.weights, naive.weights,
+      [&](int64_t n) { return weight_magnitude(exact.weights.at(n)); }, &variance.weights);
+  add_errors(
+      column_sums_, got.column_sums, exact.column_sums, naive.column_sums,
+      [&](int64_t n) { return weight_magnitude(exact.column_sums.at(n)); }, &variance.column_sums);
+  judge_hidden_rows(desc, got, exact.logsumexp, &faults_);
+}
+
+void Judge::add(const AttentionDesc& desc, const Gradients& got, const ExpectedGradients& want,
+                const BackwardInputs& in) {
+  faults_.insert(faults_.end(), got.faults.begin(), got.faults.end());
+  const UsedRows used(desc, in.forward);
+  for (size_t n = 0; n < kNumGradients; ++n) {
+    const auto gradient = kGradients[n].gradient;
+    const Array &g = got.*gradient, &magnitude = want.magnitude.*gradient;
+    if (!(problem_.needs >> n & 1) || !magnitude.given()) continue;
+    add_errors(
+        gradients_[n], g, want.exact.*gradient, want.naive.*gradient, [&](int64_t at) { return magnitude.at(at); },
+        &(want.variance.arithmetic.*gradient), pairs_ ? &(want.variance.pairs.*gradient) : nullptr);
+    check_unused(kGradients[n].name, g, in.before.*gradient, used.of[n], &faults_);
+  }
+}
+
+std::vector<Verdict> Judge::verdicts() const {
+  std::vector<Verdict> verdicts;
+  for (const std::string& fault : faults_) verdicts.push_back({fault.substr(0, fault.find(':')), NAN, 0, false, fault});
+  const auto add = [&](const Errors& errors) {
+    if (errors.judged()) verdicts.push_back(verdict_of(errors));
+  };
+  for (const Errors* errors : {&out_, &logsumexp_, &weights_, &column_sums_}) add(*errors);
+  for (const Errors& errors : gradients_) add(errors);
+  return verdicts;
+}
+
+std::string Judge::verdict() const {
+  std::string text;
+  for (const std::string& fault : faults_) text += fault + "\n";
+  for (const Errors* errors : {&out_, &logsumexp_, &weights_, &column_sums_}) text += text_of(*errors);
+  for (const Errors& errors : gradients_) text += text_of(errors);
+  return text;
+}
+
+int64_t num_draws(int64_t rows, int64_t enough) {
+  constexpr int64_t kMostDraws = 16;
+  return rows == 0 ? 1 : std::clamp<int64_t>((enough + rows - 1) / rows, 1, kMostDraws);
+}
+
+int64_t num_draws(const AttentionDesc& d) { return num_draws((d.packed ? 1 : d.batch) * d.num_heads * d.seqlen_q); }
+
+uint64_t seed_of_draw(uint64_t seed, int64_t n) { return seed + 1000003 * static_cast<uint64_t>(n); }
+
+std::vector<ForwardDraw> forward_draws(const Problem& problem, int64_t count) {
+  std::vector<ForwardDraw> draws;
+  Problem drawn = problem;
+  if (count == 0) count = num_draws(problem_desc(problem));
+  for (int64_t n = 0; n < count; ++n) {
+    drawn.seed = seed_of_draw(problem.seed, n);
+    Inputs in = random_inputs(drawn);
+    Expected want = expected(problem_desc(drawn), in);
+    draws.push_back({problem_desc(drawn), std::move(in), std::move(want)});
+  }
+  return draws;
+}
+
+std::vector<BackwardDraw> backward_draws(const Problem& problem, int64_t count) {
+  std::vector<BackwardDraw> draws;
+  Problem drawn = problem;
+  if (count == 0) count = num_draws(problem_desc(problem));
+  for (int64_t n = 0; n < count; ++n) {
+    drawn.seed = seed_of_draw(problem.seed, n);
+    BackwardInputs in = random_backward_inputs(drawn);
+    ExpectedGradients want = expected(problem_desc(drawn), in);
+    draws.push_back({problem_desc(drawn), std::move(in), std::move(want)});
+  }
+  return draws;
+}
+
+Judge judged(const Kernel& kernel, const Problem& problem, const std::vector<ForwardDraw>& draws,
+             const RunOptions& options) {
+  Judge judge(problem, multiplies_pairs(kernel.name, problem.desc));
+  for (const ForwardDraw& draw : draws) judge.add(draw.desc, run(kernel, draw.desc, draw.in, options), draw.want);
+  return judge;
+}
+
+Judge judged(const Kernel& kernel, const Problem& problem, const std::vector<BackwardDraw>& draws,
+             const RunOptions& options) {
+  Judge judge(problem, multiplies_pairs(kernel.name, problem.desc));
+  for (const BackwardDraw& draw : draws) {
+    judge.add(draw.desc, run(kernel, draw.desc, draw.in, options, problem.needs), draw.want, draw.in);
+  }
+  return judge;
+}
+
+}  // namespace polyhead::testing

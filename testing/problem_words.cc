@@ -1,0 +1,478 @@
+#include "testing/problem_words.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <initializer_list>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "testing/sizes.h"
+#include "testing/words.h"
+
+namespace polyhead::testing {
+namespace {
+
+constexpr int64_t kMaxDrawnBatch = 10'000'000;  // sequences whose lengths or offsets are drawn
+
+template <class T>
+Status set_number(std::string_view option, std::string_view value, T& out) {
+  const auto number = parse_number<T>(value);
+  if (!number) {
+    const char* kind = std::is_floating_point_v<T> ? "a number"
+                       : std::is_signed_v<T>       ? "an integer"
+                                                   : "an integer >= 0";
+    return invalid(std::string(option) + " is " + quoted(value) + ", must be " + kind);
+  }
+  out = *number;
+  return {};
+}
+
+Status set_switch(std::string_view option, std::string_view value, bool& out) {
+  if (value != "0" && value != "1") return invalid(std::string(option) + " is " + quoted(value) + ", must be 0 or 1");
+  out = value == "1";
+  return {};
+}
+
+template <class T>
+struct Word {
+  const char* text;
+  T value;
+};
+
+template <class T, size_t n>
+Status set_word(std::string_view option, std::string_view value, const Word<T> (&words)[n], T& out) {
+  std::string known;
+  for (const auto& [text, meaning] : words) {
+    if (value == text) {
+      out = meaning;
+      return {};
+    }
+    known += (known.empty() ? "" : ", ") + std::string(text);
+  }
+  return invalid(std::string(option) + " is " + quoted(value) + ", must be one of " + known);
+}
+
+constexpr Word<DType> kDTypes[] = {{"f32", DType::kFloat32},     {"bf16", DType::kBFloat16},
+                                   {"f16", DType::kFloat16},     {"f64", DType::kFloat64},
+                                   {"float32", DType::kFloat32}, {"bfloat16", DType::kBFloat16},
+                                   {"float16", DType::kFloat16}, {"float64", DType::kFloat64}};
+constexpr Word<Align> kAligns[] = {
+    {"unset", Align::kUnset}, {"top_left", Align::kTopLeft}, {"bottom_right", Align::kBottomRight}};
+constexpr Word<Layout> kLayoutNames[] = {
+    {"bshd", Layout::kBshd},         {"bhsd", Layout::kBhsd},       {"sbhd", Layout::kSbhd},
+    {"qkv", Layout::kQkv},           {"strided", Layout::kStrided}, {"transposed", Layout::kTransposed},
+    {"padded", Layout::kPadded},     {"junk", Layout::kJunk},       {"negative", Layout::kNegative},
+    {"expanded", Layout::kExpanded}, {"mixed", Layout::kMixed}};
+constexpr Word<Fill> kFills[] = {{"normal", Fill::kNormal},        {"shift_up", Fill::kShiftUp},
+                                 {"shift_down", Fill::kShiftDown}, {"large", Fill::kLarge},
+                                 {"underflow", Fill::kUnderflow},  {"outliers", Fill::kOutliers}};
+enum class Packed { kNo, kSequences, kRows };
+constexpr Word<Packed> kPackings[] = {{"0", Packed::kNo}, {"1", Packed::kSequences}, {"rows", Packed::kRows}};
+constexpr Word<ReturnWeights> kWeights[] = {
+    {"none", ReturnWeights::kNone}, {"head", ReturnWeights::kPerHead}, {"mean", ReturnWeights::kMean}};
+constexpr Word<MaskKind> kMaskKinds[] = {
+    {"random", MaskKind::kRandom}, {"padding", MaskKind::kPadding}, {"blocks", MaskKind::kBlocks}};
+constexpr Word<int> kAlibis[] = {{"0", 0}, {"head", 1}, {"batch", 2}};
+enum class Lengths { kNone, kQuery, kKey, kBoth };
+constexpr Word<Lengths> kLengths[] = {
+    {"0", Lengths::kNone}, {"q", Lengths::kQuery}, {"k", Lengths::kKey}, {"both", Lengths::kBoth}};
+
+template <class T, size_t n>
+const char* word_of(const Word<T> (&words)[n], T value) {
+  for (const auto& [text, meaning] : words) {
+    if (meaning == value) return text;
+  }
+  return "?";
+}
+
+// "b,1,q,k" or "8,1,512,512": the dims of an operand that broadcasts to [batch, num_heads, seqlen_q, seqlen_k]. A letter
+// stands for the full size, known once the sizes are: -1 until then.
+Status set_dims(std::string_view option, std::string_view value, BroadcastOperand& operand) {
+  const std::vector<std::string> sizes = split(value, ',');
+  const auto bad = [&] {
+    return invalid(std::string(option) + " is " + quoted(value) +
+                   ", must be four sizes as b,h,q,k with 1 where it broadcasts");
+  };
+  if (sizes.size() != 4) return bad();
+  for (size_t i = 0; i < 4; ++i) {
+    const auto number = parse_number<int64_t>(sizes[i]);
+    const bool is_letter = sizes[i] == std::string(1, "bhqk"[i]);
+    if (!is_letter && (!number || *number < 0)) return bad();
+    operand.dims[i] = is_letter ? -1 : *number;
+  }
+  operand.given = true;
+  return {};
+}
+
+// "16,0", as many integers as `to` has.
+Status set_integers(std::string_view option, std::string_view value, const char* form,
+                    std::initializer_list<int64_t*> to) {
+  const std::vector<std::string> integers = split(value, ',');
+  if (integers.size() != to.size()) {
+    return invalid(std::string(option) + " is " + quoted(value) + ", must be " + form);
+  }
+  auto each = integers.begin();
+  for (int64_t* integer : to) {
+    if (Status s = set_number(option, *each++, *integer); !s.ok()) return s;
+  }
+  return {};
+}
+
+Status set_mask(std::string_view value, Problem& problem) {
+  if (const size_t colon = value.find(':'); colon != std::string_view::npos) {
+    const std::string_view kind = value.substr(colon + 1);
+    if (Status s = set_word("--mask's kind", kind, kMaskKinds, problem.mask_kind); !s.ok()) return s;
+    value = value.substr(0, colon);
+  }
+  problem.desc.attn_mask.dtype = DType::kBool;
+  return set_dims("--mask", value, problem.desc.attn_mask);
+}
+
+Status set_packed(std::string_view value, Problem& problem) {
+  Packed packed{};
+  if (Status s = set_word("--packed", value, kPackings, packed); !s.ok()) return s;
+  problem.desc.packed = packed != Packed::kNo;
+  problem.cuts_rows = packed == Packed::kRows;
+  return {};
+}
+
+// "mixed", or with the seed of gaps and of the choice "mixed:7".
+Status set_layout(std::string_view value, Problem& problem) {
+  problem.layout_seed = 0;
+  if (const size_t colon = value.find(':'); colon != std::string_view::npos) {
+    if (Status s = set_number("--layout's seed", value.substr(colon + 1), problem.layout_seed); !s.ok()) return s;
+    value = value.substr(0, colon);
+  }
+  return set_word("--layout", value, kLayoutNames, problem.layout);
+}
+
+Status set_offset(std::string_view value, AttentionDesc& desc) {
+  if (value == "random") {
+    desc.has_query_offsets = true;
+    desc.query_offset.reset();
+    return {};
+  }
+  int64_t offset = 0;
+  if (!parse_number<int64_t>(value)) {
+    return invalid("--query-offset is " + quoted(value) + ", must be an integer or 'random' (one per sequence)");
+  }
+  if (Status s = set_number("--query-offset", value, offset); !s.ok()) return s;
+  desc.query_offset = offset;
+  desc.has_query_offsets = false;
+  return {};
+}
+
+Status set_needs(std::string_view value, GradientSet& needs) {
+  needs = 0;
+  for (const std::string& operand : split(value, ',')) {
+    const auto* found = std::find_if(std::begin(kGradients), std::end(kGradients),
+                                     [&](const GradientName& gradient) { return operand == gradient.operand; });
+    if (found == std::end(kGradients)) {
+      return invalid("--needs has " + quoted(operand) +
+                     ", must be names of query, key, value, attn_bias, alibi_slopes, separated by commas");
+    }
+    needs |= 1U << (found - std::begin(kGradients));
+  }
+  return {};
+}
+
+// Sets one option. The dims of mask and bias are completed once the sizes are known.
+Status apply(std::string_view option, std::string_view value, Problem& problem) {
+  AttentionDesc& desc = problem.desc;
+  if (option == "--dtype") return set_word(option, value, kDTypes, desc.dtype);
+  if (option == "--out-dtype") return set_word(option, value, kDTypes, desc.out_dtype.emplace());
+  if (option == "--grad-dtype") return set_word(option, value, kDTypes, desc.grad_dtype.emplace());
+  if (option == "--causal") return set_switch(option, value, desc.causal);
+  if (option == "--window") {
+    return set_integers(option, value, "LEFT,RIGHT, each -1 (open) or more", {&desc.window_left, &desc.window_right});
+  }
+  if (option == "--align") return set_word(option, value, kAligns, desc.align);
+  if (option == "--query-offset") return set_offset(value, desc);
+  if (option == "--scale") return set_number(option, value, desc.scale.emplace());
+  if (option == "--softcap") return set_number(option, value, desc.softcap);
+  if (option == "--alibi") return set_word(option, value, kAlibis, desc.alibi_slopes_ndim);
+  if (option == "--mask") return set_mask(value, problem);
+  if (option == "--bias") return set_dims(option, value, desc.attn_bias);
+  if (option == "--bias-dtype") return set_word(option, value, kDTypes, desc.attn_bias.dtype);
+  if (option == "--windows") return set_switch(option, value, desc.has_windows);
+  if (option == "--packed") return set_packed(value, problem);
+  if (option == "--dropout") return set_number(option, value, desc.dropout_p);
+  if (option == "--dropout-origin") {
+    DropoutOrigin& origin = desc.dropout_origin;
+    return set_integers(option, value, "HEAD,HEADS,QUERY,KEY",
+                        {&origin.first_head, &origin.num_heads, &origin.first_query, &origin.first_key});
+  }
+  if (option == "--weights") return set_word(option, value, kWeights, desc.return_weights);
+  if (option == "--column-sums") return set_switch(option, value, desc.return_column_sums);
+  if (option == "--logsumexp") return set_switch(option, value, problem.logsumexp);
+  if (option == "--needs") return set_needs(value, problem.needs);
+  if (option == "--accumulate") return set_switch(option, value, problem.accumulate);
+  if (option == "--delta") return set_switch(option, value, problem.delta);
+  if (option == "--repeat-grad-out") return set_number(option, value, problem.repeated_grad_out);
+  if (option == "--fill") return set_word(option, value, kFills, problem.fill);
+  if (option == "--edges") return set_switch(option, value, problem.edges);
+  if (option == "--layout") return set_layout(value, problem);
+  if (option == "--seed") return set_number(option, value, problem.seed);
+  Lengths lengths{};
+  const Status status = set_word(option, value, kLengths, lengths);
+  desc.has_seqlens_q = lengths == Lengths::kQuery || lengths == Lengths::kBoth;
+  desc.has_seqlens_k = lengths == Lengths::kKey || lengths == Lengths::kBoth;
+  return status;
+}
+
+// Values that hold commas themselves are listed with '+'.
+std::vector<std::string> values_of(std::string_view option, std::string_view value) {
+  const bool own_commas = option == "--window" || option == "--mask" || option == "--bias" || option == "--needs" ||
+                          option == "--dropout-origin";
+  return split(value, own_commas ? '+' : ',');
+}
+
+const ProblemOption* find_option(std::string_view name) {
+  for (const ProblemOption& option : problem_options()) {
+    if (name == option.name) return &option;
+  }
+  return nullptr;
+}
+
+void full_sizes(const AttentionDesc& desc, int64_t (&sizes)[4]) {
+  sizes[0] = desc.batch;
+  sizes[1] = desc.num_heads;
+  sizes[2] = desc.seqlen_q;
+  sizes[3] = desc.seqlen_k;
+}
+
+void complete(BroadcastOperand& operand, const AttentionDesc& desc) {
+  int64_t full[4];
+  full_sizes(desc, full);
+  for (int i = 0; i < 4; ++i) {
+    if (operand.dims[i] < 0) operand.dims[i] = full[i];
+  }
+}
+
+// Appends `base` with every combination of sizes; the head dims vary fastest.
+Status append_sizes(const Sizes& sizes, const Problem& base, std::vector<Problem>& problems) {
+  for (const SizePair& batch : sizes[0]) {
+    for (const SizePair& heads : sizes[1]) {
+      for (const SizePair& lengths : sizes[2]) {
+        for (const SizePair& dims : sizes[3]) {
+          if (problems.size() == kMaxProblems) {
+            return invalid("the lists name more than " + std::to_string(kMaxProblems) + " problems");
+          }
+          Problem problem = base;
+          AttentionDesc& desc = problem.desc;
+          desc.batch = batch.first;
+          std::tie(desc.num_heads, desc.num_heads_kv) = heads;
+          std::tie(desc.seqlen_q, desc.seqlen_k) = lengths;
+          std::tie(desc.head_dim, desc.head_dim_v) = dims;
+          const bool draws = desc.packed || desc.has_seqlens_q || desc.has_seqlens_k || desc.has_query_offsets;
+          if (draws && desc.batch > kMaxDrawnBatch) {
+            return invalid("batch is " + std::to_string(desc.batch) + ", must be at most " +
+                           std::to_string(kMaxDrawnBatch) + " with random lengths or offsets");
+          }
+          complete_operands(problem);
+          problems.push_back(problem);
+        }
+      }
+    }
+  }
+  return {};
+}
+
+struct Words {
+  std::vector<std::string> shapes;
+  std::vector<std::pair<std::string, std::vector<std::string>>> options;  // name, values
+};
+
+Status read_words(std::span<const std::string> words, Words& out) {
+  for (size_t i = 0; i < words.size(); ++i) {
+    const std::string& word = words[i];
+    if (word.substr(0, 1) != "-") {
+      out.shapes.push_back(word);
+      continue;
+    }
+    const size_t equals = word.find('=');
+    const std::string name = word.substr(0, equals);
+    const ProblemOption* option = find_option(name);
+    if (option == nullptr) return invalid("unknown option " + quoted(name) + "; --help lists the known ones");
+    std::string value;
+    if (equals != std::string::npos) {
+      value = word.substr(equals + 1);
+    } else if (option->value[0] == '[') {
+      value = std::string(option->value).substr(2);
+      value.pop_back();
+    } else if (i + 1 < words.size()) {
+      value = words[++i];
+    } else {
+      return invalid(name + " needs a value: " + name + " " + option->value);
+    }
+    std::erase_if(out.options, [&](const auto& earlier) { return earlier.first == name; });
+    out.options.emplace_back(name, values_of(name, value));
+  }
+  if (out.shapes.empty()) return invalid("no problem given; name one as BxHxSxD, for example 8x16x512x64");
+  return {};
+}
+
+std::string dims_text(const BroadcastOperand& operand, const AttentionDesc& desc) {
+  int64_t full[4];
+  full_sizes(desc, full);
+  std::string text;
+  for (int i = 0; i < 4; ++i) {
+    const bool as_letter = operand.dims[i] == full[i] && operand.dims[i] != 1;
+    text += (i > 0 ? "," : "") + (as_letter ? std::string(1, "bhqk"[i]) : std::to_string(operand.dims[i]));
+  }
+  return text;
+}
+
+std::string number_text(double value) {
+  std::array<char, 32> text{};
+  const auto result = std::to_chars(text.data(), text.data() + text.size(), value);
+  return {text.data(), result.ptr};
+}
+
+std::string pair_text(int64_t first, int64_t second) {
+  return std::to_string(first) + (second != first ? "/" + std::to_string(second) : "");
+}
+
+}  // namespace
+
+Problem plain_problem() {
+  Problem problem;
+  problem.layout = Layout::kBshd;
+  problem.edges = problem.cuts_rows = false;
+  return problem;
+}
+
+const char* layout_name(Layout layout) { return word_of(kLayoutNames, layout); }
+const char* fill_name(Fill fill) { return word_of(kFills, fill); }
+
+Result<DType> parse_dtype(std::string_view text) {
+  DType dtype{};
+  if (Status s = set_word("dtype", text, kDTypes, dtype); !s.ok()) return s;
+  return dtype;
+}
+
+const char* short_dtype_name(DType dtype) { return word_of(kDTypes, dtype); }
+
+Result<std::vector<Problem>> parse_problems(std::span<const std::string> words) {
+  Words read;
+  if (Status s = read_words(words, read); !s.ok()) return s;
+  std::vector<Problem> bases(1, plain_problem());
+  for (const auto& [option, values] : read.options) {
+    std::vector<Problem> next;
+    for (const Problem& base : bases) {
+      for (const std::string& value : values) {
+        if (next.size() == kMaxProblems) {
+          return invalid("the lists name more than " + std::to_string(kMaxProblems) + " problems");
+        }
+        next.push_back(base);
+        if (Status s = apply(option, value, next.back()); !s.ok()) return s;
+      }
+    }
+    bases = std::move(next);
+  }
+  std::vector<Problem> problems;
+  for (const std::string& text : read.shapes) {
+    Sizes sizes;
+    if (Status s = parse_sizes(text, sizes); !s.ok()) return s;
+    for (const Problem& base : bases) {
+      if (Status s = append_sizes(sizes, base, problems); !s.ok()) return s;
+    }
+  }
+  return problems;
+}
+
+std::vector<std::string> split_words(std::string_view line) {
+  std::vector<std::string> words;
+  bool in_word = false;
+  for (char c : line.substr(0, line.find('#'))) {
+    const bool blank = c == ' ' || c == '\t' || c == '\r' || c == '\n';
+    if (!blank && !in_word) words.emplace_back();
+    if (!blank) words.back() += c;
+    in_word = !blank;
+  }
+  return words;
+}
+
+std::string options_line(const Problem& problem) {
+  const AttentionDesc& desc = problem.desc;
+  std::string line;
+  const auto add = [&](const char* option, const std::string& value = "") {
+    line += std::string(" ") + option + (value.empty() ? "" : " ") + value;
+  };
+  if (desc.dtype != DType::kFloat32) add("--dtype", short_dtype_name(desc.dtype));
+  if (desc.out_dtype) add("--out-dtype", short_dtype_name(*desc.out_dtype));
+  if (desc.grad_dtype) add("--grad-dtype", short_dtype_name(*desc.grad_dtype));
+  if (desc.causal) add("--causal");
+  if (desc.window_left != -1 || desc.window_right != -1) {
+    add("--window", std::to_string(desc.window_left) + "," + std::to_string(desc.window_right));
+  }
+  if (desc.align != Align::kUnset) add("--align", word_of(kAligns, desc.align));
+  if (desc.query_offset) add("--query-offset", std::to_string(*desc.query_offset));
+  if (desc.has_query_offsets) add("--query-offset", "random");
+  if (desc.scale) add("--scale", number_text(*desc.scale));
+  if (desc.softcap != 0) add("--softcap", number_text(desc.softcap));
+  if (desc.alibi_slopes_ndim == 1) add("--alibi");
+  if (desc.alibi_slopes_ndim == 2) add("--alibi=batch");
+  if (desc.attn_mask.given) {
+    const bool random = problem.mask_kind == MaskKind::kRandom;
+    add("--mask",
+        dims_text(desc.attn_mask, desc) + (random ? "" : std::string(":") + word_of(kMaskKinds, problem.mask_kind)));
+  }
+  if (desc.attn_bias.given) add("--bias", dims_text(desc.attn_bias, desc));
+  if (desc.attn_bias.dtype != DType::kFloat32) add("--bias-dtype", short_dtype_name(desc.attn_bias.dtype));
+  if (desc.has_seqlens_q || desc.has_seqlens_k) {
+    add(!desc.has_seqlens_k ? "--lengths=q" : !desc.has_seqlens_q ? "--lengths=k" : "--lengths");
+  }
+  if (desc.has_windows) add("--windows");
+  if (desc.packed) add(problem.cuts_rows ? "--packed=rows" : "--packed");
+  if (desc.dropout_p != 0) add("--dropout", number_text(desc.dropout_p));
+  if (const DropoutOrigin& o = desc.dropout_origin; o != DropoutOrigin()) {
+    std::string text;
+    for (const int64_t n : {o.first_head, o.num_heads, o.first_query, o.first_key}) text += "," + std::to_string(n);
+    add("--dropout-origin", text.substr(1));
+  }
+  if (desc.return_weights != ReturnWeights::kNone) add("--weights", word_of(kWeights, desc.return_weights));
+  if (desc.return_column_sums) add("--column-sums");
+  if (problem.logsumexp) add("--logsumexp");
+  if (problem.needs != kAllGradients) add("--needs", gradient_names(problem.needs));
+  if (problem.accumulate) add("--accumulate");
+  if (problem.delta) add("--delta");
+  if (problem.repeated_grad_out != 0) add("--repeat-grad-out", std::to_string(problem.repeated_grad_out));
+  if (problem.fill != Fill::kNormal) add("--fill", fill_name(problem.fill));
+  if (problem.edges) add("--edges");
+  const std::string layout_seed = problem.layout_seed != 0 ? ":" + std::to_string(problem.layout_seed) : "";
+  if (problem.layout != Layout::kBshd || !layout_seed.empty())
+    add("--layout", layout_name(problem.layout) + layout_seed);
+  if (problem.seed != 1) add("--seed", std::to_string(problem.seed));
+  return line;
+}
+
+std::string problem_line(const Problem& problem) {
+  const AttentionDesc& desc = problem.desc;
+  return std::to_string(desc.batch) + "x" + pair_text(desc.num_heads, desc.num_heads_kv) + "x" +
+         pair_text(desc.seqlen_q, desc.seqlen_k) + "x" + pair_text(desc.head_dim, desc.head_dim_v) +
+         options_line(problem);
+}
+
+std::string forward_command(const std::string& kernel, const Problem& problem) {
+  return "polyhead verify " + problem_line(problem) + " --kernel " + kernel +
+         (problem.name.empty() ? "" : "  # " + problem.name);
+}
+
+std::string backward_command(const std::string& kernel, const Problem& problem) {
+  std::string line = forward_command(kernel, problem);
+  return line.insert(line.find(" --kernel "), " --gradients");
+}
+
+Status set_problem_option(std::string_view option, std::string_view value, Problem& problem) {
+  return apply(option, value, problem);
+}
+
+void complete_operands(Problem& problem) {
+  complete(problem.desc.attn_mask, problem.desc);
+  complete(problem.desc.attn_bias, problem.desc);
+}
+
+}  // namespace polyhead::testing

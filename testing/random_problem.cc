@@ -1,0 +1,140 @@
+// Random problems, of every combination of options.
+#include <initializer_list>
+
+#include "testing/operands.h"
+#include "testing/problem_words.h"
+
+namespace polyhead::testing {
+namespace {
+
+int64_t random_size(Random& random) {
+  constexpr int64_t kEdges[] = {1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129};
+  if (random.chance(0.25)) return kEdges[random.integer(0, 15)];
+  if (random.chance(0.03)) return 0;
+  return random.chance(0.5) ? random.integer(1, 20) : random.integer(1, 130);
+}
+
+int64_t random_dim(Random& random) {
+  if (random.chance(0.02)) return 0;
+  if (random.chance(0.35)) return random.integer(1, 16);
+  if (random.chance(0.3)) return 8 * random.integer(1, 16);
+  return random.chance(0.1) ? random.integer(129, 512) : random.integer(1, 130);
+}
+
+void random_sizes(Random& random, AttentionDesc& d) {
+  constexpr double kMaxWork = 2e6;  // multiplications
+  for (;;) {
+    d.batch = random.chance(0.02) ? 0 : random.integer(1, 4);
+    d.num_heads_kv = random.integer(1, 3);
+    d.num_heads = d.num_heads_kv * random.integer(1, random.chance(0.5) ? 1 : 4);
+    if (random.chance(0.01)) d.num_heads = d.num_heads_kv = 0;
+    d.seqlen_q = random_size(random);
+    d.seqlen_k = random.chance(0.3) ? d.seqlen_q : random_size(random);
+    if (random.chance(0.1)) d.seqlen_q = random.integer(1, 8);
+    if (random.chance(0.03)) d.seqlen_k = random.integer(131, 1100);
+    d.head_dim = random_dim(random);
+    d.head_dim_v = random.chance(0.6) ? d.head_dim : random_dim(random);
+    double work = static_cast<double>(d.head_dim + d.head_dim_v);
+    for (int64_t size : {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k}) work *= static_cast<double>(size);
+    if (work <= kMaxWork) return;
+  }
+}
+
+void random_operand(Random& random, const AttentionDesc& d, BroadcastOperand& operand) {
+  const int64_t full[4] = {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k};
+  operand.given = true;
+  for (int n = 0; n < 4; ++n) operand.dims[n] = random.chance(0.4) ? 1 : full[n];
+}
+
+void random_diagonal(Random& random, AttentionDesc& d) {
+  d.causal = random.chance(0.35);
+  if (random.chance(0.25)) {
+    d.window_left = random.chance(0.3) ? -1 : random.integer(0, random.chance(0.5) ? 10 : 130);
+    d.window_right = random.chance(0.3) ? -1 : random.integer(0, random.chance(0.5) ? 10 : 130);
+    if (random.chance(0.03)) d.window_left = INT64_MAX;
+  }
+  if (random.chance(0.15)) d.alibi_slopes_ndim = static_cast<int>(random.integer(1, 2));
+  switch (random.integer(0, 3)) {
+    case 0: d.align = Align::kTopLeft; break;
+    case 1: d.align = Align::kBottomRight; break;
+    case 2: d.query_offset = random.integer(-d.seqlen_q - 3, d.seqlen_k + 3); break;
+    default: d.has_query_offsets = true; break;
+  }
+}
+
+void random_masks(Random& random, AttentionDesc& d) {
+  constexpr DType kBiasTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64};
+  d.packed = random.chance(0.15);
+  if (d.packed) return;
+  if (random.chance(0.2)) random_operand(random, d, d.attn_mask);
+  d.attn_mask.dtype = DType::kBool;
+  if (random.chance(0.25)) {
+    random_operand(random, d, d.attn_bias);
+    d.attn_bias.dtype = kBiasTypes[random.integer(0, d.dtype == DType::kFloat64 ? 3 : 2)];
+  }
+  d.has_seqlens_q = random.chance(0.15);
+  d.has_seqlens_k = random.chance(0.2);
+  if (random.chance(0.15)) d.return_weights = random.chance(0.5) ? ReturnWeights::kPerHead : ReturnWeights::kMean;
+  d.return_column_sums = random.chance(0.1);
+  d.has_windows = random.chance(0.1);
+}
+
+// What backward alone asks. 3 of 10 problems ask for all gradients there are.
+void random_gradients(Random& random, Problem& p) {
+  if (random.chance(0.7)) {
+    const GradientSet there = gradients_there(p.desc);
+    do {
+      p.needs = static_cast<GradientSet>(random.integer(1, kAllGradients)) & there;
+    } while (p.needs == 0);
+    if (p.needs == there) p.needs = kAllGradients;
+  }
+  p.accumulate = random.chance(0.4);
+  p.logsumexp = random.chance(0.4);
+  p.delta = random.chance(0.1);
+  if (random.chance(0.15)) p.repeated_grad_out = random.chance(0.5) ? 15 : static_cast<unsigned>(random.integer(1, 14));
+}
+
+}  // namespace
+
+Problem random_problem(uint64_t seed) {
+  constexpr DType kTypes[] = {DType::kFloat32,  DType::kFloat32,  DType::kFloat32, DType::kFloat32, DType::kBFloat16,
+                              DType::kBFloat16, DType::kBFloat16, DType::kFloat16, DType::kFloat16, DType::kFloat64};
+  constexpr double kScales[] = {0, 1, -0.5, 0.01, 0.25};
+  constexpr double kSoftcaps[] = {0.5, 5, 30, 50};
+  constexpr double kDropouts[] = {1e-6, 0.1, 0.5, 0.9, 1};
+  Random random(seed);
+  Problem p;
+  p.name = "random_" + std::to_string(seed);
+  p.seed = seed;
+  p.fill = random.chance(0.6) ? Fill::kNormal : static_cast<Fill>(random.integer(1, 5));
+  AttentionDesc& d = p.desc;
+  d.dtype = kTypes[random.integer(0, 9)];
+  random_sizes(random, d);
+  random_diagonal(random, d);
+  random_masks(random, d);
+  if (random.chance(0.25)) d.scale = kScales[random.integer(0, 4)];
+  if (random.chance(0.15)) d.softcap = kSoftcaps[random.integer(0, 3)];
+  if (random.chance(0.15)) d.dropout_p = kDropouts[random.integer(0, 4)];
+  p.layout = random.chance(0.5) ? Layout::kMixed : static_cast<Layout>(random.integer(0, kNumLayouts - 1));
+  p.edges = random.chance(0.8);
+  p.mask_kind = static_cast<MaskKind>(random.integer(0, 2));
+  p.cuts_rows = !d.packed || random.chance(0.7);
+  random_gradients(random, p);
+  if (d.dropout_p > 0 && random.chance(0.4)) {
+    d.dropout_origin = {random.integer(0, 50), d.num_heads + random.integer(0, 5), random.integer(0, 300),
+                        8 * random.integer(0, 40)};
+  }
+  const bool half = d.dtype == DType::kBFloat16 || d.dtype == DType::kFloat16;
+  if (half && random.chance(0.25)) d.out_dtype = DType::kFloat32;
+  if (half && random.chance(0.25)) d.grad_dtype = DType::kFloat32;
+  return p;
+}
+
+Problem with_random_gradients(const Problem& forward) {
+  Random random(forward.seed, streams::kGradientsData);
+  Problem p = forward;
+  random_gradients(random, p);
+  return p;
+}
+
+}  // namespace polyhead::testing
