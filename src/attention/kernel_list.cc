@@ -16,7 +16,7 @@
 namespace polyhead {
 
 #ifdef POLYHEAD_EXTRA_KERNEL
-extern const Kernel POLYHEAD_EXTRA_KERNEL;  // of a test: tests/dummy_kernel.cc
+extern const Kernel POLYHEAD_EXTRA_KERNEL;  // of a test: tests/attention/dummy_kernel.cc
 #endif
 
 std::span<const Kernel* const> kernel_list() {

@@ -3,7 +3,7 @@
 #pragma once
 
 // ROW(name, features), best first: kernels are called cpu_<name>. `features`: all that the flags let the compiler use,
-// joined by | (tests/isa_test.cc asks the compiler); a CPU without one of them does not run the kernel.
+// joined by | (tests/cpu/isa_test.cc asks the compiler); a CPU without one of them does not run the kernel.
 #if defined(__x86_64__)
 #define POLYHEAD_ISAS(ROW)                                        \
   ROW(avx512bf16, POLYHEAD_X86_64_V4 | kAVX512VNNI | kAVX512BF16) \
