@@ -60,9 +60,9 @@ double best_seconds(const linear::Kernel& kernel, const std::string& direction, 
   args.b =
       direction == "data" ? linear::matrix(b.data(), dtype, n, k).transposed() : linear::matrix(b.data(), dtype, k, n);
   args.c = linear::matrix(c.data(), dtype, m, n);
-  Buffer packed(desc.packed ? kernel.packed_bytes(k, n, dtype).value() : 0);
-  if (desc.packed) kernel.pack(args.b, packed.data(), executor);
-  args.packed = packed.data();
+  Buffer packed(desc.prepacked ? kernel.packed_bytes(k, n, dtype).value() : 0);
+  if (desc.prepacked) kernel.pack(args.b, packed.data(), executor);
+  args.prepacked = packed.data();
   Buffer workspace(kernel.gemm_workspace_bytes(desc, executor.num_threads()).value());
   args.workspace = workspace.data();
   double best = 1e9;

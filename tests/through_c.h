@@ -102,11 +102,11 @@ struct LayerThroughC {
   Status backward_weights(const LayerBackwardArgs& args) const {
     return backward(args, polyhead_layer_backward_weights);
   }
-  Status pack_weights(const LayerWeights& weights, void* packed, size_t bytes) const {
+  Status prepack_weights(const LayerWeights& weights, void* packed, size_t bytes) const {
     const auto c = c_struct<polyhead_layer_weights>(weights);
-    return result(polyhead_layer_pack_weights(layer, &c, packed, bytes));
+    return result(polyhead_layer_prepack_weights(layer, &c, packed, bytes));
   }
-  size_t packed_weights_bytes() const { return polyhead_layer_packed_weights_bytes(layer); }
+  size_t prepacked_weights_bytes() const { return polyhead_layer_prepacked_weights_bytes(layer); }
   size_t workspace_bytes() const { return polyhead_layer_workspace_bytes(layer); }
   size_t backward_workspace_bytes() const { return polyhead_layer_backward_workspace_bytes(layer); }
   size_t reserve_bytes() const { return polyhead_layer_reserve_bytes(layer); }

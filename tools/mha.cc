@@ -173,7 +173,7 @@ Result<int> print_layout(const MhaProblem& problem, Format format) {
   Report report;
   report.facts = {{"layer", mha_line(problem)},
                   {"weights_bytes", fmt::format("{}", made->weights_bytes())},
-                  {"packed_weights_bytes", fmt::format("{}", made->packed_weights_bytes())},
+                  {"prepacked_weights_bytes", fmt::format("{}", made->prepacked_weights_bytes())},
                   {"workspace_bytes", fmt::format("{}", made->workspace_bytes())},
                   {"backward_workspace_bytes", fmt::format("{}", made->backward_workspace_bytes())},
                   {"reserve_bytes", fmt::format("{}", made->reserve_bytes())}};

@@ -231,8 +231,8 @@ Result<MhaCalls> MhaCalls::create(const MhaProblem& problem, const Layer& layer,
   if (problem.sweep) {
     if (Status s = calls.add_caches(problem); !s.ok()) return s;
   }
-  if (problem.packed_weights) {
-    if (Status s = calls.pack_weights(); !s.ok()) return s;
+  if (problem.prepacked_weights) {
+    if (Status s = calls.prepack_weights(); !s.ok()) return s;
   }
   if (!problem.training) return calls;
   LayerBackwardArgs& backward = calls.backward_;
@@ -284,12 +284,12 @@ Status MhaCalls::add_memory(size_t size_bytes, void** memory) {
   return {};
 }
 
-Status MhaCalls::pack_weights() {
+Status MhaCalls::prepack_weights() {
   void* packed = nullptr;
-  forward_.packed_weights_bytes = layer_.packed_weights_bytes();
-  if (Status s = add_memory(forward_.packed_weights_bytes, &packed); !s.ok()) return s;
-  forward_.packed_weights = packed;
-  return layer_.pack_weights(forward_.weights, packed, forward_.packed_weights_bytes);
+  forward_.prepacked_weights_bytes = layer_.prepacked_weights_bytes();
+  if (Status s = add_memory(forward_.prepacked_weights_bytes, &packed); !s.ok()) return s;
+  forward_.prepacked_weights = packed;
+  return layer_.prepack_weights(forward_.weights, packed, forward_.prepacked_weights_bytes);
 }
 
 Status MhaCalls::add_caches(const MhaProblem& problem) {

@@ -87,7 +87,7 @@ class MhaCalls {
   explicit MhaCalls(const Layer& layer) : layer_(layer) {}
   Status add_memory(size_t size_bytes, void** memory);
   Status add_caches(const MhaProblem& problem);
-  Status pack_weights();
+  Status prepack_weights();
 
   Layer layer_;
   LayerForwardArgs forward_;

@@ -131,7 +131,7 @@ Status set_own_option(std::string_view name, const std::string& value, MhaProble
   if (name == "--biases") return set_biases(value, problem.layer);
   if (name == "--residual") return set_switch("--residual", value, problem.layer.residual);
   if (name == "--windows") return set_switch("--windows", value, problem.layer.has_windows);
-  if (name == "--packed-weights") return set_switch("--packed-weights", value, problem.packed_weights);
+  if (name == "--packed-weights") return set_switch("--packed-weights", value, problem.prepacked_weights);
   if (name == "--sweep") return set_switch("--sweep", value, problem.sweep);
   if (name == "--infer") {
     bool infer = false;
@@ -287,7 +287,7 @@ std::string mha_line(const MhaProblem& problem) {
   if (layer.output_dropout_p != 0) add(fmt::format("--output-dropout {}", layer.output_dropout_p));
   if (layer.has_windows) add("--windows");
   if (problem.data_layout != "nbtv") add("--data-layout " + problem.data_layout);
-  if (problem.packed_weights) add("--packed-weights");
+  if (problem.prepacked_weights) add("--packed-weights");
   if (problem.sweep) add("--sweep");
   if (!problem.training && !problem.sweep) add("--infer");
   Problem attention = problem.attention;
@@ -355,7 +355,7 @@ MhaProblem random_mha(uint64_t seed) {
   problem.training = chance(0.75);
   problem.sweep = !problem.training && chance(0.5);
   if (!problem.training) problem.attention.accumulate = false;
-  problem.packed_weights = chance(0.3);
+  problem.prepacked_weights = chance(0.3);
   set_attention_sizes(problem);
   return problem;
 }

@@ -78,7 +78,7 @@ struct AttentionBlockState;  // src/layer/attention_block.cc
 class POLYHEAD_API AttentionBlock {
  public:
   const AttentionBlockDesc& desc() const;
-  /// For its weights: weights_bytes, weight_layout, weights_in, pack_weights. Its own calls are the block's business.
+  /// For its weights: weights_bytes, weight_layout, weights_in, prepack_weights. Its own calls are the block's business.
   const Layer& layer() const;
 
   size_t workspace_bytes() const;  ///< of forward
@@ -134,10 +134,10 @@ struct FeedForwardBlockForwardArgs {
   size_t reserve_bytes = 0;
   void* workspace = nullptr;
   size_t workspace_bytes = 0;
-  /// Optional: weight1 and weight2 as pack_weights() wrote them. Forward then reads these, for the same bits in less
+  /// Optional: weight1 and weight2 as prepack_weights() wrote them. Forward then reads these, for the same bits in less
   /// time, and of `weights` the rest alone; backward reads `weights`.
-  const void* packed_weights = nullptr;
-  size_t packed_weights_bytes = 0;
+  const void* prepacked_weights = nullptr;
+  size_t prepacked_weights_bytes = 0;
 };
 
 struct FeedForwardBlockBackwardArgs {
@@ -156,9 +156,9 @@ class POLYHEAD_API FeedForwardBlock {
   const FeedForwardBlockDesc& desc() const;
   const char* kernel_name() const;  ///< of the products
 
-  /// weight1 and weight2 packed once for many forward calls, as Layer::pack_weights() does.
-  size_t packed_weights_bytes() const;
-  Status pack_weights(const FeedForwardWeights& weights, void* packed, size_t bytes) const;
+  /// weight1 and weight2 prepacked once for many forward calls, as Layer::prepack_weights() does.
+  size_t prepacked_weights_bytes() const;
+  Status prepack_weights(const FeedForwardWeights& weights, void* prepacked, size_t bytes) const;
 
   size_t workspace_bytes() const;  ///< of forward
   size_t backward_workspace_bytes() const;

@@ -162,10 +162,10 @@ struct LayerForwardArgs {
   void* workspace = nullptr;  ///< at least Layer::workspace_bytes(), aligned to 64 bytes; contents need not be kept
   size_t workspace_bytes = 0;
 
-  /// Optional: the matrices of `weights` as Layer::pack_weights() wrote them. Forward then reads these, for the same
+  /// Optional: the matrices of `weights` as Layer::prepack_weights() wrote them. Forward then reads these, for the same
   /// bits in less time, and of `weights` the biases alone; the backward calls read `weights`.
-  const void* packed_weights = nullptr;
-  size_t packed_weights_bytes = 0;
+  const void* prepacked_weights = nullptr;
+  size_t prepacked_weights_bytes = 0;
 };
 
 /// The tensors of backward_data and of backward_weights. The residual's gradient is grad_out itself.
@@ -206,11 +206,11 @@ class POLYHEAD_API Layer {
   /// The tensors of a buffer of weights_bytes(), aligned to its elements.
   LayerWeights weights_in(void* buffer) const;
 
-  /// The matrices as products read them, which costs each forward call a pass over them where they are not packed. For
-  /// weights that stay as they are over many calls: pack once, into memory of packed_weights_bytes() aligned to 64, and
+  /// The matrices as products read them, which costs each forward call a pass over them where they are not prepacked. For
+  /// weights that stay as they are over many calls: prepack once, into memory of prepacked_weights_bytes() aligned to 64, and
   /// give it to each. Layers that agree in sizes of vectors and projections, dtype and kernel may share it.
-  size_t packed_weights_bytes() const;
-  Status pack_weights(const LayerWeights& weights, void* packed, size_t bytes) const;
+  size_t prepacked_weights_bytes() const;
+  Status prepack_weights(const LayerWeights& weights, void* prepacked, size_t bytes) const;
 
   size_t workspace_bytes() const;  ///< of forward
   size_t backward_workspace_bytes() const;

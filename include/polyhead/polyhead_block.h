@@ -71,7 +71,7 @@ POLYHEAD_API polyhead_status polyhead_attention_block_create(const polyhead_atte
 POLYHEAD_API void polyhead_attention_block_destroy(polyhead_attention_block* block);
 
 /// The block's layer, which lives as long as the block: for its weights (polyhead_layer_weights_bytes, _weight_layout,
-/// _weights_in, _pack_weights). A null block gives NULL and sets polyhead_last_error().
+/// _weights_in, _prepack_weights). A null block gives NULL and sets polyhead_last_error().
 POLYHEAD_API const polyhead_layer* polyhead_attention_block_layer(const polyhead_attention_block* block);
 
 /// A null block gives 0 and sets polyhead_last_error().
@@ -164,7 +164,7 @@ POLYHEAD_API void polyhead_feed_forward_block_destroy(polyhead_feed_forward_bloc
 POLYHEAD_API size_t polyhead_feed_forward_block_workspace_bytes(const polyhead_feed_forward_block* block);
 POLYHEAD_API size_t polyhead_feed_forward_block_backward_workspace_bytes(const polyhead_feed_forward_block* block);
 POLYHEAD_API size_t polyhead_feed_forward_block_reserve_bytes(const polyhead_feed_forward_block* block);
-POLYHEAD_API size_t polyhead_feed_forward_block_packed_weights_bytes(const polyhead_feed_forward_block* block);
+POLYHEAD_API size_t polyhead_feed_forward_block_prepacked_weights_bytes(const polyhead_feed_forward_block* block);
 
 /// Name of the products' kernel, alive as long as the library. A null block gives "" and sets polyhead_last_error().
 POLYHEAD_API const char* polyhead_feed_forward_block_kernel_name(const polyhead_feed_forward_block* block);
@@ -178,11 +178,11 @@ typedef struct polyhead_feed_forward_weights {
   polyhead_norm_weights norm;
 } polyhead_feed_forward_weights;
 
-/// weight1 and weight2 as products read them, packed once for many forward calls into `packed`, of `bytes`, at least
-/// polyhead_feed_forward_block_packed_weights_bytes(block), aligned to 64. The other weights need not be given.
-POLYHEAD_API polyhead_status polyhead_feed_forward_block_pack_weights(const polyhead_feed_forward_block* block,
-                                                                      const polyhead_feed_forward_weights* weights,
-                                                                      void* packed, size_t bytes);
+/// weight1 and weight2 as products read them, prepacked once for many forward calls into `prepacked`, of `bytes`, at least
+/// polyhead_feed_forward_block_prepacked_weights_bytes(block), aligned to 64. The other weights need not be given.
+POLYHEAD_API polyhead_status polyhead_feed_forward_block_prepack_weights(const polyhead_feed_forward_block* block,
+                                                                         const polyhead_feed_forward_weights* weights,
+                                                                         void* prepacked, size_t bytes);
 
 /// All default to "not given".
 typedef struct polyhead_feed_forward_block_forward_args {
@@ -203,10 +203,10 @@ typedef struct polyhead_feed_forward_block_forward_args {
   void* workspace;         ///< aligned to 64 bytes; contents need not be kept
   size_t workspace_bytes;  ///< at least polyhead_feed_forward_block_workspace_bytes(block)
 
-  /// NULL, or weight1 and weight2 as polyhead_feed_forward_block_pack_weights() wrote them: the same bits in less time.
+  /// NULL, or weight1 and weight2 as polyhead_feed_forward_block_prepack_weights() wrote them: the same bits in less time.
   /// Of `weights` forward then reads the rest alone; backward reads `weights`.
-  const void* packed_weights;
-  size_t packed_weights_bytes;
+  const void* prepacked_weights;
+  size_t prepacked_weights_bytes;
 } polyhead_feed_forward_block_forward_args;
 
 POLYHEAD_API polyhead_status

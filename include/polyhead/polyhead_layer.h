@@ -67,7 +67,7 @@ POLYHEAD_API void polyhead_layer_destroy(polyhead_layer* layer);
 
 /// A null layer gives 0 and sets polyhead_last_error().
 POLYHEAD_API size_t polyhead_layer_weights_bytes(const polyhead_layer* layer);
-POLYHEAD_API size_t polyhead_layer_packed_weights_bytes(const polyhead_layer* layer);
+POLYHEAD_API size_t polyhead_layer_prepacked_weights_bytes(const polyhead_layer* layer);
 POLYHEAD_API size_t polyhead_layer_workspace_bytes(const polyhead_layer* layer);           ///< of forward
 POLYHEAD_API size_t polyhead_layer_backward_workspace_bytes(const polyhead_layer* layer);  ///< of both backward calls
 POLYHEAD_API size_t polyhead_layer_reserve_bytes(const polyhead_layer* layer);
@@ -112,12 +112,12 @@ typedef struct polyhead_layer_weights {
 POLYHEAD_API polyhead_status polyhead_layer_weights_in(const polyhead_layer* layer, void* buffer, size_t bytes,
                                                        polyhead_layer_weights* weights);
 
-/// For weights that stay as they are over many calls: the matrices as products read them, packed once into `packed`, of
-/// `bytes`, at least polyhead_layer_packed_weights_bytes(layer), aligned to 64. Biases need not be given. Layers that
+/// For weights that stay as they are over many calls: the matrices as products read them, prepacked once into `prepacked`, of
+/// `bytes`, at least polyhead_layer_prepacked_weights_bytes(layer), aligned to 64. Biases need not be given. Layers that
 /// agree in sizes of vectors and projections, dtype and kernel may share it.
-POLYHEAD_API polyhead_status polyhead_layer_pack_weights(const polyhead_layer* layer,
-                                                         const polyhead_layer_weights* weights, void* packed,
-                                                         size_t bytes);
+POLYHEAD_API polyhead_status polyhead_layer_prepack_weights(const polyhead_layer* layer,
+                                                            const polyhead_layer_weights* weights, void* prepacked,
+                                                            size_t bytes);
 
 // ---- Forward ----
 
@@ -160,10 +160,10 @@ typedef struct polyhead_layer_forward_args {
   void* workspace;         ///< aligned to 64 bytes; contents need not be kept
   size_t workspace_bytes;  ///< at least polyhead_layer_workspace_bytes(layer)
 
-  /// NULL, or the matrices of `weights` as polyhead_layer_pack_weights() wrote them, aligned to 64 bytes: the same bits
+  /// NULL, or the matrices of `weights` as polyhead_layer_prepack_weights() wrote them, aligned to 64 bytes: the same bits
   /// in less time. Of `weights` forward then reads the biases alone; the backward calls read `weights`.
-  const void* packed_weights;
-  size_t packed_weights_bytes;  ///< at least polyhead_layer_packed_weights_bytes(layer)
+  const void* prepacked_weights;
+  size_t prepacked_weights_bytes;  ///< at least polyhead_layer_prepacked_weights_bytes(layer)
 } polyhead_layer_forward_args;
 
 /// Makes every tensor "not given". `struct_size` is sizeof *args.

@@ -95,19 +95,19 @@ size_t polyhead_feed_forward_block_backward_workspace_bytes(const polyhead_feed_
 size_t polyhead_feed_forward_block_reserve_bytes(const polyhead_feed_forward_block* block) {
   return ask(block, "block", size_t{0}, [](const auto& b) { return b.block.reserve_bytes(); });
 }
-size_t polyhead_feed_forward_block_packed_weights_bytes(const polyhead_feed_forward_block* block) {
-  return ask(block, "block", size_t{0}, [](const auto& b) { return b.block.packed_weights_bytes(); });
+size_t polyhead_feed_forward_block_prepacked_weights_bytes(const polyhead_feed_forward_block* block) {
+  return ask(block, "block", size_t{0}, [](const auto& b) { return b.block.prepacked_weights_bytes(); });
 }
 
 const char* polyhead_feed_forward_block_kernel_name(const polyhead_feed_forward_block* block) {
   return ask(block, "block", "", [](const auto& b) { return b.block.kernel_name(); });
 }
 
-polyhead_status polyhead_feed_forward_block_pack_weights(const polyhead_feed_forward_block* block,
-                                                         const polyhead_feed_forward_weights* weights, void* packed,
-                                                         size_t bytes) {
-  return pack(block, "block", weights, packed, bytes,
-              [](const auto& b, const auto&... given) { return b.block.pack_weights(given...); });
+polyhead_status polyhead_feed_forward_block_prepack_weights(const polyhead_feed_forward_block* block,
+                                                            const polyhead_feed_forward_weights* weights,
+                                                            void* prepacked, size_t bytes) {
+  return pack(block, "block", weights, prepacked, bytes,
+              [](const auto& b, const auto&... given) { return b.block.prepack_weights(given...); });
 }
 
 polyhead_status polyhead_feed_forward_block_forward(const polyhead_feed_forward_block* block,

@@ -57,16 +57,16 @@ polyhead_status call(const Handle* handle, const char* name, const Args* args, R
   });
 }
 
-// Weights packed by `pack(handle, weights, packed, bytes)`.
+// Weights prepacked by `pack(handle, weights, prepacked, bytes)`.
 template <class Handle, class Weights, class Pack>
-polyhead_status pack(const Handle* handle, const char* name, const Weights* weights, void* packed, size_t bytes,
+polyhead_status pack(const Handle* handle, const char* name, const Weights* weights, void* prepacked, size_t bytes,
                      Pack pack) {
   return guarded([&]() -> Status {
     if (Status s = need(handle, name); !s.ok()) return s;
     if (Status s = need(weights, "weights"); !s.ok()) return s;
     typename Table<Weights>::Cpp tensors;
     if (Status s = translate(weights, kWeights, &tensors); !s.ok()) return s;
-    return pack(*handle, tensors, packed, bytes);
+    return pack(*handle, tensors, prepacked, bytes);
   });
 }
 

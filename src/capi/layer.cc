@@ -35,8 +35,8 @@ size_t polyhead_layer_weights_bytes(const polyhead_layer* layer) {
   return ask(layer, "layer", size_t{0}, [](const auto& l) { return l.layer.weights_bytes(); });
 }
 
-size_t polyhead_layer_packed_weights_bytes(const polyhead_layer* layer) {
-  return ask(layer, "layer", size_t{0}, [](const auto& l) { return l.layer.packed_weights_bytes(); });
+size_t polyhead_layer_prepacked_weights_bytes(const polyhead_layer* layer) {
+  return ask(layer, "layer", size_t{0}, [](const auto& l) { return l.layer.prepacked_weights_bytes(); });
 }
 
 size_t polyhead_layer_workspace_bytes(const polyhead_layer* layer) {
@@ -84,10 +84,10 @@ polyhead_status polyhead_layer_weights_in(const polyhead_layer* layer, void* buf
   });
 }
 
-polyhead_status polyhead_layer_pack_weights(const polyhead_layer* layer, const polyhead_layer_weights* weights,
-                                            void* packed, size_t bytes) {
-  return pack(layer, "layer", weights, packed, bytes,
-              [](const auto& l, const auto&... given) { return l.layer.pack_weights(given...); });
+polyhead_status polyhead_layer_prepack_weights(const polyhead_layer* layer, const polyhead_layer_weights* weights,
+                                               void* prepacked, size_t bytes) {
+  return pack(layer, "layer", weights, prepacked, bytes,
+              [](const auto& l, const auto&... given) { return l.layer.prepack_weights(given...); });
 }
 
 polyhead_status polyhead_layer_forward(const polyhead_layer* layer, const polyhead_layer_forward_args* args) {

@@ -128,7 +128,7 @@ struct Table<polyhead_layer_forward_args> {
       SAME(alibi_slopes), SAME(seqlens_q), SAME(seqlens_k), SAME(query_offsets), SAME(window_lo), SAME(window_hi),
       SAME(dropout_seed), SAME(output_dropout_seed), SAME(dropout_offset), SAME(output_dropout_offset), SAME(out),
       SAME(attn_weights), SAME(key_cache), SAME(value_cache), SAME(step), SAME(reserve), SAME(reserve_bytes),
-      SAME(workspace), SAME(workspace_bytes), SAME(packed_weights), SAME(packed_weights_bytes));
+      SAME(workspace), SAME(workspace_bytes), SAME(prepacked_weights), SAME(prepacked_weights_bytes));
   static_assert(is_whole<C>(kFields));
 };
 
@@ -221,11 +221,12 @@ template <>
 struct Table<polyhead_feed_forward_block_forward_args> {
   using C = polyhead_feed_forward_block_forward_args;
   using Cpp = FeedForwardBlockForwardArgs;
-  FIRST_SIZE(packed_weights_bytes, 304)
-  static constexpr auto kFields = std::make_tuple(
-      SAME(x), Pointer{kWeights, Null::kAllowed, &C::weights, &Cpp::weights}, SAME(inner_dropout_seed),
-      SAME(output_dropout_seed), SAME(inner_dropout_offset), SAME(output_dropout_offset), SAME(out), SAME(reserve),
-      SAME(reserve_bytes), SAME(workspace), SAME(workspace_bytes), SAME(packed_weights), SAME(packed_weights_bytes));
+  FIRST_SIZE(prepacked_weights_bytes, 304)
+  static constexpr auto kFields =
+      std::make_tuple(SAME(x), Pointer{kWeights, Null::kAllowed, &C::weights, &Cpp::weights}, SAME(inner_dropout_seed),
+                      SAME(output_dropout_seed), SAME(inner_dropout_offset), SAME(output_dropout_offset), SAME(out),
+                      SAME(reserve), SAME(reserve_bytes), SAME(workspace), SAME(workspace_bytes),
+                      SAME(prepacked_weights), SAME(prepacked_weights_bytes));
   static_assert(is_whole<C>(kFields));
 };
 

@@ -103,17 +103,17 @@ struct Epilogue {
 struct GemmDesc {
   int64_t m = 0, n = 0, k = 0;
   DType dtype = DType::kFloat32;  // of A and B; C may be of another
-  bool packed = false;            // B comes as pack() wrote it
+  bool prepacked = false;         // B comes as pack() wrote it
   bool split_k = false;           // where M and N are small, K may be cut into slices that threads share; and C may be
                                   // computed as its transpose
 };
 
 struct GemmArgs {
-  Matrix a;                      // [M, K]
-  Matrix b;                      // [K, N], unless packed
-  const void* packed = nullptr;  // B, with desc.packed
-  Matrix c;                      // [M, N]
-  bool accumulate = false;       // add to C (the epilogue, residual included, comes first)
+  Matrix a;                         // [M, K]
+  Matrix b;                         // [K, N], unless prepacked
+  const void* prepacked = nullptr;  // B, with desc.prepacked
+  Matrix c;                         // [M, N]
+  bool accumulate = false;          // add to C (the epilogue, residual included, comes first)
   Epilogue epilogue;
   void* workspace = nullptr;  // of gemm_workspace_bytes, aligned to 64
 };

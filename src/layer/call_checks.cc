@@ -34,7 +34,7 @@ Status check_tensors(Operands& operands, const StepList& list, const Call& call)
         if (t.given()) return invalid(sentence(e.name, " is given, but ", e.refusal));
         continue;
       case Expected::Kind::kUnlessPrepacked:
-        if (call.packed_weights != nullptr) continue;
+        if (call.prepacked_weights != nullptr) continue;
         break;
       case Expected::Kind::kOptional:
         if (!t.given() || (e.may_be_shared && is_earlier(list, call, e))) continue;
@@ -46,7 +46,7 @@ Status check_tensors(Operands& operands, const StepList& list, const Call& call)
   return {};
 }
 
-// Reserve and packed weights are operands like others, of bytes.
+// Reserve and prepacked weights are operands like others, of bytes.
 Status add_memory(Operands& operands, Role role, const char* name, const void* data, size_t given_bytes,
                   size_t needed_bytes, Tensor* view) {
   if (data == nullptr) return invalid(sentence(name, " is null, needs ", needed_bytes, " bytes"));
@@ -91,11 +91,11 @@ Status check_call(const Module& module, const StepList& list, uint64_t stage_bef
   if (backward && call.reserve == nullptr) return invalid("reserve is null: backward needs what forward wrote there");
   Operands operands;
   Tensor prepacked_view, reserve_view;
-  const bool has_prepacked = call.packed_weights != nullptr && !backward;
+  const bool has_prepacked = call.prepacked_weights != nullptr && !backward;
   Status status;
   if (has_prepacked) {
-    status = add_memory(operands, Role::kInput, "packed_weights", call.packed_weights, call.packed_weights_bytes,
-                        module.prepacked.bytes, &prepacked_view);
+    status = add_memory(operands, Role::kInput, "prepacked_weights", call.prepacked_weights,
+                        call.prepacked_weights_bytes, module.prepacked.bytes, &prepacked_view);
   }
   if (status.ok()) status = check_tensors(operands, list, call);
   if (status.ok() && call.reserve != nullptr) {
@@ -104,18 +104,18 @@ Status check_call(const Module& module, const StepList& list, uint64_t stage_bef
   }
   const size_t workspace_bytes = backward ? module.backward_workspace_bytes : module.workspace_bytes;
   if (status.ok()) status = operands.check_workspace(call.workspace, call.workspace_bytes, workspace_bytes);
-  if (status.ok() && has_prepacked) status = check_prepacked(module.prepacked, call.packed_weights);
+  if (status.ok() && has_prepacked) status = check_prepacked(module.prepacked, call.prepacked_weights);
   if (!status.ok() || call.reserve == nullptr) return status;
   if (!backward) return check_dropouts(call.dropouts);
   return check_reserve(call.reserve, module.fingerprint, stage_before, call.dropouts, module.name);
 }
 
-Status check_pack(const Module& module, const void* packed, size_t bytes, const Call& call) {
+Status check_pack(const Module& module, const void* prepacked, size_t bytes, const Call& call) {
   Operands operands;
   Tensor view;
   const Status status = check_tensors(operands, module.pack, call);
   if (!status.ok()) return status;
-  return add_memory(operands, Role::kOutput, "packed_weights", packed, bytes, module.prepacked.bytes, &view);
+  return add_memory(operands, Role::kOutput, "prepacked_weights", prepacked, bytes, module.prepacked.bytes, &view);
 }
 
 Status check_norm_desc(const NormDesc& desc) {

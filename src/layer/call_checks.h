@@ -15,8 +15,8 @@ void expect_norm(const NormDesc& desc, Role role, int first_argument, int64_t si
 // `stage_before`: what must have been done with the reserve before this call; 0: nothing, it is a forward call.
 Status check_call(const Module& module, const StepList& list, uint64_t stage_before, const Call& call);
 
-// What pack_weights() is given: the matrices, and where they go.
-Status check_pack(const Module& module, const void* packed, size_t bytes, const Call& call);
+// What prepack_weights() is given: the matrices, and where they go.
+Status check_pack(const Module& module, const void* prepacked, size_t bytes, const Call& call);
 
 Status check_norm_desc(const NormDesc& desc);
 

@@ -127,7 +127,7 @@ void FeedForwardBlockState::emit_inner(Pass pass, const InnerPlaces& f, Memory& 
 }
 
 const FeedForwardBlockDesc& FeedForwardBlock::desc() const { return state_->desc; }
-size_t FeedForwardBlock::packed_weights_bytes() const { return state_->prepacked.bytes; }
+size_t FeedForwardBlock::prepacked_weights_bytes() const { return state_->prepacked.bytes; }
 size_t FeedForwardBlock::workspace_bytes() const { return state_->workspace_bytes; }
 size_t FeedForwardBlock::backward_workspace_bytes() const { return state_->backward_workspace_bytes; }
 const char* FeedForwardBlock::kernel_name() const { return state_->linear->name; }
@@ -166,10 +166,10 @@ Result<FeedForwardBlock> feed_forward_block(const FeedForwardBlockDesc& desc, co
   return out_of_memory();
 }
 
-Status FeedForwardBlock::pack_weights(const FeedForwardWeights& weights, void* packed, size_t bytes) const {
+Status FeedForwardBlock::prepack_weights(const FeedForwardWeights& weights, void* prepacked, size_t bytes) const {
   Call call;
   set_weights(weights, kWeight1, &call);
-  return polyhead::pack_weights(*state_, call, packed, bytes);
+  return polyhead::prepack_weights(*state_, call, prepacked, bytes);
 }
 
 Status FeedForwardBlock::forward(const FeedForwardBlockForwardArgs& args) const {

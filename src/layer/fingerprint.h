@@ -1,4 +1,4 @@
-// A number that tells descs apart: which layer or block has filled a reserve, which one weights were packed for.
+// A number that tells descs apart: which layer or block has filled a reserve, which one weights were prepacked for.
 #pragma once
 
 #include <bit>

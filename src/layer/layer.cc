@@ -225,7 +225,7 @@ const LayerDesc& Layer::desc() const { return state_->desc; }
 const char* Layer::kernel_name() const { return state_->infer->kernel_name(); }
 int64_t Layer::out_size() const { return state_->out_size; }
 size_t Layer::weights_bytes() const { return state_->weights_bytes; }
-size_t Layer::packed_weights_bytes() const { return state_->prepacked.bytes; }
+size_t Layer::prepacked_weights_bytes() const { return state_->prepacked.bytes; }
 size_t Layer::workspace_bytes() const { return state_->workspace_bytes; }
 size_t Layer::backward_workspace_bytes() const { return state_->backward_workspace_bytes; }
 size_t Layer::reserve_bytes() const { return state_->reserve_bytes; }
@@ -236,10 +236,10 @@ WeightLayout Layer::weight_layout(WeightKind kind) const {
   return index >= 0 && index < kNumWeightKinds ? state_->weights[index] : WeightLayout();
 }
 
-Status Layer::pack_weights(const LayerWeights& weights, void* packed, size_t bytes) const {
+Status Layer::prepack_weights(const LayerWeights& weights, void* prepacked, size_t bytes) const {
   Call call;
   set_weights(weights, kArgWeights, &call);
-  return polyhead::pack_weights(*state_, call, packed, bytes);
+  return polyhead::prepack_weights(*state_, call, prepacked, bytes);
 }
 
 Status Layer::forward(const LayerForwardArgs& args) const {

@@ -88,11 +88,11 @@ Status forward(const Module& module, const Call& call) {
   return compute(module, call.reserve != nullptr ? Pass::kTraining : without_reserve, call);
 }
 
-Status pack_weights(const Module& module, const Call& call, void* packed, size_t bytes) try {
-  if (Status status = check_pack(module, packed, bytes, call); !status.ok()) return status;
+Status prepack_weights(const Module& module, const Call& call, void* prepacked, size_t bytes) try {
+  if (Status status = check_pack(module, prepacked, bytes, call); !status.ok()) return status;
   linear::Matrix matrices[PrepackedLayout::kMaxMatrices];
   for (size_t i = 0; i < module.num_matrices; ++i) matrices[i] = weight_matrix(call.tensors[kArgWeights + i]);
-  write_prepacked(*module.linear, module.prepacked, {matrices, module.num_matrices}, packed, module.run);
+  write_prepacked(*module.linear, module.prepacked, {matrices, module.num_matrices}, prepacked, module.run);
   return {};
 } catch (const std::bad_alloc&) {
   return out_of_memory();

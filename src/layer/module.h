@@ -57,7 +57,7 @@ struct Module {
   PrepackedLayout prepacked;  // of the matrices
   size_t workspace_bytes = 0, backward_workspace_bytes = 0, reserve_bytes = 0;
   StepList lists[kNumPasses];
-  StepList pack;  // no steps: what pack_weights() is given
+  StepList pack;  // no steps: what prepack_weights() is given
 };
 
 // Fills in what emit() and the fields above it decide. An error if it leaves the address space.
@@ -70,6 +70,6 @@ void expect_parameters(const Module& module, ParameterUse use, StepList* list);
 // by its reserve and its step.
 Status compute(const Module& module, Pass pass, const Call& call);
 Status forward(const Module& module, const Call& call);
-Status pack_weights(const Module& module, const Call& call, void* packed, size_t bytes);
+Status prepack_weights(const Module& module, const Call& call, void* prepacked, size_t bytes);
 
 }  // namespace polyhead

@@ -34,30 +34,30 @@ bool lay_out_prepacked(const linear::Kernel& kernel, DType dtype, std::span<cons
   return map.fits();
 }
 
-Status check_prepacked(const PrepackedLayout& layout, const void* packed) {
+Status check_prepacked(const PrepackedLayout& layout, const void* prepacked) {
   PrepackedHeader header;
-  std::memcpy(&header, packed, sizeof header);
+  std::memcpy(&header, prepacked, sizeof header);
   if (header.magic != PrepackedHeader::kMagic) {
-    return invalid("packed_weights holds no packed weights: pack_weights() with this memory comes first");
+    return invalid("prepacked_weights holds no prepacked weights: prepack_weights() with this memory comes first");
   }
   if (header.fingerprint == layout.fingerprint) return {};
-  return invalid("packed_weights was packed for other sizes, another dtype or another kernel");
+  return invalid("prepacked_weights was prepacked for other sizes, another dtype or another kernel");
 }
 
-PrepackedMatrix prepacked_matrix(const PrepackedLayout& layout, int index, const void* packed) {
-  if (packed == nullptr) return {};
-  const char* const start = static_cast<const char*>(packed);
+PrepackedMatrix prepacked_matrix(const PrepackedLayout& layout, int index, const void* prepacked) {
+  if (prepacked == nullptr) return {};
+  const char* const start = static_cast<const char*>(prepacked);
   return {start + layout.begin[index], layout.end[index] > 0 ? start + layout.end[index] : nullptr};
 }
 
 void write_prepacked(const linear::Kernel& kernel, const PrepackedLayout& layout,
-                     std::span<const linear::Matrix> matrices, void* packed, const Run& run) {
+                     std::span<const linear::Matrix> matrices, void* prepacked, const Run& run) {
   for (size_t i = 0; i < matrices.size(); ++i) {
-    if (matrices[i].given()) kernel.pack(matrices[i], static_cast<char*>(packed) + layout.begin[i], run);
+    if (matrices[i].given()) kernel.pack(matrices[i], static_cast<char*>(prepacked) + layout.begin[i], run);
   }
   PrepackedHeader header;
   header.fingerprint = layout.fingerprint;
-  std::memcpy(packed, &header, sizeof header);
+  std::memcpy(prepacked, &header, sizeof header);
 }
 
 }  // namespace polyhead

@@ -1,4 +1,4 @@
-// Weights as products read them, packed once for many calls: a head that tells whose they are, then the matrices.
+// Weights as products read them, prepacked once for many calls: a head that tells whose they are, then the matrices.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace polyhead {
 
-// Where packed matrices lie, in bytes from the start.
+// Where prepacked matrices lie, in bytes from the start.
 struct PrepackedLayout {
   static constexpr int kMaxMatrices = 4;
   size_t begin[kMaxMatrices] = {}, end[kMaxMatrices] = {};  // end 0: no neighbour may follow
@@ -25,7 +25,7 @@ struct PrepackedHeader {
   uint64_t fingerprint = 0;  // of the kernel, the type and the sizes: layers that agree in these may share one
 };
 
-// A weight [in, out] that is packed; nothing, if either is 0.
+// A weight [in, out] that is prepacked; nothing, if either is 0.
 struct MatrixSize {
   int64_t in = 0, out = 0;
 };
@@ -34,14 +34,14 @@ struct MatrixSize {
 bool lay_out_prepacked(const linear::Kernel& kernel, DType dtype, std::span<const MatrixSize> matrices,
                        PrepackedLayout* layout);
 
-// Whether pack_weights() has filled it for such a layer or block.
-Status check_prepacked(const PrepackedLayout& layout, const void* packed);
+// Whether prepack_weights() has filled it for such a layer or block.
+Status check_prepacked(const PrepackedLayout& layout, const void* prepacked);
 
-// Matrix `index`, where it is packed.
-PrepackedMatrix prepacked_matrix(const PrepackedLayout& layout, int index, const void* packed);
+// Matrix `index`, where it is prepacked.
+PrepackedMatrix prepacked_matrix(const PrepackedLayout& layout, int index, const void* prepacked);
 
 // The head, then `matrices`, in the order of the layout; those that are not given are left out.
 void write_prepacked(const linear::Kernel& kernel, const PrepackedLayout& layout,
-                     std::span<const linear::Matrix> matrices, void* packed, const Run& run);
+                     std::span<const linear::Matrix> matrices, void* prepacked, const Run& run);
 
 }  // namespace polyhead

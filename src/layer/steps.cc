@@ -76,7 +76,7 @@ linear::GemmArgs gemm_of(ProductStep::Gives gives, const Product& product) {
     case ProductStep::Gives::kY:
       gemm.a = product.x;
       gemm.b = product.w;
-      gemm.packed = product.prepacked.data;
+      gemm.prepacked = product.prepacked.data;
       gemm.c = product.y;
       break;
     case ProductStep::Gives::kX:
@@ -180,8 +180,8 @@ class Walk {
       const bool gives_w = s.gives == ProductStep::Gives::kW;
       if (gives_w ? !w.given() && !bias.given() : !x.given() || !y.given()) continue;
       Product product = {matrix_of(x), {}, matrix_of(bias), matrix_of(y), 1U << i, {}};
-      if (s.prepacked >= 0 && call_.packed_weights != nullptr) {
-        product.prepacked = prepacked_matrix(*machine_.prepacked, s.prepacked, call_.packed_weights);
+      if (s.prepacked >= 0 && call_.prepacked_weights != nullptr) {
+        product.prepacked = prepacked_matrix(*machine_.prepacked, s.prepacked, call_.prepacked_weights);
       } else {
         product.w = matrix_of(w);
       }

@@ -31,8 +31,8 @@ struct Call {
   size_t workspace_bytes = 0;
   char* reserve = nullptr;  // null: inference
   size_t reserve_bytes = 0;
-  const char* packed_weights = nullptr;
-  size_t packed_weights_bytes = 0;
+  const char* prepacked_weights = nullptr;
+  size_t prepacked_weights_bytes = 0;
   bool accumulate = false;  // add to the gradients of parameters
   int64_t step = -1;        // of decoding; -1: all steps at once
   DropoutStreams dropouts;
@@ -52,8 +52,8 @@ void set_memory(const Args& args, Call* call) {
   call->workspace_bytes = args.workspace_bytes;
   call->reserve = static_cast<char*>(args.reserve);
   call->reserve_bytes = args.reserve_bytes;
-  call->packed_weights = static_cast<const char*>(args.packed_weights);
-  call->packed_weights_bytes = args.packed_weights_bytes;
+  call->prepacked_weights = static_cast<const char*>(args.prepacked_weights);
+  call->prepacked_weights_bytes = args.prepacked_weights_bytes;
 }
 
 // Where a tensor of a step lies: one of the call's arguments, or a part of its workspace or reserve.
@@ -139,7 +139,7 @@ struct ProductStep {
   Gives gives = Gives::kY;
   Place x, w, bias, y;
   EpiloguePlaces epilogue = {};
-  int prepacked = -1;  // which of the packed matrices w is; -1: never packed
+  int prepacked = -1;  // which of the prepacked matrices w is; -1: never prepacked
   bool joins = false;  // it and the product before it are one, where they have one x and lie side by side in all else
   // kW: sequences end after these lengths [batch, beam], and what x holds behind is not seen. Both: the longer one counts.
   ArgumentSet lengths = 0;
@@ -207,7 +207,7 @@ struct Expected {
     kRequired,
     kOptional,
     kRefused,
-    kUnlessPrepacked,  // required, but not looked at where packed weights are given
+    kUnlessPrepacked,  // required, but not looked at where prepacked weights are given
   };
   int argument = 0;
   const char* name = "";

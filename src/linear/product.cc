@@ -102,7 +102,7 @@ linear::GemmDesc gemm_desc(const linear::GemmArgs& args, bool split_k) {
   desc.n = args.c.columns.size();
   desc.k = args.a.columns.size();
   desc.dtype = args.a.dtype;
-  desc.packed = args.packed != nullptr;
+  desc.prepacked = args.prepacked != nullptr;
   desc.split_k = split_k;
   return desc;
 }

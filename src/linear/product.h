@@ -14,7 +14,7 @@ linear::Matrix weight_matrix(const Tensor& t);
 
 // A matrix as linear::Kernel::pack() wrote it.
 struct PrepackedMatrix {
-  const void* data = nullptr;  // null: not packed
+  const void* data = nullptr;  // null: not prepacked
   const void* end = nullptr;   // where one whose columns follow begins; null: none does
 };
 
@@ -26,7 +26,7 @@ struct Product {
   linear::Matrix bias;             // [1, out], or not given
   linear::Matrix y;                // [tokens, out]
   unsigned parts = 0;              // bit i: it stands for the i-th of those that may be joined
-  PrepackedMatrix prepacked = {};  // w, where it is packed
+  PrepackedMatrix prepacked = {};  // w, where it is prepacked
 };
 
 // Appends `next` to `first` if both have one x and lie side by side in all else: columns behind columns.
@@ -49,7 +49,7 @@ class Products {
 // The sizes and the type of a product, as its matrices have them.
 linear::GemmDesc gemm_desc(const linear::GemmArgs& args, bool split_k);
 
-// args.c = epilogue(args.a args.b), args.b packed if args.packed is given, of the sizes and the type that the matrices have.
+// args.c = epilogue(args.a args.b), args.b prepacked if args.prepacked is given, of the sizes and the type that the matrices have.
 void multiply(const linear::Kernel& kernel, const linear::GemmArgs& args, bool split_k, const Run& run);
 
 bool same_matrix(const linear::Matrix& a, const linear::Matrix& b);

@@ -137,7 +137,7 @@ void pack(const Matrix& b, void* packed, const Run&) {
 
 void gemm_packed_or_not(const GemmDesc& desc, const GemmArgs& args, const Run&) {
   GemmArgs plain = args;
-  if (desc.packed) plain.b = packed_view(args.packed, desc.k, desc.n, desc.dtype);
+  if (desc.prepacked) plain.b = packed_view(args.prepacked, desc.k, desc.n, desc.dtype);
   gemm<double>(desc, plain);
 }
 

@@ -138,12 +138,12 @@ static void test_feed_forward_block(void) {
   expect_near(args.out.data, twice, kNumbers, 1e-6f, "a feed-forward block's out");
 
   polyhead_feed_forward_block_forward_args packed = args;
-  packed.packed_weights_bytes = polyhead_feed_forward_block_packed_weights_bytes(block);
-  void* memory = new_workspace(p, packed.packed_weights_bytes);
-  CHECK_OK(polyhead_feed_forward_block_pack_weights(block, &weights, memory, packed.packed_weights_bytes));
-  CHECK_REFUSED(polyhead_feed_forward_block_pack_weights(block, &weights, memory, 1), POLYHEAD_INVALID_ARGUMENT,
-                "packed_weights_bytes is 1, needs ");
-  packed.packed_weights = memory;
+  packed.prepacked_weights_bytes = polyhead_feed_forward_block_prepacked_weights_bytes(block);
+  void* memory = new_workspace(p, packed.prepacked_weights_bytes);
+  CHECK_OK(polyhead_feed_forward_block_prepack_weights(block, &weights, memory, packed.prepacked_weights_bytes));
+  CHECK_REFUSED(polyhead_feed_forward_block_prepack_weights(block, &weights, memory, 1), POLYHEAD_INVALID_ARGUMENT,
+                "prepacked_weights_bytes is 1, needs ");
+  packed.prepacked_weights = memory;
   packed.out = new_tensor(p, POLYHEAD_FLOAT32, 3, kRows);
   CHECK_OK(polyhead_feed_forward_block_forward(block, &packed));
   CHECK(memcmp(packed.out.data, args.out.data, sizeof twice) == 0);
@@ -232,7 +232,8 @@ static void test_block_errors(void) {
   CHECK_REFUSED(polyhead_feed_forward_block_forward(block, &args), kInvalid, "x is missing");
   CHECK_REFUSED(polyhead_feed_forward_block_forward(block, NULL), kInvalid, "args is a null pointer");
   CHECK_REFUSED(polyhead_feed_forward_block_backward(block, &backward), kInvalid, "args.forward is a null pointer");
-  CHECK_REFUSED(polyhead_feed_forward_block_pack_weights(block, NULL, NULL, 0), kInvalid, "weights is a null pointer");
+  CHECK_REFUSED(polyhead_feed_forward_block_prepack_weights(block, NULL, NULL, 0), kInvalid,
+                "weights is a null pointer");
   args.flags = 1;
   CHECK_REFUSED(polyhead_feed_forward_block_forward(block, &args), kInvalid, "args.flags is 1");
   polyhead_feed_forward_block_destroy(block);

@@ -75,18 +75,18 @@ static void test_identities(void) {
   expect_same(&args.out, p->args.out.data, "out");
 
   polyhead_layer_forward_args packed = args;
-  packed.packed_weights_bytes = polyhead_layer_packed_weights_bytes(layer);
-  void* memory = new_workspace(p, packed.packed_weights_bytes);
-  packed.packed_weights = memory;
-  CHECK_REFUSED(polyhead_layer_pack_weights(layer, NULL, memory, packed.packed_weights_bytes),
+  packed.prepacked_weights_bytes = polyhead_layer_prepacked_weights_bytes(layer);
+  void* memory = new_workspace(p, packed.prepacked_weights_bytes);
+  packed.prepacked_weights = memory;
+  CHECK_REFUSED(polyhead_layer_prepack_weights(layer, NULL, memory, packed.prepacked_weights_bytes),
                 POLYHEAD_INVALID_ARGUMENT, "weights is a null pointer");
-  CHECK_OK(polyhead_layer_pack_weights(layer, &weights, memory, packed.packed_weights_bytes));
+  CHECK_OK(polyhead_layer_prepack_weights(layer, &weights, memory, packed.prepacked_weights_bytes));
   packed.out = new_tensor(p, POLYHEAD_FLOAT32, 3, rows);
   CHECK_OK(polyhead_layer_forward(layer, &packed));
   CHECK(memcmp(packed.out.data, args.out.data, (size_t)num_bytes(&args.out)) == 0);
-  packed.packed_weights_bytes = 64;
+  packed.prepacked_weights_bytes = 64;
   CHECK_REFUSED(polyhead_layer_forward(layer, &packed), POLYHEAD_INVALID_ARGUMENT,
-                "packed_weights_bytes is 64, needs ");
+                "prepacked_weights_bytes is 64, needs ");
 
   polyhead_layer_backward_args backward;
   CHECK_OK(polyhead_layer_backward_args_init(&backward, sizeof backward));

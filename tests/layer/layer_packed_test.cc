@@ -46,10 +46,10 @@ LayerForwardArgs args_of(const LayerProblem& problem, const LayerInputs& in) {
 
 struct Packed {
   Memory memory;
-  Packed(const Layer& layer, const LayerWeights& weights) : memory(layer.packed_weights_bytes()) {
-    EXPECT_EQ(layer.pack_weights(biases_of(weights), memory.data(), layer.packed_weights_bytes()).ok(),
+  Packed(const Layer& layer, const LayerWeights& weights) : memory(layer.prepacked_weights_bytes()) {
+    EXPECT_EQ(layer.prepack_weights(biases_of(weights), memory.data(), layer.prepacked_weights_bytes()).ok(),
               !weights.query.given() && !weights.key.given() && !weights.value.given() && !weights.out.given());
-    EXPECT_EQ(layer.pack_weights(weights, memory.data(), layer.packed_weights_bytes()).message(), "");
+    EXPECT_EQ(layer.prepack_weights(weights, memory.data(), layer.prepacked_weights_bytes()).message(), "");
   }
 };
 
@@ -82,7 +82,7 @@ void expect_same_bits(const LayerProblem& problem, const std::string& kernel, in
   LayerForwardArgs plain = args_of(problem, in), packed = plain;
   const Packed memory(*made, plain.weights);
   packed.weights = biases_of(plain.weights);
-  packed.packed_weights = memory.memory.data(), packed.packed_weights_bytes = made->packed_weights_bytes();
+  packed.prepacked_weights = memory.memory.data(), packed.prepacked_weights_bytes = made->prepacked_weights_bytes();
   for (const bool training : {false, true}) {
     EXPECT_TRUE(forward(*made, plain, in.grad_out, training) == forward(*made, packed, in.grad_out, training))
         << (training ? "training" : "inference");
@@ -158,7 +158,8 @@ TEST(PackedWeights, AStepReadsTheSame) {
     outs[n] = Array(DType::kFloat32, {1, 1, 1, 12});
     keys[n] = values[n] = Array(DType::kFloat32, {1, 1, 6, 2, 8});
     args.out = view(outs[n]), args.key_cache = view(keys[n]), args.value_cache = view(values[n]);
-    if (n == 1) args.packed_weights = packed.memory.data(), args.packed_weights_bytes = made->packed_weights_bytes();
+    if (n == 1)
+      args.prepacked_weights = packed.memory.data(), args.prepacked_weights_bytes = made->prepacked_weights_bytes();
     EXPECT_EQ(made->forward(args).message(), "");
   }
   EXPECT_EQ(difference("out", outs[0], outs[1]), "");
@@ -176,36 +177,37 @@ TEST(PackedWeights, ErrorsTellWhoseTheyAre) {
   ASSERT_TRUE(made.ok() && other.ok());
   const LayerInputs in = random_inputs(problem);
   LayerForwardArgs args = args_of(problem, in);
-  const size_t bytes = made->packed_weights_bytes();
+  const size_t bytes = made->prepacked_weights_bytes();
   const Memory memory(bytes), workspace(made->workspace_bytes());
   Array out = unwritten(in.grad_out);
   const std::string untouched(out.bytes.begin(), out.bytes.end());
   args.out = view(out);
   args.workspace = workspace.data(), args.workspace_bytes = made->workspace_bytes();
-  args.packed_weights = memory.data(), args.packed_weights_bytes = bytes;
+  args.prepacked_weights = memory.data(), args.prepacked_weights_bytes = bytes;
   std::memset(memory.data(), 0, bytes);
   const std::string needs = ", needs " + std::to_string(bytes);
-  const std::string too_small = "packed_weights_bytes is " + std::to_string(bytes - 1) + needs;
+  const std::string too_small = "prepacked_weights_bytes is " + std::to_string(bytes - 1) + needs;
 
-  EXPECT_EQ(made->pack_weights(args.weights, nullptr, bytes).message(), "packed_weights is null" + needs + " bytes");
-  EXPECT_EQ(made->pack_weights(args.weights, memory.data(), bytes - 1).message(), too_small);
-  EXPECT_EQ(made->pack_weights(args.weights, static_cast<char*>(memory.data()) + 4, bytes).message(),
-            "packed_weights is not aligned to 64 bytes");
+  EXPECT_EQ(made->prepack_weights(args.weights, nullptr, bytes).message(),
+            "prepacked_weights is null" + needs + " bytes");
+  EXPECT_EQ(made->prepack_weights(args.weights, memory.data(), bytes - 1).message(), too_small);
+  EXPECT_EQ(made->prepack_weights(args.weights, static_cast<char*>(memory.data()) + 4, bytes).message(),
+            "prepacked_weights is not aligned to 64 bytes");
   LayerWeights missing = args.weights;
   missing.value = {};
-  EXPECT_EQ(made->pack_weights(missing, memory.data(), bytes).message(), "weights.value is missing");
+  EXPECT_EQ(made->prepack_weights(missing, memory.data(), bytes).message(), "weights.value is missing");
   EXPECT_EQ(made->forward(args).message(),
-            "packed_weights holds no packed weights: pack_weights() with this memory comes first");
+            "prepacked_weights holds no packed weights: prepack_weights() with this memory comes first");
 
-  ASSERT_EQ(made->pack_weights(args.weights, memory.data(), bytes).message(), "");
+  ASSERT_EQ(made->prepack_weights(args.weights, memory.data(), bytes).message(), "");
   LayerForwardArgs bad = args;
-  bad.packed_weights_bytes = bytes - 1;
+  bad.prepacked_weights_bytes = bytes - 1;
   EXPECT_EQ(made->forward(bad).message(), too_small);
-  bad.packed_weights_bytes = bytes, bad.workspace = memory.data();
-  EXPECT_EQ(made->forward(bad).message(), made->workspace_bytes() > 0 ? "workspace overlaps packed_weights" : "");
+  bad.prepacked_weights_bytes = bytes, bad.workspace = memory.data();
+  EXPECT_EQ(made->forward(bad).message(), made->workspace_bytes() > 0 ? "workspace overlaps prepacked_weights" : "");
   LayerForwardArgs smaller = args;  // weights, too, are of the wrong sizes, but are not looked at
   EXPECT_EQ(other->forward(smaller).message(),
-            "packed_weights was packed for other sizes, another dtype or another kernel");
+            "prepacked_weights was packed for other sizes, another dtype or another kernel");
   EXPECT_EQ(std::string(out.bytes.begin(), out.bytes.end()), untouched);
   EXPECT_EQ(made->forward(args).message(), "");
   for (const Kernel* kernel : kernels_to_test()) {
@@ -213,13 +215,13 @@ TEST(PackedWeights, ErrorsTellWhoseTheyAre) {
     const Result<Layer> by_other = layer(problem.desc, options_of(kernel->name, 1));
     if (!by_other.ok()) continue;
     LayerForwardArgs of_other = args;
-    const Memory larger(by_other->workspace_bytes()), copy(by_other->packed_weights_bytes());
-    std::memset(copy.data(), 0, by_other->packed_weights_bytes());
+    const Memory larger(by_other->workspace_bytes()), copy(by_other->prepacked_weights_bytes());
+    std::memset(copy.data(), 0, by_other->prepacked_weights_bytes());
     std::memcpy(copy.data(), memory.data(), 64);
     of_other.workspace = larger.data(), of_other.workspace_bytes = by_other->workspace_bytes();
-    of_other.packed_weights = copy.data(), of_other.packed_weights_bytes = by_other->packed_weights_bytes();
+    of_other.prepacked_weights = copy.data(), of_other.prepacked_weights_bytes = by_other->prepacked_weights_bytes();
     EXPECT_EQ(by_other->forward(of_other).message(),
-              "packed_weights was packed for other sizes, another dtype or another kernel");
+              "prepacked_weights was packed for other sizes, another dtype or another kernel");
   }
 }
 
@@ -247,7 +249,7 @@ TEST(PackedWeights, OfBlocks) {
     const Memory workspace(std::max(a->workspace_bytes(), f->workspace_bytes()));
     const Memory reserve(std::max(a->reserve_bytes(), f->reserve_bytes()));
     const Packed packed(a->layer(), views(in));
-    const Memory packed_feed(f->packed_weights_bytes());
+    const Memory packed_feed(f->prepacked_weights_bytes());
     attend.layer.query = feed.x = view(x);
     attend.layer.weights = views(in);
     attend.norm = feed.weights.norm = {view(vector), view(vector)};
@@ -266,19 +268,19 @@ TEST(PackedWeights, OfBlocks) {
       EXPECT_EQ(f->forward(feed).message(), "");
       if (n == 1) break;
       attend.layer.weights = biases_of(attend.layer.weights);
-      attend.layer.packed_weights = packed.memory.data();
-      attend.layer.packed_weights_bytes = a->layer().packed_weights_bytes();
-      EXPECT_EQ(f->pack_weights(feed.weights, packed_feed.data(), 8).message(),
-                "packed_weights_bytes is 8, needs " + std::to_string(f->packed_weights_bytes()));
-      EXPECT_EQ(f->pack_weights(feed.weights, packed_feed.data(), f->packed_weights_bytes()).message(), "");
+      attend.layer.prepacked_weights = packed.memory.data();
+      attend.layer.prepacked_weights_bytes = a->layer().prepacked_weights_bytes();
+      EXPECT_EQ(f->prepack_weights(feed.weights, packed_feed.data(), 8).message(),
+                "prepacked_weights_bytes is 8, needs " + std::to_string(f->prepacked_weights_bytes()));
+      EXPECT_EQ(f->prepack_weights(feed.weights, packed_feed.data(), f->prepacked_weights_bytes()).message(), "");
       feed.weights.weight1 = feed.weights.weight2 = {};
       EXPECT_EQ(f->forward(feed).message(), "weights.weight1 is missing");
-      feed.packed_weights = packed.memory.data(), feed.packed_weights_bytes = f->packed_weights_bytes();
-      if (a->layer().packed_weights_bytes() >= f->packed_weights_bytes()) {
+      feed.prepacked_weights = packed.memory.data(), feed.prepacked_weights_bytes = f->prepacked_weights_bytes();
+      if (a->layer().prepacked_weights_bytes() >= f->prepacked_weights_bytes()) {
         EXPECT_EQ(f->forward(feed).message(),
-                  "packed_weights was packed for other sizes, another dtype or another kernel");
+                  "prepacked_weights was packed for other sizes, another dtype or another kernel");
       }
-      feed.packed_weights = packed_feed.data();
+      feed.prepacked_weights = packed_feed.data();
     }
     EXPECT_EQ(difference("attention", attended[0], attended[1]), "");
     EXPECT_EQ(difference("feed-forward", fed[0], fed[1]), "");

@@ -213,10 +213,10 @@ struct LayerArrays : FuzzArrays {
 
 template <class Made>
 bool pack(const Made& made, const LayerWeights& weights, const LayerDesc& d, std::unique_ptr<GuardedBytes>* packed) {
-  if (made.packed_weights_bytes() > kMostBytes) return false;
+  if (made.prepacked_weights_bytes() > kMostBytes) return false;
   if (parameters(d) > MemorySize(kMostBytes)) return false;
-  *packed = std::make_unique<GuardedBytes>(made.packed_weights_bytes(), Guard::kEnd, 0xff);
-  const Status status = made.pack_weights(weights, (*packed)->data(), (*packed)->size());
+  *packed = std::make_unique<GuardedBytes>(made.prepacked_weights_bytes(), Guard::kEnd, 0xff);
+  const Status status = made.prepack_weights(weights, (*packed)->data(), (*packed)->size());
   EXPECT_TRUE(status.ok()) << status.message();
   return status.ok();
 }
@@ -237,7 +237,7 @@ void run(const AnyLayer& layer, const Layer& made, const LayerDesc& d, Figures* 
   memory.give(&inference, false);
   std::unique_ptr<GuardedBytes> packed;
   if (pack(layer, args.weights, d, &packed)) {
-    inference.packed_weights = packed->data(), inference.packed_weights_bytes = packed->size();
+    inference.prepacked_weights = packed->data(), inference.prepacked_weights_bytes = packed->size();
   }
   const bool cached = arrays.caches(&inference);
   if (!cached) inference.key_cache = inference.value_cache = {};

@@ -158,11 +158,11 @@ CallResult run(const linear::Kernel& kernel, const LinearProblem& p, const Linea
   const Operations operations{[&](const linear::GemmDesc& d, const linear::GemmArgs& a) { kernel.gemm(d, a, threads); },
                               [&](const linear::PointwiseArgs& a) { kernel.pointwise(a, threads); }};
   const auto prepare = [&](linear::GemmDesc& desc, linear::GemmArgs& args) {
-    desc.packed = p.packed;
+    desc.prepacked = p.packed;
     if (p.packed) {
       void* packed = operands.workspace(kernel.packed_bytes(desc.k, desc.n, desc.dtype).value());
       kernel.pack(args.b, packed, threads);
-      args.packed = packed;
+      args.prepacked = packed;
       args.b = {};
     }
     args.workspace = operands.workspace(kernel.gemm_workspace_bytes(desc, threads.num_threads()).value());

@@ -55,7 +55,7 @@ Cut cut_of(const LinearFunctions& functions, const linear::GemmDesc& desc, int n
       break;
     }
   }
-  cut.packs_first = !desc.packed && desc.m > cut.rows;
+  cut.packs_first = !desc.prepacked && desc.m > cut.rows;
   return cut;
 }
 
@@ -70,7 +70,7 @@ struct Workspace {
     if (cut.packs_first) map.take_bytes(packed_bytes(functions, desc.k, desc.n, desc.dtype));
     const int64_t slices = cut.slices < 2 ? 0 : cut.slices;
     partial = map.take({slices, desc.m, whole(desc.n, functions.panel_columns)}, sizeof(float));
-    const bool packs = !desc.packed && !cut.packs_first;
+    const bool packs = !desc.prepacked && !cut.packs_first;
     lane_bytes = MemorySize(functions.block_scratch_bytes(cut.rows, cut.columns, packs)).rounded_up(64).value();
     lanes = map.take({num_threads}, lane_bytes);
     bytes = map.bytes();
@@ -89,7 +89,7 @@ bool transposes(const linear::GemmDesc& desc, const GemmWork& work) {
   const auto contiguous = [](const linear::Axis& axis) {
     return axis.sizes[0] == 1 && axis.sizes[1] == 1 && axis.strides[2] == 1;
   };
-  return desc.split_k && !desc.packed && contiguous(work.c.rows) && !contiguous(work.c.columns) &&
+  return desc.split_k && !desc.prepacked && contiguous(work.c.rows) && !contiguous(work.c.columns) &&
          !work.epilogue.changes();
 }
 
@@ -125,7 +125,7 @@ MemorySize gemm_workspace_bytes(const LinearFunctions& functions, const linear::
   const MemorySize largest = MemorySize(64) * std::max(MemorySize(desc.m) * desc.n, MemorySize(desc.k));
   if (!largest.fits()) return largest;
   const MemorySize bytes = workspace_bytes(functions, desc, num_threads);
-  if (!desc.split_k || desc.packed) return bytes;
+  if (!desc.split_k || desc.prepacked) return bytes;
   return std::max(bytes, workspace_bytes(functions, transposed(desc), num_threads));
 }
 
@@ -149,7 +149,7 @@ void gemm(const LinearFunctions& functions, const linear::GemmDesc& desc, const 
   const Workspace at(functions, desc, cut, run.num_threads);
   char* workspace = static_cast<char*>(args.workspace);
   float* partial = reinterpret_cast<float*>(workspace + at.partial);
-  const float* packed = desc.packed ? static_cast<const float*>(args.packed) : nullptr;
+  const float* packed = desc.prepacked ? static_cast<const float*>(args.prepacked) : nullptr;
   if (cut.packs_first) {
     pack(functions, args.b, workspace, run);
     packed = reinterpret_cast<const float*>(workspace);
