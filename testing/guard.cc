@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -61,7 +62,7 @@ class Mappings {
   }
 
   void give_back(uint8_t* mapping, size_t num_bytes) {
-    constexpr size_t kMostFreeBytes = 64 << 20;
+    constexpr size_t kMostFreeBytes = 256 << 20;
     const std::lock_guard lock(mutex_);
     if (free_bytes_ + num_bytes > kMostFreeBytes) {
       munmap(mapping, num_bytes);
@@ -111,8 +112,9 @@ GuardedBytes::GuardedBytes(size_t num_bytes, Guard guard, uint8_t fill) : size_(
     std::memset(data_, fill, num_bytes);
     return;
   }
-  const size_t page = page_bytes();
-  const size_t inner = (num_bytes + page - 1) / page * page;
+  const size_t page = page_bytes(), pages = (num_bytes + page - 1) / page;
+  const size_t step = std::max<size_t>(std::bit_ceil(pages) / 8, 1);  // few sizes, so that mappings find a next operand
+  const size_t inner = (pages + step - 1) / step * step * page;
   map_bytes_ = inner + 2 * page;
   map_ = Mappings::get().take(map_bytes_);
   data_ = map_ + page + (guard == Guard::kEnd ? inner - num_bytes : 0);

@@ -162,7 +162,7 @@ std::string Judge::verdict() const {
 }
 
 int64_t num_draws(int64_t rows, int64_t enough) {
-  constexpr int64_t kMostDraws = 16;
+  constexpr int64_t kMostDraws = 8;
   return rows == 0 ? 1 : std::clamp<int64_t>((enough + rows - 1) / rows, 1, kMostDraws);
 }
 

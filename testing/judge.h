@@ -45,7 +45,7 @@ void add_errors(Errors& errors, const Array& got, const Array& exact, const Arra
                 const std::function<double(int64_t)>& magnitude, const Array* variance = nullptr,
                 const Array* pairs = nullptr);
 
-// As many as give `enough` rows of queries in all heads, at most 16. The seed of draw 0 is the problem's own.
+// As many as give `enough` rows of queries in all heads, at most 8. The seed of draw 0 is the problem's own.
 int64_t num_draws(int64_t rows, int64_t enough = 256);
 int64_t num_draws(const AttentionDesc& desc);
 uint64_t seed_of_draw(uint64_t seed, int64_t n);

@@ -38,7 +38,7 @@ Status check_prepacked(const PrepackedLayout& layout, const void* prepacked) {
   PrepackedHeader header;
   std::memcpy(&header, prepacked, sizeof header);
   if (header.magic != PrepackedHeader::kMagic) {
-    return invalid("prepacked_weights holds no prepacked weights: prepack_weights() with this memory comes first");
+    return invalid("prepacked_weights holds none: prepack_weights() with this memory comes first");
   }
   if (header.fingerprint == layout.fingerprint) return {};
   return invalid("prepacked_weights was prepacked for other sizes, another dtype or another kernel");

@@ -197,7 +197,7 @@ TEST(PackedWeights, ErrorsTellWhoseTheyAre) {
   missing.value = {};
   EXPECT_EQ(made->prepack_weights(missing, memory.data(), bytes).message(), "weights.value is missing");
   EXPECT_EQ(made->forward(args).message(),
-            "prepacked_weights holds no packed weights: prepack_weights() with this memory comes first");
+            "prepacked_weights holds none: prepack_weights() with this memory comes first");
 
   ASSERT_EQ(made->prepack_weights(args.weights, memory.data(), bytes).message(), "");
   LayerForwardArgs bad = args;
@@ -207,7 +207,7 @@ TEST(PackedWeights, ErrorsTellWhoseTheyAre) {
   EXPECT_EQ(made->forward(bad).message(), made->workspace_bytes() > 0 ? "workspace overlaps prepacked_weights" : "");
   LayerForwardArgs smaller = args;  // weights, too, are of the wrong sizes, but are not looked at
   EXPECT_EQ(other->forward(smaller).message(),
-            "prepacked_weights was packed for other sizes, another dtype or another kernel");
+            "prepacked_weights was prepacked for other sizes, another dtype or another kernel");
   EXPECT_EQ(std::string(out.bytes.begin(), out.bytes.end()), untouched);
   EXPECT_EQ(made->forward(args).message(), "");
   for (const Kernel* kernel : kernels_to_test()) {
@@ -221,7 +221,7 @@ TEST(PackedWeights, ErrorsTellWhoseTheyAre) {
     of_other.workspace = larger.data(), of_other.workspace_bytes = by_other->workspace_bytes();
     of_other.prepacked_weights = copy.data(), of_other.prepacked_weights_bytes = by_other->prepacked_weights_bytes();
     EXPECT_EQ(by_other->forward(of_other).message(),
-              "prepacked_weights was packed for other sizes, another dtype or another kernel");
+              "prepacked_weights was prepacked for other sizes, another dtype or another kernel");
   }
 }
 
@@ -278,7 +278,7 @@ TEST(PackedWeights, OfBlocks) {
       feed.prepacked_weights = packed.memory.data(), feed.prepacked_weights_bytes = f->prepacked_weights_bytes();
       if (a->layer().prepacked_weights_bytes() >= f->prepacked_weights_bytes()) {
         EXPECT_EQ(f->forward(feed).message(),
-                  "prepacked_weights was packed for other sizes, another dtype or another kernel");
+                  "prepacked_weights was prepacked for other sizes, another dtype or another kernel");
       }
       feed.prepacked_weights = packed_feed.data();
     }

@@ -1,5 +1,6 @@
 """The Python examples of README.md, run as they stand there, one after the other."""
 
+import importlib
 import pathlib
 import re
 
@@ -42,6 +43,7 @@ def test_the_example_of_torchs_layers_runs():
 
 def test_the_example_of_torch_runs_on_polyhead(capsys):
     pytest.importorskip("torch", reason="needs torch")
+    importlib.import_module("polyhead.torch").report(reset=True)  # what other tests of this process left
     exec(compile(_blocks()[2], str(README), "exec"), {})
     printed = capsys.readouterr().out
     assert "attention_forward" in printed and "attention_backward" in printed and "not taken" not in printed
