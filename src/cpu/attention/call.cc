@@ -108,6 +108,7 @@ BackwardProblem backward_problem(const AttentionDesc& desc, const BackwardArgs& 
 }
 
 void clear_rows(const Operand& x, int64_t b, int64_t h, int64_t first, int64_t end, int64_t dim) {
+  if (dim == 0) return;  // x may be null
   const int64_t bytes = element_bytes(x.dtype);
   for (int64_t i = first; i < end; ++i) {
     char* row = static_cast<char*>(x.data) + (b * x.stride_b + i * x.stride_s + h * x.stride_h) * bytes;
