@@ -170,30 +170,33 @@ int64_t num_draws(const AttentionDesc& d) { return num_draws((d.packed ? 1 : d.b
 
 uint64_t seed_of_draw(uint64_t seed, int64_t n) { return seed + 1000003 * static_cast<uint64_t>(n); }
 
-std::vector<ForwardDraw> forward_draws(const Problem& problem, int64_t count) {
-  std::vector<ForwardDraw> draws;
+// Of each draw's problem, draw(problem).
+template <class Draw>
+static auto draws_of(const Problem& problem, int64_t count, Draw draw) {
+  std::vector<decltype(draw(problem))> draws;
   Problem drawn = problem;
   if (count == 0) count = num_draws(problem_desc(problem));
   for (int64_t n = 0; n < count; ++n) {
     drawn.seed = seed_of_draw(problem.seed, n);
-    Inputs in = random_inputs(drawn);
-    Expected want = expected(problem_desc(drawn), in);
-    draws.push_back({problem_desc(drawn), std::move(in), std::move(want)});
+    draws.push_back(draw(drawn));
   }
   return draws;
 }
 
+std::vector<ForwardDraw> forward_draws(const Problem& problem, int64_t count) {
+  return draws_of(problem, count, [](const Problem& drawn) {
+    ForwardDraw draw{problem_desc(drawn), random_inputs(drawn), {}};
+    draw.want = expected(draw.desc, draw.in);
+    return draw;
+  });
+}
+
 std::vector<BackwardDraw> backward_draws(const Problem& problem, int64_t count) {
-  std::vector<BackwardDraw> draws;
-  Problem drawn = problem;
-  if (count == 0) count = num_draws(problem_desc(problem));
-  for (int64_t n = 0; n < count; ++n) {
-    drawn.seed = seed_of_draw(problem.seed, n);
-    BackwardInputs in = random_backward_inputs(drawn);
-    ExpectedGradients want = expected(problem_desc(drawn), in);
-    draws.push_back({problem_desc(drawn), std::move(in), std::move(want)});
-  }
-  return draws;
+  return draws_of(problem, count, [](const Problem& drawn) {
+    BackwardDraw draw{problem_desc(drawn), random_backward_inputs(drawn), {}};
+    draw.want = expected(draw.desc, draw.in);
+    return draw;
+  });
 }
 
 Judge judged(const Kernel& kernel, const Problem& problem, const std::vector<ForwardDraw>& draws,
