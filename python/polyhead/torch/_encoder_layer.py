@@ -13,29 +13,51 @@ from polyhead.torch._multihead_attention import (
     MultiheadAttention, check_causal_hint, check_tokens, score_masks, score_sizes,
 )  # fmt: skip
 from polyhead.torch._options import seed_tensor
+from polyhead.torch._submodules import (
+    DROPOUT, GELU, LAYER_NORM, LINEAR, RELU, SILU, count_called, hooks_of_all, why_not_plain,
+)  # fmt: skip
 
 _BY_NAME = {"relu": F.relu, "gelu": F.gelu}
+_ATTENTION = MultiheadAttention.forward
 
 
 def _fused_activation(activation):
-    """Its number in ACTIVATIONS; None for one that the operator does not have."""
-    if activation is F.relu or activation is torch.relu or isinstance(activation, nn.ReLU):
-        return ACTIVATIONS["relu"]
+    """Its number in ACTIVATIONS and None; or None, and why the operator does not have it."""
+    if activation is F.relu or activation is torch.relu:
+        return ACTIVATIONS["relu"], None
     if activation is F.gelu:
-        return ACTIVATIONS["gelu"]
-    if isinstance(activation, nn.GELU):
-        return ACTIVATIONS["gelu" if activation.approximate == "none" else "gelu_tanh"]
-    if activation is F.silu or isinstance(activation, nn.SiLU):
-        return ACTIVATIONS["silu"]
-    return None
+        return ACTIVATIONS["gelu"], None
+    if activation is F.silu:
+        return ACTIVATIONS["silu"], None
+    if not isinstance(activation, nn.Module):
+        return None, f"activation is {getattr(activation, '__name__', type(activation).__name__)}"
+    forward = type(activation).forward
+    reason = why_not_plain("activation", activation, forward)
+    if reason is None and forward is GELU:
+        return ACTIVATIONS["gelu" if activation.approximate == "none" else "gelu_tanh"], None
+    if reason is None and (forward is RELU or forward is SILU):
+        return ACTIVATIONS["relu" if forward is RELU else "silu"], None
+    return None, reason or f"activation is {type(activation).__name__}"
+
+
+def _why_not_norm(name, norm, size):
+    reason = why_not_plain(name, norm, LAYER_NORM)
+    if reason is None and norm.normalized_shape != (size,):
+        return f"{name} is over {list(norm.normalized_shape)}"
+    return reason
+
+
+def _dropout_p(dropout):
+    return float(dropout.p) if dropout.training else 0.0
 
 
 class TransformerEncoderLayer(nn.Module):
     """`torch.nn.TransformerEncoderLayer`: its arguments, sub-modules, results and state_dict, computed by polyhead.
 
     Two operators, each one call forward and one backward: norm, self-attention with its projections, dropout and
-    residual; norm, feed-forward, dropout and residual. They use the parameters where they are. Hooks on sub-modules are
-    not called: only the parameters, the dropouts' p and the norms' eps are read.
+    residual; norm, feed-forward, dropout and residual. They use the parameters where they are. A block with a sub-module
+    that is not the plain one is computed as nn does, by calling its sub-modules: so hooks, adapters, subclasses and
+    exchanged sub-modules have their effect. `polyhead.torch.report` tells which. Parametrizations stay in the operator.
 
     What differs from nn's: a query that sees no key attends to nothing, where nn gives NaN; nested tensors are
     refused (in torch.nn.TransformerEncoder, pass src_key_padding_mask: nothing is nested).
@@ -120,29 +142,40 @@ class TransformerEncoderLayer(nn.Module):
         Tensor
             As src.
         """
-        batched = check_tokens(src, src, src, self.self_attn.batch_first)
-        if src.shape[-1] != self.self_attn.embed_dim:
-            raise Error(f"src has vectors of {src.shape[-1]}, must be of d_model {self.self_attn.embed_dim}")
+        batched = check_tokens(src, src, src, True)
+        x = self._attend(src, src_mask, src_key_padding_mask, is_causal, batched)
+        return self._feed_forward(x, batched).to(src.dtype)
+
+    def _attend(self, src, src_mask, src_key_padding_mask, is_causal, batched):
+        norm, attn, dropout = self.norm1, self.self_attn, self.dropout1
+        reason = (
+            hooks_of_all()
+            or why_not_plain("self_attn", attn, _ATTENTION)
+            or ("self_attn has rope, add_bias_kv or add_zero_attn" if attn.has_parts() else None)
+            or why_not_plain("self_attn.out_proj", attn.out_proj, LINEAR)
+            or _why_not_norm("norm1", norm, attn.embed_dim)
+            or why_not_plain("dropout1", dropout, DROPOUT)
+        )
+        if reason is not None:
+            count_called("attention_block_forward", src, reason)
+            return self._attend_in_parts(src, src_mask, src_key_padding_mask, is_causal)
+        if src.shape[-1] != attn.embed_dim:
+            raise Error(f"src has vectors of {src.shape[-1]}, must be of d_model {attn.embed_dim}")
         x = src if batched else src.unsqueeze(0)
         if src_key_padding_mask is not None and not batched:
             src_key_padding_mask = src_key_padding_mask.unsqueeze(0)
-        out = self._feed_forward(self._attend(x, src_mask, src_key_padding_mask, is_causal, batched)).to(src.dtype)
-        return out if batched else out.squeeze(0)
-
-    def _attend(self, x, src_mask, src_key_padding_mask, is_causal, batched):
-        attn, norm = self.self_attn, self.norm1
         batch_first = attn.batch_first or not batched
         check_causal_hint(is_causal, src_mask, "src_mask")
         hint_suffices = is_causal and src_key_padding_mask is None
         sizes = score_sizes(x, None, attn.num_heads, batch_first)
         mask, bias = score_masks(None if hint_suffices else src_mask, src_key_padding_mask, sizes, x.dtype)
-        output_dropout_p = self.dropout1.p if self.training else 0.0
-        return attention_block(
-            attn.block_arguments(x, mask, bias, batch_first=batch_first)._replace(
+        output_dropout_p = _dropout_p(dropout)
+        out = attention_block(
+            attn.block_arguments(x, mask, bias, batch_first=batch_first, out_proj=attn.out_proj)._replace(
                 norm_weight=norm.weight,
                 norm_bias=norm.bias,
                 output_dropout_seed=seed_tensor(output_dropout_p, None),
-                output_dropout_p=float(output_dropout_p),
+                output_dropout_p=output_dropout_p,
                 causal=hint_suffices,
                 norm_kind=NORMS["layer"],
                 norm_first=self.norm_first,
@@ -150,32 +183,58 @@ class TransformerEncoderLayer(nn.Module):
                 residual=True,
             )
         )[0]
+        return out if batched else out.squeeze(0)
 
-    def _feed_forward(self, x):
-        norm, activation = self.norm2, _fused_activation(self.activation)
-        if activation is None:
-            inner = self.dropout(self.activation(self.linear1(norm(x) if self.norm_first else x)))
-            out = x + self.dropout2(self.linear2(inner))
+    def _attend_in_parts(self, x, src_mask, src_key_padding_mask, is_causal):
+        """As torch.nn.TransformerEncoderLayer calls its sub-modules."""
+        padding = F._canonical_mask(
+            src_key_padding_mask, "src_key_padding_mask", F._none_or_dtype(src_mask), "src_mask", x.dtype
+        )
+        mask = F._canonical_mask(src_mask, "src_mask", None, "", x.dtype, check_other=False)
+        tokens = self.norm1(x) if self.norm_first else x
+        attended = self.self_attn(
+            tokens, tokens, tokens, attn_mask=mask, key_padding_mask=padding, need_weights=False, is_causal=is_causal
+        )[0]
+        out = x + self.dropout1(attended)
+        return out if self.norm_first else self.norm1(out)
+
+    def _feed_forward(self, x, batched):
+        norm, linear1, linear2 = self.norm2, self.linear1, self.linear2
+        inner_dropout, dropout = self.dropout, self.dropout2
+        activation, reason = _fused_activation(self.activation)
+        reason = (
+            reason
+            or hooks_of_all()
+            or _why_not_norm("norm2", norm, x.shape[-1])
+            or why_not_plain("linear1", linear1, LINEAR)
+            or why_not_plain("dropout", inner_dropout, DROPOUT)
+            or why_not_plain("linear2", linear2, LINEAR)
+            or why_not_plain("dropout2", dropout, DROPOUT)
+        )
+        if reason is not None:
+            count_called("feed_forward_block_forward", x, reason)
+            inner = inner_dropout(self.activation(linear1(norm(x) if self.norm_first else x)))
+            out = x + dropout(linear2(inner))
             return out if self.norm_first else norm(out)
-        inner_dropout_p = self.dropout.p if self.training else 0.0
-        output_dropout_p = self.dropout2.p if self.training else 0.0
-        return feed_forward_block(
+        inner_dropout_p, output_dropout_p = _dropout_p(inner_dropout), _dropout_p(dropout)
+        out = feed_forward_block(
             FeedForwardBlock(
-                x,
-                weight1=self.linear1.weight,
-                bias1=self.linear1.bias,
-                weight2=self.linear2.weight,
-                bias2=self.linear2.bias,
+                x if batched else x.unsqueeze(0),
+                weight1=linear1.weight,
+                bias1=linear1.bias,
+                weight2=linear2.weight,
+                bias2=linear2.bias,
                 norm_weight=norm.weight,
                 norm_bias=norm.bias,
                 inner_dropout_seed=seed_tensor(inner_dropout_p, None),
                 output_dropout_seed=seed_tensor(output_dropout_p, None),
                 activation=activation,
-                inner_dropout_p=float(inner_dropout_p),
-                output_dropout_p=float(output_dropout_p),
+                inner_dropout_p=inner_dropout_p,
+                output_dropout_p=output_dropout_p,
                 norm_kind=NORMS["layer"],
                 norm_first=self.norm_first,
                 norm_eps=norm.eps,
                 residual=True,
             )
         )
+        return out if batched else out.squeeze(0)

@@ -11,6 +11,7 @@ from polyhead.torch._block_ops import AttentionBlock
 from polyhead.torch._blocks import attention_block
 from polyhead.torch._options import seed_tensor
 from polyhead.torch._rope import Rope, rotated
+from polyhead.torch._submodules import LINEAR, count_called, why_not_plain
 
 
 class MultiheadAttention(nn.Module):
@@ -36,6 +37,8 @@ class MultiheadAttention(nn.Module):
         Rotary positions of q and k.
 
     With add_bias_kv, add_zero_attn or rope, the projections are torch's and the attention between them is polyhead's.
+    out_proj is part of the operator where it is plain. With hooks, an adapter around it, or another module in its
+    place, it is called, where nn's reads its weight and passes over the rest; `polyhead.torch.report` says so.
 
     Attributes
     ----------
@@ -193,32 +196,43 @@ class MultiheadAttention(nn.Module):
         hint_suffices = is_causal and key_padding_mask is None and not need_weights
         sizes = score_sizes(query, key, self.num_heads, batch_first)
         mask, bias = score_masks(None if hint_suffices else attn_mask, key_padding_mask, sizes, query.dtype)
-        arguments = self.block_arguments(query, mask, bias, batch_first=batch_first)._replace(
+        out_proj = self.out_proj
+        reason = why_not_plain("out_proj", out_proj, LINEAR)
+        fused = out_proj if reason is None else None
+        arguments = self.block_arguments(query, mask, bias, batch_first=batch_first, out_proj=fused)._replace(
             key=key,
             value=value,
             causal=hint_suffices,
             return_weights=0 if not need_weights else 2 if average_attn_weights else 1,
         )
-        if self.bias_k is not None or self.add_zero_attn or self.rope is not None:
-            out, weights = self._in_parts(arguments)
-        else:
-            out, weights = attention_block(arguments)
+        out, weights = self._in_parts(arguments) if self.has_parts() else attention_block(arguments)
+        if reason is not None:
+            count_called("attention_block_forward", query, reason)
+            out = out_proj(out)
         if batched:
             return out, weights
         return out.squeeze(0), None if weights is None else weights.squeeze(0)
 
-    def block_arguments(self, query: Tensor, attn_mask, attn_bias, *, batch_first: bool) -> AttentionBlock:
-        """Self-attention of `query` with this layer's parameters and, in training, its dropout."""
+    def has_parts(self) -> bool:
+        """Whether something stands between projections and scores."""
+        return self.bias_k is not None or self.add_zero_attn or self.rope is not None
+
+    def block_arguments(self, query: Tensor, attn_mask, attn_bias, *, batch_first: bool, out_proj) -> AttentionBlock:
+        """Self-attention of `query` with this layer's parameters and, in training, its dropout.
+
+        out_proj: this layer's; None ends the block before it.
+        """
         dropout_p = self.dropout if self.training else 0.0
+        joined = self._qkv_same_embed_dim
         return AttentionBlock(
             query,
-            in_proj_weight=self.in_proj_weight,
-            q_proj_weight=self.q_proj_weight,
-            k_proj_weight=self.k_proj_weight,
-            v_proj_weight=self.v_proj_weight,
+            in_proj_weight=self.in_proj_weight if joined else None,
+            q_proj_weight=None if joined else self.q_proj_weight,
+            k_proj_weight=None if joined else self.k_proj_weight,
+            v_proj_weight=None if joined else self.v_proj_weight,
             in_proj_bias=self.in_proj_bias,
-            out_proj_weight=self.out_proj.weight,
-            out_proj_bias=self.out_proj.bias,
+            out_proj_weight=None if out_proj is None else out_proj.weight,
+            out_proj_bias=None if out_proj is None else out_proj.bias,
             attn_mask=attn_mask,
             attn_bias=attn_bias,
             dropout_seed=seed_tensor(dropout_p, None),
@@ -272,6 +286,8 @@ def check_tokens(query: Tensor, key: Tensor, value: Tensor, batch_first: bool) -
             raise Error(f"{name} is a nested tensor, must be a dense one: pad it and pass key_padding_mask")
         if tokens.dim() != query.dim() or tokens.dim() not in (2, 3):
             raise Error(f"{name} has {tokens.dim()} dimensions, must have 3, or all three 2 (unbatched)")
+    if key is query and value is query:
+        return query.dim() == 3
     if key.shape[:-1] != value.shape[:-1]:
         raise Error(f"value is {list(value.shape)}, must agree with key {list(key.shape)} but for its last dimension")
     batch_dim = 0 if batch_first else 1

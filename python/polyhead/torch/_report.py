@@ -24,11 +24,12 @@ class Record(NamedTuple):
     op : str
         What ran, of ``torch.ops.polyhead``: "attention_forward", "attention_block_forward" (of layers),
         "feed_forward_block_forward" and their backward; or the function of torch that
-        was called and left to torch.
+        was called and left to torch, or the block of a layer that called its sub-modules one by one.
     shape : str
         Batch x heads x sequence length x head_dim, as the command `polyhead bench` takes it: "2x8x512x64"; "8/2" where
         query and key differ (the last: key and value). Packed sequences: "packed 8x4096x64". Feed-forward blocks: one
-        head, as "2x1x512x64/256", of size and inner size.
+        head, as "2x1x512x64/256", of size and inner size. Blocks that called their sub-modules: the tokens',
+        "2x512x64"; "compiled" in a graph.
     dtype : torch.dtype
     kernel : str or None
         One of `polyhead.kernels()`; None: not taken.
@@ -65,8 +66,8 @@ def report(reset: bool = False) -> Report:
     """What ran on polyhead's kernels since the process began, and which calls the switch left to torch.
 
     Counted are all calls of attention and of the blocks of layers that computed, be it from eager code, from
-    backward or from a compiled graph; and all calls of torch's attention that the switch met and did not take, those
-    within torch.compile once, when the graph was traced.
+    backward or from a compiled graph; and all calls of torch's attention that the switch met and did not take, and
+    blocks of layers with sub-modules that they call by themselves, those within torch.compile when a graph is traced.
 
     Parameters
     ----------
