@@ -15,6 +15,7 @@ import polyhead
 from polyhead.torch import _aten, _modules, _varlen
 
 NAME = "polyhead"
+_TAG = f" {NAME} {polyhead.__version__}"  # caches on disk know a graph by torch's names in it
 
 # (aten's operator, dispatch key, what makes our kernel out of torch's)
 _OVER_THEIRS = (
@@ -58,15 +59,13 @@ class _Installed:
                 library.impl(name, ours, "CPU")
             del library
             _forget_resolved_kernels()
-            undo.callback(setattr, F, "multi_head_attention_forward", F.multi_head_attention_forward)
-            F.multi_head_attention_forward = _modules.multi_head_attention_forward(F.multi_head_attention_forward)
-            jagged = _nested_ops.jagged_scaled_dot_product_attention
-            undo.callback(setattr, _nested_ops, "jagged_scaled_dot_product_attention", jagged)
-            _nested_ops.jagged_scaled_dot_product_attention = _aten.sdpa_of_nested(jagged)
-            # Caches on disk know a graph by torch's names in it.
-            tag = torch.compiler.config.cache_key_tag
-            undo.callback(setattr, torch.compiler.config, "cache_key_tag", tag)
-            torch.compiler.config.cache_key_tag = f"{tag} {NAME} {polyhead.__version__}"
+            for module, name, ours in (
+                (F, "multi_head_attention_forward", _modules.multi_head_attention_forward),
+                (_nested_ops, "jagged_scaled_dot_product_attention", _aten.sdpa_of_nested),
+            ):
+                undo.callback(_Replacement(module, name, ours).end)
+            torch.compiler.config.cache_key_tag += _TAG
+            undo.callback(_remove_tag)
             self._undo = undo.pop_all()
 
     def _forget_library(self):
@@ -74,6 +73,32 @@ class _Installed:
 
     def remove(self):
         self._undo.close()
+
+
+class _Replacement:
+    """A function of torch's that is ours for a while. What others put over it since stays theirs, with torch's below."""
+
+    def __init__(self, module, name, factory):
+        self._module, self._name, self._active = module, name, True
+        self._theirs = theirs = getattr(module, name)
+        ours = factory(theirs)
+
+        @functools.wraps(ours)
+        def replacement(*arguments, **options):
+            return (ours if self._active else theirs)(*arguments, **options)
+
+        self._replacement = replacement
+        setattr(module, name, replacement)
+
+    def end(self):
+        self._active = False
+        if getattr(self._module, self._name) is self._replacement:
+            setattr(self._module, self._name, self._theirs)
+
+
+def _remove_tag():
+    config = torch.compiler.config
+    config.cache_key_tag = config.cache_key_tag.replace(_TAG, "", 1)
 
 
 def _kernel(name, key):
