@@ -2,14 +2,13 @@
 
 #include <bit>
 #include <cstddef>
-#include <mutex>
 #include <string>
 #include <type_traits>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "broadcast.h"
+#include "cache.h"
 #include "workspace.h"
 
 namespace polyhead::python {
@@ -225,21 +224,10 @@ Key key_of(const FeedForwardBlockDesc& d, const Executor* executor) {
 
 template <class Block, class Desc, class Make>
 Result<std::shared_ptr<const Block>> cached(const Desc& desc, Executor* executor, Make make) {
-  struct Cache {
-    std::mutex mutex;  // never held while Python code may run
-    std::unordered_map<Key, std::shared_ptr<const Block>, Key::Hash> blocks;
-  };
-  static auto* const cache = new Cache;  // not destroyed: threads may outlive the interpreter
+  static auto* const cache = new Cache<Key, Block, Key::Hash>(kMostBlocks);  // threads may outlive the interpreter
   Key key = key_of(desc, executor);
-  const std::lock_guard lock(cache->mutex);
-  const auto found = cache->blocks.find(key);
-  if (found != cache->blocks.end()) return found->second;
-  Result<Block> made = make(desc, PlanOptions{.kernel = {}, .where = {.executor = executor}});
-  if (!made.ok()) return made.status();
-  if (cache->blocks.size() >= kMostBlocks) cache->blocks.clear();
-  auto shared = std::make_shared<const Block>(std::move(*made));
-  cache->blocks.emplace(std::move(key), shared);
-  return shared;
+  return cache->get([&](const Key& last) { return last == key; }, [&] { return std::move(key); },
+                    [&] { return make(desc, PlanOptions{.kernel = {}, .where = {.executor = executor}}); });
 }
 
 int64_t words(DType dtype, int64_t elements, int64_t statistics) {

@@ -2,10 +2,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
 #include <string>
-#include <unordered_map>
-#include <utility>
+
+#include "cache.h"
 
 namespace polyhead::python {
 namespace {
@@ -40,40 +39,18 @@ struct Hash {
   }
 };
 
-struct Cache {
-  std::mutex mutex;  // never held while Python code may run
-  std::unordered_map<Key, std::shared_ptr<const Plan>, Hash> plans;
-};
-
-Cache& cache() {
-  static auto* const the_cache = new Cache;  // not destroyed: threads may outlive the interpreter
-  return *the_cache;
-}
-
 }  // namespace
 
 Result<std::shared_ptr<const Plan>> cached_plan(const AttentionDesc& desc, std::string_view kernel,
                                                 const Where& where) {
-  thread_local Key last_key;
-  thread_local std::shared_ptr<const Plan> last;  // most calls are like the one before
-  if (last && last_key.is(desc, kernel, where)) return last;
-
-  Key key{desc, std::string(kernel), where.executor, where.device.value_or(Device::kCpu)};
-  Cache& known = cache();
-  const std::lock_guard lock(known.mutex);
-  const auto found = known.plans.find(key);
-  if (found != known.plans.end()) {
-    last_key = std::move(key);
-    last = found->second;
-    return last;
-  }
-
-  Result<Plan> made = plan(desc, {.kernel = kernel, .where = {.device = key.device, .executor = key.executor}});
-  if (!made.ok()) return made.status();
-  if (known.plans.size() >= kMostPlans) known.plans.clear();
-  auto shared = std::make_shared<const Plan>(std::move(*made));
-  known.plans.emplace(std::move(key), shared);
-  return shared;
+  static auto* const cache = new Cache<Key, Plan, Hash>(kMostPlans);  // threads may outlive the interpreter
+  const Device device = where.device.value_or(Device::kCpu);
+  return cache->get(
+      [&](const Key& key) { return key.is(desc, kernel, where); },
+      [&] {
+        return Key{desc, std::string(kernel), where.executor, device};
+      },
+      [&] { return plan(desc, {.kernel = kernel, .where = {.device = device, .executor = where.executor}}); });
 }
 
 }  // namespace polyhead::python
