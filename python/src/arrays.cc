@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <optional>
 #include <string>
 
 namespace polyhead::python {
@@ -314,14 +313,25 @@ void check(const Status& status) {
 
 const char* type_name(PyObject* object) { return Py_TYPE(object)->tp_name; }
 
+std::optional<std::string_view> utf8_of(PyObject* text) {
+  Py_ssize_t size = 0;
+  const char* const utf8 = PyUnicode_AsUTF8AndSize(text, &size);
+  if (utf8 == nullptr) {  // a lone surrogate
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  return std::string_view(utf8, static_cast<size_t>(size));
+}
+
 std::string text_of(PyObject* object) {
   constexpr size_t kMost = 400;
   PyObject* text = PyObject_Str(object);
-  const char* utf8 = text != nullptr ? PyUnicode_AsUTF8(text) : nullptr;
-  std::string result = utf8 != nullptr ? utf8 : "too much to print";  // as integers of 5000 digits are
-  Py_XDECREF(text);
   PyErr_Clear();
+  const auto utf8 = text != nullptr ? utf8_of(text) : std::nullopt;
+  std::string result(utf8.value_or("too much to print"));  // as integers of 5000 digits are
+  Py_XDECREF(text);
   result.resize(std::min(result.size(), kMost));
+  for (size_t at = 0; (at = result.find('\0', at)) != result.npos;) result.replace(at, 1, "\\x00");
   return result;
 }
 

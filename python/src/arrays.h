@@ -5,7 +5,9 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "polyhead/status.h"
@@ -45,6 +47,9 @@ void run_without_gil(Run run) {
 // The name of the object's type, and the beginning of str(object): for sentences.
 const char* type_name(PyObject* object);
 std::string text_of(PyObject* object);
+
+// Of a str, as long as it lives; none for what is no UTF-8.
+std::optional<std::string_view> utf8_of(PyObject* text);
 
 // Keeps the memory of an imported DLPack array alive. Empty for a NumPy array: the caller holds that.
 using Held = nb::ndarray<nb::ro>;

@@ -1,6 +1,7 @@
 #include "scalars.h"
 
 #include <cstring>
+#include <optional>
 #include <string>
 
 namespace polyhead::python {
@@ -106,13 +107,13 @@ DType dtype_argument(PyObject* object, const char* name) {
   bad_kind("%s has type %s, must be %s", name, type_name(object), kTakes);
 }
 
-const char* text_argument(PyObject* object, const char* name, const char* takes) {
-  const char* text = PyUnicode_Check(object) ? PyUnicode_AsUTF8(object) : nullptr;
-  if (text == nullptr) {
-    PyErr_Clear();
-    bad_kind("%s has type %s, must be %s", name, type_name(object), takes);
+std::string_view text_argument(PyObject* object, const char* name, const char* takes) {
+  const auto text = PyUnicode_Check(object) ? utf8_of(object) : std::nullopt;
+  if (!text) bad_kind("%s has type %s, must be %s", name, type_name(object), takes);
+  if (text->find('\0') != text->npos) {
+    bad_value("%s is \"%s\", must be %s: it holds a NUL character", name, text_of(object).c_str(), takes);
   }
-  return text;
+  return *text;
 }
 
 }  // namespace polyhead::python

@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include <cstdint>
+#include <string_view>
 
 #include "arrays.h"
 #include "polyhead/dropout.h"
@@ -25,7 +26,7 @@ DropoutOrigin dropout_origin_argument(PyObject* object);  // None: the default
 // "float32", or a dtype of NumPy, torch, ...: what is called so. Of the floating-point dtypes.
 DType dtype_argument(PyObject* object, const char* name);
 
-// As long as `object` lives.
-const char* text_argument(PyObject* object, const char* name, const char* takes);
+// As long as `object` lives. Without a NUL.
+std::string_view text_argument(PyObject* object, const char* name, const char* takes);
 
 }  // namespace polyhead::python

@@ -18,7 +18,9 @@ constexpr const char* kKeys[kNumWeightKinds] = {"query_weight", "key_weight", "v
                                                 "query_bias",   "key_bias",   "value_bias",   "out_bias"};
 constexpr const char* kScaleKey = "scale";
 
-std::string text_of_argument(PyObject* object, const char* name) { return text_argument(object, name, "a str"); }
+std::string text_of_argument(PyObject* object, const char* name) {
+  return std::string(text_argument(object, name, "a str"));
+}
 
 // 0: not told.
 int64_t size_argument(PyObject* object, const char* name) {
@@ -57,12 +59,9 @@ class NamedArrays {
     if (!PyDict_Check(dict)) bad_kind("%s has type %s, must be a dict of arrays by name", argument, type_name(dict));
     for (auto [key, value] : nb::borrow<nb::dict>(dict)) {
       if (!PyUnicode_Check(key.ptr())) continue;
-      const char* text = PyUnicode_AsUTF8(key.ptr());
-      if (text == nullptr) {  // a lone surrogate: no source has such a name
-        PyErr_Clear();
-        continue;
-      }
-      views.push_back({text, {}});
+      const auto text = utf8_of(key.ptr());
+      if (!text) continue;  // no source has such a name
+      views.push_back({std::string(*text), {}});
       objects_.push_back(value.ptr());
       std::string& name = views.back().name;
       const bool wanted =

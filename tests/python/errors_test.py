@@ -99,6 +99,12 @@ BAD = [
     bad(polyhead.Error, 'return_weights is "men", must be True, False or "mean"', return_weights="men"),
     bad(polyhead.Error, "kernel is cuda_sm99, known are", kernel="cuda_sm99"),
     bad(polyhead.Error, 'kernel is "", must be a name', kernel=""),
+    # A NUL ends a string in C alone.
+    bad(polyhead.Error, r'align is "top_left\x00", must be "top_left" or "bottom_right"', align="top_left\0"),
+    bad(polyhead.Error, r'kernel is "reference\x00x", must be a name out of', kernel="reference\0x"),
+    bad(polyhead.Error, r'device is "cpu\x00", must be "cpu" or "cuda"', device="cpu\0"),
+    bad(polyhead.Error, r"out_dtype is float32\x00, must be float32 or", out_dtype="float32\0"),
+    bad(polyhead.Error, r'return_weights is "mean\x00", must be True, False or "mean"', return_weights="mean\0"),
 ]
 
 PACKED = {"query": ROWS, "key": ROWS, "value": ROWS, "cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS}
