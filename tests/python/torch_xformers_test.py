@@ -166,9 +166,35 @@ def test_parts_merge_to_the_whole(dims, stacked):
     close(only_out, exact, 1e-2)
 
 
-def test_parts_are_not_rounded():
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("output_dtype", [None, torch.float32])
+def test_parts_have_the_dtypes_that_xformers_test_of_merging_expects(output_dtype, stacked):
+    """Its test_merge_attentions_decoding: whole, part and merged of one call's output_dtype; None is query's dtype."""
+    expected = output_dtype or torch.bfloat16
+    query, key, value = (
+        random(2, m, 4, 16, seed=seed, dtype=torch.bfloat16).detach() for m, seed in ((2, 1), (40, 2), (40, 3))
+    )
+    options = {"output_dtype": output_dtype}
+    parts = [
+        ph.memory_efficient_attention_partial(query, key[:, rows], value[:, rows], **options)
+        for rows in (slice(0, 7), slice(7, 30), slice(30, 40))
+    ]
+    outs, lses = map(torch.stack if stacked else list, zip(*parts))
+    assert all(out.dtype == expected for out in outs)
+    out, lse = ph.merge_attentions(outs, lses)
+    assert out.dtype == expected and lse.dtype == torch.float32
+    out, _ = ph.merge_attentions(outs, lses, output_dtype=torch.bfloat16)
+    assert out.dtype == torch.bfloat16
+    whole, whole_lse = ph.memory_efficient_attention_partial(query, key, value, **options)
+    other = ph.memory_efficient_attention_forward(query, key, value, **options)
+    torch.testing.assert_close(lse, whole_lse, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(out.to(whole.dtype), whole, rtol=2**-7, atol=2**-8)  # bfloat16, rounded twice
+    torch.testing.assert_close(other, whole, rtol=0, atol=0)  # of one dtype
+
+
+def test_parts_that_are_asked_for_in_float32_are_not_rounded():
     query, key, value = (random(1, 5, 2, 8, seed=seed, dtype=torch.bfloat16) for seed in (1, 2, 3))
-    out, lse = ph.memory_efficient_attention_partial(query, key, value)
+    out, lse = ph.memory_efficient_attention_partial(query, key, value, output_dtype=torch.float32)
     exact, exact_lse = naive(query, key, value)
     assert out.dtype == lse.dtype == torch.float32
     close(out, exact, 1e-6)
