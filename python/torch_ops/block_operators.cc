@@ -83,8 +83,7 @@ std::array<StableTensor, Count> new_gradients(const std::array<Gradient, Count>&
     if ((needs >> i & 1) == 0) continue;
     if (!all[i].input.given()) bad_value("needs names input %d, which is not given", static_cast<int>(i));
     Tensor& view = all[i].view = all[i].input;
-    made[i] =
-        view.ndim == 2 ? new_tensor_like(view, all[i].input, "a gradient", false) : new_tensor(view, "a gradient");
+    made[i] = view.ndim == 2 ? new_tensor_like(view, all[i].input, "a gradient") : new_tensor(view, "a gradient");
   }
   return made;
 }
@@ -190,8 +189,8 @@ void attention_block_forward(StableIValue* stack, uint64_t num_inputs, uint64_t 
   check(python::run_forward(*block, call, batch_first(out_view, bf), weights_view, reserve_tensor));
   count_call(Counted::kAttentionBlockForward, python::counted_sizes(desc), block->layer().kernel_name());
   stack[0] = result(std::move(out));
-  stack[1] = result(std::move(attn_weights));
-  stack[2] = result(std::move(reserve));
+  stack[1] = optional_result(std::move(attn_weights));
+  stack[2] = optional_result(std::move(reserve));
 }
 
 void attention_block_backward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
@@ -295,7 +294,7 @@ void feed_forward_block_forward(StableIValue* stack, uint64_t num_inputs, uint64
   check(python::run_forward(*block, call, out_view, reserve_tensor));
   count_call(Counted::kFeedForwardBlockForward, python::counted_sizes(desc), block->kernel_name());
   stack[0] = result(std::move(out));
-  stack[1] = result(std::move(reserve));
+  stack[1] = optional_result(std::move(reserve));
 }
 
 void feed_forward_block_backward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
@@ -329,11 +328,14 @@ void feed_forward_block_backward(StableIValue* stack, uint64_t num_inputs, uint6
 
 }  // namespace
 
-bool register_blocks(TorchLibraryHandle library) {
-  return aoti_torch_library_impl(library, "attention_block_forward", attention_block_forward) == 0 &&
-         aoti_torch_library_impl(library, "attention_block_backward", attention_block_backward) == 0 &&
-         aoti_torch_library_impl(library, "feed_forward_block_forward", feed_forward_block_forward) == 0 &&
-         aoti_torch_library_impl(library, "feed_forward_block_backward", feed_forward_block_backward) == 0;
+std::span<const OperatorKernel> block_kernels() {
+  static constexpr OperatorKernel kKernels[] = {
+      {"attention_block_forward", attention_block_forward},
+      {"attention_block_backward", attention_block_backward},
+      {"feed_forward_block_forward", feed_forward_block_forward},
+      {"feed_forward_block_backward", feed_forward_block_backward},
+  };
+  return kKernels;
 }
 
 }  // namespace polyhead::torch_ops

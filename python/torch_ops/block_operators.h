@@ -1,10 +1,12 @@
 // polyhead::attention_block_forward, feed_forward_block_forward, and their backward operators.
 #pragma once
 
-#include "stable_abi.h"
+#include <span>
+
+#include "operator_kernel.h"
 
 namespace polyhead::torch_ops {
 
-bool register_blocks(TorchLibraryHandle library);  // false on failure
+std::span<const OperatorKernel> block_kernels();
 
 }  // namespace polyhead::torch_ops

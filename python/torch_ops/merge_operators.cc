@@ -64,10 +64,12 @@ void merge_backward_kernel(StableIValue* stack, uint64_t /*num_inputs*/, uint64_
 
 }  // namespace
 
-bool register_merge(TorchLibraryHandle library) {
-  if (torch_list_size == nullptr) return true;
-  return aoti_torch_library_impl(library, "merge_forward", merge_forward) == 0 &&
-         aoti_torch_library_impl(library, "merge_backward", merge_backward_kernel) == 0;
+std::span<const OperatorKernel> merge_kernels() {
+  static constexpr OperatorKernel kKernels[] = {
+      {"merge_forward", merge_forward},
+      {"merge_backward", merge_backward_kernel},
+  };
+  return kKernels;
 }
 
 }  // namespace polyhead::torch_ops

@@ -1,11 +1,12 @@
 // polyhead::merge_forward and merge_backward.
 #pragma once
 
-#include "stable_abi.h"
+#include <span>
+
+#include "operator_kernel.h"
 
 namespace polyhead::torch_ops {
 
-// Does nothing before torch 2.10, whose interface has no lists: then the kernels are Python's. False on failure.
-bool register_merge(TorchLibraryHandle library);
+std::span<const OperatorKernel> merge_kernels();  // take lists
 
 }  // namespace polyhead::torch_ops

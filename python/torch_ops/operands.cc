@@ -1,10 +1,6 @@
 #include "operands.h"
 
 #include <cstdint>
-#include <string>
-#include <vector>
-
-#include "polyhead/kernels.h"
 
 namespace polyhead::torch_ops {
 namespace {
@@ -18,15 +14,6 @@ constexpr TensorArgument kPackedValue = {"value", 3, 3, "[total_k, num_heads_kv,
 constexpr const char* kScores = "what broadcasts to [batch, num_heads, seqlen_q, seqlen_k]";
 constexpr TensorArgument kBias = {"attn_bias", 0, 4, kScores};
 constexpr TensorArgument kMask = {"attn_mask", 0, 4, kScores};
-
-std::string_view kernel_name(int64_t number) {
-  static const std::vector<std::string> names = kernels();
-  if (number == -1) return {};
-  if (number < 0 || number >= static_cast<int64_t>(names.size())) {
-    bad_value("kernel is %lld, must be -1 or an index into polyhead.kernels()", static_cast<long long>(number));
-  }
-  return names[static_cast<size_t>(number)];
-}
 
 // [batch] or [batch + 1], if given.
 Tensor integers(const StableTensor& tensor, const char* name, const char* shape) {
@@ -54,7 +41,7 @@ Options::Options(ArgumentReader& arguments)
       seqlens_k(arguments.optional_tensor()),
       cu_seqlens_q(arguments.optional_tensor()),
       cu_seqlens_k(arguments.optional_tensor()),
-      kernel(arguments.integer()),
+      kernel(arguments.optional_text()),
       dropout_origin(arguments.optional_tensor()) {}
 
 Operands::Operands(const StableTensor& query, const StableTensor& key, const StableTensor& value,
@@ -62,7 +49,10 @@ Operands::Operands(const StableTensor& query, const StableTensor& key, const Sta
   read_operands(query, key, value, options);
   read_options(options);
   read_dropout(options);
-  kernel = kernel_name(options.kernel);
+  if (options.kernel) {
+    kernel = *options.kernel;
+    if (kernel.empty()) bad_value("kernel is \"\", must be a name out of polyhead.kernels()");
+  }
   heads_first = options.heads_first;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <string>
 #include <string_view>
 
 #include "broadcast.h"
@@ -35,12 +36,12 @@ struct Options {
   StableTensor seqlens_k;
   StableTensor cu_seqlens_q;
   StableTensor cu_seqlens_k;
-  int64_t kernel = -1;  // of kernels(); -1: none in particular
+  std::optional<std::string> kernel;  // a name; none: none in particular
   StableTensor dropout_origin;
   bool heads_first = false;  // query, key, value, out and their gradients are [B, H, S, D], as torch's own attention's
 };
 
-// One call. The tensors that it was made of must outlive it. Throws what bad_value throws.
+// One call. The tensors and options that it was made of must outlive it. Throws what bad_value throws.
 struct Operands {
   Operands(const StableTensor& query, const StableTensor& key, const StableTensor& value, const Options& options);
 

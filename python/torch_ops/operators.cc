@@ -2,18 +2,24 @@
 // schemas, and runs the same calls over the Python binding where this library is not there.
 #include <array>
 #include <memory>
+#include <span>
 #include <utility>
 
 #include "block_operators.h"
 #include "call_counts.h"
 #include "merge_operators.h"
 #include "operands.h"
+#include "operator_kernel.h"
 #include "plan_cache.h"
+#include "polyhead/api.h"
 #include "polyhead/attention.h"
 #include "stable_abi.h"
 #include "stable_tensor.h"
 #include "torch_executor.h"
 #include "workspace.h"
+
+// Read by polyhead/torch/_cpp.py: the operator that torch did not take, or null.
+extern "C" POLYHEAD_API const char* polyhead_torch_not_registered();
 
 namespace polyhead::torch_ops {
 namespace {
@@ -37,6 +43,19 @@ Options plain_options(ArgumentReader& arguments) {
   return options;
 }
 
+// For args.out, with the strides that torch gives [B, H, S, D]: polyhead/torch/_strides.py has the rule.
+StableTensor new_out_of_torch(ForwardArgs& args) {
+  bool like_query = args.query.dims[3] == args.value.dims[3];
+  for (const Tensor* each : {&args.query, &args.key, &args.value}) {
+    like_query = like_query && each->strides[3] == 1 && each->num_elements() > 0;
+  }
+  Tensor seen = heads_and_rows_swapped(args.out);
+  StableTensor out =
+      like_query ? new_tensor_like(seen, heads_and_rows_swapped(args.query), "out") : new_tensor(seen, "out");
+  args.out = heads_and_rows_swapped(seen);
+  return out;
+}
+
 // Computes operands, whose desc is complete; logsumexp where its tensor has dims.
 StableTensor run_forward(Operands& operands, StableTensor& logsumexp, StableTensor& weights,
                          StableTensor& column_sums) {
@@ -44,9 +63,7 @@ StableTensor run_forward(Operands& operands, StableTensor& logsumexp, StableTens
   ForwardArgs& args = operands.args;
   const auto plan = plan_of(operands);
   args.out = expected_tensor(d, &ForwardArgs::out);
-  StableTensor out = operands.heads_first && d.head_dim == d.head_dim_v
-                         ? new_tensor_like(args.out, args.query, "out", true)
-                         : new_tensor(args.out, "out", operands.heads_first);
+  StableTensor out = operands.heads_first ? new_out_of_torch(args) : new_tensor(args.out, "out");
   if (args.logsumexp.given()) logsumexp = new_tensor(args.logsumexp, "logsumexp");
   if (d.return_weights != ReturnWeights::kNone) {
     args.weights = expected_tensor(d, &ForwardArgs::weights);
@@ -191,18 +208,39 @@ void backward_below_autograd(StableIValue* stack, uint64_t num_inputs, uint64_t 
   for (size_t i = 0; i < 3; ++i) stack[i] = result(std::move(grads[i]));
 }
 
-bool register_kernels() {
+constexpr OperatorKernel kPlainKernels[] = {
+    {"attention_forward.below_autograd", forward_below_autograd},
+    {"attention_forward.inference", forward_inference},
+    {"attention_backward.below_autograd", backward_below_autograd},
+};
+constexpr OperatorKernel kKernels[] = {
+    // take a string
+    {"attention_forward", attention_forward},
+    {"attention_backward", attention_backward},
+};
+
+// The name of what torch did not take; null: it took all.
+const char* register_kernels() {
   TorchLibraryHandle library = nullptr;  // never deleted: that would take the kernels away
-  return aoti_torch_library_init_impl("polyhead", "CPU", __FILE__, __LINE__, &library) == 0 &&
-         aoti_torch_library_impl(library, "attention_forward", attention_forward) == 0 &&
-         aoti_torch_library_impl(library, "attention_forward.below_autograd", forward_below_autograd) == 0 &&
-         aoti_torch_library_impl(library, "attention_forward.inference", forward_inference) == 0 &&
-         aoti_torch_library_impl(library, "attention_backward", attention_backward) == 0 &&
-         aoti_torch_library_impl(library, "attention_backward.below_autograd", backward_below_autograd) == 0 &&
-         register_merge(library) && register_blocks(library);
+  if (aoti_torch_library_init_impl("polyhead", "CPU", __FILE__, __LINE__, &library) != 0) return "the namespace";
+  const bool has_lists_and_strings = torch_list_size != nullptr && torch_string_length != nullptr;
+  const std::span<const OperatorKernel> all[] = {
+      kPlainKernels,
+      block_kernels(),
+      has_lists_and_strings ? kKernels : std::span<const OperatorKernel>(),  // else Python's: _ops.py
+      has_lists_and_strings ? merge_kernels() : std::span<const OperatorKernel>(),
+  };
+  for (const auto& some : all) {
+    for (const OperatorKernel& each : some) {
+      if (aoti_torch_library_impl(library, each.name, each.kernel) != 0) return each.name;
+    }
+  }
+  return nullptr;
 }
 
-[[maybe_unused]] const bool registered = register_kernels();
+const char* const not_registered = register_kernels();
 
 }  // namespace
 }  // namespace polyhead::torch_ops
+
+const char* polyhead_torch_not_registered() { return polyhead::torch_ops::not_registered; }

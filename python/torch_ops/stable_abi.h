@@ -20,6 +20,10 @@ using StableIValue = uint64_t;
 struct StableListOpaque;
 using StableListHandle = StableListOpaque*;
 
+// An argument of a string type is one, owned by who reads it.
+struct StringOpaque;
+using StringHandle = StringOpaque*;
+
 extern "C" {
 int32_t aoti_torch_device_type_cpu();
 int32_t aoti_torch_dtype_float32();
@@ -59,4 +63,7 @@ AOTITorchError aoti_torch_library_impl(TorchLibraryHandle library, const char* n
 [[gnu::weak]] AOTITorchError torch_list_get_item(StableListHandle list, size_t index, StableIValue* element);  // 2.10
 [[gnu::weak]] AOTITorchError torch_list_push_back(StableListHandle list, StableIValue element);                // 2.10
 [[gnu::weak]] AOTITorchError torch_delete_list(StableListHandle list);                                         // 2.10
+[[gnu::weak]] AOTITorchError torch_string_length(StringHandle string, size_t* length);                         // 2.10
+[[gnu::weak]] AOTITorchError torch_string_c_str(StringHandle string, const char** data);                       // 2.10
+[[gnu::weak]] AOTITorchError torch_delete_string(StringHandle string);                                         // 2.10
 }

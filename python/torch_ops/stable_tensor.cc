@@ -1,11 +1,11 @@
 #include "stable_tensor.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstdarg>
 #include <cstdio>
 #include <new>
-#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -130,48 +130,104 @@ Tensor view_of(const StableTensor& tensor, const TensorArgument& argument) {
 
 namespace {
 
-// `order`: the dimensions, outermost first.
-StableTensor new_ordered(Tensor& view, const std::array<int, Tensor::kMaxDims>& order, const char* name,
-                         bool heads_first) {
+// Strides that leave no gaps, of dimensions in the order `innermost_first`.
+void set_dense_strides(Tensor& view, const std::array<int, Tensor::kMaxDims>& innermost_first) {
   int64_t stride = 1;
-  for (int i = view.ndim - 1; i >= 0; --i) {
-    const int dim = order[static_cast<size_t>(i)];
-    view.strides[dim] = stride;
-    if (__builtin_mul_overflow(stride, view.dims[dim] > 0 ? view.dims[dim] : 1, &stride)) {
+  for (int i = 0; i < view.ndim; ++i) {
+    view.strides[innermost_first[i]] = stride;
+    stride *= std::max<int64_t>(view.dims[innermost_first[i]], 1);
+  }
+}
+
+std::array<int, Tensor::kMaxDims> last_first(int ndim) {
+  std::array<int, Tensor::kMaxDims> order = {};
+  for (int i = 0; i < ndim; ++i) order[i] = ndim - 1 - i;
+  return order;
+}
+
+// Whether of two dimensions `inner`, which stands nearer to the elements, belongs further out than `outer`: +1, if not
+// -1, and 0 where an expanded dimension or equal strides tell nothing.
+int compared(const Tensor& like, int inner, int outer) {
+  const int64_t inner_stride = like.strides[inner], outer_stride = like.strides[outer];
+  if (inner_stride == 0 || outer_stride == 0) return 0;
+  if (inner_stride != outer_stride) return inner_stride < outer_stride ? -1 : 1;
+  return like.dims[inner] > like.dims[outer] ? 1 : 0;
+}
+
+// In the order of `like`'s memory, as torch's TensorIterator finds it.
+std::array<int, Tensor::kMaxDims> memory_order(const Tensor& like) {
+  auto order = last_first(like.ndim);
+  for (int i = 1; i < like.ndim; ++i) {
+    for (int at = i, j = i - 1; j >= 0; --j) {
+      const int comparison = compared(like, order[j], order[at]);
+      if (comparison < 0) break;
+      if (comparison == 0) continue;
+      std::swap(order[j], order[at]);
+      at = j;
+    }
+  }
+  return order;
+}
+
+// Without gaps and overlaps; what has one element in a dimension is nowhere along it.
+bool is_dense(const Tensor& tensor) {
+  const auto is_wide = [&](int d) { return tensor.dims[d] > 1; };
+  int left = 0;
+  for (int d = 0; d < tensor.ndim; ++d) left += is_wide(d) ? 1 : 0;
+  int64_t stride = 1;
+  for (bool found = true; found && left > 0;) {
+    found = false;
+    for (int d = 0; d < tensor.ndim; ++d) {
+      if (!is_wide(d) || tensor.strides[d] != stride) continue;
+      found = true;
+      stride *= tensor.dims[d];
+      --left;
+    }
+  }
+  return left == 0;
+}
+
+// Refuses what has too many elements to count: `view` has no strides yet.
+void check_size(const Tensor& view, const char* name) {
+  int64_t elements = 1;
+  for (int i = 0; i < view.ndim; ++i) {
+    if (__builtin_mul_overflow(elements, std::max<int64_t>(view.dims[i], 1), &elements)) {
       out_of_memory(std::string("no memory for a result of more than 2^62 elements: ") + name);
     }
   }
-  const Tensor seen = heads_first ? heads_and_rows_swapped(view) : view;
+}
+
+// A new tensor of the dims and strides of `seen`; `seen` becomes its view.
+StableTensor new_strided(Tensor& seen, const char* name) {
   AtenTensorHandle handle = nullptr;
   if (aoti_torch_empty_strided(seen.ndim, seen.dims, seen.strides, number_of(seen.dtype), aoti_torch_device_type_cpu(),
                                0, &handle) != 0) {
-    out_of_memory(std::string("no memory for ") + name + " of " + std::to_string(stride) + " elements");
+    out_of_memory(std::string("no memory for ") + name + " of " + std::to_string(seen.num_elements()) + " elements");
   }
   StableTensor tensor(handle);
-  if (aoti_torch_get_data_ptr(handle, &view.data) != 0) failure("%s has no memory", name);
+  if (aoti_torch_get_data_ptr(handle, &seen.data) != 0) failure("%s has no memory", name);
   return tensor;
-}
-
-std::array<int, Tensor::kMaxDims> from_outermost() {
-  std::array<int, Tensor::kMaxDims> order;
-  std::iota(order.begin(), order.end(), 0);
-  return order;
 }
 
 }  // namespace
 
 StableTensor new_tensor(Tensor& view, const char* name, bool heads_first) {
-  return new_ordered(view, from_outermost(), name, heads_first);
+  check_size(view, name);
+  set_dense_strides(view, last_first(view.ndim));
+  Tensor seen = heads_first ? heads_and_rows_swapped(view) : view;
+  StableTensor tensor = new_strided(seen, name);
+  view.data = seen.data;
+  return tensor;
 }
 
-StableTensor new_tensor_like(Tensor& view, const Tensor& like, const char* name, bool heads_first) {
-  auto order = from_outermost();
-  for (size_t i = 1; i < 4; ++i) {  // insertion: dimensions of one stride keep their order
-    for (size_t j = i; j > 0 && like.strides[order[j - 1]] < like.strides[order[j]]; --j) {
-      std::swap(order[j - 1], order[j]);
-    }
+StableTensor new_tensor_like(Tensor& view, const Tensor& like, const char* name) {
+  check_size(view, name);
+  if (is_dense(like) || like.num_elements() == 0) {
+    std::copy_n(like.strides, like.ndim, view.strides);
+  } else {
+    set_dense_strides(view, memory_order(like));
   }
-  return new_ordered(view, order, name, heads_first);
+  return new_strided(view, name);
 }
 
 Tensor heads_and_rows_swapped(Tensor view) {
@@ -248,6 +304,18 @@ std::optional<int64_t> ArgumentReader::optional_integer() {
 std::optional<double> ArgumentReader::optional_real() {
   const auto value = optional();
   return value ? std::optional(std::bit_cast<double>(*value)) : std::nullopt;
+}
+
+std::optional<std::string> ArgumentReader::optional_text() {
+  const auto value = optional();
+  if (!value) return {};
+  const auto string = reinterpret_cast<StringHandle>(*value);
+  size_t length = 0;
+  const char* data = nullptr;
+  const bool readable = torch_string_length(string, &length) == 0 && torch_string_c_str(string, &data) == 0;
+  std::string text(readable ? data : "", readable ? length : 0);
+  torch_delete_string(string);
+  return text;
 }
 
 }  // namespace polyhead::torch_ops

@@ -62,8 +62,8 @@ Tensor view_of(const StableTensor& tensor, const TensorArgument& argument);
 // second and third dimension swapped.
 StableTensor new_tensor(Tensor& view, const char* name, bool heads_first = false);
 
-// The same, its dimensions in the order in which those of `like`, which has the same dims, lie in memory.
-StableTensor new_tensor_like(Tensor& view, const Tensor& like, const char* name, bool heads_first);
+// The same with the strides that torch.empty_like gives for `like`, which has the same dims.
+StableTensor new_tensor_like(Tensor& view, const Tensor& like, const char* name);
 
 // [B, H, S, D] as [B, S, H, D], and back.
 Tensor heads_and_rows_swapped(Tensor view);
@@ -91,6 +91,7 @@ class ArgumentReader {
   bool flag() { return (*next_++ & 0xff) != 0; }
   std::optional<int64_t> optional_integer();
   std::optional<double> optional_real();
+  std::optional<std::string> optional_text();  // since torch 2.10
 
  private:
   std::optional<StableIValue> optional();

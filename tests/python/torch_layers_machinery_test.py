@@ -182,3 +182,29 @@ def test_parameters_are_used_in_place():
         assert not torch.equal(before, expected)
         layer.out_proj.weight.data = layer.out_proj.weight.data.contiguous()
         torch.testing.assert_close(layer(x, x, x)[0], expected)
+
+
+def test_a_packaged_program(tmp_path):
+    """AOTInductor's, with and without returned weights; what backward needs is a result that nobody asks for."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = TransformerEncoderLayer(16, 4, 32, batch_first=True)
+            self.attention = MultiheadAttention(16, 4, batch_first=True)
+
+        def forward(self, x, padding):
+            x = self.layer(x, src_key_padding_mask=padding)
+            return *self.attention(x, x, x), self.attention(x, x, x, need_weights=False)[0]
+
+    torch.manual_seed(0)
+    model, x = Model().eval(), torch.randn(2, 5, 16)
+    padding = torch.arange(5).ge(torch.tensor([[5], [3]]))
+    with torch.no_grad():
+        program = torch.export.export(model, (x, padding))
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+        polyhead.torch.report(reset=True)
+        got = torch._inductor.aoti_load_package(path)(x, padding)
+        assert counts(polyhead.torch.report()) == {"attention_block_forward": 3, "feed_forward_block_forward": 1}
+        for one, other in zip(got, model(x, padding), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)

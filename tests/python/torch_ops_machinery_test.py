@@ -196,7 +196,7 @@ def test_a_packaged_program(tmp_path):
     class Layer(torch.nn.Module):
         def forward(self, query, key):
             out, weights = polyhead.torch.attention(query, key, key, return_weights=True)
-            return polyhead.torch.attention(out, key, key, causal=True, align="top_left"), weights
+            return polyhead.torch.attention(out, key, key, causal=True, align="top_left", kernel="reference"), weights
 
     query, key = tensors((2, 5, 4, 8), (2, 7, 4, 8))
     with torch.no_grad():
@@ -204,6 +204,40 @@ def test_a_packaged_program(tmp_path):
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
         for one, other in zip(torch._inductor.aoti_load_package(path)(query, key), Layer()(query, key), strict=True):
             same_bits(one, other)
+
+
+class ByName(torch.nn.Module if torch is not None else object):
+    """Attention and its gradient by a kernel that is named."""
+
+    def forward(self, query, key):
+        out, logsumexp = polyhead.torch.attention(query, key, key, return_logsumexp=True, kernel="reference")
+        return polyhead.torch.attention_backward(out, query, key, key, out, logsumexp, kernel="reference")["key"]
+
+
+def test_an_exported_program_holds_its_kernels_name(tmp_path):
+    """Not its number among the kernels of the machine that exported it."""
+    query, key = tensors((2, 5, 4, 8), (2, 7, 4, 8))
+    torch.export.save(torch.export.export(ByName(), (query, key)), tmp_path / "program.pt2")
+    program = torch.export.load(tmp_path / "program.pt2")
+    calls = [node for node in program.graph.nodes if "polyhead" in str(node.target)]
+    assert len(calls) == 2 and all("reference" in node.args for node in calls)
+    polyhead.torch.report(reset=True)
+    same_bits(program.module()(query, key), ByName()(query, key))
+    assert {record.kernel for record in polyhead.torch.report(reset=True)} == {"reference"}
+
+
+@pytest.mark.parametrize("name, sentence", [
+    ("cpu_of_tomorrow", "kernel is cpu_of_tomorrow, known are"), ("", 'kernel is "", must be a name'),
+    ("reference\0", 'kernel is "?reference'),
+])  # fmt: skip
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_program_whose_kernel_is_not_here_is_refused_by_name(direction, name, sentence):
+    query, key = tensors((2, 5, 4, 8), (2, 7, 4, 8))
+    program = torch.export.export(ByName(), (query, key))
+    (call,) = [node for node in program.graph.nodes if f"attention_{direction}" in str(node.target)]
+    call.args = tuple(name if each == "reference" else each for each in call.args)
+    with pytest.raises((polyhead.Error, ValueError, RuntimeError), match=sentence):
+        program.module()(query, key)
 
 
 def mapped_options(options):

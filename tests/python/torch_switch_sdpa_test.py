@@ -245,7 +245,7 @@ LAYOUTS = list(itertools.permutations(range(4)))
 @pytest.mark.parametrize("function", [direct, switched])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layouts(function, dtype):
-    """Whatever order the memory has: out has the strides of empty_like(query), gradients lie [B, S, H, D] in memory."""
+    """Whatever order the memory has: gradients lie [B, S, H, D] in memory; torch_strides_test.py has the strides of out."""
     torch.manual_seed(6)
     with counted():
         for order in LAYOUTS:
@@ -255,8 +255,7 @@ def test_layouts(function, dtype):
                 shape = (2, 3, seqlen, 8)
                 memory = draw(*(shape[d] for d in order), dtype=dtype).detach()
                 arguments.append(memory.permute(inverse).requires_grad_())
-            out = check(function, arguments, {"is_causal": True}, str(order))
-            assert out.stride() == torch.empty_like(arguments[0]).stride(), order
+            check(function, arguments, {"is_causal": True}, str(order))
     leaf = draw(2, 3, 5, 8, dtype=dtype)
     with counted():
         out = function(leaf, leaf, leaf)

@@ -4,7 +4,8 @@
     query = key = value = torch.rand(1, 384, 16, 64, requires_grad=True)
     polyhead.torch.attention(query, key, value).sum().backward()
 
-Importing registers the operators `torch.ops.polyhead.*`; nothing of torch's own changes.
+Importing registers the operators `torch.ops.polyhead.*`, and adds their schemas to the key of torch's caches of compiled
+graphs; nothing else of torch's own changes.
 """
 
 import torch

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from polyhead import DropoutOrigin, Error
 from polyhead.torch import _autograd, _composition, _ops
 from polyhead.torch._options import (
-    DIFFERENTIABLE, NUM_SHARED, Options, align_number, asks_float32, kernel_number, offset_pair, origin_tensor,
+    DIFFERENTIABLE, NUM_SHARED, Options, align_number, asks_float32, kernel_name, offset_pair, origin_tensor,
     seed_tensor, weights_number, window_pair,
 )  # fmt: skip
 
@@ -40,7 +40,7 @@ def _options(
     return Options(
         causal, scale, attn_bias, attn_mask, alibi_slopes, seed_tensor(dropout_p, dropout_seed), dropout_p,
         dropout_offset, window_left, window_right, align_number(align), offset, offsets, softcap, seqlens_q, seqlens_k,
-        cu_seqlens_q, cu_seqlens_k, kernel_number(kernel), origin_tensor(dropout_origin),
+        cu_seqlens_q, cu_seqlens_k, kernel_name(kernel), origin_tensor(dropout_origin),
         weights_number(return_weights), return_column_sums, asks_float32(out_dtype, query),
     )  # fmt: skip
 

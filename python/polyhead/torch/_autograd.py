@@ -181,7 +181,7 @@ _apply_plain = super(Function, _PlainForward).apply
 def plain_forward(query, key, value, causal, scale, align, heads_first=False):
     """Out of tensors that nothing transforms or traces, with these options alone: where overhead would be felt.
 
-    heads_first: the tensors are [B, H, S, D]; out then has the strides of empty_like(query) where Dv is D.
+    heads_first: the tensors are [B, H, S, D]; out then has the strides that torch's own function gives.
     """
     if (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled():
         return _apply_plain(query, key, value, causal, scale, align, heads_first)

@@ -91,10 +91,10 @@ def _schema(block):
 
 def _schemas():
     forward, backward, grads = _schema(AttentionBlock)
-    yield "attention_block_forward", f"({forward}) -> (Tensor out, Tensor attn_weights, Tensor reserve)"
+    yield "attention_block_forward", f"({forward}) -> (Tensor out, Tensor? attn_weights, Tensor? reserve)"
     yield "attention_block_backward", f"({backward}) -> ({grads})"
     forward, backward, grads = _schema(FeedForwardBlock)
-    yield "feed_forward_block_forward", f"({forward}) -> (Tensor out, Tensor reserve)"
+    yield "feed_forward_block_forward", f"({forward}) -> (Tensor out, Tensor? reserve)"
     yield "feed_forward_block_backward", f"({backward}) -> ({grads})"
 
 
@@ -157,7 +157,7 @@ def _feed_forward_block_forward(*arguments):
 
 def _is_stored_in_first(weight):
     """A matrix [out, in] that is a view of one [in, out]: so is its gradient, or every step would copy it."""
-    return weight.dim() == 2 and weight.stride(0) < weight.stride(1)
+    return weight.dim() == 2 and 0 < weight.stride(0) < weight.stride(1)
 
 
 def _gradients(inputs, needs):

@@ -31,17 +31,27 @@ _library = None
 
 
 def load():
-    """Loads the kernels, which register themselves; False where this build or torch has none."""
+    """Loads the kernels, which register themselves; False where this build has none, or none are wanted.
+
+    Raises ImportError with what the loader or torch said: a slower way, silently taken, would be noticed by nobody.
+    """
     global _library
     if os.environ.get("POLYHEAD_TORCH_OPS") == "python" or not _PATH.exists():
         return False
     try:
-        torch.ops.load_library(_PATH)
-    except OSError:  # torch before 2.9
-        return False
-    _library = ctypes.CDLL(str(_PATH))
-    _library.polyhead_torch_call_counts.argtypes = [ctypes.POINTER(_CallCount), ctypes.c_int64, ctypes.c_int32]
-    _library.polyhead_torch_call_counts.restype = ctypes.c_int64
+        library = ctypes.CDLL(str(_PATH))
+        library.polyhead_torch_not_registered.restype = ctypes.c_char_p
+        failed = library.polyhead_torch_not_registered()
+        if failed is not None:
+            raise OSError(f"torch {torch.__version__} did not register {failed.decode()}")
+        library.polyhead_torch_call_counts.argtypes = [ctypes.POINTER(_CallCount), ctypes.c_int64, ctypes.c_int32]
+        library.polyhead_torch_call_counts.restype = ctypes.c_int64
+    except (OSError, AttributeError) as error:
+        raise ImportError(
+            f"polyhead's operators in C++ cannot be loaded into torch {torch.__version__}: {error}. Install polyhead "
+            "anew, or set POLYHEAD_TORCH_OPS=python: the operators run in Python then, and small calls take longer"
+        ) from error
+    _library = library
     return True
 
 
@@ -49,7 +59,7 @@ def call_counts(reset):
     """What they computed: {(op, query's, key's, value's shape, dtype, kernel): calls}; beyond 4096, without shapes."""
     if _library is None:
         return {}
-    counts = (_CallCount * 4200)()
+    counts = (_CallCount * 5000)()  # 4096, and those of any sizes: a few for each operator, dtype and kernel
     found = _library.polyhead_torch_call_counts(counts, len(counts), reset)
     return {_call(each): each.count for each in counts[:found]}
 

@@ -4,6 +4,7 @@ import torch
 
 from polyhead import Error
 from polyhead.torch._options import DIFFERENTIABLE, Options
+from polyhead.torch._strides import new_out
 
 _NOT_BESIDE_QUERY = ("dropout_seed", "dropout_origin")  # are on the CPU always
 
@@ -62,13 +63,10 @@ def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsume
 
 
 def attention_forward_below_autograd(query, key, value, causal, scale, align, heads_first):
-    if heads_first:
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    out, logsumexp, _, _ = attention_forward(query, key, value)
-    if heads_first:
-        same = query.shape[-1] == value.shape[-1]
-        out = torch.empty_like(query).transpose(1, 2) if same else out.transpose(1, 2)
-    return out, logsumexp
+    if not heads_first:
+        return attention_forward(query, key, value)[:2]
+    _, logsumexp, _, _ = attention_forward(*(x.transpose(1, 2) for x in (query, key, value)))
+    return new_out(query, key, value), logsumexp
 
 
 def attention_forward_inference(query, key, value, causal, scale, align, heads_first):

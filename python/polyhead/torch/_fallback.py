@@ -2,14 +2,13 @@
 
 import torch
 
+import torch
+
 import polyhead
 from polyhead import _bind
 from polyhead.torch import _report
-from polyhead.torch._options import ALIGNS, DEFAULT_KERNEL, DIFFERENTIABLE, KERNELS, WEIGHTS, Options
-
-
-def _kernel_name(o):
-    return None if o.kernel_number == DEFAULT_KERNEL else KERNELS[o.kernel_number]
+from polyhead.torch._options import ALIGNS, DIFFERENTIABLE, WEIGHTS, Options
+from polyhead.torch._strides import new_out
 
 
 def _shared(query, key, value, o):
@@ -20,7 +19,7 @@ def _shared(query, key, value, o):
         query, key, value, o.attn_bias, o.attn_mask, o.causal, window, ALIGNS[o.align],
         o.query_offset if o.query_offsets is None else o.query_offsets, o.scale, o.softcap, o.alibi_slopes,
         o.dropout_p, seed, o.dropout_offset, origin, o.seqlens_q, o.seqlens_k, o.cu_seqlens_q, o.cu_seqlens_k,
-        _kernel_name(o), None, None,
+        o.kernel_name, None, None,
     )  # fmt: skip
 
 
@@ -30,7 +29,7 @@ def attention_forward(query, key, value, *options):
         *_shared(query, key, value, o), True, WEIGHTS[o.return_weights], o.return_column_sums,
         "float32" if o.out_float32 else None,
     )  # fmt: skip
-    _report.count_run("attention_forward", query, key, value, _kernel_name(o))
+    _report.count_run("attention_forward", query, key, value, o.kernel_name)
     weights = asked.pop(0) if o.return_weights else None
     column_sums = asked.pop(0) if o.return_column_sums else None
     return out, logsumexp, weights, column_sums
@@ -43,7 +42,7 @@ def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsume
         *_shared(query, key, value, o), grad_out, out, logsumexp, grad_logsumexp, names, None, False, None
     )
     if names:
-        _report.count_run("attention_backward", query, key, value, _kernel_name(o))
+        _report.count_run("attention_backward", query, key, value, o.kernel_name)
     return tuple(grads.get(name) for name in DIFFERENTIABLE)
 
 
@@ -52,8 +51,7 @@ def attention_forward_below_autograd(query, key, value, causal, scale, align, he
     if not heads_first:
         return attention_forward(query, key, value, *options)[:2]
     out, logsumexp, *_ = attention_forward(*(x.transpose(1, 2) for x in (query, key, value)), *options)
-    out = out.transpose(1, 2)
-    return torch.empty_like(query).copy_(out) if out.shape == query.shape else out, logsumexp
+    return new_out(query, key, value).copy_(out.transpose(1, 2)), logsumexp
 
 
 def attention_forward_inference(query, key, value, causal, scale, align, heads_first):

@@ -3,16 +3,18 @@
 Every call of a polyhead kernel from torch goes through these, so profilers and graphs show it.
 """
 
+import hashlib
+
 import torch
+import torch.compiler.config
 
 from polyhead.torch import _batching, _block_ops, _cpp, _fake, _fallback
 from polyhead.torch._options import SCHEMA
 
 _GRADS = "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_bias, Tensor grad_alibi_slopes)"
 
-# Results that were not asked for are None; of gradients, undefined tensors, which are None in Python. AOTInductor knows
-# None for `Tensor?` alone. The schemas keep to the types that torch's stable C interface has since 2.9, but for merge's
-# lists (2.10).
+# Results that were not asked for are None. AOTInductor knows None for `Tensor?` alone, batched gradients (torch's
+# fallback of vmap) take `Tensor` alone: so it is the former in forward and the latter, undefined tensors, in backward.
 SCHEMAS = {
     "attention_forward": f"(Tensor query, Tensor key, Tensor value, {SCHEMA}, int return_weights=0, "
     "bool return_column_sums=False, bool out_float32=False) -> (Tensor out, Tensor logsumexp, Tensor? weights, Tensor? column_sums)",
@@ -32,16 +34,19 @@ SCHEMAS = {
     "dropout_mask": "(Tensor seed, float dropout_p, int dropout_offset, SymInt batch, SymInt num_heads, "
     "SymInt seqlen_q, SymInt seqlen_k, Tensor? dropout_origin=None) -> Tensor",
 }
-_HAS_LISTS = torch.__version__ >= (2, 10)
 
+_in_cpp = _cpp.load()  # or raises, before anything is defined
 _library = torch.library.Library("polyhead", "DEF")
 for _name, _schema in (*SCHEMAS.items(), *_block_ops.SCHEMAS.items()):
     _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+# Compiled graphs on disk call by these schemas, but torch's cache looks for a graph by the operators' names alone.
+_digest = hashlib.sha256(repr((SCHEMAS, _block_ops.SCHEMAS)).encode()).hexdigest()
+torch.compiler.config.cache_key_tag += f" polyhead's operators {_digest[:16]}"
 
-_in_cpp = _cpp.load()
 for _name in SCHEMAS:
     _function = _name.replace(".", "_")
-    if not _in_cpp or _name == "dropout_mask" or (_name.startswith("merge") and not _HAS_LISTS):
+    # Without one in C++: all of another build, dropout_mask, and before torch 2.10 those that take a list or a string.
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"polyhead::{_name}", "CPU"):
         _library.impl(_name, getattr(_fallback, _function), "CPU")
     torch.library.register_fake(f"polyhead::{_name}", getattr(_fake, _function), lib=_library)
     if "." in _name:

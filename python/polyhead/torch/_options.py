@@ -12,7 +12,6 @@ ALIGNS = (None, "top_left", "bottom_right")
 _ALIGN_NUMBERS = {"top_left": 1, "bottom_right": 2}
 WEIGHTS = (False, True, "mean")  # return_weights; its number is the operators'
 KERNELS = tuple(polyhead.kernels())
-DEFAULT_KERNEL = -1
 
 
 class Options(NamedTuple):
@@ -39,7 +38,7 @@ class Options(NamedTuple):
     seqlens_k: Optional[Tensor] = None
     cu_seqlens_q: Optional[Tensor] = None
     cu_seqlens_k: Optional[Tensor] = None
-    kernel_number: int = DEFAULT_KERNEL  # of KERNELS; Inductor takes no argument of the name kernel
+    kernel_name: Optional[str] = None  # a graph may run on another machine; Inductor takes no argument `kernel`
     dropout_origin: Optional[Tensor] = None  # polyhead.DropoutOrigin as int64 [4]
     return_weights: int = 0  # of WEIGHTS
     return_column_sums: bool = False
@@ -54,7 +53,7 @@ SCHEMA = (
     "bool causal=False, float? scale=None, Tensor? attn_bias=None, Tensor? attn_mask=None, Tensor? alibi_slopes=None, "
     "Tensor? dropout_seed=None, float dropout_p=0., int dropout_offset=0, int window_left=-1, int window_right=-1, "
     "int align=0, int? query_offset=None, Tensor? query_offsets=None, float softcap=0., Tensor? seqlens_q=None, "
-    "Tensor? seqlens_k=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int kernel_number=-1, "
+    "Tensor? seqlens_k=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, str? kernel_name=None, "
     "Tensor? dropout_origin=None"
 )
 NUM_SHARED = len(Options._fields) - 3  # those of attention_backward
@@ -81,12 +80,10 @@ def align_number(align):
     return number
 
 
-def kernel_number(kernel):
-    if kernel is None:
-        return DEFAULT_KERNEL
-    if kernel not in KERNELS:
+def kernel_name(kernel):
+    if kernel is not None and kernel not in KERNELS:
         raise Error(f'kernel is "{kernel}", must be one of polyhead.kernels(): {", ".join(KERNELS)}')
-    return KERNELS.index(kernel)
+    return kernel
 
 
 def weights_number(return_weights):

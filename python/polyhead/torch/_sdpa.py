@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from polyhead import Error
-from polyhead.torch import _autograd
+from polyhead.torch import _autograd, _strides
 from polyhead.torch._attention import attention
 from polyhead.torch._options import ALIGNS
 
@@ -39,7 +39,7 @@ def scaled_dot_product_attention(
     Returns
     -------
     torch.Tensor
-        [..., H, Sq, Dv]; where Dv is D with the strides of ``torch.empty_like(query)``.
+        [..., H, Sq, Dv], with the strides that torch's own function gives.
 
     A query that sees no key gets 0; what is hidden from it changes no bit.
 
@@ -67,7 +67,7 @@ def scaled_dot_product_attention(
         if out is not None:
             return out
     check_tensors(query, key, value, attn_mask)
-    lead = None
+    like_query, lead = _strides.are_querys(query, key, value, attn_mask, dropout_p), None
     if not _is_plain(query, key, value, enable_gqa):
         num_dims = max(query.dim(), key.dim(), value.dim())
         lead, query, key, value = _plain(query, key, value, enable_gqa)
@@ -88,7 +88,9 @@ def scaled_dot_product_attention(
         scale=scale,
         dropout_p=dropout_p,
     ).transpose(1, 2)
-    if out.shape[-1] == query.shape[-1] and not _has_strides_of(out, query):
+    if not like_query:
+        out = out.reshape(-1).view(out.shape)  # contiguous() would leave odd strides where a size is 1
+    elif not _has_strides_of(out, query):
         out = torch.empty_like(query).copy_(out)
     if lead is None:
         return out

@@ -7,7 +7,7 @@ parameter is, not the formula, so what it made of a submodule is plain.
 
 import torch
 from torch import nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.nn.modules import module as _global
 
 from polyhead.torch import _report
@@ -21,7 +21,8 @@ RELU, GELU, SILU = nn.ReLU.forward, nn.GELU.forward, nn.SiLU.forward
 def why_not_plain(name: str, module, forward) -> str | None:
     """A clause that says why calling the module is not `forward` alone, but for `hooks_of_all`; None if it is."""
     kind = type(module)
-    if getattr(kind, "forward", None) is not forward or kind.__call__ is not _CALL:
+    call = nn.Module.__call__ if is_exporting() else _CALL  # torch.export has one of its own in its place
+    if getattr(kind, "forward", None) is not forward or kind.__call__ is not call:
         return f"{name} is {kind.__name__}"
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return f"{name} has hooks"
