@@ -55,7 +55,7 @@ def attention_block(*arguments):
     """(out, attn_weights) of the operator attention_block_forward."""
     a = AttentionBlock(*arguments)
     x = swapped(a.query, a.batch_first)
-    query = _norm(x, a) if a.norm_first else x
+    query = norm(x, a) if a.norm_first else x
     key = query if a.key is None else swapped(a.key, a.batch_first)
     value = key if a.value is None else swapped(a.value, a.batch_first)
     out, weights = attend(*project(query, key, value, a), a)
@@ -63,22 +63,22 @@ def attention_block(*arguments):
     if a.residual:
         out = out + x
     if not a.norm_first:
-        out = _norm(out, a)
+        out = norm(out, a)
     return swapped(out, a.batch_first), weights
 
 
 def feed_forward_block(*arguments):
     """(out,) of the operator feed_forward_block_forward."""
     a = FeedForwardBlock(*arguments)
-    inner = F.linear(_norm(a.x, a) if a.norm_first else a.x, a.weight1, a.bias1)
+    inner = F.linear(norm(a.x, a) if a.norm_first else a.x, a.weight1, a.bias1)
     inner = _dropped(_ACTIVATION_FUNCTIONS[a.activation](inner), a.inner_dropout_p, a.inner_dropout_seed, 0)
     out = _dropped(F.linear(inner, a.weight2, a.bias2), a.output_dropout_p, a.output_dropout_seed, _OUTPUT_DROPOUT_OFFSET)
     if a.residual:
         out = out + a.x
-    return ((out if a.norm_first else _norm(out, a)),)
+    return ((out if a.norm_first else norm(out, a)),)
 
 
-def _norm(x, a):
+def norm(x, a):
     if not a.norm_kind:
         return x
     wide = x if x.dtype == torch.float64 else x.float()

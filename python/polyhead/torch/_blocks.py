@@ -2,12 +2,16 @@
 
 import torch
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_compiling
+from torch.nn import Parameter
 
 from polyhead.torch import _block_composition, _ops
 from polyhead.torch._attention import _named
-from polyhead.torch._autograd import _BelowAutograd, _transforms_active, differentiates
+from polyhead.torch._autograd import _BelowAutograd, _transforms_active, differentiates, is_plain
 from polyhead.torch._block_ops import NUM_DIFFERENTIABLE, NUM_TENSORS, AttentionBlock, FeedForwardBlock
+
+_CACHED_FROM = 2**17  # elements of a matrix: casting fewer takes less than finding them in autocast's cache
 
 
 class _Block(Function):
@@ -101,36 +105,81 @@ def _under_autograd(function):
     return run
 
 
-def _cast(block, arguments):
+def _cached_cast(weight):
+    """A matrix as autocast has it in its cache: cast once in a region, by the first who asks, and kept until its end.
+
+    Python has no function for that, but what mm saves for its backward is that very tensor.
+    """
+    dtype = torch.get_autocast_dtype(weight.device.type)
+    with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+        nothing = torch.empty((0, weight.shape[0]), dtype=dtype, requires_grad=True)
+        return torch.mm(nothing, weight).grad_fn._saved_mat2
+
+
+def _as_it_is(tensor):
+    return tensor
+
+
+def _is_cached(tensor):
+    """Whether torch keeps its cast, and that is worth the way there."""
+    return (
+        type(tensor) is Parameter
+        and tensor.dtype == torch.float32
+        and tensor.requires_grad
+        and tensor.dim() == 2
+        and tensor.numel() >= _CACHED_FROM
+    )
+
+
+def _cast(arguments):
     """For autocast: tokens, weights and biases. A norm's weights and what is added to scores stay as they are."""
-    count = block._fields.index("norm_weight")
-    return *_ops.cast_for_autocast(*arguments[:count]), *arguments[count:]
+    count = arguments._fields.index("norm_weight")
+    operands = list(arguments[:count])
+    if is_plain():
+        operands = [_cached_cast(each) if _is_cached(each) else each for each in operands]
+    return *_ops.cast_for_autocast(*operands), *arguments[count:]
 
 
-def _under_autocast(block, operator):
-    def run(*arguments):
+def _under_autocast(run, arguments):
+    """What `run` gives in autocast, whose dtypes are torch's: products and attention have autocast's; norm and residual
+    are torch's operations on the tokens as they came, so that float32 ones stay float32 from block to block.
+    """
+    a, x = arguments, arguments[0]
+    one_dtype = x.dtype in (torch.float64, torch.get_autocast_dtype(x.device.type))
+    if one_dtype or not (a.norm_kind or a.residual):
+        return run(*_cast(a))
+    tokens = _block_composition.norm(x, a) if a.norm_first else x
+    inner = {a._fields[0]: tokens, "norm_weight": None, "norm_bias": None, "norm_kind": 0, "norm_first": False}
+    out, *others = run(*_cast(a._replace(**inner, residual=False)))
+    if a.residual:
+        out = out + x
+    return out if a.norm_first else _block_composition.norm(out, a), *others
+
+
+def _autocast_kernel(block, operator):
+    def below_autocast(*arguments):
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-            return operator(*_cast(block, arguments))
+            return operator(*arguments)
 
-    return run
+    return lambda *arguments: _under_autocast(below_autocast, block(*arguments))
 
 
 _attention_block = _under_autograd(_AttentionBlock)
 _feed_forward_block = _under_autograd(_FeedForwardBlock)
 _ops.implement_autograd("attention_block_forward", _attention_block)
 _ops.implement_autograd("feed_forward_block_forward", _feed_forward_block)
-_ops.implement_autocast("attention_block_forward", _under_autocast(AttentionBlock, _ops.attention_block_forward))
+_ops.implement_autocast("attention_block_forward", _autocast_kernel(AttentionBlock, _ops.attention_block_forward))
 _ops.implement_autocast(
-    "feed_forward_block_forward", _under_autocast(FeedForwardBlock, _ops.feed_forward_block_forward)
+    "feed_forward_block_forward", _autocast_kernel(FeedForwardBlock, _ops.feed_forward_block_forward)
 )
 
 
 def _run(operator, function, arguments):
     if is_compiling():  # a graph holds the operator
         return operator(*arguments)
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(arguments[0].device.type):
-        arguments = _cast(type(arguments), arguments)
     try:
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(arguments[0].device.type):
+            return _under_autocast(function, arguments)
         return function(*arguments)
     except ValueError as error:
         raise _named(error) from None

@@ -61,7 +61,7 @@ class TransformerEncoderLayer(nn.Module):
 
     What differs from nn's: a query that sees no key attends to nothing, where nn gives NaN; nested tensors are
     refused (in torch.nn.TransformerEncoder, pass src_key_padding_mask: nothing is nested).
-    Under autocast, the sum with the residual is of autocast's dtype; the result has src's.
+    Under autocast, dtypes are nn's: products and attention have autocast's, norm and residual those of the tokens.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ class TransformerEncoderLayer(nn.Module):
         """
         batched = check_tokens(src, src, src, True)
         x = self._attend(src, src_mask, src_key_padding_mask, is_causal, batched)
-        return self._feed_forward(x, batched).to(src.dtype)
+        return self._feed_forward(x, batched)
 
     def _attend(self, src, src_mask, src_key_padding_mask, is_causal, batched):
         norm, attn, dropout = self.norm1, self.self_attn, self.dropout1
