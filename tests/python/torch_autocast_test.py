@@ -172,3 +172,42 @@ def test_compiled_is_the_same(norm_first):
     assert out.dtype == torch.float32
     for got, wanted in zip([out, *grads], [expected.detach(), *expected_grads]):
         torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max()))
+
+
+def heads(seed):
+    """query, key and value of large scores, where a product in bfloat16 shows."""
+    torch.manual_seed(seed)
+    return [2 * torch.randn(2, 64, 4, 32) for _ in range(3)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_returned_weights_are_the_same_with_gradients(compiled):
+    """These are computed in torch's operations, whose products autocast would round."""
+    query, key, value = heads(0)
+
+    def weights(query):
+        with torch.autocast("cpu", torch.bfloat16):
+            return polyhead.torch.attention(query, key, value, return_weights=True)[1]
+
+    expected = weights(query)
+    torch._dynamo.reset()
+    function = torch.compile(weights, fullgraph=True, backend="aot_eager") if compiled else weights
+    got = function(query.clone().requires_grad_()).detach()
+    assert got.dtype == expected.dtype
+    torch.testing.assert_close(got, expected, rtol=2**-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [False, True])
+def test_derivatives_that_are_differentiated_may_be_taken_within_a_region(layer):
+    tensors = [x.requires_grad_() for x in heads(1)]
+    torch.manual_seed(0)
+    module = TransformerEncoderLayer(32, 4, 64, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+
+    def second(enabled):
+        out = module(tensors[0][:, :, 0]) if layer else polyhead.torch.attention(*tensors)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            (first,) = torch.autograd.grad(out.square().sum(), tensors[0], create_graph=True)
+        return torch.autograd.grad(first.square().sum(), tensors[0])[0]
+
+    expected = second(False)
+    assert (second(True) - expected).norm() < 1e-5 * expected.norm()

@@ -159,7 +159,8 @@ class _PlainForward(Function):
             options = plain_options(*options)
             if heads_first:
                 grad_out, query, key, value = (x.transpose(1, 2) for x in (grad_out, query, key, value))
-            out, logsumexp, *_ = attention_forward(query, key, value, *options)
+            with _composition.without_autocast():
+                out, logsumexp, *_ = attention_forward(query, key, value, *options)
             tensors = (grad_out, None, query, key, value, out, logsumexp)
             grads = attention_backward(*tensors, needs, *options[:NUM_SHARED])[:3]
             if heads_first:
@@ -211,9 +212,10 @@ class _Backward:
             grads = _composition.attention_backward(*arguments, ctx.needs, options)
             return tuple(each for each in grads if each is not None)
 
-        grads, vjp = torch.func.vjp(gradients, *(tensors[i] for i in wanted))
         results = [None] * 11
-        shares = vjp(tuple(torch.zeros_like(grad) if by is None else by for grad, by in zip(grads, given)))
+        with _composition.without_autocast():
+            grads, vjp = torch.func.vjp(gradients, *(tensors[i] for i in wanted))
+            shares = vjp(tuple(torch.zeros_like(grad) if by is None else by for grad, by in zip(grads, given)))
         for i, share in zip(wanted, shares):
             results[i] = share
         return tuple(results)

@@ -10,6 +10,7 @@ from polyhead.torch import _block_composition, _ops
 from polyhead.torch._attention import _named
 from polyhead.torch._autograd import _BelowAutograd, _transforms_active, differentiates, is_plain
 from polyhead.torch._block_ops import NUM_DIFFERENTIABLE, NUM_TENSORS, AttentionBlock, FeedForwardBlock
+from polyhead.torch._composition import without_autocast
 
 _CACHED_FROM = 2**17  # elements of a matrix: casting fewer takes less than finding them in autocast's cache
 
@@ -58,8 +59,9 @@ def _composed_gradients(composed, arguments, needed, grads):
             replaced[i] = source
         return tuple(each for each, grad in zip(composed(*replaced), grads) if grad is not None)
 
-    _, vjp = torch.func.vjp(results, *(arguments[i] for i in wanted))
-    shares = dict(zip(wanted, vjp(tuple(grad for grad in grads if grad is not None))))
+    with without_autocast():
+        _, vjp = torch.func.vjp(results, *(arguments[i] for i in wanted))
+        shares = dict(zip(wanted, vjp(tuple(grad for grad in grads if grad is not None))))
     return tuple(shares.get(i) for i in range(len(needed)))
 
 

@@ -131,6 +131,11 @@ def _scale(query, o):
     return query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
 
 
+def without_autocast():
+    """For formulas of tensors that have their dtypes by now: products within are not to be cast once more."""
+    return torch.autocast("cpu", enabled=False)
+
+
 class _Scores:
     """S and P = exp(S - logsumexp), and what their gradients need of the way there."""
 
@@ -164,7 +169,8 @@ class _Scores:
 def weights(query, key, logsumexp, options):
     """P after dropout, [B, H, Sq, Sk] in query's dtype, differentiable by query, key, logsumexp and the options."""
     o = Options(*options)
-    scores = _Scores(query, key, logsumexp, o.attn_bias, o.alibi_slopes, o)
+    with without_autocast():
+        scores = _Scores(query, key, logsumexp, o.attn_bias, o.alibi_slopes, o)
     result = scores.weights
     if o.dropout_p:
         result = result * scores.places.kept(query, key, o)
