@@ -83,6 +83,10 @@ void Operands::read_operands(const StableTensor& query, const StableTensor& key,
   desc.head_dim = args.query.dims[rows + 2];
   desc.head_dim_v = args.value.dims[rows + 2];
   desc.dtype = args.query.dtype;
+  if (options.same_heads && desc.num_heads_kv != desc.num_heads) {
+    bad_value("key has %lld heads, must have %lld as query", static_cast<long long>(desc.num_heads_kv),
+              static_cast<long long>(desc.num_heads));
+  }
 }
 
 void Operands::read_options(const Options& options) {

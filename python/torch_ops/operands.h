@@ -39,6 +39,7 @@ struct Options {
   std::optional<std::string> kernel;  // a name; none: none in particular
   StableTensor dropout_origin;
   bool heads_first = false;  // query, key, value, out and their gradients are [B, H, S, D], as torch's own attention's
+  bool same_heads = false;   // key and value have as many as query
 };
 
 // One call. The tensors and options that it was made of must outlive it. Throws what bad_value throws.

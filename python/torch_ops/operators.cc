@@ -39,7 +39,9 @@ Options plain_options(ArgumentReader& arguments) {
   options.causal = arguments.flag();
   options.scale = arguments.optional_real();
   options.align = arguments.integer();
-  options.heads_first = arguments.flag();
+  const int64_t layout = arguments.integer();
+  options.heads_first = layout != 0;
+  options.same_heads = layout == 1;
   return options;
 }
 

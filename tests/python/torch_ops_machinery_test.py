@@ -55,13 +55,13 @@ def test_opcheck_below_autograd(case):
     out, logsumexp = polyhead.torch.attention(*operands, **options, return_logsumexp=True)
     given = (options.get("causal", False), options.get("scale"), 2)
     checks = ("test_schema", "test_faketensor")  # autograd is what these leave to their caller
-    for heads_first in (False, True):
-        if heads_first:
+    for layout in (0, 2):
+        if layout:
             *operands, out = (each.transpose(1, 2) for each in (*operands, out))
-        arguments = (*operands, *given, heads_first)
+        arguments = (*operands, *given, layout)
         opcheck(torch.ops.polyhead.attention_forward.below_autograd, arguments, test_utils=checks)
         opcheck(torch.ops.polyhead.attention_forward.inference, arguments, test_utils=checks)
-        arguments = (out, *operands, out, logsumexp, 5, *given, heads_first)
+        arguments = (out, *operands, out, logsumexp, 5, *given, layout)
         opcheck(torch.ops.polyhead.attention_backward.below_autograd, arguments, test_utils=checks)
 
 

@@ -140,7 +140,7 @@ def attention_forward(query, key, value, *options):
 
 
 class _PlainForward(Function):
-    """(query, key, value, causal, scale, align, heads_first) -> out: as _AttentionForward, with little to unpack."""
+    """(query, key, value, causal, scale, align, layout) -> out: as _AttentionForward, with little to unpack."""
 
     @staticmethod
     def forward(ctx, query, key, value, *options):
@@ -155,15 +155,15 @@ class _PlainForward(Function):
         query_needs, key_needs, value_needs, *_ = ctx.needs_input_grad
         needs = query_needs + 2 * key_needs + 4 * value_needs
         if torch.is_grad_enabled():  # logsumexp has to be differentiable, which it is not here
-            *options, heads_first = ctx.options
+            *options, layout = ctx.options
             options = plain_options(*options)
-            if heads_first:
+            if layout:
                 grad_out, query, key, value = (x.transpose(1, 2) for x in (grad_out, query, key, value))
             with _composition.without_autocast():
                 out, logsumexp, *_ = attention_forward(query, key, value, *options)
             tensors = (grad_out, None, query, key, value, out, logsumexp)
             grads = attention_backward(*tensors, needs, *options[:NUM_SHARED])[:3]
-            if heads_first:
+            if layout:
                 grads = tuple(None if grad is None else grad.transpose(1, 2) for grad in grads)
         else:
             grads = _ops.backward_below_autograd(
@@ -179,14 +179,14 @@ def plain_options(causal, scale, align):
 _apply_plain = super(Function, _PlainForward).apply
 
 
-def plain_forward(query, key, value, causal, scale, align, heads_first=False):
+def plain_forward(query, key, value, causal, scale, align, layout=0):
     """Out of tensors that nothing transforms or traces, with these options alone: where overhead would be felt.
 
-    heads_first: the tensors are [B, H, S, D]; out then has the strides that torch's own function gives.
+    layout: of LAYOUTS. Where the tensors are [B, H, S, D], out has the strides that torch's own function gives.
     """
     if (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled():
-        return _apply_plain(query, key, value, causal, scale, align, heads_first)
-    return _ops.forward_inference(query, key, value, causal, scale, align, heads_first)
+        return _apply_plain(query, key, value, causal, scale, align, layout)
+    return _ops.forward_inference(query, key, value, causal, scale, align, layout)
 
 
 def is_plain():

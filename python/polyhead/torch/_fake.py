@@ -62,21 +62,21 @@ def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsume
     )
 
 
-def attention_forward_below_autograd(query, key, value, causal, scale, align, heads_first):
-    if not heads_first:
+def attention_forward_below_autograd(query, key, value, causal, scale, align, layout):
+    if not layout:
         return attention_forward(query, key, value)[:2]
     _, logsumexp, _, _ = attention_forward(*(x.transpose(1, 2) for x in (query, key, value)))
     return new_out(query, key, value), logsumexp
 
 
-def attention_forward_inference(query, key, value, causal, scale, align, heads_first):
-    return attention_forward_below_autograd(query, key, value, causal, scale, align, heads_first)[0]
+def attention_forward_inference(query, key, value, causal, scale, align, layout):
+    return attention_forward_below_autograd(query, key, value, causal, scale, align, layout)[0]
 
 
 def attention_backward_below_autograd(
-    grad_out, query, key, value, out, logsumexp, needs, causal, scale, align, heads_first
+    grad_out, query, key, value, out, logsumexp, needs, causal, scale, align, layout
 ):  # fmt: skip
-    if not heads_first:
+    if not layout:
         return attention_backward(grad_out, None, query, key, value, out, logsumexp, needs)[:3]
     grad_out, query, key, value, out = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     grads = attention_backward(grad_out, None, query, key, value, out, logsumexp, needs)[:3]

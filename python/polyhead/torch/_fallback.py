@@ -46,23 +46,25 @@ def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsume
     return tuple(grads.get(name) for name in DIFFERENTIABLE)
 
 
-def attention_forward_below_autograd(query, key, value, causal, scale, align, heads_first):
+def attention_forward_below_autograd(query, key, value, causal, scale, align, layout):
     options = Options(causal, scale, align=align)
-    if not heads_first:
+    if not layout:
         return attention_forward(query, key, value, *options)[:2]
+    if layout == 1 and key.shape[1] != query.shape[1]:
+        raise polyhead.Error(f"key has {key.shape[1]} heads, must have {query.shape[1]} as query")
     out, logsumexp, *_ = attention_forward(*(x.transpose(1, 2) for x in (query, key, value)), *options)
     return new_out(query, key, value).copy_(out.transpose(1, 2)), logsumexp
 
 
-def attention_forward_inference(query, key, value, causal, scale, align, heads_first):
-    return attention_forward_below_autograd(query, key, value, causal, scale, align, heads_first)[0]
+def attention_forward_inference(query, key, value, causal, scale, align, layout):
+    return attention_forward_below_autograd(query, key, value, causal, scale, align, layout)[0]
 
 
 def attention_backward_below_autograd(
-    grad_out, query, key, value, out, logsumexp, needs, causal, scale, align, heads_first
+    grad_out, query, key, value, out, logsumexp, needs, causal, scale, align, layout
 ):  # fmt: skip
     options = Options(causal, scale, align=align)
-    if not heads_first:
+    if not layout:
         return attention_backward(grad_out, None, query, key, value, out, logsumexp, needs, *options)[:3]
     grad_out, query, key, value, out = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     grads = attention_backward(grad_out, None, query, key, value, out, logsumexp, needs, *options)[:3]

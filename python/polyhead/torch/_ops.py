@@ -20,13 +20,13 @@ SCHEMAS = {
     "bool return_column_sums=False, bool out_float32=False) -> (Tensor out, Tensor logsumexp, Tensor? weights, Tensor? column_sums)",
     "attention_backward": "(Tensor grad_out, Tensor? grad_logsumexp, Tensor query, Tensor key, Tensor value, "
     f"Tensor out, Tensor logsumexp, int needs, {SCHEMA}) -> {_GRADS}",
-    # Of the commonest options alone: each argument costs a call 50 ns.
+    # Of the commonest options alone: each argument costs a call 50 ns. Layout: of LAYOUTS in _options.py.
     "attention_forward.below_autograd": "(Tensor query, Tensor key, Tensor value, bool causal, float? scale, "
-    "int align, bool heads_first) -> (Tensor out, Tensor logsumexp)",
+    "int align, int layout) -> (Tensor out, Tensor logsumexp)",
     "attention_forward.inference": "(Tensor query, Tensor key, Tensor value, bool causal, float? scale, "
-    "int align, bool heads_first) -> Tensor",
+    "int align, int layout) -> Tensor",
     "attention_backward.below_autograd": "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor logsumexp, int needs, bool causal, float? scale, int align, bool heads_first) -> "
+    "Tensor logsumexp, int needs, bool causal, float? scale, int align, int layout) -> "
     "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
     "merge_forward": "(Tensor[] outs, Tensor[] logsumexps) -> (Tensor out, Tensor logsumexp)",
     "merge_backward": "(Tensor grad_out, Tensor? grad_logsumexp, Tensor[] outs, Tensor[] logsumexps, Tensor out, "

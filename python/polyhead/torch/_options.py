@@ -10,6 +10,7 @@ from polyhead import Error
 
 ALIGNS = (None, "top_left", "bottom_right")
 _ALIGN_NUMBERS = {"top_left": 1, "bottom_right": 2}
+LAYOUTS = ("BSHD", "BHSD", "BHSD, fewer heads of key and value")  # layout, where it is an argument; not 0: torch's own
 WEIGHTS = (False, True, "mean")  # return_weights; its number is the operators'
 KERNELS = tuple(polyhead.kernels())
 
