@@ -25,6 +25,7 @@ function(polyhead_per_isa target)
     target_compile_options(${objects} PRIVATE
       ${POLYHEAD_ISA_${isa}} $<$<CONFIG:Release,RelWithDebInfo>:-O3>
       -fno-math-errno -ffp-contract=off -fno-exceptions -fno-rtti)
+    polyhead_sanitize(${objects})
     set_target_properties(${objects} PROPERTIES
       CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON INTERPROCEDURAL_OPTIMIZATION OFF)
     target_sources(${target} PRIVATE $<TARGET_OBJECTS:${objects}>)

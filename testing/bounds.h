@@ -14,7 +14,7 @@
 namespace polyhead::testing {
 
 struct ForwardBounds {
-  Bound out, logsumexp, weights, column_sums;
+  Bound out, logsumexp, attn_weights, column_sums;
 };
 
 // Whether operands of N(0, 1) give scores so alike that every weight is near 1 / keys.

@@ -64,12 +64,12 @@ Outputs reference_outputs(const AttentionDesc& desc, const Inputs& in, bool wide
   Outputs o;
   o.out = array(wide ? DType::kFloat64 : out_dtype(desc), dims.out);
   o.logsumexp = array(statistics, dims.logsumexp);
-  o.weights = array(weights, dims.weights);
+  o.attn_weights = array(weights, dims.attn_weights);
   o.column_sums = array(statistics, dims.column_sums);
   ForwardArgs args = dense_args(in);
   args.out = view(o.out);
   args.logsumexp = view(o.logsumexp);
-  args.weights = view(o.weights);
+  args.attn_weights = view(o.attn_weights);
   args.column_sums = view(o.column_sums);
   reference::forward<T>(desc, args);
   return o;
@@ -98,7 +98,7 @@ std::string difference(const char* name, const Array& x, const Array& y) {
 std::string difference(const Outputs& a, const Outputs& b) {
   std::string text = difference("out", a.out, b.out);
   if (text.empty()) text = difference("logsumexp", a.logsumexp, b.logsumexp);
-  if (text.empty()) text = difference("weights", a.weights, b.weights);
+  if (text.empty()) text = difference("attn_weights", a.attn_weights, b.attn_weights);
   if (text.empty()) text = difference("column_sums", a.column_sums, b.column_sums);
   return text;
 }
@@ -196,7 +196,7 @@ PlacedOutputs::PlacedOutputs(const AttentionDesc& desc, const RunOptions& option
                           OperandRole::kOutput, inputs.next_gaps())),
       logsumexp_(Placed::output(statistics_dtype(desc), output_dims(desc, options.logsumexp).logsumexp,
                                 inputs.next_layout(), options.guard, OperandRole::kOutput, inputs.next_gaps())),
-      weights_(Placed::output(desc.dtype, output_dims(desc, true).weights, inputs.next_layout(), options.guard,
+      weights_(Placed::output(desc.dtype, output_dims(desc, true).attn_weights, inputs.next_layout(), options.guard,
                               OperandRole::kOutput, inputs.next_gaps())),
       column_sums_(Placed::output(statistics_dtype(desc), output_dims(desc, true).column_sums, inputs.next_layout(),
                                   options.guard, OperandRole::kOutput, inputs.next_gaps())) {}
@@ -204,7 +204,7 @@ PlacedOutputs::PlacedOutputs(const AttentionDesc& desc, const RunOptions& option
 void PlacedOutputs::give_to(ForwardArgs& args) const {
   args.out = out_.tensor();
   args.logsumexp = logsumexp_.tensor();
-  args.weights = weights_.tensor();
+  args.attn_weights = weights_.tensor();
   args.column_sums = column_sums_.tensor();
 }
 
@@ -212,7 +212,7 @@ Outputs PlacedOutputs::result() const {
   Outputs o;
   o.out = out_.result("out", &o.faults);
   o.logsumexp = logsumexp_.result("logsumexp", &o.faults);
-  o.weights = weights_.result("weights", &o.faults);
+  o.attn_weights = weights_.result("attn_weights", &o.faults);
   o.column_sums = column_sums_.result("column_sums", &o.faults);
   return o;
 }

@@ -42,9 +42,9 @@ class ForwardDefinition {
     o_.out = Array(wide ? DType::kFloat64 : out_dtype(desc), dims.out);
     o_.logsumexp = Array(statistics, dims.logsumexp);
     for (int64_t n = 0; n < o_.logsumexp.size(); ++n) o_.logsumexp.set(n, -HUGE_VAL);
-    if (!dims.weights.empty()) o_.weights = Array(weights, dims.weights);
+    if (!dims.attn_weights.empty()) o_.attn_weights = Array(weights, dims.attn_weights);
     if (!dims.column_sums.empty()) o_.column_sums = Array(statistics, dims.column_sums);
-    mean_.resize(desc.return_weights == ReturnWeights::kMean ? static_cast<size_t>(o_.weights.size()) : 0);
+    mean_.resize(desc.return_weights == ReturnWeights::kMean ? static_cast<size_t>(o_.attn_weights.size()) : 0);
     column_.resize(static_cast<size_t>(o_.column_sums.size()));
     if (magnitude_) *magnitude_ = Array(DType::kFloat64, dims.out);
   }
@@ -53,7 +53,7 @@ class ForwardDefinition {
     scores_.for_each_row([](int64_t, int64_t) {}, [&](int64_t b, int64_t h, int64_t i) { row(b, h, i); });
     const auto heads = static_cast<T>(std::max<int64_t>(d_.num_heads, 1));
     for (size_t n = 0; n < mean_.size(); ++n) {
-      o_.weights.set(static_cast<int64_t>(n), static_cast<double>(mean_[n] / heads));
+      o_.attn_weights.set(static_cast<int64_t>(n), static_cast<double>(mean_[n] / heads));
     }
     for (size_t n = 0; n < column_.size(); ++n) {
       o_.column_sums.set(static_cast<int64_t>(n), static_cast<double>(column_[n]));
@@ -98,7 +98,7 @@ class ForwardDefinition {
     for (int64_t c = 0; magnitude_ && c < d_.head_dim_v; ++c) sums_[c] += P * std::abs(V[c]);
     if (!mean_.empty()) mean_[(b * d_.seqlen_q + i) * d_.seqlen_k + j] += P;
     if (d_.return_weights == ReturnWeights::kPerHead) {
-      o_.weights.set(((b * d_.num_heads + h) * d_.seqlen_q + i) * d_.seqlen_k + j, static_cast<double>(P));
+      o_.attn_weights.set(((b * d_.num_heads + h) * d_.seqlen_q + i) * d_.seqlen_k + j, static_cast<double>(P));
     }
   }
 
@@ -215,8 +215,8 @@ OutputDims output_dims(const AttentionDesc& d, bool logsumexp) {
   }
   dims.out = {d.batch, d.seqlen_q, d.num_heads, d.head_dim_v};
   if (logsumexp) dims.logsumexp = {d.batch, d.num_heads, d.seqlen_q};
-  if (d.return_weights == ReturnWeights::kPerHead) dims.weights = {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k};
-  if (d.return_weights == ReturnWeights::kMean) dims.weights = {d.batch, d.seqlen_q, d.seqlen_k};
+  if (d.return_weights == ReturnWeights::kPerHead) dims.attn_weights = {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k};
+  if (d.return_weights == ReturnWeights::kMean) dims.attn_weights = {d.batch, d.seqlen_q, d.seqlen_k};
   if (d.return_column_sums) dims.column_sums = {d.batch, d.num_heads, d.seqlen_k};
   return dims;
 }

@@ -9,7 +9,7 @@ namespace polyhead::testing {
 
 // What one forward call wrote, densely stored, and what it must not have done.
 struct Outputs {
-  Array out, logsumexp, weights, column_sums;
+  Array out, logsumexp, attn_weights, column_sums;
   std::vector<std::string> faults;  // elements not written, gaps or inputs written
 };
 
@@ -17,7 +17,7 @@ struct Outputs {
 DType statistics_dtype(const AttentionDesc& desc);
 
 struct OutputDims {
-  std::vector<int64_t> out, logsumexp, weights, column_sums;  // empty: not asked for
+  std::vector<int64_t> out, logsumexp, attn_weights, column_sums;  // empty: not asked for
 };
 OutputDims output_dims(const AttentionDesc& desc, bool logsumexp);
 
@@ -41,7 +41,7 @@ Gradients gradient_magnitudes(const AttentionDesc& desc, const BackwardInputs& i
 // How much an honest kernel errs (deviation.h): the variance of the rounding errors of each element, float64. Of those that
 // multiply pairs of bfloat16, `pairs` comes on top; not given in other dtypes.
 struct ForwardVariance {
-  Array out, logsumexp, weights, column_sums, pairs_out;
+  Array out, logsumexp, attn_weights, column_sums, pairs_out;
 };
 struct GradientVariance {
   Gradients arithmetic, pairs;

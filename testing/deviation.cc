@@ -91,7 +91,7 @@ class ForwardErrors {
       : d_(desc), errors_(desc, in, seen), e_(errors_.operation()), V_(numbers<double>(in.value, false)) {
     v_.out = like(exact.out);
     v_.logsumexp = like(exact.logsumexp);
-    v_.weights = like(exact.weights);
+    v_.attn_weights = like(exact.attn_weights);
     v_.column_sums = like(exact.column_sums);
     if (has_pairs(desc)) v_.pairs_out = like(exact.out);
     column_.resize(static_cast<size_t>(exact.column_sums.size()));
@@ -172,11 +172,11 @@ class ForwardErrors {
         column_[at] += key.P;
         data(v_.column_sums)[at] += of_P + e_ * squared(column_[at]);
       }
-      if (!v_.weights.given()) continue;
+      if (!v_.attn_weights.given()) continue;
       const bool mean = d_.return_weights == ReturnWeights::kMean;
       const int64_t rows = mean ? b : b * d_.num_heads + h;
       const double part = squared(key.factor / (mean ? static_cast<double>(d_.num_heads) : 1));
-      data(v_.weights)[(rows * d_.seqlen_q + i) * d_.seqlen_k + key.j] += part * (of_P + 3 * e_ * squared(key.P));
+      data(v_.attn_weights)[(rows * d_.seqlen_q + i) * d_.seqlen_k + key.j] += part * (of_P + 3 * e_ * squared(key.P));
     }
   }
 

@@ -119,9 +119,17 @@ double Errors::chance() const { return 1 + 2 * std::sqrt(kChance) * noise() + 2 
 
 // The deviation of the mean of as many errors as are independent and matter, each of deviation 1.
 double Errors::noise() const {
-  const double of_count = bound_.dependent / count_;
-  return std::sqrt(
-      std::min(1.0, variance_ > 0 ? of_count * (variance_square_ * count_ / square(variance_)) : of_count));
+  const double of_few = variance_ > 0 ? variance_square_ * count_ / square(variance_) : 1;
+  return std::sqrt(std::min(1.0, dependent_share() * of_few));
+}
+
+// Of the elements, those that share most of their errors.
+double Errors::dependent_share() const { return std::min(1.0, bound_.dependent / count_); }
+
+double Errors::rmse() const { return count_ == 0 ? 0 : std::sqrt(square_ / count_); }
+
+double Errors::allowed_rmse() const {
+  return count_ == 0 ? 0 : bound_.rmse * std::sqrt(chance() * yardstick_mean_square());
 }
 
 std::vector<std::string> Errors::complaints() const {
@@ -131,14 +139,13 @@ std::vector<std::string> Errors::complaints() const {
                                   most() / bound_.largest));
   }
   if (count_ == 0) return all;
-  const double rmse = std::sqrt(square_ / count_), yardstick = std::sqrt(yardstick_mean_square());
-  const double allowed_rmse = bound_.rmse * std::sqrt(chance());
-  if (!(rmse <= allowed_rmse * yardstick)) {
-    all.push_back(name_ + format(": RMSE %.4g, %.2fx the yardstick's, allowed %.2fx, and %.2fx by chance", rmse,
-                                 rmse / yardstick, bound_.rmse, allowed_rmse));
+  const double yardstick = std::sqrt(yardstick_mean_square());
+  if (!(rmse() <= allowed_rmse())) {
+    all.push_back(name_ + format(": RMSE %.4g, %.2fx the yardstick's, allowed %.2fx, and %.2fx by chance", rmse(),
+                                 rmse() / yardstick, bound_.rmse, bound_.rmse * std::sqrt(chance())));
   }
   const double drift = std::fabs(sum_ / count_);
-  const double deviation = std::sqrt(std::min(1.0, bound_.dependent / count_)) * yardstick;
+  const double deviation = std::sqrt(dependent_share()) * yardstick;
   const double most_drift = std::fabs(yardstick_sum_ / count_) + std::sqrt(2 * kChance) * deviation + one_way_ / count_;
   if (!(drift <= most_drift))
     all.push_back(name_ + format(": mean signed error %.4g, allowed %.4g", drift, most_drift));
@@ -153,7 +160,12 @@ std::string text_of(const Errors& errors) {
 
 Verdict verdict_of(const Errors& errors) {
   const std::vector<std::string> complaints = errors.complaints();
-  return {errors.name(), errors.error(), errors.allowed(), complaints.empty(),
+  return {errors.name(),
+          errors.error(),
+          errors.allowed(),
+          errors.rmse(),
+          errors.allowed_rmse(),
+          complaints.empty(),
           complaints.empty() ? "" : complaints.front()};
 }
 

@@ -57,12 +57,15 @@ class Errors {
   // Of the element that fails worst, else of the one with the largest error.
   double error() const { return faulty_ ? fault_error_ : too_large() ? excess_ + excess_ulps_ : largest_; }
   double allowed() const { return faulty_ ? 0 : most() + (too_large() ? excess_ulps_ : largest_ulps_); }
+  double rmse() const;
+  double allowed_rmse() const;
 
  private:
   void add_element(const Measured& measured, size_t n);
   double yardstick_mean_square() const;
   double most() const;
   double noise() const;
+  double dependent_share() const;
   double chance() const;
   bool too_large() const { return excess_ > most(); }
 
@@ -85,6 +88,7 @@ class Errors {
 struct Verdict {
   std::string output;             // "out", "grad_query", ...
   double error = 0, allowed = 0;  // of the element that fails worst, else of the one with the largest error
+  double rmse = 0, allowed_rmse = 0;
   bool passed = true;
   std::string fault;  // the first complaint
 };

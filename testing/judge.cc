@@ -98,7 +98,7 @@ Judge::Judge(const Problem& problem, bool pairs) : problem_(problem), pairs_(pai
   const ForwardBounds bounds = forward_bounds(desc, same, shifted, pairs);
   out_ = Errors("out", bounds.out);
   logsumexp_ = Errors("logsumexp", bounds.logsumexp);
-  weights_ = Errors("weights", bounds.weights);
+  weights_ = Errors("attn_weights", bounds.attn_weights);
   column_sums_ = Errors("column_sums", bounds.column_sums);
   const auto of = gradient_bounds(desc, same, pairs);
   for (size_t n = 0; n < kNumGradients; ++n) gradients_[n] = Errors(kGradients[n].name, of[n]);
@@ -119,8 +119,8 @@ void Judge::add(const AttentionDesc& desc, const Outputs& got, const Expected& w
     add_errors(logsumexp_, got.logsumexp, L, naive.logsumexp, magnitude, &variance.logsumexp);
   }
   add_errors(
-      weights_, got.weights, exact.weights, naive.weights,
-      [&](int64_t n) { return weight_magnitude(exact.weights.at(n)); }, &variance.weights);
+      weights_, got.attn_weights, exact.attn_weights, naive.attn_weights,
+      [&](int64_t n) { return weight_magnitude(exact.attn_weights.at(n)); }, &variance.attn_weights);
   add_errors(
       column_sums_, got.column_sums, exact.column_sums, naive.column_sums,
       [&](int64_t n) { return weight_magnitude(exact.column_sums.at(n)); }, &variance.column_sums);
@@ -144,7 +144,8 @@ void Judge::add(const AttentionDesc& desc, const Gradients& got, const ExpectedG
 
 std::vector<Verdict> Judge::verdicts() const {
   std::vector<Verdict> verdicts;
-  for (const std::string& fault : faults_) verdicts.push_back({fault.substr(0, fault.find(':')), NAN, 0, false, fault});
+  for (const std::string& fault : faults_)
+    verdicts.push_back({fault.substr(0, fault.find(':')), NAN, 0, NAN, 0, false, fault});
   const auto add = [&](const Errors& errors) {
     if (errors.judged()) verdicts.push_back(verdict_of(errors));
   };

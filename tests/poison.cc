@@ -79,12 +79,12 @@ namespace {
 
 // Counts the elements that must be NaN.
 struct Wanted {
-  std::vector<bool> out, logsumexp, weights, column_sums;
+  std::vector<bool> out, logsumexp, attn_weights, column_sums;
 
   Wanted(const AttentionDesc& d, const Inputs& in, const Outputs& o)
       : out(static_cast<size_t>(o.out.size())),
         logsumexp(static_cast<size_t>(o.logsumexp.size())),
-        weights(static_cast<size_t>(o.weights.size())),
+        attn_weights(static_cast<size_t>(o.attn_weights.size())),
         column_sums(static_cast<size_t>(o.column_sums.size())) {
     auto mark = [](std::vector<bool>& wanted, int64_t n) {
       if (!wanted.empty()) wanted[static_cast<size_t>(n)] = true;
@@ -113,12 +113,12 @@ struct Wanted {
         if (std::isnan(in.value.at(key * d.head_dim_v + c))) mark(out, query * d.head_dim_v + c);
       }
     });
-    if (weights.empty() && column_sums.empty()) return;
+    if (attn_weights.empty() && column_sums.empty()) return;
     seen.for_each([&](int64_t b, int64_t h, int64_t i, int64_t j) {
       if (!bad_row[row(b, h, i)]) return;
       const int64_t weight_row =
           d.return_weights == ReturnWeights::kMean ? b * d.seqlen_q + i : static_cast<int64_t>(row(b, h, i));
-      mark(weights, weight_row * d.seqlen_k + j);
+      mark(attn_weights, weight_row * d.seqlen_k + j);
       mark(column_sums, (b * d.num_heads + h) * d.seqlen_k + j);
     });
   }
@@ -142,7 +142,7 @@ std::string poke_mismatch(const AttentionDesc& d, const Inputs& in, const Output
   const Wanted wanted(d, in, got);
   std::string text = compare("out", clean.out, got.out, wanted.out);
   if (text.empty()) text = compare("logsumexp", clean.logsumexp, got.logsumexp, wanted.logsumexp);
-  if (text.empty()) text = compare("weights", clean.weights, got.weights, wanted.weights);
+  if (text.empty()) text = compare("attn_weights", clean.attn_weights, got.attn_weights, wanted.attn_weights);
   if (text.empty()) text = compare("column_sums", clean.column_sums, got.column_sums, wanted.column_sums);
   return text;
 }

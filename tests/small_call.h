@@ -61,8 +61,8 @@ class Call {
       args.window_hi = integers(DType::kInt64, Sq);
     }
     if (desc.has_query_offsets) args.query_offsets = integers(DType::kInt64, B);
-    if (desc.return_weights == ReturnWeights::kPerHead) args.weights = output(desc.dtype, {B, H, Sq, Sk});
-    if (desc.return_weights == ReturnWeights::kMean) args.weights = output(desc.dtype, {B, Sq, Sk});
+    if (desc.return_weights == ReturnWeights::kPerHead) args.attn_weights = output(desc.dtype, {B, H, Sq, Sk});
+    if (desc.return_weights == ReturnWeights::kMean) args.attn_weights = output(desc.dtype, {B, Sq, Sk});
     if (desc.return_column_sums) args.column_sums = output(sums, {B, H, Sk});
     if (desc.dropout_p > 0) args.dropout_seed = 1;
   }
@@ -121,7 +121,7 @@ class BackwardCall : public Call {
  public:
   explicit BackwardCall(const AttentionDesc& desc) : Call(desc) {
     backward.forward = args;
-    backward.forward.weights = backward.forward.column_sums = {};
+    backward.forward.attn_weights = backward.forward.column_sums = {};
     backward.grad_out = place(args.out, 0);
     backward.grad_logsumexp = place(args.logsumexp, 0);
     backward.delta = place(args.logsumexp, 0);

@@ -16,14 +16,15 @@ Cell threads_cell(int threads) { return threads > 0 ? Cell(int64_t{threads}) : C
 }  // namespace
 
 Findings::Findings(bool list_all) : list_all_(list_all) {
-  report_.columns = {"problem", "kernel", "threads", "output", "largest_error", "allowed", "result", "note"};
+  report_.columns = {"problem", "kernel", "threads",      "output", "largest_error",
+                     "allowed", "rmse",   "allowed_rmse", "result", "note"};
 }
 
 void Findings::add_refused(const std::string& line, const std::string& kernel, int threads, const std::string& reason) {
   ++num_refused_;
   if (first_refusal_.empty()) first_refusal_ = reason;
   if (!list_all_) return;
-  report_.rows.push_back({line, kernel, threads_cell(threads), {}, {}, {}, std::string("refused"), reason});
+  report_.rows.push_back({line, kernel, threads_cell(threads), {}, {}, {}, {}, {}, std::string("refused"), reason});
 }
 
 void Findings::add(const std::string& line, const std::string& kernel, int threads,
@@ -31,7 +32,8 @@ void Findings::add(const std::string& line, const std::string& kernel, int threa
   for (const Verdict& verdict : verdicts) {
     if (verdict.passed && !list_all_) continue;
     report_.rows.push_back({line, kernel, threads_cell(threads), verdict.output, verdict.error, verdict.allowed,
-                            std::string(verdict.passed ? "PASS" : "FAIL"), verdict.fault});
+                            verdict.rmse, verdict.allowed_rmse, std::string(verdict.passed ? "PASS" : "FAIL"),
+                            verdict.fault});
   }
   const bool passed = std::all_of(verdicts.begin(), verdicts.end(), [](const Verdict& v) { return v.passed; });
   ++(passed ? num_passed_ : num_failed_);

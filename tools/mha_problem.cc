@@ -47,7 +47,7 @@ constexpr ProblemOption kOwnOptions[] = {
     {"--residual", "[=1]", "a tensor is added to out"},
     {"--output-dropout", "P", "dropout on out, before the residual"},
     {"--windows", "[=1]", "a random window of keys [lo, hi) for each time step of query"},
-    {"--packed-weights", "[=1]", "the weights are packed once, before the calls"},
+    {"--prepacked-weights", "[=1]", "the weights are prepacked once, before the calls"},
     {"--infer", "[=1]", "inference: forward alone, without dropout (default: training, with all gradients)"},
     {"--sweep", "[=1]", "inference, one time step after the other, on kept keys and values"},
 };
@@ -131,7 +131,7 @@ Status set_own_option(std::string_view name, const std::string& value, MhaProble
   if (name == "--biases") return set_biases(value, problem.layer);
   if (name == "--residual") return set_switch("--residual", value, problem.layer.residual);
   if (name == "--windows") return set_switch("--windows", value, problem.layer.has_windows);
-  if (name == "--packed-weights") return set_switch("--packed-weights", value, problem.prepacked_weights);
+  if (name == "--prepacked-weights") return set_switch("--prepacked-weights", value, problem.prepacked_weights);
   if (name == "--sweep") return set_switch("--sweep", value, problem.sweep);
   if (name == "--infer") {
     bool infer = false;
@@ -287,7 +287,7 @@ std::string mha_line(const MhaProblem& problem) {
   if (layer.output_dropout_p != 0) add(fmt::format("--output-dropout {}", layer.output_dropout_p));
   if (layer.has_windows) add("--windows");
   if (problem.data_layout != "nbtv") add("--data-layout " + problem.data_layout);
-  if (problem.prepacked_weights) add("--packed-weights");
+  if (problem.prepacked_weights) add("--prepacked-weights");
   if (problem.sweep) add("--sweep");
   if (!problem.training && !problem.sweep) add("--infer");
   Problem attention = problem.attention;

@@ -22,7 +22,7 @@ struct MhaProblem {
   bool key_is_query = false;                  // one tensor for both, which has one gradient; needs value_is_key
   bool value_is_key = false;                  // likewise
   std::vector<int64_t> seqlens_q, seqlens_k;  // of each sequence; empty: none, or random if attention has them
-  bool prepacked_weights = false;             // packed once, before the calls
+  bool prepacked_weights = false;             // prepacked once, before the calls
   bool training = true;  // forward with a reserve, and both backward calls; else forward alone, without dropout
   bool sweep = false;    // forward time step by time step; not when training
 };

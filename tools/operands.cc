@@ -60,7 +60,7 @@ Result<BackwardArgs> Operands::backward(const Problem& problem, const BackwardAr
   options.guard = Guard::kNone;
   BackwardArgs args;
   args.forward = forward_;
-  args.forward.weights = args.forward.column_sums = {};
+  args.forward.attn_weights = args.forward.column_sums = {};
   args.grad_out = given.grad_out.given() ? given.grad_out : placed_->add("grad_out", in_.grad_out);
   args.grad_logsumexp =
       given.grad_logsumexp.given() ? given.grad_logsumexp : placed_->add("grad_logsumexp", in_.grad_logsumexp);
@@ -104,7 +104,7 @@ double backward_flops(const AttentionDesc& desc, GradientSet needs, double visib
 double traffic_bytes(const ForwardArgs& args) {
   double total = 0;
   for (const Tensor* t : {&args.query, &args.key, &args.value, &args.attn_mask, &args.attn_bias, &args.alibi_slopes,
-                          &args.out, &args.logsumexp, &args.weights, &args.column_sums}) {
+                          &args.out, &args.logsumexp, &args.attn_weights, &args.column_sums}) {
     total += static_cast<double>(t->num_elements()) * static_cast<double>(dtype_size_bytes(t->dtype));
   }
   return total;

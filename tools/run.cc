@@ -257,7 +257,7 @@ std::vector<Cell> tensor_row(const std::string& name, const Tensor& tensor) {
 NamedTensors named(const ForwardArgs& forward, const BackwardArgs& backward, bool logsumexp) {
   NamedTensors tensors = {{"out", forward.out}};
   if (logsumexp) tensors.emplace_back("logsumexp", forward.logsumexp);
-  if (forward.weights.given()) tensors.emplace_back("weights", forward.weights);
+  if (forward.attn_weights.given()) tensors.emplace_back("attn_weights", forward.attn_weights);
   if (forward.column_sums.given()) tensors.emplace_back("column_sums", forward.column_sums);
   for (const GradientName& gradient : kGradients) {
     if ((backward.*gradient.tensor).given()) tensors.emplace_back(gradient.name, backward.*gradient.tensor);

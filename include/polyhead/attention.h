@@ -126,10 +126,10 @@ struct ForwardArgs {
   std::optional<uint64_t> dropout_seed = {};  ///< any number; needed where desc.dropout_p is above 0
   uint32_t dropout_offset = 0;
 
-  Tensor out = {};          ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]; in out_dtype(desc)
-  Tensor logsumexp = {};    ///< optional: [B, H, Sq]   packed: [H, total_q]; float32 (float64 with float64 inputs)
-  Tensor weights = {};      ///< as desc.return_weights says, in desc.dtype
-  Tensor column_sums = {};  ///< [B, H, Sk] float32 (float64 with float64 inputs), if desc.return_column_sums
+  Tensor out = {};           ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]; in out_dtype(desc)
+  Tensor logsumexp = {};     ///< optional: [B, H, Sq]   packed: [H, total_q]; float32 (float64 with float64 inputs)
+  Tensor attn_weights = {};  ///< as desc.return_weights says, in desc.dtype
+  Tensor column_sums = {};   ///< [B, H, Sk] float32 (float64 with float64 inputs), if desc.return_column_sums
 
   void* workspace = nullptr;  ///< at least Plan::workspace_bytes(), aligned to 64 bytes; contents need not be kept
   size_t workspace_bytes = 0;
@@ -144,8 +144,8 @@ struct ForwardArgs {
 /// With out and logsumexp merged over parts of the keys (polyhead/merge.h), it gives the part's share of the gradients.
 /// Returned weights and column sums have no gradient.
 struct BackwardArgs {
-  /// Query, key, value, options, dropout seed; out and logsumexp as forward wrote them; weights and column_sums not
-  /// given; a workspace of Plan::backward_workspace_bytes(); where this call runs.
+  /// Query, key, value, options, dropout seed; out and logsumexp as forward wrote them; attn_weights and column_sums
+  /// not given; a workspace of Plan::backward_workspace_bytes(); where this call runs.
   ForwardArgs forward = {};
   Tensor grad_out = {};        ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]; in out_dtype(desc), any strides
   Tensor grad_logsumexp = {};  ///< optional: shape and dtype of logsumexp

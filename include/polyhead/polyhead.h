@@ -278,10 +278,10 @@ typedef struct polyhead_forward_args {
   uint32_t dropout_offset;  ///< likewise
   uint32_t reserved;        ///< 0
 
-  polyhead_tensor out;          ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]; in desc.out_dtype
-  polyhead_tensor logsumexp;    ///< optional: [B, H, Sq]   packed: [H, total_q]; float32 (float64 with float64 inputs)
-  polyhead_tensor weights;      ///< as desc.return_weights says, in desc.dtype
-  polyhead_tensor column_sums;  ///< [B, H, Sk] float32 (float64 with float64 inputs), if desc.return_column_sums
+  polyhead_tensor out;           ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]; in desc.out_dtype
+  polyhead_tensor logsumexp;     ///< optional: [B, H, Sq]   packed: [H, total_q]; float32 (float64 with float64 inputs)
+  polyhead_tensor attn_weights;  ///< as desc.return_weights says, in desc.dtype
+  polyhead_tensor column_sums;   ///< [B, H, Sk] float32 (float64 with float64 inputs), if desc.return_column_sums
 
   void* workspace;         ///< aligned to 64 bytes; may be NULL if the plan needs 0 bytes. Contents need not be kept
   size_t workspace_bytes;  ///< at least polyhead_attention_plan_workspace_bytes(plan)
@@ -314,7 +314,7 @@ typedef struct polyhead_backward_args {
   uint64_t flags;      ///< 0: none is defined yet, and unknown ones are refused
 
   /// The forward call: query, key, value, options, dropout seed; out and logsumexp as it wrote them, which are only
-  /// read; weights and column_sums not given, they have no gradient. The workspace is this call's: at least
+  /// read; attn_weights and column_sums not given, they have no gradient. The workspace is this call's: at least
   /// polyhead_attention_plan_backward_workspace_bytes(plan).
   const polyhead_forward_args* forward;
 

@@ -45,7 +45,7 @@ nb::object ForwardCall::run(const Plan& plan) {
     int count = 0;
     append(all, count, std::move(returned));
     if (return_logsumexp_) append(all, count, make(&ForwardArgs::logsumexp));
-    if (d.return_weights != ReturnWeights::kNone) append(all, count, make(&ForwardArgs::weights));
+    if (d.return_weights != ReturnWeights::kNone) append(all, count, make(&ForwardArgs::attn_weights));
     if (d.return_column_sums) append(all, count, make(&ForwardArgs::column_sums));
     returned = std::move(all);
   }

@@ -68,8 +68,8 @@ StableTensor run_forward(Operands& operands, StableTensor& logsumexp, StableTens
   StableTensor out = operands.heads_first ? new_out_of_torch(args) : new_tensor(args.out, "out");
   if (args.logsumexp.given()) logsumexp = new_tensor(args.logsumexp, "logsumexp");
   if (d.return_weights != ReturnWeights::kNone) {
-    args.weights = expected_tensor(d, &ForwardArgs::weights);
-    weights = new_tensor(args.weights, "weights");
+    args.attn_weights = expected_tensor(d, &ForwardArgs::attn_weights);
+    weights = new_tensor(args.attn_weights, "attn_weights");
   }
   if (d.return_column_sums) {
     args.column_sums = expected_tensor(d, &ForwardArgs::column_sums);

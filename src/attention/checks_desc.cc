@@ -73,7 +73,7 @@ Status check_products(const AttentionDesc& desc) {
   if (status.ok()) status = check_product("column_sums", {operand_batch, num_heads, seqlen_k});
   if (status.ok()) status = check_product("the list of heads", {batch, num_heads});
   if (status.ok() && desc.return_weights != ReturnWeights::kNone) {
-    status = check_product("weights", {operand_batch, num_heads, seqlen_q, seqlen_k});
+    status = check_product("attn_weights", {operand_batch, num_heads, seqlen_q, seqlen_k});
   }
   return status;
 }

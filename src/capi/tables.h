@@ -73,7 +73,7 @@ struct Table<polyhead_forward_args> {
   static constexpr auto kFields = std::make_tuple(
       SAME(query), SAME(key), SAME(value), SAME(attn_mask), SAME(attn_bias), SAME(alibi_slopes), SAME(seqlens_q),
       SAME(seqlens_k), SAME(cu_seqlens_q), SAME(cu_seqlens_k), SAME(query_offsets), SAME(dropout_seed),
-      SAME(dropout_offset), Reserved{"reserved", &C::reserved}, SAME(out), SAME(logsumexp), SAME(weights),
+      SAME(dropout_offset), Reserved{"reserved", &C::reserved}, SAME(out), SAME(logsumexp), SAME(attn_weights),
       SAME(column_sums), SAME(workspace), SAME(workspace_bytes), WITHIN(executor, where, Where, executor),
       WITHIN(stream, where, Where, stream), SAME(window_lo), SAME(window_hi));
   static_assert(is_whole<C>(kFields));

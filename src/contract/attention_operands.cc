@@ -106,7 +106,7 @@ constexpr AttentionOperand kOperands[] = {
     {"window_hi", &F::window_hi, nullptr, kInput, kInput, window},
     {"out", &F::out, nullptr, kOutput, kMayCome, out},  // backward: or delta in its place
     {"logsumexp", &F::logsumexp, nullptr, kMayGo, kInput, logsumexp},
-    {"weights", &F::weights, nullptr, kOutput, kNone, weights},
+    {"attn_weights", &F::attn_weights, nullptr, kOutput, kNone, weights},
     {"column_sums", &F::column_sums, nullptr, kOutput, kNone, column_sums},
     {"grad_out", nullptr, &B::grad_out, kNone, kInput, out},
     {"grad_logsumexp", nullptr, &B::grad_logsumexp, kNone, kMayCome, logsumexp},

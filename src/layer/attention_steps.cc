@@ -78,7 +78,7 @@ ForwardArgs sequence_args(const Call& call, int64_t n) {
 Status attend(const AttentionStep& step, const Call& call, char* scratch) {
   for (int64_t n = 0, beams = has_queries(*step.plan) ? step.beams : 0; n < beams; ++n) {
     ForwardArgs one = beam_args(step, call, n);
-    one.weights = beam_of(call.tensors[kArgProbabilities], n);
+    one.attn_weights = beam_of(call.tensors[kArgProbabilities], n);
     if (step.asked != nullptr) stand_at_step(step, call, &one);
     one.workspace = scratch;
     one.workspace_bytes = step.plan->workspace_bytes();

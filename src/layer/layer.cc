@@ -114,7 +114,7 @@ void list_parameters(LayerState& s) {
       {"weights.query_bias", "grad_weights.query_bias"}, {"weights.key_bias", "grad_weights.key_bias"},
       {"weights.value_bias", "grad_weights.value_bias"}, {"weights.out_bias", "grad_weights.out_bias"}};
   for (int kind = 0; kind < kNumWeightKinds; ++kind) {
-    const WeightLayout& layout = s.weights[kind];
+    const WeightLayout& layout = s.weight_layouts[kind];
     OperandShape shape;
     shape.dtype = s.dtype, shape.ndim = layout.ndim;  // 0, if there is none
     shape.dims[0] = {layout.ndim == 2 ? "in" : "size", layout.dims[0]};
@@ -233,7 +233,7 @@ LayerWeights Layer::weights_in(void* buffer) const { return tensors_of(*state_, 
 
 WeightLayout Layer::weight_layout(WeightKind kind) const {
   const auto index = static_cast<int32_t>(kind);
-  return index >= 0 && index < kNumWeightKinds ? state_->weights[index] : WeightLayout();
+  return index >= 0 && index < kNumWeightKinds ? state_->weight_layouts[index] : WeightLayout();
 }
 
 Status Layer::prepack_weights(const LayerWeights& weights, void* prepacked, size_t bytes) const {

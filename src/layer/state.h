@@ -33,7 +33,7 @@ struct LayerState : Module {
   int64_t out_size = 0;
   bool joined = false;  // q, k and v lie side by side
   std::optional<Plan> train, infer, step;
-  WeightLayout weights[kNumWeightKinds];
+  WeightLayout weight_layouts[kNumWeightKinds];
   size_t weights_bytes = 0;
 
   bool out_projected() const { return desc.out_proj_size > 0; }

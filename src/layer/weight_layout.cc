@@ -8,7 +8,7 @@ namespace {
 constexpr WeightKind kMatrices[] = {WeightKind::kQuery, WeightKind::kKey, WeightKind::kValue};
 constexpr WeightKind kBiases[] = {WeightKind::kQueryBias, WeightKind::kKeyBias, WeightKind::kValueBias};
 
-WeightLayout& layout_of(LayerState& s, WeightKind kind) { return s.weights[static_cast<int>(kind)]; }
+WeightLayout& layout_of(LayerState& s, WeightKind kind) { return s.weight_layouts[static_cast<int>(kind)]; }
 
 // The matrices and the biases of the projections first .. last, which are side by side.
 void lay_out_group(LayerState& s, int first, int last, MemoryMap& map, bool biases) {
@@ -55,7 +55,7 @@ void lay_out_weights(LayerState& s, MemoryMap& map) {
 LayerWeights tensors_of(const LayerState& s, void* buffer) {
   LayerWeights weights;
   for (int kind = 0; kind < kNumWeightKinds; ++kind) {
-    const WeightLayout& layout = s.weights[kind];
+    const WeightLayout& layout = s.weight_layouts[kind];
     if (!layout.present) continue;
     Tensor& t = weights[static_cast<WeightKind>(kind)];
     t.dtype = s.desc.dtype;

@@ -12,9 +12,9 @@
 namespace polyhead::reference {
 namespace {
 
-// Scratch memory of one call.
+// Memory of one call.
 template <class T>
-struct Scratch {
+struct ForwardScratch {
   int64_t* visible;  // [Sk] the keys that a row sees, in order
   T* P;              // [Sk] their weights
   T* column;         // [Sk] sums over the rows of a head, or means over the heads of a row
@@ -24,7 +24,7 @@ struct Scratch {
     return MemorySize(desc.seqlen_k) * (sizeof(int64_t) + 2 * sizeof(T)) + MemorySize(desc.head_dim_v) * sizeof(T);
   }
 
-  Scratch(const AttentionDesc& desc, void* memory) {
+  ForwardScratch(const AttentionDesc& desc, void* memory) {
     visible = static_cast<int64_t*>(memory);
     P = reinterpret_cast<T*>(visible + desc.seqlen_k);
     column = P + desc.seqlen_k;
@@ -35,7 +35,7 @@ struct Scratch {
 template <class T, class In>
 class Forward {
  public:
-  Forward(const AttentionDesc& desc, const ForwardArgs& args, const Sequences& sequences, Scratch<T> scratch)
+  Forward(const AttentionDesc& desc, const ForwardArgs& args, const Sequences& sequences, ForwardScratch<T> scratch)
       : desc_(desc), args_(args), sequences_(sequences), scores_(desc, args), out_(args.out), scratch_(scratch) {}
 
   void run() const {
@@ -115,7 +115,7 @@ class Forward {
   }
 
   void mean_weights(const Sequence& s, int64_t b) const {
-    const Tensor& t = args_.weights;
+    const Tensor& t = args_.attn_weights;
     for (int64_t i = 0; i < desc_.seqlen_q; ++i) {
       std::fill_n(scratch_.column, desc_.seqlen_k, T(0));
       for (int64_t h = 0; h < desc_.num_heads; ++h) {
@@ -133,7 +133,7 @@ class Forward {
   }
 
   void store_weights(int64_t b, int64_t h, int64_t i, int64_t num_visible) const {
-    const Tensor& t = args_.weights;
+    const Tensor& t = args_.attn_weights;
     const int64_t at = b * t.strides[0] + h * t.strides[1] + i * t.strides[2];
     for (int64_t j = 0; j < desc_.seqlen_k; ++j) store(t, at + j * t.strides[3], T(0));
     for (int64_t k = 0; k < num_visible; ++k) store(t, at + scratch_.visible[k] * t.strides[3], scratch_.P[k]);
@@ -166,14 +166,14 @@ class Forward {
   const Sequences& sequences_;
   Scores<T, In> scores_;
   Operand out_;
-  Scratch<T> scratch_;
+  ForwardScratch<T> scratch_;
 };
 
 }  // namespace
 
 template <class T>
 MemorySize workspace_bytes(const AttentionDesc& desc) {
-  return Sequences::table_bytes(desc) + Scratch<T>::bytes(desc).rounded_up(64);
+  return Sequences::table_bytes(desc) + ForwardScratch<T>::bytes(desc).rounded_up(64);
 }
 
 template <class T>
@@ -182,7 +182,7 @@ Status forward_checked(const AttentionDesc& desc, const ForwardArgs& given, void
   Sequences sequences;
   if (Status status = sequences.read(desc, args, workspace); !status.ok()) return status;
   sequences.replace_windows(&args);
-  const Scratch<T> scratch(desc, static_cast<char*>(workspace) + Sequences::table_bytes(desc).value());
+  const ForwardScratch<T> scratch(desc, static_cast<char*>(workspace) + Sequences::table_bytes(desc).value());
   with_element_type(desc.dtype, [&]<class In>(In) { Forward<T, In>(desc, args, sequences, scratch).run(); });
   return {};
 }

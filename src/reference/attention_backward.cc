@@ -13,9 +13,9 @@
 namespace polyhead::reference {
 namespace {
 
-// Scratch memory of one call.
+// Memory of one call.
 template <class T>
-struct Scratch {
+struct BackwardScratch {
   T* D;      // [B, H, Sq], packed: [H, rows]
   T* row;    // [max(D, Dv)] a row of dQ or dK; zeros of any row
   T* row_v;  // [Dv] a row of dV
@@ -28,7 +28,7 @@ struct Scratch {
     return (count_D(desc) + count_row(desc) + desc.head_dim_v) * sizeof(T);
   }
 
-  Scratch(const AttentionDesc& desc, void* memory) {
+  BackwardScratch(const AttentionDesc& desc, void* memory) {
     D = static_cast<T*>(memory);
     row = D + count_D(desc).value();
     row_v = row + count_row(desc);
@@ -39,7 +39,7 @@ struct Scratch {
 template <class T, class In, class Out>
 class Backward {
  public:
-  Backward(const AttentionDesc& desc, const BackwardArgs& args, const Sequences& sequences, Scratch<T> scratch)
+  Backward(const AttentionDesc& desc, const BackwardArgs& args, const Sequences& sequences, BackwardScratch<T> scratch)
       : desc_(desc),
         args_(args),
         sequences_(sequences),
@@ -132,7 +132,7 @@ class Backward {
       const Sequence s = sequences_[b];
       for (int64_t h = 0; h < desc_.num_heads; ++h) {
         for (int64_t i = 0; i < rows(s); ++i) {
-          std::fill_n(scratch_.row, Scratch<T>::count_row(desc_), T(0));
+          std::fill_n(scratch_.row, BackwardScratch<T>::count_row(desc_), T(0));
           for (int64_t j = 0; j < keys(s); ++j) {
             if (visible(s, b, h, i, j))
               add(scratch_.row, pair(s, b, h, i, j).dX, scores_.key(s, b, h, j), scores_.K.dim, dim);
@@ -164,7 +164,7 @@ class Backward {
 
   // scratch_.row = sum dX_ij Q_i, row_v = sum P_ij f_ij dO_i over the queries of the heads that read g.
   void sum_over_queries(const Sequence& s, int64_t b, int64_t g, int64_t j) const {
-    std::fill_n(scratch_.row, Scratch<T>::count_row(desc_), T(0));
+    std::fill_n(scratch_.row, BackwardScratch<T>::count_row(desc_), T(0));
     std::fill_n(scratch_.row_v, desc_.head_dim_v, T(0));
     const int64_t group_size = desc_.num_heads / desc_.num_heads_kv;
     for (int64_t h = g * group_size; h < (g + 1) * group_size; ++h) {
@@ -224,7 +224,7 @@ class Backward {
   }
 
   void rows_behind_the_end(const Operand& to, int64_t first, int64_t num_rows, int64_t heads, int64_t dim) const {
-    std::fill_n(scratch_.row, Scratch<T>::count_row(desc_), T(0));
+    std::fill_n(scratch_.row, BackwardScratch<T>::count_row(desc_), T(0));
     for (int64_t i = first; i < num_rows; ++i) {
       for (int64_t h = 0; h < heads; ++h) store_row(to, 0, i, h, scratch_.row, T(1), dim);
     }
@@ -248,14 +248,14 @@ class Backward {
   const Sequences& sequences_;
   Scores<T, In> scores_;
   Operand dO_;
-  Scratch<T> scratch_;
+  BackwardScratch<T> scratch_;
 };
 
 }  // namespace
 
 template <class T>
 MemorySize backward_workspace_bytes(const AttentionDesc& desc) {
-  return Sequences::table_bytes(desc) + Scratch<T>::bytes(desc).rounded_up(64);
+  return Sequences::table_bytes(desc) + BackwardScratch<T>::bytes(desc).rounded_up(64);
 }
 
 template <class T>
@@ -264,7 +264,7 @@ Status backward_checked(const AttentionDesc& desc, const BackwardArgs& given, vo
   Sequences sequences;
   if (Status status = sequences.read(desc, args.forward, workspace); !status.ok()) return status;
   sequences.replace_windows(&args.forward);
-  const Scratch<T> scratch(desc, static_cast<char*>(workspace) + Sequences::table_bytes(desc).value());
+  const BackwardScratch<T> scratch(desc, static_cast<char*>(workspace) + Sequences::table_bytes(desc).value());
   with_element_type(desc.dtype, [&]<class In>(In) {
     if (out_dtype(desc) == desc.dtype) {
       Backward<T, In, In>(desc, args, sequences, scratch).run();

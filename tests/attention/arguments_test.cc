@@ -79,7 +79,7 @@ const BadCall kBadCalls[] = {
     {as_it_is, [](auto& a) { a.cu_seqlens_q = a.query; }, "cu_seqlens_q is given, but the plan was made without"},
     {as_it_is, [](auto& a) { a.cu_seqlens_k = a.query; }, "cu_seqlens_k is given, but the plan was made without"},
     {as_it_is, [](auto& a) { a.query_offsets = a.query; }, "query_offsets is given, but the plan was made without"},
-    {as_it_is, [](auto& a) { a.weights = a.out; }, "weights is given, but the plan was made without"},
+    {as_it_is, [](auto& a) { a.attn_weights = a.out; }, "attn_weights is given, but the plan was made without"},
     {as_it_is, [](auto& a) { a.column_sums = a.out; }, "column_sums is given, but the plan was made without"},
     {with_all, [](auto& a) { a.attn_mask = {}; }, "attn_mask is missing"},
     {with_all, [](auto& a) { a.attn_mask.dtype = DType::kFloat32; }, "attn_mask is float32, expected bool"},
@@ -112,12 +112,13 @@ const BadCall kBadCalls[] = {
        set(a.seqlens_k, {0, kMax});
      },
      "seqlens_k[1] is 9223372036854775807, must be 0 to seqlen_k 5"},
-    {with_all, [](auto& a) { a.weights = {}; }, "weights is missing"},
-    {with_all, [](auto& a) { a.weights.dims[2] = 4; }, "weights dim 2 is 4, expected seqlen_q 5"},
-    {with_all, [](auto& a) { a.weights.strides[3] = 0; }, "weights overlaps itself: two indices name one element"},
-    {with_all, [](auto& a) { a.weights.data = a.attn_mask.data; }, "weights overlaps attn_mask"},
+    {with_all, [](auto& a) { a.attn_weights = {}; }, "attn_weights is missing"},
+    {with_all, [](auto& a) { a.attn_weights.dims[2] = 4; }, "attn_weights dim 2 is 4, expected seqlen_q 5"},
+    {with_all, [](auto& a) { a.attn_weights.strides[3] = 0; },
+     "attn_weights overlaps itself: two indices name one element"},
+    {with_all, [](auto& a) { a.attn_weights.data = a.attn_mask.data; }, "attn_weights overlaps attn_mask"},
     {with_all, [](auto& a) { a.column_sums = {}; }, "column_sums is missing"},
-    {with_all, [](auto& a) { a.column_sums.data = a.weights.data; }, "column_sums overlaps weights"},
+    {with_all, [](auto& a) { a.column_sums.data = a.attn_weights.data; }, "column_sums overlaps attn_weights"},
     {with_all, [](auto& a) { a.column_sums.data = a.seqlens_k.data; }, "column_sums overlaps seqlens_k"},
     {with_lengths,
      [](auto& a) {
@@ -360,7 +361,7 @@ TEST(Forward, EmptySizes) {
         const auto at = "sizes " + std::to_string(n) + " kind " + std::to_string(kind) + " " + kernel;
         EXPECT_TRUE(all_are(call.args.out, 0)) << at;
         EXPECT_TRUE(all_are(call.args.logsumexp, blind ? -kInf : std::log(static_cast<double>(desc.seqlen_k)))) << at;
-        EXPECT_TRUE(!blind || all_are(call.args.weights, 0)) << at;
+        EXPECT_TRUE(!blind || all_are(call.args.attn_weights, 0)) << at;
         EXPECT_TRUE(!(blind || desc.seqlen_q == 0) || all_are(call.args.column_sums, 0)) << at;
       }
     }

@@ -144,7 +144,7 @@ class KernelOnCase {
     Outputs whole = clean_, parts;
     parts.out = joined(first.out, second.out);
     parts.logsumexp = joined(first.logsumexp, second.logsumexp);
-    parts.weights = joined(first.weights, second.weights);
+    parts.attn_weights = joined(first.attn_weights, second.attn_weights);
     parts.column_sums = joined(first.column_sums, second.column_sums);
     if (case_.desc.packed) {  // rows behind the end belong to no part
       whole.logsumexp = {};

@@ -15,19 +15,10 @@
 
 #include "kernels_to_test.h"
 #include "reference/attention.h"
+#include "sanitizer.h"
 #include "testing/problem_words.h"
 
 namespace polyhead::testing {
-
-// Whether runs are for a sanitizer's eyes alone: nothing is compared with the definition.
-inline bool memory_alone() {
-#ifdef POLYHEAD_SANITIZED
-  static const bool alone = !std::getenv("POLYHEAD_TEST_FULL");
-  return alone;
-#else
-  return false;
-#endif
-}
 
 // Multiplications of forward; the size of a case.
 inline double products(const AttentionDesc& d) {

@@ -103,7 +103,7 @@ const BadDesc kBadDescs[] = {
      "value is too large: batch 2 * seqlen_k 5 * num_heads_kv 2 * head_dim_v 9223372036854775807 elements pass the "
      "address space"},
     {[](auto& d) { d.return_weights = ReturnWeights::kPerHead, d.seqlen_q = d.seqlen_k = int64_t{1} << 30; },
-     "weights is too large: batch 2 * num_heads 4 * seqlen_q 1073741824 * seqlen_k 1073741824 elements pass the "
+     "attn_weights is too large: batch 2 * num_heads 4 * seqlen_q 1073741824 * seqlen_k 1073741824 elements pass the "
      "address space"},
     {[](auto& d) { d.packed = true, d.batch = kMax; },
      "the list of heads is too large: batch 9223372036854775807 * num_heads 4 elements pass the address space"},

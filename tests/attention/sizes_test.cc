@@ -140,8 +140,9 @@ class Arrays : public FuzzArrays {
     if (d_.has_windows) args->window_lo = bound(0), args->window_hi = bound(1);
     if (d_.has_seqlens_q) args->seqlens_q = lengths(std::min(Sq, Sk));
     if (d_.has_seqlens_k) args->seqlens_k = lengths(std::min(Sq, Sk));
-    if (d_.return_weights == ReturnWeights::kPerHead) made = made && output(d_.dtype, {B, H, Sq, Sk}, &args->weights);
-    if (d_.return_weights == ReturnWeights::kMean) made = made && output(d_.dtype, {B, Sq, Sk}, &args->weights);
+    if (d_.return_weights == ReturnWeights::kPerHead)
+      made = made && output(d_.dtype, {B, H, Sq, Sk}, &args->attn_weights);
+    if (d_.return_weights == ReturnWeights::kMean) made = made && output(d_.dtype, {B, Sq, Sk}, &args->attn_weights);
     if (d_.return_column_sums) made = made && output(sums, {B, H, Sk}, &args->column_sums);
     return made;
   }
@@ -149,7 +150,7 @@ class Arrays : public FuzzArrays {
   // Those gradients that are not too large; false if none.
   bool backward(const ForwardArgs& forward, BackwardArgs* args) {
     args->forward = forward;
-    args->forward.weights = args->forward.column_sums = {};
+    args->forward.attn_weights = args->forward.column_sums = {};
     args->grad_out = forward.out;
     args->grad_out.data = input(d_.dtype, {}).data;
     for (int64_t& stride : args->grad_out.strides) stride = 0;

@@ -13,7 +13,7 @@ std::vector<Operand> operands_of(const polyhead_attention_desc& d, polyhead_forw
   };
   add("out", &forward.out, shapes.out, Role::kInput, true);  // optional with delta
   add("logsumexp", &forward.logsumexp, shapes.logsumexp, Role::kInput, false);
-  add("weights", &forward.weights, {}, Role::kInput, false);
+  add("attn_weights", &forward.attn_weights, {}, Role::kInput, false);
   add("column_sums", &forward.column_sums, {}, Role::kInput, false);
   add("grad_out", &args.grad_out, shapes.out, Role::kInput, false);
   add("grad_logsumexp", &args.grad_logsumexp, shapes.logsumexp, Role::kInput, true);

@@ -304,7 +304,7 @@ static void test_bad_backward(void) {
   REFUSED("query is missing", forward->query.ndim = 0);
   REFUSED("logsumexp is missing", forward->logsumexp.ndim = 0);
   REFUSED("out is missing", forward->out.ndim = 0);
-  REFUSED("weights is given to backward", forward->weights = forward->out);
+  REFUSED("attn_weights is given to backward", forward->attn_weights = forward->out);
   REFUSED("workspace", forward->workspace = NULL; forward->workspace_bytes = 0);
   REFUSED("grad_out is missing", args.grad_out.ndim = 0);
   REFUSED("grad_out.dtype is 9", args.grad_out.dtype = 9);

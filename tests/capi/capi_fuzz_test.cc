@@ -11,7 +11,7 @@ std::vector<Operand> operands_of(const polyhead_attention_desc& d, polyhead_forw
   std::vector<Operand> operands = input_operands(shapes, args);
   operands.push_back({"out", &args.out, shapes.out, Role::kOutput});
   operands.push_back({"logsumexp", &args.logsumexp, shapes.logsumexp, Role::kOutput, true});
-  operands.push_back({"weights", &args.weights, shapes.weights, Role::kOutput});
+  operands.push_back({"attn_weights", &args.attn_weights, shapes.attn_weights, Role::kOutput});
   operands.push_back({"column_sums", &args.column_sums, shapes.column_sums, Role::kOutput});
   return operands;
 }

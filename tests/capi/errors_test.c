@@ -140,7 +140,7 @@ static void test_bad_tensors(void) {
   REFUSED("out overlaps itself", args->out.strides[0] = 0);
   REFUSED("out overlaps query", args->out.data = args->query.data);
   REFUSED("logsumexp overlaps out", args->logsumexp.data = args->out.data);
-  REFUSED("weights", args->weights = args->out);
+  REFUSED("attn_weights", args->attn_weights = args->out);
   REFUSED("attn_mask", args->attn_mask = args->out);
   REFUSED("seqlens_k is missing", args->seqlens_k.ndim = 0);
   REFUSED("seqlens_k is float32, expected int32 or int64", args->seqlens_k.dtype = POLYHEAD_FLOAT32);

@@ -115,7 +115,7 @@ static void expect_row(const problem* p, int64_t b, int64_t h, int64_t i, double
     if (desc->dropout_p > 0) weights[j] *= kept_by_dropout(p, b, h, i, j) / (1 - desc->dropout_p);
     if (mean_weights != NULL) mean_weights[(b * desc->seqlen_q + i) * keys + j] += weights[j] / (double)desc->num_heads;
     if (desc->return_weights == POLYHEAD_WEIGHTS_PER_HEAD) {
-      expect_near(at(&p->args.weights, b, h, i, j), weights[j], "weights", b, h, i, j);
+      expect_near(at(&p->args.attn_weights, b, h, i, j), weights[j], "attn_weights", b, h, i, j);
     }
   }
   const double L = desc->packed ? at(&p->args.logsumexp, h, s.first_q + i, 0, 0) : at(&p->args.logsumexp, b, h, i, 0);
@@ -144,7 +144,7 @@ static void expect_outputs(const problem* p) {
     expect_near(((const float*)p->args.column_sums.data)[n], column_sums[n], "column_sums", 0, 0, 0, (int64_t)n);
   }
   for (size_t n = 0; mean != NULL && n < cells; ++n) {
-    expect_near(((const float*)p->args.weights.data)[n], mean[n], "mean weights", 0, 0, 0, (int64_t)n);
+    expect_near(((const float*)p->args.attn_weights.data)[n], mean[n], "mean weights", 0, 0, 0, (int64_t)n);
   }
   free(column_sums);
   free(mean);
@@ -236,7 +236,7 @@ static problem* dropout_and_weights(void) {
   p->desc.return_column_sums = 1;
   p->args.dropout_seed = UINT64_C(0x123456789abcdef0);
   p->args.dropout_offset = 77;
-  p->args.weights = new_tensor(p, POLYHEAD_FLOAT32, 4, (int64_t[]){2, 2, 12, 21});
+  p->args.attn_weights = new_tensor(p, POLYHEAD_FLOAT32, 4, (int64_t[]){2, 2, 12, 21});
   p->args.column_sums = new_tensor(p, POLYHEAD_FLOAT32, 3, (int64_t[]){2, 2, 21});
   return p;
 }
@@ -256,7 +256,7 @@ static problem* windows_of_queries(void) {
 static problem* mean_weights_and_strides(void) {
   problem* p = new_problem(2, 10, 10, 4, 4, 24, 24);
   p->desc.return_weights = POLYHEAD_WEIGHTS_MEAN;
-  p->args.weights = new_tensor(p, POLYHEAD_FLOAT32, 3, (int64_t[]){2, 10, 10});
+  p->args.attn_weights = new_tensor(p, POLYHEAD_FLOAT32, 3, (int64_t[]){2, 10, 10});
   // Query, key and value side by side in one array [batch, seqlen, 3, head, dim]; key rows from the last to the first.
   const polyhead_tensor qkv = new_random_tensor(p, 5, (int64_t[]){2, 10, 3, 4, 24});
   polyhead_tensor* const parts[] = {&p->args.query, &p->args.key, &p->args.value};

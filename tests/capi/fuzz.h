@@ -65,7 +65,7 @@ struct Operand {
 // The shapes of a desc's tensors, by name.
 struct Shapes {
   Shape query, key, value, attn_mask, attn_bias, alibi_slopes, seqlens_q, seqlens_k, cu_seqlens, query_offsets, window;
-  Shape out, logsumexp, weights, column_sums;
+  Shape out, logsumexp, attn_weights, column_sums;
   Shape grad_query, grad_key, grad_value;
 
   explicit Shapes(const polyhead_attention_desc& d) {
@@ -100,8 +100,8 @@ struct Shapes {
       if (d.has_grad_dtype) gradient->dtype = d.grad_dtype;
     }
     logsumexp = d.packed ? Shape{sums, {H, Sq}} : Shape{sums, {B, H, Sq}};
-    if (d.return_weights == POLYHEAD_WEIGHTS_PER_HEAD) weights = {d.dtype, {B, H, Sq, Sk}};
-    if (d.return_weights == POLYHEAD_WEIGHTS_MEAN) weights = {d.dtype, {B, Sq, Sk}};
+    if (d.return_weights == POLYHEAD_WEIGHTS_PER_HEAD) attn_weights = {d.dtype, {B, H, Sq, Sk}};
+    if (d.return_weights == POLYHEAD_WEIGHTS_MEAN) attn_weights = {d.dtype, {B, Sq, Sk}};
     if (d.return_column_sums) column_sums = {sums, {B, H, Sk}};
   }
 };

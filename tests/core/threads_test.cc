@@ -18,13 +18,7 @@
 #include <thread>
 #include <vector>
 
-#if defined(__SANITIZE_THREAD__)
-#define POLYHEAD_TSAN 1
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-#define POLYHEAD_TSAN 1
-#endif
-#endif
+#include "sanitizer.h"
 
 namespace {
 std::atomic<bool> in_forked_child = false;
@@ -241,15 +235,11 @@ TEST(Threads, WorkersLeaveSignalsToTheHost) {
 // Whether `work` gives true in a forked child within a second (ten where a sanitizer slows everything).
 template <class Work>
 testing::AssertionResult in_child(const Work& work) {
-#if defined(__SANITIZE_ADDRESS__)
-  constexpr unsigned kSeconds = 10;
-#else
-  constexpr unsigned kSeconds = 1;
-#endif
+  const unsigned seconds = under_address_sanitizer() ? 10 : 1;
   const pid_t child = fork();
   if (child == 0) {
     signal(SIGALRM, SIG_DFL);
-    alarm(kSeconds);
+    alarm(seconds);
     _exit(work() ? 0 : 1);
   }
   int status = 0;
@@ -263,23 +253,18 @@ testing::AssertionResult in_child(const Work& work) {
 // allocates there, inside the sanitizer) leaves one locked in the child for ever. So under it, and only there, the
 // threads of `executor` have all started before the process forks.
 void start_fully(Executor& executor) {
-#if defined(__SANITIZE_ADDRESS__)
+  if (!under_address_sanitizer()) return;
   std::atomic<int> inside = 0;
   parallel_for(executor, executor.num_threads(), [&](int) {
     ++inside;
     while (inside < executor.num_threads()) std::this_thread::yield();
   });
-#else
-  static_cast<void>(executor);
-#endif
 }
 
 class Fork : public testing::Test {
  protected:
   void SetUp() override {
-#if defined(POLYHEAD_TSAN)
-    GTEST_SKIP() << "ThreadSanitizer cannot start threads in a forked child";
-#endif
+    if (under_thread_sanitizer()) GTEST_SKIP() << "ThreadSanitizer cannot start threads in a forked child";
   }
 };
 

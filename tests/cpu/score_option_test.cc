@@ -10,12 +10,12 @@
 #include <set>
 #include <vector>
 
+#include "cpu/attention/attn_weights_tasks.h"
 #include "cpu/attention/backward_tasks.h"
 #include "cpu/attention/decode_tasks.h"
 #include "cpu/attention/score_gradient_tasks.h"
 #include "cpu/attention/tiles.h"
 #include "cpu/attention/tiny_tasks.h"
-#include "cpu/attention/weights_tasks.h"
 #include "layer/fingerprint.h"
 #include "polyhead/layer.h"
 #include "score_option/kernel.h"

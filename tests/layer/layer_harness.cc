@@ -6,6 +6,7 @@
 #include <map>
 #include <utility>
 
+#include "sanitizer.h"
 #include "testing/bounds.h"
 #include "testing/judge.h"
 
@@ -334,29 +335,40 @@ std::string difference(const LayerResults& a, const LayerResults& b) {
   return "";
 }
 
-std::string mismatch(const LayerProblem& problem, const LayerRun& options) {
-  return mismatch(problem, [&](const LayerProblem& drawn, const LayerInputs& in) { return run(drawn, in, options); });
+const LayerDraws::Draw& LayerDraws::draw(int64_t n) {
+  if (static_cast<size_t>(n) == draws_.size()) {
+    Draw& draw = draws_.emplace_back();
+    draw.problem = problem_;
+    draw.problem.seed = seed_of_draw(problem_.seed, n);
+    draw.in = random_inputs(draw.problem);
+    LayerInputs in = draw.in;
+    if (!training_) in.grad_out = {};
+    if (!memory_alone()) draw.want = expected(draw.problem, in);
+  }
+  return draws_[static_cast<size_t>(n)];
 }
 
-std::string mismatch(const LayerProblem& problem, const Runner& runner) {
+std::string LayerDraws::judge(const LayerRun& options) {
+  return judge([&](const LayerProblem& drawn, const LayerInputs& in) { return run(drawn, in, options); });
+}
+
+std::string LayerDraws::judge(const std::function<LayerResults(const LayerProblem&, const LayerInputs&)>& run) {
   std::map<std::string, Errors> errors;
-  LayerProblem drawn = problem;
-  const LayerDesc& d = problem.desc;
+  const LayerDesc& d = problem_.desc;
   const int64_t draws = num_draws(d.batch * d.beam * d.num_heads * d.seqlen_q, kLayerRows);
-  for (int64_t draw = 0; draw < draws; ++draw) {
-    drawn.seed = seed_of_draw(problem.seed, draw);
-    const LayerInputs in = random_inputs(drawn);
-    const LayerResults got = runner(drawn, in);
+  for (int64_t n = 0; n < draws; ++n) {
+    const Draw& drawn = draw(n);
+    const LayerResults got = run(drawn.problem, drawn.in);
     if (!got.faults.empty()) return got.faults[0];
-    const ExpectedLayer want = expected(drawn, in);
-    const std::vector<NamedResult> g = named(got), exact = named(want.exact), naive = named(want.naive),
-                                   magnitude = named(want.magnitude);
-    for (size_t n = 0; n < g.size(); ++n) {
-      const bool output = n < 2;
-      if (!output && !got.grad_inputs[0].given()) continue;  // inference
-      auto [found, added] = errors.try_emplace(g[n].name, g[n].name, layer_bound(g[n].name));
-      add_errors(found->second, *g[n].array, *exact[n].array, *naive[n].array,
-                 [&](int64_t at) { return magnitude[n].array->at(at); });
+    if (memory_alone()) return "";
+    const std::vector<NamedResult> g = named(got), exact = named(drawn.want.exact), naive = named(drawn.want.naive),
+                                   magnitude = named(drawn.want.magnitude);
+    for (size_t r = 0; r < g.size(); ++r) {
+      const bool output = r < 2;
+      if (!output && !training_) continue;
+      auto [found, added] = errors.try_emplace(g[r].name, g[r].name, layer_bound(g[r].name));
+      add_errors(found->second, *g[r].array, *exact[r].array, *naive[r].array,
+                 [&](int64_t at) { return magnitude[r].array->at(at); });
     }
   }
   std::string verdict;

@@ -1,6 +1,7 @@
 // Runs a layer in guarded memory.
 #pragma once
 
+#include <deque>
 #include <functional>
 
 #include "layer_witness.h"
@@ -36,12 +37,27 @@ LayerProblem inference(LayerProblem problem);
 // "" if all results have the same bits, else the first difference.
 std::string difference(const LayerResults& a, const LayerResults& b);
 
-// The verdict on a kernel's results by the yardstick of error (judge.h), over more draws where it fails by little. ""
-// if good, else a line for each complaint.
-std::string mismatch(const LayerProblem& problem, const LayerRun& options);
+// The draws of one problem, as many as its rows tell. The formulas are computed once for all kernels.
+class LayerDraws {
+ public:
+  explicit LayerDraws(const LayerProblem& problem, bool training = true) : problem_(problem), training_(training) {}
 
-// The same of whatever gives the results of a draw.
-using Runner = std::function<LayerResults(const LayerProblem&, const LayerInputs&)>;
-std::string mismatch(const LayerProblem& problem, const Runner& runner);
+  // "" if what `run` gives for each draw is good, judged as one by the yardstick of error (testing/judge.h), else a line
+  // for each complaint. Where only memory counts: of the first draw, what the call itself finds wrong.
+  std::string judge(const std::function<LayerResults(const LayerProblem&, const LayerInputs&)>& run);
+  std::string judge(const LayerRun& options);
+
+ private:
+  struct Draw {
+    LayerProblem problem;
+    LayerInputs in;
+    ExpectedLayer want;
+  };
+  const Draw& draw(int64_t n);
+
+  LayerProblem problem_;
+  bool training_;
+  std::deque<Draw> draws_;
+};
 
 }  // namespace polyhead::testing

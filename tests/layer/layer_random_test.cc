@@ -12,23 +12,21 @@
 namespace polyhead::testing {
 namespace {
 
-// Everything that one problem shows of a kernel; "" if all is well.
-std::string trouble(const LayerProblem& problem, const char* kernel) {
+// Everything that one problem shows of a kernel, in training and without dropout; "" if all is well.
+std::string trouble(const LayerProblem& problem, const char* kernel, LayerDraws& draws, LayerDraws& inferred) {
   const LayerInputs in = random_inputs(problem);
   Random random(problem.seed ^ 0x5DEECE66D);
   LayerRun options{.kernel = kernel, .layout_seed = problem.seed};
   options.guard = random.chance(0.5) ? Guard::kEnd : Guard::kStart;
-  if (const std::string text = mismatch(problem, options); !text.empty()) return text;
+  if (const std::string text = draws.judge(options); !text.empty()) return text;
   LayerRun other = options;
   other.threads = static_cast<int>(random.integer(0, 4));
   other.layout_seed = problem.seed + 1;
   if (const std::string text = difference(run(problem, in, options), run(problem, in, other)); !text.empty()) {
     return "other bits with another layout or " + std::to_string(other.threads) + " threads: " + text;
   }
-  const LayerProblem quiet = inference(problem);
-  const std::string text = mismatch(quiet, [&](const LayerProblem& drawn, const LayerInputs& numbers) {
-    return run_steps(drawn, numbers, options, false);
-  });
+  const std::string text = inferred.judge(
+      [&](const LayerProblem& drawn, const LayerInputs& numbers) { return run_steps(drawn, numbers, options, false); });
   return text.empty() ? "" : "in single steps: " + text;
 }
 
@@ -41,10 +39,11 @@ TEST(RandomLayers, MatchTheFormulas) {
     const LayerProblem problem = random_layer_problem(seed);
     const Result<Layer> made = layer(problem.desc);
     ASSERT_TRUE(made.ok()) << seed << ": " << made.status().message();
+    LayerDraws draws(problem), inferred(inference(problem), false);
     for (const Kernel* kernel : kernels_to_test()) {
       if (!why_not(problem, kernel->name).empty()) continue;
       set_running(problem.name + " on " + kernel->name);
-      const std::string text = trouble(problem, kernel->name);
+      const std::string text = trouble(problem, kernel->name, draws, inferred);
       failures += !text.empty();
       EXPECT_EQ(text, "") << "POLYHEAD_RANDOM_SEED=" << seed << " POLYHEAD_TEST_KERNEL=" << kernel->name << " "
                           << dtype_name(problem.desc.dtype);

@@ -14,30 +14,51 @@ namespace {
 
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64};
 
+// visit(problem) for every problem and dtype.
+template <class Visit>
+void for_each_dtype(Visit visit) {
+  for (LayerProblem problem : layer_problems()) {
+    for (const DType dtype : kDTypes) {
+      problem.desc.dtype = dtype;
+      visit(problem);
+    }
+  }
+}
+
+// visit(kernel) for every kernel that takes the problem; how many.
+template <class Visit>
+int for_each_kernel(const LayerProblem& problem, Visit visit) {
+  int num_run = 0;
+  for (const Kernel* kernel : kernels_to_test()) {
+    if (!why_not(problem, kernel->name).empty()) continue;
+    const std::string what = problem.name + " " + dtype_name(problem.desc.dtype) + " on " + kernel->name;
+    SCOPED_TRACE(what);
+    set_running(what);
+    visit(kernel->name);
+    ++num_run;
+  }
+  return num_run;
+}
+
 // visit(problem, kernel) for every problem, dtype and kernel that goes together.
 template <class Visit>
 void for_each_problem(Visit visit) {
   int num_run = 0;
-  for (LayerProblem problem : layer_problems()) {
-    for (const DType dtype : kDTypes) {
-      problem.desc.dtype = dtype;
-      for (const Kernel* kernel : kernels_to_test()) {
-        if (!why_not(problem, kernel->name).empty()) continue;
-        const std::string what = problem.name + " " + dtype_name(dtype) + " on " + kernel->name;
-        SCOPED_TRACE(what);
-        set_running(what);
-        visit(problem, kernel->name);
-        ++num_run;
-      }
-    }
-  }
+  for_each_dtype([&](const LayerProblem& problem) {
+    num_run += for_each_kernel(problem, [&](const char* kernel) { visit(problem, kernel); });
+  });
   EXPECT_GT(num_run, 0);
 }
 
 TEST(Layer, ForwardAndBackwardMatchTheFormulas) {
-  for_each_problem([](const LayerProblem& problem, const char* kernel) {
-    EXPECT_EQ(mismatch(problem, {.kernel = kernel, .layout_seed = problem.seed}), "");
+  int num_run = 0;
+  for_each_dtype([&](const LayerProblem& problem) {
+    LayerDraws draws(problem);
+    num_run += for_each_kernel(problem, [&](const char* kernel) {
+      EXPECT_EQ(draws.judge({.kernel = kernel, .layout_seed = problem.seed}), "");
+    });
   });
+  EXPECT_GT(num_run, 0);
 }
 
 TEST(Layer, SameBitsForAnyThreadsLayoutsAndNeighbours) {
@@ -115,18 +136,20 @@ TEST(Layer, InferenceIsTrainingWithoutDropout) {
 }
 
 TEST(Layer, StepsAfterForwardGiveItsRows) {
-  for_each_problem([](const LayerProblem& problem, const char* kernel) {
-    EXPECT_EQ(mismatch(inference(problem),
-                       [&](const LayerProblem& drawn, const LayerInputs& in) {
-                         return run_steps(drawn, in, {.kernel = kernel, .layout_seed = drawn.seed}, false);
-                       }),
-              "");
+  for_each_dtype([](const LayerProblem& problem) {
+    LayerDraws draws(inference(problem), false);
+    for_each_kernel(problem, [&](const char* kernel) {
+      const auto steps = [&](const LayerProblem& drawn, const LayerInputs& in) {
+        return run_steps(drawn, in, {.kernel = kernel, .layout_seed = drawn.seed}, false);
+      };
+      EXPECT_EQ(draws.judge(steps), "");
+    });
   });
 }
 
 // Keys behind the step are hidden, as causal hides them.
 TEST(Layer, StepsThatAppendAreCausal) {
-  for_each_problem([](const LayerProblem& problem, const char* kernel) {
+  for_each_dtype([](const LayerProblem& problem) {
     const LayerDesc& d = problem.desc;
     if (d.seqlen_q > d.seqlen_k) return;
     LayerProblem causal = inference(problem);
@@ -136,13 +159,14 @@ TEST(Layer, StepsThatAppendAreCausal) {
     } else if (d.seqlen_q < d.seqlen_k || d.attention.align != Align::kTopLeft) {
       return;  // causal stands elsewhere than the steps
     }
-    EXPECT_EQ(mismatch(causal,
-                       [&](const LayerProblem& drawn, const LayerInputs& in) {
-                         LayerProblem without = drawn;
-                         if (!problem.desc.attention.causal) without.desc.attention.causal = false;
-                         return run_steps(without, in, {.kernel = kernel, .layout_seed = drawn.seed}, true);
-                       }),
-              "");
+    LayerDraws draws(causal, false);
+    for_each_kernel(problem, [&](const char* kernel) {
+      const auto steps = [&](LayerProblem drawn, const LayerInputs& in) {
+        if (!d.attention.causal) drawn.desc.attention.causal = false;
+        return run_steps(drawn, in, {.kernel = kernel, .layout_seed = drawn.seed}, true);
+      };
+      EXPECT_EQ(draws.judge(steps), "");
+    });
   });
 }
 

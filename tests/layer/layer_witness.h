@@ -1,4 +1,4 @@
-// What a layer should give, by the plain loops of tools/layer_truth.h, which share no code with src/layer.
+// What a layer should give, by the plain loops of testing/layer_truth.h, which share no code with src/layer.
 #pragma once
 
 #include <array>

@@ -66,14 +66,27 @@ Array random_array(DType dtype, const std::vector<int64_t>& dims, uint64_t seed,
 Array widened(const Array& array);     // float64
 Array magnitudes(const Array& array);  // the absolute values, float64
 
-// One draw of a problem: what the definition gives, and what a kernel wrote.
-struct Draw {
-  CallResult got;
+// What the definition gives for the numbers of one draw.
+struct ExpectedArrays {
   Arrays exact, naive, magnitude;
 };
 
-// "" if the draws are good, which are judged as one: as many as the sizes tell.
-std::string judge(const std::function<Draw(uint64_t seed)>& draw, uint64_t seed);
+// The draws of one problem, as many as the sizes tell. The definition is computed once for all kernels.
+class Draws {
+ public:
+  using Definition = std::function<ExpectedArrays(uint64_t seed)>;
+  Draws(uint64_t seed, Definition definition) : seed_(seed), definition_(std::move(definition)) {}
+
+  // "" if what `run` writes for the numbers of each seed is good, judged as one. Where only memory counts: of the first.
+  std::string judge(const std::function<CallResult(uint64_t seed)>& run);
+
+ private:
+  const ExpectedArrays& expected(size_t n);
+
+  uint64_t seed_;
+  Definition definition_;
+  std::vector<ExpectedArrays> draws_;
+};
 
 // The dims of one axis, for random problems: their product is near an edge of some tile.
 std::vector<int64_t> random_axis(Random& random, int64_t most, size_t most_dims);

@@ -174,13 +174,16 @@ CallResult run(const linear::Kernel& kernel, const LinearProblem& p, const Linea
   return operands.written();
 }
 
-Draw draw(const linear::Kernel& kernel, const LinearProblem& p, uint64_t seed, const CallOptions& options) {
-  return draw(kernel, p, linear_inputs(p, seed), options);
+Draws draws_of(const LinearProblem& p) {
+  return {p.seed, [p](uint64_t seed) { return expected(p, linear_inputs(p, seed)); }};
 }
 
-Draw draw(const linear::Kernel& kernel, const LinearProblem& p, const LinearInputs& in, const CallOptions& options) {
-  Draw d;
-  d.got = run(kernel, p, in, options);
+std::string judge(const linear::Kernel& kernel, const LinearProblem& p, const CallOptions& options, Draws& draws) {
+  return draws.judge([&](uint64_t seed) { return run(kernel, p, linear_inputs(p, seed), options); });
+}
+
+ExpectedArrays expected(const LinearProblem& p, const LinearInputs& in) {
+  ExpectedArrays d;
   d.naive = reference<float>(p, in, p.out_dtype);
   d.exact = reference<double>(p, changed(in, widened), DType::kFloat64);
   // No activation has a slope beyond 1.13, which the bound's 4 ulp take in.

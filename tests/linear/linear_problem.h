@@ -51,10 +51,12 @@ LinearInputs linear_inputs(const LinearProblem& problem, uint64_t seed);
 CallResult run(const linear::Kernel& kernel, const LinearProblem& problem, const LinearInputs& in,
                const CallOptions& options = {});
 
-// What the definition gives, and the kernel on the same numbers.
-Draw draw(const linear::Kernel& kernel, const LinearProblem& problem, const LinearInputs& in,
-          const CallOptions& options);
-Draw draw(const linear::Kernel& kernel, const LinearProblem& problem, uint64_t seed, const CallOptions& options);
+// What the definition gives.
+ExpectedArrays expected(const LinearProblem& problem, const LinearInputs& in);
+
+// The draws of the problem, with linear_inputs() of each seed; and the verdict on a kernel for them.
+Draws draws_of(const LinearProblem& problem);
+std::string judge(const linear::Kernel& kernel, const LinearProblem& problem, const CallOptions& options, Draws& draws);
 
 LinearProblem random_linear_problem(uint64_t seed);
 

@@ -111,14 +111,18 @@ class Linear : public ::testing::TestWithParam<const linear::Kernel*> {
   }
 };
 
-TEST_P(Linear, MatchesTheDefinition) {
+TEST(LinearCases, MatchTheDefinition) {
   for (LinearProblem p : linear_cases()) {
-    if (!takes(p)) continue;
-    for (bool packed : {false, true}) {
-      p.packed = packed;
-      const CallOptions options{1, p.layout, p.seed + packed, packed ? Guard::kStart : Guard::kEnd};
-      EXPECT_EQ(judge([&](uint64_t seed) { return draw(kernel_, p, seed, options); }, p.seed), "") << line(kernel_, p);
-      if (!p.product) break;
+    Draws draws = draws_of(p);
+    for (const linear::Kernel* kernel : linear_kernels_to_test()) {
+      if (!kernel->why_not(p.dtype).empty()) continue;
+      for (bool packed : {false, true}) {
+        p.packed = packed;
+        set_running(line(*kernel, p));
+        const CallOptions options{1, p.layout, p.seed + packed, packed ? Guard::kStart : Guard::kEnd};
+        EXPECT_EQ(judge(*kernel, p, options, draws), "") << line(*kernel, p);
+        if (!p.product) break;
+      }
     }
   }
 }
@@ -203,16 +207,14 @@ TEST_P(Linear, ActivationsAreSafeEverywhere) {
       p.epilogue.activation = activation;
       p.epilogue.gradient = gradient;
       if (!takes(p)) GTEST_SKIP() << kernel_.why_not(p.dtype);
-      const auto one_draw = [&](uint64_t) {
-        LinearInputs in = linear_inputs(p, 1);
-        Array& x = gradient ? in.pre_activation : in.a;
-        for (int64_t i = 0; i < x.size(); ++i) {
-          const double t = static_cast<double>(i - 2000) / 2000;
-          x.set(i, i % 2 == 0 ? 12 * t : std::copysign(std::pow(10.0, 30 * std::fabs(t) - 15), t));
-        }
-        return draw(kernel_, p, in, {});
-      };
-      EXPECT_EQ(judge(one_draw, 1), "") << line(kernel_, p);
+      LinearInputs in = linear_inputs(p, 1);
+      Array& x = gradient ? in.pre_activation : in.a;
+      for (int64_t i = 0; i < x.size(); ++i) {
+        const double t = static_cast<double>(i - 2000) / 2000;
+        x.set(i, i % 2 == 0 ? 12 * t : std::copysign(std::pow(10.0, 30 * std::fabs(t) - 15), t));
+      }
+      Draws draw(1, [&](uint64_t) { return expected(p, in); });
+      EXPECT_EQ(draw.judge([&](uint64_t) { return run(kernel_, p, in); }), "") << line(kernel_, p);
     }
   }
 }
@@ -226,12 +228,13 @@ TEST(LinearRandom, ProblemsAreComputedAsDefined) {
   int failures = 0;
   for (uint64_t seed = first; seed < first + count && failures < 20; ++seed) {
     const LinearProblem p = random_linear_problem(seed);
+    Draws draws = draws_of(p);
     for (const linear::Kernel* kernel : linear_kernels_to_test()) {
       if (!kernel->why_not(p.dtype).empty()) continue;
       set_running(line(*kernel, p));
       const Guard guard = seed % 2 == 0 ? Guard::kEnd : Guard::kStart;
       const CallOptions options{static_cast<int>(seed % 4), Layout::kMixed, seed, guard};
-      std::string text = judge([&](uint64_t s) { return draw(*kernel, p, s, options); }, seed);
+      std::string text = judge(*kernel, p, options, draws);
       const LinearInputs in = linear_inputs(p, seed);
       if (text.empty()) text = difference(run(*kernel, p, in, options), run(*kernel, p, in, {3}));
       EXPECT_EQ(text, "") << line(*kernel, p) << "\nPOLYHEAD_RANDOM_SEED=" << seed

@@ -13,12 +13,16 @@ if sys.argv[1] == "info":
     print("| version | {version} |")
 else:
     row = dict(problem=sys.argv[2], kernel="cpu_made_up", min_ms={milliseconds} * (2 if "--causal" in sys.argv else 1))
+    row["median_ms"] = row["min_ms"] * 1.5
+    row["GFLOP/s"] = {flops} / row["median_ms"]
     print(json.dumps(dict(rows=[row])))
 """
 
 
-def command(path, version, milliseconds):
-    path.write_text(COMMAND.format(python=sys.executable, version=version, milliseconds=milliseconds))
+def command(path, version, milliseconds, flops=5):
+    path.write_text(
+        COMMAND.format(python=sys.executable, version=version, milliseconds=milliseconds, flops=flops)
+    )
     path.chmod(0o755)
     return path
 
@@ -48,6 +52,23 @@ def test_what_is_as_fast_passes(tmp_path):
     assert [(row["direction"], row["threads"]) for row in rows] == [
         ("forward", 1), ("backward", 1), ("forward", 2), ("backward", 2)]
     assert "0 slower" in done.stdout
+
+
+def test_a_run_goes_on_and_looks_again_at_what_was_slower(tmp_path):
+    before = command(tmp_path / "a", "1", 10)
+    rows = ["--rows", "1x1x8x8", "1x1x8x8 --causal", "--threads", "1", "--resume"]
+    _, first = before_after(tmp_path, before, command(tmp_path / "b", "2", 12), *rows)
+    assert [row["ratio"] for row in first] == [1.2, 1.2]
+    _, second = before_after(tmp_path, before, command(tmp_path / "b", "2", 9), *rows)
+    assert [row["ratio"] for row in second] == [0.9, 0.9]
+    _, third = before_after(tmp_path, before, command(tmp_path / "b", "2", 8), *rows)
+    assert third == second
+
+
+def test_other_work_is_divided_out(tmp_path):
+    before, after = command(tmp_path / "a", "1", 10), command(tmp_path / "b", "2", 12, flops=6)
+    done, (row,) = before_after(tmp_path, before, after, "--rows", "1x1x8x8 --lengths=k", "--threads", "1")
+    assert done.returncode == 0 and row["ratio"] == 1 and "(of 1.200 of the operations)" in done.stdout
 
 
 def test_a_refusal_is_shown(tmp_path):

@@ -206,7 +206,7 @@ TEST(ReferenceGradient, TheGradientOfLogsumexpIsTheWeights) {
   grad.grad_logsumexp = normal(o.logsumexp, 4);
   const Gradients g = gradients(p.desc, in, o, grad);
   for (int64_t n = 0; n < 10; ++n) {
-    EXPECT_NEAR(g.attn_bias.at(n), o.weights.at(n) * grad.grad_logsumexp.at(n / 5), 1e-15);
+    EXPECT_NEAR(g.attn_bias.at(n), o.attn_weights.at(n) * grad.grad_logsumexp.at(n / 5), 1e-15);
   }
   for (int64_t n = 0; n < g.value.size(); ++n) EXPECT_EQ(g.value.at(n), 0);
 }

@@ -99,7 +99,7 @@ TEST(Reference, TwoKeysGiveASigmoid) {
   in.key = filled(DType::kFloat64, in.key.dims, {0.75, -0.5});
   const double p = 1 / (1 + std::exp(-1.25));
   const Outputs o = exact(d, in);
-  expect_near(o.weights, {p, 1 - p});
+  expect_near(o.attn_weights, {p, 1 - p});
   expect_near(o.out, {p * in.value.at(0) + (1 - p) * in.value.at(1)});
   expect_near(o.logsumexp, {std::log(std::exp(0.75) + std::exp(-0.5))});
 }
@@ -110,10 +110,10 @@ TEST(Reference, AnIdentityAsValueGivesTheWeights) {
   Inputs in = draw(d);
   for (int64_t n = 0; n < 36; ++n) in.value.set(n, n % 7 == 0);
   const Outputs o = exact(d, in);
-  EXPECT_EQ(o.out.bytes, o.weights.bytes);
+  EXPECT_EQ(o.out.bytes, o.attn_weights.bytes);
   for (int64_t i = 0; i < 4; ++i) {
     double sum = 0;
-    for (int64_t j = 0; j < 6; ++j) sum += o.weights.at(i * 6 + j);
+    for (int64_t j = 0; j < 6; ++j) sum += o.attn_weights.at(i * 6 + j);
     EXPECT_NEAR(sum, 1, 1e-15);
   }
 }
@@ -123,7 +123,7 @@ TEST(Reference, SeesWhatCausalAndWindowLet) {
     AttentionDesc d = sizes(queries, keys, 1);
     d.scale = 0;
     change(d);
-    return table(exact(d, draw(d)).weights);
+    return table(exact(d, draw(d)).attn_weights);
   };
   EXPECT_EQ(seen(3, 5, [](auto& d) { d.causal = true, d.align = Align::kTopLeft; }), "x.... xx... xxx.. ");
   EXPECT_EQ(seen(3, 5, [](auto& d) { d.causal = true, d.align = Align::kBottomRight; }), "xxx.. xxxx. xxxxx ");
@@ -153,13 +153,13 @@ TEST(Reference, TakesEachSequencesOwnLengthsAndOffset) {
   in.seqlens_q = filled(DType::kInt32, {2}, {2, 3});
   in.seqlens_k = filled(DType::kInt64, {2}, {3, 1});
   const Outputs o = exact(d, in);
-  EXPECT_EQ(table(o.weights), "xx.. xxx. .... .... .... x... ");
+  EXPECT_EQ(table(o.attn_weights), "xx.. xxx. .... .... .... x... ");
   expect_near(o.logsumexp, {std::log(2.0), std::log(3.0), -kInf, -kInf, -kInf, 0});
 
   d.align = Align::kUnset;
   d.has_query_offsets = true;
   in.query_offsets = filled(DType::kInt32, {2}, {-1, 5});
-  EXPECT_EQ(table(exact(d, in).weights), ".... x... .... x... x... x... ");
+  EXPECT_EQ(table(exact(d, in).attn_weights), ".... x... .... x... x... x... ");
 }
 
 TEST(Reference, BroadcastsMaskAndBias) {
@@ -171,7 +171,7 @@ TEST(Reference, BroadcastsMaskAndBias) {
   in.attn_mask = filled(DType::kBool, {2, 1, 1, 3}, {1, 0, 1, 0, 1, 1});
   in.attn_bias = filled(DType::kFloat64, {1, 2, 2, 1}, {0, 7, -kInf, -1});
   const Outputs o = exact(d, in);
-  EXPECT_EQ(table(o.weights), "x.x x.x ... x.x .xx .xx ... .xx ");
+  EXPECT_EQ(table(o.attn_weights), "x.x x.x ... x.x .xx .xx ... .xx ");
   const double two = std::log(2.0);
   expect_near(o.logsumexp, {two, two + 7, -kInf, two - 1, two, two + 7, -kInf, two - 1});
 }
@@ -193,7 +193,8 @@ TEST(Reference, AppliesSoftcapThenBiasThenAlibi) {
   const double L[2] = {std::log(std::exp(S[0]) + std::exp(S[1])), std::log(std::exp(S[2]) + std::exp(S[3]))};
   const Outputs o = exact(d, in);
   expect_near(o.logsumexp, {L[0], L[1]});
-  expect_near(o.weights, {std::exp(S[0] - L[0]), std::exp(S[1] - L[0]), std::exp(S[2] - L[1]), std::exp(S[3] - L[1])});
+  expect_near(o.attn_weights,
+              {std::exp(S[0] - L[0]), std::exp(S[1] - L[0]), std::exp(S[2] - L[1]), std::exp(S[3] - L[1])});
 }
 
 TEST(Reference, TakesTheSlopesOfEachSequenceAndHead) {
@@ -282,7 +283,7 @@ TEST(Reference, DropsByTheDocumentedFormula) {
     const Outputs dropped = exact(d, dropping);
     Array kept(DType::kBool, {2, 3, 5, 19});
     ASSERT_TRUE(dropout_mask(p, dropping.dropout_seed, dropping.dropout_offset, view(kept)).ok());
-    for (int64_t n = 0; n < plain.weights.size(); ++n) {
+    for (int64_t n = 0; n < plain.attn_weights.size(); ++n) {
       const int64_t j = n % 19, i = n / 19 % 5;
       const auto head = static_cast<uint32_t>(n / 19 / 5);
       const auto words =
@@ -291,7 +292,7 @@ TEST(Reference, DropsByTheDocumentedFormula) {
       const uint32_t bits = j % 2 == 0 ? word & 0xffff : word >> 16;
       const bool keep = bits >= std::floor(p * 65536 + 0.5);
       EXPECT_EQ(kept.at(n), keep);
-      EXPECT_DOUBLE_EQ(dropped.weights.at(n), keep ? plain.weights.at(n) / (1 - p) : 0);
+      EXPECT_DOUBLE_EQ(dropped.attn_weights.at(n), keep ? plain.attn_weights.at(n) / (1 - p) : 0);
     }
     EXPECT_EQ(dropped.logsumexp, plain.logsumexp);
     EXPECT_EQ(dropped.column_sums, plain.column_sums);
@@ -308,9 +309,9 @@ TEST(Reference, KeepsAWeightWhoseBitsAreTheThreshold) {
   for (int64_t j = 0; j < 8; ++j) {
     const double bits = dropout_bits(1, 0, 0, 0, j);
     d.dropout_p = bits / 65536;
-    EXPECT_GT(exact(d, in).weights.at(j), 0);
+    EXPECT_GT(exact(d, in).attn_weights.at(j), 0);
     d.dropout_p = (bits + 1) / 65536;
-    EXPECT_EQ(exact(d, in).weights.at(j), 0);
+    EXPECT_EQ(exact(d, in).attn_weights.at(j), 0);
   }
 }
 
@@ -343,13 +344,13 @@ TEST(Reference, SumsAndAveragesItsWeights) {
     for (int64_t j = 0; j < 6; ++j) {
       for (int64_t h = 0; h < 3; ++h) {
         double sum = 0;
-        for (int64_t i = 0; i < 4; ++i) sum += o.weights.at(((b * 3 + h) * 4 + i) * 6 + j);
+        for (int64_t i = 0; i < 4; ++i) sum += o.attn_weights.at(((b * 3 + h) * 4 + i) * 6 + j);
         EXPECT_NEAR(o.column_sums.at((b * 3 + h) * 6 + j), sum, 1e-15);
       }
       for (int64_t i = 0; i < 4; ++i) {
         double sum = 0;
-        for (int64_t h = 0; h < 3; ++h) sum += o.weights.at(((b * 3 + h) * 4 + i) * 6 + j);
-        EXPECT_NEAR(mean.weights.at((b * 4 + i) * 6 + j), sum / 3, 1e-15);
+        for (int64_t h = 0; h < 3; ++h) sum += o.attn_weights.at(((b * 3 + h) * 4 + i) * 6 + j);
+        EXPECT_NEAR(mean.attn_weights.at((b * 4 + i) * 6 + j), sum / 3, 1e-15);
       }
     }
   }
@@ -364,7 +365,7 @@ TEST(Reference, ARowThatSeesNoKeyIsZeroWhateverItHolds) {
     for (int64_t n = 0; n < in.value.size(); ++n) in.value.set(n, -kInf);
     const Outputs o = exact(desc, in);
     EXPECT_EQ(o.out, Array(DType::kFloat64, o.out.dims)) << how;
-    EXPECT_EQ(o.weights, Array(DType::kFloat64, o.weights.dims)) << how;
+    EXPECT_EQ(o.attn_weights, Array(DType::kFloat64, o.attn_weights.dims)) << how;
     EXPECT_EQ(o.column_sums, Array(DType::kFloat64, o.column_sums.dims)) << how;
     for (int64_t n = 0; n < o.logsumexp.size(); ++n) EXPECT_EQ(o.logsumexp.at(n), -kInf) << how;
   };
@@ -411,14 +412,14 @@ TEST(Reference, AVisibleNanIsSeen) {
   Outputs o = exact(d, bad);
   EXPECT_EQ(o.out.at(0), exact(d, in).out.at(0));
   EXPECT_TRUE(std::isnan(o.out.at(2)) && std::isnan(o.out.at(3)) && std::isnan(o.logsumexp.at(1)));
-  EXPECT_EQ(o.weights.at(1), 0);
+  EXPECT_EQ(o.attn_weights.at(1), 0);
 
   bad = in;
   bad.value.set(3, std::nan(""));
   bad.key.set(2, -1e5 * in.query.at(2));  // far below: its weight underflows to 0
   bad.key.set(3, -1e5 * in.query.at(3));
   o = exact(d, bad);
-  EXPECT_EQ(o.weights.at(3), 0);
+  EXPECT_EQ(o.attn_weights.at(3), 0);
   EXPECT_FALSE(std::isnan(o.out.at(2)));
   EXPECT_TRUE(std::isnan(o.out.at(3)));
 
@@ -448,7 +449,7 @@ TEST(Reference, TakesEmptySizes) {
   for (std::optional<double> scale : {std::optional<double>(), std::optional<double>(7.0)}) {
     d.scale = scale;
     const Outputs o = exact(d, draw(d));
-    expect_near(o.weights, std::vector<double>(12, 0.25));
+    expect_near(o.attn_weights, std::vector<double>(12, 0.25));
     expect_near(o.logsumexp, std::vector<double>(3, std::log(4.0)));
   }
   for (int lattice = 0; lattice < 128; ++lattice) {  // each size 0 or not

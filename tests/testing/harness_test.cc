@@ -79,7 +79,7 @@ void backwards(const AttentionDesc& desc, const ForwardArgs& args, const polyhea
     for (Tensor* t : {&flipped.attn_mask, &flipped.attn_bias}) {
       if (t->given()) flip(*t, 3);
     }
-    if (flipped.weights.given()) flip(flipped.weights, flipped.weights.ndim - 1);
+    if (flipped.attn_weights.given()) flip(flipped.attn_weights, flipped.attn_weights.ndim - 1);
     if (flipped.column_sums.given()) flip(flipped.column_sums, 2);
   }
   reference::forward<float>(desc, flipped);
@@ -414,7 +414,7 @@ TEST(Harness, SeesTheSameVisiblePlacesAsTheReference) {
       for (int64_t h = 0; h < d.num_heads; ++h) {
         for (int64_t i = 0; i < d.seqlen_q; ++i) {
           for (int64_t j = 0; j < d.seqlen_k; ++j) {
-            const bool seen = got.weights.at(n++) > 0;
+            const bool seen = got.attn_weights.at(n++) > 0;
             visible_places += seen;
             wrong += seen != visible(d, in, s, b, h, i, j);
           }

@@ -56,7 +56,7 @@ uint64_t forward_hash(const Problem& problem) {
   const PlacedOutputs outputs(desc, run_options(problem), placed);
   outputs.give_to(args);
   for (const InputName& input : kInputs) hash.add(args.*input.tensor);
-  for (const Tensor* t : {&args.out, &args.logsumexp, &args.weights, &args.column_sums}) hash.add(*t);
+  for (const Tensor* t : {&args.out, &args.logsumexp, &args.attn_weights, &args.column_sums}) hash.add(*t);
   hash.add(static_cast<uint64_t>(num_draws(desc)));
   return hash.value();
 }

@@ -328,6 +328,7 @@ TEST_F(ToolsCommand, VerifyPassesAndCountsWhatItDid) {
   for (const json& row : rows) {
     EXPECT_EQ(row["result"], "PASS") << row;
     EXPECT_LE(row["largest_error"].get<double>(), row["allowed"].get<double>());
+    EXPECT_LE(row["rmse"].get<double>(), row["allowed_rmse"].get<double>());
   }
   const json random = run_json("verify --random 20 --seed 3 --kernel reference");
   EXPECT_EQ(random["facts"]["verified"], "20 problems");
@@ -343,6 +344,7 @@ TEST_F(ToolsCommand, VerifyPassesAndCountsWhatItDid) {
     EXPECT_EQ(row["output"], r % 2 == 0 ? "grad_key" : "grad_attn_bias");
     EXPECT_EQ(row["result"], "PASS") << row;
     EXPECT_LE(row["largest_error"].get<double>(), row["allowed"].get<double>());
+    EXPECT_LE(row["rmse"].get<double>(), row["allowed_rmse"].get<double>());
   }
   const json more = run_json("verify --gradients --random 20 --seed 3 --kernel reference");
   EXPECT_EQ(more["facts"]["verified"], "gradients of 20 problems");

@@ -272,7 +272,7 @@ TEST_F(ToolsMhaCommand, VerifyPassesWithEveryOption) {
   for (const char* more :
        {"", "--same kv --k-size 6 --v-size 6 --accumulate", "--infer --dropout 0.5", "--sweep --causal",
         "--dropout 0.3 --output-dropout 0.2 --windows", "--dtype bf16 --data-layout tbnv", "--o-proj 0 --biases=qkv",
-        "--packed-weights", "--packed-weights --sweep"}) {
+        "--prepacked-weights", "--prepacked-weights --sweep"}) {
     const json rows = run_json("mha --verify --threads 1,3 " + std::string(kLine) + " " + more)["rows"];
     ASSERT_FALSE(rows.empty()) << more;
     for (const json& row : rows) {

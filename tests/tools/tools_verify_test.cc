@@ -81,7 +81,7 @@ TEST(ToolsVerify, TheYardstickPassesItsOwnBound) {
 TEST(ToolsVerify, OneWrongElementFails) {
   const std::pair<const char*, Array Outputs::*> outputs[] = {{"out", &Outputs::out},
                                                               {"logsumexp", &Outputs::logsumexp},
-                                                              {"weights", &Outputs::weights},
+                                                              {"attn_weights", &Outputs::attn_weights},
                                                               {"column_sums", &Outputs::column_sums}};
   for (const auto& [name, output] : outputs) {
     Forward run(kLine);

@@ -15,7 +15,13 @@ if torch.__version__ < (2, 9):
 
 from polyhead.torch import attn_bias
 from polyhead.torch._attention import attention, attention_backward, merge
+from polyhead.torch._convert import Swap, Swaps, convert, revert
 from polyhead.torch._encoder_layer import TransformerEncoderLayer
+from polyhead.torch._flash_attn import (
+    flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func,
+)  # fmt: skip
+from polyhead.torch._flash_kvcache import flash_attn_with_kvcache
 from polyhead.torch._fused_multi_head_attention import FusedMultiHeadAttention
 from polyhead.torch._memory_efficient import (
     memory_efficient_attention, memory_efficient_attention_backward, memory_efficient_attention_forward,
@@ -31,9 +37,11 @@ from polyhead.torch._transformers import register_transformers
 from polyhead.torch.attn_bias import *  # noqa: F403
 
 __all__ = [
-    "FusedMultiHeadAttention", "MultiheadAttention", "Rope", "TransformerEncoderLayer", "attention",
-    "attention_backward", "attn_bias", "disable", "enable", "enabled", "implementation",
+    "FusedMultiHeadAttention", "MultiheadAttention", "Rope", "Swap", "Swaps", "TransformerEncoderLayer", "attention",
+    "attention_backward", "attn_bias", "convert", "disable", "enable", "enabled", "flash_attn_func",
+    "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "implementation",
     "memory_efficient_attention", "memory_efficient_attention_backward", "memory_efficient_attention_forward",
     "memory_efficient_attention_forward_requires_grad", "memory_efficient_attention_partial", "merge",
-    "merge_attentions", "register_transformers", "report", "scaled_dot_product_attention", *attn_bias.__all__,
+    "merge_attentions", "register_transformers", "report", "revert", "scaled_dot_product_attention", *attn_bias.__all__,
 ]  # fmt: skip

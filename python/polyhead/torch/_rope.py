@@ -30,11 +30,14 @@ def rotated(heads, rope: Rope):
     pair = torch.arange(0, head_dim, 2, device=heads.device, dtype=torch.float64)
     position = torch.arange(heads.shape[1], device=heads.device, dtype=torch.float64)
     angle = position.view(-1, 1, 1) * rope.base ** (-pair / head_dim)
-    cos, sin = angle.cos().to(wide.dtype), angle.sin().to(wide.dtype)
-    if rope.interleaved:
-        first, second = wide[..., 0::2], wide[..., 1::2]
+    return turned(wide, angle.cos().to(wide.dtype), angle.sin().to(wide.dtype), rope.interleaved).to(heads.dtype)
+
+
+def turned(heads, cos, sin, interleaved):
+    """Each pair of the last dim by its angle; cos and sin [..., pairs] broadcast."""
+    if interleaved:
+        first, second = heads[..., 0::2], heads[..., 1::2]
     else:
-        first, second = wide.chunk(2, -1)
-    turned = (first * cos - second * sin, first * sin + second * cos)
-    result = torch.stack(turned, -1).flatten(-2) if rope.interleaved else torch.cat(turned, -1)
-    return result.to(heads.dtype)
+        first, second = heads.chunk(2, -1)
+    pairs = (first * cos - second * sin, first * sin + second * cos)
+    return torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)

@@ -55,12 +55,12 @@ def _forward(
     if block_table is not None:
         if seqused_k is None:
             raise Error("block_table is given without seqused_k, which tells the number of keys in the pages")
-        key, value = (_pages(x, block_table) for x in (key, value))
+        key, value = (gathered_pages(x, block_table) for x in (key, value))
         slots = torch.arange(len(key) + 1) * key.shape[1]
-        key, value, cum_seq_k = _used_rows(key.flatten(0, 1), value.flatten(0, 1), slots, seqused_k)
+        key, value, cum_seq_k = used_rows(key.flatten(0, 1), value.flatten(0, 1), slots, seqused_k, "seqused_k")
     elif seqused_k is not None and cum_seq_q is not None:
         slots = cum_seq_q if cum_seq_k is None else cum_seq_k
-        key, value, cum_seq_k = _used_rows(key, value, slots, seqused_k)
+        key, value, cum_seq_k = used_rows(key, value, slots, seqused_k, "seqused_k")
     elif seqused_k is not None:
         seqlens_k = seqused_k
     options = _options(
@@ -87,7 +87,7 @@ def _options(is_causal, scale, window_left, window_right, slopes, cum_seq_q, cum
     )  # fmt: skip
 
 
-def _pages(pool, block_table):
+def gathered_pages(pool, block_table):
     """[pages, page size, G, D] and the pages of each sequence [B, n] as [B, n * page size, G, D]."""
     if block_table.numel():
         first, last = (int(x) for x in block_table.aminmax())
@@ -96,12 +96,12 @@ def _pages(pool, block_table):
     return pool[block_table.long()].flatten(1, 2)
 
 
-def _used_rows(key, value, slots, used):
+def used_rows(key, value, slots, used, name):
     """The first used[b] keys from row slots[b] on, end to end, and where each sequence begins then."""
     slots, used = slots.long(), used.long()
     room = slots.diff()
     if used.shape != room.shape or bool(((used < 0) | (used > room)).any()):
-        raise Error(f"seqused_k is {used.tolist()}, must be within {room.tolist()}, the rows of each sequence")
+        raise Error(f"{name} has the lengths {used.tolist()}, must be within {room.tolist()}, the rows of each sequence")
     cum_seq = torch.cat([used.new_zeros(1), used.cumsum(0)])
     rows = torch.arange(int(cum_seq[-1])) + torch.repeat_interleave(slots[:-1] - cum_seq[:-1], used)
     return key[rows], value[rows], cum_seq

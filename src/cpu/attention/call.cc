@@ -69,10 +69,10 @@ Problem problem(const AttentionDesc& desc, const ForwardArgs& args) {
     p.slopes_stride_b = slopes.ndim == 2 ? stride_of(slopes, 0) : 0;
     p.slopes_stride_h = stride_of(slopes, slopes.ndim - 1);
   }
-  if (args.weights.given()) {
-    const Tensor& w = args.weights;
+  if (args.attn_weights.given()) {
+    const Tensor& w = args.attn_weights;
     const bool per_head = w.ndim == 4;
-    p.weights = w.data;
+    p.attn_weights = w.data;
     p.weights_stride_b = stride_of(w, 0);
     p.weights_stride_h = per_head ? stride_of(w, 1) : 0;
     p.weights_stride_q = stride_of(w, w.ndim - 2);

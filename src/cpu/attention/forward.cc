@@ -203,7 +203,7 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
       finish_tile(head, tile);
       head.careful = false;
     }
-    if (task.weights || task.mean != nullptr || task.columns != nullptr) second_pass<Mac>(head, tile);
+    if (task.attn_weights || task.mean != nullptr || task.columns != nullptr) second_pass<Mac>(head, tile);
   }
 }
 

@@ -17,9 +17,9 @@ struct ForwardTask {
   int64_t first_query = 0, num_queries = 0;
 
   // What else is asked for of the tiles, at a second pass over the keys:
-  bool weights = false;      // written to problem.weights, per head, where not 0: the rows are cleared before
-  float* mean = nullptr;     // [seqlen_k][kTileQueries], one tile: weights are added
-  float* columns = nullptr;  // [seqlen_k][lanes]: sums over the queries are added
+  bool attn_weights = false;  // written to problem.attn_weights, per head, where not 0: the rows are cleared before
+  float* mean = nullptr;      // [seqlen_k][kTileQueries], one tile: weights are added
+  float* columns = nullptr;   // [seqlen_k][lanes]: sums over the queries are added
 };
 
 // The path of tiny heads (cpu/tiny_tasks.cc).
@@ -81,7 +81,7 @@ struct IsaFunctions {
 
   // Heads [first, end), counted b * num_heads + h, that all see what `sequence` tells.
   size_t (*tiny_scratch_bytes)();
-  // mean: [first, end) are all heads of a batch element, whose mean is written to problem.weights.
+  // mean: [first, end) are all heads of a batch element, whose mean is written to problem.attn_weights.
   void (*tiny_heads)(const Problem& problem, const Sequence& sequence, int64_t first, int64_t end, bool mean,
                      void* scratch);
 
@@ -106,7 +106,7 @@ struct IsaFunctions {
   void (*tiny_backward_heads)(const BackwardProblem& problem, const Sequence& sequence, int64_t first, int64_t end,
                               void* scratch);
 
-  // problem.weights[b, 0, first_query + q, :] = mean[:][q] / num_heads.
+  // problem.attn_weights[b, 0, first_query + q, :] = mean[:][q] / num_heads.
   void (*store_mean)(const Problem& problem, int64_t b, int64_t first_query, int64_t num_queries, const float* mean);
   int lanes;  // floats of a vector
 };

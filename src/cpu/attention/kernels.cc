@@ -4,13 +4,13 @@
 #include <algorithm>
 
 #include "contract/score_option.h"
+#include "cpu/attention/attn_weights_tasks.h"
 #include "cpu/attention/backward_tasks.h"
 #include "cpu/attention/decode_tasks.h"
 #include "cpu/attention/functions.h"
 #include "cpu/attention/score_gradient_tasks.h"
 #include "cpu/attention/tiles.h"
 #include "cpu/attention/tiny_tasks.h"
-#include "cpu/attention/weights_tasks.h"
 #include "cpu/isa/isa.h"
 
 namespace polyhead {

@@ -46,7 +46,7 @@ void drop(float* p, const Dropout& dropout, const uint16_t (*kept)[kVecs], const
   }
 }
 
-// Queries [q_begin, q_end) of p[key][query], times `factor`, to the rows of problem.weights that start at `row`.
+// Queries [q_begin, q_end) of p[key][query], times `factor`, to the rows of problem.attn_weights that start at `row`.
 void store_probabilities(const Problem& problem, int64_t row, const float* p, int64_t num_keys, int q_begin, int q_end,
                          float factor) {
   for (int q = q_begin; q < q_end; q += kLanes) {
@@ -58,7 +58,7 @@ void store_probabilities(const Problem& problem, int64_t row, const float* p, in
       }
       transpose(block);
       for (int r = 0; r < kLanes && q + r < q_end; ++r) {
-        store_elements(problem.weights, problem.dtype,
+        store_elements(problem.attn_weights, problem.dtype,
                        row + (q + r) * problem.weights_stride_q + k * problem.weights_stride_k,
                        problem.weights_stride_k, block[r], n);
       }
@@ -94,7 +94,7 @@ void second_pass(const Head& head, Tile& tile) {
       normalise(p, head.score, t.view, l, part);
       if (task.columns != nullptr) add_columns(task, p, first, tile.num_queries, part);
       if (view.kept != nullptr) drop(p, problem.dropout, view.kept, part);
-      if (task.weights) {
+      if (task.attn_weights) {
         const int q_end = part.v_end * kLanes < tile.num_queries ? part.v_end * kLanes : tile.num_queries;
         store_probabilities(problem, row + (first + part.begin) * problem.weights_stride_k, p + part.begin * kTile,
                             part.end - part.begin, part.v_begin * kLanes, q_end, 1);

@@ -34,7 +34,7 @@ struct Problem {
   Statistic logsumexp;
 
   // Returned weights [batch, heads or 1, seqlen_q, seqlen_k], in `dtype`; keys of the operand, those behind len_k too.
-  void* weights = nullptr;
+  void* attn_weights = nullptr;
   int64_t weights_stride_b = 0, weights_stride_h = 0, weights_stride_q = 0, weights_stride_k = 0;
   int64_t seqlen_k = 0;
 

@@ -10,8 +10,8 @@ namespace {
 // kLanes consecutive heads, counted b * num_heads + h; lanes behind the last head repeat it.
 struct Heads {
   HeadRows query, key, value, out;
-  HeadRows logsumexp;  // [1][Sq]
-  HeadRows weights;    // [Sq][Sk]
+  HeadRows logsumexp;     // [1][Sq]
+  HeadRows attn_weights;  // [Sq][Sk]
   int count;
 };
 
@@ -21,11 +21,11 @@ void set_heads(Heads& heads, const Problem& problem, int64_t first, int64_t end)
   set_rows(heads.key, problem.key, problem.num_heads, problem.group, first, heads.count);
   set_rows(heads.value, problem.value, problem.num_heads, problem.group, first, heads.count);
   set_rows(heads.out, problem.out, problem.num_heads, 1, first, heads.count);
-  if (problem.weights != nullptr) {
-    const Operand weights = {problem.weights,          problem.dtype,
+  if (problem.attn_weights != nullptr) {
+    const Operand weights = {problem.attn_weights,     problem.dtype,
                              problem.weights_stride_b, problem.weights_stride_q,
                              problem.weights_stride_h, problem.weights_stride_k};
-    set_rows(heads.weights, weights, problem.num_heads, 1, first, heads.count);
+    set_rows(heads.attn_weights, weights, problem.num_heads, 1, first, heads.count);
   }
   if (problem.logsumexp.data == nullptr) return;
   set_rows(heads.logsumexp, row_of(problem.logsumexp), problem.num_heads, 1, first, heads.count);
@@ -138,8 +138,8 @@ void store_weights_of_heads(const Problem& problem, const Heads& heads, int num_
       F quad[4] = {broadcast(0.0f), broadcast(0.0f), broadcast(0.0f), broadcast(0.0f)};
       const int n = num_keys - first < 4 ? num_keys - first : 4;
       for (int k = 0; k < n; ++k) quad[k] = weight(scratch, i, first + k);
-      const int64_t at = i * heads.weights.row_bytes + first * heads.weights.column_bytes;
-      store_columns_of_heads(heads.weights, at, n, heads.count, quad);
+      const int64_t at = i * heads.attn_weights.row_bytes + first * heads.attn_weights.column_bytes;
+      store_columns_of_heads(heads.attn_weights, at, n, heads.count, quad);
     }
   }
 }
@@ -190,7 +190,7 @@ void tiny_heads(const Problem& problem, const Sequence& sequence, int64_t first,
     weigh_heads(problem, heads, num_queries, scratch);
     if (mean) {
       add_to_mean(heads, num_queries, num_keys, first == begin, scratch);
-    } else if (problem.weights != nullptr) {
+    } else if (problem.attn_weights != nullptr) {
       store_weights_of_heads(problem, heads, num_queries, scratch);
     }
   }

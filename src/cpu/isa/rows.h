@@ -103,21 +103,21 @@ void transpose_rows(float* out, const Rows& x, int64_t num_rows, int64_t columns
   const int64_t whole_words = plain_words<Mac>(x) ? columns / Mac::kElements : 0;
   for (int lane = 0; lane < kTile; lane += kLanes) {
     for (int64_t word = 0; word < words; word += kLanes) {
-      F block[kLanes];
+      F square[kLanes];
       if (word + kLanes <= whole_words && lane + kLanes <= num_rows) {
 #pragma GCC unroll 16
-        for (int r = 0; r < kLanes; ++r) block[r] = load(f32(x.row(lane + r)) + word);
-        transpose(block);
+        for (int r = 0; r < kLanes; ++r) square[r] = load(f32(x.row(lane + r)) + word);
+        transpose(square);
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) store(out + (word + i) * kTile + lane, block[i]);
+        for (int i = 0; i < kLanes; ++i) store(out + (word + i) * kTile + lane, square[i]);
         continue;
       }
       const int n = words - word < kLanes ? static_cast<int>(words - word) : kLanes;
       for (int r = 0; r < kLanes; ++r) {
-        block[r] = lane + r < num_rows ? load_words<Mac>(x, lane + r, word, n, columns) : broadcast(0.0f);
+        square[r] = lane + r < num_rows ? load_words<Mac>(x, lane + r, word, n, columns) : broadcast(0.0f);
       }
-      transpose(block);
-      for (int i = 0; i < n; ++i) store(out + (word + i) * kTile + lane, block[i]);
+      transpose(square);
+      for (int i = 0; i < n; ++i) store(out + (word + i) * kTile + lane, square[i]);
     }
   }
 }

@@ -87,12 +87,12 @@ void finish_row(const EpilogueWork& e, const EpilogueRow& line, int64_t row, int
                 const Source& source) {
   const bool drops = e.dropout.threshold != 0;
   Kept kept = {};
-  for (int64_t block = first; block < end; block += kDropoutColumns) {
-    if (drops) keep_columns(kept, e, row, block);
-    const int64_t block_end = end - block < kDropoutColumns ? end : block + kDropoutColumns;
-    for (int64_t at = block; at < block_end; at += kLanes) {
-      const int n = block_end - at < kLanes ? static_cast<int>(block_end - at) : kLanes;
-      F x = epilogue_step(e, line, source(at, n), at, n, drops, kept.mask(static_cast<int>(at - block)));
+  for (int64_t stretch = first; stretch < end; stretch += kDropoutColumns) {
+    if (drops) keep_columns(kept, e, row, stretch);
+    const int64_t stretch_end = end - stretch < kDropoutColumns ? end : stretch + kDropoutColumns;
+    for (int64_t at = stretch; at < stretch_end; at += kLanes) {
+      const int n = stretch_end - at < kLanes ? static_cast<int>(stretch_end - at) : kLanes;
+      F x = epilogue_step(e, line, source(at, n), at, n, drops, kept.mask(static_cast<int>(at - stretch)));
       if (line.sums != nullptr) store(line.sums + at, load(line.sums + at) + x);
       if (line.out.data == nullptr) continue;
       if (line.accumulate) x = x + load_line(line.out, at, n);

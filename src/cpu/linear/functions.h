@@ -75,9 +75,9 @@ struct LinearFunctions {
   void (*pack_panels)(const Matrix& b, int64_t n, int64_t first_k, int64_t num_k, int64_t first_panel,
                       int64_t end_panel, float* packed, int64_t panel_stride);
 
-  // Scratch of gemm_block for tasks of so many rows and columns, in bytes, a multiple of 64.
-  size_t (*block_scratch_bytes)(int64_t num_rows, int64_t num_columns, bool packs);
-  void (*gemm_block)(const GemmWork& work, const GemmTask& task, void* scratch);
+  // Scratch of gemm_part for tasks of so many rows and columns, in bytes, a multiple of 64.
+  size_t (*part_scratch_bytes)(int64_t num_rows, int64_t num_columns, bool packs);
+  void (*gemm_part)(const GemmWork& work, const GemmTask& task, void* scratch);
 
   // Rows [first, end) of C from the partial sums of `num_slices` slices, which lie `slice_stride` floats apart.
   void (*gemm_merge)(const GemmWork& work, int64_t first, int64_t end, float* partial, int64_t panel_stride,
@@ -101,8 +101,8 @@ namespace POLYHEAD_ISA {
 int word_elements(DType dtype);
 void pack_panels(const Matrix& b, int64_t n, int64_t first_k, int64_t num_k, int64_t first_panel, int64_t end_panel,
                  float* packed, int64_t panel_stride);
-size_t block_scratch_bytes(int64_t num_rows, int64_t num_columns, bool packs);
-void gemm_block(const GemmWork& work, const GemmTask& task, void* scratch);
+size_t part_scratch_bytes(int64_t num_rows, int64_t num_columns, bool packs);
+void gemm_part(const GemmWork& work, const GemmTask& task, void* scratch);
 void gemm_merge(const GemmWork& work, int64_t first, int64_t end, float* partial, int64_t panel_stride,
                 int64_t num_slices, int64_t slice_stride);
 void pointwise_rows(const PointwiseWork& work, int64_t first, int64_t end, float* sums);

@@ -23,7 +23,7 @@ struct Sums {
   Onto onto_panel(int64_t column) const { return {onto.data == nullptr ? nullptr : onto.data + column, onto.stride}; }
 };
 
-struct Scratch {
+struct GemmScratch {
   float *a, *panels, *sums;
 };
 
@@ -35,7 +35,7 @@ int64_t a_floats(int64_t rows) {
   return (most + 15) / 16 * 16;
 }
 
-Scratch scratch_of(void* memory, int64_t rows, bool packs) {
+GemmScratch scratch_of(void* memory, int64_t rows, bool packs) {
   float* a = static_cast<float*>(memory);
   float* panels = a + a_floats(rows);
   return {a, panels, panels + (packs ? kGroupPanels * kPanelWords : 0)};
@@ -67,7 +67,7 @@ Sums sums_of(const GemmWork& work, const GemmTask& task, bool streaming, float* 
 
 // Adds the terms [k, k + num_k) to the sums, or sets them with the first chunk.
 template <class Mac>
-void add_chunk(const GemmWork& work, const GemmTask& task, bool streaming, const Scratch& scratch, const Sums& sums,
+void add_chunk(const GemmWork& work, const GemmTask& task, bool streaming, const GemmScratch& scratch, const Sums& sums,
                int64_t k, int64_t num_k) {
   const bool along = packs_along(work.a) || streaming, add = k > task.first_k;
   const int64_t words = words_of(num_k, Mac::kElements);
@@ -141,7 +141,7 @@ void finish(const GemmWork& work, int64_t first_row, int64_t num_rows, int64_t f
 
 template <class Mac>
 void compute(const GemmWork& work, const GemmTask& task, void* memory) {
-  const Scratch scratch = scratch_of(memory, task.num_rows, task.packed == nullptr);
+  const GemmScratch scratch = scratch_of(memory, task.num_rows, task.packed == nullptr);
   const bool streaming = task.packed == nullptr && streams<Mac>(task.num_rows, work.b);
   const Sums sums = sums_of<Mac>(work, task, streaming, scratch.sums);
   int64_t k = task.first_k;
@@ -178,13 +178,13 @@ void pack_panels(const Matrix& b, int64_t n, int64_t first_k, int64_t num_k, int
   pack_columns<Float32>(packed, panel_stride, b, first, end - first, first_k, num_k);
 }
 
-size_t block_scratch_bytes(int64_t num_rows, int64_t num_columns, bool packs) {
+size_t part_scratch_bytes(int64_t num_rows, int64_t num_columns, bool packs) {
   const int64_t panels = packs ? kGroupPanels * kPanelWords : 0;
   const int64_t floats = a_floats(num_rows) + panels + num_rows * whole_panels(num_columns) * kColumns;
   return static_cast<size_t>((floats + 15) / 16 * 16) * sizeof(float);
 }
 
-void gemm_block(const GemmWork& work, const GemmTask& task, void* scratch) {
+void gemm_part(const GemmWork& work, const GemmTask& task, void* scratch) {
 #ifdef POLYHEAD_HAS_BF16_DOT
   if (work.dtype == DType::kBFloat16) return compute<BFloat16Pair>(work, task, scratch);
 #endif
@@ -206,7 +206,7 @@ void gemm_merge(const GemmWork& work, int64_t first, int64_t end, float* partial
 }
 
 const LinearFunctions kLinearFunctions = {
-    kColumns,   kTileRows,  word_elements,  kChunkWords, kGroupPanels,      pack_panels,       block_scratch_bytes,
-    gemm_block, gemm_merge, pointwise_rows, merge_sums,  norm_forward_rows, norm_backward_rows};
+    kColumns,  kTileRows,  word_elements,  kChunkWords, kGroupPanels,      pack_panels,       part_scratch_bytes,
+    gemm_part, gemm_merge, pointwise_rows, merge_sums,  norm_forward_rows, norm_backward_rows};
 
 }  // namespace polyhead::cpu::POLYHEAD_ISA

@@ -113,27 +113,27 @@ void pack_transposed(float* out, int64_t group_stride, const Matrix& x, int64_t 
       const int64_t whole = plain ? num_k / Mac::kElements / kLanes * kLanes : 0;
       int64_t word = 0;
       for (; word < whole; word += kLanes) {
-        F block[kLanes];
+        F square[kLanes];
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) {
           const char* source =
               static_cast<const char*>(x.data) + (columns[i].first + first_k) * (Mac::kElements == 1 ? 4 : 2);
-          block[i] = load(reinterpret_cast<const float*>(source) + word);
+          square[i] = load(reinterpret_cast<const float*>(source) + word);
         }
-        transpose(block);
+        transpose(square);
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) store(out + (word + i) * kColumns + lane, block[i]);
+        for (int i = 0; i < kLanes; ++i) store(out + (word + i) * kColumns + lane, square[i]);
       }
       for (; word < words; word += kLanes) {
         const int n = words - word < kLanes ? static_cast<int>(words - word) : kLanes;
-        F block[kLanes];
+        F square[kLanes];
         for (int i = 0; i < kLanes; ++i) {
-          block[i] = columns[i].data == nullptr
-                         ? broadcast(0.0f)
-                         : load_line_words<Mac>(columns[i], first_word + word, n, first_k + num_k);
+          square[i] = columns[i].data == nullptr
+                          ? broadcast(0.0f)
+                          : load_line_words<Mac>(columns[i], first_word + word, n, first_k + num_k);
         }
-        transpose(block);
-        for (int i = 0; i < n; ++i) store(out + (word + i) * kColumns + lane, block[i]);
+        transpose(square);
+        for (int i = 0; i < n; ++i) store(out + (word + i) * kColumns + lane, square[i]);
       }
     }
   }

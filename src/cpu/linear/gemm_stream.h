@@ -1,7 +1,7 @@
 // Few rows of A against rows of B as they lie: B is read once, so packing it would cost more than the product. Measured
 // on Zen 5 (2026-11-21, float32, one thread) at [M, 1024] x [1024, 1024], GB/s of B: M = 1 100, and 33 if packed on the
 // way; M = 4 61, and 31. The order of sums is that of gemm_tile.h. Where columns of B are contiguous instead (torch's
-// weights), blocks of them are transposed in registers: M = 1 50 GB/s, and 36 if packed; M = 3 35, and 26; at 4096 x 4096,
+// weights), squares of them are transposed in registers: M = 1 50 GB/s, and 36 if packed; M = 3 35, and 26; at 4096 x 4096,
 // from memory, M = 1 27, and 16.
 #pragma once
 
@@ -60,11 +60,11 @@ constexpr int64_t kColumnWordsAhead = 8 * kLanes;
 
 // Adds `words` words of kLanes columns, times those of A.
 template <class Mac, int kRows>
-inline void add_words(F (&acc)[kRows][kPanelVecs], int v, const F (&block)[kLanes], const float* a, int words) {
+inline void add_words(F (&acc)[kRows][kPanelVecs], int v, const F (&square)[kLanes], const float* a, int words) {
 #pragma GCC unroll 16
   for (int i = 0; i < words; ++i) {
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) acc[r][v] = Mac::step(acc[r][v], block[i], broadcast(a[r * kRowStride + i]));
+    for (int r = 0; r < kRows; ++r) acc[r][v] = Mac::step(acc[r][v], square[i], broadcast(a[r * kRowStride + i]));
   }
 }
 
@@ -87,25 +87,25 @@ void stream_along(const StreamSums& sums, const float* a, const Matrix& b, int64
     const ptrdiff_t ahead = later < words ? later : next + later - words;
 #pragma GCC unroll 2
     for (int v = 0; v < kPanelVecs; ++v) {
-      F block[kLanes];
+      F square[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
         __builtin_prefetch(source[v * kLanes + i] + ahead, 0, 2);
-        block[i] = load(source[v * kLanes + i] + word);
+        square[i] = load(source[v * kLanes + i] + word);
       }
-      transpose(block);
-      add_words<Mac>(acc, v, block, a + word, kLanes);
+      transpose(square);
+      add_words<Mac>(acc, v, square, a + word, kLanes);
     }
   }
   if (const int left = static_cast<int>(words - word); left > 0) {
     for (int v = 0; v < kPanelVecs; ++v) {
-      F block[kLanes];
+      F square[kLanes];
       for (int i = 0; i < kLanes; ++i) {
         const Line line = column_of(b, column + v * kLanes + i);
-        block[i] = load_line_words<Mac>(line, first_k / Mac::kElements + word, left, first_k + num_k);
+        square[i] = load_line_words<Mac>(line, first_k / Mac::kElements + word, left, first_k + num_k);
       }
-      transpose(block);
-      add_words<Mac>(acc, v, block, a + word, left);
+      transpose(square);
+      add_words<Mac>(acc, v, square, a + word, left);
     }
   }
 #pragma GCC unroll 4

@@ -1,4 +1,4 @@
-// Products cut into blocks of C. Blocks change no bit: an element's sum depends on K alone.
+// Products cut into parts of C. Parts change no bit: an element's sum depends on K alone.
 #include <algorithm>
 #include <utility>
 
@@ -7,11 +7,11 @@
 namespace polyhead::cpu {
 namespace {
 
-// Blocks of one thread's work. Rows share the packed columns of B, columns the packed rows of A: the more of both, the
-// less is packed and read again. A block's chunk of A (300 KiB) and its sums (590 KiB) are in a 1 MiB L2. Measured on
+// Parts of one thread's work. Rows share the packed columns of B, columns the packed rows of A: the more of both, the
+// less is packed and read again. A part's chunk of A (300 KiB) and its sums (590 KiB) are in a 1 MiB L2. Measured on
 // Zen 5 (2026-11-21, float32, one thread, GFLOP/s at [3072, 1024] x [1024, 1024]; weights of as many tokens): 144 x 512
 // 227; 221, 192 x 512 229; 220, 96 x 1024 236; 226, 144 x 1024 235; 227.
-constexpr int64_t kBlockRows = 144, kBlockColumns = 1024;
+constexpr int64_t kPartRows = 144, kPartColumns = 1024;
 
 int64_t whole(int64_t size, int64_t step) { return pieces(size, step) * step; }
 
@@ -21,20 +21,20 @@ int64_t equal_part(int64_t size, int64_t most, int64_t step) {
 }
 
 struct Cut {
-  int64_t rows = 0, columns = 0;  // of a block
+  int64_t rows = 0, columns = 0;  // of a part
   int64_t slices = 1, slice_k = 0;
-  bool packs_first = false;  // B is packed as a whole, because several blocks of rows use it
+  bool packs_first = false;  // B is packed as a whole, because several parts of rows use it
 
-  int64_t blocks(const linear::GemmDesc& desc) const { return pieces(desc.m, rows) * pieces(desc.n, columns); }
+  int64_t parts(const linear::GemmDesc& desc) const { return pieces(desc.m, rows) * pieces(desc.n, columns); }
 };
 
 // Slices of K: from the sizes alone, because they decide the order of sums; of C and of its transpose the same.
 void cut_k(const LinearFunctions& functions, const linear::GemmDesc& desc, Cut& cut) {
-  constexpr int64_t kFewBlocks = 8, kSliceTerms = 1024;
+  constexpr int64_t kFewParts = 8, kSliceTerms = 1024;
   cut.slice_k = desc.k;
-  const int64_t blocks = pieces(std::min(desc.m, desc.n), kBlockRows) * pieces(std::max(desc.m, desc.n), kBlockColumns);
-  if (!desc.split_k || blocks >= kFewBlocks) return;
-  const int64_t slices = std::min(pieces(desc.k, kSliceTerms), pieces(2 * kFewBlocks, blocks));
+  const int64_t parts = pieces(std::min(desc.m, desc.n), kPartRows) * pieces(std::max(desc.m, desc.n), kPartColumns);
+  if (!desc.split_k || parts >= kFewParts) return;
+  const int64_t slices = std::min(pieces(desc.k, kSliceTerms), pieces(2 * kFewParts, parts));
   if (slices < 2) return;
   cut.slice_k = whole(pieces(desc.k, slices), functions.chunk_words * functions.word_elements(desc.dtype));
   cut.slices = pieces(desc.k, cut.slice_k);
@@ -43,10 +43,10 @@ void cut_k(const LinearFunctions& functions, const linear::GemmDesc& desc, Cut& 
 Cut cut_of(const LinearFunctions& functions, const linear::GemmDesc& desc, int num_threads) {
   Cut cut;
   cut_k(functions, desc, cut);
-  cut.rows = equal_part(desc.m, kBlockRows, functions.tile_rows);
-  cut.columns = equal_part(desc.n, kBlockColumns, functions.panel_columns);
-  // Fewer columns, then fewer rows, until every thread has two blocks.
-  while (num_threads > 1 && cut.blocks(desc) * cut.slices < 2 * int64_t{num_threads}) {
+  cut.rows = equal_part(desc.m, kPartRows, functions.tile_rows);
+  cut.columns = equal_part(desc.n, kPartColumns, functions.panel_columns);
+  // Fewer columns, then fewer rows, until every thread has two parts.
+  while (num_threads > 1 && cut.parts(desc) * cut.slices < 2 * int64_t{num_threads}) {
     if (cut.columns > 2 * functions.panel_columns) {
       cut.columns = whole(cut.columns / 2, functions.panel_columns);
     } else if (cut.rows > 2 * functions.tile_rows) {
@@ -71,7 +71,7 @@ struct Workspace {
     const int64_t slices = cut.slices < 2 ? 0 : cut.slices;
     partial = map.take({slices, desc.m, whole(desc.n, functions.panel_columns)}, sizeof(float));
     const bool packs = !desc.prepacked && !cut.packs_first;
-    lane_bytes = MemorySize(functions.block_scratch_bytes(cut.rows, cut.columns, packs)).rounded_up(64).value();
+    lane_bytes = MemorySize(functions.part_scratch_bytes(cut.rows, cut.columns, packs)).rounded_up(64).value();
     lanes = map.take({num_threads}, lane_bytes);
     bytes = map.bytes();
   }
@@ -121,7 +121,7 @@ void pack(const LinearFunctions& functions, const Matrix& b, void* packed, const
 
 MemorySize gemm_workspace_bytes(const LinearFunctions& functions, const linear::GemmDesc& desc, int num_threads) {
   if (desc.m == 0 || desc.n == 0) return 0;
-  // Of matrices beyond the address space there is no call: what follows counts their blocks in 64 bits.
+  // Of matrices beyond the address space there is no call: what follows counts their parts in 64 bits.
   const MemorySize largest = MemorySize(64) * std::max(MemorySize(desc.m) * desc.n, MemorySize(desc.k));
   if (!largest.fits()) return largest;
   const MemorySize bytes = workspace_bytes(functions, desc, num_threads);
@@ -154,22 +154,22 @@ void gemm(const LinearFunctions& functions, const linear::GemmDesc& desc, const 
     pack(functions, args.b, workspace, run);
     packed = reinterpret_cast<const float*>(workspace);
   }
-  const int64_t row_blocks = pieces(desc.m, cut.rows), blocks = cut.blocks(desc);
+  const int64_t row_parts = pieces(desc.m, cut.rows), parts = cut.parts(desc);
   const int64_t panel_stride = desc.m * functions.panel_columns;
   const int64_t slice_stride = desc.m * whole(desc.n, functions.panel_columns);
-  run_tasks(run, blocks * cut.slices, [&](int64_t index, int lane) {
-    const int64_t slice = index / blocks, block = index % blocks;
+  run_tasks(run, parts * cut.slices, [&](int64_t index, int lane) {
+    const int64_t slice = index / parts, part = index % parts;
     GemmTask task;
-    task.first_row = block % row_blocks * cut.rows;
+    task.first_row = part % row_parts * cut.rows;
     task.num_rows = std::min(cut.rows, desc.m - task.first_row);
-    task.first_column = block / row_blocks * cut.columns;
+    task.first_column = part / row_parts * cut.columns;
     task.num_columns = std::min(cut.columns, desc.n - task.first_column);
     task.first_k = slice * cut.slice_k;
     task.num_k = std::min(cut.slice_k, desc.k - task.first_k);
     task.packed = packed;
     task.partial = cut.slices < 2 ? nullptr : partial + slice * slice_stride;
     task.panel_stride = panel_stride;
-    functions.gemm_block(work, task, workspace + at.lanes + at.lane_bytes * static_cast<size_t>(lane));
+    functions.gemm_part(work, task, workspace + at.lanes + at.lane_bytes * static_cast<size_t>(lane));
   });
   if (cut.slices < 2) return;
   constexpr int64_t kMergedRows = 16;

@@ -1,4 +1,4 @@
-#include "cpu/attention/weights_tasks.h"
+#include "cpu/attention/attn_weights_tasks.h"
 
 #include <algorithm>
 #include <cstring>
@@ -48,7 +48,7 @@ void run_tile(const Call& call, const ForwardTask& task, int64_t end, int lane) 
 ForwardTask tile_task(const Call& call, const Sequence& s, int64_t b, int64_t h, int64_t first) {
   const int64_t end = std::min(first + kTileQueries, call.desc.seqlen_q);
   ForwardTask task{s, b, h, first, std::clamp(s.len_q, first, end) - first};
-  task.weights = call.desc.return_weights == ReturnWeights::kPerHead;
+  task.attn_weights = call.desc.return_weights == ReturnWeights::kPerHead;
   return task;
 }
 
@@ -56,7 +56,7 @@ ForwardTask tile_task(const Call& call, const Sequence& s, int64_t b, int64_t h,
 void clear_weights(const Problem& p, int64_t b, int64_t h, int64_t first, int64_t end) {
   const int64_t bytes = element_bytes(p.dtype);
   for (int64_t i = first; i < end; ++i) {
-    char* row = static_cast<char*>(p.weights) +
+    char* row = static_cast<char*>(p.attn_weights) +
                 (b * p.weights_stride_b + h * p.weights_stride_h + i * p.weights_stride_q) * bytes;
     if (p.weights_stride_k == 1) {
       std::memset(row, 0, static_cast<size_t>(p.seqlen_k * bytes));
@@ -79,7 +79,7 @@ void run_head(const Call& call, int64_t b, int64_t h, int lane) {
     ForwardTask task = tile_task(call, s, b, h, first);
     task.columns = columns;
     const int64_t end = std::min(first + kTileQueries, desc.seqlen_q);
-    if (task.weights) clear_weights(call.problem, b, h, first, end);
+    if (task.attn_weights) clear_weights(call.problem, b, h, first, end);
     run_tile(call, task, end, lane);
   }
   if (columns == nullptr) return;

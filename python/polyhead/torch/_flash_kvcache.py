@@ -1,0 +1,190 @@
+"""flash_attn_with_kvcache: one step of decoding, or a few, on a cache of keys and values."""
+
+import torch
+from torch import Tensor
+
+from polyhead import Error
+from polyhead.torch._attention import attention
+from polyhead.torch._flash_attn import OPEN, _options
+from polyhead.torch._rope import turned
+from polyhead.torch._varlen import gathered_pages
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = OPEN,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """flash_attn.flash_attn_with_kvcache on polyhead: writes new keys and values into the cache, then attends to it.
+
+    Parameters
+    ----------
+    q : Tensor [B, Sq, H, D]
+    k_cache, v_cache : Tensor [cache_batch, capacity, G, D]
+        With block_table [num_pages, page_size, G, D], of any page size. Written in place where k and v are given.
+    k, v : Tensor [B, new, G, D], optional
+        Written to rows cache_seqlens[b] .. cache_seqlens[b] + new - 1 of each sequence.
+    rotary_cos, rotary_sin : Tensor [positions, R / 2], optional
+        Turn the first R elements of k and q, computed in float32: k's at cache_seqlens[b] (less cache_leftpad[b]) and
+        what follows; q's likewise with causal or a window, else all at cache_seqlens[b]. They need k and v.
+    cache_seqlens : int or Tensor of int32 or int64 [B], optional
+        How many rows of the cache are filled before the call. Default: all; k and v need it.
+    cache_batch_idx : Tensor of int32 or int64 [B], optional
+        Which sequence of the cache each of the batch is; default the b-th. The sequences' keys are copied then.
+    cache_leftpad : Tensor of int32 or int64 [B], optional
+        The first row of each sequence that counts.
+    block_table : Tensor of int32 or int64 [B, pages], optional
+        Which pages hold each sequence. Their keys are copied. Not together with the two before.
+    softmax_scale, causal, window_size, softcap, alibi_slopes : optional
+        As of `flash_attn_func`, Sk being the filled rows, the new ones among them.
+    rotary_interleaved : bool
+        True: elements 2 p and 2 p + 1 are a pair. False: p and p + R / 2.
+    num_splits : int
+        Changes nothing: results do not depend on how the work is cut.
+    return_softmax_lse : bool
+
+    Returns
+    -------
+    out : Tensor [B, Sq, H, D]
+    softmax_lse : Tensor of float32 [B, H, Sq], if return_softmax_lse
+
+    There are no gradients, as in flash-attn.
+
+    Raises
+    ------
+    polyhead.Error
+        Shapes that disagree, lengths outside of the cache; nothing has been written then.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from polyhead.torch import flash_attn_with_kvcache
+    >>> k_cache, v_cache = torch.zeros(2, 100, 4, 16), torch.zeros(2, 100, 4, 16)
+    >>> q, k, v = torch.rand(3, 2, 1, 4, 16)  # one token of two sequences
+    >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=7, causal=True).shape
+    torch.Size([2, 1, 4, 16])
+    >>> bool((k_cache[:, 7] == k[:, 0]).all())
+    True
+    """
+    if block_table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
+        raise Error("block_table is given with cache_batch_idx or cache_leftpad, take one")
+    batch = len(q)
+    pages_of_each = 1 if block_table is None else block_table.shape[1]
+    capacity = k_cache.shape[1] * pages_of_each
+    filled = _lengths(cache_seqlens, "cache_seqlens", batch, capacity)
+    first = _lengths(0 if cache_leftpad is None else cache_leftpad, "cache_leftpad", batch, capacity)
+    if k is not None or v is not None:
+        if k is None or v is None or cache_seqlens is None:
+            raise Error("k, v and cache_seqlens must be given together: rows to write, and where")
+        if rotary_cos is not None:
+            local = causal or tuple(window_size) != OPEN
+            turn = _Rotation(rotary_cos, rotary_sin, rotary_interleaved, filled - first)
+            q, k = turn(q, "q", local), turn(k, "k", True)
+        _write(k_cache, v_cache, k, v, filled, cache_batch_idx, block_table)
+        filled = filled + k.shape[1]
+    elif rotary_cos is not None:
+        raise Error("rotary_cos is given without k and v, which it is for")
+    keys, values = (_sequences(cache, batch, cache_batch_idx, block_table) for cache in (k_cache, v_cache))
+    mask = None
+    if cache_leftpad is not None:
+        mask = (torch.arange(keys.shape[1]) >= first[:, None])[:, None, None, :]
+    options = _options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return attention(
+        q, keys, values, **options, attn_mask=mask, seqlens_k=filled, return_logsumexp=return_softmax_lse
+    )
+
+
+def _lengths(given, name, batch, capacity):
+    """int64 [B], each 0 to capacity."""
+    if given is None:
+        given = capacity
+    lengths = torch.as_tensor(given).long()
+    if lengths.dim() == 0:
+        lengths = lengths.expand(batch)
+    if lengths.shape != (batch,):
+        raise Error(f"{name} has shape {tuple(lengths.shape)}, must be ({batch},): q has a batch of {batch}")
+    if batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= capacity:
+        raise Error(f"{name} is {lengths.tolist()}, must be 0 to {capacity}, the rows that a sequence has in the cache")
+    return lengths
+
+
+def _write(k_cache, v_cache, k, v, filled, cache_batch_idx, block_table):
+    """k and v [B, new, G, D] behind the filled rows of their sequences."""
+    size, pages_of_each = k_cache.shape[1], 1 if block_table is None else block_table.shape[1]
+    for name, cache, new in (("k", k_cache, k), ("v", v_cache, v)):
+        expected = (len(filled), k.shape[1], *cache.shape[2:])
+        if new.shape != expected or new.dtype != cache.dtype:
+            raise Error(
+                f"{name} is {tuple(new.shape)} of {new.dtype}, must be {expected} of {cache.dtype} for {name}_cache"
+            )
+    rows = filled[:, None] + torch.arange(k.shape[1])
+    if rows.numel() and int(rows.max()) >= size * pages_of_each:
+        raise Error(
+            f"cache_seqlens is {filled.tolist()} before {k.shape[1]} new rows, "
+            f"which pass the cache's {size * pages_of_each}"
+        )
+    if block_table is not None:
+        blocks = _within(block_table, "block_table", len(k_cache)).gather(1, rows // size)
+    elif cache_batch_idx is not None:
+        blocks = _within(cache_batch_idx, "cache_batch_idx", len(k_cache))[:, None]
+    else:
+        blocks = torch.arange(len(filled))[:, None]
+    k_cache[blocks, rows % size] = k
+    v_cache[blocks, rows % size] = v
+
+
+def _sequences(cache, batch, cache_batch_idx, block_table):
+    """[B, capacity, G, D]: of the cache itself where nothing says otherwise."""
+    if block_table is not None:
+        return gathered_pages(cache, block_table)
+    if cache_batch_idx is not None:
+        return cache[_within(cache_batch_idx, "cache_batch_idx", len(cache))]
+    return cache[:batch]
+
+
+def _within(indices, name, count):
+    indices = indices.long()
+    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < count:
+        raise Error(f"{name} holds {int(indices.min())} to {int(indices.max())}, must be 0 to {count - 1}")
+    return indices
+
+
+class _Rotation:
+    """Turns [B, S, heads, D] by tables of cos and sin, from position first[b] on."""
+
+    def __init__(self, cos, sin, interleaved, first):
+        if sin is None or cos.dim() != 2 or cos.shape != sin.shape:
+            sizes = tuple(cos.shape), None if sin is None else tuple(sin.shape)
+            raise Error(f"rotary_cos and rotary_sin have shapes {sizes[0]} and {sizes[1]}, must be one [positions, R / 2]")
+        self.cos, self.sin, self.interleaved, self.first = cos.float(), sin.float(), interleaved, first
+
+    def __call__(self, x, name, advances):
+        positions = self.first[:, None] + (torch.arange(x.shape[1]) if advances else 0)
+        if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < len(self.cos):
+            raise Error(
+                f"rotary_cos has {len(self.cos)} positions, {name} stands at {int(positions.min())} to "
+                f"{int(positions.max())}"
+            )
+        cos, sin = (table[positions][:, :, None, :] for table in (self.cos, self.sin))
+        pairs = self.cos.shape[1]
+        if 2 * pairs > x.shape[-1]:
+            raise Error(f"rotary_cos turns {2 * pairs} elements, {name} has head_dim {x.shape[-1]}")
+        rotary, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+        return torch.cat([turned(rotary.float(), cos, sin, self.interleaved).to(x.dtype), rest], -1)
