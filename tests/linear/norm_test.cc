@@ -166,11 +166,13 @@ Arrays magnitudes(const NormProblem& p, const NormInputs& in) {
   for (const char* name : {"y", "sum", "grad_x"}) all[name] = Array(DType::kFloat64, in.x.dims);
   for (const char* name : {"grad_gamma", "grad_beta"}) all[name] = Array(DType::kFloat64, p.columns);
   for (const char* name : {"mean", "rstd"}) all[name] = Array(DType::kFloat64, {m_size});
-  const auto add = [&](const char* name, int64_t at, double value) { all[name].set(at, all[name].at(at) + value); };
+  Array &y = all["y"], &sum = all["sum"], &grad_x = all["grad_x"], &grad_gamma = all["grad_gamma"],
+        &grad_beta = all["grad_beta"], &mean = all["mean"], &rstd = all["rstd"];
+  const auto add = [](Array& to, int64_t at, double value) { to.set(at, to.at(at) + value); };
   for (int64_t m = 0; m < m_size; ++m) {
     const Row row = row_of(p, in, m, n);
-    add("mean", m, row.size);
-    add("rstd", m, row.rstd);
+    add(mean, m, row.size);
+    add(rstd, m, row.rstd);
     double gradient = 0, projection = 0;
     const auto gamma = [&](int64_t i) { return p.gamma ? std::fabs(in.gamma.at(i)) : 1; };
     const auto normed = [&](int64_t i) { return (std::fabs(in.x.at(m * n + i)) + std::fabs(row.mean)) * row.rstd; };
@@ -182,19 +184,19 @@ Arrays magnitudes(const NormProblem& p, const NormInputs& in) {
     for (int64_t i = 0; i < n; ++i) {
       const int64_t at = m * n + i;
       const double x = std::fabs(in.x.at(at)) + (in.residual.given() ? std::fabs(in.residual.at(at)) : 0);
-      add("sum", at, x);
-      add("y", at, (x + std::fabs(row.mean)) * row.rstd * gamma(i) + (p.beta ? std::fabs(in.beta.at(i)) : 0));
+      add(sum, at, x);
+      add(y, at, (x + std::fabs(row.mean)) * row.rstd * gamma(i) + (p.beta ? std::fabs(in.beta.at(i)) : 0));
       const double g = std::fabs(in.grad_y.at(at));
-      add("grad_x", at, (g * gamma(i) + gradient + normed(i) * projection) * row.rstd);
-      if (in.grad_residual.given()) add("grad_x", at, std::fabs(in.grad_residual.at(at)));
-      if (p.accumulate_x) add("grad_x", at, std::fabs(in.grad_x.at(at)));
-      add("grad_gamma", i, g * normed(i));
-      add("grad_beta", i, g);
+      add(grad_x, at, (g * gamma(i) + gradient + normed(i) * projection) * row.rstd);
+      if (in.grad_residual.given()) add(grad_x, at, std::fabs(in.grad_residual.at(at)));
+      if (p.accumulate_x) add(grad_x, at, std::fabs(in.grad_x.at(at)));
+      add(grad_gamma, i, g * normed(i));
+      add(grad_beta, i, g);
     }
   }
   for (int64_t i = 0; p.accumulate_parameters && i < n; ++i) {
-    add("grad_gamma", i, std::fabs(in.grad_gamma.at(i)));
-    add("grad_beta", i, std::fabs(in.grad_beta.at(i)));
+    add(grad_gamma, i, std::fabs(in.grad_gamma.at(i)));
+    add(grad_beta, i, std::fabs(in.grad_beta.at(i)));
   }
   return all;
 }
