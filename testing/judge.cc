@@ -173,10 +173,10 @@ uint64_t seed_of_draw(uint64_t seed, int64_t n) { return seed + 1000003 * static
 
 // Of each draw's problem, draw(problem).
 template <class Draw>
-static auto draws_of(const Problem& problem, int64_t count, Draw draw) {
+static auto draws_of(const Problem& problem, Draw draw) {
   std::vector<decltype(draw(problem))> draws;
   Problem drawn = problem;
-  if (count == 0) count = num_draws(problem_desc(problem));
+  const int64_t count = num_draws(problem_desc(problem));
   for (int64_t n = 0; n < count; ++n) {
     drawn.seed = seed_of_draw(problem.seed, n);
     draws.push_back(draw(drawn));
@@ -184,16 +184,16 @@ static auto draws_of(const Problem& problem, int64_t count, Draw draw) {
   return draws;
 }
 
-std::vector<ForwardDraw> forward_draws(const Problem& problem, int64_t count) {
-  return draws_of(problem, count, [](const Problem& drawn) {
+std::vector<ForwardDraw> forward_draws(const Problem& problem) {
+  return draws_of(problem, [](const Problem& drawn) {
     ForwardDraw draw{problem_desc(drawn), random_inputs(drawn), {}};
     draw.want = expected(draw.desc, draw.in);
     return draw;
   });
 }
 
-std::vector<BackwardDraw> backward_draws(const Problem& problem, int64_t count) {
-  return draws_of(problem, count, [](const Problem& drawn) {
+std::vector<BackwardDraw> backward_draws(const Problem& problem) {
+  return draws_of(problem, [](const Problem& drawn) {
     BackwardDraw draw{problem_desc(drawn), random_backward_inputs(drawn), {}};
     draw.want = expected(draw.desc, draw.in);
     return draw;

@@ -56,14 +56,14 @@ struct ForwardDraw {
   Inputs in;
   Expected want;
 };
-std::vector<ForwardDraw> forward_draws(const Problem& problem, int64_t num_draws = 0);  // 0: as many as its sizes tell
+std::vector<ForwardDraw> forward_draws(const Problem& problem);  // as many as its sizes tell
 
 struct BackwardDraw {
   AttentionDesc desc;
   BackwardInputs in;
   ExpectedGradients want;
 };
-std::vector<BackwardDraw> backward_draws(const Problem& problem, int64_t num_draws = 0);
+std::vector<BackwardDraw> backward_draws(const Problem& problem);
 
 // The judge who has seen what `kernel` makes of all draws.
 Judge judged(const Kernel& kernel, const Problem& problem, const std::vector<ForwardDraw>& draws,

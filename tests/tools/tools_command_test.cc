@@ -294,7 +294,7 @@ TEST_F(ToolsCommand, RunTakesOperandsFromFiles) {
   const json heads_first = run_json("run --layout bhsd --query " + x + " --key " + x + " --value " + x);
   EXPECT_EQ(heads_first["facts"]["problem"], "1x6x2x4 --layout bhsd");
   ASSERT_EQ(run("run 1x2x6x4 --weights head --logsumexp --out '" + path("w.safetensors") + "'").code, 0);
-  const std::string weights = "'" + path("w.safetensors") + ":weights'";
+  const std::string weights = "'" + path("w.safetensors") + ":attn_weights'";
   EXPECT_EQ(run_json("run 1x2x6x4 --attn-bias " + weights)["facts"]["problem"], "1x2x6x4 --bias 1,h,q,k");
   const std::vector<std::pair<std::string, std::string>> mistakes = {
       {"run --query " + x, "no sizes given: name them as BxHxSxD, or give --query, --key and --value"},

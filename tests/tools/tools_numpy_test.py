@@ -173,10 +173,10 @@ class Files(unittest.TestCase):
         safetensors.save_file({**arrays, "other": np.zeros(3, np.uint8)}, path, metadata={"who": "test"})
         self.run_command("--input", path, "--logsumexp", "--weights", "head", "--column-sums", "--out", out)
         results = safetensors.load_file(out)
-        self.assertEqual(sorted(results), ["column_sums", "logsumexp", "out", "weights"])
+        self.assertEqual(sorted(results), ["attn_weights", "column_sums", "logsumexp", "out"])
         np.testing.assert_allclose(results["out"], attention(*self.rounded(np.float32), causal=True), atol=1e-6)
-        np.testing.assert_allclose(results["weights"].sum(-1), 1, atol=1e-6)
-        np.testing.assert_allclose(results["column_sums"], results["weights"].sum(2), atol=1e-5)
+        np.testing.assert_allclose(results["attn_weights"].sum(-1), 1, atol=1e-6)
+        np.testing.assert_allclose(results["column_sums"], results["attn_weights"].sum(2), atol=1e-5)
 
     def test_safetensors_bfloat16(self):
         if safetensors is None or ml_dtypes is None:

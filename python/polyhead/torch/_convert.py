@@ -120,7 +120,8 @@ def revert(model: nn.Module) -> Swaps:
         if theirs is None:
             continue
         ours, added = _OURS[theirs]
-        more = [f"{key} is {getattr(module, key)}" for key, value in added(module).items() if getattr(module, key) != value]
+        has = {key: (getattr(module, key), value) for key, value in added(module).items()}
+        more = [f"{key} is {mine}" for key, (mine, torchs) in has.items() if mine != torchs]
         if theirs is nn.MultiheadAttention and module.num_heads * module.head_dim != module.embed_dim:
             more.append(f"head_dim is {module.head_dim}")
         if more:

@@ -172,7 +172,7 @@ class _Rotation:
     def __init__(self, cos, sin, interleaved, first):
         if sin is None or cos.dim() != 2 or cos.shape != sin.shape:
             sizes = tuple(cos.shape), None if sin is None else tuple(sin.shape)
-            raise Error(f"rotary_cos and rotary_sin have shapes {sizes[0]} and {sizes[1]}, must be one [positions, R / 2]")
+            raise Error(f"rotary_cos and rotary_sin have shapes {sizes[0]} and {sizes[1]}, must be [positions, R / 2]")
         self.cos, self.sin, self.interleaved, self.first = cos.float(), sin.float(), interleaved, first
 
     def __call__(self, x, name, advances):
