@@ -88,15 +88,20 @@ Status Decoder::read(uint8_t byte) {
       workspace_.get());
 }
 
+Status Decoder::read(std::string_view bytes) {
+  for (const char byte : bytes) {
+    if (Status status = read(static_cast<uint8_t>(byte)); !status.ok()) return status;
+  }
+  return Status();
+}
+
 Result<std::string> sample(const ModelDesc& desc, const ModelParameters& parameters, std::string_view prompt,
                            int64_t num_bytes, double temperature, uint64_t seed) {
   if (prompt.empty()) return Status(StatusCode::kInvalidArgument, "the prompt is empty, it needs a byte at least");
   Result<Decoder> decoder = Decoder::make(desc, parameters);
   if (!decoder.ok()) return decoder.status();
-  for (const char c : prompt) {
-    if (Status status = decoder->read(static_cast<uint8_t>(c)); !status.ok()) return status;
-  }
-  std::string text;
+  if (Status status = decoder->read(prompt); !status.ok()) return status;
+  std::string text(prompt);
   testing::Random random(seed, 0);
   std::vector<double> weights(static_cast<size_t>(kNumBytes));
   for (int64_t n = 0; n < num_bytes; ++n) {
@@ -111,10 +116,14 @@ Result<std::string> sample(const ModelDesc& desc, const ModelParameters& paramet
     size_t drawn = 0;
     while (drawn + 1 < weights.size() && left >= weights[drawn]) left -= weights[drawn++];
     text += static_cast<char>(drawn);
-    if (decoder->position() == desc.context) break;
-    if (Status status = decoder->read(static_cast<uint8_t>(drawn)); !status.ok()) return status;
+    std::string_view unread(text.data() + text.size() - 1, 1);
+    if (decoder->position() == desc.context) {  // full: the second half of what it has read, from the first position on
+      decoder->forget();
+      unread = std::string_view(text).substr(text.size() - static_cast<size_t>(desc.context + 1) / 2);
+    }
+    if (Status status = decoder->read(unread); !status.ok()) return status;
   }
-  return text;
+  return text.substr(prompt.size());
 }
 
 }  // namespace polyhead::demo

@@ -20,7 +20,9 @@ class Decoder {
   /// Reads a byte, which becomes number position() of the text, at most `context` of them. The logits [256] of the byte
   /// that follows stand in logits() until the next call.
   Status read(uint8_t byte);
+  Status read(std::string_view bytes);
   int64_t position() const { return position_; }
+  void forget() { position_ = 0; }  // the text begins anew
   const float* logits() const { return logits_.data(); }
 
  private:
@@ -51,8 +53,8 @@ class Decoder {
   int64_t position_ = 0;
 };
 
-/// Reads `prompt` and writes up to num_bytes after it, as many as the model's context has room for: each drawn with
-/// probability softmax(logits / temperature).
+/// Reads `prompt` and writes num_bytes after it, each drawn with probability softmax(logits / temperature). Where the
+/// model's context is full, the last half of it is read anew and the rest is forgotten.
 Result<std::string> sample(const ModelDesc& desc, const ModelParameters& parameters, std::string_view prompt,
                            int64_t num_bytes, double temperature, uint64_t seed);
 

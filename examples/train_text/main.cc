@@ -32,10 +32,10 @@ struct Options {
   double seconds = 150;
   int64_t num_steps = 0;
   uint64_t seed = 1;
-  double learning_rate = 1e-3;
+  double learning_rate = 3e-3;
   std::string prompt = "The ";
-  int64_t num_sampled = 250;
-  double temperature = 0.7;
+  int64_t num_sampled = 500;
+  double temperature = 0.5;
   ModelDesc model;
 };
 

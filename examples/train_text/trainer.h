@@ -12,7 +12,7 @@ namespace polyhead::demo {
 struct TrainingDesc {
   uint64_t seed = 1;
   int64_t num_steps = 0;        // of the whole training: the learning rate falls towards its end
-  double learning_rate = 1e-3;  // at its highest
+  double learning_rate = 3e-3;  // at its highest
 };
 
 class Trainer {

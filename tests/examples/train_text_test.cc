@@ -206,7 +206,7 @@ TEST_F(TrainText, DecodingMatchesTheWholePass) {
   EXPECT_EQ(decoder->read('a').message(), "the text is longer than the model's context of 24 bytes");
 }
 
-TEST_F(TrainText, SamplesAreOfTheSeedAndFitTheContext) {
+TEST_F(TrainText, SamplesAreOfTheSeedAndPassTheContext) {
   const ModelDesc desc = small_model();
   auto trainer = Trainer::make(desc, training_of(1));
   ASSERT_TRUE(trainer.ok()) << trainer.status().message();
@@ -214,9 +214,19 @@ TEST_F(TrainText, SamplesAreOfTheSeedAndFitTheContext) {
   const auto same = sample(desc, trainer->weights(), "the ", 100, 1.0, 1);
   const auto other = sample(desc, trainer->weights(), "the ", 100, 1.0, 2);
   ASSERT_TRUE(one.ok() && same.ok() && other.ok());
-  EXPECT_EQ(one->size(), static_cast<size_t>(desc.context - 4 + 1));  // the last byte is written, not read
+  EXPECT_EQ(one->size(), 100u);
   EXPECT_EQ(*one, *same);
   EXPECT_NE(*one, *other);
+  // What follows a full context is what follows the last half of it.
+  const std::string whole = "the " + *one, half = whole.substr(static_cast<size_t>(desc.context + 1) / 2 + 1);
+  Result<Decoder> decoder = Decoder::make(desc, trainer->weights());
+  ASSERT_TRUE(decoder.ok());
+  ASSERT_TRUE(decoder->read(whole.substr(0, static_cast<size_t>(desc.context))).ok());
+  decoder->forget();
+  ASSERT_TRUE(decoder->read(half.substr(0, static_cast<size_t>(desc.context) / 2)).ok());
+  Result<Decoder> fresh = Decoder::make(desc, trainer->weights());
+  ASSERT_TRUE(fresh.ok() && fresh->read(half.substr(0, static_cast<size_t>(desc.context) / 2)).ok());
+  for (int64_t n = 0; n < kNumBytes; ++n) ASSERT_EQ(decoder->logits()[n], fresh->logits()[n]) << n;
   EXPECT_FALSE(sample(desc, trainer->weights(), "", 10, 1.0, 1).ok());
 }
 
