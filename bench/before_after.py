@@ -141,11 +141,13 @@ def cpu_name():
     return f"{fields.get('model name', platform.machine())} family {fields.get('cpu family')} model {fields.get('model')}"
 
 
-def write(args, builds, rows, num_rows):
+def write(args, builds, rows, num_rows, num_kept):
     """The table of what is measured so far, into the results too."""
+    turns = sorted({row["turns"] for row in rows})
     num_slower = sum(row["ratio"] > args.limit for row in rows)
     text = (f"{builds}machine: {cpu_name()}, {os.cpu_count()} CPUs\n"
-            f"method: fastest samples of {args.rounds} turns each, in turn; ! = no turn without others on the CPUs\n\n"
+            f"method: fastest samples of {turns[0]} to {turns[-1]} turns each, in turn; ! = no turn without others on the "
+            f"CPUs\n{num_kept} of the rows are kept from an earlier run of the day\n\n"
             f"{table(rows, args.limit)}\n\n{len(rows)} of {num_rows} rows, ratio "
             f"{statistics.geometric_mean(row['ratio'] for row in rows):.3f} in the geometric mean, "
             f"{num_slower} slower by more than {args.limit - 1:.0%}\n")
@@ -178,7 +180,7 @@ def main():
         if sys.stderr.isatty():
             print(f"\r\x1b[K{number}/{len(work)} {row} {direction}", end="", file=sys.stderr, flush=True)
         rows.append(kept.get((row, direction, threads)) or compare(args, row, direction, threads))
-        text = write(args, builds, rows, len(work))  # after each row: a run that is cut off leaves what it has
+        text = write(args, builds, rows, len(work), len(kept))  # after each row: a run that is cut off leaves what it has
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
     print(text)

@@ -326,6 +326,10 @@ REFUSED = {
         ),
         "block_table holds 9 to 9, must be 0 to 2",
     ),
+    "a shorter cache of values": (
+        lambda c: ph.flash_attn_with_kvcache(c.q, c.old[0], c.old[1][:2], *c.added, cache_seqlens=3),
+        r"v_cache is \(2, 32, 2, 24\), must begin with \(3, 32\) as k_cache",
+    ),
     "rotary without k": (
         lambda c: ph.flash_attn_with_kvcache(c.q, *c.old, rotary_cos=c.tables[0], rotary_sin=c.tables[1]),
         "rotary_cos is given without k and v",

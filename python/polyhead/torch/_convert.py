@@ -2,6 +2,7 @@
 
 from typing import NamedTuple, Optional
 
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -148,8 +149,10 @@ def _why_not(module, theirs):
 def _restore_activation_kind(module):
     """What torch's layer keeps for its fast path: 1 for relu, 2 for gelu, else 0."""
     if not hasattr(module, "activation_relu_or_gelu"):
-        plain = nn.TransformerEncoderLayer(1, 1, 1, activation=module.activation)
-        module.activation_relu_or_gelu = plain.activation_relu_or_gelu
+        activation = module.activation
+        is_relu = activation is F.relu or isinstance(activation, nn.ReLU)
+        is_gelu = activation is F.gelu or isinstance(activation, nn.GELU)
+        module.activation_relu_or_gelu = 1 if is_relu else 2 if is_gelu else 0
 
 
 def _name(kind):

@@ -2,8 +2,6 @@
 
 import torch
 
-import torch
-
 import polyhead
 from polyhead import _bind
 from polyhead.torch import _report

@@ -7,7 +7,7 @@ from polyhead import Error
 from polyhead.torch._attention import attention
 from polyhead.torch._flash_attn import OPEN, _options
 from polyhead.torch._rope import turned
-from polyhead.torch._varlen import gathered_pages
+from polyhead.torch._varlen import indices_within
 
 
 @torch.no_grad()
@@ -85,9 +85,14 @@ def flash_attn_with_kvcache(
     """
     if block_table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
         raise Error("block_table is given with cache_batch_idx or cache_leftpad, take one")
-    batch = len(q)
-    pages_of_each = 1 if block_table is None else block_table.shape[1]
-    capacity = k_cache.shape[1] * pages_of_each
+    if k_cache.shape[:2] != v_cache.shape[:2]:
+        raise Error(f"v_cache is {tuple(v_cache.shape)}, must begin with {tuple(k_cache.shape[:2])} as k_cache")
+    batch, table = len(q), None  # [B, pages]: where in the cache each sequence lies; None: the b-th there
+    if block_table is not None:
+        table = indices_within(block_table, "block_table", len(k_cache))
+    elif cache_batch_idx is not None:
+        table = indices_within(cache_batch_idx, "cache_batch_idx", len(k_cache))[:, None]
+    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
     filled = _lengths(cache_seqlens, "cache_seqlens", batch, capacity)
     first = _lengths(0 if cache_leftpad is None else cache_leftpad, "cache_leftpad", batch, capacity)
     if k is not None or v is not None:
@@ -97,11 +102,11 @@ def flash_attn_with_kvcache(
             local = causal or tuple(window_size) != OPEN
             turn = _Rotation(rotary_cos, rotary_sin, rotary_interleaved, filled - first)
             q, k = turn(q, "q", local), turn(k, "k", True)
-        _write(k_cache, v_cache, k, v, filled, cache_batch_idx, block_table)
+        _write(k_cache, v_cache, k, v, filled, capacity, table)
         filled = filled + k.shape[1]
     elif rotary_cos is not None:
         raise Error("rotary_cos is given without k and v, which it is for")
-    keys, values = (_sequences(cache, batch, cache_batch_idx, block_table) for cache in (k_cache, v_cache))
+    keys, values = (cache[:batch] if table is None else cache[table].flatten(1, 2) for cache in (k_cache, v_cache))
     mask = None
     if cache_leftpad is not None:
         mask = (torch.arange(keys.shape[1]) >= first[:, None])[:, None, None, :]
@@ -125,9 +130,8 @@ def _lengths(given, name, batch, capacity):
     return lengths
 
 
-def _write(k_cache, v_cache, k, v, filled, cache_batch_idx, block_table):
+def _write(k_cache, v_cache, k, v, filled, capacity, table):
     """k and v [B, new, G, D] behind the filled rows of their sequences."""
-    size, pages_of_each = k_cache.shape[1], 1 if block_table is None else block_table.shape[1]
     for name, cache, new in (("k", k_cache, k), ("v", v_cache, v)):
         expected = (len(filled), k.shape[1], *cache.shape[2:])
         if new.shape != expected or new.dtype != cache.dtype:
@@ -135,35 +139,14 @@ def _write(k_cache, v_cache, k, v, filled, cache_batch_idx, block_table):
                 f"{name} is {tuple(new.shape)} of {new.dtype}, must be {expected} of {cache.dtype} for {name}_cache"
             )
     rows = filled[:, None] + torch.arange(k.shape[1])
-    if rows.numel() and int(rows.max()) >= size * pages_of_each:
+    if rows.numel() and int(rows.max()) >= capacity:
         raise Error(
-            f"cache_seqlens is {filled.tolist()} before {k.shape[1]} new rows, "
-            f"which pass the cache's {size * pages_of_each}"
+            f"cache_seqlens is {filled.tolist()} before {k.shape[1]} new rows, which pass the cache's {capacity}"
         )
-    if block_table is not None:
-        blocks = _within(block_table, "block_table", len(k_cache)).gather(1, rows // size)
-    elif cache_batch_idx is not None:
-        blocks = _within(cache_batch_idx, "cache_batch_idx", len(k_cache))[:, None]
-    else:
-        blocks = torch.arange(len(filled))[:, None]
+    size = k_cache.shape[1]
+    blocks = torch.arange(len(filled))[:, None] if table is None else table.gather(1, rows // size)
     k_cache[blocks, rows % size] = k
     v_cache[blocks, rows % size] = v
-
-
-def _sequences(cache, batch, cache_batch_idx, block_table):
-    """[B, capacity, G, D]: of the cache itself where nothing says otherwise."""
-    if block_table is not None:
-        return gathered_pages(cache, block_table)
-    if cache_batch_idx is not None:
-        return cache[_within(cache_batch_idx, "cache_batch_idx", len(cache))]
-    return cache[:batch]
-
-
-def _within(indices, name, count):
-    indices = indices.long()
-    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < count:
-        raise Error(f"{name} holds {int(indices.min())} to {int(indices.max())}, must be 0 to {count - 1}")
-    return indices
 
 
 class _Rotation:

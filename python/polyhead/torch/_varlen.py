@@ -89,11 +89,17 @@ def _options(is_causal, scale, window_left, window_right, slopes, cum_seq_q, cum
 
 def gathered_pages(pool, block_table):
     """[pages, page size, G, D] and the pages of each sequence [B, n] as [B, n * page size, G, D]."""
-    if block_table.numel():
-        first, last = (int(x) for x in block_table.aminmax())
-        if first < 0 or last >= len(pool):
-            raise Error(f"block_table has {first} to {last}, must be 0 to {len(pool) - 1}")
-    return pool[block_table.long()].flatten(1, 2)
+    return pool[indices_within(block_table, "block_table", len(pool))].flatten(1, 2)
+
+
+def indices_within(indices, name, count):
+    """int64, each 0 to count - 1."""
+    indices = indices.long()
+    if indices.numel():
+        first, last = (int(x) for x in indices.aminmax())
+        if first < 0 or last >= count:
+            raise Error(f"{name} holds {first} to {last}, must be 0 to {count - 1}")
+    return indices
 
 
 def used_rows(key, value, slots, used, name):
