@@ -94,7 +94,7 @@ typedef struct polyhead_tensor {
 } polyhead_tensor;
 
 /// The view of a row-major array of `ndim` (1 to 5) dims on the CPU:
-///   args.query = polyhead_tensor_contiguous(q, POLYHEAD_FLOAT32, 4, (int64_t[]){batch, seqlen, num_heads, head_dim});
+/// `args.query = polyhead_tensor_contiguous(q, POLYHEAD_FLOAT32, 4, (int64_t[]){batch, seqlen, num_heads, head_dim});`
 /// With `ndim` out of range or `dims` NULL it sets polyhead_last_error() and returns a view that every call refuses
 /// (ndim -1).
 POLYHEAD_API polyhead_tensor polyhead_tensor_contiguous(const void* data, int32_t dtype, int32_t ndim,
@@ -349,7 +349,7 @@ typedef struct polyhead_partial {
 } polyhead_partial;
 
 /// Joins the results of attention whose keys were split over calls, machines or time to the result of the whole:
-///   L = log sum_i exp(L_i)     w_i = exp(L_i - L)     O = sum_i w_i O_i
+/// `L = log sum_i exp(L_i)`, `w_i = exp(L_i - L)`, `O = sum_i w_i O_i`.
 /// `parts` are 1 to 65536, of one shape, any strides, any mix of float32, bfloat16 and float16, or all float64; one that
 /// sees no key (L_i = -inf) changes nothing. `merged` is written, rounded once to its own dtype; its logsumexp may be not given. Each of its tensors may be one of a part's (the same pointer
 /// and strides); it must not overlap them otherwise. `executor` may be NULL: the library's own. What to give the parts

@@ -65,10 +65,10 @@ POLYHEAD_API std::span<const WeightSource> weight_sources();
 POLYHEAD_API Result<std::vector<std::string>> weight_arrays(std::string_view source);
 
 /// Where a source stores a weight. The weight as a view has the dims
-///   query, key, value       [size of the input, heads, head_dim]      head_dim as [2, head_dim / 2] where RoPE's pairs
-///   their biases            [heads, head_dim]                         are stored otherwise (llama_meta)
-///   out                     [num_heads, head_dim_v, out_proj_size]
-///   its bias                [out_proj_size]
+/// - of query, key and value: [size of the input, heads, head_dim]; of their biases: [heads, head_dim];
+///   head_dim as [2, head_dim / 2] where RoPE's pairs are stored otherwise (llama_meta);
+/// - of out: [num_heads, head_dim_v, out_proj_size]; of its bias: [out_proj_size].
+///
 /// Dim i of the view runs along dim axis[i] of the array, step[i] apart; the weight starts at index `start` of start_axis.
 struct WeightView {
   WeightKind kind = WeightKind::kQuery;

@@ -62,7 +62,7 @@ def load(
     scale: float | None = None,
     prefix: str = "",
 ) -> dict[str, Any]:
-    """Arrays of a framework as `y = x @ weight + bias` wants them.
+    """Arrays of a framework as ``y = x @ weight + bias`` wants them.
 
     Sizes: H num_heads, G num_heads_kv, D head_dim, Dv head_dim_v.
 

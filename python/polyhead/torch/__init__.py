@@ -29,7 +29,7 @@ from polyhead.torch._memory_efficient import (
 )  # fmt: skip
 from polyhead.torch._multihead_attention import MultiheadAttention
 from polyhead.torch._ops import implementation
-from polyhead.torch._report import report
+from polyhead.torch._report import Record, Report, report
 from polyhead.torch._rope import Rope
 from polyhead.torch._sdpa import scaled_dot_product_attention
 from polyhead.torch._switch import disable, enable, enabled
@@ -37,7 +37,8 @@ from polyhead.torch._transformers import register_transformers
 from polyhead.torch.attn_bias import *  # noqa: F403
 
 __all__ = [
-    "FusedMultiHeadAttention", "MultiheadAttention", "Rope", "Swap", "Swaps", "TransformerEncoderLayer", "attention",
+    "FusedMultiHeadAttention", "MultiheadAttention", "Record", "Report", "Rope", "Swap", "Swaps",
+    "TransformerEncoderLayer", "attention",
     "attention_backward", "attn_bias", "convert", "disable", "enable", "enabled", "flash_attn_func",
     "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "implementation",

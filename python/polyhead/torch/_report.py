@@ -26,7 +26,7 @@ class Record(NamedTuple):
         "feed_forward_block_forward" and their backward; or the function of torch that
         was called and left to torch, or the block of a layer that called its sub-modules one by one.
     shape : str
-        Batch x heads x sequence length x head_dim, as the command `polyhead bench` takes it: "2x8x512x64"; "8/2" where
+        Batch x heads x sequence length x head_dim, as the command ``polyhead bench`` takes it: "2x8x512x64"; "8/2" where
         query and key differ (the last: key and value). Packed sequences: "packed 8x4096x64". Feed-forward blocks: one
         head, as "2x1x512x64/256", of size and inner size. Blocks that called their sub-modules: the tokens',
         "2x512x64"; "compiled" in a graph.

@@ -447,7 +447,7 @@ class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
 
     @classmethod
     def from_seqlens_local(cls, q_seqlen, kv_padding, kv_seqlen, window_left, window_right):
-        """From the lengths of the sequences, as `from_seqlens`, and the window's sides."""
+        """From the lengths of the sequences, as `BlockDiagonalPaddedKeysMask.from_seqlens`, and the window's sides."""
         return cls(**_slots(q_seqlen, kv_padding, kv_seqlen), window_left=window_left, window_right=window_right)
 
 
@@ -465,5 +465,5 @@ class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMas
 
     @classmethod
     def from_seqlens_local(cls, q_seqlen, kv_padding, kv_seqlen, window_size):
-        """From the lengths of the sequences, as `from_seqlens`, and the window's size."""
+        """From the lengths of the sequences, as `BlockDiagonalPaddedKeysMask.from_seqlens`, and the window's size."""
         return cls(**_slots(q_seqlen, kv_padding, kv_seqlen), _window_size=window_size)
