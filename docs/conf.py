@@ -76,8 +76,9 @@ SORT_MEMBER_DOCS = NO
 MACRO_EXPANSION = YES
 EXPAND_ONLY_PREDEF = YES
 PREDEFINED = POLYHEAD_API=
-# Sphinx's parser of C++ does not know designated initializers: such defaults are left out.
-INPUT_FILTER = "sed 's/ = {[.].*};/;/'"
+# Sphinx's parser of C++ does not know designated initializers: such defaults are left out. The word at a sentence's
+# beginning is not the struct Where.
+INPUT_FILTER = "sed -e 's/ = {[.].*};/;/' -e 's,///\\(.*\\)Where \\([a-z]\\),///\\1%Where \\2,'"
 """
 
 

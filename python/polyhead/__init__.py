@@ -150,10 +150,6 @@ def attention(
     column_sums : array, if asked for
         [B, H, Sk]; float32 (float64 if query is).
 
-    Alone, or as a tuple of what was asked for, in this order. A query that sees no key, or lies in padding, gets out 0,
-    logsumexp -inf and weights 0; what is hidden from it changes no bit, NaN included. Sums run in float32 (float64 if
-    query is). The bits of the results depend neither on the number of threads nor on the rest of the batch.
-
     Raises
     ------
     polyhead.Error
@@ -164,6 +160,10 @@ def attention(
 
     Notes
     -----
+    Out is returned alone, or a tuple of what was asked for, in the order above. A query that sees no key, or lies in padding, gets out 0,
+    logsumexp -inf and weights 0; what is hidden from it changes no bit, NaN included. Sums run in float32 (float64 if
+    query is). The bits of the results depend neither on the number of threads nor on the rest of the batch.
+
     Other Python threads run meanwhile. Memory besides the results: a workspace (see `explain`), kept by each thread up
     to 64 MiB. Plans are remembered, so the second call of the same sizes is the fast one.
 
@@ -303,9 +303,6 @@ def merge(outs, logsumexps):
     logsumexp : array
         float32 (float64 if outs are).
 
-    A row for which a part sees no key (logsumexp -inf) is as if that part were not there, whatever its out holds; where
-    no part sees one, out is 0 and logsumexp -inf.
-
     Raises
     ------
     polyhead.Error, TypeError
@@ -313,6 +310,9 @@ def merge(outs, logsumexps):
 
     Notes
     -----
+    A row for which a part sees no key (logsumexp -inf) is as if that part were not there, whatever its out holds; where
+    no part sees one, out is 0 and logsumexp -inf.
+
     To split the keys, say where the queries stand in each part: causal, window and ALiBi by ``query_offset`` less the
     first key of the part. Dropout draws its mask by the key's number within the call, so parts with dropout take seeds
     or offsets of their own.

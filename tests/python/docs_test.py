@@ -1,5 +1,6 @@
 """What the documentation shows runs: the docstrings' examples, every ```python block of docs/, and tutorials' commands."""
 
+import ast
 import doctest
 import importlib
 import os
@@ -21,6 +22,26 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 def test_docstrings():
     result = doctest.testmod(polyhead)
     assert result.attempted >= 18 and result.failed == 0
+
+
+ITEMS = {"Parameters", "Attributes", "Returns", "Raises"}
+
+
+def prose_among_items(docstring):
+    """Lines of a NumPy-style docstring that follow a list of items without a heading: a renderer takes them for items."""
+    lines, section = docstring.splitlines(), None
+    for number, line in enumerate(lines[:-1]):
+        if lines[number + 1].startswith("---"):
+            section = line
+        elif section in ITEMS and line[:1].strip() and number and not lines[number - 1]:
+            yield line
+
+
+def test_lists_in_docstrings_hold_items_alone():
+    for path in sorted((ROOT / "python" / "polyhead").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                assert not [*prose_among_items(ast.get_docstring(node) or "")], f"{path}: {getattr(node, 'name', '')}"
 
 
 # Pages without an example, and why; a name that ends in "/" is a folder's.

@@ -16,7 +16,7 @@ WIDE = QUERY.astype(np.float64)
 
 def quoted():
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    return [block.strip() for block in re.findall(r"^```text\n(.*?)^```", page, re.M | re.S)]
+    return re.findall(r"^> `(.*)`$", page, re.M)
 
 
 def layer():

@@ -109,16 +109,18 @@ def attention(
     logsumexp, weights, column_sums : Tensor, if asked for
         Out alone, or a tuple in this order.
 
+    Raises
+    ------
+    ValueError, RuntimeError, TypeError
+        What `polyhead.attention` refuses; the sentence names the argument. polyhead.Error is both of the first two.
+
+    Notes
+    -----
     Gradients go to query, key, value, attn_bias (summed over what broadcasts) and alibi_slopes, from out and logsumexp,
     in O(N) memory. Through returned weights there are gradients too, in O(Sq Sk) memory as the weights themselves;
     column_sums has none. Second derivatives are computed in torch's operations, in O(Sq Sk) memory; these, and the
     gradients through weights, want finite numbers in keys that some queries see, though others do not: those of padding
     may hold anything. Forward-mode derivatives are refused.
-
-    Raises
-    ------
-    ValueError, RuntimeError, TypeError
-        What `polyhead.attention` refuses; the sentence names the argument. polyhead.Error is both of the first two.
 
     Examples
     --------

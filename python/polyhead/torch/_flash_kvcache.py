@@ -65,12 +65,14 @@ def flash_attn_with_kvcache(
     out : Tensor [B, Sq, H, D]
     softmax_lse : Tensor of float32 [B, H, Sq], if return_softmax_lse
 
-    There are no gradients, as in flash-attn.
-
     Raises
     ------
     polyhead.Error
         Shapes that disagree, lengths outside of the cache; nothing has been written then.
+
+    Notes
+    -----
+    There are no gradients, as in flash-attn.
 
     Examples
     --------

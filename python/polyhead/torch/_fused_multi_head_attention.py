@@ -50,8 +50,12 @@ class FusedMultiHeadAttention(nn.Module):
 
     Attributes
     ----------
-    qkv_weight, qkv_bias, linear_weight [E, E] (in, out), linear_bias [E], and the norm's: with normalize_before
-    pre_ln_scale and pre_ln_bias [E], else ln_scale and ln_bias. Those that it has not are None, as in Paddle.
+    qkv_weight, qkv_bias : Parameter [3, H, D, E] and [3, H, D]
+        With transpose_qkv_wb [E, 3 * E] and [3 * E].
+    linear_weight, linear_bias : Parameter [E, E] (in, out) and [E]
+    pre_ln_scale, pre_ln_bias : Parameter [E], with normalize_before
+    ln_scale, ln_bias : Parameter [E], else
+        Those that it has not are None, as in Paddle.
 
     Raises
     ------

@@ -44,14 +44,16 @@ def memory_efficient_attention(
     torch.Tensor
         [B, Mq, H, Kv], or in the layout of query.
 
-    A query that sees no key gets 0. Gradients flow to query, key, value and a tensor in attn_bias.
-
     Raises
     ------
     polyhead.Error
         Sizes, dtypes or values that make no sense, named in one sentence. It is a ValueError.
     TypeError
         An argument of the wrong kind.
+
+    Notes
+    -----
+    A query that sees no key gets 0. Gradients flow to query, key, value and a tensor in attn_bias.
 
     Examples
     --------
@@ -188,6 +190,8 @@ def merge_attentions(attn_split, lse_split, write_lse=True, output_dtype=None):
     lse : torch.Tensor or None
         Of the shape of a part's; None if write_lse is False.
 
+    Notes
+    -----
     Gradients flow to all parts, from out and from lse.
     """
     outs, lses = _parts("attn_split", attn_split), _parts("lse_split", lse_split)

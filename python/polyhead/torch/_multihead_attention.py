@@ -36,10 +36,6 @@ class MultiheadAttention(nn.Module):
     rope : Rope, optional
         Rotary positions of q and k.
 
-    With add_bias_kv, add_zero_attn or rope, the projections are torch's and the attention between them is polyhead's.
-    out_proj is part of the operator where it is plain. With hooks, an adapter around it, or another module in its
-    place, it is called, where nn's reads its weight and passes over the rest; `polyhead.torch.report` says so.
-
     Attributes
     ----------
     in_proj_weight : Parameter [(H + 2 G) * D, E], rows of q, of k, of v
@@ -52,6 +48,12 @@ class MultiheadAttention(nn.Module):
     ------
     polyhead.Error
         Sizes that disagree; the message names the argument. It is a ValueError and a RuntimeError.
+
+    Notes
+    -----
+    With add_bias_kv, add_zero_attn or rope, the projections are torch's and the attention between them is polyhead's.
+    out_proj is part of the operator where it is plain. With hooks, an adapter around it, or another module in its
+    place, it is called, where nn's reads its weight and passes over the rest; `polyhead.torch.report` says so.
 
     Examples
     --------

@@ -41,14 +41,16 @@ def scaled_dot_product_attention(
     torch.Tensor
         [..., H, Sq, Dv], with the strides that torch's own function gives.
 
-    A query that sees no key gets 0; what is hidden from it changes no bit.
-
     Raises
     ------
     polyhead.Error
         Sizes, dtypes or values that make no sense, named in one sentence. It is a ValueError and a RuntimeError.
     TypeError
         An argument of the wrong kind.
+
+    Notes
+    -----
+    A query that sees no key gets 0; what is hidden from it changes no bit.
 
     Examples
     --------
