@@ -8,6 +8,8 @@ import pathlib
 import subprocess
 import sys
 
+from sphinx import addnodes
+
 import polyhead
 
 DOCS = pathlib.Path(__file__).parent
@@ -40,6 +42,8 @@ myst_heading_anchors = 3
 # Single backticks in a docstring name something of the package: they are links, and a wrong one is an error.
 default_role = "py:obj"
 add_module_names = False
+toc_object_entries_show_parents = "hide"
+highlight_language = "none"  # of blocks that name none: formulas
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 python_maximum_signature_line_length = 90
@@ -96,6 +100,17 @@ def read_headers(app):
         app.config.breathe_projects[name] = str(out / "xml")
 
 
+def leave_members_out_of_contents(app, doctree):
+    """Structs and functions stand in the contents of a page, what is in a struct or an enum does not: there are hundreds."""
+    for outer in doctree.findall(addnodes.desc):
+        if outer["domain"] in ("c", "cpp") and outer["objtype"] in ("struct", "class", "enum", "enum-class"):
+            for inner in outer.findall(addnodes.desc):
+                if inner is not outer:
+                    inner[0]["_toc_name"] = ""
+            outer[0]["_toc_name"] = outer[0]["_toc_name"].removeprefix("polyhead::")
+
+
 def setup(app):
     app.connect("builder-inited", read_headers, priority=1)  # before breathe looks for it
+    app.connect("doctree-read", leave_members_out_of_contents, priority=1)  # before Sphinx collects the contents
     return {"parallel_read_safe": True, "parallel_write_safe": True}
