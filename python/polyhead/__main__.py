@@ -1,9 +1,8 @@
-"""``python -m polyhead info`` describes this build and machine; other words go to the `polyhead` command."""
+"""The `polyhead` command from Python: ``python -m polyhead bench ...``. ``python -m polyhead info`` is Python's own."""
 
 import os
 import pathlib
 import platform
-import shutil
 import sys
 
 from polyhead import _bind, __version__, kernels
@@ -35,23 +34,33 @@ def info():
     return "\n".join(f"{name + ':':<13}{value}" for name, value in rows.items())
 
 
-def find_command():
-    """The `polyhead` command: beside this package, else on PATH; None if there is none."""
-    beside = pathlib.Path(__file__).parent / "bin" / "polyhead"
-    return str(beside) if beside.exists() else shutil.which("polyhead")
+# Beside this package alone: a `polyhead` on PATH may be the script of this very file, or another build.
+COMMAND = pathlib.Path(__file__).parent / "bin" / "polyhead"
+MISSING = """\
+polyhead: this build of the package is without its command: CLI11, fmt or nlohmann-json was not found when it was built.
+With them (Debian: libcli11-dev, libfmt-dev, nlohmann-json3-dev) it is built by
+    pip install --force-reinstall --no-deps --no-binary polyhead polyhead
+`python -m polyhead info` describes this build."""
+
+
+def run_command(arguments):
+    """Becomes the command; returns an exit code only where there is none."""
+    if not COMMAND.exists():
+        print(MISSING, file=sys.stderr)
+        return 2
+    os.execv(COMMAND, [str(COMMAND), *arguments])
+
+
+def script():
+    """`polyhead ...` in a shell: the command with these words."""
+    sys.exit(run_command(sys.argv[1:]))
 
 
 def main(arguments):
     if arguments == ["info"]:
         print(info())
         return 0
-    command = find_command()
-    if command is not None:
-        os.execv(command, [command, *arguments])
-    print("usage: python -m polyhead info", file=sys.stderr)
-    if arguments:
-        print("The polyhead command, which has the rest (bench, verify, run, ...), is not on PATH.", file=sys.stderr)
-    return 2
+    return run_command(arguments)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ graphs; nothing else of torch's own changes.
 import torch
 
 if torch.__version__ < (2, 9):
-    raise ImportError(f"torch is {torch.__version__}, polyhead.torch needs 2.9 or later")
+    raise ImportError(f"torch is {torch.__version__}, polyhead.torch is tested with 2.13 and cannot work before 2.9")
 
 from polyhead.torch import attn_bias
 from polyhead.torch._attention import attention, attention_backward, merge
