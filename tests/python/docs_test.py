@@ -52,6 +52,7 @@ WITHOUT_EXAMPLE = {
     "docs/SECURITY.md": "the file of the root",
     "docs/api/": "docstrings, whose examples test_docstrings runs, and headers",
     "docs/benchmarking.md": "its commands take minutes; torch_training_bench_test.py runs one",
+    "docs/command.md": "what the command says of itself",
     "docs/decisions/": "what was decided, not how to use anything",
     "docs/environment.md": "tables, which environment_page_test.py compares with the sources",
     "docs/install.md": "the tests of the package do what it says",
