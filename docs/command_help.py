@@ -11,7 +11,7 @@ from sphinx.util.docutils import SphinxDirective
 class CommandHelp(SphinxDirective):
     """```{command-help} bench``` puts the text of `polyhead bench --help` there.
 
-    The words of a problem are the same in every sub-command: they are left out, or with the option `problem` all there is.
+    The words of a problem are the same in every sub-command: they are left out, or, with the option `problem`, alone.
     """
 
     optional_arguments = 1

@@ -1,7 +1,8 @@
 """The documentation site: `./dev docs` builds it into build/docs, and every warning is an error.
 
-The pages are those of docs/ and of the root (ARCHITECTURE.md, ...); the API of Python is autodoc's, of C and C++ Doxygen's by
-way of breathe, so what they say stands in docstrings and headers alone. support_table.py makes the tables of support.md.
+The pages are those of docs/ and of the root (ARCHITECTURE.md, ...). The API of Python is autodoc's, C and C++ Doxygen's
+by way of breathe, so what they say stands in docstrings and headers alone. support_table.py makes the tables of
+support.md, command_help.py the text of command.md.
 """
 
 import pathlib
@@ -87,7 +88,7 @@ INPUT_FILTER = "sed -e 's/ = {[.].*};/;/' -e 's,///\\(.*\\)Where \\([a-z]\\),///
 
 
 def read_headers(app):
-    """Doxygen's XML of the headers, beside the pages that are made of it; C and C++ apart, they read typedefs otherwise."""
+    """Doxygen's XML of the headers, beside the pages made of it; C and C++ apart, which read typedefs otherwise."""
     for name, headers, options in (
         ("cpp", CPP_HEADERS, ""),
         ("c", C_HEADERS, "OPTIMIZE_OUTPUT_FOR_C = YES\nTYPEDEF_HIDES_STRUCT = YES\n"),
@@ -101,7 +102,7 @@ def read_headers(app):
 
 
 def leave_members_out_of_contents(app, doctree):
-    """Structs and functions stand in the contents of a page, what is in a struct or an enum does not: there are hundreds."""
+    """Structs and functions stand in the contents of a page; their members do not: there are hundreds."""
     for outer in doctree.findall(addnodes.desc):
         if outer["domain"] in ("c", "cpp") and outer["objtype"] in ("struct", "class", "enum", "enum-class"):
             for inner in outer.findall(addnodes.desc):

@@ -3,8 +3,8 @@
 `python docs/support_table.py` prints it as JSON. As an extension of Sphinx it is the directive `support-table` of
 support.md, and support.json beside the pages.
 
-A cell is what `polyhead.explain` gives for a small problem with that option; where it says "can", the problem is computed
-as well, so a table that is not true cannot be made.
+A cell is what `polyhead.explain` gives for a small problem with that option; where it says "can", the problem is
+computed as well, so a table that is not true cannot be made.
 """
 
 import inspect
@@ -145,8 +145,8 @@ def kernels_table(found):
             if reason := by_place[kernel, dtype]["forward"]:
                 why.setdefault(reason, []).append(f"`{kernel}`")
     lines = [f"- {', '.join(dict.fromkeys(names))}: {reason}." for reason, names in why.items()]
-    asked = f"\nAsked of polyhead {found['polyhead']} on a CPU with {found['cpu'] or 'none of these instruction sets'}.\n\n"
-    return markdown(["kernel", *DTYPES], rows) + asked + "\n".join(lines) + "\n"
+    asked = f"Asked of polyhead {found['polyhead']} on a CPU with {found['cpu'] or 'none of these instruction sets'}."
+    return "\n".join((markdown(["kernel", *DTYPES], rows), asked, "", *lines))
 
 
 def options_table(found):
@@ -176,7 +176,7 @@ def summed(cells, way):
 
 
 def pairs_table(found):
-    rows = [[f"`{pair['options'][0]}`", f"`{pair['options'][1]}`", pair["reason"]] for pair in found["refused_together"]]
+    rows = [[*(f"`{option}`" for option in pair["options"]), pair["reason"]] for pair in found["refused_together"]]
     return markdown(["option", "together with", "what polyhead says"], rows)
 
 

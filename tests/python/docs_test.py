@@ -1,4 +1,4 @@
-"""What the documentation shows runs: the docstrings' examples, every ```python block of docs/, and tutorials' commands."""
+"""What the documentation shows runs: docstrings' examples, every ```python block of docs/, and tutorials' commands."""
 
 import ast
 import doctest
@@ -28,7 +28,7 @@ ITEMS = {"Parameters", "Attributes", "Returns", "Raises"}
 
 
 def prose_among_items(docstring):
-    """Lines of a NumPy-style docstring that follow a list of items without a heading: a renderer takes them for items."""
+    """Lines of a NumPy-style docstring that follow a list of items without a heading: renderers take them for items."""
     lines, section = docstring.splitlines(), None
     for number, line in enumerate(lines[:-1]):
         if lines[number + 1].startswith("---"):
@@ -78,8 +78,8 @@ def examples_of(page):
 def test_a_page_without_example_says_why():
     for page in PAGES:
         excused = {name_of(page), name_of(page.parent) + "/"} & WITHOUT_EXAMPLE.keys()
-        has = "has an example and is excused" if excused else "has no example: give it one, or say in WITHOUT_EXAMPLE why not"
-        assert bool(examples_of(page)) != bool(excused), f"{name_of(page)} {has}"
+        fault = "has an example" if excused else "has no example: give it one, or say in WITHOUT_EXAMPLE why not"
+        assert bool(examples_of(page)) != bool(excused), f"{name_of(page)} {fault}"
 
 
 @pytest.mark.parametrize("page", [*filter(examples_of, PAGES)], ids=name_of)

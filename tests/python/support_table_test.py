@@ -1,4 +1,4 @@
-"""docs/support_table.py, which makes the support table of the site: complete, and true where it says that something runs."""
+"""docs/support_table.py, which makes the site's support table: complete, and true where it says that something runs."""
 
 import importlib.util
 import inspect

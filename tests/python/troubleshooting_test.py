@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 import polyhead
+from polyhead.__main__ import MISSING
 from optional import needs_torch, torch
 
 ROOT = pathlib.Path(__file__).parents[2]
 QUERY, KEY = np.ones((1, 3, 4, 8), np.float32), np.ones((1, 5, 4, 8), np.float32)
 WIDE = QUERY.astype(np.float64)
+CU_SEQLENS = {"cu_seqlens_q": np.array([0, 3]), "cu_seqlens_k": np.array([0, 5])}
 
 
 def quoted():
@@ -29,9 +31,7 @@ CALLS = (
     lambda: polyhead.attention(QUERY.transpose(0, 2, 1, 3), KEY, KEY),
     lambda: polyhead.attention(QUERY, KEY, KEY, dropout_p=0.1),
     lambda: polyhead.attention(QUERY, KEY, KEY, attn_mask=np.ones((3, 5))),
-    lambda: polyhead.attention(
-        QUERY[0], KEY[0], KEY[0], attn_mask=np.ones((3, 5), bool), cu_seqlens_q=np.array([0, 3]), cu_seqlens_k=np.array([0, 5])
-    ),
+    lambda: polyhead.attention(QUERY[0], KEY[0], KEY[0], attn_mask=np.ones((3, 5), bool), **CU_SEQLENS),
     lambda: polyhead.attention(WIDE, WIDE, WIDE, kernel="cpu_generic"),
     lambda: polyhead.attention(QUERY, KEY, KEY, kernel="cpu_avx9"),
     lambda: polyhead.attention(QUERY, KEY, KEY, device="cuda"),
@@ -64,11 +64,13 @@ def sentences_of_reports():
     hooked(x[0])
     for record in ours.report(reset=True):
         yield record.reason or ""
-    yield ours.convert(torch.nn.ModuleList([Mine(8, 2)]))[0].reason.replace(f"{Mine.__module__}.{Mine.__qualname__}", "Mine")
+    reason = ours.convert(torch.nn.ModuleList([Mine(8, 2)]))[0].reason
+    yield reason.replace(f"{Mine.__module__}.{Mine.__qualname__}", "Mine")
 
 
 def sentences_of_sources():
-    """Of what cannot be provoked here: f-strings, with "..." where something is put in."""
+    """Of what cannot be provoked here: f-strings, with "..." where something is put in; and of a build without the command."""
+    yield MISSING.splitlines()[0]
     for path in ("__init__.py", "_cpp.py"):
         text = (ROOT / "python" / "polyhead" / "torch" / path).read_text()
         for literal in re.findall(r'f"([^"]*)"', text):
