@@ -1,5 +1,5 @@
-// The CPU kernels of torch.ops.polyhead.*, registered where this library is loaded. polyhead/torch/_ops.py has the
-// schemas, and runs the same calls over the Python binding where this library is not there.
+// The CPU kernels of torch.ops.polyhead.*, registered where this library is loaded. polyhead/torch/_ops.py runs the same
+// calls over the Python binding where this library is not there.
 #include <array>
 #include <memory>
 #include <span>
@@ -13,6 +13,7 @@
 #include "plan_cache.h"
 #include "polyhead/api.h"
 #include "polyhead/attention.h"
+#include "schemas.h"
 #include "stable_abi.h"
 #include "stable_tensor.h"
 #include "torch_executor.h"
@@ -222,7 +223,8 @@ constexpr OperatorKernel kKernels[] = {
 };
 
 // The name of what torch did not take; null: it took all.
-const char* register_kernels() {
+const char* register_operators() {
+  if (const char* schema = define_operators()) return schema;
   TorchLibraryHandle library = nullptr;  // never deleted: that would take the kernels away
   if (aoti_torch_library_init_impl("polyhead", "CPU", __FILE__, __LINE__, &library) != 0) return "the namespace";
   const bool has_lists_and_strings = torch_list_size != nullptr && torch_string_length != nullptr;
@@ -240,7 +242,7 @@ const char* register_kernels() {
   return nullptr;
 }
 
-const char* const not_registered = register_kernels();
+const char* const not_registered = register_operators();
 
 }  // namespace
 }  // namespace polyhead::torch_ops

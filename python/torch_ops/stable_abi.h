@@ -46,6 +46,9 @@ AOTITorchError aoti_torch_new_uninitialized_tensor(AtenTensorHandle* tensor);
 AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
                                         int32_t device_type, int32_t device_index, AtenTensorHandle* tensor);
 
+AOTITorchError aoti_torch_library_init_def(const char* name_space, const char* file, uint32_t line,
+                                           TorchLibraryHandle* library);
+AOTITorchError aoti_torch_library_def(TorchLibraryHandle library, const char* schema);
 AOTITorchError aoti_torch_library_init_impl(const char* name_space, const char* dispatch_key, const char* file,
                                             uint32_t line, TorchLibraryHandle* library);
 AOTITorchError aoti_torch_library_impl(TorchLibraryHandle library, const char* name,

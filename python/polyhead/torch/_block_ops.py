@@ -1,4 +1,4 @@
-"""The operators of a transformer's blocks: schemas, the shapes of their results, and their kernels over the binding."""
+"""The operators of a transformer's blocks: arguments, the shapes of their results, and their kernels over the binding."""
 
 from typing import NamedTuple, Optional
 
@@ -74,31 +74,6 @@ class FeedForwardBlock(NamedTuple):
 # Of each: how many arguments are tensors, and how many of these, the first, have gradients: `needs` has a bit for each.
 NUM_TENSORS = {AttentionBlock: 16, FeedForwardBlock: 9}
 NUM_DIFFERENTIABLE = {AttentionBlock: 13, FeedForwardBlock: 7}
-_TYPES = {bool: "bool", int: "int", float: "float", Optional[float]: "float?"}
-
-
-def _schema(block):
-    """The arguments of an operator, and those of its backward; a tuple of results of the latter."""
-    count = NUM_TENSORS[block]
-    hints = block.__annotations__
-    tensors = [f"Tensor {name}" if not i else f"Tensor? {name}" for i, name in enumerate(block._fields[:count])]
-    numbers = [f"{_TYPES[hints[name]]} {name}" for name in block._fields[count:]]
-    forward = ", ".join([*tensors, *numbers])
-    backward = ", ".join(["Tensor grad_out", "Tensor reserve", "int needs", *tensors, *numbers[:-1]])
-    grads = ", ".join(f"Tensor grad_{name}" for name in block._fields[: NUM_DIFFERENTIABLE[block]])
-    return forward, backward, grads
-
-
-def _schemas():
-    forward, backward, grads = _schema(AttentionBlock)
-    yield "attention_block_forward", f"({forward}) -> (Tensor out, Tensor? attn_weights, Tensor? reserve)"
-    yield "attention_block_backward", f"({backward}) -> ({grads})"
-    forward, backward, grads = _schema(FeedForwardBlock)
-    yield "feed_forward_block_forward", f"({forward}) -> (Tensor out, Tensor? reserve)"
-    yield "feed_forward_block_backward", f"({backward}) -> ({grads})"
-
-
-SCHEMAS = dict(_schemas())
 
 
 def swapped(tokens, batch_first):

@@ -1,49 +1,37 @@
-"""The operators `torch.ops.polyhead.*`: schemas, kernels, and what each of torch's machineries asks of them.
+"""The operators `torch.ops.polyhead.*` of schemas.txt: kernels, and what each of torch's machineries asks of them.
 
 Every call of a polyhead kernel from torch goes through these, so profilers and graphs show it.
 """
 
 import hashlib
+import pathlib
+import re
 
 import torch
 import torch.compiler.config
 
 from polyhead.torch import _batching, _block_ops, _cpp, _fake, _fallback
-from polyhead.torch._options import SCHEMA
 
-_GRADS = "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_bias, Tensor grad_alibi_slopes)"
 
-# Results that were not asked for are None. AOTInductor knows None for `Tensor?` alone, batched gradients (torch's
-# fallback of vmap) take `Tensor` alone: so it is the former in forward and the latter, undefined tensors, in backward.
-SCHEMAS = {
-    "attention_forward": f"(Tensor query, Tensor key, Tensor value, {SCHEMA}, int return_weights=0, "
-    "bool return_column_sums=False, bool out_float32=False) -> (Tensor out, Tensor logsumexp, Tensor? weights, Tensor? column_sums)",
-    "attention_backward": "(Tensor grad_out, Tensor? grad_logsumexp, Tensor query, Tensor key, Tensor value, "
-    f"Tensor out, Tensor logsumexp, int needs, {SCHEMA}) -> {_GRADS}",
-    # Of the commonest options alone: each argument costs a call 50 ns. Layout: of LAYOUTS in _options.py.
-    "attention_forward.below_autograd": "(Tensor query, Tensor key, Tensor value, bool causal, float? scale, "
-    "int align, int layout) -> (Tensor out, Tensor logsumexp)",
-    "attention_forward.inference": "(Tensor query, Tensor key, Tensor value, bool causal, float? scale, "
-    "int align, int layout) -> Tensor",
-    "attention_backward.below_autograd": "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor logsumexp, int needs, bool causal, float? scale, int align, int layout) -> "
-    "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
-    "merge_forward": "(Tensor[] outs, Tensor[] logsumexps) -> (Tensor out, Tensor logsumexp)",
-    "merge_backward": "(Tensor grad_out, Tensor? grad_logsumexp, Tensor[] outs, Tensor[] logsumexps, Tensor out, "
-    "Tensor logsumexp) -> (Tensor[] grad_outs, Tensor[] grad_logsumexps)",
-    "dropout_mask": "(Tensor seed, float dropout_p, int dropout_offset, SymInt batch, SymInt num_heads, "
-    "SymInt seqlen_q, SymInt seqlen_k, Tensor? dropout_origin=None) -> Tensor",
-}
 
-_in_cpp = _cpp.load()  # or raises, before anything is defined
-_library = torch.library.Library("polyhead", "DEF")
-for _name, _schema in (*SCHEMAS.items(), *_block_ops.SCHEMAS.items()):
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+def _read_schemas():
+    """{name: (arguments) -> results} of schemas.txt."""
+    text = (pathlib.Path(__file__).parent / "schemas.txt").read_text(encoding="ascii")
+    schemas = re.sub(r"\n +", " ", text).splitlines()
+    return {line[: line.index("(")]: line[line.index("(") :] for line in schemas if line and not line.startswith("#")}
+
+
+SCHEMAS = _read_schemas()
+_in_cpp = _cpp.load()  # which defines them too; or raises
+_library = torch.library.Library("polyhead", "FRAGMENT" if _in_cpp else "DEF")
+if not _in_cpp:
+    for _name, _schema in SCHEMAS.items():
+        _library.define(_name + _schema)
 # Compiled graphs on disk call by these schemas, but torch's cache looks for a graph by the operators' names alone.
-_digest = hashlib.sha256(repr((SCHEMAS, _block_ops.SCHEMAS)).encode()).hexdigest()
+_digest = hashlib.sha256(repr(SCHEMAS).encode()).hexdigest()
 torch.compiler.config.cache_key_tag += f" polyhead's operators {_digest[:16]}"
 
-for _name in SCHEMAS:
+for _name in [name for name in SCHEMAS if name not in _block_ops.FAKES]:
     _function = _name.replace(".", "_")
     # Without one in C++: all of another build, dropout_mask, and before torch 2.10 those that take a list or a string.
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"polyhead::{_name}", "CPU"):
@@ -51,7 +39,7 @@ for _name in SCHEMAS:
     torch.library.register_fake(f"polyhead::{_name}", getattr(_fake, _function), lib=_library)
     if "." in _name:
         _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-for _name in _block_ops.SCHEMAS:
+for _name in _block_ops.FAKES:
     if not _in_cpp:
         _library.impl(_name, _block_ops.KERNELS[_name], "CPU")
     torch.library.register_fake(f"polyhead::{_name}", _block_ops.FAKES[_name], lib=_library)

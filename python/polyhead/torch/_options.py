@@ -18,7 +18,7 @@ KERNELS = tuple(polyhead.kernels())
 class Options(NamedTuple):
     """What follows query, key and value in the operators' arguments, the commonest first: a call leaves the rest out.
 
-    `attention_backward` takes them too, but for the last three.
+    `attention_backward` takes them too, but for the last three. schemas.txt has the same names in the same order.
     """
 
     causal: bool = False
@@ -50,13 +50,6 @@ class Options(NamedTuple):
         return self.cu_seqlens_q is not None
 
 
-SCHEMA = (
-    "bool causal=False, float? scale=None, Tensor? attn_bias=None, Tensor? attn_mask=None, Tensor? alibi_slopes=None, "
-    "Tensor? dropout_seed=None, float dropout_p=0., int dropout_offset=0, int window_left=-1, int window_right=-1, "
-    "int align=0, int? query_offset=None, Tensor? query_offsets=None, float softcap=0., Tensor? seqlens_q=None, "
-    "Tensor? seqlens_k=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, str? kernel_name=None, "
-    "Tensor? dropout_origin=None"
-)
 NUM_SHARED = len(Options._fields) - 3  # those of attention_backward
 # Where gradients go: query, key, value, attn_bias, alibi_slopes. attention_backward's `needs` has a bit for each.
 DIFFERENTIABLE = ("query", "key", "value", "attn_bias", "alibi_slopes")

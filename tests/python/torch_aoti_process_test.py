@@ -1,0 +1,84 @@
+"""A packaged model (AOTInductor) runs in a C++ process that has no Python: the library brings its operators itself."""
+
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+from optional import torch
+
+if torch is None:
+    pytest.skip("torch is not installed", allow_module_level=True)
+
+import polyhead
+import polyhead.torch
+
+PACKAGE = pathlib.Path(polyhead.__file__).parent
+TORCH = pathlib.Path(torch.__file__).parent
+if polyhead.torch.implementation() != "C++":
+    pytest.skip("the operators of this build are Python's", allow_module_level=True)
+
+# argv: libpolyhead_torch.so, a package, sizes of x. x is sin(0, 1, 2, ...); the results go to stdout, as bytes.
+PROGRAM = r"""
+#include <ATen/ATen.h>
+#include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+int main(int argc, char** argv) {
+  if (dlopen(argv[1], RTLD_NOW) == nullptr) return std::fprintf(stderr, "%s\n", dlerror()), 1;
+  std::vector<int64_t> sizes;
+  for (int i = 3; i < argc; ++i) sizes.push_back(std::atoll(argv[i]));
+  const at::Tensor x = at::zeros(sizes);
+  for (int64_t i = 0; i < x.numel(); ++i) x.data_ptr<float>()[i] = float(i);
+  torch::inductor::AOTIModelPackageLoader loader(argv[2]);
+  for (const at::Tensor& result : loader.run({at::sin(x)})) {
+    const at::Tensor bytes = result.contiguous();
+    std::fwrite(bytes.data_ptr(), 1, bytes.nbytes(), stdout);
+  }
+}
+"""
+
+
+class Attention(torch.nn.Module):
+    def forward(self, x):  # [B, S, H, D]
+        options = {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.25]), "kernel": polyhead.kernels()[0]}
+        return polyhead.torch.attention(x, x, x, **options, return_logsumexp=True)
+
+
+def models():
+    torch.manual_seed(0)
+    yield Attention(), (2, 7, 2, 16)
+    encoder = polyhead.torch.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True)
+    yield encoder.eval(), (2, 9, 32)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler to build the process with")
+    path = tmp_path_factory.mktemp("program") / "run_package"
+    flags = ["-std=c++20", "-O0", "-I", TORCH / "include", "-L", TORCH / "lib", f"-Wl,-rpath,{TORCH / 'lib'}"]
+    libraries = ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
+    subprocess.run([compiler, "-x", "c++", "-", *flags, *libraries, "-o", path], input=PROGRAM, text=True, check=True)
+    return path
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["attention", "encoder layer"])
+def test_a_package_runs_without_python(number, program, tmp_path):
+    model, sizes = list(models())[number]
+    x = torch.arange(torch.Size(sizes).numel(), dtype=torch.float32).reshape(sizes).sin()
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,))
+        path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+        expected = model(x)
+    run = [program, PACKAGE / "torch" / "libpolyhead_torch.so", path, *map(str, sizes)]
+    shown = subprocess.run(run, capture_output=True)
+    assert shown.returncode == 0, shown.stderr.decode()
+    assert b"python" not in subprocess.run(["ldd", program], capture_output=True).stdout.replace(str(TORCH).encode(), b"")
+    got = torch.frombuffer(bytearray(shown.stdout), dtype=torch.float32)
+    expected = torch.cat([each.flatten() for each in (expected if isinstance(expected, tuple) else (expected,))])
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
