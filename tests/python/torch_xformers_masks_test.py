@@ -8,6 +8,7 @@ from torch_formula import bias_of, close, naive, random
 
 pytestmark = needs_torch
 if torch is not None:
+    import polyhead
     from polyhead import torch as ph
     from polyhead.torch import attn_bias
 
@@ -38,7 +39,7 @@ def two_before_one_after_bottom_right(i, j, q, k):
 
 
 def plain_cases():
-    """(mask, what it lets see in a block, lengths of queries, of keys, size of a slot of keys or None)."""
+    """(mask, what it lets see in a block, lengths of queries, of keys, size of a slot of keys or their starts, or None)."""
     bottom_right = ph.LowerTriangularFromBottomRightMask()
     kinds = [
         (ph.LowerTriangularMask(), causal),
@@ -79,7 +80,15 @@ def slot_cases():
         yield mask, window_of_3_bottom_right, q, k, slot
 
 
-CASES = [*plain_cases(), *packed_cases(), *slot_cases()] if torch is not None else []
+def gappy_cases():
+    for q, k, starts in [([2, 1, 3], [4, 1, 7], [0, 4, 9, 17]), ([5, 0, 1], [2, 3, 33], [3, 5, 11, 50])]:
+        mask = ph.BlockDiagonalGappyKeysMask.from_seqlens(q, starts, k)
+        yield mask, full, q, k, starts
+        mask = ph.BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens(q_seqlen=q, kv_seqstarts=starts, kv_seqlen=k)
+        yield mask, causal_bottom_right, q, k, starts
+
+
+CASES = [*plain_cases(), *packed_cases(), *slot_cases(), *gappy_cases()] if torch is not None else []
 
 
 def name_of(case):
@@ -93,14 +102,16 @@ by_case = pytest.mark.parametrize("case", CASES, ids=name_of)
 def visible_by_hand(case):
     """Bool [all queries, all keys], and which keys lie in no sequence."""
     _, sees, q_lengths, k_lengths, slot = case
-    visible = torch.zeros(sum(q_lengths), len(k_lengths) * slot if slot else sum(k_lengths), dtype=torch.bool)
+    starts = slot if isinstance(slot, list) else [slot * n for n in range(len(k_lengths) + 1)] if slot else None
+    starts = starts or list(itertools.accumulate(k_lengths, initial=0))
+    visible = torch.zeros(sum(q_lengths), starts[-1], dtype=torch.bool)
     unused = torch.ones(visible.shape[1], dtype=torch.bool)
-    q_start = k_start = 0
-    for q, k in zip(q_lengths, k_lengths):
+    q_start = 0
+    for q, k, k_start in zip(q_lengths, k_lengths, starts):
         unused[k_start : k_start + k] = False
         for i, j in itertools.product(range(q), range(k)):
             visible[q_start + i, k_start + j] = sees(i, j, q, k)
-        q_start, k_start = q_start + q, k_start + (slot or k)
+        q_start += q
     return visible, unused
 
 
@@ -224,3 +235,44 @@ def test_no_mask_becomes_a_matrix():
         assert set(mask.options()) <= allowed
         if hasattr(mask, "q_seqinfo") and mask.uniform_slots():
             assert set(mask.slot_options()) <= allowed
+
+
+def in_xformers(mask):
+    """The mask as an instance of a stand-in for xFormers' class of its name: its module, its name, its attributes (0.0.35)."""
+    def stand_in(value):
+        kind = type(type(value).__name__, (), {"__module__": "xformers.ops.fmha.attn_bias"})
+        theirs = kind()
+        for name, each in vars(value).items():
+            setattr(theirs, name, stand_in(each) if name in ("q_seqinfo", "k_seqinfo") else each)
+        return theirs
+
+    return stand_in(mask)
+
+
+@by_case
+def test_xformers_own_masks_are_taken(case):
+    query, key, value = tensors(visible_by_hand(case)[0])
+    theirs = in_xformers(case[0])
+    assert not isinstance(theirs, attn_bias.AttentionBias)
+    expected = ph.memory_efficient_attention(query, key, value, attn_bias=case[0])
+    assert torch.equal(ph.memory_efficient_attention(query, key, value, attn_bias=theirs), expected)
+
+
+def test_xformers_mask_with_a_bias_passes_its_gradient():
+    query, key, value = (random(1, 5, 2, 8, seed=n) for n in range(3))
+    bias = random(1, 2, 5, 5, seed=4)
+    theirs = in_xformers(ph.LowerTriangularMaskWithTensorBias(bias))
+    ph.memory_efficient_attention(query, key, value, attn_bias=theirs).sum().backward()
+    got, bias.grad = bias.grad, None
+    ph.memory_efficient_attention(query, key, value, attn_bias=ph.LowerTriangularMask().add_bias(bias)).sum().backward()
+    assert torch.equal(got, bias.grad) and got.any()
+
+
+def test_xformers_masks_of_pages_and_derived_ones_are_refused_by_name():
+    x = random(1, 5, 2, 8)
+    paged = type("PagedBlockDiagonalPaddedKeysMask", (), {"__module__": "xformers.ops.fmha.attn_bias"})()
+    with pytest.raises(polyhead.Error, match="xFormers' PagedBlockDiagonalPaddedKeysMask"):
+        ph.memory_efficient_attention(x, x, x, attn_bias=paged)
+    derived = type("Mine", (type(in_xformers(ph.LowerTriangularMask())),), {"__module__": "mine"})()
+    with pytest.raises(TypeError, match="attn_bias is a Mine"):
+        ph.memory_efficient_attention(x, x, x, attn_bias=derived)

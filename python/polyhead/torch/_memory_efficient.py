@@ -4,10 +4,14 @@ Layouts: [B, M, K], [B, M, H, K] ("BMHK") and [B, M, G, H, K] ("BMGHK": G groups
 and value expanded over H, one head for the group is enough here: [B, M, G, 1, K].
 """
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from polyhead import Error
 from polyhead.torch._attention import attention, attention_backward, merge
+from polyhead.torch._xformers_masks import from_xformers
 from polyhead.torch.attn_bias import AttentionBias
 
 __all__ = [
@@ -17,8 +21,16 @@ __all__ = [
 
 
 def memory_efficient_attention(
-    query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None
-):  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | AttentionBias | None = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: object = None,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
     """softmax(scale * query @ key^T + attn_bias) @ value without storing the scores, called as in xFormers.
 
     Parameters
@@ -27,7 +39,7 @@ def memory_efficient_attention(
         [B, Mq, H, K], [B, Mk, H, K] and [B, Mk, H, Kv]; or all three [B, M, K], or all three [B, M, G, H, K]. Any
         strides; one dtype: float32, bfloat16, float16 or float64. key and value may have fewer heads, as in
         `attention`; of BMGHK one in place of H.
-    attn_bias : torch.Tensor or mask of `polyhead.torch.attn_bias`, optional
+    attn_bias : torch.Tensor or mask of `polyhead.torch.attn_bias` or of `xformers.ops.fmha.attn_bias`, optional
         A tensor is added to the scores and may require a gradient. It broadcasts to [B, H, Mq, Mk], to [B, Mq, Mk] if
         query is [B, Mq, K], to [B, G, H, Mq, Mk] if query is BMGHK.
     p : float
@@ -68,16 +80,32 @@ def memory_efficient_attention(
 
 @torch.no_grad()
 def memory_efficient_attention_forward(
-    query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None
-):  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | AttentionBias | None = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: object = None,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
     """`memory_efficient_attention` without gradients: the result never requires one."""
     return _attend(query, key, value, attn_bias, p, scale, output_dtype)
 
 
 @torch.no_grad()
 def memory_efficient_attention_forward_requires_grad(
-    query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None
-):  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | AttentionBias | None = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: object = None,
+    output_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
     """What `memory_efficient_attention_backward` needs: for autograd functions of your own.
 
     Parameters
@@ -101,8 +129,18 @@ def memory_efficient_attention_forward_requires_grad(
 
 @torch.no_grad()
 def memory_efficient_attention_backward(
-    grad, output, lse, query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None
-):  # fmt: skip
+    grad: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | AttentionBias | None = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: object = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by query, key and value, given those by the output.
 
     Parameters
@@ -135,8 +173,16 @@ def memory_efficient_attention_backward(
 
 
 def memory_efficient_attention_partial(
-    query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None
-):  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | AttentionBias | None = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: object = None,
+    output_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attention over some of the keys, to be joined with that over the others by `merge_attentions`.
 
     Parameters
@@ -169,7 +215,12 @@ def memory_efficient_attention_partial(
     return _attend(query, key, value, attn_bias, p, scale, output_dtype, return_logsumexp=True)
 
 
-def merge_attentions(attn_split, lse_split, write_lse=True, output_dtype=None):
+def merge_attentions(
+    attn_split: Sequence[Tensor] | Tensor,
+    lse_split: Sequence[Tensor] | Tensor,
+    write_lse: bool = True,
+    output_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """The attention over all keys, out of its parts over some keys each: see `polyhead.merge`.
 
     Parameters
@@ -307,9 +358,11 @@ def _layout(attn_bias, query, key):
         return _PLAIN, {}
     if isinstance(attn_bias, torch.Tensor):
         return _PLAIN, {"attn_bias": _arrange_bias(attn_bias, query)}
+    attn_bias = from_xformers(attn_bias)
     if not isinstance(attn_bias, AttentionBias):
         kind = f"the class {attn_bias.__name__}" if isinstance(attn_bias, type) else f"a {type(attn_bias).__name__}"
-        raise TypeError(f"attn_bias is {kind}, must be a torch.Tensor or a mask of polyhead.torch.attn_bias")
+        raise TypeError(f"attn_bias is {kind}, must be a torch.Tensor or a mask of polyhead.torch.attn_bias"
+                        " or of xFormers")
     attn_bias = attn_bias.to(query.device)
     if hasattr(attn_bias, "q_seqinfo"):
         for name, x, seqinfo in (("query", query, attn_bias.q_seqinfo), ("key", key, attn_bias.k_seqinfo)):

@@ -53,19 +53,47 @@ class _SeqLenInfo:
 
 
 @dataclasses.dataclass(eq=False)
-class _PaddedSeqLenInfo(_SeqLenInfo):
-    """Sequences in slots of padding rows, from each slot's first row on: of lengths seqlen (int32), seqlen_py (list).
+class _GappySeqInfo(_SeqLenInfo):
+    """Sequences with gaps between them, of lengths seqlen (int32), seqlen_py (list), the first from row seqstart[0] on."""
+
+    seqlen: torch.Tensor
+    seqlen_py: list
+
+    @classmethod
+    def from_seqlens(cls, seqlens, *, device=None):
+        raise Error("sequences with gaps need their starts: from_seqlens_gappy, or from_seqlens_padded")
+
+    @classmethod
+    def from_seqlens_gappy(cls, seqstarts, seqlens, *, device=None):
+        seqlens, starts = _lengths(seqlens), _lengths(seqstarts)
+        if len(starts) != len(seqlens) + 1:
+            raise Error(f"kv_seqstarts has {len(starts)} numbers, must have {len(seqlens) + 1}: a start for each of "
+                        "kv_seqlen, and the number of all rows")  # fmt: skip
+        for number, (start, length, following) in enumerate(zip(starts, seqlens, starts[1:])):
+            if start + length > following:
+                raise Error(f"kv_seqlen[{number}] is {length}, must be at most {following - start}: the next sequence "
+                            f"starts {following - start} rows behind this one")  # fmt: skip
+        ends = max(seqlens, default=-1), min(seqlens, default=-1)
+        return cls(_int32(starts, device), *ends, starts, _int32(seqlens, device), seqlens)
+
+    def to(self, device):
+        return dataclasses.replace(self, seqstart=self.seqstart.to(device), seqlen=self.seqlen.to(device))
+
+    def intervals(self):
+        return zip(self.seqstart_py, (start + length for start, length in zip(self.seqstart_py, self.seqlen_py)))
+
+    def split(self, x, batch_sizes=None):
+        raise NotImplementedError("keys with gaps between them have no split: index them")
+
+
+@dataclasses.dataclass(eq=False)
+class _PaddedSeqLenInfo(_GappySeqInfo):
+    """Sequences in slots of padding rows, from each slot's first row on.
 
     seqstart are the starts of the slots, so lengths 2, 3 and 2 with a padding of 4 have [0, 4, 8, 12].
     """
 
-    seqlen: torch.Tensor
-    seqlen_py: list
     padding: int
-
-    @classmethod
-    def from_seqlens(cls, seqlens, *, device=None):
-        raise Error("slots need their size: from_seqlens_padded")
 
     @classmethod
     def from_seqlens_padded(cls, seqlens, padding, *, device=None):
@@ -78,15 +106,6 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
             _int32(starts, device), max(seqlens, default=-1), min(seqlens, default=-1), starts, _int32(seqlens, device),
             seqlens, padding,
         )  # fmt: skip
-
-    def to(self, device):
-        return dataclasses.replace(self, seqstart=self.seqstart.to(device), seqlen=self.seqlen.to(device))
-
-    def intervals(self):
-        return zip(self.seqstart_py, (start + length for start, length in zip(self.seqstart_py, self.seqlen_py)))
-
-    def split(self, x, batch_sizes=None):
-        raise NotImplementedError("keys in slots have no split: index the slots")
 
 
 def _lengths(seqlens):

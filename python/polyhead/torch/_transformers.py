@@ -11,7 +11,7 @@ import torch
 
 from polyhead import Error
 from polyhead.torch._attention import attention
-from polyhead.torch.attn_bias import band
+from polyhead.torch._mask import band
 
 # What models hand down to every layer and what says nothing about the attention that query, key, value and mask do not.
 SAYS_NOTHING_MORE = frozenset({
@@ -24,7 +24,7 @@ SAYS_NOTHING_MORE = frozenset({
 })  # fmt: skip
 
 
-def register_transformers():
+def register_transformers() -> None:
     """Makes ``attn_implementation="polyhead"`` work in Hugging Face transformers.
 
     Models of all kinds that take their attention from transformers' interface: padding on either side, grouped heads,

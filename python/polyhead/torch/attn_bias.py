@@ -10,12 +10,22 @@ Where query i stands among the keys: at key i ("top left"), or so that the last 
 right"). The two differ when there are not as many queries as keys. A query that sees no key gets 0.
 """
 
+from __future__ import annotations
+
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from polyhead import Error
-from polyhead.torch._seqlens import _PaddedSeqLenInfo, _SeqLenInfo
+from polyhead.torch._mask import AttentionBias, BlockDiagonal, check_at_least
+from polyhead.torch._seqlens import _SeqLenInfo
+from polyhead.torch._slot_masks import (
+    BlockDiagonalCausalLocalAttentionPaddedKeysMask, BlockDiagonalCausalWithOffsetGappyKeysMask,
+    BlockDiagonalCausalWithOffsetPaddedKeysMask, BlockDiagonalGappyKeysMask, BlockDiagonalLocalAttentionPaddedKeysMask,
+    BlockDiagonalPaddedKeysMask,
+)  # fmt: skip
 
 __all__ = [
     "AttentionBias", "LowerTriangularMask", "LowerTriangularMaskWithTensorBias", "LowerTriangularFromBottomRightMask",
@@ -23,84 +33,21 @@ __all__ = [
     "BlockDiagonalCausalMask", "BlockDiagonalCausalFromBottomRightMask", "BlockDiagonalCausalLocalAttentionMask",
     "BlockDiagonalCausalLocalAttentionFromBottomRightMask", "BlockDiagonalPaddedKeysMask",
     "BlockDiagonalCausalWithOffsetPaddedKeysMask", "BlockDiagonalLocalAttentionPaddedKeysMask",
-    "BlockDiagonalCausalLocalAttentionPaddedKeysMask",
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask", "BlockDiagonalGappyKeysMask",
+    "BlockDiagonalCausalWithOffsetGappyKeysMask",
 ]  # fmt: skip
-
-
-def band(seqlen_q, seqlen_k, offset, causal, window, device):
-    """Bool [seqlen_q, seqlen_k]: what causal and window let query i, which stands at key i + offset, see."""
-    stands_at = torch.arange(seqlen_q, device=device)[:, None] + offset
-    key = torch.arange(seqlen_k, device=device)
-    left, right = window
-    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
-    if causal:
-        visible &= key <= stands_at
-    if left >= 0:
-        visible &= key >= stands_at - left
-    if right >= 0:
-        visible &= key <= stands_at + right
-    return visible
-
-
-def _visible(seqlen_q, seqlen_k, device, causal=False, window=(-1, -1), align="top_left"):
-    """The band of the options of these names."""
-    offset = seqlen_k - seqlen_q if align == "bottom_right" else 0
-    return band(seqlen_q, seqlen_k, offset, causal, window, device)
-
-
-def _dense(visible, shape, dtype):
-    """0 where visible, -inf elsewhere, broadcast to shape."""
-    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, float("-inf")).expand(shape)
-
-
-def _check_at_least(name, size, smallest):
-    if size < smallest:
-        raise Error(f"{name} is {size}, must be at least {smallest}")
-
-
-class AttentionBias:
-    """A mask that `memory_efficient_attention` takes as attn_bias, besides a tensor."""
-
-    def _band(self):
-        """causal, window and align of `attention`: for all queries and keys, or for those of each block."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it hides")
-
-    def options(self):
-        """The options of `polyhead.torch.attention` that compute this mask, as a dict."""
-        return self._band()
-
-    def to(self, device):
-        """The same mask, with what tensors it has on this device."""
-        return self
-
-    def materialize(self, shape, dtype=torch.float32, device="cpu"):
-        """The mask as a tensor to add to the scores: 0 or -inf (plus the bias, if it has one). For tests: O(Mq Mk).
-
-        Parameters
-        ----------
-        shape : sequence of int
-            [..., Mq, Mk]; Mq and Mk those of the packed tensors for the packed kinds.
-        dtype : torch.dtype
-        device : torch.device or str
-
-        Returns
-        -------
-        torch.Tensor
-            Of this shape; not to be written to.
-        """
-        return _dense(_visible(*shape[-2:], device, **self._band()), shape, dtype)
 
 
 class LowerTriangularMask(AttentionBias):
     """Causal from the top left: query i sees the keys j <= i."""
 
-    def __init__(self, device=None):
+    def __init__(self, device: torch.device | str | None = None) -> None:
         """device is taken for the sake of old callers, and unused."""
 
     def _band(self):
         return {"causal": True, "align": "top_left"}
 
-    def add_bias(self, bias):
+    def add_bias(self, bias: torch.Tensor) -> LowerTriangularMaskWithTensorBias:
         """This mask and a bias tensor: a `LowerTriangularMaskWithTensorBias`."""
         return LowerTriangularMaskWithTensorBias(bias)
 
@@ -114,16 +61,18 @@ class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
         As a tensor given as attn_bias; may require a gradient.
     """
 
-    def __init__(self, bias):
+    def __init__(self, bias: torch.Tensor) -> None:
         self._bias = bias
 
-    def options(self):
+    def options(self) -> dict[str, Any]:
         return {**self._band(), "attn_bias": self._bias}
 
-    def to(self, device):
+    def to(self, device: torch.device | str) -> AttentionBias:
         return LowerTriangularMaskWithTensorBias(self._bias.to(device))
 
-    def materialize(self, shape, dtype=torch.float32, device="cpu"):
+    def materialize(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
         return super().materialize(shape, dtype, device) + self._bias.to(device)
 
 
@@ -133,7 +82,7 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
     def _band(self):
         return {"causal": True, "align": "bottom_right"}
 
-    def make_local_attention(self, window_size):
+    def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightLocalAttentionMask:
         """This mask, of each query's visible keys only the last window_size."""
         return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
 
@@ -145,7 +94,7 @@ class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottom
     _window_size: int
 
     def __post_init__(self):
-        _check_at_least("window_size", self._window_size, 1)
+        check_at_least("window_size", self._window_size, 1)
 
     def _band(self):
         return {"causal": True, "window": (self._window_size - 1, 0), "align": "bottom_right"}
@@ -159,36 +108,11 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
     window_right: int
 
     def __post_init__(self):
-        _check_at_least("window_left", self.window_left, 0)
-        _check_at_least("window_right", self.window_right, 0)
+        check_at_least("window_left", self.window_left, 0)
+        check_at_least("window_right", self.window_right, 0)
 
     def _band(self):
         return {"window": (self.window_left, self.window_right), "align": "bottom_right"}
-
-
-class _Blocks(AttentionBias):
-    """Queries of block i see keys of block i; q_seqinfo and k_seqinfo say where the blocks lie."""
-
-    def uniform_slots(self):
-        """How many blocks there are, if queries and keys are also tensors [blocks, M, ...] of equal blocks; else 0."""
-        return 0
-
-    def to(self, device):
-        if self.q_seqinfo.seqstart.device == torch.device(device):
-            return self
-        queries = self.q_seqinfo.to(device)
-        keys = queries if self.k_seqinfo is self.q_seqinfo else self.k_seqinfo.to(device)
-        return dataclasses.replace(self, q_seqinfo=queries, k_seqinfo=keys)
-
-    def materialize(self, shape, dtype=torch.float32, device="cpu"):
-        rows = self.q_seqinfo.seqstart_py[-1], self.k_seqinfo.seqstart_py[-1]
-        if tuple(shape[-2:]) != rows:
-            raise Error(f"shape ends in {tuple(shape[-2:])}, must end in {rows}: all queries and keys of the mask")
-        visible = torch.zeros(rows, dtype=torch.bool, device=device)
-        for (q_start, q_end), (k_start, k_end) in zip(self.q_seqinfo.intervals(), self.k_seqinfo.intervals()):
-            block = _visible(q_end - q_start, k_end - k_start, device, **self._band())
-            visible[q_start:q_end, k_start:k_end] = block
-        return _dense(visible, shape, dtype)
 
 
 def _block_lengths(mask):
@@ -204,7 +128,7 @@ def _check_no_fewer_keys(mask):
 
 
 @dataclasses.dataclass(eq=False)
-class BlockDiagonalMask(_Blocks):
+class BlockDiagonalMask(BlockDiagonal):
     """Sequences of different lengths, one after the other in one row of the batch, each seeing only itself.
 
     Parameters
@@ -232,11 +156,17 @@ class BlockDiagonalMask(_Blocks):
     def _band(self):
         return {}
 
-    def options(self):
+    def options(self) -> dict[str, Any]:
         return {**self._band(), "cu_seqlens_q": self.q_seqinfo.seqstart, "cu_seqlens_k": self.k_seqinfo.seqstart}
 
     @classmethod
-    def from_seqlens(cls, q_seqlen, kv_seqlen=None, *, device=None):
+    def from_seqlens(
+        cls,
+        q_seqlen: Sequence[int],
+        kv_seqlen: Sequence[int] | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> BlockDiagonalMask:
         """From the lengths of the sequences.
 
         Parameters
@@ -252,13 +182,18 @@ class BlockDiagonalMask(_Blocks):
         return cls(q_seqinfo=queries, k_seqinfo=queries if keys.seqstart_py == queries.seqstart_py else keys)
 
     @classmethod
-    def from_tensor_list(cls, tensors):
+    def from_tensor_list(cls, tensors: Sequence[torch.Tensor]) -> tuple[BlockDiagonalMask, torch.Tensor]:
         """The mask, and the tensors [B_i, M_i, ...] packed into one of [1, sum of B_i M_i, ...]."""
         mask = cls.from_seqlens([x.shape[1] for x in tensors for _ in range(x.shape[0])], device=tensors[0].device)
         return dataclasses.replace(mask, _batch_sizes=[x.shape[0] for x in tensors]), _pack(tensors)
 
     @classmethod
-    def from_tensor_lists_qkv(cls, tensors_q, tensors_k, tensors_v=None):
+    def from_tensor_lists_qkv(
+        cls,
+        tensors_q: Sequence[torch.Tensor],
+        tensors_k: Sequence[torch.Tensor],
+        tensors_v: Sequence[torch.Tensor] | None = None,
+    ) -> tuple[BlockDiagonalMask, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The mask, and the packed queries, keys and values (None without tensors_v)."""
         for name, tensors in (("tensors_k", tensors_k), ("tensors_v", tensors_v)):
             like = tensors_q if name == "tensors_k" else tensors_k
@@ -273,33 +208,35 @@ class BlockDiagonalMask(_Blocks):
         mask = dataclasses.replace(mask, _batch_sizes=[x.shape[0] for x in tensors_q])
         return mask, _pack(tensors_q), _pack(tensors_k), None if tensors_v is None else _pack(tensors_v)
 
-    def split_queries(self, tensor):
+    def split_queries(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """[1, all queries, ...] into the list of [B_i, Mq_i, ...]."""
         return self.q_seqinfo.split(tensor, self._batch_sizes)
 
-    def split_kv(self, tensor):
+    def split_kv(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """[1, all keys, ...] into the list of [B_i, Mk_i, ...]."""
         return self.k_seqinfo.split(tensor, self._batch_sizes)
 
-    def split(self, tensor):
+    def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Undoes `from_tensor_list`."""
         if self.q_seqinfo.seqstart_py != self.k_seqinfo.seqstart_py:
             raise Error("split needs as many keys as queries in each sequence: take split_queries or split_kv")
         return self.split_queries(tensor)
 
-    def make_causal(self):
+    def make_causal(self) -> BlockDiagonalCausalMask:
         """Each sequence causal from its top left."""
         return BlockDiagonalCausalMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
 
-    def make_causal_from_bottomright(self):
+    def make_causal_from_bottomright(self) -> BlockDiagonalCausalFromBottomRightMask:
         """Each sequence causal from its bottom right."""
         return BlockDiagonalCausalFromBottomRightMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
 
-    def make_local_attention(self, window_size):
+    def make_local_attention(self, window_size: int) -> BlockDiagonalCausalLocalAttentionMask:
         """Each sequence causal from its top left, in a window of window_size keys."""
         return BlockDiagonalCausalLocalAttentionMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes, window_size)
 
-    def make_local_attention_from_bottomright(self, window_size):
+    def make_local_attention_from_bottomright(
+        self, window_size: int
+    ) -> BlockDiagonalCausalLocalAttentionFromBottomRightMask:
         """Each sequence causal from its bottom right, in a window of window_size keys."""
         return BlockDiagonalCausalLocalAttentionFromBottomRightMask(
             self.q_seqinfo, self.k_seqinfo, self._batch_sizes, window_size
@@ -336,7 +273,7 @@ class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
     _window_size: int = 0
 
     def __post_init__(self):
-        _check_at_least("window_size", self._window_size, 1)
+        check_at_least("window_size", self._window_size, 1)
         for number, (queries, keys) in enumerate(_block_lengths(self)):
             if queries >= keys + self._window_size:
                 raise Error(f"block {number} has {queries} queries: the last sees none of its {keys} keys through a "
@@ -354,116 +291,7 @@ class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFr
 
     def __post_init__(self):
         super().__post_init__()
-        _check_at_least("window_size", self._window_size, 1)
+        check_at_least("window_size", self._window_size, 1)
 
     def _band(self):
         return {"causal": True, "window": (self._window_size - 1, 0), "align": "bottom_right"}
-
-
-@dataclasses.dataclass(eq=False)
-class BlockDiagonalPaddedKeysMask(_Blocks):
-    """Packed queries, and keys in slots of one size, of which each sequence fills the beginning: a cache.
-
-    Queries [1, sum of Mq_i, ...], keys [1, number of sequences * kv_padding, ...]; what lies behind a sequence's keys
-    in its slot is never looked at.
-    """
-
-    q_seqinfo: _SeqLenInfo
-    k_seqinfo: _PaddedSeqLenInfo
-
-    def _band(self):
-        return {}
-
-    def options(self):
-        # Packed sequences lie end to end, slots do not: between two sequences stands one that has the rest of the slot
-        # as its keys and no queries. So nothing is copied.
-        cu_seqlens_q = torch.cat([self.q_seqinfo.seqstart[:1], self.q_seqinfo.seqstart[1:].repeat_interleave(2)])
-        starts = self.k_seqinfo.seqstart
-        ends = starts[:-1] + self.k_seqinfo.seqlen
-        cu_seqlens_k = torch.cat([torch.stack([starts[:-1], ends], dim=1).flatten(), starts[-1:]])
-        return {**self._band(), "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-
-    def uniform_slots(self):
-        # Decoding: one query each. `attention` splits long keys over threads for a batch, not for packed queries.
-        same_queries = self.q_seqinfo.min_seqlen == self.q_seqinfo.max_seqlen
-        return len(self.k_seqinfo.seqlen_py) if same_queries else 0
-
-    def slot_options(self):
-        """`options` with the slots as the batch."""
-        return {**self._band(), "seqlens_k": self.k_seqinfo.seqlen}
-
-    @classmethod
-    def from_seqlens(cls, q_seqlen, kv_padding, kv_seqlen, causal_diagonal=None, *, device=None):
-        """From the lengths of the sequences.
-
-        Parameters
-        ----------
-        q_seqlen, kv_seqlen : sequence of int
-            Queries and keys of each sequence.
-        kv_padding : int
-            Size of a slot, not below any of kv_seqlen.
-        causal_diagonal
-            Taken for the sake of old callers, and unused.
-        device : torch.device, optional
-            As of `BlockDiagonalMask.from_seqlens`.
-        """
-        return cls(**_slots(q_seqlen, kv_padding, kv_seqlen, device))
-
-    def make_local_attention(self, window_left, window_right):
-        """From each sequence's bottom right, window_left keys before the query's place, it, and window_right after."""
-        return BlockDiagonalLocalAttentionPaddedKeysMask(self.q_seqinfo, self.k_seqinfo, window_left, window_right)
-
-
-def _slots(q_seqlen, kv_padding, kv_seqlen, device=None):
-    queries = _SeqLenInfo.from_seqlens(q_seqlen, device=device)
-    keys = _PaddedSeqLenInfo.from_seqlens_padded(kv_seqlen, kv_padding, device=device)
-    keys.check_count("kv_seqlen", queries)
-    return {"q_seqinfo": queries, "k_seqinfo": keys}
-
-
-@dataclasses.dataclass(eq=False)
-class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
-    """`BlockDiagonalPaddedKeysMask`, each sequence causal from its bottom right: its last query sees all its keys."""
-
-    causal_diagonal: object = None  # as of from_seqlens
-
-    def _band(self):
-        return {"causal": True, "align": "bottom_right"}
-
-
-@dataclasses.dataclass(eq=False)
-class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
-    """`BlockDiagonalPaddedKeysMask` in a window: from the bottom right, window_left + 1 + window_right keys."""
-
-    window_left: int
-    window_right: int
-
-    def __post_init__(self):
-        _check_at_least("window_left", self.window_left, 0)
-        _check_at_least("window_right", self.window_right, 0)
-
-    def _band(self):
-        return {"window": (self.window_left, self.window_right), "align": "bottom_right"}
-
-    @classmethod
-    def from_seqlens_local(cls, q_seqlen, kv_padding, kv_seqlen, window_left, window_right):
-        """From the lengths of the sequences, as `BlockDiagonalPaddedKeysMask.from_seqlens`, and the window's sides."""
-        return cls(**_slots(q_seqlen, kv_padding, kv_seqlen), window_left=window_left, window_right=window_right)
-
-
-@dataclasses.dataclass(eq=False)
-class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
-    """`BlockDiagonalCausalWithOffsetPaddedKeysMask` in a window of _window_size keys."""
-
-    _window_size: int
-
-    def __post_init__(self):
-        _check_at_least("window_size", self._window_size, 1)
-
-    def _band(self):
-        return {"causal": True, "window": (self._window_size - 1, 0), "align": "bottom_right"}
-
-    @classmethod
-    def from_seqlens_local(cls, q_seqlen, kv_padding, kv_seqlen, window_size):
-        """From the lengths of the sequences, as `BlockDiagonalPaddedKeysMask.from_seqlens`, and the window's size."""
-        return cls(**_slots(q_seqlen, kv_padding, kv_seqlen), _window_size=window_size)
