@@ -1,11 +1,15 @@
-"""The Python examples of README.md, run as they stand there, one after the other."""
+"""README.md: its Python examples run as they stand there, its table is of the result that it names."""
 
 import importlib
+import json
 import pathlib
 import re
+import sys
 
 import numpy as np
 import pytest
+
+import polyhead
 
 README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
 
@@ -17,7 +21,7 @@ def _blocks():
 def test_examples_run_and_are_right(capsys):
     blocks = _blocks()
     assert len(blocks) == 4
-    first, training, *_ = (compile(block, str(README), "exec") for block in blocks)
+    *_, first, training = (compile(block, str(README), "exec") for block in blocks)
     names = {}
     exec(first, names)
 
@@ -36,7 +40,7 @@ def test_examples_run_and_are_right(capsys):
 def test_the_example_of_torchs_layers_runs():
     pytest.importorskip("torch", reason="needs torch")
     names = {}
-    exec(compile(_blocks()[3], str(README), "exec"), names)
+    exec(compile(_blocks()[1], str(README), "exec"), names)
     assert names["out"].shape == (2, 50, 64) and names["weights"].shape == (2, 50, 50)
     assert all(parameter.grad is not None for parameter in names["attention"].parameters())
 
@@ -44,6 +48,29 @@ def test_the_example_of_torchs_layers_runs():
 def test_the_example_of_torch_runs_on_polyhead(capsys):
     pytest.importorskip("torch", reason="needs torch")
     importlib.import_module("polyhead.torch").report(reset=True)  # what other tests of this process left
-    exec(compile(_blocks()[2], str(README), "exec"), {})
+    exec(compile(_blocks()[0], str(README), "exec"), {})
     printed = capsys.readouterr().out
     assert "attention_forward" in printed and "attention_backward" in printed and "not taken" not in printed
+
+
+def test_the_table_of_what_was_measured_is_the_results():
+    sys.path.insert(0, str(README.parent / "bench"))
+    summary = importlib.import_module("summary")
+    text = README.read_text(encoding="ascii")
+    (result,) = re.findall(r"\]\((bench/results/.*)\.md\)", text)
+    path = README.parent / f"{result}.json"
+    assert summary.put_into(text, path, summary.table(json.loads(path.read_text()))) == text
+    assert summary.PICTURE.exists() and "](bench/results/summary.png)" in text
+
+
+def test_what_runs_where_is_what_explain_says():
+    import ml_dtypes
+
+    rows = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| (.*) \|$", README.read_text(encoding="ascii"), re.M))
+    dtypes = np.float32, ml_dtypes.bfloat16, np.float16, np.float64
+    for at, dtype in enumerate(dtypes):
+        x = np.ones((1, 2, 1, 8), dtype)
+        for name, reason in polyhead.explain(x, x, x).reasons.items():
+            if name in polyhead.kernels():
+                assert (rows[name].split(" | ")[at] == "yes") == (reason == ""), (name, dtype)
+    assert set(rows) >= set(polyhead.explain(x, x, x).reasons)
