@@ -36,6 +36,8 @@ struct NormDesc {
   double eps = 1e-5;  ///< positive; BERT's is 1e-12, Keras' 1e-3
   bool gamma = true;  ///< with a factor, [size]
   bool beta = true;   ///< with a summand, [size]; usually off for kRmsNorm
+
+  bool operator==(const NormDesc&) const = default;  ///< field by field
 };
 
 /// gamma and beta, or their gradients: [size], float32 or the block's dtype; given as the desc says.
@@ -48,6 +50,8 @@ struct AttentionBlockDesc {
   /// residual: whether x is added, which needs a layer whose out is as long as query. output_dropout_p is the block's.
   LayerDesc layer = {};
   NormDesc norm = {};
+
+  bool operator==(const AttentionBlockDesc&) const = default;  ///< field by field
 };
 
 struct AttentionBlockForwardArgs {
@@ -109,6 +113,8 @@ struct FeedForwardBlockDesc {
   bool residual = true;
   NormDesc norm = {};
   DType dtype = DType::kFloat32;  ///< of all tensors: float32, bfloat16, float16, float64
+
+  bool operator==(const FeedForwardBlockDesc&) const = default;  ///< field by field
 };
 
 /// The weights of a block, or their gradients; any strides.

@@ -67,6 +67,8 @@ struct LayerDesc {
   /// beams), ALiBi, lengths, dropout_p (in training only), return_weights. Its sizes and dtype are set by the layer;
   /// packed and return_column_sums are refused.
   AttentionDesc attention = {};
+
+  bool operator==(const LayerDesc&) const = default;  ///< field by field
 };
 
 /// The weights and biases of a layer, in the order in which they lie in one buffer.

@@ -6,75 +6,62 @@
 
 `attention` computes, `attention_backward` its gradients; `merge` joins results whose keys were split over calls, and
 `merge_backward` their gradients. `explain` says with which kernel and why not with another, `kernels` lists them,
-`dropout_mask` tells what dropout keeps. `MultiHeadAttention` is the layer, with projections around attention.
+`dropout_mask` tells what dropout keeps, `set_num_threads` sets the number of threads. `MultiHeadAttention` is the layer,
+with projections around attention. `polyhead.torch`, `polyhead.onnx` and `polyhead.weights` are imported by name.
 `python -m polyhead info` describes this build and this machine.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 from polyhead import _bind
 from polyhead._bind import Error, __version__
+from polyhead._dropout import DropoutOrigin, dropout_mask
 from polyhead._explanation import Explanation
-from polyhead._multi_head_attention import MultiHeadAttention
+from polyhead._merge import merge, merge_backward
+from polyhead._multi_head_attention import LayerCaches, MultiHeadAttention
+from polyhead._typing import Array, ArrayT
 
 __all__ = [
-    "DropoutOrigin", "Error", "Explanation", "MultiHeadAttention", "__version__", "attention", "attention_backward",
-    "dropout_mask", "explain", "kernels", "merge", "merge_backward",
+    "Array", "DropoutOrigin", "Error", "Explanation", "LayerCaches", "MultiHeadAttention", "__version__", "attention",
+    "attention_backward", "dropout_mask", "explain", "get_num_threads", "kernels", "merge", "merge_backward",
+    "set_num_threads",
 ]  # fmt: skip
 
 
-class DropoutOrigin(NamedTuple):
-    """Where a call stands in a larger one whose dropout mask it draws, as a shard over batch, heads, queries or keys does.
-
-    Element (b, h, i, j) of the call has the bits of head index ``first_head + b * num_heads + h``, query
-    ``first_query + i`` and key ``first_key + j`` of the whole. The defaults draw a mask of the call's own.
-
-    Examples
-    --------
-    >>> import polyhead
-    >>> whole = polyhead.dropout_mask((2, 4, 6, 32), 0.5, 1)
-    >>> origin = polyhead.DropoutOrigin(first_head=1 * 4 + 2, num_heads=4, first_query=3, first_key=8)
-    >>> shard = polyhead.dropout_mask((1, 2, 3, 24), 0.5, 1, dropout_origin=origin)
-    >>> (shard == whole[1:, 2:, 3:, 8:]).all().item()
-    True
-    """
-
-    first_head: int = 0
-    num_heads: int = 0  #: query heads in all; 0: as many as the call has
-    first_query: int = 0
-    first_key: int = 0  #: a multiple of 8: eight keys share a counter
-
-
 def attention(
-    query,
-    key,
-    value,
+    query: ArrayT,
+    key: Array,
+    value: Array,
     *,
-    attn_bias=None,
-    attn_mask=None,
-    causal=False,
-    window=None,
-    align=None,
-    query_offset=None,
-    scale=None,
-    softcap=0.0,
-    alibi_slopes=None,
-    dropout_p=0.0,
-    dropout_seed=None,
-    dropout_offset=0,
-    dropout_origin=None,
-    seqlens_q=None,
-    seqlens_k=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    return_logsumexp=False,
-    return_weights=False,
-    return_column_sums=False,
-    out_dtype=None,
-    kernel=None,
-    device=None,
-    stream=None,
-):
+    attn_bias: Array | None = None,
+    attn_mask: Array | None = None,
+    causal: bool = False,
+    window: Iterable[int] | None = None,
+    align: Literal["top_left", "bottom_right"] | None = None,
+    query_offset: SupportsIndex | Array | None = None,
+    scale: SupportsFloat | None = None,
+    softcap: SupportsFloat = 0.0,
+    alibi_slopes: Array | None = None,
+    dropout_p: SupportsFloat = 0.0,
+    dropout_seed: SupportsIndex | None = None,
+    dropout_offset: SupportsIndex = 0,
+    dropout_origin: DropoutOrigin | Iterable[int] | None = None,
+    seqlens_q: Array | None = None,
+    seqlens_k: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    return_logsumexp: bool = False,
+    return_weights: bool | Literal["mean"] = False,
+    return_column_sums: bool = False,
+    out_dtype: Any = None,
+    out: ArrayT | None = None,
+    kernel: str | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
+    stream: SupportsIndex | None = None,
+) -> ArrayT | Any:
     """softmax(scale * query @ key^T + attn_bias) @ value, without storing the scores.
 
     In this order: scores ``S = scale * query @ key^T``; ``S = softcap * tanh(S / softcap)`` if softcap > 0;
@@ -131,6 +118,10 @@ def attention(
     out_dtype : dtype or str, optional
         Of out: query's (default), or float32 beside bfloat16 and float16, the sums as they are before rounding. For
         parts that are merged: they would round at each step.
+    out : array, optional
+        A NumPy array or torch tensor that out is written to, of its shape and dtype (in float32 beside bfloat16 and
+        float16: as out_dtype), any strides whose elements lie apart; it is what is returned as out. It must not overlap
+        an input.
     kernel : str, optional
         One of `kernels()`, instead of the best that can compute this.
     device : {"cpu", "cuda"}, optional
@@ -160,9 +151,10 @@ def attention(
 
     Notes
     -----
-    Out is returned alone, or a tuple of what was asked for, in the order above. A query that sees no key, or lies in padding, gets out 0,
-    logsumexp -inf and weights 0; what is hidden from it changes no bit, NaN included. Sums run in float32 (float64 if
-    query is). The bits of the results depend neither on the number of threads nor on the rest of the batch.
+    Out is returned alone, or a tuple of what was asked for, in the order above. A query that sees no key, or lies in
+    padding, gets out 0, logsumexp -inf and weights 0; what is hidden from it changes no bit, NaN included. Sums run in
+    float32 (float64 if query is). The bits of the results depend neither on the number of threads nor on the rest of the
+    batch.
 
     Other Python threads run meanwhile. Memory besides the results: a workspace (see `explain`), kept by each thread up
     to 64 MiB. Plans are remembered, so the second call of the same sizes is the fast one.
@@ -180,44 +172,44 @@ def attention(
     return _bind.attention(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-        kernel, device, stream, return_logsumexp, return_weights, return_column_sums, out_dtype,
+        kernel, device, stream, return_logsumexp, return_weights, return_column_sums, out_dtype, out,
     )  # fmt: skip
 
 
 def attention_backward(
-    grad_out,
-    query,
-    key,
-    value,
-    out,
-    logsumexp,
+    grad_out: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    out: Array,
+    logsumexp: Array,
     *,
-    attn_bias=None,
-    attn_mask=None,
-    causal=False,
-    window=None,
-    align=None,
-    query_offset=None,
-    scale=None,
-    softcap=0.0,
-    alibi_slopes=None,
-    dropout_p=0.0,
-    dropout_seed=None,
-    dropout_offset=0,
-    dropout_origin=None,
-    seqlens_q=None,
-    seqlens_k=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    kernel=None,
-    device=None,
-    stream=None,
-    grad_logsumexp=None,
-    needs=("query", "key", "value"),
-    into=None,
-    accumulate=False,
-    grad_dtype=None,
-):
+    attn_bias: Array | None = None,
+    attn_mask: Array | None = None,
+    causal: bool = False,
+    window: Iterable[int] | None = None,
+    align: Literal["top_left", "bottom_right"] | None = None,
+    query_offset: SupportsIndex | Array | None = None,
+    scale: SupportsFloat | None = None,
+    softcap: SupportsFloat = 0.0,
+    alibi_slopes: Array | None = None,
+    dropout_p: SupportsFloat = 0.0,
+    dropout_seed: SupportsIndex | None = None,
+    dropout_offset: SupportsIndex = 0,
+    dropout_origin: DropoutOrigin | Iterable[int] | None = None,
+    seqlens_q: Array | None = None,
+    seqlens_k: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    kernel: str | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
+    stream: SupportsIndex | None = None,
+    grad_logsumexp: Array | None = None,
+    needs: Iterable[str] = ("query", "key", "value"),
+    into: dict[str, Any] | None = None,
+    accumulate: bool = False,
+    grad_dtype: Any = None,
+) -> dict[str, Any]:
     """Gradients of `attention`: of a loss by its inputs, given the loss's gradient by its output.
 
     The scores are computed again, a tile at a time; nothing of size Sq x Sk is stored, and dropout's mask is drawn
@@ -282,118 +274,37 @@ def attention_backward(
     )  # fmt: skip
 
 
-def merge(outs, logsumexps):
-    """The attention over all keys, out of its parts over some keys each.
-
-    ``L = log sum_n exp(logsumexps[n])``, ``out = sum_n exp(logsumexps[n] - L) * outs[n]``: the keys may be split over
-    calls, machines and time.
-
-    Parameters
-    ----------
-    outs : sequence of array
-        What `attention` returned for the same queries and a part of the keys each: [B, Sq, H, Dv], packed
-        [total_q, H, Dv]; any strides, any mix of float32, bfloat16 and float16, or all float64.
-    logsumexps : sequence of array
-        Likewise: [B, H, Sq], packed [H, total_q].
-
-    Returns
-    -------
-    out : array
-        Shape, dtype and kind of array of outs[0].
-    logsumexp : array
-        float32 (float64 if outs are).
-
-    Raises
-    ------
-    polyhead.Error, TypeError
-        Shapes or dtypes that disagree, no part at all.
-
-    Notes
-    -----
-    A row for which a part sees no key (logsumexp -inf) is as if that part were not there, whatever its out holds; where
-    no part sees one, out is 0 and logsumexp -inf.
-
-    To split the keys, say where the queries stand in each part: causal, window and ALiBi by ``query_offset`` less the
-    first key of the part. Dropout draws its mask by the key's number within the call, so parts with dropout take seeds
-    or offsets of their own.
-
-    Gradients: with out and logsumexp of the whole, `attention_backward` on a part's keys gives these keys' gradients
-    and the part's share of query's. Or go through the parts' own out and logsumexp: `merge_backward`.
-
-    Examples
-    --------
-    >>> import numpy as np, polyhead
-    >>> query, key, value = np.random.rand(3, 1, 6, 2, 8).astype(np.float32)
-    >>> whole = polyhead.attention(query, key, value)
-    >>> first = polyhead.attention(query, key[:, :4], value[:, :4], return_logsumexp=True)
-    >>> second = polyhead.attention(query, key[:, 4:], value[:, 4:], return_logsumexp=True)
-    >>> out, logsumexp = polyhead.merge((first[0], second[0]), (first[1], second[1]))
-    >>> np.allclose(out, whole, atol=1e-6)
-    True
-    """
-    return _bind.merge(outs, logsumexps)
-
-
-def merge_backward(grad_out, outs, logsumexps, out, logsumexp, grad_logsumexp=None):
-    """Gradients of `merge`: of a loss by each part, given the loss's gradient by the whole.
-
-    With ``w = exp(logsumexps[n] - logsumexp)``: ``w * grad_out`` by outs[n], and
-    ``w * (sum over Dv of grad_out * (outs[n] - out) + grad_logsumexp)`` by logsumexps[n].
-
-    Parameters
-    ----------
-    grad_out : array
-        Of the shape of out; any strides.
-    outs, logsumexps : sequence of array
-        As given to `merge`.
-    out, logsumexp : array
-        As `merge` returned them.
-    grad_logsumexp : array, optional
-        Of the shape and dtype of logsumexp; default 0.
-
-    Returns
-    -------
-    grad_outs, grad_logsumexps : list of array
-        Those of each part, for `attention_backward` on that part. Rows for which the part sees no key get exactly 0.
-
-    Raises
-    ------
-    polyhead.Error, TypeError
-        Shapes or dtypes that disagree, no part at all.
-    """
-    return _bind.merge_backward(grad_out, outs, logsumexps, out, logsumexp, grad_logsumexp)
-
-
 def explain(
-    query,
-    key,
-    value,
+    query: Array,
+    key: Array,
+    value: Array,
     *,
-    attn_bias=None,
-    attn_mask=None,
-    causal=False,
-    window=None,
-    align=None,
-    query_offset=None,
-    scale=None,
-    softcap=0.0,
-    alibi_slopes=None,
-    dropout_p=0.0,
-    dropout_seed=None,
-    dropout_offset=0,
-    dropout_origin=None,
-    seqlens_q=None,
-    seqlens_k=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    return_logsumexp=False,
-    return_weights=False,
-    return_column_sums=False,
-    out_dtype=None,
-    kernel=None,
-    device=None,
-    stream=None,
-):
+    attn_bias: Array | None = None,
+    attn_mask: Array | None = None,
+    causal: bool = False,
+    window: Iterable[int] | None = None,
+    align: Literal["top_left", "bottom_right"] | None = None,
+    query_offset: SupportsIndex | Array | None = None,
+    scale: SupportsFloat | None = None,
+    softcap: SupportsFloat = 0.0,
+    alibi_slopes: Array | None = None,
+    dropout_p: SupportsFloat = 0.0,
+    dropout_seed: SupportsIndex | None = None,
+    dropout_offset: SupportsIndex = 0,
+    dropout_origin: DropoutOrigin | Iterable[int] | None = None,
+    seqlens_q: Array | None = None,
+    seqlens_k: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    return_logsumexp: bool = False,
+    return_weights: bool | Literal["mean"] = False,
+    return_column_sums: bool = False,
+    out_dtype: Any = None,
+    out: ArrayT | None = None,
+    kernel: str | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
+    stream: SupportsIndex | None = None,
+) -> Explanation:
     """Which kernel `attention` and `attention_backward` would take here, and why not the others. Computes nothing.
 
     Parameters
@@ -420,11 +331,40 @@ def explain(
     return Explanation(*_bind.explain(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-        kernel, device, stream, return_logsumexp, return_weights, return_column_sums, out_dtype,
+        kernel, device, stream, return_logsumexp, return_weights, return_column_sums, out_dtype, out,
     ))  # fmt: skip
 
 
-def kernels():
+def set_num_threads(num_threads: SupportsIndex) -> None:
+    """Sets how many threads compute the calls that begin from now on, on arrays of NumPy and DLPack.
+
+    Before it is called there are POLYHEAD_THREADS of them, else as many as this process may use CPUs. Results do not
+    depend on it. Calls through `polyhead.torch` run on torch's threads: ``torch.set_num_threads``.
+
+    Parameters
+    ----------
+    num_threads : int
+        1 to 1024, the caller's included. For each number asked for, a pool is kept, whose threads sleep when idle.
+
+    Raises
+    ------
+    polyhead.Error, TypeError
+        Another number, or none.
+    """
+    _bind.set_num_threads(num_threads)
+
+
+def get_num_threads() -> int:
+    """How many threads compute a call on arrays of NumPy and DLPack, the caller's included.
+
+    Returns
+    -------
+    int
+    """
+    return _bind.num_threads()
+
+
+def kernels() -> list[str]:
     """Names of the kernels usable on this machine, best first, "reference" last.
 
     Returns
@@ -432,38 +372,3 @@ def kernels():
     list of str
     """
     return _bind.kernels()
-
-
-def dropout_mask(shape, dropout_p, dropout_seed, dropout_offset=0, dropout_origin=None):
-    """Which weights dropout keeps: a pure function of its arguments, the same on every kernel and machine.
-
-    Parameters
-    ----------
-    shape : (int, int, int, int)
-        B, H, Sq, Sk as of `attention`; for packed sequences those of the sequence, taken from row b of the result.
-    dropout_p : float
-        0 to 1.
-    dropout_seed : int
-        0 .. 2^64 - 1.
-    dropout_offset : int
-        0 .. 2^32 - 1.
-    dropout_origin : DropoutOrigin, optional
-        Where the result stands in a larger mask, whose part it then is.
-
-    Returns
-    -------
-    numpy.ndarray of bool, [B, H, Sq, Sk]
-        True = kept (and scaled by ``1 / (1 - dropout_p)``).
-
-    Raises
-    ------
-    polyhead.Error
-        A value out of its range.
-
-    Notes
-    -----
-    Element (b, h, i, j) is kept if its 16 random bits are >= floor(dropout_p * 65536 + 0.5). The bits come from
-    Philox4x32-10 with key words (seed & 0xffffffff, seed >> 32) and counter words (b * H + h, i, j // 8, offset):
-    j takes word (j % 8) // 2, its low half if j is even, else its high half.
-    """
-    return _bind.dropout_mask(shape, dropout_p, dropout_seed, dropout_offset, dropout_origin)

@@ -1,15 +1,29 @@
 """The layer of multi-head attention on NumPy arrays."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple, SupportsFloat, SupportsIndex
+
 import numpy as np
 
 from polyhead import _bind
 from polyhead._bind import Error
+from polyhead._typing import Array, ArrayT
 
 _PROJECTIONS = ("query", "key", "value")
 _WEIGHTS = tuple(f"{name}_weight" for name in (*_PROJECTIONS, "out"))
 _BIASES = tuple(f"{name}_bias" for name in (*_PROJECTIONS, "out"))
-# Bits of needs and places of gradients, in the order of the binding's arguments.
-_IN_PROJ, _SEPARATE, _IN_BIAS, _OUT_WEIGHT, _OUT_BIAS, _ATTN_BIAS = 3, (4, 5, 6), 7, 8, 9, 12
+# Inputs that have a gradient, as the binding returns them, with their places among the arguments of forward.
+_INPUTS = {"query": 0, "key": 1, "value": 2, "attn_bias": 3, "alibi_slopes": 11}
+
+
+class LayerCaches(NamedTuple):
+    """The projected keys and values of past steps: what decoding with a layer keeps. `MultiHeadAttention.new_caches` makes them."""
+
+    key: np.ndarray  #: [B, Sk, G, D]
+    value: np.ndarray  #: [B, Sk, G, Dv]
+    seqlen_q: int  #: how many steps of query there will be
 
 
 class MultiHeadAttention:
@@ -29,8 +43,12 @@ class MultiHeadAttention:
         Divides num_heads; query head h reads key/value head h // (H // G). Default num_heads.
     scale : float, optional
         Factor on the scores; default weights["scale"], else ``1 / sqrt(D)``.
+    softcap : float
+        ``softcap * tanh(scores / softcap)`` in place of the scores; 0 = off.
     dropout_p, output_dropout_p : float
         Of the attention's weights, and of the output; in training only.
+    kernel : str, optional
+        One of `polyhead.kernels()`, instead of the best that can compute this.
 
     Attributes
     ----------
@@ -52,14 +70,34 @@ class MultiHeadAttention:
     >>> grads = layer.backward(np.ones_like(out))
     >>> out.shape, grads["query"].shape, grads["key_weight"].shape
     ((2, 5, 16), (2, 5, 16), (16, 16))
+
+    Decoding step by step: the same numbers, each step from the keys and values of those before it.
+
+    >>> caches = layer.new_caches(batch=2, seqlen_k=5)
+    >>> steps = [layer.forward(x[:, n : n + 1], causal=True, caches=caches, step=n) for n in range(5)]
+    >>> bool(np.allclose(np.concatenate(steps, 1), out))
+    True
     """
 
-    def __init__(self, weights, num_heads, num_heads_kv=None, *, scale=None, dropout_p=0.0, output_dropout_p=0.0):
+    def __init__(
+        self,
+        weights: Mapping[str, Any],
+        num_heads: int,
+        num_heads_kv: int | None = None,
+        *,
+        scale: SupportsFloat | None = None,
+        softcap: SupportsFloat = 0.0,
+        dropout_p: SupportsFloat = 0.0,
+        output_dropout_p: SupportsFloat = 0.0,
+        kernel: str | None = None,
+    ) -> None:
         self.num_heads = num_heads
         self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
         self.scale = weights.get("scale") if scale is None else scale
+        self.softcap = softcap
         self.dropout_p, self.output_dropout_p = dropout_p, output_dropout_p
-        self._saved = None
+        self.kernel = kernel
+        self._saved: tuple[tuple[Any, ...], Any] | None = None
         for name, array in weights.items():
             if name != "scale" and name not in _WEIGHTS and name not in _BIASES:
                 raise Error(f'weights has "{name}", for which the layer has no place')
@@ -68,52 +106,97 @@ class MultiHeadAttention:
         for name in _WEIGHTS[:3]:
             if name not in weights:
                 raise Error(f'weights has no "{name}", which must be given')
+        self._check_shapes({name: array for name, array in weights.items() if name != "scale"})
         self._pack(weights)
 
-    def _pack(self, weights):
+    def _check_shapes(self, weights: Mapping[str, np.ndarray]) -> None:
+        if self.num_heads < 1 or self.num_heads_kv < 1 or self.num_heads % self.num_heads_kv != 0:
+            raise Error(f"num_heads_kv is {self.num_heads_kv}, must divide num_heads {self.num_heads}")
+        for name, array in weights.items():
+            if array.dtype != weights["query_weight"].dtype:
+                raise Error(f"{name} is {array.dtype}, must be {weights['query_weight'].dtype} as query_weight")
+            if array.ndim != (dims := 2 if name in _WEIGHTS else 1):
+                raise Error(f"{name} has {array.ndim} dimensions, must have {dims}")
+        head_dims = []
+        for name, heads in zip(_WEIGHTS[:3], (self.num_heads, self.num_heads_kv, self.num_heads_kv), strict=True):
+            columns = weights[name].shape[1]
+            if columns == 0 or columns % heads != 0:
+                raise Error(f"{name} has {columns} columns, must have a multiple of its {heads} heads")
+            head_dims.append(columns // heads)
+        if head_dims[0] != head_dims[1]:
+            raise Error(f"key_weight has heads of {head_dims[1]} columns, must be {head_dims[0]} as query_weight's")
+        if "out_weight" in weights and weights["out_weight"].shape[0] != self.num_heads * head_dims[2]:
+            raise Error(
+                f"out_weight has {weights['out_weight'].shape[0]} rows, must have {self.num_heads * head_dims[2]}: "
+                f"num_heads times the columns of a head of value_weight"
+            )
+        for name, matrix in zip(_BIASES, _WEIGHTS, strict=True):
+            if name in weights and matrix not in weights:
+                raise Error(f"{name} is given without {matrix}")
+            if name in weights and weights[name].shape != weights[matrix].shape[1:]:
+                raise Error(f"{name} is {weights[name].shape}, must be {weights[matrix].shape[1:]} as the columns of {matrix}")
+
+    def _pack(self, weights: Mapping[str, np.ndarray]) -> None:
         """One matrix and one bias for what can be one product; self.weights are views of them."""
         matrices = [weights[name] for name in _WEIGHTS[:3]]
-        for name, matrix in zip(_WEIGHTS, matrices):
-            if matrix.ndim != 2:
-                raise Error(f"{name} has {matrix.ndim} dimensions, must have 2")
-            if matrix.dtype != matrices[0].dtype:
-                raise Error(f"{name} is {matrix.dtype}, must be {matrices[0].dtype} as query_weight")
         columns = [matrix.shape[1] for matrix in matrices]
         self._parts = [slice(sum(columns[:i]), sum(columns[: i + 1])) for i in range(3)]
-        one_dim = columns[0] * self.num_heads_kv == columns[1] * self.num_heads and columns[1] == columns[2]
-        self._joined = one_dim and len({matrix.shape[0] for matrix in matrices}) == 1
-        self.weights = {}
+        self._joined = len({matrix.shape[0] for matrix in matrices}) == 1
+        self.weights: dict[str, np.ndarray] = {}
         if self._joined:
-            self._in_proj = np.concatenate(matrices, 1)
-            for name, part in zip(_WEIGHTS, self._parts):
-                self.weights[name] = self._in_proj[:, part]
+            self.weights |= self._split(np.concatenate(matrices, 1))
         else:
             self.weights |= {name: matrix.copy() for name, matrix in zip(_WEIGHTS, matrices)}
-        self._in_bias = None
-        if any(name in weights for name in _BIASES[:3]):
-            self._in_bias = np.zeros(sum(columns), matrices[0].dtype)
-            for name, part in zip(_BIASES, self._parts):
-                if name in weights:
-                    if weights[name].shape != (part.stop - part.start,):
-                        raise Error(f"{name} is {weights[name].shape}, must be ({part.stop - part.start},)")
-                    self._in_bias[part] = weights[name]
-                    self.weights[name] = self._in_bias[part]
-        self.weights |= {name: weights[name].copy() for name in ("out_weight", "out_bias") if name in weights}
+        self.weights |= {name: weights[name].copy() for name in (*_BIASES, "out_weight") if name in weights}
+
+    def _split(self, in_proj: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: in_proj[:, part] for name, part in zip(_WEIGHTS, self._parts)}
+
+    def new_caches(self, batch: int, seqlen_k: int, seqlen_q: int | None = None) -> LayerCaches:
+        """Caches for decoding with `forward`, zeros.
+
+        Parameters
+        ----------
+        batch : int
+        seqlen_k : int
+            How many keys there will be at most.
+        seqlen_q : int, optional
+            How many steps of query; default seqlen_k, as in self-attention.
+
+        Returns
+        -------
+        LayerCaches
+        """
+        dims = [self.weights[name].shape[1] // self.num_heads_kv for name in ("key_weight", "value_weight")]
+        dtype = self.weights["key_weight"].dtype
+        key, value = (np.zeros((batch, seqlen_k, self.num_heads_kv, dim), dtype) for dim in dims)
+        return LayerCaches(key, value, seqlen_k if seqlen_q is None else seqlen_q)
 
     def forward(
         self,
-        query,
-        key=None,
-        value=None,
+        query: ArrayT,
+        key: Array | None = None,
+        value: Array | None = None,
         *,
-        attn_bias=None,
-        attn_mask=None,
-        causal=False,
-        return_weights=False,
-        training=False,
-        dropout_seed=None,
-        output_dropout_seed=None,
-    ):
+        attn_bias: Array | None = None,
+        attn_mask: Array | None = None,
+        causal: bool = False,
+        window: Iterable[int] | None = None,
+        window_lo: Array | None = None,
+        window_hi: Array | None = None,
+        align: Literal["top_left", "bottom_right"] | None = None,
+        query_offset: SupportsIndex | Array | None = None,
+        alibi_slopes: Array | None = None,
+        seqlens_q: Array | None = None,
+        seqlens_k: Array | None = None,
+        return_weights: bool | Literal["mean"] = False,
+        training: bool = False,
+        dropout_seed: SupportsIndex | None = None,
+        output_dropout_seed: SupportsIndex | None = None,
+        caches: LayerCaches | None = None,
+        step: int | None = None,
+        append: bool = True,
+    ) -> ArrayT | Any:
         """The output of the layer.
 
         Parameters
@@ -126,7 +209,13 @@ class MultiHeadAttention:
         attn_bias, attn_mask : array, optional
             Broadcast to [B, H, Sq, Sk], as of `polyhead.attention`: added to the scores; bool, True = may look.
         causal : bool
-            Query i sees keys 0 .. i.
+            Query i sees keys up to i plus the offset that align or query_offset say.
+        window, align, query_offset, alibi_slopes : optional
+            As of `polyhead.attention`; align is needed if Sq != Sk and one of causal, window, alibi_slopes is used.
+        window_lo, window_hi : int32 or int64 array [Sq], optional
+            Query i sees keys ``window_lo[i] <= j < window_hi[i]``; cut to the keys there are. Both or none.
+        seqlens_q, seqlens_k : int32 or int64 array [B], optional
+            Rows behind these are padding: out has the output of zeros there (out_bias), and they pass on no gradient.
         return_weights : bool or "mean"
             P after dropout [B, H, Sq, Sk], or its mean over heads [B, Sq, Sk]. It has no gradient.
         training : bool
@@ -135,6 +224,14 @@ class MultiHeadAttention:
             0 .. 2^64 - 1; must be given in training for a dropout above 0. They may be one number: what they keep is
             `polyhead.dropout_mask` of [B, H, Sq, Sk] with dropout_offset 0, and of [B, 1, Sq, out_size] with
             dropout_offset 1.
+        caches : LayerCaches, optional
+            Not in training. Without step, k and v of these keys are written to the caches' beginning: of a prompt, say.
+        step : int, optional
+            One step of decoding with caches, 0 .. caches.seqlen_q - 1: query has one time step, this one. Key and value
+            (default: query) have one too, which is put into the caches at this place; keys behind it are hidden. Masks,
+            windows and lengths are those of the whole, of all steps and keys.
+        append : bool
+            False: the caches stand as they are and all their keys are seen: attention to another sequence.
 
         Returns
         -------
@@ -144,29 +241,48 @@ class MultiHeadAttention:
         ------
         polyhead.Error, TypeError
         """
-        returned = {False: 0, True: 1, "mean": 2}.get(return_weights)
-        if returned is None:
-            raise Error(f'return_weights is "{return_weights}", must be True, False or "mean"')
-        separate = (None,) * 3 if self._joined else tuple(self.weights[name].T for name in _WEIGHTS[:3])
-        out_weight = self.weights.get("out_weight")
+        in_caches, num_steps = self._caches_of(query, key, caches, step, append, training)
         if key is query:
             key = None
         value = None if value is key or (key is None and value is query) else value
         if key is None and value is not None:
             key = query
-        arguments = (
-            query, key, value,
-            self._in_proj.T if self._joined else None, *separate, self._in_bias,
-            None if out_weight is None else out_weight.T, self.weights.get("out_bias"), None, None,
-            attn_bias, attn_mask, dropout_seed, output_dropout_seed, self.num_heads, self.num_heads_kv, causal,
-            self.scale, self.dropout_p if training else 0.0, self.output_dropout_p if training else 0.0, returned,
-            0, False, 1e-5, False,
+        w = self.weights
+        shared = (
+            query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, self.scale, self.softcap,
+            alibi_slopes, self.dropout_p if training else 0.0, dropout_seed if training else None, 0, None, seqlens_q,
+            seqlens_k, None, None, self.kernel, None, None, *(w.get(name) for name in (*_WEIGHTS, *_BIASES)),
+            self.num_heads, self.num_heads_kv, self.output_dropout_p if training else 0.0,
+            output_dropout_seed if training else None, window_lo, window_hi, return_weights,
         )  # fmt: skip
-        out, weights, reserve, _ = _bind.attention_block(*arguments, training)
-        self._saved = (arguments, reserve) if training else None
-        return (out, weights) if returned else out
+        at = -1 if step is None else step
+        out, weights, reserve = _bind.layer_forward(*shared, *in_caches, at, num_steps, append, training)
+        self._saved = (shared, reserve) if training else None
+        return (out, weights) if return_weights else out
 
-    def backward(self, grad_out, needs=None):
+    def _caches_of(
+        self, query: Any, key: Any, caches: LayerCaches | None, step: int | None, append: bool, training: bool
+    ) -> tuple[tuple[Any, Any], int]:
+        """(arrays of the caches that forward writes or reads, number of steps)"""
+        if caches is None:
+            if step is not None:
+                raise Error(f"step is {step}, so caches must be given: what new_caches returns")
+            return (None, None), 0
+        if training:
+            raise Error("caches are given and training is True: decoding has no backward")
+        if step is not None:
+            if step < 0:
+                raise Error(f"step is {step}, must be 0 to {caches.seqlen_q - 1}")
+            if not append and key is not None:
+                raise Error("append is False, so key and value must not be given: the caches stand")
+            return (caches.key, caches.value), caches.seqlen_q
+        seqlen_k = np.shape(query if key is None else key)[1:2]
+        if seqlen_k and seqlen_k[0] > caches.key.shape[1]:
+            raise Error(f"key has {seqlen_k[0]} time steps, caches have room for {caches.key.shape[1]}")
+        places = slice(*seqlen_k)
+        return (caches.key[:, places], caches.value[:, places]), 0
+
+    def backward(self, grad_out: Array, needs: Iterable[str] | None = None) -> dict[str, Any]:
         """Gradients of the last `forward`, which was in training.
 
         Parameters
@@ -174,7 +290,8 @@ class MultiHeadAttention:
         grad_out : array
             Of the shape and dtype of out, any strides.
         needs : sequence of str, optional
-            Which: out of "query", "key", "value", "attn_bias" and the names of the weights. Default: all there are.
+            Which: out of "query", "key", "value", "attn_bias", "alibi_slopes" and the names of the weights. Default: all
+            there are.
 
         Returns
         -------
@@ -188,30 +305,23 @@ class MultiHeadAttention:
         """
         if self._saved is None:
             raise Error("backward needs what forward keeps: call forward with training=True first")
-        arguments, reserve = self._saved
-        there = {name: bit for bit, name in enumerate(_PROJECTIONS) if arguments[bit] is not None}
-        if arguments[_ATTN_BIAS] is not None:
-            there["attn_bias"] = _ATTN_BIAS
-        for name in self.weights:
-            there[name] = self._place(name)
-        needs = tuple(there if needs is None else needs)
+        shared, reserve = self._saved
+        inputs = [name for name, place in _INPUTS.items() if shared[place] is not None]
+        there = (*inputs, *self.weights)
+        needs = there if needs is None else tuple(needs)
         for name in needs:
             if name not in there:
                 raise Error(f'needs holds "{name}", must be out of {", ".join(there)}')
-        bits = sum(1 << bit for bit in {there[name] for name in needs})
-        grads, _ = _bind.attention_block_backward(*arguments, grad_out, reserve, bits)
-        return {name: self._gradient(name, grads[there[name]]) for name in needs}
+        grads = self._weight_gradients(needs)
+        bits = sum(1 << bit for bit, name in enumerate(_INPUTS) if name in needs)
+        in_order = (grads.get(name) for name in (*_WEIGHTS, *_BIASES))
+        grads |= dict(zip(_INPUTS, _bind.layer_backward(*shared, grad_out, reserve, bits, *in_order), strict=True))
+        return {name: grads[name] for name in needs}
 
-    def _place(self, name):
-        """Of a weight, among the binding's arguments."""
-        if name in _WEIGHTS[:3]:
-            return _IN_PROJ if self._joined else _SEPARATE[_WEIGHTS.index(name)]
-        if name in _BIASES[:3]:
-            return _IN_BIAS
-        return _OUT_WEIGHT if name == "out_weight" else _OUT_BIAS
-
-    def _gradient(self, name, grad):
-        if name in _WEIGHTS:
-            grad = grad.T
-            return grad[:, self._parts[_WEIGHTS.index(name)]] if self._joined and name != "out_weight" else grad
-        return grad[self._parts[_BIASES.index(name)]] if name in _BIASES[:3] else grad
+    def _weight_gradients(self, needs: Iterable[str]) -> dict[str, np.ndarray]:
+        """New arrays; those of one product are views of one matrix, so that their gradients are one product too."""
+        grads = {name: np.empty_like(self.weights[name]) for name in needs if name in self.weights}
+        if self._joined and all(name in grads for name in _WEIGHTS[:3]):
+            rows = self.weights["query_weight"].shape[0]
+            grads |= self._split(np.empty((rows, self._parts[-1].stop), grads["query_weight"].dtype))
+        return grads

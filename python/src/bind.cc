@@ -11,11 +11,13 @@
 #include "backward_call.h"
 #include "block_call.h"
 #include "call.h"
+#include "layer_call.h"
 #include "merge_call.h"
 #include "plan_cache.h"
 #include "polyhead/dropout.h"
 #include "polyhead/kernels.h"
 #include "scalars.h"
+#include "threads.h"
 #include "weights_call.h"
 
 namespace polyhead::python {
@@ -95,41 +97,6 @@ nb::object new_dropout_mask(PyObject* const* arguments) {
   return array;
 }
 
-PyObject* dropout_mask_array(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
-  return guarded([&] {
-    check_num_arguments(count, 5);
-    return new_dropout_mask(arguments);
-  });
-}
-
-PyObject* merge(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
-  return guarded([&] {
-    check_num_arguments(count, kNumMerge);
-    return merge_parts(arguments);
-  });
-}
-
-PyObject* merge_backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
-  return guarded([&] {
-    check_num_arguments(count, kNumMergeBackward);
-    return merge_parts_backward(arguments);
-  });
-}
-
-PyObject* load_weights_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
-  return guarded([&] {
-    check_num_arguments(count, kNumLoadWeights);
-    return load_weights(arguments);
-  });
-}
-
-PyObject* export_weights_to(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
-  return guarded([&] {
-    check_num_arguments(count, kNumExportWeights);
-    return export_arrays(arguments);
-  });
-}
-
 // A function of as many arguments, all by position.
 template <int Takes, nb::object (*Function)(PyObject* const*)>
 PyObject* call_with(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
@@ -144,7 +111,7 @@ nb::dict build_info() {
   info["version"] = version();
   info["compiler"] = POLYHEAD_COMPILER;
   info["cpu"] = cpu_features();
-  info["threads"] = default_executor().num_threads();
+  info["threads"] = num_threads();
   return info;
 }
 
@@ -162,17 +129,19 @@ PyMethodDef functions[] = {
     {"attention", fastcall(attention), METH_FASTCALL, nullptr},
     {"attention_backward", fastcall(attention_backward), METH_FASTCALL, nullptr},
     {"explain", fastcall(explain_arguments), METH_FASTCALL, nullptr},
-    {"dropout_mask", fastcall(dropout_mask_array), METH_FASTCALL, nullptr},
-    {"merge", fastcall(merge), METH_FASTCALL, nullptr},
-    {"merge_backward", fastcall(merge_backward), METH_FASTCALL, nullptr},
+    {"dropout_mask", fastcall(call_with<5, new_dropout_mask>), METH_FASTCALL, nullptr},
+    {"merge", fastcall(call_with<kNumMerge, merge_parts>), METH_FASTCALL, nullptr},
+    {"merge_backward", fastcall(call_with<kNumMergeBackward, merge_parts_backward>), METH_FASTCALL, nullptr},
     {"attention_block", fastcall(call_with<kNumAttentionBlock, attention_block_arrays>), METH_FASTCALL, nullptr},
     {"attention_block_backward", fastcall(call_with<kNumAttentionBlockBackward, attention_block_gradients>),
      METH_FASTCALL, nullptr},
     {"feed_forward_block", fastcall(call_with<kNumFeedForward, feed_forward_arrays>), METH_FASTCALL, nullptr},
     {"feed_forward_block_backward", fastcall(call_with<kNumFeedForwardBackward, feed_forward_gradients>), METH_FASTCALL,
      nullptr},
-    {"load_weights", fastcall(load_weights_of), METH_FASTCALL, nullptr},
-    {"export_weights", fastcall(export_weights_to), METH_FASTCALL, nullptr},
+    {"layer_forward", fastcall(call_with<kNumLayerForward, layer_forward>), METH_FASTCALL, nullptr},
+    {"layer_backward", fastcall(call_with<kNumLayerBackward, layer_backward>), METH_FASTCALL, nullptr},
+    {"load_weights", fastcall(call_with<kNumLoadWeights, load_weights>), METH_FASTCALL, nullptr},
+    {"export_weights", fastcall(call_with<kNumExportWeights, export_arrays>), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -186,6 +155,8 @@ NB_MODULE(_bind, module) {
   if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw nb::python_error();
   module.attr("__version__") = polyhead::version();
   module.def("kernels", &polyhead::kernels);
+  module.def("num_threads", &num_threads);
+  module.def("set_num_threads", [](nb::handle count) { set_num_threads(int64_argument(count.ptr(), "num_threads")); });
   module.def("build_info", &build_info);
   module.def("weight_sources", &list_weight_sources);
   module.def("measured_peak_gflops", &measured_peak_gflops);

@@ -8,6 +8,7 @@
 #include "blocks.h"
 #include "call.h"
 #include "scalars.h"
+#include "threads.h"
 
 namespace polyhead::python {
 namespace {
@@ -157,7 +158,7 @@ nb::object attention_block_arrays(PyObject* const* arguments) {
   const AttentionBlockCall call = read_attention_block(reader);
   const bool keep = reader.flag("keep");
   const AttentionBlockDesc desc = checked(block_desc(call));
-  const auto block = checked(cached_block(desc));
+  const auto block = checked(cached_block(desc, chosen_executor()));
   const LayerDesc& d = desc.layer;
   Results results("query", arguments[0], d.dtype);
   Tensor out(nullptr, d.dtype, {d.batch, d.seqlen_q, block->layer().out_size()}), reserve;
@@ -173,7 +174,7 @@ nb::object attention_block_gradients(PyObject* const* arguments) {
   Reader reader(arguments);
   const AttentionBlockCall call = read_attention_block(reader);
   const AttentionBlockDesc desc = checked(block_desc(call));
-  const auto block = checked(cached_block(desc));
+  const auto block = checked(cached_block(desc, chosen_executor()));
   const Tensor grad_out = reader.array("grad_out", 3, 3, "the shape of out");
   Held held[2];
   const Tensor reserve = reserve_view(reader.next(), reserve_words(desc), held[0]);
@@ -206,7 +207,7 @@ nb::object feed_forward_arrays(PyObject* const* arguments) {
   const FeedForwardCall call = read_feed_forward(reader);
   const bool keep = reader.flag("keep");
   const FeedForwardBlockDesc desc = checked(block_desc(call));
-  const auto block = checked(cached_block(desc));
+  const auto block = checked(cached_block(desc, chosen_executor()));
   Results results("x", arguments[0], desc.dtype);
   Tensor out = call.in.x, reserve;
   nb::object out_array = results.make(out), reserve_array = nb::none();
@@ -219,7 +220,7 @@ nb::object feed_forward_gradients(PyObject* const* arguments) {
   Reader reader(arguments);
   const FeedForwardCall call = read_feed_forward(reader);
   const FeedForwardBlockDesc desc = checked(block_desc(call));
-  const auto block = checked(cached_block(desc));
+  const auto block = checked(cached_block(desc, chosen_executor()));
   const Tensor grad_out = reader.array("grad_out", 3, 3, "the shape of out");
   Held held;
   const Tensor reserve = reserve_view(reader.next(), reserve_words(desc), held);

@@ -1,11 +1,8 @@
 #include "blocks.h"
 
-#include <bit>
 #include <cstddef>
 #include <string>
-#include <type_traits>
 #include <utility>
-#include <vector>
 
 #include "broadcast.h"
 #include "cache.h"
@@ -164,70 +161,39 @@ FeedForwardBlockForwardArgs forward_args(const FeedForwardCall& call, const Tens
   return args;
 }
 
-// A desc as words, each field that block_desc() sets one, so that two keys are equal only where the descs are.
-class Key {
- public:
-  template <class... Values>
-  void add(Values... values) {
-    (add_word(values), ...);
-  }
-  void add(const BroadcastOperand& operand) {
-    add(operand.given, operand.dtype);
-    for (const int64_t dim : operand.dims) add(dim);
-  }
-  void add(const NormDesc& norm) { add(norm.kind, norm.pre, norm.eps, norm.gamma, norm.beta); }
+// What tells most calls apart; operator== of the descs tells the rest.
+uint64_t hash_of(const LayerDesc& d) {
+  return hash_words({d.batch, d.seqlen_q, d.seqlen_k, d.num_heads, d.query_size, d.query_proj_size, d.out_proj_size,
+                     static_cast<int64_t>(d.dtype), int64_t{d.attention.causal}});
+}
+uint64_t hash_of(const AttentionBlockDesc& d) { return hash_of(d.layer); }
+uint64_t hash_of(const FeedForwardBlockDesc& d) {
+  return hash_words({d.batch, d.seqlen, d.size, d.inner_size, static_cast<int64_t>(d.dtype)});
+}
 
+template <class Desc>
+struct Key {
+  Desc desc;
+  Executor* executor = nullptr;
+  std::string kernel;
   bool operator==(const Key&) const = default;
-
-  struct Hash {
-    size_t operator()(const Key& key) const {  // FNV-1a, a word at a time
-      uint64_t hash = 0xcbf29ce484222325;
-      for (const uint64_t word : key.words_) hash = (hash ^ word) * 0x100000001b3;
-      return hash ^ (hash >> 32);
-    }
-  };
-
- private:
-  template <class Value>
-  void add_word(Value value) {
-    if constexpr (std::is_same_v<Value, double>) {
-      words_.push_back(std::bit_cast<uint64_t>(value));
-    } else {
-      words_.push_back(static_cast<uint64_t>(value));
-    }
-  }
-
-  std::vector<uint64_t> words_;
 };
 
-Key key_of(const AttentionBlockDesc& desc, const Executor* executor) {
-  const LayerDesc& d = desc.layer;
-  Key key;
-  key.add(reinterpret_cast<uintptr_t>(executor), d.batch, d.seqlen_q, d.seqlen_k, d.num_heads, d.num_heads_kv,
-          d.query_size, d.key_size, d.value_size, d.query_proj_size, d.key_proj_size, d.value_proj_size,
-          d.out_proj_size, d.query_bias, d.out_bias, d.residual, d.output_dropout_p, d.dtype);
-  key.add(d.attention.causal, d.attention.scale.has_value(), d.attention.scale.value_or(0), d.attention.dropout_p,
-          d.attention.return_weights);
-  key.add(d.attention.attn_mask);
-  key.add(d.attention.attn_bias);
-  key.add(desc.norm);
-  return key;
-}
+template <class Desc>
+struct Hash {
+  size_t operator()(const Key<Desc>& key) const { return hash_of(key.desc); }
+};
 
-Key key_of(const FeedForwardBlockDesc& d, const Executor* executor) {
-  Key key;
-  key.add(reinterpret_cast<uintptr_t>(executor), d.batch, d.seqlen, d.size, d.inner_size, d.activation, d.bias1,
-          d.bias2, d.inner_dropout_p, d.output_dropout_p, d.residual, d.dtype);
-  key.add(d.norm);
-  return key;
-}
-
-template <class Block, class Desc, class Make>
-Result<std::shared_ptr<const Block>> cached(const Desc& desc, Executor* executor, Make make) {
-  static auto* const cache = new Cache<Key, Block, Key::Hash>(kMostBlocks);  // threads may outlive the interpreter
-  Key key = key_of(desc, executor);
-  return cache->get([&](const Key& last) { return last == key; }, [&] { return std::move(key); },
-                    [&] { return make(desc, PlanOptions{.kernel = {}, .where = {.executor = executor}}); });
+template <class Made, class Desc, class Make>
+Result<std::shared_ptr<const Made>> cached(const Desc& desc, Executor* executor, std::string_view kernel, Make make) {
+  static auto* const cache =
+      new Cache<Key<Desc>, Made, Hash<Desc>>(kMostBlocks);  // threads may outlive the interpreter
+  return cache->get(
+      [&](const Key<Desc>& last) { return last.desc == desc && last.executor == executor && last.kernel == kernel; },
+      [&] {
+        return Key<Desc>{desc, executor, std::string(kernel)};
+      },
+      [&] { return make(desc, PlanOptions{.kernel = kernel, .where = {.executor = executor}}); });
 }
 
 int64_t words(DType dtype, int64_t elements, int64_t statistics) {
@@ -304,11 +270,15 @@ Result<FeedForwardBlockDesc> block_desc(const FeedForwardCall& call) {
 }
 
 Result<std::shared_ptr<const AttentionBlock>> cached_block(const AttentionBlockDesc& desc, Executor* executor) {
-  return cached<AttentionBlock>(desc, executor, attention_block);
+  return cached<AttentionBlock>(desc, executor, {}, attention_block);
 }
 
 Result<std::shared_ptr<const FeedForwardBlock>> cached_block(const FeedForwardBlockDesc& desc, Executor* executor) {
-  return cached<FeedForwardBlock>(desc, executor, feed_forward_block);
+  return cached<FeedForwardBlock>(desc, executor, {}, feed_forward_block);
+}
+
+Result<std::shared_ptr<const Layer>> cached_layer(const LayerDesc& desc, Executor* executor, std::string_view kernel) {
+  return cached<Layer>(desc, executor, kernel, layer);
 }
 
 Status run_forward(const AttentionBlock& block, const AttentionBlockCall& call, const Tensor& out,

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string_view>
 
 #include "polyhead/block.h"
 
@@ -53,8 +54,10 @@ struct AttentionBlockCall {
 Result<AttentionBlockDesc> block_desc(const AttentionBlockCall& call);
 
 // The block of a desc, out of at most 256 remembered ones; all are forgotten when there would be more. Any thread.
-Result<std::shared_ptr<const AttentionBlock>> cached_block(const AttentionBlockDesc& desc,
-                                                           Executor* executor = nullptr);
+Result<std::shared_ptr<const AttentionBlock>> cached_block(const AttentionBlockDesc& desc, Executor* executor);
+
+// Likewise a layer without a block around it.
+Result<std::shared_ptr<const Layer>> cached_layer(const LayerDesc& desc, Executor* executor, std::string_view kernel);
 
 // reserve: of reserve_words(), or not given: inference, without dropout.
 Status run_forward(const AttentionBlock& block, const AttentionBlockCall& call, const Tensor& out,
@@ -85,8 +88,7 @@ struct FeedForwardCall {
 };
 
 Result<FeedForwardBlockDesc> block_desc(const FeedForwardCall& call);
-Result<std::shared_ptr<const FeedForwardBlock>> cached_block(const FeedForwardBlockDesc& desc,
-                                                             Executor* executor = nullptr);
+Result<std::shared_ptr<const FeedForwardBlock>> cached_block(const FeedForwardBlockDesc& desc, Executor* executor);
 Status run_forward(const FeedForwardBlock& block, const FeedForwardCall& call, const Tensor& out,
                    const Tensor& reserve);
 Status run_backward(const FeedForwardBlock& block, const FeedForwardCall& call, const Tensor& reserve,

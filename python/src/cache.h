@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -10,6 +12,13 @@
 #include "polyhead/status.h"
 
 namespace polyhead::python {
+
+// FNV-1a, a word at a time.
+inline uint64_t hash_words(std::initializer_list<int64_t> words) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const int64_t word : words) hash = (hash ^ static_cast<uint64_t>(word)) * 0x100000001b3;
+  return hash ^ (hash >> 32);
+}
 
 // At most `most` are remembered; all are forgotten when there would be more. Any thread. One for each call of get() in
 // the source: what a thread remembers of its last call belongs to that.

@@ -1,6 +1,7 @@
 #include "call.h"
 
 #include "scalars.h"
+#include "threads.h"
 
 namespace polyhead::python {
 namespace {
@@ -26,8 +27,12 @@ constexpr ArrayArgument kCuSeqlensKArray = {"cu_seqlens_k", kIntegers, 1, 1, "[b
 
 }  // namespace
 
-Call::Call(PyObject* const* arguments) : arguments_(arguments) {
+Call::Call(PyObject* const* arguments) : Options(arguments) {
   read_operands();
+  read_options();
+}
+
+void Options::read_options() {
   read_positions();
   read_scores();
   read_lengths();
@@ -38,7 +43,8 @@ Call::Call(PyObject* const* arguments) : arguments_(arguments) {
   read_where();
 }
 
-void Call::read_where() {
+void Options::read_where() {
+  args_.where.executor = chosen_executor();
   if (PyObject* device = arguments_[kDevice]; device != Py_None) {
     constexpr const char* kTakes = "\"cpu\" or \"cuda\"";
     const std::string_view name = text_argument(device, "device", kTakes);
@@ -50,7 +56,7 @@ void Call::read_where() {
   if (arguments_[kStream] != Py_None) args_.where.stream = handle_argument(arguments_[kStream], "stream");
 }
 
-Tensor Call::optional_array(Position position, const ArrayArgument& argument) {
+Tensor Options::optional_array(Position position, const ArrayArgument& argument) {
   if (arguments_[position] == Py_None) return {};
   return view_of(arguments_[position], argument, held_[position]);
 }
@@ -80,7 +86,7 @@ void Call::read_operands() {
   desc_.dtype = args_.query.dtype;
 }
 
-Tensor Call::broadcast_operand(Position position, const ArrayArgument& argument, BroadcastOperand& operand) {
+Tensor Options::broadcast_operand(Position position, const ArrayArgument& argument, BroadcastOperand& operand) {
   const Tensor given = view_of(arguments_[position], argument, held_[position]);
   const Tensor view = widened_to_4d(given);
   operand = python::broadcast_operand(view);
@@ -88,7 +94,7 @@ Tensor Call::broadcast_operand(Position position, const ArrayArgument& argument,
   return view;
 }
 
-void Call::read_positions() {
+void Options::read_positions() {
   desc_.causal = flag_argument(arguments_[kCausal], "causal");
   if (PyObject* window = arguments_[kWindow]; window != Py_None) {
     const nb::object pair = sequence_argument(window, "window", 2, "a pair of integers (left, right)");
@@ -117,7 +123,7 @@ void Call::read_positions() {
   }
 }
 
-void Call::read_scores() {
+void Options::read_scores() {
   if (arguments_[kAttnBias] != Py_None) {
     args_.attn_bias = broadcast_operand(kAttnBias, kBiasArray, desc_.attn_bias);
   }
@@ -139,7 +145,7 @@ void Call::read_scores() {
   desc_.dropout_origin = dropout_origin_argument(arguments_[kDropoutOrigin]);
 }
 
-void Call::read_lengths() {
+void Options::read_lengths() {
   args_.seqlens_q = optional_array(kSeqlensQ, kSeqlensQArray);
   args_.seqlens_k = optional_array(kSeqlensK, kSeqlensKArray);
   desc_.has_seqlens_q = args_.seqlens_q.given();

@@ -1,4 +1,4 @@
-// The arguments that polyhead.attention and attention_backward share, as the library wants them.
+// The arguments that polyhead.attention, attention_backward and the layer share, as the library wants them.
 #pragma once
 
 #include <Python.h>
@@ -12,7 +12,7 @@
 
 namespace polyhead::python {
 
-// Positions in the argument lists of _bind.attention, explain and attention_backward.
+// Positions in the argument lists of _bind.attention, explain, attention_backward and of the layer (layer_call.h).
 enum Position : int {
   kQuery,
   kKey,
@@ -43,6 +43,7 @@ enum Position : int {
   kReturnWeights,
   kReturnColumnSums,
   kOutDtype,
+  kResult,
   kNumForward,
   // attention_backward
   kGradOut = kNumShared,
@@ -58,32 +59,42 @@ enum Position : int {
 
 constexpr const char* kFloats = "float32, bfloat16, float16 or float64";
 
-// One call, read from Python. The arguments must outlive it. Raises polyhead.Error or TypeError.
-class Call {
+// The options of one call, read from Python. The arguments must outlive it. Raises polyhead.Error or TypeError.
+class Options {
  public:
   const AttentionDesc& desc() const { return desc_; }
   std::string_view kernel() const { return kernel_; }
   const Where& where() const { return args_.where; }
 
  protected:
-  explicit Call(PyObject* const* arguments);
+  explicit Options(PyObject* const* arguments) : arguments_(arguments) {}
+
+  void read_options();
+  Tensor optional_array(Position position, const ArrayArgument& argument);
 
   PyObject* const* arguments_;
   AttentionDesc desc_;
   ForwardArgs args_;        // the inputs
   int attn_bias_ndim_ = 0;  // as given; args_.attn_bias has 4
+  std::array<Held, kNumShared> held_;
 
  private:
-  Tensor optional_array(Position position, const ArrayArgument& argument);
   Tensor broadcast_operand(Position position, const ArrayArgument& argument, BroadcastOperand& operand);
-  void read_operands();
   void read_positions();
   void read_scores();
   void read_lengths();
   void read_where();
 
   std::string_view kernel_;
-  std::array<Held, kNumShared> held_;
+};
+
+// One call of attention, forward or backward.
+class Call : public Options {
+ protected:
+  explicit Call(PyObject* const* arguments);
+
+ private:
+  void read_operands();
 };
 
 // polyhead.attention's call; explain reads it too.
@@ -95,7 +106,13 @@ class ForwardCall : public Call {
   nb::object run(const Plan& plan);
 
  private:
+  void read_result();
+
   bool return_logsumexp_ = false;
+  Held held_result_;
 };
+
+// None, False: none; True: of each head; "mean".
+ReturnWeights return_weights_argument(PyObject* object);
 
 }  // namespace polyhead::python

@@ -14,19 +14,30 @@ void append(nb::object& results, int& count, nb::object array) {
 
 }  // namespace
 
+ReturnWeights return_weights_argument(PyObject* object) {
+  if (PyUnicode_Check(object)) {
+    if (PyUnicode_CompareWithASCIIString(object, "mean") == 0) return ReturnWeights::kMean;
+    bad_value("return_weights is \"%s\", must be True, False or \"mean\"", text_of(object).c_str());
+  }
+  return flag_argument(object, "return_weights") ? ReturnWeights::kPerHead : ReturnWeights::kNone;
+}
+
 ForwardCall::ForwardCall(PyObject* const* arguments) : Call(arguments) {
   return_logsumexp_ = flag_argument(arguments_[kReturnLogsumexp], "return_logsumexp");
   desc_.return_column_sums = flag_argument(arguments_[kReturnColumnSums], "return_column_sums");
   if (arguments_[kOutDtype] != Py_None) desc_.out_dtype = dtype_argument(arguments_[kOutDtype], "out_dtype");
-  PyObject* weights = arguments_[kReturnWeights];
-  if (PyUnicode_Check(weights)) {
-    if (PyUnicode_CompareWithASCIIString(weights, "mean") != 0) {
-      bad_value("return_weights is \"%s\", must be True, False or \"mean\"", text_of(weights).c_str());
-    }
-    desc_.return_weights = ReturnWeights::kMean;
-  } else if (flag_argument(weights, "return_weights")) {
-    desc_.return_weights = ReturnWeights::kPerHead;
-  }
+  desc_.return_weights = return_weights_argument(arguments_[kReturnWeights]);
+  read_result();
+}
+
+// Out tells by itself whether it is wanted in float32; any other dtype than query's is refused as out's.
+void ForwardCall::read_result() {
+  if (arguments_[kResult] == Py_None) return;
+  constexpr ArrayArgument kOut = {"out", kFloats, 4, 4, "[batch, seqlen_q, num_heads, head_dim_v]"};
+  constexpr ArrayArgument kPackedOut = {"out", kFloats, 3, 3, "[total_q, num_heads, head_dim_v] (with cu_seqlens)"};
+  args_.out = writable_view_of(arguments_[kResult], desc_.packed ? kPackedOut : kOut, held_result_);
+  const bool wider = desc_.dtype == DType::kBFloat16 || desc_.dtype == DType::kFloat16;
+  if (wider && args_.out.dtype == DType::kFloat32 && !desc_.out_dtype) desc_.out_dtype = DType::kFloat32;
 }
 
 nb::object ForwardCall::run(const Plan& plan) {
@@ -36,7 +47,7 @@ nb::object ForwardCall::run(const Plan& plan) {
     args_.*tensor = expected_tensor(d, tensor);
     return results.make(args_.*tensor);
   };
-  nb::object returned = make(&ForwardArgs::out);
+  nb::object returned = args_.out.given() ? nb::borrow(arguments_[kResult]) : make(&ForwardArgs::out);
   const int num_extra =
       int{return_logsumexp_} + int{d.return_weights != ReturnWeights::kNone} + int{d.return_column_sums};
   if (num_extra > 0) {

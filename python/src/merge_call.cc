@@ -5,6 +5,7 @@
 
 #include "call.h"
 #include "polyhead/merge.h"
+#include "threads.h"
 
 namespace polyhead::python {
 namespace {
@@ -120,7 +121,7 @@ nb::object merge_parts(PyObject* const* arguments) {
   Results results("outs[0]", parts.out(0), merged.out.dtype);
   nb::object out = results.make(merged.out);
   nb::object logsumexp = results.make(merged.logsumexp);
-  run_without_gil([&] { return merge(parts.views, merged); });
+  run_without_gil([&] { return merge(parts.views, merged, chosen_executor()); });
   return nb::make_tuple(out, logsumexp);
 }
 
@@ -145,7 +146,7 @@ nb::object merge_parts_backward(PyObject* const* arguments) {
     grad_logsumexps.append(
         Results("logsumexps", parts.logsumexp(i), shape.logsumexp.dtype).make(gradients[i].logsumexp));
   }
-  run_without_gil([&] { return merge_backward(parts.views, merged, grad_merged, gradients); });
+  run_without_gil([&] { return merge_backward(parts.views, merged, grad_merged, gradients, chosen_executor()); });
   return nb::make_tuple(grad_outs, grad_logsumexps);
 }
 

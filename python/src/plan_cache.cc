@@ -25,17 +25,14 @@ struct Key {
   }
 };
 
-// FNV-1a, a word at a time, over what most often differs; operator== tells the rest apart.
+// Over what most often differs; operator== tells the rest apart.
 struct Hash {
   size_t operator()(const Key& key) const {
     const AttentionDesc& d = key.desc;
-    uint64_t hash = 0xcbf29ce484222325;
-    for (const int64_t word : {d.batch, d.seqlen_q, d.seqlen_k, d.num_heads, d.num_heads_kv, d.head_dim, d.head_dim_v,
-                               static_cast<int64_t>(d.dtype), int64_t{d.packed}, int64_t{d.causal}, d.window_left,
-                               d.window_right, d.query_offset.value_or(0)}) {
-      hash = (hash ^ static_cast<uint64_t>(word)) * 0x100000001b3;
-    }
-    return hash ^ (hash >> 32) ^ std::hash<std::string>()(key.kernel);
+    return hash_words({d.batch, d.seqlen_q, d.seqlen_k, d.num_heads, d.num_heads_kv, d.head_dim, d.head_dim_v,
+                       static_cast<int64_t>(d.dtype), int64_t{d.packed}, int64_t{d.causal}, d.window_left,
+                       d.window_right, d.query_offset.value_or(0)}) ^
+           std::hash<std::string>()(key.kernel);
   }
 };
 

@@ -1,6 +1,6 @@
-"""The signatures as promised, equal in code and stubs; explain, kernels and the command."""
+"""The signatures as promised, annotated; explain, kernels, threads and the command."""
 
-import ast
+import importlib
 import inspect
 import os
 import pathlib
@@ -17,7 +17,7 @@ from polyhead import __main__ as command
 SIGNATURE = """(query, key, value, *, attn_bias=None, attn_mask=None, causal=False, window=None, align=None,
 query_offset=None, scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0, dropout_seed=None, dropout_offset=0,
 dropout_origin=None, seqlens_q=None, seqlens_k=None, cu_seqlens_q=None, cu_seqlens_k=None, return_logsumexp=False,
-return_weights=False, return_column_sums=False, out_dtype=None, kernel=None, device=None, stream=None)"""
+return_weights=False, return_column_sums=False, out_dtype=None, out=None, kernel=None, device=None, stream=None)"""
 BACKWARD_SIGNATURE = """(grad_out, query, key, value, out, logsumexp, *, attn_bias=None, attn_mask=None, causal=False,
 window=None, align=None, query_offset=None, scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0,
 dropout_seed=None, dropout_offset=0, dropout_origin=None, seqlens_q=None, seqlens_k=None, cu_seqlens_q=None,
@@ -28,6 +28,8 @@ SIGNATURES = {
     "attention_backward": BACKWARD_SIGNATURE.replace("\n", " "),
     "explain": SIGNATURE.replace("\n", " "),
     "kernels": "()",
+    "set_num_threads": "(num_threads)",
+    "get_num_threads": "()",
     "dropout_mask": "(shape, dropout_p, dropout_seed, dropout_offset=0, dropout_origin=None)",
     "merge": "(outs, logsumexps)",
     "merge_backward": "(grad_out, outs, logsumexps, out, logsumexp, grad_logsumexp=None)",
@@ -35,28 +37,49 @@ SIGNATURES = {
 PACKAGE = pathlib.Path(polyhead.__file__).parent
 
 
-def stub_signatures():
-    """(name, signature without types) of every function in __init__.pyi; an overloaded one comes several times."""
-    for node in ast.parse((PACKAGE / "__init__.pyi").read_text()).body:
-        if isinstance(node, ast.FunctionDef):
-            for argument in [*node.args.args, *node.args.kwonlyargs]:
-                argument.annotation = None
-            yield node.name, f"({ast.unparse(node.args)})"
+
+
+def without_types(function):
+    signature = inspect.signature(function)
+    parameters = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signature(name):
-    assert str(inspect.signature(getattr(polyhead, name))) == SIGNATURES[name]
-    in_stubs = {signature for stub_name, signature in stub_signatures() if stub_name == name}
-    assert in_stubs == {SIGNATURES[name]}
+    assert without_types(getattr(polyhead, name)) == SIGNATURES[name]
 
 
-def test_stubs_and_module_name_the_same_things():
-    tree = ast.parse((PACKAGE / "__init__.pyi").read_text())
-    assigned = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
-    exported = ast.literal_eval(assigned["__all__"])
-    assert exported == polyhead.__all__
-    assert all(hasattr(polyhead, name) for name in exported)
+def public_functions(module):
+    """(name, function) of every public function and method that the module's __all__, or its own names, lead to."""
+    for name in getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")]):
+        value = getattr(module, name)
+        if not getattr(value, "__module__", "polyhead").startswith("polyhead"):
+            continue
+        if inspect.isclass(value) and not issubclass(value, tuple) and not getattr(value, "_is_protocol", False):
+            for method_name, method in vars(value).items():
+                method = getattr(method, "__func__", method)
+                if inspect.isfunction(method) and (method_name == "__init__" or not method_name.startswith("_")):
+                    yield f"{name}.{method_name}", method
+        elif inspect.isfunction(value):
+            yield name, value
+
+
+@pytest.mark.parametrize("name", ["polyhead", "polyhead.weights", "polyhead.onnx", "polyhead.torch", "polyhead.torch.attn_bias"])
+def test_public_functions_are_annotated(name):
+    if name != "polyhead" and name != "polyhead.weights":
+        pytest.importorskip(name.split(".")[1], reason=f"{name.split('.')[1]} is not installed: {name} is left out")
+    functions = dict(public_functions(importlib.import_module(name)))
+    assert functions
+    bare = {}
+    for each, function in functions.items():
+        signature = inspect.signature(function)
+        missing = [p.name for p in signature.parameters.values() if p.annotation is p.empty and p.name not in ("self", "cls")]
+        if signature.return_annotation is signature.empty:
+            missing.append("return")
+        if missing and not hasattr(function, "__dataclass_fields__"):
+            bare[each] = missing
+    assert bare == {}
     assert (PACKAGE / "py.typed").exists()
 
 
@@ -66,14 +89,15 @@ def test_docstrings_name_every_argument():
         if name != "explain":  # its arguments are attention's
             for argument in inspect.signature(function).parameters:
                 assert re.search(rf"\b{argument}\b.* : |^    {argument}, ", function.__doc__, re.M), argument
-        assert "Returns\n" in function.__doc__
+        returns = inspect.signature(function).return_annotation != "None"
+        assert ("Returns\n" in function.__doc__) == returns
 
 
 def test_backward_takes_the_options_of_forward():
     forward = inspect.signature(polyhead.attention).parameters
     backward = inspect.signature(polyhead.attention_backward).parameters
     for name, parameter in forward.items():
-        if not name.startswith("return_") and name != "out_dtype":  # out itself tells
+        if not name.startswith("return_") and name not in ("out_dtype", "out", "query"):  # backward's out is an input
             assert backward[name] == parameter
 
 
@@ -162,6 +186,37 @@ def test_a_build_without_the_command_says_so(monkeypatch, tmp_path, capfd):
     assert command.main(["bench", "1x2x3x4"]) == 2
     told = capfd.readouterr()
     assert told.out == "" and "without its command" in told.err and "libcli11-dev" in told.err
+
+
+def test_number_of_threads():
+    x = np.random.default_rng(0).standard_normal((3, 40, 4, 16), dtype=np.float32)
+    before, whole = polyhead.get_num_threads(), polyhead.attention(x, x, x)
+    try:
+        for count in (1, 3, before):
+            polyhead.set_num_threads(count)
+            assert polyhead.get_num_threads() == count
+            np.testing.assert_array_equal(polyhead.attention(x, x, x), whole)
+        for wrong, error in ((0, polyhead.Error), (1025, polyhead.Error), (2.0, TypeError), ("2", TypeError)):
+            with pytest.raises(error, match="^num_threads "):
+                polyhead.set_num_threads(wrong)
+        assert polyhead.get_num_threads() == before
+    finally:
+        polyhead.set_num_threads(before)
+
+
+def test_as_many_threads_compute_as_were_set():
+    """Threads of the process after a call that has work for all of them."""
+    code = """if True:
+        import os, numpy, polyhead
+        polyhead.set_num_threads(1)
+        x = numpy.ones((4, 64, 4, 32), 'f')
+        polyhead.attention(x, x, x)
+        alone = len(os.listdir('/proc/self/task'))
+        polyhead.set_num_threads(5)
+        polyhead.attention(x, x, x)
+        print(len(os.listdir('/proc/self/task')) - alone)"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert shown.stdout == "4\n", shown.stderr
 
 
 def test_environment_forces_a_kernel():

@@ -96,7 +96,9 @@ def test_masks_and_causal():
     expected, _ = formula(weights, inputs, 2, visible=visible)
     np.testing.assert_allclose(layer.forward(*inputs, attn_mask=visible), expected)
     causal = np.tril(np.ones((SQ, SK), bool))
-    np.testing.assert_allclose(layer.forward(*inputs, causal=True), formula(weights, inputs, 2, visible=causal)[0])
+    np.testing.assert_allclose(layer.forward(*inputs, causal=True, align="top_left"), formula(weights, inputs, 2, visible=causal)[0])
+    with pytest.raises(polyhead.Error, match="^causal needs align: seqlen_q 4 is not seqlen_k 6"):
+        layer.forward(*inputs, causal=True)
 
 
 def test_dropout_in_training_alone():
@@ -162,7 +164,11 @@ def test_bad_calls_are_named():
         (lambda: layer.forward(x.astype(np.float32)), "float"),
         (lambda: layer.forward(x, x[:1]), "key"),
         (lambda: layer.forward(x, return_weights="sum"), "return_weights"),
-        (lambda: polyhead.MultiHeadAttention(weights, 5).forward(x), "num_heads|rows"),
+        (lambda: polyhead.MultiHeadAttention(weights, 5), "query_weight has 12 columns, must have a multiple of its 5"),
+        (lambda: polyhead.MultiHeadAttention(weights, 4, 3), "num_heads_kv is 3, must divide num_heads 4"),
+        (lambda: polyhead.MultiHeadAttention(weights, 0), "num_heads"),
+        (lambda: layer.forward(x, window_lo=np.zeros(SQ, int)), "window_lo is given without window_hi"),
+        (lambda: layer.forward(x, step=0), "step is 0, so caches must be given"),
     ):
         with pytest.raises(polyhead.Error, match=words):
             call()
@@ -174,6 +180,120 @@ def test_bad_calls_are_named():
     ):
         with pytest.raises(polyhead.Error, match=words):
             call()
+
+
+def hidden(visible, **options):
+    """Out of the layer with these options, and of the formula with what they should leave visible."""
+    weights, inputs = problem(2, True, True)
+    layer = polyhead.MultiHeadAttention(weights, H, 2)
+    return layer.forward(*inputs, **options), formula(weights, inputs, 2, visible=visible)[0]
+
+
+def test_windows_lengths_and_offsets():
+    i, j = np.ogrid[:SQ, :SK]
+    lengths = np.array([3, 6])
+    lo, hi = np.array([0, 0, 2, 5]), np.array([1, 9, 4, 6])
+    for visible, options in (
+        ((j >= i - 1) & (j <= i + 2), {"window": (1, 2), "align": "top_left"}),
+        (j <= i + 2, {"causal": True, "align": "bottom_right"}),
+        (j <= i + 1, {"causal": True, "query_offset": 1}),
+        ((j <= i + np.array([0, 2])[:, None, None])[:, None], {"causal": True, "query_offset": np.array([0, 2])}),
+        ((j < lengths[:, None, None])[:, None], {"seqlens_k": lengths}),
+        ((j >= lo[:, None]) & (j < hi[:, None]), {"window_lo": lo, "window_hi": hi}),
+    ):
+        np.testing.assert_allclose(*hidden(visible, **options), err_msg=str(options))
+
+
+def test_alibi_softcap_and_gradients_of_what_is_there():
+    weights, inputs = problem(4, True, True)
+    slopes = np.linspace(0.1, 0.7, H, dtype=np.float32)
+    distance = np.abs(np.arange(SQ)[:, None] - np.arange(SK))
+    layer = polyhead.MultiHeadAttention(weights, H)
+    out = layer.forward(*inputs, alibi_slopes=slopes, align="top_left", training=True)
+    expected, _ = formula(weights, inputs, 4, bias=-slopes[:, None, None].astype(float) * distance)
+    np.testing.assert_allclose(out, expected)
+    assert layer.backward(np.ones_like(out))["alibi_slopes"].shape == (H,)
+    capped = polyhead.MultiHeadAttention(weights, H, softcap=0.01).forward(*inputs, return_weights=True)[1]
+    np.testing.assert_allclose(capped, 1 / SK, rtol=0.03)  # scores of at most 0.01
+
+
+def test_padding_passes_on_no_gradient():
+    weights, (x,) = problem(4, False, True)
+    lengths = np.array([2, 3], np.int32)
+    layer = polyhead.MultiHeadAttention(weights, H)
+    out = layer.forward(x, seqlens_q=lengths, seqlens_k=lengths, training=True)
+    grads = layer.backward(np.ones_like(out), needs=("query", "value_weight"))
+    for b, length in enumerate(lengths):
+        alone = layer.forward(x[b : b + 1, :length])
+        np.testing.assert_allclose(out[b : b + 1, :length], alone)
+        assert not grads["query"][b, length:].any() and grads["query"][b, :length].any()
+
+
+@pytest.mark.parametrize("groups, dtype", [(4, np.float64), (2, np.float32), (1, np.float16)])
+def test_steps_give_what_the_whole_gives(groups, dtype):
+    weights, (x,) = problem(groups, False, True, dtype)
+    layer = polyhead.MultiHeadAttention(weights, H, groups)
+    whole, p = layer.forward(x, causal=True, return_weights=True)
+    eps = 100 * np.finfo(dtype).eps  # of numbers about 1
+    close = {"rtol": eps, "atol": eps / 10}
+    for prompt in range(SQ):
+        caches = layer.new_caches(B, SQ)
+        if prompt:
+            out = layer.forward(x[:, :prompt], causal=True, caches=caches)
+            np.testing.assert_allclose(out, whole[:, :prompt], **close)
+        for step in range(prompt, SQ):
+            one = x[:, step : step + 1]
+            out, weights_of_step = layer.forward(one, causal=True, caches=caches, step=step, return_weights=True)
+            np.testing.assert_allclose(out, whole[:, step : step + 1], **close)
+            np.testing.assert_allclose(weights_of_step, p[:, :, step : step + 1], **close)
+        assert caches.key.shape == (B, SQ, groups, D) and caches.key.all()
+
+
+def test_steps_of_attention_to_another_sequence():
+    weights, inputs = problem(2, True, True)
+    layer = polyhead.MultiHeadAttention(weights, H, 2)
+    caches = layer.new_caches(B, SK, seqlen_q=SQ)
+    whole = layer.forward(*inputs, caches=caches)
+    for step in range(SQ):
+        out = layer.forward(inputs[0][:, step : step + 1], caches=caches, step=step, append=False)
+        np.testing.assert_allclose(out, whole[:, step : step + 1])
+
+
+def test_bad_steps_are_named():
+    weights, (x,) = problem(4, False, True)
+    layer = polyhead.MultiHeadAttention(weights, H)
+    caches, one = layer.new_caches(B, SQ), x[:, :1]
+    for call, words in (
+        (lambda: layer.forward(one, caches=caches, step=SQ), "step"),
+        (lambda: layer.forward(one, caches=caches, step=-2), "step is -2, must be 0 to 3"),
+        (lambda: layer.forward(x, caches=caches, step=0), "query"),
+        (lambda: layer.forward(one, caches=caches, step=0, training=True), "training"),
+        (lambda: layer.forward(one, one, caches=caches, step=0, append=False), "append"),
+        (lambda: layer.forward(np.concatenate([x, x], 1), caches=caches), "caches have room for 4"),
+        (lambda: layer.forward(one, caches=caches._replace(key=caches.key[:1]), step=0), "key_cache"),
+    ):
+        with pytest.raises(polyhead.Error, match=words):
+            call()
+    assert not caches.key.any() and not caches.value.any()
+
+
+def test_a_kernel_by_name():
+    weights, (x,) = problem(4, False, True, np.float32)
+    for name in polyhead.kernels():
+        out = polyhead.MultiHeadAttention(weights, H, kernel=name).forward(x)
+        np.testing.assert_allclose(out, formula(weights, [x], 4)[0], rtol=1e-4, atol=1e-5)
+    with pytest.raises(polyhead.Error, match="no_such"):
+        polyhead.MultiHeadAttention(weights, H, kernel="no_such").forward(x)
+
+
+def test_tensors_of_torch_give_tensors_of_torch():
+    torch = pytest.importorskip("torch", reason="torch is not installed: its tensors in the layer are left out")
+    weights, (x,) = problem(4, False, True, np.float32)
+    layer = polyhead.MultiHeadAttention(weights, H)
+    out = layer.forward(torch.from_numpy(x), training=True)
+    grad = layer.backward(torch.ones_like(out))["query"]
+    assert isinstance(out, torch.Tensor) and isinstance(grad, torch.Tensor)
+    np.testing.assert_array_equal(out.numpy(), layer.forward(x))
 
 
 def test_docstrings():

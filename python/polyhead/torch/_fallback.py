@@ -25,7 +25,7 @@ def attention_forward(query, key, value, *options):
     o = Options(*options)
     out, logsumexp, *asked = _bind.attention(
         *_shared(query, key, value, o), True, WEIGHTS[o.return_weights], o.return_column_sums,
-        "float32" if o.out_float32 else None,
+        "float32" if o.out_float32 else None, None,
     )  # fmt: skip
     _report.count_run("attention_forward", query, key, value, o.kernel_name)
     weights = asked.pop(0) if o.return_weights else None

@@ -94,8 +94,8 @@ class FusedMultiHeadAttention(nn.Module):
         transpose_qkv_wb: bool = False,
         name: str | None = None,
         *,
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if embed_dim <= 0 or num_heads <= 0 or embed_dim % num_heads:

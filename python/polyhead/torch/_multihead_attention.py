@@ -76,8 +76,8 @@ class MultiheadAttention(nn.Module):
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
         num_heads_kv: int | None = None,
         head_dim: int | None = None,
@@ -219,7 +219,15 @@ class MultiheadAttention(nn.Module):
         """Whether something stands between projections and scores."""
         return self.bias_k is not None or self.add_zero_attn or self.rope is not None
 
-    def block_arguments(self, query: Tensor, attn_mask, attn_bias, *, batch_first: bool, out_proj) -> AttentionBlock:
+    def block_arguments(
+        self,
+        query: Tensor,
+        attn_mask: Tensor | None,
+        attn_bias: Tensor | None,
+        *,
+        batch_first: bool,
+        out_proj: torch.nn.Linear | None,
+    ) -> AttentionBlock:
         """Self-attention of `query` with this layer's parameters and, in training, its dropout.
 
         out_proj: this layer's; None ends the block before it.

@@ -16,8 +16,15 @@ _is_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 def scaled_dot_product_attention(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-):  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """softmax(scale * query @ key^T + attn_mask) @ value without storing the scores, called as torch's function is.
 
     Parameters

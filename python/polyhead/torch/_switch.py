@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import warnings
+from collections.abc import Iterator
 
 import torch
 import torch.compiler.config
@@ -189,7 +190,7 @@ def disable() -> None:
 
 
 @contextlib.contextmanager
-def enabled():
+def enabled() -> Iterator[None]:
     """`enable` for a while: afterwards it is as it was before. Not only for this thread: for the process.
 
     Examples

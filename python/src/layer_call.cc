@@ -1,0 +1,249 @@
+#include "layer_call.h"
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "blocks.h"
+#include "scalars.h"
+#include "workspace.h"
+
+namespace polyhead::python {
+namespace {
+
+constexpr const char* kIntegers = "int32 or int64";
+constexpr ArrayArgument kQueryVectors = {"query", kFloats, 3, 3, "[batch, seqlen_q, query_size]"};
+constexpr ArrayArgument kKeyVectors = {"key", kFloats, 3, 3, "[batch, seqlen_k, key_size]"};
+constexpr ArrayArgument kValueVectors = {"value", kFloats, 3, 3, "[batch, seqlen_k, value_size]"};
+constexpr ArrayArgument kLoArray = {"window_lo", kIntegers, 1, 1, "[seqlen_q]"};
+constexpr ArrayArgument kHiArray = {"window_hi", kIntegers, 1, 1, "[seqlen_q]"};
+constexpr ArrayArgument kKeyCacheArray = {"caches.key", kFloats, 4, 4, "[batch, seqlen_k, num_heads_kv, head_dim]"};
+constexpr ArrayArgument kValueCacheArray = {"caches.value", kFloats, 4, 4,
+                                            "[batch, seqlen_k, num_heads_kv, head_dim_v]"};
+constexpr const char* kWeightNames[kNumWeightKinds] = {"query_weight", "key_weight", "value_weight", "out_weight",
+                                                       "query_bias",   "key_bias",   "value_bias",   "out_bias"};
+
+// What both directions are given.
+class LayerCall : public Options {
+ public:
+  explicit LayerCall(PyObject* const* arguments) : Options(arguments) {
+    layer_args_.query = view_of(arguments[kQuery], kQueryVectors, held_[kQuery]);
+    layer_args_.key = optional_array(kKey, kKeyVectors);
+    layer_args_.value = optional_array(kValue, kValueVectors);
+    read_options();
+    read_weights();
+    read_windows();
+  }
+
+  // The layer, once the sizes of its time are known.
+  std::shared_ptr<const Layer> made() {
+    layer_desc_.attention = desc_;
+    return checked(cached_layer(layer_desc_, args_.where.executor, kernel()));
+  }
+
+ protected:
+  void set_sizes(int64_t seqlen_q, int64_t seqlen_k) {
+    layer_desc_.seqlen_q = seqlen_q;
+    layer_desc_.seqlen_k = seqlen_k;
+  }
+  // Self-attention's key, and the value that is key.
+  void fill_in_key_and_value() {
+    if (!layer_args_.key.given()) layer_args_.key = layer_args_.query;
+    if (!layer_args_.value.given()) layer_args_.value = layer_args_.key;
+  }
+
+  LayerDesc layer_desc_;
+  LayerForwardArgs layer_args_;
+
+ private:
+  void read_weights();
+  void read_windows();
+
+  std::array<Held, 2> held_windows_;
+};
+
+// The Python class has checked that the weights fit each other.
+void LayerCall::read_weights() {
+  LayerDesc& d = layer_desc_;
+  Held none;  // they are arrays of NumPy
+  for (int i = 0; i < kNumWeightKinds; ++i) {
+    PyObject* const weight = arguments_[kLayerWeights + i];
+    const int dims = i < 4 ? 2 : 1;
+    if (weight == Py_None) continue;
+    layer_args_.weights[static_cast<WeightKind>(i)] = view_of(weight, {kWeightNames[i], kFloats, dims, dims, ""}, none);
+  }
+  const LayerWeights& w = layer_args_.weights;
+  d.num_heads = int64_argument(arguments_[kNumHeads], "num_heads");
+  d.num_heads_kv = int64_argument(arguments_[kNumHeadsKv], "num_heads_kv");
+  if (d.num_heads < 1 || d.num_heads_kv < 1) bad_value("num_heads and num_heads_kv must be 1 or more");
+  d.query_size = w.query.dims[0];
+  d.key_size = w.key.dims[0];
+  d.value_size = w.value.dims[0];
+  d.query_proj_size = w.query.dims[1] / d.num_heads;
+  d.key_proj_size = w.key.dims[1] / d.num_heads_kv;
+  d.value_proj_size = w.value.dims[1] / d.num_heads_kv;
+  d.out_proj_size = w.out.given() ? w.out.dims[1] : 0;
+  d.query_bias = w.query_bias.given();
+  d.key_bias = w.key_bias.given();
+  d.value_bias = w.value_bias.given();
+  d.out_bias = w.out_bias.given();
+  d.dtype = w.query.dtype;
+  d.batch = layer_args_.query.dims[0];
+}
+
+void LayerCall::read_windows() {
+  LayerForwardArgs& a = layer_args_;
+  PyObject *const lo = arguments_[kWindowLo], *const hi = arguments_[kWindowHi];
+  if ((lo == Py_None) != (hi == Py_None)) {
+    bad_value("window_%s is given without window_%s, both must be given or none", lo == Py_None ? "hi" : "lo",
+              lo == Py_None ? "lo" : "hi");
+  }
+  if (lo != Py_None) {
+    a.window_lo = view_of(lo, kLoArray, held_windows_[0]);
+    a.window_hi = view_of(hi, kHiArray, held_windows_[1]);
+    layer_desc_.has_windows = true;
+  }
+  a.attn_mask = args_.attn_mask;
+  a.attn_bias = args_.attn_bias;
+  a.alibi_slopes = args_.alibi_slopes;
+  a.seqlens_q = args_.seqlens_q;
+  a.seqlens_k = args_.seqlens_k;
+  a.query_offsets = args_.query_offsets;
+  a.dropout_seed = args_.dropout_seed;
+  a.dropout_offset = args_.dropout_offset;
+  layer_desc_.output_dropout_p = real_argument(arguments_[kOutputDropoutP], "output_dropout_p");
+  if (PyObject* seed = arguments_[kOutputDropoutSeed]; seed != Py_None) a.output_dropout_seed = seed_argument(seed);
+  a.output_dropout_offset = kOutputDropoutOffset;
+  desc_.return_weights = return_weights_argument(arguments_[kLayerReturnWeights]);
+}
+
+class LayerForwardCall : public LayerCall {
+ public:
+  explicit LayerForwardCall(PyObject* const* arguments) : LayerCall(arguments) {
+    LayerForwardArgs& a = layer_args_;
+    a.step = int64_argument(arguments[kStep], "step");
+    if (arguments[kKeyCache] != Py_None) {
+      a.key_cache = writable_view_of(arguments[kKeyCache], kKeyCacheArray, held_caches_[0]);
+      a.value_cache = writable_view_of(arguments[kValueCache], kValueCacheArray, held_caches_[1]);
+    }
+    if (a.step < 0) {
+      fill_in_key_and_value();
+      set_sizes(a.query.dims[1], a.key.dims[1]);
+    } else {
+      if (flag_argument(arguments[kStepAppends], "append")) fill_in_key_and_value();
+      set_sizes(int64_argument(arguments[kStepSeqlenQ], "caches.seqlen_q"), a.key_cache.dims[1]);
+    }
+  }
+
+  nb::object run();
+
+ private:
+  std::array<Held, 2> held_caches_;
+};
+
+nb::object LayerForwardCall::run() {
+  const auto layer = made();
+  const LayerDesc& d = layer->desc();
+  LayerForwardArgs& a = layer_args_;
+  const int64_t steps = a.query.dims[1];  // one of a step, whatever d says
+  const bool per_head = d.attention.return_weights == ReturnWeights::kPerHead;
+  const bool keep = flag_argument(arguments_[kKeep], "training");
+  Results results("query", arguments_[kQuery], d.dtype);
+  nb::object weights = nb::none(), reserve = nb::none();
+  a.out = Tensor(nullptr, d.dtype, {d.batch, steps, layer->out_size()});
+  nb::object out = results.make(a.out);
+  if (d.attention.return_weights != ReturnWeights::kNone) {
+    a.attn_weights = per_head ? Tensor(nullptr, d.dtype, {d.batch, d.num_heads, steps, d.seqlen_k})
+                              : Tensor(nullptr, d.dtype, {d.batch, steps, d.seqlen_k});
+    weights = results.make(a.attn_weights);
+  }
+  if (keep) {
+    Tensor words(nullptr, DType::kInt64, {static_cast<int64_t>((layer->reserve_bytes() + 7) / 8)});
+    reserve = new_numpy_array(words);
+    a.reserve = words.data;
+    a.reserve_bytes = layer->reserve_bytes();
+  }
+  const Scratch scratch(layer->workspace_bytes());
+  check(scratch.status());
+  a.workspace = scratch.memory();
+  a.workspace_bytes = layer->workspace_bytes();
+  run_without_gil([&] { return layer->forward(a); });
+  return nb::make_tuple(out, weights, reserve);
+}
+
+class LayerBackwardCall : public LayerCall {
+ public:
+  explicit LayerBackwardCall(PyObject* const* arguments) : LayerCall(arguments) {
+    own_key_ = layer_args_.key.given();
+    own_value_ = layer_args_.value.given();
+    fill_in_key_and_value();
+    set_sizes(layer_args_.query.dims[1], layer_args_.key.dims[1]);
+    backward_.grad_out = view_of(arguments[kLayerGradOut], {"grad_out", kFloats, 3, 3, "the shape of out"}, held_own_);
+    Held none;
+    for (int i = 0; i < kNumWeightKinds; ++i) {
+      PyObject* const gradient = arguments[kLayerGradWeights + i];
+      if (gradient == Py_None) continue;
+      const int dims = i < 4 ? 2 : 1;
+      backward_.grad_weights[static_cast<WeightKind>(i)] =
+          writable_view_of(gradient, {kWeightNames[i], kFloats, dims, dims, ""}, none);
+      weights_needed_ = true;
+    }
+  }
+
+  nb::object run();
+
+ private:
+  nb::object new_gradient(int bit, Position position, Tensor input, Tensor* gradient) const {
+    if ((needs_ >> bit & 1) == 0) return nb::none();
+    nb::object array = Results("query", arguments_[position], input.dtype).make(input);
+    *gradient = input;
+    return array;
+  }
+
+  bool own_key_ = false, own_value_ = false, weights_needed_ = false;
+  int64_t needs_ = 0;
+  LayerBackwardArgs backward_;
+  Held held_own_;
+};
+
+nb::object LayerBackwardCall::run() {
+  const auto layer = made();
+  LayerForwardArgs& a = layer_args_;
+  needs_ = int64_argument(arguments_[kLayerNeeds], "needs");
+  Tensor attn_bias = args_.attn_bias;  // with the dims that it came with
+  attn_bias.ndim = attn_bias_ndim_;
+  for (int i = 0; i < attn_bias_ndim_; ++i) attn_bias.dims[i] = args_.attn_bias.dims[4 - attn_bias_ndim_ + i];
+  nb::object made_arrays = nb::make_tuple(new_gradient(0, kQuery, a.query, &backward_.grad_query),
+                                          new_gradient(1, kKey, a.key, &backward_.grad_key),
+                                          new_gradient(2, kValue, a.value, &backward_.grad_value),
+                                          new_gradient(3, kAttnBias, attn_bias, &backward_.grad_attn_bias),
+                                          new_gradient(4, kAlibiSlopes, a.alibi_slopes, &backward_.grad_alibi_slopes));
+  if (backward_.grad_attn_bias.given()) backward_.grad_attn_bias = widened_to_4d(backward_.grad_attn_bias);
+  if (!own_key_) backward_.grad_key = backward_.grad_query;
+  if (!own_value_) backward_.grad_value = backward_.grad_key;
+
+  Held none;
+  const Tensor reserve = view_of(arguments_[kReserve], {"reserve", "int64", 1, 1, "what forward returned"}, none);
+  a.reserve = reserve.data;
+  a.reserve_bytes = layer->reserve_bytes();
+  const Scratch scratch(layer->backward_workspace_bytes());
+  check(scratch.status());
+  a.workspace = scratch.memory();
+  a.workspace_bytes = layer->backward_workspace_bytes();
+  backward_.forward = a;
+  run_without_gil([&] {
+    Status status = layer->backward_data(backward_);
+    if (status.ok() && weights_needed_) status = layer->backward_weights(backward_);
+    return status;
+  });
+  return made_arrays;
+}
+
+}  // namespace
+
+nb::object layer_forward(PyObject* const* arguments) { return LayerForwardCall(arguments).run(); }
+
+nb::object layer_backward(PyObject* const* arguments) { return LayerBackwardCall(arguments).run(); }
+
+}  // namespace polyhead::python

@@ -1,0 +1,44 @@
+// The calls of polyhead.MultiHeadAttention.
+#pragma once
+
+#include "call.h"
+#include "polyhead/layer.h"
+
+namespace polyhead::python {
+
+// Behind the arguments that attention has too, of which query, key and value are vectors: [batch, seqlen, size]. Key not
+// given: it is query, where the call has keys; value likewise key. cu_seqlens and dropout_origin are None.
+enum LayerPosition : int {
+  kLayerWeights = kNumShared,  // kNumWeightKinds, in that order: [size, heads * head_dim], [heads * head_dim]
+  kNumHeads = kLayerWeights + kNumWeightKinds,
+  kNumHeadsKv,
+  kOutputDropoutP,
+  kOutputDropoutSeed,
+  kWindowLo,
+  kWindowHi,
+  kLayerReturnWeights,
+  kNumLayerShared,
+  // forward
+  kKeyCache = kNumLayerShared,
+  kValueCache,
+  kStep,         // -1: all of them
+  kStepSeqlenQ,  // how many steps there are; of one step alone
+  kStepAppends,  // key and value of the step go into the caches
+  kKeep,         // a reserve, for backward
+  kNumLayerForward,
+  // backward
+  kLayerGradOut = kNumLayerShared,
+  kReserve,
+  kLayerNeeds,        // bits: query, key, value, attn_bias, alibi_slopes
+  kLayerGradWeights,  // kNumWeightKinds arrays to write, or None
+  kNumLayerBackward = kLayerGradWeights + kNumWeightKinds,
+};
+
+// -> (out, attn_weights, reserve); what was not asked for is None
+nb::object layer_forward(PyObject* const* arguments);
+
+// -> (gradients by query, key, value, attn_bias, alibi_slopes); None where needs has no bit. That by query has that by
+// key, too, where key was not given, and that by key likewise value's.
+nb::object layer_backward(PyObject* const* arguments);
+
+}  // namespace polyhead::python
