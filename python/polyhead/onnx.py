@@ -1,8 +1,8 @@
-"""ONNX's own Attention operator (opsets 23 and later), computed by polyhead; needs the package `onnx`.
+"""ONNX's own Attention operator (opsets 23 and later), computed by polyhead; needs the package ``onnx``.
 
-A backend of ONNX's interface: `prepare`, `run_model`, `run_node`. Attention nodes run here, every other node on
-`onnx.reference`, which is NumPy: right rather than fast. To have attention alone, as a node of an evaluator of your own,
-pass `Attention` as one of its `new_ops`.
+A backend of ONNX's interface: ``prepare``, ``run_model``, ``run_node`` (those of `polyhead.onnx.Backend`). Attention nodes
+run here, every other node on ``onnx.reference``, which is NumPy: right rather than fast. To have attention alone, as a
+node of an evaluator of your own, pass `polyhead.onnx.Attention` as one of its ``new_ops``::
 
     import onnx, polyhead.onnx
     model = polyhead.onnx.prepare(onnx.load("model.onnx"))
@@ -118,7 +118,7 @@ def _masked_bias(shape, options):
 
 
 class Model(base.BackendRep):
-    """A model that `prepare` has made ready; may run many times."""
+    """A model that `polyhead.onnx.Backend.prepare` has made ready; may run many times."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self._evaluator = ReferenceEvaluator(model, new_ops=[Attention])
@@ -161,9 +161,7 @@ class Backend(base.Backend):
         Raises
         ------
         polyhead.Error
-            Another device.
-        onnx.checker.ValidationError
-            A model that is none.
+            Another device. What ``onnx.checker`` refuses is its own ValidationError.
         """
         if not cls.supports_device(device):
             raise polyhead.Error(f'device is "{device}", must be "CPU"')
@@ -179,7 +177,7 @@ class Backend(base.Backend):
     def run_node(
         cls, node: onnx.NodeProto, inputs: Any, device: str = "CPU", outputs_info: Any = None, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """The outputs of one node; inputs as of `Model.run`, outputs_info unused."""
+        """The outputs of one node; inputs as of `polyhead.onnx.Model.run`, outputs_info unused."""
         if not cls.supports_device(device):
             raise polyhead.Error(f'device is "{device}", must be "CPU"')
         super().run_node(node, inputs, device, outputs_info, **kwargs)  # checks the node

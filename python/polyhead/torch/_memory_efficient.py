@@ -39,7 +39,7 @@ def memory_efficient_attention(
         [B, Mq, H, K], [B, Mk, H, K] and [B, Mk, H, Kv]; or all three [B, M, K], or all three [B, M, G, H, K]. Any
         strides; one dtype: float32, bfloat16, float16 or float64. key and value may have fewer heads, as in
         `attention`; of BMGHK one in place of H.
-    attn_bias : torch.Tensor or mask of `polyhead.torch.attn_bias` or of `xformers.ops.fmha.attn_bias`, optional
+    attn_bias : torch.Tensor or mask of `polyhead.torch.attn_bias` or of xFormers, optional
         A tensor is added to the scores and may require a gradient. It broadcasts to [B, H, Mq, Mk], to [B, Mq, Mk] if
         query is [B, Mq, K], to [B, G, H, Mq, Mk] if query is BMGHK.
     p : float

@@ -50,7 +50,7 @@ class BlockDiagonalPaddedKeysMask(_KeysApart):
         return len(self.k_seqinfo.seqlen_py) if same_queries else 0
 
     def slot_options(self) -> dict[str, Any]:
-        """`options` with the slots as the batch."""
+        """What options gives, with the slots as the batch."""
         return {**self._band(), "seqlens_k": self.k_seqinfo.seqlen}
 
     @classmethod
