@@ -78,7 +78,7 @@ def test_the_wheel_has_the_package_and_nothing_else(files):
     python = ROOT / "python"
     expected = {path.relative_to(python).as_posix() for path in python.glob("polyhead/**/*.py*") if "__pycache__" not in
                 path.parts}
-    expected |= {"polyhead/py.typed", "polyhead/libpolyhead.so", "polyhead/torch/libpolyhead_torch.so",
+    expected |= {"polyhead/py.typed", "polyhead/torch/schemas.txt", "polyhead/libpolyhead.so", "polyhead/torch/libpolyhead_torch.so",
                  "polyhead/bin/polyhead"}
     bind = {name for name in names if re.fullmatch(r"polyhead/_bind\.cpython-\d+-[\w-]+\.so", name)}
     assert len(bind) == 1
