@@ -83,7 +83,8 @@ class Turn:
             sys.exit(f"{shlex.join(words)}: {done.stderr.strip()}")
         result = json.loads(done.stdout)["rows"][0]
         self.milliseconds, self.kernel = result["min_ms"], result["kernel"]
-        self.operations = result.get("GFLOP/s", 0) * result["median_ms"]
+        # An older build names the rate otherwise.
+        self.operations = result.get("gflop_per_s", result.get("GFLOP/s", 0)) * result["median_ms"]
         others = after.busy - before.busy - (after.own - before.own) - (children_seconds() - ours)
         self.spoiled = others > MAX_OTHERS * (after.wall - before.wall) + 2 * TICK_SECONDS * (os.cpu_count() or 1)
 

@@ -7,11 +7,13 @@
 #include <memory>
 #include <optional>
 
+#include "cold_caches.h"
 #include "command.h"
 #include "machine.h"
 #include "operands.h"
 #include "polyhead/kernels.h"
 #include "progress.h"
+#include "quantiles.h"
 #include "report.h"
 #include "selection.h"
 
@@ -25,6 +27,7 @@ struct BenchOptions {
   std::string kernel = "best", threads, format = "md", direction = "forward";
   double min_time_ms = 300, warmup_ms = 50;
   int min_samples = 5;
+  bool cold = false;
 };
 
 // Multiply-adds on registers in `dtype`, of the machine's best kernel on one thread, measured once a run; none where no
@@ -77,6 +80,7 @@ struct Calls {
 struct Contender {
   std::string kernel;
   int threads = 0;
+  Executor* executor = nullptr;
   Direction direction = Direction::kForward;
   std::optional<Plan> plan;
   std::string refusal;
@@ -97,26 +101,21 @@ struct Contender {
   }
 };
 
-double quantile(const std::vector<double>& sorted, double q) {
-  const double at = q * static_cast<double>(sorted.size() - 1);
-  const auto below = static_cast<size_t>(at);
-  const size_t above = std::min(below + 1, sorted.size() - 1);
-  return sorted[below] + (at - static_cast<double>(below)) * (sorted[above] - sorted[below]);
-}
-
 class Bench {
  public:
   Bench(const BenchOptions& options, std::vector<std::string> kernels, std::vector<Threads> threads,
-        std::vector<Direction> directions)
+        std::vector<Direction> directions, std::optional<ColdCaches> cold)
       : options_(options),
         kernels_(std::move(kernels)),
         threads_(std::move(threads)),
-        directions_(std::move(directions)) {}
+        directions_(std::move(directions)),
+        cold_(std::move(cold)) {}
 
   Result<int> run(const std::vector<Problem>& problems, Format format) {
     Report report;
-    report.columns = {"problem",  "direction", "kernel",  "threads", "median_ms", "min_ms",
-                      "spread_%", "samples",   "GFLOP/s", "peak_%",  "GB/s",      "note"};
+    report.columns = {"problem",  "direction",      "kernel",      "threads",     "median_ms",
+                      "min_ms",   "spread_percent", "num_samples", "gflop_per_s", "peak_percent",
+                      "gb_per_s", "note",           "samples_ms"};
     Progress progress(static_cast<int64_t>(problems.size()));
     for (size_t i = 0; i < problems.size(); ++i) {
       const auto show = [&] { progress.show(static_cast<int64_t>(i), problem_line(problems[i])); };
@@ -131,10 +130,10 @@ class Bench {
     report.facts.emplace_back("peak", peaks_.text());
     report.facts.emplace_back(
         "method",
-        fmt::format("warm caches; {} ms warm-up, then at least {} ms and {} samples each, contenders taking "
-                    "turns; spread is (p90 - p10) / median; rates are of the median; GFLOP/s count products of "
+        fmt::format("{}; {} ms warm-up, then at least {} ms and {} samples each, contenders taking "
+                    "turns; spread is (p90 - p10) / median; rates are of the median; operations are the products of "
                     "visible pairs: 2 forward, 5 backward (fewer with --needs)",
-                    options_.warmup_ms, options_.min_time_ms, options_.min_samples));
+                    caches_text(), options_.warmup_ms, options_.min_time_ms, options_.min_samples));
     fmt::print("{}", report.text(format));
     return 0;
   }
@@ -154,6 +153,7 @@ class Bench {
           Contender& contender = contenders.emplace_back();
           contender.kernel = kernel;
           contender.threads = threads.count;
+          contender.executor = threads.executor;
           contender.direction = direction;
           if (Status s = enter(desc, threads, calls, contender); !s.ok()) return s;
           show();
@@ -168,6 +168,11 @@ class Bench {
           row(problem, contender, flops, is_forward ? traffic_bytes(calls.forward) : traffic_bytes(calls.backward)));
     }
     return {};
+  }
+
+  std::string caches_text() const {
+    if (!cold_) return "warm caches";
+    return fmt::format("cold caches, {} MiB written before each call", cold_->size_bytes() >> 20);
   }
 
   Result<Calls> prepare(const Problem& problem) const {
@@ -218,6 +223,7 @@ class Bench {
     while (Clock::now() - start < std::chrono::duration<double, std::milli>(options_.warmup_ms)) {
       best_ms = std::min(best_ms, contender.call_ms(1));
     }
+    if (cold_) return {};
     contender.calls_per_sample = static_cast<int>(std::clamp(kSampleMs / std::max(best_ms, 1e-6), 1.0, 1e5));
     return {};
   }
@@ -232,8 +238,10 @@ class Bench {
     while (std::any_of(contenders.begin(), contenders.end(), wants_more)) {
       for (Contender& c : contenders) {
         if (!wants_more(c)) continue;
+        const auto start = Clock::now();
+        if (cold_) cold_->empty(*c.executor);
         c.samples_ms.push_back(c.call_ms(c.calls_per_sample));
-        c.total_ms += c.samples_ms.back() * c.calls_per_sample;
+        c.total_ms += std::chrono::duration<double, std::milli>(Clock::now() - start).count();
       }
       show();
     }
@@ -245,21 +253,21 @@ class Bench {
     if (!contender.refusal.empty() || contender.samples_ms.empty()) {
       cells.resize(11);
       cells.emplace_back(contender.refusal);
+      cells.emplace_back();
       return cells;
     }
-    std::vector<double>& ms = contender.samples_ms;
-    std::sort(ms.begin(), ms.end());
-    const double median = quantile(ms, 0.5);
-    const double gflops = flops / median / 1e6;
-    cells.insert(cells.end(), {median, ms.front(), 100 * (quantile(ms, 0.9) - quantile(ms, 0.1)) / median,
+    const std::vector<double>& ms = contender.samples_ms;
+    const double median_ms = median(ms), gflops = flops / median_ms / 1e6;
+    cells.insert(cells.end(), {median_ms, *std::min_element(ms.begin(), ms.end()), spread_percent(ms),
                                static_cast<int64_t>(ms.size()), gflops});
     if (const auto peak = peaks_.gflops(problem.desc.dtype)) {
       cells.emplace_back(100 * gflops / (*peak * std::min(contender.threads, num_usable_cpus())));
     } else {
       cells.emplace_back();
     }
-    cells.emplace_back(bytes / median / 1e6);
+    cells.emplace_back(bytes / median_ms / 1e6);
     cells.emplace_back(std::string());
+    cells.emplace_back(ms);
     return cells;
   }
 
@@ -267,6 +275,7 @@ class Bench {
   std::vector<std::string> kernels_;
   std::vector<Threads> threads_;
   std::vector<Direction> directions_;
+  std::optional<ColdCaches> cold_;
   Peaks peaks_;
 };
 
@@ -286,7 +295,14 @@ Result<int> bench(const BenchOptions& options, const std::vector<std::string>& w
   if (!kernels.ok()) return kernels.status();
   auto threads = select_threads(options.threads);
   if (!threads.ok()) return threads.status();
-  return Bench(options, std::move(*kernels), std::move(*threads), std::move(*directions)).run(*problems, *format);
+  std::optional<ColdCaches> cold;
+  if (options.cold) {
+    auto caches = ColdCaches::create();
+    if (!caches.ok()) return caches.status();
+    cold = std::move(*caches);
+  }
+  return Bench(options, std::move(*kernels), std::move(*threads), std::move(*directions), std::move(cold))
+      .run(*problems, *format);
 }
 
 }  // namespace
@@ -306,7 +322,10 @@ Command add_bench(CLI::App& root) {
   app->add_option("--min-time", options->min_time_ms, "sample each kernel at least so many milliseconds (300)");
   app->add_option("--samples", options->min_samples, "and take at least so many samples (5)");
   app->add_option("--warm-up", options->warmup_ms, "milliseconds before the first sample (50)");
-  app->add_option("--format", options->format, "md (default), csv or json");
+  app->add_flag("--cold", options->cold,
+                "empty the caches before every call, which is a sample: all threads write twice the memory of the "
+                "last-level caches");
+  add_format_option(*app, options->format);
   app->footer(
       help_footer(true, "polyhead bench 8x16x128..2048x64 --causal=0,1 --kernel all --threads 1,2",
                   "polyhead bench --suite bench/suites/bert_large.txt --direction forward,backward --format csv"));

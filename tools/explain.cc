@@ -85,8 +85,8 @@ Result<int> list_kernels(const std::string& format_name) {
   AttentionDesc desc;
   desc.seqlen_q = desc.seqlen_k = desc.head_dim = desc.head_dim_v = 64;
   Report report;
-  report.columns = {"kernel", "usable here"};
-  for (DType dtype : kDTypes) report.columns.push_back(fmt::format("head_dim {}", dtype_name(dtype)));
+  report.columns = {"kernel", "usable_here"};
+  for (DType dtype : kDTypes) report.columns.push_back(fmt::format("head_dim_{}", dtype_name(dtype)));
   report.columns.emplace_back("reason");
   const std::vector<std::string> usable = kernels();
   for (const KernelReason& reason : explain(desc).reasons) {
@@ -132,7 +132,7 @@ Command add_explain(CLI::App& root) {
   const auto options = std::make_shared<ExplainOptions>();
   app->allow_extras();
   app->add_option("--kernel", options->kernel, "best (default), or the name of a kernel to force");
-  app->add_option("--format", options->format, "md (default), csv or json");
+  add_format_option(*app, options->format);
   app->footer(
       help_footer(true, "polyhead explain 8x16x512x64 --dtype bf16", "polyhead explain 1x8x128x80,600 --causal"));
   return {app, [app, options] { return explain_problems(*options, app->remaining()); }};
@@ -141,7 +141,7 @@ Command add_explain(CLI::App& root) {
 Command add_kernels(CLI::App& root) {
   CLI::App* app = root.add_subcommand("kernels", "list the kernels of this build, best first, and what they take");
   const auto format = std::make_shared<std::string>("md");
-  app->add_option("--format", *format, "md (default), csv or json");
+  add_format_option(*app, *format);
   app->footer(help_footer(false, "polyhead kernels", "polyhead kernels --format json"));
   return {app, [format] { return list_kernels(*format); }};
 }
@@ -149,7 +149,7 @@ Command add_kernels(CLI::App& root) {
 Command add_info(CLI::App& root) {
   CLI::App* app = root.add_subcommand("info", "show version, CPU, kernels, threads and environment");
   const auto format = std::make_shared<std::string>("md");
-  app->add_option("--format", *format, "md (default), csv or json");
+  add_format_option(*app, *format);
   app->footer(help_footer(false, "polyhead info", "polyhead info --format json"));
   return {app, [format] { return show_info(*format); }};
 }

@@ -17,6 +17,7 @@
 #include "mha_problem.h"
 #include "mha_verify.h"
 #include "progress.h"
+#include "quantiles.h"
 #include "report.h"
 #include "selection.h"
 #include "testing/words.h"
@@ -75,17 +76,12 @@ std::vector<Phase> phases_of(const MhaProblem& problem, const Layer& layer, cons
   return phases;
 }
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const size_t half = values.size() / 2;
-  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
-}
-
 class Run {
  public:
   Run(const MhaOptions& options, std::vector<std::string> kernels, std::vector<Threads> threads)
       : options_(options), kernels_(std::move(kernels)), threads_(std::move(threads)) {
-    report_.columns = {"layer", "kernel", "threads", "call", "median_ms", "min_ms", "samples", "GFLOP/s", "note"};
+    report_.columns = {"layer",  "kernel",      "threads",     "call", "median_ms",
+                       "min_ms", "num_samples", "gflop_per_s", "note", "samples_ms"};
   }
 
   // A kernel that cannot compute the layer says so in its row.
@@ -99,7 +95,7 @@ class Run {
         if (!made.ok() && made.status().code() != StatusCode::kUnsupported) return made.status();
         if (!made.ok()) {
           report_.rows.push_back(
-              {mha_line(problem), kernel, int64_t{threads.count}, {}, {}, {}, {}, {}, made.status().message()});
+              {mha_line(problem), kernel, int64_t{threads.count}, {}, {}, {}, {}, {}, made.status().message(), {}});
         } else if (Status s = time(problem, *made, threads.count); !s.ok()) {
           return s;
         }
@@ -112,7 +108,7 @@ class Run {
     report_.facts = machine_facts();
     report_.facts.emplace_back(
         "method", fmt::format("warm caches; one round of calls to warm up, then at least {} ms and {} samples of each; "
-                              "GFLOP/s count the products of pairs that sizes, causal and window leave visible",
+                              "operations are the products of pairs that sizes, causal and window leave visible",
                               options_.min_time_ms, options_.min_samples));
     if (!options_.dump.empty()) report_.facts.emplace_back("wrote", options_.dump);
     fmt::print("{}", report_.text(format));
@@ -138,10 +134,11 @@ class Run {
           problem.sweep && problem.layer.seqlen_q > 0
               ? fmt::format("{} ms a step", number_text(ms / static_cast<double>(problem.layer.seqlen_q)))
               : "";
-      report_.rows.push_back(
-          {mha_line(problem), std::string(layer.kernel_name()), int64_t{threads}, std::string(phase.name), ms,
-           *std::min_element(phase.samples_ms.begin(), phase.samples_ms.end()),
-           static_cast<int64_t>(phase.samples_ms.size()), phase.flops / std::max(ms, 1e-9) / 1e6, note});
+      report_.rows.push_back({mha_line(problem), std::string(layer.kernel_name()), int64_t{threads},
+                              std::string(phase.name), ms,
+                              *std::min_element(phase.samples_ms.begin(), phase.samples_ms.end()),
+                              static_cast<int64_t>(phase.samples_ms.size()), phase.flops / std::max(ms, 1e-9) / 1e6,
+                              note, phase.samples_ms});
     }
     return {};
   }
@@ -300,7 +297,7 @@ Command add_mha(CLI::App& root) {
                   "numbers of threads, as 1,2 (default: POLYHEAD_THREADS, else all CPUs)");
   app->add_option("--min-time", options->min_time_ms, "time each layer at least so many milliseconds (100)");
   app->add_option("--samples", options->min_samples, "and take at least so many samples (5)");
-  app->add_option("--format", options->format, "md (default), csv or json");
+  add_format_option(*app, options->format);
   app->footer(footer());
   return {app, [app, options] { return mha(*options, app->remaining()); }};
 }

@@ -19,8 +19,23 @@ std::string cell_text(const Cell& cell, bool exact) {
     }
     std::string operator()(int64_t number) const { return fmt::format("{}", number); }
     std::string operator()(bool truth) const { return truth ? "yes" : "no"; }
+    std::string operator()(const std::vector<double>&) const { return ""; }  // no column of a text
   } visitor{exact};
   return std::visit(visitor, cell);
+}
+
+// Without the columns that hold a list.
+Report without_lists(const Report& report) {
+  Report text = {report.facts, {}, std::vector<std::vector<Cell>>(report.rows.size())};
+  for (size_t c = 0; c < report.columns.size(); ++c) {
+    const bool is_list = std::any_of(report.rows.begin(), report.rows.end(), [&](const auto& row) {
+      return std::holds_alternative<std::vector<double>>(row[c]);
+    });
+    if (is_list) continue;
+    text.columns.push_back(report.columns[c]);
+    for (size_t r = 0; r < report.rows.size(); ++r) text.rows[r].push_back(report.rows[r][c]);
+  }
+  return text;
 }
 
 std::string markdown(const Report& report) {
@@ -105,8 +120,8 @@ Result<Format> parse_format(std::string_view text) {
 }
 
 std::string Report::text(Format format) const {
-  if (format == Format::kCsv) return csv(*this);
-  return format == Format::kJson ? json(*this) : markdown(*this);
+  if (format == Format::kJson) return json(*this);
+  return format == Format::kCsv ? csv(without_lists(*this)) : markdown(without_lists(*this));
 }
 
 std::string number_text(double value) {

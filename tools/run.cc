@@ -367,7 +367,7 @@ Command add_run(CLI::App& root) {
   }
   app->add_option("--kernel", options->kernel, "best (default) or a kernel's name");
   app->add_option("--threads", options->threads, "number of threads (default: POLYHEAD_THREADS, else all CPUs)");
-  app->add_option("--format", options->format, "md (default), csv or json");
+  add_format_option(*app, options->format);
   app->footer(help_footer(
       true, "polyhead run 1x16x384x64 --causal --logsumexp --out out.safetensors",
       "polyhead run --query q.npy --key k.npy --value v.npy --gradients --grad-out do.npy --out g.safetensors"));

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <charconv>
 #include <fstream>
@@ -106,6 +107,12 @@ Result<std::vector<Threads>> select_threads(std::string_view list) {
   }
   if (threads.empty()) threads.push_back({default_executor().num_threads(), &default_executor(), nullptr});
   return threads;
+}
+
+void add_format_option(CLI::App& app, std::string& format) {
+  app.add_option("--format", format, "md (default), csv or json");
+  app.add_flag_callback(
+      "--json", [&format] { format = "json"; }, "the same as --format json");
 }
 
 std::string options_text(std::span<const ProblemOption> options) {

@@ -11,6 +11,10 @@
 #include "polyhead/status.h"
 #include "problem.h"
 
+namespace CLI {
+class App;
+}
+
 namespace polyhead::tools {
 
 // The problems of `words` (sizes and options), or of the suites' lines with the options of `words` behind each.
@@ -36,6 +40,9 @@ struct Threads {
 
 // "1,2"; empty: the library's default.
 Result<std::vector<Threads>> select_threads(std::string_view list);
+
+// --format and --json, which every command with a table has.
+void add_format_option(CLI::App& app, std::string& format);
 
 // A list of options, one a line.
 std::string options_text(std::span<const ProblemOption> options);

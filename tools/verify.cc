@@ -140,7 +140,7 @@ Command add_verify(CLI::App& root) {
   app->add_option("--random", options->num_random, "so many random problems, of every combination of options");
   options->seed_option =
       app->add_option("--seed", options->seed, "of the first random problem, or of a problem's operands");
-  app->add_option("--format", options->format, "md (default), csv or json");
+  add_format_option(*app, options->format);
   app->footer(help_footer(true, "polyhead verify 2x8/2x113/203x80 --causal --align bottom_right --dtype bf16",
                           "polyhead verify --gradients --random 500 --seed 7"));
   return {app, [app, options] { return verify(*options, app->remaining()); }};

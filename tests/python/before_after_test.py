@@ -14,7 +14,7 @@ if sys.argv[1] == "info":
 else:
     row = dict(problem=sys.argv[2], kernel="cpu_made_up", min_ms={milliseconds} * (2 if "--causal" in sys.argv else 1))
     row["median_ms"] = row["min_ms"] * 1.5
-    row["GFLOP/s"] = {flops} / row["median_ms"]
+    row["gflop_per_s"] = {flops} / row["median_ms"]
     print(json.dumps(dict(rows=[row])))
 """
 

@@ -254,11 +254,11 @@ TEST_F(ToolsMhaCommand, EachCallIsTimed) {
     EXPECT_EQ(row["call"], calls[r]);
     EXPECT_EQ(row["layer"], "--batch 1 --heads 2 --seqlen-q 6 --q-size 8");
     EXPECT_GE(row["median_ms"].get<double>(), row["min_ms"].get<double>());
-    EXPECT_EQ(row["samples"], 2);
+    EXPECT_EQ(row["num_samples"], 2);
   }
   // Four products of [6, 8] and [8, 8], and S = Q K^T and P V with 36 pairs of 2 heads of 4.
   const json& forward = train["rows"][0];
-  EXPECT_NEAR(forward["GFLOP/s"].get<double>() * forward["median_ms"].get<double>() * 1e6,
+  EXPECT_NEAR(forward["gflop_per_s"].get<double>() * forward["median_ms"].get<double>() * 1e6,
               2.0 * 4 * 6 * 8 * 8 + 2.0 * 36 * 2 * (4 + 4), 1e-3);
   const json sweep = run_json("mha --batch 1 --heads 2 --seqlen-q 6 --q-size 8 --sweep" + options)["rows"];
   ASSERT_EQ(sweep.size(), 1u);

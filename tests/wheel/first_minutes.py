@@ -15,7 +15,7 @@ import sysconfig
 
 import polyhead
 
-COMMANDS = ("run", "bench", "verify", "mha", "explain", "kernels", "info")
+COMMANDS = ("run", "bench", "compare", "verify", "mha", "explain", "kernels", "info")
 
 
 def examples(readme, with_torch):
@@ -45,7 +45,7 @@ def commands():
         told = words_of(*polyhead_command, "--help")
         assert all(re.search(rf"^ +{name} ", told, re.M) for name in COMMANDS), told
         assert polyhead.__version__ in words_of(*polyhead_command, "--version")
-        timed = json.loads(words_of(*polyhead_command, "bench", "1x2x16x8", "--min-time", "1", "--format", "json"))
+        timed = json.loads(words_of(*polyhead_command, "bench", "1x2x16x8", "--min-time", "1", "--json"))
         assert timed["rows"][0]["kernel"] in polyhead.kernels()
         words_of(*polyhead_command, "verify", "1x2x16x8", "--causal")
 
