@@ -69,7 +69,7 @@ def sentences_of_reports():
 
 
 def sentences_of_sources():
-    """Of what cannot be provoked here: f-strings, with "..." where something is put in; and of a build without the command."""
+    """Of what cannot be provoked here: f-strings, with "..." where something is put in, and the lack of the command."""
     yield MISSING.splitlines()[0]
     for path in ("__init__.py", "_cpp.py"):
         text = (ROOT / "python" / "polyhead" / "torch" / path).read_text()
