@@ -40,12 +40,19 @@ SHOWN = (
     ("gradients: 2048 tokens, bfloat16", "1x8x2048x64 --dtype bf16", BACKWARD),
     ("a training step with dropout", "2x8x512x64 --dropout 0.1", BOTH),
 )
+# What people call a CPU whose family and model bench/measure.py writes down.
+CPUS = {"AMD EPYC family 26 model 2": "AMD EPYC (Zen 5)", "AMD EPYC family 25 model 17": "AMD EPYC (Zen 4)"}
 NAMES = {"torch": "torch", "ort": "onnxruntime", "jax": "jax"}
 
 
 def shown_rows(result: dict) -> list[tuple[str, dict]]:
     by_key = {(row["problem"], row["direction"]): row for row in result["rows"] if row["threads"] == 1}
     return [(name, by_key[problem, direction]) for name, problem, direction in SHOWN if (problem, direction) in by_key]
+
+
+def cpu(result: dict) -> str:
+    name = result["environment"]["cpu"]
+    return CPUS.get(name, name)
 
 
 def bound_share(row: dict) -> str:
@@ -74,7 +81,7 @@ def table(result: dict) -> str:
     versions = environment["versions"]
     compared = sum(report.ratio(row, peer, MEDIAN) is not None for row in rows for peer in report.PEERS)
     lines = [
-        f"Medians, one thread, operands in the peers' own [B, H, S, D] memory; {environment['cpu']}, torch "
+        f"Medians, one thread, operands in the peers' own [B, H, S, D] memory; {cpu(result)}, torch "
         f"{versions['torch'].partition('+')[0]}, onnxruntime {versions['onnxruntime']}, jax {versions['jax']}, "
         f"{environment['date'][:10]}. A ratio is the peer's time over polyhead's: above 1x polyhead is faster.",
         "",
@@ -117,7 +124,7 @@ def draw(result: dict, path: pathlib.Path) -> None:
             axis.annotate(text, (value, y), textcoords="offset points", va="center", fontsize=6, **side)
     axis.set_xscale("log")
     ticks = (0.5, 1, 2, 5, 10, 20, 50)
-    axis.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
+    axis.set_xticks(ticks, [f"{tick:g}x" for tick in ticks], fontsize=8)
     axis.set_xlim(0.6, 80)
     axis.minorticks_off()
     axis.axvline(1, color="#444444", linewidth=1.2, zorder=3)
@@ -127,7 +134,7 @@ def draw(result: dict, path: pathlib.Path) -> None:
     axis.set_xlabel("time of the peer / time of polyhead (median, one thread): right of 1x polyhead is faster", fontsize=8)
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[peer]) for peer in report.PEERS]
     figure.legend(handles, NAMES.values(), loc="upper right", ncols=3, frameon=False, fontsize=8)
-    figure.text(0.01, 0.975, f"Attention on the CPU: {result['environment']['cpu']}", fontsize=9, va="top")
+    figure.text(0.01, 0.975, f"Attention on the CPU: {cpu(result)}", fontsize=9, va="top")
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
     figure.tight_layout(rect=(0, 0, 1, 0.96))
@@ -135,11 +142,10 @@ def draw(result: dict, path: pathlib.Path) -> None:
     plt.close(figure)
 
 
-def put_into(text: str, result_path: pathlib.Path, lines: str) -> str:
+def put_into(text: str, lines: str) -> str:
     """README's text with the table between the marks."""
-    source = f"`./dev bench --rounds 3` repeats it; [all of it](bench/results/{result_path.stem}.md).\n\n"
     pattern = re.escape(MARKS[0]) + ".*?" + re.escape(MARKS[1])
-    return re.sub(pattern, lambda _: MARKS[0] + lines + "\n" + source.strip() + "\n" + MARKS[1], text, flags=re.S)
+    return re.sub(pattern, lambda _: MARKS[0] + lines + MARKS[1], text, flags=re.S)
 
 
 def main() -> None:
@@ -154,7 +160,7 @@ def main() -> None:
     print(lines, end="")
     draw(result, PICTURE)
     if options.readme:
-        README.write_text(put_into(README.read_text(), options.result, lines))
+        README.write_text(put_into(README.read_text(), lines))
 
 
 if __name__ == "__main__":

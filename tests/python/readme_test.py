@@ -59,7 +59,7 @@ def test_the_table_of_what_was_measured_is_the_results():
     text = README.read_text(encoding="ascii")
     (result,) = re.findall(r"\]\((bench/results/.*)\.md\)", text)
     path = README.parent / f"{result}.json"
-    assert summary.put_into(text, path, summary.table(json.loads(path.read_text()))) == text
+    assert summary.put_into(text, summary.table(json.loads(path.read_text()))) == text
     assert summary.PICTURE.exists() and "](bench/results/summary.png)" in text
 
 
