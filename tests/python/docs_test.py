@@ -6,7 +6,6 @@ import importlib
 import os
 import pathlib
 import re
-import shlex
 import subprocess
 
 import pytest
@@ -100,14 +99,28 @@ def test_every_page_that_is_excused_is_there():
 
 
 def commands():
-    """The lines of the tutorials that begin with the command."""
+    """The blocks of the tutorials that begin with the command."""
     for page in sorted((ROOT / "docs" / "tutorials").glob("*.md")):
-        for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.M | re.S):
-            yield from (line for line in block.splitlines() if line.startswith("polyhead "))
+        blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.M | re.S)
+        yield from (block for block in blocks if block.startswith("polyhead "))
 
 
-@pytest.mark.parametrize("line", list(commands()))
-def test_command(line):
-    if not COMMAND.exists():
-        pytest.skip(f"needs the command: there is no {COMMAND}")
-    subprocess.run([COMMAND, *shlex.split(line, comments=True)[1:]], check=True, capture_output=True, timeout=300)
+needs_command = pytest.mark.skipif(not COMMAND.exists(), reason=f"needs the command: there is no {COMMAND}")
+
+
+@needs_command
+@pytest.mark.parametrize("block", list(commands()))
+def test_commands(block, tmp_path):
+    """As a shell runs them, with the command in front of the path."""
+    path = f"{COMMAND.parent}:{os.environ['PATH']}"
+    done = subprocess.run(["sh", "-e"], input=block, text=True, cwd=tmp_path, env=os.environ | {"PATH": path},
+                          capture_output=True, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@needs_command
+def test_the_page_of_the_command_has_every_sub_command():
+    said = subprocess.run([COMMAND, "--help"], check=True, capture_output=True, text=True).stdout
+    names = re.findall(r"^  (\w+) ", said.partition("Subcommands:")[2], re.M)
+    sections = re.findall(r"^## (\w+)$", (ROOT / "docs" / "command.md").read_text(), re.M)
+    assert "bench" in names and names == sections
