@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "attention/words.h"
 #include "testing/sizes.h"
 #include "testing/words.h"
 
@@ -35,12 +36,6 @@ Status set_switch(std::string_view option, std::string_view value, bool& out) {
   return {};
 }
 
-template <class T>
-struct Word {
-  const char* text;
-  T value;
-};
-
 template <class T, size_t n>
 Status set_word(std::string_view option, std::string_view value, const Word<T> (&words)[n], T& out) {
   std::string known;
@@ -54,12 +49,6 @@ Status set_word(std::string_view option, std::string_view value, const Word<T> (
   return invalid(std::string(option) + " is " + quoted(value) + ", must be one of " + known);
 }
 
-constexpr Word<DType> kDTypes[] = {{"f32", DType::kFloat32},     {"bf16", DType::kBFloat16},
-                                   {"f16", DType::kFloat16},     {"f64", DType::kFloat64},
-                                   {"float32", DType::kFloat32}, {"bfloat16", DType::kBFloat16},
-                                   {"float16", DType::kFloat16}, {"float64", DType::kFloat64}};
-constexpr Word<Align> kAligns[] = {
-    {"unset", Align::kUnset}, {"top_left", Align::kTopLeft}, {"bottom_right", Align::kBottomRight}};
 constexpr Word<Layout> kLayoutNames[] = {
     {"bshd", Layout::kBshd},         {"bhsd", Layout::kBhsd},       {"sbhd", Layout::kSbhd},
     {"qkv", Layout::kQkv},           {"strided", Layout::kStrided}, {"transposed", Layout::kTransposed},
@@ -70,22 +59,12 @@ constexpr Word<Fill> kFills[] = {{"normal", Fill::kNormal},        {"shift_up", 
                                  {"underflow", Fill::kUnderflow},  {"outliers", Fill::kOutliers}};
 enum class Packed { kNo, kSequences, kRows };
 constexpr Word<Packed> kPackings[] = {{"0", Packed::kNo}, {"1", Packed::kSequences}, {"rows", Packed::kRows}};
-constexpr Word<ReturnWeights> kWeights[] = {
-    {"none", ReturnWeights::kNone}, {"head", ReturnWeights::kPerHead}, {"mean", ReturnWeights::kMean}};
 constexpr Word<MaskKind> kMaskKinds[] = {
     {"random", MaskKind::kRandom}, {"padding", MaskKind::kPadding}, {"blocks", MaskKind::kBlocks}};
 constexpr Word<int> kAlibis[] = {{"0", 0}, {"head", 1}, {"batch", 2}};
 enum class Lengths { kNone, kQuery, kKey, kBoth };
 constexpr Word<Lengths> kLengths[] = {
     {"0", Lengths::kNone}, {"q", Lengths::kQuery}, {"k", Lengths::kKey}, {"both", Lengths::kBoth}};
-
-template <class T, size_t n>
-const char* word_of(const Word<T> (&words)[n], T value) {
-  for (const auto& [text, meaning] : words) {
-    if (meaning == value) return text;
-  }
-  return "?";
-}
 
 // "b,1,q,k" or "8,1,512,512": the dims of an operand that broadcasts to [batch, num_heads, seqlen_q, seqlen_k]. A letter
 // stands for the full size, known once the sizes are: -1 until then.
@@ -181,21 +160,21 @@ Status set_needs(std::string_view value, GradientSet& needs) {
 // Sets one option. The dims of mask and bias are completed once the sizes are known.
 Status apply(std::string_view option, std::string_view value, Problem& problem) {
   AttentionDesc& desc = problem.desc;
-  if (option == "--dtype") return set_word(option, value, kDTypes, desc.dtype);
-  if (option == "--out-dtype") return set_word(option, value, kDTypes, desc.out_dtype.emplace());
-  if (option == "--grad-dtype") return set_word(option, value, kDTypes, desc.grad_dtype.emplace());
+  if (option == "--dtype") return set_word(option, value, kDTypeWords, desc.dtype);
+  if (option == "--out-dtype") return set_word(option, value, kDTypeWords, desc.out_dtype.emplace());
+  if (option == "--grad-dtype") return set_word(option, value, kDTypeWords, desc.grad_dtype.emplace());
   if (option == "--causal") return set_switch(option, value, desc.causal);
   if (option == "--window") {
     return set_integers(option, value, "LEFT,RIGHT, each -1 (open) or more", {&desc.window_left, &desc.window_right});
   }
-  if (option == "--align") return set_word(option, value, kAligns, desc.align);
+  if (option == "--align") return set_word(option, value, kAlignWords, desc.align);
   if (option == "--query-offset") return set_offset(value, desc);
   if (option == "--scale") return set_number(option, value, desc.scale.emplace());
   if (option == "--softcap") return set_number(option, value, desc.softcap);
   if (option == "--alibi") return set_word(option, value, kAlibis, desc.alibi_slopes_ndim);
   if (option == "--mask") return set_mask(value, problem);
   if (option == "--bias") return set_dims(option, value, desc.attn_bias);
-  if (option == "--bias-dtype") return set_word(option, value, kDTypes, desc.attn_bias.dtype);
+  if (option == "--bias-dtype") return set_word(option, value, kDTypeWords, desc.attn_bias.dtype);
   if (option == "--windows") return set_switch(option, value, desc.has_windows);
   if (option == "--packed") return set_packed(value, problem);
   if (option == "--dropout") return set_number(option, value, desc.dropout_p);
@@ -204,7 +183,7 @@ Status apply(std::string_view option, std::string_view value, Problem& problem) 
     return set_integers(option, value, "HEAD,HEADS,QUERY,KEY",
                         {&origin.first_head, &origin.num_heads, &origin.first_query, &origin.first_key});
   }
-  if (option == "--weights") return set_word(option, value, kWeights, desc.return_weights);
+  if (option == "--weights") return set_word(option, value, kReturnWeightsWords, desc.return_weights);
   if (option == "--column-sums") return set_switch(option, value, desc.return_column_sums);
   if (option == "--logsumexp") return set_switch(option, value, problem.logsumexp);
   if (option == "--needs") return set_needs(value, problem.needs);
@@ -314,27 +293,6 @@ Status read_words(std::span<const std::string> words, Words& out) {
   return {};
 }
 
-std::string dims_text(const BroadcastOperand& operand, const AttentionDesc& desc) {
-  int64_t full[4];
-  full_sizes(desc, full);
-  std::string text;
-  for (int i = 0; i < 4; ++i) {
-    const bool as_letter = operand.dims[i] == full[i] && operand.dims[i] != 1;
-    text += (i > 0 ? "," : "") + (as_letter ? std::string(1, "bhqk"[i]) : std::to_string(operand.dims[i]));
-  }
-  return text;
-}
-
-std::string number_text(double value) {
-  std::array<char, 32> text{};
-  const auto result = std::to_chars(text.data(), text.data() + text.size(), value);
-  return {text.data(), result.ptr};
-}
-
-std::string pair_text(int64_t first, int64_t second) {
-  return std::to_string(first) + (second != first ? "/" + std::to_string(second) : "");
-}
-
 }  // namespace
 
 Problem plain_problem() {
@@ -349,11 +307,11 @@ const char* fill_name(Fill fill) { return word_of(kFills, fill); }
 
 Result<DType> parse_dtype(std::string_view text) {
   DType dtype{};
-  if (Status s = set_word("dtype", text, kDTypes, dtype); !s.ok()) return s;
+  if (Status s = set_word("dtype", text, kDTypeWords, dtype); !s.ok()) return s;
   return dtype;
 }
 
-const char* short_dtype_name(DType dtype) { return word_of(kDTypes, dtype); }
+const char* short_dtype_name(DType dtype) { return word_of(kDTypeWords, dtype); }
 
 Result<std::vector<Problem>> parse_problems(std::span<const std::string> words) {
   Words read;
@@ -396,45 +354,12 @@ std::vector<std::string> split_words(std::string_view line) {
 }
 
 std::string options_line(const Problem& problem) {
-  const AttentionDesc& desc = problem.desc;
-  std::string line;
+  const std::string kind =
+      problem.mask_kind == MaskKind::kRandom ? "" : std::string(":") + word_of(kMaskKinds, problem.mask_kind);
+  std::string line = options_in_words(problem.desc, kind, problem.cuts_rows);
   const auto add = [&](const char* option, const std::string& value = "") {
     line += std::string(" ") + option + (value.empty() ? "" : " ") + value;
   };
-  if (desc.dtype != DType::kFloat32) add("--dtype", short_dtype_name(desc.dtype));
-  if (desc.out_dtype) add("--out-dtype", short_dtype_name(*desc.out_dtype));
-  if (desc.grad_dtype) add("--grad-dtype", short_dtype_name(*desc.grad_dtype));
-  if (desc.causal) add("--causal");
-  if (desc.window_left != -1 || desc.window_right != -1) {
-    add("--window", std::to_string(desc.window_left) + "," + std::to_string(desc.window_right));
-  }
-  if (desc.align != Align::kUnset) add("--align", word_of(kAligns, desc.align));
-  if (desc.query_offset) add("--query-offset", std::to_string(*desc.query_offset));
-  if (desc.has_query_offsets) add("--query-offset", "random");
-  if (desc.scale) add("--scale", number_text(*desc.scale));
-  if (desc.softcap != 0) add("--softcap", number_text(desc.softcap));
-  if (desc.alibi_slopes_ndim == 1) add("--alibi");
-  if (desc.alibi_slopes_ndim == 2) add("--alibi=batch");
-  if (desc.attn_mask.given) {
-    const bool random = problem.mask_kind == MaskKind::kRandom;
-    add("--mask",
-        dims_text(desc.attn_mask, desc) + (random ? "" : std::string(":") + word_of(kMaskKinds, problem.mask_kind)));
-  }
-  if (desc.attn_bias.given) add("--bias", dims_text(desc.attn_bias, desc));
-  if (desc.attn_bias.dtype != DType::kFloat32) add("--bias-dtype", short_dtype_name(desc.attn_bias.dtype));
-  if (desc.has_seqlens_q || desc.has_seqlens_k) {
-    add(!desc.has_seqlens_k ? "--lengths=q" : !desc.has_seqlens_q ? "--lengths=k" : "--lengths");
-  }
-  if (desc.has_windows) add("--windows");
-  if (desc.packed) add(problem.cuts_rows ? "--packed=rows" : "--packed");
-  if (desc.dropout_p != 0) add("--dropout", number_text(desc.dropout_p));
-  if (const DropoutOrigin& o = desc.dropout_origin; o != DropoutOrigin()) {
-    std::string text;
-    for (const int64_t n : {o.first_head, o.num_heads, o.first_query, o.first_key}) text += "," + std::to_string(n);
-    add("--dropout-origin", text.substr(1));
-  }
-  if (desc.return_weights != ReturnWeights::kNone) add("--weights", word_of(kWeights, desc.return_weights));
-  if (desc.return_column_sums) add("--column-sums");
   if (problem.logsumexp) add("--logsumexp");
   if (problem.needs != kAllGradients) add("--needs", gradient_names(problem.needs));
   if (problem.accumulate) add("--accumulate");
@@ -449,12 +374,7 @@ std::string options_line(const Problem& problem) {
   return line;
 }
 
-std::string problem_line(const Problem& problem) {
-  const AttentionDesc& desc = problem.desc;
-  return std::to_string(desc.batch) + "x" + pair_text(desc.num_heads, desc.num_heads_kv) + "x" +
-         pair_text(desc.seqlen_q, desc.seqlen_k) + "x" + pair_text(desc.head_dim, desc.head_dim_v) +
-         options_line(problem);
-}
+std::string problem_line(const Problem& problem) { return sizes_in_words(problem.desc) + options_line(problem); }
 
 std::string forward_command(const std::string& kernel, const Problem& problem) {
   return "polyhead verify " + problem_line(problem) + " --kernel " + kernel +

@@ -117,7 +117,7 @@ Result<int> show_info(const std::string& format_name) {
   add("kernels", names);
   add("order of kernels", measured.empty() ? std::string("as the CPU's feature flags tell") : measured);
   add("threads", static_cast<int64_t>(default_executor().num_threads()));
-  for (const char* variable : {"POLYHEAD_KERNEL", "POLYHEAD_THREADS"}) {
+  for (const char* variable : {"POLYHEAD_KERNEL", "POLYHEAD_THREADS", "POLYHEAD_VERBOSE"}) {
     const char* value = std::getenv(variable);
     add(variable, value == nullptr ? std::string("(not set)") : std::string(value));
   }

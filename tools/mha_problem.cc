@@ -7,36 +7,30 @@
 #include <iterator>
 #include <string_view>
 
+#include "layer/words.h"
 #include "testing/random.h"
 
 namespace polyhead::tools {
 namespace {
 
-struct Size {
-  const char* name;
-  const char* text;
-  int64_t LayerDesc::*field;
+// What kLayerSizes are.
+constexpr const char* kSizeTexts[] = {
+    "sequences (default 8; with --verify 2)",
+    "query heads (default 8; with --verify 4)",
+    "time steps of query and out, at most (default 128; with --verify 32)",
+    "length of a vector of query (default 512; with --verify 64)",
+    "beams of query and out (default 1)",
+    "beams of key and value: 1 (default) or --beam",
+    "key/value heads (default --heads)",
+    "time steps of key and value, at most (default --seqlen-q)",
+    "length of a vector of key (default --q-size)",
+    "length of a vector of value (default --k-size)",
+    "length of a projected head of q; 0: no projection (default --q-size / --heads)",
+    "of k, likewise (default --q-proj)",
+    "of v, likewise (default --q-proj)",
+    "length of a vector of out; 0: no projection, heads side by side (default --q-size)",
 };
-// In an order in which each default follows from the sizes before it.
-constexpr Size kSizes[] = {
-    {"--batch", "sequences (default 8; with --verify 2)", &LayerDesc::batch},
-    {"--heads", "query heads (default 8; with --verify 4)", &LayerDesc::num_heads},
-    {"--seqlen-q", "time steps of query and out, at most (default 128; with --verify 32)", &LayerDesc::seqlen_q},
-    {"--q-size", "length of a vector of query (default 512; with --verify 64)", &LayerDesc::query_size},
-    {"--beam", "beams of query and out (default 1)", &LayerDesc::beam},
-    {"--beam-kv", "beams of key and value: 1 (default) or --beam", &LayerDesc::beam_kv},
-    {"--kv-heads", "key/value heads (default --heads)", &LayerDesc::num_heads_kv},
-    {"--seqlen-k", "time steps of key and value, at most (default --seqlen-q)", &LayerDesc::seqlen_k},
-    {"--k-size", "length of a vector of key (default --q-size)", &LayerDesc::key_size},
-    {"--v-size", "length of a vector of value (default --k-size)", &LayerDesc::value_size},
-    {"--q-proj", "length of a projected head of q; 0: no projection (default --q-size / --heads)",
-     &LayerDesc::query_proj_size},
-    {"--k-proj", "of k, likewise (default --q-proj)", &LayerDesc::key_proj_size},
-    {"--v-proj", "of v, likewise (default --q-proj)", &LayerDesc::value_proj_size},
-    {"--o-proj", "length of a vector of out; 0: no projection, heads side by side (default --q-size)",
-     &LayerDesc::out_proj_size},
-};
-constexpr size_t kNumLeadingSizes = 4;  // that every line names
+static_assert(std::size(kSizeTexts) == std::size(kLayerSizes));
 
 constexpr ProblemOption kOwnOptions[] = {
     {"--seqlens-q", "LIST", "the lengths of the sequences, as 8,3,5: one for each of --batch"},
@@ -57,30 +51,13 @@ constexpr std::string_view kAttentionOptions[] = {
     "--dtype", "--scale", "--softcap", "--dropout",    "--causal",  "--window",  "--align",      "--query-offset",
     "--alibi", "--mask",  "--bias",    "--bias-dtype", "--lengths", "--weights", "--accumulate", "--seed"};
 
-struct Bias {
-  char letter;
-  bool LayerDesc::*field;
-};
-constexpr Bias kBiases[] = {{'q', &LayerDesc::query_bias},
-                            {'k', &LayerDesc::key_bias},
-                            {'v', &LayerDesc::value_bias},
-                            {'o', &LayerDesc::out_bias}};
-
 // small: layers that the plain loops of --verify end soon with.
-int64_t default_size(const LayerDesc& desc, int64_t LayerDesc::*field, bool small = false) {
+int64_t default_size(const LayerDesc& desc, int64_t LayerDesc::*field, bool small) {
   if (field == &LayerDesc::batch) return small ? 2 : 8;
   if (field == &LayerDesc::num_heads) return small ? 4 : 8;
   if (field == &LayerDesc::seqlen_q) return small ? 32 : 128;
   if (field == &LayerDesc::query_size) return small ? 64 : 512;
-  if (field == &LayerDesc::num_heads_kv) return desc.num_heads;
-  if (field == &LayerDesc::seqlen_k) return desc.seqlen_q;
-  if (field == &LayerDesc::key_size || field == &LayerDesc::out_proj_size) return desc.query_size;
-  if (field == &LayerDesc::value_size) return desc.key_size;
-  if (field == &LayerDesc::query_proj_size) {
-    return std::max<int64_t>(desc.query_size / std::max<int64_t>(desc.num_heads, 1), 1);
-  }
-  if (field == &LayerDesc::key_proj_size || field == &LayerDesc::value_proj_size) return desc.query_proj_size;
-  return 1;  // beams
+  return default_layer_size(desc, field);
 }
 
 Status set_switch(const char* option, std::string_view value, bool& out) {
@@ -112,7 +89,7 @@ Status set_data_layout(const std::string& value, std::string& layout) {
 }
 
 Status set_biases(const std::string& value, LayerDesc& desc) {
-  for (const Bias& bias : kBiases) desc.*bias.field = value.find(bias.letter) != std::string::npos;
+  for (const LayerBias& bias : kLayerBiases) desc.*bias.field = value.find(bias.letter) != std::string::npos;
   const bool known = value.find_first_not_of("qkvo") == std::string::npos;
   return known ? Status() : invalid(fmt::format("--biases is '{}', must be letters of qkvo", value));
 }
@@ -151,14 +128,15 @@ const ProblemOption* find_option(std::span<const ProblemOption> options, std::st
   return found == options.end() ? nullptr : &*found;
 }
 
-const Size* find_size(std::string_view name) {
-  const auto* found = std::find_if(std::begin(kSizes), std::end(kSizes), [&](const Size& s) { return name == s.name; });
-  return found == std::end(kSizes) ? nullptr : found;
+const LayerSize* find_size(std::string_view name) {
+  const auto* found = std::find_if(std::begin(kLayerSizes), std::end(kLayerSizes),
+                                   [&](const LayerSize& s) { return name == s.option; });
+  return found == std::end(kLayerSizes) ? nullptr : found;
 }
 
 // One option with its value. Sizes that are not given stay -1.
 Status set_option(std::string_view name, const std::string& value, MhaProblem& problem) {
-  if (const Size* size = find_size(name); size != nullptr) {
+  if (const LayerSize* size = find_size(name); size != nullptr) {
     const auto number = parse_number<int64_t>(value);
     if (!number || *number < 0) return invalid(fmt::format("{} is '{}', must be an integer >= 0", name, value));
     problem.layer.*size->field = *number;
@@ -189,7 +167,7 @@ void set_attention_sizes(MhaProblem& problem) {
 
 // Fills in the sizes that were not given, and what they imply.
 Status complete(MhaProblem& problem, bool small) {
-  for (const Size& size : kSizes) {
+  for (const LayerSize& size : kLayerSizes) {
     int64_t& value = problem.layer.*size.field;
     if (value < 0) value = default_size(problem.layer, size.field, small);
   }
@@ -234,7 +212,7 @@ LayerDesc layer_desc(const MhaProblem& problem) {
 
 std::vector<ProblemOption> mha_options() {
   std::vector<ProblemOption> options;
-  for (const Size& size : kSizes) options.push_back({size.name, "N", size.text});
+  for (size_t i = 0; i < std::size(kLayerSizes); ++i) options.push_back({kLayerSizes[i].option, "N", kSizeTexts[i]});
   options.insert(options.end(), std::begin(kOwnOptions), std::end(kOwnOptions));
   for (const std::string_view name : kAttentionOptions) {
     if (const ProblemOption* option = find_option(problem_options(), name)) options.push_back(*option);
@@ -245,7 +223,7 @@ std::vector<ProblemOption> mha_options() {
 Result<MhaProblem> parse_mha(std::span<const std::string> words, bool small) {
   const std::vector<ProblemOption> options = mha_options();
   MhaProblem problem;
-  for (const Size& size : kSizes) problem.layer.*size.field = -1;
+  for (const LayerSize& size : kLayerSizes) problem.layer.*size.field = -1;
   for (size_t i = 0; i < words.size(); ++i) {
     const size_t equals = words[i].find('=');
     const std::string name = words[i].substr(0, equals);
@@ -269,23 +247,9 @@ Result<MhaProblem> parse_mha(std::span<const std::string> words, bool small) {
 }
 
 std::string mha_line(const MhaProblem& problem) {
-  const LayerDesc& layer = problem.layer;
-  std::string line;
-  const auto add = [&](const std::string& word) { line += (line.empty() ? "" : " ") + word; };
-  for (size_t i = 0; i < std::size(kSizes); ++i) {
-    const int64_t size = layer.*kSizes[i].field;
-    if (i >= kNumLeadingSizes && size == default_size(layer, kSizes[i].field)) continue;
-    add(fmt::format("{} {}", kSizes[i].name, size));
-  }
+  std::string line = layer_in_words(problem.layer);
+  const auto add = [&](const std::string& word) { line += " " + word; };
   if (problem.value_is_key) add(problem.key_is_query ? "--same qkv" : "--same kv");
-  std::string biases;
-  for (const Bias& bias : kBiases) {
-    if (layer.*bias.field) biases += bias.letter;
-  }
-  if (!biases.empty()) add("--biases=" + biases);
-  if (layer.residual) add("--residual");
-  if (layer.output_dropout_p != 0) add(fmt::format("--output-dropout {}", layer.output_dropout_p));
-  if (layer.has_windows) add("--windows");
   if (problem.data_layout != "nbtv") add("--data-layout " + problem.data_layout);
   if (problem.prepacked_weights) add("--prepacked-weights");
   if (problem.sweep) add("--sweep");

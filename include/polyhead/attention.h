@@ -190,7 +190,7 @@ class POLYHEAD_API Plan {
   Status backward(const BackwardArgs& args) const;
 
  private:
-  friend Result<Plan> plan(const AttentionDesc&, const PlanOptions&);
+  friend Result<Plan> make_plan(const AttentionDesc&, const PlanOptions&);
   friend Status forward_unchecked(const Plan&, const ForwardArgs&);
   friend Status backward_unchecked(const Plan&, const BackwardArgs&);
   explicit Plan(const AttentionDesc& desc) : desc_(desc) {}
@@ -203,7 +203,9 @@ class POLYHEAD_API Plan {
   size_t backward_workspace_bytes_ = 0;
 };
 
-/// Checks `desc` (the error names the field and the numbers that disagree) and picks the first kernel that can.
+/// Checks `desc` (the error names the field and the numbers that disagree) and picks the first kernel that can. With
+/// POLYHEAD_VERBOSE=1 in the environment each plan prints one line on stderr, a command line of `polyhead bench`; each
+/// layer(), attention_block() and their plans one of `polyhead mha`. Nothing else is ever printed.
 POLYHEAD_API Result<Plan> plan(const AttentionDesc& desc, const PlanOptions& options = {});
 
 struct KernelReason {

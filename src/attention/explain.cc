@@ -2,6 +2,7 @@
 #include <new>
 
 #include "attention/checks.h"
+#include "attention/unchecked.h"
 #include "contract/kernel.h"
 #include "core/sentence.h"
 
@@ -40,7 +41,7 @@ double visible_pairs(const AttentionDesc& desc) {
 
 Explanation explain(const AttentionDesc& desc, const PlanOptions& options) try {
   Explanation explanation;
-  const Result<Plan> planned = plan(desc, options);
+  const Result<Plan> planned = make_plan(desc, options);
   explanation.status = planned.status();
   if (planned.ok()) {
     explanation.kernel = planned->kernel_name();

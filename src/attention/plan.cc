@@ -5,10 +5,12 @@
 
 #include "attention/checks.h"
 #include "attention/unchecked.h"
+#include "attention/words.h"
 #include "contract/kernel.h"
 #include "contract/sequences.h"
 #include "contract/where.h"
 #include "core/sentence.h"
+#include "core/verbose.h"
 
 namespace polyhead {
 namespace {
@@ -119,7 +121,7 @@ Status backward_unchecked(const Plan& plan, const BackwardArgs& args) try {
   return out_of_memory();
 }
 
-Result<Plan> plan(const AttentionDesc& desc, const PlanOptions& options) try {
+Result<Plan> make_plan(const AttentionDesc& desc, const PlanOptions& options) try {
   if (Status status = check_desc(desc); !status.ok()) return status;
   Plan made(desc);
   made.operands_ = std::make_shared<const std::vector<PlannedOperand>>(planned_operands(desc));
@@ -137,6 +139,18 @@ Result<Plan> plan(const AttentionDesc& desc, const PlanOptions& options) try {
   if (!backward_bytes.fits()) return workspace_too_large("backward", made.kernel_->name, desc, made.num_threads_);
   made.workspace_bytes_ = forward_bytes.value();
   made.backward_workspace_bytes_ = backward_bytes.value();
+  return made;
+} catch (const std::bad_alloc&) {
+  return out_of_memory();
+}
+
+Result<Plan> plan(const AttentionDesc& desc, const PlanOptions& options) try {
+  Result<Plan> made = make_plan(desc, options);
+  if (is_verbose() && made.ok()) {
+    print_line(sentence("polyhead bench ", sizes_in_words(desc), options_in_words(desc),
+                        run_in_words(made->kernel_name(), *planned_where(options.where)),
+                        desc.score_option == nullptr ? "" : "  # without its score option"));
+  }
   return made;
 } catch (const std::bad_alloc&) {
   return out_of_memory();

@@ -11,4 +11,7 @@ namespace polyhead {
 Status forward_unchecked(const Plan& plan, const ForwardArgs& args);
 Status backward_unchecked(const Plan& plan, const BackwardArgs& args);
 
+// As plan(), without the line that it prints where POLYHEAD_VERBOSE asks for it: who has a line of his own.
+Result<Plan> make_plan(const AttentionDesc& desc, const PlanOptions& options);
+
 }  // namespace polyhead

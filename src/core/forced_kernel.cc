@@ -1,7 +1,8 @@
 #include "core/forced_kernel.h"
 
-#include <cstdlib>
 #include <cstring>
+
+#include "core/environment.h"
 
 namespace polyhead {
 namespace {
@@ -9,11 +10,7 @@ namespace {
 struct ForcedKernel {
   char name[64] = "";
   ForcedKernel() {
-#if defined(__GLIBC__)
-    const char* value = secure_getenv("POLYHEAD_KERNEL");
-#else
-    const char* value = std::getenv("POLYHEAD_KERNEL");
-#endif
+    const char* value = environment("POLYHEAD_KERNEL");
     if (value != nullptr) std::strncpy(name, value, sizeof name - 1);
   }
 };

@@ -10,6 +10,7 @@
 #include <new>
 
 #include "core/cpu_count.h"
+#include "core/environment.h"
 
 namespace polyhead {
 namespace {
@@ -264,14 +265,6 @@ void ThreadPool::parallel_for(int count, void (*body)(void* context, int index),
   pthread_cond_destroy(&job.done);
 }
 
-const char* threads_from_environment() {
-#if defined(__GLIBC__)
-  return secure_getenv("POLYHEAD_THREADS");
-#else
-  return std::getenv("POLYHEAD_THREADS");
-#endif
-}
-
 }  // namespace
 
 int parse_num_threads(const char* text, int available) {
@@ -290,7 +283,7 @@ Executor& default_executor() {
   // Stopped but not destroyed at exit (or dlclose): code that runs even later computes on its own thread.
   static union Storage {
     ThreadPool pool;
-    Storage() : pool(parse_num_threads(threads_from_environment(), num_cpus_allowed())) {}
+    Storage() : pool(parse_num_threads(environment("POLYHEAD_THREADS"), num_cpus_allowed())) {}
     ~Storage() { pool.stop(); }
   } storage;
   return storage.pool;

@@ -4,11 +4,15 @@
 #include <utility>
 
 #include "attention/checks.h"
+#include "attention/unchecked.h"
+#include "attention/words.h"
 #include "contract/where.h"
 #include "core/sentence.h"
+#include "core/verbose.h"
 #include "layer/arguments.h"
 #include "layer/fingerprint.h"
 #include "layer/layer_steps.h"
+#include "layer/words.h"
 
 namespace polyhead {
 namespace {
@@ -100,7 +104,7 @@ Status make_plans(LayerState& s, const PlanOptions& options) {
   const std::pair<std::optional<Plan>*, AttentionDesc> plans[] = {
       {&s.train, s.asked}, {&s.infer, inference}, {&s.step, one_step(inference)}};
   for (const auto& [to, desc] : plans) {
-    Result<Plan> made = plan(desc, options);
+    Result<Plan> made = make_plan(desc, options);
     if (!made.ok()) return made.status();
     *to = *made;
   }
@@ -208,6 +212,12 @@ Result<std::shared_ptr<const LayerState>> make_layer_state(const LayerDesc& desc
   const Status status =
       make_lists(s, {Pass::kTraining, Pass::kInference, Pass::kOneStep, Pass::kBackward, Pass::kBackwardWeights});
   if (!status.ok()) return status;
+  if (is_verbose()) {
+    AttentionDesc attention = s.asked;
+    attention.has_windows = false;  // the layer's own option
+    print_line(sentence("polyhead mha ", layer_in_words(desc), options_in_words(attention),
+                        run_in_words(s.infer->kernel_name(), *planned_where(options.where))));
+  }
   return std::shared_ptr<const LayerState>(std::move(state));
 }
 

@@ -38,14 +38,15 @@ MAY_INCLUDE = {
     "src/graph/": ("graph/", "polyhead/"),
     "src/capi/": ("capi/", "core/", "polyhead/"),
     # The testing library knows no command, and no kernel but the yardstick of error.
-    "testing/": ("testing/", "core/", "contract/kernel.h", "reference/attention.h", "polyhead/"),
+    "testing/": ("testing/", "core/", "attention/words.h", "contract/kernel.h", "reference/attention.h", "polyhead/"),
     # An example shows what anybody can write; the file formats are the command's. `bench` needs the machine's peak.
     "examples/": ("polyhead/", "tools/", "testing/random.h", "CLI/", "fmt/"),
-    "tools/": ("tools/", "testing/", "core/", "contract/sequences.h", "cpu/attention/kernels.h", "polyhead/", "CLI/",
+    "tools/": ("tools/", "testing/", "core/", "attention/words.h", "layer/words.h", "contract/sequences.h", "cpu/attention/kernels.h", "polyhead/", "CLI/",
                "fmt/", "nlohmann/"),
     "python/src/": ("polyhead/", "nanobind/", "numpy/"),
 }
 INTRINSICS = re.compile(r"#\s*(el)?if.*__(AVX|FMA|F16C|SSE|ARM_)|<\w*intrin\.h>|\b_mm\d*_\w+|\b__m(128|256|512)")
+PRINTS = re.compile(r"\b(printf|fprintf|vfprintf|dprintf|puts|fputs|fwrite|perror)\s*\(|std::(cout|cerr|clog)\b")
 GENERATED_ENDINGS = (".o", ".a", ".so", ".pyc", ".whl", ".egg-info", ".ninja", ".gcda", ".gcno")
 
 
@@ -159,6 +160,15 @@ def intrinsics(root=ROOT):
                     yield f"{path}:{number}: intrinsics belong in src/cpu/isa/simd*.h"
 
 
+def prints(root=ROOT):
+    """The library prints at one place."""
+    for path in tracked(root):
+        if path.endswith(CPP) and path.startswith(("src/", "include/")) and path != "src/core/verbose.cc":
+            for number, line in enumerate(without_comments(read(root, path)).splitlines(), 1):
+                if PRINTS.search(line):
+                    yield f"{path}:{number}: prints: src/core/verbose.cc alone does"
+
+
 def no_generated(root=ROOT):
     """Nothing generated is committed (bench/results is measured data)."""
     mark = re.compile("DO NOT " + "EDIT|@" + "generated")
@@ -202,7 +212,7 @@ def isa_symbols(isa, nm, *objects):
                 yield f"{pathlib.Path(path).name}: {kind} {name} is outside namespace {isa}"
 
 
-RULES = {rule.__name__: rule for rule in (include_direction, length, ascii_sources, intrinsics, no_generated, todo,
+RULES = {rule.__name__: rule for rule in (include_direction, length, ascii_sources, intrinsics, prints, no_generated, todo,
                                           clang_format, isa_symbols)}
 
 

@@ -43,6 +43,14 @@ class Rules(unittest.TestCase):
             self.assertEqual(len(self.broken(rules.include_direction)), 1, line)
             (self.root / path).unlink()
 
+    def test_prints(self):
+        self.write("src/core/verbose.cc", "std::fwrite(line.data(), 1, 2, stderr);\n")
+        self.write("src/core/a.cc", "std::snprintf(text, 3, line);  // printf(\n")
+        self.assertEqual(self.broken(rules.prints), [])
+        for line in ("std::fprintf(stderr, x);", "std::cerr << x;", "puts (x);"):
+            self.write("src/core/a.cc", line + "\n")
+            self.assertEqual(len(self.broken(rules.prints)), 1, line)
+
     def test_length(self):
         body = "  a();\n" * 77
         short = "template <int N>\nvoid f(int a,\n       int b) {\n" + body[:-14] + "}\n"
