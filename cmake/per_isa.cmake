@@ -3,7 +3,6 @@
 # Each copy sees POLYHEAD_ISA=<name> and must keep all that it defines in namespace POLYHEAD_ISA, except its one exported
 # table: an inline function of the standard library compiled here could become the copy that a CPU without these
 # instructions runs (docs/decisions/0002-one-object-per-isa.md; tests/rules checks it with nm).
-# Contraction to FMA is explicit in our code, so that every compiler gives the same bits.
 #
 # The flags of each set of src/cpu/isa/list.h. A set that only one of the two names does not compile, or does not link.
 set(POLYHEAD_ISA_generic "")
@@ -13,6 +12,9 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")
   set(POLYHEAD_ISA_avx512 -march=x86-64-v4 -mprefer-vector-width=512)
   set(POLYHEAD_ISA_avx512bf16 -march=x86-64-v4 -mavx512bf16 -mavx512vnni -mprefer-vector-width=512)
   set(POLYHEAD_ISAS avx512bf16 avx512 avx2 generic)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64|ARM64)$")
+  set(POLYHEAD_ISA_neon "")
+  set(POLYHEAD_ISAS neon generic)
 endif()
 
 function(polyhead_per_isa target)
@@ -24,7 +26,7 @@ function(polyhead_per_isa target)
     polyhead_warnings(${objects})
     target_compile_options(${objects} PRIVATE
       ${POLYHEAD_ISA_${isa}} $<$<CONFIG:Release,RelWithDebInfo>:-O3>
-      -fno-math-errno -ffp-contract=off -fno-exceptions -fno-rtti)
+      -fno-math-errno -fno-exceptions -fno-rtti)
     polyhead_sanitize(${objects})
     set_target_properties(${objects} PROPERTIES
       CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON INTERPROCEDURAL_OPTIMIZATION OFF)

@@ -114,6 +114,7 @@ Result<int> show_info(const std::string& format_name) {
   add("cpu", cpu_model());
   add("usable cpus", static_cast<int64_t>(num_usable_cpus()));
   add("features used", cpu_features());
+  if (const std::string extensions = cpu_extensions(); !extensions.empty()) add("extensions reported", extensions);
   add("kernels", names);
   add("order of kernels", measured.empty() ? std::string("as the CPU's feature flags tell") : measured);
   add("threads", static_cast<int64_t>(default_executor().num_threads()));

@@ -1,5 +1,9 @@
 #include "machine.h"
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 #include <fmt/chrono.h>
 #include <fmt/format.h>
 
@@ -18,13 +22,38 @@ std::string version_text() { return fmt::format("{} (commit {})", version(), kCo
 
 std::string compiler_text() { return fmt::format("{}, {}", kCompiler, kBuildType); }
 
+// Arm's have numbers in place of a name.
 std::string cpu_model() {
   std::ifstream file("/proc/cpuinfo");
+  std::string implementer;
   for (std::string line; std::getline(file, line);) {
     const size_t colon = line.find(": ");
-    if (line.rfind("model name", 0) == 0 && colon != std::string::npos) return line.substr(colon + 2);
+    if (colon == std::string::npos) continue;
+    if (line.rfind("model name", 0) == 0) return line.substr(colon + 2);
+    if (line.rfind("CPU implementer", 0) == 0) implementer = line.substr(colon + 2);
+    if (line.rfind("CPU part", 0) == 0)
+      return fmt::format("Arm, implementer {}, part {}", implementer, line.substr(colon + 2));
   }
   return "unknown";
+}
+
+std::string cpu_extensions() {
+#if defined(__aarch64__) && defined(__linux__)
+  const struct {
+    const char* name;
+    unsigned long register_of_bits, bit;
+  } rows[] = {{"asimd", AT_HWCAP, HWCAP_ASIMD},     {"asimdhp", AT_HWCAP, HWCAP_ASIMDHP},
+              {"asimddp", AT_HWCAP, HWCAP_ASIMDDP}, {"sve", AT_HWCAP, HWCAP_SVE},
+              {"sve2", AT_HWCAP2, HWCAP2_SVE2},     {"i8mm", AT_HWCAP2, HWCAP2_I8MM},
+              {"bf16", AT_HWCAP2, HWCAP2_BF16}};
+  std::string names;
+  for (const auto& row : rows) {
+    if ((getauxval(row.register_of_bits) & row.bit) != 0) names += (names.empty() ? "" : " ") + std::string(row.name);
+  }
+  return names;
+#else
+  return "";
+#endif
 }
 
 int num_usable_cpus() { return num_cpus_allowed(); }

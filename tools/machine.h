@@ -10,7 +10,8 @@ namespace polyhead::tools {
 std::string version_text();   // "0.1.0 (commit 0123456789)"
 std::string compiler_text();  // "GNU 12.2.0, Release"
 std::string cpu_model();
-int num_usable_cpus();  // that this process may run on
+std::string cpu_extensions();  // of the vector unit, as getauxval tells on 64-bit Arm: "asimd asimdhp"; elsewhere ""
+int num_usable_cpus();         // that this process may run on
 
 // version, compiler, CPU, load (of all processes, over one minute) and date.
 std::vector<std::pair<std::string, std::string>> machine_facts();

@@ -90,7 +90,7 @@ TEST(OutOfMemory, Lists) {
   arm(1);
   polyhead_cpu_features();
   arm(0);
-  const bool has_features = std::strncmp(polyhead_kernels()[0], "cpu_avx", 7) == 0;
+  const bool has_features = std::strcmp(polyhead_kernels()[0], "cpu_generic") != 0;
   EXPECT_EQ(polyhead_cpu_features()[0] != '\0', has_features) << "an answer without memory was kept";
 }
 

@@ -69,18 +69,18 @@ TEST(Isa, WhatIsMissingIsNamed) {
   }
 }
 
-using Rates = double[kNumIsas];
+using Rates = std::array<double, 4>;
 
-std::array<int, kNumIsas> order_by(const Rates& rates) {
-  const IsaOrder order = order_isas(rates);
-  std::array<int, kNumIsas> numbers;
-  for (int i = 0; i < kNumIsas; ++i) numbers[i] = static_cast<int>(order.isas[i]);
-  return numbers;
+// The order by as many of the rates as this build has sets.
+IsaOrder order_by(const Rates& rates) {
+  double of_this_build[kNumIsas];
+  for (int i = 0; i < kNumIsas; ++i) of_this_build[i] = rates[i];
+  return order_isas(of_this_build);
 }
 
 TEST(IsaOrder, MadeUpMeasurements) {
   if (kNumIsas < 4) GTEST_SKIP() << "this build has " << kNumIsas << " instruction sets, the measurements are for four";
-  using Order = std::array<int, kNumIsas>;
+  using Order = std::array<int, 4>;
   const struct {
     Rates rates;
     Order expected;
@@ -94,16 +94,20 @@ TEST(IsaOrder, MadeUpMeasurements) {
       {{100, 150, 200, 0}, {2, 1, 0, 3}},  // each clear against the next
       {{0, 134, 0, 0}, {0, 1, 2, 3}},      // what was not measured stays where the list has it
   };
-  for (const auto& row : rows) EXPECT_EQ(order_by(row.rates), row.expected) << row.rates[0] << ", " << row.rates[1];
+  for (const auto& row : rows) {
+    const IsaOrder order = order_by(row.rates);
+    Order numbers;
+    for (int i = 0; i < kNumIsas; ++i) numbers[i] = static_cast<int>(order.isas[i]);
+    EXPECT_EQ(numbers, row.expected) << row.rates[0] << ", " << row.rates[1];
+  }
 }
 
 TEST(IsaOrder, SaysWhatWasMeasured) {
   if (kNumIsas < 4) GTEST_SKIP() << "this build has " << kNumIsas << " instruction sets, the measurements are for four";
-  EXPECT_STREQ(order_isas({66, 134, 0, 0}).measured,
-               ("measured: cpu_" + std::string(isa_name(Isa{1})) + " before cpu_" + isa_name(Isa{0}) +
-                ", 2.03 times as fast in products of bfloat16")
-                   .c_str());
-  EXPECT_STREQ(order_isas({100, 119, 0, 0}).measured, "");
+  EXPECT_STREQ(order_by({66, 134, 0, 0}).measured, ("measured: cpu_" + std::string(isa_name(Isa{1})) + " before cpu_" +
+                                                    isa_name(Isa{0}) + ", 2.03 times as fast in products of bfloat16")
+                                                       .c_str());
+  EXPECT_STREQ(order_by({100, 119, 0, 0}).measured, "");
 }
 
 TEST(IsaOrder, TheListsOfKernelsFollowThisMachines) {
@@ -127,6 +131,9 @@ TEST(IsaOrder, TheListsOfKernelsFollowThisMachines) {
 
 // Measured anew, and for longer: what is clearly faster stands before.
 TEST(IsaOrder, AgreesWithALongerMeasurement) {
+#ifdef POLYHEAD_EMULATED
+  GTEST_SKIP() << "an emulator's instructions take other times than a CPU's";
+#endif
   const IsaOrder& order = isa_order();
   double rates[kNumIsas] = {};
   for (int round = 0; round < 40; ++round) {

@@ -45,7 +45,8 @@ MAY_INCLUDE = {
                "fmt/", "nlohmann/"),
     "python/src/": ("polyhead/", "nanobind/", "numpy/"),
 }
-INTRINSICS = re.compile(r"#\s*(el)?if.*__(AVX|FMA|F16C|SSE|ARM_)|<\w*intrin\.h>|\b_mm\d*_\w+|\b__m(128|256|512)")
+INTRINSICS = re.compile(r"#\s*(el)?if.*__(AVX|FMA|F16C|SSE|ARM_)|<(\w*intrin|arm_\w+)\.h>|\b_mm\d*_\w+|"
+                        r"\b__m(128|256|512)|\bv\w+_[fpsu](8|16|32|64)\b|\b(float|u?int)\d+x\d+(x\d)?_t\b")
 PRINTS = re.compile(r"\b(printf|fprintf|vfprintf|dprintf|puts|fputs|fwrite|perror)\s*\(|std::(cout|cerr|clog)\b")
 GENERATED_ENDINGS = (".o", ".a", ".so", ".pyc", ".whl", ".egg-info", ".ninja", ".gcda", ".gcno")
 

@@ -81,6 +81,8 @@ class Rules(unittest.TestCase):
         self.assertEqual(self.broken(rules.intrinsics), [])
         self.write("src/cpu/a.cc", "#include <immintrin.h>\n#if defined(__AVX2__)\n__m256 a = _mm256_setzero_ps();\n")
         self.assertEqual(len(self.broken(rules.intrinsics)), 3)
+        self.write("src/cpu/a.cc", "#include <arm_neon.h>\nfloat32x4_t a = b;\nauto c = vfmaq_laneq_f32(a, a, a, 1);\n")
+        self.assertEqual(len(self.broken(rules.intrinsics)), 3)
 
     def test_generated(self):
         self.write("src/a.cc", "int a;\n")

@@ -108,6 +108,9 @@ TEST_F(ToolsCommand, InfoAndKernelsNameWhatTheLibraryHas) {
   std::map<std::string, json> facts = facts_of(run_json("info"));
   EXPECT_EQ(facts["kernels"], names);
   EXPECT_EQ(facts["features used"], polyhead::cpu_features());
+  const bool arm = polyhead::cpu_features() == "neon";
+  EXPECT_EQ(arm, facts.count("extensions reported") == 1 &&
+                     facts["extensions reported"].get<std::string>().rfind("asimd", 0) == 0);
   EXPECT_GE(facts["threads"].get<int>(), 1);
   EXPECT_TRUE(facts.count("version") && facts.count("compiler") && facts.count("cpu"));
   EXPECT_EQ(facts_of(json::parse(run("info --format json", "POLYHEAD_THREADS=3").out))["POLYHEAD_THREADS"], "3");

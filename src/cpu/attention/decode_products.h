@@ -129,7 +129,7 @@ inline void accumulate_columns(float* out, ptrdiff_t out_stride, const float* p,
 template <class Row, int kRows>
 inline void accumulate_rows_of(float* out, ptrdiff_t out_stride, const float* p, int num_rows, const RowsAt<Row>& x,
                                int64_t dim) {
-  constexpr int kVecs_ = (kLanes == 16 ? 16 : 8) / kRows < 8 ? (kLanes == 16 ? 16 : 8) / kRows : 8;
+  constexpr int kSums = kRegisters == 32 ? 16 : 8, kVecs_ = kSums / kRows < 8 ? kSums / kRows : 8;
   accumulate_columns<Row, kRows, kVecs_, true>(out, out_stride, p, x, 0, dim);
   for (int r = kRows; r < num_rows; r += kRows)
     accumulate_columns<Row, kRows, kVecs_, false>(out + r * out_stride, out_stride, p + r * kRowScores, x, 0, dim);

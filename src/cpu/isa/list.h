@@ -10,6 +10,10 @@
   ROW(avx512, POLYHEAD_X86_64_V4)                                 \
   ROW(avx2, POLYHEAD_AVX2)                                        \
   ROW(generic, 0)
+#elif defined(__aarch64__)
+#define POLYHEAD_ISAS(ROW)                    \
+  ROW(neon, 0) /* part of the architecture */ \
+  ROW(generic, 0)
 #else
 #define POLYHEAD_ISAS(ROW) ROW(generic, 0)
 #endif

@@ -10,6 +10,7 @@ namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
 constexpr int kLanes = 8;
+constexpr int kRegisters = 16;
 using F = __m256;
 using I = __m256i;
 using M = __m256;  // all bits of a lane set, or none

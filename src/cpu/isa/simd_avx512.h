@@ -10,6 +10,7 @@ namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
 constexpr int kLanes = 16;
+constexpr int kRegisters = 32;
 using F = __m512;
 using I = __m512i;
 using M = __mmask16;

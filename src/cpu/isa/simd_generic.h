@@ -8,6 +8,7 @@ namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
 constexpr int kLanes = 4;
+constexpr int kRegisters = 16;
 typedef float F __attribute__((vector_size(16)));
 typedef int32_t I __attribute__((vector_size(16)));
 typedef uint32_t U __attribute__((vector_size(16)));

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kTile = kTileQueries;
 constexpr int kVecs = kTile / kLanes;
-constexpr int kMicroVecs = kLanes == 16 ? 4 : 2;  // vectors of a microkernel: with 4 rows, 16 or 8 sums in registers
+constexpr int kMicroVecs = kRegisters == 32 ? 4 : 2;  // vectors of a microkernel: with 4 rows, 16 or 8 sums
 constexpr int kMicroRows = 4;
 
 // Rows of a microkernel of `vecs` vectors: twice kMicroRows where so many sums still fit the registers (32, or 16 in AVX2),
@@ -39,11 +39,71 @@ struct BFloat16Pair {
 };
 #endif
 
+#ifdef POLYHEAD_HAS_FMA_LANE
+template <int kVecs_>
+inline __attribute__((always_inline)) void load_vectors(F (&x)[kVecs_], const float* p) {
+#pragma GCC unroll 8
+  for (int v = 0; v < kVecs_; ++v) x[v] = load(p + v * kLanes);
+}
+
+template <int kLane, int kVecs_>
+inline __attribute__((always_inline)) void add_lane(F (&acc)[kVecs_], const F (&a)[kVecs_], F b) {
+#pragma GCC unroll 8
+  for (int v = 0; v < kVecs_; ++v) acc[v] = fma_lane<kLane>(a[v], b, acc[v]);
+}
+
+template <int kLane, int kRows, int kVecs_>
+inline __attribute__((always_inline)) void add_unit(F (&acc)[kRows][kVecs_], const float* a, const F (&b)[kRows]) {
+  F a_u[kVecs_];
+  load_vectors(a_u, a);
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) add_lane<kLane>(acc[r], a_u, b[r]);
+}
+
+// Part of contract, where a multiply-add takes a lane of what one load brought: kLanes rows at once, or (kAlong) kLanes
+// units. Returns how many units it did; the rest are left to the loop over single scalars. The order of sums is the same.
+template <bool kAlong, int kRows, int kVecs_>
+inline __attribute__((always_inline)) int64_t contract_by_lanes(F (&acc)[kRows][kVecs_], const float* a,
+                                                                ptrdiff_t a_stride, const Word* b, ptrdiff_t b_stride,
+                                                                int64_t units) {
+  int64_t u = 0;
+  if constexpr (kAlong) {
+    for (; u + kLanes <= units; u += kLanes) {
+      F b_u[kRows];
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) b_u[r] = load(b + r * b_stride + u);
+      add_unit<0>(acc, a + u * a_stride, b_u);
+      add_unit<1>(acc, a + (u + 1) * a_stride, b_u);
+      add_unit<2>(acc, a + (u + 2) * a_stride, b_u);
+      add_unit<3>(acc, a + (u + 3) * a_stride, b_u);
+    }
+  } else if constexpr (kRows % kLanes == 0) {
+    for (; u < units; ++u) {
+      F a_u[kVecs_];
+      load_vectors(a_u, a + u * a_stride);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; r += kLanes) {
+        const F b_u = load(b + u * b_stride + r);
+        add_lane<0>(acc[r], a_u, b_u);
+        add_lane<1>(acc[r + 1], a_u, b_u);
+        add_lane<2>(acc[r + 2], a_u, b_u);
+        add_lane<3>(acc[r + 3], a_u, b_u);
+      }
+    }
+  }
+  return u;
+}
+#endif
+
 // acc[r] += sum over u in [0, units) of a[u] * b(r, u), a[u] being kVecs_ vectors at a + u * a_stride.
 // b(r, u) lies at b + r * b_stride + u (kAlong: rows are long, as keys), or at b + u * b_stride + r (as values).
 template <class Mac, bool kAlong, int kRows, int kVecs_>
 inline __attribute__((always_inline)) void contract(F (&acc)[kRows][kVecs_], const float* a, ptrdiff_t a_stride,
                                                     const Word* b, ptrdiff_t b_stride, int64_t units) {
+#ifdef POLYHEAD_HAS_FMA_LANE
+  const int64_t done = contract_by_lanes<kAlong>(acc, a, a_stride, b, b_stride, units);
+  a += done * a_stride, b += done * (kAlong ? 1 : b_stride), units -= done;
+#endif
 #pragma GCC unroll 2
   for (int64_t u = 0; u < units; ++u) {
     F a_u[kVecs_];

@@ -10,9 +10,9 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-constexpr int kStreamRows = 4;                      // more pay for packing
-constexpr int kStreamAlongRows = 3;                 // likewise, where columns of B are contiguous
-constexpr int kStreamSums = kLanes == 16 ? 16 : 8;  // vectors, of all rows together
+constexpr int kStreamRows = 4;                          // more pay for packing
+constexpr int kStreamAlongRows = 3;                     // likewise, where columns of B are contiguous
+constexpr int kStreamSums = kRegisters == 32 ? 16 : 8;  // vectors, of all rows together
 
 // Where the sums of a column go: panels panel_stride apart, in them rows row_stride apart.
 struct StreamSums {

@@ -11,7 +11,7 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-constexpr int kTileRows = kLanes == 16 ? 12 : 6;
+constexpr int kTileRows = kRegisters == 16 ? 6 : kLanes == 16 ? 12 : 8;
 constexpr int kPanelVecs = 2;
 constexpr int kColumns = kPanelVecs * kLanes;
 constexpr int64_t kChunkWords = 512;
