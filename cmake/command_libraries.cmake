@@ -8,8 +8,9 @@ endif()
 if(POLYHEAD_FETCH)
   include(FetchContent)
   FetchContent_Declare(CLI11 SYSTEM
-    URL https://github.com/CLIUtils/CLI11/archive/refs/tags/v2.5.0.tar.gz
-    URL_HASH SHA256=17e02b4cddc2fa348e5dbdbb582c59a3486fa2b2433e70a0c3bacb871334fd55
+    # 2.5 fills the paragraphs of help texts anew, tables among them.
+    URL https://github.com/CLIUtils/CLI11/archive/refs/tags/v2.4.2.tar.gz
+    URL_HASH SHA256=f2d893a65c3b1324c50d4e682c0cdc021dd0477ae2c048544f39eed6654b699a
     FIND_PACKAGE_ARGS 2.1)
   FetchContent_Declare(fmt SYSTEM
     URL https://github.com/fmtlib/fmt/releases/download/11.0.2/fmt-11.0.2.zip
