@@ -402,3 +402,61 @@ def test_compiled_whole_and_reported_when_traced(path, dynamic):
     assert any(path in reason for reason in not_taken())
     torch.testing.assert_close(compiled(x), expected)
     assert not_taken() == []
+
+
+class Quantised(torch.Tensor):
+    """int8 and a scale, as libraries of quantisation keep a weight: linear alone knows how to read it."""
+
+    @staticmethod
+    def __new__(cls, weight):
+        scale = weight.detach().abs().max() / 127
+        self = torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+        self.scale, self.numbers = scale, (weight.detach() / scale).round().to(torch.int8)
+        return self
+
+    def dense(self):
+        return self.numbers.to(self.dtype) * self.scale
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in (F.linear, torch.nn.functional.multi_head_attention_forward):
+            args = tuple(x.dense() if isinstance(x, cls) else x for x in args)
+            kwargs = {name: x.dense() if isinstance(x, cls) else x for name, x in (kwargs or {}).items()}
+        elif function is torch.Tensor.__getitem__:  # rows of it
+            return args[0].dense()[args[1]]
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{function} of a quantised weight")
+
+
+@pytest.mark.parametrize("path", ["linear1", "linear2", "self_attn.out_proj", "self_attn"])
+def test_weights_of_a_class_of_their_own_are_read_by_those_who_can(path):
+    theirs, ours = layers("TransformerEncoderLayer", True)
+    for layer in (theirs, ours):
+        name = "in_proj_weight" if path == "self_attn" else "weight"
+        module = layer.get_submodule(path)
+        quantised = nn.Parameter(Quantised(getattr(module, name)), requires_grad=False)
+        dense = nn.Parameter(quantised.dense(), requires_grad=False)
+        setattr(module, name, quantised if layer is ours else dense)
+    x = torch.randn(2, 5, SIZE)
+    polyhead.torch.report(reset=True)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+    assert "is Quantised" in str(polyhead.torch.report())
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_an_identity_in_place_of_a_dropout_leaves_the_block_whole(training):
+    theirs, ours = layers("TransformerEncoderLayer", False)
+    for layer in (theirs, ours):
+        for name in ("dropout", "dropout1", "dropout2"):
+            setattr(layer, name, nn.Identity())
+        layer.train(training)
+    x = torch.randn(2, 5, SIZE)
+    polyhead.torch.report(reset=True)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+    assert "not taken" not in str(polyhead.torch.report())

@@ -22,11 +22,17 @@ _OUTPUT_DROPOUT_OFFSET = 1  # the other dropout's is 0, so that one seed may ser
 RETURNED_WEIGHTS = (False, True, "mean")  # by return_weights
 
 
-def project(query, key, value, a: AttentionBlock):
-    """q [B, Sq, H, D], k [B, Sk, G, D] and v [B, Sk, G, Dv] of tokens [B, S, size]."""
+def project(query, key, value, a: AttentionBlock, whole=False):
+    """q [B, Sq, H, D], k [B, Sk, G, D] and v [B, Sk, G, Dv] of tokens [B, S, size].
+
+    whole: in_proj_weight may be of a class that gives linear's product, but no rows of its own.
+    """
     heads = (a.num_heads, a.num_heads_kv, a.num_heads_kv)
     if a.in_proj_weight is not None:
         head_dim = a.in_proj_weight.shape[0] // sum(heads)
+        if whole and query is key is value:
+            rows = F.linear(query, a.in_proj_weight, a.in_proj_bias).unflatten(-1, (-1, head_dim))
+            return rows.split(heads, -2)
         weights = a.in_proj_weight.split([head_dim * count for count in heads])
     else:
         weights = (a.q_proj_weight, a.k_proj_weight, a.v_proj_weight)

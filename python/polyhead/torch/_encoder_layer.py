@@ -14,7 +14,7 @@ from polyhead.torch._multihead_attention import (
 )  # fmt: skip
 from polyhead.torch._options import seed_tensor
 from polyhead.torch._submodules import (
-    DROPOUT, GELU, LAYER_NORM, LINEAR, RELU, SILU, count_called, hooks_of_all, why_not_plain,
+    GELU, LAYER_NORM, LINEAR, RELU, SILU, count_called, dropout_p, hooks_of_all, why_not_dropout, why_not_plain,
 )  # fmt: skip
 
 _BY_NAME = {"relu": F.relu, "gelu": F.gelu}
@@ -45,10 +45,6 @@ def _why_not_norm(name, norm, size):
     if reason is None and norm.normalized_shape != (size,):
         return f"{name} is over {list(norm.normalized_shape)}"
     return reason
-
-
-def _dropout_p(dropout):
-    return float(dropout.p) if dropout.training else 0.0
 
 
 class TransformerEncoderLayer(nn.Module):
@@ -154,7 +150,7 @@ class TransformerEncoderLayer(nn.Module):
             or ("self_attn has rope, add_bias_kv or add_zero_attn" if attn.has_parts() else None)
             or why_not_plain("self_attn.out_proj", attn.out_proj, LINEAR)
             or _why_not_norm("norm1", norm, attn.embed_dim)
-            or why_not_plain("dropout1", dropout, DROPOUT)
+            or why_not_dropout("dropout1", dropout)
         )
         if reason is not None:
             count_called("attention_block_forward", src, reason)
@@ -169,7 +165,7 @@ class TransformerEncoderLayer(nn.Module):
         hint_suffices = is_causal and src_key_padding_mask is None
         sizes = score_sizes(x, None, attn.num_heads, batch_first)
         mask, bias = score_masks(None if hint_suffices else src_mask, src_key_padding_mask, sizes, x.dtype)
-        output_dropout_p = _dropout_p(dropout)
+        output_dropout_p = dropout_p(dropout)
         out = attention_block(
             attn.block_arguments(x, mask, bias, batch_first=batch_first, out_proj=attn.out_proj)._replace(
                 norm_weight=norm.weight,
@@ -207,16 +203,16 @@ class TransformerEncoderLayer(nn.Module):
             or hooks_of_all()
             or _why_not_norm("norm2", norm, x.shape[-1])
             or why_not_plain("linear1", linear1, LINEAR)
-            or why_not_plain("dropout", inner_dropout, DROPOUT)
+            or why_not_dropout("dropout", inner_dropout)
             or why_not_plain("linear2", linear2, LINEAR)
-            or why_not_plain("dropout2", dropout, DROPOUT)
+            or why_not_dropout("dropout2", dropout)
         )
         if reason is not None:
             count_called("feed_forward_block_forward", x, reason)
             inner = inner_dropout(self.activation(linear1(norm(x) if self.norm_first else x)))
             out = x + dropout(linear2(inner))
             return out if self.norm_first else norm(out)
-        inner_dropout_p, output_dropout_p = _dropout_p(inner_dropout), _dropout_p(dropout)
+        inner_dropout_p, output_dropout_p = dropout_p(inner_dropout), dropout_p(dropout)
         out = feed_forward_block(
             FeedForwardBlock(
                 x if batched else x.unsqueeze(0),

@@ -11,7 +11,7 @@ from polyhead.torch._block_ops import AttentionBlock
 from polyhead.torch._blocks import attention_block
 from polyhead.torch._options import seed_tensor
 from polyhead.torch._rope import Rope, rotated
-from polyhead.torch._submodules import LINEAR, count_called, why_not_plain
+from polyhead.torch._submodules import LINEAR, count_called, why_not_plain, why_not_tensors
 
 
 class MultiheadAttention(nn.Module):
@@ -207,9 +207,13 @@ class MultiheadAttention(nn.Module):
             causal=hint_suffices,
             return_weights=0 if not need_weights else 2 if average_attn_weights else 1,
         )
-        out, weights = self._in_parts(arguments) if self.has_parts() else attention_block(arguments)
+        why_not_joined = why_not_tensors("", self)
+        foreign = why_not_joined is not None
+        in_parts = foreign or self.has_parts()
+        out, weights = self._in_parts(arguments, foreign) if in_parts else attention_block(arguments)
+        if reason is not None or foreign:
+            count_called("attention_block_forward", query, reason or why_not_joined)
         if reason is not None:
-            count_called("attention_block_forward", query, reason)
             out = out_proj(out)
         if batched:
             return out, weights
@@ -252,12 +256,15 @@ class MultiheadAttention(nn.Module):
             batch_first=batch_first,
         )
 
-    def _in_parts(self, a: AttentionBlock):
-        """With what comes between projections and scores: rotary positions, then keys that every query sees."""
+    def _in_parts(self, a: AttentionBlock, foreign: bool):
+        """With what comes between projections and scores: rotary positions, then keys that every query sees.
+
+        foreign: the projections' weights are of a class of their own, as why_not_tensors tells.
+        """
         query = a.query if a.batch_first else a.query.transpose(0, 1)
         key = query if a.key is None else a.key if a.batch_first else a.key.transpose(0, 1)
         value = key if a.value is None else a.value if a.batch_first else a.value.transpose(0, 1)
-        q, k, v = _block_composition.project(query, key, value, a)
+        q, k, v = _block_composition.project(query, key, value, a, whole=foreign)
         if self.rope is not None:
             q, k = rotated(q, self.rope), rotated(k, self.rope)
         seqlen_k = k.shape[1]

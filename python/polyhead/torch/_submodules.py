@@ -1,8 +1,9 @@
 """Whether calling a submodule computes torch's own formula of its parameters, and nothing else: then it is plain.
 
 The layers hand the parameters of plain submodules to one operator. What is not plain they call, as torch.nn does:
-adapters around a submodule, classes with a forward of their own, hooks. torch.nn.utils.parametrize changes what a
-parameter is, not the formula, so what it made of a submodule is plain.
+adapters around a submodule, classes with a forward of their own, hooks, parameters of a class of their own (quantised,
+distributed). torch.nn.utils.parametrize changes what a parameter is, not the formula, so what it made of a submodule is
+plain.
 """
 
 import torch
@@ -16,6 +17,7 @@ from polyhead.torch import _report
 _CALL = nn.Module.__call__
 LINEAR, LAYER_NORM, DROPOUT = nn.Linear.forward, nn.LayerNorm.forward, nn.Dropout.forward
 RELU, GELU, SILU = nn.ReLU.forward, nn.GELU.forward, nn.SiLU.forward
+_IDENTITY = nn.Identity.forward
 
 
 def why_not_plain(name: str, module, forward) -> str | None:
@@ -28,7 +30,27 @@ def why_not_plain(name: str, module, forward) -> str | None:
         return f"{name} has hooks"
     if "forward" in module.__dict__:
         return f"{name} has a forward of its own"
+    return why_not_tensors(f"{name}.", module)
+
+
+def why_not_tensors(prefix: str, module) -> str | None:
+    """A clause, if a parameter of the module's own is of a class that may keep its numbers elsewhere."""
+    if is_exporting():  # they are traced: of classes that stand for tensors
+        return None
+    for name, parameter in module._parameters.items():
+        if parameter is not None and type(parameter) is not nn.Parameter and type(parameter) is not torch.Tensor:
+            return f"{prefix}{name} is {type(parameter).__name__}"
     return None
+
+
+def why_not_dropout(name: str, module) -> str | None:
+    """As why_not_plain, of a dropout, or the identity in its place."""
+    return why_not_plain(name, module, _IDENTITY if type(module) is nn.Identity else DROPOUT)
+
+
+def dropout_p(module) -> float:
+    """Of a plain dropout, or the identity in its place: what it drops now."""
+    return float(module.p) if module.training and type(module) is not nn.Identity else 0.0
 
 
 def hooks_of_all() -> str | None:
