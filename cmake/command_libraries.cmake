@@ -1,4 +1,4 @@
-# The three header-only libraries of the command, which nothing else needs. POLYHEAD_TOOLS=AUTO leaves the command out,
+# The three libraries of the command, which nothing else needs. POLYHEAD_TOOLS=AUTO leaves the command out,
 # with one line that says why, where one of them is missing.
 option(POLYHEAD_FETCH "Download the command's libraries, of pinned versions, where they are not installed" OFF)
 if(NOT POLYHEAD_TOOLS)
@@ -34,6 +34,11 @@ foreach(target IN ITEMS CLI11::CLI11 fmt::fmt-header-only nlohmann_json::nlohman
     list(APPEND missing ${library})
   endif()
 endforeach()
+# Compiled once by those who packaged it, where there is such a one; inside the command where that goes to other machines.
+set(POLYHEAD_FMT fmt::fmt-header-only)
+if(TARGET fmt::fmt AND NOT SKBUILD AND NOT POLYHEAD_FETCH)
+  set(POLYHEAD_FMT fmt::fmt)
+endif()
 if(missing)
   list(JOIN missing ", " missing)
   set(why "the polyhead command needs ${missing} (Debian: libcli11-dev, libfmt-dev, nlohmann-json3-dev; or -DPOLYHEAD_FETCH=ON)")
