@@ -30,14 +30,11 @@ BackwardCall::BackwardCall(PyObject* const* arguments) : Call(arguments) {
   backward_.accumulate = flag_argument(arguments_[kAccumulate], "accumulate");
   read_arrays();
   if (arguments_[kGradDtype] != Py_None) desc_.grad_dtype = dtype_argument(arguments_[kGradDtype], "grad_dtype");
-  Tensor attn_bias = args_.attn_bias;
-  attn_bias.ndim = attn_bias_ndim_;
-  for (int i = 0; i < attn_bias_ndim_; ++i) attn_bias.dims[i] = args_.attn_bias.dims[4 - attn_bias_ndim_ + i];
   sources_ = {{
       {"query", "into[\"query\"]", kQuery, &BackwardArgs::grad_query, args_.query},
       {"key", "into[\"key\"]", kKey, &BackwardArgs::grad_key, args_.key},
       {"value", "into[\"value\"]", kValue, &BackwardArgs::grad_value, args_.value},
-      {"attn_bias", "into[\"attn_bias\"]", kAttnBias, &BackwardArgs::grad_attn_bias, attn_bias},
+      {"attn_bias", "into[\"attn_bias\"]", kAttnBias, &BackwardArgs::grad_attn_bias, given_attn_bias()},
       {"alibi_slopes", "into[\"alibi_slopes\"]", kAlibiSlopes, &BackwardArgs::grad_alibi_slopes, args_.alibi_slopes},
   }};
   for (Source& source : sources_) {

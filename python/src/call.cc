@@ -94,6 +94,13 @@ Tensor Options::broadcast_operand(Position position, const ArrayArgument& argume
   return view;
 }
 
+Tensor Options::given_attn_bias() const {
+  Tensor given = args_.attn_bias;
+  given.ndim = attn_bias_ndim_;
+  for (int i = 0; i < attn_bias_ndim_; ++i) given.dims[i] = args_.attn_bias.dims[4 - attn_bias_ndim_ + i];
+  return given;
+}
+
 void Options::read_positions() {
   desc_.causal = flag_argument(arguments_[kCausal], "causal");
   if (PyObject* window = arguments_[kWindow]; window != Py_None) {

@@ -72,10 +72,12 @@ class Options {
   void read_options();
   Tensor optional_array(Position position, const ArrayArgument& argument);
 
+  // args_.attn_bias with the dims that it came with, as its gradient has them.
+  Tensor given_attn_bias() const;
+
   PyObject* const* arguments_;
   AttentionDesc desc_;
-  ForwardArgs args_;        // the inputs
-  int attn_bias_ndim_ = 0;  // as given; args_.attn_bias has 4
+  ForwardArgs args_;  // the inputs
   std::array<Held, kNumShared> held_;
 
  private:
@@ -85,6 +87,7 @@ class Options {
   void read_lengths();
   void read_where();
 
+  int attn_bias_ndim_ = 0;  // as given; args_.attn_bias has 4
   std::string_view kernel_;
 };
 

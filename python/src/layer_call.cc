@@ -211,13 +211,10 @@ nb::object LayerBackwardCall::run() {
   const auto layer = made();
   LayerForwardArgs& a = layer_args_;
   needs_ = int64_argument(arguments_[kLayerNeeds], "needs");
-  Tensor attn_bias = args_.attn_bias;  // with the dims that it came with
-  attn_bias.ndim = attn_bias_ndim_;
-  for (int i = 0; i < attn_bias_ndim_; ++i) attn_bias.dims[i] = args_.attn_bias.dims[4 - attn_bias_ndim_ + i];
   nb::object made_arrays = nb::make_tuple(new_gradient(0, kQuery, a.query, &backward_.grad_query),
                                           new_gradient(1, kKey, a.key, &backward_.grad_key),
                                           new_gradient(2, kValue, a.value, &backward_.grad_value),
-                                          new_gradient(3, kAttnBias, attn_bias, &backward_.grad_attn_bias),
+                                          new_gradient(3, kAttnBias, given_attn_bias(), &backward_.grad_attn_bias),
                                           new_gradient(4, kAlibiSlopes, a.alibi_slopes, &backward_.grad_alibi_slopes));
   if (backward_.grad_attn_bias.given()) backward_.grad_attn_bias = widened_to_4d(backward_.grad_attn_bias);
   if (!own_key_) backward_.grad_key = backward_.grad_query;
