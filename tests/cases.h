@@ -275,11 +275,8 @@ class CaseList {
 
   void decoding() {
     constexpr int64_t kSizes[][5] = {// heads, heads_kv, q, k, d
-                                     {8, 2, 1, 1025, 64},
-                                     {32, 4, 1, 700, 128},
-                                     {7, 7, 2, 513, 80},
-                                     {12, 1, 5, 600, 40},
-                                     {6, 3, 8, 1023, 65}};
+                                     {8, 2, 1, 1025, 64},   {32, 4, 1, 700, 128}, {7, 7, 2, 513, 80},
+                                     {40, 40, 1, 1030, 16}, {12, 1, 5, 600, 40},  {6, 3, 8, 1023, 65}};
     for (const auto& [h, g, q, k, dim] : kSizes) {
       const std::string name = "decode_" + num(h) + "x" + num(g) + "x" + num(q) + "x" + num(k) + "x" + num(dim);
       add_in_each_dtype(name, sizes(1, h, g, q, k, dim),

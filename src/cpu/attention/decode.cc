@@ -1,5 +1,6 @@
 // Few queries and many keys (decoding): all query heads of a key/value head in one pass over K and V, chunk by chunk.
 // A chunk's m, l and O are a partial result; the chunks' are merged in order, so that threads change no bit.
+// Heads that lie side by side in memory, as in [B, S, H, D], take turns block by block: together they read whole rows.
 #include "cpu/attention/decode_products.h"
 #include "cpu/attention/decode_softmax.h"
 
@@ -7,9 +8,6 @@ namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
 constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-
-// Rows are computed one, two, or four at a time; rows that fill a four are computed and not used.
-constexpr int padded_rows(int rows) { return rows < 3 ? rows : (rows + 3) / 4 * 4; }
 
 // m of a chunk of which a row's task sees nothing: O is not there.
 constexpr float kNotComputed = -kInfinity;
@@ -34,33 +32,39 @@ struct MemoryLayout {
         floats(values + round_up(kDecodeBlock * head_dim_v, 16)) {}
 };
 
+// One key/value head of a task.
+struct DecodeHead {
+  int64_t kv_head;
+  Rows key, value;
+  DecodeRow* row;  // [num_rows]
+  DecodeChunk chunk;
+  float *query, *scores, *m, *l, *out;  // m, l and O of this chunk
+};
+
 struct Decode {
   const Problem& problem;
   const DecodeTask& task;
-  Rows key, value;
   PartialLayout partial;
-  MemoryLayout layout;
+  MemoryLayout layout;  // of all heads
   float* scratch;
+  DecodeChunk chunk = {};  // as all heads see it
+  DecodeHead head[kDecodeRows];
   DecodeRow row[kDecodeRows];
-  DecodeChunk chunk;
-  float* out;  // O of this chunk
-
-  float* scores(int r) const { return scratch + layout.scores + r * kRowScores; }
 };
 
-DecodeRow row_at(const Problem& problem, const DecodeTask& task, int r) {
+DecodeRow row_at(const Problem& problem, const DecodeTask& task, int64_t kv_head, int r) {
   const int64_t index = task.first_row + r;
-  return {task.kv_head * problem.group + index / task.sequence.len_q, index % task.sequence.len_q, 0, 0};
+  return {kv_head * problem.group + index / task.sequence.len_q, index % task.sequence.len_q, 0, 0};
 }
 
 // Which keys of the chunk each row sees, and which blocks some row sees.
-void look_at_chunk(Decode& x, int64_t first) {
+void look_at_chunk(const Decode& x, DecodeHead& head, int64_t first) {
   const Sequence& s = x.task.sequence;
   const int64_t left = s.len_k - first;
-  DecodeChunk& chunk = x.chunk;
+  DecodeChunk& chunk = head.chunk;
   chunk = {first, left < kDecodeChunk ? static_cast<int>(left) : kDecodeChunk, 0, true};
   for (int r = 0; r < x.task.num_rows; ++r) {
-    DecodeRow& row = x.row[r] = row_at(x.problem, x.task, r);
+    DecodeRow& row = head.row[r] = row_at(x.problem, x.task, head.kv_head, r);
     const KeyRange range = key_range(x.problem.band, s, row.i);
     row.begin = clamp_to_block(range.begin, first, chunk.num_keys);
     row.end = clamp_to_block(range.end, first, chunk.num_keys);
@@ -71,7 +75,7 @@ void look_at_chunk(Decode& x, int64_t first) {
   }
   uint32_t blocks = 0;
   for (int r = 0; r < x.task.num_rows; ++r) {
-    const RowScore row(x.problem, x.task, x.row[r], chunk);
+    const RowScore row(x.problem, x.task, head.row[r], chunk);
     const Options& options = row.score.options;
     if (!options.may_hide()) return;
     if (r > 0 && options.same_for_heads() && (options.same_for_queries() || r >= s.len_q)) break;
@@ -81,12 +85,35 @@ void look_at_chunk(Decode& x, int64_t first) {
   chunk.blocks &= blocks;
 }
 
+// Where each head's memory is, and what it sees of the chunk. m of a head that sees nothing says so.
+void look_at_heads(Decode& x, int64_t first, float* partial, int64_t head_stride) {
+  const int64_t first_k = x.task.sequence.first_k;
+  const int rows = padded_rows(x.task.num_rows);
+  for (int h = 0; h < x.task.num_heads; ++h, partial += head_stride) {
+    DecodeHead& head = x.head[h];
+    head.kv_head = x.task.kv_head + h;
+    head.key = rows_of(x.problem.key, x.task.b, head.kv_head, first_k);
+    head.value = rows_of(x.problem.value, x.task.b, head.kv_head, first_k);
+    head.row = x.row + h * x.task.num_rows;
+    head.query = x.scratch + h * rows * x.layout.query_stride;
+    head.scores = x.scratch + x.layout.scores + h * rows * kRowScores;
+    head.m = partial;
+    head.l = partial + x.partial.statistics;
+    head.out = partial + 2 * x.partial.statistics;
+    look_at_chunk(x, head, first);
+    x.chunk.first = first;
+    x.chunk.num_keys = head.chunk.num_keys;
+    x.chunk.blocks |= head.chunk.blocks;
+    for (int r = 0; r < x.task.num_rows && head.chunk.blocks == 0; ++r) head.m[r] = kNotComputed;
+  }
+}
+
 template <class Mac>
-void load_queries(const Decode& x) {
-  float* out = x.scratch;
+void load_queries(const Decode& x, const DecodeHead& head) {
+  float* out = head.query;
   const int64_t dim = x.problem.head_dim, words = words_of(dim, Mac::kElements);
   for (int r = 0; r < padded_rows(x.task.num_rows); ++r, out += x.layout.query_stride) {
-    const DecodeRow row = row_at(x.problem, x.task, r < x.task.num_rows ? r : 0);
+    const DecodeRow row = row_at(x.problem, x.task, head.kv_head, r < x.task.num_rows ? r : 0);
     const Rows query = rows_of(x.problem.query, x.task.b, row.h, x.task.sequence.first_q + row.i);
     for (int64_t word = 0; word < words; word += kLanes) {
       const int n = words - word < kLanes ? static_cast<int>(words - word) : kLanes;
@@ -95,62 +122,81 @@ void load_queries(const Decode& x) {
   }
 }
 
-// What is read about 8 KiB after the block of x that starts at `key`; behind x's last block, rows of `then`.
-const char* block_ahead(const DecodeChunk& chunk, int key, const Rows& x, int64_t columns, const Rows& then,
-                        int64_t then_first) {
-  const int64_t block_bytes = kDecodeBlock * columns * element_bytes(x.dtype);
-  int ahead = block_bytes >= 8192 ? 0 : block_bytes >= 4096 ? 1 : 3;  // blocks between
-  uint32_t left = chunk.blocks & (~1u << (key / kDecodeBlock));
-  for (; left != 0 && ahead > 0; --ahead) left &= left - 1;
-  if (left != 0) return x.row(chunk.first + __builtin_ctz(left) * kDecodeBlock);
-  return then.row(then_first + ahead * kDecodeBlock);
+// What is read after the block of x that starts at `key`, 8 KiB or more behind it; behind x's last block, rows of `then`.
+// Rows are those of all heads, `columns` each, as vectors of vector_bytes read them.
+Ahead ahead_of(const Decode& x, int key, const Rows& rows, int64_t columns, int64_t vector_bytes, const Rows& then,
+               int64_t then_first) {
+  const int64_t head_bytes = round_up(columns * element_bytes(rows.dtype), vector_bytes);
+  const int64_t bytes = x.task.num_heads * head_bytes, block_bytes = kDecodeBlock * bytes;
+  int between = block_bytes >= 8192 ? 0 : block_bytes >= 4096 ? 1 : 3;  // blocks
+  uint32_t left = x.chunk.blocks & (~1u << (key / kDecodeBlock));
+  for (; left != 0 && between > 0; --between) left &= left - 1;
+  const Rows& next = left != 0 ? rows : then;
+  const int64_t row =
+      left != 0 ? x.chunk.first + __builtin_ctz(left) * kDecodeBlock : then_first + between * kDecodeBlock;
+  if (next.row_bytes == bytes) return {reinterpret_cast<uintptr_t>(next.row(row)), block_bytes, block_bytes, 0};
+  return {reinterpret_cast<uintptr_t>(next.row(row)), bytes, bytes, next.row_bytes - bytes};
 }
 
 template <class Row, int kRows>
-void score_chunk(const Decode& x) {
+void score_chunk(Decode& x) {
   const int rows = padded_rows(x.task.num_rows);
   const int64_t dim = x.problem.head_dim;
   const int64_t first_value = x.chunk.first + __builtin_ctz(x.chunk.blocks) * kDecodeBlock;
   for_each_block(x.chunk, [&](int key, int n) {
-    with_keys<Row>(x.key, x.chunk.first + key, n, dim, block_ahead(x.chunk, key, x.key, dim, x.value, first_value),
-                   x.scratch + x.layout.keys, [&]<class R>(const RowsAt<R>& keys, int64_t columns) {
-                     score_rows<R, kRows>(x.scores(0) + key, x.scratch, x.layout.query_stride, rows, keys, columns);
-                   });
+    Ahead ahead = ahead_of(x, key, x.head[0].key, dim, kVectorBytes<Row>, x.head[0].value, first_value);
+    for (int h = 0; h < x.task.num_heads; ++h) {
+      const DecodeHead& head = x.head[h];
+      if (!head.chunk.has_block(key)) continue;
+      with_keys<Row>(head.key, x.chunk.first + key, n, dim, x.scratch + x.layout.keys,
+                     [&]<class R>(const RowsAt<R>& keys, int64_t columns) {
+                       score_rows<R, kRows>(head.scores + key, head.query, x.layout.query_stride, rows, keys, columns,
+                                            ahead);
+                     });
+    }
   });
 }
 
-void softmax_chunk(const Decode& x, float* m, float* l) {
+void softmax_chunk(const Decode& x, const DecodeHead& head) {
   alignas(64) uint8_t kept[kDecodeChunk / 8];
   const Dropout& dropout = x.problem.dropout;
   for (int r = 0; r < x.task.num_rows; ++r) {
-    const DecodeRow& row = x.row[r];
+    const DecodeRow& row = head.row[r];
     if (dropout.threshold > 0) {
       const int64_t head_index = x.task.b * x.problem.num_heads + row.h;
       dropout_row(kept, dropout, static_cast<uint32_t>(head_index), row.i, x.chunk.first, 0, x.chunk.num_keys);
     }
-    softmax_row(x.scores(r), RowScore(x.problem, x.task, row, x.chunk), dropout.threshold > 0 ? &kept : nullptr, m + r,
-                l + r);
+    softmax_row(head.scores + r * kRowScores, RowScore(x.problem, x.task, row, head.chunk),
+                dropout.threshold > 0 ? &kept : nullptr, head.m + r, head.l + r);
   }
 }
 
-// O of the chunk. With `finite`, NaN and inf among the values are taken as 0.
+// O of the chunk, of heads [first, end). With `finite`, NaN and inf among the values are taken as 0.
 template <class Row, int kRows>
-void weigh_chunk(const Decode& x, bool finite) {
+void weigh_chunk(const Decode& x, int first, int end, bool finite) {
   const int rows = padded_rows(x.task.num_rows);
   const int64_t dim = x.problem.head_dim_v, next_chunk = x.chunk.first + kDecodeChunk;
-  __builtin_memset(x.out, 0, static_cast<size_t>(rows * x.partial.out_stride) * sizeof(float));
+  for (int h = first; h < end; ++h) {
+    const size_t floats = static_cast<size_t>(rows * x.partial.out_stride);
+    if (x.head[h].chunk.blocks != 0) __builtin_memset(x.head[h].out, 0, floats * sizeof(float));
+  }
   for_each_block(x.chunk, [&](int key, int n) {
-    with_values<Row>(x.value, x.chunk.first + key, n, dim, finite,
-                     block_ahead(x.chunk, key, x.value, dim, x.key, next_chunk), x.scratch + x.layout.values,
-                     [&]<class R>(const RowsAt<R>& values) {
-                       accumulate_rows_of<R, kRows>(x.out, x.partial.out_stride, x.scores(0) + key, rows, values, dim);
-                     });
+    Ahead ahead = ahead_of(x, key, x.head[0].value, dim, kVectorBytes<Row>, x.head[0].key, next_chunk);
+    for (int h = first; h < end; ++h) {
+      const DecodeHead& head = x.head[h];
+      if (!head.chunk.has_block(key)) continue;
+      with_values<Row>(head.value, x.chunk.first + key, n, dim, finite, x.scratch + x.layout.values,
+                       [&]<class R>(const RowsAt<R>& values) {
+                         accumulate_rows_of<R, kRows>(head.out, x.partial.out_stride, head.scores + key, rows, values,
+                                                      dim, ahead);
+                       });
+    }
   });
 }
 
-bool finite_output(const Decode& x) {
+bool finite_output(const Decode& x, const DecodeHead& head) {
   for (int r = 0; r < x.task.num_rows; ++r) {
-    const float* out = x.out + r * x.partial.out_stride;
+    const float* out = head.out + r * x.partial.out_stride;
     F sum = broadcast(0.0f);  // NaN as soon as one term is NaN or inf
     for (int64_t d = 0; d < x.problem.head_dim_v; d += kLanes) sum = fma(load(out + d), broadcast(0.0f), sum);
     if (any(negate(equal(sum, broadcast(0.0f))))) return false;
@@ -158,22 +204,23 @@ bool finite_output(const Decode& x) {
   return true;
 }
 
-bool sees(const Decode& x, int r, int key) {
-  const DecodeRow& row = x.row[r];
+bool sees(const Decode& x, const DecodeHead& head, int r, int key) {
+  const DecodeRow& row = head.row[r];
   if (key < row.begin || key >= row.end) return false;
-  return (bits(RowScore(x.problem, x.task, row, x.chunk).shown(key)) & 1) != 0;
+  return (bits(RowScore(x.problem, x.task, row, head.chunk).shown(key)) & 1) != 0;
 }
 
 // V's NaN and inf were taken as 0; here they reach the rows that see them, and no others.
-void add_not_finite(const Decode& x) {
+void add_not_finite(const Decode& x, const DecodeHead& head) {
   alignas(64) float element[kLanes];
-  for_each_block(x.chunk, [&](int first, int n) {
+  for_each_block(head.chunk, [&](int first, int n) {
     for (int key = first; key < first + n; ++key) {
       for (int64_t d = 0; d < x.problem.head_dim_v; ++d) {
-        store(element, load_columns(x.value, x.chunk.first + key, d, 1));
+        store(element, load_columns(head.value, x.chunk.first + key, d, 1));
         if (element[0] - element[0] == 0.0f) continue;
         for (int r = 0; r < x.task.num_rows; ++r) {
-          if (sees(x, r, key)) x.out[r * x.partial.out_stride + d] += x.scores(r)[key] * element[0];
+          if (!sees(x, head, r, key)) continue;
+          head.out[r * x.partial.out_stride + d] += head.scores[r * kRowScores + key] * element[0];
         }
       }
     }
@@ -181,22 +228,28 @@ void add_not_finite(const Decode& x) {
 }
 
 template <class KeyRow, class ValueRow, int kRows>
-void attend_chunk(Decode& x, float* partial) {
-  load_queries<typename KeyRow::Mac>(x);
+void attend_chunk(Decode& x) {
+  const int heads = x.task.num_heads;
+  for (int h = 0; h < heads; ++h) load_queries<typename KeyRow::Mac>(x, x.head[h]);
   score_chunk<KeyRow, kRows>(x);
-  softmax_chunk(x, partial, partial + x.partial.statistics);
-  weigh_chunk<ValueRow, kRows>(x, false);
-  if (x.chunk.all || finite_output(x)) return;
-  weigh_chunk<ValueRow, kRows>(x, true);
-  add_not_finite(x);
+  for (int h = 0; h < heads; ++h) {
+    if (x.head[h].chunk.blocks != 0) softmax_chunk(x, x.head[h]);
+  }
+  weigh_chunk<ValueRow, kRows>(x, 0, heads, false);
+  for (int h = 0; h < heads; ++h) {
+    const DecodeHead& head = x.head[h];
+    if (head.chunk.blocks == 0 || head.chunk.all || finite_output(x, head)) continue;
+    weigh_chunk<ValueRow, kRows>(x, h, h + 1, true);
+    add_not_finite(x, head);
+  }
 }
 
 template <class KeyRow, class ValueRow>
-void attend_chunk_rows(Decode& x, float* partial) {
+void attend_chunk_rows(Decode& x) {
   switch (x.task.num_rows) {
-    case 1: attend_chunk<KeyRow, ValueRow, 1>(x, partial); break;
-    case 2: attend_chunk<KeyRow, ValueRow, 2>(x, partial); break;
-    default: attend_chunk<KeyRow, ValueRow, 4>(x, partial); break;
+    case 1: attend_chunk<KeyRow, ValueRow, 1>(x); break;
+    case 2: attend_chunk<KeyRow, ValueRow, 2>(x); break;
+    default: attend_chunk<KeyRow, ValueRow, 4>(x); break;
   }
 }
 
@@ -258,40 +311,35 @@ void store_row(const Problem& problem, const DecodeTask& task, const PartialLayo
 
 }  // namespace
 
-size_t decode_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int rows) {
-  return static_cast<size_t>(MemoryLayout(rows, head_dim, head_dim_v).floats) * sizeof(float);
+size_t decode_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int rows, int heads) {
+  return static_cast<size_t>(MemoryLayout(heads * padded_rows(rows), head_dim, head_dim_v).floats) * sizeof(float);
 }
 
 size_t decode_partial_bytes(int64_t head_dim_v, int rows) {
   return static_cast<size_t>(PartialLayout(rows, head_dim_v).floats) * sizeof(float);
 }
 
-void decode_chunk(const Problem& problem, const DecodeTask& task, int64_t chunk, float* partial, void* scratch) {
-  const int64_t kv_head = task.kv_head, first_k = task.sequence.first_k;
+void decode_chunk(const Problem& problem, const DecodeTask& task, int64_t chunk, float* partial, int64_t head_stride,
+                  void* scratch) {
+  const int rows = task.num_heads * padded_rows(task.num_rows);
   Decode x{problem,
            task,
-           rows_of(problem.key, task.b, kv_head, first_k),
-           rows_of(problem.value, task.b, kv_head, first_k),
            PartialLayout(task.num_rows, problem.head_dim_v),
-           MemoryLayout(task.num_rows, problem.head_dim, problem.head_dim_v),
+           MemoryLayout(rows, problem.head_dim, problem.head_dim_v),
            static_cast<float*>(scratch),
            {},
            {},
-           nullptr};
-  x.out = partial + 2 * x.partial.statistics;
-  look_at_chunk(x, chunk * kDecodeChunk);
-  if (x.chunk.blocks == 0) {
-    for (int r = 0; r < task.num_rows; ++r) partial[r] = kNotComputed;
-    return;
-  }
+           {}};
+  look_at_heads(x, chunk * kDecodeChunk, partial, head_stride);
+  if (x.chunk.blocks == 0) return;
   switch (problem.dtype) {
 #ifdef POLYHEAD_HAS_BF16_DOT
-    case DType::kBFloat16: attend_chunk_rows<BFloat16PairRow, BFloat16Row>(x, partial); break;
+    case DType::kBFloat16: attend_chunk_rows<BFloat16PairRow, BFloat16Row>(x); break;
 #else
-    case DType::kBFloat16: attend_chunk_rows<BFloat16Row, BFloat16Row>(x, partial); break;
+    case DType::kBFloat16: attend_chunk_rows<BFloat16Row, BFloat16Row>(x); break;
 #endif
-    case DType::kFloat16: attend_chunk_rows<Float16Row, Float16Row>(x, partial); break;
-    case DType::kFloat32: attend_chunk_rows<FloatRow, FloatRow>(x, partial); break;
+    case DType::kFloat16: attend_chunk_rows<Float16Row, Float16Row>(x); break;
+    case DType::kFloat32: attend_chunk_rows<FloatRow, FloatRow>(x); break;
     default: break;  // no kernel takes it
   }
 }
@@ -301,7 +349,7 @@ void decode_merge(const Problem& problem, const DecodeTask& task, float* partial
   RowEnds ends;
   end_rows(ends, problem, task, layout, partials, num_partials);
   for (int r = 0; r < task.num_rows; ++r) {
-    const DecodeRow row = row_at(problem, task, r);
+    const DecodeRow row = row_at(problem, task, task.kv_head, r);
     if (ends.hidden[r] && sees_only_minus_infinity(problem, task, row)) {
       ends.hidden[r] = false;
       ends.divisor[r] = ends.logsumexp[r] = __builtin_nanf("");

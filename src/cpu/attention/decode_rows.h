@@ -39,12 +39,24 @@ struct BFloat16PairRow {
 };
 #endif
 
-// Asks for what lies `ahead` bytes behind p, which some later block will read.
-template <class Element>
-inline void prefetch_ahead(const Element* p, ptrdiff_t ahead) {
-  __builtin_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead)), 0,
-                     3);
-}
+// What will be read soon, asked for line after line in the order in which it lies, whatever the order of reading: memory
+// and the hardware's own prefetching follow a line that grows, not 16 rows at once. Rows of `row_bytes` bytes, then a gap.
+struct Ahead {
+  uintptr_t line = 0;
+  ptrdiff_t left = 0, row_bytes = 0, gap = 0;
+
+  // For kBytes bytes that are read.
+  template <ptrdiff_t kBytes>
+  inline __attribute__((always_inline)) void ask() {
+#pragma GCC unroll 8
+    for (ptrdiff_t at = 0; at < kBytes; at += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(line + static_cast<uintptr_t>(at)), 0, 2);
+    }
+    left -= kBytes;
+    line += static_cast<uintptr_t>(kBytes + (left > 0 ? 0 : left + gap));
+    left = left > 0 ? left : row_bytes;
+  }
+};
 
 // Keys or values of a few rows, in place or copied.
 template <class Row>
@@ -52,41 +64,38 @@ struct RowsAt {
   const typename Row::Element* data;
   ptrdiff_t stride;
   int num_rows;
-  ptrdiff_t ahead;  // bytes from here to the rows that will be read next
 };
 
 // Rows [first, first + num_rows) where they lie.
 template <class Row>
-RowsAt<Row> rows_in_place(const Rows& x, int64_t first, int num_rows, const char* ahead) {
+RowsAt<Row> rows_in_place(const Rows& x, int64_t first, int num_rows) {
   using Element = typename Row::Element;
-  const char* data = x.row(first);
-  return {reinterpret_cast<const Element*>(data), x.row_bytes / static_cast<ptrdiff_t>(sizeof(Element)), num_rows,
-          ahead - data};
+  return {reinterpret_cast<const Element*>(x.row(first)), x.row_bytes / static_cast<ptrdiff_t>(sizeof(Element)),
+          num_rows};
 }
 
 // Calls use(rows, columns) for keys as Row reads them: in place, or, where their columns are not neighbours, copied as
-// words. `ahead` is what will be read next.
+// words.
 template <class Row, class Use>
-inline void with_keys(const Rows& x, int64_t first, int num_rows, int64_t dim, const char* ahead, float* copy,
-                      const Use& use) {
-  if (x.column_stride == 1) return use(rows_in_place<Row>(x, first, num_rows, ahead), dim);
+inline void with_keys(const Rows& x, int64_t first, int num_rows, int64_t dim, float* copy, const Use& use) {
+  if (x.column_stride == 1) return use(rows_in_place<Row>(x, first, num_rows), dim);
   using Mac = typename Row::Mac;
   const int64_t words = words_of(dim, Mac::kElements);
   copy_rows<Mac>(copy, x, first, num_rows, num_rows, dim);
   if constexpr (Mac::kElements == 2) {
-    use(RowsAt<Row>{reinterpret_cast<const typename Row::Element*>(copy), 2 * words, num_rows, 0}, 2 * words);
+    use(RowsAt<Row>{reinterpret_cast<const typename Row::Element*>(copy), 2 * words, num_rows}, 2 * words);
   } else {
-    use(RowsAt<FloatRow>{copy, words, num_rows, 0}, dim);
+    use(RowsAt<FloatRow>{copy, words, num_rows}, dim);
   }
 }
 
 // Calls use(rows) for values likewise, which are copied as floats. With `finite`, NaN and inf are taken as 0.
 template <class Row, class Use>
-inline void with_values(const Rows& x, int64_t first, int num_rows, int64_t dim, bool finite, const char* ahead,
-                        float* copy, const Use& use) {
-  if (x.column_stride == 1 && !finite) return use(rows_in_place<Row>(x, first, num_rows, ahead));
+inline void with_values(const Rows& x, int64_t first, int num_rows, int64_t dim, bool finite, float* copy,
+                        const Use& use) {
+  if (x.column_stride == 1 && !finite) return use(rows_in_place<Row>(x, first, num_rows));
   copy_values<Float32>(copy, dim, x, first, num_rows, num_rows, dim, finite);
-  use(RowsAt<FloatRow>{copy, dim, num_rows, 0});
+  use(RowsAt<FloatRow>{copy, dim, num_rows});
 }
 
 }  // namespace

@@ -22,6 +22,8 @@ struct DecodeChunk {
   int num_keys;     // of the sequence
   uint32_t blocks;  // bit n: some row may see a key of block n
   bool all;         // every row sees every key
+
+  bool has_block(int key) const { return (blocks >> (key / kDecodeBlock) & 1) != 0; }
 };
 
 // Visits the chunk's blocks that are seen, in order: visit(first key, number of keys).

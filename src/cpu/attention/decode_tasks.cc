@@ -12,27 +12,46 @@ namespace {
 
 constexpr int64_t kMaxQueries = 12;  // more fill the lanes of the general path
 
-// Tasks are (sequence, key/value head, run of rows, chunk of keys), the last fastest.
+// Of one key and its neighbours in memory, of as many heads as a task takes at once: two pages. 16 of them, the block that
+// is read and the one that is asked for, are in L2.
+constexpr int64_t kRowBytes = 8192;
+
+// Runs are (sequence, key/value head, run of rows); a task is a run, or the only runs of neighbouring heads, and a chunk of
+// keys.
 struct Tasks {
   int64_t rows, runs, chunks, heads_kv;
   int run_rows;
+  int heads;                                // of a task at most: results do not depend on it
   MemorySize partial_bytes, scratch_bytes;  // of a chunk; of a thread
 
-  Tasks(const IsaFunctions& functions, const AttentionDesc& desc)
+  Tasks(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads)
       : rows(desc.num_heads_kv > 0 ? desc.num_heads / desc.num_heads_kv * desc.seqlen_q : 0),
         runs(pieces(rows, kDecodeRows)),
         chunks(std::max<int64_t>(1, pieces(desc.seqlen_k, kDecodeChunk))),
         heads_kv(desc.num_heads_kv),
         run_rows(static_cast<int>(std::min<int64_t>(rows, kDecodeRows))),
-        scratch_bytes(cpu::scratch_bytes(functions.decode_scratch_bytes, desc, run_rows)) {
+        heads(most_heads(desc, num_threads)),
+        scratch_bytes(cpu::scratch_bytes(functions.decode_scratch_bytes, desc, run_rows, heads)) {
     partial_bytes = scratch_bytes.fits() ? functions.decode_partial_bytes(desc.head_dim_v, run_rows) : scratch_bytes;
+  }
+
+  // As many as a task may have rows of and read whole pages of, while each thread has four tasks.
+  int most_heads(const AttentionDesc& desc, int num_threads) const {
+    if (runs != 1 || heads_kv == 0) return 1;
+    const int64_t head_bytes =
+        std::max<int64_t>(1, std::max(desc.head_dim, desc.head_dim_v)) * element_bytes(desc.dtype);
+    const int64_t most = std::min<int64_t>(kDecodeRows / padded_rows(run_rows), kRowBytes / head_bytes);
+    const int64_t for_threads =
+        num_threads < 2 ? heads_kv : desc.batch * chunks * heads_kv / (4 * int64_t{num_threads});
+    const int64_t heads_of_task = std::clamp<int64_t>(std::min(most, for_threads), 1, heads_kv);
+    return static_cast<int>(pieces(heads_kv, pieces(heads_kv, heads_of_task)));
   }
 
   int64_t num_runs(const AttentionDesc& desc) const { return desc.batch * heads_kv * runs; }
 
   // A run of one chunk needs no memory that outlives its task.
   bool merges() const { return chunks > 1; }
-  MemorySize lane_bytes() const { return scratch_bytes + (merges() ? 0 : partial_bytes); }
+  MemorySize lane_bytes() const { return scratch_bytes + (merges() ? 0 : partial_bytes * heads); }
   MemorySize counter_bytes(const AttentionDesc& desc) const {
     return merges() ? (MemorySize(num_runs(desc)) * sizeof(std::atomic<int64_t>)).rounded_up(64) : 0;
   }
@@ -40,10 +59,11 @@ struct Tasks {
     return merges() ? partial_bytes * num_runs(desc) * chunks : 0;
   }
 
-  DecodeTask at(const AttentionDesc& desc, const Sequences& sequences, int64_t run) const {
+  DecodeTask at(const AttentionDesc& desc, const Sequences& sequences, int64_t run, int64_t num_heads) const {
     DecodeTask task;
     task.b = run / runs / heads_kv;
     task.kv_head = run / runs % heads_kv;
+    task.num_heads = static_cast<int>(std::min(num_heads, heads_kv - task.kv_head));
     task.sequence = sequences[task.b];
     task.first_row = run % runs * kDecodeRows;
     const int64_t computed = desc.num_heads / heads_kv * task.sequence.len_q;
@@ -51,6 +71,11 @@ struct Tasks {
     return task;
   }
 };
+
+// Whether rows of neighbouring heads follow each other in memory.
+bool heads_side_by_side(const Operand& x, int64_t dim) {
+  return x.stride_d == 1 && x.stride_h == dim && x.stride_h < x.stride_s;
+}
 
 // What a run's last chunk to end does: merge. Then padding behind the queries.
 void end_run(const IsaFunctions& functions, const Problem& problem, const AttentionDesc& desc, const DecodeTask& task,
@@ -69,40 +94,47 @@ bool decode_takes(const AttentionDesc& desc) {
 }
 
 MemorySize decode_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
-  const Tasks tasks(functions, desc);
+  const Tasks tasks(functions, desc, num_threads);
   return tasks.counter_bytes(desc) + tasks.partials_bytes(desc) + tasks.lane_bytes() * num_threads;
 }
 
 void decode_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args,
                     const Sequences& sequences, const Run& run) {
   const Problem p = problem(desc, args);
-  const Tasks tasks(functions, desc);
+  const Tasks tasks(functions, desc, run.num_threads);
   auto* unfinished = static_cast<std::atomic<int64_t>*>(args.workspace);
   char* partials = static_cast<char*>(args.workspace) + tasks.counter_bytes(desc).value();
   char* lanes = partials + tasks.partials_bytes(desc).value();
-  const int64_t num_runs = tasks.num_runs(desc);
   if (tasks.merges()) {
-    for (int64_t i = 0; i < num_runs; ++i) std::construct_at(unfinished + i, tasks.chunks);
+    for (int64_t i = 0; i < tasks.num_runs(desc); ++i) std::construct_at(unfinished + i, tasks.chunks);
   }
   const bool heads_inside_rows = p.key.stride_h < p.key.stride_s;
-  run_tasks(run, num_runs * tasks.chunks, [&](int64_t index, int lane) {
-    int64_t rows_run = index / tasks.chunks, chunk = index % tasks.chunks;
-    if (heads_inside_rows) {
-      const int64_t heads = tasks.heads_kv * tasks.runs, b = index / (heads * tasks.chunks);
-      rows_run = b * heads + index % heads;
-      chunk = index / heads % tasks.chunks;
-    }
-    const DecodeTask task = tasks.at(desc, sequences, rows_run);
+  const bool side_by_side = heads_side_by_side(p.key, desc.head_dim) && heads_side_by_side(p.value, desc.head_dim_v);
+  const int64_t task_heads = side_by_side ? tasks.heads : 1;
+  const int64_t sequence_runs = tasks.heads_kv * tasks.runs, sequence_groups = pieces(sequence_runs, task_heads);
+  run_tasks(run, desc.batch * sequence_groups * tasks.chunks, [&](int64_t index, int lane) {
+    const int64_t b = index / (sequence_groups * tasks.chunks), in_sequence = index % (sequence_groups * tasks.chunks);
+    const int64_t group = heads_inside_rows ? in_sequence % sequence_groups : in_sequence / tasks.chunks;
+    const int64_t chunk = heads_inside_rows ? in_sequence / sequence_groups : in_sequence % tasks.chunks;
+    const int64_t first_run = b * sequence_runs + group * task_heads;
+    const DecodeTask task = tasks.at(desc, sequences, first_run, task_heads);
     char* scratch = lanes + tasks.lane_bytes().value() * static_cast<size_t>(lane);
-    char* first_partial = tasks.merges()
-                              ? partials + static_cast<size_t>(rows_run * tasks.chunks) * tasks.partial_bytes.value()
-                              : scratch + tasks.scratch_bytes.value();
+    const size_t run_bytes = tasks.partial_bytes.value() * static_cast<size_t>(tasks.chunks);
+    char* first_partial =
+        tasks.merges() ? partials + static_cast<size_t>(first_run) * run_bytes : scratch + tasks.scratch_bytes.value();
     const size_t task_partial_bytes = functions.decode_partial_bytes(desc.head_dim_v, task.num_rows);
-    auto* partial = reinterpret_cast<float*>(first_partial + static_cast<size_t>(chunk) * task_partial_bytes);
-    if (task.num_rows > 0) functions.decode_chunk(p, task, chunk, partial, scratch);
-    // The one that takes the last of them sees what all others wrote.
-    if (tasks.merges() && unfinished[rows_run].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-    end_run(functions, p, desc, task, reinterpret_cast<float*>(first_partial), tasks.chunks);
+    if (task.num_rows > 0) {
+      auto* partial = reinterpret_cast<float*>(first_partial + static_cast<size_t>(chunk) * task_partial_bytes);
+      functions.decode_chunk(p, task, chunk, partial, static_cast<int64_t>(run_bytes / sizeof(float)), scratch);
+    }
+    DecodeTask head = task;
+    head.num_heads = 1;
+    for (int h = 0; h < task.num_heads; ++h, ++head.kv_head) {
+      // The one that takes the last of them sees what all others wrote.
+      if (tasks.merges() && unfinished[first_run + h].fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
+      auto* head_partials = reinterpret_cast<float*>(first_partial + static_cast<size_t>(h) * run_bytes);
+      end_run(functions, p, desc, head, head_partials, tasks.chunks);
+    }
   });
 }
 

@@ -27,12 +27,17 @@ constexpr int kTinySize = 16;  // queries, keys and dims at most
 
 // The path of few queries (cpu/decode_tasks.cc).
 constexpr int kDecodeChunk = 512;  // keys whose partial result stands by itself
-constexpr int kDecodeRows = 32;    // rows of a task at most
+constexpr int kDecodeRows = 32;    // rows of a task at most, padded_rows of each of its heads
+
+// A head's rows are computed one, two, or four at a time; rows that fill a four are computed and not used.
+static constexpr int padded_rows(int rows) { return rows < 3 ? rows : (rows + 3) / 4 * 4; }
 
 // Some queries of the heads that share a key/value head: row r is query r % len_q of head kv_head * group + r / len_q.
+// The same of num_heads key/value heads from kv_head on, whose rows of keys, and of values, follow each other in memory.
 struct DecodeTask {
   Sequence sequence;
   int64_t b = 0, kv_head = 0;
+  int num_heads = 1;
   int64_t first_row = 0;
   int num_rows = 0;
 };
@@ -72,11 +77,13 @@ struct IsaFunctions {
   size_t (*forward_scratch_bytes)(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive);
   void (*forward_tiles)(const Problem& problem, const ForwardTask& task, void* scratch);
 
-  // decode_chunk computes keys [chunk * kDecodeChunk, ...) into `partial`, decode_merge ends rows whose chunks are all
-  // computed, in partial results that follow each other. `rows` is a task's num_rows, or more.
-  size_t (*decode_scratch_bytes)(int64_t head_dim, int64_t head_dim_v, int rows);
+  // decode_chunk computes keys [chunk * kDecodeChunk, ...) into `partial`, of each head head_stride floats behind the one
+  // before. decode_merge ends rows of one head whose chunks are all computed, in partial results that follow each other.
+  // `rows` is a task's num_rows, `heads` its num_heads, or more.
+  size_t (*decode_scratch_bytes)(int64_t head_dim, int64_t head_dim_v, int rows, int heads);
   size_t (*decode_partial_bytes)(int64_t head_dim_v, int rows);
-  void (*decode_chunk)(const Problem& problem, const DecodeTask& task, int64_t chunk, float* partial, void* scratch);
+  void (*decode_chunk)(const Problem& problem, const DecodeTask& task, int64_t chunk, float* partial,
+                       int64_t head_stride, void* scratch);
   void (*decode_merge)(const Problem& problem, const DecodeTask& task, float* partials, int64_t num_partials);
 
   // Heads [first, end), counted b * num_heads + h, that all see what `sequence` tells.
@@ -115,9 +122,10 @@ struct IsaFunctions {
 namespace POLYHEAD_ISA {
 size_t forward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive);
 void forward_tiles(const Problem& problem, const ForwardTask& task, void* scratch);
-size_t decode_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int rows);
+size_t decode_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int rows, int heads);
 size_t decode_partial_bytes(int64_t head_dim_v, int rows);
-void decode_chunk(const Problem& problem, const DecodeTask& task, int64_t chunk, float* partial, void* scratch);
+void decode_chunk(const Problem& problem, const DecodeTask& task, int64_t chunk, float* partial, int64_t head_stride,
+                  void* scratch);
 void decode_merge(const Problem& problem, const DecodeTask& task, float* partials, int64_t num_partials);
 size_t tiny_scratch_bytes();
 void tiny_heads(const Problem& problem, const Sequence& sequence, int64_t first, int64_t end, bool mean, void* scratch);
