@@ -16,7 +16,8 @@ int tiles_per_task(const AttentionDesc& desc, int num_threads) {
   const size_t cache_bytes = 384 * 1024;  // of a 1 MiB L2: the rest is for keys, values and weights
   const size_t fitting = std::clamp<size_t>(cache_bytes / std::max<size_t>(tile_bytes.value(), 1), 1, kMaxTiles);
   const MemorySize tiles = MemorySize(tiles_of(desc)) * desc.batch * desc.num_heads;
-  const size_t spread = std::max<size_t>(1, tiles.value() / (4 * static_cast<size_t>(num_threads)));
+  const size_t tasks = num_threads < 8 ? 4 : 8;  // of a thread: the more threads, the longer they wait for the last one
+  const size_t spread = std::max<size_t>(1, tiles.value() / (tasks * static_cast<size_t>(num_threads)));
   return static_cast<int>(std::min(fitting, spread));
 }
 

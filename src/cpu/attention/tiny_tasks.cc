@@ -8,7 +8,11 @@
 namespace polyhead::cpu {
 namespace {
 
-constexpr int64_t kTaskHeads = 128;
+// Heads of a task: 128, or fewer, in whole vectors, until every thread has two tasks. They change no bit.
+int64_t task_heads(int64_t num_heads, int num_threads) {
+  constexpr int64_t kMost = 128, kVector = 16;
+  return std::clamp(num_heads / (2 * int64_t{num_threads}) / kVector * kVector, kVector, kMost);
+}
 
 bool tiny(int64_t size) { return size > 0 && size <= kTinySize; }
 
@@ -32,11 +36,11 @@ void tiny_forward(const IsaFunctions& functions, const AttentionDesc& desc, cons
   const Problem p = problem(desc, args);
   const Sequence& s = sequences[0];
   const bool mean = desc.return_weights == ReturnWeights::kMean;
-  const int64_t task_heads = mean ? desc.num_heads : kTaskHeads;
-  run_tasks(run, pieces(num_heads, task_heads), [&](int64_t index, int lane) {
-    const int64_t first = index * task_heads;
+  const int64_t heads = mean ? desc.num_heads : task_heads(num_heads, run.num_threads);
+  run_tasks(run, pieces(num_heads, heads), [&](int64_t index, int lane) {
+    const int64_t first = index * heads;
     functions.tiny_heads(
-        p, s, first, std::min(first + task_heads, num_heads), mean,
+        p, s, first, std::min(first + heads, num_heads), mean,
         static_cast<char*>(args.workspace) + functions.tiny_scratch_bytes() * static_cast<size_t>(lane));
   });
 }
@@ -52,9 +56,10 @@ void tiny_backward(const IsaFunctions& functions, const AttentionDesc& desc, con
   const BackwardProblem p = backward_problem(desc, args);
   const Sequence& s = sequences[0];
   char* workspace = static_cast<char*>(args.forward.workspace);
-  run_tasks(run, pieces(num_heads, kTaskHeads), [&](int64_t index, int lane) {
-    const int64_t first = index * kTaskHeads;
-    functions.tiny_backward_heads(p, s, first, std::min(first + kTaskHeads, num_heads),
+  const int64_t heads = task_heads(num_heads, run.num_threads);
+  run_tasks(run, pieces(num_heads, heads), [&](int64_t index, int lane) {
+    const int64_t first = index * heads;
+    functions.tiny_backward_heads(p, s, first, std::min(first + heads, num_heads),
                                   workspace + functions.tiny_backward_scratch_bytes() * static_cast<size_t>(lane));
   });
 }
