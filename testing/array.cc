@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "testing/elements.h"
-
 namespace polyhead::testing {
 
 Array::Array(DType type, std::vector<int64_t> sizes) : dtype(type), dims(std::move(sizes)) {
@@ -20,14 +18,6 @@ int64_t Array::index(const std::vector<int64_t>& at) const {
   int64_t n = 0;
   for (size_t d = 0; d < dims.size(); ++d) n = n * dims[d] + at[d];
   return n;
-}
-
-double Array::at(int64_t n) const {
-  return element_value(dtype, bytes.data() + static_cast<size_t>(n) * dtype_size_bytes(dtype));
-}
-
-void Array::set(int64_t n, double value) {
-  set_element(dtype, bytes.data() + static_cast<size_t>(n) * dtype_size_bytes(dtype), value);
 }
 
 Tensor view(const Array& array) {

@@ -260,6 +260,7 @@ ExpectedGradients expected(const AttentionDesc& desc, const BackwardInputs& in) 
                                           : defined_gradients<float>(desc, in, seen, false);
   e.magnitude = gradient_magnitudes(desc, in, seen);
   e.variance = backward_variance(desc, in, seen);
+  e.seen = VisibleParts(desc, in.forward, seen);
   return e;
 }
 

@@ -60,6 +60,7 @@ struct ExpectedGradients {
   Gradients exact, naive;  // likewise
   Gradients magnitude;     // for each element the sum of the absolute values of its terms, float64
   GradientVariance variance;
+  VisibleParts seen;  // what a gradient may differ from 0 by
 };
 ExpectedGradients expected(const AttentionDesc& desc, const BackwardInputs& in);
 

@@ -21,13 +21,15 @@ constexpr double kChance = 14;  // t: one in a million
 
 }  // namespace
 
-double ulp(double x, DType dtype) {
-  int digits = 24, min_exponent = -125;
-  if (dtype == DType::kBFloat16) digits = 8;
-  if (dtype == DType::kFloat16) digits = 11, min_exponent = -13;
-  if (dtype == DType::kFloat64) digits = 53, min_exponent = -1021;
+Ulp::Ulp(DType dtype) {
+  if (dtype == DType::kBFloat16) digits_ = 8;
+  if (dtype == DType::kFloat16) digits_ = 11, min_exponent_ = -13;
+  if (dtype == DType::kFloat64) digits_ = 53, min_exponent_ = -1021;
+}
+
+double Ulp::of(double x) const {
   const int exponent = static_cast<int>(std::bit_cast<uint64_t>(x) >> 52 & 0x7ff) - 1022;  // of frexp()
-  const int last = std::max(exponent, min_exponent) - digits;
+  const int last = std::max(exponent, min_exponent_) - digits_;
   return last < -1022 ? std::ldexp(1.0, last) : std::bit_cast<double>(static_cast<uint64_t>(last + 1023) << 52);
 }
 
@@ -47,6 +49,8 @@ void Errors::add_fault(std::string sentence) {
 
 void Errors::add(const Measured& measured) {
   judged_ = true;
+  const Ulp of_dtype(measured.dtype);
+  const Ulp of_arithmetic(measured.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32);
   for (size_t n = 0; n < measured.exact.size(); ++n) {
     const double got = measured.got[n], exact = measured.exact[n], naive = measured.yardstick[n];
     if (std::isfinite(exact) && !std::isfinite(naive) && !std::isfinite(got)) continue;  // float32 overflows
@@ -59,14 +63,14 @@ void Errors::add(const Measured& measured) {
       faults_.push_back(name_ + position_text(measured.dims, static_cast<int64_t>(n)) +
                         format(" is %.9g, expected %.9g", got, exact));
     } else if (std::isfinite(exact)) {
-      add_element(measured, n);
+      add_element(measured, n, of_dtype, of_arithmetic);
     }
   }
 }
 
-void Errors::add_element(const Measured& measured, size_t n) {
+void Errors::add_element(const Measured& measured, size_t n, const Ulp& of_dtype, const Ulp& of_arithmetic) {
   const double exact = measured.exact[n], naive = measured.yardstick[n];
-  const double error = measured.got[n] - exact, ulps = 4 * ulp(measured.magnitude[n], measured.dtype);
+  const double error = measured.got[n] - exact, ulps = 4 * of_dtype.of(measured.magnitude[n]);
   if (std::fabs(error) >= largest_) {
     largest_ = std::fabs(error);
     largest_ulps_ = ulps;
@@ -79,12 +83,11 @@ void Errors::add_element(const Measured& measured, size_t n) {
   }
   if (!std::isfinite(naive)) return;
   const bool is_double = measured.dtype == DType::kFloat64;
-  const double unit = ulp(exact, measured.dtype);
+  const double unit = of_dtype.of(exact);
   computed_ = !measured.variance.empty();
   const double pairs = measured.pairs.empty() ? 0 : measured.pairs[n];
-  const double arithmetic = measured.variance.empty()
-                                ? square(ulp(measured.magnitude[n], is_double ? measured.dtype : DType::kFloat32)) / 4
-                                : measured.variance[n];
+  const double arithmetic =
+      measured.variance.empty() ? square(of_arithmetic.of(measured.magnitude[n])) / 4 : measured.variance[n];
   const double variance = arithmetic + pairs + square(unit) / 12;
   const double outward = exact < 0 ? -1 : 1;  // drift is growth or shrinkage
   count_ += 1;

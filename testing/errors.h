@@ -17,8 +17,15 @@
 
 namespace polyhead::testing {
 
-// The distance from |x| to the next number of `dtype`.
-double ulp(double x, DType dtype);
+// The distance from |x| to the next number of a dtype.
+class Ulp {
+ public:
+  explicit Ulp(DType dtype);
+  double of(double x) const;
+
+ private:
+  int digits_ = 24, min_exponent_ = -125;
+};
 
 // "[0, 3, 1]": where element n, counted in row-major order, stands.
 std::string position_text(std::span<const int64_t> dims, int64_t n);
@@ -61,7 +68,7 @@ class Errors {
   double allowed_rmse() const;
 
  private:
-  void add_element(const Measured& measured, size_t n);
+  void add_element(const Measured& measured, size_t n, const Ulp& of_dtype, const Ulp& of_arithmetic);
   double yardstick_mean_square() const;
   double most() const;
   double noise() const;

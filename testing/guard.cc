@@ -20,21 +20,52 @@ namespace {
 constexpr uint8_t kPoison = 0xff;  // NaN in every floating-point type, true as a bool, -1 as an integer
 constexpr uint8_t kCanary = 0xa5;
 
-// Calls visit(offset of the element from `data`, in elements) in row-major order of the dims.
+// Calls visit(offset of the first element from `data`, count, stride), in elements, for runs of elements one stride apart:
+// all of them, in row-major order of the dims.
 template <class Visit>
-void for_each_element(const Tensor& t, Visit visit) {
-  const int64_t count = t.num_elements();
+void for_each_run(const Tensor& t, Visit visit) {
+  if (t.num_elements() == 0) return;
+  int inner = t.ndim;  // dims [inner, ndim) are one run
+  int64_t count = 1, stride = 1;
+  while (inner > 0 && (count == 1 || t.strides[inner - 1] == count * stride)) {
+    --inner;
+    if (count == 1) stride = t.strides[inner];
+    count *= t.dims[inner];
+  }
   int64_t index[Tensor::kMaxDims] = {};
   int64_t offset = 0;
-  for (int64_t n = 0; n < count; ++n) {
-    visit(offset);
-    for (int d = t.ndim - 1; d >= 0; --d) {
+  while (true) {
+    visit(offset, count, stride);
+    int d = inner - 1;
+    for (; d >= 0; --d) {
       offset += t.strides[d];
       if (++index[d] < t.dims[d]) break;
       offset -= t.dims[d] * t.strides[d];
       index[d] = 0;
     }
+    if (d < 0) return;
   }
+}
+
+// Calls f(E()) with the unsigned integer of as many bytes as an element of `dtype` has.
+template <class F>
+void with_bits_type(DType dtype, F f) {
+  switch (dtype_size_bytes(dtype)) {
+    case 1: return f(uint8_t());
+    case 2: return f(uint16_t());
+    case 4: return f(uint32_t());
+    default: return f(uint64_t());
+  }
+}
+
+// Elements [0, count) of `from` to those of `to`, which may be some strides apart.
+template <class E>
+void copy_elements(E* to, int64_t to_stride, const E* from, int64_t from_stride, int64_t count) {
+  if (to_stride == 1 && from_stride == 1) {
+    std::memcpy(to, from, static_cast<size_t>(count) * sizeof(E));
+    return;
+  }
+  for (int64_t n = 0; n < count; ++n) to[n * to_stride] = from[n * from_stride];
 }
 
 size_t page_bytes() {
@@ -146,12 +177,24 @@ Placed Placed::place(Tensor tensor, Guard guard, uint8_t fill) {
 }
 
 void Placed::fill(const Array& array) {
-  const size_t element = dtype_size_bytes(tensor_.dtype);
-  uint8_t* data = static_cast<uint8_t*>(tensor_.data);
-  const uint8_t* from = array.bytes.data();
-  for_each_element(tensor_, [&](int64_t offset) {
-    std::memcpy(data + offset * static_cast<int64_t>(element), from, element);
-    from += element;
+  with_bits_type(tensor_.dtype, [&](auto bits) {
+    using E = decltype(bits);
+    E* const data = static_cast<E*>(tensor_.data);
+    const E* from = reinterpret_cast<const E*>(array.bytes.data());
+    for_each_run(tensor_, [&](int64_t first, int64_t count, int64_t stride) {
+      copy_elements(data + first, stride, from, 1, count);
+      from += count;
+    });
+  });
+}
+
+void Placed::set_elements(uint8_t byte) const {
+  with_bits_type(tensor_.dtype, [&](auto bits) {
+    std::memset(&bits, byte, sizeof bits);
+    auto* const data = static_cast<decltype(bits)*>(tensor_.data);
+    for_each_run(tensor_, [&](int64_t first, int64_t count, int64_t stride) {
+      for (int64_t n = 0; n < count; ++n) data[first + n * stride] = bits;
+    });
   });
 }
 
@@ -178,11 +221,7 @@ Placed Placed::output(DType dtype, const std::vector<int64_t>& dims, Layout layo
   Random gaps(gaps_seed);
   set_strides(t, layout, role, nullptr, gaps);
   Placed placed = place(t, guard, kCanary);
-  const int64_t element = static_cast<int64_t>(dtype_size_bytes(dtype));
-  uint8_t* data = static_cast<uint8_t*>(placed.tensor_.data);
-  for_each_element(placed.tensor_, [&](int64_t offset) {
-    std::memset(data + offset * element, kPoison, static_cast<size_t>(element));
-  });
+  placed.set_elements(kPoison);
   return placed;
 }
 
@@ -199,21 +238,23 @@ bool Placed::unchanged() const {
 Array Placed::result(const char* name, std::vector<std::string>* faults) const {
   if (!tensor_.given()) return {};
   Array array(tensor_.dtype, std::vector<int64_t>(tensor_.dims, tensor_.dims + tensor_.ndim));
-  const int64_t element = static_cast<int64_t>(dtype_size_bytes(tensor_.dtype));
-  uint8_t* data = static_cast<uint8_t*>(tensor_.data);
-  uint8_t* to = array.bytes.data();
   int64_t unwritten = 0;
-  for_each_element(tensor_, [&](int64_t offset) {
-    uint8_t* from = data + offset * element;
-    unwritten += std::all_of(from, from + element, [](uint8_t byte) { return byte == kPoison; });
-    std::memcpy(to, from, static_cast<size_t>(element));
-    to += element;
-    std::memset(from, kCanary, static_cast<size_t>(element));
+  with_bits_type(tensor_.dtype, [&](auto bits) {
+    using E = decltype(bits);
+    const E* const data = static_cast<const E*>(tensor_.data);
+    E* to = reinterpret_cast<E*>(array.bytes.data());
+    for_each_run(tensor_, [&](int64_t first, int64_t count, int64_t stride) {
+      copy_elements(to, 1, data + first, stride, count);
+      to += count;
+    });
+    unwritten = std::count(to - array.size(), to, static_cast<E>(-1));
   });
+  set_elements(kCanary);
   if (unwritten > 0) faults->push_back(std::string(name) + ": " + std::to_string(unwritten) + " elements not written");
-  const uint8_t* end = bytes_.data() + bytes_.size();
+  const uint8_t* const begin = bytes_.data();
+  const bool whole = bytes_.size() == 0 || (*begin == kCanary && std::memcmp(begin, begin + 1, bytes_.size() - 1) == 0);
   const int64_t gaps =
-      std::count_if(static_cast<const uint8_t*>(bytes_.data()), end, [](uint8_t b) { return b != kCanary; });
+      whole ? 0 : std::count_if(begin, begin + bytes_.size(), [](uint8_t byte) { return byte != kCanary; });
   if (gaps > 0) faults->push_back(std::string(name) + ": " + std::to_string(gaps) + " bytes written between elements");
   return array;
 }

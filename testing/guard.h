@@ -60,6 +60,7 @@ class Placed {
   Placed(const Tensor& tensor, GuardedBytes bytes) : tensor_(tensor), bytes_(std::move(bytes)) {}
   static Placed place(Tensor tensor, Guard guard, uint8_t fill);
   void fill(const Array& array);
+  void set_elements(uint8_t byte) const;  // all of them, not what lies between
 
   Tensor tensor_;
   GuardedBytes bytes_;

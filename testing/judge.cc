@@ -16,12 +16,6 @@ std::string format(const char* text, A... a) {
   return buffer;
 }
 
-std::vector<double> numbers(const Array& a) {
-  std::vector<double> x(static_cast<size_t>(a.size()));
-  for (size_t n = 0; n < x.size(); ++n) x[n] = a.at(static_cast<int64_t>(n));
-  return x;
-}
-
 // Rows of `out` whose logsumexp is -inf must be +0, bit for bit.
 void judge_hidden_rows(const AttentionDesc& desc, const Outputs& got, const Array& exact_logsumexp,
                        std::vector<std::string>* faults) {
@@ -43,20 +37,18 @@ void judge_hidden_rows(const AttentionDesc& desc, const Outputs& got, const Arra
   }
 }
 
-// The rows of each input that some visible pair reads.
+// The rows of each input that some visible pair reads: its part of `seen`, in the order of kGradients.
 struct UsedRows {
-  std::vector<uint8_t> of[kNumGradients];
+  std::vector<uint8_t> slopes;
+  std::array<const std::vector<uint8_t>*, kNumGradients> of;
 
-  UsedRows(const AttentionDesc& d, const Inputs& in) {
-    VisibleParts seen(d, in, Visibility(d, in));
-    of[0] = std::move(seen.query);
-    of[1] = of[2] = std::move(seen.key);
-    of[3] = std::move(seen.bias);
+  UsedRows(const AttentionDesc& d, const VisibleParts& seen)
+      : of{&seen.query, &seen.key, &seen.key, &seen.bias, &slopes} {
     if (d.alibi_slopes_ndim == 1) {
-      of[4].resize(static_cast<size_t>(d.num_heads));
-      for (size_t n = 0; n < seen.heads.size(); ++n) of[4][n % of[4].size()] |= seen.heads[n];
+      slopes.resize(static_cast<size_t>(d.num_heads));
+      for (size_t n = 0; n < seen.heads.size(); ++n) slopes[n % slopes.size()] |= seen.heads[n];
     }
-    if (d.alibi_slopes_ndim == 2) of[4] = std::move(seen.heads);
+    if (d.alibi_slopes_ndim == 2) slopes = seen.heads;
   }
 };
 
@@ -76,18 +68,21 @@ void check_unused(const char* name, const Array& got, const Array& before, const
 }
 
 // A weight below float32's normal numbers may be taken for 0: 4 ulp of 2^-104 are 2^-126, the least of these.
-double weight_magnitude(double P) { return P == 0 ? 0 : std::max(P, 0x1p-104); }
+std::vector<double> weight_magnitudes(const Array& weights) {
+  std::vector<double> magnitude = numbers<double>(weights);
+  for (double& P : magnitude) P = P == 0 ? 0 : std::max(P, 0x1p-104);
+  return magnitude;
+}
 
 }  // namespace
 
 void add_errors(Errors& errors, const Array& got, const Array& exact, const Array& naive,
-                const std::function<double(int64_t)>& magnitude, const Array* variance, const Array* pairs) {
+                std::span<const double> magnitude, const Array* variance, const Array* pairs) {
   if (!got.given() && !exact.given()) return;
   if (got.dims != exact.dims) return errors.add_fault(errors.name() + ": wrong dims");
-  std::vector<double> m(static_cast<size_t>(exact.size()));
-  for (size_t n = 0; n < m.size(); ++n) m[n] = magnitude(static_cast<int64_t>(n));
-  const auto given = [](const Array* a) { return a ? numbers(*a) : std::vector<double>(); };
-  errors.add({got.dtype, got.dims, numbers(got), numbers(exact), numbers(naive), m, given(variance), given(pairs)});
+  const auto given = [](const Array* a) { return a ? doubles(*a) : std::span<const double>(); };
+  errors.add({got.dtype, got.dims, numbers<double>(got), doubles(exact), numbers<double>(naive), magnitude,
+              given(variance), given(pairs)});
 }
 
 Judge::Judge(const Problem& problem, bool pairs) : problem_(problem), pairs_(pairs) {
@@ -108,37 +103,33 @@ void Judge::add(const AttentionDesc& desc, const Outputs& got, const Expected& w
   const Outputs &exact = want.exact, &naive = want.naive;
   const ForwardVariance& variance = want.variance;
   faults_.insert(faults_.end(), got.faults.begin(), got.faults.end());
-  add_errors(
-      out_, got.out, exact.out, naive.out, [&](int64_t n) { return want.magnitude.at(n); }, &variance.out,
-      pairs_ ? &variance.pairs_out : nullptr);
+  add_errors(out_, got.out, exact.out, naive.out, doubles(want.magnitude), &variance.out,
+             pairs_ ? &variance.pairs_out : nullptr);
   if (got.logsumexp.given()) {
     // |L| <= largest |S| + log(keys)
     const double log_keys = std::log(static_cast<double>(desc.seqlen_k) + 1);
-    const Array& L = exact.logsumexp;
-    const auto magnitude = [&](int64_t n) { return std::fabs(L.at(n)) + log_keys; };
-    add_errors(logsumexp_, got.logsumexp, L, naive.logsumexp, magnitude, &variance.logsumexp);
+    std::vector<double> magnitude = numbers<double>(exact.logsumexp);
+    for (double& L : magnitude) L = std::fabs(L) + log_keys;
+    add_errors(logsumexp_, got.logsumexp, exact.logsumexp, naive.logsumexp, magnitude, &variance.logsumexp);
   }
-  add_errors(
-      weights_, got.attn_weights, exact.attn_weights, naive.attn_weights,
-      [&](int64_t n) { return weight_magnitude(exact.attn_weights.at(n)); }, &variance.attn_weights);
-  add_errors(
-      column_sums_, got.column_sums, exact.column_sums, naive.column_sums,
-      [&](int64_t n) { return weight_magnitude(exact.column_sums.at(n)); }, &variance.column_sums);
+  add_errors(weights_, got.attn_weights, exact.attn_weights, naive.attn_weights, weight_magnitudes(exact.attn_weights),
+             &variance.attn_weights);
+  add_errors(column_sums_, got.column_sums, exact.column_sums, naive.column_sums, weight_magnitudes(exact.column_sums),
+             &variance.column_sums);
   judge_hidden_rows(desc, got, exact.logsumexp, &faults_);
 }
 
 void Judge::add(const AttentionDesc& desc, const Gradients& got, const ExpectedGradients& want,
                 const BackwardInputs& in) {
   faults_.insert(faults_.end(), got.faults.begin(), got.faults.end());
-  const UsedRows used(desc, in.forward);
+  const UsedRows used(desc, want.seen);
   for (size_t n = 0; n < kNumGradients; ++n) {
     const auto gradient = kGradients[n].gradient;
     const Array &g = got.*gradient, &magnitude = want.magnitude.*gradient;
     if (!(problem_.needs >> n & 1) || !magnitude.given()) continue;
-    add_errors(
-        gradients_[n], g, want.exact.*gradient, want.naive.*gradient, [&](int64_t at) { return magnitude.at(at); },
-        &(want.variance.arithmetic.*gradient), pairs_ ? &(want.variance.pairs.*gradient) : nullptr);
-    check_unused(kGradients[n].name, g, in.before.*gradient, used.of[n], &faults_);
+    add_errors(gradients_[n], g, want.exact.*gradient, want.naive.*gradient, doubles(magnitude),
+               &(want.variance.arithmetic.*gradient), pairs_ ? &(want.variance.pairs.*gradient) : nullptr);
+    check_unused(kGradients[n].name, g, in.before.*gradient, *used.of[n], &faults_);
   }
 }
 

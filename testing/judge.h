@@ -11,8 +11,8 @@
 #pragma once
 
 #include <array>
-#include <functional>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -40,10 +40,10 @@ class Judge {
   std::vector<std::string> faults_;
 };
 
-// Adds the errors of `got`, whose element n may err by ulps of magnitude(n). variance, pairs: as in Measured; null: none.
+// Adds the errors of `got`, whose element n may err by ulps of magnitude[n]. exact is float64. variance, pairs: as in
+// Measured, float64; null: none.
 void add_errors(Errors& errors, const Array& got, const Array& exact, const Array& naive,
-                const std::function<double(int64_t)>& magnitude, const Array* variance = nullptr,
-                const Array* pairs = nullptr);
+                std::span<const double> magnitude, const Array* variance = nullptr, const Array* pairs = nullptr);
 
 // As many as give `enough` rows of queries in all heads, at most 8. The seed of draw 0 is the problem's own.
 int64_t num_draws(int64_t rows, int64_t enough = 256);

@@ -52,13 +52,6 @@ Span span_of(const AttentionDesc& desc, const Inputs& in, int64_t b) {
   return s;
 }
 
-int64_t broadcast_index(const Array& a, int64_t b, int64_t h, int64_t i, int64_t j) {
-  const int64_t at[4] = {b, h, i, j};
-  int64_t index = 0;
-  for (size_t n = 0; n < 4; ++n) index = index * a.dims[n] + (a.dims[n] == 1 ? 0 : at[n]);
-  return index;
-}
-
 bool visible(const AttentionDesc& desc, const Inputs& in, const Span& s, int64_t b, int64_t h, int64_t i, int64_t j) {
   if (i >= s.len_q || j >= s.len_k) return false;
   const __int128 distance = static_cast<__int128>(i) + s.offset - j;  // how far the key lies behind
@@ -83,10 +76,6 @@ Visibility::Visibility(const AttentionDesc& desc, const Inputs& in)
       }
     }
   }
-}
-
-bool Visibility::at(int64_t b, int64_t h, int64_t i, int64_t j) const {
-  return seen_[static_cast<size_t>(((b * heads_ + h) * queries_ + i) * keys_ + j)] != 0;
 }
 
 bool Visibility::any_key(int64_t b, int64_t h, int64_t i) const {

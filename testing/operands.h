@@ -72,13 +72,20 @@ inline int64_t key_row(const AttentionDesc& d, const Span& s, int64_t b, int64_t
 }
 
 // The element of a mask or bias, which broadcasts.
-int64_t broadcast_index(const Array& a, int64_t b, int64_t h, int64_t i, int64_t j);
+inline int64_t broadcast_index(const Array& a, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const int64_t at[4] = {b, h, i, j};
+  int64_t index = 0;
+  for (size_t n = 0; n < 4; ++n) index = index * a.dims[n] + (a.dims[n] == 1 ? 0 : at[n]);
+  return index;
+}
 
 // Which places (b, h, i, j) of a problem are visible; i and j count within the row's own sequence.
 class Visibility {
  public:
   Visibility(const AttentionDesc& desc, const Inputs& in);
-  bool at(int64_t b, int64_t h, int64_t i, int64_t j) const;
+  bool at(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    return seen_[static_cast<size_t>(((b * heads_ + h) * queries_ + i) * keys_ + j)] != 0;
+  }
   bool any_key(int64_t b, int64_t h, int64_t i) const;  // that query i sees
 
   // Calls visit(b, h, i, j) for every visible place.
@@ -104,6 +111,7 @@ class Visibility {
 // What some visible pair reads: rows of query (and of out), rows of key and value, elements of the bias, heads [B, H].
 struct VisibleParts {
   std::vector<uint8_t> query, key, bias, heads;
+  VisibleParts() = default;
   VisibleParts(const AttentionDesc& desc, const Inputs& in, const Visibility& seen);
 };
 

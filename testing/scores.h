@@ -16,11 +16,8 @@ using Numbers = std::vector<T>;
 
 template <class T>
 Numbers<T> numbers(const Array& a, bool absolute) {
-  Numbers<T> x(static_cast<size_t>(a.size()));
-  for (size_t n = 0; n < x.size(); ++n) {
-    x[n] = static_cast<T>(a.at(static_cast<int64_t>(n)));
-    if (absolute) x[n] = std::abs(x[n]);
-  }
+  Numbers<T> x = numbers<T>(a);
+  for (size_t n = 0; n < x.size() && absolute; ++n) x[n] = std::abs(x[n]);
   return x;
 }
 

@@ -15,46 +15,62 @@
 namespace polyhead::testing {
 namespace {
 
+// What a problem has in common for all kernels.
+struct Drawn {
+  const Problem& problem;
+  std::vector<BackwardDraw> draws;
+  RunOptions other;  // than the problem's own
+  BackwardInputs poisoned;
+  PokedBackward poked;
+
+  explicit Drawn(const Problem& p) : problem(p), other(run_options(p)) {
+    Random random(p.seed ^ 0x5DEECE66D);
+    other.layout = Layout::kMixed;
+    other.threads = static_cast<int>(random.integer(0, 4));
+    other.layout_seed = p.seed + 1;
+    if (memory_alone()) {
+      draws.push_back({problem_desc(p), random_backward_inputs(p), {}});
+      return;
+    }
+    draws = backward_draws(p);
+    const BackwardDraw& first = draws.front();
+    poisoned = poison_hidden(first.desc, first.in, p.seed);
+    const auto poke = static_cast<GradientPoke>(random.integer(0, kNumGradientPokes - 1));
+    if (first.desc.dropout_p < 1) poked = poke_visible(first.desc, first.in, poke, p.seed);
+  }
+};
+
 // Everything that one problem shows of a kernel; "" if all is well.
-std::string trouble(const Kernel& kernel, const Problem& p, const std::vector<BackwardDraw>& draws) {
-  const AttentionDesc& d = draws.front().desc;
-  const BackwardInputs& in = draws.front().in;
-  const uint64_t seed = p.seed;
-  Random random(seed ^ 0x5DEECE66D);
-  const RunOptions options = run_options(p);
+std::string trouble(const Kernel& kernel, const Drawn& drawn) {
+  const AttentionDesc& d = drawn.draws.front().desc;
+  const BackwardInputs& in = drawn.draws.front().in;
+  const GradientSet needs = drawn.problem.needs;
+  const RunOptions options = run_options(drawn.problem);
   if (!memory_alone()) {
-    if (const std::string text = mismatch(kernel, p, draws, options); !text.empty()) return text;
+    if (const std::string text = mismatch(kernel, drawn.problem, drawn.draws, options); !text.empty()) return text;
   }
 
-  RunOptions other = options;
-  other.layout = Layout::kMixed;
-  other.threads = static_cast<int>(random.integer(0, 4));
-  other.layout_seed = seed + 1;
-  const Gradients clean = run(kernel, d, in, other);
+  const Gradients clean = run(kernel, d, in, drawn.other);
   if (!clean.faults.empty()) return clean.faults.front();
-  if (const std::string text = difference(run(kernel, d, in, options, p.needs), clean, p.needs); !text.empty()) {
-    return "other bits with another layout, " + std::to_string(other.threads) +
+  if (const std::string text = difference(run(kernel, d, in, options, needs), clean, needs); !text.empty()) {
+    return "other bits with another layout, " + std::to_string(drawn.other.threads) +
            " threads or with all gradients asked for: " + text;
   }
   if (memory_alone()) return "";
-  const BackwardInputs poisoned = poison_hidden(d, in, seed);
-  if (const std::string text = difference(run(kernel, d, poisoned, options), clean); !text.empty()) {
+  if (const std::string text = difference(run(kernel, d, drawn.poisoned, options), clean); !text.empty()) {
     return "what is hidden leaks: " + text;
   }
-  const auto poke = static_cast<GradientPoke>(random.integer(0, kNumGradientPokes - 1));
-  const PokedBackward poked = poke_visible(d, in, poke, seed);
-  if (!poked.done || d.dropout_p >= 1) return "";
+  const PokedBackward& poked = drawn.poked;
+  if (!poked.done) return "";
   const std::string text = poke_mismatch(poked, clean, run(kernel, d, poked.inputs, options));
   return text.empty() ? "" : poked.where + ": " + text;
 }
 
 TEST(GradientRandom, ProblemsAreComputedAsDefined) {
   for_random_problems(2500, [](const Problem& p, const std::vector<const Kernel*>& kernels, auto report) {
-    std::vector<BackwardDraw> draws;
-    if (memory_alone()) draws.push_back({problem_desc(p), random_backward_inputs(p), {}});
-    if (!memory_alone()) draws = backward_draws(p);
+    const Drawn drawn(p);
     for (const Kernel* kernel : kernels) {
-      report(*kernel, backward_command(kernel->name, p), [&] { return trouble(*kernel, p, draws); });
+      report(*kernel, backward_command(kernel->name, p), [&] { return trouble(*kernel, drawn); });
     }
   });
 }

@@ -14,42 +14,59 @@
 namespace polyhead::testing {
 namespace {
 
+// What a problem has in common for all kernels.
+struct Drawn {
+  const Problem& problem;
+  std::vector<ForwardDraw> draws;
+  RunOptions other;  // than the problem's own
+  Inputs poisoned;
+  Poked poked;
+
+  explicit Drawn(const Problem& p) : problem(p), other(run_options(p)) {
+    Random random(p.seed ^ 0x5DEECE66D);
+    other.layout = Layout::kMixed;
+    other.threads = static_cast<int>(random.integer(0, 4));
+    other.layout_seed = p.seed + 1;
+    if (memory_alone()) {
+      draws.push_back({problem_desc(p), random_inputs(p), {}});
+      return;
+    }
+    draws = forward_draws(p);
+    const ForwardDraw& first = draws.front();
+    poisoned = poison_hidden(first.desc, first.in, p.seed);
+    const auto poke = static_cast<Poke>(random.integer(0, 3));
+    if (p.desc.dropout_p < 1) poked = poke_visible(first.desc, first.in, poke, p.seed);
+  }
+};
+
 // Everything that one problem shows of a kernel; "" if all is well.
-std::string trouble(const Kernel& kernel, const Problem& p, const std::vector<ForwardDraw>& draws) {
-  const AttentionDesc& d = draws.front().desc;
-  const Inputs& in = draws.front().in;
-  Random random(p.seed ^ 0x5DEECE66D);
-  const RunOptions options = run_options(p);
+std::string trouble(const Kernel& kernel, const Drawn& drawn) {
+  const AttentionDesc& d = drawn.draws.front().desc;
+  const Inputs& in = drawn.draws.front().in;
+  const RunOptions options = run_options(drawn.problem);
   if (!memory_alone()) {
-    if (const std::string text = mismatch(kernel, p, draws, options); !text.empty()) return text;
+    if (const std::string text = mismatch(kernel, drawn.problem, drawn.draws, options); !text.empty()) return text;
   }
 
   const Outputs clean = run(kernel, d, in);
-  RunOptions other = options;
-  other.layout = Layout::kMixed;
-  other.threads = static_cast<int>(random.integer(0, 4));
-  other.layout_seed = p.seed + 1;
-  if (const std::string text = difference(run(kernel, d, in, other), clean); !text.empty()) {
-    return "other bits with another layout or " + std::to_string(other.threads) + " threads: " + text;
+  if (const std::string text = difference(run(kernel, d, in, drawn.other), clean); !text.empty()) {
+    return "other bits with another layout or " + std::to_string(drawn.other.threads) + " threads: " + text;
   }
   if (memory_alone()) return "";
-  const Inputs poisoned = poison_hidden(d, in, p.seed);
-  if (const std::string text = difference(run(kernel, d, poisoned, options), clean); !text.empty()) {
+  if (const std::string text = difference(run(kernel, d, drawn.poisoned, options), clean); !text.empty()) {
     return "what is hidden leaks: " + text;
   }
-  const Poked poked = poke_visible(d, in, static_cast<Poke>(random.integer(0, 3)), p.seed);
-  if (!poked.done || p.desc.dropout_p >= 1) return "";
+  const Poked& poked = drawn.poked;
+  if (!poked.done) return "";
   const std::string text = poke_mismatch(d, poked.inputs, clean, run(kernel, d, poked.inputs, options));
   return text.empty() ? "" : poked.where + ": " + text;
 }
 
 TEST(Random, ProblemsAreComputedAsDefined) {
   for_random_problems(5000, [](const Problem& p, const std::vector<const Kernel*>& kernels, auto report) {
-    std::vector<ForwardDraw> draws;
-    if (memory_alone()) draws.push_back({problem_desc(p), random_inputs(p), {}});
-    if (!memory_alone()) draws = forward_draws(p);
+    const Drawn drawn(p);
     for (const Kernel* kernel : kernels) {
-      report(*kernel, forward_command(kernel->name, p), [&] { return trouble(*kernel, p, draws); });
+      report(*kernel, forward_command(kernel->name, p), [&] { return trouble(*kernel, drawn); });
     }
   });
 }

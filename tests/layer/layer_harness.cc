@@ -367,8 +367,7 @@ std::string LayerDraws::judge(const std::function<LayerResults(const LayerProble
       const bool output = r < 2;
       if (!output && !training_) continue;
       auto [found, added] = errors.try_emplace(g[r].name, g[r].name, layer_bound(g[r].name));
-      add_errors(found->second, *g[r].array, *exact[r].array, *naive[r].array,
-                 [&](int64_t at) { return magnitude[r].array->at(at); });
+      add_errors(found->second, *g[r].array, *exact[r].array, *naive[r].array, numbers<double>(*magnitude[r].array));
     }
   }
   std::string verdict;

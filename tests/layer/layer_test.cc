@@ -221,7 +221,7 @@ TEST(Layer, WeightGradientsAddUp) {
       const Array &s = set.grad_weights[kind], &b = adding.before.grad_weights[kind], &got = added.grad_weights[kind];
       for (int64_t n = 0; n < got.size(); ++n) {
         const double size = std::fabs(s.at(n)) + std::fabs(b.at(n));
-        ASSERT_NEAR(got.at(n), s.at(n) + b.at(n), 2 * ulp(size, got.dtype)) << "weight " << kind << " [" << n << "]";
+        ASSERT_NEAR(got.at(n), s.at(n) + b.at(n), 2 * Ulp(got.dtype).of(size)) << "weight " << kind << " [" << n << "]";
       }
     }
   });

@@ -135,9 +135,8 @@ std::string Draws::judge(const std::function<CallResult(uint64_t seed)>& run) {
       Bound bound;
       bound.largest = 2;
       bound.rmse = got.dtype == DType::kBFloat16 ? 1.5 : 1.1;
-      const Array& magnitude = d.magnitude.at(name);
       add_errors(errors.try_emplace(name, name, bound).first->second, got, d.exact.at(name), d.naive.at(name),
-                 [&](int64_t i) { return magnitude.at(i); });
+                 numbers<double>(d.magnitude.at(name)));
       largest = std::max(largest, got.size());
     }
     if (largest > 0) draws = std::clamp<int64_t>(kElements / largest, 1, kMostDraws);
