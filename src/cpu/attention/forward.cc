@@ -138,6 +138,25 @@ bool finish_tile(const Head& head, Tile& tile) {
   return true;
 }
 
+// While a block is computed: the keys of the next one, or in the last block the rows of O and the next task's.
+void look_ahead(const Head& head, int num_tiles, const KeyBlock& block, int64_t next, int64_t end) {
+  const Problem& problem = head.problem;
+  const ForwardTask& task = head.task;
+  RowsAhead& ahead = head.scratch->ahead;
+  if (next < end) {
+    const int64_t left = task.sequence.len_k - next, keys = left < kBlock ? left : kBlock;
+    ahead.add(head.key, next, keys, problem.head_dim);
+    ahead.add(head.value, next, keys, problem.head_dim_v);
+  } else {
+    const NextRows& then = task.next;
+    ahead.add(rows_of(problem.out, task.b, task.h, task.sequence.first_q), task.first_query, task.num_queries,
+              problem.head_dim_v);
+    ahead.add(rows_of(problem.query, then.b, then.h, then.first_q), 0, then.num_queries, problem.head_dim);
+    add_keys_ahead(ahead, problem, then);
+  }
+  ahead.share_out(int64_t{num_tiles} * ((block.num_keys + 2 * kMicroRows - 1) / (2 * kMicroRows)));
+}
+
 template <class Mac>
 void attend(const Head& head, Tile* tiles, int num_tiles) {
   int64_t begin = head.task.sequence.len_k, end = 0;
@@ -156,12 +175,11 @@ void attend(const Head& head, Tile* tiles, int num_tiles) {
   while (first < end) {
     const KeyBlock block = load_block<Mac>(head, first);
     const int64_t next = next_block(head, tiles, num_tiles, first + kBlock, end);
-    const int64_t next_keys = head.sequence.len_k - next;
-    prefetch_rows(head.key, next, next_keys < kBlock ? next_keys : kBlock, head.problem.head_dim);
-    prefetch_rows(head.value, next, next_keys < kBlock ? next_keys : kBlock, head.problem.head_dim_v);
+    look_ahead(head, num_tiles, block, next, end);
     for (int t = 0; t < num_tiles; ++t) attend_block<Mac>(head, tiles[t], block);
     first = next;
   }
+  head.scratch->ahead.ask_all();
 }
 
 template <class Mac>
@@ -169,6 +187,7 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
   const Sequence& s = task.sequence;
   const int64_t kv_head = task.h / problem.group;
   ForwardMemory* scratch = static_cast<ForwardMemory*>(memory);
+  scratch->ahead.clear();
   float* floats = reinterpret_cast<float*>(static_cast<char*>(memory) + round_up(sizeof(ForwardMemory)));
   Head head{{problem, s, task.b, task.h, &scratch->view},
             task,

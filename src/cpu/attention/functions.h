@@ -10,11 +10,19 @@ namespace polyhead::cpu {
 
 constexpr int kMaxTiles = 3;  // tiles of a task
 
+// What a thread will probably compute next: asked for in advance. Rows are those of the operands; none: nothing.
+struct NextRows {
+  int64_t b = 0, h = 0;
+  int64_t first_q = 0, num_queries = 0;
+  int64_t first_k = 0, num_keys = 0;
+};
+
 // A run of queries of one head of one sequence: at most kMaxTiles tiles, all below sequence.len_q.
 struct ForwardTask {
   Sequence sequence;
   int64_t b = 0, h = 0;
   int64_t first_query = 0, num_queries = 0;
+  NextRows next = {};
 
   // What else is asked for of the tiles, at a second pass over the keys:
   bool attn_weights = false;  // written to problem.attn_weights, per head, where not 0: the rows are cleared before
@@ -46,18 +54,19 @@ struct DecodeTask {
 struct BackwardTask {
   Sequence sequence;
   int64_t b = 0, h = 0, kv_head = 0;
-  int64_t first_key = 0, end_key = 0;  // whole chunks, but for the sequence's last
-  int64_t chunk_keys = 0;              // keys whose share of dQ is summed by itself; whole blocks
+  int64_t first_key = 0, end_key = 0;              // whole chunks, but for the sequence's last
+  int64_t chunk_keys = 0;                          // keys whose share of dQ is summed by itself; whole blocks
+  int64_t first_query = 0, end_query = INT64_MAX;  // what of the sequence's; whole groups of tiles, but for the last
 
   // Sums to add to, of the keys from first_key on: [whole blocks][head_dim in whole vectors]; null: not asked for.
   float *key_sums = nullptr, *value_sums = nullptr;
 
   bool bias = false;  // dS is added to problem.grad_bias, where nobody else adds to the same elements meanwhile
 
-  // What the thread will probably compute next: asked for in advance. num_queries = 0: nothing.
-  int64_t next_b = 0, next_h = 0, next_first_q = 0, next_first_k = 0, next_queries = 0, next_keys = 0;
+  NextRows next = {};
 
-  // Null: dQ is written. Else this chunk's share: [tiles][head_dim][kTileQueries], of the tiles that see the chunk.
+  // Null: dQ is written. Else this chunk's share: [tiles][head_dim][kTileQueries] from first_query on, of the tiles that see
+  // the chunk.
   float* partial = nullptr;
 };
 

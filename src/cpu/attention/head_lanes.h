@@ -123,6 +123,10 @@ inline void store_columns_of_heads(const HeadRows& x, int64_t at, int n, int cou
     }
   }
   for (int lane = 0; lane < count; ++lane) {
+    if (!floats_there && n == 4 && x.column_bytes == 2) {
+      __builtin_memcpy(x.lane[lane] + at, &halves[lane % 4][lane / 4 * 4], 4 * sizeof(uint16_t));
+      continue;
+    }
     for (int d = 0; d < n; ++d) {
       char* target = x.lane[lane] + at + d * x.column_bytes;
       const int column = lane / 4 * 4 + d;

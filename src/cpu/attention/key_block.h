@@ -20,6 +20,7 @@ struct ForwardMemory {
   Tile tile[kMaxTiles];
   alignas(64) float p[kBlock * kTile];
   ViewMemory view;
+  RowsAhead ahead;
 };
 
 constexpr size_t round_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -51,6 +52,7 @@ void score_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
   const int64_t words = words_of(head.problem.head_dim, Mac::kElements);
   for_each_product<Mac>(
       tile.query, words, block.key, part, [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+        head.scratch->ahead.ask();
         softmax_step<PMac>(s, head.scratch->p, tile.state, head.score, view, key, lane, head.problem.head_dim_v);
       });
 }

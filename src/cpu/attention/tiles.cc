@@ -64,6 +64,17 @@ class Chunks {
   int64_t* first_chunk_;  // [batch + 1], only when packed
 };
 
+// What of chunk `then` is not yet in the cache of a thread that computes `now`.
+NextRows next_rows(const AttentionDesc& desc, const Sequences& sequences, const Chunks::At& now, const Chunks::At& then,
+                   int64_t chunk_queries) {
+  const Sequence& s = sequences[then.b];
+  const int64_t queries = std::clamp<int64_t>(s.len_q - then.first_query, 0, chunk_queries);
+  NextRows next{then.b, then.h, s.first_q + then.first_query, queries, s.first_k, s.len_k};
+  const int64_t group = desc.num_heads / desc.num_heads_kv;
+  if (queries == 0 || (then.b == now.b && then.h / group == now.h / group)) next.num_keys = 0;
+  return next;
+}
+
 MemorySize chunk_table_bytes(const AttentionDesc& desc) {
   return desc.packed ? (MemorySize(desc.batch) + 1) * sizeof(int64_t) : 0;
 }
@@ -104,7 +115,10 @@ void tiles_forward(const IsaFunctions& functions, const AttentionDesc& desc, con
     const int64_t padded = desc.packed ? s.len_q : desc.seqlen_q;
     const int64_t end = std::min(at.first_query + chunk_queries, padded);
     const int64_t computed = std::clamp(s.len_q, at.first_query, end);
-    const ForwardTask task{s, at.b, at.h, at.first_query, computed - at.first_query};
+    ForwardTask task{s, at.b, at.h, at.first_query, computed - at.first_query};
+    if (index + run.num_threads < chunks.count()) {
+      task.next = next_rows(desc, sequences, at, chunks.at(index + run.num_threads), chunk_queries);
+    }
     if (task.num_queries > 0)
       functions.forward_tiles(p, task, scratch + workspace.lane_bytes * static_cast<size_t>(lane));
     hide_rows(p, at.b, at.h, computed, end);

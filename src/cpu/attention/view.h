@@ -4,6 +4,7 @@
 #include "cpu/attention/functions.h"
 #include "cpu/attention/score/dropout.h"
 #include "cpu/attention/score/policy.h"
+#include "cpu/isa/rows.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
@@ -42,6 +43,13 @@ struct HeadOptions {
   HeadOptions(const Problem& p, const Sequence& s, int64_t b_, int64_t h_, ViewMemory* scratch)
       : problem(p), sequence(s), b(b_), h(h_), score(p, s, b_, h_), view_memory(scratch) {}
 };
+
+// The first block of keys of the next task.
+inline void add_keys_ahead(RowsAhead& ahead, const Problem& problem, const NextRows& next) {
+  const int64_t keys = next.num_keys < kBlock ? next.num_keys : kBlock, kv_head = next.h / problem.group;
+  ahead.add(rows_of(problem.key, next.b, kv_head, next.first_k), 0, keys, problem.head_dim);
+  ahead.add(rows_of(problem.value, next.b, kv_head, next.first_k), 0, keys, problem.head_dim_v);
+}
 
 // Whether a tile may see some key of [begin, end), up to what options hide.
 inline bool sees(const QueryTile& tile, int64_t begin, int64_t end) {

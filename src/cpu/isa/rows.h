@@ -67,12 +67,28 @@ class RowsAhead {
     range_[count_++] = {x.from(first_row, 0), 0, num_rows, columns * element_bytes(x.dtype)};
   }
 
-  void ask(int num_rows) {
-    for (; num_rows > 0 && at_ < count_; --num_rows) {
+  // What add() added is shared out among this many calls of ask().
+  void share_out(int64_t calls) {
+    int64_t rows = 0;
+    for (int i = at_; i < count_; ++i) rows += range_[i].end - range_[i].next;
+    rows_at_once_ = (rows + calls - 1) / calls;
+  }
+  void ask() { ask(rows_at_once_); }
+  void ask_all() {
+    while (at_ < count_) ask(range_[at_].end);
+  }
+
+  void ask(int64_t num_rows) {
+    while (num_rows > 0 && at_ < count_) {
       Range& range = range_[at_];
+      const int64_t left = range.end - range.next, n = left < num_rows ? left : num_rows;
       const char* row = range.x.row(range.next);
-      for (int64_t byte = 0; byte < range.bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
-      if (++range.next == range.end) ++at_;
+      for (int64_t i = 0; i < n; ++i, row += range.x.row_bytes) {
+        for (int64_t byte = 0; byte < range.bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+      }
+      range.next += n;
+      num_rows -= n;
+      if (n == left) ++at_;
     }
   }
 
@@ -84,6 +100,7 @@ class RowsAhead {
   };
   Range range_[kMost];
   int count_ = 0, at_ = 0;
+  int64_t rows_at_once_ = 0;
 };
 
 inline int64_t words_of(int64_t elements, int elements_per_word) {
@@ -96,12 +113,12 @@ inline bool plain_words(const Rows& x) {
   return x.dtype == (Mac::kElements == 1 ? DType::kFloat32 : DType::kBFloat16) && x.column_stride == 1;
 }
 
-// out[word][lane] = word of row `lane`; lanes from `num_rows` on are 0. kTile lanes.
+// out[word][lane] = word of row `lane`; lanes from `num_rows` on are 0. Whole vectors, as many as have a row; kTile apart.
 template <class Mac>
 void transpose_rows(float* out, const Rows& x, int64_t num_rows, int64_t columns) {
   const int64_t words = words_of(columns, Mac::kElements);
   const int64_t whole_words = plain_words<Mac>(x) ? columns / Mac::kElements : 0;
-  for (int lane = 0; lane < kTile; lane += kLanes) {
+  for (int lane = 0; lane < num_rows; lane += kLanes) {
     for (int64_t word = 0; word < words; word += kLanes) {
       F square[kLanes];
       if (word + kLanes <= whole_words && lane + kLanes <= num_rows) {
