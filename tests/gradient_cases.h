@@ -103,6 +103,10 @@ class GradientCaseList : private CaseList {
   }
 
   void many_queries() {
+    // More than are computed together where keys are cut into chunks.
+    each("queries_4609_group", sizes(1, 2, 1, 4609, 140, 8), [](auto&) {});
+    each("queries_4609_lengths", sizes(2, 1, 1, 4609, 140, 8),
+         [](auto& d) { d.has_seqlens_q = d.has_seqlens_k = d.causal = true, d.align = Align::kBottomRight; });
     for (int64_t queries : {1024, 1025, 2049}) {
       each(numbered("queries_", queries), sizes(1, 2, 1, queries, 66, 16), [](auto&) {});
       each(numbered("queries_", queries) + "_few_keys", sizes(2, 4, 2, queries, 3, 20, 12),

@@ -267,6 +267,10 @@ void add_floats(float* to, const float* from, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(to + i) + load(from + i));
 }
 
+int64_t end_of_queries(const BackwardTask& task) {
+  return task.end_query < task.sequence.len_q ? task.end_query : task.sequence.len_q;
+}
+
 // While the last block of a group of tiles is computed: their dQ and the next group's rows, or the first rows of the next
 // head.
 void look_ahead(const Head& head, int64_t group_queries) {
@@ -275,7 +279,7 @@ void look_ahead(const Head& head, int64_t group_queries) {
   const BackwardTask& task = head.task;
   RowsAhead& ahead = *head.ahead;
   const Tile& first = head.scratch->tile[0];
-  const int64_t dim = problem.head_dim, dim_v = problem.head_dim_v, queries = task.sequence.len_q;
+  const int64_t dim = problem.head_dim, dim_v = problem.head_dim_v, queries = end_of_queries(task);
   const int64_t next = first.first_query + group_queries, left = queries - next;
   if (head.wants_queries && task.partial == nullptr) {
     ahead.add(rows_of(gradients.grad_query, task.b, task.h, task.sequence.first_q), first.first_query,
@@ -288,11 +292,9 @@ void look_ahead(const Head& head, int64_t group_queries) {
     ahead.add(rows_of(problem.out, b, h, row), 0, n, dim_v);
   };
   if (left > 0) return add_queries(task.b, task.h, task.sequence.first_q + next, left);
-  if (task.next_queries == 0) return;
-  add_queries(task.next_b, task.next_h, task.next_first_q, task.next_queries);
-  const int64_t keys = task.next_keys < kBlock ? task.next_keys : kBlock;
-  ahead.add(rows_of(problem.key, task.next_b, task.next_h / problem.group, task.next_first_k), 0, keys, dim);
-  ahead.add(rows_of(problem.value, task.next_b, task.next_h / problem.group, task.next_first_k), 0, keys, dim_v);
+  if (task.next.num_queries == 0) return;
+  add_queries(task.next.b, task.next.h, task.next.first_q, task.next.num_queries);
+  add_keys_ahead(ahead, problem, task.next);
 }
 
 template <class Mac>
@@ -403,8 +405,8 @@ void backward_task(const BackwardProblem& gradients, const BackwardTask& task, i
     tile.query_rows = take(memory, panel_floats(dim, kKeyColumns, kTile));
     tile.grad_out_rows = take(memory, panel_floats(dim_v, kKeyColumns, kTile));
   }
-  const int64_t queries = task.sequence.len_q;
-  for (int64_t first = 0; first < queries; first += int64_t{tiles} * kTile) {
+  const int64_t queries = end_of_queries(task);
+  for (int64_t first = task.first_query; first < queries; first += int64_t{tiles} * kTile) {
     int num_tiles = 0;
     for (int64_t q = first; q < queries && num_tiles < tiles; q += kTile, ++num_tiles) {
       Tile& tile = scratch->tile[num_tiles];
@@ -412,7 +414,7 @@ void backward_task(const BackwardProblem& gradients, const BackwardTask& task, i
       tile.num_queries = queries - q < kTile ? static_cast<int>(queries - q) : kTile;
       tile.ranges = tile_ranges(problem.band, task.sequence, q, tile.num_queries);
       tile.started = false;
-      if (task.partial != nullptr) tile.chunk = task.partial + q / kTile * dim * kTile;
+      if (task.partial != nullptr) tile.chunk = task.partial + (q - task.first_query) / kTile * dim * kTile;
     }
     backward_tiles<Mac>(head, num_tiles);
   }

@@ -27,12 +27,20 @@ int tiles_at_once(const AttentionDesc& desc) {
   return static_cast<int>(std::clamp<size_t>(cache_bytes / tile_bytes.value(), 1, kMaxTiles));
 }
 
+// Queries of a head that are computed together, where its keys are cut into chunks: whole groups of tiles, as long as they
+// fit. Fewer need less memory for dQ.
+int64_t queries_at_once(int64_t num_queries) {
+  constexpr int64_t kGroups = kTileQueries * 6;  // of 1, 2 or 3 tiles
+  return pieces(num_queries, kGroups * std::max<int64_t>(1, pieces(num_queries, 4096))) * kGroups;
+}
+
 // How a call is cut. Whole heads need sums of dK and dV for one head a thread; chunks need them for the heads that are
-// computed together (a wave), and dQ of those heads and of each chunk of theirs that is computed at once.
+// computed together (a wave), and dQ of those heads' queries and of each chunk of theirs that is computed at once.
 struct Cut {
   bool whole_heads;
   int64_t heads_at_once = 1;  // of a wave
   int64_t chunks_at_once = 1;
+  int64_t queries_at_once = 0;
   MemorySize scratch_bytes, sums_floats, partial_floats;
 
   MemorySize workspace_bytes(int num_threads) const {
@@ -57,7 +65,9 @@ Cut cut(const IsaFunctions& functions, const AttentionDesc& desc, int num_thread
       scratch_bytes(functions.backward_scratch_bytes, desc, tiles_at_once(desc), has_additive(desc), desc.softcap > 0);
   c.sums_floats =
       sum_floats(functions, desc.seqlen_k, desc.head_dim) + sum_floats(functions, desc.seqlen_k, desc.head_dim_v);
-  c.partial_floats = MemorySize(tiles_of(desc)) * desc.head_dim * kTileQueries;
+  c.queries_at_once = queries_at_once(desc.seqlen_q);
+  c.partial_floats =
+      MemorySize(pieces(std::min(c.queries_at_once, desc.seqlen_q), kTileQueries)) * desc.head_dim * kTileQueries;
   c.whole_heads = num_threads == 1 || heads >= 3 * int64_t{num_threads};
   if (c.whole_heads) return c;
   const int64_t tasks = 4 * int64_t{num_threads};  // of a wave: enough to end evenly
@@ -124,14 +134,7 @@ void clear_sums(const Call& call, const BackwardTask& task) {
   clear(task.value_sums, call.desc.head_dim_v);
 }
 
-void set_next(BackwardTask& task, int64_t b, int64_t h, const Sequence& s) {
-  task.next_b = b;
-  task.next_h = h;
-  task.next_first_q = s.first_q;
-  task.next_first_k = s.first_k;
-  task.next_queries = s.len_q;
-  task.next_keys = s.len_k;
-}
+NextRows next_head(int64_t b, int64_t h, const Sequence& s) { return {b, h, s.first_q, s.len_q, s.first_k, s.len_k}; }
 
 // Key/value heads [first_head, end), counted b * num_heads_kv + g.
 void run_whole_heads(const Call& call, int64_t first_head, int64_t end) {
@@ -143,10 +146,10 @@ void run_whole_heads(const Call& call, int64_t first_head, int64_t end) {
     for (int64_t r = 0; r < group; ++r) {
       task.h = task.kv_head * group + r;
       if (r + 1 < group) {
-        set_next(task, task.b, task.h + 1, task.sequence);
+        task.next = next_head(task.b, task.h + 1, task.sequence);
       } else if (const int64_t next = head + call.run.num_threads; next < end) {
         const int64_t b = next / call.desc.num_heads_kv;
-        set_next(task, b, next % call.desc.num_heads_kv * group, call.sequences[b]);
+        task.next = next_head(b, next % call.desc.num_heads_kv * group, call.sequences[b]);
       }
       call.functions.backward_head(call.problem, task, tiles_at_once(call.desc), call.scratch(lane));
     }
@@ -154,50 +157,60 @@ void run_whole_heads(const Call& call, int64_t first_head, int64_t end) {
   });
 }
 
-// Query head `r` of the groups of key/value heads [first_head, first_head + heads): chunks from first_chunk on, as many as
-// are computed at once, then their share of dQ.
-void run_wave(const Call& call, int64_t first_head, int64_t heads, int64_t r, int64_t first_chunk) {
+// Query head `r` of the groups of key/value heads [first_head, first_head + heads), queries from first_query and chunks
+// from first_chunk on, as many as are computed at once, then their share of dQ.
+void run_wave(const Call& call, int64_t first_head, int64_t heads, int64_t r, int64_t first_query,
+              int64_t first_chunk) {
   const AttentionDesc& desc = call.desc;
   const int64_t group = call.problem.forward.group, chunks = call.cut.chunks_at_once;
+  const int64_t end_query = first_query + call.cut.queries_at_once;
   run_tasks(call.run, heads * chunks, [&](int64_t index, int lane) {
     const int64_t head = index % heads, chunk = index / heads;  // causal: the first chunks have the most work
     const int64_t keys = keys_task(call, first_head + head, 0, 0, nullptr).chunk_keys;
     const int64_t first = (first_chunk + chunk) * keys;
     BackwardTask task = keys_task(call, first_head + head, first, first + keys, call.sums(head));
     if (task.first_key >= task.sequence.len_k) return;
-    if (r == 0) clear_sums(call, task);
+    if (r == 0 && first_query == 0) clear_sums(call, task);
     task.h = task.kv_head * group + r;
+    task.first_query = first_query;
+    task.end_query = end_query;
     task.partial = call.partial(head, chunk);
     call.functions.backward_head(call.problem, task, tiles_at_once(desc), call.scratch(lane));
-    if (r == group - 1) call.functions.backward_keys(call.problem, task);
+    if (r == group - 1 && end_query >= desc.seqlen_q) call.functions.backward_keys(call.problem, task);
   });
   if (call.problem.grad_query.data == nullptr) return;
-  const int64_t tiles = tiles_of(desc);
+  const int64_t tiles = pieces(std::min(end_query, desc.seqlen_q) - first_query, kTileQueries);
   run_tasks(call.run, heads * tiles, [&](int64_t index, int) {
-    const int64_t head = index / tiles, first_query = index % tiles * kTileQueries;
+    const int64_t head = index / tiles, tile = index % tiles, tile_query = first_query + tile * kTileQueries;
     BackwardTask task = keys_task(call, first_head + head, 0, 0, nullptr);
     task.first_key = first_chunk * task.chunk_keys;
     task.end_key = task.first_key + chunks * task.chunk_keys;
     // A sequence without keys has no chunk: its dQ is written with the first.
     const bool over = first_chunk > 0 && task.first_key >= task.sequence.len_k;
-    if (first_query >= task.sequence.len_q || over) return;
+    if (tile_query >= task.sequence.len_q || over) return;
     task.h = task.kv_head * group + r;
-    const int64_t at = first_query * desc.head_dim;
-    call.functions.backward_queries(call.problem, task, first_query, call.grad_query(head) + at,
+    const int64_t at = tile * kTileQueries * desc.head_dim;
+    call.functions.backward_queries(call.problem, task, tile_query, call.grad_query(head) + at,
                                     call.partial(head, 0) + at,
                                     static_cast<ptrdiff_t>(call.cut.partial_floats.value()));
   });
 }
 
+// All queries of query head `r`, and all chunks of its keys. Without a query, dK and dV are written all the same.
+void run_queries(const Call& call, int64_t first_head, int64_t heads, int64_t r) {
+  int64_t query = 0;
+  do {
+    for (int64_t chunk = 0; chunk < most_chunks(call.desc.seqlen_k); chunk += call.cut.chunks_at_once) {
+      run_wave(call, first_head, heads, r, query, chunk);
+    }
+    query += call.cut.queries_at_once;
+  } while (query < call.desc.seqlen_q);
+}
+
 void run_chunks(const Call& call, int64_t first_head, int64_t end) {
-  const int64_t chunks = most_chunks(call.desc.seqlen_k);
   for (int64_t first = first_head; first < end; first += call.cut.heads_at_once) {
     const int64_t at_once = std::min(call.cut.heads_at_once, end - first);
-    for (int64_t r = 0; r < call.problem.forward.group; ++r) {
-      for (int64_t chunk = 0; chunk < chunks; chunk += call.cut.chunks_at_once) {
-        run_wave(call, first, at_once, r, chunk);
-      }
-    }
+    for (int64_t r = 0; r < call.problem.forward.group; ++r) run_queries(call, first, at_once, r);
   }
 }
 
