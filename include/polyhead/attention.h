@@ -2,7 +2,9 @@
 //   S = scale * Q K^T                              [batch, num_heads, seqlen_q, seqlen_k]   never stored
 //   S = softcap * tanh(S / softcap)                if softcap > 0
 //   S = S + bias - slope * |i + offset - j|        attn_bias, ALiBi
+//   S = program(S)                                 a score program (polyhead/program.h)
 //   S = -inf where hidden                          visible = mask AND causal AND windows AND lengths AND bias > -inf
+//                                                            AND the program's mask AND its score > -inf
 //   L = log sum_k exp(S)                           [batch, num_heads, seqlen_q]   logsumexp, natural log
 //   P = exp(S - L)
 //   O = dropout(P) V                               [batch, seqlen_q, num_heads, head_dim_v]
@@ -21,6 +23,7 @@
 #include "polyhead/api.h"
 #include "polyhead/dropout.h"
 #include "polyhead/executor.h"
+#include "polyhead/program.h"
 #include "polyhead/status.h"
 #include "polyhead/tensor.h"
 
@@ -49,7 +52,14 @@ struct BroadcastOperand {
   bool operator==(const BroadcastOperand&) const = default;
 };
 
-struct ScoreOption;  // src/contract/score_option.h
+/// What a tensor that a program captures looks like.
+struct CaptureShape {
+  DType dtype = DType::kFloat32;  ///< a float dtype, int32 or int64, or bool, as the program says
+  int ndim = 0;                   ///< as the program says; 1 where it says 0
+  int64_t dims[ProgramStep::kMostOperands] = {};
+
+  bool operator==(const CaptureShape&) const = default;
+};
 
 /// What to compute. Plain data; every field is checked once, when a plan is made.
 struct AttentionDesc {
@@ -92,9 +102,10 @@ struct AttentionDesc {
   ReturnWeights return_weights = ReturnWeights::kNone;  ///< costs seqlen_q * seqlen_k memory: the caller's tensor
   bool return_column_sums = false;                      ///< sum over queries of P before dropout; not when packed
 
-  /// What is done to a score after bias and ALiBi, with tensors that each call gives in ForwardArgs::captures. Null: nothing.
-  /// No kernel of the library takes another. It must outlive the plan.
-  const ScoreOption* score_option = nullptr;
+  /// What is done to a score after bias and ALiBi, and which keys it hides besides. Null: nothing. A score of -inf hides
+  /// its key. An index of a visible pair that lies outside of its tensor is an error.
+  SharedProgram program = {};
+  std::vector<CaptureShape> captures = {};  ///< of the program's tensors, in its order; each call gives them
 
   bool operator==(const AttentionDesc&) const = default;  ///< field by field
 };
@@ -121,7 +132,7 @@ struct ForwardArgs {
   Tensor window_lo = {};      ///< [Sq], int32 or int64: query i sees keys window_lo[i] <= j < window_hi[i]
   Tensor window_hi = {};      ///< [Sq], int32 or int64; what lies outside of the keys is cut off
 
-  std::span<const Tensor> captures = {};  ///< those of desc.score_option, in its order
+  std::span<const Tensor> captures = {};  ///< those of desc.program, in its order, with desc.captures' dtypes and dims
 
   std::optional<uint64_t> dropout_seed = {};  ///< any number; needed where desc.dropout_p is above 0
   uint32_t dropout_offset = 0;
@@ -158,7 +169,9 @@ struct BackwardArgs {
   Tensor grad_value = {};
   Tensor grad_attn_bias = {};     ///< optional: shape and dtype of attn_bias: summed over the dims that broadcast
   Tensor grad_alibi_slopes = {};  ///< optional: shape of alibi_slopes, float32
-  bool accumulate = false;        ///< true: add to what the gradient tensors hold; false: overwrite
+  /// Optional: in the order of the program's captures, each optional: shape and dtype of a float capture.
+  std::span<const Tensor> grad_captures = {};
+  bool accumulate = false;  ///< true: add to what the gradient tensors hold; false: overwrite
 };
 
 /// A tensor of the calls of `desc`, for who allocates it: dtype and dims, contiguous, without data; not given where

@@ -1,5 +1,4 @@
 #include "attention/checks.h"
-#include "contract/score_option.h"
 #include "core/dropout.h"
 #include "core/sentence.h"
 
@@ -25,13 +24,12 @@ inline Status add_operand(const PlannedOperand& planned, Use use, const Tensor& 
 }
 
 // One more than the desc has asked for has no row that would refuse it.
-Status check_count(const AttentionDesc& desc, std::span<const Tensor> captures) {
+Status check_count(const AttentionDesc& desc, const char* name, std::span<const Tensor> captures) {
   if (captures.empty()) return {};
-  if (desc.score_option == nullptr) return invalid("captures are given, but the plan was made without score_option");
-  const size_t asked = desc.score_option->captures.size();
+  if (desc.program == nullptr) return invalid(sentence(name, " are given, but the plan was made without a program"));
+  const size_t asked = desc.captures.size();
   if (captures.size() <= asked) return {};
-  return invalid(sentence("captures has ", captures.size(), " tensors, score_option ", desc.score_option->name,
-                          " captures ", asked));
+  return invalid(sentence(name, " has ", captures.size(), " tensors, the program captures ", asked));
 }
 
 Status nothing_asked() {
@@ -57,11 +55,11 @@ Status check_saved(const ForwardArgs& forward, const Tensor& delta) {
 Status check_forward_args(const AttentionDesc& desc, std::span<const PlannedOperand> planned, const ForwardArgs& args,
                           size_t workspace_bytes, Device device) {
   if (Status status = check_dropout_seed("dropout", desc.dropout_p, args.dropout_seed); !status.ok()) return status;
-  if (Status status = check_count(desc, args.captures); !status.ok()) return status;
+  if (Status status = check_count(desc, "captures", args.captures); !status.ok()) return status;
   Operands operands(device);
   for (const PlannedOperand& operand : planned) {
     const AttentionOperand& row = operand.row;
-    if (row.in_forward == nullptr && row.in_backward != nullptr) continue;  // backward's alone
+    if (row.forward == Use::kNone) continue;  // backward's alone
     if (Status status = add_operand(operand, row.forward, row.of(args), operands); !status.ok()) return status;
   }
   return operands.check_workspace(args.workspace, args.workspace_bytes, workspace_bytes);
@@ -72,7 +70,8 @@ Status check_backward_args(const AttentionDesc& desc, std::span<const PlannedOpe
   const ForwardArgs& forward = args.forward;
   Operands operands(device);
   if (Status status = check_dropout_seed("dropout", desc.dropout_p, forward.dropout_seed); !status.ok()) return status;
-  if (Status status = check_count(desc, forward.captures); !status.ok()) return status;
+  if (Status status = check_count(desc, "captures", forward.captures); !status.ok()) return status;
+  if (Status status = check_count(desc, "grad_captures", args.grad_captures); !status.ok()) return status;
   if (Status status = check_saved(forward, args.delta); !status.ok()) return status;
   bool asked = false;
   for (const PlannedOperand& operand : planned) {

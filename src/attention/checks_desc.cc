@@ -1,9 +1,9 @@
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
 #include <utility>
 
 #include "attention/checks.h"
-#include "contract/score_option.h"
 #include "contract/sequences.h"
 #include "core/dropout.h"
 #include "core/sentence.h"
@@ -170,14 +170,48 @@ Status check_options(const AttentionDesc& desc) {
       if (option.given) return invalid(sentence(option.name, " cannot be given with packed sequences (cu_seqlens)"));
     }
   }
-  const size_t most = Operands::kMost - attention_operands().size();
-  if (desc.score_option != nullptr && desc.score_option->captures.size() > most) {
-    return invalid(sentence("score_option ", desc.score_option->name, " captures ", desc.score_option->captures.size(),
-                            " tensors, a call takes at most ", most));
-  }
   Status status = check_broadcast("attn_mask", desc.attn_mask, desc);
   if (status.ok()) status = check_broadcast("attn_bias", desc.attn_bias, desc);
   return status;
+}
+
+bool holds(const CaptureShape& shape, ValueType type) {
+  if (type == ValueType::kBool) return shape.dtype == DType::kBool;
+  if (type == ValueType::kInt) return shape.dtype == DType::kInt32 || shape.dtype == DType::kInt64;
+  return is_float(shape.dtype);
+}
+
+Status check_program(const AttentionDesc& desc) {
+  const size_t wanted = desc.program != nullptr ? desc.program->captures().size() : 0;
+  if (desc.captures.size() != wanted) {
+    return invalid(sentence("captures describes ", desc.captures.size(), " tensors, ",
+                            desc.program != nullptr ? "the program" : "no program", " captures ", wanted));
+  }
+  for (size_t i = 0; i < wanted; ++i) {
+    const Capture& capture = desc.program->captures()[i];
+    const CaptureShape& shape = desc.captures[i];
+    const int ndim = std::max(capture.ndim, 1);
+    if (!holds(shape, capture.type)) {
+      return invalid(sentence(capture.name, " is ", dtype_name(shape.dtype), ", the program takes ",
+                              capture.type == ValueType::kFloat ? "floats"
+                              : capture.type == ValueType::kInt ? "int32 or int64"
+                                                                : "bool"));
+    }
+    if (shape.ndim != ndim)
+      return invalid(sentence(capture.name, " has ", shape.ndim, " dims, the program takes ", ndim));
+    for (int n = 0; n < ndim; ++n) {
+      const int64_t least = capture.ndim == 0 ? 1 : 0;
+      if (shape.dims[n] < least || (capture.ndim == 0 && shape.dims[n] > 1)) {
+        return invalid(sentence(capture.name, " dim ", n, " is ", shape.dims[n],
+                                capture.ndim == 0 ? ", must be 1" : ", must not be negative"));
+      }
+    }
+    Status status =
+        check_product(capture.name.c_str(),
+                      {{"dim", shape.dims[0]}, {"dim", shape.dims[1]}, {"dim", shape.dims[2]}, {"dim", shape.dims[3]}});
+    if (!status.ok()) return status;
+  }
+  return {};
 }
 
 }  // namespace
@@ -188,6 +222,7 @@ Status check_desc(const AttentionDesc& desc) {
   if (status.ok()) status = check_numbers(desc);
   if (status.ok()) status = check_options(desc);
   if (status.ok()) status = check_alignment(desc);
+  if (status.ok()) status = check_program(desc);
   return status;
 }
 

@@ -149,7 +149,7 @@ Result<Plan> plan(const AttentionDesc& desc, const PlanOptions& options) try {
   if (is_verbose() && made.ok()) {
     print_line(sentence("polyhead bench ", sizes_in_words(desc), options_in_words(desc),
                         run_in_words(made->kernel_name(), *planned_where(options.where)),
-                        desc.score_option == nullptr ? "" : "  # without its score option"));
+                        desc.program == nullptr ? "" : "  # without its program"));
   }
   return made;
 } catch (const std::bad_alloc&) {

@@ -1,7 +1,5 @@
 #include "contract/attention_operands.h"
 
-#include "contract/score_option.h"
-
 namespace polyhead {
 namespace {
 
@@ -128,25 +126,56 @@ const AttentionOperand& attention_operand(Tensor ForwardArgs::*tensor) {
   return *row;
 }
 
-const Tensor& AttentionOperand::captured(std::span<const Tensor> captures) const {
+const Tensor& AttentionOperand::element(std::span<const Tensor> captures) const {
   static const Tensor kNotGiven;
   return capture < captures.size() ? captures[capture] : kNotGiven;
 }
 
+namespace {
+
+OperandShape shape_of(const CaptureShape& capture) {
+  OperandShape shape;
+  shape.dtype = capture.dtype;
+  shape.ndim = capture.ndim;
+  for (int i = 0; i < capture.ndim; ++i) shape.dims[i] = {"dim", capture.dims[i]};
+  shape.planned = true;
+  return shape;
+}
+
+// The capture itself, or its gradient.
+PlannedOperand planned_capture(const AttentionDesc& desc, size_t i, bool gradient) {
+  static constexpr const char* kGradients[Program::kMostCaptures] = {
+      "grad_captures[0]", "grad_captures[1]", "grad_captures[2]", "grad_captures[3]",
+      "grad_captures[4]", "grad_captures[5]", "grad_captures[6]", "grad_captures[7]"};
+  const bool has_gradient = desc.program->captures()[i].type == ValueType::kFloat;
+  AttentionOperand row{};
+  row.name = gradient ? kGradients[i] : desc.program->captures()[i].name.c_str();
+  row.forward = gradient ? kNone : kInput;
+  row.backward = gradient ? kGradient : kInput;
+  row.capture = i;
+  row.grad_capture = gradient;
+  return {row, gradient && !has_gradient ? OperandShape() : shape_of(desc.captures[i])};
+}
+
+}  // namespace
+
+MemorySize num_elements(const CaptureShape& shape) {
+  MemorySize count = 1;
+  for (int i = 0; i < shape.ndim; ++i) count = count * shape.dims[i];
+  return count;
+}
+
 std::vector<PlannedOperand> planned_operands(const AttentionDesc& desc) {
-  const std::span<const Capture> captures =
-      desc.score_option != nullptr ? desc.score_option->captures : std::span<const Capture>();
+  const size_t num_captures = desc.program != nullptr ? desc.captures.size() : 0;
   std::vector<PlannedOperand> operands;
-  operands.reserve(std::size(kOperands) + captures.size());
+  operands.reserve(std::size(kOperands) + 2 * num_captures);
   for (const AttentionOperand& row : kOperands) {
     if (row.in_forward == &F::out) {
-      for (size_t i = 0; i < captures.size(); ++i) {
-        operands.emplace_back(
-            AttentionOperand{captures[i].name, nullptr, nullptr, kInput, kInput, captures[i].shape, i}, desc);
-      }
+      for (size_t i = 0; i < num_captures; ++i) operands.push_back(planned_capture(desc, i, false));
     }
-    operands.emplace_back(row, desc);
+    operands.emplace_back(row, row.shape(desc));
   }
+  for (size_t i = 0; i < num_captures; ++i) operands.push_back(planned_capture(desc, i, true));
   return operands;
 }
 

@@ -9,7 +9,6 @@
 #include <type_traits>
 
 #include "contract/attention_operands.h"
-#include "contract/score_option.h"
 #include "polyhead/block.h"
 
 namespace polyhead {
@@ -61,9 +60,11 @@ class Fingerprint {
     const auto& [batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, head_dim_v, dtype, out_dtype, grad_dtype,
                  packed, has_seqlens_q, has_seqlens_k, scale, softcap, causal, window_left, window_right, align,
                  query_offset, has_query_offsets, has_windows, attn_mask, attn_bias, alibi_slopes_ndim, dropout_p,
-                 dropout_origin, return_weights, return_column_sums, score_option] = desc;
+                 dropout_origin, return_weights, return_column_sums, program, captures] = desc;
     add(scale, softcap, causal, window_left, window_right, align, query_offset, dropout_p, dropout_origin);
-    if (score_option != nullptr) add(std::string_view(score_option->name));
+    if (program != nullptr) add(std::string_view(program->text()));
+    for (const CaptureShape& shape : captures)
+      add(shape.dtype, shape.ndim, shape.dims[0], shape.dims[1], shape.dims[2], shape.dims[3]);
   }
   void add_field(const LayerDesc& desc) {
     const auto& [batch, beam, beam_kv, seqlen_q, seqlen_k, num_heads, num_heads_kv, query_size, key_size, value_size,

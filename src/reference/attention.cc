@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "contract/kernel.h"
-#include "contract/score_option.h"
+#include "contract/program_call.h"
 #include "reference/scores.h"
 
 namespace polyhead::reference {
@@ -19,13 +19,16 @@ struct ForwardScratch {
   T* P;              // [Sk] their weights
   T* column;         // [Sk] sums over the rows of a head, or means over the heads of a row
   T* O;              // [Dv]
+  void* program;
 
   static MemorySize bytes(const AttentionDesc& desc) {
-    return MemorySize(desc.seqlen_k) * (sizeof(int64_t) + 2 * sizeof(T)) + MemorySize(desc.head_dim_v) * sizeof(T);
+    return MemorySize(desc.seqlen_k) * (sizeof(int64_t) + 2 * sizeof(T)) + MemorySize(desc.head_dim_v) * sizeof(T) +
+           program_bytes<T>(desc);
   }
 
   ForwardScratch(const AttentionDesc& desc, void* memory) {
-    visible = static_cast<int64_t*>(memory);
+    program = memory;
+    visible = reinterpret_cast<int64_t*>(static_cast<char*>(memory) + program_bytes<T>(desc).value());
     P = reinterpret_cast<T*>(visible + desc.seqlen_k);
     column = P + desc.seqlen_k;
     O = column + desc.seqlen_k;
@@ -36,7 +39,12 @@ template <class T, class In>
 class Forward {
  public:
   Forward(const AttentionDesc& desc, const ForwardArgs& args, const Sequences& sequences, ForwardScratch<T> scratch)
-      : desc_(desc), args_(args), sequences_(sequences), scores_(desc, args), out_(args.out), scratch_(scratch) {}
+      : desc_(desc),
+        args_(args),
+        sequences_(sequences),
+        scores_(desc, args, scratch.program),
+        out_(args.out),
+        scratch_(scratch) {}
 
   void run() const {
     for (int64_t b = 0; b < desc_.batch; ++b) {
@@ -60,14 +68,14 @@ class Forward {
     int64_t n = 0;
     const KeyRange range = key_range(desc_, args_, s, i);
     for (int64_t j = range.begin; j < range.end; ++j) {
-      if (scores_.visible(b, h, i, j)) visible[n++] = j;
+      if (!scores_.visible(s, b, h, i, j)) continue;
+      P[n] = scores_.score(scores_.raw(s, b, h, i, j), s, b, h, i, j);  // S
+      if (!scores_.hides(P[n])) visible[n++] = j;
     }
     if (n == 0) return {0, static_cast<T>(-HUGE_VAL)};
 
     T m = static_cast<T>(-HUGE_VAL);
     for (int64_t k = 0; k < n; ++k) {
-      const int64_t j = visible[k];
-      P[k] = scores_.score(scores_.raw(s, b, h, i, j), s, b, h, i, j);  // S
       if (P[k] > m) m = P[k];
     }
     T l = 0;
@@ -181,6 +189,7 @@ Status forward_checked(const AttentionDesc& desc, const ForwardArgs& given, void
   ForwardArgs args = given;
   Sequences sequences;
   if (Status status = sequences.read(desc, args, workspace); !status.ok()) return status;
+  if (Status status = check_program_indices(desc, args, sequences); !status.ok()) return status;
   sequences.replace_windows(&args);
   const ForwardScratch<T> scratch(desc, static_cast<char*>(workspace) + Sequences::table_bytes(desc).value());
   with_element_type(desc.dtype, [&]<class In>(In) { Forward<T, In>(desc, args, sequences, scratch).run(); });
@@ -212,7 +221,7 @@ namespace polyhead {
 const Kernel kReference = {
     "reference",
     Device::kCpu,
-    [](const AttentionDesc& desc) { return other_score_option(desc); },
+    [](const AttentionDesc&) { return std::string(); },
     [](const AttentionDesc& desc, int) { return reference::workspace_bytes<double>(desc); },
     [](const AttentionDesc& desc, int) { return reference::backward_workspace_bytes<double>(desc); },
     [](const AttentionDesc& desc, const ForwardArgs& args, const Run&) {

@@ -4,9 +4,12 @@
 //   dX_ij = dS_ij (1 - tanh^2(X_ij / softcap))   S = softcap tanh(X / softcap) + bias - slope |i + offset - j|
 //   dQ_i = scale sum_j dX_ij K_j  dK_j = scale sum_i dX_ij Q_i  dV_j = sum_i P_ij f_ij dO_i         X = scale Q K^T
 //   dbias = dS, dslope = -sum_ij dS_ij |i + offset - j|, summed over what broadcasts
+// With a score program, dS is what that passes on.
 #include <algorithm>
 #include <vector>
 
+#include "contract/attention_operands.h"
+#include "contract/program_call.h"
 #include "reference/attention.h"
 #include "reference/scores.h"
 
@@ -16,22 +19,32 @@ namespace {
 // Memory of one call.
 template <class T>
 struct BackwardScratch {
-  T* D;      // [B, H, Sq], packed: [H, rows]
-  T* row;    // [max(D, Dv)] a row of dQ or dK; zeros of any row
-  T* row_v;  // [Dv] a row of dV
+  T* D;        // [B, H, Sq], packed: [H, rows]
+  T* row;      // [max(D, Dv)] a row of dQ or dK; zeros of any row
+  T* row_v;    // [Dv] a row of dV
+  T* capture;  // the gradient of the largest capture
+  void* program;
 
   static MemorySize count_D(const AttentionDesc& desc) {
     return MemorySize(desc.packed ? 1 : desc.batch) * desc.num_heads * desc.seqlen_q;
   }
   static int64_t count_row(const AttentionDesc& desc) { return std::max(desc.head_dim, desc.head_dim_v); }
+  static MemorySize count_capture(const AttentionDesc& desc) {
+    MemorySize most = 0;
+    for (const CaptureShape& shape : desc.captures) most = std::max(most, num_elements(shape));
+    return most;
+  }
   static MemorySize bytes(const AttentionDesc& desc) {
-    return (count_D(desc) + count_row(desc) + desc.head_dim_v) * sizeof(T);
+    return (count_D(desc) + count_row(desc) + desc.head_dim_v + count_capture(desc)) * sizeof(T) +
+           program_bytes<T>(desc);
   }
 
   BackwardScratch(const AttentionDesc& desc, void* memory) {
-    D = static_cast<T*>(memory);
+    program = memory;
+    D = reinterpret_cast<T*>(static_cast<char*>(memory) + program_bytes<T>(desc).value());
     row = D + count_D(desc).value();
     row_v = row + count_row(desc);
+    capture = row_v + desc.head_dim_v;
   }
 };
 
@@ -43,7 +56,7 @@ class Backward {
       : desc_(desc),
         args_(args),
         sequences_(sequences),
-        scores_(desc, args.forward),
+        scores_(desc, args.forward, scratch.program),
         dO_(args.grad_out),
         scratch_(scratch) {}
 
@@ -53,6 +66,9 @@ class Backward {
     if (args_.grad_key.given() || args_.grad_value.given()) grad_key_value();
     if (args_.grad_attn_bias.given()) grad_attn_bias();
     if (args_.grad_alibi_slopes.given()) grad_alibi_slopes();
+    for (size_t i = 0; i < args_.grad_captures.size(); ++i) {
+      if (args_.grad_captures[i].given()) grad_capture(static_cast<int>(i));
+    }
   }
 
  private:
@@ -95,7 +111,8 @@ class Backward {
 
   bool visible(const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
     const KeyRange range = key_range(desc_, args_.forward, s, i);
-    return range.begin <= j && j < range.end && scores_.visible(b, h, i, j);
+    if (j < range.begin || j >= range.end || !scores_.visible(s, b, h, i, j)) return false;
+    return !scores_.program || !scores_.hides(scores_.score(scores_.raw(s, b, h, i, j), s, b, h, i, j));
   }
 
   Pair pair(const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
@@ -111,6 +128,7 @@ class Backward {
     p.dropped_P = p.P * f;
     const T dP = f * dot<T>(grad_out(s, b, h, i), dO_.dim, scores_.value(s, b, h, j), scores_.V.dim, desc_.head_dim_v);
     p.dS = p.P * (dP - D(s, b, h, i) + dL);
+    if (scores_.program) p.dS = scores_.program->differentiate(p.dS);
     p.dX = p.dS;
     if (scores_.softcap > 0) {
       const T t = std::tanh(X / scores_.softcap);
@@ -223,6 +241,29 @@ class Backward {
     }
   }
 
+  void grad_capture(int capture) const {
+    const Tensor& t = args_.grad_captures[static_cast<size_t>(capture)];
+    std::fill_n(scratch_.capture, t.num_elements(), T(0));
+    for (int64_t b = 0; b < desc_.batch; ++b) {
+      const Sequence s = sequences_[b];
+      for (int64_t h = 0; h < desc_.num_heads; ++h) {
+        for (int64_t i = 0; i < rows(s); ++i) {
+          for (int64_t j = 0; j < keys(s); ++j) {
+            if (!visible(s, b, h, i, j) || !scores_.program->has_score()) continue;
+            pair(s, b, h, i, j);
+            scores_.program->for_each_gradient(capture,
+                                               [&](int64_t at, T gradient) { scratch_.capture[at] += gradient; });
+          }
+        }
+      }
+    }
+    for (int64_t n = 0; n < t.num_elements(); ++n) {
+      int64_t at = 0;
+      for (int64_t i = t.ndim - 1, rest = n; i >= 0; rest /= t.dims[i--]) at += rest % t.dims[i] * t.strides[i];
+      store(t, at, scratch_.capture[n]);
+    }
+  }
+
   void rows_behind_the_end(const Operand& to, int64_t first, int64_t num_rows, int64_t heads, int64_t dim) const {
     std::fill_n(scratch_.row, BackwardScratch<T>::count_row(desc_), T(0));
     for (int64_t i = first; i < num_rows; ++i) {
@@ -263,6 +304,7 @@ Status backward_checked(const AttentionDesc& desc, const BackwardArgs& given, vo
   BackwardArgs args = given;
   Sequences sequences;
   if (Status status = sequences.read(desc, args.forward, workspace); !status.ok()) return status;
+  if (Status status = check_program_indices(desc, args.forward, sequences); !status.ok()) return status;
   sequences.replace_windows(&args.forward);
   const BackwardScratch<T> scratch(desc, static_cast<char*>(workspace) + Sequences::table_bytes(desc).value());
   with_element_type(desc.dtype, [&]<class In>(In) {

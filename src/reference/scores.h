@@ -3,12 +3,15 @@
 
 #include <cmath>
 #include <cstdint>
+#include <optional>
 
 #include "contract/sequences.h"
 #include "core/dropout.h"
 #include "core/dtype.h"
+#include "core/memory_size.h"
 #include "core/philox.h"
 #include "polyhead/attention.h"
+#include "reference/program.h"
 
 namespace polyhead::reference {
 
@@ -48,6 +51,13 @@ inline int64_t broadcast_at(const Tensor& t, int64_t b, int64_t h, int64_t i, in
   return at;
 }
 
+// What the steps of a program need.
+template <class T>
+MemorySize program_bytes(const AttentionDesc& desc) {
+  if (desc.program == nullptr) return 0;
+  return (MemorySize(sizeof(Value<T>) + sizeof(T)) * desc.program->steps().size()).rounded_up(64);
+}
+
 // Scores of one problem whose query, key and value have elements In, in arithmetic of T.
 template <class T, class In>
 struct Scores {
@@ -56,8 +66,15 @@ struct Scores {
   Operand Q, K, V;
   T scale, softcap, kept_factor;  // kept_factor: 1 / (1 - p) of dropout
   uint32_t threshold;
+  std::optional<ProgramAt<T>> program;
 
-  Scores(const AttentionDesc& d, const ForwardArgs& a) : desc(d), args(a), Q(a.query), K(a.key), V(a.value) {
+  // `memory` has program_bytes<T>(d).
+  Scores(const AttentionDesc& d, const ForwardArgs& a, void* memory)
+      : desc(d), args(a), Q(a.query), K(a.key), V(a.value) {
+    if (d.program != nullptr) {
+      Value<T>* const values = static_cast<Value<T>*>(memory);
+      program.emplace(*d.program, a.captures, values, reinterpret_cast<T*>(values + d.program->steps().size()));
+    }
     const double dim = static_cast<double>(d.head_dim);
     scale = d.head_dim == 0 ? T(0) : static_cast<T>(d.scale.value_or(1 / std::sqrt(dim)));
     softcap = static_cast<T>(d.softcap);
@@ -76,12 +93,16 @@ struct Scores {
     return static_cast<const In*>(args.value.data) + V.at(b, s.first_k + j, group(h));
   }
 
-  // Whether mask and bias let (i, j) be seen; causal, window and lengths are key_range()'s.
-  bool visible(int64_t b, int64_t h, int64_t i, int64_t j) const {
+  // Whether mask, bias and the program's mask let (i, j) be seen; causal, window and lengths are key_range()'s.
+  bool visible(const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
     const Tensor& mask = args.attn_mask;
     if (desc.attn_mask.given && !static_cast<const uint8_t*>(mask.data)[broadcast_at(mask, b, h, i, j)]) return false;
-    return !desc.attn_bias.given || bias(b, h, i, j) != -HUGE_VAL;
+    if (desc.attn_bias.given && bias(b, h, i, j) == -HUGE_VAL) return false;
+    return !program || program->visible({b, h, i, j, s.offset});
   }
+
+  // Whether the program's score hides its key.
+  bool hides(T score) const { return program && program->has_score() && score == static_cast<T>(-HUGE_VAL); }
 
   double bias(int64_t b, int64_t h, int64_t i, int64_t j) const {
     return load_element(args.attn_bias.data, args.attn_bias.dtype, broadcast_at(args.attn_bias, b, h, i, j));
@@ -110,7 +131,9 @@ struct Scores {
     if (softcap > 0) S = softcap * std::tanh(S / softcap);
     if (desc.attn_bias.given) S += static_cast<T>(bias(b, h, i, j));
     if (desc.alibi_slopes_ndim > 0) S -= slope(b, h) * distance(s, i, j);
-    return S;
+    if (!program || !program->has_score()) return S;
+    program->evaluate({b, h, i, j, s.offset}, S);
+    return program->score();
   }
 
   // What dropout multiplies P by.

@@ -3,7 +3,6 @@
 #include <atomic>
 
 #include "contract/kernel.h"
-#include "contract/score_option.h"
 #include "reference/attention.h"
 
 namespace polyhead {
@@ -18,7 +17,7 @@ const Kernel kExtraKernel = {
     Device::kCpu,
     [](const AttentionDesc& desc) {
       if (desc.dtype != DType::kFloat32 && !wide(desc)) return std::string("dtype is not float32 or float64");
-      return other_score_option(desc);
+      return std::string();
     },
     [](const AttentionDesc& desc, int) {
       return wide(desc) ? reference::workspace_bytes<double>(desc) : reference::workspace_bytes<float>(desc);

@@ -187,10 +187,10 @@ void backward_tile(Head& head, Tile& tile, const KeyBlock& block, const Words& k
   }
   for_each_part(t, [&](const Part& part, const BlockView& view) {
     weigh_part<Mac>(head, tile, block, view, part);
-    differentiate_part<Mac>(head, tile, block, view, part, head.wants_scores,
-                            [&]<int kRows>(F(&p)[kRows], F(&ds)[kRows], int key, int at) {
-                              store_words<Mac>(head, tile, view, p, ds, key, at);
-                            });
+    differentiate_scores<Mac>(head, tile, block, view, part, head.wants_scores,
+                              [&]<int kRows>(F(&p)[kRows], F(&ds)[kRows], int key, int at) {
+                                store_words<Mac>(head, tile, view, p, ds, key, at);
+                              });
     note_groups<Mac>(tile, part);
     if (!head.wants_queries) return;
     accumulate<Mac>(tile.chunk, Mac::kElements == 1 ? tile.ds_rows : head.ds_keys, key_words,

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "contract/program_call.h"
 #include "core/dropout.h"
 #include "core/philox.h"
 
@@ -83,7 +84,7 @@ Problem problem(const AttentionDesc& desc, const ForwardArgs& args) {
   p.scale = static_cast<float>(desc.scale.value_or(desc.head_dim > 0 ? 1 / std::sqrt(double(desc.head_dim)) : 1.0));
   p.softcap = static_cast<float>(desc.softcap);
   p.dropout = dropout(desc, args);
-  p.captures = args.captures.data();
+  p.program = program_call(desc, args);
   return p;
 }
 

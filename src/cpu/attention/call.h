@@ -6,6 +6,8 @@
 #include "contract/sequences.h"
 #include "core/memory_size.h"
 #include "cpu/attention/problem.h"
+#include "cpu/attention/program/memory.h"
+#include "program/schedule.h"
 
 namespace polyhead::cpu {
 
@@ -30,6 +32,13 @@ MemorySize scratch_bytes(size_t (*bytes)(int64_t, int64_t, Options...), const At
 
 // Of the queries of a head.
 inline int64_t tiles_of(const AttentionDesc& desc) { return pieces(desc.seqlen_q, kTileQueries); }
+
+// What a program needs beside an instruction set's own scratch.
+inline MemorySize program_bytes(const AttentionDesc& desc, bool backward) {
+  if (desc.program == nullptr) return 0;
+  const ProgramLayout layout(program::schedule_of(*desc.program), backward);
+  return MemorySize(layout.bytes() + ProgramLayout::kAlignment).rounded_up(64);
+}
 
 inline bool has_additive(const AttentionDesc& desc) { return desc.attn_mask.given || desc.attn_bias.given; }
 

@@ -90,7 +90,7 @@ void end_run(const IsaFunctions& functions, const Problem& problem, const Attent
 }  // namespace
 
 bool decode_takes(const AttentionDesc& desc) {
-  return !desc.packed && desc.seqlen_q > 0 && desc.seqlen_q <= kMaxQueries;
+  return desc.program == nullptr && !desc.packed && desc.seqlen_q > 0 && desc.seqlen_q <= kMaxQueries;
 }
 
 MemorySize decode_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {

@@ -120,9 +120,7 @@ void weigh_part(const GradientHead& head, const GradientTile& tile, const KeyBlo
   const Score& score = head.score;
   const F to_natural = broadcast(score.to_natural);
   const bool masked = score.hides(view);
-  const auto take = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
-    if (head.ahead != nullptr) head.ahead->ask(kRowsAhead);
-    score.apply_and_keep(s, view, key, lane, head.view_memory->options);
+  const auto weigh = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs_; ++v) {
       const int at = lane + v * kLanes;
@@ -135,7 +133,17 @@ void weigh_part(const GradientHead& head, const GradientTile& tile, const KeyBlo
       }
     }
   };
-  for_each_product<Mac>(tile.query, words_of(head.problem.head_dim, Mac::kElements), block.key, part, take);
+  const int64_t words = words_of(head.problem.head_dim, Mac::kElements);
+  const auto apply = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+    if (head.ahead != nullptr) head.ahead->ask(kRowsAhead);
+    score.apply_and_keep(s, view, key, lane, head.view_memory->options);
+  };
+  if (score.by_program) return score_by_program<Mac>(head, tile.query, words, block.key, view, part, apply, weigh);
+  for_each_product<Mac>(tile.query, words, block.key, part,
+                        [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+                          apply(s, key, lane);
+                          weigh(s, key, lane);
+                        });
 }
 
 // dS = P (dP - delta), where dP = dropout(dO V^T), of one part after weigh_part: calls take(p, ds, key, at) for kRows keys
@@ -171,6 +179,33 @@ void differentiate_part(const GradientHead& head, const GradientTile& tile, cons
     }
   };
   for_each_product<Mac>(tile.grad_out, words, block.value, part, finish);
+}
+
+// The same, where ds is that of the scores that come to the program, if there is one.
+template <class Mac, class Take>
+void differentiate_scores(const GradientHead& head, const GradientTile& tile, const KeyBlock& block,
+                          const BlockView& view, const Part& part, bool with_values, const Take& take) {
+  if (!with_values || !head.score.changes_gradient()) {
+    return differentiate_part<Mac>(head, tile, block, view, part, with_values, take);
+  }
+  const Options::Memory& options = head.view_memory->options;
+  float* const gradients = program_memory(options).gradients;
+  differentiate_part<Mac>(head, tile, block, view, part, true,
+                          [&]<int kRows>(F(&p)[kRows], F(&ds)[kRows], int key, int at) {
+                            for (int r = 0; r < kRows; ++r) {
+                              store(head.p + (key + r) * kTile + at, p[r]);
+                              store(gradients + (key + r) * kTile + at, ds[r]);
+                            }
+                          });
+  head.score.differentiate_program(view, options, part.begin, part.end);
+  for_each_row_group(gradients, part, [&](F(&rows)[kMicroRows][1], int key, int at) {
+    F p[kMicroRows], ds[kMicroRows];
+    for (int r = 0; r < kMicroRows; ++r) {
+      p[r] = load(head.p + (key + r) * kTile + at);
+      ds[r] = rows[r][0];
+    }
+    take(p, ds, key, at);
+  });
 }
 
 }  // namespace

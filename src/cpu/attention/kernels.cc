@@ -3,9 +3,10 @@
 
 #include <algorithm>
 
-#include "contract/score_option.h"
+#include "contract/program_call.h"
 #include "cpu/attention/attn_weights_tasks.h"
 #include "cpu/attention/backward_tasks.h"
+#include "cpu/attention/capture_gradient_tasks.h"
 #include "cpu/attention/decode_tasks.h"
 #include "cpu/attention/functions.h"
 #include "cpu/attention/score_gradient_tasks.h"
@@ -62,6 +63,7 @@ template <const IsaFunctions& functions>
 Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& run) {
   Sequences sequences;
   if (Status status = sequences.read(desc, args, args.workspace); !status.ok()) return status;
+  if (Status status = check_program_indices(desc, args, sequences); !status.ok()) return status;
   if (Sequences::table_bytes(desc).value() == 0) {
     compute_forward<functions>(desc, args, sequences, run);
     return {};
@@ -75,8 +77,9 @@ Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& ru
 template <const IsaFunctions& functions>
 MemorySize backward_scratch_bytes(const AttentionDesc& desc, int num_threads) {
   if (tiny_takes(desc)) return tiny_backward_workspace_bytes(functions, num_threads);
-  return std::max(gradients_workspace_bytes(functions, desc, num_threads),
-                  score_gradients_workspace_bytes(functions, desc, num_threads));
+  return std::max({gradients_workspace_bytes(functions, desc, num_threads),
+                   score_gradients_workspace_bytes(functions, desc, num_threads),
+                   capture_gradients_workspace_bytes(functions, desc, num_threads)});
 }
 
 template <const IsaFunctions& functions>
@@ -91,6 +94,7 @@ void compute_backward(const AttentionDesc& desc, const BackwardArgs& args, const
   } else {
     gradients_backward(functions, desc, args, sequences, run);
     score_gradients_backward(functions, desc, args, sequences, run);
+    capture_gradients_backward(functions, desc, args, sequences, run);
   }
 }
 
@@ -98,6 +102,7 @@ template <const IsaFunctions& functions>
 Status backward(const AttentionDesc& desc, const BackwardArgs& args, const Run& run) {
   Sequences sequences;
   if (Status status = sequences.read(desc, args.forward, args.forward.workspace); !status.ok()) return status;
+  if (Status status = check_program_indices(desc, args.forward, sequences); !status.ok()) return status;
   if (Sequences::table_bytes(desc).value() == 0) {
     compute_backward<functions>(desc, args, sequences, run);
     return {};
@@ -112,7 +117,7 @@ template <Isa isa>
 std::string why_not(const AttentionDesc& desc) {
   if (!has(isa)) return cpu::why_not(isa);
   if (desc.dtype == DType::kFloat64) return "dtype is float64, takes float32, bfloat16 or float16";
-  return other_score_option(desc);
+  return "";
 }
 
 template <Isa isa, const IsaFunctions& functions>

@@ -50,11 +50,21 @@ KeyBlock load_block(const Head& head, int64_t first) {
 template <class Mac, class PMac>
 void score_keys(const Head& head, Tile& tile, const KeyBlock& block, const BlockView& view, const Part& part) {
   const int64_t words = words_of(head.problem.head_dim, Mac::kElements);
-  for_each_product<Mac>(
-      tile.query, words, block.key, part, [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
-        head.scratch->ahead.ask();
-        softmax_step<PMac>(s, head.scratch->p, tile.state, head.score, view, key, lane, head.problem.head_dim_v);
-      });
+  const auto weigh = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+    softmax_step<PMac>(s, head.scratch->p, tile.state, head.score, view, key, lane, head.problem.head_dim_v);
+  };
+  const auto apply = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+    head.scratch->ahead.ask();
+    head.score.apply(s, view, key, lane);
+  };
+  if (head.score.by_program) {
+    return score_by_program<Mac>(head, tile.query, words, block.key, view, part, apply, weigh);
+  }
+  for_each_product<Mac>(tile.query, words, block.key, part,
+                        [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+                          apply(s, key, lane);
+                          weigh(s, key, lane);
+                        });
 }
 
 }  // namespace

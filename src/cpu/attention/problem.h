@@ -5,6 +5,7 @@
 
 #include "contract/band.h"
 #include "cpu/isa/operand.h"
+#include "program/call.h"
 
 namespace polyhead::cpu {
 
@@ -44,7 +45,7 @@ struct Problem {
   Band band;
   float scale = 1, softcap = 0;
   Dropout dropout;
-  const Tensor* captures = nullptr;  // of the score option that the kernel was built with
+  program::Call program;
 };
 
 // One backward call. `forward` has out and logsumexp as inputs. Gradients without data are not asked for.

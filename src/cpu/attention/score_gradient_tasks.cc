@@ -21,7 +21,7 @@ struct Call {
   const BackwardProblem problem;
 
   MemorySize lane_bytes() const {
-    return scratch_bytes(functions.score_scratch_bytes, desc) + kSumsFloats * sizeof(float);
+    return scratch_bytes(functions.score_scratch_bytes, desc) + program_bytes(desc, true) + kSumsFloats * sizeof(float);
   }
   float* sums(int lane) const {
     return reinterpret_cast<float*>(static_cast<char*>(args.workspace) +

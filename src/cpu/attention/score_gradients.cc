@@ -1,5 +1,5 @@
 // Gradients of what is added to the scores, bias and ALiBi slopes: dS recomputed and summed where these broadcast.
-//   dbias = sum dS   dslope = -sum dS |i + offset - j|
+//   dbias = sum dS   dslope = -sum dS |i + offset - j|   and what a program captures, by its own adjoints
 // A pass of its own over S and dP (two products more), where attention_backward.cc does not add dS as it goes: whoever
 // owns an element of the bias sums it over batch and heads in order, in float32, so no partial sums are kept and no
 // thread waits for another.
@@ -32,8 +32,9 @@ inline void add_rows(float* sums, const Score& score, const Options::Memory& mem
   }
 }
 
-template <class Mac>
-void add_task(const BackwardProblem& gradients, const ScoreTask& task, float* memory) {
+// What add(head, tile, block, t) makes of the blocks that a task's tile sees.
+template <class Mac, class Add>
+void for_each_block(const BackwardProblem& gradients, const ScoreTask& task, float* memory, const Add& add) {
   const Problem& problem = gradients.forward;
   const Sequence& s = task.sequence;
   ScoreGradientMemory* scratch = reinterpret_cast<ScoreGradientMemory*>(memory);
@@ -56,16 +57,44 @@ void add_task(const BackwardProblem& gradients, const ScoreTask& task, float* me
   for (; first < end; first = next_block(head, &tile, 1, first + kBlock, end)) {
     const KeyBlock block = load_keys<Mac>(head, first);
     const TileView t = view_present(head, tile, block, kTile);
-    if (t.begin >= t.end) continue;
-    float* sums = task.sums + (first - task.first_key) * kTile;
-    for_each_part(t, [&](const Part& part, const BlockView& view) {
-      weigh_part<Mac>(head, tile, block, view, part);
-      differentiate_part<Mac>(head, tile, block, view, part, true,
-                              [&]<int kRows>(F(&)[kRows], F(&ds)[kRows], int key, int at) {
-                                add_rows(sums, head.score, scratch->view.options, view, task.distances, ds, key, at);
-                              });
-    });
+    if (t.begin < t.end) add(head, tile, block, t);
   }
+}
+
+template <class Mac>
+void add_task(const BackwardProblem& gradients, const ScoreTask& task, float* memory) {
+  for_each_block<Mac>(
+      gradients, task, memory, [&](const auto& head, const auto& tile, const auto& block, const auto& t) {
+        float* sums = task.sums + (block.first - task.first_key) * kTile;
+        for_each_part(t, [&](const Part& part, const BlockView& view) {
+          weigh_part<Mac>(head, tile, block, view, part);
+          differentiate_scores<Mac>(
+              head, tile, block, view, part, true, [&]<int kRows>(F(&)[kRows], F(&ds)[kRows], int key, int at) {
+                add_rows(sums, head.score, head.view_memory->options, view, task.distances, ds, key, at);
+              });
+        });
+      });
+}
+
+// dS of the program's scores, of all queries of a tile: 0 where a part does not compute them.
+template <class Mac>
+void add_captures_task(const BackwardProblem& gradients, const ScoreTask& task, float* memory) {
+  for_each_block<Mac>(gradients, task, memory,
+                      [&](const auto& head, const auto& tile, const auto& block, const auto& t) {
+                        const ProgramMemory& program = program_memory(head.view_memory->options);
+                        for_each_part(t, [&](const Part& part, const BlockView& view) {
+                          for (int i = part.begin * kTile; i < part.end * kTile; i += kLanes)
+                            store(program.gradients + i, broadcast(0.0f));
+                          weigh_part<Mac>(head, tile, block, view, part);
+                          differentiate_part<Mac>(head, tile, block, view, part, true,
+                                                  [&]<int kRows>(F(&)[kRows], F(&ds)[kRows], int key, int at) {
+                                                    for (int r = 0; r < kRows; ++r)
+                                                      store(program.gradients + (key + r) * kTile + at, ds[r]);
+                                                  });
+                          add_capture_gradients(head.problem.program, head.score.place(view), program, part.begin,
+                                                part.end, task.captures);
+                        });
+                      });
 }
 
 }  // namespace
@@ -83,6 +112,13 @@ void add_score_gradients(const BackwardProblem& problem, const ScoreTask& task, 
   }
 #endif
   add_task<Float32>(problem, task, static_cast<float*>(scratch));
+}
+
+void add_captures(const BackwardProblem& problem, const ScoreTask& task, void* scratch) {
+#ifdef POLYHEAD_HAS_BF16_DOT
+  if (in_bf16_pairs(problem)) return add_captures_task<BFloat16Pair>(problem, task, static_cast<float*>(scratch));
+#endif
+  add_captures_task<Float32>(problem, task, static_cast<float*>(scratch));
 }
 
 void store_score_gradients(const Broadcast& to, int64_t at, const float* sums, int64_t num_queries, int64_t num_keys,

@@ -78,7 +78,6 @@ inline F weigh(F (&s)[kRows], float* p, TileState& state, float factor, int key,
 template <class Mac, int kRows, int kVecs_>
 inline void softmax_step(F (&scores)[kRows][kVecs_], float* p, TileState& state, const Score& score,
                          const BlockView& view, int key, int lane, int64_t dim) {
-  score.apply(scores, view, key, lane);
 #pragma GCC unroll 8
   for (int v = 0; v < kVecs_; ++v) {
     const int at = lane + v * kLanes;

@@ -86,7 +86,8 @@ struct Workspace {
 
   Workspace(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
     const MemorySize scratch =
-        scratch_bytes(functions.forward_scratch_bytes, desc, tiles_per_task(desc, num_threads), has_additive(desc));
+        scratch_bytes(functions.forward_scratch_bytes, desc, tiles_per_task(desc, num_threads), has_additive(desc)) +
+        program_bytes(desc, false);
     MemoryMap map;
     map.take_bytes(chunk_table_bytes(desc));
     lanes = map.take_bytes(scratch * num_threads);

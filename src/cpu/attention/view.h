@@ -60,14 +60,21 @@ inline bool sees(const QueryTile& tile, int64_t begin, int64_t end) {
 // there is none below `end`.
 template <class Tile>
 int64_t next_block(const HeadOptions& head, const Tile* tiles, int num_tiles, int64_t first, int64_t end) {
-  for (; first < end; first += kBlock) {
-    const int num_keys = head.sequence.len_k - first < kBlock ? static_cast<int>(head.sequence.len_k - first) : kBlock;
+  const auto some_see = [&](int64_t begin, int64_t behind) {
+    const int64_t last = behind < head.sequence.len_k ? behind : head.sequence.len_k;
     for (int t = 0; t < num_tiles; ++t) {
-      if (sees(tiles[t], first, first + kBlock) &&
-          head.score.options.may_see(tiles[t].queries(), Keys{first, 0, num_keys})) {
-        return first;
-      }
+      if (sees(tiles[t], begin, behind) && head.score.options.may_see(tiles[t].queries(), {begin, last})) return true;
     }
+    return false;
+  };
+  // Where a block is hidden, twice as many are asked next, and half as many where some of them are seen.
+  for (int64_t blocks = 1; first < end && (blocks > 1 || !some_see(first, first + kBlock));) {
+    if (blocks > 1 && some_see(first, first + blocks * kBlock)) {
+      blocks /= 2;
+      continue;
+    }
+    first += blocks * kBlock;
+    blocks *= 2;
   }
   return first;
 }
@@ -100,9 +107,9 @@ inline TileView view_block(const HeadOptions& head, const QueryTile& tile, int64
   t.num_vecs = (tile.num_queries + kLanes - 1) / kLanes;
   t.view.first_query = tile.first_query;
   t.view.first_key = first_key;
+  if (head.score.by_program) t.view.program_scores = program_memory(scratch.options).results;
   const Keys keys{first_key, t.begin, t.end};
-  if (!head.score.options.may_see(tile.queries(), keys) ||
-      !head.score.options.look(t.view.options, scratch.options, tile.queries(), keys)) {
+  if (!head.score.options.look(t.view.options, scratch.options, tile.queries(), keys)) {
     t.end = t.begin;
     return t;
   }
@@ -193,6 +200,41 @@ void for_each_product(const float* a, int64_t words, const Words& rows, const Pa
       default: products_of_vecs<Mac, kWide ? 4 : 1>(a, words, rows, begin, end, lane, take); break;
     }
   }
+}
+
+// Calls take(x, key, lane) with kMicroRows rows of one vector of a tile [key][query].
+template <class Take>
+void for_each_row_group(const float* tile, const Part& part, const Take& take) {
+  for (int v = part.v_begin; v < part.v_end; ++v) {
+    for (int key = part.begin; key < part.end; key += kMicroRows) {
+      F x[kMicroRows][1];
+      for (int r = 0; r < kMicroRows; ++r) x[r][0] = load(tile + (key + r) * kTile + v * kLanes);
+      take(x, key, v * kLanes);
+    }
+  }
+}
+
+// Products as for_each_product has them, after apply(s, key, lane) -> the program's scores, -inf where hidden: all of a
+// part, then take(s, key, lane).
+template <class Mac, class Apply, class Take>
+void score_by_program(const HeadOptions& head, const float* query, int64_t words, const Words& keys,
+                      const BlockView& view, const Part& part, const Apply& apply, const Take& take) {
+  const Options::Memory& options = head.view_memory->options;
+  float* const scores = program_memory(options).scores;
+  for_each_product<Mac>(query, words, keys, part, [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+    apply(s, key, lane);
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVecs_; ++v) store(scores + (key + r) * kTile + lane + v * kLanes, s[r][v]);
+    }
+  });
+  head.score.run_program(view, options, part.begin, part.end);
+  const bool some_hidden = head.score.hides_from_program(view);
+  for_each_row_group(program_memory(options).results, part, [&](F(&s)[kMicroRows][1], int key, int lane) {
+    for (int r = 0; some_hidden && r < kMicroRows; ++r) {
+      s[r][0] = select(head.score.seen_by_program(view, key + r, lane), s[r][0], broadcast(-kInfinity));
+    }
+    take(s, key, lane);
+  });
 }
 
 // Of a row with l = 0: whether options leave it a key, so that all it sees has score -inf: exp(-inf + inf), NaN.

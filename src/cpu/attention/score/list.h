@@ -23,8 +23,9 @@ struct OptionList<> : Option {
 
 template <class First, class... Rest>
 struct OptionList<First, Rest...> {
+  using Others = OptionList<Rest...>;
   First first;
-  OptionList<Rest...> rest;
+  Others rest;
 
   struct View {
     typename First::View first;
@@ -46,7 +47,7 @@ struct OptionList<First, Rest...> {
   bool may_hide() const { return first.may_hide() || rest.may_hide(); }
   bool same_for_heads() const { return first.same_for_heads() && rest.same_for_heads(); }
   bool same_for_queries() const { return first.same_for_queries() && rest.same_for_queries(); }
-  bool may_see(const Queries& queries, const Keys& keys) const {
+  bool may_see(const Queries& queries, const KeyRange& keys) const {
     return first.may_see(queries, keys) && rest.may_see(queries, keys);
   }
   static int64_t memory_floats(const Asked& asked) {
@@ -111,6 +112,14 @@ const O& option(const OptionList<First, Rest...>& list) {
     return list.first;
   } else {
     return option<O>(list.rest);
+  }
+}
+template <class O, class List>
+const typename O::Memory& memory_of(const typename List::Memory& memory) {
+  if constexpr (kSame<typename O::Memory, decltype(memory.first)>) {
+    return memory.first;
+  } else {
+    return memory_of<O, typename List::Others>(memory.rest);
   }
 }
 template <class O, class First, class... Rest>

@@ -73,9 +73,9 @@ struct Option {
   bool same_for_heads() const { return true; }  // in what it hides
   bool same_for_queries() const { return true; }  // likewise
 
-  // Whether some of the queries may see some of the keys: asked of blocks of keys before these are read. `sees` must hide
-  // what this excludes.
-  bool may_see(const Queries&, const Keys&) const { return true; }
+  // Whether some of the queries may see some of the keys: asked of blocks of keys, one or many, before these are read. `look`
+  // must say no to what this excludes.
+  bool may_see(const Queries&, const KeyRange&) const { return true; }
 
   // Floats beside what Memory holds: the most that take_memory takes.
   static int64_t memory_floats(const Asked&) { return 0; }

@@ -4,6 +4,7 @@
 #include "cpu/attention/score/alibi.h"
 #include "cpu/attention/score/list.h"
 #include "cpu/attention/score/mask_and_bias.h"
+#include "cpu/attention/score/program_mask.h"
 #include "cpu/attention/score/softcap.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
@@ -11,7 +12,7 @@ namespace {
 
 using Options = OptionList<Softcap,  //
                            Alibi,    //
-                           MaskAndBias>;
+                           MaskAndBias, ProgramMask>;
 
 }  // namespace
 }  // namespace polyhead::cpu::POLYHEAD_ISA

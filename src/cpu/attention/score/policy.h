@@ -12,10 +12,15 @@ struct BlockView {
   int64_t first_query, first_key;
   const BlockRanges* ranges = nullptr;      // null: every query sees every key, up to what options hide
   const uint16_t (*kept)[kVecs] = nullptr;  // by dropout, [key][vector]; null: all
+  const float* program_scores = nullptr;    // [key][query]: -inf hides, once the program has run; null: it has no score
   Options::View options;
 
   TilePlace at(int key, int lane) const { return {first_query, first_key, key, lane}; }
 };
+
+inline const ProgramMemory& program_memory(const Options::Memory& memory) {
+  return memory_of<ProgramMask, Options>(memory).program;
+}
 
 struct Score {
   bool scaled_first;  // the scale is applied to products, not to exponents: options want scores, or it is not positive
@@ -23,10 +28,12 @@ struct Score {
   float to_natural;  // what a score, as computed, is multiplied by to be the contract's,
   float to_log2;     // and to be a power of 2; positive
   Options options;
+  bool by_program;  // options' scores are not yet the contract's: the program runs on them, tile by tile
 
   Score(const Problem& problem, const Sequence& sequence, int64_t b, int64_t h)
       : scale(problem.scale), options(problem, sequence, b, h) {
-    scaled_first = options.on() || !(scale > 1e-6f);
+    by_program = problem.program.code != nullptr && problem.program.code->score >= 0;
+    scaled_first = options.on() || by_program || !(scale > 1e-6f);
     to_natural = scaled_first ? 1.0f : scale;
     to_log2 = scaled_first ? kLog2E : scale * kLog2E;
   }
@@ -39,15 +46,24 @@ struct Score {
 
   // Which of the kLanes queries from `lane` on see a key of a block.
   M sees(const BlockView& view, int key, int lane) const {
+    const M seen = seen_by_program(view, key, lane);
+    if (view.program_scores == nullptr) return seen;
+    return both(seen, negate(equal(load(view.program_scores + key * kTile + lane), broadcast(-kInfinity))));
+  }
+  bool hides(const BlockView& view) const { return view.program_scores != nullptr || hides_from_program(view); }
+
+  // The same before the program's score: which keys come to that.
+  M seen_by_program(const BlockView& view, int key, int lane) const {
     return options.sees(in_range(view, key, lane), view.at(key, lane), view.options);
   }
-  bool hides(const BlockView& view) const { return view.ranges != nullptr || options.hides(view.options); }
+  bool hides_from_program(const BlockView& view) const { return view.ranges != nullptr || options.hides(view.options); }
   bool hidden(const BlockView& view, int key, int query) const {
     return (bits(sees(view, key, query / kLanes * kLanes)) >> (query % kLanes) & 1) == 0;
   }
 
-  // Whether options leave query i a key of its range.
+  // Whether options leave query i a key of its range: one whose score is -inf. Of a program's, that hides.
   bool leaves_a_key(const KeyRange& range, int64_t i) const {
+    if (by_program) return false;
     Options::View view;
     options.look_row(view, i, range.begin);
     for (int64_t k = range.begin; k < range.end; k += kLanes) {
@@ -70,9 +86,10 @@ struct Score {
   void apply_and_keep(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane,
                       const Options::Memory& memory) const {
     if (!scaled_first && view.ranges == nullptr) return;
-    const bool some_hidden = hides(view);
+    const bool some_hidden = hides_from_program(view);
     for_each_score(s, view, key, lane, [&](const Options::Kept& kept, int k, int at) {
-      options.save(kept, memory, k * kTile + at, [&] { return some_hidden ? sees(view, k, at) : mask_from_bits(~0u); });
+      options.save(kept, memory, k * kTile + at,
+                   [&] { return some_hidden ? seen_by_program(view, k, at) : mask_from_bits(~0u); });
     });
   }
 
@@ -92,7 +109,23 @@ struct Score {
     return options.raw_gradient(ds, view.at(key, lane), view.options, kept);
   }
 
+  // Scores of the options in memory.scores -> the contract's in memory.results, of keys [begin, end) of a block.
+  void run_program(const BlockView& view, const Options::Memory& memory, int begin, int end) const {
+    run_score(of_program().call, place(view), program_memory(memory), begin, end);
+  }
+  // Of those results, memory.gradients -> dS of the options' scores.
+  void differentiate_program(const BlockView& view, const Options::Memory& memory, int begin, int end) const {
+    run_score_gradient(of_program().call, place(view), program_memory(memory), begin, end);
+  }
+  bool changes_gradient() const { return by_program && !of_program().call.code->same_gradient; }
+
+  ProgramPlace place(const BlockView& view) const {
+    return {of_program().b, of_program().h, of_program().offset, view.first_query, view.first_key};
+  }
+
  private:
+  const ProgramMask& of_program() const { return option<ProgramMask>(options); }
+
   static M in_range(const BlockView& view, int key, int lane) {
     if (view.ranges == nullptr) return mask_from_bits(~0u);
     const I index = broadcast_int(key);

@@ -1,0 +1,333 @@
+#include "cpu/attention/program/machine.h"
+
+#include "cpu/attention/program/values.h"
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+using program::Instruction;
+using program::Pass;
+using program::Rate;
+
+// Int: int32_t where all integers of the call fit.
+template <class Int>
+class Machine {
+ public:
+  Machine(const program::Call& call, const Pass& pass, const ProgramPlace& at, const ProgramMemory& memory)
+      : call_(call), code_(*call.code), pass_(pass), at_(at), memory_(memory) {
+    for (int i = 0; i < pass.num_low; ++i) {
+      const Instruction& x = code_.instructions[pass.low[i]];
+      run(pass.low[i], {1, program::width_of(x.rate), 0, x.rate}, low(pass.low[i]));
+    }
+  }
+
+  // The full values of keys [key, key + rows). `result` goes to `to`, where that is not null.
+  void run_strip(int key, int rows, int result = -1, float* to = nullptr) const {
+    for (int i = 0; i < pass_.num_full; ++i) {
+      const int at = pass_.full[i];
+      void* const out = at == result && to != nullptr ? to : strip(at);
+      run(at, {rows, kTile, key, Rate::kFull}, out);
+    }
+  }
+
+  // Row `row` of keys from `key` on of a value; `buffer` has room for kTile.
+  template <class T>
+  const T* row(int instruction, int key, int row, T* buffer) const {
+    return vector<T>(instruction, {kStripKeys, kTile, key, Rate::kFull}, row, buffer);
+  }
+
+  const Instruction& at(int instruction) const { return code_.instructions[instruction]; }
+
+  // Elements of a gather's capture, counted in row-major order, for a row as above.
+  void elements(const Instruction& gather, int key, int row, int64_t* elements) const {
+    gather_elements(gather, {kStripKeys, kTile, key, Rate::kFull}, row, elements, nullptr);
+  }
+
+ private:
+  // Rows of lanes: keys from `key` on, of all queries of a tile, or one row of what a low rate has.
+  struct Shape {
+    int rows, lanes, key;
+    Rate rate;
+  };
+
+  char* low(int i) const { return memory_.low + int64_t{pass_.place[i]} * static_cast<int64_t>(sizeof(Int)); }
+  void* strip(int i) const {
+    constexpr int64_t kBytes = int64_t{kStripKeys} * kTile * static_cast<int64_t>(sizeof(Int));
+    return memory_.registers + int64_t{pass_.place[i]} * kBytes;
+  }
+
+  // A row of a value as a vector of lanes: in place, or spread into `buffer`.
+  template <class T>
+  const T* vector(int i, const Shape& shape, int row, T* buffer) const {
+    const Instruction& x = code_.instructions[i];
+    if (x.rate == Rate::kFull) {
+      if (x.op == Op::kScore) return tile<T>(memory_.scores, shape.key + row);
+      if (x.op == program::kGradient) return tile<T>(memory_.gradients, shape.key + row);
+      return static_cast<const T*>(strip(i)) + row * kTile;
+    }
+    const T* const values = reinterpret_cast<const T*>(low(i));
+    if (x.rate == shape.rate || (x.rate == Rate::kQuery && shape.rate == Rate::kFull)) return values;
+    // q - k of lane 0 is first_query - (first_key + key): place kBlockKeys - 1 stands for the first of both.
+    if (x.rate == Rate::kDiagonal) return values + (program::kCodeKeys - 1) - (shape.key + row);
+    const T value = x.rate == Rate::kKey ? values[shape.key + row] : values[0];
+    for (int l = 0; l < shape.lanes; ++l) buffer[l] = value;
+    return buffer;
+  }
+  template <class T>
+  static const T* tile(const float* values, int key) {
+    return reinterpret_cast<const T*>(values + key * kTile);
+  }
+
+  void run(int i, const Shape& shape, void* out) const {
+    const Instruction& x = code_.instructions[i];
+    if (x.num_operands == 0) return fill(x, shape, out);
+    if (x.op == Op::kGather) return gather(x, shape, out);
+    // Strips and numbers lie one row after the other: that is one long row.
+    const bool one_row = has_whole_strips(x);
+    const Shape rows{one_row ? 1 : shape.rows, one_row ? shape.rows * shape.lanes : shape.lanes, shape.key, shape.rate};
+    for (int r = 0; r < rows.rows; ++r) {
+      if (x.op == Op::kSelect) {
+        select(x, rows, r, out);
+      } else if (x.takes == ValueType::kFloat) {
+        compute<float>(x, rows, r, out);
+      } else {
+        compute<Int>(x, rows, r, out);
+      }
+    }
+  }
+
+  bool has_whole_strips(const Instruction& x) const {
+    for (int n = 0; n < x.num_operands; ++n) {
+      const Rate rate = code_.instructions[x.operands[n]].rate;
+      if (rate != Rate::kFull && rate != Rate::kUniform) return false;
+    }
+    return x.rate == Rate::kFull;
+  }
+
+  static constexpr int kMostLanes = kStripKeys * kTile;  // of one long row
+
+  template <class T>
+  void compute(const Instruction& x, const Shape& shape, int r, void* out) const {
+    alignas(64) T a_buffer[kMostLanes], b_buffer[kMostLanes];
+    const T* const a = vector<T>(x.operands[0], shape, r, a_buffer);
+    const T* const b = x.num_operands > 1 ? vector<T>(x.operands[1], shape, r, b_buffer) : a;
+    if (x.type == ValueType::kFloat) {
+      compute_row(x.op, static_cast<float*>(out) + r * shape.lanes, a, b, shape.lanes);
+    } else {
+      compute_row(x.op, static_cast<Int*>(out) + r * shape.lanes, a, b, shape.lanes);
+    }
+  }
+
+  void select(const Instruction& x, const Shape& shape, int r, void* out) const {
+    if (x.type == ValueType::kFloat) return select_of<float>(x, shape, r, out);
+    select_of<Int>(x, shape, r, out);
+  }
+  template <class T>
+  void select_of(const Instruction& x, const Shape& shape, int r, void* out) const {
+    alignas(64) Int condition_buffer[kMostLanes];
+    alignas(64) T a_buffer[kMostLanes], b_buffer[kMostLanes];
+    const Int* const condition = vector<Int>(x.operands[0], shape, r, condition_buffer);
+    const T* const a = vector<T>(x.operands[1], shape, r, a_buffer);
+    const T* const b = vector<T>(x.operands[2], shape, r, b_buffer);
+    T* const to = static_cast<T*>(out) + r * shape.lanes;
+    for (int l = 0; l < shape.lanes; ++l) to[l] = condition[l] != 0 ? a[l] : b[l];
+  }
+
+  // Values that have no operands: all of low rates.
+  void fill(const Instruction& x, const Shape& shape, void* out) const {
+    if (x.op == Op::kGather) return gather(x, shape, out);
+    int64_t first = 0, step = 0;
+    if (x.op == program::kDiagonal) {
+      first = at_.first_query - at_.first_key - (program::kCodeKeys - 1), step = 1;
+    } else if (x.op == Op::kQuery) {
+      first = at_.first_query, step = 1;
+    } else if (x.op == Op::kKey) {
+      first = at_.first_key, step = 1;
+    } else if (x.op == Op::kBatch) {
+      first = at_.b;
+    } else if (x.op == Op::kHead) {
+      first = at_.h;
+    } else if (x.op == Op::kOffset) {
+      first = at_.offset;
+    } else {
+      first = x.integer;
+    }
+    for (int l = 0; l < shape.lanes; ++l) {
+      if (x.type == ValueType::kFloat) {
+        static_cast<float*>(out)[l] = x.number;
+      } else {
+        static_cast<Int*>(out)[l] = static_cast<Int>(first + l * step);
+      }
+    }
+  }
+
+  // elements[lane]: in row-major order; offsets[lane]: by the strides. Indices beyond the tensor count as its ends.
+  void gather_elements(const Instruction& x, const Shape& shape, int r, int64_t* elements, int64_t* offsets) const {
+    const Tensor& t = call_.captures[x.capture];
+    alignas(64) Int buffer[program::kDiagonals];
+    for (int l = 0; l < shape.lanes; ++l) (elements != nullptr ? elements : offsets)[l] = 0;
+    for (int n = 0; n < x.num_operands; ++n) {
+      const Int* const index = vector<Int>(x.operands[n], shape, r, buffer);
+      const int64_t last = t.dims[n] - 1, stride = t.strides[n], size = t.dims[n];
+      for (int l = 0; l < shape.lanes; ++l) {
+        const int64_t i = index[l] < 0 ? 0 : index[l] > last ? last : index[l];
+        if (elements != nullptr) {
+          elements[l] = elements[l] * size + i;
+        } else {
+          offsets[l] += i * stride;
+        }
+      }
+    }
+  }
+
+  void gather(const Instruction& x, const Shape& shape, void* out) const {
+    const Tensor& t = call_.captures[x.capture];
+    int64_t offsets[program::kDiagonals];
+    const bool empty = has_no_elements(t);
+    for (int r = 0; r < shape.rows; ++r) {
+      if (!empty) gather_elements(x, shape, r, nullptr, offsets);
+      if (x.type == ValueType::kFloat) {
+        load_floats(t, empty, offsets, static_cast<float*>(out) + r * shape.lanes, shape.lanes);
+      } else {
+        load_integers(t, empty, offsets, static_cast<Int*>(out) + r * shape.lanes, shape.lanes);
+      }
+    }
+  }
+
+  const program::Call& call_;
+  const program::Code& code_;
+  const Pass& pass_;
+  const ProgramPlace& at_;
+  const ProgramMemory& memory_;
+};
+
+template <class Int>
+inline I nonzero_lanes(const Int* p) {
+  alignas(64) int32_t lanes[kLanes];
+  for (int l = 0; l < kLanes; ++l) lanes[l] = p[l] != 0;
+  return load_int(lanes);
+}
+inline I nonzero_lanes(const int32_t* p) { return load_int(p); }
+
+template <class Int>
+program::Seen mask(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin, int end,
+                   int num_queries, uint16_t (*seen)[kTileQueries / 4]) {
+  const Machine<Int> machine(call, call.code->for_mask, at, memory);
+  alignas(64) Int buffer[kTile];
+  uint32_t some = 0, all = ~0u;
+  const I zero = broadcast_int(0);
+  for (int key = begin; key < end; key += kStripKeys) {
+    const int rows = end - key < kStripKeys ? end - key : kStripKeys;
+    machine.run_strip(key, rows);
+    for (int r = 0; r < rows; ++r) {
+      const Int* const shown = machine.row(call.code->mask, key, r, buffer);
+      for (int v = 0; v < kVecs; ++v) {
+        const uint32_t bit = bits(less_int(zero, nonzero_lanes(shown + v * kLanes)));
+        const int lanes = num_queries - v * kLanes;
+        const uint32_t present = lanes <= 0 ? 0 : lanes >= kLanes ? (1u << (kLanes - 1) << 1) - 1 : (1u << lanes) - 1;
+        seen[key + r][v] = static_cast<uint16_t>(bit);
+        some |= bit & present;
+        all &= bit | ~present;
+      }
+    }
+  }
+  return some == 0 ? program::Seen::kNone : all == ~0u ? program::Seen::kAll : program::Seen::kSome;
+}
+
+template <class Int>
+void score(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin, int end) {
+  const int result = call.code->score;
+  const Machine<Int> machine(call, call.code->for_score, at, memory);
+  const bool computed = machine.at(result).rate == Rate::kFull && machine.at(result).op != Op::kScore;
+  for (int key = begin; key < end; key += kStripKeys) {
+    const int rows = end - key < kStripKeys ? end - key : kStripKeys;
+    float* const to = memory.results + key * kTile;
+    // In place, the score is still to be read when its own strip is written, element by element.
+    machine.run_strip(key, rows, result, to);
+    if (computed) continue;
+    alignas(64) float buffer[kTile];
+    for (int r = 0; r < rows; ++r)
+      __builtin_memmove(to + r * kTile, machine.row(result, key, r, buffer), sizeof buffer);
+  }
+}
+
+template <class Int>
+void score_gradient(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin,
+                    int end) {
+  const int result = call.code->score_gradient;
+  if (result < 0) {  // the score is not read
+    for (int i = begin * kTile; i < end * kTile; ++i) memory.gradients[i] = 0;
+    return;
+  }
+  const Machine<Int> machine(call, call.code->for_score_gradient, at, memory);
+  alignas(64) float buffer[kTile];
+  for (int key = begin; key < end; key += kStripKeys) {
+    const int rows = end - key < kStripKeys ? end - key : kStripKeys;
+    machine.run_strip(key, rows);
+    for (int r = 0; r < rows; ++r) {
+      __builtin_memmove(memory.gradients + (key + r) * kTile, machine.row(result, key, r, buffer), sizeof buffer);
+    }
+  }
+}
+
+// What a row of gradients gives to the sums of a capture.
+template <class Int>
+void add_row(const Machine<Int>& machine, const program::GatherGradient& gather, const ProgramPlace& at, int key, int r,
+             float* sums, int64_t keys) {
+  alignas(64) float buffer[kTile];
+  const float* const gradient = machine.row(gather.adjoint, key, r, buffer);
+  const Instruction& x = machine.at(gather.gather);
+  switch (x.rate) {
+    case Rate::kUniform: return add_floats(sums, gradient, kTile);
+    case Rate::kQuery: return add_floats(sums + at.first_query, gradient, kTile);
+    case Rate::kKey: sums[at.first_key + key + r] += sum_of_floats(gradient); return;
+    case Rate::kDiagonal: return add_floats(sums + at.first_query - (at.first_key + key + r) + keys, gradient, kTile);
+    case Rate::kFull: break;
+  }
+  int64_t elements[kTile];
+  machine.elements(x, key, r, elements);
+  for (int l = 0; l < kTile; ++l) {
+    if (gradient[l] != 0) sums[elements[l]] += gradient[l];
+  }
+}
+
+template <class Int>
+void capture_gradients(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin,
+                       int end, const CaptureSums& to) {
+  const Machine<Int> machine(call, call.code->for_captures, at, memory);
+  for (int key = begin; key < end; key += kStripKeys) {
+    const int rows = end - key < kStripKeys ? end - key : kStripKeys;
+    machine.run_strip(key, rows);
+    for (int g = 0; g < call.code->num_gathers; ++g) {
+      for (int r = 0; to.sums[g] != nullptr && r < rows; ++r) {
+        add_row(machine, call.code->gathers[g], at, key, r, to.sums[g], to.keys);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+program::Seen run_mask(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin,
+                       int end, int num_queries, uint16_t (*seen)[kTileQueries / 4]) {
+  return call.wide ? mask<int64_t>(call, at, memory, begin, end, num_queries, seen)
+                   : mask<int32_t>(call, at, memory, begin, end, num_queries, seen);
+}
+
+void run_score(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin, int end) {
+  call.wide ? score<int64_t>(call, at, memory, begin, end) : score<int32_t>(call, at, memory, begin, end);
+}
+
+void run_score_gradient(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin,
+                        int end) {
+  call.wide ? score_gradient<int64_t>(call, at, memory, begin, end)
+            : score_gradient<int32_t>(call, at, memory, begin, end);
+}
+
+void add_capture_gradients(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin,
+                           int end, const CaptureSums& sums) {
+  call.wide ? capture_gradients<int64_t>(call, at, memory, begin, end, sums)
+            : capture_gradients<int32_t>(call, at, memory, begin, end, sums);
+}
+
+}  // namespace polyhead::cpu::POLYHEAD_ISA
