@@ -42,7 +42,7 @@ using SharedProgram = std::shared_ptr<const Program>;
 
 /// At most one score and one mask, in steps that both may share. Equal programs are the same object as long as one of
 /// them lives, so that pointers compare.
-class POLYHEAD_API Program {
+class Program {
  public:
   static constexpr int kMostCaptures = 8;
 
@@ -108,7 +108,7 @@ struct CapturedTensor {
 ///   ProgramBuilder p;
 ///   const CapturedTensor slope = p.capture("slope", ValueType::kFloat, 1);
 ///   Result<SharedProgram> alibi = p.build(p.score() - slope(p.head()) * abs(p.query() - p.key()), p.key() <= p.query());
-class POLYHEAD_API ProgramBuilder {
+class ProgramBuilder {
  public:
   Expression score() { return input(Op::kScore); }
   Expression batch() { return input(Op::kBatch); }
@@ -116,23 +116,25 @@ class POLYHEAD_API ProgramBuilder {
   Expression query() { return input(Op::kQuery); }
   Expression key() { return input(Op::kKey); }
   Expression offset() { return input(Op::kOffset); }
-  CapturedTensor capture(std::string_view name, ValueType type, int ndim = -1);  ///< -1: as it is first indexed
-  Expression gather(int capture, std::span<const Expression> index);
-  Expression apply(Op op, Expression a, Expression b = {}, Expression c = {});  ///< with conversions of the operands
-  Expression combine(Op bools, Op ints, Expression a, Expression b);            ///< by `bools` where both are bools
+  /// ndim -1: as it is first indexed.
+  POLYHEAD_API CapturedTensor capture(std::string_view name, ValueType type, int ndim = -1);
+  POLYHEAD_API Expression gather(int capture, std::span<const Expression> index);
+  /// Converts the operands.
+  POLYHEAD_API Expression apply(Op op, Expression a, Expression b = {}, Expression c = {});
+  /// By `bools` where both are bools, else by `ints`.
+  POLYHEAD_API Expression combine(Op bools, Op ints, Expression a, Expression b);
   bool is_bool(const Expression& x) const { return x.builder == this && type_of(x) == ValueType::kBool; }
 
   /// The program; a default Expression: no score, or no mask. The first thing that made no sense, else.
-  Result<SharedProgram> build(Expression score, Expression mask = {});
+  POLYHEAD_API Result<SharedProgram> build(Expression score, Expression mask = {});
 
  private:
-  Expression input(Op op);
+  POLYHEAD_API Expression input(Op op);
   Expression add(ProgramStep step);
   Expression own(const Expression& x);  // a constant becomes a step
   Expression convert(Expression x, ValueType type);
   Expression fail(std::string message);
   ValueType type_of(const Expression& x) const { return steps_[static_cast<size_t>(x.step)].type; }
-
   void unify(Expression& a, Expression& b, ValueType least);
 
   std::vector<ProgramStep> steps_;

@@ -53,8 +53,6 @@ class IndexCheck {
   }
 
  private:
-  const Code& code() const { return code_; }
-
   // The first gather whose index may leave its tensor; -1: none.
   int may_leave(const program::Pass& pass, const Region& region) {
     program::find_intervals(code_, pass, call_, region, intervals_);

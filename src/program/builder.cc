@@ -24,6 +24,7 @@ const program::Schedule& program::schedule_of(const Program& program) { return *
 
 Expression ProgramBuilder::fail(std::string message) {
   if (error_.empty()) error_ = std::move(message);
+  if (steps_.empty()) steps_.emplace_back();  // what an expression may stand for
   return {this, 0};
 }
 

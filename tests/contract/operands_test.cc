@@ -21,7 +21,7 @@ TEST(AttentionOperands, EveryTensorOfACallHasOneRow) {
          query_offsets, window_lo, window_hi, captures, dropout_seed, dropout_offset, out, logsumexp, weights,
          column_sums, workspace, workspace_bytes, where] = args.forward;
   auto& [forward, grad_out, grad_logsumexp, delta, grad_query, grad_key, grad_value, grad_attn_bias, grad_alibi_slopes,
-         accumulate] = args;
+         grad_captures, accumulate] = args;
   std::vector<const Tensor*> tensors = {
       &query,     &key,          &value,          &attn_mask,        &attn_bias,      &alibi_slopes, &seqlens_q,
       &seqlens_k, &cu_seqlens_q, &cu_seqlens_k,   &query_offsets,    &window_lo,      &window_hi,    &out,

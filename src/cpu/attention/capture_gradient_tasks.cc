@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "contract/attention_operands.h"
 #include "core/dtype.h"
@@ -90,7 +91,7 @@ struct Call {
   const Instruction& gather(int g) const { return code.instructions[code.gathers[g].gather]; }
 };
 
-// Heads [0, heads) of a task, counted by `at`.
+// Its sums; and to the tables what each pair reads for itself.
 void run_head(const Call& call, int64_t b, int64_t h, int lane) {
   float* sums[kMostGathers];
   float* next = call.head_sums(b * call.desc.num_heads + h);
@@ -113,20 +114,29 @@ void run_head(const Call& call, int64_t b, int64_t h, int lane) {
   }
 }
 
-// Whether every element that each pair reads for itself is read by one batch element, or head, alone.
+// Whether every element that pairs read for themselves is read in one batch element, or head, alone: at each place where
+// a capture is read so, the same of its dims counts these.
 bool each_reads_its_own(const Call& call, Op index) {
+  bool may[program::kMostCaptures][ProgramStep::kMostOperands];  // that dim
+  bool read[program::kMostCaptures] = {};
+  for (auto& dims : may) std::fill(std::begin(dims), std::end(dims), true);
   for (int g = 0; g < call.code.num_gathers; ++g) {
     const Instruction& x = call.gather(g);
     if (x.rate != Rate::kFull || !call.wants(x.capture)) continue;
-    const auto is_index = [&](int32_t operand) { return call.code.instructions[operand].op == index; };
-    if (!std::any_of(x.operands, x.operands + x.num_operands, is_index)) return false;
+    read[x.capture] = true;
+    for (int n = 0; n < ProgramStep::kMostOperands; ++n) {
+      const bool counts = n < x.num_operands && call.code.instructions[x.operands[n]].op == index;
+      may[x.capture][n] = may[x.capture][n] && counts;
+    }
+  }
+  for (int c = 0; c < program::kMostCaptures; ++c) {
+    if (read[c] && std::none_of(std::begin(may[c]), std::end(may[c]), [](bool dim) { return dim; })) return false;
   }
   return true;
 }
 
 void run_heads(const Call& call) {
   const int64_t batch = call.desc.batch, heads = call.desc.num_heads;
-  // A capture may be read at two places: its own index has to be at each of them in the same dim. Then it is.
   const bool by_batch = each_reads_its_own(call, Op::kBatch), by_head = each_reads_its_own(call, Op::kHead);
   const int64_t batches_at_once = by_batch ? batch : 1, heads_at_once = by_head ? heads : 1;
   run_tasks(call.run, batches_at_once * heads_at_once, [&](int64_t index, int lane) {
