@@ -64,7 +64,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:class", r"(?!polyhead\.(torch\.)?[A-Z]).*"),  # types in words, torch's, NumPy's; our own private ones
     ("py:obj", r"(torch|numpy|paddle)\..*"),
-    ("cpp:identifier", r"(std|polyhead)(::.*)?|u?int\d+_t|size_t|Kernel|PlannedOperand|\w+State"),
+    ("cpp:identifier", r"(std|polyhead)(::.*)?|u?int\d+_t|size_t|Kernel|PlannedOperand|Schedule|\w+State"),
     ("c:identifier", r"u?int\d+_t|size_t"),
 ]
 

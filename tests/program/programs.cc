@@ -324,14 +324,14 @@ std::vector<NamedProgram> scores_3() {
                    const Arrays& c) { return p.score + c[0].at(p.q % 5) * c[0].at(p.k % 5) + std::erf(c[0].at(0)); }},
       // Heads and keys count different dims at the two places.
       {.name = "read_across",
-       .text = "score = score + t[h, (q + k) % 3] * t[(q + k) % 3, h]",
+       .text = "score = score + t[h, (q + k) % 4] * t[(q + k) % 4, h]",
        .captures =
            [](const Sizes4&) {
-             return Captures{floats({3, 3})};
+             return Captures{floats({4, 4})};
            },
        .score =
            [](const PairAt& p, const Arrays& c) {
-             const int64_t n = (p.q + p.k) % 3;
+             const int64_t n = (p.q + p.k) % 4;
              return p.score + element(c[0], {p.h, n}) * element(c[0], {n, p.h});
            }},
       {.name = "functions",
