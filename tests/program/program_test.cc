@@ -26,6 +26,8 @@ struct Call {
   AttentionDesc desc;
   Inputs in;
   Arrays captures;
+  Array grad_out;
+  Array out, logsumexp;  // what backward is given; not given: what forward wrote
 };
 
 struct Results {
@@ -79,6 +81,7 @@ Call make_call(const NamedProgram& program, const Shape& shape, uint64_t seed) {
     call.in.attn_bias = Array(DType::kFloat32, {1, 1, d.seqlen_q, d.seqlen_k});
     call.in.attn_bias.fill([&] { return random.integer(0, 30) == 0 ? -HUGE_VAL : random.normal(); });
   }
+  call.grad_out = drawn(d.dtype, call.in.query.dims, random);
   Result<SharedProgram> parsed = parse_program(program.text);
   EXPECT_TRUE(parsed.ok()) << program.name << ": " << parsed.status().message();
   d.program = *parsed;
@@ -108,6 +111,7 @@ bool is_float(DType dtype) { return dtype != DType::kBool && dtype != DType::kIn
 Call in_double(const Call& call) {
   Call wide = call;
   wide.desc.dtype = DType::kFloat64;
+  for (Array Call::*a : {&Call::grad_out, &Call::out, &Call::logsumexp}) wide.*a = cast(call.*a, DType::kFloat64);
   for (Array Inputs::*a : {&Inputs::query, &Inputs::key, &Inputs::value})
     wide.in.*a = cast(call.in.*a, DType::kFloat64);
   for (size_t i = 0; i < wide.captures.size(); ++i) {
@@ -124,7 +128,7 @@ struct Computes {
   std::function<Status(const BackwardArgs&)> backward;
 };
 
-Results compute(const Call& call, const Computes& by, uint64_t seed) {
+Results compute(const Call& call, const Computes& by) {
   const AttentionDesc& d = call.desc;
   std::vector<Tensor> captures, grad_captures;
   for (const Array& a : call.captures) captures.push_back(view(a));
@@ -138,8 +142,6 @@ Results compute(const Call& call, const Computes& by, uint64_t seed) {
   args.logsumexp = view(r.logsumexp);
   Status status = by.forward(args);
   EXPECT_TRUE(status.ok()) << status.message();
-  Random random(seed);
-  const Array grad_out = drawn(d.dtype, r.out.dims, random);
   r.grad_query = like(call.in.query);
   r.grad_key = like(call.in.key);
   r.grad_value = like(call.in.value);
@@ -148,7 +150,11 @@ Results compute(const Call& call, const Computes& by, uint64_t seed) {
   for (const Array& a : call.captures) r.grad_captures.push_back(is_float(a.dtype) ? like(a) : Array());
   BackwardArgs back;
   back.forward = args;
-  back.grad_out = view(grad_out);
+  if (call.out.given()) {
+    back.forward.out = view(call.out);
+    back.forward.logsumexp = view(call.logsumexp);
+  }
+  back.grad_out = view(call.grad_out);
   back.grad_query = view(r.grad_query);
   back.grad_key = view(r.grad_key);
   back.grad_value = view(r.grad_value);
@@ -161,7 +167,7 @@ Results compute(const Call& call, const Computes& by, uint64_t seed) {
   return r;
 }
 
-Results by_kernel(const Call& call, const char* kernel, Executor& executor, uint64_t seed) {
+Results by_kernel(const Call& call, const char* kernel, Executor& executor) {
   PlanOptions options;
   options.kernel = kernel;
   options.where.executor = &executor;
@@ -173,15 +179,14 @@ Results by_kernel(const Call& call, const char* kernel, Executor& executor, uint
     args.workspace = workspace.data();
     args.workspace_bytes = needed;
   };
-  return compute(
-      call,
-      {[&](ForwardArgs args) { return give(args, made->workspace_bytes()), made->forward(args); },
-       [&](BackwardArgs args) { return give(args.forward, made->backward_workspace_bytes()), made->backward(args); }},
-      seed);
+  return compute(call, {[&](ForwardArgs args) { return give(args, made->workspace_bytes()), made->forward(args); },
+                        [&](BackwardArgs args) {
+                          return give(args.forward, made->backward_workspace_bytes()), made->backward(args);
+                        }});
 }
 
 // The contract's yardstick of error: its formula, naively, in float32.
-Results in_float(const Call& call, uint64_t seed) {
+Results in_float(const Call& call) {
   std::vector<int64_t> memory(
       (reference::workspace_bytes<float>(call.desc) + reference::backward_workspace_bytes<float>(call.desc)).value() /
           8 +
@@ -189,8 +194,7 @@ Results in_float(const Call& call, uint64_t seed) {
   return compute(
       call,
       {[&](const ForwardArgs& args) { return reference::forward_checked<float>(call.desc, args, memory.data()); },
-       [&](const BackwardArgs& args) { return reference::backward_checked<float>(call.desc, args, memory.data()); }},
-      seed);
+       [&](const BackwardArgs& args) { return reference::backward_checked<float>(call.desc, args, memory.data()); }});
 }
 
 double epsilon(DType dtype) {
@@ -288,7 +292,7 @@ TEST_P(Programs, MeanWhatTheySay) {
   if (memory_alone()) GTEST_SKIP() << "numbers are tested without sanitizers";
   for (const Sizes4& sizes : {Sizes4{2, 2, 40, 40}, Sizes4{1, 2, 33, 70}}) {
     const Call call = in_double(make_call(GetParam(), {sizes, 1, 8}, 5));
-    const Results got = by_kernel(call, "reference", executor(1), 7), want = by_meaning(GetParam(), call);
+    const Results got = by_kernel(call, "reference", executor(1)), want = by_meaning(GetParam(), call);
     EXPECT_LE(largest_difference(got.out, want.out), 1e-6);
     EXPECT_LE(largest_difference(got.logsumexp, want.logsumexp), 1e-6);
   }
@@ -320,7 +324,7 @@ double magnitude_of_terms(const NamedProgram& program, const Shape& shape, uint6
   CaptureShape told{DType::kFloat64, 4, {}};
   std::copy(dims.begin(), dims.end(), told.dims);
   biased.desc.captures.insert(biased.desc.captures.begin() + place, told);
-  const Results of_bias = by_kernel(biased, "reference", executor(1), seed);
+  const Results of_bias = by_kernel(biased, "reference", executor(1));
   const Array& ds = of_bias.grad_captures[static_cast<size_t>(place)];
   double sum = 0, slope = 1;
   for (int64_t n = 0; n < ds.size(); ++n) sum += std::fabs(ds.at(n));
@@ -342,14 +346,14 @@ void test_kernel(const Kernel& kernel, const std::vector<Draw>& draws, const std
   LargestErrors errors;
   Results first;
   for (const Draw& draw : draws) {
-    const Results got = by_kernel(draw.call, kernel.name, executor(1), draw.seed);
+    const Results got = by_kernel(draw.call, kernel.name, executor(1));
     if (!memory_alone()) errors.add(got, draw.exact, draw.naive);
     if (&draw == &draws.front()) first = got;
   }
   errors.judge(first, draws.front().terms, what);
   const auto one = first.all();
   for (const int threads : {3, 0}) {
-    const Results again = by_kernel(draws.front().call, kernel.name, executor(threads), draws.front().seed);
+    const Results again = by_kernel(draws.front().call, kernel.name, executor(threads));
     const auto others = again.all();
     for (size_t i = 0; i < one.size(); ++i) {
       const std::string name = Results::name(i);
@@ -365,8 +369,13 @@ TEST_P(Programs, OnEveryKernel) {
     for (int n = 0; n < (memory_alone() || !GetParam().score ? 1 : 3); ++n) {
       draws.push_back({++seed, make_call(GetParam(), shape, seed), {}, {}, 0});
       if (memory_alone()) continue;
-      draws.back().exact = by_kernel(in_double(draws.back().call), "reference", executor(1), seed);
-      draws.back().naive = in_float(draws.back().call, seed);
+      // Backward is given the same out and logsumexp, rounded as they are stored, whoever computes.
+      Call& call = draws.back().call;
+      const Results forward = by_kernel(in_double(call), "reference", executor(1));
+      call.out = cast(forward.out, call.desc.dtype);
+      call.logsumexp = cast(forward.logsumexp, DType::kFloat32);
+      draws.back().exact = by_kernel(in_double(call), "reference", executor(1));
+      draws.back().naive = in_float(draws.back().call);
     }
     if (!memory_alone()) draws.front().terms = magnitude_of_terms(GetParam(), shape, draws.front().seed);
     for (const Kernel* kernel : kernels_to_test()) {
@@ -386,13 +395,11 @@ TEST(ProgramGradients, AreDifferences) {
   for (const NamedProgram& program : named_programs()) {
     if (!program.score) continue;
     Call call = in_double(make_call(program, {{1, 2, 9, 11}, 1, 4}, 3));
-    const Results at = by_kernel(call, "reference", executor(1), 7);
-    Random random(7);
-    const Array grad_out = drawn(DType::kFloat64, at.out.dims, random);
+    const Results at = by_kernel(call, "reference", executor(1));
     const auto objective = [&] {
-      const Array out = by_kernel(call, "reference", executor(1), 7).out;
+      const Array out = by_kernel(call, "reference", executor(1)).out;
       double sum = 0;
-      for (int64_t n = 0; n < out.size(); ++n) sum += out.at(n) * grad_out.at(n);
+      for (int64_t n = 0; n < out.size(); ++n) sum += out.at(n) * call.grad_out.at(n);
       return sum;
     };
     for (size_t i = 0; i < call.captures.size(); ++i) {
