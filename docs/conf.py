@@ -24,7 +24,7 @@ author = "the polyhead authors"
 copyright = "the polyhead authors, Apache-2.0"
 version = release = polyhead.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "breathe", "command_help", "support_table"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "breathe", "command_help", "program_gallery", "support_table"]
 suppress_warnings = [
     "config.cache",  # read_headers tells breathe where it has written
     "duplicate_declaration.cpp",  # each header's section opens the same namespace

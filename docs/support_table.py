@@ -35,6 +35,7 @@ OPTIONS = {
     "scale": {"scale": 1.0},
     "softcap": {"softcap": 20.0},
     "alibi_slopes": {"alibi_slopes": np.ones(H, np.float32)},
+    "score, mask": {"score": "score - slope[h] * abs(q - k)", "mask": "k <= q + 2", "captured": {"slope": np.ones(H)}},
     "dropout_p": {"dropout_p": 0.5, "dropout_seed": 1, "dropout_offset": 2},
     "dropout_origin": {"dropout_p": 0.5, "dropout_seed": 1, "dropout_origin": polyhead.DropoutOrigin(first_head=4)},
     "seqlens_q, seqlens_k": {"seqlens_q": np.array([3, S]), "seqlens_k": np.array([4, S])},
@@ -67,7 +68,7 @@ def backward_refusal(arrays, options, kernel):
     out, logsumexp = polyhead.attention(*arrays, **options | {"return_logsumexp": True}, kernel=kernel)
     takes = inspect.signature(polyhead.attention_backward).parameters
     given = {name: value for name, value in options.items() if name in takes}
-    needs = ["query", "key", "value", *(name for name in ("attn_bias", "alibi_slopes") if name in options)]
+    needs = ["query", "key", "value", *(name for name in ("attn_bias", "alibi_slopes") if name in options), *options.get("captured", ())]
     if "return_logsumexp" in options:
         given["grad_logsumexp"] = np.ones_like(logsumexp)
     polyhead.attention_backward(out, *arrays, out, logsumexp, **given, kernel=kernel, needs=needs)

@@ -13,7 +13,7 @@ with projections around attention. `polyhead.torch`, `polyhead.onnx` and `polyhe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 from polyhead import _bind
@@ -22,6 +22,7 @@ from polyhead._dropout import DropoutOrigin, dropout_mask
 from polyhead._explanation import Explanation
 from polyhead._merge import merge, merge_backward
 from polyhead._multi_head_attention import LayerCaches, MultiHeadAttention
+from polyhead._program_call import program_arguments
 from polyhead._typing import Array, ArrayT
 
 __all__ = [
@@ -45,6 +46,9 @@ def attention(
     scale: SupportsFloat | None = None,
     softcap: SupportsFloat = 0.0,
     alibi_slopes: Array | None = None,
+    score: Callable[..., Any] | str | None = None,
+    mask: Callable[..., Any] | str | None = None,
+    captured: Mapping[str, Array] | None = None,
     dropout_p: SupportsFloat = 0.0,
     dropout_seed: SupportsIndex | None = None,
     dropout_offset: SupportsIndex = 0,
@@ -65,7 +69,7 @@ def attention(
     """softmax(scale * query @ key^T + attn_bias) @ value, without storing the scores.
 
     In this order: scores ``S = scale * query @ key^T``; ``S = softcap * tanh(S / softcap)`` if softcap > 0;
-    ``S += attn_bias - slope * |i + offset - j|``; ``S = -inf`` where hidden; ``L = log sum_j exp(S)``;
+    ``S += attn_bias - slope * |i + offset - j|``; ``S = score(S)`` if given; ``S = -inf`` where hidden; ``L = log sum_j exp(S)``;
     ``P = exp(S - L)``; ``out = dropout(P) @ value``.
 
     Sizes: B batch, Sq / Sk sequence lengths, H query heads, G key/value heads (G divides H; query head h reads
@@ -98,6 +102,17 @@ def attention(
     softcap : float
         0 = off.
     alibi_slopes : float32 array [H] or [B, H], optional
+    score : function or str, optional
+        What becomes of each score: ``lambda score, h, q, k, slope: score - slope[h] * abs(q - k)``, or the same as text,
+        ``"score - slope[h] * abs(q - k)"``. Parameters by name: score, b (batch), h (query head), q (query), k (key),
+        offset (query i stands at key i + offset), and those in captured; others keep their defaults. The function is
+        traced at each call: Python's operators, NumPy's functions and those of `polyhead.programs` (docs/programs.md).
+        A score of -inf hides its key.
+    mask : function or str, optional
+        True = may look: ``lambda q, k, doc: doc[q] == doc[k]``. It knows no score.
+    captured : dict of str to array, optional
+        The tensors that score and mask read by these names, an element at a time: 8 at most, of 0 to 4 dimensions,
+        floats, int32, int64 or bool. Text writes the value of one of 0 dimensions as ``name[]``.
     dropout_p : float
         0 to 1. Weights are kept as `dropout_mask` tells and scaled by ``1 / (1 - dropout_p)``.
     dropout_seed, dropout_offset : int
@@ -168,11 +183,22 @@ def attention(
     >>> out, logsumexp = polyhead.attention(query, query, query, causal=True, return_logsumexp=True)
     >>> out.shape, logsumexp.shape
     ((1, 2, 4, 8), (1, 4, 2))
+
+    Documents side by side, whose scores fall with the distance:
+
+    >>> doc, slope = np.array([0, 1]), np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+    >>> out = polyhead.attention(
+    ...     query, query, query,
+    ...     score=lambda score, h, q, k, slope: score - slope[h] * abs(q - k),
+    ...     mask=lambda q, k, doc: doc[q] == doc[k],
+    ...     captured={"doc": doc, "slope": slope},
+    ... )
     """
     return _bind.attention(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-        kernel, device, stream, return_logsumexp, return_weights, return_column_sums, out_dtype, out,
+        kernel, device, stream, *program_arguments(score, mask, captured), return_logsumexp, return_weights,
+        return_column_sums, out_dtype, out,
     )  # fmt: skip
 
 
@@ -193,6 +219,9 @@ def attention_backward(
     scale: SupportsFloat | None = None,
     softcap: SupportsFloat = 0.0,
     alibi_slopes: Array | None = None,
+    score: Callable[..., Any] | str | None = None,
+    mask: Callable[..., Any] | str | None = None,
+    captured: Mapping[str, Array] | None = None,
     dropout_p: SupportsFloat = 0.0,
     dropout_seed: SupportsIndex | None = None,
     dropout_offset: SupportsIndex = 0,
@@ -225,13 +254,15 @@ def attention_backward(
         As `attention` returned them (``return_logsumexp=True``; out in float32 too, whatever query is), or as `merge` did: then the gradients are the share of
         the keys given here.
     attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes : optional
+    score, mask, captured : optional
     dropout_p, dropout_seed, dropout_offset, dropout_origin : optional
     seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel, device, stream : optional
         As given to `attention`. Returned weights and column sums have no gradient.
     grad_logsumexp : array, optional
         The loss's gradient by logsumexp, of its shape and dtype; default 0.
     needs : sequence of str
-        Which gradients: out of "query", "key", "value", "attn_bias", "alibi_slopes". Others are not computed.
+        Which gradients: out of "query", "key", "value", "attn_bias", "alibi_slopes" and the names of captured floats.
+        Others are not computed.
     into : dict of str to array, optional
         NumPy arrays or torch tensors to write the gradients of these names into, of the shape of the input and the dtype of the gradient.
         Its keys are among needs; for the other needs new arrays are made.
@@ -270,7 +301,8 @@ def attention_backward(
     return _bind.attention_backward(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-        kernel, device, stream, grad_out, out, logsumexp, grad_logsumexp, needs, into, accumulate, grad_dtype,
+        kernel, device, stream, *program_arguments(score, mask, captured), grad_out, out, logsumexp, grad_logsumexp, needs,
+        into, accumulate, grad_dtype,
     )  # fmt: skip
 
 
@@ -288,6 +320,9 @@ def explain(
     scale: SupportsFloat | None = None,
     softcap: SupportsFloat = 0.0,
     alibi_slopes: Array | None = None,
+    score: Callable[..., Any] | str | None = None,
+    mask: Callable[..., Any] | str | None = None,
+    captured: Mapping[str, Array] | None = None,
     dropout_p: SupportsFloat = 0.0,
     dropout_seed: SupportsIndex | None = None,
     dropout_offset: SupportsIndex = 0,
@@ -331,7 +366,8 @@ def explain(
     return Explanation(*_bind.explain(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-        kernel, device, stream, return_logsumexp, return_weights, return_column_sums, out_dtype, out,
+        kernel, device, stream, *program_arguments(score, mask, captured), return_logsumexp, return_weights,
+        return_column_sums, out_dtype, out,
     ))  # fmt: skip
 
 

@@ -9,7 +9,7 @@
 namespace polyhead::python {
 namespace {
 
-constexpr const char* kNames = "\"query\", \"key\", \"value\", \"attn_bias\" or \"alibi_slopes\"";
+constexpr const char* kNames = "\"query\", \"key\", \"value\", \"attn_bias\", \"alibi_slopes\" or what is captured";
 constexpr const char* kSums = "float32 (float64 if query is)";
 
 constexpr ArrayArgument kGradOutArray = {"grad_out", kFloats, 4, 4, "[batch, seqlen_q, num_heads, head_dim_v]"};
@@ -24,24 +24,41 @@ ArrayArgument packed(ArrayArgument argument, const char* shape) {
   return argument;
 }
 
+template <class Source>
+std::string into_name(const Source& source) {
+  return "into[\"" + source.name + "\"]";
+}
+
 }  // namespace
 
 BackwardCall::BackwardCall(PyObject* const* arguments) : Call(arguments) {
   backward_.accumulate = flag_argument(arguments_[kAccumulate], "accumulate");
   read_arrays();
   if (arguments_[kGradDtype] != Py_None) desc_.grad_dtype = dtype_argument(arguments_[kGradDtype], "grad_dtype");
-  sources_ = {{
-      {"query", "into[\"query\"]", kQuery, &BackwardArgs::grad_query, args_.query},
-      {"key", "into[\"key\"]", kKey, &BackwardArgs::grad_key, args_.key},
-      {"value", "into[\"value\"]", kValue, &BackwardArgs::grad_value, args_.value},
-      {"attn_bias", "into[\"attn_bias\"]", kAttnBias, &BackwardArgs::grad_attn_bias, given_attn_bias()},
-      {"alibi_slopes", "into[\"alibi_slopes\"]", kAlibiSlopes, &BackwardArgs::grad_alibi_slopes, args_.alibi_slopes},
-  }};
-  for (Source& source : sources_) {
-    if (source.position <= kValue) source.input.dtype = grad_dtype(desc_);
-  }
+  list_sources();
   read_needs();
   read_into();
+}
+
+void BackwardCall::list_sources() {
+  const auto add = [&](std::string name, PyObject* array, Tensor* gradient, const Tensor& input) -> Source& {
+    return sources_.emplace_back(Source{std::move(name), array, gradient, input, input.dtype});
+  };
+  const DType grad = grad_dtype(desc_);
+  add("query", arguments_[kQuery], &backward_.grad_query, args_.query).input.dtype = grad;
+  add("key", arguments_[kKey], &backward_.grad_key, args_.key).input.dtype = grad;
+  add("value", arguments_[kValue], &backward_.grad_value, args_.value).input.dtype = grad;
+  add("attn_bias", arguments_[kAttnBias], &backward_.grad_attn_bias, given_attn_bias());
+  add("alibi_slopes", arguments_[kAlibiSlopes], &backward_.grad_alibi_slopes, args_.alibi_slopes);
+  for (size_t i = 0; i < args_.captures.size(); ++i) {
+    const Capture& capture = desc_.program->captures()[i];
+    for (const Source& source : sources_) {
+      if (source.name == capture.name)
+        bad_value("%s cannot be the name of a captured tensor here", source.name.c_str());
+    }
+    if (capture.type == ValueType::kFloat)
+      add(capture.name, captures_.array(i), &grad_captures_[i], captures_.given(i));
+  }
 }
 
 void BackwardCall::read_arrays() {
@@ -65,7 +82,7 @@ void BackwardCall::read_arrays() {
 BackwardCall::Source& BackwardCall::source_named(PyObject* name, int at) {
   if (!PyUnicode_Check(name)) bad_kind("needs[%d] has type %s, must be %s", at, type_name(name), kNames);
   for (Source& source : sources_) {
-    if (PyUnicode_CompareWithASCIIString(name, source.name) == 0) return source;
+    if (PyUnicode_CompareWithASCIIString(name, source.name.c_str()) == 0) return source;
   }
   bad_value("needs[%d] is \"%s\", must be %s", at, text_of(name).c_str(), kNames);
 }
@@ -80,8 +97,8 @@ void BackwardCall::read_needs() {
   for (int i = 0; i < PyTuple_GET_SIZE(needs_.ptr()); ++i) {
     PyObject* name = PyTuple_GET_ITEM(needs_.ptr(), i);
     Source& source = source_named(name, i);
-    if (arguments_[source.position] == Py_None) {
-      bad_value("needs[%d] is \"%s\", but %s is not given", i, source.name, source.name);
+    if (source.array == Py_None) {
+      bad_value("needs[%d] is \"%s\", but %s is not given", i, source.name.c_str(), source.name.c_str());
     }
     source.needed_as = name;
   }
@@ -101,12 +118,12 @@ void BackwardCall::read_into() {
     source.into = nb::borrow(PyDict_GetItemWithError(into, source.needed_as));
     if (!source.into.is_valid()) {
       if (PyErr_Occurred() != nullptr) throw nb::python_error();
-      if (backward_.accumulate) bad_value("accumulate is True, so into must hold \"%s\" too", source.name);
+      if (backward_.accumulate) bad_value("accumulate is True, so into must hold \"%s\" too", source.name.c_str());
       continue;
     }
     ++found;
-    const ArrayArgument argument{source.into_name, kFloats, source.input.ndim, source.input.ndim,
-                                 "the shape of its input"};
+    const std::string name = into_name(source);
+    const ArrayArgument argument{name.c_str(), kFloats, source.input.ndim, source.input.ndim, "the shape of its input"};
     const Tensor view = writable_view_of(source.into.ptr(), argument, source.held);
     check_into(source, view);
     set_gradient(source, view);
@@ -124,38 +141,42 @@ void BackwardCall::read_into() {
 
 void BackwardCall::check_into(const Source& source, const Tensor& view) const {
   if (view.dtype != source.input.dtype) {
-    bad_value("%s is %s, must be %s as %s", source.into_name, dtype_name(view.dtype), dtype_name(source.input.dtype),
-              source.position <= kValue && desc_.grad_dtype ? "grad_dtype" : source.name);
+    bad_value("%s is %s, must be %s as %s", into_name(source).c_str(), dtype_name(view.dtype),
+              dtype_name(source.input.dtype), source.input.dtype != source.like ? "grad_dtype" : source.name.c_str());
   }
   for (int i = 0; i < view.ndim; ++i) {
     if (view.dims[i] != source.input.dims[i]) {
-      bad_value("%s dim %d is %lld, must be %lld as %s's", source.into_name, i, static_cast<long long>(view.dims[i]),
-                static_cast<long long>(source.input.dims[i]), source.name);
+      bad_value("%s dim %d is %lld, must be %lld as %s's", into_name(source).c_str(), i,
+                static_cast<long long>(view.dims[i]), static_cast<long long>(source.input.dims[i]),
+                source.name.c_str());
     }
   }
 }
 
-void BackwardCall::set_gradient(const Source& source, const Tensor& view) {
-  backward_.*source.gradient = source.position == kAttnBias ? widened_to_4d(view) : view;
+void BackwardCall::set_gradient(const Source& source, Tensor view) {
+  if (source.gradient == &backward_.grad_attn_bias) view = widened_to_4d(view);
+  if (view.ndim == 0) view.ndim = 1, view.dims[0] = view.strides[0] = 1;  // a captured number
+  *source.gradient = view;
 }
 
 nb::object BackwardCall::run(const Plan& plan) {
   nb::dict gradients;
   for (int i = 0; i < PyTuple_GET_SIZE(needs_.ptr()); ++i) {
     const Source& source = source_named(PyTuple_GET_ITEM(needs_.ptr(), i), i);
-    if (gradients.contains(source.name)) continue;
+    const char* const name = source.name.c_str();
+    if (gradients.contains(name)) continue;
     nb::object array = source.into;
     if (!array.is_valid()) {
       Tensor view = source.input;
-      const DType like = source.position <= kValue ? desc_.dtype : view.dtype;
-      array = Results(source.name, arguments_[source.position], like).make(view);
+      array = Results(name, source.array, source.like).make(view);
       set_gradient(source, view);
     }
-    gradients[source.name] = array;
+    gradients[name] = array;
   }
   if (gradients.size() == 0) return gradients;
 
   backward_.forward = args_;
+  backward_.grad_captures = {grad_captures_.data(), args_.captures.size()};
   run_without_gil([&] { return backward_with_workspace(plan, backward_); });
   return gradients;
 }

@@ -35,6 +35,7 @@ Call::Call(PyObject* const* arguments) : Options(arguments) {
 void Options::read_options() {
   read_positions();
   read_scores();
+  captures_.read(arguments_[kProgram], arguments_[kCaptured], desc_, args_);
   read_lengths();
   if (PyObject* kernel = arguments_[kKernel]; kernel != Py_None) {
     kernel_ = text_argument(kernel, "kernel", "a name out of polyhead.kernels()");

@@ -9,6 +9,7 @@
 #include "arrays.h"
 #include "broadcast.h"
 #include "polyhead/attention.h"
+#include "program_call.h"
 
 namespace polyhead::python {
 
@@ -37,6 +38,8 @@ enum Position : int {
   kKernel,
   kDevice,
   kStream,
+  kProgram,
+  kCaptured,
   kNumShared,
   // attention, explain
   kReturnLogsumexp = kNumShared,
@@ -78,6 +81,7 @@ class Options {
   PyObject* const* arguments_;
   AttentionDesc desc_;
   ForwardArgs args_;  // the inputs
+  Captures captures_;
   std::array<Held, kNumShared> held_;
 
  private:

@@ -60,7 +60,6 @@ WITHOUT_EXAMPLE = {
     "docs/math.md": "formulas, which the tests compute by",
     "docs/migrate/index.md": "a table of pages and one of meanings",
     "docs/policy.md": "promises and platforms",
-    "docs/programs.md": "C++ of examples/score_program.cc, which is a test",
     "docs/support.md": "tables that support_table.py makes, tested in support_table_test.py",
     "docs/testing.md": "what the tests are",
     "docs/troubleshooting.md": "sentences, which troubleshooting_test.py provokes",

@@ -1,5 +1,6 @@
 """The contract as one NumPy formula in float64, with the arguments of `polyhead.attention`: what tests compare to."""
 
+import inspect
 from types import SimpleNamespace
 
 import numpy as np
@@ -48,14 +49,25 @@ def visible_by_position(q_len, k_len, sq, sk, offset, causal, window):
     return visible
 
 
-def positions(batch, sq, sk, causal, window, align, query_offset, seqlens_q, seqlens_k):
-    """distance |i + offset - j| and what causal, window and lengths leave visible: both [B, 1, Sq, Sk]."""
+def lengths_and_offsets(batch, sq, sk, align, query_offset, seqlens_q, seqlens_k):
+    """Three of [B]: queries, keys, and where query 0 stands among the keys."""
     lens_q = np.full(batch, sq) if seqlens_q is None else np.asarray(seqlens_q)
     lens_k = np.full(batch, sk) if seqlens_k is None else np.asarray(seqlens_k)
     if query_offset is not None:
-        offsets = np.broadcast_to(query_offset, batch)
-    else:
-        offsets = lens_k - lens_q if align == "bottom_right" else np.zeros(batch, int)
+        return lens_q, lens_k, np.broadcast_to(query_offset, batch)
+    return lens_q, lens_k, lens_k - lens_q if align == "bottom_right" else np.zeros(batch, int)
+
+
+def of_all_pairs(function, shape, offsets, captured, **inputs):
+    """What a score or mask function gives for all pairs of [B, H, Sq, Sk] at once, on arrays."""
+    values = dict(zip("bhqk", np.ogrid[tuple(slice(0, size) for size in shape)]))
+    values |= inputs | (captured or {}) | {"offset": np.reshape(offsets, (-1, 1, 1, 1))}
+    return function(**{name: values[name] for name in inspect.signature(function).parameters if name in values})
+
+
+def positions(batch, sq, sk, causal, window, align, query_offset, seqlens_q, seqlens_k):
+    """distance |i + offset - j| and what causal, window and lengths leave visible: both [B, 1, Sq, Sk]."""
+    lens_q, lens_k, offsets = lengths_and_offsets(batch, sq, sk, align, query_offset, seqlens_q, seqlens_k)
     visible = [visible_by_position(lens_q[b], lens_k[b], sq, sk, offsets[b], causal, window) for b in range(batch)]
     i, j = np.ogrid[:sq, :sk]
     distance = np.abs(i + np.reshape(offsets, (-1, 1, 1, 1)) - j)
@@ -65,7 +77,7 @@ def positions(batch, sq, sk, causal, window, align, query_offset, seqlens_q, seq
 def attention(
     query, key, value, *, attn_bias=None, attn_mask=None, causal=False, window=None, align=None, query_offset=None,
     scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0, dropout_seed=0, dropout_offset=0, seqlens_q=None,
-    seqlens_k=None, first_batch=0,
+    seqlens_k=None, first_batch=0, score=None, mask=None, captured=None,
 ):  # fmt: skip
     """out [B, Sq, H, Dv], logsumexp [B, H, Sq], weights [B, H, Sq, Sk], column_sums [B, H, Sk], bound (see below)."""
     Q, K, V = (np.asarray(x).astype(np.float64) for x in (query, key, value))
@@ -87,6 +99,13 @@ def attention(
         visible = visible & (bias != -np.inf)
     if attn_mask is not None:
         visible = visible & np.asarray(attn_mask)
+    if score is not None or mask is not None:
+        offsets = lengths_and_offsets(batch, sq, sk, align, query_offset, seqlens_q, seqlens_k)[2]
+    if mask is not None:
+        visible = visible & of_all_pairs(mask, S.shape, offsets, captured)
+    if score is not None:
+        S = of_all_pairs(score, S.shape, offsets, captured, score=S)
+        visible = visible & (S != -np.inf)
     visible = np.broadcast_to(visible, S.shape)
     S = np.where(visible, S, -np.inf)
 

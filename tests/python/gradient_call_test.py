@@ -265,7 +265,7 @@ BAD = [
     bad(TypeError, "return_weights", return_weights=True),
     bad(TypeError, "return_logsumexp", return_logsumexp=True),
     # Names.
-    bad(polyhead.Error, 'needs[0] is "bias", must be "query", "key", "value", "attn_bias" or', needs=["bias"]),
+    bad(polyhead.Error, 'needs[0] is "bias", must be "query", "key", "value", "attn_bias", "alibi_slopes" or', needs=["bias"]),
     bad(polyhead.Error, 'needs[0] is "attn_bias", but attn_bias is not', needs=["attn_bias"], attn_bias=None),
     bad(polyhead.Error, 'needs[0] is "alibi_slopes", but alibi', needs=["alibi_slopes"], alibi_slopes=None),
     bad(polyhead.Error, 'into holds "attn_bias", which needs does not name', into={"attn_bias": NEW}),

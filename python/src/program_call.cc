@@ -1,0 +1,52 @@
+#include "program_call.h"
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "cache.h"
+#include "call.h"
+#include "scalars.h"
+
+namespace polyhead::python {
+namespace {
+
+constexpr size_t kMostPrograms = 256;
+
+// Parsed once: a call of a known text finds it by comparing characters.
+SharedProgram program_of(std::string_view text) {
+  static auto* const cache = new Cache<std::string, SharedProgram, std::hash<std::string>>(kMostPrograms);
+  return *checked(cache->get([&](const std::string& key) { return key == text; }, [&] { return std::string(text); },
+                             [&] { return parse_program(text); }));
+}
+
+const char* dtypes_of(ValueType type) {
+  return type == ValueType::kFloat ? kFloats : type == ValueType::kInt ? "int32 or int64" : "bool";
+}
+
+}  // namespace
+
+void Captures::read(PyObject* program, PyObject* captured, AttentionDesc& desc, ForwardArgs& args) {
+  if (program == Py_None) return;
+  desc.program = program_of(text_argument(program, "program", "the text of a program"));
+  const std::span<const Capture> captures = desc.program->captures();
+  for (size_t i = 0; i < captures.size(); ++i) {
+    const Capture& capture = captures[i];
+    const char* const name = capture.name.c_str();
+    if (captured != Py_None) arrays_[i] = nb::borrow(PyDict_GetItemString(captured, name));
+    if (!arrays_[i].is_valid()) bad_value("the program reads %s, which captured does not hold", name);
+    given_[i] = view_of(arrays_[i].ptr(), {name, dtypes_of(capture.type), 0, 4, "as the program indexes it"}, held_[i]);
+    Tensor& tensor = tensors_[i] = given_[i];
+    if (tensor.ndim == 0) {
+      tensor.ndim = 1;
+      tensor.dims[0] = tensor.strides[0] = 1;
+    }
+    CaptureShape shape{.dtype = tensor.dtype, .ndim = tensor.ndim};
+    for (int d = 0; d < tensor.ndim; ++d) shape.dims[d] = tensor.dims[d];
+    desc.captures.push_back(shape);
+  }
+  args.captures = {tensors_.data(), captures.size()};
+}
+
+}  // namespace polyhead::python
