@@ -149,6 +149,16 @@ typedef struct polyhead_broadcast_operand {
   int64_t dims[4];  ///< default 1, 1, 1, 1
 } polyhead_broadcast_operand;
 
+/// A program (docs/programs.md) captures at most so many tensors.
+#define POLYHEAD_MAX_CAPTURES 8
+
+/// What a tensor that a program captures looks like. Its layout is frozen.
+typedef struct polyhead_capture_shape {
+  int32_t dtype;    ///< polyhead_dtype: a float dtype, int32 or int64, or bool, as the program says
+  int32_t ndim;     ///< 1 to 4, as many indices as the program gives; 1 for a single number, `name[]`
+  int64_t dims[4];  ///< of ndim dims
+} polyhead_capture_shape;
+
 /// Where a shard over batch, heads, queries or keys stands in the whole whose dropout mask it draws: its element
 /// (b, h, i, j) has the bits of head index first_head + b * num_heads + h, query first_query + i and key first_key + j.
 /// All 0: a mask of its own. Its layout is frozen.
@@ -210,6 +220,15 @@ typedef struct polyhead_attention_desc {
 
   int32_t has_windows;  ///< boolean: window_lo and window_hi [seqlen_q] come with each call; not when packed
   int32_t reserved;     ///< 0
+
+  /// What is done to each score after bias and ALiBi, and which keys a query sees besides, as text:
+  /// "score = score - slope[h] * abs(q - k); mask = k <= q" (docs/programs.md). A score of -inf hides its key. An index
+  /// of a visible pair that lies outside of its tensor is an error. NULL (default): neither. Read by plan_create alone.
+  const char* program;
+  /// The tensors that the program captures, in the order in which its text declares or first indexes them. Read by
+  /// plan_create alone; NULL if num_captures is 0.
+  const polyhead_capture_shape* captures;
+  size_t num_captures;  ///< as many as the program captures; default 0
 } polyhead_attention_desc;
 
 /// Sets the defaults that stand beside the fields. `struct_size` is sizeof *desc.
@@ -295,6 +314,9 @@ typedef struct polyhead_forward_args {
   /// window_lo[i] <= j < window_hi[i]. What lies outside of the keys is cut off, an empty range sees none.
   polyhead_tensor window_lo;  ///< [Sq], int32 or int64
   polyhead_tensor window_hi;  ///< [Sq], int32 or int64
+
+  const polyhead_tensor* captures;  ///< [num_captures]: those of desc.program, with desc.captures' dtypes and dims
+  size_t num_captures;              ///< default 0
 } polyhead_forward_args;
 
 /// Makes every tensor "not given". `struct_size` is sizeof *args.
@@ -331,6 +353,10 @@ typedef struct polyhead_backward_args {
   polyhead_tensor grad_alibi_slopes;  ///< optional: shape of alibi_slopes, float32
   int32_t accumulate;                 ///< boolean: 1 adds to what the gradients hold; 0 (default) overwrites
   int32_t reserved;                   ///< 0
+
+  /// [num_grad_captures]: in the order of the program's captures, each optional: shape and dtype of a float capture.
+  const polyhead_tensor* grad_captures;
+  size_t num_grad_captures;  ///< as many as the program captures, or 0 (default): no gradient of any
 } polyhead_backward_args;
 
 /// Makes every tensor "not given". `struct_size` is sizeof *args.

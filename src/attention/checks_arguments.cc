@@ -19,6 +19,7 @@ inline Status add_operand(const PlannedOperand& planned, Use use, const Tensor& 
   if (!t.given() && (!asked || is_optional(use))) return {};
   if (asked) return operands.add(role_of(use), name, t, planned.shape);
   if (use != Use::kGradient) return unasked(name, t);
+  if (planned.row.grad_capture) return invalid(sentence(name, " is given, but that capture holds no floats"));
   constexpr size_t kPrefix = sizeof "grad_" - 1;
   return invalid(sentence(name, " is given, but the plan was made without ", name + kPrefix));
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -251,6 +252,41 @@ struct Pointer {
     return inner.ok() || in.fail(std::move(inner));
   }
   void write(const Cpp&, C* to) const { to->*c = nullptr; }
+};
+
+// A program's text, and what its tensors look like.
+struct ProgramFields {
+  using C = polyhead_attention_desc;
+  static constexpr size_t kBytes = sizeof(C::program) + sizeof(C::captures) + sizeof(C::num_captures);
+
+  bool read(const C& from, const Reading& in, AttentionDesc* to) const;
+  void write(const AttentionDesc&, C* to) const { to->program = nullptr, to->captures = nullptr, to->num_captures = 0; }
+};
+
+// An array of tensors, one for each capture, that lives in `tensors` while the call runs.
+template <class C, class Cpp, class Owner>
+struct CapturedTensors {
+  static constexpr size_t kBytes = sizeof(polyhead_tensor*) + sizeof(size_t);
+  const char* name;
+  const polyhead_tensor* C::*c;
+  const char* count_name;
+  size_t C::*count;
+  std::span<const Tensor> Cpp::*cpp;
+  Tensor (Owner::*tensors)[Program::kMostCaptures];
+
+  bool read(const C& from, const Reading& in, Owner* to) const {
+    const size_t number = from.*count;
+    if (number > Program::kMostCaptures) {
+      return in.refuse(count_name, number, sentence("takes 0 to ", Program::kMostCaptures));
+    }
+    if (number > 0 && from.*c == nullptr) return in.fail(need(nullptr, name));
+    for (size_t i = 0; i < number; ++i) {
+      if (!capi::read((from.*c)[i], in, sentence(name, "[", i, "]").c_str(), &(to->*tensors)[i])) return false;
+    }
+    to->*cpp = {to->*tensors, number};
+    return true;
+  }
+  void write(const Cpp&, C* to) const { to->*c = nullptr, to->*count = 0; }
 };
 
 // ---- Whole structs ----

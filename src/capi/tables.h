@@ -50,7 +50,7 @@ struct Table<polyhead_attention_desc> {
       SAME(return_weights), SAME(return_column_sums), Struct{kDropoutOrigin, &C::dropout_origin, &Cpp::dropout_origin},
       OptionalField{"out_dtype", &C::out_dtype, "has_out_dtype", &C::has_out_dtype, &Cpp::out_dtype},
       OptionalField{"grad_dtype", &C::grad_dtype, "has_grad_dtype", &C::has_grad_dtype, &Cpp::grad_dtype},
-      SAME(has_windows), Reserved{"reserved", &C::reserved});
+      SAME(has_windows), Reserved{"reserved", &C::reserved}, ProgramFields());
   static_assert(is_whole<C>(kFields));
 };
 
@@ -65,29 +65,41 @@ struct Table<polyhead_plan_options> {
   static_assert(is_whole<C>(kFields));
 };
 
+// The arguments of a call, and the tensors that their spans of captures point to.
+struct OwnedForwardArgs : ForwardArgs {
+  Tensor captured[Program::kMostCaptures];
+};
+struct OwnedBackwardArgs : BackwardArgs {
+  OwnedForwardArgs owned_forward;
+  Tensor grad_captured[Program::kMostCaptures];
+};
+
 template <>
 struct Table<polyhead_forward_args> {
   using C = polyhead_forward_args;
-  using Cpp = ForwardArgs;
+  using Cpp = OwnedForwardArgs;
   FIRST_SIZE(workspace_bytes, 1608)
   static constexpr auto kFields = std::make_tuple(
       SAME(query), SAME(key), SAME(value), SAME(attn_mask), SAME(attn_bias), SAME(alibi_slopes), SAME(seqlens_q),
       SAME(seqlens_k), SAME(cu_seqlens_q), SAME(cu_seqlens_k), SAME(query_offsets), SAME(dropout_seed),
       SAME(dropout_offset), Reserved{"reserved", &C::reserved}, SAME(out), SAME(logsumexp), SAME(attn_weights),
       SAME(column_sums), SAME(workspace), SAME(workspace_bytes), WITHIN(executor, where, Where, executor),
-      WITHIN(stream, where, Where, stream), SAME(window_lo), SAME(window_hi));
+      WITHIN(stream, where, Where, stream), SAME(window_lo), SAME(window_hi),
+      CapturedTensors{"captures", &C::captures, "num_captures", &C::num_captures, &Cpp::captures, &Cpp::captured});
   static_assert(is_whole<C>(kFields));
 };
 
 template <>
 struct Table<polyhead_backward_args> {
   using C = polyhead_backward_args;
-  using Cpp = BackwardArgs;
+  using Cpp = OwnedBackwardArgs;
   FIRST_SIZE(reserved, 864)
   static constexpr auto kFields = std::make_tuple(
-      Pointer{kForward, Null::kRefused, &C::forward, &Cpp::forward}, SAME(grad_out), SAME(grad_logsumexp), SAME(delta),
-      SAME(grad_query), SAME(grad_key), SAME(grad_value), SAME(grad_attn_bias), SAME(grad_alibi_slopes),
-      SAME(accumulate), Reserved{"reserved", &C::reserved});
+      Pointer{kForward, Null::kRefused, &C::forward, &Cpp::owned_forward}, SAME(grad_out), SAME(grad_logsumexp),
+      SAME(delta), SAME(grad_query), SAME(grad_key), SAME(grad_value), SAME(grad_attn_bias), SAME(grad_alibi_slopes),
+      SAME(accumulate), Reserved{"reserved", &C::reserved},
+      CapturedTensors{"grad_captures", &C::grad_captures, "num_grad_captures", &C::num_grad_captures,
+                      &Cpp::grad_captures, &Cpp::grad_captured});
   static_assert(is_whole<C>(kFields));
 };
 

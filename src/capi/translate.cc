@@ -1,5 +1,6 @@
 #include "capi/translate.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "capi/fields.h"
@@ -12,6 +13,8 @@ namespace {
 static_assert(sizeof(void*) != 8 || sizeof(polyhead_tensor) == 104);
 static_assert(sizeof(polyhead_partial) == 2 * sizeof(polyhead_tensor));
 static_assert(POLYHEAD_MAX_DIMS == Tensor::kMaxDims);
+static_assert(sizeof(polyhead_capture_shape) == 40);
+static_assert(POLYHEAD_MAX_CAPTURES == Program::kMostCaptures);
 
 }  // namespace
 
@@ -82,6 +85,29 @@ Status translate(const polyhead_partial* from, size_t count, const char* name, s
     if (Status s = translate(from + i, sentence(name, "[", i, "]").c_str(), &(*to)[i]); !s.ok()) return s;
   }
   return {};
+}
+
+bool ProgramFields::read(const C& from, const Reading& in, AttentionDesc* to) const {
+  if (from.program == nullptr && from.num_captures == 0) return true;
+  if (from.program == nullptr) return in.refuse("num_captures", from.num_captures, "must be 0 where program is NULL");
+  if (from.num_captures > POLYHEAD_MAX_CAPTURES) {
+    return in.refuse("num_captures", from.num_captures, sentence("takes 0 to ", POLYHEAD_MAX_CAPTURES));
+  }
+  if (from.num_captures > 0 && from.captures == nullptr) return in.fail(need(nullptr, "desc.captures"));
+  Result<SharedProgram> program = parse_program(from.program);
+  if (!program.ok()) return in.fail(program.status());
+  to->program = std::move(*program);
+  for (size_t i = 0; i < from.num_captures; ++i) {
+    const polyhead_capture_shape& shape = from.captures[i];
+    const std::string name = sentence("captures[", i, "]");
+    const Reading inside{{name.c_str(), name}, in.status};
+    CaptureShape& own = to->captures.emplace_back();
+    if (!capi::read(shape.dtype, inside, "dtype", &own.dtype)) return false;
+    if (shape.ndim < 1 || shape.ndim > 4) return inside.refuse("ndim", shape.ndim, "takes 1 to 4");
+    own.ndim = shape.ndim;
+    std::copy_n(shape.dims, shape.ndim, own.dims);
+  }
+  return true;
 }
 
 }  // namespace polyhead::capi

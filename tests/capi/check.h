@@ -53,6 +53,7 @@ void test_backward(void);  // backward_test.c
 void test_errors(void);    // errors_test.c
 void test_layer(void);     // layer_test.c
 void test_block(void);     // block_test.c
+void test_program(void);   // program_test.c
 void test_threads(void);   // threads_test.c
 
 #endif  // POLYHEAD_TESTS_CAPI_CHECK_H_

@@ -174,6 +174,12 @@ inline polyhead_attention_desc random_desc(Hostile& random) {
   }
   d.alibi_slopes_ndim = random.chance(30) ? static_cast<int32_t>(random.between(1, 2)) : 0;
   d.dropout_p = random.chance(20) ? static_cast<double>(random.between(0, 10)) / 10 : 0;
+  if (random.chance(20)) {  // the last two are refused
+    static constexpr const char* kPrograms[] = {"mask = (q - k) % 3 != 1", "score = 5 * tanh(score / 5)",
+                                                "score = where(k <= q, score * 0.5, -inf); mask = h + b < 3",
+                                                "score = t[h]", "mask = q["};
+    d.program = kPrograms[random.below(5)];
+  }
   if (d.packed) return d;
   d.has_seqlens_q = random.chance(30);
   d.has_seqlens_k = random.chance(30);
@@ -206,7 +212,7 @@ inline void print(const polyhead_attention_desc& d, const polyhead_plan_options&
   number("has_query_offsets", d.has_query_offsets), number("alibi_slopes_ndim", d.alibi_slopes_ndim);
   number("mask", d.attn_mask.given), number("bias", d.attn_bias.given), std::printf(" dropout_p=%.17g", d.dropout_p);
   number("return_weights", d.return_weights), number("return_column_sums", d.return_column_sums);
-  number("has_windows", d.has_windows);
+  number("has_windows", d.has_windows), std::printf(" program=%s", d.program != nullptr ? d.program : "none");
   std::printf("\n");
   std::fflush(stdout);
 }
@@ -387,7 +393,7 @@ inline void random_question(Hostile& random, const Surroundings& s, polyhead_att
   options->kernel = s.kernels[static_cast<size_t>(random.below(static_cast<int64_t>(s.kernels.size())))];
   options->executor = s.executors[static_cast<size_t>(random.below(static_cast<int64_t>(s.executors.size())))];
   const int64_t num_spoiled = random.chance(60) ? 0 : random.between(1, 3);
-  for (int64_t i = 0; i < num_spoiled; ++i) random.spoil_word(d, sizeof *d);
+  for (int64_t i = 0; i < num_spoiled; ++i) random.spoil_word(d, offsetof(polyhead_attention_desc, program));
   if (random.chance(2)) random.spoil_word(options, 16);
   if (setting("POLYHEAD_FUZZ_RUNS", 0) == 1) print(*d, *options);
 }
