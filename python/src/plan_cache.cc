@@ -31,7 +31,7 @@ struct Hash {
     const AttentionDesc& d = key.desc;
     return hash_words({d.batch, d.seqlen_q, d.seqlen_k, d.num_heads, d.num_heads_kv, d.head_dim, d.head_dim_v,
                        static_cast<int64_t>(d.dtype), int64_t{d.packed}, int64_t{d.causal}, d.window_left,
-                       d.window_right, d.query_offset.value_or(0)}) ^
+                       d.window_right, d.query_offset.value_or(0), reinterpret_cast<int64_t>(d.program.get())}) ^
            std::hash<std::string>()(key.kernel);
   }
 };

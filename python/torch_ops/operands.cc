@@ -1,6 +1,10 @@
 #include "operands.h"
 
+#include <algorithm>
 #include <cstdint>
+#include <span>
+
+#include "program_cache.h"
 
 namespace polyhead::torch_ops {
 namespace {
@@ -42,13 +46,24 @@ Options::Options(ArgumentReader& arguments)
       cu_seqlens_q(arguments.optional_tensor()),
       cu_seqlens_k(arguments.optional_tensor()),
       kernel(arguments.optional_text()),
-      dropout_origin(arguments.optional_tensor()) {}
+      dropout_origin(arguments.optional_tensor()),
+      program(arguments.optional_text()) {
+  for (StableTensor& capture : captures) capture = arguments.optional_tensor();
+}
+
+Tensor indexed(Tensor view) {
+  if (view.ndim > 0) return view;
+  view.ndim = 1;
+  view.dims[0] = view.strides[0] = 1;
+  return view;
+}
 
 Operands::Operands(const StableTensor& query, const StableTensor& key, const StableTensor& value,
                    const Options& options) {
   read_operands(query, key, value, options);
   read_options(options);
   read_dropout(options);
+  read_program(options);
   if (options.kernel) {
     kernel = *options.kernel;
     if (kernel.empty()) bad_value("kernel is \"\", must be a name out of polyhead.kernels()");
@@ -142,6 +157,23 @@ void Operands::read_dropout(const Options& options) {
   } else if (desc.dropout_p > 0) {
     bad_value("dropout_p is %g, so dropout_seed must be given", desc.dropout_p);
   }
+}
+
+void Operands::read_program(const Options& options) {
+  size_t count = 0;
+  for (; count < captures.size() && options.captures[count].given(); ++count) {
+    const std::string name = "capture" + std::to_string(count);
+    captures[count] =
+        view_of(options.captures[count], {name.c_str(), 0, ProgramStep::kMostOperands, "as the program indexes it"});
+    const Tensor& view = indexed_captures_[count] = indexed(captures[count]);
+    CaptureShape& shape = desc.captures.emplace_back(CaptureShape{.dtype = view.dtype, .ndim = view.ndim});
+    std::copy_n(view.dims, view.ndim, shape.dims);
+  }
+  args.captures = std::span<const Tensor>(indexed_captures_.data(), count);
+  if (!options.program) return;
+  auto program = python::cached_program(*options.program);
+  check(program.status());
+  desc.program = **program;
 }
 
 }  // namespace polyhead::torch_ops

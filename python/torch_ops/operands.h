@@ -1,6 +1,7 @@
 // What attention_forward and attention_backward share: their operands and options, as the library wants them.
 #pragma once
 
+#include <array>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -11,7 +12,7 @@
 
 namespace polyhead::torch_ops {
 
-constexpr int kNumSharedOptions = 20;  // SCHEMA in polyhead/torch/_options.py, whose order this is
+constexpr int kNumSharedOptions = 29;  // SCHEMA in polyhead/torch/_options.py, whose order this is
 
 // The options' values, unchecked.
 struct Options {
@@ -38,18 +39,26 @@ struct Options {
   StableTensor cu_seqlens_k;
   std::optional<std::string> kernel;  // a name; none: none in particular
   StableTensor dropout_origin;
+  std::optional<std::string> program;  // its text
+  std::array<StableTensor, Program::kMostCaptures> captures;
   bool heads_first = false;  // query, key, value, out and their gradients are [B, H, S, D], as torch's own attention's
   bool same_heads = false;   // key and value have as many as query
 };
 
+// A number as a tensor of one element, which the library wants for it; any other as it is.
+Tensor indexed(Tensor view);
+
 // One call. The tensors and options that it was made of must outlive it. Throws what bad_value throws.
 struct Operands {
   Operands(const StableTensor& query, const StableTensor& key, const StableTensor& value, const Options& options);
+  Operands(const Operands&) = delete;  // args points to captures
+  Operands& operator=(const Operands&) = delete;
 
   AttentionDesc desc;
-  ForwardArgs args;         // the inputs
-  Tensor attn_bias;         // as given: args.attn_bias has 4 dims
-  std::string_view kernel;  // "": the best
+  ForwardArgs args;                                     // the inputs
+  Tensor attn_bias;                                     // as given: args.attn_bias has 4 dims
+  std::array<Tensor, Program::kMostCaptures> captures;  // as given: args.captures has no number without dims
+  std::string_view kernel;                              // "": the best
   bool heads_first = false;
 
  private:
@@ -57,6 +66,9 @@ struct Operands {
                      const Options& options);
   void read_options(const Options& options);
   void read_dropout(const Options& options);
+  void read_program(const Options& options);
+
+  std::array<Tensor, Program::kMostCaptures> indexed_captures_;
 };
 
 }  // namespace polyhead::torch_ops

@@ -143,7 +143,10 @@ StableTensor gradient(bool needed, const Tensor& input, bool is_given, const cha
   return new_tensor(view, name, heads_first);
 }
 
-std::array<StableTensor, 5> run_backward(Operands& operands, const BackwardTensors& tensors, int64_t needs) {
+constexpr size_t kNumPlainGradients = 5;  // of what is no capture
+using Gradients = std::array<StableTensor, kNumPlainGradients + Program::kMostCaptures>;
+
+Gradients run_backward(Operands& operands, const BackwardTensors& tensors, int64_t needs) {
   const AttentionDesc& d = operands.desc;
   const int dims = d.packed ? 3 : 4;
   const char* const out_dims =
@@ -167,7 +170,7 @@ std::array<StableTensor, 5> run_backward(Operands& operands, const BackwardTenso
 
   const ForwardArgs& in = operands.args;
   Tensor grad_attn_bias;
-  std::array<StableTensor, 5> grads = {
+  Gradients grads = {
       gradient((needs & 1) != 0, in.query, true, "query", args.grad_query, operands.heads_first),
       gradient((needs & 2) != 0, in.key, true, "key", args.grad_key, operands.heads_first),
       gradient((needs & 4) != 0, in.value, true, "value", args.grad_value, operands.heads_first),
@@ -175,8 +178,17 @@ std::array<StableTensor, 5> run_backward(Operands& operands, const BackwardTenso
       gradient((needs & 16) != 0, in.alibi_slopes, in.alibi_slopes.given(), "alibi_slopes", args.grad_alibi_slopes),
   };
   if ((needs & 8) != 0) args.grad_attn_bias = python::widened_to_4d(grad_attn_bias);
+  std::array<Tensor, Program::kMostCaptures> grad_captures;
+  for (size_t i = 0; i < grad_captures.size(); ++i) {
+    const size_t bit = kNumPlainGradients + i;
+    const std::string name = "capture" + std::to_string(i);
+    grads[bit] =
+        gradient((needs >> bit & 1) != 0, operands.captures[i], i < in.captures.size(), name.c_str(), grad_captures[i]);
+    grad_captures[i] = grads[bit].given() ? indexed(grad_captures[i]) : Tensor();
+  }
+  args.grad_captures = std::span<const Tensor>(grad_captures.data(), in.captures.size());
   args.forward = operands.args;
-  if ((needs & 31) != 0) {
+  if ((needs & ((int64_t{1} << grads.size()) - 1)) != 0) {
     check(python::backward_with_workspace(*plan, args));
     count_call(Counted::kAttentionBackward, d, plan->kernel_name());
   }

@@ -174,7 +174,7 @@ def test_third_way_to_the_gradients(case):
     bits = sum(1 << DIFFERENTIABLE.index(name) for name in inputs)
     got = _composition.attention_backward(
         grad_out, grad_logsumexp, *operands, out, logsumexp, options.get("attn_bias"), options.get("alibi_slopes"),
-        bits, positional(operands[0], **arguments),
+        (), bits, positional(operands[0], **arguments),
     )  # fmt: skip
     for name, grad in expected.items():
         torch.testing.assert_close(got[DIFFERENTIABLE.index(name)], grad)

@@ -1,7 +1,7 @@
 """polyhead's functions of the same names for torch tensors: `attention`, `attention_backward` and `merge`."""
 
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -9,10 +9,10 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from polyhead import DropoutOrigin, Error
-from polyhead.torch import _autograd, _composition, _ops
+from polyhead.torch import _autograd, _composition, _ops, _tracing
 from polyhead.torch._options import (
-    DIFFERENTIABLE, NUM_SHARED, Options, align_number, asks_float32, kernel_name, offset_pair, origin_tensor,
-    seed_tensor, weights_number, window_pair,
+    NO_PROGRAM, NUM_SHARED, PLAIN_DIFFERENTIABLE, Options, align_number, asks_float32, captures_of,
+    kernel_name, offset_pair, origin_tensor, seed_tensor, weights_number, window_pair,
 )  # fmt: skip
 
 _is_autocast_enabled = torch._C._is_any_autocast_enabled
@@ -28,7 +28,7 @@ def _tensors_only(**operands):
 def _options(
     query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
     dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
-    return_weights=False, return_column_sums=False, out_dtype=None,
+    program=NO_PROGRAM, return_weights=False, return_column_sums=False, out_dtype=None,
 ):  # fmt: skip
     if (cu_seqlens_q is None) != (cu_seqlens_k is None):
         given, missing = "qk" if cu_seqlens_k is None else "kq"
@@ -40,7 +40,7 @@ def _options(
     return Options(
         causal, scale, attn_bias, attn_mask, alibi_slopes, seed_tensor(dropout_p, dropout_seed), dropout_p,
         dropout_offset, window_left, window_right, align_number(align), offset, offsets, softcap, seqlens_q, seqlens_k,
-        cu_seqlens_q, cu_seqlens_k, kernel_name(kernel), origin_tensor(dropout_origin),
+        cu_seqlens_q, cu_seqlens_k, kernel_name(kernel), origin_tensor(dropout_origin), *program,
         weights_number(return_weights), return_column_sums, asks_float32(out_dtype, query),
     )  # fmt: skip
 
@@ -59,6 +59,9 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    score: Callable[..., Any] | str | None = None,
+    mask: Callable[..., Any] | str | None = None,
+    captured: Mapping[str, Tensor] | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     dropout_offset: int = 0,
@@ -90,6 +93,11 @@ def attention(
     query_offset : int or Tensor, optional
         Integers [B], or one.
     alibi_slopes : Tensor of float32 [H] or [B, H], optional
+    score, mask : function or str, optional
+        As of `polyhead.attention`. Functions may use torch's operations on elements, and any on tensors as a whole; tensors
+        that they close over count as captured.
+    captured : dict of str to Tensor, optional
+        Floats have gradients. float64 beside other inputs is taken as float32, small integers as int32.
     dropout_seed : int or Tensor, optional
         0 .. 2^64 - 1, or an int64 scalar of the same bits. Default: drawn from torch's default CPU generator, so that
         `torch.manual_seed` repeats a call and checkpointing repeats its mask.
@@ -116,8 +124,8 @@ def attention(
 
     Notes
     -----
-    Gradients go to query, key, value, attn_bias (summed over what broadcasts) and alibi_slopes, from out and logsumexp,
-    in O(N) memory. Through returned weights there are gradients too, in O(Sq Sk) memory as the weights themselves;
+    Gradients go to query, key, value, attn_bias (summed over what broadcasts), alibi_slopes and what score reads, from out
+    and logsumexp, in O(N) memory. Through returned weights there are gradients too, in O(Sq Sk) memory as the weights themselves;
     column_sums has none. Second derivatives are computed in torch's operations, in O(Sq Sk) memory; these, and the
     gradients through weights, want finite numbers in keys that some queries see, though others do not: those of padding
     may hold anything. Forward-mode derivatives are refused.
@@ -133,6 +141,7 @@ def attention(
     """
     nothing_else = (
         attn_bias is attn_mask is window is query_offset is alibi_slopes is dropout_seed is kernel is None
+        and score is mask is captured is None
         and dropout_origin is out_dtype is None
         and seqlens_q is seqlens_k is cu_seqlens_q is cu_seqlens_k is None
         and not (softcap or dropout_p or return_weights or return_column_sums)
@@ -151,12 +160,14 @@ def attention(
     _tensors_only(query=query, key=key, value=value)
     if _is_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
         query, key, value = _ops.cast_for_autocast(query, key, value)
+    program = _tracing.program_of(score, mask, captured, query.dtype)
     options = _options(
         query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
         dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
-        return_weights, return_column_sums, out_dtype,
+        program.slots(), return_weights, return_column_sums, out_dtype,
     )  # fmt: skip
-    if return_weights and _autograd.differentiates(query, key, value, attn_bias, alibi_slopes):
+    inputs = (query, key, value, attn_bias, alibi_slopes, *captures_of(options))
+    if return_weights and _autograd.differentiates(*inputs):
         return _with_differentiable_weights(query, key, value, options, return_logsumexp)
     out, logsumexp, weights, column_sums = _forward(query, key, value, options)
     if not (return_logsumexp or return_weights or return_column_sums):
@@ -209,6 +220,9 @@ def attention_backward(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    score: Callable[..., Any] | str | None = None,
+    mask: Callable[..., Any] | str | None = None,
+    captured: Mapping[str, Tensor] | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     dropout_offset: int = 0,
@@ -228,12 +242,13 @@ def attention_backward(
     grad_out, query, key, value, out, logsumexp : Tensor
         As of `polyhead.attention_backward`; out and logsumexp may be merged ones, out and grad_out float32.
     attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes : optional
+    score, mask, captured : optional
     dropout_p, dropout_seed, dropout_offset, dropout_origin : optional
     seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel : optional
         As given to `attention`; where dropout_p > 0, dropout_seed must be given.
     grad_logsumexp : Tensor, optional
     needs : sequence of str
-        Which gradients: out of "query", "key", "value", "attn_bias", "alibi_slopes".
+        Which gradients: out of "query", "key", "value", "attn_bias", "alibi_slopes" and the names of captured floats.
 
     Returns
     -------
@@ -249,20 +264,24 @@ def attention_backward(
     if dropout_p and dropout_seed is None:
         raise Error(f"dropout_p is {dropout_p}, so dropout_seed must be given: that of attention")
     needs = tuple(needs)
+    program = _tracing.program_of(score, mask, captured, query.dtype)
     inputs = {"query": query, "key": key, "value": value, "attn_bias": attn_bias, "alibi_slopes": alibi_slopes}
+    inputs |= dict(zip(program.names, program.tensors))
+    places = {name: bit for bit, name in enumerate((*PLAIN_DIFFERENTIABLE, *program.names))}
     for name in needs:
         if name not in inputs:
-            raise Error(f'needs holds "{name}", must be out of {", ".join(DIFFERENTIABLE)}')
+            raise Error(f'needs holds "{name}", must be out of {", ".join(places)}')
         if inputs[name] is None:
             raise Error(f'needs holds "{name}", but {name} is not given')
     options = _options(
         query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
         dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
+        program.slots(),
     )  # fmt: skip
-    bits = sum(1 << DIFFERENTIABLE.index(name) for name in dict.fromkeys(needs))
+    bits = sum(1 << places[name] for name in dict.fromkeys(needs))
     tensors = (grad_out, grad_logsumexp, query, key, value, out, logsumexp)
     grads = _run(_ops.attention_backward, _autograd.attention_backward, *tensors, bits, *options[:NUM_SHARED])
-    return {name: grads[DIFFERENTIABLE.index(name)] for name in needs}
+    return {name: grads[places[name]] for name in needs}
 
 
 def merge(outs: Iterable[Tensor], logsumexps: Iterable[Tensor]) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import Function, forward_ad
 
 from polyhead.torch import _composition, _ops
-from polyhead.torch._options import DIFFERENTIABLE, NUM_SHARED, Options
+from polyhead.torch._options import DIFFERENTIABLE, NUM_SHARED, PLAIN_DIFFERENTIABLE, Options, captures_of
 
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 _FRONT_OF_TRANSFORMS = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
@@ -59,25 +59,29 @@ def _kept(ctx, count):
     return saved[:count], tuple(next(rest) if each is _Saved else each for each in ctx.options)
 
 
-class _Forward:
-    """(query, key, value, attn_bias, alibi_slopes, options) -> the results of attention_forward.
+def _bits(needed):
+    return sum(1 << bit for bit, each in enumerate(needed) if each)
 
-    attn_bias and alibi_slopes, which options holds too, are arguments of their own because they have gradients.
+
+class _Forward:
+    """(query, key, value, attn_bias, alibi_slopes, options, *captures) -> the results of attention_forward.
+
+    attn_bias, alibi_slopes and captures, which options holds too, are arguments of their own because they have gradients.
     """
 
     @staticmethod
     def backward(ctx, grad_out, grad_logsumexp, *_):
         if grad_out is None and grad_logsumexp is None:
-            return (None,) * 6
+            return (None,) * len(ctx.needs_input_grad)
         (query, key, value, out, logsumexp), options = _kept(ctx, 5)
         if grad_out is None:
             grad_out = out.new_zeros(()).expand(out.shape)
-        query_needs, key_needs, value_needs, bias_needs, slopes_needs, _ = ctx.needs_input_grad
-        needs = query_needs + 2 * key_needs + 4 * value_needs + 8 * bias_needs + 16 * slopes_needs
+        plain = len(PLAIN_DIFFERENTIABLE)
+        needs = _bits(ctx.needs_input_grad[:plain] + ctx.needs_input_grad[plain + 1 :])
         grads = attention_backward(
             grad_out, grad_logsumexp, query, key, value, out, logsumexp, needs, *options[:NUM_SHARED]
         )
-        return (*grads, None)
+        return (*grads[:plain], None, *grads[plain : len(ctx.needs_input_grad) - 1])
 
 
 def _finish_forward(ctx, query, key, value, options, results):
@@ -89,7 +93,7 @@ def _finish_forward(ctx, query, key, value, options, results):
 
 class _AttentionForward(_Forward, Function):
     @staticmethod
-    def forward(ctx, query, key, value, attn_bias, alibi_slopes, options):
+    def forward(ctx, query, key, value, attn_bias, alibi_slopes, options, *captures):
         with _BelowAutograd():
             results = _ops.attention_forward(query, key, value, *options)
         _finish_forward(ctx, query, key, value, options, results)
@@ -102,12 +106,12 @@ class _TransformedForward(_Forward, Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(query, key, value, attn_bias, alibi_slopes, options):
+    def forward(query, key, value, attn_bias, alibi_slopes, options, *captures):
         return _ops.attention_forward(query, key, value, *options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        query, key, value, _, _, options = inputs
+        query, key, value, _, _, options, *_ = inputs
         _finish_forward(ctx, query, key, value, options, output)
 
 
@@ -129,12 +133,14 @@ _apply_forward = _applying(_AttentionForward)
 
 def attention_forward(query, key, value, *options):
     attn_bias, alibi_slopes = _of(options, _ATTN_BIAS), _of(options, _ALIBI_SLOPES)
+    inputs = (query, key, value, attn_bias, alibi_slopes)
+    captures = captures_of(options)
     if _transforms_active():
-        return _TransformedForward.apply(query, key, value, attn_bias, alibi_slopes, options)
+        return _TransformedForward.apply(*inputs, options, *captures)
     if _mapping():
         return _ops.attention_forward(query, key, value, *options)
-    if differentiates(query, key, value, attn_bias, alibi_slopes):
-        return _apply_forward(query, key, value, attn_bias, alibi_slopes, options)
+    if differentiates(*inputs, *captures):
+        return _apply_forward(*inputs, options, *captures)
     with _BelowAutograd():
         return _ops.attention_forward(query, key, value, *options)
 
@@ -195,13 +201,16 @@ def is_plain():
 
 
 class _Backward:
-    """(grad_out, grad_logsumexp, query, key, value, out, logsumexp, attn_bias, alibi_slopes, needs, options) -> the
-    results of attention_backward. Its own gradients are those of the same formulas in torch's operations, O(Sq Sk).
+    """(grad_out, grad_logsumexp, query, key, value, out, logsumexp, attn_bias, alibi_slopes, needs, options, *captures)
+    -> the results of attention_backward. Its own gradients are those of the same formulas in torch's operations, O(Sq Sk).
     """
+
+    TENSORS = 9  # before needs and options
 
     @staticmethod
     def backward(ctx, *grad_grads):
-        tensors, options = _kept(ctx, 9)
+        plain, options = _kept(ctx, _Backward.TENSORS)
+        tensors = (*plain, None, None, *captures_of(options))
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad) if needed]
         given = [grad_grads[bit] for bit in range(len(DIFFERENTIABLE)) if ctx.needs >> bit & 1]
 
@@ -209,10 +218,11 @@ class _Backward:
             arguments = list(tensors)
             for i, source in zip(wanted, sources):
                 arguments[i] = source
-            grads = _composition.attention_backward(*arguments, ctx.needs, options)
+            plain, captures = arguments[: _Backward.TENSORS], arguments[_Backward.TENSORS + 2 :]
+            grads = _composition.attention_backward(*plain, captures, ctx.needs, options)
             return tuple(each for each in grads if each is not None)
 
-        results = [None] * 11
+        results = [None] * len(ctx.needs_input_grad)
         with _composition.without_autocast():
             grads, vjp = torch.func.vjp(gradients, *(tensors[i] for i in wanted))
             shares = vjp(tuple(torch.zeros_like(grad) if by is None else by for grad, by in zip(grads, given)))
@@ -222,8 +232,8 @@ class _Backward:
 
 
 def _finish_backward(ctx, inputs):
-    *tensors, needs, options = inputs
-    _keep(ctx, tuple(tensors), options)
+    tensors, (needs, options) = inputs[: _Backward.TENSORS], inputs[_Backward.TENSORS : _Backward.TENSORS + 2]
+    _keep(ctx, tensors, options)
     ctx.needs = needs
 
 
@@ -253,13 +263,14 @@ _apply_backward = _applying(_AttentionBackward)
 
 def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsumexp, needs, *options):
     tensors = (grad_out, grad_logsumexp, query, key, value, out, logsumexp)
-    attn_bias, alibi_slopes = _of(options, _ATTN_BIAS), _of(options, _ALIBI_SLOPES)
+    inputs = (*tensors, _of(options, _ATTN_BIAS), _of(options, _ALIBI_SLOPES))
+    captures = captures_of(options)
     if _transforms_active():
-        return _TransformedBackward.apply(*tensors, attn_bias, alibi_slopes, needs, options)
+        return _TransformedBackward.apply(*inputs, needs, options, *captures)
     if _mapping():
         return _ops.attention_backward(*tensors, needs, *options)
-    if differentiates(*tensors, attn_bias, alibi_slopes):
-        return _apply_backward(*tensors, attn_bias, alibi_slopes, needs, options)
+    if differentiates(*inputs, *captures):
+        return _apply_backward(*inputs, needs, options, *captures)
     with _BelowAutograd():
         return _ops.attention_backward(*tensors, needs, *options)
 

@@ -66,7 +66,7 @@ def _unfolded(results, size):
 def attention_forward(info, in_dims, query, key, value, *options):
     o = Options(*options)
     operator = torch.ops.polyhead.attention_forward.default
-    if o.packed or o.dropout_p:  # dropout's mask is a function of the place in the batch
+    if o.packed or o.dropout_p or o.program:  # dropout's mask, a program: functions of the place in the batch
         return _one_by_one(operator, info, in_dims, (query, key, value, *options))
     size = info.batch_size
     operands = [_folded(each, dim, size) for each, dim in zip((query, key, value), in_dims)]
@@ -78,7 +78,7 @@ def attention_backward(info, in_dims, *arguments):
     (*_, needs), options = arguments[:8], arguments[8:]
     o = Options(*options)
     operator = torch.ops.polyhead.attention_backward.default
-    if o.packed or o.dropout_p or needs >> 3:  # a bias's gradient is summed over the batch
+    if o.packed or o.dropout_p or o.program or needs >> 3:  # a bias's gradient is summed over the batch
         return _one_by_one(operator, info, in_dims, arguments)
     size = info.batch_size
     operands = [_folded(each, dim, size) for each, dim in zip(arguments[:7], in_dims)]

@@ -6,8 +6,8 @@ Scores are [B, H, Sq, Sk]; packed sequences are one batch element whose queries 
 
 import torch
 
-from polyhead.torch import _ops
-from polyhead.torch._options import Options
+from polyhead.torch import _ops, _program_formula
+from polyhead.torch._options import DIFFERENTIABLE, PLAIN_DIFFERENTIABLE, Options, captures_of
 
 
 def _is_float64(tensor):
@@ -78,6 +78,8 @@ class _Places:
         offset = self._offset(o, seqlens_q, seqlens_k, lambda each: each.view(-1, 1, 1, 1))
         self.visible = (i < seqlens_q) & (j < seqlens_k)
         self.distance = i + offset - j
+        batch = torch.arange(query.shape[0], device=query.device).view(-1, 1, 1, 1)
+        self.inputs = {"b": batch, "q": i, "k": j, "offset": offset}
 
     def _place_packed(self, query, key, o):
         sequence_q, i, lengths_q = _rows(o.cu_seqlens_q, query.shape[0])
@@ -91,6 +93,13 @@ class _Places:
             sequence_q < batch
         ).view(1, 1, -1, 1)
         self.distance = (i + offset).view(1, 1, -1, 1) - j.view(1, 1, 1, -1)
+        of_rows = {"b": self.rows[0], "q": i, "offset": i.new_zeros(i.shape) + offset}
+        self.inputs = {name: each.view(1, 1, -1, 1) for name, each in of_rows.items()} | {"k": j.view(1, 1, 1, -1)}
+
+    def program_inputs(self):
+        """What a program may read besides the score, each as broadcasts to [B, H, Sq, Sk]."""
+        heads = torch.arange(self.num_heads, device=self.visible.device)
+        return self.inputs | {"h": heads.view(1, -1, 1, 1)}
 
     def slopes_of_rows(self, slopes):
         """[H] or [B, H] as [B, H, 1, 1]; packed [1, H, total_q, 1]."""
@@ -139,10 +148,15 @@ def without_autocast():
 class _Scores:
     """S and P = exp(S - logsumexp), and what their gradients need of the way there."""
 
-    def __init__(self, query, key, logsumexp, attn_bias, alibi_slopes, o):
+    def __init__(self, query, key, logsumexp, attn_bias, alibi_slopes, captures, o):
         self.places = places = _Places(query, key, o)
         by_row = (logsumexp.unsqueeze(0) if logsumexp.dim() == 2 else logsumexp).unsqueeze(3)  # [B, H, Sq, 1]
         self.visible = places.visible & (by_row != -float("inf"))
+        self.program = None
+        if o.program is not None:
+            sums_dtype = torch.float64 if _is_float64(query) else torch.float32
+            self.program = _program_formula.Formula(o.program, places.program_inputs(), sums_dtype)
+            self.visible = self.visible & self.program.mask(captures)
         self.query = self.of_queries(_heads_first(query, places.num_heads))
         self.key = self.of_keys(_heads_first(key, places.num_heads))
         self.scale = _scale(query, o)
@@ -155,6 +169,10 @@ class _Scores:
             scores = scores + attn_bias.to(scores.dtype)
         if alibi_slopes is not None:
             scores = scores - places.slopes_of_rows(alibi_slopes.to(scores.dtype)) * places.distance.abs()
+        if self.program is not None:
+            self.before_program = torch.where(self.visible, scores, 0.0)
+            scores = self.program.score(self.before_program, captures)
+            self.visible = self.visible & (scores != -float("inf"))
         self.weights = torch.exp(torch.where(self.visible, scores - by_row, -float("inf")))
 
     def of_queries(self, x):
@@ -170,7 +188,7 @@ def weights(query, key, logsumexp, options):
     """P after dropout, [B, H, Sq, Sk] in query's dtype, differentiable by query, key, logsumexp and the options."""
     o = Options(*options)
     with without_autocast():
-        scores = _Scores(query, key, logsumexp, o.attn_bias, o.alibi_slopes, o)
+        scores = _Scores(query, key, logsumexp, o.attn_bias, o.alibi_slopes, captures_of(options), o)
     result = scores.weights
     if o.dropout_p:
         result = result * scores.places.kept(query, key, o)
@@ -178,11 +196,11 @@ def weights(query, key, logsumexp, options):
 
 
 def attention_backward(
-    grad_out, grad_logsumexp, query, key, value, out, logsumexp, attn_bias, alibi_slopes, needs, options
+    grad_out, grad_logsumexp, query, key, value, out, logsumexp, attn_bias, alibi_slopes, captures, needs, options
 ):
-    """As the operator of this name, with attn_bias and alibi_slopes beside the options."""
+    """As the operator of this name, with attn_bias, alibi_slopes and captures beside the options."""
     o = Options(*options)
-    scores = _Scores(query, key, logsumexp, attn_bias, alibi_slopes, o)
+    scores = _Scores(query, key, logsumexp, attn_bias, alibi_slopes, captures, o)
     num_heads = scores.places.num_heads
     grad_out_heads = scores.of_queries(_heads_first(grad_out, num_heads))
     # delta = rowsum(grad_out * out) - grad_logsumexp
@@ -197,9 +215,13 @@ def attention_backward(
         dropped, grad_weights = dropped * kept, grad_weights * kept
     # dS = P * (dP - delta): nothing at hidden places, whatever the rest holds there
     grad_scores = torch.where(scores.visible, scores.weights * (grad_weights - delta), 0.0)
-    grads = [None] * 5
+    grads = [None] * len(DIFFERENTIABLE)
     if needs & 4:
         grads[2] = _tokens_first(dropped.transpose(2, 3) @ grad_out_heads, value)
+    if scores.program is not None:
+        grad_scores, grad_captures = scores.program.gradients(scores.before_program, captures, grad_scores)
+        for bit, grad in enumerate(grad_captures, len(PLAIN_DIFFERENTIABLE)):
+            grads[bit] = grad if needs >> bit & 1 else None
     if needs & 8:
         grads[3] = grad_scores.sum_to_size(attn_bias.shape).to(attn_bias.dtype)
     if needs & 16:

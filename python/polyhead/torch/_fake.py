@@ -56,7 +56,7 @@ def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsume
     _check(
         query, key, value, o, grad_out=grad_out, grad_logsumexp=grad_logsumexp, out=out, logsumexp=logsumexp
     )  # fmt: skip
-    inputs = (query, key, value, o.attn_bias, o.alibi_slopes)
+    inputs = (query, key, value, *(getattr(o, name) for name in DIFFERENTIABLE[3:]))
     return tuple(
         inputs[bit].new_empty(inputs[bit].shape) if needs >> bit & 1 else None for bit in range(len(DIFFERENTIABLE))
     )

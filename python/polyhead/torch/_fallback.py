@@ -5,7 +5,8 @@ import torch
 import polyhead
 from polyhead import _bind
 from polyhead.torch import _report
-from polyhead.torch._options import ALIGNS, DIFFERENTIABLE, WEIGHTS, Options
+from polyhead.torch._options import ALIGNS, DIFFERENTIABLE, PLAIN_DIFFERENTIABLE, WEIGHTS, Options, captures_of
+from polyhead.torch._program_formula import captures_named
 from polyhead.torch._strides import new_out
 
 
@@ -17,8 +18,13 @@ def _shared(query, key, value, o):
         query, key, value, o.attn_bias, o.attn_mask, o.causal, window, ALIGNS[o.align],
         o.query_offset if o.query_offsets is None else o.query_offsets, o.scale, o.softcap, o.alibi_slopes,
         o.dropout_p, seed, o.dropout_offset, origin, o.seqlens_q, o.seqlens_k, o.cu_seqlens_q, o.cu_seqlens_k,
-        o.kernel_name, None, None, None, None,
+        o.kernel_name, None, None, o.program, dict(zip(_names(o), captures_of(o))),
     )  # fmt: skip
+
+
+def _names(o):
+    """Of what the program captures, in its order."""
+    return captures_named(o.program) if o.program is not None else ()
 
 
 def attention_forward(query, key, value, *options):
@@ -34,14 +40,16 @@ def attention_forward(query, key, value, *options):
 
 
 def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsumexp, needs, *options):
-    names = tuple(name for bit, name in enumerate(DIFFERENTIABLE) if needs >> bit & 1)
     o = Options(*options)
+    by_bit = (*PLAIN_DIFFERENTIABLE, *_names(o))
+    names = tuple(name for bit, name in enumerate(by_bit) if needs >> bit & 1)
     grads = _bind.attention_backward(
         *_shared(query, key, value, o), grad_out, out, logsumexp, grad_logsumexp, names, None, False, None
     )
     if names:
         _report.count_run("attention_backward", query, key, value, o.kernel_name)
-    return tuple(grads.get(name) for name in DIFFERENTIABLE)
+    found = [grads.get(name) for name in by_bit]
+    return (*found, *[None] * (len(DIFFERENTIABLE) - len(found)))
 
 
 def attention_forward_below_autograd(query, key, value, causal, scale, align, layout):

@@ -41,6 +41,15 @@ class Options(NamedTuple):
     cu_seqlens_k: Optional[Tensor] = None
     kernel_name: Optional[str] = None  # a graph may run on another machine; Inductor takes no argument `kernel`
     dropout_origin: Optional[Tensor] = None  # polyhead.DropoutOrigin as int64 [4]
+    program: Optional[str] = None  # of scores and masks (docs/programs.md), with what it captures in its order
+    capture0: Optional[Tensor] = None
+    capture1: Optional[Tensor] = None
+    capture2: Optional[Tensor] = None
+    capture3: Optional[Tensor] = None
+    capture4: Optional[Tensor] = None
+    capture5: Optional[Tensor] = None
+    capture6: Optional[Tensor] = None
+    capture7: Optional[Tensor] = None
     return_weights: int = 0  # of WEIGHTS
     return_column_sums: bool = False
     out_float32: bool = False  # beside 16-bit inputs
@@ -49,10 +58,25 @@ class Options(NamedTuple):
     def packed(self):
         return self.cu_seqlens_q is not None
 
+    def with_program(self, slots):
+        """With the text of a program and its captures."""
+        return Options(*self[:PROGRAM], *slots, *self[PROGRAM + len(slots) :])
+
 
 NUM_SHARED = len(Options._fields) - 3  # those of attention_backward
-# Where gradients go: query, key, value, attn_bias, alibi_slopes. attention_backward's `needs` has a bit for each.
-DIFFERENTIABLE = ("query", "key", "value", "attn_bias", "alibi_slopes")
+PROGRAM = Options._fields.index("program")
+MOST_CAPTURES = 8
+NO_PROGRAM = (None,) * (1 + MOST_CAPTURES)
+# Where gradients go. attention_backward's `needs` has a bit for each.
+PLAIN_DIFFERENTIABLE = ("query", "key", "value", "attn_bias", "alibi_slopes")
+DIFFERENTIABLE = (*PLAIN_DIFFERENTIABLE, *Options._fields[PROGRAM + 1 : PROGRAM + 1 + MOST_CAPTURES])
+
+
+def captures_of(options):
+    """Those slots of a tuple of options that captures may stand in; none where no program is given."""
+    if len(options) <= PROGRAM or options[PROGRAM] is None:
+        return ()
+    return tuple(options[PROGRAM + 1 : PROGRAM + 1 + MOST_CAPTURES])
 
 
 def window_pair(window):
