@@ -26,6 +26,8 @@ bool is_small(const Affine& x) {
   return small(x.query) && small(x.key) && small(x.constant);
 }
 
+bool is_comparison(Op op) { return op == Op::kLess || op == Op::kLessEqual || op == Op::kEqual; }
+
 Rate joined(Rate a, Rate b) { return a == Rate::kUniform || a == b ? b : b == Rate::kUniform ? a : Rate::kFull; }
 
 class Builder {
@@ -60,7 +62,7 @@ class Builder {
       if (const auto affine = affine_of(x); affine && affine->is_diagonal() && is_small(*affine)) return along(*affine);
     }
     if (const int simpler = by_power_of_two(x); simpler >= 0) return simpler;
-    if (x.num_operands == 2 && x.takes == ValueType::kInt && step.type == ValueType::kBool) {
+    if (is_comparison(x.op) && x.takes == ValueType::kInt) {
       if (const int compared = compare_along(x); compared >= 0) return compared;
     }
     return add(x);

@@ -124,6 +124,16 @@ std::vector<NamedProgram> masks_2() {
            [](const PairAt& p, const Arrays& c) {
              return p.k < 5 || element(c[0], {p.q, std::clamp<int64_t>(p.k - 5, 0, 30)}) != 0;
            }},
+      {.name = "dense_mask",
+       .text = "shown: bool; mask = shown[q, k]",
+       .captures =
+           [](const Sizes4& s) {
+             return Captures{bools({s.seqlen_q, s.seqlen_k})};
+           },
+       .mask =
+           [](const PairAt& p, const Arrays& c) {
+             return element(c[0], {p.q, p.k}) != 0;
+           }},
       {.name = "natten_2d",
        .text = "mask = abs(q // 12 - k // 12) <= 2 and abs(q % 12 - k % 12) <= 2",
        .mask = [](const PairAt& p,
