@@ -21,6 +21,7 @@ from polyhead.torch._flash_attn import (
     flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func,
 )  # fmt: skip
+from polyhead.torch._flex_attention import flex_attention
 from polyhead.torch._flash_kvcache import flash_attn_with_kvcache
 from polyhead.torch._fused_multi_head_attention import FusedMultiHeadAttention
 from polyhead.torch._memory_efficient import (
@@ -41,7 +42,8 @@ __all__ = [
     "TransformerEncoderLayer", "attention",
     "attention_backward", "attn_bias", "convert", "disable", "enable", "enabled", "flash_attn_func",
     "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "implementation",
+    "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "flex_attention",
+    "implementation",
     "memory_efficient_attention", "memory_efficient_attention_backward", "memory_efficient_attention_forward",
     "memory_efficient_attention_forward_requires_grad", "memory_efficient_attention_partial", "merge",
     "merge_attentions", "register_transformers", "report", "revert", "scaled_dot_product_attention", *attn_bias.__all__,

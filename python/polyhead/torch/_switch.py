@@ -13,7 +13,7 @@ from torch._C import DispatchKey
 from torch.nested._internal import ops as _nested_ops
 
 import polyhead
-from polyhead.torch import _aten, _modules, _varlen
+from polyhead.torch import _aten, _flex_switch, _modules, _varlen
 
 NAME = "polyhead"
 _TAG = f" {NAME} {polyhead.__version__}"  # caches on disk know a graph by torch's names in it
@@ -65,6 +65,7 @@ class _Installed:
                 (_nested_ops, "jagged_scaled_dot_product_attention", _aten.sdpa_of_nested),
             ):
                 undo.callback(_Replacement(module, name, ours).end)
+            undo.callback(_flex_switch.Installed().end)
             torch.compiler.config.cache_key_tag += _TAG
             undo.callback(_remove_tag)
             self._undo = undo.pop_all()
@@ -145,13 +146,16 @@ def enable() -> None:
 
     In training and eval, eager and compiled, it takes over `torch.nn.functional.scaled_dot_product_attention` whole
     (dropout, masks and their gradients, any shapes), `torch.nn.MultiheadAttention` and torch.nn's Transformer modules
-    with their fast paths and ``need_weights=True``, `torch.nn.attention.varlen`, and what Inductor takes for attention.
+    with their fast paths and ``need_weights=True``, `torch.nn.attention.varlen`, `torch.nn.attention.flex_attention` (with
+    gradients; ``torch.compile(flex_attention)`` too, but not a compiled function that calls it), and what Inductor takes
+    for attention.
     Left to torch: float64 (but not with ``need_weights=True``), forward-mode derivatives, nested tensors given to
     scaled_dot_product_attention itself, other devices, and all calls while flash attention is off
     (``sdpa_kernel(SDPBackend.MATH)``). `report` tells what was taken, and why others not.
 
     What changes besides speed and rounding: a query that sees no key gets 0 where torch.nn.MultiheadAttention gives
-    NaN; NaN at visible places is not swallowed; wrong sizes raise an error where torch reads beyond its arrays. At
+    NaN; NaN at visible places is not swallowed; wrong sizes raise an error where torch reads beyond its arrays, and so do
+    negative indices in functions given to flex_attention, which torch counts from the end. At
     padded positions the fast path of torch.nn.TransformerEncoder gives 0, as ever; at real positions, what the slow
     path gives.
 

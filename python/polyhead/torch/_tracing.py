@@ -263,6 +263,8 @@ class Tracing:
         if name == "getitem":
             tensor, index = args
             return tensor[index] if isinstance(tensor, (Scalar, _Rows)) else self.element(tensor, (), index)
+        if full_name == "torch.Tensor.where" and len(args) == 3:  # x.where(condition, other)
+            args = (args[1], args[0], args[2])
         rule = RULES.get(name)
         if rule is None:
             if name.startswith("r") and name[1:] in _REFLECTED:
