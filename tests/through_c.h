@@ -6,8 +6,8 @@
 
 namespace polyhead::testing {
 
-template <class C>
-C c_struct(const typename capi::Table<C>::Cpp& cpp) {
+template <class C, class Cpp = typename capi::Table<C>::Cpp>
+C c_struct(const Cpp& cpp) {
   C c = {};
   capi::write_fields(cpp, &c);
   if constexpr (requires { c.struct_size; }) c.struct_size = sizeof c;

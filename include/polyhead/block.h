@@ -71,6 +71,7 @@ struct AttentionBlockBackwardArgs {
   Tensor grad_value = {};
   Tensor grad_attn_bias = {};
   Tensor grad_alibi_slopes = {};
+  std::span<const Tensor> grad_captures = {};  ///< as in BackwardArgs
   LayerWeights grad_weights = {};
   NormWeights grad_norm = {};
   bool accumulate = false;  ///< true: grad_weights and grad_norm are added to; the others are overwritten always

@@ -133,6 +133,7 @@ struct LayerForwardArgs {
   Tensor query_offsets = {};  ///< [batch, beam] or [batch], likewise
   Tensor window_lo = {};  ///< [seqlen_q], likewise: query i sees keys window_lo[i] <= j < window_hi[i]; cut to the keys
   Tensor window_hi = {};  ///< [seqlen_q], likewise
+  std::span<const Tensor> captures = {};  ///< those of desc.attention.program, as in ForwardArgs
 
   /// Which random bits dropout draws (polyhead/dropout.h): in training, a dropout above 0 needs a seed, any number, and
   /// the two must differ in seed or offset, or they would drop the same places. Of dropout on P; beam n draws with
@@ -155,7 +156,8 @@ struct LayerForwardArgs {
   /// One step of decoding, inference only: 0 .. seqlen_q - 1. Query, residual, out and attn_weights then have one time
   /// step, `step`; out is what forward would write there. key and value have one time step too, which becomes step
   /// `step` of the caches, and keys behind it are hidden; or they are not given: the caches stand, as forward left them
-  /// (attention to another sequence). Masks, windows and lengths are those of the whole. -1: all steps, as above.
+  /// (attention to another sequence). Masks, windows and lengths are those of the whole. -1: all steps, as above. A layer
+  /// with a program takes no single steps.
   int64_t step = -1;
 
   void* reserve =
@@ -182,8 +184,9 @@ struct LayerBackwardArgs {
   Tensor grad_query = {};
   Tensor grad_key = {};
   Tensor grad_value = {};
-  Tensor grad_attn_bias = {};     ///< shape and dtype of attn_bias
-  Tensor grad_alibi_slopes = {};  ///< shape of alibi_slopes, float32
+  Tensor grad_attn_bias = {};                  ///< shape and dtype of attn_bias
+  Tensor grad_alibi_slopes = {};               ///< shape of alibi_slopes, float32
+  std::span<const Tensor> grad_captures = {};  ///< as in BackwardArgs
 
   /// Written by backward_weights; each is optional, at least one is given.
   LayerWeights grad_weights = {};

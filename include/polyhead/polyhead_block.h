@@ -114,6 +114,8 @@ typedef struct polyhead_attention_block_backward_args {
   polyhead_norm_weights grad_norm;
   int32_t accumulate;  ///< boolean: 1 adds to grad_weights and grad_norm; the others are overwritten always
   int32_t reserved;    ///< 0
+  const polyhead_tensor* grad_captures;  ///< as in polyhead_backward_args
+  size_t num_grad_captures;              ///< default 0
 } polyhead_attention_block_backward_args;
 
 POLYHEAD_API polyhead_status polyhead_attention_block_backward_args_init(polyhead_attention_block_backward_args* args,

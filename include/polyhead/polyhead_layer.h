@@ -164,6 +164,9 @@ typedef struct polyhead_layer_forward_args {
   /// in less time. Of `weights` forward then reads the biases alone; the backward calls read `weights`.
   const void* prepacked_weights;
   size_t prepacked_weights_bytes;  ///< at least polyhead_layer_prepacked_weights_bytes(layer)
+
+  const polyhead_tensor* captures;  ///< [num_captures]: those of the attention's program, as in polyhead_forward_args
+  size_t num_captures;              ///< default 0
 } polyhead_layer_forward_args;
 
 /// Makes every tensor "not given". `struct_size` is sizeof *args.
@@ -194,6 +197,9 @@ typedef struct polyhead_layer_backward_args {
   const polyhead_layer_weights* grad_weights;  ///< of backward_weights: each optional, one at least is given
   int32_t accumulate;                          ///< boolean: 1 adds to what grad_weights hold; 0 (default) overwrites
   int32_t reserved;                            ///< 0
+
+  const polyhead_tensor* grad_captures;  ///< of backward_data, as in polyhead_backward_args; overwritten
+  size_t num_grad_captures;              ///< default 0
 } polyhead_layer_backward_args;
 
 /// Makes every tensor "not given". `struct_size` is sizeof *args.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, SupportsFloat, SupportsIndex
 
 import numpy as np
 
 from polyhead import _bind
 from polyhead._bind import Error
+from polyhead._program import kind_of
+from polyhead._program_call import program_arguments
 from polyhead._typing import Array, ArrayT
 
 _PROJECTIONS = ("query", "key", "value")
@@ -16,6 +18,16 @@ _WEIGHTS = tuple(f"{name}_weight" for name in (*_PROJECTIONS, "out"))
 _BIASES = tuple(f"{name}_bias" for name in (*_PROJECTIONS, "out"))
 # Inputs that have a gradient, as the binding returns them, with their places among the arguments of forward.
 _INPUTS = {"query": 0, "key": 1, "value": 2, "attn_bias": 3, "alibi_slopes": 11}
+_CAPTURED = 24  # the place of what is captured
+
+
+def _captured_floats(captured: Mapping[str, Array] | None) -> list[str]:
+    """Names of what has a gradient."""
+    names = [name for name, array in (captured or {}).items() if kind_of(array.dtype) == "float"]
+    for name in names:
+        if name in (*_INPUTS, *_WEIGHTS, *_BIASES):
+            raise Error(f"{name} cannot be the name of a captured tensor here")
+    return names
 
 
 class LayerCaches(NamedTuple):
@@ -187,6 +199,9 @@ class MultiHeadAttention:
         align: Literal["top_left", "bottom_right"] | None = None,
         query_offset: SupportsIndex | Array | None = None,
         alibi_slopes: Array | None = None,
+        score: Callable[..., Any] | str | None = None,
+        mask: Callable[..., Any] | str | None = None,
+        captured: Mapping[str, Array] | None = None,
         seqlens_q: Array | None = None,
         seqlens_k: Array | None = None,
         return_weights: bool | Literal["mean"] = False,
@@ -212,6 +227,8 @@ class MultiHeadAttention:
             Query i sees keys up to i plus the offset that align or query_offset say.
         window, align, query_offset, alibi_slopes : optional
             As of `polyhead.attention`; align is needed if Sq != Sk and one of causal, window, alibi_slopes is used.
+        score, mask, captured : optional
+            As of `polyhead.attention`: relative positions that are learned, say. Not in single steps of decoding.
         window_lo, window_hi : int32 or int64 array [Sq], optional
             Query i sees keys ``window_lo[i] <= j < window_hi[i]``; cut to the keys there are. Both or none.
         seqlens_q, seqlens_k : int32 or int64 array [B], optional
@@ -251,7 +268,7 @@ class MultiHeadAttention:
         shared = (
             query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, self.scale, self.softcap,
             alibi_slopes, self.dropout_p if training else 0.0, dropout_seed if training else None, 0, None, seqlens_q,
-            seqlens_k, None, None, self.kernel, None, None, None, None, *(w.get(name) for name in (*_WEIGHTS, *_BIASES)),
+            seqlens_k, None, None, self.kernel, None, None, *program_arguments(score, mask, captured), *(w.get(name) for name in (*_WEIGHTS, *_BIASES)),
             self.num_heads, self.num_heads_kv, self.output_dropout_p if training else 0.0,
             output_dropout_seed if training else None, window_lo, window_hi, return_weights,
         )  # fmt: skip
@@ -290,8 +307,8 @@ class MultiHeadAttention:
         grad_out : array
             Of the shape and dtype of out, any strides.
         needs : sequence of str, optional
-            Which: out of "query", "key", "value", "attn_bias", "alibi_slopes" and the names of the weights. Default: all
-            there are.
+            Which: out of "query", "key", "value", "attn_bias", "alibi_slopes", the names of captured floats and those of
+            the weights. Default: all there are.
 
         Returns
         -------
@@ -307,7 +324,8 @@ class MultiHeadAttention:
             raise Error("backward needs what forward keeps: call forward with training=True first")
         shared, reserve = self._saved
         inputs = [name for name, place in _INPUTS.items() if shared[place] is not None]
-        there = (*inputs, *self.weights)
+        captured = _captured_floats(shared[_CAPTURED])
+        there = (*inputs, *captured, *self.weights)
         needs = there if needs is None else tuple(needs)
         for name in needs:
             if name not in there:
@@ -315,7 +333,9 @@ class MultiHeadAttention:
         grads = self._weight_gradients(needs)
         bits = sum(1 << bit for bit, name in enumerate(_INPUTS) if name in needs)
         in_order = (grads.get(name) for name in (*_WEIGHTS, *_BIASES))
-        grads |= dict(zip(_INPUTS, _bind.layer_backward(*shared, grad_out, reserve, bits, *in_order), strict=True))
+        asked = tuple(name for name in captured if name in needs)
+        *by_inputs, by_captured = _bind.layer_backward(*shared, grad_out, reserve, bits, asked, *in_order)
+        grads |= dict(zip(_INPUTS, by_inputs, strict=True)) | by_captured
         return {name: grads[name] for name in needs}
 
     def _weight_gradients(self, needs: Iterable[str]) -> dict[str, np.ndarray]:

@@ -153,10 +153,8 @@ void BackwardCall::check_into(const Source& source, const Tensor& view) const {
   }
 }
 
-void BackwardCall::set_gradient(const Source& source, Tensor view) {
-  if (source.gradient == &backward_.grad_attn_bias) view = widened_to_4d(view);
-  if (view.ndim == 0) view.ndim = 1, view.dims[0] = view.strides[0] = 1;  // a captured number
-  *source.gradient = view;
+void BackwardCall::set_gradient(const Source& source, const Tensor& view) {
+  *source.gradient = source.gradient == &backward_.grad_attn_bias ? widened_to_4d(view) : as_capture(view);
 }
 
 nb::object BackwardCall::run(const Plan& plan) {

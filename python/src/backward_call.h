@@ -35,7 +35,7 @@ class BackwardCall : public Call {
   void read_into();
   Source& source_named(PyObject* name, int at);
   void check_into(const Source& source, const Tensor& view) const;
-  void set_gradient(const Source& source, Tensor view);
+  void set_gradient(const Source& source, const Tensor& view);
 
   BackwardArgs backward_;
   std::vector<Source> sources_;

@@ -107,6 +107,7 @@ void LayerCall::read_windows() {
   a.attn_mask = args_.attn_mask;
   a.attn_bias = args_.attn_bias;
   a.alibi_slopes = args_.alibi_slopes;
+  a.captures = args_.captures;
   a.seqlens_q = args_.seqlens_q;
   a.seqlens_k = args_.seqlens_k;
   a.query_offsets = args_.query_offsets;
@@ -201,21 +202,39 @@ class LayerBackwardCall : public LayerCall {
     return array;
   }
 
+  nb::dict new_captured_gradients();
+
+  std::array<Tensor, Program::kMostCaptures> grad_captures_;
   bool own_key_ = false, own_value_ = false, weights_needed_ = false;
   int64_t needs_ = 0;
   LayerBackwardArgs backward_;
   Held held_own_;
 };
 
+// The Python class has checked the names.
+nb::dict LayerBackwardCall::new_captured_gradients() {
+  nb::dict gradients;
+  PyObject* const names = arguments_[kLayerNeedsCaptured];
+  for (size_t i = 0; i < args_.captures.size(); ++i) {
+    const char* const name = desc_.program->captures()[i].name.c_str();
+    if (PySequence_Contains(names, nb::str(name).ptr()) != 1) continue;
+    Tensor gradient = captures_.given(i);
+    gradients[name] = Results(name, captures_.array(i), gradient.dtype).make(gradient);
+    grad_captures_[i] = as_capture(gradient);
+  }
+  backward_.grad_captures = {grad_captures_.data(), args_.captures.size()};
+  return gradients;
+}
+
 nb::object LayerBackwardCall::run() {
   const auto layer = made();
   LayerForwardArgs& a = layer_args_;
   needs_ = int64_argument(arguments_[kLayerNeeds], "needs");
-  nb::object made_arrays = nb::make_tuple(new_gradient(0, kQuery, a.query, &backward_.grad_query),
-                                          new_gradient(1, kKey, a.key, &backward_.grad_key),
-                                          new_gradient(2, kValue, a.value, &backward_.grad_value),
-                                          new_gradient(3, kAttnBias, given_attn_bias(), &backward_.grad_attn_bias),
-                                          new_gradient(4, kAlibiSlopes, a.alibi_slopes, &backward_.grad_alibi_slopes));
+  nb::object made_arrays = nb::make_tuple(
+      new_gradient(0, kQuery, a.query, &backward_.grad_query), new_gradient(1, kKey, a.key, &backward_.grad_key),
+      new_gradient(2, kValue, a.value, &backward_.grad_value),
+      new_gradient(3, kAttnBias, given_attn_bias(), &backward_.grad_attn_bias),
+      new_gradient(4, kAlibiSlopes, a.alibi_slopes, &backward_.grad_alibi_slopes), new_captured_gradients());
   if (backward_.grad_attn_bias.given()) backward_.grad_attn_bias = widened_to_4d(backward_.grad_attn_bias);
   if (!own_key_) backward_.grad_key = backward_.grad_query;
   if (!own_value_) backward_.grad_value = backward_.grad_key;

@@ -29,15 +29,16 @@ enum LayerPosition : int {
   // backward
   kLayerGradOut = kNumLayerShared,
   kReserve,
-  kLayerNeeds,        // bits: query, key, value, attn_bias, alibi_slopes
-  kLayerGradWeights,  // kNumWeightKinds arrays to write, or None
+  kLayerNeeds,          // bits: query, key, value, attn_bias, alibi_slopes
+  kLayerNeedsCaptured,  // a tuple of names
+  kLayerGradWeights,    // kNumWeightKinds arrays to write, or None
   kNumLayerBackward = kLayerGradWeights + kNumWeightKinds,
 };
 
 // -> (out, attn_weights, reserve); what was not asked for is None
 nb::object layer_forward(PyObject* const* arguments);
 
-// -> (gradients by query, key, value, attn_bias, alibi_slopes); None where needs has no bit. That by query has that by
+// -> (gradients by query, key, value, attn_bias, alibi_slopes, {name: by what is captured}); None where needs has no bit. That by query has that by
 // key, too, where key was not given, and that by key likewise value's.
 nb::object layer_backward(PyObject* const* arguments);
 

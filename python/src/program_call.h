@@ -10,6 +10,9 @@
 
 namespace polyhead::python {
 
+// One of 0 dims, a single number, has one of size 1 for the library.
+Tensor as_capture(Tensor given);
+
 // What a call captures, in the program's order. Its tensors point into this.
 class Captures {
  public:

@@ -178,10 +178,7 @@ polyhead_status polyhead_attention_forward(const polyhead_attention_plan* plan, 
 }
 
 polyhead_status polyhead_attention_backward(const polyhead_attention_plan* plan, const polyhead_backward_args* args) {
-  return call(plan, "plan", args, [](const auto& p, auto& tensors) {
-    tensors.forward = tensors.owned_forward;
-    return p.plan.backward(tensors);
-  });
+  return call(plan, "plan", args, [](const auto& p, const auto& tensors) { return p.plan.backward(tensors); });
 }
 
 polyhead_status polyhead_merge(const polyhead_partial* parts, size_t num_parts, const polyhead_partial* merged,

@@ -88,8 +88,9 @@ Status read_fields(const C& from, const Names& names, typename Table<C>::Cpp* to
   return status;
 }
 
-template <class C>
-void write_fields(const typename Table<C>::Cpp& from, C* to) {
+// From Table<C>::Cpp, or the public struct that it is derived from.
+template <class C, class Cpp>
+void write_fields(const Cpp& from, C* to) {
   std::apply([&](const auto&... row) { (row.write(from, to), ...); }, Table<C>::kFields);
 }
 
@@ -251,7 +252,10 @@ struct Pointer {
     if (inner.ok()) inner = translate(from.*c, names, &(to->*cpp));
     return inner.ok() || in.fail(std::move(inner));
   }
-  void write(const Cpp&, C* to) const { to->*c = nullptr; }
+  template <class Base>
+  void write(const Base&, C* to) const {
+    to->*c = nullptr;
+  }
 };
 
 // A program's text, and what its tensors look like.

@@ -53,6 +53,7 @@ polyhead_status call(const Handle* handle, const char* name, const Args* args, R
     if (Status s = need(args, "args"); !s.ok()) return s;
     typename Table<Args>::Cpp tensors;
     if (Status s = translate(args, {"args", "args"}, &tensors); !s.ok()) return s;
+    if constexpr (requires { tensors.join(); }) tensors.join();
     return run(*handle, tensors);
   });
 }

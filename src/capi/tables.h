@@ -14,6 +14,8 @@ namespace polyhead::capi {
 // A field that has one name in both.
 #define SAME(field) \
   Field { #field, &C::field, &Cpp::field }
+#define CAPTURES(c, num_c, tensors) \
+  CapturedTensors { #c, &C::c, #num_c, &C::num_c, &Cpp::c, &Cpp::tensors }
 #define WITHIN(c, cpp_struct, cpp_type, cpp_field) \
   FieldWithin { #c, &C::c, &Cpp::cpp_struct, &cpp_type::cpp_field }
 
@@ -25,6 +27,34 @@ namespace polyhead::capi {
 constexpr Names kWeights{"weights", "", "weights."};
 constexpr Names kForward{"args.forward", "args.forward"};
 constexpr Names kDropoutOrigin{"dropout_origin", "dropout_origin"};
+
+// The arguments of a call, and the tensors that their spans of captures point to; join() puts those of the forward call
+// into the backward call's.
+struct OwnedForwardArgs : ForwardArgs {
+  Tensor captured[Program::kMostCaptures];
+};
+struct OwnedBackwardArgs : BackwardArgs {
+  OwnedForwardArgs owned_forward;
+  Tensor grad_captured[Program::kMostCaptures];
+  void join() { forward = owned_forward; }
+};
+struct OwnedLayerForwardArgs : LayerForwardArgs {
+  Tensor captured[Program::kMostCaptures];
+};
+struct OwnedLayerBackwardArgs : LayerBackwardArgs {
+  OwnedLayerForwardArgs owned_forward;
+  Tensor grad_captured[Program::kMostCaptures];
+  void join() { forward = owned_forward; }
+};
+struct OwnedAttentionBlockForwardArgs : AttentionBlockForwardArgs {
+  OwnedLayerForwardArgs owned_layer;
+  void join() { layer = owned_layer; }
+};
+struct OwnedAttentionBlockBackwardArgs : AttentionBlockBackwardArgs {
+  OwnedAttentionBlockForwardArgs owned_forward;
+  Tensor grad_captured[Program::kMostCaptures];
+  void join() { owned_forward.join(), forward = owned_forward; }
+};
 
 template <>
 struct Table<polyhead_dropout_origin> {
@@ -65,27 +95,18 @@ struct Table<polyhead_plan_options> {
   static_assert(is_whole<C>(kFields));
 };
 
-// The arguments of a call, and the tensors that their spans of captures point to.
-struct OwnedForwardArgs : ForwardArgs {
-  Tensor captured[Program::kMostCaptures];
-};
-struct OwnedBackwardArgs : BackwardArgs {
-  OwnedForwardArgs owned_forward;
-  Tensor grad_captured[Program::kMostCaptures];
-};
-
 template <>
 struct Table<polyhead_forward_args> {
   using C = polyhead_forward_args;
   using Cpp = OwnedForwardArgs;
   FIRST_SIZE(workspace_bytes, 1608)
-  static constexpr auto kFields = std::make_tuple(
-      SAME(query), SAME(key), SAME(value), SAME(attn_mask), SAME(attn_bias), SAME(alibi_slopes), SAME(seqlens_q),
-      SAME(seqlens_k), SAME(cu_seqlens_q), SAME(cu_seqlens_k), SAME(query_offsets), SAME(dropout_seed),
-      SAME(dropout_offset), Reserved{"reserved", &C::reserved}, SAME(out), SAME(logsumexp), SAME(attn_weights),
-      SAME(column_sums), SAME(workspace), SAME(workspace_bytes), WITHIN(executor, where, Where, executor),
-      WITHIN(stream, where, Where, stream), SAME(window_lo), SAME(window_hi),
-      CapturedTensors{"captures", &C::captures, "num_captures", &C::num_captures, &Cpp::captures, &Cpp::captured});
+  static constexpr auto kFields =
+      std::make_tuple(SAME(query), SAME(key), SAME(value), SAME(attn_mask), SAME(attn_bias), SAME(alibi_slopes),
+                      SAME(seqlens_q), SAME(seqlens_k), SAME(cu_seqlens_q), SAME(cu_seqlens_k), SAME(query_offsets),
+                      SAME(dropout_seed), SAME(dropout_offset), Reserved{"reserved", &C::reserved}, SAME(out),
+                      SAME(logsumexp), SAME(attn_weights), SAME(column_sums), SAME(workspace), SAME(workspace_bytes),
+                      WITHIN(executor, where, Where, executor), WITHIN(stream, where, Where, stream), SAME(window_lo),
+                      SAME(window_hi), CAPTURES(captures, num_captures, captured));
   static_assert(is_whole<C>(kFields));
 };
 
@@ -97,9 +118,7 @@ struct Table<polyhead_backward_args> {
   static constexpr auto kFields = std::make_tuple(
       Pointer{kForward, Null::kRefused, &C::forward, &Cpp::owned_forward}, SAME(grad_out), SAME(grad_logsumexp),
       SAME(delta), SAME(grad_query), SAME(grad_key), SAME(grad_value), SAME(grad_attn_bias), SAME(grad_alibi_slopes),
-      SAME(accumulate), Reserved{"reserved", &C::reserved},
-      CapturedTensors{"grad_captures", &C::grad_captures, "num_grad_captures", &C::num_grad_captures,
-                      &Cpp::grad_captures, &Cpp::grad_captured});
+      SAME(accumulate), Reserved{"reserved", &C::reserved}, CAPTURES(grad_captures, num_grad_captures, grad_captured));
   static_assert(is_whole<C>(kFields));
 };
 
@@ -132,7 +151,7 @@ struct Table<polyhead_layer_weights> {
 template <>
 struct Table<polyhead_layer_forward_args> {
   using C = polyhead_layer_forward_args;
-  using Cpp = LayerForwardArgs;
+  using Cpp = OwnedLayerForwardArgs;
   FIRST_SIZE(workspace_bytes, 1752)
   static constexpr auto kFields = std::make_tuple(
       SAME(query), SAME(key), SAME(value), SAME(residual),
@@ -140,20 +159,21 @@ struct Table<polyhead_layer_forward_args> {
       SAME(alibi_slopes), SAME(seqlens_q), SAME(seqlens_k), SAME(query_offsets), SAME(window_lo), SAME(window_hi),
       SAME(dropout_seed), SAME(output_dropout_seed), SAME(dropout_offset), SAME(output_dropout_offset), SAME(out),
       SAME(attn_weights), SAME(key_cache), SAME(value_cache), SAME(step), SAME(reserve), SAME(reserve_bytes),
-      SAME(workspace), SAME(workspace_bytes), SAME(prepacked_weights), SAME(prepacked_weights_bytes));
+      SAME(workspace), SAME(workspace_bytes), SAME(prepacked_weights), SAME(prepacked_weights_bytes),
+      CAPTURES(captures, num_captures, captured));
   static_assert(is_whole<C>(kFields));
 };
 
 template <>
 struct Table<polyhead_layer_backward_args> {
   using C = polyhead_layer_backward_args;
-  using Cpp = LayerBackwardArgs;
+  using Cpp = OwnedLayerBackwardArgs;
   FIRST_SIZE(reserved, 664)
   static constexpr auto kFields =
-      std::make_tuple(Pointer{kForward, Null::kRefused, &C::forward, &Cpp::forward}, SAME(grad_out), SAME(grad_query),
-                      SAME(grad_key), SAME(grad_value), SAME(grad_attn_bias), SAME(grad_alibi_slopes),
+      std::make_tuple(Pointer{kForward, Null::kRefused, &C::forward, &Cpp::owned_forward}, SAME(grad_out),
+                      SAME(grad_query), SAME(grad_key), SAME(grad_value), SAME(grad_attn_bias), SAME(grad_alibi_slopes),
                       Pointer{kWeights, Null::kAllowed, &C::grad_weights, &Cpp::grad_weights}, SAME(accumulate),
-                      Reserved{"reserved", &C::reserved});
+                      Reserved{"reserved", &C::reserved}, CAPTURES(grad_captures, num_grad_captures, grad_captured));
   static_assert(is_whole<C>(kFields));
 };
 
@@ -186,10 +206,10 @@ struct Table<polyhead_attention_block_desc> {
 template <>
 struct Table<polyhead_attention_block_forward_args> {
   using C = polyhead_attention_block_forward_args;
-  using Cpp = AttentionBlockForwardArgs;
+  using Cpp = OwnedAttentionBlockForwardArgs;
   FIRST_SIZE(norm, 232)
   static constexpr auto kFields =
-      std::make_tuple(Pointer{Names{"args.layer", "args.layer"}, Null::kRefused, &C::layer, &Cpp::layer},
+      std::make_tuple(Pointer{Names{"args.layer", "args.layer"}, Null::kRefused, &C::layer, &Cpp::owned_layer},
                       Struct{Names{"norm", "", "norm."}, &C::norm, &Cpp::norm});
   static_assert(is_whole<C>(kFields));
 };
@@ -197,14 +217,14 @@ struct Table<polyhead_attention_block_forward_args> {
 template <>
 struct Table<polyhead_attention_block_backward_args> {
   using C = polyhead_attention_block_backward_args;
-  using Cpp = AttentionBlockBackwardArgs;
+  using Cpp = OwnedAttentionBlockBackwardArgs;
   FIRST_SIZE(reserved, 872)
   static constexpr auto kFields =
-      std::make_tuple(Pointer{kForward, Null::kRefused, &C::forward, &Cpp::forward}, SAME(grad_out), SAME(grad_query),
-                      SAME(grad_key), SAME(grad_value), SAME(grad_attn_bias), SAME(grad_alibi_slopes),
+      std::make_tuple(Pointer{kForward, Null::kRefused, &C::forward, &Cpp::owned_forward}, SAME(grad_out),
+                      SAME(grad_query), SAME(grad_key), SAME(grad_value), SAME(grad_attn_bias), SAME(grad_alibi_slopes),
                       Pointer{kWeights, Null::kAllowed, &C::grad_weights, &Cpp::grad_weights},
                       Struct{Names{"grad_norm", "", "grad_norm."}, &C::grad_norm, &Cpp::grad_norm}, SAME(accumulate),
-                      Reserved{"reserved", &C::reserved});
+                      Reserved{"reserved", &C::reserved}, CAPTURES(grad_captures, num_grad_captures, grad_captured));
   static_assert(is_whole<C>(kFields));
 };
 

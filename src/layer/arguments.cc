@@ -1,5 +1,7 @@
 #include "layer/arguments.h"
 
+#include <algorithm>
+
 #include "contract/attention_operands.h"
 #include "layer/call_checks.h"
 
@@ -71,6 +73,21 @@ void expect_options(const LayerState& s, StepList* list) {
   }
 }
 
+// What the program captures, or the gradients of that.
+void expect_captures(const LayerState& s, bool gradients, StepList* list) {
+  for (const PlannedOperand& operand : planned_operands(s.asked)) {
+    if (operand.row.in_forward != nullptr || operand.row.in_backward != nullptr) continue;
+    if (operand.row.grad_capture != gradients) continue;
+    const int first = gradients ? kArgGradCaptures : kArgCaptures;
+    Expected& e = list->expected.emplace_back(
+        expect(first + static_cast<int>(operand.row.capture), operand.row.name, operand.shape));
+    if (!gradients) continue;
+    e.role = Role::kOutput;
+    e.refusal = "that capture holds no floats";
+    if (e.kind == Expected::Kind::kRequired) e.kind = Expected::Kind::kOptional;
+  }
+}
+
 void expect_outputs(const LayerState& s, Pass pass, StepList* list) {
   const LayerDesc& d = s.desc;
   expect_out(s, pass, kArgOut, "out", Role::kOutput, list);
@@ -119,6 +136,7 @@ void expect_input_gradients(const LayerState& s, StepList* list) {
     if (e.kind == Expected::Kind::kRequired) e.kind = Expected::Kind::kOptional;
     list->expected.push_back(e);
   }
+  expect_captures(s, true, list);
 }
 
 }  // namespace
@@ -139,6 +157,7 @@ Call call_of(const LayerDesc& desc, const LayerForwardArgs& args) {
   to[kArgOffsets] = of_all_beams(args.query_offsets, desc.beam);
   to[kArgWindowLo] = args.window_lo;
   to[kArgWindowHi] = args.window_hi;
+  call.num_captures = set_captures(args.captures, kArgCaptures, &call);
   to[kArgOut] = with_beam(args.out, 4);
   const bool per_head = desc.attention.return_weights == ReturnWeights::kPerHead;
   to[kArgProbabilities] = with_beam(args.attn_weights, per_head ? 5 : 4);
@@ -149,6 +168,12 @@ Call call_of(const LayerDesc& desc, const LayerForwardArgs& args) {
   call.dropouts = {{{"dropout", desc.attention.dropout_p, args.dropout_seed, args.dropout_offset, desc.beam},
                     {"output_dropout", desc.output_dropout_p, args.output_dropout_seed, args.output_dropout_offset}}};
   return call;
+}
+
+size_t set_captures(std::span<const Tensor> captures, int first_argument, Call* call) {
+  const size_t most = std::min<size_t>(captures.size(), Program::kMostCaptures);
+  std::copy_n(captures.begin(), most, call->tensors + first_argument);
+  return captures.size();
 }
 
 void set_weights(const LayerWeights& weights, int first_argument, Call* call) {
@@ -174,6 +199,7 @@ void expect_arguments(const LayerState& s, Pass pass, const NormBlock* block, St
   norm(Role::kInput, kArgGamma);
   expect_parameters(s, is_backward(pass) ? ParameterUse::kBackward : ParameterUse::kForward, list);
   expect_options(s, list);
+  expect_captures(s, false, list);
   if (!is_backward(pass)) {
     expect_outputs(s, pass, list);
     if (block == nullptr && pass != Pass::kTraining) expect_caches(s, pass, list);

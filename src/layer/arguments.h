@@ -25,7 +25,8 @@ enum Argument : int {
   kArgOffsets,
   kArgWindowLo,
   kArgWindowHi,
-  kArgOut,
+  kArgCaptures,  // likewise, in the order of the program
+  kArgOut = kArgCaptures + Program::kMostCaptures,
   kArgProbabilities,
   kArgKeyCache,
   kArgValueCache,
@@ -35,7 +36,8 @@ enum Argument : int {
   kArgGradValue,
   kArgGradBias,
   kArgGradSlopes,
-  kArgGradWeights,  // likewise
+  kArgGradCaptures,  // likewise
+  kArgGradWeights = kArgGradCaptures + Program::kMostCaptures,
   kArgGradGamma = kArgGradWeights + kNumWeightKinds,
   kArgGradBeta,
   kNumArguments,
@@ -48,6 +50,8 @@ constexpr ArgumentSet only(int argument) { return ArgumentSet{1} << argument; }
 Call call_of(const LayerDesc& desc, const LayerForwardArgs& args);
 void set_weights(const LayerWeights& weights, int first_argument, Call* call);
 void set_norm(const NormWeights& weights, int first_argument, Call* call);
+// How many there are.
+size_t set_captures(std::span<const Tensor> captures, int first_argument, Call* call);
 
 // A layer's or an attention block's call with its gradients, and what comes in.
 template <class Args>
@@ -58,6 +62,7 @@ void set_gradients(const Args& args, Call* call) {
   call->tensors[kArgGradValue] = with_beam(args.grad_value, 4);
   call->tensors[kArgGradBias] = args.grad_attn_bias;
   call->tensors[kArgGradSlopes] = args.grad_alibi_slopes;
+  call->num_grad_captures = set_captures(args.grad_captures, kArgGradCaptures, call);
   set_weights(args.grad_weights, kArgGradWeights, call);
   call->accumulate = args.accumulate;
 }

@@ -4,11 +4,18 @@
 #include <cstring>
 
 #include "attention/unchecked.h"
+#include "contract/program_call.h"
 #include "contract/sequences.h"
+#include "core/sentence.h"
 #include "layer/arguments.h"
 
 namespace polyhead {
 namespace {
+
+// Those of the program, or their gradients, among the arguments.
+std::span<const Tensor> captures_of(const AttentionDesc& desc, const Call& call, int first_argument) {
+  return {call.tensors + first_argument, desc.captures.size()};
+}
 
 // The call of attention on beam n that forward and backward have in common, without a workspace.
 template <class AnyStep>
@@ -19,6 +26,7 @@ ForwardArgs beam_args(const AnyStep& step, const Call& call, int64_t n) {
     return call.step >= 0 ? index_of(t, dim, call.step) : t;
   };
   ForwardArgs one = sequence_args(call, n);
+  one.captures = captures_of(step.plan->desc(), call, kArgCaptures);
   one.query = beam_at(step.query);
   one.key = beam_at(step.key);
   one.value = beam_at(step.value);
@@ -75,6 +83,32 @@ ForwardArgs sequence_args(const Call& call, int64_t n) {
   return one;
 }
 
+Status check_program(const AttentionDesc& asked, const Call& call, int64_t beams) {
+  const size_t captures = asked.captures.size();
+  if (call.num_captures > captures || call.num_grad_captures > captures) {
+    const bool gradients = call.num_captures <= captures;
+    return invalid(sentence(gradients ? "grad_captures" : "captures", " has ",
+                            gradients ? call.num_grad_captures : call.num_captures, " tensors, the program captures ",
+                            captures));
+  }
+  if (asked.program == nullptr || asked.batch == 0) return {};
+  if (call.step >= 0)
+    return invalid(sentence("step is ", call.step, ", with a program all steps are computed at once"));
+  for (int64_t n = 0; n < beams; ++n) {
+    ForwardArgs one = sequence_args(call, n);
+    one.attn_mask = call.tensors[kArgMask];
+    one.attn_bias = call.tensors[kArgBias];
+    one.window_lo = call.tensors[kArgWindowLo];
+    one.window_hi = call.tensors[kArgWindowHi];
+    one.captures = captures_of(asked, call, kArgCaptures);
+    Sequences sequences;  // their table lies where the steps will work later, and attention has one there too
+    Status status = sequences.read(asked, one, call.workspace);
+    if (status.ok()) status = check_program_indices(asked, one, sequences);
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
 Status attend(const AttentionStep& step, const Call& call, char* scratch) {
   for (int64_t n = 0, beams = has_queries(*step.plan) ? step.beams : 0; n < beams; ++n) {
     ForwardArgs one = beam_args(step, call, n);
@@ -94,7 +128,10 @@ Status attend_backward(const AttentionBackwardStep& step, const Call& call, char
     if (!unwanted) grads[i] = tensor_at(call, step.grads[i]);
   }
   const Tensor &grad_bias = call.tensors[kArgGradBias], &grad_slopes = call.tensors[kArgGradSlopes];
-  if (!grads[0].given() && !grads[1].given() && !grads[2].given() && !grad_bias.given() && !grad_slopes.given()) {
+  const std::span<const Tensor> grad_captures = captures_of(step.plan->desc(), call, kArgGradCaptures);
+  const auto given = [](const Tensor& t) { return t.given(); };
+  if (!given(grads[0]) && !given(grads[1]) && !given(grads[2]) && !given(grad_bias) && !given(grad_slopes) &&
+      std::none_of(grad_captures.begin(), grad_captures.end(), given)) {
     return {};
   }
   if (step.beams > 1) std::memset(start_of(call, step.room) + step.begin, 0, step.end - step.begin);
@@ -113,6 +150,7 @@ Status attend_backward(const AttentionBackwardStep& step, const Call& call, char
     one.grad_value = beam_of(grads[2], n);
     one.grad_attn_bias = grad_bias;
     one.grad_alibi_slopes = grad_slopes;
+    one.grad_captures = grad_captures;
     one.accumulate = n > 0;
     if (Status status = backward_unchecked(*step.plan, one); !status.ok()) return status;
     if (shared.num_elements() > 0) add(shared, sums, n > 0);

@@ -21,7 +21,7 @@
 
 namespace polyhead {
 
-inline constexpr int kMaxArguments = 48;  // a layer's backward call has 46
+inline constexpr int kMaxArguments = 63;  // a layer's backward call has 62
 using ArgumentSet = uint64_t;             // bit i: argument number i
 
 // One call: its tensors, by number, with all their dims ([batch, beam, time, vector]), and its memory.
@@ -33,8 +33,9 @@ struct Call {
   size_t reserve_bytes = 0;
   const char* prepacked_weights = nullptr;
   size_t prepacked_weights_bytes = 0;
-  bool accumulate = false;  // add to the gradients of parameters
-  int64_t step = -1;        // of decoding; -1: all steps at once
+  bool accumulate = false;                         // add to the gradients of parameters
+  int64_t step = -1;                               // of decoding; -1: all steps at once
+  size_t num_captures = 0, num_grad_captures = 0;  // as given, more than the program has too
   DropoutStreams dropouts;
 
   bool any_given(ArgumentSet arguments) const {

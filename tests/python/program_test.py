@@ -285,3 +285,27 @@ def test_what_is_closed_over_is_read_when_called():
     narrow = polyhead.attention(query, key, value, mask=near)
     window = 5
     assert (polyhead.attention(query, key, value, mask=near) != narrow).any()
+
+
+def test_in_the_layer():
+    rng = np.random.default_rng(8)
+    names = ("query_weight", "key_weight", "value_weight", "out_weight")
+    layer = polyhead.MultiHeadAttention({name: rng.standard_normal((16, 16)) * 0.3 for name in names}, num_heads=HEADS)
+    x, grad_out = rng.standard_normal((2, BATCH, 9, 16))
+    slope = rng.random(HEADS).astype(np.float32)
+    out = layer.forward(x, causal=True, alibi_slopes=slope, training=True)
+    grads = layer.backward(grad_out)
+    again = layer.forward(
+        x, score=programs.alibi, mask=programs.causal, captured={"slope": slope}, align="top_left", training=True
+    )
+    assert np.allclose(again, out, atol=1e-12)
+    by_program = layer.backward(grad_out)
+    assert [*by_program] == ["query", "slope", *names]
+    assert np.allclose(by_program["slope"], grads["alibi_slopes"], rtol=1e-5, atol=1e-6)
+    assert np.allclose(by_program["query"], grads["query"], atol=1e-12)
+    assert [*layer.backward(grad_out, needs=("out_weight", "slope"))] == ["out_weight", "slope"]
+    with pytest.raises(polyhead.Error, match='needs holds "slopes"'):
+        layer.backward(grad_out, needs=("slopes",))
+    caches = layer.new_caches(BATCH, 9)
+    with pytest.raises(polyhead.Error, match="step is 0, with a program all steps are computed at once"):
+        layer.forward(x[:, :1], score="score * 2", caches=caches, step=0)
