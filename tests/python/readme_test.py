@@ -20,8 +20,8 @@ def _blocks():
 
 def test_examples_run_and_are_right(capsys):
     blocks = _blocks()
-    assert len(blocks) == 4
-    *_, first, training = (compile(block, str(README), "exec") for block in blocks)
+    assert len(blocks) == 5
+    *_, first, training, program = (compile(block, str(README), "exec") for block in blocks)
     names = {}
     exec(first, names)
 
@@ -35,6 +35,15 @@ def test_examples_run_and_are_right(capsys):
     exec(training, names)
     assert names["grads"]["key"].shape == names["key"].shape == (1, 384, 4, 64)
     assert (np.diff(names["losses"]) < 0).all() and names["losses"][-1] < 0.9 * names["losses"][0]
+
+    exec(program, names)
+    i, j = np.ogrid[:384, :384]
+    same = polyhead.attention(
+        names["query"], names["key"], names["value"], alibi_slopes=names["program"]["captured"]["slope"],
+        attn_mask=((i >= j) & (i - j < 128)) | (j < 4),
+    )  # fmt: skip
+    np.testing.assert_allclose(names["out"], same, rtol=1e-4, atol=1e-5)
+    assert names["grads"]["slope"].shape == (16,)
 
 
 def test_the_example_of_torchs_layers_runs():
