@@ -97,6 +97,22 @@ struct TileView {
   int num_vecs = 0;
 };
 
+// Leaves out, for each vector, the keys before the first and behind the last that a program's mask shows it.
+inline void narrow_to_seen(TileView& t, const uint16_t (*seen)[kTileQueries / 4], BlockRanges& ranges) {
+  int begin = t.end, end = t.begin;
+  for (int v = 0; v < t.num_vecs; ++v) {
+    int first = t.begin, behind = t.end;
+    while (first < behind && seen[first][v] == 0) ++first;
+    while (behind > first && seen[behind - 1][v] == 0) --behind;
+    if (ranges.vec_begin[v] < first) ranges.vec_begin[v] = first;
+    if (ranges.vec_end[v] > behind) ranges.vec_end[v] = behind;
+    if (ranges.vec_begin[v] < begin) begin = ranges.vec_begin[v];
+    if (ranges.vec_end[v] > end) end = ranges.vec_end[v];
+  }
+  t.begin = begin;
+  t.end = begin < end ? end : begin;
+}
+
 inline TileView view_block(const HeadOptions& head, const QueryTile& tile, int64_t first_key, int num_keys) {
   const TileRanges& ranges = tile.ranges;
   ViewMemory& scratch = *head.view_memory;
@@ -120,13 +136,16 @@ inline TileView view_block(const HeadOptions& head, const QueryTile& tile, int64
     t.view.kept = scratch.kept;
   }
   t.all = ranges.all_begin <= first_key && ranges.all_end >= first_key + num_keys && num_keys % kMicroRows == 0;
-  if (t.all) {
+  const auto* const seen = view_of<ProgramMask>(head.score.options, t.view.options).seen;
+  if (t.all && seen == nullptr) {
     t.begin = 0;
     t.end = num_keys;
-  } else {
-    block_ranges(scratch.ranges, ranges, first_key, kBlock);
-    t.view.ranges = &scratch.ranges;
+    return t;
   }
+  t.all = false;
+  block_ranges(scratch.ranges, ranges, first_key, kBlock);
+  t.view.ranges = &scratch.ranges;
+  if (seen != nullptr) narrow_to_seen(t, seen, scratch.ranges);
   return t;
 }
 
