@@ -21,6 +21,7 @@ Command add_verify(CLI::App& root);
 Command add_mha(CLI::App& root);
 Command add_explain(CLI::App& root);
 Command add_kernels(CLI::App& root);
+Command add_fuse(CLI::App& root);
 Command add_compare(CLI::App& root);
 Command add_info(CLI::App& root);
 

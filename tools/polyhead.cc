@@ -32,8 +32,9 @@ int run_command(int argc, char** argv) {
   app.require_subcommand(1);
   app.formatter(std::make_shared<Formatter>());
   app.get_formatter()->column_width(34);
-  const std::vector<Command> commands = {add_run(app), add_bench(app),   add_compare(app), add_verify(app),
-                                         add_mha(app), add_explain(app), add_kernels(app), add_info(app)};
+  const std::vector<Command> commands = {add_run(app),     add_bench(app),   add_compare(app),
+                                         add_verify(app),  add_mha(app),     add_fuse(app),
+                                         add_explain(app), add_kernels(app), add_info(app)};
   app.footer("polyhead COMMAND --help tells more. Exit codes: 0 done, 1 a check failed, 2 bad input.");
   std::string known;
   bool is_known = argc < 2 || argv[1][0] == '-';

@@ -1,4 +1,5 @@
-"""ONNX's own Attention operator (opsets 23 and later), computed by polyhead; needs the package ``onnx``.
+"""ONNX's own Attention operator (opsets 23 and later), computed by polyhead, and `polyhead.onnx.fuse`, which finds attention
+in models that others exported; needs the package ``onnx``.
 
 A backend of ONNX's interface: ``prepare``, ``run_model``, ``run_node`` (those of `polyhead.onnx.Backend`). Attention nodes
 run here, every other node on ``onnx.reference``, which is NumPy: right rather than fast. To have attention alone, as a
@@ -21,8 +22,11 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 import polyhead
+from polyhead._onnx_fuse import Candidate, Fusion, fuse
 
-__all__ = ["Attention", "Backend", "Model", "prepare", "run_model", "run_node", "supports_device"]
+__all__ = [
+    "Attention", "Backend", "Candidate", "Fusion", "Model", "fuse", "prepare", "run_model", "run_node", "supports_device",
+]  # fmt: skip
 
 # qk_matmul_output_mode
 _PLAIN, _CAPPED, _MASKED, _WEIGHTS = range(4)
@@ -66,6 +70,10 @@ class Attention(OpRun):
         out, scores = _attend(query, key, value, options, mode)
         out = out.reshape(*out.shape[:2], -1) if Q.ndim == 3 else out.transpose(0, 2, 1, 3)
         return (out, key, value, scores)[:wanted]
+
+
+# The same of the domain "polyhead", as `fuse` emits it for older opsets; the evaluator goes by the class's name.
+_OwnAttention = type("Attention", (Attention,), {"op_domain": "polyhead"})
 
 
 def _heads_first(x, num_heads):
@@ -121,7 +129,7 @@ class Model(base.BackendRep):
     """A model that `polyhead.onnx.Backend.prepare` has made ready; may run many times."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        self._evaluator = ReferenceEvaluator(model, new_ops=[Attention])
+        self._evaluator = ReferenceEvaluator(model, new_ops=[Attention, _OwnAttention])
 
     def run(self, inputs: Mapping[str, Any] | Sequence[Any], **kwargs: Any) -> tuple[Any, ...]:
         """The model's outputs, in its order.

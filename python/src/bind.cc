@@ -11,6 +11,7 @@
 #include "backward_call.h"
 #include "block_call.h"
 #include "call.h"
+#include "graph_call.h"
 #include "layer_call.h"
 #include "merge_call.h"
 #include "plan_cache.h"
@@ -159,5 +160,6 @@ NB_MODULE(_bind, module) {
   module.def("set_num_threads", [](nb::handle count) { set_num_threads(int64_argument(count.ptr(), "num_threads")); });
   module.def("build_info", &build_info);
   module.def("weight_sources", &list_weight_sources);
+  module.def("fuse_model", &fuse_model);
   module.def("measured_peak_gflops", &measured_peak_gflops);
 }

@@ -77,7 +77,7 @@ std::vector<std::vector<std::string>> parse_markdown(const std::string& text) {
 TEST_F(ToolsCommand, EveryHelpHasTwoExamples) {
   EXPECT_EQ(run("--help").code, 0);
   EXPECT_EQ(run("--version").out.substr(0, 5), std::string(polyhead::version()));
-  for (const char* command : {"run", "bench", "compare", "verify", "mha", "explain", "kernels", "info"}) {
+  for (const char* command : {"run", "bench", "compare", "verify", "mha", "fuse", "explain", "kernels", "info"}) {
     const Ran help = run(std::string(command) + " --help");
     EXPECT_EQ(help.code, 0);
     const size_t examples = help.out.find("\nExamples:\n  polyhead " + std::string(command));
@@ -85,10 +85,11 @@ TEST_F(ToolsCommand, EveryHelpHasTwoExamples) {
     EXPECT_NE(help.out.find("\n  polyhead " + std::string(command), examples + 12), std::string::npos) << help.out;
     EXPECT_TRUE(help.err.empty());
     const std::string name = command;
-    const bool takes_problem = name != "compare" && name != "kernels" && name != "info";
+    const bool takes_problem = name != "compare" && name != "fuse" && name != "kernels" && name != "info";
     EXPECT_EQ(help.out.find("--alibi[=head]") != std::string::npos, takes_problem);
     EXPECT_EQ(help.out.find("PROBLEM...") != std::string::npos, takes_problem);
-    if (name == "compare" || (name != "explain" && takes_problem)) continue;  // those examples take minutes, or files
+    if (name == "compare" || name == "fuse" || (name != "explain" && takes_problem))
+      continue;  // those examples take minutes, or files
     for (size_t at = examples; (at = help.out.find("\n  polyhead ", at)) != std::string::npos; ++at) {
       const size_t start = at + 12;
       const std::string example = help.out.substr(start, help.out.find('\n', start) - start);
@@ -362,7 +363,7 @@ TEST_F(ToolsCommand, VerifyPassesAndCountsWhatItDid) {
 TEST_F(ToolsCommand, MistakesAreToldInWordsAndNothingIsPrinted) {
   const std::vector<std::pair<std::string, std::string>> cases = {
       {"", "A subcommand is required"},
-      {"dance", "unknown command 'dance'; known are run, bench, compare, verify, mha, explain, kernels, info"},
+      {"dance", "unknown command 'dance'; known are run, bench, compare, verify, mha, fuse, explain, kernels, info"},
       {"bench", "no problem given; name one as BxHxSxD"},
       {"bench 1x1x8", "has 3 sizes, must have 4"},
       {"bench 1x1x8x8 --kernel cpu_best", "--kernel is 'cpu_best'; known are "},

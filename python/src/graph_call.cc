@@ -1,0 +1,38 @@
+#include "graph_call.h"
+
+#include <string>
+#include <utility>
+
+#include "call.h"
+#include "polyhead/graph.h"
+
+namespace polyhead::python {
+
+namespace nb = nanobind;
+
+nb::object fuse_model(nb::bytes model, nb::str folder, nb::str target) {
+  std::string bytes(static_cast<const char*>(model.data()), model.size());
+  const std::string where = folder.c_str(), wanted = target.c_str();
+  Result<graph::Model> read = graph::Model();
+  graph::Report report;
+  std::string out;
+  {
+    const nb::gil_scoped_release release;
+    read = graph::parse_model(std::move(bytes), where);
+    if (read.ok()) {
+      report = graph::fuse(*read, {wanted == "polyhead" ? graph::Target::kPolyhead : graph::Target::kOnnx});
+      out = graph::encode_model(*read);
+    }
+  }
+  check(read.status());
+  nb::list candidates;
+  for (const graph::Candidate& each : report.candidates) {
+    candidates.append(nb::make_tuple(each.place.c_str(), each.is_attention, each.fused, each.pattern.c_str(),
+                                     each.became.c_str(), each.reason.c_str()));
+  }
+  return nb::make_tuple(
+      nb::bytes(out.data(), out.size()), read->has_external_data, candidates,
+      nb::make_tuple(report.num_nodes_before, report.num_nodes_after, report.opset_before, report.opset_after));
+}
+
+}  // namespace polyhead::python

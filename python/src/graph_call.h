@@ -1,0 +1,12 @@
+// polyhead.onnx.fuse: models as bytes.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace polyhead::python {
+
+// (model, folder, target) -> (model, has_external_data, [(place, is_attention, fused, pattern, became, reason)],
+//                             (nodes, nodes after, opset, opset after))
+nanobind::object fuse_model(nanobind::bytes model, nanobind::str folder, nanobind::str target);
+
+}  // namespace polyhead::python

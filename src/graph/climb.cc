@@ -1,0 +1,210 @@
+// From the softmax up to the product of queries and keys: scales, softcap and mask terms on the way.
+#include <cmath>
+
+#include "core/sentence.h"
+#include "graph/match.h"
+#include "graph/tensors.h"
+
+namespace polyhead::graph {
+namespace {
+
+constexpr double kHides = -1e4;  // a score that is replaced by this, or less, has no weight beside any that is not
+constexpr int kMostSteps = 500;  // of all branches together: a sum of masks may hide the scores on either side
+
+// One way up. Copied where it branches.
+struct Way {
+  std::vector<int> nodes;
+  double factor = 1;  // on what is above, up to the softmax or the tanh below
+  double scale = 1, softcap = 0;
+  std::vector<MaskTerm> terms;
+  std::vector<std::string> words;
+  std::optional<Product> product;
+  std::string reason;
+};
+
+class Climber {
+ public:
+  explicit Climber(const Net& net) : net_(net) {}
+
+  Way climb(int id, Way way) {
+    while (true) {
+      const int node = net_.producer(id);
+      if (node == kNone)
+        return stop(way, sentence("no product of queries and keys: the scores come from \"", name(id), "\""));
+      if (++steps_ > kMostSteps) return stop(way, sentence("more than ", kMostSteps, " nodes before the softmax"));
+      way.nodes.push_back(node);
+      if (is_product(net_, node)) return arrive(node, std::move(way));
+      if (net_.is(node, "Where")) return where(node, way);
+      if (net_.is(node, "Add") || net_.is(node, "Sub")) {
+        if (const auto uniform = shifted(node)) {
+          id = *uniform;
+          continue;
+        }
+        return add(node, way);
+      }
+      const int next = step(node, way);
+      if (next == kNone) return way;
+      id = next;
+    }
+  }
+
+ private:
+  std::string name(int id) const { return id == kNone ? "" : std::string(net_.value(id).name); }
+
+  static Way stop(Way& way, std::string reason) {
+    way.reason = std::move(reason);
+    return std::move(way);
+  }
+
+  Way arrive(int node, Way way) {
+    way.product = scores_product(net_, node, way.reason);
+    if (!way.product) return way;
+    way.scale = way.factor * way.product->factor;
+    return way;
+  }
+
+  // A number that is added to all scores alike changes no weight.
+  std::optional<int> shifted(int node) const {
+    for (size_t side = 0; side < 2; ++side) {
+      const auto number = net_.number(net_.input(node, side));
+      if (number && std::isfinite(*number) && std::fabs(*number) < 1e6 && keeps_shape(node, 1 - side)) {
+        return net_.input(node, 1 - side);
+      }
+    }
+    return std::nullopt;
+  }
+
+  // What else a node reads adds no dim to the scores, its input `side`, and widens none.
+  bool keeps_shape(int node, size_t side) const {
+    const auto before = net_.shape(net_.input(node, side)), after = net_.shape(net_.output(node, 0));
+    if (before.size() != after.size() || before.empty()) return false;
+    for (size_t i = 0; i < before.size(); ++i) {
+      if (before[i].is(1) && !after[i].is(1)) return false;
+    }
+    return true;
+  }
+
+  // Both sides of a node may lead to the scores; the way that comes further is the answer.
+  template <class Take>
+  Way branch(int node, Way& way, std::initializer_list<size_t> sides, Take take) {
+    Way best;
+    for (size_t side : sides) {
+      Way next = way;
+      if (!keeps_shape(node, side)) {
+        next.reason = sentence(words_of(net_, node), " gives the scores more dims, or of another size, than \"",
+                               name(net_.input(node, side)), "\" has, or their shape is not known");
+      } else {
+        next = take(side, std::move(next));
+      }
+      if (next.product) return next;
+      if (best.reason.empty() || next.nodes.size() > best.nodes.size()) best = std::move(next);
+    }
+    return best;
+  }
+
+  Way add(int node, Way& way) {
+    const bool is_sub = net_.is(node, "Sub");
+    const auto take = [&](size_t side, Way next) {
+      if (next.softcap > 0)
+        return stop(next, sentence("something is added before the softcap, at ", words_of(net_, node)));
+      const int mask = net_.input(node, 1 - side);
+      next.terms.push_back(
+          {MaskTerm::kAdded, mask, is_sub ? -next.factor : next.factor, node, net_.shape(net_.output(node, 0)).size()});
+      return climb(net_.input(node, side), std::move(next));
+    };
+    return is_sub ? branch(node, way, {0}, take) : branch(node, way, {0, 1}, take);
+  }
+
+  Way where(int node, Way& way) {
+    return branch(node, way, {1, 2}, [&](size_t side, Way next) {
+      const auto fill = net_.number(net_.input(node, 3 - side));
+      if (!fill) {
+        return stop(next, sentence("the scores and \"", name(net_.input(node, 3 - side)),
+                                   "\", which is no constant, are mixed by ", words_of(net_, node)));
+      }
+      const double number = *fill * next.factor;
+      if (next.softcap > 0 || !(number <= kHides)) {
+        return stop(next, sentence(words_of(net_, node), " gives hidden scores the number ", number,
+                                   next.softcap > 0 ? " before the softcap" : ", must be -10000 or less to hide them"));
+      }
+      next.terms.push_back({side == 1 ? MaskTerm::kVisible : MaskTerm::kHidden, net_.input(node, 0), number, node,
+                            net_.shape(net_.output(node, 0)).size()});
+      return climb(net_.input(node, side), std::move(next));
+    });
+  }
+
+  // A node of which one input is the scores: that input, or kNone and a reason.
+  int step(int node, Way& way) {
+    const std::string& op = net_.node(node).op_type;
+    if (!net_.node(node).domain.empty()) return refuse(node, way, " between the products is not understood");
+    if (op == "Mul" || op == "Div") return scaled(node, way);
+    if (op == "Tanh" && way.softcap == 0) {
+      way.softcap = way.factor;
+      if (!(way.softcap > 0)) return refuse(node, way, " is scaled by a number that is not positive");
+      way.words.push_back("softcap");
+      way.factor = 1;
+      return net_.input(node, 0);
+    }
+    if (op == "Identity" || (op == "Dropout" && is_idle_dropout(node))) return net_.input(node, 0);
+    if (op == "Cast" && is_float(net_.facts(net_.output(node, 0)).type)) {
+      if (way.words.empty() || way.words.back() != "casts") way.words.push_back("casts");
+      return net_.input(node, 0);
+    }
+    if (op == "Reshape" || op == "Unsqueeze" || op == "Squeeze") {
+      const auto before = net_.shape(net_.input(node, 0)), after = net_.shape(net_.output(node, 0));
+      const bool kept = before.size() >= 2 && after.size() >= 2 && before.back() == after.back() &&
+                        before[before.size() - 2] == after[after.size() - 2];
+      return kept ? net_.input(node, 0) : refuse(node, way, " changes the last two dims of the scores");
+    }
+    if (op == "Transpose") return refuse(node, way, " stands between the product and the softmax and does not cancel");
+    if (op == "Concat") return refuse(node, way, " joins the scores with others");
+    return refuse(node, way, " between the products is not understood");
+  }
+
+  int refuse(int node, Way& way, const char* why) const {
+    way.reason = words_of(net_, node) + why;
+    return kNone;
+  }
+
+  bool is_idle_dropout(int node) const {
+    const int training = net_.input(node, 2);
+    return training == kNone || net_.number(training) == 0.0;
+  }
+
+  int scaled(int node, Way& way) const {
+    const bool is_div = net_.is(node, "Div");
+    for (size_t side : {size_t{0}, size_t{1}}) {
+      const auto number = net_.number(net_.input(node, 1 - side));
+      if (!number || (is_div && side == 1)) continue;
+      if (!keeps_shape(node, side)) return refuse(node, way, " changes the shape of the scores");
+      way.factor = is_div ? way.factor / *number : way.factor * *number;
+      if (std::isfinite(way.factor)) return net_.input(node, side);
+      return refuse(node, way, " scales by a number that is not finite");
+    }
+    return refuse(node, way, " scales the scores by what is not a constant number");
+  }
+
+  const Net& net_;
+  int steps_ = 0;
+};
+
+}  // namespace
+
+void climb_scores(const Net& net, const Anchor& anchor, Match& match) {
+  Way way = Climber(net).climb(anchor.input, {});
+  match.nodes.insert(match.nodes.end(), way.nodes.begin(), way.nodes.end());
+  match.reason = way.reason;
+  if (!way.product) {
+    match.is_attention = false;
+    for (int node : way.nodes) match.is_attention = match.is_attention || is_product(net, node);
+    return;
+  }
+  match.scores = *way.product;
+  match.softcap = way.softcap;
+  // softcap * tanh(b x) is the softcap of softcap * b * x
+  match.scale = way.softcap > 0 ? way.softcap * way.scale : way.scale;
+  match.terms = std::move(way.terms);
+  match.words.insert(match.words.end(), way.words.begin(), way.words.end());
+}
+
+}  // namespace polyhead::graph

@@ -1,0 +1,203 @@
+// From the softmax down to the product with the values: guards, dropout, casts and factors on the way.
+#include <algorithm>
+#include <cmath>
+
+#include "core/sentence.h"
+#include "graph/match.h"
+#include "graph/tensors.h"
+
+namespace polyhead::graph {
+namespace {
+
+// What a boolean tells of the rows of the scores.
+enum class Told {
+  kNothing,
+  kHidden,      // of each score: it is -inf
+  kVisible,     // of each score: it is not
+  kAllHidden,   // of each row
+  kAnyVisible,  // of each row
+};
+
+Told negated(Told told) {
+  switch (told) {
+    case Told::kHidden: return Told::kVisible;
+    case Told::kVisible: return Told::kHidden;
+    case Told::kAllHidden: return Told::kAnyVisible;
+    case Told::kAnyVisible: return Told::kAllHidden;
+    default: return Told::kNothing;
+  }
+}
+
+class Follower {
+ public:
+  Follower(const Net& net, const Anchor& anchor, Match& match) : net_(net), scores_(anchor.input), match_(match) {}
+
+  void follow(int id) {
+    for (int weights = id; weights != kNone;) {
+      match_.weights = weights;
+      int next = kNone;
+      if (const int node = product_of(weights); node != kNone) return arrive(node, weights);
+      for (int user : net_.value(weights).users) {
+        next = passed(user, weights);
+        if (next != kNone) break;
+      }
+      if (next == kNone) {
+        match_.is_attention = false;
+        match_.reason = net_.value(weights).users.empty() ? "no product with values follows the softmax"
+                                                          : sentence("no product with values follows the softmax, but ",
+                                                                     words_of(net_, net_.value(weights).users.front()));
+      }
+      weights = next;
+    }
+  }
+
+ private:
+  // The only product that reads the weights.
+  int product_of(int weights) const {
+    for (int user : net_.value(weights).users) {
+      if (is_product(net_, user)) return user;
+    }
+    return kNone;
+  }
+
+  void arrive(int node, int weights) {
+    match_.nodes.push_back(node);
+    auto product = weights_product(net_, node, weights, match_.reason);
+    if (!product) return;
+    match_.out_factor *= product->factor;
+    match_.result = *product;
+    match_.out = net_.output(node, 0);
+  }
+
+  // What the node makes of the weights, if that is weights again, or kNone.
+  int passed(int node, int weights) {
+    if (!net_.node(node).domain.empty()) return kNone;
+    const std::string& op = net_.node(node).op_type;
+    const int out = net_.output(node, 0);
+    const auto take = [&] {
+      match_.nodes.push_back(node);
+      return out;
+    };
+    if (op == "Identity" || (op == "Cast" && is_float(net_.facts(out).type))) return take();
+    if (op == "Dropout") {
+      const int training = net_.input(node, 2);
+      const bool idle = (training == kNone || net_.number(training) == 0.0) &&
+                        (net_.output(node, 1) == kNone || net_.value(net_.output(node, 1)).users.empty());
+      if (idle) match_.words.push_back("idle Dropout");
+      return idle ? take() : kNone;
+    }
+    if (op == "Reshape" || op == "Unsqueeze" || op == "Squeeze") {
+      const auto before = net_.shape(weights), after = net_.shape(out);
+      const bool kept = before.size() >= 2 && after.size() >= 2 && before.back() == after.back() &&
+                        before[before.size() - 2] == after[after.size() - 2];
+      return kept ? take() : kNone;
+    }
+    if (op == "Mul" || op == "Div") {
+      const size_t side = net_.input(node, 0) == weights ? 0 : 1;
+      const auto number = net_.number(net_.input(node, 1 - side));
+      if (!number || (op == "Div" && side == 1) || net_.rank(out) != net_.rank(weights)) return kNone;
+      match_.out_factor = op == "Mul" ? match_.out_factor * *number : match_.out_factor / *number;
+      return take();
+    }
+    if (op == "Where" && is_guard(node, weights)) {
+      match_.words.push_back("a guard of rows that see no key");
+      return take();
+    }
+    return kNone;
+  }
+
+  // where(row sees nothing, 0, weights), told by NaN of the weights or by the scores.
+  bool is_guard(int node, int weights) {
+    const int condition = net_.producer(net_.input(node, 0));
+    const auto zero = [&](size_t at) { return net_.number(net_.input(node, at)) == 0.0; };
+    if (condition == kNone) return false;
+    if (net_.is(condition, "IsNaN") && net_.input(condition, 0) == weights && zero(1)) {
+      match_.nodes.push_back(condition);
+      return true;
+    }
+    std::vector<int> nodes;
+    const Told told = read(net_.input(node, 0), nodes, 0);
+    const bool guards = (told == Told::kAllHidden && zero(1) && net_.input(node, 2) == weights) ||
+                        (told == Told::kAnyVisible && zero(2) && net_.input(node, 1) == weights);
+    if (guards) match_.nodes.insert(match_.nodes.end(), nodes.begin(), nodes.end());
+    return guards;
+  }
+
+  Told read(int id, std::vector<int>& nodes, int depth) const {
+    const int node = net_.producer(id);
+    if (node == kNone || depth > 12) return Told::kNothing;
+    nodes.push_back(node);
+    if (net_.is(node, "Equal") && net_.input(node, 0) == scores_) {
+      const auto number = net_.number(net_.input(node, 1));
+      return number && std::isinf(*number) && *number < 0 ? Told::kHidden : Told::kNothing;
+    }
+    if (net_.is(node, "Cast")) return read(net_.input(node, 0), nodes, depth + 1);
+    if (net_.is(node, "Not")) return negated(read(net_.input(node, 0), nodes, depth + 1));
+    const bool maximum = net_.is(node, "ReduceMax"), minimum = net_.is(node, "ReduceMin");
+    const auto axes = axes_of(net_, node);
+    const int last = net_.rank(net_.input(node, 0)) - 1;
+    if ((!maximum && !minimum) || !axes || axes->size() != 1 || (axes->front() != -1 && axes->front() != last) ||
+        integer_of(net_.node(node), "keepdims", 1) == 0) {
+      return Told::kNothing;
+    }
+    const Told each = read(net_.input(node, 0), nodes, depth + 1);
+    if (maximum && each == Told::kVisible) return Told::kAnyVisible;
+    return minimum && each == Told::kHidden ? Told::kAllHidden : Told::kNothing;
+  }
+
+  const Net& net_;
+  int scores_;
+  Match& match_;
+};
+
+bool contains(const std::vector<int>& nodes, int node) {
+  return std::find(nodes.begin(), nodes.end(), node) != nodes.end();
+}
+
+// Nobody else reads what goes away; the weights may be returned.
+void check_users(const Net& net, Match& match) {
+  for (int node : match.nodes) {
+    for (size_t i = 0; i < net.node(node).outputs.size(); ++i) {
+      const int id = net.output(node, i);
+      if (id == kNone || id == match.out) continue;
+      const NetValue& value = net.value(id);
+      int other = kNone;
+      for (int user : value.users) {
+        if (!contains(match.nodes, user)) other = user;
+      }
+      if (!value.is_output && other == kNone) continue;
+      if (id == match.weights && match.out_factor == 1) {
+        match.returns_weights = true;
+        continue;
+      }
+      match.reason =
+          value.is_output
+              ? sentence("\"", value.name, "\", of ", words_of(net, node), ", is an output of the graph")
+              : sentence("\"", value.name, "\", of ", words_of(net, node), ", is also read by ", words_of(net, other));
+      return;
+    }
+  }
+}
+
+}  // namespace
+
+void follow_weights(const Net& net, const Anchor& anchor, Match& match) {
+  Follower(net, anchor, match).follow(anchor.output);
+}
+
+Match match_attention(const Net& net, const Anchor& anchor) {
+  Match match;
+  match.nodes = anchor.nodes;
+  match.softmax_input = anchor.input;
+  follow_weights(net, anchor, match);
+  if (!match.reason.empty()) return match;
+  match.reason = anchor.reason;
+  if (match.reason.empty()) climb_scores(net, anchor, match);
+  if (!anchor.words.empty()) match.words.push_back(anchor.words);
+  std::sort(match.nodes.begin(), match.nodes.end());
+  match.nodes.erase(std::unique(match.nodes.begin(), match.nodes.end()), match.nodes.end());
+  if (match.reason.empty()) check_users(net, match);
+  return match;
+}
+
+}  // namespace polyhead::graph

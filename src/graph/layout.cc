@@ -1,0 +1,268 @@
+#include "graph/layout.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace polyhead::graph {
+
+Layout::Layout(const Net& net, int value) : net_(&net), value_(value) {
+  for (const Size& size : net.shape(value)) {
+    dims_.emplace_back();
+    if (size.is(1)) continue;
+    dims_.back().push_back(static_cast<int>(atoms_.size()));
+    atoms_.push_back(size);
+  }
+}
+
+Sizes Layout::sizes(const Atoms& atoms) const {
+  Sizes list;
+  for (int each : atoms) list.push_back(atom(each));
+  return list;
+}
+
+// Replaces an atom by two, everywhere.
+void Layout::cut(int index, const Size& first, const Size& second, Atoms& sequence) {
+  atoms_[static_cast<size_t>(index)] = first;
+  atoms_.push_back(second);
+  const int minor = static_cast<int>(atoms_.size()) - 1;
+  const auto in = [&](Atoms& list) {
+    const auto at = std::find(list.begin(), list.end(), index);
+    if (at != list.end()) list.insert(at + 1, minor);
+  };
+  for (Atoms& list : dims_) in(list);
+  for (Atoms& list : watched) in(list);
+  in(sequence);
+}
+
+// Moves atoms of the size `wanted` from the front of a sequence to a dim.
+bool Layout::take(const Size& wanted, Atoms& sequence, Atoms& dim) {
+  const Symbols& symbols = net_->symbols();
+  for (Size rest = wanted; !rest.is(1);) {
+    if (sequence.empty()) return false;
+    const int first = sequence.front();
+    if (const auto quotient = symbols.quotient(rest, atom(first))) {
+      rest = *quotient;
+    } else if (const auto minor = symbols.quotient(atom(first), rest)) {
+      cut(first, Size(rest), Size(*minor), sequence);
+      rest = {};
+    } else {
+      return false;
+    }
+    dim.push_back(first);
+    sequence.erase(sequence.begin());
+  }
+  return true;
+}
+
+bool Layout::regroup(std::span<const Size> wanted) {
+  const Layout before = *this;
+  Atoms sequence;
+  for (const Atoms& dim : dims_) sequence.insert(sequence.end(), dim.begin(), dim.end());
+  std::vector<Atoms> dims(wanted.size());
+  bool good = true;
+  for (size_t i = 0; i < wanted.size() && good; ++i) good = take(wanted[i], sequence, dims[i]);
+  if (good && sequence.empty()) {
+    dims_ = std::move(dims);
+    return true;
+  }
+  dims_ = before.dims_;
+  atoms_ = before.atoms_;
+  watched = before.watched;
+  return false;
+}
+
+namespace {
+
+bool moves_dims(const Net& net, int node) {
+  return net.is(node, "Reshape") || net.is(node, "Flatten") || net.is(node, "Squeeze") || net.is(node, "Unsqueeze");
+}
+
+// perm of a Transpose, checked.
+std::optional<std::vector<size_t>> perm_of(const Net& net, int node, size_t rank) {
+  std::vector<size_t> perm(rank);
+  const Attribute* told = attribute_of(net.node(node), "perm");
+  std::vector<bool> seen(rank);
+  if (told != nullptr && told->integers.size() != rank) return std::nullopt;
+  for (size_t i = 0; i < rank; ++i) {
+    const int64_t from = told == nullptr ? static_cast<int64_t>(rank - 1 - i) : told->integers[i];
+    if (from < 0 || from >= static_cast<int64_t>(rank) || seen[static_cast<size_t>(from)]) return std::nullopt;
+    perm[i] = static_cast<size_t>(from);
+    seen[perm[i]] = true;
+  }
+  return perm;
+}
+
+}  // namespace
+
+bool Layout::up() {
+  const int node = net_->producer(value_);
+  if (node == kNone) return false;
+  const int input = net_->input(node, 0);
+  if (net_->is(node, "Transpose")) {
+    const auto perm = perm_of(*net_, node, dims_.size());
+    if (!perm) return false;
+    std::vector<Atoms> before(dims_.size());
+    for (size_t i = 0; i < dims_.size(); ++i) before[(*perm)[i]] = dims_[i];
+    dims_ = std::move(before);
+  } else if (moves_dims(*net_, node)) {
+    if (net_->rank(input) < 0 || !regroup(net_->shape(input))) return false;
+  } else if (!net_->is(node, "Identity")) {
+    return false;
+  }
+  value_ = input;
+  return true;
+}
+
+bool Layout::down(int node) {
+  if (node == kNone || net_->input(node, 0) != value_) return false;
+  const int output = net_->output(node, 0);
+  if (net_->is(node, "Transpose")) {
+    const auto perm = perm_of(*net_, node, dims_.size());
+    if (!perm) return false;
+    std::vector<Atoms> after;
+    for (size_t from : *perm) after.push_back(dims_[from]);
+    dims_ = std::move(after);
+  } else if (moves_dims(*net_, node)) {
+    if (net_->rank(output) < 0 || !regroup(net_->shape(output))) return false;
+  } else if (!net_->is(node, "Identity")) {
+    return false;
+  }
+  value_ = output;
+  return true;
+}
+
+int Layout::up_repeat() {
+  const int node = net_->producer(value_);
+  if (!net_->is(node, "Expand")) return kNone;
+  const int input = net_->input(node, 0);
+  const auto before = net_->shape(input);
+  if (before.size() != dims_.size()) return kNone;
+  std::optional<size_t> widened;
+  for (size_t i = 0; i < dims_.size(); ++i) {
+    if (before[i] == size(dims_[i])) continue;
+    if (!before[i].is(1) || widened || dims_[i].size() != 1) return kNone;
+    widened = i;
+  }
+  if (!widened) return kNone;
+  const int repeat = dims_[*widened].front();
+  dims_[*widened].clear();
+  value_ = input;
+  return repeat;
+}
+
+namespace {
+
+Atoms joined(const Atoms& a, const Atoms& b) {
+  Atoms both = a;
+  both.insert(both.end(), b.begin(), b.end());
+  return both;
+}
+
+// Follows one operand up and writes down each form that it meets.
+class FormFinder {
+ public:
+  FormFinder(const Net& net, const Operand& operand) : net_(net), layout_(net, operand.value) {
+    for (size_t dim : operand.order) layout_.watched.push_back(layout_.dims()[dim]);
+    merged_ = operand.rank() == 3;
+    forms_.push_back({false, operand.value, operand.order});
+    if (!merged_) {
+      forms_.back().batch = net.shape(operand.value)[operand.order[0]];
+      forms_.back().heads = net.shape(operand.value)[operand.order[1]];
+    }
+  }
+
+  std::vector<Form> find() {
+    do {
+      note();
+    } while (step());
+    return std::move(forms_);
+  }
+
+ private:
+  bool step() {
+    if (layout_.up()) return true;
+    if (pass_number()) return true;
+    const Layout before = layout_;
+    const int repeat = layout_.up_repeat();
+    Atoms& heads = layout_.watched[merged_ ? 0 : 1];
+    if (repeat == kNone || heads.empty() || heads.back() != repeat || !repeats_.is(1)) {
+      layout_ = before;
+      return false;
+    }
+    repeats_ = layout_.atom(repeat);
+    heads.pop_back();
+    return true;
+  }
+
+  // x of x * number or x / number.
+  bool pass_number() {
+    const int node = net_.producer(layout_.value());
+    const bool is_div = net_.is(node, "Div");
+    if (!is_div && !net_.is(node, "Mul")) return false;
+    for (size_t side : {size_t{0}, size_t{1}}) {
+      const int x = net_.input(node, side);
+      const auto number = net_.number(net_.input(node, 1 - side));
+      if (!number || (is_div && side == 1) || net_.rank(x) != net_.rank(layout_.value())) continue;
+      const auto a = net_.shape(x), b = net_.shape(layout_.value());
+      const double scale = is_div ? scale_ / *number : scale_ * *number;
+      if (!std::equal(a.begin(), a.end(), b.begin()) || !std::isfinite(scale)) continue;
+      scale_ = scale;
+      layout_.replace(x);
+      return true;
+    }
+    return false;
+  }
+
+  void note() {
+    const std::vector<Atoms>& dims = layout_.dims();
+    const std::vector<Atoms>& wanted = layout_.watched;
+    const Atoms &sequence = wanted[merged_ ? 1 : 2], &dim = wanted[merged_ ? 2 : 3];
+    const Atoms lead = merged_ ? wanted[0] : joined(wanted[0], wanted[1]);
+    Form form = {false, layout_.value(), {0, 1, 2, 3}, scale_, repeats_, {}, {}};
+    if (merged_ && dims.size() == 4 && dims[2] == sequence && dims[3] == dim && joined(dims[0], dims[1]) == lead) {
+      form.batch = layout_.size(dims[0]);
+      form.heads = layout_.size(dims[1]);
+      forms_.push_back(form);
+    }
+    if (!merged_ && dims.size() == 4 && is_permutation(dims, wanted, form.order)) {
+      form.batch = layout_.size(wanted[0]);
+      form.heads = layout_.size(wanted[1]);
+      forms_.push_back(form);
+    }
+    if (dims.size() != 3 || dims[1] != sequence || dims[2].size() < dim.size()) return;
+    const Atoms heads(dims[2].begin(), dims[2].end() - static_cast<std::ptrdiff_t>(dim.size()));
+    if (joined(heads, dim) != dims[2] || joined(dims[0], heads) != lead) return;
+    if (!merged_ && heads != wanted[1]) return;
+    form.flat = true;
+    form.batch = layout_.size(dims[0]);
+    form.heads = layout_.size(heads);
+    forms_.push_back(form);
+  }
+
+  // wanted[i] is dims[order[i]]
+  static bool is_permutation(const std::vector<Atoms>& dims, const std::vector<Atoms>& wanted,
+                             std::vector<size_t>& order) {
+    std::vector<bool> taken(dims.size());
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      size_t at = i;  // dims of size 1 are all alike: better where it is wanted
+      for (size_t k = 0; k < dims.size() && (taken[at] || dims[at] != wanted[i]); ++k) at = k;
+      if (taken[at] || dims[at] != wanted[i]) return false;
+      taken[at] = true;
+      order[i] = at;
+    }
+    return true;
+  }
+
+  const Net& net_;
+  Layout layout_;
+  bool merged_ = false;  // batch and heads are one dim
+  double scale_ = 1;
+  Size repeats_;
+  std::vector<Form> forms_;
+};
+
+}  // namespace
+
+std::vector<Form> forms_of(const Net& net, const Operand& operand) { return FormFinder(net, operand).find(); }
+
+}  // namespace polyhead::graph

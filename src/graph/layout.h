@@ -1,0 +1,66 @@
+// A value seen through transposes, reshapes and repeats of heads: which other value holds the same numbers, and how.
+//
+// Dims are lists of atoms: a dim of size H * D that a reshape cuts in two is the atoms H and D. A transpose permutes the
+// lists, a reshape groups the atoms anew.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "graph/net.h"
+#include "graph/product.h"
+
+namespace polyhead::graph {
+
+using Atoms = std::vector<int>;  // of one dim, major first; a dim of size 1 has none
+
+// Dims that are made of atoms.
+class Layout {
+ public:
+  Layout(const Net& net, int value);
+
+  int value() const { return value_; }
+  const std::vector<Atoms>& dims() const { return dims_; }
+  Size size(const Atoms& atoms) const { return net_->symbols().product(sizes(atoms)); }
+  const Size& atom(int index) const { return atoms_[static_cast<size_t>(index)]; }
+
+  // To the input of the node that computes the value, or to the output of the one that reads it. False, and nothing has
+  // changed, where the node does more than to move elements.
+  bool up();
+  bool down(int node);
+  // Past a node that does something else to elements, in their places.
+  void replace(int value) { value_ = value; }
+  // Past an Expand: the dim's last atoms repeat what is in the input. The atom, or kNone.
+  int up_repeat();
+
+  // Lists of atoms that are kept up to date while atoms are cut in two.
+  std::vector<Atoms> watched;
+
+ private:
+  Sizes sizes(const Atoms& atoms) const;
+  bool regroup(std::span<const Size> wanted);
+  bool take(const Size& wanted, Atoms& sequence, Atoms& dim);
+  void cut(int atom, const Size& first, const Size& second, Atoms& sequence);
+
+  const Net* net_;
+  int value_;
+  std::vector<Atoms> dims_;
+  Sizes atoms_;
+};
+
+// One way to give a tensor to the operator: 4-D [batch, heads, sequence, dim], or flat, [batch, sequence, heads * dim].
+struct Form {
+  bool flat = false;
+  int value = kNone;
+  std::vector<size_t> order =
+      {};             // of a 4-D value's dims, where it needs a transpose; of a 3-D one's, which gets a batch of 1
+  double scale = 1;   // of the numbers that were passed on the way
+  Size repeats = {};  // each head is read that many times in a row
+  Size batch = {}, heads = {};
+};
+
+// All forms of an operand [batch, heads, sequence, dim] or [batch * heads, sequence, dim]; the first is itself, the last
+// the one that stands furthest above.
+std::vector<Form> forms_of(const Net& net, const Operand& operand);
+
+}  // namespace polyhead::graph

@@ -1,0 +1,162 @@
+#include "graph/product.h"
+
+#include <algorithm>
+#include <cctype>
+
+#include "core/sentence.h"
+
+namespace polyhead::graph {
+namespace {
+
+struct Labels {
+  std::string left, right, out;
+  double factor = 1;
+};
+
+std::optional<Labels> matmul_labels(const Net& net, int node, std::string& reason) {
+  const int a = net.rank(net.input(node, 0)), b = net.rank(net.input(node, 1));
+  const Node& n = net.node(node);
+  if (a < 2 || a > 8 || a != b || integer_of(n, "transBatchA", 0) != 0 || integer_of(n, "transBatchB", 0) != 0) {
+    reason = sentence("the operands of ", words_of(net, node), " have ", a, " and ", b,
+                      " dims, must have the same number of at least 2 (-1: not known)");
+    return std::nullopt;
+  }
+  const std::string lead = std::string("abcdefgh").substr(0, static_cast<size_t>(a - 2));
+  Labels labels = {lead + "rk", lead + "kc", lead + "rc"};
+  if (integer_of(n, "transA", 0) != 0) labels.left = lead + "kr";
+  if (integer_of(n, "transB", 0) != 0) labels.right = lead + "ck";
+  if (const Attribute* alpha = attribute_of(n, "alpha"))
+    labels.factor = static_cast<double>(alpha->number.value_or(1.0f));
+  return labels;
+}
+
+std::optional<Labels> einsum_labels(const Net& net, int node, std::string& reason) {
+  const Attribute* equation = attribute_of(net.node(node), "equation");
+  std::string text = equation == nullptr ? "" : equation->text.value_or("");
+  std::erase_if(text, [](char c) { return std::isspace(static_cast<unsigned char>(c)) != 0; });
+  const size_t comma = text.find(','), arrow = text.find("->");
+  const bool plain = std::all_of(text.begin(), text.end(), [](char c) {
+    return std::isalpha(static_cast<unsigned char>(c)) || c == ',' || c == '-' || c == '>';
+  });
+  if (!plain || comma == std::string::npos || arrow == std::string::npos ||
+      text.find(',', comma + 1) != std::string::npos || arrow < comma) {
+    reason = sentence("the equation of ", words_of(net, node), " is none of two operands with plain labels");
+    return std::nullopt;
+  }
+  Labels labels = {text.substr(0, comma), text.substr(comma + 1, arrow - comma - 1), text.substr(arrow + 2)};
+  for (std::string each : {labels.left, labels.right, labels.out}) {
+    std::sort(each.begin(), each.end());
+    if (std::adjacent_find(each.begin(), each.end()) != each.end()) {
+      reason = sentence("the equation of ", words_of(net, node), " takes a diagonal");
+      return std::nullopt;
+    }
+  }
+  return labels;
+}
+
+std::optional<Labels> labels_of(const Net& net, int node, std::string& reason) {
+  if (net.node(node).op_type == "Einsum") return einsum_labels(net, node, reason);
+  return matmul_labels(net, node, reason);
+}
+
+bool has(const std::string& labels, char label) { return labels.find(label) != std::string::npos; }
+
+// Where each of `wanted` stands in `labels`; nothing if they are not the same ones.
+std::optional<std::vector<size_t>> order_of(const std::string& wanted, const std::string& labels) {
+  std::vector<size_t> order;
+  for (char label : wanted) {
+    const size_t at = labels.find(label);
+    if (at == std::string::npos) return std::nullopt;
+    order.push_back(at);
+  }
+  return wanted.size() == labels.size() ? std::optional(order) : std::nullopt;
+}
+
+// The one label of a and b that `without` lacks, or 0.
+char shared(const std::string& a, const std::string& b, const std::string& without) {
+  char found = 0;
+  for (char label : a) {
+    if (!has(b, label) || has(without, label)) continue;
+    if (found != 0) return 0;
+    found = label;
+  }
+  return found;
+}
+
+std::optional<Product> composed(const Net& net, int node, const Labels& labels, bool swapped, const std::string& left,
+                                const std::string& right, std::string& reason) {
+  const auto order_left = order_of(left, swapped ? labels.right : labels.left);
+  const auto order_right = order_of(right, swapped ? labels.left : labels.right);
+  const bool ranks_known = net.rank(net.input(node, 0)) == static_cast<int>(labels.left.size()) &&
+                           net.rank(net.input(node, 1)) == static_cast<int>(labels.right.size());
+  if (!order_left || !order_right || !ranks_known) {
+    reason = sentence(words_of(net, node), " is no product of two stacks of matrices");
+    return std::nullopt;
+  }
+  Product product = {
+      node, {net.input(node, swapped ? 1 : 0), *order_left}, {net.input(node, swapped ? 0 : 1), *order_right}};
+  product.factor = labels.factor;
+  return product;
+}
+
+}  // namespace
+
+bool is_product(const Net& net, int node) {
+  if (node == kNone || net.node(node).inputs.size() != 2) return false;
+  const Node& n = net.node(node);
+  return net.is(node, "MatMul") || net.is(node, "Einsum") ||
+         (n.op_type == "FusedMatMul" && n.domain == "com.microsoft");
+}
+
+std::optional<Product> scores_product(const Net& net, int node, std::string& reason) {
+  const auto labels = labels_of(net, node, reason);
+  if (!labels) return std::nullopt;
+  const std::string& out = labels->out;
+  const char inner = shared(labels->left, labels->right, out);
+  if (out.size() < 2 || inner == 0) {
+    reason = sentence(words_of(net, node), " is no product of two stacks of matrices");
+    return std::nullopt;
+  }
+  const std::string lead = out.substr(0, out.size() - 2);
+  const char rows = out[out.size() - 2], columns = out.back();
+  const bool swapped = !has(labels->left, rows);
+  auto product = composed(net, node, *labels, swapped, lead + rows + inner, lead + columns + inner, reason);
+  if (product) {
+    for (size_t i = 0; i < out.size(); ++i) product->out.push_back(i);
+  }
+  return product;
+}
+
+std::optional<Product> weights_product(const Net& net, int node, int weights, std::string& reason) {
+  const auto labels = labels_of(net, node, reason);
+  if (!labels) return std::nullopt;
+  const bool swapped = net.input(node, 0) != weights;
+  const std::string &mine = swapped ? labels->right : labels->left, &other = swapped ? labels->left : labels->right;
+  if (mine.size() < 2 || has(labels->out, mine.back()) || !has(other, mine.back())) {
+    reason = sentence("the product ", words_of(net, node), " does not sum over the keys, the last dim of the weights");
+    return std::nullopt;
+  }
+  const char inner = mine.back(), rows = mine[mine.size() - 2];
+  const std::string lead = mine.substr(0, mine.size() - 2);
+  std::string columns;
+  for (char label : other) {
+    if (!has(mine, label)) columns += label;
+  }
+  const std::string right = lead + inner + columns, out = lead + rows + columns;
+  auto product = composed(net, node, *labels, swapped, mine, right, reason);
+  const auto order = order_of(labels->out, out);
+  if (!product || !order || columns.size() != 1) {
+    reason = sentence(words_of(net, node), " is no product of the weights with a stack of matrices");
+    return std::nullopt;
+  }
+  product->out = *order;
+  return product;
+}
+
+std::string words_of(const Net& net, int node) {
+  const Node& n = net.node(node);
+  const std::string& name = n.name.empty() && !n.outputs.empty() ? n.outputs[0] : n.name;
+  return sentence("\"", name, "\" (", n.op_type, ")");
+}
+
+}  // namespace polyhead::graph

@@ -1,0 +1,38 @@
+// MatMul and its relatives, as products of labelled dims: MatMul of stacks is "abik,abkj->abij".
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "graph/net.h"
+
+namespace polyhead::graph {
+
+// A value whose dims are told in another order than it has: dim i of what is meant is its dim order[i].
+struct Operand {
+  int value = kNone;
+  std::vector<size_t> order = {};
+
+  size_t rank() const { return order.size(); }
+};
+
+struct Product {
+  int node = kNone;
+  Operand left, right;           // [lead..., rows, inner] and [lead..., columns, inner]
+  std::vector<size_t> out = {};  // dim i of the result is dim out[i] of [lead..., rows, columns]
+  double factor = 1;
+};
+
+bool is_product(const Net& net, int node);
+
+// The scores of queries and keys: the result's last two dims are rows and columns. `reason` where it is something else.
+std::optional<Product> scores_product(const Net& net, int node, std::string& reason);
+
+// The weights, a value [lead..., rows, inner], times values; here `right` is [lead..., inner, columns].
+std::optional<Product> weights_product(const Net& net, int node, int weights, std::string& reason);
+
+// "name" (MatMul)
+std::string words_of(const Net& net, int node);
+
+}  // namespace polyhead::graph

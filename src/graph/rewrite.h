@@ -1,0 +1,49 @@
+// What is put in the place of a match, and how it gets into the graph.
+#pragma once
+
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "graph/arrange.h"
+#include "graph/match.h"
+
+namespace polyhead::graph {
+
+struct Rewrite {
+  int at = kNone;  // new nodes stand where this one stood
+  std::vector<Node> nodes;
+  std::vector<Constant> constants;
+  std::vector<int> removed;
+  std::string reason;  // why there is none
+  std::string became, pattern;
+};
+
+// Names that nobody has yet.
+class Names {
+ public:
+  explicit Names(const Graph& graph) { add(graph); }
+  std::string fresh(const std::string& wish);
+
+ private:
+  void add(const Graph& graph);
+
+  std::unordered_set<std::string> taken_;
+  std::unordered_map<std::string, int> last_;
+};
+
+struct Emission {
+  Model& model;
+  const Net& net;
+  Names& names;
+  Target target;
+  int64_t opset;  // that the model will have
+};
+
+Rewrite rewrite(const Emission& emission, const Match& match);
+
+// Puts rewrites, which belong to the graph itself and not to its bodies, into it; what nobody reads any more goes away.
+void apply(Graph& graph, std::vector<Rewrite>& rewrites);
+
+}  // namespace polyhead::graph

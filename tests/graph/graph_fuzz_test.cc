@@ -1,0 +1,90 @@
+// Bytes of a model changed at random: parsed or refused, fused, written and parsed again; under address sanitizer too.
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "model_text.h"
+#include "polyhead/graph.h"
+
+namespace {
+
+using namespace polyhead;
+using polyhead::testing::attention_text;
+using polyhead::testing::ModelText;
+using polyhead::testing::tensor_text;
+
+// Most rules of inference, a packed projection, repeated heads, a guard and a body: what changed bytes are to run through.
+std::string rich_model() {
+  ModelText text = attention_text();
+  text.tensors.push_back(tensor_text("zero", {1}, {0}));
+  text.nodes.insert(text.nodes.begin(), {{"Shape", {"q"}, {"shape"}},
+                                         {"Gather", {"shape", "zero"}, {"batch"}},
+                                         {"Concat", {"shape", "shape"}, {"twice"}, {}, {{"axis", 0}}},
+                                         {"Reshape", {"q", "twice"}, {"r"}},
+                                         {"Slice", {"q", "zero", "zero"}, {"slice"}},
+                                         {"Expand", {"k", "shape"}, {"e"}},
+                                         {"Split", {"v"}, {"first", "second"}, {}, {{"axis", 1}}},
+                                         {"Squeeze", {"v"}, {"z"}, {{"axes", {0}}}},
+                                         {"Unsqueeze", {"v"}, {"u"}, {{"axes", {0, 2}}}},
+                                         {"ReduceMax", {"v"}, {"m"}, {{"axes", {1}}}}});
+  ModelText body = attention_text();
+  for (polyhead::testing::NodeText& node : body.nodes) {
+    for (std::string& name : node.outputs) name = "inner_" + name;
+    for (std::string& name : node.inputs) name = name.size() > 4 || name == "kt" ? "inner_" + name : name;
+  }
+  body.inputs.clear();
+  body.outputs = {{"inner_out", {2, 3, -1, 4}}};
+  body.nodes[3].inputs[1] = "mask";
+  body.tensors = {};
+  body.nodes[2].inputs[1] = "half";
+  text.nodes.push_back({"If", {"batch"}, {"chosen"}, {}, {}, {{"then_branch", body.graph()}}});
+  return text.model();
+}
+
+void run(const std::string& bytes, int& good) {
+  auto model = graph::parse_model(bytes, "");
+  if (!model.ok()) {
+    EXPECT_FALSE(model.status().message().empty());
+    return;
+  }
+  ++good;
+  for (const graph::Target target : {graph::Target::kOnnx, graph::Target::kPolyhead}) {
+    graph::Model copy = *model;
+    const graph::Report report = graph::fuse(copy, {target});
+    const auto again = graph::parse_model(graph::encode_model(copy), "");
+    ASSERT_TRUE(again.ok()) << again.status().message();
+    ASSERT_EQ(static_cast<int64_t>(again->graph.nodes.size() > 0), static_cast<int64_t>(report.num_nodes_after > 0));
+  }
+}
+
+TEST(GraphFuzz, TheModelItselfFuses) {
+  auto model = graph::parse_model(rich_model(), "");
+  ASSERT_TRUE(model.ok()) << model.status().message();
+  const graph::Report report = graph::fuse(*model);
+  ASSERT_EQ(report.candidates.size(), 2u);
+  for (const graph::Candidate& each : report.candidates) EXPECT_TRUE(each.fused) << each.reason;
+}
+
+TEST(GraphFuzz, ChangedBytes) {
+  const std::string bytes = rich_model();
+  std::mt19937_64 random(1);
+  int good = 0;
+  for (int round = 0; round < 6000; ++round) {
+    std::string changed = bytes;
+    for (uint64_t flips = 1 + random() % 3; flips > 0; --flips) {
+      char& byte = changed[random() % changed.size()];
+      byte = static_cast<char>(random() % 4 == 0 ? random() : byte ^ (1 << random() % 8));
+    }
+    run(changed, good);
+    if (HasFatalFailure()) FAIL() << "round " << round;
+  }
+  EXPECT_GT(good, 300);  // else it would be the parser alone that is tested
+}
+
+TEST(GraphFuzz, Truncations) {
+  const std::string bytes = rich_model();
+  int good = 0;
+  for (size_t size = 0; size < bytes.size(); ++size) run(bytes.substr(0, size), good);
+}
+
+}  // namespace

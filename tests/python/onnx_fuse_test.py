@@ -1,0 +1,204 @@
+"""polyhead.onnx.fuse: attention is found however a model says it, what only looks alike stays, and the numbers stay too."""
+
+import re
+
+import numpy as np
+import pytest
+
+import polyhead
+
+onnx = pytest.importorskip("onnx", reason="onnx is not installed: its models are not fused")
+from onnx_fuse_cases import INPUTS, NEAR_MISSES, VARIANTS, B, S, T  # noqa: E402
+
+import polyhead.onnx  # noqa: E402
+
+MORE = {"qt": ("float[B,4,8,S]", (B, 4, 8, S)), "vt": ("float[B,4,8,S]", (B, 4, 8, S))}
+OUTPUTS = ("weights", "scores", "other")
+
+
+def model_of(nodes, opset=18):
+    """The nodes in a graph of the inputs that they read; `out`, and what is called weights, scores or other, are outputs."""
+    inputs = {name: told for name, told in (INPUTS | MORE).items() if re.search(rf"[(,]\s*{name}\s*[,)]", nodes)}
+    told = ", ".join(f"{kind} {name}" for name, (kind, _) in inputs.items())
+    dims = {3: "float[e,f,h]", 4: "float[e,f,h,i]"}
+    outputs = [f"{dims[3 if 'o4' in nodes or 'q3' in nodes else 4]} out"]
+    outputs += [f"{dims[3 if 'keepdims = 0' in nodes else 4]} {name}" for name in OUTPUTS if re.search(rf"\b{name} =", nodes)]
+    statements = re.sub(r"\s+(?=[a-z]\w*(?:, \w+)* = [A-Z])", "\n", " " + nodes.strip())
+    if "{2, 4, 8, 6}" in nodes or "{2, 4, 5, 6}" in nodes:  # sizes that the nodes themselves have
+        told = re.sub(r"\b[BSTN]\b", lambda size: {"B": "2", "S": "5", "T": "6", "N": "8"}[size[0]], told)
+    text = f'<ir_version: 8, opset_import: ["": {opset}]> g ({told}) => ({", ".join(outputs)}) {{{statements}\n}}'
+    return onnx.parser.parse_model(text)
+
+
+def operands(model):
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for value in model.graph.input:
+        shape = (INPUTS | MORE)[value.name][1]
+        arrays[value.name] = rng.standard_normal(shape).astype(np.float32)
+        if value.name in ("keep", "ones"):
+            visible = np.tril(np.ones((S, T)), 1) * np.ones(shape)
+            arrays[value.name] = visible.astype(bool if value.name == "keep" else np.float32)
+    return arrays
+
+
+def assert_same_numbers(before, after, inputs):
+    expected = onnx.reference.ReferenceEvaluator(before).run(None, inputs)
+    got = polyhead.onnx.prepare(after).run(inputs)
+    for a, b in zip(expected, got, strict=True):
+        np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("target", ["onnx", "polyhead"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant(name, target):
+    opset, nodes = VARIANTS[name] if isinstance(VARIANTS[name], tuple) else (18, VARIANTS[name])
+    model = model_of(nodes, opset)
+    fusion = polyhead.onnx.fuse(model, target=target)
+    assert fusion.num_fused == 1, str(fusion)
+    (node,) = [node for node in fusion.model.graph.node if node.op_type == "Attention"]
+    assert node.domain == ("" if target == "onnx" else "polyhead")
+    assert fusion.opset == ((opset, 23) if target == "onnx" else (opset, opset))
+    assert not any(node.op_type in ("Softmax", "LogSoftmax", "Exp", "MatMul", "Einsum") for node in fusion.model.graph.node)
+    onnx.checker.check_model(fusion.model, full_check=target == "onnx")
+    assert_same_numbers(model, fusion.model, operands(model))
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_miss(name):
+    nodes, reason = NEAR_MISSES[name]
+    model = model_of(nodes)
+    fusion = polyhead.onnx.fuse(model)
+    assert fusion.num_fused == 0
+    assert any(reason in candidate.reason for candidate in fusion.candidates), str(fusion)
+    assert fusion.model.SerializeToString() == model.SerializeToString()
+
+
+@pytest.mark.parametrize("name", ["split_heads", "key_transposed_twice", "packed_by_split", "key_through_3d_static"])
+def test_layouts_disappear(name):
+    """Of projections [B, S, H * D] the operator takes what it is: no transpose and no reshape is left."""
+    fusion = polyhead.onnx.fuse(model_of(VARIANTS[name]))
+    assert {node.op_type for node in fusion.model.graph.node} <= {"Attention", "Split", "Constant"}, str(fusion)
+
+
+def test_scale_is_one_number():
+    for name in ("scale_mul", "scale_div", "scale_on_query", "scale_on_key", "scale_root_on_both", "scale_of_a_shape"):
+        (node,) = [n for n in polyhead.onnx.fuse(model_of(VARIANTS[name])).model.graph.node if n.op_type == "Attention"]
+        (scale,) = [attribute.f for attribute in node.attribute if attribute.name == "scale"]
+        assert scale == pytest.approx(8**-0.5, rel=1e-6), name
+
+
+def test_onnxruntime_gives_the_same_numbers():
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    for name, nodes in VARIANTS.items():
+        model = model_of(*reversed(nodes)) if isinstance(nodes, tuple) else model_of(nodes)
+        inputs = operands(model)
+        run = [
+            onnxruntime.InferenceSession(each.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, inputs)
+            for each in (model, polyhead.onnx.fuse(model).model)
+        ]
+        for a, b in zip(*run, strict=True):
+            np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+def test_rows_that_see_no_key_are_zero():
+    """As ONNX says; by -inf alone the model itself gives NaN."""
+    model = model_of(VARIANTS["mask_where_inf"])
+    inputs = operands(model)
+    inputs["keep"][1, :, 2] = False
+    (before,) = onnx.reference.ReferenceEvaluator(model).run(None, inputs)
+    (after,) = polyhead.onnx.prepare(polyhead.onnx.fuse(model).model).run(inputs)
+    assert np.isnan(before[1, :, 2]).all()
+    assert (after[1, :, 2] == 0).all()
+    np.testing.assert_allclose(after[0], before[0], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["mask_where", "mask_where_10000", "mask_arithmetic"])
+def test_rows_hidden_by_a_finite_number_stay_what_they_were(name):
+    model = model_of(VARIANTS[name])
+    inputs = operands(model)
+    inputs["ones" if name == "mask_arithmetic" else "keep"][1, :, 2] = 0
+    inputs["q"] *= 100  # scores that a number like -1e9 would not absorb
+    (before,) = onnx.reference.ReferenceEvaluator(model).run(None, inputs)
+    (after,) = polyhead.onnx.prepare(polyhead.onnx.fuse(model).model).run(inputs)
+    np.testing.assert_allclose(after[1, :, 2], inputs["v"][1].mean(axis=1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(after, before, rtol=1e-2, atol=1e-3)
+
+
+def test_bodies_are_searched():
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
+        g (float[B,4,S,8] q, float[B,4,8,T] kt, float[B,4,T,8] v, bool which) => (float[B,4,S,8] out) {
+          out = If (which) <
+            then_branch = yes () => (float[B,4,S,8] a) { s = MatMul(q, kt) w = Softmax<axis = -1>(s) a = MatMul(w, v) },
+            else_branch = no () => (float[B,4,S,8] b) { b = Neg(q) }
+          >
+        }""")
+    fusion = polyhead.onnx.fuse(model)
+    assert fusion.num_fused == 1, str(fusion)
+    assert "then_branch" in fusion.candidates[0].place
+    inputs = operands(model_of(VARIANTS["returned_weights"]))
+    assert_same_numbers(model, fusion.model, inputs | {"which": np.array(True)})
+
+
+OLD = {
+    "reduce": ("m = ReduceMax<axes = [1], keepdims = 0>(q)", 17),
+    "split": ("m, n = Split<axis = 1>(q)", 13),
+    "squeeze": ("z = Unsqueeze<axes = [0]>(q) m = Squeeze<axes = [0]>(z)", 11),
+    "sum": ("m = ReduceSum<axes = [3]>(q)", 12),
+    "dropout": ("m = Dropout<ratio = 0.5>(q)", 11),
+}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_older_operators_are_raised(name):
+    nodes, opset = OLD[name]
+    model = model_of(f"{nodes} other = Relu(m) s = MatMul(q, kt) w = Softmax<axis = 3>(s) out = MatMul(w, v)", opset)
+    fusion = polyhead.onnx.fuse(model)
+    assert fusion.opset == (opset, 23), str(fusion)
+    onnx.checker.check_model(fusion.model, full_check=True)
+    assert_same_numbers(model, fusion.model, operands(model))
+
+
+@pytest.mark.parametrize("nodes, opset, reason", [
+    ("r = Softmax<axis = 1>(q) other = Relu(r)", 11, "runs over an axis that is not known to be the last one since 13"),
+    ("other = GroupNormalization<num_groups = 2>(q, s2, s2)", 18, "means something else since 21"),
+    ("other = Relu(q)", 9, "the model's opset is 9, which is raised from 11 on only"),
+])  # fmt: skip
+def test_what_cannot_be_raised_stays(nodes, opset, reason):
+    constant = "s2 = Constant<value = float[2] {1.0, 1.0}>()" if "s2" in nodes else ""
+    model = model_of(f"{constant} {nodes} s = MatMul(q, kt) w = Softmax<axis = 3>(s) out = MatMul(w, v)", opset)
+    fusion = polyhead.onnx.fuse(model)
+    assert fusion.num_fused == 0
+    assert reason in fusion.candidates[-1].reason
+
+
+def test_files(tmp_path):
+    model = model_of(VARIANTS["mask_padding"])
+    onnx.save(model, tmp_path / "model.onnx")
+    fusion = polyhead.onnx.fuse(tmp_path / "model.onnx", tmp_path / "fused.onnx", check=True)
+    assert fusion.error < 1e-6
+    assert onnx.load(tmp_path / "fused.onnx") == fusion.model
+    assert "1 fused, " in str(fusion)
+    with pytest.raises(polyhead.Error, match='target is "ort", must be "onnx" or "polyhead"'):
+        polyhead.onnx.fuse(model, target="ort")
+    (tmp_path / "half.onnx").write_bytes((tmp_path / "model.onnx").read_bytes()[:-9])
+    with pytest.raises(polyhead.Error, match="truncated"):
+        polyhead.onnx.fuse(tmp_path / "half.onnx", tmp_path / "none.onnx")
+    assert not (tmp_path / "none.onnx").exists()
+
+
+def test_external_data(tmp_path):
+    """Stays where it is; the new model has to stand beside it."""
+    model = model_of(VARIANTS["mask_added"])
+    weight = onnx.numpy_helper.from_array(np.ones((4, 300), np.float32), "weight")
+    model.graph.initializer.append(weight)
+    onnx.save(model, tmp_path / "model.onnx", save_as_external_data=True, location="model.data", size_threshold=16)
+    fusion = polyhead.onnx.fuse(tmp_path / "model.onnx", tmp_path / "fused.onnx")
+    assert fusion.num_fused == 1
+    again = onnx.load(tmp_path / "fused.onnx")
+    assert (onnx.numpy_helper.to_array(again.graph.initializer[0]) == 1).all()
+    (tmp_path / "other").mkdir()
+    with pytest.raises(polyhead.Error, match="where the model's external data is"):
+        polyhead.onnx.fuse(tmp_path / "model.onnx", tmp_path / "other" / "fused.onnx")
+    with pytest.raises(polyhead.Error, match="cannot be found from bytes alone"):
+        polyhead.onnx.fuse(onnx.load(tmp_path / "model.onnx", load_external_data=False))

@@ -1,0 +1,102 @@
+// polyhead fuse: attention in a model that was exported becomes one operator.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <memory>
+
+#include "command.h"
+#include "file.h"
+#include "polyhead/graph.h"
+#include "report.h"
+#include "selection.h"
+
+namespace polyhead::tools {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct FuseCommand {
+  std::string model, out, domain = "onnx", format = "md";
+  bool force = false, report = false;
+};
+
+Status refused(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
+
+// External data is named relative to the model: a copy elsewhere would not find it.
+Status check_place(const FuseCommand& command, const graph::Model& model) {
+  if (Status status = check_may_write(command.out, command.force); !status.ok()) return status;
+  std::error_code error;
+  const fs::path out = fs::absolute(command.out).parent_path();
+  const fs::path in = fs::absolute(command.model).parent_path();
+  if (model.has_external_data && !fs::equivalent(in, out, error)) {
+    return refused(fmt::format("{} has tensors in files beside it: --out must name a file in the same folder, got {}",
+                               printable(command.model), printable(command.out)));
+  }
+  return {};
+}
+
+Report table(const graph::Report& told) {
+  Report report;
+  report.facts = {{"nodes", fmt::format("{} -> {}", told.num_nodes_before, told.num_nodes_after)},
+                  {"opset", fmt::format("{} -> {}", told.opset_before, told.opset_after)}};
+  report.columns = {"place", "attention", "fused", "pattern", "became", "reason"};
+  for (const graph::Candidate& each : told.candidates) {
+    report.rows.push_back({each.place, each.is_attention, each.fused, each.pattern, each.became, each.reason});
+  }
+  return report;
+}
+
+Result<int> fuse_model(const FuseCommand& command) {
+  const auto format = parse_format(command.format);
+  if (!format.ok()) return format.status();
+  graph::FuseOptions options;
+  if (command.domain != "onnx" && command.domain != "polyhead") {
+    return refused(fmt::format("--domain is {}, must be onnx or polyhead", printable(command.domain)));
+  }
+  options.target = command.domain == "onnx" ? graph::Target::kOnnx : graph::Target::kPolyhead;
+  auto model = graph::read_model(command.model);
+  if (!model.ok()) return model.status();
+  if (!command.out.empty()) {
+    if (Status status = check_place(command, *model); !status.ok()) return status;
+  }
+  const graph::Report told = graph::fuse(*model, options);
+  if (!command.out.empty()) {
+    auto file = OutputFile::create(command.out, command.force);
+    if (!file.ok()) return file.status();
+    const std::string bytes = graph::encode_model(*model);
+    if (Status status = file->write(bytes.data(), bytes.size()); !status.ok()) return status;
+    if (Status status = file->commit(); !status.ok()) return status;
+  }
+  if (command.report || *format != Format::kMarkdown) {
+    fmt::print("{}", table(told).text(*format));
+    return 0;
+  }
+  const auto count = [&](bool graph::Candidate::*what) {
+    return std::count_if(told.candidates.begin(), told.candidates.end(), [&](const auto& each) { return each.*what; });
+  };
+  fmt::print("{} of {} attentions fused, {} -> {} nodes, opset {} -> {}; --report tells more\n",
+             count(&graph::Candidate::fused), count(&graph::Candidate::is_attention), told.num_nodes_before,
+             told.num_nodes_after, told.opset_before, told.opset_after);
+  return 0;
+}
+
+}  // namespace
+
+Command add_fuse(CLI::App& root) {
+  CLI::App* app = root.add_subcommand("fuse", "replace attention in an ONNX model by one operator");
+  const auto command = std::make_shared<FuseCommand>();
+  app->add_option("model", command->model, "an .onnx file")->required();
+  app->add_option("-o,--out", command->out, "the new model; without it, only what would be fused is told");
+  app->add_option(
+      "--domain", command->domain,
+      "onnx (default): Attention of opset 23, to which the model is raised; polyhead: our own operator, in any "
+      "opset");
+  app->add_flag("--report", command->report, "what became of each softmax, or why it stays");
+  app->add_flag("--force", command->force, "replace the file that --out names");
+  add_format_option(*app, command->format);
+  app->footer(help_footer(false, "polyhead fuse model.onnx -o fused.onnx", "polyhead fuse model.onnx --report"));
+  return {app, [command] { return fuse_model(*command); }};
+}
+
+}  // namespace polyhead::tools
