@@ -140,7 +140,7 @@ program::Call program_call(const AttentionDesc& desc, const ForwardArgs& args) {
   if (desc.program == nullptr) return call;
   call.code = &program::schedule_of(*desc.program);
   call.captures = args.captures.data();
-  program::find_ranges(*desc.program, call.captures, call.ints);
+  program::find_ranges(*desc.program, &call);
   // A block at the end of a sequence may be asked for what lies behind it.
   const int64_t past = program::kCodeKeys;
   const Region all{{0, std::max<int64_t>(desc.batch - 1, 0)},

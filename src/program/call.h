@@ -21,6 +21,7 @@ struct Call {
   const Code* code = nullptr;        // null: no program
   const Tensor* captures = nullptr;  // null: nothing is known of them
   Range ints[kMostCaptures];         // of all elements of a capture of ints
+  bool rises[kMostCaptures] = {};    // whether the ints of each row, along the last dim, never fall
   bool wide = true;                  // integers need 64 bits
 };
 

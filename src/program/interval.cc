@@ -29,19 +29,37 @@ int64_t int_at(const Tensor& t, int64_t at) {
   return t.dtype == DType::kInt32 ? static_cast<const int32_t*>(t.data)[at] : static_cast<const int64_t*>(t.data)[at];
 }
 
+int64_t offset_of(const Tensor& t, const int64_t (&index)[ProgramStep::kMostOperands]) {
+  int64_t at = 0;
+  for (int i = 0; i < t.ndim; ++i) at += index[i] * t.strides[i];
+  return at;
+}
+
 // The least and the largest int of a box of a tensor.
 Range scanned(const Tensor& t, const Range (&box)[ProgramStep::kMostOperands]) {
   Range found{INT64_MAX, INT64_MIN};
   int64_t index[ProgramStep::kMostOperands];
   for (int n = 0; n < t.ndim; ++n) index[n] = box[n].low;
   for (int n = 0; n >= 0;) {
-    int64_t at = 0;
-    for (int i = 0; i < t.ndim; ++i) at += index[i] * t.strides[i];
-    const int64_t x = int_at(t, at);
+    const int64_t x = int_at(t, offset_of(t, index));
     found = {std::min(found.low, x), std::max(found.high, x)};
     for (n = t.ndim - 1; n >= 0 && ++index[n] > box[n].high; --n) index[n] = box[n].low;
   }
   return found;
+}
+
+// Whether no row, along the last dim, ever falls: so do the numbers of documents that follow each other.
+bool rises(const Tensor& t) {
+  const int last = t.ndim - 1;
+  int64_t index[ProgramStep::kMostOperands] = {};
+  for (int n = 0; n >= 0;) {
+    const int64_t row = offset_of(t, index);
+    for (int64_t i = 1; i < t.dims[last]; ++i) {
+      if (int_at(t, row + i * t.strides[last]) < int_at(t, row + (i - 1) * t.strides[last])) return false;
+    }
+    for (n = last - 1; n >= 0 && ++index[n] == t.dims[n]; --n) index[n] = 0;
+  }
+  return true;
 }
 
 Range range_of_dtype(DType dtype) {
@@ -94,10 +112,17 @@ struct Finder {
     if (t.num_elements() == 0) return ints(0, 0);
     Range box[ProgramStep::kMostOperands] = {};
     int64_t count = 1;
+    bool one_row = true;
     for (int n = 0; n < x.num_operands; ++n) {
       const int64_t last = t.dims[n] - 1;
       box[n] = {std::clamp<int64_t>(least(x, n), 0, last), std::clamp<int64_t>(most(x, n), 0, last)};
+      one_row = one_row && (n == x.num_operands - 1 || box[n].low == box[n].high);
       count = std::min(count * std::min(box[n].high - box[n].low + 1, kMostScanned + 1), kMostScanned + 1);
+    }
+    if (call.rises[x.capture] && one_row) {
+      int64_t first[ProgramStep::kMostOperands] = {}, last[ProgramStep::kMostOperands] = {};
+      for (int n = 0; n < t.ndim; ++n) first[n] = box[n].low, last[n] = box[n].high;
+      return ints(int_at(t, offset_of(t, first)), int_at(t, offset_of(t, last)));
     }
     if (count > kMostScanned) return ints(whole.low, whole.high);
     const Range found = scanned(t, box);
@@ -253,15 +278,16 @@ struct Finder {
 
 }  // namespace
 
-void find_ranges(const Program& program, const Tensor* captures, Range (&ranges)[kMostCaptures]) {
+void find_ranges(const Program& program, Call* call) {
   for (size_t i = 0; i < program.captures().size(); ++i) {
     if (program.captures()[i].type == ValueType::kFloat) continue;
-    const Tensor& t = captures[i];
-    ranges[i] = range_of_dtype(t.dtype);
+    const Tensor& t = call->captures[i];
+    call->ints[i] = range_of_dtype(t.dtype);
     if (t.dtype == DType::kBool || t.num_elements() == 0) continue;
     Range box[ProgramStep::kMostOperands] = {};
     for (int n = 0; n < t.ndim; ++n) box[n] = {0, t.dims[n] - 1};
-    ranges[i] = scanned(t, box);
+    call->ints[i] = scanned(t, box);
+    call->rises[i] = rises(t);
   }
 }
 

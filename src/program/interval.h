@@ -16,8 +16,8 @@ struct Interval {
   bool may_be_nan;
 };
 
-// What each capture of ints holds, as far as `captures` tell; null: nothing.
-void find_ranges(const Program& program, const Tensor* captures, Range (&ranges)[kMostCaptures]);
+// What each capture of ints holds: call->ints and call->rises. Its captures have been set.
+void find_ranges(const Program& program, Call* call);
 
 // The intervals of the instructions of a pass, each at its number.
 void find_intervals(const Code& code, const Pass& pass, const Call& call, const Region& region, Interval* intervals);
