@@ -117,29 +117,42 @@ class Follower {
     }
     std::vector<int> nodes;
     const Told told = read(net_.input(node, 0), nodes, 0);
+    for (size_t at : {size_t{1}, size_t{2}}) {  // a zero that is cast like the weights
+      const int zero_like = net_.producer(net_.input(node, at));
+      if (net_.is(zero_like, "CastLike") && net_.input(zero_like, 1) == weights) nodes.push_back(zero_like);
+    }
     const bool guards = (told == Told::kAllHidden && zero(1) && net_.input(node, 2) == weights) ||
                         (told == Told::kAnyVisible && zero(2) && net_.input(node, 1) == weights);
     if (guards) match_.nodes.insert(match_.nodes.end(), nodes.begin(), nodes.end());
     return guards;
   }
 
-  Told read(int id, std::vector<int>& nodes, int depth) const {
+  // Whether a node reduces over the last dim alone, and keeps it.
+  bool keeps_last(int node) const {
+    const auto axes = axes_of(net_, node);
+    const int last = net_.rank(net_.input(node, 0)) - 1;
+    return axes && axes->size() == 1 && (axes->front() == -1 || axes->front() == last) &&
+           integer_of(net_.node(node), "keepdims", 1) != 0;
+  }
+
+  Told read(int id, std::vector<int>& nodes, int depth) {
     const int node = net_.producer(id);
     if (node == kNone || depth > 12) return Told::kNothing;
     nodes.push_back(node);
-    if (net_.is(node, "Equal") && net_.input(node, 0) == scores_) {
+    if (net_.is(node, "Equal")) {
       const auto number = net_.number(net_.input(node, 1));
-      return number && std::isinf(*number) && *number < 0 ? Told::kHidden : Told::kNothing;
+      if (!number || !std::isinf(*number) || *number > 0) return Told::kNothing;
+      if (net_.input(node, 0) == scores_) return Told::kHidden;
+      const int maximum = net_.producer(net_.input(node, 0));
+      if (!net_.is(maximum, "ReduceMax") || !keeps_last(maximum)) return Told::kNothing;
+      match_.guarding_mask = net_.input(maximum, 0);  // whether it is one is seen when all masks are known
+      nodes.push_back(maximum);
+      return Told::kAllHidden;
     }
     if (net_.is(node, "Cast")) return read(net_.input(node, 0), nodes, depth + 1);
     if (net_.is(node, "Not")) return negated(read(net_.input(node, 0), nodes, depth + 1));
     const bool maximum = net_.is(node, "ReduceMax"), minimum = net_.is(node, "ReduceMin");
-    const auto axes = axes_of(net_, node);
-    const int last = net_.rank(net_.input(node, 0)) - 1;
-    if ((!maximum && !minimum) || !axes || axes->size() != 1 || (axes->front() != -1 && axes->front() != last) ||
-        integer_of(net_.node(node), "keepdims", 1) == 0) {
-      return Told::kNothing;
-    }
+    if ((!maximum && !minimum) || !keeps_last(node)) return Told::kNothing;
     const Told each = read(net_.input(node, 0), nodes, depth + 1);
     if (maximum && each == Told::kVisible) return Told::kAnyVisible;
     return minimum && each == Told::kHidden ? Told::kAllHidden : Told::kNothing;
@@ -152,6 +165,17 @@ class Follower {
 
 bool contains(const std::vector<int>& nodes, int node) {
   return std::find(nodes.begin(), nodes.end(), node) != nodes.end();
+}
+
+// A guard that was told by a mask: the mask has to be one that is added to the scores.
+void check_guard(const Net& net, Match& match) {
+  if (match.guarding_mask == kNone) return;
+  const auto number = net.number(match.guarding_mask);
+  if (number && std::isfinite(*number)) return;  // it hides nothing
+  for (const MaskTerm& term : match.terms) {
+    if (term.kind == MaskTerm::kAdded && term.value == match.guarding_mask && term.number > 0) return;
+  }
+  match.reason = "the weights of some rows are set to 0, by what is no mask of the scores";
 }
 
 // Nobody else reads what goes away; the weights may be returned.
@@ -196,6 +220,7 @@ Match match_attention(const Net& net, const Anchor& anchor) {
   if (!anchor.words.empty()) match.words.push_back(anchor.words);
   std::sort(match.nodes.begin(), match.nodes.end());
   match.nodes.erase(std::unique(match.nodes.begin(), match.nodes.end()), match.nodes.end());
+  if (match.reason.empty()) check_guard(net, match);
   if (match.reason.empty()) check_users(net, match);
   return match;
 }

@@ -219,6 +219,7 @@ constexpr Rule kRules[] = {
     {" Concat ", concat},
     {" Split ", split},
     {" Slice ", slice},
+    {" Pad ", pad},
     {" Gather ", gather},
     {" GatherElements ", gather_elements},
     {" Expand ", expand},

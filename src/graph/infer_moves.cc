@@ -189,6 +189,25 @@ void slice(const At& at) {
   }
 }
 
+void pad(const At& at) {
+  same(at);
+  if (!at.in(0).shape) return;
+  Sizes& out = *at.results[0].shape;
+  const auto& pads = at.in(1).elements;
+  const auto axes = at.integers(3);
+  const bool with_axes = at.net.input(at.index, 3) != kNone;
+  const size_t count = with_axes ? (axes ? axes->size() : 0) : out.size();
+  if (!pads || pads->size() != 2 * count || (with_axes && !axes)) {
+    out = fresh(at.symbols(), out.size());
+    return;
+  }
+  for (size_t i = 0; i < count; ++i) {
+    const auto axis = axis_of(with_axes ? (*axes)[i] : static_cast<int64_t>(i), out.size());
+    if (!axis) return at.results[0].shape.reset();
+    out[*axis] = at.symbols().sum(out[*axis], at.symbols().sum((*pads)[i], (*pads)[count + i]));
+  }
+}
+
 void gather(const At& at) {
   same(at);
   at.results[0].shape.reset();

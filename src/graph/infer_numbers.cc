@@ -111,6 +111,12 @@ std::optional<Sizes> elements(const Net& net, int node) {
   if (op == "Add") return with([&](const Size& x, const Size& y) { return symbols.sum(x, y); });
   if (op == "Sub") return with([&](const Size& x, const Size& y) { return symbols.difference(x, y); });
   if (op == "Equal") return pairwise(a, b, equal);
+  if (op == "Mod") {
+    return pairwise(a, b, [](const Size& x, const Size& y) -> std::optional<Size> {
+      const bool known = x.is_constant() && y.is_constant() && x.factor >= 0 && y.factor > 0;
+      return known ? std::optional(Size{x.factor % y.factor, {}}) : std::nullopt;
+    });
+  }
   if (op == "Div") {
     return pairwise(a, b, [&](const Size& x, const Size& y) -> std::optional<Size> {
       if (y.is(0)) return std::nullopt;
@@ -133,6 +139,8 @@ std::optional<double> filled(const Net& net, int node, ElementType type) {
       {"Sub", [](double x, double y) { return x - y; }},
       {"Mul", [](double x, double y) { return x * y; }},
       {"Pow", [](double x, double y) { return std::pow(x, y); }},
+      {"And", [](double x, double y) { return x != 0 && y != 0 ? 1.0 : 0.0; }},
+      {"Or", [](double x, double y) { return x != 0 || y != 0 ? 1.0 : 0.0; }},
   };
   if (op == "ConstantOfShape") {
     const Attribute* value = attribute_of(net.node(node), "value");
@@ -144,9 +152,12 @@ std::optional<double> filled(const Net& net, int node, ElementType type) {
   for (const char* same : {"Identity", "Reshape", "Expand", "Tile", "Squeeze", "Unsqueeze", "Transpose", "Slice"}) {
     if (op == same) return a;
   }
-  if (op == "Cast" && is_float(type)) return a;
-  if (op == "Cast" && is_integer(type)) return std::trunc(*a);
-  if (op == "Cast" && type == ElementType::kBool) return *a != 0 ? 1.0 : 0.0;
+  if (op == "Cast" || op == "CastLike") {
+    if (is_float(type)) return a;
+    if (is_integer(type)) return std::trunc(*a);
+    if (type == ElementType::kBool) return *a != 0 ? 1.0 : 0.0;
+    return std::nullopt;
+  }
   for (const auto& [name, apply] : kUnary) {
     if (op == name) return apply(*a);
   }

@@ -61,6 +61,7 @@ void unsqueeze(const At& at);
 void concat(const At& at);
 void split(const At& at);
 void slice(const At& at);
+void pad(const At& at);
 void gather(const At& at);
 void gather_elements(const At& at);
 void expand(const At& at);

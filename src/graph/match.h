@@ -40,6 +40,7 @@ struct Match {
   double scale = 1, softcap = 0, out_factor = 1;
   std::vector<MaskTerm> terms;
   int softmax_input = kNone, weights = kNone, out = kNone;
+  int guarding_mask = kNone;     // rows of which this is -inf give 0
   bool returns_weights = false;  // others read the weights too
   std::vector<std::string> words;
   std::string reason;        // why it is none

@@ -92,6 +92,10 @@ VARIANTS = {
     "dropout_and_identity": """
         s = MatMul(q, kt) z = Softmax<axis = -1>(s) a = Identity(z) w = Dropout(a) out = MatMul(w, v)""",
     "casts": "m = MatMul(q, kt) s = Cast<to = 1>(m) z = Softmax<axis = -1>(s) w = Cast<to = 1>(z) out = MatMul(w, v)",
+    "guard_mask": f"""
+        {FILL} last = Constant<value = int64[1] {{-1}}>() b = Where(keep, zero, inf) m = MatMul(q, kt) s = Add(m, b)
+        top = ReduceMax<keepdims = 1>(b, last) g = Equal(top, inf) z = Softmax<axis = -1>(s) like = CastLike(zero, z)
+        w = Where(g, like, z) out = MatMul(w, v)""",
     # --- softmax in parts ---
     "exp_and_sum": """
         last = Constant<value = int64[1] {-1}>() s = MatMul(q, kt) top = ReduceMax<keepdims = 1>(s, last) z = Sub(s, top)
@@ -184,5 +188,9 @@ NEAR_MISSES = {
     "class_softmax": ("s = MatMul(q, kt) out = Softmax<axis = -1>(s)", "no product with values follows"),
     "additive": ("a = Tanh(q) s = Add(a, q) w = Softmax<axis = -1>(s) out = MatMul(w, kt)", "no product of queries and keys"),
     "weights_change": ("s = MatMul(q, kt) z = Softmax<axis = -1>(s) w = Relu(z) out = MatMul(w, v)", "no product with values"),
+    "guard_by_another_mask": (f"""
+        {FILL} last = Constant<value = int64[1] {{-1}}>() b = Where(keep, zero, inf) m = MatMul(q, kt) s = Add(m, b)
+        top = ReduceMax<keepdims = 1>(bias, last) g = Equal(top, inf) z = Softmax<axis = -1>(s) w = Where(g, zero, z)
+        out = MatMul(w, v)""", "by what is no mask of the scores"),
     "guard_of_other_rows": (f"{FILL} n = IsNaN(bias) s = MatMul(q, kt) z = Softmax<axis = -1>(s) w = Where(n, zero, z) out = MatMul(w, v)", "no product with values"),
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """polyhead.onnx.fuse: attention is found however a model says it, what only looks alike stays, and the numbers stay too."""
 
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 import polyhead
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed: its models are not fused")
+from onnx.backend.test.case.node import collect_testcases  # noqa: E402
 from onnx_fuse_cases import INPUTS, NEAR_MISSES, VARIANTS, B, S, T  # noqa: E402
 
 import polyhead.onnx  # noqa: E402
@@ -123,6 +125,29 @@ def test_rows_hidden_by_a_finite_number_stay_what_they_were(name):
     (after,) = polyhead.onnx.prepare(polyhead.onnx.fuse(model).model).run(inputs)
     np.testing.assert_allclose(after[1, :, 2], inputs["v"][1].mean(axis=1), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(after, before, rtol=1e-2, atol=1e-3)
+
+
+def test_the_standards_own_decompositions():
+    """ONNX's cases for Attention, each in the primitive operators that define it. Only scores that are returned are left."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cases = [case for case in collect_testcases("Attention") if case.name.endswith("_expanded")]
+    assert len(cases) >= 93
+    stays = {}
+    for case in cases:
+        fusion = polyhead.onnx.fuse(case.model, target="polyhead")
+        if fusion.num_fused == 0:
+            stays[case.name] = fusion.candidates[0].reason
+            continue
+        runner = polyhead.onnx.prepare(fusion.model)
+        half = any(kind in case.name for kind in ("fp16", "float16", "bf16"))
+        for inputs, expected in case.data_sets:
+            for a, b in zip(expected, runner.run(inputs), strict=True):
+                a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+                np.testing.assert_allclose(b, a, rtol=0.02 if half else 1e-3, atol=0.01 if half else 1e-6, err_msg=case.name)
+    assert len(cases) - len(stays) >= 81
+    for name, reason in stays.items():
+        assert "qk_matmul" in name and "is also read by" in reason, (name, reason)
 
 
 def test_bodies_are_searched():
