@@ -1,6 +1,8 @@
 """polyhead.onnx.fuse: attention is found however a model says it, what only looks alike stays, and the numbers stay too."""
 
+import json
 import re
+import subprocess
 import warnings
 
 import numpy as np
@@ -13,6 +15,7 @@ from onnx.backend.test.case.node import collect_testcases  # noqa: E402
 from onnx_fuse_cases import INPUTS, NEAR_MISSES, VARIANTS, B, S, T  # noqa: E402
 
 import polyhead.onnx  # noqa: E402
+from polyhead.__main__ import COMMAND  # noqa: E402
 
 MORE = {"qt": ("float[B,4,8,S]", (B, 4, 8, S)), "vt": ("float[B,4,8,S]", (B, 4, 8, S))}
 OUTPUTS = ("weights", "scores", "other")
@@ -227,3 +230,38 @@ def test_external_data(tmp_path):
         polyhead.onnx.fuse(tmp_path / "model.onnx", tmp_path / "other" / "fused.onnx")
     with pytest.raises(polyhead.Error, match="cannot be found from bytes alone"):
         polyhead.onnx.fuse(onnx.load(tmp_path / "model.onnx", load_external_data=False))
+
+
+def test_command(tmp_path):
+    if not COMMAND.exists():
+        pytest.skip("this build of the package is without its command")
+
+    def run(*words):
+        done = subprocess.run([COMMAND, "fuse", *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    model = model_of(VARIANTS["mask_padding"])
+    onnx.save(model, tmp_path / "model.onnx")
+    told = polyhead.onnx.fuse(model)
+    code, out, _ = run("model.onnx", "-o", "fused.onnx", "--json")
+    assert code == 0
+    (row,) = json.loads(out)["rows"]
+    assert row == {
+        "place": "w", "attention": True, "fused": True, "pattern": "scale 1, added mask",
+        "became": told.candidates[0].became, "reason": "",
+    }  # fmt: skip
+    assert onnx.load(tmp_path / "fused.onnx") == told.model
+    assert run("model.onnx")[1].startswith("1 of 1 attentions fused, 4 -> 5 nodes, opset 18 -> 23")
+    assert "| w     | yes       | yes   |" in run("model.onnx", "--report")[1]
+    assert run("model.onnx", "-o", "fused.onnx") == (2, "", "polyhead fuse: 'fused.onnx' exists already; --force replaces it\n")
+    assert run("model.onnx", "--domain", "ort")[2] == "polyhead fuse: --domain is 'ort', must be onnx or polyhead\n"
+    (tmp_path / "half.onnx").write_bytes((tmp_path / "model.onnx").read_bytes()[:-9])
+    code, out, error = run("half.onnx", "-o", "none.onnx")
+    assert (code, out) == (2, "") and "truncated" in error
+    weight = onnx.numpy_helper.from_array(np.ones(300, np.float32), "weight")
+    model.graph.initializer.append(weight)
+    onnx.save(model, tmp_path / "far.onnx", save_as_external_data=True, location="far.data", size_threshold=16)
+    (tmp_path / "other").mkdir()
+    code, _, error = run("far.onnx", "-o", "other/none.onnx")
+    assert code == 2 and "--out must name a file in the same folder" in error
+    assert sorted(path.name for path in tmp_path.rglob("none.onnx*")) == []
