@@ -161,6 +161,11 @@ Arrangement arrange(const Net& net, const Match& match) {
         arrangement.transposes_out = true;
         return arrangement;
       }
+      if (!flat && std::is_sorted(match.result.out.begin(), match.result.out.end())) {
+        arrangement.out = match.out;
+        arrangement.merges_out = true;
+        return arrangement;
+      }
     }
   }
   arrangement = {};

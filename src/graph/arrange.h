@@ -20,6 +20,7 @@ struct Arrangement {
   int out = kNone;               // the value that the operator computes
   std::vector<int> passed = {};  // nodes between the product and that value, which go away
   bool transposes_out = false;   // of kStacks: `out` is the product's result in the order match.result.out
+  bool merges_out = false;       // of kStacks: `out` is [batch * heads, sequence, dim]
   std::string reason = {};       // why there is none
 };
 

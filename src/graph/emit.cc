@@ -252,7 +252,7 @@ class Emitter {
     const std::string name = e_.names.fresh("polyhead_attention");
     const std::string out(net_.value(plan_.out).name);
     const double factor = match_.out_factor * plan_.value.scale;
-    const bool direct = factor == 1 && !needs_transpose() && plan_.kind != Arrangement::kOneBatch;
+    const bool direct = factor == 1 && !needs_transpose() && plan_.kind != Arrangement::kOneBatch && !plan_.merges_out;
     std::vector<std::string> outputs = {direct ? out : e_.names.fresh("polyhead_out")};
     if (match_.returns_weights) {
       attributes.push_back(integer("qk_matmul_output_mode", 3));
@@ -269,13 +269,16 @@ class Emitter {
       squeeze_as(std::string(net_.value(match_.weights).name), weights);
     }
     if (direct) return;
-    const bool more = needs_transpose() || plan_.kind == Arrangement::kOneBatch;
+    const bool more = needs_transpose() || plan_.kind == Arrangement::kOneBatch || plan_.merges_out;
     if (factor != 1) {
       const std::string scaled = more ? e_.names.fresh("polyhead_scaled") : out;
       result = add_as(scaled, "Mul", {result, constant(factor)});
     }
     if (needs_transpose()) add_as(out, "Transpose", {result}, {perm(match_.result.out)});
     if (plan_.kind == Arrangement::kOneBatch) squeeze_as(out, result);
+    if (!plan_.merges_out) return;
+    const std::string lead = constant(std::vector<int64_t>{-1});
+    add_as(out, "Reshape", {result, add("Concat", {lead, shape_of(result, 2, 4)}, {integer("axis", 0)})});
   }
 
   bool needs_transpose() const { return plan_.transposes_out && !is_identity(match_.result.out); }

@@ -152,6 +152,14 @@ VARIANTS = {
         k5 = Transpose<perm = [0, 2, 1, 3]>(k4) qm = Reshape(qh, a) km = Reshape(k5, b) vm = Reshape(vh, b)
         kh = Transpose<perm = [0, 2, 1]>(km) m = MatMul(qm, kh) m4 = Reshape(m, e) s4 = Add(m4, bias) s = Reshape(s4, f)
         w = Softmax<axis = -1>(s) om = MatMul(w, vm) o = Reshape(om, h) {JOIN}""",
+    "out_is_asked_for_its_shape": f"""{SPLIT}
+        a = Constant<value = int64[3] {{-1, 5, 8}}>() b = Constant<value = int64[3] {{-1, 6, 8}}>() shape4 = Shape(qh)
+        k5 = Transpose<perm = [0, 2, 1, 3]>(k4) qm = Reshape(qh, a) km = Reshape(k5, b) vm = Reshape(vh, b)
+        kh = Transpose<perm = [0, 2, 1]>(km) m = MatMul(qm, kh) e = Constant<value = int64[4] {{2, 4, 5, 6}}>()
+        f = Constant<value = int64[3] {{8, 5, 6}}>() m4 = Reshape(m, e) s4 = Add(m4, bias) s = Reshape(s4, f)
+        w = Softmax<axis = -1>(s) om = MatMul(w, vm) n = Shape(om) i = Constant<value = int64[1] {{1}}>()
+        z = Constant<value = int64[1] {{0}}>() rows = Gather(n, i) h = Constant<value = int64[2] {{2, 4}}>()
+        d = Constant<value = int64[1] {{8}}>() back = Concat<axis = 0>(h, rows, d) o = Reshape(om, back) {JOIN}""",
     # --- heads of key and value ---
     "repeated_heads": """
         i = Constant<value = int64[1] {2}>() u = Unsqueeze(gk, i) n = Constant<value = int64[5] {1, 1, 2, 1, 1}>()
