@@ -46,10 +46,7 @@ Options::Options(ArgumentReader& arguments)
       cu_seqlens_q(arguments.optional_tensor()),
       cu_seqlens_k(arguments.optional_tensor()),
       kernel(arguments.optional_text()),
-      dropout_origin(arguments.optional_tensor()),
-      program(arguments.optional_text()) {
-  for (StableTensor& capture : captures) capture = arguments.optional_tensor();
-}
+      dropout_origin(arguments.optional_tensor()) {}
 
 Tensor indexed(Tensor view) {
   if (view.ndim > 0) return view;
@@ -63,7 +60,6 @@ Operands::Operands(const StableTensor& query, const StableTensor& key, const Sta
   read_operands(query, key, value, options);
   read_options(options);
   read_dropout(options);
-  read_program(options);
   if (options.kernel) {
     kernel = *options.kernel;
     if (kernel.empty()) bad_value("kernel is \"\", must be a name out of polyhead.kernels()");
@@ -159,21 +155,26 @@ void Operands::read_dropout(const Options& options) {
   }
 }
 
-void Operands::read_program(const Options& options) {
+CapturingProgram::CapturingProgram(ArgumentReader& arguments) : text(arguments.text()) {
+  for (StableTensor& capture : captures) capture = arguments.optional_tensor();
+}
+
+OperandsOfProgram::OperandsOfProgram(const StableTensor& query, const StableTensor& key, const StableTensor& value,
+                                     const Options& options, const CapturingProgram& program)
+    : Operands(query, key, value, options) {
+  auto parsed = python::cached_program(program.text);
+  check(parsed.status());
+  desc.program = **parsed;
   size_t count = 0;
-  for (; count < captures.size() && options.captures[count].given(); ++count) {
+  for (; count < captures.size() && program.captures[count].given(); ++count) {
     const std::string name = "capture" + std::to_string(count);
     captures[count] =
-        view_of(options.captures[count], {name.c_str(), 0, ProgramStep::kMostOperands, "as the program indexes it"});
+        view_of(program.captures[count], {name.c_str(), 0, ProgramStep::kMostOperands, "as the program indexes it"});
     const Tensor& view = indexed_captures_[count] = indexed(captures[count]);
     CaptureShape& shape = desc.captures.emplace_back(CaptureShape{.dtype = view.dtype, .ndim = view.ndim});
     std::copy_n(view.dims, view.ndim, shape.dims);
   }
   args.captures = std::span<const Tensor>(indexed_captures_.data(), count);
-  if (!options.program) return;
-  auto program = python::cached_program(*options.program);
-  check(program.status());
-  desc.program = **program;
 }
 
 }  // namespace polyhead::torch_ops

@@ -12,7 +12,7 @@
 
 namespace polyhead::torch_ops {
 
-constexpr int kNumSharedOptions = 29;  // SCHEMA in polyhead/torch/_options.py, whose order this is
+constexpr int kNumSharedOptions = 20;  // SCHEMA in polyhead/torch/_options.py, whose order this is
 
 // The options' values, unchecked.
 struct Options {
@@ -39,10 +39,17 @@ struct Options {
   StableTensor cu_seqlens_k;
   std::optional<std::string> kernel;  // a name; none: none in particular
   StableTensor dropout_origin;
-  std::optional<std::string> program;  // its text
-  std::array<StableTensor, Program::kMostCaptures> captures;
   bool heads_first = false;  // query, key, value, out and their gradients are [B, H, S, D], as torch's own attention's
   bool same_heads = false;   // key and value have as many as query
+};
+
+// A program's text and what it captures, as the overloads of that name take them.
+struct CapturingProgram {
+  static constexpr int kNumArguments = 1 + Program::kMostCaptures;
+  explicit CapturingProgram(ArgumentReader& arguments);
+
+  std::string text;
+  std::array<StableTensor, Program::kMostCaptures> captures;
 };
 
 // A number as a tensor of one element, which the library wants for it; any other as it is.
@@ -51,14 +58,13 @@ Tensor indexed(Tensor view);
 // One call. The tensors and options that it was made of must outlive it. Throws what bad_value throws.
 struct Operands {
   Operands(const StableTensor& query, const StableTensor& key, const StableTensor& value, const Options& options);
-  Operands(const Operands&) = delete;  // args points to captures
+  Operands(const Operands&) = delete;  // args points into it
   Operands& operator=(const Operands&) = delete;
 
   AttentionDesc desc;
-  ForwardArgs args;                                     // the inputs
-  Tensor attn_bias;                                     // as given: args.attn_bias has 4 dims
-  std::array<Tensor, Program::kMostCaptures> captures;  // as given: args.captures has no number without dims
-  std::string_view kernel;                              // "": the best
+  ForwardArgs args;         // the inputs
+  Tensor attn_bias;         // as given: args.attn_bias has 4 dims
+  std::string_view kernel;  // "": the best
   bool heads_first = false;
 
  private:
@@ -66,8 +72,16 @@ struct Operands {
                      const Options& options);
   void read_options(const Options& options);
   void read_dropout(const Options& options);
-  void read_program(const Options& options);
+};
 
+// The same with a program, which must outlive it too.
+struct OperandsOfProgram : Operands {
+  OperandsOfProgram(const StableTensor& query, const StableTensor& key, const StableTensor& value,
+                    const Options& options, const CapturingProgram& program);
+
+  std::array<Tensor, Program::kMostCaptures> captures;  // as given: args.captures has no number without dims
+
+ private:
   std::array<Tensor, Program::kMostCaptures> indexed_captures_;
 };
 

@@ -27,6 +27,7 @@ namespace {
 
 constexpr uint64_t kNumForwardArguments = 3 + kNumSharedOptions + 3;
 constexpr uint64_t kNumBackwardArguments = 8 + kNumSharedOptions;
+constexpr uint64_t kNumProgramArguments = CapturingProgram::kNumArguments;
 
 std::shared_ptr<const Plan> plan_of(const Operands& operands) {
   auto plan = python::cached_plan(operands.desc, operands.kernel, {.executor = &current_executor()});
@@ -81,27 +82,50 @@ StableTensor run_forward(Operands& operands, StableTensor& logsumexp, StableTens
   return out;
 }
 
-void attention_forward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
-  check_counts("attention_forward", num_inputs, kNumForwardArguments);
-  ArgumentReader arguments(stack);
-  const StableTensor query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
-  const Options options(arguments);
-  const int64_t return_weights = arguments.integer();
-  const bool return_column_sums = arguments.flag(), out_float32 = arguments.flag();
+// What a call asks for besides out and logsumexp.
+struct Asked {
+  explicit Asked(ArgumentReader& arguments)
+      : return_weights(arguments.integer()), return_column_sums(arguments.flag()), out_float32(arguments.flag()) {}
 
-  Operands operands(query, key, value, options);
-  if (return_weights < 0 || return_weights > 2) {
-    bad_value("return_weights is %lld, must be 0, 1 (per head) or 2 (mean)", static_cast<long long>(return_weights));
+  int64_t return_weights;
+  bool return_column_sums, out_float32;
+};
+
+void run_forward(Operands& operands, const Asked& asked, StableIValue* stack) {
+  const int64_t weights_asked = asked.return_weights;
+  if (weights_asked < 0 || weights_asked > 2) {
+    bad_value("return_weights is %lld, must be 0, 1 (per head) or 2 (mean)", static_cast<long long>(weights_asked));
   }
-  operands.desc.return_weights = static_cast<ReturnWeights>(return_weights);
-  operands.desc.return_column_sums = return_column_sums;
-  if (out_float32) operands.desc.out_dtype = DType::kFloat32;
+  operands.desc.return_weights = static_cast<ReturnWeights>(weights_asked);
+  operands.desc.return_column_sums = asked.return_column_sums;
+  if (asked.out_float32) operands.desc.out_dtype = DType::kFloat32;
   operands.args.logsumexp = expected_tensor(operands.desc, &ForwardArgs::logsumexp);
   StableTensor logsumexp, weights, column_sums;
   stack[0] = result(run_forward(operands, logsumexp, weights, column_sums));
   stack[1] = result(std::move(logsumexp));
   stack[2] = optional_result(std::move(weights));
   stack[3] = optional_result(std::move(column_sums));
+}
+
+void attention_forward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
+  check_counts("attention_forward", num_inputs, kNumForwardArguments);
+  ArgumentReader arguments(stack);
+  const StableTensor query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
+  const Options options(arguments);
+  const Asked asked(arguments);
+  Operands operands(query, key, value, options);
+  run_forward(operands, asked, stack);
+}
+
+void forward_of_program(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
+  check_counts("attention_forward.program", num_inputs, kNumForwardArguments + kNumProgramArguments);
+  ArgumentReader arguments(stack);
+  const StableTensor query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
+  const Options options(arguments);
+  const Asked asked(arguments);
+  const CapturingProgram program(arguments);
+  OperandsOfProgram operands(query, key, value, options, program);
+  run_forward(operands, asked, stack);
 }
 
 void forward_below_autograd(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
@@ -144,15 +168,31 @@ StableTensor gradient(bool needed, const Tensor& input, bool is_given, const cha
 }
 
 constexpr size_t kNumPlainGradients = 5;  // of what is no capture
-using Gradients = std::array<StableTensor, kNumPlainGradients + Program::kMostCaptures>;
+using PlainGradients = std::array<StableTensor, kNumPlainGradients>;
+using CaptureGradients = std::array<StableTensor, Program::kMostCaptures>;
 
-Gradients run_backward(Operands& operands, const BackwardTensors& tensors, int64_t needs) {
+// Into `args`, where bits of `needs` say so.
+CaptureGradients capture_gradients(const OperandsOfProgram& operands, int64_t needs, std::span<Tensor> views,
+                                   BackwardArgs& args) {
+  CaptureGradients grads;
+  const size_t count = operands.args.captures.size();
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const std::string name = "capture" + std::to_string(i);
+    const bool needed = (needs >> (kNumPlainGradients + i) & 1) != 0;
+    grads[i] = gradient(needed, operands.captures[i], i < count, name.c_str(), views[i]);
+    if (needed) views[i] = indexed(views[i]);
+  }
+  args.grad_captures = views.first(count);
+  return grads;
+}
+
+// `args` may ask for gradients of captures already.
+PlainGradients run_backward(Operands& operands, const BackwardTensors& tensors, int64_t needs, BackwardArgs& args) {
   const AttentionDesc& d = operands.desc;
   const int dims = d.packed ? 3 : 4;
   const char* const out_dims =
       d.packed ? "[total_q, num_heads, head_dim_v]" : "[batch, seqlen_q, num_heads, head_dim_v]";
   const char* const sums_dims = d.packed ? "[num_heads, total_q]" : "[batch, num_heads, seqlen_q]";
-  BackwardArgs args;
   args.grad_out = view_of(tensors.grad_out, {"grad_out", dims, dims, out_dims});
   operands.args.out = view_of(tensors.out, {"out", dims, dims, out_dims});
   if (operands.heads_first) {
@@ -170,7 +210,7 @@ Gradients run_backward(Operands& operands, const BackwardTensors& tensors, int64
 
   const ForwardArgs& in = operands.args;
   Tensor grad_attn_bias;
-  Gradients grads = {
+  PlainGradients grads = {
       gradient((needs & 1) != 0, in.query, true, "query", args.grad_query, operands.heads_first),
       gradient((needs & 2) != 0, in.key, true, "key", args.grad_key, operands.heads_first),
       gradient((needs & 4) != 0, in.value, true, "value", args.grad_value, operands.heads_first),
@@ -178,17 +218,9 @@ Gradients run_backward(Operands& operands, const BackwardTensors& tensors, int64
       gradient((needs & 16) != 0, in.alibi_slopes, in.alibi_slopes.given(), "alibi_slopes", args.grad_alibi_slopes),
   };
   if ((needs & 8) != 0) args.grad_attn_bias = python::widened_to_4d(grad_attn_bias);
-  std::array<Tensor, Program::kMostCaptures> grad_captures;
-  for (size_t i = 0; i < grad_captures.size(); ++i) {
-    const size_t bit = kNumPlainGradients + i;
-    const std::string name = "capture" + std::to_string(i);
-    grads[bit] =
-        gradient((needs >> bit & 1) != 0, operands.captures[i], i < in.captures.size(), name.c_str(), grad_captures[i]);
-    grad_captures[i] = grads[bit].given() ? indexed(grad_captures[i]) : Tensor();
-  }
-  args.grad_captures = std::span<const Tensor>(grad_captures.data(), in.captures.size());
   args.forward = operands.args;
-  if ((needs & ((int64_t{1} << grads.size()) - 1)) != 0) {
+  const int64_t all = (int64_t{1} << (kNumPlainGradients + args.grad_captures.size())) - 1;
+  if ((needs & all) != 0) {
     check(python::backward_with_workspace(*plan, args));
     count_call(Counted::kAttentionBackward, d, plan->kernel_name());
   }
@@ -205,8 +237,28 @@ void attention_backward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num
   const Options options(arguments);
 
   Operands operands(query, key, value, options);
-  auto grads = run_backward(operands, {grad_out, grad_logsumexp, out, logsumexp}, needs);
+  BackwardArgs args;
+  auto grads = run_backward(operands, {grad_out, grad_logsumexp, out, logsumexp}, needs, args);
   for (size_t i = 0; i < grads.size(); ++i) stack[i] = result(std::move(grads[i]));
+}
+
+void backward_of_program(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
+  check_counts("attention_backward.program", num_inputs, kNumBackwardArguments + kNumProgramArguments);
+  ArgumentReader arguments(stack);
+  const StableTensor grad_out = arguments.tensor(), grad_logsumexp = arguments.optional_tensor();
+  const StableTensor query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
+  const StableTensor out = arguments.tensor(), logsumexp = arguments.tensor();
+  const int64_t needs = arguments.integer();
+  const Options options(arguments);
+  const CapturingProgram program(arguments);
+
+  OperandsOfProgram operands(query, key, value, options, program);
+  BackwardArgs args;
+  std::array<Tensor, Program::kMostCaptures> views;
+  auto of_captures = capture_gradients(operands, needs, views, args);
+  auto grads = run_backward(operands, {grad_out, grad_logsumexp, out, logsumexp}, needs, args);
+  for (size_t i = 0; i < grads.size(); ++i) stack[i] = result(std::move(grads[i]));
+  for (size_t i = 0; i < of_captures.size(); ++i) stack[grads.size() + i] = result(std::move(of_captures[i]));
 }
 
 void backward_below_autograd(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
@@ -219,7 +271,8 @@ void backward_below_autograd(StableIValue* stack, uint64_t num_inputs, uint64_t 
   const Options options = plain_options(arguments);
 
   Operands operands(query, key, value, options);
-  auto grads = run_backward(operands, {grad_out, {}, out, logsumexp}, needs);
+  BackwardArgs args;
+  auto grads = run_backward(operands, {grad_out, {}, out, logsumexp}, needs, args);
   for (size_t i = 0; i < 3; ++i) stack[i] = result(std::move(grads[i]));
 }
 
@@ -232,6 +285,8 @@ constexpr OperatorKernel kKernels[] = {
     // take a string
     {"attention_forward", attention_forward},
     {"attention_backward", attention_backward},
+    {"attention_forward.program", forward_of_program},
+    {"attention_backward.program", backward_of_program},
 };
 
 // The name of what torch did not take; null: it took all.

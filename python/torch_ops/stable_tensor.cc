@@ -294,6 +294,20 @@ std::vector<StableTensor> ArgumentReader::tensors() {
   return result;
 }
 
+namespace {
+
+std::string text_of(StableIValue value) {
+  const auto string = reinterpret_cast<StringHandle>(value);
+  size_t length = 0;
+  const char* data = nullptr;
+  const bool readable = torch_string_length(string, &length) == 0 && torch_string_c_str(string, &data) == 0;
+  std::string text(readable ? data : "", readable ? length : 0);
+  torch_delete_string(string);
+  return text;
+}
+
+}  // namespace
+
 double ArgumentReader::real() { return std::bit_cast<double>(*next_++); }
 
 std::optional<int64_t> ArgumentReader::optional_integer() {
@@ -306,16 +320,11 @@ std::optional<double> ArgumentReader::optional_real() {
   return value ? std::optional(std::bit_cast<double>(*value)) : std::nullopt;
 }
 
+std::string ArgumentReader::text() { return text_of(*next_++); }
+
 std::optional<std::string> ArgumentReader::optional_text() {
   const auto value = optional();
-  if (!value) return {};
-  const auto string = reinterpret_cast<StringHandle>(*value);
-  size_t length = 0;
-  const char* data = nullptr;
-  const bool readable = torch_string_length(string, &length) == 0 && torch_string_c_str(string, &data) == 0;
-  std::string text(readable ? data : "", readable ? length : 0);
-  torch_delete_string(string);
-  return text;
+  return value ? std::optional(text_of(*value)) : std::nullopt;
 }
 
 }  // namespace polyhead::torch_ops

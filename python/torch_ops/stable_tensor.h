@@ -91,6 +91,7 @@ class ArgumentReader {
   bool flag() { return (*next_++ & 0xff) != 0; }
   std::optional<int64_t> optional_integer();
   std::optional<double> optional_real();
+  std::string text();                          // since torch 2.10
   std::optional<std::string> optional_text();  // since torch 2.10
 
  private:

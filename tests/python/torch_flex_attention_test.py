@@ -247,6 +247,48 @@ def test_strides_batches_and_layouts():
     same_bits(low, flex_attention(query, key.bfloat16().float(), value.bfloat16().float()))
 
 
+@pytest.mark.parametrize("sizes", [(1, 1), (63, 65), (64, 129), (127, 128), (129, 3), (0, 5), (5, 0)], ids=str)
+def test_sizes_on_the_edges_of_tiles(sizes):
+    inputs = operands(seqlen_q=sizes[0], seqlen_k=sizes[1])
+    table = random(H, 300, seed=4)
+
+    def score_mod(score, b, h, q, k):
+        return score + table[h, q - k + 150]
+
+    def mask_mod(b, h, q, k):
+        return (q - k).abs() <= 60
+
+    block_mask = block_mask_of(mask_mod, 64, *sizes) if 0 not in sizes else None
+    got = with_lse(*inputs, score_mod, block_mask, enable_gqa=True)
+    if 0 in sizes:
+        assert got[0].shape == (B, H, sizes[0], D) and torch.all(got[0] == 0) and torch.all(got[1] == -torch.inf)
+    else:
+        double = doubles([*inputs, table])
+        expected = dense(*double[:3], lambda score, b, h, q, k: score + double[3][h, q - k + 150], mask_mod)
+        agree([*inputs, table], double, got, expected)
+
+
+def test_captures_of_any_strides_and_large_numbers():
+    inputs = operands(heads_kv=H)
+    wide = random(2 * S, 2 * H, seed=5)
+    layouts = [wide[::2, ::2].T, wide.detach()[::2, ::2].T.contiguous().requires_grad_()]  # [H, S]
+    one = torch.tensor(0.5, requires_grad=True)
+    slopes = [one.expand(H), torch.full((H,), 0.5, requires_grad=True)]
+    document = torch.arange(S) // 20
+    documents = [2**24 + document, document - 2**40]
+    results = []
+    for table, slope, doc in zip(layouts, slopes, documents):
+        out = flex_attention(
+            *inputs, lambda score, b, h, q, k: score + table[h, k] - slope[h] * abs(q - k),
+            block_mask_of(lambda b, h, q, k: doc[q] == doc[k]),
+        )  # fmt: skip
+        results.append((out, *torch.autograd.grad(out.sum(), [*inputs, table, slope], retain_graph=True)))
+    for first, second in zip(*results):
+        same_bits(first, second)
+    (summed,) = torch.autograd.grad(results[0][0].sum(), one)
+    torch.testing.assert_close(summed, results[1][-1].sum())
+
+
 def test_what_is_returned():
     inputs = operands(heads_kv=H)
     out, lse = flex_attention(*inputs, return_lse=True)

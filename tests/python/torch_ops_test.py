@@ -327,13 +327,19 @@ def test_docstrings():
 
 
 def test_options_match_the_schemas():
-    fields = _options.Options._fields
-    forward = torch.ops.polyhead.attention_forward.default._schema.arguments
-    backward = torch.ops.polyhead.attention_backward.default._schema.arguments
-    assert tuple(each.name for each in forward[3:]) == fields
-    assert tuple(each.name for each in backward[8:]) == fields[: _options.NUM_SHARED]
-    for argument, default in zip(forward[3:], _options.Options()):
-        assert argument.default_value == default
+    polyhead_ops, defaults = torch.ops.polyhead, _options.AllOptions()
+    for forward, backward, options in (
+        (polyhead_ops.attention_forward.default, polyhead_ops.attention_backward.default, defaults[: _options.PROGRAM]),
+        (polyhead_ops.attention_forward.program, polyhead_ops.attention_backward.program, defaults),
+    ):
+        fields = _options.AllOptions._fields[: len(options)]
+        assert tuple(each.name for each in forward._schema.arguments[3:]) == fields
+        assert tuple(each.name for each in backward._schema.arguments[8:]) == _options.for_backward(fields)
+        for argument, default in zip(forward._schema.arguments[3:], options):
+            assert argument.has_default_value() or len(options) > _options.PROGRAM
+            assert not argument.has_default_value() or argument.default_value == default
+    names = [each.name.removeprefix("grad_") for each in polyhead_ops.attention_backward.program._schema.returns]
+    assert tuple(names) == _options.DIFFERENTIABLE
 
 
 REFUSED = {

@@ -14,6 +14,7 @@ if torch is not None:
     from torch.library import opcheck
 
     import polyhead.torch
+    from polyhead.torch._options import AllOptions, for_backward
     from torch_cases import tensors
     from torch_ops_test import same_bits
 
@@ -124,18 +125,17 @@ def test_attention_backward_by_name():
 
 
 def as_operator_takes():
-    given = captured()
-    return {"program": OPERATORS, **{f"capture{i}": each for i, each in enumerate(given.values())}}
+    return AllOptions(program=OPERATORS)._replace(**{f"capture{i}": each for i, each in enumerate(captured().values())})
 
 
 def test_opcheck():
-    inputs, given = operands(), as_operator_takes()
-    opcheck(torch.ops.polyhead.attention_forward.default, inputs, given)
+    inputs, options = operands(), as_operator_takes()
+    opcheck(torch.ops.polyhead.attention_forward.program, (*inputs, *options))
     with torch.no_grad():
-        out, logsumexp, *_ = torch.ops.polyhead.attention_forward(*inputs, **given)
+        out, logsumexp, *_ = torch.ops.polyhead.attention_forward.program(*inputs, *options)
     needs = 0b111 | 0b11 << 6
-    arguments = (torch.ones_like(out), None, *inputs, out, logsumexp, needs)
-    opcheck(torch.ops.polyhead.attention_backward.default, arguments, given)
+    arguments = (torch.ones_like(out), None, *inputs, out, logsumexp, needs, *for_backward(options))
+    opcheck(torch.ops.polyhead.attention_backward.program, arguments)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -210,19 +210,19 @@ def test_every_op_of_the_formula_is_the_librarys():
 
 def test_vmap_and_batched_gradients():
     query, key, value = operands()
-    given = as_operator_takes()
+    options = as_operator_takes()
 
     def of_slope(slope):
-        return torch.ops.polyhead.attention_forward(query, key, value, **given | {"capture1": slope})[0]
+        return torch.ops.polyhead.attention_forward.program(query, key, value, *options._replace(capture1=slope))[0]
 
-    slopes = torch.stack([given["capture1"], 2 * given["capture1"]]).detach()
+    slopes = torch.stack([options.capture1, 2 * options.capture1]).detach()
     same_bits(torch.vmap(of_slope)(slopes), torch.stack([of_slope(each) for each in slopes]))
     got = torch.vmap(torch.func.grad(lambda slope: of_slope(slope).square().sum()))(slopes)
     one_by_one = [torch.func.grad(lambda slope: of_slope(slope).square().sum())(each) for each in slopes]
     same_bits(got, torch.stack(one_by_one))
-    out = of_slope(given["capture1"])
+    out = of_slope(options.capture1)
     directions = torch.stack(tensors(out.shape, out.shape))
-    leaves = (query, given["capture1"])
+    leaves = (query, options.capture1)
     together = torch.autograd.grad(out, leaves, directions, is_grads_batched=True, retain_graph=True)
     apart = [torch.autograd.grad(out, leaves, each, retain_graph=True) for each in directions]
     for one, others in zip(together, zip(*apart)):
@@ -299,7 +299,7 @@ def test_only_what_is_needed_is_computed():
     out = polyhead.torch.attention(*inputs, score=capped_alibi, mask="doc[q] == doc[k]", captured=given)
     out.sum().backward()
     assert given["slope"].grad.shape == (4,) and given["cap"].grad is None
-    with pytest.raises(ValueError, match=r"grad_captures\[0\]"):
-        torch.ops.polyhead.attention_backward(
-            out.detach(), None, *inputs, out.detach(), torch.zeros(2, 4, 7), 1 << 5, **as_operator_takes()
+    with pytest.raises(ValueError, match=r"grad_captures\[0\]|needs\[0\] is .doc"):
+        torch.ops.polyhead.attention_backward.program(
+            out.detach(), None, *inputs, out.detach(), torch.zeros(2, 4, 7), 1 << 5, *for_backward(as_operator_takes())
         )

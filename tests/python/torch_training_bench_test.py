@@ -54,6 +54,21 @@ def test_the_operator_beside_torchs(tmp_path):
     assert text in done.stdout and "4 goals: " in text and "| window 256 at S=4096, forward |" in text
 
 
+def test_programs_beside_flex_attention(tmp_path):
+    command = [sys.executable, BENCH / "flex_attention.py", "--no-compiled", "--rounds", "1", "--threads", "1"]
+    command += ["--sizes", "1x2x40x8", "--programs", "causal", "relative", "softcap", "--out", tmp_path]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = {path.suffix: path for path in tmp_path.iterdir()}
+    rows = {row["program"]: row for row in json.loads(found[".json"].read_text())["rows"]}
+    assert all(row["max_diff"] < 1e-5 for row in rows.values())
+    step = {"polyhead", "polyhead step"}
+    dense = {"dense", "dense step"}
+    assert {name: set(row["contenders"]) for name, row in rows.items()} == {
+        "causal": step | dense, "relative": step | dense, "softcap": step  # which no bias says
+    }  # fmt: skip
+    assert found[".md"].read_text() in done.stdout
+
+
 def test_layers_beside_torch_nns(tmp_path):
     command = [sys.executable, BENCH / "layers.py", "--tiny", "--rounds", "1", "--threads", "1", "--max-seconds", "1"]
     subprocess.run([*command, "--out", tmp_path], check=True, capture_output=True)

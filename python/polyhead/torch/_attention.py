@@ -11,8 +11,8 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from polyhead import DropoutOrigin, Error
 from polyhead.torch import _autograd, _composition, _ops, _tracing
 from polyhead.torch._options import (
-    NO_PROGRAM, NUM_SHARED, PLAIN_DIFFERENTIABLE, Options, align_number, asks_float32, captures_of,
-    kernel_name, offset_pair, origin_tensor, seed_tensor, weights_number, window_pair,
+    PLAIN_DIFFERENTIABLE, Options, align_number, asks_float32, for_backward, kernel_name,
+    offset_pair, origin_tensor, seed_tensor, weights_number, window_pair,
 )  # fmt: skip
 
 _is_autocast_enabled = torch._C._is_any_autocast_enabled
@@ -28,7 +28,7 @@ def _tensors_only(**operands):
 def _options(
     query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
     dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
-    program=NO_PROGRAM, return_weights=False, return_column_sums=False, out_dtype=None,
+    return_weights=False, return_column_sums=False, out_dtype=None,
 ):  # fmt: skip
     if (cu_seqlens_q is None) != (cu_seqlens_k is None):
         given, missing = "qk" if cu_seqlens_k is None else "kq"
@@ -40,9 +40,16 @@ def _options(
     return Options(
         causal, scale, attn_bias, attn_mask, alibi_slopes, seed_tensor(dropout_p, dropout_seed), dropout_p,
         dropout_offset, window_left, window_right, align_number(align), offset, offsets, softcap, seqlens_q, seqlens_k,
-        cu_seqlens_q, cu_seqlens_k, kernel_name(kernel), origin_tensor(dropout_origin), *program,
+        cu_seqlens_q, cu_seqlens_k, kernel_name(kernel), origin_tensor(dropout_origin),
         weights_number(return_weights), return_column_sums, asks_float32(out_dtype, query),
     )  # fmt: skip
+
+
+_NO_PROGRAM = _tracing.Traced()
+
+
+def _program_of(score, mask, captured, dtype):
+    return _NO_PROGRAM if score is mask is captured is None else _tracing.program_of(score, mask, captured, dtype)
 
 
 def attention(
@@ -160,15 +167,16 @@ def attention(
     _tensors_only(query=query, key=key, value=value)
     if _is_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
         query, key, value = _ops.cast_for_autocast(query, key, value)
-    program = _tracing.program_of(score, mask, captured, query.dtype)
+    program = _program_of(score, mask, captured, query.dtype)
     options = _options(
         query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
         dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
-        program.slots(), return_weights, return_column_sums, out_dtype,
+        return_weights, return_column_sums, out_dtype,
     )  # fmt: skip
-    inputs = (query, key, value, attn_bias, alibi_slopes, *captures_of(options))
+    inputs = (query, key, value, attn_bias, alibi_slopes, *program.tensors)
     if return_weights and _autograd.differentiates(*inputs):
-        return _with_differentiable_weights(query, key, value, options, return_logsumexp)
+        return _with_differentiable_weights(query, key, value, options, program.slots(), return_logsumexp)
+    options = (*options, *program.slots()) if program is not _NO_PROGRAM else options
     out, logsumexp, weights, column_sums = _forward(query, key, value, options)
     if not (return_logsumexp or return_weights or return_column_sums):
         return out
@@ -177,7 +185,7 @@ def attention(
 
 
 def _forward(query, key, value, options):
-    return _run(_ops.attention_forward, _autograd.attention_forward, query, key, value, *options)
+    return _run(_ops.forward_of(options), _autograd.attention_forward, query, key, value, *options)
 
 
 def _run(operator, autograd, *arguments):
@@ -194,9 +202,9 @@ def _named(error):
     return Error(str(error)) if type(error) is ValueError else error
 
 
-def _with_differentiable_weights(query, key, value, options, return_logsumexp):
-    out, logsumexp, _, column_sums = _forward(query, key, value, options._replace(return_weights=0))
-    weights = _composition.weights(query, key, logsumexp, options)
+def _with_differentiable_weights(query, key, value, options, program, return_logsumexp):
+    out, logsumexp, _, column_sums = _forward(query, key, value, (*options._replace(return_weights=0), *program))
+    weights = _composition.weights(query, key, logsumexp, (*options, *program))
     if options.return_weights == 2:
         weights = weights.mean(1)
     asked = ((return_logsumexp, logsumexp), (True, weights), (options.return_column_sums, column_sums))
@@ -264,7 +272,7 @@ def attention_backward(
     if dropout_p and dropout_seed is None:
         raise Error(f"dropout_p is {dropout_p}, so dropout_seed must be given: that of attention")
     needs = tuple(needs)
-    program = _tracing.program_of(score, mask, captured, query.dtype)
+    program = _program_of(score, mask, captured, query.dtype)
     inputs = {"query": query, "key": key, "value": value, "attn_bias": attn_bias, "alibi_slopes": alibi_slopes}
     inputs |= dict(zip(program.names, program.tensors))
     places = {name: bit for bit, name in enumerate((*PLAIN_DIFFERENTIABLE, *program.names))}
@@ -276,11 +284,11 @@ def attention_backward(
     options = _options(
         query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
         dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
-        program.slots(),
     )  # fmt: skip
     bits = sum(1 << places[name] for name in dict.fromkeys(needs))
     tensors = (grad_out, grad_logsumexp, query, key, value, out, logsumexp)
-    grads = _run(_ops.attention_backward, _autograd.attention_backward, *tensors, bits, *options[:NUM_SHARED])
+    options = for_backward((*options, *program.slots()))
+    grads = _run(_ops.backward_of(options), _autograd.attention_backward, *tensors, bits, *options)
     return {name: grads[places[name]] for name in needs}
 
 

@@ -6,7 +6,9 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import Function, forward_ad
 
 from polyhead.torch import _composition, _ops
-from polyhead.torch._options import DIFFERENTIABLE, NUM_SHARED, PLAIN_DIFFERENTIABLE, Options, captures_of
+from polyhead.torch._options import (
+    DIFFERENTIABLE, NUM_SHARED, PLAIN_DIFFERENTIABLE, PROGRAM, Options, captures_of, for_backward, of_backward,
+)  # fmt: skip
 
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 _FRONT_OF_TRANSFORMS = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
@@ -59,10 +61,6 @@ def _kept(ctx, count):
     return saved[:count], tuple(next(rest) if each is _Saved else each for each in ctx.options)
 
 
-def _bits(needed):
-    return sum(1 << bit for bit, each in enumerate(needed) if each)
-
-
 class _Forward:
     """(query, key, value, attn_bias, alibi_slopes, options, *captures) -> the results of attention_forward.
 
@@ -77,9 +75,12 @@ class _Forward:
         if grad_out is None:
             grad_out = out.new_zeros(()).expand(out.shape)
         plain = len(PLAIN_DIFFERENTIABLE)
-        needs = _bits(ctx.needs_input_grad[:plain] + ctx.needs_input_grad[plain + 1 :])
+        query_needs, key_needs, value_needs, bias_needs, slopes_needs, _, *captures_need = ctx.needs_input_grad
+        needs = query_needs + 2 * key_needs + 4 * value_needs + 8 * bias_needs + 16 * slopes_needs
+        for bit, needed in enumerate(captures_need, plain):
+            needs |= needed << bit
         grads = attention_backward(
-            grad_out, grad_logsumexp, query, key, value, out, logsumexp, needs, *options[:NUM_SHARED]
+            grad_out, grad_logsumexp, query, key, value, out, logsumexp, needs, *for_backward(options)
         )
         return (*grads[:plain], None, *grads[plain : len(ctx.needs_input_grad) - 1])
 
@@ -95,7 +96,7 @@ class _AttentionForward(_Forward, Function):
     @staticmethod
     def forward(ctx, query, key, value, attn_bias, alibi_slopes, options, *captures):
         with _BelowAutograd():
-            results = _ops.attention_forward(query, key, value, *options)
+            results = _ops.forward_of(options)(query, key, value, *options)
         _finish_forward(ctx, query, key, value, options, results)
         return results
 
@@ -107,7 +108,7 @@ class _TransformedForward(_Forward, Function):
 
     @staticmethod
     def forward(query, key, value, attn_bias, alibi_slopes, options, *captures):
-        return _ops.attention_forward(query, key, value, *options)
+        return _ops.forward_of(options)(query, key, value, *options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -133,16 +134,17 @@ _apply_forward = _applying(_AttentionForward)
 
 def attention_forward(query, key, value, *options):
     attn_bias, alibi_slopes = _of(options, _ATTN_BIAS), _of(options, _ALIBI_SLOPES)
-    inputs = (query, key, value, attn_bias, alibi_slopes)
-    captures = captures_of(options)
+    operator, captures = _ops.attention_forward, ()
+    if len(options) > PROGRAM:
+        operator, captures = _ops.forward_of(options), captures_of(options)
     if _transforms_active():
-        return _TransformedForward.apply(*inputs, options, *captures)
+        return _TransformedForward.apply(query, key, value, attn_bias, alibi_slopes, options, *captures)
     if _mapping():
-        return _ops.attention_forward(query, key, value, *options)
-    if differentiates(*inputs, *captures):
-        return _apply_forward(*inputs, options, *captures)
+        return operator(query, key, value, *options)
+    if differentiates(query, key, value, attn_bias, alibi_slopes, *captures):
+        return _apply_forward(query, key, value, attn_bias, alibi_slopes, options, *captures)
     with _BelowAutograd():
-        return _ops.attention_forward(query, key, value, *options)
+        return operator(query, key, value, *options)
 
 
 class _PlainForward(Function):
@@ -210,6 +212,7 @@ class _Backward:
     @staticmethod
     def backward(ctx, *grad_grads):
         plain, options = _kept(ctx, _Backward.TENSORS)
+        options = of_backward(options)
         tensors = (*plain, None, None, *captures_of(options))
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad) if needed]
         given = [grad_grads[bit] for bit in range(len(DIFFERENTIABLE)) if ctx.needs >> bit & 1]
@@ -241,7 +244,7 @@ class _AttentionBackward(_Backward, Function):
     @staticmethod
     def forward(ctx, *inputs):
         with _BelowAutograd():
-            grads = _ops.attention_backward(*inputs[:7], inputs[9], *inputs[10])
+            grads = _ops.backward_of(inputs[10])(*inputs[:7], inputs[9], *inputs[10])
         _finish_backward(ctx, inputs)
         return grads
 
@@ -251,7 +254,7 @@ class _TransformedBackward(_Backward, Function):
 
     @staticmethod
     def forward(*inputs):
-        return _ops.attention_backward(*inputs[:7], inputs[9], *inputs[10])
+        return _ops.backward_of(inputs[10])(*inputs[:7], inputs[9], *inputs[10])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -264,15 +267,15 @@ _apply_backward = _applying(_AttentionBackward)
 def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsumexp, needs, *options):
     tensors = (grad_out, grad_logsumexp, query, key, value, out, logsumexp)
     inputs = (*tensors, _of(options, _ATTN_BIAS), _of(options, _ALIBI_SLOPES))
-    captures = captures_of(options)
+    captures = options[NUM_SHARED + 1 :]
     if _transforms_active():
         return _TransformedBackward.apply(*inputs, needs, options, *captures)
     if _mapping():
-        return _ops.attention_backward(*tensors, needs, *options)
+        return _ops.backward_of(options)(*tensors, needs, *options)
     if differentiates(*inputs, *captures):
         return _apply_backward(*inputs, needs, options, *captures)
     with _BelowAutograd():
-        return _ops.attention_backward(*tensors, needs, *options)
+        return _ops.backward_of(options)(*tensors, needs, *options)
 
 
 class _Merge(Function):
@@ -313,6 +316,7 @@ def merge_forward(outs, logsumexps):
 
 
 # What the operators do where they are called themselves: in graphs, above all.
-_ops.implement_autograd("attention_forward", attention_forward)
-_ops.implement_autograd("attention_backward", attention_backward)
+for _overload in ("", ".program"):
+    _ops.implement_autograd(f"attention_forward{_overload}", attention_forward)
+    _ops.implement_autograd(f"attention_backward{_overload}", attention_backward)
 _ops.implement_autograd("merge_forward", merge_forward)

@@ -2,7 +2,7 @@
 
 import torch
 
-from polyhead.torch._options import Options
+from polyhead.torch._options import NUM_SHARED, PROGRAM, AllOptions, of_backward
 
 
 def _one_by_one(operator, info, in_dims, arguments):
@@ -46,7 +46,7 @@ def _folded_slopes(tensor, dim, size, batch):
 
 
 def _folded_options(options, in_dims, size, batch):
-    o, dims = Options(*options), Options(*in_dims, *[None] * (len(Options._fields) - len(in_dims)))
+    o, dims = AllOptions(*options), AllOptions(*in_dims, *[None] * (len(AllOptions._fields) - len(in_dims)))
     return o._replace(
         attn_bias=_folded_scores(o.attn_bias, dims.attn_bias, size, batch),
         attn_mask=_folded_scores(o.attn_mask, dims.attn_mask, size, batch),
@@ -64,8 +64,9 @@ def _unfolded(results, size):
 
 
 def attention_forward(info, in_dims, query, key, value, *options):
-    o = Options(*options)
-    operator = torch.ops.polyhead.attention_forward.default
+    o = AllOptions(*options)
+    overloads = torch.ops.polyhead.attention_forward
+    operator = overloads.program if len(options) > PROGRAM else overloads.default
     if o.packed or o.dropout_p or o.program:  # dropout's mask, a program: functions of the place in the batch
         return _one_by_one(operator, info, in_dims, (query, key, value, *options))
     size = info.batch_size
@@ -76,8 +77,9 @@ def attention_forward(info, in_dims, query, key, value, *options):
 
 def attention_backward(info, in_dims, *arguments):
     (*_, needs), options = arguments[:8], arguments[8:]
-    o = Options(*options)
-    operator = torch.ops.polyhead.attention_backward.default
+    o = of_backward(options)
+    overloads = torch.ops.polyhead.attention_backward
+    operator = overloads.program if len(options) > NUM_SHARED else overloads.default
     if o.packed or o.dropout_p or o.program or needs >> 3:  # a bias's gradient is summed over the batch
         return _one_by_one(operator, info, in_dims, arguments)
     size = info.batch_size

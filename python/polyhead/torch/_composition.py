@@ -7,7 +7,7 @@ Scores are [B, H, Sq, Sk]; packed sequences are one batch element whose queries 
 import torch
 
 from polyhead.torch import _ops, _program_formula
-from polyhead.torch._options import DIFFERENTIABLE, PLAIN_DIFFERENTIABLE, Options, captures_of
+from polyhead.torch._options import DIFFERENTIABLE, PLAIN_DIFFERENTIABLE, AllOptions, captures_of
 
 
 def _is_float64(tensor):
@@ -186,7 +186,7 @@ class _Scores:
 
 def weights(query, key, logsumexp, options):
     """P after dropout, [B, H, Sq, Sk] in query's dtype, differentiable by query, key, logsumexp and the options."""
-    o = Options(*options)
+    o = AllOptions(*options)
     with without_autocast():
         scores = _Scores(query, key, logsumexp, o.attn_bias, o.alibi_slopes, captures_of(options), o)
     result = scores.weights
@@ -199,7 +199,7 @@ def attention_backward(
     grad_out, grad_logsumexp, query, key, value, out, logsumexp, attn_bias, alibi_slopes, captures, needs, options
 ):
     """As the operator of this name, with attn_bias, alibi_slopes and captures beside the options."""
-    o = Options(*options)
+    o = AllOptions(*options)
     scores = _Scores(query, key, logsumexp, attn_bias, alibi_slopes, captures, o)
     num_heads = scores.places.num_heads
     grad_out_heads = scores.of_queries(_heads_first(grad_out, num_heads))

@@ -3,7 +3,7 @@
 import torch
 
 from polyhead import Error
-from polyhead.torch._options import DIFFERENTIABLE, Options
+from polyhead.torch._options import DIFFERENTIABLE, NUM_SHARED, PLAIN_DIFFERENTIABLE, AllOptions, of_backward
 from polyhead.torch._strides import new_out
 
 _NOT_BESIDE_QUERY = ("dropout_seed", "dropout_origin")  # are on the CPU always
@@ -32,7 +32,7 @@ def _check(query, key, value, o, **others):
 
 
 def attention_forward(query, key, value, *options):
-    o = Options(*options)
+    o = AllOptions(*options)
     _check(query, key, value, o)
     sums = _sums_dtype(query)
     out_dtype = torch.float32 if o.out_float32 else query.dtype
@@ -52,14 +52,16 @@ def attention_forward(query, key, value, *options):
 
 
 def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsumexp, needs, *options):
-    o = Options(*options)
+    o = of_backward(options)
     _check(
         query, key, value, o, grad_out=grad_out, grad_logsumexp=grad_logsumexp, out=out, logsumexp=logsumexp
     )  # fmt: skip
-    inputs = (query, key, value, *(getattr(o, name) for name in DIFFERENTIABLE[3:]))
-    return tuple(
-        inputs[bit].new_empty(inputs[bit].shape) if needs >> bit & 1 else None for bit in range(len(DIFFERENTIABLE))
-    )
+    names = DIFFERENTIABLE if len(options) > NUM_SHARED else PLAIN_DIFFERENTIABLE
+    inputs = (query, key, value, *(getattr(o, name) for name in names[3:]))
+    return tuple(each.new_empty(each.shape) if needs >> bit & 1 else None for bit, each in enumerate(inputs))
+
+
+attention_forward_program, attention_backward_program = attention_forward, attention_backward
 
 
 def attention_forward_below_autograd(query, key, value, causal, scale, align, layout):

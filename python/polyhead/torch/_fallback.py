@@ -5,7 +5,9 @@ import torch
 import polyhead
 from polyhead import _bind
 from polyhead.torch import _report
-from polyhead.torch._options import ALIGNS, DIFFERENTIABLE, PLAIN_DIFFERENTIABLE, WEIGHTS, Options, captures_of
+from polyhead.torch._options import (
+    ALIGNS, DIFFERENTIABLE, NUM_SHARED, PLAIN_DIFFERENTIABLE, PROGRAM, WEIGHTS, AllOptions, captures_of, of_backward,
+)  # fmt: skip
 from polyhead.torch._program_formula import captures_named
 from polyhead.torch._strides import new_out
 
@@ -28,7 +30,7 @@ def _names(o):
 
 
 def attention_forward(query, key, value, *options):
-    o = Options(*options)
+    o = AllOptions(*options)
     out, logsumexp, *asked = _bind.attention(
         *_shared(query, key, value, o), True, WEIGHTS[o.return_weights], o.return_column_sums,
         "float32" if o.out_float32 else None, None,
@@ -40,7 +42,7 @@ def attention_forward(query, key, value, *options):
 
 
 def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsumexp, needs, *options):
-    o = Options(*options)
+    o = of_backward(options)
     by_bit = (*PLAIN_DIFFERENTIABLE, *_names(o))
     names = tuple(name for bit, name in enumerate(by_bit) if needs >> bit & 1)
     grads = _bind.attention_backward(
@@ -49,11 +51,14 @@ def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsume
     if names:
         _report.count_run("attention_backward", query, key, value, o.kernel_name)
     found = [grads.get(name) for name in by_bit]
-    return (*found, *[None] * (len(DIFFERENTIABLE) - len(found)))
+    return (*found, *[None] * (len(DIFFERENTIABLE) - len(found))) if len(options) > NUM_SHARED else tuple(found)
+
+
+attention_forward_program, attention_backward_program = attention_forward, attention_backward
 
 
 def attention_forward_below_autograd(query, key, value, causal, scale, align, layout):
-    options = Options(causal, scale, align=align)
+    options = AllOptions(causal, scale, align=align)[:PROGRAM]
     if not layout:
         return attention_forward(query, key, value, *options)[:2]
     if layout == 1 and key.shape[1] != query.shape[1]:
@@ -69,7 +74,7 @@ def attention_forward_inference(query, key, value, causal, scale, align, layout)
 def attention_backward_below_autograd(
     grad_out, query, key, value, out, logsumexp, needs, causal, scale, align, layout
 ):  # fmt: skip
-    options = Options(causal, scale, align=align)
+    options = AllOptions(causal, scale, align=align)[:NUM_SHARED]
     if not layout:
         return attention_backward(grad_out, None, query, key, value, out, logsumexp, needs, *options)[:3]
     grad_out, query, key, value, out = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))

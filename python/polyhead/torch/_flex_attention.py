@@ -93,7 +93,7 @@ def flex_attention(
     key, value = (x.to(query.dtype).expand(query.shape[0], -1, -1, -1) for x in (key, value))
     slots = _program_slots(score_mod, block_mask, query.dtype)
     operands = (x.transpose(1, 2) for x in (query, key, value))
-    out, lse, *_ = _attention._forward(*operands, Options(scale=scale).with_program(slots))
+    out, lse, *_ = _attention._forward(*operands, (*Options(scale=scale), *slots))
     out = out.transpose(1, 2)
     if not like_query:
         out = out.contiguous()

@@ -11,6 +11,7 @@ import torch
 import torch.compiler.config
 
 from polyhead.torch import _batching, _block_ops, _cpp, _fake, _fallback
+from polyhead.torch._options import NUM_SHARED, PROGRAM
 
 
 
@@ -37,7 +38,7 @@ for _name in [name for name in SCHEMAS if name not in _block_ops.FAKES]:
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"polyhead::{_name}", "CPU"):
         _library.impl(_name, getattr(_fallback, _function), "CPU")
     torch.library.register_fake(f"polyhead::{_name}", getattr(_fake, _function), lib=_library)
-    if "." in _name:
+    if "." in _name and not _name.endswith(".program"):
         _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 for _name in _block_ops.FAKES:
     if not _in_cpp:
@@ -46,7 +47,8 @@ for _name in _block_ops.FAKES:
     if _name.endswith("_backward"):
         _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 for _name in ("attention_forward", "attention_backward"):
-    torch.library.register_vmap(f"polyhead::{_name}", getattr(_batching, _name), lib=_library)
+    for _overload in (_name, f"{_name}.program"):
+        torch.library.register_vmap(f"polyhead::{_overload}", getattr(_batching, _name), lib=_library)
 
 
 def implementation() -> str:
@@ -56,6 +58,17 @@ def implementation() -> str:
 
 attention_forward = torch.ops.polyhead.attention_forward.default
 attention_backward = torch.ops.polyhead.attention_backward.default
+
+
+def forward_of(options):
+    """The overload of attention_forward that takes these options."""
+    return attention_forward if len(options) <= PROGRAM else torch.ops.polyhead.attention_forward.program
+
+
+def backward_of(options):
+    return attention_backward if len(options) <= NUM_SHARED else torch.ops.polyhead.attention_backward.program
+
+
 # For _autograd.py alone. Called without the Python frame of OpOverload.__call__.
 forward_below_autograd = torch.ops.polyhead.attention_forward.below_autograd._op
 forward_inference = torch.ops.polyhead.attention_forward.inference._op
@@ -81,10 +94,11 @@ def cast_for_autocast(*tensors):
 
 def _autocast(query, key, value, *options):
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-        return attention_forward(*cast_for_autocast(query, key, value), *options)
+        return forward_of(options)(*cast_for_autocast(query, key, value), *options)
 
 
-_library.impl("attention_forward", _autocast, "AutocastCPU")
+for _overload in ("attention_forward", "attention_forward.program"):
+    _library.impl(_overload, _autocast, "AutocastCPU")
 
 
 def implement_autograd(name, function):

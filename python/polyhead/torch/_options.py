@@ -1,5 +1,6 @@
 """The options of one call, as the operators take them: positions instead of words, tensors apart from numbers."""
 
+from collections import namedtuple
 from typing import NamedTuple, Optional
 
 import torch
@@ -41,15 +42,6 @@ class Options(NamedTuple):
     cu_seqlens_k: Optional[Tensor] = None
     kernel_name: Optional[str] = None  # a graph may run on another machine; Inductor takes no argument `kernel`
     dropout_origin: Optional[Tensor] = None  # polyhead.DropoutOrigin as int64 [4]
-    program: Optional[str] = None  # of scores and masks (docs/programs.md), with what it captures in its order
-    capture0: Optional[Tensor] = None
-    capture1: Optional[Tensor] = None
-    capture2: Optional[Tensor] = None
-    capture3: Optional[Tensor] = None
-    capture4: Optional[Tensor] = None
-    capture5: Optional[Tensor] = None
-    capture6: Optional[Tensor] = None
-    capture7: Optional[Tensor] = None
     return_weights: int = 0  # of WEIGHTS
     return_column_sums: bool = False
     out_float32: bool = False  # beside 16-bit inputs
@@ -58,25 +50,39 @@ class Options(NamedTuple):
     def packed(self):
         return self.cu_seqlens_q is not None
 
-    def with_program(self, slots):
-        """With the text of a program and its captures."""
-        return Options(*self[:PROGRAM], *slots, *self[PROGRAM + len(slots) :])
 
-
-NUM_SHARED = len(Options._fields) - 3  # those of attention_backward
-PROGRAM = Options._fields.index("program")
+PROGRAM = len(Options._fields)  # where a program's text follows, and then what it captures, in its order
+NUM_SHARED = PROGRAM - 3  # those of attention_backward
 MOST_CAPTURES = 8
-NO_PROGRAM = (None,) * (1 + MOST_CAPTURES)
-# Where gradients go. attention_backward's `needs` has a bit for each.
+_CAPTURES = tuple(f"capture{i}" for i in range(MOST_CAPTURES))
+# Where gradients go. attention_backward's `needs` has a bit for each; its overload without a program knows the plain ones.
 PLAIN_DIFFERENTIABLE = ("query", "key", "value", "attn_bias", "alibi_slopes")
-DIFFERENTIABLE = (*PLAIN_DIFFERENTIABLE, *Options._fields[PROGRAM + 1 : PROGRAM + 1 + MOST_CAPTURES])
+DIFFERENTIABLE = (*PLAIN_DIFFERENTIABLE, *_CAPTURES)
+
+
+class AllOptions(
+    namedtuple("_AllOptions", (*Options._fields, "program", *_CAPTURES), defaults=(*Options(), *[None] * (1 + MOST_CAPTURES)))
+):
+    """Of the overloads with a program too; a tuple of options without one is shorter."""
+
+    packed = Options.packed
 
 
 def captures_of(options):
     """Those slots of a tuple of options that captures may stand in; none where no program is given."""
-    if len(options) <= PROGRAM or options[PROGRAM] is None:
-        return ()
-    return tuple(options[PROGRAM + 1 : PROGRAM + 1 + MOST_CAPTURES])
+    return options[PROGRAM + 1 :]
+
+
+def for_backward(options):
+    """What attention_backward takes of the options that attention_forward was given."""
+    return options[:NUM_SHARED] + options[PROGRAM:]
+
+
+def of_backward(options):
+    """The options that attention_backward was given; defaults at the end may be left out."""
+    if len(options) <= NUM_SHARED:
+        return AllOptions(*options)
+    return AllOptions(*options[:NUM_SHARED], *Options()[NUM_SHARED:], *options[NUM_SHARED:])
 
 
 def window_pair(window):

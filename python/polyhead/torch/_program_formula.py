@@ -25,8 +25,11 @@ def _statements(text):
 
 
 def captures_named(text):
-    """The names of the tensors that a program reads, in its order."""
-    return tuple(_statements(text)[0])
+    """The names of the tensors that a program reads, in its order; none of what is no program, which the library refuses."""
+    try:
+        return tuple(_statements(text)[0])
+    except SyntaxError:
+        return ()
 
 
 def _floor_div(a, b):

@@ -40,7 +40,7 @@ class Traced(NamedTuple):
                 f"score and mask read {len(self.tensors)} tensors ({', '.join(self.names)}), a program reads "
                 f"{MOST_CAPTURES} at most"
             )
-        return (self.text, *self.tensors, *[None] * (MOST_CAPTURES - len(self.tensors)))
+        return () if self.text is None else (self.text, *self.tensors, *[None] * (MOST_CAPTURES - len(self.tensors)))
 
 
 class Scalar(Value):
