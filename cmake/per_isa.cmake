@@ -4,6 +4,8 @@
 # table: an inline function of the standard library compiled here could become the copy that a CPU without these
 # instructions runs (docs/decisions/0002-one-object-per-isa.md; tests/rules checks it with nm).
 #
+# POLYHEAD_WITHOUT_<name> lists the sources that a set does not need, because its kernels refuse what they compute.
+#
 # The flags of each set of src/cpu/isa/list.h. A set that only one of the two names does not compile, or does not link.
 set(POLYHEAD_ISA_generic "")
 set(POLYHEAD_ISAS generic)
@@ -11,7 +13,8 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")
   set(POLYHEAD_ISA_avx2 -mavx2 -mfma -mf16c)
   set(POLYHEAD_ISA_avx512 -march=x86-64-v4 -mprefer-vector-width=512)
   set(POLYHEAD_ISA_avx512bf16 -march=x86-64-v4 -mavx512bf16 -mavx512vnni -mprefer-vector-width=512)
-  set(POLYHEAD_ISAS avx512bf16 avx512 avx2 generic)
+  set(POLYHEAD_ISA_amx ${POLYHEAD_ISA_avx512bf16} -mamx-tile -mamx-bf16)
+  set(POLYHEAD_ISAS amx avx512bf16 avx512 avx2 generic)
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64|ARM64)$")
   set(POLYHEAD_ISA_neon "")
   set(POLYHEAD_ISAS neon generic)
@@ -20,14 +23,18 @@ endif()
 function(polyhead_per_isa target)
   foreach(isa IN LISTS POLYHEAD_ISAS)
     set(objects ${target}_${isa})
-    add_library(${objects} OBJECT ${ARGN})
+    set(sources ${ARGN})
+    list(REMOVE_ITEM sources ${POLYHEAD_WITHOUT_${isa}})
+    add_library(${objects} OBJECT ${sources})
     target_include_directories(${objects} PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
     target_compile_definitions(${objects} PRIVATE POLYHEAD_ISA=${isa} POLYHEAD_ISA_WORDS="cpu/isa/simd_${isa}.h")
     polyhead_warnings(${objects})
     target_compile_options(${objects} PRIVATE
       ${POLYHEAD_ISA_${isa}} $<$<CONFIG:Release,RelWithDebInfo>:-O3>
       -fno-math-errno -fno-exceptions -fno-rtti)
-    polyhead_sanitize(${objects})
+    if(NOT isa STREQUAL amx)  # few machines run it; --full watches its sources as its twin's (tests/CMakeLists.txt)
+      polyhead_sanitize(${objects})
+    endif()
     set_target_properties(${objects} PROPERTIES
       CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON INTERPROCEDURAL_OPTIMIZATION OFF)
     target_sources(${target} PRIVATE $<TARGET_OBJECTS:${objects}>)

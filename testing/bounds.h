@@ -25,7 +25,8 @@ inline bool has_equal_weights(const AttentionDesc& desc) {
 
 // Whether a kernel multiplies bfloat16 in pairs: P, and in backward dS, are rounded to bfloat16 before they meet a matrix.
 inline bool multiplies_pairs(std::string_view kernel, const AttentionDesc& desc) {
-  return desc.dtype == DType::kBFloat16 && kernel.find("bf16") != std::string_view::npos;
+  if (desc.dtype != DType::kBFloat16) return false;
+  return kernel.find("bf16") != std::string_view::npos || kernel.find("amx") != std::string_view::npos;
 }
 
 inline constexpr double kRmse = 1.1;

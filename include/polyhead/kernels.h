@@ -12,7 +12,7 @@ namespace polyhead {
 /// Names of the kernels usable on this machine, best first, "reference" last.
 POLYHEAD_API std::vector<std::string> kernels();
 
-/// Instruction sets the CPU reports that a kernel of ours uses, best first, as "avx512bf16 avx512 avx2" or
+/// Instruction sets the CPU reports that a kernel of ours uses, best first, as "amx avx512bf16 avx512 avx2" or
 /// "neon".
 POLYHEAD_API std::string cpu_features();
 

@@ -424,7 +424,7 @@ POLYHEAD_API void polyhead_explanation_destroy(polyhead_explanation* explanation
 /// When memory runs out: an empty list, and polyhead_last_error() says so.
 POLYHEAD_API const char* const* polyhead_kernels(void);
 
-/// Instruction sets the CPU reports that a kernel of ours uses, best first, as "avx512bf16 avx512 avx2" or
+/// Instruction sets the CPU reports that a kernel of ours uses, best first, as "amx avx512bf16 avx512 avx2" or
 /// "neon"; "" if none, or when memory runs out. Alive as long as the library.
 POLYHEAD_API const char* polyhead_cpu_features(void);
 

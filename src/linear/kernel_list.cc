@@ -1,5 +1,7 @@
 // The one place that names the backends of src/linear.
+#include <algorithm>
 #include <array>
+#include <iterator>
 
 #include "contract/linear.h"
 #include "contract/where.h"
@@ -9,11 +11,22 @@
 #include "reference/linear.h"
 
 namespace polyhead::linear {
+
+#ifdef POLYHEAD_EXTRA_PRODUCT_KERNEL
+extern const Kernel POLYHEAD_EXTRA_PRODUCT_KERNEL;  // of a test: tests/cpu/amx_twin/kernel.cc
+#endif
+
 std::span<const Kernel* const> kernel_list() {
+  static constexpr const Kernel* kOthers[] = {
+#ifdef POLYHEAD_EXTRA_PRODUCT_KERNEL
+      &POLYHEAD_EXTRA_PRODUCT_KERNEL,
+#endif
+      &kReference,
+  };
   static const auto kKernels = [] {
-    std::array<const Kernel*, cpu::kNumIsas + 1> list;
+    std::array<const Kernel*, cpu::kNumIsas + std::size(kOthers)> list;
     for (int i = 0; i < cpu::kNumIsas; ++i) list[i] = &kCpuKernels[static_cast<int>(cpu::isa_order().isas[i])];
-    list.back() = &kReference;
+    std::copy(std::begin(kOthers), std::end(kOthers), list.begin() + cpu::kNumIsas);
     return list;
   }();
   return kKernels;

@@ -6,14 +6,13 @@
 
 #include <gtest/gtest.h>
 
-#include <cstdio>
 #include <cstdlib>
-#include <map>
 #include <ostream>
 #include <string>
 #include <vector>
 
 #include "kernels_to_test.h"
+#include "left_out.h"
 #include "reference/attention.h"
 #include "sanitizer.h"
 #include "testing/problem_words.h"
@@ -25,25 +24,6 @@ inline double products(const AttentionDesc& d) {
   double count = static_cast<double>(d.head_dim + d.head_dim_v);
   for (int64_t size : {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k}) count *= static_cast<double>(size);
   return count;
-}
-
-// Counts what was left out, by its reason; prints it when the program ends.
-class LeftOut : public ::testing::Environment {
- public:
-  void add(const std::string& reason) { ++cases_[reason]; }
-
-  void TearDown() override {
-    for (const auto& [reason, count] : cases_) std::printf("left out, %d times: %s\n", count, reason.c_str());
-  }
-
- private:
-  std::map<std::string, int> cases_;
-};
-
-inline LeftOut& left_out() {
-  static auto& list =
-      *static_cast<LeftOut*>(::testing::AddGlobalTestEnvironment(new LeftOut));  // GoogleTest deletes it
-  return list;
 }
 
 // Calls test(kernel) for every kernel to test that takes `desc`; the test is skipped if none does.

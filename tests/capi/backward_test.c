@@ -187,7 +187,9 @@ static void test_gradients(void) {
     }
   }
   int num_kernels = 0;
-  for (const char* const* kernel = polyhead_kernels(); *kernel != NULL; ++kernel, ++num_kernels) {
+  for (const char* const* kernel = polyhead_kernels(); *kernel != NULL; ++kernel) {
+    if (!takes_float32(*kernel)) continue;
+    ++num_kernels;
     const results set = run_step(&x, POLYHEAD_FLOAT32, *kernel, 0);
     const results twice = run_step(&x, POLYHEAD_FLOAT32, *kernel, 1);
     for (int n = 0; n < kNumInputs; ++n) {

@@ -29,6 +29,14 @@ static void* keep(problem* p, void* array) {
   return array;
 }
 
+int takes_float32(const char* kernel) {
+  problem* p = new_problem(1, 1, 1, 1, 1, 1, 1);
+  const int takes = run_problem(p, kernel, NULL) != POLYHEAD_UNSUPPORTED;
+  if (!takes) printf("left out, 1 times: %s\n", polyhead_last_error());
+  free_problem(p);
+  return takes;
+}
+
 int64_t num_bytes(const polyhead_tensor* t) {
   static const int64_t kSizes[] = {4, 2, 2, 8, 1, 4, 8};
   int64_t bytes = kSizes[t->dtype];

@@ -45,6 +45,9 @@ void* new_workspace(problem* p, size_t bytes);
 // Runs the problem on `kernel` (NULL: the best) and `executor` (NULL: the library's own).
 polyhead_status run_problem(problem* p, const char* kernel, polyhead_executor* executor);
 
+// Whether `kernel` takes problems of float32; if not, it says why.
+int takes_float32(const char* kernel);
+
 int64_t num_bytes(const polyhead_tensor* t);
 
 // The tests, by file.

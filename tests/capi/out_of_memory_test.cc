@@ -11,6 +11,8 @@
 #include <new>
 #include <string>
 
+#include "left_out.h"
+
 namespace {
 
 thread_local int64_t num_allocations = 0;  // since arm()
@@ -179,7 +181,12 @@ TEST(OutOfMemory, ForwardAndBackwardAllocateNothing) {
     ASSERT_EQ(polyhead_forward_args_init(&args, sizeof args), POLYHEAD_OK);
     ASSERT_EQ(polyhead_backward_args_init(&backward, sizeof backward), POLYHEAD_OK);
     options.kernel = *kernel;
-    ASSERT_EQ(polyhead_attention_plan_create(&desc, &options, &plan), POLYHEAD_OK);
+    const polyhead_status made = polyhead_attention_plan_create(&desc, &options, &plan);
+    if (made == POLYHEAD_UNSUPPORTED) {
+      polyhead::testing::left_out().add(polyhead_last_error());
+      continue;
+    }
+    ASSERT_EQ(made, POLYHEAD_OK);
     float query[64] = {}, out[64], logsumexp[8], grads[3][64];
     const int64_t dims[] = {1, 8, 1, 8}, statistic_dims[] = {1, 1, 8};
     args.query = args.key = args.value = polyhead_tensor_contiguous(query, POLYHEAD_FLOAT32, 4, dims);

@@ -72,6 +72,7 @@ static void expect_close(const polyhead_tensor* a, const polyhead_tensor* b, con
 
 static void test_means_the_options(void) {
   for (const char* const* kernel = polyhead_kernels(); *kernel != NULL; ++kernel) {
+    if (!takes_float32(*kernel)) continue;
     trained program, options;
     prepare(&program, 1);
     prepare(&options, 0);

@@ -8,6 +8,7 @@
 
 #include "attention/unchecked.h"
 #include "kernels_to_test.h"
+#include "left_out.h"
 #include "polyhead/block.h"
 #include "polyhead/matrix_product.h"
 #include "small_call.h"
@@ -127,6 +128,7 @@ TEST(Threads, AProductRunsOnAsManyAsItWasMadeFor) {
       Elastic threads;
       threads.threads = planned;
       const Result<MatrixProduct> made = matrix_product(desc, {kernel->name, {.executor = &threads}});
+      if (refused(made.status())) continue;
       ASSERT_TRUE(made.ok()) << made.status().message();
       threads.threads = 64;
       std::vector<float> c(static_cast<size_t>(desc.m * desc.n));

@@ -233,7 +233,9 @@ TEST(Machine, CpuFeaturesAreThoseOfTheSystem) {
   const bool avx2 = all({"avx2", "fma", "f16c", "popcnt", "sse4_2"});
   const bool avx512 = avx2 && all({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "bmi1", "bmi2", "abm",
                                    "movbe", "cx16", "lahf_lm"});
-  if (avx512 && all({"avx512_bf16", "avx512_vnni"})) expected += "avx512bf16 ";
+  const bool bf16 = avx512 && all({"avx512_bf16", "avx512_vnni"});
+  if (bf16 && all({"amx_bf16", "amx_tile"})) expected += "amx ";  // the system was asked, and agreed
+  if (bf16) expected += "avx512bf16 ";
   if (avx512) expected += "avx512 ";
   if (avx2) expected += "avx2 ";
   if (!expected.empty()) expected.pop_back();

@@ -90,9 +90,13 @@ LayerWeights weights_of(std::array<Array, kNumWeightKinds>& arrays) {
   return weights;
 }
 
+Result<AttentionBlock> block_of(const AttentionCase& c, const std::string& kernel, int threads) {
+  return attention_block(c.desc, options_of(kernel, threads));
+}
+
 // Out, and with `train` all gradients.
 Arrays run(const AttentionCase& c, AttentionNumbers in, const std::string& kernel, int threads, bool train) {
-  const Result<AttentionBlock> block = attention_block(c.desc, options_of(kernel, threads));
+  const Result<AttentionBlock> block = block_of(c, kernel, threads);
   EXPECT_TRUE(block.ok()) << block.status().message();
   const Memory workspace(block->workspace_bytes()), reserve(block->reserve_bytes());
   const Memory backward_workspace(block->backward_workspace_bytes());
@@ -199,6 +203,10 @@ TEST(AttentionBlock, SharedKeysSumTheirGradientsInFloat32) {
   d.query_size = d.key_size = d.value_size = kSize;
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
     d.dtype = dtype;
+    const auto takes = [&](const std::string& kernel, int64_t beams) {
+      d.beam = beams;
+      return !refused(block_of(c, kernel, 1).status());
+    };
     const auto gradients = [&](const std::string& kernel, int64_t beams) {
       d.beam = 1;
       AttentionNumbers in = numbers_of(c);
@@ -212,6 +220,7 @@ TEST(AttentionBlock, SharedKeysSumTheirGradientsInFloat32) {
     };
     for (const Kernel* kernel : kernels_to_test()) {
       SCOPED_TRACE(std::string(dtype_name(dtype)) + " on " + kernel->name);
+      if (!takes(kernel->name, 1) || !takes(kernel->name, kBeams)) continue;
       const Arrays one = gradients(kernel->name, 1), all = gradients(kernel->name, kBeams);
       for (const char* name : {"grad_key", "grad_value"}) {
         for (int64_t n = 0; n < one.at(name).size(); ++n) {

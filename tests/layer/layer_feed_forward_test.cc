@@ -71,8 +71,12 @@ FeedForwardNumbers numbers_in(FeedForwardNumbers in, DType dtype) {
 
 constexpr uint64_t kInnerSeed = 77, kOutputSeed = 78;
 
+Result<FeedForwardBlock> block_of(const FeedForwardCase& c, const std::string& kernel, int threads) {
+  return feed_forward_block(c.desc, options_of(kernel, threads));
+}
+
 Arrays run(const FeedForwardCase& c, FeedForwardNumbers in, const std::string& kernel, int threads, bool train) {
-  const Result<FeedForwardBlock> block = feed_forward_block(c.desc, options_of(kernel, threads));
+  const Result<FeedForwardBlock> block = block_of(c, kernel, threads);
   EXPECT_TRUE(block.ok()) << block.status().message();
   const Memory workspace(block->workspace_bytes()), reserve(block->reserve_bytes());
   const Memory backward_workspace(block->backward_workspace_bytes());

@@ -7,7 +7,9 @@
 #include <memory>
 #include <string>
 
+#include "contract/linear.h"
 #include "kernels_to_test.h"
+#include "left_out.h"
 #include "polyhead/block.h"
 #include "size_fuzz.h"
 #include "through_c.h"
@@ -350,8 +352,9 @@ struct BothFigures {
 template <class ThroughC, class Desc, class Make>
 void make_and_run(const Desc& desc, DType dtype, MemorySize least, const Make& make, BothFigures* figures) {
   for (const Kernel* kernel : kernels_to_test()) {
-    if (dtype == DType::kFloat64 && std::string(kernel->name) != "reference") continue;
+    if (refuses(kernel->name, linear::find_kernel(kernel->name)->why_not(dtype))) continue;
     const auto made = make(desc, PlanOptions{.kernel = kernel->name});
+    if (refused(made.status())) continue;
     ++figures->all.plans;
     if (!made.ok()) {
       ASSERT_NE(made.status().message(), "");

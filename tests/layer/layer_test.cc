@@ -7,6 +7,7 @@
 
 #include "kernels_to_test.h"
 #include "layer_harness.h"
+#include "left_out.h"
 #include "testing/errors.h"
 
 namespace polyhead::testing {
@@ -290,12 +291,16 @@ TEST(Layer, SharedKeysSumTheirGradientsInFloat32) {
       };
       const Array key = drawn({1, 1, kKeys, kSize}), value = drawn({1, 1, kKeys, kSize});
       const Array one_query = drawn({1, 1, 1, kSize}), one_grad = drawn({1, 1, 1, kSize});
-      const auto gradients = [&](int64_t beams) {
+      const auto layer_of = [&](int64_t beams) {
         LayerDesc desc;
         desc.beam = beams, desc.seqlen_q = 1, desc.seqlen_k = kKeys;
         desc.query_size = desc.key_size = desc.value_size = kSize;
         desc.dtype = dtype;
-        const Result<Layer> made = layer(desc, PlanOptions{kernel->name, {}});
+        return layer(desc, PlanOptions{kernel->name, {}});
+      };
+      if (refused(layer_of(1).status()) || refused(layer_of(kBeams).status())) continue;
+      const auto gradients = [&](int64_t beams) {
+        const Result<Layer> made = layer_of(beams);
         EXPECT_TRUE(made.ok()) << made.status().message();
         Array out(dtype, {1, beams, 1, kSize}), grad_key = key, grad_value = value;
         std::vector<uint8_t> memory[2] = {

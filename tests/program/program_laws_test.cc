@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "kernels_to_test.h"
+#include "left_out.h"
 #include "programs.h"
 #include "testing/array.h"
 
@@ -65,12 +66,7 @@ struct SmallCall {
 std::vector<const Kernel*> kernels_that_take(const AttentionDesc& desc) {
   std::vector<const Kernel*> list;
   for (const Kernel* kernel : kernels_to_test()) {
-    const std::string reason = kernel->why_not(desc);
-    if (reason.empty()) {
-      list.push_back(kernel);
-    } else {
-      std::printf("left out: %s: %s\n", kernel->name, reason.c_str());
-    }
+    if (!refuses(kernel->name, kernel->why_not(desc))) list.push_back(kernel);
   }
   return list;
 }

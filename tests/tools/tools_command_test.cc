@@ -16,6 +16,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
+using polyhead::testing::leaves_out;
 using polyhead::testing::Ran;
 using polyhead::testing::ToolsCommand;
 
@@ -332,6 +333,7 @@ TEST_F(ToolsCommand, VerifyPassesAndCountsWhatItDid) {
   const json rows = run_json("verify 1x2x16x8 --causal --dtype f32,bf16 --kernel all --threads 1,3")["rows"];
   EXPECT_FALSE(rows.empty());
   for (const json& row : rows) {
+    if (leaves_out(row)) continue;
     EXPECT_EQ(row["result"], "PASS") << row;
     EXPECT_LE(row["largest_error"].get<double>(), row["allowed"].get<double>());
     EXPECT_LE(row["rmse"].get<double>(), row["allowed_rmse"].get<double>());

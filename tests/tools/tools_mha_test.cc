@@ -22,6 +22,7 @@ namespace polyhead::tools {
 namespace {
 
 using nlohmann::json;
+using polyhead::testing::leaves_out;
 using polyhead::testing::Ran;
 using ToolsMhaCommand = polyhead::testing::ToolsCommand;
 
@@ -276,6 +277,7 @@ TEST_F(ToolsMhaCommand, VerifyPassesWithEveryOption) {
     const json rows = run_json("mha --verify --threads 1,3 " + std::string(kLine) + " " + more)["rows"];
     ASSERT_FALSE(rows.empty()) << more;
     for (const json& row : rows) {
+      if (leaves_out(row)) continue;
       EXPECT_EQ(row["result"], "PASS") << row;
       EXPECT_LE(row["largest_error"].get<double>(), row["allowed"].get<double>()) << row;
     }

@@ -18,6 +18,7 @@ struct Tile : GradientTile {
   float* p_rows;                      // P^T after dropout, words along the queries: [kBlock][kTile]
   float* ds_rows;
   float *grad_query, *chunk;         // dQ^T [D][kTile]: of all chunks so far, and of the one at hand
+  float* partial;                    // where the chunk's share belongs, if not to grad_query
   bool started;                      // grad_query holds a chunk
   int begin[kGroups], end[kGroups];  // words of queries that see some key of the group
 };
@@ -39,14 +40,14 @@ struct Head : GradientHead {
   int tiles_at_once;
 };
 
-int64_t whole_vectors(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
+int64_t whole_vectors(int64_t dim) { return whole(dim, kPartLanes); }
 
 template <class Mac>
 void load_rows(const Head& head, Tile& tile) {
   const Problem& problem = head.problem;
   const Rows query = head.query.from(tile.first_query, 0), grad_out = head.grad_out.from(tile.first_query, 0);
   const int n = tile.num_queries;
-  const int padded = (n + Mac::kElements - 1) / Mac::kElements * Mac::kElements;
+  const int64_t padded = whole(n, Mac::kElements > kQueryStep ? Mac::kElements : kQueryStep);
   tile.finite =
       !head.may_hide || (all_finite(query, 0, n, problem.head_dim) && all_finite(grad_out, 0, n, problem.head_dim_v));
   const bool clean = !tile.finite;
@@ -87,7 +88,7 @@ inline void store_words(const Head& head, const Tile& tile, const BlockView& vie
 }
 
 // Notes which words of queries a part gives to the keys of its groups; rows of these groups that it does not compute
-// become 0.
+// become 0, and so do queries beside it up to a whole step of sums over queries.
 template <class Mac>
 void note_groups(Tile& tile, const Part& part) {
   constexpr int kRowWords = kTile / Mac::kElements;
@@ -106,23 +107,17 @@ void note_groups(Tile& tile, const Part& part) {
     }
   };
   clear_rows(part.begin / kGroup * kGroup, part.begin);
-  clear_rows(part.end, (part.end + kGroup - 1) / kGroup * kGroup);
-}
-
-float element(const float* rows, int elements, int key, int query) {
-  if (elements == 1) return rows[key * kTile + query];
-  const uint32_t word = uint32_t{reinterpret_cast<const uint16_t*>(rows)[key * kTile + query]} << 16;
-  float x;
-  __builtin_memcpy(&x, &word, sizeof x);
-  return x;
-}
-
-bool is_finite(float x) { return x - x == 0.0f; }
-
-float number_at(const Rows& x, int64_t row, int64_t column) {
-  alignas(64) float lanes[kLanes];
-  store(lanes, load_columns(x, row, column, 1));
-  return lanes[0];
+  clear_rows(part.end, static_cast<int>(whole(part.end, kGroup)));
+  const auto clear_queries = [&](int from, int to) {
+    for (int k = part.begin; k < part.end && from < to; ++k) {
+      const size_t bytes = static_cast<size_t>(to - from) * kWordBytes / Mac::kElements;
+      __builtin_memset(tile.p_rows + k * kRowWords + from / Mac::kElements, 0, bytes);
+      __builtin_memset(tile.ds_rows + k * kRowWords + from / Mac::kElements, 0, bytes);
+    }
+  };
+  const int from = part.v_begin * kLanes, to = part.v_end * kLanes;
+  clear_queries(from / kQueryStep * kQueryStep, from);
+  clear_queries(to, static_cast<int>(whole(to, kQueryStep)));
 }
 
 // The products took NaN and inf of Q, dO and K as 0; here these reach the pairs that see them, and no others.
@@ -178,7 +173,8 @@ void add_bias(const Head& head, const Tile& tile, const KeyBlock& block, const T
 template <class Mac>
 void backward_tile(Head& head, Tile& tile, const KeyBlock& block, const Words& key_words, bool finite_keys) {
   for (int g = 0; g < kGroups; ++g) tile.begin[g] = tile.end[g] = 0;
-  const TileView t = view_present(head, tile, block, Mac::kElements);  // of a pair, an absent query must give 0
+  // Of a pair, or a register, an absent query must give 0.
+  const TileView t = view_present(head, tile, block, kTmm ? kPartLanes : Mac::kElements);
   if (t.begin >= t.end) return;
   if constexpr (Mac::kElements == 1) head.p = tile.p_rows;
   if (head.bias_terms != nullptr) {
@@ -187,17 +183,23 @@ void backward_tile(Head& head, Tile& tile, const KeyBlock& block, const Words& k
   }
   for_each_part(t, [&](const Part& part, const BlockView& view) {
     weigh_part<Mac>(head, tile, block, view, part);
-    differentiate_scores<Mac>(head, tile, block, view, part, head.wants_scores,
-                              [&]<int kRows>(F(&p)[kRows], F(&ds)[kRows], int key, int at) {
-                                store_words<Mac>(head, tile, view, p, ds, key, at);
-                              });
+    differentiate_scores<Mac>(
+        head, tile, block, view, part, head.wants_scores,
+        [&]<int kRows>(F(&p)[kRows], F(&ds)[kRows], int key, int at) {
+          store_words<Mac>(head, tile, view, p, ds, key, at);
+        },
+        [&](int v_begin, int v_end) {
+          if (!head.wants_queries) return;
+          accumulate<Mac>(*head.later, tile.chunk, Mac::kElements == 1 ? tile.ds_rows : head.ds_keys, key_words,
+                          part.begin / Mac::kElements, part.end / Mac::kElements, head.problem.head_dim, v_begin,
+                          v_end);
+        });
     note_groups<Mac>(tile, part);
-    if (!head.wants_queries) return;
-    accumulate<Mac>(tile.chunk, Mac::kElements == 1 ? tile.ds_rows : head.ds_keys, key_words,
-                    part.begin / Mac::kElements, part.end / Mac::kElements, head.problem.head_dim, part.v_begin,
-                    part.v_end);
   });
-  if (!tile.finite || !finite_keys) add_not_finite<Mac>(head, tile, block, t, finite_keys);
+  if (!tile.finite || !finite_keys) {
+    head.later->finish();
+    add_not_finite<Mac>(head, tile, block, t, finite_keys);
+  }
   if (head.bias_terms != nullptr) add_bias(head, tile, block, t);
 }
 
@@ -205,13 +207,18 @@ template <class Mac>
 void backward_block(Head& head, int num_tiles, int64_t first, int64_t next) {
   const Problem& problem = head.problem;
   const KeyBlock block = load_keys<Mac>(head, first);
-  const int padded = (block.num_keys + kMicroRows - 1) / kMicroRows * kMicroRows;
+  const int64_t padded = whole(block.num_keys, kPartKeys);
   const bool finite_keys = !head.may_hide || all_finite(head.key, first, block.num_keys, problem.head_dim);
+#ifdef POLYHEAD_HAS_TMM
+  const Words key_words =
+      values_as_words<Mac>(head.key_words, head.key, first, block.num_keys, padded, problem.head_dim, !finite_keys);
+#else
   const Words key_words{head.key_words, kPanel, kBlock * kPanel};
   if (head.wants_queries) {
     copy_panels<Mac>(head.key_words, kBlock * kPanel, kPanel, head.key, first, block.num_keys, padded, problem.head_dim,
                      !finite_keys);
   }
+#endif
   const int64_t next_keys = head.sequence.len_k - next;
   prefetch_rows(head.key, next, next_keys < kBlock ? next_keys : kBlock, problem.head_dim);
   prefetch_rows(head.value, next, next_keys < kBlock ? next_keys : kBlock, problem.head_dim_v);
@@ -223,6 +230,7 @@ void backward_block(Head& head, int num_tiles, int64_t first, int64_t next) {
     keys[t] = {tile.ds_rows, kRowWords, tile.query_rows, kPanelStride, tile.begin, tile.end};
     values[t] = {tile.p_rows, kRowWords, tile.grad_out_rows, kPanelStride, tile.begin, tile.end};
   }
+  head.later->finish();
   const int groups = (block.num_keys + kGroup - 1) / kGroup;
   const int64_t sums_key = first - head.task.first_key;
   if (head.task.value_sums != nullptr) {
@@ -312,10 +320,15 @@ void backward_chunk(Head& head, int num_tiles, int64_t begin, int64_t end, int64
     backward_block<Mac>(head, num_tiles, first, next);
     first = next;
   }
-  if (!head.wants_queries || head.task.partial != nullptr) return;
+  if (!head.wants_queries) return;
   for (int t = 0; t < num_tiles; ++t) {
     Tile& tile = tiles[t];
     if (!sees(tile, begin, end)) continue;
+    if (tile.partial != nullptr) {
+      if (tile.partial != tile.chunk)
+        __builtin_memcpy(tile.partial, tile.chunk, static_cast<size_t>(floats) * sizeof(float));
+      continue;
+    }
     if (tile.started) {
       add_floats(tile.grad_query, tile.chunk, floats);
     } else {
@@ -372,7 +385,7 @@ constexpr int64_t kScratchFloats = (sizeof(BackwardMemory) + 63) / 64 * 16;
 template <class Mac>
 void backward_task(const BackwardProblem& gradients, const BackwardTask& task, int tiles, float* memory) {
   const Problem& problem = gradients.forward;
-  const int64_t dim = problem.head_dim, dim_v = problem.head_dim_v;
+  const int64_t dim = whole(problem.head_dim, kDimStep), dim_v = whole(problem.head_dim_v, kDimStep);
   BackwardMemory* scratch = reinterpret_cast<BackwardMemory*>(memory);
   memory += kScratchFloats;
   Head head{gradient_head(gradients, task.sequence, task.b, task.h, &scratch->view),
@@ -386,6 +399,8 @@ void backward_task(const BackwardProblem& gradients, const BackwardTask& task, i
             gradients.grad_query.data != nullptr || task.key_sums != nullptr || task.bias,
             tiles};
   head.may_hide = head.score.options.may_hide() || !is_open(problem.band);
+  Later later;
+  head.later = &later;
   head.ahead = &scratch->ahead;
   head.key_copy = take(memory, kBlock * dim);
   head.value_copy = take(memory, kBlock * dim_v);
@@ -414,7 +429,9 @@ void backward_task(const BackwardProblem& gradients, const BackwardTask& task, i
       tile.num_queries = queries - q < kTile ? static_cast<int>(queries - q) : kTile;
       tile.ranges = tile_ranges(problem.band, task.sequence, q, tile.num_queries);
       tile.started = false;
-      if (task.partial != nullptr) tile.chunk = task.partial + (q - task.first_query) / kTile * dim * kTile;
+      tile.partial =
+          task.partial == nullptr ? nullptr : task.partial + (q - task.first_query) / kTile * problem.head_dim * kTile;
+      if (tile.partial != nullptr && dim == problem.head_dim) tile.chunk = tile.partial;
     }
     backward_tiles<Mac>(head, num_tiles);
   }
@@ -437,8 +454,8 @@ void store_keys(const BackwardProblem& problem, const BackwardTask& task, const 
 }  // namespace
 
 size_t backward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive, bool softcap) {
-  const int64_t floats =
-      kScratchFloats + head_floats(head_dim, head_dim_v, additive, softcap) + tiles * tile_floats(head_dim, head_dim_v);
+  const int64_t dim = whole(head_dim, kDimStep), dim_v = whole(head_dim_v, kDimStep);
+  const int64_t floats = kScratchFloats + head_floats(dim, dim_v, additive, softcap) + tiles * tile_floats(dim, dim_v);
   return static_cast<size_t>((floats + 15) / 16 * 16) * sizeof(float);
 }
 
@@ -447,12 +464,8 @@ size_t backward_sum_floats(int64_t num_keys, int64_t dim) {
 }
 
 void backward_head(const BackwardProblem& problem, const BackwardTask& task, int tiles, void* scratch) {
-#ifdef POLYHEAD_HAS_BF16_DOT
-  if (in_bf16_pairs(problem)) {
-    return backward_task<BFloat16Pair>(problem, task, tiles, static_cast<float*>(scratch));
-  }
-#endif
-  backward_task<Float32>(problem, task, tiles, static_cast<float*>(scratch));
+  with_words(in_bf16_pairs(problem),
+             [&]<class Mac>() { backward_task<Mac>(problem, task, tiles, static_cast<float*>(scratch)); });
 }
 
 void backward_keys(const BackwardProblem& problem, const BackwardTask& task) {

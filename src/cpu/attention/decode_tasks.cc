@@ -10,8 +10,6 @@
 namespace polyhead::cpu {
 namespace {
 
-constexpr int64_t kMaxQueries = 12;  // more fill the lanes of the general path
-
 // Of one key and its neighbours in memory, of as many heads as a task takes at once: two pages. 16 of them, the block that
 // is read and the one that is asked for, are in L2.
 constexpr int64_t kRowBytes = 8192;
@@ -90,7 +88,7 @@ void end_run(const IsaFunctions& functions, const Problem& problem, const Attent
 }  // namespace
 
 bool decode_takes(const AttentionDesc& desc) {
-  return desc.program == nullptr && !desc.packed && desc.seqlen_q > 0 && desc.seqlen_q <= kMaxQueries;
+  return desc.program == nullptr && !desc.packed && desc.seqlen_q > 0 && desc.seqlen_q <= kMaxDecodeQueries;
 }
 
 MemorySize decode_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {

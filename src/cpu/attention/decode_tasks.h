@@ -8,6 +8,8 @@
 
 namespace polyhead::cpu {
 
+constexpr int64_t kMaxDecodeQueries = 12;  // more fill the lanes of the general path
+
 // Whether this path computes `desc`: told by its shape alone, so that the batch and the threads change no bit.
 bool decode_takes(const AttentionDesc& desc);
 

@@ -36,12 +36,11 @@ void attend_block(const Head& head, Tile& tile, const KeyBlock& block) {
   const TileView t = view_block(head, tile, block.first, block.num_keys);
   if (t.begin >= t.end) return;
   if (!t.all || head.score.hides(t.view)) tile.some_hidden = true;
-  for_each_part(t, [&](const Part& part, const BlockView& view) {
-    score_keys<Mac, Mac>(head, tile, block, view, part);
-    accumulate<Mac>(tile.state.out, head.scratch->p, block.value, part.begin / Mac::kElements,
-                    part.end / Mac::kElements, head.problem.head_dim_v, part.v_begin, part.v_end);
-  });
-  if (head.careful) add_not_finite<Mac>(head, tile, block, t);
+  for_each_part(
+      t, [&](const Part& part, const BlockView& view) { score_keys<Mac, Mac>(head, tile, block, view, part, true); });
+  if (!head.careful) return;
+  head.later->finish();
+  add_not_finite<Mac>(head, tile, block, t);
 }
 
 // How a tile's rows end: what O is divided by, and L.
@@ -158,7 +157,7 @@ void look_ahead(const Head& head, int num_tiles, const KeyBlock& block, int64_t 
 }
 
 template <class Mac>
-void attend(const Head& head, Tile* tiles, int num_tiles) {
+void attend(Head& head, Tile* tiles, int num_tiles) {
   int64_t begin = head.task.sequence.len_k, end = 0;
   for (int t = 0; t < num_tiles; ++t) {
     Tile& tile = tiles[t];
@@ -173,12 +172,15 @@ void attend(const Head& head, Tile* tiles, int num_tiles) {
   }
   int64_t first = next_block(head, tiles, num_tiles, begin / kBlock * kBlock, end);
   while (first < end) {
+    if (head.later->reads(head.value_copy)) head.later->finish();
     const KeyBlock block = load_block<Mac>(head, first);
     const int64_t next = next_block(head, tiles, num_tiles, first + kBlock, end);
     look_ahead(head, num_tiles, block, next, end);
     for (int t = 0; t < num_tiles; ++t) attend_block<Mac>(head, tiles[t], block);
+    swap(head.value_copy, head.value_copy_before);
     first = next;
   }
+  head.later->finish();
   head.scratch->ahead.ask_all();
 }
 
@@ -189,24 +191,28 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
   ForwardMemory* scratch = static_cast<ForwardMemory*>(memory);
   scratch->ahead.clear();
   float* floats = reinterpret_cast<float*>(static_cast<char*>(memory) + round_up(sizeof(ForwardMemory)));
+  const int64_t dim = whole(problem.head_dim, kDimStep), dim_v = whole(problem.head_dim_v, kDimStep);
+  Later later;
   Head head{{problem, s, task.b, task.h, &scratch->view},
             task,
             rows_of(problem.key, task.b, kv_head, s.first_k),
             rows_of(problem.value, task.b, kv_head, s.first_k),
             scratch,
             floats,
-            floats + kBlock * problem.head_dim,
+            floats + kBlock * dim,
+            floats + kBlock * dim + (kTmm ? kBlock / Mac::kElements * dim_v : 0),
+            &later,
             Mac::kElements == 2,
             false};
-  floats += kBlock * (problem.head_dim + problem.head_dim_v);
+  floats += kBlock * (dim + dim_v);
   int num_tiles = 0;
   for (int64_t done = 0; done < task.num_queries; done += kTile, ++num_tiles) {
     Tile& tile = scratch->tile[num_tiles];
     tile.first_query = task.first_query + done;
     tile.num_queries = task.num_queries - done < kTile ? static_cast<int>(task.num_queries - done) : kTile;
     tile.query = floats;
-    tile.state.out = floats + problem.head_dim * kTile;
-    floats += (problem.head_dim + problem.head_dim_v) * kTile;
+    tile.state.out = floats + dim * kTile;
+    floats += (dim + dim_v) * kTile;
     tile.ranges = tile_ranges(problem.band, s, tile.first_query, tile.num_queries);
     const Rows query = rows_of(problem.query, task.b, task.h, s.first_q + tile.first_query);
     prefetch_rows(query, 0, tile.num_queries, problem.head_dim);
@@ -230,17 +236,14 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
 
 // Behind ForwardMemory lie, in floats: K and V of a block, Q^T and O^T of each tile, then the additive tile.
 size_t forward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive) {
-  const size_t dims = static_cast<size_t>(head_dim + head_dim_v);
+  const size_t dims = static_cast<size_t>(whole(head_dim, kDimStep) + whole(head_dim_v, kDimStep));
   return round_up(sizeof(ForwardMemory)) +
          round_up(dims * sizeof(float) * static_cast<size_t>(kBlock + tiles * kTile)) +
          static_cast<size_t>(Options::memory_floats({additive, false, false})) * sizeof(float);
 }
 
 void forward_tiles(const Problem& problem, const ForwardTask& task, void* scratch) {
-#ifdef POLYHEAD_HAS_BF16_DOT
-  if (problem.dtype == DType::kBFloat16) return forward_task<BFloat16Pair>(problem, task, scratch);
-#endif
-  forward_task<Float32>(problem, task, scratch);
+  with_words(problem.dtype == DType::kBFloat16, [&]<class Mac>() { forward_task<Mac>(problem, task, scratch); });
 }
 
 void store_mean(const Problem& problem, int64_t b, int64_t first_query, int64_t num_queries, const float* mean) {

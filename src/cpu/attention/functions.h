@@ -8,7 +8,7 @@
 
 namespace polyhead::cpu {
 
-constexpr int kMaxTiles = 3;  // tiles of a task
+constexpr int kMaxTiles = 3;  // tiles of a task; of forward, IsaFunctions::forward_tiles_at_once
 
 // What a thread will probably compute next: asked for in advance. Rows are those of the operands; none: nothing.
 struct NextRows {
@@ -17,7 +17,7 @@ struct NextRows {
   int64_t first_k = 0, num_keys = 0;
 };
 
-// A run of queries of one head of one sequence: at most kMaxTiles tiles, all below sequence.len_q.
+// A run of queries of one head of one sequence: at most forward_tiles_at_once tiles, all below sequence.len_q.
 struct ForwardTask {
   Sequence sequence;
   int64_t b = 0, h = 0;
@@ -91,6 +91,8 @@ struct ScoreTask {
 
 struct IsaFunctions {
   // Scratch, in bytes and aligned to 64, of forward_tiles for tasks of `tiles` tiles; with a mask or bias, more.
+  bool tmm;  // multiplies in registers of 16 x 16 words: some functions are null, see kernel_of.h
+  int forward_tiles_at_once;
   size_t (*forward_scratch_bytes)(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive);
   void (*forward_tiles)(const Problem& problem, const ForwardTask& task, void* scratch);
 

@@ -22,9 +22,27 @@ struct GradientHead : HeadOptions {
   const BackwardProblem& gradients;
   Rows query, out, grad_out, key, value;  // of the sequence
   float *key_copy, *value_copy;
-  float* p;  // P^T of the tile at hand
+  float* p;      // P^T of the tile at hand
+  Later* later;  // dQ of queries whose dS is there
   RowsAhead* ahead;
 };
+
+// Element [key][query] of P^T or dS^T, words along the queries.
+inline float element(const float* rows, int elements, int key, int query) {
+  if (elements == 1) return rows[key * kTile + query];
+  const uint32_t word = uint32_t{reinterpret_cast<const uint16_t*>(rows)[key * kTile + query]} << 16;
+  float x;
+  __builtin_memcpy(&x, &word, sizeof x);
+  return x;
+}
+
+inline bool is_finite(float x) { return x - x == 0.0f; }
+
+inline float number_at(const Rows& x, int64_t row, int64_t column) {
+  alignas(64) float lanes[kLanes];
+  store(lanes, load_columns(x, row, column, 1));
+  return lanes[0];
+}
 
 // Words are pairs of bfloat16 where all operands are: float32 grad_out and out are not rounded for it.
 inline bool in_bf16_pairs(const BackwardProblem& gradients) {
@@ -45,13 +63,38 @@ inline GradientHead gradient_head(const BackwardProblem& gradients, const Sequen
           nullptr,
           nullptr,
           nullptr,
+          nullptr,
           nullptr};
 }
+
+#ifdef POLYHEAD_HAS_TMM
+// Of O dO^T for 16 queries at a time, of which the diagonal is taken: the order of registers tmm is theirs alone.
+template <class Mac>
+void multiply_diagonals(float* delta, const float* grad_out, const Rows& out, int num_rows, int64_t dim,
+                        float* memory) {
+  alignas(64) float sums[kTmmRows * kTmmRows];
+  for (int q = 0; q < kTile; q += kTmmRows) {
+    tmm_zero<0>();
+    for (int64_t d = 0; d < dim; d += kDimStep) {
+      const int rows = num_rows - q < kTmmRows ? num_rows - q : kTmmRows;
+      copy_rows<Mac>(memory, out.from(0, d), q, rows, kTmmRows, dim - d < kDimStep ? dim - d : kDimStep);
+      tmm_load<4>(memory, kTmmRows);
+      tmm_load<6>(grad_out + d / Mac::kElements * kTile + q, kTile);
+      tmm_dot_bf16<0, 4, 6>();
+    }
+    tmm_store<0>(sums, kTmmRows);
+    for (int i = 0; i < kTmmRows; ++i) delta[q + i] = sums[i * kTmmRows + i];
+  }
+}
+#endif
 
 // delta[q] = sum over Dv of dO * O, in the order in which dP = dO V^T is summed: where a query sees one key, O is that
 // key's value, and dS = P (dP - delta) becomes exactly 0. grad_out is dO^T in words; `memory` holds kTileFloats.
 template <class Mac>
 void multiply_rows(float* delta, const float* grad_out, const Rows& out, int num_rows, int64_t dim, float* memory) {
+#ifdef POLYHEAD_HAS_TMM
+  multiply_diagonals<Mac>(delta, grad_out, out, num_rows, dim, memory);
+#else
   F sum[kVecs];
   for (int v = 0; v < kVecs; ++v) sum[v] = broadcast(0.0f);
   for (int64_t d = 0; d < dim; d += kBlock) {
@@ -64,6 +107,7 @@ void multiply_rows(float* delta, const float* grad_out, const Rows& out, int num
     }
   }
   for (int v = 0; v < kVecs; ++v) store(delta + v * kLanes, sum[v]);
+#endif
 }
 
 // Q^T, dO^T and the statistics of a tile whose place and ranges are set. `memory` holds kTileFloats.
@@ -95,7 +139,7 @@ template <class Mac>
 KeyBlock load_keys(const GradientHead& head, int64_t first) {
   const int64_t left = head.sequence.len_k - first;
   KeyBlock block{first, left < kBlock ? static_cast<int>(left) : kBlock, {}, {}};
-  const int padded = (block.num_keys + kMicroRows - 1) / kMicroRows * kMicroRows;
+  const int64_t padded = whole(block.num_keys, kPartKeys);
   block.key = rows_as_words<Mac>(head.key_copy, head.key, first, block.num_keys, padded, head.problem.head_dim);
   block.value = rows_as_words<Mac>(head.value_copy, head.value, first, block.num_keys, padded, head.problem.head_dim_v);
   return block;
@@ -138,19 +182,25 @@ void weigh_part(const GradientHead& head, const GradientTile& tile, const KeyBlo
     if (head.ahead != nullptr) head.ahead->ask(kRowsAhead);
     score.apply_and_keep(s, view, key, lane, head.view_memory->options);
   };
-  if (score.by_program) return score_by_program<Mac>(head, tile.query, words, block.key, view, part, apply, weigh);
-  for_each_product<Mac>(tile.query, words, block.key, part,
-                        [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
-                          apply(s, key, lane);
-                          weigh(s, key, lane);
-                        });
+  if (score.by_program) {
+    return score_by_program<Mac>(head, tile.query, words, block.key, view, part, *head.later, apply, weigh,
+                                 [](int, int) {});
+  }
+  for_each_product<Mac>(
+      tile.query, words, block.key, part, *head.later,
+      [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+        apply(s, key, lane);
+        weigh(s, key, lane);
+      },
+      [](int, int) {});
 }
 
 // dS = P (dP - delta), where dP = dropout(dO V^T), of one part after weigh_part: calls take(p, ds, key, at) for kRows keys
-// of kLanes queries, p being after dropout, without its scale. Without `with_values` ds means nothing.
-template <class Mac, class Take>
+// of kLanes queries, p being after dropout, without its scale. Without `with_values` ds means nothing. done(v_begin, v_end) as
+// for_each_product calls it.
+template <class Mac, class Take, class Done>
 void differentiate_part(const GradientHead& head, const GradientTile& tile, const KeyBlock& block,
-                        const BlockView& view, const Part& part, bool with_values, const Take& take) {
+                        const BlockView& view, const Part& part, bool with_values, const Take& take, const Done& done) {
   const int64_t words = with_values ? words_of(head.problem.head_dim_v, Mac::kElements) : 0;
   const bool masked = head.score.hides(view);
   const F drop_scale = broadcast(head.problem.dropout.scale);
@@ -178,25 +228,28 @@ void differentiate_part(const GradientHead& head, const GradientTile& tile, cons
       take(p, ds, key, at);
     }
   };
-  for_each_product<Mac>(tile.grad_out, words, block.value, part, finish);
+  for_each_product<Mac>(tile.grad_out, words, block.value, part, *head.later, finish, done);
 }
 
 // The same, where ds is that of the scores that come to the program, if there is one.
-template <class Mac, class Take>
+template <class Mac, class Take, class Done>
 void differentiate_scores(const GradientHead& head, const GradientTile& tile, const KeyBlock& block,
-                          const BlockView& view, const Part& part, bool with_values, const Take& take) {
+                          const BlockView& view, const Part& part, bool with_values, const Take& take,
+                          const Done& done) {
   if (!with_values || !head.score.changes_gradient()) {
-    return differentiate_part<Mac>(head, tile, block, view, part, with_values, take);
+    return differentiate_part<Mac>(head, tile, block, view, part, with_values, take, done);
   }
   const Options::Memory& options = head.view_memory->options;
   float* const gradients = program_memory(options).gradients;
-  differentiate_part<Mac>(head, tile, block, view, part, true,
-                          [&]<int kRows>(F(&p)[kRows], F(&ds)[kRows], int key, int at) {
-                            for (int r = 0; r < kRows; ++r) {
-                              store(head.p + (key + r) * kTile + at, p[r]);
-                              store(gradients + (key + r) * kTile + at, ds[r]);
-                            }
-                          });
+  differentiate_part<Mac>(
+      head, tile, block, view, part, true,
+      [&]<int kRows>(F(&p)[kRows], F(&ds)[kRows], int key, int at) {
+        for (int r = 0; r < kRows; ++r) {
+          store(head.p + (key + r) * kTile + at, p[r]);
+          store(gradients + (key + r) * kTile + at, ds[r]);
+        }
+      },
+      [](int, int) {});
   head.score.differentiate_program(view, options, part.begin, part.end);
   for_each_row_group(gradients, part, [&](F(&rows)[kMicroRows][1], int key, int at) {
     F p[kMicroRows], ds[kMicroRows];
@@ -206,6 +259,7 @@ void differentiate_scores(const GradientHead& head, const GradientTile& tile, co
     }
     take(p, ds, key, at);
   });
+  for_each_done(part, done);
 }
 
 }  // namespace

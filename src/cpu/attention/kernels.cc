@@ -1,139 +1,36 @@
-// The CPU kernels: which desc each takes, and by which path.
+// The CPU kernels: which desc each takes.
 #include "cpu/attention/kernels.h"
 
-#include <algorithm>
-
-#include "contract/program_call.h"
-#include "cpu/attention/attn_weights_tasks.h"
-#include "cpu/attention/backward_tasks.h"
-#include "cpu/attention/capture_gradient_tasks.h"
-#include "cpu/attention/decode_tasks.h"
-#include "cpu/attention/functions.h"
-#include "cpu/attention/score_gradient_tasks.h"
-#include "cpu/attention/tiles.h"
-#include "cpu/attention/tiny_tasks.h"
+#include "cpu/attention/kernel_of.h"
 #include "cpu/isa/isa.h"
 
 namespace polyhead {
 namespace cpu {
 namespace {
 
-// Whether what is returned beside O and L comes from the general path.
-bool returns_more(const AttentionDesc& desc) {
-  const bool tiny = tiny_takes(desc) && desc.num_heads > 0;  // a mean over no heads is not its business
-  return desc.return_column_sums || (desc.return_weights != ReturnWeights::kNone && !tiny);
-}
-
-template <const IsaFunctions& functions>
-MemorySize scratch_bytes(const AttentionDesc& desc, int num_threads) {
-  const MemorySize more = returns_more(desc) ? weights_workspace_bytes(functions, desc, num_threads) : MemorySize();
-  if (tiny_takes(desc)) return std::max(more, tiny_workspace_bytes(functions, num_threads));
-  if (decode_takes(desc)) return std::max(more, decode_workspace_bytes(functions, desc, num_threads));
-  return returns_more(desc) ? more : tiles_workspace_bytes(functions, desc, num_threads);
-}
-
-// A workspace holds the table of sequences, then what the path needs.
-template <const IsaFunctions& functions>
-MemorySize workspace_bytes(const AttentionDesc& desc, int num_threads) {
-  return Sequences::table_bytes(desc) + scratch_bytes<functions>(desc, num_threads);
-}
-
-// Arguments whose sequences have been read into their workspace: windows are those that were read, and the workspace
-// begins behind them.
-void stand_behind(const AttentionDesc& desc, const Sequences& sequences, ForwardArgs* args) {
-  sequences.replace_windows(args);
-  args->workspace = static_cast<char*>(args->workspace) + Sequences::table_bytes(desc).value();
-}
-
-template <const IsaFunctions& functions>
-void compute_forward(const AttentionDesc& desc, const ForwardArgs& args, const Sequences& sequences, const Run& run) {
-  // Where O and L come from another path, they are written over: what else is returned changes no bit.
-  if (returns_more(desc)) weights_forward(functions, desc, args, sequences, run);
-  if (tiny_takes(desc)) {
-    tiny_forward(functions, desc, args, sequences, run);
-  } else if (decode_takes(desc)) {
-    decode_forward(functions, desc, args, sequences, run);
-  } else if (!returns_more(desc)) {
-    tiles_forward(functions, desc, args, sequences, run);
-  }
-}
-
-// Arguments are 2 KB and more: a call of a few tokens would notice a copy that it does not need.
-template <const IsaFunctions& functions>
-Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& run) {
-  Sequences sequences;
-  if (Status status = sequences.read(desc, args, args.workspace); !status.ok()) return status;
-  if (Status status = check_program_indices(desc, args, sequences); !status.ok()) return status;
-  if (Sequences::table_bytes(desc).value() == 0) {
-    compute_forward<functions>(desc, args, sequences, run);
-    return {};
-  }
-  ForwardArgs behind = args;
-  stand_behind(desc, sequences, &behind);
-  compute_forward<functions>(desc, behind, sequences, run);
-  return {};
-}
-
-template <const IsaFunctions& functions>
-MemorySize backward_scratch_bytes(const AttentionDesc& desc, int num_threads) {
-  if (tiny_takes(desc)) return tiny_backward_workspace_bytes(functions, num_threads);
-  return std::max({gradients_workspace_bytes(functions, desc, num_threads),
-                   score_gradients_workspace_bytes(functions, desc, num_threads),
-                   capture_gradients_workspace_bytes(functions, desc, num_threads)});
-}
-
-template <const IsaFunctions& functions>
-MemorySize backward_workspace_bytes(const AttentionDesc& desc, int num_threads) {
-  return Sequences::table_bytes(desc) + backward_scratch_bytes<functions>(desc, num_threads);
-}
-
-template <const IsaFunctions& functions>
-void compute_backward(const AttentionDesc& desc, const BackwardArgs& args, const Sequences& sequences, const Run& run) {
-  if (tiny_takes(desc)) {
-    tiny_backward(functions, desc, args, sequences, run);
-  } else {
-    gradients_backward(functions, desc, args, sequences, run);
-    score_gradients_backward(functions, desc, args, sequences, run);
-    capture_gradients_backward(functions, desc, args, sequences, run);
-  }
-}
-
-template <const IsaFunctions& functions>
-Status backward(const AttentionDesc& desc, const BackwardArgs& args, const Run& run) {
-  Sequences sequences;
-  if (Status status = sequences.read(desc, args.forward, args.forward.workspace); !status.ok()) return status;
-  if (Status status = check_program_indices(desc, args.forward, sequences); !status.ok()) return status;
-  if (Sequences::table_bytes(desc).value() == 0) {
-    compute_backward<functions>(desc, args, sequences, run);
-    return {};
-  }
-  BackwardArgs behind = args;
-  stand_behind(desc, sequences, &behind.forward);
-  compute_backward<functions>(desc, behind, sequences, run);
-  return {};
-}
-
 template <Isa isa>
-std::string why_not(const AttentionDesc& desc) {
-  if (!has(isa)) return cpu::why_not(isa);
-  if (desc.dtype == DType::kFloat64) return "dtype is float64, takes float32, bfloat16 or float16";
-  return "";
-}
-
-template <Isa isa, const IsaFunctions& functions>
-constexpr Kernel kernel(const char* name) {
-  return {name,
-          Device::kCpu,
-          why_not<isa>,
-          workspace_bytes<functions>,
-          backward_workspace_bytes<functions>,
-          forward<functions>,
-          backward<functions>};
+std::string here() {
+  return why_not(isa);
 }
 
 }  // namespace
+
+std::string why_no_tmm(const AttentionDesc& desc) {
+  for (const DType dtype : {desc.dtype, out_dtype(desc)}) {
+    if (dtype == DType::kBFloat16) continue;
+    return std::string(dtype == desc.dtype ? "dtype is " : "out_dtype is ") + dtype_name(dtype) + ", takes bfloat16";
+  }
+  if (tiny_takes(desc)) return "sizes of 16 at most are left to vectors, which hold a head in each lane";
+  if (decode_takes(desc)) {
+    return "seqlen_q is " + std::to_string(desc.seqlen_q) + ", takes " + std::to_string(kMaxDecodeQueries + 1) +
+           " or more: fewer read keys and values but once, from memory, which vectors keep up with";
+  }
+  return "";
+}
+
 }  // namespace cpu
-#define ROW(name, features) cpu::kernel<cpu::Isa::name, cpu::name::kFunctions>("cpu_" #name),
+
+#define ROW(name, features) cpu::kernel_of<cpu::here<cpu::Isa::name>, cpu::name::kFunctions>("cpu_" #name),
 constexpr Kernel kCpuKernels[] = {POLYHEAD_ISAS(ROW)};
 #undef ROW
 

@@ -17,7 +17,7 @@ struct Tile : QueryTile {
 };
 
 struct ForwardMemory {
-  Tile tile[kMaxTiles];
+  Tile tile[kForwardTiles];
   alignas(64) float p[kBlock * kTile];
   ViewMemory view;
   RowsAhead ahead;
@@ -30,8 +30,10 @@ struct Head : HeadOptions {
   Rows key, value;
   ForwardMemory* scratch;
   float *key_copy, *value_copy;
-  bool rounded_p;  // P is bfloat16 where it multiplies V
-  bool careful;    // NaN or inf among hidden values: see add_not_finite
+  float* value_copy_before;  // of the block before, which `later` may read
+  Later* later;              // O of queries whose weights are there
+  bool rounded_p;            // P is bfloat16 where it multiplies V
+  bool careful;              // NaN or inf among hidden values: see add_not_finite
 };
 
 template <class Mac>
@@ -39,32 +41,41 @@ KeyBlock load_block(const Head& head, int64_t first) {
   const Problem& problem = head.problem;
   const int64_t left = head.task.sequence.len_k - first;
   KeyBlock block{first, left < kBlock ? static_cast<int>(left) : kBlock, {}, {}};
-  const int padded = (block.num_keys + kMicroRows - 1) / kMicroRows * kMicroRows;
+  const int64_t padded = whole(block.num_keys, kPartKeys);
   block.key = rows_as_words<Mac>(head.key_copy, head.key, first, block.num_keys, padded, problem.head_dim);
   block.value = values_as_words<Mac>(head.value_copy, head.value, first, block.num_keys, padded, problem.head_dim_v,
                                      head.careful);
   return block;
 }
 
-// P^T of one part, in words of PMac.
+// P^T of one part, in words of PMac; with `into_out` also O^T += P^T V, which the second pass leaves out: of float32 both
+// passes share this function.
 template <class Mac, class PMac>
-void score_keys(const Head& head, Tile& tile, const KeyBlock& block, const BlockView& view, const Part& part) {
+void score_keys(const Head& head, Tile& tile, const KeyBlock& block, const BlockView& view, const Part& part,
+                bool into_out) {
   const int64_t words = words_of(head.problem.head_dim, Mac::kElements);
   const auto weigh = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
     softmax_step<PMac>(s, head.scratch->p, tile.state, head.score, view, key, lane, head.problem.head_dim_v);
+  };
+  const auto done = [&](int v_begin, int v_end) {
+    if (!into_out) return;
+    accumulate<Mac>(*head.later, tile.state.out, head.scratch->p, block.value, part.begin / Mac::kElements,
+                    part.end / Mac::kElements, head.problem.head_dim_v, v_begin, v_end);
   };
   const auto apply = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
     head.scratch->ahead.ask();
     head.score.apply(s, view, key, lane);
   };
   if (head.score.by_program) {
-    return score_by_program<Mac>(head, tile.query, words, block.key, view, part, apply, weigh);
+    return score_by_program<Mac>(head, tile.query, words, block.key, view, part, *head.later, apply, weigh, done);
   }
-  for_each_product<Mac>(tile.query, words, block.key, part,
-                        [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
-                          apply(s, key, lane);
-                          weigh(s, key, lane);
-                        });
+  for_each_product<Mac>(
+      tile.query, words, block.key, part, *head.later,
+      [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+        apply(s, key, lane);
+        weigh(s, key, lane);
+      },
+      done);
 }
 
 }  // namespace

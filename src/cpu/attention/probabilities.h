@@ -27,7 +27,7 @@ void normalise(float* p, const Score& score, const BlockView& view, const float*
 void add_columns(const ForwardTask& task, const float* p, int64_t first, int num_queries, const Part& part) {
   for (int k = part.begin; k < part.end; ++k) {
     F sum = load(task.columns + (first + k) * kLanes);
-    for (int v = part.v_begin; v < part.v_end; ++v) {
+    for (int v = part.v_begin; v < part.v_end && v * kLanes < num_queries; ++v) {
       const int rows = num_queries - v * kLanes < kLanes ? num_queries - v * kLanes : kLanes;
       const F p_v = load(p + k * kTile + v * kLanes);
       sum = sum + (rows == kLanes ? p_v : select(mask_from_bits((1u << rows) - 1), p_v, broadcast(0.0f)));
@@ -88,7 +88,7 @@ void second_pass(const Head& head, Tile& tile) {
     for_each_part(t, [&](const Part& computed, const BlockView& view) {
       BlockView undropped = view;
       undropped.kept = nullptr;
-      score_keys<Mac, Float32>(head, tile, block, undropped, computed);
+      score_keys<Mac, Float32>(head, tile, block, undropped, computed, false);
       Part part = computed;
       if (part.end > block.num_keys) part.end = block.num_keys;
       normalise(p, head.score, t.view, l, part);

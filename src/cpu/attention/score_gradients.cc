@@ -40,13 +40,16 @@ void for_each_block(const BackwardProblem& gradients, const ScoreTask& task, flo
   ScoreGradientMemory* scratch = reinterpret_cast<ScoreGradientMemory*>(memory);
   memory += kScratchFloats;
   GradientHead head = gradient_head(gradients, s, task.b, task.h, &scratch->view);
-  head.key_copy = take(memory, kBlock * problem.head_dim);
-  head.value_copy = take(memory, kBlock * problem.head_dim_v);
+  const int64_t dim = whole(problem.head_dim, kDimStep), dim_v = whole(problem.head_dim_v, kDimStep);
+  head.key_copy = take(memory, kBlock * dim);
+  head.value_copy = take(memory, kBlock * dim_v);
   head.p = take(memory, kTileFloats);
+  Later later;
+  head.later = &later;
   head.score.options.take_memory(scratch->view.options, memory, true);
   GradientTile& tile = scratch->tile;
-  tile.query = take(memory, problem.head_dim * kTile);
-  tile.grad_out = take(memory, problem.head_dim_v * kTile);
+  tile.query = take(memory, dim * kTile);
+  tile.grad_out = take(memory, dim_v * kTile);
   tile.first_query = task.first_query;
   tile.num_queries = s.len_q - tile.first_query < kTile ? static_cast<int>(s.len_q - tile.first_query) : kTile;
   tile.ranges = tile_ranges(problem.band, s, tile.first_query, tile.num_queries);
@@ -69,9 +72,11 @@ void add_task(const BackwardProblem& gradients, const ScoreTask& task, float* me
         for_each_part(t, [&](const Part& part, const BlockView& view) {
           weigh_part<Mac>(head, tile, block, view, part);
           differentiate_scores<Mac>(
-              head, tile, block, view, part, true, [&]<int kRows>(F(&)[kRows], F(&ds)[kRows], int key, int at) {
+              head, tile, block, view, part, true,
+              [&]<int kRows>(F(&)[kRows], F(&ds)[kRows], int key, int at) {
                 add_rows(sums, head.score, head.view_memory->options, view, task.distances, ds, key, at);
-              });
+              },
+              [](int, int) {});
         });
       });
 }
@@ -86,11 +91,13 @@ void add_captures_task(const BackwardProblem& gradients, const ScoreTask& task, 
                           for (int i = part.begin * kTile; i < part.end * kTile; i += kLanes)
                             store(program.gradients + i, broadcast(0.0f));
                           weigh_part<Mac>(head, tile, block, view, part);
-                          differentiate_part<Mac>(head, tile, block, view, part, true,
-                                                  [&]<int kRows>(F(&)[kRows], F(&ds)[kRows], int key, int at) {
-                                                    for (int r = 0; r < kRows; ++r)
-                                                      store(program.gradients + (key + r) * kTile + at, ds[r]);
-                                                  });
+                          differentiate_part<Mac>(
+                              head, tile, block, view, part, true,
+                              [&]<int kRows>(F(&)[kRows], F(&ds)[kRows], int key, int at) {
+                                for (int r = 0; r < kRows; ++r)
+                                  store(program.gradients + (key + r) * kTile + at, ds[r]);
+                              },
+                              [](int, int) {});
                           add_capture_gradients(head.problem.program, head.score.place(view), program, part.begin,
                                                 part.end, task.captures);
                         });
@@ -100,25 +107,19 @@ void add_captures_task(const BackwardProblem& gradients, const ScoreTask& task, 
 }  // namespace
 
 size_t score_scratch_bytes(int64_t head_dim, int64_t head_dim_v) {
-  const int64_t floats = kScratchFloats + (kBlock + kTile) * (head_dim + head_dim_v) + kTileFloats +
-                         Options::memory_floats({true, true, true});
+  const int64_t dims = whole(head_dim, kDimStep) + whole(head_dim_v, kDimStep);
+  const int64_t floats =
+      kScratchFloats + (kBlock + kTile) * dims + kTileFloats + Options::memory_floats({true, true, true});
   return static_cast<size_t>((floats + 15) / 16 * 16) * sizeof(float);
 }
 
 void add_score_gradients(const BackwardProblem& problem, const ScoreTask& task, void* scratch) {
-#ifdef POLYHEAD_HAS_BF16_DOT
-  if (in_bf16_pairs(problem)) {
-    return add_task<BFloat16Pair>(problem, task, static_cast<float*>(scratch));
-  }
-#endif
-  add_task<Float32>(problem, task, static_cast<float*>(scratch));
+  with_words(in_bf16_pairs(problem), [&]<class Mac>() { add_task<Mac>(problem, task, static_cast<float*>(scratch)); });
 }
 
 void add_captures(const BackwardProblem& problem, const ScoreTask& task, void* scratch) {
-#ifdef POLYHEAD_HAS_BF16_DOT
-  if (in_bf16_pairs(problem)) return add_captures_task<BFloat16Pair>(problem, task, static_cast<float*>(scratch));
-#endif
-  add_captures_task<Float32>(problem, task, static_cast<float*>(scratch));
+  with_words(in_bf16_pairs(problem),
+             [&]<class Mac>() { add_captures_task<Mac>(problem, task, static_cast<float*>(scratch)); });
 }
 
 void store_score_gradients(const Broadcast& to, int64_t at, const float* sums, int64_t num_queries, int64_t num_keys,

@@ -11,10 +11,11 @@ namespace {
 
 // How many tiles a task holds: more amortise the copying of keys and values, fewer give every thread work. They change
 // no bit of the result.
-int tiles_per_task(const AttentionDesc& desc, int num_threads) {
+int tiles_per_task(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
   const MemorySize tile_bytes = (MemorySize(desc.head_dim) + desc.head_dim_v) * (kTileQueries * sizeof(float));
   const size_t cache_bytes = 384 * 1024;  // of a 1 MiB L2: the rest is for keys, values and weights
-  const size_t fitting = std::clamp<size_t>(cache_bytes / std::max<size_t>(tile_bytes.value(), 1), 1, kMaxTiles);
+  const size_t fitting = std::clamp<size_t>(cache_bytes / std::max<size_t>(tile_bytes.value(), 1), 1,
+                                            static_cast<size_t>(functions.forward_tiles_at_once));
   const MemorySize tiles = MemorySize(tiles_of(desc)) * desc.batch * desc.num_heads;
   const size_t tasks = num_threads < 8 ? 4 : 8;  // of a thread: the more threads, the longer they wait for the last one
   const size_t spread = std::max<size_t>(1, tiles.value() / (tasks * static_cast<size_t>(num_threads)));
@@ -85,9 +86,9 @@ struct Workspace {
   MemorySize bytes;
 
   Workspace(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
-    const MemorySize scratch =
-        scratch_bytes(functions.forward_scratch_bytes, desc, tiles_per_task(desc, num_threads), has_additive(desc)) +
-        program_bytes(desc, false);
+    const MemorySize scratch = scratch_bytes(functions.forward_scratch_bytes, desc,
+                                             tiles_per_task(functions, desc, num_threads), has_additive(desc)) +
+                               program_bytes(desc, false);
     MemoryMap map;
     map.take_bytes(chunk_table_bytes(desc));
     lanes = map.take_bytes(scratch * num_threads);
@@ -105,7 +106,7 @@ MemorySize tiles_workspace_bytes(const IsaFunctions& functions, const AttentionD
 void tiles_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args,
                    const Sequences& sequences, const Run& run) {
   const Problem p = problem(desc, args);
-  const int tiles = tiles_per_task(desc, run.num_threads);
+  const int tiles = tiles_per_task(functions, desc, run.num_threads);
   const int64_t chunk_queries = int64_t{tiles} * kTileQueries;
   const Chunks chunks(desc, sequences, chunk_queries, static_cast<int64_t*>(args.workspace));
   const Workspace workspace(functions, desc, run.num_threads);

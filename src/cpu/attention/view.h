@@ -5,11 +5,12 @@
 #include "cpu/attention/score/dropout.h"
 #include "cpu/attention/score/policy.h"
 #include "cpu/isa/rows.h"
+#ifdef POLYHEAD_HAS_TMM
+#include "cpu/isa/tmm_products.h"
+#endif
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
-
-constexpr int kGroup = kLanes;  // keys of a block that share a range of vectors, where not every query sees all
 
 struct QueryTile {
   TileRanges ranges;
@@ -79,7 +80,7 @@ int64_t next_block(const HeadOptions& head, const Tile* tiles, int num_tiles, in
   return first;
 }
 
-// Keys [begin, end), multiples of kMicroRows, as the vectors [v_begin, v_end) see them; the other vectors see none.
+// Keys [begin, end), multiples of kPartKeys, as the vectors [v_begin, v_end) see them; the other vectors see none.
 struct Part {
   int begin = 0, end = 0, v_begin = 0, v_end = 0;
   bool all = true;  // every query sees every key, up to options
@@ -120,7 +121,7 @@ inline TileView view_block(const HeadOptions& head, const QueryTile& tile, int64
   t.begin = clamp_to_block(ranges.any_begin, first_key, kBlock);
   t.end = clamp_to_block(ranges.any_end, first_key, num_keys);
   if (t.begin >= t.end) return t;
-  t.num_vecs = (tile.num_queries + kLanes - 1) / kLanes;
+  t.num_vecs = static_cast<int>(whole(tile.num_queries, kPartLanes) / kLanes);
   t.view.first_query = tile.first_query;
   t.view.first_key = first_key;
   if (head.score.by_program) t.view.program_scores = program_memory(scratch.options).results;
@@ -135,7 +136,7 @@ inline TileView view_block(const HeadOptions& head, const QueryTile& tile, int64
                  t.begin, t.end, t.num_vecs);
     t.view.kept = scratch.kept;
   }
-  t.all = ranges.all_begin <= first_key && ranges.all_end >= first_key + num_keys && num_keys % kMicroRows == 0;
+  t.all = ranges.all_begin <= first_key && ranges.all_end >= first_key + num_keys && num_keys % kPartKeys == 0;
   const auto* const seen = view_of<ProgramMask>(head.score.options, t.view.options).seen;
   if (t.all && seen == nullptr) {
     t.begin = 0;
@@ -152,12 +153,16 @@ inline TileView view_block(const HeadOptions& head, const QueryTile& tile, int64
 inline Part part_of_group(const TileView& t, int group) {
   const BlockRanges& ranges = *t.view.ranges;
   Part part{group, group + kGroup, t.num_vecs, 0, group >= ranges.all_begin && group + kGroup <= ranges.all_end};
-  if (part.begin < t.begin) part.begin = t.begin / kMicroRows * kMicroRows;
-  if (part.end > t.end) part.end = (t.end + kMicroRows - 1) / kMicroRows * kMicroRows;
+  if (part.begin < t.begin) part.begin = t.begin / kPartKeys * kPartKeys;
+  if (part.end > t.end) part.end = static_cast<int>(whole(t.end, kPartKeys));
   for (int v = 0; v < t.num_vecs; ++v) {
     if (ranges.vec_begin[v] >= part.end || ranges.vec_end[v] <= part.begin) continue;
     if (v < part.v_begin) part.v_begin = v;
     part.v_end = v + 1;
+  }
+  if constexpr (kPartVecs > 1) {
+    part.v_begin = part.v_begin / kPartVecs * kPartVecs;
+    part.v_end = static_cast<int>(whole(part.v_end, kPartVecs));
   }
   return part;
 }
@@ -185,7 +190,30 @@ void for_each_part(const TileView& t, const Work& work) {
 }
 
 // X^T [keys][queries] = rows A^T for the keys and vectors of a part: calls take(x, key, lane) with each microkernel's
-// sums, x[r][v] being key + r and the queries lane + v * kLanes on. A^T [words][kTile] is a tile of queries.
+// sums, x[r][v] being key + r and the queries lane + v * kLanes on, and done(v_begin, v_end) where all keys of these vectors
+// have been taken. A^T [words][kTile] is a tile of queries. Meanwhile `later` may go on.
+#ifdef POLYHEAD_HAS_TMM
+template <class Mac, class Take, class Done>
+void for_each_product(const float* a, int64_t words, const Words& rows, const Part& part, Later& later,
+                      const Take& take, const Done& done) {
+  const int units = (part.end - part.begin) / kUnitKeys;
+  UnitProduct next(a, words, rows);
+  alignas(64) float sums[2][kUnitKeys * kTmmRows];
+  next.start(part.begin, part.v_begin * kLanes);
+  next.finish(sums[0]);
+  int turn = 0;
+  for (int v = part.v_begin; v < part.v_end; v += kPartVecs) {
+    if (later.waits_for(v * kLanes)) later.finish();
+    for (int unit = 0; unit < units; ++unit, turn ^= 1) {
+      const bool last = unit + 1 == units, more = !last || v + kPartVecs < part.v_end;
+      if (more) next.start(part.begin + (last ? 0 : (unit + 1) * kUnitKeys), (last ? v + kPartVecs : v) * kLanes);
+      take_unit(sums[turn], part.begin + unit * kUnitKeys, v * kLanes, next, later, units - unit, take);
+      if (more) next.finish(sums[turn ^ 1]);
+    }
+    done(v, v + kPartVecs);
+  }
+}
+#else
 template <class Mac, int kVecs_, class Take>
 inline void products_of_vecs(const float* a, int64_t words, const Words& rows, int begin, int end, int lane,
                              const Take& take) {
@@ -207,8 +235,9 @@ inline void products_of_vecs(const float* a, int64_t words, const Words& rows, i
   }
 }
 
-template <class Mac, class Take>
-void for_each_product(const float* a, int64_t words, const Words& rows, const Part& part, const Take& take) {
+template <class Mac, class Take, class Done>
+void for_each_product(const float* a, int64_t words, const Words& rows, const Part& part, Later&, const Take& take,
+                      const Done& done) {
   for (int v = part.v_begin; v < part.v_end; v += kMicroVecs) {
     const int lane = v * kLanes, begin = part.begin, end = part.end;
     constexpr bool kWide = kMicroVecs == 4;
@@ -219,6 +248,18 @@ void for_each_product(const float* a, int64_t words, const Words& rows, const Pa
       default: products_of_vecs<Mac, kWide ? 4 : 1>(a, words, rows, begin, end, lane, take); break;
     }
   }
+  done(part.v_begin, part.v_end);
+}
+#endif
+
+// Calls done(v_begin, v_end) as for_each_product does, where its products have been taken by other ways.
+template <class Done>
+void for_each_done(const Part& part, const Done& done) {
+#ifdef POLYHEAD_HAS_TMM
+  for (int v = part.v_begin; v < part.v_end; v += kPartVecs) done(v, v + kPartVecs);
+#else
+  done(part.v_begin, part.v_end);
+#endif
 }
 
 // Calls take(x, key, lane) with kMicroRows rows of one vector of a tile [key][query].
@@ -234,18 +275,22 @@ void for_each_row_group(const float* tile, const Part& part, const Take& take) {
 }
 
 // Products as for_each_product has them, after apply(s, key, lane) -> the program's scores, -inf where hidden: all of a
-// part, then take(s, key, lane).
-template <class Mac, class Apply, class Take>
+// part, then take(s, key, lane), then done(v_begin, v_end) as that calls it.
+template <class Mac, class Apply, class Take, class Done>
 void score_by_program(const HeadOptions& head, const float* query, int64_t words, const Words& keys,
-                      const BlockView& view, const Part& part, const Apply& apply, const Take& take) {
+                      const BlockView& view, const Part& part, Later& later, const Apply& apply, const Take& take,
+                      const Done& done) {
   const Options::Memory& options = head.view_memory->options;
   float* const scores = program_memory(options).scores;
-  for_each_product<Mac>(query, words, keys, part, [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
-    apply(s, key, lane);
-    for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVecs_; ++v) store(scores + (key + r) * kTile + lane + v * kLanes, s[r][v]);
-    }
-  });
+  for_each_product<Mac>(
+      query, words, keys, part, later,
+      [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+        apply(s, key, lane);
+        for (int r = 0; r < kRows; ++r) {
+          for (int v = 0; v < kVecs_; ++v) store(scores + (key + r) * kTile + lane + v * kLanes, s[r][v]);
+        }
+      },
+      [](int, int) {});
   head.score.run_program(view, options, part.begin, part.end);
   const bool some_hidden = head.score.hides_from_program(view);
   for_each_row_group(program_memory(options).results, part, [&](F(&s)[kMicroRows][1], int key, int lane) {
@@ -254,6 +299,7 @@ void score_by_program(const HeadOptions& head, const float* query, int64_t words
     }
     take(s, key, lane);
   });
+  for_each_done(part, done);
 }
 
 // Of a row with l = 0: whether options leave it a key, so that all it sees has score -inf: exp(-inf + inf), NaN.

@@ -1,12 +1,18 @@
 #include "cpu/isa/isa.h"
 
+#include <cerrno>
 #include <cstdint>
+#include <cstring>
 #include <new>
 
 #include "polyhead/kernels.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace polyhead {
@@ -55,7 +61,7 @@ uint32_t saved_registers() {
 }
 
 uint32_t detect() {
-  constexpr uint32_t kNone = 0, kXmm = 0x02, kYmm = 0x06, kZmm = 0xe6;  // of XCR0
+  constexpr uint32_t kNone = 0, kXmm = 0x02, kYmm = 0x06, kZmm = 0xe6, kTmm = 0x600e6;  // of XCR0
   const uint32_t saved = saved_registers();
   uint32_t found = 0;
 #define ROW(name, leaf, subleaf, word, bit, registers) \
@@ -65,9 +71,24 @@ uint32_t detect() {
   return found;
 }
 
+constexpr uint32_t kAsksFirst = kAMX_TILE | kAMX_BF16;
+
+// Linux lets a process use AMX's registers, 8 KiB of state, only after it has asked; threads inherit what it was told.
+std::string ask_for_registers() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr int kArchReqXcompPerm = 0x1023, kXtiledata = 18;
+  if (syscall(SYS_arch_prctl, kArchReqXcompPerm, kXtiledata) == 0) return "";
+  return std::string("the system does not let this process use AMX: ") + std::strerror(errno);
+#else
+  return "no permission to use AMX is known on this system";
+#endif
+}
+
 #else
 
 uint32_t detect() { return 0; }
+constexpr uint32_t kAsksFirst = 0;
+std::string ask_for_registers() { return ""; }
 
 #endif
 
@@ -94,9 +115,14 @@ const char* isa_name(Isa isa) { return kIsas[static_cast<int>(isa)].name; }
 
 std::string isa_features(Isa isa) { return names_of(features_of(isa), " "); }
 
-bool has(Isa isa) { return missing(isa) == 0; }
+bool has(Isa isa) { return why_not(isa).empty(); }
 
-std::string why_not(Isa isa) { return has(isa) ? "" : "this CPU has no " + names_of(missing(isa), ", "); }
+std::string why_not(Isa isa) {
+  if (missing(isa) != 0) return "this CPU has no " + names_of(missing(isa), ", ");
+  if ((features_of(isa) & kAsksFirst) == 0) return "";
+  static const std::string kRefusal = ask_for_registers();
+  return kRefusal;
+}
 
 }  // namespace cpu
 

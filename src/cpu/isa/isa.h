@@ -12,7 +12,7 @@ const char* isa_name(Isa isa);  // "avx2"
 // Whether kernels compiled for `isa` run here. Detected once.
 bool has(Isa isa);
 
-// "this CPU has no AVX2, FMA", or "".
+// "this CPU has no AVX2, FMA", or, where the system must be asked for registers and refuses, its words; else "".
 std::string why_not(Isa isa);
 
 // The features that kernels compiled for `isa` need, as the compiler names them: "SSE3 SSSE3 ...".

@@ -5,10 +5,11 @@
 // ROW(name, features), best first: kernels are called cpu_<name>. `features`: all that the flags let the compiler use,
 // joined by | (tests/cpu/isa_test.cc asks the compiler); a CPU without one of them does not run the kernel.
 #if defined(__x86_64__)
-#define POLYHEAD_ISAS(ROW)                                        \
-  ROW(avx512bf16, POLYHEAD_X86_64_V4 | kAVX512VNNI | kAVX512BF16) \
-  ROW(avx512, POLYHEAD_X86_64_V4)                                 \
-  ROW(avx2, POLYHEAD_AVX2)                                        \
+#define POLYHEAD_ISAS(ROW)                                                         \
+  ROW(amx, POLYHEAD_X86_64_V4 | kAVX512VNNI | kAVX512BF16 | kAMX_TILE | kAMX_BF16) \
+  ROW(avx512bf16, POLYHEAD_X86_64_V4 | kAVX512VNNI | kAVX512BF16)                  \
+  ROW(avx512, POLYHEAD_X86_64_V4)                                                  \
+  ROW(avx2, POLYHEAD_AVX2)                                                         \
   ROW(generic, 0)
 #elif defined(__aarch64__)
 #define POLYHEAD_ISAS(ROW)                    \
@@ -46,6 +47,8 @@
   ROW(AVX512BW, 7, 0, ebx, 30, kZmm)           \
   ROW(AVX512VL, 7, 0, ebx, 31, kZmm)           \
   ROW(AVX512VNNI, 7, 0, ecx, 11, kZmm)         \
+  ROW(AMX_BF16, 7, 0, edx, 22, kTmm)           \
+  ROW(AMX_TILE, 7, 0, edx, 24, kTmm)           \
   ROW(AVX512BF16, 7, 1, eax, 5, kZmm)          \
   ROW(LAHF_SAHF, 0x80000001, 0, ecx, 0, kNone) \
   ROW(LZCNT, 0x80000001, 0, ecx, 5, kNone)

@@ -30,11 +30,31 @@ double multiply_add(int64_t rounds, float* sink) {
   return 2.0 * Mac::kElements * kLanes * kSums * static_cast<double>(rounds);
 }
 
+#ifdef POLYHEAD_HAS_TMM
+double multiply_registers(int64_t rounds, float* sink) {
+  const TmmInUse tmm;
+  tmm_zero<0>();
+  tmm_zero<1>();
+  tmm_zero<2>();
+  tmm_zero<3>();
+  for (int64_t r = 0; r < rounds; ++r) {
+    tmm_dot_bf16<0, 2, 3>();
+    tmm_dot_bf16<1, 2, 3>();
+  }
+  alignas(64) float sums[16 * 16];
+  tmm_store<0>(sums, 16);
+  *sink = sums[0];
+  return 2.0 * 16 * 16 * 32 * 2 * static_cast<double>(rounds);
+}
+#endif
+
 }  // namespace
 
 double peak_loop(DType dtype, int64_t rounds, float* sink) {
   if (dtype == DType::kFloat32) return multiply_add<Float32>(rounds, sink);
-#ifdef POLYHEAD_HAS_BF16_DOT
+#if defined(POLYHEAD_HAS_TMM)
+  if (dtype == DType::kBFloat16) return multiply_registers(rounds, sink);
+#elif defined(POLYHEAD_HAS_BF16_DOT)
   if (dtype == DType::kBFloat16) return multiply_add<BFloat16Pair>(rounds, sink);
 #endif
   return 0;

@@ -113,6 +113,12 @@ inline bool plain_words(const Rows& x) {
   return x.dtype == (Mac::kElements == 1 ? DType::kFloat32 : DType::kBFloat16) && x.column_stride == 1;
 }
 
+// Words of a row in a copy, which behind the last element are 0.
+template <class Mac>
+inline int64_t row_words(int64_t columns) {
+  return words_of(whole(columns, kDimStep), Mac::kElements);
+}
+
 // out[word][lane] = word of row `lane`; lanes from `num_rows` on are 0. Whole vectors, as many as have a row; kTile apart.
 template <class Mac>
 void transpose_rows(float* out, const Rows& x, int64_t num_rows, int64_t columns) {
@@ -137,22 +143,41 @@ void transpose_rows(float* out, const Rows& x, int64_t num_rows, int64_t columns
       for (int i = 0; i < n; ++i) store(out + (word + i) * kTile + lane, square[i]);
     }
   }
+  for (int64_t i = words * kTile; i < row_words<Mac>(columns) * kTile; i += kLanes) store(out + i, broadcast(0.0f));
 }
 
 // out[row][word], rows from num_rows to padded_rows 0.
 template <class Mac>
 void copy_rows(float* out, const Rows& x, int64_t first_row, int64_t num_rows, int64_t padded_rows, int64_t columns) {
-  const int64_t words = words_of(columns, Mac::kElements);
-  for (int64_t r = 0; r < padded_rows; ++r) {
-    for (int64_t word = 0; word < words; word += kLanes) {
-      const int n = words - word < kLanes ? static_cast<int>(words - word) : kLanes;
-      const F x_r = r < num_rows ? load_words<Mac>(x, first_row + r, word, n, columns) : broadcast(0.0f);
-      store_first(out + r * words + word, x_r, n);
+  const int64_t words = words_of(columns, Mac::kElements), padded_words = row_words<Mac>(columns);
+  const auto vector_of = [](int64_t n) { return n < kLanes ? static_cast<int>(n) : kLanes; };
+  for (int64_t r = 0; r < padded_rows; ++r, out += padded_words) {
+    for (int64_t word = 0; word < padded_words; word += kLanes) {
+      F x_r = broadcast(0.0f);
+      if (r < num_rows && word < words) {
+        x_r = load_words<Mac>(x, first_row + r, word, vector_of(words - word), columns);
+      }
+      store_first(out + word, x_r, vector_of(padded_words - word));
     }
   }
 }
 
 inline F finite_or_zero(F x) { return select(equal(x - x, broadcast(0.0f)), x, broadcast(0.0f)); }
+
+// A word of each of n columns from column on, along the rows: of row `row`, and for a pair of the next, rows from num_rows on
+// being 0. With `finite`, NaN and inf become 0.
+template <class Mac>
+inline F load_along(const Rows& x, int64_t first_row, int64_t row, int64_t num_rows, int64_t column, int n,
+                    bool finite) {
+  const auto load_row = [&](int64_t r) {
+    const F x_r = r < num_rows ? load_columns(x, first_row + r, column, n) : broadcast(0.0f);
+    return finite ? finite_or_zero(x_r) : x_r;
+  };
+#ifdef POLYHEAD_HAS_BF16_DOT
+  if constexpr (Mac::kElements == 2) return pair_bf16(load_row(row), load_row(row + 1));
+#endif
+  return load_row(row);
+}
 
 // Rows as words along the rows: out[row / kElements][d], columns from `dim` to `out_stride` 0. With `finite`, NaN and inf
 // become 0.
@@ -169,16 +194,7 @@ void copy_values(float* out, int64_t out_stride, const Rows& x, int64_t first_ro
   for (int64_t r = 0; r < padded_rows; r += Mac::kElements) {
     for (int64_t d = 0; d < dim; d += kLanes) {
       const int n = dim - d < kLanes ? static_cast<int>(dim - d) : kLanes;
-      F words = r < num_rows ? load_columns(x, first_row + r, d, n) : broadcast(0.0f);
-      if (finite) words = finite_or_zero(words);
-#ifdef POLYHEAD_HAS_BF16_DOT
-      if constexpr (Mac::kElements == 2) {
-        F odd = r + 1 < num_rows ? load_columns(x, first_row + r + 1, d, n) : broadcast(0.0f);
-        if (finite) odd = finite_or_zero(odd);
-        words = pair_bf16(words, odd);
-      }
-#endif
-      store_first(out + (r / Mac::kElements) * out_stride + d, words,
+      store_first(out + (r / Mac::kElements) * out_stride + d, load_along<Mac>(x, first_row, r, num_rows, d, n, finite),
                   out_stride - d < kLanes ? static_cast<int>(out_stride - d) : kLanes);
     }
   }
@@ -190,7 +206,8 @@ void copy_values(float* out, int64_t out_stride, const Rows& x, int64_t first_ro
 template <class Mac>
 bool readable_in_place(const Rows& x, int64_t columns) {
   constexpr int64_t kElementBytes = kWordBytes / Mac::kElements;
-  return plain_words<Mac>(x) && columns % Mac::kElements == 0 && x.row_bytes % kWordBytes == 0 &&
+  return plain_words<Mac>(x) && columns % Mac::kElements == 0 && columns % kDimStep == 0 &&
+         x.row_bytes % kWordBytes == 0 &&
          (x.row_bytes == columns * kElementBytes || x.row_bytes % (256 * kElementBytes) != 0);
 }
 
@@ -206,18 +223,53 @@ Words rows_as_words(float* copy, const Rows& x, int64_t first_row, int64_t num_r
     return words_in_place(x, first_row);
   }
   copy_rows<Mac>(copy, x, first_row, num_rows, padded_rows, columns);
-  return {copy, static_cast<ptrdiff_t>(words_of(columns, Mac::kElements))};
+  return {copy, static_cast<ptrdiff_t>(row_words<Mac>(columns))};
 }
 
-// Rows as words along the rows, as copy_values writes them.
+#ifdef POLYHEAD_HAS_TMM
+// The same transposed, as an operand A of registers tmm: out[d][row / 2], whole registers.
+inline void copy_transposed(float* out, const Rows& x, int64_t first_row, int64_t num_rows, int64_t padded_rows,
+                            int64_t dim, bool finite) {
+  const bool plain = plain_words<BFloat16Pair>(x) && !finite;
+  const int64_t words = padded_rows / 2;
+  for (int64_t word = 0; word < words; word += kLanes) {
+    for (int64_t d = 0; d < whole(dim, kDimStep); d += kLanes) {
+      F square[kLanes];
+      if (plain && 2 * (word + kLanes) <= num_rows && d + kLanes <= dim) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) {
+          const char* row = x.row(first_row + 2 * (word + i)) + 2 * d;
+          square[i] = join_bf16(load_bf16(u16(row)), load_bf16(u16(row + x.row_bytes)));
+        }
+      } else {
+        const int n = dim - d < kLanes ? static_cast<int>(dim - d) : kLanes;
+        for (int i = 0; i < kLanes; ++i) {
+          square[i] =
+              n > 0 ? load_along<BFloat16Pair>(x, first_row, 2 * (word + i), num_rows, d, n, finite) : broadcast(0.0f);
+        }
+      }
+      transpose(square);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) store(out + (d + i) * words + word, square[i]);
+    }
+  }
+}
+#endif
+
+// Rows as words along the rows, as copy_values writes them, or copy_transposed.
 template <class Mac>
 Words values_as_words(float* copy, const Rows& x, int64_t first_row, int64_t num_rows, int64_t padded_rows,
                       int64_t columns, bool finite) {
+#ifdef POLYHEAD_HAS_TMM
+  copy_transposed(copy, x, first_row, num_rows, padded_rows, columns, finite);
+  return {copy, static_cast<ptrdiff_t>(padded_rows / 2)};
+#else
   if (Mac::kElements == 1 && num_rows == padded_rows && !finite && readable_in_place<Mac>(x, columns)) {
     return words_in_place(x, first_row);
   }
   copy_values<Mac>(copy, columns, x, first_row, num_rows, padded_rows, columns, finite);
   return {copy, columns};
+#endif
 }
 
 // Rows as words along the rows, in panels of `panel` columns: out[column / panel][row / kElements][panel].

@@ -22,6 +22,11 @@
 //   dot_bf16(acc, a, b)                          acc + products of bfloat16 pairs; with these where POLYHEAD_HAS_BF16_DOT:
 //   pair_bf16(even, odd) rounds two vectors into one of pairs; even_bf16, odd_bf16 take a pair apart; join_bf16 joins
 //
+// Where POLYHEAD_HAS_TMM there are eight registers tmm of 16 rows of 16 words besides. They hold something while a TmmInUse
+// lives, which a task makes first of all:
+//   tmm_zero<t>()   tmm_load<t>(p, stride)   tmm_store<t>(p, stride): rows `stride` words apart
+//   tmm_dot_bf16<sum, a, b>()                    sum[i][j] += products of the pairs a[i][u] and b[u][j] over all u
+//
 // Everything lives in an unnamed namespace and nothing of the C++ library is used: an inline function of the standard
 // library compiled with AVX-512 flags could become the copy that baseline code runs.
 #pragma once

@@ -39,6 +39,50 @@ struct BFloat16Pair {
 };
 #endif
 
+// A task's work in the words that its operands are multiplied in: calls work.template operator()<Mac>(), of pairs where they
+// are bfloat16 and the set multiplies pairs. Kernels of a set with registers tmm refuse all else.
+template <class Work>
+inline void with_words(bool bf16, const Work& work) {
+#ifdef POLYHEAD_HAS_TMM
+  (void)bf16;
+  const TmmInUse tmm;
+  work.template operator()<BFloat16Pair>();
+#else
+#ifdef POLYHEAD_HAS_BF16_DOT
+  if (bf16) return work.template operator()<BFloat16Pair>();
+#endif
+  (void)bf16;
+  work.template operator()<Float32>();
+#endif
+}
+
+// Steps in which a tile and a block of keys are cut into parts: whole registers tmm, or what the microkernel takes.
+#ifdef POLYHEAD_HAS_TMM
+constexpr bool kTmm = true;
+constexpr int kGroup = 32;  // keys that share a range of vectors, where not every query sees all
+constexpr int kPartKeys = 32, kPartVecs = 16 / kLanes;
+constexpr int kDimStep = 32, kQueryStep = 32;  // of sums over dims, and over queries
+constexpr int kKeyColumns = 32;                // of sums over queries, side by side
+constexpr int kForwardTiles = 12;              // tiles of a task in forward: V is transposed for each task anew
+#else
+constexpr bool kTmm = false;
+constexpr int kGroup = kLanes;
+constexpr int kPartKeys = kMicroRows, kPartVecs = 1;
+constexpr int kDimStep = 1, kQueryStep = 1;
+constexpr int kForwardTiles = 3;
+constexpr int kKeyVecs = kLanes == 4 ? 4 : 2, kKeyColumns = kKeyVecs * kLanes;
+#endif
+constexpr int kPartLanes = kPartVecs * kLanes;
+
+template <class T>
+inline void swap(T*& a, T*& b) {
+  T* const c = a;
+  a = b;
+  b = c;
+}
+
+constexpr int64_t whole(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
+
 #ifdef POLYHEAD_HAS_FMA_LANE
 template <int kVecs_>
 inline __attribute__((always_inline)) void load_vectors(F (&x)[kVecs_], const float* p) {
@@ -156,6 +200,32 @@ struct Words {
   const Word* column(int64_t d) const { return data + d / kPanel * panel_stride + d % kPanel; }
 };
 
+// What one tile gives to sums over queries: weights [key][words along the queries], rows [columns / kKeyColumns]
+// [word][kKeyColumns], which lies close in the L1 cache whatever the number of columns; of the words the range that each
+// group of keys takes.
+struct QueryTerms {
+  const Word* weights;
+  ptrdiff_t weights_stride;
+  const float* rows;
+  ptrdiff_t panel_stride;
+  const int *begin, *end;  // [group]
+};
+
+// Whether some of the terms has words for a group of keys.
+inline bool any_words(const QueryTerms* terms, int num_terms, int group) {
+  bool any = false;
+  for (int t = 0; t < num_terms; ++t) any = any || terms[t].begin[group] < terms[t].end[group];
+  return any;
+}
+
+#ifndef POLYHEAD_HAS_TMM  // else tmm_products.h has what follows
+
+// A product that waits for other work to be done beside: none does.
+struct Later {
+  void finish() {}
+  bool reads(const Word*) const { return false; }
+};
+
 template <class Mac, int kVecs_>
 inline void accumulate_vecs(float* out, const float* p, const Words& value, int64_t units, int64_t dim) {
   int64_t d = 0;
@@ -168,10 +238,11 @@ inline void accumulate_vecs(float* out, const float* p, const Words& value, int6
   for (; d < dim; ++d) accumulate_rows<Mac, 1, kVecs_>(out + d * kTile, p, value.column(d), value.stride, units);
 }
 
-// O^T += P^T V over the words [begin, end) of keys, for the vectors [v_begin, v_end) of the tile.
+// O^T += P^T V over the words [begin, end) of keys, for the vectors [v_begin, v_end) of the tile. Not inline: with and
+// without a program it would stand in each kernel twice.
 template <class Mac>
-inline void accumulate(float* out, const float* p, const Words& value, int64_t begin, int64_t end, int64_t dim,
-                       int v_begin, int v_end) {
+__attribute__((noinline)) void accumulate(Later&, float* out, const float* p, const Words& value, int64_t begin,
+                                          int64_t end, int64_t dim, int v_begin, int v_end) {
   Words from = value;
   from.data += begin * value.stride;
   const int64_t units = end - begin;
@@ -193,22 +264,7 @@ inline void accumulate(float* out, const float* p, const Words& value, int64_t b
   }
 }
 
-// Keys of a microkernel of add_keys, and vectors of columns.
-constexpr int kKeyRows = kLanes == 16 ? 8 : 4;
-constexpr int kKeyVecs = kLanes == 4 ? 4 : 2;
-
-constexpr int kKeyColumns = kKeyVecs * kLanes;
-
-// What one tile gives to sums over queries: weights [key][words along the queries], rows [columns / kKeyColumns]
-// [word][kKeyColumns], which lies close in the L1 cache whatever the number of columns; of the words the range that each
-// group of keys takes.
-struct QueryTerms {
-  const Word* weights;
-  ptrdiff_t weights_stride;
-  const float* rows;
-  ptrdiff_t panel_stride;
-  const int *begin, *end;  // [group]
-};
+constexpr int kKeyRows = kLanes == 16 ? 8 : 4;  // keys of a microkernel of add_keys
 
 template <class Mac, int kVecs_>
 inline void add_key_rows(float* out, ptrdiff_t out_stride, const QueryTerms* terms, int num_terms, int group, int key,
@@ -236,10 +292,8 @@ template <class Mac, int kVecs_>
 void add_key_columns(float* out, ptrdiff_t out_stride, const QueryTerms* terms, int num_terms, int num_keys,
                      int64_t column) {
   for (int key = 0; key < num_keys; key += kKeyRows) {
-    const int group = key / kLanes;
-    bool any_words = false;
-    for (int t = 0; t < num_terms; ++t) any_words = any_words || terms[t].begin[group] < terms[t].end[group];
-    if (!any_words) continue;
+    const int group = key / kGroup;
+    if (!any_words(terms, num_terms, group)) continue;
     add_key_rows<Mac, kVecs_>(out + key * out_stride + column, out_stride, terms, num_terms, group, key, column);
   }
 }
@@ -258,6 +312,8 @@ void add_keys(float* out, int64_t columns, const QueryTerms* terms, int num_term
     }
   }
 }
+
+#endif
 
 }  // namespace
 }  // namespace polyhead::cpu::POLYHEAD_ISA

@@ -8,6 +8,9 @@
 #include "contract/linear.h"
 #include "cpu/isa/list.h"
 #include "cpu/isa/operand.h"
+#ifdef POLYHEAD_ISA
+#include "cpu/isa/simd.h"
+#endif
 
 namespace polyhead::cpu {
 
@@ -65,6 +68,8 @@ struct PointwiseWork {
 };
 
 struct LinearFunctions {
+  bool tmm;  // multiplies bfloat16 alone, in registers of 16 x 16 words
+
   int panel_columns, tile_rows;       // of a microkernel
   int (*word_elements)(DType dtype);  // 1 or 2
   int64_t chunk_words;                // of K
@@ -105,12 +110,19 @@ size_t part_scratch_bytes(int64_t num_rows, int64_t num_columns, bool packs);
 void gemm_part(const GemmWork& work, const GemmTask& task, void* scratch);
 void gemm_merge(const GemmWork& work, int64_t first, int64_t end, float* partial, int64_t panel_stride,
                 int64_t num_slices, int64_t slice_stride);
+}  // namespace POLYHEAD_ISA
+
+// Epilogues and norms: the set's own, or those of the set whose vectors it has.
+#ifndef POLYHEAD_ISA_OF_ROWS
+#define POLYHEAD_ISA_OF_ROWS POLYHEAD_ISA
+#endif
+namespace POLYHEAD_ISA_OF_ROWS {
 void pointwise_rows(const PointwiseWork& work, int64_t first, int64_t end, float* sums);
 void merge_sums(const Matrix& out, bool accumulate, int64_t n, const float* partial, int64_t count, int64_t stride);
 void norm_forward_rows(const linear::NormForwardArgs& args, int64_t n, int64_t first, int64_t end);
 void norm_backward_rows(const linear::NormBackwardArgs& args, int64_t n, int64_t first, int64_t end, float* sums,
                         int64_t sums_stride);
-}  // namespace POLYHEAD_ISA
+}  // namespace POLYHEAD_ISA_OF_ROWS
 #endif
 
 #define DECLARE(name, features)                  \

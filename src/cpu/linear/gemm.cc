@@ -2,6 +2,9 @@
 #include "cpu/linear/epilogue.h"
 #include "cpu/linear/gemm_pack.h"
 #include "cpu/linear/gemm_stream.h"
+#ifdef POLYHEAD_HAS_TMM
+#include "cpu/linear/gemm_tmm.h"
+#endif
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
@@ -30,7 +33,7 @@ struct GemmScratch {
 constexpr int64_t kPanelWords = kChunkWords * kColumns;
 
 int64_t a_floats(int64_t rows) {
-  const int64_t along = rows * kRowStride, across = whole_tiles(rows) * kTileStride;
+  const int64_t along = (kTmm ? whole(rows, kTileRows) : rows) * kRowStride, across = whole_tiles(rows) * kTileStride;
   const int64_t most = along > across ? along : across;
   return (most + 15) / 16 * 16;
 }
@@ -69,18 +72,23 @@ Sums sums_of(const GemmWork& work, const GemmTask& task, bool streaming, float* 
 template <class Mac>
 void add_chunk(const GemmWork& work, const GemmTask& task, bool streaming, const GemmScratch& scratch, const Sums& sums,
                int64_t k, int64_t num_k) {
-  const bool along = packs_along(work.a) || streaming, add = k > task.first_k;
+  const bool packed_along = packs_along(work.a) || streaming, along = packed_along || kTmm, add = k > task.first_k;
   const int64_t words = words_of(num_k, Mac::kElements);
   if (num_k == 0) {
     // C = epilogue(0)
-  } else if (along) {
+  } else if (packed_along) {
     pack_along<Mac>(scratch.a, work.a, task.first_row, task.num_rows, k, num_k);
   } else {
     const Matrix across{work.a.data, work.a.dtype, work.a.columns, work.a.rows};
+#ifdef POLYHEAD_HAS_TMM
+    pack_turned<Mac>(scratch.a, across, task.first_row, task.num_rows, k, num_k);
+#else
     pack_across<Mac>(scratch.a, kTileRows, kTileStride, across, task.first_row, task.num_rows, k, num_k);
+#endif
   }
   const int64_t packed_stride = words_of(work.k, Mac::kElements) * kColumns;
   int64_t streamed = 0;
+#ifndef POLYHEAD_HAS_TMM
   if (streaming && num_k > 0) {
     const bool to_c = sums.out != nullptr;
     const StreamSums to{to_c ? sums.out : sums.data, to_c ? kColumns : sums.panel_stride,
@@ -88,6 +96,7 @@ void add_chunk(const GemmWork& work, const GemmTask& task, bool streaming, const
     streamed = stream_columns<Mac>(static_cast<int>(task.num_rows), to, scratch.a, work.b, task.first_column,
                                    task.num_columns, k, num_k, add);
   }
+#endif
   for (int64_t first = streamed; first < task.num_columns; first += kColumns) {
     const int64_t left = task.num_columns - first, columns = left < kColumns ? left : kColumns;
     const float *panel = nullptr, *next = nullptr;
@@ -170,12 +179,8 @@ int word_elements(DType dtype) {
 void pack_panels(const Matrix& b, int64_t n, int64_t first_k, int64_t num_k, int64_t first_panel, int64_t end_panel,
                  float* packed, int64_t panel_stride) {
   const int64_t first = first_panel * kColumns, end = end_panel * kColumns < n ? end_panel * kColumns : n;
-#ifdef POLYHEAD_HAS_BF16_DOT
-  if (b.dtype == DType::kBFloat16) {
-    return pack_columns<BFloat16Pair>(packed, panel_stride, b, first, end - first, first_k, num_k);
-  }
-#endif
-  pack_columns<Float32>(packed, panel_stride, b, first, end - first, first_k, num_k);
+  with_words(b.dtype == DType::kBFloat16,
+             [&]<class Mac>() { pack_columns<Mac>(packed, panel_stride, b, first, end - first, first_k, num_k); });
 }
 
 size_t part_scratch_bytes(int64_t num_rows, int64_t num_columns, bool packs) {
@@ -185,10 +190,7 @@ size_t part_scratch_bytes(int64_t num_rows, int64_t num_columns, bool packs) {
 }
 
 void gemm_part(const GemmWork& work, const GemmTask& task, void* scratch) {
-#ifdef POLYHEAD_HAS_BF16_DOT
-  if (work.dtype == DType::kBFloat16) return compute<BFloat16Pair>(work, task, scratch);
-#endif
-  compute<Float32>(work, task, scratch);
+  with_words(work.dtype == DType::kBFloat16, [&]<class Mac>() { compute<Mac>(work, task, scratch); });
 }
 
 void gemm_merge(const GemmWork& work, int64_t first, int64_t end, float* partial, int64_t panel_stride,
@@ -205,8 +207,19 @@ void gemm_merge(const GemmWork& work, int64_t first, int64_t end, float* partial
   finish(work, first, end - first, 0, work.n, partial + first * kColumns, panel_stride);
 }
 
-const LinearFunctions kLinearFunctions = {
-    kColumns,  kTileRows,  word_elements,  kChunkWords, kGroupPanels,      pack_panels,       part_scratch_bytes,
-    gemm_part, gemm_merge, pointwise_rows, merge_sums,  norm_forward_rows, norm_backward_rows};
+const LinearFunctions kLinearFunctions = {kTmm,
+                                          kColumns,
+                                          kTileRows,
+                                          word_elements,
+                                          kChunkWords,
+                                          kGroupPanels,
+                                          pack_panels,
+                                          part_scratch_bytes,
+                                          gemm_part,
+                                          gemm_merge,
+                                          POLYHEAD_ISA_OF_ROWS::pointwise_rows,
+                                          POLYHEAD_ISA_OF_ROWS::merge_sums,
+                                          POLYHEAD_ISA_OF_ROWS::norm_forward_rows,
+                                          POLYHEAD_ISA_OF_ROWS::norm_backward_rows};
 
 }  // namespace polyhead::cpu::POLYHEAD_ISA

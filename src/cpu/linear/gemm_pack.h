@@ -23,6 +23,7 @@ inline bool plain_axis(const Matrix& x, const Axis& axis) {
 template <class Mac>
 void pack_along(float* out, const Matrix& a, int64_t first_row, int64_t num_rows, int64_t first_k, int64_t num_k) {
   const int64_t first_word = first_k / Mac::kElements, words = words_of(num_k, Mac::kElements);
+  const int64_t padded_words = kTmm ? POLYHEAD_ISA::whole(words, 16) : words;
   const int64_t whole = plain_axis<Mac>(a, a.columns) ? num_k / Mac::kElements / kLanes * kLanes : 0;
   for (int64_t r = 0; r < num_rows; ++r, out += kRowStride) {
     const Line row = row_of(a, first_row + r);
@@ -37,8 +38,9 @@ void pack_along(float* out, const Matrix& a, int64_t first_row, int64_t num_rows
     }
     for (; word < words; word += kLanes) {
       const int n = words - word < kLanes ? static_cast<int>(words - word) : kLanes;
-      store_first(out + word, load_line_words<Mac>(row, first_word + word, n, first_k + num_k), n);
+      store_first(out + word, load_line_words<Mac>(row, first_word + word, n, first_k + num_k), kTmm ? kLanes : n);
     }
+    for (; word < padded_words; word += kLanes) store(out + word, broadcast(0.0f));
   }
 }
 

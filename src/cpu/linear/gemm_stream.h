@@ -115,9 +115,10 @@ void stream_along(const StreamSums& sums, const float* a, const Matrix& b, int64
   }
 }
 
-// Whether `rows` of A stream against B.
+// Whether `rows` of A stream against B. Not where registers tmm set the order of sums.
 template <class Mac>
 inline bool streams(int64_t rows, const Matrix& b) {
+  if (kTmm) return false;
   if (plain_axis<Mac>(b, b.columns)) return rows <= kStreamRows;
   return rows <= kStreamAlongRows && plain_axis<Mac>(b, b.rows);
 }

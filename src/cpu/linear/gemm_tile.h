@@ -11,8 +11,8 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-constexpr int kTileRows = kRegisters == 16 ? 6 : kLanes == 16 ? 12 : 8;
-constexpr int kPanelVecs = 2;
+constexpr int kTileRows = kTmm ? 32 : kRegisters == 16 ? 6 : kLanes == 16 ? 12 : 8;
+constexpr int kPanelVecs = kTmm ? 32 / kLanes : 2;
 constexpr int kColumns = kPanelVecs * kLanes;
 constexpr int64_t kChunkWords = 512;
 constexpr int kGroupPanels = 8;
@@ -22,14 +22,6 @@ constexpr int kGroupPanels = 8;
 constexpr int64_t kRowStride = kChunkWords + 16;
 constexpr int64_t kTileStride = kChunkWords * kTileRows + kLanes;  // a whole vector may be stored at the last word
 
-// What will be read soon: step_lines cache lines from `data` on are asked for, into L2, while kStepWords words are
-// multiplied, and so on.
-struct Ahead {
-  const float* data;
-  int step_lines;
-};
-constexpr int kStepWords = 16, kLineFloats = 16;
-
 // What is added to the sums of rows `stride` apart: earlier sums, or, 0 apart, a bias. Null: nothing.
 struct Onto {
   const float* data;
@@ -37,6 +29,16 @@ struct Onto {
 
   Onto from_row(ptrdiff_t row) const { return {data == nullptr ? nullptr : data + row * stride, stride}; }
 };
+
+#ifndef POLYHEAD_HAS_TMM  // else gemm_tmm.h has what follows
+
+// What will be read soon: step_lines cache lines from `data` on are asked for, into L2, while kStepWords words are
+// multiplied, and so on.
+struct Ahead {
+  const float* data;
+  int step_lines;
+};
+constexpr int kStepWords = 16, kLineFloats = 16;
 
 // out[r][...] = onto[r][...] + sum over words of A[r][word] panel[word][...], for kRows rows and kVecs_ vectors.
 template <class Mac, bool kAlong, int kRows, int kVecs_>
@@ -119,6 +121,8 @@ void multiply_panel(float* out, ptrdiff_t out_stride, const float* a, const floa
     }
   }
 }
+
+#endif
 
 }  // namespace
 }  // namespace polyhead::cpu::POLYHEAD_ISA

@@ -1,0 +1,111 @@
+// The products of gemm_tile.h on registers of 16 x 16 words: four sums of a tile of 32 rows and a panel of 32 columns. A's
+// words lie as [row][kRowStride] whatever its strides; behind the last they are 0 up to whole registers.
+#pragma once
+
+#include "cpu/isa/tmm_products.h"
+#include "cpu/linear/gemm_pack.h"
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+static_assert(kTileRows == 2 * kTmmRows && kColumns == 2 * kTmmRows);
+
+// pack_along where the rows of A are contiguous instead of its columns; `across` is A transposed.
+template <class Mac>
+void pack_turned(float* out, const Matrix& across, int64_t first_row, int64_t num_rows, int64_t first_k,
+                 int64_t num_k) {
+  const int64_t end_k = first_k + num_k;
+  const bool plain = plain_axis<Mac>(across, across.columns);
+  for (int64_t r = 0; r < num_rows; r += kLanes) {
+    const int n = num_rows - r < kLanes ? static_cast<int>(num_rows - r) : kLanes;
+    for (int64_t word = 0; word < whole(words_of(num_k, Mac::kElements), kTmmRows); word += kLanes) {
+      F square[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        const int64_t k = first_k + (word + i) * Mac::kElements;
+        square[i] = broadcast(0.0f);
+        if (k >= end_k) continue;
+        const Line even = row_of(across, k), odd = k + 1 < end_k ? row_of(across, k + 1) : Line();
+        const bool whole_vector = plain && n == kLanes;
+        square[i] = whole_vector ? load_across_plain<Mac>(even, odd, first_row + r)
+                                 : load_across<Mac>(even, odd, first_row + r, n);
+      }
+      transpose(square);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) store(out + (r + i) * kRowStride + word, square[i]);
+    }
+  }
+}
+
+// 16 words of 32 rows and kPanels x 16 columns, into registers 0 to 3.
+template <int kPanels>
+inline __attribute__((always_inline)) void multiply_words(const float* a, const float* panel) {
+  multiply_two<0>(a, kRowStride, panel, kColumns);
+  if constexpr (kPanels == 2) {
+    tmm_load<7>(panel + kTmmRows, kColumns);
+    tmm_dot_bf16<2, 4, 7>();
+    tmm_dot_bf16<3, 5, 7>();
+  }
+}
+
+// out = onto + sums, for `rows` rows of kPanels x 16 columns.
+template <int kPanels>
+inline void store_sums(float* out, ptrdiff_t out_stride, int64_t rows, const Onto& onto) {
+  if (rows == kTileRows && onto.data == nullptr) {
+    store_two<0>(out, out_stride);
+    if constexpr (kPanels == 2) store_two<2>(out + kTmmRows, out_stride);
+    return;
+  }
+  alignas(64) float sums[kTileRows * kColumns];
+  store_two<0>(sums, kColumns);
+  if constexpr (kPanels == 2) store_two<2>(sums + kTmmRows, kColumns);
+  for (int64_t r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kPanels * kTmmRows; c += kLanes) {
+      F x = load(sums + r * kColumns + c);
+      if (onto.data != nullptr) x = x + load(onto.data + r * onto.stride + c);
+      store(out + r * out_stride + c, x);
+    }
+  }
+}
+
+template <int kPanels>
+void multiply_panels(float* out, ptrdiff_t out_stride, const float* a, const float* panel, const float* next_panel,
+                     int64_t words, int64_t rows, const Onto& onto) {
+  alignas(64) float last[kTmmRows * kColumns] = {};  // words of the panel, up to a whole register
+  const int64_t whole_words = words / kTmmRows * kTmmRows;
+  for (int64_t i = whole_words * kColumns; i < words * kColumns; i += kLanes) {
+    store(last + i - whole_words * kColumns, load(panel + i));
+  }
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows, lines_each = (2 * words + tiles - 1) / tiles;
+  for (int64_t tile = 0; tile < tiles; ++tile, a += kTileRows * kRowStride, out += kTileRows * out_stride) {
+    tmm_zero<0>();
+    tmm_zero<1>();
+    if constexpr (kPanels == 2) {
+      tmm_zero<2>();
+      tmm_zero<3>();
+    }
+    // Of the next panel, which the hardware does not know to follow, a share.
+    const float* next = next_panel + tile * lines_each * kTmmRows;
+    const int64_t lines_step = lines_each * kTmmRows / (words < kTmmRows ? kTmmRows : words);
+    for (int64_t word = 0; word < whole_words; word += kTmmRows) {
+      for (int64_t line = 0; line < lines_step; ++line, next += kTmmRows) __builtin_prefetch(next, 0, 2);
+      multiply_words<kPanels>(a + word, panel + word * kColumns);
+    }
+    if (whole_words < words) multiply_words<kPanels>(a + whole_words, last);
+    const int64_t left = rows - tile * kTileRows;
+    store_sums<kPanels>(out, out_stride, left < kTileRows ? left : kTileRows, onto.from_row(tile * kTileRows));
+  }
+}
+
+template <class Mac, bool kAlong>
+void multiply_panel(float* out, ptrdiff_t out_stride, const float* a, const float* panel, const float* next_panel,
+                    int64_t words, int64_t rows, int64_t columns, const Onto& onto) {
+  if (columns <= kTmmRows) {
+    multiply_panels<1>(out, out_stride, a, panel, next_panel, words, rows, onto);
+  } else {
+    multiply_panels<2>(out, out_stride, a, panel, next_panel, words, rows, onto);
+  }
+}
+
+}  // namespace
+}  // namespace polyhead::cpu::POLYHEAD_ISA
