@@ -1,25 +1,13 @@
 #include "program_call.h"
 
 #include <cstddef>
-#include <functional>
-#include <memory>
-#include <string>
 
-#include "cache.h"
 #include "call.h"
+#include "program_cache.h"
 #include "scalars.h"
 
 namespace polyhead::python {
 namespace {
-
-constexpr size_t kMostPrograms = 256;
-
-// Parsed once: a call of a known text finds it by comparing characters.
-SharedProgram program_of(std::string_view text) {
-  static auto* const cache = new Cache<std::string, SharedProgram, std::hash<std::string>>(kMostPrograms);
-  return *checked(cache->get([&](const std::string& key) { return key == text; }, [&] { return std::string(text); },
-                             [&] { return parse_program(text); }));
-}
 
 const char* dtypes_of(ValueType type) {
   return type == ValueType::kFloat ? kFloats : type == ValueType::kInt ? "int32 or int64" : "bool";
@@ -36,7 +24,7 @@ Tensor as_capture(Tensor given) {
 
 void Captures::read(PyObject* program, PyObject* captured, AttentionDesc& desc, ForwardArgs& args) {
   if (program == Py_None) return;
-  desc.program = program_of(text_argument(program, "program", "the text of a program"));
+  desc.program = *checked(cached_program(text_argument(program, "program", "the text of a program")));
   const std::span<const Capture> captures = desc.program->captures();
   for (size_t i = 0; i < captures.size(); ++i) {
     const Capture& capture = captures[i];

@@ -40,7 +40,7 @@ def flex_attention(
     score_mod : function, optional
         ``score_mod(score, b, h, q_idx, kv_idx)``, what becomes of a scaled score. Traced at each call: see Notes.
     block_mask : torch.nn.attention.flex_attention.BlockMask, optional
-        Of `create_block_mask`, `BlockMask.from_kv_blocks`, with or without a mask_mod. Blocks that it does not list are
+        Of ``create_block_mask``, ``BlockMask.from_kv_blocks``, with or without a mask_mod. Blocks that it does not list are
         hidden, of those that it lists as full all is seen, in the others what mask_mod says.
     scale : float, optional
         Default ``1 / sqrt(D)``.
