@@ -13,7 +13,6 @@ is there already: to make it, and to sum its gradient up for what it was made of
 """
 
 import argparse
-import os
 import pathlib
 import sys
 import time
@@ -180,16 +179,7 @@ def main() -> int:
                 print(f"{name} {sizes}, threads {threads}", file=sys.stderr, flush=True)
     torch_runs.finish(environment)
     result = {"environment": environment, "rows": rows}
-    text = markdown(result)
-    print(text)
-    if options.out is not None:
-        flat = [
-            {**{key: row[key] for key in ("program", "sizes", "threads", "max_diff")}, "contender": name, **entry}
-            for row in rows
-            for name, entry in row["contenders"].items()
-        ]
-        for path in torch_runs.write(result, options.out, "flex-attention", text, flat):
-            print(os.path.relpath(path))
+    torch_runs.print_and_write(result, options.out, "flex-attention", markdown(result), ("program", "sizes", "threads", "max_diff"))
     return 0
 
 

@@ -14,7 +14,6 @@ where torch's call needs a mask of the scores' size. backward is autograd's alon
 """
 
 import argparse
-import os
 import pathlib
 import sys
 
@@ -178,16 +177,7 @@ def main() -> int:
         print(f": {told}", file=sys.stderr, flush=True)
     torch_runs.finish(environment)
     result = {"environment": environment, "rows": rows}
-    text = markdown(result)
-    print(text)
-    if options.out is not None:
-        flat = [
-            {**{key: row[key] for key in ("problem", "direction", "threads", "max_diff")}, "contender": name, **entry}
-            for row in rows
-            for name, entry in row.get("contenders", {}).items()
-        ]
-        for path in torch_runs.write(result, options.out, "torch-operator", text, flat):
-            print(os.path.relpath(path))
+    torch_runs.print_and_write(result, options.out, "torch-operator", markdown(result), ("problem", "direction", "threads", "max_diff"))
     return 0
 
 

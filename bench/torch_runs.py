@@ -54,6 +54,20 @@ def figures(entry: dict, unit_s: float = 1e-3) -> str:
     return f"{entry['median_s'] / unit_s:.2f} ({entry['min_s'] / unit_s:.2f}){'!' * entry['noisy']}"
 
 
+def print_and_write(result: dict, folder: pathlib.Path | None, end: str, text: str, keys: tuple[str, ...]) -> None:
+    """The table, and files where a folder is given: with a row of `keys` for each contender of each of the result's rows."""
+    print(text)
+    if folder is None:
+        return
+    flat = [
+        {**{key: row[key] for key in keys}, "contender": name, **entry}
+        for row in result["rows"]
+        for name, entry in row.get("contenders", {}).items()
+    ]
+    for path in write(result, folder, end, text, flat):
+        print(os.path.relpath(path))
+
+
 def write(
     result: dict, folder: pathlib.Path, end: str, text: str, rows: list[dict], draw: Callable | None = None
 ) -> list[pathlib.Path]:

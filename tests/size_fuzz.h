@@ -15,17 +15,13 @@
 
 #include "core/memory_size.h"
 #include "polyhead/executor.h"
+#include "setting.h"
 #include "testing/guard.h"
 
 namespace polyhead::testing {
 
 constexpr size_t kMostBytes = size_t{16} << 20;  // of an array or workspace that is made
 constexpr int64_t kMostWork = int64_t{1} << 22;  // multiply-adds of a call that is run
-
-inline int64_t setting(const char* name, int64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text != nullptr ? std::strtoll(text, nullptr, 10) : otherwise;
-}
 
 // A size that something may go wrong at: near 0, 2^31, 2^32, 2^62 and other powers, or a divisor of 2^64.
 inline int64_t extreme_size(Random& random) {

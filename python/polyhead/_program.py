@@ -222,7 +222,7 @@ class Tracer:
         return CapturedTensor(self, name, kind, ndim) if ndim > 0 else Value(self, f"{name}[]", kind)
 
     def element(self, tensor: CapturedTensor, index: tuple[Any, ...]) -> Value:
-        return self.add(f"{tensor.name}[{', '.join(map(_text, index))}]", tensor.kind)
+        return self.add(f"{tensor.name}[{', '.join(map(text_of, index))}]", tensor.kind)
 
     def add(self, expression: str, kind: Kind) -> Value:
         known = self._known.get(expression)
@@ -236,7 +236,7 @@ class Tracer:
         lines = self._declarations + self._statements
         for name, result in (("score", score), ("mask", mask)):
             if result is not None:
-                lines.append(f"{name} = {result if isinstance(result, str) else _text(result)}")
+                lines.append(f"{name} = {result if isinstance(result, str) else text_of(result)}")
         return "; ".join(lines)
 
 
@@ -248,7 +248,7 @@ def kind_of(dtype: Any) -> Kind | None:
     return "int" if name in ("int", "int32", "int64", "long") else "bool" if name in ("bool", "bool_") else None
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     if isinstance(value, Value):
         return value.text
     if hasattr(value, "item") and not isinstance(value, (bool, int, float)):  # a number of NumPy
@@ -261,7 +261,7 @@ def _text(value: Any) -> str:
     return f"({number!r})" if number < 0 else repr(number)
 
 
-def _kind(value: Any) -> Kind:
+def kind_of_value(value: Any) -> Kind:
     if isinstance(value, Value):
         return value.kind
     if hasattr(value, "item"):
@@ -270,7 +270,7 @@ def _kind(value: Any) -> Kind:
 
 
 def _widest(least: Kind, *values: Any) -> Kind:
-    return max((least, *map(_kind, values)), key=_ORDER.__getitem__)
+    return max((least, *map(kind_of_value, values)), key=_ORDER.__getitem__)
 
 
 def _tracer_of(*values: Any) -> Tracer | None:
@@ -279,7 +279,7 @@ def _tracer_of(*values: Any) -> Tracer | None:
 
 def _infix(sign: str, a: Any, b: Any, kind: Kind) -> Value:
     tracer = cast("Tracer", _tracer_of(a, b))
-    return tracer.add(f"{_text(a)} {sign} {_text(b)}", kind)
+    return tracer.add(f"{text_of(a)} {sign} {text_of(b)}", kind)
 
 
 def _arithmetic(sign: str, a: Any, b: Any) -> Value:
@@ -305,7 +305,7 @@ def _call(word: str, least: Kind, *values: Any) -> Any:
     if tracer is None:  # numbers and arrays: what the word means, outside of a program
         return _ON_ARRAYS[word](*values)
     kind = "float" if least == "float" else _widest(least, *values[word == "where" :])
-    return tracer.add(f"{word}({', '.join(map(_text, values))})", kind)
+    return tracer.add(f"{word}({', '.join(map(text_of, values))})", kind)
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:
@@ -400,7 +400,7 @@ def cos(x: Any) -> Any:
 
 
 def _truth(value: Any) -> Any:
-    return value if _kind(value) == "bool" else value != 0
+    return value if kind_of_value(value) == "bool" else value != 0
 
 
 _ON_ARRAYS: dict[str, Callable[..., Any]] = {

@@ -10,7 +10,7 @@ from polyhead import _bind
 from polyhead._program import INPUTS, CapturedTensor, Tracer, kind_of
 
 
-def _traced(what: str, function: Callable[..., Any], inputs: Mapping[str, Any], captured: Mapping[str, Any]) -> Any:
+def call_by_names(what: str, function: Callable[..., Any], inputs: Mapping[str, Any], captured: Mapping[str, Any]) -> Any:
     """The result of calling `function` with the values of its parameters, by their names."""
     arguments: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
@@ -61,7 +61,7 @@ def program_arguments(
     for what, given in results.items():
         if callable(given):
             own = inputs if what == "score" else {name: value for name, value in inputs.items() if name != "score"}
-            results[what] = _traced(what, given, own, tensors)
+            results[what] = call_by_names(what, given, own, tensors)
         elif given is not None and not isinstance(given, str):
             raise TypeError(f"{what} has type {type(given).__name__}, must be a function or an expression as text")
     return tracer.text(**results), dict(captured or {})

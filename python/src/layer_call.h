@@ -38,8 +38,8 @@ enum LayerPosition : int {
 // -> (out, attn_weights, reserve); what was not asked for is None
 nb::object layer_forward(PyObject* const* arguments);
 
-// -> (gradients by query, key, value, attn_bias, alibi_slopes, {name: by what is captured}); None where needs has no bit. That by query has that by
-// key, too, where key was not given, and that by key likewise value's.
+// -> (gradients by query, key, value, attn_bias, alibi_slopes, {name: by what is captured}); None where needs has no bit.
+// That by query has that by key, too, where key was not given, and that by key likewise value's.
 nb::object layer_backward(PyObject* const* arguments);
 
 }  // namespace polyhead::python

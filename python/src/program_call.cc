@@ -15,13 +15,6 @@ const char* dtypes_of(ValueType type) {
 
 }  // namespace
 
-Tensor as_capture(Tensor given) {
-  if (given.ndim > 0) return given;
-  given.ndim = 1;
-  given.dims[0] = given.strides[0] = 1;
-  return given;
-}
-
 void Captures::read(PyObject* program, PyObject* captured, AttentionDesc& desc, ForwardArgs& args) {
   if (program == Py_None) return;
   desc.program = *checked(cached_program(text_argument(program, "program", "the text of a program")));
@@ -32,10 +25,8 @@ void Captures::read(PyObject* program, PyObject* captured, AttentionDesc& desc, 
     if (captured != Py_None) arrays_[i] = nb::borrow(PyDict_GetItemString(captured, name));
     if (!arrays_[i].is_valid()) bad_value("the program reads %s, which captured does not hold", name);
     given_[i] = view_of(arrays_[i].ptr(), {name, dtypes_of(capture.type), 0, 4, "as the program indexes it"}, held_[i]);
-    const Tensor& tensor = tensors_[i] = as_capture(given_[i]);
-    CaptureShape shape{.dtype = tensor.dtype, .ndim = tensor.ndim};
-    for (int d = 0; d < tensor.ndim; ++d) shape.dims[d] = tensor.dims[d];
-    desc.captures.push_back(shape);
+    tensors_[i] = as_capture(given_[i]);
+    desc.captures.push_back(capture_shape(tensors_[i]));
   }
   args.captures = {tensors_.data(), captures.size()};
 }

@@ -6,12 +6,10 @@
 #include <array>
 
 #include "arrays.h"
+#include "capture.h"
 #include "polyhead/attention.h"
 
 namespace polyhead::python {
-
-// One of 0 dims, a single number, has one of size 1 for the library.
-Tensor as_capture(Tensor given);
 
 // What a call captures, in the program's order. Its tensors point into this.
 class Captures {

@@ -1,9 +1,9 @@
 #include "operands.h"
 
-#include <algorithm>
 #include <cstdint>
 #include <span>
 
+#include "capture.h"
 #include "program_cache.h"
 
 namespace polyhead::torch_ops {
@@ -47,13 +47,6 @@ Options::Options(ArgumentReader& arguments)
       cu_seqlens_k(arguments.optional_tensor()),
       kernel(arguments.optional_text()),
       dropout_origin(arguments.optional_tensor()) {}
-
-Tensor indexed(Tensor view) {
-  if (view.ndim > 0) return view;
-  view.ndim = 1;
-  view.dims[0] = view.strides[0] = 1;
-  return view;
-}
 
 Operands::Operands(const StableTensor& query, const StableTensor& key, const StableTensor& value,
                    const Options& options) {
@@ -170,9 +163,8 @@ OperandsOfProgram::OperandsOfProgram(const StableTensor& query, const StableTens
     const std::string name = "capture" + std::to_string(count);
     captures[count] =
         view_of(program.captures[count], {name.c_str(), 0, ProgramStep::kMostOperands, "as the program indexes it"});
-    const Tensor& view = indexed_captures_[count] = indexed(captures[count]);
-    CaptureShape& shape = desc.captures.emplace_back(CaptureShape{.dtype = view.dtype, .ndim = view.ndim});
-    std::copy_n(view.dims, view.ndim, shape.dims);
+    indexed_captures_[count] = python::as_capture(captures[count]);
+    desc.captures.push_back(python::capture_shape(indexed_captures_[count]));
   }
   args.captures = std::span<const Tensor>(indexed_captures_.data(), count);
 }

@@ -52,9 +52,6 @@ struct CapturingProgram {
   std::array<StableTensor, Program::kMostCaptures> captures;
 };
 
-// A number as a tensor of one element, which the library wants for it; any other as it is.
-Tensor indexed(Tensor view);
-
 // One call. The tensors and options that it was made of must outlive it. Throws what bad_value throws.
 struct Operands {
   Operands(const StableTensor& query, const StableTensor& key, const StableTensor& value, const Options& options);

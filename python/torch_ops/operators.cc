@@ -7,6 +7,7 @@
 
 #include "block_operators.h"
 #include "call_counts.h"
+#include "capture.h"
 #include "merge_operators.h"
 #include "operands.h"
 #include "operator_kernel.h"
@@ -180,7 +181,7 @@ CaptureGradients capture_gradients(const OperandsOfProgram& operands, int64_t ne
     const std::string name = "capture" + std::to_string(i);
     const bool needed = (needs >> (kNumPlainGradients + i) & 1) != 0;
     grads[i] = gradient(needed, operands.captures[i], i < count, name.c_str(), views[i]);
-    if (needed) views[i] = indexed(views[i]);
+    if (needed) views[i] = python::as_capture(views[i]);
   }
   args.grad_captures = views.first(count);
   return grads;
@@ -227,36 +228,48 @@ PlainGradients run_backward(Operands& operands, const BackwardTensors& tensors, 
   return grads;
 }
 
+// What both overloads begin with, in the order of the schema.
+struct BackwardInputs {
+  explicit BackwardInputs(ArgumentReader& arguments)
+      : grad_out(arguments.tensor()),
+        grad_logsumexp(arguments.optional_tensor()),
+        query(arguments.tensor()),
+        key(arguments.tensor()),
+        value(arguments.tensor()),
+        out(arguments.tensor()),
+        logsumexp(arguments.tensor()),
+        needs(arguments.integer()) {}
+
+  BackwardTensors tensors() const { return {grad_out, grad_logsumexp, out, logsumexp}; }
+
+  StableTensor grad_out, grad_logsumexp, query, key, value, out, logsumexp;
+  int64_t needs;
+};
+
 void attention_backward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
   check_counts("attention_backward", num_inputs, kNumBackwardArguments);
   ArgumentReader arguments(stack);
-  const StableTensor grad_out = arguments.tensor(), grad_logsumexp = arguments.optional_tensor();
-  const StableTensor query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
-  const StableTensor out = arguments.tensor(), logsumexp = arguments.tensor();
-  const int64_t needs = arguments.integer();
+  const BackwardInputs x(arguments);
   const Options options(arguments);
 
-  Operands operands(query, key, value, options);
+  Operands operands(x.query, x.key, x.value, options);
   BackwardArgs args;
-  auto grads = run_backward(operands, {grad_out, grad_logsumexp, out, logsumexp}, needs, args);
+  auto grads = run_backward(operands, x.tensors(), x.needs, args);
   for (size_t i = 0; i < grads.size(); ++i) stack[i] = result(std::move(grads[i]));
 }
 
 void backward_of_program(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
   check_counts("attention_backward.program", num_inputs, kNumBackwardArguments + kNumProgramArguments);
   ArgumentReader arguments(stack);
-  const StableTensor grad_out = arguments.tensor(), grad_logsumexp = arguments.optional_tensor();
-  const StableTensor query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
-  const StableTensor out = arguments.tensor(), logsumexp = arguments.tensor();
-  const int64_t needs = arguments.integer();
+  const BackwardInputs x(arguments);
   const Options options(arguments);
   const CapturingProgram program(arguments);
 
-  OperandsOfProgram operands(query, key, value, options, program);
+  OperandsOfProgram operands(x.query, x.key, x.value, options, program);
   BackwardArgs args;
   std::array<Tensor, Program::kMostCaptures> views;
-  auto of_captures = capture_gradients(operands, needs, views, args);
-  auto grads = run_backward(operands, {grad_out, grad_logsumexp, out, logsumexp}, needs, args);
+  auto of_captures = capture_gradients(operands, x.needs, views, args);
+  auto grads = run_backward(operands, x.tensors(), x.needs, args);
   for (size_t i = 0; i < grads.size(); ++i) stack[i] = result(std::move(grads[i]));
   for (size_t i = 0; i < of_captures.size(); ++i) stack[grads.size() + i] = result(std::move(of_captures[i]));
 }

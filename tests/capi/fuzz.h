@@ -13,13 +13,9 @@
 
 #include "arena.h"
 #include "hostile.h"
+#include "setting.h"
 
 namespace polyhead::testing {
-
-inline int64_t setting(const char* name, int64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text != nullptr ? std::strtoll(text, nullptr, 10) : otherwise;
-}
 
 // Calls round(random, number) for each number of the run; stops after a few failures.
 template <class Round>

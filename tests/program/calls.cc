@@ -195,6 +195,27 @@ double largest_difference(const Array& a, const Array& b, double* magnitude) {
   return largest;
 }
 
+double sum_of_score_gradients(NamedProgram program, const Shape& shape, uint64_t seed, const ProgramCall& call) {
+  const size_t at = program.text.find("score = ");
+  if (at == std::string::npos) return 0;
+  program.text.replace(at, 8, "score = bias_of_test[b, h, q, k] + ");
+  program.text.insert(0, "bias_of_test: float; ");  // the first of all captures
+  program.captures = [captures = program.captures](const Sizes4& s) {
+    std::vector<CaptureOf> all = captures(s);
+    const CaptureOf bias{
+        DType::kFloat64, {s.batch, s.heads, s.seqlen_q, s.seqlen_k}, [](int64_t, Random&) { return 0.0; }};
+    all.insert(all.begin(), bias);
+    return all;
+  };
+  ProgramCall biased = make_call(program, shape, seed);
+  biased.out = call.out, biased.logsumexp = call.logsumexp;
+  const ProgramResults results = by_kernel(in_double(biased), "reference", executor(1));
+  const Array& ds = results.grad_captures.front();
+  double sum = 0;
+  for (int64_t n = 0; n < ds.size(); ++n) sum += std::fabs(ds.at(n));
+  return sum;
+}
+
 void give_exact_out(ProgramCall& call) {
   const ProgramResults forward = by_kernel(in_double(call), "reference", executor(1));
   call.out = cast(forward.out, call.desc.dtype);

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 
 #include "calls.h"
 #include "contract/program_call.h"
@@ -16,14 +15,10 @@
 #include "random_program.h"
 #include "reference/attention.h"
 #include "sanitizer.h"
+#include "setting.h"
 
 namespace polyhead::testing {
 namespace {
-
-int64_t setting(const char* name, int64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text != nullptr ? std::strtoll(text, nullptr, 10) : otherwise;
-}
 
 Shape random_shape(Random& random) {
   Shape shape;
@@ -59,26 +54,6 @@ std::vector<double> sensitivity(const ProgramCall& call, const ProgramResults& e
   const ProgramResults results = by_kernel(other, "reference", executor(1));
   for (size_t i = 0; i < moved.size(); ++i) moved[i] = largest_difference(*results.all()[i], *exact.all()[i]);
   return moved;
-}
-
-// Sum of |dS| over all pairs: what a gradient of a capture is made of, which may cancel. It is that of a bias of 0 which is
-// added to the program's score.
-double sum_of_terms(NamedProgram program, const Shape& shape, uint64_t seed, const ProgramCall& call) {
-  const size_t at = program.text.find("score = ");
-  if (at == std::string::npos) return 0;
-  program.text.replace(at, 8, "score = bias_of_test[b, h, q, k] + ");
-  program.captures = [captures = program.captures(shape.sizes)](const Sizes4& s) {
-    std::vector<CaptureOf> all = captures;
-    all.push_back({DType::kFloat64, {s.batch, s.heads, s.seqlen_q, s.seqlen_k}, [](int64_t, Random&) { return 0.0; }});
-    return all;
-  };
-  ProgramCall biased = make_call(program, shape, seed);
-  biased.out = call.out, biased.logsumexp = call.logsumexp;
-  const ProgramResults results = by_kernel(in_double(biased), "reference", executor(1));
-  double sum = 0;
-  for (int64_t n = 0; n < results.grad_captures.back().size(); ++n)
-    sum += std::fabs(results.grad_captures.back().at(n));
-  return sum;
 }
 
 void judge(const ProgramCall& call, const ProgramResults& got, double terms, Random& random) {
@@ -131,7 +106,7 @@ const Kernel* random_kernel(Random& random, const AttentionDesc& desc) {
 
 // Longer than programs may be, or with a tensor in a value that nothing uses: rightly refused, another is drawn.
 bool is_too_much(const Result<SharedProgram>& parsed) {
-  if (parsed.ok()) return (*parsed)->steps().size() > 120;  // with sum_of_terms' bias too many
+  if (parsed.ok()) return (*parsed)->steps().size() > 120;  // with sum_of_score_gradients' bias too many
   const std::string sentence = parsed.status().message();
   return sentence.find("the program has more than") == 0 ||
          sentence.find(", but neither score nor mask read it") < 200 ||
@@ -167,7 +142,7 @@ void run_one(int64_t number) {
     EXPECT_EQ(difference(ProgramResults::name(i).c_str(), *got.all()[i], *on_three.all()[i]), "") << "on 3 threads";
   }
   if (memory_alone()) return;
-  judge(call, got, sum_of_terms(program, shape, static_cast<uint64_t>(number), call), random);
+  judge(call, got, sum_of_score_gradients(program, shape, static_cast<uint64_t>(number), call), random);
 }
 
 class RandomPrograms : public ::testing::TestWithParam<int> {};

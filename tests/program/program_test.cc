@@ -107,24 +107,9 @@ struct Draw {
 double magnitude_of_terms(const NamedProgram& program, const Shape& shape, uint64_t seed) {
   if (!program.score) return 0;
   const ProgramCall call = in_double(make_call(program, shape, seed));
-  NamedProgram with_bias = program;
-  with_bias.text.replace(with_bias.text.find("score = "), 8, "score = bias_of_test[b, h, q, k] + ");
-  ProgramCall biased = in_double(make_call(with_bias, shape, seed));
   const AttentionDesc& d = call.desc;
-  const std::vector<int64_t> dims = {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k};
-  // The bias stands where the text first names it.
-  const auto captures = biased.desc.program->captures();
-  const auto at =
-      std::find_if(captures.begin(), captures.end(), [](const Capture& c) { return c.name == "bias_of_test"; });
-  const auto place = at - captures.begin();
-  biased.captures.insert(biased.captures.begin() + place, Array(DType::kFloat64, dims));
-  CaptureShape told{DType::kFloat64, 4, {}};
-  std::copy(dims.begin(), dims.end(), told.dims);
-  biased.desc.captures.insert(biased.desc.captures.begin() + place, told);
-  const ProgramResults of_bias = by_kernel(biased, "reference", executor(1));
-  const Array& ds = of_bias.grad_captures[static_cast<size_t>(place)];
-  double sum = 0, slope = 1;
-  for (int64_t n = 0; n < ds.size(); ++n) sum += std::fabs(ds.at(n));
+  const double sum = sum_of_score_gradients(program, shape, seed, call);
+  double slope = 1;
   Arrays moved = call.captures;
   for (Array& a : moved) {
     for (int64_t n = 0; is_float_dtype(a.dtype) && n < a.size(); ++n) a.set(n, a.at(n) + 1e-3);

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_iter
 
 from polyhead import Error
-from polyhead._program import INPUTS, Tracer, Value, _kind, _text
-from polyhead._program_call import _traced as call_by_names
+from polyhead._program import INPUTS, Tracer, Value, kind_of_value, text_of
+from polyhead._program_call import call_by_names
 from polyhead.torch._options import MOST_CAPTURES
 from polyhead.torch._tracing_rules import RULES, CannotSay, kind_of
 
@@ -215,7 +215,7 @@ class Tracing:
     def scalar(self, value):
         """A value or a number as traced functions take it."""
         if not isinstance(value, Value):
-            return Scalar(self.tracer, _text(value), _kind(value))
+            return Scalar(self.tracer, text_of(value), kind_of_value(value))
         return Scalar(self.tracer, value.text, value.kind)
 
     def trace(self, what, function, *arguments):
@@ -302,9 +302,9 @@ class Tracing:
                 f"{self.what} indexes a tensor {list(tensor.shape)} by {each!r} beside values, a program reads elements"
             )
         value = self.value(each)
-        if _kind(value) != "int":
+        if kind_of_value(value) != "int":
             raise CannotSay(
-                f"{self.what} indexes a tensor {list(tensor.shape)} by a {_kind(value)}, takes integers"
+                f"{self.what} indexes a tensor {list(tensor.shape)} by a {kind_of_value(value)}, takes integers"
             )
         return value
 

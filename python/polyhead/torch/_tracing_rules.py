@@ -5,7 +5,7 @@ import math
 import torch
 
 from polyhead import _program
-from polyhead._program import _kind, where
+from polyhead._program import kind_of_value, where
 
 
 class CannotSay(TypeError):
@@ -53,7 +53,7 @@ def _or(a, b):
 
 
 def _truth(x):
-    return x if _kind(x) == "bool" else x != 0
+    return x if kind_of_value(x) == "bool" else x != 0
 
 
 def _as(kind):
@@ -65,7 +65,7 @@ def _trunc(x):
 
 
 def _trunc_div(a, b):
-    if "float" in (_kind(a), _kind(b)):
+    if "float" in (kind_of_value(a), kind_of_value(b)):
         return _trunc(a / b)
     return where((a < 0) != (b < 0), -(-a // b), a // b)
 
@@ -103,7 +103,7 @@ def _clamp(t, input, min=None, max=None):
         if bound is None:
             continue
         bound = t.value(bound)
-        if "float" not in (x.kind, _kind(bound)):
+        if "float" not in (x.kind, kind_of_value(bound)):
             x = _program.maximum(x, bound) if smaller else _program.minimum(x, bound)
         else:
             x = where(x < bound if smaller else x > bound, bound, x)
