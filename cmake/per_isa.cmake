@@ -32,7 +32,9 @@ function(polyhead_per_isa target)
     target_compile_options(${objects} PRIVATE
       ${POLYHEAD_ISA_${isa}} $<$<CONFIG:Release,RelWithDebInfo>:-O3>
       -fno-math-errno -fno-exceptions -fno-rtti)
-    if(NOT isa STREQUAL amx)  # few machines run it; --full watches its sources as its twin's (tests/CMakeLists.txt)
+    # Few machines run amx; --full watches its sources as its twin's (tests/CMakeLists.txt). Of avx512 and avx512bf16, whose
+    # other words are the same, ./dev test watches the second alone (tests/kernels_to_test.h).
+    if(NOT isa STREQUAL amx AND (POLYHEAD_SANITIZE_TESTS OR NOT isa STREQUAL avx512))
       polyhead_sanitize(${objects})
     endif()
     set_target_properties(${objects} PROPERTIES
