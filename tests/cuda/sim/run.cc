@@ -1,0 +1,285 @@
+// The scheduler. A warp is a list of groups: lanes that stand at the same instruction. The group furthest behind runs;
+// groups that meet become one. An instruction that lanes must do together blocks a group until the others have come. A
+// warp runs to the next barrier, or its end; then the next one does.
+#include "run.h"
+
+#include <algorithm>
+
+#include "shared_memory.h"
+
+namespace cuda_sim {
+namespace {
+
+// Lanes that end stay in no group.
+class WarpRun {
+ public:
+  explicit WarpRun(Warp& warp) : w_(warp), code_(warp.launch.kernel.code) {}
+
+  // Until it waits at a barrier, or has ended. At bar.arrive, arrive(instruction) is called.
+  template <class Arrive>
+  void run(const Arrive& arrive) {
+    while (!w_.waits && !w_.groups.empty()) {
+      merge();
+      const auto next = std::find_if(w_.groups.begin(), w_.groups.end(), [](const Group& g) { return !g.blocked; });
+      if (next == w_.groups.end()) stuck();
+      current_ = static_cast<size_t>(next - w_.groups.begin());
+      const int stop = current_ + 1 < w_.groups.size() ? w_.groups[current_ + 1].pc : static_cast<int>(code_.size());
+      while (group().pc < stop && step(arrive)) {
+      }
+      if (current_ < w_.groups.size() && group().mask && group().pc >= static_cast<int>(code_.size())) {
+        w_.fault(code_.back(), "the kernel's code ends without ret", first_lane(group().mask));
+      }
+    }
+  }
+
+ private:
+  Group& group() { return w_.groups[current_]; }
+
+  // In the order of where they stand; those at one place become one, and whoever waited there may go on.
+  void merge() {
+    auto& groups = w_.groups;
+    std::sort(groups.begin(), groups.end(), [](const Group& a, const Group& b) { return a.pc < b.pc; });
+    size_t kept = 0;
+    for (size_t n = 1; n < groups.size(); ++n) {
+      if (groups[n].pc == groups[kept].pc) {
+        groups[kept] = {groups[n].pc, groups[kept].mask | groups[n].mask, false};
+      } else {
+        groups[++kept] = groups[n];
+      }
+    }
+    groups.resize(kept + 1);
+  }
+
+  // One instruction of the current group; false if the groups must be looked at again.
+  template <class Arrive>
+  bool step(const Arrive& arrive) {
+    const Instruction& i = code_[static_cast<size_t>(group().pc)];
+    uint32_t mask = group().mask;
+    if (i.guard >= 0) {
+      w_.check_written(i, i.guard, mask);
+      mask &= w_.predicate(i.guard) ^ (i.unless ? kAllLanes : 0);
+    }
+    ++w_.launch.executed[static_cast<size_t>(group().pc)];
+    switch (i.kind) {
+      case Kind::kLane:
+        if (mask) execute(i, mask);
+        ++group().pc;
+        return true;
+      case Kind::kBranch: return branch(i, mask);
+      case Kind::kExit: return exit(mask);
+      default: return mask ? together(i, mask, arrive) : (++group().pc, true);
+    }
+  }
+
+  void execute(const Instruction& i, uint32_t mask) {
+    for (int n = i.num_results; n < i.num_args; ++n) w_.check_written(i, i.args[n], mask);
+    i.run(w_, i, mask);
+    for (int n = 0; n < i.num_results; ++n) w_.set_written(i.args[n], mask);
+  }
+
+  bool branch(const Instruction& i, uint32_t taken) {
+    Group& here = group();
+    if (taken == here.mask) {
+      here.pc = i.target;
+      return false;
+    }
+    ++here.pc;
+    if (taken == 0) return true;
+    here.mask &= ~taken;
+    w_.groups.push_back({i.target, taken, false});
+    return false;
+  }
+
+  bool exit(uint32_t mask) {
+    w_.ended |= mask;
+    group().mask &= ~mask;
+    ++group().pc;
+    if (group().mask) return true;
+    w_.groups.erase(w_.groups.begin() + static_cast<std::ptrdiff_t>(current_));
+    return false;
+  }
+
+  uint32_t members(const Instruction& i, uint32_t mask) {
+    if (i.kind != Kind::kMembers) return w_.lanes;
+    const int slot = i.args[i.num_args - 1];
+    w_.check_written(i, slot, mask);
+    const uint32_t wanted = w_.get<uint32_t>(slot, first_lane(mask));
+    for_lanes(mask, [&](int lane) {
+      if (w_.get<uint32_t>(slot, lane) != wanted) w_.fault(i, "divergence: lanes name different members", lane);
+      if (!(wanted >> lane & 1)) w_.fault(i, "divergence: the lane is not among the members that it names", lane);
+    });
+    return wanted & w_.lanes;
+  }
+
+  // What `mask` does together with others. If they are not all here, the group waits for them.
+  template <class Arrive>
+  bool together(const Instruction& i, uint32_t mask, const Arrive& arrive) {
+    if (mask != group().mask) {  // the lanes that leave it out go on
+      w_.groups.push_back({group().pc + 1, group().mask & ~mask, false});
+      group().mask = mask;
+      return false;
+    }
+    const uint32_t wanted = members(i, mask);
+    if (wanted != mask) {
+      group().blocked = true;
+      return false;
+    }
+    if (i.kind == Kind::kBarrier || i.kind == Kind::kArrive) {
+      for (int n = 0; n < i.num_args; ++n) w_.check_written(i, i.args[n], mask);
+    } else {
+      execute(i, mask);
+    }
+    ++group().pc;
+    if (i.kind == Kind::kArrive) arrive(i);
+    if (i.kind != Kind::kBarrier) return true;
+    w_.waits = true;
+    w_.stands = &i;
+    return false;
+  }
+
+  [[noreturn]] void stuck() {
+    std::string text = "divergence: lanes wait for others that never come";
+    for (const Group& g : w_.groups) {
+      const Instruction& i = code_[static_cast<size_t>(g.pc)];
+      text += "; " + lanes_of(g.mask) + " at " + *i.name + ", " + w_.launch.module.place(i.place);
+    }
+    if (w_.ended) text += "; " + lanes_of(w_.ended) + " have ended";
+    const Instruction& first = code_[static_cast<size_t>(w_.groups[0].pc)];
+    if (first.kind == Kind::kBarrier) text = "barrier never opens: " + text;
+    w_.fault(first, text, first_lane(w_.groups[0].mask));
+  }
+
+  Warp& w_;
+  const std::vector<Instruction>& code_;
+  size_t current_ = 0;
+};
+
+class BlockRun {
+ public:
+  BlockRun(Launch& launch, int num_warps) : shared_(launch.shared_bytes, num_warps) {
+    for (int n = 0; n < num_warps; ++n) warps_.emplace_back(launch, shared_, n);
+  }
+
+  void run(Dim3 index, uint32_t number) {
+    shared_.reset();
+    for (Warp& warp : warps_) warp.reset(index, number);
+    for (Barrier& barrier : barriers_) barrier = {};
+    for (;;) {
+      bool moved = false, all_ended = true;
+      for (Warp& warp : warps_) {
+        if (warp.groups.empty() || warp.waits) continue;
+        moved = true;
+        WarpRun(warp).run([&](const Instruction& i) { arrive(warp, i, false); });
+        if (warp.waits) arrive(warp, *warp.stands, true);
+      }
+      for (const Warp& warp : warps_) all_ended = all_ended && warp.groups.empty();
+      if (all_ended) return;
+      if (!moved) never_opens();
+    }
+  }
+
+ private:
+  static constexpr int kBarriers = 16;
+  struct Barrier {
+    unsigned arrived = 0, expected = 0;  // threads
+    std::vector<uint32_t> clocks;
+  };
+
+  void arrive(Warp& warp, const Instruction& i, bool waits) {
+    const uint32_t id = warp.get<uint32_t>(i.args[0], first_lane(warp.lanes));
+    const unsigned all = (warp.launch.block.count() + kLanes - 1) / kLanes * kLanes;
+    const unsigned expected = i.num_args > 1 ? warp.get<uint32_t>(i.args[1], first_lane(warp.lanes)) : all;
+    if (id >= kBarriers || expected == 0 || expected % kLanes != 0 || expected > all) {
+      warp.fault(i, "barrier " + std::to_string(id) + " of " + std::to_string(expected) + " threads");
+    }
+    Barrier& barrier = barriers_[id];
+    if (barrier.arrived > 0 && barrier.expected != expected) {
+      warp.fault(i, "barrier " + std::to_string(id) + " of " + std::to_string(expected) + " threads, others came for " +
+                        std::to_string(barrier.expected));
+    }
+    barrier.expected = expected;
+    barrier.arrived += kLanes;
+    warp.barrier = static_cast<int>(id);
+    const std::vector<uint32_t> clocks = shared_.clocks(warp.index);
+    barrier.clocks.resize(clocks.size());
+    std::transform(clocks.begin(), clocks.end(), barrier.clocks.begin(), barrier.clocks.begin(),
+                   [](uint32_t a, uint32_t b) { return std::max(a, b); });
+    if (!waits) shared_.tick(warp.index);
+    if (barrier.arrived >= barrier.expected) open(static_cast<int>(id));
+  }
+
+  void open(int id) {
+    for (Warp& warp : warps_) {
+      if (!warp.waits || warp.barrier != id) continue;
+      shared_.join(warp.index, barriers_[id].clocks);
+      shared_.tick(warp.index);
+      warp.waits = false;
+    }
+    barriers_[id] = {};
+  }
+
+  [[noreturn]] void never_opens() const {
+    std::string text = "barrier never opens";
+    const Warp* first = nullptr;
+    for (const Warp& warp : warps_) {
+      text += "; warp " + std::to_string(warp.index);
+      if (!warp.waits) {
+        text += " has ended";
+        continue;
+      }
+      text += " waits at " + warp.launch.module.place(warp.stands->place);
+      if (!first) first = &warp;
+    }
+    first->fault(*first->stands, text);
+  }
+
+  SharedMemory shared_;
+  std::vector<Warp> warps_;
+  Barrier barriers_[kBarriers];
+};
+
+void check_shape(const Kernel& kernel, const Shape& shape, int shared_bytes, size_t parameter_bytes) {
+  constexpr int kMostShared = 163 * 1024;  // sm_80: "Compute Capabilities" of the CUDA C++ Programming Guide
+  const auto refuse = [&](const std::string& what) { throw Fault("launch of " + kernel.name + ": " + what); };
+  const Dim3 &g = shape.grid, &b = shape.block;
+  if (g.x == 0 || g.y == 0 || g.z == 0 || b.count() == 0) refuse("a size of the grid or of the block is 0");
+  if (g.x > INT32_MAX) refuse("grid.x is " + std::to_string(g.x) + ", at most 2^31 - 1");
+  if (g.y > 65535 || g.z > 65535)
+    refuse("grid.y is " + std::to_string(g.y) + ", grid.z is " + std::to_string(g.z) + ", at most 65535");
+  const unsigned most = static_cast<unsigned>(std::min(kernel.most_threads, 1024));
+  if (b.x > most || b.y > most || b.z > 64 || b.count() > most) {
+    refuse(std::to_string(b.x) + " x " + std::to_string(b.y) + " x " + std::to_string(b.z) +
+           " threads in a block, at most " + std::to_string(most));
+  }
+  if (shared_bytes > kMostShared)
+    refuse(std::to_string(shared_bytes) + " bytes of shared memory, at most " + std::to_string(kMostShared));
+  if (parameter_bytes != static_cast<size_t>(kernel.parameter_bytes)) {
+    refuse(std::to_string(parameter_bytes) + " bytes of parameters, it takes " +
+           std::to_string(kernel.parameter_bytes));
+  }
+}
+
+}  // namespace
+
+void run(const Module& module, const Kernel& kernel, const Shape& shape, const std::vector<unsigned char>& parameters,
+         DeviceMemory& memory, Counters& counters) {
+  const int shared_bytes = kernel.shared_bytes + shape.dynamic_shared_bytes;
+  check_shape(kernel, shape, shared_bytes, parameters.size());
+  Launch launch{module,      kernel,       shape.grid,
+                shape.block, shared_bytes, parameters,
+                memory,      counters,     std::vector<uint64_t>(kernel.code.size())};
+  memory.begin_launch(uint64_t{shape.grid.x} * shape.grid.y * shape.grid.z);
+  BlockRun block(launch, static_cast<int>((shape.block.count() + kLanes - 1) / kLanes));
+  uint32_t number = 0;
+  for (unsigned z = 0; z < shape.grid.z; ++z) {
+    for (unsigned y = 0; y < shape.grid.y; ++y) {
+      for (unsigned x = 0; x < shape.grid.x; ++x) block.run({x, y, z}, number++);
+    }
+  }
+  for (size_t n = 0; n < kernel.code.size(); ++n) {
+    counters.instructions += launch.executed[n];
+    counters.by_opcode[*kernel.code[n].name] += launch.executed[n];
+  }
+}
+
+}  // namespace cuda_sim

@@ -1,0 +1,66 @@
+// Shared memory of a block, and who did what to each half-word of it.
+//
+// Every warp has a clock of the others' clocks (Lamport, Mattern): a barrier joins those of its warps and ticks. An
+// access is ordered behind an earlier one of another warp if the warp's clock has reached that one's; behind one of
+// another lane of the same warp if the warp has ticked since (bar.warp.sync, or a barrier). What is not ordered is a
+// race.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "device_memory.h"
+
+namespace cuda_sim {
+
+class SharedMemory {
+ public:
+  SharedMemory(int bytes, int num_warps);
+
+  void reset();  // before a block
+
+  // Where a lane's bytes lie; faults if it must not touch them.
+  unsigned char* reach(const Warp& warp, const Instruction& i, int lane, uint64_t address, int bytes, Access access);
+
+  // cp.async: bytes that a lane may not touch before it has waited for them, nor others before a barrier behind that.
+  unsigned char* reach_in_flight(const Warp& warp, const Instruction& i, int lane, uint64_t address, int bytes);
+  // All that the lane had in flight there has landed.
+  void land(const Warp& warp, int lane, uint64_t address, int bytes);
+
+  void tick(int warp) { ++clock(warp, warp); }
+  std::vector<uint32_t> clocks(int warp) const;
+  void join(int warp, const std::vector<uint32_t>& others);
+
+ private:
+  enum class State : uint8_t { kPlain, kAtomic, kInFlight };
+  struct Writer {
+    uint16_t clock = 0;  // 0: never written
+    uint16_t site = 0;
+    uint8_t warp = 0, lane = 0;
+    State state = State::kPlain;
+  };
+  struct Reader {
+    uint16_t clock = 0;  // 0: has not read since the last write
+    uint16_t site = 0;
+    uint8_t lane = 0;
+    bool many = false;  // other lanes too
+  };
+
+  uint32_t& clock(int warp, int of) { return clocks_[static_cast<size_t>(warp * num_warps_ + of)]; }
+  size_t check_bounds(const Warp& warp, const Instruction& i, int lane, uint64_t address, int bytes) const;
+  void check_writer(const Warp& warp, const Instruction& i, int lane, const Writer& writer, Access access);
+  void check_readers(const Warp& warp, const Instruction& i, int lane, const Reader* readers);
+  void write(const Warp& warp, const Instruction& i, int lane, size_t cell, State state);
+  void read(const Warp& warp, const Instruction& i, int lane, size_t cell);
+  [[noreturn]] void race(const Warp& warp, const Instruction& i, int lane, const char* what, int other_warp,
+                         int other_lane, int site) const;
+
+  const int num_warps_;
+  std::vector<unsigned char> bytes_;
+  std::vector<Writer> writers_;   // [half-word]
+  std::vector<Reader> readers_;   // [half-word, warp]
+  std::vector<uint32_t> clocks_;  // [warp, warp]
+};
+
+}  // namespace cuda_sim
