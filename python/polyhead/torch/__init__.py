@@ -37,6 +37,15 @@ from polyhead.torch._switch import disable, enable, enabled
 from polyhead.torch._transformers import register_transformers
 from polyhead.torch.attn_bias import *  # noqa: F403
 
+
+def __getattr__(name):
+    if name == "Cache":  # not before it is asked for: it imports transformers
+        from polyhead.torch._cache import Cache
+
+        return Cache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "FusedMultiHeadAttention", "MultiheadAttention", "Record", "Report", "Rope", "Swap", "Swaps",
     "TransformerEncoderLayer", "attention",
