@@ -47,8 +47,8 @@ class Parser {
  public:
   // nvcc names the files at the end.
   explicit Parser(std::string_view ptx) : text_(without_comments(ptx)) {
-    for (size_t at = text_.find("\n\t.file"); at != std::string::npos; at = text_.find("\n\t.file", at + 1)) {
-      file(text_.substr(at + 2, text_.find('\n', at + 1) - at - 2));
+    for (size_t at = text_.find(".file"); at != std::string::npos; at = text_.find(".file", at + 1)) {
+      file(text_.substr(at, text_.find('\n', at) - at));
     }
   }
 

@@ -1,0 +1,376 @@
+#include "cudart.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using namespace cuda_sim;
+
+struct Binary {
+  const void* fatbin = nullptr;
+  Module module;
+  bool parsed = false;
+};
+
+// A kernel as the program knows it; parsed at the first launch of its binary.
+struct Entry {
+  Binary* binary = nullptr;
+  std::string name;
+  int most_dynamic_shared = 48 * 1024;  // cudaFuncSetAttribute raises it
+};
+
+struct Task {
+  uint64_t number = 0;  // in the order in which they were given
+  std::function<void()> run;
+};
+
+// Tasks of a stream that nobody has waited for. The null stream waits for the others' earlier tasks, and they for its.
+using Queue = std::deque<Task>;
+
+struct Configuration {
+  dim3 grid, block;
+  size_t shared = 0;
+  cudaStream_t stream = nullptr;
+};
+
+struct Runtime {
+  std::recursive_mutex mutex;
+  std::vector<std::unique_ptr<Binary>> binaries;
+  std::map<const void*, Entry> entries;  // by the host's function
+  std::map<cudaStream_t, Queue> streams{{nullptr, {}}};
+  std::vector<Configuration> configurations;  // of launches that are being made
+  DeviceMemory memory;
+  Counters counters;
+  std::string fault;
+  cudaError_t error = cudaSuccess;  // the last, until it is asked for
+  uint64_t tasks = 0;
+};
+
+// Never destroyed: binaries register before globals are made, and say good-bye after they are gone.
+Runtime& runtime() {
+  static Runtime& made = *new Runtime;
+  return made;
+}
+
+cudaError_t failed(cudaError_t error) { return runtime().error = error; }
+
+cudaError_t failed(const Fault& fault) {
+  runtime().fault = fault.what();
+  return failed(cudaErrorLaunchFailure);
+}
+
+cudaStream_t plain(cudaStream_t stream) { return stream == cudaStreamLegacy ? nullptr : stream; }
+
+// All tasks of the stream before `number`.
+cudaError_t drain(cudaStream_t stream, uint64_t number) {
+  Queue& queue = runtime().streams[stream];
+  while (!queue.empty() && queue.front().number < number) {
+    const Task task = std::move(queue.front());
+    queue.pop_front();
+    for (auto& [other, unused] : runtime().streams) {
+      if (other == stream || (stream && other)) continue;
+      if (const cudaError_t error = drain(other, task.number)) return error;
+    }
+    try {
+      task.run();
+    } catch (const Fault& fault) {
+      queue.clear();
+      return failed(fault);
+    }
+  }
+  return cudaSuccess;
+}
+
+cudaError_t drain_all() {
+  cudaError_t first = cudaSuccess;
+  for (auto& [stream, queue] : runtime().streams) {
+    const cudaError_t error = drain(stream, UINT64_MAX);
+    if (!first) first = error;
+  }
+  return first;
+}
+
+cudaError_t give(cudaStream_t stream, std::function<void()> run) {
+  const auto found = runtime().streams.find(plain(stream));
+  if (found == runtime().streams.end()) return failed(cudaErrorInvalidResourceHandle);
+  found->second.push_back({runtime().tasks++, std::move(run)});
+  return cudaSuccess;
+}
+
+Module& module_of(Binary& binary) {
+  if (!binary.parsed) binary.module = parse(ptx_of(binary.fatbin));
+  binary.parsed = true;
+  return binary.module;
+}
+
+void launch(const Entry& entry, const Shape& shape, const std::vector<unsigned char>& parameters) {
+  Runtime& r = runtime();
+  const Module& module = module_of(*entry.binary);
+  run(module, module.kernels.at(entry.name), shape, parameters, r.memory, r.counters);
+}
+
+// Which end of a copy is the device's is told by the kind, and must be so.
+cudaError_t check_copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+  DeviceMemory& memory = runtime().memory;
+  const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+  const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+  if (kind == cudaMemcpyDefault) return cudaSuccess;
+  if (memory.contains(to, bytes) != to_device && bytes > 0) return failed(cudaErrorInvalidValue);
+  if (memory.contains(from, bytes) != from_device && bytes > 0) return failed(cudaErrorInvalidValue);
+  return cudaSuccess;
+}
+
+void copy(void* to, const void* from, size_t bytes) {
+  DeviceMemory& memory = runtime().memory;
+  if (memory.contains(from, bytes) && !memory.is_written(from, bytes)) {
+    throw Fault("global memory is copied before it was written");
+  }
+  std::memcpy(to, from, bytes);
+  if (memory.contains(to, bytes)) memory.set_written(to, bytes);
+}
+
+using Lock = std::lock_guard<std::recursive_mutex>;
+
+}  // namespace
+
+namespace cuda_sim {
+
+std::string take_fault() {
+  const Lock lock(runtime().mutex);
+  return std::exchange(runtime().fault, "");
+}
+
+Counters take_counters() {
+  const Lock lock(runtime().mutex);
+  return std::exchange(runtime().counters, {});
+}
+
+void lend(void* pointer, size_t bytes, bool written) {
+  const Lock lock(runtime().mutex);
+  runtime().memory.lend(pointer, bytes, written);
+}
+
+void take_back(void* pointer) {
+  const Lock lock(runtime().mutex);
+  runtime().memory.take_back(pointer);
+}
+
+bool is_written(const void* pointer, size_t bytes) {
+  const Lock lock(runtime().mutex);
+  return runtime().memory.is_written(pointer, bytes);
+}
+
+// The container: a magic number, version and size of its head, bytes; then parts: kind (1: PTX), version, size of its
+// head, bytes. (fatbinary_section.h has the wrapper; the parts as nvcc 13 writes them.)
+std::string ptx_of(const void* fatbin) {
+  const auto* at = static_cast<const unsigned char*>(fatbin);
+  const auto word = [&](size_t offset, auto value) {
+    std::memcpy(&value, at + offset, sizeof value);
+    return value;
+  };
+  if (word(0, uint32_t{}) != 0xba55ed50) throw Fault("what is registered is no fatbin");
+  const unsigned char* const end = at + word(6, uint16_t{}) + word(8, uint64_t{});
+  at += word(6, uint16_t{});
+  while (at < end) {
+    const uint32_t head = word(4, uint32_t{});
+    const uint64_t bytes = word(8, uint64_t{});
+    if (word(0, uint16_t{}) == 1) {
+      const std::string text(reinterpret_cast<const char*>(at + head), bytes);
+      if (text.find(".version") == std::string::npos)
+        throw Fault("the fatbin's PTX is compressed: compile with -no-compress");
+      return text.substr(0, text.find('\0'));
+    }
+    at += head + bytes;
+  }
+  throw Fault("the fatbin has no PTX: compile with code=[...,compute_80]");
+}
+
+}  // namespace cuda_sim
+
+extern "C" {
+
+void** __cudaRegisterFatBinary(void* wrapper) {
+  const Lock lock(runtime().mutex);
+  const void* fatbin = nullptr;
+  std::memcpy(&fatbin, static_cast<const char*>(wrapper) + 8, sizeof fatbin);
+  runtime().binaries.push_back(std::make_unique<Binary>());
+  runtime().binaries.back()->fatbin = fatbin;
+  return reinterpret_cast<void**>(runtime().binaries.back().get());
+}
+
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+
+void __cudaRegisterFunction(void** binary, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*,
+                            int*) {
+  const Lock lock(runtime().mutex);
+  runtime().entries[host] = {reinterpret_cast<Binary*>(binary), name};
+}
+
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
+  const Lock lock(runtime().mutex);
+  runtime().configurations.push_back({grid, block, shared, stream});
+  return 0;
+}
+
+cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
+  const Lock lock(runtime().mutex);
+  if (runtime().configurations.empty()) return failed(cudaErrorMissingConfiguration);
+  const Configuration last = runtime().configurations.back();
+  runtime().configurations.pop_back();
+  *grid = last.grid;
+  *block = last.block;
+  *shared = last.shared;
+  *static_cast<cudaStream_t*>(stream) = last.stream;
+  return cudaSuccess;
+}
+
+cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
+  const Lock lock(runtime().mutex);
+  const auto found = runtime().entries.find(host);
+  if (found == runtime().entries.end()) return failed(cudaErrorInvalidDeviceFunction);
+  *kernel = reinterpret_cast<cudaKernel_t>(&found->second);
+  return cudaSuccess;
+}
+
+// Arguments are read now; the kernel runs when its stream is waited for.
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** args, size_t shared,
+                               cudaStream_t stream) {
+  const Lock lock(runtime().mutex);
+  const Entry& entry = *reinterpret_cast<const Entry*>(kernel);
+  if (static_cast<int64_t>(shared) > entry.most_dynamic_shared) return failed(cudaErrorInvalidValue);
+  try {
+    const Module& module = module_of(*entry.binary);
+    const Kernel& code = module.kernels.at(entry.name);
+    std::vector<unsigned char> parameters(static_cast<size_t>(code.parameter_bytes));
+    for (size_t n = 0; n < code.parameters.size(); ++n) {
+      const Parameter& p = code.parameters[n];
+      std::memcpy(&parameters[static_cast<size_t>(p.offset)], args[n], static_cast<size_t>(p.bytes));
+    }
+    const Shape shape{{grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, static_cast<int>(shared)};
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535 ||
+        block.x * block.y * block.z > 1024) {
+      return failed(cudaErrorInvalidConfiguration);
+    }
+    return give(stream, [&entry, shape, parameters] { launch(entry, shape, parameters); });
+  } catch (const Fault& fault) {
+    return failed(fault);
+  }
+}
+
+cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, int value) {
+  const Lock lock(runtime().mutex);
+  const auto found = runtime().entries.find(host);
+  if (found == runtime().entries.end()) return failed(cudaErrorInvalidDeviceFunction);
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 || value > 163 * 1024) {
+    return failed(cudaErrorInvalidValue);
+  }
+  found->second.most_dynamic_shared = value;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+  const Lock lock(runtime().mutex);
+  *pointer = runtime().memory.allocate(bytes);
+  return *pointer || bytes == 0 ? cudaSuccess : failed(cudaErrorMemoryAllocation);
+}
+
+cudaError_t cudaFree(void* pointer) {
+  const Lock lock(runtime().mutex);
+  const cudaError_t error = drain_all();  // it synchronises the device
+  if (pointer && !runtime().memory.release(pointer)) return failed(cudaErrorInvalidValue);
+  return error;
+}
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+  const Lock lock(runtime().mutex);
+  if (const cudaError_t error = check_copy(to, from, bytes, kind)) return error;
+  return give(stream, [=] { copy(to, from, bytes); });
+}
+
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+  const Lock lock(runtime().mutex);
+  if (const cudaError_t error = cudaMemcpyAsync(to, from, bytes, kind, nullptr)) return error;
+  return drain(nullptr, UINT64_MAX);
+}
+
+cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream) {
+  const Lock lock(runtime().mutex);
+  if (!runtime().memory.contains(pointer, bytes)) return failed(cudaErrorInvalidValue);
+  return give(stream, [=] {
+    std::memset(pointer, value, bytes);
+    runtime().memory.set_written(pointer, bytes);
+  });
+}
+
+cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+  const Lock lock(runtime().mutex);
+  *stream = reinterpret_cast<cudaStream_t>(new char);
+  runtime().streams[*stream];
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  const Lock lock(runtime().mutex);
+  const cudaError_t error = drain(stream, UINT64_MAX);
+  runtime().streams.erase(stream);
+  delete reinterpret_cast<char*>(stream);
+  return error;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  const Lock lock(runtime().mutex);
+  return drain(plain(stream), UINT64_MAX);
+}
+
+cudaError_t cudaDeviceSynchronize() {
+  const Lock lock(runtime().mutex);
+  return drain_all();
+}
+
+cudaError_t cudaGetLastError() {
+  const Lock lock(runtime().mutex);
+  return std::exchange(runtime().error, cudaSuccess);
+}
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 1;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+// An A100's, in what is asked for.
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  const std::pair<cudaDeviceAttr, int> known[] = {{cudaDevAttrComputeCapabilityMajor, 8},
+                                                  {cudaDevAttrComputeCapabilityMinor, 0},
+                                                  {cudaDevAttrMultiProcessorCount, 108},
+                                                  {cudaDevAttrMaxSharedMemoryPerBlockOptin, 163 * 1024}};
+  for (const auto& [name, its_value] : known) {
+    if (device == 0 && name == attribute) return *value = its_value, cudaSuccess;
+  }
+  return failed(cudaErrorInvalidValue);
+}
+
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess: return "no error";
+    case cudaErrorLaunchFailure: return "the kernel erred";
+    case cudaErrorMemoryAllocation: return "out of memory";
+    default: return "an argument is wrong";
+  }
+}
+
+}  // extern "C"

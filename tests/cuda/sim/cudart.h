@@ -1,0 +1,33 @@
+// A CUDA runtime that runs kernels by executing their PTX on the CPU: what an object that nvcc compiled links with in
+// place of libcudart_static. Only what is defined in cudart.cc is there; device pointers are the host's own.
+//
+// Launches and asynchronous copies wait in their stream until somebody synchronises it, in the order in which they
+// were given: what a program reads too early has not been computed. A kernel that errs gives cudaErrorLaunchFailure
+// there and its sentence here, and the rest of the stream is dropped.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "run.h"
+
+namespace cuda_sim {
+
+// What the last kernel that erred did wrong, since this was last asked; "" if none.
+std::string take_fault();
+
+// Instructions, banks and sectors of all kernels since this was last asked.
+Counters take_counters();
+
+// Memory of the host that kernels may use as if cudaMalloc had given it. `written`: it holds something.
+void lend(void* pointer, size_t bytes, bool written);
+void take_back(void* pointer);
+
+// Whether kernels have written, or it was lent as written, all of it.
+bool is_written(const void* pointer, size_t bytes);
+
+// The PTX of a fatbin: of objects compiled with -gencode arch=compute_80,code=[...,compute_80] -no-compress. Throws
+// Fault.
+std::string ptx_of(const void* fatbin);
+
+}  // namespace cuda_sim
