@@ -442,4 +442,5 @@ POLYHEAD_API polyhead_status polyhead_shard_dropout_mask(double dropout_p, uint6
 }  // extern "C"
 #endif
 
+#include "polyhead/polyhead_cache.h"  // caches of keys and values
 #include "polyhead/polyhead_layer.h"  // the layer: attention between projections

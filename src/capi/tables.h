@@ -7,6 +7,7 @@
 #include "capi/fields.h"
 #include "polyhead/attention.h"
 #include "polyhead/block.h"
+#include "polyhead/cache.h"
 #include "polyhead/polyhead.h"
 
 namespace polyhead::capi {
@@ -81,6 +82,35 @@ struct Table<polyhead_attention_desc> {
       OptionalField{"out_dtype", &C::out_dtype, "has_out_dtype", &C::has_out_dtype, &Cpp::out_dtype},
       OptionalField{"grad_dtype", &C::grad_dtype, "has_grad_dtype", &C::has_grad_dtype, &Cpp::grad_dtype},
       SAME(has_windows), Reserved{"reserved", &C::reserved}, ProgramFields());
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
+struct Table<polyhead_kv_cache_desc> {
+  using C = polyhead_kv_cache_desc;
+  using Cpp = KvCacheDesc;
+  FIRST_SIZE(hadamard, 80)
+  static constexpr auto kFields =
+      std::make_tuple(SAME(num_pages), SAME(page_size), SAME(num_heads_kv), SAME(head_dim), SAME(head_dim_v),
+                      SAME(key_dtype), SAME(value_dtype), SAME(rotary_dim), SAME(interleaved), SAME(hadamard));
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
+struct Table<polyhead_kv_tensors> {
+  using C = polyhead_kv_tensors;
+  using Cpp = KvTensors;
+  static constexpr auto kFields = std::make_tuple(SAME(key), SAME(value));
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
+struct Table<polyhead_kv_append_args> {
+  using C = polyhead_kv_append_args;
+  using Cpp = KvAppendArgs;
+  FIRST_SIZE(executor, 856)
+  static constexpr auto kFields = std::make_tuple(SAME(key), SAME(value), SAME(slots), SAME(positions), SAME(cos),
+                                                  SAME(sin), SAME(query), SAME(query_out), SAME(executor));
   static_assert(is_whole<C>(kFields));
 };
 

@@ -125,6 +125,7 @@ int main(void) {
   test_errors();
   test_layer();
   test_block();
+  test_cache();
   test_program();
   test_threads();
   if (num_failed > 0) fprintf(stderr, "%d checks failed\n", num_failed);

@@ -56,6 +56,7 @@ void test_backward(void);  // backward_test.c
 void test_errors(void);    // errors_test.c
 void test_layer(void);     // layer_test.c
 void test_block(void);     // block_test.c
+void test_cache(void);     // cache_test.c
 void test_program(void);   // program_test.c
 void test_threads(void);   // threads_test.c
 

@@ -36,6 +36,7 @@ MAY_INCLUDE = {
     "src/linear/": ("core/", "contract/", "linear/", "polyhead/"),
     "src/weights/": ("core/", "weights/", "polyhead/"),
     "src/layer/": ("core/", "contract/", "attention/", "linear/", "layer/", "polyhead/"),
+    "src/cache/": ("core/", "contract/", "polyhead/"),
     "src/graph/": ("core/", "graph/", "polyhead/"),
     "src/capi/": ("capi/", "core/", "polyhead/"),
     # The testing library knows no command, and no kernel but the yardstick of error.

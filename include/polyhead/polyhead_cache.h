@@ -1,0 +1,119 @@
+// polyhead for C: caches of keys and values in pages. Part of polyhead.h, which includes it; the rules there hold here.
+//
+//   pool      key [num_pages, page_size, G, D], value [num_pages, page_size, G, Dv]   G key/value heads
+//   slot s    row s % page_size of page s / page_size
+//
+// The full definition stands in polyhead/cache.h, under the same names.
+#pragma once
+
+#include "polyhead/polyhead.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/// What a cache holds.
+typedef struct polyhead_kv_cache_desc {
+  size_t struct_size;  ///< sizeof(polyhead_kv_cache_desc), by polyhead_kv_cache_desc_init
+  uint64_t flags;      ///< 0: none is defined yet, and unknown ones are refused
+
+  int64_t num_pages;     ///< default 0
+  int64_t page_size;     ///< tokens of a page, 1 or more; default 0
+  int64_t num_heads_kv;  ///< default 1
+  int64_t head_dim;      ///< of key; default 0
+  int64_t head_dim_v;    ///< of value; default 0
+  int32_t key_dtype;     ///< polyhead_dtype that keys are stored in: float32 (default), bfloat16 or float16
+  int32_t value_dtype;   ///< polyhead_dtype that values are stored in, likewise
+  int64_t rotary_dim;    ///< the first elements of each head of key and query, which turn; even; 0 (default): none
+  int32_t interleaved;   ///< boolean: pair p is 2 p and 2 p + 1; 0 (default): p and p + rotary_dim / 2
+  int32_t hadamard;      ///< boolean: key and query times the orthogonal Hadamard matrix; head_dim a power of 2
+} polyhead_kv_cache_desc;
+
+/// Sets the defaults. `struct_size` is sizeof *desc.
+POLYHEAD_API polyhead_status polyhead_kv_cache_desc_init(polyhead_kv_cache_desc* desc, size_t struct_size);
+
+/// A cache's pool, any strides. Its layout is frozen.
+typedef struct polyhead_kv_tensors {
+  polyhead_tensor key;    ///< [num_pages, page_size, G, D], in key_dtype
+  polyhead_tensor value;  ///< [num_pages, page_size, G, Dv], in value_dtype
+} polyhead_kv_tensors;
+
+/// New tokens: float32, bfloat16 or float16, whatever the cache's dtypes are, any strides. All default to "not given".
+typedef struct polyhead_kv_append_args {
+  size_t struct_size;  ///< sizeof(polyhead_kv_append_args), by polyhead_kv_append_args_init
+  uint64_t flags;      ///< 0: none is defined yet, and unknown ones are refused
+
+  polyhead_tensor key;          ///< [tokens, G, D]
+  polyhead_tensor value;        ///< [tokens, G, Dv]
+  polyhead_tensor slots;        ///< [tokens], int32 or int64: where each goes; -1: nowhere. No slot twice
+  polyhead_tensor positions;    ///< [tokens], int32 or int64: rows of cos and sin; if desc.rotary_dim > 0
+  polyhead_tensor cos;          ///< [positions, rotary_dim / 2], float32; likewise
+  polyhead_tensor sin;          ///< the same of the sines
+  polyhead_tensor query;        ///< optional: [tokens, H, D], turned as the keys are
+  polyhead_tensor query_out;    ///< [tokens, H, D], if query is given: any float dtype; may be query itself
+  polyhead_executor* executor;  ///< NULL (default): the library's own threads
+} polyhead_kv_append_args;
+
+/// Makes every tensor "not given". `struct_size` is sizeof *args.
+POLYHEAD_API polyhead_status polyhead_kv_append_args_init(polyhead_kv_append_args* args, size_t struct_size);
+
+/// A checked desc. Immutable; it owns no memory of the cache's. Calls on slots that differ may run at once.
+typedef struct polyhead_kv_cache polyhead_kv_cache;
+
+/// POLYHEAD_INVALID_ARGUMENT names the field and the numbers that disagree.
+POLYHEAD_API polyhead_status polyhead_kv_cache_create(const polyhead_kv_cache_desc* desc, polyhead_kv_cache** cache);
+POLYHEAD_API void polyhead_kv_cache_destroy(polyhead_kv_cache* cache);  ///< NULL is fine
+
+POLYHEAD_API size_t polyhead_kv_cache_bytes(const polyhead_kv_cache* cache);  ///< of a buffer; 0 for NULL
+
+/// Contiguous tensors in a buffer of polyhead_kv_cache_bytes(), aligned to 64 bytes.
+POLYHEAD_API polyhead_status polyhead_kv_cache_tensors(const polyhead_kv_cache* cache, void* buffer,
+                                                       polyhead_kv_tensors* tensors);
+
+/// Key and query are turned in float32, then multiplied by the Hadamard matrix, then rounded once. On an error nothing has
+/// been written.
+POLYHEAD_API polyhead_status polyhead_kv_cache_append(const polyhead_kv_cache* cache, const polyhead_kv_tensors* pool,
+                                                      const polyhead_kv_append_args* args);
+
+/// Whole tokens from from[i] to to[i], both [n] of int32 or int64: all are read before one is written. No slot twice in `to`.
+POLYHEAD_API polyhead_status polyhead_kv_cache_copy(const polyhead_kv_cache* cache, const polyhead_kv_tensors* pool,
+                                                    const polyhead_tensor* from, const polyhead_tensor* to);
+
+/// The tokens at `slots` [n], as they are stored, to key [n, G, D] and value [n, G, Dv], of any float dtype; either may be
+/// NULL.
+POLYHEAD_API polyhead_status polyhead_kv_cache_read(const polyhead_kv_cache* cache, const polyhead_kv_tensors* pool,
+                                                    const polyhead_tensor* slots, const polyhead_tensor* key,
+                                                    const polyhead_tensor* value);
+
+/// Which page holds what: pages are handed out, shared by sequences with a beginning in common, and taken back when nobody
+/// holds them. Not thread-safe. It touches no cache.
+typedef struct polyhead_page_table polyhead_page_table;
+
+POLYHEAD_API polyhead_status polyhead_page_table_create(int64_t num_pages, int64_t page_size,
+                                                        polyhead_page_table** table);
+POLYHEAD_API void polyhead_page_table_destroy(polyhead_page_table* table);  ///< NULL is fine
+
+POLYHEAD_API int64_t polyhead_page_table_num_free(const polyhead_page_table* table);  ///< -1 for NULL
+
+/// A new sequence of length 0, or (fork) with the tokens of `parent`, in the same pages.
+POLYHEAD_API polyhead_status polyhead_page_table_add(polyhead_page_table* table, int64_t* sequence);
+POLYHEAD_API polyhead_status polyhead_page_table_fork(polyhead_page_table* table, int64_t parent, int64_t* sequence);
+/// Gives up a sequence and the pages that it alone held.
+POLYHEAD_API polyhead_status polyhead_page_table_remove(polyhead_page_table* table, int64_t sequence);
+
+/// Makes `length` tokens of a sequence: takes pages, or gives up those behind. Where it gets a page of its own in the place of
+/// a shared one, *copy_from and *copy_to are the pages to copy between; else -1. Out of pages: an error, and nothing has
+/// changed.
+POLYHEAD_API polyhead_status polyhead_page_table_resize(polyhead_page_table* table, int64_t sequence, int64_t length,
+                                                        int64_t* copy_from, int64_t* copy_to);
+
+POLYHEAD_API int64_t polyhead_page_table_length(const polyhead_page_table* table, int64_t sequence);  ///< -1: none such
+/// A sequence's pages, in order, until the next call that changes the table; NULL and 0 where there are none.
+POLYHEAD_API const int64_t* polyhead_page_table_pages(const polyhead_page_table* table, int64_t sequence,
+                                                      size_t* num_pages);
+/// Where a token lies; -1: nowhere.
+POLYHEAD_API int64_t polyhead_page_table_slot(const polyhead_page_table* table, int64_t sequence, int64_t token);
+
+#ifdef __cplusplus
+}
+#endif
