@@ -1,5 +1,6 @@
-"""ONNX's own Attention operator (opsets 23 and later), computed by polyhead, and `polyhead.onnx.fuse`, which finds attention
-in models that others exported; needs the package ``onnx``.
+"""ONNX's own Attention operator (opsets 23 and later), computed by polyhead; `polyhead.onnx.fuse`, which finds attention in
+models that others exported; and `polyhead.onnx.session`, which runs models in ONNX Runtime with their attention computed here.
+Needs the package ``onnx``.
 
 A backend of ONNX's interface: ``prepare``, ``run_model``, ``run_node`` (those of `polyhead.onnx.Backend`). Attention nodes
 run here, every other node on ``onnx.reference``, which is NumPy: right rather than fast. To have attention alone, as a
@@ -23,9 +24,11 @@ from onnx.reference.op_run import OpRun
 
 import polyhead
 from polyhead._onnx_fuse import Candidate, Fusion, fuse
+from polyhead._onnxruntime import library_path, session
 
 __all__ = [
-    "Attention", "Backend", "Candidate", "Fusion", "Model", "fuse", "prepare", "run_model", "run_node", "supports_device",
+    "Attention", "Backend", "Candidate", "Fusion", "Model", "fuse", "library_path", "prepare", "run_model", "run_node", "session",
+    "supports_device",
 ]  # fmt: skip
 
 # qk_matmul_output_mode

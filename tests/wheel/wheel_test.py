@@ -79,7 +79,7 @@ def test_the_wheel_has_the_package_and_nothing_else(files):
     expected = {path.relative_to(python).as_posix() for path in python.glob("polyhead/**/*.py*") if "__pycache__" not in
                 path.parts}
     expected |= {"polyhead/py.typed", "polyhead/torch/schemas.txt", "polyhead/libpolyhead.so", "polyhead/torch/libpolyhead_torch.so",
-                 "polyhead/bin/polyhead"}
+                 "polyhead/libpolyhead_onnxruntime.so", "polyhead/bin/polyhead"}
     bind = {name for name in names if re.fullmatch(r"polyhead/_bind\.cpython-\d+-[\w-]+\.so", name)}
     assert len(bind) == 1
     (info,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
@@ -94,7 +94,8 @@ def test_libraries_need_each_other_and_the_system_alone(files):
     from elftools.elf.elffile import ELFFile
 
     own = {"_bind": ({"libpolyhead.so"}, "$ORIGIN"), "libpolyhead": (set(), None), "polyhead": (set(), None),
-           "libpolyhead_torch": ({"libpolyhead.so", "libtorch_cpu.so"}, "$ORIGIN/..")}
+           "libpolyhead_torch": ({"libpolyhead.so", "libtorch_cpu.so"}, "$ORIGIN/.."),
+           "libpolyhead_onnxruntime": ({"libpolyhead.so"}, "$ORIGIN")}
     seen = set()
     for path in files.rglob("*"):
         if path.is_file() and path.open("rb").read(4) == b"\x7fELF":

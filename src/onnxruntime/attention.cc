@@ -1,0 +1,139 @@
+// ONNX's Attention: https://onnx.ai/onnx/operators/onnx__Attention.html
+#include <algorithm>
+
+#include "core/sentence.h"
+#include "node.h"
+
+namespace polyhead::onnxruntime {
+namespace {
+
+constexpr size_t kQuery = 0, kKey = 1, kValue = 2, kMask = 3, kPastKey = 4, kPastValue = 5, kLengths = 6;
+constexpr size_t kOut = 0, kPresentKey = 1, kPresentValue = 2, kWeights = 3;
+
+struct Operands {
+  Tensor query, key, value;  // [batch, sequence, heads, dim]
+  bool flat = false;         // they came as [batch, sequence, heads * dim]
+};
+
+// [B, H, S, D] or [B, S, H * D] -> [B, S, H, D]
+Status heads_apart(Call& call, size_t index, const char* what, int64_t num_heads, Tensor& tensor) {
+  if (Status status = call.input(index, tensor); !status.ok()) return status;
+  if (tensor.ndim == 4) {
+    tensor = permuted(tensor, {0, 2, 1, 3});
+    return {};
+  }
+  if (tensor.ndim != 3) return invalid(sentence(what, " is ", words_of(tensor), ", must have 3 or 4 dims"));
+  if (num_heads < 1 || tensor.dims[2] % num_heads != 0) {
+    return invalid(sentence(what, " is ", words_of(tensor), ", whose last dim is not ", num_heads, " heads"));
+  }
+  tensor = split_last(tensor, num_heads);
+  return {};
+}
+
+Status read(Call& call, int64_t num_heads, int64_t num_heads_kv, Operands& o) {
+  Status status = heads_apart(call, kQuery, "Q", num_heads, o.query);
+  if (status.ok()) status = heads_apart(call, kKey, "K", num_heads_kv, o.key);
+  if (status.ok()) status = heads_apart(call, kValue, "V", num_heads_kv, o.value);
+  if (!status.ok()) return status;
+  Tensor query;
+  status = call.input(kQuery, query);
+  o.flat = query.ndim == 3;
+  const auto same = [&](const Tensor& other, const char* what, std::initializer_list<int> dims) -> Status {
+    for (int i : dims) {
+      if (other.dims[i] != o.key.dims[i]) return invalid(sentence("K and ", what, " differ: ", words_of(other)));
+    }
+    return {};
+  };
+  if (status.ok()) status = same(o.value, "V", {0, 1, 2});
+  if (status.ok()) status = same(o.query, "Q", {0, 3});
+  for (const Tensor* other : {&o.key, &o.value}) {
+    if (status.ok() && other->dtype != o.query.dtype) {
+      status = invalid(sentence("Q is ", dtype_name(o.query.dtype), ", K or V ", dtype_name(other->dtype)));
+    }
+  }
+  return status;
+}
+
+// nonpad_kv_seqlen, cut off at `most`, and where that leaves each sequence's last query.
+Status add_lengths(Call& call, const Tensor& lengths, int64_t most, AttentionDesc& desc, ForwardArgs& args) {
+  if (lengths.dtype != DType::kInt64 || lengths.ndim != 1 || lengths.dims[0] != desc.batch) {
+    return invalid(sentence("nonpad_kv_seqlen is ", words_of(lengths), ", must be int64 [", desc.batch, "]"));
+  }
+  desc.has_seqlens_k = desc.has_query_offsets = true;
+  Status status = call.scratch(DType::kInt64, {desc.batch}, args.seqlens_k);
+  if (status.ok()) status = call.scratch(DType::kInt64, {desc.batch}, args.query_offsets);
+  if (!status.ok()) return status;
+  for (int64_t b = 0; b < desc.batch; ++b) {
+    const int64_t length = static_cast<const int64_t*>(lengths.data)[b];
+    if (length < 0 || length > most) {
+      return invalid(sentence("nonpad_kv_seqlen[", b, "] is ", length, ", must be 0 to ", most));
+    }
+    static_cast<int64_t*>(args.seqlens_k.data)[b] = std::min(length, desc.seqlen_k);
+    static_cast<int64_t*>(args.query_offsets.data)[b] = length - desc.seqlen_q;
+  }
+  return {};
+}
+
+// The output of the weights [B, H, Sq, total]; columns behind the mask's end are 0.
+Status make_weights(Call& call, const AttentionDesc& desc, int64_t total, Tensor& weights) {
+  weights.dtype = desc.dtype;
+  const Status status = call.output(kWeights, {desc.batch, desc.num_heads, desc.seqlen_q, total}, weights);
+  if (!status.ok() || total == desc.seqlen_k) return status;
+  std::fill_n(static_cast<char*>(weights.data),
+              static_cast<size_t>(weights.num_elements()) * dtype_size_bytes(desc.dtype), '\0');
+  weights = part(weights, 3, 0, desc.seqlen_k);
+  return status;
+}
+
+}  // namespace
+
+Status Node::run_attention(Call& call, Plans& plans) const {
+  Operands o;
+  Cache keys, values;
+  Tensor mask, lengths;
+  Status status = read(call, num_heads_, num_heads_kv_, o);
+  if (status.ok()) status = call.input(kMask, mask);
+  if (status.ok()) status = call.input(kLengths, lengths);
+  if (status.ok()) status = read_cache(call, kPastKey, kPresentKey, "past_key", o.key, keys);
+  if (status.ok()) status = read_cache(call, kPastValue, kPresentValue, "past_value", o.value, values);
+  if (!status.ok()) return status;
+  const int64_t before = keys.past.given() ? keys.past.dims[2] : 0;
+  if (before != (values.past.given() ? values.past.dims[2] : 0) || (before > 0 && lengths.given())) {
+    return invalid(
+        sentence("past_key has ", before, " keys; past_value must have as many, and nonpad_kv_seqlen none beside"));
+  }
+  Tensor key, value;
+  status = append(call, keys, o.key, key);
+  if (status.ok()) status = append(call, values, o.value, value);
+  if (!status.ok()) return status;
+
+  // A mask may be shorter than the keys: those behind its end are hidden, so they are not looked at.
+  const int64_t total = key.dims[1];
+  if (mask.given()) {
+    const int64_t told = mask.dims[mask.ndim - 1];
+    if (told > total) return invalid(sentence("attn_mask is ", words_of(mask), ", for ", total, " keys"));
+    key = part(key, 1, 0, told);
+    value = part(value, 1, 0, told);
+  }
+  AttentionDesc desc = desc_of(o.query, key, value);
+  ForwardArgs args;
+  if (mask.given()) status = add_mask("attn_mask", mask, desc, args);
+  if (status.ok() && lengths.given()) status = add_lengths(call, lengths, total, desc, args);
+  if (!lengths.given()) desc.query_offset = before;
+  if (status.ok() && returns_weights_) {
+    desc.return_weights = ReturnWeights::kPerHead;
+    status = make_weights(call, desc, total, args.attn_weights);
+  }
+  if (!status.ok()) return status;
+  args.query = o.query;
+  args.key = key;
+  args.value = value;
+  if (o.flat) return attend(call, plans, desc, args);
+  args.out.dtype = desc.dtype;
+  status = call.output(kOut, {desc.batch, desc.num_heads, desc.seqlen_q, desc.head_dim_v}, args.out);
+  if (!status.ok()) return status;
+  args.out = permuted(args.out, {0, 2, 1, 3});
+  return plans.forward(call, desc, args);
+}
+
+}  // namespace polyhead::onnxruntime

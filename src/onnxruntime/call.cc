@@ -1,0 +1,286 @@
+#include "call.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/sentence.h"
+
+namespace polyhead::onnxruntime {
+namespace {
+
+// Where inputs, outputs and workspaces lie.
+const OrtMemoryInfo* cpu_memory() {
+  static const OrtMemoryInfo* const memory = [] {
+    OrtMemoryInfo* made = nullptr;
+    const Status status = call(abi::kCreateCpuMemoryInfo, abi::kArenaAllocator, abi::kDefaultMemory, &made);
+    return status.ok() ? made : nullptr;
+  }();
+  return memory;
+}
+
+// For plans alone: workspaces are made for as many threads as there are CPUs. Each call brings its own executor.
+class Sizes final : public Executor {
+ public:
+  int num_threads() const override { return default_executor().num_threads(); }
+  void parallel_for(int count, void (*body)(void* context, int index), void* context) override {
+    for (int i = 0; i < count; ++i) body(context, i);
+  }
+};
+
+void make_contiguous(Tensor& tensor) {
+  int64_t stride = 1;
+  for (int i = tensor.ndim - 1; i >= 0; --i) {
+    tensor.strides[i] = stride;
+    stride *= std::max<int64_t>(tensor.dims[i], 1);
+  }
+}
+
+}  // namespace
+
+void Call::Threads::parallel_for(int count, void (*body)(void* context, int index), void* context) {
+  if (count == 1) return body(context, 0);
+  struct Pieces {
+    void (*body)(void* context, int index);
+    void* context;
+  } pieces{body, context};
+  const auto run = [](void* self, size_t index) {
+    const auto* all = static_cast<const Pieces*>(self);
+    all->body(all->context, static_cast<int>(index));
+  };
+  const auto size = static_cast<size_t>(count);
+  const Status status = call(abi::kKernelContext_ParallelFor, context_, +run, size, size, static_cast<void*>(&pieces));
+  if (status.ok()) return;
+  for (int i = 0; i < count; ++i) body(context, i);  // it fails before it begins: without a context
+}
+
+Call::~Call() {
+  for (void* memory : taken_) allocator_->free(allocator_, memory);
+  if (allocator_ != nullptr) abi::kReleaseAllocator(api(), allocator_);
+}
+
+// As ONNX Runtime has it, contiguous.
+Status Call::given(size_t index, Tensor& tensor) const {
+  tensor = {};
+  size_t count = 0;
+  if (Status status = call(abi::kKernelContext_GetInputCount, context_, &count); !status.ok()) return status;
+  if (index >= count) return {};
+  const OrtValue* value = nullptr;
+  if (Status status = call(abi::kKernelContext_GetInput, context_, index, &value); !status.ok()) return status;
+  if (value == nullptr) return {};
+  OwnedShape shape;
+  abi::ElementType type = abi::ElementType::kUnknown;
+  size_t ndim = 0;
+  Status status = call(abi::kGetTensorTypeAndShape, value, shape.slot());
+  if (status.ok()) status = call(abi::kGetTensorElementType, shape.get(), &type);
+  if (status.ok()) status = call(abi::kGetDimensionsCount, shape.get(), &ndim);
+  if (!status.ok()) return status;
+  if (!dtype_of(type, tensor.dtype)) {
+    return invalid(sentence("input ", index, " has element type ", static_cast<int32_t>(type), ", which is not taken"));
+  }
+  if (ndim > static_cast<size_t>(Tensor::kMaxDims)) {
+    return invalid(sentence("input ", index, " has ", ndim, " dims, must have at most ", Tensor::kMaxDims));
+  }
+  status = call(abi::kGetDimensions, shape.get(), tensor.dims, ndim);
+  // Never written: the C interface has no function that reads alone before 1.23.
+  if (status.ok()) status = call(abi::kGetTensorMutableData, const_cast<OrtValue*>(value), &tensor.data);
+  tensor.ndim = static_cast<int32_t>(std::max<size_t>(ndim, 1));
+  if (ndim == 0) tensor.dims[0] = 1;
+  make_contiguous(tensor);
+  return status;
+}
+
+Status Call::input(size_t index, Tensor& tensor) {
+  if (wiring_ == nullptr) return given(index, tensor);
+  tensor = {};
+  if (index >= wiring_->inputs.size() || !wiring_->inputs[index]) return {};
+  return make(*wiring_->inputs[index], tensor);
+}
+
+Status Call::make(const Source& source, Tensor& tensor) {
+  if (source.kind == Source::kTensor) {
+    if (Status status = given(source.index, tensor); !status.ok()) return status;
+  } else {
+    std::vector<Tensor> operands(source.of.size());
+    for (size_t i = 0; i < operands.size(); ++i) {
+      if (Status status = make(source.of[i], operands[i]); !status.ok()) return status;
+    }
+    const bool is_bool = source.kind == Source::kNot || source.kind == Source::kAnd;
+    const DType wanted = is_bool || source.kind == Source::kChoose ? DType::kBool : wiring_->dtype;
+    for (const Tensor& each : operands) {
+      if (each.dtype != wanted)
+        return invalid(sentence("a mask is ", words_of(each), ", must be ", dtype_name(wanted)));
+    }
+    tensor.dtype = is_bool ? DType::kBool : wiring_->dtype;
+    if (!broadcast(operands, tensor)) return invalid("the masks of an attention do not broadcast together");
+    const auto bytes = static_cast<size_t>(tensor.num_elements()) * dtype_size_bytes(tensor.dtype);
+    if (Status status = scratch(bytes, tensor.data); !status.ok()) return status;
+    compute(executor_, source, operands, tensor);
+  }
+  if (!follow(source.steps, tensor)) return invalid(sentence("input ", source.index, " is ", words_of(tensor)));
+  return {};
+}
+
+bool Call::wants(size_t index) const {
+  if (wiring_ != nullptr) return index < wiring_->outputs.size() && wiring_->outputs[index];
+  size_t count = 0;
+  return call(abi::kKernelContext_GetOutputCount, context_, &count).ok() && index < count;
+}
+
+Status Call::output(size_t index, std::initializer_list<int64_t> dims, Tensor& tensor) {
+  const DType dtype = tensor.dtype;
+  tensor = {};
+  if (!wants(index)) return {};
+  static const std::vector<ViewStep> none;
+  const std::vector<ViewStep>& steps = wiring_ == nullptr ? none : wiring_->outputs[index]->steps;
+  const std::vector<int64_t> all = dims_behind(steps, dims);
+  const size_t at = wiring_ == nullptr ? index : wiring_->outputs[index]->index;
+  OrtValue* value = nullptr;
+  Status status = call(abi::kKernelContext_GetOutput, context_, at, all.data(), all.size(), &value);
+  if (!status.ok() || value == nullptr) return status;
+  tensor.dtype = dtype;
+  tensor.ndim = static_cast<int32_t>(all.size());
+  std::copy(all.begin(), all.end(), tensor.dims);
+  make_contiguous(tensor);
+  status = call(abi::kGetTensorMutableData, value, &tensor.data);
+  tensor = seen_before(steps, dims, tensor);
+  return status;
+}
+
+Status Call::scratch(size_t bytes, void*& memory) {
+  constexpr size_t kAlignment = 64;
+  memory = nullptr;
+  if (bytes == 0) return {};
+  if (allocator_ == nullptr) {
+    const Status status = call(abi::kKernelContext_GetAllocator, context_, cpu_memory(), &allocator_);
+    if (!status.ok()) return status;
+  }
+  taken_.reserve(taken_.size() + 1);
+  void* raw = allocator_->alloc(allocator_, bytes + kAlignment);
+  if (raw == nullptr) return out_of_memory();
+  taken_.push_back(raw);
+  const auto address = reinterpret_cast<uintptr_t>(raw);
+  memory = reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
+  return {};
+}
+
+Status Call::scratch(DType dtype, std::initializer_list<int64_t> dims, Tensor& tensor) {
+  tensor = Tensor(nullptr, dtype, dims);
+  return scratch(static_cast<size_t>(tensor.num_elements()) * dtype_size_bytes(dtype), tensor.data);
+}
+
+namespace {
+
+struct Copy {
+  Tensor from, to;  // 4 dims
+  int pieces;
+
+  void run(int piece) const {
+    const size_t bytes = dtype_size_bytes(from.dtype);
+    const int64_t rows = from.dims[0] * from.dims[1] * from.dims[2], width = from.dims[3];
+    const bool side_by_side = from.strides[3] == 1 && to.strides[3] == 1;
+    for (int64_t row = rows * piece / pieces; row < rows * (piece + 1) / pieces; ++row) {
+      const int64_t at[3] = {row / from.dims[2] / from.dims[1], row / from.dims[2] % from.dims[1], row % from.dims[2]};
+      const char* source = static_cast<const char*>(from.data);
+      char* target = static_cast<char*>(to.data);
+      for (int i = 0; i < 3; ++i) {
+        source += at[i] * from.strides[i] * static_cast<int64_t>(bytes);
+        target += at[i] * to.strides[i] * static_cast<int64_t>(bytes);
+      }
+      if (side_by_side) {
+        std::memcpy(target, source, static_cast<size_t>(width) * bytes);
+        continue;
+      }
+      for (int64_t i = 0; i < width; ++i) {
+        std::memcpy(target + i * to.strides[3] * static_cast<int64_t>(bytes),
+                    source + i * from.strides[3] * static_cast<int64_t>(bytes), bytes);
+      }
+    }
+  }
+};
+
+}  // namespace
+
+void copy(Executor& executor, const Tensor& from, const Tensor& to) {
+  constexpr size_t kWorthAThread = size_t{1} << 16;  // bytes
+  const auto bytes = static_cast<size_t>(from.num_elements()) * dtype_size_bytes(from.dtype);
+  if (bytes == 0) return;
+  const auto worth = static_cast<int>(std::min<size_t>(bytes / kWorthAThread + 1, 1024));
+  Copy job{with_leading_ones(from, 4), with_leading_ones(to, 4), std::min(worth, executor.num_threads())};
+  executor.parallel_for(
+      job.pieces, [](void* self, int i) { static_cast<const Copy*>(self)->run(i); }, &job);
+}
+
+Result<std::shared_ptr<const Plan>> Plans::get(const AttentionDesc& desc) {
+  constexpr size_t kMostPlans = 64;
+  static Sizes sizes;
+  const std::lock_guard lock(mutex_);
+  for (auto at = plans_.begin(); at != plans_.end(); ++at) {
+    if ((*at)->desc() == desc) {
+      std::rotate(plans_.begin(), at, at + 1);
+      return plans_.front();
+    }
+  }
+  Result<Plan> made = plan(desc, {.where = {.executor = &sizes}});
+  if (!made.ok()) return made.status();
+  if (plans_.size() == kMostPlans) plans_.pop_back();
+  plans_.insert(plans_.begin(), std::make_shared<const Plan>(std::move(*made)));
+  return plans_.front();
+}
+
+Status Plans::forward(Call& call, const AttentionDesc& desc, ForwardArgs& args) {
+  const Result<std::shared_ptr<const Plan>> plan = get(desc);
+  if (!plan.ok()) return plan.status();
+  args.workspace_bytes = (*plan)->workspace_bytes();
+  if (Status status = call.scratch(args.workspace_bytes, args.workspace); !status.ok()) return status;
+  args.where.executor = &call.executor();
+  return (*plan)->forward(args);
+}
+
+Tensor permuted(const Tensor& tensor, std::initializer_list<int> order) {
+  Tensor out = tensor;
+  int i = 0;
+  for (int from : order) {
+    out.dims[i] = tensor.dims[from];
+    out.strides[i++] = tensor.strides[from];
+  }
+  return out;
+}
+
+Tensor split_last(const Tensor& tensor, int64_t outer) {
+  Tensor out = tensor;
+  const int last = out.ndim++ - 1;
+  out.dims[last] = outer;
+  out.dims[last + 1] = tensor.dims[last] / outer;
+  out.strides[last + 1] = tensor.strides[last];
+  out.strides[last] = tensor.strides[last] * out.dims[last + 1];
+  return out;
+}
+
+Tensor part(const Tensor& tensor, int dim, int64_t start, int64_t size) {
+  Tensor out = tensor;
+  out.dims[dim] = size;
+  if (out.data != nullptr) {
+    out.data = static_cast<char*>(out.data) +
+               start * tensor.strides[dim] * static_cast<int64_t>(dtype_size_bytes(tensor.dtype));
+  }
+  return out;
+}
+
+Tensor with_leading_ones(const Tensor& tensor, int ndim) {
+  Tensor out = tensor;
+  out.ndim = ndim;
+  for (int i = 0; i < ndim; ++i) {
+    const int from = i - (ndim - tensor.ndim);
+    out.dims[i] = from < 0 ? 1 : tensor.dims[from];
+    out.strides[i] = from < 0 ? 0 : tensor.strides[from];
+  }
+  return out;
+}
+
+std::string words_of(const Tensor& tensor) {
+  std::string words = sentence(dtype_name(tensor.dtype), " [");
+  for (int i = 0; i < tensor.ndim; ++i) words += sentence(i == 0 ? "" : ", ", tensor.dims[i]);
+  return words + "]";
+}
+
+}  // namespace polyhead::onnxruntime

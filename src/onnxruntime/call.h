@@ -1,0 +1,85 @@
+// One run of a node: its tensors, memory and threads, all lent by ONNX Runtime.
+#pragma once
+
+#include <initializer_list>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "api.h"
+#include "polyhead/attention.h"
+#include "wiring.h"
+
+namespace polyhead::onnxruntime {
+
+class Call {
+ public:
+  // Of a node that is the operator itself, or of a group of nodes with the operator inside.
+  explicit Call(OrtKernelContext* context, const Wiring* wiring = nullptr)
+      : context_(context), wiring_(wiring), executor_(context) {}
+  ~Call();
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  // Input `index` of the operator; a scalar has one dim of 1; not given where it is left out.
+  Status input(size_t index, Tensor& tensor);
+
+  // Whether anybody reads output `index`.
+  bool wants(size_t index) const;
+
+  // Makes output `index`, of tensor's dtype; not given where nobody reads it. A scalar cannot be made.
+  Status output(size_t index, std::initializer_list<int64_t> dims, Tensor& tensor);
+
+  // Memory until the call ends, aligned to 64 bytes.
+  Status scratch(size_t bytes, void*& memory);
+  Status scratch(DType dtype, std::initializer_list<int64_t> dims, Tensor& tensor);
+
+  Executor& executor() { return executor_; }
+
+ private:
+  // ONNX Runtime's own threads; how many it lends is its own affair.
+  class Threads final : public Executor {
+   public:
+    explicit Threads(OrtKernelContext* context) : context_(context) {}
+    int num_threads() const override { return default_executor().num_threads(); }
+    void parallel_for(int count, void (*body)(void* context, int index), void* context) override;
+
+   private:
+    OrtKernelContext* context_;
+  };
+
+  Status given(size_t index, Tensor& tensor) const;
+  Status make(const Source& source, Tensor& tensor);
+
+  OrtKernelContext* context_;
+  const Wiring* wiring_;
+  Threads executor_;
+  abi::Allocator* allocator_ = nullptr;
+  std::vector<void*> taken_;
+};
+
+// Copies elements; dtype and dims are the same, strides need not be. The last dim's elements lie side by side in both,
+// or it is slow.
+void copy(Executor& executor, const Tensor& from, const Tensor& to);
+
+// The plans of a node, one for each shape that came; at most 64 are remembered. Any thread.
+class Plans {
+ public:
+  // plan(desc).forward(args) with the call's threads and memory.
+  Status forward(Call& call, const AttentionDesc& desc, ForwardArgs& args);
+
+ private:
+  Result<std::shared_ptr<const Plan>> get(const AttentionDesc& desc);
+
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<const Plan>> plans_;  // the last one that was used in front
+};
+
+// Views of a tensor.
+Tensor permuted(const Tensor& tensor, std::initializer_list<int> order);
+Tensor split_last(const Tensor& tensor, int64_t outer);                   // [..., a * b] -> [..., a, b]
+Tensor part(const Tensor& tensor, int dim, int64_t start, int64_t size);  // of one dim
+Tensor with_leading_ones(const Tensor& tensor, int ndim);
+std::string words_of(const Tensor& tensor);  // "float32 [2, 3]"
+
+}  // namespace polyhead::onnxruntime

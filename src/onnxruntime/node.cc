@@ -1,0 +1,182 @@
+#include "node.h"
+
+#include "core/sentence.h"
+
+namespace polyhead::onnxruntime {
+namespace {
+
+Status refused(std::string why) { return {StatusCode::kUnsupported, std::move(why)}; }
+
+constexpr struct {
+  Operator op;
+  bool is_output;
+  int at;
+  const char* why;
+} kRefused[] = {
+    {Operator::kMultiHead, false, 8, "past_sequence_length, a cache that is written in place, is not taken"},
+    {Operator::kMultiHead, false, 9, "cache_indirection, of beam search, is not taken"},
+    {Operator::kMultiHead, true, 3, "qk, the scores, is an output that is not computed"},
+    {Operator::kGroupQuery, false, 11, "head_sink is not taken"},
+    {Operator::kGroupQuery, false, 12, "k_scale, of quantised caches, is not taken"},
+    {Operator::kGroupQuery, false, 13, "v_scale, of quantised caches, is not taken"},
+    {Operator::kGroupQuery, false, 14, "q_norm_weight is not taken"},
+    {Operator::kGroupQuery, false, 15, "k_norm_weight is not taken"},
+    {Operator::kGroupQuery, true, 3, "output_qk, the scores, is an output that is not computed"},
+};
+
+// Attributes that must have one value.
+constexpr struct {
+  Operator op;
+  const char* name;
+  int64_t must_be;
+} kFixed[] = {
+    {Operator::kGroupQuery, "do_rotary", 0},
+    {Operator::kGroupQuery, "smooth_softmax", 0},
+    {Operator::kGroupQuery, "kv_cache_bit_width", 0},
+    {Operator::kGroupQuery, "qk_output", 0},
+};
+
+}  // namespace
+
+Result<Node> Node::make(const NodeFacts& facts, const Attributes& attributes) {
+  for (const auto& each : kRefused) {
+    if (each.op == facts.op && (each.is_output ? facts.wants(each.at) : facts.gives(each.at))) return refused(each.why);
+  }
+  for (const auto& each : kFixed) {
+    const int64_t value = attributes.integer(each.name).value_or(each.must_be);
+    // -1 is how the attribute of a later version says that it is off.
+    if (each.op == facts.op && value != each.must_be && value != -1) {
+      return refused(sentence(each.name, " is ", value, ", must be ", each.must_be));
+    }
+  }
+  const bool is_attention = facts.op == Operator::kAttention;
+  Node node;
+  node.op_ = facts.op;
+  const auto integer = [&](const char* name, int64_t otherwise) {
+    return attributes.integer(name).value_or(otherwise);
+  };
+  if (const auto scale = attributes.number("scale"); scale && (is_attention || *scale != 0)) node.scale_ = *scale;
+  node.softcap_ = attributes.number("softcap").value_or(0);
+  node.num_heads_ = integer(is_attention ? "q_num_heads" : "num_heads", 0);
+  node.num_heads_kv_ = integer(is_attention ? "kv_num_heads" : "kv_num_heads", 0);
+  if (facts.op == Operator::kMultiHead) node.num_heads_kv_ = node.num_heads_;
+  if (!is_attention && node.num_heads_ < 1) return invalid(sentence("num_heads is ", node.num_heads_));
+  if (facts.op == Operator::kGroupQuery && node.num_heads_kv_ < 1) {
+    return invalid(sentence("kv_num_heads is ", node.num_heads_kv_));
+  }
+  switch (facts.op) {
+    case Operator::kAttention:
+      node.causal_ = integer("is_causal", 0) != 0;
+      node.window_left_ = integer("left_window_size", -1);
+      node.window_right_ = integer("right_window_size", -1);
+      if (facts.wants(3)) {
+        const int64_t mode = integer("qk_matmul_output_mode", 0);
+        if (mode != 3) {
+          return refused(
+              sentence("qk_matmul_output_mode is ", mode, ", the scores, which are never stored; must be 3"));
+        }
+        node.returns_weights_ = true;
+      }
+      break;
+    case Operator::kMultiHead:
+      node.causal_ = integer("unidirectional", 0) != 0;
+      node.mask_filter_value_ = attributes.number("mask_filter_value").value_or(-10000.0f);
+      break;
+    case Operator::kGroupQuery:
+      node.causal_ = integer("causal", 1) != 0;
+      // So many keys, the query's own among them.
+      if (const int64_t keys = integer("local_window_size", -1); keys > 0) node.window_left_ = keys - 1;
+      break;
+  }
+  return node;
+}
+
+Status Node::run(Call& call, Plans& plans) const {
+  switch (op_) {
+    case Operator::kAttention: return run_attention(call, plans);
+    case Operator::kMultiHead: return run_multi_head(call, plans);
+    case Operator::kGroupQuery: return run_group_query(call, plans);
+  }
+  return {};
+}
+
+// Of operands [batch, sequence, heads, dim].
+AttentionDesc Node::desc_of(const Tensor& query, const Tensor& key, const Tensor& value) const {
+  AttentionDesc desc;
+  desc.batch = query.dims[0];
+  desc.seqlen_q = query.dims[1];
+  desc.seqlen_k = key.dims[1];
+  desc.num_heads = query.dims[2];
+  desc.num_heads_kv = key.dims[2];
+  desc.head_dim = query.dims[3];
+  desc.head_dim_v = value.dims[3];
+  desc.dtype = query.dtype;
+  desc.scale = scale_;
+  desc.softcap = softcap_;
+  desc.causal = causal_;
+  desc.window_left = window_left_;
+  desc.window_right = window_right_;
+  return desc;
+}
+
+Status read_cache(Call& call, size_t past, size_t present, const char* what, const Tensor& fresh, Cache& cache) {
+  if (Status status = call.input(past, cache.past); !status.ok()) return status;
+  const Tensor& old = cache.past;
+  if (old.given() && (old.ndim != 4 || old.dims[0] != fresh.dims[0] || old.dims[1] != fresh.dims[2] ||
+                      old.dims[3] != fresh.dims[3] || old.dtype != fresh.dtype)) {
+    return invalid(sentence(what, " is ", words_of(old), ", must be ", dtype_name(fresh.dtype), " [", fresh.dims[0],
+                            ", ", fresh.dims[2], ", past, ", fresh.dims[3], "]"));
+  }
+  cache.present.dtype = fresh.dtype;
+  const int64_t before = old.given() ? old.dims[2] : 0;
+  return call.output(present, {fresh.dims[0], fresh.dims[2], before + fresh.dims[1], fresh.dims[3]}, cache.present);
+}
+
+Status append(Call& call, const Cache& cache, Tensor fresh, Tensor& all) {
+  const int64_t before = cache.past.given() ? cache.past.dims[2] : 0;
+  all = cache.present;
+  if (!all.given()) {
+    if (before == 0) {
+      all = fresh;
+      return {};
+    }
+    const Status status =
+        call.scratch(fresh.dtype, {fresh.dims[0], fresh.dims[2], before + fresh.dims[1], fresh.dims[3]}, all);
+    if (!status.ok()) return status;
+  }
+  if (before > 0) copy(call.executor(), cache.past, part(all, 2, 0, before));
+  copy(call.executor(), permuted(fresh, {0, 2, 1, 3}), part(all, 2, before, fresh.dims[1]));
+  all = permuted(all, {0, 2, 1, 3});
+  return {};
+}
+
+Status attend(Call& call, Plans& plans, const AttentionDesc& desc, ForwardArgs& args) {
+  args.out.dtype = desc.dtype;
+  const Status status = call.output(0, {desc.batch, desc.seqlen_q, desc.num_heads * desc.head_dim_v}, args.out);
+  if (!status.ok()) return status;
+  args.out = split_last(args.out, desc.num_heads);
+  return plans.forward(call, desc, args);
+}
+
+Status add_mask(const char* what, const Tensor& mask, AttentionDesc& desc, ForwardArgs& args) {
+  const bool is_bool = mask.dtype == DType::kBool;
+  if (mask.ndim > 4 || mask.dtype == DType::kInt32 || mask.dtype == DType::kInt64) {
+    return invalid(sentence(what, " is ", words_of(mask), ", must be bool or float, of at most 4 dims"));
+  }
+  const Tensor full = with_leading_ones(mask, 4);
+  const int64_t sizes[4] = {desc.batch, desc.num_heads, desc.seqlen_q, desc.seqlen_k};
+  BroadcastOperand& operand = is_bool ? desc.attn_mask : desc.attn_bias;
+  operand.given = true;
+  operand.dtype = mask.dtype;
+  for (int i = 0; i < 4; ++i) {
+    operand.dims[i] = full.dims[i];
+    if (full.dims[i] != 1 && full.dims[i] != sizes[i]) {
+      return invalid(sentence(what, " is ", words_of(mask), ", does not broadcast to [", sizes[0], ", ", sizes[1], ", ",
+                              sizes[2], ", ", sizes[3], "]"));
+    }
+  }
+  (is_bool ? args.attn_mask : args.attn_bias) = full;
+  return {};
+}
+
+}  // namespace polyhead::onnxruntime

@@ -1,0 +1,77 @@
+// The operators that run here: what a node of a model says, checked once, and its runs.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "call.h"
+
+namespace polyhead::onnxruntime {
+
+enum class Operator {
+  kAttention,  // of ONNX, versions 23 to 25, and ours, which is the same in a domain of its own
+  kMultiHead,  // com.microsoft.MultiHeadAttention
+  kGroupQuery  // com.microsoft.GroupQueryAttention
+};
+
+// Attributes by name, wherever they are kept.
+class Attributes {
+ public:
+  virtual ~Attributes() = default;
+  virtual std::optional<int64_t> integer(const char* name) const = 0;
+  virtual std::optional<float> number(const char* name) const = 0;
+};
+
+// What can be told of a node before it runs.
+struct NodeFacts {
+  Operator op = Operator::kAttention;
+  uint32_t given = 0;   // bit i: input i is there
+  uint32_t wanted = 0;  // bit i: output i is there
+
+  bool gives(int input) const { return (given >> input & 1) != 0; }
+  bool wants(int output) const { return (wanted >> output & 1) != 0; }
+};
+
+class Node {
+ public:
+  // Why the node cannot run here is the Status's sentence.
+  static Result<Node> make(const NodeFacts& facts, const Attributes& attributes);
+
+  // Any thread.
+  Status run(Call& call, Plans& plans) const;
+
+ private:
+  Status run_attention(Call& call, Plans& plans) const;
+  Status run_multi_head(Call& call, Plans& plans) const;
+  Status run_group_query(Call& call, Plans& plans) const;
+  AttentionDesc desc_of(const Tensor& query, const Tensor& key, const Tensor& value) const;
+
+  Operator op_ = Operator::kAttention;
+  std::optional<double> scale_;
+  double softcap_ = 0, mask_filter_value_ = 0;
+  bool causal_ = false, returns_weights_ = false;
+  int64_t window_left_ = -1, window_right_ = -1;
+  int64_t num_heads_ = 0, num_heads_kv_ = 0;  // 0: told by dims
+};
+
+// The keys and values of a run, and those before them that a cache holds: all [batch, heads, sequence, dim].
+struct Cache {
+  Tensor past;     // not given: none
+  Tensor present;  // not given: nobody reads it
+};
+
+// Inputs past_key or past_value, checked, and the output that holds it and what is new.
+Status read_cache(Call& call, size_t past, size_t present, const char* what, const Tensor& fresh, Cache& cache);
+
+// past and `fresh` [batch, sequence, heads, dim], one behind the other, in `present` or else in memory of the call.
+Status append(Call& call, const Cache& cache, Tensor fresh, Tensor& all);
+
+// The plan for desc with these operands; output 0 is [batch, sequence, heads * dim].
+Status attend(Call& call, Plans& plans, const AttentionDesc& desc, ForwardArgs& args);
+
+// A mask [..., keys]: its four dims, for a desc and a call. `what` names it in errors.
+Status add_mask(const char* what, const Tensor& mask, AttentionDesc& desc, ForwardArgs& args);
+
+}  // namespace polyhead::onnxruntime

@@ -1,0 +1,39 @@
+// The operators by name, and the shapes of their outputs.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "node.h"
+
+namespace polyhead::onnxruntime {
+
+struct OperatorNames {
+  const char* domain;
+  const char* name;
+  Operator op;
+  int first_version, last_version;
+  size_t num_inputs, required_inputs, num_outputs, required_outputs;
+};
+
+constexpr OperatorNames kOperators[] = {
+    {"", "Attention", Operator::kAttention, 1, 25, 7, 3, 4, 1},
+    {"polyhead", "Attention", Operator::kAttention, 1, 1, 7, 3, 4, 1},
+    {"com.microsoft", "MultiHeadAttention", Operator::kMultiHead, 1, 1, 10, 1, 4, 1},
+    {"com.microsoft", "GroupQueryAttention", Operator::kGroupQuery, 1, 1, 16, 1, 4, 1},
+};
+
+// A dim that is known, or has a name, or neither.
+struct Dim {
+  int64_t size = -1;
+  std::string name = {};
+};
+using Shape = std::vector<Dim>;
+
+// The shape of each output; nothing where it cannot be told.
+std::vector<std::optional<Shape>> output_shapes(Operator op, const std::vector<std::optional<Shape>>& inputs,
+                                                const Attributes& attributes);
+
+}  // namespace polyhead::onnxruntime

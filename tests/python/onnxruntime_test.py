@@ -1,0 +1,463 @@
+"""Models in ONNX Runtime with our library: the standard's cases, com.microsoft's operators on random problems, attention
+that is written out, bad inputs, many threads."""
+
+import concurrent.futures
+import warnings
+
+import numpy as np
+import pytest
+
+import polyhead
+
+onnx = pytest.importorskip("onnx", reason="onnx is not installed: its models do not run in ONNX Runtime")
+ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: its sessions are left out")
+from onnx import TensorProto, helper  # noqa: E402
+from onnx.backend.test.case.node import collect_testcases  # noqa: E402
+from onnx_fuse_test import NEAR_MISSES, VARIANTS, model_of, operands  # noqa: E402
+
+import polyhead.onnx  # noqa: E402
+
+VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
+needs_provider = pytest.mark.skipif(VERSION < (1, 24), reason=f"onnxruntime {ort.__version__} cannot tell what is ours")
+# The factor is behind the product with the values: in a group of nodes there is nobody to multiply by it.
+NOT_IN_GROUPS = {"scale_folded_into_weights"}
+
+
+def quiet_options(threads=1):
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4
+    return options
+
+
+def theirs(model):
+    return ort.InferenceSession(model.SerializeToString(), quiet_options(), providers=["CPUExecutionProvider"])
+
+
+def ours(model, threads=1):
+    options = quiet_options(threads)
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    return polyhead.onnx.session(model.SerializeToString(), options)
+
+
+def by_custom_ops(model):
+    options = quiet_options(2)
+    options.register_custom_ops_library(polyhead.onnx.library_path())
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def num_ours(session):
+    parts = session.get_provider_graph_assignment_info()
+    return sum(len(part.get_nodes()) for part in parts if part.ep_name == "polyhead")
+
+
+def run(session, inputs):
+    """By name or in order; bfloat16 goes in and out as ml_dtypes has it, which onnxruntime's arrays do not know."""
+    binding = session.io_binding()
+    if not isinstance(inputs, dict):
+        inputs = dict(zip((value.name for value in session.get_inputs()), inputs, strict=True))
+    for name, array in inputs.items():
+        array = np.ascontiguousarray(array)
+        if array.dtype.name == "bfloat16":
+            array = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), TensorProto.BFLOAT16)
+        else:
+            array = ort.OrtValue.ortvalue_from_numpy(array)
+        binding.bind_ortvalue_input(name, array)
+    for value in session.get_outputs():
+        binding.bind_output(value.name)
+    session.run_with_iobinding(binding)
+    return [array_of(value) for value in binding.get_outputs()]
+
+
+def array_of(value):
+    if value.element_type() != TensorProto.BFLOAT16:
+        return value.numpy()
+    import ctypes
+
+    import ml_dtypes
+
+    count = int(np.prod(value.shape()))
+    bits = np.ctypeslib.as_array((ctypes.c_uint16 * count).from_address(value.data_ptr()))
+    return bits.copy().view(ml_dtypes.bfloat16).reshape(value.shape())
+
+
+def assert_close(got, expected, rtol=1e-5, atol=2e-6, what=""):
+    for a, b in zip(got, expected, strict=True):
+        assert a.shape == b.shape, what
+        np.testing.assert_allclose(a.astype(np.float64), b.astype(np.float64), rtol=rtol, atol=atol, err_msg=what)
+
+
+# --- the standard's cases ---
+
+
+def standard_cases():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other operators' cases, which are made at the same time
+        found = collect_testcases("Attention")
+    return [case for case in found if case.name.startswith("test_attention_") and not case.name.endswith("_expanded")]
+
+
+def returns_scores(case):
+    (node,) = [node for node in case.model.graph.node if node.op_type == "Attention"]
+    mode = next((attribute.i for attribute in node.attribute if attribute.name == "qk_matmul_output_mode"), 0)
+    return len(node.output) > 3 and node.output[3] != "" and mode != 3
+
+
+def test_standard_cases_run():
+    """As custom operators and by the provider. Of scores that are returned the first says why not, the second leaves them
+    to ONNX Runtime."""
+    cases = standard_cases()
+    assert len(cases) >= 93  # onnx 1.23: 69 of opset 23, 13 of 24, 11 of 25
+    num_refused = 0
+    for case in cases:
+        half = any(kind in case.name for kind in ("fp16", "float16", "bf16"))
+        close = {"rtol": 0.02, "atol": 0.01} if half else {"rtol": 1e-3, "atol": 1e-6}
+        if returns_scores(case):
+            num_refused += 1
+            with pytest.raises(Exception, match="qk_matmul_output_mode is [012], the scores, which are never stored"):
+                by_custom_ops(case.model)
+            if VERSION >= (1, 24):
+                assert num_ours(ours(case.model)) == 0, case.name
+            continue
+        for inputs, expected in case.data_sets:
+            assert_close(run(by_custom_ops(case.model), inputs), expected, **close, what=case.name)
+            if VERSION >= (1, 24):
+                session = ours(case.model)
+                assert num_ours(session) == 1, case.name
+                assert_close(run(session, inputs), expected, **close, what=case.name)
+    assert num_refused <= 12
+
+
+# --- com.microsoft ---
+
+
+def contrib_model(op, inputs, num_outputs, attributes):
+    """One node; inputs by their places."""
+    names = [f"i{k}" if k in inputs else "" for k in range(max(inputs) + 1)]
+    outputs = [f"o{k}" for k in range(num_outputs)]
+    node = helper.make_node(op, names, outputs, domain="com.microsoft", **attributes)
+    kind = helper.np_dtype_to_tensor_dtype
+    values = [helper.make_tensor_value_info(f"i{k}", kind(x.dtype), x.shape) for k, x in sorted(inputs.items())]
+    told = [helper.make_tensor_value_info(name, kind(inputs[0].dtype), None) for name in outputs]
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(helper.make_graph([node], "g", values, told), opset_imports=opsets, ir_version=9)
+
+
+def assert_as_theirs(rng, op, inputs, num_outputs, attributes, looked_at=None):
+    model = contrib_model(op, inputs, num_outputs, attributes)
+    feed = {f"i{k}": x for k, x in inputs.items()}
+    expected = theirs(model).run(None, feed)
+    session = by_custom_ops(model) if rng.random() < 0.5 else ours(model, threads=2)
+    half = inputs[0].dtype == np.float16
+    for k, (got, wanted) in enumerate(zip(session.run(None, feed), expected, strict=True)):
+        assert got.shape == wanted.shape
+        seen = np.broadcast_to(looked_at[k], got.shape) if looked_at else np.ones(got.shape, bool)
+        what = f"{op} {attributes} {[(k, x.shape, x.dtype.name) for k, x in inputs.items()]} output {k}"
+        np.testing.assert_allclose(got[seen].astype(float), wanted[seen].astype(float), rtol=0, atol=2e-3 if half else 1e-5,
+                                   err_msg=what)  # fmt: skip
+
+
+def normal(rng, *shape, dtype=np.float32):
+    return rng.standard_normal(shape).astype(dtype)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_multi_head_attention(seed):
+    rng = np.random.default_rng(seed)
+    B, H, D = int(rng.integers(1, 4)), int(rng.integers(1, 5)), int(rng.choice([4, 12, 16, 24, 64]))
+    S, T, P, Dv = (int(rng.integers(1, 40)) for _ in range(4))
+    inputs = {0: normal(rng, B, S, H * D)}
+    form = rng.choice(["plain", "past", "stacks"])
+    if form == "stacks":
+        Dv = D
+        inputs |= {1: normal(rng, B, H, T, D), 2: normal(rng, B, H, T, Dv)}
+    else:
+        if form == "past":
+            T, Dv = S, D
+            inputs |= {6: normal(rng, B, H, P, D), 7: normal(rng, B, H, P, D)}
+        inputs |= {1: normal(rng, B, T, H * D), 2: normal(rng, B, T, H * Dv)}
+        if rng.random() < 0.5:
+            inputs[3] = normal(rng, 2 * H * D + H * Dv)
+    keys = T + (P if form == "past" else 0)
+    kind = rng.choice(["none", "lengths", "mask", "mask of each query"])
+    if kind == "lengths":
+        inputs[4] = rng.integers(1, keys + 1, B).astype(np.int32)
+    elif kind != "none":
+        inputs[4] = (rng.random((B, keys) if kind == "mask" else (B, S, keys)) < 0.7).astype(np.int32)
+        inputs[4][..., 0] = 1  # beside a bias, -10000 takes the digits that both have of rows that see nothing
+    if rng.random() < 0.4:
+        inputs[5] = normal(rng, int(rng.choice([1, B])), int(rng.choice([1, H])), S, keys)
+    attributes = {"num_heads": H} | ({"scale": 0.3} if rng.random() < 0.3 else {})
+    if S == T and rng.random() < 0.5:
+        attributes["unidirectional"] = 1
+    assert_as_theirs(rng, "MultiHeadAttention", inputs, 3 if form == "past" else 1, attributes)
+
+
+def test_multi_head_attention_packed_and_hidden():
+    """Packed forms, which ONNX Runtime's CPU kernel refuses, are the same numbers. What is hidden gets -10000, so a row
+    that sees nothing sees everything."""
+    rng = np.random.default_rng(0)
+    q, k, v = normal(rng, 3, 2, 9, 3, 8)
+    flat = [x.reshape(2, 9, 24) for x in (q, k, v)]
+    visible = np.ones((2, 9), np.int32)
+    visible[0, 4:] = visible[1] = 0
+    plain = {0: flat[0], 1: flat[1], 2: flat[2], 4: visible}
+    (expected,) = theirs(contrib_model("MultiHeadAttention", plain, 1, {"num_heads": 3})).run(
+        None, {f"i{i}": x for i, x in plain.items()})  # fmt: skip
+    packed = {0: np.stack([q, k, v], axis=3), 4: visible}
+    packed_keys = {0: flat[0], 1: np.stack([k, v], axis=3), 4: visible}
+    for inputs in (plain, packed, packed_keys):
+        model = contrib_model("MultiHeadAttention", inputs, 1, {"num_heads": 3})
+        (got,) = by_custom_ops(model).run(None, {f"i{i}": x for i, x in inputs.items()})
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+    del plain[4]
+    (all_seen,) = by_custom_ops(contrib_model("MultiHeadAttention", plain, 1, {"num_heads": 3})).run(
+        None, {f"i{i}": x for i, x in plain.items()})  # fmt: skip
+    np.testing.assert_allclose(expected[1], all_seen[1], atol=2e-3)  # the digits that -10000 leaves
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_group_query_attention(seed):
+    rng = np.random.default_rng(100 + seed)
+    G, R, D = int(rng.integers(1, 4)), int(rng.integers(1, 4)), int(rng.choice([8, 16, 24, 64]))
+    H, dtype, is_prompt = G * R, rng.choice([np.float32, np.float16]), rng.random() < 0.5
+    S = int(rng.integers(1, 30)) if is_prompt else int(rng.choice([1, 1, 3]))
+    before = 0 if is_prompt else int(rng.integers(1, 30))
+    most = before + S
+    B = int(rng.integers(1, 4)) if S == 1 or is_prompt else 1
+    if is_prompt:
+        total = rng.integers(1, S + 1, B)
+        past = int(rng.choice([0, S + 4])) if B == 1 else 0
+    else:
+        total = rng.integers(S, most + 1, B)
+        past = before + int(rng.choice([0, 5]))
+    total[0] = most
+    inputs = {0: normal(rng, B, S, (H + 2 * G) * D, dtype=dtype)}
+    if rng.random() < 0.5:
+        inputs = {i: normal(rng, B, S, heads * D, dtype=dtype) for i, heads in enumerate((H, G, G))}
+    inputs |= {3: normal(rng, B, G, past, D, dtype=dtype), 4: normal(rng, B, G, past, D, dtype=dtype)}
+    inputs |= {5: (total - 1).astype(np.int32), 6: np.array(most, np.int32)}
+    if rng.random() < 0.4:
+        inputs[10] = normal(rng, int(rng.choice([1, B])), int(rng.choice([1, H])), S, most, dtype=dtype)
+    attributes = {"num_heads": H, "kv_num_heads": G}
+    attributes |= {"scale": 0.3} if rng.random() < 0.3 else {}
+    attributes |= {"softcap": 5.0} if rng.random() < 0.3 else {}
+    attributes |= {"local_window_size": int(rng.integers(1, 12))} if rng.random() < 0.4 else {}
+    queries = (np.arange(S) < total[:, None])[..., None] if is_prompt else np.ones((B, 1, 1), bool)
+    cached = (np.arange(max(most, past)) < total[:, None])[:, None, :, None]
+    assert_as_theirs(rng, "GroupQueryAttention", inputs, 3, attributes, [queries, cached, cached])
+
+
+def test_group_query_attention_writes_its_cache_in_place():
+    rng = np.random.default_rng(0)
+    G, D, room = 2, 8, 12
+    new = {i: normal(rng, 1, 1, heads * D) for i, heads in enumerate((4, G, G))}
+    cache = [normal(rng, 1, G, room, D) for _ in range(2)]
+    inputs = new | {3: cache[0], 4: cache[1], 5: np.array([6], np.int32), 6: np.array(7, np.int32)}
+    model = contrib_model("GroupQueryAttention", inputs, 3, {"num_heads": 4, "kv_num_heads": G})
+    expected = theirs(model).run(None, {f"i{k}": x for k, x in inputs.items()})
+    session = ours(model)
+    binding = session.io_binding()
+    values = {k: ort.OrtValue.ortvalue_from_numpy(x) for k, x in inputs.items()}
+    for k, value in values.items():
+        binding.bind_ortvalue_input(f"i{k}", value)
+    binding.bind_output("o0")
+    binding.bind_ortvalue_output("o1", values[3])
+    binding.bind_ortvalue_output("o2", values[4])
+    session.run_with_iobinding(binding)
+    got = [value.numpy() for value in binding.get_outputs()]
+    np.testing.assert_allclose(got[0], expected[0], atol=1e-5)
+    for out, wanted, old in zip(got[1:], expected[1:], cache, strict=True):
+        np.testing.assert_array_equal(out[:, :, :7], wanted[:, :, :7])
+        np.testing.assert_array_equal(out[:, :, 7:], old[:, :, 7:])
+
+
+# --- attention that is written out ---
+
+
+@needs_provider
+@pytest.mark.parametrize("name", VARIANTS)
+def test_written_out(name):
+    opset, nodes = VARIANTS[name] if isinstance(VARIANTS[name], tuple) else (18, VARIANTS[name])
+    model = model_of(nodes, opset)
+    inputs = operands(model)
+    session = ours(model, threads=2)
+    assert (num_ours(session) == 0) == (name in NOT_IN_GROUPS)
+    assert_close(session.run(None, inputs), theirs(model).run(None, inputs), rtol=2e-5)
+
+
+@needs_provider
+def test_what_only_looks_alike_stays():
+    for name, (nodes, _) in NEAR_MISSES.items():
+        if name == "training_dropout":
+            continue  # ONNX Runtime takes the dropout away before anybody is asked
+        model = model_of(nodes)
+        assert num_ours(ours(model)) == 0, name
+
+
+def attention_text(dtype=TensorProto.FLOAT):
+    """Scores, mask and softmax as an exporter of opset 17 writes them."""
+    return f"""
+      kt = Transpose<perm = [0, 1, 3, 2]>(k)
+      s = MatMul(q, kt)
+      four = Constant<value = float {{4.0}}>()
+      c = Cast<to = {int(dtype)}>(four)
+      scaled = Div(s, c)
+      masked = Add(scaled, bias)
+      p = Softmax<axis = -1>(masked)
+      y = MatMul(p, v)"""
+
+
+def qkv(rng, B=2, H=4, S=33, D=16, dtype=np.float32):
+    arrays = {name: normal(rng, B, H, S, D, dtype=dtype) for name in "qkv"}
+    return arrays | {"bias": normal(rng, B, 1, S, S, dtype=dtype)}
+
+
+INPUTS = "{t}[B,4,S,16] q, {t}[B,4,S,16] k, {t}[B,4,S,16] v, {t}[B,1,S,S] bias"
+
+
+@needs_provider
+def test_inside_bodies():
+    body = f"g1 () => (float[B,4,S,16] y) {{{attention_text()}\n}}"
+    text = f"""<ir_version: 8, opset_import: ["": 17]>
+      g ({INPUTS.format(t="float")}, bool flag) => (float[B,4,S,16] out) {{
+        chosen = If (flag) <then_branch = {body}, else_branch = g2 () => (float[B,4,S,16] z) {{ z = Identity(v) }}>
+        out = Relu(chosen)
+      }}"""
+    model = onnx.parser.parse_model(text)
+    inputs = qkv(np.random.default_rng(0)) | {"flag": np.array(True)}
+    session = ours(model)
+    assert_close(session.run(None, inputs), theirs(model).run(None, inputs))
+    assert num_ours(session) > 0
+    inputs["flag"] = np.array(False)
+    assert_close(session.run(None, inputs), theirs(model).run(None, inputs))
+
+
+@needs_provider
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "double"])
+def test_other_dtypes(kind):
+    import ml_dtypes
+
+    dtype = np.dtype(ml_dtypes.bfloat16 if kind == "bfloat16" else "float64" if kind == "double" else kind)
+    text = f"""<ir_version: 10, opset_import: ["": 23]> g ({INPUTS.format(t=kind)}) => ({kind}[B,4,S,16] y) {{
+      y = Attention<scale = 0.25>(q, k, v, bias) }}"""
+    inputs = qkv(np.random.default_rng(1), dtype=dtype)
+    q, k, v, bias = (inputs[name].astype(np.float64) for name in ("q", "k", "v", "bias"))
+    scores = 0.25 * q @ k.swapaxes(2, 3) + bias
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    exact = weights / weights.sum(axis=-1, keepdims=True) @ v
+    bound = {"float16": 2e-3, "bfloat16": 2e-2, "double": 1e-12}[kind]
+    for session in (ours(onnx.parser.parse_model(text)), by_custom_ops(onnx.parser.parse_model(text))):
+        (out,) = run(session, inputs)
+        assert out.dtype == dtype
+        np.testing.assert_allclose(out.astype(np.float64), exact, rtol=0, atol=bound)
+    if kind == "bfloat16":
+        return  # ONNX Runtime has no MatMul of it, and where we take the group no other node is needed
+    written_out = f"""<ir_version: 8, opset_import: ["": 17]> g ({INPUTS.format(t=kind)}) => ({kind}[B,4,S,16] y) {{
+      {attention_text(TensorProto.FLOAT16 if kind == "float16" else TensorProto.DOUBLE)} }}"""
+    session = ours(onnx.parser.parse_model(written_out))
+    assert num_ours(session) > 0
+    np.testing.assert_allclose(run(session, inputs)[0].astype(np.float64), exact, rtol=0, atol=bound)
+
+
+def test_what_fuse_emits_runs():
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 17]>
+      g ({INPUTS.format(t="float")}) => (float[B,4,S,16] out) {{ {attention_text()}
+      out = Relu(y) }}""")
+    fusion = polyhead.onnx.fuse(model, target="polyhead")
+    assert fusion.num_fused == 1
+    inputs = qkv(np.random.default_rng(2))
+    for session in (ours(fusion.model), by_custom_ops(fusion.model)):
+        assert_close(session.run(None, inputs), theirs(model).run(None, inputs))
+
+
+def test_shapes_go_on():
+    """What follows keeps its shapes: they are inferred for a reader that has none of its own."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 23]>
+      g (float[2,S,64] q, float[2,T,64] k, float[2,T,32] v, float[2,4,P,16] pk, float[2,4,P,8] pv)
+        => (y, present_key, present_value) {
+        a, present_key, present_value = Attention<q_num_heads = 4, kv_num_heads = 4>(q, k, v, , pk, pv)
+        y = Relu(a) }""")
+    session = by_custom_ops(model)
+    assert [value.shape[0] for value in session.get_outputs()] == [2, 2, 2]
+    assert session.get_outputs()[0].shape == [2, "S", 32]
+    assert session.get_outputs()[1].shape[1::2] == [4, 16]
+    assert session.get_outputs()[2].shape[3] == 8
+
+
+# --- what cannot run ---
+
+
+BAD = {
+    "K and V differ": ({"v": (2, 4, 9, 16)}, ""),
+    "Q": ({"q": (2, 4, 5, 8)}, ""),
+    "attn_mask is float32 \\[5, 9\\], for 7 keys": ({"m": (5, 9)}, ""),
+    "attn_mask is float32 \\[3, 7\\], does not broadcast": ({"m": (3, 7)}, ""),
+    "num_heads|heads": ({"k": (2, 3, 7, 16), "v": (2, 3, 7, 16)}, ""),
+    "softcap": ({}, "softcap = -2.0"),
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_inputs(words):
+    """A sentence that names what is wrong; the session runs on."""
+    shapes, attribute = BAD[words]
+    good = {"q": (2, 4, 5, 16), "k": (2, 4, 7, 16), "v": (2, 4, 7, 16), "m": (5, 7)}
+    dims = {name: ", ".join(f"{name}{i}" for i in range(len(shape))) for name, shape in good.items()}
+    values = ", ".join(f"float[{told}] {name}" for name, told in dims.items())
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 23]> g ({values}) => (y) {{
+      y = Attention<{attribute or "scale = 1.0"}>(q, k, v, m) }}""")
+    make = lambda shapes: {name: np.ones(shape, np.float32) for name, shape in shapes.items()}  # noqa: E731
+    for session in (by_custom_ops(model), ours(model)):
+        with pytest.raises(Exception, match=f"polyhead: .*({words})"):
+            session.run(None, make(good | shapes))
+        if not attribute:
+            assert np.isfinite(session.run(None, make(good))[0]).all()
+
+
+def test_bad_nodes():
+    rng = np.random.default_rng(0)
+    inputs = {i: normal(rng, 1, 2, heads * 16) for i, heads in enumerate((4, 2, 2))}
+    inputs |= {3: normal(rng, 1, 2, 0, 16), 4: normal(rng, 1, 2, 0, 16)}
+    inputs |= {5: np.array([1], np.int32), 6: np.array(2, np.int32)}
+    attributes = {"num_heads": 4, "kv_num_heads": 2}
+    with_rotary = inputs | {7: normal(rng, 4, 8), 8: normal(rng, 4, 8)}
+    model = contrib_model("GroupQueryAttention", with_rotary, 3, attributes | {"do_rotary": 1})
+    with pytest.raises(Exception, match='GroupQueryAttention "": do_rotary is 1, must be 0'):
+        by_custom_ops(model)
+    feed = {f"i{k}": x for k, x in with_rotary.items()}
+    assert_close(ours(model).run(None, feed), theirs(model).run(None, feed))  # left to ONNX Runtime
+    model = contrib_model("GroupQueryAttention", inputs, 3, attributes)
+    for lengths, total in (([7], 2), ([1], -5), ([-9], 2), ([1], 2_000_000_000)):
+        bad = inputs | {5: np.array(lengths, np.int32), 6: np.array(total, np.int32)}
+        for session in (by_custom_ops(model), ours(model)):
+            with pytest.raises(Exception, match="polyhead: (seqlens_k|total_sequence_length|past_key)"):
+                session.run(None, {f"i{k}": x for k, x in bad.items()})
+
+
+def test_errors_of_python(monkeypatch):
+    with pytest.raises(polyhead.Error, match="providers cannot be given"):
+        polyhead.onnx.session(b"", providers=["CPUExecutionProvider"])
+    monkeypatch.setattr("polyhead._onnxruntime._LIBRARY", "libnone.so")
+    with pytest.raises(polyhead.Error, match="libnone.so is not in this package"):
+        polyhead.onnx.library_path()
+
+
+# --- many at once ---
+
+
+def test_many_sessions_and_threads():
+    """Sessions of one and two threads, each run from several, with shapes that change: the same bits as alone."""
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 17]>
+      g ({INPUTS.format(t="float")}) => (float[B,4,S,16] y) {{ {attention_text()} }}""")
+    rng = np.random.default_rng(3)
+    problems = [qkv(rng, B=1 + i % 2, S=1 + 13 * i) for i in range(12)]
+    expected = [ours(model).run(None, problem)[0] for problem in problems]
+    sessions = [ours(model, threads=1 + i % 2) for i in range(4)]
+
+    def work(seed):
+        for i in np.random.default_rng(seed).permutation(len(problems)):
+            np.testing.assert_array_equal(sessions[seed % 4].run(None, problems[i])[0], expected[i])
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(16)))
