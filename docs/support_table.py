@@ -35,6 +35,7 @@ OPTIONS = {
     "scale": {"scale": 1.0},
     "softcap": {"softcap": 20.0},
     "alibi_slopes": {"alibi_slopes": np.ones(H, np.float32)},
+    "sink_logits": {"sink_logits": np.zeros(H)},
     "score, mask": {"score": "score - slope[h] * abs(q - k)", "mask": "k <= q + 2", "captured": {"slope": np.ones(H)}},
     "dropout_p": {"dropout_p": 0.5, "dropout_seed": 1, "dropout_offset": 2},
     "dropout_origin": {"dropout_p": 0.5, "dropout_seed": 1, "dropout_origin": polyhead.DropoutOrigin(first_head=4)},
@@ -58,7 +59,10 @@ def operands(option, dtype):
     batch = () if "cu_seqlens" in option else (B,)
     shapes = ((S, H, D), (S, heads_kv, D), (S, heads_kv, dim_v))
     arrays = [rng.standard_normal(batch + shape).astype(DTYPES[dtype]) for shape in shapes]
-    return arrays, OPTIONS.get(option, {})
+    options = dict(OPTIONS.get(option, {}))
+    if "sink_logits" in options and dtype != "float64":
+        options["sink_logits"] = options["sink_logits"].astype(np.float32)
+    return arrays, options
 
 
 def backward_refusal(arrays, options, kernel):
@@ -68,7 +72,7 @@ def backward_refusal(arrays, options, kernel):
     out, logsumexp = polyhead.attention(*arrays, **options | {"return_logsumexp": True}, kernel=kernel)
     takes = inspect.signature(polyhead.attention_backward).parameters
     given = {name: value for name, value in options.items() if name in takes}
-    needs = ["query", "key", "value", *(name for name in ("attn_bias", "alibi_slopes") if name in options), *options.get("captured", ())]
+    needs = ["query", "key", "value", *(name for name in ("attn_bias", "alibi_slopes", "sink_logits") if name in options), *options.get("captured", ())]
     if "return_logsumexp" in options:
         given["grad_logsumexp"] = np.ones_like(logsumexp)
     polyhead.attention_backward(out, *arrays, out, logsumexp, **given, kernel=kernel, needs=needs)

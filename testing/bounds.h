@@ -55,8 +55,8 @@ inline ForwardBounds forward_bounds(const AttentionDesc& desc, bool same, bool s
           {2, kRmse, same ? HUGE_VAL : keys}};
 }
 
-// Of query, key, value, attn_bias and alibi_slopes.
-inline std::array<Bound, 5> gradient_bounds(const AttentionDesc& desc, bool same, bool pairs) {
+// Of query, key, value, attn_bias, alibi_slopes and sink_logits.
+inline std::array<Bound, 6> gradient_bounds(const AttentionDesc& desc, bool same, bool pairs) {
   const auto dim = static_cast<double>(std::max<int64_t>(desc.head_dim, 1));
   const auto dim_v = static_cast<double>(std::max<int64_t>(desc.head_dim_v, 1));
   const auto keys = static_cast<double>(std::max<int64_t>(desc.seqlen_k, 1));
@@ -67,6 +67,7 @@ inline std::array<Bound, 5> gradient_bounds(const AttentionDesc& desc, bool same
            {3, kRmse, dim * sharing},
            {3, kRmse, pairs && (same || has_equal_weights(desc)) ? HUGE_VAL : dim_v * sharing},
            {3, kRmse, keys},
+           {3, kRmse, 1},
            {3, kRmse, 1}}};
 }
 

@@ -9,6 +9,10 @@
 namespace polyhead::testing {
 namespace {
 
+// A weight below float32's normal numbers may be taken for 0: 4 ulp of this one are 2^-126.
+template <class T>
+constexpr T kLeast = static_cast<T>(0x1p-104);
+
 // The elements of one gradient: sums in T, stored in `result`.
 template <class T>
 struct Sums {
@@ -66,14 +70,18 @@ class ForwardDefinition {
     scores_.dots(b, h, i);
     keys_.clear();
     P_.clear();
-    T m = static_cast<T>(-HUGE_VAL), l = 0;
+    const T sink = scores_.sink(h, i), none = static_cast<T>(-HUGE_VAL);
+    T m = sink;
     for (int64_t j = 0; j < scores_.num_keys(); ++j) {
       if (!scores_.visible(b, h, i, j)) continue;
       keys_.push_back(j);
       P_.push_back(scores_.score(b, h, i, j).S);
       if (P_.back() > m) m = P_.back();
     }
-    if (keys_.empty()) return;  // +0 and -inf
+    if (keys_.empty()) {  // O is +0
+      return o_.logsumexp.set(scores_.statistic(b, h, i), static_cast<double>(sink));
+    }
+    T l = sink == none ? T(0) : std::exp(sink - m);
     for (T& P : P_) {
       P = std::exp(P - m);  // NaN where S is NaN or inf
       l += P;
@@ -95,7 +103,8 @@ class ForwardDefinition {
     P *= scores_.dropout_factor(b, h, i, j);
     const T* V = V_.data() + scores_.k_row(b, h, j) * d_.head_dim_v;
     add(O_.data(), P, V, d_.head_dim_v);
-    for (int64_t c = 0; magnitude_ && c < d_.head_dim_v; ++c) sums_[c] += P * std::abs(V[c]);
+    const T weight = d_.has_sink_logits ? std::max(P, kLeast<T>) : P;  // others' rows have weights near 1, too
+    for (int64_t c = 0; magnitude_ && c < d_.head_dim_v; ++c) sums_[c] += weight * std::abs(V[c]);
     if (!mean_.empty()) mean_[(b * d_.seqlen_q + i) * d_.seqlen_k + j] += P;
     if (d_.return_weights == ReturnWeights::kPerHead) {
       o_.attn_weights.set(((b * d_.num_heads + h) * d_.seqlen_q + i) * d_.seqlen_k + j, static_cast<double>(P));
@@ -132,10 +141,11 @@ class BackwardDefinition {
         dK_(in.forward.key),
         dV_(in.forward.value),
         dbias_(in.forward.attn_bias),
-        dslopes_(in.forward.alibi_slopes) {}
+        dslopes_(in.forward.alibi_slopes),
+        dsinks_(in.forward.sink_logits) {}
 
   Gradients run(bool wide) {
-    if (d_.seqlen_q > 0 && d_.seqlen_k > 0) {
+    if (d_.seqlen_q > 0 && (d_.seqlen_k > 0 || d_.has_sink_logits)) {
       scores_.for_each_row(
           [&](int64_t b, int64_t h) {
             scores_.by_dim(b, h, V_, d_.head_dim_v, V_by_dim_);
@@ -155,6 +165,7 @@ class BackwardDefinition {
     g.attn_bias = dbias_.result(x.attn_bias, of_bias, before.attn_bias, T(1), absolute_);
     g.alibi_slopes =
         dslopes_.result(x.alibi_slopes, stored(DType::kFloat32), before.alibi_slopes, T(absolute_ ? 1 : -1), absolute_);
+    g.sink_logits = dsinks_.result(x.sink_logits, stored(x.sink_logits.dtype), before.sink_logits, T(1), absolute_);
     return g;
   }
 
@@ -167,9 +178,20 @@ class BackwardDefinition {
     T rowsum = 0;
     for (int64_t c = 0; c < Dv && O_.size() > 0; ++c) rowsum += dO_[q * Dv + c] * O_[q * Dv + c];
     if (delta_.size() > 0) rowsum = delta_[scores_.statistic(b, h, i)];
+    if (scores_.sink(h, i) != static_cast<T>(-HUGE_VAL)) this->sink(b, h, i, rowsum);
     for (int64_t j = 0; j < keys; ++j) {
       if (scores_.visible(b, h, i, j)) pair(b, h, i, j, rowsum);
     }
+  }
+
+  // Where all of O is 0, nothing of grad_out reaches the sink.
+  void sink(int64_t b, int64_t h, int64_t i, T rowsum) {
+    const int64_t Dv = d_.head_dim_v, q = scores_.q_row(b, h, i), row = scores_.statistic(b, h, i);
+    const auto O = O_.begin() + q * Dv;
+    if (O_.size() > 0 && delta_.size() == 0 && std::all_of(O, O + Dv, [](T x) { return x == 0; })) rowsum = 0;
+    const T weight = std::exp(scores_.sink(h, i) - L_[row]), dL = dL_.size() > 0 ? dL_[row] : T(0);
+    const T P = absolute_ ? std::max(weight, kLeast<T>) : weight;
+    *dsinks_.at(h) += P * (absolute_ ? rowsum + dL : dL - rowsum);
   }
 
   void pair(int64_t b, int64_t h, int64_t i, int64_t j, T rowsum) {
@@ -177,7 +199,7 @@ class BackwardDefinition {
     const int64_t row = scores_.statistic(b, h, i);
     const auto [S, t] = scores_.score(b, h, i, j);
     const T weight = std::exp(S - L_[row]), f = scores_.dropout_factor(b, h, i, j);
-    const T P = absolute_ ? std::max(weight, kLeastWeight) : weight;
+    const T P = absolute_ ? std::max(weight, kLeast<T>) : weight;
     const T dL = dL_.size() > 0 ? dL_[row] : T(0), dP = f * dP_[j];
     const T dS = P * (absolute_ ? dP + rowsum + dL : dP - rowsum + dL);
     T dX = dS;
@@ -189,14 +211,12 @@ class BackwardDefinition {
     if (in_.forward.alibi_slopes.size() > 0) *dslopes_.at(scores_.slope_at(b, h)) += dS * scores_.distance(i, j);
   }
 
-  static constexpr T kLeastWeight = static_cast<T>(0x1p-104);
-
   const AttentionDesc& d_;
   const BackwardInputs& in_;
   const bool absolute_;
   Scores<T> scores_;
   const Numbers<T> abs_Q_, abs_K_, V_, dO_, O_, L_, dL_, delta_;
-  Sums<T> dQ_, dK_, dV_, dbias_, dslopes_;
+  Sums<T> dQ_, dK_, dV_, dbias_, dslopes_, dsinks_;
   Numbers<T> V_by_dim_, dP_;  // [Dv, keys], [keys]
 };
 

@@ -112,7 +112,7 @@ class ForwardErrors {
     const Scores<double>& scores = errors_.scores();
     errors_.row(b, h, i);
     keys_.clear();
-    double m = -HUGE_VAL, l = 0, of_l = 0;
+    double m = scores.sink(h, i), of_l = 0;
     for (int64_t j = 0; j < scores.num_keys(); ++j) {
       if (!scores.visible(b, h, i, j)) continue;
       const auto score = scores.score(b, h, i, j);
@@ -120,6 +120,7 @@ class ForwardErrors {
       m = std::max(m, score.S);
     }
     if (keys_.empty()) return;
+    double l = std::exp(scores.sink(h, i) - m);
     for (Key& key : keys_) {
       key.P = std::exp(key.S - m);
       key.of_S = errors_.of_exponent(key.of_S, key.S - m);
@@ -211,7 +212,7 @@ class BackwardErrors {
   }
 
   GradientVariance run() {
-    if (d_.seqlen_q > 0 && d_.seqlen_k > 0) {
+    if (d_.seqlen_q > 0 && (d_.seqlen_k > 0 || d_.has_sink_logits)) {
       Scores<double>& scores = errors_.scores();
       scores.for_each_row([&](int64_t b, int64_t h) { scores.by_dim(b, h, V_, d_.head_dim_v, V_by_dim_); },
                           [&](int64_t b, int64_t h, int64_t i) { row(b, h, i); });
@@ -240,6 +241,7 @@ class BackwardErrors {
     of_rowsum_ = delta_.size() > 0 ? 0 : e_ * delta_of_row_.squares[0];
     of_L_ = 2 * e_ * squared(L_[row]);
     const double dL = dL_.size() > 0 ? dL_[row] : 0;
+    if (scores.sink(h, i) != -HUGE_VAL) sink(h, scores.sink(h, i) - L_[row], dL - rowsum);
     pairs_.clear();
     for (int64_t j = 0; j < scores.num_keys(); ++j) {
       if (scores.visible(b, h, i, j)) pairs_.push_back(pair(b, h, i, j, L_[row], rowsum, dL));
@@ -249,6 +251,12 @@ class BackwardErrors {
     key_and_value(b, h, i);
     if (v_.arithmetic.attn_bias.given()) bias(b, h, i);
     if (v_.arithmetic.alibi_slopes.given()) slopes(b, h, i);
+  }
+
+  void sink(int64_t h, double exponent, double terms) {
+    const double P = std::exp(exponent), one = 1, of_weight = errors_.of_exponent(0, exponent) + of_L_ + 2 * e_;
+    add(&Gradients::sink_logits, h, &one, 1, P * terms,
+        squared(P * terms) * of_weight + squared(P) * (of_rowsum_ + e_ * squared(terms)));
   }
 
   Pair pair(int64_t b, int64_t h, int64_t i, int64_t j, double L, double rowsum, double dL) const {

@@ -48,6 +48,7 @@ class Generator {
     if (desc_.attn_mask.given && !given_.attn_mask.given()) in.attn_mask = mask();
     if (desc_.attn_bias.given && !given_.attn_bias.given()) in.attn_bias = bias();
     if (desc_.alibi_slopes_ndim > 0 && !given_.alibi_slopes.given()) in.alibi_slopes = slopes();
+    if (desc_.has_sink_logits && !given_.sink_logits.given()) in.sink_logits = sinks();
     lengths(in);
     if (desc_.has_windows && !given_.window_lo.given()) windows(in);
     Random random(problem_.seed, streams::kDropout);
@@ -180,6 +181,17 @@ class Generator {
       const double edge = random.chance(0.1) ? 0 : std::exp2(-static_cast<double>(random.integer(1, 8)));
       a.set(n, problem_.edges ? edge : factor * std::exp2(-8 * h / static_cast<double>(desc_.num_heads)));
     }
+    return a;
+  }
+
+  // About as large as the logits, which are shifted likewise; some heads have none.
+  Array sinks() const {
+    Random random(problem_.seed, streams::kSinks);
+    const bool shifted = problem_.fill == Fill::kShiftUp || problem_.fill == Fill::kShiftDown;
+    Array a(desc_.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32, {desc_.num_heads});
+    a.fill([&] {
+      return problem_.edges && random.chance(0.15) ? kHidden : 2 * random.normal() + (shifted ? shift() : 0);
+    });
     return a;
   }
 

@@ -39,11 +39,11 @@ void judge_hidden_rows(const AttentionDesc& desc, const Outputs& got, const Arra
 
 // The rows of each input that some visible pair reads: its part of `seen`, in the order of kGradients.
 struct UsedRows {
-  std::vector<uint8_t> slopes;
+  std::vector<uint8_t> slopes, sinks;  // every query reads a sink
   std::array<const std::vector<uint8_t>*, kNumGradients> of;
 
   UsedRows(const AttentionDesc& d, const VisibleParts& seen)
-      : of{&seen.query, &seen.key, &seen.key, &seen.bias, &slopes} {
+      : of{&seen.query, &seen.key, &seen.key, &seen.bias, &slopes, &sinks} {
     if (d.alibi_slopes_ndim == 1) {
       slopes.resize(static_cast<size_t>(d.num_heads));
       for (size_t n = 0; n < seen.heads.size(); ++n) slopes[n % slopes.size()] |= seen.heads[n];

@@ -32,7 +32,9 @@ const GradientName kGradients[kNumGradients] = {
     {"attn_bias", "grad_attn_bias", &Gradients::attn_bias, &Inputs::attn_bias, &ForwardArgs::attn_bias,
      &BackwardArgs::grad_attn_bias},
     {"alibi_slopes", "grad_alibi_slopes", &Gradients::alibi_slopes, &Inputs::alibi_slopes, &ForwardArgs::alibi_slopes,
-     &BackwardArgs::grad_alibi_slopes}};
+     &BackwardArgs::grad_alibi_slopes},
+    {"sink_logits", "grad_sink_logits", &Gradients::sink_logits, &Inputs::sink_logits, &ForwardArgs::sink_logits,
+     &BackwardArgs::grad_sink_logits}};
 
 Span span_of(const AttentionDesc& desc, const Inputs& in, int64_t b) {
   Span s;

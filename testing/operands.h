@@ -14,7 +14,7 @@ namespace polyhead::testing {
 
 // The inputs of one forward call.
 struct Inputs {
-  Array query, key, value, attn_mask, attn_bias, alibi_slopes;
+  Array query, key, value, attn_mask, attn_bias, alibi_slopes, sink_logits;
   Array seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, query_offsets, window_lo, window_hi;
   uint64_t dropout_seed = 0;
   uint32_t dropout_offset = 0;
@@ -32,6 +32,7 @@ inline constexpr InputName kInputs[] = {
     {"attn_mask", &Inputs::attn_mask, &ForwardArgs::attn_mask},
     {"attn_bias", &Inputs::attn_bias, &ForwardArgs::attn_bias},
     {"alibi_slopes", &Inputs::alibi_slopes, &ForwardArgs::alibi_slopes},
+    {"sink_logits", &Inputs::sink_logits, &ForwardArgs::sink_logits},
     {"seqlens_q", &Inputs::seqlens_q, &ForwardArgs::seqlens_q},
     {"seqlens_k", &Inputs::seqlens_k, &ForwardArgs::seqlens_k},
     {"cu_seqlens_q", &Inputs::cu_seqlens_q, &ForwardArgs::cu_seqlens_q},
@@ -126,7 +127,7 @@ Slice slice_batch(const AttentionDesc& desc, const Inputs& in, int64_t first, in
 inline DType gradient_dtype(const AttentionDesc& desc, int n, DType input) { return n < 3 ? grad_dtype(desc) : input; }
 
 struct Gradients {
-  Array query, key, value, attn_bias, alibi_slopes;
+  Array query, key, value, attn_bias, alibi_slopes, sink_logits;
   std::vector<std::string> faults;  // elements not written, gaps or inputs written
 };
 

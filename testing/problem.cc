@@ -5,7 +5,8 @@
 namespace polyhead::testing {
 
 GradientSet gradients_there(const AttentionDesc& desc) {
-  return 7U | (desc.attn_bias.given ? 8U : 0U) | (desc.alibi_slopes_ndim > 0 ? 16U : 0U);
+  return 7U | (desc.attn_bias.given ? 8U : 0U) | (desc.alibi_slopes_ndim > 0 ? 16U : 0U) |
+         (desc.has_sink_logits ? 32U : 0U);
 }
 
 std::string gradient_names(GradientSet needs) {

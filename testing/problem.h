@@ -58,8 +58,8 @@ struct GradientName {
   Tensor ForwardArgs::*input_tensor;
   Tensor BackwardArgs::*tensor;
 };
-extern const GradientName kGradients[5];
-inline constexpr int kNumGradients = 5;
+inline constexpr int kNumGradients = 6;
+extern const GradientName kGradients[kNumGradients];
 
 using GradientSet = unsigned;  // bit n stands for kGradients[n]
 inline constexpr GradientSet kAllGradients = (1U << kNumGradients) - 1;

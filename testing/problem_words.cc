@@ -150,7 +150,7 @@ Status set_needs(std::string_view value, GradientSet& needs) {
                                      [&](const GradientName& gradient) { return operand == gradient.operand; });
     if (found == std::end(kGradients)) {
       return invalid("--needs has " + quoted(operand) +
-                     ", must be names of query, key, value, attn_bias, alibi_slopes, separated by commas");
+                     ", must be names of query, key, value, attn_bias, alibi_slopes, sink_logits, separated by commas");
     }
     needs |= 1U << (found - std::begin(kGradients));
   }
@@ -172,6 +172,7 @@ Status apply(std::string_view option, std::string_view value, Problem& problem) 
   if (option == "--scale") return set_number(option, value, desc.scale.emplace());
   if (option == "--softcap") return set_number(option, value, desc.softcap);
   if (option == "--alibi") return set_word(option, value, kAlibis, desc.alibi_slopes_ndim);
+  if (option == "--sinks") return set_switch(option, value, desc.has_sink_logits);
   if (option == "--mask") return set_mask(value, problem);
   if (option == "--bias") return set_dims(option, value, desc.attn_bias);
   if (option == "--bias-dtype") return set_word(option, value, kDTypeWords, desc.attn_bias.dtype);

@@ -59,7 +59,8 @@ enum Stream : uint64_t {
   kLayouts,
   kGradOutData,
   kGradLogsumexpData,
-  kGradientsData,      // and one for each of kGradients
+  kGradientsData,  // and one for each of kGradients
+  kSinks = 31,
   kResidualData = 32,  // of layers
   kWeightsData = 48,   // and one for each WeightKind
 };

@@ -84,8 +84,9 @@ void random_gradients(Random& random, Problem& p) {
   if (random.chance(0.7)) {
     const GradientSet there = gradients_there(p.desc);
     do {
-      p.needs = static_cast<GradientSet>(random.integer(1, kAllGradients)) & there;
+      p.needs = static_cast<GradientSet>(random.integer(1, 31)) & there;
     } while (p.needs == 0);
+    if (p.desc.has_sink_logits && random.chance(0.5)) p.needs |= 32U;
     if (p.needs == there) p.needs = kAllGradients;
   }
   p.accumulate = random.chance(0.4);
@@ -104,6 +105,7 @@ Problem random_problem(uint64_t seed) {
   constexpr double kDropouts[] = {1e-6, 0.1, 0.5, 0.9, 1};
   Random random(seed);
   Problem p;
+  p.desc.has_sink_logits = Random(seed, streams::kSinks).chance(0.15);
   p.name = "random_" + std::to_string(seed);
   p.seed = seed;
   p.fill = random.chance(0.6) ? Fill::kNormal : static_cast<Fill>(random.integer(1, 5));

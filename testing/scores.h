@@ -38,7 +38,8 @@ class Scores {
         Q_(numbers<T>(in.query, false)),
         K_(numbers<T>(in.key, false)),
         bias_(numbers<T>(in.attn_bias, false)),
-        slopes_(numbers<T>(in.alibi_slopes, false)) {
+        slopes_(numbers<T>(in.alibi_slopes, false)),
+        sinks_(numbers<T>(in.sink_logits, false)) {
     scale_ = desc.head_dim == 0 ? T(0) : static_cast<T>(desc.scale.value_or(1 / std::sqrt(double(desc.head_dim))));
     softcap_ = static_cast<T>(desc.softcap);
   }
@@ -91,6 +92,11 @@ class Scores {
     return {S, t};
   }
 
+  // -inf: none, as of padding.
+  T sink(int64_t h, int64_t i) const {
+    return sinks_.empty() || i >= span_.len_q ? static_cast<T>(-HUGE_VAL) : sinks_[static_cast<size_t>(h)];
+  }
+
   T dropout_factor(int64_t b, int64_t h, int64_t i, int64_t j) const {
     if (d_.dropout_p == 0) return 1;
     const DropoutOrigin& first = d_.dropout_origin;
@@ -123,7 +129,7 @@ class Scores {
   const AttentionDesc& d_;
   const Inputs& in_;
   const Visibility& seen_;
-  const Numbers<T> Q_, K_, bias_, slopes_;
+  const Numbers<T> Q_, K_, bias_, slopes_, sinks_;
   Numbers<T> K_by_dim_, X_;  // [D, keys], [keys]
   T scale_, softcap_;
   Span span_;

@@ -26,6 +26,7 @@ class CaseList {
     list.tiny_heads();
     list.decoding();
     list.empty();
+    list.sinks();
     return std::move(list.cases_);
   }
 
@@ -208,7 +209,7 @@ class CaseList {
       d.has_seqlens_q = d.has_seqlens_k = true;
       operand(d.attn_mask, d, kBatch | kQuery | kKey, DType::kBool);
       operand(d.attn_bias, d, kHead | kQuery | kKey, DType::kBFloat16);
-      d.alibi_slopes_ndim = 1, d.softcap = 5, d.dropout_p = 0.2, d.scale = 0.3;
+      d.alibi_slopes_ndim = 1, d.softcap = 5, d.dropout_p = 0.2, d.scale = 0.3, d.has_sink_logits = true;
     };
     add_in_each_dtype("everything", sizes(3, 4, 2, 130, 200, 40, 24), all_masks);
     add_in_each_dtype("everything_returned", sizes(2, 4, 2, 66, 130, 24), [&](auto& d) {
@@ -306,6 +307,36 @@ class CaseList {
     add("packed_no_rows", sizes(3, 2, 1, 0, 0, 8), [](auto& d) { d.packed = true; });
     add("packed_no_sequences", sizes(0, 2, 1, 9, 7, 8), [](auto& d) { d.packed = true; });
     add("packed_no_keys", sizes(3, 2, 1, 90, 0, 8), [](auto& d) { d.packed = true; });
+  }
+
+  // Also of queries that see no key.
+  void sinks() {
+    const auto each = [&](const std::string& name, const AttentionDesc& desc, auto change) {
+      add_in_each_dtype("sinks_" + name, desc, [&](auto& d) {
+        d.has_sink_logits = true;
+        change(d);
+      });
+    };
+    const AttentionDesc base = sizes(2, 4, 2, 70, 130, 24, 32);
+    each("causal", base, [](auto& d) { d.causal = true, d.align = Align::kBottomRight; });
+    each("blind_rows", base, [](auto& d) { d.causal = true, d.query_offset = -40; });
+    each("returned", base,
+         [](auto& d) { d.return_weights = ReturnWeights::kPerHead, d.return_column_sums = d.has_seqlens_q = true; });
+    each("packed", sizes(5, 4, 2, 200, 300, 16),
+         [](auto& d) { d.packed = true, d.causal = true, d.align = Align::kBottomRight; });
+    each("decode", sizes(2, 8, 2, 2, 1100, 64),
+         [](auto& d) { d.causal = true, d.window_left = 100, d.query_offset = -1, d.has_seqlens_q = true; });
+    each("tiny", sizes(3, 11, 11, 15, 16, 7), [](auto& d) { d.causal = true, d.query_offset = -1; });
+    each("tiny_mean", sizes(2, 17, 17, 4, 9, 16), [](auto& d) { d.return_weights = ReturnWeights::kMean; });
+    each("no_keys", sizes(2, 4, 2, 70, 0, 24), [](auto&) {});
+    each("no_keys_decode", sizes(2, 4, 2, 3, 0, 24), [](auto&) {});
+    for (const Fill fill : {Fill::kShiftUp, Fill::kShiftDown, Fill::kLarge, Fill::kUnderflow}) {
+      each("numbers", sizes(1, 4, 4, 66, 130, 64), [](auto&) {});
+      for (size_t n = cases_.size() - 3; n < cases_.size(); ++n) {
+        cases_[n].name += "_" + num(static_cast<int>(fill));
+        cases_[n].fill = fill;
+      }
+    }
   }
 
  protected:

@@ -26,6 +26,7 @@ class GradientCaseList : private CaseList {
     list.many_queries();
     list.dropout();
     list.rows_of_others();
+    list.sink_sums();
     for (const Problem& problem : list.cases_) all.push_back(with_random_gradients(problem));
     list.call_options(all);
     return all;
@@ -80,6 +81,13 @@ class GradientCaseList : private CaseList {
         d.alibi_slopes_ndim = ndim, d.packed = true, d.align = Align::kTopLeft, d.window_left = 40;
       });
     }
+  }
+
+  void sink_sums() {
+    each("sinks", sizes(3, 4, 2, 130, 70, 16, 24),
+         [](auto& d) { d.has_sink_logits = true, d.has_seqlens_q = d.has_seqlens_k = true, d.dropout_p = 0.3; });
+    each("sinks_blind_rows", sizes(2, 2, 1, 300, 100, 16),
+         [](auto& d) { d.has_sink_logits = true, d.causal = true, d.align = Align::kBottomRight; });
   }
 
   void groups() {
@@ -152,10 +160,10 @@ class GradientCaseList : private CaseList {
     cases_.clear();
     each("call", sizes(2, 4, 2, 70, 130, 24, 32), [](auto& d) {
       operand(d.attn_bias, d, kHead | kKey, DType::kFloat32);
-      d.alibi_slopes_ndim = 1, d.align = Align::kBottomRight;
+      d.alibi_slopes_ndim = 1, d.align = Align::kBottomRight, d.has_sink_logits = true;
     });
     each("call_decode", sizes(2, 4, 2, 5, 600, 24), [](auto&) {});
-    each("call_tiny", sizes(5, 6, 6, 11, 14, 16, 7), [](auto&) {});
+    each("call_tiny", sizes(5, 6, 6, 11, 14, 16, 7), [](auto& d) { d.has_sink_logits = true; });
     for (const Problem& problem : cases_) {
       for (unsigned n = 0; n < 16; ++n) {
         Problem p;

@@ -14,6 +14,18 @@ int64_t statistic_of_row(const AttentionDesc& d, int64_t row) {
   return (b * d.num_heads + h) * d.seqlen_q + i;
 }
 
+// Which rows of query are not padding.
+std::vector<uint8_t> rows_there(const AttentionDesc& d, const Inputs& in) {
+  std::vector<uint8_t> there(static_cast<size_t>((d.packed ? 1 : d.batch) * d.seqlen_q * d.num_heads));
+  for (int64_t b = 0; b < d.batch; ++b) {
+    const Span s = span_of(d, in, b);
+    for (int64_t h = 0; h < d.num_heads; ++h) {
+      for (int64_t i = 0; i < s.len_q; ++i) there[static_cast<size_t>(query_row(d, s, b, h, i))] = 1;
+    }
+  }
+  return there;
+}
+
 }  // namespace
 
 BackwardInputs poison_hidden(const AttentionDesc& d, const BackwardInputs& in, uint64_t seed) {
@@ -25,11 +37,14 @@ BackwardInputs poison_hidden(const AttentionDesc& d, const BackwardInputs& in, u
     for (int64_t n = first; a.given() && n < first + count; ++n) a.set(n, kBad[random.integer(0, 4)]);
   };
   const VisibleParts seen(d, in.forward, Visibility(d, in.forward));
+  const std::vector<uint8_t> there = rows_there(d, in.forward);
   for (size_t n = 0; n < seen.query.size(); ++n) {
     if (seen.query[n]) continue;
     const int64_t row = static_cast<int64_t>(n);
-    poison(bad.out, row * d.head_dim_v, d.head_dim_v);
     poison(bad.grad_out, row * d.head_dim_v, d.head_dim_v);
+    // A row that sees no key has a sink all the same, which the rest is read for.
+    if (d.has_sink_logits && there[n]) continue;
+    poison(bad.out, row * d.head_dim_v, d.head_dim_v);
     poison(bad.grad_logsumexp, statistic_of_row(d, row), 1);
     poison(bad.delta, statistic_of_row(d, row), 1);
   }

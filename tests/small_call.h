@@ -54,6 +54,7 @@ class Call {
     if (desc.attn_bias.given) args.attn_bias = broadcast(desc.attn_bias, 0);
     if (desc.alibi_slopes_ndim == 1) args.alibi_slopes = input(DType::kFloat32, {H});
     if (desc.alibi_slopes_ndim == 2) args.alibi_slopes = input(DType::kFloat32, {B, H});
+    if (desc.has_sink_logits) args.sink_logits = input(sums, {H});
     if (desc.has_seqlens_q) args.seqlens_q = integers(DType::kInt32, B);
     if (desc.has_seqlens_k) args.seqlens_k = integers(DType::kInt64, B);
     if (desc.has_windows) {
@@ -129,6 +130,7 @@ class BackwardCall : public Call {
     backward.grad_key = place(args.key, kUntouched);
     backward.grad_value = place(args.value, kUntouched);
     if (desc.attn_bias.given) backward.grad_attn_bias = place(args.attn_bias, kUntouched);
+    if (desc.has_sink_logits) backward.grad_sink_logits = place(args.sink_logits, kUntouched);
     if (desc.alibi_slopes_ndim > 0) backward.grad_alibi_slopes = place(args.alibi_slopes, kUntouched);
   }
 

@@ -5,10 +5,11 @@
 //   S = program(S)                                 a score program (polyhead/program.h)
 //   S = -inf where hidden                          visible = mask AND causal AND windows AND lengths AND bias > -inf
 //                                                            AND the program's mask AND its score > -inf
-//   L = log sum_k exp(S)                           [batch, num_heads, seqlen_q]   logsumexp, natural log
+//   L = log (sum_k exp(S) + exp(sink))             [batch, num_heads, seqlen_q]   logsumexp, natural log; sink_logits,
+//                                                                                 or no sink
 //   P = exp(S - L)
 //   O = dropout(P) V                               [batch, seqlen_q, num_heads, head_dim_v]
-// A query that sees no key gets O = 0 and L = -inf. Definition in code: src/reference/attention.cc.
+// A query that sees no key gets O = 0 and L = -inf, or the sink. Definition in code: src/reference/attention.cc.
 #pragma once
 
 #include <cstddef>
@@ -96,6 +97,10 @@ struct AttentionDesc {
   BroadcastOperand attn_bias = {};  ///< float32, bfloat16, float16 (float64 with float64 inputs); -inf hides a key
   int alibi_slopes_ndim = 0;        ///< 0 = no ALiBi, 1 = slopes [num_heads], 2 = slopes [batch, num_heads]; float32
 
+  /// sink_logits [num_heads] are given with each call: one more logit of each row of a head, which takes a share of the
+  /// weights and has no value (gpt-oss; a sink of 0 makes it "softmax off by one").
+  bool has_sink_logits = false;
+
   double dropout_p = 0;               ///< 0..1; SEMANTICS: bits of Philox4x32-10, see polyhead/dropout.h
   DropoutOrigin dropout_origin = {};  ///< of a shard, which draws the mask of the whole; unused if dropout_p is 0
 
@@ -124,6 +129,7 @@ struct ForwardArgs {
   Tensor attn_mask = {};      ///< 4-D with desc.attn_mask.dims
   Tensor attn_bias = {};      ///< 4-D with desc.attn_bias.dims and dtype
   Tensor alibi_slopes = {};   ///< [H] or [B, H], float32
+  Tensor sink_logits = {};    ///< [H], float32 (float64 with float64 inputs); -inf: a head without
   Tensor seqlens_q = {};      ///< [B], int32 or int64: 0 <= seqlens_q[b] <= Sq
   Tensor seqlens_k = {};      ///< [B], int32 or int64: 0 <= seqlens_k[b] <= Sk
   Tensor cu_seqlens_q = {};   ///< [B + 1], int32 or int64: starts at 0, never falls, ends at or before total_q
@@ -169,6 +175,7 @@ struct BackwardArgs {
   Tensor grad_value = {};
   Tensor grad_attn_bias = {};     ///< optional: shape and dtype of attn_bias: summed over the dims that broadcast
   Tensor grad_alibi_slopes = {};  ///< optional: shape of alibi_slopes, float32
+  Tensor grad_sink_logits = {};   ///< optional: shape and dtype of sink_logits
   /// Optional: in the order of the program's captures, each optional: shape and dtype of a float capture.
   std::span<const Tensor> grad_captures = {};
   bool accumulate = false;  ///< true: add to what the gradient tensors hold; false: overwrite

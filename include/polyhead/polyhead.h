@@ -218,8 +218,8 @@ typedef struct polyhead_attention_desc {
   int32_t has_grad_dtype;  ///< boolean; default 0
   int32_t grad_dtype;      ///< of grad_query, grad_key and grad_value
 
-  int32_t has_windows;  ///< boolean: window_lo and window_hi [seqlen_q] come with each call; not when packed
-  int32_t reserved;     ///< 0
+  int32_t has_windows;      ///< boolean: window_lo and window_hi [seqlen_q] come with each call; not when packed
+  int32_t has_sink_logits;  ///< boolean: sink_logits [num_heads] come with each call; default 0
 
   /// What is done to each score after bias and ALiBi, and which keys a query sees besides, as text:
   /// "score = score - slope[h] * abs(q - k); mask = k <= q" (docs/programs.md). A score of -inf hides its key. An index
@@ -317,6 +317,10 @@ typedef struct polyhead_forward_args {
 
   const polyhead_tensor* captures;  ///< [num_captures]: those of desc.program, with desc.captures' dtypes and dims
   size_t num_captures;              ///< default 0
+
+  /// If desc.has_sink_logits: [H], float32 (float64 with float64 inputs): one more logit of each row of a head, which takes
+  /// a share of the weights and has no value; logsumexp counts it. -inf: a head without.
+  polyhead_tensor sink_logits;
 } polyhead_forward_args;
 
 /// Makes every tensor "not given". `struct_size` is sizeof *args.
@@ -357,6 +361,8 @@ typedef struct polyhead_backward_args {
   /// [num_grad_captures]: in the order of the program's captures, each optional: shape and dtype of a float capture.
   const polyhead_tensor* grad_captures;
   size_t num_grad_captures;  ///< as many as the program captures, or 0 (default): no gradient of any
+
+  polyhead_tensor grad_sink_logits;  ///< optional: shape and dtype of sink_logits
 } polyhead_backward_args;
 
 /// Makes every tensor "not given". `struct_size` is sizeof *args.

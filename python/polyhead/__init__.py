@@ -46,6 +46,7 @@ def attention(
     scale: SupportsFloat | None = None,
     softcap: SupportsFloat = 0.0,
     alibi_slopes: Array | None = None,
+    sink_logits: Array | None = None,
     score: Callable[..., Any] | str | None = None,
     mask: Callable[..., Any] | str | None = None,
     captured: Mapping[str, Array] | None = None,
@@ -69,8 +70,8 @@ def attention(
     """softmax(scale * query @ key^T + attn_bias) @ value, without storing the scores.
 
     In this order: scores ``S = scale * query @ key^T``; ``S = softcap * tanh(S / softcap)`` if softcap > 0;
-    ``S += attn_bias - slope * |i + offset - j|``; ``S = score(S)`` if given; ``S = -inf`` where hidden; ``L = log sum_j exp(S)``;
-    ``P = exp(S - L)``; ``out = dropout(P) @ value``.
+    ``S += attn_bias - slope * |i + offset - j|``; ``S = score(S)`` if given; ``S = -inf`` where hidden; ``L = log sum_j exp(S)``,
+    with ``exp(sink_logits[h])`` in the sum if given; ``P = exp(S - L)``; ``out = dropout(P) @ value``.
 
     Sizes: B batch, Sq / Sk sequence lengths, H query heads, G key/value heads (G divides H; query head h reads
     h // (H // G)), D head_dim of query and key, Dv head_dim of value.
@@ -102,6 +103,9 @@ def attention(
     softcap : float
         0 = off.
     alibi_slopes : float32 array [H] or [B, H], optional
+    sink_logits : float32 array [H] (float64 if query is), optional
+        One more logit of each row of a head, which takes a share of the weights and has no value: the rows of weights sum
+        to less than 1, logsumexp counts it (gpt-oss, transformers' ``s_aux``; of 0: "softmax off by one"). -inf: none.
     score : function or str, optional
         What becomes of each score: ``lambda score, h, q, k, slope: score - slope[h] * abs(q - k)``, or the same as text,
         ``"score - slope[h] * abs(q - k)"``. Parameters by name: score, b (batch), h (query head), q (query), k (key),
@@ -167,7 +171,7 @@ def attention(
     Notes
     -----
     Out is returned alone, or a tuple of what was asked for, in the order above. A query that sees no key, or lies in
-    padding, gets out 0, logsumexp -inf and weights 0; what is hidden from it changes no bit, NaN included. Sums run in
+    padding, gets out 0, logsumexp -inf (no padding: its sink, if there is one) and weights 0; what is hidden from it changes no bit, NaN included. Sums run in
     float32 (float64 if query is). The bits of the results depend neither on the number of threads nor on the rest of the
     batch.
 
@@ -197,8 +201,8 @@ def attention(
     return _bind.attention(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-        kernel, device, stream, *program_arguments(score, mask, captured), return_logsumexp, return_weights,
-        return_column_sums, out_dtype, out,
+        kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, return_logsumexp,
+        return_weights, return_column_sums, out_dtype, out,
     )  # fmt: skip
 
 
@@ -219,6 +223,7 @@ def attention_backward(
     scale: SupportsFloat | None = None,
     softcap: SupportsFloat = 0.0,
     alibi_slopes: Array | None = None,
+    sink_logits: Array | None = None,
     score: Callable[..., Any] | str | None = None,
     mask: Callable[..., Any] | str | None = None,
     captured: Mapping[str, Array] | None = None,
@@ -253,7 +258,7 @@ def attention_backward(
     out, logsumexp : array
         As `attention` returned them (``return_logsumexp=True``; out in float32 too, whatever query is), or as `merge` did: then the gradients are the share of
         the keys given here.
-    attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes : optional
+    attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, sink_logits : optional
     score, mask, captured : optional
     dropout_p, dropout_seed, dropout_offset, dropout_origin : optional
     seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel, device, stream : optional
@@ -261,8 +266,8 @@ def attention_backward(
     grad_logsumexp : array, optional
         The loss's gradient by logsumexp, of its shape and dtype; default 0.
     needs : sequence of str
-        Which gradients: out of "query", "key", "value", "attn_bias", "alibi_slopes" and the names of captured floats.
-        Others are not computed.
+        Which gradients: out of "query", "key", "value", "attn_bias", "alibi_slopes", "sink_logits" and the names of captured
+        floats. Others are not computed.
     into : dict of str to array, optional
         NumPy arrays or torch tensors to write the gradients of these names into, of the shape of the input and the dtype of the gradient.
         Its keys are among needs; for the other needs new arrays are made.
@@ -301,8 +306,8 @@ def attention_backward(
     return _bind.attention_backward(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-        kernel, device, stream, *program_arguments(score, mask, captured), grad_out, out, logsumexp, grad_logsumexp, needs,
-        into, accumulate, grad_dtype,
+        kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, grad_out, out, logsumexp,
+        grad_logsumexp, needs, into, accumulate, grad_dtype,
     )  # fmt: skip
 
 
@@ -320,6 +325,7 @@ def explain(
     scale: SupportsFloat | None = None,
     softcap: SupportsFloat = 0.0,
     alibi_slopes: Array | None = None,
+    sink_logits: Array | None = None,
     score: Callable[..., Any] | str | None = None,
     mask: Callable[..., Any] | str | None = None,
     captured: Mapping[str, Array] | None = None,
@@ -366,8 +372,8 @@ def explain(
     return Explanation(*_bind.explain(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-        kernel, device, stream, *program_arguments(score, mask, captured), return_logsumexp, return_weights,
-        return_column_sums, out_dtype, out,
+        kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, return_logsumexp,
+        return_weights, return_column_sums, out_dtype, out,
     ))  # fmt: skip
 
 

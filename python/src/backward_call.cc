@@ -9,7 +9,8 @@
 namespace polyhead::python {
 namespace {
 
-constexpr const char* kNames = "\"query\", \"key\", \"value\", \"attn_bias\", \"alibi_slopes\" or what is captured";
+constexpr const char* kNames =
+    "\"query\", \"key\", \"value\", \"attn_bias\", \"alibi_slopes\", \"sink_logits\" or what is captured";
 constexpr const char* kSums = "float32 (float64 if query is)";
 
 constexpr ArrayArgument kGradOutArray = {"grad_out", kFloats, 4, 4, "[batch, seqlen_q, num_heads, head_dim_v]"};
@@ -50,6 +51,7 @@ void BackwardCall::list_sources() {
   add("value", arguments_[kValue], &backward_.grad_value, args_.value).input.dtype = grad;
   add("attn_bias", arguments_[kAttnBias], &backward_.grad_attn_bias, given_attn_bias());
   add("alibi_slopes", arguments_[kAlibiSlopes], &backward_.grad_alibi_slopes, args_.alibi_slopes);
+  add("sink_logits", arguments_[kSinkLogits], &backward_.grad_sink_logits, args_.sink_logits);
   for (size_t i = 0; i < args_.captures.size(); ++i) {
     const Capture& capture = desc_.program->captures()[i];
     for (const Source& source : sources_) {

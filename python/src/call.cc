@@ -19,6 +19,7 @@ constexpr const char* kScores = "what broadcasts to [batch, num_heads, seqlen_q,
 constexpr ArrayArgument kBiasArray = {"attn_bias", kFloats, 0, 4, kScores};
 constexpr ArrayArgument kMaskArray = {"attn_mask", "bool", 0, 4, kScores};
 constexpr ArrayArgument kSlopesArray = {"alibi_slopes", "float32", 1, 2, "[num_heads] or [batch, num_heads]"};
+constexpr ArrayArgument kSinksArray = {"sink_logits", "float32 (float64 if query is)", 1, 1, "[num_heads]"};
 constexpr ArrayArgument kOffsetsArray = {"query_offset", kIntegers, 1, 1, "[batch]"};
 constexpr ArrayArgument kSeqlensQArray = {"seqlens_q", kIntegers, 1, 1, "[batch]"};
 constexpr ArrayArgument kSeqlensKArray = {"seqlens_k", kIntegers, 1, 1, "[batch]"};
@@ -142,6 +143,8 @@ void Options::read_scores() {
   desc_.softcap = real_argument(arguments_[kSoftcap], "softcap");
   args_.alibi_slopes = optional_array(kAlibiSlopes, kSlopesArray);
   desc_.alibi_slopes_ndim = args_.alibi_slopes.ndim;
+  args_.sink_logits = optional_array(kSinkLogits, kSinksArray);
+  desc_.has_sink_logits = args_.sink_logits.given();
 
   desc_.dropout_p = real_argument(arguments_[kDropoutP], "dropout_p");
   if (arguments_[kDropoutSeed] != Py_None) {

@@ -40,6 +40,7 @@ enum Position : int {
   kStream,
   kProgram,
   kCaptured,
+  kSinkLogits,
   kNumShared,
   // attention, explain
   kReturnLogsumexp = kNumShared,

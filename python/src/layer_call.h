@@ -7,7 +7,7 @@
 namespace polyhead::python {
 
 // Behind the arguments that attention has too, of which query, key and value are vectors: [batch, seqlen, size]. Key not
-// given: it is query, where the call has keys; value likewise key. cu_seqlens and dropout_origin are None.
+// given: it is query, where the call has keys; value likewise key. cu_seqlens, dropout_origin and sink_logits are None.
 enum LayerPosition : int {
   kLayerWeights = kNumShared,  // kNumWeightKinds, in that order: [size, heads * head_dim], [heads * head_dim]
   kNumHeads = kLayerWeights + kNumWeightKinds,

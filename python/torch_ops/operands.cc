@@ -46,7 +46,8 @@ Options::Options(ArgumentReader& arguments)
       cu_seqlens_q(arguments.optional_tensor()),
       cu_seqlens_k(arguments.optional_tensor()),
       kernel(arguments.optional_text()),
-      dropout_origin(arguments.optional_tensor()) {}
+      dropout_origin(arguments.optional_tensor()),
+      sink_logits(arguments.optional_tensor()) {}
 
 Operands::Operands(const StableTensor& query, const StableTensor& key, const StableTensor& value,
                    const Options& options) {
@@ -119,6 +120,9 @@ void Operands::read_options(const Options& options) {
     args.alibi_slopes = view_of(options.alibi_slopes, {"alibi_slopes", 1, 2, "[num_heads] or [batch, num_heads]"});
   }
   desc.alibi_slopes_ndim = args.alibi_slopes.ndim;
+  if (options.sink_logits.given())
+    args.sink_logits = view_of(options.sink_logits, {"sink_logits", 1, 1, "[num_heads]"});
+  desc.has_sink_logits = args.sink_logits.given();
   args.seqlens_q = integers(options.seqlens_q, "seqlens_q", "[batch]");
   args.seqlens_k = integers(options.seqlens_k, "seqlens_k", "[batch]");
   desc.has_seqlens_q = args.seqlens_q.given();

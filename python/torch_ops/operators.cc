@@ -168,7 +168,7 @@ StableTensor gradient(bool needed, const Tensor& input, bool is_given, const cha
   return new_tensor(view, name, heads_first);
 }
 
-constexpr size_t kNumPlainGradients = 5;  // of what is no capture
+constexpr size_t kNumPlainGradients = 6;  // of what is no capture
 using PlainGradients = std::array<StableTensor, kNumPlainGradients>;
 using CaptureGradients = std::array<StableTensor, Program::kMostCaptures>;
 
@@ -217,6 +217,7 @@ PlainGradients run_backward(Operands& operands, const BackwardTensors& tensors, 
       gradient((needs & 4) != 0, in.value, true, "value", args.grad_value, operands.heads_first),
       gradient((needs & 8) != 0, operands.attn_bias, in.attn_bias.given(), "attn_bias", grad_attn_bias),
       gradient((needs & 16) != 0, in.alibi_slopes, in.alibi_slopes.given(), "alibi_slopes", args.grad_alibi_slopes),
+      gradient((needs & 32) != 0, in.sink_logits, in.sink_logits.given(), "sink_logits", args.grad_sink_logits),
   };
   if ((needs & 8) != 0) args.grad_attn_bias = python::widened_to_4d(grad_attn_bias);
   args.forward = operands.args;

@@ -15,9 +15,10 @@
 namespace polyhead {
 namespace {
 
-// Whether a call needs no kernel: no query sees a key, and the host reaches what is to be written.
+// Whether a call needs no kernel: no query sees a key, or a sink, and the host reaches what is to be written.
 bool host_fills(const AttentionDesc& desc, const Where& where) {
-  return nothing_visible(desc) && *where.device == Device::kCpu;
+  const bool sinks_seen = desc.has_sink_logits && desc.batch > 0 && desc.num_heads > 0 && desc.seqlen_q > 0;
+  return nothing_visible(desc) && !sinks_seen && *where.device == Device::kCpu;
 }
 
 // Writes `bits`, one element, to every place of a view that has some.

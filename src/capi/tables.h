@@ -81,7 +81,7 @@ struct Table<polyhead_attention_desc> {
       SAME(return_weights), SAME(return_column_sums), Struct{kDropoutOrigin, &C::dropout_origin, &Cpp::dropout_origin},
       OptionalField{"out_dtype", &C::out_dtype, "has_out_dtype", &C::has_out_dtype, &Cpp::out_dtype},
       OptionalField{"grad_dtype", &C::grad_dtype, "has_grad_dtype", &C::has_grad_dtype, &Cpp::grad_dtype},
-      SAME(has_windows), Reserved{"reserved", &C::reserved}, ProgramFields());
+      SAME(has_windows), SAME(has_sink_logits), ProgramFields());
   static_assert(is_whole<C>(kFields));
 };
 
@@ -136,7 +136,7 @@ struct Table<polyhead_forward_args> {
                       SAME(dropout_seed), SAME(dropout_offset), Reserved{"reserved", &C::reserved}, SAME(out),
                       SAME(logsumexp), SAME(attn_weights), SAME(column_sums), SAME(workspace), SAME(workspace_bytes),
                       WITHIN(executor, where, Where, executor), WITHIN(stream, where, Where, stream), SAME(window_lo),
-                      SAME(window_hi), CAPTURES(captures, num_captures, captured));
+                      SAME(window_hi), CAPTURES(captures, num_captures, captured), SAME(sink_logits));
   static_assert(is_whole<C>(kFields));
 };
 
@@ -148,7 +148,8 @@ struct Table<polyhead_backward_args> {
   static constexpr auto kFields = std::make_tuple(
       Pointer{kForward, Null::kRefused, &C::forward, &Cpp::owned_forward}, SAME(grad_out), SAME(grad_logsumexp),
       SAME(delta), SAME(grad_query), SAME(grad_key), SAME(grad_value), SAME(grad_attn_bias), SAME(grad_alibi_slopes),
-      SAME(accumulate), Reserved{"reserved", &C::reserved}, CAPTURES(grad_captures, num_grad_captures, grad_captured));
+      SAME(accumulate), Reserved{"reserved", &C::reserved}, CAPTURES(grad_captures, num_grad_captures, grad_captured),
+      SAME(grad_sink_logits));
   static_assert(is_whole<C>(kFields));
 };
 

@@ -57,6 +57,11 @@ OperandShape alibi_slopes(const Desc& d) {
   return {DType::kFloat32, {{"batch", d.batch}, heads}};
 }
 
+OperandShape sink_logits(const Desc& d) {
+  if (!d.has_sink_logits) return {};
+  return {sums_dtype(d), {{"num_heads", d.num_heads}}};
+}
+
 OperandShape integers(bool asked, Dim dim) {
   if (!asked) return {};
   OperandShape shape(DType::kInt64, {dim});
@@ -95,6 +100,7 @@ constexpr AttentionOperand kOperands[] = {
     {"attn_mask", &F::attn_mask, nullptr, kInput, kInput, attn_mask},
     {"attn_bias", &F::attn_bias, nullptr, kInput, kInput, attn_bias},
     {"alibi_slopes", &F::alibi_slopes, nullptr, kInput, kInput, alibi_slopes},
+    {"sink_logits", &F::sink_logits, nullptr, kInput, kInput, sink_logits},
     {"seqlens_q", &F::seqlens_q, nullptr, kInput, kInput, seqlens_q},
     {"seqlens_k", &F::seqlens_k, nullptr, kInput, kInput, seqlens_k},
     {"cu_seqlens_q", &F::cu_seqlens_q, nullptr, kInput, kInput, cu_seqlens},
@@ -114,6 +120,7 @@ constexpr AttentionOperand kOperands[] = {
     {"grad_value", nullptr, &B::grad_value, kNone, kGradient, grad_value},
     {"grad_attn_bias", nullptr, &B::grad_attn_bias, kNone, kGradient, attn_bias},
     {"grad_alibi_slopes", nullptr, &B::grad_alibi_slopes, kNone, kGradient, alibi_slopes},
+    {"grad_sink_logits", nullptr, &B::grad_sink_logits, kNone, kGradient, sink_logits},
 };
 
 }  // namespace

@@ -72,13 +72,14 @@ class Forward {
       P[n] = scores_.score(scores_.raw(s, b, h, i, j), s, b, h, i, j);  // S
       if (!scores_.hides(P[n])) visible[n++] = j;
     }
-    if (n == 0) return {0, static_cast<T>(-HUGE_VAL)};
+    const T sink = i < s.len_q ? scores_.sink(h) : static_cast<T>(-HUGE_VAL);  // padding has none
+    if (n == 0) return {0, sink};
 
-    T m = static_cast<T>(-HUGE_VAL);
+    T m = sink;
     for (int64_t k = 0; k < n; ++k) {
       if (P[k] > m) m = P[k];
     }
-    T l = 0;
+    T l = sink == static_cast<T>(-HUGE_VAL) ? T(0) : std::exp(sink - m);
     for (int64_t k = 0; k < n; ++k) {
       P[k] = std::exp(P[k] - m);  // NaN where S is NaN or inf
       l += P[k];
@@ -100,7 +101,7 @@ class Forward {
         scratch_.P[k] *= scores_.dropout_factor(b, h, i, scratch_.visible[k]);
       }
       if (desc_.return_weights == ReturnWeights::kPerHead) store_weights(b, h, i, row.num_visible);
-      weighted_values(s, b, h, row.num_visible);
+      weighted_values(s, b, h, row);
       store_out(b, s.first_q + i, h);
     }
     if (desc_.return_column_sums) {
@@ -111,10 +112,10 @@ class Forward {
     }
   }
 
-  // O = sum_k P_k V_k
-  void weighted_values(const Sequence& s, int64_t b, int64_t h, int64_t num_visible) const {
-    std::fill_n(scratch_.O, desc_.head_dim_v, T(0));
-    for (int64_t k = 0; k < num_visible; ++k) {
+  // O = sum_k P_k V_k; a sink of NaN makes rows NaN that see no key, too.
+  void weighted_values(const Sequence& s, int64_t b, int64_t h, const Row& row) const {
+    std::fill_n(scratch_.O, desc_.head_dim_v, std::isnan(row.L) ? row.L : T(0));
+    for (int64_t k = 0; k < row.num_visible; ++k) {
       const In* V_j = scores_.value(s, b, h, scratch_.visible[k]);
       for (int64_t d = 0; d < desc_.head_dim_v; ++d) {
         scratch_.O[d] += scratch_.P[k] * widen<T>(V_j[d * scores_.V.dim]);

@@ -4,6 +4,7 @@
 //   dX_ij = dS_ij (1 - tanh^2(X_ij / softcap))   S = softcap tanh(X / softcap) + bias - slope |i + offset - j|
 //   dQ_i = scale sum_j dX_ij K_j  dK_j = scale sum_i dX_ij Q_i  dV_j = sum_i P_ij f_ij dO_i         X = scale Q K^T
 //   dbias = dS, dslope = -sum_ij dS_ij |i + offset - j|, summed over what broadcasts
+//   dsink_h = sum_i exp(sink_h - L_i) (dL_i - D_i)
 // With a score program, dS is what that passes on.
 #include <algorithm>
 #include <vector>
@@ -66,6 +67,7 @@ class Backward {
     if (args_.grad_key.given() || args_.grad_value.given()) grad_key_value();
     if (args_.grad_attn_bias.given()) grad_attn_bias();
     if (args_.grad_alibi_slopes.given()) grad_alibi_slopes();
+    if (args_.grad_sink_logits.given()) grad_sink_logits();
     for (size_t i = 0; i < args_.grad_captures.size(); ++i) {
       if (args_.grad_captures[i].given()) grad_capture(static_cast<int>(i));
     }
@@ -86,6 +88,15 @@ class Backward {
   T& D(const Sequence& s, int64_t b, int64_t h, int64_t i) const {
     const int64_t head = (desc_.packed ? 0 : b) * desc_.num_heads + h;
     return scratch_.D[head * desc_.seqlen_q + s.first_q + i];
+  }
+
+  T L(const Sequence& s, int64_t b, int64_t h, int64_t i) const {
+    const Tensor& t = args_.forward.logsumexp;
+    return load(t, statistic_at(t, b, h, s.first_q + i));
+  }
+  T dL(const Sequence& s, int64_t b, int64_t h, int64_t i) const {
+    const Tensor& t = args_.grad_logsumexp;
+    return t.given() ? load(t, statistic_at(t, b, h, s.first_q + i)) : T(0);
   }
 
   void rowsum_dO_O() const {
@@ -116,18 +127,14 @@ class Backward {
   }
 
   Pair pair(const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
-    const Tensor& lse = args_.forward.logsumexp;
-    const Tensor& grad_lse = args_.grad_logsumexp;
-    const T L = load(lse, statistic_at(lse, b, h, s.first_q + i));
-    const T dL = grad_lse.given() ? load(grad_lse, statistic_at(grad_lse, b, h, s.first_q + i)) : T(0);
     const T f = scores_.dropout_factor(b, h, i, j);
     const T X = scores_.raw(s, b, h, i, j);
 
     Pair p;
-    p.P = std::exp(scores_.score(X, s, b, h, i, j) - L);
+    p.P = std::exp(scores_.score(X, s, b, h, i, j) - L(s, b, h, i));
     p.dropped_P = p.P * f;
     const T dP = f * dot<T>(grad_out(s, b, h, i), dO_.dim, scores_.value(s, b, h, j), scores_.V.dim, desc_.head_dim_v);
-    p.dS = p.P * (dP - D(s, b, h, i) + dL);
+    p.dS = p.P * (dP - D(s, b, h, i) + dL(s, b, h, i));
     if (scores_.program) p.dS = scores_.program->differentiate(p.dS);
     p.dX = p.dS;
     if (scores_.softcap > 0) {
@@ -239,6 +246,32 @@ class Backward {
         store(t, t.ndim == 2 ? first * t.strides[0] + h * t.strides[1] : h * t.strides[0], sum);
       }
     }
+  }
+
+  // Of all queries, also those that see no key: their L is the sink.
+  void grad_sink_logits() const {
+    const Tensor& t = args_.grad_sink_logits;
+    for (int64_t h = 0; h < desc_.num_heads; ++h) {
+      const T sink = scores_.sink(h);
+      T sum = 0;
+      for (int64_t b = 0; b < desc_.batch && sink != static_cast<T>(-HUGE_VAL); ++b) {
+        const Sequence s = sequences_[b];
+        for (int64_t i = 0; i < s.len_q; ++i) {
+          sum += std::exp(sink - L(s, b, h, i)) * (dL(s, b, h, i) - D_of_sink(s, b, h, i));
+        }
+      }
+      store(t, h * t.strides[0], sum);
+    }
+  }
+
+  // D, which is 0 where all of O is: so that a grad_out that no value came to, if it is NaN, does not reach the sink.
+  T D_of_sink(const Sequence& s, int64_t b, int64_t h, int64_t i) const {
+    if (args_.delta.given()) return D(s, b, h, i);
+    const Operand O(args_.forward.out);
+    for (int64_t d = 0; d < desc_.head_dim_v; ++d) {
+      if (load(O.tensor, O.at(b, s.first_q + i, h) + d * O.dim) != 0) return D(s, b, h, i);
+    }
+    return 0;
   }
 
   void grad_capture(int capture) const {

@@ -120,6 +120,14 @@ struct Scores {
     return static_cast<T>(static_cast<const float*>(t.data)[at]);
   }
 
+  // The sink of head h; -inf: none. +inf is NaN already, as it would be in a softmax.
+  T sink(int64_t h) const {
+    const Tensor& t = args.sink_logits;
+    if (!desc.has_sink_logits) return static_cast<T>(-HUGE_VAL);
+    const T sink = static_cast<T>(load_element(t.data, t.dtype, h * t.strides[0]));
+    return sink < static_cast<T>(HUGE_VAL) ? sink : static_cast<T>(NAN);
+  }
+
   // scale * q.k
   T raw(const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
     return scale * dot<T>(query(s, b, h, i), Q.dim, key(s, b, h, j), K.dim, desc.head_dim);

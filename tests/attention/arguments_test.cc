@@ -30,6 +30,7 @@ void with_all(AttentionDesc& d) {
   d.attn_mask = operand(DType::kBool, 2, 1, 5, 5);
   d.attn_bias = operand(DType::kFloat16, 1, 4, 5, 1);
   d.alibi_slopes_ndim = 2;
+  d.has_sink_logits = true;
   d.return_weights = ReturnWeights::kPerHead;
 }
 void with_lengths(AttentionDesc& d) { d.causal = d.has_seqlens_q = d.has_seqlens_k = true; }
@@ -89,6 +90,10 @@ const BadCall kBadCalls[] = {
     {with_all, [](auto& a) { a.attn_bias.dims[1] = 1; }, "attn_bias dim 1 (num_heads) is 1, the plan's is 4"},
     {with_all, [](auto& a) { a.attn_bias.dtype = DType::kFloat32; }, "attn_bias is float32, expected float16"},
     {with_all, [](auto& a) { a.attn_bias.data = nullptr; }, "attn_bias is null, has 20 elements"},
+    {as_it_is, [](auto& a) { a.sink_logits = a.query; }, "sink_logits is given, but the plan was made without"},
+    {with_all, [](auto& a) { a.sink_logits = {}; }, "sink_logits is missing"},
+    {with_all, [](auto& a) { a.sink_logits.ndim = 2; }, "sink_logits has 2 dims, expected 1: [num_heads]"},
+    {with_all, [](auto& a) { a.sink_logits.dtype = DType::kFloat16; }, "sink_logits is float16, expected float32"},
     {with_all, [](auto& a) { a.alibi_slopes = {}; }, "alibi_slopes is missing"},
     {with_all, [](auto& a) { a.alibi_slopes.ndim = 1; }, "alibi_slopes has 1 dims, expected 2: [batch, num_heads]"},
     {with_all, [](auto& a) { a.alibi_slopes.dtype = DType::kFloat64; }, "alibi_slopes is float64, expected float32"},

@@ -28,6 +28,7 @@ void with_all(AttentionDesc& d) {
   d.attn_mask = operand(DType::kBool, 2, 1, 5, 5);
   d.attn_bias = operand(DType::kFloat16, 1, 4, 5, 1);
   d.alibi_slopes_ndim = 2;
+  d.has_sink_logits = true;
   d.return_weights = ReturnWeights::kPerHead;
 }
 void with_lengths(AttentionDesc& d) { d.causal = d.has_seqlens_q = d.has_seqlens_k = true; }
@@ -37,7 +38,8 @@ void in_float64(AttentionDesc& d) { d.dtype = DType::kFloat64; }
 void in_bfloat16(AttentionDesc& d) { d.dtype = DType::kBFloat16; }
 
 constexpr char kNotAsked[] =
-    "no gradient is asked for: give grad_query, grad_key, grad_value, grad_attn_bias or grad_alibi_slopes";
+    "no gradient is asked for: give grad_query, grad_key, grad_value, grad_attn_bias, grad_alibi_slopes or "
+    "grad_sink_logits";
 
 const BadCall kBadCalls[] = {
     // The inputs and options are those of forward, whose test has every sentence; here one of each kind.
@@ -106,7 +108,10 @@ const BadCall kBadCalls[] = {
     {packed, [](auto& a) { a.delta.dims[1] = 2; }, "delta dim 1 is 2, expected total_q 3"},
     // The gradients that go out.
     {as_it_is, [](auto& a) { a.grad_query = a.grad_key = a.grad_value = {}; }, kNotAsked},
-    {with_all, [](auto& a) { a.grad_query = a.grad_key = a.grad_value = a.grad_attn_bias = a.grad_alibi_slopes = {}; },
+    {with_all,
+     [](auto& a) {
+       a.grad_query = a.grad_key = a.grad_value = a.grad_attn_bias = a.grad_alibi_slopes = a.grad_sink_logits = {};
+     },
      kNotAsked},
     {as_it_is, [](auto& a) { a.grad_query.dims[1] = 4; }, "grad_query dim 1 is 4, expected seqlen_q 3"},
     {as_it_is, [](auto& a) { a.grad_key.dims[2] = 4; }, "grad_key dim 2 is 4, expected num_heads_kv 2"},
@@ -123,6 +128,11 @@ const BadCall kBadCalls[] = {
     {with_all, [](auto& a) { a.grad_attn_bias.dims[3] = 5; }, "grad_attn_bias dim 3 (seqlen_k) is 5, the plan's is 1"},
     {with_all, [](auto& a) { a.grad_attn_bias.dtype = DType::kFloat32; },
      "grad_attn_bias is float32, expected float16"},
+    {as_it_is, [](auto& a) { a.grad_sink_logits = a.grad_query; },
+     "grad_sink_logits is given, but the plan was made without sink_logits"},
+    {with_all, [](auto& a) { a.grad_sink_logits.dims[0] = 3; }, "grad_sink_logits dim 0 is 3, expected num_heads 4"},
+    {with_all, [](auto& a) { a.grad_sink_logits.dtype = DType::kFloat16; },
+     "grad_sink_logits is float16, expected float32"},
     {with_all, [](auto& a) { a.grad_alibi_slopes.ndim = 1; },
      "grad_alibi_slopes has 1 dims, expected 2: [batch, num_heads]"},
     {with_all, [](auto& a) { a.grad_alibi_slopes.dtype = DType::kFloat16; },

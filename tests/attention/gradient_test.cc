@@ -103,7 +103,7 @@ class KernelOnCase {
 
   // Of a set, the gradients of inputs that the problem has; query's if there is none.
   GradientSet here(GradientSet asked) const {
-    const GradientSet inputs = 7u | (desc_.attn_bias.given ? 8u : 0u) | (desc_.alibi_slopes_ndim > 0 ? 16u : 0u);
+    const GradientSet inputs = gradients_there(desc_);
     return (asked & inputs) == 0 ? 1u : asked & inputs;
   }
 
@@ -123,10 +123,10 @@ class KernelOnCase {
       GradientSet asked;
     };
     const Run kRuns[] = {{2, Layout::kBshd, case_.problem.needs},
-                         {3, Layout::kTransposed, 1u | 16u},
+                         {3, Layout::kTransposed, 1u | 16u | 32u},
                          {7, Layout::kPadded, 2u | 8u},
                          {0, Layout::kNegative, 4u},
-                         {3, even ? Layout::kJunk : Layout::kExpanded, even ? 6u : 8u | 16u},
+                         {3, even ? Layout::kJunk : Layout::kExpanded, even ? 6u : 8u | 16u | 32u},
                          {0, even ? Layout::kMixed : Layout::kQkv, kAllGradients}};
     for (size_t n = 0; n < 6; ++n) {
       if (memory_alone() && n != turn % 5) continue;

@@ -34,8 +34,12 @@ struct Part {
   AttentionDesc desc;
   Inputs in;
 
-  Part(const AttentionDesc& whole, const Inputs& inputs, int64_t first, int64_t end) : desc(whole), in(inputs) {
+  // One of the parts has the sinks.
+  Part(const AttentionDesc& whole, const Inputs& inputs, int64_t first, int64_t end, bool has_sinks)
+      : desc(whole), in(inputs) {
     desc.seqlen_k = end - first;
+    desc.has_sink_logits = whole.has_sink_logits && has_sinks;
+    if (!has_sinks) in.sink_logits = {};
     in.key = cut(inputs.key, 1, first, end);
     in.value = cut(inputs.value, 1, first, end);
     if (per_key(in.attn_mask)) in.attn_mask = cut(in.attn_mask, 3, first, end);
@@ -52,7 +56,7 @@ struct Part {
 };
 
 struct Gradients {
-  Array query, key, value, attn_bias, alibi_slopes;
+  Array query, key, value, attn_bias, alibi_slopes, sink_logits;
 };
 struct Name {
   const char* name;
@@ -66,6 +70,7 @@ constexpr Name kNames[] = {
     {"value", &Inputs::value, &Gradients::value, &BackwardArgs::grad_value},
     {"attn_bias", &Inputs::attn_bias, &Gradients::attn_bias, &BackwardArgs::grad_attn_bias},
     {"alibi_slopes", &Inputs::alibi_slopes, &Gradients::alibi_slopes, &BackwardArgs::grad_alibi_slopes},
+    {"sink_logits", &Inputs::sink_logits, &Gradients::sink_logits, &BackwardArgs::grad_sink_logits},
 };
 
 // Zeros of the shapes of the inputs; in float64 or in their own dtypes.
@@ -175,7 +180,7 @@ class SplitProblem {
       parts_.clear();
       results_.clear();
       for (size_t k = 0; k + 1 < cuts.size(); ++k) {
-        parts_.emplace_back(desc_, in_, cuts[k], cuts[k + 1]);
+        parts_.emplace_back(desc_, in_, cuts[k], cuts[k + 1], k == 0);
         const Outputs o = run(kernel_, parts_[k].desc, parts_[k].in, {.threads = 2, .through_plan = true});
         ASSERT_EQ(o.faults, std::vector<std::string>());
         results_.push_back({o.out, o.logsumexp});
@@ -247,6 +252,7 @@ class SplitProblem {
       add_part(k, got);
       sums.query = got.query;
       sums.alibi_slopes = got.alibi_slopes;
+      if (k == 0) sums.sink_logits = got.sink_logits;
       const auto expect_keys = [&](const char* name, Array Gradients::*gradient, size_t dim) {
         expect_as_good(name, got.*gradient, cut(exact.*gradient, dim, first, end),
                        cut(naive.*gradient, dim, first, end), 4);
@@ -263,6 +269,7 @@ class SplitProblem {
     const int roundings = 4 + static_cast<int>(parts_.size());
     expect_as_good("query", sums.query, exact.query, naive.query, roundings);
     expect_as_good("alibi_slopes", sums.alibi_slopes, exact.alibi_slopes, naive.alibi_slopes, roundings);
+    expect_as_good("sink_logits", sums.sink_logits, exact.sink_logits, naive.sink_logits, roundings);
     if (!per_key(in_.attn_bias)) {
       expect_as_good("attn_bias", sums.attn_bias, exact.attn_bias, naive.attn_bias, roundings);
     }
@@ -323,6 +330,8 @@ TEST(MergedAttention, EachOption) {
       [](auto& d) { d.alibi_slopes_ndim = 2, d.query_offset = 28; },
       [](auto& d) { d.softcap = 2, d.scale = -0.3; },
       [](auto& d) { d.has_seqlens_q = d.has_seqlens_k = true; },
+      [](auto& d) { d.has_sink_logits = true; },
+      [](auto& d) { d.has_sink_logits = d.causal = true, d.query_offset = -4; },
   };
   for (const auto& change : changes) {
     SCOPED_TRACE(&change - changes);

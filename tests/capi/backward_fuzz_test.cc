@@ -23,6 +23,7 @@ std::vector<Operand> operands_of(const polyhead_attention_desc& d, polyhead_forw
   add("grad_value", &args.grad_value, shapes.grad_value, Role::kOutput, true);
   add("grad_attn_bias", &args.grad_attn_bias, shapes.attn_bias, Role::kOutput, true);
   add("grad_alibi_slopes", &args.grad_alibi_slopes, shapes.alibi_slopes, Role::kOutput, true);
+  add("grad_sink_logits", &args.grad_sink_logits, shapes.sink_logits, Role::kOutput, true);
   return operands;
 }
 
@@ -61,7 +62,7 @@ void call_backward(Hostile& random, const polyhead_attention_plan* plan, const p
   if (args.accumulate != 0 && args.accumulate != 1) wrong += " accumulate";
   if (forward.out.ndim == 0 && args.delta.ndim == 0) wrong += " out and delta";
   if (args.grad_query.ndim == 0 && args.grad_key.ndim == 0 && args.grad_value.ndim == 0 &&
-      args.grad_attn_bias.ndim == 0 && args.grad_alibi_slopes.ndim == 0) {
+      args.grad_attn_bias.ndim == 0 && args.grad_alibi_slopes.ndim == 0 && args.grad_sink_logits.ndim == 0) {
     wrong += " no gradient";
   }
   judge(polyhead_attention_backward(plan, &args), wrong, operands, &s);

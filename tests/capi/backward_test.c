@@ -8,9 +8,10 @@
 #include "check.h"
 
 enum { B = 2, Sq = 3, Sk = 4, H = 2, G = 1, D = 3, Dv = 2 };
-enum { kQuery, kKey, kValue, kBias, kSlopes, kNumInputs };
-static const char* const kNames[kNumInputs] = {"query", "key", "value", "attn_bias", "alibi_slopes"};
-static const int64_t kDims[kNumInputs][4] = {{B, Sq, H, D}, {B, Sk, G, D}, {B, Sk, G, Dv}, {1, H, 1, Sk}, {H, 1, 1, 1}};
+enum { kQuery, kKey, kValue, kBias, kSlopes, kSinks, kNumInputs };
+static const char* const kNames[kNumInputs] = {"query", "key", "value", "attn_bias", "alibi_slopes", "sink_logits"};
+static const int64_t kDims[kNumInputs][4] = {{B, Sq, H, D}, {B, Sk, G, D}, {B, Sk, G, Dv},
+                                             {1, H, 1, Sk}, {H, 1, 1, 1},  {H, 1, 1, 1}};
 enum { kMaxElements = B * Sq * H * D, kOut = B * Sq * H * Dv, kRows = B * H * Sq };
 
 // What is computed with, as float64. Loss = sum grad_out * out + sum grad_logsumexp * logsumexp.
@@ -73,6 +74,7 @@ static problem* new_step(const numbers* x, int32_t dtype, int64_t first, int64_t
   desc->query_offset = 1 - first;
   desc->softcap = 3;
   desc->alibi_slopes_ndim = 1;
+  desc->has_sink_logits = first == 0;  // one of the parts has them
   desc->attn_bias.given = 1, desc->attn_bias.dtype = dtype, desc->attn_bias.dims[1] = H;
   desc->attn_bias.dims[3] = count;
   p->args.query = tensor_of(p, dtype, 4, kDims[kQuery], x->input[kQuery]);
@@ -80,6 +82,7 @@ static problem* new_step(const numbers* x, int32_t dtype, int64_t first, int64_t
   p->args.value = tensor_of(p, dtype, 4, kDims[kValue], x->input[kValue]);
   p->args.attn_bias = tensor_of(p, dtype, 4, kDims[kBias], x->input[kBias]);
   p->args.alibi_slopes = tensor_of(p, POLYHEAD_FLOAT32, 1, kDims[kSlopes], x->input[kSlopes]);
+  if (first == 0) p->args.sink_logits = tensor_of(p, dtype, 1, kDims[kSinks], x->input[kSinks]);
   polyhead_tensor* const sliced[] = {&p->args.key, &p->args.value, &p->args.attn_bias};
   for (int n = 0; n < 3; ++n) {
     const int dim = n == 2 ? 3 : 1;
@@ -118,6 +121,7 @@ static polyhead_backward_args new_backward_args(problem* p, const numbers* x) {
   args.grad_value = new_tensor(p, p->desc.dtype, 4, p->args.value.dims);
   args.grad_attn_bias = new_tensor(p, p->desc.dtype, 4, p->args.attn_bias.dims);
   args.grad_alibi_slopes = new_tensor(p, POLYHEAD_FLOAT32, 1, p->args.alibi_slopes.dims);
+  if (p->desc.has_sink_logits) args.grad_sink_logits = new_tensor(p, p->desc.dtype, 1, kDims[kSinks]);
   return args;
 }
 
@@ -143,8 +147,9 @@ static results run_step(const numbers* x, int32_t dtype, const char* kernel, int
     CHECK_OK(polyhead_attention_backward(plan, &args));
   }
   r.loss = loss_of(p, x);
-  const polyhead_tensor* const grads[kNumInputs] = {&args.grad_query, &args.grad_key, &args.grad_value,
-                                                    &args.grad_attn_bias, &args.grad_alibi_slopes};
+  const polyhead_tensor* const grads[kNumInputs] = {&args.grad_query,        &args.grad_key,
+                                                    &args.grad_value,        &args.grad_attn_bias,
+                                                    &args.grad_alibi_slopes, &args.grad_sink_logits};
   for (int n = 0; n < kNumInputs; ++n) {
     for (int64_t i = 0; i < count_of(n); ++i) r.grad[n][i] = element(grads[n], i);
   }
@@ -314,7 +319,8 @@ static void test_bad_backward(void) {
   REFUSED("grad_key dim 1 is 5, expected seqlen_k 4", args.grad_key.dims[1] = 5);
   REFUSED("grad_value overlaps value", args.grad_value.data = forward->value.data);
   REFUSED("no gradient is asked for", args.grad_query.ndim = args.grad_key.ndim = args.grad_value.ndim =
-                                          args.grad_attn_bias.ndim = args.grad_alibi_slopes.ndim = 0);
+                                          args.grad_attn_bias.ndim = args.grad_alibi_slopes.ndim =
+                                              args.grad_sink_logits.ndim = 0);
 #undef REFUSED
   polyhead_backward_args args = good;
   CHECK_REFUSED(polyhead_backward_args_init(NULL, sizeof args), POLYHEAD_INVALID_ARGUMENT, "args is a null pointer");

@@ -101,7 +101,7 @@ static void test_bad_desc(void) {
   REFUSED("return_weights is 3", desc->return_weights = 3);
   REFUSED("return_column_sums is 2", desc->return_column_sums = 2);
   REFUSED("has_windows is 2", desc->has_windows = 2);
-  REFUSED("reserved is 1", desc->reserved = 1);
+  REFUSED("has_sink_logits is 2", desc->has_sink_logits = 2);
   REFUSED("desc.flags is 1", desc->flags = 1);
   REFUSED("desc.struct_size is 0", desc->struct_size = 0);
   REFUSED("newer than the library", desc->struct_size += 8);

@@ -102,13 +102,15 @@ static void expect_row(const problem* p, int64_t b, int64_t h, int64_t i, double
   const int64_t g = h / (desc->num_heads / desc->num_heads_kv), keys = desc->packed ? s.len_k : desc->seqlen_k;
   double* weights = calloc((size_t)keys + 1, sizeof *weights);
   if (weights == NULL) abort();
-  double max = -INFINITY, sum = 0;
+  const double sink = desc->has_sink_logits && i < s.len_q ? at(&p->args.sink_logits, h, 0, 0, 0) : -INFINITY;
+  double max = sink, sum = 0;
   for (int64_t j = 0; j < keys; ++j) max = fmax(max, score(p, &s, b, h, i, j));
   for (int64_t j = 0; j < keys; ++j) {
     const double S = score(p, &s, b, h, i, j);
     weights[j] = S > -INFINITY ? exp(S - max) : 0;
     sum += weights[j];
   }
+  if (sink > -INFINITY) sum += exp(sink - max);
   for (int64_t j = 0; j < keys; ++j) {
     if (sum > 0) weights[j] /= sum;
     if (column_sums != NULL) column_sums[(b * desc->num_heads + h) * keys + j] += weights[j];
@@ -245,7 +247,8 @@ static problem* dropout_and_weights(void) {
 static problem* windows_of_queries(void) {
   static const int32_t lo[] = {0, 2, 4, 6, 9, -8, 7}, hi[] = {1, 9, 6, 6, 2, 3, 99};
   problem* p = new_problem(2, 7, 9, 4, 2, 16, 12);
-  p->desc.has_windows = 1;
+  p->desc.has_windows = p->desc.has_sink_logits = 1;
+  p->args.sink_logits = new_random_tensor(p, 1, (int64_t[]){4});
   p->args.window_lo = new_tensor(p, POLYHEAD_INT32, 1, (int64_t[]){7});
   p->args.window_hi = new_tensor(p, POLYHEAD_INT32, 1, (int64_t[]){7});
   memcpy(p->args.window_lo.data, lo, sizeof lo);

@@ -60,7 +60,8 @@ struct Operand {
 
 // The shapes of a desc's tensors, by name.
 struct Shapes {
-  Shape query, key, value, attn_mask, attn_bias, alibi_slopes, seqlens_q, seqlens_k, cu_seqlens, query_offsets, window;
+  Shape query, key, value, attn_mask, attn_bias, alibi_slopes, sink_logits, seqlens_q, seqlens_k, cu_seqlens,
+      query_offsets, window;
   Shape out, logsumexp, attn_weights, column_sums;
   Shape grad_query, grad_key, grad_value;
 
@@ -84,6 +85,7 @@ struct Shapes {
     attn_bias = broadcast(d.attn_bias);
     if (d.alibi_slopes_ndim == 1) alibi_slopes = {POLYHEAD_FLOAT32, {H}};
     if (d.alibi_slopes_ndim == 2) alibi_slopes = {POLYHEAD_FLOAT32, {B, H}};
+    if (d.has_sink_logits) sink_logits = {sums, {H}};
     seqlens_q = integers(d.has_seqlens_q, B);
     seqlens_k = integers(d.has_seqlens_k, B);
     cu_seqlens = integers(d.packed, B < INT64_MAX ? B + 1 : B);
@@ -121,6 +123,7 @@ inline std::vector<Operand> input_operands(const Shapes& shapes, polyhead_forwar
       {"query_offsets", &args.query_offsets, shapes.query_offsets, Role::kIntegers},
       {"window_lo", &args.window_lo, shapes.window, Role::kIntegers},
       {"window_hi", &args.window_hi, shapes.window, Role::kIntegers},
+      {"sink_logits", &args.sink_logits, shapes.sink_logits},
   };
 }
 
@@ -169,6 +172,7 @@ inline polyhead_attention_desc random_desc(Hostile& random) {
     default: d.align = static_cast<int32_t>(random.between(1, 2));
   }
   d.alibi_slopes_ndim = random.chance(30) ? static_cast<int32_t>(random.between(1, 2)) : 0;
+  d.has_sink_logits = random.chance(20);
   d.dropout_p = random.chance(20) ? static_cast<double>(random.between(0, 10)) / 10 : 0;
   if (random.chance(20)) {  // the last two are refused
     static constexpr const char* kPrograms[] = {"mask = (q - k) % 3 != 1", "score = 5 * tanh(score / 5)",
@@ -208,14 +212,15 @@ inline void print(const polyhead_attention_desc& d, const polyhead_plan_options&
   number("has_query_offsets", d.has_query_offsets), number("alibi_slopes_ndim", d.alibi_slopes_ndim);
   number("mask", d.attn_mask.given), number("bias", d.attn_bias.given), std::printf(" dropout_p=%.17g", d.dropout_p);
   number("return_weights", d.return_weights), number("return_column_sums", d.return_column_sums);
-  number("has_windows", d.has_windows), std::printf(" program=%s", d.program != nullptr ? d.program : "none");
+  number("has_windows", d.has_windows), number("has_sink_logits", d.has_sink_logits);
+  std::printf(" program=%s", d.program != nullptr ? d.program : "none");
   std::printf("\n");
   std::fflush(stdout);
 }
 
 // Pools and kernels that the rounds choose from.
 struct Surroundings {
-  Arena arena{26, 7};  // as many operands as a backward call has
+  Arena arena{28, 7};  // as many operands as a backward call has
   GuardedBytes workspace{size_t{1} << 22, Guard::kEnd, 0xff};
   std::vector<polyhead_executor*> executors{nullptr};
   std::vector<const char*> kernels{nullptr, "", "no such kernel"};

@@ -17,16 +17,16 @@ namespace {
 TEST(AttentionOperands, EveryTensorOfACallHasOneRow) {
   BackwardArgs args;
   // Taken apart by name: a new field does not compile before it stands here.
-  auto& [query, key, value, attn_mask, attn_bias, alibi_slopes, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
+  auto& [query, key, value, attn_mask, attn_bias, alibi_slopes, sinks, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
          query_offsets, window_lo, window_hi, captures, dropout_seed, dropout_offset, out, logsumexp, weights,
          column_sums, workspace, workspace_bytes, where] = args.forward;
   auto& [forward, grad_out, grad_logsumexp, delta, grad_query, grad_key, grad_value, grad_attn_bias, grad_alibi_slopes,
-         grad_captures, accumulate] = args;
+         grad_sinks, grad_captures, accumulate] = args;
   std::vector<const Tensor*> tensors = {
-      &query,     &key,          &value,          &attn_mask,        &attn_bias,      &alibi_slopes, &seqlens_q,
-      &seqlens_k, &cu_seqlens_q, &cu_seqlens_k,   &query_offsets,    &window_lo,      &window_hi,    &out,
-      &logsumexp, &weights,      &column_sums,    &grad_out,         &grad_logsumexp, &delta,        &grad_query,
-      &grad_key,  &grad_value,   &grad_attn_bias, &grad_alibi_slopes};
+      &query,     &key,          &value,          &attn_mask,         &attn_bias,      &alibi_slopes, &seqlens_q,
+      &seqlens_k, &cu_seqlens_q, &cu_seqlens_k,   &query_offsets,     &window_lo,      &window_hi,    &out,
+      &logsumexp, &weights,      &column_sums,    &grad_out,          &grad_logsumexp, &delta,        &grad_query,
+      &grad_key,  &grad_value,   &grad_attn_bias, &grad_alibi_slopes, &sinks,          &grad_sinks};
   std::vector<const Tensor*> rows;
   for (const AttentionOperand& row : attention_operands()) {
     rows.push_back(&row.of(args));
@@ -44,6 +44,7 @@ AttentionDesc with_options() {
   desc.attn_mask = operand(DType::kBool, 2, 1, 3, 5);
   desc.attn_bias = operand(DType::kFloat16, 1, 4, 3, 1);
   desc.alibi_slopes_ndim = 2;
+  desc.has_sink_logits = true;
   desc.return_weights = ReturnWeights::kMean;
   return desc;
 }

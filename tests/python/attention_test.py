@@ -39,6 +39,7 @@ def operands(rng, dtype, batch=2, sq=5, sk=7, heads=4, heads_kv=2, dim=8, dim_v=
 def check(query, key, value, kernel=None, **options):
     """Runs with everything returned; compares all of it."""
     dtype = query.dtype
+    options = formula.in_sums_of(dtype, options)
     exact = formula.attention(query, key, value, **options)
     out, logsumexp, weights, column_sums = polyhead.attention(
         query, key, value, **options, return_logsumexp=True, return_weights=True, return_column_sums=True, kernel=kernel
@@ -78,6 +79,8 @@ OPTIONS = {
     "window_causal": {"window": (3, 3), "causal": True, "align": "bottom_right"},
     "alibi": {"alibi_slopes": np.array([0.5, 0.25, 0.1, 0], np.float32), "align": "bottom_right"},
     "alibi_batch": {"alibi_slopes": np.arange(8, dtype=np.float32).reshape(2, 4) / 8, "align": "top_left"},
+    "sinks": {"sink_logits": np.array([0.5, -np.inf, 2, 0], np.float32), "causal": True, "query_offset": -2},
+    "sinks_seqlens": {"sink_logits": np.zeros(4, np.float32), "seqlens_q": np.array([5, 2]), "seqlens_k": np.array([0, 6])},
     "seqlens_k": {"seqlens_k": np.array([3, 7], np.int32)},
     "seqlens": {"seqlens_q": np.array([5, 0]), "seqlens_k": np.array([0, 6])},
     "seqlens_causal": {
@@ -209,6 +212,7 @@ PACKED = {
     "window": {"window": (2, 2), "align": "top_left"},
     "offsets": {"causal": True, "query_offset": np.array([2, 0, -1, 3])},
     "alibi": {"alibi_slopes": np.ones((4, 4), np.float32) / 4, "align": "top_left"},
+    "sinks": {"sink_logits": np.array([0.5, -1, 2, 0], np.float32)},
     "dropout": {"dropout_p": 0.4, "dropout_seed": 3},
     "softcap": {"softcap": 0.7, "scale": 1.5},
 }
@@ -218,6 +222,7 @@ PACKED = {
 @pytest.mark.parametrize("options", PACKED.values(), ids=PACKED.keys())
 def test_packed(options, dtype):
     rng = np.random.default_rng(8)
+    options = formula.in_sums_of(dtype, options)
     query = rng.standard_normal((14, 4, 8)).astype(dtype)
     key, value = (rng.standard_normal((16, 2, dim)).astype(dtype) for dim in (8, 6))
     cu_q, cu_k = np.array([0, 3, 3, 9, 12], np.int32), np.array([0, 5, 8, 8, 16])

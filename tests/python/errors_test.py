@@ -49,6 +49,8 @@ BAD = [
     bad(polyhead.Error, "attn_mask is float32", attn_mask=np.ones((2, 2), np.float32)),
     bad(polyhead.Error, "attn_bias", attn_bias=np.ones((2, 2), np.float64)),
     bad(polyhead.Error, "attn_bias", attn_bias=np.ones((2, 2), bool)),
+    bad(polyhead.Error, "sink_logits is float64, expected float32", sink_logits=np.ones(4)),
+    bad(polyhead.Error, "sink_logits dim 0 is 3", sink_logits=np.ones(3, np.float32)),
     bad(polyhead.Error, "alibi_slopes is float64", alibi_slopes=np.ones(2), align="top_left"),
     bad(polyhead.Error, "seqlens_q has dtype int16, must be int32 or int64", seqlens_q=np.ones(1, np.int16)),
     bad(polyhead.Error, "seqlens_k is float32", seqlens_k=np.ones(1, np.float32)),

@@ -7,15 +7,15 @@ import formula
 import polyhead
 from optional import torch
 
-SOURCES = ("query", "key", "value", "attn_bias", "alibi_slopes")
+SOURCES = ("query", "key", "value", "attn_bias", "alibi_slopes", "sink_logits")
 
 
 def composed(
     query, key, value, *, attn_bias=None, attn_mask=None, causal=False, window=None, align=None, query_offset=None,
     scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0, dropout_seed=0, dropout_offset=0, seqlens_q=None,
-    seqlens_k=None, first_batch=0,
+    seqlens_k=None, first_batch=0, sink_logits=None,
 ):  # fmt: skip
-    """out, logsumexp; query, key, value, attn_bias and alibi_slopes are float64 tensors."""
+    """out, logsumexp; query, key, value, attn_bias, alibi_slopes and sink_logits are float64 tensors."""
     batch, sq, heads, dim = query.shape
     sk, heads_kv = key.shape[1:3]
     K, V = (x.repeat_interleave(heads // max(heads_kv, 1), dim=2) for x in (key, value))
@@ -34,10 +34,17 @@ def composed(
     if attn_mask is not None:
         visible = visible & torch.from_numpy(np.array(attn_mask))
     visible = visible.expand(S.shape)
+    if sink_logits is not None:  # one key more, whose value is 0; padding does not see it
+        S = torch.cat([S, sink_logits.view(1, heads, 1, 1).expand(*S.shape[:3], 1)], -1)
+        there = torch.ones(1, 1, sq, 1, dtype=torch.bool)
+        if seqlens_q is not None:
+            there = torch.arange(sq).view(1, 1, -1, 1) < torch.from_numpy(np.array(seqlens_q)).view(-1, 1, 1, 1)
+        there = there & (sink_logits != -np.inf).view(1, heads, 1, 1)
+        visible = torch.cat([visible, there.expand(*visible.shape[:3], 1)], -1)
     sees = visible.any(-1, keepdim=True)
     S = torch.where(sees, torch.where(visible, S, -np.inf), 0.0)  # torch's gradients of a row of -inf are NaN
     L = torch.where(sees[..., 0], torch.logsumexp(S, -1), -np.inf)
-    P = torch.where(visible, torch.softmax(S, -1), 0.0)
+    P = torch.where(visible, torch.softmax(S, -1), 0.0)[..., :sk]
     if dropout_p > 0:
         shape = (first_batch + batch, heads, sq, sk)
         kept = polyhead.dropout_mask(shape, dropout_p, dropout_seed, dropout_offset)[first_batch:]
@@ -119,6 +126,11 @@ def error_bounds(query, key, value, grad_out, grad_logsumexp=None, **options):
         distance, _ = formula.positions(dS.shape[0], *dS.shape[2:], False, None, *where)
         shape = options["alibi_slopes"].shape
         bounds["alibi_slopes"] = summed_to((dS * distance).sum(axis=(2, 3)), shape).reshape(shape)
+    if options.get("sink_logits") is not None:
+        sinks = np.asarray(options["sink_logits"], np.float64).reshape(1, -1, 1)
+        there = np.isfinite(result.logsumexp)
+        share = np.where(there, np.exp(sinks - np.where(there, result.logsumexp, 0)), 0)
+        bounds["sink_logits"] = (share * D).sum(axis=(0, 2))
     return bounds
 
 
@@ -128,6 +140,8 @@ def of_packed(function, query, key, value, grad_out, grad_logsumexp, *, cu_seqle
     slopes = options.get("alibi_slopes")
     if slopes is not None:
         arrays["alibi_slopes"] = slopes
+    if options.get("sink_logits") is not None:
+        arrays["sink_logits"] = options["sink_logits"]
     results = {name: np.zeros(x.shape) for name, x in arrays.items()}
     if grad_logsumexp is None:
         grad_logsumexp = np.zeros((query.shape[1], query.shape[0]))
@@ -141,4 +155,6 @@ def of_packed(function, query, key, value, grad_out, grad_logsumexp, *, cu_seqle
         results["value"][rows_k] = of_sequence["value"][0]
         if slopes is not None:
             results["alibi_slopes"][b if slopes.ndim == 2 else ...] += of_sequence["alibi_slopes"]
+        if "sink_logits" in arrays:
+            results["sink_logits"] += of_sequence["sink_logits"]
     return results

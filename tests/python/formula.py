@@ -58,6 +58,13 @@ def lengths_and_offsets(batch, sq, sk, align, query_offset, seqlens_q, seqlens_k
     return lens_q, lens_k, lens_k - lens_q if align == "bottom_right" else np.zeros(batch, int)
 
 
+def in_sums_of(dtype, options):
+    """The options, with sink_logits in the dtype that they have beside inputs of this one."""
+    if options.get("sink_logits") is None:
+        return options
+    return options | {"sink_logits": options["sink_logits"].astype(np.float64 if dtype == np.float64 else np.float32)}
+
+
 def of_all_pairs(function, shape, offsets, captured, **inputs):
     """What a score or mask function gives for all pairs of [B, H, Sq, Sk] at once, on arrays."""
     values = dict(zip("bhqk", np.ogrid[tuple(slice(0, size) for size in shape)]))
@@ -77,7 +84,7 @@ def positions(batch, sq, sk, causal, window, align, query_offset, seqlens_q, seq
 def attention(
     query, key, value, *, attn_bias=None, attn_mask=None, causal=False, window=None, align=None, query_offset=None,
     scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0, dropout_seed=0, dropout_offset=0, seqlens_q=None,
-    seqlens_k=None, first_batch=0, score=None, mask=None, captured=None,
+    seqlens_k=None, first_batch=0, score=None, mask=None, captured=None, sink_logits=None,
 ):  # fmt: skip
     """out [B, Sq, H, Dv], logsumexp [B, H, Sq], weights [B, H, Sq, Sk], column_sums [B, H, Sk], bound (see below)."""
     Q, K, V = (np.asarray(x).astype(np.float64) for x in (query, key, value))
@@ -109,10 +116,16 @@ def attention(
     visible = np.broadcast_to(visible, S.shape)
     S = np.where(visible, S, -np.inf)
 
-    m = S.max(axis=-1, keepdims=True, initial=-np.inf)
-    E = np.exp(S - np.where(np.isinf(m), 0, m))
-    E = np.where(visible, E, 0)
-    total = E.sum(axis=-1, keepdims=True)
+    sinks = np.full((1, heads, 1, 1), -np.inf)
+    if sink_logits is not None:
+        sinks = np.asarray(sink_logits, np.float64).reshape(sinks.shape)
+    if seqlens_q is not None:  # padding has none
+        there = np.arange(sq).reshape(1, 1, -1, 1) < np.reshape(seqlens_q, (-1, 1, 1, 1))
+        sinks = np.where(there, sinks, -np.inf)
+    m = np.maximum(S.max(axis=-1, keepdims=True, initial=-np.inf), sinks)
+    finite_m = np.where(np.isinf(m), 0, m)
+    E = np.where(visible, np.exp(S - finite_m), 0)
+    total = E.sum(axis=-1, keepdims=True) + np.exp(sinks - finite_m)
     P = E / np.where(total == 0, 1, total)
     with np.errstate(divide="ignore"):
         L = np.where(total == 0, -np.inf, m + np.log(total))[..., 0]

@@ -11,7 +11,7 @@ from arrays_test import KINDS, jax_with_float64, strided_views, to_jax, to_numpy
 from errors_test import bad, refused
 from optional import jax, needs_jax, needs_torch, torch
 
-SOURCES = ("query", "key", "value", "attn_bias", "alibi_slopes")
+SOURCES = ("query", "key", "value", "attn_bias", "alibi_slopes", "sink_logits")
 
 
 def problem(dtype=np.float32, seed=0, **options):
@@ -23,6 +23,7 @@ def problem(dtype=np.float32, seed=0, **options):
     options = {
         "attn_bias": rng.standard_normal((4, 1, 7)).astype(np.float32),
         "alibi_slopes": rng.random(4).astype(np.float32),
+        "sink_logits": rng.random(4).astype(np.float64 if dtype == np.float64 else np.float32),
         "causal": True,
         "align": "bottom_right",
     } | options
@@ -140,7 +141,7 @@ def test_kinds_give_the_same_bits_in_their_own_kind(make, dtype, jax_with_float6
     arrays, options = problem(dtype)
     grad_logsumexp = np.ones_like(arrays[5])
     expected = polyhead.attention_backward(*arrays, **options, grad_logsumexp=grad_logsumexp, needs=SOURCES)
-    options |= {"attn_bias": make(options["attn_bias"]), "alibi_slopes": make(options["alibi_slopes"])}
+    options |= {name: make(options[name]) for name in ("attn_bias", "alibi_slopes", "sink_logits")}
     got = polyhead.attention_backward(
         *map(make, arrays), **options, grad_logsumexp=make(grad_logsumexp), needs=SOURCES
     )
@@ -265,7 +266,7 @@ BAD = [
     bad(TypeError, "return_weights", return_weights=True),
     bad(TypeError, "return_logsumexp", return_logsumexp=True),
     # Names.
-    bad(polyhead.Error, 'needs[0] is "bias", must be "query", "key", "value", "attn_bias", "alibi_slopes" or', needs=["bias"]),
+    bad(polyhead.Error, 'needs[0] is "bias", must be "query", "key", "value", "attn_bias", "alibi_slopes", "sink_logits" or', needs=["bias"]),
     bad(polyhead.Error, 'needs[0] is "attn_bias", but attn_bias is not', needs=["attn_bias"], attn_bias=None),
     bad(polyhead.Error, 'needs[0] is "alibi_slopes", but alibi', needs=["alibi_slopes"], alibi_slopes=None),
     bad(polyhead.Error, 'into holds "attn_bias", which needs does not name', into={"attn_bias": NEW}),

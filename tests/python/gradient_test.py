@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import formula
 import polyhead
 from attention_test import DTYPES, KERNEL_OPTIONS, OPTIONS, PACKED, SHAPES, operands, random_options
 from exact_gradients import SOURCES, by_autograd, by_differences, error_bounds, exact_gradients, of_packed
@@ -38,6 +39,7 @@ def coarser(*dtypes):
 def check(query, key, value, with_grad_logsumexp=True, kernel=None, by=by_autograd, **options):
     """All gradients that the options have."""
     dtype = query.dtype
+    options = formula.in_sums_of(dtype, options)
     sources = {"query": query, "key": key, "value": value} | options
     sources = {name: sources[name] for name in SOURCES if sources.get(name) is not None}
     out, logsumexp = polyhead.attention(query, key, value, **options, return_logsumexp=True, kernel=kernel)
@@ -133,6 +135,7 @@ GRADIENT_KERNEL_OPTIONS = {
     "dropout": {"dropout_p": 0.2, "dropout_seed": 11},
     "bias": {"attn_bias": np.linspace(-1, 1, 4 * 70).reshape(1, 4, 1, 70).astype(np.float32)},
     "alibi": {"alibi_slopes": np.array([0.5, 0.25, 0.1, 0], np.float32), "align": "top_left", "window": (9, 4)},
+    "sinks": {"sink_logits": np.array([0.5, -1, 2, 0], np.float32), "causal": True, "query_offset": -3},
 }
 
 
@@ -142,6 +145,7 @@ GRADIENT_KERNEL_OPTIONS = {
 @pytest.mark.parametrize("options", GRADIENT_KERNEL_OPTIONS.values(), ids=GRADIENT_KERNEL_OPTIONS.keys())
 def test_each_kernel_computes_or_says_why_not(options, dtype, kernel):
     arrays = operands(np.random.default_rng(6), dtype, sq=33, sk=70, heads=4, heads_kv=1, dim=40, dim_v=24)
+    options = formula.in_sums_of(dtype, options)
     reason = polyhead.explain(*arrays, kernel=kernel, **options).reasons[kernel]
     if not reason:
         check(*arrays, kernel=kernel, **options)
@@ -168,6 +172,7 @@ def test_random_options(seed):
 @pytest.mark.parametrize("options", PACKED.values(), ids=PACKED.keys())
 def test_packed(options, dtype):
     rng = np.random.default_rng(8)
+    options = formula.in_sums_of(dtype, options)
     query = rng.standard_normal((14, 4, 8)).astype(dtype)
     key, value = (rng.standard_normal((18, 2, dim)).astype(dtype) for dim in (8, 6))
     cu_q, cu_k = np.array([0, 3, 3, 9, 12], np.int32), np.array([0, 5, 8, 8, 16])  # two rows behind the end of each

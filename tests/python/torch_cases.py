@@ -35,6 +35,10 @@ def slopes(*shape):
     return lambda dtype: {"alibi_slopes": tensors(shape, seed=4)[0].abs(), "align": "bottom_right"}
 
 
+def sinks(dtype):
+    return {"sink_logits": tensors((4,), dtype=torch.float64 if dtype == torch.float64 else torch.float32, seed=5)[0]}
+
+
 def dropout(dtype):
     return {"dropout_p": 0.3, "dropout_seed": 2**63 + 5, "dropout_offset": 3}
 
@@ -55,15 +59,17 @@ CASES = {
     "mask": mask,
     "slopes": slopes(4),
     "slopes_batch": slopes(2, 4),
+    "sinks": lambda dtype: {"causal": True, "query_offset": -2, **sinks(dtype)},  # two queries see no key
     "lengths": lambda dtype: {"seqlens_q": integers(5, 2), "seqlens_k": integers(0, 6)},
     "dropout": dropout,
     "packed": lambda dtype: {},
     "packed_causal": lambda dtype: {"causal": True, "align": "bottom_right"},
     "packed_slopes": lambda dtype: {"alibi_slopes": tensors((3, 4), seed=4)[0].abs(), "align": "top_left"},
     "packed_dropout": dropout,
+    "packed_sinks": sinks,
     "everything": lambda dtype: {
         "causal": True, "align": "bottom_right", "softcap": 2.0, "scale": 0.5, **bias(4, 5, 1)(dtype), **mask(dtype),
-        **slopes(4)(dtype), **dropout(dtype),
+        **slopes(4)(dtype), **dropout(dtype), **sinks(dtype), "seqlens_q": integers(5, 2),
     },  # fmt: skip
 }  # fmt: skip
 PACKED = [name for name in CASES if name.startswith("packed")]

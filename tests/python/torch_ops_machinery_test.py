@@ -43,7 +43,7 @@ def test_opcheck_forward(case, requires_grad):
 def test_opcheck_backward(case):
     operands, options = problem(case)
     out, logsumexp = polyhead.torch.attention(*operands, **options, return_logsumexp=True)
-    needs = 7 + 8 * ("attn_bias" in options) + 16 * ("alibi_slopes" in options)
+    needs = 7 + 8 * ("attn_bias" in options) + 16 * ("alibi_slopes" in options) + 32 * ("sink_logits" in options)
     arguments = (torch.randn_like(out), None, *operands, out, logsumexp, needs)
     rest = as_operator_arguments(operands, options)[3 : 3 + NUM_SHARED]
     opcheck(torch.ops.polyhead.attention_backward.default, (*arguments, *rest))
@@ -242,7 +242,7 @@ def test_a_program_whose_kernel_is_not_here_is_refused_by_name(direction, name, 
 
 def mapped_options(options):
     """The options that have one element of each of the mapped calls' own."""
-    return {name: torch.stack([x, x]) for name, x in options.items() if name in ("attn_bias", "alibi_slopes")}
+    return {name: torch.stack([x, x]) for name, x in options.items() if name in ("attn_bias", "alibi_slopes", "sink_logits")}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in PACKED])

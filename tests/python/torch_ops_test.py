@@ -25,7 +25,7 @@ else:
     CASES, DTYPES = {}, []
 
 cases = pytest.mark.parametrize("case", CASES)
-DIFFERENTIABLE = ("query", "key", "value", "attn_bias", "alibi_slopes")
+DIFFERENTIABLE = ("query", "key", "value", "attn_bias", "alibi_slopes", "sink_logits")
 
 
 def same_bits(got, expected):
@@ -37,7 +37,7 @@ def same_bits(got, expected):
 def leaves(operands, options, needs=DIFFERENTIABLE):
     """The differentiable inputs by name; those that `needs` names require a gradient from now on."""
     inputs = dict(zip(("query", "key", "value"), operands))
-    inputs |= {name: options[name] for name in ("attn_bias", "alibi_slopes") if name in options}
+    inputs |= {name: options[name] for name in DIFFERENTIABLE[3:] if name in options}
     for name, tensor in inputs.items():
         tensor.requires_grad_(name in needs)
     return inputs
@@ -176,8 +176,7 @@ def test_third_way_to_the_gradients(case):
         arguments[name] = arguments[name] or 0
     bits = sum(1 << DIFFERENTIABLE.index(name) for name in inputs)
     got = _composition.attention_backward(
-        grad_out, grad_logsumexp, *operands, out, logsumexp, options.get("attn_bias"), options.get("alibi_slopes"),
-        (), bits, positional(operands[0], **arguments),
+        grad_out, grad_logsumexp, *operands, out, logsumexp, *(options.get(name) for name in DIFFERENTIABLE[3:]), (), bits, positional(operands[0], **arguments),
     )  # fmt: skip
     for name, grad in expected.items():
         torch.testing.assert_close(got[DIFFERENTIABLE.index(name)], grad)

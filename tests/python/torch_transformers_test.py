@@ -251,16 +251,6 @@ def test_a_model_s_own_mask():
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_attention_sinks_are_refused_by_name():
-    config = transformers.GptOssConfig(
-        vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        intermediate_size=37, num_local_experts=2, max_position_embeddings=64,
-    )  # fmt: skip
-    model = transformers.GptOssForCausalLM._from_config(config, attn_implementation="polyhead")
-    with pytest.raises(NotImplementedError, match="GptOssAttention gives s_aux, which attention 'polyhead' does not"):
-        model(input_ids=torch.ones(1, 5, dtype=torch.long))
-
-
 def refused_calls():
     x = torch.zeros(1, 2, 5, 8)
     longer = torch.zeros(1, 2, 9, 8)

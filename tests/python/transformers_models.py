@@ -54,6 +54,10 @@ DECODERS = {
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", GROUPED | dict(sliding_window=5, query_pre_attn_scalar=4)),
     "phi": ("PhiForCausalLM", "PhiConfig", SIZES | IDS),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", SIZES | IDS | dict(num_key_value_heads=2, sliding_window=5)),
+    "gpt_oss": (
+        "GptOssForCausalLM", "GptOssConfig",
+        GROUPED | dict(sliding_window=5, num_local_experts=2, num_experts_per_tok=2, intermediate_size=48),
+    ),
     "granite": ("GraniteForCausalLM", "GraniteConfig", GROUPED | dict(attention_multiplier=0.3)),
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", GROUPED),
 }  # fmt: skip
@@ -109,9 +113,9 @@ def make(transformers, name, **changes):
         config = getattr(transformers, config_class)(**copy.deepcopy(sizes | changes))
         models.append(getattr(transformers, model_class)._from_config(config, attn_implementation=implementation))
     generator = torch.Generator().manual_seed(0)
-    for parameter in models[0].parameters():
+    for part, parameter in models[0].named_parameters():
         # Larger than models begin with, so that the weights of attention are far from equal.
-        if parameter.dim() > 1:
+        if parameter.dim() > 1 or part.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5, generator=generator)
     models[1].load_state_dict(models[0].state_dict())
     return tuple(model.eval() for model in models)

@@ -46,6 +46,7 @@ Problem problem() {
   d.head_dim_v = 24;
   d.softcap = 3;
   d.alibi_slopes_ndim = 1;
+  d.has_sink_logits = true;
   d.causal = true;
   d.align = Align::kBottomRight;
   d.dropout_p = 0.2;
@@ -168,6 +169,9 @@ TEST(GradientHarness, CatchesSmallErrorsInEachGradient) {
       [](const AttentionDesc& d, const BackwardArgs& a, const polyhead::Run&) {
         changed<&BackwardArgs::grad_alibi_slopes>(d, a, [](int64_t n, float x) { return n == 1 ? x + 0.1f : x; });
       },
+      [](const AttentionDesc& d, const BackwardArgs& a, const polyhead::Run&) {
+        changed<&BackwardArgs::grad_sink_logits>(d, a, [](int64_t n, float x) { return n == 1 ? x + 1e-3f : x; });
+      },
   };
   for (size_t n = 0; n < kNumGradients; ++n) {
     const std::string text = judged(p, kOneElement[n]);
@@ -210,6 +214,7 @@ TEST(GradientHarness, CatchesALeakAndAHiddenNan) {
   Problem p = problem();
   p.desc.align = Align::kUnset;
   p.desc.query_offset = -5;
+  p.desc.has_sink_logits = false;  // for which `out` is read everywhere
   const AttentionDesc& d = p.desc;
   const BackwardInputs in = random_backward_inputs(p);
   const Kernel honest = kernel_of(naive);

@@ -146,6 +146,7 @@ TEST(ProblemLine, EveryWordChangesWhatIsComputed) {
   plain.desc.query_offset = 3;
   void (*const changes[])(Problem&) = {
       [](Problem& p) { p.seed = 2; },
+      [](Problem& p) { p.desc.has_sink_logits = true; },
       [](Problem& p) { p.fill = Fill::kShiftUp; },
       [](Problem& p) { p.fill = Fill::kShiftDown; },
       [](Problem& p) { p.fill = Fill::kLarge; },

@@ -69,7 +69,7 @@ TEST(ToolsProblem, ListsAndRangesGiveEveryCombination) {
 TEST(ToolsProblem, OptionsMeanWhatTheySay) {
   const Problem p = parse_one(
       "2x4/2x64/96x32/16 --dtype bf16 --causal --align bottom_right --window 16,-1 --scale -0.5 --softcap 30 "
-      "--alibi=batch "
+      "--alibi=batch --sinks "
       "--mask b,1,q,k:padding --bias 1,h,1,k --bias-dtype f16 --lengths=k --dropout 0.25 --weights mean --column-sums "
       "--logsumexp --layout strided --seed 7");
   EXPECT_EQ(p.desc.dtype, DType::kBFloat16);
@@ -80,6 +80,7 @@ TEST(ToolsProblem, OptionsMeanWhatTheySay) {
   EXPECT_EQ(p.desc.scale, -0.5);
   EXPECT_EQ(p.desc.softcap, 30);
   EXPECT_EQ(p.desc.alibi_slopes_ndim, 2);
+  EXPECT_TRUE(p.desc.has_sink_logits);
   EXPECT_EQ(p.mask_kind, MaskKind::kPadding);
   EXPECT_EQ(p.desc.attn_mask.dtype, DType::kBool);
   const int64_t mask[4] = {2, 1, 64, 96}, bias[4] = {1, 4, 1, 96};
@@ -120,6 +121,7 @@ TEST(ToolsProblem, NeededGradientsAreThoseThatTheProblemHas) {
   EXPECT_EQ(needed(""), 7u);
   EXPECT_EQ(needed("--bias 1,1,q,k"), 15u);
   EXPECT_EQ(needed("--alibi"), 23u);
+  EXPECT_EQ(needed("--sinks"), 39u);
   EXPECT_EQ(needed("--alibi --needs key,alibi_slopes"), 18u);
   const auto missing = needed_gradients(parse_one("1x2x8x8 --alibi --needs key,attn_bias,alibi_slopes"));
   ASSERT_FALSE(missing.ok());
@@ -163,7 +165,8 @@ TEST(ToolsProblem, ErrorsNameTheWordAndSayWhatToDo) {
       {"9223372036854775807x1x1x1 --packed",
        "batch is 9223372036854775807, must be at most 10000000 with random lengths or offsets"},
       {"1x1x1x1 --needs query,bias",
-       "--needs has 'bias', must be names of query, key, value, attn_bias, alibi_slopes, separated by commas"},
+       "--needs has 'bias', must be names of query, key, value, attn_bias, alibi_slopes, sink_logits, separated by "
+       "commas"},
       {"1x1x1x1 --accumulate=2", "--accumulate is '2', must be 0 or 1"},
       {"1x1x1x1 --query-offset soon", "--query-offset is 'soon', must be an integer or 'random' (one per sequence)"}};
   for (const auto& [line, sentence] : cases) EXPECT_EQ(error_of(line), sentence);

@@ -124,7 +124,8 @@ TEST(ToolsVerify, OutputsThatWereNotWrittenFail) {
 }
 
 constexpr char kGradientLine[] =
-    "2x4/2x12/20x16/8 --causal --align top_left --bias b,1,q,k --alibi=batch --softcap 5 --logsumexp";
+    "2x4/2x12/20x16/8 --causal --align top_left --bias b,1,q,k --alibi=batch --sinks --softcap 5 "
+    "--logsumexp";
 
 TEST(ToolsVerify, TheYardsticksGradientsPassTheirBound) {
   for (const char* more : {"", " --dtype bf16", " --dtype f16", " --dtype f64", " --accumulate", " --dropout 0.2"}) {

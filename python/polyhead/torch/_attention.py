@@ -28,7 +28,7 @@ def _tensors_only(**operands):
 def _options(
     query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
     dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
-    return_weights=False, return_column_sums=False, out_dtype=None,
+    sink_logits=None, return_weights=False, return_column_sums=False, out_dtype=None,
 ):  # fmt: skip
     if (cu_seqlens_q is None) != (cu_seqlens_k is None):
         given, missing = "qk" if cu_seqlens_k is None else "kq"
@@ -40,7 +40,7 @@ def _options(
     return Options(
         causal, scale, attn_bias, attn_mask, alibi_slopes, seed_tensor(dropout_p, dropout_seed), dropout_p,
         dropout_offset, window_left, window_right, align_number(align), offset, offsets, softcap, seqlens_q, seqlens_k,
-        cu_seqlens_q, cu_seqlens_k, kernel_name(kernel), origin_tensor(dropout_origin),
+        cu_seqlens_q, cu_seqlens_k, kernel_name(kernel), origin_tensor(dropout_origin), sink_logits,
         weights_number(return_weights), return_column_sums, asks_float32(out_dtype, query),
     )  # fmt: skip
 
@@ -66,6 +66,7 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     score: Callable[..., Any] | str | None = None,
     mask: Callable[..., Any] | str | None = None,
     captured: Mapping[str, Tensor] | None = None,
@@ -100,6 +101,8 @@ def attention(
     query_offset : int or Tensor, optional
         Integers [B], or one.
     alibi_slopes : Tensor of float32 [H] or [B, H], optional
+    sink_logits : Tensor of floats [H], optional
+        One more logit of each row of a head, as of `polyhead.attention`; taken as float32 (float64 if query is).
     score, mask : function or str, optional
         As of `polyhead.attention`. Functions may use torch's operations on elements, and any on tensors as a whole; tensors
         that they close over count as captured.
@@ -131,8 +134,8 @@ def attention(
 
     Notes
     -----
-    Gradients go to query, key, value, attn_bias (summed over what broadcasts), alibi_slopes and what score reads, from out
-    and logsumexp, in O(N) memory. Through returned weights there are gradients too, in O(Sq Sk) memory as the weights themselves;
+    Gradients go to query, key, value, attn_bias (summed over what broadcasts), alibi_slopes, sink_logits and what score
+    reads, from out and logsumexp, in O(N) memory. Through returned weights there are gradients too, in O(Sq Sk) memory as the weights themselves;
     column_sums has none. Second derivatives are computed in torch's operations, in O(Sq Sk) memory; these, and the
     gradients through weights, want finite numbers in keys that some queries see, though others do not: those of padding
     may hold anything. Forward-mode derivatives are refused.
@@ -147,7 +150,7 @@ def attention(
     (torch.Size([1, 2, 4, 8]), torch.Size([1, 2, 4, 8]))
     """
     nothing_else = (
-        attn_bias is attn_mask is window is query_offset is alibi_slopes is dropout_seed is kernel is None
+        attn_bias is attn_mask is window is query_offset is alibi_slopes is sink_logits is dropout_seed is kernel is None
         and score is mask is captured is None
         and dropout_origin is out_dtype is None
         and seqlens_q is seqlens_k is cu_seqlens_q is cu_seqlens_k is None
@@ -168,12 +171,13 @@ def attention(
     if _is_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
         query, key, value = _ops.cast_for_autocast(query, key, value)
     program = _program_of(score, mask, captured, query.dtype)
+    sink_logits = _in_sums_dtype(sink_logits, query)
     options = _options(
         query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
         dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
-        return_weights, return_column_sums, out_dtype,
+        sink_logits, return_weights, return_column_sums, out_dtype,
     )  # fmt: skip
-    inputs = (query, key, value, attn_bias, alibi_slopes, *program.tensors)
+    inputs = (query, key, value, attn_bias, alibi_slopes, sink_logits, *program.tensors)
     if return_weights and _autograd.differentiates(*inputs):
         return _with_differentiable_weights(query, key, value, options, program.slots(), return_logsumexp)
     options = (*options, *program.slots()) if program is not _NO_PROGRAM else options
@@ -182,6 +186,12 @@ def attention(
         return out
     asked = ((return_logsumexp, logsumexp), (return_weights, weights), (return_column_sums, column_sums))
     return (out, *(result for wanted, result in asked if wanted))
+
+
+def _in_sums_dtype(sink_logits, query):
+    if sink_logits is None or not sink_logits.is_floating_point():
+        return sink_logits
+    return sink_logits.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
 
 
 def _forward(query, key, value, options):
@@ -228,6 +238,7 @@ def attention_backward(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     score: Callable[..., Any] | str | None = None,
     mask: Callable[..., Any] | str | None = None,
     captured: Mapping[str, Tensor] | None = None,
@@ -249,14 +260,15 @@ def attention_backward(
     ----------
     grad_out, query, key, value, out, logsumexp : Tensor
         As of `polyhead.attention_backward`; out and logsumexp may be merged ones, out and grad_out float32.
-    attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes : optional
+    attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, sink_logits : optional
     score, mask, captured : optional
     dropout_p, dropout_seed, dropout_offset, dropout_origin : optional
     seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel : optional
         As given to `attention`; where dropout_p > 0, dropout_seed must be given.
     grad_logsumexp : Tensor, optional
     needs : sequence of str
-        Which gradients: out of "query", "key", "value", "attn_bias", "alibi_slopes" and the names of captured floats.
+        Which gradients: out of "query", "key", "value", "attn_bias", "alibi_slopes", "sink_logits" and the names of
+        captured floats. That of sink_logits is float32 (float64 if query is).
 
     Returns
     -------
@@ -273,7 +285,9 @@ def attention_backward(
         raise Error(f"dropout_p is {dropout_p}, so dropout_seed must be given: that of attention")
     needs = tuple(needs)
     program = _program_of(score, mask, captured, query.dtype)
-    inputs = {"query": query, "key": key, "value": value, "attn_bias": attn_bias, "alibi_slopes": alibi_slopes}
+    sink_logits = _in_sums_dtype(sink_logits, query)
+    plain = (query, key, value, attn_bias, alibi_slopes, sink_logits)
+    inputs = dict(zip(PLAIN_DIFFERENTIABLE, plain, strict=True))
     inputs |= dict(zip(program.names, program.tensors))
     places = {name: bit for bit, name in enumerate((*PLAIN_DIFFERENTIABLE, *program.names))}
     for name in needs:
@@ -283,7 +297,7 @@ def attention_backward(
             raise Error(f'needs holds "{name}", but {name} is not given')
     options = _options(
         query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
-        dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
+        dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel, sink_logits,
     )  # fmt: skip
     bits = sum(1 << places[name] for name in dict.fromkeys(needs))
     tensors = (grad_out, grad_logsumexp, query, key, value, out, logsumexp)

@@ -7,12 +7,13 @@ from torch.autograd import Function, forward_ad
 
 from polyhead.torch import _composition, _ops
 from polyhead.torch._options import (
-    DIFFERENTIABLE, NUM_SHARED, PLAIN_DIFFERENTIABLE, PROGRAM, Options, captures_of, for_backward, of_backward,
+    DIFFERENTIABLE, NUM_SHARED, OPTIONS_OF_GRADIENTS, PLAIN_DIFFERENTIABLE, PROGRAM, Options, captures_of, for_backward,
+    of_backward,
 )  # fmt: skip
 
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 _FRONT_OF_TRANSFORMS = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
-_ATTN_BIAS, _ALIBI_SLOPES = 2, 4  # in options
+_PLAIN = len(PLAIN_DIFFERENTIABLE)
 
 
 def _transforms_active():
@@ -35,8 +36,9 @@ def differentiates(*tensors):
     return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
 
 
-def _of(options, position):
-    return options[position] if len(options) > position else None
+def _added(options):
+    """attn_bias, alibi_slopes and sink_logits."""
+    return tuple(options[position] if len(options) > position else None for position in OPTIONS_OF_GRADIENTS)
 
 
 class _Saved:
@@ -44,7 +46,7 @@ class _Saved:
 
 
 def _keep(ctx, tensors, options):
-    if len(options) > _ATTN_BIAS:
+    if len(options) > OPTIONS_OF_GRADIENTS[0]:
         tensors += tuple(each for each in options if isinstance(each, Tensor))
         options = tuple(_Saved if isinstance(each, Tensor) else each for each in options)
     ctx.save_for_backward(*tensors)
@@ -62,9 +64,10 @@ def _kept(ctx, count):
 
 
 class _Forward:
-    """(query, key, value, attn_bias, alibi_slopes, options, *captures) -> the results of attention_forward.
+    """(query, key, value, attn_bias, alibi_slopes, sink_logits, options, *captures) -> the results of attention_forward.
 
-    attn_bias, alibi_slopes and captures, which options holds too, are arguments of their own because they have gradients.
+    Those between value and options, and captures, which options holds too, are arguments of their own because they have
+    gradients.
     """
 
     @staticmethod
@@ -74,15 +77,12 @@ class _Forward:
         (query, key, value, out, logsumexp), options = _kept(ctx, 5)
         if grad_out is None:
             grad_out = out.new_zeros(()).expand(out.shape)
-        plain = len(PLAIN_DIFFERENTIABLE)
-        query_needs, key_needs, value_needs, bias_needs, slopes_needs, _, *captures_need = ctx.needs_input_grad
-        needs = query_needs + 2 * key_needs + 4 * value_needs + 8 * bias_needs + 16 * slopes_needs
-        for bit, needed in enumerate(captures_need, plain):
-            needs |= needed << bit
+        needed = (*ctx.needs_input_grad[:_PLAIN], *ctx.needs_input_grad[_PLAIN + 1 :])
+        needs = sum(each << bit for bit, each in enumerate(needed))
         grads = attention_backward(
             grad_out, grad_logsumexp, query, key, value, out, logsumexp, needs, *for_backward(options)
         )
-        return (*grads[:plain], None, *grads[plain : len(ctx.needs_input_grad) - 1])
+        return (*grads[:_PLAIN], None, *grads[_PLAIN : len(needed)])
 
 
 def _finish_forward(ctx, query, key, value, options, results):
@@ -94,7 +94,7 @@ def _finish_forward(ctx, query, key, value, options, results):
 
 class _AttentionForward(_Forward, Function):
     @staticmethod
-    def forward(ctx, query, key, value, attn_bias, alibi_slopes, options, *captures):
+    def forward(ctx, query, key, value, attn_bias, alibi_slopes, sink_logits, options, *captures):
         with _BelowAutograd():
             results = _ops.forward_of(options)(query, key, value, *options)
         _finish_forward(ctx, query, key, value, options, results)
@@ -107,12 +107,13 @@ class _TransformedForward(_Forward, Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(query, key, value, attn_bias, alibi_slopes, options, *captures):
+    def forward(query, key, value, attn_bias, alibi_slopes, sink_logits, options, *captures):
         return _ops.forward_of(options)(query, key, value, *options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        query, key, value, _, _, options, *_ = inputs
+        query, key, value, *_ = inputs
+        options = inputs[_PLAIN]
         _finish_forward(ctx, query, key, value, options, output)
 
 
@@ -133,16 +134,16 @@ _apply_forward = _applying(_AttentionForward)
 
 
 def attention_forward(query, key, value, *options):
-    attn_bias, alibi_slopes = _of(options, _ATTN_BIAS), _of(options, _ALIBI_SLOPES)
+    added = _added(options)
     operator, captures = _ops.attention_forward, ()
     if len(options) > PROGRAM:
         operator, captures = _ops.forward_of(options), captures_of(options)
     if _transforms_active():
-        return _TransformedForward.apply(query, key, value, attn_bias, alibi_slopes, options, *captures)
+        return _TransformedForward.apply(query, key, value, *added, options, *captures)
     if _mapping():
         return operator(query, key, value, *options)
-    if differentiates(query, key, value, attn_bias, alibi_slopes, *captures):
-        return _apply_forward(query, key, value, attn_bias, alibi_slopes, options, *captures)
+    if differentiates(query, key, value, *added, *captures):
+        return _apply_forward(query, key, value, *added, options, *captures)
     with _BelowAutograd():
         return operator(query, key, value, *options)
 
@@ -203,11 +204,11 @@ def is_plain():
 
 
 class _Backward:
-    """(grad_out, grad_logsumexp, query, key, value, out, logsumexp, attn_bias, alibi_slopes, needs, options, *captures)
-    -> the results of attention_backward. Its own gradients are those of the same formulas in torch's operations, O(Sq Sk).
+    """(grad_out, grad_logsumexp, query, key, value, out, logsumexp, attn_bias, alibi_slopes, sink_logits, needs, options,
+    *captures) -> the results of attention_backward. Its own gradients are those of the same formulas in torch's operations, O(Sq Sk).
     """
 
-    TENSORS = 9  # before needs and options
+    TENSORS = 10  # before needs and options
 
     @staticmethod
     def backward(ctx, *grad_grads):
@@ -234,6 +235,11 @@ class _Backward:
         return tuple(results)
 
 
+def _run_backward(inputs):
+    needs, options = inputs[_Backward.TENSORS : _Backward.TENSORS + 2]
+    return _ops.backward_of(options)(*inputs[:7], needs, *options)
+
+
 def _finish_backward(ctx, inputs):
     tensors, (needs, options) = inputs[: _Backward.TENSORS], inputs[_Backward.TENSORS : _Backward.TENSORS + 2]
     _keep(ctx, tensors, options)
@@ -244,7 +250,7 @@ class _AttentionBackward(_Backward, Function):
     @staticmethod
     def forward(ctx, *inputs):
         with _BelowAutograd():
-            grads = _ops.backward_of(inputs[10])(*inputs[:7], inputs[9], *inputs[10])
+            grads = _run_backward(inputs)
         _finish_backward(ctx, inputs)
         return grads
 
@@ -254,7 +260,7 @@ class _TransformedBackward(_Backward, Function):
 
     @staticmethod
     def forward(*inputs):
-        return _ops.backward_of(inputs[10])(*inputs[:7], inputs[9], *inputs[10])
+        return _run_backward(inputs)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -266,7 +272,7 @@ _apply_backward = _applying(_AttentionBackward)
 
 def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsumexp, needs, *options):
     tensors = (grad_out, grad_logsumexp, query, key, value, out, logsumexp)
-    inputs = (*tensors, _of(options, _ATTN_BIAS), _of(options, _ALIBI_SLOPES))
+    inputs = (*tensors, *_added(options))
     captures = options[NUM_SHARED + 1 :]
     if _transforms_active():
         return _TransformedBackward.apply(*inputs, needs, options, *captures)

@@ -2,7 +2,7 @@
 
 import torch
 
-from polyhead.torch._options import NUM_SHARED, PROGRAM, AllOptions, of_backward
+from polyhead.torch._options import NUM_SHARED, OPTIONS_OF_GRADIENTS, PROGRAM, AllOptions, of_backward
 
 
 def _one_by_one(operator, info, in_dims, arguments):
@@ -45,6 +45,12 @@ def _folded_slopes(tensor, dim, size, batch):
     return stacked.expand(size, batch, stacked.shape[-1]).flatten(0, 1)
 
 
+def _maps_sinks(option_dims):
+    """Sinks are those of heads alone: they cannot become part of the batch."""
+    place = OPTIONS_OF_GRADIENTS[-1]
+    return len(option_dims) > place and option_dims[place] is not None
+
+
 def _folded_options(options, in_dims, size, batch):
     o, dims = AllOptions(*options), AllOptions(*in_dims, *[None] * (len(AllOptions._fields) - len(in_dims)))
     return o._replace(
@@ -67,7 +73,7 @@ def attention_forward(info, in_dims, query, key, value, *options):
     o = AllOptions(*options)
     overloads = torch.ops.polyhead.attention_forward
     operator = overloads.program if len(options) > PROGRAM else overloads.default
-    if o.packed or o.dropout_p or o.program:  # dropout's mask, a program: functions of the place in the batch
+    if o.packed or o.dropout_p or o.program or _maps_sinks(in_dims[3:]):  # dropout's mask, a program: functions of the place in the batch
         return _one_by_one(operator, info, in_dims, (query, key, value, *options))
     size = info.batch_size
     operands = [_folded(each, dim, size) for each, dim in zip((query, key, value), in_dims)]
@@ -80,7 +86,7 @@ def attention_backward(info, in_dims, *arguments):
     o = of_backward(options)
     overloads = torch.ops.polyhead.attention_backward
     operator = overloads.program if len(options) > NUM_SHARED else overloads.default
-    if o.packed or o.dropout_p or o.program or needs >> 3:  # a bias's gradient is summed over the batch
+    if o.packed or o.dropout_p or o.program or needs >> 3 or _maps_sinks(in_dims[8:]):  # a bias's gradient is summed over the batch
         return _one_by_one(operator, info, in_dims, arguments)
     size = info.batch_size
     operands = [_folded(each, dim, size) for each, dim in zip(arguments[:7], in_dims)]

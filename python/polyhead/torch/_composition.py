@@ -196,9 +196,10 @@ def weights(query, key, logsumexp, options):
 
 
 def attention_backward(
-    grad_out, grad_logsumexp, query, key, value, out, logsumexp, attn_bias, alibi_slopes, captures, needs, options
-):
-    """As the operator of this name, with attn_bias, alibi_slopes and captures beside the options."""
+    grad_out, grad_logsumexp, query, key, value, out, logsumexp, attn_bias, alibi_slopes, sink_logits, captures, needs,
+    options,
+):  # fmt: skip
+    """As the operator of this name, with attn_bias, alibi_slopes, sink_logits and captures beside the options."""
     o = AllOptions(*options)
     scores = _Scores(query, key, logsumexp, attn_bias, alibi_slopes, captures, o)
     num_heads = scores.places.num_heads
@@ -227,6 +228,8 @@ def attention_backward(
     if needs & 16:
         by_row = -(grad_scores * scores.places.distance.abs()).sum(3)
         grads[4] = scores.places.slopes_of_rows_backward(by_row, alibi_slopes)
+    if needs & 32:
+        grads[5] = _sinks_gradient(sink_logits, grad_out, grad_logsumexp, out, logsumexp, num_heads)
     if scores.softcap_slope is not None:
         grad_scores = grad_scores * scores.softcap_slope
     if needs & 1:
@@ -234,6 +237,20 @@ def attention_backward(
     if needs & 2:
         grads[1] = _tokens_first(scores.scale * (grad_scores.transpose(2, 3) @ scores.query), key)
     return tuple(grads)
+
+
+def _sinks_gradient(sink_logits, grad_out, grad_logsumexp, out, logsumexp, num_heads):
+    """sum of exp(sink - L) (dL - dO . O), over all rows but padding's, whose L is -inf."""
+    grad_out, out = (_heads_first(x, num_heads) for x in (grad_out, out))
+    seen = (out != 0).any(3)  # what grad_out holds elsewhere meets no value
+    delta = torch.where(seen, (torch.where(seen.unsqueeze(3), grad_out, 0.0) * out).sum(3), 0.0)
+    by_row, grad_by_row = (
+        each.unsqueeze(0) if each is not None and each.dim() == 2 else each for each in (logsumexp, grad_logsumexp)
+    )
+    there = by_row != -float("inf")
+    share = torch.exp(torch.where(there, sink_logits.view(1, -1, 1) - torch.where(there, by_row, 0.0), -float("inf")))
+    grad = -delta if grad_by_row is None else torch.where(there, grad_by_row, 0.0) - delta
+    return (share * grad).sum((0, 2)).to(sink_logits.dtype)
 
 
 def merge(outs, logsumexps):

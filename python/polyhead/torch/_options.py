@@ -42,6 +42,7 @@ class Options(NamedTuple):
     cu_seqlens_k: Optional[Tensor] = None
     kernel_name: Optional[str] = None  # a graph may run on another machine; Inductor takes no argument `kernel`
     dropout_origin: Optional[Tensor] = None  # polyhead.DropoutOrigin as int64 [4]
+    sink_logits: Optional[Tensor] = None
     return_weights: int = 0  # of WEIGHTS
     return_column_sums: bool = False
     out_float32: bool = False  # beside 16-bit inputs
@@ -56,8 +57,11 @@ NUM_SHARED = PROGRAM - 3  # those of attention_backward
 MOST_CAPTURES = 8
 _CAPTURES = tuple(f"capture{i}" for i in range(MOST_CAPTURES))
 # Where gradients go. attention_backward's `needs` has a bit for each; its overload without a program knows the plain ones.
-PLAIN_DIFFERENTIABLE = ("query", "key", "value", "attn_bias", "alibi_slopes")
+PLAIN_DIFFERENTIABLE = ("query", "key", "value", "attn_bias", "alibi_slopes", "sink_logits")
 DIFFERENTIABLE = (*PLAIN_DIFFERENTIABLE, *_CAPTURES)
+
+
+OPTIONS_OF_GRADIENTS = tuple(Options._fields.index(name) for name in PLAIN_DIFFERENTIABLE[3:])
 
 
 class AllOptions(

@@ -28,11 +28,11 @@ def register_transformers() -> None:
     """Makes ``attn_implementation="polyhead"`` work in Hugging Face transformers.
 
     Models of all kinds that take their attention from transformers' interface: padding on either side, grouped heads,
-    sliding windows, soft caps, caches, dropout in training, packed sequences. ``output_attentions=True`` returns the
+    sliding windows, soft caps, attention sinks, caches, dropout in training, packed sequences. ``output_attentions=True`` returns the
     weights. Causal, windowed, padded and packed masks are not spelled out as matrices, unless a model's own code looks
     into them, wants the weights or is compiled. A query that sees no key (left padding) gets 0.
 
-    An argument that means something else (attention sinks, masks of heads, ...) raises NotImplementedError naming it.
+    An argument that means something else (masks of heads, ...) raises NotImplementedError naming it.
 
     Raises
     ------
@@ -188,7 +188,7 @@ def _mask(
 
 def _attention(
     module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, position_bias=None,
-    sliding_window=None, softcap=None, output_attentions=False, cu_seq_lens_q=None, cu_seq_lens_k=None, **others,
+    sliding_window=None, softcap=None, s_aux=None, output_attentions=False, cu_seq_lens_q=None, cu_seq_lens_k=None, **others,
 ):  # fmt: skip
     """Transformers' request for attention: query [B, H, Sq, D], key [B, G, Sk, D], value [B, G, Sk, Dv].
 
@@ -202,6 +202,7 @@ def _attention(
     tensors = tuple(x.transpose(1, 2) for x in (query, key, value))
     dropout_p = dropout if module.training else 0.0
     options = {"scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout_p, "attn_bias": position_bias}
+    options["sink_logits"] = s_aux
     output_attentions = bool(output_attentions) or _wants_weights()
     mask = attention_mask
     if isinstance(mask, BandMask) and (mask.shape[2:] != (query.shape[2], key.shape[2]) or output_attentions):

@@ -262,7 +262,7 @@ bool gives_bias(const AttentionDesc& desc, const BackwardArgs& args) {
   }
   // Sums in memory are float32's only, and, so that they have the same bits by whatever way, begin at 0.
   if (sums_over_batch(desc) && (desc.attn_bias.dtype != DType::kFloat32 || args.accumulate)) return false;
-  return args.grad_query.given() || args.grad_key.given() || args.grad_value.given();
+  return asks_for_products(args);
 }
 
 MemorySize gradients_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
@@ -283,7 +283,7 @@ void gradients_backward(const IsaFunctions& functions, const AttentionDesc& desc
                   in_order,
                   cut(functions, desc, run.num_threads, in_order),
                   run};
-  if (call.problem.grad_query.data == nullptr && !call.wants_keys()) return;
+  if (!asks_for_products(args)) return;
   clear_padding(call);
   if (bias && !args.accumulate) clear_bias(call);
   const int64_t heads = desc.batch * desc.num_heads_kv, at_once = in_order ? desc.num_heads_kv : heads;

@@ -70,6 +70,10 @@ Problem problem(const AttentionDesc& desc, const ForwardArgs& args) {
     p.slopes_stride_b = slopes.ndim == 2 ? stride_of(slopes, 0) : 0;
     p.slopes_stride_h = stride_of(slopes, slopes.ndim - 1);
   }
+  if (args.sink_logits.given()) {
+    p.sinks = static_cast<const float*>(args.sink_logits.data);
+    p.sinks_stride_h = stride_of(args.sink_logits, 0);
+  }
   if (args.attn_weights.given()) {
     const Tensor& w = args.attn_weights;
     const bool per_head = w.ndim == 4;

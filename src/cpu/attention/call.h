@@ -14,6 +14,11 @@ namespace polyhead::cpu {
 Problem problem(const AttentionDesc& desc, const ForwardArgs& args);
 BackwardProblem backward_problem(const AttentionDesc& desc, const BackwardArgs& args);
 
+// Whether gradients of query, key or value are asked for.
+inline bool asks_for_products(const BackwardArgs& args) {
+  return args.grad_query.given() || args.grad_key.given() || args.grad_value.given();
+}
+
 // Rows [first, end) of one head become 0.
 void clear_rows(const Operand& x, int64_t b, int64_t h, int64_t first, int64_t end, int64_t dim);
 

@@ -264,9 +264,15 @@ void end_rows(RowEnds& ends, const Problem& problem, const DecodeTask& task, con
               float* partials, int64_t num_partials) {
   const Score score(problem, task.sequence, task.b, 0);  // for its factors, which all heads share
   const F factor = broadcast(score.to_log2);
+  alignas(64) float sinks[kDecodeRows];
+  for (int r = 0; r < kDecodeRows; ++r) {
+    sinks[r] = r < task.num_rows ? sink_of(problem, row_at(problem, task, task.kv_head, r).h) : -kInfinity;
+  }
   for (int r = 0; r < task.num_rows; r += kLanes) {
-    F m = broadcast(kNoMaximum), l = broadcast(0.0f);
+    const F sink = load(sinks + r);
+    F m = maximum(broadcast(kNoMaximum), sink);
     for (int64_t c = 0; c < num_partials; ++c) m = maximum(load(partials + c * layout.floats + r), m);
+    F l = exp2(sink - m, factor);
     for (int64_t c = 0; c < num_partials; ++c) {
       float* partial = partials + c * layout.floats + r;
       const F m_c = load(partial);

@@ -159,12 +159,14 @@ void look_ahead(const Head& head, int num_tiles, const KeyBlock& block, int64_t 
 template <class Mac>
 void attend(Head& head, Tile* tiles, int num_tiles) {
   int64_t begin = head.task.sequence.len_k, end = 0;
+  const float sink = sink_of(head.problem, head.h);  // a score that has been seen already, with a value of 0
+  const bool none = sink == -kInfinity;
   for (int t = 0; t < num_tiles; ++t) {
     Tile& tile = tiles[t];
     tile.some_hidden = false;
     for (int q = 0; q < kTile; ++q) {
-      tile.state.m[q] = kNoMaximum;
-      tile.state.l[q] = tile.state.l_rounded[q] = 0;
+      tile.state.m[q] = none ? kNoMaximum : sink;
+      tile.state.l[q] = tile.state.l_rounded[q] = none ? 0 : 1;
     }
     __builtin_memset(tile.state.out, 0, static_cast<size_t>(head.problem.head_dim_v) * kTile * sizeof(float));
     if (tile.ranges.any_begin < begin) begin = tile.ranges.any_begin;

@@ -11,6 +11,7 @@
 #include "cpu/attention/decode_tasks.h"
 #include "cpu/attention/functions.h"
 #include "cpu/attention/score_gradient_tasks.h"
+#include "cpu/attention/sink_gradient_tasks.h"
 #include "cpu/attention/tiles.h"
 #include "cpu/attention/tiny_tasks.h"
 
@@ -97,6 +98,7 @@ void compute_backward(const AttentionDesc& desc, const BackwardArgs& args, const
     score_gradients_backward(functions, desc, args, sequences, run);
     capture_gradients_backward(functions, desc, args, sequences, run);
   }
+  if (args.grad_sink_logits.given()) sink_gradients_backward(desc, args, sequences, run);
 }
 
 template <const IsaFunctions& functions>

@@ -42,11 +42,20 @@ struct Problem {
   Broadcast mask, bias;
   const float* slopes = nullptr;  // ALiBi
   int64_t slopes_stride_b = 0, slopes_stride_h = 0;
+  const float* sinks = nullptr;  // one more logit of each row of a head
+  int64_t sinks_stride_h = 0;
   Band band;
   float scale = 1, softcap = 0;
   Dropout dropout;
   program::Call program;
 };
+
+// The sink of head h; -inf: none. +inf is NaN already, as it would be in a softmax.
+static inline float sink_of(const Problem& p, int64_t h) {
+  if (p.sinks == nullptr) return -__builtin_inff();
+  const float sink = p.sinks[h * p.sinks_stride_h];
+  return sink < __builtin_inff() ? sink : __builtin_nanf("");
+}
 
 // One backward call. `forward` has out and logsumexp as inputs. Gradients without data are not asked for.
 struct BackwardProblem {

@@ -12,6 +12,7 @@ struct Heads {
   HeadRows query, key, value, out;
   HeadRows logsumexp;     // [1][Sq]
   HeadRows attn_weights;  // [Sq][Sk]
+  F sink;                 // -inf: none
   int count;
 };
 
@@ -27,6 +28,11 @@ void set_heads(Heads& heads, const Problem& problem, int64_t first, int64_t end)
                              problem.weights_stride_h, problem.weights_stride_k};
     set_rows(heads.attn_weights, weights, problem.num_heads, 1, first, heads.count);
   }
+  alignas(64) float sinks[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) {
+    sinks[lane] = sink_of(problem, (first + (lane < heads.count ? lane : 0)) % problem.num_heads);
+  }
+  heads.sink = load(sinks);
   if (problem.logsumexp.data == nullptr) return;
   set_rows(heads.logsumexp, row_of(problem.logsumexp), problem.num_heads, 1, first, heads.count);
 }
@@ -46,14 +52,15 @@ struct TinyMemory {
 
 // Scores of one query -> weights, not yet divided by their sum. No key in [begin, end) is hidden, so that exp(S - m) is
 // NaN where it has to be: S NaN, the largest S infinite.
-inline RowSums softmax_keys(F* s, int query, int begin, int end, const Score& score) {
+inline RowSums softmax_keys(F* s, int query, int begin, int end, const Score& score, bool has_sinks, F sink) {
   if (score.scaled_first) {
     Options::Kept kept;
     for (int j = begin; j < end; ++j) s[j] = score.of(s[j], HeadsPlace{query, j}, Options::View{}, kept);
   }
-  F m = s[begin], l = broadcast(0.0f);
+  F m = has_sinks ? maximum(s[begin], sink) : s[begin], l = broadcast(0.0f);
   for (int j = begin + 1; j < end; ++j) m = maximum(s[j], m);
   const F factor = broadcast(score.to_log2);
+  if (has_sinks) l = exp2(sink - m, factor);
   for (int j = begin; j < end; ++j) {
     const F p = exp2(s[j] - m, factor);
     l = l + p;
@@ -70,12 +77,12 @@ void score_heads(const Problem& problem, const Heads& heads, int num_queries, Ti
   }
 }
 
-void softmax_heads(const Score& score, int num_queries, TinyMemory& scratch) {
+void softmax_heads(const Score& score, bool has_sinks, F sink, int num_queries, TinyMemory& scratch) {
   for (int i = 0; i < num_queries; ++i) {
     const int begin = scratch.begin[i], end = scratch.end[i];
     const bool hidden = begin >= end;
-    scratch.row[i] = hidden ? RowSums{broadcast(-kInfinity), broadcast(1.0f)}
-                            : softmax_keys(scratch.scores[i], i, begin, end, score);
+    scratch.row[i] = hidden ? RowSums{sink, select(equal(sink, sink), broadcast(1.0f), sink)}
+                            : softmax_keys(scratch.scores[i], i, begin, end, score, has_sinks, sink);
   }
 }
 
@@ -185,7 +192,7 @@ void tiny_heads(const Problem& problem, const Sequence& sequence, int64_t first,
       load_row_of_heads(scratch.value + j * padded(problem.head_dim_v), heads.value, j, problem.head_dim_v);
     }
     score_heads(problem, heads, num_queries, scratch);
-    softmax_heads(score, num_queries, scratch);
+    softmax_heads(score, problem.sinks != nullptr, heads.sink, num_queries, scratch);
     if (problem.logsumexp.data != nullptr) store_logsumexp(score, heads, num_queries, scratch);
     weigh_heads(problem, heads, num_queries, scratch);
     if (mean) {

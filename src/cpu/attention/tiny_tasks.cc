@@ -53,7 +53,7 @@ MemorySize tiny_backward_workspace_bytes(const IsaFunctions& functions, int num_
 void tiny_backward(const IsaFunctions& functions, const AttentionDesc& desc, const BackwardArgs& args,
                    const Sequences& sequences, const Run& run) {
   const int64_t num_heads = desc.batch * desc.num_heads_kv;
-  if (num_heads == 0) return;
+  if (num_heads == 0 || !asks_for_products(args)) return;
   const BackwardProblem p = backward_problem(desc, args);
   const Sequence& s = sequences[0];
   char* workspace = static_cast<char*>(args.forward.workspace);
