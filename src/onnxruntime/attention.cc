@@ -108,6 +108,7 @@ Status Node::run_attention(Call& call, Plans& plans) const {
   if (!status.ok()) return status;
 
   // A mask may be shorter than the keys: those behind its end are hidden, so they are not looked at.
+  const Tensor all_keys = key;
   const int64_t total = key.dims[1];
   if (mask.given()) {
     const int64_t told = mask.dims[mask.ndim - 1];
@@ -128,6 +129,13 @@ Status Node::run_attention(Call& call, Plans& plans) const {
   args.query = o.query;
   args.key = key;
   args.value = value;
+  if (scores_) {
+    Tensor scores;
+    scores.dtype = desc.dtype;
+    status = call.output(kWeights, {desc.batch, desc.num_heads, desc.seqlen_q, total}, scores);
+    if (status.ok()) status = write_scores(call, *scores_, desc, args, all_keys, scores);
+    if (!status.ok()) return status;
+  }
   if (o.flat) return attend(call, plans, desc, args);
   args.out.dtype = desc.dtype;
   status = call.output(kOut, {desc.batch, desc.num_heads, desc.seqlen_q, desc.head_dim_v}, args.out);

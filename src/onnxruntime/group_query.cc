@@ -4,6 +4,7 @@
 
 #include "core/sentence.h"
 #include "node.h"
+#include "rotary.h"
 
 namespace polyhead::onnxruntime {
 namespace {
@@ -133,6 +134,12 @@ Status Node::run_group_query(Call& call, Plans& plans) const {
   if (!status.ok()) return status;
   if (o.query.dims[0] == 0) return invalid(sentence("query is ", words_of(o.query), ", must have a sequence at least"));
   status = read_lengths(call, o.query, lengths);
+  if (status.ok() && rotary_) {
+    Rotary rotary{.interleaved = rotary_interleaved_};
+    status = read_rotary(call, o.query, lengths.before, rotary);
+    if (status.ok()) status = turn(call, rotary, o.query);
+    if (status.ok()) status = turn(call, rotary, o.key);
+  }
   if (status.ok()) status = write_cache(call, kPastKey, kPresentKey, "past_key", o.key, lengths, keys);
   if (status.ok()) status = write_cache(call, kPastValue, kPresentValue, "past_value", o.value, lengths, values);
   if (status.ok()) status = call.input(kBias, bias);

@@ -30,7 +30,6 @@ constexpr struct {
   const char* name;
   int64_t must_be;
 } kFixed[] = {
-    {Operator::kGroupQuery, "do_rotary", 0},
     {Operator::kGroupQuery, "smooth_softmax", 0},
     {Operator::kGroupQuery, "kv_cache_bit_width", 0},
     {Operator::kGroupQuery, "qk_output", 0},
@@ -71,11 +70,12 @@ Result<Node> Node::make(const NodeFacts& facts, const Attributes& attributes) {
       node.window_right_ = integer("right_window_size", -1);
       if (facts.wants(3)) {
         const int64_t mode = integer("qk_matmul_output_mode", 0);
-        if (mode != 3) {
-          return refused(
-              sentence("qk_matmul_output_mode is ", mode, ", the scores, which are never stored; must be 3"));
+        if (mode < 0 || mode > 3) return invalid(sentence("qk_matmul_output_mode is ", mode, ", must be 0 to 3"));
+        if (mode == 3) {
+          node.returns_weights_ = true;
+        } else {
+          node.scores_ = Scores{mode};
         }
-        node.returns_weights_ = true;
       }
       break;
     case Operator::kMultiHead:
@@ -84,6 +84,8 @@ Result<Node> Node::make(const NodeFacts& facts, const Attributes& attributes) {
       break;
     case Operator::kGroupQuery:
       node.causal_ = integer("causal", 1) != 0;
+      node.rotary_ = integer("do_rotary", 0) != 0;
+      node.rotary_interleaved_ = integer("rotary_interleaved", 0) != 0;
       // So many keys, the query's own among them.
       if (const int64_t keys = integer("local_window_size", -1); keys > 0) node.window_left_ = keys - 1;
       break;
