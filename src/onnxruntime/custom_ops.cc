@@ -1,6 +1,7 @@
 // RegisterCustomOps: the operators for sessions that load this library with register_custom_ops_library.
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <memory>
 
@@ -142,10 +143,13 @@ Status set_shape(OrtShapeInferContext* context, size_t index, abi::ElementType t
   if (status.ok()) status = call(abi::kSetTensorElementType, info.get(), type);
   std::vector<int64_t> sizes;
   std::vector<const char*> symbols;
+  std::vector<std::string> names;
+  static std::atomic<int64_t> num_named = 0;
   for (const Dim& dim : shape) {
     sizes.push_back(dim.size);
-    symbols.push_back(dim.name.c_str());
+    names.push_back(dim.size >= 0 || !dim.name.empty() ? dim.name : sentence("polyhead_dim_", num_named.fetch_add(1)));
   }
+  for (const std::string& name : names) symbols.push_back(name.c_str());
   if (status.ok()) status = call(abi::kSetDimensions, info.get(), sizes.data(), sizes.size());
   if (status.ok()) status = call(abi::kSetSymbolicDimensions, info.get(), symbols.data(), symbols.size());
   const OrtTensorTypeAndShapeInfo* made = info.get();
@@ -168,8 +172,7 @@ OrtStatus* infer_shapes(const abi::CustomOp* op, OrtShapeInferContext* context) 
     if (!status.ok()) return status;
     const auto shapes = output_shapes(names_of(op).op, inputs, InferenceAttributes(context));
     for (size_t i = 0; i < shapes.size(); ++i) {
-      if (shapes[i])
-        (void)set_shape(context, i, type, *shapes[i]).ok();  // fails for outputs that the node does not have
+      (void)set_shape(context, i, type, shapes[i]).ok();  // fails for outputs that the node does not have
     }
     return {};
   });

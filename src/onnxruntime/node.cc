@@ -16,7 +16,6 @@ constexpr struct {
     {Operator::kMultiHead, false, 8, "past_sequence_length, a cache that is written in place, is not taken"},
     {Operator::kMultiHead, false, 9, "cache_indirection, of beam search, is not taken"},
     {Operator::kMultiHead, true, 3, "qk, the scores, is an output that is not computed"},
-    {Operator::kGroupQuery, false, 11, "head_sink is not taken"},
     {Operator::kGroupQuery, false, 12, "k_scale, of quantised caches, is not taken"},
     {Operator::kGroupQuery, false, 13, "v_scale, of quantised caches, is not taken"},
     {Operator::kGroupQuery, false, 14, "q_norm_weight is not taken"},
@@ -30,7 +29,6 @@ constexpr struct {
   const char* name;
   int64_t must_be;
 } kFixed[] = {
-    {Operator::kGroupQuery, "smooth_softmax", 0},
     {Operator::kGroupQuery, "kv_cache_bit_width", 0},
     {Operator::kGroupQuery, "qk_output", 0},
 };
@@ -84,6 +82,8 @@ Result<Node> Node::make(const NodeFacts& facts, const Attributes& attributes) {
       break;
     case Operator::kGroupQuery:
       node.causal_ = integer("causal", 1) != 0;
+      // -1 and 0: it is off.
+      node.sink_of_zero_ = integer("smooth_softmax", 0) > 0;
       node.rotary_ = integer("do_rotary", 0) != 0;
       node.rotary_interleaved_ = integer("rotary_interleaved", 0) != 0;
       // So many keys, the query's own among them.

@@ -52,7 +52,7 @@ class Node {
   Operator op_ = Operator::kAttention;
   std::optional<double> scale_;
   double softcap_ = 0, mask_filter_value_ = 0;
-  bool causal_ = false, returns_weights_ = false, rotary_ = false, rotary_interleaved_ = false;
+  bool causal_ = false, returns_weights_ = false, rotary_ = false, rotary_interleaved_ = false, sink_of_zero_ = false;
   std::optional<Scores> scores_;
   int64_t window_left_ = -1, window_right_ = -1;
   int64_t num_heads_ = 0, num_heads_kv_ = 0;  // 0: told by dims

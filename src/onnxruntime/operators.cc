@@ -30,7 +30,7 @@ std::optional<Shape> heads_apart(const Shapes& inputs, size_t index, int64_t num
   return Shape{(*flat)[0], {num_heads}, (*flat)[1], over((*flat)[2], num_heads)};
 }
 
-void attention(const Shapes& inputs, const Attributes& attributes, Shapes& outputs) {
+void attention(const Shapes& inputs, const Attributes& attributes, std::vector<Shape>& outputs) {
   constexpr size_t kPastKey = 4;
   const auto query = heads_apart(inputs, 0, attributes.integer("q_num_heads").value_or(0));
   const auto key = heads_apart(inputs, 1, attributes.integer("kv_num_heads").value_or(0));
@@ -45,7 +45,7 @@ void attention(const Shapes& inputs, const Attributes& attributes, Shapes& outpu
   outputs[3] = Shape{(*query)[0], (*query)[1], (*query)[2], keys};
 }
 
-void multi_head(const Shapes& inputs, const Attributes& attributes, Shapes& outputs) {
+void multi_head(const Shapes& inputs, const Attributes& attributes, std::vector<Shape>& outputs) {
   constexpr size_t kPastKey = 6;
   const int64_t heads = attributes.integer("num_heads").value_or(0);
   if (const Shape* packed = with_dims(inputs, 0, 5)) {
@@ -56,15 +56,15 @@ void multi_head(const Shapes& inputs, const Attributes& attributes, Shapes& outp
   if (query == nullptr) return;
   outputs[0] = Shape{(*query)[0], (*query)[1], {}};
   const auto key = heads_apart(inputs, 1, heads), value = heads_apart(inputs, 2, heads);
-  if (with_dims(inputs, 1, 5) != nullptr) outputs[0]->back() = (*query)[2];
+  if (with_dims(inputs, 1, 5) != nullptr) outputs[0].back() = (*query)[2];
   if (!key || !value) return;
-  outputs[0]->back() = times((*value)[3], heads);
+  outputs[0].back() = times((*value)[3], heads);
   const Dim keys = behind(inputs, kPastKey, (*key)[2]);
   outputs[1] = Shape{(*key)[0], {heads}, keys, (*key)[3]};
   outputs[2] = Shape{(*value)[0], {heads}, keys, (*value)[3]};
 }
 
-void group_query(const Shapes& inputs, const Attributes& attributes, Shapes& outputs) {
+void group_query(const Shapes& inputs, const Attributes& attributes, std::vector<Shape>& outputs) {
   const int64_t heads = attributes.integer("num_heads").value_or(0),
                 kv = attributes.integer("kv_num_heads").value_or(0);
   const Shape* query = with_dims(inputs, 0, 3);
@@ -77,8 +77,10 @@ void group_query(const Shapes& inputs, const Attributes& attributes, Shapes& out
 
 }  // namespace
 
-std::vector<std::optional<Shape>> output_shapes(Operator op, const Shapes& inputs, const Attributes& attributes) {
-  Shapes outputs(4);
+std::vector<Shape> output_shapes(Operator op, const Shapes& inputs, const Attributes& attributes) {
+  // What is known without shapes: heads that are told are those of 3-D operands.
+  const bool flat = op != Operator::kAttention || attributes.integer("q_num_heads").value_or(0) > 0;
+  std::vector<Shape> outputs = {Shape(flat ? 3 : 4), Shape(4), Shape(4), Shape(4)};
   switch (op) {
     case Operator::kAttention: attention(inputs, attributes, outputs); break;
     case Operator::kMultiHead: multi_head(inputs, attributes, outputs); break;

@@ -32,8 +32,8 @@ struct Dim {
 };
 using Shape = std::vector<Dim>;
 
-// The shape of each output; nothing where it cannot be told.
-std::vector<std::optional<Shape>> output_shapes(Operator op, const std::vector<std::optional<Shape>>& inputs,
-                                                const Attributes& attributes);
+// The shape of each output that the operator can have.
+std::vector<Shape> output_shapes(Operator op, const std::vector<std::optional<Shape>>& inputs,
+                                 const Attributes& attributes);
 
 }  // namespace polyhead::onnxruntime
