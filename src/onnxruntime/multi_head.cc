@@ -130,21 +130,30 @@ Status read_padding(Call& call, const AttentionDesc& desc, double filter, Tensor
   return {};
 }
 
+// attention_bias [1 or B, 1 or H, queries, keys].
+Status read_bias(Call& call, const AttentionDesc& desc, Tensor& bias) {
+  Status status = call.input(kAttentionBias, bias);
+  if (!status.ok() || !bias.given()) return status;
+  const bool fits = bias.ndim == 4 && (bias.dims[0] == 1 || bias.dims[0] == desc.batch) &&
+                    (bias.dims[1] == 1 || bias.dims[1] == desc.num_heads) && bias.dims[2] == desc.seqlen_q &&
+                    bias.dims[3] == desc.seqlen_k && bias.dtype <= DType::kFloat64;
+  if (fits) return {};
+  return invalid(sentence("attention_bias is ", words_of(bias), ", must be float [1 or ", desc.batch, ", 1 or ",
+                          desc.num_heads, ", ", desc.seqlen_q, ", ", desc.seqlen_k, "]"));
+}
+
+// bias + padding [B, 1, 1 or queries, keys], in memory of the call.
 Status add_to(Call& call, const Tensor& padding, Tensor& bias, const AttentionDesc& desc) {
   Tensor sum;
-  const int64_t H = bias.dims[bias.ndim == 4 ? 1 : 0];
-  const Tensor given = with_leading_ones(bias, 4);
-  if (bias.ndim != 4 || (given.dims[0] != 1 && given.dims[0] != desc.batch) || given.dims[2] != desc.seqlen_q ||
-      given.dims[3] != desc.seqlen_k) {
-    return {};  // add_mask says what is wrong with it
-  }
-  if (Status status = call.scratch(padding.dtype, {desc.batch, H, desc.seqlen_q, desc.seqlen_k}, sum); !status.ok())
+  const int64_t H = bias.dims[1];
+  if (Status status = call.scratch(padding.dtype, {desc.batch, H, desc.seqlen_q, desc.seqlen_k}, sum); !status.ok()) {
     return status;
+  }
   int64_t to = 0;
   for (int64_t b = 0; b < desc.batch; ++b) {
     for (int64_t row = 0; row < H * desc.seqlen_q; ++row) {
       const int64_t i = padding.dims[2] == 1 ? 0 : row % desc.seqlen_q;
-      const int64_t from = (given.dims[0] == 1 ? 0 : b) * given.strides[0] + row * desc.seqlen_k;
+      const int64_t from = (bias.dims[0] == 1 ? 0 : b) * bias.strides[0] + row * desc.seqlen_k;
       for (int64_t j = 0; j < desc.seqlen_k; ++j, ++to) {
         const double hidden = load_element(padding.data, padding.dtype, (b * padding.dims[2] + i) * desc.seqlen_k + j);
         store_element(sum.data, sum.dtype, to, hidden + load_element(bias.data, bias.dtype, from + j));
@@ -174,7 +183,7 @@ Status Node::run_multi_head(Call& call, Plans& plans) const {
   ForwardArgs args;
   Tensor padding, bias;
   status = read_padding(call, desc, mask_filter_value_, padding);
-  if (status.ok()) status = call.input(kAttentionBias, bias);
+  if (status.ok()) status = read_bias(call, desc, bias);
   if (status.ok() && padding.given() && bias.given()) status = add_to(call, padding, bias, desc);
   if (status.ok() && bias.given()) status = add_mask("attention_bias", bias, desc, args);
   if (status.ok() && padding.given() && !bias.given()) status = add_mask("key_padding_mask", padding, desc, args);

@@ -90,6 +90,17 @@ def test_multi_head_attention_packed_and_hidden():
     np.testing.assert_allclose(expected[1], all_seen[1], atol=2e-3)  # the digits that -10000 leaves
 
 
+def test_multi_head_attention_with_a_bias_of_other_dims():
+    """None is half believed: beside a padding mask the sum of both would be of other rows."""
+    inputs = {i: np.ones((2, 3, 8), np.float32) for i in range(3)}
+    for padding in ({}, {4: np.ones((2, 3), np.int32)}):
+        for shape in ((1, 1, 1, 3), (2, 3, 3), (3, 1, 3, 3), (1, 3, 3, 3), (1, 1, 3, 2)):
+            model_inputs = inputs | padding | {5: np.ones(shape, np.float32)}
+            session = ours(contrib_model("MultiHeadAttention", model_inputs, 1, {"num_heads": 2}))
+            with pytest.raises(Exception, match=r"attention_bias is float32 \[.*, must be float \[1 or 2, 1 or 2, 3, 3\]"):
+                session.run(None, {f"i{k}": x for k, x in model_inputs.items()})
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_group_query_attention(seed):
     rng = np.random.default_rng(100 + seed)
