@@ -17,7 +17,7 @@ namespace {
 namespace fs = std::filesystem;
 
 struct FuseCommand {
-  std::string model, out, domain = "onnx", format = "md";
+  std::string model, out, domain = "onnx", unseen_rows = "keep", format = "md";
   bool force = false, report = false;
 };
 
@@ -55,6 +55,10 @@ Result<int> fuse_model(const FuseCommand& command) {
     return refused(fmt::format("--domain is {}, must be onnx or polyhead", printable(command.domain)));
   }
   options.target = command.domain == "onnx" ? graph::Target::kOnnx : graph::Target::kPolyhead;
+  if (command.unseen_rows != "keep" && command.unseen_rows != "zero") {
+    return refused(fmt::format("--unseen-rows is {}, must be keep or zero", printable(command.unseen_rows)));
+  }
+  if (command.unseen_rows == "zero") options.unseen_rows = graph::UnseenRows::kZero;
   auto model = graph::read_model(command.model);
   if (!model.ok()) return model.status();
   if (!command.out.empty()) {
@@ -92,6 +96,10 @@ Command add_fuse(CLI::App& root) {
       "--domain", command->domain,
       "onnx (default): Attention of opset 23, to which the model is raised; polyhead: our own operator, in any "
       "opset");
+  app->add_option(
+      "--unseen-rows", command->unseen_rows,
+      "of a row that a mask hides as a whole by a finite number: keep (default) the mean that it had; zero: "
+      "give 0, as for -inf, which lets more masks become options of the operator");
   app->add_flag("--report", command->report, "what became of each softmax, or why it stays");
   app->add_flag("--force", command->force, "replace the file that --out names");
   add_format_option(*app, command->format);

@@ -42,7 +42,7 @@ struct ValueInfo {
   std::string name;
   ElementType type = ElementType::kUnknown;
   std::optional<std::vector<Dim>> shape;  ///< none: not even the number of dims is told
-  std::string_view encoded = {};          ///< as the file has it
+  std::string_view encoded = {};          ///< as the file has it; empty: made by us
 };
 
 /// A constant tensor: an initialiser, or an attribute.
@@ -118,8 +118,15 @@ enum class Target {
   kPolyhead,  ///< Attention of the domain "polyhead", version 1: the same signature in a model of any opset
 };
 
+/// A row of scores of which a mask hides every one by a finite number, such as float's lowest, so that all keys weigh alike.
+enum class UnseenRows {
+  kKeep,  ///< it keeps the mean over all values
+  kZero,  ///< it gives 0, as if -inf hid it: masks become boolean, and more of them options of the operator
+};
+
 struct FuseOptions {
   Target target = Target::kOnnx;
+  UnseenRows unseen_rows = UnseenRows::kKeep;
 };
 
 /// A Softmax, or what amounts to one, and what became of it.

@@ -15,6 +15,7 @@ import polyhead
 from polyhead import _bind
 
 _TARGETS = ("onnx", "polyhead")
+_UNSEEN_ROWS = ("keep", "zero")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def fuse(
     out: str | os.PathLike[str] | None = None,
     *,
     target: str = "onnx",
+    unseen_rows: str = "keep",
     check: bool | Mapping[str, Any] = False,
 ) -> Fusion:
     """Replaces every attention that is found in a model by one operator.
@@ -78,6 +80,10 @@ def fuse(
         "onnx": Attention of ONNX's opset 23, to which an older model is raised where its other nodes allow it.
         "polyhead": Attention of our domain ``polyhead``, which has the same signature, in a model of any opset from 11 on;
         `Backend.prepare` runs it.
+    unseen_rows : str
+        What becomes of a row of scores that a mask hides as a whole by a finite number, such as float's lowest, so that all
+        keys weigh alike. "keep": it keeps the mean over all values. "zero": it gives 0, as if -inf hid it; causal masks and
+        windows beside a padding mask of that kind become options of the operator then, and the rest a boolean mask.
     check : bool or mapping of str to array
         Run both models, on these inputs or on random ones, by onnxruntime if it is installed and else by
         ``onnx.reference``, and tell the difference in `Fusion.error`.
@@ -95,12 +101,14 @@ def fuse(
     """
     if target not in _TARGETS:
         raise polyhead.Error(f'target is "{target}", must be "onnx" or "polyhead"')
+    if unseen_rows not in _UNSEEN_ROWS:
+        raise polyhead.Error(f'unseen_rows is "{unseen_rows}", must be "keep" or "zero"')
     if isinstance(model, onnx.ModelProto):
         folder, before = "", model.SerializeToString()
     else:
         path = pathlib.Path(model)
         folder, before = str(path.resolve().parent), path.read_bytes()
-    after, has_external_data, candidates, counts = _bind.fuse_model(before, folder, target)
+    after, has_external_data, candidates, counts = _bind.fuse_model(before, folder, target, unseen_rows)
     if out is not None:
         _write(pathlib.Path(out), after, folder if has_external_data else None)
     fused = onnx.load_model_from_string(after)

@@ -10,9 +10,12 @@ namespace polyhead::python {
 
 namespace nb = nanobind;
 
-nb::object fuse_model(nb::bytes model, nb::str folder, nb::str target) {
+nb::object fuse_model(nb::bytes model, nb::str folder, nb::str target, nb::str unseen_rows) {
   std::string bytes(static_cast<const char*>(model.data()), model.size());
-  const std::string where = folder.c_str(), wanted = target.c_str();
+  const std::string where = folder.c_str();
+  graph::FuseOptions options;
+  if (std::string(target.c_str()) == "polyhead") options.target = graph::Target::kPolyhead;
+  if (std::string(unseen_rows.c_str()) == "zero") options.unseen_rows = graph::UnseenRows::kZero;
   Result<graph::Model> read = graph::Model();
   graph::Report report;
   std::string out;
@@ -20,7 +23,7 @@ nb::object fuse_model(nb::bytes model, nb::str folder, nb::str target) {
     const nb::gil_scoped_release release;
     read = graph::parse_model(std::move(bytes), where);
     if (read.ok()) {
-      report = graph::fuse(*read, {wanted == "polyhead" ? graph::Target::kPolyhead : graph::Target::kOnnx});
+      report = graph::fuse(*read, options);
       out = graph::encode_model(*read);
     }
   }

@@ -121,8 +121,15 @@ void apply(Graph& graph, std::vector<Rewrite>& rewrites) {
   const Counts before = reads(graph);
   std::vector<bool> removed(graph.nodes.size());
   std::unordered_map<size_t, Rewrite*> at;
+  std::unordered_set<std::string> told;
+  for (const auto* values : {&graph.values, &graph.outputs}) {
+    for (const ValueInfo& value : *values) told.insert(value.name);
+  }
   for (Rewrite& each : rewrites) {
     at[static_cast<size_t>(each.at)] = &each;
+    for (ValueInfo& value : each.values) {
+      if (told.insert(value.name).second) graph.values.push_back(std::move(value));
+    }
     for (int node : each.removed) removed[static_cast<size_t>(node)] = true;
   }
   std::vector<Node> nodes;

@@ -139,8 +139,8 @@ Arrangement arrange(const Net& net, const Match& match) {
   const auto values = forms_of(net, value);
   const int rank = net.rank(match.softmax_input);
   std::string why = "batch and heads, which are one dim of the operands, cannot be told apart";
-  // Weights that are returned keep their dims.
-  const bool one_batch_only = match.returns_weights && net.rank(match.weights) == 3;
+  // What is returned keeps its dims.
+  const bool one_batch_only = net.rank(match.returned.value) == 3;
   for (const bool flat : {true, false}) {
     if (one_batch_only) break;
     for (const Size& repeats : {keys.back().repeats, Size{}}) {
@@ -152,7 +152,8 @@ Arrangement arrange(const Net& net, const Match& match) {
         continue;
       }
       arrangement = {flat ? Arrangement::kFlat : Arrangement::kStacks, *q, *k, *v};
-      const bool sizes_told = !flat || (q->heads.is_constant() && k->heads.is_constant());
+      const bool sizes_told =
+          !flat || (q->heads.is_constant() && k->heads.is_constant() && net.shape(v->value).back().is_constant());
       const bool same_heads = rank != 4 || net.shape(match.softmax_input)[1] == q->heads;
       if (!sizes_told || !same_heads || !masks_fit(net, match, arrangement)) continue;
       if (find_out(net, match, *q, flat, arrangement)) return arrangement;

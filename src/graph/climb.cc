@@ -17,6 +17,7 @@ struct Way {
   double factor = 1;  // on what is above, up to the softmax or the tanh below
   double scale = 1, softcap = 0;
   std::vector<MaskTerm> terms;
+  std::vector<Score> passed;
   std::vector<std::string> words;
   std::optional<Product> product;
   std::string reason;
@@ -32,11 +33,13 @@ class Climber {
       if (node == kNone)
         return stop(way, sentence("no product of queries and keys: the scores come from \"", name(id), "\""));
       if (++steps_ > kMostSteps) return stop(way, sentence("more than ", kMostSteps, " nodes before the softmax"));
+      way.passed.push_back({id, way.factor, way.softcap > 0, way.terms.size()});
       way.nodes.push_back(node);
       if (is_product(net_, node)) return arrive(node, std::move(way));
       if (net_.is(node, "Where")) return where(node, way);
       if (net_.is(node, "Add") || net_.is(node, "Sub")) {
         if (const auto uniform = shifted(node)) {
+          way.passed.clear();  // the operator's scores lack the number
           id = *uniform;
           continue;
         }
@@ -204,6 +207,7 @@ void climb_scores(const Net& net, const Anchor& anchor, Match& match) {
   // softcap * tanh(b x) is the softcap of softcap * b * x
   match.scale = way.softcap > 0 ? way.softcap * way.scale : way.scale;
   match.terms = std::move(way.terms);
+  match.passed = std::move(way.passed);
   match.words.insert(match.words.end(), way.words.begin(), way.words.end());
 }
 

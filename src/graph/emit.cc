@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "core/sentence.h"
+#include "graph/mask.h"
 #include "graph/rewrite.h"
 #include "graph/tensors.h"
 
@@ -11,6 +12,7 @@ namespace {
 
 constexpr double kAbsorbs = -1e30, kAbsorbsBesideOthers = -1e8;  // fills of masks
 constexpr int64_t kAxesAreInputs = 13;                           // of Unsqueeze and Squeeze, since that opset
+constexpr int64_t kFirstWithWindows = 25;                        // Attention of ONNX
 
 Attribute integer(std::string name, int64_t value) { return {std::move(name), value}; }
 Attribute number(std::string name, double value) { return {std::move(name), {}, static_cast<float>(value)}; }
@@ -32,7 +34,12 @@ std::string text_of(ElementType type) {
 class Emitter {
  public:
   Emitter(const Emission& emission, const Match& match)
-      : e_(emission), net_(emission.net), match_(match), type_(net_.facts(match.scores.left.value).type) {}
+      : e_(emission), net_(emission.net), match_(match), type_(net_.facts(match.scores.left.value).type) {
+    const bool with_windows = e_.target == Target::kPolyhead || e_.opset >= kFirstWithWindows;
+    if (returns(Returned::kMasked)) return;  // -inf and numbers stay where they are
+    masks_ = masks_of(net_, match, {with_windows, e_.unseen_rows});
+    match_.terms = masks_.terms;
+  }
 
   Rewrite emit() {
     if (!arranged() || !typed() || !scaled()) return std::move(rewrite_);
@@ -54,13 +61,31 @@ class Emitter {
     return false;
   }
 
+  bool returns(Returned::Mode mode) const { return match_.returned.value != kNone && match_.returned.mode == mode; }
+
   bool arranged() {
     plan_ = arrange(net_, match_);
     if (!plan_.reason.empty()) return refuse(plan_.reason);
-    const int dims_of_weights = plan_.kind == Arrangement::kOneBatch ? 3 : 4;
-    if (match_.returns_weights && net_.rank(match_.weights) != dims_of_weights) {
-      return refuse(sentence("the weights \"", net_.value(match_.weights).name, "\" are read by others too, and have ",
-                             net_.rank(match_.weights), " dims, must have ", dims_of_weights));
+    return match_.returned.value == kNone || returnable();
+  }
+
+  // What others read of the scores and weights has the operator's dims, type and numbers.
+  bool returnable() {
+    const int id = match_.returned.value, num_dims = plan_.kind == Arrangement::kOneBatch ? 3 : 4;
+    const bool weights = match_.returned.mode == Returned::kWeights;
+    const std::string what =
+        sentence(weights ? "the weights \"" : "the scores \"", net_.value(id).name, "\" are read by others too, and ");
+    if (net_.rank(id) != num_dims) {
+      return refuse(sentence(what, "have ", net_.rank(id), " dims, must have ", num_dims));
+    }
+    if (e_.target == Target::kOnnx && returns(Returned::kScores) && match_.softcap > 0) {
+      return refuse(what + "come before a softcap, where ONNX Runtime 1.32 gives those behind it");
+    }
+    const ElementType type = net_.facts(id).type;
+    if (!weights && type != type_) return refuse(sentence(what, "are ", text_of(type), ", must be ", text_of(type_)));
+    for (const MaskTerm& term : match_.terms) {
+      if (!returns(Returned::kMasked) || term.kind == MaskTerm::kAdded || std::isinf(term.number)) continue;
+      return refuse(sentence(what, "hold ", term.number, " in hidden places, where the operator has -inf"));
     }
     return true;
   }
@@ -85,9 +110,24 @@ class Emitter {
     return refuse(sentence("the scale is ", scale_, ", must be positive and finite"));
   }
 
+  // What was computed before, for this attention or another one of the graph, is there already.
   std::string add(const char* op_type, std::vector<std::string> inputs, std::vector<Attribute> attributes = {}) {
-    return add_as(e_.names.fresh(std::string("polyhead_") + op_type), op_type, std::move(inputs),
-                  std::move(attributes));
+    std::string what = op_type;
+    for (const std::string& input : inputs) what += sentence(" ", input);
+    for (const Attribute& each : attributes) {
+      what += sentence(" ", each.name, each.integer.value_or(0));
+      for (int64_t element : each.integers) what += sentence(" ", element);
+    }
+    return once(what, [&] {
+      return add_as(e_.names.fresh(std::string("polyhead_") + op_type), op_type, std::move(inputs),
+                    std::move(attributes));
+    });
+  }
+
+  std::string once(const std::string& what, auto make) {
+    if (const auto found = e_.made.find(what); found != e_.made.end()) return found->second;
+    if (const auto found = rewrite_.made.find(what); found != rewrite_.made.end()) return found->second;
+    return rewrite_.made[what] = make();
   }
 
   std::string add_as(std::string output, const char* op_type, std::vector<std::string> inputs,
@@ -97,28 +137,36 @@ class Emitter {
     return output;
   }
 
-  std::string constant(std::vector<int64_t> integers) {
-    const std::string name = e_.names.fresh("polyhead_integers");
-    rewrite_.constants.push_back(tensor_of_integers(e_.model, name, integers));
-    return name;
+  std::string integers(const std::vector<int64_t>& elements) {
+    std::string what = "integers";
+    for (int64_t each : elements) what += sentence(" ", each);
+    return once(what, [&] {
+      const std::string name = e_.names.fresh("polyhead_integers");
+      rewrite_.constants.push_back(tensor_of_integers(e_.model, name, elements));
+      return name;
+    });
   }
 
   std::string constant(double scalar) {
-    const std::string name = e_.names.fresh("polyhead_number");
-    rewrite_.constants.push_back(scalar_of(e_.model, name, type_, scalar));
-    return name;
+    char digits[32];
+    std::snprintf(digits, sizeof digits, "%a", scalar);
+    return once(sentence("number ", static_cast<int32_t>(type_), " ", digits), [&] {
+      const std::string name = e_.names.fresh("polyhead_number");
+      rewrite_.constants.push_back(scalar_of(e_.model, name, type_, scalar));
+      return name;
+    });
   }
 
   std::string unsqueeze(const std::string& name, std::vector<int64_t> axes) {
     if (e_.opset < kAxesAreInputs) return add("Unsqueeze", {name}, {list("axes", std::move(axes))});
-    return add("Unsqueeze", {name, constant(std::move(axes))});
+    return add("Unsqueeze", {name, integers(axes)});
   }
 
   void squeeze_as(const std::string& output, const std::string& name) {
     if (e_.opset < kAxesAreInputs) {
       add_as(output, "Squeeze", {name}, {list("axes", {0})});
     } else {
-      add_as(output, "Squeeze", {name, constant(std::vector<int64_t>{0})});
+      add_as(output, "Squeeze", {name, integers({0})});
     }
   }
 
@@ -141,9 +189,11 @@ class Emitter {
 
   // The sum, or the conjunction, of all terms; "" for none.
   bool mask(std::string& attn_mask) {
-    const bool all_bool = std::all_of(match_.terms.begin(), match_.terms.end(), [](const MaskTerm& term) {
-      return term.kind != MaskTerm::kAdded && std::isinf(term.number);
-    });
+    // Where scores are returned behind their mask, ONNX Runtime's have float's lowest in the places that a boolean hides.
+    const bool all_bool =
+        !returns(Returned::kMasked) && std::all_of(match_.terms.begin(), match_.terms.end(), [](const MaskTerm& term) {
+          return term.kind != MaskTerm::kAdded && std::isinf(term.number);
+        });
     int most_dims = 0;
     for (const MaskTerm& term : match_.terms) {
       const ArrangedMask arranged = arranged_mask(net_, plan_, term);
@@ -172,17 +222,20 @@ class Emitter {
            });
   }
 
-  // ONNX Runtime's operator wants the rows written out, though the standard does not.
+  // ONNX Runtime's operator wants the rows written out, though the standard does not. Once for each number of them.
   std::string for_each_query(const std::string& mask) {
     const auto scores = net_.shape(match_.softmax_input);
     const Size& num_queries = scores[scores.size() - 2];
-    if (num_queries.is_constant()) return add("Expand", {mask, constant(std::vector<int64_t>{num_queries.factor, 1})});
-    const bool flat = plan_.kind == Arrangement::kFlat;
-    const auto& order = plan_.query.order;
-    const auto axis = static_cast<int64_t>(flat ? 1 : order[order.size() - 2]);
-    const std::string count = shape_of(std::string(net_.value(plan_.query.value).name), axis, axis + 1);
-    const std::string shape = add("Concat", {count, constant(std::vector<int64_t>{1})}, {integer("axis", 0)});
-    return add("Expand", {mask, shape});
+    std::string what = sentence("rows of ", mask, " for ", num_queries.factor);
+    for (int symbol : num_queries.symbols) what += sentence(" ", symbol);
+    return once(what, [&] {
+      if (num_queries.is_constant()) return add("Expand", {mask, integers({num_queries.factor, 1})});
+      const bool flat = plan_.kind == Arrangement::kFlat;
+      const auto& order = plan_.query.order;
+      const auto axis = static_cast<int64_t>(flat ? 1 : order[order.size() - 2]);
+      const std::string count = shape_of(std::string(net_.value(plan_.query.value).name), axis, axis + 1);
+      return add("Expand", {mask, add("Concat", {count, integers({1})}, {integer("axis", 0)})});
+    });
   }
 
   bool term_fits(const MaskTerm& term, int id) {
@@ -209,14 +262,14 @@ class Emitter {
   // [batch * heads, q, k] -> [batch, heads, q, k]
   std::string by_heads(const std::string& name) {
     const std::string shape = shape_of(name, 1, 3);
-    const std::string lead = constant(std::vector<int64_t>{-1, plan_.query.heads.factor});
+    const std::string lead = integers({-1, plan_.query.heads.factor});
     return add("Reshape", {name, add("Concat", {lead, shape}, {integer("axis", 0)})});
   }
 
   std::string shape_of(const std::string& name, int64_t start, int64_t end) {
     constexpr int64_t kShapeHasRange = 15;
     if (e_.opset >= kShapeHasRange) return add("Shape", {name}, {integer("start", start), integer("end", end)});
-    const auto place = [&](int64_t at) { return constant(std::vector<int64_t>{at}); };
+    const auto place = [&](int64_t at) { return integers({at}); };
     return add("Slice", {add("Shape", {name}), place(start), place(end)});
   }
 
@@ -241,6 +294,9 @@ class Emitter {
     if (inputs.back().empty()) inputs.pop_back();
     std::vector<Attribute> attributes = {number("scale", scale_)};
     if (match_.softcap > 0) attributes.push_back(number("softcap", match_.softcap));
+    if (masks_.is_causal) attributes.push_back(integer("is_causal", 1));
+    if (masks_.left >= 0) attributes.push_back(integer("left_window_size", masks_.left));
+    if (masks_.right >= 0) attributes.push_back(integer("right_window_size", masks_.right));
     if (plan_.kind == Arrangement::kFlat) {
       attributes.push_back(integer("q_num_heads", plan_.query.heads.factor));
       attributes.push_back(integer("kv_num_heads", plan_.key.heads.factor));
@@ -254,19 +310,21 @@ class Emitter {
     const double factor = match_.out_factor * plan_.value.scale;
     const bool direct = factor == 1 && !needs_transpose() && plan_.kind != Arrangement::kOneBatch && !plan_.merges_out;
     std::vector<std::string> outputs = {direct ? out : e_.names.fresh("polyhead_out")};
-    if (match_.returns_weights) {
-      attributes.push_back(integer("qk_matmul_output_mode", 3));
-      const std::string weights(net_.value(match_.weights).name);
+    const bool returns = match_.returned.value != kNone;
+    if (returns) {
+      attributes.push_back(integer("qk_matmul_output_mode", match_.returned.mode));
+      const std::string weights(net_.value(match_.returned.value).name);
       const bool direct_weights = plan_.kind != Arrangement::kOneBatch;
       outputs.insert(outputs.end(), {"", "", direct_weights ? weights : e_.names.fresh("polyhead_weights")});
     }
+    if (plan_.kind == Arrangement::kFlat) tell_shape(outputs[0]);
     const std::string weights = outputs.back();
     const std::string domain = e_.target == Target::kPolyhead ? "polyhead" : "";
     std::string result = outputs[0];
     rewrite_.nodes.push_back({name, "Attention", domain, std::move(inputs), std::move(outputs), std::move(attributes)});
     rewrite_.became = sentence(domain.empty() ? "" : "polyhead.", "Attention \"", name, "\"");
-    if (match_.returns_weights && plan_.kind == Arrangement::kOneBatch) {
-      squeeze_as(std::string(net_.value(match_.weights).name), weights);
+    if (returns && plan_.kind == Arrangement::kOneBatch) {
+      squeeze_as(std::string(net_.value(match_.returned.value).name), weights);
     }
     if (direct) return;
     const bool more = needs_transpose() || plan_.kind == Arrangement::kOneBatch || plan_.merges_out;
@@ -277,8 +335,15 @@ class Emitter {
     if (needs_transpose()) add_as(out, "Transpose", {result}, {perm(match_.result.out)});
     if (plan_.kind == Arrangement::kOneBatch) squeeze_as(out, result);
     if (!plan_.merges_out) return;
-    const std::string lead = constant(std::vector<int64_t>{-1});
+    const std::string lead = integers({-1});
     add_as(out, "Reshape", {result, add("Concat", {lead, shape_of(result, 2, 4)}, {integer("axis", 0)})});
+  }
+
+  // ONNX Runtime 1.32 takes the last dim of a flat result for 0 where it cannot infer that of value.
+  void tell_shape(const std::string& out) {
+    ValueInfo told = {out, type_, std::vector<Dim>()};
+    for (const Size& size : net_.shape(plan_.out)) told.shape->push_back({size.is_constant() ? size.factor : -1, ""});
+    rewrite_.values.push_back(std::move(told));
   }
 
   bool needs_transpose() const { return plan_.transposes_out && !is_identity(match_.result.out); }
@@ -292,14 +357,19 @@ class Emitter {
       text += sentence(", ", kind);
     }
     if (!plan_.key.repeats.is(1)) text += ", repeated heads of key and value";
-    if (match_.returns_weights) text += ", returned weights";
-    for (const std::string& word : match_.words) text += sentence(", ", word);
+    if (match_.returned.value != kNone) {
+      text += match_.returned.mode == Returned::kWeights ? ", returned weights" : ", returned scores";
+    }
+    for (const auto* words : {&masks_.words, &match_.words}) {
+      for (const std::string& word : *words) text += sentence(", ", word);
+    }
     return text;
   }
 
   const Emission& e_;
   const Net& net_;
-  const Match& match_;
+  Match match_;
+  Masks masks_;
   ElementType type_;
   Arrangement plan_;
   double scale_ = 1;

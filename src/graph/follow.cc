@@ -178,7 +178,23 @@ void check_guard(const Net& net, Match& match) {
   match.reason = "the weights of some rows are set to 0, by what is no mask of the scores";
 }
 
-// Nobody else reads what goes away; the weights may be returned.
+// Which of the operator's tensors of scores or weights a value is.
+std::optional<Returned::Mode> mode_of(const Match& match, int id) {
+  if (id == match.weights) return match.out_factor == 1 ? std::optional(Returned::kWeights) : std::nullopt;
+  for (const Score& score : match.passed) {
+    if (score.value != id) continue;
+    if (score.before_cap) {  // softcap * tanh(factor * x) is that of x itself
+      const bool is_raw = std::fabs(match.softcap * score.factor - 1) < 1e-6;
+      return is_raw ? std::optional(Returned::kScores) : std::nullopt;
+    }
+    if (score.factor != 1) return std::nullopt;
+    if (score.num_terms == match.terms.size()) return match.softcap > 0 ? Returned::kCapped : Returned::kScores;
+    return score.num_terms == 0 ? std::optional(Returned::kMasked) : std::nullopt;
+  }
+  return std::nullopt;
+}
+
+// Nobody else reads what goes away; one of the scores, or the weights, may be returned.
 void check_users(const Net& net, Match& match) {
   for (int node : match.nodes) {
     for (size_t i = 0; i < net.node(node).outputs.size(); ++i) {
@@ -190,8 +206,9 @@ void check_users(const Net& net, Match& match) {
         if (!contains(match.nodes, user)) other = user;
       }
       if (!value.is_output && other == kNone) continue;
-      if (id == match.weights && match.out_factor == 1) {
-        match.returns_weights = true;
+      const auto mode = mode_of(match, id);
+      if (mode && (match.returned.value == kNone || match.returned.value == id)) {
+        match.returned = {id, *mode};
         continue;
       }
       match.reason =

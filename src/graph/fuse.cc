@@ -23,6 +23,7 @@ struct Work {
   std::string place;  // of its nodes: the names of those around
   std::unique_ptr<Net> net;
   std::vector<Rewrite> rewrites;
+  Made made;  // by them
   bool changed = false;
 };
 
@@ -59,7 +60,7 @@ class Fusion {
   }
 
   void add(Graph& graph, Work* outer, int holder, size_t attribute, const std::string& place) {
-    works_.push_back({&graph, outer, holder, attribute, place, nullptr, {}, false});
+    works_.push_back({&graph, outer, holder, attribute, place, nullptr, {}, {}, false});
     Work& work = works_.back();
     work.net = std::make_unique<Net>(model_, graph, symbols_, outer == nullptr ? nullptr : outer->net.get());
     for (size_t i = 0; i < graph.nodes.size(); ++i) {
@@ -103,7 +104,7 @@ class Fusion {
   }
 
   void accept(Work& work, const Match& match, std::set<std::string>& gone, Candidate& candidate) {
-    Rewrite each = rewrite({model_, *work.net, names_, options_.target, to_}, match);
+    Rewrite each = rewrite({model_, *work.net, names_, options_.target, options_.unseen_rows, to_, work.made}, match);
     candidate.reason = each.reason;
     if (!each.reason.empty()) return;
     std::set<std::string> without = gone;  // and what goes away with this one
@@ -122,6 +123,7 @@ class Fusion {
     gone = std::move(without);
     candidate.became = each.became;
     candidate.pattern = each.pattern;
+    work.made.merge(each.made);
     work.rewrites.push_back(std::move(each));
   }
 

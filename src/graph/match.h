@@ -34,14 +34,30 @@ struct MaskTerm {
   size_t rank_of_scores = 0;
 };
 
+// Scores on their way from the product to the softmax, and what still becomes of them.
+struct Score {
+  int value = kNone;
+  double factor = 1;        // up to the softmax, or to the tanh of a softcap
+  bool before_cap = false;  // a softcap
+  size_t num_terms = 0;     // of the mask, that are still to come
+};
+
+// A tensor of scores or weights that others read: the operator gives one of them, after the step that its mode tells.
+struct Returned {
+  enum Mode { kScores, kCapped, kMasked, kWeights };  // as qk_matmul_output_mode
+  int value = kNone;
+  Mode mode = kWeights;
+};
+
 struct Match {
   std::vector<int> nodes;  // that the operator replaces
   Product scores, result;
   double scale = 1, softcap = 0, out_factor = 1;
   std::vector<MaskTerm> terms;
   int softmax_input = kNone, weights = kNone, out = kNone;
-  int guarding_mask = kNone;     // rows of which this is -inf give 0
-  bool returns_weights = false;  // others read the weights too
+  int guarding_mask = kNone;  // rows of which this is -inf give 0
+  std::vector<Score> passed;  // from the softmax upwards
+  Returned returned;
   std::vector<std::string> words;
   std::string reason;        // why it is none
   bool is_attention = true;  // reason is about something that looks like attention

@@ -11,13 +11,18 @@
 
 namespace polyhead::graph {
 
+// Values by what they are: an operator with its inputs, a constant. Names of new nodes' outputs that others may share.
+using Made = std::unordered_map<std::string, std::string>;
+
 struct Rewrite {
   int at = kNone;  // new nodes stand where this one stood
   std::vector<Node> nodes;
   std::vector<Constant> constants;
+  std::vector<ValueInfo> values;
   std::vector<int> removed;
   std::string reason;  // why there is none
   std::string became, pattern;
+  Made made;  // by these nodes and constants
 };
 
 // Names that nobody has yet.
@@ -38,7 +43,9 @@ struct Emission {
   const Net& net;
   Names& names;
   Target target;
-  int64_t opset;  // that the model will have
+  UnseenRows unseen_rows;
+  int64_t opset;     // that the model will have
+  const Made& made;  // by rewrites that are accepted
 };
 
 Rewrite rewrite(const Emission& emission, const Match& match);

@@ -58,6 +58,22 @@ std::string encode(const Node& node) {
   return writer.text();
 }
 
+std::string encode(const ValueInfo& value) {
+  if (!value.encoded.empty()) return std::string(value.encoded);
+  FieldWriter shape, tensor, type, writer;
+  for (const Dim& dim : value.shape.value_or(std::vector<Dim>())) {
+    FieldWriter size;
+    if (dim.size >= 0) size.varint(onnx::type::kDimValue, static_cast<uint64_t>(dim.size));
+    shape.bytes(onnx::type::kDim, size.text());
+  }
+  tensor.varint(onnx::type::kElementType, static_cast<uint64_t>(value.type));
+  if (value.shape) tensor.bytes(onnx::type::kShape, shape.text());
+  type.bytes(onnx::type::kTensor, tensor.text());
+  writer.bytes(onnx::value_info::kName, value.name);
+  writer.bytes(onnx::value_info::kType, type.text());
+  return writer.text();
+}
+
 std::string encode(const Graph& graph) {
   namespace fields = onnx::graph;
   FieldWriter writer;
@@ -68,7 +84,7 @@ std::string encode(const Graph& graph) {
   for (const Constant& constant : graph.initializers) {
     if (!constant.encoded.empty()) writer.bytes(fields::kInitializer, constant.encoded);
   }
-  for (const ValueInfo& value : graph.values) writer.bytes(fields::kValueInfo, value.encoded);
+  for (const ValueInfo& value : graph.values) writer.bytes(fields::kValueInfo, encode(value));
   FieldReader reader(graph.encoded);
   for (Field field; reader.next(field);) {
     const bool ours = field.is(fields::kNode, Wire::kBytes) || field.is(fields::kInitializer, Wire::kBytes) ||

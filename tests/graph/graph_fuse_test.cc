@@ -49,18 +49,18 @@ TEST(GraphFuse, OurDomainKeepsTheOpset) {
 
 TEST(GraphFuse, WhatOthersReadStays) {
   ModelText text = attention_text();
-  text.nodes.push_back({"Relu", {"masked"}, {"other"}});
+  text.nodes.push_back({"Relu", {"product"}, {"other"}});
   text.outputs.push_back({"other", {2, 3, -1, -1}});
   graph::Model model = parsed(text.model());
   const graph::Report report = graph::fuse(model);
   EXPECT_EQ(report.candidates.at(0).reason,
-            "\"masked\", of \"node_masked\" (Add), is also read by \"node_other\" (Relu)");
+            "\"product\", of \"node_product\" (MatMul), is also read by \"node_other\" (Relu)");
   EXPECT_EQ(graph::encode_model(model), text.model());
 }
 
 TEST(GraphFuse, AValueThatABodyReadsStays) {
   ModelText body, text = attention_text();
-  body.nodes = {{"Relu", {"masked"}, {"inner"}}};
+  body.nodes = {{"Relu", {"product"}, {"inner"}}};
   body.outputs = {{"inner", {2, 3, -1, -1}}};
   text.inputs.push_back({"which", {}});
   text.nodes.push_back(

