@@ -139,6 +139,7 @@ class Climber {
   // A node of which one input is the scores: that input, or kNone and a reason.
   int step(int node, Way& way) {
     const std::string& op = net_.node(node).op_type;
+    if (rounds(net_, node)) return refuse(node, way, " rounds the scores, or what they are made of, to integers");
     if (!net_.node(node).domain.empty()) return refuse(node, way, " between the products is not understood");
     if (op == "Mul" || op == "Div") return scaled(node, way);
     if (op == "Tanh" && way.softcap == 0) {
@@ -199,7 +200,7 @@ void climb_scores(const Net& net, const Anchor& anchor, Match& match) {
   match.reason = way.reason;
   if (!way.product) {
     match.is_attention = false;
-    for (int node : way.nodes) match.is_attention = match.is_attention || is_product(net, node);
+    for (int node : way.nodes) match.is_attention = match.is_attention || is_product(net, node) || rounds(net, node);
     return;
   }
   match.scores = *way.product;

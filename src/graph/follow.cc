@@ -42,10 +42,13 @@ class Follower {
         if (next != kNone) break;
       }
       if (next == kNone) {
-        match_.is_attention = false;
-        match_.reason = net_.value(weights).users.empty() ? "no product with values follows the softmax"
-                                                          : sentence("no product with values follows the softmax, but ",
-                                                                     words_of(net_, net_.value(weights).users.front()));
+        const int rounding = rounding_before_product(weights, 0);
+        match_.is_attention = rounding != kNone;
+        match_.reason =
+            rounding != kNone ? sentence("the weights are rounded to integers by ", words_of(net_, rounding))
+            : net_.value(weights).users.empty() ? "no product with values follows the softmax"
+                                                : sentence("no product with values follows the softmax, but ",
+                                                           words_of(net_, net_.value(weights).users.front()));
       }
       weights = next;
     }
@@ -56,6 +59,18 @@ class Follower {
   int product_of(int weights) const {
     for (int user : net_.value(weights).users) {
       if (is_product(net_, user)) return user;
+    }
+    return kNone;
+  }
+
+  // The first node on a way of quantised ones to a product, or kNone.
+  int rounding_before_product(int id, int depth) const {
+    constexpr int kMostNodes = 4;
+    for (int user : net_.value(id).users) {
+      if (is_product(net_, user) && depth > 0) return user;
+      if (!rounds(net_, user) || net_.output(user, 0) == kNone || depth > kMostNodes) continue;
+      const bool multiplies = net_.node(user).op_type.find("MatMul") != std::string::npos;
+      if (multiplies || rounding_before_product(net_.output(user, 0), depth + 1) != kNone) return user;
     }
     return kNone;
   }

@@ -61,7 +61,7 @@ void dequantize(const At& at) {
 
 // Two stacks of matrices, of which FusedMatMul may transpose the last dims.
 void matmul(const At& at) {
-  at.results[0].type = at.in(0).type;
+  at.results[0].type = at.node().op_type == "MatMulInteger" ? ElementType::kInt32 : at.in(0).type;
   if (!at.in(0).shape || !at.in(1).shape) return;
   Sizes a = *at.in(0).shape, b = *at.in(1).shape;
   if (a.size() < 2 || b.size() < 2) return;
@@ -209,7 +209,7 @@ constexpr Rule kRules[] = {
     {" QuantizeLinear ", same},
     {" DequantizeLinear ", dequantize},
     {" Transpose ", transpose},
-    {" MatMul FusedMatMul ", matmul},
+    {" MatMul FusedMatMul MatMulInteger ", matmul},
     {" Gemm ", gemm},
     {" Einsum ", einsum},
     {" Reshape ", reshape},

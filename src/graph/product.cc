@@ -108,6 +108,13 @@ bool is_product(const Net& net, int node) {
          (n.op_type == "FusedMatMul" && n.domain == "com.microsoft");
 }
 
+bool rounds(const Net& net, int node) {
+  constexpr std::string_view kOpTypes =
+      " QuantizeLinear DequantizeLinear DynamicQuantizeLinear MatMulInteger QLinearMatMul MatMulIntegerToFloat "
+      "DynamicQuantizeMatMul QLinearSoftmax QLinearAdd QLinearMul ";
+  return node != kNone && kOpTypes.find(sentence(" ", net.node(node).op_type, " ")) != std::string_view::npos;
+}
+
 std::optional<Product> scores_product(const Net& net, int node, std::string& reason) {
   const auto labels = labels_of(net, node, reason);
   if (!labels) return std::nullopt;

@@ -26,6 +26,9 @@ struct Product {
 
 bool is_product(const Net& net, int node);
 
+// Nodes of quantised models that compute with integers, or make them or floats of the other: results are rounded.
+bool rounds(const Net& net, int node);
+
 // The scores of queries and keys: the result's last two dims are rows and columns. `reason` where it is something else.
 std::optional<Product> scores_product(const Net& net, int node, std::string& reason);
 

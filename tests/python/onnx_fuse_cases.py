@@ -6,6 +6,7 @@ Of each case the nodes, in a graph of these inputs: x and y, for one who project
 import numpy as np
 
 B, H, S, T, D = 2, 4, 5, 6, 8
+GRID = "grid = Constant<value = float {0.05}>() none = Constant<value = int8 {0}>()"
 HIDDEN = float(np.finfo(np.float32).min)
 
 INPUTS = {
@@ -210,6 +211,9 @@ VARIANTS = {
         w = Softmax<axis = -1>(s) om = MatMul(w, vm) n = Shape(om) i = Constant<value = int64[1] {{1}}>()
         z = Constant<value = int64[1] {{0}}>() rows = Gather(n, i) h = Constant<value = int64[2] {{2, 4}}>()
         d = Constant<value = int64[1] {{8}}>() back = Concat<axis = 0>(h, rows, d) o = Reshape(om, back) {JOIN}""",
+    "operands_of_integers": (19, f"""{GRID} a = QuantizeLinear(k, grid, none) b = DequantizeLinear(a, grid, none)
+        bt = Transpose<perm = [0, 1, 3, 2]>(b) s = MatMul(q, bt) g = QuantizeLinear(v, grid, none)
+        h = DequantizeLinear(g, grid, none) w = Softmax<axis = -1>(s) out = MatMul(w, h)"""),
     # --- heads of key and value ---
     "repeated_heads": """
         i = Constant<value = int64[1] {2}>() u = Unsqueeze(gk, i) n = Constant<value = int64[5] {1, 1, 2, 1, 1}>()
@@ -260,5 +264,8 @@ NEAR_MISSES = {
         {FILL} last = Constant<value = int64[1] {{-1}}>() b = Where(keep, zero, inf) m = MatMul(q, kt) s = Add(m, b)
         top = ReduceMax<keepdims = 1>(bias, last) g = Equal(top, inf) z = Softmax<axis = -1>(s) w = Where(g, zero, z)
         out = MatMul(w, v)""", "by what is no mask of the scores"),
+    "weights_rounded": (f"{GRID} s = MatMul(q, kt) z = Softmax<axis = -1>(s) g = QuantizeLinear(z, grid, none) w = DequantizeLinear(g, grid, none) out = MatMul(w, v)", 'the weights are rounded to integers by "g" (QuantizeLinear)'),
+    "scores_rounded": (f"{GRID} m = MatMul(q, kt) g = QuantizeLinear(m, grid, none) s = DequantizeLinear(g, grid, none) {TAIL}", '"s" (DequantizeLinear) rounds the scores'),
+    "scores_of_integers": (f"{GRID} a = QuantizeLinear(q, grid, none) b = QuantizeLinear(kt, grid, none) m = MatMulInteger(a, b, none, none) f = Cast<to = 1>(m) s = Mul(f, grid) {TAIL}", '"m" (MatMulInteger) rounds the scores'),
     "guard_of_other_rows": (f"{FILL} n = IsNaN(bias) s = MatMul(q, kt) z = Softmax<axis = -1>(s) w = Where(n, zero, z) out = MatMul(w, v)", "no product with values"),
 }  # fmt: skip
