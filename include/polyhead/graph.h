@@ -127,6 +127,7 @@ enum class UnseenRows {
 struct FuseOptions {
   Target target = Target::kOnnx;
   UnseenRows unseen_rows = UnseenRows::kKeep;
+  bool splits_masks = true;  ///< false: a mask is an input as it stands, or as a whole an option; no part of it is read
 };
 
 /// A Softmax, or what amounts to one, and what became of it.

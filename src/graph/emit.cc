@@ -35,9 +35,9 @@ class Emitter {
  public:
   Emitter(const Emission& emission, const Match& match)
       : e_(emission), net_(emission.net), match_(match), type_(net_.facts(match.scores.left.value).type) {
-    const bool with_windows = e_.target == Target::kPolyhead || e_.opset >= kFirstWithWindows;
+    const bool with_windows = e_.options.target == Target::kPolyhead || e_.opset >= kFirstWithWindows;
     if (returns(Returned::kMasked)) return;  // -inf and numbers stay where they are
-    masks_ = masks_of(net_, match, {with_windows, e_.unseen_rows});
+    masks_ = masks_of(net_, match, {with_windows, e_.options.unseen_rows, e_.options.splits_masks});
     match_.terms = masks_.terms;
   }
 
@@ -78,7 +78,7 @@ class Emitter {
     if (net_.rank(id) != num_dims) {
       return refuse(sentence(what, "have ", net_.rank(id), " dims, must have ", num_dims));
     }
-    if (e_.target == Target::kOnnx && returns(Returned::kScores) && match_.softcap > 0) {
+    if (e_.options.target == Target::kOnnx && returns(Returned::kScores) && match_.softcap > 0) {
       return refuse(what + "come before a softcap, where ONNX Runtime 1.32 gives those behind it");
     }
     const ElementType type = net_.facts(id).type;
@@ -208,7 +208,7 @@ class Emitter {
     if (most_dims < 2)
       attn_mask = unsqueeze(attn_mask, most_dims == 0 ? std::vector<int64_t>{0, 1} : std::vector<int64_t>{0});
     if (most_dims == 3) attn_mask = unsqueeze(attn_mask, {0});
-    if (e_.target == Target::kOnnx && !told_for_each_query()) attn_mask = for_each_query(attn_mask);
+    if (e_.options.target == Target::kOnnx && !told_for_each_query()) attn_mask = for_each_query(attn_mask);
     return true;
   }
 
@@ -319,7 +319,7 @@ class Emitter {
     }
     if (plan_.kind == Arrangement::kFlat) tell_shape(outputs[0]);
     const std::string weights = outputs.back();
-    const std::string domain = e_.target == Target::kPolyhead ? "polyhead" : "";
+    const std::string domain = e_.options.target == Target::kPolyhead ? "polyhead" : "";
     std::string result = outputs[0];
     rewrite_.nodes.push_back({name, "Attention", domain, std::move(inputs), std::move(outputs), std::move(attributes)});
     rewrite_.became = sentence(domain.empty() ? "" : "polyhead.", "Attention \"", name, "\"");

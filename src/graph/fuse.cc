@@ -104,7 +104,7 @@ class Fusion {
   }
 
   void accept(Work& work, const Match& match, std::set<std::string>& gone, Candidate& candidate) {
-    Rewrite each = rewrite({model_, *work.net, names_, options_.target, options_.unseen_rows, to_, work.made}, match);
+    Rewrite each = rewrite({model_, *work.net, names_, options_, to_, work.made}, match);
     candidate.reason = each.reason;
     if (!each.reason.empty()) return;
     std::set<std::string> without = gone;  // and what goes away with this one

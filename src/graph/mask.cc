@@ -45,7 +45,7 @@ class Finder {
   }
 
  private:
-  bool zero_rows() const { return rules_.unseen_rows == UnseenRows::kZero; }
+  bool zero_rows() const { return rules_.unseen_rows == UnseenRows::kZero && rules_.splits; }
 
   std::optional<Hiding> hiding_of(const MaskTerm& term) const {
     if (term.kind != MaskTerm::kAdded) {
@@ -68,6 +68,7 @@ class Finder {
       return "it hides the key at the query's own place";
     }
     if (!rules_.with_windows && (shown.lower || !is_causal)) return "ONNX has windows from opset 25 on";
+    if (!rules_.splits && !shown.rest.empty()) return "a part of it is more than its places";
     if (std::isinf(hiding.fill) || zero_rows()) return "";
     const bool is_alone = match_.terms.size() == 1 && shown.rest.empty();
     if (!is_alone || (shown.lower && num_queries_ != num_keys_)) {

@@ -11,6 +11,7 @@ namespace polyhead::graph {
 struct MaskRules {
   bool with_windows = false;  // the operator has windows, not only a causal mask
   UnseenRows unseen_rows = UnseenRows::kKeep;
+  bool splits = true;  // a part of a mask may be an option, and another one a tensor
 };
 
 struct Masks {

@@ -42,8 +42,7 @@ struct Emission {
   Model& model;
   const Net& net;
   Names& names;
-  Target target;
-  UnseenRows unseen_rows;
+  const FuseOptions& options;
   int64_t opset;     // that the model will have
   const Made& made;  // by rewrites that are accepted
 };

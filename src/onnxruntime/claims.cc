@@ -96,7 +96,8 @@ class Finder {
   // Nodes that src/graph replaces by one of our own Attention.
   void claim_groups() {
     graph::Model fused = from_.model;
-    const graph::Report report = graph::fuse(fused, {graph::Target::kPolyhead});
+    // A group reads what its nodes read: of a mask that several layers share, no part.
+    const graph::Report report = graph::fuse(fused, {graph::Target::kPolyhead, graph::UnseenRows::kKeep, false});
     for (const graph::Candidate& each : report.candidates) {
       if (!each.fused && each.is_attention) tell(each.place, each.reason, "");
     }
