@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <string_view>
 
 #include "polyhead/attention.h"
@@ -26,7 +27,9 @@ inline bool has_equal_weights(const AttentionDesc& desc) {
 // Whether a kernel multiplies bfloat16 in pairs: P, and in backward dS, are rounded to bfloat16 before they meet a matrix.
 inline bool multiplies_pairs(std::string_view kernel, const AttentionDesc& desc) {
   if (desc.dtype != DType::kBFloat16) return false;
-  return kernel.find("bf16") != std::string_view::npos || kernel.find("amx") != std::string_view::npos;
+  constexpr std::string_view kNames[] = {"bf16", "amx", "cuda"};
+  return std::any_of(std::begin(kNames), std::end(kNames),
+                     [&](std::string_view name) { return kernel.find(name) != std::string_view::npos; });
 }
 
 inline constexpr double kRmse = 1.1;

@@ -1,5 +1,5 @@
-// The kernels of this build, or the one that POLYHEAD_TEST_KERNEL names. Where a sanitizer alone looks on, cpu_avx512 is left
-// out beside cpu_avx512bf16, which differs from it in the words of bfloat16 alone.
+// The CPU's kernels of this build, or the one that POLYHEAD_TEST_KERNEL names. Where a sanitizer alone looks on, cpu_avx512
+// is left out beside cpu_avx512bf16, which differs from it in the words of bfloat16 alone.
 #pragma once
 
 #include <algorithm>
@@ -21,6 +21,7 @@ inline std::vector<const Kernel*> kernels_to_test() {
   std::vector<const Kernel*> list;
   for (const Kernel* kernel : kernel_list()) {
     const std::string name = kernel->name;
+    if (kernel->device != Device::kCpu) continue;  // its tensors are not the host's
     if (only != nullptr && name != only) continue;
     if (only == nullptr && memory_alone() && has_nearest && name == "cpu_avx512") {
       left_out().add("cpu_avx512: cpu_avx512bf16 differs in the words of bfloat16 alone");

@@ -12,6 +12,9 @@
 #include "cpu/isa/order.h"
 #include "polyhead/kernels.h"
 #include "reference/attention.h"
+#ifdef POLYHEAD_CUDA_KERNELS
+#include "cuda/kernels.h"
+#endif
 
 namespace polyhead {
 
@@ -23,6 +26,9 @@ std::span<const Kernel* const> kernel_list() {
   static constexpr const Kernel* kOthers[] = {
 #ifdef POLYHEAD_EXTRA_KERNEL
       &POLYHEAD_EXTRA_KERNEL,
+#endif
+#ifdef POLYHEAD_CUDA_KERNELS
+      &kCudaSm80,
 #endif
       &kReference,
   };

@@ -179,6 +179,7 @@ inline const std::vector<Row> kIntegerRows = {
     {"prmt.b32 d, a, b, 0x7250", 0x33221180, 0x77665544, 0, 0x77225580},
     {"prmt.b32 d, a, b, 0x8000", 0x33221180, 0, 0, 0xff808080},
     {"bfi.b32 d, a, b, 8, 4", 5, 0xffffffff, 0, 0xfffff5ff},
+    {"bfi.b64 D, A, B, 40, 4", 0x5, 0xffffffffffffffff, 0, 0xfffff5ffffffffff},
     {"brev.b32 d, a", 1, 0, 0, 0x80000000},
     {"mov.b32 d, {a, b}", 0x1234, 0x5678, 0, 0x56781234},
     {"mov.b64 D, {a, b}", 0x89abcdef, 0x1234567, 0, 0x123456789abcdef},

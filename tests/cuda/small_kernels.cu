@@ -1,8 +1,16 @@
 // An element a thread; and a product of tensor-core tiles through two stages of shared memory.
+#include "cuda/tile.cuh"
 #include "small_kernels.h"
 
 namespace small_kernels {
 namespace {
+
+using polyhead::cuda::BFloat16;
+using polyhead::cuda::commit_copies;
+using polyhead::cuda::copy_piece;
+using polyhead::cuda::load_matrices;
+using polyhead::cuda::load_matrices_transposed;
+using polyhead::cuda::multiply_add;
 
 __global__ void saxpy_kernel(float a, const float* x, float* y, int64_t n) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -11,36 +19,6 @@ __global__ void saxpy_kernel(float a, const float* x, float* y, int64_t n) {
 
 constexpr int kRows = 32, kColumns = 32, kDepth = 32,
               kPitch = 40;  // of a tile; bfloat16s from row to row in shared memory
-
-__device__ void copy_16_bytes(void* to, const void* from, bool there) {
-  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(there ? 16 : 0)
-               : "memory");
-}
-
-__device__ void load_matrices(unsigned (&d)[4], const void* row) {
-  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-               : "r"(address)
-               : "memory");
-}
-
-__device__ void load_matrices_transposed(unsigned (&d)[4], const void* row) {
-  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-               : "r"(address)
-               : "memory");
-}
-
-__device__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 struct Stage {
   uint16_t a[kRows][kPitch], b[kDepth][kPitch];
@@ -58,10 +36,10 @@ __global__ void product_kernel(const uint16_t* A, const uint16_t* B, float* C, i
     for (int piece = thread; piece < kRows * kDepth / 8; piece += 64) {
       const int i = piece / 4, j = piece % 4 * 8;
       const bool in_a = kAll || (row + i < m && depth + j < k), in_b = kAll || (depth + i < k && column + j < n);
-      copy_16_bytes(&to.a[i][j], A + (in_a ? int64_t{row + i} * k + depth + j : 0), in_a);
-      copy_16_bytes(&to.b[i][j], B + (in_b ? int64_t{depth + i} * n + column + j : 0), in_b);
+      copy_piece(&to.a[i][j], A + (in_a ? int64_t{row + i} * k + depth + j : 0), in_a);
+      copy_piece(&to.b[i][j], B + (in_b ? int64_t{depth + i} * n + column + j : 0), in_b);
     }
-    if (kFault != Fault::kMissingCommit) asm volatile("cp.async.commit_group;" ::: "memory");
+    if (kFault != Fault::kMissingCommit) commit_copies();
   };
   float sums[4][4];
   for (int e = 0; e < 16 && kFault != Fault::kUninitialised; ++e) sums[e / 4][e % 4] = 0;
@@ -80,8 +58,8 @@ __global__ void product_kernel(const uint16_t* A, const uint16_t* B, float* C, i
       if (kFault == Fault::kSwappedOperands) a[0] ^= a[1], a[1] ^= a[0], a[0] ^= a[1];
       for (int half = 0; half < 2; ++half) {
         load_matrices_transposed(b, &now.b[step + lane % 16][half * 16 + lane / 16 * 8]);
-        multiply_add(sums[2 * half], a, b[0], b[1]);
-        multiply_add(sums[2 * half + 1], a, b[2], b[3]);
+        multiply_add<BFloat16>(sums[2 * half], a, b[0], b[1]);
+        multiply_add<BFloat16>(sums[2 * half + 1], a, b[2], b[3]);
       }
     }
     if (kFault != Fault::kNoBarrierBeforeReuse) __syncthreads();

@@ -187,16 +187,16 @@ void extract_bits(Warp& w, const Instruction& i, uint32_t mask) {  // bfe
   });
 }
 
+template <class T>
 void insert_bits(Warp& w, const Instruction& i, uint32_t mask) {  // bfi: a's low bits into b
-  map_lanes<uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>(
-      w, i, mask, [](uint32_t a, uint32_t b, uint32_t position, uint32_t length) {
-        uint32_t d = b;
-        for (uint32_t n = 0; n < (length & 0xff) && (position & 0xff) + n < 32; ++n) {
-          const uint32_t bit = 1u << ((position & 0xff) + n);
-          d = a >> n & 1 ? d | bit : d & ~bit;
-        }
-        return d;
-      });
+  map_lanes<T, T, T, uint32_t, uint32_t>(w, i, mask, [](T a, T b, uint32_t position, uint32_t length) {
+    T d = b;
+    for (uint32_t n = 0; n < (length & 0xff) && (position & 0xff) + n < 8 * sizeof(T); ++n) {
+      const T bit = T{1} << ((position & 0xff) + n);
+      d = a >> n & 1 ? d | bit : d & ~bit;
+    }
+    return d;
+  });
 }
 
 template <class T>
@@ -335,7 +335,8 @@ void add_integer_opcodes(OpcodeTable& t) {
   t["shf.r.clamp.b32"] = {funnel_shift<false, false>, "w=www"};
   t["lop3.b32"] = {lop3, "w=wwww"};
   t["prmt.b32"] = {permute_bytes, "w=www"};
-  t["bfi.b32"] = {insert_bits, "w=wwww"};
+  t["bfi.b32"] = {insert_bits<uint32_t>, "w=wwww"};
+  t["bfi.b64"] = {insert_bits<uint64_t>, "l=llww"};
   t["brev.b32"] = {reverse_bits, "w=w"};
   t["mov.b32/pack2"] = {pack<uint32_t, uint16_t, 2>, "w=ww"};
   t["mov.b64/pack2"] = {pack<uint64_t, uint32_t, 2>, "l=ww"};

@@ -1,0 +1,285 @@
+// FlashAttention-2 forward, algorithm 1 of arXiv:2307.08691, with the words of sm_80: mma.sync, ldmatrix, cp.async.
+//   Q_i [64, D]  K_j, V_j [64, D or Dv]  S, P [64, 64]  O [64, Dv]  m, l, L [64]
+// A block of four warps computes 64 queries of a head, a warp 16 of them. K_j+1 is on its way while V_j is used, and
+// V_j while K_j is. Of a lane's fragments (mma.cuh) elements 0 and 1 belong to row g, 2 and 3 to row g + 8.
+#include <cmath>
+
+#include "cuda/key_range.cuh"
+#include "cuda/tile.cuh"
+
+namespace polyhead::cuda {
+namespace {
+
+constexpr float kLog2E = 1.44269504f;
+constexpr unsigned kAllLanes = 0xffffffff;
+
+template <int kD>
+struct Memory {
+  Tile<kD> Q, K, V;
+  int not_finite;  // 1 + the last key tile whose V had an infinity or a NaN that some row must not see
+};
+
+// One warp's share of a tile of scores: S, then P.
+struct Scores {
+  float x[8][4];  // eight blocks of eight keys
+};
+
+// Of a lane's two rows.
+struct Row {
+  int64_t first, last;  // of the keys that it sees
+  float m = -INFINITY;  // the largest score so far
+  float l = 0;          // sum of exp(S - m), this lane's part
+  float l_rounded = 0;  // the same of the weights as they multiply V
+};
+
+__device__ float max_of_row(float x) {  // the four lanes that share a row
+  x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
+}
+__device__ float sum_of_row(float x) {
+  x += __shfl_xor_sync(kAllLanes, x, 1);
+  return x + __shfl_xor_sync(kAllLanes, x, 2);
+}
+
+template <class T, int kD>
+class Forward {
+ public:
+  __device__ Forward(const ForwardProblem& problem, Memory<kD>& memory) : p(problem), shared(memory) {
+    // The last query tiles first: under a causal mask they are the longest.
+    const int64_t heads = p.batch * p.heads, tiles = (p.seqlen_q + kQueryRows - 1) / kQueryRows;
+    const int64_t index = blockIdx.x;
+    query = (tiles - 1 - index / heads) * kQueryRows;
+    b = index % heads / p.heads;
+    h = index % p.heads;
+    lane = static_cast<int>(threadIdx.x) % 32;
+    warp = static_cast<int>(threadIdx.x) / 32;
+  }
+
+  __device__ void run() {
+    const Band band(p, b);
+    const int64_t end_q = query + kQueryRows < band.queries ? query + kQueryRows : band.queries;
+    for (int r = 0; r < 2; ++r) rows[r].first = band.first(row_index(r)), rows[r].last = band.last(row_index(r));
+    if (threadIdx.x == 0) shared.not_finite = 0;
+    // Keys that some query of the tile sees, and those that all see.
+    const int64_t begin = band.first(query) / kTileRows * kTileRows, end = query < end_q ? band.last(end_q - 1) : 0;
+    const int64_t all_begin = band.first(end_q - 1), all_end = band.last(query);
+    if (begin < end) {
+      load_tile(shared.Q, p.query, b, h, query, end_q, p.head_dim);
+      load_tile(shared.K, p.key, b, h_kv(), begin, band.keys, p.head_dim);
+    }
+    for (int64_t j = begin; j < end; j += kTileRows) {
+      wait_for_copies();
+      __syncthreads();  // K_j is there, V is free
+      load_tile(shared.V, p.value, b, h_kv(), j, band.keys, p.head_dim_v);
+      scores();
+      wait_for_copies();
+      __syncthreads();  // V_j is there, K is free
+      if (j + kTileRows < end) load_tile(shared.K, p.key, b, h_kv(), j + kTileRows, band.keys, p.head_dim);
+      const bool cut = j < all_begin || j + kTileRows > all_end;  // some row does not see some key
+      if (cut) hide(j);
+      softmax();
+      bool careful = false;
+      if (cut) {
+        if (clear_not_finite<T>(shared.V)) atomicMax(&shared.not_finite, static_cast<int>(j / kTileRows) + 1);
+        __syncthreads();
+        careful = shared.not_finite == static_cast<int>(j / kTileRows) + 1;
+      }
+      multiply();
+      if (careful) add_not_finite(j);
+    }
+    finish();
+  }
+
+ private:
+  __device__ int64_t row_index(int r) const { return query + warp * 16 + lane / 4 + 8 * r; }
+  __device__ int64_t h_kv() const { return h / (p.heads / p.heads_kv); }
+
+  // S = scale Q K^T
+  __device__ void scores() {
+    for (int n = 0; n < 8; ++n) {
+      for (int e = 0; e < 4; ++e) S.x[n][e] = 0;
+    }
+#pragma unroll
+    for (int k = 0; k < kD / 16; ++k) {
+      unsigned q[4];
+      load_matrices(q, shared.Q.piece(warp * 16 + lane % 16, 2 * k + lane / 16));
+#pragma unroll
+      for (int n = 0; n < 8; n += 2) {
+        unsigned keys[4];
+        load_matrices(keys, shared.K.piece(n * 8 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+        multiply_add<T>(S.x[n], q, keys[0], keys[1]);
+        multiply_add<T>(S.x[n + 1], q, keys[2], keys[3]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) S.x[n][e] *= p.scale;
+    }
+  }
+
+  // S = -inf at the keys that a row does not see
+  __device__ void hide(int64_t j) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int64_t key = j + n * 8 + lane % 4 * 2 + e % 2;
+        if (key < rows[e / 2].first || key >= rows[e / 2].last) S.x[n][e] = -INFINITY;
+      }
+    }
+  }
+
+  // S <- P = exp(S - m), O and l <- theirs times exp(m_old - m)
+  __device__ void softmax() {
+    float alpha[2], m[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float largest = rows[r].m;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) largest = fmaxf(largest, fmaxf(S.x[n][2 * r], S.x[n][2 * r + 1]));
+      largest = max_of_row(largest);
+      m[r] = largest == -INFINITY ? 0 : largest;  // -inf - -inf is NaN
+      alpha[r] = exp2_approx((rows[r].m - m[r]) * kLog2E);
+      rows[r].m = largest;
+      rows[r].l *= alpha[r];
+      rows[r].l_rounded *= alpha[r];
+    }
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        S.x[n][e] = exp2_approx((S.x[n][e] - m[e / 2]) * kLog2E);
+        rows[e / 2].l += S.x[n][e];
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kD / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) O[n][e] *= alpha[e / 2];
+    }
+  }
+
+  // O += P V
+  __device__ void multiply() {
+    constexpr bool kRest = T::kRestOfWeights;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      unsigned P[4], rest[4];
+#pragma unroll
+      for (int a = 0; a < 4; ++a) {
+        const float low = S.x[2 * k + a / 2][a % 2 * 2], high = S.x[2 * k + a / 2][a % 2 * 2 + 1];
+        P[a] = packed<T>(low, high);
+        const float low_rounded = low_half<T>(P[a]), high_rounded = high_half<T>(P[a]);
+        if constexpr (kRest) rest[a] = packed<T>(low - low_rounded, high - high_rounded);
+        rows[a % 2].l_rounded += kRest ? low + high : low_rounded + high_rounded;
+      }
+#pragma unroll
+      for (int n = 0; n < kD / 8; n += 2) {
+        unsigned values[4];
+        load_matrices_transposed(values, shared.V.piece(k * 16 + lane % 16, n + lane / 16));
+        multiply_add<T>(O[n], P, values[0], values[1]);
+        multiply_add<T>(O[n + 1], P, values[2], values[3]);
+        if constexpr (kRest) {
+          multiply_add<T>(O[n], rest, values[0], values[1]);
+          multiply_add<T>(O[n + 1], rest, values[2], values[3]);
+        }
+      }
+    }
+  }
+
+  // O += P V with the infinities and NaNs of V alone, for the rows that see them: tensor cores would multiply them by
+  // the 0 of a row that does not. What is added is +-inf, or NaN, also where P underflowed to 0.
+  __device__ void add_not_finite(int64_t j) {
+    uint64_t positive[2] = {};  // bit k: P of key j + k is not 0
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const unsigned lanes = __ballot_sync(kAllLanes, S.x[n][e] > 0) >> (lane & ~3);
+        for (int t = 0; t < 4; ++t) positive[e / 2] |= static_cast<uint64_t>(lanes >> t & 1) << (n * 8 + 2 * t + e % 2);
+      }
+    }
+    const auto* base = static_cast<const T*>(p.value.data) + b * p.value.batch + h_kv() * p.value.head;
+    for (int key = 0; key < kTileRows; ++key) {
+      const T* value = base + (j + key) * p.value.row;
+#pragma unroll
+      for (int n = 0; n < kD / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int column = n * 8 + lane % 4 * 2 + e % 2;
+          const Row& row = rows[e / 2];
+          if (j + key < row.first || j + key >= row.last || column >= p.head_dim_v) continue;
+          const float v = to_float(value[column * p.value.column]);
+          if (v - v != 0) O[n][e] += positive[e / 2] >> key & 1 ? v : NAN;
+        }
+      }
+    }
+  }
+
+  // O / l and L = m + log l. A row that saw no key, or lies in padding, gets 0 and -inf.
+  __device__ void finish() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float l = sum_of_row(rows[r].l), l_rounded = sum_of_row(rows[r].l_rounded);
+      const int64_t i = row_index(r);
+      if (i >= p.seqlen_q) continue;
+      const bool blind = rows[r].first >= rows[r].last;
+      T* out = static_cast<T*>(p.out.data) + b * p.out.batch + h * p.out.head + i * p.out.row;
+#pragma unroll
+      for (int n = 0; n < kD / 8; ++n) {
+        const unsigned both = packed<T>(blind ? 0 : O[n][2 * r] / l_rounded, blind ? 0 : O[n][2 * r + 1] / l_rounded);
+        const int column = n * 8 + lane % 4 * 2;
+        if (column < p.head_dim_v) out[column * p.out.column].bits = static_cast<uint16_t>(both);
+        if (column + 1 < p.head_dim_v) out[(column + 1) * p.out.column].bits = static_cast<uint16_t>(both >> 16);
+      }
+      if (p.logsumexp != nullptr && lane % 4 == 0) {
+        p.logsumexp[b * p.logsumexp_batch + h * p.logsumexp_head + i * p.logsumexp_row] =
+            blind ? -INFINITY : rows[r].m + logf(l);
+      }
+    }
+  }
+
+  const ForwardProblem& p;
+  Memory<kD>& shared;
+  int64_t query, b, h;  // the first query of the tile, its sequence and head
+  int lane, warp;
+  Row rows[2];
+  Scores S;
+  float O[kD / 8][4] = {};
+};
+
+template <class T, int kD>
+__global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant__ ForwardProblem problem) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  Forward<T, kD>(problem, *reinterpret_cast<Memory<kD>*>(memory)).run();
+}
+
+template <class T, int kD>
+cudaError_t launch(const ForwardProblem& p, cudaStream_t stream) {
+  const int bytes = sizeof(Memory<kD>);
+  const cudaError_t error =
+      cudaFuncSetAttribute(forward_kernel<T, kD>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  const int64_t blocks = (p.seqlen_q + kQueryRows - 1) / kQueryRows * p.batch * p.heads;
+  forward_kernel<T, kD><<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <class T>
+cudaError_t launch_forward(const ForwardProblem& p, cudaStream_t stream) {
+  const int columns = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+  if (columns <= 64) return launch<T, 64>(p, stream);
+  return launch<T, kMostHeadDim>(p, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_forward_bfloat16(const ForwardProblem& p, cudaStream_t stream) {
+  return launch_forward<BFloat16>(p, stream);
+}
+cudaError_t launch_forward_float16(const ForwardProblem& p, cudaStream_t stream) {
+  return launch_forward<Float16>(p, stream);
+}
+
+}  // namespace polyhead::cuda

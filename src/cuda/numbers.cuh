@@ -1,0 +1,68 @@
+// bfloat16 and float16 as words of the device: two in a register, the first in the low half.
+#pragma once
+
+#include <cstdint>
+
+namespace polyhead::cuda {
+
+struct BFloat16 {
+  static constexpr bool kRestOfWeights = false;
+  uint16_t bits;
+};
+struct Float16 {
+  // Weights P are multiplied as a float16 and the rest: their rounding would be as large as that of the result.
+  static constexpr bool kRestOfWeights = true;
+  uint16_t bits;
+};
+
+template <class T>
+__device__ inline unsigned packed(float low, float high);  // rounded to nearest even
+template <>
+__device__ inline unsigned packed<BFloat16>(float low, float high) {
+  unsigned both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+template <>
+__device__ inline unsigned packed<Float16>(float low, float high) {
+  unsigned both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+__device__ inline float to_float(BFloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+__device__ inline float to_float(Float16 x) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(x.bits));
+  return value;
+}
+
+template <class T>
+__device__ inline float low_half(unsigned both) {
+  return to_float(T{static_cast<uint16_t>(both)});
+}
+template <class T>
+__device__ inline float high_half(unsigned both) {
+  return to_float(T{static_cast<uint16_t>(both >> 16)});
+}
+
+// Which halves of a register hold an infinity or a NaN: a mask of their bits.
+template <class T>
+__device__ inline unsigned not_finite(unsigned both);
+template <>
+__device__ inline unsigned not_finite<BFloat16>(unsigned both) {
+  return ((both & 0x7f80) == 0x7f80 ? 0xffffu : 0) | ((both & 0x7f800000) == 0x7f800000 ? 0xffff0000u : 0);
+}
+template <>
+__device__ inline unsigned not_finite<Float16>(unsigned both) {
+  return ((both & 0x7c00) == 0x7c00 ? 0xffffu : 0) | ((both & 0x7c000000) == 0x7c000000 ? 0xffff0000u : 0);
+}
+
+// 2^x within 2 ulp; of -inf 0
+__device__ inline float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace polyhead::cuda

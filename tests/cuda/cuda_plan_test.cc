@@ -1,0 +1,160 @@
+// cuda_sm80 behind a plan: what it refuses, where it runs, and lengths that lie.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <vector>
+
+#include "contract/kernel.h"
+#include "sim/cudart.h"
+
+namespace polyhead {
+namespace {
+
+AttentionDesc small(DType dtype = DType::kBFloat16) {
+  AttentionDesc desc;
+  desc.batch = 2;
+  desc.num_heads = 4;
+  desc.num_heads_kv = 2;
+  desc.seqlen_q = 5;
+  desc.seqlen_k = 70;
+  desc.head_dim = desc.head_dim_v = 16;
+  desc.dtype = dtype;
+  return desc;
+}
+
+Result<Plan> plan_on_device(const AttentionDesc& desc) { return plan(desc, {.where = {.device = Device::kCuda}}); }
+
+// Tensors of a call on the simulated device: inputs all 1, outputs that nobody has written.
+class Call {
+ public:
+  explicit Call(const AttentionDesc& desc) {
+    for (Tensor ForwardArgs::*input : {&ForwardArgs::query, &ForwardArgs::key, &ForwardArgs::value})
+      add(desc, input, true);
+    for (Tensor ForwardArgs::*output : {&ForwardArgs::out, &ForwardArgs::logsumexp}) add(desc, output, false);
+    if (desc.has_seqlens_k) add(desc, &ForwardArgs::seqlens_k, true);
+  }
+  ~Call() {
+    for (void* at : memory_) EXPECT_EQ(cudaFree(at), cudaSuccess);
+  }
+
+  ForwardArgs args;
+
+ private:
+  void add(const AttentionDesc& desc, Tensor ForwardArgs::*tensor, bool written) {
+    Tensor& t = args.*tensor = expected_tensor(desc, tensor);
+    const size_t bytes = static_cast<size_t>(t.num_elements()) * dtype_size_bytes(t.dtype);
+    EXPECT_EQ(cudaMalloc(&t.data, bytes), cudaSuccess);
+    t.device = Device::kCuda;
+    memory_.push_back(t.data);
+    const std::vector<uint16_t> ones(bytes / 2, 0x3f80);
+    if (written) {
+      EXPECT_EQ(cudaMemcpy(t.data, ones.data(), bytes, cudaMemcpyHostToDevice), cudaSuccess);
+    }
+  }
+
+  std::vector<void*> memory_;
+};
+
+TEST(CudaPlan, IsChosenOnTheDeviceAlone) {
+  const Result<Plan> there = plan_on_device(small());
+  ASSERT_TRUE(there.ok()) << there.status().message();
+  EXPECT_STREQ(there->kernel_name(), "cuda_sm80");
+  const Result<Plan> here = plan(small());
+  ASSERT_TRUE(here.ok());
+  EXPECT_NE(std::string(here->kernel_name()), "cuda_sm80");
+}
+
+TEST(CudaPlan, RefusesBySentence) {
+  const std::pair<std::function<void(AttentionDesc&)>, const char*> kRefused[] = {
+      {[](auto& d) { d.dtype = DType::kFloat32; }, "dtype is float32, takes bfloat16 or float16"},
+      {[](auto& d) { d.out_dtype = DType::kFloat32; }, "out_dtype is float32, takes the query's dtype"},
+      {[](auto& d) { d.head_dim = 129; }, "head_dim is 129, takes 0 to 128"},
+      {[](auto& d) { d.head_dim_v = 200; }, "head_dim_v is 200, takes 0 to 128"},
+      {[](auto& d) { d.packed = true; }, "packed is given, which this kernel does not compute"},
+      {[](auto& d) { d.softcap = 30; }, "softcap is given, which"},
+      {[](auto& d) { d.has_windows = true; }, "windows of each query is given, which"},
+      {[](auto& d) { d.attn_mask.given = true; }, "attn_mask is given, which"},
+      {[](auto& d) { d.attn_bias.given = true; }, "attn_bias is given, which"},
+      {[](auto& d) { d.alibi_slopes_ndim = 1, d.align = Align::kTopLeft; }, "alibi_slopes is given, which"},
+      {[](auto& d) { d.dropout_p = 0.5; }, "dropout is given, which"},
+      {[](auto& d) { d.return_weights = ReturnWeights::kMean; }, "return_weights is given, which"},
+      {[](auto& d) { d.return_column_sums = true; }, "return_column_sums is given, which"},
+      {[](auto& d) { d.batch = int64_t{1} << 30; }, "batch * num_heads * tiles of 64 queries is above 2^31 - 1"}};
+  for (const auto& [change, reason] : kRefused) {
+    AttentionDesc desc = small();
+    change(desc);
+    const Result<Plan> made = plan_on_device(desc);
+    ASSERT_FALSE(made.ok()) << reason;
+    EXPECT_EQ(made.status().code(), StatusCode::kUnsupported) << made.status().message();
+    EXPECT_NE(made.status().message().find(reason), std::string::npos)
+        << made.status().message() << "\nlacks " << reason;
+  }
+}
+
+TEST(CudaPlan, RunsOnTheStreamOfTheCall) {
+  const AttentionDesc desc = small();
+  const Result<Plan> made = plan_on_device(desc);
+  ASSERT_TRUE(made.ok());
+  Call call(desc);
+  cudaStream_t stream = nullptr;
+  ASSERT_EQ(cudaStreamCreate(&stream), cudaSuccess);
+  call.args.where.stream = stream;
+  ASSERT_TRUE(made->forward(call.args).ok());
+  const size_t bytes = static_cast<size_t>(call.args.out.num_elements()) * 2;
+  EXPECT_FALSE(cuda_sim::is_written(call.args.out.data, bytes)) << "the call waited";
+  ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess) << cuda_sim::take_fault();
+  ASSERT_TRUE(cuda_sim::is_written(call.args.out.data, bytes));
+  for (int64_t n = 0; n < call.args.out.num_elements(); ++n) {
+    EXPECT_EQ(static_cast<const uint16_t*>(call.args.out.data)[n], 0x3f80);  // the mean of ones
+  }
+  EXPECT_EQ(cudaStreamDestroy(stream), cudaSuccess);
+}
+
+// Nobody waits for lengths that lie on the device, so nobody checks them: they are cut off at the sizes.
+TEST(CudaPlan, BoundsLengthsThatLie) {
+  AttentionDesc desc = small();
+  desc.has_seqlens_k = true;
+  const Result<Plan> made = plan_on_device(desc);
+  ASSERT_TRUE(made.ok());
+  Call call(desc);
+  const Tensor& lengths = call.args.seqlens_k;
+  const int64_t wide[] = {-5, int64_t{1} << 40};
+  const int32_t narrow[] = {-5, 1 << 30};
+  const void* lies = lengths.dtype == DType::kInt64 ? static_cast<const void*>(wide) : narrow;
+  ASSERT_EQ(cudaMemcpy(lengths.data, lies, 2 * dtype_size_bytes(lengths.dtype), cudaMemcpyHostToDevice), cudaSuccess);
+  ASSERT_TRUE(made->forward(call.args).ok());
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
+  const auto* out = static_cast<const uint16_t*>(call.args.out.data);
+  const int64_t half = call.args.out.num_elements() / 2;
+  for (int64_t n = 0; n < half; ++n) {
+    EXPECT_EQ(out[n], 0);
+    EXPECT_EQ(out[half + n], 0x3f80);
+  }
+}
+
+TEST(CudaPlan, ComputesNoGradients) {
+  const AttentionDesc desc = small();
+  const Result<Plan> made = plan_on_device(desc);
+  ASSERT_TRUE(made.ok());
+  Call call(desc), gradients(desc);
+  BackwardArgs args;
+  args.forward = call.args;
+  args.grad_out = gradients.args.out;
+  args.grad_query = gradients.args.query;
+  const Status status = made->backward(args);
+  EXPECT_EQ(status.message(), "cuda_sm80 computes no gradients");
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+}
+
+TEST(CudaPlan, TakesTensorsOfTheDeviceAlone) {
+  const AttentionDesc desc = small();
+  const Result<Plan> made = plan_on_device(desc);
+  ASSERT_TRUE(made.ok());
+  Call call(desc);
+  call.args.key.device = Device::kCpu;
+  EXPECT_EQ(made->forward(call.args).message(), "key is not on cuda, where this call computes");
+}
+
+}  // namespace
+}  // namespace polyhead
