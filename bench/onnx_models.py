@@ -93,10 +93,10 @@ def run(path: pathlib.Path, inputs: dict) -> list[np.ndarray]:
 
 
 def error(expected: list[np.ndarray], got: list[np.ndarray]) -> float:
-    """The largest difference, by the largest number of its output."""
+    """The largest difference, by the largest number of its output; inf where one of the two has a number that is none."""
     worst = 0.0
     for a, b in zip(expected, got, strict=True):
-        if a.size and np.issubdtype(a.dtype, np.floating):
+        if a.size and np.issubdtype(a.dtype, np.floating) and np.isfinite(a).all() and np.isfinite(b).all():
             worst = max(worst, float(np.abs(a - b).max() / max(float(np.abs(a).max()), 1e-30)))
         elif not np.array_equal(a, b):
             worst = float("inf")
