@@ -37,7 +37,9 @@ import time
 
 import memory
 import report
-from problem import BACKWARD, BOTH, DIRECTIONS, FORWARD, Problem, parse_problem, read_suite, suite_direction
+from problem import (
+    BACKWARD, BOTH, DIRECTIONS, FORWARD, Problem, parse_problem, read_suite, suite_direction, suites,
+)  # fmt: skip
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -98,15 +100,15 @@ class Worker:
 
 
 def suite_names() -> list[str]:
-    return sorted(path.stem for path in (HERE / "suites").glob("*.txt"))
+    return [path.stem for path in suites()]
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    suites = suite_names()
-    parser.add_argument("--suite", nargs="+", choices=suites, default=[], metavar="NAME", help=", ".join(suites))
+    names = suite_names()
+    parser.add_argument("--suite", nargs="+", choices=names, default=[], metavar="NAME", help=", ".join(names))
     parser.add_argument("--rows", nargs="+", default=[], metavar="PROBLEM", help="these problems instead of suites")
     parser.add_argument(
         "--direction", nargs="+", choices=DIRECTIONS, default=[], help="of the --rows (default: forward)"

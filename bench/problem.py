@@ -157,6 +157,11 @@ def read_suite(path: pathlib.Path) -> list[Problem]:
         return [parse_problem(line) for line in file if line.split("#")[0].strip()]
 
 
+def suites() -> list[pathlib.Path]:
+    """Those of this folder that peers are measured with; programs have a bench of their own, flex_attention.py."""
+    return sorted(p for p in (pathlib.Path(__file__).parent / "suites").glob("*.txt") if p.stem != "programs")
+
+
 def suite_direction(name: str) -> str:
     """What is timed of a suite's problems."""
     return BACKWARD if name.startswith("backward") else BOTH if name.startswith("training") else FORWARD

@@ -34,6 +34,9 @@ inline bool multiplies_pairs(std::string_view kernel, const AttentionDesc& desc)
 
 inline constexpr double kRmse = 1.1;
 
+// Of what a program captures: any number of pairs adds to an element.
+inline constexpr Bound kCapturedBound = {3, kRmse, 1};
+
 // same: every weight of a row is the same number. shifted: all logits are large beside their differences, so that the
 // rounding of the scale is one error of every L.
 inline ForwardBounds forward_bounds(const AttentionDesc& desc, bool same, bool shifted, bool pairs) {

@@ -71,6 +71,9 @@ Outputs reference_outputs(const AttentionDesc& desc, const Inputs& in, bool wide
   args.logsumexp = view(o.logsumexp);
   args.attn_weights = view(o.attn_weights);
   args.column_sums = view(o.column_sums);
+  std::vector<Tensor> captures;
+  for (const Array& a : in.captures) captures.push_back(view(a));
+  args.captures = captures;
   reference::forward<T>(desc, args);
   return o;
 }
@@ -109,6 +112,9 @@ std::string difference(const Gradients& a, const Gradients& b, GradientSet asked
     const auto gradient = kGradients[n].gradient;
     if (asked >> n & 1) text = difference(kGradients[n].name, a.*gradient, b.*gradient);
   }
+  for (size_t n = 0; n < a.captures.size() && text.empty() && (asked & kCapturedGradients) != 0; ++n) {
+    text = difference("grad_captures", a.captures[n], b.captures[n]);
+  }
   return text;
 }
 
@@ -143,6 +149,8 @@ ForwardArgs PlacedInputs::add(const AttentionDesc& desc, const Inputs& in) {
         operand.array == &Inputs::query || operand.array == &Inputs::key || operand.array == &Inputs::value;
     if (!(row && in_row)) args.*operand.tensor = add(operand.name, in.*operand.array);
   }
+  for (const Array& a : in.captures) captures_.push_back(a.given() ? add("a captured tensor", a) : Tensor());
+  args.captures = captures_;
   return args;
 }
 
@@ -231,10 +239,25 @@ PlacedGradients::PlacedGradients(const AttentionDesc& desc, const ForwardArgs& f
                       : Placed::output(gradient_dtype(desc, n, input.dtype), dims, layout, options.guard,
                                        OperandRole::kGradient, gaps));
   }
+  for (size_t n = 0; n < desc.captures.size(); ++n) {
+    const Tensor& input = forward.captures[n];
+    std::vector<int64_t> dims;
+    if (has_gradient(input.dtype) && (asked & kCapturedGradients) != 0) {
+      dims.assign(input.dims, input.dims + input.ndim);
+    }
+    const Layout layout = inputs.next_layout();
+    const uint64_t gaps = inputs.next_gaps();
+    of_captures_.push_back(
+        in.accumulate && !dims.empty()
+            ? Placed::accumulator(in.before.captures[n], layout, options.guard, OperandRole::kGradient, gaps)
+            : Placed::output(input.dtype, dims, layout, options.guard, OperandRole::kGradient, gaps));
+    captures_.push_back(of_captures_.back().tensor());
+  }
 }
 
 void PlacedGradients::give_to(BackwardArgs& args) const {
   for (int n = 0; n < kNumGradients; ++n) args.*kGradients[n].tensor = of_[static_cast<size_t>(n)].tensor();
+  args.grad_captures = captures_;
 }
 
 Gradients PlacedGradients::result() const {
@@ -242,6 +265,7 @@ Gradients PlacedGradients::result() const {
   for (int n = 0; n < kNumGradients; ++n) {
     g.*kGradients[n].gradient = of_[static_cast<size_t>(n)].result(kGradients[n].name, &g.faults);
   }
+  for (const Placed& placed : of_captures_) g.captures.push_back(placed.result("grad_captures", &g.faults));
   return g;
 }
 

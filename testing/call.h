@@ -40,7 +40,7 @@ Gradients run(const Kernel& kernel, const AttentionDesc& desc, const BackwardInp
 // The pool of so many threads that all runs share; 0 as above.
 Executor& executor(int threads);
 
-// The arguments of a call on the inputs as they are stored; the outputs are the caller's to set.
+// The arguments of a call on the inputs as they are stored; outputs and captures are the caller's to set.
 ForwardArgs dense_args(const Inputs& in);
 BackwardArgs dense_args(const BackwardInputs& in);
 
@@ -54,7 +54,8 @@ class PlacedInputs {
   uint64_t next_gaps() { return random_.bits(); }
   Tensor add(const char* name, const Array& array) { return add(name, array, next_layout()); }
   Tensor add(const char* name, const Array& array, Layout layout);
-  ForwardArgs add(const AttentionDesc& desc, const Inputs& in);  // all of them; the outputs are the caller's to set
+  // All of them, the captures in memory of this object's, once; the outputs are the caller's to set.
+  ForwardArgs add(const AttentionDesc& desc, const Inputs& in);
   BackwardArgs add(const AttentionDesc& desc, const BackwardInputs& in);  // the gradients are the caller's to set
 
   // The names of those that were written to are appended to *faults.
@@ -67,6 +68,7 @@ class PlacedInputs {
   Random random_;
   std::vector<const char*> names_;
   std::deque<Placed> placed_;
+  std::vector<Tensor> captures_;
 };
 
 // What a call writes, in such memory.
@@ -85,11 +87,12 @@ class PlacedGradients {
   // Of the shapes of forward's inputs; they hold in.before, if they are to be added to.
   PlacedGradients(const AttentionDesc& desc, const ForwardArgs& forward, const BackwardInputs& in, GradientSet asked,
                   const RunOptions& options, PlacedInputs& inputs);
-  void give_to(BackwardArgs& args) const;
+  void give_to(BackwardArgs& args) const;  // args.grad_captures: in memory of this object's
   Gradients result() const;
 
  private:
-  std::deque<Placed> of_;
+  std::deque<Placed> of_, of_captures_;
+  std::vector<Tensor> captures_;
 };
 
 // The reference in arithmetic of T (double or float). wide: results in float64, whatever their dtype should be.

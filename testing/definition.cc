@@ -74,8 +74,10 @@ class ForwardDefinition {
     T m = sink;
     for (int64_t j = 0; j < scores_.num_keys(); ++j) {
       if (!scores_.visible(b, h, i, j)) continue;
+      const T S = scores_.score(b, h, i, j).S;
+      if (scores_.hides(S)) continue;
       keys_.push_back(j);
-      P_.push_back(scores_.score(b, h, i, j).S);
+      P_.push_back(S);
       if (P_.back() > m) m = P_.back();
     }
     if (keys_.empty()) {  // O is +0
@@ -142,7 +144,9 @@ class BackwardDefinition {
         dV_(in.forward.value),
         dbias_(in.forward.attn_bias),
         dslopes_(in.forward.alibi_slopes),
-        dsinks_(in.forward.sink_logits) {}
+        dsinks_(in.forward.sink_logits) {
+    for (const Array& a : in.forward.captures) dcaptures_.emplace_back(has_gradient(a.dtype) ? a : Array());
+  }
 
   Gradients run(bool wide) {
     if (d_.seqlen_q > 0 && (d_.seqlen_k > 0 || d_.has_sink_logits)) {
@@ -166,6 +170,11 @@ class BackwardDefinition {
     g.alibi_slopes =
         dslopes_.result(x.alibi_slopes, stored(DType::kFloat32), before.alibi_slopes, T(absolute_ ? 1 : -1), absolute_);
     g.sink_logits = dsinks_.result(x.sink_logits, stored(x.sink_logits.dtype), before.sink_logits, T(1), absolute_);
+    for (size_t n = 0; n < dcaptures_.size(); ++n) {
+      const Array input = has_gradient(x.captures[n].dtype) ? x.captures[n] : Array();
+      const Array none, &there = before.captures.empty() ? none : before.captures[n];
+      g.captures.push_back(dcaptures_[n].result(input, stored(input.dtype), there, T(1), absolute_));
+    }
     return g;
   }
 
@@ -197,11 +206,13 @@ class BackwardDefinition {
   void pair(int64_t b, int64_t h, int64_t i, int64_t j, T rowsum) {
     const int64_t D = d_.head_dim, Dv = d_.head_dim_v, q = scores_.q_row(b, h, i), k = scores_.k_row(b, h, j);
     const int64_t row = scores_.statistic(b, h, i);
-    const auto [S, t] = scores_.score(b, h, i, j);
+    const auto [S, t, given] = scores_.score(b, h, i, j);
+    if (scores_.hides(S)) return;
     const T weight = std::exp(S - L_[row]), f = scores_.dropout_factor(b, h, i, j);
     const T P = absolute_ ? std::max(weight, kLeast<T>) : weight;
     const T dL = dL_.size() > 0 ? dL_[row] : T(0), dP = f * dP_[j];
-    const T dS = P * (absolute_ ? dP + rowsum + dL : dP - rowsum + dL);
+    T dS = P * (absolute_ ? dP + rowsum + dL : dP - rowsum + dL);
+    if (scores_.program().has_score()) dS = through_program(dS);
     T dX = dS;
     if (d_.softcap > 0) dX *= 1 - t * t;
     add(dQ_.at(q * D), dX, (absolute_ ? abs_K_ : scores_.K()).data() + k * D, D);
@@ -211,12 +222,24 @@ class BackwardDefinition {
     if (in_.forward.alibi_slopes.size() > 0) *dslopes_.at(scores_.slope_at(b, h)) += dS * scores_.distance(i, j);
   }
 
+  // What the program passes on of dS, and gives to what it captures.
+  T through_program(T dS) {
+    const T passed = scores_.program().differentiate(dS);
+    for (size_t n = 0; n < dcaptures_.size(); ++n) {
+      scores_.program().for_each_gradient(static_cast<int>(n), [&](int64_t at, T gradient) {
+        *dcaptures_[n].at(at) += absolute_ ? std::abs(gradient) : gradient;
+      });
+    }
+    return absolute_ ? std::abs(passed) : passed;
+  }
+
   const AttentionDesc& d_;
   const BackwardInputs& in_;
   const bool absolute_;
   Scores<T> scores_;
   const Numbers<T> abs_Q_, abs_K_, V_, dO_, O_, L_, dL_, delta_;
   Sums<T> dQ_, dK_, dV_, dbias_, dslopes_, dsinks_;
+  std::vector<Sums<T>> dcaptures_;
   Numbers<T> V_by_dim_, dP_;  // [Dv, keys], [keys]
 };
 

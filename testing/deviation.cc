@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <utility>
 
 #include "testing/scores.h"
 
@@ -44,6 +46,13 @@ class Dots {
   std::vector<double> sums, squares;
 };
 
+// What a score program does to the errors of one pair: of what it is given and of its own operations.
+struct Through {
+  double slope = 1;     // of the score that comes out, by the one that came in
+  double own = 0;       // variance of what comes out, by the program's operations
+  double of_slope = 0;  // variance of the slope
+};
+
 // The scores of a row and the variance of their errors.
 class ScoreErrors {
  public:
@@ -64,11 +73,35 @@ class ScoreErrors {
     return e_ * squared(scores_.scale()) * (dots_.squares[j] + 2 * squared(dots_.sums[j]));
   }
 
-  // S: tanh within some ulp, then whatever is added.
-  double of_S(int64_t j, const Scores<double>::Score& score) const {
-    const double X = of_X(j), S = 3 * e_ * squared(score.S);
+  // What the program is given: tanh within some ulp, then whatever is added.
+  double of_given(int64_t j, const Scores<double>::Score& score) const {
+    const double X = of_X(j), S = 3 * e_ * squared(score.given);
     if (d_.softcap == 0) return X + S;
     return squared(1 - squared(score.t)) * X + 4 * e_ * squared(d_.softcap * score.t) + S;
+  }
+
+  // Of score(b, h, i, j); afterwards the program's adjoints are those of this pair.
+  Through through(int64_t b, int64_t h, int64_t i, int64_t j, const Scores<double>::Score& score) const {
+    const PairProgram<double>& program = scores_.program();
+    if (!program.has_score()) return {};
+    const double step = 1e-5 * std::max(1.0, std::fabs(score.given));
+    double slopes[2];
+    for (int side = 0; side < 2; ++side) {
+      program.score(scores_.place(b, h, i, j), score.given + (side == 0 ? -step : step));
+      slopes[side] = program.differentiate(1);
+    }
+    program.score(scores_.place(b, h, i, j), score.given);
+    Through through;
+    through.slope = program.differentiate(1);
+    const auto roundings = program.roundings(*d_.program);
+    through.own = e_ * roundings.squares;
+    through.of_slope = e_ * roundings.steps * squared(through.slope) +
+                       squared((slopes[1] - slopes[0]) / (2 * step)) * of_given(j, score);
+    return through;
+  }
+
+  static double of_S(double of_given, const Through& through) {
+    return squared(through.slope) * of_given + through.own;
   }
 
   // The exponent S - m, and exp within some ulp; a weight below float32's normal numbers may be taken for 0.
@@ -116,7 +149,9 @@ class ForwardErrors {
     for (int64_t j = 0; j < scores.num_keys(); ++j) {
       if (!scores.visible(b, h, i, j)) continue;
       const auto score = scores.score(b, h, i, j);
-      keys_.push_back({j, 0, score.S, errors_.of_S(j, score), scores.dropout_factor(b, h, i, j)});
+      if (scores.hides(score.S)) continue;
+      const double of_S = ScoreErrors::of_S(errors_.of_given(j, score), errors_.through(b, h, i, j, score));
+      keys_.push_back({j, 0, score.S, of_S, scores.dropout_factor(b, h, i, j)});
       m = std::max(m, score.S);
     }
     if (keys_.empty()) return;
@@ -207,6 +242,10 @@ class BackwardErrors {
       v_.arithmetic.*name.gradient = like(in.forward.*name.input);
       sums_.*name.gradient = like(in.forward.*name.input);
     }
+    for (const Array& a : in.forward.captures) {
+      const bool counts = has_gradient(a.dtype) && errors_.scores().program().has_score();
+      for (Gradients* g : {&v_.arithmetic, &sums_}) g->captures.push_back(counts ? like(a) : Array());
+    }
     if (!has_pairs(desc)) return;
     for (int n = 0; n < 3; ++n) v_.pairs.*kGradients[n].gradient = like(in.forward.*kGradients[n].input);
   }
@@ -226,7 +265,8 @@ class BackwardErrors {
   struct Pair {
     int64_t j;
     double P, factor, slope;  // slope = 1 - tanh^2
-    double dS, of_dS;         // without what the row shares
+    double through;           // the program's slope
+    double dS, of_dS;         // behind the program, without what the row shares
     double of_dX;             // likewise
     double of_weight;         // of P, relative
   };
@@ -244,13 +284,16 @@ class BackwardErrors {
     if (scores.sink(h, i) != -HUGE_VAL) sink(h, scores.sink(h, i) - L_[row], dL - rowsum);
     pairs_.clear();
     for (int64_t j = 0; j < scores.num_keys(); ++j) {
-      if (scores.visible(b, h, i, j)) pairs_.push_back(pair(b, h, i, j, L_[row], rowsum, dL));
+      if (!scores.visible(b, h, i, j)) continue;
+      const auto score = scores.score(b, h, i, j);
+      if (!scores.hides(score.S)) pairs_.push_back(pair(b, h, i, j, score, L_[row], rowsum, dL));
     }
     if (pairs_.empty()) return;  // L is -inf
     query(b, h, i);
     key_and_value(b, h, i);
     if (v_.arithmetic.attn_bias.given()) bias(b, h, i);
     if (v_.arithmetic.alibi_slopes.given()) slopes(b, h, i);
+    for (size_t n = 0; n < shares_.size(); ++n) share_of_row(n);
   }
 
   void sink(int64_t h, double exponent, double terms) {
@@ -259,20 +302,24 @@ class BackwardErrors {
         squared(P * terms) * of_weight + squared(P) * (of_rowsum_ + e_ * squared(terms)));
   }
 
-  Pair pair(int64_t b, int64_t h, int64_t i, int64_t j, double L, double rowsum, double dL) const {
+  Pair pair(int64_t b, int64_t h, int64_t i, int64_t j, const Scores<double>::Score& score, double L, double rowsum,
+            double dL) {
     const Scores<double>& scores = errors_.scores();
-    const auto score = scores.score(b, h, i, j);
+    const Through through = errors_.through(b, h, i, j, score);
     Pair p;
+    p.through = through.slope;
     p.j = j;
     p.P = std::exp(score.S - L);
     p.factor = scores.dropout_factor(b, h, i, j);
     p.slope = 1 - squared(score.t);
-    p.of_weight = errors_.of_exponent(errors_.of_S(j, score), score.S - L);
+    p.of_weight = errors_.of_exponent(ScoreErrors::of_S(errors_.of_given(j, score), through), score.S - L);
     const double dP = p.factor * dP_.sums[j], terms = dP - rowsum + dL;
     const double of_terms =
         e_ * (squared(p.factor) * dP_.squares[j] + squared(dP) + squared(dP - rowsum) + squared(terms));
-    p.dS = p.P * terms;
-    p.of_dS = squared(p.dS) * (p.of_weight + 2 * e_) + squared(p.P) * of_terms;
+    const double dS = p.P * terms, of_dS = squared(dS) * (p.of_weight + 2 * e_) + squared(p.P) * of_terms;
+    for (size_t n = 0; n < v_.arithmetic.captures.size(); ++n) captured(n, p.P, dS, of_dS);
+    p.dS = through.slope * dS;
+    p.of_dS = squared(through.slope) * of_dS + squared(dS) * through.of_slope;
     p.of_dX = squared(p.slope) * p.of_dS;
     if (d_.softcap > 0) {
       const double of_t = 4 * e_ * squared(score.t) + squared(p.slope / d_.softcap) * errors_.of_X(j);
@@ -293,7 +340,7 @@ class BackwardErrors {
       const double dX = p.dS * p.slope;
       for (int64_t c = 0; c < D; ++c) {
         sums[c] += dX * K[c];
-        of_rowsum_terms_[c] += p.P * p.slope * K[c];
+        of_rowsum_terms_[c] += p.P * p.through * p.slope * K[c];
         variance[c] += p.of_dX * squared(K[c]) + e_ * squared(sums[c]);
         if (rounded) rounded[c] += kPairs * squared(dX * K[c]);
       }
@@ -310,7 +357,7 @@ class BackwardErrors {
     for (const Pair& p : pairs_) {
       const int64_t k = scores.k_row(b, h, p.j);
       const double dX = p.dS * p.slope, weight = p.P * p.factor;
-      const double of_dX = p.of_dX + squared(p.slope) * shared(p.P, p.dS);
+      const double of_dX = p.of_dX + squared(p.slope) * shared(p.P * p.through, p.dS);
       const double of_weight = squared(weight) * (p.of_weight + of_L_ + 2 * e_);
       add(&Gradients::key, k * D, Q, D, dX, of_dX);
       add(&Gradients::value, k * Dv, dO, Dv, weight, of_weight);
@@ -336,8 +383,8 @@ class BackwardErrors {
     for (const Pair& p : pairs_) {
       const int64_t at = errors_.scores().bias_at(b, h, i, p.j);
       const double one = 1;
-      add(&Gradients::attn_bias, at, &one, 1, p.dS, p.of_dS + (one_for_all_keys ? 0 : shared(p.P, p.dS)));
-      P += p.P;
+      add(&Gradients::attn_bias, at, &one, 1, p.dS, p.of_dS + (one_for_all_keys ? 0 : shared(p.P * p.through, p.dS)));
+      P += p.P * p.through;
       dS += p.dS;
       if (one_for_all_keys && &p == &pairs_.back()) data(v_.arithmetic.attn_bias)[at] += shared(P, dS);
     }
@@ -349,10 +396,34 @@ class BackwardErrors {
     for (const Pair& p : pairs_) {
       const double distance = errors_.scores().distance(i, p.j);
       add(&Gradients::alibi_slopes, at, &distance, 1, p.dS, p.of_dS + e_ * squared(p.dS));
-      P += p.P * distance;
+      P += p.P * p.through * distance;
       dS += p.dS * distance;
     }
     data(v_.arithmetic.alibi_slopes)[at] += shared(P, dS);
+  }
+
+  // What a pair gives to the elements of capture n, whose adjoints are the program's now. An element gets the row's shared
+  // errors once, of all its pairs together.
+  void captured(size_t n, double P, double dS, double of_dS) {
+    Array &variance = v_.arithmetic.captures[n], &sums = sums_.captures[n];
+    if (!variance.given()) return;
+    shares_.resize(v_.arithmetic.captures.size());
+    const PairProgram<double>& program = errors_.scores().program();
+    const double steps = program.roundings(*d_.program).steps;
+    program.for_each_gradient(static_cast<int>(n), [&](int64_t at, double adjoint) {
+      data(sums)[at] += dS * adjoint;
+      data(variance)[at] += squared(adjoint) * (of_dS + e_ * (steps + 1) * squared(dS)) + e_ * squared(data(sums)[at]);
+      auto& [of_rowsum, of_L] = shares_[n][at];
+      of_rowsum += P * adjoint;
+      of_L += dS * adjoint;
+    });
+  }
+
+  void share_of_row(size_t n) {
+    for (const auto& [at, share] : shares_[n]) {
+      data(v_.arithmetic.captures[n])[at] += shared(share.first, share.second);
+    }
+    shares_[n].clear();
   }
 
   // The scale of query's and key's, and what was there before.
@@ -370,6 +441,12 @@ class BackwardErrors {
         if (rounded.given()) data(rounded)[n] *= squared(factor);
       }
     }
+    for (size_t i = 0; i < v_.arithmetic.captures.size() && !in_.before.captures.empty(); ++i) {
+      const Array &before = in_.before.captures[i], &sums = sums_.captures[i];
+      for (int64_t n = 0; before.given() && n < sums.size(); ++n) {
+        data(v_.arithmetic.captures[i])[n] += e_ * squared(data(sums_.captures[i])[n] + before.at(n));
+      }
+    }
   }
 
   const AttentionDesc& d_;
@@ -382,7 +459,8 @@ class BackwardErrors {
   Numbers<double> V_by_dim_, of_rowsum_terms_;
   Dots dP_, delta_of_row_;
   double of_rowsum_ = 0, of_L_ = 0;
-  std::vector<Pair> pairs_;  // of the row
+  std::vector<Pair> pairs_;                                           // of the row
+  std::vector<std::map<int64_t, std::pair<double, double>>> shares_;  // of each capture's elements, of the row
 };
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include "testing/definition.h"
 #include "testing/operands.h"
+#include "testing/program_words.h"
 
 namespace polyhead::testing {
 namespace {
@@ -49,6 +50,7 @@ class Generator {
     if (desc_.attn_bias.given && !given_.attn_bias.given()) in.attn_bias = bias();
     if (desc_.alibi_slopes_ndim > 0 && !given_.alibi_slopes.given()) in.alibi_slopes = slopes();
     if (desc_.has_sink_logits && !given_.sink_logits.given()) in.sink_logits = sinks();
+    in.captures = draw_captures(problem_, given_.captures);
     lengths(in);
     if (desc_.has_windows && !given_.window_lo.given()) windows(in);
     Random random(problem_.seed, streams::kDropout);
@@ -315,6 +317,11 @@ double input_bytes(const Problem& problem) {
     const int64_t* n = operand->dims;
     if (operand->given) sum += bytes(operand->dtype, product({n[0], n[1], n[2], n[3]}));
   }
+  for (const CaptureShape& shape : d.captures) {
+    double count = 1;
+    for (int n = 0; n < shape.ndim; ++n) count *= static_cast<double>(shape.dims[n]);
+    sum += bytes(shape.dtype, count);
+  }
   return sum;
 }
 
@@ -336,6 +343,12 @@ void draw_incoming(const Problem& problem, const AttentionDesc& d, BackwardInput
     if (!input.given()) continue;
     in.before.*kGradients[n].gradient = normal(gradient_dtype(d, static_cast<int>(n), input.dtype), input.dims,
                                                problem.seed, streams::kGradientsData + n);
+  }
+  for (uint64_t n = 0; in.accumulate && n < d.captures.size(); ++n) {
+    const CaptureShape& shape = d.captures[n];
+    const std::vector<int64_t> dims(shape.dims, shape.dims + shape.ndim);
+    in.before.captures.push_back(
+        has_gradient(shape.dtype) ? normal(shape.dtype, dims, problem.seed, streams::kGradCapturesData + n) : Array());
   }
 }
 

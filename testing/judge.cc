@@ -97,6 +97,9 @@ Judge::Judge(const Problem& problem, bool pairs) : problem_(problem), pairs_(pai
   column_sums_ = Errors("column_sums", bounds.column_sums);
   const auto of = gradient_bounds(desc, same, pairs);
   for (size_t n = 0; n < kNumGradients; ++n) gradients_[n] = Errors(kGradients[n].name, of[n]);
+  for (size_t n = 0; n < desc.captures.size(); ++n) {
+    captures_.emplace_back("grad_captures " + desc.program->captures()[n].name, kCapturedBound);
+  }
 }
 
 void Judge::add(const AttentionDesc& desc, const Outputs& got, const Expected& want) {
@@ -131,6 +134,11 @@ void Judge::add(const AttentionDesc& desc, const Gradients& got, const ExpectedG
                &(want.variance.arithmetic.*gradient), pairs_ ? &(want.variance.pairs.*gradient) : nullptr);
     check_unused(kGradients[n].name, g, in.before.*gradient, *used.of[n], &faults_);
   }
+  for (size_t n = 0; n < captures_.size() && (problem_.needs & kCapturedGradients) != 0; ++n) {
+    add_errors(captures_[n], got.captures[n], want.exact.captures[n], want.naive.captures[n],
+               doubles(want.magnitude.captures[n]),
+               want.variance.arithmetic.captures[n].given() ? &want.variance.arithmetic.captures[n] : nullptr);
+  }
 }
 
 std::vector<Verdict> Judge::verdicts() const {
@@ -142,6 +150,7 @@ std::vector<Verdict> Judge::verdicts() const {
   };
   for (const Errors* errors : {&out_, &logsumexp_, &weights_, &column_sums_}) add(*errors);
   for (const Errors& errors : gradients_) add(errors);
+  for (const Errors& errors : captures_) add(errors);
   return verdicts;
 }
 
@@ -150,6 +159,7 @@ std::string Judge::verdict() const {
   for (const std::string& fault : faults_) text += fault + "\n";
   for (const Errors* errors : {&out_, &logsumexp_, &weights_, &column_sums_}) text += text_of(*errors);
   for (const Errors& errors : gradients_) text += text_of(errors);
+  for (const Errors& errors : captures_) text += text_of(errors);
   return text;
 }
 

@@ -37,6 +37,7 @@ class Judge {
   bool pairs_;
   Errors out_, logsumexp_, weights_, column_sums_;
   std::array<Errors, kNumGradients> gradients_;
+  std::vector<Errors> captures_;  // gradients of what the program captures
   std::vector<std::string> faults_;
 };
 

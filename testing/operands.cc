@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "testing/pair_program.h"
+
 namespace polyhead::testing {
 namespace {
 
@@ -69,12 +71,15 @@ bool visible(const AttentionDesc& desc, const Inputs& in, const Span& s, int64_t
 Visibility::Visibility(const AttentionDesc& desc, const Inputs& in)
     : batch_(desc.batch), heads_(desc.num_heads), queries_(desc.seqlen_q), keys_(desc.seqlen_k) {
   seen_.resize(static_cast<size_t>(batch_ * heads_ * queries_ * keys_));
+  const PairProgram<double> program(desc, in);
   size_t n = 0;
   for (int64_t b = 0; b < batch_; ++b) {
     const Span s = span_of(desc, in, b);
     for (int64_t h = 0; h < heads_; ++h) {
       for (int64_t i = 0; i < queries_; ++i) {
-        for (int64_t j = 0; j < keys_; ++j) seen_[n++] = visible(desc, in, s, b, h, i, j);
+        for (int64_t j = 0; j < keys_; ++j) {
+          seen_[n++] = visible(desc, in, s, b, h, i, j) && program.visible({b, h, i, j, s.offset});
+        }
       }
     }
   }

@@ -16,6 +16,7 @@ namespace polyhead::testing {
 struct Inputs {
   Array query, key, value, attn_mask, attn_bias, alibi_slopes, sink_logits;
   Array seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, query_offsets, window_lo, window_hi;
+  std::vector<Array> captures;  // of the program, in its order
   uint64_t dropout_seed = 0;
   uint32_t dropout_offset = 0;
 };
@@ -60,7 +61,7 @@ struct Span {
 };
 Span span_of(const AttentionDesc& desc, const Inputs& in, int64_t b);
 
-// Whether query i of sequence b, which is `s`, may look at key j, likewise.
+// Whether query i of sequence b, which is `s`, may look at key j, likewise; a program is not asked.
 bool visible(const AttentionDesc& desc, const Inputs& in, const Span& s, int64_t b, int64_t h, int64_t i, int64_t j);
 
 // The row of query and out, and that of key and value, which query i and key j of sequence b and head h have; packed
@@ -128,6 +129,7 @@ inline DType gradient_dtype(const AttentionDesc& desc, int n, DType input) { ret
 
 struct Gradients {
   Array query, key, value, attn_bias, alibi_slopes, sink_logits;
+  std::vector<Array> captures;      // empty, or one for each of the program's; not given of those that are no floats
   std::vector<std::string> faults;  // elements not written, gaps or inputs written
 };
 

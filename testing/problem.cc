@@ -1,12 +1,20 @@
 #include "testing/problem.h"
 
+#include <algorithm>
+
 #include "testing/words.h"
 
 namespace polyhead::testing {
 
+bool has_gradient(DType captured) {
+  return captured != DType::kBool && captured != DType::kInt32 && captured != DType::kInt64;
+}
+
 GradientSet gradients_there(const AttentionDesc& desc) {
+  const bool captured = std::any_of(desc.captures.begin(), desc.captures.end(),
+                                    [](const CaptureShape& shape) { return has_gradient(shape.dtype); });
   return 7U | (desc.attn_bias.given ? 8U : 0U) | (desc.alibi_slopes_ndim > 0 ? 16U : 0U) |
-         (desc.has_sink_logits ? 32U : 0U);
+         (desc.has_sink_logits ? 32U : 0U) | (captured ? kCapturedGradients : 0U);
 }
 
 std::string gradient_names(GradientSet needs) {
@@ -14,6 +22,7 @@ std::string gradient_names(GradientSet needs) {
   for (size_t n = 0; n < kNumGradients; ++n) {
     if (needs >> n & 1) text += (text.empty() ? "" : ",") + std::string(kGradients[n].operand);
   }
+  if (needs & kCapturedGradients) text += text.empty() ? "captured" : ",captured";
   return text;
 }
 

@@ -4,7 +4,9 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "polyhead/attention.h"
@@ -61,8 +63,18 @@ struct GradientName {
 inline constexpr int kNumGradients = 6;
 extern const GradientName kGradients[kNumGradients];
 
-using GradientSet = unsigned;  // bit n stands for kGradients[n]
-inline constexpr GradientSet kAllGradients = (1U << kNumGradients) - 1;
+using GradientSet = unsigned;                                           // bit n stands for kGradients[n]
+inline constexpr GradientSet kCapturedGradients = 1U << kNumGradients;  // of all float tensors of the program
+inline constexpr GradientSet kAllGradients = (2U << kNumGradients) - 1;
+
+// A tensor that the problem's program reads, and what its elements are drawn from (program_words.h).
+struct DrawnCapture {
+  std::string name;
+  DType dtype = DType::kFloat32;
+  std::vector<std::string> sizes = {};  // "h", "q+k-1"; none: a single number
+  std::optional<std::pair<double, double>> range = {};
+  bool rising = false;
+};
 
 // The defaults are those of the tests' cases; a line of words has its own (problem_words.h).
 struct Problem {
@@ -75,6 +87,8 @@ struct Problem {
   // of 0, windows and offsets that leave the keys. Else as those of models: what mask_kind says, ALiBi's own slopes.
   bool edges = true;
   MaskKind mask_kind = MaskKind::kRandom;
+  std::string score_text = {}, mask_text = {};  // of the program; desc.program and desc.captures are made of these,
+  std::vector<DrawnCapture> captured = {};      // by complete_program(), which puts these in the program's order
   // Packed: the desc's seqlens count the rows of all sequences, which are cut at random. Else they bound a sequence's
   // length: the lengths are drawn, and problem_desc() has their sum.
   bool cuts_rows = true;
@@ -89,6 +103,7 @@ struct Problem {
 // Those of problem.needs that the problem has; an error if it names one that is not there.
 Result<GradientSet> needed_gradients(const Problem& problem);
 GradientSet gradients_there(const AttentionDesc& desc);
+bool has_gradient(DType captured);
 
 // "query,attn_bias"
 std::string gradient_names(GradientSet needs);
@@ -101,6 +116,9 @@ Problem problem_of(const char* name, DType dtype, int64_t batch, int64_t heads, 
 
 // Any legal problem: all options mixed, sizes 0 to 130 and now and then more, small enough for naive loops.
 Problem random_problem(uint64_t seed);
+
+// Gives `problem` a random program: a mask, a score, or both, of those that models have.
+void add_random_program(Problem& problem, uint64_t seed);
 
 // `forward` with random wishes for backward: needs, accumulate, logsumexp, delta, repeated_grad_out.
 Problem with_random_gradients(const Problem& forward);

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "attention/words.h"
+#include "testing/program_words.h"
 #include "testing/sizes.h"
 #include "testing/words.h"
 
@@ -99,7 +100,12 @@ Status set_integers(std::string_view option, std::string_view value, const char*
   return {};
 }
 
+// Dims, or the text of a program.
 Status set_mask(std::string_view value, Problem& problem) {
+  if (!is_mask_dims(value)) {
+    problem.mask_text = value;
+    return {};
+  }
   if (const size_t colon = value.find(':'); colon != std::string_view::npos) {
     const std::string_view kind = value.substr(colon + 1);
     if (Status s = set_word("--mask's kind", kind, kMaskKinds, problem.mask_kind); !s.ok()) return s;
@@ -146,11 +152,16 @@ Status set_offset(std::string_view value, AttentionDesc& desc) {
 Status set_needs(std::string_view value, GradientSet& needs) {
   needs = 0;
   for (const std::string& operand : split(value, ',')) {
+    if (operand == "captured") {
+      needs |= kCapturedGradients;
+      continue;
+    }
     const auto* found = std::find_if(std::begin(kGradients), std::end(kGradients),
                                      [&](const GradientName& gradient) { return operand == gradient.operand; });
     if (found == std::end(kGradients)) {
       return invalid("--needs has " + quoted(operand) +
-                     ", must be names of query, key, value, attn_bias, alibi_slopes, sink_logits, separated by commas");
+                     ", must be names of query, key, value, attn_bias, alibi_slopes, sink_logits, captured, separated by "
+                     "commas");
     }
     needs |= 1U << (found - std::begin(kGradients));
   }
@@ -174,6 +185,15 @@ Status apply(std::string_view option, std::string_view value, Problem& problem) 
   if (option == "--alibi") return set_word(option, value, kAlibis, desc.alibi_slopes_ndim);
   if (option == "--sinks") return set_switch(option, value, desc.has_sink_logits);
   if (option == "--mask") return set_mask(value, problem);
+  if (option == "--score") {
+    problem.score_text = value;
+    return {};
+  }
+  if (option == "--captured") {
+    auto tensors = parse_captured(value);
+    if (tensors.ok()) problem.captured = std::move(*tensors);
+    return tensors.status();
+  }
   if (option == "--bias") return set_dims(option, value, desc.attn_bias);
   if (option == "--bias-dtype") return set_word(option, value, kDTypeWords, desc.attn_bias.dtype);
   if (option == "--windows") return set_switch(option, value, desc.has_windows);
@@ -202,10 +222,13 @@ Status apply(std::string_view option, std::string_view value, Problem& problem) 
   return status;
 }
 
-// Values that hold commas themselves are listed with '+'.
+// Values that hold commas themselves are listed with '+'; programs are no lists.
 std::vector<std::string> values_of(std::string_view option, std::string_view value) {
   const bool own_commas = option == "--window" || option == "--mask" || option == "--bias" || option == "--needs" ||
                           option == "--dropout-origin";
+  if (option == "--score" || option == "--captured" || (option == "--mask" && !is_mask_dims(value))) {
+    return {std::string(value)};
+  }
   return split(value, own_commas ? '+' : ',');
 }
 
@@ -251,7 +274,7 @@ Status append_sizes(const Sizes& sizes, const Problem& base, std::vector<Problem
             return invalid("batch is " + std::to_string(desc.batch) + ", must be at most " +
                            std::to_string(kMaxDrawnBatch) + " with random lengths or offsets");
           }
-          complete_operands(problem);
+          if (Status s = complete_operands(problem); !s.ok()) return s;
           problems.push_back(problem);
         }
       }
@@ -287,7 +310,11 @@ Status read_words(std::span<const std::string> words, Words& out) {
     } else {
       return invalid(name + " needs a value: " + name + " " + option->value);
     }
-    std::erase_if(out.options, [&](const auto& earlier) { return earlier.first == name; });
+    // A mask of dims and the program of another stand side by side.
+    const bool dims = is_mask_dims(value);
+    std::erase_if(out.options, [&](const auto& earlier) {
+      return earlier.first == name && (name != "--mask" || is_mask_dims(earlier.second.front()) == dims);
+    });
     out.options.emplace_back(name, values_of(name, value));
   }
   if (out.shapes.empty()) return invalid("no problem given; name one as BxHxSxD, for example 8x16x512x64");
@@ -345,11 +372,17 @@ Result<std::vector<Problem>> parse_problems(std::span<const std::string> words) 
 std::vector<std::string> split_words(std::string_view line) {
   std::vector<std::string> words;
   bool in_word = false;
-  for (char c : line.substr(0, line.find('#'))) {
-    const bool blank = c == ' ' || c == '\t' || c == '\r' || c == '\n';
+  char quote = 0;  // that ends what is quoted
+  for (char c : line) {
+    if (c == '#' && quote == 0) break;
+    const bool blank = quote == 0 && (c == ' ' || c == '\t' || c == '\r' || c == '\n');
     if (!blank && !in_word) words.emplace_back();
-    if (!blank) words.back() += c;
     in_word = !blank;
+    if (quote == 0 ? c == '\'' || c == '"' : c == quote) {
+      quote = quote == 0 ? c : 0;
+    } else if (!blank) {
+      words.back() += c;
+    }
   }
   return words;
 }
@@ -357,7 +390,7 @@ std::vector<std::string> split_words(std::string_view line) {
 std::string options_line(const Problem& problem) {
   const std::string kind =
       problem.mask_kind == MaskKind::kRandom ? "" : std::string(":") + word_of(kMaskKinds, problem.mask_kind);
-  std::string line = options_in_words(problem.desc, kind, problem.cuts_rows);
+  std::string line = options_in_words(problem.desc, kind, problem.cuts_rows) + program_line(problem);
   const auto add = [&](const char* option, const std::string& value = "") {
     line += std::string(" ") + option + (value.empty() ? "" : " ") + value;
   };
@@ -391,9 +424,10 @@ Status set_problem_option(std::string_view option, std::string_view value, Probl
   return apply(option, value, problem);
 }
 
-void complete_operands(Problem& problem) {
+Status complete_operands(Problem& problem) {
   complete(problem.desc.attn_mask, problem.desc);
   complete(problem.desc.attn_bias, problem.desc);
+  return complete_program(problem);
 }
 
 }  // namespace polyhead::testing

@@ -5,7 +5,7 @@
 //   BxH/GxSQ/SKxD/DV    refined: num_heads / num_heads_kv, seqlen_q / seqlen_k, head_dim / head_dim_v
 //   1,8x16x128..1024x64 lists (a,b) and ranges (a..b doubles, a..b..step steps) give the cross product, as lists in
 //                       the options' values do (--dtype f32,bf16); values that hold commas themselves (--window,
-//                       --mask, --bias, --needs) are listed with '+' (--window 64,0+256,0)
+//                       --mask, --bias, --needs) are listed with '+' (--window 64,0+256,0); programs are no lists
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ Problem plain_problem();
 // (two words) or "--dtype=bf16". An option given twice: the last one counts.
 Result<std::vector<Problem>> parse_problems(std::span<const std::string> words);
 
-// A line's words, split at blanks; '#' begins a comment.
+// A line's words, split at blanks outside of quotes ('...' or "...", which are left out); '#' begins a comment there.
 std::vector<std::string> split_words(std::string_view line);
 
 // The line that parses back to `problem`, and its options alone, each with a blank before it.
@@ -44,10 +44,10 @@ std::string options_line(const Problem& problem);
 std::string forward_command(const std::string& kernel, const Problem& problem);
 std::string backward_command(const std::string& kernel, const Problem& problem);
 
-// Sets one of problem_options() to one value, no list. Letters in the dims of --mask and --bias wait for
+// Sets one of problem_options() to one value, no list. Letters in the dims of --mask and --bias, and programs, wait for
 // complete_operands(), once the sizes are known.
 Status set_problem_option(std::string_view option, std::string_view value, Problem& problem);
-void complete_operands(Problem& problem);
+Status complete_operands(Problem& problem);
 
 // "f32", "bf16", "f16", "f64", or a NumPy name ("float32").
 Result<DType> parse_dtype(std::string_view text);

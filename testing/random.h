@@ -63,6 +63,9 @@ enum Stream : uint64_t {
   kSinks = 31,
   kResidualData = 32,  // of layers
   kWeightsData = 48,   // and one for each WeightKind
+  kCapturesData = 96,  // and one for each tensor of a program
+  kGradCapturesData = 112,
+  kProgram = 128,
 };
 }  // namespace streams
 

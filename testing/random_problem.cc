@@ -1,8 +1,10 @@
 // Random problems, of every combination of options.
+#include <cstdlib>
 #include <initializer_list>
 
 #include "testing/operands.h"
 #include "testing/problem_words.h"
+#include "testing/program_words.h"
 
 namespace polyhead::testing {
 namespace {
@@ -95,7 +97,51 @@ void random_gradients(Random& random, Problem& p) {
   if (random.chance(0.15)) p.repeated_grad_out = random.chance(0.5) ? 15 : static_cast<unsigned>(random.integer(1, 14));
 }
 
+// With captures: their words.
+struct ProgramWords {
+  std::string text, captured;
+};
+
+ProgramWords random_mask(Random& random) {
+  const std::string n = std::to_string(random.integer(1, random.chance(0.5) ? 8 : 70));
+  switch (random.integer(0, 6)) {
+    case 0: return {"0 <= q - k and q - k < " + n, ""};
+    case 1: return {"k < " + n + " or abs(q - k) <= 9", ""};
+    case 2: return {"(q - k) % " + n + " != 1", ""};
+    case 3: return {"q // " + n + " == k // " + n, ""};
+    case 4: return {"k <= q or k < prefix[b]", "prefix: i32[b]"};
+    case 5: return {"doc[b, q] == doc[b, k]", "doc: i64[b, q+k] 0.." + n + " rising"};
+    default: return {"shown[h, q % 3, k // " + n + "]", "shown: bool[h, 3, k]"};
+  }
+}
+
+// Scores grow with what came in, so that a NaN stays one.
+ProgramWords random_score(Random& random, const AttentionDesc& d) {
+  constexpr const char* kTypes[] = {"f32", "bf16", "f16"};
+  const std::string type = d.dtype == DType::kFloat64 ? "f64" : kTypes[random.integer(0, 2)];
+  switch (random.integer(0, 5)) {
+    case 0: return {"score - slope[h] * abs(q - k)", "slope: " + type + "[h] 0..0.25"};
+    case 1: return {"score + table[clamp(q - k, -16, 16) + 16, h]", "table: " + type + "[33, h]"};
+    case 2: return {"score * tau[]", "tau: " + type + "[] 0.5..2"};
+    case 3: return {"score + left[b, h, q] * right[k]", "left: f32[b, h, q]; right: " + type + "[k] -1..1"};
+    case 4: return {"where(k < 3, score - gate[k, q % 2] * 2, score + 0.5)", "gate: " + type + "[k, 2]"};
+    default: return {"score * (1 + 0.25 * sin(phase[h] + float(q)))", "phase: " + type + "[h]"};
+  }
+}
+
 }  // namespace
+
+void add_random_program(Problem& problem, uint64_t seed) {
+  Random random(seed, streams::kProgram + 1);
+  const bool masks = random.chance(0.6);
+  ProgramWords mask, score;
+  if (masks) mask = random_mask(random);
+  if (!masks || random.chance(0.6)) score = random_score(random, problem.desc);
+  problem.mask_text = mask.text;
+  problem.score_text = score.text;
+  problem.captured = *parse_captured(mask.captured + "; " + score.captured);
+  if (!complete_program(problem).ok()) std::abort();  // the words above are programs
+}
 
 Problem random_problem(uint64_t seed) {
   constexpr DType kTypes[] = {DType::kFloat32,  DType::kFloat32,  DType::kFloat32, DType::kFloat32, DType::kBFloat16,
@@ -129,6 +175,7 @@ Problem random_problem(uint64_t seed) {
   const bool half = d.dtype == DType::kBFloat16 || d.dtype == DType::kFloat16;
   if (half && random.chance(0.25)) d.out_dtype = DType::kFloat32;
   if (half && random.chance(0.25)) d.grad_dtype = DType::kFloat32;
+  if (Random(seed, streams::kProgram).chance(0.06)) add_random_program(p, seed);
   return p;
 }
 

@@ -8,6 +8,7 @@
 
 #include "core/philox.h"
 #include "testing/operands.h"
+#include "testing/pair_program.h"
 
 namespace polyhead::testing {
 
@@ -39,7 +40,8 @@ class Scores {
         K_(numbers<T>(in.key, false)),
         bias_(numbers<T>(in.attn_bias, false)),
         slopes_(numbers<T>(in.alibi_slopes, false)),
-        sinks_(numbers<T>(in.sink_logits, false)) {
+        sinks_(numbers<T>(in.sink_logits, false)),
+        program_(desc, in) {
     scale_ = desc.head_dim == 0 ? T(0) : static_cast<T>(desc.scale.value_or(1 / std::sqrt(double(desc.head_dim))));
     softcap_ = static_cast<T>(desc.softcap);
   }
@@ -82,20 +84,25 @@ class Scores {
   const T* keys_by_dim() const { return K_by_dim_.data(); }  // [D, keys] of the head
 
   struct Score {
-    T S, t;  // t = tanh(X / softcap)
+    T S, t;   // t = tanh(X / softcap); S: -inf where the program hides its key
+    T given;  // what the program got
   };
   Score score(int64_t b, int64_t h, int64_t i, int64_t j) const {
     const T X = scale_ * X_[j], t = softcap_ > 0 ? std::tanh(X / softcap_) : T(0);
     T S = softcap_ > 0 ? softcap_ * t : X;
     if (bias_.size() > 0) S += bias_[bias_at(b, h, i, j)];
     if (slopes_.size() > 0) S -= slopes_[slope_at(b, h)] * distance(i, j);
-    return {S, t};
+    return {program_.score(place(b, h, i, j), S), t, S};
   }
 
   // -inf: none, as of padding.
   T sink(int64_t h, int64_t i) const {
     return sinks_.empty() || i >= span_.len_q ? static_cast<T>(-HUGE_VAL) : sinks_[static_cast<size_t>(h)];
   }
+
+  reference::PairPlace place(int64_t b, int64_t h, int64_t i, int64_t j) const { return {b, h, i, j, span_.offset}; }
+  const PairProgram<T>& program() const { return program_; }
+  bool hides(T S) const { return program_.has_score() && S == static_cast<T>(-HUGE_VAL); }
 
   T dropout_factor(int64_t b, int64_t h, int64_t i, int64_t j) const {
     if (d_.dropout_p == 0) return 1;
@@ -130,6 +137,7 @@ class Scores {
   const Inputs& in_;
   const Visibility& seen_;
   const Numbers<T> Q_, K_, bias_, slopes_, sinks_;
+  const PairProgram<T> program_;
   Numbers<T> K_by_dim_, X_;  // [D, keys], [keys]
   T scale_, softcap_;
   Span span_;

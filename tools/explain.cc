@@ -1,16 +1,18 @@
 // polyhead explain, kernels and info: what would run here, and why.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 
 #include "command.h"
 #include "machine.h"
-#include "operands.h"
 #include "polyhead/executor.h"
 #include "polyhead/kernels.h"
+#include "polyhead/program_explanation.h"
 #include "report.h"
 #include "selection.h"
+#include "testing/call.h"
 
 namespace polyhead::tools {
 namespace {
@@ -18,6 +20,32 @@ namespace {
 struct ExplainOptions {
   std::string kernel = "best", format = "md";
 };
+
+constexpr const char* kProgramColumns[] = {"blocks_none", "blocks_some", "blocks_all", "depends_on"};
+
+// What a problem's program adds to the row of the kernel that is taken. Of the operands only those are drawn that say which
+// blocks are seen.
+Result<std::vector<Cell>> program_cells(const Problem& problem) {
+  if (problem.desc.program == nullptr) return std::vector<Cell>(std::size(kProgramColumns));
+  static uint8_t unused = 0;
+  ForwardArgs given;
+  for (Tensor ForwardArgs::*operand : {&ForwardArgs::query, &ForwardArgs::key, &ForwardArgs::value,
+                                       &ForwardArgs::attn_mask, &ForwardArgs::attn_bias}) {
+    given.*operand = Tensor(&unused, DType::kBool, {1});
+  }
+  const Inputs in = random_inputs(problem, given);
+  ForwardArgs args = dense_args(in);
+  std::vector<Tensor> captures;
+  for (const testing::Array& a : in.captures) captures.push_back(view(a));
+  args.captures = captures;
+  const auto blocks = count_mask_blocks(problem_desc(problem), args);
+  if (!blocks.ok()) return blocks.status();
+  std::string rates;
+  for (const ProgramValue& value : explain_program(*problem.desc.program)) {
+    rates += fmt::format("{}{}: by {}", rates.empty() ? "" : "; ", value.expression, value.depends_on);
+  }
+  return std::vector<Cell>{blocks->none, blocks->some, blocks->all, rates};
+}
 
 Result<int> explain_problems(const ExplainOptions& options, const std::vector<std::string>& words) {
   const auto format = parse_format(options.format);
@@ -31,9 +59,14 @@ Result<int> explain_problems(const ExplainOptions& options, const std::vector<st
   Report report;
   report.columns = {
       "problem", "kernel", "taken", "reason", "workspace_bytes", "flops", "backward_workspace_bytes", "backward_flops"};
+  const bool programs = std::any_of(problems->begin(), problems->end(),
+                                    [](const Problem& problem) { return problem.desc.program != nullptr; });
+  if (programs) report.columns.insert(report.columns.end(), std::begin(kProgramColumns), std::end(kProgramColumns));
   for (const Problem& problem : *problems) {
     const Explanation told = explain(problem_desc(problem), plan_options);
     if (told.status.code() == StatusCode::kInvalidArgument) return told.status;
+    const auto program = program_cells(problem);
+    if (!program.ok()) return program.status();
     for (const KernelReason& reason : told.reasons) {
       const bool taken = told.kernel == reason.kernel;
       std::vector<Cell> row = {problem_line(problem), std::string(reason.kernel), taken, reason.reason};
@@ -41,6 +74,8 @@ Result<int> explain_problems(const ExplainOptions& options, const std::vector<st
       const auto bytes = [&](size_t count) { return taken ? Cell(static_cast<int64_t>(count)) : Cell(); };
       row.insert(row.end(),
                  {bytes(told.workspace_bytes), told.flops, bytes(told.backward_workspace_bytes), told.backward_flops});
+      if (programs) row.resize(report.columns.size());
+      if (programs && taken) std::copy(program->begin(), program->end(), row.end() - std::ssize(*program));
       report.rows.push_back(std::move(row));
     }
     if (!told.measured.empty()) fmt::print(stderr, "polyhead explain: {}\n", told.measured);
@@ -129,13 +164,15 @@ Result<int> show_info(const std::string& format_name) {
 }  // namespace
 
 Command add_explain(CLI::App& root) {
-  CLI::App* app = root.add_subcommand("explain", "tell which kernel computes a problem, and why not the others");
+  CLI::App* app = root.add_subcommand(
+      "explain", "tell which kernel computes a problem, and why not the others; what a program depends on");
   const auto options = std::make_shared<ExplainOptions>();
   app->allow_extras();
   app->add_option("--kernel", options->kernel, "best (default), or the name of a kernel to force");
   add_format_option(*app, options->format);
   app->footer(
-      help_footer(true, "polyhead explain 8x16x512x64 --dtype bf16", "polyhead explain 1x8x128x80,600 --causal"));
+      help_footer(true, "polyhead explain 8x16x512x64 --dtype bf16",
+                  "polyhead explain 1x8x4096x64 --mask 'doc[q] == doc[k]' --captured 'doc: i64[k] 0..9 rising'"));
   return {app, [app, options] { return explain_problems(*options, app->remaining()); }};
 }
 

@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "layer/words.h"
+#include "testing/program_words.h"
 #include "testing/random.h"
 
 namespace polyhead::tools {
@@ -144,6 +145,9 @@ Status set_option(std::string_view name, const std::string& value, MhaProblem& p
     return {};
   }
   if (find_option(kOwnOptions, name) != nullptr) return set_own_option(name, value, problem);
+  if (name == "--mask" && !is_mask_dims(value)) {
+    return invalid(fmt::format("--mask is '{}', must be four sizes as b,h,q,k: mha takes no programs", value));
+  }
   return set_problem_option(name, value, problem.attention);
 }
 
@@ -163,7 +167,7 @@ void set_attention_sizes(MhaProblem& problem) {
   desc.num_heads_kv = layer.num_heads_kv;
   desc.head_dim = layer.query_proj_size > 0 ? layer.query_proj_size : layer.query_size;
   desc.head_dim_v = layer.value_proj_size > 0 ? layer.value_proj_size : layer.value_size;
-  complete_operands(problem.attention);
+  static_cast<void>(complete_operands(problem.attention));  // fails by programs alone
 }
 
 // Fills in the sizes that were not given, and what they imply.
@@ -275,6 +279,8 @@ MhaProblem random_mha(uint64_t seed) {
   problem.attention.accumulate = drawn.accumulate;
   AttentionDesc& desc = problem.attention.desc;
   desc = drawn.desc;
+  desc.program = nullptr;
+  desc.captures.clear();
   desc.packed = desc.return_column_sums = desc.has_windows = false;
   desc.dropout_origin = {};
   desc.out_dtype.reset();

@@ -45,6 +45,11 @@ Result<Operands> Operands::create(const Problem& problem, const ForwardArgs& giv
   for (const InputName& input : kInputs) {
     if ((given.*input.tensor).given()) args.*input.tensor = given.*input.tensor;
   }
+  operands.captures_.assign(args.captures.begin(), args.captures.end());
+  for (size_t n = 0; n < given.captures.size(); ++n) {
+    if (given.captures[n].given()) operands.captures_[n] = given.captures[n];
+  }
+  args.captures = operands.captures_;
   operands.outputs_ = std::make_unique<PlacedOutputs>(operands.desc_, options, *operands.placed_);
   operands.outputs_->give_to(args);
   return operands;
@@ -103,6 +108,9 @@ double backward_flops(const AttentionDesc& desc, GradientSet needs, double visib
 
 double traffic_bytes(const ForwardArgs& args) {
   double total = 0;
+  for (const Tensor& t : args.captures) {
+    total += static_cast<double>(t.num_elements()) * static_cast<double>(dtype_size_bytes(t.dtype));
+  }
   for (const Tensor* t : {&args.query, &args.key, &args.value, &args.attn_mask, &args.attn_bias, &args.alibi_slopes,
                           &args.out, &args.logsumexp, &args.attn_weights, &args.column_sums}) {
     total += static_cast<double>(t->num_elements()) * static_cast<double>(dtype_size_bytes(t->dtype));
@@ -118,6 +126,7 @@ double traffic_bytes(const BackwardArgs& args) {
   add(args.grad_out);
   add(args.grad_logsumexp);
   for (const GradientName& gradient : kGradients) add(args.*gradient.tensor);
+  for (const Tensor& t : args.grad_captures) add(t);
   return total;
 }
 

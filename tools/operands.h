@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <vector>
 
 #include "buffer.h"
 #include "problem.h"
@@ -34,6 +35,7 @@ class Operands {
   std::unique_ptr<PlacedInputs> placed_;
   std::unique_ptr<PlacedOutputs> outputs_;
   std::unique_ptr<PlacedGradients> gradients_;
+  std::vector<Tensor> captures_;  // of the program
   ForwardArgs forward_;
 };
 

@@ -1,5 +1,6 @@
 // polyhead run: one problem, computed once.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <array>
 #include <chrono>
@@ -9,6 +10,7 @@
 #include <memory>
 
 #include "array.h"
+#include "attention/words.h"
 #include "command.h"
 #include "file.h"
 #include "operands.h"
@@ -51,6 +53,7 @@ using Arrays = std::map<std::string, Array>;
 
 struct RunOptions {
   std::array<std::string, std::size(kOperands)> files;
+  std::vector<std::string> captured;  // NAME=FILE
   std::string input, out, kernel = "best", threads, format = "md";
   bool gradients = false, force = false;
 };
@@ -84,6 +87,35 @@ Result<Arrays> read_inputs(const RunOptions& options) {
     arrays.insert_or_assign(kOperands[i].name, std::move(*array));
   }
   return arrays;
+}
+
+// The tensors of --captured-file, by name, in the order given.
+using CapturedFiles = std::vector<std::pair<std::string, Array>>;
+
+Result<CapturedFiles> read_captured(const std::vector<std::string>& files) {
+  CapturedFiles captured;
+  for (const std::string& each : files) {
+    const size_t equals = each.find('=');
+    if (equals == 0 || equals == std::string::npos) {
+      return invalid(fmt::format("--captured-file is '{}', must be NAME=FILE", printable(each)));
+    }
+    auto array = read_array(each.substr(equals + 1));
+    if (!array.ok()) return array.status();
+    if (array->is_void16) {
+      return invalid(fmt::format("{} holds 2-byte void elements, as NumPy writes bfloat16; give it as .safetensors",
+                                 printable(each)));
+    }
+    captured.emplace_back(each.substr(0, equals), std::move(*array));
+  }
+  return captured;
+}
+
+// "slope: f32[8]"; "" for a dtype that no program reads.
+std::string captured_words(const std::string& name, const Tensor& tensor) {
+  const auto* known = std::find_if(std::begin(kCaptureDTypeWords), std::end(kCaptureDTypeWords),
+                                   [&](const Word<DType>& word) { return word.value == tensor.dtype; });
+  if (known == std::end(kCaptureDTypeWords)) return "";
+  return fmt::format("{}: {}[{}]", name, known->text, fmt::join(tensor.dims, tensor.dims + tensor.ndim, ", "));
 }
 
 bool has_option(const std::vector<std::string>& words, std::string_view name) {
@@ -128,7 +160,8 @@ Result<Tensor> score_view(const Tensor& stored, const char* name) {
 // What the command line and the files say together. Sizes come from the command line or from query, key and value.
 class Request {
  public:
-  Request(std::vector<std::string> words, const Arrays& arrays) : words_(std::move(words)), arrays_(arrays) {}
+  Request(std::vector<std::string> words, const Arrays& arrays, const CapturedFiles& captured)
+      : words_(std::move(words)), arrays_(arrays), captured_(captured) {}
 
   Problem problem;
   ForwardArgs preset;
@@ -140,6 +173,7 @@ class Request {
     if (sizes_from_files && !all_three) {
       return invalid("no sizes given: name them as BxHxSxD, or give --query, --key and --value");
     }
+    if (Status s = describe_captured(); !s.ok()) return s;
     std::vector<std::string> words = words_;
     if (sizes_from_files) words.insert(words.begin(), "1x1x1x1");
     const auto parsed = select_problem(words);
@@ -156,11 +190,51 @@ class Request {
         if (Status s = take(operand, array->second); !s.ok()) return s;
       }
     }
-    if (sizes_from_files) take_sizes();
+    if (sizes_from_files) {
+      take_sizes();
+      if (Status s = complete_operands(problem); !s.ok()) return s;
+    }
+    take_captured();
     return {};
   }
 
  private:
+  // Puts what files hold into --captured.
+  Status describe_captured() {
+    if (captured_.empty()) return {};
+    const auto is_captured = [](const std::string& word) { return word.rfind("--captured", 0) == 0; };
+    const auto found = std::find_if(words_.begin(), words_.end(), is_captured);
+    std::string text;
+    if (found != words_.end()) {
+      const bool glued = found->find('=') != std::string::npos;
+      if (!glued && found + 1 == words_.end()) return {};  // the parser says so
+      text = glued ? found->substr(found->find('=') + 1) : found[1];
+      words_.erase(found, found + (glued ? 1 : 2));
+    }
+    for (const auto& [name, array] : captured_) {
+      const std::string described = captured_words(name, array.tensor);
+      if (described.empty()) {
+        return invalid(fmt::format("--captured-file: {} has dtype {}, must be a float, int32, int64 or bool", name,
+                                   dtype_name(array.tensor.dtype)));
+      }
+      text += "; " + described;
+    }
+    words_.push_back("--captured=" + text);
+    return {};
+  }
+
+  // The tensors that files hold, in the program's order.
+  void take_captured() {
+    for (const DrawnCapture& tensor : problem.captured) {
+      Tensor& view = captures_.emplace_back();
+      for (const auto& [name, array] : captured_) {
+        if (name == tensor.name) view = array.tensor;
+      }
+      if (view.given() && view.ndim == 0) view.ndim = 1, view.dims[0] = 1, view.strides[0] = 1;
+    }
+    preset.captures = captures_;
+  }
+
   Status take_dtype() {
     if (has_option(words_, "--dtype")) return {};
     for (const char* name : {"query", "key", "value"}) {
@@ -218,6 +292,8 @@ class Request {
 
   std::vector<std::string> words_;
   const Arrays& arrays_;
+  const CapturedFiles& captured_;
+  std::vector<Tensor> captures_;
 };
 
 // FNV-1a, 64 bits, over the elements in row-major order.
@@ -254,13 +330,17 @@ std::vector<Cell> tensor_row(const std::string& name, const Tensor& tensor) {
   return row;
 }
 
-NamedTensors named(const ForwardArgs& forward, const BackwardArgs& backward, bool logsumexp) {
+NamedTensors named(const ForwardArgs& forward, const BackwardArgs& backward, const Problem& problem) {
   NamedTensors tensors = {{"out", forward.out}};
-  if (logsumexp) tensors.emplace_back("logsumexp", forward.logsumexp);
+  if (problem.logsumexp) tensors.emplace_back("logsumexp", forward.logsumexp);
   if (forward.attn_weights.given()) tensors.emplace_back("attn_weights", forward.attn_weights);
   if (forward.column_sums.given()) tensors.emplace_back("column_sums", forward.column_sums);
   for (const GradientName& gradient : kGradients) {
     if ((backward.*gradient.tensor).given()) tensors.emplace_back(gradient.name, backward.*gradient.tensor);
+  }
+  for (size_t n = 0; n < backward.grad_captures.size(); ++n) {
+    const Tensor& gradient = backward.grad_captures[n];
+    if (gradient.given()) tensors.emplace_back("grad_captures." + problem.captured[n].name, gradient);
   }
   return tensors;
 }
@@ -318,7 +398,9 @@ Result<int> run(const RunOptions& options, const std::vector<std::string>& words
   if (!threads.ok()) return threads.status();
   const auto arrays = read_inputs(options);
   if (!arrays.ok()) return arrays.status();
-  Request request(words, *arrays);
+  const auto captured = read_captured(options.captured);
+  if (!captured.ok()) return captured.status();
+  Request request(words, *arrays, *captured);
   if (Status s = request.resolve(); !s.ok()) return s;
   const Problem& problem = request.problem;
 
@@ -340,7 +422,7 @@ Result<int> run(const RunOptions& options, const std::vector<std::string>& words
                   {"threads", fmt::format("{}", threads->front().count)},
                   {"time", computed.time + (options.gradients ? " (one call each, cold)" : " (one call, cold)")}};
   report.columns = {"tensor", "shape", "dtype", "fnv1a", "min", "mean", "max", "nan"};
-  const NamedTensors results = named(computed.forward, computed.backward, problem.logsumexp);
+  const NamedTensors results = named(computed.forward, computed.backward, problem);
   for (const auto& [name, tensor] : results) report.rows.push_back(tensor_row(name, tensor));
   if (!options.out.empty()) {
     if (Status s = write_arrays(options.out, results, options.force); !s.ok()) return s;
@@ -365,6 +447,10 @@ Command add_run(CLI::App& root) {
         ->type_name("FILE")
         ->group("Operands, each FILE.npy or FILE.safetensors:NAME");
   }
+  app->add_option("--captured-file", options->captured, "a tensor that the program reads; any number of them")
+      ->type_name("NAME=FILE")
+      ->allow_extra_args(false)
+      ->group("Operands, each FILE.npy or FILE.safetensors:NAME");
   app->add_option("--kernel", options->kernel, "best (default) or a kernel's name");
   app->add_option("--threads", options->threads, "number of threads (default: POLYHEAD_THREADS, else all CPUs)");
   add_format_option(*app, options->format);

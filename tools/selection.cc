@@ -135,6 +135,9 @@ std::string help_footer(bool with_problem, std::string_view example, std::string
         "doubles,\n"
         "128..1024..128 steps) anywhere give every combination; values of --window, --mask, --bias and --needs are "
         "listed with '+'.\n"
+        "Programs of the scores stand in quotes, with what their tensors are drawn from:\n"
+        "  --score 'score - slope[h] * abs(q - k)' --captured 'slope: f32[h] 0..1'\n"
+        "  --mask 'k <= q and doc[b, q] == doc[b, k]' --captured 'doc: i64[b, k] 0..7 rising'\n"
         "\nOptions of a problem:\n";
     text += options_text(problem_options());
     text += "\n";

@@ -401,25 +401,41 @@ POLYHEAD_API polyhead_status polyhead_merge_backward(const polyhead_partial* par
 
 /// What polyhead_attention_plan_create would choose and why. Made and freed by the library, so it may grow at its end.
 typedef struct polyhead_explanation {
-  size_t struct_size;               ///< of the library that made it: what lies behind is not there
-  int32_t status;                   ///< polyhead_status that polyhead_attention_plan_create would return
-  int32_t reserved;                 ///< 0
-  const char* message;              ///< its sentence; "" if status is POLYHEAD_OK
-  const char* kernel;               ///< the chosen kernel; "" if none
-  size_t num_kernels;               ///< of this build, best first
-  const char* const* kernels;       ///< [num_kernels] their names
-  const char* const* reasons;       ///< [num_kernels] "" = can; else a clause, as "head_dim is 600, takes 1 to 512"
-  size_t workspace_bytes;           ///< of the chosen kernel
-  double flops;                     ///< of forward, as polyhead::Explanation defines it
-  size_t backward_workspace_bytes;  ///< of the chosen kernel
-  double backward_flops;            ///< of the gradients of query, key and value, likewise
-  const char* measured;             ///< "" or why the order of kernels departs from what the CPU's flags tell
+  size_t struct_size;                 ///< of the library that made it: what lies behind is not there
+  int32_t status;                     ///< polyhead_status that polyhead_attention_plan_create would return
+  int32_t reserved;                   ///< 0
+  const char* message;                ///< its sentence; "" if status is POLYHEAD_OK
+  const char* kernel;                 ///< the chosen kernel; "" if none
+  size_t num_kernels;                 ///< of this build, best first
+  const char* const* kernels;         ///< [num_kernels] their names
+  const char* const* reasons;         ///< [num_kernels] "" = can; else a clause, as "head_dim is 600, takes 1 to 512"
+  size_t workspace_bytes;             ///< of the chosen kernel
+  double flops;                       ///< of forward, as polyhead::Explanation defines it
+  size_t backward_workspace_bytes;    ///< of the chosen kernel
+  double backward_flops;              ///< of the gradients of query, key and value, likewise
+  const char* measured;               ///< "" or why the order of kernels departs from what the CPU's flags tell
+  size_t num_program_values;          ///< of desc.program; 0 without one
+  const char* const* program_values;  ///< [num_program_values] as "slope[h] * float(abs(q - k))", "score = ..."
+  const char* const* depends_on;      ///< [num_program_values] "nothing", "q", "k", "q - k" or "q, k"
 } polyhead_explanation;
+
+/// How many blocks of 64 queries x 128 keys of a call are hidden throughout, seen in part (or not told), and seen
+/// throughout, as polyhead::MaskBlocks has it. Its layout is frozen.
+typedef struct polyhead_mask_blocks {
+  int64_t none;
+  int64_t some;
+  int64_t all;
+} polyhead_mask_blocks;
 
 /// A desc that no plan can be made of is not a failure of this call: explanation->status tells. `options` may be NULL.
 POLYHEAD_API polyhead_status polyhead_attention_explain(const polyhead_attention_desc* desc,
                                                         const polyhead_plan_options* options,
                                                         polyhead_explanation** explanation);
+
+/// Counts them. Of `args` the captures, lengths, offsets and windows are read that the desc asks for, and nothing else.
+POLYHEAD_API polyhead_status polyhead_attention_count_mask_blocks(const polyhead_attention_desc* desc,
+                                                                  const polyhead_forward_args* args,
+                                                                  polyhead_mask_blocks* blocks);
 
 /// NULL is fine.
 POLYHEAD_API void polyhead_explanation_destroy(polyhead_explanation* explanation);

@@ -351,7 +351,7 @@ def explain(
     Parameters
     ----------
     query, key, value, ... : as of `attention`
-        Only sizes, dtypes and options count, not what the arrays hold.
+        Only sizes, dtypes and options count; with score or mask, what captured, lengths and offsets hold too.
 
     Returns
     -------

@@ -6,6 +6,7 @@
 
 #include <exception>
 #include <new>
+#include <utility>
 
 #include "arrays.h"
 #include "backward_call.h"
@@ -17,6 +18,7 @@
 #include "plan_cache.h"
 #include "polyhead/dropout.h"
 #include "polyhead/kernels.h"
+#include "polyhead/program_explanation.h"
 #include "scalars.h"
 #include "threads.h"
 #include "weights_call.h"
@@ -63,7 +65,20 @@ PyObject* attention_backward(PyObject*, PyObject* const* arguments, Py_ssize_t c
   return planned_and_run<BackwardCall>(arguments, count, kNumBackward);
 }
 
-// (kernel, {name: reason}, workspace_bytes, flops, backward_workspace_bytes, backward_flops, error, measured)
+// Of a call with a program: ((expression, depends_on), ...) and (none, some, all); else () and None.
+std::pair<nb::object, nb::object> explained_program(const ForwardCall& call) {
+  if (call.desc().program == nullptr) return {nb::make_tuple(), nb::none()};
+  nb::list values;
+  for (const ProgramValue& value : explain_program(*call.desc().program)) {
+    values.append(nb::make_tuple(value.expression, value.depends_on));
+  }
+  Result<MaskBlocks> counted = MaskBlocks();
+  run_without_gil([&] { return (counted = count_mask_blocks(call.desc(), call.args())).status(); });
+  return {nb::tuple(values), nb::make_tuple(counted->none, counted->some, counted->all)};
+}
+
+// (kernel, {name: reason}, workspace_bytes, flops, backward_workspace_bytes, backward_flops, error, measured, program,
+// blocks)
 PyObject* explain_arguments(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
   return guarded([&]() -> nb::object {
     check_num_arguments(count, kNumForward);
@@ -72,9 +87,27 @@ PyObject* explain_arguments(PyObject*, PyObject* const* arguments, Py_ssize_t co
     if (explanation.status.code() != StatusCode::kUnsupported) check(explanation.status);
     nb::dict reasons;
     for (const KernelReason& each : explanation.reasons) reasons[each.kernel] = each.reason;
+    const auto [program, blocks] = explained_program(call);
     return nb::make_tuple(explanation.kernel, reasons, explanation.workspace_bytes, explanation.flops,
                           explanation.backward_workspace_bytes, explanation.backward_flops,
-                          explanation.status.message(), explanation.measured);
+                          explanation.status.message(), explanation.measured, program, blocks);
+  });
+}
+
+// (*the arguments that calls of attention share, block_q, block_k, table)
+PyObject* implies_blocks(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
+  return guarded([&]() -> nb::object {
+    check_num_arguments(count, kNumForward + 3);
+    const ForwardCall call(arguments);
+    constexpr ArrayArgument kTable = {"table", "int32", 4, 4, "[batch, num_heads, blocks of queries, blocks of keys]"};
+    Held held;
+    const Tensor table = view_of(arguments[kNumForward + 2], kTable, held);
+    const int64_t block_q = int64_argument(arguments[kNumForward], "block_q");
+    const int64_t block_k = int64_argument(arguments[kNumForward + 1], "block_k");
+    Result<bool> implied = false;
+    run_without_gil(
+        [&] { return (implied = mask_implies_blocks(call.desc(), call.args(), block_q, block_k, table)).status(); });
+    return nb::bool_(*implied);
   });
 }
 
@@ -130,6 +163,7 @@ PyMethodDef functions[] = {
     {"attention", fastcall(attention), METH_FASTCALL, nullptr},
     {"attention_backward", fastcall(attention_backward), METH_FASTCALL, nullptr},
     {"explain", fastcall(explain_arguments), METH_FASTCALL, nullptr},
+    {"implies_blocks", fastcall(implies_blocks), METH_FASTCALL, nullptr},
     {"dropout_mask", fastcall(call_with<5, new_dropout_mask>), METH_FASTCALL, nullptr},
     {"merge", fastcall(call_with<kNumMerge, merge_parts>), METH_FASTCALL, nullptr},
     {"merge_backward", fastcall(call_with<kNumMergeBackward, merge_parts_backward>), METH_FASTCALL, nullptr},

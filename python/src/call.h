@@ -110,6 +110,8 @@ class ForwardCall : public Call {
  public:
   explicit ForwardCall(PyObject* const* arguments);
 
+  const ForwardArgs& args() const { return args_; }  // the inputs
+
   // Makes the outputs and computes them, without the GIL. What polyhead.attention returns.
   nb::object run(const Plan& plan);
 

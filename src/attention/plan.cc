@@ -148,9 +148,8 @@ Result<Plan> make_plan(const AttentionDesc& desc, const PlanOptions& options) tr
 Result<Plan> plan(const AttentionDesc& desc, const PlanOptions& options) try {
   Result<Plan> made = make_plan(desc, options);
   if (is_verbose() && made.ok()) {
-    print_line(sentence("polyhead bench ", sizes_in_words(desc), options_in_words(desc),
-                        run_in_words(made->kernel_name(), *planned_where(options.where)),
-                        desc.program == nullptr ? "" : "  # without its program"));
+    print_line(sentence("polyhead bench ", sizes_in_words(desc), options_in_words(desc), program_in_words(desc),
+                        run_in_words(made->kernel_name(), *planned_where(options.where))));
   }
   return made;
 } catch (const std::bad_alloc&) {

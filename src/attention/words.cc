@@ -74,6 +74,23 @@ std::string options_in_words(const AttentionDesc& desc, std::string_view mask_ki
   return line;
 }
 
+std::string program_in_words(const Program& program) {
+  return sentence(program.score() >= 0 ? " --score '" : " --mask '", program.text(), "'");
+}
+
+std::string program_in_words(const AttentionDesc& desc) {
+  if (desc.program == nullptr) return "";
+  std::string tensors;
+  for (size_t n = 0; n < desc.captures.size(); ++n) {
+    const Capture& capture = desc.program->captures()[n];
+    const CaptureShape& shape = desc.captures[n];
+    tensors += sentence(n == 0 ? "" : "; ", capture.name, ": ", word_of(kCaptureDTypeWords, shape.dtype), "[");
+    for (int i = 0; i < capture.ndim; ++i) tensors += sentence(i == 0 ? "" : ", ", shape.dims[i]);
+    tensors += "]";
+  }
+  return program_in_words(*desc.program) + (tensors.empty() ? "" : sentence(" --captured '", tensors, "'"));
+}
+
 std::string run_in_words(const char* kernel, const Where& where) {
   return sentence(" --kernel ", kernel, " --threads ", std::max(1, where.executor->num_threads()));
 }

@@ -15,6 +15,7 @@
 #include "polyhead/kernels.h"
 #include "polyhead/merge.h"
 #include "polyhead/polyhead.h"
+#include "polyhead/program_explanation.h"
 
 using polyhead::AttentionDesc;
 using polyhead::Executor;
@@ -56,7 +57,8 @@ Status check_num_threads(int num_threads) {
 // What the caller sees of an explanation, and what its strings and arrays live in.
 struct OwnedExplanation : polyhead_explanation {
   Explanation source;
-  std::vector<const char*> kernel_names, reason_texts;
+  std::vector<polyhead::ProgramValue> values;
+  std::vector<const char*> kernel_names, reason_texts, value_texts, value_rates;
 };
 
 }  // namespace
@@ -237,7 +239,34 @@ polyhead_status polyhead_attention_explain(const polyhead_attention_desc* desc, 
     owned->backward_workspace_bytes = source.backward_workspace_bytes;
     owned->backward_flops = source.backward_flops;
     owned->measured = source.measured.c_str();
+    if (source.status.code() != StatusCode::kInvalidArgument && checked.program != nullptr) {
+      owned->values = polyhead::explain_program(*checked.program);
+    }
+    for (const polyhead::ProgramValue& value : owned->values) {
+      owned->value_texts.push_back(value.expression.c_str());
+      owned->value_rates.push_back(value.depends_on.c_str());
+    }
+    owned->num_program_values = owned->values.size();
+    owned->program_values = owned->value_texts.data();
+    owned->depends_on = owned->value_rates.data();
     *explanation = owned.release();
+    return {};
+  });
+}
+
+polyhead_status polyhead_attention_count_mask_blocks(const polyhead_attention_desc* desc,
+                                                     const polyhead_forward_args* args, polyhead_mask_blocks* blocks) {
+  return guarded([&]() -> Status {
+    if (Status s = need(blocks, "blocks"); !s.ok()) return s;
+    if (Status s = need(desc, "desc"); !s.ok()) return s;
+    if (Status s = need(args, "args"); !s.ok()) return s;
+    AttentionDesc checked;
+    Table<polyhead_forward_args>::Cpp tensors;
+    if (Status s = translate(desc, {"desc"}, &checked); !s.ok()) return s;
+    if (Status s = translate(args, {"args", "args"}, &tensors); !s.ok()) return s;
+    const auto counted = polyhead::count_mask_blocks(checked, tensors);
+    if (!counted.ok()) return counted.status();
+    *blocks = {counted->none, counted->some, counted->all};
     return {};
   });
 }

@@ -284,16 +284,15 @@ Pass Schedule::pass_for(const std::vector<int>& results) {
 
 Schedule::Schedule(const Program& program) {
   Builder builder(list_);
-  std::vector<int32_t> made;  // of each step
   for (const ProgramStep& step : program.steps()) {
     int32_t operands[ProgramStep::kMostOperands] = {-1, -1, -1, -1};
-    for (int i = 0; i < step.num_operands(); ++i) operands[i] = made[static_cast<size_t>(step.operands[i])];
-    made.push_back(builder.translate(step, operands));
+    for (int i = 0; i < step.num_operands(); ++i) operands[i] = made_[static_cast<size_t>(step.operands[i])];
+    made_.push_back(builder.translate(step, operands));
   }
-  if (program.mask() >= 0) mask = made[static_cast<size_t>(program.mask())];
+  if (program.mask() >= 0) mask = made_[static_cast<size_t>(program.mask())];
   std::vector<int> adjoints;
   if (program.score() >= 0) {
-    score = made[static_cast<size_t>(program.score())];
+    score = made_[static_cast<size_t>(program.score())];
     const int count = static_cast<int>(list_.size());
     Gradients gradients(builder, count);
     gradients.run(score);

@@ -15,11 +15,15 @@ class Schedule : public Code {
   Schedule(const Schedule&) = delete;
   Schedule& operator=(const Schedule&) = delete;
 
+  // Of a step of the program.
+  Rate rate_of_step(size_t step) const { return list_[static_cast<size_t>(made_[step])].rate; }
+
  private:
   Pass pass_for(const std::vector<int>& results);
   const int32_t* kept(std::vector<int32_t> list);
 
   std::vector<Instruction> list_;
+  std::vector<int32_t> made_;  // of each step the instruction
   std::vector<GatherGradient> gather_list_;
   std::vector<std::vector<int32_t>> lists_;
 };

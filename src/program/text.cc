@@ -39,6 +39,18 @@ class Writer {
     return text_ + sentence(program_.mask() >= 0 ? "; " : "", "score = ", written(program_.score(), false));
   }
 
+  std::vector<std::string> steps() {
+    name_values();
+    std::vector<std::string> texts;
+    for (size_t i = 0; i < names_.size(); ++i) {
+      const std::string name = names_[i];
+      names_[i].clear();
+      texts.push_back(sentence(name, name.empty() ? "" : " = ", written(static_cast<int>(i), false)));
+      names_[i] = name;
+    }
+    return texts;
+  }
+
  private:
   const ProgramStep& step(int at) const { return program_.steps()[static_cast<size_t>(at)]; }
 
@@ -102,5 +114,7 @@ bool is_free_name(std::string_view name) {
 }
 
 std::string text_of(const Program& program) { return Writer(program).write(); }
+
+std::vector<std::string> texts_of_steps(const Program& program) { return Writer(program).steps(); }
 
 }  // namespace polyhead::program

@@ -137,7 +137,28 @@ static void test_refused_backward(void) {
   free_problem(t.p);
 }
 
+static void test_explained(void) {
+  trained t;
+  prepare(&t, 1);
+  polyhead_explanation* e = NULL;
+  CHECK_OK(polyhead_attention_explain(&t.p->desc, NULL, &e));
+  CHECK(e->num_program_values == 5);
+  CHECK(strcmp(e->program_values[e->num_program_values - 1], "score = score - (slope[h] * float(abs(q - k)))") == 0);
+  CHECK(strcmp(e->depends_on[e->num_program_values - 1], "q, k") == 0);
+  polyhead_explanation_destroy(e);
+  polyhead_mask_blocks blocks = {-1, -1, -1};
+  CHECK_OK(polyhead_attention_count_mask_blocks(&t.p->desc, &t.p->args, &blocks));
+  CHECK(blocks.none == 0 && blocks.some == B * H && blocks.all == 0);
+  CHECK_REFUSED(polyhead_attention_count_mask_blocks(&t.p->desc, &t.p->args, NULL), POLYHEAD_INVALID_ARGUMENT,
+                "blocks");
+  t.p->args.num_captures = 0;
+  CHECK_REFUSED(polyhead_attention_count_mask_blocks(&t.p->desc, &t.p->args, &blocks), POLYHEAD_INVALID_ARGUMENT,
+                "number is missing");
+  free_problem(t.p);
+}
+
 void test_program(void) {
+  test_explained();
   test_means_the_options();
   test_refused();
   test_refused_backward();

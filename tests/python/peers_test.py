@@ -24,7 +24,7 @@ import rivals  # noqa: E402
 
 def test_every_line_of_the_suites_is_a_problem_and_every_goal_has_one():
     found = {direction: set() for direction in problem.DIRECTIONS}
-    for path in (BENCH / "suites").glob("*.txt"):
+    for path in problem.suites():
         direction = problem.suite_direction(path.stem)
         for p in problem.read_suite(path):
             found[direction] |= {goal.name for n in (1, 2) if (goal := goals.goal_of(p, direction, n))}
@@ -45,7 +45,7 @@ def test_every_line_of_the_suites_is_a_problem_and_every_goal_has_one():
 
 
 def test_a_quick_look_takes_rows_of_the_suites():
-    suites = {(problem.suite_direction(path.stem), p.line) for path in (BENCH / "suites").glob("*.txt")
+    suites = {(problem.suite_direction(path.stem), p.line) for path in problem.suites()
               for p in problem.read_suite(path)}  # fmt: skip
     quick = {(direction, line) for direction, lines in peers.QUICK_ROWS.items() for line in lines}
     assert quick <= suites

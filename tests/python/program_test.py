@@ -311,3 +311,26 @@ def test_in_the_layer():
     caches = layer.new_caches(BATCH, 9)
     with pytest.raises(polyhead.Error, match="step is 0, with a program all steps are computed at once"):
         layer.forward(x[:, :1], score="score * 2", caches=caches, step=0)
+
+
+def test_explain_tells_what_values_depend_on_and_which_blocks_are_seen():
+    query = np.zeros((2, 300, 4, 8), np.float32)
+    document = np.repeat(np.arange(3), 100)
+    told = polyhead.explain(
+        query, query, query, score="score + slope[h] * (k - q)", mask=lambda q, k, doc: doc[q] == doc[k],
+        captured={"doc": document, "slope": np.ones(4, np.float32)},
+    )  # fmt: skip
+    assert dict(told.program) == {
+        "doc[q]": "q", "doc[k]": "k", "mask = doc[q] == doc[k]": "q, k", "slope[h]": "nothing",
+        "slope[h] * float(k - q)": "q - k", "score = score + (slope[h] * float(k - q))": "q, k",
+    }  # fmt: skip
+    shown = document[:, None] == document
+    blocks = [shown[q : q + 64, k : k + 128] for q in range(0, 300, 64) for k in range(0, 300, 128)]
+    counts = [sum(not block.any() for block in blocks), 0, sum(block.all() for block in blocks)]
+    counts[1] = len(blocks) - sum(counts)
+    assert told.blocks == tuple(8 * count for count in counts)
+    assert f"blocks of 64 x 128: {told.blocks[0]} hidden" in str(told)
+    plain = polyhead.explain(query, query, query)
+    assert plain.program == () and plain.blocks is None
+    with pytest.raises(polyhead.Error, match="seqlens_k"):
+        polyhead.explain(query, query, query, mask="k <= q", seqlens_k=np.array([1, 301]))

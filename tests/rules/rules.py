@@ -42,7 +42,8 @@ MAY_INCLUDE = {
     "src/onnxruntime/": ("onnxruntime/", "core/dtype.h", "core/sentence.h", "polyhead/"),
     "src/capi/": ("capi/", "core/", "polyhead/"),
     # The testing library knows no command, and no kernel but the yardstick of error.
-    "testing/": ("testing/", "core/", "attention/words.h", "contract/kernel.h", "reference/attention.h", "polyhead/"),
+    "testing/": ("testing/", "core/", "attention/words.h", "contract/kernel.h", "reference/attention.h",
+                 "reference/program.h", "polyhead/"),
     # An example shows what anybody can write; the file formats are the command's. `bench` needs the machine's peak.
     "examples/": ("polyhead/", "tools/", "testing/random.h", "CLI/", "fmt/"),
     "tools/": ("tools/", "testing/", "core/", "attention/words.h", "layer/words.h", "contract/sequences.h", "cpu/attention/kernels.h", "polyhead/", "CLI/",

@@ -7,6 +7,7 @@
 #include "gradient_cases.h"
 #include "testing/judge.h"
 #include "testing/problem_words.h"
+#include "testing/program_words.h"
 
 namespace polyhead::testing {
 namespace {
@@ -41,6 +42,7 @@ class Hash {
 
 void add_inputs(Hash& hash, const Inputs& in) {
   for (const InputName& input : kInputs) hash.add(in.*input.array);
+  for (const Array& a : in.captures) hash.add(a);
   hash.add(in.dropout_seed);
   hash.add(in.dropout_offset);
 }
@@ -56,6 +58,7 @@ uint64_t forward_hash(const Problem& problem) {
   const PlacedOutputs outputs(desc, run_options(problem), placed);
   outputs.give_to(args);
   for (const InputName& input : kInputs) hash.add(args.*input.tensor);
+  for (const Tensor& t : args.captures) hash.add(t);
   for (const Tensor* t : {&args.out, &args.logsumexp, &args.attn_weights, &args.column_sums}) hash.add(*t);
   hash.add(static_cast<uint64_t>(num_draws(desc)));
   return hash.value();
@@ -68,13 +71,16 @@ uint64_t backward_hash(const Problem& problem) {
   add_inputs(hash, in.forward);
   for (const Array* a : {&in.out, &in.logsumexp, &in.grad_out, &in.grad_logsumexp, &in.delta}) hash.add(*a);
   for (const GradientName& name : kGradients) hash.add(in.before.*name.gradient);
+  for (const Array& a : in.before.captures) hash.add(a);
   PlacedInputs placed(run_options(problem));
   BackwardArgs args = placed.add(desc, in);
   const PlacedGradients gradients(desc, args.forward, in, problem.needs, run_options(problem), placed);
   gradients.give_to(args);
   for (const InputName& input : kInputs) hash.add(args.forward.*input.tensor);
+  for (const Tensor& t : args.forward.captures) hash.add(t);
   for (const Tensor* t : {&args.forward.out, &args.forward.logsumexp, &args.grad_out, &args.delta}) hash.add(*t);
   for (const GradientName& name : kGradients) hash.add(args.*name.tensor);
+  for (const Tensor& t : args.grad_captures) hash.add(t);
   hash.add(static_cast<uint64_t>(problem.accumulate));
   return hash.value();
 }
@@ -144,7 +150,22 @@ TEST(ProblemLine, EveryWordChangesWhatIsComputed) {
   plain.desc.has_seqlens_k = true;
   plain.desc.alibi_slopes_ndim = 1;
   plain.desc.query_offset = 3;
+  plain.score_text = "score - slope[h] * abs(q - k)";
+  plain.mask_text = "doc[k] <= q";
+  plain.captured = *parse_captured("slope: f32[h]; doc: i32[k]");
+  ASSERT_TRUE(complete_program(plain).ok());
   void (*const changes[])(Problem&) = {
+      [](Problem& p) {
+        p.captured[0].range = {0, 1};
+      },
+      [](Problem& p) { p.captured[0].rising = true; },
+      [](Problem& p) {
+        p.captured[0].dtype = DType::kFloat16;
+        static_cast<void>(complete_program(p));
+      },
+      [](Problem& p) {
+        p.captured[1].range = {0, 9};
+      },
       [](Problem& p) { p.seed = 2; },
       [](Problem& p) { p.desc.has_sink_logits = true; },
       [](Problem& p) { p.fill = Fill::kShiftUp; },

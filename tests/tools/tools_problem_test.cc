@@ -116,6 +116,31 @@ TEST(ToolsProblem, LinesParseBackToTheSameProblem) {
   }
 }
 
+TEST(ToolsProblem, ProgramsStandInTheWordsOfAProblem) {
+  const Problem p = parse_one(
+      "2x4x8/9x16 --mask 'd = q - k; 0 <= d and d < left[b, q // 2]' --score \"score + table[h, d + 8] * tau[]\" "
+      "--captured 'tau: f32[]; table: bf16[h, q+k-1] -1..1; left: i32[b, 4] 3..5 rising'  # as a shell takes it");
+  ASSERT_NE(p.desc.program, nullptr);
+  EXPECT_EQ(p.desc.program->text(),
+            "tau: float; table: float; left: int; _1 = q - k; mask = (0 <= _1) and (_1 < left[b, q // 2]); "
+            "score = score + (table[h, _1 + 8] * tau[])");
+  ASSERT_EQ(p.desc.captures.size(), 3u);
+  const CaptureShape shapes[] = {{DType::kFloat32, 1, {1}}, {DType::kBFloat16, 2, {4, 16}}, {DType::kInt32, 2, {2, 4}}};
+  for (size_t n = 0; n < 3; ++n) EXPECT_EQ(p.desc.captures[n], shapes[n]) << n;
+  const Inputs in = random_inputs(p);
+  for (int64_t n = 0; n < in.captures[1].size(); ++n) EXPECT_LE(std::abs(in.captures[1].at(n)), 1);
+  for (int64_t n = 0; n < 8; ++n) {
+    EXPECT_TRUE(in.captures[2].at(n) >= 3 && in.captures[2].at(n) <= 5) << n;
+    EXPECT_TRUE(n % 4 == 0 || in.captures[2].at(n) >= in.captures[2].at(n - 1)) << n;
+  }
+  // A list of values has no place in a program; a mask of dims may still be one.
+  EXPECT_EQ(parse("1x1x8x8 --mask 1,1,q,k+1,1,1,k").size(), 2u);
+  EXPECT_EQ(parse("1x1x8x8 --mask min(q,k)+3<9").size(), 1u);
+  EXPECT_EQ(parse_one("1x1x8x8 --score score*2").desc.program->text(), "score = score * 2.0");
+  const Problem both = parse_one("1x1x8x8 --mask 1,1,q,k --score 'x = score; score = x; mask = k < 3'");
+  EXPECT_TRUE(both.desc.attn_mask.given && both.desc.program->mask() >= 0);
+}
+
 TEST(ToolsProblem, NeededGradientsAreThoseThatTheProblemHas) {
   const auto needed = [](const std::string& line) { return *needed_gradients(parse_one("1x2x8x8 " + line)); };
   EXPECT_EQ(needed(""), 7u);
@@ -123,6 +148,9 @@ TEST(ToolsProblem, NeededGradientsAreThoseThatTheProblemHas) {
   EXPECT_EQ(needed("--alibi"), 23u);
   EXPECT_EQ(needed("--sinks"), 39u);
   EXPECT_EQ(needed("--alibi --needs key,alibi_slopes"), 18u);
+  EXPECT_EQ(needed("--score 'score + t[h]' --captured 't: f32[h]'"), 71u);
+  EXPECT_EQ(needed("--score 'score + t[h]' --captured 't: f32[h]' --needs captured"), 64u);
+  EXPECT_EQ(needed("--mask 'k < t[h]' --captured 't: i32[h]'"), 7u);
   const auto missing = needed_gradients(parse_one("1x2x8x8 --alibi --needs key,attn_bias,alibi_slopes"));
   ASSERT_FALSE(missing.ok());
   EXPECT_EQ(missing.status().message(), "--needs names attn_bias, which this problem has not");
@@ -165,8 +193,22 @@ TEST(ToolsProblem, ErrorsNameTheWordAndSayWhatToDo) {
       {"9223372036854775807x1x1x1 --packed",
        "batch is 9223372036854775807, must be at most 10000000 with random lengths or offsets"},
       {"1x1x1x1 --needs query,bias",
-       "--needs has 'bias', must be names of query, key, value, attn_bias, alibi_slopes, sink_logits, separated by "
-       "commas"},
+       "--needs has 'bias', must be names of query, key, value, attn_bias, alibi_slopes, sink_logits, captured, "
+       "separated by commas"},
+      {"1x1x1x1 --mask 'k <= w'", "program: \"w\" at 12 is no value: an element of a tensor is w[...]"},
+      {"1x1x1x1 --score 'score +'", "program: expected a value at 15, there is the end"},
+      {"1x1x1x1 --captured 'slope: f32[h]'", "--captured is given without --score or --mask, which could read it"},
+      {"1x1x1x1 --score 'score + t[h]'",
+       "the program reads t, which --captured does not tell: NAME: DTYPE[SIZES] LOW..HIGH rising, as 'slope: f32[h]; "
+       "doc: i64[b, k] 0..7 rising'"},
+      {"1x1x1x1 --score 'score + t[h]' --captured 't: f32[h, 2]'",
+       "--captured: t has 2 dims, the program reads it with 1"},
+      {"1x1x1x1 --score 'score + t[h]' --captured 't: f8[h]'",
+       "--captured has 't: f8[h]', must be NAME: DTYPE[SIZES] LOW..HIGH rising, as 'slope: f32[h]; doc: i64[b, k] 0..7 "
+       "rising'"},
+      {"1x1x1x1 --score 'score + t[h]' --captured 't: f32[h]; t: f32[h]'", "--captured names t twice"},
+      {"1x1x1x1 --score 'score + t[h]' --captured 't: f32[h-2]'",
+       "--captured: size 'h-2' of t is -1, must be 0 or more"},
       {"1x1x1x1 --accumulate=2", "--accumulate is '2', must be 0 or 1"},
       {"1x1x1x1 --query-offset soon", "--query-offset is 'soon', must be an integer or 'random' (one per sequence)"}};
   for (const auto& [line, sentence] : cases) EXPECT_EQ(error_of(line), sentence);
