@@ -405,7 +405,9 @@ TEST(Harness, SeesTheSameVisiblePlacesAsTheReference) {
     uniform.dropout_p = uniform.softcap = 0;
     uniform.alibi_slopes_ndim = 0;
     uniform.scale = 0;
-    const Inputs in = random_inputs(p);
+    uniform.has_sink_logits = false;
+    Inputs in = random_inputs(p);
+    in.sink_logits = {};
     const Outputs got = run(kReference, uniform, in);
     int64_t n = 0;
     int64_t wrong = 0;
