@@ -111,6 +111,24 @@ TEST(CudaPlan, RunsOnTheStreamOfTheCall) {
   EXPECT_EQ(cudaStreamDestroy(stream), cudaSuccess);
 }
 
+// No two lanes of a phase want the same bank of shared memory.
+TEST(CudaPlan, HasNoBankConflicts) {
+  for (const int64_t dim : {64, 128}) {
+    AttentionDesc desc = small();
+    desc.seqlen_q = desc.seqlen_k = 128;
+    desc.head_dim = desc.head_dim_v = dim;
+    const Result<Plan> made = plan_on_device(desc);
+    ASSERT_TRUE(made.ok());
+    Call call(desc);
+    cuda_sim::take_counters();
+    ASSERT_TRUE(made->forward(call.args).ok());
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
+    const cuda_sim::Counters counters = cuda_sim::take_counters();
+    EXPECT_GT(counters.bank_phases, 10000u);
+    EXPECT_EQ(counters.bank_waves, counters.bank_phases);
+  }
+}
+
 // Nobody waits for lengths that lie on the device, so nobody checks them: they are cut off at the sizes.
 TEST(CudaPlan, BoundsLengthsThatLie) {
   AttentionDesc desc = small();
