@@ -159,9 +159,10 @@ Status set_needs(std::string_view value, GradientSet& needs) {
     const auto* found = std::find_if(std::begin(kGradients), std::end(kGradients),
                                      [&](const GradientName& gradient) { return operand == gradient.operand; });
     if (found == std::end(kGradients)) {
-      return invalid("--needs has " + quoted(operand) +
-                     ", must be names of query, key, value, attn_bias, alibi_slopes, sink_logits, captured, separated by "
-                     "commas");
+      return invalid(
+          "--needs has " + quoted(operand) +
+          ", must be names of query, key, value, attn_bias, alibi_slopes, sink_logits, captured, separated by "
+          "commas");
     }
     needs |= 1U << (found - std::begin(kGradients));
   }

@@ -84,7 +84,7 @@ void random_masks(Random& random, AttentionDesc& d) {
 // What backward alone asks. 3 of 10 problems ask for all gradients there are.
 void random_gradients(Random& random, Problem& p) {
   if (random.chance(0.7)) {
-    const GradientSet there = gradients_there(p.desc);
+    const GradientSet there = gradients_there(p.desc) & ~kCapturedGradients;  // add_random_program() tells of these
     do {
       p.needs = static_cast<GradientSet>(random.integer(1, 31)) & there;
     } while (p.needs == 0);
@@ -141,6 +141,9 @@ void add_random_program(Problem& problem, uint64_t seed) {
   problem.score_text = score.text;
   problem.captured = *parse_captured(mask.captured + "; " + score.captured);
   if (!complete_program(problem).ok()) std::abort();  // the words above are programs
+  if (problem.needs != kAllGradients && random.chance(0.5)) {
+    problem.needs |= gradients_there(problem.desc) & kCapturedGradients;
+  }
 }
 
 Problem random_problem(uint64_t seed) {

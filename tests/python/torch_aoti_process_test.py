@@ -48,16 +48,19 @@ KERNEL = polyhead.explain(FLOATS, FLOATS, FLOATS).kernel
 
 
 class Model(torch.nn.Module):
-    """A layer, which is blocks; and attention with options, one of them a kernel's name."""
+    """A layer, which is blocks; attention with options, one of them a kernel's name; and with a program by text."""
 
     def __init__(self):
         super().__init__()
         self.layer = polyhead.torch.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True)
+        self.slope = torch.nn.Parameter(torch.tensor([0.5, 0.25]))
 
     def forward(self, x):  # [B, S, 32]
         x = self.layer(x).unflatten(2, (2, 16))
         options = {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.25]), "kernel": KERNEL}
-        return polyhead.torch.attention(x, x, x, **options, return_logsumexp=True)
+        x = polyhead.torch.attention(x, x, x, **options)
+        program = {"score": "score - slope[h] * abs(q - k)", "mask": "k <= q + 2", "captured": {"slope": self.slope}}
+        return polyhead.torch.attention(x, x, x, **program, return_logsumexp=True)
 
 
 def build(path):

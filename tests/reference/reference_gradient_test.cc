@@ -53,7 +53,7 @@ Incoming incoming(const Outputs& o, uint64_t seed) { return {normal(o.out, seed)
 template <class T = double>
 Gradients gradients(const AttentionDesc& desc, const Inputs& in, const Outputs& o, const Incoming& grad,
                     const Gradients* into = nullptr) {
-  Gradients g = into ? *into : Gradients{in.query, in.key, in.value, in.attn_bias, in.alibi_slopes, in.sink_logits, {}, {}};
+  Gradients g = into ? *into : Gradients{in.query, in.key, in.value, in.attn_bias, in.alibi_slopes, {}, {}, {}};
   BackwardArgs args;
   args.forward = dense_args(in);
   args.forward.out = view(o.out);

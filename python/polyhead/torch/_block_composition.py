@@ -1,7 +1,8 @@
 """The blocks out of torch's operations around `polyhead.torch.attention`, each of which torch can differentiate.
 
 For what the fused operators do not give: second derivatives, gradients through returned weights, torch.func; and for
-attention with keys of its own or rotary positions between the projections and the scores (_multihead_attention.py).
+attention with keys of its own, rotary positions or a program between the projections and the output
+(_multihead_attention.py).
 """
 
 import torch
@@ -45,26 +46,30 @@ def project(query, key, value, a: AttentionBlock, whole=False):
     ]
 
 
-def attend(q, k, v, a: AttentionBlock):
-    """out [B, Sq, out_size], after the out projection, and the returned weights or None."""
+def attend(q, k, v, a: AttentionBlock, program=None):
+    """out [B, Sq, out_size], after the out projection, and the returned weights or None.
+
+    program: score, mask and captured of `attention`.
+    """
     results = attention(
         q, k, v, attn_bias=a.attn_bias, attn_mask=a.attn_mask, causal=a.causal,
         align="top_left" if a.causal else None, scale=a.scale, dropout_p=a.dropout_p,
         dropout_seed=a.dropout_seed if a.dropout_p else None, return_weights=RETURNED_WEIGHTS[a.return_weights],
+        **(program or {}),
     )  # fmt: skip
     out, weights = results if a.return_weights else (results, None)
     out = out.flatten(2)
     return (out if a.out_proj_weight is None else F.linear(out, a.out_proj_weight, a.out_proj_bias)), weights
 
 
-def attention_block(*arguments):
+def attention_block(*arguments, program=None):
     """(out, attn_weights) of the operator attention_block_forward."""
     a = AttentionBlock(*arguments)
     x = swapped(a.query, a.batch_first)
     query = norm(x, a) if a.norm_first else x
     key = query if a.key is None else swapped(a.key, a.batch_first)
     value = key if a.value is None else swapped(a.value, a.batch_first)
-    out, weights = attend(*project(query, key, value, a), a)
+    out, weights = attend(*project(query, key, value, a), a, program)
     out = _dropped(out, a.output_dropout_p, a.output_dropout_seed, _OUTPUT_DROPOUT_OFFSET)
     if a.residual:
         out = out + x

@@ -1,6 +1,7 @@
 """torch.nn.TransformerEncoderLayer as two fused operators: its attention block and its feed-forward block."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from polyhead import Error
 from polyhead.torch._block_ops import ACTIVATIONS, NORMS, FeedForwardBlock
 from polyhead.torch._blocks import attention_block, feed_forward_block
 from polyhead.torch._multihead_attention import (
-    MultiheadAttention, check_causal_hint, check_tokens, score_masks, score_sizes,
+    MultiheadAttention, check_causal_hint, check_tokens, program_of, score_masks, score_sizes,
 )  # fmt: skip
 from polyhead.torch._options import seed_tensor
 from polyhead.torch._submodules import (
@@ -119,6 +120,10 @@ class TransformerEncoderLayer(nn.Module):
         src_mask: Tensor | None = None,
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
+        *,
+        score: Callable[..., Any] | str | None = None,
+        mask: Callable[..., Any] | str | None = None,
+        captured: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """As torch.nn.TransformerEncoderLayer's.
 
@@ -132,6 +137,8 @@ class TransformerEncoderLayer(nn.Module):
             [N, S], unbatched [S], likewise.
         is_causal : bool
             A promise that src_mask, which must be given, says that query i sees keys 0 .. i; it may be left unread.
+        score, mask, captured : optional
+            As of `MultiheadAttention.forward`. The attention block is then computed by calling its sub-modules.
 
         Returns
         -------
@@ -139,10 +146,11 @@ class TransformerEncoderLayer(nn.Module):
             As src.
         """
         batched = check_tokens(src, src, src, True)
-        x = self._attend(src, src_mask, src_key_padding_mask, is_causal, batched)
+        program = program_of(score, mask, captured)
+        x = self._attend(src, src_mask, src_key_padding_mask, is_causal, batched, program)
         return self._feed_forward(x, batched)
 
-    def _attend(self, src, src_mask, src_key_padding_mask, is_causal, batched):
+    def _attend(self, src, src_mask, src_key_padding_mask, is_causal, batched, program):
         norm, attn, dropout = self.norm1, self.self_attn, self.dropout1
         reason = (
             hooks_of_all()
@@ -151,10 +159,11 @@ class TransformerEncoderLayer(nn.Module):
             or why_not_plain("self_attn.out_proj", attn.out_proj, LINEAR)
             or _why_not_norm("norm1", norm, attn.embed_dim)
             or why_not_dropout("dropout1", dropout)
+            or ("score or mask is a program" if program is not None else None)
         )
         if reason is not None:
             count_called("attention_block_forward", src, reason)
-            return self._attend_in_parts(src, src_mask, src_key_padding_mask, is_causal)
+            return self._attend_in_parts(src, src_mask, src_key_padding_mask, is_causal, program or {})
         if src.shape[-1] != attn.embed_dim:
             raise Error(f"src has vectors of {src.shape[-1]}, must be of d_model {attn.embed_dim}")
         x = src if batched else src.unsqueeze(0)
@@ -181,7 +190,7 @@ class TransformerEncoderLayer(nn.Module):
         )[0]
         return out if batched else out.squeeze(0)
 
-    def _attend_in_parts(self, x, src_mask, src_key_padding_mask, is_causal):
+    def _attend_in_parts(self, x, src_mask, src_key_padding_mask, is_causal, program):
         """As torch.nn.TransformerEncoderLayer calls its sub-modules."""
         padding = F._canonical_mask(
             src_key_padding_mask, "src_key_padding_mask", F._none_or_dtype(src_mask), "src_mask", x.dtype
@@ -189,8 +198,9 @@ class TransformerEncoderLayer(nn.Module):
         mask = F._canonical_mask(src_mask, "src_mask", None, "", x.dtype, check_other=False)
         tokens = self.norm1(x) if self.norm_first else x
         attended = self.self_attn(
-            tokens, tokens, tokens, attn_mask=mask, key_padding_mask=padding, need_weights=False, is_causal=is_causal
-        )[0]
+            tokens, tokens, tokens, attn_mask=mask, key_padding_mask=padding, need_weights=False, is_causal=is_causal,
+            **program,
+        )[0]  # fmt: skip
         out = x + self.dropout1(attended)
         return out if self.norm_first else self.norm1(out)
 

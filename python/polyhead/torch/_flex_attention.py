@@ -9,7 +9,7 @@ from torch.nn.attention import flex_attention as theirs
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from polyhead import Error
-from polyhead.torch import _attention, _ops
+from polyhead.torch import _attention, _flex_blocks, _ops, _trace_cache
 from polyhead.torch._options import Options
 from polyhead.torch._tracing import Tracing
 
@@ -91,7 +91,7 @@ def flex_attention(
     if torch.is_autocast_enabled("cpu"):
         query, key, value = _ops.cast_for_autocast(query, key, value)
     key, value = (x.to(query.dtype).expand(query.shape[0], -1, -1, -1) for x in (key, value))
-    slots = _program_slots(score_mod, block_mask, query.dtype)
+    slots = _program_slots(score_mod, block_mask, query, key)
     operands = (x.transpose(1, 2) for x in (query, key, value))
     out, lse, *_ = _attention._forward(*operands, (*Options(scale=scale), *slots))
     out = out.transpose(1, 2)
@@ -142,44 +142,26 @@ def _check(query, key, value, block_mask, enable_gqa):
 
 
 @torch.compiler.disable  # a graph holds the operator; what leads there is run where the graph is entered
-def _program_slots(score_mod, block_mask, dtype):
+def _program_slots(score_mod, block_mask, query, key):
     """The program of both, and its captures, as `Options` takes them."""
-    tracing = Tracing(dtype)
-    score, b, h, q, k = tracing.inputs("score", "b", "h", "q", "k")
-    new_score = mask = None
-    if score_mod is not None:
-        new_score = tracing.trace("score_mod", score_mod, score, b, h, q, k)
-    if block_mask is not None:
-        mask = tracing.trace("mask_mod", block_mask.mask_mod, b, h, q, k)
-        table = _block_table(block_mask)
+    mask_mod = block_mask and block_mask.mask_mod
+
+    def trace(table=None):
+        tracing = Tracing(query.dtype)
+        score, b, h, q, k = tracing.inputs("score", "b", "h", "q", "k")
+        new_score = mask = None
+        if score_mod is not None:
+            new_score = tracing.trace("score_mod", score_mod, score, b, h, q, k)
+        if block_mask is not None:
+            mask = tracing.trace("mask_mod", mask_mod, b, h, q, k)
+        alone = tracing.program(None, mask)
         if table is not None:
-            mask = tracing.trace("block_mask", _in_blocks, table, block_mask.BLOCK_SIZE, mask, b, h, q, k)
-    return tracing.program(new_score, mask).slots()
+            mask = tracing.trace("block_mask", _flex_blocks.within, table, block_mask.BLOCK_SIZE, mask, b, h, q, k)
+        return (tracing.program(new_score, mask), alone), not tracing.computes
 
-
-def _in_blocks(table, block_size, mask, b, h, q, k):
-    block = table[
-        b if table.shape[0] > 1 else 0, h if table.shape[1] > 1 else 0, q // block_size[0], k // block_size[1]
-    ]
-    within = block.tracing.scalar(mask)
-    return (block == 2) | ((block == 1) & within)
-
-
-def _block_table(block_mask):
-    """int32 [B or 1, H or 1, blocks of queries, of keys]: 0 hidden, 1 as mask_mod says, 2 seen. None: 1 throughout."""
-    if tuple(block_mask.BLOCK_SIZE) == (_WHOLE, _WHOLE):
-        return None
-    num_keys = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
-    table = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, num_keys)
-    if block_mask.full_kv_indices is not None:
-        table += 2 * _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, num_keys)
-    return None if bool((table == 1).all()) else table
-
-
-def _listed(num_blocks, indices, num_keys):
-    """int32, 1 where the first num_blocks[..., i] of indices[..., i, :] name a block of keys."""
-    num_blocks, indices = (x.view(*[1] * (dims - x.dim()), *x.shape) for x, dims in ((num_blocks, 3), (indices, 4)))
-    listed = torch.arange(indices.shape[-1]) < num_blocks.unsqueeze(-1)
-    table = torch.zeros(*indices.shape[:-1], num_keys + 1, dtype=torch.int32)
-    table.scatter_(-1, torch.where(listed, indices, num_keys).long(), 1)
-    return table[..., :num_keys]
+    whole, mask = _trace_cache.traced((score_mod, mask_mod, query.dtype), trace)
+    if block_mask is not None and tuple(block_mask.BLOCK_SIZE) != (_WHOLE, _WHOLE):
+        table = _flex_blocks.table_beside(block_mask, mask, query, key)
+        if table is not None:
+            whole = trace(table)[0][0]
+    return whole.slots()

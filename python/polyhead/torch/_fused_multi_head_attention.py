@@ -1,14 +1,17 @@
 """paddle.incubate.nn.FusedMultiHeadAttention on torch tensors, as one fused operator."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from polyhead import Error
+from polyhead.torch import _block_composition
 from polyhead.torch._attention import _tensors_only
 from polyhead.torch._block_ops import NORMS, AttentionBlock
 from polyhead.torch._blocks import attention_block
+from polyhead.torch._multihead_attention import program_of
 from polyhead.torch._options import seed_tensor
 
 _Attribute = Callable[[Tensor], object] | bool | None
@@ -159,6 +162,10 @@ class FusedMultiHeadAttention(nn.Module):
         value: Tensor | None = None,
         attn_mask: Tensor | None = None,
         cache: object = None,
+        *,
+        score: Callable[..., Any] | str | None = None,
+        mask: Callable[..., Any] | str | None = None,
+        captured: Mapping[str, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As Paddle's.
 
@@ -171,6 +178,8 @@ class FusedMultiHeadAttention(nn.Module):
             Broadcasts to [B, H, Sq, Sk]. Bool or integers: True or not 0 = may look. Float: is added to the scores.
         cache : None
             Refused: a cache is for inference with `polyhead.torch.attention`.
+        score, mask, captured : optional
+            As of `polyhead.torch.attention`, behind attn_mask; projections, norm and residual are then torch's.
 
         Returns
         -------
@@ -187,12 +196,17 @@ class FusedMultiHeadAttention(nn.Module):
         value = None if value is key or (key is None and value is query) else value
         if key is None and value is not None:
             key = query
-        mask = bias = None
+        visible = bias = None
         if attn_mask is not None and attn_mask.is_floating_point():
             bias = attn_mask.to(query.dtype) if attn_mask.dtype == torch.float64 else attn_mask
         elif attn_mask is not None:
-            mask = attn_mask != 0
-        out, weights = attention_block(self._arguments(query, key, value, mask, bias))
+            visible = attn_mask != 0
+        arguments = self._arguments(query, key, value, visible, bias)
+        program = program_of(score, mask, captured)
+        if program is None:
+            out, weights = attention_block(arguments)
+        else:
+            out, weights = _block_composition.attention_block(*arguments, program=program)
         return (out, weights) if self.need_weights else out
 
     def _arguments(self, query, key, value, attn_mask, attn_bias):

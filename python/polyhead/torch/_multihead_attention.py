@@ -1,5 +1,8 @@
 """torch.nn.MultiheadAttention as one fused operator, with what that lacks: key/value heads, head_dim, rope."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -51,7 +54,7 @@ class MultiheadAttention(nn.Module):
 
     Notes
     -----
-    With add_bias_kv, add_zero_attn or rope, the projections are torch's and the attention between them is polyhead's.
+    With add_bias_kv, add_zero_attn, rope or a program, the projections are torch's and the attention between them is polyhead's.
     out_proj is part of the operator where it is plain. With hooks, an adapter around it, or another module in its
     place, it is called, where nn's reads its weight and passes over the rest; `polyhead.torch.report` says so.
 
@@ -155,6 +158,10 @@ class MultiheadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        score: Callable[..., Any] | str | None = None,
+        mask: Callable[..., Any] | str | None = None,
+        captured: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As torch.nn.MultiheadAttention's.
 
@@ -172,6 +179,9 @@ class MultiheadAttention(nn.Module):
             Whether returned weights are the mean over heads.
         is_causal : bool
             A promise that attn_mask, which must be given, says that query i sees keys 0 .. i; it may be left unread.
+        score, mask, captured : optional
+            As of `polyhead.torch.attention`: what becomes of each score, behind the masks above, and where a query may look.
+            Captured floats, say a table of relative positions that is a parameter of the model, have gradients.
 
         Returns
         -------
@@ -197,11 +207,14 @@ class MultiheadAttention(nn.Module):
         check_causal_hint(is_causal, attn_mask, "attn_mask")
         hint_suffices = is_causal and key_padding_mask is None and not need_weights
         sizes = score_sizes(query, key, self.num_heads, batch_first)
-        mask, bias = score_masks(None if hint_suffices else attn_mask, key_padding_mask, sizes, query.dtype)
+        visible, bias = score_masks(None if hint_suffices else attn_mask, key_padding_mask, sizes, query.dtype)
+        program = program_of(score, mask, captured)
+        if program is not None and (self.bias_k is not None or self.add_zero_attn):
+            raise Error("score or mask is given, must not be with add_bias_kv or add_zero_attn: it would meet their keys")
         out_proj = self.out_proj
         reason = why_not_plain("out_proj", out_proj, LINEAR)
         fused = out_proj if reason is None else None
-        arguments = self.block_arguments(query, mask, bias, batch_first=batch_first, out_proj=fused)._replace(
+        arguments = self.block_arguments(query, visible, bias, batch_first=batch_first, out_proj=fused)._replace(
             key=key,
             value=value,
             causal=hint_suffices,
@@ -209,8 +222,10 @@ class MultiheadAttention(nn.Module):
         )
         why_not_joined = why_not_tensors("", self)
         foreign = why_not_joined is not None
-        in_parts = foreign or self.has_parts()
-        out, weights = self._in_parts(arguments, foreign) if in_parts else attention_block(arguments)
+        if foreign or program is not None or self.has_parts():
+            out, weights = self._in_parts(arguments, foreign, program)
+        else:
+            out, weights = attention_block(arguments)
         if reason is not None or foreign:
             count_called("attention_block_forward", query, reason or why_not_joined)
         if reason is not None:
@@ -256,8 +271,8 @@ class MultiheadAttention(nn.Module):
             batch_first=batch_first,
         )
 
-    def _in_parts(self, a: AttentionBlock, foreign: bool):
-        """With what comes between projections and scores: rotary positions, then keys that every query sees.
+    def _in_parts(self, a: AttentionBlock, foreign: bool, program):
+        """With what comes between projections and output: rotary positions, keys that every query sees, a program.
 
         foreign: the projections' weights are of a class of their own, as why_not_tensors tells.
         """
@@ -276,8 +291,14 @@ class MultiheadAttention(nn.Module):
         if self.add_zero_attn:
             k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
         a = _with_appended(a, q.shape[1], seqlen_k, k.shape[1] - seqlen_k)
-        out, weights = _block_composition.attend(q, k, v, a)
+        out, weights = _block_composition.attend(q, k, v, a, program)
         return (out if a.batch_first else out.transpose(0, 1)), weights
+
+
+def program_of(score, mask, captured):
+    """These arguments of `attention`, or None without any of them."""
+    given = {"score": score, "mask": mask, "captured": captured}
+    return None if score is mask is captured is None else given
 
 
 def _with_appended(a: AttentionBlock, seqlen_q: int, seqlen_k: int, count: int) -> AttentionBlock:

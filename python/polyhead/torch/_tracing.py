@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_iter
 
@@ -23,6 +24,7 @@ from polyhead.torch._tracing_rules import RULES, CannotSay, kind_of
 
 MOST_INDICES = 4  # ProgramStep::kMostOperands
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_KNOWN_OPERATORS = ("approx::tanh",)  # attention-gym's softcap: a faster tanh on GPUs, torch's here
 _DTYPES = {"int": torch.int64, "bool": torch.bool}
 
 
@@ -65,7 +67,7 @@ class Scalar(Value):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         scalar = next(each for each in tree_iter((args, kwargs)) if isinstance(each, Scalar))
-        return scalar.tracing.apply(function.__name__, resolve_name(function), args, kwargs or {})
+        return scalar.tracing.called(function, args, kwargs or {})
 
     def __getattr__(self, name):
         if name.startswith("__") or not hasattr(Tensor, name):
@@ -166,6 +168,14 @@ class _Rows:
             "reads elements"
         )
 
+    def _computes(self, *others):
+        raise CannotSay(
+            f"{self.tracing.what} computes with a row of a tensor {list(self.tensor.shape)}, a program with single numbers"
+        )
+
+    __add__ = __sub__ = __mul__ = __truediv__ = __matmul__ = __pow__ = __neg__ = _computes
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rmatmul__ = _computes
+
     def __getattr__(self, name):
         raise CannotSay(
             f"{self.tracing.what} takes .{name} of a row of a tensor {list(self.tensor.shape)}, a program reads elements"
@@ -183,18 +193,21 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if any(isinstance(each, (Value, _Rows)) for each in tree_iter((args, kwargs))):
-            return self._tracing.apply(function.__name__, resolve_name(function), args, kwargs)
+            return self._tracing.called(function, args, kwargs)
         if function.__name__ in _READS_NUMBERS and args[0].requires_grad:
             raise CannotSay(
                 f"{self._tracing.what} calls {resolve_name(function)} of a tensor that requires a gradient, which would be lost"
             )
         result = function(*args, **kwargs)
         if function.__name__ in _MAKES_NUMBERS and isinstance(result, Tensor) and result.dim() == 0:
+            self._tracing.computes |= any(isinstance(each, Tensor) for each in tree_iter((args, kwargs)))
             return self._tracing.scalar(result.item())  # as in torch.tensor(3)
+        self._tracing.computes |= function.__name__ not in _TELLS_SHAPES
         return result
 
 
 _READS_NUMBERS = ("item", "__float__", "__int__", "tolist")
+_TELLS_SHAPES = ("__get__", "dim", "numel", "size")
 _MAKES_NUMBERS = ("tensor", "scalar_tensor", "as_tensor", "zeros", "ones", "full")
 
 
@@ -208,6 +221,7 @@ class Tracing:
         for name, tensor in (captured or {}).items():
             self._capture(tensor, name)
         self._given = tuple(self._names)
+        self.computes = False  # whether a function has asked torch for something of tensors: the trace is of this call alone
 
     def inputs(self, *names):
         return [self.scalar(getattr(self.tracer, name)) for name in names]
@@ -257,6 +271,16 @@ class Tracing:
         if isinstance(x, (bool, int, float)):
             return x
         raise CannotSay(f"{self.what} computes with a {type(x).__name__}, a program with tensors and numbers")
+
+    def called(self, function, args, kwargs):
+        """What torch is asked to do, by one of its functions or an operator."""
+        operator = function._overloadpacket if isinstance(function, OpOverload) else function
+        name, full_name = function.__name__, resolve_name(function)
+        if isinstance(operator, OpOverloadPacket):
+            full_name, name = operator._qualified_op_name, operator.__name__
+            if not full_name.startswith("aten::") and full_name not in _KNOWN_OPERATORS:  # may mean anything
+                raise CannotSay(f"{self.what} calls {full_name}, which no score or mask program can say")
+        return self.apply(name, full_name, args, kwargs)
 
     def apply(self, name, full_name, args, kwargs):
         name = name.strip("_") if name.startswith("__") else name

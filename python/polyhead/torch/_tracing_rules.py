@@ -123,6 +123,13 @@ def _softplus(t, input, beta=1.0, threshold=20.0):
     return where(x > threshold, t.value(input), _program.log(1 + _program.exp(x)) / beta)
 
 
+def _gelu(t, input, *, approximate="none"):
+    x = t.value(input)
+    if approximate == "tanh":
+        return 0.5 * x * (1 + _program.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+    return 0.5 * x * (1 + _program.erf(x * math.sqrt(0.5)))
+
+
 def _constant(number):
     def rule(t, input, *size, dtype=None, **placement):
         if any(each not in ((), [], torch.Size([])) for each in (*size, placement.pop("size", ()))):
@@ -172,7 +179,7 @@ RULES = {
     "clamp": _clamp,
     "clamp_min": lambda t, input, min: _clamp(t, input, min=min),
     "clamp_max": lambda t, input, max: _clamp(t, input, max=max),
-    "relu": _unary(lambda x: where(x > 0, x, 0)),
+    "relu": lambda t, input, inplace=False: where(t.value(input) > 0, t.value(input), 0),
     "floor": _unary(lambda x: x if x.kind != "float" else _program.floor(x)),
     "ceil": _unary(lambda x: x if x.kind != "float" else _program.ceil(x)),
     "trunc": _unary(_trunc),
@@ -186,7 +193,11 @@ RULES = {
     "softplus": _softplus,
     "tanh": _unary(_program.tanh),
     "sigmoid": _unary(_program.sigmoid),
-    "silu": _unary(lambda x: x * _program.sigmoid(x)),
+    "silu": lambda t, input, inplace=False: t.value(input) * _program.sigmoid(t.value(input)),
+    "gelu": _gelu,
+    "leaky_relu": lambda t, input, negative_slope=0.01, inplace=False: (
+        where(t.value(input) > 0, t.value(input), t.value(input) * negative_slope)
+    ),
     "erf": _unary(_program.erf),
     "sqrt": _unary(_program.sqrt),
     "rsqrt": _unary(_program.rsqrt),
