@@ -279,6 +279,7 @@ MhaProblem random_mha(uint64_t seed) {
   problem.attention.accumulate = drawn.accumulate;
   AttentionDesc& desc = problem.attention.desc;
   desc = drawn.desc;
+  desc.has_sink_logits = false;
   desc.program = nullptr;
   desc.captures.clear();
   desc.packed = desc.return_column_sums = desc.has_windows = false;
