@@ -41,6 +41,7 @@ OPTIONS = {
     "dropout_origin": {"dropout_p": 0.5, "dropout_seed": 1, "dropout_origin": polyhead.DropoutOrigin(first_head=4)},
     "seqlens_q, seqlens_k": {"seqlens_q": np.array([3, S]), "seqlens_k": np.array([4, S])},
     "cu_seqlens_q, cu_seqlens_k": {"cu_seqlens_q": CU_SEQLENS, "cu_seqlens_k": CU_SEQLENS},
+    "page_table": {"page_table": np.array([[1], [0]]), "seqlens_k": np.array([4, S])},
     "return_logsumexp": {"return_logsumexp": True},
     "return_weights": {"return_weights": True},
     'return_weights="mean"': {"return_weights": "mean"},
@@ -69,6 +70,8 @@ def backward_refusal(arrays, options, kernel):
     """Why there are no gradients, "" if there are: found out by asking for them."""
     if {"return_weights", "return_column_sums"} & options.keys():
         return NO_GRADIENT
+    if "page_table" in options:
+        return "paged keys have no gradients"
     out, logsumexp = polyhead.attention(*arrays, **options | {"return_logsumexp": True}, kernel=kernel)
     takes = inspect.signature(polyhead.attention_backward).parameters
     given = {name: value for name, value in options.items() if name in takes}

@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "reference/attention.h"
+#include "testing/pages.h"
 
 namespace polyhead::testing {
 namespace {
@@ -74,7 +75,9 @@ Outputs reference_outputs(const AttentionDesc& desc, const Inputs& in, bool wide
   std::vector<Tensor> captures;
   for (const Array& a : in.captures) captures.push_back(view(a));
   args.captures = captures;
-  reference::forward<T>(desc, args);
+  AttentionDesc dense = desc;  // as the inputs are stored
+  dense.page_size = dense.num_pages = 0;
+  reference::forward<T>(dense, args);
   return o;
 }
 
@@ -144,10 +147,17 @@ ForwardArgs PlacedInputs::add(const AttentionDesc& desc, const Inputs& in) {
   const bool row =
       options_.layout == Layout::kQkv && side_by_side(desc) && in.query.given() && in.key.given() && in.value.given();
   if (row) add_row(in, args);
+  const bool paged = desc.page_size > 0;
+  if (paged) {
+    const Pages pages = in_pages(desc, in, options_.layout_seed);
+    args.key = add("key", pages.key);
+    args.value = add("value", pages.value);
+    args.page_table = add("page_table", pages.table);
+  }
   for (const InputName& operand : kInputs) {
-    const bool in_row =
-        operand.array == &Inputs::query || operand.array == &Inputs::key || operand.array == &Inputs::value;
-    if (!(row && in_row)) args.*operand.tensor = add(operand.name, in.*operand.array);
+    const bool in_pool = operand.array == &Inputs::key || operand.array == &Inputs::value;
+    const bool in_row = operand.array == &Inputs::query || in_pool;
+    if (!(row && in_row) && !(paged && in_pool)) args.*operand.tensor = add(operand.name, in.*operand.array);
   }
   for (const Array& a : in.captures) captures_.push_back(a.given() ? add("a captured tensor", a) : Tensor());
   args.captures = captures_;

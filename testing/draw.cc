@@ -60,8 +60,8 @@ class Generator {
   }
 
  private:
-  Array operand(int64_t rows, int64_t heads, int64_t dim) const {
-    return desc_.packed ? Array(desc_.dtype, {rows, heads, dim}) : Array(desc_.dtype, {desc_.batch, rows, heads, dim});
+  Array operand(bool packed, int64_t rows, int64_t heads, int64_t dim) const {
+    return packed ? Array(desc_.dtype, {rows, heads, dim}) : Array(desc_.dtype, {desc_.batch, rows, heads, dim});
   }
 
   void fill_numbers(Array& a, Random& random, double large) const {
@@ -84,7 +84,7 @@ class Generator {
 
   Array query() const {
     Random random(problem_.seed, streams::kQueryData);
-    Array a = operand(desc_.seqlen_q, desc_.num_heads, desc_.head_dim);
+    Array a = operand(desc_.packed, desc_.seqlen_q, desc_.num_heads, desc_.head_dim);
     fill_numbers(a, random, 16);
     for (int64_t n = 0; shift() != 0 && n < a.size(); n += desc_.head_dim) a.set(n, 8);
     repeat_some(a, 0, random);
@@ -93,19 +93,19 @@ class Generator {
 
   Array key() const {
     Random random(problem_.seed, streams::kKeyData);
-    Array a = operand(desc_.seqlen_k, desc_.num_heads_kv, desc_.head_dim);
+    Array a = operand(packs_keys(desc_), desc_.seqlen_k, desc_.num_heads_kv, desc_.head_dim);
     fill_numbers(a, random, 4);
     for (int64_t n = 0; shift() != 0 && n < a.size(); n += desc_.head_dim) {
       const bool stays = problem_.fill == Fill::kUnderflow && random.chance(0.5);
       a.set(n, stays ? 0 : shift() / (8 * scale_of(desc_)));
     }
-    repeat_some(a, desc_.packed ? 1 : 2, random);
+    repeat_some(a, packs_keys(desc_) ? 1 : 2, random);
     return a;
   }
 
   Array value() const {
     Random random(problem_.seed, streams::kValueData);
-    Array a = operand(desc_.seqlen_k, desc_.num_heads_kv, desc_.head_dim_v);
+    Array a = operand(packs_keys(desc_), desc_.seqlen_k, desc_.num_heads_kv, desc_.head_dim_v);
     a.fill([&] { return random.normal(); });
     repeat_some(a, 0, random);
     return a;
@@ -221,7 +221,7 @@ class Generator {
   void lengths(Inputs& in) const {
     Random random(problem_.seed, streams::kOffsets);
     if (desc_.packed && !given_.cu_seqlens_q.given()) in.cu_seqlens_q = cuts(Side::kQuery);
-    if (desc_.packed && !given_.cu_seqlens_k.given()) in.cu_seqlens_k = cuts(Side::kKey);
+    if (packs_keys(desc_) && !given_.cu_seqlens_k.given()) in.cu_seqlens_k = cuts(Side::kKey);
     if (desc_.has_seqlens_q && !given_.seqlens_q.given()) {
       in.seqlens_q = integers(random_lengths(problem_, Side::kQuery), random);
     }
@@ -296,7 +296,7 @@ AttentionDesc problem_desc(const Problem& problem) {
   AttentionDesc desc = problem.desc;
   if (desc.packed && !problem.cuts_rows) {
     desc.seqlen_q = packed_rows(problem, Side::kQuery);
-    desc.seqlen_k = packed_rows(problem, Side::kKey);
+    if (desc.page_size == 0) desc.seqlen_k = packed_rows(problem, Side::kKey);
   }
   return desc;
 }

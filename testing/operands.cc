@@ -45,6 +45,8 @@ Span span_of(const AttentionDesc& desc, const Inputs& in, int64_t b) {
   if (in.cu_seqlens_q.given()) {
     s.first_q = integer(in.cu_seqlens_q, b);
     s.len_q = integer(in.cu_seqlens_q, b + 1) - s.first_q;
+  }
+  if (in.cu_seqlens_k.given()) {
     s.first_k = integer(in.cu_seqlens_k, b);
     s.len_k = integer(in.cu_seqlens_k, b + 1) - s.first_k;
   }
@@ -94,7 +96,7 @@ bool Visibility::any_key(int64_t b, int64_t h, int64_t i) const {
 
 VisibleParts::VisibleParts(const AttentionDesc& d, const Inputs& in, const Visibility& seen)
     : query(static_cast<size_t>((d.packed ? 1 : d.batch) * d.seqlen_q * d.num_heads)),
-      key(static_cast<size_t>((d.packed ? 1 : d.batch) * d.seqlen_k * d.num_heads_kv)),
+      key(static_cast<size_t>((packs_keys(d) ? 1 : d.batch) * d.seqlen_k * d.num_heads_kv)),
       bias(static_cast<size_t>(in.attn_bias.size())),
       heads(static_cast<size_t>(d.batch * d.num_heads)) {
   std::vector<Span> spans;
@@ -133,11 +135,16 @@ Slice slice_batch(const AttentionDesc& desc, const Inputs& in, int64_t first, in
   }
   const Span begin = span_of(desc, in, first), back = span_of(desc, in, last - 1);
   s.inputs.query = rows(in.query, begin.first_q, back.first_q + back.len_q);
+  s.desc.seqlen_q = s.inputs.query.dims[0];
+  s.inputs.cu_seqlens_q = cu_seqlens_from_zero(in.cu_seqlens_q, first, last);
+  if (!packs_keys(desc)) {
+    cut(s.inputs.key);
+    cut(s.inputs.value);
+    return s;
+  }
   s.inputs.key = rows(in.key, begin.first_k, back.first_k + back.len_k);
   s.inputs.value = rows(in.value, begin.first_k, back.first_k + back.len_k);
-  s.desc.seqlen_q = s.inputs.query.dims[0];
   s.desc.seqlen_k = s.inputs.key.dims[0];
-  s.inputs.cu_seqlens_q = cu_seqlens_from_zero(in.cu_seqlens_q, first, last);
   s.inputs.cu_seqlens_k = cu_seqlens_from_zero(in.cu_seqlens_k, first, last);
   return s;
 }

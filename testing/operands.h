@@ -12,7 +12,8 @@
 
 namespace polyhead::testing {
 
-// The inputs of one forward call.
+// The inputs of one forward call. Of paged keys, key and value are [batch, seqlen_k, heads, dim] here: in pages they lie
+// when they are placed (pages.h).
 struct Inputs {
   Array query, key, value, attn_mask, attn_bias, alibi_slopes, sink_logits;
   Array seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, query_offsets, window_lo, window_hi;
@@ -69,8 +70,9 @@ bool visible(const AttentionDesc& desc, const Inputs& in, const Span& s, int64_t
 inline int64_t query_row(const AttentionDesc& d, const Span& s, int64_t b, int64_t h, int64_t i) {
   return ((d.packed ? s.first_q : b * d.seqlen_q) + i) * d.num_heads + h;
 }
+inline bool packs_keys(const AttentionDesc& d) { return d.packed && d.page_size == 0; }
 inline int64_t key_row(const AttentionDesc& d, const Span& s, int64_t b, int64_t h, int64_t j) {
-  return ((d.packed ? s.first_k : b * d.seqlen_k) + j) * d.num_heads_kv + h / (d.num_heads / d.num_heads_kv);
+  return ((packs_keys(d) ? s.first_k : b * d.seqlen_k) + j) * d.num_heads_kv + h / (d.num_heads / d.num_heads_kv);
 }
 
 // The element of a mask or bias, which broadcasts.

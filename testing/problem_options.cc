@@ -24,6 +24,7 @@ std::span<const ProblemOption> problem_options() {
       {"--bias", "DIMS", "additive bias, DIMS likewise"},
       {"--bias-dtype", "T", "f32 (default), bf16, f16 or f64"},
       {"--lengths", "[=both]", "random seqlens_q, seqlens_k per sequence: both, q or k"},
+      {"--page-size", "N", "keys and values in pages of N keys, at random places of a pool; with --lengths; 0: none"},
       {"--windows", "[=1]", "random window_lo and window_hi per query"},
       {"--packed", "[=1]",
        "sequences of random lengths without padding (cu_seqlens); =rows: SQ and SK rows, cut at random"},

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "attention/words.h"
+#include "testing/pages.h"
 #include "testing/program_words.h"
 #include "testing/sizes.h"
 #include "testing/words.h"
@@ -197,6 +198,7 @@ Status apply(std::string_view option, std::string_view value, Problem& problem) 
   }
   if (option == "--bias") return set_dims(option, value, desc.attn_bias);
   if (option == "--bias-dtype") return set_word(option, value, kDTypeWords, desc.attn_bias.dtype);
+  if (option == "--page-size") return set_number(option, value, desc.page_size);
   if (option == "--windows") return set_switch(option, value, desc.has_windows);
   if (option == "--packed") return set_packed(value, problem);
   if (option == "--dropout") return set_number(option, value, desc.dropout_p);
@@ -428,6 +430,7 @@ Status set_problem_option(std::string_view option, std::string_view value, Probl
 Status complete_operands(Problem& problem) {
   complete(problem.desc.attn_mask, problem.desc);
   complete(problem.desc.attn_bias, problem.desc);
+  if (problem.desc.page_size > 0) problem.desc.num_pages = enough_pages(problem.desc);
   return complete_program(problem);
 }
 

@@ -60,6 +60,7 @@ enum Stream : uint64_t {
   kGradOutData,
   kGradLogsumexpData,
   kGradientsData,  // and one for each of kGradients
+  kPages = 24,
   kSinks = 31,
   kResidualData = 32,  // of layers
   kWeightsData = 48,   // and one for each WeightKind

@@ -1,8 +1,10 @@
 // Random problems, of every combination of options.
+#include <algorithm>
 #include <cstdlib>
 #include <initializer_list>
 
 #include "testing/operands.h"
+#include "testing/pages.h"
 #include "testing/problem_words.h"
 #include "testing/program_words.h"
 
@@ -79,6 +81,14 @@ void random_masks(Random& random, AttentionDesc& d) {
   if (random.chance(0.15)) d.return_weights = random.chance(0.5) ? ReturnWeights::kPerHead : ReturnWeights::kMean;
   d.return_column_sums = random.chance(0.1);
   d.has_windows = random.chance(0.1);
+}
+
+// Of any size that divides the keys.
+void random_pages(Random& random, AttentionDesc& d) {
+  d.has_seqlens_k = true;
+  d.page_size = random.integer(1, std::max<int64_t>(1, std::min<int64_t>(d.seqlen_k, 64)));
+  while (d.seqlen_k % d.page_size != 0) --d.page_size;
+  d.num_pages = enough_pages(d);
 }
 
 // What backward alone asks. 3 of 10 problems ask for all gradients there are.
@@ -179,12 +189,21 @@ Problem random_problem(uint64_t seed) {
   if (half && random.chance(0.25)) d.out_dtype = DType::kFloat32;
   if (half && random.chance(0.25)) d.grad_dtype = DType::kFloat32;
   if (Random(seed, streams::kProgram).chance(0.06)) add_random_program(p, seed);
+  if (random.chance(d.has_seqlens_k ? 0.5 : 0.1)) random_pages(random, d);
+  return p;
+}
+
+Problem without_pages(const Problem& problem) {
+  Problem p = problem;
+  if (p.desc.page_size == 0) return p;
+  p.desc.page_size = p.desc.num_pages = 0;
+  if (p.desc.packed) p.desc.has_seqlens_k = false;
   return p;
 }
 
 Problem with_random_gradients(const Problem& forward) {
   Random random(forward.seed, streams::kGradientsData);
-  Problem p = forward;
+  Problem p = without_pages(forward);
   random_gradients(random, p);
   return p;
 }

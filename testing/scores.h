@@ -51,7 +51,7 @@ class Scores {
   void for_each_row(Head head, Row row) {
     for (int64_t b = 0; b < d_.batch; ++b) {
       span_ = span_of(d_, in_, b);
-      keys_ = d_.packed ? span_.len_k : d_.seqlen_k;
+      keys_ = packs_keys(d_) ? span_.len_k : d_.seqlen_k;
       const int64_t queries = d_.packed ? span_.len_q : d_.seqlen_q;
       for (int64_t h = 0; h < d_.num_heads; ++h) {
         by_dim(b, h, K_, d_.head_dim, K_by_dim_);

@@ -8,7 +8,9 @@
 #include <utility>
 #include <vector>
 
+#include "core/memory_size.h"
 #include "testing/operands.h"
+#include "testing/pages.h"
 #include "testing/problem_words.h"
 
 namespace polyhead::testing {
@@ -27,6 +29,7 @@ class CaseList {
     list.decoding();
     list.empty();
     list.sinks();
+    list.pages();
     return std::move(list.cases_);
   }
 
@@ -288,6 +291,42 @@ class CaseList {
                       [](auto& d) { d.window_left = 100, d.align = Align::kBottomRight; });
     add_in_each_dtype("decode_weights", sizes(2, 4, 2, 3, 530, 32),
                       [](auto& d) { d.return_weights = ReturnWeights::kMean, d.return_column_sums = true; });
+  }
+
+  // Blocks of 16 keys (decoding) and of 64 that lie in one page, in some, in many; lengths of 0 and at the edges of pages.
+  void pages() {
+    const auto paged = [](AttentionDesc& d, int64_t page_size) {
+      d.page_size = page_size, d.has_seqlens_k = true, d.num_pages = enough_pages(d);
+    };
+    for (const int64_t page_size : {1, 3, 16, 48, 512, 1000}) {
+      const TypeName& type = kHalfAndSingle[page_size % 3];
+      const int64_t keys = pieces(600, page_size) * page_size;
+      add("pages_decode_" + num(page_size), sizes(4, 8, 2, 1, keys, 64), [&](auto& d) {
+        paged(d, page_size);
+        d.dtype = type.dtype, d.causal = true, d.align = Align::kBottomRight;
+      });
+      add("pages_prefill_" + num(page_size), sizes(3, 4, 2, 70, keys, 40, 24), [&](auto& d) {
+        paged(d, page_size);
+        d.dtype = type.dtype, d.causal = true, d.align = Align::kBottomRight, d.window_left = 300;
+      });
+    }
+    add_in_each_dtype("pages_odd_head", sizes(5, 5, 5, 3, 93, 71, 65), [&](auto& d) { paged(d, 31); });
+    add("pages_latent", sizes(2, 16, 1, 1, 96, 576, 512), [&](auto& d) { paged(d, 8), d.dtype = DType::kBFloat16; });
+    add_in_each_dtype("pages_packed", sizes(6, 4, 2, 130, 120, 32), [&](auto& d) {
+      paged(d, 12);
+      d.packed = d.causal = true, d.align = Align::kBottomRight;
+    });
+    add("pages_everything", sizes(3, 4, 2, 9, 96, 24), [&](auto& d) {
+      paged(d, 6);
+      d.causal = true, d.window_left = 60, d.align = Align::kBottomRight, d.has_seqlens_q = true;
+      operand(d.attn_mask, d, kBatch | kQuery | kKey, DType::kBool);
+      operand(d.attn_bias, d, kHead | kQuery | kKey, DType::kBFloat16);
+      d.alibi_slopes_ndim = 1, d.softcap = 5, d.scale = 0.3, d.has_sink_logits = true;
+      d.return_weights = ReturnWeights::kMean, d.return_column_sums = true, d.dropout_p = 0.2;
+    });
+    add("pages_float64", sizes(2, 4, 2, 33, 65, 40, 24), [&](auto& d) { paged(d, 5), d.dtype = DType::kFloat64; });
+    add("pages_no_keys", sizes(2, 4, 2, 5, 0, 24), [&](auto& d) { paged(d, 4); });
+    add("pages_no_batch", sizes(0, 4, 2, 5, 8, 24), [&](auto& d) { paged(d, 4); });
   }
 
   void empty() {

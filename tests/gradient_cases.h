@@ -16,7 +16,8 @@ class GradientCaseList : private CaseList {
   static std::vector<Problem> make() {
     std::vector<Problem> all;
     for (const Problem& problem : cases()) {
-      if (!of_another_turn(problem)) all.push_back(with_random_gradients(problem));
+      if (problem.desc.page_size > 0 || of_another_turn(problem)) continue;  // pages have no gradients
+      all.push_back(with_random_gradients(problem));
     }
     GradientCaseList list;
     list.broadcast_bias();

@@ -66,7 +66,8 @@ struct CaptureShape {
 struct AttentionDesc {
   int64_t batch = 1;     ///< sequences
   int64_t seqlen_q = 0;  ///< queries of a sequence; packed: rows of all sequences together
-  int64_t seqlen_k = 0;  ///< keys of a sequence; packed: rows of all sequences together
+  int64_t seqlen_k =
+      0;  ///< keys of a sequence; packed: rows of all sequences together; paged: as many as its pages hold
   int64_t num_heads = 1;
   int64_t num_heads_kv = 1;       ///< divides num_heads; query head h reads h / (num_heads / num_heads_kv)
   int64_t head_dim = 0;           ///< of query and key
@@ -81,6 +82,14 @@ struct AttentionDesc {
   bool packed = false;         ///< [rows, heads, dim] operands; cu_seqlens_q and cu_seqlens_k are given with each call
   bool has_seqlens_q = false;  ///< seqlens_q [batch] is given with each call (padding on the right); not when packed
   bool has_seqlens_k = false;  ///< seqlens_k [batch] likewise
+
+  /// Keys of a page; 0: keys and values are not paged. Else they lie in a pool of num_pages pages, [num_pages, page_size,
+  /// num_heads_kv, dim], and page_table [batch, seqlen_k / page_size], given with each call, tells which pages hold each
+  /// sequence, in order: sequences may share pages, and what no length reaches is never read. seqlens_k is needed, seqlen_k
+  /// is a multiple of page_size; packed queries then have cu_seqlens_q alone. Forward only. Results have the bits that the
+  /// same keys have one after the other, whatever the page size and the order of pages.
+  int64_t page_size = 0;
+  int64_t num_pages = 0;
 
   std::optional<double> scale = {};  ///< factor on Q K^T, any finite number; default 1 / sqrt(head_dim)
   double softcap = 0;                ///< 0 = off
@@ -123,17 +132,18 @@ inline DType grad_dtype(const AttentionDesc& desc) { return desc.grad_dtype.valu
 /// Outputs must not overlap themselves, each other or an input.
 struct ForwardArgs {
   Tensor query = {};  ///< [B, Sq, H, D]    packed: [total_q, H, D]
-  Tensor key = {};    ///< [B, Sk, G, D]    packed: [total_k, G, D]
-  Tensor value = {};  ///< [B, Sk, G, Dv]   packed: [total_k, G, Dv]
+  Tensor key = {};    ///< [B, Sk, G, D]    packed: [total_k, G, D]    paged: [num_pages, page_size, G, D]
+  Tensor value = {};  ///< [B, Sk, G, Dv]   packed: [total_k, G, Dv]   paged: [num_pages, page_size, G, Dv]
 
-  Tensor attn_mask = {};      ///< 4-D with desc.attn_mask.dims
-  Tensor attn_bias = {};      ///< 4-D with desc.attn_bias.dims and dtype
-  Tensor alibi_slopes = {};   ///< [H] or [B, H], float32
-  Tensor sink_logits = {};    ///< [H], float32 (float64 with float64 inputs); -inf: a head without
-  Tensor seqlens_q = {};      ///< [B], int32 or int64: 0 <= seqlens_q[b] <= Sq
-  Tensor seqlens_k = {};      ///< [B], int32 or int64: 0 <= seqlens_k[b] <= Sk
-  Tensor cu_seqlens_q = {};   ///< [B + 1], int32 or int64: starts at 0, never falls, ends at or before total_q
-  Tensor cu_seqlens_k = {};   ///< [B + 1]
+  Tensor attn_mask = {};     ///< 4-D with desc.attn_mask.dims
+  Tensor attn_bias = {};     ///< 4-D with desc.attn_bias.dims and dtype
+  Tensor alibi_slopes = {};  ///< [H] or [B, H], float32
+  Tensor sink_logits = {};   ///< [H], float32 (float64 with float64 inputs); -inf: a head without
+  Tensor seqlens_q = {};     ///< [B], int32 or int64: 0 <= seqlens_q[b] <= Sq
+  Tensor seqlens_k = {};     ///< [B], int32 or int64: 0 <= seqlens_k[b] <= Sk
+  Tensor cu_seqlens_q = {};  ///< [B + 1], int32 or int64: starts at 0, never falls, ends at or before total_q
+  Tensor cu_seqlens_k = {};  ///< [B + 1]; not when paged
+  Tensor page_table = {};  ///< [B, Sk / page_size], int32 or int64: 0 to num_pages - 1, as far as seqlens_k[b] reaches
   Tensor query_offsets = {};  ///< [B], int32 or int64
   Tensor window_lo = {};      ///< [Sq], int32 or int64: query i sees keys window_lo[i] <= j < window_hi[i]
   Tensor window_hi = {};      ///< [Sq], int32 or int64; what lies outside of the keys is cut off

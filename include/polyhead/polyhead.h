@@ -229,6 +229,13 @@ typedef struct polyhead_attention_desc {
   /// plan_create alone; NULL if num_captures is 0.
   const polyhead_capture_shape* captures;
   size_t num_captures;  ///< as many as the program captures; default 0
+
+  /// Keys of a page; 0 (default): keys and values are not paged. Else they lie in a pool of num_pages pages, [num_pages,
+  /// page_size, num_heads_kv, dim], and page_table [batch, seqlen_k / page_size], which comes with each call, tells which
+  /// pages hold each sequence, in order: sequences may share pages, and what no length reaches is never read. seqlens_k is
+  /// needed, seqlen_k is a multiple of page_size; packed queries then have cu_seqlens_q alone. Forward only.
+  int64_t page_size;
+  int64_t num_pages;  ///< default 0
 } polyhead_attention_desc;
 
 /// Sets the defaults that stand beside the fields. `struct_size` is sizeof *desc.
@@ -281,8 +288,8 @@ typedef struct polyhead_forward_args {
   uint64_t flags;      ///< 0: none is defined yet, and unknown ones are refused
 
   polyhead_tensor query;  ///< [B, Sq, H, D]    packed: [total_q, H, D]
-  polyhead_tensor key;    ///< [B, Sk, G, D]    packed: [total_k, G, D]
-  polyhead_tensor value;  ///< [B, Sk, G, Dv]   packed: [total_k, G, Dv]
+  polyhead_tensor key;    ///< [B, Sk, G, D]    packed: [total_k, G, D]    paged: [num_pages, page_size, G, D]
+  polyhead_tensor value;  ///< [B, Sk, G, Dv]   packed: [total_k, G, Dv]   paged: [num_pages, page_size, G, Dv]
 
   polyhead_tensor attn_mask;      ///< 4-D with desc.attn_mask.dims
   polyhead_tensor attn_bias;      ///< 4-D with desc.attn_bias.dims and dtype
@@ -290,7 +297,7 @@ typedef struct polyhead_forward_args {
   polyhead_tensor seqlens_q;      ///< [B], int32 or int64: 0 <= seqlens_q[b] <= Sq
   polyhead_tensor seqlens_k;      ///< [B], int32 or int64: 0 <= seqlens_k[b] <= Sk
   polyhead_tensor cu_seqlens_q;   ///< [B + 1], int32 or int64: starts at 0, never falls, ends at or before total_q
-  polyhead_tensor cu_seqlens_k;   ///< [B + 1]
+  polyhead_tensor cu_seqlens_k;   ///< [B + 1]; not when paged
   polyhead_tensor query_offsets;  ///< [B], int32 or int64
 
   uint64_t dropout_seed;    ///< used if desc.dropout_p > 0
@@ -321,6 +328,8 @@ typedef struct polyhead_forward_args {
   /// If desc.has_sink_logits: [H], float32 (float64 with float64 inputs): one more logit of each row of a head, which takes
   /// a share of the weights and has no value; logsumexp counts it. -inf: a head without.
   polyhead_tensor sink_logits;
+  /// [B, Sk / page_size], int32 or int64: 0 to num_pages - 1, as far as seqlens_k[b] reaches; if desc.page_size > 0.
+  polyhead_tensor page_table;
 } polyhead_forward_args;
 
 /// Makes every tensor "not given". `struct_size` is sizeof *args.

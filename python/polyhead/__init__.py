@@ -58,6 +58,7 @@ def attention(
     seqlens_k: Array | None = None,
     cu_seqlens_q: Array | None = None,
     cu_seqlens_k: Array | None = None,
+    page_table: Array | None = None,
     return_logsumexp: bool = False,
     return_weights: bool | Literal["mean"] = False,
     return_column_sums: bool = False,
@@ -128,6 +129,11 @@ def attention(
     cu_seqlens_q, cu_seqlens_k : int32 or int64 array [B + 1], optional
         Packed: sequence b has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. Both or none; start at 0, never
         fall, end at or before the last row.
+    page_table : int32 or int64 array [B, P], optional
+        Key and value are a pool of pages then, [num_pages, page_size, G, D] and [num_pages, page_size, G, Dv], of which
+        sequence b has the pages ``page_table[b]``, in order: Sk is P * page_size. Needs seqlens_k; what no length reaches
+        is never read. Sequences may share pages. With packed queries: cu_seqlens_q and seqlens_k. The results have the
+        bits of the same keys one after the other. No gradients.
     return_logsumexp : bool
         `attention_backward` and `merge` need it.
     return_weights : bool or "mean"
@@ -188,6 +194,13 @@ def attention(
     >>> out.shape, logsumexp.shape
     ((1, 2, 4, 8), (1, 4, 2))
 
+    A cache in pages of 16 keys; the sequences share page 3:
+
+    >>> cache = np.ones((8, 16, 4, 8), np.float32)
+    >>> token, pages = np.ones((2, 1, 4, 8), np.float32), np.array([[3, 0], [3, 5]])
+    >>> polyhead.attention(token, cache, cache, page_table=pages, seqlens_k=np.array([20, 31])).shape
+    (2, 1, 4, 8)
+
     Documents side by side, whose scores fall with the distance:
 
     >>> doc, slope = np.array([0, 1]), np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
@@ -202,7 +215,7 @@ def attention(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
         kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, return_logsumexp,
-        return_weights, return_column_sums, out_dtype, out,
+        return_weights, return_column_sums, out_dtype, out, page_table,
     )  # fmt: skip
 
 
@@ -337,6 +350,7 @@ def explain(
     seqlens_k: Array | None = None,
     cu_seqlens_q: Array | None = None,
     cu_seqlens_k: Array | None = None,
+    page_table: Array | None = None,
     return_logsumexp: bool = False,
     return_weights: bool | Literal["mean"] = False,
     return_column_sums: bool = False,
@@ -373,7 +387,7 @@ def explain(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
         kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, return_logsumexp,
-        return_weights, return_column_sums, out_dtype, out,
+        return_weights, return_column_sums, out_dtype, out, page_table,
     ))  # fmt: skip
 
 

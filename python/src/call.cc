@@ -1,5 +1,6 @@
 #include "call.h"
 
+#include "pages.h"
 #include "scalars.h"
 #include "threads.h"
 
@@ -15,6 +16,9 @@ constexpr ArrayArgument kPackedQuery = {"query", kFloats, 3, 3, "[total_q, num_h
 constexpr ArrayArgument kPackedKey = {"key", kFloats, 3, 3, "[total_k, num_heads_kv, head_dim] (with cu_seqlens)"};
 constexpr ArrayArgument kPackedValue = {"value", kFloats, 3, 3,
                                         "[total_k, num_heads_kv, head_dim_v] (with cu_seqlens)"};
+constexpr ArrayArgument kPagedKey = {"key", kFloats, 4, 4, "[num_pages, page_size, num_heads_kv, head_dim]"};
+constexpr ArrayArgument kPagedValue = {"value", kFloats, 4, 4, "[num_pages, page_size, num_heads_kv, head_dim_v]"};
+constexpr ArrayArgument kPageTableArray = {"page_table", kIntegers, 2, 2, "[batch, pages of a sequence]"};
 constexpr const char* kScores = "what broadcasts to [batch, num_heads, seqlen_q, seqlen_k]";
 constexpr ArrayArgument kBiasArray = {"attn_bias", kFloats, 0, 4, kScores};
 constexpr ArrayArgument kMaskArray = {"attn_mask", "bool", 0, 4, kScores};
@@ -28,8 +32,8 @@ constexpr ArrayArgument kCuSeqlensKArray = {"cu_seqlens_k", kIntegers, 1, 1, "[b
 
 }  // namespace
 
-Call::Call(PyObject* const* arguments) : Options(arguments) {
-  read_operands();
+Call::Call(PyObject* const* arguments, PyObject* page_table) : Options(arguments) {
+  read_operands(page_table == Py_None ? nullptr : page_table);
   read_options();
 }
 
@@ -63,29 +67,40 @@ Tensor Options::optional_array(Position position, const ArrayArgument& argument)
   return view_of(arguments_[position], argument, held_[position]);
 }
 
-void Call::read_operands() {
+void Call::check_packing(bool paged) const {
+  const bool packs_q = args_.cu_seqlens_q.given(), packs_k = args_.cu_seqlens_k.given();
+  if (paged && packs_k) bad_value("cu_seqlens_k is given with page_table, which packs keys: give seqlens_k");
+  if (!paged && packs_q != packs_k) {
+    bad_value("cu_seqlens_%s is given without cu_seqlens_%s, packed operands need both", packs_q ? "q" : "k",
+              packs_q ? "k" : "q");
+  }
+  if (packs_q && args_.cu_seqlens_q.dims[0] == 0) bad_value("cu_seqlens_q is empty, must be [batch + 1]");
+}
+
+void Call::read_operands(PyObject* page_table) {
+  const bool paged = page_table != nullptr;
   args_.cu_seqlens_q = optional_array(kCuSeqlensQ, kCuSeqlensQArray);
   args_.cu_seqlens_k = optional_array(kCuSeqlensK, kCuSeqlensKArray);
-  desc_.packed = args_.cu_seqlens_q.given() || args_.cu_seqlens_k.given();
-  if (args_.cu_seqlens_q.given() != args_.cu_seqlens_k.given()) {
-    bad_value("cu_seqlens_%s is given without cu_seqlens_%s, packed operands need both",
-              args_.cu_seqlens_q.given() ? "q" : "k", args_.cu_seqlens_q.given() ? "k" : "q");
-  }
-  const bool packed = desc_.packed;
+  check_packing(paged);
+  const bool packed = desc_.packed = args_.cu_seqlens_q.given(), packs_keys = packed && !paged;
   args_.query = view_of(arguments_[kQuery], packed ? kPackedQuery : kQueryArray, held_[kQuery]);
-  args_.key = view_of(arguments_[kKey], packed ? kPackedKey : kKeyArray, held_[kKey]);
-  args_.value = view_of(arguments_[kValue], packed ? kPackedValue : kValueArray, held_[kValue]);
+  args_.key = view_of(arguments_[kKey], paged ? kPagedKey : packed ? kPackedKey : kKeyArray, held_[kKey]);
+  args_.value = view_of(arguments_[kValue], paged ? kPagedValue : packed ? kPackedValue : kValueArray, held_[kValue]);
+  if (paged) args_.page_table = view_of(page_table, kPageTableArray, held_page_table_);
 
-  if (packed && args_.cu_seqlens_q.dims[0] == 0) bad_value("cu_seqlens_q is empty, must be [batch + 1]");
-  const int rows = packed ? 0 : 1;  // the dimension that counts tokens; heads and head_dim follow
+  // The dimension that counts tokens; heads and head_dim follow.
+  const int rows = packed ? 0 : 1, rows_k = packs_keys ? 0 : 1;
   desc_.batch = packed ? args_.cu_seqlens_q.dims[0] - 1 : args_.query.dims[0];
   desc_.seqlen_q = args_.query.dims[rows];
-  desc_.seqlen_k = args_.key.dims[rows];
+  desc_.seqlen_k = args_.key.dims[rows_k];
   desc_.num_heads = args_.query.dims[rows + 1];
-  desc_.num_heads_kv = args_.key.dims[rows + 1];
+  desc_.num_heads_kv = args_.key.dims[rows_k + 1];
   desc_.head_dim = args_.query.dims[rows + 2];
-  desc_.head_dim_v = args_.value.dims[rows + 2];
+  desc_.head_dim_v = args_.value.dims[rows_k + 2];
   desc_.dtype = args_.query.dtype;
+  if (!paged) return;
+  set_pages(args_.key, args_.page_table, desc_);
+  if (desc_.page_size == 0) bad_value("key dim 1 is 0, must be 1 or more: the rows of a page");
 }
 
 Tensor Options::broadcast_operand(Position position, const ArrayArgument& argument, BroadcastOperand& operand) {

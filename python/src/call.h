@@ -48,6 +48,7 @@ enum Position : int {
   kReturnColumnSums,
   kOutDtype,
   kResult,
+  kPageTable,
   kNumForward,
   // attention_backward
   kGradOut = kNumShared,
@@ -99,10 +100,14 @@ class Options {
 // One call of attention, forward or backward.
 class Call : public Options {
  protected:
-  explicit Call(PyObject* const* arguments);
+  // page_table: null or None: keys and values are not paged.
+  explicit Call(PyObject* const* arguments, PyObject* page_table = nullptr);
 
  private:
-  void read_operands();
+  void read_operands(PyObject* page_table);
+  void check_packing(bool paged) const;
+
+  Held held_page_table_;
 };
 
 // polyhead.attention's call; explain reads it too.

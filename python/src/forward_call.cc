@@ -22,7 +22,7 @@ ReturnWeights return_weights_argument(PyObject* object) {
   return flag_argument(object, "return_weights") ? ReturnWeights::kPerHead : ReturnWeights::kNone;
 }
 
-ForwardCall::ForwardCall(PyObject* const* arguments) : Call(arguments) {
+ForwardCall::ForwardCall(PyObject* const* arguments) : Call(arguments, arguments[kPageTable]) {
   return_logsumexp_ = flag_argument(arguments_[kReturnLogsumexp], "return_logsumexp");
   desc_.return_column_sums = flag_argument(arguments_[kReturnColumnSums], "return_column_sums");
   if (arguments_[kOutDtype] != Py_None) desc_.out_dtype = dtype_argument(arguments_[kOutDtype], "out_dtype");

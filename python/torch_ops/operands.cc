@@ -4,6 +4,7 @@
 #include <span>
 
 #include "capture.h"
+#include "pages.h"
 #include "program_cache.h"
 
 namespace polyhead::torch_ops {
@@ -15,6 +16,8 @@ constexpr TensorArgument kValue = {"value", 4, 4, "[batch, seqlen_k, num_heads_k
 constexpr TensorArgument kPackedQuery = {"query", 3, 3, "[total_q, num_heads, head_dim] (with cu_seqlens)"};
 constexpr TensorArgument kPackedKey = {"key", 3, 3, "[total_k, num_heads_kv, head_dim] (with cu_seqlens)"};
 constexpr TensorArgument kPackedValue = {"value", 3, 3, "[total_k, num_heads_kv, head_dim_v] (with cu_seqlens)"};
+constexpr TensorArgument kPagedKey = {"key", 4, 4, "[num_pages, page_size, num_heads_kv, head_dim]"};
+constexpr TensorArgument kPagedValue = {"value", 4, 4, "[num_pages, page_size, num_heads_kv, head_dim_v]"};
 constexpr const char* kScores = "what broadcasts to [batch, num_heads, seqlen_q, seqlen_k]";
 constexpr TensorArgument kBias = {"attn_bias", 0, 4, kScores};
 constexpr TensorArgument kMask = {"attn_mask", 0, 4, kScores};
@@ -65,29 +68,37 @@ void Operands::read_operands(const StableTensor& query, const StableTensor& key,
                              const Options& options) {
   args.cu_seqlens_q = integers(options.cu_seqlens_q, "cu_seqlens_q", "[batch + 1]");
   args.cu_seqlens_k = integers(options.cu_seqlens_k, "cu_seqlens_k", "[batch + 1]");
-  if (args.cu_seqlens_q.given() != args.cu_seqlens_k.given()) {
-    bad_value("cu_seqlens_%s is given without cu_seqlens_%s, packed operands need both",
-              args.cu_seqlens_q.given() ? "q" : "k", args.cu_seqlens_q.given() ? "k" : "q");
+  const bool packed = args.cu_seqlens_q.given(), paged = options.page_table.given(), packs_keys = packed && !paged;
+  if (paged && args.cu_seqlens_k.given()) {
+    bad_value("cu_seqlens_k is given with page_table, which packs keys: give seqlens_k");
   }
-  const bool packed = args.cu_seqlens_q.given();
+  if (!paged && packed != args.cu_seqlens_k.given()) {
+    bad_value("cu_seqlens_%s is given without cu_seqlens_%s, packed operands need both", packed ? "q" : "k",
+              packed ? "k" : "q");
+  }
   if (packed && args.cu_seqlens_q.dims[0] == 0) bad_value("cu_seqlens_q is empty, must be [batch + 1]");
   args.query = view_of(query, packed ? kPackedQuery : kQuery);
-  args.key = view_of(key, packed ? kPackedKey : kKey);
-  args.value = view_of(value, packed ? kPackedValue : kValue);
+  args.key = view_of(key, paged ? kPagedKey : packed ? kPackedKey : kKey);
+  args.value = view_of(value, paged ? kPagedValue : packed ? kPackedValue : kValue);
   if (options.heads_first) {
     for (Tensor* view : {&args.query, &args.key, &args.value}) *view = heads_and_rows_swapped(*view);
   }
 
-  const int rows = packed ? 0 : 1;  // the dimension that counts tokens; heads and head_dim follow
+  const int rows = packed ? 0 : 1, rows_k = packs_keys ? 0 : 1;  // that count tokens; heads and head_dim follow
   desc.packed = packed;
   desc.batch = packed ? args.cu_seqlens_q.dims[0] - 1 : args.query.dims[0];
   desc.seqlen_q = args.query.dims[rows];
-  desc.seqlen_k = args.key.dims[rows];
+  desc.seqlen_k = args.key.dims[rows_k];
   desc.num_heads = args.query.dims[rows + 1];
-  desc.num_heads_kv = args.key.dims[rows + 1];
+  desc.num_heads_kv = args.key.dims[rows_k + 1];
   desc.head_dim = args.query.dims[rows + 2];
-  desc.head_dim_v = args.value.dims[rows + 2];
+  desc.head_dim_v = args.value.dims[rows_k + 2];
   desc.dtype = args.query.dtype;
+  if (paged) {
+    args.page_table = view_of(options.page_table, {"page_table", 2, 2, "[batch, pages of a sequence]"});
+    python::set_pages(args.key, args.page_table, desc);
+    if (desc.page_size == 0) bad_value("key dim 1 is 0, must be 1 or more: the rows of a page");
+  }
   if (options.same_heads && desc.num_heads_kv != desc.num_heads) {
     bad_value("key has %lld heads, must have %lld as query", static_cast<long long>(desc.num_heads_kv),
               static_cast<long long>(desc.num_heads));

@@ -40,6 +40,7 @@ struct Options {
   std::optional<std::string> kernel;  // a name; none: none in particular
   StableTensor dropout_origin;
   StableTensor sink_logits;
+  StableTensor page_table;   // of the overload of that name alone
   bool heads_first = false;  // query, key, value, out and their gradients are [B, H, S, D], as torch's own attention's
   bool same_heads = false;   // key and value have as many as query
 };

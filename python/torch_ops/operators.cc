@@ -118,6 +118,17 @@ void attention_forward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_
   run_forward(operands, asked, stack);
 }
 
+void forward_of_pages(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
+  check_counts("attention_forward.paged", num_inputs, kNumForwardArguments + 1);
+  ArgumentReader arguments(stack);
+  const StableTensor query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
+  Options options(arguments);
+  const Asked asked(arguments);
+  options.page_table = arguments.tensor();
+  Operands operands(query, key, value, options);
+  run_forward(operands, asked, stack);
+}
+
 void forward_of_program(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
   check_counts("attention_forward.program", num_inputs, kNumForwardArguments + kNumProgramArguments);
   ArgumentReader arguments(stack);
@@ -299,6 +310,7 @@ constexpr OperatorKernel kKernels[] = {
     // take a string
     {"attention_forward", attention_forward},
     {"attention_backward", attention_backward},
+    {"attention_forward.paged", forward_of_pages},
     {"attention_forward.program", forward_of_program},
     {"attention_backward.program", backward_of_program},
 };

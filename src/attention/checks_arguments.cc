@@ -69,6 +69,10 @@ Status check_forward_args(const AttentionDesc& desc, std::span<const PlannedOper
 Status check_backward_args(const AttentionDesc& desc, std::span<const PlannedOperand> planned, const BackwardArgs& args,
                            size_t workspace_bytes, Device device) {
   const ForwardArgs& forward = args.forward;
+  if (desc.page_size > 0) {
+    return {StatusCode::kUnsupported,
+            "page_table: backward does not take paged keys, give key and value without pages"};
+  }
   Operands operands(device);
   if (Status status = check_dropout_seed("dropout", desc.dropout_p, forward.dropout_seed); !status.ok()) return status;
   if (Status status = check_count(desc, "captures", forward.captures); !status.ok()) return status;

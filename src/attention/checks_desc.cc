@@ -62,13 +62,17 @@ Status check_product(const char* tensor, std::initializer_list<Size> sizes) {
 
 Status check_products(const AttentionDesc& desc) {
   // Packed rows hold the sequences of the whole batch.
+  const bool paged = desc.page_size > 0;
   const Size batch{"batch", desc.batch}, operand_batch{"batch", desc.packed ? 1 : desc.batch};
+  const Size keys_batch = paged ? Size{"num_pages", desc.num_pages} : operand_batch;
+  const Size keys = paged ? Size{"page_size", desc.page_size} : Size{"seqlen_k", desc.seqlen_k};
   const Size seqlen_q{"seqlen_q", desc.seqlen_q}, seqlen_k{"seqlen_k", desc.seqlen_k};
   const Size num_heads{"num_heads", desc.num_heads}, num_heads_kv{"num_heads_kv", desc.num_heads_kv};
   const Size head_dim{"head_dim", desc.head_dim}, head_dim_v{"head_dim_v", desc.head_dim_v};
   Status status = check_product("query", {operand_batch, seqlen_q, num_heads, head_dim});
-  if (status.ok()) status = check_product("key", {operand_batch, seqlen_k, num_heads_kv, head_dim});
-  if (status.ok()) status = check_product("value", {operand_batch, seqlen_k, num_heads_kv, head_dim_v});
+  if (status.ok()) status = check_product("key", {keys_batch, keys, num_heads_kv, head_dim});
+  if (status.ok()) status = check_product("value", {keys_batch, keys, num_heads_kv, head_dim_v});
+  if (status.ok() && paged) status = check_product("page_table", {batch, seqlen_k});
   if (status.ok()) status = check_product("out", {operand_batch, seqlen_q, num_heads, head_dim_v});
   if (status.ok()) status = check_product("column_sums", {operand_batch, num_heads, seqlen_k});
   if (status.ok()) status = check_product("the list of heads", {batch, num_heads});
@@ -76,6 +80,18 @@ Status check_products(const AttentionDesc& desc) {
     status = check_product("attn_weights", {operand_batch, num_heads, seqlen_q, seqlen_k});
   }
   return status;
+}
+
+Status check_pages(const AttentionDesc& desc) {
+  if (desc.page_size < 0) return invalid(sentence("page_size is ", desc.page_size, ", must be 0 (none) or more"));
+  if (desc.page_size == 0) {
+    if (desc.num_pages == 0) return {};
+    return invalid(sentence("num_pages is ", desc.num_pages, ", but page_size is 0 (none)"));
+  }
+  if (desc.num_pages < 0) return invalid(sentence("num_pages is ", desc.num_pages, ", must not be negative"));
+  if (!desc.has_seqlens_k) return invalid("page_table needs seqlens_k: how many keys of its pages each sequence has");
+  if (desc.seqlen_k % desc.page_size == 0) return {};
+  return invalid(sentence("seqlen_k is ", desc.seqlen_k, ", must be a multiple of page_size ", desc.page_size));
 }
 
 Status check_numbers(const AttentionDesc& desc) {
@@ -165,7 +181,7 @@ Status check_options(const AttentionDesc& desc) {
                    {"return_column_sums", desc.return_column_sums},
                    {"window_lo", desc.has_windows},
                    {"seqlens_q", desc.has_seqlens_q},
-                   {"seqlens_k", desc.has_seqlens_k}};
+                   {"seqlens_k", desc.has_seqlens_k && desc.page_size == 0}};
     for (const auto& option : options) {
       if (option.given) return invalid(sentence(option.name, " cannot be given with packed sequences (cu_seqlens)"));
     }
@@ -218,6 +234,7 @@ Status check_program(const AttentionDesc& desc) {
 
 Status check_desc(const AttentionDesc& desc) {
   Status status = check_sizes(desc);
+  if (status.ok()) status = check_pages(desc);
   if (status.ok()) status = check_products(desc);
   if (status.ok()) status = check_numbers(desc);
   if (status.ok()) status = check_options(desc);

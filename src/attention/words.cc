@@ -63,6 +63,7 @@ std::string options_in_words(const AttentionDesc& desc, std::string_view mask_ki
   if (desc.has_seqlens_q || desc.has_seqlens_k) {
     add(!desc.has_seqlens_k ? "--lengths=q" : !desc.has_seqlens_q ? "--lengths=k" : "--lengths");
   }
+  if (desc.page_size > 0) add("--page-size ", desc.page_size);
   if (desc.has_windows) add("--windows");
   if (desc.packed) add(packed_rows ? "--packed=rows" : "--packed");
   if (desc.dropout_p != 0) add("--dropout ", number_word(desc.dropout_p));

@@ -81,7 +81,7 @@ struct Table<polyhead_attention_desc> {
       SAME(return_weights), SAME(return_column_sums), Struct{kDropoutOrigin, &C::dropout_origin, &Cpp::dropout_origin},
       OptionalField{"out_dtype", &C::out_dtype, "has_out_dtype", &C::has_out_dtype, &Cpp::out_dtype},
       OptionalField{"grad_dtype", &C::grad_dtype, "has_grad_dtype", &C::has_grad_dtype, &Cpp::grad_dtype},
-      SAME(has_windows), SAME(has_sink_logits), ProgramFields());
+      SAME(has_windows), SAME(has_sink_logits), ProgramFields(), SAME(page_size), SAME(num_pages));
   static_assert(is_whole<C>(kFields));
 };
 
@@ -136,7 +136,7 @@ struct Table<polyhead_forward_args> {
                       SAME(dropout_seed), SAME(dropout_offset), Reserved{"reserved", &C::reserved}, SAME(out),
                       SAME(logsumexp), SAME(attn_weights), SAME(column_sums), SAME(workspace), SAME(workspace_bytes),
                       WITHIN(executor, where, Where, executor), WITHIN(stream, where, Where, stream), SAME(window_lo),
-                      SAME(window_hi), CAPTURES(captures, num_captures, captured), SAME(sink_logits));
+                      SAME(window_hi), CAPTURES(captures, num_captures, captured), SAME(sink_logits), SAME(page_table));
   static_assert(is_whole<C>(kFields));
 };
 

@@ -18,12 +18,13 @@ Dim rows_k(const Desc& d) { return {d.packed ? "total_k" : "seqlen_k", d.seqlen_
 OperandShape query_in(const Desc& d, DType dtype) {
   return rows(d, dtype, rows_q(d), {"num_heads", d.num_heads}, {"head_dim", d.head_dim});
 }
-OperandShape key_in(const Desc& d, DType dtype) {
-  return rows(d, dtype, rows_k(d), {"num_heads_kv", d.num_heads_kv}, {"head_dim", d.head_dim});
+OperandShape keys_in(const Desc& d, DType dtype, Dim dim) {
+  const Dim heads{"num_heads_kv", d.num_heads_kv};
+  if (d.page_size == 0) return rows(d, dtype, rows_k(d), heads, dim);
+  return {dtype, {{"num_pages", d.num_pages}, {"page_size", d.page_size}, heads, dim}};
 }
-OperandShape value_in(const Desc& d, DType dtype) {
-  return rows(d, dtype, rows_k(d), {"num_heads_kv", d.num_heads_kv}, {"head_dim_v", d.head_dim_v});
-}
+OperandShape key_in(const Desc& d, DType dtype) { return keys_in(d, dtype, {"head_dim", d.head_dim}); }
+OperandShape value_in(const Desc& d, DType dtype) { return keys_in(d, dtype, {"head_dim_v", d.head_dim_v}); }
 OperandShape query(const Desc& d) { return query_in(d, d.dtype); }
 OperandShape key(const Desc& d) { return key_in(d, d.dtype); }
 OperandShape value(const Desc& d) { return value_in(d, d.dtype); }
@@ -70,7 +71,16 @@ OperandShape integers(bool asked, Dim dim) {
 }
 OperandShape seqlens_q(const Desc& d) { return integers(d.has_seqlens_q, {"batch", d.batch}); }
 OperandShape seqlens_k(const Desc& d) { return integers(d.has_seqlens_k, {"batch", d.batch}); }
-OperandShape cu_seqlens(const Desc& d) { return integers(d.packed, {"batch + 1 =", d.batch + 1}); }
+OperandShape cu_seqlens_q(const Desc& d) { return integers(d.packed, {"batch + 1 =", d.batch + 1}); }
+OperandShape cu_seqlens_k(const Desc& d) {
+  return integers(d.packed && d.page_size == 0, {"batch + 1 =", d.batch + 1});
+}
+OperandShape page_table(const Desc& d) {
+  if (d.page_size == 0) return {};
+  OperandShape shape(DType::kInt64, {{"batch", d.batch}, {"seqlen_k / page_size", d.seqlen_k / d.page_size}});
+  shape.takes = OperandShape::Takes::kInt32OrInt64;
+  return shape;
+}
 OperandShape query_offsets(const Desc& d) { return integers(d.has_query_offsets, {"batch", d.batch}); }
 OperandShape window(const Desc& d) { return integers(d.has_windows, {"seqlen_q", d.seqlen_q}); }
 
@@ -103,8 +113,9 @@ constexpr AttentionOperand kOperands[] = {
     {"sink_logits", &F::sink_logits, nullptr, kInput, kInput, sink_logits},
     {"seqlens_q", &F::seqlens_q, nullptr, kInput, kInput, seqlens_q},
     {"seqlens_k", &F::seqlens_k, nullptr, kInput, kInput, seqlens_k},
-    {"cu_seqlens_q", &F::cu_seqlens_q, nullptr, kInput, kInput, cu_seqlens},
-    {"cu_seqlens_k", &F::cu_seqlens_k, nullptr, kInput, kInput, cu_seqlens},
+    {"cu_seqlens_q", &F::cu_seqlens_q, nullptr, kInput, kInput, cu_seqlens_q},
+    {"cu_seqlens_k", &F::cu_seqlens_k, nullptr, kInput, kInput, cu_seqlens_k},
+    {"page_table", &F::page_table, nullptr, kInput, kInput, page_table},
     {"query_offsets", &F::query_offsets, nullptr, kInput, kInput, query_offsets},
     {"window_lo", &F::window_lo, nullptr, kInput, kInput, window},
     {"window_hi", &F::window_hi, nullptr, kInput, kInput, window},

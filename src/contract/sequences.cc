@@ -37,8 +37,40 @@ Status read_boundaries(const char* name, const Tensor& starts, const char* limit
   return invalid(sentence(name, " ends at ", last, ", must be at most ", limit_name, " ", limit));
 }
 
+// The pages that lengths reach into. `pages` [batch, entries of a row]: where they go; null: they are only checked, and
+// `sequences`, which has the lengths that were read, is null too.
+Status read_pages(const AttentionDesc& desc, const ForwardArgs& args, const Sequence* sequences, int64_t* pages) {
+  const Tensor& table = args.page_table;
+  Tensor row = table;
+  row.strides[0] = table.strides[1];
+  for (int64_t b = 0; b < desc.batch; ++b) {
+    const int64_t at = b * table.strides[0] * static_cast<int64_t>(dtype_size_bytes(table.dtype));
+    row.data = static_cast<char*>(table.data) + at;
+    const int64_t length = sequences != nullptr ? sequences[b].len_k : integer_at(args.seqlens_k, b);
+    const int64_t used = pieces(length, desc.page_size);
+    for (int64_t p = 0; p < used; ++p) {
+      const int64_t page = integer_at(row, p);
+      if (page < 0 || page >= desc.num_pages) {
+        return invalid(sentence("page_table[", b, ", ", p, "] is ", page, ", must be 0 to num_pages - 1 = ",
+                                desc.num_pages - 1, ": seqlens_k[", b, "] reaches into it"));
+      }
+      if (pages != nullptr) pages[b * table.dims[1] + p] = page;
+    }
+  }
+  return {};
+}
+
 bool has_lengths(const AttentionDesc& desc) { return desc.packed || desc.has_seqlens_q || desc.has_seqlens_k; }
 bool has_table(const AttentionDesc& desc) { return has_lengths(desc) || desc.has_query_offsets; }
+
+MemorySize windows_bytes(const AttentionDesc& desc) {
+  return desc.has_windows ? (MemorySize(desc.seqlen_q) * (2 * sizeof(int64_t))).rounded_up(64) : 0;
+}
+
+MemorySize pages_bytes(const AttentionDesc& desc) {
+  if (desc.page_size == 0) return 0;
+  return (MemorySize(desc.batch) * (desc.seqlen_k / desc.page_size) * sizeof(int64_t)).rounded_up(64);
+}
 
 MemorySize sequences_bytes(const AttentionDesc& desc) {
   return has_table(desc) ? (MemorySize(desc.batch) * sizeof(Sequence)).rounded_up(64) : 0;
@@ -56,8 +88,7 @@ int64_t offset_of(const AttentionDesc& desc, const Sequence& s) {
 }  // namespace
 
 MemorySize Sequences::table_bytes(const AttentionDesc& desc) {
-  const MemorySize windows = desc.has_windows ? MemorySize(desc.seqlen_q) * (2 * sizeof(int64_t)) : 0;
-  return sequences_bytes(desc) + windows.rounded_up(64);
+  return sequences_bytes(desc) + windows_bytes(desc) + pages_bytes(desc);
 }
 
 Status Sequences::read(const AttentionDesc& desc, const ForwardArgs& args, void* memory) {
@@ -83,9 +114,17 @@ Status Sequences::read(const AttentionDesc& desc, const ForwardArgs& args, void*
     status = read_boundaries("cu_seqlens_q", args.cu_seqlens_q, "total_q", desc.seqlen_q, table, &Sequence::first_q,
                              &Sequence::len_q, &end_q_);
   }
-  if (status.ok() && desc.packed) {
+  if (status.ok() && desc.packed && desc.page_size == 0) {
     status = read_boundaries("cu_seqlens_k", args.cu_seqlens_k, "total_k", desc.seqlen_k, table, &Sequence::first_k,
                              &Sequence::len_k, &end_k_);
+  }
+  if (status.ok() && desc.page_size > 0) {
+    int64_t* const pages = memory == nullptr
+                               ? nullptr
+                               : reinterpret_cast<int64_t*>(static_cast<char*>(memory) +
+                                                            (sequences_bytes(desc) + windows_bytes(desc)).value());
+    status = read_pages(desc, args, table, pages);
+    pages_ = pages;
   }
   if (!status.ok()) return status;
   const char* const option = has_lengths(desc) ? unaligned_option(desc) : nullptr;
@@ -100,7 +139,9 @@ Status Sequences::read(const AttentionDesc& desc, const ForwardArgs& args, void*
   return {};
 }
 
-void Sequences::replace_windows(ForwardArgs* args) const {
+void Sequences::replace_arrays(ForwardArgs* args) const {
+  if (pages_ != nullptr)
+    args->page_table = Tensor(pages_, DType::kInt64, {args->page_table.dims[0], args->page_table.dims[1]});
   if (windows_ == nullptr) return;
   const int64_t queries = args->window_lo.dims[0];
   args->window_lo = Tensor(windows_, DType::kInt64, {queries});

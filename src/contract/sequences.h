@@ -19,8 +19,10 @@ inline Sequence sequence(const AttentionDesc& desc, const ForwardArgs& args, int
   Sequence s{0, 0, desc.seqlen_q, desc.seqlen_k, 0};
   if (desc.packed) {
     s.first_q = integer_at(args.cu_seqlens_q, b);
-    s.first_k = integer_at(args.cu_seqlens_k, b);
     s.len_q = integer_at(args.cu_seqlens_q, b + 1) - s.first_q;
+  }
+  if (desc.packed && desc.page_size == 0) {
+    s.first_k = integer_at(args.cu_seqlens_k, b);
     s.len_k = integer_at(args.cu_seqlens_k, b + 1) - s.first_k;
   }
   if (desc.has_seqlens_q) s.len_q = integer_at(args.seqlens_q, b);
@@ -35,8 +37,8 @@ inline Sequence sequence(const AttentionDesc& desc, const ForwardArgs& args, int
   return s;
 }
 
-// The sequences of one call. Lengths, boundaries, offsets and windows are read once, checked as they are read, and from
-// then on used from here alone: nobody who writes to the caller's arrays meanwhile can lead a kernel astray.
+// The sequences of one call. Lengths, boundaries, offsets, windows and tables of pages are read once, checked as they are
+// read, and from then on used from here alone: nobody who writes to the caller's arrays meanwhile can lead a kernel astray.
 class Sequences {
  public:
   // Of the table, which stands at the start of a call's workspace: a multiple of 64; 0 where the desc tells all.
@@ -45,8 +47,8 @@ class Sequences {
   // `table` has table_bytes and outlives this; null: the call is only checked. An error names the argument.
   Status read(const AttentionDesc& desc, const ForwardArgs& args, void* table);
 
-  // Makes the windows of `args`, if it has some, those that were read.
-  void replace_windows(ForwardArgs* args) const;
+  // Makes the windows and the table of pages of `args`, if it has some, those that were read: contiguous, int64.
+  void replace_arrays(ForwardArgs* args) const;
 
   const Sequence& operator[](int64_t b) const { return table_ != nullptr ? table_[b] : same_; }
 
@@ -57,6 +59,7 @@ class Sequences {
  private:
   const Sequence* table_ = nullptr;
   const int64_t* windows_ = nullptr;  // [2, seqlen_q]: lo, hi
+  const int64_t* pages_ = nullptr;    // [batch, seqlen_k / page_size]; behind a length: not set
   Sequence same_;
   int64_t end_q_ = 0, end_k_ = 0;
 };

@@ -80,6 +80,7 @@ Status check_attention_options(const AttentionDesc& attention) {
                             " is given, a layer's results have its dtype"));
   }
   if (attention.packed) return invalid("attention.packed is true, a layer takes no packed sequences");
+  if (attention.page_size != 0) return invalid("attention.page_size is given, a layer takes no paged keys");
   if (attention.has_windows) {
     return invalid("attention.has_windows is true, must be left false: the layer's has_windows counts");
   }

@@ -191,7 +191,7 @@ Status forward_checked(const AttentionDesc& desc, const ForwardArgs& given, void
   Sequences sequences;
   if (Status status = sequences.read(desc, args, workspace); !status.ok()) return status;
   if (Status status = check_program_indices(desc, args, sequences); !status.ok()) return status;
-  sequences.replace_windows(&args);
+  sequences.replace_arrays(&args);
   const ForwardScratch<T> scratch(desc, static_cast<char*>(workspace) + Sequences::table_bytes(desc).value());
   with_element_type(desc.dtype, [&]<class In>(In) { Forward<T, In>(desc, args, sequences, scratch).run(); });
   return {};

@@ -338,7 +338,7 @@ Status backward_checked(const AttentionDesc& desc, const BackwardArgs& given, vo
   Sequences sequences;
   if (Status status = sequences.read(desc, args.forward, workspace); !status.ok()) return status;
   if (Status status = check_program_indices(desc, args.forward, sequences); !status.ok()) return status;
-  sequences.replace_windows(&args.forward);
+  sequences.replace_arrays(&args.forward);
   const BackwardScratch<T> scratch(desc, static_cast<char*>(workspace) + Sequences::table_bytes(desc).value());
   with_element_type(desc.dtype, [&]<class In>(In) {
     if (out_dtype(desc) == desc.dtype) {

@@ -87,10 +87,16 @@ struct Scores {
   }
   int64_t group(int64_t h) const { return h / (desc.num_heads / desc.num_heads_kv); }
   const In* key(const Sequence& s, int64_t b, int64_t h, int64_t j) const {
-    return static_cast<const In*>(args.key.data) + K.at(b, s.first_k + j, group(h));
+    return static_cast<const In*>(args.key.data) + key_at(K, s, b, group(h), j);
   }
   const In* value(const Sequence& s, int64_t b, int64_t h, int64_t j) const {
-    return static_cast<const In*>(args.value.data) + V.at(b, s.first_k + j, group(h));
+    return static_cast<const In*>(args.value.data) + key_at(V, s, b, group(h), j);
+  }
+  int64_t key_at(const Operand& x, const Sequence& s, int64_t b, int64_t g, int64_t j) const {
+    if (desc.page_size == 0) return x.at(b, s.first_k + j, g);
+    const Tensor& table = args.page_table;  // contiguous, int64
+    const int64_t page = static_cast<const int64_t*>(table.data)[b * table.dims[1] + j / desc.page_size];
+    return x.at(page, j % desc.page_size, g);
   }
 
   // Whether mask, bias and the program's mask let (i, j) be seen; causal, window and lengths are key_range()'s.

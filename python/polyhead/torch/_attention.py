@@ -28,9 +28,9 @@ def _tensors_only(**operands):
 def _options(
     query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
     dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
-    sink_logits=None, return_weights=False, return_column_sums=False, out_dtype=None,
+    sink_logits=None, return_weights=False, return_column_sums=False, out_dtype=None, page_table=None,
 ):  # fmt: skip
-    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+    if page_table is None and (cu_seqlens_q is None) != (cu_seqlens_k is None):
         given, missing = "qk" if cu_seqlens_k is None else "kq"
         raise Error(f"cu_seqlens_{given} is given without cu_seqlens_{missing}, packed operands need both")
     if query_offset is not None and align is not None:
@@ -78,6 +78,7 @@ def attention(
     seqlens_k: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    page_table: Tensor | None = None,
     return_logsumexp: bool = False,
     return_weights: bool | Literal["mean"] = False,
     return_column_sums: bool = False,
@@ -113,6 +114,8 @@ def attention(
         `torch.manual_seed` repeats a call and checkpointing repeats its mask.
     seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k : Tensor of int32 or int64, optional
         [B], [B], [B + 1], [B + 1].
+    page_table : Tensor of int32 or int64 [B, P], optional
+        As of `polyhead.attention`: key and value are a pool of pages. No gradients, and no score or mask.
     return_logsumexp, return_weights, return_column_sums : optional
         As of `polyhead.attention`.
     out_dtype : torch.dtype, optional
@@ -153,7 +156,7 @@ def attention(
         attn_bias is attn_mask is window is query_offset is alibi_slopes is sink_logits is dropout_seed is kernel is None
         and score is mask is captured is None
         and dropout_origin is out_dtype is None
-        and seqlens_q is seqlens_k is cu_seqlens_q is cu_seqlens_k is None
+        and seqlens_q is seqlens_k is cu_seqlens_q is cu_seqlens_k is page_table is None
         and not (softcap or dropout_p or return_weights or return_column_sums)
     )
     if (
@@ -175,13 +178,16 @@ def attention(
     options = _options(
         query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
         dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
-        sink_logits, return_weights, return_column_sums, out_dtype,
+        sink_logits, return_weights, return_column_sums, out_dtype, page_table,
     )  # fmt: skip
     inputs = (query, key, value, attn_bias, alibi_slopes, sink_logits, *program.tensors)
-    if return_weights and _autograd.differentiates(*inputs):
+    if page_table is None and return_weights and _autograd.differentiates(*inputs):
         return _with_differentiable_weights(query, key, value, options, program.slots(), return_logsumexp)
-    options = (*options, *program.slots()) if program is not _NO_PROGRAM else options
-    out, logsumexp, weights, column_sums = _forward(query, key, value, options)
+    if page_table is not None:
+        out, logsumexp, weights, column_sums = _paged(inputs, options, program, page_table)
+    else:
+        options = (*options, *program.slots()) if program is not _NO_PROGRAM else options
+        out, logsumexp, weights, column_sums = _forward(query, key, value, options)
     if not (return_logsumexp or return_weights or return_column_sums):
         return out
     asked = ((return_logsumexp, logsumexp), (return_weights, weights), (return_column_sums, column_sums))
@@ -196,6 +202,16 @@ def _in_sums_dtype(sink_logits, query):
 
 def _forward(query, key, value, options):
     return _run(_ops.forward_of(options), _autograd.attention_forward, query, key, value, *options)
+
+
+def _paged(inputs, options, program, page_table):
+    _tensors_only(page_table=page_table)
+    if program is not _NO_PROGRAM:
+        raise Error("score and mask cannot be given with page_table")
+    if _autograd.differentiates(*inputs):
+        raise Error("page_table is given where gradients are recorded: paged keys have none, take torch.no_grad()")
+    query, key, value, *_ = inputs
+    return _run(_ops.attention_forward_paged, _ops.attention_forward_paged, query, key, value, *options, page_table)
 
 
 def _run(operator, autograd, *arguments):

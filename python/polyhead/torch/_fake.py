@@ -64,6 +64,16 @@ def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsume
 attention_forward_program, attention_backward_program = attention_forward, attention_backward
 
 
+def attention_forward_paged(query, key, value, *options):
+    *options, page_table = options
+    o = AllOptions(*options)
+    sequences = key.new_empty((page_table.shape[0], page_table.shape[1] * key.shape[1], *key.shape[2:]))
+    values = value.new_empty((*sequences.shape[:-1], value.shape[-1]))
+    if not o.packed:
+        return attention_forward(query, sequences, values, *options)
+    return attention_forward(query, sequences.flatten(0, 1), values.flatten(0, 1), *options)
+
+
 def attention_forward_below_autograd(query, key, value, causal, scale, align, layout):
     if not layout:
         return attention_forward(query, key, value)[:2]

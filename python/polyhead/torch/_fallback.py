@@ -29,11 +29,11 @@ def _names(o):
     return captures_named(o.program) if o.program is not None else ()
 
 
-def attention_forward(query, key, value, *options):
+def attention_forward(query, key, value, *options, page_table=None):
     o = AllOptions(*options)
     out, logsumexp, *asked = _bind.attention(
         *_shared(query, key, value, o), True, WEIGHTS[o.return_weights], o.return_column_sums,
-        "float32" if o.out_float32 else None, None,
+        "float32" if o.out_float32 else None, None, page_table,
     )  # fmt: skip
     _report.count_run("attention_forward", query, key, value, o.kernel_name)
     weights = asked.pop(0) if o.return_weights else None
@@ -55,6 +55,10 @@ def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsume
 
 
 attention_forward_program, attention_backward_program = attention_forward, attention_backward
+
+
+def attention_forward_paged(query, key, value, *options):
+    return attention_forward(query, key, value, *options[:-1], page_table=options[-1])
 
 
 def attention_forward_below_autograd(query, key, value, causal, scale, align, layout):

@@ -47,11 +47,11 @@ def flash_attn_with_kvcache(
     cache_seqlens : int or Tensor of int32 or int64 [B], optional
         How many rows of the cache are filled before the call. Default: all; k and v need it.
     cache_batch_idx : Tensor of int32 or int64 [B], optional
-        Which sequence of the cache each of the batch is; default the b-th. The sequences' keys are copied then.
+        Which sequence of the cache each of the batch is; default the b-th.
     cache_leftpad : Tensor of int32 or int64 [B], optional
         The first row of each sequence that counts.
     block_table : Tensor of int32 or int64 [B, pages], optional
-        Which pages hold each sequence. Their keys are copied. Not together with the two before.
+        Which pages hold each sequence. Not together with the two before.
     softmax_scale, causal, window_size, softcap, alibi_slopes : optional
         As of `flash_attn_func`, Sk being the filled rows, the new ones among them.
     rotary_interleaved : bool
@@ -108,14 +108,15 @@ def flash_attn_with_kvcache(
         filled = filled + k.shape[1]
     elif rotary_cos is not None:
         raise Error("rotary_cos is given without k and v, which it is for")
-    keys, values = (cache[:batch] if table is None else cache[table].flatten(1, 2) for cache in (k_cache, v_cache))
+    keys, values = (cache[:batch] if table is None else cache for cache in (k_cache, v_cache))
     mask = None
     if cache_leftpad is not None:
-        mask = (torch.arange(keys.shape[1]) >= first[:, None])[:, None, None, :]
+        mask = (torch.arange(capacity) >= first[:, None])[:, None, None, :]
     options = _options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     return attention(
-        q, keys, values, **options, attn_mask=mask, seqlens_k=filled, return_logsumexp=return_softmax_lse
-    )
+        q, keys, values, **options, attn_mask=mask, seqlens_k=filled, page_table=table,
+        return_logsumexp=return_softmax_lse,
+    )  # fmt: skip
 
 
 def _lengths(given, name, batch, capacity):

@@ -69,6 +69,9 @@ def backward_of(options):
     return attention_backward if len(options) <= NUM_SHARED else torch.ops.polyhead.attention_backward.program
 
 
+attention_forward_paged = torch.ops.polyhead.attention_forward.paged
+
+
 # For _autograd.py alone. Called without the Python frame of OpOverload.__call__.
 forward_below_autograd = torch.ops.polyhead.attention_forward.below_autograd._op
 forward_inference = torch.ops.polyhead.attention_forward.inference._op

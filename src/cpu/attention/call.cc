@@ -60,6 +60,13 @@ Problem problem(const AttentionDesc& desc, const ForwardArgs& args) {
   p.query = operand(args.query);
   p.key = operand(args.key);
   p.value = operand(args.value);
+  if (desc.page_size > 0) {
+    for (Operand* paged : {&p.key, &p.value}) {
+      paged->page_table = static_cast<const int64_t*>(args.page_table.data);  // as Sequences read it
+      paged->pages_per_sequence = args.page_table.dims[1];
+      paged->page_size = desc.page_size;
+    }
+  }
   p.out = operand(args.out);
   p.logsumexp = statistic(args.logsumexp);
   p.mask = broadcast(args.attn_mask);

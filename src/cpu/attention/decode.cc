@@ -21,21 +21,22 @@ struct PartialLayout {
         floats(2 * statistics + padded_rows(rows) * out_stride) {}
 };
 
-// A task's memory, in floats: Q, S, copies of a block of keys and of values.
+// A task's memory, in floats: Q, S, copies of a block of keys and of values, and of one whose pages lie apart.
 struct MemoryLayout {
-  int64_t query_stride, scores, keys, values, floats;
+  int64_t query_stride, scores, keys, values, gathered, floats;
   MemoryLayout(int rows, int64_t head_dim, int64_t head_dim_v)
       : query_stride(round_up(head_dim, 16)),
         scores(padded_rows(rows) * query_stride),
         keys(scores + round_up(padded_rows(rows) * int64_t{kRowScores}, 16)),
         values(keys + round_up(kDecodeBlock * head_dim, 16)),
-        floats(values + round_up(kDecodeBlock * head_dim_v, 16)) {}
+        gathered(values + round_up(kDecodeBlock * head_dim_v, 16)),
+        floats(gathered + round_up(kDecodeBlock * (head_dim > head_dim_v ? head_dim : head_dim_v), 16)) {}
 };
 
 // One key/value head of a task.
 struct DecodeHead {
   int64_t kv_head;
-  Rows key, value;
+  KeyRows key, value;
   DecodeRow* row;  // [num_rows]
   DecodeChunk chunk;
   float *query, *scores, *m, *l, *out;  // m, l and O of this chunk
@@ -87,13 +88,13 @@ void look_at_chunk(const Decode& x, DecodeHead& head, int64_t first) {
 
 // Where each head's memory is, and what it sees of the chunk. m of a head that sees nothing says so.
 void look_at_heads(Decode& x, int64_t first, float* partial, int64_t head_stride) {
-  const int64_t first_k = x.task.sequence.first_k;
+  const int64_t first_k = x.task.sequence.first_k, len_k = x.task.sequence.len_k;
   const int rows = padded_rows(x.task.num_rows);
   for (int h = 0; h < x.task.num_heads; ++h, partial += head_stride) {
     DecodeHead& head = x.head[h];
     head.kv_head = x.task.kv_head + h;
-    head.key = rows_of(x.problem.key, x.task.b, head.kv_head, first_k);
-    head.value = rows_of(x.problem.value, x.task.b, head.kv_head, first_k);
+    head.key = key_rows_of(x.problem.key, x.task.b, head.kv_head, first_k, len_k);
+    head.value = key_rows_of(x.problem.value, x.task.b, head.kv_head, first_k, len_k);
     head.row = x.row + h * x.task.num_rows;
     head.query = x.scratch + h * rows * x.layout.query_stride;
     head.scores = x.scratch + x.layout.scores + h * rows * kRowScores;
@@ -123,19 +124,21 @@ void load_queries(const Decode& x, const DecodeHead& head) {
 }
 
 // What is read after the block of x that starts at `key`, 8 KiB or more behind it; behind x's last block, rows of `then`.
-// Rows are those of all heads, `columns` each, as vectors of vector_bytes read them.
-Ahead ahead_of(const Decode& x, int key, const Rows& rows, int64_t columns, int64_t vector_bytes, const Rows& then,
-               int64_t then_first) {
-  const int64_t head_bytes = round_up(columns * element_bytes(rows.dtype), vector_bytes);
+// Rows are those of all heads, `columns` each, as vectors of vector_bytes read them. A block whose pages lie apart is asked
+// for where the one before is gathered.
+Ahead ahead_of(const Decode& x, int key, const KeyRows& keys, int64_t columns, int64_t vector_bytes,
+               const KeyRows& then, int64_t then_first) {
+  const int64_t head_bytes = round_up(columns * element_bytes(keys.rows.dtype), vector_bytes);
   const int64_t bytes = x.task.num_heads * head_bytes, block_bytes = kDecodeBlock * bytes;
   int between = block_bytes >= 8192 ? 0 : block_bytes >= 4096 ? 1 : 3;  // blocks
   uint32_t left = x.chunk.blocks & (~1u << (key / kDecodeBlock));
   for (; left != 0 && between > 0; --between) left &= left - 1;
-  const Rows& next = left != 0 ? rows : then;
   const int64_t row =
       left != 0 ? x.chunk.first + __builtin_ctz(left) * kDecodeBlock : then_first + between * kDecodeBlock;
-  if (next.row_bytes == bytes) return {reinterpret_cast<uintptr_t>(next.row(row)), block_bytes, block_bytes, 0};
-  return {reinterpret_cast<uintptr_t>(next.row(row)), bytes, bytes, next.row_bytes - bytes};
+  const Rows next = (left != 0 ? keys : then).in_place(row, kDecodeBlock);
+  if (next.data == nullptr) return {reinterpret_cast<uintptr_t>(x.scratch), bytes, bytes, -bytes};
+  if (next.row_bytes == bytes) return {reinterpret_cast<uintptr_t>(next.data), block_bytes, block_bytes, 0};
+  return {reinterpret_cast<uintptr_t>(next.data), bytes, bytes, next.row_bytes - bytes};
 }
 
 template <class Row, int kRows>
@@ -148,11 +151,10 @@ void score_chunk(Decode& x) {
     for (int h = 0; h < x.task.num_heads; ++h) {
       const DecodeHead& head = x.head[h];
       if (!head.chunk.has_block(key)) continue;
-      with_keys<Row>(head.key, x.chunk.first + key, n, dim, x.scratch + x.layout.keys,
-                     [&]<class R>(const RowsAt<R>& keys, int64_t columns) {
-                       score_rows<R, kRows>(head.scores + key, head.query, x.layout.query_stride, rows, keys, columns,
-                                            ahead);
-                     });
+      const Rows at = head.key.at(x.chunk.first + key, n, dim, x.scratch + x.layout.gathered);
+      with_keys<Row>(at, n, dim, x.scratch + x.layout.keys, [&]<class R>(const RowsAt<R>& keys, int64_t columns) {
+        score_rows<R, kRows>(head.scores + key, head.query, x.layout.query_stride, rows, keys, columns, ahead);
+      });
     }
   });
 }
@@ -185,11 +187,10 @@ void weigh_chunk(const Decode& x, int first, int end, bool finite) {
     for (int h = first; h < end; ++h) {
       const DecodeHead& head = x.head[h];
       if (!head.chunk.has_block(key)) continue;
-      with_values<Row>(head.value, x.chunk.first + key, n, dim, finite, x.scratch + x.layout.values,
-                       [&]<class R>(const RowsAt<R>& values) {
-                         accumulate_rows_of<R, kRows>(head.out, x.partial.out_stride, head.scores + key, rows, values,
-                                                      dim, ahead);
-                       });
+      const Rows at = head.value.at(x.chunk.first + key, n, dim, x.scratch + x.layout.gathered);
+      with_values<Row>(at, n, dim, finite, x.scratch + x.layout.values, [&]<class R>(const RowsAt<R>& values) {
+        accumulate_rows_of<R, kRows>(head.out, x.partial.out_stride, head.scores + key, rows, values, dim, ahead);
+      });
     }
   });
 }
@@ -215,8 +216,9 @@ void add_not_finite(const Decode& x, const DecodeHead& head) {
   alignas(64) float element[kLanes];
   for_each_block(head.chunk, [&](int first, int n) {
     for (int key = first; key < first + n; ++key) {
+      const Rows value = head.value.in_place(x.chunk.first + key, 1);
       for (int64_t d = 0; d < x.problem.head_dim_v; ++d) {
-        store(element, load_columns(head.value, x.chunk.first + key, d, 1));
+        store(element, load_columns(value, 0, d, 1));
         if (element[0] - element[0] == 0.0f) continue;
         for (int r = 0; r < x.task.num_rows; ++r) {
           if (!sees(x, head, r, key)) continue;

@@ -66,22 +66,21 @@ struct RowsAt {
   int num_rows;
 };
 
-// Rows [first, first + num_rows) where they lie.
+// The first rows where they lie.
 template <class Row>
-RowsAt<Row> rows_in_place(const Rows& x, int64_t first, int num_rows) {
+RowsAt<Row> rows_in_place(const Rows& x, int num_rows) {
   using Element = typename Row::Element;
-  return {reinterpret_cast<const Element*>(x.row(first)), x.row_bytes / static_cast<ptrdiff_t>(sizeof(Element)),
-          num_rows};
+  return {reinterpret_cast<const Element*>(x.data), x.row_bytes / static_cast<ptrdiff_t>(sizeof(Element)), num_rows};
 }
 
-// Calls use(rows, columns) for keys as Row reads them: in place, or, where their columns are not neighbours, copied as
+// Calls use(rows, columns) for the first keys as Row reads them: in place, or, where their columns are not neighbours, copied as
 // words.
 template <class Row, class Use>
-inline void with_keys(const Rows& x, int64_t first, int num_rows, int64_t dim, float* copy, const Use& use) {
-  if (x.column_stride == 1) return use(rows_in_place<Row>(x, first, num_rows), dim);
+inline void with_keys(const Rows& x, int num_rows, int64_t dim, float* copy, const Use& use) {
+  if (x.column_stride == 1) return use(rows_in_place<Row>(x, num_rows), dim);
   using Mac = typename Row::Mac;
   const int64_t words = words_of(dim, Mac::kElements);
-  copy_rows<Mac>(copy, x, first, num_rows, num_rows, dim);
+  copy_rows<Mac>(copy, x, 0, num_rows, num_rows, dim);
   if constexpr (Mac::kElements == 2) {
     use(RowsAt<Row>{reinterpret_cast<const typename Row::Element*>(copy), 2 * words, num_rows}, 2 * words);
   } else {
@@ -91,10 +90,9 @@ inline void with_keys(const Rows& x, int64_t first, int num_rows, int64_t dim, f
 
 // Calls use(rows) for values likewise, which are copied as floats. With `finite`, NaN and inf are taken as 0.
 template <class Row, class Use>
-inline void with_values(const Rows& x, int64_t first, int num_rows, int64_t dim, bool finite, float* copy,
-                        const Use& use) {
-  if (x.column_stride == 1 && !finite) return use(rows_in_place<Row>(x, first, num_rows));
-  copy_values<Float32>(copy, dim, x, first, num_rows, num_rows, dim, finite);
+inline void with_values(const Rows& x, int num_rows, int64_t dim, bool finite, float* copy, const Use& use) {
+  if (x.column_stride == 1 && !finite) return use(rows_in_place<Row>(x, num_rows));
+  copy_values<Float32>(copy, dim, x, 0, num_rows, num_rows, dim, finite);
   use(RowsAt<FloatRow>{copy, dim, num_rows});
 }
 

@@ -20,8 +20,9 @@ template <class Mac>
 void add_not_finite(const Head& head, Tile& tile, const KeyBlock& block, const TileView& t) {
   alignas(64) float row[kLanes];
   for (int k = t.begin; k < t.end && k < block.num_keys; ++k) {
+    const Rows value = head.value.in_place(block.first + k, 1);
     for (int64_t d = 0; d < head.problem.head_dim_v; ++d) {
-      store(row, load_columns(head.value, block.first + k, d, 1));
+      store(row, load_columns(value, 0, d, 1));
       if (row[0] - row[0] == 0.0f) continue;
       for (int q = 0; q < tile.num_queries; ++q) {
         if (head.score.hidden(t.view, k, q)) continue;
@@ -144,8 +145,8 @@ void look_ahead(const Head& head, int num_tiles, const KeyBlock& block, int64_t 
   RowsAhead& ahead = head.scratch->ahead;
   if (next < end) {
     const int64_t left = task.sequence.len_k - next, keys = left < kBlock ? left : kBlock;
-    ahead.add(head.key, next, keys, problem.head_dim);
-    ahead.add(head.value, next, keys, problem.head_dim_v);
+    ahead.add(head.key.in_place(next, keys), 0, keys, problem.head_dim);
+    ahead.add(head.value.in_place(next, keys), 0, keys, problem.head_dim_v);
   } else {
     const NextRows& then = task.next;
     ahead.add(rows_of(problem.out, task.b, task.h, task.sequence.first_q), task.first_query, task.num_queries,
@@ -194,19 +195,21 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
   scratch->ahead.clear();
   float* floats = reinterpret_cast<float*>(static_cast<char*>(memory) + round_up(sizeof(ForwardMemory)));
   const int64_t dim = whole(problem.head_dim, kDimStep), dim_v = whole(problem.head_dim_v, kDimStep);
+  float* const copies = floats + (problem.key.page_table != nullptr ? kBlock * (dim + dim_v) : 0);
   Later later;
   Head head{{problem, s, task.b, task.h, &scratch->view},
             task,
-            rows_of(problem.key, task.b, kv_head, s.first_k),
-            rows_of(problem.value, task.b, kv_head, s.first_k),
+            key_rows_of(problem.key, task.b, kv_head, s.first_k, s.len_k),
+            key_rows_of(problem.value, task.b, kv_head, s.first_k, s.len_k),
             scratch,
             floats,
-            floats + kBlock * dim,
-            floats + kBlock * dim + (kTmm ? kBlock / Mac::kElements * dim_v : 0),
+            copies,
+            copies + kBlock * dim,
+            copies + kBlock * dim + (kTmm ? kBlock / Mac::kElements * dim_v : 0),
             &later,
             Mac::kElements == 2,
             false};
-  floats += kBlock * (dim + dim_v);
+  floats = copies + kBlock * (dim + dim_v);
   int num_tiles = 0;
   for (int64_t done = 0; done < task.num_queries; done += kTile, ++num_tiles) {
     Tile& tile = scratch->tile[num_tiles];
@@ -236,11 +239,12 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
 
 }  // namespace
 
-// Behind ForwardMemory lie, in floats: K and V of a block, Q^T and O^T of each tile, then the additive tile.
-size_t forward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive) {
+// Behind ForwardMemory lie, in floats: K and V of a block, where they are paged twice, Q^T and O^T of each tile, then the
+// additive tile.
+size_t forward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive, bool paged) {
   const size_t dims = static_cast<size_t>(whole(head_dim, kDimStep) + whole(head_dim_v, kDimStep));
   return round_up(sizeof(ForwardMemory)) +
-         round_up(dims * sizeof(float) * static_cast<size_t>(kBlock + tiles * kTile)) +
+         round_up(dims * sizeof(float) * static_cast<size_t>((paged ? 2 : 1) * kBlock + tiles * kTile)) +
          static_cast<size_t>(Options::memory_floats({additive, false, false})) * sizeof(float);
 }
 

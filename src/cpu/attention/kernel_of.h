@@ -40,10 +40,10 @@ MemorySize workspace_bytes(const AttentionDesc& desc, int num_threads) {
   return Sequences::table_bytes(desc) + scratch_bytes<functions>(desc, num_threads);
 }
 
-// Arguments whose sequences have been read into their workspace: windows are those that were read, and the workspace
+// Arguments whose sequences have been read into their workspace: windows and pages are those that were read, and the workspace
 // begins behind them.
 inline void stand_behind(const AttentionDesc& desc, const Sequences& sequences, ForwardArgs* args) {
-  sequences.replace_windows(args);
+  sequences.replace_arrays(args);
   args->workspace = static_cast<char*>(args->workspace) + Sequences::table_bytes(desc).value();
 }
 

@@ -27,8 +27,9 @@ constexpr size_t round_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 struct Head : HeadOptions {
   const ForwardTask& task;
-  Rows key, value;
+  KeyRows key, value;
   ForwardMemory* scratch;
+  float* gathered;  // rows of a block whose pages lie apart
   float *key_copy, *value_copy;
   float* value_copy_before;  // of the block before, which `later` may read
   Later* later;              // O of queries whose weights are there
@@ -42,9 +43,12 @@ KeyBlock load_block(const Head& head, int64_t first) {
   const int64_t left = head.task.sequence.len_k - first;
   KeyBlock block{first, left < kBlock ? static_cast<int>(left) : kBlock, {}, {}};
   const int64_t padded = whole(block.num_keys, kPartKeys);
-  block.key = rows_as_words<Mac>(head.key_copy, head.key, first, block.num_keys, padded, problem.head_dim);
-  block.value = values_as_words<Mac>(head.value_copy, head.value, first, block.num_keys, padded, problem.head_dim_v,
-                                     head.careful);
+  const Rows key = head.key.at(first, block.num_keys, problem.head_dim, head.gathered);
+  block.key = rows_as_words<Mac>(head.key_copy, key, 0, block.num_keys, padded, problem.head_dim);
+  float* const gathered_values = head.gathered + kBlock * problem.head_dim;
+  const Rows value = head.value.at(first, block.num_keys, problem.head_dim_v, gathered_values);
+  block.value =
+      values_as_words<Mac>(head.value_copy, value, 0, block.num_keys, padded, problem.head_dim_v, head.careful);
   return block;
 }
 

@@ -48,8 +48,10 @@ struct HeadOptions {
 // The first block of keys of the next task.
 inline void add_keys_ahead(RowsAhead& ahead, const Problem& problem, const NextRows& next) {
   const int64_t keys = next.num_keys < kBlock ? next.num_keys : kBlock, kv_head = next.h / problem.group;
-  ahead.add(rows_of(problem.key, next.b, kv_head, next.first_k), 0, keys, problem.head_dim);
-  ahead.add(rows_of(problem.value, next.b, kv_head, next.first_k), 0, keys, problem.head_dim_v);
+  const KeyRows key = key_rows_of(problem.key, next.b, kv_head, next.first_k, next.num_keys);
+  const KeyRows value = key_rows_of(problem.value, next.b, kv_head, next.first_k, next.num_keys);
+  ahead.add(key.in_place(0, keys), 0, keys, problem.head_dim);
+  ahead.add(value.in_place(0, keys), 0, keys, problem.head_dim_v);
 }
 
 // Whether a tile may see some key of [begin, end), up to what options hide.

@@ -24,10 +24,14 @@ static inline int64_t element_bytes(DType dtype) {
 }
 
 // [batch, seqlen, heads, dim] by strides in elements. Packed operands have stride_b = 0: rows start at first_q, first_k.
+// Paged keys and values are [pages, page_size, heads, dim]: stride_b leads from page to page.
 struct Operand {
   void* data = nullptr;
   DType dtype = DType::kFloat32;
   int64_t stride_b = 0, stride_s = 0, stride_h = 0, stride_d = 0;
+
+  const int64_t* page_table = nullptr;  // [batch][pages_per_sequence]; null: not paged
+  int64_t pages_per_sequence = 0, page_size = 1;
 };
 
 struct Dropout {

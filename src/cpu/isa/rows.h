@@ -1,6 +1,6 @@
 // The loader of rows: query, key, value, out and grad_out of one head, wherever they lie and of whatever dtype, as the words
-// that kernels read: in place, copied or transposed. Nothing else knows how a row is found; a page table or a dtype with
-// scales would be told by Rows and change only what is written here.
+// that kernels read: in place, copied or transposed. Nothing else knows how a row is found, or reads a page table; a dtype
+// with scales would be told by Rows and change only what is written here.
 #pragma once
 
 #include "cpu/isa/elements.h"
@@ -25,6 +25,72 @@ struct Rows {
 inline Rows rows_of(const Operand& x, int64_t b, int64_t h, int64_t first_row) {
   const int64_t bytes = element_bytes(x.dtype), at = b * x.stride_b + h * x.stride_h + first_row * x.stride_s;
   return {static_cast<const char*>(x.data) + at * bytes, x.dtype, x.stride_s * bytes, x.stride_d};
+}
+
+// The keys or values of one head of one sequence: rows one after the other, or page by page.
+struct KeyRows {
+  Rows rows;  // of page 0, where there are pages
+  int64_t num_rows = 0;
+  const int64_t* pages = nullptr;  // the sequence's, in order; null: there are none
+  int64_t page_size = 1, page_bytes = 0;
+
+  // Row `row` and what of its page is behind it.
+  Rows of_page(int64_t page, int64_t within) const {
+    return {rows.row(within) + pages[page] * page_bytes, rows.dtype, rows.row_bytes, rows.column_stride};
+  }
+
+  // Rows [first, first + n), from 0 on, where they lie; no data: they lie apart, or are not all there.
+  Rows in_place(int64_t first, int64_t n) const {
+    if (pages == nullptr) return rows.from(first, 0);
+    if (n <= 0 || first + n > num_rows) return {};
+    const int64_t page = first / page_size, within = first - page * page_size;
+    return within + n <= page_size ? of_page(page, within) : Rows();
+  }
+
+  // The same; what lies apart is copied to `copy` [n][columns], unchanged.
+  Rows at(int64_t first, int64_t n, int64_t columns, void* copy) const {
+    const Rows x = in_place(first, n);
+    return x.data != nullptr || pages == nullptr ? x : gathered(first, n, columns, static_cast<char*>(copy));
+  }
+
+  Rows gathered(int64_t first, int64_t n, int64_t columns, char* copy) const;
+};
+
+inline KeyRows key_rows_of(const Operand& x, int64_t b, int64_t h, int64_t first_row, int64_t num_rows) {
+  if (x.page_table == nullptr) return {rows_of(x, b, h, first_row), num_rows, nullptr, 1, 0};
+  return {rows_of(x, 0, h, 0), num_rows, x.page_table + b * x.pages_per_sequence, x.page_size,
+          x.stride_b * element_bytes(x.dtype)};
+}
+
+// Meanwhile asks for as many rows behind them, one for each that it copies.
+inline Rows KeyRows::gathered(int64_t first, int64_t n, int64_t columns, char* copy) const {
+  const int64_t bytes = element_bytes(rows.dtype), size = columns * bytes;
+  struct Place {
+    int64_t page, within;
+  };
+  const auto place_of = [&](int64_t row) { return Place{row / page_size, row % page_size}; };
+  const auto advance = [&](Place& place) {
+    if (++place.within == page_size) place = {place.page + 1, 0};
+  };
+  Place from = place_of(first), later = place_of(first + n);
+  char* to = copy;
+  for (int64_t row = first; row < first + n; ++row, to += size, advance(from), advance(later)) {
+    const char* source = of_page(from.page, from.within).data;
+    const char* const ahead = row + n < num_rows ? of_page(later.page, later.within).data : source;
+    if (rows.column_stride == 1) {
+      int64_t at = 0;
+      for (; at + 64 <= size; at += 64) {
+        __builtin_prefetch(ahead + at, 0, 2);
+        __builtin_memcpy(to + at, source + at, 64);
+      }
+      if (at < size) __builtin_memcpy(to + at, source + at, static_cast<size_t>(size - at));
+      continue;
+    }
+    for (int64_t c = 0; c < columns; ++c, source += rows.column_stride * bytes) {
+      for (int64_t i = 0; i < bytes; ++i) to[c * bytes + i] = source[i];
+    }
+  }
+  return {copy, rows.dtype, size, 1};
 }
 
 // n <= kLanes elements of a row from column on, as floats; the lanes behind them are 0.

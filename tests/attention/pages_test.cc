@@ -1,0 +1,159 @@
+// Keys and values in pages: the bits that the same keys have one after the other, whatever the pages; and what is refused.
+// Numbers: attention_test.cc, whose cases have pages too.
+#include "testing/pages.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "cases.h"
+#include "every_kernel.h"
+#include "small_call.h"
+#include "testing/call.h"
+
+namespace polyhead::testing {
+namespace {
+
+AttentionDesc in_pages_of(AttentionDesc desc, int64_t page_size) {
+  desc.page_size = page_size;
+  desc.num_pages = page_size > 0 ? enough_pages(desc) : 0;
+  return desc;
+}
+
+// The kernels to test that take a problem; under a sanitizer, of small ones.
+std::vector<const Kernel*> kernels_for(const AttentionDesc& d) {
+  std::vector<const Kernel*> kernels;
+  for (const Kernel* kernel : kernels_to_test()) {
+    const bool large = memory_alone() && products(d) > 3e6;
+    if (!large && !refuses(kernel->name, kernel->why_not(d))) kernels.push_back(kernel);
+  }
+  return kernels;
+}
+
+TEST(Pages, HaveTheBitsOfTheSameKeysOneAfterTheOther) {
+  int tested = 0;
+  for (const Problem& problem : cases()) {
+    const AttentionDesc& d = problem.desc;
+    if (d.page_size == 0 || d.packed) continue;
+    const Inputs in = random_inputs(problem);
+    for (const Kernel* kernel : kernels_for(d)) {
+      set_running(forward_command(kernel->name, problem));
+      const Outputs dense = run(*kernel, in_pages_of(d, 0), in);
+      const int64_t other =
+          d.page_size != d.seqlen_k && d.seqlen_k > 0 ? d.seqlen_k : 1;  // one page, or one key a page
+      for (const int64_t page_size : {d.page_size, other}) {
+        RunOptions options;
+        options.threads = 2;
+        options.layout = Layout::kMixed;
+        options.layout_seed = problem.seed + static_cast<uint64_t>(page_size);
+        const Outputs paged = run(*kernel, in_pages_of(d, page_size), in, options);
+        ASSERT_TRUE(paged.faults.empty()) << paged.faults.front();
+        ASSERT_EQ(difference(paged, dense), "") << page_size << "\n" << forward_command(kernel->name, problem);
+        ++tested;
+      }
+    }
+  }
+  EXPECT_GT(tested, 0);
+}
+
+// Two sequences that share their first pages, as a fork does, beside a third whose pages lie in descending order.
+TEST(Pages, MayBeSharedAndLieInAnyOrder) {
+  AttentionDesc d = in_pages_of({.batch = 3,
+                                 .seqlen_q = 1,
+                                 .seqlen_k = 64,
+                                 .num_heads = 4,
+                                 .num_heads_kv = 2,
+                                 .head_dim = 24,
+                                 .head_dim_v = 24,
+                                 .has_seqlens_k = true},
+                                8);
+  const Problem problem{.desc = d};
+  Inputs in = random_inputs(problem);
+  in.seqlens_k = Array(DType::kInt32, {3});
+  for (int64_t b = 0; b < 3; ++b) in.seqlens_k.set(b, static_cast<double>(64 - 7 * b));
+  const auto bytes = static_cast<std::ptrdiff_t>(in.key.bytes.size()) / 3;  // of a sequence; half of them are shared
+  for (Array* a : {&in.key, &in.value}) std::copy_n(a->bytes.begin(), bytes / 2, a->bytes.begin() + bytes);
+  const Pages scattered = in_pages(d, in, 5);
+  Array table(DType::kInt64, {3, 8});
+  for (int64_t n = 0; n < 24; ++n) table.set(n, scattered.table.at(n >= 8 && n < 12 ? n - 8 : n));
+  for (const Kernel* kernel : kernels_for(d)) {
+    const Outputs dense = run(*kernel, in_pages_of(d, 0), in);
+    Array out(DType::kFloat32, {3, 1, 4, 24});
+    ForwardArgs args = dense_args(in);
+    args.key = view(scattered.key), args.value = view(scattered.value), args.page_table = view(table);
+    args.out = view(out);
+    const GuardedBytes workspace(kernel->workspace_bytes(d, 1).value(), Guard::kEnd, 0xff);
+    args.workspace = workspace.data(), args.workspace_bytes = workspace.size();
+    ASSERT_EQ(kernel->forward(d, args, executor(1)).message(), "");
+    EXPECT_EQ(difference("out", out, dense.out), "") << kernel->name;
+  }
+}
+
+struct Refused {
+  void (*change)(ForwardArgs& args, int64_t* entries);
+  const char* message;
+};
+
+TEST(Pages, WhatIsRefusedNamesItAndNoOutputIsTouched) {
+  AttentionDesc d = good_desc();  // two sequences, 5 keys
+  d.seqlen_k = 6, d.page_size = 2, d.num_pages = 9, d.has_seqlens_k = true;
+  const Refused cases[] = {
+      {[](auto& a, int64_t*) { a.page_table = {}; }, "page_table is missing"},
+      {[](auto& a, int64_t*) { a.page_table.ndim = 1; },
+       "page_table has 1 dims, expected 2: [batch, seqlen_k / page_size]"},
+      {[](auto& a, int64_t*) { a.page_table.dims[1] = 2; }, "page_table dim 1 is 2, expected seqlen_k / page_size 3"},
+      {[](auto& a, int64_t*) { a.page_table.dtype = DType::kFloat32; },
+       "page_table is float32, expected int32 or int64"},
+      {[](auto& a, int64_t*) { a.seqlens_k = {}; }, "seqlens_k is missing"},
+      {[](auto& a, int64_t*) { a.key.dims[0] = 8; }, "key dim 0 is 8, expected num_pages 9"},
+      {[](auto& a, int64_t*) { a.value.dims[1] = 3; }, "value dim 1 is 3, expected page_size 2"},
+      {[](auto&, int64_t* entries) { entries[1] = 9; },
+       "page_table[0, 1] is 9, must be 0 to num_pages - 1 = 8: seqlens_k[0] reaches into it"},
+      {[](auto&, int64_t* entries) { entries[3] = -1; },
+       "page_table[1, 0] is -1, must be 0 to num_pages - 1 = 8: seqlens_k[1] reaches into it"},
+  };
+  for (const char* kernel : {"", "reference"}) {
+    const Result<Plan> made = plan(d, {.kernel = kernel});
+    ASSERT_TRUE(made.ok()) << made.status().message();
+    for (const Refused& bad : cases) {
+      polyhead::Call call(d);
+      call.reserve(*made);
+      std::vector<int64_t> entries = {3, 8, kMax, 0, -5, -6};  // behind the lengths any
+      call.args.page_table = Tensor(entries.data(), DType::kInt64, {2, 3});
+      set(call.args.seqlens_k, {4, 1});
+      std::vector<float> pool(9 * 2 * 2 * 8);
+      call.args.key = Tensor(pool.data(), DType::kFloat32, {9, 2, 2, 8});
+      call.args.value = Tensor(pool.data(), DType::kFloat32, {9, 2, 2, 6});
+      bad.change(call.args, entries.data());
+      EXPECT_EQ(made->forward(call.args).message(), bad.message);
+      EXPECT_TRUE(call.outputs_untouched());
+    }
+  }
+}
+
+TEST(Pages, DescsThatMakeNoSense) {
+  const std::pair<void (*)(AttentionDesc&), const char*> cases[] = {
+      {[](auto& d) { d.page_size = -1; }, "page_size is -1, must be 0 (none) or more"},
+      {[](auto& d) { d.num_pages = 4; }, "num_pages is 4, but page_size is 0 (none)"},
+      {[](auto& d) { d.page_size = 1, d.num_pages = -4; }, "num_pages is -4, must not be negative"},
+      {[](auto& d) { d.page_size = 1; }, "page_table needs seqlens_k: how many keys of its pages each sequence has"},
+      {[](auto& d) { d.page_size = 2, d.has_seqlens_k = true; }, "seqlen_k is 5, must be a multiple of page_size 2"},
+      {[](auto& d) { d.page_size = 5, d.num_pages = kMax, d.has_seqlens_k = true; },
+       "key is too large: num_pages 9223372036854775807 * page_size 5 * num_heads_kv 2 * head_dim 8 elements pass the "
+       "address space"}};
+  for (const auto& [change, message] : cases) {
+    AttentionDesc d = good_desc();
+    change(d);
+    EXPECT_EQ(plan(d).status().message(), message);
+  }
+  AttentionDesc d = good_desc();
+  d.page_size = 5, d.num_pages = 2, d.has_seqlens_k = true;
+  const Result<Plan> made = plan(d);
+  ASSERT_TRUE(made.ok());
+  EXPECT_EQ(made->backward({}).message(),
+            "page_table: backward does not take paged keys, give key and value without pages");
+}
+
+}  // namespace
+}  // namespace polyhead::testing
