@@ -18,15 +18,15 @@ TEST(AttentionOperands, EveryTensorOfACallHasOneRow) {
   BackwardArgs args;
   // Taken apart by name: a new field does not compile before it stands here.
   auto& [query, key, value, attn_mask, attn_bias, alibi_slopes, sinks, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-         query_offsets, window_lo, window_hi, captures, dropout_seed, dropout_offset, out, logsumexp, weights,
-         column_sums, workspace, workspace_bytes, where] = args.forward;
+         page_table, query_offsets, window_lo, window_hi, captures, dropout_seed, dropout_offset, out, logsumexp,
+         weights, column_sums, workspace, workspace_bytes, where] = args.forward;
   auto& [forward, grad_out, grad_logsumexp, delta, grad_query, grad_key, grad_value, grad_attn_bias, grad_alibi_slopes,
          grad_sinks, grad_captures, accumulate] = args;
   std::vector<const Tensor*> tensors = {
       &query,     &key,          &value,          &attn_mask,         &attn_bias,      &alibi_slopes, &seqlens_q,
       &seqlens_k, &cu_seqlens_q, &cu_seqlens_k,   &query_offsets,     &window_lo,      &window_hi,    &out,
       &logsumexp, &weights,      &column_sums,    &grad_out,          &grad_logsumexp, &delta,        &grad_query,
-      &grad_key,  &grad_value,   &grad_attn_bias, &grad_alibi_slopes, &sinks,          &grad_sinks};
+      &grad_key,  &grad_value,   &grad_attn_bias, &grad_alibi_slopes, &sinks,          &grad_sinks,   &page_table};
   std::vector<const Tensor*> rows;
   for (const AttentionOperand& row : attention_operands()) {
     rows.push_back(&row.of(args));
@@ -51,11 +51,13 @@ AttentionDesc with_options() {
 
 // Memory for what expected_tensor() says, and nothing else, makes a call that is taken.
 TEST(AttentionOperands, WhatIsExpectedIsTaken) {
-  AttentionDesc packed = good_desc(), windows = good_desc(), doubles = with_options();
-  packed.packed = windows.has_windows = true;
+  AttentionDesc packed = good_desc(), windows = good_desc(), doubles = with_options(), pages = good_desc();
+  packed.packed = windows.has_windows = pages.has_seqlens_k = true;
+  pages.page_size = 1;
+  pages.num_pages = 3;
   doubles.dtype = DType::kFloat64;
   doubles.return_weights = ReturnWeights::kPerHead;
-  for (const AttentionDesc& desc : {good_desc(), with_options(), packed, windows, doubles}) {
+  for (const AttentionDesc& desc : {good_desc(), with_options(), packed, windows, doubles, pages}) {
     const Result<Plan> made = plan(desc, {.kernel = "reference"});
     ASSERT_TRUE(made.ok()) << made.status().message();
     std::vector<std::vector<double>> memory;
