@@ -6,6 +6,7 @@
 #include <polyhead/polyhead.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdlib>
 #include <map>
 #include <string>
@@ -332,9 +333,13 @@ inline void give_workspace(const GuardedBytes& memory, size_t needed, polyhead_f
   args->workspace = memory.data() + memory.size() - (args->workspace_bytes + 63) / 64 * 64;
 }
 
+// A struct_size of an older header is right: what stands behind it counts as not given.
 inline std::string wrong_header(const polyhead_forward_args& args, size_t needed) {
+  constexpr size_t kFirstSize = offsetof(polyhead_forward_args, executor);
+  const bool right_size =
+      args.struct_size >= kFirstSize && args.struct_size <= sizeof args && args.struct_size % 8 == 0;
   std::string wrong;
-  if (args.struct_size != sizeof args || args.flags != 0 || args.reserved != 0) wrong += " header";
+  if (!right_size || args.flags != 0 || args.reserved != 0) wrong += " header";
   if (args.workspace_bytes < needed) wrong += " workspace_bytes";
   if (needed > 0 && reinterpret_cast<uintptr_t>(args.workspace) % 64 != 0) wrong += " workspace";
   if (needed > 0 && args.workspace == nullptr) wrong += " workspace";

@@ -53,7 +53,7 @@ Incoming incoming(const Outputs& o, uint64_t seed) { return {normal(o.out, seed)
 template <class T = double>
 Gradients gradients(const AttentionDesc& desc, const Inputs& in, const Outputs& o, const Incoming& grad,
                     const Gradients* into = nullptr) {
-  Gradients g = into ? *into : Gradients{in.query, in.key, in.value, in.attn_bias, in.alibi_slopes, {}, {}, {}};
+  Gradients g = into ? *into : Gradients();
   BackwardArgs args;
   args.forward = dense_args(in);
   args.forward.out = view(o.out);
@@ -61,14 +61,14 @@ Gradients gradients(const AttentionDesc& desc, const Inputs& in, const Outputs& 
   args.grad_out = view(grad.grad_out);
   args.grad_logsumexp = view(grad.grad_logsumexp);
   args.accumulate = into != nullptr;
-  for (Array* a : {&g.query, &g.key, &g.value, &g.attn_bias, &g.alibi_slopes}) {
-    if (!into) std::fill(a->bytes.begin(), a->bytes.end(), uint8_t{0xff});
+  for (const GradientName& name : kGradients) {
+    Array& gradient = g.*name.gradient;
+    if (!into) {
+      gradient = in.*name.input;
+      std::fill(gradient.bytes.begin(), gradient.bytes.end(), uint8_t{0xff});
+    }
+    args.*name.tensor = view(gradient);
   }
-  args.grad_query = view(g.query);
-  args.grad_key = view(g.key);
-  args.grad_value = view(g.value);
-  args.grad_attn_bias = view(g.attn_bias);
-  args.grad_alibi_slopes = view(g.alibi_slopes);
   reference::backward<T>(desc, args);
   return g;
 }
@@ -150,6 +150,7 @@ TEST(ReferenceGradient, MatchesFiniteDifferencesForEachOption) {
   expect([](auto& d) { d.attn_mask = {true, DType::kBool, {2, 1, 5, 7}}; });
   expect([](auto& d) { d.has_seqlens_q = d.has_seqlens_k = true; });
   expect([](auto& d) { d.dropout_p = 0.4; });
+  expect([](auto& d) { d.has_sink_logits = true, d.dropout_p = 0.4; });
   expect([](auto& d) { d.packed = true, d.seqlen_q = 13, d.seqlen_k = 15, d.batch = 4; });
   expect([](auto& d) { d.seqlen_k = 1; });
   expect([](auto& d) { d.head_dim = 0; });

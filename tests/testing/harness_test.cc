@@ -69,9 +69,8 @@ void backwards(const AttentionDesc& desc, const ForwardArgs& args, const polyhea
     }
   };
   ForwardArgs flipped = args;
-  const int rows = desc.packed ? 0 : 1;
-  flip(flipped.query, rows + 2);
-  flip(flipped.key, rows + 2);
+  flip(flipped.query, flipped.query.ndim - 1);
+  flip(flipped.key, flipped.key.ndim - 1);
   if (!desc.packed && !desc.has_seqlens_k && !desc.causal && desc.window_left < 0 && desc.window_right < 0 &&
       desc.alibi_slopes_ndim == 0 && desc.dropout_p == 0) {
     flip(flipped.key, 1);
