@@ -66,8 +66,7 @@ struct CaptureShape {
 struct AttentionDesc {
   int64_t batch = 1;     ///< sequences
   int64_t seqlen_q = 0;  ///< queries of a sequence; packed: rows of all sequences together
-  int64_t seqlen_k =
-      0;  ///< keys of a sequence; packed: rows of all sequences together; paged: as many as its pages hold
+  int64_t seqlen_k = 0;  ///< keys of a sequence; packed: rows of all together; paged: as many as its pages hold
   int64_t num_heads = 1;
   int64_t num_heads_kv = 1;       ///< divides num_heads; query head h reads h / (num_heads / num_heads_kv)
   int64_t head_dim = 0;           ///< of query and key

@@ -133,7 +133,7 @@ def test_opcheck():
     opcheck(torch.ops.polyhead.attention_forward.program, (*inputs, *options))
     with torch.no_grad():
         out, logsumexp, *_ = torch.ops.polyhead.attention_forward.program(*inputs, *options)
-    needs = 0b111 | 0b11 << 6
+    needs = 0b111 | 0b11 << 7
     arguments = (torch.ones_like(out), None, *inputs, out, logsumexp, needs, *for_backward(options))
     opcheck(torch.ops.polyhead.attention_backward.program, arguments)
 
@@ -301,5 +301,5 @@ def test_only_what_is_needed_is_computed():
     assert given["slope"].grad.shape == (4,) and given["cap"].grad is None
     with pytest.raises(ValueError, match=r"grad_captures\[0\]|needs\[0\] is .doc"):
         torch.ops.polyhead.attention_backward.program(
-            out.detach(), None, *inputs, out.detach(), torch.zeros(2, 4, 7), 1 << 5, *for_backward(as_operator_takes())
+            out.detach(), None, *inputs, out.detach(), torch.zeros(2, 4, 7), 1 << 6, *for_backward(as_operator_takes())
         )

@@ -68,7 +68,7 @@ def _is_implied(table, block_size, mask, query, key):
         rows, columns, columns, None, None, False, None, None, None, None, 0.0, None,
         0.0, None, 0, None, None, None, None, None,
         None, None, None, mask.text, captured, None,
-        False, False, False, None, None, *block_size, table,
+        False, False, False, None, None, None, *block_size, table,
     )  # fmt: skip
 
 
