@@ -88,6 +88,7 @@ Expression ProgramBuilder::gather(int capture, std::span<const Expression> index
 }
 
 Expression ProgramBuilder::convert(Expression x, ValueType type) {
+  if (!error_.empty()) return x;  // what stands for values then, step 0, may never become of that type
   const ValueType from = type_of(x);
   if (from == type) return x;
   const ProgramStep of = steps_[static_cast<size_t>(x.step)];

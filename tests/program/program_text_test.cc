@@ -64,6 +64,19 @@ TEST(ProgramText, SaysWhatMakesNoSense) {
   std::string many = "score = score";
   for (int i = 0; i < 300; ++i) many += " + " + std::to_string(i) + ".5";
   EXPECT_EQ(canonical(many), "the program has more than 128 steps");
+  // Wherever that is noticed, also while a bool becomes a number and the first step is a bool.
+  int too_long = 0, programs = 0;
+  for (int terms = 52; terms < 66; ++terms) {
+    for (int more = 0; more < 4; ++more, ++programs) {
+      std::string text = "on: bool; score = where(on[], score, 0.5)";
+      for (int n = 2; n < terms; ++n) text += " + " + std::to_string(n) + ".5";
+      for (int n = 0; n < more; ++n) text += " + score";
+      const std::string got = canonical(text + " + (on[] or q < 2)");
+      too_long += got == "the program has more than 128 steps";
+      EXPECT_TRUE(got == "the program has more than 128 steps" || got.find("on: bool; ") == 0) << got;
+    }
+  }
+  EXPECT_TRUE(too_long > 8 && too_long < programs - 8) << too_long;
 }
 
 TEST(ProgramExpressions, MakeTheSamePrograms) {
