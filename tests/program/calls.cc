@@ -195,25 +195,22 @@ double largest_difference(const Array& a, const Array& b, double* magnitude) {
   return largest;
 }
 
-double sum_of_score_gradients(NamedProgram program, const Shape& shape, uint64_t seed, const ProgramCall& call) {
-  const size_t at = program.text.find("score = ");
-  if (at == std::string::npos) return 0;
-  program.text.replace(at, 8, "score = bias_of_test[b, h, q, k] + ");
-  program.text.insert(0, "bias_of_test: float; ");  // the first of all captures
-  program.captures = [captures = program.captures](const Sizes4& s) {
-    std::vector<CaptureOf> all = captures(s);
-    const CaptureOf bias{
-        DType::kFloat64, {s.batch, s.heads, s.seqlen_q, s.seqlen_k}, [](int64_t, Random&) { return 0.0; }};
-    all.insert(all.begin(), bias);
-    return all;
-  };
-  ProgramCall biased = make_call(program, shape, seed);
-  biased.out = call.out, biased.logsumexp = call.logsumexp;
-  const ProgramResults results = by_kernel(in_double(biased), "reference", executor(1));
-  const Array& ds = results.grad_captures.front();
-  double sum = 0;
-  for (int64_t n = 0; n < ds.size(); ++n) sum += std::fabs(ds.at(n));
-  return sum;
+std::vector<double> largest_terms(const ProgramCall& call) {
+  BackwardInputs in;
+  in.forward = call.in;
+  in.forward.captures = call.captures;
+  in.grad_out = call.grad_out;
+  in.out = call.out;
+  in.logsumexp = call.logsumexp;
+  Gradients terms = gradient_magnitudes(call.desc, in, Visibility(call.desc, in.forward));
+  std::vector<const Array*> arrays = {&terms.query, &terms.key, &terms.value, &terms.attn_bias, &terms.alibi_slopes};
+  for (const Array& a : terms.captures) arrays.push_back(&a);
+  std::vector<double> largest(2);
+  for (const Array* a : arrays) {
+    largest.push_back(0);
+    for (int64_t n = 0; n < a->size(); ++n) largest.back() = std::max(largest.back(), a->at(n));
+  }
+  return largest;
 }
 
 void give_exact_out(ProgramCall& call) {

@@ -50,10 +50,9 @@ ProgramResults by_kernel(const ProgramCall& call, const char* kernel, Executor& 
 // The contract's yardstick of error: its formula, naively, in float32.
 ProgramResults in_float(const ProgramCall& call);
 
-// Sum of |dS| over all pairs of a program that has a score: what a gradient of a capture is made of, which may cancel. It is
-// the gradient of a bias of 0 which is added to the score, in float64, with the out and logsumexp of `call`; 0 without a
-// score. The program gets up to 6 steps more.
-double sum_of_score_gradients(NamedProgram program, const Shape& shape, uint64_t seed, const ProgramCall& call);
+// Of each of ProgramResults::all() the largest sum of the absolute values of the terms that an element is made of, which may
+// cancel (testing/definition.h); 0 of out and logsumexp. `call` has its out and logsumexp.
+std::vector<double> largest_terms(const ProgramCall& call);
 
 bool is_float_dtype(DType dtype);
 double epsilon(DType dtype);
