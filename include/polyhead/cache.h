@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <vector>
 
 #include "polyhead/api.h"
 #include "polyhead/executor.h"

@@ -94,21 +94,23 @@ PyObject* explain_arguments(PyObject*, PyObject* const* arguments, Py_ssize_t co
   });
 }
 
-// (*the arguments that calls of attention share, block_q, block_k, table)
-PyObject* implies_blocks(PyObject*, PyObject* const* arguments, Py_ssize_t count) noexcept {
-  return guarded([&]() -> nb::object {
-    check_num_arguments(count, kNumForward + 3);
-    const ForwardCall call(arguments);
-    constexpr ArrayArgument kTable = {"table", "int32", 4, 4, "[batch, num_heads, blocks of queries, blocks of keys]"};
-    Held held;
-    const Tensor table = view_of(arguments[kNumForward + 2], kTable, held);
-    const int64_t block_q = int64_argument(arguments[kNumForward], "block_q");
-    const int64_t block_k = int64_argument(arguments[kNumForward + 1], "block_k");
-    Result<bool> implied = false;
-    run_without_gil(
-        [&] { return (implied = mask_implies_blocks(call.desc(), call.args(), block_q, block_k, table)).status(); });
-    return nb::bool_(*implied);
-  });
+// (batch, num_heads, seqlen_q, seqlen_k, program, captured, block_q, block_k, table)
+nb::object blocks_implied(PyObject* const* arguments) {
+  AttentionDesc desc;
+  ForwardArgs args;
+  desc.batch = int64_argument(arguments[0], "batch");
+  desc.num_heads = desc.num_heads_kv = int64_argument(arguments[1], "num_heads");
+  desc.seqlen_q = int64_argument(arguments[2], "seqlen_q");
+  desc.seqlen_k = int64_argument(arguments[3], "seqlen_k");
+  Captures captures;
+  captures.read(arguments[4], arguments[5], desc, args);
+  const int64_t block_q = int64_argument(arguments[6], "block_q"), block_k = int64_argument(arguments[7], "block_k");
+  constexpr ArrayArgument kTable = {"table", "int32", 4, 4, "[batch, num_heads, blocks of queries, blocks of keys]"};
+  Held held;
+  const Tensor table = view_of(arguments[8], kTable, held);
+  Result<bool> implied = false;
+  run_without_gil([&] { return (implied = mask_implies_blocks(desc, args, block_q, block_k, table)).status(); });
+  return nb::bool_(*implied);
 }
 
 // (shape, dropout_p, dropout_seed, dropout_offset, dropout_origin)
@@ -163,7 +165,7 @@ PyMethodDef functions[] = {
     {"attention", fastcall(attention), METH_FASTCALL, nullptr},
     {"attention_backward", fastcall(attention_backward), METH_FASTCALL, nullptr},
     {"explain", fastcall(explain_arguments), METH_FASTCALL, nullptr},
-    {"implies_blocks", fastcall(implies_blocks), METH_FASTCALL, nullptr},
+    {"implies_blocks", fastcall(call_with<9, blocks_implied>), METH_FASTCALL, nullptr},
     {"dropout_mask", fastcall(call_with<5, new_dropout_mask>), METH_FASTCALL, nullptr},
     {"merge", fastcall(call_with<kNumMerge, merge_parts>), METH_FASTCALL, nullptr},
     {"merge_backward", fastcall(call_with<kNumMergeBackward, merge_parts_backward>), METH_FASTCALL, nullptr},

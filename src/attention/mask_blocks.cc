@@ -3,6 +3,7 @@
 
 #include "attention/checks.h"
 #include "contract/program_call.h"
+#include "core/memory_size.h"
 #include "core/sentence.h"
 #include "polyhead/program_explanation.h"
 
@@ -42,7 +43,7 @@ class HeadBlocks {
   MaskBlocks count(int64_t b, int64_t h, const Sequence& s) {
     counts_ = {};
     b_ = b, h_ = h, sequence_ = &s;
-    const Range q{0, (s.len_q + kQueries - 1) / kQueries - 1}, k{0, (s.len_k + kKeys - 1) / kKeys - 1};
+    const Range q{0, pieces(s.len_q, kQueries) - 1}, k{0, pieces(s.len_k, kKeys) - 1};
     if (q.high >= 0 && k.high >= 0) count(q, k);
     return counts_;
   }
@@ -140,8 +141,8 @@ Status check_table(const AttentionDesc& desc, int64_t block_q, int64_t block_k, 
   }
   const Dim dims[] = {{"batch", table.ndim == 4 && table.dims[0] == 1 ? 1 : desc.batch},
                       {"num_heads", table.ndim == 4 && table.dims[1] == 1 ? 1 : desc.num_heads},
-                      {"blocks of queries", (desc.seqlen_q + block_q - 1) / block_q},
-                      {"blocks of keys", (desc.seqlen_k + block_k - 1) / block_k}};
+                      {"blocks of queries", pieces(desc.seqlen_q, block_q)},
+                      {"blocks of keys", pieces(desc.seqlen_k, block_k)}};
   MemoryRange range;
   return check_tensor("table", table, OperandShape(DType::kInt32, dims), Device::kCpu, &range);
 }

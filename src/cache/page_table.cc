@@ -4,6 +4,7 @@
 #include <map>
 #include <new>
 #include <utility>
+#include <vector>
 
 #include "core/memory_size.h"
 #include "core/sentence.h"

@@ -60,16 +60,8 @@ def table_beside(block_mask, mask, query, key):
 
 
 def _is_implied(table, block_size, mask, query, key):
-    batch, num_heads, seqlen_q, _ = query.shape
-    one = torch.zeros(1, 1, 1, 1)
-    rows, columns = (one.expand(batch, seqlen, num_heads, 1) for seqlen in (seqlen_q, key.shape[2]))
     captured = {name: tensor.detach() for name, tensor in zip(mask.names, mask.tensors)}
-    return _bind.implies_blocks(
-        rows, columns, columns, None, None, False, None, None, None, None, 0.0, None,
-        0.0, None, 0, None, None, None, None, None,
-        None, None, None, mask.text, captured, None,
-        False, False, False, None, None, None, *block_size, table,
-    )  # fmt: skip
+    return _bind.implies_blocks(*query.shape[:3], key.shape[2], mask.text, captured, *block_size, table)
 
 
 def within(table, block_size, mask, b, h, q, k):
