@@ -148,7 +148,9 @@ program::Call program_call(const AttentionDesc& desc, const ForwardArgs& args) {
                    {0, desc.seqlen_q + past},
                    {0, desc.seqlen_k + past},
                    offsets(desc, args)};
-  call.wide = !program::fits_int32(*call.code, call, all);
+  const Region transposed{all.b, all.h, all.k, all.q, all.offset};
+  call.wide =
+      !program::fits_int32(*call.code, call, all) || !program::fits_int32(*call.code->transposed, call, transposed);
   return call;
 }
 

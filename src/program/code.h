@@ -68,6 +68,8 @@ struct Code {
   const GatherGradient* gathers = nullptr;
   int num_gathers = 0;
   Pass for_mask, for_score, for_score_gradient, for_captures;
+  // The same mask and score, with queries and keys in each other's places: for who has keys along the lanes. It has none.
+  const Code* transposed = nullptr;
 };
 
 }  // namespace polyhead::program

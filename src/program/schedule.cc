@@ -32,7 +32,8 @@ Rate joined(Rate a, Rate b) { return a == Rate::kUniform || a == b ? b : b == Ra
 
 class Builder {
  public:
-  explicit Builder(std::vector<Instruction>& instructions) : instructions_(instructions) {}
+  Builder(std::vector<Instruction>& instructions, bool transposes)
+      : instructions_(instructions), transposes_(transposes) {}
 
   int add(Instruction x) {
     x.rate = rate_of(x);
@@ -52,7 +53,7 @@ class Builder {
 
   // A step whose operands have become instructions.
   int translate(const ProgramStep& step, const int32_t (&operands)[ProgramStep::kMostOperands]) {
-    Instruction x{.op = step.op, .type = step.type, .takes = step.type, .capture = step.capture};
+    Instruction x{.op = placed(step.op), .type = step.type, .takes = step.type, .capture = step.capture};
     x.num_operands = static_cast<int16_t>(step.num_operands());
     std::copy_n(operands, x.num_operands, x.operands);
     if (x.num_operands > 0) x.takes = at(x.operands[x.num_operands - 1]).type;
@@ -71,6 +72,11 @@ class Builder {
   const Instruction& at(int i) const { return instructions_[static_cast<size_t>(i)]; }
 
  private:
+  Op placed(Op op) const {
+    if (!transposes_) return op;
+    return op == Op::kQuery ? Op::kKey : op == Op::kKey ? Op::kQuery : op;
+  }
+
   Rate rate_of(const Instruction& x) const {
     if (x.op == Op::kQuery) return Rate::kQuery;
     if (x.op == Op::kKey) return Rate::kKey;
@@ -143,6 +149,7 @@ class Builder {
   }
 
   std::vector<Instruction>& instructions_;
+  const bool transposes_;
 };
 
 // Gradients of the floats that a score is made of, as instructions: reverse mode, from the last to the first.
@@ -282,8 +289,8 @@ Pass Schedule::pass_for(const std::vector<int>& results) {
   return pass;
 }
 
-Schedule::Schedule(const Program& program) {
-  Builder builder(list_);
+Schedule::Schedule(const Program& program, bool transposes) {
+  Builder builder(list_, transposes);
   for (const ProgramStep& step : program.steps()) {
     int32_t operands[ProgramStep::kMostOperands] = {-1, -1, -1, -1};
     for (int i = 0; i < step.num_operands(); ++i) operands[i] = made_[static_cast<size_t>(step.operands[i])];
@@ -293,6 +300,8 @@ Schedule::Schedule(const Program& program) {
   std::vector<int> adjoints;
   if (program.score() >= 0) {
     score = made_[static_cast<size_t>(program.score())];
+  }
+  if (score >= 0 && !transposes) {
     const int count = static_cast<int>(list_.size());
     Gradients gradients(builder, count);
     gradients.run(score);
@@ -315,6 +324,9 @@ Schedule::Schedule(const Program& program) {
   num_instructions = static_cast<int>(list_.size());
   gathers = gather_list_.data();
   num_gathers = static_cast<int>(gather_list_.size());
+  if (transposes) return;
+  transposed_.reset(new Schedule(program, true));
+  transposed = transposed_.get();
 }
 
 }  // namespace polyhead::program

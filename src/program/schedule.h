@@ -2,6 +2,7 @@
 // gradients are steps like any other.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "polyhead/program.h"
@@ -11,7 +12,7 @@ namespace polyhead::program {
 
 class Schedule : public Code {
  public:
-  explicit Schedule(const Program& program);
+  explicit Schedule(const Program& program) : Schedule(program, false) {}
   Schedule(const Schedule&) = delete;
   Schedule& operator=(const Schedule&) = delete;
 
@@ -19,6 +20,7 @@ class Schedule : public Code {
   Rate rate_of_step(size_t step) const { return list_[static_cast<size_t>(made_[step])].rate; }
 
  private:
+  Schedule(const Program& program, bool transposes);
   Pass pass_for(const std::vector<int>& results);
   const int32_t* kept(std::vector<int32_t> list);
 
@@ -26,6 +28,7 @@ class Schedule : public Code {
   std::vector<int32_t> made_;  // of each step the instruction
   std::vector<GatherGradient> gather_list_;
   std::vector<std::vector<int32_t>> lists_;
+  std::unique_ptr<const Schedule> transposed_;
 };
 
 // The most instructions that the code of a program may have.

@@ -77,7 +77,7 @@ void set_rows(Array& a, int64_t first, int64_t last, double value) {
 }
 
 // Keys from 40 on, and every fifth, are hidden: by a mask, or by a score of -inf.
-TEST(ProgramLaws, HiddenIsHidden) {
+void expect_hidden(int64_t queries) {
   for (const char* text : {"mask = k < 40 and k % 5 != 1", "score = where(k < 40 and k % 5 != 1, score * 2, -inf)",
                            "score = where(k < 40 and k % 5 != 1, score + t[k], -inf * t[k])"}) {
     Array table;
@@ -85,8 +85,8 @@ TEST(ProgramLaws, HiddenIsHidden) {
       table = Array(DType::kFloat32, {200});
       table.fill([n = 0]() mutable { return 0.01 * ++n; });
     }
-    for (const Kernel* kernel : kernels_that_take(SmallCall(text, 70, 200, table).desc)) {
-      SmallCall clean(text, 70, 200, table), poisoned(text, 70, 200, table);
+    for (const Kernel* kernel : kernels_that_take(SmallCall(text, queries, 200, table).desc)) {
+      SmallCall clean(text, queries, 200, table), poisoned(text, queries, 200, table);
       for (int64_t k = 0; k < 200; ++k) {
         if (k < 40 && k % 5 != 1) continue;
         set_rows(poisoned.key, k, k + 1, k % 2 == 0 ? NAN : HUGE_VAL);
@@ -107,14 +107,19 @@ TEST(ProgramLaws, HiddenIsHidden) {
   }
 }
 
+constexpr int64_t kFew = 7;  // queries, which decoding takes
+
+TEST(ProgramLaws, HiddenIsHidden) { expect_hidden(70); }
+TEST(ProgramLaws, HiddenIsHiddenInDecoding) { expect_hidden(kFew); }
+
 // Rows that see nothing: by the mask, by the score, by both.
-TEST(ProgramLaws, WhoSeesNothingGetsNothing) {
+void expect_nothing(int64_t queries) {
   for (const char* text : {"mask = q % 3 != 0", "score = where(q % 3 != 0, score, -inf)",
                            "mask = q % 6 != 0; score = where(q % 6 != 3, score, -inf)"}) {
-    for (const Kernel* kernel : kernels_that_take(SmallCall(text, 67, 130).desc)) {
-      SmallCall call(text, 67, 130);
+    for (const Kernel* kernel : kernels_that_take(SmallCall(text, queries, 130).desc)) {
+      SmallCall call(text, queries, 130);
       ASSERT_EQ(call.run(kernel->name).message(), "");
-      for (int64_t q = 0; q < 67; ++q) {
+      for (int64_t q = 0; q < queries; ++q) {
         const bool nothing = q % 3 == 0;
         EXPECT_EQ(call.logsumexp.at(q) == -HUGE_VAL, nothing) << kernel->name << ": " << text << ", query " << q;
         EXPECT_EQ(call.out.at(q * 12) == 0 && call.grad_query.at(q * 12) == 0, nothing) << kernel->name << ": " << text;
@@ -122,6 +127,9 @@ TEST(ProgramLaws, WhoSeesNothingGetsNothing) {
     }
   }
 }
+
+TEST(ProgramLaws, WhoSeesNothingGetsNothing) { expect_nothing(67); }
+TEST(ProgramLaws, WhoSeesNothingGetsNothingInDecoding) { expect_nothing(kFew); }
 
 TEST(ProgramLaws, IndicesOfVisiblePairsStayWithin) {
   Array table(DType::kFloat32, {1, 50});
@@ -145,12 +153,12 @@ TEST(ProgramLaws, IndicesOfVisiblePairsStayWithin) {
 }
 
 // Large indices: the products of positions do not fit 32 bits.
-TEST(ProgramLaws, IntegersAreWide) {
+void expect_wide(int64_t queries) {
   Array ids(DType::kInt64, {140});
   ids.fill([n = 0]() mutable { return static_cast<double>((int64_t{1} << 40) + n++ / 30); });
   for (const char* text :
        {"ids: int; mask = ids[q] == ids[k]", "mask = (q * 3000000000 - k * 3000000000) // 3000000000 < 5"}) {
-    SmallCall reference(text, 140, 140, std::string(text).find("ids") == 0 ? ids : Array());
+    SmallCall reference(text, queries, 140, std::string(text).find("ids") == 0 ? ids : Array());
     ASSERT_EQ(reference.run("reference").message(), "");
     for (const Kernel* kernel : kernels_that_take(reference.desc)) {
       SmallCall call = reference;
@@ -161,6 +169,9 @@ TEST(ProgramLaws, IntegersAreWide) {
     }
   }
 }
+
+TEST(ProgramLaws, IntegersAreWide) { expect_wide(140); }
+TEST(ProgramLaws, IntegersAreWideInDecoding) { expect_wide(kFew); }
 
 TEST(ProgramLaws, PackedSequencesCountForThemselves) {
   const char* const text = "t: float; score = score + t[b, (q - k) % 4]; mask = k <= q + 3 and k % 4 != 2";

@@ -30,6 +30,9 @@ Shape random_shape(Random& random) {
     return random.chance(0.3) ? kEdges[random.below(9)] : random.integer(1, random.chance(0.1) ? 150 : 30);
   };
   shape.sizes.seqlen_q = length(), shape.sizes.seqlen_k = length();
+  if (random.chance(0.02)) {  // decoding, in several chunks of keys
+    shape.sizes.seqlen_q = random.integer(1, 3), shape.sizes.seqlen_k = random.integer(500, 1100);
+  }
   if (shape.sizes.seqlen_q * shape.sizes.seqlen_k > 4000) shape.sizes.batch = shape.sizes.heads = shape.heads_kv = 1;
   static constexpr int64_t kDims[] = {3, 8, 16, 20};
   shape.dim = kDims[random.below(4)];

@@ -80,7 +80,8 @@ std::vector<Shape> shapes() {
           {{2, 2, 70, 65}, 2, 16, DType::kBFloat16},
           {{1, 2, 64, 128}, 1, 8, DType::kFloat16},
           {{1, 2, 70, 140}, 1, 16, DType::kFloat32, true},
-          {{2, 2, 1, 129}, 2, 16}};
+          {{2, 2, 1, 129}, 2, 16},
+          {{1, 4, 5, 700}, 2, 16, DType::kFloat32, true}};
 }
 
 class Programs : public ::testing::TestWithParam<NamedProgram> {};

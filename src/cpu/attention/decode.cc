@@ -2,6 +2,7 @@
 // A chunk's m, l and O are a partial result; the chunks' are merged in order, so that threads change no bit.
 // Heads that lie side by side in memory, as in [B, S, H, D], take turns block by block: together they read whole rows.
 #include "cpu/attention/decode_products.h"
+#include "cpu/attention/decode_program.h"
 #include "cpu/attention/decode_softmax.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
@@ -51,6 +52,7 @@ struct Decode {
   DecodeChunk chunk = {};  // as all heads see it
   DecodeHead head[kDecodeRows];
   DecodeRow row[kDecodeRows];
+  DecodeProgram program;
 };
 
 DecodeRow row_at(const Problem& problem, const DecodeTask& task, int64_t kv_head, int r) {
@@ -59,7 +61,7 @@ DecodeRow row_at(const Problem& problem, const DecodeTask& task, int64_t kv_head
 }
 
 // Which keys of the chunk each row sees, and which blocks some row sees.
-void look_at_chunk(const Decode& x, DecodeHead& head, int64_t first) {
+void look_at_chunk(Decode& x, DecodeHead& head, int64_t first) {
   const Sequence& s = x.task.sequence;
   const int64_t left = s.len_k - first;
   DecodeChunk& chunk = head.chunk;
@@ -73,6 +75,9 @@ void look_at_chunk(const Decode& x, DecodeHead& head, int64_t first) {
     if (row.begin >= row.end) continue;
     const uint32_t up_to_last = ~0u >> (31 - (row.end - 1) / kDecodeBlock);
     chunk.blocks |= up_to_last & ~0u << (row.begin / kDecodeBlock);
+  }
+  if (chunk.blocks != 0 && x.program.is_given()) {
+    x.program.look(x.task.b, s, head.row, x.task.num_rows, static_cast<int>(head.row - x.row), chunk);
   }
   uint32_t blocks = 0;
   for (int r = 0; r < x.task.num_rows; ++r) {
@@ -159,9 +164,16 @@ void score_chunk(Decode& x) {
   });
 }
 
-void softmax_chunk(const Decode& x, const DecodeHead& head) {
+void softmax_chunk(Decode& x, const DecodeHead& head) {
   alignas(64) uint8_t kept[kDecodeChunk / 8];
   const Dropout& dropout = x.problem.dropout;
+  if (x.program.has_score()) {
+    for (int r = 0; r < x.task.num_rows; ++r) {
+      score_by_options(head.scores + r * kRowScores, RowScore(x.problem, x.task, head.row[r], head.chunk));
+    }
+    x.program.score(x.task.b, x.task.sequence, head.row, x.task.num_rows, static_cast<int>(head.row - x.row),
+                    head.chunk, head.scores);
+  }
   for (int r = 0; r < x.task.num_rows; ++r) {
     const DecodeRow& row = head.row[r];
     if (dropout.threshold > 0) {
@@ -337,7 +349,9 @@ void decode_chunk(const Problem& problem, const DecodeTask& task, int64_t chunk,
            static_cast<float*>(scratch),
            {},
            {},
+           {},
            {}};
+  x.program.prepare(problem.program, x.scratch + x.layout.floats);
   look_at_heads(x, chunk * kDecodeChunk, partial, head_stride);
   if (x.chunk.blocks == 0) return;
   switch (problem.dtype) {

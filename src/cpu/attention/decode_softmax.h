@@ -12,8 +12,9 @@ static_assert(kDecodeChunk == 32 * kDecodeBlock && kDecodeBlock % kLanes == 0);
 
 // A query row, and the chunk of keys it looks at. Positions count from the chunk's first key.
 struct DecodeRow {
-  int64_t h, i;    // head and query
-  int begin, end;  // keys that causal, window and lengths let it see
+  int64_t h, i;                     // head and query
+  int begin, end;                   // keys that causal, window and lengths let it see
+  const uint16_t* shown = nullptr;  // by a program, a bit of each key; null: there is none
 };
 
 // A chunk as all its rows see it.
@@ -49,7 +50,7 @@ struct RowScore {
 
   RowPlace at(int key) const {
     const int left = chunk.num_keys - key;
-    return {row.i, chunk.first, key, left < kLanes ? left : kLanes};
+    return {row.i, chunk.first, key, left < kLanes ? left : kLanes, row.shown};
   }
 
   // Which of kLanes keys from `key` on options let the row see, of those that are there.
@@ -59,15 +60,20 @@ struct RowScore {
     return score.options.sees(mask_from_bits((1u << place.n) - 1), place, view);
   }
 
-  // kLanes products from `key` on -> scores, -inf where hidden.
+  // kLanes products from `key` on -> the scores of options.
+  F of_options(F products, int key) const {
+    Options::Kept kept;
+    return score.of(products, at(key), view, kept);
+  }
+
+  // kLanes products from `key` on, or what a program made of them -> scores, -inf where hidden.
   F scores(F products, int key) const {
     const RowPlace place = at(key);
     if (place.n <= 0) return broadcast(-kInfinity);
-    Options::Kept kept;
-    const F s = score.of(products, place, view, kept);
     const I index = add_int(broadcast_int(key), iota());
-    const M seen = both(less_int(index, broadcast_int(row.end)), negate(less_int(index, broadcast_int(row.begin))));
-    return select(seen, s, broadcast(-kInfinity));
+    M seen = both(less_int(index, broadcast_int(row.end)), negate(less_int(index, broadcast_int(row.begin))));
+    if (score.by_program) seen = score.options.sees(seen, place, view);
+    return select(seen, score.by_program ? products : of_options(products, key), broadcast(-kInfinity));
   }
 };
 

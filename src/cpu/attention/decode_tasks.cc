@@ -29,7 +29,8 @@ struct Tasks {
         heads_kv(desc.num_heads_kv),
         run_rows(static_cast<int>(std::min<int64_t>(rows, kDecodeRows))),
         heads(most_heads(desc, num_threads)),
-        scratch_bytes(cpu::scratch_bytes(functions.decode_scratch_bytes, desc, run_rows, heads)) {
+        scratch_bytes(cpu::scratch_bytes(functions.decode_scratch_bytes, desc, run_rows, heads) +
+                      program_bytes(desc, false)) {
     partial_bytes = scratch_bytes.fits() ? functions.decode_partial_bytes(desc.head_dim_v, run_rows) : scratch_bytes;
   }
 
@@ -88,7 +89,7 @@ void end_run(const IsaFunctions& functions, const Problem& problem, const Attent
 }  // namespace
 
 bool decode_takes(const AttentionDesc& desc) {
-  return desc.program == nullptr && !desc.packed && desc.seqlen_q > 0 && desc.seqlen_q <= kMaxDecodeQueries;
+  return !desc.packed && desc.seqlen_q > 0 && desc.seqlen_q <= kMaxDecodeQueries;
 }
 
 MemorySize decode_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {

@@ -26,8 +26,12 @@ struct ProgramLayout {
   ProgramLayout(const program::Code& code, bool backward) : gradients(backward) {
     tile_bytes = int64_t{program::kCodeKeys} * program::kCodeQueries * static_cast<int64_t>(sizeof(float));
     int64_t low = 0, registers = 0;
-    const program::Pass* const passes[] = {&code.for_mask, &code.for_score, &code.for_score_gradient,
-                                           &code.for_captures};
+    const program::Pass* const passes[] = {&code.for_mask,
+                                           &code.for_score,
+                                           &code.for_score_gradient,
+                                           &code.for_captures,
+                                           &code.transposed->for_mask,
+                                           &code.transposed->for_score};
     for (const program::Pass* pass : passes) {
       low = larger(low, pass->low_elements);
       registers = larger(registers, pass->num_registers);

@@ -20,6 +20,7 @@ struct TilePlace {
 struct RowPlace {
   int64_t query, first_key;
   int key, n;
+  const uint16_t* shown = nullptr;  // by a program, of keys from first_key on: a bit each; null: it is asked
   I queries() const { return broadcast_int(static_cast<int32_t>(query)); }
   I keys() const { return add_int(broadcast_int(static_cast<int32_t>(first_key + key)), iota()); }
 };

@@ -64,6 +64,7 @@ struct ProgramMask : Option {
     return view.seen == nullptr ? seen : both(seen, mask_from_bits(view.seen[at.key][at.lane / kLanes]));
   }
   M sees(M seen, const RowPlace& at, const View&) const {
+    if (at.shown != nullptr) return both(seen, mask_from_bits(uint32_t{at.shown[at.key / 16]} >> (at.key % 16)));
     if (!has_mask) return seen;
     uint32_t shown = 0;
     for (int i = 0; i < at.n; ++i) {
@@ -78,7 +79,10 @@ struct ProgramMask : Option {
     if (view.seen == nullptr) return s;
     return select(mask_from_bits(view.seen[at.key][at.lane / kLanes]), s, broadcast(-kInfinity));
   }
-  F score(F s, const auto&, const View&, Kept&) const { return s; }  // decode_takes refuses programs
+  F score(F s, const RowPlace& at, const View& view, Kept&) const {
+    return has_mask ? select(sees(mask_from_bits(~0u), at, view), s, broadcast(-kInfinity)) : s;
+  }
+  F score(F s, const HeadsPlace&, const View&, Kept&) const { return s; }
 
  private:
   program::Region region(const Queries& queries, const KeyRange& keys) const {
