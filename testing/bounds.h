@@ -61,17 +61,19 @@ inline ForwardBounds forward_bounds(const AttentionDesc& desc, bool same, bool s
           {2, kRmse, same ? HUGE_VAL : keys}};
 }
 
-// Of query, key, value, attn_bias, alibi_slopes and sink_logits.
-inline std::array<Bound, 6> gradient_bounds(const AttentionDesc& desc, bool same, bool pairs) {
+// Of query, key, value, attn_bias, alibi_slopes and sink_logits. repeated: elements of grad_out are one number.
+inline std::array<Bound, 6> gradient_bounds(const AttentionDesc& desc, bool same, bool repeated, bool pairs) {
   const auto dim = static_cast<double>(std::max<int64_t>(desc.head_dim, 1));
   const auto dim_v = static_cast<double>(std::max<int64_t>(desc.head_dim_v, 1));
   const auto keys = static_cast<double>(std::max<int64_t>(desc.seqlen_k, 1));
   const auto queries = static_cast<double>(std::max<int64_t>(desc.num_heads * desc.seqlen_q, 1));
   // Elements of a row share the errors of its dS. Keys share those that belong to a query: of exp(-L) and rowsum dO O.
+  // Rows of the same weights have the same L, whose error then counts as often as one number of grad_out does.
   const double sharing = std::max(1.0, keys * static_cast<double>(desc.num_heads_kv) / queries);
+  const bool one_error = same ? repeated || pairs : pairs && has_equal_weights(desc);
   return {{{3, kRmse, dim},
            {3, kRmse, dim * sharing},
-           {3, kRmse, pairs && (same || has_equal_weights(desc)) ? HUGE_VAL : dim_v * sharing},
+           {3, kRmse, one_error ? HUGE_VAL : dim_v * sharing},
            {3, kRmse, keys},
            {3, kRmse, 1},
            {3, kRmse, 1}}};

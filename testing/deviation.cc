@@ -106,8 +106,9 @@ class ScoreErrors {
 
   // The exponent S - m, and exp within some ulp; a weight below float32's normal numbers may be taken for 0.
   double of_exponent(double of_S, double exponent) const {
-    return exponent < -87 ? 1 : of_S + e_ * (2 * squared(exponent) + 4);
+    return may_be_lost(exponent) ? 1 : of_S + e_ * (2 * squared(exponent) + 4);
   }
+  static bool may_be_lost(double exponent) { return exponent < -87; }
 
   double operation() const { return e_; }
 
@@ -241,6 +242,7 @@ class BackwardErrors {
     for (const GradientName& name : kGradients) {
       v_.arithmetic.*name.gradient = like(in.forward.*name.input);
       sums_.*name.gradient = like(in.forward.*name.input);
+      lost_.*name.gradient = like(in.forward.*name.input);
     }
     for (const Array& a : in.forward.captures) {
       const bool counts = has_gradient(a.dtype) && errors_.scores().program().has_score();
@@ -269,6 +271,7 @@ class BackwardErrors {
     double dS, of_dS;         // behind the program, without what the row shares
     double of_dX;             // likewise
     double of_weight;         // of P, relative
+    bool lost;                // P may be taken for 0
   };
 
   void row(int64_t b, int64_t h, int64_t i) {
@@ -299,7 +302,8 @@ class BackwardErrors {
   void sink(int64_t h, double exponent, double terms) {
     const double P = std::exp(exponent), one = 1, of_weight = errors_.of_exponent(0, exponent) + of_L_ + 2 * e_;
     add(&Gradients::sink_logits, h, &one, 1, P * terms,
-        squared(P * terms) * of_weight + squared(P) * (of_rowsum_ + e_ * squared(terms)));
+        squared(P * terms) * of_weight + squared(P) * (of_rowsum_ + e_ * squared(terms)),
+        ScoreErrors::may_be_lost(exponent));
   }
 
   Pair pair(int64_t b, int64_t h, int64_t i, int64_t j, const Scores<double>::Score& score, double L, double rowsum,
@@ -313,6 +317,7 @@ class BackwardErrors {
     p.factor = scores.dropout_factor(b, h, i, j);
     p.slope = 1 - squared(score.t);
     p.of_weight = errors_.of_exponent(ScoreErrors::of_S(errors_.of_given(j, score), through), score.S - L);
+    p.lost = ScoreErrors::may_be_lost(score.S - L);
     const double dP = p.factor * dP_.sums[j], terms = dP - rowsum + dL;
     const double of_terms =
         e_ * (squared(p.factor) * dP_.squares[j] + squared(dP) + squared(dP - rowsum) + squared(terms));
@@ -333,6 +338,7 @@ class BackwardErrors {
     const Scores<double>& scores = errors_.scores();
     const int64_t D = d_.head_dim, first = scores.q_row(b, h, i) * D;
     double *sums = data(sums_.query) + first, *variance = data(v_.arithmetic.query) + first;
+    double* lost = data(lost_.query) + first;
     double* rounded = v_.pairs.query.given() ? data(v_.pairs.query) + first : nullptr;
     of_rowsum_terms_.assign(static_cast<size_t>(D), 0);
     for (const Pair& p : pairs_) {
@@ -343,6 +349,7 @@ class BackwardErrors {
         of_rowsum_terms_[c] += p.P * p.through * p.slope * K[c];
         variance[c] += p.of_dX * squared(K[c]) + e_ * squared(sums[c]);
         if (rounded) rounded[c] += kPairs * squared(dX * K[c]);
+        if (p.lost) lost[c] += std::fabs(dX * K[c]);
       }
     }
     for (int64_t c = 0; c < D; ++c) {
@@ -359,19 +366,22 @@ class BackwardErrors {
       const double dX = p.dS * p.slope, weight = p.P * p.factor;
       const double of_dX = p.of_dX + squared(p.slope) * shared(p.P * p.through, p.dS);
       const double of_weight = squared(weight) * (p.of_weight + of_L_ + 2 * e_);
-      add(&Gradients::key, k * D, Q, D, dX, of_dX);
-      add(&Gradients::value, k * Dv, dO, Dv, weight, of_weight);
+      add(&Gradients::key, k * D, Q, D, dX, of_dX, p.lost);
+      add(&Gradients::value, k * Dv, dO, Dv, weight, of_weight, p.lost);
     }
   }
 
   // gradient[first + c] += factor * x[c]
-  void add(Array Gradients::*gradient, int64_t first, const double* x, int64_t count, double factor, double of_factor) {
+  void add(Array Gradients::*gradient, int64_t first, const double* x, int64_t count, double factor, double of_factor,
+           bool may_be_lost) {
     double *sums = data(sums_.*gradient) + first, *variance = data(v_.arithmetic.*gradient) + first;
+    double* lost = may_be_lost ? data(lost_.*gradient) + first : nullptr;
     double* rounded = (v_.pairs.*gradient).given() ? data(v_.pairs.*gradient) + first : nullptr;
     for (int64_t c = 0; c < count; ++c) {
       sums[c] += factor * x[c];
       variance[c] += of_factor * squared(x[c]) + e_ * squared(sums[c]);
       if (rounded) rounded[c] += kPairs * squared(factor * x[c]);
+      if (lost) lost[c] += std::fabs(factor * x[c]);
     }
   }
 
@@ -383,7 +393,8 @@ class BackwardErrors {
     for (const Pair& p : pairs_) {
       const int64_t at = errors_.scores().bias_at(b, h, i, p.j);
       const double one = 1;
-      add(&Gradients::attn_bias, at, &one, 1, p.dS, p.of_dS + (one_for_all_keys ? 0 : shared(p.P * p.through, p.dS)));
+      add(&Gradients::attn_bias, at, &one, 1, p.dS, p.of_dS + (one_for_all_keys ? 0 : shared(p.P * p.through, p.dS)),
+          p.lost);
       P += p.P * p.through;
       dS += p.dS;
       if (one_for_all_keys && &p == &pairs_.back()) data(v_.arithmetic.attn_bias)[at] += shared(P, dS);
@@ -395,7 +406,7 @@ class BackwardErrors {
     double P = 0, dS = 0;
     for (const Pair& p : pairs_) {
       const double distance = errors_.scores().distance(i, p.j);
-      add(&Gradients::alibi_slopes, at, &distance, 1, p.dS, p.of_dS + e_ * squared(p.dS));
+      add(&Gradients::alibi_slopes, at, &distance, 1, p.dS, p.of_dS + e_ * squared(p.dS), p.lost);
       P += p.P * p.through * distance;
       dS += p.dS * distance;
     }
@@ -426,7 +437,7 @@ class BackwardErrors {
     shares_[n].clear();
   }
 
-  // The scale of query's and key's, and what was there before.
+  // What is lost of all terms is lost together. Then the scale of query's and key's, and what was there before.
   void finish() {
     for (const GradientName& name : kGradients) {
       Array &variance = v_.arithmetic.*name.gradient, &rounded = v_.pairs.*name.gradient;
@@ -436,7 +447,7 @@ class BackwardErrors {
       for (int64_t n = 0; n < variance.size(); ++n) {
         const double sum = factor * data(sums_.*name.gradient)[n];
         double& v = data(variance)[n];
-        v = squared(factor) * v + 2 * e_ * squared(sum);
+        v = squared(factor) * (v + squared(data(lost_.*name.gradient)[n])) + 2 * e_ * squared(sum);
         if (before.given()) v += e_ * squared(sum + before.at(n));
         if (rounded.given()) data(rounded)[n] *= squared(factor);
       }
@@ -456,6 +467,7 @@ class BackwardErrors {
   const Numbers<double> V_, dO_, O_, L_, dL_, delta_;
   GradientVariance v_;
   Gradients sums_;  // so far
+  Gradients lost_;  // |terms| whose weight may be taken for 0
   Numbers<double> V_by_dim_, of_rowsum_terms_;
   Dots dP_, delta_of_row_;
   double of_rowsum_ = 0, of_L_ = 0;

@@ -95,7 +95,7 @@ Judge::Judge(const Problem& problem, bool pairs) : problem_(problem), pairs_(pai
   logsumexp_ = Errors("logsumexp", bounds.logsumexp);
   weights_ = Errors("attn_weights", bounds.attn_weights);
   column_sums_ = Errors("column_sums", bounds.column_sums);
-  const auto of = gradient_bounds(desc, same, pairs);
+  const auto of = gradient_bounds(desc, same, problem.repeated_grad_out != 0, pairs);
   for (size_t n = 0; n < kNumGradients; ++n) gradients_[n] = Errors(kGradients[n].name, of[n]);
   for (size_t n = 0; n < desc.captures.size(); ++n) {
     captures_.emplace_back("grad_captures " + desc.program->captures()[n].name, kCapturedBound);

@@ -37,10 +37,13 @@ class GradientCaseList : private CaseList {
   // Backward has no path of its own for few queries, and to compute what many keys should have takes long: of a case of
   // decoding that stands there once for each dtype, the gradients are computed in one of them.
   static bool of_another_turn(const Problem& problem) {
-    constexpr DType kTurns[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-    if (!problem.name.starts_with("decode_")) return false;
-    const size_t end = problem.name.rfind('_');  // the dtype stands behind it
-    return problem.desc.dtype != kTurns[end % 3];
+    const std::string& name = problem.name;
+    if (name.find("decode") == std::string::npos) return false;
+    for (const TypeName& type : kHalfAndSingle) {
+      const size_t at = name.find(std::string("_").append(type.name));
+      if (at != std::string::npos) return problem.desc.dtype != kHalfAndSingle[at % 3].dtype;
+    }
+    return false;
   }
 
   static std::string numbered(const char* name, int64_t n) { return std::string(name).append(num(n)); }
