@@ -131,9 +131,9 @@ def test_another_ones_change_stays():
 
 
 @pytest.mark.skipif(transformers is None, reason="transformers is not installed")
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_transformers_train_through_it(name):
-    """Padding on the left, windows, soft caps, grouped heads: logits and gradients are those of attention "eager"."""
+    """Padding on the left, windows, soft caps, grouped heads, sinks: logits and gradients are those of attention "eager"."""
     from transformers_models import DECODERS
 
     model_name, config_name, sizes = DECODERS[name]
@@ -155,3 +155,6 @@ def test_transformers_train_through_it(name):
     assert sum(record.count for record in records) == 4  # two layers, forward and backward
     for one, other in zip(*results):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=5e-5)
+    if name == "gpt_oss":  # without the switch
+        with pytest.raises(ValueError, match="Attention sinks cannot be run on CPU"):
+            flex(input_ids=tokens, attention_mask=mask)

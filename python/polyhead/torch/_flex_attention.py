@@ -87,19 +87,30 @@ def flex_attention(
     """
     _check(query, key, value, block_mask, enable_gqa)
     wants_lse = _wants_lse(return_lse, return_aux)
+    out, lse = _run(query, key, value, score_mod, block_mask, Options(scale=scale))
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse if wants_lse else None)
+    return (out, lse) if wants_lse else out
+
+
+def flex_attention_with_sinks(query, key, value, score_mod, block_mask, scale, sink_logits):
+    """The same with sinks [H] in the softmax, which torch's has not: out alone."""
+    _check(query, key, value, block_mask, enable_gqa=True)
+    sums_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    options = Options(scale=scale, sink_logits=sink_logits.to(sums_dtype))
+    return _run(query, key, value, score_mod, block_mask, options)[0]
+
+
+def _run(query, key, value, score_mod, block_mask, options):
     like_query = query.dim() == 4 and query.stride(1) < query.stride(2)
     if torch.is_autocast_enabled("cpu"):
         query, key, value = _ops.cast_for_autocast(query, key, value)
     key, value = (x.to(query.dtype).expand(query.shape[0], -1, -1, -1) for x in (key, value))
     slots = _program_slots(score_mod, block_mask, query, key)
     operands = (x.transpose(1, 2) for x in (query, key, value))
-    out, lse, *_ = _attention._forward(*operands, (*Options(scale=scale), *slots))
+    out, lse, *_ = _attention._forward(*operands, (*options, *slots))
     out = out.transpose(1, 2)
-    if not like_query:
-        out = out.contiguous()
-    if return_aux is not None:
-        return out, AuxOutput(lse=lse if wants_lse else None)
-    return (out, lse) if wants_lse else out
+    return out if like_query else out.contiguous(), lse
 
 
 def _wants_lse(return_lse, return_aux):

@@ -13,7 +13,7 @@ from torch._C import DispatchKey
 from torch.nested._internal import ops as _nested_ops
 
 import polyhead
-from polyhead.torch import _aten, _flex_switch, _modules, _varlen
+from polyhead.torch import _aten, _flex_switch, _flex_transformers, _modules, _varlen
 
 NAME = "polyhead"
 _TAG = f" {NAME} {polyhead.__version__}"  # caches on disk know a graph by torch's names in it
@@ -66,6 +66,7 @@ class _Installed:
             ):
                 undo.callback(_Replacement(module, name, ours).end)
             undo.callback(_flex_switch.Installed().end)
+            undo.callback(_flex_transformers.Installed().end)
             torch.compiler.config.cache_key_tag += _TAG
             undo.callback(_remove_tag)
             self._undo = undo.pop_all()
@@ -148,7 +149,8 @@ def enable() -> None:
     (dropout, masks and their gradients, any shapes), `torch.nn.MultiheadAttention` and torch.nn's Transformer modules
     with their fast paths and ``need_weights=True``, `torch.nn.attention.varlen`, `torch.nn.attention.flex_attention` (with
     gradients; ``torch.compile(flex_attention)`` too, but not a compiled function that calls it), and what Inductor takes
-    for attention.
+    for attention. In Hugging Face transformers, where that was imported before, ``attn_implementation="flex_attention"``
+    takes attention sinks too (gpt-oss), which it refuses on the CPU.
     Left to torch: float64 (but not with ``need_weights=True``), forward-mode derivatives, nested tensors given to
     scaled_dot_product_attention itself, other devices, and all calls while flash attention is off
     (``sdpa_kernel(SDPBackend.MATH)``). `report` tells what was taken, and why others not.
