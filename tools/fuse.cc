@@ -40,9 +40,10 @@ Report table(const graph::Report& told) {
   Report report;
   report.facts = {{"nodes", fmt::format("{} -> {}", told.num_nodes_before, told.num_nodes_after)},
                   {"opset", fmt::format("{} -> {}", told.opset_before, told.opset_after)}};
-  report.columns = {"place", "attention", "fused", "pattern", "became", "reason"};
+  report.columns = {"place", "attention", "fused", "pattern", "became", "saved_bytes", "reason"};
   for (const graph::Candidate& each : told.candidates) {
-    report.rows.push_back({each.place, each.is_attention, each.fused, each.pattern, each.became, each.reason});
+    report.rows.push_back(
+        {each.place, each.is_attention, each.fused, each.pattern, each.became, each.saved_bytes, each.reason});
   }
   return report;
 }

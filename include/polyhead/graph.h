@@ -127,6 +127,7 @@ enum class UnseenRows {
 struct FuseOptions {
   Target target = Target::kOnnx;
   UnseenRows unseen_rows = UnseenRows::kKeep;
+  bool training = true;  ///< a backward beside the forward is replaced with it; false: it reads the weights as anybody
   bool splits_masks = true;  ///< false: a mask is an input as it stands, or as a whole an option; no part of it is read
 };
 
@@ -138,6 +139,7 @@ struct Candidate {
   std::string pattern = {};  ///< in words
   std::string became = {};   ///< fused: the new node
   std::string reason = {};   ///< not fused: the first condition that failed, with the name of the node where it did
+  int64_t saved_bytes = 0;  ///< fused with its backward: what a step keeps between both no more; 0: sizes are not known
 };
 
 struct Report {

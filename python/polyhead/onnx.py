@@ -1,6 +1,6 @@
 """ONNX's own Attention operator (opsets 23 and later), computed by polyhead; `polyhead.onnx.fuse`, which finds attention in
 models that others exported; and `polyhead.onnx.session`, which runs models in ONNX Runtime with their attention computed here.
-Needs the package ``onnx``.
+Needs the package ``onnx``, but for `polyhead.onnx.session` and `polyhead.onnx.library_path`, which need onnxruntime alone.
 
 A backend of ONNX's interface: ``prepare``, ``run_model``, ``run_node`` (those of `polyhead.onnx.Backend`). Attention nodes
 run here, every other node on ``onnx.reference``, which is NumPy: right rather than fast. To have attention alone, as a
@@ -13,196 +13,24 @@ node of an evaluator of your own, pass `polyhead.onnx.Attention` as one of its `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import onnx
-from onnx.backend import base
-from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
-
-import polyhead
-from polyhead._onnx_fuse import Candidate, Fusion, fuse
 from polyhead._onnxruntime import library_path, session
+
+try:
+    from polyhead._onnx_backend import Attention, Backend, Model, prepare, run_model, run_node, supports_device
+    from polyhead._onnx_fuse import Candidate, Fusion, fuse
+except ModuleNotFoundError as error:
+    if error.name != "onnx":
+        raise
 
 __all__ = [
     "Attention", "Backend", "Candidate", "Fusion", "Model", "fuse", "library_path", "prepare", "run_model", "run_node", "session",
     "supports_device",
 ]  # fmt: skip
 
-# qk_matmul_output_mode
-_PLAIN, _CAPPED, _MASKED, _WEIGHTS = range(4)
 
-
-class Attention(OpRun):
-    """The operator, for ``onnx.reference.ReferenceEvaluator(model, new_ops=[polyhead.onnx.Attention])``.
-
-    Inputs Q, K, V [B, H, S, D] or [B, S, H * D], attn_mask, past_key, past_value, nonpad_kv_seqlen; outputs Y,
-    present_key, present_value, qk_matmul_output, all as the standard has them. In float16 and bfloat16 the scores are
-    summed in float32, whatever softmax_precision says; where the standard's reference rounds ``sqrt(scale) * Q``, this
-    does not.
-    """
-
-    op_domain = ""
-
-    def _run(
-        self, Q, K, V, attn_mask=None, past_key=None, past_value=None, nonpad_kv_seqlen=None, scale=None, is_causal=0,
-        q_num_heads=None, kv_num_heads=None, softcap=None, qk_matmul_output_mode=None, softmax_precision=None,
-        left_window_size=None, right_window_size=None,
-    ):  # fmt: skip
-        query, key, value = _heads_first(Q, q_num_heads), _heads_first(K, kv_num_heads), _heads_first(V, kv_num_heads)
-        offset = 0
-        if past_key is not None:
-            offset = past_key.shape[2]
-            key, value = np.concatenate([past_key, key], axis=2), np.concatenate([past_value, value], axis=2)
-        options: dict[str, Any] = {
-            "causal": bool(is_causal),
-            "window": tuple(-1 if size is None else size for size in (left_window_size, right_window_size)),
-            "query_offset": offset,
-            "scale": 1 / np.sqrt(query.shape[3]) if scale is None else scale,
-            "softcap": softcap or 0.0,
-        }
-        if nonpad_kv_seqlen is not None:
-            options |= {"seqlens_k": nonpad_kv_seqlen, "query_offset": nonpad_kv_seqlen - query.shape[2]}
-        if attn_mask is not None:
-            mask = _padded(attn_mask, key.shape[2])
-            options["attn_mask" if mask.dtype == bool else "attn_bias"] = mask
-        wanted = len(self.onnx_node.output)
-        mode = (qk_matmul_output_mode or _PLAIN) if wanted > 3 else None
-        out, scores = _attend(query, key, value, options, mode)
-        out = out.reshape(*out.shape[:2], -1) if Q.ndim == 3 else out.transpose(0, 2, 1, 3)
-        return (out, key, value, scores)[:wanted]
-
-
-# The same of the domain "polyhead", as `fuse` emits it for older opsets; the evaluator goes by the class's name.
-_OwnAttention = type("Attention", (Attention,), {"op_domain": "polyhead"})
-
-
-def _heads_first(x, num_heads):
-    """[B, S, H * D] -> [B, H, S, D]; 4-D arrays are that already."""
-    return x if x.ndim == 4 else x.reshape(*x.shape[:2], num_heads, -1).transpose(0, 2, 1, 3)
-
-
-def _padded(mask, num_keys):
-    """A mask may be shorter than the keys: those behind its end are hidden."""
-    hidden = False if mask.dtype == bool else -np.inf
-    return np.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, num_keys - mask.shape[-1])], constant_values=hidden)
-
-
-def _attend(query, key, value, options, mode):
-    """out [B, Sq, H, Dv], and what mode asks for [B, H, Sq, Sk]."""
-    tensors = [x.transpose(0, 2, 1, 3) for x in (query, key, value)]
-    if mode == _WEIGHTS:
-        return polyhead.attention(*tensors, **options, return_weights=True)
-    out = polyhead.attention(*tensors, **options)
-    return out, None if mode is None else _scores(query, key, options, mode)
-
-
-def _scores(query, key, options, mode):
-    """The scores of mode, [B, H, Sq, Sk]: what attention never stores, so computed here, in float64."""
-    expanded = np.repeat(key, query.shape[1] // key.shape[1], axis=1).astype(np.float64)
-    scores = options["scale"] * np.einsum("bhid,bhjd->bhij", query.astype(np.float64), expanded)
-    if mode != _PLAIN and options["softcap"] > 0:
-        scores = options["softcap"] * np.tanh(scores / options["softcap"])
-    if mode == _MASKED:
-        scores = scores + _masked_bias(scores.shape, options)
-    return scores.astype(query.dtype)
-
-
-def _masked_bias(shape, options):
-    """The bias, and -inf where mask, causal, window and lengths hide."""
-    bias = np.zeros(shape) + np.asarray(options.get("attn_bias", 0.0)).astype(np.float64)
-    i, j = np.ogrid[: shape[2], : shape[3]]
-    position = i + np.reshape(options["query_offset"], (-1, 1, 1, 1))
-    left, right = options["window"]
-    visible = np.ones(shape, bool) & options.get("attn_mask", True)
-    if options["causal"]:
-        visible &= j <= position
-    if left >= 0:
-        visible &= j >= position - left
-    if right >= 0:
-        visible &= j <= position + right
-    if "seqlens_k" in options:
-        visible &= j < options["seqlens_k"].reshape(-1, 1, 1, 1)
-    return np.where(visible, bias, -np.inf)
-
-
-class Model(base.BackendRep):
-    """A model that `polyhead.onnx.Backend.prepare` has made ready; may run many times."""
-
-    def __init__(self, model: onnx.ModelProto) -> None:
-        self._evaluator = ReferenceEvaluator(model, new_ops=[Attention, _OwnAttention])
-
-    def run(self, inputs: Mapping[str, Any] | Sequence[Any], **kwargs: Any) -> tuple[Any, ...]:
-        """The model's outputs, in its order.
-
-        Parameters
-        ----------
-        inputs : mapping of str to array, or sequence of array
-            By the names of the model's inputs, or in their order.
-        **kwargs
-            Of ONNX's interface; unused.
-
-        Returns
-        -------
-        tuple of array
-        """
-        if not isinstance(inputs, Mapping):
-            inputs = dict(zip(self._evaluator.input_names, inputs, strict=False))
-        return tuple(self._evaluator.run(None, dict(inputs)))
-
-
-class Backend(base.Backend):
-    """ONNX's interface to what runs models, for ``onnx.backend.test`` and the like."""
-
-    @classmethod
-    def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> Model:
-        """Makes a model ready to run.
-
-        Parameters
-        ----------
-        model : onnx.ModelProto
-            Checked by ``onnx.checker``.
-        device : str
-            "CPU".
-        **kwargs
-            Of ONNX's interface; unused.
-
-        Raises
-        ------
-        polyhead.Error
-            Another device. What ``onnx.checker`` refuses is its own ValidationError.
-        """
-        if not cls.supports_device(device):
-            raise polyhead.Error(f'device is "{device}", must be "CPU"')
-        onnx.checker.check_model(model)
-        return Model(model)
-
-    @classmethod
-    def run_model(cls, model: onnx.ModelProto, inputs: Any, device: str = "CPU", **kwargs: Any) -> tuple[Any, ...]:
-        """``prepare(model, device).run(inputs)``."""
-        return cls.prepare(model, device, **kwargs).run(inputs)
-
-    @classmethod
-    def run_node(
-        cls, node: onnx.NodeProto, inputs: Any, device: str = "CPU", outputs_info: Any = None, **kwargs: Any
-    ) -> tuple[Any, ...]:
-        """The outputs of one node; inputs as of `polyhead.onnx.Model.run`, outputs_info unused."""
-        if not cls.supports_device(device):
-            raise polyhead.Error(f'device is "{device}", must be "CPU"')
-        super().run_node(node, inputs, device, outputs_info, **kwargs)  # checks the node
-        evaluator = ReferenceEvaluator(node, new_ops=[Attention])
-        names = [name for name in node.input if name]
-        return tuple(evaluator.run(None, dict(inputs if isinstance(inputs, Mapping) else zip(names, inputs, strict=True))))
-
-    @classmethod
-    def supports_device(cls, device: str) -> bool:
-        """Whether device is "CPU"."""
-        return device == "CPU"
-
-
-prepare = Backend.prepare
-run_model = Backend.run_model
-run_node = Backend.run_node
-supports_device = Backend.supports_device
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        raise ImportError(f"polyhead.onnx.{name} needs the package onnx: pip install onnx")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

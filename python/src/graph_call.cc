@@ -31,7 +31,7 @@ nb::object fuse_model(nb::bytes model, nb::str folder, nb::str target, nb::str u
   nb::list candidates;
   for (const graph::Candidate& each : report.candidates) {
     candidates.append(nb::make_tuple(each.place.c_str(), each.is_attention, each.fused, each.pattern.c_str(),
-                                     each.became.c_str(), each.reason.c_str()));
+                                     each.became.c_str(), each.reason.c_str(), each.saved_bytes));
   }
   return nb::make_tuple(
       nb::bytes(out.data(), out.size()), read->has_external_data, candidates,

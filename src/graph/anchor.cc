@@ -1,5 +1,6 @@
 // Softmax and its decompositions.
 #include <algorithm>
+#include <span>
 
 #include "core/sentence.h"
 #include "graph/match.h"
@@ -28,24 +29,51 @@ Anchor softmax(const Net& net, int node) {
   return anchor;
 }
 
+// Whether a value has `shape` less its last dim, or a dim of any size in the place of that.
+bool has_rows_of(std::span<const Size> value, std::span<const Size> shape) {
+  const bool keeps_last = value.size() == shape.size();
+  return !shape.empty() && value.size() + 1 >= shape.size() && value.size() <= shape.size() &&
+         std::equal(shape.begin(), shape.end() - 1, value.begin(), value.end() - (keeps_last ? 1 : 0));
+}
+
+// Whether a value is a reduction of the rows of x, repeated along them or not. The nodes that make it are added.
+bool is_reduction(const Net& net, int id, int x, std::string_view op_type, std::vector<int>& nodes) {
+  int node = net.producer(id);
+  const auto shape = net.shape(x);
+  bool moved = false;
+  while (node != kNone) {
+    nodes.push_back(node);
+    if (net.is(node, op_type) && net.input(node, 0) == x) break;
+    size_t from = 0;
+    if (net.is(node, "Max") && net.node(node).inputs.size() == 2) {  // JAX: at least -inf
+      const bool first = net.number(net.input(node, 0)).has_value();
+      const auto least = net.number(net.input(node, first ? 0 : 1));
+      if (!least || *least > -1e30) return false;
+      from = first ? 1 : 0;
+    } else if (net.is(node, "Reshape") || net.is(node, "Unsqueeze") || net.is(node, "Expand")) {
+      moved = true;
+      if (!has_rows_of(net.shape(net.input(node, 0)), shape)) return false;
+    } else if (!net.is(node, "Identity")) {
+      return false;
+    }
+    node = net.producer(net.input(node, from));
+  }
+  if (node == kNone) return false;
+  if (!moved) return reduces_last(net, node, op_type);
+  const auto axes = axes_of(net, node);
+  const auto last = static_cast<int64_t>(shape.size()) - 1;
+  return axes && axes->size() == 1 && (axes->front() == -1 || axes->front() == last) &&
+         net.rank(id) == static_cast<int>(shape.size()) && has_rows_of(net.shape(id), shape);
+}
+
 // x of x - max(x), the nodes added; x itself where nothing is subtracted.
 int without_maximum(const Net& net, int id, std::vector<int>& nodes) {
   const int sub = net.producer(id);
   if (!net.is(sub, "Sub")) return id;
-  const int x = net.input(sub, 0);
-  int maximum = net.producer(net.input(sub, 1));
   std::vector<int> seen = {sub};
-  if (net.is(maximum, "Max")) {  // JAX: at least -inf
-    const bool first = net.number(net.input(maximum, 0)).has_value();
-    const auto least = net.number(net.input(maximum, first ? 0 : 1));
-    if (!least || *least > -1e30) return id;
-    seen.push_back(maximum);
-    maximum = net.producer(net.input(maximum, first ? 1 : 0));
-  }
-  if (!reduces_last(net, maximum, "ReduceMax") || net.input(maximum, 0) != x) return id;
-  seen.push_back(maximum);
+  if (!is_reduction(net, net.input(sub, 1), net.input(sub, 0), "ReduceMax", seen)) return id;
   nodes.insert(nodes.end(), seen.begin(), seen.end());
-  return x;
+  return net.input(sub, 0);
 }
 
 // exp(x) / sum(exp(x)), with the maximum taken off or not.
@@ -54,22 +82,20 @@ std::optional<Anchor> quotient(const Net& net, int node) {
   std::vector<int> nodes = {node};
   if (net.is(node, "Div")) {
     exp = net.producer(net.input(node, 0));
-    sum = net.producer(net.input(node, 1));
+    sum = net.input(node, 1);
   } else {
     for (size_t i = 0; i < 2; ++i) {
       const int reciprocal = net.producer(net.input(node, i));
       if (!net.is(reciprocal, "Reciprocal")) continue;
       nodes.push_back(reciprocal);
-      sum = net.producer(net.input(reciprocal, 0));
+      sum = net.input(reciprocal, 0);
       exp = net.producer(net.input(node, 1 - i));
     }
   }
-  if (!net.is(exp, "Exp") || !reduces_last(net, sum, "ReduceSum") || net.input(sum, 0) != net.output(exp, 0)) {
-    return std::nullopt;
-  }
-  nodes.insert(nodes.end(), {exp, sum});
+  if (!net.is(exp, "Exp") || !is_reduction(net, sum, net.output(exp, 0), "ReduceSum", nodes)) return std::nullopt;
+  nodes.push_back(exp);
   const int input = without_maximum(net, net.input(exp, 0), nodes);
-  return Anchor{node, input, net.output(node, 0), nodes, "softmax by Exp and ReduceSum", ""};
+  return Anchor{node, input, net.output(node, 0), nodes, "softmax by Exp and ReduceSum", "", net.output(exp, 0)};
 }
 
 // exp(log_softmax(x)), or exp(x - logsumexp(x)).

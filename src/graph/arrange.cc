@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/sentence.h"
+#include "graph/terms.h"
 
 namespace polyhead::graph {
 namespace {
@@ -33,39 +34,121 @@ std::string why_not_together(const Form& query, const Form& key, const Form& val
   return "";
 }
 
-// The value behind the product that has the operator's own form, and the nodes up to it.
-bool find_out(const Net& net, const Match& match, const Form& query, bool flat, Arrangement& arrangement) {
-  Layout layout(net, match.out);
-  if (net.rank(match.out) != static_cast<int>(match.result.out.size())) return false;
-  const bool merged = match.result.out.size() == 3;
-  layout.watched.resize(match.result.out.size());
-  for (size_t i = 0; i < match.result.out.size(); ++i) layout.watched[match.result.out[i]] = layout.dims()[i];
-  const auto fits = [&] {
-    const std::vector<Atoms>&dims = layout.dims(), &wanted = layout.watched;
-    const Atoms &sequence = wanted[merged ? 1 : 2], &dim = wanted[merged ? 2 : 3];
-    Atoms lead = wanted[0];
-    if (!merged) lead.insert(lead.end(), wanted[1].begin(), wanted[1].end());
-    Atoms batch_heads = dims.empty() ? Atoms() : dims[0];
-    if (dims.size() != (flat ? 3 : 4)) return false;
-    Atoms heads = dims[flat ? 2 : 1];
-    if (flat) {
-      if (heads.size() < dim.size() || !std::equal(dim.rbegin(), dim.rend(), heads.rbegin())) return false;
-      heads.resize(heads.size() - dim.size());
-    } else if (dims[3] != dim) {
-      return false;
+// Where a result [lead..., sequence, dim] of a product goes.
+class Lander {
+ public:
+  Lander(const Net& net, Arrangement::Kind kind, const Size& heads, const Size& repeats = {})
+      : net_(net), kind_(kind), heads_(heads), repeats_(repeats) {}
+
+  // The value behind the product that has the operator's own form, or else is a transpose of it; what the numbers on the
+  // way multiply by is `times`. Behind the sum over the repeats of a head, if there are any.
+  std::optional<Landing> land(int value, const std::vector<size_t>& dims, double times) const {
+    if (net_.rank(value) != static_cast<int>(dims.size())) return std::nullopt;
+    Layout layout(net_, value);
+    layout.watched.resize(dims.size());
+    for (size_t i = 0; i < dims.size(); ++i) layout.watched[dims[i]] = layout.dims()[i];
+    std::optional<Landing> found;
+    if (kind_ == Arrangement::kStacks && dims.size() == 3 && std::is_sorted(dims.begin(), dims.end()) &&
+        nearly(times, 1) && repeats_.is(1))
+      found = {value, {}, {}, true};
+    double factor = 1;
+    bool is_whole = repeats_.is(1);
+    for (std::vector<int> passed;;) {
+      const auto order = is_whole && nearly(factor, times) ? order_of(layout) : std::nullopt;
+      if (order) found = {layout.value(), passed, *order, false};
+      if (order && order->empty()) return found;
+      const NetValue& last = net_.value(layout.value());
+      if (last.is_output || last.users.size() != 1) return found;
+      const int next = last.users.front();
+      if (const auto number = layout.down_number(next)) {
+        factor *= *number;
+      } else if (!is_whole && sums_repeats(layout, next)) {
+        is_whole = true;
+      } else if (!layout.down(next)) {
+        return found;
+      }
+      passed.push_back(next);
     }
-    batch_heads.insert(batch_heads.end(), heads.begin(), heads.end());
-    return dims[flat ? 1 : 2] == sequence && batch_heads == lead && layout.size(heads) == query.heads;
-  };
-  std::vector<int> passed;
-  while (!fits()) {
-    const NetValue& value = net.value(layout.value());
-    if (value.is_output || value.users.size() != 1 || !layout.down(value.users.front())) return false;
-    passed.push_back(value.users.front());
   }
-  arrangement.out = layout.value();
-  arrangement.passed = std::move(passed);
-  return true;
+
+ private:
+  // Whether a node sums over the minor part of the heads.
+  bool sums_repeats(Layout& layout, int node) const {
+    const auto summed = layout.down_sum(node);
+    Atoms& heads = layout.watched[layout.watched.size() - 3];
+    if (!summed || layout.size(*summed) != repeats_ || summed->size() > heads.size() ||
+        !std::equal(summed->rbegin(), summed->rend(), heads.rbegin()))
+      return false;
+    heads.resize(heads.size() - summed->size());
+    return true;
+  }
+
+  // The dims of the operator's result that a value's are; nothing if it is no transpose, empty if it is the result.
+  std::optional<std::vector<size_t>> order_of(const Layout& layout) const {
+    std::vector<Atoms> wanted = layout.watched;
+    const std::vector<Atoms>& dims = layout.dims();
+    if (kind_ != Arrangement::kOneBatch && !told_apart(layout, wanted)) return std::nullopt;
+    if (kind_ == Arrangement::kFlat) wanted = {wanted[0], wanted[2], joined(wanted[1], wanted[3])};
+    if (kind_ == Arrangement::kFlat) return dims == wanted ? std::optional(std::vector<size_t>()) : std::nullopt;
+    std::vector<size_t> order;
+    std::vector<bool> taken(wanted.size());
+    for (size_t i = 0; i < dims.size(); ++i) {
+      if (dims.size() != wanted.size()) return std::nullopt;
+      size_t at = i;  // dims of size 1 are all alike: better where it stands
+      for (size_t k = 0; k < dims.size() && (taken[at] || dims[i] != wanted[at]); ++k) at = k;
+      if (taken[at] || dims[i] != wanted[at]) return std::nullopt;
+      taken[at] = true;
+      order.push_back(at);
+    }
+    if (order.size() != wanted.size()) return std::nullopt;
+    if (std::is_sorted(order.begin(), order.end())) order.clear();
+    return order;
+  }
+
+  // [lead..., sequence, dim] as [batch, heads, sequence, dim]
+  bool told_apart(const Layout& layout, std::vector<Atoms>& wanted) const {
+    if (wanted.size() == 4) return layout.size(wanted[1]) == heads_;
+    if (wanted.size() != 3) return false;
+    Atoms batch = wanted[0], heads;
+    while (layout.size(heads) != heads_ && !batch.empty()) {
+      heads.insert(heads.begin(), batch.back());
+      batch.pop_back();
+    }
+    wanted = {batch, heads, wanted[1], wanted[2]};
+    return layout.size(heads) == heads_;
+  }
+
+  const Net& net_;
+  Arrangement::Kind kind_;
+  Size heads_, repeats_;
+};
+
+// Where the operators' results go. Of a gradient that goes nowhere, why.
+bool land_all(const Net& net, const Match& match, Arrangement& arrangement, std::string& why) {
+  const Arrangement::Kind kind = arrangement.kind;
+  const auto out = Lander(net, kind, arrangement.query.heads).land(match.out, match.result.out, 1);
+  if (!out || (kind == Arrangement::kOneBatch && !out->order.empty())) return false;
+  arrangement.out = *out;
+  if (!match.backward) return true;
+  const auto gradient = [&](const char* what, const Gradient& told, const Form& form, Landing& landing) {
+    if (told.value == kNone) return true;
+    const auto found =
+        Lander(net, kind, form.heads, form.repeats).land(told.value, told.order, form.scale / told.factor);
+    if (found) {
+      landing = *found;
+    } else if (!nearly(told.factor, 1)) {
+      why = sentence("\"", net.value(told.value).name, "\", for the gradient of the ", what, ", is ", told.factor,
+                     " times what the forward's scale gives");
+    } else {
+      why = sentence("the layout of \"", net.value(told.value).name, "\", the gradient of the ", what,
+                     ", is not understood");
+    }
+    return found.has_value();
+  };
+  const Backward& b = *match.backward;
+  return gradient("query", b.query, arrangement.query, arrangement.grad_query) &&
+         gradient("key", b.key, arrangement.key, arrangement.grad_key) &&
+         gradient("value", b.value, arrangement.value, arrangement.grad_value);
 }
 
 }  // namespace
@@ -85,9 +168,8 @@ ArrangedMask arranged_mask(const Net& net, const Arrangement& arrangement, const
   while (layout.up()) {
     const auto& dims = layout.dims();
     if (dims.size() != 4 || dims[2] != layout.watched[1] || dims[3] != layout.watched[2]) continue;
-    Atoms lead = dims[0];
-    lead.insert(lead.end(), dims[1].begin(), dims[1].end());
-    if (lead == layout.watched[0] && layout.size(dims[1]) == arrangement.query.heads) return {layout.value()};
+    if (joined(dims[0], dims[1]) == layout.watched[0] && layout.size(dims[1]) == arrangement.query.heads)
+      return {layout.value()};
   }
   const Size lead = net.shape(term.value)[0];
   const bool is_both = lead == net.symbols().product(arrangement.query.batch, arrangement.query.heads);
@@ -102,9 +184,10 @@ bool masks_fit(const Net& net, const Match& match, const Arrangement& arrangemen
 }
 
 // [batch * heads, sequence, dim] as it is.
-bool arrange_one_batch(const Net& net, const Match& match, Arrangement& arrangement) {
+bool arrange_one_batch(const Net& net, const Match& match, Arrangement& arrangement, std::string& why) {
   const Operand *query = &match.scores.left, *key = &match.scores.right, *value = &match.result.right;
   if (query->rank() != 3 || key->rank() != 3 || value->rank() != 3 || net.rank(match.softmax_input) != 3) return false;
+  if (match.backward && match.backward->grad_out.rank() != 3) return false;
   const auto heads = [&](const Operand* operand) -> Size {
     const auto shape = net.shape(operand->value);
     return shape.size() == 3 ? shape[operand->order[0]] : Size{-1, {}};
@@ -115,12 +198,8 @@ bool arrange_one_batch(const Net& net, const Match& match, Arrangement& arrangem
   arrangement.query = as_is(query);
   arrangement.key = as_is(key);
   arrangement.value = as_is(value);
-  arrangement.out = match.out;
-  arrangement.passed.clear();
-  for (size_t i = 0; i < 3; ++i) {
-    if (match.result.out[i] != i) return false;
-  }
-  return masks_fit(net, match, arrangement);
+  if (match.backward) arrangement.grad_out = as_is(&match.backward->grad_out);
+  return masks_fit(net, match, arrangement) && land_all(net, match, arrangement, why);
 }
 
 }  // namespace
@@ -135,8 +214,12 @@ Arrangement arrange(const Net& net, const Match& match) {
     }
   }
   const auto queries = forms_of(net, match.scores.left), keys = forms_of(net, match.scores.right);
-  Operand value = match.result.right;  // [lead..., keys, dim] already
-  const auto values = forms_of(net, value);
+  auto values = forms_of(net, match.result.right);  // [lead..., keys, dim] already
+  std::vector<Form> grads;
+  if (match.backward) {
+    grads = forms_of(net, match.backward->grad_out);
+    for (auto* forms : {&values, &grads}) std::erase_if(*forms, [](const Form& form) { return form.scale != 1; });
+  }
   const int rank = net.rank(match.softmax_input);
   std::string why = "batch and heads, which are one dim of the operands, cannot be told apart";
   // What is returned keeps its dims.
@@ -145,32 +228,23 @@ Arrangement arrange(const Net& net, const Match& match) {
     if (one_batch_only) break;
     for (const Size& repeats : {keys.back().repeats, Size{}}) {
       const Form *q = last(queries, flat, Size{}), *k = last(keys, flat, repeats), *v = last(values, flat, repeats);
-      if (q == nullptr || k == nullptr || v == nullptr) continue;
+      const Form* g = match.backward ? last(grads, flat, Size{}) : q;
+      if (q == nullptr || k == nullptr || v == nullptr || g == nullptr) continue;
       const std::string objection = why_not_together(*q, *k, *v, net.symbols());
       if (!objection.empty()) {
         why = objection;
         continue;
       }
-      arrangement = {flat ? Arrangement::kFlat : Arrangement::kStacks, *q, *k, *v};
+      arrangement = {flat ? Arrangement::kFlat : Arrangement::kStacks, *q, *k, *v, *g};
       const bool sizes_told =
           !flat || (q->heads.is_constant() && k->heads.is_constant() && net.shape(v->value).back().is_constant());
-      const bool same_heads = rank != 4 || net.shape(match.softmax_input)[1] == q->heads;
+      const bool same_heads = (rank != 4 || net.shape(match.softmax_input)[1] == q->heads) && g->heads == q->heads;
       if (!sizes_told || !same_heads || !masks_fit(net, match, arrangement)) continue;
-      if (find_out(net, match, *q, flat, arrangement)) return arrangement;
-      if (!flat && match.result.out.size() == 4) {
-        arrangement.out = match.out;
-        arrangement.transposes_out = true;
-        return arrangement;
-      }
-      if (!flat && std::is_sorted(match.result.out.begin(), match.result.out.end())) {
-        arrangement.out = match.out;
-        arrangement.merges_out = true;
-        return arrangement;
-      }
+      if (land_all(net, match, arrangement, why)) return arrangement;
     }
   }
   arrangement = {};
-  if (!arrange_one_batch(net, match, arrangement)) arrangement.reason = why;
+  if (!arrange_one_batch(net, match, arrangement, why)) arrangement.reason = why;
   return arrangement;
 }
 

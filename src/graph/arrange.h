@@ -9,6 +9,14 @@
 
 namespace polyhead::graph {
 
+// The value that gets one of the operator's results, and what is done to the result for it.
+struct Landing {
+  int value = kNone;
+  std::vector<int> passed = {};    // nodes between the product and that value, which go away
+  std::vector<size_t> order = {};  // it is a transpose; empty: it is not
+  bool merges = false;             // it is [batch * heads, sequence, dim] of [batch, heads, sequence, dim]
+};
+
 struct Arrangement {
   enum Kind {
     kStacks,    // 4-D: [batch, heads, sequence, dim]
@@ -17,11 +25,9 @@ struct Arrangement {
   };
   Kind kind = kStacks;
   Form query, key, value;
-  int out = kNone;               // the value that the operator computes
-  std::vector<int> passed = {};  // nodes between the product and that value, which go away
-  bool transposes_out = false;   // of kStacks: `out` is the product's result in the order match.result.out
-  bool merges_out = false;       // of kStacks: `out` is [batch * heads, sequence, dim]
-  std::string reason = {};       // why there is none
+  Form grad_out = {};  // of a match with a backward; its gradients are left out where value is kNone
+  Landing out = {}, grad_query = {}, grad_key = {}, grad_value = {};
+  std::string reason = {};  // why there is none
 };
 
 Arrangement arrange(const Net& net, const Match& match);

@@ -4,6 +4,7 @@
 
 #include "core/sentence.h"
 #include "graph/mask.h"
+#include "graph/new_nodes.h"
 #include "graph/rewrite.h"
 #include "graph/tensors.h"
 
@@ -11,14 +12,7 @@ namespace polyhead::graph {
 namespace {
 
 constexpr double kAbsorbs = -1e30, kAbsorbsBesideOthers = -1e8;  // fills of masks
-constexpr int64_t kAxesAreInputs = 13;                           // of Unsqueeze and Squeeze, since that opset
 constexpr int64_t kFirstWithWindows = 25;                        // Attention of ONNX
-
-Attribute integer(std::string name, int64_t value) { return {std::move(name), value}; }
-Attribute number(std::string name, double value) { return {std::move(name), {}, static_cast<float>(value)}; }
-Attribute list(std::string name, std::vector<int64_t> values) {
-  return {std::move(name), {}, {}, {}, std::move(values)};
-}
 
 std::string text_of(ElementType type) {
   switch (type) {
@@ -34,7 +28,11 @@ std::string text_of(ElementType type) {
 class Emitter {
  public:
   Emitter(const Emission& emission, const Match& match)
-      : e_(emission), net_(emission.net), match_(match), type_(net_.facts(match.scores.left.value).type) {
+      : e_(emission),
+        net_(emission.net),
+        match_(match),
+        type_(net_.facts(match.scores.left.value).type),
+        new_(emission, type_, rewrite_) {
     const bool with_windows = e_.options.target == Target::kPolyhead || e_.opset >= kFirstWithWindows;
     if (returns(Returned::kMasked)) return;  // -inf and numbers stay where they are
     masks_ = masks_of(net_, match, {with_windows, e_.options.unseen_rows, e_.options.splits_masks});
@@ -42,15 +40,16 @@ class Emitter {
   }
 
   Rewrite emit() {
-    if (!arranged() || !typed() || !scaled()) return std::move(rewrite_);
+    if (!arranged() || !typed() || !scaled() || !trained()) return std::move(rewrite_);
     rewrite_.at = match_.result.node;
     rewrite_.removed = match_.nodes;
-    rewrite_.removed.insert(rewrite_.removed.end(), plan_.passed.begin(), plan_.passed.end());
-    const std::string query = operand(plan_.query, "query"), key = operand(plan_.key, "key");
-    const std::string value = operand(plan_.value, "value");
+    if (match_.backward) remove(match_.backward->nodes);
+    for (const Landing* each : {&plan_.out, &plan_.grad_query, &plan_.grad_key, &plan_.grad_value})
+      remove(each->passed);
+    std::vector<std::string> inputs = {operand(plan_.query), operand(plan_.key), operand(plan_.value)};
     std::string attn_mask;
     if (!mask(attn_mask)) return std::move(rewrite_);
-    attention({query, key, value, attn_mask});
+    attention(std::move(inputs), attn_mask);
     rewrite_.pattern = pattern();
     return std::move(rewrite_);
   }
@@ -60,6 +59,12 @@ class Emitter {
     rewrite_.reason = std::move(reason);
     return false;
   }
+
+  void remove(const std::vector<int>& nodes) {
+    rewrite_.removed.insert(rewrite_.removed.end(), nodes.begin(), nodes.end());
+  }
+
+  std::string name_of(int value) const { return std::string(net_.value(value).name); }
 
   bool returns(Returned::Mode mode) const { return match_.returned.value != kNone && match_.returned.mode == mode; }
 
@@ -110,81 +115,41 @@ class Emitter {
     return refuse(sentence("the scale is ", scale_, ", must be positive and finite"));
   }
 
-  // What was computed before, for this attention or another one of the graph, is there already.
-  std::string add(const char* op_type, std::vector<std::string> inputs, std::vector<Attribute> attributes = {}) {
-    std::string what = op_type;
-    for (const std::string& input : inputs) what += sentence(" ", input);
-    for (const Attribute& each : attributes) {
-      what += sentence(" ", each.name, each.integer.value_or(0));
-      for (int64_t element : each.integers) what += sentence(" ", element);
+  // What a pair of operators can say that ONNX's own cannot, and what it cannot.
+  bool trained() {
+    if (!match_.backward) return true;
+    if (e_.options.target == Target::kOnnx)
+      return refuse("its backward is in the graph too, for which ONNX has no operator: target polyhead replaces both");
+    if (match_.out_factor * plan_.value.scale != 1) return refuse("its output is multiplied by a number");
+    for (const MaskTerm& term : match_.terms) {
+      if (term.kind == MaskTerm::kAdded || std::isinf(term.number)) continue;
+      return refuse(sentence("the mask of ", words_of(net_, term.node), " hides scores by ", term.number,
+                             ", whose gradients in a row that sees no key are not those of a bias: unseen_rows zero"));
     }
-    return once(what, [&] {
-      return add_as(e_.names.fresh(std::string("polyhead_") + op_type), op_type, std::move(inputs),
-                    std::move(attributes));
-    });
+    if (match_.backward->bias == kNone) return true;
+    const bool is_alone = match_.terms.size() == 1 && match_.terms[0].number == 1;
+    const ArrangedMask arranged = is_alone ? arranged_mask(net_, plan_, match_.terms[0]) : ArrangedMask();
+    const std::string what = sentence("the gradient of a mask, \"", name_of(match_.backward->bias), "\", ");
+    if (!is_alone || arranged.value != match_.terms[0].value || arranged.is_cut)
+      return refuse(what + "cannot be told from that of other masks");
+    return reshapes_bias() || refuse(what + "has dims that are not known");
   }
 
-  std::string once(const std::string& what, auto make) {
-    if (const auto found = e_.made.find(what); found != e_.made.end()) return found->second;
-    if (const auto found = rewrite_.made.find(what); found != rewrite_.made.end()) return found->second;
-    return rewrite_.made[what] = make();
+  // The operator's gradient has the dims of the mask that it is given; the graph's perhaps others of the same elements.
+  bool reshapes_bias() {
+    const auto mask = net_.shape(match_.terms[0].value), wanted = net_.shape(match_.backward->bias);
+    Sizes dims(mask.begin(), mask.end());
+    while (dims.size() < 2 || dims.size() == 3) dims.insert(dims.begin(), Size{});
+    if (std::equal(dims.begin(), dims.end(), wanted.begin(), wanted.end())) return true;
+    for (const Size& each : wanted) bias_dims_.push_back(each.is_constant() ? each.factor : -1);
+    return std::count(bias_dims_.begin(), bias_dims_.end(), -1) < 2;
   }
 
-  std::string add_as(std::string output, const char* op_type, std::vector<std::string> inputs,
-                     std::vector<Attribute> attributes = {}) {
-    const std::string name = e_.names.fresh(std::string("polyhead_") + op_type);
-    rewrite_.nodes.push_back({name, op_type, "", std::move(inputs), {output}, std::move(attributes)});
-    return output;
-  }
-
-  std::string integers(const std::vector<int64_t>& elements) {
-    std::string what = "integers";
-    for (int64_t each : elements) what += sentence(" ", each);
-    return once(what, [&] {
-      const std::string name = e_.names.fresh("polyhead_integers");
-      rewrite_.constants.push_back(tensor_of_integers(e_.model, name, elements));
-      return name;
-    });
-  }
-
-  std::string constant(double scalar) {
-    char digits[32];
-    std::snprintf(digits, sizeof digits, "%a", scalar);
-    return once(sentence("number ", static_cast<int32_t>(type_), " ", digits), [&] {
-      const std::string name = e_.names.fresh("polyhead_number");
-      rewrite_.constants.push_back(scalar_of(e_.model, name, type_, scalar));
-      return name;
-    });
-  }
-
-  std::string unsqueeze(const std::string& name, std::vector<int64_t> axes) {
-    if (e_.opset < kAxesAreInputs) return add("Unsqueeze", {name}, {list("axes", std::move(axes))});
-    return add("Unsqueeze", {name, integers(axes)});
-  }
-
-  void squeeze_as(const std::string& output, const std::string& name) {
-    if (e_.opset < kAxesAreInputs) {
-      add_as(output, "Squeeze", {name}, {list("axes", {0})});
-    } else {
-      add_as(output, "Squeeze", {name, integers({0})});
-    }
-  }
-
-  static bool is_identity(const std::vector<size_t>& order) {
-    for (size_t i = 0; i < order.size(); ++i) {
-      if (order[i] != i) return false;
-    }
-    return true;
-  }
-
-  static Attribute perm(const std::vector<size_t>& order) {
-    return list("perm", std::vector<int64_t>(order.begin(), order.end()));
-  }
-
-  std::string operand(const Form& form, const char*) {
-    std::string name(net_.value(form.value).name);
-    if (!form.flat && !is_identity(form.order)) name = add("Transpose", {name}, {perm(form.order)});
-    return plan_.kind == Arrangement::kOneBatch ? unsqueeze(name, {0}) : name;
+  std::string operand(const Form& form) {
+    std::string name = name_of(form.value);
+    if (!form.flat && !std::is_sorted(form.order.begin(), form.order.end()))
+      name = new_.add("Transpose", {name}, {perm(form.order)});
+    return plan_.kind == Arrangement::kOneBatch ? new_.unsqueeze(name, {0}) : name;
   }
 
   // The sum, or the conjunction, of all terms; "" for none.
@@ -202,12 +167,12 @@ class Emitter {
       if (arranged.is_cut) name = by_heads(name);
       most_dims = std::max(most_dims, arranged.is_cut ? 4 : net_.rank(arranged.value));
       name = all_bool ? visible(term, name) : added(term, name);
-      attn_mask = attn_mask.empty() ? name : add(all_bool ? "And" : "Add", {attn_mask, name});
+      attn_mask = attn_mask.empty() ? name : new_.add(all_bool ? "And" : "Add", {attn_mask, name});
     }
     if (attn_mask.empty()) return true;
     if (most_dims < 2)
-      attn_mask = unsqueeze(attn_mask, most_dims == 0 ? std::vector<int64_t>{0, 1} : std::vector<int64_t>{0});
-    if (most_dims == 3) attn_mask = unsqueeze(attn_mask, {0});
+      attn_mask = new_.unsqueeze(attn_mask, most_dims == 0 ? std::vector<int64_t>{0, 1} : std::vector<int64_t>{0});
+    if (most_dims == 3) attn_mask = new_.unsqueeze(attn_mask, {0});
     if (e_.options.target == Target::kOnnx && !told_for_each_query()) attn_mask = for_each_query(attn_mask);
     return true;
   }
@@ -228,13 +193,13 @@ class Emitter {
     const Size& num_queries = scores[scores.size() - 2];
     std::string what = sentence("rows of ", mask, " for ", num_queries.factor);
     for (int symbol : num_queries.symbols) what += sentence(" ", symbol);
-    return once(what, [&] {
-      if (num_queries.is_constant()) return add("Expand", {mask, integers({num_queries.factor, 1})});
+    return new_.once(what, [&] {
+      if (num_queries.is_constant()) return new_.add("Expand", {mask, new_.integers({num_queries.factor, 1})});
       const bool flat = plan_.kind == Arrangement::kFlat;
       const auto& order = plan_.query.order;
       const auto axis = static_cast<int64_t>(flat ? 1 : order[order.size() - 2]);
-      const std::string count = shape_of(std::string(net_.value(plan_.query.value).name), axis, axis + 1);
-      return add("Expand", {mask, add("Concat", {count, integers({1})}, {integer("axis", 0)})});
+      const std::string count = new_.shape_of(std::string(net_.value(plan_.query.value).name), axis, axis + 1);
+      return new_.add("Expand", {mask, new_.add("Concat", {count, new_.integers({1})}, {integer("axis", 0)})});
     });
   }
 
@@ -261,20 +226,13 @@ class Emitter {
 
   // [batch * heads, q, k] -> [batch, heads, q, k]
   std::string by_heads(const std::string& name) {
-    const std::string shape = shape_of(name, 1, 3);
-    const std::string lead = integers({-1, plan_.query.heads.factor});
-    return add("Reshape", {name, add("Concat", {lead, shape}, {integer("axis", 0)})});
-  }
-
-  std::string shape_of(const std::string& name, int64_t start, int64_t end) {
-    constexpr int64_t kShapeHasRange = 15;
-    if (e_.opset >= kShapeHasRange) return add("Shape", {name}, {integer("start", start), integer("end", end)});
-    const auto place = [&](int64_t at) { return integers({at}); };
-    return add("Slice", {add("Shape", {name}), place(start), place(end)});
+    const std::string shape = new_.shape_of(name, 1, 3);
+    const std::string lead = new_.integers({-1, plan_.query.heads.factor});
+    return new_.add("Reshape", {name, new_.add("Concat", {lead, shape}, {integer("axis", 0)})});
   }
 
   std::string visible(const MaskTerm& term, const std::string& name) {
-    return term.kind == MaskTerm::kVisible ? name : add("Not", {name});
+    return term.kind == MaskTerm::kVisible ? name : new_.add("Not", {name});
   }
 
   // A bias in the place of a number that replaces scores: so low that the scores of a row that is hidden as a whole are
@@ -284,69 +242,120 @@ class Emitter {
   }
 
   std::string added(const MaskTerm& term, const std::string& name) {
-    if (term.kind == MaskTerm::kAdded) return term.number == 1 ? name : add("Mul", {name, constant(term.number)});
-    const std::string zero = constant(0.0), fill = constant(fill_of(term));
+    if (term.kind == MaskTerm::kAdded)
+      return term.number == 1 ? name : new_.add("Mul", {name, new_.constant(term.number)});
+    const std::string zero = new_.constant(0.0), fill = new_.constant(fill_of(term));
     const bool visible = term.kind == MaskTerm::kVisible;
-    return add("Where", {name, visible ? zero : fill, visible ? fill : zero});
+    return new_.add("Where", {name, visible ? zero : fill, visible ? fill : zero});
   }
 
-  void attention(std::vector<std::string> inputs) {
-    if (inputs.back().empty()) inputs.pop_back();
+  std::vector<Attribute> options() const {
     std::vector<Attribute> attributes = {number("scale", scale_)};
     if (match_.softcap > 0) attributes.push_back(number("softcap", match_.softcap));
     if (masks_.is_causal) attributes.push_back(integer("is_causal", 1));
     if (masks_.left >= 0) attributes.push_back(integer("left_window_size", masks_.left));
     if (masks_.right >= 0) attributes.push_back(integer("right_window_size", masks_.right));
+    if (match_.dropout_p > 0) attributes.push_back(number("dropout_p", match_.dropout_p));
     if (plan_.kind == Arrangement::kFlat) {
       attributes.push_back(integer("q_num_heads", plan_.query.heads.factor));
       attributes.push_back(integer("kv_num_heads", plan_.key.heads.factor));
     }
+    return attributes;
+  }
+
+  void attention(std::vector<std::string> inputs, const std::string& attn_mask) {
+    std::vector<std::string> grad_inputs = inputs;
+    if (!attn_mask.empty()) inputs.push_back(attn_mask);
+    std::vector<Attribute> attributes = options();
     const ElementType inside = net_.facts(match_.softmax_input).type;
     if (inside != type_ && is_float(inside)) {
       attributes.push_back(integer("softmax_precision", static_cast<int64_t>(inside)));
     }
     const std::string name = e_.names.fresh("polyhead_attention");
-    const std::string out(net_.value(plan_.out).name);
     const double factor = match_.out_factor * plan_.value.scale;
-    const bool direct = factor == 1 && !needs_transpose() && plan_.kind != Arrangement::kOneBatch && !plan_.merges_out;
-    std::vector<std::string> outputs = {direct ? out : e_.names.fresh("polyhead_out")};
-    const bool returns = match_.returned.value != kNone;
-    if (returns) {
+    const std::string out = result_name(plan_.out, factor);
+    std::vector<std::string> outputs = {out};
+    std::string weights;
+    if (match_.returned.value != kNone) {
       attributes.push_back(integer("qk_matmul_output_mode", match_.returned.mode));
-      const std::string weights(net_.value(match_.returned.value).name);
-      const bool direct_weights = plan_.kind != Arrangement::kOneBatch;
-      outputs.insert(outputs.end(), {"", "", direct_weights ? weights : e_.names.fresh("polyhead_weights")});
+      const bool direct = plan_.kind != Arrangement::kOneBatch;
+      weights = direct ? name_of(match_.returned.value) : e_.names.fresh("polyhead_weights");
+      outputs.insert(outputs.end(), {"", "", weights});
     }
-    if (plan_.kind == Arrangement::kFlat) tell_shape(outputs[0]);
-    const std::string weights = outputs.back();
+    if (match_.backward) {
+      outputs.insert(outputs.end(), {"", "", "", e_.names.fresh("polyhead_logsumexp")});
+      grad_inputs.insert(grad_inputs.end(), {out, outputs.back(), operand(plan_.grad_out), attn_mask});
+      if (match_.dropout_p > 0) outputs.push_back(e_.names.fresh("polyhead_dropout"));
+      grad_inputs.push_back(match_.dropout_p > 0 ? outputs.back() : "");
+    }
+    if (plan_.kind == Arrangement::kFlat) tell_shape(out);
     const std::string domain = e_.options.target == Target::kPolyhead ? "polyhead" : "";
-    std::string result = outputs[0];
     rewrite_.nodes.push_back({name, "Attention", domain, std::move(inputs), std::move(outputs), std::move(attributes)});
     rewrite_.became = sentence(domain.empty() ? "" : "polyhead.", "Attention \"", name, "\"");
-    if (returns && plan_.kind == Arrangement::kOneBatch) {
-      squeeze_as(std::string(net_.value(match_.returned.value).name), weights);
+    if (!weights.empty() && plan_.kind == Arrangement::kOneBatch) {
+      new_.squeeze_first_as(name_of(match_.returned.value), weights);
     }
-    if (direct) return;
-    const bool more = needs_transpose() || plan_.kind == Arrangement::kOneBatch || plan_.merges_out;
+    deliver(out, plan_.out, factor);
+    if (match_.backward) gradient(std::move(grad_inputs));
+  }
+
+  static void drop_empty_ends(std::vector<std::string>& names) {
+    while (!names.empty() && names.back().empty()) names.pop_back();
+  }
+
+  void gradient(std::vector<std::string> inputs) {
+    const Backward& backward = *match_.backward;
+    const Landing* landings[] = {&plan_.grad_query, &plan_.grad_key, &plan_.grad_value};
+    std::vector<std::string> outputs;
+    for (const Landing* each : landings) outputs.push_back(each->value == kNone ? "" : result_name(*each, 1));
+    const std::string bias = backward.bias == kNone ? "" : name_of(backward.bias);
+    const std::string grad_mask = bias_dims_.empty() ? bias : e_.names.fresh("polyhead_grad_mask");
+    outputs.push_back(grad_mask);
+    drop_empty_ends(inputs);
+    std::vector<std::string> results = outputs;
+    drop_empty_ends(outputs);
+    const std::string name = e_.names.fresh("polyhead_attention_grad");
+    rewrite_.nodes.push_back({name, "AttentionGrad", "polyhead", std::move(inputs), std::move(outputs), options()});
+    rewrite_.became += sentence(" and polyhead.AttentionGrad \"", name, "\"");
+    for (size_t i = 0; i < 3; ++i) {
+      if (landings[i]->value != kNone) deliver(results[i], *landings[i], 1);
+    }
+    if (grad_mask != bias) new_.add_as(bias, "Reshape", {grad_mask, new_.integers(bias_dims_)});
+    rewrite_.saved_bytes = backward.saved_bytes;
+  }
+
+  // The name of an operator's result: the landing's own where nothing is done to it.
+  std::string result_name(const Landing& landing, double factor) const {
+    const bool direct = factor == 1 && plan_.kind != Arrangement::kOneBatch && landing.order.empty() && !landing.merges;
+    return direct ? name_of(landing.value) : e_.names.fresh("polyhead_out");
+  }
+
+  void deliver(std::string result, const Landing& landing, double factor) {
+    const std::string out = name_of(landing.value);
+    const bool squeezes = plan_.kind == Arrangement::kOneBatch, turns = !landing.order.empty();
     if (factor != 1) {
-      const std::string scaled = more ? e_.names.fresh("polyhead_scaled") : out;
-      result = add_as(scaled, "Mul", {result, constant(factor)});
+      const std::string scaled = squeezes || turns || landing.merges ? e_.names.fresh("polyhead_scaled") : out;
+      result = new_.add_as(scaled, "Mul", {result, new_.constant(factor)});
     }
-    if (needs_transpose()) add_as(out, "Transpose", {result}, {perm(match_.result.out)});
-    if (plan_.kind == Arrangement::kOneBatch) squeeze_as(out, result);
-    if (!plan_.merges_out) return;
-    const std::string lead = integers({-1});
-    add_as(out, "Reshape", {result, add("Concat", {lead, shape_of(result, 2, 4)}, {integer("axis", 0)})});
+    if (squeezes) {
+      const std::string stack = turns ? e_.names.fresh("polyhead_stack") : out;
+      new_.squeeze_first_as(stack, result);
+      result = stack;
+    }
+    if (turns) new_.add_as(out, "Transpose", {result}, {perm(landing.order)});
+    if (!landing.merges) return;
+    const std::string lead = new_.integers({-1});
+    new_.add_as(out, "Reshape",
+                {result, new_.add("Concat", {lead, new_.shape_of(result, 2, 4)}, {integer("axis", 0)})});
   }
 
   // ONNX Runtime 1.32 takes the last dim of a flat result for 0 where it cannot infer that of value.
   void tell_shape(const std::string& out) {
     ValueInfo told = {out, type_, std::vector<Dim>()};
-    for (const Size& size : net_.shape(plan_.out)) told.shape->push_back({size.is_constant() ? size.factor : -1, ""});
+    for (const Size& size : net_.shape(plan_.out.value))
+      told.shape->push_back({size.is_constant() ? size.factor : -1, ""});
     rewrite_.values.push_back(std::move(told));
   }
-
-  bool needs_transpose() const { return plan_.transposes_out && !is_identity(match_.result.out); }
 
   std::string pattern() const {
     std::string text = sentence("scale ", scale_);
@@ -360,6 +369,7 @@ class Emitter {
     if (match_.returned.value != kNone) {
       text += match_.returned.mode == Returned::kWeights ? ", returned weights" : ", returned scores";
     }
+    if (match_.backward) text += ", its backward";
     for (const auto* words : {&masks_.words, &match_.words}) {
       for (const std::string& word : *words) text += sentence(", ", word);
     }
@@ -373,7 +383,9 @@ class Emitter {
   ElementType type_;
   Arrangement plan_;
   double scale_ = 1;
+  std::vector<int64_t> bias_dims_;  // empty: as the operator gives them
   Rewrite rewrite_;
+  NewNodes new_;
 };
 
 }  // namespace

@@ -30,7 +30,8 @@ Told negated(Told told) {
 
 class Follower {
  public:
-  Follower(const Net& net, const Anchor& anchor, Match& match) : net_(net), scores_(anchor.input), match_(match) {}
+  Follower(const Net& net, const Anchor& anchor, Match& match, bool in_training)
+      : net_(net), scores_(anchor.input), match_(match), in_training_(in_training) {}
 
   void follow(int id) {
     for (int weights = id; weights != kNone;) {
@@ -99,7 +100,7 @@ class Follower {
       const bool idle = (training == kNone || net_.number(training) == 0.0) &&
                         (net_.output(node, 1) == kNone || net_.value(net_.output(node, 1)).users.empty());
       if (idle) match_.words.push_back("idle Dropout");
-      return idle ? take() : kNone;
+      return idle || drops(node) ? take() : kNone;
     }
     if (op == "Reshape" || op == "Unsqueeze" || op == "Squeeze") {
       const auto before = net_.shape(weights), after = net_.shape(out);
@@ -119,6 +120,17 @@ class Follower {
       return take();
     }
     return kNone;
+  }
+
+  // Dropout in training, which a backward repeats.
+  bool drops(int node) {
+    const auto p = net_.input(node, 1) == kNone ? std::optional(0.5) : net_.number(net_.input(node, 1));
+    if (!in_training_ || net_.number(net_.input(node, 2)) != 1.0 || match_.dropout_p > 0 || !p || !(*p > 0 && *p < 1))
+      return false;
+    match_.dropout_p = *p;
+    match_.dropout = node;
+    match_.words.push_back("dropout");
+    return true;
   }
 
   // where(row sees nothing, 0, weights), told by NaN of the weights or by the scores.
@@ -176,6 +188,7 @@ class Follower {
   const Net& net_;
   int scores_;
   Match& match_;
+  bool in_training_;
 };
 
 bool contains(const std::vector<int>& nodes, int node) {
@@ -209,19 +222,25 @@ std::optional<Returned::Mode> mode_of(const Match& match, int id) {
   return std::nullopt;
 }
 
-// Nobody else reads what goes away; one of the scores, or the weights, may be returned.
+// Nobody else reads what goes away; one of the scores, or the weights, may be returned where there is no backward.
 void check_users(const Net& net, Match& match) {
-  for (int node : match.nodes) {
+  std::vector<int> nodes = match.nodes, kept = {match.out};
+  if (match.backward) {
+    const Backward& b = *match.backward;
+    nodes.insert(nodes.end(), b.nodes.begin(), b.nodes.end());
+    kept.insert(kept.end(), {b.query.value, b.key.value, b.value.value, b.bias});
+  }
+  for (int node : nodes) {
     for (size_t i = 0; i < net.node(node).outputs.size(); ++i) {
       const int id = net.output(node, i);
-      if (id == kNone || id == match.out) continue;
+      if (id == kNone || contains(kept, id)) continue;
       const NetValue& value = net.value(id);
       int other = kNone;
       for (int user : value.users) {
-        if (!contains(match.nodes, user)) other = user;
+        if (!contains(nodes, user)) other = user;
       }
       if (!value.is_output && other == kNone) continue;
-      const auto mode = mode_of(match, id);
+      const auto mode = match.backward ? std::nullopt : mode_of(match, id);
       if (mode && (match.returned.value == kNone || match.returned.value == id)) {
         match.returned = {id, *mode};
         continue;
@@ -237,15 +256,13 @@ void check_users(const Net& net, Match& match) {
 
 }  // namespace
 
-void follow_weights(const Net& net, const Anchor& anchor, Match& match) {
-  Follower(net, anchor, match).follow(anchor.output);
-}
-
-Match match_attention(const Net& net, const Anchor& anchor) {
+Match match_attention(const Net& net, const Anchor& anchor, bool in_training) {
   Match match;
   match.nodes = anchor.nodes;
   match.softmax_input = anchor.input;
-  follow_weights(net, anchor, match);
+  match.softmax_output = anchor.output;
+  match.exponentials = anchor.exponentials;
+  Follower(net, anchor, match, in_training).follow(anchor.output);
   if (!match.reason.empty()) return match;
   match.reason = anchor.reason;
   if (match.reason.empty()) climb_scores(net, anchor, match);
@@ -253,6 +270,10 @@ Match match_attention(const Net& net, const Anchor& anchor) {
   std::sort(match.nodes.begin(), match.nodes.end());
   match.nodes.erase(std::unique(match.nodes.begin(), match.nodes.end()), match.nodes.end());
   if (match.reason.empty()) check_guard(net, match);
+  if (match.reason.empty() && in_training) match.backward = find_backward(net, match);
+  if (match.backward) match.reason = match.backward->reason;
+  if (match.reason.empty() && match.dropout_p > 0 && !match.backward)
+    match.reason = words_of(net, match.dropout) + " drops weights at random, and no backward is found beside it";
   if (match.reason.empty()) check_users(net, match);
   return match;
 }

@@ -27,6 +27,11 @@ struct Work {
   bool changed = false;
 };
 
+// Names, by the rewrites of a graph that are accepted.
+struct Taken {
+  std::set<std::string> gone, read;
+};
+
 class Fusion {
  public:
   Fusion(Model& model, const FuseOptions& options) : model_(model), options_(options), names_(model.graph) {}
@@ -88,41 +93,48 @@ class Fusion {
 
   void search(Work& work) {
     const Net& net = *work.net;
-    std::set<std::string> gone;
+    Taken taken;
     for (size_t i = 0; i < work.graph->nodes.size(); ++i) {
       const auto anchor = anchor_at(net, static_cast<int>(i));
       if (!anchor) continue;
-      const Match match = match_attention(net, *anchor);
+      const Match match = match_attention(net, *anchor, options_.training);
       const Node& node = net.node(anchor->node);
       Candidate candidate = {work.place + (node.name.empty() ? node.outputs[0] : node.name), match.is_attention};
       candidate.reason = match.reason;
       if (candidate.reason.empty()) candidate.reason = objection_;
-      if (candidate.reason.empty()) accept(work, match, gone, candidate);
+      if (candidate.reason.empty()) accept(work, match, taken, candidate);
       candidate.fused = candidate.reason.empty();
       report_.candidates.push_back(std::move(candidate));
     }
   }
 
-  void accept(Work& work, const Match& match, std::set<std::string>& gone, Candidate& candidate) {
+  void accept(Work& work, const Match& match, Taken& taken, Candidate& candidate) {
     Rewrite each = rewrite({model_, *work.net, names_, options_, to_, work.made}, match);
     candidate.reason = each.reason;
     if (!each.reason.empty()) return;
-    std::set<std::string> without = gone;  // and what goes away with this one
+    std::set<std::string> without = taken.gone;  // and what goes away with this one
     for (int node : each.removed) {
       without.insert(work.net->node(node).outputs.begin(), work.net->node(node).outputs.end());
     }
     for (const Node& node : each.nodes) {
       for (const std::string& name : node.inputs) {
         if (name.empty() || !without.contains(name)) continue;
-        candidate.reason =
-            sentence("it reads \"", name, "\", which ", gone.contains(name) ? "another attention" : "it", " replaces");
+        candidate.reason = sentence("it reads \"", name, "\", which ",
+                                    taken.gone.contains(name) ? "another attention" : "it", " replaces");
         return;
       }
       for (const std::string& name : node.outputs) without.erase(name);
     }
-    gone = std::move(without);
+    for (const std::string& name : taken.read) {
+      if (name.empty() || !without.contains(name)) continue;
+      candidate.reason = sentence("it replaces \"", name, "\", which another attention reads");
+      return;
+    }
+    taken.gone = std::move(without);
+    for (const Node& node : each.nodes) taken.read.insert(node.inputs.begin(), node.inputs.end());
     candidate.became = each.became;
     candidate.pattern = each.pattern;
+    candidate.saved_bytes = each.saved_bytes;
     work.made.merge(each.made);
     work.rewrites.push_back(std::move(each));
   }

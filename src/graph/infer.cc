@@ -199,10 +199,11 @@ constexpr Rule kRules[] = {
      "BatchNormalization InstanceNormalization GroupNormalization LpNormalization Dropout Neg Exp Log Sqrt Abs Sign "
      "Floor "
      "Ceil Round Reciprocal Clip LeakyRelu Elu Selu Celu Softplus Softsign Sin Cos Trilu CumSum RotaryEmbedding "
-     "QuickGelu FastGelu BiasGelu ScatterND ScatterElements ReverseSequence Attention ",
+     "QuickGelu FastGelu BiasGelu ScatterND ScatterElements ReverseSequence Attention "
+     "SoftmaxGrad SoftmaxGrad_13 LogSoftmaxGrad_13 DropoutGrad ",
      same},
     {" Not IsNaN IsInf ", same_but_bool},
-    {" Add Sub Mul Div Pow Mod Max Min PRelu BitwiseAnd BitwiseOr ", elementwise},
+    {" Add Sub Mul Div Pow Mod Max Min Sum PRelu BitwiseAnd BitwiseOr ", elementwise},
     {" And Or Xor Equal Less Greater LessOrEqual GreaterOrEqual ", comparison},
     {" Where ", where},
     {" Cast CastLike ", cast},

@@ -5,6 +5,12 @@
 
 namespace polyhead::graph {
 
+Atoms joined(const Atoms& a, const Atoms& b) {
+  Atoms both = a;
+  both.insert(both.end(), b.begin(), b.end());
+  return both;
+}
+
 Layout::Layout(const Net& net, int value) : net_(&net), value_(value) {
   for (const Size& size : net.shape(value)) {
     dims_.emplace_back();
@@ -73,10 +79,6 @@ bool Layout::regroup(std::span<const Size> wanted) {
 
 namespace {
 
-bool moves_dims(const Net& net, int node) {
-  return net.is(node, "Reshape") || net.is(node, "Flatten") || net.is(node, "Squeeze") || net.is(node, "Unsqueeze");
-}
-
 // perm of a Transpose, checked.
 std::optional<std::vector<size_t>> perm_of(const Net& net, int node, size_t rank) {
   std::vector<size_t> perm(rank);
@@ -94,6 +96,10 @@ std::optional<std::vector<size_t>> perm_of(const Net& net, int node, size_t rank
 
 }  // namespace
 
+bool Layout::moves(const Net& net, int node) {
+  return net.is(node, "Reshape") || net.is(node, "Flatten") || net.is(node, "Squeeze") || net.is(node, "Unsqueeze");
+}
+
 bool Layout::up() {
   const int node = net_->producer(value_);
   if (node == kNone) return false;
@@ -104,7 +110,7 @@ bool Layout::up() {
     std::vector<Atoms> before(dims_.size());
     for (size_t i = 0; i < dims_.size(); ++i) before[(*perm)[i]] = dims_[i];
     dims_ = std::move(before);
-  } else if (moves_dims(*net_, node)) {
+  } else if (moves(*net_, node)) {
     if (net_->rank(input) < 0 || !regroup(net_->shape(input))) return false;
   } else if (!net_->is(node, "Identity")) {
     return false;
@@ -122,13 +128,57 @@ bool Layout::down(int node) {
     std::vector<Atoms> after;
     for (size_t from : *perm) after.push_back(dims_[from]);
     dims_ = std::move(after);
-  } else if (moves_dims(*net_, node)) {
+  } else if (moves(*net_, node)) {
     if (net_->rank(output) < 0 || !regroup(net_->shape(output))) return false;
   } else if (!net_->is(node, "Identity")) {
     return false;
   }
   value_ = output;
   return true;
+}
+
+namespace {
+
+// x of x * number or x / number, and the number it is multiplied by.
+std::optional<std::pair<int, double>> multiplied(const Net& net, int node) {
+  const bool is_div = net.is(node, "Div");
+  if (!is_div && !net.is(node, "Mul")) return std::nullopt;
+  for (size_t side : {size_t{0}, size_t{1}}) {
+    const int x = net.input(node, side);
+    const auto number = net.number(net.input(node, 1 - side));
+    if (!number || (is_div && side == 1) || net.rank(x) < 0 || net.rank(x) != net.rank(net.output(node, 0))) continue;
+    const auto a = net.shape(x), b = net.shape(net.output(node, 0));
+    const double factor = is_div ? 1 / *number : *number;
+    if (std::equal(a.begin(), a.end(), b.begin()) && std::isfinite(factor)) return std::pair(x, factor);
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::optional<double> Layout::up_number() {
+  const auto found = multiplied(*net_, net_->producer(value_));
+  if (!found) return std::nullopt;
+  value_ = found->first;
+  return found->second;
+}
+
+std::optional<double> Layout::down_number(int node) {
+  const auto found = multiplied(*net_, node);
+  if (!found || found->first != value_) return std::nullopt;
+  value_ = net_->output(node, 0);
+  return found->second;
+}
+
+std::optional<Atoms> Layout::down_sum(int node) {
+  const auto axes = net_->is(node, "ReduceSum") && net_->input(node, 0) == value_ ? axes_of(*net_, node) : std::nullopt;
+  const auto axis = axes && axes->size() == 1 ? axis_of(axes->front(), dims_.size()) : std::nullopt;
+  if (!axis) return std::nullopt;
+  const Atoms summed = dims_[*axis];
+  dims_[*axis].clear();
+  if (integer_of(net_->node(node), "keepdims", 1) == 0) dims_.erase(dims_.begin() + static_cast<std::ptrdiff_t>(*axis));
+  value_ = net_->output(node, 0);
+  return summed;
 }
 
 int Layout::up_repeat() {
@@ -151,12 +201,6 @@ int Layout::up_repeat() {
 }
 
 namespace {
-
-Atoms joined(const Atoms& a, const Atoms& b) {
-  Atoms both = a;
-  both.insert(both.end(), b.begin(), b.end());
-  return both;
-}
 
 // Follows one operand up and writes down each form that it meets.
 class FormFinder {
@@ -181,7 +225,10 @@ class FormFinder {
  private:
   bool step() {
     if (layout_.up()) return true;
-    if (pass_number()) return true;
+    if (const auto number = layout_.up_number()) {
+      scale_ *= *number;
+      return true;
+    }
     const Layout before = layout_;
     const int repeat = layout_.up_repeat();
     Atoms& heads = layout_.watched[merged_ ? 0 : 1];
@@ -194,39 +241,16 @@ class FormFinder {
     return true;
   }
 
-  // x of x * number or x / number.
-  bool pass_number() {
-    const int node = net_.producer(layout_.value());
-    const bool is_div = net_.is(node, "Div");
-    if (!is_div && !net_.is(node, "Mul")) return false;
-    for (size_t side : {size_t{0}, size_t{1}}) {
-      const int x = net_.input(node, side);
-      const auto number = net_.number(net_.input(node, 1 - side));
-      if (!number || (is_div && side == 1) || net_.rank(x) != net_.rank(layout_.value())) continue;
-      const auto a = net_.shape(x), b = net_.shape(layout_.value());
-      const double scale = is_div ? scale_ / *number : scale_ * *number;
-      if (!std::equal(a.begin(), a.end(), b.begin()) || !std::isfinite(scale)) continue;
-      scale_ = scale;
-      layout_.replace(x);
-      return true;
-    }
-    return false;
-  }
-
   void note() {
     const std::vector<Atoms>& dims = layout_.dims();
     const std::vector<Atoms>& wanted = layout_.watched;
     const Atoms &sequence = wanted[merged_ ? 1 : 2], &dim = wanted[merged_ ? 2 : 3];
     const Atoms lead = merged_ ? wanted[0] : joined(wanted[0], wanted[1]);
     Form form = {false, layout_.value(), {0, 1, 2, 3}, scale_, repeats_, {}, {}};
-    if (merged_ && dims.size() == 4 && dims[2] == sequence && dims[3] == dim && joined(dims[0], dims[1]) == lead) {
-      form.batch = layout_.size(dims[0]);
-      form.heads = layout_.size(dims[1]);
-      forms_.push_back(form);
-    }
-    if (!merged_ && dims.size() == 4 && is_permutation(dims, wanted, form.order)) {
-      form.batch = layout_.size(wanted[0]);
-      form.heads = layout_.size(wanted[1]);
+    if (dims.size() == 4 &&
+        (merged_ ? is_cut_permutation(dims, wanted, form.order) : is_permutation(dims, wanted, form.order))) {
+      form.batch = layout_.size(dims[form.order[0]]);
+      form.heads = layout_.size(dims[form.order[1]]);
       forms_.push_back(form);
     }
     if (dims.size() != 3 || dims[1] != sequence || dims[2].size() < dim.size()) return;
@@ -253,6 +277,18 @@ class FormFinder {
     return true;
   }
 
+  // The same, where wanted[0] is cut into batch and heads.
+  static bool is_cut_permutation(const std::vector<Atoms>& dims, const std::vector<Atoms>& wanted,
+                                 std::vector<size_t>& order) {
+    order = {0, 1, 2, 3};  // first, for dims of size 1 are all alike
+    do {
+      if (joined(dims[order[0]], dims[order[1]]) == wanted[0] && dims[order[2]] == wanted[1] &&
+          dims[order[3]] == wanted[2])
+        return true;
+    } while (std::next_permutation(order.begin(), order.end()));
+    return false;
+  }
+
   const Net& net_;
   Layout layout_;
   bool merged_ = false;  // batch and heads are one dim
@@ -264,5 +300,50 @@ class FormFinder {
 }  // namespace
 
 std::vector<Form> forms_of(const Net& net, const Operand& operand) { return FormFinder(net, operand).find(); }
+
+namespace {
+
+// An operand as far up as it goes: places among the atoms of what stands there, major first.
+struct View {
+  explicit View(const Net& net, const Operand& operand) {
+    Layout layout(net, operand.value);
+    layout.watched.resize(3);
+    for (size_t i = 0; i < operand.rank(); ++i) {
+      const size_t part = i + 2 < operand.rank() ? 0 : i + 3 - operand.rank();
+      layout.watched[part] = joined(layout.watched[part], layout.dims()[operand.order[i]]);
+    }
+    while (true) {
+      if (layout.up()) continue;
+      const auto number = layout.up_number();
+      if (!number) break;
+      factor *= *number;
+    }
+    value = layout.value();
+    Atoms all;
+    for (const Atoms& dim : layout.dims()) all = joined(all, dim);
+    for (int atom : all) sizes.push_back(layout.atom(atom));
+    for (const Atoms& part : layout.watched) {
+      places.emplace_back();
+      for (int atom : part) places.back().push_back(std::find(all.begin(), all.end(), atom) - all.begin());
+    }
+  }
+
+  int value = kNone;
+  double factor = 1;
+  Sizes sizes;
+  std::vector<std::vector<std::ptrdiff_t>> places;  // of lead dims, sequence and dim
+};
+
+}  // namespace
+
+std::optional<double> same_numbers(const Net& net, const Operand& a, const Operand& b) {
+  const auto is_stack = [&](const Operand& each) {
+    return each.rank() >= 2 && static_cast<int>(each.rank()) == net.rank(each.value);
+  };
+  if (!is_stack(a) || !is_stack(b)) return std::nullopt;
+  const View left(net, a), right(net, b);
+  if (left.value != right.value || left.sizes != right.sizes || left.places != right.places) return std::nullopt;
+  return left.factor / right.factor;
+}
 
 }  // namespace polyhead::graph

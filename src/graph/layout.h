@@ -14,6 +14,8 @@ namespace polyhead::graph {
 
 using Atoms = std::vector<int>;  // of one dim, major first; a dim of size 1 has none
 
+Atoms joined(const Atoms& a, const Atoms& b);
+
 // Dims that are made of atoms.
 class Layout {
  public:
@@ -28,8 +30,13 @@ class Layout {
   // changed, where the node does more than to move elements.
   bool up();
   bool down(int node);
-  // Past a node that does something else to elements, in their places.
-  void replace(int value) { value_ = value; }
+  // Whether it lets elements lie where they are, in other dims.
+  static bool moves(const Net& net, int node);
+  // The same past a node that multiplies or divides every element by a number: what it multiplies by.
+  std::optional<double> up_number();
+  std::optional<double> down_number(int node);
+  // To the sum over one dim, whose atoms are told.
+  std::optional<Atoms> down_sum(int node);
   // Past an Expand: the dim's last atoms repeat what is in the input. The atom, or kNone.
   int up_repeat();
 
@@ -62,5 +69,8 @@ struct Form {
 // All forms of an operand [batch, heads, sequence, dim] or [batch * heads, sequence, dim]; the first is itself, the last
 // the one that stands furthest above.
 std::vector<Form> forms_of(const Net& net, const Operand& operand);
+
+// a / b, if these two, both [lead..., sequence, dim], are one tensor times numbers; the lead dims may be merged.
+std::optional<double> same_numbers(const Net& net, const Operand& a, const Operand& b);
 
 }  // namespace polyhead::graph

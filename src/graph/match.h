@@ -16,7 +16,8 @@ struct Anchor {
   int input = kNone, output = kNone;
   std::vector<int> nodes;
   std::string words;
-  std::string reason;  // why it is none over the last dim
+  std::string reason;        // why it is none over the last dim
+  int exponentials = kNone;  // that are divided by their sums
 };
 
 std::optional<Anchor> anchor_at(const Net& net, int node);
@@ -49,15 +50,35 @@ struct Returned {
   Mode mode = kWeights;
 };
 
+// What the backward computes of one operand, or of what amounts to it.
+struct Gradient {
+  int value = kNone;
+  std::vector<size_t> order = {};  // dim i of the value is dim order[i] of [lead..., sequence, dim]
+  double factor = 1;               // the value by the gradient
+};
+
+// The nodes behind a forward that make gradients of its operands.
+struct Backward {
+  std::vector<int> nodes = {};
+  Operand grad_out = {};  // [lead..., rows, dim]
+  Gradient query = {}, key = {}, value = {};
+  int bias = kNone;         // the gradient of the one mask that is added
+  int64_t saved_bytes = 0;  // of what the forward keeps for it, where sizes are numbers
+  std::string reason = {};  // why it is none of this forward
+};
+
 struct Match {
   std::vector<int> nodes;  // that the operator replaces
   Product scores, result;
   double scale = 1, softcap = 0, out_factor = 1;
   std::vector<MaskTerm> terms;
-  int softmax_input = kNone, weights = kNone, out = kNone;
+  double dropout_p = 0;  // of the weights, in training
+  int dropout = kNone;   // the node
+  int softmax_input = kNone, softmax_output = kNone, exponentials = kNone, weights = kNone, out = kNone;
   int guarding_mask = kNone;  // rows of which this is -inf give 0
   std::vector<Score> passed;  // from the softmax upwards
   Returned returned;
+  std::optional<Backward> backward;
   std::vector<std::string> words;
   std::string reason;        // why it is none
   bool is_attention = true;  // reason is about something that looks like attention
@@ -66,9 +87,10 @@ struct Match {
 // From the softmax up to the product of queries and keys.
 void climb_scores(const Net& net, const Anchor& anchor, Match& match);
 
-// From the softmax down to the product with the values.
-void follow_weights(const Net& net, const Anchor& anchor, Match& match);
+// The backward of what is matched so far; nothing where there is none. Where it is no gradient of this, with a reason.
+std::optional<Backward> find_backward(const Net& net, const Match& match);
 
-Match match_attention(const Net& net, const Anchor& anchor);
+// With `in_training` a backward is looked for, and belongs to it.
+Match match_attention(const Net& net, const Anchor& anchor, bool in_training);
 
 }  // namespace polyhead::graph

@@ -134,11 +134,13 @@ std::optional<Product> scores_product(const Net& net, int node, std::string& rea
   return product;
 }
 
-std::optional<Product> weights_product(const Net& net, int node, int weights, std::string& reason) {
+std::optional<Product> weights_product(const Net& net, int node, int weights, std::string& reason, bool sums_rows) {
   const auto labels = labels_of(net, node, reason);
   if (!labels) return std::nullopt;
   const bool swapped = net.input(node, 0) != weights;
-  const std::string &mine = swapped ? labels->right : labels->left, &other = swapped ? labels->left : labels->right;
+  std::string mine = swapped ? labels->right : labels->left;
+  const std::string& other = swapped ? labels->left : labels->right;
+  if (sums_rows && mine.size() >= 2) std::swap(mine[mine.size() - 2], mine.back());
   if (mine.size() < 2 || has(labels->out, mine.back()) || !has(other, mine.back())) {
     reason = sentence("the product ", words_of(net, node), " does not sum over the keys, the last dim of the weights");
     return std::nullopt;

@@ -32,8 +32,10 @@ bool rounds(const Net& net, int node);
 // The scores of queries and keys: the result's last two dims are rows and columns. `reason` where it is something else.
 std::optional<Product> scores_product(const Net& net, int node, std::string& reason);
 
-// The weights, a value [lead..., rows, inner], times values; here `right` is [lead..., inner, columns].
-std::optional<Product> weights_product(const Net& net, int node, int weights, std::string& reason);
+// The weights, a value [lead..., rows, inner], times values; here `right` is [lead..., inner, columns]. With `sums_rows`
+// they are [lead..., inner, rows].
+std::optional<Product> weights_product(const Net& net, int node, int weights, std::string& reason,
+                                       bool sums_rows = false);
 
 // "name" (MatMul)
 std::string words_of(const Net& net, int node);

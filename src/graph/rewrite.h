@@ -23,6 +23,7 @@ struct Rewrite {
   std::string reason;  // why there is none
   std::string became, pattern;
   Made made;  // by these nodes and constants
+  int64_t saved_bytes = 0;
 };
 
 // Names that nobody has yet.

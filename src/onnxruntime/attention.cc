@@ -3,12 +3,16 @@
 
 #include "core/sentence.h"
 #include "node.h"
+#include "operators.h"
 
 namespace polyhead::onnxruntime {
 namespace {
 
 constexpr size_t kQuery = 0, kKey = 1, kValue = 2, kMask = 3, kPastKey = 4, kPastValue = 5, kLengths = 6;
 constexpr size_t kOut = 0, kPresentKey = 1, kPresentValue = 2, kWeights = 3;
+// Of the gradients, behind query, key and value.
+constexpr size_t kGivenOut = 3, kGivenLogsumexp = 4, kGradOut = 5, kGivenMask = 6, kGivenDropout = 7;
+constexpr int kGradMask = 3;
 
 struct Operands {
   Tensor query, key, value;  // [batch, sequence, heads, dim]
@@ -85,6 +89,47 @@ Status make_weights(Call& call, const AttentionDesc& desc, int64_t total, Tensor
   return status;
 }
 
+// The seed and offset of dropout's mask, told to the backward.
+Status draw(Call& call, uint64_t seed, uint32_t offset, ForwardArgs& args) {
+  args.dropout_seed = seed;
+  args.dropout_offset = offset;
+  Tensor drawn;
+  drawn.dtype = DType::kInt64;
+  const Status status = call.output(kDropout, {2}, drawn);
+  if (!status.ok() || !drawn.given()) return status;
+  static_cast<int64_t*>(drawn.data)[0] = static_cast<int64_t>(seed);
+  static_cast<int64_t*>(drawn.data)[1] = offset;
+  return {};
+}
+
+// A gradient in the dims of its operand [B, S, H, D], which came flat or as [B, H, S, D].
+Status make_gradient(Call& call, size_t index, const Tensor& like, bool flat, Tensor& gradient) {
+  gradient.dtype = like.dtype;
+  const int64_t *dims = like.dims, heads = dims[2];
+  if (flat) {
+    const Status status = call.output(index, {dims[0], dims[1], heads * dims[3]}, gradient);
+    if (status.ok() && gradient.given()) gradient = split_last(gradient, heads);
+    return status;
+  }
+  const Status status = call.output(index, {dims[0], heads, dims[1], dims[3]}, gradient);
+  if (status.ok() && gradient.given()) gradient = permuted(gradient, {0, 2, 1, 3});
+  return status;
+}
+
+// In the dims of the mask that came.
+Status make_mask_gradient(Call& call, const Tensor& mask, Tensor& gradient) {
+  if (!call.wants(kGradMask)) return {};
+  if (!mask.given() || mask.dtype == DType::kBool || (mask.ndim != 2 && mask.ndim != 4)) {
+    return invalid("a gradient of attn_mask is asked for, which is none of floats with 2 or 4 dims");
+  }
+  gradient.dtype = mask.dtype;
+  const int64_t* dims = mask.dims;
+  const Status status = mask.ndim == 2 ? call.output(kGradMask, {dims[0], dims[1]}, gradient)
+                                       : call.output(kGradMask, {dims[0], dims[1], dims[2], dims[3]}, gradient);
+  if (status.ok()) gradient = with_leading_ones(gradient, 4);
+  return status;
+}
+
 }  // namespace
 
 Status Node::run_attention(Call& call, Plans& plans) const {
@@ -129,6 +174,10 @@ Status Node::run_attention(Call& call, Plans& plans) const {
   args.query = o.query;
   args.key = key;
   args.value = value;
+  args.logsumexp.dtype = desc.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  status = call.output(kLogsumexp, {desc.batch, desc.num_heads, desc.seqlen_q}, args.logsumexp);
+  if (status.ok() && dropout_p_ > 0) status = draw(call, seed_, plans.next_draw(), args);
+  if (!status.ok()) return status;
   if (scores_) {
     Tensor scores;
     scores.dtype = desc.dtype;
@@ -142,6 +191,36 @@ Status Node::run_attention(Call& call, Plans& plans) const {
   if (!status.ok()) return status;
   args.out = permuted(args.out, {0, 2, 1, 3});
   return plans.forward(call, desc, args);
+}
+
+Status Node::run_attention_grad(Call& call, Plans& plans) const {
+  Operands o;
+  Tensor mask, dropout;
+  BackwardArgs args;
+  Status status = read(call, num_heads_, num_heads_kv_, o);
+  if (status.ok()) status = heads_apart(call, kGivenOut, "Y", num_heads_, args.forward.out);
+  if (status.ok()) status = heads_apart(call, kGradOut, "dY", num_heads_, args.grad_out);
+  if (status.ok()) status = call.input(kGivenLogsumexp, args.forward.logsumexp);
+  if (status.ok()) status = call.input(kGivenMask, mask);
+  if (status.ok()) status = call.input(kGivenDropout, dropout);
+  if (!status.ok()) return status;
+  AttentionDesc desc = desc_of(o.query, o.key, o.value);
+  if (mask.given()) status = add_mask("attn_mask", mask, desc, args.forward);
+  if (dropout_p_ > 0) {
+    if (dropout.dtype != DType::kInt64 || dropout.num_elements() != 2) {
+      return invalid(sentence("dropout is ", words_of(dropout), ", must be int64 [2]"));
+    }
+    args.forward.dropout_seed = static_cast<uint64_t>(static_cast<const int64_t*>(dropout.data)[0]);
+    args.forward.dropout_offset = static_cast<uint32_t>(static_cast<const int64_t*>(dropout.data)[1]);
+  }
+  args.forward.query = o.query;
+  args.forward.key = o.key;
+  args.forward.value = o.value;
+  if (status.ok()) status = make_gradient(call, 0, o.query, o.flat, args.grad_query);
+  if (status.ok()) status = make_gradient(call, 1, o.key, o.flat, args.grad_key);
+  if (status.ok()) status = make_gradient(call, 2, o.value, o.flat, args.grad_value);
+  if (status.ok()) status = make_mask_gradient(call, mask, args.grad_attn_bias);
+  return status.ok() ? plans.backward(call, desc, args) : status;
 }
 
 }  // namespace polyhead::onnxruntime

@@ -236,6 +236,15 @@ Status Plans::forward(Call& call, const AttentionDesc& desc, ForwardArgs& args) 
   return (*plan)->forward(args);
 }
 
+Status Plans::backward(Call& call, const AttentionDesc& desc, BackwardArgs& args) {
+  const Result<std::shared_ptr<const Plan>> plan = get(desc);
+  if (!plan.ok()) return plan.status();
+  args.forward.workspace_bytes = (*plan)->backward_workspace_bytes();
+  if (Status status = call.scratch(args.forward.workspace_bytes, args.forward.workspace); !status.ok()) return status;
+  args.forward.where.executor = &call.executor();
+  return (*plan)->backward(args);
+}
+
 Tensor permuted(const Tensor& tensor, std::initializer_list<int> order) {
   Tensor out = tensor;
   int i = 0;

@@ -1,6 +1,7 @@
 // One run of a node: its tensors, memory and threads, all lent by ONNX Runtime.
 #pragma once
 
+#include <atomic>
 #include <initializer_list>
 #include <memory>
 #include <mutex>
@@ -67,12 +68,17 @@ class Plans {
  public:
   // plan(desc).forward(args) with the call's threads and memory.
   Status forward(Call& call, const AttentionDesc& desc, ForwardArgs& args);
+  Status backward(Call& call, const AttentionDesc& desc, BackwardArgs& args);
+
+  // 0, 1, 2, ... for the node's runs: what they draw differs.
+  uint32_t next_draw() { return draws_.fetch_add(1); }
 
  private:
   Result<std::shared_ptr<const Plan>> get(const AttentionDesc& desc);
 
   std::mutex mutex_;
   std::vector<std::shared_ptr<const Plan>> plans_;  // the last one that was used in front
+  std::atomic<uint32_t> draws_ = 0;
 };
 
 // Views of a tensor.

@@ -77,7 +77,7 @@ class Finder {
       facts.given |= uint32_t{claim.wiring.inputs[i] != nullptr} << i;
     for (size_t i = 0; i < claim.wiring.outputs.size(); ++i)
       facts.wanted |= uint32_t{claim.wiring.outputs[i] != nullptr} << i;
-    if (!claim.wiring.outputs[0]) return "its first output is left out";
+    if (!claim.wiring.outputs[0] && op != Operator::kAttentionGrad) return "its first output is left out";
     const graph::ElementType type = type_of(claim.wiring.inputs[0] ? claim.wiring.inputs[0]->name : "");
     if (!is_float_type(type) || !dtype_of(type, claim.wiring.dtype)) {
       return sentence("its query has element type ", static_cast<int32_t>(type));
@@ -97,7 +97,7 @@ class Finder {
   void claim_groups() {
     graph::Model fused = from_.model;
     // A group reads what its nodes read: of a mask that several layers share, no part.
-    const graph::Report report = graph::fuse(fused, {graph::Target::kPolyhead, graph::UnseenRows::kKeep, false});
+    const graph::Report report = graph::fuse(fused, {graph::Target::kPolyhead, graph::UnseenRows::kKeep, false, false});
     for (const graph::Candidate& each : report.candidates) {
       if (!each.fused && each.is_attention) tell(each.place, each.reason, "");
     }

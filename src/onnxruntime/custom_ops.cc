@@ -172,7 +172,12 @@ OrtStatus* infer_shapes(const abi::CustomOp* op, OrtShapeInferContext* context) 
     if (!status.ok()) return status;
     const auto shapes = output_shapes(names_of(op).op, inputs, InferenceAttributes(context));
     for (size_t i = 0; i < shapes.size(); ++i) {
-      (void)set_shape(context, i, type, shapes[i]).ok();  // fails for outputs that the node does not have
+      const bool is_attention = names_of(op).op == Operator::kAttention;
+      const abi::ElementType told = is_attention && i == kDropout ? abi::ElementType::kInt64
+                                    : is_attention && i == kLogsumexp && type != abi::ElementType::kFloat64
+                                        ? abi::ElementType::kFloat32
+                                        : type;
+      (void)set_shape(context, i, told, shapes[i]).ok();  // fails for outputs that the node does not have
     }
     return {};
   });
@@ -208,7 +213,7 @@ constexpr OurOp op_of(const OperatorNames& names) {
 
 constexpr size_t kNumOps = std::size(kOperators);
 constexpr std::array<OurOp, kNumOps> kOps = {op_of(kOperators[0]), op_of(kOperators[1]), op_of(kOperators[2]),
-                                             op_of(kOperators[3])};
+                                             op_of(kOperators[3]), op_of(kOperators[4])};
 
 // Made once and kept: a session holds on to them.
 Status domain_of(size_t first, OrtCustomOpDomain*& domain) {

@@ -1,5 +1,7 @@
 #include "node.h"
 
+#include <random>
+
 #include "core/sentence.h"
 
 namespace polyhead::onnxruntime {
@@ -46,7 +48,7 @@ Result<Node> Node::make(const NodeFacts& facts, const Attributes& attributes) {
       return refused(sentence(each.name, " is ", value, ", must be ", each.must_be));
     }
   }
-  const bool is_attention = facts.op == Operator::kAttention;
+  const bool is_attention = facts.op == Operator::kAttention || facts.op == Operator::kAttentionGrad;
   Node node;
   node.op_ = facts.op;
   const auto integer = [&](const char* name, int64_t otherwise) {
@@ -55,7 +57,7 @@ Result<Node> Node::make(const NodeFacts& facts, const Attributes& attributes) {
   if (const auto scale = attributes.number("scale"); scale && (is_attention || *scale != 0)) node.scale_ = *scale;
   node.softcap_ = attributes.number("softcap").value_or(0);
   node.num_heads_ = integer(is_attention ? "q_num_heads" : "num_heads", 0);
-  node.num_heads_kv_ = integer(is_attention ? "kv_num_heads" : "kv_num_heads", 0);
+  node.num_heads_kv_ = integer("kv_num_heads", 0);
   if (facts.op == Operator::kMultiHead) node.num_heads_kv_ = node.num_heads_;
   if (!is_attention && node.num_heads_ < 1) return invalid(sentence("num_heads is ", node.num_heads_));
   if (facts.op == Operator::kGroupQuery && node.num_heads_kv_ < 1) {
@@ -63,10 +65,14 @@ Result<Node> Node::make(const NodeFacts& facts, const Attributes& attributes) {
   }
   switch (facts.op) {
     case Operator::kAttention:
+    case Operator::kAttentionGrad:
+      node.dropout_p_ = attributes.number("dropout_p").value_or(0);
+      if (!(node.dropout_p_ >= 0 && node.dropout_p_ < 1)) return invalid(sentence("dropout_p is ", node.dropout_p_));
+      node.seed_ = static_cast<uint64_t>(attributes.integer("seed").value_or(std::random_device()()));
       node.causal_ = integer("is_causal", 0) != 0;
       node.window_left_ = integer("left_window_size", -1);
       node.window_right_ = integer("right_window_size", -1);
-      if (facts.wants(3)) {
+      if (facts.op == Operator::kAttention && facts.wants(3)) {
         const int64_t mode = integer("qk_matmul_output_mode", 0);
         if (mode < 0 || mode > 3) return invalid(sentence("qk_matmul_output_mode is ", mode, ", must be 0 to 3"));
         if (mode == 3) {
@@ -96,6 +102,7 @@ Result<Node> Node::make(const NodeFacts& facts, const Attributes& attributes) {
 Status Node::run(Call& call, Plans& plans) const {
   switch (op_) {
     case Operator::kAttention: return run_attention(call, plans);
+    case Operator::kAttentionGrad: return run_attention_grad(call, plans);
     case Operator::kMultiHead: return run_multi_head(call, plans);
     case Operator::kGroupQuery: return run_group_query(call, plans);
   }
@@ -116,6 +123,7 @@ AttentionDesc Node::desc_of(const Tensor& query, const Tensor& key, const Tensor
   desc.scale = scale_;
   desc.softcap = softcap_;
   desc.causal = causal_;
+  desc.dropout_p = dropout_p_;
   desc.window_left = window_left_;
   desc.window_right = window_right_;
   return desc;

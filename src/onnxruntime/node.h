@@ -12,9 +12,10 @@
 namespace polyhead::onnxruntime {
 
 enum class Operator {
-  kAttention,  // of ONNX, versions 23 to 25, and ours, which is the same in a domain of its own
-  kMultiHead,  // com.microsoft.MultiHeadAttention
-  kGroupQuery  // com.microsoft.GroupQueryAttention
+  kAttention,  // of ONNX, versions 23 to 25, and ours, which in a domain of its own is the same and gives logsumexp too
+  kAttentionGrad,  // its gradients
+  kMultiHead,      // com.microsoft.MultiHeadAttention
+  kGroupQuery      // com.microsoft.GroupQueryAttention
 };
 
 // Attributes by name, wherever they are kept.
@@ -45,6 +46,7 @@ class Node {
 
  private:
   Status run_attention(Call& call, Plans& plans) const;
+  Status run_attention_grad(Call& call, Plans& plans) const;
   Status run_multi_head(Call& call, Plans& plans) const;
   Status run_group_query(Call& call, Plans& plans) const;
   AttentionDesc desc_of(const Tensor& query, const Tensor& key, const Tensor& value) const;
@@ -54,6 +56,8 @@ class Node {
   double softcap_ = 0, mask_filter_value_ = 0;
   bool causal_ = false, returns_weights_ = false, rotary_ = false, rotary_interleaved_ = false, sink_of_zero_ = false;
   std::optional<Scores> scores_;
+  double dropout_p_ = 0;
+  uint64_t seed_ = 0;
   int64_t window_left_ = -1, window_right_ = -1;
   int64_t num_heads_ = 0, num_heads_kv_ = 0;  // 0: told by dims
 };

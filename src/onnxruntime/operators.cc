@@ -43,6 +43,15 @@ void attention(const Shapes& inputs, const Attributes& attributes, std::vector<S
   outputs[1] = Shape{(*key)[0], (*key)[1], keys, (*key)[3]};
   outputs[2] = Shape{(*value)[0], (*value)[1], keys, dim};
   outputs[3] = Shape{(*query)[0], (*query)[1], (*query)[2], keys};
+  outputs[kLogsumexp] = Shape{(*query)[0], (*query)[1], (*query)[2]};
+}
+
+void attention_grad(const Shapes& inputs, std::vector<Shape>& outputs) {
+  constexpr size_t kMask = 6;
+  for (size_t i = 0; i < 3; ++i) {
+    if (i < inputs.size() && inputs[i]) outputs[i] = *inputs[i];
+  }
+  if (kMask < inputs.size() && inputs[kMask]) outputs[3] = *inputs[kMask];
 }
 
 void multi_head(const Shapes& inputs, const Attributes& attributes, std::vector<Shape>& outputs) {
@@ -79,10 +88,12 @@ void group_query(const Shapes& inputs, const Attributes& attributes, std::vector
 
 std::vector<Shape> output_shapes(Operator op, const Shapes& inputs, const Attributes& attributes) {
   // What is known without shapes: heads that are told are those of 3-D operands.
-  const bool flat = op != Operator::kAttention || attributes.integer("q_num_heads").value_or(0) > 0;
-  std::vector<Shape> outputs = {Shape(flat ? 3 : 4), Shape(4), Shape(4), Shape(4)};
+  const bool is_attention = op == Operator::kAttention || op == Operator::kAttentionGrad;
+  const bool flat = !is_attention || attributes.integer("q_num_heads").value_or(0) > 0;
+  std::vector<Shape> outputs = {Shape(flat ? 3 : 4), Shape(4), Shape(4), Shape(4), Shape(3), Shape{{2}}};
   switch (op) {
     case Operator::kAttention: attention(inputs, attributes, outputs); break;
+    case Operator::kAttentionGrad: attention_grad(inputs, outputs); break;
     case Operator::kMultiHead: multi_head(inputs, attributes, outputs); break;
     case Operator::kGroupQuery: group_query(inputs, attributes, outputs); break;
   }

@@ -256,7 +256,7 @@ NEAR_MISSES = {
     "weights_on_the_right": ("s = MatMul(q, kt) w = Softmax<axis = -1>(s) out = MatMul(vt, w)", "does not sum over the keys"),
     "negative_scale": (f"m = MatMul(q, kt) s = Neg(m) {TAIL}", '"s" (Neg) between the products is not understood'),
     "scale_below_zero": (f"f = Constant<value = float {{-1.0}}>() m = MatMul(q, kt) s = Mul(m, f) {TAIL}", "the scale is -1"),
-    "training_dropout": ("t = Constant<value = bool {1}>() r = Constant<value = float {0.5}>() s = MatMul(q, kt) z = Softmax<axis = -1>(s) w = Dropout(z, r, t) out = MatMul(w, v)", "no product with values"),
+    "training_dropout": ("t = Constant<value = bool {1}>() r = Constant<value = float {0.5}>() s = MatMul(q, kt) z = Softmax<axis = -1>(s) w = Dropout(z, r, t) out = MatMul(w, v)", '"w" (Dropout) drops weights at random, and no backward'),
     "class_softmax": ("s = MatMul(q, kt) out = Softmax<axis = -1>(s)", "no product with values follows"),
     "additive": ("a = Tanh(q) s = Add(a, q) w = Softmax<axis = -1>(s) out = MatMul(w, kt)", "no product of queries and keys"),
     "weights_change": ("s = MatMul(q, kt) z = Softmax<axis = -1>(s) w = Relu(z) out = MatMul(w, v)", "no product with values"),

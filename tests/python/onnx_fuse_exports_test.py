@@ -14,6 +14,7 @@ if torch is None:
     pytest.skip("torch is not installed: nothing is exported", allow_module_level=True)
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: it judges the numbers")
 import polyhead.onnx  # noqa: E402
+import polyhead.torch  # noqa: E402
 
 F = torch.nn.functional
 E, H, D, B, S = 32, 4, 8, 2, 7
@@ -157,3 +158,111 @@ def test_transformers(name, tmp_path):
     mask[1, 5:] = 0
     export(model, (tokens, mask), exporter, tmp_path / "model.onnx")
     assert_fused(tmp_path / "model.onnx", {"x": tokens.numpy(), "mask": mask.numpy()}, 2)
+
+
+class Decoder(torch.nn.Module):
+    """Hand-written layers, of which one learns a bias of its scores, and one drops weights."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.first, self.second = Attention(), Attention(groups=2)
+        self.table = torch.nn.Parameter(torch.zeros(H, S, S))
+        self.norm, self.out = torch.nn.LayerNorm(E), torch.nn.Linear(E, E)
+        self.first.attend, self.second.attend = self.biased, self.grouped
+        self.dropout = dropout
+
+    def biased(self, q, k, v, mask):
+        weights = (q @ k.transpose(-1, -2) / math.sqrt(D) + self.table).softmax(-1)
+        return F.dropout(weights, self.dropout, self.training) @ v
+
+    def grouped(self, q, k, v, mask):
+        k, v = (y.repeat_interleave(H // 2, dim=1) for y in (k, v))
+        scores = (q * D**-0.5) @ k.transpose(-1, -2)
+        hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
+        return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+    def forward(self, x):
+        x = x + self.first(x, None)
+        return self.out(torch.tanh(x + self.second(self.norm(x), None)))
+
+
+def exported_step(dropout=0.0, **options):
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed: torch exports with it")
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    model = Decoder(dropout)
+    x, y = torch.randn(B, S, E), torch.randn(B, S, E)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exported = polyhead.torch.export_training(model, (x,), (y,), F.mse_loss, **options)
+    parameters = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+    return model, exported, {"input_0": x.numpy(), "target_0": y.numpy()}, parameters
+
+
+def descend(run, exported, data, parameters, steps):
+    """Losses, and the gradients of the last step, of gradient descent in place."""
+    losses = []
+    for _ in range(steps):
+        results = dict(zip([output.name for output in exported.graph.output], run(data | parameters), strict=True))
+        losses.append(results.pop("loss"))
+        for name, gradient in results.items():
+            parameters[name.removeprefix("grad.")] -= 0.3 * gradient
+    return np.array(losses), results
+
+
+def test_training_step():
+    """50 steps of two layers, fused and not, in ONNX Runtime and in our reference runner; the first step is torch's own."""
+    model, exported, data, parameters = exported_step()
+    fusion = polyhead.onnx.fuse(exported, target="polyhead")
+    assert fusion.num_fused == 2, str(fusion)
+    assert fusion.saved_bytes == 2 * (B * H * S * S - B * H * S) * 4
+    assert not {"Softmax", "ReduceMax"} & {node.op_type for node in fusion.model.graph.node}
+    bytes_of = [each.SerializeToString() for each in (exported, fusion.model)]
+    plain = onnxruntime.InferenceSession(bytes_of[0], providers=["CPUExecutionProvider"])
+    session = polyhead.onnx.session(bytes_of[1])
+    reference = polyhead.onnx.prepare(fusion.model)
+    copy = lambda: {name: each.copy() for name, each in parameters.items()}  # noqa: E731
+    expected, gradients = descend(lambda x: plain.run(None, x), exported, data, copy(), 50)
+    for run, steps in ((lambda x: session.run(None, x), 50), (reference.run, 50)):
+        losses, got = descend(run, exported, data, copy(), steps)
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        for name, gradient in gradients.items():
+            np.testing.assert_allclose(got[name], gradient, atol=1e-5, err_msg=name)
+    assert expected[-1] < 0.8 * expected[0]
+    loss = F.mse_loss(model(torch.from_numpy(data["input_0"])), torch.from_numpy(data["target_0"]))
+    loss.backward()
+    np.testing.assert_allclose(loss.item(), expected[0], rtol=1e-5)
+    first = descend(lambda x: session.run(None, x), exported, data, copy(), 1)[1]
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(first[f"grad.{name}"], parameter.grad, atol=1e-6, err_msg=name)
+
+
+def test_training_step_with_dropout():
+    """The backward drops the weights that its forward drops, others in each run; as many as it should."""
+    _, exported, data, parameters = exported_step(dropout=0.25)
+    fusion = polyhead.onnx.fuse(exported, target="polyhead")
+    assert fusion.num_fused == 2 and "dropout" in fusion.candidates[0].pattern, str(fusion)
+    (forward,) = [node for node in fusion.model.graph.node if len(node.output) == 6]
+    for name in (*forward.input, forward.output[0], forward.output[5]):  # outputs, for whoever is curious
+        kind = onnx.TensorProto.INT64 if name == forward.output[5] else onnx.TensorProto.FLOAT
+        if name not in parameters:
+            fusion.model.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
+    shown = onnx.shape_inference.infer_shapes(fusion.model)
+    session = polyhead.onnx.session(shown.SerializeToString())
+    seen = set()
+    for _ in range(3):
+        results = dict(zip([output.name for output in shown.graph.output], session.run(None, data | parameters), strict=True))
+        state = results[forward.output[5]]
+        seen.add(tuple(state))
+        q, k, v = (results[name].transpose(0, 2, 1, 3) for name in forward.input[:3])
+        expected = polyhead.attention(q, k, v, attn_bias=parameters["table"], dropout_p=0.25, dropout_seed=int(state[0]), dropout_offset=int(state[1]))
+        np.testing.assert_allclose(results[forward.output[0]].transpose(0, 2, 1, 3), expected, atol=1e-5)
+    assert len(seen) == 3
+
+
+def test_training_step_is_refused():
+    x = torch.randn(2, 4)
+    with pytest.raises(polyhead.Error, match="opset is 23, must be 18 to 22"):
+        polyhead.torch.export_training(torch.nn.Linear(4, 4), (x,), (x,), F.mse_loss, opset=23)
+    with pytest.raises(polyhead.Error, match="no parameter that needs a gradient"):
+        polyhead.torch.export_training(torch.nn.Tanh(), (x,), (x,), F.mse_loss)

@@ -1,6 +1,8 @@
 """ONNX's own node cases for Attention (opsets 23, 24 and 25) through polyhead.onnx; models and nodes run by it."""
 
 import re
+import subprocess
+import sys
 import unittest
 import warnings
 
@@ -81,3 +83,19 @@ def test_what_cannot_run_is_said():
     with pytest.raises(onnx.checker.ValidationError):
         polyhead.onnx.prepare(model)
     assert polyhead.onnx.supports_device("CPU") and not polyhead.onnx.supports_device("CUDA")
+
+
+def test_sessions_need_no_onnx():
+    """Without the package onnx the module is there, and says what the rest of it needs."""
+    program = """
+import sys
+sys.modules["onnx"] = None
+import polyhead.onnx
+assert callable(polyhead.onnx.session) and callable(polyhead.onnx.library_path)
+try:
+    polyhead.onnx.fuse
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "polyhead.onnx.fuse needs the package onnx: pip install onnx\n"

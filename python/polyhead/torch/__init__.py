@@ -17,6 +17,7 @@ from polyhead.torch import attn_bias
 from polyhead.torch._attention import attention, attention_backward, merge
 from polyhead.torch._convert import Swap, Swaps, convert, revert
 from polyhead.torch._encoder_layer import TransformerEncoderLayer
+from polyhead.torch._export_training import export_training
 from polyhead.torch._flash_attn import (
     flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func,
@@ -49,7 +50,8 @@ def __getattr__(name):
 __all__ = [
     "FusedMultiHeadAttention", "MultiheadAttention", "Record", "Report", "Rope", "Swap", "Swaps",
     "TransformerEncoderLayer", "attention",
-    "attention_backward", "attn_bias", "convert", "disable", "enable", "enabled", "flash_attn_func",
+    "attention_backward", "attn_bias", "convert", "disable", "enable", "enabled", "export_training",
+    "flash_attn_func",
     "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "flex_attention",
     "implementation",
