@@ -4,14 +4,12 @@
 // V_j while K_j is. Of a lane's fragments (mma.cuh) elements 0 and 1 belong to row g, 2 and 3 to row g + 8.
 #include <cmath>
 
-#include "cuda/key_range.cuh"
+#include "cuda/band.cuh"
+#include "cuda/lane_rows.cuh"
 #include "cuda/tile.cuh"
 
 namespace polyhead::cuda {
 namespace {
-
-constexpr float kLog2E = 1.44269504f;
-constexpr unsigned kAllLanes = 0xffffffff;
 
 template <int kD>
 struct Memory {
@@ -26,29 +24,20 @@ struct Scores {
 
 // Of a lane's two rows.
 struct Row {
-  int64_t first, last;  // of the keys that it sees
+  Range keys;           // that it sees
   float m = -INFINITY;  // the largest score so far
   float l = 0;          // sum of exp(S - m), this lane's part
   float l_rounded = 0;  // the same of the weights as they multiply V
 };
 
-__device__ float max_of_row(float x) {  // the four lanes that share a row
-  x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
-  return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
-}
-__device__ float sum_of_row(float x) {
-  x += __shfl_xor_sync(kAllLanes, x, 1);
-  return x + __shfl_xor_sync(kAllLanes, x, 2);
-}
-
 template <class T, int kD>
 class Forward {
  public:
-  __device__ Forward(const ForwardProblem& problem, Memory<kD>& memory) : p(problem), shared(memory) {
+  __device__ Forward(const Problem& problem, Memory<kD>& memory) : p(problem), shared(memory) {
     // The last query tiles first: under a causal mask they are the longest.
-    const int64_t heads = p.batch * p.heads, tiles = (p.seqlen_q + kQueryRows - 1) / kQueryRows;
+    const int64_t heads = p.batch * p.heads, tiles = (p.seqlen_q + kBlockRows - 1) / kBlockRows;
     const int64_t index = blockIdx.x;
-    query = (tiles - 1 - index / heads) * kQueryRows;
+    query = (tiles - 1 - index / heads) * kBlockRows;
     b = index % heads / p.heads;
     h = index % p.heads;
     lane = static_cast<int>(threadIdx.x) % 32;
@@ -57,12 +46,13 @@ class Forward {
 
   __device__ void run() {
     const Band band(p, b);
-    const int64_t end_q = query + kQueryRows < band.queries ? query + kQueryRows : band.queries;
-    for (int r = 0; r < 2; ++r) rows[r].first = band.first(row_index(r)), rows[r].last = band.last(row_index(r));
+    const int64_t end_q = query + kBlockRows < band.queries ? query + kBlockRows : band.queries;
+    for (int r = 0; r < 2; ++r) rows[r].keys = band.keys_of(row_index(r));
     if (threadIdx.x == 0) shared.not_finite = 0;
     // Keys that some query of the tile sees, and those that all see.
-    const int64_t begin = band.first(query) / kTileRows * kTileRows, end = query < end_q ? band.last(end_q - 1) : 0;
-    const int64_t all_begin = band.first(end_q - 1), all_end = band.last(query);
+    const Range of_first = band.keys_of(query), of_last = band.keys_of(end_q - 1);
+    const int64_t begin = of_first.first / kTileRows * kTileRows, end = query < end_q ? of_last.last : 0;
+    const int64_t all_begin = of_last.first, all_end = of_first.last;
     if (begin < end) {
       load_tile(shared.Q, p.query, b, h, query, end_q, p.head_dim);
       load_tile(shared.K, p.key, b, h_kv(), begin, band.keys, p.head_dim);
@@ -125,7 +115,7 @@ class Forward {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int64_t key = j + n * 8 + lane % 4 * 2 + e % 2;
-        if (key < rows[e / 2].first || key >= rows[e / 2].last) S.x[n][e] = -INFINITY;
+        if (!rows[e / 2].keys.holds(key)) S.x[n][e] = -INFINITY;
       }
     }
   }
@@ -208,8 +198,7 @@ class Forward {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int column = n * 8 + lane % 4 * 2 + e % 2;
-          const Row& row = rows[e / 2];
-          if (j + key < row.first || j + key >= row.last || column >= p.head_dim_v) continue;
+          if (!rows[e / 2].keys.holds(j + key) || column >= p.head_dim_v) continue;
           const float v = to_float(value[column * p.value.column]);
           if (v - v != 0) O[n][e] += positive[e / 2] >> key & 1 ? v : NAN;
         }
@@ -224,7 +213,7 @@ class Forward {
       const float l = sum_of_row(rows[r].l), l_rounded = sum_of_row(rows[r].l_rounded);
       const int64_t i = row_index(r);
       if (i >= p.seqlen_q) continue;
-      const bool blind = rows[r].first >= rows[r].last;
+      const bool blind = rows[r].keys.empty();
       T* out = static_cast<T*>(p.out.data) + b * p.out.batch + h * p.out.head + i * p.out.row;
 #pragma unroll
       for (int n = 0; n < kD / 8; ++n) {
@@ -233,14 +222,13 @@ class Forward {
         if (column < p.head_dim_v) out[column * p.out.column].bits = static_cast<uint16_t>(both);
         if (column + 1 < p.head_dim_v) out[(column + 1) * p.out.column].bits = static_cast<uint16_t>(both >> 16);
       }
-      if (p.logsumexp != nullptr && lane % 4 == 0) {
-        p.logsumexp[b * p.logsumexp_batch + h * p.logsumexp_head + i * p.logsumexp_row] =
-            blind ? -INFINITY : rows[r].m + logf(l);
+      if (p.logsumexp.data != nullptr && lane % 4 == 0) {
+        statistic(p.logsumexp, b, h, i) = blind ? -INFINITY : rows[r].m + logf(l);
       }
     }
   }
 
-  const ForwardProblem& p;
+  const Problem& p;
   Memory<kD>& shared;
   int64_t query, b, h;  // the first query of the tile, its sequence and head
   int lane, warp;
@@ -250,24 +238,24 @@ class Forward {
 };
 
 template <class T, int kD>
-__global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant__ ForwardProblem problem) {
+__global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant__ Problem problem) {
   extern __shared__ __align__(16) unsigned char memory[];
   Forward<T, kD>(problem, *reinterpret_cast<Memory<kD>*>(memory)).run();
 }
 
 template <class T, int kD>
-cudaError_t launch(const ForwardProblem& p, cudaStream_t stream) {
+cudaError_t launch(const Problem& p, cudaStream_t stream) {
   const int bytes = sizeof(Memory<kD>);
   const cudaError_t error =
       cudaFuncSetAttribute(forward_kernel<T, kD>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  const int64_t blocks = (p.seqlen_q + kQueryRows - 1) / kQueryRows * p.batch * p.heads;
+  const int64_t blocks = (p.seqlen_q + kBlockRows - 1) / kBlockRows * p.batch * p.heads;
   forward_kernel<T, kD><<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 
 template <class T>
-cudaError_t launch_forward(const ForwardProblem& p, cudaStream_t stream) {
+cudaError_t launch_forward(const Problem& p, cudaStream_t stream) {
   const int columns = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
   if (columns <= 64) return launch<T, 64>(p, stream);
   return launch<T, kMostHeadDim>(p, stream);
@@ -275,11 +263,9 @@ cudaError_t launch_forward(const ForwardProblem& p, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t launch_forward_bfloat16(const ForwardProblem& p, cudaStream_t stream) {
+cudaError_t launch_forward_bfloat16(const Problem& p, cudaStream_t stream) {
   return launch_forward<BFloat16>(p, stream);
 }
-cudaError_t launch_forward_float16(const ForwardProblem& p, cudaStream_t stream) {
-  return launch_forward<Float16>(p, stream);
-}
+cudaError_t launch_forward_float16(const Problem& p, cudaStream_t stream) { return launch_forward<Float16>(p, stream); }
 
 }  // namespace polyhead::cuda

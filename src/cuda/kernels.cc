@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "core/sentence.h"
-#include "cuda/forward_problem.h"
+#include "cuda/problem.h"
 
 namespace polyhead {
 namespace cuda {
@@ -27,17 +27,47 @@ std::string size_taken(const char* name, int64_t size) {
   return size <= kMostHeadDim ? "" : sentence(name, " is ", size, ", takes 0 to ", kMostHeadDim);
 }
 
+// Of a desc what these kernels take: what is added to descs is refused until somebody adds it here.
+AttentionDesc taken_of(const AttentionDesc& desc) {
+  AttentionDesc taken;
+  taken.batch = desc.batch;
+  taken.seqlen_q = desc.seqlen_q;
+  taken.seqlen_k = desc.seqlen_k;
+  taken.num_heads = desc.num_heads;
+  taken.num_heads_kv = desc.num_heads_kv;
+  taken.head_dim = desc.head_dim;
+  taken.head_dim_v = desc.head_dim_v;
+  taken.dtype = desc.dtype;
+  taken.out_dtype = desc.out_dtype;
+  taken.grad_dtype = desc.grad_dtype;
+  taken.has_seqlens_q = desc.has_seqlens_q;
+  taken.has_seqlens_k = desc.has_seqlens_k;
+  taken.scale = desc.scale;
+  taken.causal = desc.causal;
+  taken.window_left = desc.window_left;
+  taken.window_right = desc.window_right;
+  taken.align = desc.align;
+  taken.query_offset = desc.query_offset;
+  taken.has_query_offsets = desc.has_query_offsets;
+  taken.attn_mask = desc.attn_mask;  // not given
+  taken.attn_bias = desc.attn_bias;
+  taken.dropout_origin = desc.dropout_origin;  // unused
+  return taken;
+}
+
 std::string option_refused(const AttentionDesc& desc) {
   struct Option {
     bool given;
     const char* name;
   };
   const Option options[] = {{desc.packed, "packed"},
+                            {desc.page_size > 0, "page_size"},
                             {desc.softcap != 0, "softcap"},
                             {desc.has_windows, "windows of each query"},
                             {desc.attn_mask.given, "attn_mask"},
                             {desc.attn_bias.given, "attn_bias"},
                             {desc.alibi_slopes_ndim > 0, "alibi_slopes"},
+                            {desc.has_sink_logits, "sink_logits"},
                             {desc.dropout_p > 0, "dropout"},
                             {desc.return_weights != ReturnWeights::kNone, "return_weights"},
                             {desc.return_column_sums, "return_column_sums"},
@@ -45,12 +75,15 @@ std::string option_refused(const AttentionDesc& desc) {
   for (const auto& [given, name] : options) {
     if (given) return sentence(name, " is given, which this kernel does not compute");
   }
-  return "";
+  return desc == taken_of(desc) ? "" : "an option is given that this kernel does not compute";
 }
 
-// Blocks of threads in a grid; too large if there are more than a grid may have.
-MemorySize num_blocks(const AttentionDesc& desc) {
-  return MemorySize(desc.batch) * MemorySize(desc.num_heads) * MemorySize(pieces(desc.seqlen_q, kQueryRows));
+// Blocks of threads in a grid that goes over queries, and over keys; too many if there are more than a grid may have.
+MemorySize query_blocks(const AttentionDesc& desc) {
+  return MemorySize(desc.batch) * MemorySize(desc.num_heads) * MemorySize(pieces(desc.seqlen_q, kBlockRows));
+}
+MemorySize key_blocks(const AttentionDesc& desc) {
+  return MemorySize(desc.batch) * MemorySize(desc.num_heads_kv) * MemorySize(pieces(desc.seqlen_k, kBlockRows));
 }
 
 std::string why_not(const AttentionDesc& desc) {
@@ -64,9 +97,9 @@ std::string why_not(const AttentionDesc& desc) {
        {size_taken("head_dim", desc.head_dim), size_taken("head_dim_v", desc.head_dim_v), option_refused(desc)}) {
     if (!reason.empty()) return reason;
   }
-  if (num_blocks(desc) > MemorySize(INT32_MAX)) {
-    return sentence("batch * num_heads * tiles of ", kQueryRows,
-                    " queries is above 2^31 - 1, which a grid cannot hold");
+  for (const auto& [blocks, what] : {std::pair(query_blocks(desc), "batch * num_heads * tiles of 64 queries"),
+                                     std::pair(key_blocks(desc), "batch * num_heads_kv * tiles of 64 keys")}) {
+    if (blocks > MemorySize(INT32_MAX)) return sentence(what, " is above 2^31 - 1, which a grid cannot hold");
   }
   return why_no_device();
 }
@@ -81,60 +114,82 @@ Rows rows_of(const Tensor& t) {
   return rows;
 }
 
+Gradient gradient_of(const Tensor& t) { return {rows_of(t), t.dtype == DType::kFloat32}; }
+
+Statistic statistic_of(const Tensor& t) {
+  return {static_cast<float*>(t.data), t.strides[0], t.strides[1], t.strides[2]};
+}
+
 PerSequence per_sequence(const Tensor& t) {
   if (!t.given()) return {};
   return {t.data, t.strides[0], t.dtype == DType::kInt64};
 }
 
-ForwardProblem problem_of(const AttentionDesc& desc, const ForwardArgs& args) {
-  ForwardProblem p;
-  p.query = rows_of(args.query);
-  p.key = rows_of(args.key);
-  p.value = rows_of(args.value);
-  p.out = rows_of(args.out);
-  if (args.logsumexp.given()) {
-    p.logsumexp = static_cast<float*>(args.logsumexp.data);
-    p.logsumexp_batch = args.logsumexp.strides[0];
-    p.logsumexp_head = args.logsumexp.strides[1];
-    p.logsumexp_row = args.logsumexp.strides[2];
-  }
-  p.seqlens_q = per_sequence(args.seqlens_q);
-  p.seqlens_k = per_sequence(args.seqlens_k);
-  p.query_offsets = per_sequence(args.query_offsets);
-  p.batch = desc.batch;
-  p.heads = desc.num_heads;
-  p.heads_kv = desc.num_heads_kv;
-  p.seqlen_q = desc.seqlen_q;
-  p.seqlen_k = desc.seqlen_k;
-  p.head_dim = static_cast<int>(desc.head_dim);
-  p.head_dim_v = static_cast<int>(desc.head_dim_v);
-  p.scale = static_cast<float>(
+void set_problem(const AttentionDesc& desc, const ForwardArgs& args, Problem* p) {
+  p->query = rows_of(args.query);
+  p->key = rows_of(args.key);
+  p->value = rows_of(args.value);
+  p->out = rows_of(args.out);
+  p->logsumexp = statistic_of(args.logsumexp);
+  p->seqlens_q = per_sequence(args.seqlens_q);
+  p->seqlens_k = per_sequence(args.seqlens_k);
+  p->query_offsets = per_sequence(args.query_offsets);
+  p->batch = desc.batch;
+  p->heads = desc.num_heads;
+  p->heads_kv = desc.num_heads_kv;
+  p->seqlen_q = desc.seqlen_q;
+  p->seqlen_k = desc.seqlen_k;
+  p->head_dim = static_cast<int>(desc.head_dim);
+  p->head_dim_v = static_cast<int>(desc.head_dim_v);
+  p->scale = static_cast<float>(
       desc.head_dim == 0 ? 0 : desc.scale.value_or(1 / std::sqrt(static_cast<double>(desc.head_dim))));
   if (desc.has_query_offsets) {
-    p.diagonal = Diagonal::kPerSequence;
+    p->diagonal = Diagonal::kPerSequence;
   } else if (desc.query_offset) {
-    p.offset = *desc.query_offset;
+    p->offset = *desc.query_offset;
   } else if (desc.align == Align::kBottomRight) {
-    p.diagonal = Diagonal::kBottomRight;
+    p->diagonal = Diagonal::kBottomRight;
   }
-  p.left = desc.window_left;
-  p.right = desc.causal ? 0 : desc.window_right;
-  return p;
+  p->left = desc.window_left;
+  p->right = desc.causal ? 0 : desc.window_right;
 }
 
-// Lengths and offsets lie on the device, where the kernel bounds them: nobody waits for them here.
-Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& run) {
-  if (num_blocks(desc) == MemorySize(0)) return {};
-  const ForwardProblem problem = problem_of(desc, args);
-  const auto stream = static_cast<cudaStream_t>(run.stream);
-  const cudaError_t error = desc.dtype == DType::kBFloat16 ? launch_forward_bfloat16(problem, stream)
-                                                           : launch_forward_float16(problem, stream);
+Status launched(cudaError_t error) {
   if (error == cudaSuccess) return {};
   return {StatusCode::kInternal, sentence("CUDA refused to launch the kernel: ", cudaGetErrorString(error))};
 }
 
-Status backward(const AttentionDesc&, const BackwardArgs&, const Run&) {
-  return {StatusCode::kUnsupported, "cuda_sm80 computes no gradients"};
+// Lengths and offsets lie on the device, where the kernels bound them: nobody waits for them here.
+Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& run) {
+  if (query_blocks(desc) == MemorySize(0)) return {};
+  Problem problem;
+  set_problem(desc, args, &problem);
+  const auto stream = static_cast<cudaStream_t>(run.stream);
+  return launched(desc.dtype == DType::kBFloat16 ? launch_forward_bfloat16(problem, stream)
+                                                 : launch_forward_float16(problem, stream));
+}
+
+// delta [batch, num_heads, seqlen_q]
+MemorySize backward_workspace_bytes(const AttentionDesc& desc, int) {
+  const MemorySize bytes =
+      MemorySize(4) * MemorySize(desc.batch) * MemorySize(desc.num_heads) * MemorySize(desc.seqlen_q);
+  return bytes.rounded_up(64);
+}
+
+Status backward(const AttentionDesc& desc, const BackwardArgs& args, const Run& run) {
+  BackwardProblem problem;
+  set_problem(desc, args.forward, &problem);
+  problem.grad_out = rows_of(args.grad_out);
+  problem.grad_logsumexp = statistic_of(args.grad_logsumexp);
+  problem.given_delta = statistic_of(args.delta);
+  problem.delta = {static_cast<float*>(args.forward.workspace), desc.num_heads * desc.seqlen_q, desc.seqlen_q, 1};
+  problem.grad_query = gradient_of(args.grad_query);
+  problem.grad_key = gradient_of(args.grad_key);
+  problem.grad_value = gradient_of(args.grad_value);
+  problem.accumulate = args.accumulate;
+  const auto stream = static_cast<cudaStream_t>(run.stream);
+  return launched(desc.dtype == DType::kBFloat16 ? launch_backward_bfloat16(problem, stream)
+                                                 : launch_backward_float16(problem, stream));
 }
 
 }  // namespace
@@ -145,7 +200,7 @@ const Kernel kCudaSm80 = {
     Device::kCuda,
     cuda::why_not,
     [](const AttentionDesc&, int) { return MemorySize(0); },
-    [](const AttentionDesc&, int) { return MemorySize(0); },
+    cuda::backward_workspace_bytes,
     cuda::forward,
     cuda::backward,
 };

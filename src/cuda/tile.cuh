@@ -2,8 +2,8 @@
 // c ^ (r % 8), so that the eight rows of a matrix of ldmatrix lie in different banks.
 #pragma once
 
-#include "cuda/forward_problem.h"
 #include "cuda/mma.cuh"
+#include "cuda/problem.h"
 
 namespace polyhead::cuda {
 
@@ -14,6 +14,7 @@ struct Tile {
   uint16_t elements[kTileRows * kD];
 
   __device__ uint16_t* piece(int row, int c) { return elements + row * kD + (c ^ (row & 7)) * kPiece; }
+  __device__ uint16_t element(int row, int column) { return piece(row, column / kPiece)[column % kPiece]; }
 };
 
 // 16 bytes to shared memory, or zeros: `from` is not read then.
@@ -65,6 +66,17 @@ __device__ bool clear_not_finite(Tile<kD>& tile) {
     *at = {words.x & ~bad.x, words.y & ~bad.y, words.z & ~bad.z, words.w & ~bad.w};
   }
   return found;
+}
+
+// Whether this thread's share of the tile holds an infinity or a NaN.
+template <class T, int kD>
+__device__ bool has_not_finite(const Tile<kD>& tile) {
+  unsigned bad = 0;
+  for (int n = static_cast<int>(threadIdx.x); n < kTileRows * kD / kPiece; n += kThreads) {
+    const uint4 words = reinterpret_cast<const uint4*>(tile.elements)[n];
+    bad |= not_finite<T>(words.x) | not_finite<T>(words.y) | not_finite<T>(words.z) | not_finite<T>(words.w);
+  }
+  return bad != 0;
 }
 
 }  // namespace polyhead::cuda

@@ -2,6 +2,7 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <functional>
 #include <vector>
 
@@ -40,9 +41,13 @@ class Call {
 
   ForwardArgs args;
 
- private:
+ protected:
   void add(const AttentionDesc& desc, Tensor ForwardArgs::*tensor, bool written) {
-    Tensor& t = args.*tensor = expected_tensor(desc, tensor);
+    args.*tensor = expected_tensor(desc, tensor);
+    allocate(args.*tensor, written);
+  }
+
+  void allocate(Tensor& t, bool written) {
     const size_t bytes = static_cast<size_t>(t.num_elements()) * dtype_size_bytes(t.dtype);
     EXPECT_EQ(cudaMalloc(&t.data, bytes), cudaSuccess);
     t.device = Device::kCuda;
@@ -54,6 +59,30 @@ class Call {
   }
 
   std::vector<void*> memory_;
+};
+
+// The gradients after a forward call.
+class BackwardCall : private Call {
+ public:
+  BackwardCall(const AttentionDesc& desc, const Plan& plan) : Call(desc) {
+    EXPECT_TRUE(plan.forward(Call::args).ok());
+    args.forward = Call::args;
+    args.grad_out = Call::args.out;
+    allocate(args.grad_out, true);
+    const std::pair<Tensor*, const Tensor*> kGradients[] = {{&args.grad_query, &Call::args.query},
+                                                            {&args.grad_key, &Call::args.key},
+                                                            {&args.grad_value, &Call::args.value}};
+    for (const auto& [gradient, input] : kGradients) {
+      *gradient = *input;
+      allocate(*gradient, false);
+    }
+    Tensor workspace(nullptr, DType::kFloat32, {static_cast<int64_t>(plan.backward_workspace_bytes() / 4)});
+    allocate(workspace, false);
+    args.forward.workspace = workspace.data;
+    args.forward.workspace_bytes = plan.backward_workspace_bytes();
+  }
+
+  BackwardArgs args;
 };
 
 TEST(CudaPlan, IsChosenOnTheDeviceAlone) {
@@ -72,11 +101,13 @@ TEST(CudaPlan, RefusesBySentence) {
       {[](auto& d) { d.head_dim = 129; }, "head_dim is 129, takes 0 to 128"},
       {[](auto& d) { d.head_dim_v = 200; }, "head_dim_v is 200, takes 0 to 128"},
       {[](auto& d) { d.packed = true; }, "packed is given, which this kernel does not compute"},
+      {[](auto& d) { d.page_size = 7, d.num_pages = 20, d.has_seqlens_k = true; }, "page_size is given, which"},
       {[](auto& d) { d.softcap = 30; }, "softcap is given, which"},
       {[](auto& d) { d.has_windows = true; }, "windows of each query is given, which"},
       {[](auto& d) { d.attn_mask.given = true; }, "attn_mask is given, which"},
       {[](auto& d) { d.attn_bias.given = true; }, "attn_bias is given, which"},
       {[](auto& d) { d.alibi_slopes_ndim = 1, d.align = Align::kTopLeft; }, "alibi_slopes is given, which"},
+      {[](auto& d) { d.has_sink_logits = true; }, "sink_logits is given, which"},
       {[](auto& d) { d.dropout_p = 0.5; }, "dropout is given, which"},
       {[](auto& d) { d.return_weights = ReturnWeights::kMean; }, "return_weights is given, which"},
       {[](auto& d) { d.return_column_sums = true; }, "return_column_sums is given, which"},
@@ -119,9 +150,9 @@ TEST(CudaPlan, HasNoBankConflicts) {
     desc.head_dim = desc.head_dim_v = dim;
     const Result<Plan> made = plan_on_device(desc);
     ASSERT_TRUE(made.ok());
-    Call call(desc);
     cuda_sim::take_counters();
-    ASSERT_TRUE(made->forward(call.args).ok());
+    BackwardCall call(desc, *made);
+    ASSERT_TRUE(made->backward(call.args).ok());
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
     const cuda_sim::Counters counters = cuda_sim::take_counters();
     EXPECT_GT(counters.bank_phases, 10000u);
@@ -151,18 +182,24 @@ TEST(CudaPlan, BoundsLengthsThatLie) {
   }
 }
 
-TEST(CudaPlan, ComputesNoGradients) {
+// Operands of ones: every weight is 1 / keys, dS is 0, and a value gets all of grad_out that its weights let through.
+TEST(CudaPlan, ComputesGradientsOnTheStreamOfTheCall) {
   const AttentionDesc desc = small();
   const Result<Plan> made = plan_on_device(desc);
   ASSERT_TRUE(made.ok());
-  Call call(desc), gradients(desc);
-  BackwardArgs args;
-  args.forward = call.args;
-  args.grad_out = gradients.args.out;
-  args.grad_query = gradients.args.query;
-  const Status status = made->backward(args);
-  EXPECT_EQ(status.message(), "cuda_sm80 computes no gradients");
-  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+  BackwardCall call(desc, *made);
+  ASSERT_TRUE(made->backward(call.args).ok());
+  const Tensor& grad = call.args.grad_value;
+  const size_t bytes = static_cast<size_t>(grad.num_elements()) * 2;
+  EXPECT_FALSE(cuda_sim::is_written(grad.data, bytes)) << "the call waited";
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
+  ASSERT_TRUE(cuda_sim::is_written(grad.data, bytes));
+  const float want =
+      2.0f * static_cast<float>(desc.seqlen_q) / static_cast<float>(desc.seqlen_k);  // 2 heads of a group
+  for (int64_t n = 0; n < grad.num_elements(); ++n) {
+    const uint32_t bits = uint32_t{static_cast<const uint16_t*>(grad.data)[n]} << 16;
+    EXPECT_NEAR(std::bit_cast<float>(bits), want, want * 0x1p-7);
+  }
 }
 
 TEST(CudaPlan, TakesTensorsOfTheDeviceAlone) {

@@ -28,6 +28,13 @@ class Lent {
     lend_dim(t, static_cast<char*>(t.data), 0, written);
   }
 
+  // Memory that holds nothing yet.
+  void lend(void* pointer, size_t bytes) {
+    if (bytes == 0) return;
+    pointers_.push_back(pointer);
+    cuda_sim::lend(pointer, bytes, false);
+  }
+
  private:
   // The block of memory from the first to the last element of `dim` and those inside; in parts where it is large.
   void lend_dim(const Tensor& t, char* at, int dim, bool written) {
@@ -48,21 +55,46 @@ class Lent {
   std::deque<void*> pointers_;
 };
 
-Status forward(const AttentionDesc& desc, const ForwardArgs& on_host, const Run&) {
-  // Lengths that are wrong are the CPU kernels' business: a device's are bounded where they lie.
-  const Result<Plan> made = plan(desc, {"cuda_sm80", {.device = Device::kCuda}});
-  if (!made.ok()) return made.status();
-  ForwardArgs args = on_host;
-  Lent lent;
+void lend_inputs(Lent& lent, ForwardArgs& args) {
   for (Tensor* input : {&args.query, &args.key, &args.value, &args.seqlens_q, &args.seqlens_k, &args.query_offsets}) {
     lent.lend(*input, true);
   }
-  lent.lend(args.out, false);
-  lent.lend(args.logsumexp, false);
-  const Status status = made->forward(args);
+}
+
+// Waits for what was launched.
+Status finished(const Status& status) {
   if (status.ok() && cudaDeviceSynchronize() == cudaSuccess) return {};
   static_cast<void>(cudaGetLastError());
   return {StatusCode::kInternal, sentence(status.message(), " ", cuda_sim::take_fault())};
+}
+
+// Lengths that are wrong are the CPU kernels' business: a device's are bounded where they lie.
+Result<Plan> plan_on_device(const AttentionDesc& desc) { return plan(desc, {"cuda_sm80", {.device = Device::kCuda}}); }
+
+Status forward(const AttentionDesc& desc, const ForwardArgs& on_host, const Run&) {
+  const Result<Plan> made = plan_on_device(desc);
+  if (!made.ok()) return made.status();
+  ForwardArgs args = on_host;
+  Lent lent;
+  lend_inputs(lent, args);
+  lent.lend(args.out, false);
+  lent.lend(args.logsumexp, false);
+  return finished(made->forward(args));
+}
+
+Status backward(const AttentionDesc& desc, const BackwardArgs& on_host, const Run&) {
+  const Result<Plan> made = plan_on_device(desc);
+  if (!made.ok()) return made.status();
+  BackwardArgs args = on_host;
+  Lent lent;
+  lend_inputs(lent, args.forward);
+  for (Tensor* input :
+       {&args.forward.out, &args.forward.logsumexp, &args.grad_out, &args.grad_logsumexp, &args.delta}) {
+    lent.lend(*input, true);
+  }
+  for (Tensor* gradient : {&args.grad_query, &args.grad_key, &args.grad_value}) lent.lend(*gradient, args.accumulate);
+  lent.lend(args.forward.workspace, args.forward.workspace_bytes);
+  return finished(made->backward(args));
 }
 
 }  // namespace
@@ -74,6 +106,6 @@ const Kernel kCudaOnHost = {"cuda_sm80_on_host",
                             kCudaSm80.workspace_bytes,
                             kCudaSm80.backward_workspace_bytes,
                             forward,
-                            kCudaSm80.backward};
+                            backward};
 
 }  // namespace polyhead

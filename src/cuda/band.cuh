@@ -2,7 +2,7 @@
 // has checked is cut off at the sizes, so that no access leaves a tensor.
 #pragma once
 
-#include "cuda/forward_problem.h"
+#include "cuda/lane_rows.cuh"
 
 namespace polyhead::cuda {
 
@@ -31,7 +31,7 @@ struct Band {
   int64_t queries, keys;  // of the sequence; the rows behind are padding
   int64_t begin, end;
 
-  __device__ Band(const ForwardProblem& p, int64_t b)
+  __device__ Band(const Problem& p, int64_t b)
       : queries(length(p.seqlens_q, b, p.seqlen_q)), keys(length(p.seqlens_k, b, p.seqlen_k)) {
     int64_t offset = p.offset;
     if (p.diagonal == Diagonal::kBottomRight) offset = keys - queries;
@@ -39,8 +39,14 @@ struct Band {
     begin = p.left < 0 ? -kFar : bounded_sum(offset, -p.left);
     end = p.right < 0 ? kFar : bounded_sum(bounded_sum(offset, p.right), 1);
   }
-  __device__ int64_t first(int64_t i) const { return i + begin > 0 ? i + begin : 0; }
-  __device__ int64_t last(int64_t i) const { return i >= queries ? 0 : i + end < keys ? i + end : keys; }  // exclusive
+
+  // Both grow with their argument; of padding the last is 0.
+  __device__ Range keys_of(int64_t i) const {
+    return {i + begin > 0 ? i + begin : 0, i >= queries ? 0 : i + end < keys ? i + end : keys};
+  }
+  __device__ Range queries_of(int64_t j) const {
+    return {j - end + 1 > 0 ? j - end + 1 : 0, j >= keys ? 0 : j - begin + 1 < queries ? j - begin + 1 : queries};
+  }
 };
 
 }  // namespace polyhead::cuda

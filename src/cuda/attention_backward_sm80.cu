@@ -1,0 +1,328 @@
+// The gradients of FlashAttention-2 (arXiv:2307.08691, section 3.1.2), with the words of sm_80. Its two sums run in two
+// passes, each over tiles of its own: dQ over query tiles, dK and dV over key tiles. So no block adds to what another
+// writes, and every sum has one order.
+//   P = exp(scale Q K^T - L)   dP = dO V^T   dS = P (dP - delta)   delta = sum_c dO O - dL
+//   dQ = scale dS K            dK = scale dS^T Q                   dV = P^T dO
+// Written for both: a block owns 64 rows, a warp 16 of them, and walks over tiles of 64 others, kStep at a time.
+//   pass over queries   own Q, dO   others K, V    products P, dS [own, others]   sums dQ
+//   pass over keys      own K, V    others Q, dO   products P^T, dS^T             sums dK, dV
+#include <cmath>
+
+#include "cuda/band.cuh"
+#include "cuda/lane_rows.cuh"
+#include "cuda/tile.cuh"
+
+namespace polyhead::cuda {
+namespace {
+
+template <int kD>
+struct Memory {
+  Tile<kD> own[2];
+  Tile<kD> others[2][2];                       // two stages: one is on its way while the other is used
+  float L[2][kTileRows], delta[2][kTileRows];  // of the others, where they are queries
+  int not_finite;                              // 1 + the last tile of which some row must not see all, see careful
+};
+
+template <class T, int kD, bool kKeys>  // kKeys: the pass over keys
+class Backward {
+ public:
+  __device__ Backward(const BackwardProblem& problem, Memory<kD>& memory) : p(problem), shared(memory) {
+    // The longest first under a causal mask: the last query tiles, the first key tiles.
+    const int64_t heads = kKeys ? p.heads_kv : p.heads, all = p.batch * heads, index = blockIdx.x;
+    const int64_t tiles = (num_own() + kBlockRows - 1) / kBlockRows;
+    own = (kKeys ? index / all : tiles - 1 - index / all) * kBlockRows;
+    b = index % all / heads;
+    h = index % heads;
+    lane = static_cast<int>(threadIdx.x) % 32;
+    warp = static_cast<int>(threadIdx.x) / 32;
+  }
+
+  __device__ void run() {
+    const Band band(p, b);
+    const int64_t limit = kKeys ? band.keys : band.queries;
+    num_others = kKeys ? band.queries : band.keys;
+    const int64_t end_own = own + kBlockRows < limit ? own + kBlockRows : limit;
+    for (int r = 0; r < 2; ++r) range[r] = range_of(band, row_index(r));
+    if (threadIdx.x == 0) shared.not_finite = 0;
+    const Range of_first = range_of(band, own), of_last = range_of(band, end_own - 1);
+    begin = of_first.first / kTileRows * kTileRows;
+    const int64_t end = own < end_own ? of_last.last : 0;
+    tiles = begin < end ? static_cast<int>((end - begin + kTileRows - 1) / kTileRows) : 0;
+    const int all = kKeys ? tiles * static_cast<int>(group()) : tiles;  // of each query head that reads these keys
+    if (all > 0) {
+      load_tile(shared.own[0], kKeys ? p.key : p.query, b, h, own, end_own, p.head_dim);
+      load_tile(shared.own[1], kKeys ? p.value : p.grad_out, b, h, own, end_own, p.head_dim_v);
+      load_others(0);
+    }
+    if constexpr (!kKeys) read_statistics(band.queries);
+    for (int t = 0; t < all; ++t) {
+      wait_for_copies();
+      __syncthreads();  // tile t is there, the other stage is free
+      if (t + 1 < all) load_others(t + 1);
+      first = begin + t % tiles * kTileRows;
+      stage = t % 2;
+      cut = first < of_last.first || first + kTileRows > of_first.last;  // some row does not see some other
+      careful = cut && hides_not_finite(t + 1);
+#pragma unroll 1
+      for (int from = 0; from < kTileRows; from += kStep) step(from);
+    }
+    if constexpr (kKeys) {
+      store(p.grad_key, sums[0], p.head_dim, p.scale);
+      store(p.grad_value, sums[1], p.head_dim_v, 1);
+    } else {
+      store(p.grad_query, sums[0], p.head_dim, p.scale);
+    }
+  }
+
+ private:
+  static constexpr int kSums = kKeys ? 2 : 1;
+  static constexpr int kStep = kKeys && kD > 64 ? 16 : 32;  // with 32, 264 bytes of registers would be spilled
+
+  __device__ int64_t num_own() const { return kKeys ? p.seqlen_k : p.seqlen_q; }
+  __device__ int64_t group() const { return p.heads / p.heads_kv; }
+  __device__ int64_t row_index(int r) const { return own + warp * 16 + lane / 4 + 8 * r; }
+  __device__ static Range range_of(const Band& band, int64_t row) {
+    return kKeys ? band.queries_of(row) : band.keys_of(row);
+  }
+  __device__ int other_index(int from, int n, int e) const { return from + n * 8 + lane % 4 * 2 + e % 2; }
+  __device__ bool sees(int r, int other) const { return !cut || range[r].holds(first + other); }
+
+  __device__ void load_others(int t) {
+    const int64_t head = kKeys ? h * group() + t / tiles : h / group(), row = begin + t % tiles * kTileRows;
+    load_tile(shared.others[t % 2][0], kKeys ? p.query : p.key, b, head, row, num_others, p.head_dim);
+    load_tile(shared.others[t % 2][1], kKeys ? p.grad_out : p.value, b, head, row, num_others, p.head_dim_v);
+    if (!kKeys || threadIdx.x >= kTileRows) return;
+    const int x = static_cast<int>(threadIdx.x);
+    const bool there = row + x < num_others;
+    shared.L[t % 2][x] = there ? statistic(p.logsumexp, b, head, row + x) : 0;
+    shared.delta[t % 2][x] = there ? statistic(p.delta, b, head, row + x) : 0;
+  }
+
+  __device__ void read_statistics(int64_t queries) {
+    for (int r = 0; r < 2; ++r) {
+      const bool there = row_index(r) < queries;
+      L[r] = there ? statistic(p.logsumexp, b, h, row_index(r)) : 0;
+      delta[r] = there ? statistic(p.delta, b, h, row_index(r)) : 0;
+    }
+  }
+
+  // Whether the others hold an infinity or a NaN: tensor cores would multiply it by the 0 of a row that does not see it.
+  __device__ bool hides_not_finite(int tile) {
+    bool found = has_not_finite<T>(shared.others[stage][0]);
+    if constexpr (kKeys) found |= has_not_finite<T>(shared.others[stage][1]);
+    if (found) atomicMax(&shared.not_finite, tile);
+    __syncthreads();
+    return shared.not_finite == tile;
+  }
+
+  // The kStep others from first + from on.
+  __device__ void step(int from) {
+    float P[kStep / 8][4] = {}, dS[kStep / 8][4] = {};
+    scores(P, 0, from);
+    scores(dS, 1, from);
+#pragma unroll
+    for (int n = 0; n < kStep / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int x = other_index(from, n, e);
+        const float of_L = kKeys ? shared.L[stage][x] : L[e / 2],
+                    of_delta = kKeys ? shared.delta[stage][x] : delta[e / 2];
+        const float weight = exp2_approx((P[n][e] * p.scale - of_L) * kLog2E);
+        const bool visible = sees(e / 2, x);
+        dS[n][e] = visible ? weight * (dS[n][e] - of_delta) : 0;
+        P[n][e] = visible ? weight : 0;
+      }
+    }
+    multiply(sums[0], dS, shared.others[stage][0], from);
+    if constexpr (kKeys) multiply(sums[1], P, shared.others[stage][1], from);
+    if (careful) add_not_finite(P, from);
+  }
+
+  // Products of this warp's own rows with kStep others: n = 0 Q K^T, n = 1 dO V^T, or their transposes.
+  __device__ void scores(float (&C)[kStep / 8][4], int n, int from) {
+#pragma unroll
+    for (int k = 0; k < kD / 16; ++k) {
+      unsigned rows[4];
+      load_matrices(rows, shared.own[n].piece(warp * 16 + lane % 16, 2 * k + lane / 16));
+#pragma unroll
+      for (int c = 0; c < kStep / 8; c += 2) {
+        unsigned x[4];
+        load_matrices(x, shared.others[stage][n].piece(from + c * 8 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+        multiply_add<T>(C[c], rows, x[0], x[1]);
+        multiply_add<T>(C[c + 1], rows, x[2], x[3]);
+      }
+    }
+  }
+
+  // sum += factors [16, kStep] others [kStep, kD]
+  __device__ void multiply(float (&sum)[kD / 8][4], const float (&factors)[kStep / 8][4], Tile<kD>& others, int from) {
+    constexpr bool kRest = T::kRestOfWeights;
+#pragma unroll
+    for (int k = 0; k < kStep / 16; ++k) {
+      unsigned whole[4], rest[4];
+#pragma unroll
+      for (int a = 0; a < 4; ++a) {
+        const float low = factors[2 * k + a / 2][a % 2 * 2], high = factors[2 * k + a / 2][a % 2 * 2 + 1];
+        whole[a] = packed<T>(low, high);
+        if constexpr (kRest) rest[a] = packed<T>(low - low_half<T>(whole[a]), high - high_half<T>(whole[a]));
+      }
+#pragma unroll
+      for (int n = 0; n < kD / 8; n += 2) {
+        unsigned x[4];
+        load_matrices_transposed(x, others.piece(from + k * 16 + lane % 16, n + lane / 16));
+        if (careful) {
+#pragma unroll
+          for (unsigned& both : x) both &= ~not_finite<T>(both);
+        }
+        multiply_add<T>(sum[n], whole, x[0], x[1]);
+        multiply_add<T>(sum[n + 1], whole, x[2], x[3]);
+        if constexpr (kRest) {
+          multiply_add<T>(sum[n], rest, x[0], x[1]);
+          multiply_add<T>(sum[n + 1], rest, x[2], x[3]);
+        }
+      }
+    }
+  }
+
+  // What infinities and NaNs add to the rows that see them. In a query or key they make its scores infinite or NaN, so
+  // that dS is 0 or NaN, and dS times them is NaN; of grad_out it is what P makes of them.
+  __device__ void add_not_finite(const float (&P)[kStep / 8][4], int from) {
+    unsigned positive[2] = {};  // bit x: P of other x is not 0
+#pragma unroll
+    for (int n = 0; n < kStep / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const unsigned lanes = __ballot_sync(kAllLanes, P[n][e] > 0) >> (lane & ~3);
+        for (int t = 0; t < 4; ++t) positive[e / 2] |= (lanes >> t & 1) << (n * 8 + 2 * t + e % 2);
+      }
+    }
+    for (int x = 0; x < kStep; ++x) {
+#pragma unroll
+      for (int n = 0; n < kD / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (!sees(e / 2, from + x)) continue;
+          const int column = n * 8 + lane % 4 * 2 + e % 2;
+          const float score = to_float(T{shared.others[stage][0].element(from + x, column)});
+          if (score - score != 0) sums[0][n][e] = NAN;
+          if constexpr (kKeys) {
+            const float grad = to_float(T{shared.others[stage][1].element(from + x, column)});
+            if (grad - grad != 0) sums[1][n][e] += positive[e / 2] >> x & 1 ? grad : NAN;
+          }
+        }
+      }
+    }
+  }
+
+  // A row that takes part in no visible pair gets 0, or keeps what is there.
+  __device__ void store(const Gradient& gradient, const float (&sum)[kD / 8][4], int columns, float factor) {
+    if (gradient.rows.data == nullptr) return;
+#pragma unroll
+    for (int n = 0; n < kD / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int64_t row = row_index(e / 2);
+        const int column = n * 8 + lane % 4 * 2 + e % 2;
+        const bool unseen = range[e / 2].empty();
+        if (row >= num_own() || column >= columns || (unseen && p.accumulate)) continue;
+        const Rows& rows = gradient.rows;
+        const int64_t at = b * rows.batch + h * rows.head + row * rows.row + column * rows.column;
+        float value = unseen ? 0 : factor * sum[n][e] + 0.f;  // -0 + 0 is +0
+        if (gradient.wide) {
+          float* to = static_cast<float*>(rows.data) + at;
+          *to = p.accumulate ? *to + value : value;
+        } else {
+          T* to = static_cast<T*>(rows.data) + at;
+          if (p.accumulate) value += to_float(*to);
+          to->bits = static_cast<uint16_t>(packed<T>(value, 0));
+        }
+      }
+    }
+  }
+
+  const BackwardProblem& p;
+  Memory<kD>& shared;
+  int64_t own, b, h;          // the first row of the block, its sequence and head
+  int64_t num_others, begin;  // of the sequence; the first that some own row sees, down to a tile's edge
+  int64_t first = 0;          // of the tile
+  int tiles = 0, stage = 0, lane, warp;
+  bool cut = false, careful = false;
+  Range range[2];                  // of the others that this lane's two rows see
+  float L[2] = {}, delta[2] = {};  // of these rows, where they are queries
+  float sums[kSums][kD / 8][4] = {};
+};
+
+// delta = sum_c dO O - dL, a warp for each row
+template <class T>
+__global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__ BackwardProblem p) {
+  const int64_t heads = p.batch * p.heads, index = blockIdx.x, b = index % heads / p.heads, h = index % p.heads;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  for (int n = warp; n < kBlockRows; n += kThreads / 32) {
+    const int64_t i = index / heads * kBlockRows + n;
+    if (i >= p.seqlen_q) return;
+    float sum = 0;
+    if (p.given_delta.data != nullptr) {
+      sum = statistic(p.given_delta, b, h, i);
+    } else {
+      const auto at = [&](const Rows& x) {
+        return static_cast<const T*>(x.data) + b * x.batch + h * x.head + i * x.row;
+      };
+      const T *dO = at(p.grad_out), *O = at(p.out);
+      for (int c = lane; c < p.head_dim_v; c += 32) {
+        sum += to_float(dO[c * p.grad_out.column]) * to_float(O[c * p.out.column]);
+      }
+      for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kAllLanes, sum, lanes);
+    }
+    if (p.grad_logsumexp.data != nullptr) sum -= statistic(p.grad_logsumexp, b, h, i);
+    if (lane == 0) statistic(p.delta, b, h, i) = sum;
+  }
+}
+
+template <class T, int kD, bool kKeys>
+__global__ void __launch_bounds__(kThreads) backward_kernel(const __grid_constant__ BackwardProblem problem) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  Backward<T, kD, kKeys>(problem, *reinterpret_cast<Memory<kD>*>(memory)).run();
+}
+
+template <class T, int kD, bool kKeys>
+cudaError_t launch_pass(const BackwardProblem& p, cudaStream_t stream) {
+  const int64_t rows = kKeys ? p.seqlen_k : p.seqlen_q, heads = kKeys ? p.heads_kv : p.heads;
+  const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows * p.batch * heads;
+  if (blocks == 0) return cudaSuccess;
+  const int bytes = sizeof(Memory<kD>);
+  const cudaError_t error =
+      cudaFuncSetAttribute(backward_kernel<T, kD, kKeys>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  backward_kernel<T, kD, kKeys><<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <class T, int kD>
+cudaError_t launch(const BackwardProblem& p, cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
+  if (p.grad_query.rows.data != nullptr) error = launch_pass<T, kD, false>(p, stream);
+  if (error != cudaSuccess || (p.grad_key.rows.data == nullptr && p.grad_value.rows.data == nullptr)) return error;
+  return launch_pass<T, kD, true>(p, stream);
+}
+
+template <class T>
+cudaError_t launch_backward(const BackwardProblem& p, cudaStream_t stream) {
+  const int64_t blocks = (p.seqlen_q + kBlockRows - 1) / kBlockRows * p.batch * p.heads;
+  if (blocks > 0) {
+    delta_kernel<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  }
+  const int columns = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+  return columns <= 64 ? launch<T, 64>(p, stream) : launch<T, kMostHeadDim>(p, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_backward_bfloat16(const BackwardProblem& p, cudaStream_t stream) {
+  return launch_backward<BFloat16>(p, stream);
+}
+cudaError_t launch_backward_float16(const BackwardProblem& p, cudaStream_t stream) {
+  return launch_backward<Float16>(p, stream);
+}
+
+}  // namespace polyhead::cuda

@@ -1,0 +1,71 @@
+// What a kernel on the device is told: plain data, for the host's compiler and nvcc.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace polyhead::cuda {
+
+// A tensor [batch, rows, heads, columns] of 16-bit elements. Strides are in elements.
+struct Rows {
+  void* data = nullptr;
+  int64_t batch = 0, row = 0, head = 0, column = 0;
+  // 16 bytes that begin at a column 8n are aligned, side by side, and hold nothing but elements
+  bool in_pieces = false;
+};
+
+// The same of a gradient, whose elements may be float32. No data: not wanted.
+struct Gradient {
+  Rows rows;
+  bool wide = false;  // float32
+};
+
+// A float for each row of queries, [batch, heads, rows]. No data: not given, not wanted.
+struct Statistic {
+  float* data = nullptr;
+  int64_t batch = 0, head = 0, row = 0;
+};
+
+// An int32 or int64 for each sequence. No data: not given.
+struct PerSequence {
+  const void* data = nullptr;
+  int64_t stride = 0;
+  bool wide = false;  // int64
+};
+
+// Where query i stands among the keys: at i + offset.
+enum class Diagonal { kFixed, kBottomRight, kPerSequence };
+
+// What both directions are told.
+struct Problem {
+  Rows query, key, value, out;
+  Statistic logsumexp;
+  PerSequence seqlens_q, seqlens_k, query_offsets;
+  int64_t batch = 0, heads = 0, heads_kv = 0, seqlen_q = 0, seqlen_k = 0;
+  int head_dim = 0, head_dim_v = 0;
+  float scale = 0;
+  Diagonal diagonal = Diagonal::kFixed;
+  int64_t offset = 0;             // with kFixed
+  int64_t left = -1, right = -1;  // query i sees keys from i + offset - left to i + offset + right; -1: open
+};
+
+struct BackwardProblem : Problem {
+  Rows grad_out;
+  Statistic grad_logsumexp,
+      given_delta;  // given_delta: sum grad_out * out, where somebody has it; `out` is not read then
+  Statistic delta;  // the workspace: sum grad_out * out - grad_logsumexp
+  Gradient grad_query, grad_key, grad_value;
+  bool accumulate = false;
+};
+
+constexpr int kMostHeadDim = 128;  // 256 would not fit in the registers of a thread
+constexpr int kBlockRows = 64;     // of queries, or of keys, of a block of threads
+
+// Put the kernels on the stream. At least one query, head and sequence; their blocks fit in a grid (2^31 - 1).
+cudaError_t launch_forward_bfloat16(const Problem& problem, cudaStream_t stream);
+cudaError_t launch_forward_float16(const Problem& problem, cudaStream_t stream);
+cudaError_t launch_backward_bfloat16(const BackwardProblem& problem, cudaStream_t stream);
+cudaError_t launch_backward_float16(const BackwardProblem& problem, cudaStream_t stream);
+
+}  // namespace polyhead::cuda
