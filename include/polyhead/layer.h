@@ -156,8 +156,8 @@ struct LayerForwardArgs {
   /// One step of decoding, inference only: 0 .. seqlen_q - 1. Query, residual, out and attn_weights then have one time
   /// step, `step`; out is what forward would write there. key and value have one time step too, which becomes step
   /// `step` of the caches, and keys behind it are hidden; or they are not given: the caches stand, as forward left them
-  /// (attention to another sequence). Masks, windows and lengths are those of the whole. -1: all steps, as above. A layer
-  /// with a program takes no single steps.
+  /// (attention to another sequence). Masks, windows and lengths are those of the whole, and so is what a program is told:
+  /// its q is `step`; one that reads q or offset captures 7 tensors at most. -1: all steps, as above.
   int64_t step = -1;
 
   void* reserve =

@@ -153,7 +153,8 @@ typedef struct polyhead_layer_forward_args {
   polyhead_tensor key_cache;    ///< [batch, beam_kv, seqlen_k, num_heads_kv, head dim]: inference, see polyhead/layer.h
   polyhead_tensor value_cache;  ///< likewise
 
-  int64_t step;  ///< one step of decoding with caches: 0 .. seqlen_q - 1; -1 (default): all steps
+  int64_t
+      step;  ///< one step of decoding with caches: 0 .. seqlen_q - 1, which is a program's q; -1 (default): all steps
 
   void* reserve;           ///< NULL: inference; else aligned to 64 bytes, for the backward calls
   size_t reserve_bytes;    ///< at least polyhead_layer_reserve_bytes(layer)

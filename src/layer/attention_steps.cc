@@ -63,6 +63,48 @@ void stand_at_step(const AttentionStep& step, const Call& call, ForwardArgs* one
   one->query_offsets = step.plan->desc().has_query_offsets ? Tensor(offsets, DType::kInt64, {batch}) : Tensor();
 }
 
+// What the program of forward captures: of one step of decoding, its number too, if the program asks (layer.cc).
+struct Captured {
+  Tensor tensors[Program::kMostCaptures];
+
+  std::span<const Tensor> of(const AttentionStep& step, const Call& call) {
+    const size_t given = step.asked->captures.size(), read = step.plan->desc().captures.size();
+    std::copy_n(call.tensors + kArgCaptures, given, tensors);
+    if (read > given) tensors[given] = Tensor(const_cast<int64_t*>(&call.step), DType::kInt64, {1});
+    return {tensors, read};
+  }
+};
+
+// The forward call of attention on beam n, of one step of decoding or of all, without a workspace.
+ForwardArgs forward_args(const AttentionStep& step, const Call& call, int64_t n, Captured& captured) {
+  ForwardArgs one = beam_args(step, call, n);
+  if (step.asked == nullptr) return one;
+  stand_at_step(step, call, &one);
+  one.captures = captured.of(step, call);
+  return one;
+}
+
+// memory: for the table of sequences, where the steps will work later, and attention has one too.
+Status check_indices(const AttentionDesc& desc, const ForwardArgs& args, void* memory) {
+  Sequences sequences;
+  Status status = sequences.read(desc, args, memory);
+  return status.ok() ? check_program_indices(desc, args, sequences) : status;
+}
+
+// Of one step of decoding.
+Status check_indices_of_step(const StepList& list, const Call& call, int64_t beams) {
+  for (const Step& each : list.steps) {
+    const auto* const step = std::get_if<AttentionStep>(&each);
+    for (int64_t n = 0; step != nullptr && n < beams; ++n) {
+      Captured captured;
+      const ForwardArgs one = forward_args(*step, call, n, captured);
+      Status status = check_indices(step->plan->desc(), one, call.workspace + list.scratch);
+      if (!status.ok()) return status;
+    }
+  }
+  return {};
+}
+
 char* start_of(const Call& call, Place::Room room) {
   return room == Place::Room::kReserve ? call.reserve : call.workspace;
 }
@@ -83,7 +125,7 @@ ForwardArgs sequence_args(const Call& call, int64_t n) {
   return one;
 }
 
-Status check_program(const AttentionDesc& asked, const Call& call, int64_t beams) {
+Status check_program(const AttentionDesc& asked, const StepList& list, const Call& call, int64_t beams) {
   const size_t captures = asked.captures.size();
   if (call.num_captures > captures || call.num_grad_captures > captures) {
     const bool gradients = call.num_captures <= captures;
@@ -92,8 +134,7 @@ Status check_program(const AttentionDesc& asked, const Call& call, int64_t beams
                             captures));
   }
   if (asked.program == nullptr || asked.batch == 0) return {};
-  if (call.step >= 0)
-    return invalid(sentence("step is ", call.step, ", with a program all steps are computed at once"));
+  if (call.step >= 0) return check_indices_of_step(list, call, beams);
   for (int64_t n = 0; n < beams; ++n) {
     ForwardArgs one = sequence_args(call, n);
     one.attn_mask = call.tensors[kArgMask];
@@ -101,19 +142,16 @@ Status check_program(const AttentionDesc& asked, const Call& call, int64_t beams
     one.window_lo = call.tensors[kArgWindowLo];
     one.window_hi = call.tensors[kArgWindowHi];
     one.captures = captures_of(asked, call, kArgCaptures);
-    Sequences sequences;  // their table lies where the steps will work later, and attention has one there too
-    Status status = sequences.read(asked, one, call.workspace);
-    if (status.ok()) status = check_program_indices(asked, one, sequences);
-    if (!status.ok()) return status;
+    if (Status status = check_indices(asked, one, call.workspace); !status.ok()) return status;
   }
   return {};
 }
 
 Status attend(const AttentionStep& step, const Call& call, char* scratch) {
   for (int64_t n = 0, beams = has_queries(*step.plan) ? step.beams : 0; n < beams; ++n) {
-    ForwardArgs one = beam_args(step, call, n);
+    Captured captured;
+    ForwardArgs one = forward_args(step, call, n, captured);
     one.attn_weights = beam_of(call.tensors[kArgProbabilities], n);
-    if (step.asked != nullptr) stand_at_step(step, call, &one);
     one.workspace = scratch;
     one.workspace_bytes = step.plan->workspace_bytes();
     if (Status status = forward_unchecked(*step.plan, one); !status.ok()) return status;

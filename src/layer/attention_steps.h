@@ -10,8 +10,9 @@ namespace polyhead {
 // Lengths and offsets of beam n, as attention takes them: those tensors alone.
 ForwardArgs sequence_args(const Call& call, int64_t n);
 
-// What a program captures, and that its indices stay within; the workspace has been checked.
-Status check_program(const AttentionDesc& asked, const Call& call, int64_t beams);
+// What a program captures, and that its indices stay within; the workspace has been checked. `list` is of one step of
+// decoding where the call is.
+Status check_program(const AttentionDesc& asked, const StepList& list, const Call& call, int64_t beams);
 
 Status attend(const AttentionStep& step, const Call& call, char* scratch);
 

@@ -6,6 +6,7 @@
 #include "attention/checks.h"
 #include "attention/unchecked.h"
 #include "attention/words.h"
+#include "contract/one_query.h"
 #include "contract/where.h"
 #include "core/sentence.h"
 #include "core/verbose.h"
@@ -47,6 +48,19 @@ AttentionDesc sized_attention(const LayerState& s) {
   return attention;
 }
 
+// A program that asks where the query stands captures the number of the step behind all else. One that captures as many
+// tensors as it may takes no single steps (check_step): then the plan is without.
+void set_program_of_step(AttentionDesc& attention) {
+  const Result<SharedProgram> program = from_first_query(attention.program);
+  if (!program.ok()) {
+    attention.captures.clear();
+    attention.program = nullptr;
+  } else if (*program != attention.program) {
+    attention.captures.push_back({DType::kInt64, 1, {1}});
+    attention.program = *program;
+  }
+}
+
 // One query, whose place among the keys comes with each call, as do the numbers of keys.
 AttentionDesc one_step(AttentionDesc attention) {
   const bool diagonal =
@@ -56,7 +70,8 @@ AttentionDesc one_step(AttentionDesc attention) {
   attention.has_seqlens_k = true;
   attention.align = Align::kUnset;
   attention.query_offset.reset();
-  attention.has_query_offsets = diagonal;
+  attention.has_query_offsets = diagonal || attention.program != nullptr;
+  if (attention.program != nullptr) set_program_of_step(attention);
   for (BroadcastOperand* operand : {&attention.attn_mask, &attention.attn_bias}) operand->dims[2] = 1;
   return attention;
 }
@@ -147,6 +162,10 @@ Status check_step(const LayerState& s, const Call& call) {
                             " where key and value join the cache"));
   }
   if (call.reserve != nullptr) return invalid("step and a reserve are given: a step is inference");
+  if (s.asked.program != nullptr && s.step->desc().program == nullptr) {
+    return invalid(sentence("step is ", call.step, ": a program that captures ", Program::kMostCaptures,
+                            " tensors takes no single steps, one of ", Program::kMostCaptures - 1, " would"));
+  }
   if (given(kArgKey) != given(kArgValue)) {
     return invalid(sentence(given(kArgKey) ? "value" : "key", " is missing: a step takes key and value, or neither"));
   }

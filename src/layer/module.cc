@@ -73,7 +73,7 @@ Status compute(const Module& module, Pass pass, const Call& call) try {
   Status status = module.check(pass, call);
   if (status.ok()) status = check_call(module, list, stage_before(pass), call);
   if (status.ok()) status = check_lengths(module, call);
-  if (status.ok()) status = check_program(module.asked, call, module.beams);
+  if (status.ok()) status = check_program(module.asked, list, call, module.beams);
   if (!status.ok()) return status;
   if (pass == Pass::kTraining) begin_reserve(call.reserve, module.fingerprint, call.dropouts);
   status = run(module.machine(), list, call);

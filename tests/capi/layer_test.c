@@ -8,13 +8,15 @@
 
 enum { kBatch = 2, kSeqlen = 5, kHeads = 2, kDim = 4, kSize = kHeads * kDim };
 
-static polyhead_layer* new_layer(void) {
+// Causal, or with a program.
+static polyhead_layer* new_layer(const char* program) {
   polyhead_layer_desc desc;
   polyhead_attention_desc options;
   polyhead_layer* layer = NULL;
   CHECK_OK(polyhead_layer_desc_init(&desc, sizeof desc));
   CHECK_OK(polyhead_attention_desc_init(&options, sizeof options));
-  options.causal = 1;
+  options.causal = program == NULL;
+  options.program = program;
   desc.batch = kBatch;
   desc.seqlen_q = desc.seqlen_k = kSeqlen;
   desc.num_heads = desc.num_heads_kv = kHeads;
@@ -53,7 +55,7 @@ static void expect_same(const polyhead_tensor* got, const float* expected, const
 }
 
 static void test_identities(void) {
-  polyhead_layer* layer = new_layer();
+  polyhead_layer* layer = new_layer(NULL);
   problem* p = new_problem(kBatch, kSeqlen, kSeqlen, kHeads, kHeads, kDim, kDim);
   const int64_t rows[] = {kBatch, kSeqlen, kSize};
   p->desc.causal = 1;
@@ -118,6 +120,46 @@ static void test_identities(void) {
   polyhead_layer_destroy(layer);
 }
 
+// Time step `step` of [batch, time, size].
+static polyhead_tensor time_step(polyhead_tensor t, int64_t step) {
+  t.data = (float*)t.data + step * t.strides[1];
+  t.dims[1] = 1;
+  return t;
+}
+
+// One step of decoding after the other, where a program asks for the number of the step.
+static void test_steps(void) {
+  polyhead_layer* layer = new_layer("mask = k <= q and q - k < 3");
+  problem* p = new_problem(kBatch, kSeqlen, kSeqlen, kHeads, kHeads, kDim, kDim);
+  const int64_t rows[] = {kBatch, kSeqlen, kSize}, cache[] = {kBatch, kSeqlen, kHeads, kDim};
+  p->desc.causal = 1;
+  p->desc.window_left = 2;
+  CHECK_OK(run_problem(p, polyhead_layer_kernel_name(layer), NULL));
+
+  polyhead_layer_forward_args args;
+  CHECK_OK(polyhead_layer_forward_args_init(&args, sizeof args));
+  polyhead_layer_weights weights = identities(p, layer);
+  const polyhead_tensor query = polyhead_tensor_contiguous(p->args.query.data, POLYHEAD_FLOAT32, 3, rows);
+  const polyhead_tensor key = polyhead_tensor_contiguous(p->args.key.data, POLYHEAD_FLOAT32, 3, rows);
+  const polyhead_tensor value = polyhead_tensor_contiguous(p->args.value.data, POLYHEAD_FLOAT32, 3, rows);
+  const polyhead_tensor out = new_tensor(p, POLYHEAD_FLOAT32, 3, rows);
+  args.weights = &weights;
+  args.key_cache = new_tensor(p, POLYHEAD_FLOAT32, 4, cache);
+  args.value_cache = new_tensor(p, POLYHEAD_FLOAT32, 4, cache);
+  args.workspace_bytes = polyhead_layer_workspace_bytes(layer);
+  args.workspace = new_workspace(p, args.workspace_bytes);
+  for (args.step = 0; args.step < kSeqlen; ++args.step) {
+    args.query = time_step(query, args.step);
+    args.key = time_step(key, args.step);
+    args.value = time_step(value, args.step);
+    args.out = time_step(out, args.step);
+    CHECK_OK(polyhead_layer_forward(layer, &args));
+  }
+  expect_same(&out, p->args.out.data, "out of single steps");
+  free_problem(p);
+  polyhead_layer_destroy(layer);
+}
+
 static void test_layer_errors(void) {
   const polyhead_status kInvalid = POLYHEAD_INVALID_ARGUMENT;
   polyhead_layer* layer = NULL;
@@ -148,7 +190,7 @@ static void test_layer_errors(void) {
   CHECK(polyhead_layer_kernel_name(NULL)[0] == '\0');
   polyhead_layer_destroy(NULL);
 
-  layer = new_layer();
+  layer = new_layer(NULL);
   CHECK_REFUSED(polyhead_layer_weight_layout(layer, 8, &layout), kInvalid, "kind is 8, must be a polyhead_weight_kind");
   CHECK_REFUSED(polyhead_layer_weight_layout(layer, 0, NULL), kInvalid, "layout is a null pointer");
   CHECK_REFUSED(polyhead_layer_weights_in(layer, buffer, sizeof buffer, &weights), kInvalid, "bytes is 16, needs ");
@@ -169,5 +211,6 @@ static void test_layer_errors(void) {
 
 void test_layer(void) {
   test_identities();
+  test_steps();
   test_layer_errors();
 }

@@ -193,23 +193,112 @@ TEST(LayerProgram, Refused) {
   EXPECT_EQ(t.status.message(), "grad_captures[0] is given, but that capture holds no floats");
 }
 
-TEST(LayerProgram, TakesNoSingleSteps) {
+// Time step `step` of [batch, beam, time, size].
+Tensor time_step(const Array& a, int64_t step) {
+  Tensor t = view(a);
+  t.data = static_cast<char*>(t.data) + step * t.strides[2] * static_cast<int64_t>(sizeof(float));
+  t.dims[2] = 1;
+  return t;
+}
+
+// All steps at once, then one by one: each puts its key and value into the caches, or they stand as the first call left
+// them.
+void run_steps(Trained& t, const PlanOptions& options, bool append, Array& by_steps) {
+  const Result<Layer> made = layer(t.desc, options);
+  ASSERT_TRUE(made.ok()) << made.status().message();
+  Memory64 workspace(made->workspace_bytes());
+  Array keys(DType::kFloat32, {kBatch, kBeam, kSteps, 2, kDim}), values = keys;
+  LayerForwardArgs f;
+  f.query = f.key = f.value = view(t.x);
+  f.weights = t.drawn_weights(*made);
+  f.out = view(t.out);
+  f.workspace = workspace.data(), f.workspace_bytes = made->workspace_bytes();
+  t.give_options(f);
+  if (!append) f.key_cache = view(keys), f.value_cache = view(values);
+  ASSERT_EQ(made->forward(f).message(), "");
+  f.key_cache = view(keys), f.value_cache = view(values);
+  for (f.step = 0; f.step < kSteps; ++f.step) {
+    f.query = time_step(t.x, f.step);
+    f.key = f.value = append ? f.query : Tensor();
+    f.out = time_step(by_steps, f.step);
+    ASSERT_EQ(made->forward(f).message(), "") << "step " << f.step;
+  }
+}
+
+TEST(LayerProgram, StepsGiveWhatTheWholeGives) {
+  for (const Kernel* kernel : kernels_to_test()) {
+    for (const bool append : {true, false}) {
+      SCOPED_TRACE(std::string(kernel->name) + (append ? ", with caches that grow" : ", with caches that stand"));
+      Trained t(true);
+      if (refuses(kernel->name, linear::find_kernel(kernel->name)->why_not(t.desc.dtype))) continue;
+      if (!append) {
+        t.desc.attention.query_offset = 3;
+        t.desc.attention.program = *parse_program(
+            "shown: bool; first = 2 * slope[q % 4] + slope[h]; score = score + first * abs(k - q - offset); "
+            "mask = shown[b, k] or k == q or q - k > 3 * offset");
+      }
+      Array by_steps(DType::kFloat32, t.x.dims);
+      run_steps(t, {.kernel = kernel->name}, append, by_steps);
+      expect_close(by_steps, t.out, "out");
+      EXPECT_NE(by_steps.at(by_steps.size() - 1), 0);
+    }
+  }
+}
+
+TEST(LayerProgram, IndicesOfAStepStayWithin) {
   Trained t(true);
+  t.desc.attention.program = *parse_program("shown: bool; score = score + slope[q]; mask = shown[b, k]");
   const Result<Layer> made = layer(t.desc);
   ASSERT_TRUE(made.ok()) << made.status().message();
   Memory64 workspace(made->workspace_bytes());
+  Array keys(DType::kFloat32, {kBatch, kBeam, kSteps, 2, kDim}), values = keys, out(DType::kFloat32, t.x.dims);
   LayerForwardArgs f;
-  const Array one(DType::kFloat32, {kBatch, kBeam, 1, kSize}),
-      caches(DType::kFloat32, {kBatch, kBeam, kSteps, 2, kDim});
-  Array out(DType::kFloat32, one.dims), values = caches;
-  f.query = f.key = f.value = view(one);
-  f.key_cache = view(caches), f.value_cache = view(values);
-  f.out = view(out);
   f.weights = t.drawn_weights(*made);
+  f.key_cache = view(keys), f.value_cache = view(values);
+  f.workspace = workspace.data(), f.workspace_bytes = made->workspace_bytes();
+  t.give_options(f);
+  for (f.step = kHeads - 1; f.step <= kHeads; ++f.step) {
+    f.query = f.key = f.value = time_step(t.x, f.step);
+    f.out = time_step(out, f.step);
+    const std::string message = made->forward(f).message();
+    if (f.step == kHeads - 1) {
+      EXPECT_EQ(message, "");
+      continue;
+    }
+    EXPECT_EQ(message,
+              "program: element [4] of slope [4] is asked for at batch 0, head 0, query 0, key 0, which lies outside; "
+              "hide the pair or clamp the index");
+    EXPECT_EQ(keys.at(kHeads * 2 * kDim), 0) << "the caches are untouched";
+  }
+}
+
+// The number of the step is one more tensor that the program captures.
+TEST(LayerProgram, OfEightTensorsTakesNoSingleSteps) {
+  Trained t(true);
+  std::string text = "score = score + slope[h]";
+  AttentionDesc& attention = t.desc.attention;
+  attention.captures = {{DType::kFloat32, 1, {kHeads}}};
+  t.captures = {view(t.slope)};
+  for (int n = 1; n < Program::kMostCaptures; ++n) {
+    text += " + q * t" + std::to_string(n) + "[h]";
+    attention.captures.push_back(attention.captures[0]);
+    t.captures.push_back(t.captures[0]);
+  }
+  attention.program = *parse_program(text);
+  const Result<Layer> made = layer(t.desc);
+  ASSERT_TRUE(made.ok()) << made.status().message();
+  Memory64 workspace(made->workspace_bytes());
+  Array keys(DType::kFloat32, {kBatch, kBeam, kSteps, 2, kDim}), values = keys;
+  LayerForwardArgs f;
+  f.weights = t.drawn_weights(*made);
+  f.key_cache = view(keys), f.value_cache = view(values);
+  f.workspace = workspace.data(), f.workspace_bytes = made->workspace_bytes();
   f.captures = t.captures;
   f.step = 3;
-  f.workspace = workspace.data(), f.workspace_bytes = made->workspace_bytes();
-  EXPECT_EQ(made->forward(f).message(), "step is 3, with a program all steps are computed at once");
+  f.query = f.key = f.value = time_step(t.x, f.step);
+  f.out = time_step(t.out, f.step);
+  EXPECT_EQ(made->forward(f).message(),
+            "step is 3: a program that captures 8 tensors takes no single steps, one of 7 would");
 }
 
 }  // namespace
