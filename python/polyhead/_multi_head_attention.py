@@ -228,7 +228,8 @@ class MultiHeadAttention:
         window, align, query_offset, alibi_slopes : optional
             As of `polyhead.attention`; align is needed if Sq != Sk and one of causal, window, alibi_slopes is used.
         score, mask, captured : optional
-            As of `polyhead.attention`: relative positions that are learned, say. Not in single steps of decoding.
+            As of `polyhead.attention`: relative positions that are learned, say. In a step of decoding q is its
+            number; with more than 7 captured tensors there are none.
         window_lo, window_hi : int32 or int64 array [Sq], optional
             Query i sees keys ``window_lo[i] <= j < window_hi[i]``; cut to the keys there are. Both or none.
         seqlens_q, seqlens_k : int32 or int64 array [B], optional

@@ -308,9 +308,23 @@ def test_in_the_layer():
     assert [*layer.backward(grad_out, needs=("out_weight", "slope"))] == ["out_weight", "slope"]
     with pytest.raises(polyhead.Error, match='needs holds "slopes"'):
         layer.backward(grad_out, needs=("slopes",))
+
+
+def test_single_steps_of_the_layer():
+    rng = np.random.default_rng(8)
+    names = ("query_weight", "key_weight", "value_weight", "out_weight")
+    layer = polyhead.MultiHeadAttention({name: rng.standard_normal((16, 16)) * 0.3 for name in names}, num_heads=HEADS)
+    x = rng.standard_normal((BATCH, 9, 16))
+    program = dict(
+        score=lambda score, h, q, k, slope, row: score - slope[h] * (q - k) + row[q] * k,
+        mask=lambda q, k: (k <= q) & (k % 4 != 2),
+        captured={"slope": rng.random(HEADS).astype(np.float32), "row": rng.random(9)},
+    )
+    whole = layer.forward(x, **program)
     caches = layer.new_caches(BATCH, 9)
-    with pytest.raises(polyhead.Error, match="step is 0, with a program all steps are computed at once"):
-        layer.forward(x[:, :1], score="score * 2", caches=caches, step=0)
+    for step in range(9):
+        out = layer.forward(x[:, step : step + 1], **program, caches=caches, step=step)
+        assert np.allclose(out, whole[:, step : step + 1], rtol=1e-11, atol=1e-11)
 
 
 def test_explain_tells_what_values_depend_on_and_which_blocks_are_seen():
