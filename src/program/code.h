@@ -63,6 +63,7 @@ struct Code {
   const Instruction* instructions = nullptr;
   int num_instructions = 0;
   int mask = -1, score = -1;  // instructions; -1: none
+  bool mask_reads_head = false;
   int score_gradient = -1;    // of the score that is read, from that of the program's; -1: it is not read
   bool same_gradient = true;  // score_gradient is kGradient itself, or there is no score
   const GatherGradient* gathers = nullptr;

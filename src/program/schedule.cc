@@ -317,6 +317,9 @@ Schedule::Schedule(const Program& program, bool transposes) {
     same_gradient = score_gradient >= 0 && list_[static_cast<size_t>(score_gradient)].op == kGradient;
   }
   for_mask = pass_for({mask});
+  for (size_t i = 0; i < list_.size(); ++i) {
+    if (list_[i].op == Op::kHead && for_mask.place[i] >= 0) mask_reads_head = true;
+  }
   for_score = pass_for({score});
   for_score_gradient = pass_for({score_gradient});
   for_captures = pass_for(adjoints);

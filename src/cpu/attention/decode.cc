@@ -77,7 +77,8 @@ void look_at_chunk(Decode& x, DecodeHead& head, int64_t first) {
     chunk.blocks |= up_to_last & ~0u << (row.begin / kDecodeBlock);
   }
   if (chunk.blocks != 0 && x.program.is_given()) {
-    x.program.look(x.task.b, s, head.row, x.task.num_rows, static_cast<int>(head.row - x.row), chunk);
+    const int first_row = static_cast<int>(head.row - x.row);
+    if (!x.program.look(x.task.b, s, head.row, x.task.num_rows, first_row, chunk)) chunk.blocks = 0;
   }
   uint32_t blocks = 0;
   for (int r = 0; r < x.task.num_rows; ++r) {
@@ -91,10 +92,24 @@ void look_at_chunk(Decode& x, DecodeHead& head, int64_t first) {
   chunk.blocks &= blocks;
 }
 
+// The same, where options hide the same from all heads and one before has looked.
+void look_as(Decode& x, const DecodeHead& looked, DecodeHead& head) {
+  head.chunk = looked.chunk;
+  for (int r = 0; r < x.task.num_rows; ++r) {
+    head.row[r] = looked.row[r];
+    head.row[r].h += (head.kv_head - looked.kv_head) * x.problem.group;
+    if (looked.row[r].shown == nullptr) continue;
+    x.program.look_as(looked.row[r], head.row[r], static_cast<int>(head.row + r - x.row));
+  }
+}
+
+bool same_for_heads(const Decode& x) { return Score(x.problem, x.task.sequence, x.task.b, 0).options.same_for_heads(); }
+
 // Where each head's memory is, and what it sees of the chunk. m of a head that sees nothing says so.
 void look_at_heads(Decode& x, int64_t first, float* partial, int64_t head_stride) {
   const int64_t first_k = x.task.sequence.first_k, len_k = x.task.sequence.len_k;
   const int rows = padded_rows(x.task.num_rows);
+  bool same = false;
   for (int h = 0; h < x.task.num_heads; ++h, partial += head_stride) {
     DecodeHead& head = x.head[h];
     head.kv_head = x.task.kv_head + h;
@@ -106,7 +121,8 @@ void look_at_heads(Decode& x, int64_t first, float* partial, int64_t head_stride
     head.m = partial;
     head.l = partial + x.partial.statistics;
     head.out = partial + 2 * x.partial.statistics;
-    look_at_chunk(x, head, first);
+    if (h == 1) same = same_for_heads(x);
+    same ? look_as(x, x.head[0], head) : look_at_chunk(x, head, first);
     x.chunk.first = first;
     x.chunk.num_keys = head.chunk.num_keys;
     x.chunk.blocks |= head.chunk.blocks;
@@ -342,16 +358,10 @@ size_t decode_partial_bytes(int64_t head_dim_v, int rows) {
 void decode_chunk(const Problem& problem, const DecodeTask& task, int64_t chunk, float* partial, int64_t head_stride,
                   void* scratch) {
   const int rows = task.num_heads * padded_rows(task.num_rows);
-  Decode x{problem,
-           task,
-           PartialLayout(task.num_rows, problem.head_dim_v),
-           MemoryLayout(rows, problem.head_dim, problem.head_dim_v),
-           static_cast<float*>(scratch),
-           {},
-           {},
-           {},
-           {}};
-  x.program.prepare(problem.program, x.scratch + x.layout.floats);
+  const MemoryLayout layout(rows, problem.head_dim, problem.head_dim_v);
+  auto* const floats = static_cast<float*>(scratch);
+  Decode x{problem, task, PartialLayout(task.num_rows, problem.head_dim_v),      layout, floats, {},
+           {},      {},   DecodeProgram(problem.program, floats + layout.floats)};
   look_at_heads(x, chunk * kDecodeChunk, partial, head_stride);
   if (x.chunk.blocks == 0) return;
   switch (problem.dtype) {

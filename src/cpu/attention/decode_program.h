@@ -12,7 +12,7 @@ namespace {
 class DecodeProgram {
  public:
   // `memory`: that of program_bytes() of call.h.
-  void prepare(const program::Call& call, float* memory) {
+  DecodeProgram(const program::Call& call, float* memory) {
     if (call.code == nullptr) return;
     asked_ = &call;
     call_ = call;
@@ -24,10 +24,13 @@ class DecodeProgram {
   bool is_given() const { return asked_ != nullptr; }
   bool has_score() const { return asked_ != nullptr && call_.code->score >= 0; }
 
-  // Which keys of the chunk its mask shows each row, which from now on tells it. The rows are those of a task from
-  // `first_row` on.
-  void look(int64_t b, const Sequence& s, DecodeRow* rows, int num_rows, int first_row, const DecodeChunk& chunk) {
-    for_each_head(rows, num_rows, [&](int begin, int end) {
+  // Which keys of the chunk its mask shows each row, which from now on tells it; false: none to any. The rows are those of
+  // a task from `first_row` on.
+  bool look(int64_t b, const Sequence& s, DecodeRow* rows, int num_rows, int first_row, const DecodeChunk& chunk) {
+    bool some = false;
+    // Of the rows behind, each is the same query of another head as the one s.len_q before it.
+    const int looked_at = call_.code->mask_reads_head || s.len_q > num_rows ? num_rows : static_cast<int>(s.len_q);
+    for_each_head(rows, looked_at, [&](int begin, int end) {
       uint16_t(*const shown)[kWords] = shown_ + first_row + begin;
       for (int r = begin; r < end; ++r) rows[r].shown = shown_[first_row + r];
       const int64_t last = chunk.first + chunk.num_keys - 1;
@@ -37,6 +40,7 @@ class DecodeProgram {
                                    {chunk.first, last},
                                    {s.offset, s.offset}};
       const program::Seen told = program::seen(*asked_, region);
+      some = some || told != program::Seen::kNone;
       const uint16_t all = told == program::Seen::kNone ? 0 : 0xffff;
       for (int r = 0; r < end - begin; ++r) {
         for (uint16_t& word : shown[r]) word = all;
@@ -45,6 +49,14 @@ class DecodeProgram {
       for_each_piece(chunk,
                      [&](int key) { look_at_piece(place(b, s, rows[begin], chunk, key), key, end - begin, shown); });
     });
+    for (int r = looked_at; r < num_rows; ++r) look_as(rows[r - s.len_q], rows[r], first_row + r);
+    return some;
+  }
+
+  // What the row sees that looked before. `number`: in the task.
+  void look_as(const DecodeRow& looked, DecodeRow& row, int number) {
+    row.shown = shown_[number];
+    __builtin_memcpy(shown_[number], looked.shown, sizeof shown_[number]);
   }
 
   // scores [row][kRowScores] -> the program's, and which of them do not hide their key.

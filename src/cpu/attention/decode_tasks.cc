@@ -71,6 +71,36 @@ struct Tasks {
   }
 };
 
+// Chunks [first, end) of keys.
+struct Chunks {
+  int64_t first, end;
+};
+
+// Outside of which no row sees a key: at least one. `chunks`: that there are.
+Chunks chunks_to_compute(const AttentionDesc& desc, const Problem& p, const Sequences& sequences, int64_t chunks) {
+  KeyRange keys{INT64_MAX, 0};
+  program::Region region{{0, desc.batch - 1}, {0, desc.num_heads - 1}, {0, desc.seqlen_q - 1}, {}, {INT64_MAX, 0}};
+  for (int64_t b = 0; chunks > 1 && b < desc.batch; ++b) {
+    const Sequence& s = sequences[b];
+    region.offset = {std::min(region.offset.low, s.offset), std::max(region.offset.high, s.offset)};
+    for (int64_t i = 0; i < s.len_q; ++i) {
+      const KeyRange seen = key_range(p.band, s, i);
+      if (seen.begin < seen.end) keys = {std::min(keys.begin, seen.begin), std::max(keys.end, seen.end)};
+    }
+  }
+  if (keys.begin >= keys.end) return {0, 1};
+  Chunks range{keys.begin / kDecodeChunk, pieces(keys.end, kDecodeChunk)};
+  const auto hidden = [&](int64_t first, int64_t end) {
+    region.k = {first * kDecodeChunk, std::min(end * kDecodeChunk, keys.end) - 1};
+    return program::seen(p.program, region) == program::Seen::kNone;
+  };
+  for (int64_t count = desc.program != nullptr ? range.end - range.first : 0; count > 0; count /= 2) {
+    while (count < range.end - range.first && hidden(range.first, range.first + count)) range.first += count;
+    while (count < range.end - range.first && hidden(range.end - count, range.end)) range.end -= count;
+  }
+  return range;
+}
+
 // Whether rows of neighbouring heads follow each other in memory.
 bool heads_side_by_side(const Operand& x, int64_t dim) {
   return x.stride_d == 1 && x.stride_h == dim && x.stride_h < x.stride_s;
@@ -104,17 +134,19 @@ void decode_forward(const IsaFunctions& functions, const AttentionDesc& desc, co
   auto* unfinished = static_cast<std::atomic<int64_t>*>(args.workspace);
   char* partials = static_cast<char*>(args.workspace) + tasks.counter_bytes(desc).value();
   char* lanes = partials + tasks.partials_bytes(desc).value();
+  const Chunks range = chunks_to_compute(desc, p, sequences, tasks.chunks);
+  const int64_t chunks = range.end - range.first;
   if (tasks.merges()) {
-    for (int64_t i = 0; i < tasks.num_runs(desc); ++i) std::construct_at(unfinished + i, tasks.chunks);
+    for (int64_t i = 0; i < tasks.num_runs(desc); ++i) std::construct_at(unfinished + i, chunks);
   }
   const bool heads_inside_rows = p.key.stride_h < p.key.stride_s;
   const bool side_by_side = heads_side_by_side(p.key, desc.head_dim) && heads_side_by_side(p.value, desc.head_dim_v);
   const int64_t task_heads = side_by_side ? tasks.heads : 1;
   const int64_t sequence_runs = tasks.heads_kv * tasks.runs, sequence_groups = pieces(sequence_runs, task_heads);
-  run_tasks(run, desc.batch * sequence_groups * tasks.chunks, [&](int64_t index, int lane) {
-    const int64_t b = index / (sequence_groups * tasks.chunks), in_sequence = index % (sequence_groups * tasks.chunks);
-    const int64_t group = heads_inside_rows ? in_sequence % sequence_groups : in_sequence / tasks.chunks;
-    const int64_t chunk = heads_inside_rows ? in_sequence / sequence_groups : in_sequence % tasks.chunks;
+  run_tasks(run, desc.batch * sequence_groups * chunks, [&](int64_t index, int lane) {
+    const int64_t b = index / (sequence_groups * chunks), in_sequence = index % (sequence_groups * chunks);
+    const int64_t group = heads_inside_rows ? in_sequence % sequence_groups : in_sequence / chunks;
+    const int64_t chunk = heads_inside_rows ? in_sequence / sequence_groups : in_sequence % chunks;
     const int64_t first_run = b * sequence_runs + group * task_heads;
     const DecodeTask task = tasks.at(desc, sequences, first_run, task_heads);
     char* scratch = lanes + tasks.lane_bytes().value() * static_cast<size_t>(lane);
@@ -124,7 +156,8 @@ void decode_forward(const IsaFunctions& functions, const AttentionDesc& desc, co
     const size_t task_partial_bytes = functions.decode_partial_bytes(desc.head_dim_v, task.num_rows);
     if (task.num_rows > 0) {
       auto* partial = reinterpret_cast<float*>(first_partial + static_cast<size_t>(chunk) * task_partial_bytes);
-      functions.decode_chunk(p, task, chunk, partial, static_cast<int64_t>(run_bytes / sizeof(float)), scratch);
+      functions.decode_chunk(p, task, range.first + chunk, partial, static_cast<int64_t>(run_bytes / sizeof(float)),
+                             scratch);
     }
     DecodeTask head = task;
     head.num_heads = 1;
@@ -132,7 +165,7 @@ void decode_forward(const IsaFunctions& functions, const AttentionDesc& desc, co
       // The one that takes the last of them sees what all others wrote.
       if (tasks.merges() && unfinished[first_run + h].fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
       auto* head_partials = reinterpret_cast<float*>(first_partial + static_cast<size_t>(h) * run_bytes);
-      end_run(functions, p, desc, head, head_partials, tasks.chunks);
+      end_run(functions, p, desc, head, head_partials, chunks);
     }
   });
 }

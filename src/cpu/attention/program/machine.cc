@@ -13,11 +13,15 @@ using program::Rate;
 template <class Int>
 class Machine {
  public:
-  Machine(const program::Call& call, const Pass& pass, const ProgramPlace& at, const ProgramMemory& memory)
+  // Of keys [begin, end) of the block.
+  Machine(const program::Call& call, const Pass& pass, const ProgramPlace& at, const ProgramMemory& memory, int begin,
+          int end)
       : call_(call), code_(*call.code), pass_(pass), at_(at), memory_(memory) {
     for (int i = 0; i < pass.num_low; ++i) {
       const Instruction& x = code_.instructions[pass.low[i]];
-      run(pass.low[i], {1, program::width_of(x.rate), 0, x.rate}, low(pass.low[i]));
+      const Shape shape = shape_of(x.rate, begin, end);
+      const size_t bytes = x.type == ValueType::kFloat ? sizeof(float) : sizeof(Int);
+      run(pass.low[i], shape, low(pass.low[i]) + static_cast<size_t>(shape.first) * bytes);
     }
   }
 
@@ -44,11 +48,21 @@ class Machine {
   }
 
  private:
-  // Rows of lanes: keys from `key` on, of all queries of a tile, or one row of what a low rate has.
+  // Rows of lanes: keys from `key` on, of all queries of a tile, or one row of what a low rate has, from place `first` on.
   struct Shape {
     int rows, lanes, key;
     Rate rate;
+    int first = 0;
   };
+
+  // What keys [begin, end) need of a low rate, in whole vectors.
+  static Shape shape_of(Rate rate, int begin, int end) {
+    int first = 0, last = program::width_of(rate);
+    if (rate == Rate::kKey) first = begin, last = end;
+    if (rate == Rate::kDiagonal) first = program::kCodeKeys - end, last = program::kDiagonals - 1 - begin;
+    first = first / kLanes * kLanes;
+    return {1, (last - first + kLanes - 1) / kLanes * kLanes, 0, rate, first};
+  }
 
   char* low(int i) const { return memory_.low + int64_t{pass_.place[i]} * static_cast<int64_t>(sizeof(Int)); }
   void* strip(int i) const {
@@ -66,7 +80,7 @@ class Machine {
       return static_cast<const T*>(strip(i)) + row * kTile;
     }
     const T* const values = reinterpret_cast<const T*>(low(i));
-    if (x.rate == shape.rate || (x.rate == Rate::kQuery && shape.rate == Rate::kFull)) return values;
+    if (x.rate == shape.rate || (x.rate == Rate::kQuery && shape.rate == Rate::kFull)) return values + shape.first;
     // q - k of lane 0 is first_query - (first_key + key): place kBlockKeys - 1 stands for the first of both.
     if (x.rate == Rate::kDiagonal) return values + (program::kCodeKeys - 1) - (shape.key + row);
     const T value = x.rate == Rate::kKey ? values[shape.key + row] : values[0];
@@ -83,8 +97,7 @@ class Machine {
     if (x.num_operands == 0) return fill(x, shape, out);
     if (x.op == Op::kGather) return gather(x, shape, out);
     // Strips and numbers lie one row after the other: that is one long row.
-    const bool one_row = has_whole_strips(x);
-    const Shape rows{one_row ? 1 : shape.rows, one_row ? shape.rows * shape.lanes : shape.lanes, shape.key, shape.rate};
+    const Shape rows = has_whole_strips(x) ? Shape{1, shape.rows * shape.lanes, shape.key, shape.rate} : shape;
     for (int r = 0; r < rows.rows; ++r) {
       if (x.op == Op::kSelect) {
         select(x, rows, r, out);
@@ -156,7 +169,7 @@ class Machine {
       if (x.type == ValueType::kFloat) {
         static_cast<float*>(out)[l] = x.number;
       } else {
-        static_cast<Int*>(out)[l] = static_cast<Int>(first + l * step);
+        static_cast<Int*>(out)[l] = static_cast<Int>(first + (shape.first + l) * step);
       }
     }
   }
@@ -212,7 +225,7 @@ inline I nonzero_lanes(const int32_t* p) { return load_int(p); }
 template <class Int>
 program::Seen mask(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin, int end,
                    int num_queries, uint16_t (*seen)[kTileQueries / 4]) {
-  const Machine<Int> machine(call, call.code->for_mask, at, memory);
+  const Machine<Int> machine(call, call.code->for_mask, at, memory, begin, end);
   alignas(64) Int buffer[kTile];
   uint32_t some = 0, all = ~0u;
   const I zero = broadcast_int(0);
@@ -237,7 +250,7 @@ program::Seen mask(const program::Call& call, const ProgramPlace& at, const Prog
 template <class Int>
 void score(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin, int end) {
   const int result = call.code->score;
-  const Machine<Int> machine(call, call.code->for_score, at, memory);
+  const Machine<Int> machine(call, call.code->for_score, at, memory, begin, end);
   const bool computed = machine.at(result).rate == Rate::kFull && machine.at(result).op != Op::kScore;
   for (int key = begin; key < end; key += kStripKeys) {
     const int rows = end - key < kStripKeys ? end - key : kStripKeys;
@@ -259,7 +272,7 @@ void score_gradient(const program::Call& call, const ProgramPlace& at, const Pro
     for (int i = begin * kTile; i < end * kTile; ++i) memory.gradients[i] = 0;
     return;
   }
-  const Machine<Int> machine(call, call.code->for_score_gradient, at, memory);
+  const Machine<Int> machine(call, call.code->for_score_gradient, at, memory, begin, end);
   alignas(64) float buffer[kTile];
   for (int key = begin; key < end; key += kStripKeys) {
     const int rows = end - key < kStripKeys ? end - key : kStripKeys;
@@ -294,7 +307,7 @@ void add_row(const Machine<Int>& machine, const program::GatherGradient& gather,
 template <class Int>
 void capture_gradients(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin,
                        int end, const CaptureSums& to) {
-  const Machine<Int> machine(call, call.code->for_captures, at, memory);
+  const Machine<Int> machine(call, call.code->for_captures, at, memory, begin, end);
   for (int key = begin; key < end; key += kStripKeys) {
     const int rows = end - key < kStripKeys ? end - key : kStripKeys;
     machine.run_strip(key, rows);

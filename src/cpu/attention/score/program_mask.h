@@ -32,8 +32,8 @@ struct ProgramMask : Option {
 
   bool on() const { return has_mask; }
   bool may_hide() const { return has_program; }
-  bool same_for_heads() const { return !has_program; }
-  bool same_for_queries() const { return !has_program; }
+  bool same_for_heads() const { return !has_mask || !call.code->mask_reads_head; }
+  bool same_for_queries() const { return !has_mask; }
 
   // Its memory lies behind what memory_floats() of all options tells: callers know how much a program needs.
   void take_memory(Memory& own, float*& memory, bool gradients) const {
