@@ -124,10 +124,17 @@ enum class UnseenRows {
   kZero,  ///< it gives 0, as if -inf hid it: masks become boolean, and more of them options of the operator
 };
 
+/// Who makes the gradients of an attention.
+enum class Backwards {
+  kOfGraph,     ///< the graph, perhaps: a backward beside the forward is replaced with it
+  kOfOperator,  ///< who runs the operator: it takes dropout, and gives neither scores nor weights, which have no gradients
+  kOfNobody,  ///< nobody: a backward reads the weights as anybody may
+};
+
 struct FuseOptions {
   Target target = Target::kOnnx;
   UnseenRows unseen_rows = UnseenRows::kKeep;
-  bool training = true;  ///< a backward beside the forward is replaced with it; false: it reads the weights as anybody
+  Backwards backwards = Backwards::kOfGraph;
   bool splits_masks = true;  ///< false: a mask is an input as it stands, or as a whole an option; no part of it is read
 };
 

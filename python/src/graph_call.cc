@@ -14,7 +14,8 @@ nb::object fuse_model(nb::bytes model, nb::str folder, nb::str target, nb::str u
   std::string bytes(static_cast<const char*>(model.data()), model.size());
   const std::string where = folder.c_str();
   graph::FuseOptions options;
-  if (std::string(target.c_str()) == "polyhead") options.target = graph::Target::kPolyhead;
+  if (std::string(target.c_str()) != "onnx") options.target = graph::Target::kPolyhead;
+  if (std::string(target.c_str()) == "torch") options.backwards = graph::Backwards::kOfOperator;
   if (std::string(unseen_rows.c_str()) == "zero") options.unseen_rows = graph::UnseenRows::kZero;
   Result<graph::Model> read = graph::Model();
   graph::Report report;

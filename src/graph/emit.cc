@@ -117,16 +117,17 @@ class Emitter {
 
   // What a pair of operators can say that ONNX's own cannot, and what it cannot.
   bool trained() {
-    if (!match_.backward) return true;
-    if (e_.options.target == Target::kOnnx)
+    if (!match_.backward && e_.options.backwards != Backwards::kOfOperator) return true;
+    if (match_.backward && e_.options.target == Target::kOnnx)
       return refuse("its backward is in the graph too, for which ONNX has no operator: target polyhead replaces both");
-    if (match_.out_factor * plan_.value.scale != 1) return refuse("its output is multiplied by a number");
+    if (match_.backward && match_.out_factor * plan_.value.scale != 1)
+      return refuse("its output is multiplied by a number");
     for (const MaskTerm& term : match_.terms) {
       if (term.kind == MaskTerm::kAdded || std::isinf(term.number)) continue;
       return refuse(sentence("the mask of ", words_of(net_, term.node), " hides scores by ", term.number,
                              ", whose gradients in a row that sees no key are not those of a bias: unseen_rows zero"));
     }
-    if (match_.backward->bias == kNone) return true;
+    if (!match_.backward || match_.backward->bias == kNone) return true;
     const bool is_alone = match_.terms.size() == 1 && match_.terms[0].number == 1;
     const ArrangedMask arranged = is_alone ? arranged_mask(net_, plan_, match_.terms[0]) : ArrangedMask();
     const std::string what = sentence("the gradient of a mask, \"", name_of(match_.backward->bias), "\", ");

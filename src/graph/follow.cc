@@ -30,8 +30,8 @@ Told negated(Told told) {
 
 class Follower {
  public:
-  Follower(const Net& net, const Anchor& anchor, Match& match, bool in_training)
-      : net_(net), scores_(anchor.input), match_(match), in_training_(in_training) {}
+  Follower(const Net& net, const Anchor& anchor, Match& match, Backwards backwards)
+      : net_(net), scores_(anchor.input), match_(match), backwards_(backwards) {}
 
   void follow(int id) {
     for (int weights = id; weights != kNone;) {
@@ -125,7 +125,8 @@ class Follower {
   // Dropout in training, which a backward repeats.
   bool drops(int node) {
     const auto p = net_.input(node, 1) == kNone ? std::optional(0.5) : net_.number(net_.input(node, 1));
-    if (!in_training_ || net_.number(net_.input(node, 2)) != 1.0 || match_.dropout_p > 0 || !p || !(*p > 0 && *p < 1))
+    if (backwards_ == Backwards::kOfNobody || net_.number(net_.input(node, 2)) != 1.0 || match_.dropout_p > 0 || !p ||
+        !(*p > 0 && *p < 1))
       return false;
     match_.dropout_p = *p;
     match_.dropout = node;
@@ -188,7 +189,7 @@ class Follower {
   const Net& net_;
   int scores_;
   Match& match_;
-  bool in_training_;
+  Backwards backwards_;
 };
 
 bool contains(const std::vector<int>& nodes, int node) {
@@ -223,7 +224,8 @@ std::optional<Returned::Mode> mode_of(const Match& match, int id) {
 }
 
 // Nobody else reads what goes away; one of the scores, or the weights, may be returned where there is no backward.
-void check_users(const Net& net, Match& match) {
+void check_users(const Net& net, Match& match, Backwards backwards) {
+  const bool no_returns = match.backward || backwards == Backwards::kOfOperator;
   std::vector<int> nodes = match.nodes, kept = {match.out};
   if (match.backward) {
     const Backward& b = *match.backward;
@@ -240,7 +242,7 @@ void check_users(const Net& net, Match& match) {
         if (!contains(nodes, user)) other = user;
       }
       if (!value.is_output && other == kNone) continue;
-      const auto mode = match.backward ? std::nullopt : mode_of(match, id);
+      const auto mode = no_returns ? std::nullopt : mode_of(match, id);
       if (mode && (match.returned.value == kNone || match.returned.value == id)) {
         match.returned = {id, *mode};
         continue;
@@ -256,13 +258,13 @@ void check_users(const Net& net, Match& match) {
 
 }  // namespace
 
-Match match_attention(const Net& net, const Anchor& anchor, bool in_training) {
+Match match_attention(const Net& net, const Anchor& anchor, Backwards backwards) {
   Match match;
   match.nodes = anchor.nodes;
   match.softmax_input = anchor.input;
   match.softmax_output = anchor.output;
   match.exponentials = anchor.exponentials;
-  Follower(net, anchor, match, in_training).follow(anchor.output);
+  Follower(net, anchor, match, backwards).follow(anchor.output);
   if (!match.reason.empty()) return match;
   match.reason = anchor.reason;
   if (match.reason.empty()) climb_scores(net, anchor, match);
@@ -270,11 +272,11 @@ Match match_attention(const Net& net, const Anchor& anchor, bool in_training) {
   std::sort(match.nodes.begin(), match.nodes.end());
   match.nodes.erase(std::unique(match.nodes.begin(), match.nodes.end()), match.nodes.end());
   if (match.reason.empty()) check_guard(net, match);
-  if (match.reason.empty() && in_training) match.backward = find_backward(net, match);
+  if (match.reason.empty() && backwards == Backwards::kOfGraph) match.backward = find_backward(net, match);
   if (match.backward) match.reason = match.backward->reason;
-  if (match.reason.empty() && match.dropout_p > 0 && !match.backward)
+  if (match.reason.empty() && match.dropout_p > 0 && backwards == Backwards::kOfGraph && !match.backward)
     match.reason = words_of(net, match.dropout) + " drops weights at random, and no backward is found beside it";
-  if (match.reason.empty()) check_users(net, match);
+  if (match.reason.empty()) check_users(net, match, backwards);
   return match;
 }
 

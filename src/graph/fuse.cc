@@ -97,7 +97,7 @@ class Fusion {
     for (size_t i = 0; i < work.graph->nodes.size(); ++i) {
       const auto anchor = anchor_at(net, static_cast<int>(i));
       if (!anchor) continue;
-      const Match match = match_attention(net, *anchor, options_.training);
+      const Match match = match_attention(net, *anchor, options_.backwards);
       const Node& node = net.node(anchor->node);
       Candidate candidate = {work.place + (node.name.empty() ? node.outputs[0] : node.name), match.is_attention};
       candidate.reason = match.reason;

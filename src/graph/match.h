@@ -90,7 +90,6 @@ void climb_scores(const Net& net, const Anchor& anchor, Match& match);
 // The backward of what is matched so far; nothing where there is none. Where it is no gradient of this, with a reason.
 std::optional<Backward> find_backward(const Net& net, const Match& match);
 
-// With `in_training` a backward is looked for, and belongs to it.
-Match match_attention(const Net& net, const Anchor& anchor, bool in_training);
+Match match_attention(const Net& net, const Anchor& anchor, Backwards backwards);
 
 }  // namespace polyhead::graph

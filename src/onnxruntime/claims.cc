@@ -97,7 +97,8 @@ class Finder {
   void claim_groups() {
     graph::Model fused = from_.model;
     // A group reads what its nodes read: of a mask that several layers share, no part.
-    const graph::Report report = graph::fuse(fused, {graph::Target::kPolyhead, graph::UnseenRows::kKeep, false, false});
+    const graph::Report report =
+        graph::fuse(fused, {graph::Target::kPolyhead, graph::UnseenRows::kKeep, graph::Backwards::kOfNobody, false});
     for (const graph::Candidate& each : report.candidates) {
       if (!each.fused && each.is_attention) tell(each.place, each.reason, "");
     }

@@ -25,6 +25,7 @@ from polyhead.torch._flash_attn import (
 from polyhead.torch._flex_attention import flex_attention
 from polyhead.torch._flash_kvcache import flash_attn_with_kvcache
 from polyhead.torch._fused_multi_head_attention import FusedMultiHeadAttention
+from polyhead.torch._graph_fuse import ModuleFusion, fuse
 from polyhead.torch._memory_efficient import (
     memory_efficient_attention, memory_efficient_attention_backward, memory_efficient_attention_forward,
     memory_efficient_attention_forward_requires_grad, memory_efficient_attention_partial, merge_attentions,
@@ -48,13 +49,13 @@ def __getattr__(name):
 
 
 __all__ = [
-    "FusedMultiHeadAttention", "MultiheadAttention", "Record", "Report", "Rope", "Swap", "Swaps",
+    "FusedMultiHeadAttention", "ModuleFusion", "MultiheadAttention", "Record", "Report", "Rope", "Swap", "Swaps",
     "TransformerEncoderLayer", "attention",
     "attention_backward", "attn_bias", "convert", "disable", "enable", "enabled", "export_training",
     "flash_attn_func",
     "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "flex_attention",
-    "implementation",
+    "fuse", "implementation",
     "memory_efficient_attention", "memory_efficient_attention_backward", "memory_efficient_attention_forward",
     "memory_efficient_attention_forward_requires_grad", "memory_efficient_attention_partial", "merge",
     "merge_attentions", "register_transformers", "report", "revert", "scaled_dot_product_attention", *attn_bias.__all__,
