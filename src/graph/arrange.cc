@@ -43,7 +43,7 @@ class Lander {
   // The value behind the product that has the operator's own form, or else is a transpose of it; what the numbers on the
   // way multiply by is `times`. Behind the sum over the repeats of a head, if there are any.
   std::optional<Landing> land(int value, const std::vector<size_t>& dims, double times) const {
-    if (net_.rank(value) != static_cast<int>(dims.size())) return std::nullopt;
+    if (net_.rank(value) != static_cast<int>(dims.size()) || dims.size() < 3) return std::nullopt;
     Layout layout(net_, value);
     layout.watched.resize(dims.size());
     for (size_t i = 0; i < dims.size(); ++i) layout.watched[dims[i]] = layout.dims()[i];
@@ -52,23 +52,28 @@ class Lander {
         nearly(times, 1) && repeats_.is(1))
       found = {value, {}, {}, true};
     double factor = 1;
-    bool is_whole = repeats_.is(1);
-    for (std::vector<int> passed;;) {
+    bool is_whole = repeats_.is(1), is_last = false;
+    std::vector<int> passed;
+    size_t num_passed = 0;
+    while (!is_last) {
       const auto order = is_whole && nearly(factor, times) ? order_of(layout) : std::nullopt;
-      if (order) found = {layout.value(), passed, *order, false};
-      if (order && order->empty()) return found;
-      const NetValue& last = net_.value(layout.value());
-      if (last.is_output || last.users.size() != 1) return found;
-      const int next = last.users.front();
+      if (order) found = {layout.value(), {}, *order, false};
+      if (order) num_passed = passed.size();
+      const NetValue& value_here = net_.value(layout.value());
+      is_last = (order && order->empty()) || value_here.is_output || value_here.users.size() != 1;
+      if (is_last) break;
+      const int next = value_here.users.front();
       if (const auto number = layout.down_number(next)) {
         factor *= *number;
       } else if (!is_whole && sums_repeats(layout, next)) {
         is_whole = true;
-      } else if (!layout.down(next)) {
-        return found;
+      } else {
+        is_last = !layout.down(next);
       }
       passed.push_back(next);
     }
+    if (found) found->passed.assign(passed.begin(), passed.begin() + static_cast<std::ptrdiff_t>(num_passed));
+    return found;
   }
 
  private:

@@ -359,10 +359,15 @@ class Scan {
 
   // Whether the backward reads a value, or the same elements in other dims.
   bool is_saved(int id) const {
-    const auto& users = net_.value(id).users;
-    return std::any_of(users.begin(), users.end(), [&](int user) {
-      return contains(backward_.nodes, user) || (Layout::moves(net_, user) && is_saved(net_.output(user, 0)));
-    });
+    for (std::vector<int> ids = {id}; !ids.empty();) {
+      const std::vector<int>& users = net_.value(ids.back()).users;
+      ids.pop_back();
+      for (int user : users) {
+        if (contains(backward_.nodes, user)) return true;
+        if (Layout::moves(net_, user) && net_.output(user, 0) != kNone) ids.push_back(net_.output(user, 0));
+      }
+    }
+    return false;
   }
 
   // What the backward reads of a forward's node, where its size is a number.
