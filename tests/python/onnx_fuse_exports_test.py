@@ -243,9 +243,10 @@ def test_training_step_with_dropout():
     fusion = polyhead.onnx.fuse(exported, target="polyhead")
     assert fusion.num_fused == 2 and "dropout" in fusion.candidates[0].pattern, str(fusion)
     (forward,) = [node for node in fusion.model.graph.node if len(node.output) == 6]
-    for name in (*forward.input, forward.output[0], forward.output[5]):  # outputs, for whoever is curious
+    (backward,) = [node for node in fusion.model.graph.node if forward.output[5] in node.input]
+    for name in dict.fromkeys((*forward.input, *forward.output, *backward.input, *backward.output)):  # outputs, for whoever is curious
         kind = onnx.TensorProto.INT64 if name == forward.output[5] else onnx.TensorProto.FLOAT
-        if name not in parameters:
+        if name and name not in parameters and name not in [output.name for output in exported.graph.output]:
             fusion.model.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
     shown = onnx.shape_inference.infer_shapes(fusion.model)
     session = polyhead.onnx.session(shown.SerializeToString())
@@ -255,8 +256,13 @@ def test_training_step_with_dropout():
         state = results[forward.output[5]]
         seen.add(tuple(state))
         q, k, v = (results[name].transpose(0, 2, 1, 3) for name in forward.input[:3])
-        expected = polyhead.attention(q, k, v, attn_bias=parameters["table"], dropout_p=0.25, dropout_seed=int(state[0]), dropout_offset=int(state[1]))
+        options = {"attn_bias": parameters["table"], "dropout_p": 0.25, "dropout_seed": int(state[0]), "dropout_offset": int(state[1])}
+        expected, logsumexp = polyhead.attention(q, k, v, **options, return_logsumexp=True)
         np.testing.assert_allclose(results[forward.output[0]].transpose(0, 2, 1, 3), expected, atol=1e-5)
+        grad_out = results[backward.input[5]].transpose(0, 2, 1, 3)
+        gradients = polyhead.attention_backward(grad_out, q, k, v, expected, logsumexp, **options)
+        for name, gradient in zip(backward.output, gradients.values(), strict=False):
+            np.testing.assert_allclose(results[name].transpose(0, 2, 1, 3), gradient, atol=1e-5)
     assert len(seen) == 3
 
 
