@@ -89,7 +89,7 @@ Judge::Judge(const Problem& problem, bool pairs) : problem_(problem), pairs_(pai
   const AttentionDesc desc = problem_desc(problem);
   const bool capped = desc.softcap > 0 && problem.fill != Fill::kNormal && problem.fill != Fill::kOutliers;
   const bool shifted = problem.fill == Fill::kShiftUp || problem.fill == Fill::kShiftDown;
-  const bool same = capped || desc.scale.value_or(1) == 0;
+  const bool same = capped || desc.head_dim == 0 || desc.scale.value_or(1) == 0;
   const ForwardBounds bounds = forward_bounds(desc, same, shifted, pairs);
   out_ = Errors("out", bounds.out);
   logsumexp_ = Errors("logsumexp", bounds.logsumexp);

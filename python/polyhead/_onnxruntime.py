@@ -21,9 +21,10 @@ def library_path() -> str:
     """Where the library is that ONNX Runtime loads: custom operators (1.19 or later), an execution provider (1.23 or later).
 
     ``options.register_custom_ops_library(polyhead.onnx.library_path())`` has nodes of these operators computed by
-    polyhead: ONNX's Attention of opsets 23 to 25, MultiHeadAttention and GroupQueryAttention of com.microsoft, and what
-    `fuse` emits. A node that it cannot compute is an error, with the reason, when the session is made. With the
-    configuration entry ``polyhead.domains`` set to ``polyhead``, what `fuse` emits alone.
+    polyhead: ONNX's Attention of opsets 23 to 25, and what `fuse` emits. A node that it cannot compute is an error, with
+    the reason, when the session is made. With the configuration entry ``polyhead.domains`` set to ``polyhead``, what `fuse`
+    emits alone; set to ``all``, MultiHeadAttention and GroupQueryAttention of com.microsoft too, but then ONNX Runtime finds
+    no other operator of this domain, and models into which its optimizer puts one, such as FusedMatMul, fail to load.
 
     ``onnxruntime.register_execution_provider_library("polyhead", polyhead.onnx.library_path())`` makes the provider
     known that `session` adds: it also finds attention that is written out, and leaves to ONNX Runtime what it cannot
@@ -45,9 +46,8 @@ def session(
 ) -> onnxruntime.InferenceSession:
     """An ONNX Runtime session of a model as it is, its attention computed by polyhead on ONNX Runtime's own threads.
 
-    Attention is found when the session is made: as an operator (ONNX's Attention, MultiHeadAttention and
-    GroupQueryAttention of com.microsoft, what `fuse` emits), and, from ONNX Runtime 1.23 on, where it is written out, as
-    `fuse` finds it. What cannot be computed here stays with ONNX Runtime, and its log says why at severity 1
+    Attention is found when the session is made: ONNX's Attention, what `fuse` emits, and, from ONNX Runtime 1.23 on,
+    MultiHeadAttention and GroupQueryAttention of com.microsoft, and where it is written out, as `fuse` finds it. What cannot be computed here stays with ONNX Runtime, and its log says why at severity 1
     (information). With the entry ``session.record_ep_graph_assignment_info`` set to ``1``,
     ``get_provider_graph_assignment_info()`` of the session lists what runs here (ONNX Runtime 1.24 or later).
 

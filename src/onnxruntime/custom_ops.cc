@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <string_view>
 
 #include "core/sentence.h"
 #include "operators.h"
@@ -243,14 +244,19 @@ Status register_ops(OrtSessionOptions* options) {
     }
     return made;
   }();
-  // "polyhead": our own domain alone, beside the execution provider, which leaves to ONNX Runtime what it cannot do.
-  char only[32] = "";
-  size_t bytes = sizeof only;
-  if (!call(abi::kGetSessionConfigEntry, options, "polyhead.domains", static_cast<char*>(only), &bytes).ok())
-    only[0] = '\0';
+  // "polyhead": our own domain alone, beside the execution provider, which leaves to ONNX Runtime what it cannot do. "all":
+  // com.microsoft too, where ONNX Runtime then misses operators of its own that its optimizer puts in, as FusedMatMul.
+  char entry[32] = "";
+  size_t bytes = sizeof entry;
+  if (!call(abi::kGetSessionConfigEntry, options, "polyhead.domains", static_cast<char*>(entry), &bytes).ok())
+    entry[0] = '\0';
+  const std::string_view asked = entry;
+  const auto is_asked = [&](std::string_view domain) {
+    return asked.empty() ? domain != "com.microsoft" : asked == "all" || asked == domain;
+  };
   Status status = domains.status;
   for (size_t i = 0; status.ok() && i < kNumOps; ++i) {
-    if (domains.of[i] == nullptr || (only[0] != '\0' && std::strcmp(only, kOperators[i].domain) != 0)) continue;
+    if (domains.of[i] == nullptr || !is_asked(kOperators[i].domain)) continue;
     status = call(abi::kAddCustomOpDomain, options, domains.of[i]);
   }
   return status;
