@@ -73,7 +73,7 @@ PICTURES = {
     "sandwich": {"ratio": np.array([0.3])},
 }
 # Which change a score by what it is: their pictures begin with scores of all sizes, those of others with 0.
-OF_THE_SCORE = {"softcap", "temperature", "log_length"}
+OF_THE_SCORE = {"softcap", "temperature", "log_length", *programs.WEIGHTS}
 
 
 def picture_of(name):
@@ -102,7 +102,7 @@ def drawn(name):
 
 
 class ProgramGallery(SphinxDirective):
-    """```{program-gallery} MASKS``` or ``SCORES``."""
+    """```{program-gallery} MASKS```, ``SCORES`` or ``WEIGHTS``."""
 
     required_arguments = 1
 

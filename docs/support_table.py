@@ -36,6 +36,7 @@ OPTIONS = {
     "softcap": {"softcap": 20.0},
     "alibi_slopes": {"alibi_slopes": np.ones(H, np.float32)},
     "sink_logits": {"sink_logits": np.zeros(H)},
+    'normalizer="none"': {"normalizer": "none"},
     "score, mask": {"score": "score - slope[h] * abs(q - k)", "mask": "k <= q + 2", "captured": {"slope": np.ones(H)}},
     "dropout_p": {"dropout_p": 0.5, "dropout_seed": 1, "dropout_offset": 2},
     "dropout_origin": {"dropout_p": 0.5, "dropout_seed": 1, "dropout_origin": polyhead.DropoutOrigin(first_head=4)},
@@ -72,13 +73,16 @@ def backward_refusal(arrays, options, kernel):
         return NO_GRADIENT
     if "page_table" in options:
         return "paged keys have no gradients"
-    out, logsumexp = polyhead.attention(*arrays, **options | {"return_logsumexp": True}, kernel=kernel)
+    out = logsumexp = None
+    if "normalizer" not in options:
+        out, logsumexp = polyhead.attention(*arrays, **options | {"return_logsumexp": True}, kernel=kernel)
     takes = inspect.signature(polyhead.attention_backward).parameters
     given = {name: value for name, value in options.items() if name in takes}
     needs = ["query", "key", "value", *(name for name in ("attn_bias", "alibi_slopes", "sink_logits") if name in options), *options.get("captured", ())]
     if "return_logsumexp" in options:
         given["grad_logsumexp"] = np.ones_like(logsumexp)
-    polyhead.attention_backward(out, *arrays, out, logsumexp, **given, kernel=kernel, needs=needs)
+    grad_out = np.zeros_like(polyhead.attention(*arrays)) if out is None else out
+    polyhead.attention_backward(grad_out, *arrays, out, logsumexp, **given, kernel=kernel, needs=needs)
     return ""
 
 

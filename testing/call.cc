@@ -209,10 +209,14 @@ void PlacedInputs::check_unchanged(std::vector<std::string>* faults) const {
   }
 }
 
+static bool returns_logsumexp(const AttentionDesc& desc, const RunOptions& options) {
+  return options.logsumexp && desc.normalizer == Normalizer::kSoftmax;
+}
+
 PlacedOutputs::PlacedOutputs(const AttentionDesc& desc, const RunOptions& options, PlacedInputs& inputs)
     : out_(Placed::output(out_dtype(desc), output_dims(desc, true).out, inputs.next_layout(), options.guard,
                           OperandRole::kOutput, inputs.next_gaps())),
-      logsumexp_(Placed::output(statistics_dtype(desc), output_dims(desc, options.logsumexp).logsumexp,
+      logsumexp_(Placed::output(statistics_dtype(desc), output_dims(desc, returns_logsumexp(desc, options)).logsumexp,
                                 inputs.next_layout(), options.guard, OperandRole::kOutput, inputs.next_gaps())),
       weights_(Placed::output(desc.dtype, output_dims(desc, true).attn_weights, inputs.next_layout(), options.guard,
                               OperandRole::kOutput, inputs.next_gaps())),

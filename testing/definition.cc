@@ -84,19 +84,19 @@ class ForwardDefinition {
       return o_.logsumexp.set(scores_.statistic(b, h, i), static_cast<double>(sink));
     }
     T l = sink == none ? T(0) : std::exp(sink - m);
-    for (T& P : P_) {
-      P = std::exp(P - m);  // NaN where S is NaN or inf
-      l += P;
+    for (size_t k = 0; k < P_.size() && scores_.softmax(); ++k) {
+      P_[k] = std::exp(P_[k] - m);  // NaN where S is NaN or inf
+      l += P_[k];
     }
     O_.assign(static_cast<size_t>(d_.head_dim_v), T(0));
     sums_.assign(O_.size(), T(0));
-    for (size_t k = 0; k < keys_.size(); ++k) weigh(b, h, i, keys_[k], P_[k] / l);
+    for (size_t k = 0; k < keys_.size(); ++k) weigh(b, h, i, keys_[k], scores_.softmax() ? P_[k] / l : P_[k]);
     const int64_t first = scores_.q_row(b, h, i) * d_.head_dim_v;
     for (int64_t c = 0; c < d_.head_dim_v; ++c) {
       o_.out.set(first + c, static_cast<double>(O_[c]));
       if (magnitude_) magnitude_->set(first + c, static_cast<double>(sums_[c]));
     }
-    o_.logsumexp.set(scores_.statistic(b, h, i), static_cast<double>(m + std::log(l)));
+    o_.logsumexp.set(scores_.statistic(b, h, i), scores_.softmax() ? static_cast<double>(m + std::log(l)) : 0);
   }
 
   // What the weight P of key j adds to the results of its row.
@@ -105,7 +105,9 @@ class ForwardDefinition {
     P *= scores_.dropout_factor(b, h, i, j);
     const T* V = V_.data() + scores_.k_row(b, h, j) * d_.head_dim_v;
     add(O_.data(), P, V, d_.head_dim_v);
-    const T weight = d_.has_sink_logits ? std::max(P, kLeast<T>) : P;  // others' rows have weights near 1, too
+    // A row of a softmax without a sink has weights near 1, too.
+    const bool small = d_.has_sink_logits || !scores_.softmax();
+    const T weight = small ? std::max(std::abs(P), kLeast<T>) : P;
     for (int64_t c = 0; magnitude_ && c < d_.head_dim_v; ++c) sums_[c] += weight * std::abs(V[c]);
     if (!mean_.empty()) mean_[(b * d_.seqlen_q + i) * d_.seqlen_k + j] += P;
     if (d_.return_weights == ReturnWeights::kPerHead) {
@@ -185,7 +187,7 @@ class BackwardDefinition {
     std::fill(dP_.begin(), dP_.end(), T(0));
     for (int64_t c = 0; c < Dv; ++c) add(dP_.data(), dO_[q * Dv + c], V_by_dim_.data() + c * keys, keys);
     T rowsum = 0;
-    for (int64_t c = 0; c < Dv && O_.size() > 0; ++c) rowsum += dO_[q * Dv + c] * O_[q * Dv + c];
+    for (int64_t c = 0; c < Dv && O_.size() > 0 && scores_.softmax(); ++c) rowsum += dO_[q * Dv + c] * O_[q * Dv + c];
     if (delta_.size() > 0) rowsum = delta_[scores_.statistic(b, h, i)];
     if (scores_.sink(h, i) != static_cast<T>(-HUGE_VAL)) this->sink(b, h, i, rowsum);
     for (int64_t j = 0; j < keys; ++j) {
@@ -208,10 +210,10 @@ class BackwardDefinition {
     const int64_t row = scores_.statistic(b, h, i);
     const auto [S, t, given] = scores_.score(b, h, i, j);
     if (scores_.hides(S)) return;
-    const T weight = std::exp(S - L_[row]), f = scores_.dropout_factor(b, h, i, j);
-    const T P = absolute_ ? std::max(weight, kLeast<T>) : weight;
+    const T weight = scores_.softmax() ? std::exp(S - L_[row]) : S, f = scores_.dropout_factor(b, h, i, j);
+    const T P = absolute_ ? std::max(std::abs(weight), kLeast<T>) : weight;
     const T dL = dL_.size() > 0 ? dL_[row] : T(0), dP = f * dP_[j];
-    T dS = P * (absolute_ ? dP + rowsum + dL : dP - rowsum + dL);
+    T dS = scores_.softmax() ? P * (absolute_ ? dP + rowsum + dL : dP - rowsum + dL) : dP;
     if (scores_.program().has_score()) dS = through_program(dS);
     T dX = dS;
     if (d_.softcap > 0) dX *= 1 - t * t;

@@ -7,7 +7,8 @@
 
 namespace polyhead::testing {
 
-// What one forward call wrote, densely stored, and what it must not have done.
+// What one forward call wrote, densely stored, and what it must not have done. Without a softmax the definition's logsumexp
+// only tells the rows that see no key, -inf, from the others, 0; a call has none.
 struct Outputs {
   Array out, logsumexp, attn_weights, column_sums;
   std::vector<std::string> faults;  // elements not written, gaps or inputs written
@@ -33,6 +34,7 @@ Gradients defined_gradients(const AttentionDesc& desc, const BackwardInputs& in,
 
 // For each element the sum of the absolute values of its terms, in float64. With
 //   a_ij = P_ij (f_ij sum_d |dO_id V_jd| + sum_d |dO_id O_id| + |dL_i|)       x_ij = a_ij (1 - tanh^2(X_ij / softcap))
+// (without a softmax a_ij = f_ij sum_d |dO_id V_jd|)
 // they are |scale| sum_j x_ij |K_j|, |scale| sum_i x_ij |Q_i|, sum_i P_ij f_ij |dO_i|, sum a_ij and
 // sum a_ij |i + offset - j|, and of sinks sum_i exp(sink - L_i) (sum_d |dO_id O_id| + |dL_i|), each plus what the gradient held before. P counts as 2^-104 at least, of which 4 ulp are
 // 2^-126: a weight below float32's normal numbers may be taken for 0.

@@ -5,19 +5,10 @@
 #include <map>
 #include <utility>
 
-#include "testing/scores.h"
+#include "testing/score_errors.h"
 
 namespace polyhead::testing {
 namespace {
-
-double squared(double x) { return x * x; }
-
-// The variance of an error that is uniform up to `most` of a number whose leading digits are distributed as 1 / x: the
-// mean of 1 / x^2 over [1, 2) is then 0.54.
-double rounding(double most) { return most * most / 3 * 0.54; }
-
-// What one operation errs by, of its result squared.
-double one_operation(const AttentionDesc& desc) { return rounding(desc.dtype == DType::kFloat64 ? 0x1p-53 : 0x1p-24); }
 
 // Rounding to bfloat16, which has 8 digits.
 const double kPairs = rounding(0x1p-8);
@@ -27,97 +18,6 @@ bool has_pairs(const AttentionDesc& desc) { return desc.dtype == DType::kBFloat1
 Array like(const Array& a) { return a.given() ? Array(DType::kFloat64, a.dims) : Array(); }
 
 double* data(Array& a) { return reinterpret_cast<double*>(a.bytes.data()); }
-
-// Dots of one row with columns [dim, count]: each with the sum of the squares of what its operations gave.
-class Dots {
- public:
-  void compute(const double* row, const double* columns, int64_t dim, int64_t count) {
-    sums.assign(static_cast<size_t>(count), 0);
-    squares.assign(static_cast<size_t>(count), 0);
-    for (int64_t c = 0; c < dim; ++c) {
-      for (int64_t j = 0; j < count; ++j) {
-        const double product = row[c] * columns[c * count + j];
-        sums[j] += product;
-        squares[j] += product * product + sums[j] * sums[j];
-      }
-    }
-  }
-
-  std::vector<double> sums, squares;
-};
-
-// What a score program does to the errors of one pair: of what it is given and of its own operations.
-struct Through {
-  double slope = 1;     // of the score that comes out, by the one that came in
-  double own = 0;       // variance of what comes out, by the program's operations
-  double of_slope = 0;  // variance of the slope
-};
-
-// The scores of a row and the variance of their errors.
-class ScoreErrors {
- public:
-  ScoreErrors(const AttentionDesc& desc, const Inputs& in, const Visibility& seen)
-      : d_(desc), scores_(desc, in, seen), e_(one_operation(desc)) {}
-
-  Scores<double>& scores() { return scores_; }
-  const Scores<double>& scores() const { return scores_; }
-
-  void row(int64_t b, int64_t h, int64_t i) {
-    scores_.dots(b, h, i);
-    const double* Q = scores_.Q().data() + scores_.q_row(b, h, i) * d_.head_dim;
-    dots_.compute(Q, scores_.keys_by_dim(), d_.head_dim, scores_.num_keys());
-  }
-
-  // X = scale * dot, with a scale that is rounded itself.
-  double of_X(int64_t j) const {
-    return e_ * squared(scores_.scale()) * (dots_.squares[j] + 2 * squared(dots_.sums[j]));
-  }
-
-  // What the program is given: tanh within some ulp, then whatever is added.
-  double of_given(int64_t j, const Scores<double>::Score& score) const {
-    const double X = of_X(j), S = 3 * e_ * squared(score.given);
-    if (d_.softcap == 0) return X + S;
-    return squared(1 - squared(score.t)) * X + 4 * e_ * squared(d_.softcap * score.t) + S;
-  }
-
-  // Of score(b, h, i, j); afterwards the program's adjoints are those of this pair.
-  Through through(int64_t b, int64_t h, int64_t i, int64_t j, const Scores<double>::Score& score) const {
-    const PairProgram<double>& program = scores_.program();
-    if (!program.has_score()) return {};
-    const double step = 1e-5 * std::max(1.0, std::fabs(score.given));
-    double slopes[2];
-    for (int side = 0; side < 2; ++side) {
-      program.score(scores_.place(b, h, i, j), score.given + (side == 0 ? -step : step));
-      slopes[side] = program.differentiate(1);
-    }
-    program.score(scores_.place(b, h, i, j), score.given);
-    Through through;
-    through.slope = program.differentiate(1);
-    const auto roundings = program.roundings(*d_.program);
-    through.own = e_ * roundings.squares;
-    through.of_slope = e_ * roundings.steps * squared(through.slope) +
-                       squared((slopes[1] - slopes[0]) / (2 * step)) * of_given(j, score);
-    return through;
-  }
-
-  static double of_S(double of_given, const Through& through) {
-    return squared(through.slope) * of_given + through.own;
-  }
-
-  // The exponent S - m, and exp within some ulp; a weight below float32's normal numbers may be taken for 0.
-  double of_exponent(double of_S, double exponent) const {
-    return may_be_lost(exponent) ? 1 : of_S + e_ * (2 * squared(exponent) + 4);
-  }
-  static bool may_be_lost(double exponent) { return exponent < -87; }
-
-  double operation() const { return e_; }
-
- private:
-  const AttentionDesc& d_;
-  Scores<double> scores_;
-  const double e_;
-  Dots dots_;
-};
 
 class ForwardErrors {
  public:
@@ -156,6 +56,7 @@ class ForwardErrors {
       m = std::max(m, score.S);
     }
     if (keys_.empty()) return;
+    if (!scores.softmax()) return scores_as_weights(b, h, i);
     double l = std::exp(scores.sink(h, i) - m);
     for (Key& key : keys_) {
       key.P = std::exp(key.S - m);
@@ -172,6 +73,13 @@ class ForwardErrors {
     data(v_.logsumexp)[scores.statistic(b, h, i)] = of_L + of_l + 3 * e_ * (squared(m) + squared(std::log(l)) + 1);
     out(b, h, i, of_l);
     statistics(b, h, i, of_L + of_l);
+  }
+
+  // Without a softmax P_j = S_j, so that dO / dS_j = f_j V_j.
+  void scores_as_weights(int64_t b, int64_t h, int64_t i) {
+    for (Key& key : keys_) key.P = key.S;
+    out(b, h, i, 0);
+    statistics(b, h, i, 0);
   }
 
   // dO / dS_j = P_j (f_j V_j - O)
@@ -193,7 +101,11 @@ class ForwardErrors {
     for (int64_t c = 0; c < Dv; ++c) variance[c] = sums_[c] + squared(O_[c]) * (of_l + e_);
     for (const Key& key : keys_) {
       const double* V = V_.data() + scores.k_row(b, h, key.j) * Dv;
-      for (int64_t c = 0; c < Dv; ++c) variance[c] += squared(key.P * (key.factor * V[c] - O_[c])) * key.of_S;
+      const bool softmax = scores.softmax();
+      for (int64_t c = 0; c < Dv; ++c) {
+        const double slope = softmax ? key.P * (key.factor * V[c] - O_[c]) : key.factor * V[c];
+        variance[c] += squared(slope) * key.of_S;
+      }
       if (!v_.pairs_out.given()) continue;
       double* pairs = data(v_.pairs_out) + first;
       for (int64_t c = 0; c < Dv; ++c) pairs[c] += kPairs * squared(key.P * key.factor * V[c]);
@@ -203,7 +115,9 @@ class ForwardErrors {
   // dP_j / dS_k = P_j ([j = k] - P_k)
   void statistics(int64_t b, int64_t h, int64_t i, double of_L) {
     for (const Key& key : keys_) {
-      const double of_P = squared(key.P) * (std::max((1 - 2 * key.P) * key.of_S, 0.0) + of_L + 2 * e_);
+      const double of_P = errors_.scores().softmax()
+                              ? squared(key.P) * (std::max((1 - 2 * key.P) * key.of_S, 0.0) + of_L + 2 * e_)
+                              : key.of_S;
       if (v_.column_sums.given()) {
         const int64_t at = (b * d_.num_heads + h) * d_.seqlen_k + key.j;
         column_[at] += key.P;
@@ -270,7 +184,7 @@ class BackwardErrors {
     double through;           // the program's slope
     double dS, of_dS;         // behind the program, without what the row shares
     double of_dX;             // likewise
-    double of_weight;         // of P, relative
+    double of_weight;         // variance of P
     bool lost;                // P may be taken for 0
   };
 
@@ -281,15 +195,16 @@ class BackwardErrors {
     dP_.compute(dO_.data() + q * Dv, V_by_dim_.data(), Dv, scores.num_keys());
     delta_of_row_.compute(dO_.data() + q * Dv, O_.size() > 0 ? O_.data() + q * Dv : nullptr, O_.size() > 0 ? Dv : 0, 1);
     const double rowsum = delta_.size() > 0 ? delta_[row] : delta_of_row_.sums[0];
-    of_rowsum_ = delta_.size() > 0 ? 0 : e_ * delta_of_row_.squares[0];
-    of_L_ = 2 * e_ * squared(L_[row]);
+    const bool softmax = scores.softmax();
+    of_rowsum_ = delta_.size() > 0 || !softmax ? 0 : e_ * delta_of_row_.squares[0];
+    of_L_ = softmax ? 2 * e_ * squared(L_[row]) : 0;
     const double dL = dL_.size() > 0 ? dL_[row] : 0;
     if (scores.sink(h, i) != -HUGE_VAL) sink(h, scores.sink(h, i) - L_[row], dL - rowsum);
     pairs_.clear();
     for (int64_t j = 0; j < scores.num_keys(); ++j) {
       if (!scores.visible(b, h, i, j)) continue;
       const auto score = scores.score(b, h, i, j);
-      if (!scores.hides(score.S)) pairs_.push_back(pair(b, h, i, j, score, L_[row], rowsum, dL));
+      if (!scores.hides(score.S)) pairs_.push_back(pair(b, h, i, j, score, softmax ? L_[row] : 0, rowsum, dL));
     }
     if (pairs_.empty()) return;  // L is -inf
     query(b, h, i);
@@ -313,15 +228,18 @@ class BackwardErrors {
     Pair p;
     p.through = through.slope;
     p.j = j;
-    p.P = std::exp(score.S - L);
+    const bool softmax = scores.softmax();
+    p.P = softmax ? std::exp(score.S - L) : score.S;
     p.factor = scores.dropout_factor(b, h, i, j);
     p.slope = 1 - squared(score.t);
-    p.of_weight = errors_.of_exponent(ScoreErrors::of_S(errors_.of_given(j, score), through), score.S - L);
-    p.lost = ScoreErrors::may_be_lost(score.S - L);
-    const double dP = p.factor * dP_.sums[j], terms = dP - rowsum + dL;
-    const double of_terms =
-        e_ * (squared(p.factor) * dP_.squares[j] + squared(dP) + squared(dP - rowsum) + squared(terms));
-    const double dS = p.P * terms, of_dS = squared(dS) * (p.of_weight + 2 * e_) + squared(p.P) * of_terms;
+    const double of_S = ScoreErrors::of_S(errors_.of_given(j, score), through);
+    p.of_weight = softmax ? squared(p.P) * errors_.of_exponent(of_S, score.S - L) : of_S;
+    p.lost = softmax && ScoreErrors::may_be_lost(score.S - L);
+    const double dP = p.factor * dP_.sums[j], of_dP = e_ * (squared(p.factor) * dP_.squares[j] + squared(dP));
+    const double terms = dP - rowsum + dL, of_terms = of_dP + e_ * (squared(dP - rowsum) + squared(terms));
+    const double dS = softmax ? p.P * terms : dP;
+    const double of_dS =
+        softmax ? squared(terms) * p.of_weight + 2 * e_ * squared(dS) + squared(p.P) * of_terms : of_dP;
     for (size_t n = 0; n < v_.arithmetic.captures.size(); ++n) captured(n, p.P, dS, of_dS);
     p.dS = through.slope * dS;
     p.of_dS = squared(through.slope) * of_dS + squared(dS) * through.of_slope;
@@ -365,7 +283,7 @@ class BackwardErrors {
       const int64_t k = scores.k_row(b, h, p.j);
       const double dX = p.dS * p.slope, weight = p.P * p.factor;
       const double of_dX = p.of_dX + squared(p.slope) * shared(p.P * p.through, p.dS);
-      const double of_weight = squared(weight) * (p.of_weight + of_L_ + 2 * e_);
+      const double of_weight = squared(p.factor) * p.of_weight + squared(weight) * (of_L_ + 2 * e_);
       add(&Gradients::key, k * D, Q, D, dX, of_dX, p.lost);
       add(&Gradients::value, k * Dv, dO, Dv, weight, of_weight, p.lost);
     }

@@ -368,6 +368,7 @@ void compute_forward(const AttentionDesc& desc, BackwardInputs& in) {
   plain.return_column_sums = false;
   Outputs o = defined_outputs<double>(plain, in.forward, Visibility(plain, in.forward), false);
   in.out = std::move(o.out);
+  if (desc.normalizer == Normalizer::kNone) return;
   in.logsumexp = std::move(o.logsumexp);
   if (!delta) return;
   in.delta = rowsum(desc, in);

@@ -173,8 +173,11 @@ class Loops {
     }
   }
 
+  size_t row(int64_t b, int64_t n, int64_t h, int64_t i) const {
+    return static_cast<size_t>(((b * d_.beam + n) * H_ + h) * d_.seqlen_q + i);
+  }
   int64_t pair(int64_t b, int64_t n, int64_t h, int64_t i) const {
-    return (((b * d_.beam + n) * H_ + h) * d_.seqlen_q + i) * d_.seqlen_k;
+    return static_cast<int64_t>(row(b, n, h, i)) * d_.seqlen_k;
   }
   int64_t at_q(int64_t b, int64_t n, int64_t i, int64_t h) const { return (row_q(b, n, i) * H_ + h) * D_; }
   int64_t at_k(int64_t b, int64_t n, int64_t j, int64_t h) const { return (row_k(b, n, j) * G_ + h / (H_ / G_)) * D_; }
@@ -212,10 +215,19 @@ class Loops {
     return S;
   }
 
+  bool softmax() const { return a_.normalizer == Normalizer::kSoftmax; }
+
+  // -inf: none, as of padding.
+  template <class U = T>
+  U sink(int64_t b, int64_t n, int64_t h, int64_t i) const {
+    return in_.sink_logits.given() && i < len_q(b, n) ? static_cast<U>(in_.sink_logits.at(h))
+                                                      : static_cast<U>(-HUGE_VAL);
+  }
+
   // L as it is saved: exact, then rounded.
   T logsumexp(int64_t b, int64_t n, int64_t h, int64_t i) const {
     using Wide = std::conditional_t<std::is_same_v<T, float>, double, long double>;
-    Wide largest = -HUGE_VAL, sum = 0;
+    Wide largest = sink<Wide>(b, n, h, i), sum = largest > -HUGE_VAL ? 1 : 0;
     for (int64_t j = 0; j < d_.seqlen_k; ++j) {
       if (!visible(b, n, h, i, j)) continue;
       const Wide S = score<Wide>(b, n, h, i, j);
@@ -227,23 +239,28 @@ class Loops {
 
   void attend() {
     P_.assign(static_cast<size_t>(d_.batch * d_.beam * H_ * d_.seqlen_q * d_.seqlen_k), 0);
+    sink_P_.assign(static_cast<size_t>(d_.batch * d_.beam * H_ * d_.seqlen_q), 0);
     O_ = Sums<T>(d_.batch * d_.beam * d_.seqlen_q * H_ * Dv_);
     for_each_row([&](int64_t b, int64_t n, int64_t h, int64_t i) {
       T* P = P_.data() + pair(b, n, h, i);
-      T largest = -HUGE_VALF, sum = 0;
+      T largest = sink(b, n, h, i), sum = 0;
       for (int64_t j = 0; j < d_.seqlen_k; ++j) {
         if (!visible(b, n, h, i, j)) continue;
         P[j] = score(b, n, h, i, j);
         largest = std::fmax(largest, P[j]);
       }
-      for (int64_t j = 0; j < d_.seqlen_k; ++j) {
+      T& of_sink = sink_P_[row(b, n, h, i)];
+      of_sink = largest > -HUGE_VALF ? std::exp(sink(b, n, h, i) - largest) : T(0);
+      sum = of_sink;
+      for (int64_t j = 0; j < d_.seqlen_k && softmax(); ++j) {
         if (!visible(b, n, h, i, j)) continue;
         P[j] = std::exp(P[j] - largest);
         sum += P[j];
       }
+      if (of_sink > 0) of_sink /= sum;
       for (int64_t j = 0; j < d_.seqlen_k; ++j) {
         if (!visible(b, n, h, i, j)) continue;
-        P[j] /= sum;
+        if (softmax()) P[j] /= sum;
         const T weight = P[j] * kept_weight(b, n, h, i, j);
         for (int64_t e = 0; e < Dv_; ++e) {
           O_.add(at_O(b, n, i, h) + e, weight * v_[at_v(b, n, j, h) + e]);
@@ -300,21 +317,29 @@ class Loops {
     dv_ = Sums<T>(static_cast<int64_t>(v_.value.size()));
     dbias_ = Sums<T>(in_.attn_bias.size());
     dslopes_ = Sums<T>(in_.alibi_slopes.size());
+    dsinks_ = Sums<T>(in_.sink_logits.size());
     for_each_row([&](int64_t b, int64_t n, int64_t h, int64_t i) {
       T D = 0, size_D = 0;
       for (int64_t e = 0; e < Dv_; ++e) {
         D += dO_[at_O(b, n, i, h) + e] * O_[at_O(b, n, i, h) + e];
         size_D += std::fabs(dO_[at_O(b, n, i, h) + e]) * O_.size_of(at_O(b, n, i, h) + e);
       }
-      const T L = rounded_ ? logsumexp(b, n, h, i) : 0;
+      const T L = rounded_ && softmax() ? logsumexp(b, n, h, i) : 0;
+      if (sink(b, n, h, i) > -HUGE_VALF) sink_backward(b, n, h, i, L, D, size_D);
       for (int64_t j = 0; j < d_.seqlen_k; ++j) {
         if (visible(b, n, h, i, j)) pair_backward(b, n, h, i, j, weight_backward(b, n, h, i, j, L), D, size_D);
       }
     });
   }
 
+  void sink_backward(int64_t b, int64_t n, int64_t h, int64_t i, T L, T D, T size_D) {
+    const T P = rounded_ ? std::exp(sink(b, n, h, i) - L) : sink_P_[row(b, n, h, i)];
+    dsinks_.add(h, -P * D, P * size_D);
+  }
+
   // Backward has L and takes P from it; exactly, that is the P of forward.
   T weight_backward(int64_t b, int64_t n, int64_t h, int64_t i, int64_t j, T L) const {
+    if (rounded_ && !softmax()) return score(b, n, h, i, j);
     return rounded_ ? std::exp(score(b, n, h, i, j) - L) : P_[static_cast<size_t>(pair(b, n, h, i) + j)];
   }
 
@@ -327,7 +352,7 @@ class Loops {
       size_dP += std::fabs(factor * dO * v_[at_v(b, n, j, h) + e]);
       dv_.add(at_v(b, n, j, h) + e, P * factor * dO);
     }
-    const T dS = P * (dP - D), size_dS = P * (size_dP + size_D);
+    const T dS = softmax() ? P * (dP - D) : dP, size_dS = softmax() ? P * (size_dP + size_D) : size_dP;
     if (in_.attn_bias.given()) dbias_.add(broadcast(in_.attn_bias, b, h, i, j), dS, size_dS);
     if (in_.alibi_slopes.given()) {
       dslopes_.add(slope_index(b, h), -dS * distance(b, n, i, j), size_dS * distance(b, n, i, j));
@@ -400,6 +425,9 @@ class Loops {
     if (in_.alibi_slopes.given()) {
       to[kLayerGradAlibiSlopes] = array(dslopes_, in_.alibi_slopes.dims, DType::kFloat32, magnitude);
     }
+    if (in_.sink_logits.given()) {
+      to[kLayerGradSinkLogits] = array(dsinks_, in_.sink_logits.dims, in_.sink_logits.dtype, magnitude);
+    }
     for (size_t n = 0; n < kNumWeightKinds; ++n) {
       if (!in_.weights[n].given()) continue;
       const Numbers& before = in_.grad_weights[n];
@@ -427,9 +455,9 @@ class Loops {
   const LayerNumbers& in_;
   bool rounded_;
   int64_t H_, G_, D_, Dv_;
-  Sums<T> q_, k_, v_, O_, out_, dO_, dq_, dk_, dv_, dbias_, dslopes_;
+  Sums<T> q_, k_, v_, O_, out_, dO_, dq_, dk_, dv_, dbias_, dslopes_, dsinks_;
   Sums<T> inputs_[3], grads_[kNumWeightKinds];
-  std::vector<T> P_;
+  std::vector<T> P_, sink_P_;
 };
 
 }  // namespace

@@ -34,6 +34,7 @@ enum LayerResult : size_t {
   kLayerGradValue,
   kLayerGradAttnBias,
   kLayerGradAlibiSlopes,
+  kLayerGradSinkLogits,
   kLayerGradWeights,  // of WeightKind n: + n
 };
 inline constexpr size_t kNumLayerResults = kLayerGradWeights + kNumWeightKinds;
@@ -44,6 +45,7 @@ inline constexpr const char* kLayerResultNames[kNumLayerResults] = {"out",
                                                                     "grad_value",
                                                                     "grad_attn_bias",
                                                                     "grad_alibi_slopes",
+                                                                    "grad_sink_logits",
                                                                     "grad_query_weight",
                                                                     "grad_key_weight",
                                                                     "grad_value_weight",
@@ -59,7 +61,7 @@ struct LayerNumbers {
   Numbers query, key, value, residual;              // [batch, beam, time, vector]
   bool key_is_query = false, value_is_key = false;  // one tensor, which has one gradient
   std::array<Numbers, kNumWeightKinds> weights;
-  Numbers attn_mask, attn_bias, alibi_slopes;
+  Numbers attn_mask, attn_bias, alibi_slopes, sink_logits;
   Numbers seqlens_q, seqlens_k, query_offsets;  // [batch, beam]; seqlens_k [batch, beam_kv]
   Numbers window_lo, window_hi;
   uint64_t dropout_seed = 0, output_dropout_seed = 0;

@@ -16,6 +16,7 @@ std::span<const ProblemOption> problem_options() {
       {"--softcap", "X", "X * tanh(score / X)"},
       {"--alibi", "[=head]", "ALiBi slopes per head, or =batch: per sequence and head"},
       {"--sinks", "[=1]", "sink_logits: one more logit of each row of a head, without a value"},
+      {"--normalizer", "N", "softmax (default) or none: the weights are the scores"},
       {"--mask", "DIMS[:KIND]", "boolean mask, DIMS as b,h,q,k or sizes, 1 to broadcast; KIND random, padding, blocks"},
       {"--score", "TEXT", "a score program, as 'score - slope[h] * abs(q - k)'; docs/programs.md has the language"},
       {"--mask", "TEXT", "a mask program, as 'k <= q and q < lts[b, k]'"},

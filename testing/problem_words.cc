@@ -186,6 +186,7 @@ Status apply(std::string_view option, std::string_view value, Problem& problem) 
   if (option == "--softcap") return set_number(option, value, desc.softcap);
   if (option == "--alibi") return set_word(option, value, kAlibis, desc.alibi_slopes_ndim);
   if (option == "--sinks") return set_switch(option, value, desc.has_sink_logits);
+  if (option == "--normalizer") return set_word(option, value, kNormalizerWords, desc.normalizer);
   if (option == "--mask") return set_mask(value, problem);
   if (option == "--score") {
     problem.score_text = value;

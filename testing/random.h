@@ -66,6 +66,7 @@ enum Stream : uint64_t {
   kWeightsData = 48,   // and one for each WeightKind
   kCapturesData = 96,  // and one for each tensor of a program
   kGradCapturesData = 112,
+  kNormalizer = 30,
   kProgram = 128,
 };
 }  // namespace streams

@@ -101,9 +101,10 @@ void random_gradients(Random& random, Problem& p) {
     if (p.desc.has_sink_logits && random.chance(0.5)) p.needs |= 32U;
     if (p.needs == there) p.needs = kAllGradients;
   }
+  const bool softmax = p.desc.normalizer == Normalizer::kSoftmax;  // which alone has a logsumexp
   p.accumulate = random.chance(0.4);
-  p.logsumexp = random.chance(0.4);
-  p.delta = random.chance(0.1);
+  p.logsumexp = random.chance(0.4) && softmax;
+  p.delta = random.chance(0.1) && softmax;
   if (random.chance(0.15)) p.repeated_grad_out = random.chance(0.5) ? 15 : static_cast<unsigned>(random.integer(1, 14));
 }
 
@@ -139,6 +140,15 @@ ProgramWords random_score(Random& random, const AttentionDesc& d) {
   }
 }
 
+// Weights, where there is no softmax.
+ProgramWords random_weight(Random& random) {
+  switch (random.integer(0, 2)) {
+    case 0: return {"sigmoid(score + shift[h])", "shift: f32[h] -4..0"};
+    case 1: return {"score * max(score, 0) * part[h, k % 2]", "part: f32[h, 2] 0..0.5"};
+    default: return {"tanh(score) * gate[q, h]", "gate: f32[q, h] -1..1"};
+  }
+}
+
 }  // namespace
 
 void add_random_program(Problem& problem, uint64_t seed) {
@@ -147,6 +157,7 @@ void add_random_program(Problem& problem, uint64_t seed) {
   ProgramWords mask, score;
   if (masks) mask = random_mask(random);
   if (!masks || random.chance(0.6)) score = random_score(random, problem.desc);
+  if (problem.desc.normalizer == Normalizer::kNone && random.chance(0.7)) score = random_weight(random);
   problem.mask_text = mask.text;
   problem.score_text = score.text;
   problem.captured = *parse_captured(mask.captured + "; " + score.captured);
@@ -164,7 +175,9 @@ Problem random_problem(uint64_t seed) {
   constexpr double kDropouts[] = {1e-6, 0.1, 0.5, 0.9, 1};
   Random random(seed);
   Problem p;
-  p.desc.has_sink_logits = Random(seed, streams::kSinks).chance(0.15);
+  const bool softmax = !Random(seed, streams::kNormalizer).chance(0.06);
+  p.desc.normalizer = softmax ? Normalizer::kSoftmax : Normalizer::kNone;
+  p.desc.has_sink_logits = softmax && Random(seed, streams::kSinks).chance(0.15);
   p.name = "random_" + std::to_string(seed);
   p.seed = seed;
   p.fill = random.chance(0.6) ? Fill::kNormal : static_cast<Fill>(random.integer(1, 5));
@@ -188,7 +201,7 @@ Problem random_problem(uint64_t seed) {
   const bool half = d.dtype == DType::kBFloat16 || d.dtype == DType::kFloat16;
   if (half && random.chance(0.25)) d.out_dtype = DType::kFloat32;
   if (half && random.chance(0.25)) d.grad_dtype = DType::kFloat32;
-  if (Random(seed, streams::kProgram).chance(0.06)) add_random_program(p, seed);
+  if (Random(seed, streams::kProgram).chance(softmax ? 0.06 : 0.6)) add_random_program(p, seed);
   if (random.chance(d.has_seqlens_k ? 0.5 : 0.1)) random_pages(random, d);
   return p;
 }

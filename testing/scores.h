@@ -95,6 +95,9 @@ class Scores {
     return {program_.score(place(b, h, i, j), S), t, S};
   }
 
+  // Whether weights are made of scores by a softmax, or are the scores.
+  bool softmax() const { return d_.normalizer == Normalizer::kSoftmax; }
+
   // -inf: none, as of padding.
   T sink(int64_t h, int64_t i) const {
     return sinks_.empty() || i >= span_.len_q ? static_cast<T>(-HUGE_VAL) : sinks_[static_cast<size_t>(h)];

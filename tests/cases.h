@@ -4,6 +4,7 @@
 // chunks of 512 and 1024, at most 8 queries (decoding), S and D up to 16 (tiny heads).
 #pragma once
 
+#include <cstdlib>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "testing/operands.h"
 #include "testing/pages.h"
 #include "testing/problem_words.h"
+#include "testing/program_words.h"
 
 namespace polyhead::testing {
 
@@ -29,6 +31,7 @@ class CaseList {
     list.decoding();
     list.empty();
     list.sinks();
+    list.scores_as_weights();
     list.pages();
     return std::move(list.cases_);
   }
@@ -376,6 +379,44 @@ class CaseList {
         cases_[n].fill = fill;
       }
     }
+  }
+
+  // Normalizer::kNone: with a program its score is the weight, without one the scaled product.
+  void scores_as_weights() {
+    const auto each = [&](const std::string& name, const AttentionDesc& desc, const char* score, auto change) {
+      add_in_each_dtype("none_" + name, desc, [&](auto& d) {
+        d.normalizer = Normalizer::kNone;
+        change(d);
+      });
+      for (size_t n = cases_.size() - 3; n < cases_.size() && *score != 0; ++n) {
+        cases_[n].score_text = score;
+        cases_[n].captured = *parse_captured("shift: f32[h] -3..0");
+        if (!complete_program(cases_[n]).ok()) std::abort();
+      }
+    };
+    constexpr const char* kSigmoid = "sigmoid(score + shift[h])";
+    const AttentionDesc base = sizes(2, 4, 2, 70, 130, 24, 32);
+    each("causal", base, "", [](auto& d) { d.causal = true, d.align = Align::kBottomRight; });
+    each("sigmoid", base, kSigmoid, [](auto& d) { d.causal = true, d.query_offset = -40; });
+    each("squared", base, "max(score + shift[h], 0) * score",
+         [](auto& d) { d.has_seqlens_q = d.has_seqlens_k = true; });
+    each("masked", base, "", [](auto& d) {
+      operand(d.attn_mask, d, kQuery | kKey, DType::kBool);
+      operand(d.attn_bias, d, kHead | kKey, DType::kFloat32);
+      d.alibi_slopes_ndim = 1, d.softcap = 5, d.align = Align::kTopLeft, d.dropout_p = 0.2;
+    });
+    each("returned", base, kSigmoid, [](auto& d) {
+      d.return_weights = ReturnWeights::kPerHead, d.return_column_sums = d.has_seqlens_q = true, d.dropout_p = 0.3;
+    });
+    each("mean", base, "",
+         [](auto& d) { d.return_weights = ReturnWeights::kMean, d.window_left = 20, d.align = Align::kTopLeft; });
+    each("packed", sizes(5, 4, 2, 200, 300, 16), kSigmoid,
+         [](auto& d) { d.packed = true, d.causal = true, d.align = Align::kBottomRight; });
+    each("decode", sizes(2, 8, 2, 2, 1100, 64), kSigmoid,
+         [](auto& d) { d.causal = true, d.window_left = 100, d.query_offset = -1, d.has_seqlens_q = true; });
+    each("decode_linear", sizes(2, 4, 2, 1, 600, 32), "", [](auto& d) { d.has_seqlens_k = true; });
+    each("tiny", sizes(3, 11, 11, 15, 16, 7), "", [](auto& d) { d.causal = true, d.query_offset = -1; });
+    each("no_keys", sizes(2, 4, 2, 70, 0, 24), "", [](auto&) {});
   }
 
  protected:

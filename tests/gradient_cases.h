@@ -28,6 +28,7 @@ class GradientCaseList : private CaseList {
     list.dropout();
     list.rows_of_others();
     list.sink_sums();
+    list.weights_of_scores();
     for (const Problem& problem : list.cases_) all.push_back(with_random_gradients(problem));
     list.call_options(all);
     return all;
@@ -92,6 +93,17 @@ class GradientCaseList : private CaseList {
          [](auto& d) { d.has_sink_logits = true, d.has_seqlens_q = d.has_seqlens_k = true, d.dropout_p = 0.3; });
     each("sinks_blind_rows", sizes(2, 2, 1, 300, 100, 16),
          [](auto& d) { d.has_sink_logits = true, d.causal = true, d.align = Align::kBottomRight; });
+  }
+
+  // Without a softmax: chunks of keys, and queries that are not there.
+  void weights_of_scores() {
+    each("none", sizes(3, 4, 2, 130, 70, 16, 24), [](auto& d) {
+      d.normalizer = Normalizer::kNone, d.has_seqlens_q = d.has_seqlens_k = true, d.dropout_p = 0.3;
+    });
+    each("none_keys_1025", sizes(1, 2, 1, 67, 1025, 16), [](auto& d) {
+      operand(d.attn_bias, d, kHead | kQuery | kKey, DType::kFloat32);
+      d.normalizer = Normalizer::kNone, d.causal = true, d.query_offset = 990;
+    });
   }
 
   void groups() {

@@ -51,7 +51,9 @@ Poked poke_visible(const AttentionDesc& d, const Inputs& in, Poke poke, uint64_t
   if (poke == Poke::kValue ? d.head_dim_v == 0 : poke != Poke::kBias && d.head_dim == 0) return poked;
   Random random(seed);
   int64_t b = -1, h = 0, i = 0, j = 0, count = 0;
-  Visibility(d, poke == Poke::kBias ? without_bias(in) : in)
+  // Where a pair that a bias hid becomes visible, a softmax makes the row NaN; without one its gradients are numbers.
+  const bool softmax = d.normalizer == Normalizer::kSoftmax;
+  Visibility(d, poke == Poke::kBias && softmax ? without_bias(in) : in)
       .for_each([&](int64_t b2, int64_t h2, int64_t i2, int64_t j2) {
         if (random.integer(0, count++) == 0) b = b2, h = h2, i = i2, j = j2;
       });
@@ -66,7 +68,8 @@ Poked poke_visible(const AttentionDesc& d, const Inputs& in, Poke poke, uint64_t
     case Poke::kKey: poked.inputs.key.set(key * d.head_dim + dim(d.head_dim), kNan); break;
     case Poke::kValue: poked.inputs.value.set(key * d.head_dim_v + dim(d.head_dim_v), kNan); break;
     case Poke::kBias:
-      poked.inputs.attn_bias.set(broadcast_index(in.attn_bias, b, h, i, j), random.chance(0.5) ? kNan : HUGE_VAL);
+      poked.inputs.attn_bias.set(broadcast_index(in.attn_bias, b, h, i, j),
+                                 random.chance(0.5) || !softmax ? kNan : HUGE_VAL);
       break;
   }
   constexpr const char* kNames[] = {"query", "key", "value", "bias"};
@@ -97,15 +100,23 @@ struct Wanted {
     std::vector<Span> spans;
     for (int64_t b = 0; b < d.batch; ++b) spans.push_back(span_of(d, in, b));
     std::vector<bool> bad_row(static_cast<size_t>(d.batch * d.num_heads * d.seqlen_q));
+    const bool softmax = d.normalizer == Normalizer::kSoftmax;  // else a weight is by itself
     auto row = [&](int64_t b, int64_t h, int64_t i) {
       return static_cast<size_t>((b * d.num_heads + h) * d.seqlen_q + i);
+    };
+    const auto weight = [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+      const int64_t weight_row =
+          d.return_weights == ReturnWeights::kMean ? b * d.seqlen_q + i : static_cast<int64_t>(row(b, h, i));
+      mark(attn_weights, weight_row * d.seqlen_k + j);
+      mark(column_sums, (b * d.num_heads + h) * d.seqlen_k + j);
     };
     seen.for_each([&](int64_t b, int64_t h, int64_t i, int64_t j) {
       const Span& s = spans[static_cast<size_t>(b)];
       const int64_t query = query_row(d, s, b, h, i), key = key_row(d, s, b, h, j);
       const double bias = in.attn_bias.given() ? in.attn_bias.at(broadcast_index(in.attn_bias, b, h, i, j)) : 0;
       if (has(query_nan, query) || has(key_nan, key) || !(bias < HUGE_VAL)) {
-        bad_row[row(b, h, i)] = true;
+        bad_row[row(b, h, i)] = softmax;
+        if (!softmax) weight(b, h, i, j);
         for (int64_t c = 0; c < d.head_dim_v; ++c) mark(out, query * d.head_dim_v + c);
         mark(logsumexp, d.packed ? h * d.seqlen_q + s.first_q + i : static_cast<int64_t>(row(b, h, i)));
       }
@@ -115,11 +126,7 @@ struct Wanted {
     });
     if (attn_weights.empty() && column_sums.empty()) return;
     seen.for_each([&](int64_t b, int64_t h, int64_t i, int64_t j) {
-      if (!bad_row[row(b, h, i)]) return;
-      const int64_t weight_row =
-          d.return_weights == ReturnWeights::kMean ? b * d.seqlen_q + i : static_cast<int64_t>(row(b, h, i));
-      mark(attn_weights, weight_row * d.seqlen_k + j);
-      mark(column_sums, (b * d.num_heads + h) * d.seqlen_k + j);
+      if (bad_row[row(b, h, i)]) weight(b, h, i, j);
     });
   }
 };

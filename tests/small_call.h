@@ -35,6 +35,7 @@ class Call {
     const int64_t B = desc.batch, Sq = desc.seqlen_q, Sk = desc.seqlen_k, H = desc.num_heads, G = desc.num_heads_kv;
     const int64_t D = desc.head_dim, Dv = desc.head_dim_v;
     const DType sums = desc.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+    const bool softmax = desc.normalizer == Normalizer::kSoftmax;  // which alone has a logsumexp
     if (desc.packed) {
       args.query = input(desc.dtype, {Sq, H, D});
       args.key = input(desc.dtype, {Sk, G, D});
@@ -42,13 +43,13 @@ class Call {
       args.cu_seqlens_q = integers(DType::kInt32, B + 1);
       args.cu_seqlens_k = integers(DType::kInt64, B + 1);
       args.out = output(desc.dtype, {Sq, H, Dv});
-      args.logsumexp = output(sums, {H, Sq});
+      if (softmax) args.logsumexp = output(sums, {H, Sq});
     } else {
       args.query = input(desc.dtype, {B, Sq, H, D});
       args.key = input(desc.dtype, {B, Sk, G, D});
       args.value = input(desc.dtype, {B, Sk, G, Dv});
       args.out = output(desc.dtype, {B, Sq, H, Dv});
-      args.logsumexp = output(sums, {B, H, Sq});
+      if (softmax) args.logsumexp = output(sums, {B, H, Sq});
     }
     if (desc.attn_mask.given) args.attn_mask = broadcast(desc.attn_mask, 1);
     if (desc.attn_bias.given) args.attn_bias = broadcast(desc.attn_bias, 0);
@@ -124,8 +125,10 @@ class BackwardCall : public Call {
     backward.forward = args;
     backward.forward.attn_weights = backward.forward.column_sums = {};
     backward.grad_out = place(args.out, 0);
-    backward.grad_logsumexp = place(args.logsumexp, 0);
-    backward.delta = place(args.logsumexp, 0);
+    if (args.logsumexp.given()) {
+      backward.grad_logsumexp = place(args.logsumexp, 0);
+      backward.delta = place(args.logsumexp, 0);
+    }
     backward.grad_query = place(args.query, kUntouched);
     backward.grad_key = place(args.key, kUntouched);
     backward.grad_value = place(args.value, kUntouched);

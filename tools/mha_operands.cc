@@ -115,6 +115,7 @@ class Drawing {
     args.attn_mask = options.attn_mask;
     args.attn_bias = options.attn_bias;
     args.alibi_slopes = options.alibi_slopes;
+    args.sink_logits = options.sink_logits;
     args.seqlens_q = preset.seqlens_q.given() ? preset.seqlens_q : options.seqlens_q;
     args.seqlens_k = preset.seqlens_k.given() ? preset.seqlens_k : options.seqlens_k;
     args.query_offsets = options.query_offsets;
@@ -159,6 +160,10 @@ Status add_gradients(const MhaProblem& problem, NewTensors& tensors, MhaResults&
   }
   if (s.ok() && desc.alibi_slopes_ndim == 2) {
     s = tensors.add(DType::kFloat32, {desc.batch, desc.num_heads}, of[kLayerGradAlibiSlopes]);
+  }
+  if (s.ok() && desc.has_sink_logits) {
+    const DType sums = desc.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+    s = tensors.add(sums, {desc.num_heads}, of[kLayerGradSinkLogits]);
   }
   return s;
 }
@@ -243,6 +248,7 @@ Result<MhaCalls> MhaCalls::create(const MhaProblem& problem, const Layer& layer,
   backward.grad_value = problem.value_is_key ? backward.grad_key : results.of[kLayerGradValue];
   backward.grad_attn_bias = results.of[kLayerGradAttnBias];
   backward.grad_alibi_slopes = results.of[kLayerGradAlibiSlopes];
+  backward.grad_sink_logits = results.of[kLayerGradSinkLogits];
   backward.grad_weights = results.grad_weights();
   backward.accumulate = problem.attention.accumulate;
   for (const WeightField& weight : kWeightFields) {

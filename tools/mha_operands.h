@@ -39,6 +39,7 @@ inline constexpr InputField kInputFields[] = {
     {"attn_mask", &LayerForwardArgs::attn_mask, &LayerNumbers::attn_mask},
     {"attn_bias", &LayerForwardArgs::attn_bias, &LayerNumbers::attn_bias},
     {"alibi_slopes", &LayerForwardArgs::alibi_slopes, &LayerNumbers::alibi_slopes},
+    {"sink_logits", &LayerForwardArgs::sink_logits, &LayerNumbers::sink_logits},
     {"seqlens_q", &LayerForwardArgs::seqlens_q, &LayerNumbers::seqlens_q},
     {"seqlens_k", &LayerForwardArgs::seqlens_k, &LayerNumbers::seqlens_k},
     {"query_offsets", &LayerForwardArgs::query_offsets, &LayerNumbers::query_offsets},

@@ -50,8 +50,9 @@ constexpr ProblemOption kOwnOptions[] = {
 
 // Those of problem_options() that a layer takes.
 constexpr std::string_view kAttentionOptions[] = {
-    "--dtype", "--scale", "--softcap", "--dropout",    "--causal",  "--window",  "--align",      "--query-offset",
-    "--alibi", "--mask",  "--bias",    "--bias-dtype", "--lengths", "--weights", "--accumulate", "--seed"};
+    "--dtype", "--scale",        "--softcap", "--dropout", "--causal",     "--window",
+    "--align", "--query-offset", "--alibi",   "--sinks",   "--normalizer", "--mask",
+    "--bias",  "--bias-dtype",   "--lengths", "--weights", "--accumulate", "--seed"};
 
 // small: layers that the plain loops of --verify end soon with.
 int64_t default_size(const LayerDesc& desc, int64_t LayerDesc::*field, bool small) {
@@ -279,7 +280,6 @@ MhaProblem random_mha(uint64_t seed) {
   problem.attention.accumulate = drawn.accumulate;
   AttentionDesc& desc = problem.attention.desc;
   desc = drawn.desc;
-  desc.has_sink_logits = false;
   desc.program = nullptr;
   desc.captures.clear();
   desc.packed = desc.return_column_sums = desc.has_windows = false;

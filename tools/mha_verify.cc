@@ -156,6 +156,7 @@ Result<MhaTruth> mha_truth(const MhaProblem& problem, const Layer& layer) {
 
 MhaJudge::MhaJudge(const MhaProblem& problem) {
   const LayerDesc& desc = problem.layer;
+  rows_ = static_cast<double>(std::max<int64_t>(desc.batch * desc.beam * desc.seqlen_q * desc.num_heads, 1));
   const bool no_query = desc.query_proj_size > 0 && desc.query_size == 0 && !desc.query_bias;
   const bool no_key = desc.key_proj_size > 0 && desc.key_size == 0 && !desc.key_bias;
   one_rounding_ = problem.attention.desc.dtype == DType::kBFloat16 &&
@@ -169,9 +170,12 @@ void MhaJudge::add(const LayerTruth& truth, const MhaResults& got) {
     const char* name = kLayerResultNames[n];
     auto known = std::find_if(judged_.begin(), judged_.end(), [&](const Errors& e) { return e.name() == name; });
     if (known == judged_.end()) {
-      const bool gradient = n >= kLayerGradQuery;
-      const Bound bound =
-          gradient && one_rounding_ ? layer_bound(name, static_cast<double>(tensor.num_elements())) : layer_bound(name);
+      const auto elements = static_cast<double>(tensor.num_elements());
+      Bound bound = layer_bound(name);
+      if (n >= kLayerGradQuery && one_rounding_) bound = layer_bound(name, elements);
+      // Few rows give to all elements of a weight's gradient, and each errs once, by its L and its sum of dO * O.
+      const bool of_weight = n >= kLayerGradWeights;
+      if (of_weight && elements / rows_ > bound.dependent) bound = layer_bound(name, elements / rows_);
       judged_.emplace_back(name, bound);
       known = judged_.end() - 1;
     }

@@ -31,6 +31,7 @@ class MhaJudge {
   std::vector<Verdict> verdicts() const;
 
  private:
+  double rows_ = 1;    // of queries, of all heads: each errs by itself
   bool one_rounding_;  // all weights P are alike, and so is what rounding them to bfloat16 does to gradients
   std::vector<Errors> judged_;
 };

@@ -7,7 +7,7 @@
 //                                                            AND the program's mask AND its score > -inf
 //   L = log (sum_k exp(S) + exp(sink))             [batch, num_heads, seqlen_q]   logsumexp, natural log; sink_logits,
 //                                                                                 or no sink
-//   P = exp(S - L)
+//   P = exp(S - L)                                 or, with Normalizer::kNone, P = S where visible and 0 elsewhere, no L
 //   O = dropout(P) V                               [batch, seqlen_q, num_heads, head_dim_v]
 // A query that sees no key gets O = 0 and L = -inf, or the sink. Definition in code: src/reference/attention.cc.
 #pragma once
@@ -35,6 +35,14 @@ enum class Align : int32_t {
   kUnset = 0,        ///< an error where it would matter (a sequence with seqlen_q != seqlen_k)
   kTopLeft = 1,      ///< offset 0                      (torch `is_causal`)
   kBottomRight = 2,  ///< offset seqlen_k - seqlen_q    (FlashAttention; decoding with a key cache)
+};
+
+/// What makes the weights P of a row out of its scores.
+enum class Normalizer : int32_t {
+  kSoftmax = 0,
+  /// Nothing: P is the score, or 0 where the key is hidden. With a score program it is what that gives, as in sigmoid
+  /// attention (arXiv:2409.04431); without one, attention is linear in the scores.
+  kNone = 1,
 };
 
 /// What to return of the weights P (after dropout and its scale).
@@ -109,6 +117,9 @@ struct AttentionDesc {
   /// weights and has no value (gpt-oss; a sink of 0 makes it "softmax off by one").
   bool has_sink_logits = false;
 
+  /// With kNone there is no logsumexp, and so no sink, delta or grad_logsumexp; results of parts of the keys are added.
+  Normalizer normalizer = Normalizer::kSoftmax;
+
   double dropout_p = 0;               ///< 0..1; SEMANTICS: bits of Philox4x32-10, see polyhead/dropout.h
   DropoutOrigin dropout_origin = {};  ///< of a shard, which draws the mask of the whole; unused if dropout_p is 0
 
@@ -152,8 +163,9 @@ struct ForwardArgs {
   std::optional<uint64_t> dropout_seed = {};  ///< any number; needed where desc.dropout_p is above 0
   uint32_t dropout_offset = 0;
 
-  Tensor out = {};           ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]; in out_dtype(desc)
-  Tensor logsumexp = {};     ///< optional: [B, H, Sq]   packed: [H, total_q]; float32 (float64 with float64 inputs)
+  Tensor out = {};  ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]; in out_dtype(desc)
+  /// Optional: [B, H, Sq], packed [H, total_q]; float32 (float64 with float64 inputs). Not with Normalizer::kNone.
+  Tensor logsumexp = {};
   Tensor attn_weights = {};  ///< as desc.return_weights says, in desc.dtype
   Tensor column_sums = {};   ///< [B, H, Sk] float32 (float64 with float64 inputs), if desc.return_column_sums
 
@@ -170,8 +182,9 @@ struct ForwardArgs {
 /// With out and logsumexp merged over parts of the keys (polyhead/merge.h), it gives the part's share of the gradients.
 /// Returned weights and column sums have no gradient.
 struct BackwardArgs {
-  /// Query, key, value, options, dropout seed; out and logsumexp as forward wrote them; attn_weights and column_sums
-  /// not given; a workspace of Plan::backward_workspace_bytes(); where this call runs.
+  /// Query, key, value, options, dropout seed; out and logsumexp as forward wrote them (with Normalizer::kNone out is not
+  /// read and may be left out); attn_weights and column_sums not given; a workspace of
+  /// Plan::backward_workspace_bytes(); where this call runs.
   ForwardArgs forward = {};
   Tensor grad_out = {};        ///< [B, Sq, H, Dv]   packed: [total_q, H, Dv]; in out_dtype(desc), any strides
   Tensor grad_logsumexp = {};  ///< optional: shape and dtype of logsumexp

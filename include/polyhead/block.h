@@ -71,6 +71,7 @@ struct AttentionBlockBackwardArgs {
   Tensor grad_value = {};
   Tensor grad_attn_bias = {};
   Tensor grad_alibi_slopes = {};
+  Tensor grad_sink_logits = {};
   std::span<const Tensor> grad_captures = {};  ///< as in BackwardArgs
   LayerWeights grad_weights = {};
   NormWeights grad_norm = {};

@@ -128,6 +128,7 @@ struct LayerForwardArgs {
   Tensor attn_mask = {};      ///< as in ForwardArgs: 4-D with the desc's dims
   Tensor attn_bias = {};      ///< likewise
   Tensor alibi_slopes = {};   ///< [num_heads] or [batch, num_heads], float32
+  Tensor sink_logits = {};    ///< [num_heads], float32 (float64 with float64 inputs)
   Tensor seqlens_q = {};      ///< [batch, beam] or [batch], int32 or int64. Padding passes on no gradient
   Tensor seqlens_k = {};      ///< [batch, beam_kv] or [batch], likewise
   Tensor query_offsets = {};  ///< [batch, beam] or [batch], likewise
@@ -186,6 +187,7 @@ struct LayerBackwardArgs {
   Tensor grad_value = {};
   Tensor grad_attn_bias = {};                  ///< shape and dtype of attn_bias
   Tensor grad_alibi_slopes = {};               ///< shape of alibi_slopes, float32
+  Tensor grad_sink_logits = {};                ///< shape and dtype of sink_logits
   std::span<const Tensor> grad_captures = {};  ///< as in BackwardArgs
 
   /// Written by backward_weights; each is optional, at least one is given.

@@ -135,6 +135,14 @@ typedef enum polyhead_align {
   POLYHEAD_ALIGN_BOTTOM_RIGHT = 2  ///< offset seqlen_k - seqlen_q
 } polyhead_align;
 
+/// What makes the weights P of a row out of its scores.
+typedef enum polyhead_normalizer {
+  POLYHEAD_NORMALIZER_SOFTMAX = 0,
+  /// Nothing: P is the score, or 0 where the key is hidden. With a program it is what that gives, as in sigmoid attention;
+  /// without one, attention is linear in the scores. There is no logsumexp, and so no sink, delta or grad_logsumexp.
+  POLYHEAD_NORMALIZER_NONE = 1
+} polyhead_normalizer;
+
 /// What to return of the weights P (after dropout and its scale).
 typedef enum polyhead_return_weights {
   POLYHEAD_WEIGHTS_NONE = 0,
@@ -236,6 +244,9 @@ typedef struct polyhead_attention_desc {
   /// needed, seqlen_k is a multiple of page_size; packed queries then have cu_seqlens_q alone. Forward only.
   int64_t page_size;
   int64_t num_pages;  ///< default 0
+
+  int32_t normalizer;  ///< polyhead_normalizer; default softmax
+  int32_t reserved;    ///< 0
 } polyhead_attention_desc;
 
 /// Sets the defaults that stand beside the fields. `struct_size` is sizeof *desc.

@@ -116,6 +116,7 @@ typedef struct polyhead_attention_block_backward_args {
   int32_t reserved;    ///< 0
   const polyhead_tensor* grad_captures;  ///< as in polyhead_backward_args
   size_t num_grad_captures;              ///< default 0
+  polyhead_tensor grad_sink_logits;
 } polyhead_attention_block_backward_args;
 
 POLYHEAD_API polyhead_status polyhead_attention_block_backward_args_init(polyhead_attention_block_backward_args* args,

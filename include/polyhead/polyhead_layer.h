@@ -168,6 +168,8 @@ typedef struct polyhead_layer_forward_args {
 
   const polyhead_tensor* captures;  ///< [num_captures]: those of the attention's program, as in polyhead_forward_args
   size_t num_captures;              ///< default 0
+
+  polyhead_tensor sink_logits;  ///< as in polyhead_forward_args
 } polyhead_layer_forward_args;
 
 /// Makes every tensor "not given". `struct_size` is sizeof *args.
@@ -201,6 +203,8 @@ typedef struct polyhead_layer_backward_args {
 
   const polyhead_tensor* grad_captures;  ///< of backward_data, as in polyhead_backward_args; overwritten
   size_t num_grad_captures;              ///< default 0
+
+  polyhead_tensor grad_sink_logits;  ///< of backward_data: shape and dtype of sink_logits
 } polyhead_layer_backward_args;
 
 /// Makes every tensor "not given". `struct_size` is sizeof *args.

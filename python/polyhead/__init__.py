@@ -47,6 +47,7 @@ def attention(
     softcap: SupportsFloat = 0.0,
     alibi_slopes: Array | None = None,
     sink_logits: Array | None = None,
+    normalizer: Literal["softmax", "none"] = "softmax",
     score: Callable[..., Any] | str | None = None,
     mask: Callable[..., Any] | str | None = None,
     captured: Mapping[str, Array] | None = None,
@@ -72,7 +73,8 @@ def attention(
 
     In this order: scores ``S = scale * query @ key^T``; ``S = softcap * tanh(S / softcap)`` if softcap > 0;
     ``S += attn_bias - slope * |i + offset - j|``; ``S = score(S)`` if given; ``S = -inf`` where hidden; ``L = log sum_j exp(S)``,
-    with ``exp(sink_logits[h])`` in the sum if given; ``P = exp(S - L)``; ``out = dropout(P) @ value``.
+    with ``exp(sink_logits[h])`` in the sum if given; ``P = exp(S - L)``; ``out = dropout(P) @ value``. With normalizer "none" there
+    is no L: ``P = S``, and 0 where hidden.
 
     Sizes: B batch, Sq / Sk sequence lengths, H query heads, G key/value heads (G divides H; query head h reads
     h // (H // G)), D head_dim of query and key, Dv head_dim of value.
@@ -107,6 +109,10 @@ def attention(
     sink_logits : float32 array [H] (float64 if query is), optional
         One more logit of each row of a head, which takes a share of the weights and has no value: the rows of weights sum
         to less than 1, logsumexp counts it (gpt-oss, transformers' ``s_aux``; of 0: "softmax off by one"). -inf: none.
+    normalizer : {"softmax", "none"}
+        What makes the weights of a row out of its scores. "none": nothing, a weight is the score itself, or 0 where hidden.
+        With score it is what that gives, as in sigmoid attention, ``score=lambda score: sigmoid(score - math.log(n))``;
+        without, attention is linear in the scores. There is no logsumexp then, and no sink.
     score : function or str, optional
         What becomes of each score: ``lambda score, h, q, k, slope: score - slope[h] * abs(q - k)``, or the same as text,
         ``"score - slope[h] * abs(q - k)"``. Parameters by name: score, b (batch), h (query head), q (query), k (key),
@@ -214,8 +220,8 @@ def attention(
     return _bind.attention(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-        kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, return_logsumexp,
-        return_weights, return_column_sums, out_dtype, out, page_table,
+        kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, normalizer,
+        return_logsumexp, return_weights, return_column_sums, out_dtype, out, page_table,
     )  # fmt: skip
 
 
@@ -224,8 +230,8 @@ def attention_backward(
     query: Array,
     key: Array,
     value: Array,
-    out: Array,
-    logsumexp: Array,
+    out: Array | None,
+    logsumexp: Array | None,
     *,
     attn_bias: Array | None = None,
     attn_mask: Array | None = None,
@@ -237,6 +243,7 @@ def attention_backward(
     softcap: SupportsFloat = 0.0,
     alibi_slopes: Array | None = None,
     sink_logits: Array | None = None,
+    normalizer: Literal["softmax", "none"] = "softmax",
     score: Callable[..., Any] | str | None = None,
     mask: Callable[..., Any] | str | None = None,
     captured: Mapping[str, Array] | None = None,
@@ -270,9 +277,9 @@ def attention_backward(
         As given to `attention`.
     out, logsumexp : array
         As `attention` returned them (``return_logsumexp=True``; out in float32 too, whatever query is), or as `merge` did: then the gradients are the share of
-        the keys given here.
+        the keys given here. With normalizer "none" neither is needed: out may be None, logsumexp must be.
     attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, sink_logits : optional
-    score, mask, captured : optional
+    normalizer, score, mask, captured : optional
     dropout_p, dropout_seed, dropout_offset, dropout_origin : optional
     seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel, device, stream : optional
         As given to `attention`. Returned weights and column sums have no gradient.
@@ -319,8 +326,8 @@ def attention_backward(
     return _bind.attention_backward(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-        kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, grad_out, out, logsumexp,
-        grad_logsumexp, needs, into, accumulate, grad_dtype,
+        kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, normalizer, grad_out, out,
+        logsumexp, grad_logsumexp, needs, into, accumulate, grad_dtype,
     )  # fmt: skip
 
 
@@ -339,6 +346,7 @@ def explain(
     softcap: SupportsFloat = 0.0,
     alibi_slopes: Array | None = None,
     sink_logits: Array | None = None,
+    normalizer: Literal["softmax", "none"] = "softmax",
     score: Callable[..., Any] | str | None = None,
     mask: Callable[..., Any] | str | None = None,
     captured: Mapping[str, Array] | None = None,
@@ -386,8 +394,8 @@ def explain(
     return Explanation(*_bind.explain(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-        kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, return_logsumexp,
-        return_weights, return_column_sums, out_dtype, out, page_table,
+        kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, normalizer,
+        return_logsumexp, return_weights, return_column_sums, out_dtype, out, page_table,
     ))  # fmt: skip
 
 

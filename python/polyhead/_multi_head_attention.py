@@ -17,7 +17,7 @@ _PROJECTIONS = ("query", "key", "value")
 _WEIGHTS = tuple(f"{name}_weight" for name in (*_PROJECTIONS, "out"))
 _BIASES = tuple(f"{name}_bias" for name in (*_PROJECTIONS, "out"))
 # Inputs that have a gradient, as the binding returns them, with their places among the arguments of forward.
-_INPUTS = {"query": 0, "key": 1, "value": 2, "attn_bias": 3, "alibi_slopes": 11}
+_INPUTS = {"query": 0, "key": 1, "value": 2, "attn_bias": 3, "alibi_slopes": 11, "sink_logits": 25}
 _CAPTURED = 24  # the place of what is captured
 
 
@@ -57,6 +57,8 @@ class MultiHeadAttention:
         Factor on the scores; default weights["scale"], else ``1 / sqrt(D)``.
     softcap : float
         ``softcap * tanh(scores / softcap)`` in place of the scores; 0 = off.
+    normalizer : {"softmax", "none"}
+        As of `polyhead.attention`: "none" takes the scores, or what score gives, for weights.
     dropout_p, output_dropout_p : float
         Of the attention's weights, and of the output; in training only.
     kernel : str, optional
@@ -99,6 +101,7 @@ class MultiHeadAttention:
         *,
         scale: SupportsFloat | None = None,
         softcap: SupportsFloat = 0.0,
+        normalizer: Literal["softmax", "none"] = "softmax",
         dropout_p: SupportsFloat = 0.0,
         output_dropout_p: SupportsFloat = 0.0,
         kernel: str | None = None,
@@ -107,6 +110,7 @@ class MultiHeadAttention:
         self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
         self.scale = weights.get("scale") if scale is None else scale
         self.softcap = softcap
+        self.normalizer = normalizer
         self.dropout_p, self.output_dropout_p = dropout_p, output_dropout_p
         self.kernel = kernel
         self._saved: tuple[tuple[Any, ...], Any] | None = None
@@ -199,6 +203,7 @@ class MultiHeadAttention:
         align: Literal["top_left", "bottom_right"] | None = None,
         query_offset: SupportsIndex | Array | None = None,
         alibi_slopes: Array | None = None,
+        sink_logits: Array | None = None,
         score: Callable[..., Any] | str | None = None,
         mask: Callable[..., Any] | str | None = None,
         captured: Mapping[str, Array] | None = None,
@@ -225,7 +230,7 @@ class MultiHeadAttention:
             Broadcast to [B, H, Sq, Sk], as of `polyhead.attention`: added to the scores; bool, True = may look.
         causal : bool
             Query i sees keys up to i plus the offset that align or query_offset say.
-        window, align, query_offset, alibi_slopes : optional
+        window, align, query_offset, alibi_slopes, sink_logits : optional
             As of `polyhead.attention`; align is needed if Sq != Sk and one of causal, window, alibi_slopes is used.
         score, mask, captured : optional
             As of `polyhead.attention`: relative positions that are learned, say. In a step of decoding q is its
@@ -269,7 +274,8 @@ class MultiHeadAttention:
         shared = (
             query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, self.scale, self.softcap,
             alibi_slopes, self.dropout_p if training else 0.0, dropout_seed if training else None, 0, None, seqlens_q,
-            seqlens_k, None, None, self.kernel, None, None, *program_arguments(score, mask, captured), None, *(w.get(name) for name in (*_WEIGHTS, *_BIASES)),
+            seqlens_k, None, None, self.kernel, None, None, *program_arguments(score, mask, captured), sink_logits,
+            self.normalizer, *(w.get(name) for name in (*_WEIGHTS, *_BIASES)),
             self.num_heads, self.num_heads_kv, self.output_dropout_p if training else 0.0,
             output_dropout_seed if training else None, window_lo, window_hi, return_weights,
         )  # fmt: skip
@@ -308,7 +314,7 @@ class MultiHeadAttention:
         grad_out : array
             Of the shape and dtype of out, any strides.
         needs : sequence of str, optional
-            Which: out of "query", "key", "value", "attn_bias", "alibi_slopes", the names of captured floats and those of
+            Which: out of "query", "key", "value", "attn_bias", "alibi_slopes", "sink_logits", the names of captured floats and those of
             the weights. Default: all there are.
 
         Returns

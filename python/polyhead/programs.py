@@ -17,6 +17,7 @@ Words that functions may use, beside Python's operators and NumPy's functions: `
 # ruff: noqa: D103
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from polyhead._program import (
@@ -33,10 +34,11 @@ SCORES = (
     "alibi", "t5", "relative", "relative_clipped", "swin", "deberta", "pair_bias", "graphormer", "forgetting", "softcap",
     "temperature", "log_length", "kerple_log", "kerple_power", "sandwich",
 )  # fmt: skip
+WEIGHTS = ("sigmoid_attention", "relu_attention")  # scores that are weights: with normalizer="none"
 
 __all__ = [
-    "MASKS", "SCORES", *MASKS, *SCORES, "absolute", "ceil", "clamp", "cos", "erf", "exp", "floor", "log", "maximum",
-    "minimum", "power", "rsqrt", "sigmoid", "sin", "sqrt", "tanh", "where",
+    "MASKS", "SCORES", "WEIGHTS", *MASKS, *SCORES, *WEIGHTS, "absolute", "ceil", "clamp", "cos", "erf", "exp", "floor",
+    "log", "maximum", "minimum", "power", "rsqrt", "sigmoid", "sin", "sqrt", "tanh", "where",
 ]  # fmt: skip
 
 
@@ -300,3 +302,14 @@ def sandwich(score: Any, h: Any, q: Any, k: Any, ratio: Any, features: int = 16)
     """Cosines of the distance over ``features`` wavelengths, times ratio [H]. Sandwich (arXiv:2212.10356)."""
     total = sum(cos((q - k) * (1e-4 ** (i / features))) for i in range(features))
     return score + ratio[h] * (total - features)
+
+
+def sigmoid_attention(score: Any, length: int = 1024) -> Any:
+    """The weight itself, sigmoid(score - log ``length``), of about as many keys: with ``normalizer="none"``. Sigmoid
+    attention (arXiv:2409.04431)."""
+    return sigmoid(score - math.log(length))
+
+
+def relu_attention(score: Any, length: int = 1024) -> Any:
+    """The weight itself, max(score, 0) / ``length``: with ``normalizer="none"``. ReLU attention (arXiv:2309.08586)."""
+    return maximum(score, 0.0) / length

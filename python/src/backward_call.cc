@@ -71,14 +71,18 @@ void BackwardCall::read_arrays() {
                    held_[position - kGradOut]);
   };
   backward_.grad_out = array(kGradOut, kGradOutArray, kPackedOut);
-  args_.out = array(kOut, kOutArray, kPackedOut);
-  args_.logsumexp = array(kLogsumexp, kLogsumexpArray, kPackedSums);
+  // Without a softmax neither is needed, and there is no logsumexp.
+  const bool softmax = desc_.normalizer == Normalizer::kSoftmax;
+  if (softmax || arguments_[kOut] != Py_None) args_.out = array(kOut, kOutArray, kPackedOut);
+  if (softmax || arguments_[kLogsumexp] != Py_None) args_.logsumexp = array(kLogsumexp, kLogsumexpArray, kPackedSums);
   if (arguments_[kGradLogsumexp] != Py_None) {
     backward_.grad_logsumexp = array(kGradLogsumexp, kGradLogsumexpArray, kPackedSums);
   }
-  // Out tells by itself whether it was asked for in float32; any other dtype than query's is refused as out's.
+  // Out, or without it grad_out, tells by itself whether it was asked for in float32; any other dtype than query's is
+  // refused as out's.
   const bool wider = desc_.dtype == DType::kBFloat16 || desc_.dtype == DType::kFloat16;
-  if (wider && args_.out.dtype == DType::kFloat32) desc_.out_dtype = DType::kFloat32;
+  if (wider && (args_.out.given() ? args_.out : backward_.grad_out).dtype == DType::kFloat32)
+    desc_.out_dtype = DType::kFloat32;
 }
 
 BackwardCall::Source& BackwardCall::source_named(PyObject* name, int at) {

@@ -160,6 +160,13 @@ void Options::read_scores() {
   desc_.alibi_slopes_ndim = args_.alibi_slopes.ndim;
   args_.sink_logits = optional_array(kSinkLogits, kSinksArray);
   desc_.has_sink_logits = args_.sink_logits.given();
+  constexpr const char* kTakes = "\"softmax\" or \"none\"";
+  const std::string_view normalizer = text_argument(arguments_[kNormalizer], "normalizer", kTakes);
+  if (normalizer == "none") {
+    desc_.normalizer = Normalizer::kNone;
+  } else if (normalizer != "softmax") {
+    bad_value("normalizer is \"%s\", must be %s", text_of(arguments_[kNormalizer]).c_str(), kTakes);
+  }
 
   desc_.dropout_p = real_argument(arguments_[kDropoutP], "dropout_p");
   if (arguments_[kDropoutSeed] != Py_None) {

@@ -41,6 +41,7 @@ enum Position : int {
   kProgram,
   kCaptured,
   kSinkLogits,
+  kNormalizer,
   kNumShared,
   // attention, explain
   kReturnLogsumexp = kNumShared,

@@ -24,6 +24,9 @@ ReturnWeights return_weights_argument(PyObject* object) {
 
 ForwardCall::ForwardCall(PyObject* const* arguments) : Call(arguments, arguments[kPageTable]) {
   return_logsumexp_ = flag_argument(arguments_[kReturnLogsumexp], "return_logsumexp");
+  if (return_logsumexp_ && desc_.normalizer == Normalizer::kNone) {
+    bad_value("return_logsumexp is True, but normalizer is \"none\": there is no logsumexp");
+  }
   desc_.return_column_sums = flag_argument(arguments_[kReturnColumnSums], "return_column_sums");
   if (arguments_[kOutDtype] != Py_None) desc_.out_dtype = dtype_argument(arguments_[kOutDtype], "out_dtype");
   desc_.return_weights = return_weights_argument(arguments_[kReturnWeights]);

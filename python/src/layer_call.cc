@@ -107,6 +107,7 @@ void LayerCall::read_windows() {
   a.attn_mask = args_.attn_mask;
   a.attn_bias = args_.attn_bias;
   a.alibi_slopes = args_.alibi_slopes;
+  a.sink_logits = args_.sink_logits;
   a.captures = args_.captures;
   a.seqlens_q = args_.seqlens_q;
   a.seqlens_k = args_.seqlens_k;
@@ -234,7 +235,8 @@ nb::object LayerBackwardCall::run() {
       new_gradient(0, kQuery, a.query, &backward_.grad_query), new_gradient(1, kKey, a.key, &backward_.grad_key),
       new_gradient(2, kValue, a.value, &backward_.grad_value),
       new_gradient(3, kAttnBias, given_attn_bias(), &backward_.grad_attn_bias),
-      new_gradient(4, kAlibiSlopes, a.alibi_slopes, &backward_.grad_alibi_slopes), new_captured_gradients());
+      new_gradient(4, kAlibiSlopes, a.alibi_slopes, &backward_.grad_alibi_slopes),
+      new_gradient(5, kSinkLogits, a.sink_logits, &backward_.grad_sink_logits), new_captured_gradients());
   if (backward_.grad_attn_bias.given()) backward_.grad_attn_bias = widened_to_4d(backward_.grad_attn_bias);
   if (!own_key_) backward_.grad_key = backward_.grad_query;
   if (!own_value_) backward_.grad_value = backward_.grad_key;

@@ -7,7 +7,7 @@
 namespace polyhead::python {
 
 // Behind the arguments that attention has too, of which query, key and value are vectors: [batch, seqlen, size]. Key not
-// given: it is query, where the call has keys; value likewise key. cu_seqlens, dropout_origin and sink_logits are None.
+// given: it is query, where the call has keys; value likewise key. cu_seqlens and dropout_origin are None.
 enum LayerPosition : int {
   kLayerWeights = kNumShared,  // kNumWeightKinds, in that order: [size, heads * head_dim], [heads * head_dim]
   kNumHeads = kLayerWeights + kNumWeightKinds,
@@ -29,7 +29,7 @@ enum LayerPosition : int {
   // backward
   kLayerGradOut = kNumLayerShared,
   kReserve,
-  kLayerNeeds,          // bits: query, key, value, attn_bias, alibi_slopes
+  kLayerNeeds,          // bits: query, key, value, attn_bias, alibi_slopes, sink_logits
   kLayerNeedsCaptured,  // a tuple of names
   kLayerGradWeights,    // kNumWeightKinds arrays to write, or None
   kNumLayerBackward = kLayerGradWeights + kNumWeightKinds,
@@ -38,7 +38,7 @@ enum LayerPosition : int {
 // -> (out, attn_weights, reserve); what was not asked for is None
 nb::object layer_forward(PyObject* const* arguments);
 
-// -> (gradients by query, key, value, attn_bias, alibi_slopes, {name: by what is captured}); None where needs has no bit.
+// -> (gradients by query, key, value, attn_bias, alibi_slopes, sink_logits, {name: by what is captured}); None where needs has no bit.
 // That by query has that by key, too, where key was not given, and that by key likewise value's.
 nb::object layer_backward(PyObject* const* arguments);
 

@@ -50,7 +50,8 @@ Options::Options(ArgumentReader& arguments)
       cu_seqlens_k(arguments.optional_tensor()),
       kernel(arguments.optional_text()),
       dropout_origin(arguments.optional_tensor()),
-      sink_logits(arguments.optional_tensor()) {}
+      sink_logits(arguments.optional_tensor()),
+      normalizer(arguments.integer()) {}
 
 Operands::Operands(const StableTensor& query, const StableTensor& key, const StableTensor& value,
                    const Options& options) {
@@ -134,6 +135,10 @@ void Operands::read_options(const Options& options) {
   if (options.sink_logits.given())
     args.sink_logits = view_of(options.sink_logits, {"sink_logits", 1, 1, "[num_heads]"});
   desc.has_sink_logits = args.sink_logits.given();
+  if (options.normalizer < 0 || options.normalizer > 1) {
+    bad_value("normalizer is %lld, must be 0 (softmax) or 1 (none)", static_cast<long long>(options.normalizer));
+  }
+  desc.normalizer = static_cast<Normalizer>(options.normalizer);
   args.seqlens_q = integers(options.seqlens_q, "seqlens_q", "[batch]");
   args.seqlens_k = integers(options.seqlens_k, "seqlens_k", "[batch]");
   desc.has_seqlens_q = args.seqlens_q.given();

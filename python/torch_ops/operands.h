@@ -12,7 +12,7 @@
 
 namespace polyhead::torch_ops {
 
-constexpr int kNumSharedOptions = 21;  // SCHEMA in polyhead/torch/_options.py, whose order this is
+constexpr int kNumSharedOptions = 22;  // SCHEMA in polyhead/torch/_options.py, whose order this is
 
 // The options' values, unchecked.
 struct Options {
@@ -40,6 +40,7 @@ struct Options {
   std::optional<std::string> kernel;  // a name; none: none in particular
   StableTensor dropout_origin;
   StableTensor sink_logits;
+  int64_t normalizer = 0;    // of Normalizer
   StableTensor page_table;   // of the overload of that name alone
   bool heads_first = false;  // query, key, value, out and their gradients are [B, H, S, D], as torch's own attention's
   bool same_heads = false;   // key and value have as many as query

@@ -83,6 +83,12 @@ StableTensor run_forward(Operands& operands, StableTensor& logsumexp, StableTens
   return out;
 }
 
+// What stands for logsumexp where there is none.
+StableTensor nothing() {
+  Tensor empty(nullptr, DType::kFloat32, {0});
+  return new_tensor(empty, "logsumexp");
+}
+
 // What a call asks for besides out and logsumexp.
 struct Asked {
   explicit Asked(ArgumentReader& arguments)
@@ -103,6 +109,7 @@ void run_forward(Operands& operands, const Asked& asked, StableIValue* stack) {
   operands.args.logsumexp = expected_tensor(operands.desc, &ForwardArgs::logsumexp);
   StableTensor logsumexp, weights, column_sums;
   stack[0] = result(run_forward(operands, logsumexp, weights, column_sums));
+  if (operands.desc.normalizer == Normalizer::kNone) logsumexp = nothing();
   stack[1] = result(std::move(logsumexp));
   stack[2] = optional_result(std::move(weights));
   stack[3] = optional_result(std::move(column_sums));
@@ -211,7 +218,9 @@ PlainGradients run_backward(Operands& operands, const BackwardTensors& tensors, 
     args.grad_out = heads_and_rows_swapped(args.grad_out);
     operands.args.out = heads_and_rows_swapped(operands.args.out);
   }
-  operands.args.logsumexp = view_of(tensors.logsumexp, {"logsumexp", dims - 1, dims - 1, sums_dims});
+  if (d.normalizer == Normalizer::kSoftmax) {
+    operands.args.logsumexp = view_of(tensors.logsumexp, {"logsumexp", dims - 1, dims - 1, sums_dims});
+  }
   if (tensors.grad_logsumexp.given()) {
     args.grad_logsumexp = view_of(tensors.grad_logsumexp, {"grad_logsumexp", dims - 1, dims - 1, sums_dims});
   }

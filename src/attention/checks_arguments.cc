@@ -43,7 +43,20 @@ Status nothing_asked() {
   return invalid("no gradient is asked for: give " + names);
 }
 
-Status check_saved(const ForwardArgs& forward, const Tensor& delta) {
+Status without_softmax(const char* name, const Tensor& t) {
+  if (!t.given()) return {};
+  return invalid(sentence(name, " is given, but normalizer is none: there is no logsumexp"));
+}
+
+// Without a softmax backward needs nothing of what forward wrote.
+Status check_saved(const AttentionDesc& desc, const BackwardArgs& args) {
+  const ForwardArgs& forward = args.forward;
+  const Tensor& delta = args.delta;
+  if (desc.normalizer == Normalizer::kNone) {
+    Status status = without_softmax("logsumexp", forward.logsumexp);
+    if (status.ok()) status = without_softmax("grad_logsumexp", args.grad_logsumexp);
+    return status.ok() ? without_softmax("delta", delta) : status;
+  }
   if (!forward.out.given() && !delta.given()) {
     return invalid("out is missing: backward needs what forward wrote, or delta in its place");
   }
@@ -57,6 +70,9 @@ Status check_forward_args(const AttentionDesc& desc, std::span<const PlannedOper
                           size_t workspace_bytes, Device device) {
   if (Status status = check_dropout_seed("dropout", desc.dropout_p, args.dropout_seed); !status.ok()) return status;
   if (Status status = check_count(desc, "captures", args.captures); !status.ok()) return status;
+  if (desc.normalizer == Normalizer::kNone) {
+    if (Status status = without_softmax("logsumexp", args.logsumexp); !status.ok()) return status;
+  }
   Operands operands(device);
   for (const PlannedOperand& operand : planned) {
     const AttentionOperand& row = operand.row;
@@ -77,7 +93,7 @@ Status check_backward_args(const AttentionDesc& desc, std::span<const PlannedOpe
   if (Status status = check_dropout_seed("dropout", desc.dropout_p, forward.dropout_seed); !status.ok()) return status;
   if (Status status = check_count(desc, "captures", forward.captures); !status.ok()) return status;
   if (Status status = check_count(desc, "grad_captures", args.grad_captures); !status.ok()) return status;
-  if (Status status = check_saved(forward, args.delta); !status.ok()) return status;
+  if (Status status = check_saved(desc, args); !status.ok()) return status;
   bool asked = false;
   for (const PlannedOperand& operand : planned) {
     const Use use = operand.row.backward;

@@ -121,6 +121,15 @@ Status check_numbers(const AttentionDesc& desc) {
   return {};
 }
 
+Status check_normalizer(const AttentionDesc& desc) {
+  const auto normalizer = static_cast<int32_t>(desc.normalizer);
+  if (normalizer < 0 || normalizer > 1) {
+    return invalid(sentence("normalizer is ", normalizer, ", must be 0 (softmax) or 1 (none)"));
+  }
+  if (desc.normalizer == Normalizer::kSoftmax || !desc.has_sink_logits) return {};
+  return invalid("sink_logits are given, but normalizer is none: a sink is one more logit of the softmax");
+}
+
 Status check_alignment(const AttentionDesc& desc) {
   const auto align = static_cast<int32_t>(desc.align);
   if (align < 0 || align > 2) {
@@ -237,6 +246,7 @@ Status check_desc(const AttentionDesc& desc) {
   if (status.ok()) status = check_pages(desc);
   if (status.ok()) status = check_products(desc);
   if (status.ok()) status = check_numbers(desc);
+  if (status.ok()) status = check_normalizer(desc);
   if (status.ok()) status = check_options(desc);
   if (status.ok()) status = check_alignment(desc);
   if (status.ok()) status = check_program(desc);

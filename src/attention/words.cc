@@ -57,6 +57,7 @@ std::string options_in_words(const AttentionDesc& desc, std::string_view mask_ki
   if (desc.alibi_slopes_ndim == 1) add("--alibi");
   if (desc.alibi_slopes_ndim == 2) add("--alibi=batch");
   if (desc.has_sink_logits) add("--sinks");
+  if (desc.normalizer != Normalizer::kSoftmax) add("--normalizer ", word_of(kNormalizerWords, desc.normalizer));
   if (desc.attn_mask.given) add("--mask ", dims_text(desc.attn_mask, desc), mask_kind);
   if (desc.attn_bias.given) add("--bias ", dims_text(desc.attn_bias, desc));
   if (desc.attn_bias.dtype != DType::kFloat32) add("--bias-dtype ", word_of(kDTypeWords, desc.attn_bias.dtype));

@@ -26,6 +26,7 @@ inline constexpr Word<DType> kCaptureDTypeWords[] = {
     {"int64", DType::kInt64}};
 inline constexpr Word<Align> kAlignWords[] = {
     {"unset", Align::kUnset}, {"top_left", Align::kTopLeft}, {"bottom_right", Align::kBottomRight}};
+inline constexpr Word<Normalizer> kNormalizerWords[] = {{"softmax", Normalizer::kSoftmax}, {"none", Normalizer::kNone}};
 inline constexpr Word<ReturnWeights> kReturnWeightsWords[] = {
     {"none", ReturnWeights::kNone}, {"head", ReturnWeights::kPerHead}, {"mean", ReturnWeights::kMean}};
 

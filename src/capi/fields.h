@@ -54,6 +54,11 @@ struct Choice<ReturnWeights> {
   static constexpr const char* kName = "polyhead_return_weights";
 };
 template <>
+struct Choice<Normalizer> {
+  static constexpr Normalizer kLast = Normalizer::kNone;
+  static constexpr const char* kName = "polyhead_normalizer";
+};
+template <>
 struct Choice<NormKind> {
   static constexpr NormKind kLast = NormKind::kRmsNorm;
   static constexpr const char* kName = "polyhead_norm_kind";

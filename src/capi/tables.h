@@ -81,7 +81,8 @@ struct Table<polyhead_attention_desc> {
       SAME(return_weights), SAME(return_column_sums), Struct{kDropoutOrigin, &C::dropout_origin, &Cpp::dropout_origin},
       OptionalField{"out_dtype", &C::out_dtype, "has_out_dtype", &C::has_out_dtype, &Cpp::out_dtype},
       OptionalField{"grad_dtype", &C::grad_dtype, "has_grad_dtype", &C::has_grad_dtype, &Cpp::grad_dtype},
-      SAME(has_windows), SAME(has_sink_logits), ProgramFields(), SAME(page_size), SAME(num_pages));
+      SAME(has_windows), SAME(has_sink_logits), ProgramFields(), SAME(page_size), SAME(num_pages), SAME(normalizer),
+      Reserved{"reserved", &C::reserved});
   static_assert(is_whole<C>(kFields));
 };
 
@@ -191,7 +192,7 @@ struct Table<polyhead_layer_forward_args> {
       SAME(dropout_seed), SAME(output_dropout_seed), SAME(dropout_offset), SAME(output_dropout_offset), SAME(out),
       SAME(attn_weights), SAME(key_cache), SAME(value_cache), SAME(step), SAME(reserve), SAME(reserve_bytes),
       SAME(workspace), SAME(workspace_bytes), SAME(prepacked_weights), SAME(prepacked_weights_bytes),
-      CAPTURES(captures, num_captures, captured));
+      CAPTURES(captures, num_captures, captured), SAME(sink_logits));
   static_assert(is_whole<C>(kFields));
 };
 
@@ -204,7 +205,8 @@ struct Table<polyhead_layer_backward_args> {
       std::make_tuple(Pointer{kForward, Null::kRefused, &C::forward, &Cpp::owned_forward}, SAME(grad_out),
                       SAME(grad_query), SAME(grad_key), SAME(grad_value), SAME(grad_attn_bias), SAME(grad_alibi_slopes),
                       Pointer{kWeights, Null::kAllowed, &C::grad_weights, &Cpp::grad_weights}, SAME(accumulate),
-                      Reserved{"reserved", &C::reserved}, CAPTURES(grad_captures, num_grad_captures, grad_captured));
+                      Reserved{"reserved", &C::reserved}, CAPTURES(grad_captures, num_grad_captures, grad_captured),
+                      SAME(grad_sink_logits));
   static_assert(is_whole<C>(kFields));
 };
 
@@ -255,7 +257,8 @@ struct Table<polyhead_attention_block_backward_args> {
                       SAME(grad_query), SAME(grad_key), SAME(grad_value), SAME(grad_attn_bias), SAME(grad_alibi_slopes),
                       Pointer{kWeights, Null::kAllowed, &C::grad_weights, &Cpp::grad_weights},
                       Struct{Names{"grad_norm", "", "grad_norm."}, &C::grad_norm, &Cpp::grad_norm}, SAME(accumulate),
-                      Reserved{"reserved", &C::reserved}, CAPTURES(grad_captures, num_grad_captures, grad_captured));
+                      Reserved{"reserved", &C::reserved}, CAPTURES(grad_captures, num_grad_captures, grad_captured),
+                      SAME(grad_sink_logits));
   static_assert(is_whole<C>(kFields));
 };
 

@@ -36,6 +36,7 @@ OperandShape out(const Desc& d) {
 }
 
 OperandShape logsumexp(const Desc& d) {
+  if (d.normalizer == Normalizer::kNone) return {};
   if (d.packed) return {sums_dtype(d), {{"num_heads", d.num_heads}, rows_q(d)}};
   return {sums_dtype(d), {{"batch", d.batch}, {"num_heads", d.num_heads}, rows_q(d)}};
 }

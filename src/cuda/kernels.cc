@@ -71,7 +71,8 @@ std::string option_refused(const AttentionDesc& desc) {
                             {desc.dropout_p > 0, "dropout"},
                             {desc.return_weights != ReturnWeights::kNone, "return_weights"},
                             {desc.return_column_sums, "return_column_sums"},
-                            {desc.program != nullptr, "a program"}};
+                            {desc.program != nullptr, "a program"},
+                            {desc.normalizer != Normalizer::kSoftmax, "a normalizer other than softmax"}};
   for (const auto& [given, name] : options) {
     if (given) return sentence(name, " is given, which this kernel does not compute");
   }

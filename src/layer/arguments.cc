@@ -60,6 +60,7 @@ void expect_options(const LayerState& s, StepList* list) {
   } options[] = {{kArgMask, &ForwardArgs::attn_mask, "", kNoBeams},
                  {kArgBias, &ForwardArgs::attn_bias, "", kNoBeams},
                  {kArgSlopes, &ForwardArgs::alibi_slopes, "", kNoBeams},
+                 {kArgSinks, &ForwardArgs::sink_logits, "", kNoBeams},
                  {kArgLengthsQ, &ForwardArgs::seqlens_q, "beam", d.beam},
                  {kArgLengthsK, &ForwardArgs::seqlens_k, "beam_kv", d.beam_kv},
                  {kArgOffsets, &ForwardArgs::query_offsets, "beam", d.beam},
@@ -125,13 +126,17 @@ void expect_input_gradients(const LayerState& s, StepList* list) {
     e.kind = Expected::Kind::kOptional;
     e.may_be_shared = true;
   }
-  for (size_t n = 0; n < list->expected.size(); ++n) {  // those of the options are like the options
-    const Expected& option = list->expected[n];
-    if (option.argument != kArgBias && option.argument != kArgSlopes) continue;
-    Expected e = option;
-    const bool of_bias = option.argument == kArgBias;
-    e.argument = of_bias ? kArgGradBias : kArgGradSlopes;
-    e.name = of_bias ? "grad_attn_bias" : "grad_alibi_slopes";
+  constexpr struct {
+    int argument, gradient;
+    const char* name;
+  } kOfOptions[] = {{kArgBias, kArgGradBias, "grad_attn_bias"},
+                    {kArgSlopes, kArgGradSlopes, "grad_alibi_slopes"},
+                    {kArgSinks, kArgGradSinks, "grad_sink_logits"}};
+  for (const auto& of : kOfOptions) {  // like the options
+    Expected e = *std::find_if(list->expected.begin(), list->expected.end(),
+                               [&](const Expected& option) { return option.argument == of.argument; });
+    e.argument = of.gradient;
+    e.name = of.name;
     e.role = Role::kOutput;
     if (e.kind == Expected::Kind::kRequired) e.kind = Expected::Kind::kOptional;
     list->expected.push_back(e);
@@ -152,6 +157,7 @@ Call call_of(const LayerDesc& desc, const LayerForwardArgs& args) {
   to[kArgMask] = args.attn_mask;
   to[kArgBias] = args.attn_bias;
   to[kArgSlopes] = args.alibi_slopes;
+  to[kArgSinks] = args.sink_logits;
   to[kArgLengthsQ] = of_all_beams(args.seqlens_q, desc.beam);
   to[kArgLengthsK] = of_all_beams(args.seqlens_k, desc.beam_kv);
   to[kArgOffsets] = of_all_beams(args.query_offsets, desc.beam);

@@ -20,6 +20,7 @@ enum Argument : int {
   kArgMask,
   kArgBias,
   kArgSlopes,
+  kArgSinks,
   kArgLengthsQ,
   kArgLengthsK,
   kArgOffsets,
@@ -36,6 +37,7 @@ enum Argument : int {
   kArgGradValue,
   kArgGradBias,
   kArgGradSlopes,
+  kArgGradSinks,
   kArgGradCaptures,  // likewise
   kArgGradWeights = kArgGradCaptures + Program::kMostCaptures,
   kArgGradGamma = kArgGradWeights + kNumWeightKinds,
@@ -62,6 +64,7 @@ void set_gradients(const Args& args, Call* call) {
   call->tensors[kArgGradValue] = with_beam(args.grad_value, 4);
   call->tensors[kArgGradBias] = args.grad_attn_bias;
   call->tensors[kArgGradSlopes] = args.grad_alibi_slopes;
+  call->tensors[kArgGradSinks] = args.grad_sink_logits;
   call->num_grad_captures = set_captures(args.grad_captures, kArgGradCaptures, call);
   set_weights(args.grad_weights, kArgGradWeights, call);
   call->accumulate = args.accumulate;

@@ -35,6 +35,7 @@ ForwardArgs beam_args(const AnyStep& step, const Call& call, int64_t n) {
   one.window_lo = of_queries(kArgWindowLo, 0);
   one.window_hi = of_queries(kArgWindowHi, 0);
   one.alibi_slopes = call.tensors[kArgSlopes];
+  one.sink_logits = call.tensors[kArgSinks];
   one.out = beam_at(step.out);
   one.dropout_seed = call.dropouts[0].seed;
   one.dropout_offset = call.dropouts[0].offset + static_cast<uint32_t>(n);
@@ -165,11 +166,12 @@ Status attend_backward(const AttentionBackwardStep& step, const Call& call, char
     const bool unwanted = step.wanted[i].somewhere() && !tensor_at(call, step.wanted[i]).given();
     if (!unwanted) grads[i] = tensor_at(call, step.grads[i]);
   }
-  const Tensor &grad_bias = call.tensors[kArgGradBias], &grad_slopes = call.tensors[kArgGradSlopes];
+  const Tensor &grad_bias = call.tensors[kArgGradBias], &grad_slopes = call.tensors[kArgGradSlopes],
+               &grad_sinks = call.tensors[kArgGradSinks];
   const std::span<const Tensor> grad_captures = captures_of(step.plan->desc(), call, kArgGradCaptures);
   const auto given = [](const Tensor& t) { return t.given(); };
   if (!given(grads[0]) && !given(grads[1]) && !given(grads[2]) && !given(grad_bias) && !given(grad_slopes) &&
-      std::none_of(grad_captures.begin(), grad_captures.end(), given)) {
+      !given(grad_sinks) && std::none_of(grad_captures.begin(), grad_captures.end(), given)) {
     return {};
   }
   if (step.beams > 1) std::memset(start_of(call, step.room) + step.begin, 0, step.end - step.begin);
@@ -188,6 +190,7 @@ Status attend_backward(const AttentionBackwardStep& step, const Call& call, char
     one.grad_value = beam_of(grads[2], n);
     one.grad_attn_bias = grad_bias;
     one.grad_alibi_slopes = grad_slopes;
+    one.grad_sink_logits = grad_sinks;
     one.grad_captures = grad_captures;
     one.accumulate = n > 0;
     if (Status status = backward_unchecked(*step.plan, one); !status.ok()) return status;

@@ -84,7 +84,6 @@ Status check_attention_options(const AttentionDesc& attention) {
   if (attention.has_windows) {
     return invalid("attention.has_windows is true, must be left false: the layer's has_windows counts");
   }
-  if (attention.has_sink_logits) return invalid("attention.has_sink_logits is true, a layer takes no sinks");
   if (attention.return_column_sums) return invalid("attention.return_column_sums is true, a layer returns none");
   return {};
 }

@@ -89,7 +89,7 @@ void take_activations(const LayerState& s, Pass pass, Memory& memory, AllPlaces*
   } else {
     places->attention_out = places->out.seen_as(View::kSplit, heads, dim);
   }
-  if (has_reserve(pass)) {
+  if (has_reserve(pass) && d.attention.normalizer == Normalizer::kSoftmax) {
     places->logsumexp = memory.take(sums_type(d.dtype), {d.beam, d.batch, heads, steps});
   }
 }

@@ -61,8 +61,9 @@ class Forward {
     T L;
   };
 
-  // Fills scratch_.visible and scratch_.P (before dropout) of query i.
-  Row softmax(const Sequence& s, int64_t b, int64_t h, int64_t i) const {
+  // Fills scratch_.visible and scratch_.P (before dropout) of query i. Without a softmax P is S, and L tells
+  // only whether there is one.
+  Row weights(const Sequence& s, int64_t b, int64_t h, int64_t i) const {
     int64_t* visible = scratch_.visible;
     T* P = scratch_.P;
     int64_t n = 0;
@@ -72,6 +73,7 @@ class Forward {
       P[n] = scores_.score(scores_.raw(s, b, h, i, j), s, b, h, i, j);  // S
       if (!scores_.hides(P[n])) visible[n++] = j;
     }
+    if (!scores_.softmax()) return {n, n == 0 ? static_cast<T>(-HUGE_VAL) : T(0)};
     const T sink = i < s.len_q ? scores_.sink(h) : static_cast<T>(-HUGE_VAL);  // padding has none
     if (n == 0) return {0, sink};
 
@@ -92,7 +94,7 @@ class Forward {
     const int64_t rows = desc_.packed ? s.len_q : desc_.seqlen_q;
     if (desc_.return_column_sums) std::fill_n(scratch_.column, desc_.seqlen_k, T(0));
     for (int64_t i = 0; i < rows; ++i) {
-      const Row row = softmax(s, b, h, i);
+      const Row row = weights(s, b, h, i);
       if (args_.logsumexp.given()) store_logsumexp(b, h, s.first_q + i, row.L);
       if (desc_.return_column_sums) {
         for (int64_t k = 0; k < row.num_visible; ++k) scratch_.column[scratch_.visible[k]] += scratch_.P[k];
@@ -128,7 +130,7 @@ class Forward {
     for (int64_t i = 0; i < desc_.seqlen_q; ++i) {
       std::fill_n(scratch_.column, desc_.seqlen_k, T(0));
       for (int64_t h = 0; h < desc_.num_heads; ++h) {
-        const Row row = softmax(s, b, h, i);
+        const Row row = weights(s, b, h, i);
         for (int64_t k = 0; k < row.num_visible; ++k) {
           const int64_t j = scratch_.visible[k];
           scratch_.column[j] += scratch_.P[k] * scores_.dropout_factor(b, h, i, j);

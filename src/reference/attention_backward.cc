@@ -5,7 +5,7 @@
 //   dQ_i = scale sum_j dX_ij K_j  dK_j = scale sum_i dX_ij Q_i  dV_j = sum_i P_ij f_ij dO_i         X = scale Q K^T
 //   dbias = dS, dslope = -sum_ij dS_ij |i + offset - j|, summed over what broadcasts
 //   dsink_h = sum_i exp(sink_h - L_i) (dL_i - D_i)
-// With a score program, dS is what that passes on.
+// With Normalizer::kNone P = S and dS = dP. With a score program, dS is what that passes on.
 #include <algorithm>
 #include <vector>
 
@@ -62,7 +62,7 @@ class Backward {
         scratch_(scratch) {}
 
   void run() const {
-    rowsum_dO_O();
+    if (scores_.softmax()) rowsum_dO_O();
     if (args_.grad_query.given()) grad_query();
     if (args_.grad_key.given() || args_.grad_value.given()) grad_key_value();
     if (args_.grad_attn_bias.given()) grad_attn_bias();
@@ -131,10 +131,11 @@ class Backward {
     const T X = scores_.raw(s, b, h, i, j);
 
     Pair p;
-    p.P = std::exp(scores_.score(X, s, b, h, i, j) - L(s, b, h, i));
+    const T S = scores_.score(X, s, b, h, i, j);
+    p.P = scores_.softmax() ? std::exp(S - L(s, b, h, i)) : S;
     p.dropped_P = p.P * f;
     const T dP = f * dot<T>(grad_out(s, b, h, i), dO_.dim, scores_.value(s, b, h, j), scores_.V.dim, desc_.head_dim_v);
-    p.dS = p.P * (dP - D(s, b, h, i) + dL(s, b, h, i));
+    p.dS = scores_.softmax() ? p.P * (dP - D(s, b, h, i) + dL(s, b, h, i)) : dP;
     if (scores_.program) p.dS = scores_.program->differentiate(p.dS);
     p.dX = p.dS;
     if (scores_.softcap > 0) {

@@ -107,6 +107,9 @@ struct Scores {
     return !program || program->visible({b, h, i, j, s.offset});
   }
 
+  // Whether weights are made of scores by a softmax, or are the scores.
+  bool softmax() const { return desc.normalizer == Normalizer::kSoftmax; }
+
   // Whether the program's score hides its key.
   bool hides(T score) const { return program && program->has_score() && score == static_cast<T>(-HUGE_VAL); }
 

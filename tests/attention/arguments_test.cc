@@ -37,6 +37,7 @@ void with_lengths(AttentionDesc& d) { d.causal = d.has_seqlens_q = d.has_seqlens
 void packed(AttentionDesc& d) { d.packed = true; }
 void packed_causal(AttentionDesc& d) { d.packed = d.causal = true; }
 void dropping(AttentionDesc& d) { d.dropout_p = 0.5; }
+void without_softmax(AttentionDesc& d) { d.normalizer = Normalizer::kNone; }
 
 const BadCall kBadCalls[] = {
     {dropping, [](auto& a) { a.dropout_seed.reset(); }, "dropout_seed is not given, must be where dropout_p is 0.5"},
@@ -92,6 +93,8 @@ const BadCall kBadCalls[] = {
     {with_all, [](auto& a) { a.attn_bias.data = nullptr; }, "attn_bias is null, has 20 elements"},
     {as_it_is, [](auto& a) { a.sink_logits = a.query; }, "sink_logits is given, but the plan was made without"},
     {with_all, [](auto& a) { a.sink_logits = {}; }, "sink_logits is missing"},
+    {without_softmax, [](auto& a) { a.logsumexp = a.out; },
+     "logsumexp is given, but normalizer is none: there is no logsumexp"},
     {with_all, [](auto& a) { a.sink_logits.ndim = 2; }, "sink_logits has 2 dims, expected 1: [num_heads]"},
     {with_all, [](auto& a) { a.sink_logits.dtype = DType::kFloat16; }, "sink_logits is float16, expected float32"},
     {with_all, [](auto& a) { a.alibi_slopes = {}; }, "alibi_slopes is missing"},

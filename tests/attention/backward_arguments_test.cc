@@ -34,6 +34,7 @@ void with_all(AttentionDesc& d) {
 void with_lengths(AttentionDesc& d) { d.causal = d.has_seqlens_q = d.has_seqlens_k = true; }
 void packed(AttentionDesc& d) { d.packed = true; }
 void dropping(AttentionDesc& d) { d.dropout_p = 0.5; }
+void without_softmax(AttentionDesc& d) { d.normalizer = Normalizer::kNone; }
 void in_float64(AttentionDesc& d) { d.dtype = DType::kFloat64; }
 void in_bfloat16(AttentionDesc& d) { d.dtype = DType::kBFloat16; }
 
@@ -104,6 +105,12 @@ const BadCall kBadCalls[] = {
     {as_it_is, [](auto& a) { a.grad_logsumexp.dtype = DType::kFloat64; },
      "grad_logsumexp is float64, expected float32"},
     {as_it_is, [](auto& a) { a.grad_logsumexp.dims[1] = 2; }, "grad_logsumexp dim 1 is 2, expected num_heads 4"},
+    {without_softmax, [](auto& a) { a.forward.logsumexp = a.grad_out; },
+     "logsumexp is given, but normalizer is none: there is no logsumexp"},
+    {without_softmax, [](auto& a) { a.grad_logsumexp = a.grad_out; },
+     "grad_logsumexp is given, but normalizer is none: there is no logsumexp"},
+    {without_softmax, [](auto& a) { a.delta = a.grad_out; },
+     "delta is given, but normalizer is none: there is no logsumexp"},
     {as_it_is, [](auto& a) { a.delta.ndim = 4; }, "delta has 4 dims, expected 3: [batch, num_heads, seqlen_q]"},
     {packed, [](auto& a) { a.delta.dims[1] = 2; }, "delta dim 1 is 2, expected total_q 3"},
     // The gradients that go out.

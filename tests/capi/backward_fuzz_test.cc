@@ -60,7 +60,8 @@ void call_backward(Hostile& random, const polyhead_attention_plan* plan, const p
   if (args.struct_size != sizeof args || args.flags != 0 || args.reserved != 0) wrong += " header of backward";
   if (args.forward == nullptr) wrong += " forward";
   if (args.accumulate != 0 && args.accumulate != 1) wrong += " accumulate";
-  if (forward.out.ndim == 0 && args.delta.ndim == 0) wrong += " out and delta";
+  const bool softmax = d.normalizer == POLYHEAD_NORMALIZER_SOFTMAX;
+  if (softmax && forward.out.ndim == 0 && args.delta.ndim == 0) wrong += " out and delta";
   if (args.grad_query.ndim == 0 && args.grad_key.ndim == 0 && args.grad_value.ndim == 0 &&
       args.grad_attn_bias.ndim == 0 && args.grad_alibi_slopes.ndim == 0 && args.grad_sink_logits.ndim == 0) {
     wrong += " no gradient";

@@ -102,6 +102,7 @@ static void test_bad_desc(void) {
   REFUSED("return_column_sums is 2", desc->return_column_sums = 2);
   REFUSED("has_windows is 2", desc->has_windows = 2);
   REFUSED("has_sink_logits is 2", desc->has_sink_logits = 2);
+  REFUSED("normalizer is 2, must be a polyhead_normalizer", desc->normalizer = 2);
   REFUSED("desc.flags is 1", desc->flags = 1);
   REFUSED("desc.struct_size is 0", desc->struct_size = 0);
   REFUSED("newer than the library", desc->struct_size += 8);

@@ -102,17 +102,18 @@ static void expect_row(const problem* p, int64_t b, int64_t h, int64_t i, double
   const int64_t g = h / (desc->num_heads / desc->num_heads_kv), keys = desc->packed ? s.len_k : desc->seqlen_k;
   double* weights = calloc((size_t)keys + 1, sizeof *weights);
   if (weights == NULL) abort();
+  const int softmax = desc->normalizer == POLYHEAD_NORMALIZER_SOFTMAX;
   const double sink = desc->has_sink_logits && i < s.len_q ? at(&p->args.sink_logits, h, 0, 0, 0) : -INFINITY;
   double max = sink, sum = 0;
   for (int64_t j = 0; j < keys; ++j) max = fmax(max, score(p, &s, b, h, i, j));
   for (int64_t j = 0; j < keys; ++j) {
     const double S = score(p, &s, b, h, i, j);
-    weights[j] = S > -INFINITY ? exp(S - max) : 0;
+    weights[j] = S > -INFINITY ? (softmax ? exp(S - max) : S) : 0;
     sum += weights[j];
   }
   if (sink > -INFINITY) sum += exp(sink - max);
   for (int64_t j = 0; j < keys; ++j) {
-    if (sum > 0) weights[j] /= sum;
+    if (softmax && sum > 0) weights[j] /= sum;
     if (column_sums != NULL) column_sums[(b * desc->num_heads + h) * keys + j] += weights[j];
     if (desc->dropout_p > 0) weights[j] *= kept_by_dropout(p, b, h, i, j) / (1 - desc->dropout_p);
     if (mean_weights != NULL) mean_weights[(b * desc->seqlen_q + i) * keys + j] += weights[j] / (double)desc->num_heads;
@@ -120,8 +121,10 @@ static void expect_row(const problem* p, int64_t b, int64_t h, int64_t i, double
       expect_near(at(&p->args.attn_weights, b, h, i, j), weights[j], "attn_weights", b, h, i, j);
     }
   }
-  const double L = desc->packed ? at(&p->args.logsumexp, h, s.first_q + i, 0, 0) : at(&p->args.logsumexp, b, h, i, 0);
-  expect_near(L, sum > 0 ? max + log(sum) : -INFINITY, "logsumexp", b, h, i, 0);
+  if (softmax) {
+    const double L = desc->packed ? at(&p->args.logsumexp, h, s.first_q + i, 0, 0) : at(&p->args.logsumexp, b, h, i, 0);
+    expect_near(L, sum > 0 ? max + log(sum) : -INFINITY, "logsumexp", b, h, i, 0);
+  }
   for (int64_t d = 0; d < desc->head_dim_v; ++d) {
     double out = 0;
     for (int64_t j = 0; j < s.len_k; ++j) out += weights[j] * row_at(p, &p->args.value, b, s.first_k + j, g, d);
@@ -256,6 +259,14 @@ static problem* windows_of_queries(void) {
   return p;
 }
 
+static problem* scores_as_weights(void) {
+  problem* p = new_problem(2, 9, 21, 4, 2, 16, 12);
+  p->desc.normalizer = POLYHEAD_NORMALIZER_NONE;
+  p->desc.causal = 1, p->desc.align = POLYHEAD_ALIGN_BOTTOM_RIGHT;
+  memset(&p->args.logsumexp, 0, sizeof p->args.logsumexp);
+  return p;
+}
+
 static problem* mean_weights_and_strides(void) {
   problem* p = new_problem(2, 10, 10, 4, 4, 24, 24);
   p->desc.return_weights = POLYHEAD_WEIGHTS_MEAN;
@@ -287,6 +298,7 @@ static void test_against_naive_loops(void) {
       {"packed", packed},
       {"dropout_and_weights", dropout_and_weights},
       {"windows_of_queries", windows_of_queries},
+      {"scores_as_weights", scores_as_weights},
       {"mean_weights_and_strides", mean_weights_and_strides},
   };
   int num_run = 0;

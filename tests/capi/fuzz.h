@@ -98,7 +98,9 @@ struct Shapes {
     for (Shape* gradient : {&grad_query, &grad_key, &grad_value}) {
       if (d.has_grad_dtype) gradient->dtype = d.grad_dtype;
     }
-    logsumexp = d.packed ? Shape{sums, {H, Sq}} : Shape{sums, {B, H, Sq}};
+    if (d.normalizer == POLYHEAD_NORMALIZER_SOFTMAX) {
+      logsumexp = d.packed ? Shape{sums, {H, Sq}} : Shape{sums, {B, H, Sq}};
+    }
     if (d.return_weights == POLYHEAD_WEIGHTS_PER_HEAD) attn_weights = {d.dtype, {B, H, Sq, Sk}};
     if (d.return_weights == POLYHEAD_WEIGHTS_MEAN) attn_weights = {d.dtype, {B, Sq, Sk}};
     if (d.return_column_sums) column_sums = {sums, {B, H, Sk}};
@@ -173,7 +175,8 @@ inline polyhead_attention_desc random_desc(Hostile& random) {
     default: d.align = static_cast<int32_t>(random.between(1, 2));
   }
   d.alibi_slopes_ndim = random.chance(30) ? static_cast<int32_t>(random.between(1, 2)) : 0;
-  d.has_sink_logits = random.chance(20);
+  d.normalizer = random.chance(10) ? POLYHEAD_NORMALIZER_NONE : POLYHEAD_NORMALIZER_SOFTMAX;
+  d.has_sink_logits = random.chance(20);  // refused without a softmax
   d.dropout_p = random.chance(20) ? static_cast<double>(random.between(0, 10)) / 10 : 0;
   if (random.chance(20)) {  // the last two are refused
     static constexpr const char* kPrograms[] = {"mask = (q - k) % 3 != 1", "score = 5 * tanh(score / 5)",
@@ -214,6 +217,7 @@ inline void print(const polyhead_attention_desc& d, const polyhead_plan_options&
   number("mask", d.attn_mask.given), number("bias", d.attn_bias.given), std::printf(" dropout_p=%.17g", d.dropout_p);
   number("return_weights", d.return_weights), number("return_column_sums", d.return_column_sums);
   number("has_windows", d.has_windows), number("has_sink_logits", d.has_sink_logits);
+  number("normalizer", d.normalizer);
   std::printf(" program=%s", d.program != nullptr ? d.program : "none");
   std::printf("\n");
   std::fflush(stdout);

@@ -264,6 +264,8 @@ TEST(LayerErrors, BadBackwardsTouchNothing) {
       {[](auto& c) { c.args.grad_key.data = c.args.grad_query.data; }, "grad_key overlaps grad_query"},
       {[](auto& c) { c.args.grad_alibi_slopes = c.output({4}); },
        "grad_alibi_slopes is given, but the plan was made without"},
+      {[](auto& c) { c.args.grad_sink_logits = c.output({4}); },
+       "grad_sink_logits is given, but the plan was made without"},
   };
   const BadCall bad_weights[] = {
       {[](auto& c) { c.args.grad_weights = {}; }, "no gradient is asked for: give one of grad_weights"},

@@ -27,6 +27,7 @@ class Placement {
     args.attn_mask = input(in_.attn_mask, next());
     args.attn_bias = input(in_.attn_bias, next());
     args.alibi_slopes = input(in_.alibi_slopes, next());
+    args.sink_logits = input(in_.sink_logits, next());
     args.seqlens_q = input(in_.seqlens_q, next());
     args.seqlens_k = input(in_.seqlens_k, next());
     args.query_offsets = input(in_.query_offsets, next());
@@ -216,6 +217,10 @@ void backward(const LayerProblem& problem, const LayerInputs& in, const LayerRun
   if (in.alibi_slopes.given()) {
     args.grad_alibi_slopes =
         memory.output("grad_alibi_slopes", DType::kFloat32, in.alibi_slopes.dims, &results->grad_alibi_slopes);
+  }
+  if (in.sink_logits.given()) {
+    args.grad_sink_logits =
+        memory.output("grad_sink_logits", in.sink_logits.dtype, in.sink_logits.dims, &results->grad_sink_logits);
   }
   if (Status status = layer.backward_data(args); !status.ok()) results->faults.push_back(status.message());
 

@@ -34,6 +34,7 @@ LayerForwardArgs args_of(const LayerProblem& problem, const LayerInputs& in) {
   args.attn_mask = view_if(in.attn_mask);
   args.attn_bias = view_if(in.attn_bias);
   args.alibi_slopes = view_if(in.alibi_slopes);
+  args.sink_logits = view_if(in.sink_logits);
   args.seqlens_q = view_if(in.seqlens_q);
   args.seqlens_k = view_if(in.seqlens_k);
   args.query_offsets = view_if(in.query_offsets);

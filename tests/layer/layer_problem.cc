@@ -43,6 +43,9 @@ void set_options(Random& random, const LayerDesc& d, LayerInputs& in) {
   }
   if (a.alibi_slopes_ndim == 1) in.alibi_slopes = random_array(random, DType::kFloat32, {d.num_heads}, 0.1);
   if (a.alibi_slopes_ndim == 2) in.alibi_slopes = random_array(random, DType::kFloat32, {d.batch, d.num_heads}, 0.1);
+  if (a.has_sink_logits) {
+    in.sink_logits = random_array(random, d.dtype == DType::kFloat64 ? d.dtype : DType::kFloat32, {d.num_heads});
+  }
   if (a.has_seqlens_q) in.seqlens_q = random_integers(random, DType::kInt32, {d.batch, d.beam}, 0, d.seqlen_q);
   if (a.has_seqlens_k) in.seqlens_k = random_integers(random, DType::kInt64, {d.batch, d.beam_kv}, 0, d.seqlen_k);
   if (a.has_query_offsets) in.query_offsets = random_integers(random, DType::kInt32, {d.batch, d.beam}, -2, d.seqlen_k);
@@ -162,6 +165,17 @@ void add_options(Problems& all) {
     p.desc.attention.attn_bias = {true, DType::kFloat32, {2, 1, 8, 11}};
     p.desc.attention.alibi_slopes_ndim = 1;
     p.desc.attention.align = Align::kTopLeft;
+  });
+  all.add("sinks", cross_attention(3, 8, 11), [](auto& p) {
+    p.desc.attention.has_sink_logits = p.desc.attention.has_seqlens_q = p.desc.attention.has_seqlens_k = true;
+    p.desc.beam = 2;
+  });
+  all.add("none", self_attention(3, 10, 4, 2, 8), [](auto& p) {
+    one_tensor(p), set_biases(p.desc);
+    p.desc.attention.normalizer = Normalizer::kNone;
+    p.desc.attention.causal = p.desc.attention.has_seqlens_k = p.desc.residual = true;
+    p.desc.attention.align = Align::kTopLeft;
+    p.desc.attention.dropout_p = 0.2;
   });
   all.add("lengths", cross_attention(3, 8, 11), [](auto& p) {
     p.desc.attention.has_seqlens_q = p.desc.attention.has_seqlens_k = p.desc.residual = true;

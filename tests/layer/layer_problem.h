@@ -23,7 +23,7 @@ struct LayerProblem {
 struct LayerInputs {
   Array query, key, value, residual;
   std::array<Array, kNumWeightKinds> weights;
-  Array attn_mask, attn_bias, alibi_slopes;
+  Array attn_mask, attn_bias, alibi_slopes, sink_logits;
   Array seqlens_q, seqlens_k, query_offsets, window_lo, window_hi;
   uint64_t dropout_seed = 0, output_dropout_seed = 0;
   uint32_t dropout_offset = 0, output_dropout_offset = 0;

@@ -25,6 +25,7 @@ LayerResults results(const truth::LayerResults& all) {
   for (size_t i = 0; i < 3; ++i) to.grad_inputs[i] = to_array(all[truth::kLayerGradQuery + i]);
   to.grad_attn_bias = to_array(all[truth::kLayerGradAttnBias]);
   to.grad_alibi_slopes = to_array(all[truth::kLayerGradAlibiSlopes]);
+  to.grad_sink_logits = to_array(all[truth::kLayerGradSinkLogits]);
   for (size_t n = 0; n < kNumWeightKinds; ++n) to.grad_weights[n] = to_array(all[truth::kLayerGradWeights + n]);
   return to;
 }
@@ -38,7 +39,8 @@ std::vector<NamedResult> named(const LayerResults& r) {
                                   {"grad_key", &r.grad_inputs[1]},
                                   {"grad_value", &r.grad_inputs[2]},
                                   {"grad_attn_bias", &r.grad_attn_bias},
-                                  {"grad_alibi_slopes", &r.grad_alibi_slopes}};
+                                  {"grad_alibi_slopes", &r.grad_alibi_slopes},
+                                  {"grad_sink_logits", &r.grad_sink_logits}};
   constexpr const char* kWeights[] = {"grad Wq", "grad Wk", "grad Wv", "grad Wo",
                                       "grad bq", "grad bk", "grad bv", "grad bo"};
   for (size_t n = 0; n < kNumWeightKinds; ++n) all.push_back({kWeights[n], &r.grad_weights[n]});
@@ -57,6 +59,7 @@ ExpectedLayer expected(const LayerProblem& problem, const LayerInputs& in) {
   from.attn_mask = to_numbers(in.attn_mask);
   from.attn_bias = to_numbers(in.attn_bias);
   from.alibi_slopes = to_numbers(in.alibi_slopes);
+  from.sink_logits = to_numbers(in.sink_logits);
   from.seqlens_q = to_numbers(in.seqlens_q);
   from.seqlens_k = to_numbers(in.seqlens_k);
   from.query_offsets = to_numbers(in.query_offsets);

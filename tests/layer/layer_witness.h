@@ -12,7 +12,7 @@ namespace polyhead::testing {
 struct LayerResults {
   Array out, attn_weights;
   std::array<Array, 3> grad_inputs;  // query, key, value
-  Array grad_attn_bias, grad_alibi_slopes;
+  Array grad_attn_bias, grad_alibi_slopes, grad_sink_logits;
   std::array<Array, kNumWeightKinds> grad_weights;
   std::vector<std::string> faults;
 };

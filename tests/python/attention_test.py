@@ -41,22 +41,26 @@ def check(query, key, value, kernel=None, **options):
     dtype = query.dtype
     options = formula.in_sums_of(dtype, options)
     exact = formula.attention(query, key, value, **options)
-    out, logsumexp, weights, column_sums = polyhead.attention(
-        query, key, value, **options, return_logsumexp=True, return_weights=True, return_column_sums=True, kernel=kernel
+    softmax = options.get("normalizer") != "none"  # else there is no logsumexp
+    out, *logsumexp, weights, column_sums = polyhead.attention(
+        query, key, value, **options, return_logsumexp=softmax, return_weights=True, return_column_sums=True, kernel=kernel
     )
     assert out.dtype == weights.dtype == dtype
     assert_same(out, exact.out, exact.bound, dtype)
-    assert_same(weights, exact.weights, exact.weights, dtype)
-    assert_sums(logsumexp, exact.logsumexp, dtype)
+    assert_same(weights, exact.weights, exact.size, dtype)
+    assert len(logsumexp) == softmax
+    if softmax:
+        assert_sums(*logsumexp, exact.logsumexp, dtype)
     assert_sums(column_sums, exact.column_sums, dtype)
     # Each result alone; the usual case first.
     alone = polyhead.attention(query, key, value, **options, kernel=kernel)
     assert alone.tobytes() == out.tobytes()  # what else is returned changes no bit
-    again, logsumexp = polyhead.attention(query, key, value, **options, return_logsumexp=True, kernel=kernel)
-    assert again.tobytes() == out.tobytes()
-    assert_sums(logsumexp, exact.logsumexp, dtype)
+    if softmax:
+        again, logsumexp = polyhead.attention(query, key, value, **options, return_logsumexp=True, kernel=kernel)
+        assert again.tobytes() == out.tobytes()
+        assert_sums(logsumexp, exact.logsumexp, dtype)
     _, mean = polyhead.attention(query, key, value, **options, return_weights="mean", kernel=kernel)
-    assert_same(mean, exact.weights.mean(axis=1), exact.weights.mean(axis=1), dtype)
+    assert_same(mean, exact.weights.mean(axis=1), exact.size.mean(axis=1), dtype)
     _, column_sums = polyhead.attention(query, key, value, **options, return_column_sums=True, kernel=kernel)
     assert_sums(column_sums, exact.column_sums, dtype)
 
@@ -81,6 +85,8 @@ OPTIONS = {
     "alibi_batch": {"alibi_slopes": np.arange(8, dtype=np.float32).reshape(2, 4) / 8, "align": "top_left"},
     "sinks": {"sink_logits": np.array([0.5, -np.inf, 2, 0], np.float32), "causal": True, "query_offset": -2},
     "sinks_seqlens": {"sink_logits": np.zeros(4, np.float32), "seqlens_q": np.array([5, 2]), "seqlens_k": np.array([0, 6])},
+    "none": {"normalizer": "none", "causal": True, "query_offset": -2, "dropout_p": 0.3, "dropout_seed": 7},
+    "none_seqlens": {"normalizer": "none", "softcap": 1.5, "seqlens_q": np.array([5, 2]), "seqlens_k": np.array([0, 6])},
     "seqlens_k": {"seqlens_k": np.array([3, 7], np.int32)},
     "seqlens": {"seqlens_q": np.array([5, 0]), "seqlens_k": np.array([0, 6])},
     "seqlens_causal": {
@@ -213,6 +219,7 @@ PACKED = {
     "offsets": {"causal": True, "query_offset": np.array([2, 0, -1, 3])},
     "alibi": {"alibi_slopes": np.ones((4, 4), np.float32) / 4, "align": "top_left"},
     "sinks": {"sink_logits": np.array([0.5, -1, 2, 0], np.float32)},
+    "none": {"normalizer": "none"},
     "dropout": {"dropout_p": 0.4, "dropout_seed": 3},
     "softcap": {"softcap": 0.7, "scale": 1.5},
 }
@@ -227,11 +234,13 @@ def test_packed(options, dtype):
     key, value = (rng.standard_normal((16, 2, dim)).astype(dtype) for dim in (8, 6))
     cu_q, cu_k = np.array([0, 3, 3, 9, 12], np.int32), np.array([0, 5, 8, 8, 16])
     exact = formula.packed_attention(query, key, value, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
-    out, logsumexp = polyhead.attention(
-        query, key, value, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, return_logsumexp=True, **options
+    softmax = "normalizer" not in options  # else there is no logsumexp
+    results = polyhead.attention(
+        query, key, value, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, return_logsumexp=softmax, **options
     )
+    out, logsumexp = results if softmax else (results, exact.logsumexp)
     assert_same(out, exact.out, exact.bound, dtype)
-    assert_sums(logsumexp, exact.logsumexp, dtype)
+    assert_sums(logsumexp.astype(np.float64 if dtype == np.float64 else np.float32), exact.logsumexp, dtype)
     assert not out[12:].astype(bool).any() and (logsumexp[:, 12:] == -np.inf).all()  # rows behind the last sequence
 
 

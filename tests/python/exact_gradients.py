@@ -13,7 +13,7 @@ SOURCES = ("query", "key", "value", "attn_bias", "alibi_slopes", "sink_logits")
 def composed(
     query, key, value, *, attn_bias=None, attn_mask=None, causal=False, window=None, align=None, query_offset=None,
     scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0, dropout_seed=0, dropout_offset=0, seqlens_q=None,
-    seqlens_k=None, first_batch=0, sink_logits=None,
+    seqlens_k=None, first_batch=0, sink_logits=None, normalizer="softmax",
 ):  # fmt: skip
     """out, logsumexp; query, key, value, attn_bias, alibi_slopes and sink_logits are float64 tensors."""
     batch, sq, heads, dim = query.shape
@@ -44,7 +44,7 @@ def composed(
     sees = visible.any(-1, keepdim=True)
     S = torch.where(sees, torch.where(visible, S, -np.inf), 0.0)  # torch's gradients of a row of -inf are NaN
     L = torch.where(sees[..., 0], torch.logsumexp(S, -1), -np.inf)
-    P = torch.where(visible, torch.softmax(S, -1), 0.0)[..., :sk]
+    P = torch.where(visible, torch.softmax(S, -1) if normalizer == "softmax" else S, 0.0)[..., :sk]
     if dropout_p > 0:
         shape = (first_batch + batch, heads, sq, sk)
         kept = polyhead.dropout_mask(shape, dropout_p, dropout_seed, dropout_offset)[first_batch:]
@@ -106,15 +106,17 @@ def error_bounds(query, key, value, grad_out, grad_logsumexp=None, **options):
     scale = abs(scale) if scale is not None else query.shape[3] ** -0.5 if query.shape[3] else 1.0
     result = formula.attention(query, key, value, **options)
     P = formula.attention(query, key, value, **options | {"dropout_p": 0.0}).weights
-    f = np.divide(result.weights, P, out=np.zeros_like(P), where=P > 0)
+    f = np.divide(result.weights, P, out=np.zeros_like(P), where=P != 0)
     D = np.einsum("bihd,bihd->bhi", dO, result.bound)
     if grad_logsumexp is not None:
         D = D + np.abs(grad_logsumexp)
-    dS = P * (f * np.einsum("bihd,bjhd->bhij", dO, V) + D[..., None])
+    dS = f * np.einsum("bihd,bjhd->bhij", dO, V)
+    if options.get("normalizer", "softmax") == "softmax":
+        dS = P * (dS + D[..., None])
     bounds = {
         "query": scale * np.einsum("bhij,bjhd->bihd", dS, K),
         "key": scale * np.einsum("bhij,bihd->bjhd", dS, Q),
-        "value": np.einsum("bhij,bihd->bjhd", result.weights, dO),
+        "value": np.einsum("bhij,bihd->bjhd", result.size, dO),
     }
     for name in ("key", "value"):
         batch, sk, heads, dim = bounds[name].shape

@@ -85,6 +85,7 @@ def attention(
     query, key, value, *, attn_bias=None, attn_mask=None, causal=False, window=None, align=None, query_offset=None,
     scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0, dropout_seed=0, dropout_offset=0, seqlens_q=None,
     seqlens_k=None, first_batch=0, score=None, mask=None, captured=None, sink_logits=None,
+    normalizer="softmax",
 ):  # fmt: skip
     """out [B, Sq, H, Dv], logsumexp [B, H, Sq], weights [B, H, Sq, Sk], column_sums [B, H, Sk], bound (see below)."""
     Q, K, V = (np.asarray(x).astype(np.float64) for x in (query, key, value))
@@ -129,16 +130,22 @@ def attention(
     P = E / np.where(total == 0, 1, total)
     with np.errstate(divide="ignore"):
         L = np.where(total == 0, -np.inf, m + np.log(total))[..., 0]
+    size = P  # of weights: what their errors are measured against
+    if normalizer == "none":
+        P, L = np.where(visible, S, 0), np.zeros_like(L)
+        terms = abs(scale) * np.einsum("bihd,bjhd->bhij", np.abs(Q), np.abs(K)) if score is None else 0
+        size = np.where(visible, np.maximum(np.abs(P), terms), 0)
     column_sums = P.sum(axis=2)
     if dropout_p > 0:
         kept = dropout_mask(P.shape, dropout_p, dropout_seed, dropout_offset, first_batch)
-        P = np.where(kept, P, 0) / (1 - dropout_p) if dropout_p < 1 else np.zeros_like(P)
+        P, size = (np.where(kept, x, 0) / (1 - dropout_p) if dropout_p < 1 else np.zeros_like(x) for x in (P, size))
     return SimpleNamespace(
         out=np.einsum("bhij,bjhd->bihd", P, V),
         logsumexp=L,
         weights=P,
         column_sums=column_sums,
-        bound=np.einsum("bhij,bjhd->bihd", P, np.abs(V)),  # of |out|: errors are measured against it
+        size=size,
+        bound=np.einsum("bhij,bjhd->bihd", size, np.abs(V)),  # of |out|: errors are measured against it
     )
 
 

@@ -42,10 +42,12 @@ def check(query, key, value, with_grad_logsumexp=True, kernel=None, by=by_autogr
     options = formula.in_sums_of(dtype, options)
     sources = {"query": query, "key": key, "value": value} | options
     sources = {name: sources[name] for name in SOURCES if sources.get(name) is not None}
-    out, logsumexp = polyhead.attention(query, key, value, **options, return_logsumexp=True, kernel=kernel)
+    out = logsumexp = grad_logsumexp = None
     rng = np.random.default_rng(99)
-    grad_out = rng.standard_normal(out.shape).astype(dtype)
-    grad_logsumexp = rng.standard_normal(logsumexp.shape).astype(logsumexp.dtype) if with_grad_logsumexp else None
+    grad_out = rng.standard_normal((*query.shape[:-1], value.shape[-1])).astype(dtype)
+    if options.get("normalizer") != "none":  # which needs nothing of what forward gave
+        out, logsumexp = polyhead.attention(query, key, value, **options, return_logsumexp=True, kernel=kernel)
+        grad_logsumexp = rng.standard_normal(logsumexp.shape).astype(logsumexp.dtype) if with_grad_logsumexp else None
     got = polyhead.attention_backward(
         grad_out, query, key, value, out, logsumexp, **options, grad_logsumexp=grad_logsumexp, needs=list(sources),
         kernel=kernel,
@@ -136,6 +138,7 @@ GRADIENT_KERNEL_OPTIONS = {
     "bias": {"attn_bias": np.linspace(-1, 1, 4 * 70).reshape(1, 4, 1, 70).astype(np.float32)},
     "alibi": {"alibi_slopes": np.array([0.5, 0.25, 0.1, 0], np.float32), "align": "top_left", "window": (9, 4)},
     "sinks": {"sink_logits": np.array([0.5, -1, 2, 0], np.float32), "causal": True, "query_offset": -3},
+    "none": {"normalizer": "none", "causal": True, "query_offset": -3},
 }
 
 
@@ -150,7 +153,9 @@ def test_each_kernel_computes_or_says_why_not(options, dtype, kernel):
     if not reason:
         check(*arrays, kernel=kernel, **options)
         return
-    out, logsumexp = polyhead.attention(*arrays, **options, return_logsumexp=True)
+    softmax = "normalizer" not in options
+    results = polyhead.attention(*arrays, **options, return_logsumexp=softmax)
+    out, logsumexp = results if softmax else (results, None)
     with pytest.raises(polyhead.Error) as error:
         polyhead.attention_backward(out, *arrays, out, logsumexp, kernel=kernel, **options)
     assert kernel in str(error.value) and reason in str(error.value)

@@ -85,6 +85,8 @@ READY = {
     "kerple_log": ({"r1": positive(HEADS), "r2": positive(HEADS)}, {}),
     "kerple_power": ({"r1": positive(HEADS), "r2": positive(HEADS)}, {}),
     "sandwich": ({"ratio": positive(HEADS)}, {"features": 5}),
+    "sigmoid_attention": ({}, {"length": SELF}),
+    "relu_attention": ({}, {"length": SELF}),
 }
 
 
@@ -93,12 +95,13 @@ def ready(name, seed=0):
     captured, numbers = READY[name]
     rng = np.random.default_rng(seed)
     function = functools.partial(getattr(programs, name), **numbers)
-    what = "score" if name in programs.SCORES else "mask"
-    return {what: function, "captured": {name: make(rng) for name, make in captured.items()}}
+    what = "mask" if name in programs.MASKS else "score"
+    normalizer = {"normalizer": "none"} if name in programs.WEIGHTS else {}
+    return {what: function, "captured": {name: make(rng) for name, make in captured.items()}} | normalizer
 
 
 def test_every_ready_program_is_tested():
-    assert sorted(READY) == sorted((*programs.MASKS, *programs.SCORES))
+    assert sorted(READY) == sorted((*programs.MASKS, *programs.SCORES, *programs.WEIGHTS))
 
 
 @pytest.mark.parametrize("name", READY)
@@ -155,6 +158,24 @@ OPERATORS = {
 def test_operators_mean_what_they_mean_on_arrays(name):
     query, key, value = operands(np.random.default_rng(3), np.float64, 1, 9, 11, 2, 1)
     check(query, key, value, score=OPERATORS[name])
+
+
+def test_gradients_of_what_is_captured_without_a_softmax():
+    rng = np.random.default_rng(9)
+    query, key, value = operands(rng, np.float64, BATCH, 6, 7, HEADS)
+    shift = rng.standard_normal(HEADS)
+    options = {"score": lambda score, h, shift: programs.sigmoid(score + shift[h]), "normalizer": "none"}
+    options |= {"mask": lambda q, k: k <= q + 1, "captured": {"shift": shift}}
+    grad_out = rng.standard_normal((BATCH, 6, HEADS, value.shape[-1]))
+    grads = polyhead.attention_backward(grad_out, query, key, value, None, None, **options, needs=("shift", "query"))
+    for array, grad in ((shift, grads["shift"]), (query, grads["query"])):
+        losses = []
+        direction = rng.standard_normal(array.shape)
+        for step in (1e-5, -2e-5):
+            array += step * direction
+            losses.append((formula.attention(query, key, value, **options).out * grad_out).sum())
+        array += 1e-5 * direction
+        assert abs((losses[0] - losses[1]) / 2e-5 - (grad * direction).sum()) < 1e-6
 
 
 def test_text_is_the_function():
@@ -325,6 +346,30 @@ def test_single_steps_of_the_layer():
     for step in range(9):
         out = layer.forward(x[:, step : step + 1], **program, caches=caches, step=step)
         assert np.allclose(out, whole[:, step : step + 1], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "none"])
+def test_sinks_and_weights_without_a_softmax_in_the_layer(normalizer):
+    rng = np.random.default_rng(10)
+    weights = {f"{name}_weight": rng.standard_normal((16, 16)) * 0.3 for name in ("query", "key", "value", "out")}
+    layer = polyhead.MultiHeadAttention(weights, num_heads=HEADS, normalizer=normalizer)
+    x, grad_out = rng.standard_normal((2, BATCH, 9, 16))
+    options = {"sink_logits": rng.standard_normal(HEADS)} if normalizer == "softmax" else {"score": "sigmoid(score - 2)"}
+    out = layer.forward(x, causal=True, training=True, **options)
+    grads = layer.backward(grad_out)
+    q, k, v = ((x @ weights[f"{name}_weight"]).reshape(BATCH, 9, HEADS, 4) for name in ("query", "key", "value"))
+    whole = polyhead.attention(q, k, v, causal=True, normalizer=normalizer, **options, return_logsumexp=normalizer == "softmax")
+    whole, logsumexp = whole if normalizer == "softmax" else (whole, None)
+    assert np.allclose(out, whole.reshape(BATCH, 9, 16) @ weights["out_weight"], atol=1e-12)
+    by_whole = (grad_out @ weights["out_weight"].T).reshape(whole.shape)
+    needs = ("query", *(["sink_logits"] if logsumexp is not None else []))
+    wanted = polyhead.attention_backward(
+        by_whole, q, k, v, whole, logsumexp, causal=True, normalizer=normalizer, **options, needs=needs
+    )
+    by_query = np.einsum("bsi,bsj->ij", x, wanted["query"].reshape(BATCH, 9, 16))
+    assert np.allclose(grads["query_weight"], by_query, atol=1e-12)
+    if logsumexp is not None:
+        assert np.allclose(grads["sink_logits"], wanted["sink_logits"], atol=1e-12)
 
 
 def test_explain_tells_what_values_depend_on_and_which_blocks_are_seen():

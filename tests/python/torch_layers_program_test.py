@@ -89,6 +89,23 @@ def test_fused_multi_head_attention():
     close(*grads, 1e-4)
 
 
+@pytest.mark.parametrize("given", [{}, {"normalizer": "none", "score": "sigmoid(score - 2)"}], ids=["sinks", "none"])
+def test_sinks_and_weights_without_a_softmax(given):
+    sinks = [torch.linspace(-1, 2, H, requires_grad=True)] * (not given)
+    given = given or {"sink_logits": sinks[0]}
+    layer, encoder = MultiheadAttention(E, H, batch_first=True), TransformerEncoderLayer(E, H, 32, 0.0, batch_first=True)
+    x = tokens(N, S, E)
+    for attention in (layer, encoder.self_attn):
+        q, k, v = F.linear(x, attention.in_proj_weight, attention.in_proj_bias).unflatten(2, (3, H, E // H)).unbind(2)
+        expected = attention.out_proj(polyhead.torch.attention(q, k, v, **given).flatten(2))
+        got = attention(x, x, x, need_weights=False, **given)[0]
+        close([got], [expected])
+        close(*(torch.autograd.grad(out.square().sum(), [*sinks, attention.in_proj_weight]) for out in (got, expected)), 1e-4)
+    out = encoder(x, **given)
+    y = encoder.norm1(x + encoder.self_attn(x, x, x, need_weights=False, **given)[0])
+    close([out], [encoder.norm2(y + encoder.linear2(encoder.linear1(y).relu()))])
+
+
 def test_state_dict_and_calls_without_a_program_stay_what_they_are():
     layer = MultiheadAttention(E, H, batch_first=True)
     assert list(layer.state_dict()) == list(torch.nn.MultiheadAttention(E, H).state_dict())

@@ -168,7 +168,7 @@ def test_third_way_to_the_gradients(case):
     operands, options = problem(case, torch.float64)
     out, logsumexp = polyhead.torch.attention(*operands, **options, return_logsumexp=True)
     grad_out, grad_logsumexp = tensors(out.shape, logsumexp.shape, dtype=torch.float64, seed=9)
-    arguments = dict.fromkeys(_attention_options()) | options
+    arguments = dict.fromkeys(_attention_options()) | {"normalizer": "softmax"} | options
     inputs = leaves(operands, options, ())
     expected = polyhead.torch.attention_backward(
         grad_out, *operands, out, logsumexp, **options, grad_logsumexp=grad_logsumexp, needs=list(inputs)
@@ -430,3 +430,57 @@ def test_bad_parts_and_bad_gradients_are_refused_by_name():
     ]:
         with pytest.raises((polyhead.Error, TypeError), match=sentence):
             polyhead.torch.attention_backward(*bad, **options)
+
+
+SIGMOID = {"score": "sigmoid(score + shift[h])", "normalizer": "none", "causal": True, "align": "bottom_right"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_a_softmax_it_is_polyheads_too(dtype):
+    shift = tensors((4,), seed=6)[0]
+    for case in ("plain", "packed", "dropout"):
+        operands, options = problem(case, dtype)
+        options |= SIGMOID | {"captured": {"shift": shift.detach()}}
+        expected = polyhead.attention(*operands, **options)
+        with torch.no_grad():
+            same_bits(polyhead.torch.attention(*operands, **options), expected)
+        grad_out = torch.ones_like(expected)
+        names = ("query", "key", "value", "shift")
+        gradients = polyhead.attention_backward(grad_out, *operands, None, None, **options, needs=names)
+        leaves = [each.requires_grad_() for each in (*operands, shift.detach().clone())]
+        out = polyhead.torch.attention(*operands, **options | {"captured": {"shift": leaves[3]}})
+        for name, grad in zip(names, torch.autograd.grad(out, leaves, grad_out)):
+            same_bits(grad, gradients[name])
+        options["captured"] = {"shift": shift.detach()}
+        again = polyhead.torch.attention_backward(grad_out, *operands, None, None, **options, needs=names)
+        for name, grad in again.items():
+            same_bits(grad.detach(), gradients[name])
+
+
+@pytest.mark.parametrize("return_weights", [False, True])
+def test_derivatives_without_a_softmax(return_weights):
+    operands, options = problem("causal", torch.float64)
+    leaves = [each.requires_grad_() for each in (*operands, tensors((4,), dtype=torch.float64, seed=6)[0])]
+
+    def attention(query, key, value, shift):
+        asked = SIGMOID | {"captured": {"shift": shift}, "return_weights": return_weights}
+        return polyhead.torch.attention(query, key, value, **asked)
+
+    assert torch.autograd.gradcheck(attention, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(attention, leaves, fast_mode=True)
+
+
+def test_without_a_softmax_in_graphs_and_under_transforms():
+    operands, _ = problem("causal")
+    torch.library.opcheck(
+        torch.ops.polyhead.attention_forward.default, tuple(operands), {"normalizer": 1},
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
+    stacked = [torch.stack([each, -each]) for each in operands]
+    mapped = torch.vmap(lambda *each: polyhead.torch.attention(*each, normalizer="none"))(*stacked)
+    for i, one in enumerate(zip(*stacked)):
+        torch.testing.assert_close(mapped[i], polyhead.torch.attention(*one, normalizer="none"))
+    with pytest.raises(polyhead.Error, match='return_logsumexp is True, but normalizer is "none"'):
+        polyhead.torch.attention(*operands, normalizer="none", return_logsumexp=True)
+    with pytest.raises(polyhead.Error, match='normalizer is "sum", must be "softmax" or "none"'):
+        polyhead.torch.attention(*operands, normalizer="sum")

@@ -151,6 +151,7 @@ TEST(ReferenceGradient, MatchesFiniteDifferencesForEachOption) {
   expect([](auto& d) { d.has_seqlens_q = d.has_seqlens_k = true; });
   expect([](auto& d) { d.dropout_p = 0.4; });
   expect([](auto& d) { d.has_sink_logits = true, d.dropout_p = 0.4; });
+  expect([](auto& d) { d.normalizer = Normalizer::kNone, d.causal = true, d.query_offset = -2, d.dropout_p = 0.4; });
   expect([](auto& d) { d.packed = true, d.seqlen_q = 13, d.seqlen_k = 15, d.batch = 4; });
   expect([](auto& d) { d.seqlen_k = 1; });
   expect([](auto& d) { d.head_dim = 0; });

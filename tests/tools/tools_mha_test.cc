@@ -67,7 +67,7 @@ std::vector<Verdict> judge(const MhaProblem& problem, const MhaTruth& truth, con
 
 constexpr char kLine[] =
     "--batch 2 --heads 4 --kv-heads 2 --beam 2 --seqlen-q 5 --seqlen-k 7 --q-size 6 --k-size 5 --q-proj 4 --v-proj 3 "
-    "--o-proj 5 --biases --residual --bias b,h,q,k --alibi --align top_left --lengths --weights head";
+    "--o-proj 5 --biases --residual --bias b,h,q,k --alibi --sinks --align top_left --lengths --weights head";
 
 TEST(ToolsMha, LinesParseBackToTheirLayers) {
   std::set<std::string> seen;
@@ -321,8 +321,8 @@ TEST_F(ToolsMhaCommand, DumpWritesEveryTensor) {
     return found;
   };
   EXPECT_EQ(names("tensors/inputs.safetensors"),
-            (std::set<std::string>{"query", "key", "value", "residual", "attn_bias", "alibi_slopes", "seqlens_q",
-                                   "seqlens_k", "window_lo", "window_hi", "grad_out", "kept_weights"}));
+            (std::set<std::string>{"query", "key", "value", "residual", "attn_bias", "alibi_slopes", "sink_logits",
+                                   "seqlens_q", "seqlens_k", "window_lo", "window_hi", "grad_out", "kept_weights"}));
   EXPECT_EQ(names("tensors/weights.safetensors").size(), static_cast<size_t>(kNumWeightKinds));
   EXPECT_EQ(names("tensors/results.safetensors").size(), kNumLayerResults);
   const auto out = read_array(path("tensors/results.safetensors") + ":out");

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from polyhead import DropoutOrigin, Error
 from polyhead.torch import _autograd, _composition, _ops, _tracing
 from polyhead.torch._options import (
-    PLAIN_DIFFERENTIABLE, Options, align_number, asks_float32, for_backward, kernel_name,
+    PLAIN_DIFFERENTIABLE, Options, align_number, asks_float32, for_backward, kernel_name, normalizer_number,
     offset_pair, origin_tensor, seed_tensor, weights_number, window_pair,
 )  # fmt: skip
 
@@ -28,7 +28,8 @@ def _tensors_only(**operands):
 def _options(
     query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
     dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
-    sink_logits=None, return_weights=False, return_column_sums=False, out_dtype=None, page_table=None,
+    sink_logits=None, normalizer="softmax", return_weights=False, return_column_sums=False, out_dtype=None,
+    page_table=None,
 ):  # fmt: skip
     if page_table is None and (cu_seqlens_q is None) != (cu_seqlens_k is None):
         given, missing = "qk" if cu_seqlens_k is None else "kq"
@@ -41,7 +42,8 @@ def _options(
         causal, scale, attn_bias, attn_mask, alibi_slopes, seed_tensor(dropout_p, dropout_seed), dropout_p,
         dropout_offset, window_left, window_right, align_number(align), offset, offsets, softcap, seqlens_q, seqlens_k,
         cu_seqlens_q, cu_seqlens_k, kernel_name(kernel), origin_tensor(dropout_origin), sink_logits,
-        weights_number(return_weights), return_column_sums, asks_float32(out_dtype, query),
+        normalizer_number(normalizer), weights_number(return_weights), return_column_sums,
+        asks_float32(out_dtype, query),
     )  # fmt: skip
 
 
@@ -67,6 +69,7 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    normalizer: Literal["softmax", "none"] = "softmax",
     score: Callable[..., Any] | str | None = None,
     mask: Callable[..., Any] | str | None = None,
     captured: Mapping[str, Tensor] | None = None,
@@ -104,6 +107,8 @@ def attention(
     alibi_slopes : Tensor of float32 [H] or [B, H], optional
     sink_logits : Tensor of floats [H], optional
         One more logit of each row of a head, as of `polyhead.attention`; taken as float32 (float64 if query is).
+    normalizer : {"softmax", "none"}
+        As of `polyhead.attention`: "none" takes the scores as they are, or what score gives, for weights.
     score, mask : function or str, optional
         As of `polyhead.attention`. Functions may use torch's operations on elements, and any on tensors as a whole; tensors
         that they close over count as captured.
@@ -157,6 +162,7 @@ def attention(
         and score is mask is captured is None
         and dropout_origin is out_dtype is None
         and seqlens_q is seqlens_k is cu_seqlens_q is cu_seqlens_k is page_table is None
+        and normalizer == "softmax"
         and not (softcap or dropout_p or return_weights or return_column_sums)
     )
     if (
@@ -173,12 +179,14 @@ def attention(
     _tensors_only(query=query, key=key, value=value)
     if _is_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
         query, key, value = _ops.cast_for_autocast(query, key, value)
+    if return_logsumexp and normalizer == "none":
+        raise Error('return_logsumexp is True, but normalizer is "none": there is no logsumexp')
     program = _program_of(score, mask, captured, query.dtype)
     sink_logits = _in_sums_dtype(sink_logits, query)
     options = _options(
         query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
         dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
-        sink_logits, return_weights, return_column_sums, out_dtype, page_table,
+        sink_logits, normalizer, return_weights, return_column_sums, out_dtype, page_table,
     )  # fmt: skip
     inputs = (query, key, value, attn_bias, alibi_slopes, sink_logits, *program.tensors)
     if page_table is None and return_weights and _autograd.differentiates(*inputs):
@@ -242,8 +250,8 @@ def attention_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
+    out: Tensor | None,
+    logsumexp: Tensor | None,
     *,
     attn_bias: Tensor | None = None,
     attn_mask: Tensor | None = None,
@@ -255,6 +263,7 @@ def attention_backward(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    normalizer: Literal["softmax", "none"] = "softmax",
     score: Callable[..., Any] | str | None = None,
     mask: Callable[..., Any] | str | None = None,
     captured: Mapping[str, Tensor] | None = None,
@@ -275,9 +284,10 @@ def attention_backward(
     Parameters
     ----------
     grad_out, query, key, value, out, logsumexp : Tensor
-        As of `polyhead.attention_backward`; out and logsumexp may be merged ones, out and grad_out float32.
+        As of `polyhead.attention_backward`; out and logsumexp may be merged ones, out and grad_out float32, and None with
+        normalizer "none".
     attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, sink_logits : optional
-    score, mask, captured : optional
+    normalizer, score, mask, captured : optional
     dropout_p, dropout_seed, dropout_offset, dropout_origin : optional
     seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel : optional
         As given to `attention`; where dropout_p > 0, dropout_seed must be given.
@@ -296,6 +306,10 @@ def attention_backward(
     ValueError, RuntimeError, TypeError
         As `attention`.
     """
+    if normalizer == "none" and isinstance(grad_out, Tensor):
+        if logsumexp is not None:
+            raise Error('logsumexp is given, but normalizer is "none": there is no logsumexp')
+        out, logsumexp = grad_out if out is None else out, grad_out.new_empty(0, dtype=torch.float32)
     _tensors_only(grad_out=grad_out, query=query, key=key, value=value, out=out, logsumexp=logsumexp)
     if dropout_p and dropout_seed is None:
         raise Error(f"dropout_p is {dropout_p}, so dropout_seed must be given: that of attention")
@@ -314,6 +328,7 @@ def attention_backward(
     options = _options(
         query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
         dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel, sink_logits,
+        normalizer,
     )  # fmt: skip
     bits = sum(1 << places[name] for name in dict.fromkeys(needs))
     tensors = (grad_out, grad_logsumexp, query, key, value, out, logsumexp)

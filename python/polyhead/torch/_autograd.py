@@ -88,8 +88,10 @@ class _Forward:
 def _finish_forward(ctx, query, key, value, options, results):
     out, logsumexp, weights, column_sums = results
     _keep(ctx, (query, key, value, out, logsumexp), options)
-    if weights is not None or column_sums is not None:
-        ctx.mark_non_differentiable(*(each for each in (weights, column_sums) if each is not None))
+    no_logsumexp = logsumexp if logsumexp.dim() < 2 else None  # without a softmax there is none
+    constant = [each for each in (no_logsumexp, weights, column_sums) if each is not None]
+    if constant:
+        ctx.mark_non_differentiable(*constant)
 
 
 class _AttentionForward(_Forward, Function):

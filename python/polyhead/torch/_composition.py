@@ -146,11 +146,14 @@ def without_autocast():
 
 
 class _Scores:
-    """S and P = exp(S - logsumexp), and what their gradients need of the way there."""
+    """S and P = exp(S - logsumexp), or P = S without a softmax, and what their gradients need of the way there."""
 
     def __init__(self, query, key, logsumexp, attn_bias, alibi_slopes, captures, o):
         self.places = places = _Places(query, key, o)
-        by_row = (logsumexp.unsqueeze(0) if logsumexp.dim() == 2 else logsumexp).unsqueeze(3)  # [B, H, Sq, 1]
+        softmax = o.normalizer == 0
+        by_row = torch.zeros((), device=query.device)
+        if softmax:
+            by_row = (logsumexp.unsqueeze(0) if logsumexp.dim() == 2 else logsumexp).unsqueeze(3)  # [B, H, Sq, 1]
         self.visible = places.visible & (by_row != -float("inf"))
         self.program = None
         if o.program is not None:
@@ -173,7 +176,10 @@ class _Scores:
             self.before_program = torch.where(self.visible, scores, 0.0)
             scores = self.program.score(self.before_program, captures)
             self.visible = self.visible & (scores != -float("inf"))
-        self.weights = torch.exp(torch.where(self.visible, scores - by_row, -float("inf")))
+        if softmax:
+            self.weights = torch.exp(torch.where(self.visible, scores - by_row, -float("inf")))
+        else:
+            self.weights = torch.where(self.visible, scores, 0.0)
 
     def of_queries(self, x):
         """[B, H, Sq, D] with 0 in queries that see no key: what padding holds would pass products as 0 * NaN."""
@@ -214,8 +220,9 @@ def attention_backward(
     if o.dropout_p:
         kept = scores.places.kept(query, key, o)
         dropped, grad_weights = dropped * kept, grad_weights * kept
-    # dS = P * (dP - delta): nothing at hidden places, whatever the rest holds there
-    grad_scores = torch.where(scores.visible, scores.weights * (grad_weights - delta), 0.0)
+    # dS = P * (dP - delta), without a softmax dP: nothing at hidden places, whatever the rest holds there
+    grad_scores = grad_weights if o.normalizer else scores.weights * (grad_weights - delta)
+    grad_scores = torch.where(scores.visible, grad_scores, 0.0)
     grads = [None] * len(DIFFERENTIABLE)
     if needs & 4:
         grads[2] = _tokens_first(dropped.transpose(2, 3) @ grad_out_heads, value)

@@ -1,7 +1,7 @@
 """torch.nn.TransformerEncoderLayer as two fused operators: its attention block and its feed-forward block."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -124,6 +124,8 @@ class TransformerEncoderLayer(nn.Module):
         score: Callable[..., Any] | str | None = None,
         mask: Callable[..., Any] | str | None = None,
         captured: Mapping[str, Tensor] | None = None,
+        sink_logits: Tensor | None = None,
+        normalizer: Literal["softmax", "none"] = "softmax",
     ) -> Tensor:
         """As torch.nn.TransformerEncoderLayer's.
 
@@ -137,7 +139,7 @@ class TransformerEncoderLayer(nn.Module):
             [N, S], unbatched [S], likewise.
         is_causal : bool
             A promise that src_mask, which must be given, says that query i sees keys 0 .. i; it may be left unread.
-        score, mask, captured : optional
+        score, mask, captured, sink_logits, normalizer : optional
             As of `MultiheadAttention.forward`. The attention block is then computed by calling its sub-modules.
 
         Returns
@@ -146,7 +148,7 @@ class TransformerEncoderLayer(nn.Module):
             As src.
         """
         batched = check_tokens(src, src, src, True)
-        program = program_of(score, mask, captured)
+        program = program_of(score, mask, captured, sink_logits, normalizer)
         x = self._attend(src, src_mask, src_key_padding_mask, is_causal, batched, program)
         return self._feed_forward(x, batched)
 
@@ -159,7 +161,7 @@ class TransformerEncoderLayer(nn.Module):
             or why_not_plain("self_attn.out_proj", attn.out_proj, LINEAR)
             or _why_not_norm("norm1", norm, attn.embed_dim)
             or why_not_dropout("dropout1", dropout)
-            or ("score or mask is a program" if program is not None else None)
+            or ("score, mask, sink_logits or normalizer is given" if program is not None else None)
         )
         if reason is not None:
             count_called("attention_block_forward", src, reason)

@@ -38,7 +38,7 @@ def attention_forward(query, key, value, *options):
     out_dtype = torch.float32 if o.out_float32 else query.dtype
     out = query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=out_dtype)
     if o.packed:
-        return out, query.new_empty((query.shape[1], query.shape[0]), dtype=sums), None, None
+        return out, _logsumexp(o, query, (query.shape[1], query.shape[0])), None, None
     batch, seqlen_q, num_heads, _ = query.shape
     seqlen_k = key.shape[1]
     weights = column_sums = None
@@ -48,7 +48,13 @@ def attention_forward(query, key, value, *options):
         weights = query.new_empty((batch, seqlen_q, seqlen_k))
     if o.return_column_sums:
         column_sums = query.new_empty((batch, num_heads, seqlen_k), dtype=sums)
-    return out, query.new_empty((batch, num_heads, seqlen_q), dtype=sums), weights, column_sums
+    return out, _logsumexp(o, query, (batch, num_heads, seqlen_q)), weights, column_sums
+
+
+def _logsumexp(o, query, shape):
+    if o.normalizer:
+        return query.new_empty(0, dtype=torch.float32)  # there is none
+    return query.new_empty(shape, dtype=_sums_dtype(query))
 
 
 def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsumexp, needs, *options):

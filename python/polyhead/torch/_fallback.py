@@ -6,7 +6,8 @@ import polyhead
 from polyhead import _bind
 from polyhead.torch import _report
 from polyhead.torch._options import (
-    ALIGNS, DIFFERENTIABLE, NUM_SHARED, PLAIN_DIFFERENTIABLE, PROGRAM, WEIGHTS, AllOptions, captures_of, of_backward,
+    ALIGNS, DIFFERENTIABLE, NORMALIZERS, NUM_SHARED, PLAIN_DIFFERENTIABLE, PROGRAM, WEIGHTS, AllOptions, captures_of,
+    of_backward,
 )  # fmt: skip
 from polyhead.torch._program_formula import captures_named
 from polyhead.torch._strides import new_out
@@ -21,6 +22,7 @@ def _shared(query, key, value, o):
         o.query_offset if o.query_offsets is None else o.query_offsets, o.scale, o.softcap, o.alibi_slopes,
         o.dropout_p, seed, o.dropout_offset, origin, o.seqlens_q, o.seqlens_k, o.cu_seqlens_q, o.cu_seqlens_k,
         o.kernel_name, None, None, o.program, dict(zip(_names(o), captures_of(o))), o.sink_logits,
+        NORMALIZERS[o.normalizer],
     )  # fmt: skip
 
 
@@ -31,10 +33,13 @@ def _names(o):
 
 def attention_forward(query, key, value, *options, page_table=None):
     o = AllOptions(*options)
-    out, logsumexp, *asked = _bind.attention(
-        *_shared(query, key, value, o), True, WEIGHTS[o.return_weights], o.return_column_sums,
+    softmax = o.normalizer == 0
+    results = _bind.attention(
+        *_shared(query, key, value, o), softmax, WEIGHTS[o.return_weights], o.return_column_sums,
         "float32" if o.out_float32 else None, None, page_table,
     )  # fmt: skip
+    results = results if isinstance(results, tuple) else (results,)
+    out, logsumexp, *asked = results if softmax else (results[0], query.new_empty(0, dtype=torch.float32), *results[1:])
     _report.count_run("attention_forward", query, key, value, o.kernel_name)
     weights = asked.pop(0) if o.return_weights else None
     column_sums = asked.pop(0) if o.return_column_sums else None
@@ -46,8 +51,9 @@ def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsume
     by_bit = (*PLAIN_DIFFERENTIABLE, *_names(o))
     names = tuple(name for bit, name in enumerate(by_bit) if needs >> bit & 1)
     grads = _bind.attention_backward(
-        *_shared(query, key, value, o), grad_out, out, logsumexp, grad_logsumexp, names, None, False, None
-    )
+        *_shared(query, key, value, o), grad_out, out, logsumexp if o.normalizer == 0 else None, grad_logsumexp, names,
+        None, False, None,
+    )  # fmt: skip
     if names:
         _report.count_run("attention_backward", query, key, value, o.kernel_name)
     found = [grads.get(name) for name in by_bit]

@@ -1,7 +1,7 @@
 """paddle.incubate.nn.FusedMultiHeadAttention on torch tensors, as one fused operator."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -166,6 +166,8 @@ class FusedMultiHeadAttention(nn.Module):
         score: Callable[..., Any] | str | None = None,
         mask: Callable[..., Any] | str | None = None,
         captured: Mapping[str, Tensor] | None = None,
+        sink_logits: Tensor | None = None,
+        normalizer: Literal["softmax", "none"] = "softmax",
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As Paddle's.
 
@@ -178,7 +180,7 @@ class FusedMultiHeadAttention(nn.Module):
             Broadcasts to [B, H, Sq, Sk]. Bool or integers: True or not 0 = may look. Float: is added to the scores.
         cache : None
             Refused: a cache is for inference with `polyhead.torch.attention`.
-        score, mask, captured : optional
+        score, mask, captured, sink_logits, normalizer : optional
             As of `polyhead.torch.attention`, behind attn_mask; projections, norm and residual are then torch's.
 
         Returns
@@ -202,7 +204,7 @@ class FusedMultiHeadAttention(nn.Module):
         elif attn_mask is not None:
             visible = attn_mask != 0
         arguments = self._arguments(query, key, value, visible, bias)
-        program = program_of(score, mask, captured)
+        program = program_of(score, mask, captured, sink_logits, normalizer)
         if program is None:
             out, weights = attention_block(arguments)
         else:

@@ -1,7 +1,7 @@
 """torch.nn.MultiheadAttention as one fused operator, with what that lacks: key/value heads, head_dim, rope."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -162,6 +162,8 @@ class MultiheadAttention(nn.Module):
         score: Callable[..., Any] | str | None = None,
         mask: Callable[..., Any] | str | None = None,
         captured: Mapping[str, Tensor] | None = None,
+        sink_logits: Tensor | None = None,
+        normalizer: Literal["softmax", "none"] = "softmax",
     ) -> tuple[Tensor, Tensor | None]:
         """As torch.nn.MultiheadAttention's.
 
@@ -182,6 +184,10 @@ class MultiheadAttention(nn.Module):
         score, mask, captured : optional
             As of `polyhead.torch.attention`: what becomes of each score, behind the masks above, and where a query may look.
             Captured floats, say a table of relative positions that is a parameter of the model, have gradients.
+        sink_logits : Tensor of floats [H], optional
+            As of `polyhead.torch.attention`; a parameter of the model trains.
+        normalizer : {"softmax", "none"}
+            As of `polyhead.torch.attention`.
 
         Returns
         -------
@@ -208,9 +214,12 @@ class MultiheadAttention(nn.Module):
         hint_suffices = is_causal and key_padding_mask is None and not need_weights
         sizes = score_sizes(query, key, self.num_heads, batch_first)
         visible, bias = score_masks(None if hint_suffices else attn_mask, key_padding_mask, sizes, query.dtype)
-        program = program_of(score, mask, captured)
+        program = program_of(score, mask, captured, sink_logits, normalizer)
         if program is not None and (self.bias_k is not None or self.add_zero_attn):
-            raise Error("score or mask is given, must not be with add_bias_kv or add_zero_attn: it would meet their keys")
+            raise Error(
+                "score, mask, sink_logits or normalizer is given, must not be with add_bias_kv or add_zero_attn: it would "
+                "meet their keys"
+            )
         out_proj = self.out_proj
         reason = why_not_plain("out_proj", out_proj, LINEAR)
         fused = out_proj if reason is None else None
@@ -295,10 +304,12 @@ class MultiheadAttention(nn.Module):
         return (out if a.batch_first else out.transpose(0, 1)), weights
 
 
-def program_of(score, mask, captured):
+def program_of(score, mask, captured, sink_logits, normalizer):
     """These arguments of `attention`, or None without any of them."""
-    given = {"score": score, "mask": mask, "captured": captured}
-    return None if score is mask is captured is None else given
+    given = {"score": score, "mask": mask, "captured": captured, "sink_logits": sink_logits}
+    if all(each is None for each in given.values()) and normalizer == "softmax":
+        return None
+    return given | {"normalizer": normalizer}
 
 
 def _with_appended(a: AttentionBlock, seqlen_q: int, seqlen_k: int, count: int) -> AttentionBlock:

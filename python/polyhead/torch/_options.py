@@ -13,6 +13,7 @@ ALIGNS = (None, "top_left", "bottom_right")
 _ALIGN_NUMBERS = {"top_left": 1, "bottom_right": 2}
 LAYOUTS = ("BSHD", "BHSD", "BHSD, fewer heads of key and value")  # layout, where it is an argument; not 0: torch's own
 WEIGHTS = (False, True, "mean")  # return_weights; its number is the operators'
+NORMALIZERS = ("softmax", "none")  # normalizer; its number is the operators'
 KERNELS = tuple(polyhead.kernels())
 
 
@@ -43,6 +44,7 @@ class Options(NamedTuple):
     kernel_name: Optional[str] = None  # a graph may run on another machine; Inductor takes no argument `kernel`
     dropout_origin: Optional[Tensor] = None  # polyhead.DropoutOrigin as int64 [4]
     sink_logits: Optional[Tensor] = None
+    normalizer: int = 0  # of NORMALIZERS
     return_weights: int = 0  # of WEIGHTS
     return_column_sums: bool = False
     out_float32: bool = False  # beside 16-bit inputs
@@ -112,6 +114,12 @@ def kernel_name(kernel):
     if kernel is not None and kernel not in KERNELS:
         raise Error(f'kernel is "{kernel}", must be one of polyhead.kernels(): {", ".join(KERNELS)}')
     return kernel
+
+
+def normalizer_number(normalizer):
+    if normalizer not in NORMALIZERS:
+        raise Error(f'normalizer is "{normalizer}", must be "softmax" or "none"')
+    return NORMALIZERS.index(normalizer)
 
 
 def weights_number(return_weights):

@@ -81,6 +81,7 @@ Problem problem(const AttentionDesc& desc, const ForwardArgs& args) {
     p.sinks = static_cast<const float*>(args.sink_logits.data);
     p.sinks_stride_h = stride_of(args.sink_logits, 0);
   }
+  p.softmax = desc.normalizer == Normalizer::kSoftmax;
   if (args.attn_weights.given()) {
     const Tensor& w = args.attn_weights;
     const bool per_head = w.ndim == 4;

@@ -180,7 +180,7 @@ void score_chunk(Decode& x) {
   });
 }
 
-void softmax_chunk(Decode& x, const DecodeHead& head) {
+void make_weights(Decode& x, const DecodeHead& head) {
   alignas(64) uint8_t kept[kDecodeChunk / 8];
   const Dropout& dropout = x.problem.dropout;
   if (x.program.has_score()) {
@@ -196,8 +196,15 @@ void softmax_chunk(Decode& x, const DecodeHead& head) {
       const int64_t head_index = x.task.b * x.problem.num_heads + row.h;
       dropout_row(kept, dropout, static_cast<uint32_t>(head_index), row.i, x.chunk.first, 0, x.chunk.num_keys);
     }
-    softmax_row(head.scores + r * kRowScores, RowScore(x.problem, x.task, row, head.chunk),
-                dropout.threshold > 0 ? &kept : nullptr, head.m + r, head.l + r);
+    const RowScore score(x.problem, x.task, row, head.chunk);
+    float* const scores = head.scores + r * kRowScores;
+    const auto* const kept_of_row = dropout.threshold > 0 ? &kept : nullptr;
+    if (x.problem.softmax) {
+      softmax_row(scores, score, kept_of_row, head.m + r, head.l + r);
+    } else {
+      weight_row(scores, score, kept_of_row);
+      head.m[r] = 0;  // computed
+    }
   }
 }
 
@@ -263,7 +270,7 @@ void attend_chunk(Decode& x) {
   for (int h = 0; h < heads; ++h) load_queries<typename KeyRow::Mac>(x, x.head[h]);
   score_chunk<KeyRow, kRows>(x);
   for (int h = 0; h < heads; ++h) {
-    if (x.head[h].chunk.blocks != 0) softmax_chunk(x, x.head[h]);
+    if (x.head[h].chunk.blocks != 0) make_weights(x, x.head[h]);
   }
   weigh_chunk<ValueRow, kRows>(x, 0, heads, false);
   for (int h = 0; h < heads; ++h) {
@@ -290,8 +297,21 @@ struct RowEnds {
   bool hidden[kDecodeRows];
 };
 
+// Where there is no softmax, what is there is added up.
+void end_sums(RowEnds& ends, const DecodeTask& task, const PartialLayout& layout, float* partials,
+              int64_t num_partials) {
+  for (int r = 0; r < task.num_rows; ++r) {
+    ends.divisor[r] = 1, ends.hidden[r] = false;
+    for (int64_t c = 0; c < num_partials; ++c) {
+      float* const m = partials + c * layout.floats + r;
+      *m = *m == kNotComputed ? -1.0f : 1.0f;
+    }
+  }
+}
+
 void end_rows(RowEnds& ends, const Problem& problem, const DecodeTask& task, const PartialLayout& layout,
               float* partials, int64_t num_partials) {
+  if (!problem.softmax) return end_sums(ends, task, layout, partials, num_partials);
   const Score score(problem, task.sequence, task.b, 0);  // for its factors, which all heads share
   const F factor = broadcast(score.to_log2);
   alignas(64) float sinks[kDecodeRows];

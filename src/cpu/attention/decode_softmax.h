@@ -1,4 +1,5 @@
-// Softmax of one query row over a chunk of keys, keys along the lanes: raw scores in memory become weights.
+// Weights of one query row over a chunk of keys, keys along the lanes: raw scores in memory become those of a softmax, or
+// the weights themselves.
 #pragma once
 
 #include "cpu/attention/score/dropout.h"
@@ -70,10 +71,23 @@ struct RowScore {
   F scores(F products, int key) const {
     const RowPlace place = at(key);
     if (place.n <= 0) return broadcast(-kInfinity);
-    const I index = add_int(broadcast_int(key), iota());
-    M seen = both(less_int(index, broadcast_int(row.end)), negate(less_int(index, broadcast_int(row.begin))));
+    M seen = in_range(key);
     if (score.by_program) seen = score.options.sees(seen, place, view);
     return select(seen, score.by_program ? products : of_options(products, key), broadcast(-kInfinity));
+  }
+
+  // The same -> weights where there is no softmax: scores, 0 where hidden.
+  F weights(F products, int key) const {
+    const RowPlace place = at(key);
+    if (place.n <= 0) return broadcast(0.0f);
+    const M seen = score.options.sees(in_range(key), place, view);
+    return select(seen, score.by_program ? products : of_options(products, key), broadcast(0.0f));
+  }
+
+ private:
+  M in_range(int key) const {
+    const I index = add_int(broadcast_int(key), iota());
+    return both(less_int(index, broadcast_int(row.end)), negate(less_int(index, broadcast_int(row.begin))));
   }
 };
 
@@ -136,6 +150,18 @@ inline void softmax_row(float* scores, const RowScore& x, const uint8_t (*kept)[
     }
   });
   *l = lane_sum(sum);
+}
+
+// Scores -> weights where there is no softmax, after dropout, likewise.
+inline void weight_row(float* scores, const RowScore& x, const uint8_t (*kept)[kDecodeChunk / 8]) {
+  for_each_block(x.chunk, [&](int key, int) {
+    for (int k = key; k < key + kDecodeBlock; k += kLanes) {
+      F p = x.weights(load(scores + k), k);
+      // A product, not a selection: NaN stays NaN.
+      if (kept != nullptr) p = p * select(kept_keys(*kept, k), broadcast(1.0f), broadcast(0.0f));
+      store(scores + k, p);
+    }
+  });
 }
 
 }  // namespace

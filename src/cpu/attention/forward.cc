@@ -54,6 +54,11 @@ struct RowEnds {
 };
 
 void end_rows(RowEnds& ends, const Head& head, const Tile& tile) {
+  if (!head.problem.softmax) {
+    for (int q = 0; q < kTile; ++q) ends.divisor[q] = ends.reciprocal[q] = 1, ends.hidden[q] = false;
+    ends.some_hidden = false;
+    return;
+  }
   for (int q = 0; q < kTile; q += kLanes) {
     const F l = load(tile.state.l + q), m = load(tile.state.m + q);
     const M none = equal(l, broadcast(0.0f));

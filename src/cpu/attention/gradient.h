@@ -110,7 +110,7 @@ void multiply_rows(float* delta, const float* grad_out, const Rows& out, int num
 #endif
 }
 
-// Q^T, dO^T and the statistics of a tile whose place and ranges are set. `memory` holds kTileFloats.
+// Q^T, dO^T and, of a softmax, the statistics of a tile whose place and ranges are set. `memory` holds kTileFloats.
 template <class Mac>
 void load_tile(const GradientHead& head, GradientTile& tile, float* memory) {
   const Problem& problem = head.problem;
@@ -118,6 +118,7 @@ void load_tile(const GradientHead& head, GradientTile& tile, float* memory) {
   const int n = tile.num_queries;
   transpose_rows<Mac>(tile.query, head.query.from(tile.first_query, 0), n, problem.head_dim);
   transpose_rows<Mac>(tile.grad_out, head.grad_out.from(tile.first_query, 0), n, problem.head_dim_v);
+  if (!problem.softmax) return;
   if (gradients.delta.data == nullptr) {
     multiply_rows<Mac>(tile.delta, tile.grad_out, head.out.from(tile.first_query, 0), n, problem.head_dim_v, memory);
   }
@@ -145,10 +146,11 @@ KeyBlock load_keys(const GradientHead& head, int64_t first) {
   return block;
 }
 
-// view_block, where queries that are not there count as seeing nothing unless num_queries is a multiple of `whole`.
+// view_block, where queries that are not there count as seeing nothing unless num_queries is a multiple of `whole`; of
+// kTile where no softmax makes their P 0.
 inline TileView view_present(const HeadOptions& head, const QueryTile& tile, const KeyBlock& block, int whole) {
   TileView t = view_block(head, tile, block.first, block.num_keys);
-  if (t.begin >= t.end || tile.num_queries % whole == 0) return t;
+  if (t.begin >= t.end || tile.num_queries % (head.problem.softmax ? whole : kTile) == 0) return t;
   BlockRanges& ranges = head.view_memory->ranges;
   if (t.all) block_ranges(ranges, tile.ranges, block.first, kBlock);
   ranges.all_begin = ranges.all_end = 0;
@@ -157,10 +159,10 @@ inline TileView view_present(const HeadOptions& head, const QueryTile& tile, con
   return t;
 }
 
-// head.p = P^T = exp(S - L), undropped, of one part; 0 where hidden.
-template <class Mac>
-void weigh_part(const GradientHead& head, const GradientTile& tile, const KeyBlock& block, const BlockView& view,
-                const Part& part) {
+// Of a softmax, or where the scores are the weights: each a function of its own, as in key_block.h.
+template <class Mac, bool kSoftmax>
+void weigh_part_of(const GradientHead& head, const GradientTile& tile, const KeyBlock& block, const BlockView& view,
+                   const Part& part) {
   const Score& score = head.score;
   const F to_natural = broadcast(score.to_natural);
   const bool masked = score.hides(view);
@@ -171,7 +173,8 @@ void weigh_part(const GradientHead& head, const GradientTile& tile, const KeyBlo
       const F l = load(tile.logsumexp + at);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        F p = exp2(fms(s[r][v], to_natural, l), broadcast(kLog2E));
+        F p = s[r][v];
+        if constexpr (kSoftmax) p = exp2(fms(p, to_natural, l), broadcast(kLog2E));
         if (masked) p = select(score.sees(view, key + r, at), p, broadcast(0.0f));
         store(head.p + (key + r) * kTile + at, p);
       }
@@ -195,12 +198,18 @@ void weigh_part(const GradientHead& head, const GradientTile& tile, const KeyBlo
       [](int, int) {});
 }
 
-// dS = P (dP - delta), where dP = dropout(dO V^T), of one part after weigh_part: calls take(p, ds, key, at) for kRows keys
-// of kLanes queries, p being after dropout, without its scale. Without `with_values` ds means nothing. done(v_begin, v_end) as
-// for_each_product calls it.
-template <class Mac, class Take, class Done>
-void differentiate_part(const GradientHead& head, const GradientTile& tile, const KeyBlock& block,
-                        const BlockView& view, const Part& part, bool with_values, const Take& take, const Done& done) {
+// head.p = P^T = exp(S - L), or S where there is no softmax, undropped, of one part; 0 where hidden.
+template <class Mac>
+void weigh_part(const GradientHead& head, const GradientTile& tile, const KeyBlock& block, const BlockView& view,
+                const Part& part) {
+  if (!head.problem.softmax) return weigh_part_of<Mac, false>(head, tile, block, view, part);
+  weigh_part_of<Mac, true>(head, tile, block, view, part);
+}
+
+template <class Mac, bool kSoftmax, class Take, class Done>
+void differentiate_part_of(const GradientHead& head, const GradientTile& tile, const KeyBlock& block,
+                           const BlockView& view, const Part& part, bool with_values, const Take& take,
+                           const Done& done) {
   const int64_t words = with_values ? words_of(head.problem.head_dim_v, Mac::kElements) : 0;
   const bool masked = head.score.hides(view);
   const F drop_scale = broadcast(head.problem.dropout.scale);
@@ -221,7 +230,8 @@ void differentiate_part(const GradientHead& head, const GradientTile& tile, cons
           kept = select(keep, kept, broadcast(0.0f));
           dp_r = dp_r * select(keep, drop_scale, broadcast(0.0f));
         }
-        ds[r] = p[r] * (dp_r - delta);
+        ds[r] = dp_r;
+        if constexpr (kSoftmax) ds[r] = p[r] * (dp_r - delta);
         if (masked) ds[r] = select(head.score.sees(view, key + r, at), ds[r], broadcast(0.0f));
         if (view.kept != nullptr) p[r] = p[r] * kept;
       }
@@ -229,6 +239,18 @@ void differentiate_part(const GradientHead& head, const GradientTile& tile, cons
     }
   };
   for_each_product<Mac>(tile.grad_out, words, block.value, part, *head.later, finish, done);
+}
+
+// dS = P (dP - delta), or dP where there is no softmax, and dP = dropout(dO V^T), of one part after weigh_part: calls
+// take(p, ds, key, at) for kRows keys of kLanes queries, p being after dropout, without its scale. Without `with_values` ds
+// means nothing. done(v_begin, v_end) as for_each_product calls it.
+template <class Mac, class Take, class Done>
+void differentiate_part(const GradientHead& head, const GradientTile& tile, const KeyBlock& block,
+                        const BlockView& view, const Part& part, bool with_values, const Take& take, const Done& done) {
+  if (!head.problem.softmax) {
+    return differentiate_part_of<Mac, false>(head, tile, block, view, part, with_values, take, done);
+  }
+  differentiate_part_of<Mac, true>(head, tile, block, view, part, with_values, take, done);
 }
 
 // The same, where ds is that of the scores that come to the program, if there is one.

@@ -52,14 +52,18 @@ KeyBlock load_block(const Head& head, int64_t first) {
   return block;
 }
 
-// P^T of one part, in words of PMac; with `into_out` also O^T += P^T V, which the second pass leaves out: of float32 both
-// passes share this function.
-template <class Mac, class PMac>
-void score_keys(const Head& head, Tile& tile, const KeyBlock& block, const BlockView& view, const Part& part,
+// Of a softmax, or where the scores are the weights: each a function of its own, which leaves the other as fast as it was.
+template <class Mac, class PMac, bool kSoftmax>
+void weigh_keys(const Head& head, Tile& tile, const KeyBlock& block, const BlockView& view, const Part& part,
                 bool into_out) {
   const int64_t words = words_of(head.problem.head_dim, Mac::kElements);
+  const bool masked = !kSoftmax && head.score.hides(view);
   const auto weigh = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
-    softmax_step<PMac>(s, head.scratch->p, tile.state, head.score, view, key, lane, head.problem.head_dim_v);
+    if constexpr (kSoftmax) {
+      softmax_step<PMac>(s, head.scratch->p, tile.state, head.score, view, key, lane, head.problem.head_dim_v);
+    } else {
+      score_step<PMac>(s, head.scratch->p, head.score, view, masked, key, lane);
+    }
   };
   const auto done = [&](int v_begin, int v_end) {
     if (!into_out) return;
@@ -80,6 +84,15 @@ void score_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
         weigh(s, key, lane);
       },
       done);
+}
+
+// P^T of one part, in words of PMac; with `into_out` also O^T += P^T V, which the second pass leaves out: of float32 both
+// passes share this function.
+template <class Mac, class PMac>
+void score_keys(const Head& head, Tile& tile, const KeyBlock& block, const BlockView& view, const Part& part,
+                bool into_out) {
+  if (!head.problem.softmax) return weigh_keys<Mac, PMac, false>(head, tile, block, view, part, into_out);
+  weigh_keys<Mac, PMac, true>(head, tile, block, view, part, into_out);
 }
 
 }  // namespace

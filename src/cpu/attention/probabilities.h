@@ -73,7 +73,7 @@ void second_pass(const Head& head, Tile& tile) {
   const int64_t row = task.b * problem.weights_stride_b + task.h * problem.weights_stride_h +
                       tile.first_query * problem.weights_stride_q;
   alignas(64) float l[kTile];
-  for (int q = 0; q < kTile; ++q) {
+  for (int q = 0; q < kTile && problem.softmax; ++q) {
     l[q] = tile.state.l[q];
     if (l[q] != 0.0f) continue;
     l[q] = q < tile.num_queries && sees_only_minus_infinity(head, tile, q) ? __builtin_nanf("") : 1.0f;
@@ -91,7 +91,7 @@ void second_pass(const Head& head, Tile& tile) {
       score_keys<Mac, Float32>(head, tile, block, undropped, computed, false);
       Part part = computed;
       if (part.end > block.num_keys) part.end = block.num_keys;
-      normalise(p, head.score, t.view, l, part);
+      if (problem.softmax) normalise(p, head.score, t.view, l, part);
       if (task.columns != nullptr) add_columns(task, p, first, tile.num_queries, part);
       if (view.kept != nullptr) drop(p, problem.dropout, view.kept, part);
       if (task.attn_weights) {

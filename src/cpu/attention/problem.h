@@ -44,6 +44,7 @@ struct Problem {
   int64_t slopes_stride_b = 0, slopes_stride_h = 0;
   const float* sinks = nullptr;  // one more logit of each row of a head
   int64_t sinks_stride_h = 0;
+  bool softmax = true;  // else weights are scores, and there is no logsumexp
   Band band;
   float scale = 1, softcap = 0;
   Dropout dropout;

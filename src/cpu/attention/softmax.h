@@ -74,6 +74,36 @@ inline F weigh(F (&s)[kRows], float* p, TileState& state, float factor, int key,
   }
 }
 
+// Weights of kRows keys of one vector of queries, after dropout, stored as words of P^T. Returned: the sum of
+// the undropped ones as they are rounded there, where those are bfloat16.
+template <class Mac, int kRows>
+inline F store_weights(F (&s)[kRows], float* p, const uint16_t (*kept)[kVecs], int key, int at) {
+  F sum_rounded = broadcast(0.0f);
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; r += Mac::kElements) {
+#ifdef POLYHEAD_HAS_BF16_DOT
+    if constexpr (Mac::kElements == 2) {
+      const F pair = pair_bf16(s[r], s[r + 1]);
+      s[r] = even_bf16(pair);
+      s[r + 1] = odd_bf16(pair);
+      sum_rounded = sum_rounded + (s[r] + s[r + 1]);
+    }
+#endif
+    if (kept != nullptr) {
+#pragma GCC unroll 2
+      for (int i = 0; i < Mac::kElements; ++i) {
+        s[r + i] = select(mask_from_bits(kept[key + r + i][at / kLanes]), s[r + i], broadcast(0.0f));
+      }
+    }
+    F word = s[r];
+#ifdef POLYHEAD_HAS_BF16_DOT
+    if constexpr (Mac::kElements == 2) word = join_bf16(s[r], s[r + 1]);
+#endif
+    store(p + (key + r) / Mac::kElements * kTile + at, word);
+  }
+  return sum_rounded;
+}
+
 // Scores of kRows keys -> weights exp(s - m) after dropout, stored as words of P^T; l grows by the undropped ones.
 template <class Mac, int kRows, int kVecs_>
 inline void softmax_step(F (&scores)[kRows][kVecs_], float* p, TileState& state, const Score& score,
@@ -81,34 +111,34 @@ inline void softmax_step(F (&scores)[kRows][kVecs_], float* p, TileState& state,
 #pragma GCC unroll 8
   for (int v = 0; v < kVecs_; ++v) {
     const int at = lane + v * kLanes;
-    F s[kRows], sum_rounded = broadcast(0.0f);
+    F s[kRows];
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) s[r] = scores[r][v];
     const F sum = weigh<Mac>(s, p, state, score.to_log2, key, at, dim);
     store(state.l + at, load(state.l + at) + sum);
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; r += Mac::kElements) {
-#ifdef POLYHEAD_HAS_BF16_DOT
-      if constexpr (Mac::kElements == 2) {
-        const F pair = pair_bf16(s[r], s[r + 1]);
-        s[r] = even_bf16(pair);
-        s[r + 1] = odd_bf16(pair);
-        sum_rounded = sum_rounded + (s[r] + s[r + 1]);
-      }
-#endif
-      if (view.kept != nullptr) {
-#pragma GCC unroll 2
-        for (int i = 0; i < Mac::kElements; ++i) {
-          s[r + i] = select(mask_from_bits(view.kept[key + r + i][at / kLanes]), s[r + i], broadcast(0.0f));
-        }
-      }
-      F word = s[r];
-#ifdef POLYHEAD_HAS_BF16_DOT
-      if constexpr (Mac::kElements == 2) word = join_bf16(s[r], s[r + 1]);
-#endif
-      store(p + (key + r) / Mac::kElements * kTile + at, word);
-    }
+    const F sum_rounded = store_weights<Mac>(s, p, view.kept, key, at);
     if constexpr (Mac::kElements == 2) store(state.l_rounded + at, load(state.l_rounded + at) + sum_rounded);
+  }
+}
+
+// Without a softmax: scores of kRows keys are the weights, 0 where hidden.
+template <class Mac, int kRows, int kVecs_>
+inline void score_step(F (&scores)[kRows][kVecs_], float* p, const Score& score, const BlockView& view, bool masked,
+                       int key, int lane) {
+#pragma GCC unroll 8
+  for (int v = 0; v < kVecs_; ++v) {
+    const int at = lane + v * kLanes;
+    F s[kRows];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      s[r] = scores[r][v];
+      if (view.kept != nullptr) {  // a product, not a selection: NaN stays NaN
+        const M keep = mask_from_bits(view.kept[key + r][at / kLanes]);
+        s[r] = s[r] * select(keep, broadcast(1.0f), broadcast(0.0f));
+      }
+      if (masked) s[r] = select(score.sees(view, key + r, at), s[r], broadcast(0.0f));
+    }
+    store_weights<Mac>(s, p, nullptr, key, at);
   }
 }
 

@@ -23,7 +23,7 @@ inline const ProgramMemory& program_memory(const Options::Memory& memory) {
 }
 
 struct Score {
-  // The scale is applied to products, not to exponents: options or sinks want scores, or it is not positive.
+  // The scale is applied to products, not to exponents: options, sinks or weights want scores, or it is not positive.
   bool scaled_first;
   float scale;
   float to_natural;  // what a score, as computed, is multiplied by to be the contract's,
@@ -34,7 +34,7 @@ struct Score {
   Score(const Problem& problem, const Sequence& sequence, int64_t b, int64_t h)
       : scale(problem.scale), options(problem, sequence, b, h) {
     by_program = problem.program.code != nullptr && problem.program.code->score >= 0;
-    scaled_first = options.on() || by_program || problem.sinks != nullptr || !(scale > 1e-6f);
+    scaled_first = options.on() || by_program || problem.sinks != nullptr || !problem.softmax || !(scale > 1e-6f);
     to_natural = scaled_first ? 1.0f : scale;
     to_log2 = scaled_first ? kLog2E : scale * kLog2E;
   }
