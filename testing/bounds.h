@@ -85,7 +85,8 @@ inline constexpr int64_t kLayerRows = 1024;
 // Of a layer's result, where the roundings of q, k, v and O on the way add to those of attention. Elements of a row, and
 // rows of a head, share most of them; gradients of a bias and of slopes are sums over these.
 inline Bound layer_bound(std::string_view result, double dependent = 64) {
-  const bool sums = result == "grad_attn_bias" || result == "grad_alibi_slopes" || result == "grad_sink_logits";
+  const bool sums = result == "grad_attn_bias" || result == "grad_alibi_slopes" || result == "grad_sink_logits" ||
+                    result.starts_with("grad_captures");
   return {result.starts_with("grad_") ? 3.0 : 2.0, 2, sums ? 1 : dependent};
 }
 

@@ -8,6 +8,7 @@
 #include "core/dtype.h"
 #include "core/philox.h"
 #include "testing/elements.h"
+#include "testing/layer_program.h"
 
 namespace polyhead::testing::truth {
 namespace {
@@ -25,20 +26,6 @@ double as_held(DType dtype, double value) {
   return element_value(dtype, element);
 }
 
-// T's numbers, and beside them the sums of the absolute values of what was added.
-template <class T>
-struct Sums {
-  std::vector<T> value, magnitude;
-  explicit Sums(int64_t size = 0) : value(static_cast<size_t>(size)), magnitude(static_cast<size_t>(size)) {}
-  void add(int64_t n, T term, T size) {
-    value[static_cast<size_t>(n)] += term;
-    magnitude[static_cast<size_t>(n)] += size;
-  }
-  void add(int64_t n, T term) { add(n, term, std::fabs(term)); }
-  T operator[](int64_t n) const { return value[static_cast<size_t>(n)]; }
-  T size_of(int64_t n) const { return magnitude[static_cast<size_t>(n)]; }
-};
-
 template <class T>
 class Loops {
  public:
@@ -50,7 +37,8 @@ class Loops {
         H_(d_.num_heads),
         G_(d_.num_heads_kv),
         D_(head_dim_of(d_)),
-        Dv_(head_dim_v_of(d_)) {}
+        Dv_(head_dim_v_of(d_)),
+        program_(a_, inputs) {}
 
   // values, and magnitudes if asked for.
   void run(LayerResults* results, LayerResults* magnitude) {
@@ -66,6 +54,8 @@ class Loops {
   }
 
  private:
+  using Wide = std::conditional_t<std::is_same_v<T, float>, double, long double>;
+
   void backward() {
     output_backward();
     attend_backward();
@@ -142,7 +132,12 @@ class Loops {
       if (at < in_.window_lo.at(i) || at >= in_.window_hi.at(i)) return false;
     }
     if (in_.attn_mask.given() && in_.attn_mask.at(broadcast(in_.attn_mask, b, h, i, j)) == 0) return false;
-    return !in_.attn_bias.given() || in_.attn_bias.at(broadcast(in_.attn_bias, b, h, i, j)) != -HUGE_VAL;
+    if (in_.attn_bias.given() && in_.attn_bias.at(broadcast(in_.attn_bias, b, h, i, j)) == -HUGE_VAL) return false;
+    if (!program_.visible(place(b, n, h, i, j))) return false;
+    return !program_.has_score() || score(b, n, h, i, j) != -HUGE_VALF;
+  }
+  reference::PairPlace place(int64_t b, int64_t n, int64_t h, int64_t i, int64_t j) const {
+    return {b, h, i, j, offset(b, n)};
   }
 
   static T kept(double p, uint64_t seed, uint32_t offset, int64_t head, int64_t i, int64_t j) {
@@ -212,7 +207,7 @@ class Loops {
     if (in_.alibi_slopes.given()) {
       S -= static_cast<U>(in_.alibi_slopes.at(slope_index(b, h))) * distance<U>(b, n, i, j);
     }
-    return S;
+    return program_.score(place(b, n, h, i, j), S);
   }
 
   bool softmax() const { return a_.normalizer == Normalizer::kSoftmax; }
@@ -226,7 +221,6 @@ class Loops {
 
   // L as it is saved: exact, then rounded.
   T logsumexp(int64_t b, int64_t n, int64_t h, int64_t i) const {
-    using Wide = std::conditional_t<std::is_same_v<T, float>, double, long double>;
     Wide largest = sink<Wide>(b, n, h, i), sum = largest > -HUGE_VAL ? 1 : 0;
     for (int64_t j = 0; j < d_.seqlen_k; ++j) {
       if (!visible(b, n, h, i, j)) continue;
@@ -352,7 +346,11 @@ class Loops {
       size_dP += std::fabs(factor * dO * v_[at_v(b, n, j, h) + e]);
       dv_.add(at_v(b, n, j, h) + e, P * factor * dO);
     }
-    const T dS = softmax() ? P * (dP - D) : dP, size_dS = softmax() ? P * (size_dP + size_D) : size_dP;
+    T dS = softmax() ? P * (dP - D) : dP, size_dS = softmax() ? P * (size_dP + size_D) : size_dP;
+    if (program_.has_score()) {
+      score(b, n, h, i, j);
+      program_.differentiate(dS, size_dS);
+    }
     if (in_.attn_bias.given()) dbias_.add(broadcast(in_.attn_bias, b, h, i, j), dS, size_dS);
     if (in_.alibi_slopes.given()) {
       dslopes_.add(slope_index(b, h), -dS * distance(b, n, i, j), size_dS * distance(b, n, i, j));
@@ -425,6 +423,11 @@ class Loops {
     if (in_.alibi_slopes.given()) {
       to[kLayerGradAlibiSlopes] = array(dslopes_, in_.alibi_slopes.dims, DType::kFloat32, magnitude);
     }
+    for (size_t n = 0; n < in_.captures.size(); ++n) {
+      const Sums<T>& sums = program_.gradients()[n];
+      const Numbers& like = in_.captures[n];
+      if (has_gradient(like.dtype)) to[kLayerGradCaptures + n] = array(sums, like.dims, like.dtype, magnitude);
+    }
     if (in_.sink_logits.given()) {
       to[kLayerGradSinkLogits] = array(dsinks_, in_.sink_logits.dims, in_.sink_logits.dtype, magnitude);
     }
@@ -455,6 +458,7 @@ class Loops {
   const LayerNumbers& in_;
   bool rounded_;
   int64_t H_, G_, D_, Dv_;
+  LayerProgram<T, Wide> program_;
   Sums<T> q_, k_, v_, O_, out_, dO_, dq_, dk_, dv_, dbias_, dslopes_, dsinks_;
   Sums<T> inputs_[3], grads_[kNumWeightKinds];
   std::vector<T> P_, sink_P_;

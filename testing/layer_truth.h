@@ -35,9 +35,10 @@ enum LayerResult : size_t {
   kLayerGradAttnBias,
   kLayerGradAlibiSlopes,
   kLayerGradSinkLogits,
-  kLayerGradWeights,  // of WeightKind n: + n
+  kLayerGradWeights,                                         // of WeightKind n: + n
+  kLayerGradCaptures = kLayerGradWeights + kNumWeightKinds,  // of what a program captures, in its order
 };
-inline constexpr size_t kNumLayerResults = kLayerGradWeights + kNumWeightKinds;
+inline constexpr size_t kNumLayerResults = kLayerGradCaptures + Program::kMostCaptures;
 inline constexpr const char* kLayerResultNames[kNumLayerResults] = {"out",
                                                                     "attn_weights",
                                                                     "grad_query",
@@ -53,7 +54,15 @@ inline constexpr const char* kLayerResultNames[kNumLayerResults] = {"out",
                                                                     "grad_query_bias",
                                                                     "grad_key_bias",
                                                                     "grad_value_bias",
-                                                                    "grad_out_bias"};
+                                                                    "grad_out_bias",
+                                                                    "grad_captures[0]",
+                                                                    "grad_captures[1]",
+                                                                    "grad_captures[2]",
+                                                                    "grad_captures[3]",
+                                                                    "grad_captures[4]",
+                                                                    "grad_captures[5]",
+                                                                    "grad_captures[6]",
+                                                                    "grad_captures[7]"};
 using LayerResults = std::array<Numbers, kNumLayerResults>;
 
 // The numbers of a forward and a backward call.
@@ -62,6 +71,7 @@ struct LayerNumbers {
   bool key_is_query = false, value_is_key = false;  // one tensor, which has one gradient
   std::array<Numbers, kNumWeightKinds> weights;
   Numbers attn_mask, attn_bias, alibi_slopes, sink_logits;
+  std::vector<Numbers> captures;                // of the program
   Numbers seqlens_q, seqlens_k, query_offsets;  // [batch, beam]; seqlens_k [batch, beam_kv]
   Numbers window_lo, window_hi;
   uint64_t dropout_seed = 0, output_dropout_seed = 0;

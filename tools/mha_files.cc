@@ -106,6 +106,8 @@ NamedTensors input_tensors(const MhaOperands& operands, const KeptByDropout& kep
     if (tensor.given()) tensors.emplace_back(name, tensor);
   };
   for (const InputField& input : kInputFields) add(input.name, operands.args.*input.field);
+  for (size_t n = 0; n < operands.captures.size(); ++n)
+    add(fmt::format("captures[{}]", n).c_str(), operands.captures[n]);
   add("grad_out", operands.grad_out);
   add("kept_weights", kept.weights);
   add("kept_out", kept.out);

@@ -116,6 +116,8 @@ class Drawing {
     args.attn_bias = options.attn_bias;
     args.alibi_slopes = options.alibi_slopes;
     args.sink_logits = options.sink_logits;
+    for (const Array& capture : operands_.options.captures) operands_.captures.push_back(view(capture));
+    args.captures = operands_.captures;
     args.seqlens_q = preset.seqlens_q.given() ? preset.seqlens_q : options.seqlens_q;
     args.seqlens_k = preset.seqlens_k.given() ? preset.seqlens_k : options.seqlens_k;
     args.query_offsets = options.query_offsets;
@@ -164,6 +166,9 @@ Status add_gradients(const MhaProblem& problem, NewTensors& tensors, MhaResults&
   if (s.ok() && desc.has_sink_logits) {
     const DType sums = desc.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
     s = tensors.add(sums, {desc.num_heads}, of[kLayerGradSinkLogits]);
+  }
+  for (size_t n = 0; n < desc.captures.size() && s.ok(); ++n) {
+    if (has_gradient(desc.captures[n].dtype)) s = tensors.add(desc.captures[n], of[kLayerGradCaptures + n]);
   }
   return s;
 }
@@ -249,6 +254,10 @@ Result<MhaCalls> MhaCalls::create(const MhaProblem& problem, const Layer& layer,
   backward.grad_attn_bias = results.of[kLayerGradAttnBias];
   backward.grad_alibi_slopes = results.of[kLayerGradAlibiSlopes];
   backward.grad_sink_logits = results.of[kLayerGradSinkLogits];
+  for (size_t n = 0; n < forward.captures.size(); ++n) {
+    calls.grad_captures_.push_back(results.of[kLayerGradCaptures + n]);
+  }
+  backward.grad_captures = calls.grad_captures_;
   backward.grad_weights = results.grad_weights();
   backward.accumulate = problem.attention.accumulate;
   for (const WeightField& weight : kWeightFields) {

@@ -47,9 +47,10 @@ inline constexpr InputField kInputFields[] = {
     {"window_hi", &LayerForwardArgs::window_hi, &LayerNumbers::window_hi}};
 
 struct MhaOperands {
-  LayerForwardArgs args;  // inputs, weights and seeds
-  Tensor grad_out;        // when training
-  Inputs options;         // whose memory holds masks, lengths and the like
+  LayerForwardArgs args;         // inputs, weights and seeds
+  std::vector<Tensor> captures;  // args.captures
+  Tensor grad_out;               // when training
+  Inputs options;                // whose memory holds masks, lengths and the like
   std::vector<Buffer> buffers;
 };
 // Vectors are N(0, 1) and stay so through the projections. `layer` is that of layer_desc(problem).
@@ -93,6 +94,7 @@ class MhaCalls {
   Layer layer_;
   LayerForwardArgs forward_;
   LayerBackwardArgs backward_;
+  std::vector<Tensor> grad_captures_;  // backward_.grad_captures
   bool has_weights_ = false;
   std::vector<Buffer> buffers_;
 };

@@ -50,9 +50,9 @@ constexpr ProblemOption kOwnOptions[] = {
 
 // Those of problem_options() that a layer takes.
 constexpr std::string_view kAttentionOptions[] = {
-    "--dtype", "--scale",        "--softcap", "--dropout", "--causal",     "--window",
-    "--align", "--query-offset", "--alibi",   "--sinks",   "--normalizer", "--mask",
-    "--bias",  "--bias-dtype",   "--lengths", "--weights", "--accumulate", "--seed"};
+    "--dtype",        "--scale",      "--softcap", "--dropout", "--causal",     "--window", "--align",
+    "--query-offset", "--alibi",      "--sinks",   "--mask",    "--normalizer", "--score",  "--captured",
+    "--bias",         "--bias-dtype", "--lengths", "--weights", "--accumulate", "--seed"};
 
 // small: layers that the plain loops of --verify end soon with.
 int64_t default_size(const LayerDesc& desc, int64_t LayerDesc::*field, bool small) {
@@ -146,9 +146,6 @@ Status set_option(std::string_view name, const std::string& value, MhaProblem& p
     return {};
   }
   if (find_option(kOwnOptions, name) != nullptr) return set_own_option(name, value, problem);
-  if (name == "--mask" && !is_mask_dims(value)) {
-    return invalid(fmt::format("--mask is '{}', must be four sizes as b,h,q,k: mha takes no programs", value));
-  }
   return set_problem_option(name, value, problem.attention);
 }
 
@@ -158,7 +155,7 @@ Status check_lengths(const char* option, const std::vector<int64_t>& lengths, in
 }
 
 // What the sizes imply for the attention inside.
-void set_attention_sizes(MhaProblem& problem) {
+Status set_attention_sizes(MhaProblem& problem) {
   const LayerDesc& layer = problem.layer;
   AttentionDesc& desc = problem.attention.desc;
   desc.batch = layer.batch;
@@ -168,7 +165,7 @@ void set_attention_sizes(MhaProblem& problem) {
   desc.num_heads_kv = layer.num_heads_kv;
   desc.head_dim = layer.query_proj_size > 0 ? layer.query_proj_size : layer.query_size;
   desc.head_dim_v = layer.value_proj_size > 0 ? layer.value_proj_size : layer.value_size;
-  static_cast<void>(complete_operands(problem.attention));  // fails by programs alone
+  return complete_operands(problem.attention);  // fails by programs alone
 }
 
 // Fills in the sizes that were not given, and what they imply.
@@ -177,7 +174,7 @@ Status complete(MhaProblem& problem, bool small) {
     int64_t& value = problem.layer.*size.field;
     if (value < 0) value = default_size(problem.layer, size.field, small);
   }
-  set_attention_sizes(problem);
+  if (Status s = set_attention_sizes(problem); !s.ok()) return s;
   const LayerDesc& layer = problem.layer;
   AttentionDesc& desc = problem.attention.desc;
   desc.has_seqlens_q = desc.has_seqlens_q || !problem.seqlens_q.empty();
@@ -220,8 +217,9 @@ std::vector<ProblemOption> mha_options() {
   std::vector<ProblemOption> options;
   for (size_t i = 0; i < std::size(kLayerSizes); ++i) options.push_back({kLayerSizes[i].option, "N", kSizeTexts[i]});
   options.insert(options.end(), std::begin(kOwnOptions), std::end(kOwnOptions));
-  for (const std::string_view name : kAttentionOptions) {
-    if (const ProblemOption* option = find_option(problem_options(), name)) options.push_back(*option);
+  for (const ProblemOption& option : problem_options()) {  // --mask twice: a tensor, or a program
+    const auto* const end = std::end(kAttentionOptions);
+    if (std::find(std::begin(kAttentionOptions), end, option.name) != end) options.push_back(option);
   }
   return options;
 }
@@ -280,8 +278,9 @@ MhaProblem random_mha(uint64_t seed) {
   problem.attention.accumulate = drawn.accumulate;
   AttentionDesc& desc = problem.attention.desc;
   desc = drawn.desc;
-  desc.program = nullptr;
-  desc.captures.clear();
+  problem.attention.score_text = drawn.score_text;
+  problem.attention.mask_text = drawn.mask_text;
+  problem.attention.captured = drawn.captured;
   desc.packed = desc.return_column_sums = desc.has_windows = false;
   desc.dropout_origin = {};
   desc.out_dtype.reset();
@@ -328,7 +327,7 @@ MhaProblem random_mha(uint64_t seed) {
   problem.sweep = !problem.training && chance(0.5);
   if (!problem.training) problem.attention.accumulate = false;
   problem.prepacked_weights = chance(0.3);
-  set_attention_sizes(problem);
+  static_cast<void>(set_attention_sizes(problem));  // the words of `drawn` are programs
   return problem;
 }
 

@@ -33,6 +33,7 @@ Numbers for_beams(const Numbers& of_sequences, int64_t beams) {
 LayerNumbers layer_numbers(const MhaProblem& problem, const MhaOperands& operands, const MhaResults& before) {
   LayerNumbers numbers;
   for (const InputField& input : kInputFields) numbers.*input.numbers = numbers_of(operands.args.*input.field);
+  for (const Tensor& capture : operands.captures) numbers.captures.push_back(numbers_of(capture));
   for (Numbers* of_queries : {&numbers.seqlens_q, &numbers.query_offsets}) {
     *of_queries = for_beams(*of_queries, problem.layer.beam);
   }
@@ -174,7 +175,7 @@ void MhaJudge::add(const LayerTruth& truth, const MhaResults& got) {
       Bound bound = layer_bound(name);
       if (n >= kLayerGradQuery && one_rounding_) bound = layer_bound(name, elements);
       // Few rows give to all elements of a weight's gradient, and each errs once, by its L and its sum of dO * O.
-      const bool of_weight = n >= kLayerGradWeights;
+      const bool of_weight = n >= kLayerGradWeights && n < kLayerGradCaptures;
       if (of_weight && elements / rows_ > bound.dependent) bound = layer_bound(name, elements / rows_);
       judged_.emplace_back(name, bound);
       known = judged_.end() - 1;

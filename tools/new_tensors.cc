@@ -38,4 +38,14 @@ Status NewTensors::add(DType dtype, std::initializer_list<int64_t> dims, Tensor&
   return add(dtype, dims, kOrders[dims.size() - 1], tensor);
 }
 
+Status NewTensors::add(const CaptureShape& shape, Tensor& tensor) {
+  const int64_t* n = shape.dims;
+  switch (shape.ndim) {
+    case 1: return add(shape.dtype, {n[0]}, tensor);
+    case 2: return add(shape.dtype, {n[0], n[1]}, tensor);
+    case 3: return add(shape.dtype, {n[0], n[1], n[2]}, tensor);
+    default: return add(shape.dtype, {n[0], n[1], n[2], n[3]}, tensor);
+  }
+}
+
 }  // namespace polyhead::tools

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "buffer.h"
+#include "polyhead/attention.h"
 #include "polyhead/status.h"
 #include "polyhead/tensor.h"
 #include "testing/elements.h"
@@ -25,6 +26,9 @@ class NewTensors {
 
   // A row-major tensor.
   Status add(DType dtype, std::initializer_list<int64_t> dims, Tensor& tensor);
+
+  // The gradient of what a program captures.
+  Status add(const CaptureShape& shape, Tensor& tensor);
 
  private:
   std::vector<Buffer>& buffers_;

@@ -234,7 +234,7 @@ Result<std::shared_ptr<const LayerState>> make_layer_state(const LayerDesc& desc
   if (is_verbose()) {
     AttentionDesc attention = s.asked;
     attention.has_windows = false;  // the layer's own option
-    print_line(sentence("polyhead mha ", layer_in_words(desc), options_in_words(attention),
+    print_line(sentence("polyhead mha ", layer_in_words(desc), options_in_words(attention), program_in_words(attention),
                         run_in_words(s.infer->kernel_name(), *planned_where(options.where))));
   }
   return std::shared_ptr<const LayerState>(std::move(state));

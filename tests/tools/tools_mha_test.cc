@@ -68,6 +68,11 @@ std::vector<Verdict> judge(const MhaProblem& problem, const MhaTruth& truth, con
 constexpr char kLine[] =
     "--batch 2 --heads 4 --kv-heads 2 --beam 2 --seqlen-q 5 --seqlen-k 7 --q-size 6 --k-size 5 --q-proj 4 --v-proj 3 "
     "--o-proj 5 --biases --residual --bias b,h,q,k --alibi --sinks --align top_left --lengths --weights head";
+// Of everything that a layer may have.
+const std::string kAll =
+    std::string(kLine) +
+    " --score 'score * c0[h] + c1[q] + c2[k] + c3[b] + c4[h, q] * c5[h, k] + c6[] + c7[q, k]' --captured "
+    "'c0: f32[h]; c1: f32[q]; c2: f32[k]; c3: f32[b]; c4: f32[h, q]; c5: f32[h, k]; c6: f32[]; c7: f32[q, k]'";
 
 TEST(ToolsMha, LinesParseBackToTheirLayers) {
   std::set<std::string> seen;
@@ -162,7 +167,7 @@ TEST(ToolsMha, DataLiesAsTheLayoutSays) {
 TEST(ToolsMha, TheYardstickPassesItsOwnBound) {
   for (const char* more : {"", " --dtype bf16", " --dtype f16", " --dtype f64 --bias-dtype f64", " --accumulate",
                            " --dropout 0.2 --output-dropout 0.3", " --windows --causal"}) {
-    const MhaProblem problem = problem_of(std::string(kLine) + more);
+    const MhaProblem problem = problem_of(kAll + more);
     const MhaTruth truth = truth_of(problem);
     const std::vector<Verdict> verdicts = judge(problem, truth, yardstick_results(problem, truth));
     EXPECT_EQ(verdicts.size(), kNumLayerResults) << more;
@@ -174,7 +179,7 @@ TEST(ToolsMha, TheYardstickPassesItsOwnBound) {
 }
 
 TEST(ToolsMha, OneWrongElementFails) {
-  const MhaProblem problem = problem_of(kLine);
+  const MhaProblem problem = problem_of(kAll);
   const MhaTruth truth = truth_of(problem);
   const MhaResults got = yardstick_results(problem, truth);
   for (size_t n = 0; n < kNumLayerResults; ++n) {
@@ -306,10 +311,10 @@ TEST_F(ToolsMhaCommand, RandomLayersPass) {
 }
 
 TEST_F(ToolsMhaCommand, DumpWritesEveryTensor) {
-  const std::string line = "mha --min-time 0 --kernel reference --threads 1 " + std::string(kLine) +
+  const std::string line = "mha --min-time 0 --kernel reference --threads 1 " + kAll +
                            " --dropout 0.5 --windows --dump '" + path("tensors") + "'";
   ASSERT_EQ(run(line).code, 0);
-  const MhaProblem problem = problem_of(std::string(kLine) + " --dropout 0.5 --windows");
+  const MhaProblem problem = problem_of(kAll + " --dropout 0.5 --windows");
   const json told = json::parse(read(path("tensors/problem.json")));
   EXPECT_EQ(told["problem"], mha_line(problem));
   EXPECT_EQ(told["scale"], 0.5);
@@ -320,9 +325,12 @@ TEST_F(ToolsMhaCommand, DumpWritesEveryTensor) {
     for (const SafetensorsEntry& entry : file->entries()) found.insert(entry.name);
     return found;
   };
-  EXPECT_EQ(names("tensors/inputs.safetensors"),
-            (std::set<std::string>{"query", "key", "value", "residual", "attn_bias", "alibi_slopes", "sink_logits",
-                                   "seqlens_q", "seqlens_k", "window_lo", "window_hi", "grad_out", "kept_weights"}));
+  EXPECT_EQ(
+      names("tensors/inputs.safetensors"),
+      (std::set<std::string>{"query",        "key",         "value",       "residual",    "attn_bias",   "alibi_slopes",
+                             "sink_logits",  "seqlens_q",   "seqlens_k",   "window_lo",   "window_hi",   "grad_out",
+                             "kept_weights", "captures[0]", "captures[1]", "captures[2]", "captures[3]", "captures[4]",
+                             "captures[5]",  "captures[6]", "captures[7]"}));
   EXPECT_EQ(names("tensors/weights.safetensors").size(), static_cast<size_t>(kNumWeightKinds));
   EXPECT_EQ(names("tensors/results.safetensors").size(), kNumLayerResults);
   const auto out = read_array(path("tensors/results.safetensors") + ":out");
