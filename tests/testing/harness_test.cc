@@ -405,6 +405,7 @@ TEST(Harness, SeesTheSameVisiblePlacesAsTheReference) {
     uniform.alibi_slopes_ndim = 0;
     uniform.scale = 0;
     uniform.has_sink_logits = false;
+    uniform.normalizer = Normalizer::kSoftmax;
     Inputs in = random_inputs(p);
     in.sink_logits = {};
     const Outputs got = run(kReference, uniform, in);
