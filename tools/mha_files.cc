@@ -55,6 +55,7 @@ std::string mha_json(const MhaProblem& problem, const Layer& layer) {
   json["value_is_key"] = problem.value_is_key;
   json["scale"] = desc.scale.value_or(1 / std::sqrt(dim));
   json["softcap"] = desc.softcap;
+  json["normalizer"] = desc.normalizer == Normalizer::kNone ? "none" : "softmax";
   json["causal"] = desc.causal;
   json["window_left"] = desc.window_left;
   json["window_right"] = desc.window_right;
