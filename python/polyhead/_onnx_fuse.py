@@ -116,7 +116,7 @@ def fuse(
     else:
         path = pathlib.Path(model)
         folder, before = str(path.resolve().parent), path.read_bytes()
-    after, has_external_data, candidates, counts = _bind.fuse_model(before, folder, target, unseen_rows)
+    after, has_external_data, candidates, counts = _bind.fuse_model(before, os.fsencode(folder), target, unseen_rows)
     if out is not None:
         _write(pathlib.Path(out), after, folder if has_external_data else None)
     fused = onnx.load_model_from_string(after)

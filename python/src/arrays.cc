@@ -305,9 +305,14 @@ void bad_kind(const char* format, ...) {
   throw nb::python_error();
 }
 
+nb::object shown(std::string_view text) {
+  return nb::steal(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+}
+
 void check(const Status& status) {
   if (status.ok()) return;
-  PyErr_SetString(status.code() == StatusCode::kOutOfMemory ? PyExc_MemoryError : error_type, status.message().c_str());
+  PyErr_SetObject(status.code() == StatusCode::kOutOfMemory ? PyExc_MemoryError : error_type,
+                  shown(status.message()).ptr());
   throw nb::python_error();
 }
 

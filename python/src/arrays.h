@@ -24,6 +24,9 @@ void arrays_init(nb::module_& module);
 [[noreturn, gnu::format(printf, 1, 2)]] void bad_value(const char* format, ...);
 [[noreturn, gnu::format(printf, 1, 2)]] void bad_kind(const char* format, ...);
 
+// A str, whatever bytes a file's names have: those that are no UTF-8 become U+FFFD.
+nb::object shown(std::string_view text);
+
 // Raises what `status` says, if it is not ok.
 void check(const Status& status);
 

@@ -3,16 +3,16 @@
 #include <string>
 #include <utility>
 
-#include "call.h"
+#include "arrays.h"
 #include "polyhead/graph.h"
 
 namespace polyhead::python {
 
 namespace nb = nanobind;
 
-nb::object fuse_model(nb::bytes model, nb::str folder, nb::str target, nb::str unseen_rows) {
+nb::object fuse_model(nb::bytes model, nb::bytes folder, nb::str target, nb::str unseen_rows) {
   std::string bytes(static_cast<const char*>(model.data()), model.size());
-  const std::string where = folder.c_str();
+  const std::string where(static_cast<const char*>(folder.data()), folder.size());
   graph::FuseOptions options;
   if (std::string(target.c_str()) != "onnx") options.target = graph::Target::kPolyhead;
   if (std::string(target.c_str()) == "torch") options.backwards = graph::Backwards::kOfOperator;
@@ -31,8 +31,8 @@ nb::object fuse_model(nb::bytes model, nb::str folder, nb::str target, nb::str u
   check(read.status());
   nb::list candidates;
   for (const graph::Candidate& each : report.candidates) {
-    candidates.append(nb::make_tuple(each.place.c_str(), each.is_attention, each.fused, each.pattern.c_str(),
-                                     each.became.c_str(), each.reason.c_str(), each.saved_bytes));
+    candidates.append(nb::make_tuple(shown(each.place), each.is_attention, each.fused, shown(each.pattern),
+                                     shown(each.became), shown(each.reason), each.saved_bytes));
   }
   return nb::make_tuple(
       nb::bytes(out.data(), out.size()), read->has_external_data, candidates,

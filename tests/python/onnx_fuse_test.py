@@ -1,6 +1,7 @@
 """polyhead.onnx.fuse: attention is found however a model says it, what only looks alike stays, and the numbers stay too."""
 
 import json
+import os
 import re
 import subprocess
 import warnings
@@ -321,6 +322,20 @@ def test_files(tmp_path):
     with pytest.raises(polyhead.Error, match="truncated"):
         polyhead.onnx.fuse(tmp_path / "half.onnx", tmp_path / "none.onnx")
     assert not (tmp_path / "none.onnx").exists()
+
+
+def test_names_that_are_no_text(tmp_path):
+    """A name is bytes: where they are not UTF-8 the report and errors show what can be shown, and the model keeps them."""
+    encoded = model_of(VARIANTS["mask_padding"]).SerializeToString().replace(b"\x01w", b"\x01\xff")
+    folder = tmp_path / os.fsdecode(b"\xfe")
+    folder.mkdir()
+    (folder / "model.onnx").write_bytes(encoded)
+    fusion = polyhead.onnx.fuse(folder / "model.onnx", folder / "fused.onnx")
+    assert [(each.place, each.fused) for each in fusion.candidates] == [("\ufffd", True)]
+    stays = encoded.replace(b"\x01s", b"\x01\xff").replace(b"\x01m", b"\x01\xff")
+    (folder / "model.onnx").write_bytes(stays)
+    with pytest.raises(polyhead.Error, match='computes "\ufffd" twice'):
+        polyhead.onnx.fuse(folder / "model.onnx")
 
 
 def test_external_data(tmp_path):
