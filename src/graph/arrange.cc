@@ -90,37 +90,19 @@ class Lander {
 
   // The dims of the operator's result that a value's are; nothing if it is no transpose, empty if it is the result.
   std::optional<std::vector<size_t>> order_of(const Layout& layout) const {
-    std::vector<Atoms> wanted = layout.watched;
-    const std::vector<Atoms>& dims = layout.dims();
-    if (kind_ != Arrangement::kOneBatch && !told_apart(layout, wanted)) return std::nullopt;
-    if (kind_ == Arrangement::kFlat) wanted = {wanted[0], wanted[2], joined(wanted[1], wanted[3])};
-    if (kind_ == Arrangement::kFlat) return dims == wanted ? std::optional(std::vector<size_t>()) : std::nullopt;
-    std::vector<size_t> order;
-    std::vector<bool> taken(wanted.size());
-    for (size_t i = 0; i < dims.size(); ++i) {
-      if (dims.size() != wanted.size()) return std::nullopt;
-      size_t at = i;  // dims of size 1 are all alike: better where it stands
-      for (size_t k = 0; k < dims.size() && (taken[at] || dims[i] != wanted[at]); ++k) at = k;
-      if (taken[at] || dims[i] != wanted[at]) return std::nullopt;
-      taken[at] = true;
-      order.push_back(at);
+    const bool one_batch = kind_ == Arrangement::kOneBatch;
+    for (const auto& stack : one_batch ? std::vector<std::vector<Atoms>>{layout.watched} : layout.stacks()) {
+      if (!one_batch && layout.size(stack[1]) != heads_) continue;
+      if (kind_ == Arrangement::kFlat)
+        return layout.is_flat(stack) ? std::optional(std::vector<size_t>()) : std::nullopt;
+      const auto order = layout.order_of(stack);
+      if (!order) return std::nullopt;
+      std::vector<size_t> inverse(order->size());
+      for (size_t i = 0; i < inverse.size(); ++i) inverse[(*order)[i]] = i;
+      if (std::is_sorted(inverse.begin(), inverse.end())) inverse.clear();
+      return inverse;
     }
-    if (order.size() != wanted.size()) return std::nullopt;
-    if (std::is_sorted(order.begin(), order.end())) order.clear();
-    return order;
-  }
-
-  // [lead..., sequence, dim] as [batch, heads, sequence, dim]
-  bool told_apart(const Layout& layout, std::vector<Atoms>& wanted) const {
-    if (wanted.size() == 4) return layout.size(wanted[1]) == heads_;
-    if (wanted.size() != 3) return false;
-    Atoms batch = wanted[0], heads;
-    while (layout.size(heads) != heads_ && !batch.empty()) {
-      heads.insert(heads.begin(), batch.back());
-      batch.pop_back();
-    }
-    wanted = {batch, heads, wanted[1], wanted[2]};
-    return layout.size(heads) == heads_;
+    return std::nullopt;
   }
 
   const Net& net_;

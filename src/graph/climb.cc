@@ -3,6 +3,7 @@
 
 #include "core/sentence.h"
 #include "graph/match.h"
+#include "graph/nodes.h"
 #include "graph/tensors.h"
 
 namespace polyhead::graph {
@@ -70,21 +71,11 @@ class Climber {
   std::optional<int> shifted(int node) const {
     for (size_t side = 0; side < 2; ++side) {
       const auto number = net_.number(net_.input(node, side));
-      if (number && std::isfinite(*number) && std::fabs(*number) < 1e6 && keeps_shape(node, 1 - side)) {
+      if (number && std::isfinite(*number) && std::fabs(*number) < 1e6 && keeps_shape(net_, node, 1 - side)) {
         return net_.input(node, 1 - side);
       }
     }
     return std::nullopt;
-  }
-
-  // What else a node reads adds no dim to the scores, its input `side`, and widens none.
-  bool keeps_shape(int node, size_t side) const {
-    const auto before = net_.shape(net_.input(node, side)), after = net_.shape(net_.output(node, 0));
-    if (before.size() != after.size() || before.empty()) return false;
-    for (size_t i = 0; i < before.size(); ++i) {
-      if (before[i].is(1) && !after[i].is(1)) return false;
-    }
-    return true;
   }
 
   // Both sides of a node may lead to the scores; the way that comes further is the answer.
@@ -93,7 +84,7 @@ class Climber {
     Way best;
     for (size_t side : sides) {
       Way next = way;
-      if (!keeps_shape(node, side)) {
+      if (!keeps_shape(net_, node, side)) {
         next.reason = sentence(words_of(net_, node), " gives the scores more dims, or of another size, than \"",
                                name(net_.input(node, side)), "\" has, or their shape is not known");
       } else {
@@ -149,16 +140,14 @@ class Climber {
       way.factor = 1;
       return net_.input(node, 0);
     }
-    if (op == "Identity" || (op == "Dropout" && is_idle_dropout(node))) return net_.input(node, 0);
+    if (op == "Identity" || is_idle_dropout(net_, node)) return net_.input(node, 0);
     if (op == "Cast" && is_float(net_.facts(net_.output(node, 0)).type)) {
       if (way.words.empty() || way.words.back() != "casts") way.words.push_back("casts");
       return net_.input(node, 0);
     }
-    if (op == "Reshape" || op == "Unsqueeze" || op == "Squeeze") {
-      const auto before = net_.shape(net_.input(node, 0)), after = net_.shape(net_.output(node, 0));
-      const bool kept = before.size() >= 2 && after.size() >= 2 && before.back() == after.back() &&
-                        before[before.size() - 2] == after[after.size() - 2];
-      return kept ? net_.input(node, 0) : refuse(node, way, " changes the last two dims of the scores");
+    if (reshapes(net_, node)) {
+      return keeps_matrix(net_, node) ? net_.input(node, 0)
+                                      : refuse(node, way, " changes the last two dims of the scores");
     }
     if (op == "Transpose") return refuse(node, way, " stands between the product and the softmax and does not cancel");
     if (op == "Concat") return refuse(node, way, " joins the scores with others");
@@ -170,22 +159,12 @@ class Climber {
     return kNone;
   }
 
-  bool is_idle_dropout(int node) const {
-    const int training = net_.input(node, 2);
-    return training == kNone || net_.number(training) == 0.0;
-  }
-
   int scaled(int node, Way& way) const {
-    const bool is_div = net_.is(node, "Div");
-    for (size_t side : {size_t{0}, size_t{1}}) {
-      const auto number = net_.number(net_.input(node, 1 - side));
-      if (!number || (is_div && side == 1)) continue;
-      if (!keeps_shape(node, side)) return refuse(node, way, " changes the shape of the scores");
-      way.factor = is_div ? way.factor / *number : way.factor * *number;
-      if (std::isfinite(way.factor)) return net_.input(node, side);
-      return refuse(node, way, " scales by a number that is not finite");
-    }
-    return refuse(node, way, " scales the scores by what is not a constant number");
+    const auto scaled = scaled_by(net_, node);
+    if (!scaled) return refuse(node, way, " scales the scores by what is not a constant number");
+    if (!keeps_shape(net_, node, scaled->side)) return refuse(node, way, " changes the shape of the scores");
+    way.factor = scaled->of(way.factor);
+    return std::isfinite(way.factor) ? scaled->value : refuse(node, way, " scales by a number that is not finite");
   }
 
   const Net& net_;
@@ -194,9 +173,8 @@ class Climber {
 
 }  // namespace
 
-void climb_scores(const Net& net, const Anchor& anchor, Match& match) {
-  Way way = Climber(net).climb(anchor.input, {});
-  match.nodes.insert(match.nodes.end(), way.nodes.begin(), way.nodes.end());
+void climb_scores(const Net& net, Match& match) {
+  Way way = Climber(net).climb(match.softmax_input, {});
   match.reason = way.reason;
   if (!way.product) {
     match.is_attention = false;

@@ -5,6 +5,7 @@
 #include "core/sentence.h"
 #include "graph/mask.h"
 #include "graph/new_nodes.h"
+#include "graph/nodes.h"
 #include "graph/rewrite.h"
 #include "graph/tensors.h"
 
@@ -256,7 +257,7 @@ class Emitter {
     if (masks_.is_causal) attributes.push_back(integer("is_causal", 1));
     if (masks_.left >= 0) attributes.push_back(integer("left_window_size", masks_.left));
     if (masks_.right >= 0) attributes.push_back(integer("right_window_size", masks_.right));
-    if (match_.dropout_p > 0) attributes.push_back(number("dropout_p", match_.dropout_p));
+    if (match_.dropped) attributes.push_back(number("dropout_p", match_.dropped.p));
     if (plan_.kind == Arrangement::kFlat) {
       attributes.push_back(integer("q_num_heads", plan_.query.heads.factor));
       attributes.push_back(integer("kv_num_heads", plan_.key.heads.factor));
@@ -286,8 +287,8 @@ class Emitter {
     if (match_.backward) {
       outputs.insert(outputs.end(), {"", "", "", e_.names.fresh("polyhead_logsumexp")});
       grad_inputs.insert(grad_inputs.end(), {out, outputs.back(), operand(plan_.grad_out), attn_mask});
-      if (match_.dropout_p > 0) outputs.push_back(e_.names.fresh("polyhead_dropout"));
-      grad_inputs.push_back(match_.dropout_p > 0 ? outputs.back() : "");
+      if (match_.dropped) outputs.push_back(e_.names.fresh("polyhead_dropout"));
+      grad_inputs.push_back(match_.dropped ? outputs.back() : "");
     }
     if (plan_.kind == Arrangement::kFlat) tell_shape(out);
     const std::string domain = e_.options.target == Target::kPolyhead ? "polyhead" : "";

@@ -95,14 +95,13 @@ class Fusion {
     const Net& net = *work.net;
     Taken taken;
     for (size_t i = 0; i < work.graph->nodes.size(); ++i) {
-      const auto anchor = anchor_at(net, static_cast<int>(i));
-      if (!anchor) continue;
-      const Match match = match_attention(net, *anchor, options_.backwards);
-      const Node& node = net.node(anchor->node);
-      Candidate candidate = {work.place + (node.name.empty() ? node.outputs[0] : node.name), match.is_attention};
-      candidate.reason = match.reason;
+      const auto match = match_at(net, static_cast<int>(i), options_.backwards);
+      if (!match) continue;
+      const Node& node = net.node(net.producer(match->softmax_output));
+      Candidate candidate = {work.place + (node.name.empty() ? node.outputs[0] : node.name), match->is_attention};
+      candidate.reason = match->reason;
       if (candidate.reason.empty()) candidate.reason = objection_;
-      if (candidate.reason.empty()) accept(work, match, taken, candidate);
+      if (candidate.reason.empty()) accept(work, *match, taken, candidate);
       candidate.fused = candidate.reason.empty();
       report_.candidates.push_back(std::move(candidate));
     }

@@ -4,6 +4,7 @@
 #include <unordered_map>
 
 #include "graph/infer_rules.h"
+#include "graph/nodes.h"
 #include "graph/tensors.h"
 
 namespace polyhead::graph {
@@ -238,9 +239,8 @@ constexpr Rule kRules[] = {
 void infer(const Net& net, int node, std::vector<Facts>& results) {
   if (results.empty()) return;
   const At at = {net, node, results};
-  const std::string word = " " + net.node(node).op_type + " ";
   for (const Rule& rule : kRules) {
-    if (rule.op_types.find(word) != std::string_view::npos) {
+    if (lists(rule.op_types, net.node(node).op_type)) {
       rule.apply(at);
       break;
     }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "graph/nodes.h"
+
 namespace polyhead::graph {
 
 Atoms joined(const Atoms& a, const Atoms& b) {
@@ -77,97 +79,48 @@ bool Layout::regroup(std::span<const Size> wanted) {
   return false;
 }
 
-namespace {
-
-// perm of a Transpose, checked.
-std::optional<std::vector<size_t>> perm_of(const Net& net, int node, size_t rank) {
-  std::vector<size_t> perm(rank);
-  const Attribute* told = attribute_of(net.node(node), "perm");
-  std::vector<bool> seen(rank);
-  if (told != nullptr && told->integers.size() != rank) return std::nullopt;
-  for (size_t i = 0; i < rank; ++i) {
-    const int64_t from = told == nullptr ? static_cast<int64_t>(rank - 1 - i) : told->integers[i];
-    if (from < 0 || from >= static_cast<int64_t>(rank) || seen[static_cast<size_t>(from)]) return std::nullopt;
-    perm[i] = static_cast<size_t>(from);
-    seen[perm[i]] = true;
-  }
-  return perm;
-}
-
-}  // namespace
-
-bool Layout::moves(const Net& net, int node) {
-  return net.is(node, "Reshape") || net.is(node, "Flatten") || net.is(node, "Squeeze") || net.is(node, "Unsqueeze");
-}
-
 bool Layout::up() {
   const int node = net_->producer(value_);
-  if (node == kNone) return false;
-  const int input = net_->input(node, 0);
-  if (net_->is(node, "Transpose")) {
-    const auto perm = perm_of(*net_, node, dims_.size());
-    if (!perm) return false;
-    std::vector<Atoms> before(dims_.size());
-    for (size_t i = 0; i < dims_.size(); ++i) before[(*perm)[i]] = dims_[i];
-    dims_ = std::move(before);
-  } else if (moves(*net_, node)) {
-    if (net_->rank(input) < 0 || !regroup(net_->shape(input))) return false;
-  } else if (!net_->is(node, "Identity")) {
-    return false;
-  }
-  value_ = input;
-  return true;
+  return node != kNone && pass(node, net_->input(node, 0), false);
 }
 
 bool Layout::down(int node) {
-  if (node == kNone || net_->input(node, 0) != value_) return false;
-  const int output = net_->output(node, 0);
+  return node != kNone && net_->input(node, 0) == value_ && pass(node, net_->output(node, 0), true);
+}
+
+bool Layout::pass(int node, int other, bool down) {
   if (net_->is(node, "Transpose")) {
     const auto perm = perm_of(*net_, node, dims_.size());
     if (!perm) return false;
-    std::vector<Atoms> after;
-    for (size_t from : *perm) after.push_back(dims_[from]);
-    dims_ = std::move(after);
-  } else if (moves(*net_, node)) {
-    if (net_->rank(output) < 0 || !regroup(net_->shape(output))) return false;
+    std::vector<Atoms> turned(dims_.size());
+    for (size_t i = 0; i < dims_.size(); ++i) {
+      if (down) turned[i] = dims_[(*perm)[i]];
+      if (!down) turned[(*perm)[i]] = dims_[i];
+    }
+    dims_ = std::move(turned);
+  } else if (reshapes(*net_, node)) {
+    if (net_->rank(other) < 0 || !regroup(net_->shape(other))) return false;
   } else if (!net_->is(node, "Identity")) {
     return false;
   }
-  value_ = output;
+  value_ = other;
   return true;
 }
 
-namespace {
-
-// x of x * number or x / number, and the number it is multiplied by.
-std::optional<std::pair<int, double>> multiplied(const Net& net, int node) {
-  const bool is_div = net.is(node, "Div");
-  if (!is_div && !net.is(node, "Mul")) return std::nullopt;
-  for (size_t side : {size_t{0}, size_t{1}}) {
-    const int x = net.input(node, side);
-    const auto number = net.number(net.input(node, 1 - side));
-    if (!number || (is_div && side == 1) || net.rank(x) < 0 || net.rank(x) != net.rank(net.output(node, 0))) continue;
-    const auto a = net.shape(x), b = net.shape(net.output(node, 0));
-    const double factor = is_div ? 1 / *number : *number;
-    if (std::equal(a.begin(), a.end(), b.begin()) && std::isfinite(factor)) return std::pair(x, factor);
-  }
-  return std::nullopt;
-}
-
-}  // namespace
-
 std::optional<double> Layout::up_number() {
-  const auto found = multiplied(*net_, net_->producer(value_));
-  if (!found) return std::nullopt;
-  value_ = found->first;
-  return found->second;
+  const int node = net_->producer(value_);
+  const auto scaled = scaled_by(*net_, node);
+  if (!scaled || !keeps_shape(*net_, node, scaled->side) || !std::isfinite(scaled->of(1))) return std::nullopt;
+  value_ = scaled->value;
+  return scaled->of(1);
 }
 
 std::optional<double> Layout::down_number(int node) {
-  const auto found = multiplied(*net_, node);
-  if (!found || found->first != value_) return std::nullopt;
+  const auto scaled = scaled_by(*net_, node);
+  if (!scaled || scaled->value != value_ || !keeps_shape(*net_, node, scaled->side) || !std::isfinite(scaled->of(1)))
+    return std::nullopt;
   value_ = net_->output(node, 0);
-  return found->second;
+  return scaled->of(1);
 }
 
 std::optional<Atoms> Layout::down_sum(int node) {
@@ -179,6 +132,33 @@ std::optional<Atoms> Layout::down_sum(int node) {
   if (integer_of(net_->node(node), "keepdims", 1) == 0) dims_.erase(dims_.begin() + static_cast<std::ptrdiff_t>(*axis));
   value_ = net_->output(node, 0);
   return summed;
+}
+
+std::vector<std::vector<Atoms>> Layout::stacks() const {
+  if (watched.size() != 3) return {watched};
+  std::vector<std::vector<Atoms>> all;
+  for (auto cut = watched[0].end();; --cut) {
+    all.push_back({{watched[0].begin(), cut}, {cut, watched[0].end()}, watched[1], watched[2]});
+    if (cut == watched[0].begin()) return all;
+  }
+}
+
+std::optional<std::vector<size_t>> Layout::order_of(const std::vector<Atoms>& wanted) const {
+  if (wanted.size() != dims_.size()) return std::nullopt;
+  std::vector<bool> taken(dims_.size());
+  std::vector<size_t> order;
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    size_t at = i;  // dims of size 1 are all alike: better where it is wanted
+    for (size_t k = 0; k < dims_.size() && (taken[at] || dims_[at] != wanted[i]); ++k) at = k;
+    if (taken[at] || dims_[at] != wanted[i]) return std::nullopt;
+    taken[at] = true;
+    order.push_back(at);
+  }
+  return order;
+}
+
+bool Layout::is_flat(const std::vector<Atoms>& stack) const {
+  return dims_ == std::vector<Atoms>{stack[0], stack[2], joined(stack[1], stack[3])};
 }
 
 int Layout::up_repeat() {
@@ -205,7 +185,7 @@ namespace {
 // Follows one operand up and writes down each form that it meets.
 class FormFinder {
  public:
-  FormFinder(const Net& net, const Operand& operand) : net_(net), layout_(net, operand.value) {
+  FormFinder(const Net& net, const Operand& operand) : layout_(net, operand.value) {
     for (size_t dim : operand.order) layout_.watched.push_back(layout_.dims()[dim]);
     merged_ = operand.rank() == 3;
     forms_.push_back({false, operand.value, operand.order});
@@ -242,54 +222,20 @@ class FormFinder {
   }
 
   void note() {
-    const std::vector<Atoms>& dims = layout_.dims();
-    const std::vector<Atoms>& wanted = layout_.watched;
-    const Atoms &sequence = wanted[merged_ ? 1 : 2], &dim = wanted[merged_ ? 2 : 3];
-    const Atoms lead = merged_ ? wanted[0] : joined(wanted[0], wanted[1]);
-    Form form = {false, layout_.value(), {0, 1, 2, 3}, scale_, repeats_, {}, {}};
-    if (dims.size() == 4 &&
-        (merged_ ? is_cut_permutation(dims, wanted, form.order) : is_permutation(dims, wanted, form.order))) {
-      form.batch = layout_.size(dims[form.order[0]]);
-      form.heads = layout_.size(dims[form.order[1]]);
-      forms_.push_back(form);
+    std::optional<Form> turned;
+    for (const auto& stack : layout_.stacks()) {
+      Form form = {layout_.is_flat(stack), layout_.value(), {0, 1, 2, 3}, scale_, repeats_};
+      const auto order = form.flat ? std::optional(form.order) : layout_.order_of(stack);
+      if (!order) continue;
+      form.order = *order;
+      form.batch = layout_.size(stack[0]);
+      form.heads = layout_.size(stack[1]);
+      if (std::is_sorted(order->begin(), order->end())) return forms_.push_back(form);
+      if (!turned) turned = form;
     }
-    if (dims.size() != 3 || dims[1] != sequence || dims[2].size() < dim.size()) return;
-    const Atoms heads(dims[2].begin(), dims[2].end() - static_cast<std::ptrdiff_t>(dim.size()));
-    if (joined(heads, dim) != dims[2] || joined(dims[0], heads) != lead) return;
-    if (!merged_ && heads != wanted[1]) return;
-    form.flat = true;
-    form.batch = layout_.size(dims[0]);
-    form.heads = layout_.size(heads);
-    forms_.push_back(form);
+    if (turned) forms_.push_back(*turned);
   }
 
-  // wanted[i] is dims[order[i]]
-  static bool is_permutation(const std::vector<Atoms>& dims, const std::vector<Atoms>& wanted,
-                             std::vector<size_t>& order) {
-    std::vector<bool> taken(dims.size());
-    for (size_t i = 0; i < wanted.size(); ++i) {
-      size_t at = i;  // dims of size 1 are all alike: better where it is wanted
-      for (size_t k = 0; k < dims.size() && (taken[at] || dims[at] != wanted[i]); ++k) at = k;
-      if (taken[at] || dims[at] != wanted[i]) return false;
-      taken[at] = true;
-      order[i] = at;
-    }
-    return true;
-  }
-
-  // The same, where wanted[0] is cut into batch and heads.
-  static bool is_cut_permutation(const std::vector<Atoms>& dims, const std::vector<Atoms>& wanted,
-                                 std::vector<size_t>& order) {
-    order = {0, 1, 2, 3};  // first, for dims of size 1 are all alike
-    do {
-      if (joined(dims[order[0]], dims[order[1]]) == wanted[0] && dims[order[2]] == wanted[1] &&
-          dims[order[3]] == wanted[2])
-        return true;
-    } while (std::next_permutation(order.begin(), order.end()));
-    return false;
-  }
-
-  const Net& net_;
   Layout layout_;
   bool merged_ = false;  // batch and heads are one dim
   double scale_ = 1;

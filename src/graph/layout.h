@@ -30,8 +30,6 @@ class Layout {
   // changed, where the node does more than to move elements.
   bool up();
   bool down(int node);
-  // Whether it lets elements lie where they are, in other dims.
-  static bool moves(const Net& net, int node);
   // The same past a node that multiplies or divides every element by a number: what it multiplies by.
   std::optional<double> up_number();
   std::optional<double> down_number(int node);
@@ -43,8 +41,16 @@ class Layout {
   // Lists of atoms that are kept up to date while atoms are cut in two.
   std::vector<Atoms> watched;
 
+  // The ways to tell what is watched, [lead..., sequence, dim], as [batch, heads, sequence, dim].
+  std::vector<std::vector<Atoms>> stacks() const;
+  // wanted[i] is dim order[i].
+  std::optional<std::vector<size_t>> order_of(const std::vector<Atoms>& wanted) const;
+  // Whether the dims are [batch, sequence, heads * dim] of such a stack.
+  bool is_flat(const std::vector<Atoms>& stack) const;
+
  private:
   Sizes sizes(const Atoms& atoms) const;
+  bool pass(int node, int other, bool down);
   bool regroup(std::span<const Size> wanted);
   bool take(const Size& wanted, Atoms& sequence, Atoms& dim);
   void cut(int atom, const Size& first, const Size& second, Atoms& sequence);

@@ -5,22 +5,11 @@
 #include <string>
 #include <vector>
 
+#include "graph/flow.h"
 #include "graph/net.h"
 #include "graph/product.h"
 
 namespace polyhead::graph {
-
-// What amounts to a softmax over the last dim.
-struct Anchor {
-  int node = kNone;  // the last of its nodes
-  int input = kNone, output = kNone;
-  std::vector<int> nodes;
-  std::string words;
-  std::string reason;        // why it is none over the last dim
-  int exponentials = kNone;  // that are divided by their sums
-};
-
-std::optional<Anchor> anchor_at(const Net& net, int node);
 
 struct MaskTerm {
   enum Kind {
@@ -72,10 +61,8 @@ struct Match {
   Product scores, result;
   double scale = 1, softcap = 0, out_factor = 1;
   std::vector<MaskTerm> terms;
-  double dropout_p = 0;  // of the weights, in training
-  int dropout = kNone;   // the node
-  int softmax_input = kNone, softmax_output = kNone, exponentials = kNone, weights = kNone, out = kNone;
-  int guarding_mask = kNone;  // rows of which this is -inf give 0
+  Dropped dropped;  // of the weights
+  int softmax_input = kNone, softmax_output = kNone, weights = kNone, out = kNone;
   std::vector<Score> passed;  // from the softmax upwards
   Returned returned;
   std::optional<Backward> backward;
@@ -85,11 +72,12 @@ struct Match {
 };
 
 // From the softmax up to the product of queries and keys.
-void climb_scores(const Net& net, const Anchor& anchor, Match& match);
+void climb_scores(const Net& net, Match& match);
 
 // The backward of what is matched so far; nothing where there is none. Where it is no gradient of this, with a reason.
-std::optional<Backward> find_backward(const Net& net, const Match& match);
+std::optional<Backward> find_backward(const Net& net, const Match& match, Flow& forward);
 
-Match match_attention(const Net& net, const Anchor& anchor, Backwards backwards);
+// The attention around a softmax that is, or begins, at a node; nothing if none does.
+std::optional<Match> match_at(const Net& net, int node, Backwards backwards);
 
 }  // namespace polyhead::graph

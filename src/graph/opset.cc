@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/sentence.h"
+#include "graph/nodes.h"
 #include "graph/tensors.h"
 
 namespace polyhead::graph {
@@ -106,10 +107,8 @@ void for_changes(const Net& net, int64_t to, Visit visit) {
   for (size_t i = 0; i < net.graph().nodes.size(); ++i) {
     const Node& node = net.graph().nodes[i];
     if (!node.domain.empty()) continue;
-    const std::string word = " " + node.op_type + " ";
     for (const Change& change : kChanges) {
-      const bool met =
-          change.since > net.opset() && change.since <= to && change.op_types.find(word) != std::string_view::npos;
+      const bool met = change.since > net.opset() && change.since <= to && lists(change.op_types, node.op_type);
       if (met && !visit(static_cast<int>(i), change)) return;
     }
   }

@@ -4,6 +4,7 @@
 #include <cctype>
 
 #include "core/sentence.h"
+#include "graph/nodes.h"
 
 namespace polyhead::graph {
 namespace {
@@ -112,7 +113,7 @@ bool rounds(const Net& net, int node) {
   constexpr std::string_view kOpTypes =
       " QuantizeLinear DequantizeLinear DynamicQuantizeLinear MatMulInteger QLinearMatMul MatMulIntegerToFloat "
       "DynamicQuantizeMatMul QLinearSoftmax QLinearAdd QLinearMul ";
-  return node != kNone && kOpTypes.find(sentence(" ", net.node(node).op_type, " ")) != std::string_view::npos;
+  return node != kNone && lists(kOpTypes, net.node(node).op_type);
 }
 
 std::optional<Product> scores_product(const Net& net, int node, std::string& reason) {
@@ -160,12 +161,6 @@ std::optional<Product> weights_product(const Net& net, int node, int weights, st
   }
   product->out = *order;
   return product;
-}
-
-std::string words_of(const Net& net, int node) {
-  const Node& n = net.node(node);
-  const std::string& name = n.name.empty() && !n.outputs.empty() ? n.outputs[0] : n.name;
-  return sentence("\"", name, "\" (", n.op_type, ")");
 }
 
 }  // namespace polyhead::graph

@@ -37,7 +37,4 @@ std::optional<Product> scores_product(const Net& net, int node, std::string& rea
 std::optional<Product> weights_product(const Net& net, int node, int weights, std::string& reason,
                                        bool sums_rows = false);
 
-// "name" (MatMul)
-std::string words_of(const Net& net, int node);
-
 }  // namespace polyhead::graph

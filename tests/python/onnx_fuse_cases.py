@@ -154,6 +154,10 @@ VARIANTS = {
     "exp_and_reciprocal": """
         last = Constant<value = int64[1] {-1}>() s = MatMul(q, kt) e = Exp(s) t = ReduceSum<keepdims = 1>(e, last)
         r = Reciprocal(t) w = Mul(e, r) out = MatMul(w, v)""",
+    "exp_less_any_number": """
+        last = Constant<value = int64[1] {-1}>() s = MatMul(q, kt) mean = ReduceMean<keepdims = 1>(s, last) z = Sub(s, mean)
+        e = Exp(z) t = ReduceSum<keepdims = 0>(e, last) u = Unsqueeze(t, last) w = Div(e, u) out = MatMul(w, v)""",
+    "weights_negated": "s = MatMul(q, kt) z = Softmax<axis = -1>(s) w = Neg(z) out = MatMul(w, v)",
     "log_softmax": "s = MatMul(q, kt) l = LogSoftmax<axis = -1>(s) w = Exp(l) out = MatMul(w, v)",
     "logsumexp": """
         last = Constant<value = int64[1] {-1}>() s = MatMul(q, kt) l = ReduceLogSumExp<keepdims = 1>(s, last) z = Sub(s, l)

@@ -1,0 +1,218 @@
+// Attention around a softmax: down to the product with the values, up to that of queries and keys (climb.cc), and what
+// else reads what is between.
+#include "graph/match.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/sentence.h"
+#include "graph/nodes.h"
+
+namespace polyhead::graph {
+namespace {
+
+bool contains(const std::vector<int>& nodes, int node) {
+  return std::find(nodes.begin(), nodes.end(), node) != nodes.end();
+}
+
+// What amounts to a softmax over the last dim, or begins one.
+struct Softmax {
+  int input = kNone;
+  int value = kNone;  // what is known of it: the weights, or exponentials of which these are made
+  Terms terms = weights_of(false);
+  std::string words = {};
+  std::string reason = {};  // why it is none over the last dim
+};
+
+Softmax softmax_of(const Net& net, int node) {
+  Softmax softmax = {net.input(node, 0), net.output(node, 0)};
+  const int rank = net.rank(softmax.input);
+  const int64_t axis = integer_of(net.node(node), "axis", net.opset() < 13 ? 1 : -1);
+  const bool last = axis == rank - 1 || (axis == -1 && (net.opset() >= 13 || rank > 0));
+  if (!last) {
+    softmax.reason = rank < 0
+                         ? sentence("the number of dims of the scores of ", words_of(net, node), " is not known")
+                         : sentence(words_of(net, node), " runs over axis ", axis, " of ", rank, ", not over the keys");
+  }
+  return softmax;
+}
+
+// x of x - r, where r is one number for each row, such as the row's maximum, which all weights lose alike; else itself.
+int without_shift(const Net& net, int id) {
+  const int sub = net.producer(id);
+  if (!net.is(sub, "Sub") || !keeps_shape(net, sub, 0)) return id;
+  int rows = net.input(sub, 1);
+  if (const int node = net.producer(rows); net.is(node, "Expand")) rows = net.input(node, 0);
+  const auto last = net.shape(rows);
+  return !last.empty() && last.back().is(1) ? net.input(sub, 0) : id;
+}
+
+std::optional<Softmax> softmax_at(const Net& net, int node) {
+  if (net.is(node, "Softmax")) return softmax_of(net, node);
+  if (!net.is(node, "Exp")) return std::nullopt;
+  const int output = net.output(node, 0), before = net.producer(net.input(node, 0));
+  if (net.is(before, "LogSoftmax")) {
+    Softmax softmax = softmax_of(net, before);
+    softmax.value = output;
+    softmax.words = "softmax by LogSoftmax";
+    return softmax;
+  }
+  const int reduced = net.is(before, "Sub") ? net.producer(net.input(before, 1)) : kNone;
+  const bool normalised = net.is(reduced, "ReduceLogSumExp") && reduces_last(net, reduced) &&
+                          net.input(reduced, 0) == net.input(before, 0) && keeps_shape(net, before, 0);
+  if (normalised) return Softmax{net.input(before, 0), output, weights_of(false), "softmax by ReduceLogSumExp"};
+  return Softmax{
+      without_shift(net, net.input(node, 0)), output, {{Term{{1, 0, 0}}, 1}}, "softmax by Exp and ReduceSum"};
+}
+
+// The first value that is weights, as they come from the softmax.
+int first_weights(const Net& net, const Flow& flow, const Softmax& softmax) {
+  const Seen* seen = flow.find(softmax.value);
+  if (ratio(seen->terms, weights_of(false))) return softmax.value;
+  for (int node : flow.readers()) {
+    seen = flow.find(net.output(node, 0));
+    if (seen != nullptr && ratio(seen->terms, weights_of(false))) return net.output(node, 0);
+  }
+  return kNone;
+}
+
+// The first node on a way of quantised ones to a product, or kNone.
+int rounding_before_product(const Net& net, int id, int depth) {
+  constexpr int kMostNodes = 4;
+  for (int user : net.value(id).users) {
+    if (is_product(net, user) && depth > 0) return user;
+    if (!rounds(net, user) || net.output(user, 0) == kNone || depth > kMostNodes) continue;
+    const bool multiplies = net.node(user).op_type.find("MatMul") != std::string::npos;
+    if (multiplies || rounding_before_product(net, net.output(user, 0), depth + 1) != kNone) return user;
+  }
+  return kNone;
+}
+
+// The product with the values.
+void follow(const Net& net, const Flow& flow, Match& match) {
+  int weights = match.softmax_output;
+  for (int node : flow.readers()) {
+    for (size_t side : {size_t{0}, size_t{1}}) {
+      const Seen* seen = is_product(net, node) ? flow.find(net.input(node, side)) : nullptr;
+      const auto times = seen != nullptr && !seen->transposed ? ratio(seen->terms, flow.weights()) : std::nullopt;
+      if (!times) continue;
+      match.weights = net.input(node, side);
+      match.out = net.output(node, 0);
+      const auto product = weights_product(net, node, match.weights, match.reason);
+      if (product) match.result = *product;
+      if (product) match.out_factor = *times * product->factor / flow.dropped().keep();
+      return;
+    }
+    const Seen* seen = flow.find(net.output(node, 0));
+    if (seen != nullptr && !seen->transposed && ratio(seen->terms, flow.weights())) weights = net.output(node, 0);
+  }
+  const int rounding = rounding_before_product(net, weights, 0);
+  const std::vector<int>& users = net.value(weights).users;
+  match.is_attention = rounding != kNone;
+  match.reason = rounding != kNone ? sentence("the weights are rounded to integers by ", words_of(net, rounding))
+                                   : sentence("no product with values follows the softmax",
+                                              users.empty() ? "" : sentence(", but ", words_of(net, users.front())));
+}
+
+// A guard that was told by a mask: the mask has to be one that is added to the scores.
+void check_guards(const Net& net, const Flow& flow, Match& match) {
+  for (const auto& [node, mask] : flow.guards()) {
+    const auto number = net.number(mask);
+    if (mask == kNone || (number && std::isfinite(*number))) continue;  // it hides nothing
+    const bool is_told = std::any_of(match.terms.begin(), match.terms.end(), [&, told = mask](const MaskTerm& term) {
+      return term.kind == MaskTerm::kAdded && term.value == told && term.number > 0;
+    });
+    if (!is_told) match.reason = "the weights of some rows are set to 0, by what is no mask of the scores";
+  }
+}
+
+// Which of the operator's tensors of scores or weights a value is.
+std::optional<Returned::Mode> mode_of(const Match& match, int id) {
+  if (id == match.weights) return match.out_factor == 1 ? std::optional(Returned::kWeights) : std::nullopt;
+  for (const Score& score : match.passed) {
+    if (score.value != id) continue;
+    if (score.before_cap) {  // softcap * tanh(factor * x) is that of x itself
+      const bool is_raw = std::fabs(match.softcap * score.factor - 1) < 1e-6;
+      return is_raw ? std::optional(Returned::kScores) : std::nullopt;
+    }
+    if (score.factor != 1) return std::nullopt;
+    if (score.num_terms == match.terms.size()) return match.softcap > 0 ? Returned::kCapped : Returned::kScores;
+    return score.num_terms == 0 ? std::optional(Returned::kMasked) : std::nullopt;
+  }
+  return std::nullopt;
+}
+
+// Nobody else reads what goes away; one of the scores, or the weights, may be returned where there is no backward.
+void check_users(const Net& net, Match& match, Backwards backwards) {
+  const bool no_returns = match.backward || backwards == Backwards::kOfOperator;
+  std::vector<int> nodes = match.nodes, kept = {match.out};
+  if (match.backward) {
+    const Backward& b = *match.backward;
+    nodes.insert(nodes.end(), b.nodes.begin(), b.nodes.end());
+    kept.insert(kept.end(), {b.query.value, b.key.value, b.value.value, b.bias});
+  }
+  for (int node : nodes) {
+    for (size_t i = 0; i < net.node(node).outputs.size(); ++i) {
+      const int id = net.output(node, i);
+      if (id == kNone || contains(kept, id)) continue;
+      const NetValue& value = net.value(id);
+      int other = kNone;
+      for (int user : value.users) {
+        if (!contains(nodes, user)) other = user;
+      }
+      if (!value.is_output && other == kNone) continue;
+      const auto mode = no_returns ? std::nullopt : mode_of(match, id);
+      if (mode && (match.returned.value == kNone || match.returned.value == id)) {
+        match.returned = {id, *mode};
+        continue;
+      }
+      match.reason =
+          value.is_output
+              ? sentence("\"", value.name, "\", of ", words_of(net, node), ", is an output of the graph")
+              : sentence("\"", value.name, "\", of ", words_of(net, node), ", is also read by ", words_of(net, other));
+      return;
+    }
+  }
+}
+
+// The nodes that the operator replaces, and what those behind the softmax are.
+void gather_nodes(const Net& net, const Flow& flow, Match& match) {
+  std::vector<int> ends = {match.result.right.value};
+  for (const MaskTerm& term : match.terms) ends.push_back(term.value);
+  match.nodes = nodes_between(net, match.scores.node, match.result.node, ends);
+  std::vector<std::string> words;
+  for (int node : match.nodes) {
+    if (is_idle_dropout(net, node) && flow.find(net.output(node, 0)) != nullptr) words.push_back("idle Dropout");
+    if (node == flow.dropped().node) words.push_back("dropout");
+    if (flow.guards().contains(node)) words.push_back("a guard of rows that see no key");
+  }
+  match.words.insert(match.words.begin(), words.begin(), words.end());
+}
+
+}  // namespace
+
+std::optional<Match> match_at(const Net& net, int node, Backwards backwards) {
+  const auto softmax = softmax_at(net, node);
+  if (!softmax) return std::nullopt;
+  Match match;
+  Flow flow(net, softmax->input, backwards);
+  flow.tell(softmax->value, softmax->terms);
+  match.softmax_input = softmax->input;
+  match.softmax_output = first_weights(net, flow, *softmax);
+  if (match.softmax_output == kNone) return std::nullopt;
+  follow(net, flow, match);
+  if (match.reason.empty()) match.reason = softmax->reason;
+  if (match.reason.empty()) climb_scores(net, match);
+  if (!softmax->words.empty()) match.words.push_back(softmax->words);
+  if (match.reason.empty()) gather_nodes(net, flow, match);
+  if (match.reason.empty()) check_guards(net, flow, match);
+  match.dropped = flow.dropped();
+  if (match.reason.empty() && backwards == Backwards::kOfGraph) match.backward = find_backward(net, match, flow);
+  if (match.backward) match.reason = match.backward->reason;
+  if (match.reason.empty() && match.dropped && backwards == Backwards::kOfGraph && !match.backward)
+    match.reason = words_of(net, match.dropped.node) + " drops weights at random, and no backward is found beside it";
+  if (match.reason.empty()) check_users(net, match, backwards);
+  return match;
+}
+
+}  // namespace polyhead::graph
