@@ -7,7 +7,7 @@ function(polyhead_cuda_object source variable)
   get_filename_component(name ${source} NAME)
   set(object ${CMAKE_CURRENT_BINARY_DIR}/${name}.o)
   add_custom_command(OUTPUT ${object}
-    COMMAND ${CUDAToolkit_NVCC_EXECUTABLE} -std=c++20 -O3 -cudart none -I${PROJECT_SOURCE_DIR}/src
+    COMMAND ${CUDAToolkit_NVCC_EXECUTABLE} -std=c++20 -O3 -expt-relaxed-constexpr -cudart none -I${PROJECT_SOURCE_DIR}/src
       -Xcompiler -fPIC,-fvisibility=hidden -MD -MF ${object}.d ${ARGN} -c ${source} -o ${object}
     DEPENDS ${source} DEPFILE ${object}.d COMMENT "Compiling ${name} with nvcc" VERBATIM)
   set(${variable} ${object} PARENT_SCOPE)

@@ -62,6 +62,12 @@ class GradientCaseList : private CaseList {
         if (dims % 2 == 1) d.causal = true, d.align = Align::kBottomRight;
       });
     }
+    for (const int dims : {kKey, kQuery}) {
+      each(numbered("bias_few_", dims), sizes(2, 1, 1, 66, 65, 8), [&](auto& d) {
+        operand(d.attn_bias, d, dims, DType::kFloat32);
+        d.softcap = 3, d.alibi_slopes_ndim = 1, d.align = Align::kTopLeft;
+      });
+    }
     for (const TypeName& type : kHalfAndSingle) {
       each(std::string("bias_of_") + type.name, sizes(3, 4, 2, 130, 70, 16, 24), [&](auto& d) {
         operand(d.attn_bias, d, kHead | kQuery | kKey, type.dtype);

@@ -1,44 +1,41 @@
 // The gradients of FlashAttention-2 (arXiv:2307.08691, section 3.1.2), with the words of sm_80. Its two sums run in two
 // passes, each over tiles of its own: dQ over query tiles, dK and dV over key tiles. So no block adds to what another
-// writes, and every sum has one order.
-//   P = exp(scale Q K^T - L)   dP = dO V^T   dS = P (dP - delta)   delta = sum_c dO O - dL
-//   dQ = scale dS K            dK = scale dS^T Q                   dV = P^T dO
-// Written for both: a block owns 64 rows, a warp 16 of them, and walks over tiles of 64 others, kStep at a time.
-//   pass over queries   own Q, dO   others K, V    products P, dS [own, others]   sums dQ
-//   pass over keys      own K, V    others Q, dO   products P^T, dS^T             sums dK, dV
+// writes, and every sum has one order. P and dS: pairs.cuh.
+//   dX = dS times the derivative of softcap   dQ = scale dX K   dK = scale dX^T Q   dV = dropout(P)^T dO
+//   pass over queries   own Q, dO   others K, V    sums dQ
+//   pass over keys      own K, V    others Q, dO   sums dK, dV
 #include <cmath>
 
-#include "cuda/band.cuh"
-#include "cuda/lane_rows.cuh"
-#include "cuda/tile.cuh"
+#include "cuda/pairs.cuh"
 
 namespace polyhead::cuda {
 namespace {
 
-template <int kD>
-struct Memory {
-  Tile<kD> own[2];
-  Tile<kD> others[2][2];                       // two stages: one is on its way while the other is used
-  float L[2][kTileRows], delta[2][kTileRows];  // of the others, where they are queries
-  int not_finite;                              // 1 + the last tile of which some row must not see all, see careful
-};
+// With 32 others at a time dK and dV of many columns would be spilled, 264 bytes.
+template <int kD, bool kKeys>
+constexpr int kOthers = kKeys&& kD > 64 ? 16 : 32;
 
-template <class T, int kD, bool kKeys>  // kKeys: the pass over keys
-class Backward {
+template <class T, int kD, bool kKeys, bool kOptions>  // kKeys: the pass over keys
+class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
+  static constexpr int kStep = kOthers<kD, kKeys>, kSums = kKeys ? 2 : 1;
+  using Base = Pairs<T, kD, kKeys, kOptions, kStep>;
+  using Base::cut, Base::range, Base::group, Base::row_index, Base::sees, Base::shows, Base::hides_pairs, Base::drops;
+  using Base::p, Base::shared, Base::own, Base::b, Base::head, Base::first, Base::stage, Base::lane, Base::warp;
+  using typename Base::Block;
+
  public:
-  __device__ Backward(const BackwardProblem& problem, Memory<kD>& memory) : p(problem), shared(memory) {
+  __device__ Backward(const BackwardProblem& problem, PairsMemory<kD>& memory) : Base(problem, memory) {
     // The longest first under a causal mask: the last query tiles, the first key tiles.
     const int64_t heads = kKeys ? p.heads_kv : p.heads, all = p.batch * heads, index = blockIdx.x;
     const int64_t tiles = (num_own() + kBlockRows - 1) / kBlockRows;
     own = (kKeys ? index / all : tiles - 1 - index / all) * kBlockRows;
     b = index % all / heads;
-    h = index % heads;
-    lane = static_cast<int>(threadIdx.x) % 32;
-    warp = static_cast<int>(threadIdx.x) / 32;
+    h = head = index % heads;
   }
 
   __device__ void run() {
     const Band band(p, b);
+    this->offset = band.offset;
     const int64_t limit = kKeys ? band.keys : band.queries;
     num_others = kKeys ? band.queries : band.keys;
     const int64_t end_own = own + kBlockRows < limit ? own + kBlockRows : limit;
@@ -54,14 +51,16 @@ class Backward {
       load_tile(shared.own[1], kKeys ? p.value : p.grad_out, b, h, own, end_own, p.head_dim_v);
       load_others(0);
     }
-    if constexpr (!kKeys) read_statistics(band.queries);
+    if constexpr (!kKeys) this->read_statistics(band.queries);
     for (int t = 0; t < all; ++t) {
       wait_for_copies();
       __syncthreads();  // tile t is there, the other stage is free
       if (t + 1 < all) load_others(t + 1);
       first = begin + t % tiles * kTileRows;
       stage = t % 2;
-      cut = first < of_last.first || first + kTileRows > of_first.last;  // some row does not see some other
+      cut = hides_pairs() || first < of_last.first || first + kTileRows > of_first.last;
+      if constexpr (kKeys) head = h * group() + t / tiles;
+      this->draw();
       careful = cut && hides_not_finite(t + 1);
 #pragma unroll 1
       for (int from = 0; from < kTileRows; from += kStep) step(from);
@@ -75,35 +74,20 @@ class Backward {
   }
 
  private:
-  static constexpr int kSums = kKeys ? 2 : 1;
-  static constexpr int kStep = kKeys && kD > 64 ? 16 : 32;  // with 32, 264 bytes of registers would be spilled
-
   __device__ int64_t num_own() const { return kKeys ? p.seqlen_k : p.seqlen_q; }
-  __device__ int64_t group() const { return p.heads / p.heads_kv; }
-  __device__ int64_t row_index(int r) const { return own + warp * 16 + lane / 4 + 8 * r; }
   __device__ static Range range_of(const Band& band, int64_t row) {
     return kKeys ? band.queries_of(row) : band.keys_of(row);
   }
-  __device__ int other_index(int from, int n, int e) const { return from + n * 8 + lane % 4 * 2 + e % 2; }
-  __device__ bool sees(int r, int other) const { return !cut || range[r].holds(first + other); }
 
   __device__ void load_others(int t) {
-    const int64_t head = kKeys ? h * group() + t / tiles : h / group(), row = begin + t % tiles * kTileRows;
-    load_tile(shared.others[t % 2][0], kKeys ? p.query : p.key, b, head, row, num_others, p.head_dim);
-    load_tile(shared.others[t % 2][1], kKeys ? p.grad_out : p.value, b, head, row, num_others, p.head_dim_v);
+    const int64_t others = kKeys ? h * group() + t / tiles : h / group(), row = begin + t % tiles * kTileRows;
+    load_tile(shared.others[t % 2][0], kKeys ? p.query : p.key, b, others, row, num_others, p.head_dim);
+    load_tile(shared.others[t % 2][1], kKeys ? p.grad_out : p.value, b, others, row, num_others, p.head_dim_v);
     if (!kKeys || threadIdx.x >= kTileRows) return;
     const int x = static_cast<int>(threadIdx.x);
     const bool there = row + x < num_others;
-    shared.L[t % 2][x] = there ? statistic(p.logsumexp, b, head, row + x) : 0;
-    shared.delta[t % 2][x] = there ? statistic(p.delta, b, head, row + x) : 0;
-  }
-
-  __device__ void read_statistics(int64_t queries) {
-    for (int r = 0; r < 2; ++r) {
-      const bool there = row_index(r) < queries;
-      L[r] = there ? statistic(p.logsumexp, b, h, row_index(r)) : 0;
-      delta[r] = there ? statistic(p.delta, b, h, row_index(r)) : 0;
-    }
+    shared.L[t % 2][x] = there ? statistic(p.logsumexp, b, others, row + x) : 0;
+    shared.delta[t % 2][x] = there ? statistic(p.delta, b, others, row + x) : 0;
   }
 
   // Whether the others hold an infinity or a NaN: tensor cores would multiply it by the 0 of a row that does not see it.
@@ -117,45 +101,22 @@ class Backward {
 
   // The kStep others from first + from on.
   __device__ void step(int from) {
-    float P[kStep / 8][4] = {}, dS[kStep / 8][4] = {};
-    scores(P, 0, from);
-    scores(dS, 1, from);
-#pragma unroll
-    for (int n = 0; n < kStep / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int x = other_index(from, n, e);
-        const float of_L = kKeys ? shared.L[stage][x] : L[e / 2],
-                    of_delta = kKeys ? shared.delta[stage][x] : delta[e / 2];
-        const float weight = exp2_approx((P[n][e] * p.scale - of_L) * kLog2E);
-        const bool visible = sees(e / 2, x);
-        dS[n][e] = visible ? weight * (dS[n][e] - of_delta) : 0;
-        P[n][e] = visible ? weight : 0;
-      }
+    Block P = {}, dS = {};
+    this->products(P, 0, from);
+    this->products(dS, 1, from);
+    if constexpr (kOptions) {
+      const auto of_product = [](float gradient, float derivative, int, int) { return gradient * derivative; };
+      this->weights_by_options(P, dS, from, this->score_of_tile(), of_product);
+    } else {
+      this->weights(P, dS, from);
     }
     multiply(sums[0], dS, shared.others[stage][0], from);
     if constexpr (kKeys) multiply(sums[1], P, shared.others[stage][1], from);
     if (careful) add_not_finite(P, from);
   }
 
-  // Products of this warp's own rows with kStep others: n = 0 Q K^T, n = 1 dO V^T, or their transposes.
-  __device__ void scores(float (&C)[kStep / 8][4], int n, int from) {
-#pragma unroll
-    for (int k = 0; k < kD / 16; ++k) {
-      unsigned rows[4];
-      load_matrices(rows, shared.own[n].piece(warp * 16 + lane % 16, 2 * k + lane / 16));
-#pragma unroll
-      for (int c = 0; c < kStep / 8; c += 2) {
-        unsigned x[4];
-        load_matrices(x, shared.others[stage][n].piece(from + c * 8 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
-        multiply_add<T>(C[c], rows, x[0], x[1]);
-        multiply_add<T>(C[c + 1], rows, x[2], x[3]);
-      }
-    }
-  }
-
   // sum += factors [16, kStep] others [kStep, kD]
-  __device__ void multiply(float (&sum)[kD / 8][4], const float (&factors)[kStep / 8][4], Tile<kD>& others, int from) {
+  __device__ void multiply(float (&sum)[kD / 8][4], const Block& factors, Tile<kD>& others, int from) {
     constexpr bool kRest = T::kRestOfWeights;
 #pragma unroll
     for (int k = 0; k < kStep / 16; ++k) {
@@ -186,7 +147,8 @@ class Backward {
 
   // What infinities and NaNs add to the rows that see them. In a query or key they make its scores infinite or NaN, so
   // that dS is 0 or NaN, and dS times them is NaN; of grad_out it is what P makes of them.
-  __device__ void add_not_finite(const float (&P)[kStep / 8][4], int from) {
+  __device__ void add_not_finite(const Block& P, int from) {
+    const Score score = this->score_of_tile();
     unsigned positive[2] = {};  // bit x: P of other x is not 0
 #pragma unroll
     for (int n = 0; n < kStep / 8; ++n) {
@@ -196,12 +158,15 @@ class Backward {
         for (int t = 0; t < 4; ++t) positive[e / 2] |= (lanes >> t & 1) << (n * 8 + 2 * t + e % 2);
       }
     }
+#pragma unroll 1
     for (int x = 0; x < kStep; ++x) {
+      bool seen[2];
+      for (int r = 0; r < 2; ++r) seen[r] = sees(r, from + x) && shows(score, r, from + x);
 #pragma unroll
       for (int n = 0; n < kD / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          if (!sees(e / 2, from + x)) continue;
+          if (!seen[e / 2]) continue;
           const int column = n * 8 + lane % 4 * 2 + e % 2;
           const float score = to_float(T{shared.others[stage][0].element(from + x, column)});
           if (score - score != 0) sums[0][n][e] = NAN;
@@ -215,19 +180,19 @@ class Backward {
   }
 
   // A row that takes part in no visible pair gets 0, or keeps what is there.
-  __device__ void store(const Gradient& gradient, const float (&sum)[kD / 8][4], int columns, float factor) {
+  __device__ void store(const Gradient& gradient, float (&sum)[kD / 8][4], int columns, float factor) {
     if (gradient.rows.data == nullptr) return;
-#pragma unroll
-    for (int n = 0; n < kD / 8; ++n) {
+#pragma unroll 1
+    for (int first_column = lane % 4 * 2; first_column < kD; first_column += 8) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int64_t row = row_index(e / 2);
-        const int column = n * 8 + lane % 4 * 2 + e % 2;
+        const int column = first_column + e % 2;
         const bool unseen = range[e / 2].empty();
         if (row >= num_own() || column >= columns || (unseen && p.accumulate)) continue;
         const Rows& rows = gradient.rows;
         const int64_t at = b * rows.batch + h * rows.head + row * rows.row + column * rows.column;
-        float value = unseen ? 0 : factor * sum[n][e] + 0.f;  // -0 + 0 is +0
+        float value = unseen ? 0 : factor * sum[0][e] + 0.f;  // -0 + 0 is +0
         if (gradient.wide) {
           float* to = static_cast<float*>(rows.data) + at;
           *to = p.accumulate ? *to + value : value;
@@ -237,18 +202,14 @@ class Backward {
           to->bits = static_cast<uint16_t>(packed<T>(value, 0));
         }
       }
+      drop_first(sum);
     }
   }
 
-  const BackwardProblem& p;
-  Memory<kD>& shared;
-  int64_t own, b, h;          // the first row of the block, its sequence and head
+  int64_t h;                  // of the own rows
   int64_t num_others, begin;  // of the sequence; the first that some own row sees, down to a tile's edge
-  int64_t first = 0;          // of the tile
-  int tiles = 0, stage = 0, lane, warp;
-  bool cut = false, careful = false;
-  Range range[2];                  // of the others that this lane's two rows see
-  float L[2] = {}, delta[2] = {};  // of these rows, where they are queries
+  int tiles = 0;
+  bool careful = false;
   float sums[kSums][kD / 8][4] = {};
 };
 
@@ -278,10 +239,10 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__
   }
 }
 
-template <class T, int kD, bool kKeys>
+template <class T, int kD, bool kKeys, bool kOptions>
 __global__ void __launch_bounds__(kThreads) backward_kernel(const __grid_constant__ BackwardProblem problem) {
   extern __shared__ __align__(16) unsigned char memory[];
-  Backward<T, kD, kKeys>(problem, *reinterpret_cast<Memory<kD>*>(memory)).run();
+  Backward<T, kD, kKeys, kOptions>(problem, *reinterpret_cast<PairsMemory<kD>*>(memory)).run();
 }
 
 template <class T, int kD, bool kKeys>
@@ -289,11 +250,11 @@ cudaError_t launch_pass(const BackwardProblem& p, cudaStream_t stream) {
   const int64_t rows = kKeys ? p.seqlen_k : p.seqlen_q, heads = kKeys ? p.heads_kv : p.heads;
   const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows * p.batch * heads;
   if (blocks == 0) return cudaSuccess;
-  const int bytes = sizeof(Memory<kD>);
-  const cudaError_t error =
-      cudaFuncSetAttribute(backward_kernel<T, kD, kKeys>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  const int bytes = sizeof(PairsMemory<kD>);
+  const auto kernel = p.has_options ? backward_kernel<T, kD, kKeys, true> : backward_kernel<T, kD, kKeys, false>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  backward_kernel<T, kD, kKeys><<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p);
+  kernel<<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -6,6 +6,7 @@
 
 #include "cuda/band.cuh"
 #include "cuda/lane_rows.cuh"
+#include "cuda/score.cuh"
 #include "cuda/tile.cuh"
 
 namespace polyhead::cuda {
@@ -15,6 +16,7 @@ template <int kD>
 struct Memory {
   Tile<kD> Q, K, V;
   int not_finite;  // 1 + the last key tile whose V had an infinity or a NaN that some row must not see
+  Kept kept;       // by dropout, of the key tile
 };
 
 // One warp's share of a tile of scores: S, then P.
@@ -28,9 +30,10 @@ struct Row {
   float m = -INFINITY;  // the largest score so far
   float l = 0;          // sum of exp(S - m), this lane's part
   float l_rounded = 0;  // the same of the weights as they multiply V
+  bool seen = false;    // some of this lane's keys, as far as options tell
 };
 
-template <class T, int kD>
+template <class T, int kD, bool kOptions>  // kOptions: a score is more than a product, see Problem
 class Forward {
  public:
   __device__ Forward(const Problem& problem, Memory<kD>& memory) : p(problem), shared(memory) {
@@ -65,9 +68,14 @@ class Forward {
       wait_for_copies();
       __syncthreads();  // V_j is there, K is free
       if (j + kTileRows < end) load_tile(shared.K, p.key, b, h_kv(), j + kTileRows, band.keys, p.head_dim);
-      const bool cut = j < all_begin || j + kTileRows > all_end;  // some row does not see some key
-      if (cut) hide(j);
+      const bool cut = hides_pairs() || j < all_begin || j + kTileRows > all_end;  // some row does not see some key
+      if constexpr (kOptions) {
+        apply_options(band, j);
+      } else if (cut) {
+        hide(j);
+      }
       softmax();
+      if (drops()) shared.kept.fill(p.dropout, b, h, query, j, false);
       bool careful = false;
       if (cut) {
         if (clear_not_finite<T>(shared.V)) atomicMax(&shared.not_finite, static_cast<int>(j / kTileRows) + 1);
@@ -75,13 +83,16 @@ class Forward {
         careful = shared.not_finite == static_cast<int>(j / kTileRows) + 1;
       }
       multiply();
-      if (careful) add_not_finite(j);
+      if (careful) add_not_finite(band, j);
     }
-    finish();
+    finish(band);
   }
 
  private:
-  __device__ int64_t row_index(int r) const { return query + warp * 16 + lane / 4 + 8 * r; }
+  __device__ bool drops() const { return kOptions && p.dropout.on; }
+  __device__ bool hides_pairs() const { return kOptions && p.hides_pairs; }
+  __device__ int local_row(int r) const { return warp * 16 + lane / 4 + 8 * r; }
+  __device__ int64_t row_index(int r) const { return query + local_row(r); }
   __device__ int64_t h_kv() const { return h / (p.heads / p.heads_kv); }
 
   // S = scale Q K^T
@@ -117,6 +128,24 @@ class Forward {
         const int64_t key = j + n * 8 + lane % 4 * 2 + e % 2;
         if (!rows[e / 2].keys.holds(key)) S.x[n][e] = -INFINITY;
       }
+    }
+  }
+
+  // The same, of the scores that options make.
+  __device__ void apply_options(const Band& band, int64_t j) {
+    const Score score(p, band.offset, b, h, query, j);
+#pragma unroll 1
+    for (int key = lane % 4 * 2; key < kTileRows; key += 8) {
+      float done[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        Row& row = rows[e / 2];
+        float x = S.x[0][e], derivative;
+        const bool visible = row.keys.holds(j + key + e % 2) && score.of(x, derivative, local_row(e / 2), key + e % 2);
+        done[e] = visible ? x : -INFINITY;
+        row.seen |= visible;
+      }
+      append(S.x, done);
     }
   }
 
@@ -163,6 +192,12 @@ class Forward {
         const float low_rounded = low_half<T>(P[a]), high_rounded = high_half<T>(P[a]);
         if constexpr (kRest) rest[a] = packed<T>(low - low_rounded, high - high_rounded);
         rows[a % 2].l_rounded += kRest ? low + high : low_rounded + high_rounded;
+        if (drops()) {
+          const unsigned keys = shared.kept.sixteen(local_row(a % 2), k) >> (a / 2 * 8 + lane % 4 * 2);
+          const unsigned halves = (keys & 1 ? 0xffffu : 0) | (keys & 2 ? 0xffff0000u : 0);
+          P[a] &= halves;
+          if constexpr (kRest) rest[a] &= halves;
+        }
       }
 #pragma unroll
       for (int n = 0; n < kD / 8; n += 2) {
@@ -180,25 +215,32 @@ class Forward {
 
   // O += P V with the infinities and NaNs of V alone, for the rows that see them: tensor cores would multiply them by
   // the 0 of a row that does not. What is added is +-inf, or NaN, also where P underflowed to 0.
-  __device__ void add_not_finite(int64_t j) {
+  __device__ void add_not_finite(const Band& band, int64_t j) {
     uint64_t positive[2] = {};  // bit k: P of key j + k is not 0
+    const Score score(p, band.offset, b, h, query, j);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const unsigned lanes = __ballot_sync(kAllLanes, S.x[n][e] > 0) >> (lane & ~3);
+        const bool kept = !drops() || shared.kept.holds(local_row(e / 2), n * 8 + lane % 4 * 2 + e % 2);
+        const unsigned lanes = __ballot_sync(kAllLanes, kept && S.x[n][e] > 0) >> (lane & ~3);
         for (int t = 0; t < 4; ++t) positive[e / 2] |= static_cast<uint64_t>(lanes >> t & 1) << (n * 8 + 2 * t + e % 2);
       }
     }
     const auto* base = static_cast<const T*>(p.value.data) + b * p.value.batch + h_kv() * p.value.head;
+#pragma unroll 1
     for (int key = 0; key < kTileRows; ++key) {
       const T* value = base + (j + key) * p.value.row;
+      bool sees[2];
+      for (int r = 0; r < 2; ++r) {
+        sees[r] = rows[r].keys.holds(j + key) && (!hides_pairs() || score.shows(local_row(r), key));
+      }
 #pragma unroll
       for (int n = 0; n < kD / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int column = n * 8 + lane % 4 * 2 + e % 2;
-          if (!rows[e / 2].keys.holds(j + key) || column >= p.head_dim_v) continue;
+          if (!sees[e / 2] || column >= p.head_dim_v) continue;
           const float v = to_float(value[column * p.value.column]);
           if (v - v != 0) O[n][e] += positive[e / 2] >> key & 1 ? v : NAN;
         }
@@ -206,26 +248,43 @@ class Forward {
     }
   }
 
-  // O / l and L = m + log l. A row that saw no key, or lies in padding, gets 0 and -inf.
-  __device__ void finish() {
+  // O / l and L = m + log l. A row that saw no key gets 0 and its sink; without one, or in padding, -inf.
+  __device__ void finish(const Band& band) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float l = sum_of_row(rows[r].l), l_rounded = sum_of_row(rows[r].l_rounded);
+      float l = sum_of_row(rows[r].l), l_rounded = sum_of_row(rows[r].l_rounded),
+            factor = kOptions ? p.dropout.factor : 1;
+      const bool seen = kOptions ? sum_of_row(rows[r].seen ? 1 : 0) > 0 : !rows[r].keys.empty();
       const int64_t i = row_index(r);
       if (i >= p.seqlen_q) continue;
-      const bool blind = rows[r].keys.empty();
+      if (!seen) l = 0;  // nothing was hidden from padding
+      if (kOptions && p.sinks != nullptr && i < band.queries) factor *= add_sink(rows[r], l, l_rounded);
+      const float unseen = l != l ? l : 0;
       T* out = static_cast<T*>(p.out.data) + b * p.out.batch + h * p.out.head + i * p.out.row;
 #pragma unroll
       for (int n = 0; n < kD / 8; ++n) {
-        const unsigned both = packed<T>(blind ? 0 : O[n][2 * r] / l_rounded, blind ? 0 : O[n][2 * r + 1] / l_rounded);
+        const unsigned both = packed<T>(seen ? factor * O[n][2 * r] / l_rounded : unseen,
+                                        seen ? factor * O[n][2 * r + 1] / l_rounded : unseen);
         const int column = n * 8 + lane % 4 * 2;
         if (column < p.head_dim_v) out[column * p.out.column].bits = static_cast<uint16_t>(both);
         if (column + 1 < p.head_dim_v) out[(column + 1) * p.out.column].bits = static_cast<uint16_t>(both >> 16);
       }
       if (p.logsumexp.data != nullptr && lane % 4 == 0) {
-        statistic(p.logsumexp, b, h, i) = blind ? -INFINITY : rows[r].m + logf(l);
+        const float none = seen ? NAN : -INFINITY;  // all scores that it saw were -inf
+        statistic(p.logsumexp, b, h, i) = l == 0 ? none : rows[r].m + logf(l);
       }
     }
+  }
+
+  // One more score of a row. Returns what O is to be multiplied by.
+  __device__ float add_sink(Row& row, float& l, float& l_rounded) const {
+    const float sink = sink_of(p, h);
+    const float largest = fmaxf(row.m, sink), m = largest == -INFINITY ? 0 : largest;
+    const float alpha = exp2_approx((row.m - m) * kLog2E), weight = exp2_approx((sink - m) * kLog2E);
+    row.m = largest;
+    l = l * alpha + weight;
+    l_rounded = l_rounded * alpha + weight;
+    return alpha;
   }
 
   const Problem& p;
@@ -237,20 +296,20 @@ class Forward {
   float O[kD / 8][4] = {};
 };
 
-template <class T, int kD>
+template <class T, int kD, bool kOptions>
 __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant__ Problem problem) {
   extern __shared__ __align__(16) unsigned char memory[];
-  Forward<T, kD>(problem, *reinterpret_cast<Memory<kD>*>(memory)).run();
+  Forward<T, kD, kOptions>(problem, *reinterpret_cast<Memory<kD>*>(memory)).run();
 }
 
 template <class T, int kD>
 cudaError_t launch(const Problem& p, cudaStream_t stream) {
   const int bytes = sizeof(Memory<kD>);
-  const cudaError_t error =
-      cudaFuncSetAttribute(forward_kernel<T, kD>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  const auto kernel = p.has_options ? forward_kernel<T, kD, true> : forward_kernel<T, kD, false>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
   const int64_t blocks = (p.seqlen_q + kBlockRows - 1) / kBlockRows * p.batch * p.heads;
-  forward_kernel<T, kD><<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p);
+  kernel<<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -30,10 +30,10 @@ __device__ inline int64_t bounded_sum(int64_t a, int64_t b) {
 struct Band {
   int64_t queries, keys;  // of the sequence; the rows behind are padding
   int64_t begin, end;
+  int64_t offset;
 
   __device__ Band(const Problem& p, int64_t b)
-      : queries(length(p.seqlens_q, b, p.seqlen_q)), keys(length(p.seqlens_k, b, p.seqlen_k)) {
-    int64_t offset = p.offset;
+      : queries(length(p.seqlens_q, b, p.seqlen_q)), keys(length(p.seqlens_k, b, p.seqlen_k)), offset(p.offset) {
     if (p.diagonal == Diagonal::kBottomRight) offset = keys - queries;
     if (p.diagonal == Diagonal::kPerSequence) offset = of_sequence(p.query_offsets, b);
     begin = p.left < 0 ? -kFar : bounded_sum(offset, -p.left);

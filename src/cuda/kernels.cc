@@ -1,8 +1,11 @@
 // What of a desc the CUDA kernels take, and how a call's tensors are told to them.
 #include "cuda/kernels.h"
 
+#include <algorithm>
 #include <cmath>
 
+#include "core/dropout.h"
+#include "core/philox.h"
 #include "core/sentence.h"
 #include "cuda/problem.h"
 
@@ -49,9 +52,13 @@ AttentionDesc taken_of(const AttentionDesc& desc) {
   taken.align = desc.align;
   taken.query_offset = desc.query_offset;
   taken.has_query_offsets = desc.has_query_offsets;
-  taken.attn_mask = desc.attn_mask;  // not given
+  taken.softcap = desc.softcap;
+  taken.attn_mask = desc.attn_mask;
   taken.attn_bias = desc.attn_bias;
-  taken.dropout_origin = desc.dropout_origin;  // unused
+  taken.alibi_slopes_ndim = desc.alibi_slopes_ndim;
+  taken.has_sink_logits = desc.has_sink_logits;
+  taken.dropout_p = desc.dropout_p;
+  taken.dropout_origin = desc.dropout_origin;
   return taken;
 }
 
@@ -62,13 +69,7 @@ std::string option_refused(const AttentionDesc& desc) {
   };
   const Option options[] = {{desc.packed, "packed"},
                             {desc.page_size > 0, "page_size"},
-                            {desc.softcap != 0, "softcap"},
                             {desc.has_windows, "windows of each query"},
-                            {desc.attn_mask.given, "attn_mask"},
-                            {desc.attn_bias.given, "attn_bias"},
-                            {desc.alibi_slopes_ndim > 0, "alibi_slopes"},
-                            {desc.has_sink_logits, "sink_logits"},
-                            {desc.dropout_p > 0, "dropout"},
                             {desc.return_weights != ReturnWeights::kNone, "return_weights"},
                             {desc.return_column_sums, "return_column_sums"},
                             {desc.program != nullptr, "a program"},
@@ -87,6 +88,12 @@ MemorySize key_blocks(const AttentionDesc& desc) {
   return MemorySize(desc.batch) * MemorySize(desc.num_heads_kv) * MemorySize(pieces(desc.seqlen_k, kBlockRows));
 }
 
+// Tiles of pairs, where gradients are summed over them.
+MemorySize pair_tiles(const AttentionDesc& desc) {
+  if (!desc.attn_bias.given && desc.alibi_slopes_ndim == 0) return 0;
+  return query_blocks(desc) * MemorySize(pieces(desc.seqlen_k, kBlockRows));
+}
+
 std::string why_not(const AttentionDesc& desc) {
   if (desc.dtype != DType::kBFloat16 && desc.dtype != DType::kFloat16) {
     return sentence("dtype is ", dtype_name(desc.dtype), ", takes bfloat16 or float16");
@@ -99,7 +106,8 @@ std::string why_not(const AttentionDesc& desc) {
     if (!reason.empty()) return reason;
   }
   for (const auto& [blocks, what] : {std::pair(query_blocks(desc), "batch * num_heads * tiles of 64 queries"),
-                                     std::pair(key_blocks(desc), "batch * num_heads_kv * tiles of 64 keys")}) {
+                                     std::pair(key_blocks(desc), "batch * num_heads_kv * tiles of 64 keys"),
+                                     std::pair(pair_tiles(desc), "batch * num_heads * tiles of 64 x 64 pairs")}) {
     if (blocks > MemorySize(INT32_MAX)) return sentence(what, " is above 2^31 - 1, which a grid cannot hold");
   }
   return why_no_device();
@@ -124,6 +132,53 @@ Statistic statistic_of(const Tensor& t) {
 PerSequence per_sequence(const Tensor& t) {
   if (!t.given()) return {};
   return {t.data, t.strides[0], t.dtype == DType::kInt64};
+}
+
+Number number_of(DType dtype) {
+  if (dtype == DType::kBFloat16) return Number::kBFloat16;
+  return dtype == DType::kFloat16 ? Number::kFloat16 : Number::kFloat32;
+}
+
+// A mask or bias, [1 or batch, 1 or num_heads, 1 or seqlen_q, 1 or seqlen_k].
+Broadcast broadcast_of(const Tensor& t) {
+  if (!t.given()) return {};
+  const auto stride = [&](int n) { return t.dims[n] == 1 ? 0 : t.strides[n]; };
+  return {t.data, stride(0), stride(1), stride(2), stride(3), number_of(t.dtype)};
+}
+
+// [num_heads], or [batch, num_heads]
+Broadcast slopes_of(const Tensor& t) {
+  if (!t.given()) return {};
+  return {t.data, t.ndim == 2 ? t.strides[0] : 0, t.strides[t.ndim - 1]};
+}
+
+Dropout dropout_of(const AttentionDesc& desc, const ForwardArgs& args) {
+  Dropout dropout;
+  if (desc.dropout_p == 0) return dropout;
+  const DropoutOrigin& origin = desc.dropout_origin;
+  dropout.on = true;
+  dropout.threshold = dropout_threshold(desc.dropout_p);
+  dropout.offset = args.dropout_offset;
+  dropout.first_head = static_cast<uint32_t>(origin.first_head);
+  dropout.heads = static_cast<uint32_t>(counted_heads(origin, desc.num_heads));
+  dropout.first_query = static_cast<uint32_t>(origin.first_query);
+  dropout.first_key_group = static_cast<uint32_t>(origin.first_key / 8);
+  dropout.seed = args.dropout_seed.value_or(0);
+  dropout.factor = desc.dropout_p < 1 ? static_cast<float>(1 / (1 - desc.dropout_p)) : 0;
+  return dropout;
+}
+
+void set_options(const AttentionDesc& desc, const ForwardArgs& args, Problem* p) {
+  p->softcap = static_cast<float>(desc.softcap);
+  p->mask = broadcast_of(args.attn_mask);
+  p->bias = broadcast_of(args.attn_bias);
+  p->slopes = slopes_of(args.alibi_slopes);
+  p->sinks = static_cast<const float*>(args.sink_logits.data);
+  p->sinks_stride = args.sink_logits.strides[0];
+  p->dropout = dropout_of(desc, args);
+  p->hides_pairs = p->mask.data != nullptr || p->bias.data != nullptr;
+  p->has_options =
+      p->hides_pairs || p->softcap > 0 || p->slopes.data != nullptr || p->sinks != nullptr || p->dropout.on;
 }
 
 void set_problem(const AttentionDesc& desc, const ForwardArgs& args, Problem* p) {
@@ -153,6 +208,7 @@ void set_problem(const AttentionDesc& desc, const ForwardArgs& args, Problem* p)
   }
   p->left = desc.window_left;
   p->right = desc.causal ? 0 : desc.window_right;
+  set_options(desc, args, p);
 }
 
 Status launched(cudaError_t error) {
@@ -170,11 +226,70 @@ Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& ru
                                                  : launch_forward_float16(problem, stream));
 }
 
-// delta [batch, num_heads, seqlen_q]
-MemorySize backward_workspace_bytes(const AttentionDesc& desc, int) {
+// [batch, num_heads, seqlen_q]
+MemorySize delta_bytes(const AttentionDesc& desc) {
   const MemorySize bytes =
       MemorySize(4) * MemorySize(desc.batch) * MemorySize(desc.num_heads) * MemorySize(desc.seqlen_q);
   return bytes.rounded_up(64);
+}
+
+// How the sums of a gradient are cut that is [1 or batch, 1 or num_heads, 1 or seqlen_q, 1 or seqlen_k].
+PairSums pair_sums(const AttentionDesc& desc, const int64_t (&dims)[4]) {
+  constexpr int64_t kBlocks = 512;  // enough for every GPU
+  const int64_t all[4] = {desc.batch, desc.num_heads, pieces(desc.seqlen_q, kBlockRows),
+                          pieces(desc.seqlen_k, kBlockRows)};
+  PairSums sums;
+  sums.by_query = dims[2] != 1;
+  sums.by_key = dims[3] != 1;
+  sums.tiles = sums.pairs = 1;
+  for (int n = 0; n < 4; ++n) {
+    sums.own[n] = dims[n] != 1 ? all[n] : 1;
+    sums.summed[n] = dims[n] != 1 ? 1 : all[n];
+    sums.tiles *= sums.own[n];
+    sums.pairs *= sums.summed[n];
+  }
+  if (sums.tiles > 0)
+    sums.parts = std::clamp<int64_t>(pieces(kBlocks, sums.tiles), 1, std::max<int64_t>(sums.pairs, 1));
+  return sums;
+}
+PairSums bias_sums(const AttentionDesc& desc) {
+  if (!desc.attn_bias.given) return {};
+  return pair_sums(desc, desc.attn_bias.dims);
+}
+PairSums slope_sums(const AttentionDesc& desc) {
+  if (desc.alibi_slopes_ndim == 0) return {};
+  PairSums sums = pair_sums(desc, {desc.alibi_slopes_ndim == 2 ? desc.batch : 1, desc.num_heads, 1, 1});
+  sums.by_distance = true;
+  return sums;
+}
+
+// Both gradients take the same memory, one after the other.
+MemorySize partial_bytes(const AttentionDesc& desc) {
+  MemorySize most = 0;
+  for (const PairSums& sums : {bias_sums(desc), slope_sums(desc)}) {
+    if (sums.parts == 1) continue;
+    most = std::max(most, MemorySize(4) * sums.parts * sums.tiles * sums.rows() * sums.columns());
+  }
+  return most.rounded_up(64);
+}
+
+MemorySize backward_workspace_bytes(const AttentionDesc& desc, int) { return delta_bytes(desc) + partial_bytes(desc); }
+
+void set_sums(const PairSums& cut, const Broadcast& gradient, const AttentionDesc& desc, void* workspace,
+              PairSums* sums) {
+  if (gradient.data == nullptr) return;
+  *sums = cut;
+  sums->gradient = gradient;
+  if (sums->parts == 1) return;
+  sums->partial = reinterpret_cast<float*>(static_cast<char*>(workspace) + delta_bytes(desc).value());
+}
+
+void set_gradients_of_options(const AttentionDesc& desc, const BackwardArgs& args, BackwardProblem* p) {
+  void* const workspace = args.forward.workspace;
+  set_sums(bias_sums(desc), broadcast_of(args.grad_attn_bias), desc, workspace, &p->bias_sums);
+  set_sums(slope_sums(desc), slopes_of(args.grad_alibi_slopes), desc, workspace, &p->slope_sums);
+  p->grad_sinks = static_cast<float*>(args.grad_sink_logits.data);
+  p->grad_sinks_stride = args.grad_sink_logits.strides[0];
 }
 
 Status backward(const AttentionDesc& desc, const BackwardArgs& args, const Run& run) {
@@ -188,9 +303,14 @@ Status backward(const AttentionDesc& desc, const BackwardArgs& args, const Run& 
   problem.grad_key = gradient_of(args.grad_key);
   problem.grad_value = gradient_of(args.grad_value);
   problem.accumulate = args.accumulate;
+  set_gradients_of_options(desc, args, &problem);
   const auto stream = static_cast<cudaStream_t>(run.stream);
-  return launched(desc.dtype == DType::kBFloat16 ? launch_backward_bfloat16(problem, stream)
-                                                 : launch_backward_float16(problem, stream));
+  const bool bfloat16 = desc.dtype == DType::kBFloat16;
+  const Status status =
+      launched(bfloat16 ? launch_backward_bfloat16(problem, stream) : launch_backward_float16(problem, stream));
+  if (!status.ok()) return status;
+  return launched(bfloat16 ? launch_score_gradients_bfloat16(problem, stream)
+                           : launch_score_gradients_float16(problem, stream));
 }
 
 }  // namespace

@@ -15,6 +15,21 @@ struct Range {
   __device__ bool empty() const { return first >= last; }
 };
 
+// Block n + 1 becomes block n, and `last` the last one. A loop that takes the first block each time has code for one alone,
+// and registers need no index: for what is long and not in the inner loop.
+template <int kBlocks>
+__device__ inline void append(float (&blocks)[kBlocks][4], const float (&last)[4]) {
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) blocks[n][e] = n + 1 < kBlocks ? blocks[n + 1][e] : last[e];
+  }
+}
+template <int kBlocks>
+__device__ inline void drop_first(float (&blocks)[kBlocks][4]) {
+  append(blocks, {0, 0, 0, 0});
+}
+
 __device__ inline float max_of_row(float x) {
   x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
   return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "cuda/problem.h"
+
 namespace polyhead::cuda {
 
 struct BFloat16 {
@@ -44,6 +46,22 @@ __device__ inline float low_half(unsigned both) {
 template <class T>
 __device__ inline float high_half(unsigned both) {
   return to_float(T{static_cast<uint16_t>(both >> 16)});
+}
+
+// Element n of an array.
+__device__ inline float load_number(const void* data, Number number, int64_t n) {
+  switch (number) {
+    case Number::kBFloat16: return to_float(static_cast<const BFloat16*>(data)[n]);
+    case Number::kFloat16: return to_float(static_cast<const Float16*>(data)[n]);
+    default: return static_cast<const float*>(data)[n];
+  }
+}
+__device__ inline void store_number(void* data, Number number, int64_t n, float x) {
+  switch (number) {
+    case Number::kBFloat16: static_cast<BFloat16*>(data)[n].bits = static_cast<uint16_t>(packed<BFloat16>(x, 0)); break;
+    case Number::kFloat16: static_cast<Float16*>(data)[n].bits = static_cast<uint16_t>(packed<Float16>(x, 0)); break;
+    default: static_cast<float*>(data)[n] = x;
+  }
 }
 
 // Which halves of a register hold an infinity or a NaN: a mask of their bits.

@@ -34,6 +34,23 @@ struct PerSequence {
   bool wide = false;  // int64
 };
 
+enum class Number { kFloat32, kBFloat16, kFloat16 };
+
+// A tensor that broadcasts to [batch, heads, queries, keys]: strides are 0 where it does. No data: not given, not wanted.
+struct Broadcast {
+  void* data = nullptr;
+  int64_t batch = 0, head = 0, query = 0, key = 0;
+  Number number = Number::kFloat32;  // of a bias; a mask has bytes
+};
+
+// Which weights are kept (polyhead/dropout.h), counted from the call's first head, query and eight keys.
+struct Dropout {
+  bool on = false;
+  uint32_t threshold = 0, offset = 0, first_head = 0, heads = 0, first_query = 0, first_key_group = 0;
+  uint64_t seed = 0;
+  float factor = 1;  // of what is kept
+};
+
 // Where query i stands among the keys: at i + offset.
 enum class Diagonal { kFixed, kBottomRight, kPerSequence };
 
@@ -48,6 +65,31 @@ struct Problem {
   Diagonal diagonal = Diagonal::kFixed;
   int64_t offset = 0;             // with kFixed
   int64_t left = -1, right = -1;  // query i sees keys from i + offset - left to i + offset + right; -1: open
+  float softcap = 0;              // 0: none
+  Broadcast mask, bias;
+  Broadcast slopes;              // of ALiBi, float32: no queries, no keys
+  const float* sinks = nullptr;  // [heads]
+  int64_t sinks_stride = 0;
+  Dropout dropout;
+
+  // Whether a score is more than a product, and whether a query may see some keys of its range and not others.
+  bool has_options = false, hides_pairs = false;
+};
+
+constexpr int kBlockRows = 64;  // of queries, or of keys, of a block of threads
+
+// A gradient of what is added to scores, and how its sums over pairs are cut. No gradient: not wanted.
+struct PairSums {
+  Broadcast gradient;
+  bool by_distance = false;               // times -|i + offset - j|
+  bool by_query = false, by_key = false;  // dims that the gradient has
+  int64_t own[4] = {}, summed[4] = {};    // batch, heads, tiles of queries and of keys: 1 in one of both
+  int64_t tiles = 0, pairs = 0;           // of the gradient; of pairs that each of them sums
+  int64_t parts = 1;                      // blocks that share a tile
+  float* partial = nullptr;               // [parts, tiles, rows, columns] in the workspace; null: there is one part
+
+  constexpr int64_t rows() const { return by_query ? kBlockRows : 1; }
+  constexpr int64_t columns() const { return by_key ? kBlockRows : 1; }
 };
 
 struct BackwardProblem : Problem {
@@ -56,16 +98,20 @@ struct BackwardProblem : Problem {
       given_delta;  // given_delta: sum grad_out * out, where somebody has it; `out` is not read then
   Statistic delta;  // the workspace: sum grad_out * out - grad_logsumexp
   Gradient grad_query, grad_key, grad_value;
+  PairSums bias_sums, slope_sums;
+  float* grad_sinks = nullptr;
+  int64_t grad_sinks_stride = 0;
   bool accumulate = false;
 };
 
 constexpr int kMostHeadDim = 128;  // 256 would not fit in the registers of a thread
-constexpr int kBlockRows = 64;     // of queries, or of keys, of a block of threads
 
 // Put the kernels on the stream. At least one query, head and sequence; their blocks fit in a grid (2^31 - 1).
 cudaError_t launch_forward_bfloat16(const Problem& problem, cudaStream_t stream);
 cudaError_t launch_forward_float16(const Problem& problem, cudaStream_t stream);
 cudaError_t launch_backward_bfloat16(const BackwardProblem& problem, cudaStream_t stream);
 cudaError_t launch_backward_float16(const BackwardProblem& problem, cudaStream_t stream);
+cudaError_t launch_score_gradients_bfloat16(const BackwardProblem& problem, cudaStream_t stream);  // after backward
+cudaError_t launch_score_gradients_float16(const BackwardProblem& problem, cudaStream_t stream);
 
 }  // namespace polyhead::cuda

@@ -65,6 +65,7 @@ class Call {
 class BackwardCall : private Call {
  public:
   BackwardCall(const AttentionDesc& desc, const Plan& plan) : Call(desc) {
+    if (desc.dropout_p > 0) Call::args.dropout_seed = 1;
     EXPECT_TRUE(plan.forward(Call::args).ok());
     args.forward = Call::args;
     args.grad_out = Call::args.out;
@@ -102,16 +103,12 @@ TEST(CudaPlan, RefusesBySentence) {
       {[](auto& d) { d.head_dim_v = 200; }, "head_dim_v is 200, takes 0 to 128"},
       {[](auto& d) { d.packed = true; }, "packed is given, which this kernel does not compute"},
       {[](auto& d) { d.page_size = 7, d.num_pages = 20, d.has_seqlens_k = true; }, "page_size is given, which"},
-      {[](auto& d) { d.softcap = 30; }, "softcap is given, which"},
       {[](auto& d) { d.has_windows = true; }, "windows of each query is given, which"},
-      {[](auto& d) { d.attn_mask.given = true; }, "attn_mask is given, which"},
-      {[](auto& d) { d.attn_bias.given = true; }, "attn_bias is given, which"},
-      {[](auto& d) { d.alibi_slopes_ndim = 1, d.align = Align::kTopLeft; }, "alibi_slopes is given, which"},
-      {[](auto& d) { d.has_sink_logits = true; }, "sink_logits is given, which"},
-      {[](auto& d) { d.dropout_p = 0.5; }, "dropout is given, which"},
       {[](auto& d) { d.return_weights = ReturnWeights::kMean; }, "return_weights is given, which"},
       {[](auto& d) { d.return_column_sums = true; }, "return_column_sums is given, which"},
-      {[](auto& d) { d.batch = int64_t{1} << 30; }, "batch * num_heads * tiles of 64 queries is above 2^31 - 1"}};
+      {[](auto& d) { d.batch = int64_t{1} << 30; }, "batch * num_heads * tiles of 64 queries is above 2^31 - 1"},
+      {[](auto& d) { d.batch = int64_t{1} << 28, d.attn_bias.given = true; },
+       "batch * num_heads * tiles of 64 x 64 pairs is above 2^31 - 1"}};
   for (const auto& [change, reason] : kRefused) {
     AttentionDesc desc = small();
     change(desc);
@@ -144,10 +141,11 @@ TEST(CudaPlan, RunsOnTheStreamOfTheCall) {
 
 // No two lanes of a phase want the same bank of shared memory.
 TEST(CudaPlan, HasNoBankConflicts) {
-  for (const int64_t dim : {64, 128}) {
+  for (const auto& [dim, options] : {std::pair(64, false), {128, false}, {64, true}}) {
     AttentionDesc desc = small();
     desc.seqlen_q = desc.seqlen_k = 128;
     desc.head_dim = desc.head_dim_v = dim;
+    if (options) desc.softcap = 30, desc.dropout_p = 0.1;
     const Result<Plan> made = plan_on_device(desc);
     ASSERT_TRUE(made.ok());
     cuda_sim::take_counters();
@@ -157,6 +155,44 @@ TEST(CudaPlan, HasNoBankConflicts) {
     const cuda_sim::Counters counters = cuda_sim::take_counters();
     EXPECT_GT(counters.bank_phases, 10000u);
     EXPECT_EQ(counters.bank_waves, counters.bank_phases);
+  }
+}
+
+// Query and key are 0, so that all weights are alike, and value is the unit matrix: out shows which weights are kept.
+TEST(CudaPlan, DropsTheWeightsThatDropoutMaskTells) {
+  AttentionDesc desc = small();
+  desc.seqlen_q = 70;
+  desc.seqlen_k = desc.head_dim_v = 128;
+  desc.dropout_p = 0.5;
+  desc.scale = 0;
+  desc.dropout_origin = {.first_head = 5, .num_heads = 9, .first_query = 3, .first_key = 16};
+  const Result<Plan> made = plan_on_device(desc);
+  ASSERT_TRUE(made.ok());
+  Call call(desc);
+  call.args.dropout_seed = 0x123456789abcdef;
+  call.args.dropout_offset = 77;
+  const Tensor& value = call.args.value;
+  std::vector<uint16_t> unit(static_cast<size_t>(value.num_elements()));
+  for (int64_t b = 0; b < value.dims[0]; ++b) {
+    for (int64_t j = 0; j < value.dims[1]; ++j) {
+      for (int64_t h = 0; h < value.dims[2]; ++h) {
+        unit[static_cast<size_t>(b * value.strides[0] + j * value.strides[1] + h * value.strides[2] + j)] = 0x3f80;
+      }
+    }
+  }
+  ASSERT_EQ(cudaMemcpy(value.data, unit.data(), unit.size() * 2, cudaMemcpyHostToDevice), cudaSuccess);
+  ASSERT_TRUE(made->forward(call.args).ok());
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
+  Tensor kept(nullptr, DType::kBool, {desc.batch, desc.num_heads, desc.seqlen_q, desc.seqlen_k});
+  std::vector<uint8_t> mask(static_cast<size_t>(kept.num_elements()));
+  kept.data = mask.data();
+  ASSERT_TRUE(dropout_mask(desc.dropout_p, *call.args.dropout_seed, 77, kept, desc.dropout_origin).ok());
+  const Tensor& out = call.args.out;
+  for (int64_t n = 0; n < kept.num_elements(); ++n) {
+    const int64_t j = n % 128, i = n / 128 % 70, h = n / 128 / 70 % 4, b = n / 128 / 70 / 4;
+    const int64_t at = b * out.strides[0] + i * out.strides[1] + h * out.strides[2] + j;
+    const uint16_t want = mask[static_cast<size_t>(n)] != 0 ? 0x3c80 : 0;  // 2 / 128
+    ASSERT_EQ(static_cast<const uint16_t*>(out.data)[at], want) << b << " " << h << " " << i << " " << j;
   }
 }
 

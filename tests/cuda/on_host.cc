@@ -56,7 +56,8 @@ class Lent {
 };
 
 void lend_inputs(Lent& lent, ForwardArgs& args) {
-  for (Tensor* input : {&args.query, &args.key, &args.value, &args.seqlens_q, &args.seqlens_k, &args.query_offsets}) {
+  for (Tensor* input : {&args.query, &args.key, &args.value, &args.seqlens_q, &args.seqlens_k, &args.query_offsets,
+                        &args.attn_mask, &args.attn_bias, &args.alibi_slopes, &args.sink_logits}) {
     lent.lend(*input, true);
   }
 }
@@ -92,7 +93,10 @@ Status backward(const AttentionDesc& desc, const BackwardArgs& on_host, const Ru
        {&args.forward.out, &args.forward.logsumexp, &args.grad_out, &args.grad_logsumexp, &args.delta}) {
     lent.lend(*input, true);
   }
-  for (Tensor* gradient : {&args.grad_query, &args.grad_key, &args.grad_value}) lent.lend(*gradient, args.accumulate);
+  for (Tensor* gradient : {&args.grad_query, &args.grad_key, &args.grad_value, &args.grad_attn_bias,
+                           &args.grad_alibi_slopes, &args.grad_sink_logits}) {
+    lent.lend(*gradient, args.accumulate);
+  }
   lent.lend(args.forward.workspace, args.forward.workspace_bytes);
   return finished(made->backward(args));
 }

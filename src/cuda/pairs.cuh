@@ -1,0 +1,130 @@
+// What the gradients of attention recompute: P and dS of a tile of pairs, for the file that says what is summed of them.
+//   P = exp(S - L)   dP = dropout(dO V^T)   dS = P (dP - delta)   delta = sum_c dO O - dL
+// A block owns 64 rows, a warp 16 of them, and looks at tiles of 64 others, kStep at a time.
+//   kKeys false   own Q, dO   others K, V    products P, dS [own, others]
+//   kKeys true    own K, V    others Q, dO   products P^T, dS^T
+#pragma once
+
+#include "cuda/band.cuh"
+#include "cuda/lane_rows.cuh"
+#include "cuda/score.cuh"
+#include "cuda/tile.cuh"
+
+namespace polyhead::cuda {
+
+template <int kD>
+struct PairsMemory {
+  Tile<kD> own[2];
+  Tile<kD> others[2][2];                       // two stages: one is on its way while the other is used
+  float L[2][kTileRows], delta[2][kTileRows];  // of the others, where they are queries
+  int not_finite;                              // 1 + the last tile of which some row must not see all, see careful
+  Kept kept;                                   // by dropout
+};
+
+template <class T, int kD, bool kKeys, bool kOptions, int kStep>
+class Pairs {
+ protected:
+  using Block = float[kStep / 8][4];  // of this warp's rows and kStep others
+
+  __device__ Pairs(const BackwardProblem& problem, PairsMemory<kD>& memory)
+      : p(problem),
+        shared(memory),
+        lane(static_cast<int>(threadIdx.x) % 32),
+        warp(static_cast<int>(threadIdx.x) / 32) {}
+
+  __device__ bool drops() const { return kOptions && p.dropout.on; }
+  __device__ bool hides_pairs() const { return kOptions && p.hides_pairs; }
+  __device__ int64_t group() const { return p.heads / p.heads_kv; }
+  __device__ int local_row(int r) const { return warp * 16 + lane / 4 + 8 * r; }
+  __device__ int64_t row_index(int r) const { return own + local_row(r); }
+  __device__ int other_index(int from, int n, int e) const { return from + n * 8 + lane % 4 * 2 + e % 2; }
+  __device__ bool sees(int r, int other) const { return !cut || range[r].holds(first + other); }
+  __device__ Score score_of_tile() const {
+    return kKeys ? Score(p, offset, b, head, first, own) : Score(p, offset, b, head, own, first);
+  }
+  __device__ bool shows(const Score& score, int r, int other) const {
+    return !hides_pairs() || (kKeys ? score.shows(other, local_row(r)) : score.shows(local_row(r), other));
+  }
+
+  // L and delta of this lane's rows, where they are queries.
+  __device__ void read_statistics(int64_t queries) {
+    for (int r = 0; r < 2; ++r) {
+      const bool there = row_index(r) < queries;
+      L[r] = there ? statistic(p.logsumexp, b, head, row_index(r)) : 0;
+      delta[r] = there ? statistic(p.delta, b, head, row_index(r)) : 0;
+    }
+  }
+
+  // Which weights of the tile dropout keeps.
+  __device__ void draw() {
+    if (drops()) shared.kept.fill(p.dropout, b, head, kKeys ? first : own, kKeys ? own : first, kKeys);
+  }
+
+  // Products of this warp's own rows with kStep others: n = 0 Q K^T, n = 1 dO V^T, or their transposes.
+  __device__ void products(Block& C, int n, int from) {
+#pragma unroll
+    for (int k = 0; k < kD / 16; ++k) {
+      unsigned rows[4];
+      load_matrices(rows, shared.own[n].piece(warp * 16 + lane % 16, 2 * k + lane / 16));
+#pragma unroll
+      for (int c = 0; c < kStep / 8; c += 2) {
+        unsigned x[4];
+        load_matrices(x, shared.others[stage][n].piece(from + c * 8 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+        multiply_add<T>(C[c], rows, x[0], x[1]);
+        multiply_add<T>(C[c + 1], rows, x[2], x[3]);
+      }
+    }
+  }
+
+  // Q K^T -> dropout(P), dO V^T -> dS
+  __device__ void weights(Block& P, Block& dS, int from) {
+#pragma unroll
+    for (int n = 0; n < kStep / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int x = other_index(from, n, e);
+        const float weight = exp2_approx((P[n][e] * p.scale - L_of(e, x)) * kLog2E);
+        const bool visible = sees(e / 2, x);
+        dS[n][e] = visible ? weight * (dS[n][e] - delta_of(e, x)) : 0;
+        P[n][e] = visible ? weight : 0;
+      }
+    }
+  }
+
+  // The same with options. What dS becomes is told by gradient(dS, dS / dX, i, j) of the query and the key of the pair.
+  template <class Gradient>
+  __device__ void weights_by_options(Block& P, Block& dS, int from, const Score& score, const Gradient& gradient) {
+#pragma unroll 1
+    for (int first_of_8 = from; first_of_8 < from + kStep; first_of_8 += 8) {
+      float done[2][4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int x = other_index(first_of_8, 0, e), row = local_row(e / 2), i = kKeys ? x : row, j = kKeys ? row : x;
+        float S = P[0][e] * p.scale, derivative = 0;
+        const bool visible = range[e / 2].holds(first + x) && score.of(S, derivative, i, j);
+        const float weight = exp2_approx((S - L_of(e, x)) * kLog2E);
+        const float factor = !drops() ? 1 : shared.kept.holds(i, j) ? p.dropout.factor : 0;
+        done[0][e] = visible ? weight * factor : 0;
+        done[1][e] = visible ? gradient(weight * (factor * dS[0][e] - delta_of(e, x)), derivative, i, j) : 0;
+      }
+      append(P, done[0]);
+      append(dS, done[1]);
+    }
+  }
+
+  const BackwardProblem& p;
+  PairsMemory<kD>& shared;
+  int64_t own = 0, b = 0, head = 0;  // the first row that the block owns; the sequence and head of the queries
+  int64_t offset = 0;                // of the diagonal
+  int64_t first = 0;                 // of the others
+  int stage = 0, lane, warp;
+  bool cut = false;                // some row does not see some other
+  Range range[2];                  // of the others that this lane's two rows see
+  float L[2] = {}, delta[2] = {};  // of these rows, where they are queries
+
+ private:
+  __device__ float L_of(int e, int x) const { return kKeys ? shared.L[stage][x] : L[e / 2]; }
+  __device__ float delta_of(int e, int x) const { return kKeys ? shared.delta[stage][x] : delta[e / 2]; }
+};
+
+}  // namespace polyhead::cuda
