@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "command.h"
+#include "dot.h"
 #include "file.h"
 #include "polyhead/graph.h"
 #include "report.h"
@@ -17,7 +18,7 @@ namespace {
 namespace fs = std::filesystem;
 
 struct FuseCommand {
-  std::string model, out, domain = "onnx", unseen_rows = "keep", format = "md";
+  std::string model, out, dot, domain = "onnx", unseen_rows = "keep", format = "md";
   bool force = false, report = false;
 };
 
@@ -48,6 +49,17 @@ Report table(const graph::Report& told) {
   return report;
 }
 
+// The candidate that a picture is asked of, or why there is none.
+Result<const graph::Candidate*> pictured(const graph::Report& told, const std::string& place) {
+  std::string places;
+  for (const graph::Candidate& each : told.candidates) {
+    if (each.place == place) return &each;
+    places += (places.empty() ? "" : ", ") + printable(each.place);
+  }
+  return refused(fmt::format("--dot is {}, must be the place of a softmax: {}", printable(place),
+                             places.empty() ? "the model has none" : places));
+}
+
 Result<int> fuse_model(const FuseCommand& command) {
   const auto format = parse_format(command.format);
   if (!format.ok()) return format.status();
@@ -66,6 +78,12 @@ Result<int> fuse_model(const FuseCommand& command) {
     if (Status status = check_place(command, *model); !status.ok()) return status;
   }
   const graph::Report told = graph::fuse(*model, options);
+  if (!command.dot.empty()) {
+    const auto candidate = pictured(told, command.dot);
+    if (!candidate.ok()) return candidate.status();
+    fmt::print("{}", dot_of(**candidate));
+    if (command.out.empty()) return 0;
+  }
   if (!command.out.empty()) {
     auto file = OutputFile::create(command.out, command.force);
     if (!file.ok()) return file.status();
@@ -73,6 +91,7 @@ Result<int> fuse_model(const FuseCommand& command) {
     if (Status status = file->write(bytes.data(), bytes.size()); !status.ok()) return status;
     if (Status status = file->commit(); !status.ok()) return status;
   }
+  if (!command.dot.empty()) return 0;
   if (command.report || *format != Format::kMarkdown) {
     fmt::print("{}", table(told).text(*format));
     return 0;
@@ -102,9 +121,13 @@ Command add_fuse(CLI::App& root) {
       "of a row that a mask hides as a whole by a finite number: keep (default) the mean that it had; zero: "
       "give 0, as for -inf, which lets more masks become options of the operator");
   app->add_flag("--report", command->report, "what became of each softmax, or why it stays");
+  app->add_option(
+      "--dot", command->dot,
+      "instead of that, a picture of the candidate at this place, before and after, in Graphviz's language");
   app->add_flag("--force", command->force, "replace the file that --out names");
   add_format_option(*app, command->format);
-  app->footer(help_footer(false, "polyhead fuse model.onnx -o fused.onnx", "polyhead fuse model.onnx --report"));
+  app->footer(help_footer(false, "polyhead fuse model.onnx -o fused.onnx --report",
+                          "polyhead fuse model.onnx --dot /attn/Softmax | dot -Tsvg -o attention.svg"));
   return {app, [command] { return fuse_model(*command); }};
 }
 

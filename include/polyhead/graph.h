@@ -146,6 +146,9 @@ struct Candidate {
   std::string pattern = {};  ///< in words
   std::string became = {};   ///< fused: the new node
   std::string reason = {};   ///< not fused: the first condition that failed, with the name of the node where it did
+  std::vector<Node> before =
+      {};                        ///< the nodes around the softmax, without attributes; all that go away, if it is fused
+  std::vector<Node> after = {};  ///< fused: what stands in their place
   int64_t saved_bytes = 0;  ///< fused with its backward: what a step keeps between both no more; 0: sizes are not known
 };
 

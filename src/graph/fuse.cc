@@ -103,6 +103,9 @@ class Fusion {
       if (candidate.reason.empty()) candidate.reason = objection_;
       if (candidate.reason.empty()) accept(work, *match, taken, candidate);
       candidate.fused = candidate.reason.empty();
+      const Rewrite* rewrite = candidate.fused ? &work.rewrites.back() : nullptr;
+      candidate.before = nodes_before(net, *match, rewrite);
+      if (candidate.fused) candidate.after = rewrite->nodes;
       report_.candidates.push_back(std::move(candidate));
     }
   }

@@ -50,6 +50,10 @@ struct Emission {
 
 Rewrite rewrite(const Emission& emission, const Match& match);
 
+// For a picture, without attributes: what a rewrite replaces, and what nobody reads then; without one, what is around the
+// softmax.
+std::vector<Node> nodes_before(const Net& net, const Match& match, const Rewrite* rewrite);
+
 // Puts rewrites, which belong to the graph itself and not to its bodies, into it; what nobody reads any more goes away.
 void apply(Graph& graph, std::vector<Rewrite>& rewrites);
 

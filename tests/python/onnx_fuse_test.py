@@ -376,6 +376,18 @@ def test_command(tmp_path):
     assert onnx.load(tmp_path / "fused.onnx") == told.model
     assert run("model.onnx")[1].startswith("1 of 1 attentions fused, 4 -> 5 nodes, opset 18 -> 23")
     assert "| w     | yes       | yes   |" in run("model.onnx", "--report")[1]
+    assert run("model.onnx", "--dot", "q")[::2] == (2, "polyhead fuse: --dot is 'q', must be the place of a softmax: 'w'\n")
+    code, out, _ = run("model.onnx", "--domain", "polyhead", "--dot", "w")
+    assert code == 0 and re.findall(r'^    "([^"]*)" \[label="([^"]*)"', out, re.M) == [
+        ("before#0", "MatMul: m"), ("before q", "q"), ("before kt", "kt"), ("before#1", "Add: s"), ("before pad", "pad"),
+        ("before#2", "Softmax: w"), ("before#3", "MatMul: out"), ("before v", "v"), ("after#0", "Transpose: polyhead_Transpose_1"),
+        ("after kt", "kt"), ("after#1", "polyhead.Attention: polyhead_attention"), ("after q", "q"), ("after v", "v"), ("after pad", "pad"),
+    ]  # fmt: skip
+    assert out.count(" -> ") == 7 + 5 and out.count("{") == out.count("}") == 3
+    onnx.save(model_of(NEAR_MISSES["scale_not_constant"][0]), tmp_path / "stays.onnx")
+    out = run("stays.onnx", "--dot", "w")[1]
+    assert re.findall(r'label="([^"]*)", color=red', out) == ["Mul: s"] and "after" not in out
+    assert 'label="stays: \\"s\\" (Mul) scales the scores by what is not a constant number"' in out
     assert run("model.onnx", "-o", "fused.onnx") == (2, "", "polyhead fuse: 'fused.onnx' exists already; --force replaces it\n")
     assert run("model.onnx", "--domain", "ort")[2] == "polyhead fuse: --domain is 'ort', must be onnx or polyhead\n"
     (tmp_path / "half.onnx").write_bytes((tmp_path / "model.onnx").read_bytes()[:-9])
