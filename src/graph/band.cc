@@ -1,9 +1,10 @@
 #include "graph/band.h"
 
 #include <algorithm>
-#include <cmath>
+#include <functional>
 
 #include "graph/affine.h"
+#include "graph/nodes.h"
 #include "graph/tensors.h"
 
 namespace polyhead::graph {
@@ -29,31 +30,34 @@ bool unite(Shown& shown, const Shown& other) {
 
 class Reader {
  public:
+  // What an element does to its score: 0 shows it, any other number hides it.
+  using Effect = std::function<double(double)>;
+
   Reader(const Net& net, const Size& num_queries, const Size& num_keys)
       : net_(net), num_queries_(num_queries), num_keys_(num_keys) {}
 
-  Shown read(int id, bool negated, int depth = 0) const {
-    if (const auto told = net_.number(id); told && (*told != 0) != negated) return {};  // it hides nothing
-    auto shown = depth > kMostDepth ? std::nullopt : understood(id, negated, depth + 1);
-    return shown ? *shown : Shown{{}, {}, {{id, negated}}};
+  // Of a value of two numbers, one of which shows scores. Whatever it is computed of is asked for its effect in turn.
+  std::optional<Hiding> read(int id, const Effect& effect, int depth = 0) const {
+    const int node = net_.producer(id);
+    if (const auto number = net_.number(id); number && effect(*number) == 0) return Hiding{};
+    if (depth > kMostDepth) return std::nullopt;
+    if (facts(id).type == ElementType::kBool) return chosen(id, effect(1), effect(0), depth + 1);
+    if (const Constant* constant = facts(id).constant) return of_constant(id, *constant, effect);
+    if (is(node, "Where")) {
+      const auto yes = net_.number(net_.input(node, 1)), no = net_.number(net_.input(node, 2));
+      return yes && no ? chosen(net_.input(node, 0), effect(*yes), effect(*no), depth + 1) : std::nullopt;
+    }
+    if (is(node, "Trilu")) return of_triangle(node, id, effect, depth + 1);
+    if (is(node, "Slice")) return of_slice(node, id, effect, depth + 1);
+    if (is(node, "Mul") || is(node, "Add") || is(node, "Sub")) return of_number(node, effect, depth + 1);
+    return passes(node, id) ? read(net_.input(node, 0), effect, depth + 1) : std::nullopt;
   }
 
-  std::optional<Hiding> read_added(int id, double factor, int depth = 0) const {
-    const int node = net_.producer(id);
-    if (depth > kMostDepth) return std::nullopt;
-    if (const Constant* constant = facts(id).constant) return constant_bias(id, *constant, factor);
-    if (is(node, "Where")) return chosen(node, factor);
-    if (is(node, "Mul")) return scaled(node, factor, depth + 1);
-    if (is(node, "Trilu")) {
-      const auto number = net_.number(net_.input(node, 0));
-      const auto kept = number ? triangle(node, id) : std::nullopt;
-      const auto shown = kept ? complement(*kept) : std::nullopt;
-      return shown ? hiding(*shown, *number * factor) : std::nullopt;
-    }
-    if (passes(node, id) && is_float(facts(net_.input(node, 0)).type)) {
-      return read_added(net_.input(node, 0), factor, depth + 1);
-    }
-    return std::nullopt;
+  // Where a boolean, or its negation, is true. What is not understood is a part of the rest: in the end the value itself.
+  Shown shown(int id, bool negated, int depth = 0) const {
+    if (const auto told = net_.number(id); told && (*told != 0) != negated) return {};  // it hides nothing
+    auto found = depth > kMostDepth ? std::nullopt : understood(id, negated, depth + 1);
+    return found ? *found : Shown{{}, {}, {{id, negated}}};
   }
 
  private:
@@ -73,7 +77,7 @@ class Reader {
   // Nodes whose result, broadcast to the scores, is what their input is.
   bool passes(int node, int id) const {
     if (is(node, "Identity") || is(node, "Expand") || is(node, "Cast")) return true;
-    if (!is(node, "Unsqueeze") && !is(node, "Reshape") && !is(node, "Squeeze")) return false;
+    if (!reshapes(net_, node)) return false;
     const auto before = net_.shape(net_.input(node, 0)), after = net_.shape(id);
     const size_t common = std::min(before.size(), after.size());
     const auto ones = [](std::span<const Size> dims) {
@@ -85,66 +89,62 @@ class Reader {
            ones(before.first(before.size() - common)) && ones(after.first(after.size() - common));
   }
 
+  // The effects of a boolean's two values.
+  std::optional<Hiding> chosen(int condition, double yes, double no, int depth) const {
+    if (yes != 0 && no != 0) return std::nullopt;
+    return Hiding{shown(condition, yes != 0, depth), yes != 0 ? yes : no};
+  }
+
   std::optional<Shown> understood(int id, bool negated, int depth) const {
     const int node = net_.producer(id);
-    if (facts(id).constant != nullptr) return constant_mask(id, *facts(id).constant, negated);
+    const auto effect = [&](auto is_true) {
+      return [is_true, negated](double element) { return is_true(element) != negated ? 0.0 : 1.0; };
+    };
+    const auto shown_of = [](const std::optional<Hiding>& hiding) {
+      return hiding ? std::optional(hiding->shown) : std::nullopt;
+    };
+    const auto truth = [](double element) { return element != 0; };
+    if (const Constant* constant = facts(id).constant) return shown_of(of_constant(id, *constant, effect(truth)));
     if (node == kNone || !net_.node(node).domain.empty()) return std::nullopt;
-    if (is(node, "Not")) return read(net_.input(node, 0), !negated, depth);
+    const int x = net_.input(node, 0);
+    if (is(node, "Not")) return shown(x, !negated, depth);
     if (is(node, negated ? "Or" : "And")) {
-      Shown shown = read(net_.input(node, 0), negated, depth);
-      return unite(shown, read(net_.input(node, 1), negated, depth)) ? std::optional(shown) : std::nullopt;
+      Shown both = shown(x, negated, depth);
+      return unite(both, shown(net_.input(node, 1), negated, depth)) ? std::optional(both) : std::nullopt;
     }
-    if (is(node, "Trilu")) return trilu(node, id, negated, depth);
-    if (is(node, "Equal") && net_.number(net_.input(node, 1)) == 0.0) {
-      return truth(net_.input(node, 0), !negated, depth);
+    if (is(node, "Trilu")) return shown_of(of_triangle(node, id, effect(truth), depth));
+    if (is(node, "Slice")) return shown_of(of_slice(node, id, effect(truth), depth));
+    const bool of_numbers = facts(x).type != ElementType::kBool;
+    if (const auto number = net_.number(net_.input(node, 1)); of_numbers && number && is(node, "Equal")) {
+      return shown_of(read(x, effect([=](double element) { return element == *number; }), depth));
     }
-    if (is(node, "Slice")) return sliced(node, id, negated, depth);
-    if (is(node, "Cast") && facts(id).type == ElementType::kBool) return truth(net_.input(node, 0), negated, depth);
-    if (passes(node, id))
-      return facts(id).type == ElementType::kBool ? std::optional(read(net_.input(node, 0), negated, depth))
-                                                  : std::nullopt;
-    return compared(node, id, negated);
+    if (of_numbers && is(node, "Cast")) return shown_of(read(x, effect(truth), depth));
+    return passes(node, id) ? std::optional(shown(x, negated, depth)) : compared(node, id, negated);
   }
 
-  // Whether numbers are not 0. A part of the rest has to be a boolean.
-  std::optional<Shown> truth(int id, bool negated, int depth) const {
-    if (facts(id).type == ElementType::kBool) return read(id, negated, depth);
-    const int node = net_.producer(id);
-    if (is(node, "Cast") || is(node, "Identity")) return truth(net_.input(node, 0), negated, depth + 1);
-    const auto shown = is(node, "Trilu")               ? trilu(node, id, negated, depth)
-                       : facts(id).constant != nullptr ? constant_mask(id, *facts(id).constant, negated)
-                                                       : std::nullopt;
-    return shown && shown->rest.empty() ? shown : std::nullopt;
-  }
-
-  // What a Trilu keeps of its input.
-  std::optional<Shown> triangle(int node, int id) const {
-    const int shift = net_.input(node, 1);
+  // What a Trilu keeps of its input; elsewhere it is 0.
+  std::optional<Hiding> of_triangle(int node, int id, const Effect& effect, int depth) const {
+    const int shift = net_.input(node, 1), input = net_.input(node, 0);
     const auto k = shift == kNone ? std::optional(Affine{}) : affine_of(net_, shift);
     if (!spans(id) || !k) return std::nullopt;
     Shown kept;
     (integer_of(net_.node(node), "upper", 1) != 0 ? kept.lower : kept.upper) = k->offset;
-    return kept;
+    const double outside = effect(0);
+    if (const auto number = net_.number(input)) {
+      const double inside = effect(*number);
+      if ((inside == 0) == (outside == 0)) return std::nullopt;
+      return inside == 0 ? Hiding{kept, outside} : Hiding{complement(kept), inside};
+    }
+    auto found = outside != 0 ? read(input, effect, depth) : std::nullopt;
+    if (!found || found->fill != outside || !unite(found->shown, kept)) return std::nullopt;
+    return found;
   }
 
-  std::optional<Shown> trilu(int node, int id, bool negated, int depth) const {
-    const auto kept = triangle(node, id);
-    const int input = net_.input(node, 0);
-    const auto number = net_.number(input);
-    if (!kept) return std::nullopt;
-    if (negated) return number && *number != 0 ? complement(*kept) : std::nullopt;
-    if (number) return *number != 0 ? kept : std::nullopt;
-    if (facts(input).type != ElementType::kBool) return std::nullopt;
-    Shown shown = read(input, false, depth);
-    return unite(shown, *kept) ? std::optional(shown) : std::nullopt;
-  }
-
-  // What a band leaves out, if that is one too.
-  std::optional<Shown> complement(const Shown& band) const {
-    if (!band.rest.empty() || band.lower.has_value() == band.upper.has_value()) return std::nullopt;
+  // What a triangle leaves out.
+  Shown complement(const Shown& triangle) const {
     Shown left_out;
-    if (band.upper) left_out.lower = net_.symbols().sum(*band.upper, {1, {}});
-    if (band.lower) left_out.upper = net_.symbols().sum(*band.lower, {-1, {}});
+    if (triangle.upper) left_out.lower = net_.symbols().sum(*triangle.upper, {1, {}});
+    if (triangle.lower) left_out.upper = net_.symbols().sum(*triangle.lower, {-1, {}});
     return left_out;
   }
 
@@ -179,43 +179,54 @@ class Reader {
   }
 
   // Rows and columns of a larger mask.
-  std::optional<Shown> sliced(int node, int id, bool negated, int depth) const {
+  std::optional<Hiding> of_slice(int node, int id, const Effect& effect, int depth) const {
     const int input = net_.input(node, 0);
     const auto shape = net_.shape(input);
     const auto starts = slice_starts(net_, node);
     if (!spans(id) || shape.size() < 2 || !starts) return std::nullopt;
     const size_t columns = shape.size() - 1, rows = columns - 1;
-    Shown shown = Reader(net_, shape[rows], shape[columns]).read(input, negated, depth);
-    if (!shown.rest.empty()) return std::nullopt;
+    auto found = Reader(net_, shape[rows], shape[columns]).read(input, effect, depth);
+    if (!found || !found->shown.rest.empty()) return std::nullopt;
     Symbols& symbols = net_.symbols();
     const Size shift = symbols.difference((*starts)[rows], (*starts)[columns]);
-    for (auto* bound : {&shown.lower, &shown.upper}) {
+    for (auto* bound : {&found->shown.lower, &found->shown.upper}) {
       if (*bound) *bound = symbols.sum(**bound, shift);
     }
-    return shown;
+    return found;
+  }
+
+  // A sum with a number, or a product.
+  std::optional<Hiding> of_number(int node, const Effect& effect, int depth) const {
+    for (const size_t side : {size_t{0}, size_t{1}}) {
+      const auto number = net_.number(net_.input(node, side));
+      if (!number) continue;
+      const bool negates = is(node, "Sub") && side == 0;
+      const double sign = negates ? -1 : 1, more = is(node, "Sub") && side == 1 ? -*number : *number;
+      const bool multiplies = is(node, "Mul");
+      return read(
+          net_.input(node, 1 - side), [=](double x) { return effect(multiplies ? x * *number : sign * x + more); },
+          depth);
+    }
+    return std::nullopt;
   }
 
   // A constant of which every matrix is the same band.
-  std::optional<Shown> constant_mask(int id, const Constant& constant, bool negated) const {
+  std::optional<Hiding> of_constant(int id, const Constant& constant, const Effect& effect) const {
     const auto numbers = numbers_of(constant, kMostNumbers);
     if (!numbers || !spans(id)) return std::nullopt;
-    std::vector<bool> visible(numbers->size());
-    for (size_t i = 0; i < visible.size(); ++i) visible[i] = ((*numbers)[i] != 0) != negated;
-    return band_of(visible, constant);
-  }
-
-  std::optional<Hiding> constant_bias(int id, const Constant& constant, double factor) const {
-    const auto numbers = numbers_of(constant, kMostNumbers);
-    if (!numbers || !spans(id)) return std::nullopt;
-    const auto fill = std::find_if(numbers->begin(), numbers->end(), [](double each) { return each != 0; });
-    if (fill == numbers->end()) return std::nullopt;
+    Hiding hiding;
     std::vector<bool> visible(numbers->size());
     for (size_t i = 0; i < visible.size(); ++i) {
-      visible[i] = (*numbers)[i] == 0;
-      if (!visible[i] && (*numbers)[i] != *fill) return std::nullopt;
+      const double each = effect((*numbers)[i]);
+      visible[i] = each == 0;
+      if (visible[i]) continue;
+      if (hiding.fill != 0 && each != hiding.fill) return std::nullopt;
+      hiding.fill = each;
     }
-    const auto shown = band_of(visible, constant);
-    return shown ? hiding(*shown, *fill * factor) : std::nullopt;
+    const auto band = band_of(visible, constant);
+    if (!band) return std::nullopt;
+    hiding.shown = *band;
+    return hiding;
   }
 
   static std::optional<Shown> band_of(const std::vector<bool>& visible, const Constant& constant) {
@@ -240,37 +251,6 @@ class Reader {
     return shown;
   }
 
-  // Where(condition, 0, fill), either way round.
-  std::optional<Hiding> chosen(int node, double factor) const {
-    const auto yes = net_.number(net_.input(node, 1)), no = net_.number(net_.input(node, 2));
-    if (!yes || !no || (*yes == 0) == (*no == 0)) return std::nullopt;
-    const bool negated = *no == 0;
-    return hiding(read(net_.input(node, 0), negated), (negated ? *yes : *no) * factor);
-  }
-
-  // A mask of 0 and 1, or a hiding one, times a number.
-  std::optional<Hiding> scaled(int node, double factor, int depth) const {
-    for (size_t side : {size_t{0}, size_t{1}}) {
-      const auto number = net_.number(net_.input(node, side));
-      if (!number || !std::isfinite(*number)) continue;
-      const int other = net_.input(node, 1 - side), cast = net_.producer(other);
-      if (is(cast, "Cast") && facts(net_.input(cast, 0)).type == ElementType::kBool) {
-        return hiding(read(net_.input(cast, 0), true), *number * factor);
-      }
-      if (is(cast, "Sub") && net_.number(net_.input(cast, 0)) == 1.0) {  // 1 - visible
-        const int ones = net_.producer(net_.input(cast, 1));
-        if (!is(ones, "Cast") || facts(net_.input(ones, 0)).type != ElementType::kBool) return std::nullopt;
-        return hiding(read(net_.input(ones, 0), false), *number * factor);
-      }
-      return read_added(other, *number * factor, depth);
-    }
-    return std::nullopt;
-  }
-
-  static std::optional<Hiding> hiding(const Shown& shown, double fill) {
-    return fill <= kHides ? std::optional(Hiding{shown, fill}) : std::nullopt;  // NaN hides nothing
-  }
-
   const Net& net_;
   const Size num_queries_, num_keys_;
 };
@@ -278,11 +258,12 @@ class Reader {
 }  // namespace
 
 Shown shown_by(const Net& net, int value, bool negated, const Size& num_queries, const Size& num_keys) {
-  return Reader(net, num_queries, num_keys).read(value, negated);
+  return Reader(net, num_queries, num_keys).shown(value, negated);
 }
 
 std::optional<Hiding> hidden_by(const Net& net, int value, const Size& num_queries, const Size& num_keys) {
-  return Reader(net, num_queries, num_keys).read_added(value, 1);
+  const auto hiding = Reader(net, num_queries, num_keys).read(value, [](double element) { return element; });
+  return hiding && hiding->fill <= kHides ? hiding : std::nullopt;  // NaN hides nothing
 }
 
 }  // namespace polyhead::graph

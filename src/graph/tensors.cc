@@ -1,10 +1,12 @@
 #include "graph/tensors.h"
 
-#include <bit>
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <utility>
 
+#include "core/dtype.h"
 #include "core/sentence.h"
 #include "graph/external_data.h"
 #include "graph/onnx_fields.h"
@@ -17,25 +19,6 @@ namespace fields = onnx::tensor;
 
 constexpr int kFirstWithoutSize = 21;        // uint4 and what came behind it: less than a byte, or yet to be known
 constexpr uint64_t kMostElements = 1 << 16;  // of tensors that are decoded because their data is not raw
-
-uint32_t bits_of_half(double number) {  // number: finite or -inf, rounded towards zero
-  const float value = static_cast<float>(number);
-  const auto bits = std::bit_cast<uint32_t>(value);
-  const uint32_t sign = bits >> 16 & 0x8000;
-  const float magnitude = std::fabs(value);
-  if (std::isinf(value)) return sign | 0x7c00;
-  if (magnitude >= 65504.0f) return sign | 0x7bff;
-  if (magnitude < 6.103515625e-05f) return sign | static_cast<uint32_t>(magnitude * 16777216.0f);  // subnormal
-  return sign | ((bits >> 13 & 0x3ffff) - (112 << 10));
-}
-
-double number_of_half(uint32_t bits) {
-  const double sign = (bits & 0x8000) != 0 ? -1.0 : 1.0;
-  const int exponent = static_cast<int>(bits >> 10 & 0x1f);
-  const double mantissa = bits & 0x3ff;
-  if (exponent == 0x1f) return mantissa != 0 ? std::nan("") : sign * HUGE_VAL;
-  return exponent == 0 ? sign * std::ldexp(mantissa, -24) : sign * std::ldexp(mantissa + 1024, exponent - 25);
-}
 
 template <class T>
 T load(const char* from) {
@@ -54,11 +37,11 @@ double number_at(ElementType type, const char* from) {
     case 6: return static_cast<double>(load<int32_t>(from));
     case 7: return static_cast<double>(load<int64_t>(from));
     case 9: return load<uint8_t>(from) != 0 ? 1.0 : 0.0;
-    case 10: return number_of_half(load<uint16_t>(from));
+    case 10: return static_cast<double>(to_float(load<Float16>(from)));
     case 11: return load<double>(from);
     case 12: return static_cast<double>(load<uint32_t>(from));
     case 13: return static_cast<double>(load<uint64_t>(from));
-    case 16: return static_cast<double>(std::bit_cast<float>(uint32_t{load<uint16_t>(from)} << 16));
+    case 16: return static_cast<double>(to_float(load<BFloat16>(from)));
     default: return std::nan("");
   }
 }
@@ -236,15 +219,14 @@ Constant tensor_of_integers(Model& model, std::string name, const std::vector<in
 }
 
 Constant scalar_of(Model& model, std::string name, ElementType type, double number) {
-  uint64_t bits = 0;
-  switch (type) {
-    case ElementType::kFloat64: bits = std::bit_cast<uint64_t>(number); break;
-    case ElementType::kFloat16: bits = bits_of_half(number); break;
-    case ElementType::kBFloat16: bits = std::bit_cast<uint32_t>(static_cast<float>(number)) >> 16; break;
-    default: bits = std::bit_cast<uint32_t>(static_cast<float>(number));
-  }
+  const auto [dtype, most] = type == ElementType::kFloat64
+                                 ? std::pair(DType::kFloat64, std::numeric_limits<double>::max())
+                             : type == ElementType::kFloat16  ? std::pair(DType::kFloat16, 65504.0)
+                             : type == ElementType::kBFloat16 ? std::pair(DType::kBFloat16, 0x1.fep127)
+                                                              : std::pair(DType::kFloat32, 0x1.fffffep127);
+  if (std::isfinite(number)) number = std::clamp(number, -most, most);  // a finite number stays one
   std::string data(static_cast<size_t>(element_bytes(type)), '\0');
-  for (size_t i = 0; i < data.size(); ++i) data[i] = static_cast<char>(bits >> (8 * i));
+  store_element(data.data(), dtype, 0, number);
   return made(model, std::move(name), type, {}, std::move(data));
 }
 

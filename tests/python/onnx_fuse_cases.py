@@ -62,6 +62,7 @@ PLACES_AS_OPTIONS = {
     "causal_by_a_large_number": (f"{FILL} {PLACES} b = Less(c, r) m = MatMul(q, kt) s = Where(b, lowest, m) {TAIL}", (1, None, None, "")),
     "causal_added": (f"{FILL} {PLACES} b = LessOrEqual(r, c) a = Where(b, zero, lowest) m = MatMul(q, kt) s = Add(m, a) {TAIL}", (1, None, None, "")),
     "causal_by_a_product": (f"{FILL} {PLACES} b = Greater(r, c) f = Cast<to = 1>(b) a = Mul(f, lowest) m = MatMul(q, kt) s = Add(m, a) {TAIL}", (1, None, None, "")),
+    "causal_by_a_difference": (f"{FILL} {PLACES} one = Constant<value = float {{1.0}}>() large = Constant<value = float {{1e30}}>() b = LessOrEqual(r, c) f = Cast<to = 1>(b) h = Sub(f, one) a = Mul(large, h) m = MatMul(q, kt) s = Add(m, a) {TAIL}", (1, None, None, "")),
     "causal_by_trilu": (f"{FILL} n = Shape(bias) full = Expand(lowest, n) one = Constant<value = int64 {{1}}>() a = Trilu<upper = 1>(full, one) m = MatMul(q, kt) s = Add(m, a) {TAIL}", (1, None, None, "")),
     "causal_by_trilu_of_ones": (f"{FILL} n = Shape(bias) one = Constant<value = float {{1.0}}>() full = Expand(one, n) t = Trilu<upper = 0>(full) b = Equal(t, zero) m = MatMul(q, kt) s = Where(b, inf, m) {TAIL}", (1, None, None, "")),
     "causal_in_numbers": (f"{FILL} {PLACES} f = Cast<to = 1>(r) g = Cast<to = 1>(c) seen = LessOrEqual(f, g) {MASKED}", (1, None, None, "")),

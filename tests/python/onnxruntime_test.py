@@ -23,7 +23,7 @@ BENCH = pathlib.Path(__file__).parents[2] / "bench" / "ort_models.py"
 VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
 needs_provider = pytest.mark.skipif(VERSION < (1, 24), reason=f"onnxruntime {ort.__version__} cannot tell what is ours")
 # The factor is behind the product with the values: in a group of nodes there is nobody to multiply by it.
-NOT_IN_GROUPS = {"scale_folded_into_weights"}
+NOT_IN_GROUPS = {"scale_folded_into_weights", "weights_negated"}  # whose output a number multiplies
 
 
 def quiet_options(threads=1):
