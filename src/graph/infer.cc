@@ -20,6 +20,17 @@ Shape broadcast(Symbols& symbols, const Shape& a, const Shape& b) {
   return result;
 }
 
+std::optional<std::vector<bool>> marked_axes(const At& at, size_t rank) {
+  const auto axes = axes_of(at.net, at.index);
+  std::vector<bool> marked(rank);
+  for (int64_t each : axes.value_or(std::vector<int64_t>())) {
+    const auto axis = axis_of(each, rank);
+    if (!axis) return std::nullopt;
+    marked[*axis] = true;
+  }
+  return axes ? std::optional(marked) : std::nullopt;
+}
+
 }  // namespace rules
 
 namespace {
@@ -98,22 +109,17 @@ void constant_of_shape(const At& at) {
 
 void reduce(const At& at) {
   same(at);
-  const auto axes = axes_of(at.net, at.index);
   const bool keeps = integer_of(at.node(), "keepdims", 1) != 0;
   const bool told = attribute_of(at.node(), "axes") != nullptr || at.net.input(at.index, 1) != kNone;
   at.results[0].shape.reset();
-  if (!at.in(0).shape || (told && !axes)) return;
+  if (!at.in(0).shape) return;
   const Sizes& in = *at.in(0).shape;
-  std::vector<bool> gone(in.size(), !told);
-  for (int64_t each : axes.value_or(std::vector<int64_t>())) {
-    const auto axis = axis_of(each, in.size());
-    if (!axis) return;
-    gone[*axis] = true;
-  }
+  const auto gone = told ? marked_axes(at, in.size()) : std::vector<bool>(in.size(), true);
+  if (!gone) return;
   Sizes out;
   for (size_t i = 0; i < in.size(); ++i) {
-    if (!gone[i]) out.push_back(in[i]);
-    if (gone[i] && keeps) out.push_back({1, {}});
+    if (!(*gone)[i]) out.push_back(in[i]);
+    if ((*gone)[i] && keeps) out.push_back({1, {}});
   }
   at.results[0].shape = std::move(out);
 }

@@ -62,26 +62,15 @@ void flatten(const At& at) {
 
 void squeeze(const At& at) {
   same(at);
-  const auto axes = axes_of(at.net, at.index);
   at.results[0].shape.reset();
-  if (!at.in(0).shape || (!axes && at.node().inputs.size() > 1)) return;
+  if (!at.in(0).shape) return;
   const Sizes& in = *at.in(0).shape;
-  std::vector<bool> drop(in.size());
-  if (axes) {
-    for (int64_t each : *axes) {
-      const auto axis = axis_of(each, in.size());
-      if (!axis) return;
-      drop[*axis] = true;
-    }
-  } else {
-    for (size_t i = 0; i < in.size(); ++i) {
-      if (!in[i].is_constant()) return;
-      drop[i] = in[i].is(1);
-    }
-  }
+  const bool told = attribute_of(at.node(), "axes") != nullptr || at.node().inputs.size() > 1;
+  const auto gone = marked_axes(at, in.size());
+  if (told ? !gone : !std::all_of(in.begin(), in.end(), [](const Size& size) { return size.is_constant(); })) return;
   Sizes out;
   for (size_t i = 0; i < in.size(); ++i) {
-    if (!drop[i]) out.push_back(in[i]);
+    if (told ? !(*gone)[i] : !in[i].is(1)) out.push_back(in[i]);
   }
   at.results[0].shape = std::move(out);
 }
@@ -91,18 +80,11 @@ void unsqueeze(const At& at) {
   const auto axes = axes_of(at.net, at.index);
   at.results[0].shape.reset();
   if (!at.in(0).shape || !axes || axes->size() > kMostDims) return;
-  Sizes out(at.in(0).shape->size() + axes->size(), Size{-1, {}});
-  for (int64_t each : *axes) {
-    const auto axis = axis_of(each, out.size());
-    if (!axis) return;
-    out[*axis] = Size{1, {}};
-  }
-  size_t next = 0;
-  for (Size& size : out) {
-    if (!size.is(-1)) continue;
-    if (next == at.in(0).shape->size()) return;
-    size = (*at.in(0).shape)[next++];
-  }
+  const Sizes& in = *at.in(0).shape;
+  const auto added = marked_axes(at, in.size() + axes->size());
+  if (!added || std::count(added->begin(), added->end(), false) != static_cast<std::ptrdiff_t>(in.size())) return;
+  Sizes out;
+  for (size_t i = 0, next = 0; i < added->size(); ++i) out.push_back((*added)[i] ? Size{1, {}} : in[next++]);
   at.results[0].shape = std::move(out);
 }
 

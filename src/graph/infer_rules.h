@@ -46,6 +46,9 @@ inline Sizes fresh(Symbols& symbols, size_t count) {
 
 Shape broadcast(Symbols& symbols, const Shape& a, const Shape& b);
 
+// Which of `rank` dims the node's axes name; nothing where they are not told, not known, or outside.
+std::optional<std::vector<bool>> marked_axes(const At& at, size_t rank);
+
 // The type and the shape of the first input.
 inline void same(const At& at) {
   at.results[0].type = at.in(0).type;

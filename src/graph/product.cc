@@ -73,31 +73,20 @@ std::optional<std::vector<size_t>> order_of(const std::string& wanted, const std
   return wanted.size() == labels.size() ? std::optional(order) : std::nullopt;
 }
 
-// The one label of a and b that `without` lacks, or 0.
-char shared(const std::string& a, const std::string& b, const std::string& without) {
-  char found = 0;
-  for (char label : a) {
-    if (!has(b, label) || has(without, label)) continue;
-    if (found != 0) return 0;
-    found = label;
-  }
-  return found;
-}
-
+// The product that sums left [...] and right [...] to out [...], if these labels are all of the operands' and the result's.
 std::optional<Product> composed(const Net& net, int node, const Labels& labels, bool swapped, const std::string& left,
-                                const std::string& right, std::string& reason) {
+                                const std::string& right, const std::string& out) {
   const auto order_left = order_of(left, swapped ? labels.right : labels.left);
   const auto order_right = order_of(right, swapped ? labels.left : labels.right);
+  const auto order_out = order_of(labels.out, out);
   const bool ranks_known = net.rank(net.input(node, 0)) == static_cast<int>(labels.left.size()) &&
                            net.rank(net.input(node, 1)) == static_cast<int>(labels.right.size());
-  if (!order_left || !order_right || !ranks_known) {
-    reason = sentence(words_of(net, node), " is no product of two stacks of matrices");
-    return std::nullopt;
-  }
-  Product product = {
-      node, {net.input(node, swapped ? 1 : 0), *order_left}, {net.input(node, swapped ? 0 : 1), *order_right}};
-  product.factor = labels.factor;
-  return product;
+  if (!order_left || !order_right || !order_out || !ranks_known) return std::nullopt;
+  return Product{node,
+                 {net.input(node, swapped ? 1 : 0), *order_left},
+                 {net.input(node, swapped ? 0 : 1), *order_right},
+                 *order_out,
+                 labels.factor};
 }
 
 }  // namespace
@@ -120,18 +109,15 @@ std::optional<Product> scores_product(const Net& net, int node, std::string& rea
   const auto labels = labels_of(net, node, reason);
   if (!labels) return std::nullopt;
   const std::string& out = labels->out;
-  const char inner = shared(labels->left, labels->right, out);
-  if (out.size() < 2 || inner == 0) {
-    reason = sentence(words_of(net, node), " is no product of two stacks of matrices");
-    return std::nullopt;
+  const size_t inner = labels->left.find_first_not_of(out);
+  std::optional<Product> product;
+  if (out.size() >= 2 && inner != std::string::npos) {
+    const std::string lead = out.substr(0, out.size() - 2);
+    const char rows = out[out.size() - 2], columns = out.back(), summed = labels->left[inner];
+    product =
+        composed(net, node, *labels, !has(labels->left, rows), lead + rows + summed, lead + columns + summed, out);
   }
-  const std::string lead = out.substr(0, out.size() - 2);
-  const char rows = out[out.size() - 2], columns = out.back();
-  const bool swapped = !has(labels->left, rows);
-  auto product = composed(net, node, *labels, swapped, lead + rows + inner, lead + columns + inner, reason);
-  if (product) {
-    for (size_t i = 0; i < out.size(); ++i) product->out.push_back(i);
-  }
+  if (!product) reason = sentence(words_of(net, node), " is no product of two stacks of matrices");
   return product;
 }
 
@@ -146,20 +132,14 @@ std::optional<Product> weights_product(const Net& net, int node, int weights, st
     reason = sentence("the product ", words_of(net, node), " does not sum over the keys, the last dim of the weights");
     return std::nullopt;
   }
-  const char inner = mine.back(), rows = mine[mine.size() - 2];
   const std::string lead = mine.substr(0, mine.size() - 2);
-  std::string columns;
-  for (char label : other) {
-    if (!has(mine, label)) columns += label;
+  const size_t columns = other.find_first_not_of(mine);
+  std::optional<Product> product;
+  if (columns != std::string::npos) {
+    const char column = other[columns], rows = mine[mine.size() - 2];
+    product = composed(net, node, *labels, swapped, mine, lead + mine.back() + column, lead + rows + column);
   }
-  const std::string right = lead + inner + columns, out = lead + rows + columns;
-  auto product = composed(net, node, *labels, swapped, mine, right, reason);
-  const auto order = order_of(labels->out, out);
-  if (!product || !order || columns.size() != 1) {
-    reason = sentence(words_of(net, node), " is no product of the weights with a stack of matrices");
-    return std::nullopt;
-  }
-  product->out = *order;
+  if (!product) reason = sentence(words_of(net, node), " is no product of the weights with a stack of matrices");
   return product;
 }
 

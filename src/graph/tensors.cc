@@ -96,13 +96,6 @@ void add_typed(Parts& parts, const Field& field, size_t bytes) {
   }
 }
 
-void add_dims(Constant& constant, const Field& field) {
-  if (field.wire == Wire::kVarint) constant.dims.push_back(field.integer());
-  if (field.wire != Wire::kBytes) return;
-  std::string_view rest = field.bytes;
-  for (uint64_t value = 0; take_varint(rest, value);) constant.dims.push_back(static_cast<int64_t>(value));
-}
-
 Status check_size(const Parts& parts) {
   const Constant& constant = parts.constant;
   const auto fault = [&](auto... words) { return invalid(sentence("tensor \"", constant.name, "\" ", words...)); };
@@ -132,7 +125,7 @@ Status read_parts(Parts& parts) {
   FieldReader reader(constant.encoded);
   for (Field field; reader.next(field);) {
     switch (field.number) {
-      case fields::kDims: add_dims(constant, field); break;
+      case fields::kDims: add_integers(field, constant.dims); break;
       case fields::kDataType: constant.type = static_cast<ElementType>(static_cast<int32_t>(field.value)); break;
       case fields::kName: constant.name = field.bytes; break;
       case fields::kRawData: parts.raw = field.bytes; break;

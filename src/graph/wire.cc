@@ -14,6 +14,12 @@ bool take_varint(std::string_view& rest, uint64_t& value) {
   return false;
 }
 
+void add_integers(const Field& field, std::vector<int64_t>& list) {
+  if (field.wire == Wire::kVarint) list.push_back(field.integer());
+  std::string_view rest = field.bytes;
+  for (uint64_t value = 0; take_varint(rest, value);) list.push_back(static_cast<int64_t>(value));
+}
+
 bool FieldReader::fixed(size_t count, uint64_t& value) {
   if (rest_.size() < count) return false;
   value = 0;

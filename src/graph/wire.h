@@ -6,6 +6,7 @@
 #include <cstring>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace polyhead::graph {
 
@@ -25,6 +26,9 @@ struct Field {
 
 // Takes one off the front; false if `rest` is truncated.
 bool take_varint(std::string_view& rest, uint64_t& value);
+
+// Of a repeated field of integers: one of them, or many in a row.
+void add_integers(const Field& field, std::vector<int64_t>& list);
 
 // The fields of a message. Nothing behind the end is ever looked at.
 class FieldReader {
