@@ -8,7 +8,7 @@
 namespace polyhead::graph {
 namespace {
 
-constexpr int kMostDepth = 64;
+constexpr int kMostSteps = 500;
 constexpr int64_t kMostStep = int64_t{1} << 20;
 constexpr size_t kMostNumbers = 1 << 16;
 
@@ -16,9 +16,9 @@ class Finder {
  public:
   explicit Finder(const Net& net) : net_(net) {}
 
-  std::optional<Affine> find(int id, int depth) const {
+  std::optional<Affine> find(int id) {
     const int rank = net_.rank(id);
-    if (rank < 0 || depth > kMostDepth) return std::nullopt;
+    if (rank < 0 || ++steps_ > kMostSteps) return std::nullopt;
     if (const auto& elements = net_.facts(id).elements; elements && elements->size() == 1) {
       return Affine{elements->front(), std::vector<int64_t>(static_cast<size_t>(rank))};
     }
@@ -26,21 +26,21 @@ class Finder {
     if (const Constant* constant = net_.facts(id).constant) return progression(*constant);
     const int node = net_.producer(id);
     if (node == kNone || !net_.node(node).domain.empty()) return std::nullopt;
-    auto found = computed(node, id, depth + 1);
+    auto found = computed(node, id);
     return found && found->steps.size() == static_cast<size_t>(rank) ? found : std::nullopt;
   }
 
  private:
-  std::optional<Affine> computed(int node, int id, int depth) const {
+  std::optional<Affine> computed(int node, int id) {
     const auto is = [&](const char* op_type) { return net_.is(node, op_type); };
-    if (is("Range")) return range(node, depth);
-    if (is("Identity") || is("Expand")) return widened(node, id, depth);
-    if (is("Cast")) return is_exact(net_.facts(id).type) ? find(net_.input(node, 0), depth) : std::nullopt;
-    if (is("Unsqueeze") || is("Squeeze") || is("Reshape")) return regrouped(node, id, depth);
-    if (is("Transpose")) return transposed(node, depth);
-    if (is("Slice")) return sliced(node, depth);
-    if (is("Add") || is("Sub")) return sum(node, is("Sub") ? -1 : 1, depth);
-    if (is("Mul")) return product(node, depth);
+    if (is("Range")) return range(node);
+    if (is("Identity") || is("Expand")) return widened(node, id);
+    if (is("Cast")) return is_exact(net_.facts(id).type) ? find(net_.input(node, 0)) : std::nullopt;
+    if (is("Unsqueeze") || is("Squeeze") || is("Reshape")) return regrouped(node, id);
+    if (is("Transpose")) return transposed(node);
+    if (is("Slice")) return sliced(node);
+    if (is("Add") || is("Sub")) return sum(node, is("Sub") ? -1 : 1);
+    if (is("Mul")) return product(node);
     return std::nullopt;
   }
 
@@ -75,16 +75,16 @@ class Finder {
     return found;
   }
 
-  std::optional<Affine> range(int node, int depth) const {
-    const auto start = find(net_.input(node, 0), depth), step = find(net_.input(node, 2), depth);
+  std::optional<Affine> range(int node) {
+    const auto start = find(net_.input(node, 0)), step = find(net_.input(node, 2));
     if (!start || !step || !step->offset.is_constant() || std::abs(step->offset.factor) > kMostStep)
       return std::nullopt;
     return Affine{start->offset, {step->offset.factor}};
   }
 
   // Along dims that are widened there was no step.
-  std::optional<Affine> widened(int node, int id, int depth) const {
-    auto found = find(net_.input(node, 0), depth);
+  std::optional<Affine> widened(int node, int id) {
+    auto found = find(net_.input(node, 0));
     const size_t rank = net_.shape(id).size();
     if (!found || found->steps.size() > rank) return std::nullopt;
     found->steps.insert(found->steps.begin(), rank - found->steps.size(), 0);
@@ -92,8 +92,8 @@ class Finder {
   }
 
   // Dims that are not 1 stay what they are.
-  std::optional<Affine> regrouped(int node, int id, int depth) const {
-    const auto found = find(net_.input(node, 0), depth);
+  std::optional<Affine> regrouped(int node, int id) {
+    const auto found = find(net_.input(node, 0));
     const auto before = net_.shape(net_.input(node, 0)), after = net_.shape(id);
     if (!found || found->steps.size() != before.size()) return std::nullopt;
     Affine result = {found->offset, std::vector<int64_t>(after.size())};
@@ -111,8 +111,8 @@ class Finder {
     return from == before.size() ? std::optional(result) : std::nullopt;
   }
 
-  std::optional<Affine> transposed(int node, int depth) const {
-    const auto found = find(net_.input(node, 0), depth);
+  std::optional<Affine> transposed(int node) {
+    const auto found = find(net_.input(node, 0));
     const Attribute* perm = attribute_of(net_.node(node), "perm");
     if (!found || (perm != nullptr && perm->integers.size() != found->steps.size())) return std::nullopt;
     Affine result = *found;
@@ -125,8 +125,8 @@ class Finder {
     return result;
   }
 
-  std::optional<Affine> sliced(int node, int depth) const {
-    auto found = find(net_.input(node, 0), depth);
+  std::optional<Affine> sliced(int node) {
+    auto found = find(net_.input(node, 0));
     const auto starts = slice_starts(net_, node);
     if (!found || !starts || starts->size() != found->steps.size()) return std::nullopt;
     for (size_t i = 0; i < starts->size(); ++i) {
@@ -135,8 +135,8 @@ class Finder {
     return found;
   }
 
-  std::optional<Affine> sum(int node, int64_t sign, int depth) const {
-    const auto a = find(net_.input(node, 0), depth), b = find(net_.input(node, 1), depth);
+  std::optional<Affine> sum(int node, int64_t sign) {
+    const auto a = find(net_.input(node, 0)), b = find(net_.input(node, 1));
     if (!a || !b) return std::nullopt;
     Affine result = {net_.symbols().sum(a->offset, times(b->offset, sign)),
                      std::vector<int64_t>(std::max(a->steps.size(), b->steps.size()))};
@@ -146,11 +146,11 @@ class Finder {
     return result;
   }
 
-  std::optional<Affine> product(int node, int depth) const {
+  std::optional<Affine> product(int node) {
     for (size_t side : {size_t{0}, size_t{1}}) {
       const auto number = net_.number(net_.input(node, side));
       if (!number || std::floor(*number) != *number || std::fabs(*number) > static_cast<double>(kMostStep)) continue;
-      auto found = find(net_.input(node, 1 - side), depth);
+      auto found = find(net_.input(node, 1 - side));
       if (!found) return std::nullopt;
       const auto factor = static_cast<int64_t>(*number);
       found->offset = times(found->offset, factor);
@@ -166,11 +166,12 @@ class Finder {
   Size times(const Size& size, int64_t factor) const { return net_.symbols().product(size, {factor, {}}); }
 
   const Net& net_;
+  int steps_ = 0;  // of all branches together
 };
 
 }  // namespace
 
-std::optional<Affine> affine_of(const Net& net, int value) { return Finder(net).find(value, 0); }
+std::optional<Affine> affine_of(const Net& net, int value) { return Finder(net).find(value); }
 
 std::optional<Sizes> slice_starts(const Net& net, int node) {
   const auto dims = net.shape(net.input(node, 0));

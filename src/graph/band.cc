@@ -10,7 +10,7 @@
 namespace polyhead::graph {
 namespace {
 
-constexpr int kMostDepth = 64;
+constexpr int kMostSteps = 500;
 constexpr size_t kMostNumbers = 1 << 22;  // of a mask that is a constant
 constexpr double kHides = -1e4;
 
@@ -33,30 +33,31 @@ class Reader {
   // What an element does to its score: 0 shows it, any other number hides it.
   using Effect = std::function<double(double)>;
 
-  Reader(const Net& net, const Size& num_queries, const Size& num_keys)
-      : net_(net), num_queries_(num_queries), num_keys_(num_keys) {}
+  // `steps` counts those of all branches together.
+  Reader(const Net& net, const Size& num_queries, const Size& num_keys, int& steps)
+      : net_(net), num_queries_(num_queries), num_keys_(num_keys), steps_(steps) {}
 
   // Of a value of two numbers, one of which shows scores. Whatever it is computed of is asked for its effect in turn.
-  std::optional<Hiding> read(int id, const Effect& effect, int depth = 0) const {
+  std::optional<Hiding> read(int id, const Effect& effect) const {
     const int node = net_.producer(id);
     if (const auto number = net_.number(id); number && effect(*number) == 0) return Hiding{};
-    if (depth > kMostDepth) return std::nullopt;
-    if (facts(id).type == ElementType::kBool) return chosen(id, effect(1), effect(0), depth + 1);
+    if (++steps_ > kMostSteps) return std::nullopt;
+    if (facts(id).type == ElementType::kBool) return chosen(id, effect(1), effect(0));
     if (const Constant* constant = facts(id).constant) return of_constant(id, *constant, effect);
     if (is(node, "Where")) {
       const auto yes = net_.number(net_.input(node, 1)), no = net_.number(net_.input(node, 2));
-      return yes && no ? chosen(net_.input(node, 0), effect(*yes), effect(*no), depth + 1) : std::nullopt;
+      return yes && no ? chosen(net_.input(node, 0), effect(*yes), effect(*no)) : std::nullopt;
     }
-    if (is(node, "Trilu")) return of_triangle(node, id, effect, depth + 1);
-    if (is(node, "Slice")) return of_slice(node, id, effect, depth + 1);
-    if (is(node, "Mul") || is(node, "Add") || is(node, "Sub")) return of_number(node, effect, depth + 1);
-    return passes(node, id) ? read(net_.input(node, 0), effect, depth + 1) : std::nullopt;
+    if (is(node, "Trilu")) return of_triangle(node, id, effect);
+    if (is(node, "Slice")) return of_slice(node, id, effect);
+    if (is(node, "Mul") || is(node, "Add") || is(node, "Sub")) return of_number(node, effect);
+    return passes(node, id) ? read(net_.input(node, 0), effect) : std::nullopt;
   }
 
   // Where a boolean, or its negation, is true. What is not understood is a part of the rest: in the end the value itself.
-  Shown shown(int id, bool negated, int depth = 0) const {
+  Shown shown(int id, bool negated) const {
     if (const auto told = net_.number(id); told && (*told != 0) != negated) return {};  // it hides nothing
-    auto found = depth > kMostDepth ? std::nullopt : understood(id, negated, depth + 1);
+    auto found = ++steps_ > kMostSteps ? std::nullopt : understood(id, negated);
     return found ? *found : Shown{{}, {}, {{id, negated}}};
   }
 
@@ -90,12 +91,12 @@ class Reader {
   }
 
   // The effects of a boolean's two values.
-  std::optional<Hiding> chosen(int condition, double yes, double no, int depth) const {
+  std::optional<Hiding> chosen(int condition, double yes, double no) const {
     if (yes != 0 && no != 0) return std::nullopt;
-    return Hiding{shown(condition, yes != 0, depth), yes != 0 ? yes : no};
+    return Hiding{shown(condition, yes != 0), yes != 0 ? yes : no};
   }
 
-  std::optional<Shown> understood(int id, bool negated, int depth) const {
+  std::optional<Shown> understood(int id, bool negated) const {
     const int node = net_.producer(id);
     const auto effect = [&](auto is_true) {
       return [is_true, negated](double element) { return is_true(element) != negated ? 0.0 : 1.0; };
@@ -107,23 +108,23 @@ class Reader {
     if (const Constant* constant = facts(id).constant) return shown_of(of_constant(id, *constant, effect(truth)));
     if (node == kNone || !net_.node(node).domain.empty()) return std::nullopt;
     const int x = net_.input(node, 0);
-    if (is(node, "Not")) return shown(x, !negated, depth);
+    if (is(node, "Not")) return shown(x, !negated);
     if (is(node, negated ? "Or" : "And")) {
-      Shown both = shown(x, negated, depth);
-      return unite(both, shown(net_.input(node, 1), negated, depth)) ? std::optional(both) : std::nullopt;
+      Shown both = shown(x, negated);
+      return unite(both, shown(net_.input(node, 1), negated)) ? std::optional(both) : std::nullopt;
     }
-    if (is(node, "Trilu")) return shown_of(of_triangle(node, id, effect(truth), depth));
-    if (is(node, "Slice")) return shown_of(of_slice(node, id, effect(truth), depth));
+    if (is(node, "Trilu")) return shown_of(of_triangle(node, id, effect(truth)));
+    if (is(node, "Slice")) return shown_of(of_slice(node, id, effect(truth)));
     const bool of_numbers = facts(x).type != ElementType::kBool;
     if (const auto number = net_.number(net_.input(node, 1)); of_numbers && number && is(node, "Equal")) {
-      return shown_of(read(x, effect([=](double element) { return element == *number; }), depth));
+      return shown_of(read(x, effect([=](double element) { return element == *number; })));
     }
-    if (of_numbers && is(node, "Cast")) return shown_of(read(x, effect(truth), depth));
-    return passes(node, id) ? std::optional(shown(x, negated, depth)) : compared(node, id, negated);
+    if (of_numbers && is(node, "Cast")) return shown_of(read(x, effect(truth)));
+    return passes(node, id) ? std::optional(shown(x, negated)) : compared(node, id, negated);
   }
 
   // What a Trilu keeps of its input; elsewhere it is 0.
-  std::optional<Hiding> of_triangle(int node, int id, const Effect& effect, int depth) const {
+  std::optional<Hiding> of_triangle(int node, int id, const Effect& effect) const {
     const int shift = net_.input(node, 1), input = net_.input(node, 0);
     const auto k = shift == kNone ? std::optional(Affine{}) : affine_of(net_, shift);
     if (!spans(id) || !k) return std::nullopt;
@@ -135,7 +136,7 @@ class Reader {
       if ((inside == 0) == (outside == 0)) return std::nullopt;
       return inside == 0 ? Hiding{kept, outside} : Hiding{complement(kept), inside};
     }
-    auto found = outside != 0 ? read(input, effect, depth) : std::nullopt;
+    auto found = outside != 0 ? read(input, effect) : std::nullopt;
     if (!found || found->fill != outside || !unite(found->shown, kept)) return std::nullopt;
     return found;
   }
@@ -179,13 +180,13 @@ class Reader {
   }
 
   // Rows and columns of a larger mask.
-  std::optional<Hiding> of_slice(int node, int id, const Effect& effect, int depth) const {
+  std::optional<Hiding> of_slice(int node, int id, const Effect& effect) const {
     const int input = net_.input(node, 0);
     const auto shape = net_.shape(input);
     const auto starts = slice_starts(net_, node);
     if (!spans(id) || shape.size() < 2 || !starts) return std::nullopt;
     const size_t columns = shape.size() - 1, rows = columns - 1;
-    auto found = Reader(net_, shape[rows], shape[columns]).read(input, effect, depth);
+    auto found = Reader(net_, shape[rows], shape[columns], steps_).read(input, effect);
     if (!found || !found->shown.rest.empty()) return std::nullopt;
     Symbols& symbols = net_.symbols();
     const Size shift = symbols.difference((*starts)[rows], (*starts)[columns]);
@@ -196,16 +197,15 @@ class Reader {
   }
 
   // A sum with a number, or a product.
-  std::optional<Hiding> of_number(int node, const Effect& effect, int depth) const {
+  std::optional<Hiding> of_number(int node, const Effect& effect) const {
     for (const size_t side : {size_t{0}, size_t{1}}) {
       const auto number = net_.number(net_.input(node, side));
       if (!number) continue;
       const bool negates = is(node, "Sub") && side == 0;
       const double sign = negates ? -1 : 1, more = is(node, "Sub") && side == 1 ? -*number : *number;
       const bool multiplies = is(node, "Mul");
-      return read(
-          net_.input(node, 1 - side), [=](double x) { return effect(multiplies ? x * *number : sign * x + more); },
-          depth);
+      return read(net_.input(node, 1 - side),
+                  [=](double x) { return effect(multiplies ? x * *number : sign * x + more); });
     }
     return std::nullopt;
   }
@@ -253,17 +253,21 @@ class Reader {
 
   const Net& net_;
   const Size num_queries_, num_keys_;
+  int& steps_;
 };
 
 }  // namespace
 
 Shown shown_by(const Net& net, int value, bool negated, const Size& num_queries, const Size& num_keys) {
-  return Reader(net, num_queries, num_keys).shown(value, negated);
+  int steps = 0;
+  Shown shown = Reader(net, num_queries, num_keys, steps).shown(value, negated);
+  return steps <= kMostSteps ? shown : Shown{{}, {}, {{value, negated}}};
 }
 
 std::optional<Hiding> hidden_by(const Net& net, int value, const Size& num_queries, const Size& num_keys) {
-  const auto hiding = Reader(net, num_queries, num_keys).read(value, [](double element) { return element; });
-  return hiding && hiding->fill <= kHides ? hiding : std::nullopt;  // NaN hides nothing
+  int steps = 0;
+  auto hiding = Reader(net, num_queries, num_keys, steps).read(value, [](double element) { return element; });
+  return hiding && hiding->fill <= kHides && steps <= kMostSteps ? hiding : std::nullopt;  // NaN hides nothing
 }
 
 }  // namespace polyhead::graph

@@ -156,6 +156,15 @@ def test_random_masks_by_places():
     assert num_options >= 15
 
 
+@pytest.mark.parametrize("op, last", [("And", "seen = Identity(b60)"), ("Add", "seen = LessOrEqual(b60, i0)")])
+def test_masks_that_fork_at_every_node_stay_tensors(op, last):
+    """60 nodes, and 2^60 ways through them: nobody walks them all."""
+    forks = " ".join(f"b{i + 1} = {op}(b{i}, b{i})" for i in range(60))
+    first = "LessOrEqual(r, c)" if op == "And" else "Sub(r, c)"
+    fusion = polyhead.onnx.fuse(model_of(f"{FILL} {PLACES} b0 = {first} {forks} {last} {MASKED}"), target="polyhead")
+    assert options_of(fusion) == (0, None, None, "seen"), str(fusion)
+
+
 def test_rows_that_a_finite_number_hides_may_be_zero():
     """unseen_rows: with "zero" a causal mask beside a padding mask becomes an option, and the rest a boolean mask."""
     model = model_of(PLACES_AS_TENSORS["finite_beside_padding"][0])
