@@ -22,6 +22,7 @@ from polyhead import _bind
 DTYPES = {"float32": np.float32, "bfloat16": bfloat16, "float16": np.float16, "float64": np.float64}
 B, S, H, D = 2, 24, 4, 8  # sequences, queries and keys of each (fewer are not cpu_amx's), heads, head_dim
 CU_SEQLENS = np.array([0, 4, S], np.int32)
+SCALES = np.ones((B, S, H, 1), np.float32)
 # What is asked of each problem besides its shapes: the option's name, its arguments.
 OPTIONS = {
     "none": {},
@@ -43,6 +44,7 @@ OPTIONS = {
     "seqlens_q, seqlens_k": {"seqlens_q": np.array([3, S]), "seqlens_k": np.array([4, S])},
     "cu_seqlens_q, cu_seqlens_k": {"cu_seqlens_q": CU_SEQLENS, "cu_seqlens_k": CU_SEQLENS},
     "page_table": {"page_table": np.array([[1], [0]]), "seqlens_k": np.array([4, S])},
+    "key_scales, value_scales": {"key_scales": SCALES, "value_scales": SCALES},
     "return_logsumexp": {"return_logsumexp": True},
     "return_weights": {"return_weights": True},
     'return_weights="mean"': {"return_weights": "mean"},
@@ -62,6 +64,8 @@ def operands(option, dtype):
     shapes = ((S, H, D), (S, heads_kv, D), (S, heads_kv, dim_v))
     arrays = [rng.standard_normal(batch + shape).astype(DTYPES[dtype]) for shape in shapes]
     options = dict(OPTIONS.get(option, {}))
+    if "key_scales" in options:
+        arrays[1:] = (x.astype(np.int8) for x in arrays[1:])
     if "sink_logits" in options and dtype != "float64":
         options["sink_logits"] = options["sink_logits"].astype(np.float32)
     return arrays, options
@@ -73,6 +77,8 @@ def backward_refusal(arrays, options, kernel):
         return NO_GRADIENT
     if "page_table" in options:
         return "paged keys have no gradients"
+    if "key_scales" in options:
+        return "keys and values with scales have no gradients"
     out = logsumexp = None
     if "normalizer" not in options:
         out, logsumexp = polyhead.attention(*arrays, **options | {"return_logsumexp": True}, kernel=kernel)

@@ -26,7 +26,7 @@ inline bool has_equal_weights(const AttentionDesc& desc) {
 
 // Whether a kernel multiplies bfloat16 in pairs: P, and in backward dS, are rounded to bfloat16 before they meet a matrix.
 inline bool multiplies_pairs(std::string_view kernel, const AttentionDesc& desc) {
-  if (desc.dtype != DType::kBFloat16) return false;
+  if (desc.dtype != DType::kBFloat16 || key_dtype(desc) != desc.dtype || value_dtype(desc) != desc.dtype) return false;
   constexpr std::string_view kNames[] = {"bf16", "amx", "cuda"};
   return std::any_of(std::begin(kNames), std::end(kNames),
                      [&](std::string_view name) { return kernel.find(name) != std::string_view::npos; });

@@ -152,12 +152,15 @@ ForwardArgs PlacedInputs::add(const AttentionDesc& desc, const Inputs& in) {
     const Pages pages = in_pages(desc, in, options_.layout_seed);
     args.key = add("key", pages.key);
     args.value = add("value", pages.value);
+    args.key_scales = add("key_scales", pages.key_scales);
+    args.value_scales = add("value_scales", pages.value_scales);
     args.page_table = add("page_table", pages.table);
   }
   for (const InputName& operand : kInputs) {
-    const bool in_pool = operand.array == &Inputs::key || operand.array == &Inputs::value;
-    const bool in_row = operand.array == &Inputs::query || in_pool;
-    if (!(row && in_row) && !(paged && in_pool)) args.*operand.tensor = add(operand.name, in.*operand.array);
+    const bool scales = operand.array == &Inputs::key_scales || operand.array == &Inputs::value_scales;
+    const bool keys = operand.array == &Inputs::key || operand.array == &Inputs::value;
+    const bool in_row = operand.array == &Inputs::query || keys;
+    if (!(row && in_row) && !(paged && (keys || scales))) args.*operand.tensor = add(operand.name, in.*operand.array);
   }
   for (const Array& a : in.captures) captures_.push_back(a.given() ? add("a captured tensor", a) : Tensor());
   args.captures = captures_;

@@ -39,7 +39,7 @@ class ForwardDefinition {
  public:
   // magnitude: null, or where sum_k P_k |V_k| goes.
   ForwardDefinition(const AttentionDesc& desc, const Inputs& in, const Visibility& seen, bool wide, Array* magnitude)
-      : d_(desc), scores_(desc, in, seen), V_(numbers<T>(in.value, false)), magnitude_(magnitude) {
+      : d_(desc), scores_(desc, in, seen), V_(stored_numbers<T>(in.value, in.value_scales)), magnitude_(magnitude) {
     const OutputDims dims = output_dims(desc, true);
     const DType weights = wide ? DType::kFloat64 : desc.dtype;
     const DType statistics = wide ? DType::kFloat64 : statistics_dtype(desc);

@@ -22,7 +22,10 @@ double* data(Array& a) { return reinterpret_cast<double*>(a.bytes.data()); }
 class ForwardErrors {
  public:
   ForwardErrors(const AttentionDesc& desc, const Inputs& in, const Visibility& seen, const Outputs& exact)
-      : d_(desc), errors_(desc, in, seen), e_(errors_.operation()), V_(numbers<double>(in.value, false)) {
+      : d_(desc),
+        errors_(desc, in, seen),
+        e_(errors_.operation()),
+        V_(stored_numbers<double>(in.value, in.value_scales)) {
     v_.out = like(exact.out);
     v_.logsumexp = like(exact.logsumexp);
     v_.attn_weights = like(exact.attn_weights);

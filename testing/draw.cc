@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "testing/definition.h"
+#include "testing/formats.h"
 #include "testing/operands.h"
 #include "testing/program_words.h"
 
@@ -46,6 +47,8 @@ class Generator {
     if (!given_.query.given()) in.query = query();
     if (!given_.key.given()) in.key = key();
     if (!given_.value.given()) in.value = value();
+    round(key_dtype(desc_), desc_.key_group, in.key, in.key_scales);
+    round(value_dtype(desc_), desc_.value_group, in.value, in.value_scales);
     if (desc_.attn_mask.given && !given_.attn_mask.given()) in.attn_mask = mask();
     if (desc_.attn_bias.given && !given_.attn_bias.given()) in.attn_bias = bias();
     if (desc_.alibi_slopes_ndim > 0 && !given_.alibi_slopes.given()) in.alibi_slopes = slopes();
@@ -62,6 +65,14 @@ class Generator {
  private:
   Array operand(bool packed, int64_t rows, int64_t heads, int64_t dim) const {
     return packed ? Array(desc_.dtype, {rows, heads, dim}) : Array(desc_.dtype, {desc_.batch, rows, heads, dim});
+  }
+
+  // To a format with scales.
+  static void round(DType format, int64_t group, Array& x, Array& scales) {
+    if (!has_scales(format) || !x.given()) return;
+    Stored rounded = stored(x, format, group);
+    x = std::move(rounded.numbers);
+    scales = std::move(rounded.scales);
   }
 
   void fill_numbers(Array& a, Random& random, double large) const {

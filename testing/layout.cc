@@ -76,7 +76,10 @@ void set_strides(Tensor& t, Layout layout, OperandRole role, const Array* values
   if (layout == Layout::kJunk) set_junk(t, role);
 }
 
-bool side_by_side(const AttentionDesc& desc) { return desc.seqlen_q == desc.seqlen_k && desc.page_size == 0; }
+bool side_by_side(const AttentionDesc& desc) {
+  const bool one_dtype = key_dtype(desc) == desc.dtype && value_dtype(desc) == desc.dtype;
+  return desc.seqlen_q == desc.seqlen_k && desc.page_size == 0 && one_dtype;
+}
 
 void split_row(const Tensor& row, Tensor (&parts)[3]) {
   int64_t first = 0;

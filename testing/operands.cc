@@ -129,8 +129,7 @@ Slice slice_batch(const AttentionDesc& desc, const Inputs& in, int64_t first, in
   cut(s.inputs.query_offsets);
   if (!desc.packed) {
     cut(s.inputs.query);
-    cut(s.inputs.key);
-    cut(s.inputs.value);
+    for (Array* a : {&s.inputs.key, &s.inputs.value, &s.inputs.key_scales, &s.inputs.value_scales}) cut(*a);
     return s;
   }
   const Span begin = span_of(desc, in, first), back = span_of(desc, in, last - 1);
@@ -138,12 +137,12 @@ Slice slice_batch(const AttentionDesc& desc, const Inputs& in, int64_t first, in
   s.desc.seqlen_q = s.inputs.query.dims[0];
   s.inputs.cu_seqlens_q = cu_seqlens_from_zero(in.cu_seqlens_q, first, last);
   if (!packs_keys(desc)) {
-    cut(s.inputs.key);
-    cut(s.inputs.value);
+    for (Array* a : {&s.inputs.key, &s.inputs.value, &s.inputs.key_scales, &s.inputs.value_scales}) cut(*a);
     return s;
   }
-  s.inputs.key = rows(in.key, begin.first_k, back.first_k + back.len_k);
-  s.inputs.value = rows(in.value, begin.first_k, back.first_k + back.len_k);
+  for (Array* a : {&s.inputs.key, &s.inputs.value, &s.inputs.key_scales, &s.inputs.value_scales}) {
+    *a = rows(*a, begin.first_k, back.first_k + back.len_k);
+  }
   s.desc.seqlen_k = s.inputs.key.dims[0];
   s.inputs.cu_seqlens_k = cu_seqlens_from_zero(in.cu_seqlens_k, first, last);
   return s;

@@ -15,7 +15,7 @@ namespace polyhead::testing {
 // The inputs of one forward call. Of paged keys, key and value are [batch, seqlen_k, heads, dim] here: in pages they lie
 // when they are placed (pages.h).
 struct Inputs {
-  Array query, key, value, attn_mask, attn_bias, alibi_slopes, sink_logits;
+  Array query, key, value, key_scales, value_scales, attn_mask, attn_bias, alibi_slopes, sink_logits;
   Array seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, query_offsets, window_lo, window_hi;
   std::vector<Array> captures;  // of the program, in its order
   uint64_t dropout_seed = 0;
@@ -31,6 +31,8 @@ inline constexpr InputName kInputs[] = {
     {"query", &Inputs::query, &ForwardArgs::query},
     {"key", &Inputs::key, &ForwardArgs::key},
     {"value", &Inputs::value, &ForwardArgs::value},
+    {"key_scales", &Inputs::key_scales, &ForwardArgs::key_scales},
+    {"value_scales", &Inputs::value_scales, &ForwardArgs::value_scales},
     {"attn_mask", &Inputs::attn_mask, &ForwardArgs::attn_mask},
     {"attn_bias", &Inputs::attn_bias, &ForwardArgs::attn_bias},
     {"alibi_slopes", &Inputs::alibi_slopes, &ForwardArgs::alibi_slopes},

@@ -6,8 +6,8 @@
 namespace polyhead::testing {
 
 struct Pages {
-  Array key, value;  // [num_pages, page_size, heads, dim]
-  Array table;       // [batch, seqlen_k / page_size]
+  Array key, value, key_scales, value_scales;  // [num_pages, page_size, heads, dim], or groups
+  Array table;                                 // [batch, seqlen_k / page_size]
 };
 
 // Each sequence has its pages at random places of the pool; all other pages, and what lies behind a sequence's last page,

@@ -120,10 +120,10 @@ Problem random_problem(uint64_t seed);
 // Gives `problem` a random program: a mask, a score, or both, of those that models have.
 void add_random_program(Problem& problem, uint64_t seed);
 
-// The same keys one after the other: what backward takes.
-Problem without_pages(const Problem& problem);
+// The same keys one after the other, in the query's dtype: what backward takes.
+Problem without_cache(const Problem& problem);
 
-// `forward` without pages, with random wishes for backward: needs, accumulate, logsumexp, delta, repeated_grad_out.
+// `forward` without a cache, with random wishes for backward: needs, accumulate, logsumexp, delta, repeated_grad_out.
 Problem with_random_gradients(const Problem& forward);
 
 }  // namespace polyhead::testing

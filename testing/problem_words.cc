@@ -176,6 +176,10 @@ Status apply(std::string_view option, std::string_view value, Problem& problem) 
   if (option == "--dtype") return set_word(option, value, kDTypeWords, desc.dtype);
   if (option == "--out-dtype") return set_word(option, value, kDTypeWords, desc.out_dtype.emplace());
   if (option == "--grad-dtype") return set_word(option, value, kDTypeWords, desc.grad_dtype.emplace());
+  if (option == "--key-dtype") return set_word(option, value, kStoredDTypeWords, desc.key_dtype.emplace());
+  if (option == "--key-group") return set_number(option, value, desc.key_group);
+  if (option == "--value-dtype") return set_word(option, value, kStoredDTypeWords, desc.value_dtype.emplace());
+  if (option == "--value-group") return set_number(option, value, desc.value_group);
   if (option == "--causal") return set_switch(option, value, desc.causal);
   if (option == "--window") {
     return set_integers(option, value, "LEFT,RIGHT, each -1 (open) or more", {&desc.window_left, &desc.window_right});

@@ -61,6 +61,7 @@ enum Stream : uint64_t {
   kGradLogsumexpData,
   kGradientsData,  // and one for each of kGradients
   kPages = 24,
+  kFormats = 25,
   kSinks = 31,
   kResidualData = 32,  // of layers
   kWeightsData = 48,   // and one for each WeightKind

@@ -91,6 +91,19 @@ void random_pages(Random& random, AttentionDesc& d) {
   d.num_pages = enough_pages(d);
 }
 
+// Keys, values or both as a cache stores them.
+void random_formats(Random& random, AttentionDesc& d) {
+  constexpr DType kFormats[] = {DType::kInt8, DType::kFloat8E4M3, DType::kFloat8E5M2, DType::kInt4x2};
+  const auto draw = [&](int64_t dim, std::optional<DType>& dtype, int64_t& group) {
+    dtype = kFormats[random.integer(0, dim % 2 == 0 ? 3 : 2)];
+    const int64_t most = 16 * random.integer(1, 4);
+    if (dim > 0 && dim % most == 0 && random.chance(0.5)) group = most;
+  };
+  const int64_t sides = random.integer(1, 4);  // 3 and 4: both
+  if (sides != 2) draw(d.head_dim, d.key_dtype, d.key_group);
+  if (sides != 1) draw(d.head_dim_v, d.value_dtype, d.value_group);
+}
+
 // What backward alone asks. 3 of 10 problems ask for all gradients there are.
 void random_gradients(Random& random, Problem& p) {
   if (random.chance(0.7)) {
@@ -203,11 +216,15 @@ Problem random_problem(uint64_t seed) {
   if (half && random.chance(0.25)) d.grad_dtype = DType::kFloat32;
   if (Random(seed, streams::kProgram).chance(softmax ? 0.06 : 0.6)) add_random_program(p, seed);
   if (random.chance(d.has_seqlens_k ? 0.5 : 0.1)) random_pages(random, d);
+  Random formats(seed, streams::kFormats);
+  if (formats.chance(d.page_size > 0 ? 0.4 : 0.05)) random_formats(formats, d);
   return p;
 }
 
-Problem without_pages(const Problem& problem) {
+Problem without_cache(const Problem& problem) {
   Problem p = problem;
+  p.desc.key_dtype = p.desc.value_dtype = {};
+  p.desc.key_group = p.desc.value_group = 0;
   if (p.desc.page_size == 0) return p;
   p.desc.page_size = p.desc.num_pages = 0;
   if (p.desc.packed) p.desc.has_seqlens_k = false;
@@ -216,7 +233,7 @@ Problem without_pages(const Problem& problem) {
 
 Problem with_random_gradients(const Problem& forward) {
   Random random(forward.seed, streams::kGradientsData);
-  Problem p = without_pages(forward);
+  Problem p = without_cache(forward);
   random_gradients(random, p);
   return p;
 }

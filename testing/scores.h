@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/philox.h"
+#include "testing/formats.h"
 #include "testing/operands.h"
 #include "testing/pair_program.h"
 
@@ -37,7 +38,7 @@ class Scores {
         in_(in),
         seen_(seen),
         Q_(numbers<T>(in.query, false)),
-        K_(numbers<T>(in.key, false)),
+        K_(stored_numbers<T>(in.key, in.key_scales)),
         bias_(numbers<T>(in.attn_bias, false)),
         slopes_(numbers<T>(in.alibi_slopes, false)),
         sinks_(numbers<T>(in.sink_logits, false)),

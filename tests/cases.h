@@ -33,6 +33,7 @@ class CaseList {
     list.sinks();
     list.scores_as_weights();
     list.pages();
+    list.formats();
     return std::move(list.cases_);
   }
 
@@ -331,6 +332,43 @@ class CaseList {
     add("pages_float64", sizes(2, 4, 2, 33, 65, 40, 24), [&](auto& d) { paged(d, 5), d.dtype = DType::kFloat64; });
     add("pages_no_keys", sizes(2, 4, 2, 5, 0, 24), [&](auto& d) { paged(d, 4); });
     add("pages_no_batch", sizes(0, 4, 2, 5, 8, 24), [&](auto& d) { paged(d, 4); });
+  }
+
+  // Keys and values as caches store them: one scale a row, read where they lie or copied, and several; rows of any size.
+  void formats() {
+    constexpr DType kFormats[] = {DType::kInt8, DType::kFloat8E4M3, DType::kFloat8E5M2, DType::kInt4x2};
+    const auto store = [](AttentionDesc& d, DType key, DType value, int64_t group = 0) {
+      d.key_dtype = key, d.value_dtype = value, d.key_group = d.value_group = group;
+    };
+    for (size_t n = 0; n < 4; ++n) {
+      const DType format = kFormats[n], other = kFormats[(n + 1) % 4];
+      const TypeName& type = kHalfAndSingle[n % 3];
+      const std::string name = dtype_name(format);
+      add("stored_decode_" + name, sizes(4, 8, 2, 1, 560, 64), [&](auto& d) {
+        store(d, format, format), d.dtype = type.dtype;
+        d.has_seqlens_k = d.causal = true, d.align = Align::kBottomRight;
+      });
+      add("stored_groups_" + name, sizes(2, 8, 2, 3, 130, 96), [&](auto& d) {
+        store(d, format, format, 32), d.dtype = type.dtype;
+        d.page_size = 5, d.has_seqlens_k = true, d.num_pages = enough_pages(d);
+      });
+      add("stored_prefill_" + name, sizes(2, 4, 2, 70, 140, 80, 64), [&](auto& d) {
+        store(d, format, other, 16), d.dtype = type.dtype;
+        d.page_size = 10, d.has_seqlens_k = d.causal = true, d.num_pages = enough_pages(d);
+        d.align = Align::kBottomRight;
+      });
+    }
+    add("stored_odd_head", sizes(3, 5, 5, 2, 93, 71, 65), [&](auto& d) { store(d, DType::kInt8, DType::kFloat8E4M3); });
+    add("stored_values_alone", sizes(3, 6, 2, 2, 93, 48), [&](auto& d) {
+      d.value_dtype = DType::kInt8, d.dtype = DType::kBFloat16, d.return_weights = ReturnWeights::kPerHead;
+    });
+    add("stored_packed", sizes(4, 4, 2, 130, 120, 32), [&](auto& d) {
+      store(d, DType::kInt8, DType::kInt4x2), d.packed = d.causal = true, d.align = Align::kBottomRight;
+    });
+    add("stored_tiny", sizes(3, 4, 2, 3, 4, 6), [&](auto& d) { store(d, DType::kInt8, DType::kInt8); });
+    add("stored_float64", sizes(2, 2, 2, 9, 33, 32),
+        [&](auto& d) { store(d, DType::kFloat8E5M2, DType::kInt4x2, 16), d.dtype = DType::kFloat64; });
+    add("stored_no_keys", sizes(2, 4, 2, 5, 0, 24), [&](auto& d) { store(d, DType::kInt4x2, DType::kInt8); });
   }
 
   void empty() {

@@ -16,7 +16,8 @@ class GradientCaseList : private CaseList {
   static std::vector<Problem> make() {
     std::vector<Problem> all;
     for (const Problem& problem : cases()) {
-      if (problem.desc.page_size > 0 || of_another_turn(problem)) continue;  // pages have no gradients
+      const bool cached = problem.desc.page_size > 0 || problem.desc.key_dtype || problem.desc.value_dtype;
+      if (cached || of_another_turn(problem)) continue;  // caches have no gradients
       all.push_back(with_random_gradients(problem));
     }
     GradientCaseList list;

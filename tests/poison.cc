@@ -3,6 +3,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "testing/formats.h"
+
 namespace polyhead::testing {
 namespace {
 
@@ -27,6 +29,21 @@ std::vector<bool> rows_with_nan(const Array& a, int64_t dim) {
   return rows;
 }
 
+// Keys or values as numbers, [rows, dim].
+Array in_numbers(const Array& stored, const Array& scales, int64_t dim) {
+  const std::vector<double> x = stored_numbers<double>(stored, scales);
+  Array a(DType::kFloat64, {dim == 0 ? 0 : static_cast<int64_t>(x.size()) / dim, dim});
+  for (size_t n = 0; n < x.size(); ++n) a.set(static_cast<int64_t>(n), x[n]);
+  return a;
+}
+
+// NaN in a row; where that has scales, in one of them.
+void poke_row(Array& numbers, Array& scales, int64_t row, int64_t dim, Random& random) {
+  Array& a = scales.given() ? scales : numbers;
+  const int64_t columns = scales.given() ? scales.dims.back() : dim;
+  a.set(row * columns + random.integer(0, columns - 1), kNan);
+}
+
 }  // namespace
 
 Inputs poison_hidden(const AttentionDesc& d, const Inputs& in, uint64_t seed) {
@@ -41,6 +58,9 @@ Inputs poison_hidden(const AttentionDesc& d, const Inputs& in, uint64_t seed) {
   poison(bad.query, seen.query, d.head_dim);
   poison(bad.key, seen.key, d.head_dim);
   poison(bad.value, seen.key, d.head_dim_v);
+  for (Array* scales : {&bad.key_scales, &bad.value_scales}) {
+    if (scales->given()) poison(*scales, seen.key, scales->dims.back());
+  }
   if (in.attn_bias.given()) poison(bad.attn_bias, VisibleParts(d, in, Visibility(d, without_bias(in))).bias, 1);
   return bad;
 }
@@ -65,8 +85,8 @@ Poked poke_visible(const AttentionDesc& d, const Inputs& in, Poke poke, uint64_t
   auto dim = [&](int64_t size) { return random.integer(0, size - 1); };
   switch (poke) {
     case Poke::kQuery: poked.inputs.query.set(query * d.head_dim + dim(d.head_dim), kNan); break;
-    case Poke::kKey: poked.inputs.key.set(key * d.head_dim + dim(d.head_dim), kNan); break;
-    case Poke::kValue: poked.inputs.value.set(key * d.head_dim_v + dim(d.head_dim_v), kNan); break;
+    case Poke::kKey: poke_row(poked.inputs.key, poked.inputs.key_scales, key, d.head_dim, random); break;
+    case Poke::kValue: poke_row(poked.inputs.value, poked.inputs.value_scales, key, d.head_dim_v, random); break;
     case Poke::kBias:
       poked.inputs.attn_bias.set(broadcast_index(in.attn_bias, b, h, i, j),
                                  random.chance(0.5) || !softmax ? kNan : HUGE_VAL);
@@ -94,8 +114,9 @@ struct Wanted {
     };
     const Visibility seen(d, in);
     const std::vector<bool> query_nan = rows_with_nan(in.query, d.head_dim),
-                            key_nan = rows_with_nan(in.key, d.head_dim);
-    const std::vector<bool> value_nan = rows_with_nan(in.value, d.head_dim_v);
+                            key_nan = rows_with_nan(in_numbers(in.key, in.key_scales, d.head_dim), d.head_dim);
+    const Array value = in_numbers(in.value, in.value_scales, d.head_dim_v);
+    const std::vector<bool> value_nan = rows_with_nan(value, d.head_dim_v);
     auto has = [](const std::vector<bool>& rows, int64_t n) { return !rows.empty() && rows[static_cast<size_t>(n)]; };
     std::vector<Span> spans;
     for (int64_t b = 0; b < d.batch; ++b) spans.push_back(span_of(d, in, b));
@@ -121,7 +142,7 @@ struct Wanted {
         mark(logsumexp, d.packed ? h * d.seqlen_q + s.first_q + i : static_cast<int64_t>(row(b, h, i)));
       }
       for (int64_t c = 0; has(value_nan, key) && c < d.head_dim_v; ++c) {
-        if (std::isnan(in.value.at(key * d.head_dim_v + c))) mark(out, query * d.head_dim_v + c);
+        if (std::isnan(value.at(key * d.head_dim_v + c))) mark(out, query * d.head_dim_v + c);
       }
     });
     if (attn_weights.empty() && column_sums.empty()) return;

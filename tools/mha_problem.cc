@@ -272,7 +272,7 @@ MhaProblem random_mha(uint64_t seed) {
   const auto chance = [&](double p) { return random.uniform() < p; };
   const auto size = [&](int64_t most) { return chance(0.03) ? 0 : 1 + random.below(most); };
   MhaProblem problem;
-  const Problem drawn = without_pages(random_problem(seed));
+  const Problem drawn = without_cache(random_problem(seed));
   problem.attention.seed = seed;
   problem.attention.mask_kind = drawn.mask_kind;
   problem.attention.accumulate = drawn.accumulate;

@@ -165,6 +165,10 @@ std::string npy_descr(DType dtype) {
     case DType::kBool: return "|b1";
     case DType::kInt32: return "<i4";
     case DType::kInt64: return "<i8";
+    case DType::kInt8: return "|i1";
+    case DType::kFloat8E4M3:
+    case DType::kFloat8E5M2: return "|V1";
+    case DType::kInt4x2: return "|u1";
   }
   return "";
 }

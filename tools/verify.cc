@@ -35,6 +35,9 @@ class Verification {
     if (Status s = check_memory(problem); !s.ok()) return s;
     if (!gradients_) return judge_all(problem, problem_line(problem), forward_draws(problem));
     if (problem.desc.page_size > 0) return invalid("--page-size is given with --gradients: paged keys have none");
+    if (problem.desc.key_dtype || problem.desc.value_dtype) {
+      return invalid("--key-dtype or --value-dtype is given with --gradients: keys and values with scales have none");
+    }
     const auto needs = needed_gradients(problem);
     if (!needs.ok()) return needs.status();
     Problem needed = problem;
@@ -84,7 +87,7 @@ Result<int> verify_random(const VerifyOptions& options, Verification verificatio
   int64_t done = 0;
   for (; done < options.num_random && verification.num_failed() < kMaxFailures; ++done) {
     Problem problem = random_problem(options.seed + static_cast<uint64_t>(done));
-    if (options.gradients) problem = without_pages(problem);
+    if (options.gradients) problem = without_cache(problem);
     progress.show(done, problem_line(problem));
     if (Status s = verification.add(problem); !s.ok()) {
       return Status(s.code(), fmt::format("random problem '{}': {}", problem_line(problem), s.message()));

@@ -86,6 +86,15 @@ struct AttentionDesc {
   std::optional<DType> out_dtype = {};
   std::optional<DType> grad_dtype = {};
 
+  /// Of key and of value, each its own: dtype (default), or what a cache may be stored in, int8, float8_e4m3, float8_e5m2 or
+  /// int4x2. Of the latter an element is the number that is stored times its scale: key_scales and value_scales come with
+  /// each call, float32, with int4x2 float16. Forward only. polyhead/cache.h writes them.
+  std::optional<DType> key_dtype = {};
+  std::optional<DType> value_dtype = {};
+  /// How many neighbours of a row share a scale: a multiple of 16 that divides head_dim (head_dim_v); 0: all of the row.
+  int64_t key_group = 0;
+  int64_t value_group = 0;
+
   bool packed = false;         ///< [rows, heads, dim] operands; cu_seqlens_q and cu_seqlens_k are given with each call
   bool has_seqlens_q = false;  ///< seqlens_q [batch] is given with each call (padding on the right); not when packed
   bool has_seqlens_k = false;  ///< seqlens_k [batch] likewise
@@ -138,12 +147,21 @@ struct AttentionDesc {
 inline DType out_dtype(const AttentionDesc& desc) { return desc.out_dtype.value_or(desc.dtype); }
 inline DType grad_dtype(const AttentionDesc& desc) { return desc.grad_dtype.value_or(desc.dtype); }
 
+/// What key and value are stored in.
+inline DType key_dtype(const AttentionDesc& desc) { return desc.key_dtype.value_or(desc.dtype); }
+inline DType value_dtype(const AttentionDesc& desc) { return desc.value_dtype.value_or(desc.dtype); }
+
 /// The tensors of one forward call. B batch, Sq / Sk lengths, H heads, G key/value heads, D / Dv head dims.
 /// Outputs must not overlap themselves, each other or an input.
 struct ForwardArgs {
   Tensor query = {};  ///< [B, Sq, H, D]    packed: [total_q, H, D]
   Tensor key = {};    ///< [B, Sk, G, D]    packed: [total_k, G, D]    paged: [num_pages, page_size, G, D]
   Tensor value = {};  ///< [B, Sk, G, Dv]   packed: [total_k, G, Dv]   paged: [num_pages, page_size, G, Dv]
+
+  /// Of a key_dtype that has scales: dims of key but the last, then one for each group of a row: 1, or D / key_group. Keys of
+  /// int4x2 are [..., D / 2]. Values likewise.
+  Tensor key_scales = {};
+  Tensor value_scales = {};
 
   Tensor attn_mask = {};     ///< 4-D with desc.attn_mask.dims
   Tensor attn_bias = {};     ///< 4-D with desc.attn_bias.dims and dtype

@@ -22,10 +22,17 @@ struct KvCacheDesc {
   int64_t num_pages = 0;
   int64_t page_size = 0;  ///< tokens of a page, 1 or more
   int64_t num_heads_kv = 1;
-  int64_t head_dim = 0;                 ///< of key
-  int64_t head_dim_v = 0;               ///< of value
-  DType key_dtype = DType::kFloat32;    ///< what keys are stored in: float32, bfloat16 or float16
-  DType value_dtype = DType::kFloat32;  ///< what values are stored in, likewise
+  int64_t head_dim = 0;    ///< of key
+  int64_t head_dim_v = 0;  ///< of value
+
+  /// What keys and what values are stored in: float32, bfloat16 or float16, or int8, float8_e4m3, float8_e5m2 or int4x2 with
+  /// scales: each group of a head's numbers is divided by its largest magnitude over the dtype's (127, 448, 57344, 7) and
+  /// rounded to nearest even, whatever other tokens are; where one is NaN or inf, its scale is NaN. Scales are float32, of
+  /// int4x2 float16: it takes magnitudes up to 458752.
+  DType key_dtype = DType::kFloat32;
+  DType value_dtype = DType::kFloat32;
+  int64_t key_group = 0;  ///< elements of a head that share a scale: 0 (all) or a multiple of 16 that divides head_dim
+  int64_t value_group = 0;  ///< likewise of head_dim_v
 
   /// Rotary positions (Su et al. 2021, arXiv:2104.09864): the first rotary_dim elements of each head of key and query turn,
   /// pair p by the angle whose cosine and sine the caller's tables have. Even, at most head_dim; 0: nothing turns.
@@ -41,8 +48,10 @@ struct KvCacheDesc {
 
 /// A cache's pool, any strides.
 struct KvTensors {
-  Tensor key = {};    ///< [num_pages, page_size, G, D], in key_dtype
-  Tensor value = {};  ///< [num_pages, page_size, G, Dv], in value_dtype
+  Tensor key = {};           ///< [num_pages, page_size, G, D], in key_dtype; of int4x2 [..., D / 2]
+  Tensor value = {};         ///< [num_pages, page_size, G, Dv], in value_dtype; likewise
+  Tensor key_scales = {};    ///< [num_pages, page_size, G, 1 or D / key_group], if key_dtype has scales
+  Tensor value_scales = {};  ///< [num_pages, page_size, G, 1 or Dv / value_group], if value_dtype has scales
 };
 
 /// New tokens. Every input may be float32, bfloat16 or float16, whatever the cache's dtypes are, with any strides.
@@ -82,7 +91,7 @@ class POLYHEAD_API KvCache {
   friend POLYHEAD_API Result<KvCache> kv_cache(const KvCacheDesc&);
   explicit KvCache(const KvCacheDesc& desc) : desc_(desc) {}
   KvCacheDesc desc_;
-  size_t bytes_ = 0, value_at_ = 0;
+  size_t bytes_ = 0, at_[4] = {};  // where the buffer holds each of the KvTensors
 };
 
 /// Checks `desc`: the error names the field.

@@ -75,7 +75,12 @@ typedef enum polyhead_dtype {
   POLYHEAD_FLOAT64 = 3,
   POLYHEAD_BOOL = 4,  ///< one byte, 0 or 1
   POLYHEAD_INT32 = 5,
-  POLYHEAD_INT64 = 6
+  POLYHEAD_INT64 = 6,
+  /* Of keys and values in a cache alone, which scales go with (polyhead_attention_desc.key_dtype): */
+  POLYHEAD_INT8 = 7,
+  POLYHEAD_FLOAT8_E4M3 = 8,  ///< 4 bits of exponent, 3 of fraction, at most 448, NaN and no inf
+  POLYHEAD_FLOAT8_E5M2 = 9,  ///< 5 and 2, at most 57344, NaN and inf
+  POLYHEAD_INT4X2 = 10       ///< two of -8 to 7 in a byte, as one element: the first of them in the low four bits
 } polyhead_dtype;
 
 typedef enum polyhead_device { POLYHEAD_CPU = 0, POLYHEAD_CUDA = 1 } polyhead_device;
@@ -247,6 +252,17 @@ typedef struct polyhead_attention_desc {
 
   int32_t normalizer;  ///< polyhead_normalizer; default softmax
   int32_t reserved;    ///< 0
+
+  /// polyhead_dtype of key and of value, each its own; read if has_..., else 0. Default: `dtype`. Else what a cache may be
+  /// stored in: int8, float8_e4m3, float8_e5m2 or int4x2, of which an element is the number that is stored times its scale:
+  /// key_scales and value_scales come with each call, float32, with int4x2 float16. Forward only. polyhead_cache.h writes them.
+  int32_t has_key_dtype;  ///< boolean; default 0
+  int32_t key_dtype;
+  int32_t has_value_dtype;  ///< boolean; default 0
+  int32_t value_dtype;
+  /// How many neighbours of a row share a scale: a multiple of 16 that divides head_dim (head_dim_v); 0 (default): all.
+  int64_t key_group;
+  int64_t value_group;
 } polyhead_attention_desc;
 
 /// Sets the defaults that stand beside the fields. `struct_size` is sizeof *desc.
@@ -341,6 +357,10 @@ typedef struct polyhead_forward_args {
   polyhead_tensor sink_logits;
   /// [B, Sk / page_size], int32 or int64: 0 to num_pages - 1, as far as seqlens_k[b] reaches; if desc.page_size > 0.
   polyhead_tensor page_table;
+  /// Of a desc.key_dtype that has scales: dims of key but the last, then one for each group of a row: 1, or D / key_group.
+  /// Keys of int4x2 are [..., D / 2]. Values likewise.
+  polyhead_tensor key_scales;
+  polyhead_tensor value_scales;
 } polyhead_forward_args;
 
 /// Makes every tensor "not given". `struct_size` is sizeof *args.

@@ -22,11 +22,18 @@ typedef struct polyhead_kv_cache_desc {
   int64_t num_heads_kv;  ///< default 1
   int64_t head_dim;      ///< of key; default 0
   int64_t head_dim_v;    ///< of value; default 0
-  int32_t key_dtype;     ///< polyhead_dtype that keys are stored in: float32 (default), bfloat16 or float16
-  int32_t value_dtype;   ///< polyhead_dtype that values are stored in, likewise
-  int64_t rotary_dim;    ///< the first elements of each head of key and query, which turn; even; 0 (default): none
-  int32_t interleaved;   ///< boolean: pair p is 2 p and 2 p + 1; 0 (default): p and p + rotary_dim / 2
-  int32_t hadamard;      ///< boolean: key and query times the orthogonal Hadamard matrix; head_dim a power of 2
+  /// polyhead_dtype that keys are stored in: float32 (default), bfloat16 or float16, or int8, float8_e4m3, float8_e5m2 or
+  /// int4x2 with scales: each group of a head's numbers is divided by its largest magnitude over the dtype's (127, 448, 57344,
+  /// 7) and rounded to nearest even, whatever other tokens are; where one is NaN or inf, its scale is NaN. Scales are float32,
+  /// of int4x2 float16: it takes magnitudes up to 458752.
+  int32_t key_dtype;
+  int32_t value_dtype;  ///< what values are stored in, likewise
+  int64_t rotary_dim;   ///< the first elements of each head of key and query, which turn; even; 0 (default): none
+  int32_t interleaved;  ///< boolean: pair p is 2 p and 2 p + 1; 0 (default): p and p + rotary_dim / 2
+  int32_t hadamard;     ///< boolean: key and query times the orthogonal Hadamard matrix; head_dim a power of 2
+  int64_t
+      key_group;  ///< numbers of a head that share a scale: 0 (default): all; or a multiple of 16 that divides head_dim
+  int64_t value_group;  ///< likewise of head_dim_v
 } polyhead_kv_cache_desc;
 
 /// Sets the defaults. `struct_size` is sizeof *desc.
@@ -34,8 +41,10 @@ POLYHEAD_API polyhead_status polyhead_kv_cache_desc_init(polyhead_kv_cache_desc*
 
 /// A cache's pool, any strides. Its layout is frozen.
 typedef struct polyhead_kv_tensors {
-  polyhead_tensor key;    ///< [num_pages, page_size, G, D], in key_dtype
-  polyhead_tensor value;  ///< [num_pages, page_size, G, Dv], in value_dtype
+  polyhead_tensor key;           ///< [num_pages, page_size, G, D], in key_dtype; of int4x2 [..., D / 2]
+  polyhead_tensor value;         ///< [num_pages, page_size, G, Dv], in value_dtype; likewise
+  polyhead_tensor key_scales;    ///< [num_pages, page_size, G, 1 or D / key_group], if key_dtype has scales; else all 0
+  polyhead_tensor value_scales;  ///< [num_pages, page_size, G, 1 or Dv / value_group], likewise
 } polyhead_kv_tensors;
 
 /// New tokens: float32, bfloat16 or float16, whatever the cache's dtypes are, any strides. All default to "not given".

@@ -17,6 +17,11 @@ enum class DType : int32_t {
   kBool = 4,  ///< one byte, 0 or 1
   kInt32 = 5,
   kInt64 = 6,
+  // Of keys and values in a cache alone, which scales go with (AttentionDesc::key_dtype):
+  kInt8 = 7,
+  kFloat8E4M3 = 8,  ///< 4 bits of exponent, 3 of fraction, at most 448, NaN and no inf (torch.float8_e4m3fn)
+  kFloat8E5M2 = 9,  ///< 5 and 2, at most 57344, NaN and inf (torch.float8_e5m2)
+  kInt4x2 = 10,     ///< two of -8 to 7 in a byte, as one element: the first of them in the low four bits
 };
 
 enum class Device : int32_t { kCpu = 0, kCuda = 1 };
@@ -30,7 +35,11 @@ constexpr size_t dtype_size_bytes(DType dtype) {
     case DType::kInt32: return 4;
     case DType::kBFloat16:
     case DType::kFloat16: return 2;
-    case DType::kBool: return 1;
+    case DType::kBool:
+    case DType::kInt8:
+    case DType::kFloat8E4M3:
+    case DType::kFloat8E5M2:
+    case DType::kInt4x2: return 1;
   }
   return 0;
 }

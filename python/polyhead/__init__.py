@@ -60,6 +60,8 @@ def attention(
     cu_seqlens_q: Array | None = None,
     cu_seqlens_k: Array | None = None,
     page_table: Array | None = None,
+    key_scales: Array | None = None,
+    value_scales: Array | None = None,
     return_logsumexp: bool = False,
     return_weights: bool | Literal["mean"] = False,
     return_column_sums: bool = False,
@@ -140,6 +142,11 @@ def attention(
         sequence b has the pages ``page_table[b]``, in order: Sk is P * page_size. Needs seqlens_k; what no length reaches
         is never read. Sequences may share pages. With packed queries: cu_seqlens_q and seqlens_k. The results have the
         bits of the same keys one after the other. No gradients.
+    key_scales, value_scales : float32 array, optional
+        Keys, values or both may be stored as int8, float8_e4m3fn, float8_e5m2 (ml_dtypes', torch's) or uint8: pairs of int4,
+        [..., D / 2], of which number 2 i stands in the low four bits. Each number is multiplied by the scale of its group:
+        [B, Sk, G, groups] (packed, paged: likewise), groups 1 or D divided by a multiple of 16; float16 of pairs of int4. No
+        gradients.
     return_logsumexp : bool
         `attention_backward` and `merge` need it.
     return_weights : bool or "mean"
@@ -207,6 +214,13 @@ def attention(
     >>> polyhead.attention(token, cache, cache, page_table=pages, seqlens_k=np.array([20, 31])).shape
     (2, 1, 4, 8)
 
+    Its keys as int8, with a scale for each token and head:
+
+    >>> scales = np.full((8, 16, 4, 1), 0.01, np.float32)
+    >>> options = {"page_table": pages, "seqlens_k": np.array([20, 31]), "key_scales": scales}
+    >>> polyhead.attention(token, (cache * 100).astype(np.int8), cache, **options).shape
+    (2, 1, 4, 8)
+
     Documents side by side, whose scores fall with the distance:
 
     >>> doc, slope = np.array([0, 1]), np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
@@ -221,7 +235,7 @@ def attention(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
         kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, normalizer,
-        return_logsumexp, return_weights, return_column_sums, out_dtype, out, page_table,
+        return_logsumexp, return_weights, return_column_sums, out_dtype, out, page_table, key_scales, value_scales,
     )  # fmt: skip
 
 
@@ -359,6 +373,8 @@ def explain(
     cu_seqlens_q: Array | None = None,
     cu_seqlens_k: Array | None = None,
     page_table: Array | None = None,
+    key_scales: Array | None = None,
+    value_scales: Array | None = None,
     return_logsumexp: bool = False,
     return_weights: bool | Literal["mean"] = False,
     return_column_sums: bool = False,
@@ -395,7 +411,7 @@ def explain(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
         kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, normalizer,
-        return_logsumexp, return_weights, return_column_sums, out_dtype, out, page_table,
+        return_logsumexp, return_weights, return_column_sums, out_dtype, out, page_table, key_scales, value_scales,
     ))  # fmt: skip
 
 

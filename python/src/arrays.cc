@@ -10,6 +10,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <string_view>
+
+#include "pages.h"
 
 namespace polyhead::python {
 namespace {
@@ -39,11 +42,14 @@ void check_num_dims(int64_t num_dims, const ArrayArgument& argument) {
             argument.min_dims, argument.max_dims, argument.shape);
 }
 
-// ml_dtypes registers its own type with NumPy; there is no number for it.
-bool is_bfloat16(const PyArray_Descr* descr) {
-  const char* name = descr->typeobj->tp_name;
-  const char* dot = std::strrchr(name, '.');
-  return PyTypeNum_ISUSERDEF(descr->type_num) && std::strcmp(dot != nullptr ? dot + 1 : name, "bfloat16") == 0;
+// ml_dtypes registers its own types with NumPy; there are no numbers for them.
+std::optional<DType> ml_dtype_of(const PyArray_Descr* descr) {
+  if (!PyTypeNum_ISUSERDEF(descr->type_num)) return std::nullopt;
+  const std::string_view name = descr->typeobj->tp_name, last = name.substr(name.rfind('.') + 1);
+  if (last == "bfloat16") return DType::kBFloat16;
+  if (last == "float8_e4m3fn") return DType::kFloat8E4M3;
+  if (last == "float8_e5m2") return DType::kFloat8E5M2;
+  return std::nullopt;
 }
 
 std::optional<DType> dtype_of(const PyArray_Descr* descr) {
@@ -55,9 +61,13 @@ std::optional<DType> dtype_of(const PyArray_Descr* descr) {
     case NPY_INT: return DType::kInt32;
     case NPY_LONG: return sizeof(long) == 8 ? DType::kInt64 : DType::kInt32;
     case NPY_LONGLONG: return DType::kInt64;
-    default: return is_bfloat16(descr) ? std::optional(DType::kBFloat16) : std::nullopt;
+    case NPY_BYTE: return DType::kInt8;
+    case NPY_UBYTE: return DType::kInt4x2;
+    default: return ml_dtype_of(descr);
   }
 }
+
+constexpr uint8_t kDlpackE4M3 = 10, kDlpackE5M2 = 12;  // of DLPack 1.1: float8_e4m3fn, float8_e5m2
 
 std::optional<DType> dtype_of(nb::dlpack::dtype type) {
   using Code = nb::dlpack::dtype_code;
@@ -70,6 +80,10 @@ std::optional<DType> dtype_of(nb::dlpack::dtype type) {
   if (is(Code::Bool, 8)) return DType::kBool;
   if (is(Code::Int, 32)) return DType::kInt32;
   if (is(Code::Int, 64)) return DType::kInt64;
+  if (is(Code::Int, 8)) return DType::kInt8;
+  if (is(Code::UInt, 8)) return DType::kInt4x2;
+  if (type.code == kDlpackE4M3 && type.bits == 8) return DType::kFloat8E4M3;
+  if (type.code == kDlpackE5M2 && type.bits == 8) return DType::kFloat8E5M2;
   return std::nullopt;
 }
 
@@ -86,6 +100,10 @@ std::optional<nb::dlpack::dtype> dlpack_dtype(DType dtype) {
     case DType::kBool: return type(Code::Bool, 8);
     case DType::kInt32: return type(Code::Int, 32);
     case DType::kInt64: return type(Code::Int, 64);
+    case DType::kInt8:
+    case DType::kFloat8E4M3:
+    case DType::kFloat8E5M2:
+    case DType::kInt4x2: break;  // no result has it
   }
   return std::nullopt;
 }
@@ -94,7 +112,7 @@ Tensor view_of_numpy(PyArrayObject* array, const ArrayArgument& argument) {
   Tensor view;
   PyArray_Descr* descr = PyArray_DESCR(array);
   const auto dtype = dtype_of(descr);
-  if (!dtype) {
+  if (!dtype || (has_scales(*dtype) && !argument.stored)) {
     bad_value("%s has dtype %s, must be %s", argument.name, text_of(reinterpret_cast<PyObject*>(descr)).c_str(),
               argument.dtypes);
   }
@@ -176,7 +194,7 @@ Tensor view_of_dlpack(PyObject* object, const ArrayArgument& argument, Held& hel
               nb::device::cpu::value);
   }
   const auto dtype = dtype_of(held.dtype());
-  if (!dtype) {
+  if (!dtype || (has_scales(*dtype) && !argument.stored)) {
     nb::object name = nb::getattr(nb::handle(object), "dtype", nb::none());
     bad_value("%s has dtype %s, must be %s", argument.name, text_of(name.ptr()).c_str(), argument.dtypes);
   }

@@ -63,7 +63,8 @@ struct ArrayArgument {
   const char* dtypes;  // "float32, bfloat16, float16 or float64"
   int min_dims;
   int max_dims;
-  const char* shape;  // "[batch, seqlen_q, num_heads, head_dim]"
+  const char* shape;    // "[batch, seqlen_q, num_heads, head_dim]"
+  bool stored = false;  // may be of a dtype that scales go with: int8, float8, pairs of int4 (uint8)
 };
 
 // A view of `object`. Sizes and dtypes are checked where the library cannot: a Tensor has only so many of both.

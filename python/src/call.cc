@@ -10,14 +10,21 @@ namespace {
 constexpr const char* kIntegers = "int32 or int64";
 
 constexpr ArrayArgument kQueryArray = {"query", kFloats, 4, 4, "[batch, seqlen_q, num_heads, head_dim]"};
-constexpr ArrayArgument kKeyArray = {"key", kFloats, 4, 4, "[batch, seqlen_k, num_heads_kv, head_dim]"};
-constexpr ArrayArgument kValueArray = {"value", kFloats, 4, 4, "[batch, seqlen_k, num_heads_kv, head_dim_v]"};
+constexpr const char* kStored = "as query, or with scales int8, float8_e4m3fn, float8_e5m2 or uint8 (pairs of int4)";
+constexpr ArrayArgument kKeyArray = {"key", kStored, 4, 4, "[batch, seqlen_k, num_heads_kv, head_dim]", true};
+constexpr ArrayArgument kValueArray = {"value", kStored, 4, 4, "[batch, seqlen_k, num_heads_kv, head_dim_v]", true};
 constexpr ArrayArgument kPackedQuery = {"query", kFloats, 3, 3, "[total_q, num_heads, head_dim] (with cu_seqlens)"};
-constexpr ArrayArgument kPackedKey = {"key", kFloats, 3, 3, "[total_k, num_heads_kv, head_dim] (with cu_seqlens)"};
-constexpr ArrayArgument kPackedValue = {"value", kFloats, 3, 3,
-                                        "[total_k, num_heads_kv, head_dim_v] (with cu_seqlens)"};
-constexpr ArrayArgument kPagedKey = {"key", kFloats, 4, 4, "[num_pages, page_size, num_heads_kv, head_dim]"};
-constexpr ArrayArgument kPagedValue = {"value", kFloats, 4, 4, "[num_pages, page_size, num_heads_kv, head_dim_v]"};
+constexpr ArrayArgument kPackedKey = {"key", kStored, 3, 3, "[total_k, num_heads_kv, head_dim] (with cu_seqlens)",
+                                      true};
+constexpr ArrayArgument kPackedValue = {"value", kStored, 3, 3, "[total_k, num_heads_kv, head_dim_v] (with cu_seqlens)",
+                                        true};
+constexpr ArrayArgument kPagedKey = {"key", kStored, 4, 4, "[num_pages, page_size, num_heads_kv, head_dim]", true};
+constexpr ArrayArgument kPagedValue = {"value", kStored, 4, 4, "[num_pages, page_size, num_heads_kv, head_dim_v]",
+                                       true};
+constexpr const char* kScaleTypes = "float32 (float16 of pairs of int4)";
+constexpr const char* kScaleShape = "dims of key or value but the last, and one for each group of a row";
+constexpr ArrayArgument kKeyScalesArray = {"key_scales", kScaleTypes, 3, 4, kScaleShape};
+constexpr ArrayArgument kValueScalesArray = {"value_scales", kScaleTypes, 3, 4, kScaleShape};
 constexpr ArrayArgument kPageTableArray = {"page_table", kIntegers, 2, 2, "[batch, pages of a sequence]"};
 constexpr const char* kScores = "what broadcasts to [batch, num_heads, seqlen_q, seqlen_k]";
 constexpr ArrayArgument kBiasArray = {"attn_bias", kFloats, 0, 4, kScores};
@@ -32,8 +39,8 @@ constexpr ArrayArgument kCuSeqlensKArray = {"cu_seqlens_k", kIntegers, 1, 1, "[b
 
 }  // namespace
 
-Call::Call(PyObject* const* arguments, PyObject* page_table) : Options(arguments) {
-  read_operands(page_table == Py_None ? nullptr : page_table);
+Call::Call(PyObject* const* arguments, PyObject* const* cache) : Options(arguments) {
+  read_operands(cache);
   read_options();
 }
 
@@ -77,8 +84,9 @@ void Call::check_packing(bool paged) const {
   if (packs_q && args_.cu_seqlens_q.dims[0] == 0) bad_value("cu_seqlens_q is empty, must be [batch + 1]");
 }
 
-void Call::read_operands(PyObject* page_table) {
-  const bool paged = page_table != nullptr;
+void Call::read_operands(PyObject* const* cache) {
+  const auto given = [&](int n) { return cache != nullptr && cache[n] != Py_None; };
+  const bool paged = given(0);
   args_.cu_seqlens_q = optional_array(kCuSeqlensQ, kCuSeqlensQArray);
   args_.cu_seqlens_k = optional_array(kCuSeqlensK, kCuSeqlensKArray);
   check_packing(paged);
@@ -86,7 +94,9 @@ void Call::read_operands(PyObject* page_table) {
   args_.query = view_of(arguments_[kQuery], packed ? kPackedQuery : kQueryArray, held_[kQuery]);
   args_.key = view_of(arguments_[kKey], paged ? kPagedKey : packed ? kPackedKey : kKeyArray, held_[kKey]);
   args_.value = view_of(arguments_[kValue], paged ? kPagedValue : packed ? kPackedValue : kValueArray, held_[kValue]);
-  if (paged) args_.page_table = view_of(page_table, kPageTableArray, held_page_table_);
+  if (paged) args_.page_table = view_of(cache[0], kPageTableArray, held_page_table_);
+  if (given(1)) args_.key_scales = view_of(cache[1], kKeyScalesArray, held_key_scales_);
+  if (given(2)) args_.value_scales = view_of(cache[2], kValueScalesArray, held_value_scales_);
 
   // The dimension that counts tokens; heads and head_dim follow.
   const int rows = packed ? 0 : 1, rows_k = packs_keys ? 0 : 1;
@@ -96,8 +106,10 @@ void Call::read_operands(PyObject* page_table) {
   desc_.num_heads = args_.query.dims[rows + 1];
   desc_.num_heads_kv = args_.key.dims[rows_k + 1];
   desc_.head_dim = args_.query.dims[rows + 2];
-  desc_.head_dim_v = args_.value.dims[rows_k + 2];
+  desc_.head_dim_v = row_numbers(args_.value);
   desc_.dtype = args_.query.dtype;
+  set_format(args_.key, args_.key_scales, desc_.key_dtype, desc_.key_group);
+  set_format(args_.value, args_.value_scales, desc_.value_dtype, desc_.value_group);
   if (!paged) return;
   set_pages(args_.key, args_.page_table, desc_);
   if (desc_.page_size == 0) bad_value("key dim 1 is 0, must be 1 or more: the rows of a page");

@@ -50,6 +50,8 @@ enum Position : int {
   kOutDtype,
   kResult,
   kPageTable,
+  kKeyScales,
+  kValueScales,
   kNumForward,
   // attention_backward
   kGradOut = kNumShared,
@@ -101,14 +103,14 @@ class Options {
 // One call of attention, forward or backward.
 class Call : public Options {
  protected:
-  // page_table: null or None: keys and values are not paged.
-  explicit Call(PyObject* const* arguments, PyObject* page_table = nullptr);
+  // cache: page_table, key_scales and value_scales, each or None; null: none of them.
+  explicit Call(PyObject* const* arguments, PyObject* const* cache = nullptr);
 
  private:
-  void read_operands(PyObject* page_table);
+  void read_operands(PyObject* const* cache);
   void check_packing(bool paged) const;
 
-  Held held_page_table_;
+  Held held_page_table_, held_key_scales_, held_value_scales_;
 };
 
 // polyhead.attention's call; explain reads it too.

@@ -22,7 +22,7 @@ ReturnWeights return_weights_argument(PyObject* object) {
   return flag_argument(object, "return_weights") ? ReturnWeights::kPerHead : ReturnWeights::kNone;
 }
 
-ForwardCall::ForwardCall(PyObject* const* arguments) : Call(arguments, arguments[kPageTable]) {
+ForwardCall::ForwardCall(PyObject* const* arguments) : Call(arguments, arguments + kPageTable) {
   return_logsumexp_ = flag_argument(arguments_[kReturnLogsumexp], "return_logsumexp");
   if (return_logsumexp_ && desc_.normalizer == Normalizer::kNone) {
     bad_value("return_logsumexp is True, but normalizer is \"none\": there is no logsumexp");

@@ -11,13 +11,13 @@ namespace polyhead::torch_ops {
 namespace {
 
 constexpr TensorArgument kQuery = {"query", 4, 4, "[batch, seqlen_q, num_heads, head_dim]"};
-constexpr TensorArgument kKey = {"key", 4, 4, "[batch, seqlen_k, num_heads_kv, head_dim]"};
-constexpr TensorArgument kValue = {"value", 4, 4, "[batch, seqlen_k, num_heads_kv, head_dim_v]"};
+constexpr TensorArgument kKey = {"key", 4, 4, "[batch, seqlen_k, num_heads_kv, head_dim]", true};
+constexpr TensorArgument kValue = {"value", 4, 4, "[batch, seqlen_k, num_heads_kv, head_dim_v]", true};
 constexpr TensorArgument kPackedQuery = {"query", 3, 3, "[total_q, num_heads, head_dim] (with cu_seqlens)"};
-constexpr TensorArgument kPackedKey = {"key", 3, 3, "[total_k, num_heads_kv, head_dim] (with cu_seqlens)"};
-constexpr TensorArgument kPackedValue = {"value", 3, 3, "[total_k, num_heads_kv, head_dim_v] (with cu_seqlens)"};
-constexpr TensorArgument kPagedKey = {"key", 4, 4, "[num_pages, page_size, num_heads_kv, head_dim]"};
-constexpr TensorArgument kPagedValue = {"value", 4, 4, "[num_pages, page_size, num_heads_kv, head_dim_v]"};
+constexpr TensorArgument kPackedKey = {"key", 3, 3, "[total_k, num_heads_kv, head_dim] (with cu_seqlens)", true};
+constexpr TensorArgument kPackedValue = {"value", 3, 3, "[total_k, num_heads_kv, head_dim_v] (with cu_seqlens)", true};
+constexpr TensorArgument kPagedKey = {"key", 4, 4, "[num_pages, page_size, num_heads_kv, head_dim]", true};
+constexpr TensorArgument kPagedValue = {"value", 4, 4, "[num_pages, page_size, num_heads_kv, head_dim_v]", true};
 constexpr const char* kScores = "what broadcasts to [batch, num_heads, seqlen_q, seqlen_k]";
 constexpr TensorArgument kBias = {"attn_bias", 0, 4, kScores};
 constexpr TensorArgument kMask = {"attn_mask", 0, 4, kScores};
@@ -93,8 +93,13 @@ void Operands::read_operands(const StableTensor& query, const StableTensor& key,
   desc.num_heads = args.query.dims[rows + 1];
   desc.num_heads_kv = args.key.dims[rows_k + 1];
   desc.head_dim = args.query.dims[rows + 2];
-  desc.head_dim_v = args.value.dims[rows_k + 2];
+  desc.head_dim_v = python::row_numbers(args.value);
   desc.dtype = args.query.dtype;
+  constexpr const char* kScales = "dims of key or value but the last, and one for each group of a row";
+  if (options.key_scales.given()) args.key_scales = view_of(options.key_scales, {"key_scales", 3, 4, kScales});
+  if (options.value_scales.given()) args.value_scales = view_of(options.value_scales, {"value_scales", 3, 4, kScales});
+  python::set_format(args.key, args.key_scales, desc.key_dtype, desc.key_group);
+  python::set_format(args.value, args.value_scales, desc.value_dtype, desc.value_group);
   if (paged) {
     args.page_table = view_of(options.page_table, {"page_table", 2, 2, "[batch, pages of a sequence]"});
     python::set_pages(args.key, args.page_table, desc);

@@ -40,8 +40,8 @@ struct Options {
   std::optional<std::string> kernel;  // a name; none: none in particular
   StableTensor dropout_origin;
   StableTensor sink_logits;
-  int64_t normalizer = 0;    // of Normalizer
-  StableTensor page_table;   // of the overload of that name alone
+  int64_t normalizer = 0;                             // of Normalizer
+  StableTensor page_table, key_scales, value_scales;  // of the overload .cached alone
   bool heads_first = false;  // query, key, value, out and their gradients are [B, H, S, D], as torch's own attention's
   bool same_heads = false;   // key and value have as many as query
 };

@@ -125,13 +125,15 @@ void attention_forward(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_
   run_forward(operands, asked, stack);
 }
 
-void forward_of_pages(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
-  check_counts("attention_forward.paged", num_inputs, kNumForwardArguments + 1);
+void forward_of_cache(StableIValue* stack, uint64_t num_inputs, uint64_t /*num_outputs*/) {
+  check_counts("attention_forward.cached", num_inputs, kNumForwardArguments + 3);
   ArgumentReader arguments(stack);
   const StableTensor query = arguments.tensor(), key = arguments.tensor(), value = arguments.tensor();
   Options options(arguments);
   const Asked asked(arguments);
-  options.page_table = arguments.tensor();
+  options.page_table = arguments.optional_tensor();
+  options.key_scales = arguments.optional_tensor();
+  options.value_scales = arguments.optional_tensor();
   Operands operands(query, key, value, options);
   run_forward(operands, asked, stack);
 }
@@ -319,7 +321,7 @@ constexpr OperatorKernel kKernels[] = {
     // take a string
     {"attention_forward", attention_forward},
     {"attention_backward", attention_backward},
-    {"attention_forward.paged", forward_of_pages},
+    {"attention_forward.cached", forward_of_cache},
     {"attention_forward.program", forward_of_program},
     {"attention_backward.program", backward_of_program},
 };

@@ -33,6 +33,10 @@ int32_t aoti_torch_dtype_float64();
 int32_t aoti_torch_dtype_bool();
 int32_t aoti_torch_dtype_int32();
 int32_t aoti_torch_dtype_int64();
+int32_t aoti_torch_dtype_int8();
+int32_t aoti_torch_dtype_uint8();
+int32_t aoti_torch_dtype_float8_e4m3fn();
+int32_t aoti_torch_dtype_float8_e5m2();
 
 AOTITorchError aoti_torch_get_data_ptr(AtenTensorHandle tensor, void** data);
 AOTITorchError aoti_torch_get_dim(AtenTensorHandle tensor, int64_t* dim);

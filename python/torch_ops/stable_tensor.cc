@@ -10,6 +10,8 @@
 #include <string>
 #include <utility>
 
+#include "pages.h"
+
 namespace polyhead::torch_ops {
 namespace {
 
@@ -34,20 +36,26 @@ struct DTypeNumber {
   int32_t number;
 };
 
-const DTypeNumber (&dtype_numbers())[7] {
-  static const DTypeNumber numbers[] = {
-      {DType::kFloat32, aoti_torch_dtype_float32()}, {DType::kBFloat16, aoti_torch_dtype_bfloat16()},
-      {DType::kFloat16, aoti_torch_dtype_float16()}, {DType::kFloat64, aoti_torch_dtype_float64()},
-      {DType::kBool, aoti_torch_dtype_bool()},       {DType::kInt32, aoti_torch_dtype_int32()},
-      {DType::kInt64, aoti_torch_dtype_int64()}};
+const DTypeNumber (&dtype_numbers())[11] {
+  static const DTypeNumber numbers[] = {{DType::kFloat32, aoti_torch_dtype_float32()},
+                                        {DType::kBFloat16, aoti_torch_dtype_bfloat16()},
+                                        {DType::kFloat16, aoti_torch_dtype_float16()},
+                                        {DType::kFloat64, aoti_torch_dtype_float64()},
+                                        {DType::kBool, aoti_torch_dtype_bool()},
+                                        {DType::kInt32, aoti_torch_dtype_int32()},
+                                        {DType::kInt64, aoti_torch_dtype_int64()},
+                                        {DType::kInt8, aoti_torch_dtype_int8()},
+                                        {DType::kInt4x2, aoti_torch_dtype_uint8()},
+                                        {DType::kFloat8E4M3, aoti_torch_dtype_float8_e4m3fn()},
+                                        {DType::kFloat8E5M2, aoti_torch_dtype_float8_e5m2()}};
   return numbers;
 }
 
-DType dtype_of(int32_t number, const char* name) {
+DType dtype_of(int32_t number, const TensorArgument& argument) {
   for (const DTypeNumber& each : dtype_numbers()) {
-    if (each.number == number) return each.dtype;
+    if (each.number == number && (argument.stored || !python::has_scales(each.dtype))) return each.dtype;
   }
-  bad_value("%s has a dtype that polyhead does not have, must be float32, bfloat16, float16 or float64", name);
+  bad_value("%s has a dtype that polyhead does not have, must be float32, bfloat16, float16 or float64", argument.name);
 }
 
 int32_t number_of(DType dtype) {
@@ -119,7 +127,7 @@ Tensor view_of(const StableTensor& tensor, const TensorArgument& argument) {
   }
   Tensor view;
   view.data = data;
-  view.dtype = dtype_of(dtype, argument.name);
+  view.dtype = dtype_of(dtype, argument);
   view.ndim = static_cast<int32_t>(dim);
   for (int i = 0; i < view.ndim; ++i) {
     view.dims[i] = sizes[i];

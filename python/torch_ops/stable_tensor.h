@@ -52,7 +52,8 @@ struct TensorArgument {
   const char* name;
   int min_dims;
   int max_dims;
-  const char* shape;  // "[batch, seqlen_q, num_heads, head_dim]"
+  const char* shape;    // "[batch, seqlen_q, num_heads, head_dim]"
+  bool stored = false;  // may be of a dtype that scales go with: int8, float8, pairs of int4 (uint8)
 };
 
 // A view of `tensor`, which outlives it. Of a scalar: one with ndim 0, which polyhead takes as not given.

@@ -1,5 +1,6 @@
 #include "attention/checks.h"
 #include "core/dropout.h"
+#include "core/dtype.h"
 #include "core/sentence.h"
 
 namespace polyhead {
@@ -88,6 +89,11 @@ Status check_backward_args(const AttentionDesc& desc, std::span<const PlannedOpe
   if (desc.page_size > 0) {
     return {StatusCode::kUnsupported,
             "page_table: backward does not take paged keys, give key and value without pages"};
+  }
+  for (const auto& [name, dtype] : {std::pair{"key", key_dtype(desc)}, std::pair{"value", value_dtype(desc)}}) {
+    if (!has_scales(dtype)) continue;
+    return {StatusCode::kUnsupported,
+            sentence(name, " is ", dtype_name(dtype), ": backward takes query, key and value of one dtype")};
   }
   Operands operands(device);
   if (Status status = check_dropout_seed("dropout", desc.dropout_p, forward.dropout_seed); !status.ok()) return status;

@@ -6,6 +6,7 @@
 #include "attention/checks.h"
 #include "contract/sequences.h"
 #include "core/dropout.h"
+#include "core/dtype.h"
 #include "core/sentence.h"
 
 namespace polyhead {
@@ -28,6 +29,26 @@ Status check_stored(const char* name, std::optional<DType> stored, DType inputs)
                           widens ? ", or float32" : ""));
 }
 
+// What keys or values are stored in, and how many of a row's elements share a scale.
+Status check_format(const char* name, std::optional<DType> stored, DType inputs, Size group, Size dim) {
+  if (stored && *stored != inputs && !has_scales(*stored)) {
+    return invalid(sentence(name, " is ", dtype_name(*stored), ", must be ", dtype_name(inputs),
+                            " as dtype, or int8, float8_e4m3, float8_e5m2 or int4x2"));
+  }
+  if (stored == DType::kInt4x2 && dim.value % 2 != 0) {
+    return invalid(sentence(dim.name, " is ", dim.value, ", must be even where ", name, " is int4x2"));
+  }
+  if (group.value == 0) return {};
+  if (!stored || !has_scales(*stored)) {
+    return invalid(sentence(group.name, " is ", group.value, ", but ", dtype_name(stored.value_or(inputs)),
+                            " has no scales: leave it 0"));
+  }
+  if (group.value > 0 && group.value % 16 == 0 && dim.value % group.value == 0) return {};
+  return invalid(sentence(group.name, " is ", group.value,
+                          ", must be 0 (one scale for a row), or a multiple of 16 that divides ", dim.name, " ",
+                          dim.value));
+}
+
 Status check_sizes(const AttentionDesc& desc) {
   for (const Size& size : {Size{"batch", desc.batch}, Size{"seqlen_q", desc.seqlen_q}, Size{"seqlen_k", desc.seqlen_k},
                            Size{"num_heads", desc.num_heads}, Size{"num_heads_kv", desc.num_heads_kv},
@@ -41,7 +62,14 @@ Status check_sizes(const AttentionDesc& desc) {
     return invalid(sentence("dtype is ", dtype_name(desc.dtype), ", takes float32, bfloat16, float16 or float64"));
   }
   Status status = check_stored("out_dtype", desc.out_dtype, desc.dtype);
-  return status.ok() ? check_stored("grad_dtype", desc.grad_dtype, desc.dtype) : status;
+  if (status.ok()) status = check_stored("grad_dtype", desc.grad_dtype, desc.dtype);
+  if (status.ok()) {
+    status = check_format("key_dtype", desc.key_dtype, desc.dtype, {"key_group", desc.key_group},
+                          {"head_dim", desc.head_dim});
+  }
+  if (!status.ok()) return status;
+  return check_format("value_dtype", desc.value_dtype, desc.dtype, {"value_group", desc.value_group},
+                      {"head_dim_v", desc.head_dim_v});
 }
 
 // A product with its zeros left out: then every partial product fits too. Eight bytes an element at most.

@@ -47,6 +47,10 @@ std::string options_in_words(const AttentionDesc& desc, std::string_view mask_ki
   if (desc.dtype != DType::kFloat32) add("--dtype ", word_of(kDTypeWords, desc.dtype));
   if (desc.out_dtype) add("--out-dtype ", word_of(kDTypeWords, *desc.out_dtype));
   if (desc.grad_dtype) add("--grad-dtype ", word_of(kDTypeWords, *desc.grad_dtype));
+  if (key_dtype(desc) != desc.dtype) add("--key-dtype ", word_of(kStoredDTypeWords, *desc.key_dtype));
+  if (desc.key_group != 0) add("--key-group ", desc.key_group);
+  if (value_dtype(desc) != desc.dtype) add("--value-dtype ", word_of(kStoredDTypeWords, *desc.value_dtype));
+  if (desc.value_group != 0) add("--value-group ", desc.value_group);
   if (desc.causal) add("--causal");
   if (desc.window_left != -1 || desc.window_right != -1) add("--window ", desc.window_left, ",", desc.window_right);
   if (desc.align != Align::kUnset) add("--align ", word_of(kAlignWords, desc.align));

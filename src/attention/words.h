@@ -24,6 +24,9 @@ inline constexpr Word<DType> kCaptureDTypeWords[] = {
     {"bool", DType::kBool},       {"float32", DType::kFloat32}, {"bfloat16", DType::kBFloat16},
     {"float16", DType::kFloat16}, {"float64", DType::kFloat64}, {"int32", DType::kInt32},
     {"int64", DType::kInt64}};
+// Of keys and values in a cache.
+inline constexpr Word<DType> kStoredDTypeWords[] = {
+    {"int8", DType::kInt8}, {"e4m3", DType::kFloat8E4M3}, {"e5m2", DType::kFloat8E5M2}, {"int4", DType::kInt4x2}};
 inline constexpr Word<Align> kAlignWords[] = {
     {"unset", Align::kUnset}, {"top_left", Align::kTopLeft}, {"bottom_right", Align::kBottomRight}};
 inline constexpr Word<Normalizer> kNormalizerWords[] = {{"softmax", Normalizer::kSoftmax}, {"none", Normalizer::kNone}};

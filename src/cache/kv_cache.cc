@@ -6,6 +6,7 @@
 #include <new>
 #include <vector>
 
+#include "cache/place.h"
 #include "contract/operands.h"
 #include "contract/sequences.h"
 #include "core/dtype.h"
@@ -21,6 +22,24 @@ constexpr size_t kAlignment = 64;
 
 bool is_float_of_cache(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16;
+}
+
+Status check_format(const char* name, DType dtype, const char* group_name, int64_t group, const char* dim_name,
+                    int64_t dim) {
+  if (!is_float_of_cache(dtype) && !has_scales(dtype)) {
+    return invalid(sentence(name, " is ", dtype_name(dtype),
+                            ", takes float32, bfloat16, float16, int8, float8_e4m3, float8_e5m2 or int4x2"));
+  }
+  if (dtype == DType::kInt4x2 && dim % 2 != 0) {
+    return invalid(sentence(dim_name, " is ", dim, ", must be even where ", name, " is int4x2"));
+  }
+  if (group == 0) return {};
+  if (!has_scales(dtype)) {
+    return invalid(sentence(group_name, " is ", group, ", but ", dtype_name(dtype), " has no scales: leave it 0"));
+  }
+  if (group > 0 && group % 16 == 0 && dim % group == 0) return {};
+  return invalid(sentence(group_name, " is ", group,
+                          ", must be 0 (one scale for a row), or a multiple of 16 that divides ", dim_name, " ", dim));
 }
 
 Status check_desc(const KvCacheDesc& d) {
@@ -39,15 +58,9 @@ Status check_desc(const KvCacheDesc& d) {
   if (d.hadamard && (d.head_dim & (d.head_dim - 1)) != 0) {
     return invalid(sentence("head_dim is ", d.head_dim, ", must be a power of 2 for hadamard"));
   }
-  const struct {
-    const char* name;
-    DType dtype;
-  } dtypes[] = {{"key_dtype", d.key_dtype}, {"value_dtype", d.value_dtype}};
-  for (const auto& [name, dtype] : dtypes) {
-    if (is_float_of_cache(dtype)) continue;
-    return invalid(sentence(name, " is ", dtype_name(dtype), ", takes float32, bfloat16 or float16"));
-  }
-  return {};
+  Status status = check_format("key_dtype", d.key_dtype, "key_group", d.key_group, "head_dim", d.head_dim);
+  if (!status.ok()) return status;
+  return check_format("value_dtype", d.value_dtype, "value_group", d.value_group, "head_dim_v", d.head_dim_v);
 }
 
 OperandShape of_any_float(const Tensor& t, const Dim (&dims)[3]) {
@@ -60,14 +73,49 @@ OperandShape integers(Dim count) {
   return shape;
 }
 
+// The pool's tensors as the desc has them.
+KvTensors shaped(const KvCacheDesc& d) {
+  const auto pool = [&](DType dtype, int64_t dim) {
+    return Tensor(nullptr, dtype, {d.num_pages, d.page_size, d.num_heads_kv, dtype == DType::kInt4x2 ? dim / 2 : dim});
+  };
+  const auto scales = [&](DType dtype, int64_t group, int64_t dim) {
+    return has_scales(dtype) ? pool(scale_dtype(dtype), group == 0 ? 1 : dim / group) : Tensor();
+  };
+  return {pool(d.key_dtype, d.head_dim), pool(d.value_dtype, d.head_dim_v),
+          scales(d.key_dtype, d.key_group, d.head_dim), scales(d.value_dtype, d.value_group, d.head_dim_v)};
+}
+
+struct PoolTensor {
+  const char* name;
+  Tensor KvTensors::*tensor;
+  const char* columns;  // the name of its last dim
+};
+constexpr PoolTensor kPool[] = {{"pool.key", &KvTensors::key, "head_dim"},
+                                {"pool.value", &KvTensors::value, "head_dim_v"},
+                                {"pool.key_scales", &KvTensors::key_scales, "head_dim / key_group"},
+                                {"pool.value_scales", &KvTensors::value_scales, "head_dim_v / value_group"}};
+
 // The pool, whose tokens are written (kGradient: any strides whose elements lie apart) or read.
 Status add_pool(Operands& operands, Role role, const KvCacheDesc& d, const KvTensors& pool) {
-  const Dim pages{"num_pages", d.num_pages}, rows{"page_size", d.page_size}, heads{"num_heads_kv", d.num_heads_kv};
-  Status status =
-      operands.add(role, "pool.key", pool.key, {d.key_dtype, {pages, rows, heads, {"head_dim", d.head_dim}}});
-  if (!status.ok()) return status;
-  return operands.add(role, "pool.value", pool.value,
-                      {d.value_dtype, {pages, rows, heads, {"head_dim_v", d.head_dim_v}}});
+  const KvTensors expected = shaped(d);
+  for (const PoolTensor& each : kPool) {
+    const Tensor &t = pool.*each.tensor, &e = expected.*each.tensor;
+    if (!e.given() && t.given()) return invalid(sentence(each.name, " is given, but the cache's dtype has no scales"));
+    if (!e.given()) continue;
+    const OperandShape shape(e.dtype, {{"num_pages", e.dims[0]},
+                                       {"page_size", e.dims[1]},
+                                       {"num_heads_kv", e.dims[2]},
+                                       {e.dtype == DType::kInt4x2 ? "half of the head dim" : each.columns, e.dims[3]}});
+    if (Status status = operands.add(role, each.name, t, shape); !status.ok()) return status;
+  }
+  return {};
+}
+
+Place keys_of(const KvCacheDesc& d, const KvTensors& pool) {
+  return {pool.key, d.page_size, pool.key_scales.given() ? &pool.key_scales : nullptr};
+}
+Place values_of(const KvCacheDesc& d, const KvTensors& pool) {
+  return {pool.value, d.page_size, pool.value_scales.given() ? &pool.value_scales : nullptr};
 }
 
 using Numbers = std::vector<int64_t>;
@@ -97,37 +145,6 @@ Status check_distinct(const char* name, const Numbers& slots) {
   const auto twice = std::adjacent_find(first, sorted.end());
   if (twice == sorted.end()) return {};
   return invalid(sentence(name, " holds ", *twice, " twice: a slot takes one token"));
-}
-
-// Where head `h` of token i begins, in a [n, heads, dim] tensor or in the pool.
-struct Place {
-  const Tensor& tensor;
-  int64_t page_size = 0;  // 0: a [n, heads, dim] tensor
-
-  int64_t at(int64_t i, int64_t h) const {
-    const int64_t* s = tensor.strides;
-    if (page_size == 0) return i * s[0] + h * s[1];
-    return i / page_size * s[0] + i % page_size * s[1] + h * s[2];
-  }
-  int64_t stride() const { return tensor.strides[tensor.ndim - 1]; }
-  int64_t heads() const { return tensor.dims[tensor.ndim - 2]; }
-  int64_t dim() const { return tensor.dims[tensor.ndim - 1]; }
-};
-
-void load(const Place& from, int64_t i, int64_t h, float* x) {
-  const int64_t at = from.at(i, h), stride = from.stride(), dim = from.dim();
-  with_element_type(from.tensor.dtype, [&]<class E>(E) {
-    const E* const elements = static_cast<const E*>(from.tensor.data) + at;
-    for (int64_t d = 0; d < dim; ++d) x[d] = widen<float>(elements[d * stride]);
-  });
-}
-
-void store(const float* x, const Place& to, int64_t i, int64_t h) {
-  const int64_t at = to.at(i, h), stride = to.stride(), dim = to.dim();
-  with_element_type(to.tensor.dtype, [&]<class E>(E) {
-    E* const elements = static_cast<E*>(to.tensor.data) + at;
-    for (int64_t d = 0; d < dim; ++d) elements[d * stride] = narrow<E>(x[d]);
-  });
 }
 
 // What is done to each head of key and query.
@@ -232,10 +249,12 @@ Status check_append(const KvCacheDesc& d, const KvTensors& pool, const KvAppendA
 Result<KvCache> kv_cache(const KvCacheDesc& desc) try {
   if (Status status = check_desc(desc); !status.ok()) return status;
   KvCache cache(desc);
+  const KvTensors pool = shaped(desc);
   MemoryMap map;
-  map.take({desc.num_pages, desc.page_size, desc.num_heads_kv, desc.head_dim}, dtype_size_bytes(desc.key_dtype));
-  cache.value_at_ = map.take({desc.num_pages, desc.page_size, desc.num_heads_kv, desc.head_dim_v},
-                             dtype_size_bytes(desc.value_dtype));
+  for (size_t i = 0; i < std::size(kPool); ++i) {
+    const Tensor& t = pool.*kPool[i].tensor;
+    if (t.given()) cache.at_[i] = map.take({t.dims[0], t.dims[1], t.dims[2], t.dims[3]}, dtype_size_bytes(t.dtype));
+  }
   if (!map.fits() || !(MemorySize(desc.num_pages) * desc.page_size).fits()) {
     return invalid(sentence("the cache is too large: num_pages ", desc.num_pages, " * page_size ", desc.page_size,
                             " * num_heads_kv ", desc.num_heads_kv, " * (head_dim ", desc.head_dim, " + head_dim_v ",
@@ -248,10 +267,12 @@ Result<KvCache> kv_cache(const KvCacheDesc& desc) try {
 }
 
 KvTensors KvCache::tensors(void* buffer) const {
-  const KvCacheDesc& d = desc_;
-  return {Tensor(buffer, d.key_dtype, {d.num_pages, d.page_size, d.num_heads_kv, d.head_dim}),
-          Tensor(static_cast<char*>(buffer) + value_at_, d.value_dtype,
-                 {d.num_pages, d.page_size, d.num_heads_kv, d.head_dim_v})};
+  KvTensors pool = shaped(desc_);
+  for (size_t i = 0; i < std::size(kPool); ++i) {
+    Tensor& t = pool.*kPool[i].tensor;
+    if (t.given()) t.data = static_cast<char*>(buffer) + at_[i];
+  }
+  return pool;
 }
 
 Status KvCache::append(const KvTensors& pool, const KvAppendArgs& args) const try {
@@ -264,7 +285,7 @@ Status KvCache::append(const KvTensors& pool, const KvAppendArgs& args) const tr
     if (!status.ok()) return status;
   }
   const Turn turn(desc_, args, positions);
-  const Place key{pool.key, desc_.page_size}, value{pool.value, desc_.page_size};
+  const Place key = keys_of(desc_, pool), value = values_of(desc_, pool);
   const Place new_key{args.key}, new_value{args.value}, query{args.query}, query_out{args.query_out};
   const int64_t num_heads = args.query.given() ? query.heads() : 0;
   const auto write = [&](int64_t token, float* x) {
@@ -299,20 +320,25 @@ Status KvCache::copy(const KvTensors& pool, const Tensor& from, const Tensor& to
   if (status.ok()) status = read_slots(desc_, "to", to, false, &targets);
   if (status.ok()) status = check_distinct("to", targets);
   if (!status.ok()) return status;
-  for (const Tensor* tensor : {&pool.key, &pool.value}) {
-    const Place place{*tensor, desc_.page_size};
-    const int64_t row = place.heads() * place.dim();
-    std::vector<float> staged(sources.size() * static_cast<size_t>(row));  // float32 holds every stored element
-    for (size_t i = 0; i < sources.size(); ++i) {
-      for (int64_t h = 0; h < place.heads(); ++h) {
-        load(place, sources[i], h, staged.data() + static_cast<int64_t>(i) * row + h * place.dim());
+  for (const PoolTensor& each : kPool) {
+    const Tensor& t = pool.*each.tensor;
+    if (!t.given()) continue;
+    const Place place{t, desc_.page_size};
+    const size_t element = dtype_size_bytes(t.dtype);
+    const int64_t columns = t.dims[3];
+    std::vector<char> staged(sources.size() * static_cast<size_t>(t.dims[2] * columns) * element);
+    const auto visit = [&](const Numbers& slots, const auto& move) {
+      char* at = staged.data();
+      for (const int64_t slot : slots) {
+        for (int64_t h = 0; h < t.dims[2]; ++h) {
+          for (int64_t d = 0; d < columns; ++d, at += element) {
+            move(at, place.row(slot, h) + d * place.stride() * static_cast<int64_t>(element));
+          }
+        }
       }
-    }
-    for (size_t i = 0; i < targets.size(); ++i) {
-      for (int64_t h = 0; h < place.heads(); ++h) {
-        store(staged.data() + static_cast<int64_t>(i) * row + h * place.dim(), place, targets[i], h);
-      }
-    }
+    };
+    visit(sources, [&](char* to_stage, const char* stored) { std::memcpy(to_stage, stored, element); });
+    visit(targets, [&](const char* from_stage, char* stored) { std::memcpy(stored, from_stage, element); });
   }
   return {};
 } catch (const std::bad_alloc&) {
@@ -326,10 +352,11 @@ Status KvCache::read(const KvTensors& pool, const Tensor& slots, const Tensor& k
   if (status.ok()) status = add_pool(operands, Role::kInput, desc_, pool);
   const struct {
     const char* name;
-    const Tensor &from, &to;
+    Place from;
+    const Tensor& to;
     Dim dim;
-  } parts[] = {{"key", pool.key, key, {"head_dim", desc_.head_dim}},
-               {"value", pool.value, value, {"head_dim_v", desc_.head_dim_v}}};
+  } parts[] = {{"key", keys_of(desc_, pool), key, {"head_dim", desc_.head_dim}},
+               {"value", values_of(desc_, pool), value, {"head_dim_v", desc_.head_dim_v}}};
   for (const auto& part : parts) {
     if (!status.ok() || !part.to.given()) continue;
     status = operands.add(Role::kGradient, part.name, part.to, of_any_float(part.to, {n, heads, part.dim}));
@@ -342,7 +369,7 @@ Status KvCache::read(const KvTensors& pool, const Tensor& slots, const Tensor& k
     if (!part.to.given()) continue;
     for (size_t i = 0; i < from.size(); ++i) {
       for (int64_t h = 0; h < desc_.num_heads_kv; ++h) {
-        load({part.from, desc_.page_size}, from[i], h, x.data());
+        load(part.from, from[i], h, x.data());
         store(x.data(), {part.to}, static_cast<int64_t>(i), h);
       }
     }

@@ -35,7 +35,7 @@ template <class Enum>
 struct Choice;
 template <>
 struct Choice<DType> {
-  static constexpr DType kLast = DType::kInt64;
+  static constexpr DType kLast = DType::kInt4x2;
   static constexpr const char* kName = "polyhead_dtype";
 };
 template <>

@@ -82,7 +82,10 @@ struct Table<polyhead_attention_desc> {
       OptionalField{"out_dtype", &C::out_dtype, "has_out_dtype", &C::has_out_dtype, &Cpp::out_dtype},
       OptionalField{"grad_dtype", &C::grad_dtype, "has_grad_dtype", &C::has_grad_dtype, &Cpp::grad_dtype},
       SAME(has_windows), SAME(has_sink_logits), ProgramFields(), SAME(page_size), SAME(num_pages), SAME(normalizer),
-      Reserved{"reserved", &C::reserved});
+      Reserved{"reserved", &C::reserved},
+      OptionalField{"key_dtype", &C::key_dtype, "has_key_dtype", &C::has_key_dtype, &Cpp::key_dtype},
+      OptionalField{"value_dtype", &C::value_dtype, "has_value_dtype", &C::has_value_dtype, &Cpp::value_dtype},
+      SAME(key_group), SAME(value_group));
   static_assert(is_whole<C>(kFields));
 };
 
@@ -91,9 +94,9 @@ struct Table<polyhead_kv_cache_desc> {
   using C = polyhead_kv_cache_desc;
   using Cpp = KvCacheDesc;
   FIRST_SIZE(hadamard, 80)
-  static constexpr auto kFields =
-      std::make_tuple(SAME(num_pages), SAME(page_size), SAME(num_heads_kv), SAME(head_dim), SAME(head_dim_v),
-                      SAME(key_dtype), SAME(value_dtype), SAME(rotary_dim), SAME(interleaved), SAME(hadamard));
+  static constexpr auto kFields = std::make_tuple(
+      SAME(num_pages), SAME(page_size), SAME(num_heads_kv), SAME(head_dim), SAME(head_dim_v), SAME(key_dtype),
+      SAME(value_dtype), SAME(rotary_dim), SAME(interleaved), SAME(hadamard), SAME(key_group), SAME(value_group));
   static_assert(is_whole<C>(kFields));
 };
 
@@ -101,7 +104,7 @@ template <>
 struct Table<polyhead_kv_tensors> {
   using C = polyhead_kv_tensors;
   using Cpp = KvTensors;
-  static constexpr auto kFields = std::make_tuple(SAME(key), SAME(value));
+  static constexpr auto kFields = std::make_tuple(SAME(key), SAME(value), SAME(key_scales), SAME(value_scales));
   static_assert(is_whole<C>(kFields));
 };
 
@@ -137,7 +140,8 @@ struct Table<polyhead_forward_args> {
                       SAME(dropout_seed), SAME(dropout_offset), Reserved{"reserved", &C::reserved}, SAME(out),
                       SAME(logsumexp), SAME(attn_weights), SAME(column_sums), SAME(workspace), SAME(workspace_bytes),
                       WITHIN(executor, where, Where, executor), WITHIN(stream, where, Where, stream), SAME(window_lo),
-                      SAME(window_hi), CAPTURES(captures, num_captures, captured), SAME(sink_logits), SAME(page_table));
+                      SAME(window_hi), CAPTURES(captures, num_captures, captured), SAME(sink_logits), SAME(page_table),
+                      SAME(key_scales), SAME(value_scales));
   static_assert(is_whole<C>(kFields));
 };
 

@@ -1,5 +1,7 @@
 #include "contract/attention_operands.h"
 
+#include "core/dtype.h"
+
 namespace polyhead {
 namespace {
 
@@ -23,11 +25,27 @@ OperandShape keys_in(const Desc& d, DType dtype, Dim dim) {
   if (d.page_size == 0) return rows(d, dtype, rows_k(d), heads, dim);
   return {dtype, {{"num_pages", d.num_pages}, {"page_size", d.page_size}, heads, dim}};
 }
-OperandShape key_in(const Desc& d, DType dtype) { return keys_in(d, dtype, {"head_dim", d.head_dim}); }
-OperandShape value_in(const Desc& d, DType dtype) { return keys_in(d, dtype, {"head_dim_v", d.head_dim_v}); }
+OperandShape key_in(const Desc& d, DType dtype) {
+  if (dtype == DType::kInt4x2) return keys_in(d, dtype, {"head_dim / 2", d.head_dim / 2});
+  return keys_in(d, dtype, {"head_dim", d.head_dim});
+}
+OperandShape value_in(const Desc& d, DType dtype) {
+  if (dtype == DType::kInt4x2) return keys_in(d, dtype, {"head_dim_v / 2", d.head_dim_v / 2});
+  return keys_in(d, dtype, {"head_dim_v", d.head_dim_v});
+}
+OperandShape scales_in(const Desc& d, DType dtype, int64_t group, Dim dim) {
+  if (!has_scales(dtype)) return {};
+  return keys_in(d, scale_dtype(dtype), {dim.name, group == 0 ? 1 : dim.size / group});
+}
+OperandShape key_scales(const Desc& d) {
+  return scales_in(d, key_dtype(d), d.key_group, {"head_dim / key_group", d.head_dim});
+}
+OperandShape value_scales(const Desc& d) {
+  return scales_in(d, value_dtype(d), d.value_group, {"head_dim_v / value_group", d.head_dim_v});
+}
 OperandShape query(const Desc& d) { return query_in(d, d.dtype); }
-OperandShape key(const Desc& d) { return key_in(d, d.dtype); }
-OperandShape value(const Desc& d) { return value_in(d, d.dtype); }
+OperandShape key(const Desc& d) { return key_in(d, key_dtype(d)); }
+OperandShape value(const Desc& d) { return value_in(d, value_dtype(d)); }
 OperandShape grad_query(const Desc& d) { return query_in(d, grad_dtype(d)); }
 OperandShape grad_key(const Desc& d) { return key_in(d, grad_dtype(d)); }
 OperandShape grad_value(const Desc& d) { return value_in(d, grad_dtype(d)); }
@@ -108,6 +126,8 @@ constexpr AttentionOperand kOperands[] = {
     {"query", &F::query, nullptr, kInput, kInput, query},
     {"key", &F::key, nullptr, kInput, kInput, key},
     {"value", &F::value, nullptr, kInput, kInput, value},
+    {"key_scales", &F::key_scales, nullptr, kInput, kInput, key_scales},
+    {"value_scales", &F::value_scales, nullptr, kInput, kInput, value_scales},
     {"attn_mask", &F::attn_mask, nullptr, kInput, kInput, attn_mask},
     {"attn_bias", &F::attn_bias, nullptr, kInput, kInput, attn_bias},
     {"alibi_slopes", &F::alibi_slopes, nullptr, kInput, kInput, alibi_slopes},

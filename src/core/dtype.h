@@ -16,6 +16,12 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
+struct Float8E4M3 {
+  uint8_t bits;
+};
+struct Float8E5M2 {
+  uint8_t bits;
+};
 
 constexpr float to_float(float x) { return x; }
 
@@ -28,6 +34,14 @@ constexpr float to_float(Float16 x) {
   if ((x.bits & 0x7c00) == 0x7c00) bits = magnitude + (224u << 23);  // inf, NaN: exponent 31 -> 255
   if ((x.bits & 0x7c00) == 0) bits = std::bit_cast<uint32_t>(static_cast<float>(x.bits & 0x3ff) * 0x1p-24f);
   return std::bit_cast<float>(sign | bits);
+}
+
+constexpr float to_float(Float8E5M2 x) { return to_float(Float16{static_cast<uint16_t>(x.bits << 8)}); }
+
+constexpr float to_float(Float8E4M3 x) {
+  const int magnitude = x.bits & 0x7f, sign = (x.bits & 0x80) << 8;
+  if (magnitude == 0x7f) return to_float(Float16{static_cast<uint16_t>(sign | 0x7e00)});
+  return 256 * to_float(Float16{static_cast<uint16_t>(sign | magnitude << 7)});  // exponent bias 15 -> 7
 }
 
 constexpr BFloat16 to_bfloat16(float x) {
@@ -51,6 +65,31 @@ constexpr Float16 to_float16(float x) {
     bits = std::bit_cast<uint32_t>(std::bit_cast<float>(bits) + 0.5f) - 0x3f000000;  // 0.5 has an ulp of 2^-24
   }
   return {static_cast<uint16_t>(sign | bits)};
+}
+
+// The bits of |x|, which is below 2^16, in a format of `fraction` bits and this exponent bias; nearest even, as if its
+// exponents had no end.
+constexpr uint32_t rounded_magnitude(float x, int fraction, int bias) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x) & 0x7fffffff, shift = static_cast<uint32_t>(23 - fraction);
+  if (bits < static_cast<uint32_t>(128 - bias) << 23) {  // subnormal: the ulp of `one` is the format's least number
+    const uint32_t one = static_cast<uint32_t>(127 + 24 - fraction - bias) << 23;
+    return std::bit_cast<uint32_t>(std::bit_cast<float>(bits) + std::bit_cast<float>(one)) - one;
+  }
+  return ((bits + (1u << (shift - 1)) - 1 + (bits >> shift & 1)) >> shift) -
+         (static_cast<uint32_t>(127 - bias) << fraction);
+}
+
+constexpr uint8_t sign_of_float8(float x) { return static_cast<uint8_t>(std::bit_cast<uint32_t>(x) >> 24 & 0x80); }
+
+constexpr Float8E4M3 to_float8_e4m3(float x) {
+  const bool number = x > -464 && x < 464;  // else beyond the largest, 448: NaN
+  return {static_cast<uint8_t>(sign_of_float8(x) | (number ? rounded_magnitude(x, 3, 7) : 0x7f))};
+}
+
+constexpr Float8E5M2 to_float8_e5m2(float x) {
+  if (x != x) return {0x7f};
+  const bool finite = x > -61440 && x < 61440;
+  return {static_cast<uint8_t>(sign_of_float8(x) | (finite ? rounded_magnitude(x, 2, 15) : 0x7c))};
 }
 
 // A float that rounds on to any narrower type as `x` itself would (round to odd: Boldo, Melquiond 2005).
@@ -92,15 +131,31 @@ void with_element_type(DType dtype, F&& f) {
   }
 }
 
-// Element `at` (counted from `data`) of a floating-point array.
+// Element `at` (counted from `data`) of an array of numbers.
 inline double load_element(const void* data, DType dtype, int64_t at) {
   switch (dtype) {
     case DType::kFloat32: return static_cast<double>(static_cast<const float*>(data)[at]);
     case DType::kFloat64: return static_cast<const double*>(data)[at];
     case DType::kBFloat16: return static_cast<double>(to_float(static_cast<const BFloat16*>(data)[at]));
     case DType::kFloat16: return static_cast<double>(to_float(static_cast<const Float16*>(data)[at]));
+    case DType::kInt8: return static_cast<const int8_t*>(data)[at];
+    case DType::kFloat8E4M3: return static_cast<double>(to_float(static_cast<const Float8E4M3*>(data)[at]));
+    case DType::kFloat8E5M2: return static_cast<double>(to_float(static_cast<const Float8E5M2*>(data)[at]));
     default: return 0;
   }
+}
+
+// Whether numbers of this dtype are multiplied by scales: AttentionDesc::key_dtype.
+constexpr bool has_scales(DType dtype) {
+  return dtype == DType::kInt8 || dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2 || dtype == DType::kInt4x2;
+}
+constexpr DType scale_dtype(DType dtype) { return dtype == DType::kInt4x2 ? DType::kFloat16 : DType::kFloat32; }
+
+// Number `i` of a row of `dtype`, whose elements lie `stride` apart, before its scale.
+inline double load_stored(const void* row, DType dtype, int64_t i, int64_t stride) {
+  if (dtype != DType::kInt4x2) return load_element(row, dtype, i * stride);
+  const int pair = static_cast<const int8_t*>(row)[i / 2 * stride];
+  return i % 2 == 1 ? pair >> 4 : static_cast<int8_t>(static_cast<uint8_t>(pair) << 4) >> 4;
 }
 
 // Stores `value`, rounded once.

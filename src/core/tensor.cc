@@ -11,6 +11,10 @@ const char* dtype_name(DType dtype) {
     case DType::kBool: return "bool";
     case DType::kInt32: return "int32";
     case DType::kInt64: return "int64";
+    case DType::kInt8: return "int8";
+    case DType::kFloat8E4M3: return "float8_e4m3";
+    case DType::kFloat8E5M2: return "float8_e5m2";
+    case DType::kInt4x2: return "int4x2";
   }
   return "an unknown dtype";
 }

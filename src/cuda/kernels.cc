@@ -72,6 +72,8 @@ std::string option_refused(const AttentionDesc& desc) {
                             {desc.has_windows, "windows of each query"},
                             {desc.return_weights != ReturnWeights::kNone, "return_weights"},
                             {desc.return_column_sums, "return_column_sums"},
+                            {key_dtype(desc) != desc.dtype, "key_dtype"},
+                            {value_dtype(desc) != desc.dtype, "value_dtype"},
                             {desc.program != nullptr, "a program"},
                             {desc.normalizer != Normalizer::kSoftmax, "a normalizer other than softmax"}};
   for (const auto& [given, name] : options) {

@@ -79,6 +79,9 @@ Status check_attention_options(const AttentionDesc& attention) {
     return invalid(sentence("attention.", attention.out_dtype ? "out_dtype" : "grad_dtype",
                             " is given, a layer's results have its dtype"));
   }
+  if (attention.key_dtype || attention.value_dtype || attention.key_group != 0 || attention.value_group != 0) {
+    return invalid("attention.key_dtype or value_dtype is given, a layer's keys and values have its dtype");
+  }
   if (attention.packed) return invalid("attention.packed is true, a layer takes no packed sequences");
   if (attention.page_size != 0) return invalid("attention.page_size is given, a layer takes no paged keys");
   if (attention.has_windows) {

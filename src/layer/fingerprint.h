@@ -58,10 +58,10 @@ class Fingerprint {
   // sequences, pages and column sums.
   void add_field(const AttentionDesc& desc) {
     const auto& [batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, head_dim_v, dtype, out_dtype, grad_dtype,
-                 packed, has_seqlens_q, has_seqlens_k, page_size, num_pages, scale, softcap, causal, window_left,
-                 window_right, align, query_offset, has_query_offsets, has_windows, attn_mask, attn_bias,
-                 alibi_slopes_ndim, has_sink_logits, normalizer, dropout_p, dropout_origin, return_weights,
-                 return_column_sums, program, captures] = desc;
+                 key_dtype, value_dtype, key_group, value_group, packed, has_seqlens_q, has_seqlens_k, page_size,
+                 num_pages, scale, softcap, causal, window_left, window_right, align, query_offset, has_query_offsets,
+                 has_windows, attn_mask, attn_bias, alibi_slopes_ndim, has_sink_logits, normalizer, dropout_p,
+                 dropout_origin, return_weights, return_column_sums, program, captures] = desc;
     add(scale, softcap, causal, window_left, window_right, align, query_offset, normalizer, dropout_p, dropout_origin);
     if (program != nullptr) add(std::string_view(program->text()));
     for (const CaptureShape& shape : captures)

@@ -118,10 +118,7 @@ class Forward {
   void weighted_values(const Sequence& s, int64_t b, int64_t h, const Row& row) const {
     std::fill_n(scratch_.O, desc_.head_dim_v, std::isnan(row.L) ? row.L : T(0));
     for (int64_t k = 0; k < row.num_visible; ++k) {
-      const In* V_j = scores_.value(s, b, h, scratch_.visible[k]);
-      for (int64_t d = 0; d < desc_.head_dim_v; ++d) {
-        scratch_.O[d] += scratch_.P[k] * widen<T>(V_j[d * scores_.V.dim]);
-      }
+      scores_.add_value(scratch_.P[k], s, b, h, scratch_.visible[k], scratch_.O);
     }
   }
 

@@ -51,6 +51,21 @@ inline int64_t broadcast_at(const Tensor& t, int64_t b, int64_t h, int64_t i, in
   return at;
 }
 
+// Keys or values that are stored with scales: number d of a row is what is stored there times the scale of its group.
+struct ScaledRows {
+  Operand rows, scales;
+  int64_t group;  // 0: all of a row
+
+  template <class T>
+  T at(int64_t row, int64_t scale_row, int64_t d) const {
+    const Tensor &stored = rows.tensor, &factors = scales.tensor;
+    const char* const first = static_cast<const char*>(stored.data) + row;  // of one byte each
+    const int64_t scale = scale_row + (group == 0 ? 0 : d / group) * scales.dim;
+    return static_cast<T>(load_stored(first, stored.dtype, d, rows.dim)) *
+           static_cast<T>(load_element(factors.data, factors.dtype, scale));
+  }
+};
+
 // What the steps of a program need.
 template <class T>
 MemorySize program_bytes(const AttentionDesc& desc) {
@@ -64,13 +79,20 @@ struct Scores {
   const AttentionDesc& desc;
   const ForwardArgs& args;
   Operand Q, K, V;
+  ScaledRows scaled_K, scaled_V;  // where they have scales
   T scale, softcap, kept_factor;  // kept_factor: 1 / (1 - p) of dropout
   uint32_t threshold;
   std::optional<ProgramAt<T>> program;
 
   // `memory` has program_bytes<T>(d).
   Scores(const AttentionDesc& d, const ForwardArgs& a, void* memory)
-      : desc(d), args(a), Q(a.query), K(a.key), V(a.value) {
+      : desc(d),
+        args(a),
+        Q(a.query),
+        K(a.key),
+        V(a.value),
+        scaled_K{K, Operand(a.key_scales), d.key_group},
+        scaled_V{V, Operand(a.value_scales), d.value_group} {
     if (d.program != nullptr) {
       Value<T>* const values = static_cast<Value<T>*>(memory);
       program.emplace(*d.program, a.captures, values, reinterpret_cast<T*>(values + d.program->steps().size()));
@@ -91,6 +113,16 @@ struct Scores {
   }
   const In* value(const Sequence& s, int64_t b, int64_t h, int64_t j) const {
     return static_cast<const In*>(args.value.data) + key_at(V, s, b, group(h), j);
+  }
+  // O += P V_j
+  void add_value(T P, const Sequence& s, int64_t b, int64_t h, int64_t j, T* O) const {
+    if (!args.value_scales.given()) {
+      const In* const V_j = value(s, b, h, j);
+      for (int64_t d = 0; d < desc.head_dim_v; ++d) O[d] += P * widen<T>(V_j[d * V.dim]);
+      return;
+    }
+    const int64_t row = key_at(V, s, b, group(h), j), scale_row = key_at(scaled_V.scales, s, b, group(h), j);
+    for (int64_t d = 0; d < desc.head_dim_v; ++d) O[d] += P * scaled_V.template at<T>(row, scale_row, d);
   }
   int64_t key_at(const Operand& x, const Sequence& s, int64_t b, int64_t g, int64_t j) const {
     if (desc.page_size == 0) return x.at(b, s.first_k + j, g);
@@ -139,7 +171,14 @@ struct Scores {
 
   // scale * q.k
   T raw(const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
-    return scale * dot<T>(query(s, b, h, i), Q.dim, key(s, b, h, j), K.dim, desc.head_dim);
+    const In* const Q_i = query(s, b, h, i);
+    if (!args.key_scales.given()) return scale * dot<T>(Q_i, Q.dim, key(s, b, h, j), K.dim, desc.head_dim);
+    const int64_t row = key_at(K, s, b, group(h), j), scale_row = key_at(scaled_K.scales, s, b, group(h), j);
+    T sum = 0;
+    for (int64_t d = 0; d < desc.head_dim; ++d) {
+      sum += widen<T>(Q_i[d * Q.dim]) * scaled_K.template at<T>(row, scale_row, d);
+    }
+    return scale * sum;
   }
 
   // S of a visible key, from its raw score.

@@ -68,7 +68,7 @@ std::string trouble(const Kernel& kernel, const Drawn& drawn) {
 
 TEST(GradientRandom, ProblemsAreComputedAsDefined) {
   for_random_problems(2500, [](const Problem& drawn_problem, const std::vector<const Kernel*>& kernels, auto report) {
-    const Problem p = without_pages(drawn_problem);
+    const Problem p = without_cache(drawn_problem);
     const Drawn drawn(p);
     for (const Kernel* kernel : kernels) {
       report(*kernel, backward_command(kernel->name, p), [&] { return trouble(*kernel, drawn); });

@@ -155,5 +155,43 @@ TEST(Pages, DescsThatMakeNoSense) {
             "page_table: backward does not take paged keys, give key and value without pages");
 }
 
+TEST(Formats, WhatIsRefusedNamesItAndNoOutputIsTouched) {
+  const std::pair<void (*)(AttentionDesc&), const char*> cases[] = {
+      {[](auto& d) { d.key_dtype = DType::kBFloat16; },
+       "key_dtype is bfloat16, must be float32 as dtype, or int8, float8_e4m3, float8_e5m2 or int4x2"},
+      {[](auto& d) { d.head_dim_v = 7, d.value_dtype = DType::kInt4x2; },
+       "head_dim_v is 7, must be even where value_dtype is int4x2"},
+      {[](auto& d) { d.key_group = 16; }, "key_group is 16, but float32 has no scales: leave it 0"},
+      {[](auto& d) { d.value_dtype = DType::kInt8, d.value_group = -16; },
+       "value_group is -16, must be 0 (one scale for a row), or a multiple of 16 that divides head_dim_v 6"}};
+  for (const auto& [change, message] : cases) {
+    AttentionDesc d = good_desc();
+    change(d);
+    EXPECT_EQ(plan(d).status().message(), message);
+  }
+  AttentionDesc d = good_desc();
+  d.key_dtype = DType::kInt8;
+  const std::pair<void (*)(ForwardArgs&), const char*> calls[] = {
+      {[](auto& a) { a.key_scales = {}; }, "key_scales is missing"},
+      {[](auto& a) { a.key_scales.dtype = DType::kFloat16; }, "key_scales is float16, expected float32"},
+      {[](auto& a) { a.key_scales.dims[3] = 2; }, "key_scales dim 3 is 2, expected head_dim / key_group 1"},
+      {[](auto& a) { a.value_scales = a.key_scales; }, "value_scales is given, but the plan was made without"}};
+  for (const char* kernel : {"", "reference"}) {
+    const Result<Plan> made = plan(d, {.kernel = kernel});
+    ASSERT_TRUE(made.ok()) << made.status().message();
+    for (const auto& [change, message] : calls) {
+      polyhead::Call call(d);
+      call.reserve(*made);
+      const std::vector<float> scales(20, 1.0f);
+      call.args.key.dtype = DType::kInt8;
+      call.args.key_scales = Tensor(scales.data(), DType::kFloat32, {2, 5, 2, 1});
+      change(call.args);
+      EXPECT_EQ(made->forward(call.args).message(), message);
+      EXPECT_TRUE(call.outputs_untouched());
+    }
+    EXPECT_EQ(made->backward({}).message(), "key is int8: backward takes query, key and value of one dtype");
+  }
+}
+
 }  // namespace
 }  // namespace polyhead::testing

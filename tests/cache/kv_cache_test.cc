@@ -13,6 +13,7 @@
 
 #include "core/dtype.h"
 #include "polyhead/cache.h"
+#include "testing/formats.h"
 
 namespace polyhead {
 namespace {
@@ -230,6 +231,87 @@ TEST(KvCache, CopiesThatOverlap) {
   EXPECT_EQ(cache.key(6, 17), before.key(6, 17));
 }
 
+// The bytes of a token's row of a contiguous pool.
+std::vector<uint8_t> row_bytes(const Tensor& pool, int64_t slot) {
+  const auto bytes = static_cast<size_t>(pool.dims[2] * pool.dims[3]) * dtype_size_bytes(pool.dtype);
+  const auto* const first = static_cast<const uint8_t*>(pool.data) + static_cast<size_t>(slot) * bytes;
+  return {first, first + bytes};
+}
+
+// Zero, constant, subnormal and NaN groups; infinity; what is left of a token that another format rounded.
+Numbers edge_tokens(int64_t dim) {
+  Numbers x = random_numbers(DType::kFloat32, {9, 2, dim}, 11);
+  float* const numbers = reinterpret_cast<float*>(x.bytes.data());
+  const float edges[] = {0, -0.75f, 1e-42f, NAN, 3e38f, INFINITY, 1e-7f};
+  for (int64_t token = 0; token < 7; ++token) {
+    const bool whole = token != 3 && token != 5;
+    for (int64_t n = 0; n < (whole ? 2 * dim : 1); ++n) numbers[token * 2 * dim + n] = edges[token];
+  }
+  return x;
+}
+
+TEST(KvCache, RoundsEachGroupByItself) {
+  const std::vector<int64_t> slots = {4, 0, 19, 7, 8, 9, 1, 12, 13};
+  for (const DType format : {DType::kInt8, DType::kFloat8E4M3, DType::kFloat8E5M2, DType::kInt4x2}) {
+    for (const int64_t group : {0, 16, 32}) {
+      const KvCacheDesc d{.num_pages = 5,
+                          .page_size = 4,
+                          .num_heads_kv = 2,
+                          .head_dim = 64,
+                          .head_dim_v = 32,
+                          .key_dtype = format,
+                          .value_dtype = format,
+                          .key_group = group,
+                          .value_group = group};
+      Cache cache(d), pieces_(d), copied(d);
+      const Numbers key = edge_tokens(64), value = edge_tokens(32), to = integers(slots);
+      ASSERT_EQ(cache.cache.append(cache.pool, {key.tensor, value.tensor, to.tensor}).message(), "");
+      for (int64_t n = 0; n < 9; ++n) {
+        const KvAppendArgs one{rows(key.tensor, n, 1), rows(value.tensor, n, 1), rows(to.tensor, n, 1)};
+        ASSERT_EQ(pieces_.cache.append(pieces_.pool, one).message(), "");
+      }
+      EXPECT_TRUE(pieces_ == cache);
+
+      const struct {
+        const Numbers& tokens;
+        Tensor KvTensors::*numbers;
+        Tensor KvTensors::*scales;
+      } sides[] = {{key, &KvTensors::key, &KvTensors::key_scales},
+                   {value, &KvTensors::value, &KvTensors::value_scales}};
+      for (const auto& side : sides) {
+        testing::Array tokens(DType::kFloat32, {9, 2, side.tokens.tensor.dims[2]});
+        tokens.bytes = side.tokens.bytes;
+        const testing::Stored want = testing::stored(tokens, format, group);
+        const Tensor &numbers = cache.pool.*side.numbers, &scales = cache.pool.*side.scales;
+        Numbers read(DType::kFloat32, {9, 2, tokens.dims[2]});
+        const bool keys = side.numbers == &KvTensors::key;
+        ASSERT_EQ(cache.cache.read(cache.pool, to.tensor, keys ? read.tensor : Tensor(), keys ? Tensor() : read.tensor)
+                      .message(),
+                  "");
+        const std::vector<float> stored = testing::stored_numbers<float>(want.numbers, want.scales);
+        for (size_t n = 0; n < stored.size(); ++n) {
+          const double got = read.at(static_cast<int64_t>(n));
+          ASSERT_TRUE(got == static_cast<double>(stored[n]) || (std::isnan(got) && std::isnan(stored[n]))) << n;
+        }
+        for (int64_t n = 0; n < 9; ++n) {
+          EXPECT_EQ(row_bytes(numbers, slots[static_cast<size_t>(n)]), testing::rows(want.numbers, n, n + 1).bytes);
+          const testing::Array scale = testing::rows(want.scales, n, n + 1);
+          if (n == 3 || n == 5) continue;  // NaN
+          EXPECT_EQ(row_bytes(scales, slots[static_cast<size_t>(n)]), scale.bytes);
+        }
+      }
+
+      // Bytes are copied, not rounded again; what nobody wrote holds what it held.
+      std::memcpy(copied.memory.get(), cache.memory.get(), cache.cache.bytes());
+      ASSERT_EQ(
+          copied.cache.copy(copied.pool, to.tensor, integers({5, 6, 10, 11, 14, 15, 16, 17, 18}).tensor).message(), "");
+      EXPECT_EQ(row_bytes(copied.pool.key, 15), row_bytes(cache.pool.key, 9));
+      EXPECT_EQ(row_bytes(copied.pool.value_scales, 6), row_bytes(cache.pool.value_scales, 0));
+      EXPECT_EQ(row_bytes(copied.pool.value, 2), row_bytes(Cache(d).pool.value, 2));
+    }
+  }
+}
+
 struct Refused {
   void (*change)(KvAppendArgs& args, int64_t* slots, int32_t* positions);
   const char* message;
@@ -288,8 +370,15 @@ TEST(KvCache, DescsThatMakeNoSense) {
       {[](auto& d) { d.rotary_dim = 18; }, "rotary_dim is 18, must be even and at most head_dim 16"},
       {[](auto& d) { d.rotary_dim = 5; }, "rotary_dim is 5, must be even and at most head_dim 16"},
       {[](auto& d) { d.head_dim = 24, d.hadamard = true; }, "head_dim is 24, must be a power of 2 for hadamard"},
-      {[](auto& d) { d.key_dtype = DType::kFloat64; }, "key_dtype is float64, takes float32, bfloat16 or float16"},
-      {[](auto& d) { d.value_dtype = DType::kBool; }, "value_dtype is bool, takes float32, bfloat16 or float16"},
+      {[](auto& d) { d.key_dtype = DType::kFloat64; },
+       "key_dtype is float64, takes float32, bfloat16, float16, int8, float8_e4m3, float8_e5m2 or int4x2"},
+      {[](auto& d) { d.value_dtype = DType::kBool; },
+       "value_dtype is bool, takes float32, bfloat16, float16, int8, float8_e4m3, float8_e5m2 or int4x2"},
+      {[](auto& d) { d.head_dim_v = 7, d.value_dtype = DType::kInt4x2; },
+       "head_dim_v is 7, must be even where value_dtype is int4x2"},
+      {[](auto& d) { d.key_group = 16; }, "key_group is 16, but float32 has no scales: leave it 0"},
+      {[](auto& d) { d.value_dtype = DType::kInt8, d.value_group = 3; },
+       "value_group is 3, must be 0 (one scale for a row), or a multiple of 16 that divides head_dim_v 6"},
       {[](auto& d) { d.num_pages = INT64_MAX; },
        "the cache is too large: num_pages 9223372036854775807 * page_size 4 * num_heads_kv 2 * (head_dim 16 + "
        "head_dim_v "

@@ -62,6 +62,71 @@ static void test_tokens(void) {
   CHECK(cache == NULL && polyhead_kv_cache_bytes(NULL) == 0);
 }
 
+// One query of 16 on three keys of int8, and on what these stand for.
+static void attend(const polyhead_kv_tensors* pool, int stored, float* out) {
+  polyhead_attention_desc desc;
+  polyhead_forward_args args;
+  CHECK_OK(polyhead_attention_desc_init(&desc, sizeof desc));
+  CHECK_OK(polyhead_forward_args_init(&args, sizeof args));
+  desc.seqlen_q = 1, desc.seqlen_k = 3, desc.head_dim = desc.head_dim_v = 16;
+  desc.has_key_dtype = desc.has_value_dtype = stored;
+  desc.key_dtype = desc.value_dtype = stored ? POLYHEAD_INT8 : 0;
+  float query[16];
+  for (int n = 0; n < 16; ++n) query[n] = (float)(n % 3) - 1;
+  const int64_t dims[4] = {1, 1, 1, 16};
+  args.query = polyhead_tensor_contiguous(query, POLYHEAD_FLOAT32, 4, dims);
+  args.key = pool->key, args.value = pool->value;
+  args.key_scales = pool->key_scales, args.value_scales = pool->value_scales;
+  args.out = polyhead_tensor_contiguous(out, POLYHEAD_FLOAT32, 4, dims);
+  polyhead_attention_plan* plan = NULL;
+  CHECK_OK(polyhead_attention_plan_create(&desc, NULL, &plan));
+  args.workspace_bytes = polyhead_attention_plan_workspace_bytes(plan);
+  char* const allocated = malloc(args.workspace_bytes + 64);
+  args.workspace = allocated + (64 - (uintptr_t)allocated % 64);
+  CHECK_OK(polyhead_attention_forward(plan, &args));
+  polyhead_attention_plan_destroy(plan);
+  free(allocated);
+}
+
+static void test_formats(void) {
+  polyhead_kv_cache_desc desc;
+  CHECK_OK(polyhead_kv_cache_desc_init(&desc, sizeof desc));
+  desc.num_pages = 1, desc.page_size = 3, desc.head_dim = desc.head_dim_v = 16;
+  desc.key_dtype = desc.value_dtype = POLYHEAD_INT8;
+  polyhead_kv_cache* cache = NULL;
+  CHECK_OK(polyhead_kv_cache_create(&desc, &cache));
+  char* const allocated = malloc(polyhead_kv_cache_bytes(cache) + 64);
+  polyhead_kv_tensors pool, meant;
+  CHECK_OK(polyhead_kv_cache_tensors(cache, allocated + (64 - (uintptr_t)allocated % 64), &pool));
+  CHECK(pool.key_scales.dtype == POLYHEAD_FLOAT32 && pool.key_scales.dims[3] == 1);
+
+  float numbers[48], key[48], value[48], out[16], expected[16];
+  for (int n = 0; n < 48; ++n) numbers[n] = (float)(n * 7 % 11) - 5;
+  const int64_t slots[3] = {0, 1, 2};
+  polyhead_kv_append_args args;
+  CHECK_OK(polyhead_kv_append_args_init(&args, sizeof args));
+  args.key = args.value = tensor_of(numbers, POLYHEAD_FLOAT32, 3, 3, 1, 16);
+  args.slots = tensor_of(slots, POLYHEAD_INT64, 1, 3, 0, 0);
+  CHECK_OK(polyhead_kv_cache_append(cache, &pool, &args));
+  const polyhead_tensor to_key = tensor_of(key, POLYHEAD_FLOAT32, 3, 3, 1, 16);
+  const polyhead_tensor to_value = tensor_of(value, POLYHEAD_FLOAT32, 3, 3, 1, 16);
+  CHECK_OK(polyhead_kv_cache_read(cache, &pool, &args.slots, &to_key, &to_value));
+  attend(&pool, 1, out);
+  memset(&meant, 0, sizeof meant);
+  const int64_t dims[4] = {1, 3, 1, 16};
+  meant.key = polyhead_tensor_contiguous(key, POLYHEAD_FLOAT32, 4, dims);
+  meant.value = polyhead_tensor_contiguous(value, POLYHEAD_FLOAT32, 4, dims);
+  attend(&meant, 0, expected);
+  for (int n = 0; n < 16; ++n) {
+    CHECK(out[n] - expected[n] < 1e-5f && expected[n] - out[n] < 1e-5f);
+    CHECK(key[n] - numbers[n] < 0.03f && numbers[n] - key[n] < 0.03f);
+  }
+  args.key.dtype = POLYHEAD_INT8;
+  CHECK_REFUSED(polyhead_kv_cache_append(cache, &pool, &args), POLYHEAD_INVALID_ARGUMENT, "key is int8");
+  polyhead_kv_cache_destroy(cache);
+  free(allocated);
+}
+
 static void test_pages(void) {
   polyhead_page_table* table = NULL;
   CHECK_OK(polyhead_page_table_create(4, 2, &table));
@@ -86,5 +151,6 @@ static void test_pages(void) {
 
 void test_cache(void) {
   test_tokens();
+  test_formats();
   test_pages();
 }

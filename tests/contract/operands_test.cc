@@ -17,16 +17,17 @@ namespace {
 TEST(AttentionOperands, EveryTensorOfACallHasOneRow) {
   BackwardArgs args;
   // Taken apart by name: a new field does not compile before it stands here.
-  auto& [query, key, value, attn_mask, attn_bias, alibi_slopes, sinks, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-         page_table, query_offsets, window_lo, window_hi, captures, dropout_seed, dropout_offset, out, logsumexp,
-         weights, column_sums, workspace, workspace_bytes, where] = args.forward;
+  auto& [query, key, value, key_scales, value_scales, attn_mask, attn_bias, alibi_slopes, sinks, seqlens_q, seqlens_k,
+         cu_seqlens_q, cu_seqlens_k, page_table, query_offsets, window_lo, window_hi, captures, dropout_seed,
+         dropout_offset, out, logsumexp, weights, column_sums, workspace, workspace_bytes, where] = args.forward;
   auto& [forward, grad_out, grad_logsumexp, delta, grad_query, grad_key, grad_value, grad_attn_bias, grad_alibi_slopes,
          grad_sinks, grad_captures, accumulate] = args;
   std::vector<const Tensor*> tensors = {
-      &query,     &key,          &value,          &attn_mask,         &attn_bias,      &alibi_slopes, &seqlens_q,
-      &seqlens_k, &cu_seqlens_q, &cu_seqlens_k,   &query_offsets,     &window_lo,      &window_hi,    &out,
-      &logsumexp, &weights,      &column_sums,    &grad_out,          &grad_logsumexp, &delta,        &grad_query,
-      &grad_key,  &grad_value,   &grad_attn_bias, &grad_alibi_slopes, &sinks,          &grad_sinks,   &page_table};
+      &query,      &key,          &value,          &attn_mask,         &attn_bias,      &alibi_slopes, &seqlens_q,
+      &seqlens_k,  &cu_seqlens_q, &cu_seqlens_k,   &query_offsets,     &window_lo,      &window_hi,    &out,
+      &logsumexp,  &weights,      &column_sums,    &grad_out,          &grad_logsumexp, &delta,        &grad_query,
+      &grad_key,   &grad_value,   &grad_attn_bias, &grad_alibi_slopes, &sinks,          &grad_sinks,   &page_table,
+      &key_scales, &value_scales};
   std::vector<const Tensor*> rows;
   for (const AttentionOperand& row : attention_operands()) {
     rows.push_back(&row.of(args));
@@ -51,13 +52,16 @@ AttentionDesc with_options() {
 
 // Memory for what expected_tensor() says, and nothing else, makes a call that is taken.
 TEST(AttentionOperands, WhatIsExpectedIsTaken) {
-  AttentionDesc packed = good_desc(), windows = good_desc(), doubles = with_options(), pages = good_desc();
+  AttentionDesc packed = good_desc(), windows = good_desc(), doubles = with_options(), pages = good_desc(),
+                stored = good_desc();
+  stored.key_dtype = DType::kInt4x2;
+  stored.value_dtype = DType::kFloat8E4M3;
   packed.packed = windows.has_windows = pages.has_seqlens_k = true;
   pages.page_size = 1;
   pages.num_pages = 3;
   doubles.dtype = DType::kFloat64;
   doubles.return_weights = ReturnWeights::kPerHead;
-  for (const AttentionDesc& desc : {good_desc(), with_options(), packed, windows, doubles, pages}) {
+  for (const AttentionDesc& desc : {good_desc(), with_options(), packed, windows, doubles, pages, stored}) {
     const Result<Plan> made = plan(desc, {.kernel = "reference"});
     ASSERT_TRUE(made.ok()) << made.status().message();
     std::vector<std::vector<double>> memory;

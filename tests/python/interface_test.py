@@ -17,7 +17,7 @@ from polyhead import __main__ as command
 SIGNATURE = """(query, key, value, *, attn_bias=None, attn_mask=None, causal=False, window=None, align=None,
 query_offset=None, scale=None, softcap=0.0, alibi_slopes=None, sink_logits=None, normalizer='softmax', score=None, mask=None, captured=None, dropout_p=0.0,
 dropout_seed=None, dropout_offset=0, dropout_origin=None, seqlens_q=None, seqlens_k=None, cu_seqlens_q=None,
-cu_seqlens_k=None, page_table=None, return_logsumexp=False, return_weights=False, return_column_sums=False, out_dtype=None, out=None, kernel=None, device=None, stream=None)"""
+cu_seqlens_k=None, page_table=None, key_scales=None, value_scales=None, return_logsumexp=False, return_weights=False, return_column_sums=False, out_dtype=None, out=None, kernel=None, device=None, stream=None)"""
 BACKWARD_SIGNATURE = """(grad_out, query, key, value, out, logsumexp, *, attn_bias=None, attn_mask=None, causal=False,
 window=None, align=None, query_offset=None, scale=None, softcap=0.0, alibi_slopes=None, sink_logits=None, normalizer='softmax', score=None, mask=None, captured=None,
 dropout_p=0.0, dropout_seed=None, dropout_offset=0, dropout_origin=None, seqlens_q=None, seqlens_k=None,
@@ -97,7 +97,7 @@ def test_backward_takes_the_options_of_forward():
     forward = inspect.signature(polyhead.attention).parameters
     backward = inspect.signature(polyhead.attention_backward).parameters
     for name, parameter in forward.items():
-        if not name.startswith("return_") and name not in ("out_dtype", "out", "query", "page_table"):  # backward's out is an input, pages have no gradients
+        if not name.startswith("return_") and name not in ("out_dtype", "out", "query", "page_table", "key_scales", "value_scales"):  # backward's out is an input, caches have no gradients
             assert backward[name] == parameter
 
 

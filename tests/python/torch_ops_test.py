@@ -185,7 +185,7 @@ def test_third_way_to_the_gradients(case):
 
 def _attention_options():
     names = inspect.signature(polyhead.attention).parameters
-    others = ("query", "key", "value", "out", "device", "stream", "score", "mask", "captured")
+    others = ("query", "key", "value", "out", "device", "stream", "score", "mask", "captured", "key_scales", "value_scales")
     return [name for name in names if not name.startswith("return_") and name not in others]
 
 

@@ -166,7 +166,7 @@ TEST(ReferenceGradient, MatchesFiniteDifferencesForEachOption) {
 TEST(ReferenceGradient, MatchesFiniteDifferencesOfRandomProblems) {
   int tested = 0;
   for (uint64_t seed = 1; tested < 300; ++seed) {
-    const Problem random = without_pages(random_problem(seed));
+    const Problem random = without_cache(random_problem(seed));
     AttentionDesc d = random.desc;
     d.return_weights = ReturnWeights::kNone;
     d.return_column_sums = false;

@@ -36,7 +36,7 @@ MAY_INCLUDE = {
     "src/linear/": ("core/", "contract/", "linear/", "polyhead/"),
     "src/weights/": ("core/", "weights/", "polyhead/"),
     "src/layer/": ("core/", "contract/", "attention/", "linear/", "layer/", "polyhead/"),
-    "src/cache/": ("core/", "contract/", "polyhead/"),
+    "src/cache/": ("cache/", "core/", "contract/", "polyhead/"),
     "src/graph/": ("core/", "graph/", "polyhead/"),
     # A library of its own on the public interface; what it needs of core are headers alone.
     "src/onnxruntime/": ("onnxruntime/", "core/dtype.h", "core/sentence.h", "polyhead/"),

@@ -69,12 +69,18 @@ void backwards(const AttentionDesc& desc, const ForwardArgs& args, const polyhea
     }
   };
   ForwardArgs flipped = args;
-  flip(flipped.query, flipped.query.ndim - 1);
-  flip(flipped.key, flipped.key.ndim - 1);
+  if (key_dtype(desc) != DType::kInt4x2) {  // two numbers of a byte keep their order
+    flip(flipped.query, flipped.query.ndim - 1);
+    flip(flipped.key, flipped.key.ndim - 1);
+    if (flipped.key_scales.given()) flip(flipped.key_scales, flipped.key_scales.ndim - 1);
+  }
   if (!desc.packed && !desc.has_seqlens_k && !desc.causal && desc.window_left < 0 && desc.window_right < 0 &&
       desc.alibi_slopes_ndim == 0 && desc.dropout_p == 0) {
     flip(flipped.key, 1);
     flip(flipped.value, 1);
+    for (Tensor* t : {&flipped.key_scales, &flipped.value_scales}) {
+      if (t->given()) flip(*t, 1);
+    }
     for (Tensor* t : {&flipped.attn_mask, &flipped.attn_bias}) {
       if (t->given()) flip(*t, 3);
     }

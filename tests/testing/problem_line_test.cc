@@ -138,7 +138,7 @@ TEST(ProblemLine, ComputesTheVerySameRandomProblem) {
     if (seed % 3 == 0) problem.layout_seed = seed * 77;
     ASSERT_EQ(forward_hash(parsed(forward_command("reference", problem))), forward_hash(problem)) << seed;
     if (seed % 5 != 0) continue;
-    problem = without_pages(problem);
+    problem = without_cache(problem);
     ASSERT_EQ(backward_hash(parsed(backward_command("reference", problem))), backward_hash(problem)) << seed;
   }
 }

@@ -82,6 +82,8 @@ def attention(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     page_table: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     return_logsumexp: bool = False,
     return_weights: bool | Literal["mean"] = False,
     return_column_sums: bool = False,
@@ -121,6 +123,9 @@ def attention(
         [B], [B], [B + 1], [B + 1].
     page_table : Tensor of int32 or int64 [B, P], optional
         As of `polyhead.attention`: key and value are a pool of pages. No gradients, and no score or mask.
+    key_scales, value_scales : Tensor of float32 (float16 of pairs of int4), optional
+        As of `polyhead.attention`, of torch.int8, torch.float8_e4m3fn, torch.float8_e5m2 or torch.uint8 (pairs of int4) keys
+        and values. No gradients, and no score or mask.
     return_logsumexp, return_weights, return_column_sums : optional
         As of `polyhead.attention`.
     out_dtype : torch.dtype, optional
@@ -163,6 +168,7 @@ def attention(
         and dropout_origin is out_dtype is None
         and seqlens_q is seqlens_k is cu_seqlens_q is cu_seqlens_k is page_table is None
         and normalizer == "softmax"
+        and key_scales is value_scales is None
         and not (softcap or dropout_p or return_weights or return_column_sums)
     )
     if (
@@ -188,11 +194,13 @@ def attention(
         dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
         sink_logits, normalizer, return_weights, return_column_sums, out_dtype, page_table,
     )  # fmt: skip
+    cache = page_table, key_scales, value_scales
     inputs = (query, key, value, attn_bias, alibi_slopes, sink_logits, *program.tensors)
-    if page_table is None and return_weights and _autograd.differentiates(*inputs):
+    cached = any(each is not None for each in cache)
+    if not cached and return_weights and _autograd.differentiates(*inputs):
         return _with_differentiable_weights(query, key, value, options, program.slots(), return_logsumexp)
-    if page_table is not None:
-        out, logsumexp, weights, column_sums = _paged(inputs, options, program, page_table)
+    if cached:
+        out, logsumexp, weights, column_sums = _cached(inputs, options, program, *cache)
     else:
         options = (*options, *program.slots()) if program is not _NO_PROGRAM else options
         out, logsumexp, weights, column_sums = _forward(query, key, value, options)
@@ -212,14 +220,17 @@ def _forward(query, key, value, options):
     return _run(_ops.forward_of(options), _autograd.attention_forward, query, key, value, *options)
 
 
-def _paged(inputs, options, program, page_table):
-    _tensors_only(page_table=page_table)
+def _cached(inputs, options, program, *cache):
+    given = {name: x for name, x in zip(("page_table", "key_scales", "value_scales"), cache) if x is not None}
+    _tensors_only(**given)
+    name = next(iter(given))
     if program is not _NO_PROGRAM:
-        raise Error("score and mask cannot be given with page_table")
+        raise Error(f"score and mask cannot be given with {name}")
     if _autograd.differentiates(*inputs):
-        raise Error("page_table is given where gradients are recorded: paged keys have none, take torch.no_grad()")
+        kind = "paged keys" if name == "page_table" else "keys and values with scales"
+        raise Error(f"{name} is given where gradients are recorded: {kind} have none, take torch.no_grad()")
     query, key, value, *_ = inputs
-    return _run(_ops.attention_forward_paged, _ops.attention_forward_paged, query, key, value, *options, page_table)
+    return _run(_ops.attention_forward_cached, _ops.attention_forward_cached, query, key, value, *options, *cache)
 
 
 def _run(operator, autograd, *arguments):

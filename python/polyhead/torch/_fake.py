@@ -70,9 +70,14 @@ def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsume
 attention_forward_program, attention_backward_program = attention_forward, attention_backward
 
 
-def attention_forward_paged(query, key, value, *options):
-    *options, page_table = options
+def attention_forward_cached(query, key, value, *options):
+    *options, page_table, _, _ = options
     o = AllOptions(*options)
+    if value.dtype == torch.uint8:  # pairs of int4
+        value = value.new_empty((*value.shape[:-1], 2 * value.shape[-1]))
+    key, value = (x.new_empty(x.shape, dtype=query.dtype) for x in (key, value))
+    if page_table is None:
+        return attention_forward(query, key, value, *options)
     sequences = key.new_empty((page_table.shape[0], page_table.shape[1] * key.shape[1], *key.shape[2:]))
     values = value.new_empty((*sequences.shape[:-1], value.shape[-1]))
     if not o.packed:

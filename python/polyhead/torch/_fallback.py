@@ -31,12 +31,12 @@ def _names(o):
     return captures_named(o.program) if o.program is not None else ()
 
 
-def attention_forward(query, key, value, *options, page_table=None):
+def attention_forward(query, key, value, *options, cache=(None, None, None)):
     o = AllOptions(*options)
     softmax = o.normalizer == 0
     results = _bind.attention(
         *_shared(query, key, value, o), softmax, WEIGHTS[o.return_weights], o.return_column_sums,
-        "float32" if o.out_float32 else None, None, page_table,
+        "float32" if o.out_float32 else None, None, *cache,
     )  # fmt: skip
     results = results if isinstance(results, tuple) else (results,)
     out, logsumexp, *asked = results if softmax else (results[0], query.new_empty(0, dtype=torch.float32), *results[1:])
@@ -63,8 +63,8 @@ def attention_backward(grad_out, grad_logsumexp, query, key, value, out, logsume
 attention_forward_program, attention_backward_program = attention_forward, attention_backward
 
 
-def attention_forward_paged(query, key, value, *options):
-    return attention_forward(query, key, value, *options[:-1], page_table=options[-1])
+def attention_forward_cached(query, key, value, *options):
+    return attention_forward(query, key, value, *options[:-3], cache=options[-3:])
 
 
 def attention_forward_below_autograd(query, key, value, causal, scale, align, layout):

@@ -69,7 +69,7 @@ def backward_of(options):
     return attention_backward if len(options) <= NUM_SHARED else torch.ops.polyhead.attention_backward.program
 
 
-attention_forward_paged = torch.ops.polyhead.attention_forward.paged
+attention_forward_cached = torch.ops.polyhead.attention_forward.cached
 
 
 # For _autograd.py alone. Called without the Python frame of OpOverload.__call__.

@@ -1,5 +1,6 @@
 #include "cpu/attention/call.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -19,6 +20,18 @@ Operand operand(const Tensor& t) {
   if (t.num_elements() == 0) return {t.data, t.dtype, 0, 0, 0, 1};  // its strides may be any numbers
   if (t.ndim == 3) return {t.data, t.dtype, 0, stride_of(t, 0), stride_of(t, 1), stride_of(t, 2, 1)};
   return {t.data, t.dtype, stride_of(t, 0), stride_of(t, 1), stride_of(t, 2), stride_of(t, 3, 1)};
+}
+
+// Keys or values.
+Operand stored(const Tensor& t, const Tensor& scales, int64_t group, int64_t dim) {
+  Operand x = operand(t);
+  if (!scales.given()) return x;
+  const Operand s = operand(scales);
+  x.scales = s.data;
+  x.group = group > 0 ? group : std::max<int64_t>(dim, 1);
+  x.scale_stride_b = s.stride_b, x.scale_stride_s = s.stride_s, x.scale_stride_h = s.stride_h;
+  x.scale_stride_d = s.stride_d;
+  return x;
 }
 
 Broadcast broadcast(const Tensor& t) {
@@ -58,13 +71,15 @@ Problem problem(const AttentionDesc& desc, const ForwardArgs& args) {
   p.head_dim_v = desc.head_dim_v;
   p.dtype = desc.dtype;
   p.query = operand(args.query);
-  p.key = operand(args.key);
-  p.value = operand(args.value);
+  p.key = stored(args.key, args.key_scales, desc.key_group, desc.head_dim);
+  p.value = stored(args.value, args.value_scales, desc.value_group, desc.head_dim_v);
   if (desc.page_size > 0) {
     for (Operand* paged : {&p.key, &p.value}) {
       paged->page_table = static_cast<const int64_t*>(args.page_table.data);  // as Sequences read it
       paged->pages_per_sequence = args.page_table.dims[1];
       paged->page_size = desc.page_size;
+      if (desc.page_size == 1)
+        paged->stride_s = paged->stride_b;  // as far apart are rows whose pages follow each other
     }
   }
   p.out = operand(args.out);

@@ -22,16 +22,21 @@ struct PartialLayout {
         floats(2 * statistics + padded_rows(rows) * out_stride) {}
 };
 
-// A task's memory, in floats: Q, S, copies of a block of keys and of values, and of one whose pages lie apart.
+// How many places of rows a task lists: of its chunk, and of what is asked for behind it.
+constexpr int kPlaces = kDecodeChunk + 4 * kDecodeBlock + 1;
+
+// A task's memory, in floats: Q, S, copies of a block of keys and of values, P of one head and block times the scales of
+// values, and the places of keys and of values.
 struct MemoryLayout {
-  int64_t query_stride, scores, keys, values, gathered, floats;
+  int64_t query_stride, scores, keys, values, scaled, places, floats;
   MemoryLayout(int rows, int64_t head_dim, int64_t head_dim_v)
       : query_stride(round_up(head_dim, 16)),
         scores(padded_rows(rows) * query_stride),
         keys(scores + round_up(padded_rows(rows) * int64_t{kRowScores}, 16)),
         values(keys + round_up(kDecodeBlock * head_dim, 16)),
-        gathered(values + round_up(kDecodeBlock * head_dim_v, 16)),
-        floats(gathered + round_up(kDecodeBlock * (head_dim > head_dim_v ? head_dim : head_dim_v), 16)) {}
+        scaled(values + round_up(kDecodeBlock * head_dim_v, 16)),
+        places(scaled + round_up(padded_rows(rows) * int64_t{kRowScores}, 16)),
+        floats(places + round_up(int64_t{2 * kPlaces * sizeof(PoolPlace) / sizeof(float)}, 16)) {}
 };
 
 // One key/value head of a task.
@@ -49,7 +54,8 @@ struct Decode {
   PartialLayout partial;
   MemoryLayout layout;  // of all heads
   float* scratch;
-  DecodeChunk chunk = {};  // as all heads see it
+  PoolPlace *key_places, *value_places;  // from the chunk's first row on, which all heads share
+  DecodeChunk chunk = {};                // as all heads see it
   DecodeHead head[kDecodeRows];
   DecodeRow row[kDecodeRows];
   DecodeProgram program;
@@ -144,38 +150,85 @@ void load_queries(const Decode& x, const DecodeHead& head) {
   }
 }
 
-// What is read after the block of x that starts at `key`, 8 KiB or more behind it; behind x's last block, rows of `then`.
-// Rows are those of all heads, `columns` each, as vectors of vector_bytes read them. A block whose pages lie apart is asked
-// for where the one before is gathered.
-Ahead ahead_of(const Decode& x, int key, const KeyRows& keys, int64_t columns, int64_t vector_bytes,
-               const KeyRows& then, int64_t then_first) {
-  const int64_t head_bytes = round_up(columns * element_bytes(keys.rows.dtype), vector_bytes);
+// Where the rows of a chunk lie: apart from each other in pages; else those of any block from its first on.
+void list_places(PoolPlace* places, const KeyRows& x, int64_t first) {
+  if (x.pages == nullptr) {
+    for (int k = 0; k < kPlaces; ++k) places[k] = {k * x.rows.row_bytes, k * x.rows.scale_row_bytes};
+    return;
+  }
+  const int64_t left = x.num_rows - first, n = left < kPlaces ? left : kPlaces;
+  x.list(first, n, places);
+  for (int64_t k = n; k < kPlaces; ++k) places[k] = places[n - 1];
+}
+
+// The rows of a head's block that starts at `key` of the chunk.
+Rows block_of(const Decode& x, const KeyRows& rows, const PoolPlace* places, int key) {
+  Rows block = rows.pages == nullptr ? rows.rows.from(x.chunk.first + key, 0) : rows.rows;
+  block.apart = rows.pages == nullptr ? places : places + key;
+  return block;
+}
+
+// Keys or values of the first head, whose rows all heads share.
+struct Side {
+  const KeyRows& rows;
+  const PoolPlace* places;
+  int64_t columns;
+};
+Side keys_of(const Decode& x) { return {x.head[0].key, x.key_places, x.problem.head_dim}; }
+Side values_of(const Decode& x) { return {x.head[0].value, x.value_places, x.problem.head_dim_v}; }
+
+// What is read after the block that starts at `key`, 8 KiB or more behind it; behind the last block, rows of `then` from
+// then_key on. Rows are those of all heads, as vectors of vector_bytes read them.
+Ahead ahead_of(const Decode& x, int key, const Side& now, int64_t vector_bytes, const Side& then, int then_key) {
+  const int64_t head_bytes = round_up(numbers_bytes(now.rows.rows.dtype, now.columns), vector_bytes);
   const int64_t bytes = x.task.num_heads * head_bytes, block_bytes = kDecodeBlock * bytes;
   int between = block_bytes >= 8192 ? 0 : block_bytes >= 4096 ? 1 : 3;  // blocks
   uint32_t left = x.chunk.blocks & (~1u << (key / kDecodeBlock));
   for (; left != 0 && between > 0; --between) left &= left - 1;
-  const int64_t row =
-      left != 0 ? x.chunk.first + __builtin_ctz(left) * kDecodeBlock : then_first + between * kDecodeBlock;
-  const Rows next = (left != 0 ? keys : then).in_place(row, kDecodeBlock);
-  if (next.data == nullptr) return {reinterpret_cast<uintptr_t>(x.scratch), bytes, bytes, -bytes};
-  if (next.row_bytes == bytes) return {reinterpret_cast<uintptr_t>(next.data), block_bytes, block_bytes, 0};
-  return {reinterpret_cast<uintptr_t>(next.data), bytes, bytes, next.row_bytes - bytes};
+  const Side& side = left != 0 ? now : then;
+  const int row = left != 0 ? __builtin_ctz(left) * kDecodeBlock : then_key + between * kDecodeBlock;
+  const Rows next = block_of(x, side.rows, side.places, row);
+  const auto base = reinterpret_cast<uintptr_t>(next.data);
+  const auto first = base + static_cast<uintptr_t>(next.apart[0].data);
+  const bool one_run = next.apart[kDecodeBlock - 1].data - next.apart[0].data == (kDecodeBlock - 1) * bytes;
+  if (one_run && next.row_bytes == bytes) return {first, block_bytes, block_bytes, first, nullptr};
+  return {first, bytes, bytes, base, next.apart + 1};
+}
+
+// For a block of one head that is copied. Products then have nothing to ask for.
+Ahead ask_for_copy(const Decode& x, Ahead& ahead, int num_rows, int64_t row_bytes) {
+  for (int64_t at = 64; at <= num_rows * row_bytes; at += 64) ahead.ask<64>();
+  const auto idle = reinterpret_cast<uintptr_t>(x.scratch);
+  return {idle, kDecodeBlock, kDecodeBlock, idle, nullptr};
 }
 
 template <class Row, int kRows>
 void score_chunk(Decode& x) {
+  for (int h = 0; h < x.task.num_heads; ++h) load_queries<typename Row::Mac>(x, x.head[h]);
   const int rows = padded_rows(x.task.num_rows);
   const int64_t dim = x.problem.head_dim;
-  const int64_t first_value = x.chunk.first + __builtin_ctz(x.chunk.blocks) * kDecodeBlock;
+  const int first_value = __builtin_ctz(x.chunk.blocks) * kDecodeBlock;
   for_each_block(x.chunk, [&](int key, int n) {
-    Ahead ahead = ahead_of(x, key, x.head[0].key, dim, kVectorBytes<Row>, x.head[0].value, first_value);
+    const bool in_place = reads_in_place<Row>(x.head[0].key.rows);
+    Ahead ahead = ahead_of(x, key, keys_of(x), in_place ? kVectorBytes<Row> : 1, values_of(x), first_value);
     for (int h = 0; h < x.task.num_heads; ++h) {
       const DecodeHead& head = x.head[h];
       if (!head.chunk.has_block(key)) continue;
-      const Rows at = head.key.at(x.chunk.first + key, n, dim, x.scratch + x.layout.gathered);
-      with_keys<Row>(at, n, dim, x.scratch + x.layout.keys, [&]<class R>(const RowsAt<R>& keys, int64_t columns) {
-        score_rows<R, kRows>(head.scores + key, head.query, x.layout.query_stride, rows, keys, columns, ahead);
-      });
+      Rows at = block_of(x, head.key, x.key_places, key);
+      at.scaled_later = scales_later<Row>(at);
+      float* const scores = head.scores + key;
+      const auto score = [&]<class R>(const RowsAt<R>& keys, int64_t columns, Ahead& asked) {
+        score_rows<R, kRows>(scores, head.query, x.layout.query_stride, rows, keys, columns, asked);
+      };
+      if (in_place) {
+        score(RowsAt<Row>{at.data, at.apart, n}, dim, ahead);
+      } else {
+        Ahead idle = ask_for_copy(x, ahead, n, numbers_bytes(at.dtype, dim));
+        with_copied_keys<typename Row::Mac>(
+            at, n, dim, x.scratch + x.layout.keys,
+            [&]<class R>(const RowsAt<R>& keys, int64_t columns) { score(keys, columns, idle); });
+      }
+      if (at.scaled_later) multiply_by_scales(scores, scores, kRowScores, rows, at, n, false);
     }
   });
 }
@@ -212,19 +265,33 @@ void make_weights(Decode& x, const DecodeHead& head) {
 template <class Row, int kRows>
 void weigh_chunk(const Decode& x, int first, int end, bool finite) {
   const int rows = padded_rows(x.task.num_rows);
-  const int64_t dim = x.problem.head_dim_v, next_chunk = x.chunk.first + kDecodeChunk;
+  const int64_t dim = x.problem.head_dim_v;
   for (int h = first; h < end; ++h) {
     const size_t floats = static_cast<size_t>(rows * x.partial.out_stride);
     if (x.head[h].chunk.blocks != 0) __builtin_memset(x.head[h].out, 0, floats * sizeof(float));
   }
   for_each_block(x.chunk, [&](int key, int n) {
-    Ahead ahead = ahead_of(x, key, x.head[0].value, dim, kVectorBytes<Row>, x.head[0].key, next_chunk);
+    const bool in_place = reads_in_place<Row>(x.head[0].value.rows) && !finite;
+    Ahead ahead = ahead_of(x, key, values_of(x), in_place ? kVectorBytes<Row> : 1, keys_of(x), kDecodeChunk);
     for (int h = first; h < end; ++h) {
       const DecodeHead& head = x.head[h];
       if (!head.chunk.has_block(key)) continue;
-      const Rows at = head.value.at(x.chunk.first + key, n, dim, x.scratch + x.layout.gathered);
-      with_values<Row>(at, n, dim, finite, x.scratch + x.layout.values, [&]<class R>(const RowsAt<R>& values) {
-        accumulate_rows_of<R, kRows>(head.out, x.partial.out_stride, head.scores + key, rows, values, dim, ahead);
+      Rows at = block_of(x, head.value, x.value_places, key);
+      at.scaled_later = scales_later<Row>(at);
+      const float* p = head.scores + key;
+      if (at.scaled_later) {
+        float* const scaled = x.scratch + x.layout.scaled;
+        multiply_by_scales(scaled, p, kRowScores, rows, at, n, finite);
+        p = scaled;
+      }
+      if (in_place) {
+        accumulate_rows_of<Row, kRows>(head.out, x.partial.out_stride, p, rows, RowsAt<Row>{at.data, at.apart, n}, dim,
+                                       ahead);
+        continue;
+      }
+      Ahead idle = ask_for_copy(x, ahead, n, numbers_bytes(at.dtype, dim));
+      with_copied_values(at, n, dim, finite, x.scratch + x.layout.values, [&](const RowsAt<FloatRow>& values) {
+        accumulate_rows_of<FloatRow, kRows>(head.out, x.partial.out_stride, p, rows, values, dim, idle);
       });
     }
   });
@@ -264,30 +331,23 @@ void add_not_finite(const Decode& x, const DecodeHead& head) {
   });
 }
 
-template <class KeyRow, class ValueRow, int kRows>
+template <int kRows>
 void attend_chunk(Decode& x) {
   const int heads = x.task.num_heads;
-  for (int h = 0; h < heads; ++h) load_queries<typename KeyRow::Mac>(x, x.head[h]);
-  score_chunk<KeyRow, kRows>(x);
+  const Problem& p = x.problem;
+  with_row<true>(p.key, p.head_dim, [&]<class Row>() { score_chunk<Row, kRows>(x); });
   for (int h = 0; h < heads; ++h) {
     if (x.head[h].chunk.blocks != 0) make_weights(x, x.head[h]);
   }
-  weigh_chunk<ValueRow, kRows>(x, 0, heads, false);
-  for (int h = 0; h < heads; ++h) {
-    const DecodeHead& head = x.head[h];
-    if (head.chunk.blocks == 0 || head.chunk.all || finite_output(x, head)) continue;
-    weigh_chunk<ValueRow, kRows>(x, h, h + 1, true);
-    add_not_finite(x, head);
-  }
-}
-
-template <class KeyRow, class ValueRow>
-void attend_chunk_rows(Decode& x) {
-  switch (x.task.num_rows) {
-    case 1: attend_chunk<KeyRow, ValueRow, 1>(x); break;
-    case 2: attend_chunk<KeyRow, ValueRow, 2>(x); break;
-    default: attend_chunk<KeyRow, ValueRow, 4>(x); break;
-  }
+  with_row<false>(p.value, p.head_dim_v, [&]<class Row>() {
+    weigh_chunk<Row, kRows>(x, 0, heads, false);
+    for (int h = 0; h < heads; ++h) {
+      const DecodeHead& head = x.head[h];
+      if (head.chunk.blocks == 0 || head.chunk.all || finite_output(x, head)) continue;
+      weigh_chunk<Row, kRows>(x, h, h + 1, true);
+      add_not_finite(x, head);
+    }
+  });
 }
 
 // How rows end: L, and what O is divided by. In each partial result, m becomes the factor that merges it, or -1 where it
@@ -380,19 +440,26 @@ void decode_chunk(const Problem& problem, const DecodeTask& task, int64_t chunk,
   const int rows = task.num_heads * padded_rows(task.num_rows);
   const MemoryLayout layout(rows, problem.head_dim, problem.head_dim_v);
   auto* const floats = static_cast<float*>(scratch);
-  Decode x{problem, task, PartialLayout(task.num_rows, problem.head_dim_v),      layout, floats, {},
-           {},      {},   DecodeProgram(problem.program, floats + layout.floats)};
+  auto* const places = reinterpret_cast<PoolPlace*>(floats + layout.places);
+  Decode x{problem,
+           task,
+           PartialLayout(task.num_rows, problem.head_dim_v),
+           layout,
+           floats,
+           places,
+           places + kPlaces,
+           {},
+           {},
+           {},
+           DecodeProgram(problem.program, floats + layout.floats)};
   look_at_heads(x, chunk * kDecodeChunk, partial, head_stride);
   if (x.chunk.blocks == 0) return;
-  switch (problem.dtype) {
-#ifdef POLYHEAD_HAS_BF16_DOT
-    case DType::kBFloat16: attend_chunk_rows<BFloat16PairRow, BFloat16Row>(x); break;
-#else
-    case DType::kBFloat16: attend_chunk_rows<BFloat16Row, BFloat16Row>(x); break;
-#endif
-    case DType::kFloat16: attend_chunk_rows<Float16Row, Float16Row>(x); break;
-    case DType::kFloat32: attend_chunk_rows<FloatRow, FloatRow>(x); break;
-    default: break;  // no kernel takes it
+  list_places(x.key_places, x.head[0].key, x.chunk.first);
+  list_places(x.value_places, x.head[0].value, x.chunk.first);
+  switch (task.num_rows) {
+    case 1: attend_chunk<1>(x); break;
+    case 2: attend_chunk<2>(x); break;
+    default: attend_chunk<4>(x); break;
   }
 }
 

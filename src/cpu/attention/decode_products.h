@@ -80,7 +80,7 @@ inline void score_rows(float* scores, const float* query, ptrdiff_t query_stride
   for (int k = 0; k < x.num_rows; k += kKeys) {
     const typename Row::Element* key[kKeys];
 #pragma GCC unroll 16
-    for (int i = 0; i < kKeys; ++i) key[i] = x.data + (k + i < x.num_rows ? k + i : x.num_rows - 1) * x.stride;
+    for (int i = 0; i < kKeys; ++i) key[i] = x.row(k + i < x.num_rows ? k + i : x.num_rows - 1);
     store_scores<kRows>(scores + k, score_step<Row, kRows, true>(query, query_stride, key, dim, ahead));
     for (int r = kRows; r < num_rows; r += kRows) {
       store_scores<kRows>(scores + r * kRowScores + k,
@@ -101,8 +101,8 @@ inline __attribute__((always_inline)) void accumulate_step(float* out, ptrdiff_t
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs_; ++v) sum[r][v] = load(out + r * out_stride + column + v * kLanes);
   }
-  const typename Row::Element* value = x.data + column;
-  for (int k = 0; k < x.num_rows; ++k, value += x.stride) {
+  for (int k = 0; k < x.num_rows; ++k) {
+    const typename Row::Element* const value = x.row(k) + column;
     F x_k[kVecs_];
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs_; ++v) x_k[v] = kTail ? Row::first(value, n) : Row::whole(value + v * kLanes);
@@ -144,6 +144,26 @@ inline void accumulate_rows_of(float* out, ptrdiff_t out_stride, const float* p,
   for (int r = kRows; r < num_rows; r += kRows)
     accumulate_columns<Row, kRows, kVecs_, false>(out + r * out_stride, out_stride, p + r * kRowScores, x, 0, dim,
                                                   ahead);
+}
+
+// Calls work.operator()<Row>() with what reads rows of x: where a dtype has several scales a row, as floats that are copied.
+template <bool kPairs, class Work>
+void with_row(const Operand& x, int64_t dim, const Work& work) {
+  const bool one_scale = x.scales == nullptr || x.group >= dim;
+  switch (one_scale ? x.dtype : DType::kFloat32) {
+#ifdef POLYHEAD_HAS_BF16_DOT
+    case DType::kBFloat16:
+      if (kPairs) return work.template operator()<BFloat16PairRow>();
+      return work.template operator()<BFloat16Row>();
+#else
+    case DType::kBFloat16: return work.template operator()<BFloat16Row>();
+#endif
+    case DType::kFloat16: return work.template operator()<Float16Row>();
+    case DType::kInt8: return work.template operator()<ByteRow<DType::kInt8>>();
+    case DType::kFloat8E4M3: return work.template operator()<ByteRow<DType::kFloat8E4M3>>();
+    case DType::kFloat8E5M2: return work.template operator()<ByteRow<DType::kFloat8E5M2>>();
+    default: return work.template operator()<FloatRow>();
+  }
 }
 
 }  // namespace

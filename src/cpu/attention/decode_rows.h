@@ -1,34 +1,59 @@
 // The loader of decoding: a few rows of keys or values as vectors along head_dim read them, and the asking for later rows.
 #pragma once
 
+#include "cpu/attention/functions.h"
 #include "cpu/isa/rows.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-// How vectors of a row are read: `first` reads n elements, the lanes behind them are 0.
+constexpr int kDecodeBlock = 16;  // keys; a chunk's blocks are the bits of a word
+static_assert(kDecodeChunk == 32 * kDecodeBlock && kDecodeBlock % kLanes == 0);
+
+// How vectors of a row of kDType are read: `first` reads n elements, the lanes behind them are 0.
 struct FloatRow {
   using Element = float;
   using Mac = Float32;
+  static constexpr DType kDType = DType::kFloat32;
   static inline F whole(const float* p) { return load(p); }
   static inline F first(const float* p, int n) { return load_first(p, n); }
 };
 struct BFloat16Row {
   using Element = uint16_t;
   using Mac = Float32;
+  static constexpr DType kDType = DType::kBFloat16;
   static inline F whole(const uint16_t* p) { return load_bf16(p); }
   static inline F first(const uint16_t* p, int n) { return load_bf16_first(p, n); }
 };
 struct Float16Row {
   using Element = uint16_t;
   using Mac = Float32;
+  static constexpr DType kDType = DType::kFloat16;
   static inline F whole(const uint16_t* p) { return load_f16(p); }
   static inline F first(const uint16_t* p, int n) { return load_f16_first(p, n); }
+};
+// Of numbers of a byte, before their scale.
+template <DType kStored>
+struct ByteRow {
+  using Element = uint8_t;
+  using Mac = Float32;
+  static constexpr DType kDType = kStored;
+  static inline F whole(const uint8_t* p) {
+    if constexpr (kStored == DType::kInt8) return load_int8(reinterpret_cast<const int8_t*>(p));
+    if constexpr (kStored == DType::kFloat8E5M2) return load_e5m2(p);
+    if constexpr (kStored == DType::kFloat8E4M3) return load_e4m3(p);
+  }
+  static inline F first(const uint8_t* p, int n) {
+    alignas(16) uint8_t buffer[kLanes] = {};
+    for (int i = 0; i < n; ++i) buffer[i] = p[i];
+    return whole(buffer);
+  }
 };
 #ifdef POLYHEAD_HAS_BF16_DOT
 struct BFloat16PairRow {
   using Element = uint16_t;
   using Mac = BFloat16Pair;
+  static constexpr DType kDType = DType::kBFloat16;
   static inline F whole(const uint16_t* p) { return load(reinterpret_cast<const float*>(p)); }
   static inline F first(const uint16_t* p, int n) {
     if (n % 2 == 0) return load_first(reinterpret_cast<const float*>(p), n / 2);
@@ -40,10 +65,12 @@ struct BFloat16PairRow {
 #endif
 
 // What will be read soon, asked for line after line in the order in which it lies, whatever the order of reading: memory
-// and the hardware's own prefetching follow a line that grows, not 16 rows at once. Rows of `row_bytes` bytes, then a gap.
+// and the hardware's own prefetching follow a line that grows, not 16 rows at once. Runs of `run_bytes` bytes.
 struct Ahead {
   uintptr_t line = 0;
-  ptrdiff_t left = 0, row_bytes = 0, gap = 0;
+  ptrdiff_t left = 0, run_bytes = 0;
+  uintptr_t base = 0;
+  const PoolPlace* next = nullptr;  // of the runs behind the first, from base on; null: what is at base once more
 
   // For kBytes bytes that are read.
   template <ptrdiff_t kBytes>
@@ -53,47 +80,81 @@ struct Ahead {
       __builtin_prefetch(reinterpret_cast<const char*>(line + static_cast<uintptr_t>(at)), 0, 2);
     }
     left -= kBytes;
-    line += static_cast<uintptr_t>(kBytes + (left > 0 ? 0 : left + gap));
-    left = left > 0 ? left : row_bytes;
+    line += static_cast<uintptr_t>(kBytes);
+    if (left <= 0) {
+      left = run_bytes;
+      line = base + (next != nullptr ? static_cast<uintptr_t>((next++)->data) : 0);
+    }
   }
 };
 
-// Keys or values of a few rows, in place or copied.
+// Keys or values of a few rows, where they lie or copied.
 template <class Row>
 struct RowsAt {
-  const typename Row::Element* data;
-  ptrdiff_t stride;
+  const char* data;
+  const PoolPlace* places;  // from data on
   int num_rows;
+
+  const typename Row::Element* row(int k) const {
+    return reinterpret_cast<const typename Row::Element*>(data + places[k].data);
+  }
 };
 
-// The first rows where they lie.
+// Whether Row reads rows where they lie.
 template <class Row>
-RowsAt<Row> rows_in_place(const Rows& x, int num_rows) {
-  using Element = typename Row::Element;
-  return {reinterpret_cast<const Element*>(x.data), x.row_bytes / static_cast<ptrdiff_t>(sizeof(Element)), num_rows};
+inline bool reads_in_place(const Rows& x) {
+  return x.dtype == Row::kDType && x.column_stride == 1;
 }
 
-// Calls use(rows, columns) for the first keys as Row reads them: in place, or, where their columns are not neighbours, copied as
-// words.
-template <class Row, class Use>
-inline void with_keys(const Rows& x, int num_rows, int64_t dim, float* copy, const Use& use) {
-  if (x.column_stride == 1) return use(rows_in_place<Row>(x, num_rows), dim);
-  using Mac = typename Row::Mac;
+// Whether products of what Row reads are multiplied by scales, one a row, afterwards: in place or copied, so that strides and
+// what is hidden change no bit.
+template <class Row>
+inline bool scales_later(const Rows& x) {
+  return x.scales != nullptr && x.dtype == Row::kDType;
+}
+
+// Where rows of a copy lie.
+struct CopyPlaces {
+  PoolPlace at[kDecodeBlock];
+  explicit CopyPlaces(int64_t row_bytes) {
+    for (int k = 0; k < kDecodeBlock; ++k) at[k] = {k * row_bytes, 0};
+  }
+};
+
+// Calls use(rows, columns) for keys that are copied as words.
+template <class Mac, class Use>
+inline void with_copied_keys(const Rows& x, int num_rows, int64_t dim, float* copy, const Use& use) {
   const int64_t words = words_of(dim, Mac::kElements);
   copy_rows<Mac>(copy, x, 0, num_rows, num_rows, dim);
-  if constexpr (Mac::kElements == 2) {
-    use(RowsAt<Row>{reinterpret_cast<const typename Row::Element*>(copy), 2 * words, num_rows}, 2 * words);
-  } else {
-    use(RowsAt<FloatRow>{copy, words, num_rows}, dim);
-  }
+  const CopyPlaces places(words * int64_t{sizeof(float)});
+  const char* const data = reinterpret_cast<const char*>(copy);
+#ifdef POLYHEAD_HAS_BF16_DOT
+  if constexpr (Mac::kElements == 2) return use(RowsAt<BFloat16PairRow>{data, places.at, num_rows}, 2 * words);
+#endif
+  if constexpr (Mac::kElements == 1) use(RowsAt<FloatRow>{data, places.at, num_rows}, dim);
 }
 
-// Calls use(rows) for values likewise, which are copied as floats. With `finite`, NaN and inf are taken as 0.
-template <class Row, class Use>
-inline void with_values(const Rows& x, int num_rows, int64_t dim, bool finite, float* copy, const Use& use) {
-  if (x.column_stride == 1 && !finite) return use(rows_in_place<Row>(x, num_rows));
+// Calls use(rows) for values that are copied as floats. With `finite`, NaN and inf are taken as 0.
+template <class Use>
+inline void with_copied_values(const Rows& x, int num_rows, int64_t dim, bool finite, float* copy, const Use& use) {
   copy_values<Float32>(copy, dim, x, 0, num_rows, num_rows, dim, finite);
-  use(RowsAt<FloatRow>{copy, dim, num_rows});
+  const CopyPlaces places(dim * int64_t{sizeof(float)});
+  use(RowsAt<FloatRow>{reinterpret_cast<const char*>(copy), places.at, num_rows});
+}
+
+// to[row][key] = from[row][key] times the scale of the key's row of x, for a block of keys. With `finite`, NaN and inf among
+// the scales are taken as 0.
+inline void multiply_by_scales(float* to, const float* from, ptrdiff_t stride, int rows, const Rows& x, int num_keys,
+                               bool finite) {
+  alignas(64) float scales[kDecodeBlock] = {};
+  for (int k = 0; k < num_keys; ++k) scales[k] = *f32(x.scale(k, 0));
+  for (int k = 0; k < kDecodeBlock && finite; k += kLanes) store(scales + k, finite_or_zero(load(scales + k)));
+  const float factor = stored_factor(x.dtype);
+  for (int r = 0; r < rows; ++r, to += stride, from += stride) {
+    for (int k = 0; k < kDecodeBlock; k += kLanes) {
+      store(to + k, load(from + k) * broadcast(factor) * load(scales + k));
+    }
+  }
 }
 
 }  // namespace

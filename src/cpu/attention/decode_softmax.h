@@ -2,14 +2,12 @@
 // the weights themselves.
 #pragma once
 
+#include "cpu/attention/decode_rows.h"
 #include "cpu/attention/score/dropout.h"
 #include "cpu/attention/softmax.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
-
-constexpr int kDecodeBlock = 16;  // keys; a chunk's blocks are the bits of a word
-static_assert(kDecodeChunk == 32 * kDecodeBlock && kDecodeBlock % kLanes == 0);
 
 // A query row, and the chunk of keys it looks at. Positions count from the chunk's first key.
 struct DecodeRow {

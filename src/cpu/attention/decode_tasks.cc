@@ -103,7 +103,8 @@ Chunks chunks_to_compute(const AttentionDesc& desc, const Problem& p, const Sequ
 
 // Whether rows of neighbouring heads follow each other in memory.
 bool heads_side_by_side(const Operand& x, int64_t dim) {
-  return x.stride_d == 1 && x.stride_h == dim && x.stride_h < x.stride_s;
+  return x.stride_d == 1 && x.stride_h * element_bytes(x.dtype) == numbers_bytes(x.dtype, dim) &&
+         x.stride_h < x.stride_s;
 }
 
 // What a run's last chunk to end does: merge. Then padding behind the queries.

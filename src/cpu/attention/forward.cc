@@ -150,8 +150,8 @@ void look_ahead(const Head& head, int num_tiles, const KeyBlock& block, int64_t 
   RowsAhead& ahead = head.scratch->ahead;
   if (next < end) {
     const int64_t left = task.sequence.len_k - next, keys = left < kBlock ? left : kBlock;
-    ahead.add(head.key.in_place(next, keys), 0, keys, problem.head_dim);
-    ahead.add(head.value.in_place(next, keys), 0, keys, problem.head_dim_v);
+    ahead.add(head.key.at(next, keys, head.scratch->key_places), 0, keys, problem.head_dim);
+    ahead.add(head.value.at(next, keys, head.scratch->value_places), 0, keys, problem.head_dim_v);
   } else {
     const NextRows& then = task.next;
     ahead.add(rows_of(problem.out, task.b, task.h, task.sequence.first_q), task.first_query, task.num_queries,
@@ -200,7 +200,6 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
   scratch->ahead.clear();
   float* floats = reinterpret_cast<float*>(static_cast<char*>(memory) + round_up(sizeof(ForwardMemory)));
   const int64_t dim = whole(problem.head_dim, kDimStep), dim_v = whole(problem.head_dim_v, kDimStep);
-  float* const copies = floats + (problem.key.page_table != nullptr ? kBlock * (dim + dim_v) : 0);
   Later later;
   Head head{{problem, s, task.b, task.h, &scratch->view},
             task,
@@ -208,13 +207,12 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
             key_rows_of(problem.value, task.b, kv_head, s.first_k, s.len_k),
             scratch,
             floats,
-            copies,
-            copies + kBlock * dim,
-            copies + kBlock * dim + (kTmm ? kBlock / Mac::kElements * dim_v : 0),
+            floats + kBlock * dim,
+            floats + kBlock * dim + (kTmm ? kBlock / Mac::kElements * dim_v : 0),
             &later,
             Mac::kElements == 2,
             false};
-  floats = copies + kBlock * (dim + dim_v);
+  floats += kBlock * (dim + dim_v);
   int num_tiles = 0;
   for (int64_t done = 0; done < task.num_queries; done += kTile, ++num_tiles) {
     Tile& tile = scratch->tile[num_tiles];
@@ -244,17 +242,18 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
 
 }  // namespace
 
-// Behind ForwardMemory lie, in floats: K and V of a block, where they are paged twice, Q^T and O^T of each tile, then the
-// additive tile.
-size_t forward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive, bool paged) {
+// Behind ForwardMemory lie, in floats: K and V of a block, Q^T and O^T of each tile, then the additive tile.
+size_t forward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive) {
   const size_t dims = static_cast<size_t>(whole(head_dim, kDimStep) + whole(head_dim_v, kDimStep));
   return round_up(sizeof(ForwardMemory)) +
-         round_up(dims * sizeof(float) * static_cast<size_t>((paged ? 2 : 1) * kBlock + tiles * kTile)) +
+         round_up(dims * sizeof(float) * static_cast<size_t>(kBlock + tiles * kTile)) +
          static_cast<size_t>(Options::memory_floats({additive, false, false})) * sizeof(float);
 }
 
 void forward_tiles(const Problem& problem, const ForwardTask& task, void* scratch) {
-  with_words(problem.dtype == DType::kBFloat16, [&]<class Mac>() { forward_task<Mac>(problem, task, scratch); });
+  const bool pairs =
+      problem.dtype == DType::kBFloat16 && problem.key.scales == nullptr && problem.value.scales == nullptr;
+  with_words(pairs, [&]<class Mac>() { forward_task<Mac>(problem, task, scratch); });
 }
 
 void store_mean(const Problem& problem, int64_t b, int64_t first_query, int64_t num_queries, const float* mean) {

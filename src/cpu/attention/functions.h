@@ -93,7 +93,7 @@ struct IsaFunctions {
   // Scratch, in bytes and aligned to 64, of forward_tiles for tasks of `tiles` tiles; with a mask or bias, more.
   bool tmm;  // multiplies in registers of 16 x 16 words: some functions are null, see kernel_of.h
   int forward_tiles_at_once;
-  size_t (*forward_scratch_bytes)(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive, bool paged);
+  size_t (*forward_scratch_bytes)(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive);
   void (*forward_tiles)(const Problem& problem, const ForwardTask& task, void* scratch);
 
   // decode_chunk computes keys [chunk * kDecodeChunk, ...) into `partial`, of each head head_stride floats behind the one
@@ -141,7 +141,7 @@ struct IsaFunctions {
 
 #ifdef POLYHEAD_ISA
 namespace POLYHEAD_ISA {
-size_t forward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive, bool paged);
+size_t forward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive);
 void forward_tiles(const Problem& problem, const ForwardTask& task, void* scratch);
 size_t decode_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int rows, int heads);
 size_t decode_partial_bytes(int64_t head_dim_v, int rows);

@@ -20,6 +20,9 @@ std::string why_no_tmm(const AttentionDesc& desc) {
     if (dtype == DType::kBFloat16) continue;
     return std::string(dtype == desc.dtype ? "dtype is " : "out_dtype is ") + dtype_name(dtype) + ", takes bfloat16";
   }
+  for (const DType dtype : {key_dtype(desc), value_dtype(desc)}) {
+    if (dtype != desc.dtype) return std::string("keys or values are ") + dtype_name(dtype) + ", takes bfloat16";
+  }
   if (tiny_takes(desc)) return "sizes of 16 at most are left to vectors, which hold a head in each lane";
   if (decode_takes(desc)) {
     return "seqlen_q is " + std::to_string(desc.seqlen_q) + ", takes " + std::to_string(kMaxDecodeQueries + 1) +

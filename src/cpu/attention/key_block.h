@@ -21,6 +21,7 @@ struct ForwardMemory {
   alignas(64) float p[kBlock * kTile];
   ViewMemory view;
   RowsAhead ahead;
+  PoolPlace key_places[kBlock], value_places[kBlock];  // of a block whose pages lie apart
 };
 
 constexpr size_t round_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -29,7 +30,6 @@ struct Head : HeadOptions {
   const ForwardTask& task;
   KeyRows key, value;
   ForwardMemory* scratch;
-  float* gathered;  // rows of a block whose pages lie apart
   float *key_copy, *value_copy;
   float* value_copy_before;  // of the block before, which `later` may read
   Later* later;              // O of queries whose weights are there
@@ -43,10 +43,9 @@ KeyBlock load_block(const Head& head, int64_t first) {
   const int64_t left = head.task.sequence.len_k - first;
   KeyBlock block{first, left < kBlock ? static_cast<int>(left) : kBlock, {}, {}};
   const int64_t padded = whole(block.num_keys, kPartKeys);
-  const Rows key = head.key.at(first, block.num_keys, problem.head_dim, head.gathered);
+  const Rows key = head.key.at(first, block.num_keys, head.scratch->key_places);
   block.key = rows_as_words<Mac>(head.key_copy, key, 0, block.num_keys, padded, problem.head_dim);
-  float* const gathered_values = head.gathered + kBlock * problem.head_dim;
-  const Rows value = head.value.at(first, block.num_keys, problem.head_dim_v, gathered_values);
+  const Rows value = head.value.at(first, block.num_keys, head.scratch->value_places);
   block.value =
       values_as_words<Mac>(head.value_copy, value, 0, block.num_keys, padded, problem.head_dim_v, head.careful);
   return block;

@@ -86,10 +86,9 @@ struct Workspace {
   MemorySize bytes;
 
   Workspace(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
-    const MemorySize scratch =
-        scratch_bytes(functions.forward_scratch_bytes, desc, tiles_per_task(functions, desc, num_threads),
-                      has_additive(desc), desc.page_size > 0) +
-        program_bytes(desc, false);
+    const MemorySize scratch = scratch_bytes(functions.forward_scratch_bytes, desc,
+                                             tiles_per_task(functions, desc, num_threads), has_additive(desc)) +
+                               program_bytes(desc, false);
     MemoryMap map;
     map.take_bytes(chunk_table_bytes(desc));
     lanes = map.take_bytes(scratch * num_threads);

@@ -25,6 +25,65 @@ inline void store_halves(DType dtype, uint16_t* p, F x) {
   }
 }
 
+// kLanes neighbours of 8 bits, before their scale, by way of float16: float8_e4m3's are those that have 2^-8 their value.
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+inline Halves widened(const uint8_t* p) {
+  Bytes bytes;
+  __builtin_memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(bytes, Halves);
+}
+inline F from_halves(Halves x) {
+  alignas(32) uint16_t halves[kLanes];
+  __builtin_memcpy(halves, &x, sizeof x);
+  return load_f16(halves);
+}
+inline F load_e4m3(const uint8_t* p) {
+  const Halves x = widened(p), magnitude = x & 0x7f;
+  const Halves nan = reinterpret_cast<Halves>(magnitude == 0x7f);
+  return from_halves((x & 0x80) << 8 | (nan & 0x7e00) | (~nan & magnitude << 7));
+}
+inline F load_e5m2(const uint8_t* p) { return from_halves(widened(p) << 8); }
+
+// kLanes neighbours of 4 bits, in pairs.
+inline F load_int4(const uint8_t* p) {
+  typedef uint8_t Pairs __attribute__((vector_size(kLanes / 2)));
+  typedef uint16_t Apart __attribute__((vector_size(kLanes)));
+  Pairs pairs;
+  __builtin_memcpy(&pairs, p, sizeof pairs);
+  const Apart x = __builtin_convertvector(pairs, Apart);
+  const Bytes numbers = (reinterpret_cast<Bytes>((x & 15) | (x & 0xf0) << 4) ^ 8) - 8;  // the sign is bit 3
+  alignas(16) int8_t signed_numbers[kLanes];
+  __builtin_memcpy(signed_numbers, &numbers, sizeof numbers);
+  return load_int8(signed_numbers);
+}
+
+// kLanes neighbours of a dtype that has scales, before their scale.
+inline F load_stored(const uint8_t* p, DType dtype) {
+  switch (dtype) {
+    case DType::kInt8: return load_int8(reinterpret_cast<const int8_t*>(p));
+    case DType::kInt4x2: return load_int4(p);
+    case DType::kFloat8E5M2: return load_e5m2(p);
+    default: return load_e4m3(p);
+  }
+}
+
+// How many times too small load_stored reads numbers.
+constexpr float stored_factor(DType dtype) { return dtype == DType::kFloat8E4M3 ? 256.0f : 1.0f; }
+
+// n <= kLanes numbers of a row of a dtype that has scales, from number `first` on, before their scale; the lanes behind them
+// are 0. Pairs: `first` is even, or n is 1.
+inline F load_stored(const void* row, DType dtype, int64_t first, int64_t stride, int n) {
+  const bool pairs = dtype == DType::kInt4x2;
+  const uint8_t* const source = static_cast<const uint8_t*>(row) + (pairs ? first / 2 : first) * stride;
+  if (n == kLanes && stride == 1) return load_stored(source, dtype);
+  alignas(16) uint8_t buffer[kLanes] = {};
+  for (int i = 0; i < (pairs ? (n + 1) / 2 : n); ++i) buffer[i] = source[i * stride];
+  if (pairs && first % 2 == 1) buffer[0] = static_cast<uint8_t>(buffer[0] >> 4);
+  if (pairs && n % 2 == 1) buffer[n / 2] &= 15;
+  return load_stored(buffer, dtype);
+}
+
 // n <= kLanes elements from element `at` on, `stride` apart, as floats; the lanes behind them are 0.
 inline F load_elements(const void* data, DType dtype, int64_t at, int64_t stride, int n) {
   if (dtype == DType::kFloat32) {

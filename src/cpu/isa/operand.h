@@ -12,7 +12,11 @@ constexpr int kTileQueries = 64;  // queries are cut into tiles of this many
 // Bytes of an element. Static, so that the objects of an instruction set give it to nobody.
 static inline int64_t element_bytes(DType dtype) {
   switch (dtype) {
-    case DType::kBool: return 1;
+    case DType::kBool:
+    case DType::kInt8:
+    case DType::kFloat8E4M3:
+    case DType::kFloat8E5M2:
+    case DType::kInt4x2: return 1;
     case DType::kBFloat16:
     case DType::kFloat16: return 2;
     case DType::kFloat32:
@@ -21,6 +25,11 @@ static inline int64_t element_bytes(DType dtype) {
     case DType::kInt64: return 8;
   }
   __builtin_unreachable();  // arguments are checked, and the compiler tells of a dtype without a case
+}
+
+// Bytes of a row of so many numbers that follow each other.
+static inline int64_t numbers_bytes(DType dtype, int64_t numbers) {
+  return dtype == DType::kInt4x2 ? numbers / 2 : numbers * element_bytes(dtype);
 }
 
 // [batch, seqlen, heads, dim] by strides in elements. Packed operands have stride_b = 0: rows start at first_q, first_k.
@@ -32,6 +41,12 @@ struct Operand {
 
   const int64_t* page_table = nullptr;  // [batch][pages_per_sequence]; null: not paged
   int64_t pages_per_sequence = 0, page_size = 1;
+
+  // Of stored keys or values that are multiplied by scales (float32, of kInt4x2 float16) for each `group` of a row's
+  // elements; null: of none.
+  const void* scales = nullptr;
+  int64_t group = 1;
+  int64_t scale_stride_b = 0, scale_stride_s = 0, scale_stride_h = 0, scale_stride_d = 0;
 };
 
 struct Dropout {

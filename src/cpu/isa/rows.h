@@ -1,6 +1,6 @@
 // The loader of rows: query, key, value, out and grad_out of one head, wherever they lie and of whatever dtype, as the words
-// that kernels read: in place, copied or transposed. Nothing else knows how a row is found, or reads a page table; a dtype
-// with scales would be told by Rows and change only what is written here.
+// that kernels read: in place, copied or transposed. Nothing else knows how a row is found, what multiplies it, or reads a page
+// table.
 #pragma once
 
 #include "cpu/isa/elements.h"
@@ -9,22 +9,53 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
+// Where a row of a pool of pages lies: bytes behind row 0 of page 0, and those of its scales.
+struct PoolPlace {
+  int64_t data, scales;
+};
+
 // A matrix [rows][columns] of one head.
 struct Rows {
   const char* data = nullptr;
   DType dtype = DType::kFloat32;
   int64_t row_bytes = 0, column_stride = 0;  // the latter in elements
+  const PoolPlace* apart = nullptr;          // where each row lies, from data on; null: row_bytes apart
 
-  const char* row(int64_t row) const { return data + row * row_bytes; }
+  // Of a dtype that has scales: each `group` columns have one.
+  const char* scales = nullptr;
+  int64_t scale_row_bytes = 0, scale_column_bytes = 0, group = 1;
+  bool scaled_later = false;  // numbers are read as they are stored, stored_factor() times too small
 
+  const char* row(int64_t row) const { return data + (apart != nullptr ? apart[row].data : row * row_bytes); }
+
+  const char* scale(int64_t row, int64_t column) const {
+    return scales + (apart != nullptr ? apart[row].scales : row * scale_row_bytes) +
+           column / group * scale_column_bytes;
+  }
+
+  // Rows that lie apart begin at column 0.
   Rows from(int64_t first_row, int64_t first_column) const {
-    return {row(first_row) + first_column * column_stride * element_bytes(dtype), dtype, row_bytes, column_stride};
+    Rows x = *this;
+    if (apart != nullptr) {
+      x.apart += first_row;
+      return x;
+    }
+    x.data = row(first_row) + first_column * column_stride * element_bytes(dtype);
+    if (scales != nullptr) x.scales += first_row * scale_row_bytes;
+    return x;
   }
 };
 
 inline Rows rows_of(const Operand& x, int64_t b, int64_t h, int64_t first_row) {
   const int64_t bytes = element_bytes(x.dtype), at = b * x.stride_b + h * x.stride_h + first_row * x.stride_s;
-  return {static_cast<const char*>(x.data) + at * bytes, x.dtype, x.stride_s * bytes, x.stride_d};
+  Rows rows{static_cast<const char*>(x.data) + at * bytes, x.dtype, x.stride_s * bytes, x.stride_d};
+  if (x.scales == nullptr) return rows;
+  const int64_t scale_bytes = x.dtype == DType::kInt4x2 ? 2 : 4;
+  const int64_t scale = b * x.scale_stride_b + h * x.scale_stride_h + first_row * x.scale_stride_s;
+  rows.scales = static_cast<const char*>(x.scales) + scale * scale_bytes;
+  rows.scale_row_bytes = x.scale_stride_s * scale_bytes, rows.scale_column_bytes = x.scale_stride_d * scale_bytes;
+  rows.group = x.group;
+  return rows;
 }
 
 // The keys or values of one head of one sequence: rows one after the other, or page by page.
@@ -32,70 +63,62 @@ struct KeyRows {
   Rows rows;  // of page 0, where there are pages
   int64_t num_rows = 0;
   const int64_t* pages = nullptr;  // the sequence's, in order; null: there are none
-  int64_t page_size = 1, page_bytes = 0;
+  int64_t page_size = 1, page_bytes = 0, page_scale_bytes = 0;
 
-  // Row `row` and what of its page is behind it.
-  Rows of_page(int64_t page, int64_t within) const {
-    return {rows.row(within) + pages[page] * page_bytes, rows.dtype, rows.row_bytes, rows.column_stride};
-  }
-
-  // Rows [first, first + n), from 0 on, where they lie; no data: they lie apart, or are not all there.
+  // Rows [first, first + n), from 0 on, that do not lie apart; no data: they do, or are not all there.
   Rows in_place(int64_t first, int64_t n) const {
     if (pages == nullptr) return rows.from(first, 0);
     if (n <= 0 || first + n > num_rows) return {};
     const int64_t page = first / page_size, within = first - page * page_size;
-    return within + n <= page_size ? of_page(page, within) : Rows();
+    if (within + n > page_size) return {};
+    Rows x = rows.from(within, 0);
+    x.data += pages[page] * page_bytes;
+    if (x.scales != nullptr) x.scales += pages[page] * page_scale_bytes;
+    return x;
   }
 
-  // The same; what lies apart is copied to `copy` [n][columns], unchanged.
-  Rows at(int64_t first, int64_t n, int64_t columns, void* copy) const {
-    const Rows x = in_place(first, n);
-    return x.data != nullptr || pages == nullptr ? x : gathered(first, n, columns, static_cast<char*>(copy));
+  // Rows [first, first + n), which are there. `places` [n] is memory for a list of those that lie apart.
+  Rows at(int64_t first, int64_t n, PoolPlace* places) const {
+    Rows x = in_place(first, n);
+    if (x.data != nullptr || pages == nullptr) return x;
+    list(first, n, places);
+    x = rows;
+    x.apart = places;
+    return x;
   }
 
-  Rows gathered(int64_t first, int64_t n, int64_t columns, char* copy) const;
+  void list(int64_t first, int64_t n, PoolPlace* places) const {
+    int64_t page = first / page_size, within = first - page * page_size;
+    for (int64_t i = 0; i < n; ++page, within = 0) {
+      PoolPlace place = {pages[page] * page_bytes + within * rows.row_bytes,
+                         pages[page] * page_scale_bytes + within * rows.scale_row_bytes};
+      const int64_t left = page_size - within, end = left < n - i ? i + left : n;
+      for (; i < end; ++i, place.data += rows.row_bytes, place.scales += rows.scale_row_bytes) places[i] = place;
+    }
+  }
 };
 
 inline KeyRows key_rows_of(const Operand& x, int64_t b, int64_t h, int64_t first_row, int64_t num_rows) {
-  if (x.page_table == nullptr) return {rows_of(x, b, h, first_row), num_rows, nullptr, 1, 0};
-  return {rows_of(x, 0, h, 0), num_rows, x.page_table + b * x.pages_per_sequence, x.page_size,
-          x.stride_b * element_bytes(x.dtype)};
+  if (x.page_table == nullptr) return {rows_of(x, b, h, first_row), num_rows};
+  const int64_t scale_bytes = x.dtype == DType::kInt4x2 ? 2 : 4;
+  return {rows_of(x, 0, h, 0),
+          num_rows,
+          x.page_table + b * x.pages_per_sequence,
+          x.page_size,
+          x.stride_b * element_bytes(x.dtype),
+          x.scale_stride_b * scale_bytes};
 }
 
-// Meanwhile asks for as many rows behind them, one for each that it copies.
-inline Rows KeyRows::gathered(int64_t first, int64_t n, int64_t columns, char* copy) const {
-  const int64_t bytes = element_bytes(rows.dtype), size = columns * bytes;
-  struct Place {
-    int64_t page, within;
-  };
-  const auto place_of = [&](int64_t row) { return Place{row / page_size, row % page_size}; };
-  const auto advance = [&](Place& place) {
-    if (++place.within == page_size) place = {place.page + 1, 0};
-  };
-  Place from = place_of(first), later = place_of(first + n);
-  char* to = copy;
-  for (int64_t row = first; row < first + n; ++row, to += size, advance(from), advance(later)) {
-    const char* source = of_page(from.page, from.within).data;
-    const char* const ahead = row + n < num_rows ? of_page(later.page, later.within).data : source;
-    if (rows.column_stride == 1) {
-      int64_t at = 0;
-      for (; at + 64 <= size; at += 64) {
-        __builtin_prefetch(ahead + at, 0, 2);
-        __builtin_memcpy(to + at, source + at, 64);
-      }
-      if (at < size) __builtin_memcpy(to + at, source + at, static_cast<size_t>(size - at));
-      continue;
-    }
-    for (int64_t c = 0; c < columns; ++c, source += rows.column_stride * bytes) {
-      for (int64_t i = 0; i < bytes; ++i) to[c * bytes + i] = source[i];
-    }
-  }
-  return {copy, rows.dtype, size, 1};
-}
-
-// n <= kLanes elements of a row from column on, as floats; the lanes behind them are 0.
+// n <= kLanes numbers of a row from column on, as floats; the lanes behind them are 0. Where there are scales, they are of one
+// group.
 inline F load_columns(const Rows& x, int64_t row, int64_t column, int n) {
-  return load_elements(x.row(row), x.dtype, column * x.column_stride, x.column_stride, n);
+  if (x.scales == nullptr) return load_elements(x.row(row), x.dtype, column * x.column_stride, x.column_stride, n);
+  const F stored = load_stored(x.row(row), x.dtype, column, x.column_stride, n);
+  if (x.scaled_later) return stored;
+  const char* const scale = x.scale(row, column);
+  const F factor = x.dtype == DType::kInt4x2 ? from_halves(Halves{} + *u16(scale)) : broadcast(*f32(scale));
+  const F scaled = stored * broadcast(stored_factor(x.dtype)) * factor;
+  return n == kLanes ? scaled : select(mask_from_bits((1u << n) - 1), scaled, broadcast(0.0f));
 }
 
 // n <= kLanes words of a row from word on; elements from `columns` on are 0.
@@ -115,7 +138,7 @@ inline F load_words(const Rows& x, int64_t row, int64_t word, int n, int64_t col
 // Asks for rows that will be read soon. Hardware follows one stream, not 16 rows at once.
 inline void prefetch_rows(const Rows& x, int64_t first_row, int64_t num_rows, int64_t columns) {
   if (x.column_stride != 1) return;  // rows apart in memory; of one column, the stride may be any number
-  const int64_t bytes = columns * element_bytes(x.dtype);
+  const int64_t bytes = numbers_bytes(x.dtype, columns);
   for (int64_t r = first_row; r < first_row + num_rows; ++r) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(x.row(r) + at, 0, 2);
   }
@@ -130,7 +153,7 @@ class RowsAhead {
   void add(const Rows& x, int64_t first_row, int64_t num_rows, int64_t columns) {
     if (at_ == count_) clear();
     if (count_ == kMost || x.data == nullptr || x.column_stride != 1 || num_rows <= 0) return;
-    range_[count_++] = {x.from(first_row, 0), 0, num_rows, columns * element_bytes(x.dtype)};
+    range_[count_++] = {x.from(first_row, 0), 0, num_rows, numbers_bytes(x.dtype, columns)};
   }
 
   // What add() added is shared out among this many calls of ask().
@@ -148,8 +171,8 @@ class RowsAhead {
     while (num_rows > 0 && at_ < count_) {
       Range& range = range_[at_];
       const int64_t left = range.end - range.next, n = left < num_rows ? left : num_rows;
-      const char* row = range.x.row(range.next);
-      for (int64_t i = 0; i < n; ++i, row += range.x.row_bytes) {
+      for (int64_t i = range.next; i < range.next + n; ++i) {
+        const char* const row = range.x.row(i);
         for (int64_t byte = 0; byte < range.bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
       }
       range.next += n;
@@ -272,7 +295,7 @@ void copy_values(float* out, int64_t out_stride, const Rows& x, int64_t first_ro
 template <class Mac>
 bool readable_in_place(const Rows& x, int64_t columns) {
   constexpr int64_t kElementBytes = kWordBytes / Mac::kElements;
-  return plain_words<Mac>(x) && columns % Mac::kElements == 0 && columns % kDimStep == 0 &&
+  return plain_words<Mac>(x) && x.apart == nullptr && columns % Mac::kElements == 0 && columns % kDimStep == 0 &&
          x.row_bytes % kWordBytes == 0 &&
          (x.row_bytes == columns * kElementBytes || x.row_bytes % (256 * kElementBytes) != 0);
 }
@@ -304,8 +327,8 @@ inline void copy_transposed(float* out, const Rows& x, int64_t first_row, int64_
       if (plain && 2 * (word + kLanes) <= num_rows && d + kLanes <= dim) {
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) {
-          const char* row = x.row(first_row + 2 * (word + i)) + 2 * d;
-          square[i] = join_bf16(load_bf16(u16(row)), load_bf16(u16(row + x.row_bytes)));
+          const int64_t row = first_row + 2 * (word + i);
+          square[i] = join_bf16(load_bf16(u16(x.row(row) + 2 * d)), load_bf16(u16(x.row(row + 1) + 2 * d)));
         }
       } else {
         const int n = dim - d < kLanes ? static_cast<int>(dim - d) : kLanes;

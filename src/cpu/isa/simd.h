@@ -12,7 +12,7 @@
 //   outside(x, limit): below 0, above limit, or NaN
 //   less, equal -> M; both, either, negate, any, bits, mask_from_bits; select(m, a, b): a where m, else b
 //   multiply_wide(a, b, high, low)               32 x 32 -> 64 bits, unsigned; b the same in every lane
-//   load_bf16 load_f16 load_bool store_bf16 store_f16     kLanes elements, converted (nearest even; NaN stays NaN)
+//   load_bf16 load_f16 load_int8 load_bool store_bf16 store_f16     kLanes elements, converted (nearest even; NaN stays NaN)
 //   load_bf16_first(p, n) load_f16_first         as load_first
 //   transpose(rows)                              kLanes x kLanes
 //   sums(rows)                                   lane i: the sum of the lanes of rows[i], the same tree for each

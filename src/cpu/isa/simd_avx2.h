@@ -107,6 +107,9 @@ inline F load_f16_first(const uint16_t* p, int n) {
   for (int i = 0; i < n; ++i) buffer[i] = p[i];
   return load_f16(buffer);
 }
+inline F load_int8(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
 inline F load_bool(const uint8_t* p) {
   const I bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   return _mm256_and_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(bytes, _mm256_setzero_si256())), _mm256_set1_ps(1.0f));

@@ -86,6 +86,9 @@ inline F load_bf16_first(const uint16_t* p, int n) {
 inline F load_f16_first(const uint16_t* p, int n) {
   return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(static_cast<M>((1u << n) - 1), p));
 }
+inline F load_int8(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
 inline F load_bool(const uint8_t* p) {  // 0 where the byte is 0, else 1
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm512_maskz_mov_ps(_mm_test_epi8_mask(bytes, bytes), _mm512_set1_ps(1.0f));

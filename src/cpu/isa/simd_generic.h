@@ -155,6 +155,7 @@ inline F load_f16_first(const uint16_t* p, int n) {
   for (int i = 0; i < n; ++i) buffer[i] = p[i];
   return load_f16(buffer);
 }
+inline F load_int8(const int8_t* p) { return to_float(I{p[0], p[1], p[2], p[3]}); }
 inline F load_bool(const uint8_t* p) {
   return F{p[0] ? 1.0f : 0.0f, p[1] ? 1.0f : 0.0f, p[2] ? 1.0f : 0.0f, p[3] ? 1.0f : 0.0f};
 }

@@ -120,6 +120,11 @@ inline F load_bf16(const uint16_t* p) { return from_bf16(load_u16(p)); }
 inline F load_f16(const uint16_t* p) { return from_f16(load_u16(p)); }
 inline F load_bf16_first(const uint16_t* p, int n) { return from_bf16(load_u16_first(p, n)); }
 inline F load_f16_first(const uint16_t* p, int n) { return from_f16(load_u16_first(p, n)); }
+inline F load_int8(const int8_t* p) {
+  int8_t bytes[8] = {};
+  __builtin_memcpy(bytes, p, kLanes);
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vld1_s8(bytes)))));
+}
 inline F load_bool(const uint8_t* p) {  // 0 where the byte is 0, else 1
   uint8_t bytes[8] = {};
   __builtin_memcpy(bytes, p, kLanes);
