@@ -20,15 +20,16 @@ from polyhead import _bind
 from polyhead._bind import Error, __version__
 from polyhead._dropout import DropoutOrigin, dropout_mask
 from polyhead._explanation import Explanation
+from polyhead._kv_cache import KvCache, PageTable
 from polyhead._merge import merge, merge_backward
 from polyhead._multi_head_attention import LayerCaches, MultiHeadAttention
 from polyhead._program_call import program_arguments
 from polyhead._typing import Array, ArrayT
 
 __all__ = [
-    "Array", "DropoutOrigin", "Error", "Explanation", "LayerCaches", "MultiHeadAttention", "__version__", "attention",
-    "attention_backward", "dropout_mask", "explain", "get_num_threads", "kernels", "merge", "merge_backward",
-    "set_num_threads",
+    "Array", "DropoutOrigin", "Error", "Explanation", "KvCache", "LayerCaches", "MultiHeadAttention", "PageTable",
+    "__version__", "attention", "attention_backward", "dropout_mask", "explain", "get_num_threads", "kernels", "merge",
+    "merge_backward", "set_num_threads",
 ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@
 #include "arrays.h"
 #include "backward_call.h"
 #include "block_call.h"
+#include "cache_call.h"
 #include "call.h"
 #include "graph_call.h"
 #include "layer_call.h"
@@ -178,6 +179,10 @@ PyMethodDef functions[] = {
     {"layer_forward", fastcall(call_with<kNumLayerForward, layer_forward>), METH_FASTCALL, nullptr},
     {"layer_backward", fastcall(call_with<kNumLayerBackward, layer_backward>), METH_FASTCALL, nullptr},
     {"load_weights", fastcall(call_with<kNumLoadWeights, load_weights>), METH_FASTCALL, nullptr},
+    {"cache_check", fastcall(call_with<kNumCacheShared, cache_check>), METH_FASTCALL, nullptr},
+    {"cache_append", fastcall(call_with<kNumCacheAppend, cache_append>), METH_FASTCALL, nullptr},
+    {"cache_copy", fastcall(call_with<kNumCacheCopy, cache_copy>), METH_FASTCALL, nullptr},
+    {"cache_read", fastcall(call_with<kNumCacheRead, cache_read>), METH_FASTCALL, nullptr},
     {"export_weights", fastcall(call_with<kNumExportWeights, export_arrays>), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -197,5 +202,6 @@ NB_MODULE(_bind, module) {
   module.def("build_info", &build_info);
   module.def("weight_sources", &list_weight_sources);
   module.def("fuse_model", &fuse_model);
+  add_page_table(module);
   module.def("measured_peak_gflops", &measured_peak_gflops);
 }

@@ -164,8 +164,7 @@ def attention(
     """
     nothing_else = (
         attn_bias is attn_mask is window is query_offset is alibi_slopes is sink_logits is dropout_seed is kernel is None
-        and score is mask is captured is None
-        and dropout_origin is out_dtype is None
+        and score is mask is captured is dropout_origin is out_dtype is None
         and seqlens_q is seqlens_k is cu_seqlens_q is cu_seqlens_k is page_table is None
         and normalizer == "softmax"
         and key_scales is value_scales is None
@@ -204,10 +203,13 @@ def attention(
     else:
         options = (*options, *program.slots()) if program is not _NO_PROGRAM else options
         out, logsumexp, weights, column_sums = _forward(query, key, value, options)
-    if not (return_logsumexp or return_weights or return_column_sums):
-        return out
     asked = ((return_logsumexp, logsumexp), (return_weights, weights), (return_column_sums, column_sums))
-    return (out, *(result for wanted, result in asked if wanted))
+    return _with_results(out, asked)
+
+
+def _with_results(out, asked):
+    results = [result for wanted, result in asked if wanted]
+    return (out, *results) if results else out
 
 
 def _in_sums_dtype(sink_logits, query):
@@ -253,7 +255,7 @@ def _with_differentiable_weights(query, key, value, options, program, return_log
     if options.return_weights == 2:
         weights = weights.mean(1)
     asked = ((return_logsumexp, logsumexp), (True, weights), (options.return_column_sums, column_sums))
-    return (out, *(result for wanted, result in asked if wanted))
+    return _with_results(out, asked)
 
 
 def attention_backward(
