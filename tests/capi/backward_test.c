@@ -315,7 +315,7 @@ static void test_bad_backward(void) {
   REFUSED("attn_weights is given to backward", forward->attn_weights = forward->out);
   REFUSED("workspace", forward->workspace = NULL; forward->workspace_bytes = 0);
   REFUSED("grad_out is missing", args.grad_out.ndim = 0);
-  REFUSED("grad_out.dtype is 9", args.grad_out.dtype = 9);
+  REFUSED("grad_out.dtype is 11", args.grad_out.dtype = 11);
   REFUSED("delta.ndim is 7", args.delta.ndim = 7);
   REFUSED("grad_key dim 1 is 5, expected seqlen_k 4", args.grad_key.dims[1] = 5);
   REFUSED("grad_value overlaps value", args.grad_value.data = forward->value.data);

@@ -69,7 +69,8 @@ static void test_bad_desc(void) {
   REFUSED("head_dim", desc->head_dim = INT64_MAX);
   REFUSED("head_dim_v", desc->head_dim_v = -1);
   REFUSED("batch", desc->batch = desc->seqlen_q = desc->seqlen_k = INT64_C(1) << 40);
-  REFUSED("dtype is 7", desc->dtype = 7);
+  REFUSED("dtype is 11", desc->dtype = 11);
+  REFUSED("dtype is int8", desc->dtype = POLYHEAD_INT8);
   REFUSED("dtype is -1", desc->dtype = -1);
   REFUSED("dtype is int32", desc->dtype = POLYHEAD_INT32);
   REFUSED("packed is 2", desc->packed = 2);

@@ -109,7 +109,7 @@ static void test_refused(void) {
   REFUSED("num_captures is 9, takes 0 to 8", t.p->desc.num_captures = 9);
   REFUSED("desc.captures is a null pointer", t.p->desc.captures = NULL);
   REFUSED("captures describes 1 tensors, the program captures 2", t.p->desc.num_captures = 1);
-  REFUSED("captures[0].dtype is 7", shapes[0].dtype = 7);
+  REFUSED("captures[0].dtype is 11", shapes[0].dtype = 11);
   REFUSED("captures[1].ndim is 5, takes 1 to 4", shapes[1].ndim = 5);
   REFUSED("captures[1].ndim is 0, takes 1 to 4", shapes[1].ndim = 0);
   REFUSED("number is float32, the program takes int32 or int64", shapes[0].dtype = POLYHEAD_FLOAT32);

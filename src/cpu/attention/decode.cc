@@ -153,7 +153,7 @@ void load_queries(const Decode& x, const DecodeHead& head) {
 // Where the rows of a chunk lie: apart from each other in pages; else those of any block from its first on.
 void list_places(PoolPlace* places, const KeyRows& x, int64_t first) {
   if (x.pages == nullptr) {
-    for (int k = 0; k < kPlaces; ++k) places[k] = {k * x.rows.row_bytes, k * x.rows.scale_row_bytes};
+    for (int k = 0; k < 2 * kDecodeBlock; ++k) places[k] = {k * x.rows.row_bytes, k * x.rows.scale_row_bytes};
     return;
   }
   const int64_t left = x.num_rows - first, n = left < kPlaces ? left : kPlaces;
@@ -178,8 +178,9 @@ Side keys_of(const Decode& x) { return {x.head[0].key, x.key_places, x.problem.h
 Side values_of(const Decode& x) { return {x.head[0].value, x.value_places, x.problem.head_dim_v}; }
 
 // What is read after the block that starts at `key`, 8 KiB or more behind it; behind the last block, rows of `then` from
-// then_key on. Rows are those of all heads, as vectors of vector_bytes read them.
-Ahead ahead_of(const Decode& x, int key, const Side& now, int64_t vector_bytes, const Side& then, int then_key) {
+// then_key on. Rows are those of all heads, as vectors of vector_bytes read them. The runs are told in `runs`.
+Ahead ahead_of(const Decode& x, int key, const Side& now, int64_t vector_bytes, const Side& then, int then_key,
+               AheadRuns& runs) {
   const int64_t head_bytes = round_up(numbers_bytes(now.rows.rows.dtype, now.columns), vector_bytes);
   const int64_t bytes = x.task.num_heads * head_bytes, block_bytes = kDecodeBlock * bytes;
   int between = block_bytes >= 8192 ? 0 : block_bytes >= 4096 ? 1 : 3;  // blocks
@@ -191,15 +192,16 @@ Ahead ahead_of(const Decode& x, int key, const Side& now, int64_t vector_bytes, 
   const auto base = reinterpret_cast<uintptr_t>(next.data);
   const auto first = base + static_cast<uintptr_t>(next.apart[0].data);
   const bool one_run = next.apart[kDecodeBlock - 1].data - next.apart[0].data == (kDecodeBlock - 1) * bytes;
-  if (one_run && next.row_bytes == bytes) return {first, block_bytes, block_bytes, first, nullptr};
-  return {first, bytes, bytes, base, next.apart + 1};
+  runs = one_run && next.row_bytes == bytes ? AheadRuns{block_bytes, first, nullptr}
+                                            : AheadRuns{bytes, base, next.apart + 1};
+  return {first, runs.bytes, &runs};
 }
 
 // For a block of one head that is copied. Products then have nothing to ask for.
-Ahead ask_for_copy(const Decode& x, Ahead& ahead, int num_rows, int64_t row_bytes) {
+Ahead ask_for_copy(const Decode& x, Ahead& ahead, int num_rows, int64_t row_bytes, AheadRuns& idle) {
   for (int64_t at = 64; at <= num_rows * row_bytes; at += 64) ahead.ask<64>();
-  const auto idle = reinterpret_cast<uintptr_t>(x.scratch);
-  return {idle, kDecodeBlock, kDecodeBlock, idle, nullptr};
+  idle = {kDecodeBlock, reinterpret_cast<uintptr_t>(x.scratch), nullptr};
+  return {idle.base, idle.bytes, &idle};
 }
 
 template <class Row, int kRows>
@@ -210,7 +212,8 @@ void score_chunk(Decode& x) {
   const int first_value = __builtin_ctz(x.chunk.blocks) * kDecodeBlock;
   for_each_block(x.chunk, [&](int key, int n) {
     const bool in_place = reads_in_place<Row>(x.head[0].key.rows);
-    Ahead ahead = ahead_of(x, key, keys_of(x), in_place ? kVectorBytes<Row> : 1, values_of(x), first_value);
+    AheadRuns runs, no_runs;
+    Ahead ahead = ahead_of(x, key, keys_of(x), in_place ? kVectorBytes<Row> : 1, values_of(x), first_value, runs);
     for (int h = 0; h < x.task.num_heads; ++h) {
       const DecodeHead& head = x.head[h];
       if (!head.chunk.has_block(key)) continue;
@@ -223,7 +226,7 @@ void score_chunk(Decode& x) {
       if (in_place) {
         score(RowsAt<Row>{at.data, at.apart, n}, dim, ahead);
       } else {
-        Ahead idle = ask_for_copy(x, ahead, n, numbers_bytes(at.dtype, dim));
+        Ahead idle = ask_for_copy(x, ahead, n, numbers_bytes(at.dtype, dim), no_runs);
         with_copied_keys<typename Row::Mac>(
             at, n, dim, x.scratch + x.layout.keys,
             [&]<class R>(const RowsAt<R>& keys, int64_t columns) { score(keys, columns, idle); });
@@ -272,7 +275,8 @@ void weigh_chunk(const Decode& x, int first, int end, bool finite) {
   }
   for_each_block(x.chunk, [&](int key, int n) {
     const bool in_place = reads_in_place<Row>(x.head[0].value.rows) && !finite;
-    Ahead ahead = ahead_of(x, key, values_of(x), in_place ? kVectorBytes<Row> : 1, keys_of(x), kDecodeChunk);
+    AheadRuns runs, no_runs;
+    Ahead ahead = ahead_of(x, key, values_of(x), in_place ? kVectorBytes<Row> : 1, keys_of(x), kDecodeChunk, runs);
     for (int h = first; h < end; ++h) {
       const DecodeHead& head = x.head[h];
       if (!head.chunk.has_block(key)) continue;
@@ -289,7 +293,7 @@ void weigh_chunk(const Decode& x, int first, int end, bool finite) {
                                        ahead);
         continue;
       }
-      Ahead idle = ask_for_copy(x, ahead, n, numbers_bytes(at.dtype, dim));
+      Ahead idle = ask_for_copy(x, ahead, n, numbers_bytes(at.dtype, dim), no_runs);
       with_copied_values(at, n, dim, finite, x.scratch + x.layout.values, [&](const RowsAt<FloatRow>& values) {
         accumulate_rows_of<FloatRow, kRows>(head.out, x.partial.out_stride, p, rows, values, dim, idle);
       });

@@ -64,13 +64,22 @@ struct BFloat16PairRow {
 };
 #endif
 
+// The runs of memory that will be read soon, `bytes` each: the next lies at next->data behind base.
+struct AheadRuns {
+  ptrdiff_t bytes = 0;
+  uintptr_t base = 0;
+  const PoolPlace* next = nullptr;  // null: what is at base once more
+
+  uintptr_t take() { return base + (next != nullptr ? static_cast<uintptr_t>((next++)->data) : 0); }
+};
+
 // What will be read soon, asked for line after line in the order in which it lies, whatever the order of reading: memory
-// and the hardware's own prefetching follow a line that grows, not 16 rows at once. Runs of `run_bytes` bytes.
+// and the hardware's own prefetching follow a line that grows, not 16 rows at once. Where a run ends, another is taken; what
+// loops need of it in registers is the line and what is left.
 struct Ahead {
   uintptr_t line = 0;
-  ptrdiff_t left = 0, run_bytes = 0;
-  uintptr_t base = 0;
-  const PoolPlace* next = nullptr;  // of the runs behind the first, from base on; null: what is at base once more
+  ptrdiff_t left = 0;
+  AheadRuns* runs = nullptr;
 
   // For kBytes bytes that are read.
   template <ptrdiff_t kBytes>
@@ -81,9 +90,9 @@ struct Ahead {
     }
     left -= kBytes;
     line += static_cast<uintptr_t>(kBytes);
-    if (left <= 0) {
-      left = run_bytes;
-      line = base + (next != nullptr ? static_cast<uintptr_t>((next++)->data) : 0);
+    if (__builtin_expect(left <= 0, 0)) {
+      left = runs->bytes;
+      line = runs->take();
     }
   }
 };

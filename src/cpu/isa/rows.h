@@ -109,16 +109,21 @@ inline KeyRows key_rows_of(const Operand& x, int64_t b, int64_t h, int64_t first
           x.scale_stride_b * scale_bytes};
 }
 
-// n <= kLanes numbers of a row from column on, as floats; the lanes behind them are 0. Where there are scales, they are of one
-// group.
-inline F load_columns(const Rows& x, int64_t row, int64_t column, int n) {
-  if (x.scales == nullptr) return load_elements(x.row(row), x.dtype, column * x.column_stride, x.column_stride, n);
+// load_columns where there are scales. Never inlined: what has none does without its registers.
+inline __attribute__((noinline)) F load_scaled(const Rows& x, int64_t row, int64_t column, int n) {
   const F stored = load_stored(x.row(row), x.dtype, column, x.column_stride, n);
   if (x.scaled_later) return stored;
   const char* const scale = x.scale(row, column);
   const F factor = x.dtype == DType::kInt4x2 ? from_halves(Halves{} + *u16(scale)) : broadcast(*f32(scale));
   const F scaled = stored * broadcast(stored_factor(x.dtype)) * factor;
   return n == kLanes ? scaled : select(mask_from_bits((1u << n) - 1), scaled, broadcast(0.0f));
+}
+
+// n <= kLanes numbers of a row from column on, as floats; the lanes behind them are 0. Where there are scales, they are of one
+// group.
+inline F load_columns(const Rows& x, int64_t row, int64_t column, int n) {
+  if (__builtin_expect(x.scales != nullptr, 0)) return load_scaled(x, row, column, n);
+  return load_elements(x.row(row), x.dtype, column * x.column_stride, x.column_stride, n);
 }
 
 // n <= kLanes words of a row from word on; elements from `columns` on are 0.
@@ -208,7 +213,8 @@ inline int64_t row_words(int64_t columns) {
   return words_of(whole(columns, kDimStep), Mac::kElements);
 }
 
-// out[word][lane] = word of row `lane`; lanes from `num_rows` on are 0. Whole vectors, as many as have a row; kTile apart.
+// out[word][lane] = word of row `lane`; lanes from `num_rows` on are 0. Whole vectors, as many as have a row; kTile apart. No
+// rows that lie apart.
 template <class Mac>
 void transpose_rows(float* out, const Rows& x, int64_t num_rows, int64_t columns) {
   const int64_t words = words_of(columns, Mac::kElements);
@@ -217,8 +223,9 @@ void transpose_rows(float* out, const Rows& x, int64_t num_rows, int64_t columns
     for (int64_t word = 0; word < words; word += kLanes) {
       F square[kLanes];
       if (word + kLanes <= whole_words && lane + kLanes <= num_rows) {
+        const char* const first = x.data + lane * x.row_bytes;
 #pragma GCC unroll 16
-        for (int r = 0; r < kLanes; ++r) square[r] = load(f32(x.row(lane + r)) + word);
+        for (int r = 0; r < kLanes; ++r) square[r] = load(f32(first + r * x.row_bytes) + word);
         transpose(square);
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) store(out + (word + i) * kTile + lane, square[i]);
@@ -239,9 +246,14 @@ void transpose_rows(float* out, const Rows& x, int64_t num_rows, int64_t columns
 template <class Mac>
 void copy_rows(float* out, const Rows& x, int64_t first_row, int64_t num_rows, int64_t padded_rows, int64_t columns) {
   const int64_t words = words_of(columns, Mac::kElements), padded_words = row_words<Mac>(columns);
+  const int64_t whole_words = plain_words<Mac>(x) ? columns / Mac::kElements : 0;
   const auto vector_of = [](int64_t n) { return n < kLanes ? static_cast<int>(n) : kLanes; };
   for (int64_t r = 0; r < padded_rows; ++r, out += padded_words) {
-    for (int64_t word = 0; word < padded_words; word += kLanes) {
+    int64_t word = 0;
+    for (; r < num_rows && word + kLanes <= whole_words; word += kLanes) {
+      store(out + word, load(f32(x.row(first_row + r)) + word));
+    }
+    for (; word < padded_words; word += kLanes) {
       F x_r = broadcast(0.0f);
       if (r < num_rows && word < words) {
         x_r = load_words<Mac>(x, first_row + r, word, vector_of(words - word), columns);
