@@ -96,8 +96,7 @@ def flex_attention(
 def flex_attention_with_sinks(query, key, value, score_mod, block_mask, scale, sink_logits):
     """The same with sinks [H] in the softmax, which torch's has not: out alone."""
     _check(query, key, value, block_mask, enable_gqa=True)
-    sums_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    options = Options(scale=scale, sink_logits=sink_logits.to(sums_dtype))
+    options = Options(scale=scale, sink_logits=_attention._in_sums_dtype(sink_logits, query))
     return _run(query, key, value, score_mod, block_mask, options)[0]
 
 
