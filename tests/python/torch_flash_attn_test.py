@@ -179,7 +179,15 @@ def test_varlen_of_pages():
     order = torch.randperm(10)[:8]
     (k, table), (v, _) = (paged(each, 8, order) for each in rows)
     q, lengths = torch.randn(6, 4, 24), [32, 11]
-    out = ph.flash_attn_varlen_func(q, k, v, starts([4, 2]), starts(lengths), 4, 32, causal=True, block_table=table)
+    table[1, 2:] = -7  # behind the second sequence's pages
+    options = dict(max_seqlen_q=4, max_seqlen_k=32, causal=True, block_table=table)
+    out = ph.flash_attn_varlen_func(q, k, v, starts([4, 2]), starts(lengths), **options)
+    recorded = ph.flash_attn_varlen_func(q.requires_grad_(), k, v, starts([4, 2]), starts(lengths), **options)
+    assert recorded.requires_grad and torch.equal(recorded.detach(), out)
+    q = q.detach()
+    ends = options | {"return_attn_probs": True}
+    one_length = ph.flash_attn_varlen_func(q, k, v, starts([3, 3]), starts(lengths), **options)
+    torch.testing.assert_close(one_length, ph.flash_attn_varlen_func(q, k, v, starts([3, 3]), starts(lengths), **ends)[0])
     for b, (queries, keys) in enumerate(zip((slice(0, 4), slice(4, 6)), lengths)):
         want = formula(q[None, queries], rows[0, b : b + 1, :keys], rows[1, b : b + 1, :keys], causal=True)[0]
         assert_near(out[queries], want[0], torch.float32)
@@ -279,11 +287,13 @@ def test_kvcache_of_pages():
     case = Decoding(torch.float32, lengths=(7, 0, 25))
     order = torch.randperm(14)[:12]
     (k, table), (v, _) = (paged(old, 8, order) for old in case.old)
+    valid = table.clone()
+    table[0, 2:] = table[1, 1:] = 99  # behind 9 and 2 tokens
     out = ph.flash_attn_with_kvcache(
         case.q, k, v, *case.added, cache_seqlens=torch.tensor(case.lengths), block_table=table, causal=True
     )
     assert_near(out, case.want(causal=True), torch.float32)
-    rows = v[table.long()].flatten(1, 2)
+    rows = v[valid.long()].flatten(1, 2)
     for b, length in enumerate(case.lengths):
         torch.testing.assert_close(rows[b, length : length + 2], case.added[1][b], rtol=0, atol=0)
 

@@ -86,7 +86,7 @@ def test_keys_in_use():
 def test_pages():
     query, _, _ = (x.detach() for x in operands())
     pool = torch.randn(2, 6, 4, 4, 8)  # 6 pages of 4 keys
-    table = torch.tensor([[3, 0], [5, 1], [2, 2], [4, 1]], dtype=torch.int32)
+    table = torch.tensor([[3, 0], [5, 1], [2, 6], [4, 1]], dtype=torch.int32)  # 6: behind the third sequence's keys
     used = (7, 3, 2, 7)
     with polyhead.torch.enabled():
         out = varlen.varlen_attn(
@@ -96,5 +96,10 @@ def test_pages():
             varlen.varlen_attn(
                 query, *pool, starts(LENGTHS_Q), None, 7, 8, seqused_k=torch.tensor(used), block_table=table + 1
             )
-    key, value = (x[table.long()].reshape(-1, 4, 8) for x in pool)
+        decoding = dict(seqused_k=torch.tensor(used), block_table=table, return_aux=varlen.AuxRequest(lse=True))
+        one, lse = varlen.varlen_attn(query[:8], *pool, starts((2,) * 4), None, 2, 8, **decoding)
+        ragged, ragged_lse = varlen.varlen_attn(query[:8], *pool, starts((2, 2, 3, 1)), None, 3, 8, **decoding)
+    torch.testing.assert_close(one[:4], ragged[:4])
+    torch.testing.assert_close(lse[:, :4], ragged_lse[:, :4])
+    key, value = (x[table.long() % 6].reshape(-1, 4, 8) for x in pool)
     torch.testing.assert_close(out, one_by_one(query, key, value, lengths_k=used, slots=(8, 8, 8, 8)))

@@ -6,8 +6,9 @@ from torch import Tensor
 import polyhead
 from polyhead import Error
 from polyhead.torch._attention import attention
+from polyhead.torch._autograd import differentiates
 from polyhead.torch._options import seed_tensor
-from polyhead.torch._varlen import gathered_pages, used_rows
+from polyhead.torch._varlen import as_batch, pages_within, used_rows
 
 OPEN = (-1, -1)
 
@@ -175,7 +176,8 @@ def flash_attn_varlen_func(
         Return logsumexp [H, total_q] and None too; not together with dropout.
     block_table : Tensor of int32 or int64 [B, pages], optional
         Keys and values lie in pages: k and v are [num_pages, page_size, G, D], of any page size; sequence b has
-        cu_seqlens_k[b + 1] - cu_seqlens_k[b] keys, in the pages block_table[b]. They are copied from there.
+        cu_seqlens_k[b + 1] - cu_seqlens_k[b] keys, in the pages block_table[b]; what stands there behind them is not
+        looked at. Keys are read where they lie, but copied where gradients are recorded.
 
     Returns
     -------
@@ -186,12 +188,22 @@ def flash_attn_varlen_func(
     polyhead.Error
         As `flash_attn_func`.
     """
-    if block_table is not None:
-        k, v = (gathered_pages(pool, block_table) for pool in (k, v))
-        slots = torch.arange(len(k) + 1) * k.shape[1]
-        k, v, cu_seqlens_k = used_rows(k.flatten(0, 1), v.flatten(0, 1), slots, cu_seqlens_k.diff(), "cu_seqlens_k")
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _attend(q, k, v, options, return_attn_probs, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    if block_table is not None:
+        seqlens_k = cu_seqlens_k.diff()
+        table = pages_within(block_table, k, seqlens_k, "cu_seqlens_k")
+        if differentiates(q, k, v, alibi_slopes):
+            k, v = (pool[table].flatten(0, 2) for pool in (k, v))
+            slots = torch.arange(len(table) + 1) * (len(k) // max(len(table), 1))
+            k, v, lengths["cu_seqlens_k"] = used_rows(k, v, slots, seqlens_k, "cu_seqlens_k")
+        else:
+            lengths = {"seqlens_k": seqlens_k, "page_table": table}
+            batched = None if return_attn_probs else as_batch(q, cu_seqlens_q)
+            if batched is not None:
+                return _attend(batched, k, v, options, False, **lengths).flatten(0, 1)
+            lengths["cu_seqlens_q"] = cu_seqlens_q
+    return _attend(q, k, v, options, return_attn_probs, **lengths)
 
 
 def flash_attn_varlen_kvpacked_func(

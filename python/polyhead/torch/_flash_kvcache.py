@@ -7,7 +7,7 @@ from polyhead import Error
 from polyhead.torch._attention import attention
 from polyhead.torch._flash_attn import OPEN, _options
 from polyhead.torch._rope import turned
-from polyhead.torch._varlen import indices_within
+from polyhead.torch._varlen import indices_within, pages_within
 
 
 @torch.no_grad()
@@ -90,12 +90,13 @@ def flash_attn_with_kvcache(
     if k_cache.shape[:2] != v_cache.shape[:2]:
         raise Error(f"v_cache is {tuple(v_cache.shape)}, must begin with {tuple(k_cache.shape[:2])} as k_cache")
     batch, table = len(q), None  # [B, pages]: where in the cache each sequence lies; None: the b-th there
-    if block_table is not None:
-        table = indices_within(block_table, "block_table", len(k_cache))
-    elif cache_batch_idx is not None:
+    if cache_batch_idx is not None:
         table = indices_within(cache_batch_idx, "cache_batch_idx", len(k_cache))[:, None]
-    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
     filled = _lengths(cache_seqlens, "cache_seqlens", batch, capacity)
+    if block_table is not None:
+        written = (filled + (0 if k is None else k.shape[1])).clamp(max=capacity)
+        table = pages_within(block_table, k_cache, written, "cache_seqlens")
     first = _lengths(0 if cache_leftpad is None else cache_leftpad, "cache_leftpad", batch, capacity)
     if k is not None or v is not None:
         if k is None or v is None or cache_seqlens is None:

@@ -4,7 +4,7 @@ import torch
 
 from polyhead import Error
 from polyhead.torch import _ops
-from polyhead.torch._options import ALIGNS
+from polyhead.torch._options import ALIGNS, Options
 
 _BOTTOM_RIGHT = ALIGNS.index("bottom_right")
 
@@ -55,10 +55,14 @@ def _forward(
     if block_table is not None:
         if seqused_k is None:
             raise Error("block_table is given without seqused_k, which tells the number of keys in the pages")
-        key, value = (gathered_pages(x, block_table) for x in (key, value))
-        slots = torch.arange(len(key) + 1) * key.shape[1]
-        key, value, cum_seq_k = used_rows(key.flatten(0, 1), value.flatten(0, 1), slots, seqused_k, "seqused_k")
-    elif seqused_k is not None and cum_seq_q is not None:
+        table = pages_within(block_table, key, seqused_k, "seqused_k")
+        batched = None if cum_seq_q is None else as_batch(query, cum_seq_q)
+        if batched is not None:
+            query, cum_seq_q = batched, None
+        options = _options(is_causal, scale, window_left, window_right, alibi_slopes, cum_seq_q, None, seqused_k)
+        out, logsumexp, *_ = _ops.attention_forward_cached(query, key, value, *Options(*options), table, None, None)
+        return (out, logsumexp) if batched is None else end_to_end(out, logsumexp)
+    if seqused_k is not None and cum_seq_q is not None:
         slots = cum_seq_q if cum_seq_k is None else cum_seq_k
         key, value, cum_seq_k = used_rows(key, value, slots, seqused_k, "seqused_k")
     elif seqused_k is not None:
@@ -77,7 +81,7 @@ def _check_dropout(dropout_p):
 
 def _options(is_causal, scale, window_left, window_right, slopes, cum_seq_q, cum_seq_k, seqlens_k=None):
     """As `polyhead.torch._options.Options` has them."""
-    if cum_seq_q is not None and cum_seq_k is None:
+    if cum_seq_q is not None and cum_seq_k is None and seqlens_k is None:
         cum_seq_k = cum_seq_q
     left, right = (-1 if side is None else int(side) for side in (window_left, window_right))
     placed = is_causal or left >= 0 or right >= 0 or slopes is not None
@@ -87,9 +91,34 @@ def _options(is_causal, scale, window_left, window_right, slopes, cum_seq_q, cum
     )  # fmt: skip
 
 
-def gathered_pages(pool, block_table):
-    """[pages, page size, G, D] and the pages of each sequence [B, n] as [B, n * page size, G, D]."""
-    return pool[indices_within(block_table, "block_table", len(pool))].flatten(1, 2)
+def pages_within(block_table, pool, lengths, name):
+    """The pages of each sequence [B, n], int64, each of pool [pages, page size, G, D]; 0 behind its length."""
+    page_size, rows = pool.shape[1], block_table.shape[-1] * pool.shape[1]
+    lengths = lengths.long()
+    if block_table.shape != (len(lengths), block_table.shape[-1]):
+        raise Error(f"block_table has shape {tuple(block_table.shape)}, must be ({len(lengths)}, pages of a sequence)")
+    if bool(((lengths < 0) | (lengths > rows)).any()):
+        raise Error(f"{name} has the lengths {lengths.tolist()}, must be 0 to {rows}, the rows of a sequence's pages")
+    begun = torch.arange(block_table.shape[-1]) * page_size < lengths[:, None]
+    indices_within(block_table[begun], "block_table", len(pool))
+    return torch.where(begun, block_table.long(), 0)
+
+
+def as_batch(query, cum_seq):
+    """End-to-end sequences of one length, as decoding has them, as [B, S, H, D], which has kernels for few queries.
+
+    None where their lengths differ. Only for keys in pages, which tell their lengths otherwise.
+    """
+    batch = max(len(cum_seq) - 1, 1)
+    length = len(query) // batch
+    if not torch.equal(cum_seq.long(), torch.arange(batch + 1) * length) or batch * length != len(query):
+        return None
+    return query.unflatten(0, (batch, length))
+
+
+def end_to_end(out, logsumexp):
+    """[B, S, H, D] and [B, H, S] as [total, H, D] and [H, total]."""
+    return out.flatten(0, 1), logsumexp.transpose(0, 1).flatten(1)
 
 
 def indices_within(indices, name, count):
