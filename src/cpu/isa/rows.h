@@ -126,6 +126,36 @@ inline F load_columns(const Rows& x, int64_t row, int64_t column, int n) {
   return load_elements(x.row(row), x.dtype, column * x.column_stride, x.column_stride, n);
 }
 
+// Writes numbers of a row of a dtype that has scales, as load_columns reads them, as far as whole vectors go: how many.
+template <class Load>
+int64_t copy_scaled(float* out, const Rows& x, int64_t row, int64_t columns, Load load_at) {
+  const int64_t end = columns / kLanes * kLanes;
+  const auto* const numbers = reinterpret_cast<const uint8_t*>(x.row(row));
+  for (int64_t d = 0; d < end;) {  // groups are whole vectors, but for the one of a whole row
+    const char* const scale = x.scale(row, d);
+    const F factor = x.dtype == DType::kInt4x2 ? from_halves(Halves{} + *u16(scale)) : broadcast(*f32(scale));
+    const int64_t end_of_group = end < d + x.group ? end : d + x.group;
+    for (; d < end_of_group; d += kLanes) {
+      store(out + d, load_at(numbers, d) * broadcast(stored_factor(x.dtype)) * factor);
+    }
+  }
+  return end;
+}
+
+// How many numbers copy_scaled has written, of any dtype; 0 where there are no scales, or numbers apart from each other.
+inline int64_t copy_scaled_columns(float* out, const Rows& x, int64_t row, int64_t columns) {
+  if (x.scales == nullptr || x.scaled_later || x.column_stride != 1) return 0;
+  const auto copy = [&](auto load_at) { return copy_scaled(out, x, row, columns, load_at); };
+  using Numbers = const uint8_t*;
+  switch (x.dtype) {
+    case DType::kInt8:
+      return copy([](Numbers p, int64_t d) { return load_int8(reinterpret_cast<const int8_t*>(p) + d); });
+    case DType::kInt4x2: return copy([](Numbers p, int64_t d) { return load_int4(p + d / 2); });
+    case DType::kFloat8E5M2: return copy([](Numbers p, int64_t d) { return load_e5m2(p + d); });
+    default: return copy([](Numbers p, int64_t d) { return load_e4m3(p + d); });
+  }
+}
+
 // n <= kLanes words of a row from word on; elements from `columns` on are 0.
 template <class Mac>
 inline F load_words(const Rows& x, int64_t row, int64_t word, int n, int64_t columns) {
@@ -253,6 +283,9 @@ void copy_rows(float* out, const Rows& x, int64_t first_row, int64_t num_rows, i
     for (; r < num_rows && word + kLanes <= whole_words; word += kLanes) {
       store(out + word, load(f32(x.row(first_row + r)) + word));
     }
+    if (Mac::kElements == 1 && r < num_rows && whole_words == 0) {
+      word = copy_scaled_columns(out, x, first_row + r, columns);
+    }
     for (; word < padded_words; word += kLanes) {
       F x_r = broadcast(0.0f);
       if (r < num_rows && word < words) {
@@ -293,7 +326,11 @@ void copy_values(float* out, int64_t out_stride, const Rows& x, int64_t first_ro
     return;
   }
   for (int64_t r = 0; r < padded_rows; r += Mac::kElements) {
-    for (int64_t d = 0; d < dim; d += kLanes) {
+    int64_t d = 0;
+    if (Mac::kElements == 1 && !finite && r < num_rows) {
+      d = copy_scaled_columns(out + r * out_stride, x, first_row + r, dim);
+    }
+    for (; d < dim; d += kLanes) {
       const int n = dim - d < kLanes ? static_cast<int>(dim - d) : kLanes;
       store_first(out + (r / Mac::kElements) * out_stride + d, load_along<Mac>(x, first_row, r, num_rows, d, n, finite),
                   out_stride - d < kLanes ? static_cast<int>(out_stride - d) : kLanes);
