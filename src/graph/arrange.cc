@@ -47,6 +47,7 @@ class Lander {
     Layout layout(net_, value);
     layout.watched.resize(dims.size());
     for (size_t i = 0; i < dims.size(); ++i) layout.watched[dims[i]] = layout.dims()[i];
+    if (dims.size() == 5) layout.watched = as_four(layout.watched);
     std::optional<Landing> found;
     if (kind_ == Arrangement::kStacks && dims.size() == 3 && std::is_sorted(dims.begin(), dims.end()) &&
         nearly(times, 1) && repeats_.is(1))
@@ -140,14 +141,35 @@ bool land_all(const Net& net, const Match& match, Arrangement& arrangement, std:
 
 }  // namespace
 
+namespace {
+
+// Of scores [batch, heads, repeats, q, k]: one that is the same for all of these, or else one with 4 dims above it.
+ArrangedMask mask_of_five(const Net& net, const Arrangement& arrangement, const MaskTerm& term) {
+  const auto shape = net.shape(term.value);
+  const auto lead = shape.first(shape.size() - std::min<size_t>(shape.size(), 2));
+  if (shape.size() < 5 && std::all_of(lead.begin(), lead.end(), [](const Size& size) { return size.is(1); }))
+    return {term.value};
+  Layout layout(net, term.value);
+  layout.watched = layout.dims();
+  while (shape.size() == 5 && layout.up()) {
+    const auto& dims = layout.dims();
+    const bool heads_fit = dims.size() == 4 && (dims[1].empty() || layout.size(dims[1]) == arrangement.query.heads);
+    if (heads_fit && dims == as_four(layout.watched)) return {layout.value()};
+  }
+  return {};
+}
+
+}  // namespace
+
 ArrangedMask arranged_mask(const Net& net, const Arrangement& arrangement, const MaskTerm& term) {
   const int rank = net.rank(term.value);
-  if (rank < 0 || rank > 4 || static_cast<size_t>(rank) > term.rank_of_scores) return {};
+  if (rank < 0 || rank > 5 || static_cast<size_t>(rank) > term.rank_of_scores) return {};
   const bool one_batch = arrangement.kind == Arrangement::kOneBatch;
   if (term.rank_of_scores == 4) {
     const bool same_heads = !one_batch && net.shape(net.output(term.node, 0))[1] == arrangement.query.heads;
     return same_heads ? ArrangedMask{term.value} : ArrangedMask();
   }
+  if (term.rank_of_scores == 5) return mask_of_five(net, arrangement, term);
   if (term.rank_of_scores != 3) return {};
   if (rank < 3 || one_batch || net.shape(term.value)[0].is(1)) return {term.value};
   Layout layout(net, term.value);  // [batch * heads, ...]: one with 4 dims above it
@@ -165,9 +187,14 @@ ArrangedMask arranged_mask(const Net& net, const Arrangement& arrangement, const
 
 namespace {
 
-bool masks_fit(const Net& net, const Match& match, const Arrangement& arrangement) {
-  return std::all_of(match.terms.begin(), match.terms.end(),
-                     [&](const MaskTerm& term) { return arranged_mask(net, arrangement, term).value != kNone; });
+bool masks_fit(const Net& net, const Match& match, const Arrangement& arrangement, std::string& why) {
+  for (const MaskTerm& term : match.terms) {
+    if (arranged_mask(net, arrangement, term).value != kNone) continue;
+    why =
+        sentence("the dims of the mask \"", net.value(term.value).name, "\" are not understood beside batch and heads");
+    return false;
+  }
+  return true;
 }
 
 // [batch * heads, sequence, dim] as it is.
@@ -186,7 +213,7 @@ bool arrange_one_batch(const Net& net, const Match& match, Arrangement& arrangem
   arrangement.key = as_is(key);
   arrangement.value = as_is(value);
   if (match.backward) arrangement.grad_out = as_is(&match.backward->grad_out);
-  return masks_fit(net, match, arrangement) && land_all(net, match, arrangement, why);
+  return masks_fit(net, match, arrangement, why) && land_all(net, match, arrangement, why);
 }
 
 }  // namespace
@@ -194,26 +221,27 @@ bool arrange_one_batch(const Net& net, const Match& match, Arrangement& arrangem
 Arrangement arrange(const Net& net, const Match& match) {
   Arrangement arrangement;
   for (const Operand* operand : {&match.scores.left, &match.scores.right, &match.result.right}) {
-    if (operand->rank() != 3 && operand->rank() != 4) {
+    if (operand->rank() < 3 || operand->rank() > (match.backward ? 4 : 5)) {
       arrangement.reason = sentence("the operands of the products have ", static_cast<int64_t>(operand->rank()),
-                                    " dims, must have 3 or 4");
+                                    " dims, must have 3 or 4", match.backward ? "" : ", or 5 with repeats of heads");
       return arrangement;
     }
   }
-  const auto queries = forms_of(net, match.scores.left), keys = forms_of(net, match.scores.right);
-  auto values = forms_of(net, match.result.right);  // [lead..., keys, dim] already
+  const auto scores = net.shape(match.softmax_input);
+  const Size repeated = scores.size() == 5 ? scores[2] : Size{};
+  const auto queries = forms_of(net, match.scores.left), keys = forms_of(net, match.scores.right, repeated);
+  auto values = forms_of(net, match.result.right, repeated);  // [lead..., keys, dim] already
   std::vector<Form> grads;
   if (match.backward) {
     grads = forms_of(net, match.backward->grad_out);
     for (auto* forms : {&values, &grads}) std::erase_if(*forms, [](const Form& form) { return form.scale != 1; });
   }
-  const int rank = net.rank(match.softmax_input);
   std::string why = "batch and heads, which are one dim of the operands, cannot be told apart";
   // What is returned keeps its dims.
   const bool one_batch_only = net.rank(match.returned.value) == 3;
   for (const bool flat : {true, false}) {
     if (one_batch_only) break;
-    for (const Size& repeats : {keys.back().repeats, Size{}}) {
+    for (const Size& repeats : {keys.empty() ? Size{} : keys.back().repeats, Size{}}) {
       const Form *q = last(queries, flat, Size{}), *k = last(keys, flat, repeats), *v = last(values, flat, repeats);
       const Form* g = match.backward ? last(grads, flat, Size{}) : q;
       if (q == nullptr || k == nullptr || v == nullptr || g == nullptr) continue;
@@ -225,8 +253,9 @@ Arrangement arrange(const Net& net, const Match& match) {
       arrangement = {flat ? Arrangement::kFlat : Arrangement::kStacks, *q, *k, *v, *g};
       const bool sizes_told =
           !flat || (q->heads.is_constant() && k->heads.is_constant() && net.shape(v->value).back().is_constant());
-      const bool same_heads = (rank != 4 || net.shape(match.softmax_input)[1] == q->heads) && g->heads == q->heads;
-      if (!sizes_told || !same_heads || !masks_fit(net, match, arrangement)) continue;
+      const bool same_heads =
+          (scores.size() < 4 || net.symbols().product(scores[1], repeated) == q->heads) && g->heads == q->heads;
+      if (!sizes_told || !same_heads || !masks_fit(net, match, arrangement, why)) continue;
       if (land_all(net, match, arrangement, why)) return arrangement;
     }
   }

@@ -13,6 +13,10 @@ Atoms joined(const Atoms& a, const Atoms& b) {
   return both;
 }
 
+std::vector<Atoms> as_four(const std::vector<Atoms>& dims) {
+  return {dims[0], joined(dims[1], dims[2]), dims[3], dims[4]};
+}
+
 Layout::Layout(const Net& net, int value) : net_(&net), value_(value) {
   for (const Size& size : net.shape(value)) {
     dims_.emplace_back();
@@ -185,14 +189,12 @@ namespace {
 // Follows one operand up and writes down each form that it meets.
 class FormFinder {
  public:
-  FormFinder(const Net& net, const Operand& operand) : layout_(net, operand.value) {
+  FormFinder(const Net& net, const Operand& operand, const Size& repeats)
+      : layout_(net, operand.value), merged_(operand.rank() == 3) {
     for (size_t dim : operand.order) layout_.watched.push_back(layout_.dims()[dim]);
-    merged_ = operand.rank() == 3;
-    forms_.push_back({false, operand.value, operand.order});
-    if (!merged_) {
-      forms_.back().batch = net.shape(operand.value)[operand.order[0]];
-      forms_.back().heads = net.shape(operand.value)[operand.order[1]];
-    }
+    if (operand.rank() != 5) return;
+    if (layout_.watched[2].empty()) repeats_ = repeats;
+    layout_.watched = as_four(layout_.watched);
   }
 
   std::vector<Form> find() {
@@ -245,7 +247,9 @@ class FormFinder {
 
 }  // namespace
 
-std::vector<Form> forms_of(const Net& net, const Operand& operand) { return FormFinder(net, operand).find(); }
+std::vector<Form> forms_of(const Net& net, const Operand& operand, const Size& repeats) {
+  return FormFinder(net, operand, repeats).find();
+}
 
 namespace {
 

@@ -72,9 +72,12 @@ struct Form {
   Size batch = {}, heads = {};
 };
 
-// All forms of an operand [batch, heads, sequence, dim] or [batch * heads, sequence, dim]; the first is itself, the last
-// the one that stands furthest above.
-std::vector<Form> forms_of(const Net& net, const Operand& operand);
+// All forms of an operand [batch, heads, sequence, dim], [batch, heads, repeats, sequence, dim] or [batch * heads, sequence,
+// dim]; the last is the one that stands furthest above. `repeats`: of a head whose five dims have 1 there.
+std::vector<Form> forms_of(const Net& net, const Operand& operand, const Size& repeats = {});
+
+// Five dims, [batch, heads, repeats, sequence, dim], as four.
+std::vector<Atoms> as_four(const std::vector<Atoms>& dims);
 
 // a / b, if these two, both [lead..., sequence, dim], are one tensor times numbers; the lead dims may be merged.
 std::optional<double> same_numbers(const Net& net, const Operand& a, const Operand& b);

@@ -22,7 +22,7 @@ std::optional<Labels> matmul_labels(const Net& net, int node, std::string& reaso
                       " dims, must have the same number of at least 2 (-1: not known)");
     return std::nullopt;
   }
-  const std::string lead = std::string("abcdefgh").substr(0, static_cast<size_t>(a - 2));
+  const std::string lead = std::string("ABCDEF").substr(0, static_cast<size_t>(a - 2));
   Labels labels = {lead + "rk", lead + "kc", lead + "rc"};
   if (integer_of(n, "transA", 0) != 0) labels.left = lead + "kr";
   if (integer_of(n, "transB", 0) != 0) labels.right = lead + "ck";

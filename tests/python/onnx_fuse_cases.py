@@ -41,6 +41,12 @@ JOIN = """
   joined = Constant<value = int64[3] {0, 0, 32}>()
   o4 = Transpose<perm = [0, 2, 1, 3]>(o)  out = Reshape(o4, joined)
 """
+# Two heads of key and value, each of which two of the query read.
+GROUPS = """
+  halves = Constant<value = int64[2] {16, 16}>() a, b = Split<axis = 2>(y, halves)
+  five = Constant<value = int64[5] {0, 0, 2, 2, 8}>() joined = Constant<value = int64[3] {0, 0, 32}>()
+  q5 = Reshape(x, five) qh = Transpose<perm = [0, 2, 3, 1, 4]>(q5)
+"""
 SCALE = "c = Constant<value = float {0.35355339}>()  d = Constant<value = float {2.82842712}>()"
 FILL = f"lowest = Constant<value = float {{{HIDDEN}}}>()  inf = Constant<value = float {{-inf}}>()  zero = Constant<value = float {{0.0}}>()"
 
@@ -179,6 +185,10 @@ VARIANTS = {
     "einsum_swapped": """
         s = Einsum<equation = "bhkd, bhqd -> bhqk">(k, q) w = Softmax<axis = -1>(s)
         out = Einsum<equation = "bhkd,bhqk->bhqd">(v, w)""",
+    "grouped_in_five_dims": f"""{GROUPS} single = Constant<value = int64[5] {{0, 0, 2, 1, 8}}>() last = Constant<value = int64[1] {{1}}>()
+        kg = Reshape(a, single) vg = Reshape(b, single) kh = Transpose<perm = [0, 2, 3, 4, 1]>(kg)
+        vh = Transpose<perm = [0, 2, 3, 1, 4]>(vg) m = MatMul(qh, kh) hide = Unsqueeze(pad, last) s = Add(m, hide)
+        w = Softmax<axis = -1>(s) o5 = MatMul(w, vh) o4 = Transpose<perm = [0, 3, 1, 2, 4]>(o5) out = Reshape(o4, joined)""",
     "packed_by_split": """
         z = Constant<value = int64[3] {32, 32, 32}>() a, b, c = Split<axis = 2>(p, z)
         shape = Constant<value = int64[4] {0, 0, 4, 8}>() a4 = Reshape(a, shape) b4 = Reshape(b, shape) c4 = Reshape(c, shape)
@@ -239,6 +249,15 @@ VARIANTS = {
 
 # name: nodes and words of the reason
 NEAR_MISSES = {
+    "five_dims_and_a_table": (f"""{GROUPS} single = Constant<value = int64[5] {{0, 0, 2, 1, 8}}>() pairs = Constant<value = int64[4] {{2, 2, 5, 6}}>()
+        kg = Reshape(a, single) vg = Reshape(b, single) kh = Transpose<perm = [0, 2, 3, 4, 1]>(kg) each = Reshape(table, pairs)
+        vh = Transpose<perm = [0, 2, 3, 1, 4]>(vg) m = MatMul(qh, kh) s = Add(m, each) w = Softmax<axis = -1>(s) o5 = MatMul(w, vh)
+        o4 = Transpose<perm = [0, 3, 1, 2, 4]>(o5) out = Reshape(o4, joined)""", 'the dims of the mask "each" are not understood'),
+    # heads of the query in the order of the repeats, not of the heads that they read
+    "five_dims_in_another_order": (f"""{GROUPS} single = Constant<value = int64[5] {{0, 0, 1, 2, 8}}>()
+        kg = Reshape(a, single) vg = Reshape(b, single) kh = Transpose<perm = [0, 2, 3, 4, 1]>(kg)
+        vh = Transpose<perm = [0, 2, 3, 1, 4]>(vg) s = MatMul(qh, kh) w = Softmax<axis = -1>(s) o5 = MatMul(w, vh)
+        o4 = Transpose<perm = [0, 3, 1, 2, 4]>(o5) out = Reshape(o4, joined)""", "query and key are not known to have as many heads"),
     "scale_not_constant": (f"m = MatMul(q, kt) s = Mul(m, temperature) {TAIL}", '"s" (Mul) scales the scores by what is not a constant'),
     "softmax_over_queries": ("s = MatMul(q, kt) w = Softmax<axis = 2>(s) out = MatMul(w, v)", "runs over axis 2 of 4"),
     "scores_before_the_scale": (f"{SCALE} m = MatMul(q, kt) s = Mul(m, c) {TAIL} other = Relu(m)", 'is also read by "other" (Relu)'),
