@@ -18,13 +18,14 @@ constexpr int kOthers = kKeys&& kD > 64 ? 16 : 32;
 template <class T, int kD, bool kKeys, bool kOptions>  // kKeys: the pass over keys
 class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
   static constexpr int kStep = kOthers<kD, kKeys>, kSums = kKeys ? 2 : 1;
+  static constexpr int kStages = PairsMemory<T, kD>::kStages;
   using Base = Pairs<T, kD, kKeys, kOptions, kStep>;
   using Base::cut, Base::range, Base::group, Base::row_index, Base::sees, Base::shows, Base::hides_pairs, Base::drops;
   using Base::p, Base::shared, Base::own, Base::b, Base::head, Base::first, Base::stage, Base::lane, Base::warp;
   using typename Base::Block;
 
  public:
-  __device__ Backward(const BackwardProblem& problem, PairsMemory<kD>& memory) : Base(problem, memory) {
+  __device__ Backward(const BackwardProblem& problem, PairsMemory<T, kD>& memory) : Base(problem, memory) {
     // The longest first under a causal mask: the last query tiles, the first key tiles.
     const int64_t heads = kKeys ? p.heads_kv : p.heads, all = p.batch * heads, index = blockIdx.x;
     const int64_t tiles = (num_own() + kBlockRows - 1) / kBlockRows;
@@ -49,15 +50,19 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
     if (all > 0) {
       load_tile(shared.own[0], kKeys ? p.key : p.query, b, h, own, end_own, p.head_dim);
       load_tile(shared.own[1], kKeys ? p.value : p.grad_out, b, h, own, end_own, p.head_dim_v);
-      load_others(0);
     }
     if constexpr (!kKeys) this->read_statistics(band.queries);
-    for (int t = 0; t < all; ++t) {
+    for (int t = kStages == 1 ? 0 : -1; t < all; ++t) {
+      if constexpr (kStages == 1) {
+        __syncthreads();  // tile t - 1 has been used
+        load_others(t);
+      }
       wait_for_copies();
       __syncthreads();  // tile t is there, the other stage is free
-      if (t + 1 < all) load_others(t + 1);
+      if (kStages == 2 && t + 1 < all) load_others(t + 1);
+      if (t < 0) continue;
       first = begin + t % tiles * kTileRows;
-      stage = t % 2;
+      stage = t % kStages;
       cut = hides_pairs() || first < of_last.first || first + kTileRows > of_first.last;
       if constexpr (kKeys) head = h * group() + t / tiles;
       this->draw();
@@ -81,19 +86,20 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
 
   __device__ void load_others(int t) {
     const int64_t others = kKeys ? h * group() + t / tiles : h / group(), row = begin + t % tiles * kTileRows;
-    load_tile(shared.others[t % 2][0], kKeys ? p.query : p.key, b, others, row, num_others, p.head_dim);
-    load_tile(shared.others[t % 2][1], kKeys ? p.grad_out : p.value, b, others, row, num_others, p.head_dim_v);
+    const int to = t % kStages;
+    load_tile(shared.others[to][0], kKeys ? p.query : p.key, b, others, row, num_others, p.head_dim);
+    load_tile(shared.others[to][1], kKeys ? p.grad_out : p.value, b, others, row, num_others, p.head_dim_v);
     if (!kKeys || threadIdx.x >= kTileRows) return;
     const int x = static_cast<int>(threadIdx.x);
     const bool there = row + x < num_others;
-    shared.L[t % 2][x] = there ? statistic(p.logsumexp, b, others, row + x) : 0;
-    shared.delta[t % 2][x] = there ? statistic(p.delta, b, others, row + x) : 0;
+    shared.L[to][x] = there ? statistic(p.logsumexp, b, others, row + x) : 0;
+    shared.delta[to][x] = there ? statistic(p.delta, b, others, row + x) : 0;
   }
 
   // Whether the others hold an infinity or a NaN: tensor cores would multiply it by the 0 of a row that does not see it.
   __device__ bool hides_not_finite(int tile) {
-    bool found = has_not_finite<T>(shared.others[stage][0]);
-    if constexpr (kKeys) found |= has_not_finite<T>(shared.others[stage][1]);
+    bool found = has_not_finite(shared.others[stage][0]);
+    if constexpr (kKeys) found |= has_not_finite(shared.others[stage][1]);
     if (found) atomicMax(&shared.not_finite, tile);
     __syncthreads();
     return shared.not_finite == tile;
@@ -110,13 +116,22 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
     } else {
       this->weights(P, dS, from);
     }
+    if (careful) clear_others(from);
     multiply(sums[0], dS, shared.others[stage][0], from);
     if constexpr (kKeys) multiply(sums[1], P, shared.others[stage][1], from);
     if (careful) add_not_finite(P, from);
   }
 
   // sum += factors [16, kStep] others [kStep, kD]
-  __device__ void multiply(float (&sum)[kD / 8][4], const Block& factors, Tile<kD>& others, int from) {
+  __device__ void multiply(float (&sum)[kD / 8][4], Block& factors, Tile<T, kD>& others, int from) {
+    if constexpr (T::kOnTensorCores) {
+      multiply_rounded(sum, factors, others, from);
+    } else {
+      multiply_weights(sum, factors, others, from, lane);
+    }
+  }
+
+  __device__ void multiply_rounded(float (&sum)[kD / 8][4], const Block& factors, Tile<T, kD>& others, int from) {
     constexpr bool kRest = T::kRestOfWeights;
 #pragma unroll
     for (int k = 0; k < kStep / 16; ++k) {
@@ -131,10 +146,6 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
       for (int n = 0; n < kD / 8; n += 2) {
         unsigned x[4];
         load_matrices_transposed(x, others.piece(from + k * 16 + lane % 16, n + lane / 16));
-        if (careful) {
-#pragma unroll
-          for (unsigned& both : x) both &= ~not_finite<T>(both);
-        }
         multiply_add<T>(sum[n], whole, x[0], x[1]);
         multiply_add<T>(sum[n + 1], whole, x[2], x[3]);
         if constexpr (kRest) {
@@ -143,6 +154,13 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
         }
       }
     }
+  }
+
+  __device__ void clear_others(int from) {
+    __syncthreads();  // their products have been made
+    clear_not_finite(shared.others[stage][0], from, kStep);
+    if constexpr (kKeys) clear_not_finite(shared.others[stage][1], from, kStep);
+    __syncthreads();
   }
 
   // What infinities and NaNs add to the rows that see them. In a query or key they make its scores infinite or NaN, so
@@ -158,25 +176,38 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
         for (int t = 0; t < 4; ++t) positive[e / 2] |= (lanes >> t & 1) << (n * 8 + 2 * t + e % 2);
       }
     }
+    const int64_t others = kKeys ? head : head / group(), row = first + from;
+    const T* scored = at(kKeys ? p.query : p.key, others, row);
+    const T* weighted = at(p.grad_out, others, row);  // in the pass over keys
 #pragma unroll 1
     for (int x = 0; x < kStep; ++x) {
       bool seen[2];
       for (int r = 0; r < 2; ++r) seen[r] = sees(r, from + x) && shows(score, r, from + x);
-#pragma unroll
-      for (int n = 0; n < kD / 8; ++n) {
+#pragma unroll 1
+      for (int first_column = lane % 4 * 2; first_column < kD; first_column += 8) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          if (!seen[e / 2]) continue;
-          const int column = n * 8 + lane % 4 * 2 + e % 2;
-          const float score = to_float(T{shared.others[stage][0].element(from + x, column)});
-          if (score - score != 0) sums[0][n][e] = NAN;
+          const int column = first_column + e % 2;
+          if (seen[e / 2] && column < p.head_dim && !finite(scored, kKeys ? p.query : p.key, x, column))
+            sums[0][0][e] = NAN;
           if constexpr (kKeys) {
-            const float grad = to_float(T{shared.others[stage][1].element(from + x, column)});
-            if (grad - grad != 0) sums[1][n][e] += positive[e / 2] >> x & 1 ? grad : NAN;
+            if (!seen[e / 2] || column >= p.head_dim_v || finite(weighted, p.grad_out, x, column)) continue;
+            const float grad = to_float(weighted[x * p.grad_out.row + column * p.grad_out.column]);
+            sums[1][0][e] += positive[e / 2] >> x & 1 ? grad : NAN;
           }
         }
+        rotate(sums[0]);
+        if constexpr (kKeys) rotate(sums[1]);
       }
     }
+  }
+
+  __device__ const T* at(const Rows& rows, int64_t of_head, int64_t row) const {
+    return static_cast<const T*>(rows.data) + b * rows.batch + of_head * rows.head + row * rows.row;
+  }
+  __device__ static bool finite(const T* base, const Rows& rows, int row, int column) {
+    const float x = to_float(base[row * rows.row + column * rows.column]);
+    return x - x == 0;
   }
 
   // A row that takes part in no visible pair gets 0, or keeps what is there.
@@ -199,10 +230,10 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
         } else {
           T* to = static_cast<T*>(rows.data) + at;
           if (p.accumulate) value += to_float(*to);
-          to->bits = static_cast<uint16_t>(packed<T>(value, 0));
+          *to = rounded<T>(value);
         }
       }
-      drop_first(sum);
+      rotate(sum);
     }
   }
 
@@ -240,9 +271,9 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__
 }
 
 template <class T, int kD, bool kKeys, bool kOptions>
-__global__ void __launch_bounds__(kThreads) backward_kernel(const __grid_constant__ BackwardProblem problem) {
+__global__ void __launch_bounds__(kThreads, 2) backward_kernel(const __grid_constant__ BackwardProblem problem) {
   extern __shared__ __align__(16) unsigned char memory[];
-  Backward<T, kD, kKeys, kOptions>(problem, *reinterpret_cast<PairsMemory<kD>*>(memory)).run();
+  Backward<T, kD, kKeys, kOptions>(problem, *reinterpret_cast<PairsMemory<T, kD>*>(memory)).run();
 }
 
 template <class T, int kD, bool kKeys>
@@ -250,7 +281,7 @@ cudaError_t launch_pass(const BackwardProblem& p, cudaStream_t stream) {
   const int64_t rows = kKeys ? p.seqlen_k : p.seqlen_q, heads = kKeys ? p.heads_kv : p.heads;
   const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows * p.batch * heads;
   if (blocks == 0) return cudaSuccess;
-  const int bytes = sizeof(PairsMemory<kD>);
+  const int bytes = sizeof(PairsMemory<T, kD>);
   const auto kernel = p.has_options ? backward_kernel<T, kD, kKeys, true> : backward_kernel<T, kD, kKeys, false>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
@@ -259,7 +290,7 @@ cudaError_t launch_pass(const BackwardProblem& p, cudaStream_t stream) {
 }
 
 template <class T, int kD>
-cudaError_t launch(const BackwardProblem& p, cudaStream_t stream) {
+cudaError_t launch_passes(const BackwardProblem& p, cudaStream_t stream) {
   cudaError_t error = cudaSuccess;
   if (p.grad_query.rows.data != nullptr) error = launch_pass<T, kD, false>(p, stream);
   if (error != cudaSuccess || (p.grad_key.rows.data == nullptr && p.grad_value.rows.data == nullptr)) return error;
@@ -267,23 +298,20 @@ cudaError_t launch(const BackwardProblem& p, cudaStream_t stream) {
 }
 
 template <class T>
-cudaError_t launch_backward(const BackwardProblem& p, cudaStream_t stream) {
+cudaError_t launch(const BackwardProblem& p, cudaStream_t stream) {
   const int64_t blocks = (p.seqlen_q + kBlockRows - 1) / kBlockRows * p.batch * p.heads;
   if (blocks > 0) {
     delta_kernel<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   }
   const int columns = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-  return columns <= 64 ? launch<T, 64>(p, stream) : launch<T, kMostHeadDim>(p, stream);
+  return columns <= 64 ? launch_passes<T, 64>(p, stream) : launch_passes<T, kMostHeadDim>(p, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_backward_bfloat16(const BackwardProblem& p, cudaStream_t stream) {
-  return launch_backward<BFloat16>(p, stream);
-}
-cudaError_t launch_backward_float16(const BackwardProblem& p, cudaStream_t stream) {
-  return launch_backward<Float16>(p, stream);
+cudaError_t launch_backward(const BackwardProblem& p, cudaStream_t stream) {
+  return with_elements(p.elements, [&]<class T>(T) { return launch<T>(p, stream); });
 }
 
 }  // namespace polyhead::cuda

@@ -5,16 +5,15 @@
 #include <cmath>
 
 #include "cuda/band.cuh"
-#include "cuda/lane_rows.cuh"
+#include "cuda/products.cuh"
 #include "cuda/score.cuh"
-#include "cuda/tile.cuh"
 
 namespace polyhead::cuda {
 namespace {
 
-template <int kD>
+template <class T, int kD>
 struct Memory {
-  Tile<kD> Q, K, V;
+  Tile<T, kD> Q, K, V;
   int not_finite;  // 1 + the last key tile whose V had an infinity or a NaN that some row must not see
   Kept kept;       // by dropout, of the key tile
 };
@@ -36,7 +35,7 @@ struct Row {
 template <class T, int kD, bool kOptions>  // kOptions: a score is more than a product, see Problem
 class Forward {
  public:
-  __device__ Forward(const Problem& problem, Memory<kD>& memory) : p(problem), shared(memory) {
+  __device__ Forward(const Problem& problem, Memory<T, kD>& memory) : p(problem), shared(memory) {
     // The last query tiles first: under a causal mask they are the longest.
     const int64_t heads = p.batch * p.heads, tiles = (p.seqlen_q + kBlockRows - 1) / kBlockRows;
     const int64_t index = blockIdx.x;
@@ -78,7 +77,7 @@ class Forward {
       if (drops()) shared.kept.fill(p.dropout, b, h, query, j, false);
       bool careful = false;
       if (cut) {
-        if (clear_not_finite<T>(shared.V)) atomicMax(&shared.not_finite, static_cast<int>(j / kTileRows) + 1);
+        if (clear_not_finite(shared.V)) atomicMax(&shared.not_finite, static_cast<int>(j / kTileRows) + 1);
         __syncthreads();
         careful = shared.not_finite == static_cast<int>(j / kTileRows) + 1;
       }
@@ -100,18 +99,7 @@ class Forward {
     for (int n = 0; n < 8; ++n) {
       for (int e = 0; e < 4; ++e) S.x[n][e] = 0;
     }
-#pragma unroll
-    for (int k = 0; k < kD / 16; ++k) {
-      unsigned q[4];
-      load_matrices(q, shared.Q.piece(warp * 16 + lane % 16, 2 * k + lane / 16));
-#pragma unroll
-      for (int n = 0; n < 8; n += 2) {
-        unsigned keys[4];
-        load_matrices(keys, shared.K.piece(n * 8 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
-        multiply_add<T>(S.x[n], q, keys[0], keys[1]);
-        multiply_add<T>(S.x[n + 1], q, keys[2], keys[3]);
-      }
-    }
+    multiply_rows(S.x, shared.Q, warp * 16, shared.K, 0, p.head_dim, lane);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
 #pragma unroll
@@ -159,7 +147,7 @@ class Forward {
       for (int n = 0; n < 8; ++n) largest = fmaxf(largest, fmaxf(S.x[n][2 * r], S.x[n][2 * r + 1]));
       largest = max_of_row(largest);
       m[r] = largest == -INFINITY ? 0 : largest;  // -inf - -inf is NaN
-      alpha[r] = exp2_approx((rows[r].m - m[r]) * kLog2E);
+      alpha[r] = exponential<T>(rows[r].m - m[r]);
       rows[r].m = largest;
       rows[r].l *= alpha[r];
       rows[r].l_rounded *= alpha[r];
@@ -168,7 +156,7 @@ class Forward {
     for (int n = 0; n < 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        S.x[n][e] = exp2_approx((S.x[n][e] - m[e / 2]) * kLog2E);
+        S.x[n][e] = exponential<T>(S.x[n][e] - m[e / 2]);
         rows[e / 2].l += S.x[n][e];
       }
     }
@@ -181,6 +169,22 @@ class Forward {
 
   // O += P V
   __device__ void multiply() {
+    if constexpr (T::kOnTensorCores) {
+      multiply_rounded();
+    } else {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          rows[e / 2].l_rounded += S.x[n][e];
+          if (drops() && !shared.kept.holds(local_row(e / 2), n * 8 + lane % 4 * 2 + e % 2)) S.x[n][e] = 0;
+        }
+      }
+      multiply_weights(O, S.x, shared.V, 0, lane);
+    }
+  }
+
+  __device__ void multiply_rounded() {
     constexpr bool kRest = T::kRestOfWeights;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -235,15 +239,16 @@ class Forward {
       for (int r = 0; r < 2; ++r) {
         sees[r] = rows[r].keys.holds(j + key) && (!hides_pairs() || score.shows(local_row(r), key));
       }
-#pragma unroll
-      for (int n = 0; n < kD / 8; ++n) {
+#pragma unroll 1
+      for (int first_column = lane % 4 * 2; first_column < kD; first_column += 8) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int column = n * 8 + lane % 4 * 2 + e % 2;
+          const int column = first_column + e % 2;
           if (!sees[e / 2] || column >= p.head_dim_v) continue;
           const float v = to_float(value[column * p.value.column]);
-          if (v - v != 0) O[n][e] += positive[e / 2] >> key & 1 ? v : NAN;
+          if (v - v != 0) O[0][e] += positive[e / 2] >> key & 1 ? v : NAN;
         }
+        rotate(O);
       }
     }
   }
@@ -263,11 +268,11 @@ class Forward {
       T* out = static_cast<T*>(p.out.data) + b * p.out.batch + h * p.out.head + i * p.out.row;
 #pragma unroll
       for (int n = 0; n < kD / 8; ++n) {
-        const unsigned both = packed<T>(seen ? factor * O[n][2 * r] / l_rounded : unseen,
-                                        seen ? factor * O[n][2 * r + 1] / l_rounded : unseen);
-        const int column = n * 8 + lane % 4 * 2;
-        if (column < p.head_dim_v) out[column * p.out.column].bits = static_cast<uint16_t>(both);
-        if (column + 1 < p.head_dim_v) out[(column + 1) * p.out.column].bits = static_cast<uint16_t>(both >> 16);
+        for (int e = 0; e < 2; ++e) {
+          const int column = n * 8 + lane % 4 * 2 + e;
+          if (column >= p.head_dim_v) continue;
+          out[column * p.out.column] = rounded<T>(seen ? factor * O[n][2 * r + e] / l_rounded : unseen);
+        }
       }
       if (p.logsumexp.data != nullptr && lane % 4 == 0) {
         const float none = seen ? NAN : -INFINITY;  // all scores that it saw were -inf
@@ -280,7 +285,7 @@ class Forward {
   __device__ float add_sink(Row& row, float& l, float& l_rounded) const {
     const float sink = sink_of(p, h);
     const float largest = fmaxf(row.m, sink), m = largest == -INFINITY ? 0 : largest;
-    const float alpha = exp2_approx((row.m - m) * kLog2E), weight = exp2_approx((sink - m) * kLog2E);
+    const float alpha = exponential<T>(row.m - m), weight = exponential<T>(sink - m);
     row.m = largest;
     l = l * alpha + weight;
     l_rounded = l_rounded * alpha + weight;
@@ -288,7 +293,7 @@ class Forward {
   }
 
   const Problem& p;
-  Memory<kD>& shared;
+  Memory<T, kD>& shared;
   int64_t query, b, h;  // the first query of the tile, its sequence and head
   int lane, warp;
   Row rows[2];
@@ -299,12 +304,12 @@ class Forward {
 template <class T, int kD, bool kOptions>
 __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant__ Problem problem) {
   extern __shared__ __align__(16) unsigned char memory[];
-  Forward<T, kD, kOptions>(problem, *reinterpret_cast<Memory<kD>*>(memory)).run();
+  Forward<T, kD, kOptions>(problem, *reinterpret_cast<Memory<T, kD>*>(memory)).run();
 }
 
 template <class T, int kD>
-cudaError_t launch(const Problem& p, cudaStream_t stream) {
-  const int bytes = sizeof(Memory<kD>);
+cudaError_t launch_kernel(const Problem& p, cudaStream_t stream) {
+  const int bytes = sizeof(Memory<T, kD>);
   const auto kernel = p.has_options ? forward_kernel<T, kD, true> : forward_kernel<T, kD, false>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
@@ -314,17 +319,16 @@ cudaError_t launch(const Problem& p, cudaStream_t stream) {
 }
 
 template <class T>
-cudaError_t launch_forward(const Problem& p, cudaStream_t stream) {
+cudaError_t launch(const Problem& p, cudaStream_t stream) {
   const int columns = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-  if (columns <= 64) return launch<T, 64>(p, stream);
-  return launch<T, kMostHeadDim>(p, stream);
+  if (columns <= 64) return launch_kernel<T, 64>(p, stream);
+  return launch_kernel<T, kMostHeadDim>(p, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_forward_bfloat16(const Problem& p, cudaStream_t stream) {
-  return launch_forward<BFloat16>(p, stream);
+cudaError_t launch_forward(const Problem& p, cudaStream_t stream) {
+  return with_elements(p.elements, [&]<class T>(T) { return launch<T>(p, stream); });
 }
-cudaError_t launch_forward_float16(const Problem& p, cudaStream_t stream) { return launch_forward<Float16>(p, stream); }
 
 }  // namespace polyhead::cuda

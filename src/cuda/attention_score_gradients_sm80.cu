@@ -9,11 +9,13 @@
 namespace polyhead::cuda {
 namespace {
 
-template <int kD>
+template <class T, int kD>
 struct Memory {
-  PairsMemory<kD> pairs;
+  PairsMemory<T, kD> pairs;
   float columns[kThreads / 32][kTileRows];  // sums over the rows of a warp
 };
+
+static_assert(sizeof(Memory<Float32, kMostHeadDim>) <= kWideFloat32Bytes);
 
 // Number n of dims[0] x dims[1] x dims[2] x dims[3]: a tile of pairs, or of the gradient.
 struct Place {
@@ -45,7 +47,7 @@ class ScoreGradients : Pairs<T, kD, false, true, kTileRows> {
   using typename Base::Block;
 
  public:
-  __device__ ScoreGradients(const BackwardProblem& problem, const PairSums& pair_sums, Memory<kD>& memory)
+  __device__ ScoreGradients(const BackwardProblem& problem, const PairSums& pair_sums, Memory<T, kD>& memory)
       : Base(problem, memory.pairs), sums(pair_sums), columns(memory.columns) {}
 
   __device__ void run() {
@@ -112,7 +114,7 @@ class ScoreGradients : Pairs<T, kD, false, true, kTileRows> {
     for (int column = lane % 4 * 2; column < kTileRows; column += 8) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) store(local_row(e / 2), column + e % 2, sum[0][e]);
-      drop_first(sum);
+      rotate(sum);
     }
   }
 
@@ -160,7 +162,7 @@ template <class T, int kD>
 __global__ void __launch_bounds__(kThreads)
     score_gradients_kernel(const __grid_constant__ BackwardProblem problem, const __grid_constant__ PairSums sums) {
   extern __shared__ __align__(16) unsigned char memory[];
-  ScoreGradients<T, kD>(problem, sums, *reinterpret_cast<Memory<kD>*>(memory)).run();
+  ScoreGradients<T, kD>(problem, sums, *reinterpret_cast<Memory<T, kD>*>(memory)).run();
 }
 
 // Adds the parts of a tile of the gradient.
@@ -192,7 +194,7 @@ __global__ void __launch_bounds__(kThreads) sink_gradient_kernel(const __grid_co
         for (int c = 0; c < p.head_dim_v; ++c) zero &= to_float(out[c * p.out.column]) == 0;
         if (zero) gradient = p.grad_logsumexp.data == nullptr ? 0 : statistic(p.grad_logsumexp, b, h, i);
       }
-      sum += exp2_approx((sink - statistic(p.logsumexp, b, h, i)) * kLog2E) * gradient;
+      sum += exponential<T>(sink - statistic(p.logsumexp, b, h, i)) * gradient;
     }
   }
   sums[thread] = sum;
@@ -208,7 +210,7 @@ __global__ void __launch_bounds__(kThreads) sink_gradient_kernel(const __grid_co
 template <class T, int kD>
 cudaError_t launch_sums(const BackwardProblem& p, const PairSums& sums, cudaStream_t stream) {
   if (sums.gradient.data == nullptr || sums.tiles == 0) return cudaSuccess;
-  const int bytes = sizeof(Memory<kD>);
+  const int bytes = sizeof(Memory<T, kD>);
   const cudaError_t error =
       cudaFuncSetAttribute(score_gradients_kernel<T, kD>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
@@ -219,7 +221,7 @@ cudaError_t launch_sums(const BackwardProblem& p, const PairSums& sums, cudaStre
 }
 
 template <class T>
-cudaError_t launch_score_gradients(const BackwardProblem& p, cudaStream_t stream) {
+cudaError_t launch(const BackwardProblem& p, cudaStream_t stream) {
   for (const PairSums& sums : {p.bias_sums, p.slope_sums}) {
     const bool small = p.head_dim <= 64 && p.head_dim_v <= 64;
     const cudaError_t error =
@@ -233,11 +235,8 @@ cudaError_t launch_score_gradients(const BackwardProblem& p, cudaStream_t stream
 
 }  // namespace
 
-cudaError_t launch_score_gradients_bfloat16(const BackwardProblem& p, cudaStream_t stream) {
-  return launch_score_gradients<BFloat16>(p, stream);
-}
-cudaError_t launch_score_gradients_float16(const BackwardProblem& p, cudaStream_t stream) {
-  return launch_score_gradients<Float16>(p, stream);
+cudaError_t launch_score_gradients(const BackwardProblem& p, cudaStream_t stream) {
+  return with_elements(p.elements, [&]<class T>(T) { return launch<T>(p, stream); });
 }
 
 }  // namespace polyhead::cuda

@@ -13,17 +13,21 @@ namespace polyhead {
 namespace cuda {
 namespace {
 
-// Why the calling thread's current device cannot run these kernels; "" if it can.
-std::string why_no_device() {
-  int device = 0, major = 0;
+// Why the calling thread's current device cannot run the kernels of `desc`; "" if it can.
+std::string why_no_device(const AttentionDesc& desc) {
+  int device = 0, major = 0, shared = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) {
     static_cast<void>(cudaGetLastError());  // so that the caller's next question is not answered with it
     return sentence("no CUDA device can be used here: ", cudaGetErrorString(error));
   }
-  if (major >= 8) return "";
-  return sentence("the GPU's compute capability is ", major, ", takes 8 and up");
+  if (major < 8) return sentence("the GPU's compute capability is ", major, ", takes 8 and up");
+  const bool wide = desc.dtype == DType::kFloat32 && std::max(desc.head_dim, desc.head_dim_v) > 64;
+  if (!wide || shared >= kWideFloat32Bytes) return "";
+  return sentence("float32 of head dims above 64 needs ", kWideFloat32Bytes, " bytes of shared memory, the GPU has ",
+                  shared);
 }
 
 std::string size_taken(const char* name, int64_t size) {
@@ -97,8 +101,8 @@ MemorySize pair_tiles(const AttentionDesc& desc) {
 }
 
 std::string why_not(const AttentionDesc& desc) {
-  if (desc.dtype != DType::kBFloat16 && desc.dtype != DType::kFloat16) {
-    return sentence("dtype is ", dtype_name(desc.dtype), ", takes bfloat16 or float16");
+  if (desc.dtype == DType::kFloat64) {
+    return sentence("dtype is ", dtype_name(desc.dtype), ", takes float32, bfloat16 or float16");
   }
   if (out_dtype(desc) != desc.dtype) {
     return sentence("out_dtype is ", dtype_name(out_dtype(desc)), ", takes the query's dtype");
@@ -112,14 +116,15 @@ std::string why_not(const AttentionDesc& desc) {
                                      std::pair(pair_tiles(desc), "batch * num_heads * tiles of 64 x 64 pairs")}) {
     if (blocks > MemorySize(INT32_MAX)) return sentence(what, " is above 2^31 - 1, which a grid cannot hold");
   }
-  return why_no_device();
+  return why_no_device(desc);
 }
 
 // Tensors are [batch, rows, heads, columns].
 Rows rows_of(const Tensor& t) {
   Rows rows{t.data, t.strides[0], t.strides[1], t.strides[2], t.strides[3]};
-  const auto whole = [](int64_t stride, int64_t size) { return size <= 1 || stride % 8 == 0; };
-  rows.in_pieces = (t.dims[3] <= 1 || rows.column == 1) && t.dims[3] % 8 == 0 && whole(rows.batch, t.dims[0]) &&
+  const int64_t piece = 16 / static_cast<int64_t>(dtype_size_bytes(t.dtype));
+  const auto whole = [&](int64_t stride, int64_t size) { return size <= 1 || stride % piece == 0; };
+  rows.in_pieces = (t.dims[3] <= 1 || rows.column == 1) && t.dims[3] % piece == 0 && whole(rows.batch, t.dims[0]) &&
                    whole(rows.row, t.dims[1]) && whole(rows.head, t.dims[2]) &&
                    reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
   return rows;
@@ -184,6 +189,7 @@ void set_options(const AttentionDesc& desc, const ForwardArgs& args, Problem* p)
 }
 
 void set_problem(const AttentionDesc& desc, const ForwardArgs& args, Problem* p) {
+  p->elements = number_of(desc.dtype);
   p->query = rows_of(args.query);
   p->key = rows_of(args.key);
   p->value = rows_of(args.value);
@@ -224,8 +230,7 @@ Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& ru
   Problem problem;
   set_problem(desc, args, &problem);
   const auto stream = static_cast<cudaStream_t>(run.stream);
-  return launched(desc.dtype == DType::kBFloat16 ? launch_forward_bfloat16(problem, stream)
-                                                 : launch_forward_float16(problem, stream));
+  return launched(launch_forward(problem, stream));
 }
 
 // [batch, num_heads, seqlen_q]
@@ -307,12 +312,9 @@ Status backward(const AttentionDesc& desc, const BackwardArgs& args, const Run& 
   problem.accumulate = args.accumulate;
   set_gradients_of_options(desc, args, &problem);
   const auto stream = static_cast<cudaStream_t>(run.stream);
-  const bool bfloat16 = desc.dtype == DType::kBFloat16;
-  const Status status =
-      launched(bfloat16 ? launch_backward_bfloat16(problem, stream) : launch_backward_float16(problem, stream));
+  const Status status = launched(launch_backward(problem, stream));
   if (!status.ok()) return status;
-  return launched(bfloat16 ? launch_score_gradients_bfloat16(problem, stream)
-                           : launch_score_gradients_float16(problem, stream));
+  return launched(launch_score_gradients(problem, stream));
 }
 
 }  // namespace

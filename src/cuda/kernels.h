@@ -5,7 +5,7 @@
 
 namespace polyhead {
 
-// For GPUs of compute capability 8.0 and up: forward and backward in bfloat16 and float16.
+// For GPUs of compute capability 8.0 and up: forward and backward in float32, bfloat16 and float16.
 extern const Kernel kCudaSm80;
 
 }  // namespace polyhead

@@ -5,7 +5,6 @@
 
 namespace polyhead::cuda {
 
-constexpr float kLog2E = 1.44269504f;
 constexpr unsigned kAllLanes = 0xffffffff;
 
 // The others, keys or queries, that a row meets: from first to last, exclusive.
@@ -15,8 +14,8 @@ struct Range {
   __device__ bool empty() const { return first >= last; }
 };
 
-// Block n + 1 becomes block n, and `last` the last one. A loop that takes the first block each time has code for one alone,
-// and registers need no index: for what is long and not in the inner loop.
+// Block n + 1 becomes block n, and `last` the last one. A loop that takes the first block each time has code for one
+// alone, and registers need no index: for what is long and not in the inner loop.
 template <int kBlocks>
 __device__ inline void append(float (&blocks)[kBlocks][4], const float (&last)[4]) {
 #pragma unroll
@@ -26,8 +25,8 @@ __device__ inline void append(float (&blocks)[kBlocks][4], const float (&last)[4
   }
 }
 template <int kBlocks>
-__device__ inline void drop_first(float (&blocks)[kBlocks][4]) {
-  append(blocks, {0, 0, 0, 0});
+__device__ inline void rotate(float (&blocks)[kBlocks][4]) {
+  append(blocks, {blocks[0][0], blocks[0][1], blocks[0][2], blocks[0][3]});
 }
 
 __device__ inline float max_of_row(float x) {

@@ -1,4 +1,4 @@
-// bfloat16 and float16 as words of the device: two in a register, the first in the low half.
+// Elements of tensors as words of the device. Of bfloat16 and float16 two lie in a register, the first in the low half.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,20 @@
 namespace polyhead::cuda {
 
 struct BFloat16 {
+  static constexpr bool kOnTensorCores = true;
   static constexpr bool kRestOfWeights = false;
   uint16_t bits;
 };
 struct Float16 {
+  static constexpr bool kOnTensorCores = true;
   // Weights P are multiplied as a float16 and the rest: their rounding would be as large as that of the result.
   static constexpr bool kRestOfWeights = true;
   uint16_t bits;
+};
+
+struct Float32 {
+  static constexpr bool kOnTensorCores = false;
+  uint32_t bits;
 };
 
 template <class T>
@@ -39,6 +46,17 @@ __device__ inline float to_float(Float16 x) {
   return value;
 }
 
+__device__ inline float to_float(Float32 x) { return __uint_as_float(x.bits); }
+
+template <class T>
+__device__ inline T rounded(float x) {
+  if constexpr (T::kOnTensorCores) {
+    return {static_cast<uint16_t>(packed<T>(x, 0))};
+  } else {
+    return {__float_as_uint(x)};
+  }
+}
+
 template <class T>
 __device__ inline float low_half(unsigned both) {
   return to_float(T{static_cast<uint16_t>(both)});
@@ -58,10 +76,17 @@ __device__ inline float load_number(const void* data, Number number, int64_t n) 
 }
 __device__ inline void store_number(void* data, Number number, int64_t n, float x) {
   switch (number) {
-    case Number::kBFloat16: static_cast<BFloat16*>(data)[n].bits = static_cast<uint16_t>(packed<BFloat16>(x, 0)); break;
-    case Number::kFloat16: static_cast<Float16*>(data)[n].bits = static_cast<uint16_t>(packed<Float16>(x, 0)); break;
+    case Number::kBFloat16: static_cast<BFloat16*>(data)[n] = rounded<BFloat16>(x); break;
+    case Number::kFloat16: static_cast<Float16*>(data)[n] = rounded<Float16>(x); break;
     default: static_cast<float*>(data)[n] = x;
   }
+}
+
+// function(T{}) of the type that a tensor's elements have.
+template <class Function>
+auto with_elements(Number number, const Function& function) {
+  if (number == Number::kBFloat16) return function(BFloat16{});
+  return number == Number::kFloat16 ? function(Float16{}) : function(Float32{});
 }
 
 // Which halves of a register hold an infinity or a NaN: a mask of their bits.
@@ -76,11 +101,27 @@ __device__ inline unsigned not_finite<Float16>(unsigned both) {
   return ((both & 0x7c00) == 0x7c00 ? 0xffffu : 0) | ((both & 0x7c000000) == 0x7c000000 ? 0xffff0000u : 0);
 }
 
+template <>
+__device__ inline unsigned not_finite<Float32>(unsigned one) {
+  return (one & 0x7f800000) == 0x7f800000 ? ~0u : 0;
+}
+
 // 2^x within 2 ulp; of -inf 0
 __device__ inline float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// exp(x), as exact as the element type deserves. x is not +inf.
+template <class T>
+__device__ inline float exponential(float x) {
+  constexpr float kLog2E = 1.44269504f, kRestOfLog2E = 1.92596303e-8f, kLn2 = 0.693147181f;
+  if constexpr (T::kOnTensorCores) return exp2_approx(x * kLog2E);
+  const float bounded = x < -200 ? -200 : x, power = bounded * kLog2E;
+  const float rest = fmaf(bounded, kRestOfLog2E, fmaf(bounded, kLog2E, -power));  // what the product was rounded by
+  const float y = exp2_approx(power);
+  return fmaf(y, rest * kLn2, y);
 }
 
 }  // namespace polyhead::cuda

@@ -6,16 +6,18 @@
 #pragma once
 
 #include "cuda/band.cuh"
-#include "cuda/lane_rows.cuh"
+#include "cuda/products.cuh"
 #include "cuda/score.cuh"
-#include "cuda/tile.cuh"
 
 namespace polyhead::cuda {
 
-template <int kD>
+template <class T, int kD>
 struct PairsMemory {
-  Tile<kD> own[2];
-  Tile<kD> others[2][2];                       // two stages: one is on its way while the other is used
+  // Two stages: one is on its way while the other is used. Of wide rows of float32 there is room for one.
+  static constexpr int kStages = kD * sizeof(T) > 256 ? 1 : 2;
+
+  Tile<T, kD> own[2];
+  Tile<T, kD> others[kStages][2];
   float L[2][kTileRows], delta[2][kTileRows];  // of the others, where they are queries
   int not_finite;                              // 1 + the last tile of which some row must not see all, see careful
   Kept kept;                                   // by dropout
@@ -26,7 +28,7 @@ class Pairs {
  protected:
   using Block = float[kStep / 8][4];  // of this warp's rows and kStep others
 
-  __device__ Pairs(const BackwardProblem& problem, PairsMemory<kD>& memory)
+  __device__ Pairs(const BackwardProblem& problem, PairsMemory<T, kD>& memory)
       : p(problem),
         shared(memory),
         lane(static_cast<int>(threadIdx.x) % 32),
@@ -62,18 +64,7 @@ class Pairs {
 
   // Products of this warp's own rows with kStep others: n = 0 Q K^T, n = 1 dO V^T, or their transposes.
   __device__ void products(Block& C, int n, int from) {
-#pragma unroll
-    for (int k = 0; k < kD / 16; ++k) {
-      unsigned rows[4];
-      load_matrices(rows, shared.own[n].piece(warp * 16 + lane % 16, 2 * k + lane / 16));
-#pragma unroll
-      for (int c = 0; c < kStep / 8; c += 2) {
-        unsigned x[4];
-        load_matrices(x, shared.others[stage][n].piece(from + c * 8 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
-        multiply_add<T>(C[c], rows, x[0], x[1]);
-        multiply_add<T>(C[c + 1], rows, x[2], x[3]);
-      }
-    }
+    multiply_rows(C, shared.own[n], warp * 16, shared.others[stage][n], from, n == 0 ? p.head_dim : p.head_dim_v, lane);
   }
 
   // Q K^T -> dropout(P), dO V^T -> dS
@@ -83,7 +74,7 @@ class Pairs {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int x = other_index(from, n, e);
-        const float weight = exp2_approx((P[n][e] * p.scale - L_of(e, x)) * kLog2E);
+        const float weight = exponential<T>(P[n][e] * p.scale - L_of(e, x));
         const bool visible = sees(e / 2, x);
         dS[n][e] = visible ? weight * (dS[n][e] - delta_of(e, x)) : 0;
         P[n][e] = visible ? weight : 0;
@@ -102,7 +93,7 @@ class Pairs {
         const int x = other_index(first_of_8, 0, e), row = local_row(e / 2), i = kKeys ? x : row, j = kKeys ? row : x;
         float S = P[0][e] * p.scale, derivative = 0;
         const bool visible = range[e / 2].holds(first + x) && score.of(S, derivative, i, j);
-        const float weight = exp2_approx((S - L_of(e, x)) * kLog2E);
+        const float weight = exponential<T>(S - L_of(e, x));
         const float factor = !drops() ? 1 : shared.kept.holds(i, j) ? p.dropout.factor : 0;
         done[0][e] = visible ? weight * factor : 0;
         done[1][e] = visible ? gradient(weight * (factor * dS[0][e] - delta_of(e, x)), derivative, i, j) : 0;
@@ -113,7 +104,7 @@ class Pairs {
   }
 
   const BackwardProblem& p;
-  PairsMemory<kD>& shared;
+  PairsMemory<T, kD>& shared;
   int64_t own = 0, b = 0, head = 0;  // the first row that the block owns; the sequence and head of the queries
   int64_t offset = 0;                // of the diagonal
   int64_t first = 0;                 // of the others

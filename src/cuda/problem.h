@@ -7,11 +7,11 @@
 
 namespace polyhead::cuda {
 
-// A tensor [batch, rows, heads, columns] of 16-bit elements. Strides are in elements.
+// A tensor [batch, rows, heads, columns]. Strides are in elements.
 struct Rows {
   void* data = nullptr;
   int64_t batch = 0, row = 0, head = 0, column = 0;
-  // 16 bytes that begin at a column 8n are aligned, side by side, and hold nothing but elements
+  // 16 bytes that begin at a column which is a multiple of them are aligned, side by side, and hold nothing but elements
   bool in_pieces = false;
 };
 
@@ -56,6 +56,7 @@ enum class Diagonal { kFixed, kBottomRight, kPerSequence };
 
 // What both directions are told.
 struct Problem {
+  Number elements = Number::kBFloat16;  // of query, key, value, out and grad_out
   Rows query, key, value, out;
   Statistic logsumexp;
   PerSequence seqlens_q, seqlens_k, query_offsets;
@@ -104,14 +105,12 @@ struct BackwardProblem : Problem {
   bool accumulate = false;
 };
 
-constexpr int kMostHeadDim = 128;  // 256 would not fit in the registers of a thread
+constexpr int kWideFloat32Bytes = 134 * 1024;  // of shared memory, of float32 with more than 64 columns
+constexpr int kMostHeadDim = 128;              // 256 would not fit in the registers of a thread
 
 // Put the kernels on the stream. At least one query, head and sequence; their blocks fit in a grid (2^31 - 1).
-cudaError_t launch_forward_bfloat16(const Problem& problem, cudaStream_t stream);
-cudaError_t launch_forward_float16(const Problem& problem, cudaStream_t stream);
-cudaError_t launch_backward_bfloat16(const BackwardProblem& problem, cudaStream_t stream);
-cudaError_t launch_backward_float16(const BackwardProblem& problem, cudaStream_t stream);
-cudaError_t launch_score_gradients_bfloat16(const BackwardProblem& problem, cudaStream_t stream);  // after backward
-cudaError_t launch_score_gradients_float16(const BackwardProblem& problem, cudaStream_t stream);
+cudaError_t launch_forward(const Problem& problem, cudaStream_t stream);
+cudaError_t launch_backward(const BackwardProblem& problem, cudaStream_t stream);
+cudaError_t launch_score_gradients(const BackwardProblem& problem, cudaStream_t stream);  // after launch_backward
 
 }  // namespace polyhead::cuda
