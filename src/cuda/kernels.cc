@@ -47,6 +47,8 @@ AttentionDesc taken_of(const AttentionDesc& desc) {
   taken.dtype = desc.dtype;
   taken.out_dtype = desc.out_dtype;
   taken.grad_dtype = desc.grad_dtype;
+  taken.key_dtype = desc.key_dtype;  // the query's
+  taken.value_dtype = desc.value_dtype;
   taken.has_seqlens_q = desc.has_seqlens_q;
   taken.has_seqlens_k = desc.has_seqlens_k;
   taken.scale = desc.scale;
@@ -71,7 +73,9 @@ std::string option_refused(const AttentionDesc& desc) {
     bool given;
     const char* name;
   };
-  const Option options[] = {{desc.packed, "packed"},
+  const Option options[] = {{key_dtype(desc) != desc.dtype, "a key_dtype other than the query's"},
+                            {value_dtype(desc) != desc.dtype, "a value_dtype other than the query's"},
+                            {desc.packed, "packed"},
                             {desc.page_size > 0, "page_size"},
                             {desc.has_windows, "windows of each query"},
                             {desc.return_weights != ReturnWeights::kNone, "return_weights"},

@@ -99,6 +99,8 @@ TEST(CudaPlan, RefusesBySentence) {
   const std::pair<std::function<void(AttentionDesc&)>, const char*> kRefused[] = {
       {[](auto& d) { d.dtype = DType::kFloat64; }, "dtype is float64, takes float32, bfloat16 or float16"},
       {[](auto& d) { d.out_dtype = DType::kFloat32; }, "out_dtype is float32, takes the query's dtype"},
+      {[](auto& d) { d.key_dtype = DType::kInt8; }, "a key_dtype other than the query's is given, which"},
+      {[](auto& d) { d.value_dtype = DType::kInt8; }, "a value_dtype other than the query's is given, which"},
       {[](auto& d) { d.head_dim = 129; }, "head_dim is 129, takes 0 to 128"},
       {[](auto& d) { d.head_dim_v = 200; }, "head_dim_v is 200, takes 0 to 128"},
       {[](auto& d) { d.packed = true; }, "packed is given, which this kernel does not compute"},
