@@ -68,7 +68,8 @@ struct Code {
   bool same_gradient = true;  // score_gradient is kGradient itself, or there is no score
   const GatherGradient* gathers = nullptr;
   int num_gathers = 0;
-  Pass for_mask, for_score, for_score_gradient, for_captures;
+  Pass for_mask, for_score, for_score_gradient;
+  Pass for_gradients;  // of the score and of all captures
   // The same mask and score, with queries and keys in each other's places: for who has keys along the lanes. It has none.
   const Code* transposed = nullptr;
 };

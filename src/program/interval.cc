@@ -301,7 +301,7 @@ void find_intervals(const Code& code, const Pass& pass, const Call& call, const 
 
 bool fits_int32(const Code& code, const Call& call, const Region& region) {
   Interval intervals[kMostInstructions];
-  for (const Pass* pass : {&code.for_mask, &code.for_score, &code.for_score_gradient, &code.for_captures}) {
+  for (const Pass* pass : {&code.for_mask, &code.for_score, &code.for_score_gradient, &code.for_gradients}) {
     find_intervals(code, *pass, call, region, intervals);
     for (int i = 0; i < code.num_instructions; ++i) {
       if (pass->place[i] < 0 || code.instructions[i].type != ValueType::kInt) continue;

@@ -322,7 +322,8 @@ Schedule::Schedule(const Program& program, bool transposes) {
   }
   for_score = pass_for({score});
   for_score_gradient = pass_for({score_gradient});
-  for_captures = pass_for(adjoints);
+  adjoints.push_back(score_gradient);
+  for_gradients = pass_for(adjoints);
   instructions = list_.data();
   num_instructions = static_cast<int>(list_.size());
   gathers = gather_list_.data();

@@ -40,8 +40,6 @@ struct Head : GradientHead {
   int tiles_at_once;
 };
 
-int64_t whole_vectors(int64_t dim) { return whole(dim, kPartLanes); }
-
 template <class Mac>
 void load_rows(const Head& head, Tile& tile) {
   const Problem& problem = head.problem;
@@ -173,8 +171,9 @@ void add_bias(const Head& head, const Tile& tile, const KeyBlock& block, const T
 template <class Mac>
 void backward_tile(Head& head, Tile& tile, const KeyBlock& block, const Words& key_words, bool finite_keys) {
   for (int g = 0; g < kGroups; ++g) tile.begin[g] = tile.end[g] = 0;
-  // Of a pair, or a register, an absent query must give 0.
-  const TileView t = view_present(head, tile, block, kTmm ? kPartLanes : Mac::kElements);
+  // Of a pair, or a register, or where all queries are summed, an absent query must give 0.
+  const int together = head.task.captures.sums != nullptr ? kTile : kTmm ? kPartLanes : Mac::kElements;
+  const TileView t = view_present(head, tile, block, together);
   if (t.begin >= t.end) return;
   if constexpr (Mac::kElements == 1) head.p = tile.p_rows;
   if (head.bias_terms != nullptr) {
@@ -184,7 +183,7 @@ void backward_tile(Head& head, Tile& tile, const KeyBlock& block, const Words& k
   for_each_part(t, [&](const Part& part, const BlockView& view) {
     weigh_part<Mac>(head, tile, block, view, part);
     differentiate_scores<Mac>(
-        head, tile, block, view, part, head.wants_scores,
+        head, tile, block, view, part, head.wants_scores, head.task.captures,
         [&]<int kRows>(F(&p)[kRows], F(&ds)[kRows], int key, int at) {
           store_words<Mac>(head, tile, view, p, ds, key, at);
         },
@@ -388,16 +387,17 @@ void backward_task(const BackwardProblem& gradients, const BackwardTask& task, i
   const int64_t dim = whole(problem.head_dim, kDimStep), dim_v = whole(problem.head_dim_v, kDimStep);
   BackwardMemory* scratch = reinterpret_cast<BackwardMemory*>(memory);
   memory += kScratchFloats;
-  Head head{gradient_head(gradients, task.sequence, task.b, task.h, &scratch->view),
-            task,
-            scratch,
-            nullptr,
-            nullptr,
-            nullptr,
-            false,
-            gradients.grad_query.data != nullptr,
-            gradients.grad_query.data != nullptr || task.key_sums != nullptr || task.bias,
-            tiles};
+  Head head{
+      gradient_head(gradients, task.sequence, task.b, task.h, &scratch->view),
+      task,
+      scratch,
+      nullptr,
+      nullptr,
+      nullptr,
+      false,
+      gradients.grad_query.data != nullptr,
+      gradients.grad_query.data != nullptr || task.key_sums != nullptr || task.bias || task.captures.sums != nullptr,
+      tiles};
   head.may_hide = head.score.options.may_hide() || !is_open(problem.band);
   Later later;
   head.later = &later;

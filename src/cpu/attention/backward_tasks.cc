@@ -5,6 +5,7 @@
 
 #include "core/threads.h"
 #include "cpu/attention/call.h"
+#include "cpu/attention/capture_gradient_tasks.h"
 
 namespace polyhead::cpu {
 namespace {
@@ -19,7 +20,8 @@ int64_t chunk_keys(int64_t num_keys) {
 }
 int64_t most_chunks(int64_t num_keys) { return std::max<int64_t>(8, pieces(num_keys, 1024)); }
 
-// How many tiles go through the keys together: more write dK and dV less often. They change no bit of the result.
+// How many tiles go through the keys together: more write dK and dV less often. They change no bit of these; captures are
+// summed in this order too, which the desc alone tells.
 int tiles_at_once(const AttentionDesc& desc) {
   const MemorySize tile_bytes =
       (MemorySize(desc.head_dim) * 3 + desc.head_dim_v + 2 * kKeyStep) * (kTileQueries * sizeof(float));
@@ -83,8 +85,9 @@ struct Call {
   const ForwardArgs& args;
   const Sequences& sequences;
   const BackwardProblem problem;
-  const bool bias;      // grad_bias is written here
-  const bool in_order;  // no two sequences at once
+  const bool bias;                   // grad_bias is written here
+  const bool in_order;               // no two sequences at once
+  const CaptureGradients* captures;  // null: heads do not add to them as they go
   const Cut cut;
   const Run& run;
 
@@ -144,8 +147,10 @@ void run_whole_heads(const Call& call, int64_t first_head, int64_t end) {
     BackwardTask task = keys_task(call, head, 0, call.desc.seqlen_k, call.sums(lane));
     clear_sums(call, task);
     const int64_t group = call.problem.forward.group;
+    float* sums[kMostGathers];
     for (int64_t r = 0; r < group; ++r) {
       task.h = task.kv_head * group + r;
+      if (call.captures != nullptr) task.captures = start_head(*call.captures, task.b, task.h, sums);
       if (r + 1 < group) {
         task.next = next_head(task.b, task.h + 1, task.sequence);
       } else if (const int64_t next = head + call.run.num_threads; next < end) {
@@ -215,6 +220,31 @@ void run_chunks(const Call& call, int64_t first_head, int64_t end) {
   }
 }
 
+// What captures are given, by a pass of its own: where their heads cannot run as those of the other gradients do, or nobody
+// asks for these.
+void run_captures(const Call& call, const CaptureGradients& captures) {
+  BackwardProblem problem = call.problem;
+  problem.grad_query.data = problem.grad_key.data = problem.grad_value.data = nullptr;
+  const Apart may = apart(captures);
+  const int64_t batch = call.desc.batch, heads = call.desc.num_heads, heads_at_once = may.heads ? heads : 1;
+  run_tasks(call.run, (may.batches ? batch : 1) * heads_at_once, [&](int64_t index, int lane) {
+    const int64_t first_b = index / heads_at_once, first_h = index % heads_at_once;
+    float* sums[kMostGathers];
+    for (int64_t b = first_b; b < (may.batches ? first_b + 1 : batch); ++b) {
+      for (int64_t h = first_h; h < (may.heads ? first_h + 1 : heads); ++h) {
+        BackwardTask task;
+        task.b = b;
+        task.h = h;
+        task.kv_head = h / problem.forward.group;
+        task.sequence = call.sequences[b];
+        task.end_key = task.chunk_keys = std::max<int64_t>(task.sequence.len_k, 1);
+        task.captures = start_head(captures, b, h, sums);
+        call.functions.backward_head(problem, task, tiles_at_once(call.desc), call.scratch(lane));
+      }
+    }
+  });
+}
+
 // Rows that nobody computes: padding, and those behind the last packed sequence.
 void clear_padding(const Call& call) {
   const AttentionDesc& desc = call.desc;
@@ -250,6 +280,18 @@ void clear_bias(const Call& call) {
   });
 }
 
+void compute_products(const Call& call) {
+  const int64_t heads = call.desc.batch * call.desc.num_heads_kv;
+  const int64_t at_once = call.in_order ? call.desc.num_heads_kv : heads;
+  for (int64_t first = 0; first < heads; first += at_once) {
+    if (call.cut.whole_heads) {
+      run_whole_heads(call, first, first + at_once);
+    } else {
+      run_chunks(call, first, first + at_once);
+    }
+  }
+}
+
 bool sums_over_batch(const AttentionDesc& desc) { return desc.attn_bias.dims[0] != desc.batch; }
 
 }  // namespace
@@ -265,35 +307,44 @@ bool gives_bias(const AttentionDesc& desc, const BackwardArgs& args) {
   return asks_for_products(args);
 }
 
-MemorySize gradients_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
+namespace {
+
+// Of the gradients alone: sums of captures lie behind it.
+MemorySize products_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
   const MemorySize bytes = cut(functions, desc, num_threads, false).workspace_bytes(num_threads);
-  if (!desc.attn_bias.given || !sums_over_batch(desc)) return bytes;
-  return std::max(bytes, cut(functions, desc, num_threads, true).workspace_bytes(num_threads));
+  if (!desc.attn_bias.given || !sums_over_batch(desc)) return bytes.rounded_up(64);
+  return std::max(bytes, cut(functions, desc, num_threads, true).workspace_bytes(num_threads)).rounded_up(64);
+}
+
+}  // namespace
+
+MemorySize gradients_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
+  return products_bytes(functions, desc, num_threads) + capture_sums_bytes(desc);
 }
 
 void gradients_backward(const IsaFunctions& functions, const AttentionDesc& desc, const BackwardArgs& args,
                         const Sequences& sequences, const Run& run) {
+  const bool products = asks_for_products(args), asks = asks_for_captures(args);
+  if (!products && !asks) return;
   const bool bias = gives_bias(desc, args), in_order = bias && sums_over_batch(desc);
-  const Call call{functions,
-                  desc,
-                  args.forward,
-                  sequences,
-                  backward_problem(desc, args),
-                  bias,
-                  in_order,
-                  cut(functions, desc, run.num_threads, in_order),
-                  run};
-  if (!asks_for_products(args)) return;
-  clear_padding(call);
-  if (bias && !args.accumulate) clear_bias(call);
-  const int64_t heads = desc.batch * desc.num_heads_kv, at_once = in_order ? desc.num_heads_kv : heads;
-  for (int64_t first = 0; first < heads; first += at_once) {
-    if (call.cut.whole_heads) {
-      run_whole_heads(call, first, first + at_once);
-    } else {
-      run_chunks(call, first, first + at_once);
-    }
+  const BackwardProblem problem = backward_problem(desc, args);
+  const Cut how = cut(functions, desc, run.num_threads, in_order);
+  char* const behind =
+      static_cast<char*>(args.forward.workspace) + products_bytes(functions, desc, run.num_threads).value();
+  const CaptureGradients captures{desc, args, sequences, problem.forward.program, reinterpret_cast<float*>(behind)};
+  if (asks) clear_captures(captures);
+  const auto heads_are_apart = [](Apart may) { return may.batches && may.heads; };
+  const bool together =
+      asks && products && how.whole_heads && (run.num_threads == 1 || heads_are_apart(apart(captures)));
+  const Call call{functions, desc, args.forward, sequences, problem, bias, in_order, together ? &captures : nullptr,
+                  how,       run};
+  if (products) {
+    clear_padding(call);
+    if (bias && !args.accumulate) clear_bias(call);
+    compute_products(call);
   }
+  if (asks && !together) run_captures(call, captures);
+  if (asks) finish_captures(captures, run);
 }
 
 }  // namespace polyhead::cpu

@@ -55,63 +55,28 @@ MemorySize table_floats(const AttentionDesc& desc) {
   return sum;
 }
 
-MemorySize lane_bytes(const IsaFunctions& functions, const AttentionDesc& desc) {
-  return scratch_bytes(functions.score_scratch_bytes, desc) + program_bytes(desc, true);
+using Call = CaptureGradients;
+
+const Code& code_of(const Call& call) { return *call.program.code; }
+const Instruction& gather(const Call& call, int g) {
+  return code_of(call).instructions[code_of(call).gathers[g].gather];
+}
+bool wants(const Call& call, int capture) {
+  const auto at = static_cast<size_t>(capture);
+  return at < call.args.grad_captures.size() && call.args.grad_captures[at].given();
 }
 
-struct Call {
-  const IsaFunctions& functions;
-  const AttentionDesc& desc;
-  const BackwardArgs& args;
-  const Sequences& sequences;
-  const BackwardProblem problem;
-  const Code& code;
-  const Sizes sizes;
-  const Run& run;
-
-  char* memory() const { return static_cast<char*>(args.forward.workspace); }
-  void* scratch(int lane) const { return memory() + lane_bytes(functions, desc).value() * static_cast<size_t>(lane); }
-  // The sums of capture `capture`, of all heads.
-  float* table(int capture) const {
-    MemorySize before = 0;
-    for (int i = 0; i < capture; ++i) {
-      if (desc.program->captures()[static_cast<size_t>(i)].type != ValueType::kFloat) continue;
-      before += num_elements(desc.captures[static_cast<size_t>(i)]).rounded_up(16);
-    }
-    return static_cast<float*>(scratch(run.num_threads)) + before.value();
+// The sums of capture `capture`, of all heads.
+float* table(const Call& call, int capture) {
+  MemorySize before = 0;
+  for (int i = 0; i < capture; ++i) {
+    if (call.desc.program->captures()[static_cast<size_t>(i)].type != ValueType::kFloat) continue;
+    before += num_elements(call.desc.captures[static_cast<size_t>(i)]).rounded_up(16);
   }
-  float* head_sums(int64_t head) const {
-    return static_cast<float*>(scratch(run.num_threads)) + table_floats(desc).value() + head * sizes.head_floats(code);
-  }
-
-  bool wants(int capture) const {
-    const auto at = static_cast<size_t>(capture);
-    return at < args.grad_captures.size() && args.grad_captures[at].given();
-  }
-  const Instruction& gather(int g) const { return code.instructions[code.gathers[g].gather]; }
-};
-
-// Its sums; and to the tables what each pair reads for itself.
-void run_head(const Call& call, int64_t b, int64_t h, int lane) {
-  float* sums[kMostGathers];
-  float* next = call.head_sums(b * call.desc.num_heads + h);
-  std::memset(next, 0, static_cast<size_t>(call.sizes.head_floats(call.code)) * sizeof(float));
-  for (int g = 0; g < call.code.num_gathers; ++g) {
-    const int capture = call.code.gathers[g].capture;
-    const Rate rate = call.gather(g).rate;
-    sums[g] = !call.wants(capture) ? nullptr : rate == Rate::kFull ? call.table(capture) : next;
-    next += call.sizes.floats(rate);
-  }
-  ScoreTask task;
-  task.sequence = call.sequences[b];
-  task.b = b;
-  task.h = h;
-  task.captures = {sums, call.sizes.keys};
-  for (task.first_query = 0; task.first_query < task.sequence.len_q; task.first_query += kTileQueries) {
-    for (task.first_key = 0; task.first_key < task.sequence.len_k; task.first_key += kScoreKeys) {
-      call.functions.add_captures(call.problem, task, call.scratch(lane));
-    }
-  }
+  return call.memory + before.value();
+}
+float* head_sums(const Call& call, int64_t head) {
+  return call.memory + table_floats(call.desc).value() + head * Sizes(call.desc).head_floats(code_of(call));
 }
 
 // Whether every element that pairs read for themselves is read in one batch element, or head, alone: at each place where
@@ -120,12 +85,12 @@ bool each_reads_its_own(const Call& call, Op index) {
   bool may[program::kMostCaptures][ProgramStep::kMostOperands];  // that dim
   bool read[program::kMostCaptures] = {};
   for (auto& dims : may) std::fill(std::begin(dims), std::end(dims), true);
-  for (int g = 0; g < call.code.num_gathers; ++g) {
-    const Instruction& x = call.gather(g);
-    if (x.rate != Rate::kFull || !call.wants(x.capture)) continue;
+  for (int g = 0; g < code_of(call).num_gathers; ++g) {
+    const Instruction& x = gather(call, g);
+    if (x.rate != Rate::kFull || !wants(call, x.capture)) continue;
     read[x.capture] = true;
     for (int n = 0; n < ProgramStep::kMostOperands; ++n) {
-      const bool counts = n < x.num_operands && call.code.instructions[x.operands[n]].op == index;
+      const bool counts = n < x.num_operands && code_of(call).instructions[x.operands[n]].op == index;
       may[x.capture][n] = may[x.capture][n] && counts;
     }
   }
@@ -135,28 +100,16 @@ bool each_reads_its_own(const Call& call, Op index) {
   return true;
 }
 
-void run_heads(const Call& call) {
-  const int64_t batch = call.desc.batch, heads = call.desc.num_heads;
-  const bool by_batch = each_reads_its_own(call, Op::kBatch), by_head = each_reads_its_own(call, Op::kHead);
-  const int64_t batches_at_once = by_batch ? batch : 1, heads_at_once = by_head ? heads : 1;
-  run_tasks(call.run, batches_at_once * heads_at_once, [&](int64_t index, int lane) {
-    const int64_t first_b = index / heads_at_once, first_h = index % heads_at_once;
-    for (int64_t b = first_b; b < (by_batch ? first_b + 1 : batch); ++b) {
-      for (int64_t h = first_h; h < (by_head ? first_h + 1 : heads); ++h) run_head(call, b, h, lane);
-    }
-  });
-}
-
 // One head's sums of one gather, to the table of its capture.
 void add_to_table(const Call& call, int g, int64_t b, int64_t h, const float* sums) {
-  const Instruction& x = call.gather(g);
+  const Instruction& x = gather(call, g);
   const Sequence& s = call.sequences[b];
-  float* const table = call.table(x.capture);
+  const Sizes sizes(call.desc);
+  float* const to = table(call, x.capture);
   program::Place at{b, h, s.offset, 0, 0, 0};
   const auto add = [&](float sum) {
-    if (sum != 0)
-      table[program::element(call.problem.forward.program, call.code.for_captures, call.code.gathers[g].gather, at)] +=
-          sum;
+    if (sum == 0) return;
+    to[program::element(call.program, code_of(call).for_gradients, code_of(call).gathers[g].gather, at)] += sum;
   };
   switch (x.rate) {
     case Rate::kUniform: {
@@ -171,55 +124,71 @@ void add_to_table(const Call& call, int g, int64_t b, int64_t h, const float* su
       for (at.k = 0; at.k < s.len_k; ++at.k) add(sums[at.k]);
       return;
     case Rate::kDiagonal:
-      for (at.diagonal = 1 - s.len_k; at.diagonal < s.len_q; ++at.diagonal) add(sums[at.diagonal + call.sizes.keys]);
+      for (at.diagonal = 1 - s.len_k; at.diagonal < s.len_q; ++at.diagonal) add(sums[at.diagonal + sizes.keys]);
       return;
     case Rate::kFull: return;
   }
 }
 
 void finish_capture(const Call& call, int capture) {
+  const Sizes sizes(call.desc);
   for (int64_t head = 0; head < call.desc.batch * call.desc.num_heads; ++head) {
-    const float* sums = call.head_sums(head);
-    for (int g = 0; g < call.code.num_gathers; ++g) {
-      if (call.code.gathers[g].capture == capture) {
+    const float* sums = head_sums(call, head);
+    for (int g = 0; g < code_of(call).num_gathers; ++g) {
+      if (code_of(call).gathers[g].capture == capture) {
         add_to_table(call, g, head / call.desc.num_heads, head % call.desc.num_heads, sums);
       }
-      sums += call.sizes.floats(call.gather(g).rate);
+      sums += sizes.floats(gather(call, g).rate);
     }
   }
   const Tensor& t = call.args.grad_captures[static_cast<size_t>(capture)];
-  const float* const table = call.table(capture);
+  const float* const from = table(call, capture);
   for (int64_t n = 0, count = t.num_elements(); n < count; ++n) {
     int64_t at = 0;
     for (int64_t i = t.ndim - 1, rest = n; i >= 0; rest /= t.dims[i--]) at += rest % t.dims[i] * t.strides[i];
     const double before = call.args.accumulate ? load_element(t.data, t.dtype, at) : 0;
-    store_element(t.data, t.dtype, at, before + double{table[n]});
+    store_element(t.data, t.dtype, at, before + double{from[n]});
   }
 }
+
+}  // namespace
 
 bool asks_for_captures(const BackwardArgs& args) {
   return std::any_of(args.grad_captures.begin(), args.grad_captures.end(), [](const Tensor& t) { return t.given(); });
 }
 
-}  // namespace
-
-MemorySize capture_gradients_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc,
-                                             int num_threads) {
+MemorySize capture_sums_bytes(const AttentionDesc& desc) {
   if (desc.program == nullptr || desc.captures.empty()) return 0;
   const Code& code = program::schedule_of(*desc.program);
   const MemorySize sums = MemorySize(desc.batch) * desc.num_heads * Sizes(desc).head_floats(code);
-  return lane_bytes(functions, desc) * num_threads + ((table_floats(desc) + sums) * sizeof(float)).rounded_up(64);
+  return ((table_floats(desc) + sums) * sizeof(float)).rounded_up(64);
 }
 
-void capture_gradients_backward(const IsaFunctions& functions, const AttentionDesc& desc, const BackwardArgs& args,
-                                const Sequences& sequences, const Run& run) {
-  if (!asks_for_captures(args)) return;
-  const Call call{functions,   desc, args, sequences, backward_problem(desc, args), program::schedule_of(*desc.program),
-                  Sizes(desc), run};
-  std::memset(call.table(0), 0, table_floats(desc).value() * sizeof(float));
-  run_heads(call);
-  run_tasks(run, static_cast<int64_t>(args.grad_captures.size()), [&](int64_t capture, int) {
-    if (call.wants(static_cast<int>(capture))) finish_capture(call, static_cast<int>(capture));
+Apart apart(const CaptureGradients& captures) {
+  return {each_reads_its_own(captures, Op::kBatch), each_reads_its_own(captures, Op::kHead)};
+}
+
+void clear_captures(const CaptureGradients& captures) {
+  std::memset(captures.memory, 0, table_floats(captures.desc).value() * sizeof(float));
+}
+
+CaptureSums start_head(const CaptureGradients& captures, int64_t b, int64_t h, float** sums) {
+  const Code& code = code_of(captures);
+  const Sizes sizes(captures.desc);
+  float* next = head_sums(captures, b * captures.desc.num_heads + h);
+  std::memset(next, 0, static_cast<size_t>(sizes.head_floats(code)) * sizeof(float));
+  for (int g = 0; g < code.num_gathers; ++g) {
+    const int capture = code.gathers[g].capture;
+    const Rate rate = gather(captures, g).rate;
+    sums[g] = !wants(captures, capture) ? nullptr : rate == Rate::kFull ? table(captures, capture) : next;
+    next += sizes.floats(rate);
+  }
+  return {sums, sizes.keys};
+}
+
+void finish_captures(const CaptureGradients& captures, const Run& run) {
+  run_tasks(run, static_cast<int64_t>(captures.args.grad_captures.size()), [&](int64_t capture, int) {
+    if (wants(captures, static_cast<int>(capture))) finish_capture(captures, static_cast<int>(capture));
   });
 }
 

@@ -68,7 +68,9 @@ class DecodeProgram {
         float* const piece = scores + begin * kRowScores + key;
         for (int r = 0; r < end - begin; ++r)
           __builtin_memcpy(memory_.scores + r * kTile, piece + r * kRowScores, kBytes);
-        run_score(call_, place(b, s, rows[begin], chunk, key), memory_, 0, end - begin);
+        const ProgramPlace at = place(b, s, rows[begin], chunk, key);
+        prepare_score(call_, at, memory_, 0, end - begin);
+        run_score(call_, at, memory_, 0, end - begin);
         for (int r = 0; r < end - begin; ++r) {
           const float* const result = memory_.results + r * kTile;
           __builtin_memcpy(piece + r * kRowScores, result, kBytes);

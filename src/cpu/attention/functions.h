@@ -50,6 +50,13 @@ struct DecodeTask {
   int num_rows = 0;
 };
 
+// What adds up the gradients of one head's captures, in the order of code.gathers; null: not asked for. By the rate of the
+// element read: [64], [queries], [keys], [queries + keys] (at q - k + keys), or, where it is kFull, the capture itself.
+struct CaptureSums {
+  float* const* sums = nullptr;
+  int64_t keys = 0;  // whole blocks
+};
+
 // Backward: one query head against some keys of the key/value head it reads.
 struct BackwardTask {
   Sequence sequence;
@@ -63,18 +70,13 @@ struct BackwardTask {
 
   bool bias = false;  // dS is added to problem.grad_bias, where nobody else adds to the same elements meanwhile
 
+  CaptureSums captures;  // of all queries and keys of the head: none of `partial`
+
   NextRows next = {};
 
   // Null: dQ is written. Else this chunk's share: [tiles][head_dim][kTileQueries] from first_query on, of the tiles that see
   // the chunk.
   float* partial = nullptr;
-};
-
-// What adds up the gradients of one head's captures, in the order of code.gathers; null: not asked for. By the rate of the
-// element read: [64], [queries], [keys], [queries + keys] (at q - k + keys), or, where it is kFull, the capture itself.
-struct CaptureSums {
-  float* const* sums = nullptr;
-  int64_t keys = 0;  // whole blocks
 };
 
 // Backward: dS of one head's tile of queries against keys [first_key, first_key + kScoreKeys).
@@ -86,7 +88,6 @@ struct ScoreTask {
   int64_t first_query = 0, first_key = 0;
   float* sums = nullptr;   // [kScoreKeys][kTileQueries]: dS is added,
   bool distances = false;  // or -dS times the distance that ALiBi's slope multiplies
-  CaptureSums captures;    // of add_captures
 };
 
 struct IsaFunctions {
@@ -122,12 +123,10 @@ struct IsaFunctions {
                            const float* partial, ptrdiff_t partial_stride);
 
   // store_score_gradients writes the first queries and keys of sums, from element `at` of `to` on.
-  // add_captures adds what the scores of a task give to a program's captures; its scratch is add_score_gradients'.
   size_t (*score_scratch_bytes)(int64_t head_dim, int64_t head_dim_v);
   void (*add_score_gradients)(const BackwardProblem& problem, const ScoreTask& task, void* scratch);
   void (*store_score_gradients)(const Broadcast& to, int64_t at, const float* sums, int64_t num_queries,
                                 int64_t num_keys, bool accumulate);
-  void (*add_captures)(const BackwardProblem& problem, const ScoreTask& task, void* scratch);
 
   // Key/value heads [first, end), counted b * num_heads_kv + g, likewise.
   size_t (*tiny_backward_scratch_bytes)();
@@ -160,7 +159,6 @@ size_t score_scratch_bytes(int64_t head_dim, int64_t head_dim_v);
 void add_score_gradients(const BackwardProblem& problem, const ScoreTask& task, void* scratch);
 void store_score_gradients(const Broadcast& to, int64_t at, const float* sums, int64_t num_queries, int64_t num_keys,
                            bool accumulate);
-void add_captures(const BackwardProblem& problem, const ScoreTask& task, void* scratch);
 size_t tiny_backward_scratch_bytes();
 void tiny_backward_heads(const BackwardProblem& problem, const Sequence& sequence, int64_t first, int64_t end,
                          void* scratch);

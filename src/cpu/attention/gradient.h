@@ -36,6 +36,9 @@ inline float element(const float* rows, int elements, int key, int query) {
   return x;
 }
 
+// Columns of the sums of a key.
+inline int64_t whole_vectors(int64_t dim) { return whole(dim, kPartLanes); }
+
 inline bool is_finite(float x) { return x - x == 0.0f; }
 
 inline float number_at(const Rows& x, int64_t row, int64_t column) {
@@ -253,33 +256,44 @@ void differentiate_part(const GradientHead& head, const GradientTile& tile, cons
   differentiate_part_of<Mac, true>(head, tile, block, view, part, with_values, take, done);
 }
 
-// The same, where ds is that of the scores that come to the program, if there is one.
+// The same, where ds is that of the scores that come to the program, if there is one, strip by strip as score_by_program;
+// what it gives to captures is added to their sums.
 template <class Mac, class Take, class Done>
 void differentiate_scores(const GradientHead& head, const GradientTile& tile, const KeyBlock& block,
-                          const BlockView& view, const Part& part, bool with_values, const Take& take,
-                          const Done& done) {
-  if (!with_values || !head.score.changes_gradient()) {
+                          const BlockView& view, const Part& part, bool with_values, const CaptureSums& captures,
+                          const Take& take, const Done& done) {
+  if (!with_values || (!head.score.changes_gradient() && captures.sums == nullptr)) {
     return differentiate_part<Mac>(head, tile, block, view, part, with_values, take, done);
   }
   const Options::Memory& options = head.view_memory->options;
   float* const gradients = program_memory(options).gradients;
-  differentiate_part<Mac>(
-      head, tile, block, view, part, true,
-      [&]<int kRows>(F(&p)[kRows], F(&ds)[kRows], int key, int at) {
+  head.score.prepare_gradients_of_program(view, options, part.begin, part.end, captures.sums != nullptr);
+  const bool whole = part.v_begin == 0 && part.v_end == kVecs, same = !head.score.changes_gradient();
+  for_each_strip(part, [&](const Part& strip) {
+    // Sums are those of all queries of a tile.
+    for (int i = strip.begin * kTile; !whole && i < strip.end * kTile; i += kLanes)
+      store(gradients + i, broadcast(0.0f));
+    differentiate_part<Mac>(
+        head, tile, block, view, strip, true,
+        [&]<int kRows>(F(&p)[kRows], F(&ds)[kRows], int key, int at) {
+          for (int r = 0; r < kRows; ++r) store(gradients + (key + r) * kTile + at, ds[r]);
+          if (same) return take(p, ds, key, at);
+          for (int r = 0; r < kRows; ++r) store(head.p + (key + r) * kTile + at, p[r]);
+        },
+        [](int, int) {});
+    head.score.differentiate_program(view, options, strip.begin, strip.end, captures);
+    if (same) return;
+    for_each_row_group(gradients, strip, [&]<int kRows, int kVecs_>(F(&rows)[kRows][kVecs_], int key, int lane) {
+      for (int v = 0; v < kVecs_; ++v) {
+        const int at = lane + v * kLanes;
+        F p[kRows], ds[kRows];
         for (int r = 0; r < kRows; ++r) {
-          store(head.p + (key + r) * kTile + at, p[r]);
-          store(gradients + (key + r) * kTile + at, ds[r]);
+          p[r] = load(head.p + (key + r) * kTile + at);
+          ds[r] = rows[r][v];
         }
-      },
-      [](int, int) {});
-  head.score.differentiate_program(view, options, part.begin, part.end);
-  for_each_row_group(gradients, part, [&](F(&rows)[kMicroRows][1], int key, int at) {
-    F p[kMicroRows], ds[kMicroRows];
-    for (int r = 0; r < kMicroRows; ++r) {
-      p[r] = load(head.p + (key + r) * kTile + at);
-      ds[r] = rows[r][0];
-    }
-    take(p, ds, key, at);
+        take(p, ds, key, at);
+      }
+    });
   });
   for_each_done(part, done);
 }

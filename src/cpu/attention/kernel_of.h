@@ -7,7 +7,6 @@
 #include "contract/program_call.h"
 #include "cpu/attention/attn_weights_tasks.h"
 #include "cpu/attention/backward_tasks.h"
-#include "cpu/attention/capture_gradient_tasks.h"
 #include "cpu/attention/decode_tasks.h"
 #include "cpu/attention/functions.h"
 #include "cpu/attention/score_gradient_tasks.h"
@@ -79,9 +78,8 @@ Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& ru
 template <const IsaFunctions& functions>
 MemorySize backward_scratch_bytes(const AttentionDesc& desc, int num_threads) {
   if (tiny_takes(desc)) return tiny_backward_workspace_bytes(functions, num_threads);
-  return std::max({gradients_workspace_bytes(functions, desc, num_threads),
-                   score_gradients_workspace_bytes(functions, desc, num_threads),
-                   capture_gradients_workspace_bytes(functions, desc, num_threads)});
+  return std::max(gradients_workspace_bytes(functions, desc, num_threads),
+                  score_gradients_workspace_bytes(functions, desc, num_threads));
 }
 
 template <const IsaFunctions& functions>
@@ -96,7 +94,6 @@ void compute_backward(const AttentionDesc& desc, const BackwardArgs& args, const
   } else {
     gradients_backward(functions, desc, args, sequences, run);
     score_gradients_backward(functions, desc, args, sequences, run);
-    capture_gradients_backward(functions, desc, args, sequences, run);
   }
   if (args.grad_sink_logits.given()) sink_gradients_backward(desc, args, sequences, run);
 }

@@ -1,5 +1,5 @@
 // Gradients of what is added to the scores, bias and ALiBi slopes: dS recomputed and summed where these broadcast.
-//   dbias = sum dS   dslope = -sum dS |i + offset - j|   and what a program captures, by its own adjoints
+//   dbias = sum dS   dslope = -sum dS |i + offset - j|
 // A pass of its own over S and dP (two products more), where attention_backward.cc does not add dS as it goes: whoever
 // owns an element of the bias sums it over batch and heads in order, in float32, so no partial sums are kept and no
 // thread waits for another.
@@ -72,36 +72,13 @@ void add_task(const BackwardProblem& gradients, const ScoreTask& task, float* me
         for_each_part(t, [&](const Part& part, const BlockView& view) {
           weigh_part<Mac>(head, tile, block, view, part);
           differentiate_scores<Mac>(
-              head, tile, block, view, part, true,
+              head, tile, block, view, part, true, {},
               [&]<int kRows>(F(&)[kRows], F(&ds)[kRows], int key, int at) {
                 add_rows(sums, head.score, head.view_memory->options, view, task.distances, ds, key, at);
               },
               [](int, int) {});
         });
       });
-}
-
-// dS of the program's scores, of all queries of a tile: 0 where a part does not compute them.
-template <class Mac>
-void add_captures_task(const BackwardProblem& gradients, const ScoreTask& task, float* memory) {
-  for_each_block<Mac>(gradients, task, memory,
-                      [&](const auto& head, const auto& tile, const auto& block, const auto& t) {
-                        const ProgramMemory& program = program_memory(head.view_memory->options);
-                        for_each_part(t, [&](const Part& part, const BlockView& view) {
-                          for (int i = part.begin * kTile; i < part.end * kTile; i += kLanes)
-                            store(program.gradients + i, broadcast(0.0f));
-                          weigh_part<Mac>(head, tile, block, view, part);
-                          differentiate_part<Mac>(
-                              head, tile, block, view, part, true,
-                              [&]<int kRows>(F(&)[kRows], F(&ds)[kRows], int key, int at) {
-                                for (int r = 0; r < kRows; ++r)
-                                  store(program.gradients + (key + r) * kTile + at, ds[r]);
-                              },
-                              [](int, int) {});
-                          add_capture_gradients(head.problem.program, head.score.place(view), program, part.begin,
-                                                part.end, task.captures);
-                        });
-                      });
 }
 
 }  // namespace
@@ -115,11 +92,6 @@ size_t score_scratch_bytes(int64_t head_dim, int64_t head_dim_v) {
 
 void add_score_gradients(const BackwardProblem& problem, const ScoreTask& task, void* scratch) {
   with_words(in_bf16_pairs(problem), [&]<class Mac>() { add_task<Mac>(problem, task, static_cast<float*>(scratch)); });
-}
-
-void add_captures(const BackwardProblem& problem, const ScoreTask& task, void* scratch) {
-  with_words(in_bf16_pairs(problem),
-             [&]<class Mac>() { add_captures_task<Mac>(problem, task, static_cast<float*>(scratch)); });
 }
 
 void store_score_gradients(const Broadcast& to, int64_t at, const float* sums, int64_t num_queries, int64_t num_keys,

@@ -50,7 +50,8 @@ __attribute__((noinline)) void raise_maximum(TileState& state, float* p, F raise
 
 // exp(s - m) of kRows keys for one vector of queries, and its sum. Where the sum says that m is too low, m is raised.
 template <class Mac, int kRows>
-inline F weigh(F (&s)[kRows], float* p, TileState& state, float factor, int key, int lane, int64_t dim) {
+__attribute__((always_inline)) inline F weigh(F (&s)[kRows], float* p, TileState& state, float factor, int key,
+                                              int lane, int64_t dim) {
   for (;;) {
     const F m = load(state.m + lane);
     F weight[kRows], sum = broadcast(0.0f);
@@ -106,8 +107,9 @@ inline F store_weights(F (&s)[kRows], float* p, const uint16_t (*kept)[kVecs], i
 
 // Scores of kRows keys -> weights exp(s - m) after dropout, stored as words of P^T; l grows by the undropped ones.
 template <class Mac, int kRows, int kVecs_>
-inline void softmax_step(F (&scores)[kRows][kVecs_], float* p, TileState& state, const Score& score,
-                         const BlockView& view, int key, int lane, int64_t dim) {
+__attribute__((always_inline)) inline void softmax_step(F (&scores)[kRows][kVecs_], float* p, TileState& state,
+                                                        const Score& score, const BlockView& view, int key, int lane,
+                                                        int64_t dim) {
 #pragma GCC unroll 8
   for (int v = 0; v < kVecs_; ++v) {
     const int at = lane + v * kLanes;

@@ -264,42 +264,70 @@ void for_each_done(const Part& part, const Done& done) {
 #endif
 }
 
-// Calls take(x, key, lane) with kMicroRows rows of one vector of a tile [key][query].
-template <class Take>
-void for_each_row_group(const float* tile, const Part& part, const Take& take) {
-  for (int v = part.v_begin; v < part.v_end; ++v) {
-    for (int key = part.begin; key < part.end; key += kMicroRows) {
-      F x[kMicroRows][1];
-      for (int r = 0; r < kMicroRows; ++r) x[r][0] = load(tile + (key + r) * kTile + v * kLanes);
-      take(x, key, v * kLanes);
+template <int kVecs_, class Take>
+inline void rows_of_vecs(const float* tile, int begin, int end, int lane, const Take& take) {
+  for (int key = begin; key < end; key += kMicroRows) {
+    F x[kMicroRows][kVecs_];
+    for (int r = 0; r < kMicroRows; ++r) {
+      for (int v = 0; v < kVecs_; ++v) x[r][v] = load(tile + (key + r) * kTile + lane + v * kLanes);
     }
+    take(x, key, lane);
   }
 }
 
-// Products as for_each_product has them, after apply(s, key, lane) -> the program's scores, -inf where hidden: all of a
-// part, then take(s, key, lane), then done(v_begin, v_end) as that calls it.
+// Calls take(x, key, lane) with kMicroRows rows of a tile [key][query], of kMicroVecs vectors or of one.
+template <class Take>
+void for_each_row_group(const float* tile, const Part& part, const Take& take) {
+  int v = part.v_begin;
+  for (; v + kMicroVecs <= part.v_end; v += kMicroVecs) {
+    rows_of_vecs<kMicroVecs>(tile, part.begin, part.end, v * kLanes, take);
+  }
+  for (; v < part.v_end; ++v) rows_of_vecs<1>(tile, part.begin, part.end, v * kLanes, take);
+}
+
+// Calls work(strip) with pieces of a part, whose scores stay in the nearest cache while a program runs on them. Products in
+// registers tmm overlap with what is done to those before: there the part stays whole.
+template <class Work>
+void for_each_strip(const Part& part, const Work& work) {
+  constexpr int kKeys = kTmm ? kBlock : 2 * kStripKeys;
+  Part strip = part;
+  for (; strip.begin < part.end; strip.begin = strip.end) {
+    strip.end = part.end - strip.begin < kKeys ? part.end : strip.begin + kKeys;
+    work(strip);
+  }
+}
+
+// Products as for_each_product has them, after apply(s, key, lane) -> the program's scores, -inf where hidden, then
+// take(s, key, lane): strip by strip; then done(v_begin, v_end) as that calls it.
 template <class Mac, class Apply, class Take, class Done>
-void score_by_program(const HeadOptions& head, const float* query, int64_t words, const Words& keys,
-                      const BlockView& view, const Part& part, Later& later, const Apply& apply, const Take& take,
-                      const Done& done) {
+__attribute__((noinline)) void score_by_program(const HeadOptions& head, const float* query, int64_t words,
+                                                const Words& keys, const BlockView& view, const Part& part,
+                                                Later& later, const Apply& apply, const Take& take, const Done& done) {
   const Options::Memory& options = head.view_memory->options;
   float* const scores = program_memory(options).scores;
-  for_each_product<Mac>(
-      query, words, keys, part, later,
-      [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
-        apply(s, key, lane);
-        for (int r = 0; r < kRows; ++r) {
-          for (int v = 0; v < kVecs_; ++v) store(scores + (key + r) * kTile + lane + v * kLanes, s[r][v]);
-        }
-      },
-      [](int, int) {});
-  head.score.run_program(view, options, part.begin, part.end);
   const bool some_hidden = head.score.hides_from_program(view);
-  for_each_row_group(program_memory(options).results, part, [&](F(&s)[kMicroRows][1], int key, int lane) {
-    for (int r = 0; some_hidden && r < kMicroRows; ++r) {
-      s[r][0] = select(head.score.seen_by_program(view, key + r, lane), s[r][0], broadcast(-kInfinity));
-    }
-    take(s, key, lane);
+  head.score.prepare_program(view, options, part.begin, part.end);
+  for_each_strip(part, [&](const Part& strip) {
+    for_each_product<Mac>(
+        query, words, keys, strip, later,
+        [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+          apply(s, key, lane);
+          for (int r = 0; r < kRows; ++r) {
+            for (int v = 0; v < kVecs_; ++v) store(scores + (key + r) * kTile + lane + v * kLanes, s[r][v]);
+          }
+        },
+        [](int, int) {});
+    head.score.run_program(view, options, strip.begin, strip.end);
+    for_each_row_group(program_memory(options).results, strip,
+                       [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+                         for (int r = 0; some_hidden && r < kRows; ++r) {
+                           for (int v = 0; v < kVecs_; ++v) {
+                             const M seen = head.score.seen_by_program(view, key + r, lane + v * kLanes);
+                             s[r][v] = select(seen, s[r][v], broadcast(-kInfinity));
+                           }
+                         }
+                         take(s, key, lane);
+                       });
   });
   for_each_done(part, done);
 }

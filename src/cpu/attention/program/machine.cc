@@ -13,15 +13,16 @@ using program::Rate;
 template <class Int>
 class Machine {
  public:
-  // Of keys [begin, end) of the block.
-  Machine(const program::Call& call, const Pass& pass, const ProgramPlace& at, const ProgramMemory& memory, int begin,
-          int end)
-      : call_(call), code_(*call.code), pass_(pass), at_(at), memory_(memory) {
-    for (int i = 0; i < pass.num_low; ++i) {
-      const Instruction& x = code_.instructions[pass.low[i]];
+  Machine(const program::Call& call, const Pass& pass, const ProgramPlace& at, const ProgramMemory& memory)
+      : call_(call), code_(*call.code), pass_(pass), at_(at), memory_(memory) {}
+
+  // What keys [begin, end) of the block need of the low rates.
+  void prepare(int begin, int end) const {
+    for (int i = 0; i < pass_.num_low; ++i) {
+      const Instruction& x = code_.instructions[pass_.low[i]];
       const Shape shape = shape_of(x.rate, begin, end);
       const size_t bytes = x.type == ValueType::kFloat ? sizeof(float) : sizeof(Int);
-      run(pass.low[i], shape, low(pass.low[i]) + static_cast<size_t>(shape.first) * bytes);
+      run(pass_.low[i], shape, low(pass_.low[i]) + static_cast<size_t>(shape.first) * bytes);
     }
   }
 
@@ -40,6 +41,11 @@ class Machine {
     return vector<T>(instruction, {kStripKeys, kTile, key, Rate::kFull}, row, buffer);
   }
 
+  // The rows of a full value, of keys from `key` on.
+  const float* full(int instruction, int key) const {
+    return rows<float>(instruction, {kStripKeys, kTile, key, Rate::kFull}).first;
+  }
+
   const Instruction& at(int instruction) const { return code_.instructions[instruction]; }
 
   // Elements of a gather's capture, counted in row-major order, for a row as above.
@@ -55,13 +61,13 @@ class Machine {
     int first = 0;
   };
 
-  // What keys [begin, end) need of a low rate, in whole vectors.
+  // What keys [begin, end) need of a low rate, in whole spans.
   static Shape shape_of(Rate rate, int begin, int end) {
     int first = 0, last = program::width_of(rate);
     if (rate == Rate::kKey) first = begin, last = end;
     if (rate == Rate::kDiagonal) first = program::kCodeKeys - end, last = program::kDiagonals - 1 - begin;
-    first = first / kLanes * kLanes;
-    return {1, (last - first + kLanes - 1) / kLanes * kLanes, 0, rate, first};
+    first = first / kSpan * kSpan;
+    return {1, (last - first + kSpan - 1) / kSpan * kSpan, 0, rate, first};
   }
 
   char* low(int i) const { return memory_.low + int64_t{pass_.place[i]} * static_cast<int64_t>(sizeof(Int)); }
@@ -70,21 +76,31 @@ class Machine {
     return memory_.registers + int64_t{pass_.place[i]} * kBytes;
   }
 
-  // A row of a value as a vector of lanes: in place, or spread into `buffer`.
+  // A value as the rows of a shape.
   template <class T>
-  const T* vector(int i, const Shape& shape, int row, T* buffer) const {
+  ValueRows<T> rows(int i, const Shape& shape) const {
     const Instruction& x = code_.instructions[i];
     if (x.rate == Rate::kFull) {
-      if (x.op == Op::kScore) return tile<T>(memory_.scores, shape.key + row);
-      if (x.op == program::kGradient) return tile<T>(memory_.gradients, shape.key + row);
-      return static_cast<const T*>(strip(i)) + row * kTile;
+      if (x.op == Op::kScore) return {tile<T>(memory_.scores, shape.key), kTile, false};
+      if (x.op == program::kGradient) return {tile<T>(memory_.gradients, shape.key), kTile, false};
+      return {static_cast<const T*>(strip(i)), kTile, false};
     }
     const T* const values = reinterpret_cast<const T*>(low(i));
-    if (x.rate == shape.rate || (x.rate == Rate::kQuery && shape.rate == Rate::kFull)) return values + shape.first;
+    if (x.rate == shape.rate || (x.rate == Rate::kQuery && shape.rate == Rate::kFull)) {
+      return {values + shape.first, 0, false};
+    }
     // q - k of lane 0 is first_query - (first_key + key): place kBlockKeys - 1 stands for the first of both.
-    if (x.rate == Rate::kDiagonal) return values + (program::kCodeKeys - 1) - (shape.key + row);
-    const T value = x.rate == Rate::kKey ? values[shape.key + row] : values[0];
-    for (int l = 0; l < shape.lanes; ++l) buffer[l] = value;
+    if (x.rate == Rate::kDiagonal) return {values + (program::kCodeKeys - 1) - shape.key, -1, false};
+    if (x.rate == Rate::kKey) return {values + shape.key, 1, true};
+    return {values, 0, true};
+  }
+  // One of these rows as a vector of lanes: in place, or spread into `buffer`.
+  template <class T>
+  const T* vector(int i, const Shape& shape, int row, T* buffer) const {
+    const ValueRows<T> x = rows<T>(i, shape);
+    const T* const values = x.first + row * x.step;
+    if (!x.one_number) return values;
+    for (int l = 0; l < shape.lanes; ++l) buffer[l] = *values;
     return buffer;
   }
   template <class T>
@@ -98,14 +114,10 @@ class Machine {
     if (x.op == Op::kGather) return gather(x, shape, out);
     // Strips and numbers lie one row after the other: that is one long row.
     const Shape rows = has_whole_strips(x) ? Shape{1, shape.rows * shape.lanes, shape.key, shape.rate} : shape;
-    for (int r = 0; r < rows.rows; ++r) {
-      if (x.op == Op::kSelect) {
-        select(x, rows, r, out);
-      } else if (x.takes == ValueType::kFloat) {
-        compute<float>(x, rows, r, out);
-      } else {
-        compute<Int>(x, rows, r, out);
-      }
+    if (x.op == Op::kSelect) {
+      x.type == ValueType::kFloat ? select<float>(x, rows, out) : select<Int>(x, rows, out);
+    } else {
+      x.takes == ValueType::kFloat ? compute<float>(x, rows, out) : compute<Int>(x, rows, out);
     }
   }
 
@@ -117,33 +129,20 @@ class Machine {
     return x.rate == Rate::kFull;
   }
 
-  static constexpr int kMostLanes = kStripKeys * kTile;  // of one long row
-
   template <class T>
-  void compute(const Instruction& x, const Shape& shape, int r, void* out) const {
-    alignas(64) T a_buffer[kMostLanes], b_buffer[kMostLanes];
-    const T* const a = vector<T>(x.operands[0], shape, r, a_buffer);
-    const T* const b = x.num_operands > 1 ? vector<T>(x.operands[1], shape, r, b_buffer) : a;
+  void compute(const Instruction& x, const Shape& shape, void* out) const {
+    const ValueRows<T> a = rows<T>(x.operands[0], shape), b = x.num_operands > 1 ? rows<T>(x.operands[1], shape) : a;
     if (x.type == ValueType::kFloat) {
-      compute_row(x.op, static_cast<float*>(out) + r * shape.lanes, a, b, shape.lanes);
+      compute_rows(x.op, static_cast<float*>(out), a, b, shape.rows, shape.lanes);
     } else {
-      compute_row(x.op, static_cast<Int*>(out) + r * shape.lanes, a, b, shape.lanes);
+      compute_rows(x.op, static_cast<Int*>(out), a, b, shape.rows, shape.lanes);
     }
   }
 
-  void select(const Instruction& x, const Shape& shape, int r, void* out) const {
-    if (x.type == ValueType::kFloat) return select_of<float>(x, shape, r, out);
-    select_of<Int>(x, shape, r, out);
-  }
   template <class T>
-  void select_of(const Instruction& x, const Shape& shape, int r, void* out) const {
-    alignas(64) Int condition_buffer[kMostLanes];
-    alignas(64) T a_buffer[kMostLanes], b_buffer[kMostLanes];
-    const Int* const condition = vector<Int>(x.operands[0], shape, r, condition_buffer);
-    const T* const a = vector<T>(x.operands[1], shape, r, a_buffer);
-    const T* const b = vector<T>(x.operands[2], shape, r, b_buffer);
-    T* const to = static_cast<T*>(out) + r * shape.lanes;
-    for (int l = 0; l < shape.lanes; ++l) to[l] = condition[l] != 0 ? a[l] : b[l];
+  void select(const Instruction& x, const Shape& shape, void* out) const {
+    select_rows(static_cast<T*>(out), rows<Int>(x.operands[0], shape), rows<T>(x.operands[1], shape),
+                rows<T>(x.operands[2], shape), shape.rows, shape.lanes);
   }
 
   // Values that have no operands: all of low rates.
@@ -225,7 +224,8 @@ inline I nonzero_lanes(const int32_t* p) { return load_int(p); }
 template <class Int>
 program::Seen mask(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin, int end,
                    int num_queries, uint16_t (*seen)[kTileQueries / 4]) {
-  const Machine<Int> machine(call, call.code->for_mask, at, memory, begin, end);
+  const Machine<Int> machine(call, call.code->for_mask, at, memory);
+  machine.prepare(begin, end);
   alignas(64) Int buffer[kTile];
   uint32_t some = 0, all = ~0u;
   const I zero = broadcast_int(0);
@@ -250,7 +250,7 @@ program::Seen mask(const program::Call& call, const ProgramPlace& at, const Prog
 template <class Int>
 void score(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin, int end) {
   const int result = call.code->score;
-  const Machine<Int> machine(call, call.code->for_score, at, memory, begin, end);
+  const Machine<Int> machine(call, call.code->for_score, at, memory);
   const bool computed = machine.at(result).rate == Rate::kFull && machine.at(result).op != Op::kScore;
   for (int key = begin; key < end; key += kStripKeys) {
     const int rows = end - key < kStripKeys ? end - key : kStripKeys;
@@ -264,59 +264,60 @@ void score(const program::Call& call, const ProgramPlace& at, const ProgramMemor
   }
 }
 
+// What rows of gradients give to the sums of a capture. Gradients are full: their rows follow each other.
 template <class Int>
-void score_gradient(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin,
-                    int end) {
-  const int result = call.code->score_gradient;
-  if (result < 0) {  // the score is not read
-    for (int i = begin * kTile; i < end * kTile; ++i) memory.gradients[i] = 0;
-    return;
-  }
-  const Machine<Int> machine(call, call.code->for_score_gradient, at, memory, begin, end);
-  alignas(64) float buffer[kTile];
-  for (int key = begin; key < end; key += kStripKeys) {
-    const int rows = end - key < kStripKeys ? end - key : kStripKeys;
-    machine.run_strip(key, rows);
-    for (int r = 0; r < rows; ++r) {
-      __builtin_memmove(memory.gradients + (key + r) * kTile, machine.row(result, key, r, buffer), sizeof buffer);
-    }
-  }
-}
-
-// What a row of gradients gives to the sums of a capture.
-template <class Int>
-void add_row(const Machine<Int>& machine, const program::GatherGradient& gather, const ProgramPlace& at, int key, int r,
-             float* sums, int64_t keys) {
-  alignas(64) float buffer[kTile];
-  const float* const gradient = machine.row(gather.adjoint, key, r, buffer);
+void add_strip(const Machine<Int>& machine, const program::GatherGradient& gather, const ProgramPlace& at, int key,
+               int rows, float* sums, int64_t keys) {
+  const float* gradient = machine.full(gather.adjoint, key);
   const Instruction& x = machine.at(gather.gather);
+  const int64_t first_key = at.first_key + key;
   switch (x.rate) {
-    case Rate::kUniform: return add_floats(sums, gradient, kTile);
-    case Rate::kQuery: return add_floats(sums + at.first_query, gradient, kTile);
-    case Rate::kKey: sums[at.first_key + key + r] += sum_of_floats(gradient); return;
-    case Rate::kDiagonal: return add_floats(sums + at.first_query - (at.first_key + key + r) + keys, gradient, kTile);
+    case Rate::kUniform: return add_columns(sums, gradient, rows);
+    case Rate::kQuery: return add_columns(sums + at.first_query, gradient, rows);
+    case Rate::kKey: return add_rows(sums + first_key, gradient, rows);
+    case Rate::kDiagonal: return add_diagonals(sums + at.first_query - (first_key + rows - 1) + keys, gradient, rows);
     case Rate::kFull: break;
   }
-  int64_t elements[kTile];
-  machine.elements(x, key, r, elements);
-  for (int l = 0; l < kTile; ++l) {
-    if (gradient[l] != 0) sums[elements[l]] += gradient[l];
+  for (int r = 0; r < rows; ++r, gradient += kTile) {
+    int64_t elements[kTile];
+    machine.elements(x, key, r, elements);
+    for (int l = 0; l < kTile; ++l) {
+      if (gradient[l] != 0) sums[elements[l]] += gradient[l];
+    }
+  }
+}
+
+const Pass& gradient_pass(const program::Call& call, bool captures) {
+  return captures ? call.code->for_gradients : call.code->for_score_gradient;
+}
+
+template <class Int>
+void gradients(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin, int end,
+               const CaptureSums& captures) {
+  const program::Code& code = *call.code;
+  const Machine<Int> machine(call, gradient_pass(call, captures.sums != nullptr), at, memory);
+  for (int key = begin; key < end; key += kStripKeys) {
+    const int rows = end - key < kStripKeys ? end - key : kStripKeys;
+    machine.run_strip(key, rows);
+    for (int g = 0; captures.sums != nullptr && g < code.num_gathers; ++g) {
+      if (captures.sums[g] != nullptr) {
+        add_strip(machine, code.gathers[g], at, key, rows, captures.sums[g], captures.keys);
+      }
+    }
+    float* const to = memory.gradients + key * kTile;
+    const size_t bytes = static_cast<size_t>(rows) * kTile * sizeof(float);
+    if (code.score_gradient < 0) {  // the score is not read
+      __builtin_memset(to, 0, bytes);
+    } else if (!code.same_gradient) {
+      __builtin_memcpy(to, machine.full(code.score_gradient, key), bytes);
+    }
   }
 }
 
 template <class Int>
-void capture_gradients(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin,
-                       int end, const CaptureSums& to) {
-  const Machine<Int> machine(call, call.code->for_captures, at, memory, begin, end);
-  for (int key = begin; key < end; key += kStripKeys) {
-    const int rows = end - key < kStripKeys ? end - key : kStripKeys;
-    machine.run_strip(key, rows);
-    for (int g = 0; g < call.code->num_gathers; ++g) {
-      for (int r = 0; to.sums[g] != nullptr && r < rows; ++r) {
-        add_row(machine, call.code->gathers[g], at, key, r, to.sums[g], to.keys);
-      }
-    }
-  }
+void prepare(const program::Call& call, const Pass& pass, const ProgramPlace& at, const ProgramMemory& memory,
+             int begin, int end) {
+  Machine<Int>(call, pass, at, memory).prepare(begin, end);
 }
 
 }  // namespace
@@ -327,20 +328,26 @@ program::Seen run_mask(const program::Call& call, const ProgramPlace& at, const 
                    : mask<int32_t>(call, at, memory, begin, end, num_queries, seen);
 }
 
+void prepare_score(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin, int end) {
+  call.wide ? prepare<int64_t>(call, call.code->for_score, at, memory, begin, end)
+            : prepare<int32_t>(call, call.code->for_score, at, memory, begin, end);
+}
+
 void run_score(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin, int end) {
   call.wide ? score<int64_t>(call, at, memory, begin, end) : score<int32_t>(call, at, memory, begin, end);
 }
 
-void run_score_gradient(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin,
-                        int end) {
-  call.wide ? score_gradient<int64_t>(call, at, memory, begin, end)
-            : score_gradient<int32_t>(call, at, memory, begin, end);
+void prepare_gradients(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin,
+                       int end, bool captures) {
+  const Pass& pass = gradient_pass(call, captures);
+  call.wide ? prepare<int64_t>(call, pass, at, memory, begin, end)
+            : prepare<int32_t>(call, pass, at, memory, begin, end);
 }
 
-void add_capture_gradients(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin,
-                           int end, const CaptureSums& sums) {
-  call.wide ? capture_gradients<int64_t>(call, at, memory, begin, end, sums)
-            : capture_gradients<int32_t>(call, at, memory, begin, end, sums);
+void run_gradients(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin, int end,
+                   const CaptureSums& captures) {
+  call.wide ? gradients<int64_t>(call, at, memory, begin, end, captures)
+            : gradients<int32_t>(call, at, memory, begin, end, captures);
 }
 
 }  // namespace polyhead::cpu::POLYHEAD_ISA

@@ -18,15 +18,19 @@ struct ProgramPlace {
 program::Seen run_mask(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin,
                        int end, int num_queries, uint16_t (*seen)[kTileQueries / 4]);
 
+// What keys [begin, end) of the block need before run_score: it is then called for them once, or strip by strip.
+void prepare_score(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin, int end);
+
 // memory.scores -> memory.results.
 void run_score(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin, int end);
 
-// memory.gradients, of the program's score, become those of the scores in memory.scores.
-void run_score_gradient(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin,
-                        int end);
+// The same before run_gradients. `captures`: their sums will be given.
+void prepare_gradients(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin,
+                       int end, bool captures);
 
-// What memory.gradients give to the captures.
-void add_capture_gradients(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin,
-                           int end, const CaptureSums& sums);
+// memory.gradients, of the program's score, become those of the scores in memory.scores; and what they give to the captures
+// is added to their sums.
+void run_gradients(const program::Call& call, const ProgramPlace& at, const ProgramMemory& memory, int begin, int end,
+                   const CaptureSums& captures);
 
 }  // namespace polyhead::cpu::POLYHEAD_ISA

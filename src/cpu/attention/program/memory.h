@@ -29,7 +29,7 @@ struct ProgramLayout {
     const program::Pass* const passes[] = {&code.for_mask,
                                            &code.for_score,
                                            &code.for_score_gradient,
-                                           &code.for_captures,
+                                           &code.for_gradients,
                                            &code.transposed->for_mask,
                                            &code.transposed->for_score};
     for (const program::Pass* pass : passes) {

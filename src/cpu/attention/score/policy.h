@@ -76,22 +76,29 @@ struct Score {
 
   // Products of a piece of a tile -> scores, -inf where hidden. s[r][v]: key + r, lanes lane + v * kLanes.
   template <int kRows, int kVecs_>
-  void apply(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane) const {
-    if (scaled_first || view.ranges != nullptr) {
-      for_each_score(s, view, key, lane, [](const Options::Kept&, int, int) {});
-    }
+  __attribute__((always_inline)) void apply(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane) const {
+    if (!scaled_first && view.ranges == nullptr) return;
+    if (scales_alone(view)) return scale_all(s);
+    F x[kRows][kVecs_];  // s itself stays in registers: its address is not taken
+    copy(x, s);
+    for_each_score(x, view, key, lane, [](const Options::Kept&, int, int) {});
+    copy(s, x);
   }
 
   // The same in backward, where options keep what their gradients need.
   template <int kRows, int kVecs_>
-  void apply_and_keep(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane,
-                      const Options::Memory& memory) const {
+  __attribute__((always_inline)) void apply_and_keep(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane,
+                                                     const Options::Memory& memory) const {
     if (!scaled_first && view.ranges == nullptr) return;
+    if (scales_alone(view)) return scale_all(s);
     const bool some_hidden = hides_from_program(view);
-    for_each_score(s, view, key, lane, [&](const Options::Kept& kept, int k, int at) {
+    F x[kRows][kVecs_];
+    copy(x, s);
+    for_each_score(x, view, key, lane, [&](const Options::Kept& kept, int k, int at) {
       options.save(kept, memory, k * kTile + at,
                    [&] { return some_hidden ? seen_by_program(view, k, at) : mask_from_bits(~0u); });
     });
+    copy(s, x);
   }
 
   // dS of the scores -> dS of what option O gave: what O adds to the gradients of its own.
@@ -110,22 +117,45 @@ struct Score {
     return options.raw_gradient(ds, view.at(key, lane), view.options, kept);
   }
 
+  // What the program computes once for keys [begin, end) of a block, before it runs on some of them or all.
+  void prepare_program(const BlockView& view, const Options::Memory& memory, int begin, int end) const {
+    prepare_score(of_program().call, place(view), program_memory(memory), begin, end);
+  }
   // Scores of the options in memory.scores -> the contract's in memory.results, of keys [begin, end) of a block.
   void run_program(const BlockView& view, const Options::Memory& memory, int begin, int end) const {
     run_score(of_program().call, place(view), program_memory(memory), begin, end);
   }
-  // Of those results, memory.gradients -> dS of the options' scores.
-  void differentiate_program(const BlockView& view, const Options::Memory& memory, int begin, int end) const {
-    run_score_gradient(of_program().call, place(view), program_memory(memory), begin, end);
+  // Of those results, memory.gradients -> dS of the options' scores; and what they give to captures.
+  void prepare_gradients_of_program(const BlockView& view, const Options::Memory& memory, int begin, int end,
+                                    bool captures) const {
+    prepare_gradients(of_program().call, place(view), program_memory(memory), begin, end, captures);
+  }
+  void differentiate_program(const BlockView& view, const Options::Memory& memory, int begin, int end,
+                             const CaptureSums& captures) const {
+    run_gradients(of_program().call, place(view), program_memory(memory), begin, end, captures);
   }
   bool changes_gradient() const { return by_program && !of_program().call.code->same_gradient; }
 
+ private:
   ProgramPlace place(const BlockView& view) const {
     return {of_program().b, of_program().h, of_program().offset, view.first_query, view.first_key};
   }
-
- private:
   const ProgramMask& of_program() const { return option<ProgramMask>(options); }
+
+  // Programs and sinks want scores of products to which no option does anything.
+  bool scales_alone(const BlockView& view) const { return scaled_first && view.ranges == nullptr && !options.on(); }
+  template <int kRows, int kVecs_>
+  static void copy(F (&to)[kRows][kVecs_], const F (&from)[kRows][kVecs_]) {
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVecs_; ++v) to[r][v] = from[r][v];
+    }
+  }
+  template <int kRows, int kVecs_>
+  void scale_all(F (&s)[kRows][kVecs_]) const {
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVecs_; ++v) s[r][v] = s[r][v] * broadcast(scale);
+    }
+  }
 
   static M in_range(const BlockView& view, int key, int lane) {
     if (view.ranges == nullptr) return mask_from_bits(~0u);
