@@ -2,6 +2,9 @@
 formula, which calls the same functions on whole arrays."""
 
 import functools
+import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -102,6 +105,13 @@ def ready(name, seed=0):
 
 def test_every_ready_program_is_tested():
     assert sorted(READY) == sorted((*programs.MASKS, *programs.SCORES, *programs.WEIGHTS))
+
+
+def test_every_ready_program_has_a_row_in_the_bench():
+    bench = pathlib.Path(__file__).parents[2] / "bench" / "ready_programs.py"
+    suite = subprocess.run([sys.executable, bench], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert sorted(line[2:] for line in suite if line.startswith("# ")) == sorted(READY)
+    assert all(row.startswith("1x8x2048x64 --") for row in suite[1::2])
 
 
 @pytest.mark.parametrize("name", READY)
