@@ -15,7 +15,7 @@ import polyhead
 
 DOCS = pathlib.Path(__file__).parent
 HEADERS = DOCS.parent / "include" / "polyhead"
-C_HEADERS = [HEADERS / f"polyhead{part}.h" for part in ("", "_cache", "_layer", "_block")]
+C_HEADERS = sorted(HEADERS.glob("polyhead*.h"))
 CPP_HEADERS = sorted(set(HEADERS.glob("*.h")) - {*C_HEADERS, HEADERS / "api.h"})
 sys.path.insert(0, str(DOCS))
 

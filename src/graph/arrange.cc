@@ -190,8 +190,8 @@ namespace {
 bool masks_fit(const Net& net, const Match& match, const Arrangement& arrangement, std::string& why) {
   for (const MaskTerm& term : match.terms) {
     if (arranged_mask(net, arrangement, term).value != kNone) continue;
-    why =
-        sentence("the dims of the mask \"", net.value(term.value).name, "\" are not understood beside batch and heads");
+    const std::string_view mask = term.value == kNone ? std::string_view() : net.value(term.value).name;
+    why = sentence("the dims of the mask \"", mask, "\" are not understood beside batch and heads");
     return false;
   }
   return true;

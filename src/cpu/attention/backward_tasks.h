@@ -1,4 +1,5 @@
-// Gradients of query, key and value, and of what a program captures, cut into tasks: whole heads, or, where heads are few, chunks of their keys.
+// Gradients of query, key and value, and of what a program captures, cut into tasks: whole heads, or, where heads are few,
+// chunks of their keys.
 #pragma once
 
 #include "contract/kernel.h"
