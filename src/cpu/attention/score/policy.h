@@ -87,18 +87,15 @@ struct Score {
 
   // The same in backward, where options keep what their gradients need.
   template <int kRows, int kVecs_>
-  __attribute__((always_inline)) void apply_and_keep(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane,
-                                                     const Options::Memory& memory) const {
+  void apply_and_keep(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane,
+                      const Options::Memory& memory) const {
     if (!scaled_first && view.ranges == nullptr) return;
     if (scales_alone(view)) return scale_all(s);
     const bool some_hidden = hides_from_program(view);
-    F x[kRows][kVecs_];
-    copy(x, s);
-    for_each_score(x, view, key, lane, [&](const Options::Kept& kept, int k, int at) {
+    for_each_score(s, view, key, lane, [&](const Options::Kept& kept, int k, int at) {
       options.save(kept, memory, k * kTile + at,
                    [&] { return some_hidden ? seen_by_program(view, k, at) : mask_from_bits(~0u); });
     });
-    copy(s, x);
   }
 
   // dS of the scores -> dS of what option O gave: what O adds to the gradients of its own.
