@@ -294,6 +294,13 @@ void compute_products(const Call& call) {
 
 bool sums_over_batch(const AttentionDesc& desc) { return desc.attn_bias.dims[0] != desc.batch; }
 
+// Of the gradients alone: sums of captures lie behind it.
+MemorySize products_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
+  const MemorySize bytes = cut(functions, desc, num_threads, false).workspace_bytes(num_threads);
+  if (!desc.attn_bias.given || !sums_over_batch(desc)) return bytes.rounded_up(64);
+  return std::max(bytes, cut(functions, desc, num_threads, true).workspace_bytes(num_threads)).rounded_up(64);
+}
+
 }  // namespace
 
 bool gives_bias(const AttentionDesc& desc, const BackwardArgs& args) {
@@ -306,17 +313,6 @@ bool gives_bias(const AttentionDesc& desc, const BackwardArgs& args) {
   if (sums_over_batch(desc) && (desc.attn_bias.dtype != DType::kFloat32 || args.accumulate)) return false;
   return asks_for_products(args);
 }
-
-namespace {
-
-// Of the gradients alone: sums of captures lie behind it.
-MemorySize products_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
-  const MemorySize bytes = cut(functions, desc, num_threads, false).workspace_bytes(num_threads);
-  if (!desc.attn_bias.given || !sums_over_batch(desc)) return bytes.rounded_up(64);
-  return std::max(bytes, cut(functions, desc, num_threads, true).workspace_bytes(num_threads)).rounded_up(64);
-}
-
-}  // namespace
 
 MemorySize gradients_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
   return products_bytes(functions, desc, num_threads) + capture_sums_bytes(desc);

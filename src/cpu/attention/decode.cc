@@ -150,10 +150,11 @@ void load_queries(const Decode& x, const DecodeHead& head) {
   }
 }
 
-// Where the rows of a chunk lie: apart from each other in pages; else those of any block from its first on.
+// Where the rows of a chunk lie: apart from each other in pages; else those of any block from its first on, and the one
+// behind them, whose place is taken when a block's last row has been asked for.
 void list_places(PoolPlace* places, const KeyRows& x, int64_t first) {
   if (x.pages == nullptr) {
-    for (int k = 0; k < 2 * kDecodeBlock; ++k) places[k] = {k * x.rows.row_bytes, k * x.rows.scale_row_bytes};
+    for (int k = 0; k <= kDecodeBlock; ++k) places[k] = {k * x.rows.row_bytes, k * x.rows.scale_row_bytes};
     return;
   }
   const int64_t left = x.num_rows - first, n = left < kPlaces ? left : kPlaces;
@@ -192,8 +193,7 @@ Ahead ahead_of(const Decode& x, int key, const Side& now, int64_t vector_bytes, 
   const auto base = reinterpret_cast<uintptr_t>(next.data);
   const auto first = base + static_cast<uintptr_t>(next.apart[0].data);
   const bool one_run = next.apart[kDecodeBlock - 1].data - next.apart[0].data == (kDecodeBlock - 1) * bytes;
-  runs = one_run && next.row_bytes == bytes ? AheadRuns{block_bytes, first, nullptr}
-                                            : AheadRuns{bytes, base, next.apart + 1};
+  runs = one_run ? AheadRuns{block_bytes, first, nullptr} : AheadRuns{bytes, base, next.apart + 1};
   return {first, runs.bytes, &runs};
 }
 

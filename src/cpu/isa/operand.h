@@ -27,6 +27,9 @@ static inline int64_t element_bytes(DType dtype) {
   __builtin_unreachable();  // arguments are checked, and the compiler tells of a dtype without a case
 }
 
+// Bytes of what multiplies numbers of a dtype that has scales.
+static inline int64_t scale_bytes(DType dtype) { return dtype == DType::kInt4x2 ? 2 : 4; }
+
 // Bytes of a row of so many numbers that follow each other.
 static inline int64_t numbers_bytes(DType dtype, int64_t numbers) {
   return dtype == DType::kInt4x2 ? numbers / 2 : numbers * element_bytes(dtype);

@@ -50,10 +50,10 @@ inline Rows rows_of(const Operand& x, int64_t b, int64_t h, int64_t first_row) {
   const int64_t bytes = element_bytes(x.dtype), at = b * x.stride_b + h * x.stride_h + first_row * x.stride_s;
   Rows rows{static_cast<const char*>(x.data) + at * bytes, x.dtype, x.stride_s * bytes, x.stride_d};
   if (x.scales == nullptr) return rows;
-  const int64_t scale_bytes = x.dtype == DType::kInt4x2 ? 2 : 4;
+  const int64_t bytes_of_scale = scale_bytes(x.dtype);
   const int64_t scale = b * x.scale_stride_b + h * x.scale_stride_h + first_row * x.scale_stride_s;
-  rows.scales = static_cast<const char*>(x.scales) + scale * scale_bytes;
-  rows.scale_row_bytes = x.scale_stride_s * scale_bytes, rows.scale_column_bytes = x.scale_stride_d * scale_bytes;
+  rows.scales = static_cast<const char*>(x.scales) + scale * bytes_of_scale;
+  rows.scale_row_bytes = x.scale_stride_s * bytes_of_scale, rows.scale_column_bytes = x.scale_stride_d * bytes_of_scale;
   rows.group = x.group;
   return rows;
 }
@@ -100,22 +100,25 @@ struct KeyRows {
 
 inline KeyRows key_rows_of(const Operand& x, int64_t b, int64_t h, int64_t first_row, int64_t num_rows) {
   if (x.page_table == nullptr) return {rows_of(x, b, h, first_row), num_rows};
-  const int64_t scale_bytes = x.dtype == DType::kInt4x2 ? 2 : 4;
   return {rows_of(x, 0, h, 0),
           num_rows,
           x.page_table + b * x.pages_per_sequence,
           x.page_size,
           x.stride_b * element_bytes(x.dtype),
-          x.scale_stride_b * scale_bytes};
+          x.scale_stride_b * scale_bytes(x.dtype)};
+}
+
+// The scale of a row's group that a column is in.
+inline F load_scale(const Rows& x, int64_t row, int64_t column) {
+  const char* const scale = x.scale(row, column);
+  return x.dtype == DType::kInt4x2 ? from_halves(Halves{} + *u16(scale)) : broadcast(*f32(scale));
 }
 
 // load_columns where there are scales. Never inlined: what has none does without its registers.
 inline __attribute__((noinline)) F load_scaled(const Rows& x, int64_t row, int64_t column, int n) {
   const F stored = load_stored(x.row(row), x.dtype, column, x.column_stride, n);
   if (x.scaled_later) return stored;
-  const char* const scale = x.scale(row, column);
-  const F factor = x.dtype == DType::kInt4x2 ? from_halves(Halves{} + *u16(scale)) : broadcast(*f32(scale));
-  const F scaled = stored * broadcast(stored_factor(x.dtype)) * factor;
+  const F scaled = stored * broadcast(stored_factor(x.dtype)) * load_scale(x, row, column);
   return n == kLanes ? scaled : select(mask_from_bits((1u << n) - 1), scaled, broadcast(0.0f));
 }
 
@@ -132,8 +135,7 @@ int64_t copy_scaled(float* out, const Rows& x, int64_t row, int64_t columns, Loa
   const int64_t end = columns / kLanes * kLanes;
   const auto* const numbers = reinterpret_cast<const uint8_t*>(x.row(row));
   for (int64_t d = 0; d < end;) {  // groups are whole vectors, but for the one of a whole row
-    const char* const scale = x.scale(row, d);
-    const F factor = x.dtype == DType::kInt4x2 ? from_halves(Halves{} + *u16(scale)) : broadcast(*f32(scale));
+    const F factor = load_scale(x, row, d);
     const int64_t end_of_group = end < d + x.group ? end : d + x.group;
     for (; d < end_of_group; d += kLanes) {
       store(out + d, load_at(numbers, d) * broadcast(stored_factor(x.dtype)) * factor);
