@@ -4,11 +4,13 @@
   bench/ready_programs.py > ready.txt && polyhead bench --suite ready.txt --direction forward,backward
 """
 
-import inspect
+import functools
 import shlex
 
+import numpy as np
+
 from polyhead import programs
-from polyhead._program import Tracer, Value
+from polyhead._program_call import program_arguments
 
 SEQLEN = 2048
 NUMBERS = {
@@ -65,22 +67,18 @@ CAPTURED = {
     "kerple_power": {"r1": "f32[h] 0..1", "r2": "f32[h] 0..1"},
     "sandwich": {"ratio": "f32[h] 0..1"},
 }
-KINDS = {"f": "float", "i": "int", "b": "bool"}
+DTYPES = {"f32": np.float32, "i32": np.int32, "i64": np.int64, "bool": np.bool_}
 
 
 def problem(name: str) -> str:
     """A line of a suite."""
-    function, tracer = getattr(programs, name), Tracer()
-    numbers, captured = NUMBERS.get(name, {}), CAPTURED.get(name, {})
-    arguments = {}
-    for each in inspect.signature(function).parameters:
-        if each in captured:
-            arguments[each] = tracer.capture(each, KINDS[captured[each][0]], captured[each].count(",") + 1)
-        elif each in ("score", "b", "h", "q", "k", "offset"):
-            arguments[each] = Value(tracer, each, "float" if each == "score" else "int")
+    captured = CAPTURED.get(name, {})
+    kinds = {tensor: drawn.split("[")[0] for tensor, drawn in captured.items()}
+    arrays = {tensor: np.empty((0,) * (captured[tensor].count(",") + 1), DTYPES[kind]) for tensor, kind in kinds.items()}
+    function = functools.partial(getattr(programs, name), **NUMBERS.get(name, {}))
     what = "mask" if name in programs.MASKS else "score"
-    text = "; ".join(tracer.text(**{what: function(**arguments, **numbers)}).split("\n"))
-    words = [f"1x8x{SEQLEN}x64", f"--{what}", text]
+    text, _ = program_arguments(**{"score": None, "mask": None, what: function}, captured=arrays)
+    words = [f"1x8x{SEQLEN}x64", f"--{what}", "; ".join(text.split("\n"))]
     if captured:
         words += ["--captured", "; ".join(f"{tensor}: {drawn}" for tensor, drawn in captured.items())]
     return shlex.join(words + (["--normalizer", "none"] if name in programs.WEIGHTS else []))
