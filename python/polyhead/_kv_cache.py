@@ -9,26 +9,27 @@ import numpy as np
 from polyhead import _bind
 from polyhead._typing import Array, ArrayT
 
-#: What a cache may store a number as: the name, its NumPy dtype (of ml_dtypes, if that has it), numbers a byte.
-_STORED = {
-    "float32": "float32",
+#: What a cache may store a number as: the name, and the dtype of NumPy, or else of ml_dtypes.
+_STORED: dict[str, type[np.generic] | str] = {
+    "float32": np.float32,
     "bfloat16": "bfloat16",
-    "float16": "float16",
-    "int8": "int8",
+    "float16": np.float16,
+    "int8": np.int8,
     "float8_e4m3": "float8_e4m3fn",
     "float8_e5m2": "float8_e5m2",
-    "int4": "uint8",
+    "int4": np.uint8,
 }
 
 
 def _dtype(argument: str, name: str) -> np.dtype[Any]:
     if name not in _STORED:
         raise _bind.Error(f"{argument} is {name!r}, must be one of {', '.join(_STORED)}")
-    if name in ("float32", "float16", "int8", "int4"):
-        return np.dtype(_STORED[name])
-    import ml_dtypes  # NumPy has no such dtypes of its own
+    dtype = _STORED[name]
+    if isinstance(dtype, str):
+        from polyhead._weight_files import needs  # what it imports is not for the start-up
 
-    return np.dtype(getattr(ml_dtypes, _STORED[name]))
+        dtype = getattr(needs("ml_dtypes", f"{argument} is {name}"), dtype)
+    return np.dtype(dtype)
 
 
 class KvCache:

@@ -87,7 +87,7 @@ def _kind(path):
     return _KINDS[path.suffix]
 
 
-def _needs(package, reason):
+def needs(package, reason):
     try:
         return __import__(package)
     except ModuleNotFoundError as missing:
@@ -99,7 +99,7 @@ def _numpy(name, array):
     if torch is not None and isinstance(array, torch.Tensor):
         array = array.detach().cpu()
         if array.dtype == torch.bfloat16:
-            dtype = _needs("ml_dtypes", f"{name} is bfloat16").bfloat16
+            dtype = needs("ml_dtypes", f"{name} is bfloat16").bfloat16
             return array.contiguous().view(torch.int16).numpy().view(dtype)
     array = np.asarray(array)
     if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
@@ -123,12 +123,12 @@ def _safetensors_dtype(path, name, text):
     if text in _DTYPES:
         return np.dtype(_DTYPES[text])
     if text in _ML_DTYPES:
-        return np.dtype(getattr(_needs("ml_dtypes", f"{path}: {name!r} is {text}"), _ML_DTYPES[text]))
+        return np.dtype(getattr(needs("ml_dtypes", f"{path}: {name!r} is {text}"), _ML_DTYPES[text]))
     raise Error(f"{path}: {name!r} is {text}, which NumPy does not have")
 
 
 def _read_safetensors(path):
-    safetensors = _needs("safetensors", ".safetensors files need the package safetensors")
+    safetensors = needs("safetensors", ".safetensors files need the package safetensors")
     try:
         with safetensors.safe_open(path, "np") as file:  # checks all of the header; its NumPy has no bfloat16
             names = list(file.keys())
@@ -157,7 +157,7 @@ def _unique(path, pairs):
 
 
 def _write_safetensors(file, arrays):
-    _needs("safetensors", ".safetensors files need the package safetensors")
+    needs("safetensors", ".safetensors files need the package safetensors")
     from safetensors.numpy import save
 
     file.write(save(arrays))
@@ -201,7 +201,7 @@ def _read_npy(file, size_bytes, where):
         raise Error(f"{where} ends after {len(data)} of {expected} bytes")
     array = np.frombuffer(bytearray(data), dtype).reshape(shape, order="F" if fortran_order else "C")
     if dtype == np.dtype("V2"):  # how NumPy saves bfloat16
-        array = array.view(_needs("ml_dtypes", f"{where} is bfloat16").bfloat16)
+        array = array.view(needs("ml_dtypes", f"{where} is bfloat16").bfloat16)
     return array
 
 

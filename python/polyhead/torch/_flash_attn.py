@@ -194,8 +194,8 @@ def flash_attn_varlen_func(
         seqlens_k = cu_seqlens_k.diff()
         table = pages_within(block_table, k, seqlens_k, "cu_seqlens_k")
         if differentiates(q, k, v, alibi_slopes):
+            slots = torch.arange(len(table) + 1) * table.shape[1] * k.shape[1]
             k, v = (pool[table].flatten(0, 2) for pool in (k, v))
-            slots = torch.arange(len(table) + 1) * (len(k) // max(len(table), 1))
             k, v, lengths["cu_seqlens_k"] = used_rows(k, v, slots, seqlens_k, "cu_seqlens_k")
         else:
             lengths = {"seqlens_k": seqlens_k, "page_table": table}
