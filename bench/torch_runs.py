@@ -54,7 +54,14 @@ def figures(entry: dict, unit_s: float = 1e-3) -> str:
     return f"{entry['median_s'] / unit_s:.2f} ({entry['min_s'] / unit_s:.2f}){'!' * entry['noisy']}"
 
 
-def print_and_write(result: dict, folder: pathlib.Path | None, end: str, text: str, keys: tuple[str, ...]) -> None:
+def print_and_write(
+    result: dict,
+    folder: pathlib.Path | None,
+    end: str,
+    text: str,
+    keys: tuple[str, ...],
+    draw: Callable | None = None,
+) -> None:
     """The table, and files where a folder is given: with a row of `keys` for each contender of each of the result's rows."""
     print(text)
     if folder is None:
@@ -64,7 +71,7 @@ def print_and_write(result: dict, folder: pathlib.Path | None, end: str, text: s
         for row in result["rows"]
         for name, entry in row.get("contenders", {}).items()
     ]
-    for path in write(result, folder, end, text, flat):
+    for path in write(result, folder, end, text, flat, draw):
         print(os.path.relpath(path))
 
 
