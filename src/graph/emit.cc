@@ -238,9 +238,9 @@ class Emitter {
   }
 
   // A bias in the place of a number that replaces scores: so low that the scores of a row that is hidden as a whole are
-  // absorbed, and all its keys weigh the same as they did.
+  // absorbed, and all its keys weigh the same as they did; not the type's lowest, which ONNX Runtime 1.32 takes for -inf.
   double fill_of(const MaskTerm& term) const {
-    return match_.terms.size() == 1 && std::isfinite(term.number) ? std::min(term.number, kAbsorbs) : term.number;
+    return match_.terms.size() == 1 && std::isfinite(term.number) ? kAbsorbs : term.number;
   }
 
   std::string added(const MaskTerm& term, const std::string& name) {

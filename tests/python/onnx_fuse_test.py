@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -182,12 +183,14 @@ def test_rows_that_a_finite_number_hides_may_be_zero():
 
 
 def test_fills_stay_finite():
-    """float32's lowest number is -inf in bfloat16; a bias of it would make a row that it hides as a whole another one."""
-    halves = " ".join(f"{name}h = Cast<to = 16>({name})" for name in ("q", "kt", "v", "lowest"))
-    fusion = polyhead.onnx.fuse(model_of(f"{FILL} {halves} m = MatMul(qh, kth) s = Where(keep, m, lowesth) w = Softmax<axis = -1>(s) o = MatMul(w, vh) out = Cast<to = 1>(o)"))
-    assert fusion.num_fused == 1
-    numbers = [onnx.numpy_helper.to_array(each).astype(np.float32) for each in fusion.model.graph.initializer if each.data_type == onnx.TensorProto.BFLOAT16]
-    assert sorted(each.item() for each in numbers) == [-(2.0**128 - 2.0**120), 0]
+    """float32's lowest number is -inf in bfloat16, and ONNX Runtime takes a type's lowest for it: a bias of either would make
+    a row that it hides as a whole another one. Beside another mask a number stays what it is."""
+    halves = " ".join(f"{name}h = Cast<to = 16>({name})" for name in ("q", "kt", "v", "lowest", "bias"))
+    for masked, fill in (("s = Where(keep, m, lowesth)", -1e30), ("n = Add(m, biash) s = Where(keep, n, lowesth)", -(2.0**128 - 2.0**120))):
+        fusion = polyhead.onnx.fuse(model_of(f"{FILL} {halves} m = MatMul(qh, kth) {masked} w = Softmax<axis = -1>(s) o = MatMul(w, vh) out = Cast<to = 1>(o)"))
+        assert fusion.num_fused == 1
+        numbers = [onnx.numpy_helper.to_array(each).astype(np.float32) for each in fusion.model.graph.initializer if each.data_type == onnx.TensorProto.BFLOAT16]
+        np.testing.assert_allclose(sorted(each.item() for each in numbers), [fill, 0], rtol=2**-8)
 
 
 def test_layers_share_what_their_masks_need():
@@ -228,6 +231,8 @@ def test_onnxruntime_gives_the_same_numbers():
     for name, nodes in VARIANTS.items():
         model = model_of(*reversed(nodes)) if isinstance(nodes, tuple) else model_of(nodes)
         inputs = operands(model)
+        if name in ("mask_where", "mask_where_10000"):  # and a row that a finite number hides as a whole
+            inputs["keep"][1, :, 2] = False
         run = [
             onnxruntime.InferenceSession(each.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, inputs)
             for each in (model, polyhead.onnx.fuse(model).model)
@@ -416,3 +421,46 @@ def test_command(tmp_path):
     code, _, error = run("far.onnx", "-o", "other/none.onnx")
     assert code == 2 and "--out must name a file in the same folder" in error
     assert sorted(path.name for path in tmp_path.rglob("none.onnx*")) == []
+
+
+def test_command_checks(tmp_path):
+    """--check runs both models: what differs is told by output, and is not written."""
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: --check runs models in it")
+    if not COMMAND.exists():
+        pytest.skip("this build of the package is without its command")
+
+    def run(*words):
+        line = [sys.executable, "-m", "polyhead", "fuse", "model.onnx", "-o", "fused.onnx", "--force", *words]
+        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
+
+    model = model_of(PLACES_AS_TENSORS["finite_beside_padding"][0])
+    onnx.save(model, tmp_path / "model.onnx")
+    code, told, error = run("--domain", "polyhead", "--check", "--json", "--size", "T=9")
+    assert code == 0 and told["facts"]["result"] == "same", error
+    assert [row["sizes"] for row in told["rows"]] == ["B 2, S 5, T 9", "B 4, S 4, T 9", "B 1, S 1, T 9"]
+    assert [row["shape"] for row in told["rows"]] == ["float32 [2, 4, 5, 8]", "float32 [4, 4, 4, 8]", "float32 [1, 4, 1, 8]"]
+    assert all(row["result"] == "same" and row["difference"] < 1e-6 < row["largest"] for row in told["rows"])
+    assert told["rows"][0]["difference"] > 0  # other kernels than ONNX Runtime's
+    assert onnx.load(tmp_path / "fused.onnx") == polyhead.onnx.fuse(model, target="polyhead").model
+    (tmp_path / "fused.onnx").unlink()
+    assert run("--domain", "polyhead", "--check", "--json", "--tolerance", "0")[0] == 1
+
+    inputs = operands(model)
+    inputs["some"][1, ..., :3] = False  # rows that see no key, which "zero" makes 0
+    pytest.importorskip("safetensors.numpy", reason="safetensors is not installed: it writes the inputs").save_file(inputs, tmp_path / "inputs.safetensors")
+    assert run("--check", "--json", "--inputs", "inputs.safetensors")[1]["facts"]["result"] == "same"
+    (tmp_path / "fused.onnx").unlink()
+    code, told, _ = run("--check", "--json", "--inputs", "inputs.safetensors", "--unseen-rows", "zero")
+    assert code == 1 and told["rows"][0]["sizes"] == "given" and "differs by more than" in told["rows"][0]["result"]
+    assert not (tmp_path / "fused.onnx").exists()
+
+    assert "dims without a size are 'B', 'S', 'T'" in run("--check", "--size", "Q=3")[2]
+    assert run("--size", "B=3")[2] == "polyhead fuse: --onnxruntime, --inputs, --size and --tolerance are for --check\n"
+    assert "is not ONNX Runtime's library" in run("--check", "--onnxruntime", "libm.so.6")[2]
+    add = '<ir_version: 8, opset_import: ["": 18]> g (float[%s,A] x, float[%s,C] y) => (float[E,F] z) { z = Add(x, y) }'
+    onnx.save(onnx.parser.parse_model(add % ("G", "H")), tmp_path / "model.onnx")
+    code, told, _ = run("--check", "--json")
+    assert code == 0 and "the model itself does not run" in told["rows"][0]["result"] and told["rows"][1]["result"] == "same"
+    code, told, _ = run("--check", "--json", "--size", "G=2", "--size", "H=3")
+    assert code == 1 and all("the model itself does not run" in row["result"] for row in told["rows"])
