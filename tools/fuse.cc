@@ -8,6 +8,7 @@
 #include "command.h"
 #include "dot.h"
 #include "file.h"
+#include "fuse_check.h"
 #include "polyhead/graph.h"
 #include "report.h"
 #include "selection.h"
@@ -20,6 +21,7 @@ namespace fs = std::filesystem;
 struct FuseCommand {
   std::string model, out, dot, domain = "onnx", unseen_rows = "keep", format = "md";
   bool force = false, report = false;
+  FuseCheck check;
 };
 
 Status refused(std::string message) { return {StatusCode::kInvalidArgument, std::move(message)}; }
@@ -35,6 +37,15 @@ Status check_place(const FuseCommand& command, const graph::Model& model) {
                                printable(command.model), printable(command.out)));
   }
   return {};
+}
+
+std::string summary(const graph::Report& told) {
+  const auto count = [&](bool graph::Candidate::*what) {
+    return std::count_if(told.candidates.begin(), told.candidates.end(), [&](const auto& each) { return each.*what; });
+  };
+  return fmt::format("{} of {} attentions fused, {} -> {} nodes, opset {} -> {}", count(&graph::Candidate::fused),
+                     count(&graph::Candidate::is_attention), told.num_nodes_before, told.num_nodes_after,
+                     told.opset_before, told.opset_after);
 }
 
 Report table(const graph::Report& told) {
@@ -60,7 +71,44 @@ Result<const graph::Candidate*> pictured(const graph::Report& told, const std::s
                              places.empty() ? "the model has none" : places));
 }
 
+// What is written where it goes; nothing where the command names no file.
+Status write_model(const FuseCommand& command, const std::string& bytes) {
+  if (command.out.empty()) return {};
+  auto file = OutputFile::create(command.out, command.force);
+  if (!file.ok()) return file.status();
+  if (Status status = file->write(bytes.data(), bytes.size()); !status.ok()) return status;
+  return file->commit();
+}
+
+// Runs the model of the file and the new one. 1, and nothing is written, where they differ.
+Result<int> check_model(const FuseCommand& command, const graph::Model& model, const graph::Report& told,
+                        Format format) {
+  const auto original = graph::read_model(command.model);
+  if (!original.ok()) return original.status();
+  const std::string folder = fs::absolute(command.model).parent_path().string(), bytes = graph::encode_model(model);
+  Report report = {{{"model", summary(told)}}, {}, {}};
+  const auto same = check_fused(command.check, graph::encode_model(*original), bytes, folder, report);
+  if (!same.ok()) return same.status();
+  report.facts.emplace_back("result", *same ? "same" : "differs, or nothing ran; nothing is written");
+  fmt::print("{}", report.text(format));
+  if (!*same) return 1;
+  if (Status status = write_model(command, bytes); !status.ok()) return status;
+  return 0;
+}
+
+Status check_options(const FuseCommand& command) {
+  const FuseCheck& check = command.check;
+  const bool tells_how = !check.library.empty() || !check.inputs.empty() || !check.sizes.empty() || check.tolerance;
+  if (tells_how && !check.asked) return refused("--onnxruntime, --inputs, --size and --tolerance are for --check");
+  if (check.asked && (command.report || !command.dot.empty()))
+    return refused("--check prints a table of its own: without --report and --dot");
+  if (check.tolerance && !(*check.tolerance >= 0))
+    return refused(fmt::format("--tolerance is {}, must be 0 or more", *check.tolerance));
+  return {};
+}
+
 Result<int> fuse_model(const FuseCommand& command) {
+  if (Status status = check_options(command); !status.ok()) return status;
   const auto format = parse_format(command.format);
   if (!format.ok()) return format.status();
   graph::FuseOptions options;
@@ -78,30 +126,20 @@ Result<int> fuse_model(const FuseCommand& command) {
     if (Status status = check_place(command, *model); !status.ok()) return status;
   }
   const graph::Report told = graph::fuse(*model, options);
+  if (command.check.asked) return check_model(command, *model, told, *format);
   if (!command.dot.empty()) {
     const auto candidate = pictured(told, command.dot);
     if (!candidate.ok()) return candidate.status();
     fmt::print("{}", dot_of(**candidate));
     if (command.out.empty()) return 0;
   }
-  if (!command.out.empty()) {
-    auto file = OutputFile::create(command.out, command.force);
-    if (!file.ok()) return file.status();
-    const std::string bytes = graph::encode_model(*model);
-    if (Status status = file->write(bytes.data(), bytes.size()); !status.ok()) return status;
-    if (Status status = file->commit(); !status.ok()) return status;
-  }
+  if (Status status = write_model(command, graph::encode_model(*model)); !status.ok()) return status;
   if (!command.dot.empty()) return 0;
   if (command.report || *format != Format::kMarkdown) {
     fmt::print("{}", table(told).text(*format));
     return 0;
   }
-  const auto count = [&](bool graph::Candidate::*what) {
-    return std::count_if(told.candidates.begin(), told.candidates.end(), [&](const auto& each) { return each.*what; });
-  };
-  fmt::print("{} of {} attentions fused, {} -> {} nodes, opset {} -> {}; --report tells more\n",
-             count(&graph::Candidate::fused), count(&graph::Candidate::is_attention), told.num_nodes_before,
-             told.num_nodes_after, told.opset_before, told.opset_after);
+  fmt::print("{}; --report tells more\n", summary(told));
   return 0;
 }
 
@@ -124,6 +162,19 @@ Command add_fuse(CLI::App& root) {
   app->add_option(
       "--dot", command->dot,
       "instead of that, a picture of the candidate at this place, before and after, in Graphviz's language");
+  app->add_flag("--check", command->check.asked,
+                "run the model and the new one in ONNX Runtime and compare their outputs, on random inputs of several "
+                "sizes; where they differ nothing is written, and the exit code is 1");
+  app->add_option("--inputs", command->check.inputs, "of --check: a .safetensors with the model's inputs by name");
+  app->add_option("--size", command->check.sizes,
+                  "of --check: NAME=SIZE, of a dim that the model only names; once for each");
+  app->add_option("--tolerance", command->check.tolerance,
+                  "of --check: the largest difference, by the largest number of the output. Default: 1e-4; 1e-2 of "
+                  "float16, 5e-2 of bfloat16");
+  app->add_option(
+      "--onnxruntime", command->check.library,
+      "of --check: ONNX Runtime's library. Default: the Python package's, if Python starts the command; else "
+      "libonnxruntime.so as the system finds it");
   app->add_flag("--force", command->force, "replace the file that --out names");
   add_format_option(*app, command->format);
   app->footer(help_footer(false, "polyhead fuse model.onnx -o fused.onnx --report",

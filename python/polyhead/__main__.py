@@ -43,11 +43,23 @@ With them (Debian: libcli11-dev, libfmt-dev, nlohmann-json3-dev) it is built by
 `python -m polyhead info` describes this build."""
 
 
+def onnxruntime_library():
+    """Of the package onnxruntime, which is not imported; None if there is none."""
+    from importlib.util import find_spec
+
+    package = find_spec("onnxruntime")
+    found = pathlib.Path(package.origin).parent.glob("capi/libonnxruntime.so*") if package and package.origin else ()
+    return next(found, None)
+
+
 def run_command(arguments):
     """Becomes the command; returns an exit code only where there is none."""
     if not COMMAND.exists():
         print(MISSING, file=sys.stderr)
         return 2
+    if "--check" in arguments and not any(word.startswith("--onnxruntime") for word in arguments):
+        library = onnxruntime_library()
+        arguments = [*arguments, *(["--onnxruntime", str(library)] if library else [])]
     os.execv(COMMAND, [str(COMMAND), *arguments])
 
 

@@ -11,7 +11,10 @@
 
 struct OrtApi;
 struct OrtStatus;
+struct OrtEnv;
+struct OrtSession;
 struct OrtSessionOptions;
+struct OrtRunOptions;
 struct OrtCustomOpDomain;
 struct OrtKernelInfo;
 struct OrtKernelContext;
@@ -215,6 +218,31 @@ constexpr Function<Failure(const OrtNode*, size_t*)> kNode_GetNumAttributes{359}
 constexpr Function<Failure(const OrtNode*, const OrtOpAttr**, size_t)> kNode_GetAttributes{360};
 constexpr Function<Failure(const OrtOpAttr*, AttributeType*)> kOpAttr_GetType{363};
 constexpr Function<Failure(const OrtOpAttr*, const char**)> kOpAttr_GetName{364};
+
+// Of sessions, which the command makes.
+constexpr Function<Failure(int32_t severity, const char* name, OrtEnv**)> kCreateEnv{3};
+constexpr Function<Failure(const OrtEnv*, const void* model, size_t bytes, const OrtSessionOptions*, OrtSession**)>
+    kCreateSessionFromArray{8};
+constexpr Function<Failure(OrtSession*, const OrtRunOptions*, const char* const* names, const OrtValue* const* inputs,
+                           size_t num_inputs, const char* const* output_names, size_t num_outputs, OrtValue** outputs)>
+    kRun{9};
+constexpr Function<Failure(OrtSessionOptions**)> kCreateSessionOptions{10};
+constexpr Function<Failure(OrtSessionOptions*, int32_t severity)> kSetSessionLogSeverityLevel{22};
+constexpr Function<Failure(const OrtSession*, size_t*)> kSessionGetInputCount{30};
+constexpr Function<Failure(const OrtSession*, size_t*)> kSessionGetOutputCount{31};
+constexpr Function<Failure(const OrtSession*, size_t index, OrtTypeInfo**)> kSessionGetInputTypeInfo{33};
+constexpr Function<Failure(const OrtSession*, size_t index, Allocator*, char** name)> kSessionGetInputName{36};
+constexpr Function<Failure(const OrtSession*, size_t index, Allocator*, char** name)> kSessionGetOutputName{37};
+constexpr Function<Failure(const OrtMemoryInfo*, void* data, size_t bytes, const int64_t* dims, size_t count,
+                           ElementType, OrtValue**)>
+    kCreateTensorWithDataAsOrtValue{49};
+constexpr Function<Failure(Allocator**)> kGetAllocatorWithDefaultOptions{78};
+constexpr Function<void(OrtMemoryInfo*)> kReleaseMemoryInfo{94};
+constexpr Function<void(OrtSession*)> kReleaseSession{95};
+constexpr Function<void(OrtValue*)> kReleaseValue{96};
+constexpr Function<void(OrtSessionOptions*)> kReleaseSessionOptions{100};
+constexpr Function<Failure(OrtSessionOptions*, const char* key, const char* value)> kAddSessionConfigEntry{130};
+constexpr Function<Failure(OrtSessionOptions*, const char* library)> kRegisterCustomOpsLibrary_V2{228};
 
 // Of the table of an execution provider's own functions.
 constexpr Function<Failure(ProviderFactory*, const OrtHardwareDevice*, const OrtKeyValuePairs*, const OrtKeyValuePairs*,

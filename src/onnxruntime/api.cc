@@ -32,17 +32,32 @@ OrtStatus* failure_of(const Status& status) {
   return abi::kCreateStatus(api(), code, ("polyhead: " + status.message()).c_str());
 }
 
+namespace {
+
+constexpr struct {
+  abi::ElementType type;
+  DType dtype;
+} kTypes[] = {
+    {abi::ElementType::kFloat32, DType::kFloat32}, {abi::ElementType::kFloat64, DType::kFloat64},
+    {abi::ElementType::kFloat16, DType::kFloat16}, {abi::ElementType::kBFloat16, DType::kBFloat16},
+    {abi::ElementType::kBool, DType::kBool},       {abi::ElementType::kInt32, DType::kInt32},
+    {abi::ElementType::kInt64, DType::kInt64},
+};
+
+}  // namespace
+
 bool dtype_of(abi::ElementType type, DType& dtype) {
-  switch (type) {
-    case abi::ElementType::kFloat32: return dtype = DType::kFloat32, true;
-    case abi::ElementType::kFloat64: return dtype = DType::kFloat64, true;
-    case abi::ElementType::kFloat16: return dtype = DType::kFloat16, true;
-    case abi::ElementType::kBFloat16: return dtype = DType::kBFloat16, true;
-    case abi::ElementType::kBool: return dtype = DType::kBool, true;
-    case abi::ElementType::kInt32: return dtype = DType::kInt32, true;
-    case abi::ElementType::kInt64: return dtype = DType::kInt64, true;
-    default: return false;
+  for (const auto& each : kTypes) {
+    if (each.type == type) return dtype = each.dtype, true;
   }
+  return false;
+}
+
+abi::ElementType type_of(DType dtype) {
+  for (const auto& each : kTypes) {
+    if (each.dtype == dtype) return each.type;
+  }
+  return abi::ElementType::kUnknown;
 }
 
 }  // namespace polyhead::onnxruntime

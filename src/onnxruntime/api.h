@@ -36,6 +36,7 @@ OrtStatus* guarded(F&& f) {
 
 // Element types that we know. False for others.
 bool dtype_of(abi::ElementType type, DType& dtype);
+abi::ElementType type_of(DType dtype);  // kUnknown for others
 
 // What is released by a function of the table.
 template <auto Release, class T>

@@ -46,8 +46,8 @@ MAY_INCLUDE = {
                  "reference/program.h", "polyhead/"),
     # An example shows what anybody can write; the file formats are the command's. `bench` needs the machine's peak.
     "examples/": ("polyhead/", "tools/", "testing/random.h", "CLI/", "fmt/"),
-    "tools/": ("tools/", "testing/", "core/", "attention/words.h", "layer/words.h", "contract/sequences.h", "cpu/attention/kernels.h", "polyhead/", "CLI/",
-               "fmt/", "nlohmann/"),
+    "tools/": ("tools/", "testing/", "core/", "attention/words.h", "layer/words.h", "contract/sequences.h", "cpu/attention/kernels.h",
+               "onnxruntime/abi.h", "onnxruntime/api.h", "polyhead/", "CLI/", "fmt/", "nlohmann/"),
     "python/src/": ("polyhead/", "nanobind/", "numpy/"),
 }
 INTRINSICS = re.compile(r"#\s*(el)?if.*__(AVX|FMA|F16C|SSE|ARM_)|<(\w*intrin|arm_\w+)\.h>|\b_mm\d*_\w+|"
