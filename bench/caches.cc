@@ -1,5 +1,6 @@
 // Decoding from caches: contiguous, in pages, and in formats with scales, in turns. One query a sequence, 32 heads of 128, 8
 // key/value heads:   caches BATCH KEYS ROUNDS THREADS   (8 4096 11 1)
+// Packed: the same queries end to end (cu_seqlens_q), and beside them a prompt's last 512 queries, alone and with them.
 // Prints the least and the median time, the least of the contiguous form of the query's dtype beside it, and bytes read a second.
 // Pages lie in random order. With HUGE_PAGES=1 in the environment the caches ask for pages of 2 MiB.
 #include <sys/mman.h>
@@ -21,7 +22,7 @@ namespace {
 
 using namespace polyhead;
 
-constexpr int64_t kHeads = 32, kHeadsKv = 8, kDim = 128;
+constexpr int64_t kHeads = 32, kHeadsKv = 8, kDim = 128, kPrompt = 512;
 constexpr size_t kHugePage = size_t{2} << 20;
 
 void need(const Status& status) {
@@ -40,44 +41,59 @@ Memory allocate(size_t bytes) {
   return memory;
 }
 
-// One way to keep keys and values, and a call on it.
+// One way to keep keys and values, and who asks.
+struct Kind {
+  const char* name;
+  DType stored = DType::kFloat32;  // kFloat32: as the query
+  int64_t page_size = 0, group = 0;
+  bool packed = false, decodes = true, prompt = false;
+};
+
+// A kind and a call on it: BATCH sequences of one query, and one of kPrompt where there is a prompt.
 class Form {
  public:
-  Form(int64_t batch, int64_t keys, DType query, DType stored, int64_t page_size, int64_t group, Executor* executor)
-      : cache_(*kv_cache({.num_pages = page_size > 0 ? batch * keys / page_size : batch,
-                          .page_size = page_size > 0 ? page_size : keys,
-                          .num_heads_kv = kHeadsKv,
-                          .head_dim = kDim,
-                          .head_dim_v = kDim,
-                          .key_dtype = stored,
-                          .value_dtype = stored,
-                          .key_group = group,
-                          .value_group = group})),
-        memory_(allocate(cache_.bytes())),
-        rows_(allocate(static_cast<size_t>(2 * batch * kHeads * kDim) * sizeof(float))) {
-    AttentionDesc d{.batch = batch,
-                    .seqlen_q = 1,
+  Form(const Kind& kind, int64_t batch, int64_t keys, DType query, Executor* executor)
+      : name_(std::string(dtype_name(query)) + " " + kind.name), memory_(nullptr, std::free) {
+    const DType stored = kind.stored == DType::kFloat32 ? query : kind.stored;
+    const int64_t page = kind.page_size > 0 ? kind.page_size : keys;
+    for (int64_t b = 0; kind.decodes && b < batch; ++b) add_sequence(1, keys);
+    if (kind.prompt) add_sequence(kPrompt, keys);
+    const auto sequences = static_cast<int64_t>(lengths_.size());
+    cache_ = std::make_unique<KvCache>(*kv_cache({.num_pages = sequences * (keys / page),
+                                                  .page_size = page,
+                                                  .num_heads_kv = kHeadsKv,
+                                                  .head_dim = kDim,
+                                                  .head_dim_v = kDim,
+                                                  .key_dtype = stored,
+                                                  .value_dtype = stored,
+                                                  .key_group = kind.group,
+                                                  .value_group = kind.group}));
+    memory_ = allocate(cache_->bytes());
+    AttentionDesc d{.batch = sequences,
+                    .seqlen_q = kind.packed ? starts_q_.back() : 1,
                     .seqlen_k = keys,
                     .num_heads = kHeads,
                     .num_heads_kv = kHeadsKv,
                     .head_dim = kDim,
                     .head_dim_v = kDim,
                     .dtype = query};
-    if (stored != query) d.key_dtype = d.value_dtype = stored, d.key_group = d.value_group = group;
-    const KvTensors pool = cache_.tensors(memory_.get());
-    args_.query = Tensor(rows_.get(), query, {batch, 1, kHeads, kDim});
-    args_.out = Tensor(rows_.get() + batch * kHeads * kDim * 4, query, {batch, 1, kHeads, kDim});
+    if (stored != query) d.key_dtype = d.value_dtype = stored, d.key_group = d.value_group = kind.group;
+    d.causal = true, d.align = Align::kBottomRight;
+    const KvTensors pool = cache_->tensors(memory_.get());
     args_.key = pool.key, args_.value = pool.value;
     args_.key_scales = pool.key_scales, args_.value_scales = pool.value_scales;
-    if (page_size > 0) {
-      d.page_size = page_size, d.num_pages = cache_.desc().num_pages, d.has_seqlens_k = true;
+    if (kind.page_size > 0) {
+      d.page_size = page, d.num_pages = cache_->desc().num_pages, d.has_seqlens_k = true;
       table_.resize(static_cast<size_t>(d.num_pages));
       std::iota(table_.begin(), table_.end(), 0);
       std::shuffle(table_.begin(), table_.end(), std::mt19937(1));
-      lengths_.assign(static_cast<size_t>(batch), keys);
-      args_.page_table = Tensor(table_.data(), DType::kInt64, {batch, keys / page_size});
-      args_.seqlens_k = Tensor(lengths_.data(), DType::kInt64, {batch});
+      args_.page_table = Tensor(table_.data(), DType::kInt64, {sequences, keys / page});
+      args_.seqlens_k = Tensor(lengths_.data(), DType::kInt64, {sequences});
     }
+    rows_ = allocate(static_cast<size_t>(2 * starts_q_.back() * kHeads * kDim) * sizeof(float));
+    args_.query = Tensor(rows_.get(), query, {sequences, 1, kHeads, kDim});
+    args_.out = Tensor(rows_.get() + starts_q_.back() * kHeads * kDim * 4, query, {sequences, 1, kHeads, kDim});
+    if (kind.packed) pack(d);
     auto made = plan(d, {.where = {.executor = executor}});
     need(made.status());
     plan_ = std::make_unique<Plan>(*made);
@@ -98,16 +114,34 @@ class Form {
     return ms_.front();
   }
 
-  void print(const std::string& name, double contiguous) {
-    const double ms = least(), gigabytes = static_cast<double>(cache_.bytes()) / 1e6 / ms;
-    std::printf("%-22s %8.3f %8.3f ms   contiguous / this %5.3f   %5.1f GB/s\n", name.c_str(), ms, ms_[ms_.size() / 2],
+  void print(double contiguous) {
+    const double ms = least(), gigabytes = static_cast<double>(cache_->bytes()) / 1e6 / ms;
+    std::printf("%-40s %8.3f %8.3f ms   contiguous / this %5.3f   %5.1f GB/s\n", name_.c_str(), ms, ms_[ms_.size() / 2],
                 contiguous / ms, gigabytes);
   }
 
  private:
-  KvCache cache_;
-  Memory memory_, rows_, workspace_{nullptr, std::free};
-  std::vector<int64_t> table_, lengths_;
+  void add_sequence(int64_t queries, int64_t keys) {
+    lengths_.push_back(keys);
+    starts_q_.push_back(starts_q_.back() + queries);
+    starts_k_.push_back(starts_k_.back() + keys);
+  }
+
+  void pack(AttentionDesc& d) {
+    d.packed = true;
+    const int64_t starts = d.batch + 1;
+    args_.cu_seqlens_q = Tensor(starts_q_.data(), DType::kInt64, {starts});
+    for (Tensor* t : {&args_.query, &args_.out}) *t = Tensor(t->data, t->dtype, {d.seqlen_q, kHeads, kDim});
+    if (d.page_size > 0) return;
+    d.seqlen_k = starts_k_.back();
+    args_.cu_seqlens_k = Tensor(starts_k_.data(), DType::kInt64, {starts});
+    for (Tensor* t : {&args_.key, &args_.value}) *t = Tensor(t->data, t->dtype, {d.seqlen_k, kHeadsKv, kDim});
+  }
+
+  std::string name_;
+  std::unique_ptr<KvCache> cache_;
+  Memory memory_, rows_{nullptr, std::free}, workspace_{nullptr, std::free};
+  std::vector<int64_t> table_, lengths_, starts_q_{0}, starts_k_{0};
   ForwardArgs args_;
   std::unique_ptr<Plan> plan_;
   std::vector<double> ms_;
@@ -122,31 +156,27 @@ int main(int argc, char** argv) {
   }
   const int64_t batch = std::atoll(argv[1]), keys = std::atoll(argv[2]);
   const std::unique_ptr<Executor> executor(new_thread_pool(std::atoi(argv[4])));
-  constexpr struct {
-    const char* name;
-    DType stored;  // kFloat32: as the query
-    int64_t page_size, group;
-  } kForms[] = {{"contiguous", DType::kFloat32, 0, 0},
-                {"pages of 64", DType::kFloat32, 64, 0},
-                {"pages of 16", DType::kFloat32, 16, 0},
-                {"pages of 1", DType::kFloat32, 1, 0},
-                {"int8", DType::kInt8, 0, 0},
-                {"int8, pages of 16", DType::kInt8, 16, 0},
-                {"int8, groups of 64", DType::kInt8, 0, 64},
-                {"float8_e4m3", DType::kFloat8E4M3, 0, 0},
-                {"float8_e5m2", DType::kFloat8E5M2, 0, 0},
-                {"int4, groups of 32", DType::kInt4x2, 0, 32}};
+  const Kind kinds[] = {{.name = "contiguous"},
+                        {.name = "packed", .packed = true},
+                        {.name = "pages of 64", .page_size = 64},
+                        {.name = "pages of 16", .page_size = 16},
+                        {.name = "packed, pages of 16", .page_size = 16, .packed = true},
+                        {.name = "pages of 1", .page_size = 1},
+                        {.name = "int8", .stored = DType::kInt8},
+                        {.name = "int8, pages of 16", .stored = DType::kInt8, .page_size = 16},
+                        {.name = "int8, groups of 64", .stored = DType::kInt8, .group = 64},
+                        {.name = "float8_e4m3", .stored = DType::kFloat8E4M3},
+                        {.name = "float8_e5m2", .stored = DType::kFloat8E5M2},
+                        {.name = "int4, groups of 32", .stored = DType::kInt4x2, .group = 32},
+                        {.name = "a prompt", .packed = true, .decodes = false, .prompt = true},
+                        {.name = "packed, and a prompt", .packed = true, .prompt = true},
+                        {.name = "packed, and a prompt, pages of 16", .page_size = 16, .packed = true, .prompt = true}};
   for (const DType query : {DType::kFloat32, DType::kBFloat16}) {
     std::vector<std::unique_ptr<Form>> forms;
-    for (const auto& form : kForms) {
-      const DType stored = form.stored == DType::kFloat32 ? query : form.stored;
-      forms.push_back(std::make_unique<Form>(batch, keys, query, stored, form.page_size, form.group, executor.get()));
-    }
+    for (const Kind& kind : kinds) forms.push_back(std::make_unique<Form>(kind, batch, keys, query, executor.get()));
     for (int round = 0; round < std::atoi(argv[3]); ++round) {
       for (const auto& form : forms) form->run();
     }
-    for (size_t n = 0; n < forms.size(); ++n) {
-      forms[n]->print(std::string(dtype_name(query)) + " " + kForms[n].name, forms[0]->least());
-    }
+    for (const auto& form : forms) form->print(forms[0]->least());
   }
 }

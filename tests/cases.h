@@ -232,6 +232,17 @@ class CaseList {
     });
     add_in_each_dtype("decode_many", sizes(5, 4, 2, 1, 1300, 32), [](auto& d) { d.dropout_p = 0.3; });
     add_in_each_dtype("packed_decode", sizes(9, 4, 1, 20, 900, 64), [](auto& d) { d.packed = true; });
+    add_in_each_dtype("packed_decode_beside_tiles", sizes(8, 8, 2, 90, 4000, 64), [](auto& d) {
+      d.packed = d.causal = true, d.window_left = 700, d.align = Align::kBottomRight;
+      d.alibi_slopes_ndim = 2, d.softcap = 5, d.dropout_p = 0.2, d.has_sink_logits = true;
+    });
+    add("packed_decode_pages", sizes(7, 8, 2, 20, 1104, 48), [](auto& d) {
+      d.page_size = 48, d.has_seqlens_k = true, d.num_pages = enough_pages(d);
+      d.packed = d.causal = true, d.align = Align::kBottomRight;
+    });
+    add("packed_decode_stored", sizes(6, 8, 2, 14, 3000, 64), [](auto& d) {
+      d.key_dtype = DType::kInt8, d.value_dtype = DType::kFloat8E4M3, d.dtype = DType::kBFloat16, d.packed = true;
+    });
     add_in_each_dtype("softcap_alibi_bias", sizes(2, 2, 2, 129, 65, 64), [](auto& d) {
       operand(d.attn_bias, d, kKey, DType::kFloat16);
       d.alibi_slopes_ndim = 2, d.softcap = 30, d.has_query_offsets = true;

@@ -23,7 +23,7 @@ double visible_pairs(const AttentionDesc& desc) {
   auto rows = static_cast<double>(desc.seqlen_q), keys = static_cast<double>(desc.seqlen_k);
   if (desc.packed && batch > 0) {
     rows /= batch;
-    keys /= batch;
+    if (desc.page_size == 0) keys /= batch;  // else they are each sequence's already
   }
   double offset = keys - rows;
   if (desc.query_offset) offset = static_cast<double>(*desc.query_offset);

@@ -8,7 +8,7 @@ from polyhead import Error
 from polyhead.torch._attention import attention
 from polyhead.torch._autograd import differentiates
 from polyhead.torch._options import seed_tensor
-from polyhead.torch._varlen import as_batch, pages_within, used_rows
+from polyhead.torch._varlen import pages_within, used_rows
 
 OPEN = (-1, -1)
 
@@ -198,11 +198,7 @@ def flash_attn_varlen_func(
             k, v = (pool[table].flatten(0, 2) for pool in (k, v))
             k, v, lengths["cu_seqlens_k"] = used_rows(k, v, slots, seqlens_k, "cu_seqlens_k")
         else:
-            lengths = {"seqlens_k": seqlens_k, "page_table": table}
-            batched = None if return_attn_probs else as_batch(q, cu_seqlens_q)
-            if batched is not None:
-                return _attend(batched, k, v, options, False, **lengths).flatten(0, 1)
-            lengths["cu_seqlens_q"] = cu_seqlens_q
+            lengths = {"cu_seqlens_q": cu_seqlens_q, "seqlens_k": seqlens_k, "page_table": table}
     return _attend(q, k, v, options, return_attn_probs, **lengths)
 
 

@@ -56,12 +56,9 @@ def _forward(
         if seqused_k is None:
             raise Error("block_table is given without seqused_k, which tells the number of keys in the pages")
         table = pages_within(block_table, key, seqused_k, "seqused_k")
-        batched = None if cum_seq_q is None else as_batch(query, cum_seq_q)
-        if batched is not None:
-            query, cum_seq_q = batched, None
         options = _options(is_causal, scale, window_left, window_right, alibi_slopes, cum_seq_q, None, seqused_k)
         out, logsumexp, *_ = _ops.attention_forward_cached(query, key, value, *Options(*options), table, None, None)
-        return (out, logsumexp) if batched is None else end_to_end(out, logsumexp)
+        return out, logsumexp
     if seqused_k is not None and cum_seq_q is not None:
         slots = cum_seq_q if cum_seq_k is None else cum_seq_k
         key, value, cum_seq_k = used_rows(key, value, slots, seqused_k, "seqused_k")
@@ -102,23 +99,6 @@ def pages_within(block_table, pool, lengths, name):
     begun = torch.arange(block_table.shape[-1]) * page_size < lengths[:, None]
     indices_within(block_table[begun], "block_table", len(pool))
     return torch.where(begun, block_table.long(), 0)
-
-
-def as_batch(query, cum_seq):
-    """End-to-end sequences of one length, as decoding has them, as [B, S, H, D], which has kernels for few queries.
-
-    None where their lengths differ. Only for keys in pages, which tell their lengths otherwise.
-    """
-    batch = max(len(cum_seq) - 1, 1)
-    length = len(query) // batch
-    if not torch.equal(cum_seq.long(), torch.arange(batch + 1) * length) or batch * length != len(query):
-        return None
-    return query.unflatten(0, (batch, length))
-
-
-def end_to_end(out, logsumexp):
-    """[B, S, H, D] and [B, H, S] as [total, H, D] and [H, total]."""
-    return out.flatten(0, 1), logsumexp.transpose(0, 1).flatten(1)
 
 
 def indices_within(indices, name, count):

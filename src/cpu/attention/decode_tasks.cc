@@ -14,89 +14,58 @@ namespace {
 // is read and the one that is asked for, are in L2.
 constexpr int64_t kRowBytes = 8192;
 
-// Runs are (sequence, key/value head, run of rows); a task is a run, or the only runs of neighbouring heads, and a chunk of
-// keys.
-struct Tasks {
-  int64_t rows, runs, chunks, heads_kv;
+// How the rows of a sequence of len_q queries are cut. Runs are (sequence, key/value head, run of rows); a task is a run, or
+// the only runs of neighbouring heads, and a chunk of keys.
+struct Cut {
+  int64_t heads_kv, rows, runs;
   int run_rows;
-  int heads;                                // of a task at most: results do not depend on it
-  MemorySize partial_bytes, scratch_bytes;  // of a chunk; of a thread
 
-  Tasks(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads)
-      : rows(desc.num_heads_kv > 0 ? desc.num_heads / desc.num_heads_kv * desc.seqlen_q : 0),
+  Cut(const AttentionDesc& desc, int64_t len_q)
+      : heads_kv(desc.num_heads_kv),
+        rows(heads_kv > 0 ? desc.num_heads / heads_kv * len_q : 0),
         runs(pieces(rows, kDecodeRows)),
-        chunks(std::max<int64_t>(1, pieces(desc.seqlen_k, kDecodeChunk))),
-        heads_kv(desc.num_heads_kv),
-        run_rows(static_cast<int>(std::min<int64_t>(rows, kDecodeRows))),
-        heads(most_heads(desc, num_threads)),
-        scratch_bytes(cpu::scratch_bytes(functions.decode_scratch_bytes, desc, run_rows, heads) +
-                      program_bytes(desc, false)) {
-    partial_bytes = scratch_bytes.fits() ? functions.decode_partial_bytes(desc.head_dim_v, run_rows) : scratch_bytes;
-  }
+        run_rows(static_cast<int>(std::min<int64_t>(rows, kDecodeRows))) {}
 
-  // As many as a task may have rows of and read whole pages of, while each thread has four tasks.
-  int most_heads(const AttentionDesc& desc, int num_threads) const {
+  int64_t sequence_runs() const { return heads_kv * runs; }
+
+  // Heads of a task: as many as it may have rows of and read whole pages of, while each thread has four tasks. `chunks`: of
+  // all sequences. Results do not depend on it.
+  int most_heads(const AttentionDesc& desc, int64_t chunks, int num_threads) const {
     if (runs != 1 || heads_kv == 0) return 1;
     const int64_t head_bytes =
         std::max<int64_t>(1, std::max(desc.head_dim, desc.head_dim_v)) * element_bytes(desc.dtype);
     const int64_t most = std::min<int64_t>(kDecodeRows / padded_rows(run_rows), kRowBytes / head_bytes);
-    const int64_t for_threads =
-        num_threads < 2 ? heads_kv : desc.batch * chunks * heads_kv / (4 * int64_t{num_threads});
+    const int64_t for_threads = num_threads < 2 ? heads_kv : chunks * heads_kv / (4 * int64_t{num_threads});
     const int64_t heads_of_task = std::clamp<int64_t>(std::min(most, for_threads), 1, heads_kv);
     return static_cast<int>(pieces(heads_kv, pieces(heads_kv, heads_of_task)));
   }
-
-  int64_t num_runs(const AttentionDesc& desc) const { return desc.batch * heads_kv * runs; }
-
-  // A run of one chunk needs no memory that outlives its task.
-  bool merges() const { return chunks > 1; }
-  MemorySize lane_bytes() const { return scratch_bytes + (merges() ? 0 : partial_bytes * heads); }
-  MemorySize counter_bytes(const AttentionDesc& desc) const {
-    return merges() ? (MemorySize(num_runs(desc)) * sizeof(std::atomic<int64_t>)).rounded_up(64) : 0;
-  }
-  MemorySize partials_bytes(const AttentionDesc& desc) const {
-    return merges() ? partial_bytes * num_runs(desc) * chunks : 0;
-  }
-
-  DecodeTask at(const AttentionDesc& desc, const Sequences& sequences, int64_t run, int64_t num_heads) const {
-    DecodeTask task;
-    task.b = run / runs / heads_kv;
-    task.kv_head = run / runs % heads_kv;
-    task.num_heads = static_cast<int>(std::min(num_heads, heads_kv - task.kv_head));
-    task.sequence = sequences[task.b];
-    task.first_row = run % runs * kDecodeRows;
-    const int64_t computed = desc.num_heads / heads_kv * task.sequence.len_q;
-    task.num_rows = static_cast<int>(std::clamp<int64_t>(computed - task.first_row, 0, kDecodeRows));
-    return task;
-  }
 };
 
-// Chunks [first, end) of keys.
-struct Chunks {
-  int64_t first, end;
-};
+int64_t chunks_of(int64_t len_k) { return std::max<int64_t>(1, pieces(len_k, kDecodeChunk)); }
 
-// Outside of which no row sees a key: at least one. `chunks`: that there are.
-Chunks chunks_to_compute(const AttentionDesc& desc, const Problem& p, const Sequences& sequences, int64_t chunks) {
+// Chunks of sequences [first_b, end_b) outside of which no row sees a key: at least one. `chunks`: that there are.
+KeyChunks chunks_to_compute(const DecodeCall& call, int64_t first_b, int64_t end_b, int64_t chunks) {
+  const AttentionDesc& desc = call.desc;
   KeyRange keys{INT64_MAX, 0};
-  program::Region region{{0, desc.batch - 1}, {0, desc.num_heads - 1}, {0, desc.seqlen_q - 1}, {}, {INT64_MAX, 0}};
-  for (int64_t b = 0; chunks > 1 && b < desc.batch; ++b) {
-    const Sequence& s = sequences[b];
+  program::Region region{{first_b, end_b - 1}, {0, desc.num_heads - 1}, {0, 0}, {}, {INT64_MAX, 0}};
+  for (int64_t b = first_b; chunks > 1 && b < end_b; ++b) {
+    const Sequence& s = call.sequences[b];
     region.offset = {std::min(region.offset.low, s.offset), std::max(region.offset.high, s.offset)};
+    region.q.high = std::max(region.q.high, s.len_q - 1);
     for (int64_t i = 0; i < s.len_q; ++i) {
-      const KeyRange seen = key_range(p.band, s, i);
+      const KeyRange seen = key_range(call.problem.band, s, i);
       if (seen.begin < seen.end) keys = {std::min(keys.begin, seen.begin), std::max(keys.end, seen.end)};
     }
   }
   if (keys.begin >= keys.end) return {0, 1};
-  Chunks range{keys.begin / kDecodeChunk, pieces(keys.end, kDecodeChunk)};
+  KeyChunks range{keys.begin / kDecodeChunk, pieces(keys.end, kDecodeChunk)};
   const auto hidden = [&](int64_t first, int64_t end) {
     region.k = {first * kDecodeChunk, std::min(end * kDecodeChunk, keys.end) - 1};
-    return program::seen(p.program, region) == program::Seen::kNone;
+    return program::seen(call.problem.program, region) == program::Seen::kNone;
   };
-  for (int64_t count = desc.program != nullptr ? range.end - range.first : 0; count > 0; count /= 2) {
-    while (count < range.end - range.first && hidden(range.first, range.first + count)) range.first += count;
-    while (count < range.end - range.first && hidden(range.end - count, range.end)) range.end -= count;
+  for (int64_t count = desc.program != nullptr ? range.count() : 0; count > 0; count /= 2) {
+    while (count < range.count() && hidden(range.first, range.first + count)) range.first += count;
+    while (count < range.count() && hidden(range.end - count, range.end)) range.end -= count;
   }
   return range;
 }
@@ -107,15 +76,118 @@ bool heads_side_by_side(const Operand& x, int64_t dim) {
          x.stride_h < x.stride_s;
 }
 
+// Of keys and of values.
+bool all_side_by_side(const DecodeCall& call) {
+  return heads_side_by_side(call.problem.key, call.desc.head_dim) &&
+         heads_side_by_side(call.problem.value, call.desc.head_dim_v);
+}
+
+// The tasks of one sequence, and where they leave what others read.
+struct Share {
+  int64_t b;
+  const Cut& cut;
+  int64_t task_heads;
+  KeyChunks chunks;
+  std::atomic<int64_t>* unfinished;  // chunks, of each run; null: what a task leaves no other reads
+  char* partials;                    // of each run run_bytes; null likewise
+  size_t run_bytes;
+
+  int64_t groups() const { return pieces(cut.sequence_runs(), task_heads); }
+  int64_t count() const { return groups() * chunks.count(); }
+};
+
+DecodeTask task_at(const DecodeCall& call, const Share& share, int64_t run) {
+  const Cut& cut = share.cut;
+  DecodeTask task;
+  task.b = share.b;
+  task.kv_head = run / cut.runs;
+  task.num_heads = static_cast<int>(std::min(share.task_heads, cut.heads_kv - task.kv_head));
+  task.sequence = call.sequences[share.b];
+  task.first_row = run % cut.runs * kDecodeRows;
+  const int64_t computed = call.desc.num_heads / cut.heads_kv * task.sequence.len_q;
+  task.num_rows = static_cast<int>(std::clamp<int64_t>(computed - task.first_row, 0, kDecodeRows));
+  return task;
+}
+
 // What a run's last chunk to end does: merge. Then padding behind the queries.
-void end_run(const IsaFunctions& functions, const Problem& problem, const AttentionDesc& desc, const DecodeTask& task,
-             float* partials, int64_t num_partials) {
-  if (task.num_rows > 0) functions.decode_merge(problem, task, partials, num_partials);
-  if (task.first_row > 0 || task.sequence.len_q == desc.seqlen_q) return;
-  for (int64_t h = task.kv_head * problem.group; h < (task.kv_head + 1) * problem.group; ++h) {
-    hide_rows(problem, task.b, h, task.sequence.len_q, desc.seqlen_q);
+void end_run(const DecodeCall& call, const DecodeTask& task, float* partials, int64_t num_partials) {
+  const Problem& p = call.problem;
+  const AttentionDesc& desc = call.desc;
+  if (task.num_rows > 0) call.functions.decode_merge(p, task, partials, num_partials);
+  if (task.first_row > 0 || desc.packed || task.sequence.len_q == desc.seqlen_q) return;
+  for (int64_t h = task.kv_head * p.group; h < (task.kv_head + 1) * p.group; ++h) {
+    hide_rows(p, task.b, h, task.sequence.len_q, desc.seqlen_q);
   }
 }
+
+size_t run_bytes(const DecodeCall& call, const Cut& cut, KeyChunks chunks) {
+  return call.functions.decode_partial_bytes(call.desc.head_dim_v, cut.run_rows) * static_cast<size_t>(chunks.count());
+}
+
+// Task `index` of a sequence. `scratch` of a thread; `own`: behind it, where there are no partials.
+void run_task(const DecodeCall& call, const Share& share, int64_t index, char* scratch, char* own) {
+  const Problem& p = call.problem;
+  const bool heads_inside_rows = p.key.stride_h < p.key.stride_s;
+  const int64_t groups = share.groups(), chunks = share.chunks.count();
+  const int64_t group = heads_inside_rows ? index % groups : index / chunks;
+  const int64_t chunk = heads_inside_rows ? index / groups : index % chunks;
+  const int64_t first_run = group * share.task_heads;
+  const DecodeTask task = task_at(call, share, first_run);
+  char* first_partial =
+      share.partials != nullptr ? share.partials + static_cast<size_t>(first_run) * share.run_bytes : own;
+  const size_t task_partial_bytes = call.functions.decode_partial_bytes(call.desc.head_dim_v, task.num_rows);
+  if (task.num_rows > 0) {
+    auto* partial = reinterpret_cast<float*>(first_partial + static_cast<size_t>(chunk) * task_partial_bytes);
+    call.functions.decode_chunk(p, task, share.chunks.first + chunk, partial,
+                                static_cast<int64_t>(share.run_bytes / sizeof(float)), scratch);
+  }
+  DecodeTask head = task;
+  head.num_heads = 1;
+  for (int h = 0; h < task.num_heads; ++h, ++head.kv_head) {
+    // The one that takes the last of them sees what all others wrote.
+    if (share.unfinished != nullptr && share.unfinished[first_run + h].fetch_sub(1, std::memory_order_acq_rel) != 1) {
+      continue;
+    }
+    end_run(call, head, reinterpret_cast<float*>(first_partial + static_cast<size_t>(h) * share.run_bytes), chunks);
+  }
+}
+
+MemorySize chunk_scratch_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int rows, int heads) {
+  return scratch_bytes(functions.decode_scratch_bytes, desc, rows, heads) + program_bytes(desc, false);
+}
+
+// Where things lie in the workspace of a call whose sequences have as many rows, one as the other.
+struct Workspace {
+  Cut cut;
+  int heads;
+  int64_t chunks;                           // of a sequence at most; more than one: runs are merged
+  MemorySize partial_bytes, scratch_bytes;  // of a chunk; of a thread
+  size_t counters = 0, partials = 0, lanes = 0, lane_bytes = 0;
+  MemorySize bytes;
+
+  Workspace(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads)
+      : cut(desc, desc.seqlen_q),
+        heads(cut.most_heads(desc, desc.batch * chunks_of(desc.seqlen_k), num_threads)),
+        chunks(chunks_of(desc.seqlen_k)),
+        scratch_bytes(chunk_scratch_bytes(functions, desc, cut.run_rows, heads)) {
+    partial_bytes =
+        scratch_bytes.fits() ? functions.decode_partial_bytes(desc.head_dim_v, cut.run_rows) : scratch_bytes;
+    const MemorySize lane = scratch_bytes + (merges() ? 0 : partial_bytes * heads);
+    const int64_t runs = desc.batch * cut.sequence_runs();
+    MemoryMap map;
+    counters = map.take_bytes(merges() ? MemorySize(runs) * sizeof(std::atomic<int64_t>) : 0);
+    partials = map.take_bytes(merges() ? partial_bytes * runs * chunks : 0);
+    lanes = map.take_bytes(lane * num_threads);
+    lane_bytes = lane.value();
+    bytes = map.bytes();
+  }
+
+  bool merges() const { return chunks > 1; }
+};
+
+// Partial results of a wave for each thread, unless one sequence needs more. A step for 8 sequences of 4,096 keys, 32 heads of
+// 128, needs 1.1 MB.
+constexpr int64_t kWaveBytes = 4 * 1024 * 1024;
 
 }  // namespace
 
@@ -124,51 +196,119 @@ bool decode_takes(const AttentionDesc& desc) {
 }
 
 MemorySize decode_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
-  const Tasks tasks(functions, desc, num_threads);
-  return tasks.counter_bytes(desc) + tasks.partials_bytes(desc) + tasks.lane_bytes() * num_threads;
+  return Workspace(functions, desc, num_threads).bytes;
 }
 
 void decode_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args,
                     const Sequences& sequences, const Run& run) {
   const Problem p = problem(desc, args);
-  const Tasks tasks(functions, desc, run.num_threads);
-  auto* unfinished = static_cast<std::atomic<int64_t>*>(args.workspace);
-  char* partials = static_cast<char*>(args.workspace) + tasks.counter_bytes(desc).value();
-  char* lanes = partials + tasks.partials_bytes(desc).value();
-  const Chunks range = chunks_to_compute(desc, p, sequences, tasks.chunks);
-  const int64_t chunks = range.end - range.first;
-  if (tasks.merges()) {
-    for (int64_t i = 0; i < tasks.num_runs(desc); ++i) std::construct_at(unfinished + i, chunks);
+  const DecodeCall call{functions, desc, p, sequences, run.num_threads};
+  const Workspace workspace(functions, desc, run.num_threads);
+  char* const memory = static_cast<char*>(args.workspace);
+  auto* const unfinished = reinterpret_cast<std::atomic<int64_t>*>(memory + workspace.counters);
+  const KeyChunks chunks = chunks_to_compute(call, 0, desc.batch, workspace.chunks);
+  const int64_t sequence_runs = workspace.cut.sequence_runs();
+  for (int64_t i = 0; workspace.merges() && i < desc.batch * sequence_runs; ++i) {
+    std::construct_at(unfinished + i, chunks.count());
   }
-  const bool heads_inside_rows = p.key.stride_h < p.key.stride_s;
-  const bool side_by_side = heads_side_by_side(p.key, desc.head_dim) && heads_side_by_side(p.value, desc.head_dim_v);
-  const int64_t task_heads = side_by_side ? tasks.heads : 1;
-  const int64_t sequence_runs = tasks.heads_kv * tasks.runs, sequence_groups = pieces(sequence_runs, task_heads);
-  run_tasks(run, desc.batch * sequence_groups * chunks, [&](int64_t index, int lane) {
-    const int64_t b = index / (sequence_groups * chunks), in_sequence = index % (sequence_groups * chunks);
-    const int64_t group = heads_inside_rows ? in_sequence % sequence_groups : in_sequence / chunks;
-    const int64_t chunk = heads_inside_rows ? in_sequence / sequence_groups : in_sequence % chunks;
-    const int64_t first_run = b * sequence_runs + group * task_heads;
-    const DecodeTask task = tasks.at(desc, sequences, first_run, task_heads);
-    char* scratch = lanes + tasks.lane_bytes().value() * static_cast<size_t>(lane);
-    const size_t run_bytes = tasks.partial_bytes.value() * static_cast<size_t>(tasks.chunks);
-    char* first_partial =
-        tasks.merges() ? partials + static_cast<size_t>(first_run) * run_bytes : scratch + tasks.scratch_bytes.value();
-    const size_t task_partial_bytes = functions.decode_partial_bytes(desc.head_dim_v, task.num_rows);
-    if (task.num_rows > 0) {
-      auto* partial = reinterpret_cast<float*>(first_partial + static_cast<size_t>(chunk) * task_partial_bytes);
-      functions.decode_chunk(p, task, range.first + chunk, partial, static_cast<int64_t>(run_bytes / sizeof(float)),
-                             scratch);
+  const size_t run_bytes = workspace.partial_bytes.value() * static_cast<size_t>(workspace.chunks);
+  const Share all{0, workspace.cut, all_side_by_side(call) ? workspace.heads : 1, chunks, nullptr, nullptr, run_bytes};
+  const int64_t count = all.count();
+  run_tasks(run, desc.batch * count, [&](int64_t index, int lane) {
+    Share share = all;
+    share.b = index / count;
+    if (workspace.merges()) {
+      share.unfinished = unfinished + share.b * sequence_runs;
+      share.partials = memory + workspace.partials + static_cast<size_t>(share.b * sequence_runs) * run_bytes;
     }
-    DecodeTask head = task;
-    head.num_heads = 1;
-    for (int h = 0; h < task.num_heads; ++h, ++head.kv_head) {
-      // The one that takes the last of them sees what all others wrote.
-      if (tasks.merges() && unfinished[first_run + h].fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
-      auto* head_partials = reinterpret_cast<float*>(first_partial + static_cast<size_t>(h) * run_bytes);
-      end_run(functions, p, desc, head, head_partials, chunks);
-    }
+    char* const scratch = memory + workspace.lanes + workspace.lane_bytes * static_cast<size_t>(lane);
+    run_task(call, share, index % count, scratch, scratch + workspace.scratch_bytes.value());
   });
+}
+
+// Sizes of a packed call are those of all its sequences: what one of them may need is bounded here.
+struct PackedDecode::Workspace {
+  MemorySize partials_bytes, scratch_bytes;
+  size_t places = 0, counters = 0, partials = 0, lanes = 0, lane_bytes = 0;
+  MemorySize bytes;
+
+  Workspace(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads)
+      : scratch_bytes(chunk_scratch_bytes(functions, desc, kDecodeRows, 1)) {
+    const Cut widest(desc, std::min(desc.seqlen_q, kMaxDecodeQueries));
+    const auto partial_bytes = [&](int rows) {
+      return scratch_bytes.fits() ? functions.decode_partial_bytes(desc.head_dim_v, rows) : scratch_bytes;
+    };
+    // A sequence of one chunk leaves nothing. All others have at most as many chunks as all keys, and one more each.
+    const int64_t chunks = pieces(desc.seqlen_k, kDecodeChunk);
+    const MemorySize chunk_bytes = partial_bytes(widest.run_rows) * widest.sequence_runs();
+    const MemorySize all_chunks =
+        desc.page_size > 0 ? MemorySize(desc.batch) * chunks : MemorySize(chunks) + std::min(desc.batch, chunks);
+    partials_bytes =
+        std::max(chunk_bytes * chunks, std::min(chunk_bytes * all_chunks, MemorySize(kWaveBytes) * num_threads));
+    const MemorySize lane = scratch_bytes + partial_bytes(1) * kDecodeRows;  // as many heads of one row each at most
+    MemoryMap map;
+    places = map.take_bytes(MemorySize(desc.batch) * sizeof(Place));
+    counters = map.take_bytes(MemorySize(desc.batch) * widest.sequence_runs() * sizeof(std::atomic<int64_t>));
+    partials = map.take_bytes(partials_bytes);
+    lanes = map.take_bytes(lane * num_threads);
+    lane_bytes = lane.value();
+    bytes = map.bytes();
+  }
+};
+
+MemorySize PackedDecode::workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
+  return Workspace(functions, desc, num_threads).bytes;
+}
+
+PackedDecode::PackedDecode(const DecodeCall& call, void* memory) : call_(call) {
+  const Workspace workspace(call.functions, call.desc, call.num_threads);
+  char* const bytes = static_cast<char*>(memory);
+  places_ = reinterpret_cast<Place*>(bytes + workspace.places);
+  unfinished_ = reinterpret_cast<std::atomic<int64_t>*>(bytes + workspace.counters);
+  partials_ = bytes + workspace.partials, lanes_ = bytes + workspace.lanes;
+  partials_bytes_ = workspace.partials_bytes.value();
+  scratch_bytes_ = workspace.scratch_bytes.value(), lane_bytes_ = workspace.lane_bytes;
+  for (int64_t b = 0; b < call.desc.batch; ++b) {
+    const Sequence& s = call.sequences[b];
+    if (!decode_takes(s)) continue;
+    const KeyChunks chunks = chunks_to_compute(call_, b, b + 1, chunks_of(s.len_k));
+    std::construct_at(places_ + num_places_++, Place{b, 0, 0, 0, chunks, 1});
+    chunks_ += chunks.count();
+  }
+}
+
+bool PackedDecode::next_wave() {
+  const bool side_by_side = all_side_by_side(call_);
+  first_ = end_;
+  count_ = 0;
+  int64_t runs = 0;
+  size_t partials = 0;
+  for (; end_ < num_places_; ++end_) {
+    Place& place = places_[end_];
+    const Cut cut(call_.desc, call_.sequences[place.b].len_q);
+    const int64_t chunks = place.chunks.count(), sequence_runs = chunks > 1 ? cut.sequence_runs() : 0;
+    const size_t bytes = run_bytes(call_, cut, place.chunks) * static_cast<size_t>(sequence_runs);
+    if (end_ > first_ && partials + bytes > partials_bytes_) break;
+    place.first_task = count_, place.first_run = runs, place.first_partial = partials;
+    if (side_by_side) place.task_heads = cut.most_heads(call_.desc, chunks_, call_.num_threads);
+    for (int64_t i = 0; i < sequence_runs; ++i) std::construct_at(unfinished_ + runs + i, chunks);
+    runs += sequence_runs, partials += bytes;
+    count_ += pieces(cut.sequence_runs(), place.task_heads) * chunks;
+  }
+  return first_ < end_;
+}
+
+void PackedDecode::run(int64_t index, int lane) const {
+  const auto before = [](int64_t task, const Place& place) { return task < place.first_task; };
+  const Place& place = *(std::upper_bound(places_ + first_, places_ + end_, index, before) - 1);
+  const Cut cut(call_.desc, call_.sequences[place.b].len_q);
+  Share share{place.b, cut, place.task_heads, place.chunks, nullptr, nullptr, run_bytes(call_, cut, place.chunks)};
+  if (place.chunks.count() > 1) {
+    share.unfinished = unfinished_ + place.first_run;
+    share.partials = partials_ + place.first_partial;
+  }
+  char* const scratch = lanes_ + lane_bytes_ * static_cast<size_t>(lane);
+  run_task(call_, share, index - place.first_task, scratch, scratch + scratch_bytes_);
 }
 
 }  // namespace polyhead::cpu

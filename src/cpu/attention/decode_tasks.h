@@ -2,6 +2,8 @@
 // decode_merge do the work.
 #pragma once
 
+#include <atomic>
+
 #include "contract/kernel.h"
 #include "contract/sequences.h"
 #include "cpu/attention/functions.h"
@@ -13,8 +15,56 @@ constexpr int64_t kMaxDecodeQueries = 12;  // more fill the lanes of the general
 // Whether this path computes `desc`: told by its shape alone, so that the batch and the threads change no bit.
 bool decode_takes(const AttentionDesc& desc);
 
+// Whether it computes a sequence of a packed call: told by its own length, as of a batch that holds it alone.
+inline bool decode_takes(const Sequence& s) { return s.len_q > 0 && s.len_q <= kMaxDecodeQueries; }
+
 MemorySize decode_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads);
 void decode_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args,
                     const Sequences& sequences, const Run& run);
+
+// What the tasks of a call share.
+struct DecodeCall {
+  const IsaFunctions& functions;
+  const AttentionDesc& desc;
+  const Problem& problem;
+  const Sequences& sequences;
+  int num_threads;
+};
+
+// Chunks [first, end) of keys.
+struct KeyChunks {
+  int64_t first, end;
+  int64_t count() const { return end - first; }
+};
+
+// The sequences of a packed call that decode_takes, in waves: the partial results of one fit the workspace.
+class PackedDecode {
+ public:
+  static MemorySize workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads);
+
+  PackedDecode(const DecodeCall& call, void* workspace);
+
+  // Prepares the tasks of the next wave, which [0, count()) run in any order; false: all sequences had theirs.
+  bool next_wave();
+  int64_t count() const { return count_; }
+  void run(int64_t index, int lane) const;
+
+ private:
+  struct Place {
+    int64_t b, first_task, first_run;
+    size_t first_partial;
+    KeyChunks chunks;
+    int64_t task_heads;
+  };
+  struct Workspace;
+
+  DecodeCall call_;
+  Place* places_;
+  std::atomic<int64_t>* unfinished_;
+  char *partials_, *lanes_;
+  size_t partials_bytes_, scratch_bytes_, lane_bytes_;
+  int64_t num_places_ = 0, chunks_ = 0;
+  int64_t first_ = 0, end_ = 0, count_ = 0;  // places of the wave, and their tasks
+};
 
 }  // namespace polyhead::cpu

@@ -3,6 +3,18 @@
 
 #include "cpu/isa/tile.h"
 
+#ifdef POLYHEAD_ISA_OF_ROWS
+// Few queries are left to the set whose vectors these are.
+namespace polyhead::cpu::POLYHEAD_ISA_OF_ROWS {
+decltype(POLYHEAD_ISA::decode_scratch_bytes) decode_scratch_bytes;
+decltype(POLYHEAD_ISA::decode_partial_bytes) decode_partial_bytes;
+decltype(POLYHEAD_ISA::decode_chunk) decode_chunk;
+decltype(POLYHEAD_ISA::decode_merge) decode_merge;
+}  // namespace polyhead::cpu::POLYHEAD_ISA_OF_ROWS
+#else
+#define POLYHEAD_ISA_OF_ROWS POLYHEAD_ISA
+#endif
+
 namespace polyhead::cpu::POLYHEAD_ISA {
 
 #ifdef POLYHEAD_HAS_TMM
@@ -15,10 +27,10 @@ const IsaFunctions kFunctions = {kTmm,
                                  kForwardTiles,
                                  forward_scratch_bytes,
                                  forward_tiles,
-                                 UNLESS_TMM(decode_scratch_bytes),
-                                 UNLESS_TMM(decode_partial_bytes),
-                                 UNLESS_TMM(decode_chunk),
-                                 UNLESS_TMM(decode_merge),
+                                 POLYHEAD_ISA_OF_ROWS::decode_scratch_bytes,
+                                 POLYHEAD_ISA_OF_ROWS::decode_partial_bytes,
+                                 POLYHEAD_ISA_OF_ROWS::decode_chunk,
+                                 POLYHEAD_ISA_OF_ROWS::decode_merge,
                                  UNLESS_TMM(tiny_scratch_bytes),
                                  UNLESS_TMM(tiny_heads),
                                  backward_scratch_bytes,

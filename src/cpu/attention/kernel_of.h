@@ -9,6 +9,7 @@
 #include "cpu/attention/backward_tasks.h"
 #include "cpu/attention/decode_tasks.h"
 #include "cpu/attention/functions.h"
+#include "cpu/attention/packed_tasks.h"
 #include "cpu/attention/score_gradient_tasks.h"
 #include "cpu/attention/sink_gradient_tasks.h"
 #include "cpu/attention/tiles.h"
@@ -30,6 +31,7 @@ MemorySize scratch_bytes(const AttentionDesc& desc, int num_threads) {
   const MemorySize more = returns_more(desc) ? weights_workspace_bytes(functions, desc, num_threads) : MemorySize();
   if (tiny_takes(desc)) return std::max(more, tiny_workspace_bytes(functions, num_threads));
   if (decode_takes(desc)) return std::max(more, decode_workspace_bytes(functions, desc, num_threads));
+  if (desc.packed) return packed_workspace_bytes(functions, desc, num_threads);
   return returns_more(desc) ? more : tiles_workspace_bytes(functions, desc, num_threads);
 }
 
@@ -54,6 +56,8 @@ void compute_forward(const AttentionDesc& desc, const ForwardArgs& args, const S
     tiny_forward(functions, desc, args, sequences, run);
   } else if (decode_takes(desc)) {
     decode_forward(functions, desc, args, sequences, run);
+  } else if (desc.packed) {
+    packed_forward(functions, desc, args, sequences, run);
   } else if (!returns_more(desc)) {
     tiles_forward(functions, desc, args, sequences, run);
   }
