@@ -33,7 +33,7 @@ class Attention(OpRun):
     def _run(
         self, Q, K, V, attn_mask=None, past_key=None, past_value=None, nonpad_kv_seqlen=None, scale=None, is_causal=0,
         q_num_heads=None, kv_num_heads=None, softcap=None, qk_matmul_output_mode=None, softmax_precision=None,
-        left_window_size=None, right_window_size=None,
+        left_window_size=None, right_window_size=None, sinks=None,
     ):  # fmt: skip
         query, key, value = _heads_first(Q, q_num_heads), _heads_first(K, kv_num_heads), _heads_first(V, kv_num_heads)
         offset = 0
@@ -44,6 +44,8 @@ class Attention(OpRun):
         options["query_offset"] = offset
         if nonpad_kv_seqlen is not None:
             options |= {"seqlens_k": nonpad_kv_seqlen, "query_offset": nonpad_kv_seqlen - query.shape[2]}
+        if sinks is not None:  # of the domain "polyhead" alone
+            options["sink_logits"] = np.reshape(sinks, -1).astype(np.float64 if Q.dtype == np.float64 else np.float32)
         if attn_mask is not None:
             mask = _padded(attn_mask, key.shape[2])
             options["attn_mask" if mask.dtype == bool else "attn_bias"] = mask
@@ -55,8 +57,9 @@ class Attention(OpRun):
 
 
 class _OwnAttention(Attention):
-    """The same of the domain "polyhead", as `fuse` emits it: without caches, or, where its outputs are asked for, the half of a
-    training step that `_OwnAttentionGrad` ends: logsumexp [B, H, Sq], and the int64 seed and offset of dropout.
+    """The same of the domain "polyhead", as `fuse` emits it: without caches, with sink_logits, H floats in any dims, or, where its
+    outputs are asked for, the half of a training step that `_OwnAttentionGrad` ends: logsumexp [B, H, Sq], and the int64 seed
+    and offset of dropout.
     """
 
     op_domain = "polyhead"
@@ -66,10 +69,13 @@ class _OwnAttention(Attention):
         self._seed = secrets.randbits(62)
         self._draws = itertools.count()
 
-    def _run(self, Q, K, V, attn_mask=None, past_key=None, past_value=None, nonpad_kv_seqlen=None, dropout_p=None, seed=None, **attributes):
+    def _run(
+        self, Q, K, V, attn_mask=None, past_key=None, past_value=None, nonpad_kv_seqlen=None, sink_logits=None, dropout_p=None,
+        seed=None, **attributes,
+    ):  # fmt: skip
         outputs = self.onnx_node.output
         if len(outputs) < 5:
-            return super()._run(Q, K, V, attn_mask, past_key, past_value, nonpad_kv_seqlen, **attributes)
+            return super()._run(Q, K, V, attn_mask, past_key, past_value, nonpad_kv_seqlen, sinks=sink_logits, **attributes)
         heads = attributes.get("q_num_heads"), attributes.get("kv_num_heads")
         query, key, value = (_sequence_first(x, n) for x, n in zip((Q, K, V), (heads[0], heads[1], heads[1]), strict=True))
         state = np.array([self._seed if seed is None else seed, next(self._draws)], np.int64)

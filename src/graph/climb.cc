@@ -26,7 +26,8 @@ struct Way {
 
 class Climber {
  public:
-  explicit Climber(const Net& net) : net_(net) {}
+  // `has_sinks`: beside the scores stands a logit that no number is added to.
+  Climber(const Net& net, bool has_sinks) : net_(net), has_sinks_(has_sinks) {}
 
   Way climb(int id, Way way) {
     while (true) {
@@ -69,7 +70,7 @@ class Climber {
 
   // A number that is added to all scores alike changes no weight.
   std::optional<int> shifted(int node) const {
-    for (size_t side = 0; side < 2; ++side) {
+    for (size_t side = 0; side < 2 && !has_sinks_; ++side) {
       const auto number = net_.number(net_.input(node, side));
       if (number && std::isfinite(*number) && std::fabs(*number) < 1e6 && keeps_shape(net_, node, 1 - side)) {
         return net_.input(node, 1 - side);
@@ -168,13 +169,14 @@ class Climber {
   }
 
   const Net& net_;
+  bool has_sinks_;
   int steps_ = 0;
 };
 
 }  // namespace
 
 void climb_scores(const Net& net, Match& match) {
-  Way way = Climber(net).climb(match.softmax_input, {});
+  Way way = Climber(net, match.sinks.has_value()).climb(match.softmax_input, {});
   match.reason = way.reason;
   if (!way.product) {
     match.is_attention = false;

@@ -41,7 +41,7 @@ class Emitter {
   }
 
   Rewrite emit() {
-    if (!arranged() || !typed() || !scaled() || !trained()) return std::move(rewrite_);
+    if (!arranged() || !typed() || !scaled() || !trained() || !sunk()) return std::move(rewrite_);
     rewrite_.at = match_.result.node;
     rewrite_.removed = match_.nodes;
     if (match_.backward) remove(match_.backward->nodes);
@@ -135,6 +135,23 @@ class Emitter {
     if (!is_alone || arranged.value != match_.terms[0].value || arranged.is_cut)
       return refuse(what + "cannot be told from that of other masks");
     return reshapes_bias() || refuse(what + "has dims that are not known");
+  }
+
+  // A logit for each head, as the operator takes it.
+  bool sunk() {
+    if (!match_.sinks) return true;
+    const std::string what = sentence("the sinks \"", name_of(match_.sinks->logits), "\" ");
+    if (e_.options.target == Target::kOnnx)
+      return refuse(what + "are logits for which ONNX's operator has no input: target polyhead takes them");
+    if (plan_.kind == Arrangement::kOneBatch) return refuse(what + "stand beside batch and heads that are one dim");
+    if (are_of_heads(net_, *match_.sinks)) {
+      sinks_ = name_of(match_.sinks->logits);
+    } else if (const auto logits = constant_logits(net_, *match_.sinks)) {
+      sinks_ = new_.numbers(*logits);
+    } else {
+      return refuse(what + "are not known to be one for each head");
+    }
+    return true;
   }
 
   // The operator's gradient has the dims of the mask that it is given; the graph's perhaps others of the same elements.
@@ -267,7 +284,8 @@ class Emitter {
 
   void attention(std::vector<std::string> inputs, const std::string& attn_mask) {
     std::vector<std::string> grad_inputs = inputs;
-    if (!attn_mask.empty()) inputs.push_back(attn_mask);
+    if (!attn_mask.empty() || !sinks_.empty()) inputs.push_back(attn_mask);
+    if (!sinks_.empty()) inputs.insert(inputs.end(), {"", "", "", sinks_});
     std::vector<Attribute> attributes = options();
     const ElementType inside = net_.facts(match_.softmax_input).type;
     if (inside != type_ && is_float(inside)) {
@@ -371,6 +389,7 @@ class Emitter {
     if (match_.returned.value != kNone) {
       text += match_.returned.mode == Returned::kWeights ? ", returned weights" : ", returned scores";
     }
+    if (match_.sinks) text += ", sinks";
     if (match_.backward) text += ", its backward";
     for (const auto* words : {&masks_.words, &match_.words}) {
       for (const std::string& word : *words) text += sentence(", ", word);
@@ -385,6 +404,7 @@ class Emitter {
   ElementType type_;
   Arrangement plan_;
   double scale_ = 1;
+  std::string sinks_;               // "": none
   std::vector<int64_t> bias_dims_;  // empty: as the operator gives them
   Rewrite rewrite_;
   NewNodes new_;

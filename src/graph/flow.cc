@@ -191,7 +191,7 @@ std::optional<Seen> Flow::of_two(int node) const {
 
 std::optional<Seen> Flow::of_sum(int node) const {
   const Seen* x = find(net_.input(node, 0));
-  if (x == nullptr || x->transposed || !reduces_last(net_, node)) return std::nullopt;
+  if (x == nullptr || x->transposed || !reduces_last(net_, node) || !sums_to_one_) return std::nullopt;
   const auto shape = net_.shape(net_.input(node, 0));
   if (!x->full) return !shape.empty() && shape.back().is(1) ? std::optional(*x) : std::nullopt;
   return with({{}, false, false}, row_sum(x->terms));

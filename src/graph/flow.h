@@ -30,8 +30,9 @@ struct Dropped {
 
 class Flow {
  public:
-  // `scores`: what the softmax is of.
-  Flow(const Net& net, int scores, Backwards backwards) : net_(net), scores_(scores), backwards_(backwards) {}
+  // `scores`: what the softmax is of. `sums_to_one`: the weights of a row do, for no sink has a share.
+  Flow(const Net& net, int scores, Backwards backwards, bool sums_to_one)
+      : net_(net), scores_(scores), backwards_(backwards), sums_to_one_(sums_to_one) {}
 
   // What a value is; and all that follows from it and from what was told before.
   void tell(int value, Terms terms) {
@@ -69,6 +70,7 @@ class Flow {
   const Net& net_;
   int scores_;
   Backwards backwards_;
+  bool sums_to_one_;
   std::unordered_map<int, Seen> seen_;
   std::set<int> readers_, todo_;
   std::unordered_map<int, int> guards_;

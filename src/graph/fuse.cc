@@ -97,7 +97,7 @@ class Fusion {
     for (size_t i = 0; i < work.graph->nodes.size(); ++i) {
       const auto match = match_at(net, static_cast<int>(i), options_.backwards);
       if (!match) continue;
-      const Node& node = net.node(net.producer(match->softmax_output));
+      const Node& node = net.node(match->softmax);
       Candidate candidate = {work.place + (node.name.empty() ? node.outputs[0] : node.name), match->is_attention};
       candidate.reason = match->reason;
       if (candidate.reason.empty()) candidate.reason = objection_;

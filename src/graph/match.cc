@@ -24,8 +24,18 @@ struct Softmax {
   std::string reason = {};  // why it is none over the last dim
 };
 
+// x of x - r, where r is one number for each row, such as the row's maximum, which all weights lose alike; else itself.
+int without_shift(const Net& net, int id) {
+  const int sub = net.producer(id);
+  if (!net.is(sub, "Sub") || !keeps_shape(net, sub, 0)) return id;
+  int rows = net.input(sub, 1);
+  if (const int node = net.producer(rows); net.is(node, "Expand")) rows = net.input(node, 0);
+  const auto last = net.shape(rows);
+  return !last.empty() && last.back().is(1) ? net.input(sub, 0) : id;
+}
+
 Softmax softmax_of(const Net& net, int node) {
-  Softmax softmax = {net.input(node, 0), net.output(node, 0)};
+  Softmax softmax = {without_shift(net, net.input(node, 0)), net.output(node, 0)};
   const int rank = net.rank(softmax.input);
   const int64_t axis = integer_of(net.node(node), "axis", net.opset() < 13 ? 1 : -1);
   const bool last = axis == rank - 1 || (axis == -1 && (net.opset() >= 13 || rank > 0));
@@ -35,16 +45,6 @@ Softmax softmax_of(const Net& net, int node) {
                          : sentence(words_of(net, node), " runs over axis ", axis, " of ", rank, ", not over the keys");
   }
   return softmax;
-}
-
-// x of x - r, where r is one number for each row, such as the row's maximum, which all weights lose alike; else itself.
-int without_shift(const Net& net, int id) {
-  const int sub = net.producer(id);
-  if (!net.is(sub, "Sub") || !keeps_shape(net, sub, 0)) return id;
-  int rows = net.input(sub, 1);
-  if (const int node = net.producer(rows); net.is(node, "Expand")) rows = net.input(node, 0);
-  const auto last = net.shape(rows);
-  return !last.empty() && last.back().is(1) ? net.input(sub, 0) : id;
 }
 
 std::optional<Softmax> softmax_at(const Net& net, int node) {
@@ -178,6 +178,7 @@ void check_users(const Net& net, Match& match, Backwards backwards) {
 // The nodes that the operator replaces, and what those behind the softmax are.
 void gather_nodes(const Net& net, const Flow& flow, Match& match) {
   std::vector<int> ends = {match.result.right.value};
+  if (match.sinks) ends.push_back(match.sinks->logits);
   for (const MaskTerm& term : match.terms) ends.push_back(term.value);
   match.nodes = nodes_between(net, match.scores.node, match.result.node, ends);
   std::vector<std::string> words;
@@ -192,14 +193,21 @@ void gather_nodes(const Net& net, const Flow& flow, Match& match) {
 }  // namespace
 
 std::optional<Match> match_at(const Net& net, int node, Backwards backwards) {
-  const auto softmax = softmax_at(net, node);
+  auto softmax = softmax_at(net, node);
   if (!softmax) return std::nullopt;
   Match match;
-  Flow flow(net, softmax->input, backwards);
+  const int softmax_node = net.producer(softmax->value);
+  if (ratio(softmax->terms, weights_of(false))) match.sinks = sinks_of(net, softmax->input, softmax->value);
+  if (match.sinks) {
+    softmax->input = match.sinks->scores;
+    softmax->value = match.sinks->weights;
+  }
+  Flow flow(net, softmax->input, backwards, !match.sinks);
   flow.tell(softmax->value, softmax->terms);
   match.softmax_input = softmax->input;
   match.softmax_output = first_weights(net, flow, *softmax);
   if (match.softmax_output == kNone) return std::nullopt;
+  match.softmax = match.sinks ? softmax_node : net.producer(match.softmax_output);
   follow(net, flow, match);
   if (match.reason.empty()) match.reason = softmax->reason;
   if (match.reason.empty()) climb_scores(net, match);
@@ -207,7 +215,8 @@ std::optional<Match> match_at(const Net& net, int node, Backwards backwards) {
   if (match.reason.empty()) gather_nodes(net, flow, match);
   if (match.reason.empty()) check_guards(net, flow, match);
   match.dropped = flow.dropped();
-  if (match.reason.empty() && backwards == Backwards::kOfGraph) match.backward = find_backward(net, match, flow);
+  if (match.reason.empty() && backwards == Backwards::kOfGraph && !match.sinks)
+    match.backward = find_backward(net, match, flow);
   if (match.backward) match.reason = match.backward->reason;
   if (match.reason.empty() && match.dropped && backwards == Backwards::kOfGraph && !match.backward)
     match.reason = words_of(net, match.dropped.node) + " drops weights at random, and no backward is found beside it";

@@ -8,6 +8,7 @@
 #include "graph/flow.h"
 #include "graph/net.h"
 #include "graph/product.h"
+#include "graph/sinks.h"
 
 namespace polyhead::graph {
 
@@ -62,6 +63,8 @@ struct Match {
   double scale = 1, softcap = 0, out_factor = 1;
   std::vector<MaskTerm> terms;
   Dropped dropped;  // of the weights
+  std::optional<Sinks> sinks;
+  int softmax = kNone;  // the node that gives the weights, sinks among them
   int softmax_input = kNone, softmax_output = kNone, weights = kNone, out = kNone;
   std::vector<Score> passed;  // from the softmax upwards
   Returned returned;

@@ -54,9 +54,16 @@ std::string NewNodes::constant(double scalar) {
   std::snprintf(digits, sizeof digits, "%a", scalar);
   return once(sentence("number ", static_cast<int32_t>(type_), " ", digits), [&] {
     const std::string name = e_.names.fresh("polyhead_number");
-    rewrite_.constants.push_back(scalar_of(e_.model, name, type_, scalar));
+    rewrite_.constants.push_back(tensor_of_numbers(e_.model, name, type_, {}, {scalar}));
     return name;
   });
+}
+
+std::string NewNodes::numbers(const std::vector<double>& elements) {
+  const std::string name = e_.names.fresh("polyhead_numbers");
+  rewrite_.constants.push_back(
+      tensor_of_numbers(e_.model, name, type_, {static_cast<int64_t>(elements.size())}, elements));
+  return name;
 }
 
 std::string NewNodes::unsqueeze(const std::string& name, std::vector<int64_t> axes) {

@@ -28,7 +28,7 @@ std::set<int> with_those_above(const Net& net, std::vector<int> nodes, const std
 
 // From the softmax down to a product.
 std::vector<int> below(const Net& net, const Match& match) {
-  std::vector<int> nodes = {net.producer(match.softmax_output)};
+  std::vector<int> nodes = {match.softmax};
   for (size_t next = 0; next < nodes.size() && nodes.size() < kMostNodes; ++next) {
     if (is_product(net, nodes[next]) || net.output(nodes[next], 0) == kNone) continue;
     for (int user : net.value(net.output(nodes[next], 0)).users) {

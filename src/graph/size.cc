@@ -63,7 +63,20 @@ Size Symbols::sum(const Size& a, const Size& b) {
     if (__builtin_add_overflow(a.factor, b.factor, &result.factor)) return fresh();
     return result.factor == 0 ? Size{0, {}} : result;
   }
-  return text_of(a) < text_of(b) ? made("sum", a, b) : made("sum", b, a);
+  for (const Size* left : {rest(a, b), rest(b, a)}) {
+    if (left != nullptr) return *left;
+  }
+  result = text_of(a) < text_of(b) ? made("sum", a, b) : made("sum", b, a);
+  sums_.try_emplace(result.symbols.front(), a, b);
+  return result;
+}
+
+const Size* Symbols::rest(const Size& sum, const Size& less) const {
+  const auto found = sum.symbols.size() == 1 && sum.factor == 1 ? sums_.find(sum.symbols.front()) : sums_.end();
+  if (found == sums_.end()) return nullptr;
+  const auto cancels = [&](const Size& a) { return a.symbols == less.symbols && a.factor == -less.factor; };
+  const auto& [a, b] = found->second;
+  return cancels(a) ? &b : cancels(b) ? &a : nullptr;
 }
 
 Size Symbols::difference(const Size& a, const Size& b) {

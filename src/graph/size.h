@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace polyhead::graph {
@@ -36,9 +37,12 @@ class Symbols {
 
  private:
   Size made(const char* how, const Size& a, const Size& b);
+  // b of a + b - a, where `a` is less than nothing and `sum` that sum.
+  const Size* rest(const Size& sum, const Size& less) const;
 
   int next_ = 0;
   std::unordered_map<std::string, int> known_;
+  std::unordered_map<int, std::pair<Size, Size>> sums_;  // what such a symbol is the sum of
 };
 
 }  // namespace polyhead::graph

@@ -211,16 +211,20 @@ Constant tensor_of_integers(Model& model, std::string name, const std::vector<in
   return made(model, std::move(name), ElementType::kInt64, {static_cast<int64_t>(elements.size())}, std::move(data));
 }
 
-Constant scalar_of(Model& model, std::string name, ElementType type, double number) {
+Constant tensor_of_numbers(Model& model, std::string name, ElementType type, std::vector<int64_t> dims,
+                           const std::vector<double>& numbers) {
   const auto [dtype, most] = type == ElementType::kFloat64
                                  ? std::pair(DType::kFloat64, std::numeric_limits<double>::max())
                              : type == ElementType::kFloat16  ? std::pair(DType::kFloat16, 65504.0)
                              : type == ElementType::kBFloat16 ? std::pair(DType::kBFloat16, 0x1.fep127)
                                                               : std::pair(DType::kFloat32, 0x1.fffffep127);
-  if (std::isfinite(number)) number = std::clamp(number, -most, most);  // a finite number stays one
-  std::string data(static_cast<size_t>(element_bytes(type)), '\0');
-  store_element(data.data(), dtype, 0, number);
-  return made(model, std::move(name), type, {}, std::move(data));
+  std::string data(numbers.size() * static_cast<size_t>(element_bytes(type)), '\0');
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    const double number =
+        std::isfinite(numbers[i]) ? std::clamp(numbers[i], -most, most) : numbers[i];  // finite stays so
+    store_element(data.data(), dtype, static_cast<int64_t>(i), number);
+  }
+  return made(model, std::move(name), type, std::move(dims), std::move(data));
 }
 
 }  // namespace polyhead::graph

@@ -26,6 +26,7 @@ std::optional<std::vector<double>> numbers_of(const Constant& constant, size_t m
 
 // Tensors of our own.
 Constant tensor_of_integers(Model& model, std::string name, const std::vector<int64_t>& elements);
-Constant scalar_of(Model& model, std::string name, ElementType type, double number);
+Constant tensor_of_numbers(Model& model, std::string name, ElementType type, std::vector<int64_t> dims,
+                           const std::vector<double>& numbers);
 
 }  // namespace polyhead::graph

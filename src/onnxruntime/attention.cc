@@ -8,7 +8,8 @@
 namespace polyhead::onnxruntime {
 namespace {
 
-constexpr size_t kQuery = 0, kKey = 1, kValue = 2, kMask = 3, kPastKey = 4, kPastValue = 5, kLengths = 6;
+constexpr size_t kQuery = 0, kKey = 1, kValue = 2, kMask = 3, kPastKey = 4, kPastValue = 5, kLengths = 6,
+                 kSinks = 7;  // of ours
 constexpr size_t kOut = 0, kPresentKey = 1, kPresentValue = 2, kWeights = 3;
 // Of the gradients, behind query, key and value.
 constexpr size_t kGivenOut = 3, kGivenLogsumexp = 4, kGradOut = 5, kGivenMask = 6, kGivenDropout = 7;
@@ -166,6 +167,7 @@ Status Node::run_attention(Call& call, Plans& plans) const {
   if (mask.given()) status = add_mask("attn_mask", mask, desc, args);
   if (status.ok() && lengths.given()) status = add_lengths(call, lengths, total, desc, args);
   if (!lengths.given()) desc.query_offset = before;
+  if (status.ok()) status = add_sinks(call, kSinks, "sink_logits", false, desc, args);
   if (status.ok() && returns_weights_) {
     desc.return_weights = ReturnWeights::kPerHead;
     status = make_weights(call, desc, total, args.attn_weights);

@@ -126,24 +126,6 @@ Status write_cache(Call& call, size_t past_at, size_t present_at, const char* wh
   return {};
 }
 
-// One more logit for each head: head_sink, or the 0 of smooth_softmax.
-Status add_sinks(Call& call, bool of_zero, AttentionDesc& desc, ForwardArgs& args) {
-  Tensor given;
-  Status status = call.input(kSink, given);
-  if (!status.ok() || (!given.given() && !of_zero)) return status;
-  const bool is_float = given.dtype <= DType::kFloat64;
-  if (given.given() && (given.ndim != 1 || given.dims[0] != desc.num_heads || !is_float)) {
-    return invalid(sentence("head_sink is ", words_of(given), ", must be float [", desc.num_heads, "]"));
-  }
-  desc.has_sink_logits = true;
-  const DType dtype = desc.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  status = call.scratch(dtype, {desc.num_heads}, args.sink_logits);
-  for (int64_t h = 0; status.ok() && h < desc.num_heads; ++h) {
-    store_element(args.sink_logits.data, dtype, h, given.given() ? load_element(given.data, given.dtype, h) : 0);
-  }
-  return status;
-}
-
 }  // namespace
 
 Status Node::run_group_query(Call& call, Plans& plans) const {
@@ -171,7 +153,7 @@ Status Node::run_group_query(Call& call, Plans& plans) const {
   ForwardArgs args;
   if (bias.given()) status = add_mask("attention_bias", bias, desc, args);
   if (!status.ok()) return status;
-  if (status = add_sinks(call, sink_of_zero_, desc, args); !status.ok()) return status;
+  if (status = add_sinks(call, kSink, "head_sink", sink_of_zero_, desc, args); !status.ok()) return status;
   args.query = o.query;
   args.key = key;
   args.value = value;

@@ -2,6 +2,7 @@
 
 #include <random>
 
+#include "core/dtype.h"
 #include "core/sentence.h"
 
 namespace polyhead::onnxruntime {
@@ -187,6 +188,22 @@ Status add_mask(const char* what, const Tensor& mask, AttentionDesc& desc, Forwa
   }
   (is_bool ? args.attn_mask : args.attn_bias) = full;
   return {};
+}
+
+Status add_sinks(Call& call, size_t index, const char* what, bool of_zero, AttentionDesc& desc, ForwardArgs& args) {
+  Tensor given;
+  Status status = call.input(index, given);
+  if (!status.ok() || (!given.given() && !of_zero)) return status;
+  if (given.given() && (given.num_elements() != desc.num_heads || given.dtype > DType::kFloat64)) {
+    return invalid(sentence(what, " is ", words_of(given), ", must be float [", desc.num_heads, "]"));
+  }
+  desc.has_sink_logits = true;
+  const DType dtype = desc.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  status = call.scratch(dtype, {desc.num_heads}, args.sink_logits);
+  for (int64_t h = 0; status.ok() && h < desc.num_heads; ++h) {
+    store_element(args.sink_logits.data, dtype, h, given.given() ? load_element(given.data, given.dtype, h) : 0);
+  }
+  return status;
 }
 
 }  // namespace polyhead::onnxruntime

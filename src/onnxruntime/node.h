@@ -80,4 +80,7 @@ Status attend(Call& call, Plans& plans, const AttentionDesc& desc, ForwardArgs& 
 // A mask [..., keys]: its four dims, for a desc and a call. `what` names it in errors.
 Status add_mask(const char* what, const Tensor& mask, AttentionDesc& desc, ForwardArgs& args);
 
+// One more logit for each head, from an input of so many floats; where it is not given, 0 or none.
+Status add_sinks(Call& call, size_t index, const char* what, bool of_zero, AttentionDesc& desc, ForwardArgs& args);
+
 }  // namespace polyhead::onnxruntime

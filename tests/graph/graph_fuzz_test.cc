@@ -1,6 +1,7 @@
 // Bytes of a model changed at random: parsed or refused, fused, written and parsed again; under address sanitizer too.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <random>
 
 #include "model_text.h"
@@ -13,7 +14,7 @@ using polyhead::testing::attention_text;
 using polyhead::testing::ModelText;
 using polyhead::testing::tensor_text;
 
-// Most rules of inference, a packed projection, repeated heads, a guard and a body: what changed bytes are to run through.
+// Most rules of inference, a packed projection, repeated heads, a guard, sinks of a constant and a body: what changed bytes are to run through.
 std::string rich_model() {
   ModelText text = attention_text();
   text.tensors.push_back(tensor_text("zero", {1}, {0}));
@@ -27,6 +28,16 @@ std::string rich_model() {
                                          {"Squeeze", {"v"}, {"z"}, {{"axes", {0}}}},
                                          {"Unsqueeze", {"v"}, {"u"}, {{"axes", {0, 2}}}},
                                          {"ReduceMax", {"v"}, {"m"}, {{"axes", {1}}}}});
+  text.tensors.push_back(tensor_text("sinks", {2, 3, 1, 1}, {1, 2, 3, 1, 2, 3}));
+  const auto softmax = std::find_if(text.nodes.begin(), text.nodes.end(),
+                                    [](const polyhead::testing::NodeText& node) { return node.op_type == "Softmax"; });
+  softmax->inputs = {"joined"};
+  softmax->outputs = {"all"};
+  const auto first = text.nodes.insert(softmax, {"Concat", {"masked", "sinks"}, {"joined"}, {}, {{"axis", -1}}});
+  text.nodes.insert(first + 2, {{"Constant", {}, {"start"}, {{"value_ints", {0}}}},
+                                {"Constant", {}, {"end"}, {{"value_ints", {-1}}}},
+                                {"Constant", {}, {"last"}, {{"value_ints", {3}}}},
+                                {"Slice", {"all", "start", "end", "last"}, {"weights"}}});
   ModelText body = attention_text();
   for (polyhead::testing::NodeText& node : body.nodes) {
     for (std::string& name : node.outputs) name = "inner_" + name;
@@ -60,7 +71,7 @@ void run(const std::string& bytes, int& good) {
 TEST(GraphFuzz, TheModelItselfFuses) {
   auto model = graph::parse_model(rich_model(), "");
   ASSERT_TRUE(model.ok()) << model.status().message();
-  const graph::Report report = graph::fuse(*model);
+  const graph::Report report = graph::fuse(*model, {graph::Target::kPolyhead});
   ASSERT_EQ(report.candidates.size(), 2u);
   for (const graph::Candidate& each : report.candidates) EXPECT_TRUE(each.fused) << each.reason;
 }

@@ -28,6 +28,8 @@ INPUTS = {
     "lens": ("int64[B,1,1,1]", (B, 1, 1, 1)),
     "ones": ("float[B,1,S,T]", (B, 1, S, T)),
     "temperature": ("float", ()),
+    "sinks": ("float[4]", (H,)),
+    "row_sinks": ("float[B,4,S,1]", (B, H, S, 1)),
     "p": ("float[B,S,96]", (B, S, 3 * H * D)),
 }
 
@@ -169,6 +171,9 @@ VARIANTS = {
     "logsumexp": """
         last = Constant<value = int64[1] {-1}>() s = MatMul(q, kt) l = ReduceLogSumExp<keepdims = 1>(s, last) z = Sub(s, l)
         w = Exp(z) out = MatMul(w, v)""",
+    "softmax_less_the_maximum": """
+        last = Constant<value = int64[1] {-1}>() a = MatMul(q, kt) top = ReduceMax<keepdims = 1>(a, last) s = Sub(a, top)
+        w = Softmax<axis = -1>(s) out = MatMul(w, v)""",
     "softcap": f"{SCALE} m = MatMul(q, kt) a = Div(m, d) t = Tanh(a) s = Mul(t, d) {TAIL}",
     "old_softmax": (11, "s = MatMul(q, kt) w = Softmax<axis = 3>(s) out = MatMul(w, v)"),
     # --- layouts ---
@@ -246,6 +251,42 @@ VARIANTS = {
         i = Constant<value = int64[1] {1}>() s = MatMul(q, kt) w = Softmax<axis = -1>(s) weights = ReduceSum<keepdims = 0>(w, i)
         out = MatMul(w, v)""",
 }
+
+# One more logit for each head beside the scores: all of a row, joined, go through the softmax, and the last or first one is cut off.
+SINK = """
+  i1 = Constant<value = int64[1] {1}>() i2 = Constant<value = int64[1] {2}>() f4 = Constant<value = int64[4] {1, 4, 1, 1}>() n = Shape(q)
+  lead = Slice(n, i0, i3) size = Concat<axis = 0>(lead, i1) own = Reshape(sinks, f4) sink = Expand(own, size)
+"""
+CUT = """
+  i0 = Constant<value = int64[1] {0}>() i3 = Constant<value = int64[1] {3}>() back = Constant<value = int64[1] {-1}>()
+  most = Constant<value = int64[1] {9223372036854775807}>()
+"""
+SINK_TAIL = "z = Softmax<axis = -1>(j) w = Slice(z, i0, back, i3) out = MatMul(w, v)"
+SINKS = {
+    "sinks_behind": f"{CUT} {SINK} m = MatMul(q, kt) s = Add(m, bias) j = Concat<axis = -1>(s, sink) {SINK_TAIL}",
+    "sinks_ahead": f"""{CUT} {SINK} s = MatMul(q, kt) j = Concat<axis = 3>(sink, s) z = Softmax<axis = -1>(j)
+        w = Slice(z, i1, most, i3) out = MatMul(w, v)""",
+    "sinks_less_the_maximum": f"""{CUT} {SINK} {SCALE} m = MatMul(q, kt) s = Mul(m, c) a = Concat<axis = -1>(s, sink)
+        t = ReduceMax<keepdims = 1>(a, back) j = Sub(a, t) z = Softmax<axis = -1>(j) zc = Cast<to = 1>(z)
+        weights = Slice(zc, i0, back, i3) out = MatMul(weights, v)""",
+    "sinks_of_grouped_heads": f"""{CUT} {SINK} i = Constant<value = int64[1] {{2}}>() u = Unsqueeze(gk, i)
+        g = Constant<value = int64[5] {{1, 1, 2, 1, 1}}>() e = Expand(u, g) f = Constant<value = int64[4] {{0, 4, -1, 8}}>()
+        r = Reshape(e, f) kh = Transpose<perm = [0, 1, 3, 2]>(r) s = MatMul(q, kh) j = Concat<axis = -1>(s, sink)
+        z = Softmax<axis = -1>(j) w = Slice(z, i0, back, i3) out = MatMul(w, r)""",
+    "sinks_written_out_static": f"""{CUT} sizes = Constant<value = int64[4] {{2, 4, 5, 6}}>() s = MatMul(q, kt)
+        sink = Constant<value = float[2,4,5,1] {{{", ".join(str(0.5 * (i // S % H) - 1) for i in range(B * H * S))}}}>()
+        j = Concat<axis = -1>(s, sink) {SINK_TAIL}""",
+}
+NO_SINKS = {
+    "sinks_of_each_row": (f"{CUT} s = MatMul(q, kt) j = Concat<axis = -1>(s, row_sinks) {SINK_TAIL}", "are not known to be one for each head"),
+    "sinks_written_out_differ": (SINKS["sinks_written_out_static"].replace("{-1.0, ", "{-1.5, "), "are not known to be one for each head"),
+    "a_key_is_cut_off": (f"{CUT} {SINK} s = MatMul(q, kt) j = Concat<axis = -1>(s, sink) z = Softmax<axis = -1>(j) w = Slice(z, i1, most, i3) out = MatMul(w, v)", 'no product with values follows the softmax, but "w" (Slice)'),
+    "sinks_are_weighted": (f"{CUT} {SINK} s = MatMul(q, kt) j = Concat<axis = -1>(s, sink) {SINK_TAIL} other = Relu(z)", "no product with values follows"),
+    "scores_with_sinks_are_shifted": (f"{CUT} {SINK} m = MatMul(q, kt) one = Constant<value = float {{1.0}}>() s = Add(m, one) j = Concat<axis = -1>(s, sink) {SINK_TAIL}", '"one" of "s" (Add) is one number for all keys'),
+    "scores_with_sinks_lose_the_maximum": (f"{CUT} {SINK} m = MatMul(q, kt) t = ReduceMax<keepdims = 1>(m, back) s = Sub(m, t) j = Concat<axis = -1>(s, sink) {SINK_TAIL}", '"t" of "s" (Sub) is one number for all keys'),
+    "scores_with_sinks_are_scaled": (f"{CUT} {SINK} {SCALE} s = MatMul(q, kt) a = Concat<axis = -1>(s, sink) j = Mul(a, c) {SINK_TAIL}", "no product with values follows"),
+    "weights_beside_sinks_sum_to_one": (f"{CUT} {SINK} s = MatMul(q, kt) j = Concat<axis = -1>(s, sink) z = Softmax<axis = -1>(j) u = Slice(z, i0, back, i3) t = ReduceSum<keepdims = 1>(u, back) w = Div(u, t) out = MatMul(w, v)", "no product with values follows"),
+}  # fmt: skip
 
 # name: nodes and words of the reason
 NEAR_MISSES = {

@@ -160,6 +160,38 @@ def test_transformers(name, tmp_path):
     assert_fused(tmp_path / "model.onnx", {"x": tokens.numpy(), "mask": mask.numpy()}, 2)
 
 
+class Sinks(torch.nn.Module):
+    """The attention of gpt-oss, with a padding mask."""
+
+    def __init__(self, config):
+        super().__init__()
+        from transformers.models.gpt_oss import modeling_gpt_oss
+
+        self.attention = modeling_gpt_oss.GptOssAttention(config, 0)
+        self.positions = modeling_gpt_oss.GptOssRotaryEmbedding(config)
+        torch.nn.init.normal_(self.attention.sinks)
+
+    def forward(self, x, mask):
+        hidden = torch.where(mask[:, None, None] > 0, 0.0, torch.finfo(torch.float32).min)
+        return self.attention(x, self.positions(x, torch.arange(x.shape[1])[None]), hidden)[0]
+
+
+def test_sinks(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.GptOssConfig(hidden_size=E, num_attention_heads=H, num_key_value_heads=2, head_dim=D, num_hidden_layers=1)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    x, mask = torch.randn(B, S, E), torch.ones(B, S)
+    mask[1, 5:] = 0
+    export(Sinks(config).eval(), (x, mask), "torchscript", tmp_path / "model.onnx")
+    fusion = polyhead.onnx.fuse(tmp_path / "model.onnx", target="polyhead")
+    assert fusion.num_fused == 1 and "sinks" in fusion.candidates[0].pattern, str(fusion)
+    inputs = {"x": x.numpy(), "mask": mask.numpy()}
+    (expected,) = outputs(onnx.load(tmp_path / "model.onnx"), inputs)
+    for run in (lambda: polyhead.onnx.prepare(fusion.model).run(inputs), lambda: polyhead.onnx.session(fusion.model.SerializeToString()).run(None, inputs)):
+        np.testing.assert_allclose(run()[0], expected, rtol=1e-4, atol=1e-5)
+
+
 class Decoder(torch.nn.Module):
     """Hand-written layers, of which one learns a bias of its scores, and one drops weights."""
 

@@ -15,7 +15,7 @@ import polyhead
 onnx = pytest.importorskip("onnx", reason="onnx is not installed: its models are not fused")
 from onnx.backend.test.case.node import collect_testcases  # noqa: E402
 from onnx_fuse_cases import (  # noqa: E402
-    FILL, INPUTS, MASKED, NEAR_MISSES, PLACES, PLACES_AS_OPTIONS, PLACES_AS_TENSORS, SCALE, TAIL, VARIANTS, B, S, T,
+    FILL, INPUTS, MASKED, NEAR_MISSES, NO_SINKS, PLACES, PLACES_AS_OPTIONS, PLACES_AS_TENSORS, SCALE, SINKS, TAIL, VARIANTS, B, S, T,
 )  # fmt: skip
 
 import polyhead.onnx  # noqa: E402
@@ -210,6 +210,24 @@ def test_near_miss(name):
     assert fusion.num_fused == 0
     assert any(reason in candidate.reason for candidate in fusion.candidates), str(fusion)
     assert fusion.model.SerializeToString() == model.SerializeToString()
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_sinks(name):
+    """Our operator has an input for them, which ONNX's has not."""
+    model = model_of(SINKS[name])
+    assert "target polyhead takes them" in polyhead.onnx.fuse(model).candidates[0].reason
+    fusion = polyhead.onnx.fuse(model, target="polyhead")
+    assert fusion.num_fused == 1 and "sinks" in fusion.candidates[0].pattern, str(fusion)
+    assert not any(node.op_type in ("Concat", "Slice", "Softmax") for node in fusion.model.graph.node)
+    assert_same_numbers(model, fusion.model, operands(model))
+
+
+@pytest.mark.parametrize("name", NO_SINKS)
+def test_what_only_looks_like_sinks_stays(name):
+    nodes, reason = NO_SINKS[name]
+    fusion = polyhead.onnx.fuse(model_of(nodes), target="polyhead")
+    assert fusion.num_fused == 0 and reason in fusion.candidates[0].reason, str(fusion)
 
 
 @pytest.mark.parametrize("name", ["split_heads", "key_transposed_twice", "packed_by_split", "key_through_3d_static"])

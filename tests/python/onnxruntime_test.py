@@ -15,7 +15,7 @@ onnx = pytest.importorskip("onnx", reason="onnx is not installed: its models do 
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: its sessions are left out")
 from onnx import TensorProto, helper  # noqa: E402
 from onnx.backend.test.case.node import collect_testcases  # noqa: E402
-from onnx_fuse_test import NEAR_MISSES, VARIANTS, model_of, operands  # noqa: E402
+from onnx_fuse_test import NEAR_MISSES, NO_SINKS, SINKS, VARIANTS, model_of, operands  # noqa: E402
 
 import polyhead.onnx  # noqa: E402
 
@@ -174,9 +174,34 @@ def test_written_out(name):
     assert_close(session.run(None, inputs), theirs(model).run(None, inputs), rtol=2e-5)
 
 
+@pytest.mark.parametrize("name", SINKS)
+def test_sinks(name):
+    """By the provider, which cannot say those of a constant, and by our operator in a fused model."""
+    model = model_of(SINKS[name])
+    inputs = operands(model)
+    expected = theirs(model).run(None, inputs)
+    fused = polyhead.onnx.fuse(model, target="polyhead").model
+    assert_close(by_custom_ops(fused).run(None, inputs), expected, rtol=2e-5)
+    if VERSION >= (1, 24):
+        session = ours(model)
+        assert (num_ours(session) == 0) == ("static" in name)
+        assert_close(session.run(None, inputs), expected, rtol=2e-5)
+
+
+def test_sinks_that_are_not_one_for_each_head():
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18, "polyhead": 1]>
+      g (float[B,4,S,8] q, float[B,2,T,8] k, float[B,2,T,8] v, float[N] sinks) => (float[B,4,S,8] out) {
+        out = polyhead.Attention(q, k, v, , , , , sinks)
+      }""")
+    rng = np.random.default_rng(0)
+    inputs = {"q": normal(rng, 1, 4, 5, 8), "k": normal(rng, 1, 2, 6, 8), "v": normal(rng, 1, 2, 6, 8), "sinks": normal(rng, 3)}
+    with pytest.raises(Exception, match=r"sink_logits is float32 \[3\], must be float \[4\]"):
+        by_custom_ops(model).run(None, inputs)
+
+
 @needs_provider
 def test_what_only_looks_alike_stays():
-    for name, (nodes, _) in NEAR_MISSES.items():
+    for name, (nodes, _) in (NEAR_MISSES | NO_SINKS).items():
         if name == "training_dropout":
             continue  # ONNX Runtime takes the dropout away before anybody is asked
         model = model_of(nodes)
