@@ -287,6 +287,10 @@ inline const std::vector<Row> kConvertRows = {
     {"add.ftz.f32 d, a, b", f(0x1p-127f), f(0x1p-127f), 0, f(0)},
     {"add.f32 d, a, b", f(0x1p-127f), f(0x1p-127f), 0, f(0x1p-126f)},
     {"mul.ftz.f32 d, a, b", f(-0x1p-100f), f(0x1p-40f), 0, f(-0.0f)},
+    {"cvt.s64.s32 D, A", 0x1fffffffb, 0, 0, kMinus - 4},  // the lower part of a wider register
+    {"cvt.u64.u32 D, A", 0x1fffffffb, 0, 0, 0xfffffffb},
+    {"cvt.s64.u32 D, A", 0x1fffffffb, 0, 0, 0xfffffffb},
+    {"cvt.u64.s32 D, A", 0x1fffffffb, 0, 0, kMinus - 4},
     {"cvt.s16.s8 d, a", kMinus - 4, 0, 0, 0xfffb},
     {"cvt.u16.s8 d, a", kMinus - 4, 0, 0, 0xfffb},
     {"cvt.s32.s8 d, a", kMinus - 4, 0, 0, 0xfffffffb},

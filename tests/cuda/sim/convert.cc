@@ -20,6 +20,12 @@ void integer(Warp& w, const Instruction& i, uint32_t mask) {
   map_lanes<Register, S>(w, i, mask, [](S a) { return static_cast<Register>(static_cast<D>(a)); });
 }
 
+// The same of a register of 64 bits, of which S is the lower part.
+template <class D, class S>
+void integer_of_wide(Warp& w, const Instruction& i, uint32_t mask) {
+  map_lanes<D, uint64_t>(w, i, mask, [](uint64_t a) { return static_cast<D>(static_cast<S>(a)); });
+}
+
 template <class D, class S>
 void to_floating(Warp& w, const Instruction& i, uint32_t mask) {
   map_lanes<D, S>(w, i, mask, [](S a) { return static_cast<D>(a); });
@@ -97,7 +103,9 @@ std::string signature() {
 
 template <class D, class S>
 void add_integer(OpcodeTable& t) {
-  t["cvt." + name_of<D>() + "." + name_of<S>()] = {integer<D, S>, signature<D, S>()};
+  const std::string name = "cvt." + name_of<D>() + "." + name_of<S>();
+  t[name] = {integer<D, S>, signature<D, S>()};
+  if constexpr (sizeof(D) == 8 && sizeof(S) == 4) t[name + "/wide"] = {integer_of_wide<D, S>, signature<D, int64_t>()};
 }
 
 template <class D, class S>

@@ -274,6 +274,10 @@ Instruction instruction_of(const std::string& text, const Lookup& lookup, Slots&
                            std::string* label) {
   const Statement statement = cut(text);
   std::string name = statement.name;
+  if (name.rfind("cvt.", 0) == 0 && name.size() > 4 && name.substr(name.size() - 2) == "32") {
+    const Slot* source = lookup.slot(statement.pieces.back().text);  // cvt takes a register that is wider than its type
+    if (source && source->wide) name += "/wide";
+  }
   auto known = module.used.find(name);
   Opcode opcode = known != module.used.end() ? known->second : find_opcode(name);
   if (!opcode.run || num_pieces(opcode.signature) != statement.pieces.size()) {
