@@ -20,38 +20,38 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
   static constexpr int kStep = kOthers<kD, kKeys>, kSums = kKeys ? 2 : 1;
   static constexpr int kStages = PairsMemory<T, kD>::kStages;
   using Base = Pairs<T, kD, kKeys, kOptions, kStep>;
-  using Base::cut, Base::range, Base::group, Base::row_index, Base::sees, Base::shows, Base::hides_pairs, Base::drops;
+  using Base::cut, Base::range, Base::range_of, Base::group, Base::row_index, Base::sees, Base::shows,
+      Base::hides_pairs, Base::drops;
   using Base::p, Base::shared, Base::own, Base::b, Base::head, Base::first, Base::stage, Base::lane, Base::warp;
   using typename Base::Block;
 
  public:
   __device__ Backward(const BackwardProblem& problem, PairsMemory<T, kD>& memory) : Base(problem, memory) {
-    // The longest first under a causal mask: the last query tiles, the first key tiles.
-    const int64_t heads = kKeys ? p.heads_kv : p.heads, all = p.batch * heads, index = blockIdx.x;
-    const int64_t tiles = (num_own() + kBlockRows - 1) / kBlockRows;
-    own = (kKeys ? index / all : tiles - 1 - index / all) * kBlockRows;
-    b = index % all / heads;
-    h = head = index % heads;
+    const OwnRows rows(p, kKeys);
+    b = rows.b, h = head = rows.h, own = rows.first;
   }
 
   __device__ void run() {
     const Band band(p, b);
     this->offset = band.offset;
-    const int64_t limit = kKeys ? band.keys : band.queries;
-    num_others = kKeys ? band.queries : band.keys;
+    const int64_t limit = kKeys ? band.keys : band.queries, first_own = kKeys ? band.first_k : band.first_q;
     const int64_t end_own = own + kBlockRows < limit ? own + kBlockRows : limit;
-    for (int r = 0; r < 2; ++r) range[r] = range_of(band, row_index(r));
-    if (threadIdx.x == 0) shared.not_finite = 0;
     const Range of_first = range_of(band, own), of_last = range_of(band, end_own - 1);
-    begin = of_first.first / kTileRows * kTileRows;
-    const int64_t end = own < end_own ? of_last.last : 0;
+    const int64_t begin = of_first.first / kTileRows * kTileRows, end = own < end_own ? of_last.last : 0;
+    if (threadIdx.x == 0) {
+      shared.not_finite = 0;
+      shared.band = band;
+      shared.all = {of_last.first, of_first.last};
+      shared.begin = begin;
+    }
+    __syncthreads();
     tiles = begin < end ? static_cast<int>((end - begin + kTileRows - 1) / kTileRows) : 0;
     const int all = kKeys ? tiles * static_cast<int>(group()) : tiles;  // of each query head that reads these keys
     if (all > 0) {
-      load_tile(shared.own[0], kKeys ? p.key : p.query, b, h, own, end_own, p.head_dim);
-      load_tile(shared.own[1], kKeys ? p.value : p.grad_out, b, h, own, end_own, p.head_dim_v);
+      load_tile(shared.own[0], kKeys ? p.key : p.query, b, h, first_own, own, end_own, p.head_dim);
+      load_tile(shared.own[1], kKeys ? p.value : p.grad_out, b, h, first_own, own, end_own, p.head_dim_v);
     }
-    if constexpr (!kKeys) this->read_statistics(band.queries);
+    if constexpr (!kKeys) this->read_statistics(band);
     for (int t = kStages == 1 ? 0 : -1; t < all; ++t) {
       if constexpr (kStages == 1) {
         __syncthreads();  // tile t - 1 has been used
@@ -61,10 +61,11 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
       __syncthreads();  // tile t is there, the other stage is free
       if (kStages == 2 && t + 1 < all) load_others(t + 1);
       if (t < 0) continue;
-      first = begin + t % tiles * kTileRows;
+      first = shared.begin + t % tiles * kTileRows;
       stage = t % kStages;
-      cut = hides_pairs() || first < of_last.first || first + kTileRows > of_first.last;
-      if constexpr (kKeys) head = h * group() + t / tiles;
+      cut = hides_pairs() || first < shared.all.first || first + kTileRows > shared.all.last;
+      for (int r = 0; r < 2; ++r) range[r] = {range_of(shared.band, row_index(r)), first};
+      if constexpr (kKeys) head = h * static_cast<int>(group()) + t / tiles;
       this->draw();
       careful = cut && hides_not_finite(t + 1);
 #pragma unroll 1
@@ -79,21 +80,20 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
   }
 
  private:
-  __device__ int64_t num_own() const { return kKeys ? p.seqlen_k : p.seqlen_q; }
-  __device__ static Range range_of(const Band& band, int64_t row) {
-    return kKeys ? band.queries_of(row) : band.keys_of(row);
-  }
+  __device__ int64_t num_others() const { return kKeys ? shared.band.queries : shared.band.keys; }
+  __device__ int64_t first_other() const { return kKeys ? shared.band.first_q : shared.band.first_k; }
 
   __device__ void load_others(int t) {
-    const int64_t others = kKeys ? h * group() + t / tiles : h / group(), row = begin + t % tiles * kTileRows;
+    const int64_t others = kKeys ? h * group() + t / tiles : h / group(), row = shared.begin + t % tiles * kTileRows;
     const int to = t % kStages;
-    load_tile(shared.others[to][0], kKeys ? p.query : p.key, b, others, row, num_others, p.head_dim);
-    load_tile(shared.others[to][1], kKeys ? p.grad_out : p.value, b, others, row, num_others, p.head_dim_v);
+    load_tile(shared.others[to][0], kKeys ? p.query : p.key, b, others, first_other(), row, num_others(), p.head_dim);
+    load_tile(shared.others[to][1], kKeys ? p.grad_out : p.value, b, others, first_other(), row, num_others(),
+              p.head_dim_v);
     if (!kKeys || threadIdx.x >= kTileRows) return;
     const int x = static_cast<int>(threadIdx.x);
-    const bool there = row + x < num_others;
-    shared.L[to][x] = there ? statistic(p.logsumexp, b, others, row + x) : 0;
-    shared.delta[to][x] = there ? statistic(p.delta, b, others, row + x) : 0;
+    const bool there = row + x < num_others();
+    shared.L[to][x] = there ? statistic(p.logsumexp, b, others, first_other() + row + x) : 0;
+    shared.delta[to][x] = there ? statistic(p.delta, b, others, first_other() + row + x) : 0;
   }
 
   // Whether the others hold an infinity or a NaN: tensor cores would multiply it by the 0 of a row that does not see it.
@@ -176,7 +176,7 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
         for (int t = 0; t < 4; ++t) positive[e / 2] |= (lanes >> t & 1) << (n * 8 + 2 * t + e % 2);
       }
     }
-    const int64_t others = kKeys ? head : head / group(), row = first + from;
+    const int64_t others = kKeys ? head : head / group(), row = first_other() + first + from;
     const T* scored = at(kKeys ? p.query : p.key, others, row);
     const T* weighted = at(p.grad_out, others, row);  // in the pass over keys
 #pragma unroll 1
@@ -213,17 +213,19 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
   // A row that takes part in no visible pair gets 0, or keeps what is there.
   __device__ void store(const Gradient& gradient, float (&sum)[kD / 8][4], int columns, float factor) {
     if (gradient.rows.data == nullptr) return;
+    const Band& band = shared.band;
+    const int64_t num_own = kKeys ? band.rows_k : band.rows_q, first_own = kKeys ? band.first_k : band.first_q;
+    const bool unseen[2] = {range_of(band, row_index(0)).empty(), range_of(band, row_index(1)).empty()};
 #pragma unroll 1
     for (int first_column = lane % 4 * 2; first_column < kD; first_column += 8) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int64_t row = row_index(e / 2);
         const int column = first_column + e % 2;
-        const bool unseen = range[e / 2].empty();
-        if (row >= num_own() || column >= columns || (unseen && p.accumulate)) continue;
+        if (row >= num_own || column >= columns || (unseen[e / 2] && p.accumulate)) continue;
         const Rows& rows = gradient.rows;
-        const int64_t at = b * rows.batch + h * rows.head + row * rows.row + column * rows.column;
-        float value = unseen ? 0 : factor * sum[0][e] + 0.f;  // -0 + 0 is +0
+        const int64_t at = b * rows.batch + h * rows.head + (first_own + row) * rows.row + column * rows.column;
+        float value = unseen[e / 2] ? 0 : factor * sum[0][e] + 0.f;  // -0 + 0 is +0
         if (gradient.wide) {
           float* to = static_cast<float*>(rows.data) + at;
           *to = p.accumulate ? *to + value : value;
@@ -237,8 +239,7 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
     }
   }
 
-  int64_t h;                  // of the own rows
-  int64_t num_others, begin;  // of the sequence; the first that some own row sees, down to a tile's edge
+  int h;  // of the own rows
   int tiles = 0;
   bool careful = false;
   float sums[kSums][kD / 8][4] = {};
@@ -247,7 +248,8 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
 // delta = sum_c dO O - dL, a warp for each row
 template <class T>
 __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__ BackwardProblem p) {
-  const int64_t heads = p.batch * p.heads, index = blockIdx.x, b = index % heads / p.heads, h = index % p.heads;
+  const int64_t heads = (p.packed ? 1 : p.batch) * p.heads, index = blockIdx.x;
+  const int64_t b = index % heads / p.heads, h = index % p.heads;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   for (int n = warp; n < kBlockRows; n += kThreads / 32) {
     const int64_t i = index / heads * kBlockRows + n;
@@ -272,20 +274,18 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__
 
 template <class T, int kD, bool kKeys, bool kOptions>
 __global__ void __launch_bounds__(kThreads, 2) backward_kernel(const __grid_constant__ BackwardProblem problem) {
-  extern __shared__ __align__(16) unsigned char memory[];
-  Backward<T, kD, kKeys, kOptions>(problem, *reinterpret_cast<PairsMemory<T, kD>*>(memory)).run();
+  Backward<T, kD, kKeys, kOptions>(problem, dynamic_shared<PairsMemory<T, kD>>()).run();
 }
 
 template <class T, int kD, bool kKeys>
 cudaError_t launch_pass(const BackwardProblem& p, cudaStream_t stream) {
-  const int64_t rows = kKeys ? p.seqlen_k : p.seqlen_q, heads = kKeys ? p.heads_kv : p.heads;
-  const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows * p.batch * heads;
+  const unsigned blocks = kKeys ? p.key_blocks : p.query_blocks;
   if (blocks == 0) return cudaSuccess;
   const int bytes = sizeof(PairsMemory<T, kD>);
   const auto kernel = p.has_options ? backward_kernel<T, kD, kKeys, true> : backward_kernel<T, kD, kKeys, false>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p);
+  kernel<<<blocks, kThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 
@@ -299,9 +299,8 @@ cudaError_t launch_passes(const BackwardProblem& p, cudaStream_t stream) {
 
 template <class T>
 cudaError_t launch(const BackwardProblem& p, cudaStream_t stream) {
-  const int64_t blocks = (p.seqlen_q + kBlockRows - 1) / kBlockRows * p.batch * p.heads;
-  if (blocks > 0) {
-    delta_kernel<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
+  if (p.query_blocks > 0) {
+    delta_kernel<T><<<p.query_blocks, kThreads, 0, stream>>>(p);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   }
   const int columns = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;

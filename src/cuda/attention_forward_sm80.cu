@@ -15,7 +15,10 @@ template <class T, int kD>
 struct Memory {
   Tile<T, kD> Q, K, V;
   int not_finite;  // 1 + the last key tile whose V had an infinity or a NaN that some row must not see
-  Kept kept;       // by dropout, of the key tile
+  // Not held in registers: of the block's sequence, and the keys that all of the block's queries see.
+  Band band;
+  Range all;
+  Kept kept;  // by dropout, of the key tile
 };
 
 // One warp's share of a tile of scores: S, then P.
@@ -25,7 +28,7 @@ struct Scores {
 
 // Of a lane's two rows.
 struct Row {
-  Range keys;           // that it sees
+  TileRange keys;       // of the tile, that it sees
   float m = -INFINITY;  // the largest score so far
   float l = 0;          // sum of exp(S - m), this lane's part
   float l_rounded = 0;  // the same of the weights as they multiply V
@@ -35,43 +38,46 @@ struct Row {
 template <class T, int kD, bool kOptions>  // kOptions: a score is more than a product, see Problem
 class Forward {
  public:
-  __device__ Forward(const Problem& problem, Memory<T, kD>& memory) : p(problem), shared(memory) {
-    // The last query tiles first: under a causal mask they are the longest.
-    const int64_t heads = p.batch * p.heads, tiles = (p.seqlen_q + kBlockRows - 1) / kBlockRows;
-    const int64_t index = blockIdx.x;
-    query = (tiles - 1 - index / heads) * kBlockRows;
-    b = index % heads / p.heads;
-    h = index % p.heads;
-    lane = static_cast<int>(threadIdx.x) % 32;
-    warp = static_cast<int>(threadIdx.x) / 32;
+  __device__ Forward(const Problem& problem, Memory<T, kD>& memory)
+      : p(problem), shared(memory), lane(static_cast<int>(threadIdx.x) % 32), warp(static_cast<int>(threadIdx.x) / 32) {
+    const OwnRows own(p, false);
+    b = own.b, h = own.h, query = own.first;
   }
 
   __device__ void run() {
     const Band band(p, b);
     const int64_t end_q = query + kBlockRows < band.queries ? query + kBlockRows : band.queries;
-    for (int r = 0; r < 2; ++r) rows[r].keys = band.keys_of(row_index(r));
-    if (threadIdx.x == 0) shared.not_finite = 0;
-    // Keys that some query of the tile sees, and those that all see.
     const Range of_first = band.keys_of(query), of_last = band.keys_of(end_q - 1);
+    if (threadIdx.x == 0) {
+      shared.not_finite = 0;
+      shared.band = band;
+      shared.all = {of_last.first, of_first.last};
+    }
+    __syncthreads();
+    // Keys that some query of the tile sees.
     const int64_t begin = of_first.first / kTileRows * kTileRows, end = query < end_q ? of_last.last : 0;
-    const int64_t all_begin = of_last.first, all_end = of_first.last;
     if (begin < end) {
-      load_tile(shared.Q, p.query, b, h, query, end_q, p.head_dim);
-      load_tile(shared.K, p.key, b, h_kv(), begin, band.keys, p.head_dim);
+      load_tile(shared.Q, p.query, b, h, band.first_q, query, end_q, p.head_dim);
+      load_tile(shared.K, p.key, b, h_kv(), band.first_k, begin, band.keys, p.head_dim);
     }
     for (int64_t j = begin; j < end; j += kTileRows) {
       wait_for_copies();
       __syncthreads();  // K_j is there, V is free
-      load_tile(shared.V, p.value, b, h_kv(), j, band.keys, p.head_dim_v);
+      load_tile(shared.V, p.value, b, h_kv(), shared.band.first_k, j, shared.band.keys, p.head_dim_v);
       scores();
       wait_for_copies();
       __syncthreads();  // V_j is there, K is free
-      if (j + kTileRows < end) load_tile(shared.K, p.key, b, h_kv(), j + kTileRows, band.keys, p.head_dim);
-      const bool cut = hides_pairs() || j < all_begin || j + kTileRows > all_end;  // some row does not see some key
+      if (j + kTileRows < end)
+        load_tile(shared.K, p.key, b, h_kv(), shared.band.first_k, j + kTileRows, shared.band.keys, p.head_dim);
+      // Some row does not see some key.
+      const bool cut = hides_pairs() || j < shared.all.first || j + kTileRows > shared.all.last;
+      if (kOptions || cut) {
+        for (int r = 0; r < 2; ++r) rows[r].keys = {shared.band.keys_of(row_index(r)), j};
+      }
       if constexpr (kOptions) {
-        apply_options(band, j);
+        apply_options(j);
       } else if (cut) {
-        hide(j);
+        hide();
       }
       softmax();
       if (drops()) shared.kept.fill(p.dropout, b, h, query, j, false);
@@ -82,9 +88,9 @@ class Forward {
         careful = shared.not_finite == static_cast<int>(j / kTileRows) + 1;
       }
       multiply();
-      if (careful) add_not_finite(band, j);
+      if (careful) add_not_finite(j);
     }
-    finish(band);
+    finish();
   }
 
  private:
@@ -108,20 +114,20 @@ class Forward {
   }
 
   // S = -inf at the keys that a row does not see
-  __device__ void hide(int64_t j) {
+  __device__ void hide() {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int64_t key = j + n * 8 + lane % 4 * 2 + e % 2;
+        const int key = n * 8 + lane % 4 * 2 + e % 2;
         if (!rows[e / 2].keys.holds(key)) S.x[n][e] = -INFINITY;
       }
     }
   }
 
   // The same, of the scores that options make.
-  __device__ void apply_options(const Band& band, int64_t j) {
-    const Score score(p, band.offset, b, h, query, j);
+  __device__ void apply_options(int64_t j) {
+    const Score score(p, shared.band.offset, b, h, query, j);
 #pragma unroll 1
     for (int key = lane % 4 * 2; key < kTileRows; key += 8) {
       float done[4];
@@ -129,7 +135,7 @@ class Forward {
       for (int e = 0; e < 4; ++e) {
         Row& row = rows[e / 2];
         float x = S.x[0][e], derivative;
-        const bool visible = row.keys.holds(j + key + e % 2) && score.of(x, derivative, local_row(e / 2), key + e % 2);
+        const bool visible = row.keys.holds(key + e % 2) && score.of(x, derivative, local_row(e / 2), key + e % 2);
         done[e] = visible ? x : -INFINITY;
         row.seen |= visible;
       }
@@ -219,9 +225,9 @@ class Forward {
 
   // O += P V with the infinities and NaNs of V alone, for the rows that see them: tensor cores would multiply them by
   // the 0 of a row that does not. What is added is +-inf, or NaN, also where P underflowed to 0.
-  __device__ void add_not_finite(const Band& band, int64_t j) {
+  __device__ void add_not_finite(int64_t j) {
     uint64_t positive[2] = {};  // bit k: P of key j + k is not 0
-    const Score score(p, band.offset, b, h, query, j);
+    const Score score(p, shared.band.offset, b, h, query, j);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
 #pragma unroll
@@ -234,10 +240,10 @@ class Forward {
     const auto* base = static_cast<const T*>(p.value.data) + b * p.value.batch + h_kv() * p.value.head;
 #pragma unroll 1
     for (int key = 0; key < kTileRows; ++key) {
-      const T* value = base + (j + key) * p.value.row;
+      const T* value = base + (shared.band.first_k + j + key) * p.value.row;
       bool sees[2];
       for (int r = 0; r < 2; ++r) {
-        sees[r] = rows[r].keys.holds(j + key) && (!hides_pairs() || score.shows(local_row(r), key));
+        sees[r] = rows[r].keys.holds(key) && (!hides_pairs() || score.shows(local_row(r), key));
       }
 #pragma unroll 1
       for (int first_column = lane % 4 * 2; first_column < kD; first_column += 8) {
@@ -254,18 +260,20 @@ class Forward {
   }
 
   // O / l and L = m + log l. A row that saw no key gets 0 and its sink; without one, or in padding, -inf.
-  __device__ void finish(const Band& band) {
+  __device__ void finish() {
+    const Band& band = shared.band;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float l = sum_of_row(rows[r].l), l_rounded = sum_of_row(rows[r].l_rounded),
             factor = kOptions ? p.dropout.factor : 1;
-      const bool seen = kOptions ? sum_of_row(rows[r].seen ? 1 : 0) > 0 : !rows[r].keys.empty();
+      const bool seen = kOptions ? sum_of_row(rows[r].seen ? 1 : 0) > 0 : !band.keys_of(row_index(r)).empty();
       const int64_t i = row_index(r);
-      if (i >= p.seqlen_q) continue;
+      if (i >= band.rows_q) continue;
       if (!seen) l = 0;  // nothing was hidden from padding
       if (kOptions && p.sinks != nullptr && i < band.queries) factor *= add_sink(rows[r], l, l_rounded);
       const float unseen = l != l ? l : 0;
-      T* out = static_cast<T*>(p.out.data) + b * p.out.batch + h * p.out.head + i * p.out.row;
+      const int64_t row = band.first_q + i;
+      T* out = static_cast<T*>(p.out.data) + b * p.out.batch + h * p.out.head + row * p.out.row;
 #pragma unroll
       for (int n = 0; n < kD / 8; ++n) {
         for (int e = 0; e < 2; ++e) {
@@ -276,7 +284,7 @@ class Forward {
       }
       if (p.logsumexp.data != nullptr && lane % 4 == 0) {
         const float none = seen ? NAN : -INFINITY;  // all scores that it saw were -inf
-        statistic(p.logsumexp, b, h, i) = l == 0 ? none : rows[r].m + logf(l);
+        statistic(p.logsumexp, b, h, row) = l == 0 ? none : rows[r].m + logf(l);
       }
     }
   }
@@ -294,7 +302,8 @@ class Forward {
 
   const Problem& p;
   Memory<T, kD>& shared;
-  int64_t query, b, h;  // the first query of the tile, its sequence and head
+  int64_t query;  // the first of the tile
+  int b, h;       // its sequence and head
   int lane, warp;
   Row rows[2];
   Scores S;
@@ -302,9 +311,8 @@ class Forward {
 };
 
 template <class T, int kD, bool kOptions>
-__global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant__ Problem problem) {
-  extern __shared__ __align__(16) unsigned char memory[];
-  Forward<T, kD, kOptions>(problem, *reinterpret_cast<Memory<T, kD>*>(memory)).run();
+__global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_constant__ Problem problem) {
+  Forward<T, kD, kOptions>(problem, dynamic_shared<Memory<T, kD>>()).run();
 }
 
 template <class T, int kD>
@@ -313,8 +321,7 @@ cudaError_t launch_kernel(const Problem& p, cudaStream_t stream) {
   const auto kernel = p.has_options ? forward_kernel<T, kD, true> : forward_kernel<T, kD, false>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  const int64_t blocks = (p.seqlen_q + kBlockRows - 1) / kBlockRows * p.batch * p.heads;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p);
+  kernel<<<p.query_blocks, kThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -55,9 +55,19 @@ class ScoreGradients : Pairs<T, kD, false, true, kTileRows> {
     part = blockIdx.x % sums.parts;
     const Place to(tile, sums.own);
     own = -1;  // no tile of queries is there yet
-    for (int64_t n = sums.pairs * part / sums.parts; n < sums.pairs * (part + 1) / sums.parts; ++n) {
-      Place at(n, sums.summed);
-      at.b += to.b, at.h += to.h, at.query_tile += to.query_tile, at.key_tile += to.key_tile;
+    int64_t summed[4] = {sums.summed[0], sums.summed[1], sums.summed[2], sums.summed[3]};
+    const int64_t b0 = to.b + part % sums.sequences, parts = sums.parts / sums.sequences, index = part / sums.sequences;
+    int64_t pairs = sums.pairs;
+    if (p.packed) {  // only here is known how many tiles a sequence has
+      const Band band(p, b0);
+      summed[0] = 1;
+      summed[2] = (band.queries + kTileRows - 1) / kTileRows;
+      summed[3] = (band.keys + kTileRows - 1) / kTileRows;
+      pairs = summed[1] * summed[2] * summed[3];
+    }
+    for (int64_t n = pairs * index / parts; n < pairs * (index + 1) / parts; ++n) {
+      Place at(n, summed);
+      at.b += b0, at.h += to.h, at.query_tile += to.query_tile, at.key_tile += to.key_tile;
       add(at);
     }
     if (sums.by_query && sums.by_key) {
@@ -73,20 +83,20 @@ class ScoreGradients : Pairs<T, kD, false, true, kTileRows> {
   __device__ void add(const Place& at) {
     const Band band(p, at.b);
     const bool loaded = own == at.query_tile * kTileRows && b == at.b && head == at.h;
-    own = at.query_tile * kTileRows, b = at.b, head = at.h, offset = band.offset;
+    own = at.query_tile * kTileRows, b = static_cast<int>(at.b), head = static_cast<int>(at.h), offset = band.offset;
     first = at.key_tile * kTileRows;
     const int64_t end = own + kTileRows < band.queries ? own + kTileRows : band.queries;
     const bool some = own < end && band.keys_of(own).first < first + kTileRows && first < band.keys_of(end - 1).last;
     __syncthreads();  // the last tiles have been used
     if (!loaded) {
-      load_tile(shared.own[0], p.query, b, head, own, end, p.head_dim);
-      load_tile(shared.own[1], p.grad_out, b, head, own, end, p.head_dim_v);
-      for (int r = 0; r < 2; ++r) range[r] = band.keys_of(row_index(r));
-      this->read_statistics(band.queries);
+      load_tile(shared.own[0], p.query, b, head, band.first_q, own, end, p.head_dim);
+      load_tile(shared.own[1], p.grad_out, b, head, band.first_q, own, end, p.head_dim_v);
+      this->read_statistics(band);
     }
     if (!some) return;
-    load_tile(shared.others[0][0], p.key, b, head / this->group(), first, band.keys, p.head_dim);
-    load_tile(shared.others[0][1], p.value, b, head / this->group(), first, band.keys, p.head_dim_v);
+    for (int r = 0; r < 2; ++r) range[r] = {band.keys_of(row_index(r)), first};
+    load_tile(shared.others[0][0], p.key, b, head / this->group(), band.first_k, first, band.keys, p.head_dim);
+    load_tile(shared.others[0][1], p.value, b, head / this->group(), band.first_k, first, band.keys, p.head_dim_v);
     this->draw();
     wait_for_copies();
     __syncthreads();
@@ -161,8 +171,7 @@ class ScoreGradients : Pairs<T, kD, false, true, kTileRows> {
 template <class T, int kD>
 __global__ void __launch_bounds__(kThreads)
     score_gradients_kernel(const __grid_constant__ BackwardProblem problem, const __grid_constant__ PairSums sums) {
-  extern __shared__ __align__(16) unsigned char memory[];
-  ScoreGradients<T, kD>(problem, sums, *reinterpret_cast<Memory<T, kD>*>(memory)).run();
+  ScoreGradients<T, kD>(problem, sums, dynamic_shared<Memory<T, kD>>()).run();
 }
 
 // Adds the parts of a tile of the gradient.
@@ -184,8 +193,9 @@ __global__ void __launch_bounds__(kThreads) sink_gradient_kernel(const __grid_co
   const int thread = static_cast<int>(threadIdx.x);
   const float sink = sink_of(p, h);
   float sum = 0;
-  for (int64_t b = 0; b < p.batch && sink != -INFINITY; ++b) {
-    const int64_t queries = length(p.seqlens_q, b, p.seqlen_q);
+  for (int64_t b = 0; b < (p.packed ? 1 : p.batch) && sink != -INFINITY; ++b) {
+    const int64_t queries = p.packed ? first_row(p.cu_seqlens_q, p.batch, p.batch, p.seqlen_q)  // of all sequences
+                                     : length(p.seqlens_q, b, p.seqlen_q);
     for (int64_t i = thread; i < queries; i += kThreads) {
       float gradient = -statistic(p.delta, b, h, i);
       if (gradient != gradient && p.given_delta.data == nullptr) {

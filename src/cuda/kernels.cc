@@ -49,6 +49,7 @@ AttentionDesc taken_of(const AttentionDesc& desc) {
   taken.grad_dtype = desc.grad_dtype;
   taken.key_dtype = desc.key_dtype;  // the query's
   taken.value_dtype = desc.value_dtype;
+  taken.packed = desc.packed;
   taken.has_seqlens_q = desc.has_seqlens_q;
   taken.has_seqlens_k = desc.has_seqlens_k;
   taken.scale = desc.scale;
@@ -75,13 +76,10 @@ std::string option_refused(const AttentionDesc& desc) {
   };
   const Option options[] = {{key_dtype(desc) != desc.dtype, "a key_dtype other than the query's"},
                             {value_dtype(desc) != desc.dtype, "a value_dtype other than the query's"},
-                            {desc.packed, "packed"},
                             {desc.page_size > 0, "page_size"},
                             {desc.has_windows, "windows of each query"},
                             {desc.return_weights != ReturnWeights::kNone, "return_weights"},
                             {desc.return_column_sums, "return_column_sums"},
-                            {key_dtype(desc) != desc.dtype, "key_dtype"},
-                            {value_dtype(desc) != desc.dtype, "value_dtype"},
                             {desc.program != nullptr, "a program"},
                             {desc.normalizer != Normalizer::kSoftmax, "a normalizer other than softmax"}};
   for (const auto& [given, name] : options) {
@@ -90,12 +88,18 @@ std::string option_refused(const AttentionDesc& desc) {
   return desc == taken_of(desc) ? "" : "an option is given that this kernel does not compute";
 }
 
+// Blocks of threads that own the rows of a head in all sequences. Packed: one and a part for each sequence, see OwnRows.
+MemorySize row_blocks(const AttentionDesc& desc, int64_t rows) {
+  if (desc.packed) return MemorySize(rows / kBlockRows) + MemorySize(desc.batch) + 1;
+  return MemorySize(desc.batch) * MemorySize(pieces(rows, kBlockRows));
+}
+
 // Blocks of threads in a grid that goes over queries, and over keys; too many if there are more than a grid may have.
 MemorySize query_blocks(const AttentionDesc& desc) {
-  return MemorySize(desc.batch) * MemorySize(desc.num_heads) * MemorySize(pieces(desc.seqlen_q, kBlockRows));
+  return MemorySize(desc.num_heads) * row_blocks(desc, desc.seqlen_q);
 }
 MemorySize key_blocks(const AttentionDesc& desc) {
-  return MemorySize(desc.batch) * MemorySize(desc.num_heads_kv) * MemorySize(pieces(desc.seqlen_k, kBlockRows));
+  return MemorySize(desc.num_heads_kv) * row_blocks(desc, desc.seqlen_k);
 }
 
 // Tiles of pairs, where gradients are summed over them.
@@ -123,21 +127,25 @@ std::string why_not(const AttentionDesc& desc) {
   return why_no_device(desc);
 }
 
-// Tensors are [batch, rows, heads, columns].
+// Tensors are [batch, rows, heads, columns], or [rows, heads, columns].
 Rows rows_of(const Tensor& t) {
-  Rows rows{t.data, t.strides[0], t.strides[1], t.strides[2], t.strides[3]};
+  if (!t.given()) return {};
+  const int last = t.ndim - 1;
+  Rows rows{t.data, t.ndim == 4 ? t.strides[0] : 0, t.strides[last - 2], t.strides[last - 1], t.strides[last]};
   const int64_t piece = 16 / static_cast<int64_t>(dtype_size_bytes(t.dtype));
   const auto whole = [&](int64_t stride, int64_t size) { return size <= 1 || stride % piece == 0; };
-  rows.in_pieces = (t.dims[3] <= 1 || rows.column == 1) && t.dims[3] % piece == 0 && whole(rows.batch, t.dims[0]) &&
-                   whole(rows.row, t.dims[1]) && whole(rows.head, t.dims[2]) &&
-                   reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+  rows.in_pieces = (t.dims[last] <= 1 || rows.column == 1) && t.dims[last] % piece == 0 &&
+                   whole(rows.batch, t.dims[0]) && whole(rows.row, t.dims[last - 2]) &&
+                   whole(rows.head, t.dims[last - 1]) && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
   return rows;
 }
 
 Gradient gradient_of(const Tensor& t) { return {rows_of(t), t.dtype == DType::kFloat32}; }
 
+// [batch, heads, rows], or [heads, rows]
 Statistic statistic_of(const Tensor& t) {
-  return {static_cast<float*>(t.data), t.strides[0], t.strides[1], t.strides[2]};
+  if (!t.given()) return {};
+  return {static_cast<float*>(t.data), t.ndim == 3 ? t.strides[0] : 0, t.strides[t.ndim - 2], t.strides[t.ndim - 1]};
 }
 
 PerSequence per_sequence(const Tensor& t) {
@@ -202,11 +210,16 @@ void set_problem(const AttentionDesc& desc, const ForwardArgs& args, Problem* p)
   p->seqlens_q = per_sequence(args.seqlens_q);
   p->seqlens_k = per_sequence(args.seqlens_k);
   p->query_offsets = per_sequence(args.query_offsets);
+  p->packed = desc.packed;
+  p->cu_seqlens_q = per_sequence(args.cu_seqlens_q);
+  p->cu_seqlens_k = per_sequence(args.cu_seqlens_k);
   p->batch = desc.batch;
   p->heads = desc.num_heads;
   p->heads_kv = desc.num_heads_kv;
   p->seqlen_q = desc.seqlen_q;
   p->seqlen_k = desc.seqlen_k;
+  p->query_blocks = static_cast<unsigned>(query_blocks(desc).value());
+  p->key_blocks = static_cast<unsigned>(key_blocks(desc).value());
   p->head_dim = static_cast<int>(desc.head_dim);
   p->head_dim_v = static_cast<int>(desc.head_dim_v);
   p->scale = static_cast<float>(
@@ -237,11 +250,10 @@ Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& ru
   return launched(launch_forward(problem, stream));
 }
 
-// [batch, num_heads, seqlen_q]
+// [batch, num_heads, seqlen_q]; packed: [num_heads, total_q]
 MemorySize delta_bytes(const AttentionDesc& desc) {
-  const MemorySize bytes =
-      MemorySize(4) * MemorySize(desc.batch) * MemorySize(desc.num_heads) * MemorySize(desc.seqlen_q);
-  return bytes.rounded_up(64);
+  const MemorySize rows = MemorySize(desc.packed ? 1 : desc.batch) * MemorySize(desc.seqlen_q);
+  return (MemorySize(4) * MemorySize(desc.num_heads) * rows).rounded_up(64);
 }
 
 // How the sums of a gradient are cut that is [1 or batch, 1 or num_heads, 1 or seqlen_q, 1 or seqlen_k].
@@ -261,6 +273,8 @@ PairSums pair_sums(const AttentionDesc& desc, const int64_t (&dims)[4]) {
   }
   if (sums.tiles > 0)
     sums.parts = std::clamp<int64_t>(pieces(kBlocks, sums.tiles), 1, std::max<int64_t>(sums.pairs, 1));
+  if (desc.packed && sums.own[0] == 1) sums.sequences = std::max<int64_t>(desc.batch, 1);
+  sums.parts = pieces(sums.parts, sums.sequences) * sums.sequences;
   return sums;
 }
 PairSums bias_sums(const AttentionDesc& desc) {
@@ -309,7 +323,8 @@ Status backward(const AttentionDesc& desc, const BackwardArgs& args, const Run& 
   problem.grad_out = rows_of(args.grad_out);
   problem.grad_logsumexp = statistic_of(args.grad_logsumexp);
   problem.given_delta = statistic_of(args.delta);
-  problem.delta = {static_cast<float*>(args.forward.workspace), desc.num_heads * desc.seqlen_q, desc.seqlen_q, 1};
+  problem.delta = {static_cast<float*>(args.forward.workspace), desc.packed ? 0 : desc.num_heads * desc.seqlen_q,
+                   desc.seqlen_q, 1};
   problem.grad_query = gradient_of(args.grad_query);
   problem.grad_key = gradient_of(args.grad_key);
   problem.grad_value = gradient_of(args.grad_value);

@@ -20,6 +20,9 @@ struct PairsMemory {
   Tile<T, kD> others[kStages][2];
   float L[2][kTileRows], delta[2][kTileRows];  // of the others, where they are queries
   int not_finite;                              // 1 + the last tile of which some row must not see all, see careful
+  Band band;                                   // of the block, not held in registers
+  int64_t begin;                               // the first other that some own row sees, down to a tile's edge
+  Range all;                                   // the others that all its rows see
   Kept kept;                                   // by dropout
 };
 
@@ -40,7 +43,10 @@ class Pairs {
   __device__ int local_row(int r) const { return warp * 16 + lane / 4 + 8 * r; }
   __device__ int64_t row_index(int r) const { return own + local_row(r); }
   __device__ int other_index(int from, int n, int e) const { return from + n * 8 + lane % 4 * 2 + e % 2; }
-  __device__ bool sees(int r, int other) const { return !cut || range[r].holds(first + other); }
+  __device__ bool sees(int r, int other) const { return !cut || range[r].holds(other); }
+  __device__ static Range range_of(const Band& band, int64_t row) {
+    return kKeys ? band.queries_of(row) : band.keys_of(row);
+  }
   __device__ Score score_of_tile() const {
     return kKeys ? Score(p, offset, b, head, first, own) : Score(p, offset, b, head, own, first);
   }
@@ -49,11 +55,11 @@ class Pairs {
   }
 
   // L and delta of this lane's rows, where they are queries.
-  __device__ void read_statistics(int64_t queries) {
+  __device__ void read_statistics(const Band& band) {
     for (int r = 0; r < 2; ++r) {
-      const bool there = row_index(r) < queries;
-      L[r] = there ? statistic(p.logsumexp, b, head, row_index(r)) : 0;
-      delta[r] = there ? statistic(p.delta, b, head, row_index(r)) : 0;
+      const bool there = row_index(r) < band.queries;
+      L[r] = there ? statistic(p.logsumexp, b, head, band.first_q + row_index(r)) : 0;
+      delta[r] = there ? statistic(p.delta, b, head, band.first_q + row_index(r)) : 0;
     }
   }
 
@@ -92,7 +98,7 @@ class Pairs {
       for (int e = 0; e < 4; ++e) {
         const int x = other_index(first_of_8, 0, e), row = local_row(e / 2), i = kKeys ? x : row, j = kKeys ? row : x;
         float S = P[0][e] * p.scale, derivative = 0;
-        const bool visible = range[e / 2].holds(first + x) && score.of(S, derivative, i, j);
+        const bool visible = range[e / 2].holds(x) && score.of(S, derivative, i, j);
         const float weight = exponential<T>(S - L_of(e, x));
         const float factor = !drops() ? 1 : shared.kept.holds(i, j) ? p.dropout.factor : 0;
         done[0][e] = visible ? weight * factor : 0;
@@ -105,12 +111,13 @@ class Pairs {
 
   const BackwardProblem& p;
   PairsMemory<T, kD>& shared;
-  int64_t own = 0, b = 0, head = 0;  // the first row that the block owns; the sequence and head of the queries
-  int64_t offset = 0;                // of the diagonal
-  int64_t first = 0;                 // of the others
+  int64_t own = 0;      // the first row that the block owns
+  int b = 0, head = 0;  // the sequence and head of the queries
+  int64_t offset = 0;   // of the diagonal
+  int64_t first = 0;    // of the others
   int stage = 0, lane, warp;
   bool cut = false;                // some row does not see some other
-  Range range[2];                  // of the others that this lane's two rows see
+  TileRange range[2];              // of the others that this lane's two rows see
   float L[2] = {}, delta[2] = {};  // of these rows, where they are queries
 
  private:

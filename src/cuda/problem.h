@@ -60,7 +60,10 @@ struct Problem {
   Rows query, key, value, out;
   Statistic logsumexp;
   PerSequence seqlens_q, seqlens_k, query_offsets;
+  bool packed = false;  // rows of sequence b go from element b of cu_seqlens to b + 1, and tensors have no batch
+  PerSequence cu_seqlens_q, cu_seqlens_k;
   int64_t batch = 0, heads = 0, heads_kv = 0, seqlen_q = 0, seqlen_k = 0;
+  unsigned query_blocks = 0, key_blocks = 0;  // blocks of threads that own queries, or keys, of all heads
   int head_dim = 0, head_dim_v = 0;
   float scale = 0;
   Diagonal diagonal = Diagonal::kFixed;
@@ -87,6 +90,7 @@ struct PairSums {
   int64_t own[4] = {}, summed[4] = {};    // batch, heads, tiles of queries and of keys: 1 in one of both
   int64_t tiles = 0, pairs = 0;           // of the gradient; of pairs that each of them sums
   int64_t parts = 1;                      // blocks that share a tile
+  int64_t sequences = 1;                  // packed ones that share it: each has parts of its own
   float* partial = nullptr;               // [parts, tiles, rows, columns] in the workspace; null: there is one part
 
   constexpr int64_t rows() const { return by_query ? kBlockRows : 1; }

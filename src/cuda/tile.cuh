@@ -9,6 +9,14 @@ namespace polyhead::cuda {
 
 constexpr int kTileRows = 64, kThreads = 128;
 
+// The shared memory of a launch. Its size in the PTX, in a register that nobody reads, is for tests/cuda/kernel_table.py.
+template <class Memory>
+__device__ Memory& dynamic_shared() {
+  extern __shared__ __align__(16) unsigned char memory[];
+  asm volatile("{ .reg .b32 dynamic_shared_bytes; mov.b32 dynamic_shared_bytes, %0; }" ::"n"(sizeof(Memory)));
+  return *reinterpret_cast<Memory*>(memory);
+}
+
 template <class T, int kD>  // columns, a multiple of 64
 struct Tile {
   static constexpr int kPiece = 16 / sizeof(T);  // elements
@@ -26,13 +34,13 @@ __device__ inline void copy_piece(void* to, const void* from, bool there) {
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 
-// Rows [first, first + 64) of a head: zeros from row `end` on and from column `columns` on. Copies are in flight until
-// wait_for_copies() and a barrier.
+// Rows [first, first + 64) of a head of a sequence, which begins at row `origin`: zeros from row `end` on and from column
+// `columns` on. Copies are in flight until wait_for_copies() and a barrier.
 template <class T, int kD>
-__device__ void load_tile(Tile<T, kD>& tile, const Rows& rows, int64_t batch, int64_t head, int64_t first, int64_t end,
-                          int columns) {
+__device__ void load_tile(Tile<T, kD>& tile, const Rows& rows, int64_t batch, int64_t head, int64_t origin,
+                          int64_t first, int64_t end, int columns) {
   constexpr int kPiece = Tile<T, kD>::kPiece, kPieces = kD / kPiece, kInWord = kPiece / 4;
-  const T* base = static_cast<const T*>(rows.data) + batch * rows.batch + head * rows.head;
+  const T* base = static_cast<const T*>(rows.data) + batch * rows.batch + head * rows.head + origin * rows.row;
   for (int n = static_cast<int>(threadIdx.x); n < kTileRows * kPieces; n += kThreads) {
     const int row = n / kPieces, c = n % kPieces, column = c * kPiece;
     const bool there = first + row < end && column < columns;

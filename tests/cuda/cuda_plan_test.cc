@@ -4,6 +4,7 @@
 
 #include <bit>
 #include <functional>
+#include <random>
 #include <vector>
 
 #include "contract/kernel.h"
@@ -26,6 +27,35 @@ AttentionDesc small(DType dtype = DType::kBFloat16) {
 
 Result<Plan> plan_on_device(const AttentionDesc& desc) { return plan(desc, {.where = {.device = Device::kCuda}}); }
 
+// Of a tensor [n], int32 or int64.
+void set_integers(const Tensor& t, std::vector<int64_t> wide) {
+  const std::vector<int32_t> narrow(wide.begin(), wide.end());
+  const void* data = t.dtype == DType::kInt64 ? static_cast<const void*>(wide.data()) : narrow.data();
+  ASSERT_EQ(cudaMemcpy(t.data, data, wide.size() * dtype_size_bytes(t.dtype), cudaMemcpyHostToDevice), cudaSuccess);
+}
+
+// bfloat16 from -2 to 2
+void set_random(const Tensor& t) {
+  std::mt19937 random;
+  std::vector<uint16_t> bits(static_cast<size_t>(t.num_elements()));
+  for (uint16_t& x : bits) x = static_cast<uint16_t>((random() & 0x8000) | (0x3e00 + random() % 0x200));
+  ASSERT_EQ(cudaMemcpy(t.data, bits.data(), bits.size() * 2, cudaMemcpyHostToDevice), cudaSuccess);
+}
+
+// `count` rows of a packed tensor of 16 bits an element, as a batch of one sequence.
+Tensor rows_alone(const Tensor& packed, int64_t first, int64_t count) {
+  Tensor t(static_cast<uint16_t*>(packed.data) + first * packed.strides[0], packed.dtype,
+           {1, count, packed.dims[1], packed.dims[2]});
+  t.device = packed.device;
+  return t;
+}
+
+// Of contiguous tensors of 16 bits an element.
+std::vector<uint16_t> bits_of(const Tensor& t) {
+  const auto* data = static_cast<const uint16_t*>(t.data);
+  return {data, data + t.num_elements()};
+}
+
 // Tensors of a call on the simulated device: inputs all 1, outputs that nobody has written.
 class Call {
  public:
@@ -34,6 +64,9 @@ class Call {
       add(desc, input, true);
     for (Tensor ForwardArgs::*output : {&ForwardArgs::out, &ForwardArgs::logsumexp}) add(desc, output, false);
     if (desc.has_seqlens_k) add(desc, &ForwardArgs::seqlens_k, true);
+    if (!desc.packed) return;
+    for (Tensor ForwardArgs::*starts : {&ForwardArgs::cu_seqlens_q, &ForwardArgs::cu_seqlens_k})
+      add(desc, starts, true);
   }
   ~Call() {
     for (void* at : memory_) EXPECT_EQ(cudaFree(at), cudaSuccess);
@@ -64,9 +97,13 @@ class Call {
 // The gradients after a forward call.
 class BackwardCall : private Call {
  public:
-  BackwardCall(const AttentionDesc& desc, const Plan& plan) : Call(desc) {
+  // `change` is made to the tensors before the forward call.
+  BackwardCall(const AttentionDesc& desc, const Plan& plan, const std::function<void(ForwardArgs&)>& change = {})
+      : Call(desc) {
     if (desc.dropout_p > 0) Call::args.dropout_seed = 1;
-    EXPECT_TRUE(plan.forward(Call::args).ok());
+    if (change) change(Call::args);
+    const Status status = plan.forward(Call::args);
+    EXPECT_TRUE(status.ok()) << status.message();
     args.forward = Call::args;
     args.grad_out = Call::args.out;
     allocate(args.grad_out, true);
@@ -103,7 +140,6 @@ TEST(CudaPlan, RefusesBySentence) {
       {[](auto& d) { d.value_dtype = DType::kInt8; }, "a value_dtype other than the query's is given, which"},
       {[](auto& d) { d.head_dim = 129; }, "head_dim is 129, takes 0 to 128"},
       {[](auto& d) { d.head_dim_v = 200; }, "head_dim_v is 200, takes 0 to 128"},
-      {[](auto& d) { d.packed = true; }, "packed is given, which this kernel does not compute"},
       {[](auto& d) { d.page_size = 7, d.num_pages = 20, d.has_seqlens_k = true; }, "page_size is given, which"},
       {[](auto& d) { d.has_windows = true; }, "windows of each query is given, which"},
       {[](auto& d) { d.return_weights = ReturnWeights::kMean; }, "return_weights is given, which"},
@@ -218,6 +254,75 @@ TEST(CudaPlan, BoundsLengthsThatLie) {
     EXPECT_EQ(out[n], 0);
     EXPECT_EQ(out[half + n], 0x3f80);
   }
+}
+
+// The same of packed sequences: what they say is cut off at the rows there are.
+TEST(CudaPlan, BoundsPackedSequencesThatLie) {
+  AttentionDesc desc = small();
+  desc.packed = true;
+  desc.batch = 3;
+  desc.seqlen_q = 70;
+  const Result<Plan> made = plan_on_device(desc);
+  ASSERT_TRUE(made.ok()) << made.status().message();
+  constexpr int64_t kFar = int64_t{1} << 40;
+  const auto lie = [](ForwardArgs& args) {
+    set_integers(args.cu_seqlens_q, {-5, 40, kFar, 2 * kFar});        // 40 queries, 30, none
+    set_integers(args.cu_seqlens_k, {-3, 2 * kFar, kFar, 2 * kFar});  // 70 keys, none
+  };
+  BackwardCall call(desc, *made, lie);
+  const auto* out = static_cast<const uint16_t*>(call.args.forward.out.data);
+  ASSERT_TRUE(made->backward(call.args).ok());
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
+  for (int64_t n = 0; n < call.args.forward.out.num_elements(); ++n) {
+    EXPECT_EQ(out[n], n / (desc.num_heads * desc.head_dim_v) < 40 ? 0x3f80 : 0);
+  }
+}
+
+// A sequence has the bits that it has alone, in both directions.
+TEST(CudaPlan, ComputesPackedSequencesAsEachAlone) {
+  const int64_t queries[] = {0, 66, 1, 3}, keys[] = {5, 70, 0, 65};
+  AttentionDesc desc = small();
+  desc.packed = desc.causal = true;
+  desc.align = Align::kBottomRight;
+  desc.batch = std::ssize(queries);
+  desc.seqlen_q = 75;  // five rows behind the last sequence
+  desc.seqlen_k = 141;
+  const Result<Plan> made = plan_on_device(desc);
+  ASSERT_TRUE(made.ok()) << made.status().message();
+  BackwardCall call(desc, *made, [](ForwardArgs& args) {
+    set_integers(args.cu_seqlens_q, {0, 0, 66, 67, 70});
+    set_integers(args.cu_seqlens_k, {0, 5, 75, 75, 140});
+    for (Tensor* t : {&args.query, &args.key, &args.value}) set_random(*t);
+  });
+  ASSERT_TRUE(made->backward(call.args).ok());
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
+  int64_t first_q = 0, first_k = 0;
+  for (int64_t b = 0; b < desc.batch; ++b) {
+    AttentionDesc alone = desc;
+    alone.packed = false;
+    alone.batch = 1;
+    alone.seqlen_q = queries[b];
+    alone.seqlen_k = keys[b];
+    const Result<Plan> plan = plan_on_device(alone);
+    ASSERT_TRUE(plan.ok());
+    const ForwardArgs& all = call.args.forward;
+    BackwardCall one(alone, *plan, [&](ForwardArgs& args) {
+      args.query = rows_alone(all.query, first_q, queries[b]);
+      args.key = rows_alone(all.key, first_k, keys[b]);
+      args.value = rows_alone(all.value, first_k, keys[b]);
+    });
+    ASSERT_TRUE(plan->backward(one.args).ok());
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
+    EXPECT_EQ(bits_of(one.args.forward.out), bits_of(rows_alone(all.out, first_q, queries[b]))) << b;
+    EXPECT_EQ(bits_of(one.args.grad_query), bits_of(rows_alone(call.args.grad_query, first_q, queries[b]))) << b;
+    EXPECT_EQ(bits_of(one.args.grad_key), bits_of(rows_alone(call.args.grad_key, first_k, keys[b]))) << b;
+    EXPECT_EQ(bits_of(one.args.grad_value), bits_of(rows_alone(call.args.grad_value, first_k, keys[b]))) << b;
+    first_q += queries[b], first_k += keys[b];
+  }
+  EXPECT_EQ(bits_of(rows_alone(call.args.forward.out, 70, 5)), std::vector<uint16_t>(5 * 4 * 16));
+  EXPECT_EQ(bits_of(rows_alone(call.args.grad_query, 70, 5)), std::vector<uint16_t>(5 * 4 * 16));
+  EXPECT_EQ(bits_of(rows_alone(call.args.grad_key, 140, 1)), std::vector<uint16_t>(2 * 16));
+  EXPECT_EQ(bits_of(rows_alone(call.args.grad_value, 140, 1)), std::vector<uint16_t>(2 * 16));
 }
 
 // Operands of ones: every weight is 1 / keys, dS is 0, and a value gets all of grad_out that its weights let through.

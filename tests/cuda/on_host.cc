@@ -56,8 +56,9 @@ class Lent {
 };
 
 void lend_inputs(Lent& lent, ForwardArgs& args) {
-  for (Tensor* input : {&args.query, &args.key, &args.value, &args.seqlens_q, &args.seqlens_k, &args.query_offsets,
-                        &args.attn_mask, &args.attn_bias, &args.alibi_slopes, &args.sink_logits}) {
+  for (Tensor* input :
+       {&args.query, &args.key, &args.value, &args.seqlens_q, &args.seqlens_k, &args.query_offsets, &args.cu_seqlens_q,
+        &args.cu_seqlens_k, &args.attn_mask, &args.attn_bias, &args.alibi_slopes, &args.sink_logits}) {
     lent.lend(*input, true);
   }
 }
