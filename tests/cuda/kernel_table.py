@@ -1,0 +1,202 @@
+"""What ptxas makes of the CUDA kernels, by kernel and architecture: kernels.txt beside this file.
+
+    kernel_table.py OBJECT...           compares: is the table that of these objects' PTX, do kernels without
+                                        options, but for float16's, spill nothing, and does ptxas say the same of one
+    kernel_table.py --write OBJECT...   computes it; a minute of one core. Wants nvdisasm (PyPI: nvidia-cuda-nvdisasm)
+
+OBJECTs are those that nvcc made for the tests, with readable PTX. Exits with 77 where nothing can be compared.
+"""
+
+import argparse
+import hashlib
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+TABLE = pathlib.Path(__file__).with_name("kernels.txt")
+COMPARED = ("forward<BFloat16, 128, 0>", 80)  # what ptxas is asked of again each time
+OPCODES = ("HMMA", "LDSM", "LDGSTS", "LDS", "FFMA", "MUFU", "LDL")
+COLUMNS = ("arch", "registers", "spilled", "shared", "blocks", *OPCODES)
+
+# Of a multiprocessor: bytes of shared memory, those that one block may have, blocks, threads. CUDA C++ Programming
+# Guide, "Technical Specifications per Compute Capability".
+LIMITS = {
+    80: (164 << 10, 163 << 10, 32, 2048),
+    89: (100 << 10, 99 << 10, 24, 1536),
+    90: (228 << 10, 227 << 10, 32, 2048),
+    100: (228 << 10, 227 << 10, 32, 2048),
+}
+
+
+def ptx_of(object_file):
+    text = re.search(rb"\.version [^\0]*", object_file.read_bytes())
+    if text is None:
+        sys.exit(f"{object_file} holds no PTX that can be read")
+    return text.group().decode()
+
+
+def name_of(mangled):
+    """_ZN8polyhead4cuda...14forward_kernelINS0_8BFloat16ELi64ELb1EEEv... -> forward<BFloat16, 64, 1>"""
+    name, arguments = re.search(r"\d([a-z_]+)_kernel(I?\S*)", mangled).groups()
+    arguments = arguments.split("EEv")[0] if arguments.startswith("I") else ""
+    told = re.findall(r"\d(B?Float\d\d)E|L[ib](\d+)E", arguments + "E")
+    return f"{name}<{', '.join(a or b for a, b in told)}>"
+
+
+def fingerprint(ptx):
+    """Of the instructions alone: not of lines, comments and names that tell where the source lay."""
+    code = ptx.split("\n.section")[0]
+    code = re.sub(r"_GLOBAL__N__\w+?_sm80_cu_[0-9a-f]{8}", "", code)
+    lines = (line.strip() for line in code.splitlines())
+    kept = "\n".join(line for line in lines if line and not line.startswith((".loc", ".file", "//")))
+    return hashlib.sha256(kept.encode()).hexdigest()[:16]
+
+
+def told_shared(ptx):
+    """Bytes of the launch's own shared memory, of each kernel that has some."""
+    kernels = re.split(r"\.entry (\w+)", ptx)
+    found = {}
+    for mangled, body in zip(kernels[1::2], kernels[2::2]):
+        bytes_told = re.search(r"dynamic_shared_bytes, (\d+);", body)
+        found[mangled] = int(bytes_told.group(1)) if bytes_told else 0
+    return found
+
+
+def resident_blocks(arch, registers, shared, threads=128):
+    """Blocks that a multiprocessor holds at once; 0 if a block is too large for it."""
+    all_shared, most_shared, most_blocks, most_threads = LIMITS[arch]
+    if shared > most_shared:
+        return 0
+    of_warp = -(-registers * 32 // 256) * 256
+    by_registers = 65536 // of_warp // (threads // 32)
+    return min(by_registers, all_shared // (shared + 1024), most_threads // threads, most_blocks)
+
+
+def run(*command):
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def compiled(ptx, arch, cubin, *options):
+    """{mangled: (registers, bytes spilled, bytes of static shared memory)}"""
+    source = cubin.with_suffix(".ptx")
+    source.write_text(ptx)
+    told = {}
+    words = run("ptxas", "-v", f"-arch=sm_{arch}", *options, source, "-o", cubin)
+    for part in words.split("Function properties for ")[1:]:
+        frame, stores, loads = map(int, re.search(r"(\d+) bytes stack.* (\d+) bytes spill st.* (\d+) b", part).groups())
+        shared = re.search(r"(\d+) bytes smem", part)
+        registers = int(re.search(r"Used (\d+) reg", part).group(1))
+        told[part.split()[0]] = (registers, max(frame, stores, loads), int(shared.group(1)) if shared else 0)
+    return told
+
+
+def opcode_counts(nvdisasm, cubin):
+    counts, kernel = {}, None
+    for line in run(nvdisasm, "-c", cubin).splitlines():
+        if section := re.match(r"\.text\.(\w+):", line.strip()):
+            kernel = counts.setdefault(section.group(1), dict.fromkeys(OPCODES, 0))
+        elif word := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@\S+\s+)?([A-Z0-9]+)", line):
+            if kernel is not None and word.group(1) in kernel:
+                kernel[word.group(1)] += 1
+    return counts
+
+
+def rows_of(ptx, arch, nvdisasm, folder):
+    cubin = folder / "kernels.cubin"
+    resources, shared = compiled(ptx, arch, cubin), told_shared(ptx)
+    counts = opcode_counts(nvdisasm, cubin)
+    for mangled, (registers, spilled, of_kernel) in resources.items():
+        all_shared = shared[mangled] + of_kernel
+        blocks = resident_blocks(arch, registers, all_shared)
+        yield name_of(mangled), (arch, registers, spilled, all_shared, blocks, *counts[mangled].values())
+
+
+def release():
+    return re.search(r"V[\d.]+", run("ptxas", "--version")).group()
+
+
+def write(texts, nvdisasm):
+    rows = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for ptx in texts.values():
+            for arch in LIMITS:
+                for name, row in rows_of(ptx, arch, nvdisasm, pathlib.Path(folder)):
+                    rows.setdefault(name, []).append(row)
+    prints = [f"# {name} {fingerprint(ptx)}" for name, ptx in texts.items()]
+    lines = [
+        "# Written by kernel_table.py: what ptxas makes of the kernels' PTX (compute_80). `spilled`: bytes, of registers or",
+        "# the stack; `shared`: bytes of a block; `blocks`: that a multiprocessor holds at once, 128 threads each; then SASS",
+        "# instructions in the kernel's code, each once. forward<elements, columns, options>, backward<elements, columns, of",
+        "# keys, options>.",
+        f"# ptxas {release()}",
+        *prints,
+        f"{'':36}" + "".join(f"{column:>10}" for column in COLUMNS),
+    ]
+    for name in sorted(rows):
+        lines += [f"{name:36}" + "".join(f"{value:>10}" for value in row) for row in rows[name]]
+    TABLE.write_text("\n".join(lines) + "\n")
+
+
+def committed():
+    """What the table begins with, and {(kernel, arch): its other columns}."""
+    lines = TABLE.read_text().splitlines()
+    head = [line[2:] for line in lines if line.startswith("# ")]
+    rows = {}
+    for line in lines[len(head) + 1 :]:
+        numbers = [int(word) for word in line[36:].split()]
+        rows[line[:36].strip(), numbers[0]] = dict(zip(COLUMNS[1:], numbers[1:]))
+    return head, rows
+
+
+def compare(texts):
+    head, rows = committed()
+    if f"ptxas {release()}" not in head:
+        print(f"not compared: kernels.txt is not of ptxas {release()}, which is here")
+        return 77
+    others = [name for name, ptx in texts.items() if f"{name} {fingerprint(ptx)}" not in head]
+    wrong = [f"{name}: kernels.txt is of other PTX" for name in others]
+    # float16 multiplies weights as two numbers, and options change scores: both want registers that the others have.
+    for (name, arch), row in rows.items():
+        if row["spilled"] and name.endswith(" 0>") and "<Float16" not in name:
+            wrong.append(f"{name}, sm_{arch}: {row['spilled']} bytes are spilled")
+    for ptx in texts.values():
+        for mangled in told_shared(ptx):
+            if name_of(mangled) != COMPARED[0]:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                cubin = pathlib.Path(folder) / "kernels.cubin"
+                registers, spilled, _ = compiled(ptx, COMPARED[1], cubin, "--entry", mangled)[mangled]
+            row = rows[COMPARED]
+            if (registers, spilled) != (row["registers"], row["spilled"]):
+                wrong.append(f"{COMPARED}: {registers} registers, {spilled} bytes spilled; kernels.txt: {row}")
+    for line in wrong:
+        print(line)
+    if wrong:
+        print("If that is meant: tests/cuda/kernel_table.py --write, with the objects of this test's command")
+    return 1 if wrong else 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--nvdisasm", default="nvdisasm")
+    parser.add_argument("objects", nargs="+", type=pathlib.Path)
+    options = parser.parse_args()
+    if shutil.which("ptxas") is None:
+        print("not compared: there is no ptxas on the path")
+        return 77
+    texts = {path.name.removesuffix(".cu.o"): ptx_of(path) for path in options.objects}
+    if options.write:
+        write(texts, options.nvdisasm)
+        return 0
+    return compare(texts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
