@@ -115,7 +115,8 @@ POLYHEAD_API std::string encode_model(const Model& model);
 /// The operator that attention becomes.
 enum class Target {
   kOnnx,  ///< Attention of ONNX's own domain, version 23; an older model's opset is raised, if all its nodes allow that
-  kPolyhead,  ///< Attention of the domain "polyhead", version 1: the same signature in a model of any opset
+  kPolyhead,  ///< Attention of the domain "polyhead", version 1, in a model of any opset: the same signature, and inputs for
+              ///< sinks and for what a score program reads, whose text is the attribute `score`
 };
 
 /// A row of scores of which a mask hides every one by a finite number, such as float's lowest, so that all keys weigh alike.

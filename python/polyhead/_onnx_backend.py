@@ -33,7 +33,7 @@ class Attention(OpRun):
     def _run(
         self, Q, K, V, attn_mask=None, past_key=None, past_value=None, nonpad_kv_seqlen=None, scale=None, is_causal=0,
         q_num_heads=None, kv_num_heads=None, softcap=None, qk_matmul_output_mode=None, softmax_precision=None,
-        left_window_size=None, right_window_size=None, sinks=None,
+        left_window_size=None, right_window_size=None, own=None,
     ):  # fmt: skip
         query, key, value = _heads_first(Q, q_num_heads), _heads_first(K, kv_num_heads), _heads_first(V, kv_num_heads)
         offset = 0
@@ -44,8 +44,7 @@ class Attention(OpRun):
         options["query_offset"] = offset
         if nonpad_kv_seqlen is not None:
             options |= {"seqlens_k": nonpad_kv_seqlen, "query_offset": nonpad_kv_seqlen - query.shape[2]}
-        if sinks is not None:  # of the domain "polyhead" alone
-            options["sink_logits"] = np.reshape(sinks, -1).astype(np.float64 if Q.dtype == np.float64 else np.float32)
+        options |= own or {}
         if attn_mask is not None:
             mask = _padded(attn_mask, key.shape[2])
             options["attn_mask" if mask.dtype == bool else "attn_bias"] = mask
@@ -57,9 +56,9 @@ class Attention(OpRun):
 
 
 class _OwnAttention(Attention):
-    """The same of the domain "polyhead", as `fuse` emits it: without caches, with sink_logits, H floats in any dims, or, where its
-    outputs are asked for, the half of a training step that `_OwnAttentionGrad` ends: logsumexp [B, H, Sq], and the int64 seed
-    and offset of dropout.
+    """The same of the domain "polyhead", as `fuse` emits it: without caches, with sink_logits, H floats in any dims, and a program
+    `score`, whose tensors c0, c1 and so on stand behind them. Where its outputs are asked for, the half of a training step that
+    `_OwnAttentionGrad` ends: logsumexp [B, H, Sq], and the int64 seed and offset of dropout.
     """
 
     op_domain = "polyhead"
@@ -70,16 +69,21 @@ class _OwnAttention(Attention):
         self._draws = itertools.count()
 
     def _run(
-        self, Q, K, V, attn_mask=None, past_key=None, past_value=None, nonpad_kv_seqlen=None, sink_logits=None, dropout_p=None,
-        seed=None, **attributes,
+        self, Q, K, V, attn_mask=None, past_key=None, past_value=None, nonpad_kv_seqlen=None, sink_logits=None, *captures,
+        score=None, dropout_p=None, seed=None, **attributes,
     ):  # fmt: skip
         outputs = self.onnx_node.output
+        own = {}
+        if sink_logits is not None:
+            own["sink_logits"] = np.reshape(sink_logits, -1).astype(np.float64 if Q.dtype == np.float64 else np.float32)
+        if score:
+            own |= {"score": score.partition("score = ")[2], "captured": {f"c{i}": x for i, x in enumerate(captures)}}
         if len(outputs) < 5:
-            return super()._run(Q, K, V, attn_mask, past_key, past_value, nonpad_kv_seqlen, sinks=sink_logits, **attributes)
+            return super()._run(Q, K, V, attn_mask, past_key, past_value, nonpad_kv_seqlen, own=own, **attributes)
         heads = attributes.get("q_num_heads"), attributes.get("kv_num_heads")
         query, key, value = (_sequence_first(x, n) for x, n in zip((Q, K, V), (heads[0], heads[1], heads[1]), strict=True))
         state = np.array([self._seed if seed is None else seed, next(self._draws)], np.int64)
-        options = _training_options(query, attn_mask, dropout_p, state, attributes)
+        options = _training_options(query, attn_mask, dropout_p, state, attributes) | own
         out, logsumexp = polyhead.attention(query, key, value, **options, return_logsumexp=True)
         return (_as_given(out, Q), _LEFT_OUT, _LEFT_OUT, _LEFT_OUT, logsumexp, state)[: len(outputs)]
 

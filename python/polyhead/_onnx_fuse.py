@@ -86,8 +86,8 @@ def fuse(
         Where the new model is written; with external data it must be in the folder of the old one.
     target : str
         "onnx": Attention of ONNX's opset 23, to which an older model is raised where its other nodes allow it.
-        "polyhead": Attention of our domain ``polyhead``, which has the same signature, in a model of any opset from 11 on;
-        `Backend.prepare` runs it.
+        "polyhead": Attention of our domain ``polyhead``, which has the same signature, in a model of any opset from 11 on, and
+        takes sinks and score programs besides; `Backend.prepare` runs it.
     unseen_rows : str
         What becomes of a row of scores that a mask hides as a whole by a finite number, such as float's lowest, so that all
         keys weigh alike. "keep": it keeps the mean over all values. "zero": it gives 0, as if -inf hid it; causal masks and

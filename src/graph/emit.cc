@@ -274,6 +274,7 @@ class Emitter {
     if (masks_.is_causal) attributes.push_back(integer("is_causal", 1));
     if (masks_.left >= 0) attributes.push_back(integer("left_window_size", masks_.left));
     if (masks_.right >= 0) attributes.push_back(integer("right_window_size", masks_.right));
+    if (match_.program) attributes.push_back({"score", {}, {}, match_.program->text});
     if (match_.dropped) attributes.push_back(number("dropout_p", match_.dropped.p));
     if (plan_.kind == Arrangement::kFlat) {
       attributes.push_back(integer("q_num_heads", plan_.query.heads.factor));
@@ -284,8 +285,10 @@ class Emitter {
 
   void attention(std::vector<std::string> inputs, const std::string& attn_mask) {
     std::vector<std::string> grad_inputs = inputs;
-    if (!attn_mask.empty() || !sinks_.empty()) inputs.push_back(attn_mask);
-    if (!sinks_.empty()) inputs.insert(inputs.end(), {"", "", "", sinks_});
+    inputs.insert(inputs.end(), {attn_mask, "", "", "", sinks_});  // no cache and no lengths
+    for (size_t i = 0; match_.program && i < match_.program->captures.size(); ++i)
+      inputs.push_back(name_of(match_.program->captures[i]));
+    while (inputs.back().empty()) inputs.pop_back();
     std::vector<Attribute> attributes = options();
     const ElementType inside = net_.facts(match_.softmax_input).type;
     if (inside != type_ && is_float(inside)) {
@@ -389,6 +392,7 @@ class Emitter {
     if (match_.returned.value != kNone) {
       text += match_.returned.mode == Returned::kWeights ? ", returned weights" : ", returned scores";
     }
+    if (match_.program) text += sentence(", the score program ", match_.program->text);
     if (match_.sinks) text += ", sinks";
     if (match_.backward) text += ", its backward";
     for (const auto* words : {&masks_.words, &match_.words}) {

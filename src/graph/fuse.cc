@@ -95,7 +95,7 @@ class Fusion {
     const Net& net = *work.net;
     Taken taken;
     for (size_t i = 0; i < work.graph->nodes.size(); ++i) {
-      const auto match = match_at(net, static_cast<int>(i), options_.backwards);
+      const auto match = match_at(net, static_cast<int>(i), options_);
       if (!match) continue;
       const Node& node = net.node(match->softmax);
       Candidate candidate = {work.place + (node.name.empty() ? node.outputs[0] : node.name), match->is_attention};

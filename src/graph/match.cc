@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <unordered_set>
 
 #include "core/sentence.h"
 #include "graph/nodes.h"
@@ -175,10 +176,37 @@ void check_users(const Net& net, Match& match, Backwards backwards) {
   }
 }
 
+// What is returned comes out of the operator: nothing that goes into it may be made of that.
+void check_returned(const Net& net, Match& match) {
+  if (match.returned.value == kNone) return;
+  std::vector<int> read = {match.result.right.value};
+  for (const MaskTerm& term : match.terms) read.push_back(term.value);
+  if (match.sinks) read.push_back(match.sinks->logits);
+  if (match.program) read.insert(read.end(), match.program->captures.begin(), match.program->captures.end());
+  std::vector<int> todo = {match.returned.value};
+  std::unordered_set<int> made = {match.returned.value};
+  while (!todo.empty()) {
+    const int id = todo.back();
+    todo.pop_back();
+    if (id != match.returned.value && contains(read, id)) {
+      match.reason = sentence("it reads \"", net.value(id).name, "\", which is made of \"",
+                              net.value(match.returned.value).name, "\", its own scores or weights");
+      return;
+    }
+    for (int user : net.value(id).users) {
+      for (size_t i = 0; i < net.node(user).outputs.size(); ++i) {
+        const int next = net.output(user, i);
+        if (next != kNone && made.insert(next).second) todo.push_back(next);
+      }
+    }
+  }
+}
+
 // The nodes that the operator replaces, and what those behind the softmax are.
 void gather_nodes(const Net& net, const Flow& flow, Match& match) {
   std::vector<int> ends = {match.result.right.value};
   if (match.sinks) ends.push_back(match.sinks->logits);
+  if (match.program) ends.insert(ends.end(), match.program->captures.begin(), match.program->captures.end());
   for (const MaskTerm& term : match.terms) ends.push_back(term.value);
   match.nodes = nodes_between(net, match.scores.node, match.result.node, ends);
   std::vector<std::string> words;
@@ -190,9 +218,20 @@ void gather_nodes(const Net& net, const Flow& flow, Match& match) {
   match.words.insert(match.words.begin(), words.begin(), words.end());
 }
 
+// What the climb has no words for, as a program, which our operator takes.
+void find_program(const Net& net, Match& match) {
+  match.program = score_program_of(net, match.softmax_input);
+  if (!match.program) return;
+  match.scores = match.program->product;
+  match.scale = match.program->factor;
+  match.reason.clear();
+  match.is_attention = true;
+}
+
 }  // namespace
 
-std::optional<Match> match_at(const Net& net, int node, Backwards backwards) {
+std::optional<Match> match_at(const Net& net, int node, const FuseOptions& options) {
+  const Backwards backwards = options.backwards;
   auto softmax = softmax_at(net, node);
   if (!softmax) return std::nullopt;
   Match match;
@@ -210,17 +249,22 @@ std::optional<Match> match_at(const Net& net, int node, Backwards backwards) {
   match.softmax = match.sinks ? softmax_node : net.producer(match.softmax_output);
   follow(net, flow, match);
   if (match.reason.empty()) match.reason = softmax->reason;
-  if (match.reason.empty()) climb_scores(net, match);
+  if (match.reason.empty()) {
+    climb_scores(net, match);
+    const bool with_programs = options.target == Target::kPolyhead && backwards != Backwards::kOfOperator;
+    if (!match.reason.empty() && with_programs) find_program(net, match);
+  }
   if (!softmax->words.empty()) match.words.push_back(softmax->words);
   if (match.reason.empty()) gather_nodes(net, flow, match);
   if (match.reason.empty()) check_guards(net, flow, match);
   match.dropped = flow.dropped();
-  if (match.reason.empty() && backwards == Backwards::kOfGraph && !match.sinks)
+  if (match.reason.empty() && backwards == Backwards::kOfGraph && !match.sinks && !match.program)
     match.backward = find_backward(net, match, flow);
   if (match.backward) match.reason = match.backward->reason;
   if (match.reason.empty() && match.dropped && backwards == Backwards::kOfGraph && !match.backward)
     match.reason = words_of(net, match.dropped.node) + " drops weights at random, and no backward is found beside it";
   if (match.reason.empty()) check_users(net, match, backwards);
+  if (match.reason.empty()) check_returned(net, match);
   return match;
 }
 

@@ -8,6 +8,7 @@
 #include "graph/flow.h"
 #include "graph/net.h"
 #include "graph/product.h"
+#include "graph/score_program.h"
 #include "graph/sinks.h"
 
 namespace polyhead::graph {
@@ -64,7 +65,8 @@ struct Match {
   std::vector<MaskTerm> terms;
   Dropped dropped;  // of the weights
   std::optional<Sinks> sinks;
-  int softmax = kNone;  // the node that gives the weights, sinks among them
+  std::optional<ScoreProgram> program;  // what stands between the products, in the place of scale, softcap and terms
+  int softmax = kNone;                  // the node that gives the weights, sinks among them
   int softmax_input = kNone, softmax_output = kNone, weights = kNone, out = kNone;
   std::vector<Score> passed;  // from the softmax upwards
   Returned returned;
@@ -81,6 +83,6 @@ void climb_scores(const Net& net, Match& match);
 std::optional<Backward> find_backward(const Net& net, const Match& match, Flow& forward);
 
 // The attention around a softmax that is, or begins, at a node; nothing if none does.
-std::optional<Match> match_at(const Net& net, int node, Backwards backwards);
+std::optional<Match> match_at(const Net& net, int node, const FuseOptions& options);
 
 }  // namespace polyhead::graph

@@ -30,6 +30,9 @@ std::string encode(const Attribute& attribute) {
   } else if (attribute.number) {
     writer.number32(fields::kFloat, *attribute.number);
     writer.varint(fields::kType, fields::kIsFloat);
+  } else if (attribute.text) {
+    writer.bytes(fields::kString, *attribute.text);
+    writer.varint(fields::kType, fields::kIsString);
   } else {
     for (int64_t each : attribute.integers) writer.varint(fields::kInts, static_cast<uint64_t>(each));
     writer.varint(fields::kType, fields::kIsInts);

@@ -154,6 +154,8 @@ constexpr Function<Failure(const OrtValue*, OrtTensorTypeAndShapeInfo**)> kGetTe
 constexpr Function<Failure(int32_t allocator, int32_t memory, OrtMemoryInfo**)> kCreateCpuMemoryInfo{69};
 constexpr Function<Failure(const OrtKernelInfo*, const char* name, float*)> kKernelInfoGetAttribute_float{85};
 constexpr Function<Failure(const OrtKernelInfo*, const char* name, int64_t*)> kKernelInfoGetAttribute_int64{86};
+constexpr Function<Failure(const OrtKernelInfo*, const char* name, char* text, size_t* bytes)>
+    kKernelInfoGetAttribute_string{87};
 constexpr Function<Failure(const OrtKernelContext*, size_t*)> kKernelContext_GetInputCount{88};
 constexpr Function<Failure(const OrtKernelContext*, size_t*)> kKernelContext_GetOutputCount{89};
 constexpr Function<Failure(const OrtKernelContext*, size_t index, const OrtValue**)> kKernelContext_GetInput{90};

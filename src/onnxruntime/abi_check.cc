@@ -24,6 +24,7 @@ SAME(GetTensorTypeAndShape);
 SAME(CreateCpuMemoryInfo);
 SAME(KernelInfoGetAttribute_float);
 SAME(KernelInfoGetAttribute_int64);
+SAME(KernelInfoGetAttribute_string);
 SAME(KernelContext_GetInputCount);
 SAME(KernelContext_GetOutputCount);
 SAME(KernelContext_GetInput);

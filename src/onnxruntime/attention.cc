@@ -1,5 +1,6 @@
 // ONNX's Attention: https://onnx.ai/onnx/operators/onnx__Attention.html
 #include <algorithm>
+#include <vector>
 
 #include "core/sentence.h"
 #include "node.h"
@@ -8,8 +9,8 @@
 namespace polyhead::onnxruntime {
 namespace {
 
-constexpr size_t kQuery = 0, kKey = 1, kValue = 2, kMask = 3, kPastKey = 4, kPastValue = 5, kLengths = 6,
-                 kSinks = 7;  // of ours
+constexpr size_t kQuery = 0, kKey = 1, kValue = 2, kMask = 3, kPastKey = 4, kPastValue = 5, kLengths = 6, kSinks = 7,
+                 kCaptures = 8;  // of ours
 constexpr size_t kOut = 0, kPresentKey = 1, kPresentValue = 2, kWeights = 3;
 // Of the gradients, behind query, key and value.
 constexpr size_t kGivenOut = 3, kGivenLogsumexp = 4, kGradOut = 5, kGivenMask = 6, kGivenDropout = 7;
@@ -75,6 +76,25 @@ Status add_lengths(Call& call, const Tensor& lengths, int64_t most, AttentionDes
     }
     static_cast<int64_t*>(args.seqlens_k.data)[b] = std::min(length, desc.seqlen_k);
     static_cast<int64_t*>(args.query_offsets.data)[b] = length - desc.seqlen_q;
+  }
+  return {};
+}
+
+// The tensors of a program, in its order.
+Status read_captures(Call& call, const SharedProgram& program, AttentionDesc& desc, std::vector<Tensor>& captures) {
+  desc.program = program;
+  for (size_t i = 0; i < program->captures().size(); ++i) {
+    Tensor tensor;
+    if (Status status = call.input(kCaptures + i, tensor); !status.ok()) return status;
+    const int ndim = std::max(program->captures()[i].ndim, 1);
+    if (!tensor.given() || tensor.ndim != ndim) {
+      return invalid(sentence("\"", program->captures()[i].name, "\" of the score program is ",
+                              tensor.given() ? words_of(tensor) : "not given", ", must have ", ndim, " dims"));
+    }
+    CaptureShape shape = {tensor.dtype, ndim};
+    std::copy_n(tensor.dims, ndim, shape.dims);
+    desc.captures.push_back(shape);
+    captures.push_back(tensor);
   }
   return {};
 }
@@ -173,6 +193,10 @@ Status Node::run_attention(Call& call, Plans& plans) const {
     status = make_weights(call, desc, total, args.attn_weights);
   }
   if (!status.ok()) return status;
+  std::vector<Tensor> captures;
+  if (program_ != nullptr) status = read_captures(call, program_, desc, captures);
+  if (!status.ok()) return status;
+  args.captures = captures;
   args.query = o.query;
   args.key = key;
   args.value = value;

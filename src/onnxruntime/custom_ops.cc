@@ -33,6 +33,15 @@ class KernelAttributes final : public Attributes {
     float value = 0;
     return call(abi::kKernelInfoGetAttribute_float, info_, name, &value).ok() ? std::optional(value) : std::nullopt;
   }
+  std::optional<std::string> text(const char* name) const override {
+    size_t bytes = 0;  // with the 0 behind it
+    if (!call(abi::kKernelInfoGetAttribute_string, info_, name, static_cast<char*>(nullptr), &bytes).ok() || bytes == 0)
+      return std::nullopt;
+    std::string value(bytes, '\0');
+    if (!call(abi::kKernelInfoGetAttribute_string, info_, name, value.data(), &bytes).ok()) return std::nullopt;
+    value.resize(bytes - 1);
+    return value;
+  }
 
  private:
   const OrtKernelInfo* info_;
@@ -108,6 +117,7 @@ class InferenceAttributes final : public Attributes {
   explicit InferenceAttributes(const OrtShapeInferContext* context) : context_(context) {}
   std::optional<int64_t> integer(const char* name) const override { return read<int64_t>(name, abi::kInt); }
   std::optional<float> number(const char* name) const override { return read<float>(name, abi::kFloat); }
+  std::optional<std::string> text(const char*) const override { return std::nullopt; }  // no shape depends on one
 
  private:
   template <class T>

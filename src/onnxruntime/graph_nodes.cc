@@ -24,8 +24,8 @@ std::vector<int> order_of(const graph::Node& transpose) {
 }
 
 constexpr std::array kKnown = {
-    "scale",     "softcap",          "q_num_heads",       "kv_num_heads",         "softmax_precision",
-    "is_causal", "left_window_size", "right_window_size", "qk_matmul_output_mode"};
+    "scale",     "softcap",          "q_num_heads",       "kv_num_heads",          "softmax_precision",
+    "is_causal", "left_window_size", "right_window_size", "qk_matmul_output_mode", "score"};
 
 }  // namespace
 
@@ -37,6 +37,11 @@ std::optional<int64_t> GraphAttributes::integer(const char* name) const {
 std::optional<float> GraphAttributes::number(const char* name) const {
   const graph::Attribute* found = attribute_of(node_, name);
   return found == nullptr ? std::nullopt : found->number;
+}
+
+std::optional<std::string> GraphAttributes::text(const char* name) const {
+  const graph::Attribute* found = attribute_of(node_, name);
+  return found == nullptr ? std::nullopt : found->text;
 }
 
 GraphNodes::GraphNodes(const graph::Model& model, const std::function<bool(const graph::Node&)>& is_new,

@@ -17,6 +17,7 @@ class GraphAttributes final : public Attributes {
   explicit GraphAttributes(const graph::Node& node) : node_(node) {}
   std::optional<int64_t> integer(const char* name) const override;
   std::optional<float> number(const char* name) const override;
+  std::optional<std::string> text(const char* name) const override;
 
  private:
   const graph::Node& node_;

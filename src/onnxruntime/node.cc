@@ -73,11 +73,18 @@ Result<Node> Node::make(const NodeFacts& facts, const Attributes& attributes) {
       node.causal_ = integer("is_causal", 0) != 0;
       node.window_left_ = integer("left_window_size", -1);
       node.window_right_ = integer("right_window_size", -1);
+      if (const auto score = attributes.text("score")) {
+        const Result<SharedProgram> program = parse_program(*score);
+        if (!program.ok()) return program.status();
+        node.program_ = *program;
+      }
       if (facts.op == Operator::kAttention && facts.wants(3)) {
         const int64_t mode = integer("qk_matmul_output_mode", 0);
         if (mode < 0 || mode > 3) return invalid(sentence("qk_matmul_output_mode is ", mode, ", must be 0 to 3"));
         if (mode == 3) {
           node.returns_weights_ = true;
+        } else if (node.program_ != nullptr) {
+          return refused("the scores are asked for beside a program, which gives the weights alone");
         } else {
           node.scores_ = Scores{mode};
         }

@@ -24,6 +24,7 @@ class Attributes {
   virtual ~Attributes() = default;
   virtual std::optional<int64_t> integer(const char* name) const = 0;
   virtual std::optional<float> number(const char* name) const = 0;
+  virtual std::optional<std::string> text(const char* name) const = 0;
 };
 
 // What can be told of a node before it runs.
@@ -53,6 +54,7 @@ class Node {
 
   Operator op_ = Operator::kAttention;
   std::optional<double> scale_;
+  SharedProgram program_;  // of the scores; none: null
   double softcap_ = 0, mask_filter_value_ = 0;
   bool causal_ = false, returns_weights_ = false, rotary_ = false, rotary_interleaved_ = false, sink_of_zero_ = false;
   std::optional<Scores> scores_;

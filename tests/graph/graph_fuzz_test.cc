@@ -47,7 +47,7 @@ std::string rich_model() {
   body.outputs = {{"inner_out", {2, 3, -1, 4}}};
   body.nodes[3].inputs[1] = "mask";
   body.tensors = {};
-  body.nodes[2].inputs[1] = "half";
+  body.nodes[2].inputs[1] = "mask";  // a score program
   text.nodes.push_back({"If", {"batch"}, {"chosen"}, {}, {}, {{"then_branch", body.graph()}}});
   return text.model();
 }

@@ -29,6 +29,7 @@ INPUTS = {
     "ones": ("float[B,1,S,T]", (B, 1, S, T)),
     "temperature": ("float", ()),
     "sinks": ("float[4]", (H,)),
+    "scale_of_head": ("float[4,1,1]", (H, 1, 1)),
     "row_sinks": ("float[B,4,S,1]", (B, H, S, 1)),
     "p": ("float[B,S,96]", (B, S, 3 * H * D)),
 }
@@ -252,6 +253,32 @@ VARIANTS = {
         out = MatMul(w, v)""",
 }
 
+# What no option says, as a program: nodes and its text. The first ones are near-misses of ONNX's own operator too.
+PROGRAMS = {
+    "scale_not_constant": (f"m = MatMul(q, kt) s = Mul(m, temperature) {TAIL}", "c0: float; score = (score * c0[])"),
+    "mask_multiplied": (f"m = MatMul(q, kt) s = Mul(m, bias) {TAIL}", "c0: float; score = (score * c0[b, 0, q, k])"),
+    "fill_too_small": (f"f = Constant<value = float {{-100.0}}>() m = MatMul(q, kt) s = Where(keep, m, f) {TAIL}",
+                       "c0: bool; score = where(c0[b, 0, q, k], score, (-100.0))"),
+    "fill_not_constant": (f"m = MatMul(q, kt) s = Where(keep, m, temperature) {TAIL}",
+                          "c0: bool; c1: float; score = where(c0[b, 0, q, k], score, c1[])"),
+    "mask_before_softcap": (f"{SCALE} m = MatMul(q, kt) b = Add(m, bias) t = Tanh(b) s = Mul(t, d) {TAIL}",
+                            "c0: float; score = (tanh((score + c0[b, 0, q, k])) * 2.8284270763397217)"),
+    "negative_scale": (f"m = MatMul(q, kt) s = Neg(m) {TAIL}", "score = (-score)"),
+    "scale_of_each_head": (f"{FILL} {SCALE} m = MatMul(q, kt) a = Div(m, d) t = Mul(a, scale_of_head) u = Add(table, t) s = Where(keep, u, lowest) {TAIL}",
+                           "c0: bool; c1: float; c2: float; score = where(c0[b, 0, q, k], (c1[h, q, k] + (score * c2[h, 0, 0])), (-3.4028234663852886e+38))"),
+    "scores_forked": (f"{SCALE} m = MatMul(q, kt) a = Sigmoid(m) e = Mul(m, c) n = Less(e, temperature) s = Where(n, a, e) {TAIL}",
+                      "c0: float; score = where(((score * 0.35355338454246521) < c0[]), sigmoid(score), (score * 0.35355338454246521))"),
+}  # fmt: skip
+NINE = "s0 = Identity(m) " + " ".join(f"a{i} = Mul(temperature, temperature) s{i + 1} = Mul(s{i}, a{i})" for i in range(9))
+NO_PROGRAMS = {
+    "scores_and_their_maximum": (f"back = Constant<value = int64[1] {{-1}}>() m = MatMul(q, kt) t = ReduceMax<keepdims = 1>(m, back) s = Mul(m, t) {TAIL}", '"m", of "m" (MatMul), is also read by "t" (ReduceMax)'),
+    "two_products": (f"m = MatMul(q, kt) a = Neg(q) n = MatMul(a, kt) t = Tanh(n) s = Mul(m, t) {TAIL}", "by what is not a constant number"),
+    "scores_read_within_a_program": (f"scores = MatMul(q, kt) s = Mul(scores, temperature) {TAIL}", '"scores" (MatMul), is an output of the graph'),
+    "nine_tensors": (f"m = MatMul(q, kt) {NINE} s = Identity(s9) {TAIL}", "by what is not a constant number"),
+    "scores_round": (f"m = MatMul(q, kt) i = Cast<to = 7>(m) f = Cast<to = 1>(i) s = Mul(f, temperature) {TAIL}", "by what is not a constant number"),
+    "a_tensor_that_is_wider": (f"i = Constant<value = int64[1] {{0}}>() a = Unsqueeze(bias, i) m = MatMul(q, kt) u = Mul(m, a) t = Squeeze(u, i) s = Mul(t, temperature) {TAIL}", "by what is not a constant number"),
+}  # fmt: skip
+
 # One more logit for each head beside the scores: all of a row, joined, go through the softmax, and the last or first one is cut off.
 SINK = """
   i1 = Constant<value = int64[1] {1}>() i2 = Constant<value = int64[1] {2}>() f4 = Constant<value = int64[4] {1, 4, 1, 1}>() n = Shape(q)
@@ -283,7 +310,7 @@ NO_SINKS = {
     "a_key_is_cut_off": (f"{CUT} {SINK} s = MatMul(q, kt) j = Concat<axis = -1>(s, sink) z = Softmax<axis = -1>(j) w = Slice(z, i1, most, i3) out = MatMul(w, v)", 'no product with values follows the softmax, but "w" (Slice)'),
     "sinks_are_weighted": (f"{CUT} {SINK} s = MatMul(q, kt) j = Concat<axis = -1>(s, sink) {SINK_TAIL} other = Relu(z)", "no product with values follows"),
     "scores_with_sinks_are_shifted": (f"{CUT} {SINK} m = MatMul(q, kt) one = Constant<value = float {{1.0}}>() s = Add(m, one) j = Concat<axis = -1>(s, sink) {SINK_TAIL}", '"one" of "s" (Add) is one number for all keys'),
-    "scores_with_sinks_lose_the_maximum": (f"{CUT} {SINK} m = MatMul(q, kt) t = ReduceMax<keepdims = 1>(m, back) s = Sub(m, t) j = Concat<axis = -1>(s, sink) {SINK_TAIL}", '"t" of "s" (Sub) is one number for all keys'),
+    "scores_with_sinks_lose_the_maximum": (f"{CUT} {SINK} m = MatMul(q, kt) t = ReduceMax<keepdims = 1>(m, back) s = Sub(m, t) j = Concat<axis = -1>(s, sink) {SINK_TAIL}", 'it reads "t", which is made of "m", its own scores'),
     "scores_with_sinks_are_scaled": (f"{CUT} {SINK} {SCALE} s = MatMul(q, kt) a = Concat<axis = -1>(s, sink) j = Mul(a, c) {SINK_TAIL}", "no product with values follows"),
     "weights_beside_sinks_sum_to_one": (f"{CUT} {SINK} s = MatMul(q, kt) j = Concat<axis = -1>(s, sink) z = Softmax<axis = -1>(j) u = Slice(z, i0, back, i3) t = ReduceSum<keepdims = 1>(u, back) w = Div(u, t) out = MatMul(w, v)", "no product with values follows"),
 }  # fmt: skip
@@ -312,6 +339,8 @@ NEAR_MISSES = {
     "scores_transposed": (f"m = MatMul(k, qt) s = Transpose<perm = [0, 1, 3, 2]>(m) {TAIL}", "does not cancel"),
     "fill_too_small": (f"f = Constant<value = float {{-100.0}}>() m = MatMul(q, kt) s = Where(keep, m, f) {TAIL}", "must be -10000 or less"),
     "fill_beside_others": (f"f = Constant<value = float {{-10000.0}}>() m = MatMul(q, kt) a = Where(keep, m, f) s = Add(a, pad) {TAIL}", "would not be the same beside other masks"),
+    "mask_made_of_the_scores": (f"m = MatMul(q, kt) a = Relu(m) b = Neg(a) s = Add(m, b) {TAIL}", 'it reads "b", which is made of "m", its own scores'),
+    "values_made_of_the_scores": (f"m = MatMul(q, kt) a = MatMul(m, v) w = Softmax<axis = -1>(m) out = MatMul(w, a)", 'it reads "a", which is made of "m", its own scores'),
     "scores_added_to_themselves": (f"m = MatMul(q, kt) s = Add(m, m) {TAIL}", 'it reads "m", which it replaces'),
     "weights_by_integers": ("s = MatMul(q, kt) z = Softmax<axis = -1>(s) i = Cast<to = 7>(z) w = Cast<to = 1>(i) out = MatMul(w, v)", "no product with values"),
     "fill_not_constant": (f"m = MatMul(q, kt) s = Where(keep, m, temperature) {TAIL}", "which is no constant"),
