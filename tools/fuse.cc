@@ -167,7 +167,8 @@ Command add_fuse(CLI::App& root) {
                 "sizes; where they differ nothing is written, and the exit code is 1");
   app->add_option("--inputs", command->check.inputs, "of --check: a .safetensors with the model's inputs by name");
   app->add_option("--size", command->check.sizes,
-                  "of --check: NAME=SIZE, of a dim that the model only names; once for each");
+                  "of --check: NAME=SIZE, of a dim that the model only names; once for each")
+      ->allow_extra_args(false);
   app->add_option("--tolerance", command->check.tolerance,
                   "of --check: the largest difference, by the largest number of the output. Default: 1e-4; 1e-2 of "
                   "float16, 5e-2 of bfloat16");

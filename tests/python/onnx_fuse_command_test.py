@@ -67,8 +67,9 @@ def test_command(tmp_path):
 def test_command_checks(tmp_path):
     """--check runs both models: what differs is told by output, and is not written."""
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: --check runs models in it")
+
     def run(*words):
-        line = [sys.executable, "-m", "polyhead", "fuse", "model.onnx", "-o", "fused.onnx", "--force", *words]
+        line = [sys.executable, "-m", "polyhead", "fuse", "-o", "fused.onnx", "--force", *words, "model.onnx"]
         done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
         return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
 
