@@ -68,9 +68,9 @@ class Climber {
     return way;
   }
 
-  // A number that is added to all scores alike changes no weight.
+  // A number that is added to all scores alike, or taken from them, changes no weight.
   std::optional<int> shifted(int node) const {
-    for (size_t side = 0; side < 2 && !has_sinks_; ++side) {
+    for (size_t side = net_.is(node, "Sub") ? 1 : 0; side < 2 && !has_sinks_; ++side) {
       const auto number = net_.number(net_.input(node, side));
       if (number && std::isfinite(*number) && std::fabs(*number) < 1e6 && keeps_shape(net_, node, 1 - side)) {
         return net_.input(node, 1 - side);

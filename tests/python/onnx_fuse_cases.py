@@ -264,6 +264,7 @@ PROGRAMS = {
     "mask_before_softcap": (f"{SCALE} m = MatMul(q, kt) b = Add(m, bias) t = Tanh(b) s = Mul(t, d) {TAIL}",
                             "c0: float; score = (tanh((score + c0[b, 0, q, k])) * 2.8284270763397217)"),
     "negative_scale": (f"m = MatMul(q, kt) s = Neg(m) {TAIL}", "score = (-score)"),
+    "scores_taken_from_a_number": (f"{SCALE} m = MatMul(q, kt) s = Sub(c, m) {TAIL}", "score = (0.35355338454246521 - score)"),
     "scale_of_each_head": (f"{FILL} {SCALE} m = MatMul(q, kt) a = Div(m, d) t = Mul(a, scale_of_head) u = Add(table, t) s = Where(keep, u, lowest) {TAIL}",
                            "c0: bool; c1: float; c2: float; score = where(c0[b, 0, q, k], (c1[h, q, k] + (score * c2[h, 0, 0])), (-3.4028234663852886e+38))"),
     "scores_forked": (f"{SCALE} m = MatMul(q, kt) a = Sigmoid(m) e = Mul(m, c) n = Less(e, temperature) s = Where(n, a, e) {TAIL}",
