@@ -3,8 +3,10 @@
 
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <memory>
 
+#include "attention/far_rows.h"
 #include "kernels_to_test.h"
 #include "left_out.h"
 #include "programs.h"
@@ -17,6 +19,9 @@ namespace {
 struct SmallCall {
   AttentionDesc desc;
   Array query, key, value, grad_out, capture, out, logsumexp, grad_query, grad_key, grad_value, grad_capture;
+  Array sink = {};                 // [1]
+  Tensor far = {}, grad_far = {};  // instead of the tensor captured, if given
+  bool forward_alone = false;
 
   SmallCall(const char* text, int64_t queries, int64_t keys, const Array& captured = {}) : capture(captured) {
     constexpr int64_t kDim = 12;
@@ -43,18 +48,22 @@ struct SmallCall {
     options.kernel = kernel;
     const Result<Plan> made = plan(desc, options);
     if (!made.ok()) return made.status();
-    std::vector<char> memory(std::max(made->workspace_bytes(), made->backward_workspace_bytes()) + 64);
+    const size_t backward_bytes = forward_alone ? 0 : made->backward_workspace_bytes();
+    std::vector<char> memory(std::max(made->workspace_bytes(), backward_bytes) + 64);
     void* aligned = memory.data();
     size_t space = memory.size();
     std::align(64, space - 64, aligned, space);
-    const Tensor captures[] = {view(capture)}, grad_captures[] = {view(grad_capture)};
+    const bool is_far = far.data != nullptr;
+    const Tensor captures[] = {is_far ? far : view(capture)},
+                 grad_captures[] = {is_far ? grad_far : view(grad_capture)};
     BackwardArgs args;
     ForwardArgs& forward = args.forward;
+    forward.sink_logits = view(sink);
     forward.query = view(query), forward.key = view(key), forward.value = view(value);
     forward.out = view(out), forward.logsumexp = view(logsumexp);
     forward.workspace = aligned, forward.workspace_bytes = space;
     if (capture.given()) forward.captures = captures;
-    if (Status status = made->forward(forward); !status.ok()) return status;
+    if (Status status = made->forward(forward); !status.ok() || forward_alone) return status;
     args.grad_out = view(grad_out);
     args.grad_query = view(grad_query), args.grad_key = view(grad_key), args.grad_value = view(grad_value);
     if (capture.given() && capture.dtype == DType::kFloat32) args.grad_captures = grad_captures;
@@ -118,11 +127,16 @@ void expect_nothing(int64_t queries) {
                            "mask = q % 6 != 0; score = where(q % 6 != 3, score, -inf)"}) {
     for (const Kernel* kernel : kernels_that_take(SmallCall(text, queries, 130).desc)) {
       SmallCall call(text, queries, 130);
-      ASSERT_EQ(call.run(kernel->name).message(), "");
-      for (int64_t q = 0; q < queries; ++q) {
-        const bool nothing = q % 3 == 0;
-        EXPECT_EQ(call.logsumexp.at(q) == -HUGE_VAL, nothing) << kernel->name << ": " << text << ", query " << q;
-        EXPECT_EQ(call.out.at(q * 12) == 0 && call.grad_query.at(q * 12) == 0, nothing) << kernel->name << ": " << text;
+      for (const double sink : {-HUGE_VAL, 1.5}) {  // none, then one
+        if (std::isfinite(sink)) call.sink = Array(DType::kFloat32, {1}), call.sink.set(0, sink);
+        call.desc.has_sink_logits = call.sink.given();
+        ASSERT_EQ(call.run(kernel->name).message(), "");
+        const std::string what = std::string(kernel->name) + ": " + text + ", sink " + std::to_string(sink);
+        for (int64_t q = 0; q < queries; ++q) {
+          const bool nothing = q % 3 == 0;
+          EXPECT_EQ(call.logsumexp.at(q) == sink, nothing) << what << ", query " << q;
+          EXPECT_EQ(call.out.at(q * 12) == 0 && call.grad_query.at(q * 12) == 0, nothing) << what << ", query " << q;
+        }
       }
     }
   }
@@ -172,6 +186,38 @@ void expect_wide(int64_t queries) {
 
 TEST(ProgramLaws, IntegersAreWide) { expect_wide(140); }
 TEST(ProgramLaws, IntegersAreWideInDecoding) { expect_wide(kFew); }
+
+// Rows of a tensor 2^31 elements apart, and one of 2^33 elements and more, whose gradient no memory holds.
+void expect_far(int64_t queries) {
+  const char* const text = "score = score + t[b, k % 5, h, q % 3]";
+  Array table(DType::kFloat32, {1, 5, 1, 3});
+  table.fill([n = 0]() mutable { return 0.1 * (n++ % 11); });
+  const FarRows rows(table), grad_rows(table);
+  if (!rows.tensor().data || !grad_rows.tensor().data) GTEST_SKIP() << "this machine has no 86 GB of addresses to give";
+  SmallCall all(text, queries, 140, table);
+  const auto same = [&](const SmallCall& near, const SmallCall& far, const char* kernel) {
+    EXPECT_TRUE(near.out == far.out && near.logsumexp == far.logsumexp) << kernel;
+  };
+  for (const Kernel* kernel : kernels_that_take(all.desc)) {
+    SmallCall near = all, far = all, wide = all;
+    ASSERT_EQ(near.run(kernel->name).message(), "");
+    far.far = rows.tensor(), far.grad_far = grad_rows.tensor();
+    ASSERT_EQ(far.run(kernel->name).message(), "");
+    same(near, far, kernel->name);
+    EXPECT_TRUE(near.grad_query == far.grad_query && near.grad_key == far.grad_key) << kernel->name;
+    for (int64_t k = 0; k < 5; ++k) {
+      ASSERT_EQ(std::memcmp(grad_rows.row(k), &near.grad_capture.bytes[k * rows.row_bytes()], rows.row_bytes()), 0);
+    }
+    wide.forward_alone = true;
+    wide.far = rows.tensor();
+    wide.far.dims[3] = wide.desc.captures[0].dims[3] = int64_t{1} << 31;
+    ASSERT_EQ(wide.run(kernel->name).message(), "");
+    same(near, wide, kernel->name);
+  }
+}
+
+TEST(ProgramLaws, TensorsMayBeLarge) { expect_far(70); }
+TEST(ProgramLaws, TensorsMayBeLargeInDecoding) { expect_far(kFew); }
 
 TEST(ProgramLaws, PackedSequencesCountForThemselves) {
   const char* const text = "t: float; score = score + t[b, (q - k) % 4]; mask = k <= q + 3 and k % 4 != 2";
