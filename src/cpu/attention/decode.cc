@@ -1,6 +1,8 @@
 // Few queries and many keys (decoding): all query heads of a key/value head in one pass over K and V, chunk by chunk.
-// A chunk's m, l and O are a partial result; the chunks' are merged in order, so that threads change no bit.
+// A chunk's m, l and O are a partial result, which decode_merge.cc merges.
 // Heads that lie side by side in memory, as in [B, S, H, D], take turns block by block: together they read whole rows.
+#include "cpu/attention/decode_int8.h"
+#include "cpu/attention/decode_partial.h"
 #include "cpu/attention/decode_products.h"
 #include "cpu/attention/decode_program.h"
 #include "cpu/attention/decode_softmax.h"
@@ -8,35 +10,22 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-
-// m of a chunk of which a row's task sees nothing: O is not there.
-constexpr float kNotComputed = -kInfinity;
-
-// A partial result, in floats: m [rows], l [rows], both padded to vectors, O [padded rows][Dv, padded to vectors].
-struct PartialLayout {
-  int64_t statistics, out_stride, floats;
-  PartialLayout(int rows, int64_t head_dim_v)
-      : statistics(round_up(rows, 16)),
-        out_stride(round_up(head_dim_v, 16)),
-        floats(2 * statistics + padded_rows(rows) * out_stride) {}
-};
-
 // How many places of rows a task lists: of its chunk, and of what is asked for behind it.
-constexpr int kPlaces = kDecodeChunk + 4 * kDecodeBlock + 1;
+constexpr int kPlaces = kDecodeChunk + 5 * kDecodeBlock + 1;
 
-// A task's memory, in floats: Q, S, copies of a block of keys and of values, P of one head and block times the scales of
-// values, and the places of keys and of values.
+// A task's memory, in floats: Q, S, copies of a block of keys and of values, P times the scales of values, the places of keys
+// and of values, and sums of the products of the bytes of values.
 struct MemoryLayout {
-  int64_t query_stride, scores, keys, values, scaled, places, floats;
+  int64_t query_stride, scores, keys, values, scaled, places, sums, floats;
   MemoryLayout(int rows, int64_t head_dim, int64_t head_dim_v)
-      : query_stride(round_up(head_dim, 16)),
+      : query_stride(whole(head_dim, 16)),
         scores(padded_rows(rows) * query_stride),
-        keys(scores + round_up(padded_rows(rows) * int64_t{kRowScores}, 16)),
-        values(keys + round_up(kDecodeBlock * head_dim, 16)),
-        scaled(values + round_up(kDecodeBlock * head_dim_v, 16)),
-        places(scaled + round_up(padded_rows(rows) * int64_t{kRowScores}, 16)),
-        floats(places + round_up(int64_t{2 * kPlaces * sizeof(PoolPlace) / sizeof(float)}, 16)) {}
+        keys(scores + whole(padded_rows(rows) * int64_t{kRowScores}, 16)),
+        values(keys + whole(kDecodeBlock * head_dim, 16)),
+        scaled(values + whole(kDecodeBlock * head_dim_v, 16)),
+        places(scaled + whole(padded_rows(rows) * int64_t{kRowScores}, 16)),
+        sums(places + whole(int64_t{2 * kPlaces * sizeof(PoolPlace) / sizeof(float)}, 16)),
+        floats(sums + 2 * rows * plane_ints(head_dim_v)) {}
 };
 
 // One key/value head of a task.
@@ -60,11 +49,6 @@ struct Decode {
   DecodeRow row[kDecodeRows];
   DecodeProgram program;
 };
-
-DecodeRow row_at(const Problem& problem, const DecodeTask& task, int64_t kv_head, int r) {
-  const int64_t index = task.first_row + r;
-  return {kv_head * problem.group + index / task.sequence.len_q, index % task.sequence.len_q, 0, 0};
-}
 
 // Which keys of the chunk each row sees, and which blocks some row sees.
 void look_at_chunk(Decode& x, DecodeHead& head, int64_t first) {
@@ -182,9 +166,10 @@ Side values_of(const Decode& x) { return {x.head[0].value, x.value_places, x.pro
 // then_key on. Rows are those of all heads, as vectors of vector_bytes read them. The runs are told in `runs`.
 Ahead ahead_of(const Decode& x, int key, const Side& now, int64_t vector_bytes, const Side& then, int then_key,
                AheadRuns& runs) {
-  const int64_t head_bytes = round_up(numbers_bytes(now.rows.rows.dtype, now.columns), vector_bytes);
+  const int64_t head_bytes = whole(numbers_bytes(now.rows.rows.dtype, now.columns), vector_bytes);
   const int64_t bytes = x.task.num_heads * head_bytes, block_bytes = kDecodeBlock * bytes;
   int between = block_bytes >= 8192 ? 0 : block_bytes >= 4096 ? 1 : 3;  // blocks
+  if (numbers_bytes(now.rows.rows.dtype, 2) <= 2) ++between;            // of bytes a block is computed sooner
   uint32_t left = x.chunk.blocks & (~1u << (key / kDecodeBlock));
   for (; left != 0 && between > 0; --between) left &= left - 1;
   const Side& side = left != 0 ? now : then;
@@ -227,11 +212,15 @@ void score_chunk(Decode& x) {
         score(RowsAt<Row>{at.data, at.apart, n}, dim, ahead);
       } else {
         Ahead idle = ask_for_copy(x, ahead, n, numbers_bytes(at.dtype, dim), no_runs);
-        with_copied_keys<typename Row::Mac>(
-            at, n, dim, x.scratch + x.layout.keys,
-            [&]<class R>(const RowsAt<R>& keys, int64_t columns) { score(keys, columns, idle); });
+        float* const copy = x.scratch + x.layout.keys;
+        if constexpr (sizeof(typename Row::Element) == 1) {
+          with_copied_bytes<Row>(at, n, dim, copy, [&](const RowsAt<Row>& keys) { score(keys, dim, idle); });
+        } else {
+          with_copied_keys<typename Row::Mac>(
+              at, n, dim, copy, [&]<class R>(const RowsAt<R>& keys, int64_t columns) { score(keys, columns, idle); });
+        }
       }
-      if (at.scaled_later) multiply_by_scales(scores, scores, kRowScores, rows, at, n, false);
+      if (at.scaled_later) multiply_by_scales(scores, scores, kRowScores, rows, at.dtype, BlockScales(at, n));
     }
   });
 }
@@ -285,7 +274,9 @@ void weigh_chunk(const Decode& x, int first, int end, bool finite) {
       const float* p = head.scores + key;
       if (at.scaled_later) {
         float* const scaled = x.scratch + x.layout.scaled;
-        multiply_by_scales(scaled, p, kRowScores, rows, at, n, finite);
+        BlockScales scales(at, n);
+        if (finite) scales.clear_not_finite();
+        multiply_by_scales(scaled, p, kRowScores, rows, at.dtype, scales);
         p = scaled;
       }
       if (in_place) {
@@ -335,15 +326,81 @@ void add_not_finite(const Decode& x, const DecodeHead& head) {
   });
 }
 
+#ifdef POLYHEAD_HAS_INT8_DOT
+// P times the scales of values, of all heads, in planes of bytes; their units. False, for a head: a scale is NaN or inf, and
+// is taken as 0.
+void make_planes(const Decode& x, float (&unit)[kDecodeRows], bool (&finite)[kDecodeRows]) {
+  for (int h = 0; h < x.task.num_heads; ++h) {
+    const DecodeHead& head = x.head[h];
+    float* const weights = x.scratch + x.layout.scaled + h * padded_rows(x.task.num_rows) * kRowScores;
+    finite[h] = true;
+    for_each_block(head.chunk, [&](int key, int n) {
+      const Rows at = block_of(x, head.value, x.value_places, key);
+      BlockScales scales(at, n);
+      finite[h] = finite[h] && scales.finite();
+      scales.clear_not_finite();
+      multiply_by_scales(weights + key, head.scores + key, kRowScores, x.task.num_rows, at.dtype, scales);
+    });
+    for (int r = 0; r < x.task.num_rows; ++r) {
+      unit[h * x.task.num_rows + r] = weights_to_planes(weights + r * kRowScores, head.chunk);
+    }
+  }
+}
+
+// O of the chunk, of int8 values, in sums of integers.
+void weigh_bytes(const Decode& x) {
+  const int64_t dim = x.problem.head_dim_v, ints = plane_ints(dim);
+  const int rows = x.task.num_rows, padded = padded_rows(rows);
+  float unit[kDecodeRows];
+  bool finite[kDecodeRows];
+  make_planes(x, unit, finite);
+  auto* const sums = reinterpret_cast<int32_t*>(x.scratch + x.layout.sums);
+  __builtin_memset(sums, 0, static_cast<size_t>(x.task.num_heads * padded * 2 * ints) * sizeof(int32_t));
+  for_each_block(x.chunk, [&](int key, int n) {
+    const bool in_place = reads_in_place<Int8Row>(x.head[0].value.rows);
+    AheadRuns runs, no_runs;
+    Ahead ahead = ahead_of(x, key, values_of(x), in_place ? kBytesAtOnce : 1, keys_of(x), kDecodeChunk, runs);
+    for (int h = 0; h < x.task.num_heads; ++h) {
+      const DecodeHead& head = x.head[h];
+      if (!head.chunk.has_block(key)) continue;
+      const Rows at = block_of(x, head.value, x.value_places, key);
+      const float* const planes = x.scratch + x.layout.scaled + h * padded * kRowScores + key / 2;
+      const auto accumulate = [&](const RowsAt<Int8Row>& values, Ahead& asked) {
+        accumulate_bytes(sums + h * padded * 2 * ints, ints, planes, rows, values, dim, asked);
+      };
+      if (in_place) {
+        accumulate({at.data, at.apart, n}, ahead);
+        continue;
+      }
+      Ahead idle = ask_for_copy(x, ahead, n, numbers_bytes(at.dtype, dim), no_runs);
+      with_copied_bytes<Int8Row>(at, n, dim, x.scratch + x.layout.values,
+                                 [&](const RowsAt<Int8Row>& values) { accumulate(values, idle); });
+    }
+  });
+  for (int h = 0; h < x.task.num_heads; ++h) {
+    const DecodeHead& head = x.head[h];
+    for (int r = 0; r < rows && head.chunk.blocks != 0; ++r) {
+      store_planes(head.out + r * x.partial.out_stride, x.partial.out_stride, sums + (h * padded + r) * 2 * ints, ints,
+                   unit[h * rows + r]);
+    }
+    if (!finite[h]) add_not_finite(x, head);
+  }
+}
+#endif
+
 template <int kRows>
 void attend_chunk(Decode& x) {
   const int heads = x.task.num_heads;
   const Problem& p = x.problem;
-  with_row<true>(p.key, p.head_dim, [&]<class Row>() { score_chunk<Row, kRows>(x); });
+  with_row<true>(p.key, p.head_dim, p.dtype, [&]<class Row>() { score_chunk<Row, kRows>(x); });
   for (int h = 0; h < heads; ++h) {
     if (x.head[h].chunk.blocks != 0) make_weights(x, x.head[h]);
   }
-  with_row<false>(p.value, p.head_dim_v, [&]<class Row>() {
+#ifdef POLYHEAD_HAS_INT8_DOT
+  const bool coarse = p.softmax && p.out.dtype == DType::kBFloat16;  // weights are not negative, and as fine as O needs
+  if (coarse && p.value.dtype == DType::kInt8 && p.value.group >= p.head_dim_v) return weigh_bytes(x);
+#endif
+  with_row<false>(p.value, p.head_dim_v, p.dtype, [&]<class Row>() {
     weigh_chunk<Row, kRows>(x, 0, heads, false);
     for (int h = 0; h < heads; ++h) {
       const DecodeHead& head = x.head[h];
@@ -354,89 +411,10 @@ void attend_chunk(Decode& x) {
   });
 }
 
-// How rows end: L, and what O is divided by. In each partial result, m becomes the factor that merges it, or -1 where it
-// was not computed.
-struct RowEnds {
-  alignas(64) float divisor[kDecodeRows], logsumexp[kDecodeRows];
-  bool hidden[kDecodeRows];
-};
-
-// Where there is no softmax, what is there is added up.
-void end_sums(RowEnds& ends, const DecodeTask& task, const PartialLayout& layout, float* partials,
-              int64_t num_partials) {
-  for (int r = 0; r < task.num_rows; ++r) {
-    ends.divisor[r] = 1, ends.hidden[r] = false;
-    for (int64_t c = 0; c < num_partials; ++c) {
-      float* const m = partials + c * layout.floats + r;
-      *m = *m == kNotComputed ? -1.0f : 1.0f;
-    }
-  }
-}
-
-void end_rows(RowEnds& ends, const Problem& problem, const DecodeTask& task, const PartialLayout& layout,
-              float* partials, int64_t num_partials) {
-  if (!problem.softmax) return end_sums(ends, task, layout, partials, num_partials);
-  const Score score(problem, task.sequence, task.b, 0);  // for its factors, which all heads share
-  const F factor = broadcast(score.to_log2);
-  alignas(64) float sinks[kDecodeRows];
-  for (int r = 0; r < kDecodeRows; ++r) {
-    sinks[r] = r < task.num_rows ? sink_of(problem, row_at(problem, task, task.kv_head, r).h) : -kInfinity;
-  }
-  for (int r = 0; r < task.num_rows; r += kLanes) {
-    const F sink = load(sinks + r);
-    F m = maximum(broadcast(kNoMaximum), sink);
-    for (int64_t c = 0; c < num_partials; ++c) m = maximum(load(partials + c * layout.floats + r), m);
-    F l = exp2(sink - m, factor);
-    for (int64_t c = 0; c < num_partials; ++c) {
-      float* partial = partials + c * layout.floats + r;
-      const F m_c = load(partial);
-      const M computed = negate(equal(m_c, broadcast(kNotComputed)));
-      const F alpha = exp2(m_c - m, factor);
-      l = select(computed, fma(load(partial + layout.statistics), alpha, l), l);
-      store(partial, select(computed, alpha, broadcast(-1.0f)));
-    }
-    const M none = equal(l, broadcast(0.0f));
-    const F scale = broadcast(score.to_natural);
-    store(ends.divisor + r, l);
-    store(ends.logsumexp + r, select(none, broadcast(-kInfinity), fma(m, scale, log(l))));
-    for (int lane = 0; lane < kLanes; ++lane) ends.hidden[r + lane] = (bits(none) >> lane & 1) != 0;
-  }
-}
-
-// Of a row with l = 0: whether options leave it a key, so that all it sees has score -inf: exp(-inf + inf), NaN.
-bool sees_only_minus_infinity(const Problem& problem, const DecodeTask& task, const DecodeRow& row) {
-  return Score(problem, task.sequence, task.b, row.h)
-      .leaves_a_key(key_range(problem.band, task.sequence, row.i), row.i);
-}
-
-// A row's O: the sum of the partial ones, in order of their chunks, divided by l.
-void store_row(const Problem& problem, const DecodeTask& task, const PartialLayout& layout, const float* partials,
-               int64_t num_partials, int r, const DecodeRow& row, const RowEnds& ends) {
-  const Operand& out = problem.out;
-  const int64_t at = task.b * out.stride_b + row.h * out.stride_h + (task.sequence.first_q + row.i) * out.stride_s;
-  const float* rows = partials + 2 * layout.statistics + r * layout.out_stride;
-  const F divisor = broadcast(ends.divisor[r]), reciprocal = broadcast(1.0f) / divisor;
-  const F scale = broadcast(problem.dropout.scale);
-  for (int64_t d = 0; d < problem.head_dim_v; d += kLanes) {
-    F sum = broadcast(0.0f);
-    for (int64_t c = 0; c < num_partials && !ends.hidden[r]; ++c) {
-      const float alpha = partials[c * layout.floats + r];
-      if (alpha != -1.0f) sum = fma(load(rows + c * layout.floats + d), broadcast(alpha), sum);
-    }
-    const F o = ends.hidden[r] ? sum : divide(sum, divisor, reciprocal) * scale;
-    const int n = problem.head_dim_v - d < kLanes ? static_cast<int>(problem.head_dim_v - d) : kLanes;
-    store_elements(out.data, out.dtype, at + d * out.stride_d, out.stride_d, o, n);
-  }
-}
-
 }  // namespace
 
 size_t decode_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int rows, int heads) {
   return static_cast<size_t>(MemoryLayout(heads * padded_rows(rows), head_dim, head_dim_v).floats) * sizeof(float);
-}
-
-size_t decode_partial_bytes(int64_t head_dim_v, int rows) {
-  return static_cast<size_t>(PartialLayout(rows, head_dim_v).floats) * sizeof(float);
 }
 
 void decode_chunk(const Problem& problem, const DecodeTask& task, int64_t chunk, float* partial, int64_t head_stride,
@@ -464,22 +442,6 @@ void decode_chunk(const Problem& problem, const DecodeTask& task, int64_t chunk,
     case 1: attend_chunk<1>(x); break;
     case 2: attend_chunk<2>(x); break;
     default: attend_chunk<4>(x); break;
-  }
-}
-
-void decode_merge(const Problem& problem, const DecodeTask& task, float* partials, int64_t num_partials) {
-  const PartialLayout layout(task.num_rows, problem.head_dim_v);
-  RowEnds ends;
-  end_rows(ends, problem, task, layout, partials, num_partials);
-  for (int r = 0; r < task.num_rows; ++r) {
-    const DecodeRow row = row_at(problem, task, task.kv_head, r);
-    if (ends.hidden[r] && sees_only_minus_infinity(problem, task, row)) {
-      ends.hidden[r] = false;
-      ends.divisor[r] = ends.logsumexp[r] = __builtin_nanf("");
-    }
-    store_row(problem, task, layout, partials, num_partials, r, row, ends);
-    if (problem.logsumexp.data == nullptr) continue;
-    *at(problem.logsumexp, task.b, row.h, task.sequence.first_q + row.i) = ends.logsumexp[r];
   }
 }
 

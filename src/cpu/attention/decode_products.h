@@ -147,8 +147,9 @@ inline void accumulate_rows_of(float* out, ptrdiff_t out_stride, const float* p,
 }
 
 // Calls work.operator()<Row>() with what reads rows of x: where a dtype has several scales a row, as floats that are copied.
+// kPairs: where queries are bfloat16, as pairs of these if the set multiplies pairs.
 template <bool kPairs, class Work>
-void with_row(const Operand& x, int64_t dim, const Work& work) {
+void with_row(const Operand& x, int64_t dim, [[maybe_unused]] DType query, const Work& work) {
   const bool one_scale = x.scales == nullptr || x.group >= dim;
   switch (one_scale ? x.dtype : DType::kFloat32) {
 #ifdef POLYHEAD_HAS_BF16_DOT
@@ -159,7 +160,13 @@ void with_row(const Operand& x, int64_t dim, const Work& work) {
     case DType::kBFloat16: return work.template operator()<BFloat16Row>();
 #endif
     case DType::kFloat16: return work.template operator()<Float16Row>();
-    case DType::kInt8: return work.template operator()<ByteRow<DType::kInt8>>();
+    case DType::kInt8:
+#ifdef POLYHEAD_HAS_BF16_DOT
+      if constexpr (kPairs) {
+        if (query == DType::kBFloat16) return work.template operator()<Int8PairRow>();
+      }
+#endif
+      return work.template operator()<ByteRow<DType::kInt8>>();
     case DType::kFloat8E4M3: return work.template operator()<ByteRow<DType::kFloat8E4M3>>();
     case DType::kFloat8E5M2: return work.template operator()<ByteRow<DType::kFloat8E5M2>>();
     default: return work.template operator()<FloatRow>();

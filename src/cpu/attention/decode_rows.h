@@ -64,6 +64,24 @@ struct BFloat16PairRow {
 };
 #endif
 
+#ifdef POLYHEAD_HAS_BF16_DOT
+// Numbers of int8 as pairs of bfloat16, which hold them exactly.
+struct Int8PairRow {
+  using Element = uint8_t;
+  using Mac = BFloat16Pair;
+  static constexpr DType kDType = DType::kInt8;
+  static inline F whole(const uint8_t* p) {
+    using Numbers = ByteRow<DType::kInt8>;
+    return join_halves_bf16(Numbers::whole(p), Numbers::whole(p + kLanes));
+  }
+  static inline F first(const uint8_t* p, int n) {
+    alignas(64) uint8_t buffer[2 * kLanes] = {};
+    for (int i = 0; i < n; ++i) buffer[i] = p[i];
+    return whole(buffer);
+  }
+};
+#endif
+
 // The runs of memory that will be read soon, `bytes` each: the next lies at next->data behind base.
 struct AheadRuns {
   ptrdiff_t bytes = 0;
@@ -143,6 +161,17 @@ inline void with_copied_keys(const Rows& x, int num_rows, int64_t dim, float* co
   if constexpr (Mac::kElements == 1) use(RowsAt<FloatRow>{data, places.at, num_rows}, dim);
 }
 
+// Calls use(rows) for rows of bytes that are copied as they are.
+template <class Row, class Use>
+inline void with_copied_bytes(const Rows& x, int num_rows, int64_t dim, float* copy, const Use& use) {
+  auto* const to = reinterpret_cast<char*>(copy);
+  for (int k = 0; k < num_rows; ++k) {
+    for (int64_t d = 0; d < dim; ++d) to[k * dim + d] = x.row(k)[d * x.column_stride];
+  }
+  const CopyPlaces places(dim);
+  use(RowsAt<Row>{to, places.at, num_rows});
+}
+
 // Calls use(rows) for values that are copied as floats. With `finite`, NaN and inf are taken as 0.
 template <class Use>
 inline void with_copied_values(const Rows& x, int num_rows, int64_t dim, bool finite, float* copy, const Use& use) {
@@ -151,17 +180,31 @@ inline void with_copied_values(const Rows& x, int num_rows, int64_t dim, bool fi
   use(RowsAt<FloatRow>{reinterpret_cast<const char*>(copy), places.at, num_rows});
 }
 
-// to[row][key] = from[row][key] times the scale of the key's row of x, for a block of keys. With `finite`, NaN and inf among
-// the scales are taken as 0.
-inline void multiply_by_scales(float* to, const float* from, ptrdiff_t stride, int rows, const Rows& x, int num_keys,
-                               bool finite) {
-  alignas(64) float scales[kDecodeBlock] = {};
-  for (int k = 0; k < num_keys; ++k) scales[k] = *f32(x.scale(k, 0));
-  for (int k = 0; k < kDecodeBlock && finite; k += kLanes) store(scales + k, finite_or_zero(load(scales + k)));
-  const float factor = stored_factor(x.dtype);
+// The scales of a block of keys, each of whose rows has one; 0 behind the last.
+struct BlockScales {
+  F scale[kDecodeBlock / kLanes];
+  BlockScales(const Rows& x, int num_keys) {
+    alignas(64) float scales[kDecodeBlock] = {};
+    for (int k = 0; k < num_keys; ++k) scales[k] = *f32(x.scale(k, 0));
+    for (int v = 0; v < kDecodeBlock / kLanes; ++v) scale[v] = load(scales + v * kLanes);
+  }
+  bool finite() const {
+    M all = mask_from_bits(~0u);
+    for (const F& x : scale) all = both(all, equal(x - x, broadcast(0.0f)));
+    return !any(negate(all));
+  }
+  void clear_not_finite() {
+    for (F& x : scale) x = finite_or_zero(x);
+  }
+};
+
+// to[row][key] = from[row][key] times what the stored numbers of the key's row are multiplied by.
+inline void multiply_by_scales(float* to, const float* from, ptrdiff_t stride, int rows, DType dtype,
+                               const BlockScales& scales) {
+  const F factor = broadcast(stored_factor(dtype));
   for (int r = 0; r < rows; ++r, to += stride, from += stride) {
-    for (int k = 0; k < kDecodeBlock; k += kLanes) {
-      store(to + k, load(from + k) * broadcast(factor) * load(scales + k));
+    for (int v = 0; v < kDecodeBlock / kLanes; ++v) {
+      store(to + v * kLanes, load(from + v * kLanes) * factor * scales.scale[v]);
     }
   }
 }

@@ -20,7 +20,12 @@
 //                                                4 x 4 of them: lane 4 q + j of row d <-> lane 4 q + d of row j
 //   keep_in_register(x)                          the compiler may not fold or move what x holds (peak measurement)
 //   dot_bf16(acc, a, b)                          acc + products of bfloat16 pairs; with these where POLYHEAD_HAS_BF16_DOT:
-//   pair_bf16(even, odd) rounds two vectors into one of pairs; even_bf16, odd_bf16 take a pair apart; join_bf16 joins
+//   pair_bf16(even, odd) rounds two vectors into one of pairs, join_halves_bf16(first, second) into one of the pairs of the
+//   first, then of the second; even_bf16, odd_bf16 take a pair apart; join_bf16 joins
+//   dot_int8(acc, a, b)                          acc + products of 4 unsigned bytes of a and signed ones of b, each lane;
+//   with these where POLYHEAD_HAS_INT8_DOT: load_bytes(p), load_bytes_first(p, n) of 4 kLanes; store_low_bytes(p, x) of
+//   kLanes; store_int, round_to_int; interleave_bytes(rows): of 4 rows lane 4 i + j of vector v becomes the bytes of
+//   column 16 i + 4 v + j
 //
 // Where POLYHEAD_HAS_TMM there are eight registers tmm of 16 rows of 16 words besides. They hold something while a TmmInUse
 // lives, which a task makes first of all:

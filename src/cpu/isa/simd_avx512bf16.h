@@ -1,9 +1,11 @@
-// AVX-512 with AVX512_BF16: the words of AVX-512, and products of bfloat16 pairs. See simd.h for what each word means.
+// AVX-512 with AVX512_BF16 and AVX512_VNNI: the words of AVX-512, and products of bfloat16 pairs and of bytes. See simd.h
+// for what each word means.
 #pragma once
 
 #include "cpu/isa/simd_avx512.h"
 
 #define POLYHEAD_HAS_BF16_DOT 1
+#define POLYHEAD_HAS_INT8_DOT 1
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
@@ -20,12 +22,30 @@ inline F join_bf16(F even, F odd) {
   return _mm512_castsi512_ps(
       _mm512_ternarylogic_epi32(low, _mm512_castps_si512(odd), _mm512_set1_epi32(-0x10000), 0xf8));
 }
+inline F join_halves_bf16(F first, F second) { return reinterpret_cast<F>(_mm512_cvtne2ps_pbh(second, first)); }
 inline F pair_bf16(F even, F odd) {
   // cvtne2ps puts the 16 even values below the 16 odd ones; the permutation takes them in turn.
   const __m512i halves = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, halves));
+}
+
+inline I dot_int8(I acc, I a, I b) { return _mm512_dpbusd_epi32(acc, a, b); }
+inline I load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline I load_bytes_first(const uint8_t* p, int n) { return _mm512_maskz_loadu_epi8((uint64_t{1} << n) - 1, p); }
+inline void store_low_bytes(uint8_t* p, I x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+}
+inline void store_int(int32_t* p, I x) { _mm512_storeu_si512(p, x); }
+inline I round_to_int(F x) { return _mm512_cvtps_epi32(x); }
+inline void interleave_bytes(I (&r)[4]) {
+  const I low = _mm512_unpacklo_epi8(r[0], r[1]), high = _mm512_unpackhi_epi8(r[0], r[1]);
+  const I low_2 = _mm512_unpacklo_epi8(r[2], r[3]), high_2 = _mm512_unpackhi_epi8(r[2], r[3]);
+  r[0] = _mm512_unpacklo_epi16(low, low_2);
+  r[1] = _mm512_unpackhi_epi16(low, low_2);
+  r[2] = _mm512_unpacklo_epi16(high, high_2);
+  r[3] = _mm512_unpackhi_epi16(high, high_2);
 }
 
 }  // namespace
