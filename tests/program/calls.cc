@@ -205,7 +205,8 @@ std::vector<double> largest_terms(const ProgramCall& call) {
   Gradients terms = gradient_magnitudes(call.desc, in, Visibility(call.desc, in.forward));
   std::vector<const Array*> arrays = {&terms.query, &terms.key, &terms.value, &terms.attn_bias, &terms.alibi_slopes};
   for (const Array& a : terms.captures) arrays.push_back(&a);
-  std::vector<double> largest(2);
+  // L = m + log l, and log l is log Sk at most: either may be larger than L.
+  std::vector<double> largest = {0, std::log(static_cast<double>(std::max<int64_t>(call.desc.seqlen_k, 1)))};
   for (const Array* a : arrays) {
     largest.push_back(0);
     for (int64_t n = 0; n < a->size(); ++n) largest.back() = std::max(largest.back(), a->at(n));

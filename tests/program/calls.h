@@ -51,7 +51,7 @@ ProgramResults by_kernel(const ProgramCall& call, const char* kernel, Executor& 
 ProgramResults in_float(const ProgramCall& call);
 
 // Of each of ProgramResults::all() the largest sum of the absolute values of the terms that an element is made of, which may
-// cancel (testing/definition.h); 0 of out and logsumexp. `call` has its out and logsumexp.
+// cancel (testing/definition.h); 0 of out. `call` has its out and logsumexp.
 std::vector<double> largest_terms(const ProgramCall& call);
 
 bool is_float_dtype(DType dtype);
