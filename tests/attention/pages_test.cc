@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -153,6 +154,42 @@ TEST(Pages, DescsThatMakeNoSense) {
   ASSERT_TRUE(made.ok());
   EXPECT_EQ(made->backward({}).message(),
             "page_table: backward does not take paged keys, give key and value without pages");
+}
+
+// A row that holds NaN is stored with the scale NaN: queries that see it get NaN, of the others it changes no bit.
+TEST(Formats, NanReachesWhoSeesIt) {
+  for (const DType format : {DType::kInt8, DType::kFloat8E4M3}) {
+    const AttentionDesc d{.batch = 1,
+                          .seqlen_q = 5,
+                          .seqlen_k = 600,
+                          .num_heads = 4,
+                          .num_heads_kv = 1,
+                          .head_dim = 24,
+                          .head_dim_v = 72,
+                          .dtype = DType::kBFloat16,
+                          .key_dtype = format,
+                          .value_dtype = format,
+                          .causal = true,
+                          .query_offset = 595};
+    Inputs in = random_inputs({.desc = d}), poisoned = in;
+    for (Array* a : {&poisoned.key_scales, &poisoned.value_scales}) a->set(a->index({0, 598, 0, 0}), NAN);
+    for (const Kernel* kernel : kernels_for(d)) {
+      const Outputs clean = run(*kernel, d, in), got = run(*kernel, d, poisoned);
+      for (int64_t at = 0; at < got.out.size(); ++at) {
+        const int64_t query = at / (4 * 72);
+        ASSERT_TRUE(query < 3 ? got.out.at(at) == clean.out.at(at) : std::isnan(got.out.at(at)))
+            << kernel->name << ", query " << query << ", element " << at;
+      }
+      Inputs value_alone = in;
+      value_alone.value_scales = poisoned.value_scales;
+      const Outputs weighed = run(*kernel, d, value_alone);
+      EXPECT_EQ(difference("logsumexp", weighed.logsumexp, clean.logsumexp), "") << kernel->name;
+      for (int64_t at = 0; at < got.out.size(); ++at) {
+        ASSERT_TRUE(at < 3 * 4 * 72 ? weighed.out.at(at) == clean.out.at(at) : std::isnan(weighed.out.at(at)))
+            << kernel->name << ", element " << at;
+      }
+    }
+  }
 }
 
 TEST(Formats, WhatIsRefusedNamesItAndNoOutputIsTouched) {
