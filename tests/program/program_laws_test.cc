@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <utility>
 
 #include "attention/far_rows.h"
 #include "kernels_to_test.h"
@@ -186,6 +187,27 @@ void expect_wide(int64_t queries) {
 
 TEST(ProgramLaws, IntegersAreWide) { expect_wide(140); }
 TEST(ProgramLaws, IntegersAreWideInDecoding) { expect_wide(kFew); }
+
+// What has no quotient, or one that 64 bits do not hold: each text beside what it means.
+void expect_quotients(int64_t queries) {
+  const std::pair<const char*, const char*> programs[] = {
+      {"low = q - q + -9223372036854775808; mask = low // (k - k - 1) < 0 and low % (k - k - 1) == 0 and k % 3 != 1",
+       "mask = k % 3 != 1"},
+      {"mask = q // (k % 2) >= 3 or 5 % (k - k) == 1 or k == 0", "mask = (k % 2 == 1 and q >= 3) or k == 0"},
+      {"mask = -7 // (k % 5 + 1) == -2 and -7 % -(k % 5 + 1) == -3", "mask = k % 5 == 3"},
+      {"mask = (q - q + 4611686018427387904) * (k % 4) < 0", "mask = k % 4 == 2 or k % 4 == 3"}};
+  for (const auto& [text, meaning] : programs) {
+    for (const Kernel* kernel : kernels_that_take(SmallCall(text, queries, 140).desc)) {
+      SmallCall call(text, queries, 140), meant(meaning, queries, 140);
+      ASSERT_EQ(call.run(kernel->name).message(), "");
+      ASSERT_EQ(meant.run(kernel->name).message(), "");
+      EXPECT_TRUE(call.out == meant.out && call.grad_key == meant.grad_key) << kernel->name << ": " << text;
+    }
+  }
+}
+
+TEST(ProgramLaws, IntegersHaveAResultForEverything) { expect_quotients(70); }
+TEST(ProgramLaws, IntegersHaveAResultForEverythingInDecoding) { expect_quotients(kFew); }
 
 // Rows of a tensor 2^31 elements apart, and one of 2^33 elements and more, whose gradient no memory holds.
 void expect_far(int64_t queries) {

@@ -97,8 +97,9 @@ void store_output(const Problem& problem, int64_t at, const Tile& tile, const Ro
   const int64_t dim = problem.head_dim_v;
   const F divisor = load(ends.divisor + q), reciprocal = load(ends.reciprocal + q);
   const F scale = broadcast(problem.dropout.scale);
+  // + 0: where O is 0, the signs of hidden values, times 0, would decide between 0 and -0.
   const auto row = [&](int64_t d_i) {
-    return divide(load(tile.state.out + d_i * kTile + q), divisor, reciprocal) * scale;
+    return divide(load(tile.state.out + d_i * kTile + q), divisor, reciprocal) * scale + broadcast(0.0f);
   };
   const int rows = tile.num_queries - q < kLanes ? tile.num_queries - q : kLanes;
   const int n = dim - d < kLanes ? static_cast<int>(dim - d) : kLanes;
