@@ -30,6 +30,7 @@ OPTIONS = {
     "attn_bias": {"attn_bias": np.zeros((H, S, S), np.float32)},
     "causal": {"causal": True},
     "window": {"window": (2, 1)},
+    "sink_keys": {"window": (1, -1), "sink_keys": 2},
     "align": {"causal": True, "align": "bottom_right"},
     "query_offset": {"causal": True, "query_offset": 1},
     "query_offset per sequence": {"causal": True, "query_offset": np.array([0, 2])},

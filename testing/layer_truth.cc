@@ -125,11 +125,12 @@ class Loops {
     if (i >= len_q(b, n) || j >= len_k(b, n)) return false;
     const int64_t stand = i + offset(b, n);
     if (a_.causal && j > stand) return false;
-    if (a_.window_left >= 0 && j < stand - a_.window_left) return false;
+    const bool sink = j < a_.sink_keys;
+    if (a_.window_left >= 0 && j < stand - a_.window_left && !sink) return false;
     if (a_.window_right >= 0 && j > stand + a_.window_right) return false;
     if (d_.has_windows) {
       const double at = static_cast<double>(j);
-      if (at < in_.window_lo.at(i) || at >= in_.window_hi.at(i)) return false;
+      if ((at < in_.window_lo.at(i) && !sink) || at >= in_.window_hi.at(i)) return false;
     }
     if (in_.attn_mask.given() && in_.attn_mask.at(broadcast(in_.attn_mask, b, h, i, j)) == 0) return false;
     if (in_.attn_bias.given() && in_.attn_bias.at(broadcast(in_.attn_bias, b, h, i, j)) == -HUGE_VAL) return false;

@@ -62,9 +62,10 @@ bool visible(const AttentionDesc& desc, const Inputs& in, const Span& s, int64_t
   if (i >= s.len_q || j >= s.len_k) return false;
   const __int128 distance = static_cast<__int128>(i) + s.offset - j;  // how far the key lies behind
   if (desc.causal && distance < 0) return false;
-  if (desc.window_left >= 0 && distance > desc.window_left) return false;
+  const bool sink = j < desc.sink_keys;
+  if (desc.window_left >= 0 && distance > desc.window_left && !sink) return false;
   if (desc.window_right >= 0 && -distance > desc.window_right) return false;
-  if (in.window_lo.given() && (j < integer(in.window_lo, i) || j >= integer(in.window_hi, i))) return false;
+  if (in.window_lo.given() && ((j < integer(in.window_lo, i) && !sink) || j >= integer(in.window_hi, i))) return false;
   auto element = [&](const Array& a) { return a.at(broadcast_index(a, b, h, i, j)); };
   if (in.attn_mask.given() && element(in.attn_mask) == 0) return false;
   return !in.attn_bias.given() || element(in.attn_bias) != -HUGE_VAL;

@@ -14,6 +14,7 @@ std::span<const ProblemOption> problem_options() {
       {"--value-group", "N", "of values likewise"},
       {"--causal", "[=1]", "query i sees key j <= i + offset"},
       {"--window", "L,R", "i + offset - L <= j <= i + offset + R; -1 is open"},
+      {"--sink-keys", "N", "keys j < N are seen whatever the window's left side says"},
       {"--align", "A", "top_left (offset 0) or bottom_right (seqlen_k - seqlen_q)"},
       {"--query-offset", "N", "the offset itself, or 'random': one per sequence"},
       {"--scale", "X", "factor on the scores (default 1 / sqrt(head_dim))"},

@@ -184,6 +184,7 @@ Status apply(std::string_view option, std::string_view value, Problem& problem) 
   if (option == "--window") {
     return set_integers(option, value, "LEFT,RIGHT, each -1 (open) or more", {&desc.window_left, &desc.window_right});
   }
+  if (option == "--sink-keys") return set_number(option, value, desc.sink_keys);
   if (option == "--align") return set_word(option, value, kAlignWords, desc.align);
   if (option == "--query-offset") return set_offset(value, desc);
   if (option == "--scale") return set_number(option, value, desc.scale.emplace());

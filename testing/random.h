@@ -62,6 +62,7 @@ enum Stream : uint64_t {
   kGradientsData,  // and one for each of kGradients
   kPages = 24,
   kFormats = 25,
+  kSinkKeys = 26,
   kSinks = 31,
   kResidualData = 32,  // of layers
   kWeightsData = 48,   // and one for each WeightKind

@@ -216,6 +216,9 @@ Problem random_problem(uint64_t seed) {
   if (half && random.chance(0.25)) d.grad_dtype = DType::kFloat32;
   if (Random(seed, streams::kProgram).chance(softmax ? 0.06 : 0.6)) add_random_program(p, seed);
   if (random.chance(d.has_seqlens_k ? 0.5 : 0.1)) random_pages(random, d);
+  Random sinks(seed, streams::kSinkKeys);
+  if ((d.window_left >= 0 || d.has_windows) && sinks.chance(0.4))
+    d.sink_keys = sinks.integer(1, sinks.chance(0.7) ? 9 : 150);
   Random formats(seed, streams::kFormats);
   if (formats.chance(d.page_size > 0 ? 0.4 : 0.05)) random_formats(formats, d);
   return p;

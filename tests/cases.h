@@ -148,6 +148,13 @@ class CaseList {
     each("window_self", [](auto& d) { d.window_left = 0, d.window_right = 0, d.align = Align::kBottomRight; });
     each("window_causal",
          [](auto& d) { d.window_left = 9, d.window_right = 50, d.causal = true, d.align = Align::kBottomRight; });
+    each("window_sinks",
+         [](auto& d) { d.window_left = 20, d.sink_keys = 5, d.causal = true, d.align = Align::kBottomRight; });
+    each("window_many_sinks",
+         [](auto& d) {  // sinks end behind the window of some queries, and in another block than it begins
+           d.window_left = 9, d.window_right = 5, d.sink_keys = 150, d.seqlen_k = 400, d.query_offset = 100;
+         });
+    each("windows_sinks", [](auto& d) { d.has_windows = true, d.sink_keys = 3; });
     each("alibi", [](auto& d) { d.alibi_slopes_ndim = 1, d.align = Align::kBottomRight; });
     each("alibi_per_sequence", [](auto& d) { d.alibi_slopes_ndim = 2, d.causal = true, d.align = Align::kTopLeft; });
     each("softcap", [](auto& d) { d.softcap = 2; });
@@ -305,6 +312,12 @@ class CaseList {
     }
     add_in_each_dtype("decode_window", sizes(2, 8, 2, 1, 1100, 64),
                       [](auto& d) { d.window_left = 100, d.align = Align::kBottomRight; });
+    add_in_each_dtype("decode_window_sinks", sizes(2, 8, 2, 3, 2100, 64), [](auto& d) {
+      d.window_left = 100, d.sink_keys = 4, d.causal = d.has_seqlens_k = true, d.align = Align::kBottomRight;
+    });
+    add_in_each_dtype("decode_window_many_sinks", sizes(2, 6, 3, 2, 1600, 40), [](auto& d) {
+      d.window_left = 30, d.sink_keys = 700, d.align = Align::kBottomRight, d.alibi_slopes_ndim = 1;
+    });
     add_in_each_dtype("decode_weights", sizes(2, 4, 2, 3, 530, 32),
                       [](auto& d) { d.return_weights = ReturnWeights::kMean, d.return_column_sums = true; });
   }

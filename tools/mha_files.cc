@@ -59,6 +59,7 @@ std::string mha_json(const MhaProblem& problem, const Layer& layer) {
   json["causal"] = desc.causal;
   json["window_left"] = desc.window_left;
   json["window_right"] = desc.window_right;
+  json["sink_keys"] = desc.sink_keys;
   json["bottom_right"] = desc.align == Align::kBottomRight;
   json["query_offset"] = desc.query_offset.value_or(0);
   json["dropout_p"] = dropout_of_weights(problem);

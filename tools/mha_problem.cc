@@ -50,9 +50,9 @@ constexpr ProblemOption kOwnOptions[] = {
 
 // Those of problem_options() that a layer takes.
 constexpr std::string_view kAttentionOptions[] = {
-    "--dtype",        "--scale",      "--softcap", "--dropout", "--causal",     "--window", "--align",
-    "--query-offset", "--alibi",      "--sinks",   "--mask",    "--normalizer", "--score",  "--captured",
-    "--bias",         "--bias-dtype", "--lengths", "--weights", "--accumulate", "--seed"};
+    "--dtype",    "--scale",        "--softcap",    "--dropout", "--causal",  "--window",     "--sink-keys",
+    "--align",    "--query-offset", "--alibi",      "--sinks",   "--mask",    "--normalizer", "--score",
+    "--captured", "--bias",         "--bias-dtype", "--lengths", "--weights", "--accumulate", "--seed"};
 
 // small: layers that the plain loops of --verify end soon with.
 int64_t default_size(const LayerDesc& desc, int64_t LayerDesc::*field, bool small) {

@@ -118,6 +118,10 @@ struct AttentionDesc {
   bool has_query_offsets = false;            ///< query_offsets [batch] is given with each call; excludes both
   bool has_windows = false;  ///< window_lo and window_hi [seqlen_q] are given with each call; not when packed
 
+  /// Keys j < sink_keys are seen whatever window_left and window_lo say: the beginning of a text that windows slide over
+  /// (StreamingLLM, arXiv:2309.17453). Causal, window_right, window_hi, lengths and masks hide them as others. 0 = none.
+  int64_t sink_keys = 0;
+
   BroadcastOperand attn_mask = {.dtype = DType::kBool};  ///< kBool, true = may look
   BroadcastOperand attn_bias = {};  ///< float32, bfloat16, float16 (float64 with float64 inputs); -inf hides a key
   int alibi_slopes_ndim = 0;        ///< 0 = no ALiBi, 1 = slopes [num_heads], 2 = slopes [batch, num_heads]; float32

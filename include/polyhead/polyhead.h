@@ -164,6 +164,10 @@ typedef struct polyhead_attention_desc {
   /// How many neighbours of a row share a scale: a multiple of 16 that divides head_dim (head_dim_v); 0 (default): all.
   int64_t key_group;
   int64_t value_group;
+
+  /// Keys j < sink_keys are seen whatever window_left and window_lo say; 0 (default): none. Causal, window_right, window_hi,
+  /// lengths and masks hide them as others.
+  int64_t sink_keys;
 } polyhead_attention_desc;
 
 /// Sets the defaults that stand beside the fields. `struct_size` is sizeof *desc.

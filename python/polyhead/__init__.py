@@ -42,6 +42,7 @@ def attention(
     attn_mask: Array | None = None,
     causal: bool = False,
     window: Iterable[int] | None = None,
+    sink_keys: SupportsIndex = 0,
     align: Literal["top_left", "bottom_right"] | None = None,
     query_offset: SupportsIndex | Array | None = None,
     scale: SupportsFloat | None = None,
@@ -99,6 +100,9 @@ def attention(
         Query i sees key j only if ``j <= i + offset``.
     window : (int, int), optional
         (left, right): query i sees ``i + offset - left <= j <= i + offset + right``. -1 = open.
+    sink_keys : int
+        Keys j < sink_keys are seen whatever left says: the beginning of a text that the window slides over (StreamingLLM,
+        arXiv:2309.17453). What causal, right, lengths and masks hide stays hidden. 0 = none.
     align : {"top_left", "bottom_right"}, optional
         Where query i stands among the keys: offset 0, or Sk - Sq of each sequence (decoding with a cache). Causal,
         window and ALiBi share this offset. Needed if one of them is used and Sq != Sk.
@@ -235,7 +239,7 @@ def attention(
     return _bind.attention(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-        kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, normalizer,
+        kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, normalizer, sink_keys,
         return_logsumexp, return_weights, return_column_sums, out_dtype, out, page_table, key_scales, value_scales,
     )  # fmt: skip
 
@@ -252,6 +256,7 @@ def attention_backward(
     attn_mask: Array | None = None,
     causal: bool = False,
     window: Iterable[int] | None = None,
+    sink_keys: SupportsIndex = 0,
     align: Literal["top_left", "bottom_right"] | None = None,
     query_offset: SupportsIndex | Array | None = None,
     scale: SupportsFloat | None = None,
@@ -293,8 +298,8 @@ def attention_backward(
     out, logsumexp : array
         As `attention` returned them (``return_logsumexp=True``; out in float32 too, whatever query is), or as `merge` did: then the gradients are the share of
         the keys given here. With normalizer "none" neither is needed: out may be None, logsumexp must be.
-    attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, sink_logits : optional
-    normalizer, score, mask, captured : optional
+    attn_bias, attn_mask, causal, window, sink_keys, align, query_offset, scale, softcap, alibi_slopes : optional
+    sink_logits, normalizer, score, mask, captured : optional
     dropout_p, dropout_seed, dropout_offset, dropout_origin : optional
     seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel, device, stream : optional
         As given to `attention`. Returned weights and column sums have no gradient.
@@ -341,8 +346,8 @@ def attention_backward(
     return _bind.attention_backward(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-        kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, normalizer, grad_out, out,
-        logsumexp, grad_logsumexp, needs, into, accumulate, grad_dtype,
+        kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, normalizer, sink_keys, grad_out,
+        out, logsumexp, grad_logsumexp, needs, into, accumulate, grad_dtype,
     )  # fmt: skip
 
 
@@ -355,6 +360,7 @@ def explain(
     attn_mask: Array | None = None,
     causal: bool = False,
     window: Iterable[int] | None = None,
+    sink_keys: SupportsIndex = 0,
     align: Literal["top_left", "bottom_right"] | None = None,
     query_offset: SupportsIndex | Array | None = None,
     scale: SupportsFloat | None = None,
@@ -411,7 +417,7 @@ def explain(
     return Explanation(*_bind.explain(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-        kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, normalizer,
+        kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, normalizer, sink_keys,
         return_logsumexp, return_weights, return_column_sums, out_dtype, out, page_table, key_scales, value_scales,
     ))  # fmt: skip
 

@@ -198,6 +198,7 @@ class MultiHeadAttention:
         attn_mask: Array | None = None,
         causal: bool = False,
         window: Iterable[int] | None = None,
+        sink_keys: SupportsIndex = 0,
         window_lo: Array | None = None,
         window_hi: Array | None = None,
         align: Literal["top_left", "bottom_right"] | None = None,
@@ -230,7 +231,7 @@ class MultiHeadAttention:
             Broadcast to [B, H, Sq, Sk], as of `polyhead.attention`: added to the scores; bool, True = may look.
         causal : bool
             Query i sees keys up to i plus the offset that align or query_offset say.
-        window, align, query_offset, alibi_slopes, sink_logits : optional
+        window, sink_keys, align, query_offset, alibi_slopes, sink_logits : optional
             As of `polyhead.attention`; align is needed if Sq != Sk and one of causal, window, alibi_slopes is used.
         score, mask, captured : optional
             As of `polyhead.attention`: relative positions that are learned, say. In a step of decoding q is its
@@ -275,7 +276,7 @@ class MultiHeadAttention:
             query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, self.scale, self.softcap,
             alibi_slopes, self.dropout_p if training else 0.0, dropout_seed if training else None, 0, None, seqlens_q,
             seqlens_k, None, None, self.kernel, None, None, *program_arguments(score, mask, captured), sink_logits,
-            self.normalizer, *(w.get(name) for name in (*_WEIGHTS, *_BIASES)),
+            self.normalizer, sink_keys, *(w.get(name) for name in (*_WEIGHTS, *_BIASES)),
             self.num_heads, self.num_heads_kv, self.output_dropout_p if training else 0.0,
             output_dropout_seed if training else None, window_lo, window_hi, return_weights,
         )  # fmt: skip

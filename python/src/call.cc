@@ -137,6 +137,7 @@ void Options::read_positions() {
     desc_.window_left = int64_argument(PySequence_Fast_GET_ITEM(pair.ptr(), 0), "window[0]");
     desc_.window_right = int64_argument(PySequence_Fast_GET_ITEM(pair.ptr(), 1), "window[1]");
   }
+  desc_.sink_keys = int64_argument(arguments_[kSinkKeys], "sink_keys");
   if (PyObject* align = arguments_[kAlign]; align != Py_None) {
     constexpr const char* kTakes = "\"top_left\" or \"bottom_right\"";
     const std::string_view name = text_argument(align, "align", kTakes);

@@ -42,6 +42,7 @@ enum Position : int {
   kCaptured,
   kSinkLogits,
   kNormalizer,
+  kSinkKeys,
   kNumShared,
   // attention, explain
   kReturnLogsumexp = kNumShared,

@@ -51,7 +51,8 @@ Options::Options(ArgumentReader& arguments)
       kernel(arguments.optional_text()),
       dropout_origin(arguments.optional_tensor()),
       sink_logits(arguments.optional_tensor()),
-      normalizer(arguments.integer()) {}
+      normalizer(arguments.integer()),
+      sink_keys(arguments.integer()) {}
 
 Operands::Operands(const StableTensor& query, const StableTensor& key, const StableTensor& value,
                    const Options& options) {
@@ -117,6 +118,7 @@ void Operands::read_options(const Options& options) {
   desc.softcap = options.softcap;
   desc.window_left = options.window_left;
   desc.window_right = options.window_right;
+  desc.sink_keys = options.sink_keys;
   if (options.align < 0 || options.align > 2) {
     bad_value("align is %lld, must be 0, 1 (top_left) or 2 (bottom_right)", static_cast<long long>(options.align));
   }

@@ -134,6 +134,7 @@ Status check_numbers(const AttentionDesc& desc) {
       return invalid(sentence(window.name, " is ", window.value, ", must be -1 (open) or at least 0"));
     }
   }
+  if (desc.sink_keys < 0) return invalid(sentence("sink_keys is ", desc.sink_keys, ", must be at least 0"));
   if (!(desc.dropout_p >= 0 && desc.dropout_p <= 1)) {
     return invalid(sentence("dropout_p is ", desc.dropout_p, ", must be 0 to 1"));
   }

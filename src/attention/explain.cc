@@ -33,7 +33,11 @@ double visible_pairs(const AttentionDesc& desc) {
     const double right = desc.causal ? 0 : static_cast<double>(desc.window_right);
     pairs = keys_before(rows, keys, offset + right + 1);
   }
-  if (desc.window_left >= 0) pairs -= keys_before(rows, keys, offset - static_cast<double>(desc.window_left));
+  if (desc.window_left >= 0) {
+    const double hidden = offset - static_cast<double>(desc.window_left);
+    const double sinks = std::min(static_cast<double>(desc.sink_keys), keys);
+    pairs -= keys_before(rows, keys, hidden) - keys_before(rows, sinks, hidden);
+  }
   return batch * pairs;
 }
 

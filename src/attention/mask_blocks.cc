@@ -85,10 +85,11 @@ class HeadBlocks {
       const KeyRange range = key_range(band_, *sequence_, i);
       if (i == q.low) first = range;
       last = range;
-      any = any || (range.begin < range.end && range.begin <= k.high && range.end > k.low);
-      all = all && range.begin <= k.low && range.end > k.high;
+      const int64_t sinks = sinks_end(band_, range);
+      any = any || k.low < sinks || (range.begin < range.end && range.begin <= k.high && range.end > k.low);
+      all = all && range.end > k.high && (range.begin <= k.low || range.begin <= sinks || k.high < sinks);
     }
-    if (step > 1) any = last.end > k.low && first.begin <= k.high;  // some query between
+    if (step > 1) any = any || (last.end > k.low && first.begin <= k.high);  // some query between
     return all ? Seen::kAll : any ? Seen::kSome : Seen::kNone;
   }
 

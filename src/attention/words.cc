@@ -53,6 +53,7 @@ std::string options_in_words(const AttentionDesc& desc, std::string_view mask_ki
   if (desc.value_group != 0) add("--value-group ", desc.value_group);
   if (desc.causal) add("--causal");
   if (desc.window_left != -1 || desc.window_right != -1) add("--window ", desc.window_left, ",", desc.window_right);
+  if (desc.sink_keys != 0) add("--sink-keys ", desc.sink_keys);
   if (desc.align != Align::kUnset) add("--align ", word_of(kAlignWords, desc.align));
   if (desc.query_offset) add("--query-offset ", *desc.query_offset);
   if (desc.has_query_offsets) add("--query-offset random");

@@ -85,7 +85,7 @@ struct Table<polyhead_attention_desc> {
       Reserved{"reserved", &C::reserved},
       OptionalField{"key_dtype", &C::key_dtype, "has_key_dtype", &C::has_key_dtype, &Cpp::key_dtype},
       OptionalField{"value_dtype", &C::value_dtype, "has_value_dtype", &C::has_value_dtype, &Cpp::value_dtype},
-      SAME(key_group), SAME(value_group));
+      SAME(key_group), SAME(value_group), SAME(sink_keys));
   static_assert(is_whole<C>(kFields));
 };
 

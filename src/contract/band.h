@@ -33,14 +33,15 @@ static inline int64_t at_query(const PerQuery& x, int64_t i) {
 struct Band {
   int64_t left = -1, right = -1;
   PerQuery window_lo, window_hi;
+  int64_t sink_keys = 0;  // keys [0, sink_keys) are seen whatever `left` and window_lo say
 };
 
 static inline bool is_open(const Band& band) {
   return band.left < 0 && band.right < 0 && band.window_lo.data == nullptr;
 }
 
-// The keys that band and lengths let query i of a sequence see (mask and bias may hide more). Offset and windows may be
-// any int64, so positions are summed in 128 bits.
+// The keys that band and lengths let query i of a sequence see (mask and bias may hide more), beside sinks: 0 <= begin <= end.
+// Offset and windows may be any int64, so positions are summed in 128 bits.
 static inline KeyRange key_range(const Band& band, const Sequence& s, int64_t i) {
   __extension__ using Wide = __int128;
   KeyRange range{0, i < s.len_q ? s.len_k : 0};
@@ -53,12 +54,18 @@ static inline KeyRange key_range(const Band& band, const Sequence& s, int64_t i)
     const Wide first = position - band.left;
     if (first > 0) range.begin = first < range.end ? static_cast<int64_t>(first) : range.end;
   }
-  if (band.window_lo.data != nullptr && range.begin < range.end) {
+  if (band.window_lo.data != nullptr && range.end > 0) {
     const int64_t lo = at_query(band.window_lo, i), hi = at_query(band.window_hi, i);
     if (hi < range.end) range.end = hi < 0 ? 0 : hi;
-    if (lo > range.begin) range.begin = lo < range.end ? lo : range.end;
+    if (lo > range.begin) range.begin = lo;
+    if (range.begin > range.end) range.begin = range.end;
   }
   return range;
+}
+
+// Keys [0, this) are seen besides, of a query with that range.
+static inline int64_t sinks_end(const Band& band, const KeyRange& range) {
+  return band.sink_keys < range.end ? band.sink_keys : range.end;
 }
 
 }  // namespace polyhead

@@ -70,10 +70,12 @@ class IndexCheck {
   bool seen_by_band(const Region& r, const Sequence& s) const {
     // Ranges of a band rise with the query; of windows of their own each query is asked.
     if (band_.window_lo.data == nullptr) {
-      return key_range(band_, s, r.q.high).end > r.k.low && key_range(band_, s, r.q.low).begin <= r.k.high;
+      if (key_range(band_, s, r.q.high).end <= r.k.low) return false;
+      return r.k.low < band_.sink_keys || key_range(band_, s, r.q.low).begin <= r.k.high;
     }
     for (int64_t q = r.q.low; q <= r.q.high; ++q) {
       const KeyRange range = key_range(band_, s, q);
+      if (r.k.low < sinks_end(band_, range)) return true;
       if (range.begin <= r.k.high && range.end > r.k.low && range.begin < range.end) return true;
     }
     return false;

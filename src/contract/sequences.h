@@ -82,10 +82,11 @@ inline PerQuery per_query(const Tensor& t) {
 
 // Causal is a band whose right side is closed on the diagonal.
 inline Band band(const AttentionDesc& desc, const ForwardArgs& args) {
-  return {desc.window_left, desc.causal ? 0 : desc.window_right, per_query(args.window_lo), per_query(args.window_hi)};
+  return {desc.window_left, desc.causal ? 0 : desc.window_right, per_query(args.window_lo), per_query(args.window_hi),
+          desc.sink_keys};
 }
 
-// The keys that causal, windows and lengths let query i of a sequence see (mask and bias may hide more).
+// The keys that causal, windows and lengths let query i of a sequence see (mask and bias may hide more), beside sinks.
 inline KeyRange key_range(const AttentionDesc& desc, const ForwardArgs& args, const Sequence& s, int64_t i) {
   return key_range(band(desc, args), s, i);
 }

@@ -78,6 +78,7 @@ std::string option_refused(const AttentionDesc& desc) {
                             {value_dtype(desc) != desc.dtype, "a value_dtype other than the query's"},
                             {desc.page_size > 0, "page_size"},
                             {desc.has_windows, "windows of each query"},
+                            {desc.sink_keys > 0, "sink_keys"},
                             {desc.return_weights != ReturnWeights::kNone, "return_weights"},
                             {desc.return_column_sums, "return_column_sums"},
                             {desc.program != nullptr, "a program"},

@@ -60,9 +60,10 @@ class Fingerprint {
     const auto& [batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, head_dim_v, dtype, out_dtype, grad_dtype,
                  key_dtype, value_dtype, key_group, value_group, packed, has_seqlens_q, has_seqlens_k, page_size,
                  num_pages, scale, softcap, causal, window_left, window_right, align, query_offset, has_query_offsets,
-                 has_windows, attn_mask, attn_bias, alibi_slopes_ndim, has_sink_logits, normalizer, dropout_p,
-                 dropout_origin, return_weights, return_column_sums, program, captures] = desc;
-    add(scale, softcap, causal, window_left, window_right, align, query_offset, normalizer, dropout_p, dropout_origin);
+                 has_windows, sink_keys, attn_mask, attn_bias, alibi_slopes_ndim, has_sink_logits, normalizer,
+                 dropout_p, dropout_origin, return_weights, return_column_sums, program, captures] = desc;
+    add(scale, softcap, causal, window_left, window_right, sink_keys, align, query_offset, normalizer, dropout_p,
+        dropout_origin);
     if (program != nullptr) add(std::string_view(program->text()));
     for (const CaptureShape& shape : captures)
       add(shape.dtype, shape.ndim, shape.dims[0], shape.dims[1], shape.dims[2], shape.dims[3]);

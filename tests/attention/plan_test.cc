@@ -38,6 +38,7 @@ const BadDesc kBadDescs[] = {
     {[](auto& d) { d.softcap = kNan; }, "softcap is nan, must be 0 (off) or a positive finite number"},
     {[](auto& d) { d.softcap = kInf; }, "softcap is inf, must be 0 (off) or a positive finite number"},
     {[](auto& d) { d.window_left = -2; }, "window_left is -2, must be -1 (open) or at least 0"},
+    {[](auto& d) { d.sink_keys = -1; }, "sink_keys is -1, must be at least 0"},
     {[](auto& d) { d.window_right = -kMax; }, "window_right is -9223372036854775807, must be -1 (open) or at least 0"},
     {[](auto& d) { d.align = Align{3}; }, "align is 3, must be 0 (unset), 1 (top_left) or 2 (bottom_right)"},
     {[](auto& d) { d.query_offset = 0, d.has_query_offsets = true; },

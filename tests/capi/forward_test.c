@@ -64,10 +64,10 @@ static double score(const problem* p, const sequence* s, int64_t b, int64_t h, i
   const int64_t distance = i + s->offset - j, g = h / (desc->num_heads / desc->num_heads_kv);
   if (i >= s->len_q || j >= s->len_k) return -INFINITY;
   if (desc->causal && distance < 0) return -INFINITY;
-  if (desc->window_left >= 0 && distance > desc->window_left) return -INFINITY;
+  if (desc->window_left >= 0 && distance > desc->window_left && j >= desc->sink_keys) return -INFINITY;
   if (desc->window_right >= 0 && -distance > desc->window_right) return -INFINITY;
-  if (desc->has_windows && (j < at(&args->window_lo, i, 0, 0, 0) || j >= at(&args->window_hi, i, 0, 0, 0)))
-    return -INFINITY;
+  if (desc->has_windows && j < at(&args->window_lo, i, 0, 0, 0) && j >= desc->sink_keys) return -INFINITY;
+  if (desc->has_windows && j >= at(&args->window_hi, i, 0, 0, 0)) return -INFINITY;
   if (desc->attn_mask.given && at(&args->attn_mask, b, h, i, j) == 0) return -INFINITY;
   double dot = 0;
   for (int64_t d = 0; d < desc->head_dim; ++d) {
@@ -167,7 +167,7 @@ static problem* causal_bottom_right(void) {
 static problem* window_softcap_scale_alibi(void) {
   problem* p = new_problem(2, 33, 33, 2, 2, 16, 24);
   p->desc.window_left = 5;
-  p->desc.window_right = 3;
+  p->desc.window_right = 3, p->desc.sink_keys = 2;
   p->desc.align = POLYHEAD_ALIGN_TOP_LEFT;
   p->desc.softcap = 2.5;
   p->desc.has_scale = 1;

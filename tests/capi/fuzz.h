@@ -175,6 +175,7 @@ inline polyhead_attention_desc random_desc(Hostile& random) {
     default: d.align = static_cast<int32_t>(random.between(1, 2));
   }
   d.alibi_slopes_ndim = random.chance(30) ? static_cast<int32_t>(random.between(1, 2)) : 0;
+  if (random.chance(20)) d.sink_keys = random.between(0, 9);
   d.normalizer = random.chance(10) ? POLYHEAD_NORMALIZER_NONE : POLYHEAD_NORMALIZER_SOFTMAX;
   d.has_sink_logits = random.chance(20);  // refused without a softmax
   d.dropout_p = random.chance(20) ? static_cast<double>(random.between(0, 10)) / 10 : 0;
@@ -217,7 +218,7 @@ inline void print(const polyhead_attention_desc& d, const polyhead_plan_options&
   number("mask", d.attn_mask.given), number("bias", d.attn_bias.given), std::printf(" dropout_p=%.17g", d.dropout_p);
   number("return_weights", d.return_weights), number("return_column_sums", d.return_column_sums);
   number("has_windows", d.has_windows), number("has_sink_logits", d.has_sink_logits);
-  number("normalizer", d.normalizer);
+  number("normalizer", d.normalizer), number("sink_keys", d.sink_keys);
   std::printf(" program=%s", d.program != nullptr ? d.program : "none");
   std::printf("\n");
   std::fflush(stdout);

@@ -54,6 +54,7 @@ void set_attention(Random& random, LayerDesc& d) {
   if (random.chance(0.2)) a.alibi_slopes_ndim = static_cast<int>(random.integer(1, 2));
   a.normalizer = random.chance(0.1) ? Normalizer::kNone : Normalizer::kSoftmax;
   a.has_sink_logits = a.normalizer == Normalizer::kSoftmax && random.chance(0.15);
+  a.sink_keys = a.window_left >= 0 ? Random(d.seqlen_q, streams::kSinkKeys).integer(0, 4) : 0;
   a.has_seqlens_q = random.chance(0.25);
   a.has_seqlens_k = random.chance(0.25);
   if (random.chance(0.25)) a.dropout_p = 0.6 * random.uniform();

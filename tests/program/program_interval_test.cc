@@ -80,7 +80,7 @@ TEST(ProgramBlocks, AreCountedAsTheDenseMaskHasThem) {
       "mask = k < 200 * h", "mask = b == 1 and abs(q - k) < 70", ""};
   int counted = 0;
   for (const char* const text : masks) {
-    for (int band_number = 0; band_number < 4; ++band_number) {
+    for (int band_number = 0; band_number < 5; ++band_number) {
       AttentionDesc d;
       d.batch = 2, d.num_heads = 3, d.num_heads_kv = 1;
       d.seqlen_q = 300, d.seqlen_k = 500, d.head_dim = d.head_dim_v = 8;
@@ -88,6 +88,7 @@ TEST(ProgramBlocks, AreCountedAsTheDenseMaskHasThem) {
       if (band_number == 1) d.causal = true;
       if (band_number == 2) d.window_left = 40, d.window_right = 90, d.has_seqlens_k = true;
       if (band_number == 3) d.has_windows = true;
+      if (band_number == 4) d.causal = true, d.window_left = 40, d.sink_keys = 70;
       if (*text != 0) d.program = *parse_program(text);
       Array doc(DType::kInt32, {500}), lengths(DType::kInt64, {2}), lo(DType::kInt32, {300}), hi(DType::kInt32, {300});
       for (int64_t n = 0; n < 500; ++n) doc.set(n, static_cast<double>(n / 90));
@@ -111,7 +112,8 @@ TEST(ProgramBlocks, AreCountedAsTheDenseMaskHasThem) {
           for (int64_t i = q; i < std::min(q + 64, s.len_q); ++i) {
             const KeyRange range = key_range(d, args, s, i);
             for (int64_t j = k; j < std::min(k + 128, s.len_k); ++j, ++all) {
-              shown += j >= range.begin && j < range.end && program::shows(call, {b, h, s.offset, i, j, i - j}) ? 1 : 0;
+              const bool in_band = (j >= range.begin || j < d.sink_keys) && j < range.end;
+              shown += in_band && program::shows(call, {b, h, s.offset, i, j, i - j}) ? 1 : 0;
             }
           }
           ++(shown == 0 ? want.none : shown == all ? want.all : want.some);

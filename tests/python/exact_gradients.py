@@ -11,15 +11,17 @@ SOURCES = ("query", "key", "value", "attn_bias", "alibi_slopes", "sink_logits")
 
 
 def composed(
-    query, key, value, *, attn_bias=None, attn_mask=None, causal=False, window=None, align=None, query_offset=None,
-    scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0, dropout_seed=0, dropout_offset=0, seqlens_q=None,
-    seqlens_k=None, first_batch=0, sink_logits=None, normalizer="softmax",
+    query, key, value, *, attn_bias=None, attn_mask=None, causal=False, window=None, sink_keys=0, align=None,
+    query_offset=None, scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0, dropout_seed=0, dropout_offset=0,
+    seqlens_q=None, seqlens_k=None, first_batch=0, sink_logits=None, normalizer="softmax",
 ):  # fmt: skip
     """out, logsumexp; query, key, value, attn_bias, alibi_slopes and sink_logits are float64 tensors."""
     batch, sq, heads, dim = query.shape
     sk, heads_kv = key.shape[1:3]
     K, V = (x.repeat_interleave(heads // max(heads_kv, 1), dim=2) for x in (key, value))
-    distance, visible = formula.positions(batch, sq, sk, causal, window, align, query_offset, seqlens_q, seqlens_k)
+    distance, visible = formula.positions(
+        batch, sq, sk, causal, window, sink_keys, align, query_offset, seqlens_q, seqlens_k
+    )
     visible = torch.from_numpy(visible)
     if scale is None:
         scale = dim**-0.5 if dim else 1.0
@@ -125,7 +127,7 @@ def error_bounds(query, key, value, grad_out, grad_logsumexp=None, **options):
         bounds["attn_bias"] = summed_to(dS, options["attn_bias"].shape).reshape(options["attn_bias"].shape)
     if options.get("alibi_slopes") is not None:
         where = (options.get(name) for name in ("align", "query_offset", "seqlens_q", "seqlens_k"))
-        distance, _ = formula.positions(dS.shape[0], *dS.shape[2:], False, None, *where)
+        distance, _ = formula.positions(dS.shape[0], *dS.shape[2:], False, None, 0, *where)
         shape = options["alibi_slopes"].shape
         bounds["alibi_slopes"] = summed_to((dS * distance).sum(axis=(2, 3)), shape).reshape(shape)
     if options.get("sink_logits") is not None:

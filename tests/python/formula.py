@@ -36,14 +36,14 @@ def dropout_mask(shape, p, seed, offset=0, first_batch=0):
     return bits >= np.floor(p * 65536 + 0.5)
 
 
-def visible_by_position(q_len, k_len, sq, sk, offset, causal, window):
+def visible_by_position(q_len, k_len, sq, sk, offset, causal, window, sink_keys):
     i, j = np.ogrid[:sq, :sk]
     left, right = window or (-1, -1)
     visible = (i < q_len) & (j < k_len)
     if causal:
         visible = visible & (j <= i + offset)
     if left >= 0:
-        visible = visible & (j >= i + offset - left)
+        visible = visible & ((j >= i + offset - left) | (j < sink_keys))
     if right >= 0:
         visible = visible & (j <= i + offset + right)
     return visible
@@ -72,19 +72,21 @@ def of_all_pairs(function, shape, offsets, captured, **inputs):
     return function(**{name: values[name] for name in inspect.signature(function).parameters if name in values})
 
 
-def positions(batch, sq, sk, causal, window, align, query_offset, seqlens_q, seqlens_k):
+def positions(batch, sq, sk, causal, window, sink_keys, align, query_offset, seqlens_q, seqlens_k):
     """distance |i + offset - j| and what causal, window and lengths leave visible: both [B, 1, Sq, Sk]."""
     lens_q, lens_k, offsets = lengths_and_offsets(batch, sq, sk, align, query_offset, seqlens_q, seqlens_k)
-    visible = [visible_by_position(lens_q[b], lens_k[b], sq, sk, offsets[b], causal, window) for b in range(batch)]
+    visible = [
+        visible_by_position(lens_q[b], lens_k[b], sq, sk, offsets[b], causal, window, sink_keys) for b in range(batch)
+    ]
     i, j = np.ogrid[:sq, :sk]
     distance = np.abs(i + np.reshape(offsets, (-1, 1, 1, 1)) - j)
     return distance, np.stack(visible or [np.zeros((sq, sk), bool)])[:batch, None]
 
 
 def attention(
-    query, key, value, *, attn_bias=None, attn_mask=None, causal=False, window=None, align=None, query_offset=None,
-    scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0, dropout_seed=0, dropout_offset=0, seqlens_q=None,
-    seqlens_k=None, first_batch=0, score=None, mask=None, captured=None, sink_logits=None,
+    query, key, value, *, attn_bias=None, attn_mask=None, causal=False, window=None, sink_keys=0, align=None,
+    query_offset=None, scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0, dropout_seed=0, dropout_offset=0,
+    seqlens_q=None, seqlens_k=None, first_batch=0, score=None, mask=None, captured=None, sink_logits=None,
     normalizer="softmax",
 ):  # fmt: skip
     """out [B, Sq, H, Dv], logsumexp [B, H, Sq], weights [B, H, Sq, Sk], column_sums [B, H, Sk], bound (see below)."""
@@ -92,7 +94,7 @@ def attention(
     batch, sq, heads, dim = Q.shape
     sk, heads_kv = K.shape[1:3]
     K, V = (np.repeat(x, heads // heads_kv, axis=2) if heads_kv else x for x in (K, V))
-    distance, visible = positions(batch, sq, sk, causal, window, align, query_offset, seqlens_q, seqlens_k)
+    distance, visible = positions(batch, sq, sk, causal, window, sink_keys, align, query_offset, seqlens_q, seqlens_k)
     if scale is None:
         scale = 1 / np.sqrt(dim) if dim else 1.0
     S = scale * np.einsum("bihd,bjhd->bhij", Q, K)

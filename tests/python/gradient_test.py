@@ -136,7 +136,7 @@ GRADIENT_KERNEL_OPTIONS = {
     "causal": KERNEL_OPTIONS["causal"],
     "dropout": {"dropout_p": 0.2, "dropout_seed": 11},
     "bias": {"attn_bias": np.linspace(-1, 1, 4 * 70).reshape(1, 4, 1, 70).astype(np.float32)},
-    "alibi": {"alibi_slopes": np.array([0.5, 0.25, 0.1, 0], np.float32), "align": "top_left", "window": (9, 4)},
+    "alibi": {"alibi_slopes": np.array([0.5, 0.25, 0.1, 0], np.float32), "align": "top_left", "window": (9, 4), "sink_keys": 2},
     "sinks": {"sink_logits": np.array([0.5, -1, 2, 0], np.float32), "causal": True, "query_offset": -3},
     "none": {"normalizer": "none", "causal": True, "query_offset": -3},
 }

@@ -65,12 +65,13 @@ def visible_pairs(t, p):
         (j < lengths(t, "seqlens_k", p, p["seqlen_k"]).reshape(of_sequence))
     if p["causal"]:
         visible = visible & (j <= stand)
+    sinks = j < p["sink_keys"]
     if p["window_left"] >= 0:
-        visible = visible & (j >= stand - p["window_left"])
+        visible = visible & ((j >= stand - p["window_left"]) | sinks)
     if p["window_right"] >= 0:
         visible = visible & (j <= stand + p["window_right"])
     if "window_lo" in t:
-        visible = visible & (j >= t["window_lo"].reshape(-1, 1)) & (j < t["window_hi"].reshape(-1, 1))
+        visible = visible & ((j >= t["window_lo"].reshape(-1, 1)) | sinks) & (j < t["window_hi"].reshape(-1, 1))
     if "attn_mask" in t:
         visible = visible & t["attn_mask"].unsqueeze(1)
     if "attn_bias" in t:
@@ -185,7 +186,7 @@ def complaint(results, want):
     return ""
 
 
-MORE = ["", "--softcap 2", "--accumulate", "--dropout 0.2 --output-dropout 0.3", "--windows --causal", "--dropout 1",
+MORE = ["", "--softcap 2", "--accumulate", "--dropout 0.2 --output-dropout 0.3", "--windows --causal --sink-keys 2", "--dropout 1",
         "--output-dropout 1", "--infer", "--sweep", "--sinks", "--normalizer none"]  # fmt: skip
 
 

@@ -48,6 +48,7 @@ CASES = {
     "causal": lambda dtype: {"causal": True, "align": "bottom_right"},
     "scale": lambda dtype: {"scale": -0.3},
     "window": lambda dtype: {"window": (2, 1), "align": "top_left"},
+    "window_sinks": lambda dtype: {"window": (1, 0), "sink_keys": 2, "align": "bottom_right"},
     "offset": lambda dtype: {"causal": True, "query_offset": 1},
     "offsets": lambda dtype: {"window": (-1, 0), "query_offset": integers(-2, 3)},
     "softcap": lambda dtype: {"softcap": 1.5},

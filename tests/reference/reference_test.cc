@@ -139,6 +139,8 @@ TEST(Reference, SeesWhatCausalAndWindowLet) {
             "..x.. ...x. ....x ");
   EXPECT_EQ(seen(4, 4, [](auto& d) { d.window_left = 1, d.window_right = 2, d.causal = true; }),
             "x... xx.. .xx. ..xx ");
+  EXPECT_EQ(seen(4, 6, [](auto& d) { d.window_left = 0, d.sink_keys = 2, d.causal = true, d.query_offset = 1; }),
+            "xx.... xxx... xx.x.. xx..x. ");
   EXPECT_EQ(seen(2, 3, [](auto& d) { d.window_left = INT64_MAX, d.query_offset = INT64_MAX; }), "xxx .xx ");
   EXPECT_EQ(seen(2, 3, [](auto& d) { d.window_right = 0, d.query_offset = INT64_MIN; }), "... ... ");
 }

@@ -170,6 +170,7 @@ TEST(ProblemLine, EveryWordChangesWhatIsComputed) {
       [](Problem& p) { p.seed = 2; },
       [](Problem& p) { p.desc.has_sink_logits = true; },
       [](Problem& p) { p.desc.normalizer = Normalizer::kNone; },
+      [](Problem& p) { p.desc.sink_keys = 4; },
       [](Problem& p) { p.fill = Fill::kShiftUp; },
       [](Problem& p) { p.fill = Fill::kShiftDown; },
       [](Problem& p) { p.fill = Fill::kLarge; },

@@ -55,7 +55,7 @@ class _Places:
         if o.causal:
             self.visible = self.visible & (self.distance >= 0)
         if o.window_left >= 0:
-            self.visible = self.visible & (self.distance <= o.window_left)
+            self.visible = self.visible & ((self.distance <= o.window_left) | (self.inputs["k"] < o.sink_keys))
         if o.window_right >= 0:
             self.visible = self.visible & (self.distance >= -o.window_right)
         if o.attn_mask is not None:

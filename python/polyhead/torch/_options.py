@@ -45,6 +45,7 @@ class Options(NamedTuple):
     dropout_origin: Optional[Tensor] = None  # polyhead.DropoutOrigin as int64 [4]
     sink_logits: Optional[Tensor] = None
     normalizer: int = 0  # of NORMALIZERS
+    sink_keys: int = 0
     return_weights: int = 0  # of WEIGHTS
     return_column_sums: bool = False
     out_float32: bool = False  # beside 16-bit inputs

@@ -348,7 +348,7 @@ void backward_tiles(Head& head, int num_tiles) {
   int64_t last = 0;  // key that some tile sees
   for (int t = 0; t < num_tiles; ++t) {
     any = any || sees(tiles[t], task.first_key, end);
-    if (tiles[t].ranges.any_end > last) last = tiles[t].ranges.any_end;
+    if (tiles[t].ranges.last() > last) last = tiles[t].ranges.last();
   }
   if (end < last) last = end;
   head.ahead->clear();
@@ -487,7 +487,7 @@ void backward_queries(const BackwardProblem& problem, const BackwardTask& task, 
   const int64_t last = task.end_key < s.len_k ? task.end_key : s.len_k;
   for (int64_t first = task.first_key; first < last; first += task.chunk_keys, partial += partial_stride) {
     if (!sees(tile, first, last - first < task.chunk_keys ? last : first + task.chunk_keys)) continue;
-    if (sees(tile, 0, first)) {
+    if (first > 0 && sees(tile, 0, first)) {
       add_floats(sum, partial, floats);
     } else {
       __builtin_memcpy(sum, partial, static_cast<size_t>(floats) * sizeof(float));

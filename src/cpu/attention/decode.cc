@@ -50,6 +50,13 @@ struct Decode {
   DecodeProgram program;
 };
 
+// Bits of the blocks that hold keys [begin, end).
+uint32_t blocks_of(int begin, int end) {
+  if (begin >= end) return 0;
+  const uint32_t up_to_last = ~0u >> (31 - (end - 1) / kDecodeBlock);
+  return up_to_last & ~0u << (begin / kDecodeBlock);
+}
+
 // Which keys of the chunk each row sees, and which blocks some row sees.
 void look_at_chunk(Decode& x, DecodeHead& head, int64_t first) {
   const Sequence& s = x.task.sequence;
@@ -61,10 +68,9 @@ void look_at_chunk(Decode& x, DecodeHead& head, int64_t first) {
     const KeyRange range = key_range(x.problem.band, s, row.i);
     row.begin = clamp_to_block(range.begin, first, chunk.num_keys);
     row.end = clamp_to_block(range.end, first, chunk.num_keys);
+    row.sinks = clamp_to_block(sinks_end(x.problem.band, range), first, chunk.num_keys);
     if (row.begin > 0 || row.end < chunk.num_keys) chunk.all = false;
-    if (row.begin >= row.end) continue;
-    const uint32_t up_to_last = ~0u >> (31 - (row.end - 1) / kDecodeBlock);
-    chunk.blocks |= up_to_last & ~0u << (row.begin / kDecodeBlock);
+    chunk.blocks |= blocks_of(row.begin, row.end) | blocks_of(0, row.sinks);
   }
   if (chunk.blocks != 0 && x.program.is_given()) {
     const int first_row = static_cast<int>(head.row - x.row);
@@ -304,7 +310,7 @@ bool finite_output(const Decode& x, const DecodeHead& head) {
 
 bool sees(const Decode& x, const DecodeHead& head, int r, int key) {
   const DecodeRow& row = head.row[r];
-  if (key < row.begin || key >= row.end) return false;
+  if ((key < row.begin && key >= row.sinks) || key >= row.end) return false;
   return (bits(RowScore(x.problem, x.task, row, head.chunk).shown(key)) & 1) != 0;
 }
 

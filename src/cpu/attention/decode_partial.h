@@ -20,7 +20,7 @@ struct PartialLayout {
 
 inline DecodeRow row_at(const Problem& problem, const DecodeTask& task, int64_t kv_head, int r) {
   const int64_t index = task.first_row + r;
-  return {kv_head * problem.group + index / task.sequence.len_q, index % task.sequence.len_q, 0, 0};
+  return {kv_head * problem.group + index / task.sequence.len_q, index % task.sequence.len_q, 0, 0, 0};
 }
 
 }  // namespace

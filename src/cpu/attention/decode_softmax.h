@@ -12,7 +12,8 @@ namespace {
 // A query row, and the chunk of keys it looks at. Positions count from the chunk's first key.
 struct DecodeRow {
   int64_t h, i;                     // head and query
-  int begin, end;                   // keys that causal, window and lengths let it see
+  int begin, end;                   // keys that causal, window and lengths let it see, beside
+  int sinks;                        // [0, sinks)
   const uint16_t* shown = nullptr;  // by a program, a bit of each key; null: there is none
 };
 
@@ -85,7 +86,9 @@ struct RowScore {
  private:
   M in_range(int key) const {
     const I index = add_int(broadcast_int(key), iota());
-    return both(less_int(index, broadcast_int(row.end)), negate(less_int(index, broadcast_int(row.begin))));
+    const M before_end = less_int(index, broadcast_int(row.end)), hidden = less_int(index, broadcast_int(row.begin));
+    if (key >= row.sinks) return both(before_end, negate(hidden));
+    return both(before_end, either(negate(hidden), less_int(index, broadcast_int(row.sinks))));
   }
 };
 

@@ -47,6 +47,7 @@ int64_t chunks_of(int64_t len_k) { return std::max<int64_t>(1, pieces(len_k, kDe
 KeyChunks chunks_to_compute(const DecodeCall& call, int64_t first_b, int64_t end_b, int64_t chunks) {
   const AttentionDesc& desc = call.desc;
   KeyRange keys{INT64_MAX, 0};
+  int64_t sinks = 0;
   program::Region region{{first_b, end_b - 1}, {0, desc.num_heads - 1}, {0, 0}, {}, {INT64_MAX, 0}};
   for (int64_t b = first_b; chunks > 1 && b < end_b; ++b) {
     const Sequence& s = call.sequences[b];
@@ -55,10 +56,16 @@ KeyChunks chunks_to_compute(const DecodeCall& call, int64_t first_b, int64_t end
     for (int64_t i = 0; i < s.len_q; ++i) {
       const KeyRange seen = key_range(call.problem.band, s, i);
       if (seen.begin < seen.end) keys = {std::min(keys.begin, seen.begin), std::max(keys.end, seen.end)};
+      sinks = std::max(sinks, sinks_end(call.problem.band, seen));
     }
   }
-  if (keys.begin >= keys.end) return {0, 1};
+  if (keys.begin >= keys.end) return {0, std::max<int64_t>(1, pieces(sinks, kDecodeChunk))};
   KeyChunks range{keys.begin / kDecodeChunk, pieces(keys.end, kDecodeChunk)};
+  const auto with_sinks = [&] {
+    const int64_t sink_chunks = pieces(sinks, kDecodeChunk);
+    if (sink_chunks < range.first) return KeyChunks{range.first, range.end, sink_chunks};
+    return KeyChunks{sink_chunks > 0 ? 0 : range.first, std::max(range.end, sink_chunks)};
+  };
   const auto hidden = [&](int64_t first, int64_t end) {
     region.k = {first * kDecodeChunk, std::min(end * kDecodeChunk, keys.end) - 1};
     return program::seen(call.problem.program, region) == program::Seen::kNone;
@@ -67,7 +74,7 @@ KeyChunks chunks_to_compute(const DecodeCall& call, int64_t first_b, int64_t end
     while (count < range.count() && hidden(range.first, range.first + count)) range.first += count;
     while (count < range.count() && hidden(range.end - count, range.end)) range.end -= count;
   }
-  return range;
+  return with_sinks();
 }
 
 // Whether rows of neighbouring heads follow each other in memory.
@@ -138,7 +145,7 @@ void run_task(const DecodeCall& call, const Share& share, int64_t index, char* s
   const size_t task_partial_bytes = call.functions.decode_partial_bytes(call.desc.head_dim_v, task.num_rows);
   if (task.num_rows > 0) {
     auto* partial = reinterpret_cast<float*>(first_partial + static_cast<size_t>(chunk) * task_partial_bytes);
-    call.functions.decode_chunk(p, task, share.chunks.first + chunk, partial,
+    call.functions.decode_chunk(p, task, share.chunks.at(chunk), partial,
                                 static_cast<int64_t>(share.run_bytes / sizeof(float)), scratch);
   }
   DecodeTask head = task;
@@ -212,7 +219,8 @@ void decode_forward(const IsaFunctions& functions, const AttentionDesc& desc, co
     std::construct_at(unfinished + i, chunks.count());
   }
   const size_t run_bytes = workspace.partial_bytes.value() * static_cast<size_t>(workspace.chunks);
-  const Share all{0, workspace.cut, all_side_by_side(call) ? workspace.heads : 1, chunks, nullptr, nullptr, run_bytes};
+  const int64_t task_heads = all_side_by_side(call) ? workspace.heads : 1;
+  const Share all{0, workspace.cut, task_heads, chunks, nullptr, nullptr, run_bytes};
   const int64_t count = all.count();
   run_tasks(run, desc.batch * count, [&](int64_t index, int lane) {
     Share share = all;
@@ -302,7 +310,8 @@ void PackedDecode::run(int64_t index, int lane) const {
   const auto before = [](int64_t task, const Place& place) { return task < place.first_task; };
   const Place& place = *(std::upper_bound(places_ + first_, places_ + end_, index, before) - 1);
   const Cut cut(call_.desc, call_.sequences[place.b].len_q);
-  Share share{place.b, cut, place.task_heads, place.chunks, nullptr, nullptr, run_bytes(call_, cut, place.chunks)};
+  const size_t bytes = run_bytes(call_, cut, place.chunks);
+  Share share{place.b, cut, place.task_heads, place.chunks, nullptr, nullptr, bytes};
   if (place.chunks.count() > 1) {
     share.unfinished = unfinished_ + place.first_run;
     share.partials = partials_ + place.first_partial;

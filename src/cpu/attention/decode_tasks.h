@@ -31,10 +31,11 @@ struct DecodeCall {
   int num_threads;
 };
 
-// Chunks [first, end) of keys.
+// Chunks [0, sinks) and [first, end) of keys.
 struct KeyChunks {
-  int64_t first, end;
-  int64_t count() const { return end - first; }
+  int64_t first, end, sinks = 0;
+  int64_t count() const { return sinks + end - first; }
+  int64_t at(int64_t index) const { return index < sinks ? index : first + index - sinks; }
 };
 
 // The sequences of a packed call that decode_takes, in waves: the partial results of one fit the workspace.

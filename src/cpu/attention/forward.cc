@@ -176,8 +176,8 @@ void attend(Head& head, Tile* tiles, int num_tiles) {
       tile.state.l[q] = tile.state.l_rounded[q] = none ? 0 : 1;
     }
     __builtin_memset(tile.state.out, 0, static_cast<size_t>(head.problem.head_dim_v) * kTile * sizeof(float));
-    if (tile.ranges.any_begin < begin) begin = tile.ranges.any_begin;
-    if (tile.ranges.any_end > end) end = tile.ranges.any_end;
+    if (tile.ranges.first() < begin) begin = tile.ranges.first();
+    if (tile.ranges.last() > end) end = tile.ranges.last();
   }
   int64_t first = next_block(head, tiles, num_tiles, begin / kBlock * kBlock, end);
   while (first < end) {

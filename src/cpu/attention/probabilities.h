@@ -78,8 +78,8 @@ void second_pass(const Head& head, Tile& tile) {
     if (l[q] != 0.0f) continue;
     l[q] = q < tile.num_queries && sees_only_minus_infinity(head, tile, q) ? __builtin_nanf("") : 1.0f;
   }
-  const int64_t end = tile.ranges.any_end;
-  int64_t first = next_block(head, &tile, 1, tile.ranges.any_begin / kBlock * kBlock, end);
+  const int64_t end = tile.ranges.last();
+  int64_t first = next_block(head, &tile, 1, tile.ranges.first() / kBlock * kBlock, end);
   for (; first < end; first = next_block(head, &tile, 1, first + kBlock, end)) {
     const KeyBlock block = load_block<Mac>(head, first);
     const TileView t = view_block(head, tile, block.first, block.num_keys);

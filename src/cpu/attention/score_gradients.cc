@@ -54,7 +54,7 @@ void for_each_block(const BackwardProblem& gradients, const ScoreTask& task, flo
   tile.num_queries = s.len_q - tile.first_query < kTile ? static_cast<int>(s.len_q - tile.first_query) : kTile;
   tile.ranges = tile_ranges(problem.band, s, tile.first_query, tile.num_queries);
   const int64_t end = s.len_k - task.first_key < kScoreKeys ? s.len_k : task.first_key + kScoreKeys;
-  if (tile.ranges.any_begin >= end || tile.ranges.any_end <= task.first_key) return;
+  if (!sees(tile, task.first_key, end)) return;
   load_tile<Mac>(head, tile, head.p);
   int64_t first = next_block(head, &tile, 1, task.first_key, end);
   for (; first < end; first = next_block(head, &tile, 1, first + kBlock, end)) {

@@ -23,8 +23,8 @@ bool tiny_takes(const AttentionDesc& desc) {
   // All heads see the same keys, and that is all there is to the scores.
   return sizes && !desc.packed && !desc.has_seqlens_q && !desc.has_seqlens_k && !desc.has_query_offsets &&
          !desc.attn_mask.given && !desc.attn_bias.given && desc.alibi_slopes_ndim == 0 && desc.dropout_p == 0 &&
-         desc.program == nullptr && desc.normalizer == Normalizer::kSoftmax && key_dtype(desc) == desc.dtype &&
-         value_dtype(desc) == desc.dtype;
+         desc.sink_keys == 0 && desc.program == nullptr && desc.normalizer == Normalizer::kSoftmax &&
+         key_dtype(desc) == desc.dtype && value_dtype(desc) == desc.dtype;
 }
 
 MemorySize tiny_workspace_bytes(const IsaFunctions& functions, int num_threads) {

@@ -56,7 +56,7 @@ inline void add_keys_ahead(RowsAhead& ahead, const Problem& problem, const NextR
 
 // Whether a tile may see some key of [begin, end), up to what options hide.
 inline bool sees(const QueryTile& tile, int64_t begin, int64_t end) {
-  return tile.ranges.any_begin < end && tile.ranges.any_end > begin;
+  return (tile.ranges.any_begin < end && tile.ranges.any_end > begin) || begin < tile.ranges.sinks;
 }
 
 // The first key of the next block, from the one that starts at `first` on, that some of the tiles may see; `end` or more:
@@ -120,8 +120,10 @@ inline TileView view_block(const HeadOptions& head, const QueryTile& tile, int64
   const TileRanges& ranges = tile.ranges;
   ViewMemory& scratch = *head.view_memory;
   TileView t;
-  t.begin = clamp_to_block(ranges.any_begin, first_key, kBlock);
+  const int sinks = clamp_to_block(ranges.sinks, first_key, num_keys);
+  t.begin = sinks > 0 ? 0 : clamp_to_block(ranges.any_begin, first_key, kBlock);
   t.end = clamp_to_block(ranges.any_end, first_key, num_keys);
+  if (sinks > t.end) t.end = sinks;
   if (t.begin >= t.end) return t;
   t.num_vecs = static_cast<int>(whole(tile.num_queries, kPartLanes) / kLanes);
   t.view.first_query = tile.first_query;
@@ -334,7 +336,10 @@ __attribute__((noinline)) void score_by_program(const HeadOptions& head, const f
 
 // Of a row with l = 0: whether options leave it a key, so that all it sees has score -inf: exp(-inf + inf), NaN.
 inline bool sees_only_minus_infinity(const HeadOptions& head, const QueryTile& tile, int query) {
-  return head.score.leaves_a_key({tile.ranges.begin[query], tile.ranges.end[query]}, tile.first_query + query);
+  const KeyRange range{tile.ranges.begin[query], tile.ranges.end[query]};
+  const KeyRange sinks{0, tile.ranges.sinks < range.end ? tile.ranges.sinks : range.end};
+  const int64_t i = tile.first_query + query;
+  return head.score.leaves_a_key(range, i) || head.score.leaves_a_key(sinks, i);
 }
 
 }  // namespace

@@ -157,8 +157,9 @@ struct Score {
   static M in_range(const BlockView& view, int key, int lane) {
     if (view.ranges == nullptr) return mask_from_bits(~0u);
     const I index = broadcast_int(key);
-    return both(less_int(index, load_int(view.ranges->end + lane)),
-                negate(less_int(index, load_int(view.ranges->begin + lane))));
+    const M before_end = less_int(index, load_int(view.ranges->end + lane));
+    if (key < view.ranges->sinks) return before_end;
+    return both(before_end, negate(less_int(index, load_int(view.ranges->begin + lane))));
   }
 
   template <int kRows, int kVecs_, class Keep>
