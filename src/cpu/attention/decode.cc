@@ -398,7 +398,7 @@ template <int kRows>
 void attend_chunk(Decode& x) {
   const int heads = x.task.num_heads;
   const Problem& p = x.problem;
-  with_row<true>(p.key, p.head_dim, p.dtype, [&]<class Row>() { score_chunk<Row, kRows>(x); });
+  with_row<true>(x.task, p.dtype, p.key, p.head_dim, [&]<class Row>() { score_chunk<Row, kRows>(x); });
   for (int h = 0; h < heads; ++h) {
     if (x.head[h].chunk.blocks != 0) make_weights(x, x.head[h]);
   }
@@ -406,7 +406,7 @@ void attend_chunk(Decode& x) {
   const bool coarse = p.softmax && p.out.dtype == DType::kBFloat16;  // weights are not negative, and as fine as O needs
   if (coarse && p.value.dtype == DType::kInt8 && p.value.group >= p.head_dim_v) return weigh_bytes(x);
 #endif
-  with_row<false>(p.value, p.head_dim_v, p.dtype, [&]<class Row>() {
+  with_row<false>(x.task, p.dtype, p.value, p.head_dim_v, [&]<class Row>() {
     weigh_chunk<Row, kRows>(x, 0, heads, false);
     for (int h = 0; h < heads; ++h) {
       const DecodeHead& head = x.head[h];

@@ -17,7 +17,17 @@ constexpr ptrdiff_t kVectorBytes = kLanes* Row::Mac::kElements* static_cast<ptrd
 
 // Keys that are read side by side: more would be more runs of memory at once than it is fast at. Measured on Zen 4
 // (2026-11-22, one thread, 32x8x1/1024x64 in float16, [B, H, S, D], ms): 4 at once 2.64, 8 3.10, 16 4.19.
+// kSumsAtOnce: vectors of O beside each other, which read as many of a value. Of long rows of float32 that come from memory both
+// are half (Zen 4, 2026-11-23, one thread, ms): 8x32/8x1/4096x128 15.0 -> 12.9, 4x32/8x1/4096x128 7.1 -> 6.1,
+// 1x32/8x1/16384x128 7.4 -> 6.0. From caches, and of 64 columns (4x32/8x1/4096x64 3.7 -> 3.9), they would lose.
+template <class Row>
 constexpr int kKeysAtOnce = 4;
+template <>
+constexpr int kKeysAtOnce<FloatRowFromMemory> = 2;
+template <class Row>
+constexpr int kSumsAtOnce = kRegisters == 32 ? 16 : 8;
+template <>
+constexpr int kSumsAtOnce<FloatRowFromMemory> = 8;
 
 // Along the lanes still: sum[row][key] of kRows query rows and keys from kFirst of a step on.
 template <class Row, int kRows, bool kPrefetch, int kFirst = 0>
@@ -26,7 +36,7 @@ inline __attribute__((always_inline)) void add_keys_of_step(F (&sum)[kLanes], co
                                                             const typename Row::Element* const (&key)[kLanes / kRows],
                                                             int64_t dim, Ahead& ahead) {
   constexpr int kKeys = kLanes / kRows, kElements = Row::Mac::kElements * kLanes;
-  constexpr int kEnd = kFirst + (kKeys < kKeysAtOnce ? kKeys : kKeysAtOnce);
+  constexpr int kEnd = kFirst + (kKeys < kKeysAtOnce<Row> ? kKeys : kKeysAtOnce<Row>);
   const auto add = [&](int64_t d, const auto& read) __attribute__((always_inline)) {
     F x[kKeys];
 #pragma GCC unroll 16
@@ -139,7 +149,7 @@ inline void accumulate_columns(float* out, ptrdiff_t out_stride, const float* p,
 template <class Row, int kRows>
 inline void accumulate_rows_of(float* out, ptrdiff_t out_stride, const float* p, int num_rows, const RowsAt<Row>& x,
                                int64_t dim, Ahead& ahead) {
-  constexpr int kSums = kRegisters == 32 ? 16 : 8, kVecs_ = kSums / kRows < 8 ? kSums / kRows : 8;
+  constexpr int kSums = kSumsAtOnce<Row>, kVecs_ = kSums / kRows < 8 ? kSums / kRows : 8;
   accumulate_columns<Row, kRows, kVecs_, true>(out, out_stride, p, x, 0, dim, ahead);
   for (int r = kRows; r < num_rows; r += kRows)
     accumulate_columns<Row, kRows, kVecs_, false>(out + r * out_stride, out_stride, p + r * kRowScores, x, 0, dim,
@@ -149,7 +159,7 @@ inline void accumulate_rows_of(float* out, ptrdiff_t out_stride, const float* p,
 // Calls work.operator()<Row>() with what reads rows of x: where a dtype has several scales a row, as floats that are copied.
 // kPairs: where queries are bfloat16, as pairs of these if the set multiplies pairs.
 template <bool kPairs, class Work>
-void with_row(const Operand& x, int64_t dim, [[maybe_unused]] DType query, const Work& work) {
+void with_row(const DecodeTask& task, [[maybe_unused]] DType query, const Operand& x, int64_t dim, const Work& work) {
   const bool one_scale = x.scales == nullptr || x.group >= dim;
   switch (one_scale ? x.dtype : DType::kFloat32) {
 #ifdef POLYHEAD_HAS_BF16_DOT
@@ -169,7 +179,12 @@ void with_row(const Operand& x, int64_t dim, [[maybe_unused]] DType query, const
       return work.template operator()<ByteRow<DType::kInt8>>();
     case DType::kFloat8E4M3: return work.template operator()<ByteRow<DType::kFloat8E4M3>>();
     case DType::kFloat8E5M2: return work.template operator()<ByteRow<DType::kFloat8E5M2>>();
-    default: return work.template operator()<FloatRow>();
+    default:
+      if constexpr (kLanes == 16) {
+        if (task.from_memory && dim >= 128 && x.dtype == DType::kFloat32)
+          return work.template operator()<FloatRowFromMemory>();
+      }
+      return work.template operator()<FloatRow>();
   }
 }
 

@@ -18,6 +18,8 @@ struct FloatRow {
   static inline F whole(const float* p) { return load(p); }
   static inline F first(const float* p, int n) { return load_first(p, n); }
 };
+// The same numbers, where no cache holds them (decode_products.h).
+struct FloatRowFromMemory : FloatRow {};
 struct BFloat16Row {
   using Element = uint16_t;
   using Mac = Float32;

@@ -89,6 +89,14 @@ bool all_side_by_side(const DecodeCall& call) {
          heads_side_by_side(call.problem.value, call.desc.head_dim_v);
 }
 
+// Whether float32 keys and values of all chunks of a call are more than a core's share of caches holds.
+bool reads_memory(const AttentionDesc& desc, int64_t chunks) {
+  constexpr double kCacheBytes = 32.0 * 1024 * 1024;
+  const double columns = static_cast<double>(desc.head_dim) + static_cast<double>(desc.head_dim_v);
+  const double keys = static_cast<double>(chunks) * kDecodeChunk * static_cast<double>(desc.num_heads_kv);
+  return keys * columns * sizeof(float) > kCacheBytes;
+}
+
 // The tasks of one sequence, and where they leave what others read.
 struct Share {
   int64_t b;
@@ -98,6 +106,7 @@ struct Share {
   std::atomic<int64_t>* unfinished;  // chunks, of each run; null: what a task leaves no other reads
   char* partials;                    // of each run run_bytes; null likewise
   size_t run_bytes;
+  bool from_memory;
 
   int64_t groups() const { return pieces(cut.sequence_runs(), task_heads); }
   int64_t count() const { return groups() * chunks.count(); }
@@ -113,6 +122,7 @@ DecodeTask task_at(const DecodeCall& call, const Share& share, int64_t run) {
   task.first_row = run % cut.runs * kDecodeRows;
   const int64_t computed = call.desc.num_heads / cut.heads_kv * task.sequence.len_q;
   task.num_rows = static_cast<int>(std::clamp<int64_t>(computed - task.first_row, 0, kDecodeRows));
+  task.from_memory = share.from_memory;
   return task;
 }
 
@@ -220,7 +230,8 @@ void decode_forward(const IsaFunctions& functions, const AttentionDesc& desc, co
   }
   const size_t run_bytes = workspace.partial_bytes.value() * static_cast<size_t>(workspace.chunks);
   const int64_t task_heads = all_side_by_side(call) ? workspace.heads : 1;
-  const Share all{0, workspace.cut, task_heads, chunks, nullptr, nullptr, run_bytes};
+  const bool from_memory = reads_memory(desc, desc.batch * chunks.count());
+  const Share all{0, workspace.cut, task_heads, chunks, nullptr, nullptr, run_bytes, from_memory};
   const int64_t count = all.count();
   run_tasks(run, desc.batch * count, [&](int64_t index, int lane) {
     Share share = all;
@@ -311,7 +322,7 @@ void PackedDecode::run(int64_t index, int lane) const {
   const Place& place = *(std::upper_bound(places_ + first_, places_ + end_, index, before) - 1);
   const Cut cut(call_.desc, call_.sequences[place.b].len_q);
   const size_t bytes = run_bytes(call_, cut, place.chunks);
-  Share share{place.b, cut, place.task_heads, place.chunks, nullptr, nullptr, bytes};
+  Share share{place.b, cut, place.task_heads, place.chunks, nullptr, nullptr, bytes, reads_memory(call_.desc, chunks_)};
   if (place.chunks.count() > 1) {
     share.unfinished = unfinished_ + place.first_run;
     share.partials = partials_ + place.first_partial;

@@ -48,6 +48,7 @@ struct DecodeTask {
   int num_heads = 1;
   int64_t first_row = 0;
   int num_rows = 0;
+  bool from_memory = false;  // what the call reads is more than caches hold: changes no bit
 };
 
 // What adds up the gradients of one head's captures, in the order of code.gathers; null: not asked for. By the rate of the
