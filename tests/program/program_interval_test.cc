@@ -129,7 +129,7 @@ TEST(ProgramBlocks, AreCountedAsTheDenseMaskHasThem) {
       ++counted;
     }
   }
-  EXPECT_EQ(counted, 24);
+  EXPECT_EQ(counted, 30);
   AttentionDesc d;
   d.seqlen_q = d.seqlen_k = 8, d.head_dim = d.head_dim_v = 8;
   d.program = *parse_program("doc: int; mask = doc[q] == doc[k]");

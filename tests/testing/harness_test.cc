@@ -75,7 +75,7 @@ void backwards(const AttentionDesc& desc, const ForwardArgs& args, const polyhea
     if (flipped.key_scales.given()) flip(flipped.key_scales, flipped.key_scales.ndim - 1);
   }
   if (!desc.packed && !desc.has_seqlens_k && !desc.causal && desc.window_left < 0 && desc.window_right < 0 &&
-      desc.alibi_slopes_ndim == 0 && desc.dropout_p == 0) {
+      !desc.has_windows && desc.alibi_slopes_ndim == 0 && desc.dropout_p == 0) {
     flip(flipped.key, 1);
     flip(flipped.value, 1);
     for (Tensor* t : {&flipped.key_scales, &flipped.value_scales}) {
