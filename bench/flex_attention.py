@@ -6,6 +6,7 @@
   bench/flex_attention.py --programs causal alibi            these alone
   bench/flex_attention.py --sizes 1x8x512x64 --no-compiled   other sizes; without FlexAttention
   bench/flex_attention.py --out FOLDER                       the table and the figures into files too
+  bench/flex_attention.py --programs t5 --after FILE.json    rows of an earlier run come first: a table in quiet pieces
 
 In one process, interleaved. What is timed is the second call and later ones; what the first of a new program takes longer
 stands beside: torch's compiles it. FlexAttention has no backward pass on CPUs. "dense" is scaled_dot_product_attention with a bias [H or 1, Sq, Sk] that
@@ -13,6 +14,7 @@ is there already: to make it, and to sum its gradient up for what it was made of
 """
 
 import argparse
+import json
 import pathlib
 import statistics
 import sys
@@ -229,6 +231,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="default: 1 2")
     parser.add_argument("--no-compiled", dest="compiled", action="store_false", help="without torch's FlexAttention")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="default: 7")
+    parser.add_argument("--after", type=pathlib.Path, metavar="FILE", help="an earlier run's .json")
     parser.add_argument("--out", type=pathlib.Path, help="folder for files")
     return parser.parse_args()
 
@@ -236,7 +239,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     options = arguments()
     environment = torch_runs.environment("flex_attention.py", options)
-    rows = []
+    rows = [] if options.after is None else json.loads(options.after.read_text())["rows"]
     for sizes in options.sizes:
         for name in options.programs:
             for threads in options.threads:
