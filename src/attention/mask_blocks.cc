@@ -69,28 +69,11 @@ class HeadBlocks {
   }
 
   Seen seen(const Range& q, const Range& k) const {
-    const Seen by_band = is_open(band_) ? Seen::kAll : seen_by_band(q, k);
+    const Seen by_band = is_open(band_) ? Seen::kAll : seen_by_band(band_, *sequence_, q, k);
     if (by_band == Seen::kNone || call_.code == nullptr) return by_band;
     const int64_t offset = sequence_->offset;
     const Seen by_program = program::seen(call_, {{b_, b_}, {h_, h_}, q, k, {offset, offset}});
     return by_program == Seen::kAll ? by_band : by_program;
-  }
-
-  Seen seen_by_band(const Range& q, const Range& k) const {
-    bool any = false, all = true;
-    // The ends of a band rise with the query: the first and the last tell. Of windows of their own each query is asked.
-    const int64_t step = band_.window_lo.data == nullptr ? std::max<int64_t>(q.high - q.low, 1) : 1;
-    KeyRange first, last;
-    for (int64_t i = q.low; i <= q.high; i += step) {
-      const KeyRange range = key_range(band_, *sequence_, i);
-      if (i == q.low) first = range;
-      last = range;
-      const int64_t sinks = sinks_end(band_, range);
-      any = any || k.low < sinks || (range.begin < range.end && range.begin <= k.high && range.end > k.low);
-      all = all && range.end > k.high && (range.begin <= k.low || range.begin <= sinks || k.high < sinks);
-    }
-    if (step > 1) any = any || (last.end > k.low && first.begin <= k.high);  // some query between
-    return all ? Seen::kAll : any ? Seen::kSome : Seen::kNone;
   }
 
   const Band band_;

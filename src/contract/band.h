@@ -68,4 +68,9 @@ static inline int64_t sinks_end(const Band& band, const KeyRange& range) {
   return band.sink_keys < range.end ? band.sink_keys : range.end;
 }
 
+// Whether a query with that range sees key j >= 0.
+static inline bool sees_key(int64_t sink_keys, const KeyRange& range, int64_t j) {
+  return j < range.end && (j >= range.begin || j < sink_keys);
+}
+
 }  // namespace polyhead

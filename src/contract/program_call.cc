@@ -16,6 +16,7 @@ using program::Instruction;
 using program::Interval;
 using program::Range;
 using program::Region;
+using program::Seen;
 
 Range offsets(const AttentionDesc& desc, const ForwardArgs& args) {
   if (desc.query_offset) return {*desc.query_offset, *desc.query_offset};
@@ -67,20 +68,6 @@ class IndexCheck {
     return -1;
   }
 
-  bool seen_by_band(const Region& r, const Sequence& s) const {
-    // Ranges of a band rise with the query; of windows of their own each query is asked.
-    if (band_.window_lo.data == nullptr) {
-      if (key_range(band_, s, r.q.high).end <= r.k.low) return false;
-      return r.k.low < band_.sink_keys || key_range(band_, s, r.q.low).begin <= r.k.high;
-    }
-    for (int64_t q = r.q.low; q <= r.q.high; ++q) {
-      const KeyRange range = key_range(band_, s, q);
-      if (r.k.low < sinks_end(band_, range)) return true;
-      if (range.begin <= r.k.high && range.end > r.k.low && range.begin < range.end) return true;
-    }
-    return false;
-  }
-
   bool hidden_by_operands(int64_t b, int64_t h, int64_t q, int64_t k) const {
     const auto at = [&](const Tensor& t) {
       const int64_t index[4] = {b, h, q, k};
@@ -95,7 +82,7 @@ class IndexCheck {
   }
 
   Status check(const Region& r, const Sequence& s) {
-    if (!seen_by_band(r, s) || program::seen(call_, r) == program::Seen::kNone) return {};
+    if (seen_by_band(band_, s, r.q, r.k) == Seen::kNone || program::seen(call_, r) == Seen::kNone) return {};
     int gather = may_leave(code_.for_mask, r);
     if (gather < 0) gather = may_leave(code_.for_score, r);
     if (gather < 0) return {};
@@ -154,6 +141,23 @@ program::Call program_call(const AttentionDesc& desc, const ForwardArgs& args) {
   call.wide =
       !program::fits_int32(*call.code, call, all) || !program::fits_int32(*call.code->transposed, call, transposed);
   return call;
+}
+
+Seen seen_by_band(const Band& band, const Sequence& s, const Range& q, const Range& k) {
+  bool any = false, all = true;
+  // The ends of a band rise with the query: the first and the last tell. Of windows of their own each query is asked.
+  const int64_t step = band.window_lo.data == nullptr ? std::max<int64_t>(q.high - q.low, 1) : 1;
+  KeyRange first, last;
+  for (int64_t i = q.low; i <= q.high; i += step) {
+    const KeyRange range = key_range(band, s, i);
+    if (i == q.low) first = range;
+    last = range;
+    const int64_t sinks = sinks_end(band, range);
+    any = any || k.low < sinks || (range.begin < range.end && range.begin <= k.high && range.end > k.low);
+    all = all && range.end > k.high && (range.begin <= k.low || range.begin <= sinks || k.high < sinks);
+  }
+  if (step > 1) any = any || (last.end > k.low && first.begin <= k.high);  // some query between
+  return all ? Seen::kAll : any ? Seen::kSome : Seen::kNone;
 }
 
 Status check_program_indices(const AttentionDesc& desc, const ForwardArgs& args, const Sequences& sequences) {

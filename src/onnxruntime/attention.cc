@@ -187,7 +187,7 @@ Status Node::run_attention(Call& call, Plans& plans) const {
   if (mask.given()) status = add_mask("attn_mask", mask, desc, args);
   if (status.ok() && lengths.given()) status = add_lengths(call, lengths, total, desc, args);
   if (!lengths.given()) desc.query_offset = before;
-  if (status.ok()) status = add_sinks(call, kSinks, "sink_logits", false, desc, args);
+  if (status.ok()) status = add_sinks(call, {kSinks, "sink_logits", true, false}, desc, args);
   if (status.ok() && returns_weights_) {
     desc.return_weights = ReturnWeights::kPerHead;
     status = make_weights(call, desc, total, args.attn_weights);

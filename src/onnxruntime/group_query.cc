@@ -153,7 +153,7 @@ Status Node::run_group_query(Call& call, Plans& plans) const {
   ForwardArgs args;
   if (bias.given()) status = add_mask("attention_bias", bias, desc, args);
   if (!status.ok()) return status;
-  if (status = add_sinks(call, kSink, "head_sink", sink_of_zero_, desc, args); !status.ok()) return status;
+  if (status = add_sinks(call, {kSink, "head_sink", false, sink_of_zero_}, desc, args); !status.ok()) return status;
   args.query = o.query;
   args.key = key;
   args.value = value;

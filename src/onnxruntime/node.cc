@@ -197,12 +197,13 @@ Status add_mask(const char* what, const Tensor& mask, AttentionDesc& desc, Forwa
   return {};
 }
 
-Status add_sinks(Call& call, size_t index, const char* what, bool of_zero, AttentionDesc& desc, ForwardArgs& args) {
+Status add_sinks(Call& call, const SinkInput& input, AttentionDesc& desc, ForwardArgs& args) {
   Tensor given;
-  Status status = call.input(index, given);
-  if (!status.ok() || (!given.given() && !of_zero)) return status;
-  if (given.given() && (given.num_elements() != desc.num_heads || given.dtype > DType::kFloat64)) {
-    return invalid(sentence(what, " is ", words_of(given), ", must be float [", desc.num_heads, "]"));
+  Status status = call.input(input.index, given);
+  if (!status.ok() || (!given.given() && !input.zero_if_missing)) return status;
+  const bool fits = given.num_elements() == desc.num_heads && (input.any_dims || given.ndim == 1);
+  if (given.given() && (!fits || given.dtype > DType::kFloat64)) {
+    return invalid(sentence(input.name, " is ", words_of(given), ", must be float [", desc.num_heads, "]"));
   }
   desc.has_sink_logits = true;
   const DType dtype = desc.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;

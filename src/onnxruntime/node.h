@@ -82,7 +82,13 @@ Status attend(Call& call, Plans& plans, const AttentionDesc& desc, ForwardArgs& 
 // A mask [..., keys]: its four dims, for a desc and a call. `what` names it in errors.
 Status add_mask(const char* what, const Tensor& mask, AttentionDesc& desc, ForwardArgs& args);
 
-// One more logit for each head, from an input of so many floats; where it is not given, 0 or none.
-Status add_sinks(Call& call, size_t index, const char* what, bool of_zero, AttentionDesc& desc, ForwardArgs& args);
+// An input of a logit for each head. `name` tells it in errors.
+struct SinkInput {
+  size_t index;
+  const char* name;
+  bool any_dims;         // else one
+  bool zero_if_missing;  // else there is none
+};
+Status add_sinks(Call& call, const SinkInput& input, AttentionDesc& desc, ForwardArgs& args);
 
 }  // namespace polyhead::onnxruntime

@@ -69,8 +69,7 @@ class Forward {
     int64_t n = 0;
     const KeyRange range = key_range(desc_, args_, s, i);
     for (int64_t j = desc_.sink_keys > 0 ? 0 : range.begin; j < range.end; ++j) {
-      if (j >= desc_.sink_keys && j < range.begin) continue;
-      if (!scores_.visible(s, b, h, i, j)) continue;
+      if (!sees_key(desc_.sink_keys, range, j) || !scores_.visible(s, b, h, i, j)) continue;
       P[n] = scores_.score(scores_.raw(s, b, h, i, j), s, b, h, i, j);  // S
       if (!scores_.hides(P[n])) visible[n++] = j;
     }

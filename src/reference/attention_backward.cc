@@ -122,7 +122,7 @@ class Backward {
 
   bool visible(const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
     const KeyRange range = key_range(desc_, args_.forward, s, i);
-    if (j >= range.end || (j < range.begin && j >= desc_.sink_keys) || !scores_.visible(s, b, h, i, j)) return false;
+    if (!sees_key(desc_.sink_keys, range, j) || !scores_.visible(s, b, h, i, j)) return false;
     return !scores_.program || !scores_.hides(scores_.score(scores_.raw(s, b, h, i, j), s, b, h, i, j));
   }
 

@@ -55,9 +55,8 @@ void end_rows(RowEnds& ends, const Problem& problem, const DecodeTask& task, con
 
 // Of a row with l = 0: whether options leave it a key, so that all it sees has score -inf: exp(-inf + inf), NaN.
 bool sees_only_minus_infinity(const Problem& problem, const DecodeTask& task, const DecodeRow& row) {
-  const Score score(problem, task.sequence, task.b, row.h);
-  const KeyRange range = key_range(problem.band, task.sequence, row.i);
-  return score.leaves_a_key(range, row.i) || score.leaves_a_key({0, sinks_end(problem.band, range)}, row.i);
+  return Score(problem, task.sequence, task.b, row.h)
+      .leaves_a_key(problem.band, key_range(problem.band, task.sequence, row.i), row.i);
 }
 
 // A row's O: the sum of the partial ones, in order of their chunks, divided by l.

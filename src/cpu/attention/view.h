@@ -337,9 +337,7 @@ __attribute__((noinline)) void score_by_program(const HeadOptions& head, const f
 // Of a row with l = 0: whether options leave it a key, so that all it sees has score -inf: exp(-inf + inf), NaN.
 inline bool sees_only_minus_infinity(const HeadOptions& head, const QueryTile& tile, int query) {
   const KeyRange range{tile.ranges.begin[query], tile.ranges.end[query]};
-  const KeyRange sinks{0, tile.ranges.sinks < range.end ? tile.ranges.sinks : range.end};
-  const int64_t i = tile.first_query + query;
-  return head.score.leaves_a_key(range, i) || head.score.leaves_a_key(sinks, i);
+  return head.score.leaves_a_key(head.problem.band, range, tile.first_query + query);
 }
 
 }  // namespace

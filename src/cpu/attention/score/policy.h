@@ -62,9 +62,12 @@ struct Score {
     return (bits(sees(view, key, query / kLanes * kLanes)) >> (query % kLanes) & 1) == 0;
   }
 
-  // Whether options leave query i a key of its range: one whose score is -inf. Of a program's, that hides.
-  bool leaves_a_key(const KeyRange& range, int64_t i) const {
-    if (by_program) return false;
+  // Whether options leave query i a key of its range, or of the sinks beside it: one whose score is -inf. Of a program's,
+  // that hides.
+  bool leaves_a_key(const Band& band, const KeyRange& range, int64_t i) const {
+    return !by_program && (leaves_one_of(range, i) || leaves_one_of({0, sinks_end(band, range)}, i));
+  }
+  bool leaves_one_of(const KeyRange& range, int64_t i) const {
     Options::View view;
     options.look_row(view, i, range.begin);
     for (int64_t k = range.begin; k < range.end; k += kLanes) {
