@@ -21,15 +21,33 @@ _STORED: dict[str, type[np.generic] | str] = {
 }
 
 
-def _dtype(argument: str, name: str) -> np.dtype[Any]:
+def check_name(argument: str, name: str) -> None:
+    """Raises unless there is a format of this name."""
     if name not in _STORED:
         raise _bind.Error(f"{argument} is {name!r}, must be one of {', '.join(_STORED)}")
+
+
+def _dtype(argument: str, name: str) -> np.dtype[Any]:
+    check_name(argument, name)
     dtype = _STORED[name]
     if isinstance(dtype, str):
         from polyhead._weight_files import needs  # what it imports is not for the start-up
 
         dtype = getattr(needs("ml_dtypes", f"{argument} is {name}"), dtype)
     return np.dtype(dtype)
+
+
+def widths(side: str, name: str, dim: int, group: int) -> tuple[int, int]:
+    """How many elements of its array and how many scales (0: it has none) hold `dim` numbers of a head in this format."""
+    if group and (group < 0 or dim % group):
+        raise _bind.Error(f"{side}_group is {group}, must be 0 or divide the head dim {dim}")
+    if name == "int4" and dim % 2:
+        raise _bind.Error(f"the head dim of {side} is {dim}, must be even where {side}_dtype is 'int4'")
+    if name in ("int8", "float8_e4m3", "float8_e5m2", "int4"):
+        return dim // 2 if name == "int4" else dim, dim // group if group else 1
+    if group:
+        raise _bind.Error(f"{side}_group is {group}, but {name} has no scales: leave it 0")
+    return dim, 0
 
 
 class KvCache:
@@ -157,16 +175,10 @@ class KvCache:
             dtype, tokens = _dtype(f"{side}_dtype", name), (num_pages, page_size, num_heads_kv)
             if min(*tokens, dim) < 0:
                 raise _bind.Error(f"the sizes of {side} are {(*tokens, dim)}, must not be negative")
-            if group and (group < 0 or dim % group):
-                raise _bind.Error(f"{side}_group is {group}, must be 0 or divide the head dim {dim}")
-            if name == "int4" and dim % 2:
-                raise _bind.Error(f"the head dim of {side} is {dim}, must be even where {side}_dtype is 'int4'")
-            arrays[side] = np.zeros((*tokens, dim // 2 if name == "int4" else dim), dtype)
-            if dtype.itemsize == 1:
-                groups = dim // group if group else 1
-                arrays[f"{side}_scales"] = np.zeros((*tokens, groups), np.float16 if name == "int4" else np.float32)
-            elif group:
-                raise _bind.Error(f"{side}_group is {group}, but {name} has no scales: leave it 0")
+            numbers, scales = widths(side, name, dim, group)
+            arrays[side] = np.zeros((*tokens, numbers), dtype)
+            if scales:
+                arrays[f"{side}_scales"] = np.zeros((*tokens, scales), np.float16 if name == "int4" else np.float32)
         return cls(**arrays, rotary_dim=rotary_dim, interleaved=interleaved, hadamard=hadamard)
 
     def _arguments(self) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from polyhead.torch._options import (
     PLAIN_DIFFERENTIABLE, Options, align_number, asks_float32, for_backward, kernel_name, normalizer_number,
     offset_pair, origin_tensor, seed_tensor, weights_number, window_pair,
 )  # fmt: skip
+from polyhead.torch._stored import Stored, operands_of
 
 _is_autocast_enabled = torch._C._is_any_autocast_enabled
 _transforms_active = torch._C._are_functorch_transforms_active
@@ -177,8 +178,7 @@ def attention(
         and forward_ad._current_level < 0
     ):
         try:
-            number = 0 if align is None else align_number(align)
-            return _autograd.plain_forward(query, key, value, causal, scale, number)
+            return _autograd.plain_forward(query, key, value, causal, scale, align_number(align))
         except ValueError as error:
             raise _named(error) from None
     _tensors_only(query=query, key=key, value=value)
@@ -194,6 +194,7 @@ def attention(
         sink_logits, normalizer, return_weights, return_column_sums, out_dtype, page_table, sink_keys,
     )  # fmt: skip
     cache = page_table, key_scales, value_scales
+    query, key, value, cache = _read(query, key, value, program, (attn_bias, alibi_slopes, sink_logits), cache)
     inputs = (query, key, value, attn_bias, alibi_slopes, sink_logits, *program.tensors)
     cached = any(each is not None for each in cache)
     if not cached and return_weights and _autograd.differentiates(*inputs):
@@ -205,6 +206,16 @@ def attention(
         out, logsumexp, weights, column_sums = _forward(query, key, value, options)
     asked = ((return_logsumexp, logsumexp), (return_weights, weights), (return_column_sums, column_sums))
     return _with_results(out, asked)
+
+
+def _read(query, key, value, program, added, cache):
+    """query, key, value and cache; what `polyhead.torch.Cache` stores in fewer bytes is dense where that will not do."""
+    if Stored not in (type(key), type(value)):
+        return query, key, value, cache
+    if program is not _NO_PROGRAM or _autograd.differentiates(query, *added):
+        return query, *(x.dense() if isinstance(x, Stored) else x for x in (key, value)), cache
+    query, key, value, *scales = operands_of(query, key, value)
+    return query, key, value, (cache[0], *scales)
 
 
 def _with_results(out, asked):

@@ -122,6 +122,10 @@ def _active():
     return NAME if _installed else None
 
 
+def is_enabled():
+    return _active() == NAME
+
+
 def _activate(name):
     global _installed
     if _IN_REGISTRY:
@@ -172,7 +176,7 @@ def enable() -> None:
     >>> polyhead.torch.disable()
     """
     global _before
-    if _active() == NAME:
+    if is_enabled():
         return
     before = _active()
     try:
@@ -187,7 +191,7 @@ def enable() -> None:
 def disable() -> None:
     """torch's attention is torch's again, or that of the implementation that was active before `enable`."""
     global _before
-    if _active() != NAME:
+    if not is_enabled():
         return
     _restore()
     before, _before = _before, None
@@ -206,7 +210,7 @@ def enabled() -> Iterator[None]:
     >>> with polyhead.torch.enabled():
     ...     out = layer(torch.rand(5, 1, 16))
     """
-    was_enabled = _active() == NAME
+    was_enabled = is_enabled()
     enable()
     try:
         yield
