@@ -10,9 +10,10 @@ transformers = load("transformers") if torch is not None else None
 pytestmark = [needs_torch, pytest.mark.skipif(transformers is None, reason="transformers is not installed")]
 if transformers is not None:
     from transformers import masking_utils
+    from transformers.generation import ContinuousBatchingConfig
 
     import polyhead.torch
-    from polyhead.torch import _transformers
+    from polyhead.torch import _continuous_batching, _transformers
 
     polyhead.torch.register_transformers()
     transformers.logging.set_verbosity_error()
@@ -193,6 +194,50 @@ def test_packed_sequences(name, taken):
         assert all(call["cu_seqlens_k"].tolist() == [0, 7, 11] for call in taken)
 
 
+# -- continuous batching ----------------------------------------------------------------------------------------------
+
+
+def batched(model, prompts, implementation, num_new):
+    """Of prompts that are cut into pieces and packed with others' single tokens, in pages of 4."""
+    model.set_attn_implementation(implementation)
+    result = model.generate_batch(
+        prompts,
+        transformers.GenerationConfig(max_new_tokens=num_new, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(page_size=4, num_blocks=40, max_batch_tokens=16),
+        progress_bar=False,
+    )  # fmt: skip
+    return [result[request].generated_tokens for request in sorted(result)]
+
+
+@pytest.mark.parametrize("name, in_pages", [("llama", 2), ("gemma2", 1), ("gpt_oss", 1)])
+def test_continuous_batching(name, in_pages, monkeypatch):
+    model = make(transformers, name)[0]
+    random, num_new = torch.Generator().manual_seed(3), 6
+    prompts = [torch.randint(3, 99, (n,), generator=random).tolist() for n in (5, 3, 29, 1, 17)]
+    expected = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=num_new, do_sample=False)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+    calls, real = [], _continuous_batching.attention
+    recorded = lambda *tensors, **options: calls.append(options) or real(*tensors, **options)  # noqa: E731
+    monkeypatch.setattr(_continuous_batching, "attention", recorded)
+    monkeypatch.setattr(type(model), "_compatible_flash_implementations", None)  # gpt_oss has a list, of GPUs' kernels
+    assert batched(model, prompts, "polyhead_flash", num_new) == expected
+    layers = [calls[first :: len(model.model.layers)] for first in range(len(model.model.layers))]
+    assert sum(any("page_table" in call for call in layer) for layer in layers) == in_pages
+    assert any(len(call["cu_seqlens_q"]) == 6 for call in calls)  # all of them at once
+    if name == "llama":
+        assert batched(model, prompts, "sdpa", num_new) == expected
+
+
+def test_polyhead_flash_is_polyhead_elsewhere(taken):
+    eager, ours = make(transformers, "llama")
+    arguments, counts = inputs("llama")
+    ours.set_attn_implementation("polyhead_flash")
+    close(ours(**arguments).logits[counts], eager(**arguments).logits[counts])
+    assert len(taken) == 2 and all(call["causal"] for call in taken)
+
+
 # -- the mask ---------------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +301,7 @@ def refused_calls():
     longer = torch.zeros(1, 2, 9, 8)
     starts = torch.tensor([0, 5], dtype=torch.int32)
     module = torch.nn.Module()
+    module.layer_idx = 0
     call = _transformers._attention
     two = x.expand(2, -1, -1, -1)
     return [
@@ -266,6 +312,10 @@ def refused_calls():
         ),
         (lambda: call(module, x, x, x, None, head_mask=torch.ones(2)), NotImplementedError, "Module gives head_mask"),
         (lambda: call(module, x, x, x, None, unheard_of=1.0), NotImplementedError, "Module gives unheard_of"),
+        (
+            lambda: call(module, x, x, x, None, cache=transformers.DynamicCache()), NotImplementedError,
+            "cache is a DynamicCache, must be the one that generate_batch makes",
+        ),
         (lambda: call(module, x, longer, longer, None), ValueError, "attention_mask is None, must say where 5 causal"),
         (
             lambda: call(module, x, x, x, None, is_causal=False, sliding_window=3), ValueError,

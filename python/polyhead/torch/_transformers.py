@@ -10,27 +10,33 @@ import inspect
 import torch
 
 from polyhead import Error
+from polyhead.torch import _continuous_batching
 from polyhead.torch._attention import attention
 from polyhead.torch._mask import band
 
 # What models hand down to every layer and what says nothing about the attention that query, key, value and mask do not.
 SAYS_NOTHING_MORE = frozenset({
     "cache_params", "cache_position", "deterministic", "grid_thw", "image_grid_thw", "image_position_ids",
-    "image_sizes", "input_features", "input_features_mask", "input_ids", "inputs_embeds", "labels", "logits_to_keep",
-    "max_length_k", "max_length_q", "max_seqlen", "mm_encoder_outputs", "mm_token_type_ids", "num_items_in_batch",
-    "output_hidden_states", "output_router_logits", "padding_cache", "past_key_value", "past_key_values", "pixel_mask",
-    "pixel_values", "pixel_values_videos", "position_embeddings", "position_ids", "return_dict", "seq_idx",
-    "token_type_ids", "use_cache", "video_grid_thw", "video_position_ids",
+    "image_sizes", "input_features", "input_features_mask", "input_ids", "inputs_embeds", "labels", "logits_indices",
+    "logits_processor_args", "logits_to_keep", "max_length_k", "max_length_q", "max_seqlen", "mm_encoder_outputs",
+    "mm_token_type_ids", "num_items_in_batch", "output_hidden_states", "output_router_logits", "padding_cache",
+    "past_key_value", "past_key_values", "pixel_mask", "pixel_values", "pixel_values_videos", "position_embeddings",
+    "position_ids", "return_dict", "seq_idx", "token_type_ids", "use_cache", "video_grid_thw", "video_position_ids",
 })  # fmt: skip
 
 
 def register_transformers() -> None:
-    """Makes ``attn_implementation="polyhead"`` work in Hugging Face transformers.
+    """Makes ``attn_implementation="polyhead"`` work in Hugging Face transformers, and "polyhead_flash".
 
     Models of all kinds that take their attention from transformers' interface: padding on either side, grouped heads,
-    sliding windows, soft caps, attention sinks, caches, dropout in training, packed sequences. ``output_attentions=True`` returns the
-    weights. Causal, windowed, padded and packed masks are not spelled out as matrices, unless a model's own code looks
-    into them, wants the weights or is compiled. A query that sees no key (left padding) gets 0.
+    sliding windows, soft caps, attention sinks, caches, dropout in training, packed sequences.
+    ``output_attentions=True`` returns the weights. Causal, windowed, padded and packed masks are not spelled out as
+    matrices, unless a model's own code looks into them, wants the weights or is compiled. A query that sees no key (in
+    left padding) gets 0.
+
+    "polyhead_flash" is the same under a name that ``generate_batch``, continuous batching, takes: it wants a "flash" in
+    it. There keys and values are read in the pages of its cache, where they lie, without the matrix of a mask;
+    those of sliding layers are gathered first, which its cache does.
 
     An argument that means something else (masks of heads, ...) raises NotImplementedError naming it.
 
@@ -49,8 +55,10 @@ def register_transformers() -> None:
 
     if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
         raise ImportError(f"transformers {__version__} is too old: its requests for masks have no q_offset")
-    AttentionInterface.register("polyhead", _attention)
-    AttentionMaskInterface.register("polyhead", _mask)
+    for name in ("polyhead", _continuous_batching.NAME):
+        AttentionInterface.register(name, _attention)
+        AttentionMaskInterface.register(name, _mask)
+    _continuous_batching.tell_transformers()
 
 
 class BandMask(torch.Tensor):
@@ -188,7 +196,8 @@ def _mask(
 
 def _attention(
     module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, position_bias=None,
-    sliding_window=None, softcap=None, s_aux=None, output_attentions=False, cu_seq_lens_q=None, cu_seq_lens_k=None, **others,
+    sliding_window=None, softcap=None, s_aux=None, output_attentions=False, cu_seq_lens_q=None, cu_seq_lens_k=None,
+    cache=None, read_index=None, write_index=None, **others,
 ):  # fmt: skip
     """Transformers' request for attention: query [B, H, Sq, D], key [B, G, Sk, D], value [B, G, Sk, Dv].
 
@@ -197,6 +206,12 @@ def _attention(
     for name, given in others.items():
         if name not in SAYS_NOTHING_MORE and given is not None and given is not False:
             raise NotImplementedError(f"{type(module).__name__} gives {name}, which attention 'polyhead' does not know")
+    if cache is not None:
+        options = {"scale": scaling, "softcap": softcap or 0.0, "sink_logits": s_aux}
+        if sliding_window is not None:
+            options["window"] = (sliding_window - 1, -1)
+        indices = cu_seq_lens_q, cu_seq_lens_k, read_index, write_index
+        return _continuous_batching.paged(module.layer_idx, query, key, value, cache, *indices, options), None
     if query.shape[0] == 1:  # queries that are learned have no batch of their own
         query = query.expand(key.shape[0], -1, -1, -1)
     tensors = tuple(x.transpose(1, 2) for x in (query, key, value))
