@@ -56,7 +56,8 @@ struct AttentionBlockDesc {
 
 struct AttentionBlockForwardArgs {
   /// query is x. key and value: not given, x (normed, if norm comes first) attends to itself; else both are given.
-  /// residual is not given: it is x. Reserve and workspace are the block's. No caches, and no steps.
+  /// residual is not given: it is x. Reserve and workspace are the block's. No key_cache, value_cache or step; with
+  /// layer.cache, whose keys come as a layer's do: slots without key and value store those of x.
   /// Unlike the layer's, padding of x and of grad_out must hold finite numbers: gamma and beta get gradients from all rows.
   LayerForwardArgs layer = {};
   NormWeights norm = {};

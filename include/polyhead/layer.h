@@ -19,6 +19,8 @@
 //   Status status = layer->forward(args);
 //
 // Training: forward with a reserve, then backward_data, then backward_weights, each with the same `forward` arguments.
+// Decoding: `step` on caches of one length, or LayerDesc::cache: pages, any stored format, rotary positions, several tokens a
+// call.
 #pragma once
 
 #include <cstddef>
@@ -29,6 +31,7 @@
 
 #include "polyhead/api.h"
 #include "polyhead/attention.h"
+#include "polyhead/cache.h"
 #include "polyhead/executor.h"
 #include "polyhead/status.h"
 #include "polyhead/tensor.h"
@@ -41,7 +44,7 @@ struct LayerDesc {
   int64_t beam = 1;      ///< beams of query and out, at least 1
   int64_t beam_kv = 1;   ///< beams of key and value: 1 (all beams of query share them) or `beam` (each has its own)
   int64_t seqlen_q = 0;  ///< time steps of query and out; shorter sequences by attention.has_seqlens_q
-  int64_t seqlen_k = 0;  ///< time steps of key and value; of the cache, where one is used
+  int64_t seqlen_k = 0;  ///< time steps of key and value; of the cache, where one is used: what a sequence has room for
 
   int64_t num_heads = 1;
   int64_t num_heads_kv = 1;  ///< divides num_heads; query head h reads h / (num_heads / num_heads_kv)
@@ -62,6 +65,16 @@ struct LayerDesc {
   double output_dropout_p = 0;    ///< 0..1: dropout after the output's bias, before the residual; in training only
   bool has_windows = false;       ///< window_lo and window_hi [seqlen_q] come with each call
   DType dtype = DType::kFloat32;  ///< of all tensors and weights: float32, bfloat16, float16, float64
+
+  /// Keys and values live in a cache's pages (polyhead/cache.h): they are projected, turned and stored as they come, a query
+  /// turns likewise, and attention reads the pages. Inference alone. num_heads_kv, head_dim and head_dim_v are the layer's;
+  /// key_dtype and value_dtype are `dtype` (not float64), or one that has scales. seqlen_k is a multiple of page_size. One
+  /// beam: beams are sequences of the batch, which may share pages. seqlens_k comes with each call, and
+  /// LayerForwardArgs::cache.
+  std::optional<KvCacheDesc> cache = {};
+  /// With a cache, time steps of key and value in a call that gives them. 0: seqlen_q, they are the tokens of query. Else
+  /// tokens of another sequence, without rotary positions: those of an encoder, which one call stores and all read.
+  int64_t seqlen_new = 0;
 
   /// Its options: scale, softcap, causal, window, align, query_offset(s), attn_mask and attn_bias (the same for all
   /// beams), ALiBi, lengths, dropout_p (in training only), return_weights. Its sizes and dtype are set by the layer;
@@ -115,6 +128,19 @@ struct LayerWeights {
   Tensor& operator[](WeightKind kind) { return const_cast<Tensor&>(std::as_const(*this)[kind]); }
 };
 
+/// What a call of a layer with desc.cache is given besides. seqlens_k, given with it, counts each sequence's keys, those of this
+/// call included. With align kBottomRight the last query stands on the last of them.
+struct LayerCacheArgs {
+  KvTensors pool = {};     ///< as KvCache::tensors has it
+  Tensor page_table = {};  ///< [batch, seqlen_k / page_size], int32 or int64, as in ForwardArgs
+  /// [batch, seqlen_new, or seqlen_q where that is 0], int32 or int64: where each token of key and value goes; -1: nowhere.
+  /// No slot twice. Given if key and value are; without all three the pages are read as they are.
+  Tensor slots = {};
+  Tensor positions = {};  ///< [batch, seqlen_q], int32 or int64: rows of cos and sin. Given if cache.rotary_dim > 0
+  Tensor cos = {};        ///< [positions, rotary_dim / 2], float32. Given likewise
+  Tensor sin = {};        ///< the same of the sines
+};
+
 /// The tensors of one forward call, all of desc.dtype unless told. Vectors are innermost; batch, beam and time may lie in
 /// any order in memory, as the strides tell. A tensor without its beam dim counts as one with a single beam; without
 /// one, lengths and offsets are those of every beam. Outputs must not overlap themselves, each other or an input.
@@ -160,6 +186,11 @@ struct LayerForwardArgs {
   /// (attention to another sequence). Masks, windows and lengths are those of the whole, and so is what a program is told:
   /// its q is `step`; one that reads q or offset captures 7 tensors at most. -1: all steps, as above.
   int64_t step = -1;
+
+  /// With desc.cache: query are seqlen_q new time steps, or the first seqlens_q of them, behind which slots and positions
+  /// are not looked at either (slots, if seqlen_new is 0). Tokens that come at most 12 a call have the bits of one by one;
+  /// more are summed in another order. On an error no page has been written.
+  LayerCacheArgs cache = {};
 
   void* reserve =
       nullptr;  ///< null: inference. Else at least Layer::reserve_bytes(), aligned to 64: what backward needs

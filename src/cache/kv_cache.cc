@@ -6,7 +6,8 @@
 #include <new>
 #include <vector>
 
-#include "cache/place.h"
+#include "cache/append.h"
+#include "cache/heads.h"
 #include "contract/operands.h"
 #include "contract/sequences.h"
 #include "core/dtype.h"
@@ -85,126 +86,37 @@ KvTensors shaped(const KvCacheDesc& d) {
           scales(d.key_dtype, d.key_group, d.head_dim), scales(d.value_dtype, d.value_group, d.head_dim_v)};
 }
 
-struct PoolTensor {
-  const char* name;
-  Tensor KvTensors::*tensor;
-  const char* columns;  // the name of its last dim
-};
-constexpr PoolTensor kPool[] = {{"pool.key", &KvTensors::key, "head_dim"},
-                                {"pool.value", &KvTensors::value, "head_dim_v"},
-                                {"pool.key_scales", &KvTensors::key_scales, "head_dim / key_group"},
-                                {"pool.value_scales", &KvTensors::value_scales, "head_dim_v / value_group"}};
+constexpr Tensor KvTensors::*kPool[] = {&KvTensors::key, &KvTensors::value, &KvTensors::key_scales,
+                                        &KvTensors::value_scales};
 
 // The pool, whose tokens are written (kGradient: any strides whose elements lie apart) or read.
 Status add_pool(Operands& operands, Role role, const KvCacheDesc& d, const KvTensors& pool) {
-  const KvTensors expected = shaped(d);
-  for (const PoolTensor& each : kPool) {
-    const Tensor &t = pool.*each.tensor, &e = expected.*each.tensor;
-    if (!e.given() && t.given()) return invalid(sentence(each.name, " is given, but the cache's dtype has no scales"));
-    if (!e.given()) continue;
-    const OperandShape shape(e.dtype, {{"num_pages", e.dims[0]},
-                                       {"page_size", e.dims[1]},
-                                       {"num_heads_kv", e.dims[2]},
-                                       {e.dtype == DType::kInt4x2 ? "half of the head dim" : each.columns, e.dims[3]}});
-    if (Status status = operands.add(role, each.name, t, shape); !status.ok()) return status;
+  for (const PoolOperand& each : pool_operands(d)) {
+    const Tensor& t = pool.*each.tensor;
+    const bool expected = each.shape.ndim > 0;
+    if (!expected && t.given()) return invalid(sentence(each.name, " is given, but ", kNoScales));
+    if (!expected) continue;
+    if (Status status = operands.add(role, each.name, t, each.shape); !status.ok()) return status;
   }
   return {};
-}
-
-Place keys_of(const KvCacheDesc& d, const KvTensors& pool) {
-  return {pool.key, d.page_size, pool.key_scales.given() ? &pool.key_scales : nullptr};
-}
-Place values_of(const KvCacheDesc& d, const KvTensors& pool) {
-  return {pool.value, d.page_size, pool.value_scales.given() ? &pool.value_scales : nullptr};
 }
 
 using Numbers = std::vector<int64_t>;
 
-// The elements of [n], each least to most; read once.
-Status read_numbers(const char* name, const Tensor& t, int64_t least, int64_t most, const char* of_what, Numbers* out) {
-  out->reserve(static_cast<size_t>(t.dims[0]));
-  for (int64_t i = 0; i < t.dims[0]; ++i) {
-    const int64_t number = integer_at(t, i);
-    if (number < least || number > most) {
-      return invalid(sentence(name, "[", i, "] is ", number, ", must be ", least, " to ", most, ": ", of_what));
-    }
-    out->push_back(number);
-  }
-  return {};
+Status read_all(const char* name, const Tensor& t, const NumberRange& range, Numbers* out) {
+  out->resize(static_cast<size_t>(t.dims[0]));
+  return read_numbers(name, -1, t, t.dims[0], range, out->data());
 }
 
-Status read_slots(const KvCacheDesc& d, const char* name, const Tensor& t, bool may_skip, Numbers* out) {
-  return read_numbers(name, t, may_skip ? -1 : 0, d.num_pages * d.page_size - 1,
-                      may_skip ? "-1 is nowhere, else a slot of the cache" : "the slots of the cache", out);
+// Of tokens that there must be, to be read or written.
+Status read_slots(const KvCacheDesc& d, const char* name, const Tensor& t, Numbers* out) {
+  NumberRange range = slot_range(d);
+  range.least = 0, range.of_what = "the slots of the cache";
+  return read_all(name, t, range, out);
 }
 
-Status check_distinct(const char* name, const Numbers& slots) {
-  Numbers sorted = slots;
-  std::sort(sorted.begin(), sorted.end());
-  const auto first = std::upper_bound(sorted.begin(), sorted.end(), int64_t{-1});
-  const auto twice = std::adjacent_find(first, sorted.end());
-  if (twice == sorted.end()) return {};
-  return invalid(sentence(name, " holds ", *twice, " twice: a slot takes one token"));
-}
-
-// What is done to each head of key and query.
-class Turn {
- public:
-  Turn(const KvCacheDesc& desc, const KvAppendArgs& args, const Numbers& positions)
-      : desc_(desc), args_(args), positions_(positions) {}
-
-  void operator()(int64_t token, float* x) const {
-    if (desc_.rotary_dim > 0) rotate(positions_[static_cast<size_t>(token)], x);
-    if (desc_.hadamard) hadamard(x);
-  }
-
- private:
-  void rotate(int64_t position, float* x) const {
-    const int64_t pairs = desc_.rotary_dim / 2;
-    const int64_t step = desc_.interleaved ? 2 : 1, other = desc_.interleaved ? 1 : pairs;
-    const auto* const c = static_cast<const float*>(args_.cos.data) + position * args_.cos.strides[0];
-    const auto* const s = static_cast<const float*>(args_.sin.data) + position * args_.sin.strides[0];
-    for (int64_t p = 0; p < pairs; ++p) {
-      const float cosine = c[p * args_.cos.strides[1]], sine = s[p * args_.sin.strides[1]];
-      float &first = x[p * step], &second = x[p * step + other];
-      const float turned = first * cosine - second * sine;
-      second = first * sine + second * cosine;
-      first = turned;
-    }
-  }
-
-  // The fast Walsh-Hadamard transform.
-  void hadamard(float* x) const {
-    const int64_t dim = desc_.head_dim;
-    for (int64_t half = 1; half < dim; half *= 2) {
-      for (int64_t block = 0; block < dim; block += 2 * half) {
-        for (int64_t d = block; d < block + half; ++d) {
-          const float a = x[d], b = x[d + half];
-          x[d] = a + b;
-          x[d + half] = a - b;
-        }
-      }
-    }
-    const float scale = 1 / std::sqrt(static_cast<float>(dim));
-    for (int64_t d = 0; d < dim; ++d) x[d] *= scale;
-  }
-
-  const KvCacheDesc& desc_;
-  const KvAppendArgs& args_;
-  const Numbers& positions_;
-};
-
-// Calls work(token, x) for all tokens, x being memory for `dim` numbers.
-template <class Work>
-Status for_each_token(Executor* executor, int64_t tokens, int64_t dim, const Work& work) {
-  constexpr int64_t kTokens = 16;  // of a task
-  const Run run(executor != nullptr ? *executor : default_executor());
-  std::vector<float> memory(static_cast<size_t>(run.num_threads) * static_cast<size_t>(dim));
-  run_tasks(run, pieces(tokens, kTokens), [&](int64_t task, int lane) {
-    float* const x = memory.data() + lane * dim;
-    for (int64_t i = task * kTokens; i < std::min(tokens, (task + 1) * kTokens); ++i) work(i, x);
-  });
-  return {};
+Status check_each_once(const char* name, Numbers slots) {
+  return check_distinct(name, slots.data(), static_cast<int64_t>(slots.size()));
 }
 
 Status check_tables(Operands& operands, const KvCacheDesc& d, const KvAppendArgs& args, int64_t tokens) {
@@ -246,13 +158,33 @@ Status check_append(const KvCacheDesc& d, const KvTensors& pool, const KvAppendA
 
 }  // namespace
 
+std::array<PoolOperand, 4> pool_operands(const KvCacheDesc& d) {
+  static constexpr const char* kNames[][2] = {{"pool.key", "head_dim"},
+                                              {"pool.value", "head_dim_v"},
+                                              {"pool.key_scales", "head_dim / key_group"},
+                                              {"pool.value_scales", "head_dim_v / value_group"}};
+  const KvTensors expected = shaped(d);
+  std::array<PoolOperand, 4> operands;
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const Tensor& e = expected.*kPool[i];
+    operands[i].name = kNames[i][0];
+    operands[i].tensor = kPool[i];
+    if (!e.given()) continue;
+    const char* const columns = e.dtype == DType::kInt4x2 ? "half of the head dim" : kNames[i][1];
+    operands[i].shape = OperandShape(
+        e.dtype,
+        {{"num_pages", e.dims[0]}, {"page_size", e.dims[1]}, {"num_heads_kv", e.dims[2]}, {columns, e.dims[3]}});
+  }
+  return operands;
+}
+
 Result<KvCache> kv_cache(const KvCacheDesc& desc) try {
   if (Status status = check_desc(desc); !status.ok()) return status;
   KvCache cache(desc);
   const KvTensors pool = shaped(desc);
   MemoryMap map;
   for (size_t i = 0; i < std::size(kPool); ++i) {
-    const Tensor& t = pool.*kPool[i].tensor;
+    const Tensor& t = pool.*kPool[i];
     if (t.given()) cache.at_[i] = map.take({t.dims[0], t.dims[1], t.dims[2], t.dims[3]}, dtype_size_bytes(t.dtype));
   }
   if (!map.fits() || !(MemorySize(desc.num_pages) * desc.page_size).fits()) {
@@ -269,7 +201,7 @@ Result<KvCache> kv_cache(const KvCacheDesc& desc) try {
 KvTensors KvCache::tensors(void* buffer) const {
   KvTensors pool = shaped(desc_);
   for (size_t i = 0; i < std::size(kPool); ++i) {
-    Tensor& t = pool.*kPool[i].tensor;
+    Tensor& t = pool.*kPool[i];
     if (t.given()) t.data = static_cast<char*>(buffer) + at_[i];
   }
   return pool;
@@ -278,33 +210,22 @@ KvTensors KvCache::tensors(void* buffer) const {
 Status KvCache::append(const KvTensors& pool, const KvAppendArgs& args) const try {
   if (Status status = check_append(desc_, pool, args); !status.ok()) return status;
   Numbers slots, positions;
-  if (Status status = read_slots(desc_, "slots", args.slots, true, &slots); !status.ok()) return status;
-  if (Status status = check_distinct("slots", slots); !status.ok()) return status;
-  if (desc_.rotary_dim > 0) {
-    Status status = read_numbers("positions", args.positions, 0, args.cos.dims[0] - 1, "the rows of cos", &positions);
+  if (Status status = read_all("slots", args.slots, slot_range(desc_), &slots); !status.ok()) return status;
+  if (Status status = check_each_once("slots", slots); !status.ok()) return status;
+  const bool rotary = desc_.rotary_dim > 0;
+  if (rotary) {
+    Status status = read_all("positions", args.positions, position_range(args.cos), &positions);
     if (!status.ok()) return status;
   }
-  const Turn turn(desc_, args, positions);
-  const Place key = keys_of(desc_, pool), value = values_of(desc_, pool);
-  const Place new_key{args.key}, new_value{args.value}, query{args.query}, query_out{args.query_out};
-  const int64_t num_heads = args.query.given() ? query.heads() : 0;
-  const auto write = [&](int64_t token, float* x) {
-    for (int64_t h = 0; h < num_heads; ++h) {
-      load(query, token, h, x);
-      turn(token, x);
-      store(x, query_out, token, h);
-    }
-    const int64_t slot = slots[static_cast<size_t>(token)];
-    for (int64_t h = 0; h < desc_.num_heads_kv && slot >= 0; ++h) {
-      load(new_key, token, h, x);
-      turn(token, x);
-      store(x, key, slot, h);
-      load(new_value, token, h, x);
-      store(x, value, slot, h);
-    }
-  };
-  return for_each_token(args.executor, static_cast<int64_t>(slots.size()), std::max(desc_.head_dim, desc_.head_dim_v),
-                        write);
+  const Heads key{args.key}, value{args.value}, query{args.query}, query_out{args.query_out};
+  NewTokens tokens{static_cast<int64_t>(slots.size()), slots.data(), rotary ? positions.data() : nullptr, &args.cos,
+                   &args.sin};
+  tokens.key = &key, tokens.value = &value;
+  if (args.query.given()) tokens.query = &query, tokens.query_out = &query_out;
+  const Run run(args.executor != nullptr ? *args.executor : default_executor());
+  std::vector<float> memory(static_cast<size_t>(run.num_threads * longest_head(desc_)));
+  polyhead::append(desc_, pool, tokens, memory.data(), run);
+  return {};
 } catch (const std::bad_alloc&) {
   return out_of_memory();
 }
@@ -316,14 +237,14 @@ Status KvCache::copy(const KvTensors& pool, const Tensor& from, const Tensor& to
   if (status.ok()) status = operands.add(Role::kInput, "to", to, integers(n));
   if (status.ok()) status = add_pool(operands, Role::kGradient, desc_, pool);
   Numbers sources, targets;
-  if (status.ok()) status = read_slots(desc_, "from", from, false, &sources);
-  if (status.ok()) status = read_slots(desc_, "to", to, false, &targets);
-  if (status.ok()) status = check_distinct("to", targets);
+  if (status.ok()) status = read_slots(desc_, "from", from, &sources);
+  if (status.ok()) status = read_slots(desc_, "to", to, &targets);
+  if (status.ok()) status = check_each_once("to", targets);
   if (!status.ok()) return status;
-  for (const PoolTensor& each : kPool) {
-    const Tensor& t = pool.*each.tensor;
+  for (Tensor KvTensors::*const each : kPool) {
+    const Tensor& t = pool.*each;
     if (!t.given()) continue;
-    const Place place{t, desc_.page_size};
+    const Heads place{t, desc_.page_size};
     const size_t element = dtype_size_bytes(t.dtype);
     const int64_t columns = t.dims[3];
     std::vector<char> staged(sources.size() * static_cast<size_t>(t.dims[2] * columns) * element);
@@ -352,7 +273,7 @@ Status KvCache::read(const KvTensors& pool, const Tensor& slots, const Tensor& k
   if (status.ok()) status = add_pool(operands, Role::kInput, desc_, pool);
   const struct {
     const char* name;
-    Place from;
+    Heads from;
     const Tensor& to;
     Dim dim;
   } parts[] = {{"key", keys_of(desc_, pool), key, {"head_dim", desc_.head_dim}},
@@ -362,9 +283,9 @@ Status KvCache::read(const KvTensors& pool, const Tensor& slots, const Tensor& k
     status = operands.add(Role::kGradient, part.name, part.to, of_any_float(part.to, {n, heads, part.dim}));
   }
   Numbers from;
-  if (status.ok()) status = read_slots(desc_, "slots", slots, false, &from);
+  if (status.ok()) status = read_slots(desc_, "slots", slots, &from);
   if (!status.ok()) return status;
-  std::vector<float> x(static_cast<size_t>(std::max(desc_.head_dim, desc_.head_dim_v)));
+  std::vector<float> x(static_cast<size_t>(longest_head(desc_)));
   for (const auto& part : parts) {
     if (!part.to.given()) continue;
     for (size_t i = 0; i < from.size(); ++i) {

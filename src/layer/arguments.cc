@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cache/append.h"
 #include "contract/attention_operands.h"
 #include "layer/call_checks.h"
 
@@ -24,7 +25,8 @@ Tensor of_all_beams(const Tensor& t, int64_t beams) {
 
 Dim time_steps(const LayerState& s, Pass pass, int i) {
   if (pass == Pass::kOneStep) return {"one step,", 1};
-  return {i == kQuery ? "seqlen_q" : "seqlen_k", s.projections[i].steps};
+  const char* const of_keys = s.desc.seqlen_new > 0 ? "seqlen_new" : s.desc.cache ? "seqlen_q" : "seqlen_k";
+  return {i == kQuery ? "seqlen_q" : of_keys, s.projections[i].steps};
 }
 
 // Query, key or value, or its gradient.
@@ -104,6 +106,35 @@ void expect_outputs(const LayerState& s, Pass pass, StepList* list) {
   list->expected.push_back(e);
 }
 
+// What a call on a cache is given, or refused.
+void expect_cache(const LayerState& s, StepList* list) {
+  const KvCacheDesc none, &cache = s.desc.cache ? *s.desc.cache : none;
+  const Dim batch{"batch", s.desc.batch}, pairs{"rotary_dim / 2", cache.rotary_dim / 2};
+  const auto add = [&](int argument, const char* name, const OperandShape& shape, const char* refusal) -> Expected& {
+    Expected& e = list->expected.emplace_back(s.desc.cache ? expect(argument, name, shape) : refuse(argument, name));
+    e.refusal = s.desc.cache ? refusal : "the layer has no cache";
+    return e;
+  };
+  const auto numbers = [&](bool asked, const Dim& steps) {
+    OperandShape shape(DType::kInt64, {batch, steps});
+    shape.takes = OperandShape::Takes::kInt32OrInt64;
+    return asked ? shape : OperandShape();
+  };
+  add(kArgPageTable, "page_table", attention_operand(&ForwardArgs::page_table).shape(s.asked), "");
+  Expected& slots = add(kArgSlots, "slots", numbers(true, time_steps(s, Pass::kInference, kKey)), "");
+  if (s.desc.cache) slots.kind = Expected::Kind::kOptional;
+  const bool turns = cache.rotary_dim > 0;
+  add(kArgPositions, "positions", numbers(turns, time_steps(s, Pass::kInference, kQuery)), "rotary_dim is 0");
+  const OperandShape table(DType::kFloat32, {{"positions", 0}, pairs});
+  for (const auto& [argument, name] : {std::pair{kArgCos, "cos"}, std::pair{kArgSin, "sin"}}) {
+    add(argument, name, turns ? table : OperandShape(), "rotary_dim is 0").rows_of = kArgCos;
+  }
+  int argument = kArgPoolKey;
+  for (const PoolOperand& each : pool_operands(cache)) {
+    add(argument++, each.name, each.shape, kNoScales).role = Role::kGradient;  // written; any strides
+  }
+}
+
 void expect_caches(const LayerState& s, Pass pass, StepList* list) {
   for (const int i : {kKey, kValue}) {
     const Projection& p = s.projections[i];
@@ -116,6 +147,9 @@ void expect_caches(const LayerState& s, Pass pass, StepList* list) {
         expect(i == kKey ? kArgKeyCache : kArgValueCache, i == kKey ? "key_cache" : "value_cache", shape));
     e.role = Role::kOutput;
     e.kind = pass == Pass::kInference ? Expected::Kind::kOptional : Expected::Kind::kRequired;
+    if (!s.desc.cache) continue;
+    e.kind = Expected::Kind::kRefused;
+    e.refusal = "the pages of desc.cache hold keys and values";
   }
 }
 
@@ -170,6 +204,15 @@ Call call_of(const LayerDesc& desc, const LayerForwardArgs& args) {
   to[kArgKeyCache] = with_beam(args.key_cache, 5);
   to[kArgValueCache] = with_beam(args.value_cache, 5);
   set_memory(args, &call);
+  to[kArgPoolKey] = args.cache.pool.key;
+  to[kArgPoolValue] = args.cache.pool.value;
+  to[kArgPoolKeyScales] = args.cache.pool.key_scales;
+  to[kArgPoolValueScales] = args.cache.pool.value_scales;
+  to[kArgPageTable] = args.cache.page_table;
+  to[kArgSlots] = args.cache.slots;
+  to[kArgPositions] = args.cache.positions;
+  to[kArgCos] = args.cache.cos;
+  to[kArgSin] = args.cache.sin;
   call.step = args.step;
   call.dropouts = {{{"dropout", desc.attention.dropout_p, args.dropout_seed, args.dropout_offset, desc.beam},
                     {"output_dropout", desc.output_dropout_p, args.output_dropout_seed, args.output_dropout_offset}}};
@@ -199,13 +242,15 @@ void expect_arguments(const LayerState& s, Pass pass, const NormBlock* block, St
   };
   for (int i = kQuery; i <= kValue; ++i) {
     Expected& e = list->expected.emplace_back(input(s, pass, i, kArgQuery + i, kInputNames[i]));
-    if (i != kQuery && (block != nullptr || pass == Pass::kOneStep)) e.kind = Expected::Kind::kOptional;
+    const bool may_lack = block != nullptr || pass == Pass::kOneStep || s.desc.cache;
+    if (i != kQuery && may_lack) e.kind = Expected::Kind::kOptional;
   }
   if (block == nullptr) expect_residual(s, pass, list);
   norm(Role::kInput, kArgGamma);
   expect_parameters(s, is_backward(pass) ? ParameterUse::kBackward : ParameterUse::kForward, list);
   expect_options(s, list);
   expect_captures(s, false, list);
+  expect_cache(s, list);
   if (!is_backward(pass)) {
     expect_outputs(s, pass, list);
     if (block == nullptr && pass != Pass::kTraining) expect_caches(s, pass, list);

@@ -31,6 +31,7 @@ enum Argument : int {
   kArgProbabilities,
   kArgKeyCache,
   kArgValueCache,
+  kArgSlots,
   kArgGradOut,
   kArgGradQuery,
   kArgGradKey,
@@ -42,9 +43,18 @@ enum Argument : int {
   kArgGradWeights = kArgGradCaptures + Program::kMostCaptures,
   kArgGradGamma = kArgGradWeights + kNumWeightKinds,
   kArgGradBeta,
+  kNumInSets,  // of those behind no set is asked for
+  kArgPoolKey = kNumInSets,
+  kArgPoolValue,
+  kArgPoolKeyScales,
+  kArgPoolValueScales,
+  kArgPageTable,
+  kArgPositions,
+  kArgCos,
+  kArgSin,
   kNumArguments,
 };
-static_assert(kNumArguments <= kMaxArguments);
+static_assert(kNumInSets <= kMostInSets && kNumArguments <= kMaxArguments);
 
 constexpr ArgumentSet only(int argument) { return ArgumentSet{1} << argument; }
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/sentence.h"
+#include "layer/append_steps.h"
 #include "layer/arguments.h"
 #include "layer/call_checks.h"
 #include "layer/fingerprint.h"
@@ -24,8 +25,10 @@ struct AttentionBlockState : NormBlock {
 
 void AttentionBlockState::emit_inner(Pass pass, const InnerPlaces& f, Memory& workspace, Memory& reserve,
                                      std::vector<Step>* steps) const {
-  const auto self_or = [](const Place& place, int argument) {
-    return place.unless_given(kArgKey, argument, Place::View::kWhole);
+  // On a cache what has no slots is not stored.
+  const ArgumentSet stored = parts->desc.cache ? only(kArgSlots) : 0;
+  const auto self_or = [&](const Place& place, int argument) {
+    return (stored != 0 ? place.only_for(stored) : place).unless_given(kArgKey, argument, Place::View::kWhole);
   };
   LayerPlaces places = {{f.in, self_or(f.in, kArgKey), self_or(f.in, kArgValue)},
                         f.residual,
@@ -39,12 +42,14 @@ void AttentionBlockState::emit_inner(Pass pass, const InnerPlaces& f, Memory& wo
   steps->emplace_back(PointwiseStep{f.grad_in, f.grad_in, add});
 }
 
-Status AttentionBlockState::check(Pass, const Call& call) const {
+Status AttentionBlockState::check(Pass pass, const Call& call) const {
   const auto given = [&](int argument) { return call.tensors[argument].given(); };
-  if (call.step != -1 || given(kArgKeyCache) || given(kArgValueCache)) {
-    return invalid("a step or a cache is given: a block has neither");
+  if (given(kArgKeyCache) || given(kArgValueCache)) {
+    return invalid("key_cache or value_cache is given: a block has neither, but desc.layer.cache");
   }
   if (given(kArgResidual)) return invalid("layer.residual is given: a block adds its query");
+  if (desc.layer.cache) return check_call_on_cache(desc.layer, true, pass, call);
+  if (call.step != -1) return invalid("a step is given: a block takes none, but desc.layer.cache");
   if (given(kArgKey) != given(kArgValue)) {
     return invalid(sentence("layer.", given(kArgKey) ? "value" : "key",
                             " is missing: give key and value, or neither for self-attention"));
@@ -99,7 +104,8 @@ Result<AttentionBlock> attention_block(const AttentionBlockDesc& desc, const Pla
   s.batch = desc.layer.batch, s.beam = desc.layer.beam, s.seqlen = desc.layer.seqlen_q;
   s.size = s.pre() ? desc.layer.query_size : out_size;
   s.fingerprint = fingerprint_of(desc, s.asked);
-  const Status status = make_lists(s, {Pass::kTraining, Pass::kInference, Pass::kBackward});
+  const Status status = desc.layer.cache ? make_lists(s, {Pass::kInference})
+                                         : make_lists(s, {Pass::kTraining, Pass::kInference, Pass::kBackward});
   if (!status.ok()) return status;
   AttentionBlock made;
   made.state_ = std::move(state);

@@ -79,6 +79,12 @@ struct Captured {
 // The forward call of attention on beam n, of one step of decoding or of all, without a workspace.
 ForwardArgs forward_args(const AttentionStep& step, const Call& call, int64_t n, Captured& captured) {
   ForwardArgs one = beam_args(step, call, n);
+  if (!step.key.somewhere()) {
+    one.key = call.tensors[kArgPoolKey];
+    one.value = call.tensors[kArgPoolValue];
+    one.key_scales = call.tensors[kArgPoolKeyScales];
+    one.value_scales = call.tensors[kArgPoolValueScales];
+  }
   if (step.asked == nullptr) return one;
   stand_at_step(step, call, &one);
   one.captures = captured.of(step, call);
@@ -123,6 +129,7 @@ ForwardArgs sequence_args(const Call& call, int64_t n) {
   one.seqlens_q = beam_of(call.tensors[kArgLengthsQ], n);
   one.seqlens_k = beam_of(call.tensors[kArgLengthsK], n);
   one.query_offsets = beam_of(call.tensors[kArgOffsets], n);
+  one.page_table = call.tensors[kArgPageTable];
   return one;
 }
 

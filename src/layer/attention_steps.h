@@ -7,7 +7,7 @@
 
 namespace polyhead {
 
-// Lengths and offsets of beam n, as attention takes them: those tensors alone.
+// Lengths, offsets and pages of beam n, as attention takes them: those tensors alone.
 ForwardArgs sequence_args(const Call& call, int64_t n);
 
 // What a program captures, and that its indices stay within; the workspace has been checked. `list` is of one step of

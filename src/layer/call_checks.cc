@@ -41,7 +41,9 @@ Status check_tensors(Operands& operands, const StepList& list, const Call& call)
         break;
       case Expected::Kind::kRequired: break;
     }
-    if (Status status = operands.add(e.role, e.name, t, e.shape); !status.ok()) return status;
+    OperandShape shape = e.shape;
+    if (e.rows_of >= 0) shape.dims[0].size = call.tensors[e.rows_of].dims[0];
+    if (Status status = operands.add(e.role, e.name, t, shape); !status.ok()) return status;
   }
   return {};
 }

@@ -80,15 +80,50 @@ Status check_attention_options(const AttentionDesc& attention) {
                             " is given, a layer's results have its dtype"));
   }
   if (attention.key_dtype || attention.value_dtype || attention.key_group != 0 || attention.value_group != 0) {
-    return invalid("attention.key_dtype or value_dtype is given, a layer's keys and values have its dtype");
+    return invalid(
+        "attention.key_dtype or value_dtype is given: a layer's keys and values have its dtype, or its cache's");
   }
   if (attention.packed) return invalid("attention.packed is true, a layer takes no packed sequences");
-  if (attention.page_size != 0) return invalid("attention.page_size is given, a layer takes no paged keys");
+  if (attention.page_size != 0 || attention.num_pages != 0) {
+    return invalid("attention.page_size or num_pages is given: the layer's cache tells of pages");
+  }
   if (attention.has_windows) {
     return invalid("attention.has_windows is true, must be left false: the layer's has_windows counts");
   }
   if (attention.return_column_sums) return invalid("attention.return_column_sums is true, a layer returns none");
   return {};
+}
+
+Status check_cache(const LayerDesc& desc) {
+  if (desc.seqlen_new < 0) return invalid(sentence("seqlen_new is ", desc.seqlen_new, ", must not be negative"));
+  if (!desc.cache && desc.seqlen_new > 0) {
+    return invalid(sentence("seqlen_new is ", desc.seqlen_new, ", but there is no cache"));
+  }
+  if (!desc.cache) return {};
+  const KvCacheDesc& cache = *desc.cache;
+  const auto dim = [](int64_t projected, int64_t size) { return projected > 0 ? projected : size; };
+  const struct {
+    const char* name;
+    int64_t value, expected;
+    const char* of_what;
+  } sizes[] = {
+      {"num_heads_kv", cache.num_heads_kv, desc.num_heads_kv, "that of the layer"},
+      {"head_dim", cache.head_dim, dim(desc.key_proj_size, desc.key_size), "the length of a head of k"},
+      {"head_dim_v", cache.head_dim_v, dim(desc.value_proj_size, desc.value_size), "the length of a head of v"}};
+  for (const auto& size : sizes) {
+    if (size.value == size.expected) continue;
+    return invalid(sentence("cache.", size.name, " is ", size.value, ", must be ", size.expected, ": ", size.of_what));
+  }
+  if (desc.dtype == DType::kFloat64) return invalid("dtype is float64, with a cache: float32, bfloat16 or float16");
+  if (desc.beam != 1) {
+    return invalid(sentence("beam is ", desc.beam, ", must be 1 with a cache: beams are sequences of the batch, whose ",
+                            "tables may share pages"));
+  }
+  if (cache.rotary_dim > 0 && desc.seqlen_new > 0) {
+    return invalid(sentence("cache.rotary_dim is ", cache.rotary_dim, ", but seqlen_new ", desc.seqlen_new,
+                            " is of another sequence: one that turns by query's positions has seqlen_new 0"));
+  }
+  return kv_cache(cache).status();
 }
 
 }  // namespace
@@ -97,6 +132,7 @@ Status check_layer_desc(const LayerDesc& desc) {
   Status status = check_sizes(desc);
   if (status.ok()) status = check_projections(desc);
   if (status.ok()) status = check_attention_options(desc.attention);
+  if (status.ok()) status = check_cache(desc);
   return status.ok() ? check_probability("output_dropout_p", desc.output_dropout_p) : status;
 }
 

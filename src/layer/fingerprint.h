@@ -68,10 +68,11 @@ class Fingerprint {
     for (const CaptureShape& shape : captures)
       add(shape.dtype, shape.ndim, shape.dims[0], shape.dims[1], shape.dims[2], shape.dims[3]);
   }
+  // One on a cache has no reserve.
   void add_field(const LayerDesc& desc) {
     const auto& [batch, beam, beam_kv, seqlen_q, seqlen_k, num_heads, num_heads_kv, query_size, key_size, value_size,
                  query_proj_size, key_proj_size, value_proj_size, out_proj_size, query_bias, key_bias, value_bias,
-                 out_bias, residual, output_dropout_p, has_windows, dtype, attention] = desc;
+                 out_bias, residual, output_dropout_p, has_windows, dtype, cache, seqlen_new, attention] = desc;
     add(batch, beam, beam_kv, seqlen_q, seqlen_k, num_heads, num_heads_kv, query_size, key_size, value_size,
         query_proj_size, key_proj_size, value_proj_size, out_proj_size, query_bias, key_bias, value_bias, out_bias,
         residual, output_dropout_p, has_windows, dtype, attention);

@@ -10,6 +10,7 @@
 #include "contract/where.h"
 #include "core/sentence.h"
 #include "core/verbose.h"
+#include "layer/append_steps.h"
 #include "layer/arguments.h"
 #include "layer/fingerprint.h"
 #include "layer/layer_steps.h"
@@ -24,13 +25,14 @@ void set_sizes(LayerState& s) {
   const auto of_query = [&](int64_t size, int64_t projected, bool bias) {
     return Projection{size, d.beam, d.seqlen_q, d.num_heads, dim(projected, size), projected > 0, bias};
   };
+  const int64_t new_keys = d.seqlen_new > 0 ? d.seqlen_new : d.seqlen_q, keys = d.cache ? new_keys : d.seqlen_k;
   const auto of_keys = [&](int64_t size, int64_t projected, bool bias) {
-    return Projection{size, d.beam_kv, d.seqlen_k, d.num_heads_kv, dim(projected, size), projected > 0, bias};
+    return Projection{size, d.beam_kv, keys, d.num_heads_kv, dim(projected, size), projected > 0, bias};
   };
   s.projections[kQuery] = of_query(d.query_size, d.query_proj_size, d.query_bias);
   s.projections[kKey] = of_keys(d.key_size, d.key_proj_size, d.key_bias);
   s.projections[kValue] = of_keys(d.value_size, d.value_proj_size, d.value_bias);
-  s.joined = d.beam == d.beam_kv && d.seqlen_q == d.seqlen_k;
+  s.joined = d.beam == d.beam_kv && d.seqlen_q == keys;
   for (const Projection& p : s.projections) s.joined = s.joined && p.on;
 }
 
@@ -45,6 +47,13 @@ AttentionDesc sized_attention(const LayerState& s) {
   attention.head_dim_v = s.projections[kValue].dim;
   attention.dtype = s.desc.dtype;
   attention.has_windows = s.desc.has_windows;
+  if (s.desc.cache) {
+    const KvCacheDesc& cache = *s.desc.cache;
+    attention.num_pages = cache.num_pages, attention.page_size = cache.page_size;
+    attention.key_dtype = cache.key_dtype, attention.key_group = cache.key_group;
+    attention.value_dtype = cache.value_dtype, attention.value_group = cache.value_group;
+    attention.has_seqlens_k = true;
+  }
   return attention;
 }
 
@@ -83,8 +92,8 @@ Status check_memory_sizes(const LayerState& s) {
     const char* name;
     int64_t rows, columns;
   } matrices[] = {{"query", s.desc.seqlen_q, s.desc.query_size},
-                  {"key", s.desc.seqlen_k, s.desc.key_size},
-                  {"value", s.desc.seqlen_k, s.desc.value_size},
+                  {"key", s.projections[kKey].steps, s.desc.key_size},
+                  {"value", s.projections[kValue].steps, s.desc.value_size},
                   {"out", s.desc.seqlen_q, s.out_size}};
   for (const auto& m : matrices) {
     MemoryMap map;
@@ -116,8 +125,8 @@ Status make_plans(LayerState& s, const PlanOptions& options) {
   if (Status status = check_desc(s.asked); !status.ok()) return status;
   AttentionDesc inference = s.asked;
   inference.dropout_p = 0;
-  const std::pair<std::optional<Plan>*, AttentionDesc> plans[] = {
-      {&s.train, s.asked}, {&s.infer, inference}, {&s.step, one_step(inference)}};
+  std::vector<std::pair<std::optional<Plan>*, AttentionDesc>> plans = {{&s.infer, inference}};
+  if (!s.desc.cache) plans.insert(plans.end(), {{&s.train, s.asked}, {&s.step, one_step(inference)}});
   for (const auto& [to, desc] : plans) {
     Result<Plan> made = make_plan(desc, options);
     if (!made.ok()) return made.status();
@@ -200,12 +209,13 @@ void LayerState::emit(Pass pass, Memory& workspace, Memory& reserve, StepList* l
   if (desc.residual) places.residual = argument(kArgResidual);
   places.out = argument(kArgOut);
   places.grad_out = argument(kArgGradOut);
-  places.caches = true;
+  places.caches = !desc.cache;
   expect_arguments(*this, pass, nullptr, list);
   emit_layer(*this, pass, places, workspace, reserve, reserve, &list->steps);
 }
 
 Status LayerState::check(Pass pass, const Call& call) const {
+  if (desc.cache) return check_call_on_cache(desc, false, pass, call);
   return is_backward(pass) ? check_backward(pass, call) : check_step(*this, call);
 }
 
@@ -228,12 +238,19 @@ Result<std::shared_ptr<const LayerState>> make_layer_state(const LayerDesc& desc
   s.fingerprint = fingerprint_of(desc, s.asked);
   list_parameters(s);
   if (!weights.fits()) return invalid("the layer is too large: its memory passes the address space");
-  const Status status =
-      make_lists(s, {Pass::kTraining, Pass::kInference, Pass::kOneStep, Pass::kBackward, Pass::kBackwardWeights});
+  Status status;
+  if (desc.cache) {
+    status = make_lists(s, {Pass::kInference});
+  } else {
+    status =
+        make_lists(s, {Pass::kTraining, Pass::kInference, Pass::kOneStep, Pass::kBackward, Pass::kBackwardWeights});
+  }
   if (!status.ok()) return status;
   if (is_verbose()) {
     AttentionDesc attention = s.asked;
     attention.has_windows = false;  // the layer's own option
+    attention.page_size = 0;        // the line's layer has no cache
+    attention.key_dtype.reset(), attention.value_dtype.reset();
     print_line(sentence("polyhead mha ", layer_in_words(desc), options_in_words(attention), program_in_words(attention),
                         run_in_words(s.infer->kernel_name(), *planned_where(options.where))));
   }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "cache/append.h"
 #include "layer/arguments.h"
 
 namespace polyhead {
@@ -100,6 +101,28 @@ void take_head_gradients(const LayerState& s, Memory& memory, AllPlaces* places)
   places->head_grads_end = memory.map.bytes();
 }
 
+// New keys and values, to the cache. Gives the query that attention reads.
+Place emit_append(const LayerState& s, const AllPlaces& places, Memory& workspace, std::vector<Step>* steps) {
+  const LayerDesc& d = s.desc;
+  const Projection& query = s.projections[kQuery];
+  AppendStep append;
+  append.cache = &*d.cache;
+  Place read = places.attended[kQuery];
+  if (s.turns()) {
+    append.query = read;
+    if (!query.on) read = workspace.take(d.dtype, {d.batch, 1, d.seqlen_q, query.heads, query.dim});
+    append.query_out = read;
+  }
+  append.key = places.attended[kKey];
+  append.value = places.attended[kValue];
+  append.same_tokens = d.seqlen_new == 0;
+  append.slots = workspace.take(DType::kInt64, {2, d.batch, s.projections[kKey].steps});
+  append.positions = workspace.take(DType::kInt64, {d.batch, d.seqlen_q});
+  append.heads = workspace.take(DType::kFloat32, {s.run.num_threads, longest_head(*d.cache)});
+  steps->emplace_back(append);
+  return read;
+}
+
 void emit_forward(const LayerState& s, const AllPlaces& places, Pass pass, Memory& workspace,
                   std::vector<Step>* steps) {
   for (int i = kQuery; i <= kValue; ++i) {
@@ -116,9 +139,13 @@ void emit_forward(const LayerState& s, const AllPlaces& places, Pass pass, Memor
   AttentionStep attention;
   attention.beams = s.desc.beam;
   attention.plan = pass == Pass::kTraining ? &*s.train : pass == Pass::kOneStep ? &*s.step : &*s.infer;
-  attention.query = places.attended[kQuery];
-  attention.key = places.attended[kKey];
-  attention.value = places.attended[kValue];
+  if (s.desc.cache) {
+    attention.query = emit_append(s, places, workspace, steps);
+  } else {
+    attention.query = places.attended[kQuery];
+    attention.key = places.attended[kKey];
+    attention.value = places.attended[kValue];
+  }
   attention.out = places.attention_out;
   attention.logsumexp = places.logsumexp;
   if (pass == Pass::kOneStep) {

@@ -5,6 +5,7 @@
 
 #include "contract/sequences.h"
 #include "core/sentence.h"
+#include "layer/append_steps.h"
 #include "layer/arguments.h"
 #include "layer/attention_steps.h"
 #include "layer/call_checks.h"
@@ -74,6 +75,7 @@ Status compute(const Module& module, Pass pass, const Call& call) try {
   if (status.ok()) status = check_call(module, list, stage_before(pass), call);
   if (status.ok()) status = check_lengths(module, call);
   if (status.ok()) status = check_program(module.asked, list, call, module.beams);
+  if (status.ok()) status = check_appends(list, call);  // what it leaves in the workspace stands until the steps
   if (!status.ok()) return status;
   if (pass == Pass::kTraining) begin_reserve(call.reserve, module.fingerprint, call.dropouts);
   status = run(module.machine(), list, call);

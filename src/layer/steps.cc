@@ -6,6 +6,7 @@
 #include "contract/sequences.h"
 #include "core/dtype.h"
 #include "core/threads.h"
+#include "layer/append_steps.h"
 #include "layer/attention_steps.h"
 #include "layer/places.h"
 #include "linear/product.h"
@@ -271,6 +272,11 @@ class Walk {
     return {};
   }
 
+  Status run(const AppendStep& s) const {
+    append(s, call_, machine_.run);
+    return {};
+  }
+
   Status run(const AttentionStep& s) const { return attend(s, call_, scratch_); }
 
   Status run(const AttentionBackwardStep& s) const {
@@ -341,6 +347,7 @@ class Measure {
   }
   void add(const NormStep&) {}
   void add(const NormBackwardStep& s) { sums(matrix_of(at(s.x))); }
+  void add(const AppendStep&) {}
   void add(const AttentionStep& s) { need(s.plan->workspace_bytes()); }
   void add(const AttentionBackwardStep& s) { need(s.plan->backward_workspace_bytes()); }
   void add(const UnpadStep&) {}

@@ -18,11 +18,13 @@
 #include "layer/reserve.h"
 #include "polyhead/attention.h"
 #include "polyhead/block.h"
+#include "polyhead/cache.h"
 
 namespace polyhead {
 
-inline constexpr int kMaxArguments = 63;  // a layer's backward call has 62
-using ArgumentSet = uint64_t;             // bit i: argument number i
+inline constexpr int kMaxArguments = 71;  // those of all calls
+inline constexpr int kMostInSets = 63;
+using ArgumentSet = uint64_t;  // bit i: argument number i
 
 // One call: its tensors, by number, with all their dims ([batch, beam, time, vector]), and its memory.
 struct Call {
@@ -166,12 +168,23 @@ struct NormBackwardStep {
   Place grad_x, grad_gamma, grad_beta;  // each if it is somewhere
 };
 
+// New keys and values, to the pages of a cache, and queries turned as they are (cache/append.h). Any may not be there.
+struct AppendStep {
+  const KvCacheDesc* cache = nullptr;
+  Place query, query_out;   // [batch, 1, time, heads, dim]; nowhere: nothing turns
+  Place key, value;         // likewise
+  bool same_tokens = true;  // key's are query's
+  // What check_append() has read of this call: int64 [2, tokens] and [tokens].
+  Place slots, positions;
+  Place heads;  // float32 [threads, elements]
+};
+
 // Attention, beam after beam. Masks, lengths and the rest are the layer's arguments (arguments.h).
 struct AttentionStep {
   const Plan* plan = nullptr;
   const AttentionDesc* asked = nullptr;  // of all time steps, where this is one step of decoding
   int64_t beams = 1;
-  Place query, key, value, out, logsumexp;
+  Place query, key, value, out, logsumexp;  // key and value nowhere: they are the pages of a cache
   Place lengths;  // for one step of decoding: int64 [2, batch], the numbers of keys and the offsets
 };
 
@@ -199,8 +212,8 @@ struct SumHeadsStep {
   Place from, to;
 };
 
-using Step = std::variant<ProductStep, PointwiseStep, NormStep, NormBackwardStep, AttentionStep, AttentionBackwardStep,
-                          UnpadStep, SumHeadsStep>;
+using Step = std::variant<ProductStep, PointwiseStep, NormStep, NormBackwardStep, AppendStep, AttentionStep,
+                          AttentionBackwardStep, UnpadStep, SumHeadsStep>;
 
 // What a call of a list is given: its tensors in the order in which they are checked, outputs last.
 struct Expected {
@@ -215,6 +228,7 @@ struct Expected {
   Role role = Role::kInput;
   Kind kind = Kind::kRequired;
   const char* refusal = "the plan was made without";
+  int rows_of = -1;            // its first dim is that argument's, however many rows that has
   bool may_be_shared = false;  // an output that may be the same view as an earlier one of the same shape
   OperandShape shape = {};
 };

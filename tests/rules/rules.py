@@ -35,7 +35,7 @@ MAY_INCLUDE = {
     "src/linear/kernel_list.cc": ("core/", "contract/", "linear/", "reference/", "cpu/", "cuda/", "polyhead/"),
     "src/linear/": ("core/", "contract/", "linear/", "polyhead/"),
     "src/weights/": ("core/", "weights/", "polyhead/"),
-    "src/layer/": ("core/", "contract/", "attention/", "linear/", "layer/", "polyhead/"),
+    "src/layer/": ("core/", "contract/", "attention/", "linear/", "cache/", "layer/", "polyhead/"),
     "src/cache/": ("cache/", "core/", "contract/", "polyhead/"),
     "src/graph/": ("core/", "graph/", "polyhead/"),
     # A library of its own on the public interface; what it needs of core are headers alone.

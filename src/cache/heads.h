@@ -20,7 +20,7 @@ constexpr float largest_stored(DType dtype) {
 }
 
 // Where head `h` of token i begins, in a [n, heads, dim] tensor or in the pool.
-struct Place {
+struct Heads {
   const Tensor& tensor;
   int64_t page_size = 0;           // 0: a [n, heads, dim] tensor
   const Tensor* scales = nullptr;  // of a dtype that has some, in the pool
@@ -45,7 +45,7 @@ struct Place {
   }
 };
 
-inline void load(const Place& from, int64_t i, int64_t h, float* x) {
+inline void load(const Heads& from, int64_t i, int64_t h, float* x) {
   const int64_t stride = from.stride(), dim = from.dim();
   if (from.scales != nullptr) {
     const int64_t group = std::max<int64_t>(dim / from.groups(), 1);
@@ -83,7 +83,7 @@ inline double scale_of(const float* x, int64_t group, DType dtype) {
   return static_cast<double>(no_number == 0 ? largest : no_number) / static_cast<double>(largest_stored(dtype));
 }
 
-inline void store(const float* x, const Place& to, int64_t i, int64_t h) {
+inline void store(const float* x, const Heads& to, int64_t i, int64_t h) {
   const int64_t stride = to.stride(), dim = to.dim();
   if (to.scales != nullptr) {
     const int64_t groups = to.groups(), group = dim / groups;
