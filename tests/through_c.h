@@ -58,10 +58,15 @@ struct PlanThroughC {
 
 struct CLayerDesc {
   polyhead_attention_desc attention;
+  polyhead_kv_cache_desc cache;
   polyhead_layer_desc c;
 
-  explicit CLayerDesc(const LayerDesc& d) : attention(c_desc(d.attention)), c(c_struct<polyhead_layer_desc>(d)) {
+  explicit CLayerDesc(const LayerDesc& d)
+      : attention(c_desc(d.attention)),
+        cache(c_struct<polyhead_kv_cache_desc>(d.cache.value_or(KvCacheDesc()))),
+        c(c_struct<polyhead_layer_desc>(d)) {
     c.attention = &attention;
+    if (d.cache) c.cache = &cache;
   }
 };
 

@@ -85,7 +85,8 @@ typedef struct polyhead_attention_block_forward_args {
   uint64_t flags;      ///< 0: none is defined yet, and unknown ones are refused
 
   /// query is x. key and value: neither, and x (normed, if norm comes first) attends to itself; or both. No residual,
-  /// caches or step. Reserve and workspace are the block's. Padding of x must hold finite numbers. Needed.
+  /// key_cache, value_cache or step; with a cache, slots without key and value store those of x. Reserve and workspace are the
+  /// block's. Padding of x must hold finite numbers. Needed.
   const polyhead_layer_forward_args* layer;
   polyhead_norm_weights norm;
 } polyhead_attention_block_forward_args;

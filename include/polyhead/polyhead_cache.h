@@ -6,7 +6,7 @@
 // The full definition stands in polyhead/cache.h, under the same names.
 #pragma once
 
-#include "polyhead/polyhead.h"
+#include "polyhead/polyhead_core.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "polyhead/polyhead.h"
+#include "polyhead/polyhead_cache.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -21,7 +22,8 @@ typedef struct polyhead_layer_desc {
   int64_t beam;      ///< beams of query and out; default 1
   int64_t beam_kv;   ///< beams of key and value: 1 (default; shared by all beams of query) or `beam`
   int64_t seqlen_q;  ///< time steps of query and out; default 0
-  int64_t seqlen_k;  ///< time steps of key and value, and of the caches; default 0
+  int64_t
+      seqlen_k;  ///< time steps of key and value, and of the caches; of pages, what a sequence has room for; default 0
 
   int64_t num_heads;     ///< default 1
   int64_t num_heads_kv;  ///< default 1; divides num_heads
@@ -48,6 +50,14 @@ typedef struct polyhead_layer_desc {
   /// Options of the attention: scale, softcap, causal, windows, alignment, mask, bias, ALiBi, lengths, dropout_p, returned
   /// weights. Its sizes and dtype stay at their defaults. NULL (default): none. Read while the layer is made.
   const polyhead_attention_desc* attention;
+
+  /// NULL (default), or what holds keys and values, in pages: inference alone, as LayerDesc::cache has it. num_heads_kv,
+  /// head_dim and head_dim_v are the layer's, key_dtype and value_dtype `dtype` (not float64) or one that has scales; seqlen_k
+  /// is a multiple of page_size, beam is 1, and seqlens_k comes with each call. Read while the layer is made.
+  const polyhead_kv_cache_desc* cache;
+  /// With a cache, time steps of key and value in a call that gives them; 0 (default): seqlen_q, they are the tokens of query.
+  /// Else of another sequence, which has no rotary positions.
+  int64_t seqlen_new;
 } polyhead_layer_desc;
 
 /// Sets the defaults that stand beside the fields. `struct_size` is sizeof *desc.
@@ -121,6 +131,18 @@ POLYHEAD_API polyhead_status polyhead_layer_prepack_weights(const polyhead_layer
 
 // ---- Forward ----
 
+/// What a call of a layer with desc.cache is given besides; seqlens_k counts the keys of this call too. Its layout is frozen.
+typedef struct polyhead_layer_cache_args {
+  polyhead_kv_tensors pool;    ///< as polyhead_kv_cache_tensors has it
+  polyhead_tensor page_table;  ///< [batch, seqlen_k / page_size], int32 or int64, as in polyhead_forward_args
+  /// [batch, seqlen_new, or seqlen_q where that is 0], int32 or int64: where each token of key and value goes; -1: nowhere. No
+  /// slot twice. Given if key and value are; without all three the pages are read as they are.
+  polyhead_tensor slots;
+  polyhead_tensor positions;  ///< [batch, seqlen_q], int32 or int64: rows of cos and sin; if the cache's rotary_dim > 0
+  polyhead_tensor cos;        ///< [positions, rotary_dim / 2], float32; likewise
+  polyhead_tensor sin;        ///< the same of the sines
+} polyhead_layer_cache_args;
+
 /// The tensors of one forward call, all of desc.dtype unless told: shapes and meaning stand in polyhead/layer.h, beside
 /// the fields of the same name. All default to "not given".
 typedef struct polyhead_layer_forward_args {
@@ -170,6 +192,10 @@ typedef struct polyhead_layer_forward_args {
   size_t num_captures;              ///< default 0
 
   polyhead_tensor sink_logits;  ///< as in polyhead_forward_args
+
+  /// With desc.cache. Behind seqlens_q slots and positions are not looked at (slots, if seqlen_new is 0). Tokens that come at most
+  /// 12 a call have the bits of one by one. On an error no page has been written.
+  polyhead_layer_cache_args cache;
 } polyhead_layer_forward_args;
 
 /// Makes every tensor "not given". `struct_size` is sizeof *args.

@@ -9,6 +9,7 @@ import numpy as np
 
 from polyhead import _bind
 from polyhead._bind import Error
+from polyhead._kv_cache import KvCache
 from polyhead._program import kind_of
 from polyhead._program_call import program_arguments
 from polyhead._typing import Array, ArrayT
@@ -168,6 +169,27 @@ class MultiHeadAttention:
     def _split(self, in_proj: np.ndarray) -> dict[str, np.ndarray]:
         return {name: in_proj[:, part] for name, part in zip(_WEIGHTS, self._parts)}
 
+    def new_cache(self, num_pages: int, page_size: int, **options: Any) -> KvCache:
+        """A cache in pages for decoding with `forward`: `KvCache.zeros` with this layer's heads and dtype.
+
+        Parameters
+        ----------
+        num_pages, page_size : int
+        **options
+            Of `KvCache.zeros`; key_dtype's default is the layer's.
+
+        Returns
+        -------
+        KvCache
+
+        Raises
+        ------
+        polyhead.Error, TypeError
+        """
+        dims = [self.weights[name].shape[1] // self.num_heads_kv for name in ("key_weight", "value_weight")]
+        options.setdefault("key_dtype", str(self.weights["key_weight"].dtype))
+        return KvCache.zeros(num_pages, page_size, self.num_heads_kv, *dims, **options)
+
     def new_caches(self, batch: int, seqlen_k: int, seqlen_q: int | None = None) -> LayerCaches:
         """Caches for decoding with `forward`, zeros.
 
@@ -217,6 +239,12 @@ class MultiHeadAttention:
         caches: LayerCaches | None = None,
         step: int | None = None,
         append: bool = True,
+        cache: KvCache | None = None,
+        page_table: Array | None = None,
+        slots: Array | None = None,
+        positions: Array | None = None,
+        cos: Array | None = None,
+        sin: Array | None = None,
     ) -> ArrayT | Any:
         """The output of the layer.
 
@@ -256,6 +284,21 @@ class MultiHeadAttention:
             windows and lengths are those of the whole, of all steps and keys.
         append : bool
             False: the caches stand as they are and all their keys are seen: attention to another sequence.
+        cache : KvCache, optional
+            Not in training, and in place of caches: the pages where keys and values live, of any stored dtype, whose heads are
+            this layer's. Query has any number of new time steps. Sk is what page_table has room for; seqlens_k, needed, counts
+            each sequence's keys, those of this call included; ``align="bottom_right"`` puts the last query on the last of them.
+            Tokens that come at most 12 a call have the bits of one by one.
+        page_table : int32 or int64 array [B, pages of a sequence]
+            Needed with cache, as of `polyhead.attention`.
+        slots : int32 or int64 array [B, time steps of key], optional
+            Where each token of key (default: query) and value is stored in the cache; -1: nowhere. No slot twice. Not given:
+            nothing is stored, and key and value are not given either: attention to another sequence, say, whose keys the
+            first call stored. Where key is query, or turns by positions, slots behind seqlens_q are not looked at.
+        positions : int32 or int64 array [B, Sq]
+            Rows of cos and sin, by which query and key turn, if the cache has a rotary_dim; key then has Sq time steps.
+        cos, sin : float32 array [positions, rotary_dim / 2]
+            As of `KvCache.append`.
 
         Returns
         -------
@@ -266,6 +309,13 @@ class MultiHeadAttention:
         polyhead.Error, TypeError
         """
         in_caches, num_steps = self._caches_of(query, key, caches, step, append, training)
+        in_pages = (page_table, slots, positions, cos, sin)
+        if cache is None and any(array is not None for array in in_pages):
+            raise Error("page_table, slots, positions, cos or sin is given without cache")
+        if cache is not None and (caches is not None or training):
+            raise Error(f"cache is given {'in training' if training else 'and caches too'}")
+        if cache is not None and slots is None and (key is not None or value is not None):
+            raise Error("slots is missing: it tells where key and value go")
         if key is query:
             key = None
         value = None if value is key or (key is None and value is query) else value
@@ -281,7 +331,10 @@ class MultiHeadAttention:
             output_dropout_seed if training else None, window_lo, window_hi, return_weights,
         )  # fmt: skip
         at = -1 if step is None else step
-        out, weights, reserve = _bind.layer_forward(*shared, *in_caches, at, num_steps, append, training)
+        pages = cache._arguments() if cache is not None else (None,) * 7
+        out, weights, reserve = _bind.layer_forward(
+            *shared, *in_caches, at, num_steps, append, training, *pages, *in_pages
+        )
         self._saved = (shared, reserve) if training else None
         return (out, weights) if return_weights else out
 

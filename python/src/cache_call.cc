@@ -22,54 +22,40 @@ constexpr ArrayArgument kPools[] = {
     {"key_scales", "float32 or float16", 4, 4, "[num_pages, page_size, num_heads_kv, groups of head_dim]"},
     {"value_scales", "float32 or float16", 4, 4, "[num_pages, page_size, num_heads_kv, groups of head_dim_v]"}};
 
-// The arrays of a cache, and what the library knows of them.
-class CacheArrays {
- public:
-  explicit CacheArrays(PyObject* const* arguments) : arguments_(arguments) {
-    Tensor* const tensors[] = {&pool.key, &pool.value, &pool.key_scales, &pool.value_scales};
-    for (int i = 0; i < 4; ++i) {
-      if (i >= kPoolKeyScales && arguments[i] == Py_None) continue;
-      *tensors[i] = writable_view_of(arguments[i], kPools[i], held_[i]);
-    }
-    KvCacheDesc desc;
-    desc.num_pages = pool.key.dims[0];
-    desc.page_size = pool.key.dims[1];
-    desc.num_heads_kv = pool.key.dims[2];
-    set_side(pool.key, pool.key_scales, desc.head_dim, desc.key_dtype, desc.key_group);
-    set_side(pool.value, pool.value_scales, desc.head_dim_v, desc.value_dtype, desc.value_group);
-    desc.rotary_dim = int64_argument(arguments[kRotaryDim], "rotary_dim");
-    desc.interleaved = flag_argument(arguments[kInterleaved], "interleaved");
-    desc.hadamard = flag_argument(arguments[kHadamard], "hadamard");
-    cache_.emplace(checked(kv_cache(desc)));
-  }
-
-  const KvCache& cache() const { return *cache_; }
-
-  // An array among the other arguments, or none.
-  Tensor view(int position, const ArrayArgument& argument, Held& held) const {
-    return arguments_[position] == Py_None ? Tensor() : view_of(arguments_[position], argument, held);
-  }
-
-  KvTensors pool;
-
- private:
-  static void set_side(const Tensor& stored, const Tensor& scales, int64_t& dim, DType& dtype, int64_t& group) {
-    std::optional<DType> with_scales;
-    set_format(stored, scales, with_scales, group);
-    dtype = with_scales.value_or(stored.dtype);
-    dim = row_numbers(stored);
-  }
-
-  PyObject* const* arguments_;
-  Held held_[4];
-  std::optional<KvCache> cache_;
-};
+void set_side(const Tensor& stored, const Tensor& scales, int64_t& dim, DType& dtype, int64_t& group) {
+  std::optional<DType> with_scales;
+  set_format(stored, scales, with_scales, group);
+  dtype = with_scales.value_or(stored.dtype);
+  dim = row_numbers(stored);
+}
 
 Tensor slots_view(const CacheArrays& arrays, int position, const char* name, Held& held) {
   return arrays.view(position, {name, kIntegers, 1, 1, "[tokens]"}, held);
 }
 
 }  // namespace
+
+CacheArrays::CacheArrays(PyObject* const* arguments) : arguments_(arguments) {
+  Tensor* const tensors[] = {&pool.key, &pool.value, &pool.key_scales, &pool.value_scales};
+  for (int i = 0; i < 4; ++i) {
+    if (i >= kPoolKeyScales && arguments[i] == Py_None) continue;
+    *tensors[i] = writable_view_of(arguments[i], kPools[i], held_[i]);
+  }
+  KvCacheDesc desc;
+  desc.num_pages = pool.key.dims[0];
+  desc.page_size = pool.key.dims[1];
+  desc.num_heads_kv = pool.key.dims[2];
+  set_side(pool.key, pool.key_scales, desc.head_dim, desc.key_dtype, desc.key_group);
+  set_side(pool.value, pool.value_scales, desc.head_dim_v, desc.value_dtype, desc.value_group);
+  desc.rotary_dim = int64_argument(arguments[kRotaryDim], "rotary_dim");
+  desc.interleaved = flag_argument(arguments[kInterleaved], "interleaved");
+  desc.hadamard = flag_argument(arguments[kHadamard], "hadamard");
+  cache_.emplace(checked(kv_cache(desc)));
+}
+
+Tensor CacheArrays::view(int position, const ArrayArgument& argument, Held& held) const {
+  return arguments_[position] == Py_None ? Tensor() : view_of(arguments_[position], argument, held);
+}
 
 nb::object cache_check(PyObject* const* arguments) {
   const CacheArrays arrays(arguments);
@@ -87,8 +73,8 @@ nb::object cache_append(PyObject* const* arguments) {
   args.value = arrays.view(kNewValue, {"value", kTokenDtypes, 3, 3, "[tokens, num_heads_kv, head_dim_v]"}, held[1]);
   args.slots = slots_view(arrays, kSlots, "slots", held[2]);
   args.positions = slots_view(arrays, kPositions, "positions", held[3]);
-  args.cos = arrays.view(kCos, {"cos", "float32", 2, 2, "[positions, rotary_dim / 2]"}, held[4]);
-  args.sin = arrays.view(kSin, {"sin", "float32", 2, 2, "[positions, rotary_dim / 2]"}, held[5]);
+  args.cos = arrays.view(kCos, kCosTable, held[4]);
+  args.sin = arrays.view(kSin, kSinTable, held[5]);
   args.query = arrays.view(kNewQuery, {"query", kTokenDtypes, 3, 3, "[tokens, num_heads, head_dim]"}, held[6]);
   nb::object turned = nb::none();
   if (args.query.given()) {

@@ -1,7 +1,10 @@
 // The calls of polyhead.KvCache, and polyhead.PageTable.
 #pragma once
 
+#include <optional>
+
 #include "arrays.h"
+#include "polyhead/cache.h"
 
 namespace polyhead::python {
 
@@ -31,6 +34,27 @@ enum CachePosition : int {
   // read
   kReadSlots = kNumCacheShared,
   kNumCacheRead,
+};
+
+constexpr ArrayArgument kCosTable = {"cos", "float32", 2, 2, "[positions, rotary_dim / 2]"};
+constexpr ArrayArgument kSinTable = {"sin", "float32", 2, 2, "[positions, rotary_dim / 2]"};
+
+// The arrays of a cache, and what the library knows of them: kNumCacheShared arguments, and others behind them.
+class CacheArrays {
+ public:
+  explicit CacheArrays(PyObject* const* arguments);
+
+  const KvCache& cache() const { return *cache_; }
+
+  // An array among the other arguments, or none.
+  Tensor view(int position, const ArrayArgument& argument, Held& held) const;
+
+  KvTensors pool;
+
+ private:
+  PyObject* const* arguments_;
+  Held held_[4];
+  std::optional<KvCache> cache_;
 };
 
 nb::object cache_check(PyObject* const* arguments);   // kNumCacheShared of them -> None

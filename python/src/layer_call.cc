@@ -4,8 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "blocks.h"
+#include "pages.h"
 #include "scalars.h"
 #include "workspace.h"
 
@@ -129,7 +131,9 @@ class LayerForwardCall : public LayerCall {
       a.key_cache = writable_view_of(arguments[kKeyCache], kKeyCacheArray, held_caches_[0]);
       a.value_cache = writable_view_of(arguments[kValueCache], kValueCacheArray, held_caches_[1]);
     }
-    if (a.step < 0) {
+    if (arguments[kLayerCache] != Py_None) {
+      read_cache(arguments + kLayerCache);
+    } else if (a.step < 0) {
       fill_in_key_and_value();
       set_sizes(a.query.dims[1], a.key.dims[1]);
     } else {
@@ -141,8 +145,35 @@ class LayerForwardCall : public LayerCall {
   nb::object run();
 
  private:
+  void read_cache(PyObject* const* arguments);
+
   std::array<Held, 2> held_caches_;
+  std::optional<CacheArrays> pages_;
+  std::array<Held, 5> held_of_pages_;
 };
+
+// Key that is not given is query, where there are slots for it.
+void LayerForwardCall::read_cache(PyObject* const* arguments) {
+  const CacheArrays& pages = pages_.emplace(arguments);
+  LayerDesc& d = layer_desc_;
+  LayerForwardArgs& a = layer_args_;
+  LayerCacheArgs& c = a.cache;
+  auto& held = held_of_pages_;
+  d.cache = pages.cache().desc();
+  c.pool = pages.pool;
+  c.page_table = pages.view(kCachePageTable, {"page_table", kIntegers, 2, 2, "[batch, pages of a sequence]"}, held[0]);
+  if (!c.page_table.given()) bad_value("page_table must be given with a cache");
+  c.slots = pages.view(kCacheSlots, {"slots", kIntegers, 2, 2, "[batch, new time steps]"}, held[1]);
+  c.positions = pages.view(kCachePositions, {"positions", kIntegers, 2, 2, "[batch, seqlen_q]"}, held[2]);
+  c.cos = pages.view(kCacheCos, kCosTable, held[3]);
+  c.sin = pages.view(kCacheSin, kSinTable, held[4]);
+  const bool another = a.key.given() && d.cache->rotary_dim == 0;
+  d.seqlen_new = another ? a.key.dims[1] : 0;
+  if (c.slots.given()) fill_in_key_and_value();
+  AttentionDesc of_pages;
+  set_pages(c.pool.key, c.page_table, of_pages);
+  set_sizes(a.query.dims[1], of_pages.seqlen_k);
+}
 
 nb::object LayerForwardCall::run() {
   const auto layer = made();

@@ -1,10 +1,21 @@
 // The calls of polyhead.MultiHeadAttention.
 #pragma once
 
+#include "cache_call.h"
 #include "call.h"
 #include "polyhead/layer.h"
 
 namespace polyhead::python {
+
+// Behind those of the cache.
+enum LayerCachePosition : int {
+  kCachePageTable = kNumCacheShared,
+  kCacheSlots,
+  kCachePositions,
+  kCacheCos,
+  kCacheSin,
+  kNumLayerCache,
+};
 
 // Behind the arguments that attention has too, of which query, key and value are vectors: [batch, seqlen, size]. Key not
 // given: it is query, where the call has keys; value likewise key. cu_seqlens and dropout_origin are None.
@@ -25,7 +36,8 @@ enum LayerPosition : int {
   kStepSeqlenQ,  // how many steps there are; of one step alone
   kStepAppends,  // key and value of the step go into the caches
   kKeep,         // a reserve, for backward
-  kNumLayerForward,
+  kLayerCache,   // what a call of a cache is given first (cache_call.h), or None and what else there may be
+  kNumLayerForward = kLayerCache + kNumLayerCache,
   // backward
   kLayerGradOut = kNumLayerShared,
   kReserve,

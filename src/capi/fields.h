@@ -84,6 +84,10 @@ struct Reading {
 
 template <class C>
 Status translate(const C* from, const Names& names, typename Table<C>::Cpp* to);
+template <class C>
+Status translate(const C* from, const Names& names, std::optional<typename Table<C>::Cpp>* to) {
+  return translate(from, names, &to->emplace());
+}
 
 template <class C>
 Status read_fields(const C& from, const Names& names, typename Table<C>::Cpp* to) {

@@ -168,7 +168,8 @@ struct Table<polyhead_layer_desc> {
       SAME(query_size), SAME(key_size), SAME(value_size), SAME(query_proj_size), SAME(key_proj_size),
       SAME(value_proj_size), SAME(out_proj_size), SAME(query_bias), SAME(key_bias), SAME(value_bias), SAME(out_bias),
       SAME(output_dropout_p), SAME(residual), SAME(has_windows), SAME(dtype), Reserved{"reserved", &C::reserved},
-      Pointer{Names{"desc.attention"}, Null::kAllowed, &C::attention, &Cpp::attention});
+      Pointer{Names{"desc.attention"}, Null::kAllowed, &C::attention, &Cpp::attention},
+      Pointer{Names{"desc.cache", "cache"}, Null::kAllowed, &C::cache, &Cpp::cache}, SAME(seqlen_new));
   static_assert(is_whole<C>(kFields));
 };
 
@@ -185,6 +186,15 @@ struct Table<polyhead_layer_weights> {
 };
 
 template <>
+struct Table<polyhead_layer_cache_args> {
+  using C = polyhead_layer_cache_args;
+  using Cpp = LayerCacheArgs;
+  static constexpr auto kFields = std::make_tuple(Struct{Names{"pool", "pool", "pool."}, &C::pool, &Cpp::pool},
+                                                  SAME(page_table), SAME(slots), SAME(positions), SAME(cos), SAME(sin));
+  static_assert(is_whole<C>(kFields));
+};
+
+template <>
 struct Table<polyhead_layer_forward_args> {
   using C = polyhead_layer_forward_args;
   using Cpp = OwnedLayerForwardArgs;
@@ -196,7 +206,7 @@ struct Table<polyhead_layer_forward_args> {
       SAME(dropout_seed), SAME(output_dropout_seed), SAME(dropout_offset), SAME(output_dropout_offset), SAME(out),
       SAME(attn_weights), SAME(key_cache), SAME(value_cache), SAME(step), SAME(reserve), SAME(reserve_bytes),
       SAME(workspace), SAME(workspace_bytes), SAME(prepacked_weights), SAME(prepacked_weights_bytes),
-      CAPTURES(captures, num_captures, captured), SAME(sink_logits));
+      CAPTURES(captures, num_captures, captured), SAME(sink_logits), Struct{Names{"cache"}, &C::cache, &Cpp::cache});
   static_assert(is_whole<C>(kFields));
 };
 

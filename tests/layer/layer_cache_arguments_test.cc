@@ -9,6 +9,7 @@
 #include "count_allocations.h"
 #include "polyhead/layer.h"
 #include "testing/guard.h"
+#include "through_c.h"
 
 namespace polyhead::testing {
 namespace {
@@ -159,6 +160,30 @@ TEST(LayerOnCacheErrors, BadDescs) {
   s.args.seqlens_k = {};
   EXPECT_EQ(made->forward(s.args).message(), "page_table is given, but the layer has no cache");
   EXPECT_TRUE(s.untouched());
+}
+
+TEST(LayerOnCache, TheSameThroughC) {
+  Small s, through_c, of_block;
+  const LayerThroughC c(s.desc);
+  AttentionBlockDesc block_desc;
+  block_desc.layer = s.desc, block_desc.norm.kind = NormKind::kNone;
+  const AttentionBlockThroughC block(block_desc);
+  ASSERT_EQ(c.made.message() + block.made.message(), "");
+  EXPECT_EQ(s.layer->forward(s.args).message(), "");
+  EXPECT_EQ(c.forward(through_c.args).message(), "");
+  of_block.args.key = of_block.args.value = {};  // they are query
+  ASSERT_LE(block.workspace_bytes(), of_block.args.workspace_bytes);
+  EXPECT_EQ(block.forward({of_block.args, {}}).message(), "");
+  EXPECT_FALSE(s.untouched());
+  for (const Small* other : {&through_c, &of_block}) {
+    EXPECT_EQ(s.out, other->out);
+    EXPECT_TRUE(std::equal(s.pool->data(), s.pool->data() + s.pool->size(), other->pool->data()));
+  }
+  LayerDesc bad = s.desc;
+  bad.cache->rotary_dim = 3;
+  EXPECT_EQ(LayerThroughC(bad).made.message(), "rotary_dim is 3, must be even and at most head_dim 8");
+  through_c.slots[0][0] = 99;
+  EXPECT_EQ(c.forward(through_c.args).message(), s.layer->forward(through_c.args).message());
 }
 
 TEST(LayerOnCache, AllocatesNothing) {

@@ -277,6 +277,111 @@ def test_bad_steps_are_named():
     assert not caches.key.any() and not caches.value.any()
 
 
+def pages_of(table, lengths):
+    """(page_table, slots of all tokens of sequences that are `lengths` long now; -1 behind)"""
+    sequences = range(len(lengths))
+    for sequence, length in zip(sequences, lengths):
+        table.resize(sequence, length)
+    slots = [[table.slot(sequence, token) for token in range(max(lengths))] for sequence in sequences]
+    return table.array(sequences), np.array(slots)
+
+
+def in_calls(layer, cache, x, lengths, cut, **options):
+    """Out of causal self-attention whose tokens come at these cuts, and join the cache."""
+    table, outs = polyhead.PageTable(9, 2), []
+    for _ in lengths:
+        table.add()
+    for first, last in itertools.pairwise(cut):
+        now = [min(length, last) for length in lengths]
+        page_table, slots = pages_of(table, now)
+        slots = np.pad(slots, ((0, 0), (0, last - slots.shape[1])), constant_values=-1)[:, first:last]
+        new = np.maximum(np.array(now) - first, 0)
+        own = {name: array[:, first:last] if name == "positions" else array for name, array in options.items()}
+        out = layer.forward(
+            x[:, first:last], causal=True, align="bottom_right", cache=cache, page_table=page_table, slots=slots,
+            seqlens_q=new, seqlens_k=np.array(now), **own,
+        )  # fmt: skip
+        outs.append(out)
+    return np.concatenate(outs, 1)
+
+
+@pytest.mark.parametrize("groups, stored, close", [(4, "float32", 1e-5), (2, "float32", 1e-5), (2, "int8", 3e-2)])
+def test_tokens_that_join_a_cache(groups, stored, close):
+    weights, (x,) = problem(groups, False, True, np.float32)
+    layer = polyhead.MultiHeadAttention(weights, H, groups)
+    lengths = [SQ, SQ - 1]
+    whole = layer.forward(x, causal=True, seqlens_q=np.array(lengths), seqlens_k=np.array(lengths))
+    outs = []
+    for cut in ((0, 2, 3, SQ), (0, 1, 2, 3, SQ), (0, SQ)):
+        cache = layer.new_cache(9, 2, key_dtype=stored)
+        assert cache.key.shape == (9, 2, groups, D) and cache.key.dtype == stored
+        outs.append(in_calls(layer, cache, x, lengths, cut))
+        np.testing.assert_allclose(outs[-1], whole, rtol=close, atol=close)
+        np.testing.assert_array_equal(outs[-1], outs[0])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_positions_of_a_layer(interleaved):
+    weights, (x,) = problem(2, False, False, np.float32)
+    layer = polyhead.MultiHeadAttention(weights, H, 2)
+    angles = np.random.default_rng(3).uniform(0, 7, (20, 1))
+    positions = np.array([[1, 5, 6, 9], [0, 2, 19, 3]])
+    c, s = np.cos(angles)[positions], np.sin(angles)[positions]  # [B, SQ, 1]
+
+    def heads(name):
+        return (x @ weights[f"{name}_weight"]).reshape(B, SQ, -1, D)
+
+    def turned(heads):
+        first, second = heads[..., 0], heads[..., 1]
+        return np.stack([first * c - second * s, first * s + second * c, heads[..., 2]], -1).astype(np.float32)
+
+    cache = layer.new_cache(9, 2, rotary_dim=2, interleaved=interleaved)
+    tables = {"cos": np.cos(angles).astype("f"), "sin": np.sin(angles).astype("f")}
+    out = in_calls(layer, cache, x, [SQ, SQ], (0, 3, SQ), positions=positions, **tables)
+    attended = polyhead.attention(turned(heads("query")), turned(heads("key")), heads("value"), causal=True)
+    np.testing.assert_allclose(out, attended.reshape(B, SQ, -1) @ weights["out_weight"], rtol=1e-4, atol=1e-5)
+
+
+def test_keys_of_another_sequence_in_a_cache():
+    weights, (x, key, value) = problem(2, True, True, np.float32)
+    layer = polyhead.MultiHeadAttention(weights, H, 2)
+    lengths = [SK, SK - 2]
+    whole = layer.forward(x, key, value, seqlens_k=np.array(lengths))
+    table, cache = polyhead.PageTable(9, 2), layer.new_cache(9, 2)
+    for _ in lengths:
+        table.add()
+    page_table, slots = pages_of(table, lengths)
+    shared = {"cache": cache, "page_table": page_table, "seqlens_k": np.array(lengths)}
+    outs = [layer.forward(x[:, :1], key, value, slots=slots, **shared), layer.forward(x[:, 1:], **shared)]
+    np.testing.assert_allclose(np.concatenate(outs, 1), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_bad_calls_on_a_cache_are_named():
+    weights, (x,) = problem(4, False, True, np.float32)
+    layer = polyhead.MultiHeadAttention(weights, H)
+    cache = layer.new_cache(9, 2)
+    good = {
+        "cache": cache, "page_table": np.zeros((B, 2), int), "seqlens_k": np.array([0, SQ]),
+        "slots": np.array([[-1] * SQ, [0, 1, 2, 3]]),
+    }  # fmt: skip
+    for bad, words in (
+        ({"page_table": None}, "page_table must be given with a cache"),
+        ({"page_table": np.full((B, 2), 9)}, r"page_table\[1, 0\] is 9, must be 0 to num_pages - 1 = 8"),
+        ({"slots": np.full((B, SQ), 18)}, r"slots\[0, 0\] is 18, must be -1 to 17"),
+        ({"slots": np.zeros((B, SQ), int)}, "slots holds 0 twice"),
+        ({"slots": None, "key": x}, "slots is missing"),
+        ({"seqlens_k": None}, "seqlens_k is missing"),
+        ({"positions": np.zeros((B, SQ), int)}, "positions is given, but rotary_dim is 0"),
+        ({"cache": None}, "given without cache"),
+        ({"training": True}, "cache is given in training"),
+        ({"caches": layer.new_caches(B, SQ)}, "cache is given and caches too"),
+        ({"cache": polyhead.KvCache.zeros(9, 2, H, D + 1)}, f"cache.head_dim is {D + 1}, must be {D}"),
+    ):
+        with pytest.raises(polyhead.Error, match=words):
+            layer.forward(x, **(good | bad))
+    assert not cache.key.any() and not cache.value.any()
+
+
 def test_a_kernel_by_name():
     weights, (x,) = problem(4, False, True, np.float32)
     heads = np.ones((1, 24, H, 8), np.float32)
