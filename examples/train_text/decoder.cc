@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <utility>
 
 #include "rows.h"
@@ -11,88 +12,120 @@
 
 namespace polyhead::demo {
 
+namespace {
+
+constexpr int64_t kPageSize = 16;
+
+// Room for `context` bytes.
+KvCacheDesc cache_desc(const ModelDesc& desc) {
+  KvCacheDesc cache;
+  cache.num_pages = (desc.context + kPageSize - 1) / kPageSize;
+  cache.page_size = kPageSize;
+  cache.num_heads_kv = desc.num_heads;
+  cache.head_dim = cache.head_dim_v = desc.head_dim();
+  return cache;
+}
+
+}  // namespace
+
 Result<Decoder> Decoder::make(const ModelDesc& desc, const ModelParameters& parameters) {
   if (Status status = check_model_desc(desc); !status.ok()) return status;
-  Result<Layer> layer = polyhead::layer(layer_desc(desc, /*batch=*/1));
-  if (!layer.ok()) return layer.status();
-  Result<FeedForwardBlock> feed_forward = feed_forward_block(feed_forward_block_desc(desc, 1, 1));
-  if (!feed_forward.ok()) return feed_forward.status();
+  Result<KvCache> cache = kv_cache(cache_desc(desc));
+  if (!cache.ok()) return cache.status();
   Result<MatrixProduct> head = product_of({1, kNumBytes, desc.size});
   if (!head.ok()) return head.status();
-  Decoder decoder(desc, parameters, std::move(*layer), std::move(*feed_forward), std::move(*head));
-
-  decoder.workspace_bytes_ = std::max(
-      {decoder.layer_.workspace_bytes(), decoder.feed_forward_.workspace_bytes(), decoder.head_.workspace_bytes()});
-  Result<tools::Buffer> workspace = allocate(decoder.workspace_bytes_);
-  if (!workspace.ok()) return workspace.status();
-  decoder.workspace_ = std::move(*workspace);
-  const size_t cache_bytes = static_cast<size_t>(desc.context * desc.size) * sizeof(float);
+  Decoder decoder(desc, parameters, std::move(*cache), std::move(*head));
   for (int64_t i = 0; i < desc.num_layers; ++i) {
-    Result<tools::Buffer> keys = allocate(cache_bytes), values = allocate(cache_bytes);
-    if (!keys.ok()) return keys.status();
-    if (!values.ok()) return values.status();
-    decoder.caches_.push_back({std::move(*keys), std::move(*values)});
+    Result<tools::Buffer> pool = allocate(decoder.cache_.bytes());
+    if (!pool.ok()) return pool.status();
+    decoder.pools_.push_back(std::move(*pool));
   }
-  for (std::vector<float>* row : {&decoder.x_, &decoder.normed_, &decoder.attended_}) {
-    row->resize(static_cast<size_t>(desc.size));
-  }
+  decoder.pages_.resize(static_cast<size_t>(decoder.cache_.desc().num_pages));
+  std::iota(decoder.pages_.begin(), decoder.pages_.end(), 0);  // one text, whose pages lie in order
   decoder.logits_.resize(static_cast<size_t>(kNumBytes));
+  if (Status status = decoder.set_up(1); !status.ok()) return status;
   return decoder;
 }
 
-// attended = x + layer(norm(x)), as AttentionBlock has it; the block takes whole sequences, the layer also one step.
-Status Decoder::attend(const LayerParameters& parameters, const Caches& caches) {
-  norm_forward(x_.data(), parameters.attention_norm, 1, desc_.size, normed_.data(), {});
-  LayerForwardArgs args;
-  args.query = args.key = args.value = row(normed_);
-  args.residual = row(x_);
-  args.weights = parameters.attention;
-  args.key_cache = Tensor(caches.keys.get(), DType::kFloat32, {1, desc_.context, desc_.num_heads, desc_.head_dim()});
-  args.value_cache =
-      Tensor(caches.values.get(), DType::kFloat32, {1, desc_.context, desc_.num_heads, desc_.head_dim()});
-  args.step = position_;
-  args.out = row(attended_);
-  args.workspace = workspace_.get();
-  args.workspace_bytes = workspace_bytes_;
-  return layer_.forward(args);
+// Makes the blocks for so many bytes a call, and what they work in.
+Status Decoder::set_up(int64_t num_bytes) {
+  if (blocks_.count(num_bytes) == 0) {
+    AttentionBlockDesc block = attention_block_desc(desc_);
+    block.layer.batch = 1;
+    block.layer.seqlen_q = num_bytes;
+    block.layer.seqlen_k = cache_.desc().num_pages * kPageSize;
+    block.layer.cache = cache_.desc();
+    block.layer.attention.align = Align::kBottomRight;  // the last byte sees all
+    Result<AttentionBlock> attention = attention_block(block);
+    if (!attention.ok()) return attention.status();
+    Result<FeedForwardBlock> feed_forward = feed_forward_block(feed_forward_block_desc(desc_, 1, num_bytes));
+    if (!feed_forward.ok()) return feed_forward.status();
+    blocks_.emplace(num_bytes, Blocks{std::move(*attention), std::move(*feed_forward)});
+  }
+  const Blocks& blocks = blocks_.at(num_bytes);
+  const size_t needed =
+      std::max({blocks.attention.workspace_bytes(), blocks.feed_forward.workspace_bytes(), head_.workspace_bytes()});
+  if (needed > workspace_bytes_) {
+    Result<tools::Buffer> workspace = allocate(needed);
+    if (!workspace.ok()) return workspace.status();
+    workspace_ = std::move(*workspace);
+    workspace_bytes_ = needed;
+  }
+  for (std::vector<float>* data : {&x_, &normed_, &attended_})
+    data->resize(static_cast<size_t>(num_bytes * desc_.size));
+  slots_.resize(static_cast<size_t>(num_bytes));
+  std::iota(slots_.begin(), slots_.end(), position_);
+  return {};
 }
 
-Status Decoder::feed_forward(const LayerParameters& parameters) {
+Status Decoder::attend(const LayerParameters& parameters, const tools::Buffer& pool, int64_t num_bytes) {
+  const int64_t length = position_ + num_bytes;
+  AttentionBlockForwardArgs args;
+  args.layer.query = rows(x_, num_bytes);
+  args.layer.weights = parameters.attention;
+  args.layer.seqlens_k = Tensor(&length, DType::kInt64, {1});
+  args.layer.cache.pool = cache_.tensors(pool.get());
+  args.layer.cache.page_table = Tensor(pages_.data(), DType::kInt64, {1, cache_.desc().num_pages});
+  args.layer.cache.slots = Tensor(slots_.data(), DType::kInt64, {1, num_bytes});
+  args.layer.out = rows(attended_, num_bytes);
+  args.layer.workspace = workspace_.get();
+  args.layer.workspace_bytes = workspace_bytes_;
+  args.norm = parameters.attention_norm;
+  return blocks_.at(num_bytes).attention.forward(args);
+}
+
+Status Decoder::feed_forward(const LayerParameters& parameters, int64_t num_bytes) {
   FeedForwardBlockForwardArgs args;
-  args.x = row(attended_);
+  args.x = rows(attended_, num_bytes);
   args.weights = parameters.feed_forward;
-  args.out = row(x_);
+  args.out = rows(x_, num_bytes);
   args.workspace = workspace_.get();
   args.workspace_bytes = workspace_bytes_;
-  return feed_forward_.forward(args);
+  return blocks_.at(num_bytes).feed_forward.forward(args);
 }
 
-Status Decoder::read(uint8_t byte) {
-  if (position_ >= desc_.context) {
+Status Decoder::read(std::string_view bytes) {
+  const auto num_bytes = static_cast<int64_t>(bytes.size());
+  if (num_bytes > desc_.context - position_) {
     return {StatusCode::kInvalidArgument,
             fmt::format("the text is longer than the model's context of {} bytes", desc_.context)};
   }
-  embed(&byte, 1, 1, desc_.size, parameters_->byte_vectors, parameters_->position_vectors + position_ * desc_.size,
-        x_.data());
-  for (size_t i = 0; i < caches_.size(); ++i) {
-    Status status = attend(parameters_->layers[i], caches_[i]);
-    if (status.ok()) status = feed_forward(parameters_->layers[i]);
+  if (num_bytes == 0) return {};
+  if (Status status = set_up(num_bytes); !status.ok()) return status;
+  embed(reinterpret_cast<const uint8_t*>(bytes.data()), num_bytes, num_bytes, desc_.size, parameters_->byte_vectors,
+        parameters_->position_vectors + position_ * desc_.size, x_.data());
+  for (size_t i = 0; i < pools_.size(); ++i) {
+    Status status = attend(parameters_->layers[i], pools_[i], num_bytes);
+    if (status.ok()) status = feed_forward(parameters_->layers[i], num_bytes);
     if (!status.ok()) return status;
   }
-  ++position_;
-  norm_forward(x_.data(), parameters_->norm, 1, desc_.size, normed_.data(), {});
+  position_ += num_bytes;
+  norm_forward(x_.data() + (num_bytes - 1) * desc_.size, parameters_->norm, 1, desc_.size, normed_.data(), {});
   return multiply(
       head_,
       {matrix(normed_.data(), 1, desc_.size), transposed(matrix(parameters_->byte_vectors, kNumBytes, desc_.size)),
        matrix(logits_.data(), 1, kNumBytes)},
       workspace_.get());
-}
-
-Status Decoder::read(std::string_view bytes) {
-  for (const char byte : bytes) {
-    if (Status status = read(static_cast<uint8_t>(byte)); !status.ok()) return status;
-  }
-  return Status();
 }
 
 Result<std::string> sample(const ModelDesc& desc, const ModelParameters& parameters, std::string_view prompt,

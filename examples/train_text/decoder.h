@@ -1,6 +1,8 @@
-// Text written byte by byte: each byte passes the model once, and looks back at keys and values kept in caches.
+// Text that goes on: a prompt passes the model in one call, then each byte once; they look back at keys and values in the
+// pages of a cache.
 #pragma once
 
+#include <map>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -17,38 +19,38 @@ class Decoder {
   /// `parameters` must outlive it.
   static Result<Decoder> make(const ModelDesc& desc, const ModelParameters& parameters);
 
-  /// Reads a byte, which becomes number position() of the text, at most `context` of them. The logits [256] of the byte
-  /// that follows stand in logits() until the next call.
-  Status read(uint8_t byte);
+  /// Reads bytes, which become those from number position() on of the text, at most `context` of them. The logits [256] of
+  /// the byte that follows stand in logits() until the next call.
   Status read(std::string_view bytes);
+  Status read(uint8_t byte) { return read(std::string_view(reinterpret_cast<const char*>(&byte), 1)); }
   int64_t position() const { return position_; }
   void forget() { position_ = 0; }  // the text begins anew
   const float* logits() const { return logits_.data(); }
 
  private:
-  struct Caches {
-    tools::Buffer keys, values;  // [1, context, num_heads, head_dim]
+  struct Blocks {  // that take so many bytes a call
+    AttentionBlock attention;
+    FeedForwardBlock feed_forward;
   };
 
-  Decoder(const ModelDesc& desc, const ModelParameters& parameters, Layer layer, FeedForwardBlock feed_forward,
-          MatrixProduct head)
-      : desc_(desc),
-        parameters_(&parameters),
-        layer_(std::move(layer)),
-        feed_forward_(std::move(feed_forward)),
-        head_(std::move(head)) {}
-  Status attend(const LayerParameters& parameters, const Caches& caches);
-  Status feed_forward(const LayerParameters& parameters);
-  Tensor row(const std::vector<float>& data) const { return Tensor(data.data(), DType::kFloat32, {1, 1, desc_.size}); }
+  Decoder(const ModelDesc& desc, const ModelParameters& parameters, KvCache cache, MatrixProduct head)
+      : desc_(desc), parameters_(&parameters), cache_(std::move(cache)), head_(std::move(head)) {}
+  Status set_up(int64_t num_bytes);
+  Status attend(const LayerParameters& parameters, const tools::Buffer& pool, int64_t num_bytes);
+  Status feed_forward(const LayerParameters& parameters, int64_t num_bytes);
+  Tensor rows(const std::vector<float>& data, int64_t num_rows) const {
+    return Tensor(data.data(), DType::kFloat32, {1, num_rows, desc_.size});
+  }
 
   ModelDesc desc_;
   const ModelParameters* parameters_;
-  Layer layer_;
-  FeedForwardBlock feed_forward_;
+  KvCache cache_;
   MatrixProduct head_;
-  size_t workspace_bytes_ = 0;
+  std::map<int64_t, Blocks> blocks_;  // by how many bytes they take
   tools::Buffer workspace_;
-  std::vector<Caches> caches_;
+  size_t workspace_bytes_ = 0;
+  std::vector<tools::Buffer> pools_;  // of each layer
+  std::vector<int64_t> pages_, slots_;
   std::vector<float> x_, normed_, attended_, logits_;
   int64_t position_ = 0;
 };

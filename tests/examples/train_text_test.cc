@@ -204,6 +204,12 @@ TEST_F(TrainText, DecodingMatchesTheWholePass) {
   }
   EXPECT_NEAR(sum / static_cast<double>(desc.context), *whole, 1e-5);
   EXPECT_EQ(decoder->read('a').message(), "the text is longer than the model's context of 24 bytes");
+  auto prompted = Decoder::make(desc, trainer->weights());  // all but the last two bytes in one call
+  const std::string_view inputs(reinterpret_cast<const char*>(batches[0].inputs.data()), batches[0].inputs.size());
+  ASSERT_TRUE(prompted.ok() && prompted->read(inputs.substr(0, 22)).ok());
+  ASSERT_TRUE(prompted->read(inputs.substr(22, 1)).ok() && prompted->read(inputs.substr(23)).ok());
+  EXPECT_EQ(prompted->position(), desc.context);
+  for (int64_t c = 0; c < kNumBytes; ++c) ASSERT_NEAR(prompted->logits()[c], decoder->logits()[c], 1e-4) << c;
 }
 
 TEST_F(TrainText, SamplesAreOfTheSeedAndPassTheContext) {
