@@ -169,6 +169,9 @@ class MultiHeadAttention:
     def _split(self, in_proj: np.ndarray) -> dict[str, np.ndarray]:
         return {name: in_proj[:, part] for name, part in zip(_WEIGHTS, self._parts)}
 
+    def _kv_dims(self) -> list[int]:
+        return [self.weights[name].shape[1] // self.num_heads_kv for name in ("key_weight", "value_weight")]
+
     def new_cache(self, num_pages: int, page_size: int, **options: Any) -> KvCache:
         """A cache in pages for decoding with `forward`: `KvCache.zeros` with this layer's heads and dtype.
 
@@ -186,9 +189,8 @@ class MultiHeadAttention:
         ------
         polyhead.Error, TypeError
         """
-        dims = [self.weights[name].shape[1] // self.num_heads_kv for name in ("key_weight", "value_weight")]
         options.setdefault("key_dtype", str(self.weights["key_weight"].dtype))
-        return KvCache.zeros(num_pages, page_size, self.num_heads_kv, *dims, **options)
+        return KvCache.zeros(num_pages, page_size, self.num_heads_kv, *self._kv_dims(), **options)
 
     def new_caches(self, batch: int, seqlen_k: int, seqlen_q: int | None = None) -> LayerCaches:
         """Caches for decoding with `forward`, zeros.
@@ -205,9 +207,8 @@ class MultiHeadAttention:
         -------
         LayerCaches
         """
-        dims = [self.weights[name].shape[1] // self.num_heads_kv for name in ("key_weight", "value_weight")]
         dtype = self.weights["key_weight"].dtype
-        key, value = (np.zeros((batch, seqlen_k, self.num_heads_kv, dim), dtype) for dim in dims)
+        key, value = (np.zeros((batch, seqlen_k, self.num_heads_kv, dim), dtype) for dim in self._kv_dims())
         return LayerCaches(key, value, seqlen_k if seqlen_q is None else seqlen_q)
 
     def forward(
