@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "count_allocations.h"
 #include "polyhead/layer.h"
+#include "polyhead/program.h"
 #include "testing/guard.h"
 #include "through_c.h"
 
@@ -42,7 +44,7 @@ struct Small {
                           .rotary_dim = 4};
     return d;
   }
-  Small() : desc(good_desc()) {
+  explicit Small(const LayerDesc& of = good_desc()) : desc(of) {
     const Result<Layer> made = polyhead::layer(desc);
     EXPECT_TRUE(made.ok()) << made.status().message();
     layer.emplace(*made);
@@ -184,6 +186,38 @@ TEST(LayerOnCache, TheSameThroughC) {
   EXPECT_EQ(LayerThroughC(bad).made.message(), "rotary_dim is 3, must be even and at most head_dim 8");
   through_c.slots[0][0] = 99;
   EXPECT_EQ(c.forward(through_c.args).message(), s.layer->forward(through_c.args).message());
+}
+
+// The index of an option that reaches out of its tensor is known before anything is stored, too.
+TEST(LayerOnCache, ProgramsAreToldWhereQueriesStand) {
+  float slopes[] = {0.5f, 0.25f, 1, 2};
+  const Tensor slope(slopes, DType::kFloat32, {4});
+  LayerDesc with_option = Small::good_desc();
+  with_option.attention.align = Align::kBottomRight;
+  with_option.attention.alibi_slopes_ndim = 1;
+  LayerDesc with_program = with_option;
+  with_program.attention.alibi_slopes_ndim = 0;
+  with_program.attention.program = *parse_program("score = score - slope[h] * abs(q + offset - k)");
+  with_program.attention.captures = {{DType::kFloat32, 1, {4}}};
+  Small option(with_option), program(with_program);
+  for (Small* s : {&option, &program}) {
+    for (size_t n = 0; n < s->floats.size(); ++n) s->floats[n] = 0.1f * static_cast<float>(n * 7 % 11) - 0.4f;
+    std::memset(s->pool->data(), 0x11, s->pool->size());
+    s->lengths[1] = 2, s->table[1][0] = 5;  // the new tokens are all there are
+  }
+  option.args.alibi_slopes = slope;
+  program.args.captures = {&slope, 1};
+  EXPECT_EQ(option.layer->forward(option.args).message(), "");
+  EXPECT_EQ(program.layer->forward(program.args).message(), "");
+  for (size_t n = 0; n < option.out.size(); ++n) ASSERT_NEAR(option.out[n], program.out[n], 1e-5) << n;
+  EXPECT_NE(option.out[0], 7);
+
+  with_program.attention.program = *parse_program("score = score + slope[k]");
+  Small outside(with_program);
+  outside.args.captures = {&slope, 1};
+  EXPECT_NE(outside.layer->forward(outside.args).message().find("program: element [4] of slope [4]"),
+            std::string::npos);
+  EXPECT_TRUE(outside.untouched());
 }
 
 TEST(LayerOnCache, AllocatesNothing) {

@@ -15,115 +15,6 @@
 namespace polyhead::testing {
 namespace {
 
-// The layer of `width` time steps that computes a part of the problem.
-LayerDesc on_cache(const LayerProblem& problem, const PagesOfBatch& pages, const Cut& cut, int64_t width) {
-  LayerDesc d = problem.desc;
-  AttentionDesc& a = d.attention;
-  d.cache = pages.desc;
-  d.seqlen_new = cut.tokens_join ? 0 : std::max<int64_t>(d.seqlen_k, 1);
-  d.seqlen_q = width;
-  d.seqlen_k = pages.capacity;
-  a.align = Align::kUnset;
-  a.query_offset.reset();
-  a.has_query_offsets = a.causal || a.window_left >= 0 || a.window_right >= 0 || a.alibi_slopes_ndim > 0;
-  a.has_seqlens_q = a.has_seqlens_k = true;
-  for (BroadcastOperand* operand : {&a.attn_mask, &a.attn_bias}) {
-    if (operand->dims[2] > 1) operand->dims[2] = width;
-  }
-  return d;
-}
-
-int64_t length_of(const Array& lengths, int64_t b, int64_t whole) {
-  return lengths.given() ? static_cast<int64_t>(lengths.at(b)) : whole;
-}
-
-// Where query 0 of a sequence stands among its keys.
-int64_t offset_of(const LayerProblem& problem, const LayerInputs& in, int64_t b) {
-  const LayerDesc& d = problem.desc;
-  if (in.query_offsets.given()) return static_cast<int64_t>(in.query_offsets.at(b));
-  if (d.attention.query_offset) return *d.attention.query_offset;
-  if (d.attention.align != Align::kBottomRight) return 0;
-  return length_of(in.seqlens_k, b, d.seqlen_k) - length_of(in.seqlens_q, b, d.seqlen_q);
-}
-
-// The numbers of one call that starts at time `first`.
-struct Numbers {
-  Array seqlens_q, seqlens_k, offsets, slots, table;
-
-  Numbers(const LayerProblem& problem, const LayerInputs& in, const PagesOfBatch& pages, const Cut& cut, int64_t first,
-          int64_t width) {
-    const LayerDesc& d = problem.desc;
-    const int64_t new_keys = cut.tokens_join ? width : d.seqlen_k;
-    std::vector<int64_t> of_q, of_k, at, to;
-    for (int64_t b = 0; b < d.batch; ++b) {
-      const int64_t all_k = length_of(in.seqlens_k, b, d.seqlen_k);
-      of_q.push_back(std::clamp<int64_t>(length_of(in.seqlens_q, b, d.seqlen_q) - first, 0, width));
-      of_k.push_back(cut.tokens_join ? std::min(all_k, first + width) : all_k);
-      at.push_back(offset_of(problem, in, b) + first);
-      for (int64_t t = 0; t < new_keys; ++t) {
-        const int64_t token = (cut.tokens_join ? first : 0) + t;
-        to.push_back(token < all_k ? pages.slot(b, token) : -1);
-      }
-    }
-    seqlens_q = integers_of(of_q, {d.batch});
-    seqlens_k = integers_of(of_k, {d.batch});
-    offsets = integers_of(at, {d.batch});
-    slots = integers_of(to, {d.batch, new_keys});
-    table = pages.table_for(seqlens_k);
-  }
-};
-
-// Out, as calls on a cache give it.
-LayerResults run(const LayerProblem& problem, const LayerInputs& in, const Cut& cut) {
-  const LayerDesc& whole = problem.desc;
-  const bool by_key = whole.attention.attn_mask.dims[3] > 1 || whole.attention.attn_bias.dims[3] > 1;
-  const int64_t page_size = by_key ? 1 : cut.page_size;  // masks are as long as all pages
-  PagesOfBatch pages(format_of(whole, page_size), whole.batch, whole.seqlen_k, problem.seed);
-  LayerResults results;
-  results.out = Array(whole.dtype, in.grad_out.dims);
-  std::fill(results.out.bytes.begin(), results.out.bytes.end(), uint8_t{0xff});
-  size_t call = 0;
-  for (int64_t first = 0, width = 0; call == 0 || first < whole.seqlen_q; first += width, ++call) {
-    const size_t n = std::min(call, cut.widths.size() - 1);
-    width = cut.widths.empty() ? whole.seqlen_q : std::min(cut.widths[n], whole.seqlen_q - first);
-    const LayerDesc d = on_cache(problem, pages, cut, width);
-    PlanOptions options;
-    options.kernel = cut.kernel;
-    options.where.executor = &executor(cut.threads);
-    const Result<Layer> made = layer(d, options);
-    if (!made.ok()) return results.faults.push_back(made.status().message()), results;
-    const Numbers numbers(problem, in, pages, cut, first, width);
-    LayerForwardArgs args;
-    const auto steps = [&](const Array& a) { return a.given() ? part(view(a), 2, first, width) : Tensor(); };
-    args.query = steps(in.query), args.residual = steps(in.residual);
-    if (cut.tokens_join || (call == 0 && whole.seqlen_k > 0)) {
-      const Array& key = problem.key_is_query ? in.query : in.key;
-      const Array& value = problem.value_is_key ? key : in.value;
-      args.key = cut.tokens_join ? steps(key) : view(key);
-      args.value = cut.tokens_join ? steps(value) : view(value);
-      args.cache.slots = view(numbers.slots);
-    }
-    args.weights = weights_of(in.weights);
-    const auto option = [&](const Array& a, int dim) {
-      return a.given() ? part_of_option(view(a), dim, first, width) : Tensor();
-    };
-    args.attn_mask = option(in.attn_mask, 2), args.attn_bias = option(in.attn_bias, 2);
-    args.window_lo = option(in.window_lo, 0), args.window_hi = option(in.window_hi, 0);
-    if (in.alibi_slopes.given()) args.alibi_slopes = view(in.alibi_slopes);
-    if (in.sink_logits.given()) args.sink_logits = view(in.sink_logits);
-    args.seqlens_q = view(numbers.seqlens_q), args.seqlens_k = view(numbers.seqlens_k);
-    if (d.attention.has_query_offsets) args.query_offsets = view(numbers.offsets);
-    args.cache.pool = pages.pool;
-    args.cache.page_table = view(numbers.table);
-    args.out = part(view(results.out), 2, first, width);
-    const GuardedBytes workspace(made->workspace_bytes(), Guard::kEnd, 0xff);
-    args.workspace = workspace.data(), args.workspace_bytes = made->workspace_bytes();
-    if (const Status status = made->forward(args); !status.ok()) results.faults.push_back(status.message());
-    if (!results.faults.empty()) break;
-  }
-  return results;
-}
-
 // Of the layers that layer_test computes. tokens_join: causal self-attention, whose tokens come a few at a time.
 std::vector<LayerProblem> problems_of(bool tokens_join) {
   static const std::set<std::string> joins = {"causal", "self_with_biases", "self_three_tensors"};
@@ -181,8 +72,9 @@ TEST(LayerOnCache, ManyCallsGiveWhatTheFormulasGive) {
       const std::string which = problem.name + dtype_name(problem.desc.dtype);
       if (of != which) draws.emplace(problem, false), of = which;
       const Cut cut{kernel, 2, {5, 1, 1, 3}, 4, tokens_join};
-      EXPECT_EQ(draws->judge([&](const LayerProblem& drawn, const LayerInputs& in) { return run(drawn, in, cut); }),
-                "");
+      EXPECT_EQ(
+          draws->judge([&](const LayerProblem& drawn, const LayerInputs& in) { return run_on_cache(drawn, in, cut); }),
+          "");
     });
   }
 }
@@ -191,9 +83,9 @@ TEST(LayerOnCache, ManyCallsGiveWhatTheFormulasGive) {
 TEST(LayerOnCache, SameBitsHoweverItIsCut) {
   for_each_problem(true, [](const LayerProblem& problem, const char* kernel) {
     const LayerInputs in = random_inputs(problem);
-    const LayerResults want = run(problem, in, {kernel, 1, {1}, 3, true});
-    EXPECT_EQ(difference(want, run(problem, in, {kernel, 3, {12}, 16, true})), "");
-    EXPECT_EQ(difference(want, run(problem, in, {kernel, 2, {7, 1, 2}, 1, true})), "");
+    const LayerResults want = run_on_cache(problem, in, {kernel, 1, {1}, 3, true});
+    EXPECT_EQ(difference(want, run_on_cache(problem, in, {kernel, 3, {12}, 16, true})), "");
+    EXPECT_EQ(difference(want, run_on_cache(problem, in, {kernel, 2, {7, 1, 2}, 1, true})), "");
   });
 }
 
@@ -241,7 +133,7 @@ TEST(AttentionBlockOnCache, GivesWhatTheBlockOfAllGives) {
       for (int64_t first = 0, width = 5; first < whole.seqlen_q; first += width, width = 2) {
         width = std::min(width, whole.seqlen_q - first);
         desc.layer = on_cache(problem, pages, cut, width);
-        const Numbers numbers(problem, in, pages, cut, first, width);
+        const OneCall numbers(problem, in, pages, cut, first, width);
         args.layer = {};
         args.layer.query = part(view(in.query), 2, first, width);
         if (cross && first == 0) args.layer.key = view(in.key), args.layer.value = view(in.value);

@@ -51,7 +51,6 @@ struct PagesOfBatch {
     capacity = each * desc.page_size;
     desc.num_pages = batch * each + 2;
     const Result<KvCache> cache = kv_cache(desc);
-    EXPECT_TRUE(cache.ok()) << cache.status().message();
     memory.emplace((cache->bytes() + 63) / 64 * 64, Guard::kEnd, uint8_t{0xff});
     pool = cache->tensors(memory->data());
     std::vector<int64_t> pages(static_cast<size_t>(desc.num_pages));
@@ -102,5 +101,22 @@ inline KvCacheDesc format_of(const LayerDesc& d, int64_t page_size) {
   cache.key_dtype = cache.value_dtype = d.dtype;
   return cache;
 }
+
+// The numbers of one call that starts at time `first`.
+struct OneCall {
+  Array seqlens_q, seqlens_k, offsets, slots, table;
+
+  OneCall(const LayerProblem& problem, const LayerInputs& in, const PagesOfBatch& pages, const Cut& cut, int64_t first,
+          int64_t width);
+};
+
+// Whether each call's tokens may join: what a query sees has come before it.
+bool may_join(const LayerProblem& problem);
+
+// The layer of `width` time steps that computes a part of the problem.
+LayerDesc on_cache(const LayerProblem& problem, const PagesOfBatch& pages, const Cut& cut, int64_t width);
+
+// Out and attn_weights, as inference on a cache gives them.
+LayerResults run_on_cache(const LayerProblem& problem, const LayerInputs& in, const Cut& cut);
 
 }  // namespace polyhead::testing

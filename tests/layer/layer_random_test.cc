@@ -6,7 +6,7 @@
 
 #include <cstdio>
 
-#include "layer_harness.h"
+#include "layer_on_cache.h"
 #include "random_problems.h"
 
 namespace polyhead::testing {
@@ -27,7 +27,14 @@ std::string trouble(const LayerProblem& problem, const char* kernel, LayerDraws&
   }
   const std::string text = inferred.judge(
       [&](const LayerProblem& drawn, const LayerInputs& numbers) { return run_steps(drawn, numbers, options, false); });
-  return text.empty() ? "" : "in single steps: " + text;
+  if (!text.empty()) return "in single steps: " + text;
+  const LayerDesc& d = problem.desc;
+  if (d.beam != 1 || d.dtype == DType::kFloat64) return "";
+  const Cut cut{
+      kernel, options.threads, {random.integer(1, 20), random.integer(1, 14)}, random.integer(1, 9), may_join(problem)};
+  const std::string cached = inferred.judge(
+      [&](const LayerProblem& drawn, const LayerInputs& numbers) { return run_on_cache(drawn, numbers, cut); });
+  return cached.empty() ? "" : "on a cache: " + cached;
 }
 
 TEST(RandomLayers, MatchTheFormulas) {
