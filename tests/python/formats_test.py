@@ -46,6 +46,24 @@ def test_what_is_stored_is_meant(name):
         assert not polyhead.explain(query, *numbers, **scales).reasons["reference"]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_every_byte_of_float8(name, dtype):
+    numbers = np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, name))
+    meant, finite = numbers.astype("f"), np.isfinite(numbers.astype("f"))
+    bytes_of_one_key = [np.where(seen, numbers, 0).astype(numbers.dtype) for seen in (finite, True)]
+    key, value = (np.broadcast_to(x, (1, 512, 1, 256)) for x in bytes_of_one_key)
+    scales = np.ones((1, 512, 1, 1), "f")
+    query = np.eye(256, dtype="f").reshape(1, 1, 256, 256).astype(dtype if dtype == "float32" else ml_dtypes.bfloat16)
+    options = {"key_scales": scales, "value_scales": scales, "seqlens_k": np.array([1]), "scale": 1.0}
+    taken = [k for k, reason in polyhead.explain(query, key, value, **options).reasons.items() if not reason]
+    assert len(taken) > 2
+    for kernel in taken:
+        out, logsumexp = polyhead.attention(query, key, value, kernel=kernel, return_logsumexp=True, **options)
+        assert np.array_equal(logsumexp.ravel(), np.where(finite, meant, 0)), kernel
+        assert np.array_equal(out[0, 0].astype("f"), np.broadcast_to(meant, (256, 256)), equal_nan=True), kernel
+
+
 def test_pages_and_one_side_alone():
     query, (key, _), scales, (meant, _) = operands("int8")
     value = RNG.standard_normal((B, S, G, D), "f")

@@ -215,11 +215,12 @@ void score_chunk(Decode& x) {
         score_rows<R, kRows>(scores, head.query, x.layout.query_stride, rows, keys, columns, asked);
       };
       if (in_place) {
-        score(RowsAt<Row>{at.data, at.apart, n}, dim, ahead);
+        score(rows_in_place<Row>(at, n, dim, x.scratch + x.layout.keys), dim, ahead);
       } else {
         Ahead idle = ask_for_copy(x, ahead, n, numbers_bytes(at.dtype, dim), no_runs);
         float* const copy = x.scratch + x.layout.keys;
-        if constexpr (sizeof(typename Row::Element) == 1) {
+        if constexpr (Row::kDType == DType::kInt4x2) {  // always in place (with_row)
+        } else if constexpr (sizeof(typename Row::Element) == 1) {
           with_copied_bytes<Row>(at, n, dim, copy, [&](const RowsAt<Row>& keys) { score(keys, dim, idle); });
         } else {
           with_copied_keys<typename Row::Mac>(
@@ -286,8 +287,8 @@ void weigh_chunk(const Decode& x, int first, int end, bool finite) {
         p = scaled;
       }
       if (in_place) {
-        accumulate_rows_of<Row, kRows>(head.out, x.partial.out_stride, p, rows, RowsAt<Row>{at.data, at.apart, n}, dim,
-                                       ahead);
+        const RowsAt<Row> values = rows_in_place<Row>(at, n, dim, x.scratch + x.layout.values);
+        accumulate_rows_of<Row, kRows>(head.out, x.partial.out_stride, p, rows, values, dim, ahead);
         continue;
       }
       Ahead idle = ask_for_copy(x, ahead, n, numbers_bytes(at.dtype, dim), no_runs);

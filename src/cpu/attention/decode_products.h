@@ -14,6 +14,8 @@ constexpr int kRowScores = kDecodeChunk + kLanes;  // not a power of two: 4 rows
 // Of a vector's elements where they lie.
 template <class Row>
 constexpr ptrdiff_t kVectorBytes = kLanes* Row::Mac::kElements* static_cast<ptrdiff_t>(sizeof(typename Row::Element));
+template <>
+constexpr ptrdiff_t kVectorBytes<Int4Row> = kLanes / 2;
 
 // Keys that are read side by side: more would be more runs of memory at once than it is fast at. Measured on Zen 4
 // (2026-11-22, one thread, 32x8x1/1024x64 in float16, [B, H, S, D], ms): 4 at once 2.64, 8 3.10, 16 4.19.
@@ -33,14 +35,14 @@ constexpr int kSumsAtOnce<FloatRowFromMemory> = 8;
 template <class Row, int kRows, bool kPrefetch, int kFirst = 0>
 inline __attribute__((always_inline)) void add_keys_of_step(F (&sum)[kLanes], const float* query,
                                                             ptrdiff_t query_stride,
-                                                            const typename Row::Element* const (&key)[kLanes / kRows],
+                                                            const typename RowsAt<Row>::Place (&key)[kLanes / kRows],
                                                             int64_t dim, Ahead& ahead) {
   constexpr int kKeys = kLanes / kRows, kElements = Row::Mac::kElements * kLanes;
   constexpr int kEnd = kFirst + (kKeys < kKeysAtOnce<Row> ? kKeys : kKeysAtOnce<Row>);
   const auto add = [&](int64_t d, const auto& read) __attribute__((always_inline)) {
     F x[kKeys];
 #pragma GCC unroll 16
-    for (int k = kFirst; k < kEnd; ++k) x[k] = read(key[k] + d);
+    for (int k = kFirst; k < kEnd; ++k) x[k] = read(key[k]);
     if (kPrefetch) ahead.ask<(kEnd - kFirst) * kVectorBytes<Row>>();
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
@@ -50,15 +52,15 @@ inline __attribute__((always_inline)) void add_keys_of_step(F (&sum)[kLanes], co
     }
   };
   int64_t d = 0;
-  for (; d + kElements <= dim; d += kElements) add(d, [](const auto* p) { return Row::whole(p); });
-  if (d < dim) add(d, [n = static_cast<int>(dim - d)](const auto* p) { return Row::first(p, n); });
+  for (; d + kElements <= dim; d += kElements) add(d, [d](const auto& row) { return Row::whole(row, d); });
+  if (d < dim) add(d, [d, dim](const auto& row) { return Row::first(row, d, static_cast<int>(dim - d)); });
   if constexpr (kEnd < kKeys) add_keys_of_step<Row, kRows, kPrefetch, kEnd>(sum, query, query_stride, key, dim, ahead);
 }
 
 // S of kRows query rows and kLanes / kRows keys, row after row in one vector.
 template <class Row, int kRows, bool kPrefetch>
 inline __attribute__((always_inline)) F score_step(const float* query, ptrdiff_t query_stride,
-                                                   const typename Row::Element* const (&key)[kLanes / kRows],
+                                                   const typename RowsAt<Row>::Place (&key)[kLanes / kRows],
                                                    int64_t dim, Ahead& ahead) {
   F sum[kLanes];
 #pragma GCC unroll 16
@@ -88,7 +90,7 @@ inline void score_rows(float* scores, const float* query, ptrdiff_t query_stride
   constexpr int kKeys = kLanes / kRows;
   Ahead ahead = asked;  // in registers: stores of scores could not change it
   for (int k = 0; k < x.num_rows; k += kKeys) {
-    const typename Row::Element* key[kKeys];
+    typename RowsAt<Row>::Place key[kKeys];
 #pragma GCC unroll 16
     for (int i = 0; i < kKeys; ++i) key[i] = x.row(k + i < x.num_rows ? k + i : x.num_rows - 1);
     store_scores<kRows>(scores + k, score_step<Row, kRows, true>(query, query_stride, key, dim, ahead));
@@ -112,10 +114,11 @@ inline __attribute__((always_inline)) void accumulate_step(float* out, ptrdiff_t
     for (int v = 0; v < kVecs_; ++v) sum[r][v] = load(out + r * out_stride + column + v * kLanes);
   }
   for (int k = 0; k < x.num_rows; ++k) {
-    const typename Row::Element* const value = x.row(k) + column;
+    const auto value = x.row(k);
     F x_k[kVecs_];
 #pragma GCC unroll 8
-    for (int v = 0; v < kVecs_; ++v) x_k[v] = kTail ? Row::first(value, n) : Row::whole(value + v * kLanes);
+    for (int v = 0; v < kVecs_; ++v)
+      x_k[v] = kTail ? Row::first(value, column, n) : Row::whole(value, column + v * kLanes);
     if (kPrefetch) ahead.ask<kVecs_ * kVectorBytes<Row>>();
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
@@ -156,12 +159,22 @@ inline void accumulate_rows_of(float* out, ptrdiff_t out_stride, const float* p,
                                                   ahead);
 }
 
+template <bool kPairs, DType kStored, class Work>
+inline void with_float8_row([[maybe_unused]] DType query, const Work& work) {
+#ifdef POLYHEAD_HAS_BYTE_TABLE
+  if constexpr (kPairs) {
+    if (query == DType::kBFloat16) return work.template operator()<Float8PairRow<kStored>>();
+  }
+#endif
+  work.template operator()<ByteRow<kStored>>();
+}
+
 // Calls work.operator()<Row>() with what reads rows of x: where a dtype has several scales a row, as floats that are copied.
 // kPairs: where queries are bfloat16, as pairs of these if the set multiplies pairs.
 template <bool kPairs, class Work>
 void with_row(const DecodeTask& task, [[maybe_unused]] DType query, const Operand& x, int64_t dim, const Work& work) {
   const bool one_scale = x.scales == nullptr || x.group >= dim;
-  switch (one_scale ? x.dtype : DType::kFloat32) {
+  switch (one_scale || x.dtype == DType::kInt4x2 ? x.dtype : DType::kFloat32) {
 #ifdef POLYHEAD_HAS_BF16_DOT
     case DType::kBFloat16:
       if (kPairs) return work.template operator()<BFloat16PairRow>();
@@ -177,8 +190,13 @@ void with_row(const DecodeTask& task, [[maybe_unused]] DType query, const Operan
       }
 #endif
       return work.template operator()<ByteRow<DType::kInt8>>();
-    case DType::kFloat8E4M3: return work.template operator()<ByteRow<DType::kFloat8E4M3>>();
-    case DType::kFloat8E5M2: return work.template operator()<ByteRow<DType::kFloat8E5M2>>();
+    case DType::kInt4x2:
+      if (x.group != Int4Row::kGroup || x.stride_d != 1 || x.scale_stride_d != 1) {
+        return work.template operator()<FloatRow>();
+      }
+      return work.template operator()<Int4Row>();
+    case DType::kFloat8E4M3: return with_float8_row<kPairs, DType::kFloat8E4M3>(query, work);
+    case DType::kFloat8E5M2: return with_float8_row<kPairs, DType::kFloat8E5M2>(query, work);
     default:
       if constexpr (kLanes == 16) {
         if (task.from_memory && dim >= 128 && x.dtype == DType::kFloat32)

@@ -10,13 +10,13 @@ namespace {
 constexpr int kDecodeBlock = 16;  // keys; a chunk's blocks are the bits of a word
 static_assert(kDecodeChunk == 32 * kDecodeBlock && kDecodeBlock % kLanes == 0);
 
-// How vectors of a row of kDType are read: `first` reads n elements, the lanes behind them are 0.
+// How vectors of a row of kDType are read, from number d on: `first` reads n of them, the lanes behind them are 0.
 struct FloatRow {
   using Element = float;
   using Mac = Float32;
   static constexpr DType kDType = DType::kFloat32;
-  static inline F whole(const float* p) { return load(p); }
-  static inline F first(const float* p, int n) { return load_first(p, n); }
+  static inline F whole(const float* row, int64_t d) { return load(row + d); }
+  static inline F first(const float* row, int64_t d, int n) { return load_first(row + d, n); }
 };
 // The same numbers, where no cache holds them (decode_products.h).
 struct FloatRowFromMemory : FloatRow {};
@@ -24,65 +24,86 @@ struct BFloat16Row {
   using Element = uint16_t;
   using Mac = Float32;
   static constexpr DType kDType = DType::kBFloat16;
-  static inline F whole(const uint16_t* p) { return load_bf16(p); }
-  static inline F first(const uint16_t* p, int n) { return load_bf16_first(p, n); }
+  static inline F whole(const uint16_t* row, int64_t d) { return load_bf16(row + d); }
+  static inline F first(const uint16_t* row, int64_t d, int n) { return load_bf16_first(row + d, n); }
 };
 struct Float16Row {
   using Element = uint16_t;
   using Mac = Float32;
   static constexpr DType kDType = DType::kFloat16;
-  static inline F whole(const uint16_t* p) { return load_f16(p); }
-  static inline F first(const uint16_t* p, int n) { return load_f16_first(p, n); }
+  static inline F whole(const uint16_t* row, int64_t d) { return load_f16(row + d); }
+  static inline F first(const uint16_t* row, int64_t d, int n) { return load_f16_first(row + d, n); }
 };
+
+// Row::first of rows of bytes.
+template <class Row>
+inline F first_bytes(const uint8_t* row, int64_t d, int n) {
+  alignas(64) uint8_t buffer[2 * kLanes] = {};
+  for (int i = 0; i < n; ++i) buffer[i] = row[d + i];
+  return Row::whole(buffer, 0);
+}
 // Of numbers of a byte, before their scale.
 template <DType kStored>
 struct ByteRow {
   using Element = uint8_t;
   using Mac = Float32;
   static constexpr DType kDType = kStored;
-  static inline F whole(const uint8_t* p) {
-    if constexpr (kStored == DType::kInt8) return load_int8(reinterpret_cast<const int8_t*>(p));
-    if constexpr (kStored == DType::kFloat8E5M2) return load_e5m2(p);
-    if constexpr (kStored == DType::kFloat8E4M3) return load_e4m3(p);
-  }
-  static inline F first(const uint8_t* p, int n) {
-    alignas(16) uint8_t buffer[kLanes] = {};
-    for (int i = 0; i < n; ++i) buffer[i] = p[i];
-    return whole(buffer);
-  }
+  static inline F whole(const uint8_t* row, int64_t d) { return load_stored(row + d, kStored); }
+  static inline F first(const uint8_t* row, int64_t d, int n) { return first_bytes<ByteRow>(row, d, n); }
 };
 #ifdef POLYHEAD_HAS_BF16_DOT
 struct BFloat16PairRow {
   using Element = uint16_t;
   using Mac = BFloat16Pair;
   static constexpr DType kDType = DType::kBFloat16;
-  static inline F whole(const uint16_t* p) { return load(reinterpret_cast<const float*>(p)); }
-  static inline F first(const uint16_t* p, int n) {
-    if (n % 2 == 0) return load_first(reinterpret_cast<const float*>(p), n / 2);
+  static inline F whole(const uint16_t* row, int64_t d) { return load(reinterpret_cast<const float*>(row + d)); }
+  static inline F first(const uint16_t* row, int64_t d, int n) {
+    if (n % 2 == 0) return load_first(reinterpret_cast<const float*>(row + d), n / 2);
     alignas(64) uint16_t buffer[2 * kLanes] = {};
-    for (int i = 0; i < n; ++i) buffer[i] = p[i];
+    for (int i = 0; i < n; ++i) buffer[i] = row[d + i];
     return load(reinterpret_cast<const float*>(buffer));
   }
 };
-#endif
 
-#ifdef POLYHEAD_HAS_BF16_DOT
 // Numbers of int8 as pairs of bfloat16, which hold them exactly.
 struct Int8PairRow {
   using Element = uint8_t;
   using Mac = BFloat16Pair;
   static constexpr DType kDType = DType::kInt8;
-  static inline F whole(const uint8_t* p) {
-    using Numbers = ByteRow<DType::kInt8>;
-    return join_halves_bf16(Numbers::whole(p), Numbers::whole(p + kLanes));
+  static inline F whole(const uint8_t* row, int64_t d) {
+    return join_halves_bf16(load_stored(row + d, kDType), load_stored(row + d + kLanes, kDType));
   }
-  static inline F first(const uint8_t* p, int n) {
-    alignas(64) uint8_t buffer[2 * kLanes] = {};
-    for (int i = 0; i < n; ++i) buffer[i] = p[i];
-    return whole(buffer);
-  }
+  static inline F first(const uint8_t* row, int64_t d, int n) { return first_bytes<Int8PairRow>(row, d, n); }
 };
 #endif
+
+#ifdef POLYHEAD_HAS_BYTE_TABLE
+// Numbers of float8 likewise.
+template <DType kStored>
+struct Float8PairRow {
+  using Element = uint8_t;
+  using Mac = BFloat16Pair;
+  static constexpr DType kDType = kStored;
+  static inline F whole(const uint8_t* row, int64_t d) { return pairs_from_table(row + d, float8_table(kStored)); }
+  static inline F first(const uint8_t* row, int64_t d, int n) { return first_bytes<Float8PairRow>(row, d, n); }
+};
+#endif
+
+// Numbers of 4 bits, of which each kGroup have a scale, times that.
+struct Int4Row {
+  using Element = uint8_t;
+  using Mac = Float32;
+  static constexpr DType kDType = DType::kInt4x2;
+  static constexpr int kGroup = 32;
+  struct At {
+    const uint8_t* numbers;
+    const float* scales;
+  };
+  static inline F whole(const At& row, int64_t d) {
+    return load_int4(row.numbers + d / 2) * broadcast(row.scales[d / kGroup]);
+  }
+  static inline F first(const At& row, int64_t d, int) { return whole(row, d); }  // never: dims are whole groups
+};
 
 // The runs of memory that will be read soon, `bytes` each: the next lies at next->data behind base.
 struct AheadRuns {
@@ -124,10 +145,37 @@ struct RowsAt {
   const PoolPlace* places;  // from data on
   int num_rows;
 
-  const typename Row::Element* row(int k) const {
-    return reinterpret_cast<const typename Row::Element*>(data + places[k].data);
-  }
+  using Place = const typename Row::Element*;
+  Place row(int k) const { return reinterpret_cast<Place>(data + places[k].data); }
 };
+template <>
+struct RowsAt<Int4Row> {
+  const char* data;
+  const PoolPlace* places;
+  int num_rows;
+  const float* scales;  // [num_rows][groups]
+  int64_t groups;
+
+  using Place = Int4Row::At;
+  Place row(int k) const { return {reinterpret_cast<const uint8_t*>(data + places[k].data), scales + k * groups}; }
+};
+
+// Rows of x where they lie. `scales` is memory for those that are read as floats, [num_rows][dim / Int4Row::kGroup].
+template <class Row>
+inline RowsAt<Row> rows_in_place(const Rows& x, int num_rows, int64_t dim, float* scales) {
+  if constexpr (Row::kDType == DType::kInt4x2) {
+    const int64_t groups = dim / Row::kGroup;
+    for (int k = 0; k < num_rows; ++k) {
+      for (int64_t g = 0; g < groups; g += kLanes) {
+        const int n = groups - g < kLanes ? static_cast<int>(groups - g) : kLanes;
+        store_first(scales + k * groups + g, load_f16_first(u16(x.scale(k, g * Row::kGroup)), n), n);
+      }
+    }
+    return {x.data, x.apart, num_rows, scales, groups};
+  } else {
+    return {x.data, x.apart, num_rows};
+  }
+}
 
 // Whether Row reads rows where they lie.
 template <class Row>
@@ -139,7 +187,7 @@ inline bool reads_in_place(const Rows& x) {
 // what is hidden change no bit.
 template <class Row>
 inline bool scales_later(const Rows& x) {
-  return x.scales != nullptr && x.dtype == Row::kDType;
+  return x.scales != nullptr && x.dtype == Row::kDType && x.dtype != DType::kInt4x2;
 }
 
 // Where rows of a copy lie.

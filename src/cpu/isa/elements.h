@@ -25,6 +25,29 @@ inline void store_halves(DType dtype, uint16_t* p, F x) {
   }
 }
 
+#ifdef POLYHEAD_HAS_BYTE_TABLE
+// The numbers of a byte without a sign as bfloat16, by their low and high bytes: float8_e4m3's times 2^-8, as below.
+struct alignas(64) Float8Table {
+  uint8_t bytes[256] = {};
+  constexpr Float8Table(int fraction_bits, int bias, int first_not_finite) {
+    for (int b = 0; b < 128; ++b) {
+      int exponent = b >> fraction_bits, fraction = b & ((1 << fraction_bits) - 1);
+      if (exponent == 0)
+        exponent = 1;
+      else
+        fraction |= 1 << fraction_bits;
+      for (; fraction != 0 && fraction >> fraction_bits == 0; --exponent) fraction *= 2;
+      int bits = fraction == 0 ? 0 : (exponent - bias + 126) * 128 + fraction * (128 >> fraction_bits);
+      if (b >= first_not_finite) bits = b == first_not_finite && fraction_bits == 2 ? 0x7f80 : 0x7fc0;
+      bytes[b] = static_cast<uint8_t>(bits & 255);
+      bytes[128 + b] = static_cast<uint8_t>(bits >> 8);
+    }
+  }
+};
+constexpr Float8Table kE4M3(3, 7 + 8, 0x7f), kE5M2(2, 15, 0x7c);
+constexpr const uint8_t* float8_table(DType dtype) { return dtype == DType::kFloat8E4M3 ? kE4M3.bytes : kE5M2.bytes; }
+#endif
+
 // kLanes neighbours of 8 bits, before their scale, by way of float16: float8_e4m3's are those that have 2^-8 their value.
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
@@ -39,12 +62,17 @@ inline F from_halves(Halves x) {
   return load_f16(halves);
 }
 inline F load_e4m3(const uint8_t* p) {
+#ifdef POLYHEAD_HAS_BYTE_TABLE
+  return floats_from_table(p, kE4M3.bytes);
+#else
   const Halves x = widened(p), magnitude = x & 0x7f;
   const Halves nan = reinterpret_cast<Halves>(magnitude == 0x7f);
   return from_halves((x & 0x80) << 8 | (nan & 0x7e00) | (~nan & magnitude << 7));
+#endif
 }
 inline F load_e5m2(const uint8_t* p) { return from_halves(widened(p) << 8); }
 
+#ifndef POLYHEAD_HAS_INT4
 // kLanes neighbours of 4 bits, in pairs.
 inline F load_int4(const uint8_t* p) {
   typedef uint8_t Pairs __attribute__((vector_size(kLanes / 2)));
@@ -57,6 +85,7 @@ inline F load_int4(const uint8_t* p) {
   __builtin_memcpy(signed_numbers, &numbers, sizeof numbers);
   return load_int8(signed_numbers);
 }
+#endif
 
 // kLanes neighbours of a dtype that has scales, before their scale.
 inline F load_stored(const uint8_t* p, DType dtype) {

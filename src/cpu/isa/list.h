@@ -5,11 +5,11 @@
 // ROW(name, features), best first: kernels are called cpu_<name>. `features`: all that the flags let the compiler use,
 // joined by | (tests/cpu/isa_test.cc asks the compiler); a CPU without one of them does not run the kernel.
 #if defined(__x86_64__)
-#define POLYHEAD_ISAS(ROW)                                                         \
-  ROW(amx, POLYHEAD_X86_64_V4 | kAVX512VNNI | kAVX512BF16 | kAMX_TILE | kAMX_BF16) \
-  ROW(avx512bf16, POLYHEAD_X86_64_V4 | kAVX512VNNI | kAVX512BF16)                  \
-  ROW(avx512, POLYHEAD_X86_64_V4)                                                  \
-  ROW(avx2, POLYHEAD_AVX2)                                                         \
+#define POLYHEAD_ISAS(ROW)                               \
+  ROW(amx, POLYHEAD_AVX512_BF16 | kAMX_TILE | kAMX_BF16) \
+  ROW(avx512bf16, POLYHEAD_AVX512_BF16)                  \
+  ROW(avx512, POLYHEAD_X86_64_V4)                        \
+  ROW(avx2, POLYHEAD_AVX2)                               \
   ROW(generic, 0)
 #elif defined(__aarch64__)
 #define POLYHEAD_ISAS(ROW)                    \
@@ -23,6 +23,7 @@
 #define POLYHEAD_X86_64_V4                                                                                             \
   POLYHEAD_AVX2 | kCX16 | kLAHF_SAHF | kLZCNT | kMOVBE | kBMI | kBMI2 | kAVX512F | kAVX512BW | kAVX512CD | kAVX512DQ | \
       kAVX512VL
+#define POLYHEAD_AVX512_BF16 POLYHEAD_X86_64_V4 | kAVX512VNNI | kAVX512VBMI | kAVX512BF16
 
 // ROW(name, leaf, subleaf, register, bit of CPUID, registers that the system must save): Intel SDM volume 2A; leaf
 // 0x80000001: AMD APM volume 3. Names are the compilers' (__AVX2__), where they have one.
@@ -46,6 +47,7 @@
   ROW(AVX512CD, 7, 0, ebx, 28, kZmm)           \
   ROW(AVX512BW, 7, 0, ebx, 30, kZmm)           \
   ROW(AVX512VL, 7, 0, ebx, 31, kZmm)           \
+  ROW(AVX512VBMI, 7, 0, ecx, 1, kZmm)          \
   ROW(AVX512VNNI, 7, 0, ecx, 11, kZmm)         \
   ROW(AMX_BF16, 7, 0, edx, 22, kTmm)           \
   ROW(AMX_TILE, 7, 0, edx, 24, kTmm)           \

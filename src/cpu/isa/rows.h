@@ -108,17 +108,16 @@ inline KeyRows key_rows_of(const Operand& x, int64_t b, int64_t h, int64_t first
           x.scale_stride_b * scale_bytes(x.dtype)};
 }
 
-// The scale of a row's group that a column is in.
-inline F load_scale(const Rows& x, int64_t row, int64_t column) {
-  const char* const scale = x.scale(row, column);
-  return x.dtype == DType::kInt4x2 ? from_halves(Halves{} + *u16(scale)) : broadcast(*f32(scale));
+// A scale of numbers of that dtype.
+inline F load_scale(DType dtype, const char* scale) {
+  return dtype == DType::kInt4x2 ? from_halves(Halves{} + *u16(scale)) : broadcast(*f32(scale));
 }
 
 // load_columns where there are scales. Never inlined: what has none does without its registers.
 inline __attribute__((noinline)) F load_scaled(const Rows& x, int64_t row, int64_t column, int n) {
   const F stored = load_stored(x.row(row), x.dtype, column, x.column_stride, n);
   if (x.scaled_later) return stored;
-  const F scaled = stored * broadcast(stored_factor(x.dtype)) * load_scale(x, row, column);
+  const F scaled = stored * broadcast(stored_factor(x.dtype)) * load_scale(x.dtype, x.scale(row, column));
   return n == kLanes ? scaled : select(mask_from_bits((1u << n) - 1), scaled, broadcast(0.0f));
 }
 
@@ -130,15 +129,18 @@ inline F load_columns(const Rows& x, int64_t row, int64_t column, int n) {
 }
 
 // Writes numbers of a row of a dtype that has scales, as load_columns reads them, as far as whole vectors go: how many.
-template <class Load>
-int64_t copy_scaled(float* out, const Rows& x, int64_t row, int64_t columns, Load load_at) {
+template <DType kStored>
+int64_t copy_scaled(float* out, const Rows& x, int64_t row, int64_t columns) {
   const int64_t end = columns / kLanes * kLanes;
   const auto* const numbers = reinterpret_cast<const uint8_t*>(x.row(row));
-  for (int64_t d = 0; d < end;) {  // groups are whole vectors, but for the one of a whole row
-    const F factor = load_scale(x, row, d);
+  const char* scale = x.scale(row, 0);
+  for (int64_t d = 0; d < end;
+       scale += x.scale_column_bytes) {  // groups are whole vectors, but for the one of a whole row
+    const F factor = load_scale(kStored, scale);
     const int64_t end_of_group = end < d + x.group ? end : d + x.group;
     for (; d < end_of_group; d += kLanes) {
-      store(out + d, load_at(numbers, d) * broadcast(stored_factor(x.dtype)) * factor);
+      const F stored = load_stored(numbers + (kStored == DType::kInt4x2 ? d / 2 : d), kStored);
+      store(out + d, stored * broadcast(stored_factor(kStored)) * factor);
     }
   }
   return end;
@@ -147,14 +149,11 @@ int64_t copy_scaled(float* out, const Rows& x, int64_t row, int64_t columns, Loa
 // How many numbers copy_scaled has written, of any dtype; 0 where there are no scales, or numbers apart from each other.
 inline int64_t copy_scaled_columns(float* out, const Rows& x, int64_t row, int64_t columns) {
   if (x.scales == nullptr || x.scaled_later || x.column_stride != 1) return 0;
-  const auto copy = [&](auto load_at) { return copy_scaled(out, x, row, columns, load_at); };
-  using Numbers = const uint8_t*;
   switch (x.dtype) {
-    case DType::kInt8:
-      return copy([](Numbers p, int64_t d) { return load_int8(reinterpret_cast<const int8_t*>(p) + d); });
-    case DType::kInt4x2: return copy([](Numbers p, int64_t d) { return load_int4(p + d / 2); });
-    case DType::kFloat8E5M2: return copy([](Numbers p, int64_t d) { return load_e5m2(p + d); });
-    default: return copy([](Numbers p, int64_t d) { return load_e4m3(p + d); });
+    case DType::kInt8: return copy_scaled<DType::kInt8>(out, x, row, columns);
+    case DType::kInt4x2: return copy_scaled<DType::kInt4x2>(out, x, row, columns);
+    case DType::kFloat8E5M2: return copy_scaled<DType::kFloat8E5M2>(out, x, row, columns);
+    default: return copy_scaled<DType::kFloat8E4M3>(out, x, row, columns);
   }
 }
 

@@ -26,6 +26,10 @@
 //   with these where POLYHEAD_HAS_INT8_DOT: load_bytes(p), load_bytes_first(p, n) of 4 kLanes; store_low_bytes(p, x) of
 //   kLanes; store_int, round_to_int; interleave_bytes(rows): of 4 rows lane 4 i + j of vector v becomes the bytes of
 //   column 16 i + 4 v + j
+//   pairs_from_table(p, table)                   2 kLanes bytes as pairs of bfloat16: of byte b the table's number b & 127, bit
+//   7 as its sign. The table: 128 low bytes, 128 high ones, aligned to 64. Where POLYHEAD_HAS_BYTE_TABLE, which also has
+//   floats_from_table(p, table): the same of kLanes bytes, as floats
+//   load_int4(p)                                 kLanes numbers of 4 bits, two a byte, where POLYHEAD_HAS_INT4
 //
 // Where POLYHEAD_HAS_TMM there are eight registers tmm of 16 rows of 16 words besides. They hold something while a TmmInUse
 // lives, which a task makes first of all:

@@ -1,11 +1,12 @@
-// AVX-512 with AVX512_BF16 and AVX512_VNNI: the words of AVX-512, and products of bfloat16 pairs and of bytes. See simd.h
-// for what each word means.
+// AVX-512 with AVX512_BF16, AVX512_VNNI and AVX512_VBMI: the words of AVX-512, products of bfloat16 pairs and of bytes, and
+// tables of bytes. See simd.h for what each word means.
 #pragma once
 
 #include "cpu/isa/simd_avx512.h"
 
 #define POLYHEAD_HAS_BF16_DOT 1
 #define POLYHEAD_HAS_INT8_DOT 1
+#define POLYHEAD_HAS_BYTE_TABLE 1
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
@@ -46,6 +47,31 @@ inline void interleave_bytes(I (&r)[4]) {
   r[1] = _mm512_unpackhi_epi16(low, low_2);
   r[2] = _mm512_unpacklo_epi16(high, high_2);
   r[3] = _mm512_unpackhi_epi16(high, high_2);
+}
+
+// x has each byte twice, side by side: the lower becomes the table's low byte, the other its high one. vpermi2b looks at 7 bits.
+inline I look_up(I x, __mmask64 lower, const uint8_t* table, I sign) {
+  const I low = _mm512_mask2_permutex2var_epi8(_mm512_load_si512(table), x, lower, _mm512_load_si512(table + 64));
+  const I both =
+      _mm512_mask2_permutex2var_epi8(_mm512_load_si512(table + 128), low, lower << 1, _mm512_load_si512(table + 192));
+  return _mm512_ternarylogic_epi32(both, x, sign, 0xf8);  // both | (x & sign)
+}
+inline F pairs_from_table(const uint8_t* p, const uint8_t* table) {
+  alignas(64) static constexpr uint8_t kTwice[64] = {0,  0,  1,  1,  2,  2,  3,  3,  4,  4,  5,  5,  6,  6,  7,  7,
+                                                     8,  8,  9,  9,  10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15,
+                                                     16, 16, 17, 17, 18, 18, 19, 19, 20, 20, 21, 21, 22, 22, 23, 23,
+                                                     24, 24, 25, 25, 26, 26, 27, 27, 28, 28, 29, 29, 30, 30, 31, 31};
+  const I bytes = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  const I twice = _mm512_permutexvar_epi8(_mm512_load_si512(kTwice), bytes);
+  return _mm512_castsi512_ps(look_up(twice, 0x5555555555555555, table, _mm512_set1_epi16(-0x8000)));
+}
+inline F floats_from_table(const uint8_t* p, const uint8_t* table) {
+  alignas(64) static constexpr uint8_t kTwice[64] = {
+      0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 2,  2,  0, 0, 3,  3,  0, 0, 4,  4,  0, 0, 5,  5,  0, 0, 6,  6,  0, 0, 7,  7,
+      0, 0, 8, 8, 0, 0, 9, 9, 0, 0, 10, 10, 0, 0, 11, 11, 0, 0, 12, 12, 0, 0, 13, 13, 0, 0, 14, 14, 0, 0, 15, 15};
+  const I bytes = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const I twice = _mm512_maskz_permutexvar_epi8(0xcccccccccccccccc, _mm512_load_si512(kTwice), bytes);
+  return _mm512_castsi512_ps(look_up(twice, 0x4444444444444444, table, _mm512_set1_epi32(INT32_MIN)));
 }
 
 }  // namespace
