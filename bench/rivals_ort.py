@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 from problem import Operands, Problem
 from rivals import Contender, Refusal
 
-_ELEMENTS = {"float32": TensorProto.FLOAT, "int32": TensorProto.INT32, "bool": TensorProto.BOOL}
+_ELEMENTS = {"float32": TensorProto.FLOAT, "int32": TensorProto.INT32, "int8": TensorProto.INT8, "bool": TensorProto.BOOL}
 
 
 def _check(p: Problem) -> None:

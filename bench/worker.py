@@ -89,10 +89,10 @@ def _largest(before: Optional[float], after: Optional[float]) -> Optional[float]
     return None if before is None or after is None else max(before, after)
 
 
-def _prepare(p: Problem, x: Operands, direction: str, threads: int, only: list[str]) -> tuple[dict, dict]:
+def _prepare(p: Problem, x: Operands, makers: dict[str, Callable], only: list[str]) -> tuple[dict, dict]:
     """The contenders that can compute the problem, and why the others cannot."""
     ready, refusals = {}, {}
-    for name, make in _contenders(direction, threads).items():
+    for name, make in makers.items():
         if name != OURS and only and not any(name.startswith(word) for word in only):
             continue
         try:
@@ -127,7 +127,7 @@ def _workspace_bytes(explanation: polyhead.Explanation, direction: str) -> int:
 def measure_row(request: dict, threads: int, bandwidth: Bandwidth) -> dict:
     p, direction = parse_problem(request["problem"]), request["direction"]
     x = Operands(p)
-    ready, refusals = _prepare(p, x, direction, threads, request["peers"])
+    ready, refusals = _prepare(p, x, _contenders(direction, threads), request["peers"])
     differences = _differences(p, ready)
     peak = peak_gflops(p.dtype, threads)
     read = bandwidth.gb_per_s() if p.decode else None
@@ -154,6 +154,28 @@ def measure_row(request: dict, threads: int, bandwidth: Bandwidth) -> dict:
         "contenders": {name: {**s.summary(), "max_diff": differences.get(name)} for name, s in samples.items()},
         "refusals": refusals,
     }
+
+
+def measure_cache_row(request: dict, threads: int, bandwidth: Bandwidth) -> dict:
+    """Every kind of cache on one problem. Differences are from our contiguous one, a share of its largest number."""
+    import rivals_cache
+    import torch
+
+    torch.set_num_threads(threads)
+    p = parse_problem(request["problem"])
+    x = Operands(p)
+    ready, refusals = _prepare(p, x, rivals_cache.contenders(p, threads), request["peers"])
+    expected, *_ = ready[OURS].outputs(ready[OURS].call())
+    row = {"problem": p.line, "threads": threads, "flops": p.flops(FORWARD), "refusals": refusals}
+    differences = {n: np.abs(c.outputs(c.call())[0] - expected).max() / np.abs(expected).max() for n, c in ready.items()}
+    read = bandwidth.gb_per_s()
+    calls = {name: contender.call for name, contender in ready.items()}
+    samples = measure.interleave(calls, CROWDED, request["rounds"], SECONDS_PER_ROUND * request["rounds"])
+    row["read_gb_per_s"] = _largest(read, bandwidth.gb_per_s())
+    row["contenders"] = {
+        n: {**s.summary(), "kept_bytes": ready[n].kept_bytes, "max_diff": float(differences[n])} for n, s in samples.items()
+    }
+    return row
 
 
 def measure_overhead() -> dict:
@@ -206,6 +228,8 @@ def main() -> None:
         try:
             if request["what"] == "row":
                 answer = measure_row(request, threads, bandwidth)
+            elif request["what"] == "cache row":
+                answer = measure_cache_row(request, threads, bandwidth)
             elif request["what"] == "overhead":
                 answer = measure_overhead()
             else:

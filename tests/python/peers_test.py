@@ -138,6 +138,24 @@ def test_gradients_are_measured_alone_and_in_a_step(tmp_path):
     assert {what for _, what, *_ in bounded} == {"vs torch"}
 
 
+def test_caches_are_measured_in_the_same_way(tmp_path):
+    pytest.importorskip("torch")
+    lines = ["2x4/2x1/256x32", "1x2x20/256x32 --causal --align bottom_right"]
+    command = [sys.executable, BENCH / "cache_peers.py", "--threads", "1", "--rounds", "1", "--out", tmp_path]
+    subprocess.run([*command, "--peers", "polyhead", "torch", "--rows", *lines], check=True, capture_output=True)
+    (path,) = tmp_path.glob("*-caches.json")
+    rows, table = json.loads(path.read_text())["rows"], path.with_suffix(".md").read_text()
+    assert [row["problem"] for row in rows] == lines
+    for row in rows:
+        assert "torch" in row["contenders"] and not row["refusals"]
+        for name, entry in row["contenders"].items():
+            coarse = {"int8": 0.05, "float8_e4m3": 0.2, "int4": 0.5}
+            kept = next((word for word in coarse if word in name), None)
+            assert entry["max_diff"] < coarse.get(kept, 1e-5), name
+    assert "| polyhead, pages of 16 than polyhead | `2x4/2x1/256x32` | 1 | 0.97x |" in table
+    assert "| polyhead than torch |" in table and "| polyhead, step |" in table
+
+
 def test_peak_memory_grows_with_the_length_and_is_less_than_unfused(monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.setitem(memory.SEQLENS, "quick", [512, 1024])
