@@ -1,5 +1,7 @@
 """Keys or values in fewer bytes, as a tensor: `attention` reads what is stored, all else gets dense numbers."""
 
+import functools
+
 import torch
 
 from polyhead import Error, KvCache
@@ -87,10 +89,16 @@ def with_planes(x, planes):
 def turned(rows):
     """rows [..., heads, D] times the orthogonal Hadamard matrix, as `KvCache.append` multiplies queries."""
     tokens = rows.flatten(0, -3)
-    nothing = rows.new_zeros(()).expand(len(tokens), 1, rows.shape[-1])
-    cache = KvCache(*rows.new_zeros(2, 1, 1, 1, rows.shape[-1]), hadamard=True)
-    nowhere = torch.full((len(tokens),), -1)
+    cache, nothing = _of_nothing(rows.shape[-1], rows.dtype)
+    nothing, nowhere = nothing.expand(len(tokens), -1, -1), torch.full((len(tokens),), -1)
     return cache.append(nothing, nothing, slots=nowhere, query=tokens).view(rows.shape)
+
+
+@functools.lru_cache
+def _of_nothing(head_dim, dtype):
+    """A cache that is never written, and a key for it."""
+    key, value, new = torch.zeros(3, 1, 1, 1, head_dim, dtype=dtype)
+    return KvCache(key, value, hadamard=True), new[0]
 
 
 def operands_of(query, key, value):
