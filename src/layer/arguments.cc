@@ -1,6 +1,7 @@
 #include "layer/arguments.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "cache/append.h"
 #include "contract/attention_operands.h"
@@ -204,15 +205,19 @@ Call call_of(const LayerDesc& desc, const LayerForwardArgs& args) {
   to[kArgKeyCache] = with_beam(args.key_cache, 5);
   to[kArgValueCache] = with_beam(args.value_cache, 5);
   set_memory(args, &call);
-  to[kArgPoolKey] = args.cache.pool.key;
-  to[kArgPoolValue] = args.cache.pool.value;
-  to[kArgPoolKeyScales] = args.cache.pool.key_scales;
-  to[kArgPoolValueScales] = args.cache.pool.value_scales;
-  to[kArgPageTable] = args.cache.page_table;
-  to[kArgSlots] = args.cache.slots;
-  to[kArgPositions] = args.cache.positions;
-  to[kArgCos] = args.cache.cos;
-  to[kArgSin] = args.cache.sin;
+  const LayerCacheArgs& cache = args.cache;
+  const std::pair<int, const Tensor*> of_cache[] = {{kArgPoolKey, &cache.pool.key},
+                                                    {kArgPoolValue, &cache.pool.value},
+                                                    {kArgPoolKeyScales, &cache.pool.key_scales},
+                                                    {kArgPoolValueScales, &cache.pool.value_scales},
+                                                    {kArgPageTable, &cache.page_table},
+                                                    {kArgSlots, &cache.slots},
+                                                    {kArgPositions, &cache.positions},
+                                                    {kArgCos, &cache.cos},
+                                                    {kArgSin, &cache.sin}};
+  for (const auto& [argument, tensor] : of_cache) {  // most calls have none
+    if (tensor->given()) to[argument] = *tensor;
+  }
   call.step = args.step;
   call.dropouts = {{{"dropout", desc.attention.dropout_p, args.dropout_seed, args.dropout_offset, desc.beam},
                     {"output_dropout", desc.output_dropout_p, args.output_dropout_seed, args.output_dropout_offset}}};
