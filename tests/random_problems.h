@@ -1,5 +1,6 @@
 // The loop over random problems, as the environment asks for it:
 //   POLYHEAD_RANDOM_SEED=first  POLYHEAD_RANDOM_PROBLEMS=count  POLYHEAD_TEST_KERNEL=name
+//   POLYHEAD_RANDOM_CACHED=1: of these, what a cache holds alone: keys and values in pages, or in a stored format
 #pragma once
 
 #include <gtest/gtest.h>
@@ -22,6 +23,10 @@ inline uint64_t from_environment(const char* name, uint64_t otherwise) {
   return text ? std::strtoull(text, nullptr, 10) : otherwise;
 }
 
+inline bool is_cached(const AttentionDesc& d) {
+  return d.page_size > 0 || d.key_dtype.has_value() || d.value_dtype.has_value();
+}
+
 // Calls test(problem, the kernels that take it, report) for each random problem that some kernel takes; the test calls
 // report(kernel, line, trouble) for each kernel, where trouble() says what is wrong, "" if nothing. Stops after 20
 // failures.
@@ -33,6 +38,7 @@ void for_random_problems(uint64_t default_count, Test test) {
   int failures = 0;
   for (uint64_t seed = first; seed < first + count && failures < 20; ++seed) {
     const Problem p = random_problem(seed);
+    if (from_environment("POLYHEAD_RANDOM_CACHED", 0) != 0 && !is_cached(p.desc)) continue;
     const Result<Plan> checked = plan(problem_desc(p), {.kernel = "reference"});
     ASSERT_TRUE(checked.ok()) << checked.status().message() << "\n" << forward_command("reference", p);
     std::vector<const Kernel*> kernels;
