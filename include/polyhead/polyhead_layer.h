@@ -22,8 +22,7 @@ typedef struct polyhead_layer_desc {
   int64_t beam;      ///< beams of query and out; default 1
   int64_t beam_kv;   ///< beams of key and value: 1 (default; shared by all beams of query) or `beam`
   int64_t seqlen_q;  ///< time steps of query and out; default 0
-  int64_t
-      seqlen_k;  ///< time steps of key and value, and of the caches; of pages, what a sequence has room for; default 0
+  int64_t seqlen_k;  ///< time steps of key and value, and of caches; in pages, what a sequence has room for; default 0
 
   int64_t num_heads;     ///< default 1
   int64_t num_heads_kv;  ///< default 1; divides num_heads
