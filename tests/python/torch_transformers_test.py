@@ -211,6 +211,7 @@ def batched(model, prompts, implementation, num_new):
 
 @pytest.mark.parametrize("name, in_pages", [("llama", 2), ("gemma2", 1), ("gpt_oss", 1)])
 def test_continuous_batching(name, in_pages, monkeypatch):
+    pytest.importorskip("psutil", reason="transformers sizes its cache by it")
     model = make(transformers, name)[0]
     random, num_new = torch.Generator().manual_seed(3), 6
     prompts = [torch.randint(3, 99, (n,), generator=random).tolist() for n in (5, 3, 29, 1, 17)]
