@@ -73,6 +73,7 @@ def test_programs_beside_flex_attention(tmp_path):
 def test_generate_beside_transformers(tmp_path):
     pytest.importorskip("transformers")
     command = [sys.executable, BENCH / "generate.py", "--tiny", "--rounds", "1", "--batch", "2", "--dtype", "bfloat16"]
+    command += ["--threads", "1"]
     done = subprocess.run([*command, "--out", tmp_path], check=True, capture_output=True, text=True)
     found = {path.suffix: path for path in tmp_path.iterdir()}
     rows = json.loads(found[".json"].read_text())["rows"]
