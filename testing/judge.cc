@@ -67,10 +67,14 @@ void check_unused(const char* name, const Array& got, const Array& before, const
   }
 }
 
-// A weight below float32's normal numbers may be taken for 0: 4 ulp of 2^-104 are 2^-126, the least of these.
-std::vector<double> weight_magnitudes(const Array& weights) {
+// A weight below float32's normal numbers may be taken for 0: 4 ulp of 2^-104 are 2^-126, the least of these. What is 0 and
+// has no variance is hidden; without a softmax, the terms of others may be as large as each other.
+std::vector<double> weight_magnitudes(const Array& weights, const Array& variance) {
   std::vector<double> magnitude = numbers<double>(weights);
-  for (double& P : magnitude) P = P == 0 ? 0 : std::max(P, 0x1p-104);
+  for (size_t n = 0; n < magnitude.size(); ++n) {
+    const bool hidden = magnitude[n] == 0 && doubles(variance)[n] == 0;
+    magnitude[n] = hidden ? 0 : std::max(std::fabs(magnitude[n]), 0x1p-104);
+  }
   return magnitude;
 }
 
@@ -115,10 +119,10 @@ void Judge::add(const AttentionDesc& desc, const Outputs& got, const Expected& w
     for (double& L : magnitude) L = std::fabs(L) + log_keys;
     add_errors(logsumexp_, got.logsumexp, exact.logsumexp, naive.logsumexp, magnitude, &variance.logsumexp);
   }
-  add_errors(weights_, got.attn_weights, exact.attn_weights, naive.attn_weights, weight_magnitudes(exact.attn_weights),
-             &variance.attn_weights);
-  add_errors(column_sums_, got.column_sums, exact.column_sums, naive.column_sums, weight_magnitudes(exact.column_sums),
-             &variance.column_sums);
+  add_errors(weights_, got.attn_weights, exact.attn_weights, naive.attn_weights,
+             weight_magnitudes(exact.attn_weights, variance.attn_weights), &variance.attn_weights);
+  add_errors(column_sums_, got.column_sums, exact.column_sums, naive.column_sums,
+             weight_magnitudes(exact.column_sums, variance.column_sums), &variance.column_sums);
   judge_hidden_rows(desc, got, exact.logsumexp, &faults_);
 }
 
