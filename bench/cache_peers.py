@@ -122,7 +122,8 @@ def draw(result: dict, path: pathlib.Path) -> None:
         axis.set_xscale("log")
         axis.margins(x=0.25)
         axis.invert_yaxis()
-        axis.set_title(f"{row['problem']}\n{row['threads']} thread{'s' * (row['threads'] > 1)}, ms", fontsize=8)
+        size, *rest = row["problem"].split(" ", 1)
+        axis.set_title(f"{size}\n{' '.join(rest)}\n{row['threads']} thread{'s' * (row['threads'] > 1)}, ms", fontsize=8)
     for axis in axes.flat[len(rows) :]:
         axis.axis("off")
     e = result["environment"]

@@ -241,7 +241,7 @@ def contenders(p: Problem, threads: int) -> dict[str, Callable[[Problem, Operand
     }
     if p.decode:
         found |= {"polyhead, step": partial(polyhead, step=True)}
-        found |= {"transformers, step": transformers, "transformers, step with ours": transformers_with_ours}
+        found |= {"transformers, step": transformers, "polyhead, step in transformers": transformers_with_ours}
         kinds = ("f16", "q8_0", "q4_0")
         found |= {f"ggml, {kind}": partial(rivals_ggml.ggml, kind=kind, threads=threads) for kind in kinds}
     return found
