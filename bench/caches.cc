@@ -1,7 +1,9 @@
 // Decoding from caches: contiguous, in pages, and in formats with scales, in turns. One query a sequence, 32 heads of 128, 8
-// key/value heads:   caches BATCH KEYS ROUNDS THREADS   (8 4096 11 1)
+// key/value heads or as many as are given:   caches BATCH KEYS ROUNDS THREADS [NAME [HEADS_KV]]   (8 4096 11 1)
+// With a NAME only what has it in its own: 8 4096 11 1 shared 32.
 // Packed: the same queries end to end (cu_seqlens_q), and beside them a prompt's last 512 queries, alone and with them.
 // Prints the least and the median time, the least of the contiguous form of the query's dtype beside it, and bytes read a second.
+// Shared: all sequences have the pages of the first, as a prompt that they share; beside the same pages of each its own.
 // Pages lie in random order. With HUGE_PAGES=1 in the environment the caches ask for pages of 2 MiB.
 #include <sys/mman.h>
 
@@ -22,7 +24,7 @@ namespace {
 
 using namespace polyhead;
 
-constexpr int64_t kHeads = 32, kHeadsKv = 8, kDim = 128, kPrompt = 512;
+constexpr int64_t kHeads = 32, kDim = 128, kPrompt = 512;
 constexpr size_t kHugePage = size_t{2} << 20;
 
 void need(const Status& status) {
@@ -46,13 +48,13 @@ struct Kind {
   const char* name;
   DType stored = DType::kFloat32;  // kFloat32: as the query
   int64_t page_size = 0, group = 0;
-  bool packed = false, decodes = true, prompt = false;
+  bool packed = false, decodes = true, prompt = false, shared = false;
 };
 
 // A kind and a call on it: BATCH sequences of one query, and one of kPrompt where there is a prompt.
 class Form {
  public:
-  Form(const Kind& kind, int64_t batch, int64_t keys, DType query, Executor* executor)
+  Form(const Kind& kind, int64_t batch, int64_t keys, int64_t heads_kv, DType query, Executor* executor)
       : name_(std::string(dtype_name(query)) + " " + kind.name), memory_(nullptr, std::free) {
     const DType stored = kind.stored == DType::kFloat32 ? query : kind.stored;
     const int64_t page = kind.page_size > 0 ? kind.page_size : keys;
@@ -61,7 +63,7 @@ class Form {
     const auto sequences = static_cast<int64_t>(lengths_.size());
     cache_ = std::make_unique<KvCache>(*kv_cache({.num_pages = sequences * (keys / page),
                                                   .page_size = page,
-                                                  .num_heads_kv = kHeadsKv,
+                                                  .num_heads_kv = heads_kv,
                                                   .head_dim = kDim,
                                                   .head_dim_v = kDim,
                                                   .key_dtype = stored,
@@ -73,7 +75,7 @@ class Form {
                     .seqlen_q = kind.packed ? starts_q_.back() : 1,
                     .seqlen_k = keys,
                     .num_heads = kHeads,
-                    .num_heads_kv = kHeadsKv,
+                    .num_heads_kv = heads_kv,
                     .head_dim = kDim,
                     .head_dim_v = kDim,
                     .dtype = query};
@@ -87,6 +89,8 @@ class Form {
       table_.resize(static_cast<size_t>(d.num_pages));
       std::iota(table_.begin(), table_.end(), 0);
       std::shuffle(table_.begin(), table_.end(), std::mt19937(1));
+      for (size_t n = 0; kind.shared && n < table_.size(); ++n)
+        table_[n] = table_[n % static_cast<size_t>(keys / page)];
       args_.page_table = Tensor(table_.data(), DType::kInt64, {sequences, keys / page});
       args_.seqlens_k = Tensor(lengths_.data(), DType::kInt64, {sequences});
     }
@@ -135,7 +139,7 @@ class Form {
     if (d.page_size > 0) return;
     d.seqlen_k = starts_k_.back();
     args_.cu_seqlens_k = Tensor(starts_k_.data(), DType::kInt64, {starts});
-    for (Tensor* t : {&args_.key, &args_.value}) *t = Tensor(t->data, t->dtype, {d.seqlen_k, kHeadsKv, kDim});
+    for (Tensor* t : {&args_.key, &args_.value}) *t = Tensor(t->data, t->dtype, {d.seqlen_k, d.num_heads_kv, kDim});
   }
 
   std::string name_;
@@ -150,11 +154,12 @@ class Form {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 5) {
-    std::fprintf(stderr, "usage: caches BATCH KEYS ROUNDS THREADS\n");
+  if (argc < 5 || argc > 7) {
+    std::fprintf(stderr, "usage: caches BATCH KEYS ROUNDS THREADS [NAME [HEADS_KV]]\n");
     return 2;
   }
   const int64_t batch = std::atoll(argv[1]), keys = std::atoll(argv[2]);
+  const int64_t heads_kv = argc > 6 ? std::atoll(argv[6]) : 8;
   const std::unique_ptr<Executor> executor(new_thread_pool(std::atoi(argv[4])));
   const Kind kinds[] = {{.name = "contiguous"},
                         {.name = "packed", .packed = true},
@@ -162,8 +167,13 @@ int main(int argc, char** argv) {
                         {.name = "pages of 16", .page_size = 16},
                         {.name = "packed, pages of 16", .page_size = 16, .packed = true},
                         {.name = "pages of 1", .page_size = 1},
+                        {.name = "pages of 256", .page_size = 256},
+                        {.name = "pages of 256, shared", .page_size = 256, .shared = true},
+                        {.name = "pages of 16, shared", .page_size = 16, .shared = true},
+                        {.name = "packed, pages of 16, shared", .page_size = 16, .packed = true, .shared = true},
                         {.name = "int8", .stored = DType::kInt8},
                         {.name = "int8, pages of 16", .stored = DType::kInt8, .page_size = 16},
+                        {.name = "int8, pages of 16, shared", .stored = DType::kInt8, .page_size = 16, .shared = true},
                         {.name = "int8, groups of 64", .stored = DType::kInt8, .group = 64},
                         {.name = "float8_e4m3", .stored = DType::kFloat8E4M3},
                         {.name = "float8_e5m2", .stored = DType::kFloat8E5M2},
@@ -173,7 +183,10 @@ int main(int argc, char** argv) {
                         {.name = "packed, and a prompt, pages of 16", .page_size = 16, .packed = true, .prompt = true}};
   for (const DType query : {DType::kFloat32, DType::kBFloat16}) {
     std::vector<std::unique_ptr<Form>> forms;
-    for (const Kind& kind : kinds) forms.push_back(std::make_unique<Form>(kind, batch, keys, query, executor.get()));
+    for (const Kind& kind : kinds) {
+      if (argc > 5 && std::string(kind.name).find(argv[5]) == std::string::npos) continue;
+      forms.push_back(std::make_unique<Form>(kind, batch, keys, heads_kv, query, executor.get()));
+    }
     for (int round = 0; round < std::atoi(argv[3]); ++round) {
       for (const auto& form : forms) form->run();
     }

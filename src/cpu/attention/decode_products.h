@@ -85,8 +85,9 @@ inline void store_scores(float* scores, F s) {
 // scores[row][key] = Q K^T for all keys of x; num_rows is a multiple of kRows. What stands in the scores behind the last
 // key, up to a multiple of kLanes, is not to be used.
 template <class Row, int kRows>
-inline void score_rows(float* scores, const float* query, ptrdiff_t query_stride, int num_rows, const RowsAt<Row>& x,
-                       int64_t dim, Ahead& asked) {
+inline __attribute__((always_inline)) void score_rows_of(float* scores, const float* query, ptrdiff_t query_stride,
+                                                         int num_rows, const RowsAt<Row>& x, int64_t dim,
+                                                         Ahead& asked) {
   constexpr int kKeys = kLanes / kRows;
   Ahead ahead = asked;  // in registers: stores of scores could not change it
   for (int k = 0; k < x.num_rows; k += kKeys) {
@@ -100,6 +101,19 @@ inline void score_rows(float* scores, const float* query, ptrdiff_t query_stride
     }
   }
   asked = ahead;
+}
+
+template <class Row, int kRows>
+inline void score_rows(float* scores, const float* query, ptrdiff_t query_stride, int num_rows, const RowsAt<Row>& x,
+                       int64_t dim, Ahead& asked) {
+  score_rows_of<Row, kRows>(scores, query, query_stride, num_rows, x, dim, asked);
+}
+
+// The same for sequences that share keys: a function of its own, which leaves that of the others as fast as it was.
+template <class Row, int kRows>
+__attribute__((noinline)) void score_shared_rows(float* scores, const float* query, ptrdiff_t query_stride,
+                                                 int num_rows, const RowsAt<Row>& x, int64_t dim, Ahead& asked) {
+  score_rows_of<Row, kRows>(scores, query, query_stride, num_rows, x, dim, asked);
 }
 
 // O[row][kVecs_ vectors] += P V; kTail: the last vector, of which n lanes are there.
@@ -157,6 +171,13 @@ inline void accumulate_rows_of(float* out, ptrdiff_t out_stride, const float* p,
   for (int r = kRows; r < num_rows; r += kRows)
     accumulate_columns<Row, kRows, kVecs_, false>(out + r * out_stride, out_stride, p + r * kRowScores, x, 0, dim,
                                                   ahead);
+}
+
+// For sequences that share values, as score_shared_rows.
+template <class Row, int kRows>
+__attribute__((noinline)) void accumulate_shared_rows(float* out, ptrdiff_t out_stride, const float* p, int num_rows,
+                                                      const RowsAt<Row>& x, int64_t dim, Ahead& ahead) {
+  accumulate_rows_of<Row, kRows>(out, out_stride, p, num_rows, x, dim, ahead);
 }
 
 template <bool kPairs, DType kStored, class Work>

@@ -28,13 +28,16 @@ struct Cut {
 
   int64_t sequence_runs() const { return heads_kv * runs; }
 
+  // Heads of a task at most, of all its sequences.
+  int most_together() const { return run_rows > 0 ? kDecodeRows / padded_rows(run_rows) : 1; }
+
   // Heads of a task: as many as it may have rows of and read whole pages of, while each thread has four tasks. `chunks`: of
   // all sequences. Results do not depend on it.
   int most_heads(const AttentionDesc& desc, int64_t chunks, int num_threads) const {
     if (runs != 1 || heads_kv == 0) return 1;
     const int64_t head_bytes =
         std::max<int64_t>(1, std::max(desc.head_dim, desc.head_dim_v)) * element_bytes(desc.dtype);
-    const int64_t most = std::min<int64_t>(kDecodeRows / padded_rows(run_rows), kRowBytes / head_bytes);
+    const int64_t most = std::min<int64_t>(most_together(), kRowBytes / head_bytes);
     const int64_t for_threads = num_threads < 2 ? heads_kv : chunks * heads_kv / (4 * int64_t{num_threads});
     const int64_t heads_of_task = std::clamp<int64_t>(std::min(most, for_threads), 1, heads_kv);
     return static_cast<int>(pieces(heads_kv, pieces(heads_kv, heads_of_task)));
@@ -100,7 +103,7 @@ bool reads_memory(const AttentionDesc& desc, int64_t chunks) {
 // The tasks of one sequence, and where they leave what others read.
 struct Share {
   int64_t b;
-  const Cut& cut;
+  const Cut* cut;
   int64_t task_heads;
   KeyChunks chunks;
   std::atomic<int64_t>* unfinished;  // chunks, of each run; null: what a task leaves no other reads
@@ -108,16 +111,16 @@ struct Share {
   size_t run_bytes;
   bool from_memory;
 
-  int64_t groups() const { return pieces(cut.sequence_runs(), task_heads); }
+  int64_t groups() const { return pieces(cut->sequence_runs(), task_heads); }
   int64_t count() const { return groups() * chunks.count(); }
 };
 
-DecodeTask task_at(const DecodeCall& call, const Share& share, int64_t run) {
-  const Cut& cut = share.cut;
+DecodeTask task_at(const DecodeCall& call, const Share& share, int64_t run, int64_t heads) {
+  const Cut& cut = *share.cut;
   DecodeTask task;
   task.b = share.b;
   task.kv_head = run / cut.runs;
-  task.num_heads = static_cast<int>(std::min(share.task_heads, cut.heads_kv - task.kv_head));
+  task.num_heads = static_cast<int>(std::min(heads, cut.heads_kv - task.kv_head));
   task.sequence = call.sequences[share.b];
   task.first_row = run % cut.runs * kDecodeRows;
   const int64_t computed = call.desc.num_heads / cut.heads_kv * task.sequence.len_q;
@@ -141,35 +144,73 @@ size_t run_bytes(const DecodeCall& call, const Cut& cut, KeyChunks chunks) {
   return call.functions.decode_partial_bytes(call.desc.head_dim_v, cut.run_rows) * static_cast<size_t>(chunks.count());
 }
 
-// Task `index` of a sequence. `scratch` of a thread; `own`: behind it, where there are no partials.
-void run_task(const DecodeCall& call, const Share& share, int64_t index, char* scratch, char* own) {
+// Computes a chunk of `heads` runs of heads, from `run` on, of sequences that share it, or of one; and ends runs of which
+// that was the last. `scratch` of a thread; `own`: behind it, where there are no partials.
+void run_chunk(const DecodeCall& call, const Share* shares, DecodePart* parts, int num_shares, int64_t run,
+               int64_t heads, int64_t chunk, char* scratch, char* own) {
+  for (int n = 0; n < num_shares; ++n) {
+    const Share& share = shares[n];
+    parts[n].task = task_at(call, share, run, heads);
+    char* const partials =
+        share.partials != nullptr ? share.partials + static_cast<size_t>(run) * share.run_bytes : own;
+    const size_t bytes = call.functions.decode_partial_bytes(call.desc.head_dim_v, parts[n].task.num_rows);
+    parts[n].partial = reinterpret_cast<float*>(partials + static_cast<size_t>(share.chunks.index_of(chunk)) * bytes);
+    parts[n].head_stride = static_cast<int64_t>(share.run_bytes / sizeof(float));
+  }
+  if (parts[0].task.num_rows > 0) call.functions.decode_chunk(call.problem, parts, num_shares, chunk, scratch);
+  for (int n = 0; n < num_shares; ++n) {
+    const Share& share = shares[n];
+    char* partials = share.partials != nullptr ? share.partials + static_cast<size_t>(run) * share.run_bytes : own;
+    DecodeTask head = parts[n].task;
+    head.num_heads = 1;
+    for (int h = 0; h < parts[n].task.num_heads; ++h, ++head.kv_head, partials += share.run_bytes) {
+      // The one that takes the last of them sees what all others wrote.
+      if (share.unfinished != nullptr && share.unfinished[run + h].fetch_sub(1, std::memory_order_acq_rel) != 1) {
+        continue;
+      }
+      end_run(call, head, reinterpret_cast<float*>(partials), share.chunks.count());
+    }
+  }
+}
+
+// Task `index` of a sequence; share_of(b): what another one's tasks are. The tasks of sequences that share a chunk are cut
+// anew: each computes all of these sequences, of fewer heads, or as many of both as a task may have rows of.
+template <class ShareOf>
+void run_task(const DecodeCall& call, const Share& share, int64_t index, const ShareOf& share_of, char* scratch,
+              char* own) {
   const Problem& p = call.problem;
   const bool heads_inside_rows = p.key.stride_h < p.key.stride_s;
   const int64_t groups = share.groups(), chunks = share.chunks.count();
   const int64_t group = heads_inside_rows ? index % groups : index / chunks;
-  const int64_t chunk = heads_inside_rows ? index / groups : index % chunks;
-  const int64_t first_run = group * share.task_heads;
-  const DecodeTask task = task_at(call, share, first_run);
-  char* first_partial =
-      share.partials != nullptr ? share.partials + static_cast<size_t>(first_run) * share.run_bytes : own;
-  const size_t task_partial_bytes = call.functions.decode_partial_bytes(call.desc.head_dim_v, task.num_rows);
-  if (task.num_rows > 0) {
-    auto* partial = reinterpret_cast<float*>(first_partial + static_cast<size_t>(chunk) * task_partial_bytes);
-    call.functions.decode_chunk(p, task, share.chunks.at(chunk), partial,
-                                static_cast<int64_t>(share.run_bytes / sizeof(float)), scratch);
+  const int64_t chunk = share.chunks.at(heads_inside_rows ? index / groups : index % chunks);
+  const int64_t run = group * share.task_heads;
+  const std::span<const int32_t> together = call.shared.with(share.b, chunk);
+  if (together.empty()) {
+    DecodePart part;
+    return run_chunk(call, &share, &part, 1, run, share.task_heads, chunk, scratch, own);
   }
-  DecodeTask head = task;
-  head.num_heads = 1;
-  for (int h = 0; h < task.num_heads; ++h, ++head.kv_head) {
-    // The one that takes the last of them sees what all others wrote.
-    if (share.unfinished != nullptr && share.unfinished[first_run + h].fetch_sub(1, std::memory_order_acq_rel) != 1) {
-      continue;
+  const auto sequences = static_cast<int64_t>(together.size());
+  const int64_t runs = std::min(share.task_heads, share.cut->sequence_runs() - run), most = share.cut->most_together();
+  const int64_t at_once = pieces(sequences, pieces(sequences, most));
+  const int64_t heads = std::min(runs, most / at_once);
+  const int64_t of_heads = pieces(runs, heads), count = pieces(sequences, at_once) * of_heads;
+  int64_t task = std::find(together.begin(), together.end(), share.b) - together.begin();
+  for (; task < count; task += sequences) {
+    Share shares[kDecodeRows];
+    const int64_t first = task / of_heads * at_once, end = std::min(first + at_once, sequences);
+    for (int64_t n = first; n < end; ++n) {
+      shares[n - first] = share_of(together[static_cast<size_t>(n)]);
+      shares[n - first].from_memory = false;  // all but the first read from caches
     }
-    end_run(call, head, reinterpret_cast<float*>(first_partial + static_cast<size_t>(h) * share.run_bytes), chunks);
+    const int64_t first_run = run + task % of_heads * heads;
+    DecodePart parts[kDecodeRows];
+    run_chunk(call, shares, parts, static_cast<int>(end - first), first_run, std::min(heads, run + runs - first_run),
+              chunk, scratch, own);
   }
 }
 
 MemorySize chunk_scratch_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int rows, int heads) {
+  if (SharedChunks::bytes(desc).value() > 0) heads = std::max(heads, kDecodeRows / padded_rows(std::max(rows, 1)));
   return scratch_bytes(functions.decode_scratch_bytes, desc, rows, heads) + program_bytes(desc, false);
 }
 
@@ -179,7 +220,7 @@ struct Workspace {
   int heads;
   int64_t chunks;                           // of a sequence at most; more than one: runs are merged
   MemorySize partial_bytes, scratch_bytes;  // of a chunk; of a thread
-  size_t counters = 0, partials = 0, lanes = 0, lane_bytes = 0;
+  size_t counters = 0, shared = 0, partials = 0, lanes = 0, lane_bytes = 0;
   MemorySize bytes;
 
   Workspace(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads)
@@ -193,6 +234,7 @@ struct Workspace {
     const int64_t runs = desc.batch * cut.sequence_runs();
     MemoryMap map;
     counters = map.take_bytes(merges() ? MemorySize(runs) * sizeof(std::atomic<int64_t>) : 0);
+    shared = map.take_bytes(SharedChunks::bytes(desc));
     partials = map.take_bytes(merges() ? partial_bytes * runs * chunks : 0);
     lanes = map.take_bytes(lane * num_threads);
     lane_bytes = lane.value();
@@ -219,9 +261,9 @@ MemorySize decode_workspace_bytes(const IsaFunctions& functions, const Attention
 void decode_forward(const IsaFunctions& functions, const AttentionDesc& desc, const ForwardArgs& args,
                     const Sequences& sequences, const Run& run) {
   const Problem p = problem(desc, args);
-  const DecodeCall call{functions, desc, p, sequences, run.num_threads};
   const Workspace workspace(functions, desc, run.num_threads);
   char* const memory = static_cast<char*>(args.workspace);
+  DecodeCall call{functions, desc, p, sequences, run.num_threads, {desc, p, sequences, memory + workspace.shared}};
   auto* const unfinished = reinterpret_cast<std::atomic<int64_t>*>(memory + workspace.counters);
   const KeyChunks chunks = chunks_to_compute(call, 0, desc.batch, workspace.chunks);
   const int64_t sequence_runs = workspace.cut.sequence_runs();
@@ -231,24 +273,30 @@ void decode_forward(const IsaFunctions& functions, const AttentionDesc& desc, co
   const size_t run_bytes = workspace.partial_bytes.value() * static_cast<size_t>(workspace.chunks);
   const int64_t task_heads = all_side_by_side(call) ? workspace.heads : 1;
   const bool from_memory = reads_memory(desc, desc.batch * chunks.count());
-  const Share all{0, workspace.cut, task_heads, chunks, nullptr, nullptr, run_bytes, from_memory};
+  const Share all{0, &workspace.cut, task_heads, chunks, nullptr, nullptr, run_bytes, from_memory};
+  const auto share_of = [&](int64_t b) {
+    Share share = all;
+    share.b = b;
+    if (!workspace.merges()) return share;
+    share.unfinished = unfinished + b * sequence_runs;
+    share.partials = memory + workspace.partials + static_cast<size_t>(b * sequence_runs) * run_bytes;
+    return share;
+  };
+  if (workspace.cut.most_together() > 1) {
+    call.shared.find(0, desc.batch, [&](int64_t, int64_t chunk) { return chunks.has(chunk); });
+  }
   const int64_t count = all.count();
   run_tasks(run, desc.batch * count, [&](int64_t index, int lane) {
-    Share share = all;
-    share.b = index / count;
-    if (workspace.merges()) {
-      share.unfinished = unfinished + share.b * sequence_runs;
-      share.partials = memory + workspace.partials + static_cast<size_t>(share.b * sequence_runs) * run_bytes;
-    }
     char* const scratch = memory + workspace.lanes + workspace.lane_bytes * static_cast<size_t>(lane);
-    run_task(call, share, index % count, scratch, scratch + workspace.scratch_bytes.value());
+    run_task(call, share_of(index / count), index % count, share_of, scratch,
+             scratch + workspace.scratch_bytes.value());
   });
 }
 
 // Sizes of a packed call are those of all its sequences: what one of them may need is bounded here.
 struct PackedDecode::Workspace {
   MemorySize partials_bytes, scratch_bytes;
-  size_t places = 0, counters = 0, partials = 0, lanes = 0, lane_bytes = 0;
+  size_t places = 0, counters = 0, shared = 0, partials = 0, lanes = 0, lane_bytes = 0;
   MemorySize bytes;
 
   Workspace(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads)
@@ -268,6 +316,7 @@ struct PackedDecode::Workspace {
     MemoryMap map;
     places = map.take_bytes(MemorySize(desc.batch) * sizeof(Place));
     counters = map.take_bytes(MemorySize(desc.batch) * widest.sequence_runs() * sizeof(std::atomic<int64_t>));
+    shared = map.take_bytes(SharedChunks::bytes(desc));
     partials = map.take_bytes(partials_bytes);
     lanes = map.take_bytes(lane * num_threads);
     lane_bytes = lane.value();
@@ -282,6 +331,7 @@ MemorySize PackedDecode::workspace_bytes(const IsaFunctions& functions, const At
 PackedDecode::PackedDecode(const DecodeCall& call, void* memory) : call_(call) {
   const Workspace workspace(call.functions, call.desc, call.num_threads);
   char* const bytes = static_cast<char*>(memory);
+  call_.shared = SharedChunks(call.desc, call.problem, call.sequences, bytes + workspace.shared);
   places_ = reinterpret_cast<Place*>(bytes + workspace.places);
   unfinished_ = reinterpret_cast<std::atomic<int64_t>*>(bytes + workspace.counters);
   partials_ = bytes + workspace.partials, lanes_ = bytes + workspace.lanes;
@@ -314,21 +364,46 @@ bool PackedDecode::next_wave() {
     runs += sequence_runs, partials += bytes;
     count_ += pieces(cut.sequence_runs(), place.task_heads) * chunks;
   }
+  if (first_ < end_) find_shared();
   return first_ < end_;
+}
+
+void PackedDecode::find_shared() {
+  call_.shared.find(places_[first_].b, places_[end_ - 1].b + 1, [&](int64_t b, int64_t chunk) {
+    const Sequence& s = call_.sequences[b];
+    if (!decode_takes(s) || Cut(call_.desc, s.len_q).most_together() < 2) return false;
+    const KeyChunks& chunks = place_of(b).chunks;
+    return chunks.count() > 1 && chunks.has(chunk);
+  });
 }
 
 void PackedDecode::run(int64_t index, int lane) const {
   const auto before = [](int64_t task, const Place& place) { return task < place.first_task; };
   const Place& place = *(std::upper_bound(places_ + first_, places_ + end_, index, before) - 1);
   const Cut cut(call_.desc, call_.sequences[place.b].len_q);
-  const size_t bytes = run_bytes(call_, cut, place.chunks);
-  Share share{place.b, cut, place.task_heads, place.chunks, nullptr, nullptr, bytes, reads_memory(call_.desc, chunks_)};
-  if (place.chunks.count() > 1) {
-    share.unfinished = unfinished_ + place.first_run;
-    share.partials = partials_ + place.first_partial;
-  }
+  const auto share_of = [&](const Place& of) {
+    Share share{of.b,
+                &cut,
+                of.task_heads,
+                of.chunks,
+                nullptr,
+                nullptr,
+                run_bytes(call_, cut, of.chunks),
+                reads_memory(call_.desc, chunks_)};
+    if (of.chunks.count() == 1) return share;
+    share.unfinished = unfinished_ + of.first_run;
+    share.partials = partials_ + of.first_partial;
+    return share;
+  };
   char* const scratch = lanes_ + lane_bytes_ * static_cast<size_t>(lane);
-  run_task(call_, share, index - place.first_task, scratch, scratch + scratch_bytes_);
+  run_task(
+      call_, share_of(place), index - place.first_task, [&](int64_t b) { return share_of(place_of(b)); }, scratch,
+      scratch + scratch_bytes_);
+}
+
+const PackedDecode::Place& PackedDecode::place_of(int64_t b) const {
+  return *std::lower_bound(places_ + first_, places_ + end_, b,
+                           [](const Place& place, int64_t of) { return place.b < of; });
 }
 
 }  // namespace polyhead::cpu

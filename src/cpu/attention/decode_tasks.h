@@ -7,6 +7,7 @@
 #include "contract/kernel.h"
 #include "contract/sequences.h"
 #include "cpu/attention/functions.h"
+#include "cpu/attention/shared_chunks.h"
 
 namespace polyhead::cpu {
 
@@ -29,6 +30,7 @@ struct DecodeCall {
   const Problem& problem;
   const Sequences& sequences;
   int num_threads;
+  SharedChunks shared = {};
 };
 
 // Chunks [0, sinks) and [first, end) of keys.
@@ -36,6 +38,8 @@ struct KeyChunks {
   int64_t first, end, sinks = 0;
   int64_t count() const { return sinks + end - first; }
   int64_t at(int64_t index) const { return index < sinks ? index : first + index - sinks; }
+  int64_t index_of(int64_t chunk) const { return chunk < sinks ? chunk : chunk - first + sinks; }
+  bool has(int64_t chunk) const { return chunk < sinks || (chunk >= first && chunk < end); }
 };
 
 // The sequences of a packed call that decode_takes, in waves: the partial results of one fit the workspace.
@@ -58,6 +62,9 @@ class PackedDecode {
     int64_t task_heads;
   };
   struct Workspace;
+
+  const Place& place_of(int64_t b) const;  // of the wave
+  void find_shared();
 
   DecodeCall call_;
   Place* places_;

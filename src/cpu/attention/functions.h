@@ -51,6 +51,13 @@ struct DecodeTask {
   bool from_memory = false;  // what the call reads is more than caches hold: changes no bit
 };
 
+// A sequence's task, and where its result goes: of each head head_stride floats behind the one before.
+struct DecodePart {
+  DecodeTask task;
+  float* partial = nullptr;
+  int64_t head_stride = 0;
+};
+
 // What adds up the gradients of one head's captures, in the order of code.gathers; null: not asked for. By the rate of the
 // element read: [64], [queries], [keys], [queries + keys] (at q - k + keys), or, where it is kFull, the capture itself.
 struct CaptureSums {
@@ -98,13 +105,13 @@ struct IsaFunctions {
   size_t (*forward_scratch_bytes)(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive);
   void (*forward_tiles)(const Problem& problem, const ForwardTask& task, void* scratch);
 
-  // decode_chunk computes keys [chunk * kDecodeChunk, ...) into `partial`, of each head head_stride floats behind the one
-  // before. decode_merge ends rows of one head whose chunks are all computed, in partial results that follow each other.
-  // `rows` is a task's num_rows, `heads` its num_heads, or more.
+  // decode_chunk computes keys [chunk * kDecodeChunk, ...) of as many heads and rows of each part, whose sequences all have
+  // these keys, at the same places: each part's result is that of a call without the others. decode_merge ends rows of one
+  // head whose chunks are all computed, in partial results that follow each other. `rows` is a task's num_rows, `heads` its
+  // num_heads, of all parts together, or more.
   size_t (*decode_scratch_bytes)(int64_t head_dim, int64_t head_dim_v, int rows, int heads);
   size_t (*decode_partial_bytes)(int64_t head_dim_v, int rows);
-  void (*decode_chunk)(const Problem& problem, const DecodeTask& task, int64_t chunk, float* partial,
-                       int64_t head_stride, void* scratch);
+  void (*decode_chunk)(const Problem& problem, const DecodePart* parts, int num_parts, int64_t chunk, void* scratch);
   void (*decode_merge)(const Problem& problem, const DecodeTask& task, float* partials, int64_t num_partials);
 
   // Heads [first, end), counted b * num_heads + h, that all see what `sequence` tells.
@@ -145,8 +152,7 @@ size_t forward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bo
 void forward_tiles(const Problem& problem, const ForwardTask& task, void* scratch);
 size_t decode_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int rows, int heads);
 size_t decode_partial_bytes(int64_t head_dim_v, int rows);
-void decode_chunk(const Problem& problem, const DecodeTask& task, int64_t chunk, float* partial, int64_t head_stride,
-                  void* scratch);
+void decode_chunk(const Problem& problem, const DecodePart* parts, int num_parts, int64_t chunk, void* scratch);
 void decode_merge(const Problem& problem, const DecodeTask& task, float* partials, int64_t num_partials);
 size_t tiny_scratch_bytes();
 void tiny_heads(const Problem& problem, const Sequence& sequence, int64_t first, int64_t end, bool mean, void* scratch);
