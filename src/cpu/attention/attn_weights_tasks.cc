@@ -54,6 +54,7 @@ ForwardTask tile_task(const Call& call, const Sequence& s, int64_t b, int64_t h,
 
 // Rows of weights as they are where nothing is seen.
 void clear_weights(const Problem& p, int64_t b, int64_t h, int64_t first, int64_t end) {
+  if (p.seqlen_k == 0) return;  // there may be no memory
   const int64_t bytes = element_bytes(p.dtype);
   for (int64_t i = first; i < end; ++i) {
     char* row = static_cast<char*>(p.attn_weights) +
