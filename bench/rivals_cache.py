@@ -131,44 +131,14 @@ def transformers_with_ours(p: Problem, x: Operands) -> Kept:
 
 
 def ort(p: Problem, x: Operands, threads: int, bits: int = 0) -> Kept:
-    """bits: 8 or 4 of a number, one scale for all keys and one for all values; 0: float32."""
     import rivals_ort
-    from onnx import helper
 
     if p.dtype != "f32":
         raise Refusal("its CPU kernels take no bf16")
     if p.seqlen_q > 1 and p.batch > 1:
         raise Refusal("takes several new tokens of one sequence only")
-    caches, scales = {}, {}
-    for name, array in (("past_key", x.key), ("past_value", x.value)):
-        largest = {0: 1.0, 8: 127.0, 4: 7.0}[bits]
-        scale = np.abs(array).max() / largest if bits else np.float32(1)
-        caches[name] = array.copy() if not bits else np.rint(array / scale).astype(np.int8)
-        scales["k_scale" if name == "past_key" else "v_scale"] = np.array([scale], np.float32)
-    new = slice(p.seqlen_k - p.seqlen_q, p.seqlen_k)
-    inputs = {
-        "query": rivals_ort._rows(x.query),
-        "new_key": rivals_ort._rows(x.key[:, :, new]),
-        "new_value": rivals_ort._rows(x.value[:, :, new]),
-        **caches,
-        "last": np.full(p.batch, p.seqlen_k - 1, np.int32),
-        "total": np.array(p.seqlen_k, np.int32),
-    }
-    names = list(inputs)
-    attributes = {"num_heads": p.num_heads, "kv_num_heads": p.num_heads_kv}
-    if bits:
-        inputs |= scales
-        names += ["", "", "", "", "", "k_scale", "v_scale"]
-        attributes |= {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": bits}
-    outputs = {
-        "out": np.empty((p.batch, p.seqlen_q, p.num_heads * p.head_dim), np.float32),
-        "present_key": caches["past_key"],
-        "present_value": caches["past_value"],
-    }
-    node = helper.make_node("GroupQueryAttention", names, list(outputs), domain="com.microsoft", **attributes)
-    unpack = lambda out: swap(out.reshape(p.batch, p.seqlen_q, p.num_heads, p.head_dim))  # noqa: E731
-    made = rivals_ort._contender(node, inputs, outputs, threads, unpack)
-    return Kept(made.call, made.outputs, sum(cache.nbytes for cache in caches.values()))
+    made, kept_bytes = rivals_ort.group_query_on_cache(p, x, threads, bits)
+    return Kept(made.call, made.outputs, kept_bytes)
 
 
 # --- vllm ------------------------------------------------------------------------------------------------------------

@@ -134,34 +134,45 @@ def attention_23(p: Problem, x: Operands, threads: int) -> Contender:
     return _contender(node, inputs, outputs, threads, lambda out: out)
 
 
+def group_query_on_cache(p: Problem, x: Operands, threads: int, bits: int = 0) -> tuple[Contender, int]:
+    """The last seqlen_q keys are new, and appended in place to a cache [B, G, Sk, D]; and the cache's bytes. `bits`: 8 or 4 of a
+    stored number, with one scale for all keys and one for all values; 0: float32."""
+    caches, scales = {}, {}
+    for name, array in (("key", x.key), ("value", x.value)):
+        scale = np.abs(array).max() / {8: 127, 4: 7}[bits] if bits else np.float32(1)
+        caches[name] = np.rint(array / scale).astype(np.int8) if bits else array.copy()
+        scales[f"{name[0]}_scale"] = np.array([scale], np.float32)
+    new = slice(p.seqlen_k - p.seqlen_q, p.seqlen_k)
+    inputs = {
+        "query": _rows(x.query),
+        "new_key": _rows(x.key[:, :, new]),
+        "new_value": _rows(x.value[:, :, new]),
+        "past_key": caches["key"],
+        "past_value": caches["value"],
+        "last": np.full(p.batch, p.seqlen_k - 1, np.int32),
+        "total": np.array(p.seqlen_k, np.int32),
+    }
+    names = list(inputs)
+    attributes = {"num_heads": p.num_heads, "kv_num_heads": p.num_heads_kv}
+    if bits:
+        inputs |= scales
+        names += ["", "", "", "", "", *scales]
+        attributes |= {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": bits}
+    outputs = {
+        "out": np.empty((p.batch, p.seqlen_q, p.num_heads * p.head_dim_v), np.float32),
+        "present_key": caches["key"],
+        "present_value": caches["value"],
+    }
+    node = helper.make_node("GroupQueryAttention", names, list(outputs), domain="com.microsoft", **attributes)
+    unpack = lambda out: _swap(out.reshape(p.batch, p.seqlen_q, p.num_heads, p.head_dim_v))  # noqa: E731
+    made = _contender(node, inputs, outputs, threads, unpack)
+    return made, sum(cache.nbytes for cache in caches.values())
+
+
 def group_query(p: Problem, x: Operands, threads: int) -> Contender:
     _check(p)
     if not (p.seqlen_q == 1 and p.decode):
         raise Refusal("is measured where it is meant to be used: one new key a call, behind a cache")
     if p.lengths or x.mask is not None or x.bias is not None or p.window is not None:
         raise Refusal("is measured without mask, bias and window")
-    key, value = x.key.copy(), x.value.copy()  # the caches, written in place at the last key
-    inputs = {
-        "query": _rows(x.query),
-        "new_key": _rows(x.key[:, :, -1:]),
-        "new_value": _rows(x.value[:, :, -1:]),
-        "past_key": key,
-        "past_value": value,
-        "last": np.full(p.batch, p.seqlen_k - 1, np.int32),
-        "total": np.array(p.seqlen_k, np.int32),
-    }
-    outputs = {
-        "out": np.empty((p.batch, 1, p.num_heads * p.head_dim_v), np.float32),
-        "present_key": key,
-        "present_value": value,
-    }
-    node = helper.make_node(
-        "GroupQueryAttention",
-        list(inputs),
-        list(outputs),
-        domain="com.microsoft",
-        num_heads=p.num_heads,
-        kv_num_heads=p.num_heads_kv,
-    )
-    unpack = lambda out: _swap(out.reshape(p.batch, 1, p.num_heads, p.head_dim_v))  # noqa: E731
-    return _contender(node, inputs, outputs, threads, unpack)
+    return group_query_on_cache(p, x, threads)[0]
