@@ -139,50 +139,71 @@ bool land_all(const Net& net, const Match& match, Arrangement& arrangement, std:
          gradient("value", b.value, arrangement.value, arrangement.grad_value);
 }
 
-}  // namespace
+// The dims of a mask that are not 1, by those of the scores.
+std::vector<bool> told_dims(std::span<const Size> mask, size_t rank) {
+  std::vector<bool> told(rank);
+  for (size_t i = 0; i < mask.size(); ++i) told[rank - mask.size() + i] = !mask[i].is(1);
+  return told;
+}
 
-namespace {
-
-// Of scores [batch, heads, repeats, q, k]: one that is the same for all of these, or else one with 4 dims above it.
-ArrangedMask mask_of_five(const Net& net, const Arrangement& arrangement, const MaskTerm& term) {
-  const auto shape = net.shape(term.value);
-  const auto lead = shape.first(shape.size() - std::min<size_t>(shape.size(), 2));
-  if (shape.size() < 5 && std::all_of(lead.begin(), lead.end(), [](const Size& size) { return size.is(1); }))
-    return {term.value};
-  Layout layout(net, term.value);
+// Of scores whose dims ahead of rows and keys are others than batch and heads, such as [batch, heads, repeats, q, k],
+// [batch * heads, q, k], or windows apart from images: the mask's, put together anew.
+ArrangedMask regrouped_mask(const Net& net, const Size& heads, const MaskTerm& term) {
+  const int scores = net.output(term.node, 0);
+  const auto shape = net.shape(scores);
+  const Size all = net.symbols().product(Sizes(shape.begin(), shape.end() - 2));
+  const auto batch = net.symbols().quotient(all, heads);
+  Layout layout(net, scores);
   layout.watched = layout.dims();
-  while (shape.size() == 5 && layout.up()) {
-    const auto& dims = layout.dims();
-    const bool heads_fit = dims.size() == 4 && (dims[1].empty() || layout.size(dims[1]) == arrangement.query.heads);
-    if (heads_fit && dims == as_four(layout.watched)) return {layout.value()};
+  if (!batch || !layout.regroup(Sizes{*batch, heads, shape[shape.size() - 2], shape.back()})) return {};
+  const std::vector<bool> told = told_dims(net.shape(term.value), shape.size());
+  const auto is_told = [&](int atom) {
+    for (size_t i = 0; i < told.size(); ++i) {
+      const Atoms& dim = layout.watched[i];
+      if (std::find(dim.begin(), dim.end(), atom) != dim.end()) return static_cast<bool>(told[i]);
+    }
+    return false;
+  };
+  const Atoms &of_batch = layout.dims()[0], &of_heads = layout.dims()[1];
+  const auto first_told = std::find_if(of_batch.begin(), of_batch.end(), is_told);
+  const bool any_batch = first_told != of_batch.end(),
+             any_heads = std::any_of(of_heads.begin(), of_heads.end(), is_told);
+  if (!std::all_of(first_told, of_batch.end(), is_told) ||
+      (any_heads && !std::all_of(of_heads.begin(), of_heads.end(), is_told)) ||
+      (any_batch && any_heads && !heads.is_constant()))
+    return {};
+  const int64_t num_heads = any_batch ? heads.factor : -1;
+  return {term.value, {any_batch ? -1 : 1, any_heads ? num_heads : 1}, any_batch && first_told != of_batch.begin()};
+}
+
+// One above such a mask that has batch and heads already, if there is any.
+int mask_above(const Net& net, const Size& heads, const ArrangedMask& mask) {
+  Layout layout(net, mask.value);
+  layout.watched = layout.dims();
+  while (!mask.repeats && layout.up()) {
+    const auto &dims = layout.dims(), &below = layout.watched;
+    if (dims.size() != 4 || dims[2] != below[below.size() - 2] || dims[3] != below.back()) continue;
+    const bool batch_fits = dims[0].empty() == (mask.lead[0] == 1);
+    if (batch_fits && (mask.lead[1] == 1 ? dims[1].empty() : layout.size(dims[1]) == heads)) return layout.value();
   }
-  return {};
+  return kNone;
 }
 
 }  // namespace
 
 ArrangedMask arranged_mask(const Net& net, const Arrangement& arrangement, const MaskTerm& term) {
-  const int rank = net.rank(term.value);
-  if (rank < 0 || rank > 5 || static_cast<size_t>(rank) > term.rank_of_scores) return {};
+  const auto mask = net.shape(term.value);
+  const Size& heads = arrangement.query.heads;
   const bool one_batch = arrangement.kind == Arrangement::kOneBatch;
-  if (term.rank_of_scores == 4) {
-    const bool same_heads = !one_batch && net.shape(net.output(term.node, 0))[1] == arrangement.query.heads;
-    return same_heads ? ArrangedMask{term.value} : ArrangedMask();
-  }
-  if (term.rank_of_scores == 5) return mask_of_five(net, arrangement, term);
-  if (term.rank_of_scores != 3) return {};
-  if (rank < 3 || one_batch || net.shape(term.value)[0].is(1)) return {term.value};
-  Layout layout(net, term.value);  // [batch * heads, ...]: one with 4 dims above it
-  layout.watched = layout.dims();
-  while (layout.up()) {
-    const auto& dims = layout.dims();
-    if (dims.size() != 4 || dims[2] != layout.watched[1] || dims[3] != layout.watched[2]) continue;
-    if (joined(dims[0], dims[1]) == layout.watched[0] && layout.size(dims[1]) == arrangement.query.heads)
-      return {layout.value()};
-  }
-  const Size lead = net.shape(term.value)[0];
-  const bool is_both = lead == net.symbols().product(arrangement.query.batch, arrangement.query.heads);
-  return is_both && arrangement.query.heads.is_constant() ? ArrangedMask{term.value, true} : ArrangedMask();
+  if (net.rank(term.value) < 0 || mask.size() > term.rank_of_scores || term.rank_of_scores < 3) return {};
+  if (one_batch) return term.rank_of_scores == 3 ? ArrangedMask{term.value} : ArrangedMask();
+  if (term.rank_of_scores == 4 && net.shape(net.output(term.node, 0))[1] == heads) return {term.value};
+  const auto lead = mask.first(mask.size() - std::min<size_t>(mask.size(), 2));
+  const bool is_one = std::all_of(lead.begin(), lead.end(), [](const Size& size) { return size.is(1); });
+  if (mask.size() < 5 && is_one) return {term.value};
+  const ArrangedMask regrouped = regrouped_mask(net, heads, term);
+  const int above = regrouped.value == kNone ? kNone : mask_above(net, heads, regrouped);
+  return above == kNone ? regrouped : ArrangedMask{above};
 }
 
 namespace {
@@ -202,6 +223,7 @@ bool arrange_one_batch(const Net& net, const Match& match, Arrangement& arrangem
   const Operand *query = &match.scores.left, *key = &match.scores.right, *value = &match.result.right;
   if (query->rank() != 3 || key->rank() != 3 || value->rank() != 3 || net.rank(match.softmax_input) != 3) return false;
   if (match.backward && match.backward->grad_out.rank() != 3) return false;
+  if (!match.row_factors.empty()) return false;
   const auto heads = [&](const Operand* operand) -> Size {
     const auto shape = net.shape(operand->value);
     return shape.size() == 3 ? shape[operand->order[0]] : Size{-1, {}};
@@ -228,6 +250,10 @@ Arrangement arrange(const Net& net, const Match& match) {
     }
   }
   const auto scores = net.shape(match.softmax_input);
+  if (!match.row_factors.empty() && match.scores.left.rank() != 4) {
+    arrangement.reason = "the scores are multiplied by a tensor and have not 4 dims";
+    return arrangement;
+  }
   const Size repeated = scores.size() == 5 ? scores[2] : Size{};
   const auto queries = forms_of(net, match.scores.left), keys = forms_of(net, match.scores.right, repeated);
   auto values = forms_of(net, match.result.right, repeated);  // [lead..., keys, dim] already
@@ -241,6 +267,7 @@ Arrangement arrange(const Net& net, const Match& match) {
   const bool one_batch_only = net.rank(match.returned.value) == 3;
   for (const bool flat : {true, false}) {
     if (one_batch_only) break;
+    if (flat && !match.row_factors.empty()) continue;  // they have the dims of heads
     for (const Size& repeats : {keys.empty() ? Size{} : keys.back().repeats, Size{}}) {
       const Form *q = last(queries, flat, Size{}), *k = last(keys, flat, repeats), *v = last(values, flat, repeats);
       const Form* g = match.backward ? last(grads, flat, Size{}) : q;

@@ -34,8 +34,9 @@ Arrangement arrange(const Net& net, const Match& match);
 
 // A mask for the scores of the arrangement.
 struct ArrangedMask {
-  int value = kNone;    // the same, or one above it; kNone: there is none
-  bool is_cut = false;  // it is [batch * heads, ...] and needs a reshape to [batch, heads, ...]
+  int value = kNone;               // the same, or one above it; kNone: there is none
+  std::vector<int64_t> lead = {};  // it is reshaped to these two and its last two dims; empty: it is not
+  bool repeats = false;            // and then repeated as a whole, until it has the batch of the query
 };
 ArrangedMask arranged_mask(const Net& net, const Arrangement& arrangement, const MaskTerm& term);
 

@@ -17,6 +17,7 @@ struct Way {
   std::vector<int> nodes;
   double factor = 1;  // on what is above, up to the softmax or the tanh below
   double scale = 1, softcap = 0;
+  std::vector<RowFactor> row_factors;
   std::vector<MaskTerm> terms;
   std::vector<Score> passed;
   std::vector<std::string> words;
@@ -35,12 +36,13 @@ class Climber {
       if (node == kNone)
         return stop(way, sentence("no product of queries and keys: the scores come from \"", name(id), "\""));
       if (++steps_ > kMostSteps) return stop(way, sentence("more than ", kMostSteps, " nodes before the softmax"));
-      way.passed.push_back({id, way.factor, way.softcap > 0, way.terms.size()});
+      // The operator's scores have the factors of rows already.
+      if (way.row_factors.empty()) way.passed.push_back({id, way.factor, way.softcap > 0, way.terms.size()});
       way.nodes.push_back(node);
       if (is_product(net_, node)) return arrive(node, std::move(way));
       if (net_.is(node, "Where")) return where(node, way);
       if (net_.is(node, "Add") || net_.is(node, "Sub")) {
-        if (const auto uniform = shifted(node)) {
+        if (const auto uniform = way.softcap > 0 ? std::nullopt : shifted(node)) {
           way.passed.clear();  // the operator's scores lack the number
           id = *uniform;
           continue;
@@ -100,8 +102,10 @@ class Climber {
   Way add(int node, Way& way) {
     const bool is_sub = net_.is(node, "Sub");
     const auto take = [&](size_t side, Way next) {
-      if (next.softcap > 0)
-        return stop(next, sentence("something is added before the softcap, at ", words_of(net_, node)));
+      if (next.softcap > 0 || !next.row_factors.empty()) {
+        return stop(next, sentence("something is added before the softcap, or before what rows are multiplied by, at ",
+                                   words_of(net_, node)));
+      }
       const int mask = net_.input(node, 1 - side);
       next.terms.push_back(
           {MaskTerm::kAdded, mask, is_sub ? -next.factor : next.factor, node, net_.shape(net_.output(node, 0)).size()});
@@ -118,9 +122,11 @@ class Climber {
                                    "\", which is no constant, are mixed by ", words_of(net_, node)));
       }
       const double number = *fill * next.factor;
-      if (next.softcap > 0 || !(number <= kHides)) {
+      const bool is_early = next.softcap > 0 || !next.row_factors.empty();
+      if (is_early || !(number <= kHides)) {
         return stop(next, sentence(words_of(net_, node), " gives hidden scores the number ", number,
-                                   next.softcap > 0 ? " before the softcap" : ", must be -10000 or less to hide them"));
+                                   is_early ? " before the softcap, or before what rows are multiplied by"
+                                            : ", must be -10000 or less to hide them"));
       }
       next.terms.push_back({side == 1 ? MaskTerm::kVisible : MaskTerm::kHidden, net_.input(node, 0), number, node,
                             net_.shape(net_.output(node, 0)).size()});
@@ -134,7 +140,7 @@ class Climber {
     if (rounds(net_, node)) return refuse(node, way, " rounds the scores, or what they are made of, to integers");
     if (!net_.node(node).domain.empty()) return refuse(node, way, " between the products is not understood");
     if (op == "Mul" || op == "Div") return scaled(node, way);
-    if (op == "Tanh" && way.softcap == 0) {
+    if (op == "Tanh" && way.softcap == 0 && way.row_factors.empty()) {
       way.softcap = way.factor;
       if (!(way.softcap > 0)) return refuse(node, way, " is scaled by a number that is not positive");
       way.words.push_back("softcap");
@@ -162,10 +168,22 @@ class Climber {
 
   int scaled(int node, Way& way) const {
     const auto scaled = scaled_by(net_, node);
-    if (!scaled) return refuse(node, way, " scales the scores by what is not a constant number");
+    if (!scaled) return scaled_by_rows(node, way);
     if (!keeps_shape(net_, node, scaled->side)) return refuse(node, way, " changes the shape of the scores");
     way.factor = scaled->of(way.factor);
     return std::isfinite(way.factor) ? scaled->value : refuse(node, way, " scales by a number that is not finite");
+  }
+
+  int scaled_by_rows(int node, Way& way) const {
+    const bool divides = net_.is(node, "Div");
+    for (const size_t side : {size_t{0}, size_t{1}}) {
+      const int factor = net_.input(node, 1 - side);
+      const bool is_of_rows = net_.rank(factor) == 0 || (net_.rank(factor) > 0 && net_.shape(factor).back().is(1));
+      if (!is_of_rows || (divides && side == 1) || !keeps_shape(net_, node, side)) continue;
+      way.row_factors.push_back({factor, divides});
+      return net_.input(node, side);
+    }
+    return refuse(node, way, " scales the scores by what is not a constant number, nor one for each row");
   }
 
   const Net& net_;
@@ -187,6 +205,7 @@ void climb_scores(const Net& net, Match& match) {
   match.softcap = way.softcap;
   // softcap * tanh(b x) is the softcap of softcap * b * x
   match.scale = way.softcap > 0 ? way.softcap * way.scale : way.scale;
+  match.row_factors = std::move(way.row_factors);
   match.terms = std::move(way.terms);
   match.passed = std::move(way.passed);
   match.words.insert(match.words.end(), way.words.begin(), way.words.end());

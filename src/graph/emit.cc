@@ -47,9 +47,10 @@ class Emitter {
     if (match_.backward) remove(match_.backward->nodes);
     for (const Landing* each : {&plan_.out, &plan_.grad_query, &plan_.grad_key, &plan_.grad_value})
       remove(each->passed);
-    std::vector<std::string> inputs = {operand(plan_.query), operand(plan_.key), operand(plan_.value)};
+    std::vector<std::string> inputs = {multiplied_query(), operand(plan_.key), operand(plan_.value)};
     std::string attn_mask;
     if (!mask(attn_mask)) return std::move(rewrite_);
+    if (!shapes()) return std::move(rewrite_);
     attention(std::move(inputs), attn_mask);
     rewrite_.pattern = pattern();
     return std::move(rewrite_);
@@ -119,6 +120,9 @@ class Emitter {
   // What a pair of operators can say that ONNX's own cannot, and what it cannot.
   bool trained() {
     if (!match_.backward && e_.options.backwards != Backwards::kOfOperator) return true;
+    if (!match_.row_factors.empty())
+      return refuse(sentence("the scores are multiplied by \"", name_of(match_.row_factors.front().value),
+                             "\", which has a gradient of its own"));
     if (match_.backward && e_.options.target == Target::kOnnx)
       return refuse("its backward is in the graph too, for which ONNX has no operator: target polyhead replaces both");
     if (match_.backward && match_.out_factor * plan_.value.scale != 1)
@@ -132,7 +136,7 @@ class Emitter {
     const bool is_alone = match_.terms.size() == 1 && match_.terms[0].number == 1;
     const ArrangedMask arranged = is_alone ? arranged_mask(net_, plan_, match_.terms[0]) : ArrangedMask();
     const std::string what = sentence("the gradient of a mask, \"", name_of(match_.backward->bias), "\", ");
-    if (!is_alone || arranged.value != match_.terms[0].value || arranged.is_cut)
+    if (!is_alone || arranged.value != match_.terms[0].value || !arranged.lead.empty())
       return refuse(what + "cannot be told from that of other masks");
     return reshapes_bias() || refuse(what + "has dims that are not known");
   }
@@ -171,6 +175,13 @@ class Emitter {
     return plan_.kind == Arrangement::kOneBatch ? new_.unsqueeze(name, {0}) : name;
   }
 
+  std::string multiplied_query() {
+    std::string name = operand(plan_.query);
+    for (const RowFactor& factor : match_.row_factors)
+      name = new_.add(factor.divides ? "Div" : "Mul", {name, name_of(factor.value)});
+    return name;
+  }
+
   // The sum, or the conjunction, of all terms; "" for none.
   bool mask(std::string& attn_mask) {
     // Where scores are returned behind their mask, ONNX Runtime's have float's lowest in the places that a boolean hides.
@@ -183,8 +194,8 @@ class Emitter {
       const ArrangedMask arranged = arranged_mask(net_, plan_, term);
       if (!term_fits(term, arranged.value)) return false;
       std::string name(net_.value(arranged.value).name);
-      if (arranged.is_cut) name = by_heads(name);
-      most_dims = std::max(most_dims, arranged.is_cut ? 4 : net_.rank(arranged.value));
+      if (!arranged.lead.empty()) name = regrouped(arranged);
+      most_dims = std::max(most_dims, arranged.lead.empty() ? net_.rank(arranged.value) : 4);
       name = all_bool ? visible(term, name) : added(term, name);
       attn_mask = attn_mask.empty() ? name : new_.add(all_bool ? "And" : "Add", {attn_mask, name});
     }
@@ -216,10 +227,37 @@ class Emitter {
       if (num_queries.is_constant()) return new_.add("Expand", {mask, new_.integers({num_queries.factor, 1})});
       const bool flat = plan_.kind == Arrangement::kFlat;
       const auto& order = plan_.query.order;
-      const auto axis = static_cast<int64_t>(flat ? 1 : order[order.size() - 2]);
-      const std::string count = new_.shape_of(std::string(net_.value(plan_.query.value).name), axis, axis + 1);
+      const std::string count = size_of(plan_.query, flat ? 1 : order[order.size() - 2]);
       return new_.add("Expand", {mask, new_.add("Concat", {count, new_.integers({1})}, {integer("axis", 0)})});
     });
+  }
+
+  std::string size_of(const Form& form, size_t dim) {
+    const auto at = static_cast<int64_t>(dim);
+    return new_.shape_of(name_of(form.value), at, at + 1);
+  }
+
+  // The shapes of what goes away, of numbers and of the operands' sizes.
+  bool shapes() {
+    for (int node : match_.shapes) {
+      const auto& elements = net_.facts(net_.output(node, 0)).elements;
+      std::vector<std::string> sizes;
+      for (const Size& each : elements.value_or(Sizes())) {
+        if (each.is_constant()) sizes.push_back(new_.integers({each.factor}));
+        for (const Form* form : {&plan_.query, &plan_.key}) {
+          const auto shape = net_.shape(form->value);
+          const auto dim = std::find(shape.begin(), shape.end(), each);
+          if (each.is_constant() || dim == shape.end()) continue;
+          sizes.push_back(size_of(*form, static_cast<size_t>(dim - shape.begin())));
+          break;
+        }
+      }
+      if (!elements || sizes.empty() || sizes.size() != elements->size())
+        return refuse(sentence("the sizes that ", words_of(net_, node), " gives are not those of query and key"));
+      new_.add_as(name_of(net_.output(node, 0)), "Concat", sizes, {integer("axis", 0)});
+    }
+    remove(match_.shapes);
+    return true;
   }
 
   bool term_fits(const MaskTerm& term, int id) {
@@ -243,11 +281,18 @@ class Emitter {
     return true;
   }
 
-  // [batch * heads, q, k] -> [batch, heads, q, k]
-  std::string by_heads(const std::string& name) {
-    const std::string shape = new_.shape_of(name, 1, 3);
-    const std::string lead = new_.integers({-1, plan_.query.heads.factor});
-    return new_.add("Reshape", {name, new_.add("Concat", {lead, shape}, {integer("axis", 0)})});
+  // [..., q, k] -> [batch, heads, q, k]
+  std::string regrouped(const ArrangedMask& mask) {
+    const int64_t rank = net_.rank(mask.value);
+    const std::string shape = new_.shape_of(name_of(mask.value), rank - 2, rank);
+    const auto concat = [&](const std::string& first, const std::string& rest) {
+      return new_.add("Concat", {first, rest}, {integer("axis", 0)});
+    };
+    std::string name = new_.add("Reshape", {name_of(mask.value), concat(new_.integers(mask.lead), shape)});
+    if (!mask.repeats) return name;
+    const std::string batch = size_of(plan_.query, plan_.kind == Arrangement::kFlat ? 0 : plan_.query.order[0]);
+    const std::string times = new_.add("Div", {batch, new_.shape_of(name, 0, 1)});
+    return new_.add("Tile", {name, concat(times, new_.integers({1, 1, 1}))});
   }
 
   std::string visible(const MaskTerm& term, const std::string& name) {

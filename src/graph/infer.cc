@@ -206,7 +206,7 @@ constexpr Rule kRules[] = {
      "BatchNormalization InstanceNormalization GroupNormalization LpNormalization Dropout Neg Exp Log Sqrt Abs Sign "
      "Floor "
      "Ceil Round Reciprocal Clip LeakyRelu Elu Selu Celu Softplus Softsign Sin Cos Trilu CumSum RotaryEmbedding "
-     "QuickGelu FastGelu BiasGelu ScatterND ScatterElements ReverseSequence Attention "
+     "QuickGelu FastGelu BiasGelu ScatterND ScatterElements ReverseSequence EyeLike Attention "
      "SoftmaxGrad SoftmaxGrad_13 LogSoftmaxGrad_13 DropoutGrad ",
      same},
     {" Not IsNaN IsInf ", same_but_bool},

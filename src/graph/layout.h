@@ -33,6 +33,8 @@ class Layout {
   // The same past a node that multiplies or divides every element by a number: what it multiplies by.
   std::optional<double> up_number();
   std::optional<double> down_number(int node);
+  // The same elements in dims of these sizes.
+  bool regroup(std::span<const Size> wanted);
   // To the sum over one dim, whose atoms are told.
   std::optional<Atoms> down_sum(int node);
   // Past an Expand: the dim's last atoms repeat what is in the input. The atom, or kNone.
@@ -51,7 +53,6 @@ class Layout {
  private:
   Sizes sizes(const Atoms& atoms) const;
   bool pass(int node, int other, bool down);
-  bool regroup(std::span<const Size> wanted);
   bool take(const Size& wanted, Atoms& sequence, Atoms& dim);
   void cut(int atom, const Size& first, const Size& second, Atoms& sequence);
 

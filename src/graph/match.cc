@@ -143,7 +143,7 @@ std::optional<Returned::Mode> mode_of(const Match& match, int id) {
   return std::nullopt;
 }
 
-// Nobody else reads what goes away; one of the scores, or the weights, may be returned where there is no backward.
+// Nobody else reads what goes away, but for its shape; one of the scores, or the weights, may be returned where there is no backward.
 void check_users(const Net& net, Match& match, Backwards backwards) {
   const bool no_returns = match.backward || backwards == Backwards::kOfOperator;
   std::vector<int> nodes = match.nodes, kept = {match.out};
@@ -159,7 +159,12 @@ void check_users(const Net& net, Match& match, Backwards backwards) {
       const NetValue& value = net.value(id);
       int other = kNone;
       for (int user : value.users) {
-        if (!contains(nodes, user)) other = user;
+        if (contains(nodes, user)) continue;
+        if (net.is(user, "Shape")) {
+          match.shapes.push_back(user);
+        } else {
+          other = user;
+        }
       }
       if (!value.is_output && other == kNone) continue;
       const auto mode = no_returns ? std::nullopt : mode_of(match, id);
@@ -176,13 +181,20 @@ void check_users(const Net& net, Match& match, Backwards backwards) {
   }
 }
 
-// What is returned comes out of the operator: nothing that goes into it may be made of that.
-void check_returned(const Net& net, Match& match) {
-  if (match.returned.value == kNone) return;
+// What the operator reads beside query and key.
+std::vector<int> reads(const Match& match) {
   std::vector<int> read = {match.result.right.value};
+  for (const RowFactor& factor : match.row_factors) read.push_back(factor.value);
   for (const MaskTerm& term : match.terms) read.push_back(term.value);
   if (match.sinks) read.push_back(match.sinks->logits);
   if (match.program) read.insert(read.end(), match.program->captures.begin(), match.program->captures.end());
+  return read;
+}
+
+// What is returned comes out of the operator: nothing that goes into it may be made of that.
+void check_returned(const Net& net, Match& match) {
+  if (match.returned.value == kNone) return;
+  const std::vector<int> read = reads(match);
   std::vector<int> todo = {match.returned.value};
   std::unordered_set<int> made = {match.returned.value};
   while (!todo.empty()) {
@@ -204,11 +216,7 @@ void check_returned(const Net& net, Match& match) {
 
 // The nodes that the operator replaces, and what those behind the softmax are.
 void gather_nodes(const Net& net, const Flow& flow, Match& match) {
-  std::vector<int> ends = {match.result.right.value};
-  if (match.sinks) ends.push_back(match.sinks->logits);
-  if (match.program) ends.insert(ends.end(), match.program->captures.begin(), match.program->captures.end());
-  for (const MaskTerm& term : match.terms) ends.push_back(term.value);
-  match.nodes = nodes_between(net, match.scores.node, match.result.node, ends);
+  match.nodes = nodes_between(net, match.scores.node, match.result.node, reads(match));
   std::vector<std::string> words;
   for (int node : match.nodes) {
     if (is_idle_dropout(net, node) && flow.find(net.output(node, 0)) != nullptr) words.push_back("idle Dropout");

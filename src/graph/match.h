@@ -26,6 +26,12 @@ struct MaskTerm {
   size_t rank_of_scores = 0;
 };
 
+// What each score is multiplied or divided by, one number for all keys of a row: the query can take it in their place.
+struct RowFactor {
+  int value = kNone;
+  bool divides = false;
+};
+
 // Scores on their way from the product to the softmax, and what still becomes of them.
 struct Score {
   int value = kNone;
@@ -62,6 +68,7 @@ struct Match {
   std::vector<int> nodes;  // that the operator replaces
   Product scores, result;
   double scale = 1, softcap = 0, out_factor = 1;
+  std::vector<RowFactor> row_factors;
   std::vector<MaskTerm> terms;
   Dropped dropped;  // of the weights
   std::optional<Sinks> sinks;
@@ -70,6 +77,7 @@ struct Match {
   int softmax_input = kNone, softmax_output = kNone, weights = kNone, out = kNone;
   std::vector<Score> passed;  // from the softmax upwards
   Returned returned;
+  std::vector<int> shapes;  // nodes that read the shape of what goes away, and nothing else of it
   std::optional<Backward> backward;
   std::vector<std::string> words;
   std::string reason;        // why it is none

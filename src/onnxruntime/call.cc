@@ -108,7 +108,7 @@ Status Call::make(const Source& source, Tensor& tensor) {
     const DType wanted = is_bool || source.kind == Source::kChoose ? DType::kBool : wiring_->dtype;
     for (const Tensor& each : operands) {
       if (each.dtype != wanted)
-        return invalid(sentence("a mask is ", words_of(each), ", must be ", dtype_name(wanted)));
+        return invalid(sentence("an operand is ", words_of(each), ", must be ", dtype_name(wanted)));
     }
     tensor.dtype = is_bool ? DType::kBool : wiring_->dtype;
     if (!broadcast(operands, tensor)) return invalid("the masks of an attention do not broadcast together");

@@ -78,7 +78,9 @@ class Finder {
     for (size_t i = 0; i < claim.wiring.outputs.size(); ++i)
       facts.wanted |= uint32_t{claim.wiring.outputs[i] != nullptr} << i;
     if (!claim.wiring.outputs[0] && op != Operator::kAttentionGrad) return "its first output is left out";
-    const graph::ElementType type = type_of(claim.wiring.inputs[0] ? claim.wiring.inputs[0]->name : "");
+    const Source* query = claim.wiring.inputs[0].get();
+    while (query != nullptr && !query->of.empty()) query = &query->of.front();
+    const graph::ElementType type = type_of(query != nullptr ? query->name : "");
     if (!is_float_type(type) || !dtype_of(type, claim.wiring.dtype)) {
       return sentence("its query has element type ", static_cast<int32_t>(type));
     }

@@ -107,23 +107,20 @@ std::string GraphNodes::source(const std::string& value, Source& to) const {
     }
     return viewed({ViewStep::kOnesAhead, {}, static_cast<int64_t>(list.size())});
   }
-  if (op == "Reshape") {  // to [-1, heads, ...], where ... are its last dims
+  if (op == "Reshape") {  // to [batch, heads, ...], where ... are its last dims
     const graph::Node* shape = producer(node->inputs[1]);
-    if (shape == nullptr || shape->op_type != "Concat" || !integers(shape->inputs[0], list) || list.size() != 2 ||
-        list[0] != -1) {
+    if (shape == nullptr || shape->op_type != "Concat" || !integers(shape->inputs[0], list) || list.size() != 2)
       return "a reshape of a mask is not known";
-    }
-    return viewed({ViewStep::kSplitFirst, {}, list[1]});
+    return viewed({ViewStep::kLeadTwo, {list.begin(), list.end()}});
   }
-  const std::pair<const char*, Source::Kind> kinds[] = {{"Not", Source::kNot},
-                                                        {"And", Source::kAnd},
-                                                        {"Add", Source::kAdd},
-                                                        {"Mul", Source::kTimes},
-                                                        {"Where", Source::kChoose}};
+  const std::pair<const char*, Source::Kind> kinds[] = {{"Not", Source::kNot},      {"And", Source::kAnd},
+                                                        {"Add", Source::kAdd},      {"Mul", Source::kProduct},
+                                                        {"Div", Source::kQuotient}, {"Where", Source::kChoose}};
   const auto kind =
       std::find_if(std::begin(kinds), std::end(kinds), [&](const auto& each) { return op == each.first; });
-  if (kind == std::end(kinds)) return sentence("a mask needs ", op);
+  if (kind == std::end(kinds)) return sentence("an operand needs ", op);
   to.kind = kind->second;
+  if (to.kind == Source::kProduct && number(node->inputs[1], to.numbers[0])) to.kind = Source::kTimes;
   const bool has_numbers = to.kind == Source::kTimes || to.kind == Source::kChoose;
   for (size_t i = 1; has_numbers && i < node->inputs.size(); ++i) {
     if (!number(node->inputs[i], to.numbers[i - 1])) return sentence("a number of ", op, " is not known");

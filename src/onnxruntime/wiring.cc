@@ -7,6 +7,30 @@
 
 namespace polyhead::onnxruntime {
 
+namespace {
+
+bool lead_two(const std::vector<int>& sizes, const Tensor& tensor, Tensor& next) {
+  if (tensor.ndim < 3) return false;
+  int64_t count = 1;
+  for (int i = 0; i < tensor.ndim - 2; ++i) {
+    if (i > 0 && tensor.strides[i - 1] != tensor.strides[i] * tensor.dims[i]) return false;
+    count *= tensor.dims[i];
+  }
+  const int64_t told = std::abs(int64_t{sizes[0]} * sizes[1]);
+  if (told == 0 || count % told != 0) return false;
+  const int64_t a = sizes[0] < 0 ? count / told : sizes[0], b = sizes[1] < 0 ? count / told : sizes[1];
+  if (a * b != count) return false;
+  const int64_t inner = tensor.strides[tensor.ndim - 3];
+  const int64_t dims[] = {a, b, tensor.dims[tensor.ndim - 2], tensor.dims[tensor.ndim - 1]};
+  const int64_t strides[] = {inner * b, inner, tensor.strides[tensor.ndim - 2], tensor.strides[tensor.ndim - 1]};
+  next.ndim = 4;
+  std::copy(std::begin(dims), std::end(dims), next.dims);
+  std::copy(std::begin(strides), std::end(strides), next.strides);
+  return true;
+}
+
+}  // namespace
+
 bool follow(const std::vector<ViewStep>& steps, Tensor& tensor) {
   for (const ViewStep& step : steps) {
     Tensor next = tensor;
@@ -26,13 +50,8 @@ bool follow(const std::vector<ViewStep>& steps, Tensor& tensor) {
         if (tensor.ndim < 2 || tensor.dims[0] != 1) return false;
         next = with_leading_ones(tensor, tensor.ndim - 1);
         break;
-      case ViewStep::kSplitFirst:
-        if (tensor.ndim < 1 || tensor.ndim == Tensor::kMaxDims || step.count < 1 || tensor.dims[0] % step.count != 0)
-          return false;
-        next = with_leading_ones(tensor, tensor.ndim + 1);
-        next.dims[0] = tensor.dims[0] / step.count;
-        next.dims[1] = step.count;
-        next.strides[0] = tensor.strides[0] * step.count;
+      case ViewStep::kLeadTwo:
+        if (!lead_two(step.order, tensor, next)) return false;
         break;
       case ViewStep::kMergeFirst: return false;
     }
@@ -148,8 +167,10 @@ struct Job {
               *y = static_cast<const E*>(b.data) + start(operands->size() - 1);
       for (int64_t j = 0; j < out.dims[3]; ++j) {
         const T value = widen<T>(x[j * a.strides[3]]);
-        to[j] =
-            narrow<E>(source->kind == Source::kAdd ? value + widen<T>(y[j * b.strides[3]]) : value * widen<T>(first));
+        const T other = widen<T>(source->kind == Source::kTimes ? first : y[j * b.strides[3]]);
+        to[j] = narrow<E>(source->kind == Source::kAdd        ? value + other
+                          : source->kind == Source::kQuotient ? value / other
+                                                              : value * other);
       }
     });
   }

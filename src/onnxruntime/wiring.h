@@ -17,7 +17,7 @@ struct ViewStep {
     kTranspose,   // dim i is dim order[i] of what came
     kOnesAhead,   // `count` dims of 1 in front
     kDropFirst,   // a dim of 1 goes
-    kSplitFirst,  // [a * count, ...] -> [a, count, ...]
+    kLeadTwo,     // [..., q, k] -> [a, b, q, k]; `order` has a and b, one of which may be -1
     kMergeFirst,  // [a, b, ...] -> [a * b, ...]; of outputs alone
   } kind = kTranspose;
   std::vector<int> order = {};
@@ -31,7 +31,9 @@ struct Source {
     kNot,
     kAnd,
     kAdd,
-    kTimes,   // by numbers[0]
+    kTimes,  // by numbers[0]
+    kProduct,
+    kQuotient,
     kChoose,  // numbers[0] where the first is true, else numbers[1]
   } kind = kTensor;
   std::string name = {};  // of a tensor

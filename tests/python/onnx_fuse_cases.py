@@ -102,6 +102,17 @@ PLACES_AS_TENSORS = {
     "small_number": (f"{FILL} {PLACES} f = Constant<value = float {{-20000.0}}>() b = LessOrEqual(r, c) a = Where(b, zero, f) m = MatMul(q, kt) s = Add(m, a) {TAIL}", "it hides by -20000 only"),
 }  # fmt: skip
 
+# Images cut into two windows each, which are dims of their own where their mask is added.
+WINDOWS = """
+  q2 = Concat<axis = 0>(q, q) kt2 = Concat<axis = 0>(kt, kt) v2 = Concat<axis = 0>(v, v) m = MatMul(q2, kt2)
+  i1 = Constant<value = int64[1] {1}>() i3 = Constant<value = int64[1] {3}>() n = Shape(table) matrix = Slice(n, i1, i3)
+"""
+IN_WINDOWS = """
+  apart = Concat<axis = 0>(lead, matrix) m5 = Reshape(m, apart) pair = Constant<value = int64[2] {1, 3}>()
+  two = Gather(table, pair) mask = Unsqueeze(two, i) s5 = Add(m5, mask) four = Constant<value = int64[2] {-1, 4}>()
+  together = Concat<axis = 0>(four, matrix) s = Reshape(s5, together) w = Softmax<axis = -1>(s) out = MatMul(w, v2)
+"""
+
 # name: nodes, or (opset, nodes)
 VARIANTS = {
     # --- scale ---
@@ -116,6 +127,11 @@ VARIANTS = {
         m = MatMul(q, kt) s = Div(m, r) {TAIL}""",
     "scale_folded_into_weights": f"{SCALE} s = MatMul(q, kt) z = Softmax<axis = -1>(s) w = Mul(z, c) out = MatMul(w, v)",
     "scale_after_mask": f"{SCALE} m = MatMul(q, kt) a = Add(m, bias) s = Mul(a, c) {TAIL}",
+    "scale_of_an_input": f"m = MatMul(q, kt) s = Div(m, temperature) {TAIL}",
+    "scale_of_each_head": f"{FILL} {SCALE} m = MatMul(q, kt) a = Div(m, d) t = Mul(a, scale_of_head) u = Add(table, t) s = Where(keep, u, lowest) {TAIL}",
+    "scale_of_each_row": f"m = MatMul(q, kt) s = Mul(row_sinks, m) {TAIL}",
+    "scale_of_each_row_in_a_softcap": f"{SCALE} m = MatMul(q, kt) a = Mul(m, row_sinks) t = Tanh(a) s = Mul(t, d) {TAIL}",
+    "returned_scores_behind_a_scale_of_each_head": "m = MatMul(q, kt) scores = Mul(m, scale_of_head) w = Softmax<axis = -1>(scores) out = MatMul(w, v)",
     # --- mask ---
     "mask_added": f"m = MatMul(q, kt) s = Add(m, bias) {TAIL}",
     "mask_added_first": f"m = MatMul(q, kt) s = Add(bias, m) {TAIL}",
@@ -142,6 +158,13 @@ VARIANTS = {
         i0 = Constant<value = int64 {{0}}>() i1 = Constant<value = int64 {{1}}>() last = Constant<value = int64[1] {{-1}}>()
         rows = Gather(n, i2) columns = Gather(n, i3) r = Range(i0, rows, i1) c = Range(i0, columns, i1)
         column = Unsqueeze(r, last) b = LessOrEqual(c, column) m = MatMul(q, kt) s = Where(b, m, inf) {TAIL}""",
+    "mask_of_an_eye": f"""
+        {SCALE} n = Shape(table) i1 = Constant<value = int64[2] {{1, 2}}>() rows = Gather(n, i1) zeros = ConstantOfShape(rows)
+        own = EyeLike(zeros) large = Constant<value = float {{1e30}}>() b = Mul(own, large) m = MatMul(q, kt) s = Sub(m, b) {TAIL}""",
+    "mask_of_the_scores_shape": f"""
+        {FILL} m = MatMul(q, kt) n = Shape(m) full = Expand(lowest, n) upper = Constant<value = int64 {{1}}>()
+        b = Trilu<upper = 1>(full, upper) s = Add(m, b) {TAIL}""",
+    "mask_of_windows": f"""{WINDOWS} lead = Constant<value = int64[3] {{-1, 2, 4}}>() i = Constant<value = int64[2] {{0, 2}}>() {IN_WINDOWS}""",
     # --- behind the softmax ---
     "guard_nan": f"""
         {FILL} m = MatMul(q, kt) s = Where(keep, m, inf) z = Softmax<axis = -1>(s) n = IsNaN(z) w = Where(n, zero, z)
@@ -240,6 +263,10 @@ VARIANTS = {
         i = Constant<value = int64[1] {2}>() u = Unsqueeze(gk, i) n = Constant<value = int64[5] {1, 1, 2, 1, 1}>()
         e = Expand(u, n) z = Constant<value = int64[4] {0, 4, -1, 8}>() r = Reshape(e, z)
         kh = Transpose<perm = [0, 1, 3, 2]>(r) s = MatMul(q, kh) w = Softmax<axis = -1>(s) out = MatMul(w, r)""",
+    "grouped_in_five_dims_and_a_table": f"""{GROUPS} single = Constant<value = int64[5] {{0, 0, 2, 1, 8}}>() pairs = Constant<value = int64[4] {{2, 2, 5, 6}}>()
+        kg = Reshape(a, single) vg = Reshape(b, single) kh = Transpose<perm = [0, 2, 3, 4, 1]>(kg) each = Reshape(table, pairs)
+        vh = Transpose<perm = [0, 2, 3, 1, 4]>(vg) m = MatMul(qh, kh) s = Add(m, each) w = Softmax<axis = -1>(s) o5 = MatMul(w, vh)
+        o4 = Transpose<perm = [0, 3, 1, 2, 4]>(o5) out = Reshape(o4, joined)""",
     # --- others read the weights ---
     "returned_weights": "s = MatMul(q, kt) weights = Softmax<axis = -1>(s) out = MatMul(weights, v)",
     "returned_scores": f"{SCALE} m = MatMul(q, kt) scores = Mul(m, c) w = Softmax<axis = -1>(scores) out = MatMul(w, v)",
@@ -255,7 +282,6 @@ VARIANTS = {
 
 # What no option says, as a program: nodes and its text. The first ones are near-misses of ONNX's own operator too.
 PROGRAMS = {
-    "scale_not_constant": (f"m = MatMul(q, kt) s = Mul(m, temperature) {TAIL}", "c0: float; score = (score * c0[])"),
     "mask_multiplied": (f"m = MatMul(q, kt) s = Mul(m, bias) {TAIL}", "c0: float; score = (score * c0[b, 0, q, k])"),
     "fill_too_small": (f"f = Constant<value = float {{-100.0}}>() m = MatMul(q, kt) s = Where(keep, m, f) {TAIL}",
                        "c0: bool; score = where(c0[b, 0, q, k], score, (-100.0))"),
@@ -263,21 +289,25 @@ PROGRAMS = {
                           "c0: bool; c1: float; score = where(c0[b, 0, q, k], score, c1[])"),
     "mask_before_softcap": (f"{SCALE} m = MatMul(q, kt) b = Add(m, bias) t = Tanh(b) s = Mul(t, d) {TAIL}",
                             "c0: float; score = (tanh((score + c0[b, 0, q, k])) * 2.8284270763397217)"),
+    "number_before_softcap": (f"{SCALE} m = MatMul(q, kt) b = Add(m, c) t = Tanh(b) s = Mul(t, d) {TAIL}",
+                              "score = (tanh((score + 0.35355338454246521)) * 2.8284270763397217)"),
     "negative_scale": (f"m = MatMul(q, kt) s = Neg(m) {TAIL}", "score = (-score)"),
     "scores_taken_from_a_number": (f"{SCALE} m = MatMul(q, kt) s = Sub(c, m) {TAIL}", "score = (0.35355338454246521 - score)"),
-    "scale_of_each_head": (f"{FILL} {SCALE} m = MatMul(q, kt) a = Div(m, d) t = Mul(a, scale_of_head) u = Add(table, t) s = Where(keep, u, lowest) {TAIL}",
-                           "c0: bool; c1: float; c2: float; score = where(c0[b, 0, q, k], (c1[h, q, k] + (score * c2[h, 0, 0])), (-3.4028234663852886e+38))"),
+    "scale_of_each_key": (f"{FILL} {SCALE} m = MatMul(q, kt) a = Div(m, d) t = Mul(a, pad) u = Add(table, t) s = Where(keep, u, lowest) {TAIL}",
+                          "c0: bool; c1: float; c2: float; score = where(c0[b, 0, q, k], (c1[h, q, k] + (score * c2[b, 0, 0, k])), (-3.4028234663852886e+38))"),
+    "scale_of_each_head_before_the_mask_is_whole": (f"m = MatMul(q, kt) a = Add(m, bias) s = Mul(a, scale_of_head) {TAIL}",
+                                                    "c0: float; c1: float; score = ((score + c0[b, 0, q, k]) * c1[h, 0, 0])"),
     "scores_forked": (f"{SCALE} m = MatMul(q, kt) a = Sigmoid(m) e = Mul(m, c) n = Less(e, temperature) s = Where(n, a, e) {TAIL}",
                       "c0: float; score = where(((score * 0.35355338454246521) < c0[]), sigmoid(score), (score * 0.35355338454246521))"),
 }  # fmt: skip
-NINE = "s0 = Identity(m) " + " ".join(f"a{i} = Mul(temperature, temperature) s{i + 1} = Mul(s{i}, a{i})" for i in range(9))
+NINE = "s0 = Identity(m) " + " ".join(f"c{i} = Constant<value = float {{{i + 2}.0}}>() a{i} = Mul(bias, c{i}) s{i + 1} = Mul(s{i}, a{i})" for i in range(9))
 NO_PROGRAMS = {
     "scores_and_their_maximum": (f"back = Constant<value = int64[1] {{-1}}>() m = MatMul(q, kt) t = ReduceMax<keepdims = 1>(m, back) s = Mul(m, t) {TAIL}", '"m", of "m" (MatMul), is also read by "t" (ReduceMax)'),
     "two_products": (f"m = MatMul(q, kt) a = Neg(q) n = MatMul(a, kt) t = Tanh(n) s = Mul(m, t) {TAIL}", "by what is not a constant number"),
-    "scores_read_within_a_program": (f"scores = MatMul(q, kt) s = Mul(scores, temperature) {TAIL}", '"scores" (MatMul), is an output of the graph'),
+    "scores_read_within_a_program": (f"scores = MatMul(q, kt) s = Mul(scores, bias) {TAIL}", '"scores" (MatMul), is an output of the graph'),
     "nine_tensors": (f"m = MatMul(q, kt) {NINE} s = Identity(s9) {TAIL}", "by what is not a constant number"),
-    "scores_round": (f"m = MatMul(q, kt) i = Cast<to = 7>(m) f = Cast<to = 1>(i) s = Mul(f, temperature) {TAIL}", "by what is not a constant number"),
-    "a_tensor_that_is_wider": (f"i = Constant<value = int64[1] {{0}}>() a = Unsqueeze(bias, i) m = MatMul(q, kt) u = Mul(m, a) t = Squeeze(u, i) s = Mul(t, temperature) {TAIL}", "by what is not a constant number"),
+    "scores_round": (f"m = MatMul(q, kt) i = Cast<to = 7>(m) f = Cast<to = 1>(i) s = Mul(f, bias) {TAIL}", "by what is not a constant number"),
+    "a_tensor_that_is_wider": (f"i = Constant<value = int64[1] {{0}}>() a = Unsqueeze(bias, i) m = MatMul(q, kt) u = Mul(m, a) t = Squeeze(u, i) s = Mul(t, bias) {TAIL}", "by what is not a constant number"),
 }  # fmt: skip
 
 # One more logit for each head beside the scores: all of a row, joined, go through the softmax, and the last or first one is cut off.
@@ -318,16 +348,19 @@ NO_SINKS = {
 
 # name: nodes and words of the reason
 NEAR_MISSES = {
-    "five_dims_and_a_table": (f"""{GROUPS} single = Constant<value = int64[5] {{0, 0, 2, 1, 8}}>() pairs = Constant<value = int64[4] {{2, 2, 5, 6}}>()
-        kg = Reshape(a, single) vg = Reshape(b, single) kh = Transpose<perm = [0, 2, 3, 4, 1]>(kg) each = Reshape(table, pairs)
-        vh = Transpose<perm = [0, 2, 3, 1, 4]>(vg) m = MatMul(qh, kh) s = Add(m, each) w = Softmax<axis = -1>(s) o5 = MatMul(w, vh)
-        o4 = Transpose<perm = [0, 3, 1, 2, 4]>(o5) out = Reshape(o4, joined)""", 'the dims of the mask "each" are not understood'),
     # heads of the query in the order of the repeats, not of the heads that they read
     "five_dims_in_another_order": (f"""{GROUPS} single = Constant<value = int64[5] {{0, 0, 1, 2, 8}}>()
         kg = Reshape(a, single) vg = Reshape(b, single) kh = Transpose<perm = [0, 2, 3, 4, 1]>(kg)
         vh = Transpose<perm = [0, 2, 3, 1, 4]>(vg) s = MatMul(qh, kh) w = Softmax<axis = -1>(s) o5 = MatMul(w, vh)
         o4 = Transpose<perm = [0, 3, 1, 2, 4]>(o5) out = Reshape(o4, joined)""", "query and key are not known to have as many heads"),
-    "scale_not_constant": (f"m = MatMul(q, kt) s = Mul(m, temperature) {TAIL}", '"s" (Mul) scales the scores by what is not a constant'),
+    "scale_of_each_key": (f"m = MatMul(q, kt) s = Mul(m, pad) {TAIL}", '"s" (Mul) scales the scores by what is not a constant number, nor one for each row'),
+    "scale_of_rows_behind_a_mask": (f"m = MatMul(q, kt) a = Add(m, bias) s = Mul(a, temperature) {TAIL}", "before what rows are multiplied by"),
+    "scale_of_rows_behind_a_fill": (f"{FILL} m = MatMul(q, kt) a = Where(keep, m, inf) s = Mul(a, temperature) {TAIL}", "before what rows are multiplied by"),
+    "scale_of_rows_behind_a_softcap": (f"m = MatMul(q, kt) t = Tanh(m) s = Mul(t, temperature) {TAIL}", '"t" (Tanh) between the products is not understood'),
+    "scores_before_a_scale_of_rows": (f"scores = MatMul(q, kt) s = Mul(scores, temperature) {TAIL}", "is an output of the graph"),
+    "number_before_softcap": (f"{SCALE} m = MatMul(q, kt) b = Add(m, c) t = Tanh(b) s = Mul(t, d) {TAIL}", "before the softcap"),
+    "mask_of_windows_ahead_of_images": (f"""{WINDOWS} lead = Constant<value = int64[3] {{2, -1, 4}}>() i = Constant<value = int64[2] {{1, 2}}>()
+        {IN_WINDOWS}""", 'the dims of the mask "mask" are not understood'),
     "softmax_over_queries": ("s = MatMul(q, kt) w = Softmax<axis = 2>(s) out = MatMul(w, v)", "runs over axis 2 of 4"),
     "scores_before_the_scale": (f"{SCALE} m = MatMul(q, kt) s = Mul(m, c) {TAIL} other = Relu(m)", 'is also read by "other" (Relu)'),
     "scores_returned_before_the_scale": (f"{SCALE} scores = MatMul(q, kt) s = Mul(scores, c) {TAIL}", "is an output of the graph"),

@@ -46,10 +46,10 @@ def test_command(tmp_path):
         ("after kt", "kt"), ("after#1", "polyhead.Attention: polyhead_attention"), ("after q", "q"), ("after v", "v"), ("after pad", "pad"),
     ]  # fmt: skip
     assert out.count(" -> ") == 7 + 5 and out.count("{") == out.count("}") == 3
-    onnx.save(model_of(NEAR_MISSES["scale_not_constant"][0]), tmp_path / "stays.onnx")
+    onnx.save(model_of(NEAR_MISSES["scale_of_each_key"][0]), tmp_path / "stays.onnx")
     out = run("stays.onnx", "--dot", "w")[1]
     assert re.findall(r'label="([^"]*)", color=red', out) == ["Mul: s"] and "after" not in out
-    assert 'label="stays: \\"s\\" (Mul) scales the scores by what is not a constant number"' in out
+    assert 'label="stays: \\"s\\" (Mul) scales the scores by what is not a constant number, nor one for each row"' in out
     assert run("model.onnx", "-o", "fused.onnx") == (2, "", "polyhead fuse: 'fused.onnx' exists already; --force replaces it\n")
     assert run("model.onnx", "--domain", "ort")[2] == "polyhead fuse: --domain is 'ort', must be onnx or polyhead\n"
     (tmp_path / "half.onnx").write_bytes((tmp_path / "model.onnx").read_bytes()[:-9])

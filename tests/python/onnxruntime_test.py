@@ -22,8 +22,9 @@ import polyhead.onnx  # noqa: E402
 BENCH = pathlib.Path(__file__).parents[2] / "bench" / "ort_models.py"
 VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
 needs_provider = pytest.mark.skipif(VERSION < (1, 24), reason=f"onnxruntime {ort.__version__} cannot tell what is ours")
-# The factor is behind the product with the values: in a group of nodes there is nobody to multiply by it.
-NOT_IN_GROUPS = {"scale_folded_into_weights", "weights_negated"}  # whose output a number multiplies
+# What nobody can do in a group of nodes: multiply its output by a number, or repeat a mask. And ONNX Runtime does not tell a
+# number that is an input from a tensor of any dims.
+NOT_IN_GROUPS = {"scale_folded_into_weights", "weights_negated", "mask_of_windows", "scale_of_an_input"}
 
 
 def quiet_options(threads=1):

@@ -83,7 +83,7 @@ def in_place(m, q, k, v):
 
 STAYS = {
     weights_used: "is also read by",
-    temperature: "by what is not a constant number",
+    temperature: "which has a gradient of its own",
     over_queries: "runs over axis",
     finite: "unseen_rows zero",
     in_place: "is also read by",
