@@ -142,8 +142,8 @@ void apply(Graph& graph, std::vector<Rewrite>& rewrites) {
     if (!removed[i]) nodes.push_back(std::move(graph.nodes[i]));
   }
   graph.nodes = std::move(nodes);
-  remove_unread(graph, before);
   sort_nodes(graph);
+  remove_unread(graph, before);
 }
 
 }  // namespace polyhead::graph

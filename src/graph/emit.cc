@@ -237,26 +237,58 @@ class Emitter {
     return new_.shape_of(name_of(form.value), at, at + 1);
   }
 
-  // The shapes of what goes away, of numbers and of the operands' sizes.
-  bool shapes() {
-    for (int node : match_.shapes) {
-      const auto& elements = net_.facts(net_.output(node, 0)).elements;
-      std::vector<std::string> sizes;
-      for (const Size& each : elements.value_or(Sizes())) {
-        if (each.is_constant()) sizes.push_back(new_.integers({each.factor}));
-        for (const Form* form : {&plan_.query, &plan_.key}) {
-          const auto shape = net_.shape(form->value);
-          const auto dim = std::find(shape.begin(), shape.end(), each);
-          if (each.is_constant() || dim == shape.end()) continue;
-          sizes.push_back(size_of(*form, static_cast<size_t>(dim - shape.begin())));
-          break;
-        }
+  // Nodes that read the shape of an operand, or of what it is made of, while `reader` alone reads its elements.
+  std::vector<int> shapes_of(const Operand& operand, int reader, const Form& form) const {
+    std::vector<int> found;
+    for (int id = operand.value; id != form.value;) {
+      for (int user : net_.value(id).users) {
+        if (user == reader) continue;
+        if (!net_.is(user, "Shape")) return found;
+        found.push_back(user);
       }
-      if (!elements || sizes.empty() || sizes.size() != elements->size())
-        return refuse(sentence("the sizes that ", words_of(net_, node), " gives are not those of query and key"));
-      new_.add_as(name_of(net_.output(node, 0)), "Concat", sizes, {integer("axis", 0)});
+      reader = net_.producer(id);
+      const auto scaled = scaled_by(net_, reader);
+      id = scaled ? scaled->value : net_.input(reader, 0);
     }
-    remove(match_.shapes);
+    return found;
+  }
+
+  // The shape that a node gives, of numbers and of the operands' sizes; nothing where it has others.
+  std::vector<std::string> sizes_of(int shape) {
+    const auto& elements = net_.facts(net_.output(shape, 0)).elements;
+    std::vector<std::pair<const Form*, size_t>> places;
+    for (const Size& each : elements.value_or(Sizes())) {
+      places.emplace_back(nullptr, 0);
+      for (const Form* form : {&plan_.value, &plan_.key, &plan_.query}) {
+        const auto dims = net_.shape(form->value);
+        const auto dim = std::find(dims.begin(), dims.end(), each);
+        if (dim != dims.end()) places.back() = {form, static_cast<size_t>(dim - dims.begin())};
+      }
+      if (places.back().first == nullptr && !each.is_constant()) return {};
+    }
+    std::vector<std::string> names;
+    for (size_t i = 0; i < places.size(); ++i) {
+      const Size& size = (*elements)[i];
+      names.push_back(size.is_constant() ? new_.integers({size.factor}) : size_of(*places[i].first, places[i].second));
+    }
+    return names;
+  }
+
+  // The shapes of what goes away.
+  bool shapes() {
+    std::vector<int> nodes = match_.shapes;
+    const auto add = [&](const std::vector<int>& more) { nodes.insert(nodes.end(), more.begin(), more.end()); };
+    add(shapes_of(match_.scores.left, match_.scores.node, plan_.query));
+    add(shapes_of(match_.scores.right, match_.scores.node, plan_.key));
+    add(shapes_of(match_.result.right, match_.result.node, plan_.value));
+    for (size_t i = 0; i < nodes.size(); ++i) {
+      const std::vector<std::string> sizes = sizes_of(nodes[i]);
+      if (sizes.empty() && i < match_.shapes.size())
+        return refuse(sentence("the sizes that ", words_of(net_, nodes[i]), " gives are not those of query and key"));
+      if (sizes.empty()) continue;
+      new_.add_as(name_of(net_.output(nodes[i], 0)), "Concat", sizes, {integer("axis", 0)});
+      rewrite_.removed.push_back(nodes[i]);
+    }
     return true;
   }
 

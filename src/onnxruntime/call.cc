@@ -146,6 +146,24 @@ Status Call::output(size_t index, std::initializer_list<int64_t> dims, Tensor& t
   return status;
 }
 
+Status Call::tell_shapes() const {
+  for (const ToldShape& shape : wiring_->shapes) {
+    const auto count = static_cast<int64_t>(shape.sizes.size());
+    OrtValue* value = nullptr;
+    void* data = nullptr;
+    Status status = call(abi::kKernelContext_GetOutput, context_, shape.index, &count, size_t{1}, &value);
+    if (status.ok()) status = call(abi::kGetTensorMutableData, value, &data);
+    for (size_t i = 0; i < shape.sizes.size() && status.ok(); ++i) {
+      const ToldShape::Size& size = shape.sizes[i];
+      Tensor tensor;
+      if (!size.of.empty()) status = given(size.index, tensor);
+      static_cast<int64_t*>(data)[i] = size.of.empty() ? size.number : tensor.dims[size.dim];
+    }
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
 Status Call::scratch(size_t bytes, void*& memory) {
   constexpr size_t kAlignment = 64;
   memory = nullptr;

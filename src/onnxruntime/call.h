@@ -31,6 +31,9 @@ class Call {
   // Makes output `index`, of tensor's dtype; not given where nobody reads it. A scalar cannot be made.
   Status output(size_t index, std::initializer_list<int64_t> dims, Tensor& tensor);
 
+  // The shapes that a group gives beside what its operator does.
+  Status tell_shapes() const;
+
   // Memory until the call ends, aligned to 64 bytes.
   Status scratch(size_t bytes, void*& memory);
   Status scratch(DType dtype, std::initializer_list<int64_t> dims, Tensor& tensor);

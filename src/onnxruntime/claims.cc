@@ -109,13 +109,17 @@ class Finder {
     const GraphNodes nodes(
         fused, [&](const graph::Node& node) { return !places_.contains(node.name); },
         [&](const std::string& value) { return producers_.contains(value); });
+    std::unordered_map<std::string_view, const graph::Candidate*> candidates;
+    for (const graph::Candidate& each : report.candidates) {
+      for (const graph::Node& node : each.after) candidates[node.name] = &each;
+    }
     std::vector<Claim> claims;
     std::vector<const graph::Node*> operators;
     std::unordered_map<size_t, int> times_met;
     for (const graph::Node& node : fused.graph.nodes) {
       if (places_.contains(node.name) || node.op_type != "Attention") continue;
       Claim claim;
-      const std::string reason = nodes.wire(node, claim.wiring);
+      const std::string reason = nodes.wire(node, candidates.at(node.name)->after, claim.wiring);
       if (!reason.empty()) {
         tell(node.name, reason, "");
         continue;
@@ -143,6 +147,7 @@ class Finder {
     for (const auto& output : claim.wiring.outputs) {
       if (output) values.push_back(output->name);
     }
+    for (const ToldShape& shape : claim.wiring.shapes) values.push_back(shape.name);
     while (!values.empty()) {
       const auto at = producers_.find(values.back());
       values.pop_back();
@@ -168,6 +173,7 @@ class Finder {
       if (output && !made.contains(output->name))
         return sentence("\"", output->name, "\" is made by another attention too");
     }
+    for (const ToldShape& shape : claim.wiring.shapes) given.insert(shape.name);
     for (const std::string& name : names_read(claim.wiring)) {
       if (made.contains(name) || !read.contains(name))
         return sentence("it reads \"", name, "\", which is no edge of its nodes");

@@ -152,7 +152,25 @@ std::string GraphNodes::target(std::string value, Target& to) const {
   return "";
 }
 
-std::string GraphNodes::wire(const graph::Node& attention, Wiring& wiring) const {
+// An element of a shape: a number, or a dim of a value, by Shape of one element or by Slice of a Shape.
+bool GraphNodes::size(const std::string& value, ToldShape::Size& to) const {
+  std::vector<int64_t> list;
+  if (integers(value, list)) return to.number = list.empty() ? 0 : list[0], list.size() == 1;
+  const graph::Node* node = producer(value);
+  if (node == nullptr) return false;
+  if (node->op_type == "Slice") {
+    if (!integers(node->inputs[1], list) || list.size() != 1) return false;
+    node = producer(node->inputs[0]);
+  }
+  if (node == nullptr || node->op_type != "Shape") return false;
+  const graph::Attribute* start = attribute_of(*node, "start");
+  to.of = node->inputs[0];
+  to.dim = static_cast<size_t>(start != nullptr ? start->integer.value_or(0) : list[0]);
+  return true;
+}
+
+std::string GraphNodes::wire(const graph::Node& attention, const std::vector<graph::Node>& beside,
+                             Wiring& wiring) const {
   for (const graph::Attribute& attribute : attention.attributes) {
     if (std::find(kKnown.begin(), kKnown.end(), attribute.name) == kKnown.end()) {
       return sentence("its attribute ", attribute.name, " cannot be said in a group");
@@ -167,6 +185,15 @@ std::string GraphNodes::wire(const graph::Node& attention, Wiring& wiring) const
     wiring.outputs.push_back(output.empty() ? nullptr : std::make_unique<Target>());
     if (output.empty()) continue;
     if (std::string reason = target(output, *wiring.outputs.back()); !reason.empty()) return reason;
+  }
+  for (const graph::Node& node : beside) {
+    const std::string& output = node.outputs[0];
+    if (node.op_type != "Concat" || !was_computed_(output) || producer(output) == nullptr) continue;  // nobody reads it
+    ToldShape shape = {output, 0, std::vector<ToldShape::Size>(node.inputs.size())};
+    for (size_t i = 0; i < shape.sizes.size(); ++i) {
+      if (!size(node.inputs[i], shape.sizes[i])) return sentence("the shape \"", shape.name, "\" is not known");
+    }
+    wiring.shapes.push_back(std::move(shape));
   }
   return "";
 }
@@ -184,6 +211,11 @@ std::vector<std::string> names_read(const Wiring& wiring) {
   std::vector<std::string> names;
   for (const auto& input : wiring.inputs) {
     if (input) add_names(*input, names);
+  }
+  for (const ToldShape& shape : wiring.shapes) {
+    for (const ToldShape::Size& each : shape.sizes) {
+      if (!each.of.empty()) names.push_back(each.of);
+    }
   }
   return names;
 }

@@ -29,12 +29,14 @@ class GraphNodes {
   GraphNodes(const graph::Model& model, const std::function<bool(const graph::Node&)>& is_new,
              std::function<bool(const std::string&)> was_computed);
 
-  // The wiring of a new Attention; a sentence if one of the nodes around it is none that it can say.
-  std::string wire(const graph::Node& attention, Wiring& wiring) const;
+  // The wiring of a new Attention, beside which these new nodes stand; a sentence if one of those around it is none that it
+  // can say.
+  std::string wire(const graph::Node& attention, const std::vector<graph::Node>& beside, Wiring& wiring) const;
 
  private:
   std::string source(const std::string& value, Source& to) const;
   std::string target(std::string value, Target& to) const;
+  bool size(const std::string& value, ToldShape::Size& to) const;
   const graph::Node* producer(const std::string& value) const;
   bool integers(const std::string& name, std::vector<int64_t>& to) const;
   bool number(const std::string& name, double& to) const;

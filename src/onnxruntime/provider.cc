@@ -25,6 +25,7 @@ OrtStatus* compute(abi::NodeComputeInfo* self, void*, OrtKernelContext* context)
   return guarded([&] {
     auto* compiled = static_cast<Compiled*>(self);
     Call call(context, &compiled->wiring);
+    if (Status status = call.tell_shapes(); !status.ok()) return status;
     return compiled->node.run(call, compiled->plans);
   });
 }
@@ -116,6 +117,17 @@ class SessionProvider : public abi::Provider {
       const auto at = places_out.find(output->name);
       if (at == places_out.end()) return {StatusCode::kInternal, sentence("a group does not give ", output->name)};
       output->index = at->second;
+    }
+    for (ToldShape& shape : made->wiring.shapes) {
+      const auto at = places_out.find(shape.name);
+      if (at == places_out.end()) return {StatusCode::kInternal, sentence("a group does not give ", shape.name)};
+      shape.index = at->second;
+      for (ToldShape::Size& each : shape.sizes) {
+        const auto from = places.find(each.of);
+        if (!each.of.empty() && from == places.end())
+          return {StatusCode::kInternal, sentence("a group does not read ", each.of)};
+        if (!each.of.empty()) each.index = from->second;
+      }
     }
     info = made.release();
     return {};

@@ -49,10 +49,24 @@ struct Target {
   std::vector<ViewStep> steps;  // from the operator's output to the group's
 };
 
+// A shape of what is no more, which others read: an output of the group.
+struct ToldShape {
+  struct Size {
+    int64_t number = 0;
+    std::string of = {};  // an input of the group; "": it is the number
+    size_t index = 0;
+    size_t dim = 0;
+  };
+  std::string name;
+  size_t index = 0;
+  std::vector<Size> sizes;
+};
+
 // By the operator's inputs and outputs; null: left out.
 struct Wiring {
   std::vector<std::unique_ptr<Source>> inputs;
   std::vector<std::unique_ptr<Target>> outputs;
+  std::vector<ToldShape> shapes;
   DType dtype = DType::kFloat32;  // of masks that are made and are not bool
 };
 

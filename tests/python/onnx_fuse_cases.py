@@ -267,6 +267,12 @@ VARIANTS = {
         kg = Reshape(a, single) vg = Reshape(b, single) kh = Transpose<perm = [0, 2, 3, 4, 1]>(kg) each = Reshape(table, pairs)
         vh = Transpose<perm = [0, 2, 3, 1, 4]>(vg) m = MatMul(qh, kh) s = Add(m, each) w = Softmax<axis = -1>(s) o5 = MatMul(w, vh)
         o4 = Transpose<perm = [0, 3, 1, 2, 4]>(o5) out = Reshape(o4, joined)""",
+    "repeated_heads_and_their_shape": """
+        i = Constant<value = int64[1] {2}>() u = Unsqueeze(gk, i) n = Constant<value = int64[5] {1, 1, 2, 1, 1}>()
+        e = Expand(u, n) z = Constant<value = int64[4] {0, 4, -1, 8}>() r = Reshape(e, z) kh = Transpose<perm = [0, 1, 3, 2]>(r)
+        s = MatMul(q, kh) w = Softmax<axis = -1>(s) o4 = MatMul(w, r) t = Transpose<perm = [0, 2, 1, 3]>(o4) i3 = Constant<value = int64[1] {3}>()
+        m = Shape(r) d = Gather<axis = 0>(m, i3) h = Constant<value = int64[1] {4}>() f = Mul(h, d) g = Constant<value = int64[2] {0, 0}>()
+        back = Concat<axis = 0>(g, f) out = Reshape(t, back)""",
     # --- others read the weights ---
     "returned_weights": "s = MatMul(q, kt) weights = Softmax<axis = -1>(s) out = MatMul(weights, v)",
     "returned_scores": f"{SCALE} m = MatMul(q, kt) scores = Mul(m, c) w = Softmax<axis = -1>(scores) out = MatMul(w, v)",

@@ -160,6 +160,48 @@ def test_transformers(name, tmp_path):
     assert_fused(tmp_path / "model.onnx", {"x": tokens.numpy(), "mask": mask.numpy()}, 2)
 
 
+class Cached(Attention):
+    """A step of decoding: keys and values of the past stand ahead of new ones, and half as many heads as of the query."""
+
+    def forward(self, x, mask, past_key, past_value):
+        query, key, value = (y.view(y.shape[0], y.shape[1], -1, D).transpose(1, 2) for y in (self.query(x), self.key(x), self.value(x)))
+        key, value = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
+        k, v = (y[:, :, None].expand(-1, -1, 2, -1, -1).reshape(y.shape[0], H, y.shape[2], D) for y in (key, value))
+        y = F.scaled_dot_product_attention(query, k, v, attn_mask=mask[:, None, None] > 0)
+        return self.out(y.transpose(1, 2).reshape(x.shape[0], x.shape[1], H * v.shape[-1])), key, value
+
+
+def test_steps_with_a_cache(tmp_path):
+    """A prompt and two steps; each run has the caches that it made itself."""
+    torch.manual_seed(0)
+    names, caches = ["x", "mask", "past_key", "past_value"], ["present_key", "present_value"]
+    axes = {"x": {0: "batch", 1: "length"}, "mask": {0: "batch", 1: "total"}, "past_key": {0: "batch", 2: "past"}, "past_value": {0: "batch", 2: "past"}}
+    arguments = (torch.randn(B, 3, E), torch.ones(B, 5), torch.randn(B, 2, 2, D), torch.randn(B, 2, 2, D))
+    path = tmp_path / "model.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(Cached(groups=2).eval(), arguments, path, opset_version=17, dynamo=False, input_names=names,
+                          output_names=["out", *caches], dynamic_axes=axes)  # fmt: skip
+    sessions = [onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]), polyhead.onnx.session(path)]
+    for target in ("onnx", "polyhead"):
+        fusion = polyhead.onnx.fuse(path, target=target)
+        assert fusion.num_fused == 1 and "repeated heads" in fusion.candidates[0].pattern, str(fusion)
+        kept = [node.name for node in fusion.model.graph.node if node.op_type == "Expand"]  # repeated heads are read by nobody, nor is their shape
+        assert all(name.startswith("polyhead") for name in kept), kept
+        sessions.append(polyhead.onnx.session(fusion.model.SerializeToString()))
+    pasts = [[np.zeros((B, 2, 0, D), np.float32)] * 2 for _ in sessions]
+    rng = np.random.default_rng(0)
+    for length in (4, 1, 1):
+        x = rng.standard_normal((B, length, E)).astype(np.float32)
+        mask = np.ones((B, pasts[0][0].shape[2] + length), np.float32)
+        mask[1, 0] = 0
+        results = [session.run(None, dict(zip(names, [x, mask, *past], strict=True))) for session, past in zip(sessions, pasts, strict=True)]
+        pasts = [result[1:] for result in results]
+        for result in results[1:]:
+            for a, b in zip(results[0], result, strict=True):
+                np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5)
+
+
 class Sinks(torch.nn.Module):
     """The attention of gpt-oss, with a padding mask."""
 
