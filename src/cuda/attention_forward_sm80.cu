@@ -5,6 +5,8 @@
 #include <cmath>
 
 #include "cuda/band.cuh"
+#include "cuda/pages.cuh"
+#include "cuda/parts.cuh"
 #include "cuda/products.cuh"
 #include "cuda/score.cuh"
 
@@ -18,7 +20,9 @@ struct Memory {
   // Not held in registers: of the block's sequence, and the keys that all of the block's queries see.
   Band band;
   Range all;
-  Kept kept;  // by dropout, of the key tile
+  Range part;        // of the keys, that this block does
+  KeyPlaces places;  // of the keys in pages
+  Kept kept;         // by dropout, of the key tile
 };
 
 // One warp's share of a tile of scores: S, then P.
@@ -48,47 +52,46 @@ class Forward {
     const Band band(p, b);
     const int64_t end_q = query + kBlockRows < band.queries ? query + kBlockRows : band.queries;
     const Range of_first = band.keys_of(query), of_last = band.keys_of(end_q - 1);
+    // Keys that some query of the tile sees, or of these the block's part.
+    int64_t begin = of_first.first / kTileRows * kTileRows, end = query < end_q ? of_last.last : 0;
+    if (p.parts > 1) {
+      const int64_t share = (end - begin + p.parts - 1) / p.parts, least = kLeastKeysOfPart;
+      const int64_t keys = share > least ? (share + kTileRows - 1) / kTileRows * kTileRows : least;
+      begin += blockIdx.y * keys;
+      if (end > begin + keys) end = begin + keys;
+    }
     if (threadIdx.x == 0) {
       shared.not_finite = 0;
       shared.band = band;
       shared.all = {of_last.first, of_first.last};
+      shared.part = {begin, end};
     }
+    if (in_pages()) shared.places.find(p.pages, b, begin, band.keys);
     __syncthreads();
-    // Keys that some query of the tile sees.
-    const int64_t begin = of_first.first / kTileRows * kTileRows, end = query < end_q ? of_last.last : 0;
     if (begin < end) {
       load_tile(shared.Q, p.query, b, h, band.first_q, query, end_q, p.head_dim);
-      load_tile(shared.K, p.key, b, h_kv(), band.first_k, begin, band.keys, p.head_dim);
+      load_keys(shared.K, p.key, begin, p.head_dim);
     }
     for (int64_t j = begin; j < end; j += kTileRows) {
       wait_for_copies();
       __syncthreads();  // K_j is there, V is free
-      load_tile(shared.V, p.value, b, h_kv(), shared.band.first_k, j, shared.band.keys, p.head_dim_v);
-      scores();
+      load_keys(shared.V, p.value, j, p.head_dim_v);
+      if (in_pages() && j + kTileRows < end) shared.places.find(p.pages, b, j + kTileRows, shared.band.keys);
+      if (busy()) scores();
       wait_for_copies();
       __syncthreads();  // V_j is there, K is free
-      if (j + kTileRows < end)
-        load_tile(shared.K, p.key, b, h_kv(), shared.band.first_k, j + kTileRows, shared.band.keys, p.head_dim);
+      if (j + kTileRows < end) load_keys(shared.K, p.key, j + kTileRows, p.head_dim);
       // Some row does not see some key.
       const bool cut = hides_pairs() || j < shared.all.first || j + kTileRows > shared.all.last;
-      if (kOptions || cut) {
-        for (int r = 0; r < 2; ++r) rows[r].keys = {shared.band.keys_of(row_index(r)), j};
-      }
-      if constexpr (kOptions) {
-        apply_options(j);
-      } else if (cut) {
-        hide();
-      }
-      softmax();
-      if (drops()) shared.kept.fill(p.dropout, b, h, query, j, false);
+      if (busy()) weights(j, cut);
       bool careful = false;
       if (cut) {
         if (clear_not_finite(shared.V)) atomicMax(&shared.not_finite, static_cast<int>(j / kTileRows) + 1);
         __syncthreads();
         careful = shared.not_finite == static_cast<int>(j / kTileRows) + 1;
       }
-      multiply();
-      if (careful) add_not_finite(j);
+      if (busy()) multiply();
+      if (careful && busy()) add_not_finite(j);
     }
     finish();
   }
@@ -98,7 +101,24 @@ class Forward {
   __device__ bool hides_pairs() const { return kOptions && p.hides_pairs; }
   __device__ int local_row(int r) const { return warp * 16 + lane / 4 + 8 * r; }
   __device__ int64_t row_index(int r) const { return query + local_row(r); }
+  // Whether the warp has queries: where they are few it brings keys alone.
+  __device__ bool busy() const { return query + warp * 16 < shared.band.queries; }
   __device__ int64_t h_kv() const { return h / (p.heads / p.heads_kv); }
+  __device__ bool in_pages() const { return p.pages.table != nullptr; }
+
+  // Key or value j of the sequence, which is below its length; null: its page does not exist.
+  __device__ const T* row_of(const Rows& rows, int64_t j) const {
+    const auto* base = static_cast<const T*>(rows.data) + h_kv() * rows.head;
+    if (!in_pages()) return base + b * rows.batch + (shared.band.first_k + j) * rows.row;
+    const KeyPlace place = shared.places.of(j);
+    return place.page < 0 ? nullptr : base + place.page * rows.batch + place.within * rows.row;
+  }
+
+  // K_j or V_j
+  __device__ void load_keys(Tile<T, kD>& tile, const Rows& rows, int64_t j, int columns) {
+    load_rows(tile, rows, columns,
+              [&](int row) { return j + row < shared.band.keys ? row_of(rows, j + row) : nullptr; });
+  }
 
   // S = scale Q K^T
   __device__ void scores() {
@@ -111,6 +131,20 @@ class Forward {
 #pragma unroll
       for (int e = 0; e < 4; ++e) S.x[n][e] *= p.scale;
     }
+  }
+
+  // S <- P of the tile at key j. `cut`: not every row sees every key.
+  __device__ void weights(int64_t j, bool cut) {
+    if (kOptions || cut) {
+      for (int r = 0; r < 2; ++r) rows[r].keys = {shared.band.keys_of(row_index(r)), j};
+    }
+    if constexpr (kOptions) {
+      apply_options(j);
+    } else if (cut) {
+      hide();
+    }
+    softmax();
+    if (drops()) shared.kept.fill(p.dropout, b, h, query, j, false);
   }
 
   // S = -inf at the keys that a row does not see
@@ -237,10 +271,10 @@ class Forward {
         for (int t = 0; t < 4; ++t) positive[e / 2] |= static_cast<uint64_t>(lanes >> t & 1) << (n * 8 + 2 * t + e % 2);
       }
     }
-    const auto* base = static_cast<const T*>(p.value.data) + b * p.value.batch + h_kv() * p.value.head;
 #pragma unroll 1
-    for (int key = 0; key < kTileRows; ++key) {
-      const T* value = base + (shared.band.first_k + j + key) * p.value.row;
+    for (int key = 0; key < kTileRows && j + key < shared.band.keys; ++key) {
+      const T* value = row_of(p.value, j + key);
+      if (value == nullptr) continue;
       bool sees[2];
       for (int r = 0; r < 2; ++r) {
         sees[r] = rows[r].keys.holds(key) && (!hides_pairs() || score.shows(local_row(r), key));
@@ -259,45 +293,56 @@ class Forward {
     }
   }
 
-  // O / l and L = m + log l. A row that saw no key gets 0 and its sink; without one, or in padding, -inf.
+  // O / l and L = m + log l, or what the merging kernel makes them of.
   __device__ void finish() {
     const Band& band = shared.band;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float l = sum_of_row(rows[r].l), l_rounded = sum_of_row(rows[r].l_rounded),
-            factor = kOptions ? p.dropout.factor : 1;
-      const bool seen = kOptions ? sum_of_row(rows[r].seen ? 1 : 0) > 0 : !band.keys_of(row_index(r)).empty();
+      RowSums row;
+      row.m = rows[r].m;
+      row.l = sum_of_row(rows[r].l);
+      row.l_rounded = sum_of_row(rows[r].l_rounded);
+      const Range keys = band.keys_of(row_index(r)), &part = shared.part;
+      const bool sees = keys.first < part.last && part.first < keys.last && !keys.empty();
+      const bool seen = kOptions ? sum_of_row(rows[r].seen ? 1 : 0) > 0 : sees && !part.empty();
       const int64_t i = row_index(r);
       if (i >= band.rows_q) continue;
-      if (!seen) l = 0;  // nothing was hidden from padding
-      if (kOptions && p.sinks != nullptr && i < band.queries) factor *= add_sink(rows[r], l, l_rounded);
-      const float unseen = l != l ? l : 0;
-      const int64_t row = band.first_q + i;
-      T* out = static_cast<T*>(p.out.data) + b * p.out.batch + h * p.out.head + row * p.out.row;
-#pragma unroll
-      for (int n = 0; n < kD / 8; ++n) {
-        for (int e = 0; e < 2; ++e) {
-          const int column = n * 8 + lane % 4 * 2 + e;
-          if (column >= p.head_dim_v) continue;
-          out[column * p.out.column] = rounded<T>(seen ? factor * O[n][2 * r + e] / l_rounded : unseen);
-        }
-      }
-      if (p.logsumexp.data != nullptr && lane % 4 == 0) {
-        const float none = seen ? NAN : -INFINITY;  // all scores that it saw were -inf
-        statistic(p.logsumexp, b, h, row) = l == 0 ? none : rows[r].m + logf(l);
+      row.state = i >= band.queries ? RowSums::kPadding : seen ? RowSums::kSeen : RowSums::kUnseen;
+      if (p.parts == 1) {
+        write(row, r, i);
+      } else {
+        leave(row, r, i);
       }
     }
   }
 
-  // One more score of a row. Returns what O is to be multiplied by.
-  __device__ float add_sink(Row& row, float& l, float& l_rounded) const {
-    const float sink = sink_of(p, h);
-    const float largest = fmaxf(row.m, sink), m = largest == -INFINITY ? 0 : largest;
-    const float alpha = exponential<T>(row.m - m), weight = exponential<T>(sink - m);
-    row.m = largest;
-    l = l * alpha + weight;
-    l_rounded = l_rounded * alpha + weight;
-    return alpha;
+  __device__ void write(const RowSums& sums, int r, int64_t i) const {
+    const FinishedRow<T, kOptions> finished(p, h, sums);
+    const int64_t row = shared.band.first_q + i;
+    T* out = static_cast<T*>(p.out.data) + b * p.out.batch + h * p.out.head + row * p.out.row;
+#pragma unroll
+    for (int n = 0; n < kD / 8; ++n) {
+      for (int e = 0; e < 2; ++e) {
+        const int column = n * 8 + lane % 4 * 2 + e;
+        if (column < p.head_dim_v) out[column * p.out.column] = finished.out(O[n][2 * r + e]);
+      }
+    }
+    if (p.logsumexp.data != nullptr && lane % 4 == 0) statistic(p.logsumexp, b, h, row) = finished.logsumexp();
+  }
+
+  // Where no key was seen O is not read.
+  __device__ void leave(const RowSums& sums, int r, int64_t i) const {
+    const RowParts parts(p, b, h, shared.band.first_q, i);
+    if (lane % 4 == 0) parts.store(blockIdx.y, sums);
+    if (!sums.seen()) return;
+    float* out = parts.sums(blockIdx.y);
+#pragma unroll
+    for (int n = 0; n < kD / 8; ++n) {
+      for (int e = 0; e < 2; ++e) {
+        const int column = n * 8 + lane % 4 * 2 + e;
+        if (column < p.head_dim_v) out[column] = O[n][2 * r + e];
+      }
+    }
   }
 
   const Problem& p;
@@ -321,15 +366,39 @@ cudaError_t launch_kernel(const Problem& p, cudaStream_t stream) {
   const auto kernel = p.has_options ? forward_kernel<T, kD, true> : forward_kernel<T, kD, false>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  kernel<<<p.query_blocks, kThreads, bytes, stream>>>(p);
+  kernel<<<dim3(p.query_blocks, static_cast<unsigned>(p.parts)), kThreads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+// A warp merges the parts of a row.
+template <class T>
+__global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ Problem p, int64_t rows) {
+  const int64_t n = int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
+  if (n >= rows) return;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t i = n % p.seqlen_q, h = n / p.seqlen_q % p.heads, b = n / p.seqlen_q / p.heads;
+  const RowParts parts(p, n);
+  const RowSums sums = parts.merged<T>();
+  const FinishedRow<T, true> finished(p, h, sums);
+  T* out = static_cast<T*>(p.out.data) + b * p.out.batch + h * p.out.head + i * p.out.row;
+  for (int column = lane; column < p.head_dim_v; column += 32) {
+    out[column * p.out.column] = finished.out(parts.merged_sum<T>(sums.m, column));
+  }
+  if (p.logsumexp.data != nullptr && lane == 0) statistic(p.logsumexp, b, h, i) = finished.logsumexp();
+}
+
+template <class T>
+cudaError_t launch_merge(const Problem& p, cudaStream_t stream) {
+  const int64_t rows = (p.packed ? 1 : p.batch) * p.heads * p.seqlen_q, of_block = kThreads / 32;
+  merge_kernel<T><<<static_cast<unsigned>((rows + of_block - 1) / of_block), kThreads, 0, stream>>>(p, rows);
   return cudaGetLastError();
 }
 
 template <class T>
 cudaError_t launch(const Problem& p, cudaStream_t stream) {
   const int columns = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-  if (columns <= 64) return launch_kernel<T, 64>(p, stream);
-  return launch_kernel<T, kMostHeadDim>(p, stream);
+  const cudaError_t error = columns <= 64 ? launch_kernel<T, 64>(p, stream) : launch_kernel<T, kMostHeadDim>(p, stream);
+  return error == cudaSuccess && p.parts > 1 ? launch_merge<T>(p, stream) : error;
 }
 
 }  // namespace

@@ -89,10 +89,12 @@ struct Band {
     const bool there = b < p.batch;
     if (p.packed) {
       first_q = first_row(p.cu_seqlens_q, p.batch, b, p.seqlen_q);
-      first_k = first_row(p.cu_seqlens_k, p.batch, b, p.seqlen_k);
       const int64_t next_q = first_row(p.cu_seqlens_q, p.batch, b + 1, p.seqlen_q);
-      const int64_t next_k = first_row(p.cu_seqlens_k, p.batch, b + 1, p.seqlen_k);
       rows_q = next_q > first_q ? next_q - first_q : 0;
+    }
+    if (p.packed && p.pages.table == nullptr) {
+      first_k = first_row(p.cu_seqlens_k, p.batch, b, p.seqlen_k);
+      const int64_t next_k = first_row(p.cu_seqlens_k, p.batch, b + 1, p.seqlen_k);
       rows_k = next_k > first_k ? next_k - first_k : 0;
     }
     queries = there ? length(p.seqlens_q, b, rows_q) : 0;

@@ -49,6 +49,8 @@ AttentionDesc taken_of(const AttentionDesc& desc) {
   taken.grad_dtype = desc.grad_dtype;
   taken.key_dtype = desc.key_dtype;  // the query's
   taken.value_dtype = desc.value_dtype;
+  taken.page_size = desc.page_size;
+  taken.num_pages = desc.num_pages;
   taken.packed = desc.packed;
   taken.has_seqlens_q = desc.has_seqlens_q;
   taken.has_seqlens_k = desc.has_seqlens_k;
@@ -76,7 +78,6 @@ std::string option_refused(const AttentionDesc& desc) {
   };
   const Option options[] = {{key_dtype(desc) != desc.dtype, "a key_dtype other than the query's"},
                             {value_dtype(desc) != desc.dtype, "a value_dtype other than the query's"},
-                            {desc.page_size > 0, "page_size"},
                             {desc.has_windows, "windows of each query"},
                             {desc.sink_keys > 0, "sink_keys"},
                             {desc.return_weights != ReturnWeights::kNone, "return_weights"},
@@ -125,6 +126,9 @@ std::string why_not(const AttentionDesc& desc) {
                                      std::pair(pair_tiles(desc), "batch * num_heads * tiles of 64 x 64 pairs")}) {
     if (blocks > MemorySize(INT32_MAX)) return sentence(what, " is above 2^31 - 1, which a grid cannot hold");
   }
+  for (const auto& [size, name] : {std::pair(desc.page_size, "page_size"), std::pair(desc.num_pages, "num_pages")}) {
+    if (size > INT32_MAX) return sentence(name, " is ", size, ", takes 0 to 2^31 - 1");
+  }
   return why_no_device(desc);
 }
 
@@ -152,6 +156,11 @@ Statistic statistic_of(const Tensor& t) {
 PerSequence per_sequence(const Tensor& t) {
   if (!t.given()) return {};
   return {t.data, t.strides[0], t.dtype == DType::kInt64};
+}
+
+Pages pages_of(const AttentionDesc& desc, const Tensor& table) {
+  if (desc.page_size == 0) return {};
+  return {table.data, table.strides[0], table.strides[1], table.dtype == DType::kInt64, desc.page_size, desc.num_pages};
 }
 
 Number number_of(DType dtype) {
@@ -214,6 +223,7 @@ void set_problem(const AttentionDesc& desc, const ForwardArgs& args, Problem* p)
   p->packed = desc.packed;
   p->cu_seqlens_q = per_sequence(args.cu_seqlens_q);
   p->cu_seqlens_k = per_sequence(args.cu_seqlens_k);
+  p->pages = pages_of(desc, args.page_table);
   p->batch = desc.batch;
   p->heads = desc.num_heads;
   p->heads_kv = desc.num_heads_kv;
@@ -242,11 +252,36 @@ Status launched(cudaError_t error) {
   return {StatusCode::kInternal, sentence("CUDA refused to launch the kernel: ", cudaGetErrorString(error))};
 }
 
-// Lengths and offsets lie on the device, where the kernels bound them: nobody waits for them here.
+// Blocks of threads that share the keys of 64 queries: enough for every GPU, where there are keys enough for each.
+int64_t parts(const AttentionDesc& desc) {
+  constexpr int64_t kBlocks = 512;
+  const auto blocks = static_cast<int64_t>(query_blocks(desc).value());
+  if (blocks == 0) return 1;
+  return std::clamp<int64_t>(kBlocks / blocks, 1, std::max<int64_t>(pieces(desc.seqlen_k, kLeastKeysOfPart), 1));
+}
+
+// [batch, num_heads, seqlen_q, parts]; packed: [num_heads, total_q, parts]
+MemorySize part_rows(const AttentionDesc& desc) {
+  const int64_t n = parts(desc);
+  if (n == 1) return 0;
+  return MemorySize(desc.packed ? 1 : desc.batch) * MemorySize(desc.num_heads) * MemorySize(desc.seqlen_q) * n;
+}
+MemorySize part_statistics_bytes(const AttentionDesc& desc) {
+  return (part_rows(desc) * MemorySize(4 * sizeof(float))).rounded_up(64);
+}
+MemorySize workspace_bytes(const AttentionDesc& desc, int) {
+  const MemorySize sums = part_rows(desc) * MemorySize(desc.head_dim_v) * MemorySize(sizeof(float));
+  return part_statistics_bytes(desc) + sums.rounded_up(64);
+}
+
+// Lengths, offsets and page tables lie on the device, where the kernels bound them: nobody waits for them here.
 Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& run) {
   if (query_blocks(desc) == MemorySize(0)) return {};
   Problem problem;
   set_problem(desc, args, &problem);
+  problem.parts = parts(desc);
+  problem.part_statistics = static_cast<float*>(args.workspace);
+  problem.part_sums = problem.part_statistics + part_statistics_bytes(desc).value() / sizeof(float);
   const auto stream = static_cast<cudaStream_t>(run.stream);
   return launched(launch_forward(problem, stream));
 }
@@ -341,13 +376,8 @@ Status backward(const AttentionDesc& desc, const BackwardArgs& args, const Run& 
 }  // namespace cuda
 
 const Kernel kCudaSm80 = {
-    "cuda_sm80",
-    Device::kCuda,
-    cuda::why_not,
-    [](const AttentionDesc&, int) { return MemorySize(0); },
-    cuda::backward_workspace_bytes,
-    cuda::forward,
-    cuda::backward,
+    "cuda_sm80",   Device::kCuda,  cuda::why_not, cuda::workspace_bytes, cuda::backward_workspace_bytes,
+    cuda::forward, cuda::backward,
 };
 
 }  // namespace polyhead

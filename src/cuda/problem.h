@@ -34,6 +34,15 @@ struct PerSequence {
   bool wide = false;  // int64
 };
 
+// Where keys and values lie that are [pages, page_size, heads, columns], whose Rows::batch leads from page to page: an
+// int32 or int64 for each page_size keys of a sequence. No table: they lie one after the other.
+struct Pages {
+  const void* table = nullptr;
+  int64_t batch = 0, entry = 0;
+  bool wide = false;  // int64
+  int64_t page_size = 1, num_pages = 0;
+};
+
 enum class Number { kFloat32, kBFloat16, kFloat16 };
 
 // A tensor that broadcasts to [batch, heads, queries, keys]: strides are 0 where it does. No data: not given, not wanted.
@@ -61,7 +70,8 @@ struct Problem {
   Statistic logsumexp;
   PerSequence seqlens_q, seqlens_k, query_offsets;
   bool packed = false;  // rows of sequence b go from element b of cu_seqlens to b + 1, and tensors have no batch
-  PerSequence cu_seqlens_q, cu_seqlens_k;
+  PerSequence cu_seqlens_q, cu_seqlens_k;  // no cu_seqlens_k where keys lie in pages
+  Pages pages;
   int64_t batch = 0, heads = 0, heads_kv = 0, seqlen_q = 0, seqlen_k = 0;
   unsigned query_blocks = 0, key_blocks = 0;  // blocks of threads that own queries, or keys, of all heads
   int head_dim = 0, head_dim_v = 0;
@@ -78,9 +88,15 @@ struct Problem {
 
   // Whether a score is more than a product, and whether a query may see some keys of its range and not others.
   bool has_options = false, hides_pairs = false;
+
+  // Blocks of threads that share the keys of 64 queries in forward, and what each leaves of a row in the workspace, of rows
+  // [batch, heads, queries]: see parts.cuh.
+  int64_t parts = 1;
+  float *part_statistics = nullptr, *part_sums = nullptr;  // [rows, parts, 4], [rows, parts, head_dim_v]
 };
 
-constexpr int kBlockRows = 64;  // of queries, or of keys, of a block of threads
+constexpr int kBlockRows = 64;             // of queries, or of keys, of a block of threads
+constexpr int64_t kLeastKeysOfPart = 256;  // see Problem::parts
 
 // A gradient of what is added to scores, and how its sums over pairs are cut. No gradient: not wanted.
 struct PairSums {

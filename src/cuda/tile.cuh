@@ -34,19 +34,18 @@ __device__ inline void copy_piece(void* to, const void* from, bool there) {
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 
-// Rows [first, first + 64) of a head of a sequence, which begins at row `origin`: zeros from row `end` on and from column
-// `columns` on. Copies are in flight until wait_for_copies() and a barrier.
-template <class T, int kD>
-__device__ void load_tile(Tile<T, kD>& tile, const Rows& rows, int64_t batch, int64_t head, int64_t origin,
-                          int64_t first, int64_t end, int columns) {
+// Row n of the tile from row_at(n), zeros if that is null, and from column `columns` on. Copies are in flight until
+// wait_for_copies() and a barrier.
+template <class T, int kD, class RowAt>
+__device__ void load_rows(Tile<T, kD>& tile, const Rows& rows, int columns, const RowAt& row_at) {
   constexpr int kPiece = Tile<T, kD>::kPiece, kPieces = kD / kPiece, kInWord = kPiece / 4;
-  const T* base = static_cast<const T*>(rows.data) + batch * rows.batch + head * rows.head + origin * rows.row;
   for (int n = static_cast<int>(threadIdx.x); n < kTileRows * kPieces; n += kThreads) {
     const int row = n / kPieces, c = n % kPieces, column = c * kPiece;
-    const bool there = first + row < end && column < columns;
-    const T* from = base + (first + row) * rows.row + column * rows.column;
+    const T* const begin = row_at(row);
+    const bool there = begin != nullptr && column < columns;
+    const T* from = begin + column * rows.column;
     if (rows.in_pieces) {
-      copy_piece(tile.piece(row, c), there ? from : base, there);
+      copy_piece(tile.piece(row, c), there ? from : static_cast<const T*>(rows.data), there);
       continue;
     }
     auto* words = reinterpret_cast<unsigned*>(tile.piece(row, c));
@@ -59,6 +58,15 @@ __device__ void load_tile(Tile<T, kD>& tile, const Rows& rows, int64_t batch, in
     }
   }
   commit_copies();
+}
+
+// Rows [first, first + 64) of a head of a sequence, which begins at row `origin`: zeros from row `end` on.
+template <class T, int kD>
+__device__ void load_tile(Tile<T, kD>& tile, const Rows& rows, int64_t batch, int64_t head, int64_t origin,
+                          int64_t first, int64_t end, int columns) {
+  const T* base = static_cast<const T*>(rows.data) + batch * rows.batch + head * rows.head + origin * rows.row;
+  load_rows(tile, rows, columns,
+            [&](int row) { return first + row < end ? base + (first + row) * rows.row : nullptr; });
 }
 
 // Turns what is not finite in rows [first, first + rows) into zeros, and tells whether there was any, each thread in its own

@@ -64,6 +64,7 @@ class Call {
       add(desc, input, true);
     for (Tensor ForwardArgs::*output : {&ForwardArgs::out, &ForwardArgs::logsumexp}) add(desc, output, false);
     if (desc.has_seqlens_k) add(desc, &ForwardArgs::seqlens_k, true);
+    if (desc.page_size > 0) add(desc, &ForwardArgs::page_table, true);
     if (!desc.packed) return;
     for (Tensor ForwardArgs::*starts : {&ForwardArgs::cu_seqlens_q, &ForwardArgs::cu_seqlens_k})
       add(desc, starts, true);
@@ -140,7 +141,8 @@ TEST(CudaPlan, RefusesBySentence) {
       {[](auto& d) { d.value_dtype = DType::kInt8; }, "a value_dtype other than the query's is given, which"},
       {[](auto& d) { d.head_dim = 129; }, "head_dim is 129, takes 0 to 128"},
       {[](auto& d) { d.head_dim_v = 200; }, "head_dim_v is 200, takes 0 to 128"},
-      {[](auto& d) { d.page_size = 7, d.num_pages = 20, d.has_seqlens_k = true; }, "page_size is given, which"},
+      {[](auto& d) { d.page_size = 7, d.num_pages = int64_t{1} << 31, d.has_seqlens_k = true; },
+       "num_pages is 2147483648, takes 0 to 2^31 - 1"},
       {[](auto& d) { d.has_windows = true; }, "windows of each query is given, which"},
       {[](auto& d) { d.return_weights = ReturnWeights::kMean; }, "return_weights is given, which"},
       {[](auto& d) { d.return_column_sums = true; }, "return_column_sums is given, which"},
@@ -254,6 +256,55 @@ TEST(CudaPlan, BoundsLengthsThatLie) {
     EXPECT_EQ(out[n], 0);
     EXPECT_EQ(out[half + n], 0x3f80);
   }
+}
+
+// Pages that do not exist hold zeros.
+TEST(CudaPlan, BoundsPageTablesThatLie) {
+  AttentionDesc desc = small();
+  desc.has_seqlens_k = true;
+  desc.page_size = 7;
+  desc.num_pages = 4;
+  desc.scale = 0;
+  const Result<Plan> made = plan_on_device(desc);
+  ASSERT_TRUE(made.ok()) << made.status().message();
+  Call call(desc);
+  set_integers(call.args.seqlens_k, {28, 71});
+  std::vector<int64_t> pages = {3, 0, 0, 1, -9, 99, -9, 99, -9, 99};  // of the first sequence four are used
+  for (int64_t n = 0; n < 5; ++n) pages.insert(pages.end(), {n % 2 == 0 ? -1 : 4, 2});
+  pages[11] = int64_t{1} << 40;  // as int32 it is page 0
+  set_integers(call.args.page_table, pages);
+  ASSERT_TRUE(made->forward(call.args).ok());
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
+  const bool wide = call.args.page_table.dtype == DType::kInt64;
+  const std::vector<uint16_t> out = bits_of(call.args.out);
+  const uint16_t of_second = wide ? 0x3ecd : 0x3f00;  // 28, or 35, of 70 keys
+  for (size_t n = 0; n < out.size(); ++n) EXPECT_EQ(out[n], n < out.size() / 2 ? 0x3f80 : of_second);
+}
+
+// Few queries and many keys: blocks share these, and what they leave lies in the caller's workspace.
+TEST(CudaPlan, SharesManyKeysAmongBlocks) {
+  AttentionDesc desc = small();
+  EXPECT_EQ(plan_on_device(desc)->workspace_bytes(), 0u);
+  desc.seqlen_k = 600;
+  desc.has_seqlens_k = desc.causal = true;
+  desc.align = Align::kBottomRight;
+  const Result<Plan> made = plan_on_device(desc);
+  ASSERT_TRUE(made.ok()) << made.status().message();
+  const size_t rows = 2 * 4 * 5 * 3;  // three parts
+  ASSERT_EQ(made->workspace_bytes(), rows * 4 * 4 + rows * 16 * 4);
+  Call call(desc);
+  set_integers(call.args.seqlens_k, {600, 3});  // the first two queries of the second one see nothing
+  EXPECT_FALSE(made->forward(call.args).ok());
+  void* workspace = nullptr;
+  ASSERT_EQ(cudaMalloc(&workspace, made->workspace_bytes()), cudaSuccess);
+  call.args.workspace = workspace;
+  call.args.workspace_bytes = made->workspace_bytes();
+  const Status status = made->forward(call.args);
+  ASSERT_TRUE(status.ok()) << status.message();
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
+  const std::vector<uint16_t> out = bits_of(call.args.out);
+  for (size_t n = 0; n < out.size(); ++n) EXPECT_EQ(out[n], n / (4 * 16) == 5 || n / (4 * 16) == 6 ? 0 : 0x3f80) << n;
+  EXPECT_EQ(cudaFree(workspace), cudaSuccess);
 }
 
 // The same of packed sequences: what they say is cut off at the rows there are.

@@ -56,9 +56,9 @@ class Lent {
 };
 
 void lend_inputs(Lent& lent, ForwardArgs& args) {
-  for (Tensor* input :
-       {&args.query, &args.key, &args.value, &args.seqlens_q, &args.seqlens_k, &args.query_offsets, &args.cu_seqlens_q,
-        &args.cu_seqlens_k, &args.attn_mask, &args.attn_bias, &args.alibi_slopes, &args.sink_logits}) {
+  for (Tensor* input : {&args.query, &args.key, &args.value, &args.seqlens_q, &args.seqlens_k, &args.query_offsets,
+                        &args.cu_seqlens_q, &args.cu_seqlens_k, &args.page_table, &args.attn_mask, &args.attn_bias,
+                        &args.alibi_slopes, &args.sink_logits}) {
     lent.lend(*input, true);
   }
 }
@@ -81,6 +81,7 @@ Status forward(const AttentionDesc& desc, const ForwardArgs& on_host, const Run&
   lend_inputs(lent, args);
   lent.lend(args.out, false);
   lent.lend(args.logsumexp, false);
+  lent.lend(args.workspace, args.workspace_bytes);
   return finished(made->forward(args));
 }
 

@@ -1,0 +1,35 @@
+// Where keys lie that are in pages. What the table says is not trusted: a page that does not exist holds no keys.
+#pragma once
+
+#include "cuda/problem.h"
+#include "cuda/tile.cuh"
+
+namespace polyhead::cuda {
+
+// A page and a row of it. page < 0: none.
+struct KeyPlace {
+  int page, within;
+};
+
+// Of two tiles of keys, one after the other: that in use and the next one.
+class KeyPlaces {
+ public:
+  // Of the tile at key j of sequence b, as far as there are `keys`. Barriers between this, its readers, and the next but one.
+  __device__ void find(const Pages& pages, int64_t b, int64_t j, int64_t keys) {
+    const int row = static_cast<int>(threadIdx.x);
+    if (row >= kTileRows || j + row >= keys) return;
+    const int64_t entry = (j + row) / pages.page_size, at = b * pages.batch + entry * pages.entry;
+    const int64_t page =
+        pages.wide ? static_cast<const int64_t*>(pages.table)[at] : static_cast<const int32_t*>(pages.table)[at];
+    const bool there = 0 <= page && page < pages.num_pages;
+    places_[j / kTileRows % 2][row] = {there ? static_cast<int>(page) : -1,
+                                       static_cast<int>(j + row - entry * pages.page_size)};
+  }
+
+  __device__ KeyPlace of(int64_t j) const { return places_[j / kTileRows % 2][j % kTileRows]; }
+
+ private:
+  KeyPlace places_[2][kTileRows];
+};
+
+}  // namespace polyhead::cuda
