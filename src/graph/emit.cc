@@ -12,19 +12,9 @@
 namespace polyhead::graph {
 namespace {
 
+constexpr double kAboveLowest = -3.36e38;  // what bfloat16 and float32 tell from their lowest number
 constexpr double kAbsorbs = -1e30, kAbsorbsBesideOthers = -1e8;  // fills of masks
 constexpr int64_t kFirstWithWindows = 25;                        // Attention of ONNX
-
-std::string text_of(ElementType type) {
-  switch (type) {
-    case ElementType::kFloat32: return "float32";
-    case ElementType::kFloat16: return "float16";
-    case ElementType::kBFloat16: return "bfloat16";
-    case ElementType::kFloat64: return "float64";
-    case ElementType::kBool: return "bool";
-    default: return sentence("element type ", static_cast<int32_t>(type));
-  }
-}
 
 class Emitter {
  public:
@@ -334,7 +324,9 @@ class Emitter {
   // A bias in the place of a number that replaces scores: so low that the scores of a row that is hidden as a whole are
   // absorbed, and all its keys weigh the same as they did; not the type's lowest, which ONNX Runtime 1.32 takes for -inf.
   double fill_of(const MaskTerm& term) const {
-    return match_.terms.size() == 1 && std::isfinite(term.number) ? kAbsorbs : term.number;
+    if (match_.terms.size() == 1 && std::isfinite(term.number)) return kAbsorbs;
+    const bool is_lowest = e_.options.target == Target::kOnnx && std::isfinite(term.number);
+    return is_lowest ? std::max(term.number, kAboveLowest) : term.number;
   }
 
   std::string added(const MaskTerm& term, const std::string& name) {
@@ -388,7 +380,10 @@ class Emitter {
       if (match_.dropped) outputs.push_back(e_.names.fresh("polyhead_dropout"));
       grad_inputs.push_back(match_.dropped ? outputs.back() : "");
     }
-    if (plan_.kind == Arrangement::kFlat) tell_shape(out);
+    if (plan_.kind == Arrangement::kFlat) {
+      tell_shape(inputs[2], plan_.value.value);
+      tell_shape(out, plan_.out.value);
+    }
     const std::string domain = e_.options.target == Target::kPolyhead ? "polyhead" : "";
     rewrite_.nodes.push_back({name, "Attention", domain, std::move(inputs), std::move(outputs), std::move(attributes)});
     rewrite_.became = sentence(domain.empty() ? "" : "polyhead.", "Attention \"", name, "\"");
@@ -450,10 +445,9 @@ class Emitter {
   }
 
   // ONNX Runtime 1.32 takes the last dim of a flat result for 0 where it cannot infer that of value.
-  void tell_shape(const std::string& out) {
-    ValueInfo told = {out, type_, std::vector<Dim>()};
-    for (const Size& size : net_.shape(plan_.out.value))
-      told.shape->push_back({size.is_constant() ? size.factor : -1, ""});
+  void tell_shape(const std::string& name, int like) {
+    ValueInfo told = {name, type_, std::vector<Dim>()};
+    for (const Size& size : net_.shape(like)) told.shape->push_back({size.is_constant() ? size.factor : -1, ""});
     rewrite_.values.push_back(std::move(told));
   }
 

@@ -172,6 +172,17 @@ bool is_float(ElementType type) {
          type == ElementType::kFloat64;
 }
 
+std::string text_of(ElementType type) {
+  switch (type) {
+    case ElementType::kFloat32: return "float32";
+    case ElementType::kFloat16: return "float16";
+    case ElementType::kBFloat16: return "bfloat16";
+    case ElementType::kFloat64: return "float64";
+    case ElementType::kBool: return "bool";
+    default: return sentence("element type ", static_cast<int32_t>(type));
+  }
+}
+
 std::string_view keep(Model& model, std::string bytes) {
   return *model.storage.emplace_back(std::make_shared<const std::string>(std::move(bytes)));
 }

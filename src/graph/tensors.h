@@ -14,6 +14,7 @@ namespace polyhead::graph {
 // Bytes of an element that are whole; 0: strings, types with less than a byte, or not known.
 int64_t element_bytes(ElementType type);
 bool is_float(ElementType type);
+std::string text_of(ElementType type);
 
 // Keeps bytes as long as the model lives.
 std::string_view keep(Model& model, std::string bytes);

@@ -208,6 +208,12 @@ VARIANTS = {
     "key_through_3d_static": f"""{SPLIT} a = Constant<value = int64[3] {{-1, 6, 8}}>() b = Constant<value = int64[4] {{2, 4, 8, 6}}>()
         k5 = Transpose<perm = [0, 2, 1, 3]>(k4) k6 = Reshape(k5, a) k7 = Transpose<perm = [0, 2, 1]>(k6) kh = Reshape(k7, b)
         s = MatMul(qh, kh) w = Softmax<axis = -1>(s) o = MatMul(w, vh) {JOIN}""",
+    "packed_by_sizes_that_are_computed": f"""
+        n = Shape(p) i2 = Constant<value = int64[1] {{2}}>() i3 = Constant<value = int64[1] {{3}}>() i0 = Constant<value = int64[1] {{0}}>()
+        all = Gather<axis = 0>(n, i2) one = Div(all, i3) two = Mul(one, i2) a = Slice(p, i0, one, i2) b = Slice(p, one, two, i2)
+        c = Slice(p, two, all, i2) shape = Constant<value = int64[4] {{0, 0, 4, 8}}>() q4 = Reshape(a, shape) k4 = Reshape(b, shape)
+        v4 = Reshape(c, shape) qh = Transpose<perm = [0, 2, 1, 3]>(q4) kh = Transpose<perm = [0, 2, 3, 1]>(k4)
+        vh = Transpose<perm = [0, 2, 1, 3]>(v4) s = MatMul(qh, kh) w = Softmax<axis = -1>(s) o = MatMul(w, vh) {JOIN}""",
     "einsum": """
         shape = Constant<value = int64[4] {0, 0, 4, 8}>() a = Reshape(x, shape) b = Reshape(y, shape)
         s = Einsum<equation = "bqhd,bkhd->bhqk">(a, b) w = Softmax<axis = -1>(s) out = Einsum<equation = "bhqk,bkhd->bqhd">(w, b)""",
