@@ -3,18 +3,19 @@
 #include <algorithm>
 
 #include "core/sentence.h"
+#include "graph/nodes.h"
 #include "graph/terms.h"
 
 namespace polyhead::graph {
 namespace {
 
-// The one that stands furthest above; of stacks, one that needs no transpose if there is any.
-const Form* last(const std::vector<Form>& forms, bool flat, const Size& repeats) {
+// The one that stands furthest above, and one that needs no transpose if there is any.
+const Form* last(const std::vector<Form>& forms, bool flat, bool turns, const Size& repeats) {
   const Form* transposed = nullptr;
   for (auto at = forms.rbegin(); at != forms.rend(); ++at) {
-    if (at->flat != flat || at->repeats != repeats || (!flat && at->order.size() != 4)) continue;
-    if (flat || std::is_sorted(at->order.begin(), at->order.end())) return &*at;
-    if (transposed == nullptr) transposed = &*at;
+    if (at->flat != flat || at->repeats != repeats) continue;
+    if (std::is_sorted(at->order.begin(), at->order.end())) return &*at;
+    if (turns && transposed == nullptr) transposed = &*at;
   }
   return transposed;
 }
@@ -91,15 +92,11 @@ class Lander {
 
   // The dims of the operator's result that a value's are; nothing if it is no transpose, empty if it is the result.
   std::optional<std::vector<size_t>> order_of(const Layout& layout) const {
-    const bool one_batch = kind_ == Arrangement::kOneBatch;
-    for (const auto& stack : one_batch ? std::vector<std::vector<Atoms>>{layout.watched} : layout.stacks()) {
-      if (!one_batch && layout.size(stack[1]) != heads_) continue;
-      if (kind_ == Arrangement::kFlat)
-        return layout.is_flat(stack) ? std::optional(std::vector<size_t>()) : std::nullopt;
-      const auto order = layout.order_of(stack);
+    for (const auto& stack : layout.stacks()) {
+      if (layout.size(stack[1]) != heads_) continue;
+      const auto order = layout.order_of(kind_ == Arrangement::kFlat ? as_flat(stack) : stack);
       if (!order) return std::nullopt;
-      std::vector<size_t> inverse(order->size());
-      for (size_t i = 0; i < inverse.size(); ++i) inverse[(*order)[i]] = i;
+      std::vector<size_t> inverse = inverse_of(*order);
       if (std::is_sorted(inverse.begin(), inverse.end())) inverse.clear();
       return inverse;
     }
@@ -111,18 +108,18 @@ class Lander {
   Size heads_, repeats_;
 };
 
-// Where the operators' results go. Of a gradient that goes nowhere, why.
-bool land_all(const Net& net, const Match& match, Arrangement& arrangement, std::string& why) {
+// Where the operators' results go, by transposes if it `turns`. Of a gradient that goes nowhere, why.
+bool land_all(const Net& net, const Match& match, bool turns, Arrangement& arrangement, std::string& why) {
   const Arrangement::Kind kind = arrangement.kind;
   const auto out = Lander(net, kind, arrangement.query.heads).land(match.out, match.result.out, 1);
-  if (!out || (kind == Arrangement::kOneBatch && !out->order.empty())) return false;
+  if (!out || (!turns && !out->order.empty())) return false;
   arrangement.out = *out;
   if (!match.backward) return true;
   const auto gradient = [&](const char* what, const Gradient& told, const Form& form, Landing& landing) {
     if (told.value == kNone) return true;
     const auto found =
         Lander(net, kind, form.heads, form.repeats).land(told.value, told.order, form.scale / told.factor);
-    if (found) {
+    if (found && (turns || found->order.empty())) {
       landing = *found;
     } else if (!nearly(told.factor, 1)) {
       why = sentence("\"", net.value(told.value).name, "\", for the gradient of the ", what, ", is ", told.factor,
@@ -131,7 +128,7 @@ bool land_all(const Net& net, const Match& match, Arrangement& arrangement, std:
       why = sentence("the layout of \"", net.value(told.value).name, "\", the gradient of the ", what,
                      ", is not understood");
     }
-    return found.has_value();
+    return landing.value != kNone;
   };
   const Backward& b = *match.backward;
   return gradient("query", b.query, arrangement.query, arrangement.grad_query) &&
@@ -194,9 +191,7 @@ int mask_above(const Net& net, const Size& heads, const ArrangedMask& mask) {
 ArrangedMask arranged_mask(const Net& net, const Arrangement& arrangement, const MaskTerm& term) {
   const auto mask = net.shape(term.value);
   const Size& heads = arrangement.query.heads;
-  const bool one_batch = arrangement.kind == Arrangement::kOneBatch;
   if (net.rank(term.value) < 0 || mask.size() > term.rank_of_scores || term.rank_of_scores < 3) return {};
-  if (one_batch) return term.rank_of_scores == 3 ? ArrangedMask{term.value} : ArrangedMask();
   if (term.rank_of_scores == 4 && net.shape(net.output(term.node, 0))[1] == heads) return {term.value};
   const auto lead = mask.first(mask.size() - std::min<size_t>(mask.size(), 2));
   const bool is_one = std::all_of(lead.begin(), lead.end(), [](const Size& size) { return size.is(1); });
@@ -216,26 +211,6 @@ bool masks_fit(const Net& net, const Match& match, const Arrangement& arrangemen
     return false;
   }
   return true;
-}
-
-// [batch * heads, sequence, dim] as it is.
-bool arrange_one_batch(const Net& net, const Match& match, Arrangement& arrangement, std::string& why) {
-  const Operand *query = &match.scores.left, *key = &match.scores.right, *value = &match.result.right;
-  if (query->rank() != 3 || key->rank() != 3 || value->rank() != 3 || net.rank(match.softmax_input) != 3) return false;
-  if (match.backward && match.backward->grad_out.rank() != 3) return false;
-  if (!match.row_factors.empty()) return false;
-  const auto heads = [&](const Operand* operand) -> Size {
-    const auto shape = net.shape(operand->value);
-    return shape.size() == 3 ? shape[operand->order[0]] : Size{-1, {}};
-  };
-  if (heads(query) != heads(key) || heads(query) != heads(value)) return false;
-  arrangement.kind = Arrangement::kOneBatch;
-  const auto as_is = [](const Operand* operand) { return Form{false, operand->value, operand->order, 1, {}, {}, {}}; };
-  arrangement.query = as_is(query);
-  arrangement.key = as_is(key);
-  arrangement.value = as_is(value);
-  if (match.backward) arrangement.grad_out = as_is(&match.backward->grad_out);
-  return masks_fit(net, match, arrangement, why) && land_all(net, match, arrangement, why);
 }
 
 }  // namespace
@@ -263,14 +238,14 @@ Arrangement arrange(const Net& net, const Match& match) {
     for (auto* forms : {&values, &grads}) std::erase_if(*forms, [](const Form& form) { return form.scale != 1; });
   }
   std::string why = "batch and heads, which are one dim of the operands, cannot be told apart";
-  // What is returned keeps its dims.
-  const bool one_batch_only = net.rank(match.returned.value) == 3;
-  for (const bool flat : {true, false}) {
-    if (one_batch_only) break;
+  // Flat ones that are there, stacks, flat ones with their dims in another order.
+  for (const int way : {0, 1, 2}) {
+    const bool flat = way != 1, turns = way != 0;
     if (flat && !match.row_factors.empty()) continue;  // they have the dims of heads
     for (const Size& repeats : {keys.empty() ? Size{} : keys.back().repeats, Size{}}) {
-      const Form *q = last(queries, flat, Size{}), *k = last(keys, flat, repeats), *v = last(values, flat, repeats);
-      const Form* g = match.backward ? last(grads, flat, Size{}) : q;
+      const Form *q = last(queries, flat, turns, Size{}), *k = last(keys, flat, turns, repeats),
+                 *v = last(values, flat, turns, repeats);
+      const Form* g = match.backward ? last(grads, flat, turns, Size{}) : q;
       if (q == nullptr || k == nullptr || v == nullptr || g == nullptr) continue;
       const std::string objection = why_not_together(*q, *k, *v, net.symbols());
       if (!objection.empty()) {
@@ -278,16 +253,16 @@ Arrangement arrange(const Net& net, const Match& match) {
         continue;
       }
       arrangement = {flat ? Arrangement::kFlat : Arrangement::kStacks, *q, *k, *v, *g};
-      const bool sizes_told =
-          !flat || (q->heads.is_constant() && k->heads.is_constant() && net.shape(v->value).back().is_constant());
+      const bool sizes_told = !flat || (q->heads.is_constant() && k->heads.is_constant() &&
+                                        net.shape(v->value)[v->order.back()].is_constant());
       const bool same_heads =
           (scores.size() < 4 || net.symbols().product(scores[1], repeated) == q->heads) && g->heads == q->heads;
       if (!sizes_told || !same_heads || !masks_fit(net, match, arrangement, why)) continue;
-      if (land_all(net, match, arrangement, why)) return arrangement;
+      if (land_all(net, match, turns, arrangement, why)) return arrangement;
     }
   }
   arrangement = {};
-  if (!arrange_one_batch(net, match, arrangement, why)) arrangement.reason = why;
+  arrangement.reason = why;
   return arrangement;
 }
 

@@ -19,9 +19,8 @@ struct Landing {
 
 struct Arrangement {
   enum Kind {
-    kStacks,    // 4-D: [batch, heads, sequence, dim]
-    kFlat,      // 3-D: [batch, sequence, heads * dim]
-    kOneBatch,  // 3-D stacks [batch * heads, sequence, dim] as the heads of one batch
+    kStacks,  // 4-D: [batch, heads, sequence, dim]
+    kFlat,    // 3-D: [batch, sequence, heads * dim]; with one head where batch and heads are one dim
   };
   Kind kind = kStacks;
   Form query, key, value;

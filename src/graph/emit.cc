@@ -68,13 +68,12 @@ class Emitter {
 
   // What others read of the scores and weights has the operator's dims, type and numbers.
   bool returnable() {
-    const int id = match_.returned.value, num_dims = plan_.kind == Arrangement::kOneBatch ? 3 : 4;
+    const int id = match_.returned.value;
     const bool weights = match_.returned.mode == Returned::kWeights;
     const std::string what =
         sentence(weights ? "the weights \"" : "the scores \"", net_.value(id).name, "\" are read by others too, and ");
-    if (net_.rank(id) != num_dims) {
-      return refuse(sentence(what, "have ", net_.rank(id), " dims, must have ", num_dims));
-    }
+    if (net_.rank(id) != 3 && net_.rank(id) != 4)
+      return refuse(sentence(what, "have ", net_.rank(id), " dims, must have 3 or 4"));
     if (e_.options.target == Target::kOnnx && returns(Returned::kScores) && match_.softcap > 0) {
       return refuse(what + "come before a softcap, where ONNX Runtime 1.32 gives those behind it");
     }
@@ -137,7 +136,6 @@ class Emitter {
     const std::string what = sentence("the sinks \"", name_of(match_.sinks->logits), "\" ");
     if (e_.options.target == Target::kOnnx)
       return refuse(what + "are logits for which ONNX's operator has no input: target polyhead takes them");
-    if (plan_.kind == Arrangement::kOneBatch) return refuse(what + "stand beside batch and heads that are one dim");
     if (are_of_heads(net_, *match_.sinks)) {
       sinks_ = name_of(match_.sinks->logits);
     } else if (const auto logits = constant_logits(net_, *match_.sinks)) {
@@ -159,10 +157,9 @@ class Emitter {
   }
 
   std::string operand(const Form& form) {
-    std::string name = name_of(form.value);
-    if (!form.flat && !std::is_sorted(form.order.begin(), form.order.end()))
-      name = new_.add("Transpose", {name}, {perm(form.order)});
-    return plan_.kind == Arrangement::kOneBatch ? new_.unsqueeze(name, {0}) : name;
+    const std::string name = name_of(form.value);
+    const bool is_turned = !std::is_sorted(form.order.begin(), form.order.end());
+    return is_turned ? new_.add("Transpose", {name}, {perm(form.order)}) : name;
   }
 
   std::string multiplied_query() {
@@ -215,9 +212,7 @@ class Emitter {
     for (int symbol : num_queries.symbols) what += sentence(" ", symbol);
     return new_.once(what, [&] {
       if (num_queries.is_constant()) return new_.add("Expand", {mask, new_.integers({num_queries.factor, 1})});
-      const bool flat = plan_.kind == Arrangement::kFlat;
-      const auto& order = plan_.query.order;
-      const std::string count = size_of(plan_.query, flat ? 1 : order[order.size() - 2]);
+      const std::string count = size_of(plan_.query, plan_.query.order[plan_.query.flat ? 1 : 2]);
       return new_.add("Expand", {mask, new_.add("Concat", {count, new_.integers({1})}, {integer("axis", 0)})});
     });
   }
@@ -312,7 +307,7 @@ class Emitter {
     };
     std::string name = new_.add("Reshape", {name_of(mask.value), concat(new_.integers(mask.lead), shape)});
     if (!mask.repeats) return name;
-    const std::string batch = size_of(plan_.query, plan_.kind == Arrangement::kFlat ? 0 : plan_.query.order[0]);
+    const std::string batch = size_of(plan_.query, plan_.query.order[0]);
     const std::string times = new_.add("Div", {batch, new_.shape_of(name, 0, 1)});
     return new_.add("Tile", {name, concat(times, new_.integers({1, 1, 1}))});
   }
@@ -370,8 +365,8 @@ class Emitter {
     std::string weights;
     if (match_.returned.value != kNone) {
       attributes.push_back(integer("qk_matmul_output_mode", match_.returned.mode));
-      const bool direct = plan_.kind != Arrangement::kOneBatch;
-      weights = direct ? name_of(match_.returned.value) : e_.names.fresh("polyhead_weights");
+      weights =
+          net_.rank(match_.returned.value) == 4 ? name_of(match_.returned.value) : e_.names.fresh("polyhead_weights");
       outputs.insert(outputs.end(), {"", "", weights});
     }
     if (match_.backward) {
@@ -381,15 +376,15 @@ class Emitter {
       grad_inputs.push_back(match_.dropped ? outputs.back() : "");
     }
     if (plan_.kind == Arrangement::kFlat) {
-      tell_shape(inputs[2], plan_.value.value);
-      tell_shape(out, plan_.out.value);
+      const std::vector<size_t>& order = plan_.out.order;
+      tell_shape(inputs[2], plan_.value.value, plan_.value.order);
+      tell_shape(out, plan_.out.value, order.empty() ? std::vector<size_t>{0, 1, 2} : inverse_of(order));
     }
     const std::string domain = e_.options.target == Target::kPolyhead ? "polyhead" : "";
     rewrite_.nodes.push_back({name, "Attention", domain, std::move(inputs), std::move(outputs), std::move(attributes)});
     rewrite_.became = sentence(domain.empty() ? "" : "polyhead.", "Attention \"", name, "\"");
-    if (!weights.empty() && plan_.kind == Arrangement::kOneBatch) {
-      new_.squeeze_first_as(name_of(match_.returned.value), weights);
-    }
+    if (!weights.empty() && net_.rank(match_.returned.value) == 3)
+      deliver(weights, {match_.returned.value, {}, {}, true}, 1);
     deliver(out, plan_.out, factor);
     if (match_.backward) gradient(std::move(grad_inputs));
   }
@@ -421,21 +416,16 @@ class Emitter {
 
   // The name of an operator's result: the landing's own where nothing is done to it.
   std::string result_name(const Landing& landing, double factor) const {
-    const bool direct = factor == 1 && plan_.kind != Arrangement::kOneBatch && landing.order.empty() && !landing.merges;
+    const bool direct = factor == 1 && landing.order.empty() && !landing.merges;
     return direct ? name_of(landing.value) : e_.names.fresh("polyhead_out");
   }
 
   void deliver(std::string result, const Landing& landing, double factor) {
     const std::string out = name_of(landing.value);
-    const bool squeezes = plan_.kind == Arrangement::kOneBatch, turns = !landing.order.empty();
+    const bool turns = !landing.order.empty();
     if (factor != 1) {
-      const std::string scaled = squeezes || turns || landing.merges ? e_.names.fresh("polyhead_scaled") : out;
+      const std::string scaled = turns || landing.merges ? e_.names.fresh("polyhead_scaled") : out;
       result = new_.add_as(scaled, "Mul", {result, new_.constant(factor)});
-    }
-    if (squeezes) {
-      const std::string stack = turns ? e_.names.fresh("polyhead_stack") : out;
-      new_.squeeze_first_as(stack, result);
-      result = stack;
     }
     if (turns) new_.add_as(out, "Transpose", {result}, {perm(landing.order)});
     if (!landing.merges) return;
@@ -445,9 +435,12 @@ class Emitter {
   }
 
   // ONNX Runtime 1.32 takes the last dim of a flat result for 0 where it cannot infer that of value.
-  void tell_shape(const std::string& name, int like) {
+  void tell_shape(const std::string& name, int like, const std::vector<size_t>& order) {
     ValueInfo told = {name, type_, std::vector<Dim>()};
-    for (const Size& size : net_.shape(like)) told.shape->push_back({size.is_constant() ? size.factor : -1, ""});
+    for (size_t dim : order) {
+      const Size& size = net_.shape(like)[dim];
+      told.shape->push_back({size.is_constant() ? size.factor : -1, ""});
+    }
     rewrite_.values.push_back(std::move(told));
   }
 

@@ -17,6 +17,8 @@ std::vector<Atoms> as_four(const std::vector<Atoms>& dims) {
   return {dims[0], joined(dims[1], dims[2]), dims[3], dims[4]};
 }
 
+std::vector<Atoms> as_flat(const std::vector<Atoms>& stack) { return {stack[0], stack[2], joined(stack[1], stack[3])}; }
+
 Layout::Layout(const Net& net, int value) : net_(&net), value_(value) {
   for (const Size& size : net.shape(value)) {
     dims_.emplace_back();
@@ -161,10 +163,6 @@ std::optional<std::vector<size_t>> Layout::order_of(const std::vector<Atoms>& wa
   return order;
 }
 
-bool Layout::is_flat(const std::vector<Atoms>& stack) const {
-  return dims_ == std::vector<Atoms>{stack[0], stack[2], joined(stack[1], stack[3])};
-}
-
 int Layout::up_repeat() {
   const int node = net_->producer(value_);
   if (!net_->is(node, "Expand")) return kNone;
@@ -226,8 +224,8 @@ class FormFinder {
   void note() {
     std::optional<Form> turned;
     for (const auto& stack : layout_.stacks()) {
-      Form form = {layout_.is_flat(stack), layout_.value(), {0, 1, 2, 3}, scale_, repeats_};
-      const auto order = form.flat ? std::optional(form.order) : layout_.order_of(stack);
+      Form form = {layout_.dims().size() == 3, layout_.value(), {}, scale_, repeats_};
+      const auto order = layout_.order_of(form.flat ? as_flat(stack) : stack);
       if (!order) continue;
       form.order = *order;
       form.batch = layout_.size(stack[0]);

@@ -47,8 +47,6 @@ class Layout {
   std::vector<std::vector<Atoms>> stacks() const;
   // wanted[i] is dim order[i].
   std::optional<std::vector<size_t>> order_of(const std::vector<Atoms>& wanted) const;
-  // Whether the dims are [batch, sequence, heads * dim] of such a stack.
-  bool is_flat(const std::vector<Atoms>& stack) const;
 
  private:
   Sizes sizes(const Atoms& atoms) const;
@@ -66,16 +64,18 @@ class Layout {
 struct Form {
   bool flat = false;
   int value = kNone;
-  std::vector<size_t> order =
-      {};             // of a 4-D value's dims, where it needs a transpose; of a 3-D one's, which gets a batch of 1
-  double scale = 1;   // of the numbers that were passed on the way
-  Size repeats = {};  // each head is read that many times in a row
+  std::vector<size_t> order = {};  // dim i is the value's dim order[i]
+  double scale = 1;                // of the numbers that were passed on the way
+  Size repeats = {};               // each head is read that many times in a row
   Size batch = {}, heads = {};
 };
 
 // All forms of an operand [batch, heads, sequence, dim], [batch, heads, repeats, sequence, dim] or [batch * heads, sequence,
 // dim]; the last is the one that stands furthest above. `repeats`: of a head whose five dims have 1 there.
 std::vector<Form> forms_of(const Net& net, const Operand& operand, const Size& repeats = {});
+
+// [batch, heads, sequence, dim] as [batch, sequence, heads * dim].
+std::vector<Atoms> as_flat(const std::vector<Atoms>& stack);
 
 // Five dims, [batch, heads, repeats, sequence, dim], as four.
 std::vector<Atoms> as_four(const std::vector<Atoms>& dims);

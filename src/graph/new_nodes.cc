@@ -71,14 +71,6 @@ std::string NewNodes::unsqueeze(const std::string& name, std::vector<int64_t> ax
   return add("Unsqueeze", {name, integers(axes)});
 }
 
-void NewNodes::squeeze_first_as(const std::string& output, const std::string& name) {
-  if (e_.opset < kAxesAreInputs) {
-    add_as(output, "Squeeze", {name}, {list("axes", {0})});
-  } else {
-    add_as(output, "Squeeze", {name, integers({0})});
-  }
-}
-
 std::string NewNodes::shape_of(const std::string& name, int64_t start, int64_t end) {
   constexpr int64_t kShapeHasRange = 15;
   if (e_.opset >= kShapeHasRange) return add("Shape", {name}, {integer("start", start), integer("end", end)});

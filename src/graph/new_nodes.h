@@ -29,7 +29,6 @@ class NewNodes {
   std::string constant(double scalar);
   std::string numbers(const std::vector<double>& elements);
   std::string unsqueeze(const std::string& name, std::vector<int64_t> axes);
-  void squeeze_first_as(const std::string& output, const std::string& name);
   std::string shape_of(const std::string& name, int64_t start, int64_t end);
 
   template <class Make>

@@ -70,6 +70,12 @@ std::optional<std::vector<size_t>> perm_of(const Net& net, int node, size_t rank
   return perm;
 }
 
+std::vector<size_t> inverse_of(const std::vector<size_t>& perm) {
+  std::vector<size_t> inverse(perm.size());
+  for (size_t i = 0; i < perm.size(); ++i) inverse[perm[i]] = i;
+  return inverse;
+}
+
 std::vector<int> nodes_between(const Net& net, int first, int last, const std::vector<int>& ends) {
   std::vector<bool> behind(static_cast<size_t>(last - first + 1)), ahead = behind;
   const auto place = [&](int node) { return static_cast<size_t>(node - first); };

@@ -43,6 +43,9 @@ bool is_idle_dropout(const Net& net, int node);
 // perm of a Transpose of so many dims, checked.
 std::optional<std::vector<size_t>> perm_of(const Net& net, int node, size_t rank);
 
+// The perm of the Transpose that undoes one.
+std::vector<size_t> inverse_of(const std::vector<size_t>& perm);
+
 // The nodes on ways from what `first` gives to what `last` reads, these two included; ways through `ends`, values, do not count.
 std::vector<int> nodes_between(const Net& net, int first, int last, const std::vector<int>& ends);
 

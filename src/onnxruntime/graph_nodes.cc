@@ -139,8 +139,6 @@ std::string GraphNodes::target(std::string value, Target& to) const {
     const graph::Node& node = *at->second;
     if (node.op_type == "Transpose") {
       to.steps.push_back({ViewStep::kTranspose, order_of(node)});
-    } else if (node.op_type == "Squeeze") {
-      to.steps.push_back({ViewStep::kDropFirst});
     } else if (node.op_type == "Reshape") {
       to.steps.push_back({ViewStep::kMergeFirst});
     } else {

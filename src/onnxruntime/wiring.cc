@@ -46,10 +46,6 @@ bool follow(const std::vector<ViewStep>& steps, Tensor& tensor) {
         if (tensor.ndim + step.count > Tensor::kMaxDims) return false;
         next = with_leading_ones(tensor, tensor.ndim + static_cast<int>(step.count));
         break;
-      case ViewStep::kDropFirst:
-        if (tensor.ndim < 2 || tensor.dims[0] != 1) return false;
-        next = with_leading_ones(tensor, tensor.ndim - 1);
-        break;
       case ViewStep::kLeadTwo:
         if (!lead_two(step.order, tensor, next)) return false;
         break;
@@ -65,8 +61,6 @@ std::vector<int64_t> dims_behind(const std::vector<ViewStep>& steps, std::vector
     if (step.kind == ViewStep::kTranspose) {
       const std::vector<int64_t> before = dims;
       for (size_t i = 0; i < dims.size(); ++i) dims[i] = before[static_cast<size_t>(step.order[i])];
-    } else if (step.kind == ViewStep::kDropFirst) {
-      dims.erase(dims.begin());
     } else if (step.kind == ViewStep::kMergeFirst) {
       dims[1] *= dims[0];
       dims.erase(dims.begin());
@@ -89,10 +83,8 @@ Tensor seen_before(const std::vector<ViewStep>& steps, const std::vector<int64_t
     } else {
       seen = with_leading_ones(tensor, tensor.ndim + 1);
       seen.dims[0] = before[0];
-      if (steps[i].kind == ViewStep::kMergeFirst) {
-        seen.dims[1] = before[1];
-        seen.strides[0] = tensor.strides[0] * before[1];
-      }
+      seen.dims[1] = before[1];
+      seen.strides[0] = tensor.strides[0] * before[1];
     }
     tensor = seen;
   }

@@ -16,7 +16,6 @@ struct ViewStep {
   enum Kind {
     kTranspose,   // dim i is dim order[i] of what came
     kOnesAhead,   // `count` dims of 1 in front
-    kDropFirst,   // a dim of 1 goes
     kLeadTwo,     // [..., q, k] -> [a, b, q, k]; `order` has a and b, one of which may be -1
     kMergeFirst,  // [a, b, ...] -> [a * b, ...]; of outputs alone
   } kind = kTranspose;

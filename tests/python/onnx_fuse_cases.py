@@ -261,6 +261,10 @@ VARIANTS = {
         w = Softmax<axis = -1>(s) om = MatMul(w, vm) n = Shape(om) i = Constant<value = int64[1] {{1}}>()
         z = Constant<value = int64[1] {{0}}>() rows = Gather(n, i) h = Constant<value = int64[2] {{2, 4}}>()
         d = Constant<value = int64[1] {{8}}>() back = Concat<axis = 0>(h, rows, d) o = Reshape(om, back) {JOIN}""",
+    "stacks_of_3d_in_another_order": """
+        a = Transpose<perm = [2, 0, 1]>(q3) b = Relu(a) c = Transpose<perm = [0, 2, 1]>(k3) d = Relu(c)
+        s = Einsum<equation = "dns,ndt->nst">(b, d) w = Softmax<axis = -1>(s) o = Einsum<equation = "nst,ndt->sdn">(w, d) out = Relu(o)""",
+    "returned_weights_of_3d": "c = Transpose<perm = [0, 2, 1]>(k3) s = MatMul(q3, c) weights = Softmax<axis = -1>(s) out = MatMul(weights, k3)",
     "operands_of_integers": (19, f"""{GRID} a = QuantizeLinear(k, grid, none) b = DequantizeLinear(a, grid, none)
         bt = Transpose<perm = [0, 1, 3, 2]>(b) s = MatMul(q, bt) g = QuantizeLinear(v, grid, none)
         h = DequantizeLinear(g, grid, none) w = Softmax<axis = -1>(s) out = MatMul(w, h)"""),

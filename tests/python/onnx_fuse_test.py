@@ -27,7 +27,7 @@ def model_of(nodes, opset=18):
     told = ", ".join(f"{kind} {name}" for name, (kind, _) in inputs.items())
     dims = {3: "float[e,f,h]", 4: "float[e,f,h,i]"}
     outputs = [f"{dims[3 if 'o4' in nodes or 'q3' in nodes else 4]} out"]
-    outputs += [f"{dims[3 if 'keepdims = 0' in nodes else 4]} {name}" for name in OUTPUTS if re.search(rf"\b{name} =", nodes)]
+    outputs += [f"{dims[3 if 'keepdims = 0' in nodes or 'q3' in nodes else 4]} {name}" for name in OUTPUTS if re.search(rf"\b{name} =", nodes)]
     statements = re.sub(r"\s+(?=[a-z]\w*(?:, \w+)* = [A-Z])", "\n", " " + nodes.strip())
     if "{2, 4, 8, 6}" in nodes or "{2, 4, 5, 6}" in nodes:  # sizes that the nodes themselves have
         told = re.sub(r"\b[BSTN]\b", lambda size: {"B": "2", "S": "5", "T": "6", "N": "8"}[size[0]], told)
