@@ -9,11 +9,12 @@
 namespace polyhead::graph {
 namespace {
 
-// The one that stands furthest above, and one that needs no transpose if there is any.
+// The one that stands furthest above, and one that needs no transpose if there is any. Flat ones that may need one have one
+// head: above it, query, key and value might be told apart in different dims.
 const Form* last(const std::vector<Form>& forms, bool flat, bool turns, const Size& repeats) {
   const Form* transposed = nullptr;
   for (auto at = forms.rbegin(); at != forms.rend(); ++at) {
-    if (at->flat != flat || at->repeats != repeats) continue;
+    if (at->flat != flat || at->repeats != repeats || (flat && turns && !at->heads.is(1))) continue;
     if (std::is_sorted(at->order.begin(), at->order.end())) return &*at;
     if (turns && transposed == nullptr) transposed = &*at;
   }
@@ -238,7 +239,7 @@ Arrangement arrange(const Net& net, const Match& match) {
     for (auto* forms : {&values, &grads}) std::erase_if(*forms, [](const Form& form) { return form.scale != 1; });
   }
   std::string why = "batch and heads, which are one dim of the operands, cannot be told apart";
-  // Flat ones that are there, stacks, flat ones with their dims in another order.
+  // Flat ones that are there, stacks, flat ones of one head with their dims in any order.
   for (const int way : {0, 1, 2}) {
     const bool flat = way != 1, turns = way != 0;
     if (flat && !match.row_factors.empty()) continue;  // they have the dims of heads

@@ -264,6 +264,12 @@ VARIANTS = {
     "stacks_of_3d_in_another_order": """
         a = Transpose<perm = [2, 0, 1]>(q3) b = Relu(a) c = Transpose<perm = [0, 2, 1]>(k3) d = Relu(c)
         s = Einsum<equation = "dns,ndt->nst">(b, d) w = Softmax<axis = -1>(s) o = Einsum<equation = "nst,ndt->sdn">(w, d) out = Relu(o)""",
+    "stacks_of_3d_time_first": f"""
+        {SCALE} xt = Transpose<perm = [1, 0, 2]>(x) yt = Transpose<perm = [1, 0, 2]>(y) n = Shape(xt) i1 = Constant<value = int64[1] {{1}}>()
+        b = Gather<axis = 0>(n, i1) h = Constant<value = int64[1] {{4}}>() bh = Mul(b, h) i0 = Constant<value = int64[1] {{0}}>()
+        i8 = Constant<value = int64[1] {{8}}>() to = Concat<axis = 0>(i0, bh, i8) a = Reshape(xt, to) e = Reshape(yt, to) f = Reshape(yt, to)
+        q_ = Transpose<perm = [1, 0, 2]>(a) qs = Mul(q_, c) k_ = Transpose<perm = [1, 2, 0]>(e) v_ = Transpose<perm = [1, 0, 2]>(f)
+        s = MatMul(qs, k_) w = Softmax<axis = -1>(s) o = MatMul(w, v_) ot = Transpose<perm = [1, 0, 2]>(o) o4 = Relu(ot) out = Identity(o4)""",
     "returned_weights_of_3d": "c = Transpose<perm = [0, 2, 1]>(k3) s = MatMul(q3, c) weights = Softmax<axis = -1>(s) out = MatMul(weights, k3)",
     "operands_of_integers": (19, f"""{GRID} a = QuantizeLinear(k, grid, none) b = DequantizeLinear(a, grid, none)
         bt = Transpose<perm = [0, 1, 3, 2]>(b) s = MatMul(q, bt) g = QuantizeLinear(v, grid, none)
