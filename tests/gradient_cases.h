@@ -32,6 +32,7 @@ class GradientCaseList : private CaseList {
     list.weights_of_scores();
     for (const Problem& problem : list.cases_) all.push_back(with_random_gradients(problem));
     list.call_options(all);
+    list.equal_shares(all);
     return all;
   }
 
@@ -198,6 +199,17 @@ class GradientCaseList : private CaseList {
         if (n & 8) p.repeated_grad_out = n == 8 ? 15 : n;
         all.push_back(p);
       }
+    }
+  }
+
+  // Weights of many keys that are all too large by the same share, as those of an exponential with a rounded log2 e: what is
+  // summed with one grad_out shows it as a mean error.
+  void equal_shares(std::vector<Problem>& all) {
+    cases_.clear();
+    each("equal_shares", sizes(2, 4, 2, 70, 1300, 24, 32), [](auto&) {});
+    for (const Problem& problem : cases_) {
+      all.push_back(problem);
+      all.back().repeated_grad_out = 15;
     }
   }
 };

@@ -27,6 +27,13 @@ inline F exp2(F x, F factor) {
   return scale_by_power(exp2_fraction(fms(x, factor, n)), n);
 }
 
+// e^x, likewise. kLog2E alone is 1.3e-8 too small, which all results would share: e^-7 were 9e-8 too large.
+inline F exp(F x) {
+  constexpr float kLog2ELow = 1.92596299e-8f;
+  const F n = round_to_even(x * broadcast(kLog2E));
+  return scale_by_power(exp2_fraction(fma(x, broadcast(kLog2ELow), fms(x, broadcast(kLog2E), n))), n);
+}
+
 // Natural logarithm of positive normal numbers; NaN stays NaN.
 inline F log(F x) {
   F e = exponent(x);
