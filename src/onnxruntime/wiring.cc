@@ -9,6 +9,7 @@ namespace polyhead::onnxruntime {
 
 namespace {
 
+// ViewStep::kLeadTwo; false where the dims ahead of the last two are not `sizes` together, or do not lie in one run.
 bool lead_two(const std::vector<int>& sizes, const Tensor& tensor, Tensor& next) {
   if (tensor.ndim < 3) return false;
   int64_t count = 1;
