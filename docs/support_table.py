@@ -27,6 +27,7 @@ SCALES = np.ones((B, S, H, 1), np.float32)
 OPTIONS = {
     "none": {},
     "attn_mask": {"attn_mask": np.tri(S, dtype=bool)},
+    "mask_at_end": {"attn_mask": np.tri(S, 3, 3 - S, dtype=bool), "mask_at_end": True},
     "attn_bias": {"attn_bias": np.zeros((H, S, S), np.float32)},
     "causal": {"causal": True},
     "window": {"window": (2, 1)},

@@ -67,7 +67,10 @@ bool visible(const AttentionDesc& desc, const Inputs& in, const Span& s, int64_t
   if (desc.window_right >= 0 && -distance > desc.window_right) return false;
   if (in.window_lo.given() && ((j < integer(in.window_lo, i) && !sink) || j >= integer(in.window_hi, i))) return false;
   auto element = [&](const Array& a) { return a.at(broadcast_index(a, b, h, i, j)); };
-  if (in.attn_mask.given() && element(in.attn_mask) == 0) return false;
+  const int64_t column = desc.mask_at_end ? j - s.len_k + desc.attn_mask.dims[3] : j;
+  if (in.attn_mask.given() && column >= 0 && in.attn_mask.at(broadcast_index(in.attn_mask, b, h, i, column)) == 0) {
+    return false;
+  }
   return !in.attn_bias.given() || element(in.attn_bias) != -HUGE_VAL;
 }
 

@@ -15,6 +15,7 @@ std::span<const ProblemOption> problem_options() {
       {"--causal", "[=1]", "query i sees key j <= i + offset"},
       {"--window", "L,R", "i + offset - L <= j <= i + offset + R; -1 is open"},
       {"--sink-keys", "N", "keys j < N are seen whatever the window's left side says"},
+      {"--mask-at-end", "[=1]", "--mask tells of the last keys of each sequence alone, as many as its last dim"},
       {"--align", "A", "top_left (offset 0) or bottom_right (seqlen_k - seqlen_q)"},
       {"--query-offset", "N", "the offset itself, or 'random': one per sequence"},
       {"--scale", "X", "factor on the scores (default 1 / sqrt(head_dim))"},

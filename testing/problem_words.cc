@@ -193,6 +193,7 @@ Status apply(std::string_view option, std::string_view value, Problem& problem) 
   if (option == "--sinks") return set_switch(option, value, desc.has_sink_logits);
   if (option == "--normalizer") return set_word(option, value, kNormalizerWords, desc.normalizer);
   if (option == "--mask") return set_mask(value, problem);
+  if (option == "--mask-at-end") return set_switch(option, value, desc.mask_at_end);
   if (option == "--score") {
     problem.score_text = value;
     return {};

@@ -63,6 +63,7 @@ enum Stream : uint64_t {
   kPages = 24,
   kFormats = 25,
   kSinkKeys = 26,
+  kMaskAtEnd = 27,
   kSinks = 31,
   kResidualData = 32,  // of layers
   kWeightsData = 48,   // and one for each WeightKind

@@ -219,6 +219,11 @@ Problem random_problem(uint64_t seed) {
   Random sinks(seed, streams::kSinkKeys);
   if ((d.window_left >= 0 || d.has_windows) && sinks.chance(0.4))
     d.sink_keys = sinks.integer(1, sinks.chance(0.7) ? 9 : 150);
+  Random ends(seed, streams::kMaskAtEnd);
+  if (d.attn_mask.given && ends.chance(0.3)) {
+    d.mask_at_end = true;
+    d.attn_mask.dims[3] = ends.integer(0, ends.chance(0.5) ? std::min<int64_t>(d.seqlen_k, 12) : d.seqlen_k);
+  }
   Random formats(seed, streams::kFormats);
   if (formats.chance(d.page_size > 0 ? 0.4 : 0.05)) random_formats(formats, d);
   return p;

@@ -48,13 +48,8 @@ class CaseList {
   static AttentionDesc sizes(int64_t batch, int64_t heads, int64_t heads_kv, int64_t q, int64_t k, int64_t d,
                              int64_t dv = -1) {
     AttentionDesc desc;
-    desc.batch = batch;
-    desc.num_heads = heads;
-    desc.num_heads_kv = heads_kv;
-    desc.seqlen_q = q;
-    desc.seqlen_k = k;
-    desc.head_dim = d;
-    desc.head_dim_v = dv < 0 ? d : dv;
+    desc.batch = batch, desc.num_heads = heads, desc.num_heads_kv = heads_kv;
+    desc.seqlen_q = q, desc.seqlen_k = k, desc.head_dim = d, desc.head_dim_v = dv < 0 ? d : dv;
     return desc;
   }
 
@@ -91,6 +86,9 @@ class CaseList {
     o.given = true;
     o.dtype = dtype;
     for (int n = 0; n < 4; ++n) o.dims[n] = full_dims >> (3 - n) & 1 ? full[n] : 1;
+  }
+  static void end_mask(AttentionDesc& d, int64_t batch, int64_t heads, int64_t keys) {
+    d.attn_mask = {true, DType::kBool, {batch, heads, d.seqlen_q, keys}}, d.mask_at_end = d.has_seqlens_k = true;
   }
   static constexpr int kBatch = 8, kHead = 4, kQuery = 2, kKey = 1;  // dims in which an operand does not broadcast
 
@@ -207,6 +205,7 @@ class CaseList {
     }
     add_in_each_dtype("mask_blocks", sizes(2, 2, 1, 260, 330, 16),
                       [](auto& d) { operand(d.attn_mask, d, kBatch | kQuery | kKey, DType::kBool); });
+    add_in_each_dtype("mask_at_end", sizes(2, 4, 2, 70, 130, 24, 32), [](auto& d) { end_mask(d, 1, 4, 65); });
     add_in_each_dtype("mask_padding", sizes(4, 2, 2, 65, 200, 64),
                       [](auto& d) { operand(d.attn_mask, d, kBatch | kKey, DType::kBool); });
     add_in_each_dtype("bias_blocks", sizes(1, 2, 1, 260, 330, 16),
@@ -318,6 +317,7 @@ class CaseList {
     add_in_each_dtype("decode_window_many_sinks", sizes(2, 6, 3, 2, 1600, 40), [](auto& d) {
       d.window_left = 30, d.sink_keys = 700, d.align = Align::kBottomRight, d.alibi_slopes_ndim = 1;
     });
+    add_in_each_dtype("decode_tree", sizes(3, 8, 2, 7, 1100, 40), [](auto& d) { end_mask(d, 3, 1, 7); });
     add_in_each_dtype("decode_weights", sizes(2, 4, 2, 3, 530, 32),
                       [](auto& d) { d.return_weights = ReturnWeights::kMean, d.return_column_sums = true; });
   }
@@ -338,6 +338,9 @@ class CaseList {
         paged(d, page_size);
         d.dtype = type.dtype, d.causal = true, d.align = Align::kBottomRight, d.window_left = 300;
       });
+    }
+    for (const int64_t n : {5, 7, 71}) {
+      add("pages_group_of_" + num(n), sizes(2, n, 1, 1, 144, n == 7 ? 96 : 80), [&](auto& d) { paged(d, 16); });
     }
     add_in_each_dtype("pages_odd_head", sizes(5, 5, 5, 3, 93, 71, 65), [&](auto& d) { paged(d, 31); });
     add("pages_latent", sizes(2, 16, 1, 1, 96, 576, 512), [&](auto& d) { paged(d, 8), d.dtype = DType::kBFloat16; });

@@ -207,6 +207,9 @@ class GradientCaseList : private CaseList {
   void equal_shares(std::vector<Problem>& all) {
     cases_.clear();
     each("equal_shares", sizes(2, 4, 2, 70, 1300, 24, 32), [](auto&) {});
+    // Float32 gradients of float16, in which these weights and what dS is are subnormal.
+    add("gradient_equal_shares_wide_f16", sizes(1, 4, 1, 129, 129, 1),
+        [](auto& d) { d.dtype = DType::kFloat16, d.grad_dtype = DType::kFloat32, d.scale = 0.01; });
     for (const Problem& problem : cases_) {
       all.push_back(problem);
       all.back().repeated_grad_out = 15;

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <iterator>
 #include <string_view>
+#include <utility>
 
 #include "layer/words.h"
 #include "testing/program_words.h"
@@ -282,6 +283,7 @@ MhaProblem random_mha(uint64_t seed) {
   problem.attention.mask_text = drawn.mask_text;
   problem.attention.captured = drawn.captured;
   desc.packed = desc.return_column_sums = desc.has_windows = false;
+  if (std::exchange(desc.mask_at_end, false)) desc.attn_mask.dims[3] = desc.seqlen_k;
   desc.dropout_origin = {};
   desc.out_dtype.reset();
   desc.grad_dtype.reset();

@@ -123,6 +123,10 @@ struct AttentionDesc {
   int64_t sink_keys = 0;
 
   BroadcastOperand attn_mask = {.dtype = DType::kBool};  ///< kBool, true = may look
+
+  /// attn_mask tells of the last keys of each sequence alone: its last dim is any n from 0 to seqlen_k, and column c is key
+  /// len_k - n + c; the mask hides no key before. What a tree of drafted tokens sees of itself, at the end of a cache.
+  bool mask_at_end = false;
   BroadcastOperand attn_bias = {};  ///< float32, bfloat16, float16 (float64 with float64 inputs); -inf hides a key
   int alibi_slopes_ndim = 0;        ///< 0 = no ALiBi, 1 = slopes [num_heads], 2 = slopes [batch, num_heads]; float32
 
@@ -167,7 +171,7 @@ struct ForwardArgs {
   Tensor key_scales = {};
   Tensor value_scales = {};
 
-  Tensor attn_mask = {};     ///< 4-D with desc.attn_mask.dims
+  Tensor attn_mask = {};     ///< 4-D with desc.attn_mask.dims; see desc.mask_at_end
   Tensor attn_bias = {};     ///< 4-D with desc.attn_bias.dims and dtype
   Tensor alibi_slopes = {};  ///< [H] or [B, H], float32
   Tensor sink_logits = {};   ///< [H], float32 (float64 with float64 inputs); -inf: a head without

@@ -168,6 +168,11 @@ typedef struct polyhead_attention_desc {
   /// Keys j < sink_keys are seen whatever window_left and window_lo say; 0 (default): none. Causal, window_right, window_hi,
   /// lengths and masks hide them as others.
   int64_t sink_keys;
+
+  /// Boolean, default 0: attn_mask tells of the last keys of each sequence alone: its last dim is any n from 0 to seqlen_k, and
+  /// column c is key len_k - n + c; the mask hides no key before. What a tree of drafted tokens sees of itself.
+  int32_t mask_at_end;
+  int32_t reserved_2;  ///< 0
 } polyhead_attention_desc;
 
 /// Sets the defaults that stand beside the fields. `struct_size` is sizeof *desc.

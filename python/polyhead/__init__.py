@@ -40,6 +40,7 @@ def attention(
     *,
     attn_bias: Array | None = None,
     attn_mask: Array | None = None,
+    mask_at_end: bool = False,
     causal: bool = False,
     window: Iterable[int] | None = None,
     sink_keys: SupportsIndex = 0,
@@ -96,6 +97,9 @@ def attention(
         (float64 too where query is). -inf hides a key.
     attn_mask : array of bool, optional
         True = may look. Broadcasts likewise. Both may be given.
+    mask_at_end : bool
+        attn_mask tells of the last keys of each sequence alone: its last dimension is any n from 0 to Sk, and column c is
+        key ``length - n + c``; it hides no key before. What a tree of drafted tokens sees of itself, at the end of a cache.
     causal : bool
         Query i sees key j only if ``j <= i + offset``.
     window : (int, int), optional
@@ -240,7 +244,7 @@ def attention(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
         kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, normalizer, sink_keys,
-        return_logsumexp, return_weights, return_column_sums, out_dtype, out, page_table, key_scales, value_scales,
+        mask_at_end, return_logsumexp, return_weights, return_column_sums, out_dtype, out, page_table, key_scales, value_scales,
     )  # fmt: skip
 
 
@@ -254,6 +258,7 @@ def attention_backward(
     *,
     attn_bias: Array | None = None,
     attn_mask: Array | None = None,
+    mask_at_end: bool = False,
     causal: bool = False,
     window: Iterable[int] | None = None,
     sink_keys: SupportsIndex = 0,
@@ -298,8 +303,8 @@ def attention_backward(
     out, logsumexp : array
         As `attention` returned them (``return_logsumexp=True``; out in float32 too, whatever query is), or as `merge` did: then the gradients are the share of
         the keys given here. With normalizer "none" neither is needed: out may be None, logsumexp must be.
-    attn_bias, attn_mask, causal, window, sink_keys, align, query_offset, scale, softcap, alibi_slopes : optional
-    sink_logits, normalizer, score, mask, captured : optional
+    attn_bias, attn_mask, mask_at_end, causal, window, sink_keys, align, query_offset, scale, softcap : optional
+    alibi_slopes, sink_logits, normalizer, score, mask, captured : optional
     dropout_p, dropout_seed, dropout_offset, dropout_origin : optional
     seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel, device, stream : optional
         As given to `attention`. Returned weights and column sums have no gradient.
@@ -346,8 +351,8 @@ def attention_backward(
     return _bind.attention_backward(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
-        kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, normalizer, sink_keys, grad_out,
-        out, logsumexp, grad_logsumexp, needs, into, accumulate, grad_dtype,
+        kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, normalizer, sink_keys,
+        mask_at_end, grad_out, out, logsumexp, grad_logsumexp, needs, into, accumulate, grad_dtype,
     )  # fmt: skip
 
 
@@ -358,6 +363,7 @@ def explain(
     *,
     attn_bias: Array | None = None,
     attn_mask: Array | None = None,
+    mask_at_end: bool = False,
     causal: bool = False,
     window: Iterable[int] | None = None,
     sink_keys: SupportsIndex = 0,
@@ -418,7 +424,7 @@ def explain(
         query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes,
         dropout_p, dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k,
         kernel, device, stream, *program_arguments(score, mask, captured), sink_logits, normalizer, sink_keys,
-        return_logsumexp, return_weights, return_column_sums, out_dtype, out, page_table, key_scales, value_scales,
+        mask_at_end, return_logsumexp, return_weights, return_column_sums, out_dtype, out, page_table, key_scales, value_scales,
     ))  # fmt: skip
 
 

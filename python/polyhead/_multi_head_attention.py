@@ -327,7 +327,7 @@ class MultiHeadAttention:
             query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, self.scale, self.softcap,
             alibi_slopes, self.dropout_p if training else 0.0, dropout_seed if training else None, 0, None, seqlens_q,
             seqlens_k, None, None, self.kernel, None, None, *program_arguments(score, mask, captured), sink_logits,
-            self.normalizer, sink_keys, *(w.get(name) for name in (*_WEIGHTS, *_BIASES)),
+            self.normalizer, sink_keys, False, *(w.get(name) for name in (*_WEIGHTS, *_BIASES)),
             self.num_heads, self.num_heads_kv, self.output_dropout_p if training else 0.0,
             output_dropout_seed if training else None, window_lo, window_hi, return_weights,
         )  # fmt: skip

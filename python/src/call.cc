@@ -168,6 +168,7 @@ void Options::read_scores() {
     args_.attn_mask = broadcast_operand(kAttnMask, kMaskArray, desc_.attn_mask);
   }
   if (arguments_[kScale] != Py_None) desc_.scale = real_argument(arguments_[kScale], "scale");
+  desc_.mask_at_end = flag_argument(arguments_[kMaskAtEnd], "mask_at_end");
   desc_.softcap = real_argument(arguments_[kSoftcap], "softcap");
   args_.alibi_slopes = optional_array(kAlibiSlopes, kSlopesArray);
   desc_.alibi_slopes_ndim = args_.alibi_slopes.ndim;

@@ -43,6 +43,7 @@ enum Position : int {
   kSinkLogits,
   kNormalizer,
   kSinkKeys,
+  kMaskAtEnd,
   kNumShared,
   // attention, explain
   kReturnLogsumexp = kNumShared,

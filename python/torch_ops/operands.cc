@@ -52,7 +52,8 @@ Options::Options(ArgumentReader& arguments)
       dropout_origin(arguments.optional_tensor()),
       sink_logits(arguments.optional_tensor()),
       normalizer(arguments.integer()),
-      sink_keys(arguments.integer()) {}
+      sink_keys(arguments.integer()),
+      mask_at_end(arguments.flag()) {}
 
 Operands::Operands(const StableTensor& query, const StableTensor& key, const StableTensor& value,
                    const Options& options) {
@@ -119,6 +120,7 @@ void Operands::read_options(const Options& options) {
   desc.window_left = options.window_left;
   desc.window_right = options.window_right;
   desc.sink_keys = options.sink_keys;
+  desc.mask_at_end = options.mask_at_end;
   if (options.align < 0 || options.align > 2) {
     bad_value("align is %lld, must be 0, 1 (top_left) or 2 (bottom_right)", static_cast<long long>(options.align));
   }

@@ -12,7 +12,7 @@
 
 namespace polyhead::torch_ops {
 
-constexpr int kNumSharedOptions = 23;  // SCHEMA in polyhead/torch/_options.py, whose order this is
+constexpr int kNumSharedOptions = 24;  // SCHEMA in polyhead/torch/_options.py, whose order this is
 
 // The options' values, unchecked.
 struct Options {
@@ -42,6 +42,7 @@ struct Options {
   StableTensor sink_logits;
   int64_t normalizer = 0;  // of Normalizer
   int64_t sink_keys = 0;
+  bool mask_at_end = false;
   StableTensor page_table, key_scales, value_scales;  // of the overload .cached alone
   bool heads_first = false;  // query, key, value, out and their gradients are [B, H, S, D], as torch's own attention's
   bool same_heads = false;   // key and value have as many as query

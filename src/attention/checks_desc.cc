@@ -192,6 +192,18 @@ Status check_broadcast(const char* name, const BroadcastOperand& operand, const 
       name, {{"dim", operand.dims[0]}, {"dim", operand.dims[1]}, {"dim", operand.dims[2]}, {"dim", operand.dims[3]}});
 }
 
+// With mask_at_end its last dim is the number of keys it tells of.
+Status check_mask(const AttentionDesc& desc) {
+  if (!desc.mask_at_end) return check_broadcast("attn_mask", desc.attn_mask, desc);
+  if (!desc.attn_mask.given) return invalid("mask_at_end needs attn_mask");
+  BroadcastOperand rest = desc.attn_mask;
+  const int64_t keys = std::exchange(rest.dims[3], 1);
+  if (keys < 0 || keys > desc.seqlen_k) {
+    return invalid(sentence("attn_mask dim 3 is ", keys, ", with mask_at_end must be 0 to seqlen_k ", desc.seqlen_k));
+  }
+  return check_broadcast("attn_mask", rest, desc);
+}
+
 Status check_options(const AttentionDesc& desc) {
   if (desc.attn_mask.given && desc.attn_mask.dtype != DType::kBool) {
     return invalid(sentence("attn_mask is ", dtype_name(desc.attn_mask.dtype), ", expected bool"));
@@ -224,7 +236,7 @@ Status check_options(const AttentionDesc& desc) {
       if (option.given) return invalid(sentence(option.name, " cannot be given with packed sequences (cu_seqlens)"));
     }
   }
-  Status status = check_broadcast("attn_mask", desc.attn_mask, desc);
+  Status status = check_mask(desc);
   if (status.ok()) status = check_broadcast("attn_bias", desc.attn_bias, desc);
   return status;
 }

@@ -64,6 +64,7 @@ std::string options_in_words(const AttentionDesc& desc, std::string_view mask_ki
   if (desc.has_sink_logits) add("--sinks");
   if (desc.normalizer != Normalizer::kSoftmax) add("--normalizer ", word_of(kNormalizerWords, desc.normalizer));
   if (desc.attn_mask.given) add("--mask ", dims_text(desc.attn_mask, desc), mask_kind);
+  if (desc.mask_at_end) add("--mask-at-end");
   if (desc.attn_bias.given) add("--bias ", dims_text(desc.attn_bias, desc));
   if (desc.attn_bias.dtype != DType::kFloat32) add("--bias-dtype ", word_of(kDTypeWords, desc.attn_bias.dtype));
   if (desc.has_seqlens_q || desc.has_seqlens_k) {

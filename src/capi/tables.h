@@ -85,7 +85,7 @@ struct Table<polyhead_attention_desc> {
       Reserved{"reserved", &C::reserved},
       OptionalField{"key_dtype", &C::key_dtype, "has_key_dtype", &C::has_key_dtype, &Cpp::key_dtype},
       OptionalField{"value_dtype", &C::value_dtype, "has_value_dtype", &C::has_value_dtype, &Cpp::value_dtype},
-      SAME(key_group), SAME(value_group), SAME(sink_keys));
+      SAME(key_group), SAME(value_group), SAME(sink_keys), SAME(mask_at_end), Reserved{"reserved_2", &C::reserved_2});
   static_assert(is_whole<C>(kFields));
 };
 

@@ -68,17 +68,19 @@ class IndexCheck {
     return -1;
   }
 
-  bool hidden_by_operands(int64_t b, int64_t h, int64_t q, int64_t k) const {
-    const auto at = [&](const Tensor& t) {
-      const int64_t index[4] = {b, h, q, k};
+  bool hidden_by_operands(const Sequence& s, int64_t b, int64_t h, int64_t q, int64_t k) const {
+    const auto at = [&](const Tensor& t, int64_t column) {
+      const int64_t index[4] = {b, h, q, column};
       int64_t offset = 0;
       for (int n = 0; n < 4; ++n) offset += t.dims[n] == 1 ? 0 : index[n] * t.strides[n];
       return offset;
     };
-    if (desc_.attn_mask.given && static_cast<const uint8_t*>(args_.attn_mask.data)[at(args_.attn_mask)] == 0)
+    const Tensor& mask = args_.attn_mask;
+    const int64_t column = desc_.mask_at_end ? k - (s.len_k - mask.dims[3]) : k;
+    if (desc_.attn_mask.given && column >= 0 && static_cast<const uint8_t*>(mask.data)[at(mask, column)] == 0)
       return true;
     return desc_.attn_bias.given &&
-           load_element(args_.attn_bias.data, args_.attn_bias.dtype, at(args_.attn_bias)) == -HUGE_VAL;
+           load_element(args_.attn_bias.data, args_.attn_bias.dtype, at(args_.attn_bias, k)) == -HUGE_VAL;
   }
 
   Status check(const Region& r, const Sequence& s) {
@@ -88,7 +90,7 @@ class IndexCheck {
     if (gather < 0) return {};
     const bool one_query = r.q.low == r.q.high, one_key = r.k.low == r.k.high;
     if (one_query && one_key) {
-      return hidden_by_operands(r.b.low, r.h.low, r.q.low, r.k.low) ? Status() : outside(gather, r);
+      return hidden_by_operands(s, r.b.low, r.h.low, r.q.low, r.k.low) ? Status() : outside(gather, r);
     }
     Region first = r, second = r;
     const bool halve_keys = !one_key && (one_query || r.k.high - r.k.low >= r.q.high - r.q.low);

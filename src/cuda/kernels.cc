@@ -13,25 +13,39 @@ namespace polyhead {
 namespace cuda {
 namespace {
 
-// Why the calling thread's current device cannot run the kernels of `desc`; "" if it can.
-std::string why_no_device(const AttentionDesc& desc) {
-  int device = 0, major = 0, shared = 0;
+// Of the calling thread's current device.
+cudaError_t ask_device(cudaDeviceAttr attribute, int* value) {
+  int device = 0;
   cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error != cudaSuccess) {
-    static_cast<void>(cudaGetLastError());  // so that the caller's next question is not answered with it
-    return sentence("no CUDA device can be used here: ", cudaGetErrorString(error));
-  }
-  if (major < 8) return sentence("the GPU's compute capability is ", major, ", takes 8 and up");
-  const bool wide = desc.dtype == DType::kFloat32 && std::max(desc.head_dim, desc.head_dim_v) > 64;
-  if (!wide || shared >= kWideFloat32Bytes) return "";
-  return sentence("float32 of head dims above 64 needs ", kWideFloat32Bytes, " bytes of shared memory, the GPU has ",
-                  shared);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
+  if (error != cudaSuccess)
+    static_cast<void>(cudaGetLastError());  // the caller's next question is not answered with it
+  return error;
 }
 
-std::string size_taken(const char* name, int64_t size) {
-  return size <= kMostHeadDim ? "" : sentence(name, " is ", size, ", takes 0 to ", kMostHeadDim);
+// Why it cannot run the kernels; "" if it can.
+std::string why_no_device() {
+  int major = 0;
+  const cudaError_t error = ask_device(cudaDevAttrComputeCapabilityMajor, &major);
+  if (error != cudaSuccess) return sentence("no CUDA device can be used here: ", cudaGetErrorString(error));
+  return major < 8 ? sentence("the GPU's compute capability is ", major, ", takes 8 and up") : "";
+}
+
+// Why it cannot run those of backward, though it can run forward's.
+std::string why_no_backward(const AttentionDesc& desc) {
+  const int narrow = desc.dtype == DType::kFloat32 ? 64 : 128;
+  if (std::max(desc.head_dim, desc.head_dim_v) <= narrow) return "";
+  int shared = 0;
+  const cudaError_t error = ask_device(cudaDevAttrMaxSharedMemoryPerBlockOptin, &shared);
+  if (error != cudaSuccess) return sentence("no CUDA device can be used here: ", cudaGetErrorString(error));
+  if (shared >= kWideBytes) return "";
+  return sentence("backward of ", dtype_name(desc.dtype), " with head dims above ", narrow, " needs ", kWideBytes,
+                  " bytes of shared memory, the GPU has ", shared);
+}
+
+std::string size_taken(const char* name, int64_t size, DType dtype) {
+  const int most = dtype == DType::kFloat32 ? kMostHeadDimFloat32 : kMostHeadDim;
+  return size <= most ? "" : sentence(name, " is ", size, ", takes 0 to ", most, " in ", dtype_name(dtype));
 }
 
 // Of a desc what these kernels take: what is added to descs is refused until somebody adds it here.
@@ -59,6 +73,8 @@ AttentionDesc taken_of(const AttentionDesc& desc) {
   taken.window_left = desc.window_left;
   taken.window_right = desc.window_right;
   taken.align = desc.align;
+  taken.has_windows = desc.has_windows;
+  taken.sink_keys = desc.sink_keys;
   taken.query_offset = desc.query_offset;
   taken.has_query_offsets = desc.has_query_offsets;
   taken.softcap = desc.softcap;
@@ -78,8 +94,7 @@ std::string option_refused(const AttentionDesc& desc) {
   };
   const Option options[] = {{key_dtype(desc) != desc.dtype, "a key_dtype other than the query's"},
                             {value_dtype(desc) != desc.dtype, "a value_dtype other than the query's"},
-                            {desc.has_windows, "windows of each query"},
-                            {desc.sink_keys > 0, "sink_keys"},
+                            {desc.mask_at_end, "mask_at_end"},
                             {desc.return_weights != ReturnWeights::kNone, "return_weights"},
                             {desc.return_column_sums, "return_column_sums"},
                             {desc.program != nullptr, "a program"},
@@ -117,8 +132,8 @@ std::string why_not(const AttentionDesc& desc) {
   if (out_dtype(desc) != desc.dtype) {
     return sentence("out_dtype is ", dtype_name(out_dtype(desc)), ", takes the query's dtype");
   }
-  for (const std::string& reason :
-       {size_taken("head_dim", desc.head_dim), size_taken("head_dim_v", desc.head_dim_v), option_refused(desc)}) {
+  for (const std::string& reason : {size_taken("head_dim", desc.head_dim, desc.dtype),
+                                    size_taken("head_dim_v", desc.head_dim_v, desc.dtype), option_refused(desc)}) {
     if (!reason.empty()) return reason;
   }
   for (const auto& [blocks, what] : {std::pair(query_blocks(desc), "batch * num_heads * tiles of 64 queries"),
@@ -129,7 +144,7 @@ std::string why_not(const AttentionDesc& desc) {
   for (const auto& [size, name] : {std::pair(desc.page_size, "page_size"), std::pair(desc.num_pages, "num_pages")}) {
     if (size > INT32_MAX) return sentence(name, " is ", size, ", takes 0 to 2^31 - 1");
   }
-  return why_no_device(desc);
+  return why_no_device();
 }
 
 // Tensors are [batch, rows, heads, columns], or [rows, heads, columns].
@@ -145,15 +160,13 @@ Rows rows_of(const Tensor& t) {
   return rows;
 }
 
-Gradient gradient_of(const Tensor& t) { return {rows_of(t), t.dtype == DType::kFloat32}; }
-
 // [batch, heads, rows], or [heads, rows]
 Statistic statistic_of(const Tensor& t) {
   if (!t.given()) return {};
   return {static_cast<float*>(t.data), t.ndim == 3 ? t.strides[0] : 0, t.strides[t.ndim - 2], t.strides[t.ndim - 1]};
 }
 
-PerSequence per_sequence(const Tensor& t) {
+Integers integers(const Tensor& t) {
   if (!t.given()) return {};
   return {t.data, t.strides[0], t.dtype == DType::kInt64};
 }
@@ -205,7 +218,9 @@ void set_options(const AttentionDesc& desc, const ForwardArgs& args, Problem* p)
   p->sinks = static_cast<const float*>(args.sink_logits.data);
   p->sinks_stride = args.sink_logits.strides[0];
   p->dropout = dropout_of(desc, args);
-  p->hides_pairs = p->mask.data != nullptr || p->bias.data != nullptr;
+  const bool sinks_before_window = p->sink_keys > 0 && p->left >= 0;
+  p->hides_pairs =
+      p->mask.data != nullptr || p->bias.data != nullptr || p->window_lo.data != nullptr || sinks_before_window;
   p->has_options =
       p->hides_pairs || p->softcap > 0 || p->slopes.data != nullptr || p->sinks != nullptr || p->dropout.on;
 }
@@ -217,12 +232,12 @@ void set_problem(const AttentionDesc& desc, const ForwardArgs& args, Problem* p)
   p->value = rows_of(args.value);
   p->out = rows_of(args.out);
   p->logsumexp = statistic_of(args.logsumexp);
-  p->seqlens_q = per_sequence(args.seqlens_q);
-  p->seqlens_k = per_sequence(args.seqlens_k);
-  p->query_offsets = per_sequence(args.query_offsets);
+  p->seqlens_q = integers(args.seqlens_q);
+  p->seqlens_k = integers(args.seqlens_k);
+  p->query_offsets = integers(args.query_offsets);
   p->packed = desc.packed;
-  p->cu_seqlens_q = per_sequence(args.cu_seqlens_q);
-  p->cu_seqlens_k = per_sequence(args.cu_seqlens_k);
+  p->cu_seqlens_q = integers(args.cu_seqlens_q);
+  p->cu_seqlens_k = integers(args.cu_seqlens_k);
   p->pages = pages_of(desc, args.page_table);
   p->batch = desc.batch;
   p->heads = desc.num_heads;
@@ -244,6 +259,9 @@ void set_problem(const AttentionDesc& desc, const ForwardArgs& args, Problem* p)
   }
   p->left = desc.window_left;
   p->right = desc.causal ? 0 : desc.window_right;
+  p->window_lo = integers(args.window_lo);
+  p->window_hi = integers(args.window_hi);
+  p->sink_keys = desc.sink_keys;
   set_options(desc, args, p);
 }
 
@@ -252,10 +270,13 @@ Status launched(cudaError_t error) {
   return {StatusCode::kInternal, sentence("CUDA refused to launch the kernel: ", cudaGetErrorString(error))};
 }
 
-// Blocks of threads that share the keys of 64 queries: enough for every GPU, where there are keys enough for each.
+// Blocks of threads that share the keys of 64 queries: enough for every GPU, where there are keys enough for each. A
+// sequence of a batch has as many as it has alone, so that it has the same bits.
 int64_t parts(const AttentionDesc& desc) {
   constexpr int64_t kBlocks = 512;
-  const auto blocks = static_cast<int64_t>(query_blocks(desc).value());
+  AttentionDesc alone = desc;
+  if (!desc.packed) alone.batch = 1;
+  const auto blocks = static_cast<int64_t>(query_blocks(alone).value());
   if (blocks == 0) return 1;
   return std::clamp<int64_t>(kBlocks / blocks, 1, std::max<int64_t>(pieces(desc.seqlen_k, kLeastKeysOfPart), 1));
 }
@@ -307,8 +328,10 @@ PairSums pair_sums(const AttentionDesc& desc, const int64_t (&dims)[4]) {
     sums.tiles *= sums.own[n];
     sums.pairs *= sums.summed[n];
   }
-  if (sums.tiles > 0)
-    sums.parts = std::clamp<int64_t>(pieces(kBlocks, sums.tiles), 1, std::max<int64_t>(sums.pairs, 1));
+  const int64_t of_sequence = sums.own[0] > 0 ? sums.tiles / sums.own[0] : 0;  // so that it has the same bits alone
+  if (of_sequence > 0) {
+    sums.parts = std::clamp<int64_t>(pieces(kBlocks, of_sequence), 1, std::max<int64_t>(sums.pairs, 1));
+  }
   if (desc.packed && sums.own[0] == 1) sums.sequences = std::max<int64_t>(desc.batch, 1);
   sums.parts = pieces(sums.parts, sums.sequences) * sums.sequences;
   return sums;
@@ -354,6 +377,7 @@ void set_gradients_of_options(const AttentionDesc& desc, const BackwardArgs& arg
 }
 
 Status backward(const AttentionDesc& desc, const BackwardArgs& args, const Run& run) {
+  if (std::string reason = why_no_backward(desc); !reason.empty()) return {StatusCode::kUnsupported, reason};
   BackwardProblem problem;
   set_problem(desc, args.forward, &problem);
   problem.grad_out = rows_of(args.grad_out);
@@ -361,9 +385,10 @@ Status backward(const AttentionDesc& desc, const BackwardArgs& args, const Run& 
   problem.given_delta = statistic_of(args.delta);
   problem.delta = {static_cast<float*>(args.forward.workspace), desc.packed ? 0 : desc.num_heads * desc.seqlen_q,
                    desc.seqlen_q, 1};
-  problem.grad_query = gradient_of(args.grad_query);
-  problem.grad_key = gradient_of(args.grad_key);
-  problem.grad_value = gradient_of(args.grad_value);
+  problem.grad_query = rows_of(args.grad_query);
+  problem.grad_key = rows_of(args.grad_key);
+  problem.grad_value = rows_of(args.grad_value);
+  problem.wide_gradients = grad_dtype(desc) != desc.dtype;
   problem.accumulate = args.accumulate;
   set_gradients_of_options(desc, args, &problem);
   const auto stream = static_cast<cudaStream_t>(run.stream);

@@ -84,6 +84,7 @@ Status check_attention_options(const AttentionDesc& attention) {
         "attention.key_dtype or value_dtype is given: a layer's keys and values have its dtype, or its cache's");
   }
   if (attention.packed) return invalid("attention.packed is true, a layer takes no packed sequences");
+  if (attention.mask_at_end) return invalid("attention.mask_at_end is true, a layer's mask tells of all keys");
   if (attention.page_size != 0 || attention.num_pages != 0) {
     return invalid("attention.page_size or num_pages is given: the layer's cache tells of pages");
   }

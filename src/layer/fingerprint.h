@@ -55,13 +55,13 @@ class Fingerprint {
     for (int i = 0; i < shape.ndim; ++i) add(shape.dims[i].size);
   }
   // A layer's options, but for those that its operands tell: it sets the sizes and the dtype itself, and refuses packed
-  // sequences, pages and column sums.
+  // sequences, pages, column sums and masks at the end.
   void add_field(const AttentionDesc& desc) {
     const auto& [batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, head_dim_v, dtype, out_dtype, grad_dtype,
                  key_dtype, value_dtype, key_group, value_group, packed, has_seqlens_q, has_seqlens_k, page_size,
                  num_pages, scale, softcap, causal, window_left, window_right, align, query_offset, has_query_offsets,
-                 has_windows, sink_keys, attn_mask, attn_bias, alibi_slopes_ndim, has_sink_logits, normalizer,
-                 dropout_p, dropout_origin, return_weights, return_column_sums, program, captures] = desc;
+                 has_windows, sink_keys, attn_mask, mask_at_end, attn_bias, alibi_slopes_ndim, has_sink_logits,
+                 normalizer, dropout_p, dropout_origin, return_weights, return_column_sums, program, captures] = desc;
     add(scale, softcap, causal, window_left, window_right, sink_keys, align, query_offset, normalizer, dropout_p,
         dropout_origin);
     if (program != nullptr) add(std::string_view(program->text()));

@@ -133,10 +133,15 @@ struct Scores {
 
   // Whether mask, bias and the program's mask let (i, j) be seen; causal, window and lengths are key_range()'s.
   bool visible(const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
-    const Tensor& mask = args.attn_mask;
-    if (desc.attn_mask.given && !static_cast<const uint8_t*>(mask.data)[broadcast_at(mask, b, h, i, j)]) return false;
+    if (desc.attn_mask.given && !shown_by_mask(s, b, h, i, j)) return false;
     if (desc.attn_bias.given && bias(b, h, i, j) == -HUGE_VAL) return false;
     return !program || program->visible({b, h, i, j, s.offset});
+  }
+
+  bool shown_by_mask(const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
+    const Tensor& mask = args.attn_mask;
+    const int64_t column = desc.mask_at_end ? j - (s.len_k - mask.dims[3]) : j;
+    return column < 0 || static_cast<const uint8_t*>(mask.data)[broadcast_at(mask, b, h, i, column)] != 0;
   }
 
   // Whether weights are made of scores by a softmax, or are the scores.

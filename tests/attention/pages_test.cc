@@ -4,12 +4,17 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "cases.h"
 #include "every_kernel.h"
+#include "far_rows.h"
+#include "polyhead/cache.h"
 #include "small_call.h"
 #include "testing/call.h"
 
@@ -58,17 +63,22 @@ TEST(Pages, HaveTheBitsOfTheSameKeysOneAfterTheOther) {
   EXPECT_GT(tested, 0);
 }
 
+// One query for 4 heads, keys and values of 2.
+AttentionDesc decoding(int64_t batch, int64_t keys, int64_t page_size) {
+  const AttentionDesc d{.batch = batch,
+                        .seqlen_q = 1,
+                        .seqlen_k = keys,
+                        .num_heads = 4,
+                        .num_heads_kv = 2,
+                        .head_dim = 24,
+                        .head_dim_v = 24,
+                        .has_seqlens_k = true};
+  return in_pages_of(d, page_size);
+}
+
 // Two sequences that share their first pages, as a fork does, beside a third whose pages lie in descending order.
 TEST(Pages, MayBeSharedAndLieInAnyOrder) {
-  AttentionDesc d = in_pages_of({.batch = 3,
-                                 .seqlen_q = 1,
-                                 .seqlen_k = 64,
-                                 .num_heads = 4,
-                                 .num_heads_kv = 2,
-                                 .head_dim = 24,
-                                 .head_dim_v = 24,
-                                 .has_seqlens_k = true},
-                                8);
+  const AttentionDesc d = decoding(3, 64, 8);
   const Problem problem{.desc = d};
   Inputs in = random_inputs(problem);
   in.seqlens_k = Array(DType::kInt32, {3});
@@ -88,6 +98,73 @@ TEST(Pages, MayBeSharedAndLieInAnyOrder) {
     args.workspace = workspace.data(), args.workspace_bytes = workspace.size();
     ASSERT_EQ(kernel->forward(d, args, executor(1)).message(), "");
     EXPECT_EQ(difference("out", out, dense.out), "") << kernel->name;
+  }
+}
+
+// One token a page, pages 2^31 elements apart: append writes there, and attention reads there.
+TEST(Pages, MayLieBeyond32Bits) {
+  AttentionDesc d = decoding(1, 3, 1);
+  d.num_heads_kv = 1, d.num_pages = 3;
+  Inputs in = random_inputs({.desc = d});
+  in.seqlens_k.set(0, 3);
+  const Array zeros(DType::kFloat32, {1, 3, 1, 24});
+  const FarRows key(zeros), value(zeros);
+  if (!key.tensor().data || !value.tensor().data) GTEST_SKIP() << "this machine has no 48 GB of addresses to give";
+  KvTensors pool{.key = key.tensor(), .value = value.tensor()};
+  for (Tensor* t : {&pool.key, &pool.value}) {
+    std::swap(t->dims[0], t->dims[1]);
+    std::swap(t->strides[0], t->strides[1]);
+  }
+  const Result<KvCache> cache = kv_cache({.num_pages = 3, .page_size = 1, .head_dim = 24, .head_dim_v = 24});
+  const int64_t slots[] = {2, 0, 1};
+  const Tensor pages(slots, DType::kInt64, {1, 3});
+  KvAppendArgs tokens{.key = view(in.key), .value = view(in.value), .slots = Tensor(slots, DType::kInt64, {3})};
+  for (Tensor* t : {&tokens.key, &tokens.value}) *t = Tensor(t->data, DType::kFloat32, {3, 1, 24});
+  ASSERT_EQ(cache->append(pool, tokens).message(), "");
+  for (const Kernel* kernel : kernels_for(d)) {
+    Array out(DType::kFloat32, {1, 1, 4, 24});
+    ForwardArgs args = dense_args(in);
+    args.key = pool.key, args.value = pool.value, args.page_table = pages, args.out = view(out);
+    const GuardedBytes workspace(kernel->workspace_bytes(d, 1).value(), Guard::kEnd, 0xff);
+    args.workspace = workspace.data(), args.workspace_bytes = workspace.size();
+    ASSERT_EQ(kernel->forward(d, args, executor(1)).message(), "");
+    EXPECT_EQ(difference("out", out, run(*kernel, in_pages_of(d, 0), in).out), "") << kernel->name;
+  }
+}
+
+// Tokens of one sequence are appended while attention reads the pages of another.
+TEST(Pages, OthersMayBeWrittenMeanwhile) {
+  const AttentionDesc d = decoding(1, 64, 8);
+  const Inputs in = random_inputs({.desc = d});
+  const Pages pages = in_pages(d, in, 5);
+  std::vector<int64_t> slots;  // of a page that the sequence has not
+  for (int64_t page = 0; slots.empty(); ++page) {
+    bool own = false;
+    for (int64_t n = 0; n < 8; ++n) own |= pages.table.at(n) == static_cast<double>(page);
+    for (int64_t n = 0; n < 8 && !own; ++n) slots.push_back(page * 8 + n);
+  }
+  const Result<KvCache> cache =
+      kv_cache({.num_pages = d.num_pages, .page_size = 8, .num_heads_kv = 2, .head_dim = 24, .head_dim_v = 24});
+  const Tensor rows(in.key.bytes.data(), DType::kFloat32, {8, 2, 24});
+  const KvAppendArgs tokens{.key = rows, .value = rows, .slots = Tensor(slots.data(), DType::kInt64, {8})};
+  for (const Kernel* kernel : kernels_for(d)) {
+    std::atomic<bool> done = false;
+    std::thread writer([&] {
+      while (!done)
+        EXPECT_EQ(cache->append({.key = view(pages.key), .value = view(pages.value)}, tokens).message(), "");
+    });
+    const Outputs dense = run(*kernel, in_pages_of(d, 0), in);
+    const GuardedBytes workspace(kernel->workspace_bytes(d, 1).value(), Guard::kEnd, 0xff);
+    for (int n = 0; n < 20; ++n) {
+      Array out(DType::kFloat32, {1, 1, 4, 24});
+      ForwardArgs args = dense_args(in);
+      args.key = view(pages.key), args.value = view(pages.value), args.page_table = view(pages.table);
+      args.out = view(out), args.workspace = workspace.data(), args.workspace_bytes = workspace.size();
+      EXPECT_EQ(kernel->forward(d, args, executor(1)).message(), "");
+      EXPECT_EQ(difference("out", out, dense.out), "") << kernel->name;
+    }
+    done = true;
+    writer.join();
   }
 }
 
@@ -158,7 +235,7 @@ TEST(Pages, DescsThatMakeNoSense) {
 
 // A row that holds NaN is stored with the scale NaN: queries that see it get NaN, of the others it changes no bit.
 TEST(Formats, NanReachesWhoSeesIt) {
-  for (const DType format : {DType::kInt8, DType::kFloat8E4M3}) {
+  for (const DType format : {DType::kInt8, DType::kFloat8E4M3, DType::kInt4x2}) {
     const AttentionDesc d{.batch = 1,
                           .seqlen_q = 5,
                           .seqlen_k = 600,

@@ -39,6 +39,11 @@ const BadDesc kBadDescs[] = {
     {[](auto& d) { d.softcap = kInf; }, "softcap is inf, must be 0 (off) or a positive finite number"},
     {[](auto& d) { d.window_left = -2; }, "window_left is -2, must be -1 (open) or at least 0"},
     {[](auto& d) { d.sink_keys = -1; }, "sink_keys is -1, must be at least 0"},
+    {[](auto& d) { d.mask_at_end = true; }, "mask_at_end needs attn_mask"},
+    {[](auto& d) {
+       d.mask_at_end = true, d.attn_mask = {.given = true, .dtype = DType::kBool, .dims = {1, 1, 1, 7}};
+     },
+     "attn_mask dim 3 is 7, with mask_at_end must be 0 to seqlen_k 5"},
     {[](auto& d) { d.window_right = -kMax; }, "window_right is -9223372036854775807, must be -1 (open) or at least 0"},
     {[](auto& d) { d.align = Align{3}; }, "align is 3, must be 0 (unset), 1 (top_left) or 2 (bottom_right)"},
     {[](auto& d) { d.query_offset = 0, d.has_query_offsets = true; },

@@ -52,7 +52,8 @@ std::vector<Case> shared_cases() {
                              {"71 heads, more than a task", desc_of(DType::kFloat32, 512, 71, 1, 16)},
                              {"windows, sinks, two queries", desc_of(DType::kFloat32, 512, 3, 3, 24)},
                              {"options, float8", desc_of(DType::kBFloat16, 16, 4, 2, 24)},
-                             {"packed", desc_of(DType::kBFloat16, 64, 4, 4, 24)}};
+                             {"packed", desc_of(DType::kBFloat16, 64, 4, 4, 24)},
+                             {"trees of drafts", desc_of(DType::kFloat32, 32, 4, 2, 24)}};
   AttentionDesc& int8 = cases[2].desc;
   int8.key_dtype = int8.value_dtype = DType::kInt8;
   AttentionDesc& int4 = cases[3].desc;
@@ -68,6 +69,9 @@ std::vector<Case> shared_cases() {
   options.dropout_p = 0.25;
   AttentionDesc& packed = cases[8].desc;
   packed.packed = true, packed.seqlen_q = kBatch + 1;
+  AttentionDesc& trees = cases[9].desc;
+  trees.seqlen_q = 5, trees.mask_at_end = true;
+  trees.attn_mask = {.given = true, .dtype = DType::kBool, .dims = {kBatch, 1, 5, 5}};
   return cases;
 }
 

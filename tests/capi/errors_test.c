@@ -89,6 +89,7 @@ static void test_bad_desc(void) {
   REFUSED("window_left is -2", desc->window_left = -2);
   REFUSED("window_right is -2", desc->window_right = -2);
   REFUSED("sink_keys is -1, must be at least 0", desc->sink_keys = -1);
+  REFUSED("mask_at_end needs attn_mask", desc->mask_at_end = 1);
   REFUSED("attn_mask.given is 2", desc->attn_mask.given = 2);
   REFUSED("attn_mask is float32", desc->attn_mask.given = 1; desc->attn_mask.dtype = POLYHEAD_FLOAT32);
   REFUSED("attn_mask.dtype is 99", desc->attn_mask.given = 1; desc->attn_mask.dtype = 99);

@@ -68,7 +68,8 @@ static double score(const problem* p, const sequence* s, int64_t b, int64_t h, i
   if (desc->window_right >= 0 && -distance > desc->window_right) return -INFINITY;
   if (desc->has_windows && j < at(&args->window_lo, i, 0, 0, 0) && j >= desc->sink_keys) return -INFINITY;
   if (desc->has_windows && j >= at(&args->window_hi, i, 0, 0, 0)) return -INFINITY;
-  if (desc->attn_mask.given && at(&args->attn_mask, b, h, i, j) == 0) return -INFINITY;
+  const int64_t column = desc->mask_at_end ? j - (s->len_k - desc->attn_mask.dims[3]) : j;
+  if (desc->attn_mask.given && column >= 0 && at(&args->attn_mask, b, h, i, column) == 0) return -INFINITY;
   double dot = 0;
   for (int64_t d = 0; d < desc->head_dim; ++d) {
     dot += row_at(p, &args->query, b, s->first_q + i, h, d) * row_at(p, &args->key, b, s->first_k + j, g, d);
@@ -179,15 +180,11 @@ static problem* window_softcap_scale_alibi(void) {
 
 static problem* mask_and_bias(void) {
   problem* p = new_problem(2, 9, 19, 2, 1, 40, 40);
-  p->desc.attn_mask.given = 1;
-  p->desc.attn_mask.dims[0] = 2;
-  p->desc.attn_mask.dims[3] = 19;
+  p->desc.attn_mask.given = 1, p->desc.attn_mask.dims[0] = 2, p->desc.attn_mask.dims[3] = 19;
   p->args.attn_mask = new_tensor(p, POLYHEAD_BOOL, 4, p->desc.attn_mask.dims);
   for (int j = 0; j < 38; ++j) ((uint8_t*)p->args.attn_mask.data)[j] = j % 3 != 1;
   p->desc.attn_bias.given = 1;
-  p->desc.attn_bias.dims[1] = 2;
-  p->desc.attn_bias.dims[2] = 9;
-  p->desc.attn_bias.dims[3] = 19;
+  p->desc.attn_bias.dims[1] = 2, p->desc.attn_bias.dims[2] = 9, p->desc.attn_bias.dims[3] = 19;
   p->args.attn_bias = new_random_tensor(p, 4, p->desc.attn_bias.dims);
   ((float*)p->args.attn_bias.data)[3] = -INFINITY;
   return p;
@@ -196,6 +193,9 @@ static problem* mask_and_bias(void) {
 static problem* lengths_and_offsets(void) {
   problem* p = new_problem(3, 6, 11, 2, 2, 32, 32);
   p->desc.has_seqlens_q = p->desc.has_seqlens_k = p->desc.has_query_offsets = p->desc.causal = 1;
+  p->desc.attn_mask.given = p->desc.mask_at_end = 1, p->desc.attn_mask.dims[3] = 4;
+  p->args.attn_mask = new_tensor(p, POLYHEAD_BOOL, 4, p->desc.attn_mask.dims);
+  memcpy(p->args.attn_mask.data, (uint8_t[]){0, 1, 0, 1}, 4);
   p->args.seqlens_q = new_tensor(p, POLYHEAD_INT32, 1, (int64_t[]){3});
   p->args.seqlens_k = new_tensor(p, POLYHEAD_INT64, 1, (int64_t[]){3});
   p->args.query_offsets = new_tensor(p, POLYHEAD_INT32, 1, (int64_t[]){3});

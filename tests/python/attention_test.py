@@ -82,6 +82,10 @@ OPTIONS = {
     "window_open": {"window": (-1, -1)},
     "window_sinks": {"window": (1, 0), "sink_keys": np.int64(2), "align": "bottom_right"},
     "window_causal": {"window": (3, 3), "causal": True, "align": "bottom_right"},
+    "mask_at_end": {"attn_mask": np.arange(40).reshape(2, 1, 5, 4) % 3 > 0, "mask_at_end": True, "seqlens_k": np.array([2, 6])},
+    "mask_at_end_row": {"attn_mask": np.array([True, False, False]), "mask_at_end": np.True_},
+    "mask_at_end_of_none": {"attn_mask": np.zeros((4, 5, 0), bool), "mask_at_end": True},
+    "mask_at_end_of_one": {"attn_mask": np.array(False), "mask_at_end": True, "causal": True, "align": "bottom_right"},
     "alibi": {"alibi_slopes": np.array([0.5, 0.25, 0.1, 0], np.float32), "align": "bottom_right"},
     "alibi_batch": {"alibi_slopes": np.arange(8, dtype=np.float32).reshape(2, 4) / 8, "align": "top_left"},
     "sinks": {"sink_logits": np.array([0.5, -np.inf, 2, 0], np.float32), "causal": True, "query_offset": -2},
@@ -186,6 +190,10 @@ def random_options(rng, batch, heads, sq, sk):
         options["scale"] = float(rng.normal())
     if chance(0.4):
         options["attn_mask"] = rng.random([n if chance(0.6) else 1 for n in (batch, heads, sq, sk)]) < 0.8
+        if chance(0.3):
+            end = int(rng.integers(0, sk + 1))
+            options["attn_mask"] = np.broadcast_to(options["attn_mask"], (*options["attn_mask"].shape[:3], sk))[..., :end]
+            options["mask_at_end"] = True
     if chance(0.4):
         shape = [n if chance(0.6) else 1 for n in (batch, heads, sq, sk)][int(rng.integers(0, 4)) :]
         options["attn_bias"] = rng.standard_normal(shape).astype(np.float32)

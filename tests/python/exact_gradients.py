@@ -11,8 +11,8 @@ SOURCES = ("query", "key", "value", "attn_bias", "alibi_slopes", "sink_logits")
 
 
 def composed(
-    query, key, value, *, attn_bias=None, attn_mask=None, causal=False, window=None, sink_keys=0, align=None,
-    query_offset=None, scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0, dropout_seed=0, dropout_offset=0,
+    query, key, value, *, attn_bias=None, attn_mask=None, mask_at_end=False, causal=False, window=None, sink_keys=0,
+    align=None, query_offset=None, scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0, dropout_seed=0, dropout_offset=0,
     seqlens_q=None, seqlens_k=None, first_batch=0, sink_logits=None, normalizer="softmax",
 ):  # fmt: skip
     """out, logsumexp; query, key, value, attn_bias, alibi_slopes and sink_logits are float64 tensors."""
@@ -34,7 +34,7 @@ def composed(
         visible = visible & (attn_bias != -np.inf)
         S = S + torch.where(attn_bias == -np.inf, 0.0, attn_bias)
     if attn_mask is not None:
-        visible = visible & torch.from_numpy(np.array(attn_mask))
+        visible = visible & torch.from_numpy(np.array(formula.mask_of_all_keys(attn_mask, mask_at_end, batch, sk, seqlens_k)))
     visible = visible.expand(S.shape)
     if sink_logits is not None:  # one key more, whose value is 0; padding does not see it
         S = torch.cat([S, sink_logits.view(1, heads, 1, 1).expand(*S.shape[:3], 1)], -1)

@@ -58,6 +58,19 @@ def lengths_and_offsets(batch, sq, sk, align, query_offset, seqlens_q, seqlens_k
     return lens_q, lens_k, lens_k - lens_q if align == "bottom_right" else np.zeros(batch, int)
 
 
+def mask_of_all_keys(attn_mask, mask_at_end, batch, sk, seqlens_k):
+    """attn_mask as it broadcasts to [B, H, Sq, Sk]."""
+    mask = np.asarray(attn_mask)
+    if not mask_at_end:
+        return mask
+    mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    whole = np.ones((batch, *mask.shape[1:3], sk), bool)
+    for b, length in enumerate(np.full(batch, sk) if seqlens_k is None else seqlens_k):
+        told = min(mask.shape[3], length)
+        whole[b, ..., length - told : length] = mask[b % mask.shape[0], ..., mask.shape[3] - told :]
+    return whole
+
+
 def in_sums_of(dtype, options):
     """The options, with sink_logits in the dtype that they have beside inputs of this one."""
     if options.get("sink_logits") is None:
@@ -84,8 +97,8 @@ def positions(batch, sq, sk, causal, window, sink_keys, align, query_offset, seq
 
 
 def attention(
-    query, key, value, *, attn_bias=None, attn_mask=None, causal=False, window=None, sink_keys=0, align=None,
-    query_offset=None, scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0, dropout_seed=0, dropout_offset=0,
+    query, key, value, *, attn_bias=None, attn_mask=None, mask_at_end=False, causal=False, window=None, sink_keys=0,
+    align=None, query_offset=None, scale=None, softcap=0.0, alibi_slopes=None, dropout_p=0.0, dropout_seed=0, dropout_offset=0,
     seqlens_q=None, seqlens_k=None, first_batch=0, score=None, mask=None, captured=None, sink_logits=None,
     normalizer="softmax",
 ):  # fmt: skip
@@ -108,7 +121,7 @@ def attention(
         S = S + bias
         visible = visible & (bias != -np.inf)
     if attn_mask is not None:
-        visible = visible & np.asarray(attn_mask)
+        visible = visible & mask_of_all_keys(attn_mask, mask_at_end, batch, sk, seqlens_k)
     if score is not None or mask is not None:
         offsets = lengths_and_offsets(batch, sq, sk, align, query_offset, seqlens_q, seqlens_k)[2]
     if mask is not None:

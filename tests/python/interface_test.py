@@ -14,11 +14,11 @@ import pytest
 import polyhead
 from polyhead import __main__ as command
 
-SIGNATURE = """(query, key, value, *, attn_bias=None, attn_mask=None, causal=False, window=None, sink_keys=0, align=None,
+SIGNATURE = """(query, key, value, *, attn_bias=None, attn_mask=None, mask_at_end=False, causal=False, window=None, sink_keys=0, align=None,
 query_offset=None, scale=None, softcap=0.0, alibi_slopes=None, sink_logits=None, normalizer='softmax', score=None, mask=None, captured=None, dropout_p=0.0,
 dropout_seed=None, dropout_offset=0, dropout_origin=None, seqlens_q=None, seqlens_k=None, cu_seqlens_q=None,
 cu_seqlens_k=None, page_table=None, key_scales=None, value_scales=None, return_logsumexp=False, return_weights=False, return_column_sums=False, out_dtype=None, out=None, kernel=None, device=None, stream=None)"""
-BACKWARD_SIGNATURE = """(grad_out, query, key, value, out, logsumexp, *, attn_bias=None, attn_mask=None, causal=False,
+BACKWARD_SIGNATURE = """(grad_out, query, key, value, out, logsumexp, *, attn_bias=None, attn_mask=None, mask_at_end=False, causal=False,
 window=None, sink_keys=0, align=None, query_offset=None, scale=None, softcap=0.0, alibi_slopes=None, sink_logits=None, normalizer='softmax', score=None, mask=None, captured=None,
 dropout_p=0.0, dropout_seed=None, dropout_offset=0, dropout_origin=None, seqlens_q=None, seqlens_k=None,
 cu_seqlens_q=None, cu_seqlens_k=None, kernel=None, device=None, stream=None, grad_logsumexp=None, needs=('query', 'key', 'value'),

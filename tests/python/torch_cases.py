@@ -58,6 +58,9 @@ CASES = {
     "bias_heads": bias(4, 1, 1),
     "bias_rows": bias(2, 1, 5, 1),
     "mask": mask,
+    "mask_at_end": lambda dtype: {
+        "attn_mask": mask(dtype)["attn_mask"][..., :4], "mask_at_end": True, "seqlens_k": integers(2, 6)
+    },
     "slopes": slopes(4),
     "slopes_batch": slopes(2, 4),
     "sinks": lambda dtype: {"causal": True, "query_offset": -2, **sinks(dtype)},  # two queries see no key

@@ -23,7 +23,7 @@ else:
 
 def as_operator_arguments(operands, options):
     """The positional arguments of torch.ops.polyhead.attention_forward."""
-    given = dict.fromkeys(_attention_options()) | {"causal": False, "softcap": 0.0, "dropout_p": 0.0, "normalizer": "softmax", "sink_keys": 0}
+    given = dict.fromkeys(_attention_options()) | {"causal": False, "softcap": 0.0, "dropout_p": 0.0, "normalizer": "softmax", "sink_keys": 0, "mask_at_end": False}
     given["dropout_offset"] = 0
     return (*operands, *positional(operands[0], **given | options))
 

@@ -162,6 +162,11 @@ TEST(Reference, TakesEachSequencesOwnLengthsAndOffset) {
   d.has_query_offsets = true;
   in.query_offsets = filled(DType::kInt32, {2}, {-1, 5});
   EXPECT_EQ(table(exact(d, in).attn_weights), ".... x... .... x... x... x... ");
+
+  d.causal = d.has_query_offsets = d.has_seqlens_q = false, d.mask_at_end = true;
+  d.attn_mask = {true, DType::kBool, {1, 1, 3, 2}};
+  in.attn_mask = filled(DType::kBool, {1, 1, 3, 2}, {1, 0, 0, 1, 0, 0});
+  EXPECT_EQ(table(exact(d, in).attn_weights), "xx.. x.x. x... .... x... .... ");
 }
 
 TEST(Reference, BroadcastsMaskAndBias) {

@@ -172,6 +172,9 @@ TEST(ProblemLine, EveryWordChangesWhatIsComputed) {
       [](Problem& p) { p.desc.normalizer = Normalizer::kNone; },
       [](Problem& p) { p.desc.window_left = 9; },
       [](Problem& p) { p.desc.window_left = 9, p.desc.sink_keys = 4; },
+      [](Problem& p) {
+        p.desc.attn_mask = {true, DType::kBool, {1, 1, 1, 3}}, p.desc.mask_at_end = true;
+      },
       [](Problem& p) { p.fill = Fill::kShiftUp; },
       [](Problem& p) { p.fill = Fill::kShiftDown; },
       [](Problem& p) { p.fill = Fill::kLarge; },

@@ -80,7 +80,7 @@ TEST(ToolsMha, LinesParseBackToTheirLayers) {
     const MhaProblem problem = random_mha(seed);
     const std::string line = mha_line(problem);
     const MhaProblem parsed = problem_of(line);
-    EXPECT_EQ(mha_line(parsed), line);
+    ASSERT_EQ(mha_line(parsed), line);
     const LayerDesc a = layer_desc(problem), b = layer_desc(parsed);
     EXPECT_EQ(a.value_size, b.value_size) << line;
     EXPECT_EQ(a.key_proj_size, b.key_proj_size) << line;

@@ -83,6 +83,8 @@ TEST(ToolsProblem, OptionsMeanWhatTheySay) {
   EXPECT_TRUE(p.desc.has_sink_logits);
   EXPECT_EQ(parse_one("1x1x8x8 --normalizer none").desc.normalizer, Normalizer::kNone);
   EXPECT_EQ(parse_one("1x1x8x8 --window 3,0 --sink-keys 4").desc.sink_keys, 4);
+  EXPECT_EQ(parse_one("1x1x8x8 --mask 1,1,q,3 --mask-at-end").desc.attn_mask.dims[3], 3);
+  EXPECT_TRUE(parse_one("1x1x8x8 --mask 1,1,q,3 --mask-at-end").desc.mask_at_end);
   EXPECT_EQ(p.mask_kind, MaskKind::kPadding);
   EXPECT_EQ(p.desc.attn_mask.dtype, DType::kBool);
   const int64_t mask[4] = {2, 1, 64, 96}, bias[4] = {1, 4, 1, 96};

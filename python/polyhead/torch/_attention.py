@@ -30,7 +30,7 @@ def _options(
     query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
     dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
     sink_logits=None, normalizer="softmax", return_weights=False, return_column_sums=False, out_dtype=None,
-    page_table=None, sink_keys=0,
+    page_table=None, sink_keys=0, mask_at_end=False,
 ):  # fmt: skip
     if page_table is None and (cu_seqlens_q is None) != (cu_seqlens_k is None):
         given, missing = "qk" if cu_seqlens_k is None else "kq"
@@ -43,7 +43,7 @@ def _options(
         causal, scale, attn_bias, attn_mask, alibi_slopes, seed_tensor(dropout_p, dropout_seed), dropout_p,
         dropout_offset, window_left, window_right, align_number(align), offset, offsets, softcap, seqlens_q, seqlens_k,
         cu_seqlens_q, cu_seqlens_k, kernel_name(kernel), origin_tensor(dropout_origin), sink_logits,
-        normalizer_number(normalizer), sink_keys, weights_number(return_weights), return_column_sums,
+        normalizer_number(normalizer), sink_keys, mask_at_end, weights_number(return_weights), return_column_sums,
         asks_float32(out_dtype, query),
     )  # fmt: skip
 
@@ -62,6 +62,7 @@ def attention(
     *,
     attn_bias: Tensor | None = None,
     attn_mask: Tensor | None = None,
+    mask_at_end: bool = False,
     causal: bool = False,
     window: Sequence[int] | None = None,
     sink_keys: int = 0,
@@ -104,7 +105,7 @@ def attention(
         Broadcasts to [B, H, Sq, Sk]; float32, bfloat16 or float16 (float64 too where query is). -inf hides a key.
     attn_mask : Tensor of bool, optional
         True = may look. Broadcasts likewise.
-    causal, window, sink_keys, align, scale, softcap, dropout_p, dropout_offset, dropout_origin, kernel : optional
+    mask_at_end, causal, window, sink_keys, align, scale, softcap, dropout_p, dropout_offset, dropout_origin, kernel : optional
         As of `polyhead.attention`.
     query_offset : int or Tensor, optional
         Integers [B], or one.
@@ -166,10 +167,9 @@ def attention(
     """
     nothing_else = (
         attn_bias is attn_mask is window is query_offset is alibi_slopes is sink_logits is dropout_seed is kernel is None
-        and score is mask is captured is dropout_origin is out_dtype is None
-        and seqlens_q is seqlens_k is cu_seqlens_q is cu_seqlens_k is page_table is None
-        and normalizer == "softmax" and key_scales is value_scales is None
-        and not (softcap or dropout_p or sink_keys or return_weights or return_column_sums)
+        and score is mask is captured is dropout_origin is out_dtype is key_scales is value_scales is None
+        and seqlens_q is seqlens_k is cu_seqlens_q is cu_seqlens_k is page_table is None and normalizer == "softmax"
+        and not (softcap or dropout_p or sink_keys or mask_at_end or return_weights or return_column_sums)
     )
     if (
         nothing_else
@@ -191,7 +191,7 @@ def attention(
     options = _options(
         query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
         dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel,
-        sink_logits, normalizer, return_weights, return_column_sums, out_dtype, page_table, sink_keys,
+        sink_logits, normalizer, return_weights, return_column_sums, out_dtype, page_table, sink_keys, mask_at_end,
     )  # fmt: skip
     cache = page_table, key_scales, value_scales
     query, key, value, cache = _read(query, key, value, program, (attn_bias, alibi_slopes, sink_logits), cache)
@@ -279,6 +279,7 @@ def attention_backward(
     *,
     attn_bias: Tensor | None = None,
     attn_mask: Tensor | None = None,
+    mask_at_end: bool = False,
     causal: bool = False,
     window: Sequence[int] | None = None,
     sink_keys: int = 0,
@@ -311,8 +312,8 @@ def attention_backward(
     grad_out, query, key, value, out, logsumexp : Tensor
         As of `polyhead.attention_backward`; out and logsumexp may be merged ones, out and grad_out float32, and None with
         normalizer "none".
-    attn_bias, attn_mask, causal, window, sink_keys, align, query_offset, scale, softcap, alibi_slopes : optional
-    sink_logits, normalizer, score, mask, captured : optional
+    attn_bias, attn_mask, mask_at_end, causal, window, sink_keys, align, query_offset, scale, softcap : optional
+    alibi_slopes, sink_logits, normalizer, score, mask, captured : optional
     dropout_p, dropout_seed, dropout_offset, dropout_origin : optional
     seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel : optional
         As given to `attention`; where dropout_p > 0, dropout_seed must be given.
@@ -353,7 +354,7 @@ def attention_backward(
     options = _options(
         query, attn_bias, attn_mask, causal, window, align, query_offset, scale, softcap, alibi_slopes, dropout_p,
         dropout_seed, dropout_offset, dropout_origin, seqlens_q, seqlens_k, cu_seqlens_q, cu_seqlens_k, kernel, sink_logits,
-        normalizer, sink_keys=sink_keys,
+        normalizer, sink_keys=sink_keys, mask_at_end=mask_at_end,
     )  # fmt: skip
     bits = sum(1 << places[name] for name in dict.fromkeys(needs))
     tensors = (grad_out, grad_logsumexp, query, key, value, out, logsumexp)

@@ -59,7 +59,7 @@ class _Places:
         if o.window_right >= 0:
             self.visible = self.visible & (self.distance >= -o.window_right)
         if o.attn_mask is not None:
-            self.visible = self.visible & o.attn_mask
+            self.visible = self.visible & (self._shown_at_end(o.attn_mask) if o.mask_at_end else o.attn_mask)
         if o.attn_bias is not None:
             self.visible = self.visible & (o.attn_bias != float("-inf"))
 
@@ -76,10 +76,18 @@ class _Places:
         seqlens_q = query.shape[1] if o.seqlens_q is None else o.seqlens_q.view(-1, 1, 1, 1)
         seqlens_k = key.shape[1] if o.seqlens_k is None else o.seqlens_k.view(-1, 1, 1, 1)
         offset = self._offset(o, seqlens_q, seqlens_k, lambda each: each.view(-1, 1, 1, 1))
+        self.seqlens_k = seqlens_k
         self.visible = (i < seqlens_q) & (j < seqlens_k)
         self.distance = i + offset - j
         batch = torch.arange(query.shape[0], device=query.device).view(-1, 1, 1, 1)
         self.inputs = {"b": batch, "q": i, "k": j, "offset": offset}
+
+    def _shown_at_end(self, mask):
+        """A mask of each sequence's last keys as one of all keys."""
+        mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
+        with_one_before = torch.nn.functional.pad(mask, (1, 0), value=True)
+        column = self.inputs["k"] - (self.seqlens_k - mask.shape[-1]) + 1
+        return with_one_before.take_along_dim(column.clamp(0, mask.shape[-1]), -1)
 
     def _place_packed(self, query, key, o):
         sequence_q, i, lengths_q = _rows(o.cu_seqlens_q, query.shape[0])

@@ -22,7 +22,7 @@ def _shared(query, key, value, o):
         o.query_offset if o.query_offsets is None else o.query_offsets, o.scale, o.softcap, o.alibi_slopes,
         o.dropout_p, seed, o.dropout_offset, origin, o.seqlens_q, o.seqlens_k, o.cu_seqlens_q, o.cu_seqlens_k,
         o.kernel_name, None, None, o.program, dict(zip(_names(o), captures_of(o))), o.sink_logits,
-        NORMALIZERS[o.normalizer], o.sink_keys,
+        NORMALIZERS[o.normalizer], o.sink_keys, o.mask_at_end,
     )  # fmt: skip
 
 

@@ -46,6 +46,7 @@ class Options(NamedTuple):
     sink_logits: Optional[Tensor] = None
     normalizer: int = 0  # of NORMALIZERS
     sink_keys: int = 0
+    mask_at_end: bool = False
     return_weights: int = 0  # of WEIGHTS
     return_column_sums: bool = False
     out_float32: bool = False  # beside 16-bit inputs

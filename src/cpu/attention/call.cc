@@ -85,6 +85,7 @@ Problem problem(const AttentionDesc& desc, const ForwardArgs& args) {
   p.out = operand(args.out);
   p.logsumexp = statistic(args.logsumexp);
   p.mask = broadcast(args.attn_mask);
+  if (desc.mask_at_end) p.mask_keys = desc.attn_mask.dims[3];
   p.bias = broadcast(args.attn_bias);
   if (args.alibi_slopes.given()) {
     const Tensor& slopes = args.alibi_slopes;

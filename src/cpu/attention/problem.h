@@ -40,6 +40,7 @@ struct Problem {
   int64_t seqlen_k = 0;
 
   Broadcast mask, bias;
+  int64_t mask_keys = -1;         // the mask tells of the last so many keys of each sequence; -1: of all
   const float* slopes = nullptr;  // ALiBi
   int64_t slopes_stride_b = 0, slopes_stride_h = 0;
   const float* sinks = nullptr;  // one more logit of each row of a head

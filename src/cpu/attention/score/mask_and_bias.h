@@ -15,7 +15,8 @@ inline Broadcast at_head(const Broadcast& x, int64_t b, int64_t h) {
 }
 
 struct MaskAndBias : Option {
-  Broadcast mask, bias;  // data moved to the head
+  Broadcast mask, bias;    // data moved to the head; the mask's to where key 0 would be
+  int64_t first_mask_key;  // the mask tells of the keys from here on; those before it shows
 
   struct View {
     const float* tile = nullptr;  // [key][query]; null: nothing is hidden and nothing added
@@ -27,8 +28,12 @@ struct MaskAndBias : Option {
 
   static constexpr bool kHides = true;
 
-  MaskAndBias(const Problem& problem, const Sequence&, int64_t b, int64_t h)
-      : mask(at_head(problem.mask, b, h)), bias(at_head(problem.bias, b, h)) {}
+  MaskAndBias(const Problem& problem, const Sequence& s, int64_t b, int64_t h)
+      : mask(at_head(problem.mask, b, h)),
+        bias(at_head(problem.bias, b, h)),
+        first_mask_key(problem.mask_keys < 0 ? 0 : s.len_k - problem.mask_keys) {
+    if (mask.data != nullptr) mask.data = static_cast<const uint8_t*>(mask.data) - first_mask_key * mask.stride_k;
+  }
 
   bool on() const { return mask.data != nullptr || bias.data != nullptr; }
   bool may_hide() const { return on(); }
@@ -41,7 +46,11 @@ struct MaskAndBias : Option {
   bool look(View& view, Memory& own, const Queries& queries, const Keys& keys) const {
     if (!on()) return true;
     Found found;
-    if (!found_by_bytes(found, queries, keys)) found = fill(own.tile, queries, keys);
+    if (keys.first + keys.begin < first_mask_key) {
+      found = found_before_mask(own.tile, queries, keys);
+    } else if (!found_by_bytes(found, queries, keys)) {
+      found = fill(own.tile, queries, keys);
+    }
     if (found.visible == 0) return false;
     if (found.changed == 0) return true;
     view.tile = own.tile;
@@ -68,15 +77,20 @@ struct MaskAndBias : Option {
   F added(const TilePlace& at, const View& view) const {
     return view.one_row ? broadcast(view.tile[at.key]) : load(view.tile + at.key * kTile + at.lane);
   }
-  F added(const RowPlace& at, const View&) const { return row(at.query, at.first_key + at.key, at.n); }
+  F added(const RowPlace& at, const View&) const {
+    const int64_t key = at.first_key + at.key;
+    return key < first_mask_key ? row_before_mask(at.query, key, at.n) : row(at.query, key, at.n);
+  }
   F added(const HeadsPlace&, const View&) const { return broadcast(0.0f); }
 
-  // Of n keys for query i.
+  F bias_row(int64_t i, int64_t key, int n) const {
+    if (bias.data == nullptr) return broadcast(0.0f);
+    return load_elements(bias.data, bias.dtype, i * bias.stride_q + key * bias.stride_k, bias.stride_k, n);
+  }
+
+  // Of n keys for query i, of all of which the mask tells.
   F row(int64_t i, int64_t key, int n) const {
-    F x = broadcast(0.0f);
-    if (bias.data != nullptr) {
-      x = load_elements(bias.data, bias.dtype, i * bias.stride_q + key * bias.stride_k, bias.stride_k, n);
-    }
+    const F x = bias_row(i, key, n);
     if (mask.data == nullptr) return x;
     const uint8_t* shown = static_cast<const uint8_t*>(mask.data) + i * mask.stride_q + key * mask.stride_k;
     F keep;
@@ -88,6 +102,17 @@ struct MaskAndBias : Option {
       keep = load_bool(buffer);
     }
     return select(equal(keep, broadcast(0.0f)), broadcast(-kInfinity), x);
+  }
+
+  // Of n keys for query i, the first of which stands before the mask.
+  F row_before_mask(int64_t i, int64_t key, int n) const {
+    alignas(F) float x[kLanes] = {};
+    store_first(x, bias_row(i, key, n), n);
+    const uint8_t* shown = static_cast<const uint8_t*>(mask.data) + i * mask.stride_q;
+    for (int64_t k = first_mask_key - key; k < n; ++k) {
+      if (shown[(key + k) * mask.stride_k] == 0) x[k] = -kInfinity;
+    }
+    return load(x);
   }
 
   // Bits of the lanes that are not -inf, and not 0.
@@ -120,6 +145,25 @@ struct MaskAndBias : Option {
     found.visible = shows;
     found.changed = hides;
     return true;
+  }
+
+  // Of a block whose first key stands before the mask.
+  Found found_before_mask(float* tile, const Queries& queries, const Keys& keys) const {
+    Keys before = keys, told = keys;
+    const int64_t begin = first_mask_key - keys.first;
+    before.end = told.begin = begin < keys.end ? static_cast<int>(begin) : keys.end;
+    Found found;
+    if (before.end == keys.end && bias.data == nullptr) {
+      found.visible = 1;
+      return found;
+    }
+    MaskAndBias bias_alone = *this;
+    bias_alone.mask.data = nullptr;
+    found = bias_alone.fill(tile, queries, before);
+    const Found rest = fill(tile, queries, told);
+    found.visible |= rest.visible;
+    found.changed |= rest.changed;
+    return found;
   }
 
   // tile[key][query], or tile[key] where all queries share one row.
