@@ -14,28 +14,8 @@
 
 #include "arena.h"
 #include "hostile.h"
-#include "setting.h"
 
 namespace polyhead::testing {
-
-// Calls round(random, number) for each number of the run; stops after a few failures.
-template <class Round>
-void repeat(const char* program, int64_t default_runs, Round round) {
-  const int64_t seed = setting("POLYHEAD_FUZZ_SEED", 1), first = setting("POLYHEAD_FUZZ_FIRST", 0);
-  const int64_t runs = setting("POLYHEAD_FUZZ_RUNS", default_runs);
-  std::printf("seed %lld, %lld runs\n", static_cast<long long>(seed), static_cast<long long>(runs));
-  const std::string test = ::testing::UnitTest::GetInstance()->current_test_info()->name();
-  for (int64_t n = first; n < first + runs; ++n) {
-    const std::string line = "POLYHEAD_FUZZ_SEED=" + std::to_string(seed) +
-                             " POLYHEAD_FUZZ_FIRST=" + std::to_string(n) + " POLYHEAD_FUZZ_RUNS=1 " + program +
-                             " --gtest_filter='*." + test + "'";
-    set_running(line);
-    SCOPED_TRACE(line);
-    Hostile random(static_cast<uint64_t>(seed) * 0x100000001b3u ^ static_cast<uint64_t>(n) * 0x9e3779b97f4a7c15u);
-    round(random);
-    if (::testing::Test::HasFailure()) return;
-  }
-}
 
 enum class Role { kInput, kOutput, kIntegers };
 
@@ -193,6 +173,9 @@ inline polyhead_attention_desc random_desc(Hostile& random) {
     o->given = random.chance(30);
     for (int i = 0; i < 4; ++i) o->dims[i] = random.chance(50) ? full[i] : 1;
   }
+  if (random.chance(d.attn_mask.given ? 30 : 2)) {  // refused without a mask
+    d.mask_at_end = 1, d.attn_mask.dims[3] = random.between(0, d.seqlen_k);
+  }
   d.attn_bias.dtype = static_cast<int32_t>(random.below(d.dtype == POLYHEAD_FLOAT64 ? 4 : 3));
   d.return_weights = random.chance(20) ? static_cast<int32_t>(random.between(1, 2)) : 0;
   d.return_column_sums = random.chance(20);
@@ -218,7 +201,7 @@ inline void print(const polyhead_attention_desc& d, const polyhead_plan_options&
   number("mask", d.attn_mask.given), number("bias", d.attn_bias.given), std::printf(" dropout_p=%.17g", d.dropout_p);
   number("return_weights", d.return_weights), number("return_column_sums", d.return_column_sums);
   number("has_windows", d.has_windows), number("has_sink_logits", d.has_sink_logits);
-  number("normalizer", d.normalizer), number("sink_keys", d.sink_keys);
+  number("normalizer", d.normalizer), number("sink_keys", d.sink_keys), number("mask_at_end", d.mask_at_end);
   std::printf(" program=%s", d.program != nullptr ? d.program : "none");
   std::printf("\n");
   std::fflush(stdout);

@@ -1,11 +1,18 @@
-// Hostile numbers and the values that break things.
+// Hostile numbers, the values that break things, and rounds of them.
 #pragma once
+
+#include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <iterator>
 #include <limits>
+#include <string>
+
+#include "setting.h"
+#include "testing/guard.h"
 
 namespace polyhead::testing {
 
@@ -60,5 +67,24 @@ class Hostile {
  private:
   uint64_t state_;
 };
+
+// Calls round(random) for each number of the run; stops after a few failures.
+template <class Round>
+void repeat(const char* program, int64_t default_runs, Round round) {
+  const int64_t seed = setting("POLYHEAD_FUZZ_SEED", 1), first = setting("POLYHEAD_FUZZ_FIRST", 0);
+  const int64_t runs = setting("POLYHEAD_FUZZ_RUNS", default_runs);
+  std::printf("seed %lld, %lld runs\n", static_cast<long long>(seed), static_cast<long long>(runs));
+  const std::string test = ::testing::UnitTest::GetInstance()->current_test_info()->name();
+  for (int64_t n = first; n < first + runs; ++n) {
+    const std::string line = "POLYHEAD_FUZZ_SEED=" + std::to_string(seed) +
+                             " POLYHEAD_FUZZ_FIRST=" + std::to_string(n) + " POLYHEAD_FUZZ_RUNS=1 " + program +
+                             " --gtest_filter='*." + test + "'";
+    set_running(line);
+    SCOPED_TRACE(line);
+    Hostile random(static_cast<uint64_t>(seed) * 0x100000001b3u ^ static_cast<uint64_t>(n) * 0x9e3779b97f4a7c15u);
+    round(random);
+    if (::testing::Test::HasFailure()) return;
+  }
+}
 
 }  // namespace polyhead::testing

@@ -124,3 +124,10 @@ def test_the_page_of_the_command_has_every_sub_command():
     names = re.findall(r"^  (\w+) ", said.partition("Subcommands:")[2], re.M)
     sections = re.findall(r"^## (\w+)$", (ROOT / "docs" / "command.md").read_text(), re.M)
     assert "bench" in names and names == sections
+
+
+def test_the_tests_that_the_page_of_testing_names_are_there():
+    sources = [path.read_text() for path in (ROOT / "tests").rglob("*.cc")]
+    there = {f"{suite}.{name}" for source in sources for suite, name in re.findall(r"^TEST\((\w+), (\w+)\)", source, re.M)}
+    named = set(re.findall(r"`([A-Z]\w+\.[A-Z]\w+)`", (ROOT / "docs/testing.md").read_text()))
+    assert len(named) > 10 and named <= there
