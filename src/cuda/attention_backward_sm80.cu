@@ -3,7 +3,7 @@
 // writes, and every sum has one order. P and dS: pairs.cuh.
 //   dX = dS times the derivative of softcap   dQ = scale dX K   dK = scale dX^T Q   dV = dropout(P)^T dO
 //   pass over queries   own Q, dO   others K, V    sums dQ
-//   pass over keys      own K, V    others Q, dO   sums dK, dV
+//   pass over keys      own K, V    others Q, dO   sums dK, dV; of many columns one of both, in a pass each
 #include <cmath>
 
 #include "cuda/pairs.cuh"
@@ -11,13 +11,20 @@
 namespace polyhead::cuda {
 namespace {
 
-// With 32 others at a time dK and dV of many columns would be spilled, 264 bytes.
-template <int kD, bool kKeys>
-constexpr int kOthers = kKeys&& kD > 64 ? 16 : 32;
+// What a pass sums.
+constexpr int kOfQuery = 0, kOfKeyAndValue = 1, kOfKey = 2, kOfValue = 3;
 
-template <class T, int kD, bool kKeys, bool kOptions>  // kKeys: the pass over keys
-class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
-  static constexpr int kStep = kOthers<kD, kKeys>, kSums = kKeys ? 2 : 1;
+// With 32 others at a time sums of many columns would be spilled: dK and dV of 128 264 bytes.
+template <int kD, int kPass>
+constexpr int kOthers = kD*(kPass == kOfKeyAndValue ? 2 : 1) > 128 ? 16 : 32;
+
+// kWide: gradients are float32, of elements that are not.
+template <class T, int kD, int kPass, bool kWide, bool kOptions>
+class Backward : Pairs<T, kD, kPass != kOfQuery, kOptions, kOthers<kD, kPass>> {
+  static constexpr bool kKeys = kPass != kOfQuery;
+  static constexpr bool kScored = kPass != kOfValue;                               // dQ or dK, in sums[0]
+  static constexpr bool kWeighted = kPass == kOfKeyAndValue || kPass == kOfValue;  // dV, in the last of sums
+  static constexpr int kStep = kOthers<kD, kPass>, kSums = kScored + kWeighted;
   static constexpr int kStages = PairsMemory<T, kD>::kStages;
   using Base = Pairs<T, kD, kKeys, kOptions, kStep>;
   using Base::cut, Base::range, Base::range_of, Base::group, Base::row_index, Base::sees, Base::shows,
@@ -37,15 +44,26 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
     const int64_t limit = kKeys ? band.keys : band.queries, first_own = kKeys ? band.first_k : band.first_q;
     const int64_t end_own = own + kBlockRows < limit ? own + kBlockRows : limit;
     const Range of_first = range_of(band, own), of_last = range_of(band, end_own - 1);
-    const int64_t begin = of_first.first / kTileRows * kTileRows, end = own < end_own ? of_last.last : 0;
+    const bool sinks = kOptions && kKeys && own < band.sinks;  // seen by queries to the last
+    const int64_t begin = of_first.first / kTileRows * kTileRows,
+                  end = own < end_own ? (sinks ? of_first : of_last).last : 0;
+    int64_t before_gap = 0, gap = 0;
+    if constexpr (kOptions && !kKeys) {
+      before_gap = (band.sinks + kTileRows - 1) / kTileRows;
+      const int64_t behind = band.behind_sinks(own), whole_tiles = (end + kTileRows - 1) / kTileRows * kTileRows;
+      gap = (behind < whole_tiles ? behind : whole_tiles) - before_gap * kTileRows;
+      if (gap < 0) gap = 0;
+    }
     if (threadIdx.x == 0) {
       shared.not_finite = 0;
       shared.band = band;
       shared.all = {of_last.first, of_first.last};
       shared.begin = begin;
+      shared.before_gap = static_cast<int>(before_gap);
+      shared.gap = gap;
     }
     __syncthreads();
-    tiles = begin < end ? static_cast<int>((end - begin + kTileRows - 1) / kTileRows) : 0;
+    tiles = begin < end ? static_cast<int>((end - begin - gap + kTileRows - 1) / kTileRows) : 0;
     const int all = kKeys ? tiles * static_cast<int>(group()) : tiles;  // of each query head that reads these keys
     if (all > 0) {
       load_tile(shared.own[0], kKeys ? p.key : p.query, b, h, first_own, own, end_own, p.head_dim);
@@ -61,30 +79,38 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
       __syncthreads();  // tile t is there, the other stage is free
       if (kStages == 2 && t + 1 < all) load_others(t + 1);
       if (t < 0) continue;
-      first = shared.begin + t % tiles * kTileRows;
+      first = first_of_tile(t);
       stage = t % kStages;
       cut = hides_pairs() || first < shared.all.first || first + kTileRows > shared.all.last;
-      for (int r = 0; r < 2; ++r) range[r] = {range_of(shared.band, row_index(r)), first};
+      for (int r = 0; r < 2; ++r) {
+        if constexpr (kOptions && !kKeys) {
+          range[r] = {shared.band.seen_by(p, row_index(r)), first};
+        } else {
+          range[r] = {range_of(shared.band, row_index(r)), first};
+        }
+      }
       if constexpr (kKeys) head = h * static_cast<int>(group()) + t / tiles;
       this->draw();
       careful = cut && hides_not_finite(t + 1);
 #pragma unroll 1
       for (int from = 0; from < kTileRows; from += kStep) step(from);
     }
-    if constexpr (kKeys) {
-      store(p.grad_key, sums[0], p.head_dim, p.scale);
-      store(p.grad_value, sums[1], p.head_dim_v, 1);
-    } else {
-      store(p.grad_query, sums[0], p.head_dim, p.scale);
-    }
+    if constexpr (kScored) store(kKeys ? p.grad_key : p.grad_query, sums[0], p.head_dim, p.scale);
+    if constexpr (kWeighted) store(p.grad_value, sums[kSums - 1], p.head_dim_v, 1);
   }
 
  private:
   __device__ int64_t num_others() const { return kKeys ? shared.band.queries : shared.band.keys; }
   __device__ int64_t first_other() const { return kKeys ? shared.band.first_q : shared.band.first_k; }
 
+  __device__ int64_t first_of_tile(int t) const {
+    const int64_t other = shared.begin + t % tiles * kTileRows;
+    if constexpr (!kOptions || kKeys) return other;
+    return t < shared.before_gap ? other : other + shared.gap;
+  }
+
   __device__ void load_others(int t) {
-    const int64_t others = kKeys ? h * group() + t / tiles : h / group(), row = shared.begin + t % tiles * kTileRows;
+    const int64_t others = kKeys ? h * group() + t / tiles : h / group(), row = first_of_tile(t);
     const int to = t % kStages;
     load_tile(shared.others[to][0], kKeys ? p.query : p.key, b, others, first_other(), row, num_others(), p.head_dim);
     load_tile(shared.others[to][1], kKeys ? p.grad_out : p.value, b, others, first_other(), row, num_others(),
@@ -109,7 +135,7 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
   __device__ void step(int from) {
     Block P = {}, dS = {};
     this->products(P, 0, from);
-    this->products(dS, 1, from);
+    if constexpr (kScored) this->products(dS, 1, from);
     if constexpr (kOptions) {
       const auto of_product = [](float gradient, float derivative, int, int) { return gradient * derivative; };
       this->weights_by_options(P, dS, from, this->score_of_tile(), of_product);
@@ -117,14 +143,16 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
       this->weights(P, dS, from);
     }
     if (careful) clear_others(from);
-    multiply(sums[0], dS, shared.others[stage][0], from);
-    if constexpr (kKeys) multiply(sums[1], P, shared.others[stage][1], from);
+    if constexpr (kScored) multiply(sums[0], dS, shared.others[stage][0], from);
+    if constexpr (kWeighted) multiply(sums[kSums - 1], P, shared.others[stage][1], from);
     if (careful) add_not_finite(P, from);
   }
 
   // sum += factors [16, kStep] others [kStep, kD]
   __device__ void multiply(float (&sum)[kD / 8][4], Block& factors, Tile<T, kD>& others, int from) {
-    if constexpr (T::kOnTensorCores) {
+    if constexpr (kWide) {
+      multiply_exactly(sum, factors, others, from);
+    } else if constexpr (T::kOnTensorCores) {
       multiply_rounded(sum, factors, others, from);
     } else {
       multiply_weights(sum, factors, others, from, lane);
@@ -153,6 +181,51 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
           multiply_add<T>(sum[n + 1], rest, x[2], x[3]);
         }
       }
+    }
+  }
+
+  // The same with factors in two numbers, of 16 (float16 22) bits. A row's are scaled so that the largest is near 2^15: of
+  // what is below 6e-5 float16 would hold few digits.
+  __device__ void multiply_exactly(float (&sum)[kD / 8][4], const Block& factors, Tile<T, kD>& others, int from) {
+    float up[2], down[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float largest = 0;
+#pragma unroll
+      for (int n = 0; n < kStep / 8; ++n) {
+        largest = fmaxf(largest, fmaxf(fabsf(factors[n][2 * r]), fabsf(factors[n][2 * r + 1])));
+      }
+      const unsigned exponent = __float_as_uint(max_of_row(largest)) >> 23;  // 127 of 1
+      const unsigned of_up = exponent < 15 ? 253 : 268 - exponent;           // largest * up: from 2^14 to 2^15
+      up[r] = __uint_as_float(of_up << 23);
+      down[r] = __uint_as_float((254 - of_up) << 23);
+    }
+    unsigned whole[kStep / 16][4], rest[kStep / 16][4];
+#pragma unroll
+    for (int k = 0; k < kStep / 16; ++k) {
+#pragma unroll
+      for (int a = 0; a < 4; ++a) {
+        const float low = up[a % 2] * factors[2 * k + a / 2][a % 2 * 2],
+                    high = up[a % 2] * factors[2 * k + a / 2][a % 2 * 2 + 1];
+        whole[k][a] = packed<T>(low, high);
+        rest[k][a] = packed<T>(low - low_half<T>(whole[k][a]), high - high_half<T>(whole[k][a]));
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kD / 8; n += 2) {
+      float product[2][4] = {};
+#pragma unroll
+      for (int k = 0; k < kStep / 16; ++k) {
+        unsigned x[4];
+        load_matrices_transposed(x, others.piece(from + k * 16 + lane % 16, n + lane / 16));
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          multiply_add<T>(product[c], rest[k], x[2 * c], x[2 * c + 1]);
+          multiply_add<T>(product[c], whole[k], x[2 * c], x[2 * c + 1]);
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sum[n + e / 4][e % 4] += down[e / 2 % 2] * product[e / 4][e % 4];
     }
   }
 
@@ -188,16 +261,18 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int column = first_column + e % 2;
-          if (seen[e / 2] && column < p.head_dim && !finite(scored, kKeys ? p.query : p.key, x, column))
-            sums[0][0][e] = NAN;
-          if constexpr (kKeys) {
+          if constexpr (kScored) {
+            const bool there = seen[e / 2] && column < p.head_dim;
+            if (there && !finite(scored, kKeys ? p.query : p.key, x, column)) sums[0][0][e] = NAN;
+          }
+          if constexpr (kWeighted) {
             if (!seen[e / 2] || column >= p.head_dim_v || finite(weighted, p.grad_out, x, column)) continue;
             const float grad = to_float(weighted[x * p.grad_out.row + column * p.grad_out.column]);
-            sums[1][0][e] += positive[e / 2] >> x & 1 ? grad : NAN;
+            sums[kSums - 1][0][e] += positive[e / 2] >> x & 1 ? grad : NAN;
           }
         }
         rotate(sums[0]);
-        if constexpr (kKeys) rotate(sums[1]);
+        if constexpr (kSums == 2) rotate(sums[1]);
       }
     }
   }
@@ -211,8 +286,8 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
   }
 
   // A row that takes part in no visible pair gets 0, or keeps what is there.
-  __device__ void store(const Gradient& gradient, float (&sum)[kD / 8][4], int columns, float factor) {
-    if (gradient.rows.data == nullptr) return;
+  __device__ void store(const Rows& rows, float (&sum)[kD / 8][4], int columns, float factor) {
+    if (rows.data == nullptr) return;
     const Band& band = shared.band;
     const int64_t num_own = kKeys ? band.rows_k : band.rows_q, first_own = kKeys ? band.first_k : band.first_q;
     const bool unseen[2] = {range_of(band, row_index(0)).empty(), range_of(band, row_index(1)).empty()};
@@ -223,10 +298,9 @@ class Backward : Pairs<T, kD, kKeys, kOptions, kOthers<kD, kKeys>> {
         const int64_t row = row_index(e / 2);
         const int column = first_column + e % 2;
         if (row >= num_own || column >= columns || (unseen[e / 2] && p.accumulate)) continue;
-        const Rows& rows = gradient.rows;
         const int64_t at = b * rows.batch + h * rows.head + (first_own + row) * rows.row + column * rows.column;
         float value = unseen[e / 2] ? 0 : factor * sum[0][e] + 0.f;  // -0 + 0 is +0
-        if (gradient.wide) {
+        if constexpr (kWide || sizeof(T) == sizeof(float)) {
           float* to = static_cast<float*>(rows.data) + at;
           *to = p.accumulate ? *to + value : value;
         } else {
@@ -272,17 +346,22 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__
   }
 }
 
-template <class T, int kD, bool kKeys, bool kOptions>
-__global__ void __launch_bounds__(kThreads, 2) backward_kernel(const __grid_constant__ BackwardProblem problem) {
-  Backward<T, kD, kKeys, kOptions>(problem, dynamic_shared<PairsMemory<T, kD>>()).run();
+template <class T, int kD, int kPass, bool kWide, bool kOptions>
+__global__ void __launch_bounds__(kThreads, kD > 128 ? 1 : 2)
+    backward_kernel(const __grid_constant__ BackwardProblem problem) {
+  Backward<T, kD, kPass, kWide, kOptions>(problem, dynamic_shared<PairsMemory<T, kD>>()).run();
 }
 
-template <class T, int kD, bool kKeys>
+template <class T, int kD, int kPass>
 cudaError_t launch_pass(const BackwardProblem& p, cudaStream_t stream) {
-  const unsigned blocks = kKeys ? p.key_blocks : p.query_blocks;
+  const unsigned blocks = kPass == kOfQuery ? p.query_blocks : p.key_blocks;
   if (blocks == 0) return cudaSuccess;
   const int bytes = sizeof(PairsMemory<T, kD>);
-  const auto kernel = p.has_options ? backward_kernel<T, kD, kKeys, true> : backward_kernel<T, kD, kKeys, false>;
+  auto kernel =
+      p.has_options ? backward_kernel<T, kD, kPass, false, true> : backward_kernel<T, kD, kPass, false, false>;
+  if constexpr (T::kOnTensorCores) {
+    if (p.wide_gradients) kernel = backward_kernel<T, kD, kPass, true, true>;  // asks for each option
+  }
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
   kernel<<<blocks, kThreads, bytes, stream>>>(p);
@@ -291,10 +370,17 @@ cudaError_t launch_pass(const BackwardProblem& p, cudaStream_t stream) {
 
 template <class T, int kD>
 cudaError_t launch_passes(const BackwardProblem& p, cudaStream_t stream) {
+  const bool of_query = p.grad_query.data != nullptr, of_key = p.grad_key.data != nullptr,
+             of_value = p.grad_value.data != nullptr;
   cudaError_t error = cudaSuccess;
-  if (p.grad_query.rows.data != nullptr) error = launch_pass<T, kD, false>(p, stream);
-  if (error != cudaSuccess || (p.grad_key.rows.data == nullptr && p.grad_value.rows.data == nullptr)) return error;
-  return launch_pass<T, kD, true>(p, stream);
+  if (of_query) error = launch_pass<T, kD, kOfQuery>(p, stream);
+  if constexpr (kD > 128) {
+    if (error == cudaSuccess && of_key) error = launch_pass<T, kD, kOfKey>(p, stream);
+    if (error == cudaSuccess && of_value) error = launch_pass<T, kD, kOfValue>(p, stream);
+  } else if (error == cudaSuccess && (of_key || of_value)) {
+    error = launch_pass<T, kD, kOfKeyAndValue>(p, stream);
+  }
+  return error;
 }
 
 template <class T>
@@ -304,7 +390,7 @@ cudaError_t launch(const BackwardProblem& p, cudaStream_t stream) {
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   }
   const int columns = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-  return columns <= 64 ? launch_passes<T, 64>(p, stream) : launch_passes<T, kMostHeadDim>(p, stream);
+  return with_columns<T>(columns, [&]<int kD>() { return launch_passes<T, kD>(p, stream); });
 }
 
 }  // namespace

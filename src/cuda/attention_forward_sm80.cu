@@ -15,7 +15,11 @@ namespace {
 
 template <class T, int kD>
 struct Memory {
-  Tile<T, kD> Q, K, V;
+  // Of more columns of V a block does 128, since O would not fit in the registers of a thread: another does the rest.
+  static constexpr int kColumns = kD < 128 ? kD : 128;
+
+  Tile<T, kD> Q, K;
+  Tile<T, kColumns> V;
   int not_finite;  // 1 + the last key tile whose V had an infinity or a NaN that some row must not see
   // Not held in registers: of the block's sequence, and the keys that all of the block's queries see.
   Band band;
@@ -24,6 +28,9 @@ struct Memory {
   KeyPlaces places;  // of the keys in pages
   Kept kept;         // by dropout, of the key tile
 };
+
+static_assert(sizeof(Memory<Float32, kMostHeadDimFloat32>) <= kEveryGpuBytes);
+static_assert(sizeof(Memory<BFloat16, kMostHeadDim>) <= kEveryGpuBytes);
 
 // One warp's share of a tile of scores: S, then P.
 struct Scores {
@@ -41,6 +48,8 @@ struct Row {
 
 template <class T, int kD, bool kOptions>  // kOptions: a score is more than a product, see Problem
 class Forward {
+  static constexpr int kColumns = Memory<T, kD>::kColumns;
+
  public:
   __device__ Forward(const Problem& problem, Memory<T, kD>& memory)
       : p(problem), shared(memory), lane(static_cast<int>(threadIdx.x) % 32), warp(static_cast<int>(threadIdx.x) / 32) {
@@ -60,6 +69,7 @@ class Forward {
       begin += blockIdx.y * keys;
       if (end > begin + keys) end = begin + keys;
     }
+    if (kOptions && begin >= band.sinks && begin < band.behind_sinks(query)) begin = band.behind_sinks(query);
     if (threadIdx.x == 0) {
       shared.not_finite = 0;
       shared.band = band;
@@ -72,15 +82,16 @@ class Forward {
       load_tile(shared.Q, p.query, b, h, band.first_q, query, end_q, p.head_dim);
       load_keys(shared.K, p.key, begin, p.head_dim);
     }
-    for (int64_t j = begin; j < end; j += kTileRows) {
+    for (int64_t j = begin, next; j < end; j = next) {
+      next = tile_behind(j);
       wait_for_copies();
       __syncthreads();  // K_j is there, V is free
-      load_keys(shared.V, p.value, j, p.head_dim_v);
-      if (in_pages() && j + kTileRows < end) shared.places.find(p.pages, b, j + kTileRows, shared.band.keys);
+      load_keys(shared.V, p.value, j, p.head_dim_v - first_column(), first_column());
+      if (in_pages() && next < end) shared.places.find(p.pages, b, next, shared.band.keys);
       if (busy()) scores();
       wait_for_copies();
       __syncthreads();  // V_j is there, K is free
-      if (j + kTileRows < end) load_keys(shared.K, p.key, j + kTileRows, p.head_dim);
+      if (next < end) load_keys(shared.K, p.key, next, p.head_dim);
       // Some row does not see some key.
       const bool cut = hides_pairs() || j < shared.all.first || j + kTileRows > shared.all.last;
       if (busy()) weights(j, cut);
@@ -104,7 +115,22 @@ class Forward {
   // Whether the warp has queries: where they are few it brings keys alone.
   __device__ bool busy() const { return query + warp * 16 < shared.band.queries; }
   __device__ int64_t h_kv() const { return h / (p.heads / p.heads_kv); }
+  // Of V and O, that the block does.
+  __device__ int first_column() const { return kColumns < kD ? static_cast<int>(blockIdx.z) * kColumns : 0; }
   __device__ bool in_pages() const { return p.pages.table != nullptr; }
+
+  // Sinks of the tile at key j.
+  __device__ int sinks_from(int64_t j) const { return kOptions ? TileRange::bounded(p.sink_keys - j) : 0; }
+
+  // The key at which the next tile begins. What nobody sees between sinks and windows is left out, but for one tile where
+  // KeyPlaces would have the place of that at j for it.
+  __device__ int64_t tile_behind(int64_t j) const {
+    const int64_t next = j + kTileRows;
+    if constexpr (!kOptions) return next;
+    const int64_t behind = shared.band.behind_sinks(query);
+    if (next < shared.band.sinks || next >= behind) return next;
+    return (behind - j) / kTileRows % 2 == 0 ? behind - kTileRows : behind;
+  }
 
   // Key or value j of the sequence, which is below its length; null: its page does not exist.
   __device__ const T* row_of(const Rows& rows, int64_t j) const {
@@ -115,9 +141,12 @@ class Forward {
   }
 
   // K_j or V_j
-  __device__ void load_keys(Tile<T, kD>& tile, const Rows& rows, int64_t j, int columns) {
-    load_rows(tile, rows, columns,
-              [&](int row) { return j + row < shared.band.keys ? row_of(rows, j + row) : nullptr; });
+  template <int kWidth>
+  __device__ void load_keys(Tile<T, kWidth>& tile, const Rows& rows, int64_t j, int columns, int from = 0) {
+    load_rows(tile, rows, columns, [&](int n) {
+      const T* row = j + n < shared.band.keys ? row_of(rows, j + n) : nullptr;
+      return row == nullptr ? row : row + from * rows.column;
+    });
   }
 
   // S = scale Q K^T
@@ -135,12 +164,11 @@ class Forward {
 
   // S <- P of the tile at key j. `cut`: not every row sees every key.
   __device__ void weights(int64_t j, bool cut) {
-    if (kOptions || cut) {
-      for (int r = 0; r < 2; ++r) rows[r].keys = {shared.band.keys_of(row_index(r)), j};
-    }
     if constexpr (kOptions) {
+      for (int r = 0; r < 2; ++r) rows[r].keys = {shared.band.seen_by(p, row_index(r)), j};
       apply_options(j);
     } else if (cut) {
+      for (int r = 0; r < 2; ++r) rows[r].keys = {shared.band.keys_of(row_index(r)), j};
       hide();
     }
     softmax();
@@ -162,6 +190,7 @@ class Forward {
   // The same, of the scores that options make.
   __device__ void apply_options(int64_t j) {
     const Score score(p, shared.band.offset, b, h, query, j);
+    const int sinks = sinks_from(j);
 #pragma unroll 1
     for (int key = lane % 4 * 2; key < kTileRows; key += 8) {
       float done[4];
@@ -169,7 +198,8 @@ class Forward {
       for (int e = 0; e < 4; ++e) {
         Row& row = rows[e / 2];
         float x = S.x[0][e], derivative;
-        const bool visible = row.keys.holds(key + e % 2) && score.of(x, derivative, local_row(e / 2), key + e % 2);
+        const bool visible =
+            row.keys.holds(key + e % 2, sinks) && score.of(x, derivative, local_row(e / 2), key + e % 2);
         done[e] = visible ? x : -INFINITY;
         row.seen |= visible;
       }
@@ -201,7 +231,7 @@ class Forward {
       }
     }
 #pragma unroll
-    for (int n = 0; n < kD / 8; ++n) {
+    for (int n = 0; n < kColumns / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) O[n][e] *= alpha[e / 2];
     }
@@ -244,7 +274,7 @@ class Forward {
         }
       }
 #pragma unroll
-      for (int n = 0; n < kD / 8; n += 2) {
+      for (int n = 0; n < kColumns / 8; n += 2) {
         unsigned values[4];
         load_matrices_transposed(values, shared.V.piece(k * 16 + lane % 16, n + lane / 16));
         multiply_add<T>(O[n], P, values[0], values[1]);
@@ -277,13 +307,13 @@ class Forward {
       if (value == nullptr) continue;
       bool sees[2];
       for (int r = 0; r < 2; ++r) {
-        sees[r] = rows[r].keys.holds(key) && (!hides_pairs() || score.shows(local_row(r), key));
+        sees[r] = rows[r].keys.holds(key, sinks_from(j)) && (!hides_pairs() || score.shows(local_row(r), key));
       }
 #pragma unroll 1
-      for (int first_column = lane % 4 * 2; first_column < kD; first_column += 8) {
+      for (int of_lane = lane % 4 * 2; of_lane < kColumns; of_lane += 8) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int column = first_column + e % 2;
+          const int column = first_column() + of_lane + e % 2;
           if (!sees[e / 2] || column >= p.head_dim_v) continue;
           const float v = to_float(value[column * p.value.column]);
           if (v - v != 0) O[0][e] += positive[e / 2] >> key & 1 ? v : NAN;
@@ -321,25 +351,28 @@ class Forward {
     const int64_t row = shared.band.first_q + i;
     T* out = static_cast<T*>(p.out.data) + b * p.out.batch + h * p.out.head + row * p.out.row;
 #pragma unroll
-    for (int n = 0; n < kD / 8; ++n) {
+    for (int n = 0; n < kColumns / 8; ++n) {
       for (int e = 0; e < 2; ++e) {
-        const int column = n * 8 + lane % 4 * 2 + e;
+        const int column = first_column() + n * 8 + lane % 4 * 2 + e;
         if (column < p.head_dim_v) out[column * p.out.column] = finished.out(O[n][2 * r + e]);
       }
     }
-    if (p.logsumexp.data != nullptr && lane % 4 == 0) statistic(p.logsumexp, b, h, row) = finished.logsumexp();
+    if (p.logsumexp.data != nullptr && tells_statistics()) statistic(p.logsumexp, b, h, row) = finished.logsumexp();
   }
+
+  // One of the lanes and blocks that know them.
+  __device__ bool tells_statistics() const { return lane % 4 == 0 && first_column() == 0; }
 
   // Where no key was seen O is not read.
   __device__ void leave(const RowSums& sums, int r, int64_t i) const {
     const RowParts parts(p, b, h, shared.band.first_q, i);
-    if (lane % 4 == 0) parts.store(blockIdx.y, sums);
+    if (tells_statistics()) parts.store(blockIdx.y, sums);
     if (!sums.seen()) return;
     float* out = parts.sums(blockIdx.y);
 #pragma unroll
-    for (int n = 0; n < kD / 8; ++n) {
+    for (int n = 0; n < kColumns / 8; ++n) {
       for (int e = 0; e < 2; ++e) {
-        const int column = n * 8 + lane % 4 * 2 + e;
+        const int column = first_column() + n * 8 + lane % 4 * 2 + e;
         if (column < p.head_dim_v) out[column] = O[n][2 * r + e];
       }
     }
@@ -352,7 +385,7 @@ class Forward {
   int lane, warp;
   Row rows[2];
   Scores S;
-  float O[kD / 8][4] = {};
+  float O[kColumns / 8][4] = {};
 };
 
 template <class T, int kD, bool kOptions>
@@ -366,7 +399,9 @@ cudaError_t launch_kernel(const Problem& p, cudaStream_t stream) {
   const auto kernel = p.has_options ? forward_kernel<T, kD, true> : forward_kernel<T, kD, false>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  kernel<<<dim3(p.query_blocks, static_cast<unsigned>(p.parts)), kThreads, bytes, stream>>>(p);
+  const int column_blocks = p.head_dim_v > Memory<T, kD>::kColumns ? kD / Memory<T, kD>::kColumns : 1;
+  const dim3 grid(p.query_blocks, static_cast<unsigned>(p.parts), static_cast<unsigned>(column_blocks));
+  kernel<<<grid, kThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 
@@ -381,8 +416,12 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   const RowSums sums = parts.merged<T>();
   const FinishedRow<T, true> finished(p, h, sums);
   T* out = static_cast<T*>(p.out.data) + b * p.out.batch + h * p.out.head + i * p.out.row;
-  for (int column = lane; column < p.head_dim_v; column += 32) {
-    out[column * p.out.column] = finished.out(parts.merged_sum<T>(sums.m, column));
+  float O[kMostHeadDim / 32] = {};
+  parts.merge_sums<T>(sums.m, lane, O);
+#pragma unroll
+  for (int c = 0; c < kMostHeadDim / 32; ++c) {
+    const int column = lane + 32 * c;
+    if (column < p.head_dim_v) out[column * p.out.column] = finished.out(O[c]);
   }
   if (p.logsumexp.data != nullptr && lane == 0) statistic(p.logsumexp, b, h, i) = finished.logsumexp();
 }
@@ -397,7 +436,7 @@ cudaError_t launch_merge(const Problem& p, cudaStream_t stream) {
 template <class T>
 cudaError_t launch(const Problem& p, cudaStream_t stream) {
   const int columns = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-  const cudaError_t error = columns <= 64 ? launch_kernel<T, 64>(p, stream) : launch_kernel<T, kMostHeadDim>(p, stream);
+  const cudaError_t error = with_columns<T>(columns, [&]<int kD>() { return launch_kernel<T, kD>(p, stream); });
   return error == cudaSuccess && p.parts > 1 ? launch_merge<T>(p, stream) : error;
 }
 

@@ -15,7 +15,9 @@ struct Memory {
   float columns[kThreads / 32][kTileRows];  // sums over the rows of a warp
 };
 
-static_assert(sizeof(Memory<Float32, kMostHeadDim>) <= kWideFloat32Bytes);
+static_assert(sizeof(Memory<Float32, 64>) <= kEveryGpuBytes && sizeof(Memory<BFloat16, 128>) <= kEveryGpuBytes);
+static_assert(sizeof(Memory<Float32, kMostHeadDimFloat32>) <= kWideBytes);
+static_assert(sizeof(Memory<BFloat16, kMostHeadDim>) <= kWideBytes);
 
 // Number n of dims[0] x dims[1] x dims[2] x dims[3]: a tile of pairs, or of the gradient.
 struct Place {
@@ -86,7 +88,9 @@ class ScoreGradients : Pairs<T, kD, false, true, kTileRows> {
     own = at.query_tile * kTileRows, b = static_cast<int>(at.b), head = static_cast<int>(at.h), offset = band.offset;
     first = at.key_tile * kTileRows;
     const int64_t end = own + kTileRows < band.queries ? own + kTileRows : band.queries;
-    const bool some = own < end && band.keys_of(own).first < first + kTileRows && first < band.keys_of(end - 1).last;
+    const bool gap = first >= band.sinks && first < band.behind_sinks(own);
+    const bool some =
+        own < end && !gap && band.keys_of(own).first < first + kTileRows && first < band.keys_of(end - 1).last;
     __syncthreads();  // the last tiles have been used
     if (!loaded) {
       load_tile(shared.own[0], p.query, b, head, band.first_q, own, end, p.head_dim);
@@ -94,7 +98,7 @@ class ScoreGradients : Pairs<T, kD, false, true, kTileRows> {
       this->read_statistics(band);
     }
     if (!some) return;
-    for (int r = 0; r < 2; ++r) range[r] = {band.keys_of(row_index(r)), first};
+    for (int r = 0; r < 2; ++r) range[r] = {band.seen_by(p, row_index(r)), first};
     load_tile(shared.others[0][0], p.key, b, head / this->group(), band.first_k, first, band.keys, p.head_dim);
     load_tile(shared.others[0][1], p.value, b, head / this->group(), band.first_k, first, band.keys, p.head_dim_v);
     this->draw();
@@ -232,10 +236,9 @@ cudaError_t launch_sums(const BackwardProblem& p, const PairSums& sums, cudaStre
 
 template <class T>
 cudaError_t launch(const BackwardProblem& p, cudaStream_t stream) {
+  const int columns = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
   for (const PairSums& sums : {p.bias_sums, p.slope_sums}) {
-    const bool small = p.head_dim <= 64 && p.head_dim_v <= 64;
-    const cudaError_t error =
-        small ? launch_sums<T, 64>(p, sums, stream) : launch_sums<T, kMostHeadDim>(p, sums, stream);
+    const cudaError_t error = with_columns<T>(columns, [&]<int kD>() { return launch_sums<T, kD>(p, sums, stream); });
     if (error != cudaSuccess) return error;
   }
   if (p.grad_sinks == nullptr || p.heads == 0) return cudaSuccess;

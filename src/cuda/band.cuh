@@ -7,13 +7,13 @@
 
 namespace polyhead::cuda {
 
-__device__ inline int64_t of_sequence(const PerSequence& x, int64_t b) {
-  return x.wide ? static_cast<const int64_t*>(x.data)[b * x.stride] : static_cast<const int32_t*>(x.data)[b * x.stride];
+__device__ inline int64_t element(const Integers& x, int64_t n) {
+  return x.wide ? static_cast<const int64_t*>(x.data)[n * x.stride] : static_cast<const int32_t*>(x.data)[n * x.stride];
 }
 
-__device__ inline int64_t length(const PerSequence& lengths, int64_t b, int64_t most) {
+__device__ inline int64_t length(const Integers& lengths, int64_t b, int64_t most) {
   if (lengths.data == nullptr) return most;
-  const int64_t n = of_sequence(lengths, b);
+  const int64_t n = element(lengths, b);
   return n < 0 ? 0 : n < most ? n : most;
 }
 
@@ -28,9 +28,9 @@ __device__ inline int64_t bounded_sum(int64_t a, int64_t b) {
 }
 
 // Packed: where rows of sequence b begin, of `total`. Those behind the last one count as a sequence of padding.
-__device__ inline int64_t first_row(const PerSequence& cu_seqlens, int64_t batch, int64_t b, int64_t total) {
+__device__ inline int64_t first_row(const Integers& cu_seqlens, int64_t batch, int64_t b, int64_t total) {
   if (b > batch) return total;
-  const int64_t first = of_sequence(cu_seqlens, b);
+  const int64_t first = element(cu_seqlens, b);
   return first < 0 ? 0 : first < total ? first : total;
 }
 
@@ -71,18 +71,20 @@ struct TileRange {
   TileRange() = default;
   __device__ TileRange(const Range& range, int64_t tile)
       : first(bounded(range.first - tile)), last(bounded(range.last - tile)) {}
-  __device__ bool holds(int x) const { return first <= x && x < last; }
+  // Whether x is in the range, or in front of it among so many others of the tile.
+  __device__ bool holds(int x, int sinks = 0) const { return (first <= x || x < sinks) && x < last; }
 
- private:
   __device__ static int bounded(int64_t x) { return x < 0 ? 0 : x < kTileRows ? static_cast<int>(x) : kTileRows; }
 };
 
-// Query i sees keys from max(0, i + begin) to min(keys, i + end).
+// Query i sees keys from max(0, i + begin) to min(keys, i + end), and below these the first `sinks`; where each query has
+// a window, of these keys those that are in it.
 struct Band {
   int64_t first_q = 0, first_k = 0;  // of the sequence, where it is packed with others
   int64_t rows_q, rows_k;            // that the sequence has
   int64_t queries, keys;             // of these; the rows behind are padding
   int64_t begin, end;
+  int64_t sinks = 0;
   int64_t offset;
 
   __device__ Band(const Problem& p, int64_t b) : rows_q(p.seqlen_q), rows_k(p.seqlen_k), offset(p.offset) {
@@ -100,17 +102,34 @@ struct Band {
     queries = there ? length(p.seqlens_q, b, rows_q) : 0;
     keys = there ? length(p.seqlens_k, b, rows_k) : 0;
     if (p.diagonal == Diagonal::kBottomRight) offset = keys - queries;
-    if (p.diagonal == Diagonal::kPerSequence && there) offset = of_sequence(p.query_offsets, b);
+    if (p.diagonal == Diagonal::kPerSequence && there) offset = element(p.query_offsets, b);
     begin = p.left < 0 ? -kFar : bounded_sum(offset, -p.left);
+    if (p.left >= 0) sinks = p.sink_keys < keys ? p.sink_keys : keys;
     end = p.right < 0 ? kFar : bounded_sum(bounded_sum(offset, p.right), 1);
   }
 
-  // Both grow with their argument; of padding the last is 0.
+  // Both grow with their argument; of padding the last is 0. With sinks a range goes from the first to the last that is seen.
   __device__ Range keys_of(int64_t i) const {
-    return {i + begin > 0 ? i + begin : 0, i >= queries ? 0 : i + end < keys ? i + end : keys};
+    return {sinks == 0 && i + begin > 0 ? i + begin : 0, i >= queries ? 0 : i + end < keys ? i + end : keys};
   }
   __device__ Range queries_of(int64_t j) const {
-    return {j - end + 1 > 0 ? j - end + 1 : 0, j >= keys ? 0 : j - begin + 1 < queries ? j - begin + 1 : queries};
+    const bool to_the_last = j < sinks || j - begin + 1 > queries;
+    return {j - end + 1 > 0 ? j - end + 1 : 0, j >= keys ? 0 : to_the_last ? queries : j - begin + 1};
+  }
+
+  // The keys that query i sees, beside sinks.
+  __device__ Range seen_by(const Problem& p, int64_t i) const {
+    Range range = {i + begin > 0 ? i + begin : 0, keys_of(i).last};
+    if (p.window_lo.data == nullptr || i >= queries) return range;
+    const int64_t lo = element(p.window_lo, i), hi = element(p.window_hi, i);
+    if (lo > range.first) range.first = lo;
+    if (hi < range.last) range.last = hi > 0 ? hi : 0;
+    return range;
+  }
+
+  // Behind the sinks, query i and those that follow see nothing in front of this tile.
+  __device__ int64_t behind_sinks(int64_t i) const {
+    return sinks > 0 && i + begin > 0 ? (i + begin) / kTileRows * kTileRows : 0;
   }
 };
 

@@ -89,6 +89,16 @@ auto with_elements(Number number, const Function& function) {
   return number == Number::kFloat16 ? function(Float16{}) : function(Float32{});
 }
 
+// function.operator()<kD>() of the columns that tiles of so many have.
+template <class T, class Function>
+auto with_columns(int columns, const Function& function) {
+  if (columns <= 64) return function.template operator()<64>();
+  if constexpr (T::kOnTensorCores) {
+    if (columns > kMostHeadDimFloat32) return function.template operator()<kMostHeadDim>();
+  }
+  return function.template operator()<kMostHeadDimFloat32>();
+}
+
 // Which halves of a register hold an infinity or a NaN: a mask of their bits.
 template <class T>
 __device__ inline unsigned not_finite(unsigned both);

@@ -23,7 +23,9 @@ struct PairsMemory {
   Band band;                                   // of the block, not held in registers
   int64_t begin;                               // the first other that some own row sees, down to a tile's edge
   Range all;                                   // the others that all its rows see
-  Kept kept;                                   // by dropout
+  int before_gap;                              // tiles of keys in front of those that none sees, of `gap` keys
+  int64_t gap;
+  Kept kept;  // by dropout
 };
 
 template <class T, int kD, bool kKeys, bool kOptions, int kStep>
@@ -43,15 +45,25 @@ class Pairs {
   __device__ int local_row(int r) const { return warp * 16 + lane / 4 + 8 * r; }
   __device__ int64_t row_index(int r) const { return own + local_row(r); }
   __device__ int other_index(int from, int n, int e) const { return from + n * 8 + lane % 4 * 2 + e % 2; }
-  __device__ bool sees(int r, int other) const { return !cut || range[r].holds(other); }
+  __device__ bool sees(int r, int other) const { return !cut || range[r].holds(other, sinks()); }
+  __device__ int sinks() const { return kOptions && !kKeys ? TileRange::bounded(p.sink_keys - first) : 0; }
   __device__ static Range range_of(const Band& band, int64_t row) {
     return kKeys ? band.queries_of(row) : band.keys_of(row);
   }
   __device__ Score score_of_tile() const {
     return kKeys ? Score(p, offset, b, head, first, own) : Score(p, offset, b, head, own, first);
   }
+  // What hides a pair beside the range of its row.
   __device__ bool shows(const Score& score, int r, int other) const {
-    return !hides_pairs() || (kKeys ? score.shows(other, local_row(r)) : score.shows(local_row(r), other));
+    if (!hides_pairs()) return true;
+    if constexpr (kKeys) return in_window(other, r) && score.shows(other, local_row(r));
+    return score.shows(local_row(r), other);
+  }
+  // Of own keys, whose ranges are of queries: whether key r is in the window of a query.
+  __device__ bool in_window(int query, int r) const {
+    if (p.window_lo.data == nullptr) return true;
+    const int64_t i = first + query, j = row_index(r);
+    return j < element(p.window_hi, i) && (j >= element(p.window_lo, i) || j < p.sink_keys);
   }
 
   // L and delta of this lane's rows, where they are queries.
@@ -98,7 +110,8 @@ class Pairs {
       for (int e = 0; e < 4; ++e) {
         const int x = other_index(first_of_8, 0, e), row = local_row(e / 2), i = kKeys ? x : row, j = kKeys ? row : x;
         float S = P[0][e] * p.scale, derivative = 0;
-        const bool visible = range[e / 2].holds(x) && score.of(S, derivative, i, j);
+        const bool visible =
+            range[e / 2].holds(x, sinks()) && (!kKeys || in_window(x, e / 2)) && score.of(S, derivative, i, j);
         const float weight = exponential<T>(S - L_of(e, x));
         const float factor = !drops() ? 1 : shared.kept.holds(i, j) ? p.dropout.factor : 0;
         done[0][e] = visible ? weight * factor : 0;

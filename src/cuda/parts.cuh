@@ -98,15 +98,20 @@ class RowParts {
     return all;
   }
 
-  // Of O.
+  // O, in columns lane, lane + 32 and so on.
   template <class T>
-  __device__ float merged_sum(float m, int column) const {
-    float sum = 0;
+  __device__ void merge_sums(float m, int lane, float (&O)[kMostHeadDim / 32]) const {
     for (int64_t n = 0; n < p.parts; ++n) {
       const RowSums part = load(n);
-      if (part.seen()) sum += sums(n)[column] * factor<T>(part, m);
+      if (!part.seen()) continue;
+      const float alpha = factor<T>(part, m);
+      const float* of_part = sums(n);
+#pragma unroll
+      for (int c = 0; c < kMostHeadDim / 32; ++c) {
+        const int column = lane + 32 * c;
+        if (column < p.head_dim_v) O[c] += of_part[column] * alpha;
+      }
     }
-    return sum;
   }
 
  private:

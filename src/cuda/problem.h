@@ -15,20 +15,14 @@ struct Rows {
   bool in_pieces = false;
 };
 
-// The same of a gradient, whose elements may be float32. No data: not wanted.
-struct Gradient {
-  Rows rows;
-  bool wide = false;  // float32
-};
-
 // A float for each row of queries, [batch, heads, rows]. No data: not given, not wanted.
 struct Statistic {
   float* data = nullptr;
   int64_t batch = 0, head = 0, row = 0;
 };
 
-// An int32 or int64 for each sequence. No data: not given.
-struct PerSequence {
+// An int32 or int64 for each sequence, or for each query. No data: not given.
+struct Integers {
   const void* data = nullptr;
   int64_t stride = 0;
   bool wide = false;  // int64
@@ -68,9 +62,9 @@ struct Problem {
   Number elements = Number::kBFloat16;  // of query, key, value, out and grad_out
   Rows query, key, value, out;
   Statistic logsumexp;
-  PerSequence seqlens_q, seqlens_k, query_offsets;
+  Integers seqlens_q, seqlens_k, query_offsets;  // for each sequence
   bool packed = false;  // rows of sequence b go from element b of cu_seqlens to b + 1, and tensors have no batch
-  PerSequence cu_seqlens_q, cu_seqlens_k;  // no cu_seqlens_k where keys lie in pages
+  Integers cu_seqlens_q, cu_seqlens_k;  // no cu_seqlens_k where keys lie in pages
   Pages pages;
   int64_t batch = 0, heads = 0, heads_kv = 0, seqlen_q = 0, seqlen_k = 0;
   unsigned query_blocks = 0, key_blocks = 0;  // blocks of threads that own queries, or keys, of all heads
@@ -79,6 +73,8 @@ struct Problem {
   Diagonal diagonal = Diagonal::kFixed;
   int64_t offset = 0;             // with kFixed
   int64_t left = -1, right = -1;  // query i sees keys from i + offset - left to i + offset + right; -1: open
+  Integers window_lo, window_hi;  // for each query: it sees keys from lo to hi, exclusive, alone
+  int64_t sink_keys = 0;          // keys below are seen whatever `left` and window_lo say
   float softcap = 0;              // 0: none
   Broadcast mask, bias;
   Broadcast slopes;              // of ALiBi, float32: no queries, no keys
@@ -118,15 +114,17 @@ struct BackwardProblem : Problem {
   Statistic grad_logsumexp,
       given_delta;  // given_delta: sum grad_out * out, where somebody has it; `out` is not read then
   Statistic delta;  // the workspace: sum grad_out * out - grad_logsumexp
-  Gradient grad_query, grad_key, grad_value;
+  Rows grad_query, grad_key, grad_value;  // no data: not wanted
+  bool wide_gradients = false;            // these are float32, and the elements are not
   PairSums bias_sums, slope_sums;
   float* grad_sinks = nullptr;
   int64_t grad_sinks_stride = 0;
   bool accumulate = false;
 };
 
-constexpr int kWideFloat32Bytes = 134 * 1024;  // of shared memory, of float32 with more than 64 columns
-constexpr int kMostHeadDim = 128;              // 256 would not fit in the registers of a thread
+constexpr int kMostHeadDim = 256, kMostHeadDimFloat32 = 128;  // more would not fit in the registers of a thread
+constexpr int kEveryGpuBytes = 99 * 1024;                     // of shared memory, that a block may have from 8.0 on
+constexpr int kWideBytes = 134 * 1024;                        // that backward needs of rows above 256 bytes
 
 // Put the kernels on the stream. At least one query, head and sequence; their blocks fit in a grid (2^31 - 1).
 cudaError_t launch_forward(const Problem& problem, cudaStream_t stream);

@@ -19,7 +19,7 @@ template <class T, int kD, int kBlocks>
 __device__ inline void multiply_rows(float (&C)[kBlocks][4], Tile<T, kD>& A, int a, Tile<T, kD>& B, int b, int columns,
                                      int lane) {
   if constexpr (T::kOnTensorCores) {
-#pragma unroll
+#pragma unroll(kD > 128 ? 1 : kD / 16)  // sums of many columns leave no registers
     for (int k = 0; k < kD / 16; ++k) {
       unsigned rows[4];
       load_matrices(rows, A.piece(a + lane % 16, 2 * k + lane / 16));

@@ -4,6 +4,7 @@
 
 #include <bit>
 #include <functional>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -63,6 +64,7 @@ class Call {
     for (Tensor ForwardArgs::*input : {&ForwardArgs::query, &ForwardArgs::key, &ForwardArgs::value})
       add(desc, input, true);
     for (Tensor ForwardArgs::*output : {&ForwardArgs::out, &ForwardArgs::logsumexp}) add(desc, output, false);
+    if (desc.has_seqlens_q) add(desc, &ForwardArgs::seqlens_q, true);
     if (desc.has_seqlens_k) add(desc, &ForwardArgs::seqlens_k, true);
     if (desc.page_size > 0) add(desc, &ForwardArgs::page_table, true);
     if (!desc.packed) return;
@@ -113,6 +115,7 @@ class BackwardCall : private Call {
                                                             {&args.grad_value, &Call::args.value}};
     for (const auto& [gradient, input] : kGradients) {
       *gradient = *input;
+      gradient->dtype = grad_dtype(desc);
       allocate(*gradient, false);
     }
     Tensor workspace(nullptr, DType::kFloat32, {static_cast<int64_t>(plan.backward_workspace_bytes() / 4)});
@@ -139,11 +142,11 @@ TEST(CudaPlan, RefusesBySentence) {
       {[](auto& d) { d.out_dtype = DType::kFloat32; }, "out_dtype is float32, takes the query's dtype"},
       {[](auto& d) { d.key_dtype = DType::kInt8; }, "a key_dtype other than the query's is given, which"},
       {[](auto& d) { d.value_dtype = DType::kInt8; }, "a value_dtype other than the query's is given, which"},
-      {[](auto& d) { d.head_dim = 129; }, "head_dim is 129, takes 0 to 128"},
-      {[](auto& d) { d.head_dim_v = 200; }, "head_dim_v is 200, takes 0 to 128"},
+      {[](auto& d) { d.head_dim = 257; }, "head_dim is 257, takes 0 to 256 in bfloat16"},
+      {[](auto& d) { d.head_dim_v = 129, d.dtype = DType::kFloat32; }, "head_dim_v is 129, takes 0 to 128 in float32"},
       {[](auto& d) { d.page_size = 7, d.num_pages = int64_t{1} << 31, d.has_seqlens_k = true; },
        "num_pages is 2147483648, takes 0 to 2^31 - 1"},
-      {[](auto& d) { d.has_windows = true; }, "windows of each query is given, which"},
+      {[](auto& d) { d.normalizer = Normalizer::kNone; }, "a normalizer other than softmax is given, which"},
       {[](auto& d) { d.return_weights = ReturnWeights::kMean; }, "return_weights is given, which"},
       {[](auto& d) { d.return_column_sums = true; }, "return_column_sums is given, which"},
       {[](auto& d) { d.batch = int64_t{1} << 30; }, "batch * num_heads * tiles of 64 queries is above 2^31 - 1"},
@@ -158,6 +161,31 @@ TEST(CudaPlan, RefusesBySentence) {
     EXPECT_NE(made.status().message().find(reason), std::string::npos)
         << made.status().message() << "\nlacks " << reason;
   }
+}
+
+// Forward fits in the shared memory of every GPU; backward of wide heads wants more than some have.
+TEST(CudaPlan, NeedsLittleSharedMemoryForForward) {
+  const struct {
+    DType dtype;
+    int64_t head_dim;
+    const char* refused;
+  } kHeads[] = {{DType::kBFloat16, 129, "backward of bfloat16 with head dims above 128 needs 137216"},
+                {DType::kFloat32, 65, "backward of float32 with head dims above 64 needs 137216"}};
+  constexpr int kOfSm89 = 99 * 1024, kOfSm80 = 163 * 1024;
+  cuda_sim::set_most_shared(kOfSm89);
+  for (const auto& [dtype, head_dim, refused] : kHeads) {
+    AttentionDesc desc = small(dtype);
+    desc.batch = desc.num_heads = desc.num_heads_kv = 1;
+    desc.head_dim = desc.head_dim_v = head_dim;
+    const Result<Plan> made = plan_on_device(desc);
+    ASSERT_TRUE(made.ok()) << made.status().message();
+    BackwardCall call(desc, *made);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
+    const Status status = made->backward(call.args);
+    EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+    EXPECT_EQ(status.message(), std::string(refused) + " bytes of shared memory, the GPU has 101376");
+  }
+  cuda_sim::set_most_shared(kOfSm80);
 }
 
 TEST(CudaPlan, RunsOnTheStreamOfTheCall) {
@@ -292,6 +320,9 @@ TEST(CudaPlan, SharesManyKeysAmongBlocks) {
   ASSERT_TRUE(made.ok()) << made.status().message();
   const size_t rows = 2 * 4 * 5 * 3;  // three parts
   ASSERT_EQ(made->workspace_bytes(), rows * 4 * 4 + rows * 16 * 4);
+  AttentionDesc many = desc;
+  many.batch = 300;  // a sequence has as many parts in a batch as alone, and so the same bits
+  EXPECT_EQ(plan_on_device(many)->workspace_bytes(), 150 * made->workspace_bytes());
   Call call(desc);
   set_integers(call.args.seqlens_k, {600, 3});  // the first two queries of the second one see nothing
   EXPECT_FALSE(made->forward(call.args).ok());
@@ -305,6 +336,51 @@ TEST(CudaPlan, SharesManyKeysAmongBlocks) {
   const std::vector<uint16_t> out = bits_of(call.args.out);
   for (size_t n = 0; n < out.size(); ++n) EXPECT_EQ(out[n], n / (4 * 16) == 5 || n / (4 * 16) == 6 ? 0 : 0x3f80) << n;
   EXPECT_EQ(cudaFree(workspace), cudaSuccess);
+}
+
+// As many queries as leave a block all its keys, all but the first padding. From sinks to window there are 5 tiles and 6.
+TEST(CudaPlan, LeavesOutKeysBetweenSinksAndWindow) {
+  for (const int64_t keys : {340, 400}) {
+    AttentionDesc desc = small();
+    desc.batch = desc.num_heads = desc.num_heads_kv = 1;
+    desc.seqlen_q = 64 * 257;
+    desc.has_seqlens_q = desc.has_seqlens_k = true;
+    desc.seqlen_k = keys;
+    desc.window_left = 10;
+    desc.align = Align::kBottomRight;
+    AttentionDesc all = desc, paged = desc;
+    desc.sink_keys = paged.sink_keys = 3;
+    all.sink_keys = keys;
+    paged.page_size = 20;
+    paged.num_pages = keys / paged.page_size;
+    std::vector<uint16_t> bits[3];
+    uint64_t products[3] = {};
+    const AttentionDesc descs[] = {desc, all, paged};
+    for (int n = 0; n < 3; ++n) {
+      const AttentionDesc& d = descs[n];
+      const Result<Plan> made = plan_on_device(d);
+      ASSERT_TRUE(made.ok()) << made.status().message();
+      ASSERT_EQ(made->workspace_bytes(), 0u);
+      Call call(d);
+      for (Tensor* t : {&call.args.query, &call.args.key, &call.args.value}) set_random(*t);
+      set_integers(call.args.seqlens_q, {1});
+      set_integers(call.args.seqlens_k, {keys});
+      std::vector<int64_t> pages(static_cast<size_t>(d.num_pages));
+      std::iota(pages.begin(), pages.end(), 0);
+      if (d.page_size > 0) set_integers(call.args.page_table, pages);
+      cuda_sim::take_counters();
+      ASSERT_TRUE(made->forward(call.args).ok());
+      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
+      bits[n] = bits_of(call.args.out);
+      for (const auto& [opcode, count] : cuda_sim::take_counters().by_opcode) {
+        if (opcode.starts_with("mma.")) products[n] += count;
+      }
+    }
+    EXPECT_NE(bits[0], bits[1]);
+    EXPECT_EQ(bits[0], bits[2]);
+    EXPECT_EQ(products[0], products[1] / (keys == 340 ? 6 : 7) * (keys == 340 ? 2 : 3));  // of so many tiles
+    EXPECT_EQ(products[0], products[2]);
+  }
 }
 
 // The same of packed sequences: what they say is cut off at the rows there are.
@@ -394,6 +470,20 @@ TEST(CudaPlan, ComputesGradientsOnTheStreamOfTheCall) {
     const uint32_t bits = uint32_t{static_cast<const uint16_t*>(grad.data)[n]} << 16;
     EXPECT_NEAR(std::bit_cast<float>(bits), want, want * 0x1p-7);
   }
+}
+
+// As float32 they lack the rounding of 1 / 70 to bfloat16, which is 2^-12 of it.
+TEST(CudaPlan, ComputesWideGradientsWithWeightsOfMoreBits) {
+  AttentionDesc desc = small();
+  desc.grad_dtype = DType::kFloat32;
+  const Result<Plan> made = plan_on_device(desc);
+  ASSERT_TRUE(made.ok());
+  BackwardCall call(desc, *made);
+  ASSERT_TRUE(made->backward(call.args).ok());
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
+  const auto* grad = static_cast<const float*>(call.args.grad_value.data);
+  const float want = 2.0f * static_cast<float>(desc.seqlen_q) / static_cast<float>(desc.seqlen_k);
+  for (int64_t n = 0; n < call.args.grad_value.num_elements(); ++n) EXPECT_NEAR(grad[n], want, want * 0x1p-16);
 }
 
 TEST(CudaPlan, TakesTensorsOfTheDeviceAlone) {

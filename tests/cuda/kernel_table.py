@@ -132,8 +132,8 @@ def write(texts, nvdisasm):
     lines = [
         "# Written by kernel_table.py: what ptxas makes of the kernels' PTX (compute_80). `spilled`: bytes, of registers or",
         "# the stack; `shared`: bytes of a block; `blocks`: that a multiprocessor holds at once, 128 threads each; then SASS",
-        "# instructions in the kernel's code, each once. forward<elements, columns, options>, backward<elements, columns, of",
-        "# keys, options>.",
+        "# instructions in the kernel's code, each once. forward<elements, columns, options>, backward<elements, columns, pass,",
+        "# float32 gradients, options>.",
         f"# ptxas {release()}",
         *prints,
         f"{'':36}" + "".join(f"{column:>10}" for column in COLUMNS),

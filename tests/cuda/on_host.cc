@@ -57,8 +57,8 @@ class Lent {
 
 void lend_inputs(Lent& lent, ForwardArgs& args) {
   for (Tensor* input : {&args.query, &args.key, &args.value, &args.seqlens_q, &args.seqlens_k, &args.query_offsets,
-                        &args.cu_seqlens_q, &args.cu_seqlens_k, &args.page_table, &args.attn_mask, &args.attn_bias,
-                        &args.alibi_slopes, &args.sink_logits}) {
+                        &args.window_lo, &args.window_hi, &args.cu_seqlens_q, &args.cu_seqlens_k, &args.page_table,
+                        &args.attn_mask, &args.attn_bias, &args.alibi_slopes, &args.sink_logits}) {
     lent.lend(*input, true);
   }
 }

@@ -53,6 +53,7 @@ struct Runtime {
   std::string fault;
   cudaError_t error = cudaSuccess;  // the last, until it is asked for
   uint64_t tasks = 0;
+  int most_shared = 163 * 1024;
 };
 
 // Never destroyed: binaries register before globals are made, and say good-bye after they are gone.
@@ -169,6 +170,11 @@ bool is_written(const void* pointer, size_t bytes) {
   return runtime().memory.is_written(pointer, bytes);
 }
 
+void set_most_shared(int bytes) {
+  const Lock lock(runtime().mutex);
+  runtime().most_shared = bytes;
+}
+
 // The container: a magic number, version and size of its head, bytes; then parts: kind (1: PTX), version, size of its
 // head, bytes. (fatbinary_section.h has the wrapper; the parts as nvcc 13 writes them.)
 std::string ptx_of(const void* fatbin) {
@@ -271,7 +277,7 @@ cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, 
   const Lock lock(runtime().mutex);
   const auto found = runtime().entries.find(host);
   if (found == runtime().entries.end()) return failed(cudaErrorInvalidDeviceFunction);
-  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 || value > 163 * 1024) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 || value > runtime().most_shared) {
     return failed(cudaErrorInvalidValue);
   }
   found->second.most_dynamic_shared = value;
@@ -357,7 +363,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
   const std::pair<cudaDeviceAttr, int> known[] = {{cudaDevAttrComputeCapabilityMajor, 8},
                                                   {cudaDevAttrComputeCapabilityMinor, 0},
                                                   {cudaDevAttrMultiProcessorCount, 108},
-                                                  {cudaDevAttrMaxSharedMemoryPerBlockOptin, 163 * 1024}};
+                                                  {cudaDevAttrMaxSharedMemoryPerBlockOptin, runtime().most_shared}};
   for (const auto& [name, its_value] : known) {
     if (device == 0 && name == attribute) return *value = its_value, cudaSuccess;
   }

@@ -26,6 +26,9 @@ void take_back(void* pointer);
 // Whether kernels have written, or it was lent as written, all of it.
 bool is_written(const void* pointer, size_t bytes);
 
+// Bytes of shared memory that a block may ask for; of sm_80 at first.
+void set_most_shared(int bytes);
+
 // The PTX of a fatbin: of objects compiled with -gencode arch=compute_80,code=[...,compute_80] -no-compress. Throws
 // Fault.
 std::string ptx_of(const void* fatbin);
