@@ -239,9 +239,11 @@ Arrangement arrange(const Net& net, const Match& match) {
     for (auto* forms : {&values, &grads}) std::erase_if(*forms, [](const Form& form) { return form.scale != 1; });
   }
   std::string why = "batch and heads, which are one dim of the operands, cannot be told apart";
-  // Flat ones that are there, stacks, flat ones of one head with their dims in any order.
-  for (const int way : {0, 1, 2}) {
-    const bool flat = way != 1, turns = way != 0;
+  struct Way {
+    bool flat, turns;
+  };
+  constexpr Way kFlatAsTheyAre = {true, false}, kStacks = {false, true}, kFlatOfOneHead = {true, true};
+  for (const auto& [flat, turns] : {kFlatAsTheyAre, kStacks, kFlatOfOneHead}) {
     if (flat && !match.row_factors.empty()) continue;  // they have the dims of heads
     for (const Size& repeats : {keys.empty() ? Size{} : keys.back().repeats, Size{}}) {
       const Form *q = last(queries, flat, turns, Size{}), *k = last(keys, flat, turns, repeats),

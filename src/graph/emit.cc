@@ -3,9 +3,11 @@
 #include <cmath>
 
 #include "core/sentence.h"
+#include "graph/cached.h"
 #include "graph/mask.h"
 #include "graph/new_nodes.h"
 #include "graph/nodes.h"
+#include "graph/operand_sizes.h"
 #include "graph/rewrite.h"
 #include "graph/tensors.h"
 
@@ -21,13 +23,11 @@ class Emitter {
   Emitter(const Emission& emission, const Match& match)
       : e_(emission),
         net_(emission.net),
+        given_(match),
         match_(match),
         type_(net_.facts(match.scores.left.value).type),
         new_(emission, type_, rewrite_) {
-    const bool with_windows = e_.options.target == Target::kPolyhead || e_.opset >= kFirstWithWindows;
-    if (returns(Returned::kMasked)) return;  // -inf and numbers stay where they are
-    masks_ = masks_of(net_, match, {with_windows, e_.options.unseen_rows, e_.options.splits_masks});
-    match_.terms = masks_.terms;
+    if (!returns(Returned::kMasked)) tell_masks({0, {}});  // else -inf and numbers stay where they are
   }
 
   Rewrite emit() {
@@ -37,16 +37,43 @@ class Emitter {
     if (match_.backward) remove(match_.backward->nodes);
     for (const Landing* each : {&plan_.out, &plan_.grad_query, &plan_.grad_key, &plan_.grad_value})
       remove(each->passed);
-    std::vector<std::string> inputs = {multiplied_query(), operand(plan_.key), operand(plan_.value)};
+    std::vector<std::string> inputs = {multiplied_query()};
+    for (const auto& [form, concat] : {std::pair(&plan_.key, cached_ ? cached_->keys : kNone),
+                                       std::pair(&plan_.value, cached_ ? cached_->values : kNone)}) {
+      inputs.push_back(concat == kNone ? operand(*form) : name_of(net_.input(concat, 1)));
+    }
     std::string attn_mask;
     if (!mask(attn_mask)) return std::move(rewrite_);
-    if (!shapes()) return std::move(rewrite_);
+    rewrite_.reason = sizes().tell(match_, rewrite_);
+    if (!rewrite_.reason.empty()) return std::move(rewrite_);
     attention(std::move(inputs), attn_mask);
     rewrite_.pattern = pattern();
     return std::move(rewrite_);
   }
 
  private:
+  void tell_masks(const Size& before) {
+    const bool with_windows = e_.options.target == Target::kPolyhead || e_.opset >= kFirstWithWindows;
+    match_.terms = given_.terms;
+    masks_ = masks_of(net_, match_, {with_windows, e_.options.unseen_rows, before, e_.options.splits_masks});
+    match_.terms = masks_.terms;
+  }
+
+  // Joins new keys to those of earlier runs, if masks allow it.
+  void cache() {
+    cached_ = e_.options.backwards == Backwards::kOfOperator ? std::nullopt : cached_of(net_, match_, plan_);
+    if (!cached_ || e_.made.contains(what_is_joined())) return cached_.reset();
+    tell_masks(cached_->before);
+    const bool fits = std::all_of(match_.terms.begin(), match_.terms.end(), [&](const MaskTerm& term) {
+      return arranged_mask(net_, plan_, term).value != kNone;
+    });
+    if (fits) return;
+    cached_.reset();
+    tell_masks({0, {}});
+  }
+
+  std::string what_is_joined() const { return "joined " + name_of(net_.output(cached_->keys, 0)); }
+
   bool refuse(std::string reason) {
     rewrite_.reason = std::move(reason);
     return false;
@@ -63,6 +90,7 @@ class Emitter {
   bool arranged() {
     plan_ = arrange(net_, match_);
     if (!plan_.reason.empty()) return refuse(plan_.reason);
+    cache();
     return match_.returned.value == kNone || returnable();
   }
 
@@ -212,70 +240,12 @@ class Emitter {
     for (int symbol : num_queries.symbols) what += sentence(" ", symbol);
     return new_.once(what, [&] {
       if (num_queries.is_constant()) return new_.add("Expand", {mask, new_.integers({num_queries.factor, 1})});
-      const std::string count = size_of(plan_.query, plan_.query.order[plan_.query.flat ? 1 : 2]);
+      const std::string count = sizes().of(plan_.query, plan_.query.order[plan_.query.flat ? 1 : 2]);
       return new_.add("Expand", {mask, new_.add("Concat", {count, new_.integers({1})}, {integer("axis", 0)})});
     });
   }
 
-  std::string size_of(const Form& form, size_t dim) {
-    const auto at = static_cast<int64_t>(dim);
-    return new_.shape_of(name_of(form.value), at, at + 1);
-  }
-
-  // Nodes that read the shape of an operand, or of what it is made of, while `reader` alone reads its elements.
-  std::vector<int> shapes_of(const Operand& operand, int reader, const Form& form) const {
-    std::vector<int> found;
-    for (int id = operand.value; id != form.value;) {
-      for (int user : net_.value(id).users) {
-        if (user == reader) continue;
-        if (!net_.is(user, "Shape")) return found;
-        found.push_back(user);
-      }
-      reader = net_.producer(id);
-      const auto scaled = scaled_by(net_, reader);
-      id = scaled ? scaled->value : net_.input(reader, 0);
-    }
-    return found;
-  }
-
-  // The shape that a node gives, of numbers and of the operands' sizes; nothing where it has others.
-  std::vector<std::string> sizes_of(int shape) {
-    const auto& elements = net_.facts(net_.output(shape, 0)).elements;
-    std::vector<std::pair<const Form*, size_t>> places;
-    for (const Size& each : elements.value_or(Sizes())) {
-      places.emplace_back(nullptr, 0);
-      for (const Form* form : {&plan_.value, &plan_.key, &plan_.query}) {
-        const auto dims = net_.shape(form->value);
-        const auto dim = std::find(dims.begin(), dims.end(), each);
-        if (dim != dims.end()) places.back() = {form, static_cast<size_t>(dim - dims.begin())};
-      }
-      if (places.back().first == nullptr && !each.is_constant()) return {};
-    }
-    std::vector<std::string> names;
-    for (size_t i = 0; i < places.size(); ++i) {
-      const Size& size = (*elements)[i];
-      names.push_back(size.is_constant() ? new_.integers({size.factor}) : size_of(*places[i].first, places[i].second));
-    }
-    return names;
-  }
-
-  // The shapes of what goes away.
-  bool shapes() {
-    std::vector<int> nodes = match_.shapes;
-    const auto add = [&](const std::vector<int>& more) { nodes.insert(nodes.end(), more.begin(), more.end()); };
-    add(shapes_of(match_.scores.left, match_.scores.node, plan_.query));
-    add(shapes_of(match_.scores.right, match_.scores.node, plan_.key));
-    add(shapes_of(match_.result.right, match_.result.node, plan_.value));
-    for (size_t i = 0; i < nodes.size(); ++i) {
-      const std::vector<std::string> sizes = sizes_of(nodes[i]);
-      if (sizes.empty() && i < match_.shapes.size())
-        return refuse(sentence("the sizes that ", words_of(net_, nodes[i]), " gives are not those of query and key"));
-      if (sizes.empty()) continue;
-      new_.add_as(name_of(net_.output(nodes[i], 0)), "Concat", sizes, {integer("axis", 0)});
-      rewrite_.removed.push_back(nodes[i]);
-    }
-    return true;
-  }
+  OperandSizes sizes() { return {net_, plan_, cached_.has_value(), new_}; }
 
   bool term_fits(const MaskTerm& term, int id) {
     const auto shape = net_.shape(id), scores = net_.shape(match_.softmax_input);
@@ -307,7 +277,7 @@ class Emitter {
     };
     std::string name = new_.add("Reshape", {name_of(mask.value), concat(new_.integers(mask.lead), shape)});
     if (!mask.repeats) return name;
-    const std::string batch = size_of(plan_.query, plan_.query.order[0]);
+    const std::string batch = sizes().of(plan_.query, plan_.query.order[0]);
     const std::string times = new_.add("Div", {batch, new_.shape_of(name, 0, 1)});
     return new_.add("Tile", {name, concat(times, new_.integers({1, 1, 1}))});
   }
@@ -349,7 +319,9 @@ class Emitter {
 
   void attention(std::vector<std::string> inputs, const std::string& attn_mask) {
     std::vector<std::string> grad_inputs = inputs;
-    inputs.insert(inputs.end(), {attn_mask, "", "", "", sinks_});  // no cache and no lengths
+    const auto past = [&](int concat) { return name_of(net_.input(concat, 0)); };
+    inputs.insert(inputs.end(), {attn_mask, cached_ ? past(cached_->keys) : "", cached_ ? past(cached_->values) : "",
+                                 "", sinks_});  // no lengths
     for (size_t i = 0; match_.program && i < match_.program->captures.size(); ++i)
       inputs.push_back(name_of(match_.program->captures[i]));
     while (inputs.back().empty()) inputs.pop_back();
@@ -362,6 +334,11 @@ class Emitter {
     const double factor = match_.out_factor * plan_.value.scale;
     const std::string out = result_name(plan_.out, factor);
     std::vector<std::string> outputs = {out};
+    if (cached_) {
+      remove({cached_->keys, cached_->values});
+      rewrite_.made[what_is_joined()] = out;
+      for (int concat : {cached_->keys, cached_->values}) outputs.push_back(name_of(net_.output(concat, 0)));
+    }
     std::string weights;
     if (match_.returned.value != kNone) {
       attributes.push_back(integer("qk_matmul_output_mode", match_.returned.mode));
@@ -458,6 +435,7 @@ class Emitter {
     }
     if (match_.program) text += sentence(", the score program ", match_.program->text);
     if (match_.sinks) text += ", sinks";
+    if (cached_) text += ", a cache";
     if (match_.backward) text += ", its backward";
     for (const auto* words : {&masks_.words, &match_.words}) {
       for (const std::string& word : *words) text += sentence(", ", word);
@@ -467,8 +445,10 @@ class Emitter {
 
   const Emission& e_;
   const Net& net_;
+  const Match& given_;
   Match match_;
   Masks masks_;
+  std::optional<Cached> cached_;
   ElementType type_;
   Arrangement plan_;
   double scale_ = 1;

@@ -170,10 +170,11 @@ void einsum(const At& at) {
 
 void range(const At& at) {
   at.results[0].type = at.in(0).type;
-  const auto start = at.net.number(at.net.input(at.index, 0)), step = at.net.number(at.net.input(at.index, 2));
-  const auto& end = at.in(1).elements;
-  const bool from_zero = start == 0.0 && step == 1.0 && end && end->size() == 1;
-  at.results[0].shape = from_zero ? Sizes{end->front()} : fresh(at.symbols(), 1);
+  const auto &start = at.in(0).elements, &end = at.in(1).elements;
+  std::optional<Size> count;
+  if (at.net.number(at.net.input(at.index, 2)) == 1.0 && start && end && start->size() == 1 && end->size() == 1)
+    count = start->front().is(0) ? end->front() : at.symbols().remainder(end->front(), start->front());
+  at.results[0].shape = count ? Sizes{*count} : fresh(at.symbols(), 1);
 }
 
 void constant(const At& at) {

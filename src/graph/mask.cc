@@ -22,7 +22,8 @@ class Finder {
 
   Masks find() {
     for (const MaskTerm& term : match_.terms) {
-      const auto hiding = hiding_of(term);
+      auto hiding = hiding_of(term);
+      if (hiding) count_from_place(hiding->shown);
       std::string why_not;
       if (hiding && hiding->shown.is_band()) why_not = why_not_option(term, *hiding);
       if (!hiding || !why_not.empty() || (!hiding->shown.is_band() && !zero_rows())) {
@@ -46,6 +47,13 @@ class Finder {
 
  private:
   bool zero_rows() const { return rules_.unseen_rows == UnseenRows::kZero && rules_.splits; }
+
+  // Bounds by the distance from the query's own place.
+  void count_from_place(Shown& shown) const {
+    for (auto* bound : {&shown.lower, &shown.upper}) {
+      if (*bound) *bound = net_.symbols().difference(**bound, rules_.before);
+    }
+  }
 
   std::optional<Hiding> hiding_of(const MaskTerm& term) const {
     if (term.kind != MaskTerm::kAdded) {
@@ -71,7 +79,7 @@ class Finder {
     if (!rules_.splits && !shown.rest.empty()) return "a part of it is more than its places";
     if (std::isinf(hiding.fill) || zero_rows()) return "";
     const bool is_alone = match_.terms.size() == 1 && shown.rest.empty();
-    if (!is_alone || (shown.lower && num_queries_ != num_keys_)) {
+    if (!is_alone || (shown.lower && net_.symbols().sum(num_queries_, rules_.before) != num_keys_)) {
       return "it hides by a finite number, which rows that see no key would tell from -inf";
     }
     if (term.kind == MaskTerm::kAdded && hiding.fill > kAbsorbs) return sentence("it hides by ", hiding.fill, " only");

@@ -11,7 +11,8 @@ namespace polyhead::graph {
 struct MaskRules {
   bool with_windows = false;  // the operator has windows, not only a causal mask
   UnseenRows unseen_rows = UnseenRows::kKeep;
-  bool splits = true;  // a part of a mask may be an option, and another one a tensor
+  Size before = {0, {}};  // keys of earlier runs: row i stands at place before + i
+  bool splits = true;     // a part of a mask may be an option, and another one a tensor
 };
 
 struct Masks {

@@ -143,7 +143,8 @@ std::optional<Returned::Mode> mode_of(const Match& match, int id) {
   return std::nullopt;
 }
 
-// Nobody else reads what goes away, but for its shape; one of the scores, or the weights, may be returned where there is no backward.
+// Nobody else reads what goes away, but for its shape; one of the scores, or the weights, may be returned where there
+// is no backward.
 void check_users(const Net& net, Match& match, Backwards backwards) {
   const bool no_returns = match.backward || backwards == Backwards::kOfOperator;
   std::vector<int> nodes = match.nodes, kept = {match.out};
@@ -181,37 +182,13 @@ void check_users(const Net& net, Match& match, Backwards backwards) {
   }
 }
 
-// What the operator reads beside query and key.
-std::vector<int> reads(const Match& match) {
-  std::vector<int> read = {match.result.right.value};
-  for (const RowFactor& factor : match.row_factors) read.push_back(factor.value);
-  for (const MaskTerm& term : match.terms) read.push_back(term.value);
-  if (match.sinks) read.push_back(match.sinks->logits);
-  if (match.program) read.insert(read.end(), match.program->captures.begin(), match.program->captures.end());
-  return read;
-}
-
 // What is returned comes out of the operator: nothing that goes into it may be made of that.
 void check_returned(const Net& net, Match& match) {
-  if (match.returned.value == kNone) return;
-  const std::vector<int> read = reads(match);
-  std::vector<int> todo = {match.returned.value};
-  std::unordered_set<int> made = {match.returned.value};
-  while (!todo.empty()) {
-    const int id = todo.back();
-    todo.pop_back();
-    if (id != match.returned.value && contains(read, id)) {
-      match.reason = sentence("it reads \"", net.value(id).name, "\", which is made of \"",
-                              net.value(match.returned.value).name, "\", its own scores or weights");
-      return;
-    }
-    for (int user : net.value(id).users) {
-      for (size_t i = 0; i < net.node(user).outputs.size(); ++i) {
-        const int next = net.output(user, i);
-        if (next != kNone && made.insert(next).second) todo.push_back(next);
-      }
-    }
-  }
+  const int returned = match.returned.value;
+  const int made = returned == kNone ? kNone : first_made_of(net, returned, reads(match));
+  if (made == kNone) return;
+  match.reason = sentence("it reads \"", net.value(made).name, "\", which is made of \"", net.value(returned).name,
+                          "\", its own scores or weights");
 }
 
 // The nodes that the operator replaces, and what those behind the softmax are.
@@ -237,6 +214,32 @@ void find_program(const Net& net, Match& match) {
 }
 
 }  // namespace
+
+std::vector<int> reads(const Match& match) {
+  std::vector<int> read = {match.result.right.value};
+  for (const RowFactor& factor : match.row_factors) read.push_back(factor.value);
+  for (const MaskTerm& term : match.terms) read.push_back(term.value);
+  if (match.sinks) read.push_back(match.sinks->logits);
+  if (match.program) read.insert(read.end(), match.program->captures.begin(), match.program->captures.end());
+  return read;
+}
+
+int first_made_of(const Net& net, int from, const std::vector<int>& values) {
+  std::vector<int> todo = {from};
+  std::unordered_set<int> made = {from};
+  while (!todo.empty()) {
+    const int id = todo.back();
+    todo.pop_back();
+    if (id != from && contains(values, id)) return id;
+    for (int user : net.value(id).users) {
+      for (size_t i = 0; i < net.node(user).outputs.size(); ++i) {
+        const int next = net.output(user, i);
+        if (next != kNone && made.insert(next).second) todo.push_back(next);
+      }
+    }
+  }
+  return kNone;
+}
 
 std::optional<Match> match_at(const Net& net, int node, const FuseOptions& options) {
   const Backwards backwards = options.backwards;

@@ -84,6 +84,12 @@ struct Match {
   bool is_attention = true;  // reason is about something that looks like attention
 };
 
+// What the operator reads beside query and key.
+std::vector<int> reads(const Match& match);
+
+// The first of `values` that is computed from another value, or kNone.
+int first_made_of(const Net& net, int from, const std::vector<int>& values);
+
 // From the softmax up to the product of queries and keys.
 void climb_scores(const Net& net, Match& match);
 

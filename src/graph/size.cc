@@ -83,6 +83,11 @@ Size Symbols::difference(const Size& a, const Size& b) {
   return b.factor == INT64_MIN ? fresh() : sum(a, {-b.factor, b.symbols});
 }
 
+std::optional<Size> Symbols::remainder(const Size& sum, const Size& part) const {
+  const Size* found = part.factor == INT64_MIN ? nullptr : rest(sum, {-part.factor, part.symbols});
+  return found == nullptr || found->factor < 0 ? std::nullopt : std::optional(*found);
+}
+
 Size Symbols::broadcast(const Size& a, const Size& b) {
   if (a == b || b.is(1)) return a;
   if (a.is(1)) return b;

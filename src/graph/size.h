@@ -32,6 +32,8 @@ class Symbols {
   std::optional<Size> quotient(const Size& a, const Size& b) const;  // if b divides a, whatever the symbols are
   Size sum(const Size& a, const Size& b);
   Size difference(const Size& a, const Size& b);
+  // b, not less than nothing, of `sum` that was made of `part` and b.
+  std::optional<Size> remainder(const Size& sum, const Size& part) const;
   Size broadcast(const Size& a, const Size& b);
   Size floor_quotient(const Size& a, const Size& b);
 

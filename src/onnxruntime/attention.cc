@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "cached.h"
 #include "core/sentence.h"
 #include "node.h"
 #include "operators.h"
@@ -151,30 +152,34 @@ Status make_mask_gradient(Call& call, const Tensor& mask, Tensor& gradient) {
   return status;
 }
 
+// Output 0, [batch, heads, sequence, dim], seen as the call's [batch, sequence, heads, dim].
+Status make_stacked_out(Call& call, const AttentionDesc& desc, Tensor& out) {
+  out.dtype = desc.dtype;
+  const Status status = call.output(kOut, {desc.batch, desc.num_heads, desc.seqlen_q, desc.head_dim_v}, out);
+  if (status.ok()) out = permuted(out, {0, 2, 1, 3});
+  return status;
+}
+
 }  // namespace
 
 Status Node::run_attention(Call& call, Plans& plans) const {
   Operands o;
-  Cache keys, values;
+  Cached keys, values;
   Tensor mask, lengths;
   Status status = read(call, num_heads_, num_heads_kv_, o);
   if (status.ok()) status = call.input(kMask, mask);
   if (status.ok()) status = call.input(kLengths, lengths);
-  if (status.ok()) status = read_cache(call, kPastKey, kPresentKey, "past_key", o.key, keys);
-  if (status.ok()) status = read_cache(call, kPastValue, kPresentValue, "past_value", o.value, values);
+  if (status.ok()) status = read_cached(call, kPastKey, kPresentKey, "past_key", o.key, keys);
+  if (status.ok()) status = read_cached(call, kPastValue, kPresentValue, "past_value", o.value, values);
   if (!status.ok()) return status;
-  const int64_t before = keys.past.given() ? keys.past.dims[2] : 0;
-  if (before != (values.past.given() ? values.past.dims[2] : 0) || (before > 0 && lengths.given())) {
+  const int64_t before = keys.before();
+  if (before != values.before() || (before > 0 && lengths.given())) {
     return invalid(
         sentence("past_key has ", before, " keys; past_value must have as many, and nonpad_kv_seqlen none beside"));
   }
-  Tensor key, value;
-  status = append(call, keys, o.key, key);
-  if (status.ok()) status = append(call, values, o.value, value);
-  if (!status.ok()) return status;
 
   // A mask may be shorter than the keys: those behind its end are hidden, so they are not looked at.
-  const Tensor all_keys = key;
+  Tensor key = keys.all, value = values.all;
   const int64_t total = key.dims[1];
   if (mask.given()) {
     const int64_t told = mask.dims[mask.ndim - 1];
@@ -208,15 +213,12 @@ Status Node::run_attention(Call& call, Plans& plans) const {
     Tensor scores;
     scores.dtype = desc.dtype;
     status = call.output(kWeights, {desc.batch, desc.num_heads, desc.seqlen_q, total}, scores);
-    if (status.ok()) status = write_scores(call, *scores_, desc, args, all_keys, scores);
+    append(call.executor(), keys);
+    if (status.ok()) status = write_scores(call, *scores_, desc, args, keys.all, scores);
     if (!status.ok()) return status;
   }
-  if (o.flat) return attend(call, plans, desc, args);
-  args.out.dtype = desc.dtype;
-  status = call.output(kOut, {desc.batch, desc.num_heads, desc.seqlen_q, desc.head_dim_v}, args.out);
-  if (!status.ok()) return status;
-  args.out = permuted(args.out, {0, 2, 1, 3});
-  return plans.forward(call, desc, args);
+  status = o.flat ? make_flat_out(call, desc, args.out) : make_stacked_out(call, desc, args.out);
+  return status.ok() ? append_and_attend(call, plans, desc, args, keys, values) : status;
 }
 
 Status Node::run_attention_grad(Call& call, Plans& plans) const {

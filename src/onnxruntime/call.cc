@@ -18,14 +18,24 @@ const OrtMemoryInfo* cpu_memory() {
   return memory;
 }
 
-// For plans alone: workspaces are made for as many threads as there are CPUs. Each call brings its own executor.
-class Sizes final : public Executor {
+// What it is given runs on the caller's thread.
+class Here final : public Executor {
  public:
-  int num_threads() const override { return default_executor().num_threads(); }
+  explicit Here(int num_threads) : num_threads_(num_threads) {}
+  int num_threads() const override { return num_threads_; }
   void parallel_for(int count, void (*body)(void* context, int index), void* context) override {
     for (int i = 0; i < count; ++i) body(context, i);
   }
+
+ private:
+  int num_threads_;
 };
+
+// For plans alone: workspaces are made for as many threads as there are CPUs. Each call brings its own executor.
+Executor& sizes() {
+  static Here executor(default_executor().num_threads());
+  return executor;
+}
 
 void make_contiguous(Tensor& tensor) {
   int64_t stride = 1;
@@ -154,10 +164,13 @@ Status Call::tell_shapes() const {
     Status status = call(abi::kKernelContext_GetOutput, context_, shape.index, &count, size_t{1}, &value);
     if (status.ok()) status = call(abi::kGetTensorMutableData, value, &data);
     for (size_t i = 0; i < shape.sizes.size() && status.ok(); ++i) {
-      const ToldShape::Size& size = shape.sizes[i];
-      Tensor tensor;
-      if (!size.of.empty()) status = given(size.index, tensor);
-      static_cast<int64_t*>(data)[i] = size.of.empty() ? size.number : tensor.dims[size.dim];
+      int64_t size = shape.sizes[i].number;
+      for (const ToldShape::Part& part : shape.sizes[i].parts) {
+        Tensor tensor;
+        if (status.ok()) status = given(part.index, tensor);
+        if (status.ok()) size += tensor.dims[part.dim];
+      }
+      static_cast<int64_t*>(data)[i] = size;
     }
     if (!status.ok()) return status;
   }
@@ -224,29 +237,43 @@ void copy(Executor& executor, const Tensor& from, const Tensor& to) {
   if (bytes == 0) return;
   const auto worth = static_cast<int>(std::min<size_t>(bytes / kWorthAThread + 1, 1024));
   Copy job{with_leading_ones(from, 4), with_leading_ones(to, 4), std::min(worth, executor.num_threads())};
+  if (job.from.strides[2] == job.from.dims[3] && job.to.strides[2] == job.to.dims[3]) {  // rows in one run
+    for (Tensor* each : {&job.from, &job.to}) {
+      each->dims[3] *= each->dims[2];
+      each->dims[2] = 1;
+    }
+  }
   executor.parallel_for(
       job.pieces, [](void* self, int i) { static_cast<const Copy*>(self)->run(i); }, &job);
 }
 
-Result<std::shared_ptr<const Plan>> Plans::get(const AttentionDesc& desc) {
+Executor& here() {
+  static Here executor(1);
+  return executor;
+}
+
+Result<std::shared_ptr<const Plan>> Plans::get(const AttentionDesc& desc, Remembered& plans, Executor& executor) {
   constexpr size_t kMostPlans = 64;
-  static Sizes sizes;
   const std::lock_guard lock(mutex_);
-  for (auto at = plans_.begin(); at != plans_.end(); ++at) {
+  for (auto at = plans.begin(); at != plans.end(); ++at) {
     if ((*at)->desc() == desc) {
-      std::rotate(plans_.begin(), at, at + 1);
-      return plans_.front();
+      std::rotate(plans.begin(), at, at + 1);
+      return plans.front();
     }
   }
-  Result<Plan> made = plan(desc, {.where = {.executor = &sizes}});
+  Result<Plan> made = plan(desc, {.where = {.executor = &executor}});
   if (!made.ok()) return made.status();
-  if (plans_.size() == kMostPlans) plans_.pop_back();
-  plans_.insert(plans_.begin(), std::make_shared<const Plan>(std::move(*made)));
-  return plans_.front();
+  if (plans.size() == kMostPlans) plans.pop_back();
+  plans.insert(plans.begin(), std::make_shared<const Plan>(std::move(*made)));
+  return plans.front();
+}
+
+Result<std::shared_ptr<const Plan>> Plans::on_one_thread(const AttentionDesc& desc) {
+  return get(desc, plans_on_one_thread_, here());
 }
 
 Status Plans::forward(Call& call, const AttentionDesc& desc, ForwardArgs& args) {
-  const Result<std::shared_ptr<const Plan>> plan = get(desc);
+  const Result<std::shared_ptr<const Plan>> plan = get(desc, plans_, sizes());
   if (!plan.ok()) return plan.status();
   args.workspace_bytes = (*plan)->workspace_bytes();
   if (Status status = call.scratch(args.workspace_bytes, args.workspace); !status.ok()) return status;
@@ -255,7 +282,7 @@ Status Plans::forward(Call& call, const AttentionDesc& desc, ForwardArgs& args) 
 }
 
 Status Plans::backward(Call& call, const AttentionDesc& desc, BackwardArgs& args) {
-  const Result<std::shared_ptr<const Plan>> plan = get(desc);
+  const Result<std::shared_ptr<const Plan>> plan = get(desc, plans_, sizes());
   if (!plan.ok()) return plan.status();
   args.forward.workspace_bytes = (*plan)->backward_workspace_bytes();
   if (Status status = call.scratch(args.forward.workspace_bytes, args.forward.workspace); !status.ok()) return status;

@@ -62,25 +62,34 @@ class Call {
   std::vector<void*> taken_;
 };
 
+// Runs all on the caller's thread.
+Executor& here();
+
 // Copies elements; dtype and dims are the same, strides need not be. The last dim's elements lie side by side in both,
 // or it is slow.
 void copy(Executor& executor, const Tensor& from, const Tensor& to);
 
-// The plans of a node, one for each shape that came; at most 64 are remembered. Any thread.
+// The plans of a node, one for each shape that came; at most 64 are remembered, and as many on_one_thread(). Any
+// thread.
 class Plans {
  public:
   // plan(desc).forward(args) with the call's threads and memory.
   Status forward(Call& call, const AttentionDesc& desc, ForwardArgs& args);
   Status backward(Call& call, const AttentionDesc& desc, BackwardArgs& args);
 
+  // For calls that run on here().
+  Result<std::shared_ptr<const Plan>> on_one_thread(const AttentionDesc& desc);
+
   // 0, 1, 2, ... for the node's runs: what they draw differs.
   uint32_t next_draw() { return draws_.fetch_add(1); }
 
  private:
-  Result<std::shared_ptr<const Plan>> get(const AttentionDesc& desc);
+  using Remembered = std::vector<std::shared_ptr<const Plan>>;  // the last one that was used in front
+
+  Result<std::shared_ptr<const Plan>> get(const AttentionDesc& desc, Remembered& plans, Executor& executor);
 
   std::mutex mutex_;
-  std::vector<std::shared_ptr<const Plan>> plans_;  // the last one that was used in front
+  Remembered plans_, plans_on_one_thread_;
   std::atomic<uint32_t> draws_ = 0;
 };
 

@@ -150,20 +150,21 @@ std::string GraphNodes::target(std::string value, Target& to) const {
   return "";
 }
 
-// An element of a shape: a number, or a dim of a value, by Shape of one element or by Slice of a Shape.
+// An element of a shape: a number, a dim of a value, by Shape of one element or by Slice of a Shape, or the sum of two.
 bool GraphNodes::size(const std::string& value, ToldShape::Size& to) const {
   std::vector<int64_t> list;
-  if (integers(value, list)) return to.number = list.empty() ? 0 : list[0], list.size() == 1;
+  if (integers(value, list)) return to.number += list.empty() ? 0 : list[0], list.size() == 1;
   const graph::Node* node = producer(value);
   if (node == nullptr) return false;
+  if (node->op_type == "Add") return size(node->inputs[0], to) && size(node->inputs[1], to);
   if (node->op_type == "Slice") {
     if (!integers(node->inputs[1], list) || list.size() != 1) return false;
     node = producer(node->inputs[0]);
   }
   if (node == nullptr || node->op_type != "Shape") return false;
   const graph::Attribute* start = attribute_of(*node, "start");
-  to.of = node->inputs[0];
-  to.dim = static_cast<size_t>(start != nullptr ? start->integer.value_or(0) : list[0]);
+  const auto dim = static_cast<size_t>(start != nullptr ? start->integer.value_or(0) : list[0]);
+  to.parts.push_back({node->inputs[0], 0, dim});
   return true;
 }
 
@@ -212,7 +213,7 @@ std::vector<std::string> names_read(const Wiring& wiring) {
   }
   for (const ToldShape& shape : wiring.shapes) {
     for (const ToldShape::Size& each : shape.sizes) {
-      if (!each.of.empty()) names.push_back(each.of);
+      for (const ToldShape::Part& part : each.parts) names.push_back(part.of);
     }
   }
   return names;

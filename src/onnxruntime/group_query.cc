@@ -159,7 +159,8 @@ Status Node::run_group_query(Call& call, Plans& plans) const {
   args.value = value;
   args.seqlens_k = lengths.total;
   args.query_offsets = lengths.before;
-  return attend(call, plans, desc, args);
+  status = make_flat_out(call, desc, args.out);
+  return status.ok() ? plans.forward(call, desc, args) : status;
 }
 
 }  // namespace polyhead::onnxruntime

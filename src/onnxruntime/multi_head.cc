@@ -1,6 +1,7 @@
 // com.microsoft.MultiHeadAttention, as docs/ContribOperators.md of ONNX Runtime says it.
 #include <cmath>
 
+#include "cached.h"
 #include "core/dtype.h"
 #include "core/sentence.h"
 #include "node.h"
@@ -168,17 +169,15 @@ Status add_to(Call& call, const Tensor& padding, Tensor& bias, const AttentionDe
 
 Status Node::run_multi_head(Call& call, Plans& plans) const {
   Operands o;
-  Cache keys, values;
+  Cached keys, values;
   Status status = read(call, num_heads_, o);
   if (status.ok()) status = add_biases(call, o);
-  if (status.ok()) status = read_cache(call, kPastKey, kPresentKey, "past_key", o.key, keys);
-  if (status.ok()) status = read_cache(call, kPastValue, kPresentValue, "past_value", o.value, values);
-  if (status.ok()) status = append(call, keys, o.key, o.key);
-  if (status.ok()) status = append(call, values, o.value, o.value);
+  if (status.ok()) status = read_cached(call, kPastKey, kPresentKey, "past_key", o.key, keys);
+  if (status.ok()) status = read_cached(call, kPastValue, kPresentValue, "past_value", o.value, values);
   if (!status.ok()) return status;
-  if (o.key.dims[1] != o.value.dims[1]) return invalid("past_key and past_value have different lengths");
+  if (keys.all.dims[1] != values.all.dims[1]) return invalid("past_key and past_value have different lengths");
 
-  AttentionDesc desc = desc_of(o.query, o.key, o.value);
+  AttentionDesc desc = desc_of(o.query, keys.all, values.all);
   desc.query_offset = desc.seqlen_k - desc.seqlen_q;
   ForwardArgs args;
   Tensor padding, bias;
@@ -189,9 +188,10 @@ Status Node::run_multi_head(Call& call, Plans& plans) const {
   if (status.ok() && padding.given() && !bias.given()) status = add_mask("key_padding_mask", padding, desc, args);
   if (!status.ok()) return status;
   args.query = o.query;
-  args.key = o.key;
-  args.value = o.value;
-  return attend(call, plans, desc, args);
+  args.key = keys.all;
+  args.value = values.all;
+  status = make_flat_out(call, desc, args.out);
+  return status.ok() ? append_and_attend(call, plans, desc, args, keys, values) : status;
 }
 
 }  // namespace polyhead::onnxruntime

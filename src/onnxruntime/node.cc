@@ -137,43 +137,11 @@ AttentionDesc Node::desc_of(const Tensor& query, const Tensor& key, const Tensor
   return desc;
 }
 
-Status read_cache(Call& call, size_t past, size_t present, const char* what, const Tensor& fresh, Cache& cache) {
-  if (Status status = call.input(past, cache.past); !status.ok()) return status;
-  const Tensor& old = cache.past;
-  if (old.given() && (old.ndim != 4 || old.dims[0] != fresh.dims[0] || old.dims[1] != fresh.dims[2] ||
-                      old.dims[3] != fresh.dims[3] || old.dtype != fresh.dtype)) {
-    return invalid(sentence(what, " is ", words_of(old), ", must be ", dtype_name(fresh.dtype), " [", fresh.dims[0],
-                            ", ", fresh.dims[2], ", past, ", fresh.dims[3], "]"));
-  }
-  cache.present.dtype = fresh.dtype;
-  const int64_t before = old.given() ? old.dims[2] : 0;
-  return call.output(present, {fresh.dims[0], fresh.dims[2], before + fresh.dims[1], fresh.dims[3]}, cache.present);
-}
-
-Status append(Call& call, const Cache& cache, Tensor fresh, Tensor& all) {
-  const int64_t before = cache.past.given() ? cache.past.dims[2] : 0;
-  all = cache.present;
-  if (!all.given()) {
-    if (before == 0) {
-      all = fresh;
-      return {};
-    }
-    const Status status =
-        call.scratch(fresh.dtype, {fresh.dims[0], fresh.dims[2], before + fresh.dims[1], fresh.dims[3]}, all);
-    if (!status.ok()) return status;
-  }
-  if (before > 0) copy(call.executor(), cache.past, part(all, 2, 0, before));
-  copy(call.executor(), permuted(fresh, {0, 2, 1, 3}), part(all, 2, before, fresh.dims[1]));
-  all = permuted(all, {0, 2, 1, 3});
-  return {};
-}
-
-Status attend(Call& call, Plans& plans, const AttentionDesc& desc, ForwardArgs& args) {
-  args.out.dtype = desc.dtype;
-  const Status status = call.output(0, {desc.batch, desc.seqlen_q, desc.num_heads * desc.head_dim_v}, args.out);
-  if (!status.ok()) return status;
-  args.out = split_last(args.out, desc.num_heads);
-  return plans.forward(call, desc, args);
+Status make_flat_out(Call& call, const AttentionDesc& desc, Tensor& out) {
+  out.dtype = desc.dtype;
+  const Status status = call.output(0, {desc.batch, desc.seqlen_q, desc.num_heads * desc.head_dim_v}, out);
+  if (status.ok()) out = split_last(out, desc.num_heads);
+  return status;
 }
 
 Status add_mask(const char* what, const Tensor& mask, AttentionDesc& desc, ForwardArgs& args) {

@@ -64,20 +64,8 @@ class Node {
   int64_t num_heads_ = 0, num_heads_kv_ = 0;  // 0: told by dims
 };
 
-// The keys and values of a run, and those before them that a cache holds: all [batch, heads, sequence, dim].
-struct Cache {
-  Tensor past;     // not given: none
-  Tensor present;  // not given: nobody reads it
-};
-
-// Inputs past_key or past_value, checked, and the output that holds it and what is new.
-Status read_cache(Call& call, size_t past, size_t present, const char* what, const Tensor& fresh, Cache& cache);
-
-// past and `fresh` [batch, sequence, heads, dim], one behind the other, in `present` or else in memory of the call.
-Status append(Call& call, const Cache& cache, Tensor fresh, Tensor& all);
-
-// The plan for desc with these operands; output 0 is [batch, sequence, heads * dim].
-Status attend(Call& call, Plans& plans, const AttentionDesc& desc, ForwardArgs& args);
+// Output 0, [batch, sequence, heads * dim], seen as the call's [batch, sequence, heads, dim].
+Status make_flat_out(Call& call, const AttentionDesc& desc, Tensor& out);
 
 // A mask [..., keys]: its four dims, for a desc and a call. `what` names it in errors.
 Status add_mask(const char* what, const Tensor& mask, AttentionDesc& desc, ForwardArgs& args);

@@ -8,7 +8,8 @@
 namespace polyhead::onnxruntime {
 namespace {
 
-constexpr int64_t kMostElements = 1 << 16;  // of constants whose data is looked at: scales, shapes, masks
+// Of constants whose data is looked at, where it lies: scales, shapes, masks.
+constexpr int64_t kMostElements = 1 << 22;
 
 class Reader {
  public:

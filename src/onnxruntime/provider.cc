@@ -123,10 +123,11 @@ class SessionProvider : public abi::Provider {
       if (at == places_out.end()) return {StatusCode::kInternal, sentence("a group does not give ", shape.name)};
       shape.index = at->second;
       for (ToldShape::Size& each : shape.sizes) {
-        const auto from = places.find(each.of);
-        if (!each.of.empty() && from == places.end())
-          return {StatusCode::kInternal, sentence("a group does not read ", each.of)};
-        if (!each.of.empty()) each.index = from->second;
+        for (ToldShape::Part& part : each.parts) {
+          const auto from = places.find(part.of);
+          if (from == places.end()) return {StatusCode::kInternal, sentence("a group does not read ", part.of)};
+          part.index = from->second;
+        }
       }
     }
     info = made.release();

@@ -50,11 +50,14 @@ struct Target {
 
 // A shape of what is no more, which others read: an output of the group.
 struct ToldShape {
-  struct Size {
-    int64_t number = 0;
-    std::string of = {};  // an input of the group; "": it is the number
+  struct Part {
+    std::string of = {};  // an input of the group
     size_t index = 0;
     size_t dim = 0;
+  };
+  struct Size {
+    int64_t number = 0;
+    std::vector<Part> parts = {};  // what is added to it
   };
   std::string name;
   size_t index = 0;

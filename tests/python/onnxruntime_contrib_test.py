@@ -67,6 +67,14 @@ def test_multi_head_attention(seed):
     assert_as_theirs(rng, "MultiHeadAttention", inputs, 3 if form == "past" else 1, attributes)
 
 
+def test_multi_head_attention_with_a_cache_of_megabytes():
+    rng = np.random.default_rng(1)
+    B, H, S, P, D = 2, 3, 2, 3000, 64
+    inputs = {0: normal(rng, B, S, H * D), 1: normal(rng, B, S, H * D), 2: normal(rng, B, S, H * D), 5: normal(rng, B, 1, S, S + P)}
+    inputs |= {6: normal(rng, B, H, P, D), 7: normal(rng, B, H, P, D)}
+    assert_as_theirs(rng, "MultiHeadAttention", inputs, 3, {"num_heads": H, "unidirectional": 1})
+
+
 def test_multi_head_attention_packed_and_hidden():
     """Packed forms, which ONNX Runtime's CPU kernel refuses, are the same numbers. What is hidden gets -10000, so a row
     that sees nothing sees everything."""

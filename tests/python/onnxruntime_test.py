@@ -314,6 +314,78 @@ def test_shapes_that_are_not_told():
     assert [len(value.shape) for value in by_custom_ops(model).get_outputs()] == [4, 4, 4]
 
 
+@needs_provider
+@pytest.mark.parametrize("hidden", [None, (0, 0), (200, 7), (299, 299)])
+def test_large_constant_masks(hidden):
+    """A triangle of 90,000 numbers, which becomes an option, and one of which another place is hidden, which stays."""
+    rng, S = np.random.default_rng(0), 300
+    mask = np.triu(np.full((S, S), -1e9, np.float32), 1)
+    mask[hidden or (0, S - 1)] = -1e9
+    nodes = [helper.make_node("Transpose", ["k"], ["kt"], perm=[0, 1, 3, 2]), helper.make_node("MatMul", ["q", "kt"], ["s"]),
+             helper.make_node("Add", ["s", "mask"], ["masked"]), helper.make_node("Softmax", ["masked"], ["p"], axis=-1),
+             helper.make_node("MatMul", ["p", "v"], ["out"])]  # fmt: skip
+    inputs = {name: normal(rng, 1, 2, S, 16) for name in "qkv"}
+    told = [helper.make_tensor_value_info(name, TensorProto.FLOAT, x.shape) for name, x in inputs.items()]
+    result = [helper.make_tensor_value_info("out", TensorProto.FLOAT, None)]
+    graph = helper.make_graph(nodes, "g", told, result, [onnx.numpy_helper.from_array(mask, "mask")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    session = ours(model)
+    assert num_ours(session) == len(nodes)
+    assert_close(session.run(None, inputs), theirs(model).run(None, inputs))
+
+
+# --- caches ---
+
+
+def attend(query, keys, values, before, scale, mask=None, sinks=None, causal=False):
+    """[B, H, S, D] and [B, G, T, D], in float64: the output and the logarithms of the rows' sums."""
+    keys, values = (np.repeat(x, query.shape[1] // x.shape[1], 1).astype(np.float64) for x in (keys, values))
+    scores = scale * query.astype(np.float64) @ keys.swapaxes(2, 3)
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf) if mask.dtype == bool else scores + mask
+    if causal:
+        rows, columns = np.indices(scores.shape[2:])
+        scores = np.where(columns <= rows + before, scores, -np.inf)
+    terms = np.exp(scores)
+    total = terms.sum(-1, keepdims=True)
+    total += 0 if sinks is None else np.exp(sinks.astype(np.float64))[:, None, None]
+    return terms / total @ values, np.log(total[..., 0])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_caches_that_are_worth_a_call_for_each_head(seed):
+    """From some megabytes on keys are copied and attended to head by head; shorter ones the contrib tests have. The first seed
+    has all that is told by batch and head at once."""
+    rng = np.random.default_rng(seed)
+    every = seed == 0
+    B, G, D, past, S = 2, int(rng.integers(2, 4)), int(rng.choice([40, 64])), int(rng.integers(3600, 4000)), int(rng.integers(1, 5))
+    H, T = G * int(rng.integers(2, 4)), past + S
+    flat, ours_alone = rng.random(2) < 0.5
+    ours_alone = ours_alone or every
+    query, key, value = (normal(rng, B, heads, S, D) for heads in (H, G, G))
+    inputs = {"past_key": normal(rng, B, G, past, D), "past_value": normal(rng, B, G, past, D)}
+    keys, values = (np.concatenate(pair, 2) for pair in ((inputs["past_key"], key), (inputs["past_value"], value)))
+    mask = [None, normal(rng, B, H, S, T), rng.random((B, 1, S, T)) < 0.7, rng.random((1, H, 1, T)) < 0.7][1 if every else rng.integers(4)]
+    causal, sinks = bool(rng.random() < 0.5), normal(rng, H) if ours_alone else None
+    for name, x in (("q", query), ("k", key), ("v", value)):
+        inputs[name] = x.transpose(0, 2, 1, 3).reshape(B, S, -1) if flat else x
+    inputs |= ({} if mask is None else {"mask": mask}) | ({"sinks": sinks} if ours_alone else {})
+    names = ["q", "k", "v", "" if mask is None else "mask", "past_key", "past_value"] + (["", "sinks"] if ours_alone else [])
+    outputs = ["y", *(("present_key", "present_value") if rng.random() < 0.7 else ("", ""))] + (["", "lse"] if ours_alone else [])
+    heads = {"q_num_heads": H, "kv_num_heads": G} if flat else {}
+    domain = "polyhead" if ours_alone else ""
+    node = helper.make_node("Attention", names, outputs, domain=domain, scale=0.3, is_causal=int(causal), **heads)
+    told = [helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape) for name, x in inputs.items()]
+    given = [name for name in outputs if name]
+    results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in given]
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("polyhead", 1)]
+    model = helper.make_model(helper.make_graph([node], "g", told, results), opset_imports=opsets, ir_version=10)
+    out, logsumexp = attend(query, keys, values, past, 0.3, mask, sinks, causal)
+    wanted = {"y": out.transpose(0, 2, 1, 3).reshape(B, S, -1) if flat else out, "lse": logsumexp, "present_key": keys, "present_value": values}
+    for threads in (1, 2):
+        assert_close(ours(model, threads).run(None, inputs), [wanted[name] for name in given], what=f"{outputs} {names} {threads}")
+
+
 # --- what cannot run ---
 
 

@@ -1,0 +1,111 @@
+"""Decoders with a cache: polyhead.onnx.fuse takes the joining of earlier keys with new ones into the operator."""
+
+import re
+
+import numpy as np
+import pytest
+
+onnx = pytest.importorskip("onnx", reason="onnx is not installed: its models are not fused")
+ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: what is fused is not run")
+from onnxruntime_test import assert_close, ours, quiet_options, theirs  # noqa: E402
+
+import polyhead.onnx  # noqa: E402
+
+B, G, D = 2, 2, 8
+JOINED = "present_key = Concat<axis = 2>(past_key, key)  present_value = Concat<axis = -2>(past_value, value)"
+SCORES = """
+  key_t = Transpose<perm = [0, 1, 3, 2]>(present_key)
+  product = MatMul(query, key_t)
+  root = Constant<value = float {3.0}>()
+  scores = Div(product, root)"""
+OUT = " weights = Softmax<axis = -1>(masked)  out = MatMul(weights, present_value)"
+# Places of keys, in dims [1, T], and of queries, [S, 1], which stand behind the past's keys.
+COUNTS = """
+  zero = Constant<value = int64 {0}>()  one = Constant<value = int64 {1}>()  first = Constant<value_ints = [0]>()  last = Constant<value_ints = [1]>()
+  past_shape = Shape(past_key)  new_shape = Shape(key)  two = Constant<value = int64 {2}>()
+  P = Gather<axis = 0>(past_shape, two)  S = Gather<axis = 0>(new_shape, two)  T = Add(P, S)
+  all = Range(zero, T, one)  columns = Unsqueeze(all, first)"""
+ROWS = " behind = Range(P, T, one)  rows = Unsqueeze(behind, last)"
+ROWS_FROM_ZERO = " from_zero = Range(zero, S, one)  rows = Unsqueeze(from_zero, last)"
+HIDE = " fill = Constant<value = float {-inf}>()  masked = Where(visible, scores, fill)"
+CAUSAL = COUNTS + ROWS + " visible = LessOrEqual(columns, rows)"
+WINDOW = CAUSAL.replace("visible", "before") + """
+  three = Constant<value = int64 {3}>()  least = Sub(rows, three)  after = GreaterOrEqual(columns, least)  visible = And(before, after)"""
+PADDING = CAUSAL.replace("visible", "before") + " visible = And(before, padding)"
+PLAIN = " masked = Identity(scores)"
+# The words of the report, for each target; None: whatever the masks are, the keys are joined by the graph.
+CASES = {
+    "plain": (JOINED + SCORES + PLAIN + OUT, "a cache", "a cache"),
+    "causal": (JOINED + SCORES + CAUSAL + HIDE + OUT, "a cache, causal", "a cache, causal"),
+    "window": (JOINED + SCORES + WINDOW + HIDE + OUT, "a cache", "a cache, causal, a window of 3 keys to the left"),
+    "causal, the past added": (JOINED + SCORES + CAUSAL.replace("behind = Range(P, T, one)", "from_zero = Range(zero, S, one)  behind = Add(from_zero, P)") + HIDE + OUT,
+                               "a cache, causal", "a cache, causal"),
+    "padding": (JOINED + SCORES + PADDING + HIDE + OUT, "a cache", "a cache"),
+    "places from 0": (JOINED + SCORES + COUNTS + ROWS_FROM_ZERO + " visible = LessOrEqual(columns, rows)" + HIDE + OUT,
+                      "its diagonal depends on sizes", "its diagonal depends on sizes"),
+    "shape of what is joined": (JOINED + SCORES + CAUSAL.replace("T = Add(P, S)", "joined = Shape(present_key)  T = Gather<axis = 0>(joined, two)") + HIDE + OUT, None, None),
+    "shape of the scores": (JOINED + SCORES + CAUSAL.replace("T = Add(P, S)", "of_scores = Shape(scores)  three_ = Constant<value = int64 {3}>()  T = Gather<axis = 0>(of_scores, three_)") + HIDE + OUT, None, None),
+    "new ones first": (JOINED.replace("past_key, key", "key, past_key").replace("past_value, value", "value, past_value") + SCORES + PLAIN + OUT, None, None),
+    "what is past is computed": ("doubled = Add(past_key, past_key) " + JOINED.replace("past_key, key", "doubled, key") + SCORES + PLAIN + OUT, None, None),
+    "keys alone": (JOINED.replace("past_value, value", "past_value, value, value") + SCORES.replace("present_key)", "long)").replace("key_t =", "long = Concat<axis = 2>(present_key, key)  key_t =", 1) + PLAIN + OUT, None, None),
+    "values of other queries": (JOINED + SCORES + PLAIN + OUT + " again = MatMul(weights, present_value)  other = Softmax<axis = -1>(again)", None, None),
+}  # fmt: skip
+
+
+def model_of(nodes):
+    inputs = {"query": "float[2,2,S,8]", "key": "float[2,2,S,8]", "value": "float[2,2,S,8]", "past_key": "float[2,2,P,8]", "past_value": "float[2,2,P,8]"}
+    inputs |= {"padding": "bool[2,1,1,T]"} if "padding" in nodes else {}
+    outputs = ["out", "present_key", "present_value"] + (["other"] if "other =" in nodes else [])
+    told = ", ".join(f"{kind} {name}" for name, kind in inputs.items())
+    statements = re.sub(r"\s+(?=[A-Za-z]\w* = [A-Z])", "\n", " " + nodes.strip())
+    results = ", ".join(f"float[a,b,c,d] {name}" for name in outputs)
+    return onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 18]> g ({told}) => ({results}) {{{statements}\n}}')
+
+
+def operands(model, S, P):
+    rng = np.random.default_rng(S + 10 * P)
+    shapes = {"query": (B, G, S, D), "key": (B, G, S, D), "value": (B, G, S, D), "past_key": (B, G, P, D), "past_value": (B, G, P, D)}
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    padding = np.ones((B, 1, 1, S + P), bool)
+    padding[1, ..., : P // 2] = False
+    return {value.name: (arrays | {"padding": padding})[value.name] for value in model.graph.input}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_caches(name):
+    nodes, *words = CASES[name]
+    model = model_of(nodes)
+    sessions = [ours(model)]
+    for target, said in zip(("onnx", "polyhead"), words, strict=True):
+        fusion = polyhead.onnx.fuse(model, target=target)
+        assert fusion.num_fused == 1, str(fusion)
+        pattern = fusion.candidates[0].pattern
+        assert ("a cache" in pattern) == (said is not None), pattern
+        assert said is None or said in pattern, pattern
+        joins = [node for node in fusion.model.graph.node if node.op_type == "Concat" and node.output[0].startswith("present")]
+        assert len(joins) == (2 if said is None else 0), str(fusion)
+        attention = next(node for node in fusion.model.graph.node if node.op_type == "Attention")
+        if "causal" in (said or ""):
+            assert attention.input[3] == ""  # no mask is left
+        data = fusion.model.SerializeToString()
+        sessions.append(polyhead.onnx.session(data, quiet_options()) if target == "polyhead" else ort.InferenceSession(data, quiet_options()))
+    for S, P in ((3, 5), (1, 6), (4, 0), (2, 1)):
+        inputs = operands(model, S, P)
+        expected = theirs(model).run(None, inputs)
+        for session in sessions:
+            assert_close(session.run(None, inputs), expected, what=f"{name} {S} {P}")
+
+
+def test_layers_that_share_a_cache():
+    """The first joins, and the second reads what it gives."""
+    nodes = JOINED + SCORES + PLAIN + OUT.replace("out =", "between =")
+    second = (SCORES + PLAIN + OUT).replace("query", "between")
+    for word in ("key_t", "product", "root", "scores", "masked", "weights"):
+        second = re.sub(rf"\b{word}\b", f"{word}_2", second)
+    model = model_of(nodes + second)
+    for target in ("onnx", "polyhead"):
+        fusion = polyhead.onnx.fuse(model, target=target)
+        assert [("a cache" in each.pattern) for each in fusion.candidates] == [True, False], str(fusion)
+        session = polyhead.onnx.session(fusion.model.SerializeToString(), quiet_options())
+        inputs = operands(model, 2, 5)
+        assert_close(session.run(None, inputs), theirs(model).run(None, inputs))
