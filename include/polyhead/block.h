@@ -12,22 +12,9 @@
 
 #include "polyhead/api.h"
 #include "polyhead/layer.h"
+#include "polyhead/matrix_product.h"
 
 namespace polyhead {
-
-enum class NormKind : int32_t {
-  kNone = 0,
-  kLayerNorm = 1,  ///< (x - mean) / sqrt(variance + eps) * gamma + beta
-  kRmsNorm = 2,    ///< x / sqrt(mean of x^2 + eps) * gamma + beta
-};
-
-enum class ActivationKind : int32_t {
-  kNone = 0,
-  kRelu = 1,
-  kGelu = 2,      ///< x * (1 + erf(x / sqrt(2))) / 2
-  kGeluTanh = 3,  ///< x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2
-  kSilu = 4,      ///< x / (1 + exp(-x))
-};
 
 /// A norm over the vector, and where it stands.
 struct NormDesc {

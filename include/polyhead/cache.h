@@ -83,8 +83,8 @@ class POLYHEAD_API KvCache {
   /// they may overlap. No slot twice in `to`. For accepting a branch of a tree, and for copy on write.
   Status copy(const KvTensors& pool, const Tensor& from, const Tensor& to) const;
 
-  /// The tokens at `slots` [n], as they are stored (turned), to key [n, G, D] and value [n, G, Dv], each optional, of any
-  /// float dtype.
+  /// The tokens at `slots` [n], as they are stored (turned), to key [n, G, D] and value [n, G, Dv], of any float dtype; one
+  /// of both may be left out.
   Status read(const KvTensors& pool, const Tensor& slots, const Tensor& key, const Tensor& value) const;
 
  private:
@@ -122,6 +122,7 @@ class POLYHEAD_API PageTable {
   int64_t length(int64_t sequence) const;                  ///< -1: there is no such sequence
   std::span<const int64_t> pages(int64_t sequence) const;  ///< in order
   int64_t slot(int64_t sequence, int64_t token) const;     ///< where a token lies; -1: nowhere
+  int64_t num_holders(int64_t page) const;                 ///< how many sequences have it; of a page that is none 0
 
  private:
   friend POLYHEAD_API Result<PageTable> page_table(int64_t num_pages, int64_t page_size);

@@ -137,12 +137,15 @@ struct FuseOptions {
   UnseenRows unseen_rows = UnseenRows::kKeep;
   Backwards backwards = Backwards::kOfGraph;
   bool splits_masks = true;  ///< false: a mask is an input as it stands, or as a whole an option; no part of it is read
+  /// Of a graph with a fused attention, products with constant matrices too, each with what is done to its result: bias,
+  /// activation, residual, norm. Needs kPolyhead.
+  bool layers = false;
 };
 
-/// A Softmax, or what amounts to one, and what became of it.
+/// A Softmax, or what amounts to one, or a product with a constant matrix, and what became of it.
 struct Candidate {
   std::string place;         ///< the node's name, behind those of the nodes in whose bodies it stands
-  bool is_attention = true;  ///< false: nothing that looks like attention is around it
+  bool is_attention = true;  ///< false: nothing that looks like attention is around it, or it is a product
   bool fused = false;
   std::string pattern = {};  ///< in words
   std::string became = {};   ///< fused: the new node
@@ -155,6 +158,7 @@ struct Candidate {
 
 struct Report {
   std::vector<Candidate> candidates;
+  std::vector<Candidate> products;                    ///< with FuseOptions::layers; `before` and `after` are empty
   int64_t num_nodes_before = 0, num_nodes_after = 0;  ///< bodies included
   int64_t opset_before = 0, opset_after = 0;
 };

@@ -88,8 +88,8 @@ POLYHEAD_API polyhead_status polyhead_kv_cache_append(const polyhead_kv_cache* c
 POLYHEAD_API polyhead_status polyhead_kv_cache_copy(const polyhead_kv_cache* cache, const polyhead_kv_tensors* pool,
                                                     const polyhead_tensor* from, const polyhead_tensor* to);
 
-/// The tokens at `slots` [n], as they are stored, to key [n, G, D] and value [n, G, Dv], of any float dtype; either may be
-/// NULL.
+/// The tokens at `slots` [n], as they are stored, to key [n, G, D] and value [n, G, Dv], of any float dtype; one of
+/// both may be NULL.
 POLYHEAD_API polyhead_status polyhead_kv_cache_read(const polyhead_kv_cache* cache, const polyhead_kv_tensors* pool,
                                                     const polyhead_tensor* slots, const polyhead_tensor* key,
                                                     const polyhead_tensor* value);
@@ -122,6 +122,8 @@ POLYHEAD_API const int64_t* polyhead_page_table_pages(const polyhead_page_table*
                                                       size_t* num_pages);
 /// Where a token lies; -1: nowhere.
 POLYHEAD_API int64_t polyhead_page_table_slot(const polyhead_page_table* table, int64_t sequence, int64_t token);
+/// How many sequences have a page; 0: nobody, or it is none.
+POLYHEAD_API int64_t polyhead_page_table_num_holders(const polyhead_page_table* table, int64_t page);
 
 #ifdef __cplusplus
 }

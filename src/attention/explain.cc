@@ -41,6 +41,13 @@ double visible_pairs(const AttentionDesc& desc) {
   return batch * pairs;
 }
 
+// Why `kernel` does not compute it on `device`; "" if it can.
+std::string reason_of(const Kernel& kernel, const AttentionDesc& desc, Device device) {
+  std::string reason = kernel.why_not(desc);
+  if (!reason.empty() || kernel.device == device) return reason;
+  return sentence("computes on ", device_name(kernel.device), ", the call's tensors are on ", device_name(device));
+}
+
 }  // namespace
 
 Explanation explain(const AttentionDesc& desc, const PlanOptions& options) try {
@@ -54,7 +61,10 @@ Explanation explain(const AttentionDesc& desc, const PlanOptions& options) try {
   }
   if (!check_desc(desc).ok()) return explanation;
   explanation.measured = measured_order();
-  for (const Kernel* kernel : kernel_list()) explanation.reasons.push_back({kernel->name, kernel->why_not(desc)});
+  const Device device = options.where.device.value_or(Device::kCpu);
+  for (const Kernel* kernel : kernel_list()) {
+    explanation.reasons.push_back({kernel->name, reason_of(*kernel, desc, device)});
+  }
   const double pairs = visible_pairs(desc) * static_cast<double>(desc.num_heads);
   const auto dim = static_cast<double>(desc.head_dim), dim_v = static_cast<double>(desc.head_dim_v);
   explanation.flops = 2 * pairs * (dim + dim_v);

@@ -134,6 +134,9 @@ Result<Plan> make_plan(const AttentionDesc& desc, const PlanOptions& options) tr
   made.kernel_ = *kernel;
   made.num_threads_ = std::max(1, made.where_.executor->num_threads());
   if (host_fills(desc, made.where_)) return made;
+  if (made.kernel_->prepare != nullptr) {
+    if (Status status = made.kernel_->prepare(desc); !status.ok()) return status;
+  }
   const MemorySize forward_bytes = made.kernel_->workspace_bytes(desc, made.num_threads_);
   const MemorySize backward_bytes = made.kernel_->backward_workspace_bytes(desc, made.num_threads_);
   if (!forward_bytes.fits()) return workspace_too_large("forward", made.kernel_->name, desc, made.num_threads_);

@@ -1,4 +1,4 @@
-// x [D] one head of one token   c, s [R / 2] cosines and sines of its position
+// x [D] one head of one token
 #include "cache/append.h"
 
 #include <algorithm>
@@ -6,6 +6,7 @@
 
 #include "contract/sequences.h"
 #include "core/memory_size.h"
+#include "core/rotary.h"
 #include "core/sentence.h"
 
 namespace polyhead {
@@ -23,18 +24,10 @@ class Turn {
 
  private:
   void rotate(int64_t position, float* x) const {
-    const Tensor &cos = *tokens_.cos, &sin = *tokens_.sin;
-    const int64_t pairs = desc_.rotary_dim / 2;
-    const int64_t step = desc_.interleaved ? 2 : 1, other = desc_.interleaved ? 1 : pairs;
-    const auto* const c = static_cast<const float*>(cos.data) + position * cos.strides[0];
-    const auto* const s = static_cast<const float*>(sin.data) + position * sin.strides[0];
-    for (int64_t p = 0; p < pairs; ++p) {
-      const float cosine = c[p * cos.strides[1]], sine = s[p * sin.strides[1]];
-      float &first = x[p * step], &second = x[p * step + other];
-      const float turned = first * cosine - second * sine;
-      second = first * sine + second * cosine;
-      first = turned;
-    }
+    const auto angles = [&](const Tensor& t) {
+      return Angles<float>{static_cast<const float*>(t.data) + position * t.strides[0], t.strides[1]};
+    };
+    polyhead::rotate(desc_.rotary_dim / 2, desc_.interleaved, angles(*tokens_.cos), angles(*tokens_.sin), x, x);
   }
 
   // The fast Walsh-Hadamard transform.

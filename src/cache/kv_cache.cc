@@ -1,5 +1,4 @@
 // Writing to caches of keys and values, and reading them back.
-//   x [D] one head of one token   c, s [R / 2] cosines and sines of its position
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -104,7 +103,9 @@ Status add_pool(Operands& operands, Role role, const KvCacheDesc& d, const KvTen
 using Numbers = std::vector<int64_t>;
 
 Status read_all(const char* name, const Tensor& t, const NumberRange& range, Numbers* out) {
-  out->resize(static_cast<size_t>(t.dims[0]));
+  const auto count = static_cast<size_t>(t.dims[0]);
+  if (count > out->max_size()) throw std::bad_alloc();  // tensors whose strides are 0 may be as long as that
+  out->resize(count);
   return read_numbers(name, -1, t, t.dims[0], range, out->data());
 }
 
@@ -149,7 +150,8 @@ Status check_append(const KvCacheDesc& d, const KvTensors& pool, const KvAppendA
   if (status.ok()) status = check_tables(operands, d, args, tokens);
   if (status.ok()) status = add_pool(operands, Role::kGradient, d, pool);
   if (!status.ok()) return status;
-  if (!args.query.given()) return unasked("query_out", args.query_out);
+  if (!args.query.given() && args.query_out.given()) return invalid("query_out is given, but query is missing");
+  if (!args.query.given()) return {};
   const bool in_place = same_view(args.query, args.query_out);
   if (!in_place) status = operands.add(Role::kInput, "query", args.query, of_any_float(args.query, {n, heads, dim}));
   if (!status.ok()) return status;
@@ -282,6 +284,7 @@ Status KvCache::read(const KvTensors& pool, const Tensor& slots, const Tensor& k
     if (!status.ok() || !part.to.given()) continue;
     status = operands.add(Role::kGradient, part.name, part.to, of_any_float(part.to, {n, heads, part.dim}));
   }
+  if (status.ok() && !key.given() && !value.given()) return invalid("key and value are missing, one must be given");
   Numbers from;
   if (status.ok()) status = read_slots(desc_, "slots", slots, &from);
   if (!status.ok()) return status;

@@ -139,4 +139,9 @@ int64_t PageTable::slot(int64_t sequence, int64_t token) const {
   return held->pages[static_cast<size_t>(page)] * state_->page_size + token % state_->page_size;
 }
 
+int64_t PageTable::num_holders(int64_t page) const {
+  const auto at = static_cast<size_t>(page);  // a negative one is beyond all
+  return at < state_->holders.size() ? state_->holders[at] : 0;
+}
+
 }  // namespace polyhead

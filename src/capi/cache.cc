@@ -174,6 +174,10 @@ const int64_t* polyhead_page_table_pages(const polyhead_page_table* table, int64
   });
 }
 
+int64_t polyhead_page_table_num_holders(const polyhead_page_table* table, int64_t page) {
+  return ask(table, "table", int64_t{0}, [&](const auto& t) { return t.table.num_holders(page); });
+}
+
 int64_t polyhead_page_table_slot(const polyhead_page_table* table, int64_t sequence, int64_t token) {
   return ask(table, "table", int64_t{-1}, [&](const auto& t) { return t.table.slot(sequence, token); });
 }

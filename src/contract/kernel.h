@@ -29,6 +29,9 @@ struct Kernel {
 
   // Likewise: every element of every gradient that is given, or, with args.accumulate, added to.
   Status (*backward)(const AttentionDesc& desc, const BackwardArgs& args, const Run& run);
+
+  // Null, or what is done once, when a plan is made: later calls of forward find it.
+  Status (*prepare)(const AttentionDesc& desc) = nullptr;
 };
 
 // Every kernel of this build, best first; the reference is last. The same until the process ends.

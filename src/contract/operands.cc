@@ -70,6 +70,7 @@ Status check_tensor(const char* name, const Tensor& t, const OperandShape& shape
   if (t.ndim != shape.ndim) return wrong_ndim(name, t.ndim, shape);
   for (int i = 0; i < t.ndim; ++i) {
     if (t.dims[i] != shape.dims[i].size) return wrong_dim(name, i, t.dims[i], shape);
+    if (t.dims[i] < 0) return invalid(sentence(name, " dim ", i, " is ", t.dims[i], ", must not be negative"));
   }
   return check_memory(name, t, range);
 }
@@ -90,6 +91,16 @@ Status Operands::add(Role role, const char* name, const Tensor& t, const Operand
     }
   }
   return {};
+}
+
+Status Operands::add_memory(Role role, const char* name, const void* data, size_t given_bytes, size_t needed_bytes,
+                            Tensor* view) {
+  if (data == nullptr) return invalid(sentence(name, " is null, needs ", needed_bytes, " bytes"));
+  if (given_bytes < needed_bytes) return invalid(sentence(name, "_bytes is ", given_bytes, ", needs ", needed_bytes));
+  if (reinterpret_cast<uintptr_t>(data) % 64 != 0) return invalid(sentence(name, " is not aligned to 64 bytes"));
+  const auto bytes = static_cast<int64_t>(needed_bytes);
+  *view = Tensor(const_cast<void*>(data), DType::kBool, {bytes});
+  return add(role, name, *view, {DType::kBool, {{"bytes", bytes}}});
 }
 
 Status Operands::check_workspace(const void* data, size_t given_bytes, size_t needed_bytes) const {

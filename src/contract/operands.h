@@ -50,6 +50,11 @@ class Operands {
 
   Status add(Role role, const char* name, const Tensor& t, const OperandShape& shape);
 
+  // What a call finds or leaves in memory of its own layout, aligned to 64: an operand like others, of bytes. Fills `view`,
+  // which outlives this.
+  Status add_memory(Role role, const char* name, const void* data, size_t given_bytes, size_t needed_bytes,
+                    Tensor* view);
+
   Status check_workspace(const void* data, size_t given_bytes, size_t needed_bytes) const;
 
   static constexpr int kMost = 48;  // more than any call has: a layer's backward has 37

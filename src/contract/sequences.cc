@@ -44,10 +44,11 @@ Status read_pages(const AttentionDesc& desc, const ForwardArgs& args, const Sequ
   Tensor row = table;
   row.strides[0] = table.strides[1];
   for (int64_t b = 0; b < desc.batch; ++b) {
-    const int64_t at = b * table.strides[0] * static_cast<int64_t>(dtype_size_bytes(table.dtype));
-    row.data = static_cast<char*>(table.data) + at;
     const int64_t length = sequences != nullptr ? sequences[b].len_k : integer_at(args.seqlens_k, b);
     const int64_t used = pieces(length, desc.page_size);
+    if (used == 0) continue;  // a table without columns may have any strides
+    row.data =
+        static_cast<char*>(table.data) + b * table.strides[0] * static_cast<int64_t>(dtype_size_bytes(table.dtype));
     for (int64_t p = 0; p < used; ++p) {
       const int64_t page = integer_at(row, p);
       if (page < 0 || page >= desc.num_pages) {

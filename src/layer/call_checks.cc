@@ -48,17 +48,6 @@ Status check_tensors(Operands& operands, const StepList& list, const Call& call)
   return {};
 }
 
-// Reserve and prepacked weights are operands like others, of bytes.
-Status add_memory(Operands& operands, Role role, const char* name, const void* data, size_t given_bytes,
-                  size_t needed_bytes, Tensor* view) {
-  if (data == nullptr) return invalid(sentence(name, " is null, needs ", needed_bytes, " bytes"));
-  if (given_bytes < needed_bytes) return invalid(sentence(name, "_bytes is ", given_bytes, ", needs ", needed_bytes));
-  if (reinterpret_cast<uintptr_t>(data) % 64 != 0) return invalid(sentence(name, " is not aligned to 64 bytes"));
-  const auto bytes = static_cast<int64_t>(needed_bytes);
-  *view = Tensor(const_cast<void*>(data), DType::kBool, {bytes});
-  return operands.add(role, name, *view, {DType::kBool, {{"bytes", bytes}}});
-}
-
 }  // namespace
 
 Expected expect(int argument, const char* name, const OperandShape& shape) {
@@ -96,17 +85,18 @@ Status check_call(const Module& module, const StepList& list, uint64_t stage_bef
   const bool has_prepacked = call.prepacked_weights != nullptr && !backward;
   Status status;
   if (has_prepacked) {
-    status = add_memory(operands, Role::kInput, "prepacked_weights", call.prepacked_weights,
-                        call.prepacked_weights_bytes, module.prepacked.bytes, &prepacked_view);
+    status = operands.add_memory(Role::kInput, "prepacked_weights", call.prepacked_weights,
+                                 call.prepacked_weights_bytes, module.prepacked.bytes, &prepacked_view);
   }
   if (status.ok()) status = check_tensors(operands, list, call);
   if (status.ok() && call.reserve != nullptr) {
-    status = add_memory(operands, Role::kOutput, "reserve", call.reserve, call.reserve_bytes, module.reserve_bytes,
-                        &reserve_view);
+    status = operands.add_memory(Role::kOutput, "reserve", call.reserve, call.reserve_bytes, module.reserve_bytes,
+                                 &reserve_view);
   }
   const size_t workspace_bytes = backward ? module.backward_workspace_bytes : module.workspace_bytes;
   if (status.ok()) status = operands.check_workspace(call.workspace, call.workspace_bytes, workspace_bytes);
-  if (status.ok() && has_prepacked) status = check_prepacked(module.prepacked, call.prepacked_weights);
+  if (status.ok() && has_prepacked)
+    status = check_prepacked(module.prepacked, "prepacked_weights", "prepack_weights", call.prepacked_weights);
   if (!status.ok() || call.reserve == nullptr) return status;
   if (!backward) return check_dropouts(call.dropouts);
   return check_reserve(call.reserve, module.fingerprint, stage_before, call.dropouts, module.name);
@@ -117,7 +107,7 @@ Status check_pack(const Module& module, const void* prepacked, size_t bytes, con
   Tensor view;
   const Status status = check_tensors(operands, module.pack, call);
   if (!status.ok()) return status;
-  return add_memory(operands, Role::kOutput, "prepacked_weights", prepacked, bytes, module.prepacked.bytes, &view);
+  return operands.add_memory(Role::kOutput, "prepacked_weights", prepacked, bytes, module.prepacked.bytes, &view);
 }
 
 Status check_norm_desc(const NormDesc& desc) {

@@ -9,6 +9,7 @@
 #include "layer/arguments.h"
 #include "layer/call_checks.h"
 #include "layer/fingerprint.h"
+#include "linear/product.h"
 
 namespace polyhead {
 
@@ -36,11 +37,8 @@ Status check_desc(const FeedForwardBlockDesc& d) {
   MemoryMap rows;  // of empty vectors too
   rows.take({d.batch, d.seqlen, std::max<int64_t>({d.size, d.inner_size, 1})}, 8);
   if (!rows.fits()) return invalid("the block is too large: its memory passes the address space");
-  const auto activation = static_cast<int32_t>(d.activation);
-  if (activation < 0 || activation > 4) {
-    return invalid(sentence("activation is ", activation, ", must be an ActivationKind: 0 to 4"));
-  }
-  status = check_probability("inner_dropout_p", d.inner_dropout_p);
+  status = check_activation(d.activation);
+  if (status.ok()) status = check_probability("inner_dropout_p", d.inner_dropout_p);
   if (status.ok()) status = check_probability("output_dropout_p", d.output_dropout_p);
   if (!status.ok()) return status;
   if (d.dtype != DType::kFloat32 && d.dtype != DType::kBFloat16 && d.dtype != DType::kFloat16 &&

@@ -1,41 +1,24 @@
 // A number that tells descs apart: which layer or block has filled a reserve, which one weights were prepacked for.
 #pragma once
 
-#include <bit>
-#include <concepts>
 #include <cstdint>
-#include <optional>
 #include <string_view>
-#include <type_traits>
 
 #include "contract/attention_operands.h"
+#include "core/fingerprint.h"
 #include "polyhead/block.h"
 
 namespace polyhead {
 
-// FNV-1a over the fields of a desc. A desc is taken apart by name, so that a new field does not compile before it has
-// been named here.
-class Fingerprint {
+// Over the fields of a desc. A desc is taken apart by name, so that a new field does not compile before it has been named
+// here.
+class DescFingerprint : public Fingerprint {
  public:
-  uint64_t value() const { return value_; }
+  using Fingerprint::add_field;
 
   template <class... Fields>
   void add(const Fields&... fields) {
     (add_field(fields), ...);
-  }
-
- private:
-  void add_field(std::integral auto number) {
-    const auto bits = static_cast<uint64_t>(number);
-    for (int shift = 0; shift < 64; shift += 8) value_ = (value_ ^ (bits >> shift & 0xff)) * 0x100000001b3;
-  }
-  void add_field(double number) { add_field(std::bit_cast<uint64_t>(number)); }
-  template <class Enum>
-  requires std::is_enum_v<Enum>
-  void add_field(Enum value) { add_field(static_cast<int64_t>(value)); }
-  template <class T>
-  void add_field(const std::optional<T>& field) {
-    add(field.has_value(), field.value_or(0));
   }
 
   void add_field(const DropoutOrigin& origin) {
@@ -45,9 +28,6 @@ class Fingerprint {
   void add_field(const NormDesc& desc) {
     const auto& [kind, pre, eps, gamma, beta] = desc;
     add(kind, pre, eps, gamma, beta);
-  }
-  void add_field(std::string_view name) {
-    for (const char letter : name) add_field(letter);
   }
   void add_field(const PlannedOperand& operand) {
     const OperandShape& shape = operand.shape;
@@ -87,13 +67,11 @@ class Fingerprint {
     add(batch, seqlen, size, inner_size, activation, bias1, bias2, inner_dropout_p, output_dropout_p, residual, norm,
         dtype);
   }
-
-  uint64_t value_ = 0xcbf29ce484222325;
 };
 
 template <class Desc>
 uint64_t fingerprint_of(const Desc& desc) {
-  Fingerprint print;
+  DescFingerprint print;
   print.add(desc);
   return print.value();
 }
@@ -101,7 +79,7 @@ uint64_t fingerprint_of(const Desc& desc) {
 // Of what has attention in it, which `attention` asks for: with all its operands.
 template <class Desc>
 uint64_t fingerprint_of(const Desc& desc, const AttentionDesc& attention) {
-  Fingerprint print;
+  DescFingerprint print;
   print.add(desc);
   for (const PlannedOperand& operand : planned_operands(attention)) print.add(operand);
   return print.value();

@@ -21,10 +21,6 @@ constexpr EpiloguePlaces kNoEpilogue;
 // Tokens [batch, beam, time, ...] as rows, or a weight.
 Matrix matrix_of(const Tensor& t) { return t.ndim > 2 ? token_matrix(t) : weight_matrix(t); }
 
-linear::Norm norm_kind(const NormDesc& desc) {
-  return desc.kind == NormKind::kRmsNorm ? linear::Norm::kRmsNorm : linear::Norm::kLayerNorm;
-}
-
 // Copies [B, N, S, vector] to rows without gaps: zeros where a sequence has ended, whatever stands there. With both of
 // its lengths, as query and as key, the longer one counts.
 void copy_without_padding(const Call& call, const Tensor& from, ArgumentSet lengths, void* rows, const Run& run) {
@@ -241,7 +237,7 @@ class Walk {
 
   Status run(const NormStep& s) const {
     linear::NormForwardArgs args;
-    args.norm = norm_kind(s.desc);
+    args.norm = norm_of(s.desc.kind);
     args.eps = s.desc.eps;
     args.x = matrix(s.x);
     args.gamma = matrix(s.gamma);
@@ -255,7 +251,7 @@ class Walk {
 
   Status run(const NormBackwardStep& s) const {
     linear::NormBackwardArgs args;
-    args.norm = norm_kind(s.desc);
+    args.norm = norm_of(s.desc.kind);
     args.x = matrix(s.x);
     args.gamma = matrix(s.gamma);
     args.mean = at(s.mean).data;

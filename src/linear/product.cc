@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/sentence.h"
+
 namespace polyhead {
 namespace {
 
@@ -109,6 +111,16 @@ linear::GemmDesc gemm_desc(const linear::GemmArgs& args, bool split_k) {
 
 void multiply(const linear::Kernel& kernel, const linear::GemmArgs& args, bool split_k, const Run& run) {
   kernel.gemm(gemm_desc(args, split_k), args, run);
+}
+
+Status check_activation(ActivationKind activation) {
+  const auto number = static_cast<int32_t>(activation);
+  if (number >= 0 && number <= 4) return {};
+  return invalid(sentence("activation is ", number, ", must be an ActivationKind: 0 to 4"));
+}
+
+linear::Norm norm_of(NormKind kind) {
+  return kind == NormKind::kRmsNorm ? linear::Norm::kRmsNorm : linear::Norm::kLayerNorm;
 }
 
 }  // namespace polyhead

@@ -2,6 +2,8 @@
 #pragma once
 
 #include "contract/linear.h"
+#include "polyhead/matrix_product.h"
+#include "polyhead/status.h"
 #include "polyhead/tensor.h"
 
 namespace polyhead {
@@ -51,6 +53,12 @@ linear::GemmDesc gemm_desc(const linear::GemmArgs& args, bool split_k);
 
 // args.c = epilogue(args.a args.b), args.b prepacked if args.prepacked is given, of the sizes and the type that the matrices have.
 void multiply(const linear::Kernel& kernel, const linear::GemmArgs& args, bool split_k, const Run& run);
+
+// Names the argument `activation`.
+Status check_activation(ActivationKind activation);
+
+// As kernels have it; of kNone nobody asks.
+linear::Norm norm_of(NormKind kind);
 
 bool same_matrix(const linear::Matrix& a, const linear::Matrix& b);
 

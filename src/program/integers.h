@@ -1,5 +1,5 @@
 // Integers of programs, of 32 or 64 bits: they wrap around, and every operation has a result. No library code: kernels
-// compiled for one instruction set include this too.
+// compiled for one instruction set include this too, and those of GPUs.
 #pragma once
 
 #include <cstdint>
@@ -20,47 +20,47 @@ template <class Int>
 using Unsigned = typename UnsignedOf<Int>::type;
 
 template <class Int>
-static inline Int add(Int a, Int b) {
+static constexpr Int add(Int a, Int b) {
   return static_cast<Int>(static_cast<Unsigned<Int>>(a) + static_cast<Unsigned<Int>>(b));
 }
 template <class Int>
-static inline Int subtract(Int a, Int b) {
+static constexpr Int subtract(Int a, Int b) {
   return static_cast<Int>(static_cast<Unsigned<Int>>(a) - static_cast<Unsigned<Int>>(b));
 }
 template <class Int>
-static inline Int multiply(Int a, Int b) {
+static constexpr Int multiply(Int a, Int b) {
   return static_cast<Int>(static_cast<Unsigned<Int>>(a) * static_cast<Unsigned<Int>>(b));
 }
 
 // Rounded down; by 0: 0.
 template <class Int>
-static inline Int floor_div(Int a, Int b) {
+static constexpr Int floor_div(Int a, Int b) {
   if (b == 0) return 0;
   if (b == -1) return subtract<Int>(0, a);
   return static_cast<Int>(a / b - (a % b != 0 && (a < 0) != (b < 0)));
 }
 template <class Int>
-static inline Int floor_mod(Int a, Int b) {
+static constexpr Int floor_mod(Int a, Int b) {
   return b == 0 ? 0 : subtract(a, multiply(floor_div(a, b), b));
 }
 
 // By 0 to 63; of 32 bits, values that fit 32 bits in 64.
 template <class Int>
-static inline int shift_of(Int by) {
+static constexpr int shift_of(Int by) {
   return by < 0 ? 0 : by > 63 ? 63 : static_cast<int>(by);
 }
 template <class Int>
-static inline Int shift_left(Int a, Int by) {
+static constexpr Int shift_left(Int a, Int by) {
   return static_cast<Int>(static_cast<uint64_t>(static_cast<int64_t>(a)) << shift_of(by));
 }
 template <class Int>
-static inline Int shift_right(Int a, Int by) {
+static constexpr Int shift_right(Int a, Int by) {
   return static_cast<Int>(static_cast<int64_t>(a) >> shift_of(by));
 }
 
 // Towards 0; NaN gives 0, what lies beyond gives the ends.
 template <class Int>
-static inline Int to_int(float x) {
+static constexpr Int to_int(float x) {
   constexpr float kEnd = sizeof(Int) == 4 ? 0x1p31f : 0x1p63f;
   constexpr Unsigned<Int> kMost = static_cast<Unsigned<Int>>(~Unsigned<Int>{0}) >> 1;
   if (x != x) return 0;

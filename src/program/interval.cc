@@ -110,6 +110,7 @@ struct Finder {
     const Tensor& t = call.captures[x.capture];
     const Range whole = call.ints[x.capture];
     if (t.num_elements() == 0) return ints(0, 0);
+    if (t.data == nullptr) return ints(whole.low, whole.high);
     Range box[ProgramStep::kMostOperands] = {};
     int64_t count = 1;
     bool one_row = true;
@@ -283,7 +284,7 @@ void find_ranges(const Program& program, Call* call) {
     if (program.captures()[i].type == ValueType::kFloat) continue;
     const Tensor& t = call->captures[i];
     call->ints[i] = range_of_dtype(t.dtype);
-    if (t.dtype == DType::kBool || t.num_elements() == 0) continue;
+    if (t.dtype == DType::kBool || t.num_elements() == 0 || t.data == nullptr) continue;
     Range box[ProgramStep::kMostOperands] = {};
     for (int n = 0; n < t.ndim; ++n) box[n] = {0, t.dims[n] - 1};
     call->ints[i] = scanned(t, box);

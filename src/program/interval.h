@@ -16,7 +16,8 @@ struct Interval {
   bool may_be_nan;
 };
 
-// What each capture of ints holds: call->ints and call->rises. Its captures have been set.
+// What each capture of ints holds: call->ints and call->rises. Its captures have been set; of those without data the dtype
+// tells.
 void find_ranges(const Program& program, Call* call);
 
 // The intervals of the instructions of a pass, each at its number.

@@ -86,6 +86,7 @@ Problem problem(const AttentionDesc& desc, const ForwardArgs& args) {
   p.logsumexp = statistic(args.logsumexp);
   p.mask = broadcast(args.attn_mask);
   if (desc.mask_at_end) p.mask_keys = desc.attn_mask.dims[3];
+  if (p.mask_keys == 0) p.mask.data = nullptr;  // none, wherever its elements would lie
   p.bias = broadcast(args.attn_bias);
   if (args.alibi_slopes.given()) {
     const Tensor& slopes = args.alibi_slopes;
@@ -100,12 +101,13 @@ Problem problem(const AttentionDesc& desc, const ForwardArgs& args) {
   p.softmax = desc.normalizer == Normalizer::kSoftmax;
   if (args.attn_weights.given()) {
     const Tensor& w = args.attn_weights;
-    const bool per_head = w.ndim == 4;
     p.attn_weights = w.data;
-    p.weights_stride_b = stride_of(w, 0);
-    p.weights_stride_h = per_head ? stride_of(w, 1) : 0;
-    p.weights_stride_q = stride_of(w, w.ndim - 2);
-    p.weights_stride_k = stride_of(w, w.ndim - 1, 1);
+    if (desc.seqlen_k > 0) {  // weights of no keys may have any strides
+      p.weights_stride_b = stride_of(w, 0);
+      p.weights_stride_h = w.ndim == 4 ? stride_of(w, 1) : 0;
+      p.weights_stride_q = stride_of(w, w.ndim - 2);
+      p.weights_stride_k = stride_of(w, w.ndim - 1, 1);
+    }
   }
   p.seqlen_k = desc.seqlen_k;
   p.band = band(desc, args);

@@ -8,13 +8,21 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
+// Visits what is read in one go: blocks, as other heads have their turn after each, and as much is copied at once; in line
+// all that follow each other.
+template <class Row, class Visit>
+inline void for_each_reading(const Decode& x, bool copies, const Visit& visit) {
+  if (kInLine<Row> && !copies) return for_each_run(x.chunk, visit);
+  for_each_block(x.chunk, visit);
+}
+
 template <class Row, int kRows>
 void score_chunk(Decode& x) {
   for (int h = 0; h < x.heads; ++h) load_queries<typename Row::Mac>(x, x.head[h]);
   const int rows = padded_rows(x.task.num_rows);
   const int64_t dim = x.problem.head_dim;
   const int first_value = __builtin_ctz(x.chunk.blocks) * kDecodeBlock;
-  for_each_block(x.chunk, [&](int key, int n) {
+  for_each_reading<Row>(x, false, [&](int key, int n) {
     const bool in_place = reads_in_place<Row>(x.head[0].key.rows);
     AheadRuns runs, no_runs;
     Ahead ahead = ahead_of(x, key, keys_of(x), in_place ? kVectorBytes<Row> : 1, values_of(x), first_value, runs);
@@ -94,7 +102,7 @@ void weigh_chunk(const Decode& x, int first, int end, bool finite) {
     const size_t floats = static_cast<size_t>(rows * x.partial.out_stride);
     if (x.head[h].chunk.blocks != 0) __builtin_memset(x.head[h].out, 0, floats * sizeof(float));
   }
-  for_each_block(x.chunk, [&](int key, int n) {
+  for_each_reading<Row>(x, finite, [&](int key, int n) {
     const bool in_place = reads_in_place<Row>(x.head[0].value.rows) && !finite;
     AheadRuns runs, no_runs;
     Ahead ahead = ahead_of(x, key, values_of(x), in_place ? kVectorBytes<Row> : 1, keys_of(x), kDecodeChunk, runs);

@@ -36,6 +36,17 @@ inline void for_each_block(const DecodeChunk& chunk, const Visit& visit) {
   }
 }
 
+// The same blocks, those that follow each other at once.
+template <class Visit>
+inline void for_each_run(const DecodeChunk& chunk, const Visit& visit) {
+  for (uint32_t left = chunk.blocks; left != 0;) {
+    const int first = __builtin_ctz(left), end = first + __builtin_ctzll(~(uint64_t{left} >> first));
+    const int key = first * kDecodeBlock, last = end * kDecodeBlock;
+    visit(key, (last < chunk.num_keys ? last : chunk.num_keys) - key);
+    left = end < 32 ? left & (~0u << end) : 0;
+  }
+}
+
 // A row as its options see it.
 struct RowScore {
   const DecodeRow& row;

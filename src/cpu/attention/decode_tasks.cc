@@ -92,12 +92,13 @@ bool all_side_by_side(const DecodeCall& call) {
          heads_side_by_side(call.problem.value, call.desc.head_dim_v);
 }
 
-// Whether float32 keys and values of all chunks of a call are more than a core's share of caches holds.
+// Whether keys and values of all chunks of a call are more than a core's share of caches holds.
 bool reads_memory(const AttentionDesc& desc, int64_t chunks) {
   constexpr double kCacheBytes = 32.0 * 1024 * 1024;
-  const double columns = static_cast<double>(desc.head_dim) + static_cast<double>(desc.head_dim_v);
   const double keys = static_cast<double>(chunks) * kDecodeChunk * static_cast<double>(desc.num_heads_kv);
-  return keys * columns * sizeof(float) > kCacheBytes;
+  const int64_t row_bytes =
+      numbers_bytes(key_dtype(desc), desc.head_dim) + numbers_bytes(value_dtype(desc), desc.head_dim_v);
+  return keys * static_cast<double>(row_bytes) > kCacheBytes;
 }
 
 // The tasks of one sequence, and where they leave what others read.

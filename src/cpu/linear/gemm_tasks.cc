@@ -11,7 +11,7 @@ namespace {
 // less is packed and read again. A part's chunk of A (300 KiB) and its sums (590 KiB) are in a 1 MiB L2. Measured on
 // Zen 5 (2026-11-21, float32, one thread, GFLOP/s at [3072, 1024] x [1024, 1024]; weights of as many tokens): 144 x 512
 // 227; 221, 192 x 512 229; 220, 96 x 1024 236; 226, 144 x 1024 235; 227.
-constexpr int64_t kPartRows = 144, kPartColumns = 1024;
+constexpr int64_t kPartRows = 144, kPartColumns = 1024, kFewRows = 72;
 
 int64_t whole(int64_t size, int64_t step) { return pieces(size, step) * step; }
 
@@ -40,11 +40,30 @@ void cut_k(const LinearFunctions& functions, const linear::GemmDesc& desc, Cut& 
   cut.slices = pieces(desc.k, cut.slice_k);
 }
 
+// Rows of a part, fewer than most where threads end together then. Measured on Zen 4 (2026-11-25, float32, two threads, packed
+// weights, GFLOP/s at M = 384 and K x N of 768 x 3072, 3072 x 768, 768 x 768): 3 bands of 132 rows 194, 212, 224; 4 of 96
+// 214, 219, 226.
+int64_t balanced_rows(const LinearFunctions& functions, const linear::GemmDesc& desc, int64_t most,
+                      int64_t parts_of_band, int num_threads) {
+  constexpr int64_t kManyParts = 64;  // of a thread: ends lie close together
+  const int64_t parts = pieces(desc.m, most) * parts_of_band;
+  if (parts >= kManyParts * num_threads) return most;
+  int64_t best = most, least = pieces(parts, num_threads) * most;
+  for (int64_t bands = pieces(desc.m, most) + 1; bands <= pieces(desc.m, kFewRows); ++bands) {
+    const int64_t rows = equal_part(desc.m, pieces(desc.m, bands), functions.tile_rows);
+    const int64_t longest = pieces(pieces(desc.m, rows) * parts_of_band, num_threads) * rows;
+    if (longest < least) best = rows, least = longest;
+  }
+  return best;
+}
+
 Cut cut_of(const LinearFunctions& functions, const linear::GemmDesc& desc, int num_threads) {
   Cut cut;
   cut_k(functions, desc, cut);
   cut.rows = equal_part(desc.m, kPartRows, functions.tile_rows);
   cut.columns = equal_part(desc.n, kPartColumns, functions.panel_columns);
+  if (num_threads > 1 && (desc.prepacked || desc.m > cut.rows))
+    cut.rows = balanced_rows(functions, desc, cut.rows, pieces(desc.n, cut.columns) * cut.slices, num_threads);
   // Fewer columns, then fewer rows, until every thread has two parts.
   while (num_threads > 1 && cut.parts(desc) * cut.slices < 2 * int64_t{num_threads}) {
     if (cut.columns > 2 * functions.panel_columns) {

@@ -1,9 +1,11 @@
 // The sizes of products, and their microkernel.
 //
 // A panel is kColumns columns of B, packed as words [k][kColumns]; a tile is kTileRows rows of A against one panel, its
-// sums in registers. A chunk is kChunkWords words along K: a chunk of a panel (64 KiB) and of a tile's rows, read as
+// sums in registers. A chunk is kChunkWords words along K: a chunk of a panel (64 or 96 KiB) and of a tile's rows, read as
 // scalars that are broadcast, come from L2 at 15 bytes a cycle. Measured on Zen 5 (2026-11-21, float32, one thread,
-// GFLOP/s of 257 at [384, 1024] x [1024, 1024]): chunks of 256 words 249, 384 254, 512 255.
+// GFLOP/s of 257 at [384, 1024] x [1024, 1024]): chunks of 256 words 249, 384 254, 512 255. Vectors of 16 take 768: sums of
+// that many terms, a usual size of models, go to C at once. Zen 4 (2026-11-25, float32, one thread, ms of 3.83 and 15.3 at
+// [384, 768] x [768, 768] and [768, 3072]): 512 4.05 and 16.74, 768 3.94 and 16.25; [384, 3072] x [3072, 768] 16.26 and 16.46.
 #pragma once
 
 #include "cpu/linear/line.h"
@@ -14,7 +16,7 @@ namespace {
 constexpr int kTileRows = kTmm ? 32 : kRegisters == 16 ? 6 : kLanes == 16 ? 12 : 8;
 constexpr int kPanelVecs = kTmm ? 32 / kLanes : 2;
 constexpr int kColumns = kPanelVecs * kLanes;
-constexpr int64_t kChunkWords = 512;
+constexpr int64_t kChunkWords = kLanes == 16 && !kTmm ? 768 : 512;
 constexpr int kGroupPanels = 8;
 
 // Words of A, of one chunk: [row][kRowStride] (kAlong; an odd number of cache lines, so that rows do not share sets),
@@ -30,13 +32,21 @@ struct Onto {
   Onto from_row(ptrdiff_t row) const { return {data == nullptr ? nullptr : data + row * stride, stride}; }
 };
 
+// What a tile's rows need before they are multiplied with the first panel: nothing, where they are packed.
+struct Packed {
+  static constexpr ptrdiff_t row_bytes = 0;
+  const char* operator()(int64_t /*tile*/) const { return nullptr; }
+};
+
 #ifndef POLYHEAD_HAS_TMM  // else gemm_tmm.h has what follows
 
 // What will be read soon: step_lines cache lines from `data` on are asked for, into L2, while kStepWords words are
-// multiplied, and so on.
+// multiplied, and so on; likewise as many words of kTileRows rows, `row_bytes` apart.
 struct Ahead {
   const float* data;
   int step_lines;
+  const char* rows;  // null: none
+  ptrdiff_t row_bytes;
 };
 constexpr int kStepWords = 16, kLineFloats = 16;
 
@@ -52,6 +62,10 @@ void multiply(float* out, ptrdiff_t out_stride, const float* a, const float* pan
   for (; word + kStepWords <= words; word += kStepWords) {
     for (int i = 0; i < ahead.step_lines; ++i) __builtin_prefetch(next + i * kLineFloats, 0, 2);
     next += ahead.step_lines * kLineFloats;
+    if (ahead.rows != nullptr) {
+      const char* row = ahead.rows + word * static_cast<int64_t>(sizeof(float));
+      for (int r = 0; r < kTileRows; ++r, row += ahead.row_bytes) __builtin_prefetch(row, 0, 2);
+    }
     contract<Mac, kAlong>(acc, panel + word * kColumns, kColumns, a + word * (kAlong ? 1 : kTileRows), kStride,
                           kStepWords);
   }
@@ -100,10 +114,10 @@ void multiply_tile(float* out, ptrdiff_t out_stride, const float* a, const float
 }
 
 // One panel's `columns` columns for all rows of a task. `next_panel`, which comes after it, is asked for meanwhile: the
-// hardware does not follow the jump.
-template <class Mac, bool kAlong>
+// hardware does not follow the jump. prepare(tile) comes before each tile and tells which rows to ask for beside it.
+template <class Mac, bool kAlong, class Prepare>
 void multiply_panel(float* out, ptrdiff_t out_stride, const float* a, const float* panel, const float* next_panel,
-                    int64_t words, int64_t rows, int64_t columns, const Onto& onto) {
+                    int64_t words, int64_t rows, int64_t columns, const Onto& onto, const Prepare& prepare) {
   constexpr int64_t kNextTile = kAlong ? kTileRows * kRowStride : kTileStride;
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   const int64_t lines =
@@ -113,7 +127,9 @@ void multiply_panel(float* out, ptrdiff_t out_stride, const float* a, const floa
     const int64_t left = rows - tile * kTileRows;
     const int count = left < kTileRows ? static_cast<int>(left) : kTileRows;
     const Onto onto_tile = onto.from_row(tile * kTileRows);
-    const Ahead ahead{next_panel + tile * tile_floats, tiles > 2 ? static_cast<int>(lines) : 0};
+    const char* next_rows = prepare(tile);
+    const Ahead ahead{next_panel + tile * tile_floats, tiles > 2 ? static_cast<int>(lines) : 0, next_rows,
+                      prepare.row_bytes};
     if (columns <= kLanes) {
       multiply_tile<Mac, kAlong, 1>(out, out_stride, a, panel, words, count, onto_tile, ahead);
     } else {

@@ -99,7 +99,7 @@ void multiply_panels(float* out, ptrdiff_t out_stride, const float* a, const flo
 
 template <class Mac, bool kAlong>
 void multiply_panel(float* out, ptrdiff_t out_stride, const float* a, const float* panel, const float* next_panel,
-                    int64_t words, int64_t rows, int64_t columns, const Onto& onto) {
+                    int64_t words, int64_t rows, int64_t columns, const Onto& onto, const Packed& /*all*/) {
   if (columns <= kTmmRows) {
     multiply_panels<1>(out, out_stride, a, panel, next_panel, words, rows, onto);
   } else {

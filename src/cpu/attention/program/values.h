@@ -97,7 +97,7 @@ inline void compute_slowly(Op op, float* out, const ValueRows<float>& a, const V
 }
 
 inline void compute_rows(Op op, float* out, const ValueRows<float>& a, const ValueRows<float>& b, int rows, int lanes) {
-  const F one = broadcast(1.0f), log2e = broadcast(kLog2E);
+  const F one = broadcast(1.0f);
   if (op == program::kChain) return each(out, a, b, rows, lanes, chained);
   switch (op) {
     case Op::kAdd: return each(out, a, b, rows, lanes, [](float x, float y) { return x + y; });
@@ -111,10 +111,10 @@ inline void compute_rows(Op op, float* out, const ValueRows<float>& a, const Val
     case Op::kFloor: return each(out, a, b, rows, lanes, [](float x, float) { return __builtin_floorf(x); });
     case Op::kSqrt: return each(out, a, b, rows, lanes, [](float x, float) { return __builtin_sqrtf(x); });
     case Op::kRsqrt: return each(out, a, b, rows, lanes, [](float x, float) { return 1 / __builtin_sqrtf(x); });
-    case Op::kExp: return each_vector(out, a, rows, lanes, [&](F x) { return exp2(x, log2e); });
+    case Op::kExp: return each_vector(out, a, rows, lanes, [](F x) { return exp(x); });
     case Op::kTanh: return each_vector(out, a, rows, lanes, [](F x) { return tanh(x); });
     case Op::kSigmoid:
-      return each_vector(out, a, rows, lanes, [&](F x) { return one / (one + exp2(broadcast(0.0f) - x, log2e)); });
+      return each_vector(out, a, rows, lanes, [&](F x) { return one / (one + exp(broadcast(0.0f) - x)); });
     default: return compute_slowly(op, out, a, b, rows, lanes);
   }
 }

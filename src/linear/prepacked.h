@@ -34,8 +34,8 @@ struct MatrixSize {
 bool lay_out_prepacked(const linear::Kernel& kernel, DType dtype, std::span<const MatrixSize> matrices,
                        PrepackedLayout* layout);
 
-// Whether prepack_weights() has filled it for such a layer or block.
-Status check_prepacked(const PrepackedLayout& layout, const void* prepacked);
+// Whether `maker` has filled it, the argument `name`, for such a layer, block or product.
+Status check_prepacked(const PrepackedLayout& layout, const char* name, const char* maker, const void* prepacked);
 
 // Matrix `index`, where it is prepacked.
 PrepackedMatrix prepacked_matrix(const PrepackedLayout& layout, int index, const void* prepacked);

@@ -1,11 +1,11 @@
-#include "layer/prepacked.h"
+#include "linear/prepacked.h"
 
 #include <cstring>
 #include <string_view>
 
+#include "core/fingerprint.h"
 #include "core/memory_size.h"
 #include "core/sentence.h"
-#include "layer/fingerprint.h"
 
 namespace polyhead {
 
@@ -16,8 +16,7 @@ bool lay_out_prepacked(const linear::Kernel& kernel, DType dtype, std::span<cons
   map.take_bytes(sizeof(PrepackedHeader));
   const int64_t panel = kernel.panel_columns();
   Fingerprint print;
-  for (const char c : std::string_view(kernel.name)) print.add(c);
-  print.add(linear::kPackedVersion, dtype);
+  print.add(std::string_view(kernel.name), linear::kPackedVersion, dtype);
   for (size_t i = 0; i < matrices.size(); ++i) {
     const auto [in, out] = matrices[i];
     print.add(in, out);
@@ -34,14 +33,14 @@ bool lay_out_prepacked(const linear::Kernel& kernel, DType dtype, std::span<cons
   return map.fits();
 }
 
-Status check_prepacked(const PrepackedLayout& layout, const void* prepacked) {
+Status check_prepacked(const PrepackedLayout& layout, const char* name, const char* maker, const void* prepacked) {
   PrepackedHeader header;
   std::memcpy(&header, prepacked, sizeof header);
   if (header.magic != PrepackedHeader::kMagic) {
-    return invalid("prepacked_weights holds none: prepack_weights() with this memory comes first");
+    return invalid(sentence(name, " holds none: ", maker, "() with this memory comes first"));
   }
   if (header.fingerprint == layout.fingerprint) return {};
-  return invalid("prepacked_weights was prepacked for other sizes, another dtype or another kernel");
+  return invalid(sentence(name, " was prepacked for other sizes, another dtype or another kernel"));
 }
 
 PrepackedMatrix prepacked_matrix(const PrepackedLayout& layout, int index, const void* prepacked) {
