@@ -12,3 +12,24 @@ function(polyhead_cuda_object source variable)
     DEPENDS ${source} DEPFILE ${object}.d COMMENT "Compiling ${name} with nvcc" VERBATIM)
   set(${variable} ${object} PARENT_SCOPE)
 endfunction()
+
+# What the host does, below src/cuda.
+set(POLYHEAD_CUDA_HOST_SOURCES call.cc kernels.cc machine.cc nvrtc.cc program_kernels.cc program_text.cc sums.cc)
+
+# polyhead_cuda_sources(): what kernels of programs are compiled of as text, in cuda_sources.cc of the build's folder
+# (src/cuda/sources.h).
+function(polyhead_cuda_sources)
+  set(names core/philox.h program/integers.h cuda/problem.h)
+  foreach(name attention_backward attention_forward attention_pair_sums band lane_rows mma numbers pages pairs parts products
+      program_words score tile)
+    list(APPEND names cuda/${name}.cuh)
+  endforeach()
+  set(files ${names})
+  list(TRANSFORM files PREPEND ${PROJECT_SOURCE_DIR}/src/)
+  set(embed ${PROJECT_SOURCE_DIR}/cmake/embed_cuda.cmake)
+  list(JOIN names "," names)
+  add_custom_command(OUTPUT ${CMAKE_CURRENT_BINARY_DIR}/cuda_sources.cc
+    COMMAND ${CMAKE_COMMAND} -DROOT=${PROJECT_SOURCE_DIR}/src -DNAMES=${names}
+      -DOUTPUT=${CMAKE_CURRENT_BINARY_DIR}/cuda_sources.cc -P ${embed}
+    DEPENDS ${files} ${embed} COMMENT "Embedding the source of the CUDA kernels" VERBATIM)
+endfunction()

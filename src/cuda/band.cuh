@@ -41,9 +41,10 @@ struct OwnRows {
   int64_t first;
 
   __device__ OwnRows(const Problem& p, bool keys) {
-    const int64_t heads = keys ? p.heads_kv : p.heads, blocks = (keys ? p.key_blocks : p.query_blocks) / heads;
+    const int64_t heads = keys ? p.heads_kv : p.heads / p.tile_heads,
+                  blocks = (keys ? p.key_blocks : p.query_blocks) / heads;
     const int64_t n = keys ? blockIdx.x / heads : blocks - 1 - blockIdx.x / heads;
-    h = static_cast<int>(blockIdx.x % heads);
+    h = static_cast<int>(blockIdx.x % heads * (keys ? 1 : p.tile_heads));
     if (!p.packed) {
       b = static_cast<int>(n % p.batch);
       first = n / p.batch * kBlockRows;

@@ -2,50 +2,39 @@
 #include "cuda/kernels.h"
 
 #include <algorithm>
-#include <cmath>
 
-#include "core/dropout.h"
-#include "core/philox.h"
 #include "core/sentence.h"
-#include "cuda/problem.h"
+#include "cuda/call.h"
+#include "cuda/machine.h"
+#include "cuda/nvrtc.h"
+#include "cuda/program_kernels.h"
+#include "cuda/sums.h"
 
 namespace polyhead {
 namespace cuda {
 namespace {
 
-// Of the calling thread's current device.
-cudaError_t ask_device(cudaDeviceAttr attribute, int* value) {
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
-  if (error != cudaSuccess)
-    static_cast<void>(cudaGetLastError());  // the caller's next question is not answered with it
-  return error;
+// What backward computes with: a float32 grad_out is not rounded to 16 bits.
+DType backward_dtype(const AttentionDesc& desc) { return out_dtype(desc); }
+
+bool sums_pairs(const AttentionDesc& desc) {
+  return desc.return_weights != ReturnWeights::kNone || desc.return_column_sums;
 }
 
-// Why it cannot run the kernels; "" if it can.
-std::string why_no_device() {
-  int major = 0;
-  const cudaError_t error = ask_device(cudaDevAttrComputeCapabilityMajor, &major);
-  if (error != cudaSuccess) return sentence("no CUDA device can be used here: ", cudaGetErrorString(error));
-  return major < 8 ? sentence("the GPU's compute capability is ", major, ", takes 8 and up") : "";
+// Why it cannot run the kernels of pairs in `dtype`, though it can run forward's: backward's, and what sums weights.
+std::string why_no_pairs(const AttentionDesc& desc, DType dtype, const char* what) {
+  const int narrow = dtype == DType::kFloat32 ? 64 : 128;
+  const int64_t columns = std::max(desc.head_dim, desc.head_dim_v);
+  if (columns <= narrow) return "";
+  const Result<int> shared = shared_bytes_of_block();
+  if (!shared.ok()) return shared.status().message();
+  if (*shared >= kWideBytes) return "";
+  return sentence(what, " of ", dtype_name(dtype), " with head dims above ", narrow, " needs ", kWideBytes,
+                  " bytes of shared memory, the GPU has ", *shared);
 }
 
-// Why it cannot run those of backward, though it can run forward's.
-std::string why_no_backward(const AttentionDesc& desc) {
-  const int narrow = desc.dtype == DType::kFloat32 ? 64 : 128;
-  if (std::max(desc.head_dim, desc.head_dim_v) <= narrow) return "";
-  int shared = 0;
-  const cudaError_t error = ask_device(cudaDevAttrMaxSharedMemoryPerBlockOptin, &shared);
-  if (error != cudaSuccess) return sentence("no CUDA device can be used here: ", cudaGetErrorString(error));
-  if (shared >= kWideBytes) return "";
-  return sentence("backward of ", dtype_name(desc.dtype), " with head dims above ", narrow, " needs ", kWideBytes,
-                  " bytes of shared memory, the GPU has ", shared);
-}
-
-std::string size_taken(const char* name, int64_t size, DType dtype) {
-  const int most = dtype == DType::kFloat32 ? kMostHeadDimFloat32 : kMostHeadDim;
-  return size <= most ? "" : sentence(name, " is ", size, ", takes 0 to ", most, " in ", dtype_name(dtype));
+std::string size_taken(const char* name, int64_t size) {
+  return size <= kMostHeadDim ? "" : sentence(name, " is ", size, ", takes 0 to ", kMostHeadDim);
 }
 
 // Of a desc what these kernels take: what is added to descs is refused until somebody adds it here.
@@ -79,11 +68,17 @@ AttentionDesc taken_of(const AttentionDesc& desc) {
   taken.has_query_offsets = desc.has_query_offsets;
   taken.softcap = desc.softcap;
   taken.attn_mask = desc.attn_mask;
+  taken.mask_at_end = desc.mask_at_end;
   taken.attn_bias = desc.attn_bias;
   taken.alibi_slopes_ndim = desc.alibi_slopes_ndim;
   taken.has_sink_logits = desc.has_sink_logits;
+  taken.normalizer = desc.normalizer;
   taken.dropout_p = desc.dropout_p;
   taken.dropout_origin = desc.dropout_origin;
+  taken.program = desc.program;
+  taken.captures = desc.captures;
+  taken.return_weights = desc.return_weights;
+  taken.return_column_sums = desc.return_column_sums;
   return taken;
 }
 
@@ -93,35 +88,16 @@ std::string option_refused(const AttentionDesc& desc) {
     const char* name;
   };
   const Option options[] = {{key_dtype(desc) != desc.dtype, "a key_dtype other than the query's"},
-                            {value_dtype(desc) != desc.dtype, "a value_dtype other than the query's"},
-                            {desc.mask_at_end, "mask_at_end"},
-                            {desc.return_weights != ReturnWeights::kNone, "return_weights"},
-                            {desc.return_column_sums, "return_column_sums"},
-                            {desc.program != nullptr, "a program"},
-                            {desc.normalizer != Normalizer::kSoftmax, "a normalizer other than softmax"}};
+                            {value_dtype(desc) != desc.dtype, "a value_dtype other than the query's"}};
   for (const auto& [given, name] : options) {
     if (given) return sentence(name, " is given, which this kernel does not compute");
   }
   return desc == taken_of(desc) ? "" : "an option is given that this kernel does not compute";
 }
 
-// Blocks of threads that own the rows of a head in all sequences. Packed: one and a part for each sequence, see OwnRows.
-MemorySize row_blocks(const AttentionDesc& desc, int64_t rows) {
-  if (desc.packed) return MemorySize(rows / kBlockRows) + MemorySize(desc.batch) + 1;
-  return MemorySize(desc.batch) * MemorySize(pieces(rows, kBlockRows));
-}
-
-// Blocks of threads in a grid that goes over queries, and over keys; too many if there are more than a grid may have.
-MemorySize query_blocks(const AttentionDesc& desc) {
-  return MemorySize(desc.num_heads) * row_blocks(desc, desc.seqlen_q);
-}
-MemorySize key_blocks(const AttentionDesc& desc) {
-  return MemorySize(desc.num_heads_kv) * row_blocks(desc, desc.seqlen_k);
-}
-
-// Tiles of pairs, where gradients are summed over them.
+// Tiles of pairs, where something is summed over them.
 MemorySize pair_tiles(const AttentionDesc& desc) {
-  if (!desc.attn_bias.given && desc.alibi_slopes_ndim == 0) return 0;
+  if (!desc.attn_bias.given && desc.alibi_slopes_ndim == 0 && !sums_pairs(desc)) return 0;
   return query_blocks(desc) * MemorySize(pieces(desc.seqlen_k, kBlockRows));
 }
 
@@ -129,11 +105,8 @@ std::string why_not(const AttentionDesc& desc) {
   if (desc.dtype == DType::kFloat64) {
     return sentence("dtype is ", dtype_name(desc.dtype), ", takes float32, bfloat16 or float16");
   }
-  if (out_dtype(desc) != desc.dtype) {
-    return sentence("out_dtype is ", dtype_name(out_dtype(desc)), ", takes the query's dtype");
-  }
-  for (const std::string& reason : {size_taken("head_dim", desc.head_dim, desc.dtype),
-                                    size_taken("head_dim_v", desc.head_dim_v, desc.dtype), option_refused(desc)}) {
+  for (const std::string& reason :
+       {size_taken("head_dim", desc.head_dim), size_taken("head_dim_v", desc.head_dim_v), option_refused(desc)}) {
     if (!reason.empty()) return reason;
   }
   for (const auto& [blocks, what] : {std::pair(query_blocks(desc), "batch * num_heads * tiles of 64 queries"),
@@ -144,130 +117,29 @@ std::string why_not(const AttentionDesc& desc) {
   for (const auto& [size, name] : {std::pair(desc.page_size, "page_size"), std::pair(desc.num_pages, "num_pages")}) {
     if (size > INT32_MAX) return sentence(name, " is ", size, ", takes 0 to 2^31 - 1");
   }
-  return why_no_device();
-}
-
-// Tensors are [batch, rows, heads, columns], or [rows, heads, columns].
-Rows rows_of(const Tensor& t) {
-  if (!t.given()) return {};
-  const int last = t.ndim - 1;
-  Rows rows{t.data, t.ndim == 4 ? t.strides[0] : 0, t.strides[last - 2], t.strides[last - 1], t.strides[last]};
-  const int64_t piece = 16 / static_cast<int64_t>(dtype_size_bytes(t.dtype));
-  const auto whole = [&](int64_t stride, int64_t size) { return size <= 1 || stride % piece == 0; };
-  rows.in_pieces = (t.dims[last] <= 1 || rows.column == 1) && t.dims[last] % piece == 0 &&
-                   whole(rows.batch, t.dims[0]) && whole(rows.row, t.dims[last - 2]) &&
-                   whole(rows.head, t.dims[last - 1]) && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
-  return rows;
-}
-
-// [batch, heads, rows], or [heads, rows]
-Statistic statistic_of(const Tensor& t) {
-  if (!t.given()) return {};
-  return {static_cast<float*>(t.data), t.ndim == 3 ? t.strides[0] : 0, t.strides[t.ndim - 2], t.strides[t.ndim - 1]};
-}
-
-Integers integers(const Tensor& t) {
-  if (!t.given()) return {};
-  return {t.data, t.strides[0], t.dtype == DType::kInt64};
-}
-
-Pages pages_of(const AttentionDesc& desc, const Tensor& table) {
-  if (desc.page_size == 0) return {};
-  return {table.data, table.strides[0], table.strides[1], table.dtype == DType::kInt64, desc.page_size, desc.num_pages};
-}
-
-Number number_of(DType dtype) {
-  if (dtype == DType::kBFloat16) return Number::kBFloat16;
-  return dtype == DType::kFloat16 ? Number::kFloat16 : Number::kFloat32;
-}
-
-// A mask or bias, [1 or batch, 1 or num_heads, 1 or seqlen_q, 1 or seqlen_k].
-Broadcast broadcast_of(const Tensor& t) {
-  if (!t.given()) return {};
-  const auto stride = [&](int n) { return t.dims[n] == 1 ? 0 : t.strides[n]; };
-  return {t.data, stride(0), stride(1), stride(2), stride(3), number_of(t.dtype)};
-}
-
-// [num_heads], or [batch, num_heads]
-Broadcast slopes_of(const Tensor& t) {
-  if (!t.given()) return {};
-  return {t.data, t.ndim == 2 ? t.strides[0] : 0, t.strides[t.ndim - 1]};
-}
-
-Dropout dropout_of(const AttentionDesc& desc, const ForwardArgs& args) {
-  Dropout dropout;
-  if (desc.dropout_p == 0) return dropout;
-  const DropoutOrigin& origin = desc.dropout_origin;
-  dropout.on = true;
-  dropout.threshold = dropout_threshold(desc.dropout_p);
-  dropout.offset = args.dropout_offset;
-  dropout.first_head = static_cast<uint32_t>(origin.first_head);
-  dropout.heads = static_cast<uint32_t>(counted_heads(origin, desc.num_heads));
-  dropout.first_query = static_cast<uint32_t>(origin.first_query);
-  dropout.first_key_group = static_cast<uint32_t>(origin.first_key / 8);
-  dropout.seed = args.dropout_seed.value_or(0);
-  dropout.factor = desc.dropout_p < 1 ? static_cast<float>(1 / (1 - desc.dropout_p)) : 0;
-  return dropout;
-}
-
-void set_options(const AttentionDesc& desc, const ForwardArgs& args, Problem* p) {
-  p->softcap = static_cast<float>(desc.softcap);
-  p->mask = broadcast_of(args.attn_mask);
-  p->bias = broadcast_of(args.attn_bias);
-  p->slopes = slopes_of(args.alibi_slopes);
-  p->sinks = static_cast<const float*>(args.sink_logits.data);
-  p->sinks_stride = args.sink_logits.strides[0];
-  p->dropout = dropout_of(desc, args);
-  const bool sinks_before_window = p->sink_keys > 0 && p->left >= 0;
-  p->hides_pairs =
-      p->mask.data != nullptr || p->bias.data != nullptr || p->window_lo.data != nullptr || sinks_before_window;
-  p->has_options =
-      p->hides_pairs || p->softcap > 0 || p->slopes.data != nullptr || p->sinks != nullptr || p->dropout.on;
-}
-
-void set_problem(const AttentionDesc& desc, const ForwardArgs& args, Problem* p) {
-  p->elements = number_of(desc.dtype);
-  p->query = rows_of(args.query);
-  p->key = rows_of(args.key);
-  p->value = rows_of(args.value);
-  p->out = rows_of(args.out);
-  p->logsumexp = statistic_of(args.logsumexp);
-  p->seqlens_q = integers(args.seqlens_q);
-  p->seqlens_k = integers(args.seqlens_k);
-  p->query_offsets = integers(args.query_offsets);
-  p->packed = desc.packed;
-  p->cu_seqlens_q = integers(args.cu_seqlens_q);
-  p->cu_seqlens_k = integers(args.cu_seqlens_k);
-  p->pages = pages_of(desc, args.page_table);
-  p->batch = desc.batch;
-  p->heads = desc.num_heads;
-  p->heads_kv = desc.num_heads_kv;
-  p->seqlen_q = desc.seqlen_q;
-  p->seqlen_k = desc.seqlen_k;
-  p->query_blocks = static_cast<unsigned>(query_blocks(desc).value());
-  p->key_blocks = static_cast<unsigned>(key_blocks(desc).value());
-  p->head_dim = static_cast<int>(desc.head_dim);
-  p->head_dim_v = static_cast<int>(desc.head_dim_v);
-  p->scale = static_cast<float>(
-      desc.head_dim == 0 ? 0 : desc.scale.value_or(1 / std::sqrt(static_cast<double>(desc.head_dim))));
-  if (desc.has_query_offsets) {
-    p->diagonal = Diagonal::kPerSequence;
-  } else if (desc.query_offset) {
-    p->offset = *desc.query_offset;
-  } else if (desc.align == Align::kBottomRight) {
-    p->diagonal = Diagonal::kBottomRight;
+  if (std::string reason = why_no_device(); !reason.empty()) return reason;
+  if (desc.program != nullptr) {
+    if (std::string reason = why_no_compiler(); !reason.empty()) return reason;
   }
-  p->left = desc.window_left;
-  p->right = desc.causal ? 0 : desc.window_right;
-  p->window_lo = integers(args.window_lo);
-  p->window_hi = integers(args.window_hi);
-  p->sink_keys = desc.sink_keys;
-  set_options(desc, args, p);
+  return sums_pairs(desc) ? why_no_pairs(desc, desc.dtype, "returning weights") : "";
 }
+
+// A program is compiled when a plan is made: what forward needs of it.
+Status prepare(const AttentionDesc& desc) { return forward_kernels(desc, number_of(desc.dtype)).status(); }
 
 Status launched(cudaError_t error) {
   if (error == cudaSuccess) return {};
   return {StatusCode::kInternal, sentence("CUDA refused to launch the kernel: ", cudaGetErrorString(error))};
+}
+
+// Query heads whose queries share a tile: all of a group, where they are as few as in decoding and what is done to scores
+// does not differ by head.
+int64_t tile_heads(const AttentionDesc& desc) {
+  const int64_t group = desc.num_heads_kv == 0 ? 1 : desc.num_heads / desc.num_heads_kv;
+  const auto by_head = [](const BroadcastOperand& x) { return x.given && x.dims[1] != 1; };
+  if (desc.packed || group > kBlockRows || desc.seqlen_q > kBlockRows / std::max<int64_t>(group, 1)) return 1;
+  if (by_head(desc.attn_mask) || by_head(desc.attn_bias) || desc.alibi_slopes_ndim > 0 || desc.dropout_p > 0) return 1;
+  return desc.program == nullptr ? std::max<int64_t>(group, 1) : 1;
 }
 
 // Blocks of threads that share the keys of 64 queries: enough for every GPU, where there are keys enough for each. A
@@ -276,7 +148,7 @@ int64_t parts(const AttentionDesc& desc) {
   constexpr int64_t kBlocks = 512;
   AttentionDesc alone = desc;
   if (!desc.packed) alone.batch = 1;
-  const auto blocks = static_cast<int64_t>(query_blocks(alone).value());
+  const auto blocks = static_cast<int64_t>(query_blocks(alone).value()) / tile_heads(desc);
   if (blocks == 0) return 1;
   return std::clamp<int64_t>(kBlocks / blocks, 1, std::max<int64_t>(pieces(desc.seqlen_k, kLeastKeysOfPart), 1));
 }
@@ -290,111 +162,107 @@ MemorySize part_rows(const AttentionDesc& desc) {
 MemorySize part_statistics_bytes(const AttentionDesc& desc) {
   return (part_rows(desc) * MemorySize(4 * sizeof(float))).rounded_up(64);
 }
-MemorySize workspace_bytes(const AttentionDesc& desc, int) {
+MemorySize part_bytes(const AttentionDesc& desc) {
   const MemorySize sums = part_rows(desc) * MemorySize(desc.head_dim_v) * MemorySize(sizeof(float));
   return part_statistics_bytes(desc) + sums.rounded_up(64);
 }
 
-// Lengths, offsets and page tables lie on the device, where the kernels bound them: nobody waits for them here.
-Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& run) {
-  if (query_blocks(desc) == MemorySize(0)) return {};
-  Problem problem;
-  set_problem(desc, args, &problem);
-  problem.parts = parts(desc);
-  problem.part_statistics = static_cast<float*>(args.workspace);
-  problem.part_sums = problem.part_statistics + part_statistics_bytes(desc).value() / sizeof(float);
-  const auto stream = static_cast<cudaStream_t>(run.stream);
-  return launched(launch_forward(problem, stream));
-}
-
 // [batch, num_heads, seqlen_q]; packed: [num_heads, total_q]
-MemorySize delta_bytes(const AttentionDesc& desc) {
+MemorySize statistic_bytes(const AttentionDesc& desc) {
   const MemorySize rows = MemorySize(desc.packed ? 1 : desc.batch) * MemorySize(desc.seqlen_q);
   return (MemorySize(4) * MemorySize(desc.num_heads) * rows).rounded_up(64);
 }
+Statistic statistic_at(const AttentionDesc& desc, void* workspace) {
+  return {static_cast<float*>(workspace), desc.packed ? 0 : desc.num_heads * desc.seqlen_q, desc.seqlen_q, 1};
+}
 
-// How the sums of a gradient are cut that is [1 or batch, 1 or num_heads, 1 or seqlen_q, 1 or seqlen_k].
-PairSums pair_sums(const AttentionDesc& desc, const int64_t (&dims)[4]) {
-  constexpr int64_t kBlocks = 512;  // enough for every GPU
-  const int64_t all[4] = {desc.batch, desc.num_heads, pieces(desc.seqlen_q, kBlockRows),
-                          pieces(desc.seqlen_k, kBlockRows)};
-  PairSums sums;
-  sums.by_query = dims[2] != 1;
-  sums.by_key = dims[3] != 1;
-  sums.tiles = sums.pairs = 1;
-  for (int n = 0; n < 4; ++n) {
-    sums.own[n] = dims[n] != 1 ? all[n] : 1;
-    sums.summed[n] = dims[n] != 1 ? 1 : all[n];
-    sums.tiles *= sums.own[n];
-    sums.pairs *= sums.summed[n];
+// The logsumexp, then parts of sums, both for what is summed over pairs; they lie behind the parts of rows.
+MemorySize workspace_bytes(const AttentionDesc& desc, int) {
+  if (!sums_pairs(desc)) return part_bytes(desc);
+  return part_bytes(desc) + statistic_bytes(desc) + partial_bytes(weight_cuts(desc));
+}
+MemorySize backward_workspace_bytes(const AttentionDesc& desc, int) {
+  return statistic_bytes(desc) + std::max(partial_bytes(gradient_cuts(desc)), capture_bytes(desc).rounded_up(64));
+}
+
+Status return_weights(const AttentionDesc& desc, const ForwardArgs& args, const Problem& forward,
+                      const ProgramKernels& of_program, char* partial, cudaStream_t stream) {
+  BackwardProblem problem;
+  static_cast<Problem&>(problem) = forward;
+  problem.tile_heads = 1;
+  const Cuts cuts = weight_cuts(desc);
+  set_sums(cuts.sums[0], weights_of(args.attn_weights), partial, &problem.sums[0]);
+  set_sums(cuts.sums[1], column_sums_of(args.column_sums), partial, &problem.sums[1]);
+  return launched(launch_pair_sums(problem, of_program, stream));
+}
+
+// Lengths, offsets and page tables lie on the device, where the kernels bound them: nobody waits for them here.
+Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& run) {
+  if (Status status = check_place(desc, args, workspace_bytes(desc, 1).value(), run.stream); !status.ok())
+    return status;
+  Problem problem;
+  set_problem(desc, args, desc.dtype, &problem);
+  problem.parts = parts(desc);
+  problem.tile_heads = tile_heads(desc);
+  problem.query_blocks /= static_cast<unsigned>(problem.tile_heads);
+  auto* memory = static_cast<char*>(args.workspace);
+  problem.part_statistics = reinterpret_cast<float*>(memory);
+  problem.part_sums = problem.part_statistics + part_statistics_bytes(desc).value() / sizeof(float);
+  memory += part_bytes(desc).value();
+  if (sums_pairs(desc) && problem.softmax && problem.logsumexp.data == nullptr) {
+    problem.logsumexp = statistic_at(desc, memory);
   }
-  const int64_t of_sequence = sums.own[0] > 0 ? sums.tiles / sums.own[0] : 0;  // so that it has the same bits alone
-  if (of_sequence > 0) {
-    sums.parts = std::clamp<int64_t>(pieces(kBlocks, of_sequence), 1, std::max<int64_t>(sums.pairs, 1));
+  const Result<ProgramKernels> of_program = forward_kernels(desc, problem.elements);
+  if (!of_program.ok()) return of_program.status();
+  const auto stream = static_cast<cudaStream_t>(run.stream);
+  if (problem.query_blocks > 0) {
+    if (Status status = launched(launch_forward(problem, *of_program, stream)); !status.ok()) return status;
   }
-  if (desc.packed && sums.own[0] == 1) sums.sequences = std::max<int64_t>(desc.batch, 1);
-  sums.parts = pieces(sums.parts, sums.sequences) * sums.sequences;
-  return sums;
-}
-PairSums bias_sums(const AttentionDesc& desc) {
-  if (!desc.attn_bias.given) return {};
-  return pair_sums(desc, desc.attn_bias.dims);
-}
-PairSums slope_sums(const AttentionDesc& desc) {
-  if (desc.alibi_slopes_ndim == 0) return {};
-  PairSums sums = pair_sums(desc, {desc.alibi_slopes_ndim == 2 ? desc.batch : 1, desc.num_heads, 1, 1});
-  sums.by_distance = true;
-  return sums;
+  if (!sums_pairs(desc)) return {};
+  return return_weights(desc, args, problem, *of_program, memory + statistic_bytes(desc).value(), stream);
 }
 
-// Both gradients take the same memory, one after the other.
-MemorySize partial_bytes(const AttentionDesc& desc) {
-  MemorySize most = 0;
-  for (const PairSums& sums : {bias_sums(desc), slope_sums(desc)}) {
-    if (sums.parts == 1) continue;
-    most = std::max(most, MemorySize(4) * sums.parts * sums.tiles * sums.rows() * sums.columns());
-  }
-  return most.rounded_up(64);
-}
-
-MemorySize backward_workspace_bytes(const AttentionDesc& desc, int) { return delta_bytes(desc) + partial_bytes(desc); }
-
-void set_sums(const PairSums& cut, const Broadcast& gradient, const AttentionDesc& desc, void* workspace,
-              PairSums* sums) {
-  if (gradient.data == nullptr) return;
-  *sums = cut;
-  sums->gradient = gradient;
-  if (sums->parts == 1) return;
-  sums->partial = reinterpret_cast<float*>(static_cast<char*>(workspace) + delta_bytes(desc).value());
+// Behind delta: parts of sums, and then the sums of captures.
+char* sums_memory(const AttentionDesc& desc, const BackwardArgs& args) {
+  return static_cast<char*>(args.forward.workspace) + statistic_bytes(desc).value();
 }
 
 void set_gradients_of_options(const AttentionDesc& desc, const BackwardArgs& args, BackwardProblem* p) {
-  void* const workspace = args.forward.workspace;
-  set_sums(bias_sums(desc), broadcast_of(args.grad_attn_bias), desc, workspace, &p->bias_sums);
-  set_sums(slope_sums(desc), slopes_of(args.grad_alibi_slopes), desc, workspace, &p->slope_sums);
+  char* const partial = sums_memory(desc, args);
+  const Cuts cuts = gradient_cuts(desc);
+  set_sums(cuts.sums[0], broadcast_of(args.grad_attn_bias), partial, &p->sums[0]);
+  set_sums(cuts.sums[1], slopes_of(args.grad_alibi_slopes), partial, &p->sums[1]);
   p->grad_sinks = static_cast<float*>(args.grad_sink_logits.data);
   p->grad_sinks_stride = args.grad_sink_logits.strides[0];
 }
 
 Status backward(const AttentionDesc& desc, const BackwardArgs& args, const Run& run) {
-  if (std::string reason = why_no_backward(desc); !reason.empty()) return {StatusCode::kUnsupported, reason};
+  const DType dtype = backward_dtype(desc);
+  if (std::string reason = why_no_pairs(desc, dtype, "backward"); !reason.empty()) {
+    return {StatusCode::kUnsupported, reason};
+  }
+  const size_t bytes = backward_workspace_bytes(desc, 1).value();
+  if (Status status = check_place(desc, args, bytes, run.stream); !status.ok()) return status;
   BackwardProblem problem;
-  set_problem(desc, args.forward, &problem);
-  problem.grad_out = rows_of(args.grad_out);
+  set_problem(desc, args.forward, dtype, &problem);
+  problem.grad_out = rows_of(args.grad_out, problem.elements);
   problem.grad_logsumexp = statistic_of(args.grad_logsumexp);
   problem.given_delta = statistic_of(args.delta);
-  problem.delta = {static_cast<float*>(args.forward.workspace), desc.packed ? 0 : desc.num_heads * desc.seqlen_q,
-                   desc.seqlen_q, 1};
-  problem.grad_query = rows_of(args.grad_query);
-  problem.grad_key = rows_of(args.grad_key);
-  problem.grad_value = rows_of(args.grad_value);
-  problem.wide_gradients = grad_dtype(desc) != desc.dtype;
+  if (problem.softmax) problem.delta = statistic_at(desc, args.forward.workspace);
+  problem.grad_query = rows_of(args.grad_query, problem.elements);
+  problem.grad_key = rows_of(args.grad_key, problem.elements);
+  problem.grad_value = rows_of(args.grad_value, problem.elements);
+  problem.exact = grad_dtype(desc) != desc.dtype || (!problem.softmax && dtype == DType::kFloat16);
   problem.accumulate = args.accumulate;
   set_gradients_of_options(desc, args, &problem);
+  const CaptureSums captures = capture_sums(desc, args, sums_memory(desc, args));
+  const Result<ProgramKernels> of_program = backward_kernels(desc, problem, captures);
+  if (!of_program.ok()) return of_program.status();
   const auto stream = static_cast<cudaStream_t>(run.stream);
-  const Status status = launched(launch_backward(problem, stream));
-  if (!status.ok()) return status;
-  return launched(launch_score_gradients(problem, stream));
+  cudaError_t error = launch_backward(problem, *of_program, stream);
+  if (error == cudaSuccess) error = launch_pair_sums(problem, *of_program, stream);
+  if (error == cudaSuccess) error = launch_capture_gradients(problem, captures, *of_program, stream);
+  return launched(error);
 }
 
 }  // namespace
@@ -402,7 +270,7 @@ Status backward(const AttentionDesc& desc, const BackwardArgs& args, const Run& 
 
 const Kernel kCudaSm80 = {
     "cuda_sm80",   Device::kCuda,  cuda::why_not, cuda::workspace_bytes, cuda::backward_workspace_bytes,
-    cuda::forward, cuda::backward,
+    cuda::forward, cuda::backward, cuda::prepare,
 };
 
 }  // namespace polyhead

@@ -71,6 +71,7 @@ __device__ inline float load_number(const void* data, Number number, int64_t n) 
   switch (number) {
     case Number::kBFloat16: return to_float(static_cast<const BFloat16*>(data)[n]);
     case Number::kFloat16: return to_float(static_cast<const Float16*>(data)[n]);
+    case Number::kFloat64: return static_cast<float>(static_cast<const double*>(data)[n]);
     default: return static_cast<const float*>(data)[n];
   }
 }
@@ -78,6 +79,7 @@ __device__ inline void store_number(void* data, Number number, int64_t n, float 
   switch (number) {
     case Number::kBFloat16: static_cast<BFloat16*>(data)[n] = rounded<BFloat16>(x); break;
     case Number::kFloat16: static_cast<Float16*>(data)[n] = rounded<Float16>(x); break;
+    case Number::kFloat64: static_cast<double*>(data)[n] = x; break;
     default: static_cast<float*>(data)[n] = x;
   }
 }
@@ -89,15 +91,22 @@ auto with_elements(Number number, const Function& function) {
   return number == Number::kFloat16 ? function(Float16{}) : function(Float32{});
 }
 
-// function.operator()<kD>() of the columns that tiles of so many have.
-template <class T, class Function>
+inline int columns_of(const Problem& p) { return tile_columns(p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v); }
+
+// function.operator()<kD>() of the columns of tiles.
+template <class Function>
 auto with_columns(int columns, const Function& function) {
-  if (columns <= 64) return function.template operator()<64>();
-  if constexpr (T::kOnTensorCores) {
-    if (columns > kMostHeadDimFloat32) return function.template operator()<kMostHeadDim>();
-  }
-  return function.template operator()<kMostHeadDimFloat32>();
+  if (columns == 64) return function.template operator()<64>();
+  return columns == 128 ? function.template operator()<128>() : function.template operator()<kMostHeadDim>();
 }
+
+// A power of two, at most 2^126, that brings x, which is not negative, between 2^14 and 2^15: of what is below 6e-5 float16
+// holds few digits.
+__device__ inline float power_for(float x) {
+  const unsigned exponent = __float_as_uint(x) >> 23;  // 127 of 1
+  return __uint_as_float((exponent < 15 ? 253 : 268 - exponent) << 23);
+}
+__device__ inline float one_over_power(float x) { return __uint_as_float((254u << 23) - __float_as_uint(x)); }
 
 // Which halves of a register hold an infinity or a NaN: a mask of their bits.
 template <class T>

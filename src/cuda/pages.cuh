@@ -11,19 +11,27 @@ struct KeyPlace {
   int page, within;
 };
 
+// Of key j of sequence b.
+__device__ inline KeyPlace place_of_key(const Pages& pages, int64_t b, int64_t j) {
+  const int64_t entry = j / pages.page_size, at = b * pages.batch + entry * pages.entry;
+  const int64_t page =
+      pages.wide ? static_cast<const int64_t*>(pages.table)[at] : static_cast<const int32_t*>(pages.table)[at];
+  const bool there = 0 <= page && page < pages.num_pages;
+  return {there ? static_cast<int>(page) : -1, static_cast<int>(j - entry * pages.page_size)};
+}
+
+// Where the row of a head begins that lies there.
+__device__ inline int64_t row_at(const Rows& rows, int64_t head, KeyPlace place) {
+  return place.page < 0 ? kNoRow : head * rows.head + place.page * rows.batch + place.within * rows.row;
+}
+
 // Of two tiles of keys, one after the other: that in use and the next one.
 class KeyPlaces {
  public:
   // Of the tile at key j of sequence b, as far as there are `keys`. Barriers between this, its readers, and the next but one.
   __device__ void find(const Pages& pages, int64_t b, int64_t j, int64_t keys) {
     const int row = static_cast<int>(threadIdx.x);
-    if (row >= kTileRows || j + row >= keys) return;
-    const int64_t entry = (j + row) / pages.page_size, at = b * pages.batch + entry * pages.entry;
-    const int64_t page =
-        pages.wide ? static_cast<const int64_t*>(pages.table)[at] : static_cast<const int32_t*>(pages.table)[at];
-    const bool there = 0 <= page && page < pages.num_pages;
-    places_[j / kTileRows % 2][row] = {there ? static_cast<int>(page) : -1,
-                                       static_cast<int>(j + row - entry * pages.page_size)};
+    if (row < kTileRows && j + row < keys) places_[j / kTileRows % 2][row] = place_of_key(pages, b, j + row);
   }
 
   __device__ KeyPlace of(int64_t j) const { return places_[j / kTileRows % 2][j % kTileRows]; }

@@ -15,9 +15,10 @@ template <class T, int kD>
 struct PairsMemory {
   // Two stages: one is on its way while the other is used. Of wide rows of float32 there is room for one.
   static constexpr int kStages = kD * sizeof(T) > 256 ? 1 : 2;
+  using Columns = Tile<T, kSliceColumns<T, kD>>;
 
-  Tile<T, kD> own[2];
-  Tile<T, kD> others[kStages][2];
+  Columns own[2];
+  Columns others[kStages][2];
   float L[2][kTileRows], delta[2][kTileRows];  // of the others, where they are queries
   int not_finite;                              // 1 + the last tile of which some row must not see all, see careful
   Band band;                                   // of the block, not held in registers
@@ -46,18 +47,16 @@ class Pairs {
   __device__ int64_t row_index(int r) const { return own + local_row(r); }
   __device__ int other_index(int from, int n, int e) const { return from + n * 8 + lane % 4 * 2 + e % 2; }
   __device__ bool sees(int r, int other) const { return !cut || range[r].holds(other, sinks()); }
+  // Behind weights_by_options().
+  __device__ RowBits shown_pairs() const {
+    return RowBits::of<kStep / 8>(lane, [&](int n, int e) { return shown >> (4 * n + e) & 1; });
+  }
   __device__ int sinks() const { return kOptions && !kKeys ? TileRange::bounded(p.sink_keys - first) : 0; }
   __device__ static Range range_of(const Band& band, int64_t row) {
     return kKeys ? band.queries_of(row) : band.keys_of(row);
   }
   __device__ Score score_of_tile() const {
-    return kKeys ? Score(p, offset, b, head, first, own) : Score(p, offset, b, head, own, first);
-  }
-  // What hides a pair beside the range of its row.
-  __device__ bool shows(const Score& score, int r, int other) const {
-    if (!hides_pairs()) return true;
-    if constexpr (kKeys) return in_window(other, r) && score.shows(other, local_row(r));
-    return score.shows(local_row(r), other);
+    return kKeys ? Score(p, shared.band, b, head, first, own) : Score(p, shared.band, b, head, own, first);
   }
   // Of own keys, whose ranges are of queries: whether key r is in the window of a query.
   __device__ bool in_window(int query, int r) const {
@@ -69,10 +68,14 @@ class Pairs {
   // L and delta of this lane's rows, where they are queries.
   __device__ void read_statistics(const Band& band) {
     for (int r = 0; r < 2; ++r) {
-      const bool there = row_index(r) < band.queries;
-      L[r] = there ? statistic(p.logsumexp, b, head, band.first_q + row_index(r)) : 0;
-      delta[r] = there ? statistic(p.delta, b, head, band.first_q + row_index(r)) : 0;
+      const int64_t i = band.first_q + row_index(r);
+      L[r] = row_index(r) < band.queries ? statistic_or_0(p.logsumexp, head, i) : 0;
+      delta[r] = row_index(r) < band.queries ? statistic_or_0(p.delta, head, i) : 0;
     }
+  }
+  // Without a softmax there are none.
+  __device__ float statistic_or_0(const Statistic& x, int64_t h, int64_t i) const {
+    return x.data == nullptr ? 0 : statistic(x, b, h, i);
   }
 
   // Which weights of the tile dropout keeps.
@@ -80,9 +83,11 @@ class Pairs {
     if (drops()) shared.kept.fill(p.dropout, b, head, kKeys ? first : own, kKeys ? own : first, kKeys);
   }
 
-  // Products of this warp's own rows with kStep others: n = 0 Q K^T, n = 1 dO V^T, or their transposes.
-  __device__ void products(Block& C, int n, int from) {
-    multiply_rows(C, shared.own[n], warp * 16, shared.others[stage][n], from, n == 0 ? p.head_dim : p.head_dim_v, lane);
+  // Products of this warp's own rows with kStep others: n = 0 Q K^T, n = 1 dO V^T, or their transposes. Of the slice of
+  // their columns that lies in shared memory.
+  __device__ void products(Block& C, int n, int from, int slice = 0) {
+    const int columns = (n == 0 ? p.head_dim : p.head_dim_v) - slice * kSliceColumns<T, kD>;
+    multiply_rows(C, shared.own[n], warp * 16, shared.others[stage][n], from, columns, lane);
   }
 
   // Q K^T -> dropout(P), dO V^T -> dS
@@ -100,7 +105,7 @@ class Pairs {
     }
   }
 
-  // The same with options. What dS becomes is told by gradient(dS, dS / dX, i, j) of the query and the key of the pair.
+  // The same with options. What dS becomes is told by gradient(pair, dS, i, j) of the query and the key of the pair.
   template <class Gradient>
   __device__ void weights_by_options(Block& P, Block& dS, int from, const Score& score, const Gradient& gradient) {
 #pragma unroll 1
@@ -109,27 +114,30 @@ class Pairs {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int x = other_index(first_of_8, 0, e), row = local_row(e / 2), i = kKeys ? x : row, j = kKeys ? row : x;
-        float S = P[0][e] * p.scale, derivative = 0;
-        const bool visible =
-            range[e / 2].holds(x, sinks()) && (!kKeys || in_window(x, e / 2)) && score.of(S, derivative, i, j);
-        const float weight = exponential<T>(S - L_of(e, x));
+        PairScore pair;
+        const bool visible = range[e / 2].holds(x, sinks()) && (!kKeys || in_window(x, e / 2)) &&
+                             score.of(P[0][e] * p.scale, pair, i, j);
+        const float weight = p.softmax ? exponential<T>(pair.S - L_of(e, x)) : pair.S;
         const float factor = !drops() ? 1 : shared.kept.holds(i, j) ? p.dropout.factor : 0;
+        const float of_score = p.softmax ? weight * (factor * dS[0][e] - delta_of(e, x)) : factor * dS[0][e];
+        shown = shown >> 1 | (visible ? 1u << 31 : 0);
         done[0][e] = visible ? weight * factor : 0;
-        done[1][e] = visible ? gradient(weight * (factor * dS[0][e] - delta_of(e, x)), derivative, i, j) : 0;
+        done[1][e] = visible ? gradient(pair, of_score, i, j) : 0;
       }
       append(P, done[0]);
       append(dS, done[1]);
     }
+    shown >>= 32 - kStep / 2;
   }
 
   const BackwardProblem& p;
   PairsMemory<T, kD>& shared;
   int64_t own = 0;      // the first row that the block owns
   int b = 0, head = 0;  // the sequence and head of the queries
-  int64_t offset = 0;   // of the diagonal
   int64_t first = 0;    // of the others
   int stage = 0, lane, warp;
   bool cut = false;                // some row does not see some other
+  unsigned shown = 0;              // with options: which of this lane's pairs are seen, bit 4 n + e
   TileRange range[2];              // of the others that this lane's two rows see
   float L[2] = {}, delta[2] = {};  // of these rows, where they are queries
 

@@ -20,7 +20,7 @@ struct RowSums {
 };
 
 // What becomes of O, and of the logsumexp, of a row.
-template <class T, bool kOptions>
+template <bool kOptions>
 class FinishedRow {
  public:
   // A row that saw no key gets 0 and its sink; without one, or in padding, -inf.
@@ -28,12 +28,13 @@ class FinishedRow {
       : m(row.m), l(row.seen() ? row.l : 0), l_rounded(row.l_rounded), seen(row.seen()) {
     if (!kOptions) return;
     factor = p.dropout.factor;
+    if (!p.softmax) l = 0, l_rounded = 1;
     if (p.sinks != nullptr && row.state != RowSums::kPadding) add_sink(sink_of(p, h));
   }
 
-  __device__ T out(float O) const {
+  __device__ float out(float O) const {
     const float unseen = l != l ? l : 0;
-    return rounded<T>(seen ? factor * O / l_rounded : unseen);
+    return seen ? factor * O / l_rounded : unseen;
   }
   __device__ float logsumexp() const {
     const float none = seen ? NAN : -INFINITY;  // all scores that it saw were -inf
@@ -44,7 +45,7 @@ class FinishedRow {
   // One more score.
   __device__ void add_sink(float sink) {
     const float largest = fmaxf(m, sink), finite = largest == -INFINITY ? 0 : largest;
-    const float alpha = exponential<T>(m - finite), weight = exponential<T>(sink - finite);
+    const float alpha = exponential<Float32>(m - finite), weight = exponential<Float32>(sink - finite);
     m = largest;
     l = l * alpha + weight;
     l_rounded = l_rounded * alpha + weight;
@@ -74,13 +75,11 @@ class RowParts {
   __device__ float* sums(int64_t part) const { return p.part_sums + (first + part) * p.head_dim_v; }
 
   // What a part is multiplied by where m is the largest score of all.
-  template <class T>
   __device__ static float factor(const RowSums& part, float m) {
-    return exponential<T>(part.m - (m == -INFINITY ? 0 : m));
+    return exponential<Float32>(part.m - (m == -INFINITY ? 0 : m));
   }
 
   // Without O.
-  template <class T>
   __device__ RowSums merged() const {
     RowSums all;
     for (int64_t n = 0; n < p.parts; ++n) {
@@ -91,7 +90,7 @@ class RowParts {
     for (int64_t n = 0; n < p.parts; ++n) {
       const RowSums part = load(n);
       if (!part.seen()) continue;
-      const float alpha = factor<T>(part, all.m);
+      const float alpha = factor(part, all.m);
       all.l += part.l * alpha;
       all.l_rounded += part.l_rounded * alpha;
     }
@@ -99,12 +98,11 @@ class RowParts {
   }
 
   // O, in columns lane, lane + 32 and so on.
-  template <class T>
   __device__ void merge_sums(float m, int lane, float (&O)[kMostHeadDim / 32]) const {
     for (int64_t n = 0; n < p.parts; ++n) {
       const RowSums part = load(n);
       if (!part.seen()) continue;
-      const float alpha = factor<T>(part, m);
+      const float alpha = factor(part, m);
       const float* of_part = sums(n);
 #pragma unroll
       for (int c = 0; c < kMostHeadDim / 32; ++c) {

@@ -1,17 +1,19 @@
 // What a kernel on the device is told: plain data, for the host's compiler and nvcc.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstdint>
 
 namespace polyhead::cuda {
+
+enum class Number { kFloat32, kBFloat16, kFloat16, kFloat64 };
 
 // A tensor [batch, rows, heads, columns]. Strides are in elements.
 struct Rows {
   void* data = nullptr;
   int64_t batch = 0, row = 0, head = 0, column = 0;
-  // 16 bytes that begin at a column which is a multiple of them are aligned, side by side, and hold nothing but elements
+  Number number = Number::kFloat32;
+  // 16 bytes that begin at a column which is a multiple of them are aligned, side by side, and hold nothing but elements as
+  // the kernel computes with
   bool in_pieces = false;
 };
 
@@ -37,14 +39,19 @@ struct Pages {
   int64_t page_size = 1, num_pages = 0;
 };
 
-enum class Number { kFloat32, kBFloat16, kFloat16 };
-
 // A tensor that broadcasts to [batch, heads, queries, keys]: strides are 0 where it does. No data: not given, not wanted.
 struct Broadcast {
   void* data = nullptr;
   int64_t batch = 0, head = 0, query = 0, key = 0;
   Number number = Number::kFloat32;  // of a bias; a mask has bytes
 };
+
+// A tensor that a program reads.
+struct Captured {
+  void* data = nullptr;
+  int64_t dims[4] = {}, strides[4] = {};
+};
+constexpr int kMostCaptures = 8;
 
 // Which weights are kept (polyhead/dropout.h), counted from the call's first head, query and eight keys.
 struct Dropout {
@@ -59,7 +66,7 @@ enum class Diagonal { kFixed, kBottomRight, kPerSequence };
 
 // What both directions are told.
 struct Problem {
-  Number elements = Number::kBFloat16;  // of query, key, value, out and grad_out
+  Number elements = Number::kBFloat16;  // that it is computed with
   Rows query, key, value, out;
   Statistic logsumexp;
   Integers seqlens_q, seqlens_k, query_offsets;  // for each sequence
@@ -76,14 +83,20 @@ struct Problem {
   Integers window_lo, window_hi;  // for each query: it sees keys from lo to hi, exclusive, alone
   int64_t sink_keys = 0;          // keys below are seen whatever `left` and window_lo say
   float softcap = 0;              // 0: none
+  bool softmax = true;            // else the scores are the weights, and there is no logsumexp
   Broadcast mask, bias;
+  int64_t mask_keys = -1;        // the mask tells of so many last keys of a sequence alone; -1: of all
   Broadcast slopes;              // of ALiBi, float32: no queries, no keys
   const float* sinks = nullptr;  // [heads]
   int64_t sinks_stride = 0;
   Dropout dropout;
+  Captured captures[kMostCaptures];
 
   // Whether a score is more than a product, and whether a query may see some keys of its range and not others.
   bool has_options = false, hides_pairs = false;
+
+  // Query heads whose queries share a tile in forward, that of head h behind h - 1's: a group that reads the same keys, or 1.
+  int64_t tile_heads = 1;
 
   // Blocks of threads that share the keys of 64 queries in forward, and what each leaves of a row in the workspace, of rows
   // [batch, heads, queries]: see parts.cuh.
@@ -91,16 +104,21 @@ struct Problem {
   float *part_statistics = nullptr, *part_sums = nullptr;  // [rows, parts, 4], [rows, parts, head_dim_v]
 };
 
+constexpr int kBlockThreads = 128;         // of every kernel
 constexpr int kBlockRows = 64;             // of queries, or of keys, of a block of threads
 constexpr int64_t kLeastKeysOfPart = 256;  // see Problem::parts
 
-// A gradient of what is added to scores, and how its sums over pairs are cut. No gradient: not wanted.
+// What is summed over pairs: dS, dS (-|i + offset - j|), weights.
+enum class Summed { kGradient, kSlopeGradient, kWeights, kWeightsBeforeDropout };
+
+// A result that is such a sum, and how it is cut. No result: not wanted.
 struct PairSums {
-  Broadcast gradient;
-  bool by_distance = false;               // times -|i + offset - j|
-  bool by_query = false, by_key = false;  // dims that the gradient has
-  int64_t own[4] = {}, summed[4] = {};    // batch, heads, tiles of queries and of keys: 1 in one of both
-  int64_t tiles = 0, pairs = 0;           // of the gradient; of pairs that each of them sums
+  Broadcast result;
+  Summed summed = Summed::kGradient;
+  float divisor = 1;                      // of the sums
+  bool by_query = false, by_key = false;  // dims that the result has
+  int64_t own[4] = {}, others[4] = {};    // batch, heads, tiles of queries and of keys: 1 in one of both
+  int64_t tiles = 0, pairs = 0;           // of the result; of pairs that each of them sums
   int64_t parts = 1;                      // blocks that share a tile
   int64_t sequences = 1;                  // packed ones that share it: each has parts of its own
   float* partial = nullptr;               // [parts, tiles, rows, columns] in the workspace; null: there is one part
@@ -109,26 +127,41 @@ struct PairSums {
   constexpr int64_t columns() const { return by_key ? kBlockRows : 1; }
 };
 
+// The gradients of what a program read, summed as integers so that their order does not matter; the largest gradient tells
+// how many units it is. All of the workspace is 0 before.
+struct CaptureSums {
+  Captured gradients[kMostCaptures];  // no data: not wanted
+  Number numbers[kMostCaptures] = {};
+  int64_t first[kMostCaptures + 1] = {};  // of the elements of a capture, among all
+  int log2_terms = 0;                     // a sum has 2^log2_terms terms at most
+  bool adds = false;                      // else the largest are looked for
+  unsigned* largest = nullptr;            // [captures] the bits of floats
+  unsigned* not_finite = nullptr;         // [elements] 1: +inf was there, 2: -inf, 4: NaN
+  unsigned long long* sums = nullptr;     // [elements]
+};
+
+// Of the gradients' passes: dQ by query tiles; dK and dV by key tiles, or of many columns one of both.
+enum GradientPass { kOfQuery, kOfKeyAndValue, kOfKey, kOfValue };
+
 struct BackwardProblem : Problem {
   Rows grad_out;
   Statistic grad_logsumexp,
       given_delta;  // given_delta: sum grad_out * out, where somebody has it; `out` is not read then
   Statistic delta;  // the workspace: sum grad_out * out - grad_logsumexp
   Rows grad_query, grad_key, grad_value;  // no data: not wanted
-  bool wide_gradients = false;            // these are float32, and the elements are not
-  PairSums bias_sums, slope_sums;
+  // P and dS meet matrices as two numbers: gradients are float32, and the elements are not, or weights need the range
+  bool exact = false;
+  PairSums sums[2];
   float* grad_sinks = nullptr;
   int64_t grad_sinks_stride = 0;
   bool accumulate = false;
 };
 
-constexpr int kMostHeadDim = 256, kMostHeadDimFloat32 = 128;  // more would not fit in the registers of a thread
-constexpr int kEveryGpuBytes = 99 * 1024;                     // of shared memory, that a block may have from 8.0 on
-constexpr int kWideBytes = 134 * 1024;                        // that backward needs of rows above 256 bytes
+// Of the tiles of kernels for so many.
+constexpr int tile_columns(int columns) { return columns <= 64 ? 64 : columns <= 128 ? 128 : 256; }
 
-// Put the kernels on the stream. At least one query, head and sequence; their blocks fit in a grid (2^31 - 1).
-cudaError_t launch_forward(const Problem& problem, cudaStream_t stream);
-cudaError_t launch_backward(const BackwardProblem& problem, cudaStream_t stream);
-cudaError_t launch_score_gradients(const BackwardProblem& problem, cudaStream_t stream);  // after launch_backward
+constexpr int kMostHeadDim = 256;
+constexpr int kEveryGpuBytes = 99 * 1024;  // of shared memory, that a block may have from 8.0 on
+constexpr int kWideBytes = 134 * 1024;     // that backward needs of rows above 256 bytes
 
 }  // namespace polyhead::cuda

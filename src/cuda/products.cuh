@@ -14,7 +14,7 @@ __device__ inline float4 four(const Tile<Float32, kD>& tile, int row, int swizzl
 }
 
 // C [16, 8 kBlocks] += A B^T of 16 rows of A and 8 kBlocks of B, from rows a and b on, multiples of 8. Columns from
-// `columns` on are 0.
+// `columns` on are 0; it may be above kD, and below 0.
 template <class T, int kD, int kBlocks>
 __device__ inline void multiply_rows(float (&C)[kBlocks][4], Tile<T, kD>& A, int a, Tile<T, kD>& B, int b, int columns,
                                      int lane) {
@@ -32,9 +32,9 @@ __device__ inline void multiply_rows(float (&C)[kBlocks][4], Tile<T, kD>& A, int
       }
     }
   } else {
-    const int g = lane / 4, t = lane % 4;
+    const int g = lane / 4, t = lane % 4, end = columns < kD ? columns : kD;
 #pragma unroll 1
-    for (int k = 0; 4 * k < columns; ++k) {
+    for (int k = 0; 4 * k < end; ++k) {
       const float4 rows[2] = {four(A, a + g, k ^ g), four(A, a + g + 8, k ^ g)};
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {

@@ -1,6 +1,7 @@
 // What options make of scores, and which keys they hide, one pair of a query and a key at a time:
 //   S = softcap tanh(X / softcap) + bias - slope |i + offset - j|   X = scale Q K^T; hidden: mask is false or bias -inf
-// and which weights dropout keeps. Branches on options are taken by all threads alike.
+// or what a program makes of that (program.cuh), and which weights dropout keeps. Branches on options are taken by all
+// threads alike.
 #pragma once
 
 #include <cmath>
@@ -8,6 +9,7 @@
 #include "core/philox.h"
 #include "cuda/band.cuh"
 #include "cuda/numbers.cuh"
+#include "cuda/program.cuh"
 #include "cuda/tile.cuh"
 
 namespace polyhead::cuda {
@@ -18,13 +20,26 @@ __device__ inline float sink_of(const Problem& p, int64_t h) {
   return sink < INFINITY ? sink : NAN;
 }
 
+// A score on its way.
+struct PairScore {
+  float S = 0;
+  float before = 0;      // S, before the program
+  float derivative = 0;  // of `before` by X
+};
+
 // Of one head, the queries from first_query on and the keys from first_key on, which pairs are counted from.
 class Score {
  public:
-  __device__ Score(const Problem& problem, int64_t offset, int64_t b, int64_t h, int64_t first_query, int64_t first_key)
+  __device__ Score(const Problem& problem, const Band& band, int64_t b, int64_t h, int64_t first_query,
+                   int64_t first_key)
       : p(problem),
-        mask_at(at(p.mask, b, h, first_query, first_key)),
+        program(problem.captures, b, h, band.offset),
+        q(first_query),
+        k(first_key),
         bias_at(at(p.bias, b, h, first_query, first_key)) {
+    const int64_t before_mask = p.mask_keys < 0 ? 0 : band.keys - p.mask_keys, offset = band.offset;
+    mask_at = at(p.mask, b, h, first_query, first_key - before_mask);
+    mask_from = TileRange::bounded(before_mask - first_key);
     if (p.slopes.data == nullptr) return;
     slope = static_cast<const float*>(p.slopes.data)[b * p.slopes.batch + h * p.slopes.head];
     // Offsets may be any int64. Beside a far one the place of the tile is below its rounding.
@@ -32,13 +47,13 @@ class Score {
     position = static_cast<float>(far ? offset : first_query + offset - first_key);
   }
 
-  // X -> S of a pair in the range of its query, and dS / dX. Returns whether the pair is visible.
-  __device__ bool of(float& x, float& derivative, int i, int j) const {
-    derivative = 1;
+  // Of X, of a pair in the range of its query. Returns whether the pair is visible.
+  __device__ bool of(float x, PairScore& score, int i, int j) const {
+    score.derivative = 1;
     if (p.softcap > 0) {
       const float t = tanhf(x / p.softcap);
       x = p.softcap * t;
-      derivative = 1 - t * t;
+      score.derivative = 1 - t * t;
     }
     if (p.slopes.data != nullptr) x -= slope * distance(i, j);
     if (p.bias.data != nullptr) {
@@ -46,12 +61,24 @@ class Score {
       if (bias == -INFINITY) return false;
       x += bias;
     }
-    return shown(i, j);
+    score.before = score.S = x;
+    if (!shown(i, j)) return false;
+    if constexpr (ScoreProgram::kHasScore) {
+      score.S = program.score(x, q + i, k + j);
+      return score.S != -INFINITY;
+    }
+    return true;
   }
 
-  // Only whether it is visible.
-  __device__ bool shows(int i, int j) const {
-    return shown(i, j) && (p.bias.data == nullptr || bias_of(i, j) != -INFINITY);
+  // The gradient of the score before the program.
+  __device__ float gradient(const PairScore& score, float of_score, int i, int j) const {
+    if constexpr (ScoreProgram::kHasScore) return program.gradient(score.before, of_score, q + i, k + j);
+    return of_score;
+  }
+  // add(...) for each element of captures that the pair read: program.cuh.
+  template <class Add>
+  __device__ void gradients_of_captures(const PairScore& score, float of_score, int i, int j, const Add& add) const {
+    program.gradients_of_captures(score.before, of_score, q + i, k + j, add);
   }
 
   // |i + offset - j|
@@ -65,12 +92,17 @@ class Score {
     return load_number(p.bias.data, p.bias.number, bias_at + i * p.bias.query + j * p.bias.key);
   }
   __device__ bool shown(int i, int j) const {
-    return p.mask.data == nullptr ||
-           static_cast<const uint8_t*>(p.mask.data)[mask_at + i * p.mask.query + j * p.mask.key] != 0;
+    const bool by_mask = p.mask.data == nullptr || j < mask_from ||
+                         static_cast<const uint8_t*>(p.mask.data)[mask_at + i * p.mask.query + j * p.mask.key] != 0;
+    if constexpr (ScoreProgram::kHasMask) return by_mask && program.shows(q + i, k + j);
+    return by_mask;
   }
 
   const Problem& p;
+  const ScoreProgram program;
+  int64_t q, k;  // the first of each
   int64_t mask_at, bias_at;
+  int mask_from;  // the first key of the tile that the mask tells of
   float slope = 0, position = 0;
 };
 

@@ -7,7 +7,7 @@
 
 namespace polyhead::cuda {
 
-constexpr int kTileRows = 64, kThreads = 128;
+constexpr int kTileRows = kBlockRows, kThreads = kBlockThreads;
 
 // The shared memory of a launch. Its size in the PTX, in a register that nobody reads, is for tests/cuda/kernel_table.py.
 template <class Memory>
@@ -34,24 +34,56 @@ __device__ inline void copy_piece(void* to, const void* from, bool there) {
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 
-// Row n of the tile from row_at(n), zeros if that is null, and from column `columns` on. Copies are in flight until
-// wait_for_copies() and a barrier.
+// Where a row begins that is not there.
+constexpr int64_t kNoRow = INT64_MIN;
+
+// Columns of a row that lie in shared memory at a time: of wide rows of float32 a slice, since no more fits.
+template <class T, int kD>
+constexpr int kSliceColumns = T::kOnTensorCores || kD < 128 ? kD : 128;
+template <class T, int kD>
+constexpr int kSlices = kD / kSliceColumns<T, kD>;
+
+// The bits of element n of rows, in a word. Float32 may be made of other numbers.
+template <class T>
+__device__ inline unsigned element_bits(const Rows& rows, int64_t n) {
+  if constexpr (T::kOnTensorCores) return static_cast<const T*>(rows.data)[n].bits;
+  return __float_as_uint(load_number(rows.data, rows.number, n));
+}
+template <class T>
+__device__ inline float element(const Rows& rows, int64_t n) {
+  if constexpr (T::kOnTensorCores) return to_float(static_cast<const T*>(rows.data)[n]);
+  return load_number(rows.data, rows.number, n);
+}
+
+// Rows that hold T's, or float32's.
+template <class T>
+__device__ inline void store_sum(const Rows& rows, int64_t n, float x) {
+  if (!T::kOnTensorCores || rows.number == Number::kFloat32) {
+    static_cast<float*>(rows.data)[n] = x;
+  } else {
+    static_cast<T*>(rows.data)[n] = rounded<T>(x);
+  }
+}
+
+// Row n of the tile from element row_at(n) of `rows` on, zeros if that is kNoRow, and from column `columns` on. Copies are
+// in flight until wait_for_copies() and a barrier.
 template <class T, int kD, class RowAt>
 __device__ void load_rows(Tile<T, kD>& tile, const Rows& rows, int columns, const RowAt& row_at) {
   constexpr int kPiece = Tile<T, kD>::kPiece, kPieces = kD / kPiece, kInWord = kPiece / 4;
   for (int n = static_cast<int>(threadIdx.x); n < kTileRows * kPieces; n += kThreads) {
     const int row = n / kPieces, c = n % kPieces, column = c * kPiece;
-    const T* const begin = row_at(row);
-    const bool there = begin != nullptr && column < columns;
-    const T* from = begin + column * rows.column;
+    const int64_t begin = row_at(row), from = begin + column * rows.column;
+    const bool there = begin != kNoRow && column < columns;
     if (rows.in_pieces) {
-      copy_piece(tile.piece(row, c), there ? from : static_cast<const T*>(rows.data), there);
+      copy_piece(tile.piece(row, c), static_cast<const T*>(rows.data) + (there ? from : 0), there);
       continue;
     }
     auto* words = reinterpret_cast<unsigned*>(tile.piece(row, c));
 #pragma unroll 1
     for (int k = 0; k < 4; ++k) {
-      const auto bits = [&](int n) { return there && column + n < columns ? unsigned{from[n * rows.column].bits} : 0; };
+      const auto bits = [&](int n) {
+        return there && column + n < columns ? element_bits<T>(rows, from + n * rows.column) : 0;
+      };
       unsigned word = bits(kInWord * k);
       if constexpr (kInWord == 2) word |= bits(2 * k + 1) << 16;
       words[k] = word;
@@ -60,13 +92,14 @@ __device__ void load_rows(Tile<T, kD>& tile, const Rows& rows, int columns, cons
   commit_copies();
 }
 
-// Rows [first, first + 64) of a head of a sequence, which begins at row `origin`: zeros from row `end` on.
+// Rows [first, first + 64) of a head of a sequence, which begins at row `origin`: zeros from row `end` on. From column
+// `from` on.
 template <class T, int kD>
 __device__ void load_tile(Tile<T, kD>& tile, const Rows& rows, int64_t batch, int64_t head, int64_t origin,
-                          int64_t first, int64_t end, int columns) {
-  const T* base = static_cast<const T*>(rows.data) + batch * rows.batch + head * rows.head + origin * rows.row;
-  load_rows(tile, rows, columns,
-            [&](int row) { return first + row < end ? base + (first + row) * rows.row : nullptr; });
+                          int64_t first, int64_t end, int columns, int from = 0) {
+  const int64_t base = batch * rows.batch + head * rows.head + origin * rows.row + from * rows.column;
+  load_rows(tile, rows, columns - from,
+            [&](int row) { return first + row < end ? base + (first + row) * rows.row : kNoRow; });
 }
 
 // Turns what is not finite in rows [first, first + rows) into zeros, and tells whether there was any, each thread in its own

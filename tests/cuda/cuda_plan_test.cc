@@ -5,127 +5,12 @@
 #include <bit>
 #include <functional>
 #include <numeric>
-#include <random>
 #include <vector>
 
-#include "contract/kernel.h"
-#include "sim/cudart.h"
+#include "cuda_call.h"
 
 namespace polyhead {
 namespace {
-
-AttentionDesc small(DType dtype = DType::kBFloat16) {
-  AttentionDesc desc;
-  desc.batch = 2;
-  desc.num_heads = 4;
-  desc.num_heads_kv = 2;
-  desc.seqlen_q = 5;
-  desc.seqlen_k = 70;
-  desc.head_dim = desc.head_dim_v = 16;
-  desc.dtype = dtype;
-  return desc;
-}
-
-Result<Plan> plan_on_device(const AttentionDesc& desc) { return plan(desc, {.where = {.device = Device::kCuda}}); }
-
-// Of a tensor [n], int32 or int64.
-void set_integers(const Tensor& t, std::vector<int64_t> wide) {
-  const std::vector<int32_t> narrow(wide.begin(), wide.end());
-  const void* data = t.dtype == DType::kInt64 ? static_cast<const void*>(wide.data()) : narrow.data();
-  ASSERT_EQ(cudaMemcpy(t.data, data, wide.size() * dtype_size_bytes(t.dtype), cudaMemcpyHostToDevice), cudaSuccess);
-}
-
-// bfloat16 from -2 to 2
-void set_random(const Tensor& t) {
-  std::mt19937 random;
-  std::vector<uint16_t> bits(static_cast<size_t>(t.num_elements()));
-  for (uint16_t& x : bits) x = static_cast<uint16_t>((random() & 0x8000) | (0x3e00 + random() % 0x200));
-  ASSERT_EQ(cudaMemcpy(t.data, bits.data(), bits.size() * 2, cudaMemcpyHostToDevice), cudaSuccess);
-}
-
-// `count` rows of a packed tensor of 16 bits an element, as a batch of one sequence.
-Tensor rows_alone(const Tensor& packed, int64_t first, int64_t count) {
-  Tensor t(static_cast<uint16_t*>(packed.data) + first * packed.strides[0], packed.dtype,
-           {1, count, packed.dims[1], packed.dims[2]});
-  t.device = packed.device;
-  return t;
-}
-
-// Of contiguous tensors of 16 bits an element.
-std::vector<uint16_t> bits_of(const Tensor& t) {
-  const auto* data = static_cast<const uint16_t*>(t.data);
-  return {data, data + t.num_elements()};
-}
-
-// Tensors of a call on the simulated device: inputs all 1, outputs that nobody has written.
-class Call {
- public:
-  explicit Call(const AttentionDesc& desc) {
-    for (Tensor ForwardArgs::*input : {&ForwardArgs::query, &ForwardArgs::key, &ForwardArgs::value})
-      add(desc, input, true);
-    for (Tensor ForwardArgs::*output : {&ForwardArgs::out, &ForwardArgs::logsumexp}) add(desc, output, false);
-    if (desc.has_seqlens_q) add(desc, &ForwardArgs::seqlens_q, true);
-    if (desc.has_seqlens_k) add(desc, &ForwardArgs::seqlens_k, true);
-    if (desc.page_size > 0) add(desc, &ForwardArgs::page_table, true);
-    if (!desc.packed) return;
-    for (Tensor ForwardArgs::*starts : {&ForwardArgs::cu_seqlens_q, &ForwardArgs::cu_seqlens_k})
-      add(desc, starts, true);
-  }
-  ~Call() {
-    for (void* at : memory_) EXPECT_EQ(cudaFree(at), cudaSuccess);
-  }
-
-  ForwardArgs args;
-
- protected:
-  void add(const AttentionDesc& desc, Tensor ForwardArgs::*tensor, bool written) {
-    args.*tensor = expected_tensor(desc, tensor);
-    allocate(args.*tensor, written);
-  }
-
-  void allocate(Tensor& t, bool written) {
-    const size_t bytes = static_cast<size_t>(t.num_elements()) * dtype_size_bytes(t.dtype);
-    EXPECT_EQ(cudaMalloc(&t.data, bytes), cudaSuccess);
-    t.device = Device::kCuda;
-    memory_.push_back(t.data);
-    const std::vector<uint16_t> ones(bytes / 2, 0x3f80);
-    if (written) {
-      EXPECT_EQ(cudaMemcpy(t.data, ones.data(), bytes, cudaMemcpyHostToDevice), cudaSuccess);
-    }
-  }
-
-  std::vector<void*> memory_;
-};
-
-// The gradients after a forward call.
-class BackwardCall : private Call {
- public:
-  // `change` is made to the tensors before the forward call.
-  BackwardCall(const AttentionDesc& desc, const Plan& plan, const std::function<void(ForwardArgs&)>& change = {})
-      : Call(desc) {
-    if (desc.dropout_p > 0) Call::args.dropout_seed = 1;
-    if (change) change(Call::args);
-    const Status status = plan.forward(Call::args);
-    EXPECT_TRUE(status.ok()) << status.message();
-    args.forward = Call::args;
-    args.grad_out = Call::args.out;
-    allocate(args.grad_out, true);
-    const std::pair<Tensor*, const Tensor*> kGradients[] = {{&args.grad_query, &Call::args.query},
-                                                            {&args.grad_key, &Call::args.key},
-                                                            {&args.grad_value, &Call::args.value}};
-    for (const auto& [gradient, input] : kGradients) {
-      *gradient = *input;
-      gradient->dtype = grad_dtype(desc);
-      allocate(*gradient, false);
-    }
-    Tensor workspace(nullptr, DType::kFloat32, {static_cast<int64_t>(plan.backward_workspace_bytes() / 4)});
-    allocate(workspace, false);
-    args.forward.workspace = workspace.data;
-    args.forward.workspace_bytes = plan.backward_workspace_bytes();
-  }
-
-  BackwardArgs args;
-};
 
 TEST(CudaPlan, IsChosenOnTheDeviceAlone) {
   const Result<Plan> there = plan_on_device(small());
@@ -139,16 +24,12 @@ TEST(CudaPlan, IsChosenOnTheDeviceAlone) {
 TEST(CudaPlan, RefusesBySentence) {
   const std::pair<std::function<void(AttentionDesc&)>, const char*> kRefused[] = {
       {[](auto& d) { d.dtype = DType::kFloat64; }, "dtype is float64, takes float32, bfloat16 or float16"},
-      {[](auto& d) { d.out_dtype = DType::kFloat32; }, "out_dtype is float32, takes the query's dtype"},
       {[](auto& d) { d.key_dtype = DType::kInt8; }, "a key_dtype other than the query's is given, which"},
       {[](auto& d) { d.value_dtype = DType::kInt8; }, "a value_dtype other than the query's is given, which"},
-      {[](auto& d) { d.head_dim = 257; }, "head_dim is 257, takes 0 to 256 in bfloat16"},
-      {[](auto& d) { d.head_dim_v = 129, d.dtype = DType::kFloat32; }, "head_dim_v is 129, takes 0 to 128 in float32"},
+      {[](auto& d) { d.head_dim = 257; }, "head_dim is 257, takes 0 to 256"},
+      {[](auto& d) { d.head_dim_v = 257, d.dtype = DType::kFloat32; }, "head_dim_v is 257, takes 0 to 256"},
       {[](auto& d) { d.page_size = 7, d.num_pages = int64_t{1} << 31, d.has_seqlens_k = true; },
        "num_pages is 2147483648, takes 0 to 2^31 - 1"},
-      {[](auto& d) { d.normalizer = Normalizer::kNone; }, "a normalizer other than softmax is given, which"},
-      {[](auto& d) { d.return_weights = ReturnWeights::kMean; }, "return_weights is given, which"},
-      {[](auto& d) { d.return_column_sums = true; }, "return_column_sums is given, which"},
       {[](auto& d) { d.batch = int64_t{1} << 30; }, "batch * num_heads * tiles of 64 queries is above 2^31 - 1"},
       {[](auto& d) { d.batch = int64_t{1} << 28, d.attn_bias.given = true; },
        "batch * num_heads * tiles of 64 x 64 pairs is above 2^31 - 1"}};
@@ -338,6 +219,69 @@ TEST(CudaPlan, SharesManyKeysAmongBlocks) {
   EXPECT_EQ(cudaFree(workspace), cudaSuccess);
 }
 
+// Few queries: the heads of a group share a tile, whose keys are read once. A head has the bits that it has alone, which
+// its own sinks show to be its own.
+TEST(CudaPlan, ReadsKeysOnceForTheHeadsOfAGroup) {
+  AttentionDesc desc = small();
+  desc.batch = 1;
+  desc.num_heads = 12;
+  desc.seqlen_k = 600;
+  desc.has_sink_logits = true;
+  const auto computed = [](const AttentionDesc& d, const std::function<void(ForwardArgs&)>& change) {
+    const Result<Plan> made = plan_on_device(d);
+    EXPECT_TRUE(made.ok()) << made.status().message();
+    Call call(d);
+    void* workspace = nullptr;
+    EXPECT_EQ(cudaMalloc(&workspace, made->workspace_bytes()), cudaSuccess);
+    call.args.workspace = workspace;
+    call.args.workspace_bytes = made->workspace_bytes();
+    change(call.args);
+    cuda_sim::take_counters();
+    const Status status = made->forward(call.args);
+    EXPECT_TRUE(status.ok()) << status.message();
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
+    EXPECT_EQ(cudaFree(workspace), cudaSuccess);
+    return std::pair(bits_of(call.args.out), cuda_sim::take_counters().by_opcode);
+  };
+  const auto copies = [](const auto& opcodes) { return opcodes.at("cp.async.cg.shared.global/4"); };
+  Call shared(desc);  // its tensors: what each call reads
+  for (Tensor* t : {&shared.args.query, &shared.args.key, &shared.args.value}) set_random(*t);
+  void* sinks = nullptr;
+  ASSERT_EQ(cudaMalloc(&sinks, 12 * sizeof(float)), cudaSuccess);
+  float of_heads[12];
+  std::iota(std::begin(of_heads), std::end(of_heads), -3.f);
+  ASSERT_EQ(cudaMemcpy(sinks, of_heads, sizeof of_heads, cudaMemcpyHostToDevice), cudaSuccess);
+  const auto heads_from = [&](int64_t h, int64_t heads, int64_t heads_kv) {
+    return [&, h, heads, heads_kv](ForwardArgs& args) {
+      const auto part = [](Tensor all, int64_t first, int64_t count) {
+        all.data = static_cast<uint16_t*>(all.data) + first * all.strides[2];
+        all.dims[2] = count;
+        return all;
+      };
+      args.query = part(shared.args.query, h, heads);
+      args.key = part(shared.args.key, h / 6, heads_kv);
+      args.value = part(shared.args.value, h / 6, heads_kv);
+      args.sink_logits = Tensor(static_cast<float*>(sinks) + h, DType::kFloat32, {heads});
+      args.sink_logits.device = Device::kCuda;
+    };
+  };
+  const auto [bits, opcodes] = computed(desc, heads_from(0, 12, 2));
+  uint64_t copies_alone = 0;
+  for (int64_t h = 0; h < 12; ++h) {
+    AttentionDesc alone = desc;
+    alone.num_heads = alone.num_heads_kv = 1;
+    const auto [bits_alone, opcodes_alone] = computed(alone, heads_from(h, 1, 1));
+    for (size_t i = 0; i < 5; ++i) {
+      for (size_t c = 0; c < 16; ++c) {
+        EXPECT_EQ(bits[(i * 12 + static_cast<size_t>(h)) * 16 + c], bits_alone[i * 16 + c]) << h << ", " << i;
+      }
+    }
+    copies_alone = copies(opcodes_alone);
+  }
+  EXPECT_EQ(copies(opcodes), 2 * copies_alone);  // two groups of six
+  EXPECT_EQ(cudaFree(sinks), cudaSuccess);
+}
+
 // As many queries as leave a block all its keys, all but the first padding. From sinks to window there are 5 tiles and 6.
 TEST(CudaPlan, LeavesOutKeysBetweenSinksAndWindow) {
   for (const int64_t keys : {340, 400}) {
@@ -484,6 +428,42 @@ TEST(CudaPlan, ComputesWideGradientsWithWeightsOfMoreBits) {
   const auto* grad = static_cast<const float*>(call.args.grad_value.data);
   const float want = 2.0f * static_cast<float>(desc.seqlen_q) / static_cast<float>(desc.seqlen_k);
   for (int64_t n = 0; n < call.args.grad_value.num_elements(); ++n) EXPECT_NEAR(grad[n], want, want * 0x1p-16);
+}
+
+// A float32 grad_out is not rounded to the inputs' 16 bits on the way in: here 1 and 2^-9 of it.
+TEST(CudaPlan, ReadsGradOutOfMoreBits) {
+  for (const int64_t head_dim : {16, 200}) {
+    AttentionDesc desc = small();
+    desc.out_dtype = desc.grad_dtype = DType::kFloat32;
+    desc.batch = desc.num_heads_kv = 1;
+    desc.num_heads = 2;
+    desc.head_dim = desc.head_dim_v = head_dim;
+    desc.scale = 4.0 / static_cast<double>(head_dim);  // no larger logsumexp, whose rounding the bound is
+    const Result<Plan> made = plan_on_device(desc);
+    ASSERT_TRUE(made.ok()) << made.status().message();
+    BackwardCall call(desc, *made);
+    const Status status = made->backward(call.args);
+    ASSERT_TRUE(status.ok()) << status.message();
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
+    const auto* out = static_cast<const float*>(call.args.forward.out.data);
+    for (int64_t n = 0; n < call.args.forward.out.num_elements(); ++n) EXPECT_EQ(out[n], 1);
+    const float grad_out = *static_cast<const float*>(call.args.grad_out.data);
+    EXPECT_NEAR(grad_out, 1 + 0x1p-9f, 0x1p-14f);
+    const auto* grad = static_cast<const float*>(call.args.grad_value.data);
+    const float want = grad_out * 2 * static_cast<float>(desc.seqlen_q) / static_cast<float>(desc.seqlen_k);
+    for (int64_t n = 0; n < call.args.grad_value.num_elements(); ++n) EXPECT_NEAR(grad[n], want, want * 0x1p-21);
+  }
+}
+
+// This test runs without NVRTC and without its twin.
+TEST(CudaPlan, NeedsNvrtcForPrograms) {
+  AttentionDesc desc = small();
+  desc.program = *parse_program("mask = k <= q");
+  const Result<Plan> made = plan_on_device(desc);
+  if (made.ok()) GTEST_SKIP() << "a libnvrtc is here";
+  EXPECT_NE(made.status().message().find("a program needs NVRTC, and no libnvrtc of CUDA 12 or 13 can be opened"),
+            std::string::npos)
+      << made.status().message();
 }
 
 TEST(CudaPlan, TakesTensorsOfTheDeviceAlone) {

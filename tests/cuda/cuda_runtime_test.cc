@@ -10,6 +10,7 @@
 namespace {
 
 using small_kernels::Fault;
+using small_kernels::SumFault;
 
 class CudaRuntime : public ::testing::Test {
  protected:
@@ -48,13 +49,44 @@ class CudaRuntime : public ::testing::Test {
     for (void* at : there) EXPECT_EQ(cudaFree(at), cudaSuccess);
     return said.empty() ? "right" : said;
   }
+
+  // Of the sums of x[i][j] = i + j.
+  static std::string outcome(SumFault fault) {
+    constexpr int n = 64;
+    float *x = memory(n * n), *sums = memory(n + 2, false);
+    std::vector<float> numbers(n * n);
+    for (int i = 0; i < n * n; ++i) numbers[static_cast<size_t>(i)] = static_cast<float>(i / n + i % n);
+    cudaMemcpy(x, numbers.data(), 4 * numbers.size(), cudaMemcpyHostToDevice);
+    small_kernels::causal_sums(x, sums, fault, nullptr);
+    const cudaError_t error = cudaDeviceSynchronize();
+    std::string said = cuda_sim::take_fault();
+    EXPECT_EQ(error == cudaErrorLaunchFailure, !said.empty()) << said;
+    EXPECT_EQ(cudaGetLastError(), error);
+    const auto row = [](int i) { return i * (i + 1) + i * (i + 1) / 2; };
+    int want[n + 2] = {};
+    for (int i = 0; i < n; ++i) want[i] = row(i) + row(i ^ 1), want[n + i / 32] += want[i];
+    for (int i = 0; i < n + 2 && said.empty(); ++i) {
+      if (sums[i] != static_cast<float>(want[i])) said = "wrong";
+    }
+    for (float* at : {x, sums}) EXPECT_EQ(cudaFree(at), cudaSuccess);
+    return said.empty() ? "right" : said;
+  }
+
+  template <class Faults>
+  static void expect_outcomes(const Faults& faults) {
+    for (const auto& [fault, begin] : faults) {
+      const std::string said = outcome(fault);
+      EXPECT_EQ(said.substr(0, std::string(begin).size()), begin) << static_cast<int>(fault) << ": " << said;
+      EXPECT_TRUE(said.size() <= 5 || said.find(".cu") != std::string::npos) << said;
+    }
+  }
 };
 
 TEST_F(CudaRuntime, FindsTheFaultsThatKernelsAreCompiledWith) {
   const std::pair<Fault, const char*> kFaults[] = {
       {Fault::kNone, "right"},
       {Fault::kSwappedOperands, "wrong"},
-      {Fault::kWrongSwizzle, "wrong"},
+      {Fault::kFragmentRow, "wrong"},
       {Fault::kMissingBarrier, "race: "},
       {Fault::kNoBarrierBeforeReuse, "race: "},
       {Fault::kWaitOffByOne, "race: touched while a cp.async to it is in flight, issued by warp"},
@@ -66,11 +98,30 @@ TEST_F(CudaRuntime, FindsTheFaultsThatKernelsAreCompiledWith) {
       {Fault::kHalfWarpBarrier, "barrier never opens"},
       {Fault::kEarlyReturn, "barrier never opens"},
       {Fault::kCrossBlockSums, "race between blocks: "}};
-  for (const auto& [fault, begin] : kFaults) {
-    const std::string said = outcome(fault);
-    EXPECT_EQ(said.substr(0, std::string(begin).size()), begin) << static_cast<int>(fault) << ": " << said;
-    EXPECT_TRUE(said.size() <= 5 || said.find(".cu") != std::string::npos) << said;
-  }
+  expect_outcomes(kFaults);
+  const std::pair<SumFault, const char*> kSumFaults[] = {
+      {SumFault::kNone, "right"},
+      {SumFault::kWrongSwizzle, "wrong"},
+      {SumFault::kNoSwizzle, "right"},
+      {SumFault::kMaskOffByOne, "wrong"},
+      {SumFault::kShuffleLane, "wrong"},
+      {SumFault::kStaleSharedMemory, "shared memory read before it was written"},
+      {SumFault::kMissingSyncwarp, "race: read, and written by warp 0, lane"},
+      {SumFault::kWarpSkipsBarrier, "race: read, and written by warp 0, lane"},
+      {SumFault::kDivergentShuffle, "divergence: lanes wait for others that never come"}};
+  expect_outcomes(kSumFaults);
+}
+
+// Without a swizzle eight lanes of a phase want the same banks.
+TEST_F(CudaRuntime, CountsTheWavesOfATileWithoutASwizzle) {
+  const auto waves = [](SumFault fault) {
+    cuda_sim::take_counters();
+    EXPECT_EQ(outcome(fault), "right");
+    const cuda_sim::Counters counters = cuda_sim::take_counters();
+    return static_cast<double>(counters.bank_waves) / static_cast<double>(counters.bank_phases);
+  };
+  EXPECT_EQ(waves(SumFault::kNone), 1);
+  EXPECT_GT(waves(SumFault::kNoSwizzle), 3);
 }
 
 TEST_F(CudaRuntime, RunsNothingBeforeSomebodyWaits) {

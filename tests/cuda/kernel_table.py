@@ -16,10 +16,12 @@ import subprocess
 import sys
 import tempfile
 
+import sass
+
 TABLE = pathlib.Path(__file__).with_name("kernels.txt")
 COMPARED = ("forward<BFloat16, 128, 0>", 80)  # what ptxas is asked of again each time
 OPCODES = ("HMMA", "LDSM", "LDGSTS", "LDS", "FFMA", "MUFU", "LDL")
-COLUMNS = ("arch", "registers", "spilled", "shared", "blocks", *OPCODES)
+COLUMNS = ("arch", "registers", "spilled", "shared", "blocks", "loop", *OPCODES)
 
 # Of a multiprocessor: bytes of shared memory, those that one block may have, blocks, threads. CUDA C++ Programming
 # Guide, "Technical Specifications per Compute Capability".
@@ -96,25 +98,25 @@ def compiled(ptx, arch, cubin, *options):
     return told
 
 
-def opcode_counts(nvdisasm, cubin):
-    counts, kernel = {}, None
-    for line in run(nvdisasm, "-c", cubin).splitlines():
-        if section := re.match(r"\.text\.(\w+):", line.strip()):
-            kernel = counts.setdefault(section.group(1), dict.fromkeys(OPCODES, 0))
-        elif word := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@\S+\s+)?([A-Z0-9]+)", line):
-            if kernel is not None and word.group(1) in kernel:
-                kernel[word.group(1)] += 1
+def loop_counts(nvdisasm, cubin):
+    """{mangled: instructions of one round of its main loop, and of these each of OPCODES}"""
+    counts = {}
+    for kernel, (code, labels) in sass.kernels_of(run(nvdisasm, "-c", cubin)).items():
+        way = sass.main_loop(code, labels)
+        by_name = sass.count(way)
+        by_name["LDGSTS"] = sass.count(code)["LDGSTS"]
+        counts[kernel] = (len(way), *(by_name[name] for name in OPCODES))
     return counts
 
 
 def rows_of(ptx, arch, nvdisasm, folder):
     cubin = folder / "kernels.cubin"
     resources, shared = compiled(ptx, arch, cubin), told_shared(ptx)
-    counts = opcode_counts(nvdisasm, cubin)
+    counts = loop_counts(nvdisasm, cubin)
     for mangled, (registers, spilled, of_kernel) in resources.items():
         all_shared = shared[mangled] + of_kernel
         blocks = resident_blocks(arch, registers, all_shared)
-        yield name_of(mangled), (arch, registers, spilled, all_shared, blocks, *counts[mangled].values())
+        yield name_of(mangled), (arch, registers, spilled, all_shared, blocks, *counts[mangled])
 
 
 def release():
@@ -131,9 +133,10 @@ def write(texts, nvdisasm):
     prints = [f"# {name} {fingerprint(ptx)}" for name, ptx in texts.items()]
     lines = [
         "# Written by kernel_table.py: what ptxas makes of the kernels' PTX (compute_80). `spilled`: bytes, of registers or",
-        "# the stack; `shared`: bytes of a block; `blocks`: that a multiprocessor holds at once, 128 threads each; then SASS",
-        "# instructions in the kernel's code, each once. forward<elements, columns, options>, backward<elements, columns, pass,",
-        "# float32 gradients, options>.",
+        "# the stack; `shared`: bytes of a block; `blocks`: that a multiprocessor holds at once, 128 threads each; `loop`: SASS",
+        "# instructions of a warp in one round of the main loop, where all is seen (sass.py), of which those beside it;",
+        "# LDGSTS, copies in loops of their own: of the kernel's whole code.",
+        "# forward<elements, columns, options>, backward<elements, columns, pass, float32 gradients, options>.",
         f"# ptxas {release()}",
         *prints,
         f"{'':36}" + "".join(f"{column:>10}" for column in COLUMNS),

@@ -1,59 +1,15 @@
-// cuda_sm80 in the list of kernels for the CPU: the tensors of a call are lent to the simulated device, the call goes
-// through a plan for it and is waited for. So the tests of the CPU's kernels are its tests too.
+// cuda_sm80 in the list of kernels for the CPU: the tensors of a call are lent to the device, the simulated one or, where
+// that is linked, a real one (lent.h); the call goes through a plan for it and is waited for. So the tests of the CPU's kernels
+// are its tests too.
 #include <cuda_runtime_api.h>
-
-#include <deque>
-#include <vector>
 
 #include "contract/kernel.h"
 #include "core/sentence.h"
 #include "cuda/kernels.h"
-#include "sim/cudart.h"
+#include "lent.h"
 
 namespace polyhead {
 namespace {
-
-// Memory of a call's tensors, lent while this lives.
-class Lent {
- public:
-  Lent() = default;
-  Lent(const Lent&) = delete;
-  ~Lent() {
-    for (void* pointer : pointers_) cuda_sim::take_back(pointer);
-  }
-
-  void lend(Tensor& t, bool written) {
-    t.device = Device::kCuda;
-    if (!t.given() || t.num_elements() == 0) return;
-    lend_dim(t, static_cast<char*>(t.data), 0, written);
-  }
-
-  // Memory that holds nothing yet.
-  void lend(void* pointer, size_t bytes) {
-    if (bytes == 0) return;
-    pointers_.push_back(pointer);
-    cuda_sim::lend(pointer, bytes, false);
-  }
-
- private:
-  // The block of memory from the first to the last element of `dim` and those inside; in parts where it is large.
-  void lend_dim(const Tensor& t, char* at, int dim, bool written) {
-    const int64_t element = static_cast<int64_t>(dtype_size_bytes(t.dtype));
-    int64_t first = 0, last = 0;
-    for (int n = dim; n < t.ndim; ++n) {
-      const int64_t reach = (t.dims[n] - 1) * t.strides[n];
-      (reach < 0 ? first : last) += reach;
-    }
-    constexpr int64_t kMost = 16 << 20;
-    if (last - first < kMost || dim == t.ndim) {
-      pointers_.push_back(at + first * element);
-      return cuda_sim::lend(pointers_.back(), static_cast<size_t>((last - first + 1) * element), written);
-    }
-    for (int64_t n = 0; n < t.dims[dim]; ++n) lend_dim(t, at + n * t.strides[dim] * element, dim + 1, written);
-  }
-
-  std::deque<void*> pointers_;
-};
 
 void lend_inputs(Lent& lent, ForwardArgs& args) {
   for (Tensor* input : {&args.query, &args.key, &args.value, &args.seqlens_q, &args.seqlens_k, &args.query_offsets,
@@ -63,11 +19,22 @@ void lend_inputs(Lent& lent, ForwardArgs& args) {
   }
 }
 
+// Captures of a call, lent: the call reads the list that this holds.
+struct LentList {
+  std::vector<Tensor> tensors;
+
+  LentList(Lent& lent, std::span<const Tensor> given, bool written) : tensors(given.begin(), given.end()) {
+    for (Tensor& t : tensors) lent.lend(t, written);
+  }
+};
+
 // Waits for what was launched.
 Status finished(const Status& status) {
-  if (status.ok() && cudaDeviceSynchronize() == cudaSuccess) return {};
+  const cudaError_t error = status.ok() ? cudaDeviceSynchronize() : cudaSuccess;
+  if (status.ok() && error == cudaSuccess) return {};
   static_cast<void>(cudaGetLastError());
-  return {StatusCode::kInternal, sentence(status.message(), " ", cuda_sim::take_fault())};
+  const char* const words = status.ok() ? cudaGetErrorString(error) : "";
+  return {StatusCode::kInternal, sentence(status.message(), words, ": ", take_fault())};
 }
 
 // Lengths that are wrong are the CPU kernels' business: a device's are bounded where they lie.
@@ -79,8 +46,9 @@ Status forward(const AttentionDesc& desc, const ForwardArgs& on_host, const Run&
   ForwardArgs args = on_host;
   Lent lent;
   lend_inputs(lent, args);
-  lent.lend(args.out, false);
-  lent.lend(args.logsumexp, false);
+  const LentList captures(lent, args.captures, true);
+  args.captures = captures.tensors;
+  for (Tensor* output : {&args.out, &args.logsumexp, &args.attn_weights, &args.column_sums}) lent.lend(*output, false);
   lent.lend(args.workspace, args.workspace_bytes);
   return finished(made->forward(args));
 }
@@ -91,6 +59,9 @@ Status backward(const AttentionDesc& desc, const BackwardArgs& on_host, const Ru
   BackwardArgs args = on_host;
   Lent lent;
   lend_inputs(lent, args.forward);
+  const LentList captures(lent, args.forward.captures, true), gradients(lent, args.grad_captures, args.accumulate);
+  args.forward.captures = captures.tensors;
+  args.grad_captures = gradients.tensors;
   for (Tensor* input :
        {&args.forward.out, &args.forward.logsumexp, &args.grad_out, &args.grad_logsumexp, &args.delta}) {
     lent.lend(*input, true);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -14,7 +15,7 @@ namespace cuda_sim {
 inline const char* const kHead = ".version 9.0\n.target sm_80\n.address_size 64\n";
 
 // Of a kernel whose parameters are `num_buffers` pointers, p0, p1, ..., which %rd0, %rd1, ... hold. Registers to use:
-// 32 bits %r0..99 and %f0..99, 64 bits %rd10..99, predicates %p0..19; 1 KB of shared memory `smem`.
+// 16 bits %h0..99, 32 bits %r0..99 and %f0..99, 64 bits %rd10..99, predicates %p0..19; 1 KB of shared memory `smem`.
 inline std::string kernel_text(const std::string& body, int num_buffers) {
   std::string parameters, loads;
   for (int n = 0; n < num_buffers; ++n) {
@@ -23,7 +24,8 @@ inline std::string kernel_text(const std::string& body, int num_buffers) {
     loads += "ld.param.u64 %rd" + number + ", [p" + number + "];\n";
   }
   return kHead + (".visible .entry k(" + parameters + ")\n{\n") +
-         ".reg .b32 %r<100>; .reg .f32 %f<100>; .reg .b64 %rd<100>; .reg .pred %p<20>; .shared .align 16 .b8 "
+         ".reg .b16 %h<100>; .reg .b32 %r<100>; .reg .f32 %f<100>; .reg .b64 %rd<100>; .reg .pred %p<20>; .shared "
+         ".align 16 .b8 "
          "smem[1024];\n" +
          loads + body + "\nret;\n}\n\t.file 1 \"/src/k.cu\"\n";
 }
@@ -56,7 +58,13 @@ class OneKernel {
   }
 
   const Counters& counters() const { return counters_; }
-  const Module& module() const { return module_; }
+
+  // The names of those that its text has.
+  std::set<std::string> instructions() const {
+    std::set<std::string> names;
+    for (const auto& [name, opcode] : module_.used) names.insert(name);
+    return names;
+  }
 
  private:
   const Module module_;

@@ -1,4 +1,5 @@
-// An element a thread; and a product of tensor-core tiles through two stages of shared memory.
+// An element a thread; a product of tensor-core tiles through two stages of shared memory; and sums of what a mask leaves
+// of a swizzled tile, which lanes exchange.
 #include "cuda/tile.cuh"
 #include "small_kernels.h"
 
@@ -53,7 +54,7 @@ __global__ void product_kernel(const uint16_t* A, const uint16_t* B, float* C, i
     const Stage& now = stages[kFault == Fault::kWrongStage ? stage ^ 1 : stage];
     for (int step = 0; step < kDepth; step += 16) {
       unsigned a[4], b[4];
-      const int i = kFault == Fault::kWrongSwizzle ? lane % 16 ^ 1 : lane % 16;
+      const int i = kFault == Fault::kFragmentRow ? lane % 16 ^ 1 : lane % 16;
       load_matrices(a, &now.a[warp * 16 + i][step + lane / 16 * 8]);
       if (kFault == Fault::kSwappedOperands) a[0] ^= a[1], a[1] ^= a[0], a[0] ^= a[1];
       for (int half = 0; half < 2; ++half) {
@@ -69,6 +70,42 @@ __global__ void product_kernel(const uint16_t* A, const uint16_t* B, float* C, i
     if (kFault == Fault::kCrossBlockSums) C[i % 2] += sums[e / 4][e % 4];
     if ((i < m || kFault == Fault::kUnguardedTail) && j < n) C[int64_t{i} * n + j] = sums[e / 4][e % 4];
   }
+}
+
+constexpr int kSize = 64;  // rows, columns and threads
+
+template <SumFault kFault>
+__global__ void causal_sums_kernel(const float4* x, float* result) {
+  __shared__ float4 tile[kSize][kSize / 4];
+  __shared__ float exchange[kSize];
+  const int row = static_cast<int>(threadIdx.x), lane = row % 32;
+  const auto swizzled = [](int i, int c) { return kFault == SumFault::kNoSwizzle ? c : c ^ (i & 7); };
+  for (int n = row; n < kSize * kSize / 4; n += kSize) {
+    const int i = n / (kSize / 4), c = n % (kSize / 4);
+    if (kFault == SumFault::kStaleSharedMemory && i == kSize - 1) continue;
+    tile[i][swizzled(i, c)] = x[n];
+  }
+  if (kFault != SumFault::kWarpSkipsBarrier || row < 32) __syncthreads();
+  float sum = 0;
+  for (int c = 0; c < kSize / 4; ++c) {
+    const float4 four = tile[row][kFault == SumFault::kWrongSwizzle ? c ^ (row & 3) : swizzled(row, c)];
+    const float numbers[] = {four.x, four.y, four.z, four.w};
+    for (int e = 0; e < 4; ++e) {
+      const int column = 4 * c + e;
+      if (kFault == SumFault::kMaskOffByOne ? column < row : column <= row) sum += numbers[e];
+    }
+  }
+  exchange[row] = sum;
+  if (kFault != SumFault::kMissingSyncwarp) __syncwarp();
+  sum += exchange[row ^ 1];
+  result[row] = sum;
+  if (kFault != SumFault::kDivergentShuffle || lane < 16) {
+    for (int lanes = kFault == SumFault::kShuffleLane ? 8 : 16; lanes > 0; lanes /= 2) {
+      sum += __shfl_xor_sync(0xffffffff, sum, lanes);
+    }
+  }
+  if (lane == 0) result[kSize + row / 32] = sum;
+  if (kFault == SumFault::kWarpSkipsBarrier) __syncthreads();
 }
 
 }  // namespace
@@ -91,5 +128,16 @@ void product_of(const uint16_t* a, const uint16_t* b, float* c, int m, int n, in
 void product(const uint16_t* a, const uint16_t* b, float* c, int m, int n, int k, Fault fault, cudaStream_t stream) {
   product_of(a, b, c, m, n, k, fault, stream);
 }
+
+template <SumFault kFault = SumFault::kNone>
+void sums_of(const float* x, float* sums, SumFault fault, cudaStream_t stream) {
+  if (fault == kFault) {
+    causal_sums_kernel<kFault><<<1, kSize, 0, stream>>>(reinterpret_cast<const float4*>(x), sums);
+  } else if constexpr (kFault < SumFault::kDivergentShuffle) {
+    sums_of<static_cast<SumFault>(static_cast<int>(kFault) + 1)>(x, sums, fault, stream);
+  }
+}
+
+void causal_sums(const float* x, float* sums, SumFault fault, cudaStream_t stream) { sums_of(x, sums, fault, stream); }
 
 }  // namespace small_kernels

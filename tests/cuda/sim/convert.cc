@@ -56,6 +56,11 @@ void to_integral(Warp& w, const Instruction& i, uint32_t mask) {
   map_lanes<float, float>(w, i, mask, [](float a) { return rounded_to_integer(kRounding, a); });
 }
 
+// To [0, 1]; NaN is 0.
+void saturate(Warp& w, const Instruction& i, uint32_t mask) {
+  map_lanes<float, float>(w, i, mask, [](float a) { return a > 0 ? std::fmin(a, 1.0f) : 0.0f; });
+}
+
 template <class T>
 T rounded(float x) {
   if constexpr (std::is_same_v<T, Float16>) return polyhead::to_float16(x);
@@ -154,6 +159,7 @@ void add_convert_opcodes(OpcodeTable& t) {
   t["cvt.rzi.f32.f32"] = {to_integral<'z'>, "w=w"};
   t["cvt.rmi.f32.f32"] = {to_integral<'m'>, "w=w"};
   t["cvt.rpi.f32.f32"] = {to_integral<'p'>, "w=w"};
+  t["cvt.sat.f32.f32"] = {saturate, "w=w"};
   t["cvt.f64.f32"] = {to_floating<double, float>, "l=w"};
   t["cvt.rn.f32.f64"] = {to_floating<float, double>, "w=l"};
   t["cvt.rn.f16.f32"] = {to_half<Float16>, "w=w"};

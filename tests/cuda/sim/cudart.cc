@@ -3,58 +3,12 @@
 #include <cuda_runtime_api.h>
 
 #include <cstring>
-#include <deque>
-#include <functional>
-#include <map>
-#include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
 
-namespace {
+#include "runtime.h"
 
-using namespace cuda_sim;
-
-struct Binary {
-  const void* fatbin = nullptr;
-  Module module;
-  bool parsed = false;
-};
-
-// A kernel as the program knows it; parsed at the first launch of its binary.
-struct Entry {
-  Binary* binary = nullptr;
-  std::string name;
-  int most_dynamic_shared = 48 * 1024;  // cudaFuncSetAttribute raises it
-};
-
-struct Task {
-  uint64_t number = 0;  // in the order in which they were given
-  std::function<void()> run;
-};
-
-// Tasks of a stream that nobody has waited for. The null stream waits for the others' earlier tasks, and they for its.
-using Queue = std::deque<Task>;
-
-struct Configuration {
-  dim3 grid, block;
-  size_t shared = 0;
-  cudaStream_t stream = nullptr;
-};
-
-struct Runtime {
-  std::recursive_mutex mutex;
-  std::vector<std::unique_ptr<Binary>> binaries;
-  std::map<const void*, Entry> entries;  // by the host's function
-  std::map<cudaStream_t, Queue> streams{{nullptr, {}}};
-  std::vector<Configuration> configurations;  // of launches that are being made
-  DeviceMemory memory;
-  Counters counters;
-  std::string fault;
-  cudaError_t error = cudaSuccess;  // the last, until it is asked for
-  uint64_t tasks = 0;
-  int most_shared = 163 * 1024;
-};
+namespace cuda_sim {
 
 // Never destroyed: binaries register before globals are made, and say good-bye after they are gone.
 Runtime& runtime() {
@@ -69,43 +23,11 @@ cudaError_t failed(const Fault& fault) {
   return failed(cudaErrorLaunchFailure);
 }
 
-cudaStream_t plain(cudaStream_t stream) { return stream == cudaStreamLegacy ? nullptr : stream; }
+}  // namespace cuda_sim
 
-// All tasks of the stream before `number`.
-cudaError_t drain(cudaStream_t stream, uint64_t number) {
-  Queue& queue = runtime().streams[stream];
-  while (!queue.empty() && queue.front().number < number) {
-    const Task task = std::move(queue.front());
-    queue.pop_front();
-    for (auto& [other, unused] : runtime().streams) {
-      if (other == stream || (stream && other)) continue;
-      if (const cudaError_t error = drain(other, task.number)) return error;
-    }
-    try {
-      task.run();
-    } catch (const Fault& fault) {
-      queue.clear();
-      return failed(fault);
-    }
-  }
-  return cudaSuccess;
-}
+namespace {
 
-cudaError_t drain_all() {
-  cudaError_t first = cudaSuccess;
-  for (auto& [stream, queue] : runtime().streams) {
-    const cudaError_t error = drain(stream, UINT64_MAX);
-    if (!first) first = error;
-  }
-  return first;
-}
-
-cudaError_t give(cudaStream_t stream, std::function<void()> run) {
-  const auto found = runtime().streams.find(plain(stream));
-  if (found == runtime().streams.end()) return failed(cudaErrorInvalidResourceHandle);
-  found->second.push_back({runtime().tasks++, std::move(run)});
-  return cudaSuccess;
-}
+using namespace cuda_sim;
 
 Module& module_of(Binary& binary) {
   if (!binary.parsed) binary.module = parse(ptx_of(binary.fatbin));
@@ -116,7 +38,10 @@ Module& module_of(Binary& binary) {
 void launch(const Entry& entry, const Shape& shape, const std::vector<unsigned char>& parameters) {
   Runtime& r = runtime();
   const Module& module = module_of(*entry.binary);
-  run(module, module.kernels.at(entry.name), shape, parameters, r.memory, r.counters);
+  Counters counters;
+  run(module, module.kernels.at(entry.name), shape, parameters, r.memory, counters);
+  r.counters += counters;
+  r.of_kernels[entry.name] += counters;
 }
 
 // Which end of a copy is the device's is told by the kind, and must be so.
@@ -130,6 +55,11 @@ cudaError_t check_copy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
   return cudaSuccess;
 }
 
+bool release(void* pointer) {
+  runtime().elsewhere.erase(pointer);
+  return runtime().memory.release(pointer);
+}
+
 void copy(void* to, const void* from, size_t bytes) {
   DeviceMemory& memory = runtime().memory;
   if (memory.contains(from, bytes) && !memory.is_written(from, bytes)) {
@@ -138,8 +68,6 @@ void copy(void* to, const void* from, size_t bytes) {
   std::memcpy(to, from, bytes);
   if (memory.contains(to, bytes)) memory.set_written(to, bytes);
 }
-
-using Lock = std::lock_guard<std::recursive_mutex>;
 
 }  // namespace
 
@@ -155,6 +83,11 @@ Counters take_counters() {
   return std::exchange(runtime().counters, {});
 }
 
+std::map<std::string, Counters> take_counters_of_kernels() {
+  const Lock lock(runtime().mutex);
+  return std::exchange(runtime().of_kernels, {});
+}
+
 void lend(void* pointer, size_t bytes, bool written) {
   const Lock lock(runtime().mutex);
   runtime().memory.lend(pointer, bytes, written);
@@ -163,6 +96,11 @@ void lend(void* pointer, size_t bytes, bool written) {
 void take_back(void* pointer) {
   const Lock lock(runtime().mutex);
   runtime().memory.take_back(pointer);
+}
+
+int num_allocations() {
+  const Lock lock(runtime().mutex);
+  return runtime().memory.num_buffers();
 }
 
 bool is_written(const void* pointer, size_t bytes) {
@@ -240,6 +178,33 @@ cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, 
   return cudaSuccess;
 }
 
+// Of PTX.
+cudaError_t cudaLibraryLoadData(cudaLibrary_t* library, const void* code, cudaJitOption*, void**, unsigned,
+                                cudaLibraryOption*, void**, unsigned) {
+  const Lock lock(runtime().mutex);
+  auto binary = std::make_unique<Binary>();
+  try {
+    binary->module = parse(static_cast<const char*>(code));
+  } catch (const Fault& fault) {
+    failed(fault);
+    return failed(cudaErrorInvalidPtx);
+  }
+  binary->parsed = true;
+  *library = reinterpret_cast<cudaLibrary_t>(binary.get());
+  runtime().binaries.push_back(std::move(binary));
+  return cudaSuccess;
+}
+
+cudaError_t cudaLibraryGetKernel(cudaKernel_t* kernel, cudaLibrary_t library, const char* name) {
+  const Lock lock(runtime().mutex);
+  auto* const binary = reinterpret_cast<Binary*>(library);
+  const auto& kernels = binary->module.kernels;
+  if (kernels.size() != 1 || kernels.begin()->first != name) return failed(cudaErrorSymbolNotFound);
+  runtime().entries[binary] = {binary, name};
+  *kernel = reinterpret_cast<cudaKernel_t>(binary);
+  return cudaSuccess;
+}
+
 cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
   const Lock lock(runtime().mutex);
   const auto found = runtime().entries.find(host);
@@ -254,6 +219,9 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void*
   const Lock lock(runtime().mutex);
   const Entry& entry = *reinterpret_cast<const Entry*>(kernel);
   if (static_cast<int64_t>(shared) > entry.most_dynamic_shared) return failed(cudaErrorInvalidValue);
+  int device = 0;
+  if (const cudaError_t error = cudaStreamGetDevice(stream, &device)) return error;
+  if (stream && device != current_device()) return failed(cudaErrorInvalidResourceHandle);
   try {
     const Module& module = module_of(*entry.binary);
     const Kernel& code = module.kernels.at(entry.name);
@@ -273,6 +241,14 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void*
   }
 }
 
+cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** args, size_t shared,
+                             cudaStream_t stream) {
+  const Lock lock(runtime().mutex);
+  const auto found = runtime().entries.find(function);
+  if (found == runtime().entries.end()) return failed(cudaErrorInvalidDeviceFunction);
+  return __cudaLaunchKernel(reinterpret_cast<cudaKernel_t>(&found->second), grid, block, args, shared, stream);
+}
+
 cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, int value) {
   const Lock lock(runtime().mutex);
   const auto found = runtime().entries.find(host);
@@ -287,14 +263,27 @@ cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, 
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   const Lock lock(runtime().mutex);
   *pointer = runtime().memory.allocate(bytes);
+  if (*pointer && current_device() != 0) runtime().elsewhere[*pointer] = current_device();
   return *pointer || bytes == 0 ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }
 
 cudaError_t cudaFree(void* pointer) {
   const Lock lock(runtime().mutex);
   const cudaError_t error = drain_all();  // it synchronises the device
-  if (pointer && !runtime().memory.release(pointer)) return failed(cudaErrorInvalidValue);
+  if (pointer && !release(pointer)) return failed(cudaErrorInvalidValue);
   return error;
+}
+
+// Memory is there at once, and goes in its turn.
+cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t stream) {
+  if (const cudaError_t error = give(stream, [] {})) return error;
+  return cudaMalloc(pointer, bytes);
+}
+
+cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
+  return give(stream, [=] {
+    if (!release(pointer)) throw Fault("cudaFreeAsync of what was not allocated");
+  });
 }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
@@ -318,65 +307,9 @@ cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t
   });
 }
 
-cudaError_t cudaStreamCreate(cudaStream_t* stream) {
-  const Lock lock(runtime().mutex);
-  *stream = reinterpret_cast<cudaStream_t>(new char);
-  runtime().streams[*stream];
-  return cudaSuccess;
-}
-
-cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-  const Lock lock(runtime().mutex);
-  const cudaError_t error = drain(stream, UINT64_MAX);
-  runtime().streams.erase(stream);
-  delete reinterpret_cast<char*>(stream);
-  return error;
-}
-
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  const Lock lock(runtime().mutex);
-  return drain(plain(stream), UINT64_MAX);
-}
-
-cudaError_t cudaDeviceSynchronize() {
-  const Lock lock(runtime().mutex);
-  return drain_all();
-}
-
 cudaError_t cudaGetLastError() {
   const Lock lock(runtime().mutex);
   return std::exchange(runtime().error, cudaSuccess);
-}
-
-cudaError_t cudaGetDeviceCount(int* count) {
-  *count = 1;
-  return cudaSuccess;
-}
-
-cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
-  return cudaSuccess;
-}
-
-// An A100's, in what is asked for.
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-  const std::pair<cudaDeviceAttr, int> known[] = {{cudaDevAttrComputeCapabilityMajor, 8},
-                                                  {cudaDevAttrComputeCapabilityMinor, 0},
-                                                  {cudaDevAttrMultiProcessorCount, 108},
-                                                  {cudaDevAttrMaxSharedMemoryPerBlockOptin, runtime().most_shared}};
-  for (const auto& [name, its_value] : known) {
-    if (device == 0 && name == attribute) return *value = its_value, cudaSuccess;
-  }
-  return failed(cudaErrorInvalidValue);
-}
-
-const char* cudaGetErrorString(cudaError_t error) {
-  switch (error) {
-    case cudaSuccess: return "no error";
-    case cudaErrorLaunchFailure: return "the kernel erred";
-    case cudaErrorMemoryAllocation: return "out of memory";
-    default: return "an argument is wrong";
-  }
 }
 
 }  // extern "C"

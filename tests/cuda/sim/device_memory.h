@@ -35,6 +35,12 @@ class DeviceMemory {
   bool contains(const void* pointer, size_t bytes) {
     return bytes == 0 || find(reinterpret_cast<uint64_t>(pointer), bytes);
   }
+  int num_buffers() const { return static_cast<int>(buffers_.size()); }
+  // Of the allocation or loan that holds the byte; null: none does.
+  const void* beginning(const void* pointer) {
+    const Buffers::value_type* const found = find(reinterpret_cast<uint64_t>(pointer), 1);
+    return found == nullptr ? nullptr : reinterpret_cast<const void*>(found->first);
+  }
   // The host writes.
   void set_written(const void* pointer, size_t bytes);
   // Whether the host may read: all was written.

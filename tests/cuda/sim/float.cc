@@ -54,6 +54,16 @@ struct Div {
     return a / b;
   }
 };
+struct FmaDown {  // of floats, rounded down
+  static float of(float a, float b, float c) {
+    const float nearest = std::fma(a, b, c);
+    // The product is exact in double; the sum's error, too (Knuth's two-sum).
+    const double product = static_cast<double>(a) * b, sum = product + c, part = sum - product,
+                 error = (product - (sum - part)) + (c - part);
+    const bool above = nearest > sum || (nearest == sum && error < 0);
+    return above ? std::nextafter(nearest, -HUGE_VALF) : nearest;
+  }
+};
 struct Min {  // of a number and a NaN: the number; -0 < +0
   template <class T>
   static T of(T a, T b) {
@@ -236,6 +246,7 @@ void add_single(OpcodeTable& t) {
     t["mul" + (rounding + type)] = {binary<float, Mul, kFlush>, "w=ww"};
   }
   t["fma.rn" + type] = {ternary<float, Fma, kFlush>, "w=www"};
+  t["fma.rm" + type] = {ternary<float, FmaDown, kFlush>, "w=www"};
   for (const char* how : {".rn", ".full", ".approx"}) t["div" + (how + type)] = {binary<float, Div, kFlush>, "w=ww"};
   t["min" + type] = {binary<float, Min, kFlush>, "w=ww"};
   t["max" + type] = {binary<float, Max, kFlush>, "w=ww"};

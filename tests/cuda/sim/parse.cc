@@ -1,6 +1,7 @@
 // PTX to instructions, as nvcc writes it: directives, declarations, scopes, labels and statements.
 #include <cctype>
 #include <cstdlib>
+#include <cstring>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
@@ -115,6 +116,8 @@ class Parser {
       until(';');
     } else if (name == ".reg") {
       registers(until(';'));
+    } else if (name == ".global") {
+      global(until(';'));
     } else if (name == ".shared" || name == ".local" || name == ".extern") {
       variable(until(';'));
     } else if (name == ".visible" || name == ".entry" || name == ".weak") {
@@ -127,15 +130,15 @@ class Parser {
   // .loc file line column[, function_name label, inlined_at file line column]
   void loc(const std::vector<std::string>& words) {
     if (words.size() < 4) fail(".loc has no line and column");
-    place_ = {std::atoi(words[1].c_str()), std::atoi(words[2].c_str()), 0};
+    place_ = {std::atoi(words[1].c_str()), std::atoi(words[2].c_str())};
     const std::tuple<int, int, int> here(place_.file, place_.line, std::atoi(words[3].c_str()));
     for (size_t n = 4; n + 3 < words.size(); ++n) {
       if (words[n] != "inlined_at") continue;
       const std::tuple<int, int, int> at(std::atoi(words[n + 1].c_str()), std::atoi(words[n + 2].c_str()),
                                          std::atoi(words[n + 3].c_str()));
       const auto outer = called_from_.find(at);
-      place_.from = outer == called_from_.end() ? std::get<1>(at) : outer->second;
-      called_from_[here] = place_.from;
+      const auto from = outer == called_from_.end() ? std::pair(std::get<0>(at), std::get<1>(at)) : outer->second;
+      std::tie(place_.from_file, place_.from) = called_from_[here] = from;
       return;
     }
     called_from_.erase(here);
@@ -195,6 +198,23 @@ class Parser {
     end = (end + align - 1) / align * align;
     (outside ? module_symbols_ : symbols_)[name] = {end, false};
     end += bytes * count;
+  }
+
+  // .global .align 4 .b8 name[24] = {65, 144, ...}; of the module, with what it holds.
+  void global(const std::string& rest) {
+    const size_t begin = rest.find('{'), end = rest.find('}');
+    const std::vector<std::string> words = words_of(rest.substr(0, rest.find('=')));
+    if (begin == std::string::npos || end == std::string::npos || words.size() < 5 || words[3] != ".b8") {
+      fail("a variable that is not understood: " + rest);
+    }
+    std::vector<unsigned char> bytes;
+    for (const std::string& number : words_of(rest.substr(begin + 1, end - begin - 1))) {
+      bytes.push_back(static_cast<unsigned char>(std::atoi(number.c_str())));
+    }
+    module_.globals.emplace_back((bytes.size() + 7) / 8);  // aligned
+    std::memcpy(module_.globals.back().data(), bytes.data(), bytes.size());
+    const std::string name = words.back().substr(0, words.back().find('['));
+    module_symbols_[name] = {reinterpret_cast<int64_t>(module_.globals.back().data()), false};
   }
 
   // .visible .entry name(.param .u64 .ptr .align 1 name_param_0, ...) .maxntid 128, 1, 1
@@ -306,7 +326,7 @@ class Parser {
   }
 
   struct Symbol {
-    int offset = 0;
+    int64_t offset = 0;  // of a .global: its address
     bool dynamic = false;
   };
   struct Scope {
@@ -320,7 +340,8 @@ class Parser {
   int line_ = 1;
   Module module_;
   Place place_;
-  std::map<std::tuple<int, int, int>, int> called_from_;  // where a place of an inlined function was called, outermost
+  // Of a place of an inlined function, file and line that called it, the outermost.
+  std::map<std::tuple<int, int, int>, std::pair<int, int>> called_from_;
   Kernel* kernel_ = nullptr;
   std::vector<Scope> scopes_;
   Slots slots_;
@@ -332,10 +353,14 @@ class Parser {
 }  // namespace
 
 std::string Module::place(const Place& place) const {
-  const size_t file = static_cast<size_t>(place.file);
-  if (file >= files.size() || files[file].empty()) return "line " + std::to_string(place.line);
-  return files[file] + ":" + std::to_string(place.line) +
-         (place.from > 0 ? " (from :" + std::to_string(place.from) + ")" : "");
+  const auto name = [this](int file) {
+    return static_cast<size_t>(file) < files.size() ? files[static_cast<size_t>(file)] : "";
+  };
+  if (name(place.file).empty()) return "line " + std::to_string(place.line);
+  const std::string at = name(place.file) + ":" + std::to_string(place.line);
+  if (place.from == 0) return at;
+  return at + " (from " + (place.from_file == place.file ? "" : name(place.from_file)) + ":" +
+         std::to_string(place.from) + ")";
 }
 
 Module parse(std::string_view ptx) { return Parser(ptx).parse(); }

@@ -17,7 +17,7 @@ class Warp;
 
 // A line of the source, from .loc. `from` is the line where an inlined function was called, 0 if none was.
 struct Place {
-  int file = 0, line = 0, from = 0;
+  int file = 0, line = 0, from_file = 0, from = 0;
 };
 
 // What an instruction is to the scheduler.
@@ -119,9 +119,10 @@ struct Kernel {
 
 struct Module {
   std::map<std::string, Kernel> kernels;
+  std::vector<std::vector<uint64_t>> globals;   // what .global variables hold, where the kernels find it
   std::vector<std::string> files;               // [n]: of .file n, without folders
   std::map<std::string, Opcode> used;           // opcodes by name; instructions point to the names
-  std::string place(const Place& place) const;  // "kernel.cu:12 (from :30)"
+  std::string place(const Place& place) const;  // "kernel.cu:12 (from :30)", "header.h:12 (from kernel.cu:30)"
 };
 
 // Windows of the generic address space: a generic address is that of the space plus these. Global addresses are the

@@ -268,6 +268,11 @@ void run(const Module& module, const Kernel& kernel, const Shape& shape, const s
   Launch launch{module,      kernel,       shape.grid,
                 shape.block, shared_bytes, parameters,
                 memory,      counters,     std::vector<uint64_t>(kernel.code.size())};
+  for (const std::vector<uint64_t>& variable : module.globals) {
+    if (!memory.contains(variable.data(), variable.size() * 8)) {
+      memory.lend(const_cast<uint64_t*>(variable.data()), variable.size() * 8, true);
+    }
+  }
   memory.begin_launch(uint64_t{shape.grid.x} * shape.grid.y * shape.grid.z);
   BlockRun block(launch, static_cast<int>((shape.block.count() + kLanes - 1) / kLanes));
   uint32_t number = 0;

@@ -4,6 +4,14 @@
 
 namespace cuda_sim {
 
+Counters& Counters::operator+=(const Counters& other) {
+  instructions += other.instructions;
+  bank_phases += other.bank_phases, bank_waves += other.bank_waves;
+  sectors += other.sectors, ideal_sectors += other.ideal_sectors;
+  for (const auto& [name, count] : other.by_opcode) by_opcode[name] += count;
+  return *this;
+}
+
 namespace {
 
 uint32_t lanes_that_exist(const Dim3& block, int warp) {

@@ -30,6 +30,8 @@ struct Counters {
   uint64_t bank_phases = 0, bank_waves = 0;  // shared memory: waves = phases where no two lanes want one bank
   uint64_t sectors = 0, ideal_sectors = 0;   // global memory, of 32 bytes
   std::map<std::string, uint64_t> by_opcode;
+
+  Counters& operator+=(const Counters& other);
 };
 
 // What all warps of a launch share.

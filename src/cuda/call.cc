@@ -1,0 +1,162 @@
+#include "cuda/call.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/dropout.h"
+#include "core/philox.h"
+#include "core/threads.h"
+
+namespace polyhead::cuda {
+namespace {
+
+// Blocks of threads that own the rows of a head in all sequences. Packed: one and a part for each sequence, see OwnRows.
+MemorySize row_blocks(const AttentionDesc& desc, int64_t rows) {
+  if (desc.packed) return MemorySize(rows / kBlockRows) + MemorySize(desc.batch) + 1;
+  return MemorySize(desc.batch) * MemorySize(pieces(rows, kBlockRows));
+}
+
+Integers integers(const Tensor& t) {
+  if (!t.given()) return {};
+  return {t.data, t.strides[0], t.dtype == DType::kInt64};
+}
+
+Pages pages_of(const AttentionDesc& desc, const Tensor& table) {
+  if (desc.page_size == 0) return {};
+  return {table.data, table.strides[0], table.strides[1], table.dtype == DType::kInt64, desc.page_size, desc.num_pages};
+}
+
+Dropout dropout_of(const AttentionDesc& desc, const ForwardArgs& args) {
+  Dropout dropout;
+  if (desc.dropout_p == 0) return dropout;
+  const DropoutOrigin& origin = desc.dropout_origin;
+  dropout.on = true;
+  dropout.threshold = dropout_threshold(desc.dropout_p);
+  dropout.offset = args.dropout_offset;
+  dropout.first_head = static_cast<uint32_t>(origin.first_head);
+  dropout.heads = static_cast<uint32_t>(counted_heads(origin, desc.num_heads));
+  dropout.first_query = static_cast<uint32_t>(origin.first_query);
+  dropout.first_key_group = static_cast<uint32_t>(origin.first_key / 8);
+  dropout.seed = args.dropout_seed.value_or(0);
+  dropout.factor = desc.dropout_p < 1 ? static_cast<float>(1 / (1 - desc.dropout_p)) : 0;
+  return dropout;
+}
+
+void set_options(const AttentionDesc& desc, const ForwardArgs& args, Problem* p) {
+  p->softcap = static_cast<float>(desc.softcap);
+  p->softmax = desc.normalizer == Normalizer::kSoftmax;
+  p->mask = broadcast_of(args.attn_mask);
+  if (desc.mask_at_end) p->mask_keys = desc.attn_mask.dims[3];
+  p->bias = broadcast_of(args.attn_bias);
+  p->slopes = slopes_of(args.alibi_slopes);
+  p->sinks = static_cast<const float*>(args.sink_logits.data);
+  p->sinks_stride = args.sink_logits.strides[0];
+  p->dropout = dropout_of(desc, args);
+  for (size_t i = 0; i < args.captures.size(); ++i) p->captures[i] = captured(args.captures[i]);
+  const bool sinks_before_window = p->sink_keys > 0 && p->left >= 0;
+  p->hides_pairs = p->mask.data != nullptr || p->bias.data != nullptr || p->window_lo.data != nullptr ||
+                   sinks_before_window || desc.program != nullptr;
+  p->has_options = p->hides_pairs || p->softcap > 0 || p->slopes.data != nullptr || p->sinks != nullptr ||
+                   p->dropout.on || !p->softmax;
+}
+
+}  // namespace
+
+MemorySize query_blocks(const AttentionDesc& desc) {
+  return MemorySize(desc.num_heads) * row_blocks(desc, desc.seqlen_q);
+}
+MemorySize key_blocks(const AttentionDesc& desc) {
+  return MemorySize(desc.num_heads_kv) * row_blocks(desc, desc.seqlen_k);
+}
+
+Number number_of(DType dtype) {
+  if (dtype == DType::kBFloat16) return Number::kBFloat16;
+  if (dtype == DType::kFloat64) return Number::kFloat64;
+  return dtype == DType::kFloat16 ? Number::kFloat16 : Number::kFloat32;
+}
+
+Rows rows_of(const Tensor& t, Number elements) {
+  if (!t.given()) return {};
+  const int last = t.ndim - 1;
+  Rows rows{t.data,
+            t.ndim == 4 ? t.strides[0] : 0,
+            t.strides[last - 2],
+            t.strides[last - 1],
+            t.strides[last],
+            number_of(t.dtype)};
+  if (rows.number != elements) return rows;
+  const int64_t piece = 16 / static_cast<int64_t>(dtype_size_bytes(t.dtype));
+  const auto whole = [&](int64_t stride, int64_t size) { return size <= 1 || stride % piece == 0; };
+  rows.in_pieces = (t.dims[last] <= 1 || rows.column == 1) && t.dims[last] % piece == 0 &&
+                   whole(rows.batch, t.dims[0]) && whole(rows.row, t.dims[last - 2]) &&
+                   whole(rows.head, t.dims[last - 1]) && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+  return rows;
+}
+
+Statistic statistic_of(const Tensor& t) {
+  if (!t.given()) return {};
+  return {static_cast<float*>(t.data), t.ndim == 3 ? t.strides[0] : 0, t.strides[t.ndim - 2], t.strides[t.ndim - 1]};
+}
+
+Broadcast broadcast_of(const Tensor& t) {
+  if (!t.given()) return {};
+  const auto stride = [&](int n) { return t.dims[n] == 1 ? 0 : t.strides[n]; };
+  return {t.data, stride(0), stride(1), stride(2), stride(3), number_of(t.dtype)};
+}
+
+Broadcast slopes_of(const Tensor& t) {
+  if (!t.given()) return {};
+  return {t.data, t.ndim == 2 ? t.strides[0] : 0, t.strides[t.ndim - 1]};
+}
+
+Captured captured(const Tensor& t) {
+  if (t.data == nullptr) return {};
+  Captured x;
+  x.data = t.data;
+  std::fill_n(x.dims, std::size(x.dims), 1);
+  std::copy_n(t.dims, t.ndim, x.dims);
+  std::copy_n(t.strides, t.ndim, x.strides);
+  return x;
+}
+
+void set_problem(const AttentionDesc& desc, const ForwardArgs& args, DType dtype, Problem* p) {
+  p->elements = number_of(dtype);
+  p->query = rows_of(args.query, p->elements);
+  p->key = rows_of(args.key, p->elements);
+  p->value = rows_of(args.value, p->elements);
+  p->out = rows_of(args.out, p->elements);
+  p->logsumexp = statistic_of(args.logsumexp);
+  p->seqlens_q = integers(args.seqlens_q);
+  p->seqlens_k = integers(args.seqlens_k);
+  p->query_offsets = integers(args.query_offsets);
+  p->packed = desc.packed;
+  p->cu_seqlens_q = integers(args.cu_seqlens_q);
+  p->cu_seqlens_k = integers(args.cu_seqlens_k);
+  p->pages = pages_of(desc, args.page_table);
+  p->batch = desc.batch;
+  p->heads = desc.num_heads;
+  p->heads_kv = desc.num_heads_kv;
+  p->seqlen_q = desc.seqlen_q;
+  p->seqlen_k = desc.seqlen_k;
+  p->query_blocks = static_cast<unsigned>(query_blocks(desc).value());
+  p->key_blocks = static_cast<unsigned>(key_blocks(desc).value());
+  p->head_dim = static_cast<int>(desc.head_dim);
+  p->head_dim_v = static_cast<int>(desc.head_dim_v);
+  p->scale = static_cast<float>(
+      desc.head_dim == 0 ? 0 : desc.scale.value_or(1 / std::sqrt(static_cast<double>(desc.head_dim))));
+  if (desc.has_query_offsets) {
+    p->diagonal = Diagonal::kPerSequence;
+  } else if (desc.query_offset) {
+    p->offset = *desc.query_offset;
+  } else if (desc.align == Align::kBottomRight) {
+    p->diagonal = Diagonal::kBottomRight;
+  }
+  p->left = desc.window_left;
+  p->right = desc.causal ? 0 : desc.window_right;
+  p->window_lo = integers(args.window_lo);
+  p->window_hi = integers(args.window_hi);
+  p->sink_keys = desc.sink_keys;
+  set_options(desc, args, p);
+}
+
+}  // namespace polyhead::cuda

@@ -1,0 +1,29 @@
+// How a call's tensors are told to kernels on the device.
+#pragma once
+
+#include "core/memory_size.h"
+#include "cuda/problem.h"
+#include "polyhead/attention.h"
+
+namespace polyhead::cuda {
+
+Number number_of(DType dtype);
+
+// Blocks of threads in a grid that goes over queries, and over keys; too many if there are more than a grid may have.
+MemorySize query_blocks(const AttentionDesc& desc);
+MemorySize key_blocks(const AttentionDesc& desc);
+
+// A tensor [batch, rows, heads, columns], or [rows, heads, columns], for kernels that compute with `elements`.
+Rows rows_of(const Tensor& t, Number elements);
+// [batch, heads, rows], or [heads, rows]
+Statistic statistic_of(const Tensor& t);
+// A mask or bias, [1 or batch, 1 or num_heads, 1 or seqlen_q, 1 or seqlen_k].
+Broadcast broadcast_of(const Tensor& t);
+// [num_heads], or [batch, num_heads]
+Broadcast slopes_of(const Tensor& t);
+Captured captured(const Tensor& t);
+
+// All that both directions are told, computed in `dtype`.
+void set_problem(const AttentionDesc& desc, const ForwardArgs& args, DType dtype, Problem* problem);
+
+}  // namespace polyhead::cuda

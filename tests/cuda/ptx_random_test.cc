@@ -1,0 +1,181 @@
+// Each instruction on random operands, by the interpreter and by a GPU: so that what the interpreter says of the kernels is
+// what a GPU does. Where there is none the interpreter's half runs, and POLYHEAD_PTX=folder gets the texts, for ptxas.
+// Built by name; bench/cuda.sh runs it.
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <cstdlib>
+#include <fstream>
+#include <random>
+#include <set>
+
+#include "device_kernel.h"
+#include "instruction_rows.h"
+#include "matrix_bodies.h"
+#include "one_kernel.h"
+#include "statement.h"
+
+namespace cuda_sim {
+namespace {
+
+using Words = OneKernel::Words;
+
+constexpr size_t kBlocks = 32, kOperands = 32 * kBlocks;
+
+std::vector<std::string> statements() {
+  std::vector<std::string> all;
+  for (const auto* rows : {&kIntegerRows, &kFloatRows, &kConvertRows, &kSingleRows}) {
+    for (const Row& row : *rows) all.emplace_back(row.statement);
+  }
+  for (const Row& row : kSingleRows) {
+    std::string flushed = row.statement;
+    all.push_back(flushed.insert(flushed.find(".f32"), ".ftz"));
+  }
+  for (const std::string type : {"s16", "u16", "s32", "u32", "s64", "u64", "f32", "f64"}) {
+    for (const char* name : {"eq", "ne", "lt", "le", "gt", "ge"}) {
+      all.push_back("setp." + std::string(name) + "." + type + (type.ends_with("64") ? " p|q, A, B" : " p|q, a, b"));
+    }
+  }
+  std::set<std::string> seen;
+  std::erase_if(all, [&](const std::string& each) { return !seen.insert(each).second; });
+  return all;
+}
+
+bool has(const std::string& statement, const char* part) { return statement.find(part) != std::string::npos; }
+
+// A word whose low half is such a number too: half of them of ordinary size, half any bits.
+uint64_t random_word(std::mt19937_64& random, const std::string& type, bool ordinary) {
+  const uint64_t bits = random();
+  if (!ordinary && bits >> 63 != 0) return bits;
+  const double x = std::ldexp(static_cast<double>(static_cast<int64_t>(random())), -60);  // -8 to 8
+  if (type == "f64") return std::bit_cast<uint64_t>(x);
+  if (type == "f32") return f(static_cast<float>(x));
+  if (type == "f16" || type == "f16x2") return bits & 0xbfffbfff & ~0x40004000u;  // below 2 in magnitude
+  if (type == "bf16" || type == "bf16x2") return (bits & 0x80ff80ff) | 0x3f003f00;
+  return bits;
+}
+
+Words operands_of(const std::string& statement, unsigned seed) {
+  std::mt19937_64 random(seed);
+  const std::vector<std::string> types = types_of(statement);
+  const bool converts = statement.starts_with("cvt");
+  const std::string& type = converts && types.size() > 1 ? types[1] : types.front();
+  const bool divides = statement.starts_with("div.") || statement.starts_with("rem.");
+  const bool ordinary =
+      has(statement, "sin.") || has(statement, "cos.") || has(statement, "div.approx") || has(statement, "div.full");
+  Words words(3 * kOperands);
+  for (size_t n = 0; n < words.size(); ++n) {
+    words[n] = random_word(random, type, ordinary);
+    // Division by 0, and of the least number by -1, is nothing that the ISA defines.
+    if (divides && n % 3 == 1 && type[0] != 'f') words[n] = 1 + random() % 1000;
+  }
+  return words;
+}
+
+struct Float {
+  bool nan = false;
+  double value = 0;
+};
+
+Float as_float(uint64_t bits, const std::string& type) {
+  if (type == "f64") return {std::isnan(std::bit_cast<double>(bits)), std::bit_cast<double>(bits)};
+  const auto narrow = static_cast<uint32_t>(bits);
+  if (type == "bf16") return as_float(uint64_t{narrow & 0xffff} << 16, "f32");
+  if (type != "f16") return {std::isnan(std::bit_cast<float>(narrow)), std::bit_cast<float>(narrow)};
+  const int exponent = static_cast<int>(narrow >> 10 & 31), fraction = static_cast<int>(narrow & 0x3ff);
+  const double magnitude = exponent == 0    ? std::ldexp(fraction, -24)
+                           : exponent == 31 ? HUGE_VAL
+                                            : std::ldexp(1024 + fraction, exponent - 25);
+  return {exponent == 31 && fraction != 0, (narrow >> 15 & 1) != 0 ? -magnitude : magnitude};
+}
+
+// What the ISA allows an approximation: a multiple of the result's magnitude, and an error of its own.
+double allowed(const std::string& statement, double value) {
+  if (has(statement, "tanh.approx")) return std::ldexp(std::abs(value), -9);
+  if (has(statement, "sin.approx") || has(statement, "cos.approx")) return 0x1p-18;
+  if (has(statement, "lg2.approx")) return std::max(0x1p-20, std::ldexp(std::abs(value), -20));
+  const bool approximate = has(statement, "approx") || has(statement, "div.full");
+  return approximate ? std::max(0x1p-126, std::ldexp(std::abs(value), -20)) : 0;
+}
+
+bool agree(const std::string& statement, uint64_t a, uint64_t b) {
+  if (a == b) return true;
+  std::string type = types_of(statement).front();
+  if (type == "f16x2" || type == "bf16x2") {
+    type.resize(type.size() - 2);
+    const std::string half = statement.substr(0, statement.find('.')) + "." + type + " d";
+    return agree(half, a & 0xffff, b & 0xffff) && agree(half, a >> 16, b >> 16);
+  }
+  if (type[0] != 'f' && type[0] != 'b' && type[0] != 't') return false;
+  if (type == "b16" || type == "b32" || type == "b64") return false;
+  const Float x = as_float(a, type), y = as_float(b, type);
+  if (x.nan || y.nan) return x.nan == y.nan;
+  return std::abs(x.value - y.value) <= allowed(statement, x.value);
+}
+
+// Of one kernel; buffers after both have run. Whether the GPU has run too.
+template <class Kernel>
+std::vector<Words> run(const std::string& body, std::vector<Words> buffers, unsigned blocks) {
+  Kernel kernel(kernel_text(body, static_cast<int>(buffers.size())));
+  kernel.run(buffers, {{blocks, 1, 1}, {32, 1, 1}, 0});
+  return buffers;
+}
+
+void write(const std::string& name, const std::string& body, int num_buffers) {
+  const char* const folder = std::getenv("POLYHEAD_PTX");
+  if (folder == nullptr) return;
+  std::ofstream(std::string(folder) + "/" + name + ".ptx") << kernel_text(body, num_buffers);
+}
+
+TEST(RandomInstructions, AgreeWithAGpu) {
+  const std::string why_not = Driver::why_not();
+  const std::vector<std::string> all = statements();
+  unsigned number = 0;
+  for (const std::string& statement : all) {
+    SCOPED_TRACE(statement);
+    const std::string body = body_of(statement, true);
+    write("statement" + std::to_string(number), body, 2);
+    const std::vector<Words> buffers = {operands_of(statement, ++number), Words(2 * kOperands)};
+    const std::vector<Words> ours = run<OneKernel>(body, buffers, kBlocks);
+    if (!why_not.empty()) continue;
+    const std::vector<Words> theirs = run<DeviceKernel>(body, buffers, kBlocks);
+    int wrong = 0;
+    for (size_t n = 0; n < ours[1].size(); ++n) {
+      if (agree(statement, ours[1][n], theirs[1][n]) || ++wrong > 3) continue;
+      const Words& given = buffers[0];
+      const size_t at = n / 2 * 3;
+      ADD_FAILURE() << std::hex << "of " << given[at] << ", " << given[at + 1] << ", " << given[at + 2]
+                    << ": interpreter " << ours[1][n] << ", GPU " << theirs[1][n];
+    }
+    EXPECT_EQ(wrong, 0) << "of " << ours[1].size();
+  }
+  std::printf("%zu instructions, %zu random operands each\n", all.size(), kOperands);
+  if (!why_not.empty())
+    GTEST_SKIP() << why_not << ": " << all.size() << " instructions were computed by the interpreter alone";
+}
+
+// Sums of tensor cores are rounded in an order of their own.
+TEST(RandomInstructions, MatricesAgreeWithAGpu) {
+  const std::string why_not = Driver::why_not();
+  for (const MatrixProduct& product : matrix_products()) {
+    SCOPED_TRACE(product.name);
+    write(product.name, product.body, 2);
+    std::mt19937_64 random(1);
+    std::vector<Words> buffers = {Words(static_cast<size_t>(product.words) * 16 * kBlocks), Words(64 * kBlocks)};
+    for (uint64_t& word : buffers[0]) word = product.random_word(random);
+    const std::vector<Words> ours = run<OneKernel>(product.body, buffers, kBlocks);
+    if (!why_not.empty()) continue;
+    const std::vector<Words> theirs = run<DeviceKernel>(product.body, buffers, kBlocks);
+    for (size_t n = 0; n < ours[1].size(); ++n) {
+      for (const int shift : {0, 32}) {
+        const Float x = as_float(ours[1][n] >> shift, "f32"), y = as_float(theirs[1][n] >> shift, "f32");
+        ASSERT_NEAR(x.value, y.value, product.bound) << n;
+      }
+    }
+  }
+  if (!why_not.empty()) GTEST_SKIP() << why_not << ": computed by the interpreter alone";
+}
+
+}  // namespace
+}  // namespace cuda_sim
