@@ -85,6 +85,19 @@ Result<int> explain_problems(const ExplainOptions& options, const std::vector<st
   return 0;
 }
 
+// Why a kernel cannot compute it on its own device; "" if it can.
+std::string why_not_anywhere(const std::string& kernel, const AttentionDesc& desc) {
+  std::string why_not;
+  for (const Device device : {Device::kCpu, Device::kCuda}) {
+    for (const KernelReason& told : explain(desc, {.kernel = {}, .where = {.device = device}}).reasons) {
+      if (kernel != told.kernel) continue;
+      if (told.reason.empty()) return "";
+      if (why_not.empty()) why_not = told.reason;
+    }
+  }
+  return why_not;
+}
+
 // "1..512", "1..64, 128", "1..." (no end found), or "none": the head dims in [1, last] that a kernel takes in this dtype.
 std::string head_dims_text(const std::string& kernel, DType dtype) {
   constexpr int64_t kLast = 1024;
@@ -97,8 +110,7 @@ std::string head_dims_text(const std::string& kernel, DType dtype) {
       desc.dtype = dtype;
       desc.seqlen_q = desc.seqlen_k = 64;
       desc.head_dim = desc.head_dim_v = dim;
-      for (const KernelReason& reason : explain(desc).reasons)
-        can = can || (kernel == reason.kernel && reason.reason.empty());
+      can = why_not_anywhere(kernel, desc).empty();
     }
     if (can && first == 0) first = dim;
     if (can || first == 0) continue;
@@ -128,7 +140,7 @@ Result<int> list_kernels(const std::string& format_name) {
     const bool can = std::find(usable.begin(), usable.end(), reason.kernel) != usable.end();
     std::vector<Cell> row = {std::string(reason.kernel), can};
     for (DType dtype : kDTypes) row.emplace_back(can ? head_dims_text(reason.kernel, dtype) : std::string("none"));
-    row.emplace_back(reason.reason);
+    row.emplace_back(why_not_anywhere(reason.kernel, desc));
     report.rows.push_back(std::move(row));
   }
   fmt::print("{}", report.text(*format));
@@ -152,6 +164,7 @@ Result<int> show_info(const std::string& format_name) {
   if (const std::string extensions = cpu_extensions(); !extensions.empty()) add("extensions reported", extensions);
   add("kernels", names);
   add("order of kernels", measured.empty() ? std::string("as the CPU's feature flags tell") : measured);
+  for (const auto& [what, value] : cuda_facts()) add(what, value);
   add("threads", static_cast<int64_t>(default_executor().num_threads()));
   for (const char* variable : {"POLYHEAD_KERNEL", "POLYHEAD_THREADS", "POLYHEAD_VERBOSE"}) {
     const char* value = std::getenv(variable);

@@ -20,7 +20,7 @@ namespace fs = std::filesystem;
 
 struct FuseCommand {
   std::string model, out, dot, domain = "onnx", unseen_rows = "keep", format = "md";
-  bool force = false, report = false;
+  bool force = false, report = false, layers = false;
   FuseCheck check;
 };
 
@@ -43,8 +43,14 @@ std::string summary(const graph::Report& told) {
   const auto count = [&](bool graph::Candidate::*what) {
     return std::count_if(told.candidates.begin(), told.candidates.end(), [&](const auto& each) { return each.*what; });
   };
-  return fmt::format("{} of {} attentions fused, {} -> {} nodes, opset {} -> {}", count(&graph::Candidate::fused),
-                     count(&graph::Candidate::is_attention), told.num_nodes_before, told.num_nodes_after,
+  std::string products;
+  if (!told.products.empty()) {
+    const auto fused =
+        std::count_if(told.products.begin(), told.products.end(), [](const auto& each) { return each.fused; });
+    products = fmt::format(" and {} of {} products", fused, told.products.size());
+  }
+  return fmt::format("{} of {} attentions{} fused, {} -> {} nodes, opset {} -> {}", count(&graph::Candidate::fused),
+                     count(&graph::Candidate::is_attention), products, told.num_nodes_before, told.num_nodes_after,
                      told.opset_before, told.opset_after);
 }
 
@@ -53,9 +59,11 @@ Report table(const graph::Report& told) {
   report.facts = {{"nodes", fmt::format("{} -> {}", told.num_nodes_before, told.num_nodes_after)},
                   {"opset", fmt::format("{} -> {}", told.opset_before, told.opset_after)}};
   report.columns = {"place", "attention", "fused", "pattern", "became", "saved_bytes", "reason"};
-  for (const graph::Candidate& each : told.candidates) {
-    report.rows.push_back(
-        {each.place, each.is_attention, each.fused, each.pattern, each.became, each.saved_bytes, each.reason});
+  for (const auto* list : {&told.candidates, &told.products}) {
+    for (const graph::Candidate& each : *list) {
+      report.rows.push_back(
+          {each.place, each.is_attention, each.fused, each.pattern, each.became, each.saved_bytes, each.reason});
+    }
   }
   return report;
 }
@@ -119,6 +127,9 @@ Result<int> fuse_model(const FuseCommand& command) {
   if (command.unseen_rows != "keep" && command.unseen_rows != "zero") {
     return refused(fmt::format("--unseen-rows is {}, must be keep or zero", printable(command.unseen_rows)));
   }
+  if (command.layers && command.domain != "polyhead")
+    return refused("--layers needs --domain polyhead: ONNX has no operator for a product with a norm");
+  options.layers = command.layers;
   if (command.unseen_rows == "zero") options.unseen_rows = graph::UnseenRows::kZero;
   auto model = graph::read_model(command.model);
   if (!model.ok()) return model.status();
@@ -158,6 +169,10 @@ Command add_fuse(CLI::App& root) {
       "--unseen-rows", command->unseen_rows,
       "of a row that a mask hides as a whole by a finite number: keep (default) the mean that it had; zero: "
       "give 0, as for -inf, which lets more masks become options of the operator");
+  app->add_flag(
+      "--layers", command->layers,
+      "of --domain polyhead: products with constant matrices too, each with its bias, activation, residual and "
+      "norm, where there is an attention");
   app->add_flag("--report", command->report, "what became of each softmax, or why it stays");
   app->add_option(
       "--dot", command->dot,

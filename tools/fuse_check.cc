@@ -60,23 +60,26 @@ struct Draw {
   bool masks_of_ones = false;
 };
 
-// First sizes that differ, so that no two are taken for each other, then equal ones, as models may want them, then ones.
+// Each has others of every dim. First sizes that differ, so that no two are taken for each other, twice; then equal ones, as
+// models may want them; then ones.
 std::vector<Draw> draws_of(const SizesByName& known, const SizesByName& told) {
   constexpr int64_t kEqual = 4;
-  constexpr int64_t kDifferent[] = {2, 5, 7, 3, 6};
-  std::vector<Draw> draws(3);
+  constexpr int64_t kDifferent[][2] = {{2, 3}, {5, 6}, {7, 9}, {3, 4}, {6, 8}};
+  std::vector<Draw> draws(4);
   size_t at = 0;
   for (const auto& [name, unused] : known) {
-    const int64_t different = at < std::size(kDifferent) ? kDifferent[at] : static_cast<int64_t>(at) + 3;
-    ++at;
+    const auto place = static_cast<int64_t>(at);
+    const bool is_listed = at < std::size(kDifferent);
     const auto found = told.find(name);
     const auto size = [&, fixed = found != told.end()](int64_t otherwise) { return fixed ? found->second : otherwise; };
-    draws[0].sizes[name] = size(different);
-    draws[1].sizes[name] = size(kEqual);
-    draws[2].sizes[name] = size(1);
+    draws[0].sizes[name] = size(is_listed ? kDifferent[at][0] : place + 4);
+    draws[1].sizes[name] = size(is_listed ? kDifferent[at][1] : place + 8);
+    draws[2].sizes[name] = size(kEqual);
+    draws[3].sizes[name] = size(1);
+    ++at;
   }
-  draws[1].masks_of_ones = true;
-  if (draws[2].sizes == draws[0].sizes) draws.pop_back();
+  draws[2].masks_of_ones = true;
+  if (draws[3].sizes == draws[0].sizes) return {draws[0], draws[2]};  // all are told
   return draws;
 }
 

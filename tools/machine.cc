@@ -12,6 +12,7 @@
 #include <fstream>
 
 #include "core/cpu_count.h"
+#include "polyhead/cuda.h"
 #include "polyhead/kernels.h"
 #include "report.h"
 #include "tools/build_facts.h"
@@ -54,6 +55,24 @@ std::string cpu_extensions() {
 #else
   return "";
 #endif
+}
+
+std::vector<std::pair<std::string, std::string>> cuda_facts() {
+  const CudaMachine machine = cuda_machine();
+  const auto version = [](int number) { return fmt::format("{}.{}", number / 1000, number % 1000 / 10); };
+  std::string all = machine.why_not;
+  if (machine.driver_version != 0 && machine.runtime_version != 0) {
+    all += fmt::format("{}built with CUDA {}, the driver serves {}", all.empty() ? "" : "; ",
+                       version(machine.runtime_version), version(machine.driver_version));
+  }
+  std::vector<std::pair<std::string, std::string>> facts = {{"CUDA", all}};
+  for (const CudaDevice& device : machine.devices) {
+    std::string text = fmt::format("{}, compute capability {}.{}, {:.1f} GiB", device.name, device.capability_major,
+                                   device.capability_minor, static_cast<double>(device.memory_bytes) / (1 << 30));
+    if (!device.why_not.empty()) text += "; cannot be used: " + device.why_not;
+    facts.emplace_back(fmt::format("GPU {}", facts.size() - 1), text);
+  }
+  return facts;
 }
 
 int num_usable_cpus() { return num_cpus_allowed(); }

@@ -13,6 +13,9 @@ std::string cpu_model();
 std::string cpu_extensions();  // of the vector unit, as getauxval tells on 64-bit Arm: "asimd asimdhp"; elsewhere ""
 int num_usable_cpus();         // that this process may run on
 
+// Driver and GPUs, or why there are none to use: {"CUDA", ...}, {"GPU 0", "NVIDIA A100, compute capability 8.0, 80 GiB"}
+std::vector<std::pair<std::string, std::string>> cuda_facts();
+
 // version, compiler, CPU, load (of all processes, over one minute) and date.
 std::vector<std::pair<std::string, std::string>> machine_facts();
 

@@ -1,6 +1,8 @@
 // Keys and values that a graph joins to those of earlier runs: past_key and past_value of the operator.
 #pragma once
 
+#include <string>
+
 #include "graph/arrange.h"
 #include "graph/match.h"
 
@@ -9,9 +11,10 @@ namespace polyhead::graph {
 struct Cached {
   int keys = kNone, values = kNone;  // nodes: Concat of an input of the graph and what is new
   Size before = {};                  // how many keys stand ahead of the new ones
+  std::string reason = {};           // why the operator cannot join them itself
 };
 
-// Nothing where the operator cannot join them itself: other dims, or what it reads is made of what it would give.
+// Nothing where the graph joins no keys.
 std::optional<Cached> cached_of(const Net& net, const Match& match, const Arrangement& arrangement);
 
 }  // namespace polyhead::graph

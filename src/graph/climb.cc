@@ -1,4 +1,5 @@
 // From the softmax up to the product of queries and keys: scales, softcap and mask terms on the way.
+#include <algorithm>
 #include <cmath>
 
 #include "core/sentence.h"
@@ -22,6 +23,7 @@ struct Way {
   std::vector<Score> passed;
   std::vector<std::string> words;
   std::optional<Product> product;
+  int rounding = kNone;  // the first node that makes integers of the scores, or computes with such
   std::string reason;
 };
 
@@ -66,6 +68,7 @@ class Climber {
   Way arrive(int node, Way way) {
     way.product = scores_product(net_, node, way.reason);
     if (!way.product) return way;
+    if (way.rounding != kNone) way.reason = rounded(way.rounding);
     way.scale = way.factor * way.product->factor;
     return way;
   }
@@ -137,7 +140,7 @@ class Climber {
   // A node of which one input is the scores: that input, or kNone and a reason.
   int step(int node, Way& way) {
     const std::string& op = net_.node(node).op_type;
-    if (rounds(net_, node)) return refuse(node, way, " rounds the scores, or what they are made of, to integers");
+    if (rounds(net_, node)) return rounded_step(node, way);
     if (!net_.node(node).domain.empty()) return refuse(node, way, " between the products is not understood");
     if (op == "Mul" || op == "Div") return scaled(node, way);
     if (op == "Tanh" && way.softcap == 0 && way.row_factors.empty()) {
@@ -159,6 +162,19 @@ class Climber {
     if (op == "Transpose") return refuse(node, way, " stands between the product and the softmax and does not cancel");
     if (op == "Concat") return refuse(node, way, " joins the scores with others");
     return refuse(node, way, " between the products is not understood");
+  }
+
+  // Past the rounding, so that of two branches the one that leads to a product is taken.
+  int rounded_step(int node, Way& way) const {
+    const bool is_told = way.rounding != kNone && !net_.is(way.rounding, "DequantizeLinear");
+    if (!is_told) way.rounding = node;
+    if (net_.is(node, "QuantizeLinear") || net_.is(node, "DequantizeLinear")) return net_.input(node, 0);
+    way.reason = rounded(way.rounding);
+    return kNone;
+  }
+
+  std::string rounded(int node) const {
+    return words_of(net_, node) + " rounds the scores, or what they are made of, to integers";
   }
 
   int refuse(int node, Way& way, const char* why) const {
@@ -193,12 +209,31 @@ class Climber {
 
 }  // namespace
 
+bool meets_product(const Net& net, int id, Side side) {
+  constexpr size_t kMostValues = 500;
+  std::vector<int> values = {id};
+  const auto add = [&](int value) {
+    if (value != kNone && std::find(values.begin(), values.end(), value) == values.end()) values.push_back(value);
+  };
+  for (size_t i = 0; i < values.size() && values.size() < kMostValues; ++i) {
+    const std::vector<int> above = {net.producer(values[i])};
+    for (int node : side == Side::kBefore ? above : net.value(values[i]).users) {
+      if (node == kNone || net.is(node, "Shape")) continue;
+      if (multiplies_stacks(net, node)) return true;
+      if (is_product(net, node) || is_rounded_product(net, node) || net.is(node, "Gemm")) continue;
+      const Node& n = net.node(node);
+      const size_t count = side == Side::kBefore ? n.inputs.size() : n.outputs.size();
+      for (size_t k = 0; k < count; ++k) add(side == Side::kBefore ? net.input(node, k) : net.output(node, k));
+    }
+  }
+  return false;
+}
+
 void climb_scores(const Net& net, Match& match) {
   Way way = Climber(net, match.sinks.has_value()).climb(match.softmax_input, {});
   match.reason = way.reason;
-  if (!way.product) {
-    match.is_attention = false;
-    for (int node : way.nodes) match.is_attention = match.is_attention || is_product(net, node) || rounds(net, node);
+  if (!way.reason.empty()) {
+    match.is_attention = meets_product(net, match.softmax_input, Side::kBefore);
     return;
   }
   match.scores = *way.product;

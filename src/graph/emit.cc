@@ -62,14 +62,28 @@ class Emitter {
   // Joins new keys to those of earlier runs, if masks allow it.
   void cache() {
     cached_ = e_.options.backwards == Backwards::kOfOperator ? std::nullopt : cached_of(net_, match_, plan_);
-    if (!cached_ || e_.made.contains(what_is_joined())) return cached_.reset();
-    tell_masks(cached_->before);
-    const bool fits = std::all_of(match_.terms.begin(), match_.terms.end(), [&](const MaskTerm& term) {
-      return arranged_mask(net_, plan_, term).value != kNone;
-    });
-    if (fits) return;
+    if (!cached_) return;
+    std::string why_not = e_.made.contains(what_is_joined()) ? "another attention joins them" : cached_->reason;
+    if (why_not.empty()) {
+      tell_masks(cached_->before);
+      why_not = why_masks_stay();
+      if (!why_not.empty()) tell_masks({0, {}});
+    }
+    if (why_not.empty()) return;
+    joined_outside_ = sentence("keys that ", words_of(net_, cached_->keys), " joins outside: ", why_not);
     cached_.reset();
-    tell_masks({0, {}});
+  }
+
+  // Why a mask cannot be given in the dims of all keys; "" if every one can.
+  std::string why_masks_stay() const {
+    for (const MaskTerm& term : match_.terms) {
+      if (arranged_mask(net_, plan_, term).value != kNone) continue;
+      return sentence(
+          "the dims of the mask "
+          ", net_.value(term.value).name, "
+          " are not understood");
+    }
+    return "";
   }
 
   std::string what_is_joined() const { return "joined " + name_of(net_.output(cached_->keys, 0)); }
@@ -436,6 +450,7 @@ class Emitter {
     if (match_.program) text += sentence(", the score program ", match_.program->text);
     if (match_.sinks) text += ", sinks";
     if (cached_) text += ", a cache";
+    if (!joined_outside_.empty()) text += ", " + joined_outside_;
     if (match_.backward) text += ", its backward";
     for (const auto* words : {&masks_.words, &match_.words}) {
       for (const std::string& word : *words) text += sentence(", ", word);
@@ -449,6 +464,7 @@ class Emitter {
   Match match_;
   Masks masks_;
   std::optional<Cached> cached_;
+  std::string joined_outside_;  // by which node, and why; "": no keys are
   ElementType type_;
   Arrangement plan_;
   double scale_ = 1;

@@ -4,7 +4,9 @@
 
 #include "core/sentence.h"
 #include "graph/checks.h"
+#include "graph/linear.h"
 #include "graph/match.h"
+#include "graph/nodes.h"
 #include "graph/opset.h"
 #include "graph/rewrite.h"
 #include "polyhead/graph.h"
@@ -97,21 +99,46 @@ class Fusion {
     for (size_t i = 0; i < work.graph->nodes.size(); ++i) {
       const auto match = match_at(net, static_cast<int>(i), options_);
       if (!match) continue;
-      const Node& node = net.node(match->softmax);
-      Candidate candidate = {work.place + (node.name.empty() ? node.outputs[0] : node.name), match->is_attention};
+      Candidate candidate = {work.place + place_of(net.node(match->softmax)), match->is_attention};
       candidate.reason = match->reason;
       if (candidate.reason.empty()) candidate.reason = objection_;
-      if (candidate.reason.empty()) accept(work, *match, taken, candidate);
+      if (candidate.reason.empty()) accept(work, rewrite(emission(work), *match), taken, candidate);
       candidate.fused = candidate.reason.empty();
       const Rewrite* rewrite = candidate.fused ? &work.rewrites.back() : nullptr;
       candidate.before = nodes_before(net, *match, rewrite);
       if (candidate.fused) candidate.after = rewrite->nodes;
       report_.candidates.push_back(std::move(candidate));
     }
+    if (options_.layers && (!work.rewrites.empty() || has_attention(*work.graph))) search_products(work, taken);
   }
 
-  void accept(Work& work, const Match& match, Taken& taken, Candidate& candidate) {
-    Rewrite each = rewrite({model_, *work.net, names_, options_, to_, work.made}, match);
+  // As a node of its own that our library computes.
+  static bool has_attention(const Graph& graph) {
+    return std::any_of(graph.nodes.begin(), graph.nodes.end(), [](const Node& n) {
+      if (n.domain == "com.microsoft") return lists(" MultiHeadAttention GroupQueryAttention ", n.op_type);
+      return n.op_type == "Attention" && (n.domain.empty() || n.domain == "polyhead");
+    });
+  }
+
+  void search_products(Work& work, Taken& taken) {
+    const Net& net = *work.net;
+    const auto stays = [&](int value) { return taken.read.contains(std::string(net.value(value).name)); };
+    for (int i = 0; i < static_cast<int>(work.graph->nodes.size()); ++i) {
+      const auto linear = linear_at(net, i, stays);
+      if (!linear) continue;
+      Candidate candidate = {work.place + place_of(net.node(i)), false};
+      candidate.reason = linear->reason;
+      if (candidate.reason.empty()) accept(work, rewrite(emission(work), *linear), taken, candidate);
+      candidate.fused = candidate.reason.empty();
+      report_.products.push_back(std::move(candidate));
+    }
+  }
+
+  static const std::string& place_of(const Node& node) { return node.name.empty() ? node.outputs[0] : node.name; }
+
+  Emission emission(const Work& work) { return {model_, *work.net, names_, options_, to_, work.made}; }
+
+  void accept(Work& work, Rewrite each, Taken& taken, Candidate& candidate) {
     candidate.reason = each.reason;
     if (!each.reason.empty()) return;
     std::set<std::string> without = taken.gone;  // and what goes away with this one
@@ -122,14 +149,14 @@ class Fusion {
       for (const std::string& name : node.inputs) {
         if (name.empty() || !without.contains(name)) continue;
         candidate.reason = sentence("it reads \"", name, "\", which ",
-                                    taken.gone.contains(name) ? "another attention" : "it", " replaces");
+                                    taken.gone.contains(name) ? "another operator" : "it", " replaces");
         return;
       }
       for (const std::string& name : node.outputs) without.erase(name);
     }
     for (const std::string& name : taken.read) {
       if (name.empty() || !without.contains(name)) continue;
-      candidate.reason = sentence("it replaces \"", name, "\", which another attention reads");
+      candidate.reason = sentence("it replaces \"", name, "\", which another operator reads");
       return;
     }
     taken.gone = std::move(without);

@@ -5,6 +5,7 @@
 
 #include "graph/infer_rules.h"
 #include "graph/nodes.h"
+#include "graph/product.h"
 #include "graph/tensors.h"
 
 namespace polyhead::graph {
@@ -71,11 +72,27 @@ void dequantize(const At& at) {
   at.results[0].type = at.in(1).type;
 }
 
+void quantize(const At& at) {
+  constexpr auto kUint8 = static_cast<ElementType>(2);
+  same(at);
+  at.results[0].type = at.net.input(at.index, 2) == kNone ? kUint8 : at.in(2).type;
+  for (size_t i = 1; i < at.results.size(); ++i)  // the scale and the zero point that DynamicQuantizeLinear finds
+    at.results[i] = {i == 1 ? at.in(0).type : kUint8, Sizes()};
+}
+
+// Integers and integers, each with a scale and a zero point.
+void quantized_elementwise(const At& at) {
+  same(at);
+  at.results[0].shape = broadcast(at.symbols(), at.in(0).shape, at.in(3).shape);
+}
+
 // Two stacks of matrices, of which FusedMatMul may transpose the last dims.
 void matmul(const At& at) {
-  at.results[0].type = at.node().op_type == "MatMulInteger" ? ElementType::kInt32 : at.in(0).type;
-  if (!at.in(0).shape || !at.in(1).shape) return;
-  Sizes a = *at.in(0).shape, b = *at.in(1).shape;
+  const std::string& op = at.node().op_type;
+  const size_t second = second_operand(at.net, at.index);
+  at.results[0].type = op == "MatMulInteger" ? ElementType::kInt32 : at.in(op == "MatMulIntegerToFloat" ? 2 : 0).type;
+  if (!at.in(0).shape || !at.in(second).shape) return;
+  Sizes a = *at.in(0).shape, b = *at.in(second).shape;
   if (a.size() < 2 || b.size() < 2) return;
   if (integer_of(at.node(), "transA", 0) != 0) std::swap(a[a.size() - 1], a[a.size() - 2]);
   if (integer_of(at.node(), "transB", 0) != 0) std::swap(b[b.size() - 1], b[b.size() - 2]);
@@ -168,6 +185,25 @@ void einsum(const At& at) {
   at.results[0].shape = std::move(out);
 }
 
+// As the query, but for the last dim, where heads of values may have another size. What is packed stays unknown.
+void attention(const At& at) {
+  const Shape &query = at.in(0).shape, &value = at.in(2).shape;
+  at.results[0].type = at.in(0).type;
+  if (!query || !value || query->size() != value->size()) return;
+  Sizes out = *query;
+  const int64_t heads = integer_of(at.node(), "q_num_heads", integer_of(at.node(), "num_heads", 1));
+  const int64_t groups = integer_of(at.node(), "kv_num_heads", heads);
+  const Size& last = value->back();
+  if (query->size() == 4 || groups == heads) {
+    out.back() = last;
+  } else if (last.is_constant() && groups > 0) {
+    out.back() = {last.factor / groups * heads, {}};
+  } else {
+    return;
+  }
+  at.results[0].shape = std::move(out);
+}
+
 void range(const At& at) {
   at.results[0].type = at.in(0).type;
   const auto &start = at.in(0).elements, &end = at.in(1).elements;
@@ -207,20 +243,22 @@ constexpr Rule kRules[] = {
      "BatchNormalization InstanceNormalization GroupNormalization LpNormalization Dropout Neg Exp Log Sqrt Abs Sign "
      "Floor "
      "Ceil Round Reciprocal Clip LeakyRelu Elu Selu Celu Softplus Softsign Sin Cos Trilu CumSum RotaryEmbedding "
-     "QuickGelu FastGelu BiasGelu ScatterND ScatterElements ReverseSequence EyeLike Attention "
-     "SoftmaxGrad SoftmaxGrad_13 LogSoftmaxGrad_13 DropoutGrad ",
+     "QuickGelu FastGelu BiasGelu ScatterND ScatterElements ReverseSequence EyeLike "
+     "SoftmaxGrad SoftmaxGrad_13 LogSoftmaxGrad_13 DropoutGrad QLinearSoftmax QLinearSigmoid QLinearLeakyRelu ",
      same},
     {" Not IsNaN IsInf ", same_but_bool},
     {" Add Sub Mul Div Pow Mod Max Min Sum PRelu BitwiseAnd BitwiseOr ", elementwise},
     {" And Or Xor Equal Less Greater LessOrEqual GreaterOrEqual ", comparison},
     {" Where ", where},
     {" Cast CastLike ", cast},
-    {" QuantizeLinear ", same},
+    {" QuantizeLinear DynamicQuantizeLinear ", quantize},
+    {" QLinearAdd QLinearMul ", quantized_elementwise},
     {" DequantizeLinear ", dequantize},
     {" Transpose ", transpose},
-    {" MatMul FusedMatMul MatMulInteger ", matmul},
+    {" MatMul FusedMatMul MatMulInteger MatMulIntegerToFloat DynamicQuantizeMatMul QLinearMatMul ", matmul},
     {" Gemm ", gemm},
     {" Einsum ", einsum},
+    {" Attention MultiHeadAttention GroupQueryAttention ", attention},
     {" Reshape ", reshape},
     {" Flatten ", flatten},
     {" Squeeze ", squeeze},
@@ -252,7 +290,6 @@ void infer(const Net& net, int node, std::vector<Facts>& results) {
       break;
     }
   }
-  if (net.node(node).op_type == "Attention") results[0].shape.reset();  // its head_dim is another's
   for (Facts& result : results) {
     if (result.shape && result.shape->size() > kMostDims) result.shape.reset();
   }

@@ -77,16 +77,37 @@ int first_weights(const Net& net, const Flow& flow, const Softmax& softmax) {
   return kNone;
 }
 
-// The first node on a way of quantised ones to a product, or kNone.
-int rounding_before_product(const Net& net, int id, int depth) {
-  constexpr int kMostNodes = 4;
-  for (int user : net.value(id).users) {
-    if (is_product(net, user) && depth > 0) return user;
-    if (!rounds(net, user) || net.output(user, 0) == kNone || depth > kMostNodes) continue;
-    const bool multiplies = net.node(user).op_type.find("MatMul") != std::string::npos;
-    if (multiplies || rounding_before_product(net, net.output(user, 0), depth + 1) != kNone) return user;
+// The first node that rounds, past nodes that move elements, ahead of a product of stacks; or kNone.
+int rounding_before_product(const Net& net, int id) {
+  constexpr size_t kMostValues = 8;
+  int num_left = 16;  // of rounding nodes that are followed
+  std::vector<int> values = {id};
+  for (size_t i = 0; i < values.size() && i < kMostValues; ++i) {
+    for (int user : net.value(values[i]).users) {
+      const int output = net.output(user, 0);
+      if (output == kNone) continue;
+      if (rounds(net, user)) {
+        if (num_left-- <= 0) return kNone;
+        if (multiplies_stacks(net, user) || meets_product(net, output, Side::kBehind)) return user;
+      } else if (reshapes(net, user) || net.is(user, "Transpose") || net.is(user, "Cast")) {
+        values.push_back(output);
+      }
+    }
   }
   return kNone;
+}
+
+// A softmax of integers, whose weights are integers too; nothing if a node is none.
+std::optional<Match> softmax_of_integers(const Net& net, int node) {
+  if (net.node(node).op_type != "QLinearSoftmax" || net.output(node, 0) == kNone) return std::nullopt;
+  Match match;
+  match.softmax = node;
+  match.softmax_input = net.input(node, 0);
+  match.softmax_output = net.output(node, 0);
+  match.is_attention =
+      meets_product(net, match.softmax_input, Side::kBefore) && meets_product(net, match.softmax_output, Side::kBehind);
+  match.reason = words_of(net, node) + " is a softmax of integers: its scores and weights are rounded";
+  return match;
 }
 
 // The product with the values.
@@ -107,9 +128,10 @@ void follow(const Net& net, const Flow& flow, Match& match) {
     const Seen* seen = flow.find(net.output(node, 0));
     if (seen != nullptr && !seen->transposed && ratio(seen->terms, flow.weights())) weights = net.output(node, 0);
   }
-  const int rounding = rounding_before_product(net, weights, 0);
+  const int rounding = rounding_before_product(net, weights);
   const std::vector<int>& users = net.value(weights).users;
-  match.is_attention = rounding != kNone;
+  match.is_attention = meets_product(net, match.softmax_input, Side::kBefore) &&
+                       (rounding != kNone || meets_product(net, weights, Side::kBehind));
   match.reason = rounding != kNone ? sentence("the weights are rounded to integers by ", words_of(net, rounding))
                                    : sentence("no product with values follows the softmax",
                                               users.empty() ? "" : sentence(", but ", words_of(net, users.front())));
@@ -242,6 +264,7 @@ int first_made_of(const Net& net, int from, const std::vector<int>& values) {
 }
 
 std::optional<Match> match_at(const Net& net, int node, const FuseOptions& options) {
+  if (auto match = softmax_of_integers(net, node)) return match;
   const Backwards backwards = options.backwards;
   auto softmax = softmax_at(net, node);
   if (!softmax) return std::nullopt;

@@ -90,6 +90,10 @@ std::vector<int> reads(const Match& match);
 // The first of `values` that is computed from another value, or kNone.
 int first_made_of(const Net& net, int from, const std::vector<int>& values);
 
+// Whether a product of two stacks stands before or behind a value, whatever is between: it may be an attention's.
+enum class Side { kBefore, kBehind };
+bool meets_product(const Net& net, int value, Side side);
+
 // From the softmax up to the product of queries and keys.
 void climb_scores(const Net& net, Match& match);
 

@@ -100,10 +100,24 @@ bool is_product(const Net& net, int node) {
 
 bool rounds(const Net& net, int node) {
   constexpr std::string_view kOpTypes =
-      " QuantizeLinear DequantizeLinear DynamicQuantizeLinear MatMulInteger QLinearMatMul MatMulIntegerToFloat "
-      "DynamicQuantizeMatMul QLinearSoftmax QLinearAdd QLinearMul ";
-  return node != kNone && lists(kOpTypes, net.node(node).op_type);
+      " QuantizeLinear DequantizeLinear DynamicQuantizeLinear MatMulInteger MatMulIntegerToFloat "
+      "DynamicQuantizeMatMul ";
+  if (node == kNone) return false;
+  const std::string& op = net.node(node).op_type;
+  return op.starts_with("QLinear") || lists(kOpTypes, op);
 }
+
+bool is_rounded_product(const Net& net, int node) {
+  return rounds(net, node) && net.node(node).op_type.find("MatMul") != std::string::npos;
+}
+
+bool multiplies_stacks(const Net& net, int node) {
+  if (!is_product(net, node) && !is_rounded_product(net, node)) return false;
+  const int a = net.rank(net.input(node, 0)), b = net.rank(net.input(node, second_operand(net, node)));
+  return a == b || a < 0 || b < 0 || net.is(node, "Einsum");
+}
+
+size_t second_operand(const Net& net, int node) { return net.node(node).op_type.starts_with("QLinear") ? 3 : 1; }
 
 std::optional<Product> scores_product(const Net& net, int node, std::string& reason) {
   const auto labels = labels_of(net, node, reason);

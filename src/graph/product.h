@@ -29,6 +29,15 @@ bool is_product(const Net& net, int node);
 // Nodes of quantised models that compute with integers, or make them or floats of the other: results are rounded.
 bool rounds(const Net& net, int node);
 
+// Those of them that are products of matrices.
+bool is_rounded_product(const Net& net, int node);
+
+// The place of the second operand: QLinearMatMul and its like have a scale and a zero point behind the first.
+size_t second_operand(const Net& net, int node);
+
+// A product of floats or integers whose operands have as many dims, or perhaps: a projection's weight has fewer.
+bool multiplies_stacks(const Net& net, int node);
+
 // The scores of queries and keys: the result's last two dims are rows and columns. `reason` where it is something else.
 std::optional<Product> scores_product(const Net& net, int node, std::string& reason);
 

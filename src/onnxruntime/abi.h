@@ -41,6 +41,7 @@ namespace abi {
 
 constexpr uint32_t kOldest = 19;               // the version of the table that custom operators ask for
 constexpr uint32_t kOldestWithProviders = 23;  // and an execution provider
+constexpr uint32_t kOldestWithShapesInPlace = 24;
 
 struct ApiBase {
   const OrtApi* (*get_api)(uint32_t version);  // null: older than that
@@ -83,6 +84,11 @@ struct CustomOp {
   int (*get_start_version)(const CustomOp*);
   int (*get_end_version)(const CustomOp*);
   void* aliases[4];  // which outputs may take an input's memory
+};
+
+struct FusionOptions {
+  uint32_t version;
+  bool drop_constants;  // a group keeps what it needs of them: they are no inputs
 };
 
 // What runs in the place of a group of nodes.
@@ -175,6 +181,8 @@ constexpr Function<Failure(const OrtKernelInfo*, size_t index, OrtTypeInfo**)> k
 constexpr Function<Failure(const OrtSessionOptions*, const char* key, char* value, size_t* bytes)>
     kGetSessionConfigEntry{238};
 constexpr Function<Failure(const OrtKernelInfo*, char* name, size_t* bytes)> kKernelInfo_GetNodeName{244};
+constexpr Function<Failure(const OrtKernelInfo*, size_t index, int* is_constant, const OrtValue**)>
+    kKernelInfoGetConstantInput_tensor{249};
 constexpr Function<Failure(const OrtKernelContext*, const OrtMemoryInfo*, Allocator**)> kKernelContext_GetAllocator{
     253};
 constexpr Function<Failure(const OrtShapeInferContext*, size_t*)> kShapeInferContext_GetInputCount{267};
@@ -188,6 +196,10 @@ constexpr Function<Failure(OrtTensorTypeAndShapeInfo*, const char* const* names,
 constexpr Function<Failure(const OrtOpAttr*, AttributeType, void* data, size_t bytes, size_t* needed)> kReadOpAttr{272};
 constexpr Function<Failure(const OrtKernelContext*, void (*body)(void*, size_t), size_t count, size_t batches, void*)>
     kKernelContext_ParallelFor{274};
+
+// From kOldestWithShapesInPlace on: the shape where the value has it.
+constexpr Function<Failure(const OrtValue*, ElementType*, const int64_t** dims, size_t* count)>
+    kGetTensorElementTypeAndShapeDataReference{414};
 
 // Of an execution provider.
 constexpr Function<Failure(const OrtLogger*, int32_t severity, const char* text, const char* file, int line,
@@ -250,7 +262,7 @@ constexpr Function<Failure(OrtSessionOptions*, const char* library)> kRegisterCu
 constexpr Function<Failure(ProviderFactory*, const OrtHardwareDevice*, const OrtKeyValuePairs*, const OrtKeyValuePairs*,
                            OrtEpDevice**)>
     kCreateEpDevice{0};
-constexpr Function<Failure(OrtEpGraphSupportInfo*, const OrtNode* const*, size_t count, const void* options)>
+constexpr Function<Failure(OrtEpGraphSupportInfo*, const OrtNode* const*, size_t count, const FusionOptions*)>
     kEpGraphSupportInfo_AddNodesToFuse{2};
 
 }  // namespace abi

@@ -40,6 +40,7 @@ SAME(KernelInfo_GetOutputName);
 SAME(KernelInfo_GetInputTypeInfo);
 SAME(GetSessionConfigEntry);
 SAME(KernelInfo_GetNodeName);
+SAME(KernelInfoGetConstantInput_tensor);
 SAME(KernelContext_GetAllocator);
 SAME(ShapeInferContext_GetInputCount);
 SAME(ShapeInferContext_GetInputTypeShape);
@@ -48,6 +49,9 @@ SAME(ShapeInferContext_SetOutputTypeShape);
 SAME(SetSymbolicDimensions);
 SAME(ReadOpAttr);
 SAME(KernelContext_ParallelFor);
+#if ORT_API_VERSION >= 24
+SAME(GetTensorElementTypeAndShapeDataReference);
+#endif
 SAME(Logger_LogMessage);
 SAME(GetValueInfoName);
 SAME(GetValueInfoTypeInfo);
@@ -110,6 +114,7 @@ SAME_FIELD(CustomOp, create, OrtCustomOp, CreateKernelV2);
 SAME_FIELD(CustomOp, run, OrtCustomOp, KernelComputeV2);
 SAME_FIELD(CustomOp, infer_shapes, OrtCustomOp, InferOutputShapeFn);
 SAME_FIELD(CustomOp, get_end_version, OrtCustomOp, GetEndVersion);
+SAME_FIELD(FusionOptions, drop_constants, OrtNodeFusionOptions, drop_constant_initializers);
 SAME_FIELD(NodeComputeInfo, release_state, OrtNodeComputeInfo, ReleaseState);
 SAME_FIELD(Provider, get_capability, OrtEp, GetCapability);
 SAME_FIELD(Provider, compile, OrtEp, Compile);

@@ -1,19 +1,31 @@
 #include "api.h"
 
 #include <atomic>
+#include <cstdlib>
+#include <cstring>
 
 namespace polyhead::onnxruntime {
 namespace {
 
 std::atomic<const OrtApi*> the_api = nullptr;
+std::atomic<uint32_t> newest_version = 0;  // of its tables
+
+// 32 of "1.32.0". To ask for a table that it does not have would make it write to stderr.
+uint32_t minor_of(const char* version) {
+  const char* dot = std::strchr(version, '.');
+  return dot == nullptr ? 0 : static_cast<uint32_t>(std::strtoul(dot + 1, nullptr, 10));
+}
 
 }  // namespace
 
 bool set_api(const abi::ApiBase* base, uint32_t version) {
   const OrtApi* table = base->get_api(version);
   const OrtApi* before = nullptr;
+  newest_version = minor_of(base->get_version());
   return table != nullptr && (the_api.compare_exchange_strong(before, table) || before == table);
 }
+
+bool api_has(uint32_t version) { return newest_version.load(std::memory_order_relaxed) >= version; }
 
 const OrtApi* api() { return the_api.load(std::memory_order_relaxed); }
 

@@ -13,6 +13,7 @@ namespace polyhead::onnxruntime {
 // The table of the ONNX Runtime that loaded us. False: it is too old, or another one loaded us before.
 bool set_api(const abi::ApiBase* base, uint32_t version);
 const OrtApi* api();
+bool api_has(uint32_t version);
 
 // Calls a function of the table that may fail.
 Status take(OrtStatus* failure);

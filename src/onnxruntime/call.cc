@@ -31,12 +31,6 @@ class Here final : public Executor {
   int num_threads_;
 };
 
-// For plans alone: workspaces are made for as many threads as there are CPUs. Each call brings its own executor.
-Executor& sizes() {
-  static Here executor(default_executor().num_threads());
-  return executor;
-}
-
 void make_contiguous(Tensor& tensor) {
   int64_t stride = 1;
   for (int i = tensor.ndim - 1; i >= 0; --i) {
@@ -63,40 +57,70 @@ void Call::Threads::parallel_for(int count, void (*body)(void* context, int inde
   for (int i = 0; i < count; ++i) body(context, i);  // it fails before it begins: without a context
 }
 
-Call::~Call() {
-  for (void* memory : taken_) allocator_->free(allocator_, memory);
-  if (allocator_ != nullptr) abi::kReleaseAllocator(api(), allocator_);
+Arena::~Arena() {
+  if (abi::Allocator* allocator = allocator_.load()) abi::kReleaseAllocator(api(), allocator);
 }
 
-// As ONNX Runtime has it, contiguous.
-Status Call::given(size_t index, Tensor& tensor) const {
-  tensor = {};
-  size_t count = 0;
-  if (Status status = call(abi::kKernelContext_GetInputCount, context_, &count); !status.ok()) return status;
-  if (index >= count) return {};
-  const OrtValue* value = nullptr;
-  if (Status status = call(abi::kKernelContext_GetInput, context_, index, &value); !status.ok()) return status;
-  if (value == nullptr) return {};
+Status Arena::get(OrtKernelContext* context, abi::Allocator*& allocator) {
+  allocator = allocator_.load();
+  if (allocator != nullptr) return {};
+  abi::Allocator* made = nullptr;
+  if (Status status = call(abi::kKernelContext_GetAllocator, context, cpu_memory(), &made); !status.ok()) return status;
+  if (allocator_.compare_exchange_strong(allocator, made)) return allocator = made, Status();
+  abi::kReleaseAllocator(api(), made);  // another thread was first
+  return {};
+}
+
+Call::~Call() {
+  for (void* memory : taken_) allocator_->free(allocator_, memory);
+}
+
+Status tensor_of(const OrtValue* value, Tensor& tensor) {
   OwnedShape shape;
   abi::ElementType type = abi::ElementType::kUnknown;
   size_t ndim = 0;
-  Status status = call(abi::kGetTensorTypeAndShape, value, shape.slot());
-  if (status.ok()) status = call(abi::kGetTensorElementType, shape.get(), &type);
-  if (status.ok()) status = call(abi::kGetDimensionsCount, shape.get(), &ndim);
+  const int64_t* dims = nullptr;
+  Status status;
+  if (api_has(abi::kOldestWithShapesInPlace)) {
+    status = call(abi::kGetTensorElementTypeAndShapeDataReference, value, &type, &dims, &ndim);
+  } else {
+    status = call(abi::kGetTensorTypeAndShape, value, shape.slot());
+    if (status.ok()) status = call(abi::kGetTensorElementType, shape.get(), &type);
+    if (status.ok()) status = call(abi::kGetDimensionsCount, shape.get(), &ndim);
+  }
   if (!status.ok()) return status;
   if (!dtype_of(type, tensor.dtype)) {
-    return invalid(sentence("input ", index, " has element type ", static_cast<int32_t>(type), ", which is not taken"));
+    return invalid(sentence("has element type ", static_cast<int32_t>(type), ", which is not taken"));
   }
   if (ndim > static_cast<size_t>(Tensor::kMaxDims)) {
-    return invalid(sentence("input ", index, " has ", ndim, " dims, must have at most ", Tensor::kMaxDims));
+    return invalid(sentence("has ", ndim, " dims, must have at most ", Tensor::kMaxDims));
   }
-  status = call(abi::kGetDimensions, shape.get(), tensor.dims, ndim);
+  if (dims != nullptr) {
+    std::copy_n(dims, ndim, tensor.dims);
+  } else if (shape.get() != nullptr) {
+    status = call(abi::kGetDimensions, shape.get(), tensor.dims, ndim);
+  }
   // Never written: the C interface has no function that reads alone before 1.23.
   if (status.ok()) status = call(abi::kGetTensorMutableData, const_cast<OrtValue*>(value), &tensor.data);
   tensor.ndim = static_cast<int32_t>(std::max<size_t>(ndim, 1));
   if (ndim == 0) tensor.dims[0] = 1;
   make_contiguous(tensor);
   return status;
+}
+
+Status Call::given(size_t index, Tensor& tensor) {
+  tensor = {};
+  if (!num_inputs_) {
+    size_t count = 0;
+    if (Status status = call(abi::kKernelContext_GetInputCount, context_, &count); !status.ok()) return status;
+    num_inputs_ = count;
+  }
+  if (index >= *num_inputs_) return {};
+  const OrtValue* value = nullptr;
+  if (Status status = call(abi::kKernelContext_GetInput, context_, index, &value); !status.ok()) return status;
+  if (value == nullptr) return {};
+  const Status status = tensor_of(value, tensor);
+  return status.ok() ? status : Status(status.code(), sentence("input ", index, " ", status.message()));
 }
 
 Status Call::input(size_t index, Tensor& tensor) {
@@ -136,7 +160,7 @@ bool Call::wants(size_t index) const {
   return call(abi::kKernelContext_GetOutputCount, context_, &count).ok() && index < count;
 }
 
-Status Call::output(size_t index, std::initializer_list<int64_t> dims, Tensor& tensor) {
+Status Call::output(size_t index, const std::vector<int64_t>& dims, Tensor& tensor) {
   const DType dtype = tensor.dtype;
   tensor = {};
   if (!wants(index)) return {};
@@ -156,7 +180,7 @@ Status Call::output(size_t index, std::initializer_list<int64_t> dims, Tensor& t
   return status;
 }
 
-Status Call::tell_shapes() const {
+Status Call::tell_shapes() {
   for (const ToldShape& shape : wiring_->shapes) {
     const auto count = static_cast<int64_t>(shape.sizes.size());
     OrtValue* value = nullptr;
@@ -182,8 +206,7 @@ Status Call::scratch(size_t bytes, void*& memory) {
   memory = nullptr;
   if (bytes == 0) return {};
   if (allocator_ == nullptr) {
-    const Status status = call(abi::kKernelContext_GetAllocator, context_, cpu_memory(), &allocator_);
-    if (!status.ok()) return status;
+    if (Status status = arena_.get(context_, allocator_); !status.ok()) return status;
   }
   taken_.reserve(taken_.size() + 1);
   void* raw = allocator_->alloc(allocator_, bytes + kAlignment);
@@ -252,20 +275,23 @@ Executor& here() {
   return executor;
 }
 
-Result<std::shared_ptr<const Plan>> Plans::get(const AttentionDesc& desc, Remembered& plans, Executor& executor) {
-  constexpr size_t kMostPlans = 64;
-  const std::lock_guard lock(mutex_);
-  for (auto at = plans.begin(); at != plans.end(); ++at) {
-    if ((*at)->desc() == desc) {
-      std::rotate(plans.begin(), at, at + 1);
-      return plans.front();
-    }
-  }
-  Result<Plan> made = plan(desc, {.where = {.executor = &executor}});
-  if (!made.ok()) return made.status();
-  if (plans.size() == kMostPlans) plans.pop_back();
-  plans.insert(plans.begin(), std::make_shared<const Plan>(std::move(*made)));
-  return plans.front();
+Executor& sizes() {
+  static Here executor(default_executor().num_threads());
+  return executor;
+}
+
+bool is_small(double multiplications) {
+  constexpr double kWorthAThread = 1 << 18;  // some 5 us of one thread: as long as another one takes to begin
+  return multiplications < kWorthAThread;
+}
+
+Result<std::shared_ptr<const Plan>> Plans::get(const AttentionDesc& desc, All& plans, Executor& executor) {
+  return plans.get([&](const std::shared_ptr<const Plan>& each) { return each->desc() == desc; },
+                   [&]() -> Result<std::shared_ptr<const Plan>> {
+                     Result<Plan> made = plan(desc, {.where = {.executor = &executor}});
+                     if (!made.ok()) return made.status();
+                     return std::make_shared<const Plan>(std::move(*made));
+                   });
 }
 
 Result<std::shared_ptr<const Plan>> Plans::on_one_thread(const AttentionDesc& desc) {
@@ -273,11 +299,14 @@ Result<std::shared_ptr<const Plan>> Plans::on_one_thread(const AttentionDesc& de
 }
 
 Status Plans::forward(Call& call, const AttentionDesc& desc, ForwardArgs& args) {
-  const Result<std::shared_ptr<const Plan>> plan = get(desc, plans_, sizes());
+  const auto product = [](auto... sizes) { return (static_cast<double>(sizes) * ...); };
+  const bool alone =
+      is_small(product(desc.batch, desc.num_heads, desc.seqlen_q, desc.seqlen_k, desc.head_dim + desc.head_dim_v));
+  const Result<std::shared_ptr<const Plan>> plan = alone ? on_one_thread(desc) : get(desc, plans_, sizes());
   if (!plan.ok()) return plan.status();
   args.workspace_bytes = (*plan)->workspace_bytes();
   if (Status status = call.scratch(args.workspace_bytes, args.workspace); !status.ok()) return status;
-  args.where.executor = &call.executor();
+  args.where.executor = alone ? &here() : &call.executor();
   return (*plan)->forward(args);
 }
 

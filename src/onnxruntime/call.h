@@ -4,20 +4,34 @@
 #include <atomic>
 #include <initializer_list>
 #include <memory>
-#include <mutex>
+#include <optional>
 #include <vector>
 
 #include "api.h"
 #include "polyhead/attention.h"
+#include "recent.h"
 #include "wiring.h"
 
 namespace polyhead::onnxruntime {
 
+// The arena of ONNX Runtime's CPU allocator, which a node asks for once: for as long as the session lives. Any thread.
+class Arena {
+ public:
+  Arena() = default;
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+  Status get(OrtKernelContext* context, abi::Allocator*& allocator);
+
+ private:
+  std::atomic<abi::Allocator*> allocator_ = nullptr;
+};
+
 class Call {
  public:
   // Of a node that is the operator itself, or of a group of nodes with the operator inside.
-  explicit Call(OrtKernelContext* context, const Wiring* wiring = nullptr)
-      : context_(context), wiring_(wiring), executor_(context) {}
+  Call(OrtKernelContext* context, Arena& arena, const Wiring* wiring = nullptr)
+      : context_(context), arena_(arena), wiring_(wiring), executor_(context) {}
   ~Call();
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
@@ -29,10 +43,10 @@ class Call {
   bool wants(size_t index) const;
 
   // Makes output `index`, of tensor's dtype; not given where nobody reads it. A scalar cannot be made.
-  Status output(size_t index, std::initializer_list<int64_t> dims, Tensor& tensor);
+  Status output(size_t index, const std::vector<int64_t>& dims, Tensor& tensor);
 
   // The shapes that a group gives beside what its operator does.
-  Status tell_shapes() const;
+  Status tell_shapes();
 
   // Memory until the call ends, aligned to 64 bytes.
   Status scratch(size_t bytes, void*& memory);
@@ -52,12 +66,14 @@ class Call {
     OrtKernelContext* context_;
   };
 
-  Status given(size_t index, Tensor& tensor) const;
+  Status given(size_t index, Tensor& tensor);
   Status make(const Source& source, Tensor& tensor);
 
   OrtKernelContext* context_;
+  Arena& arena_;
   const Wiring* wiring_;
   Threads executor_;
+  std::optional<size_t> num_inputs_;
   abi::Allocator* allocator_ = nullptr;
   std::vector<void*> taken_;
 };
@@ -65,12 +81,17 @@ class Call {
 // Runs all on the caller's thread.
 Executor& here();
 
+// For plans alone: workspaces are made for as many threads as there are CPUs. Each call brings its own executor.
+Executor& sizes();
+
+// Whether a call multiplies so few numbers that it is done before another thread would have begun.
+bool is_small(double multiplications);
+
 // Copies elements; dtype and dims are the same, strides need not be. The last dim's elements lie side by side in both,
 // or it is slow.
 void copy(Executor& executor, const Tensor& from, const Tensor& to);
 
-// The plans of a node, one for each shape that came; at most 64 are remembered, and as many on_one_thread(). Any
-// thread.
+// The plans of a node, one for each shape that came. Any thread.
 class Plans {
  public:
   // plan(desc).forward(args) with the call's threads and memory.
@@ -84,14 +105,15 @@ class Plans {
   uint32_t next_draw() { return draws_.fetch_add(1); }
 
  private:
-  using Remembered = std::vector<std::shared_ptr<const Plan>>;  // the last one that was used in front
+  using All = Recent<std::shared_ptr<const Plan>>;
+  static Result<std::shared_ptr<const Plan>> get(const AttentionDesc& desc, All& plans, Executor& executor);
 
-  Result<std::shared_ptr<const Plan>> get(const AttentionDesc& desc, Remembered& plans, Executor& executor);
-
-  std::mutex mutex_;
-  Remembered plans_, plans_on_one_thread_;
+  All plans_, plans_on_one_thread_;
   std::atomic<uint32_t> draws_ = 0;
 };
+
+// A tensor as ONNX Runtime has it, contiguous; a scalar has one dim of 1.
+Status tensor_of(const OrtValue* value, Tensor& tensor);
 
 // Views of a tensor.
 Tensor permuted(const Tensor& tensor, std::initializer_list<int> order);

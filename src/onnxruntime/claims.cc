@@ -19,7 +19,7 @@ bool is_float_type(graph::ElementType type) {
 
 class Finder {
  public:
-  explicit Finder(const OrtModel& from) : from_(from), graph_(from.model.graph) {
+  Finder(const OrtModel& from, Layers layers) : from_(from), graph_(from.model.graph), layers_(layers) {
     for (size_t i = 0; i < graph_.nodes.size(); ++i) {
       places_[graph_.nodes[i].name] = i;
       for (const std::string& output : graph_.nodes[i].outputs) {
@@ -30,6 +30,7 @@ class Finder {
       }
     }
     for (const graph::ValueInfo& output : graph_.outputs) outputs_.insert(output.name);
+    for (const graph::Constant& constant : graph_.initializers) constants_[constant.name] = &constant;
   }
 
   Claims find() {
@@ -59,8 +60,10 @@ class Finder {
       if (node.domain.empty() && opset() < kFirstWithAttention) return;
       Claim claim;
       claim.nodes = {at};
-      for (const std::string& input : node.inputs) {
-        claim.wiring.inputs.push_back(input.empty() ? nullptr : std::make_unique<Source>(Source{.name = input}));
+      if (names.op == Operator::kLinear) keep_constants(node, claim);
+      for (size_t i = 0; i < node.inputs.size(); ++i) {
+        const bool comes = !node.inputs[i].empty() && (i >= claim.constants.size() || claim.constants[i].empty());
+        claim.wiring.inputs.push_back(comes ? std::make_unique<Source>(Source{.name = node.inputs[i]}) : nullptr);
       }
       for (const std::string& output : node.outputs) {
         claim.wiring.outputs.push_back(output.empty() ? nullptr : std::make_unique<Target>(Target{output, 0, {}}));
@@ -73,16 +76,23 @@ class Finder {
   // The operator `node` with the claim's wiring. A sentence if it cannot run here.
   std::string finish(Claim& claim, Operator op, const graph::Node& node) {
     NodeFacts facts{op};
-    for (size_t i = 0; i < claim.wiring.inputs.size(); ++i)
-      facts.given |= uint32_t{claim.wiring.inputs[i] != nullptr} << i;
+    for (size_t i = 0; i < claim.wiring.inputs.size(); ++i) {
+      const bool is_kept = i < claim.constants.size() && !claim.constants[i].empty();
+      facts.given |= uint32_t{is_kept || claim.wiring.inputs[i] != nullptr} << i;
+    }
     for (size_t i = 0; i < claim.wiring.outputs.size(); ++i)
       facts.wanted |= uint32_t{claim.wiring.outputs[i] != nullptr} << i;
     if (!claim.wiring.outputs[0] && op != Operator::kAttentionGrad) return "its first output is left out";
-    const Source* query = claim.wiring.inputs[0].get();
-    while (query != nullptr && !query->of.empty()) query = &query->of.front();
-    const graph::ElementType type = type_of(query != nullptr ? query->name : "");
+    if (op == Operator::kLinear) {
+      for (const std::string& name : names_read(claim.wiring)) {
+        if (constants_.contains(name)) return sentence("\"", name, "\" is constant, and it reads it as rows");
+      }
+    }
+    const Source* first = claim.wiring.inputs[0].get();
+    while (first != nullptr && !first->of.empty()) first = &first->of.front();
+    const graph::ElementType type = type_of(first != nullptr ? first->name : "");
     if (!is_float_type(type) || !dtype_of(type, claim.wiring.dtype)) {
-      return sentence("its query has element type ", static_cast<int32_t>(type));
+      return sentence("its first input has element type ", static_cast<int32_t>(type));
     }
     const Result<Node> made = Node::make(facts, GraphAttributes(node));
     if (!made.ok()) return made.status().message();
@@ -99,13 +109,16 @@ class Finder {
   void claim_groups() {
     graph::Model fused = from_.model;
     // A group reads what its nodes read: of a mask that several layers share, no part.
-    const graph::Report report =
-        graph::fuse(fused, {graph::Target::kPolyhead, graph::UnseenRows::kKeep, graph::Backwards::kOfNobody, false});
+    const graph::Report report = graph::fuse(fused, {graph::Target::kPolyhead, graph::UnseenRows::kKeep,
+                                                     graph::Backwards::kOfNobody, false, layers_ != Layers::kNone});
     for (const graph::Candidate& each : report.candidates) {
       if (!each.fused && each.is_attention) tell(each.place, each.reason, "");
     }
-    std::unordered_set<std::string> kept;
-    for (const graph::Node& node : fused.graph.nodes) kept.insert(node.name);
+    for (const graph::Candidate& each : report.products) {
+      if (!each.fused) tell(each.place, each.reason, "");
+    }
+    std::unordered_set<std::string> left;  // what is still computed
+    for (const graph::Node& node : fused.graph.nodes) left.insert(node.outputs.begin(), node.outputs.end());
     const GraphNodes nodes(
         fused, [&](const graph::Node& node) { return !places_.contains(node.name); },
         [&](const std::string& value) { return producers_.contains(value); });
@@ -117,14 +130,22 @@ class Finder {
     std::vector<const graph::Node*> operators;
     std::unordered_map<size_t, int> times_met;
     for (const graph::Node& node : fused.graph.nodes) {
-      if (places_.contains(node.name) || node.op_type != "Attention") continue;
+      if (places_.contains(node.name) || node.domain != "polyhead") continue;
+      const bool is_product = node.op_type == "Linear";
+      if (is_product && !pays(node)) {
+        tell(node.outputs[0], "its matrix is small, and nothing but a bias follows", "");
+        continue;
+      }
       Claim claim;
-      const std::string reason = nodes.wire(node, candidates.at(node.name)->after, claim.wiring);
+      if (is_product) keep_constants(node, claim);
+      const std::string reason =
+          nodes.wire(node, claim.constants, is_product ? std::vector<graph::Node>() : candidates.at(node.name)->after,
+                     claim.wiring);
       if (!reason.empty()) {
         tell(node.name, reason, "");
         continue;
       }
-      claim.nodes = behind(claim, kept);
+      claim.nodes = behind(claim, left);
       for (size_t each : claim.nodes) ++times_met[each];
       claims.push_back(std::move(claim));
       operators.push_back(&node);
@@ -135,15 +156,43 @@ class Finder {
       const std::string place = claims[i].wiring.outputs[0] ? claims[i].wiring.outputs[0]->name : operators[i]->name;
       std::string reason = why_no_group(claims[i]);
       const size_t count = claims[i].nodes.size();
-      if (reason.empty()) reason = finish(claims[i], Operator::kAttention, *operators[i]);
-      tell(place, reason, sentence("Attention in the place of ", count, " nodes"));
+      const std::string& op = operators[i]->op_type;
+      if (reason.empty())
+        reason = finish(claims[i], op == "Linear" ? Operator::kLinear : Operator::kAttention, *operators[i]);
+      tell(place, reason, sentence(op, " in the place of ", count, " nodes"));
     }
   }
 
-  // The nodes that went away, from the claim's outputs upwards.
-  std::vector<size_t> behind(const Claim& claim, const std::unordered_set<std::string>& kept) const {
+  // A call of ours costs about a microsecond more than ONNX Runtime's. Measured on Zen 4 (2026-11-25, float32, one
+  // thread, 2 rows): [256, 768] 16.1 us there and 17.2 here, [256, 256] 7.8 and 8.5.
+  bool pays(const graph::Node& product) const {
+    constexpr int64_t kSmall = 1 << 18;
+    if (layers_ != Layers::kPaying) return true;
+    const bool adds = product.inputs.size() > Linear::kResidual && !product.inputs[Linear::kResidual].empty();
+    const bool does_more = std::any_of(product.attributes.begin(), product.attributes.end(), [](const auto& each) {
+      return each.name == "activation" || each.name == "norm";
+    });
+    const auto matrix = constants_.find(product.inputs[Linear::kWeight]);
+    if (adds || does_more || matrix == constants_.end()) return true;
+    const std::vector<int64_t>& dims = matrix->second->dims;
+    return dims[0] >= kSmall || dims[1] >= kSmall || dims[0] * dims[1] >= kSmall;
+  }
+
+  // A product's matrix and vectors, as far as they are constant: its node keeps them.
+  void keep_constants(const graph::Node& product, Claim& claim) const {
+    claim.constants = product.inputs;
+    for (size_t i = 0; i < claim.constants.size(); ++i) {
+      if (i == Linear::kX || i == Linear::kResidual || !constants_.contains(claim.constants[i]))
+        claim.constants[i].clear();
+    }
+  }
+
+  // The nodes that went away, from the claim's outputs upwards to what it reads or is computed without them.
+  std::vector<size_t> behind(const Claim& claim, const std::unordered_set<std::string>& left) const {
     std::vector<std::string> values;
     std::unordered_set<size_t> met;
+    const std::vector<std::string> names = names_read(claim.wiring);
+    const std::unordered_set<std::string> read(names.begin(), names.end());
     for (const auto& output : claim.wiring.outputs) {
       if (output) values.push_back(output->name);
     }
@@ -151,9 +200,10 @@ class Finder {
     while (!values.empty()) {
       const auto at = producers_.find(values.back());
       values.pop_back();
-      if (at == producers_.end() || kept.contains(graph_.nodes[at->second].name) || !met.insert(at->second).second)
-        continue;
-      for (const std::string& input : graph_.nodes[at->second].inputs) values.push_back(input);
+      if (at == producers_.end() || !met.insert(at->second).second) continue;
+      for (const std::string& input : graph_.nodes[at->second].inputs) {
+        if (!read.contains(input) && !left.contains(input)) values.push_back(input);
+      }
     }
     std::vector<size_t> nodes(met.begin(), met.end());
     std::sort(nodes.begin(), nodes.end());
@@ -171,12 +221,16 @@ class Finder {
     for (const auto& output : claim.wiring.outputs) {
       if (output) given.insert(output->name);
       if (output && !made.contains(output->name))
-        return sentence("\"", output->name, "\" is made by another attention too");
+        return sentence("\"", output->name, "\" is made by another operator too");
     }
     for (const ToldShape& shape : claim.wiring.shapes) given.insert(shape.name);
     for (const std::string& name : names_read(claim.wiring)) {
       if (made.contains(name) || !read.contains(name))
         return sentence("it reads \"", name, "\", which is no edge of its nodes");
+    }
+    for (const std::string& name : claim.constants) {
+      if (!name.empty() && !read.contains(name))
+        return sentence("\"", name, "\" comes to it by a node that others read");
     }
     std::vector<size_t> next;
     for (const std::string& name : made) {
@@ -193,11 +247,12 @@ class Finder {
       }
     }
     std::unordered_set<size_t> met;
+    const size_t last = claim.nodes.empty() ? 0 : claim.nodes.back();  // nothing behind it leads back
     while (!next.empty()) {
       const size_t at = next.back();
       next.pop_back();
       if (group.contains(at)) return "one of its nodes depends on its output";
-      if (!met.insert(at).second) continue;
+      if (at > last || !met.insert(at).second) continue;
       for (const std::string& name : graph_.nodes[at].outputs) {
         const auto& readers = readers_of(name);
         next.insert(next.end(), readers.begin(), readers.end());
@@ -214,14 +269,16 @@ class Finder {
 
   const OrtModel& from_;
   const graph::Graph& graph_;
+  const Layers layers_;
   std::unordered_map<std::string, size_t> places_, producers_;
   std::unordered_map<std::string, std::vector<size_t>> readers_;
   std::unordered_set<std::string> outputs_;
+  std::unordered_map<std::string, const graph::Constant*> constants_;
   Claims out_;
 };
 
 }  // namespace
 
-Claims find_claims(const OrtModel& from) { return Finder(from).find(); }
+Claims find_claims(const OrtModel& from, Layers layers) { return Finder(from, layers).find(); }
 
 }  // namespace polyhead::onnxruntime

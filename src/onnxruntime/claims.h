@@ -14,6 +14,8 @@ struct Claim {
   std::vector<size_t> nodes;  // of the model
   Node node;
   Wiring wiring;
+  std::vector<std::string> constants =
+      {};  // by the operator's inputs: what the node keeps; "": an input like others, or none
 };
 
 struct Claims {
@@ -21,6 +23,13 @@ struct Claims {
   std::vector<std::string> told;  // of each candidate: what it became, or why it stays
 };
 
-Claims find_claims(const OrtModel& from);
+// Which products around attention are claimed.
+enum class Layers {
+  kNone,
+  kPaying,  // not those of small matrices with a bias at most: few rows take ONNX Runtime less time
+  kAll
+};
+
+Claims find_claims(const OrtModel& from, Layers layers);
 
 }  // namespace polyhead::onnxruntime

@@ -20,6 +20,7 @@ const OperatorNames& names_of(const abi::CustomOp* op) { return *static_cast<con
 struct Kernel {
   Node node;
   Plans plans;
+  Arena arena;
 };
 
 class KernelAttributes final : public Attributes {
@@ -86,6 +87,22 @@ Status check_types(const OrtKernelInfo* info, uint32_t given) {
   return {};
 }
 
+class KernelConstants final : public Constants {
+ public:
+  explicit KernelConstants(const OrtKernelInfo* info) : info_(info) {}
+  Status constant(size_t input, Tensor& tensor) const override {
+    tensor = {};
+    int is_constant = 0;
+    const OrtValue* value = nullptr;
+    const Status status = call(abi::kKernelInfoGetConstantInput_tensor, info_, input, &is_constant, &value);
+    // Beyond the node's inputs it fails.
+    return status.ok() && is_constant != 0 && value != nullptr ? tensor_of(value, tensor) : Status();
+  }
+
+ private:
+  const OrtKernelInfo* info_;
+};
+
 OrtStatus* create(const abi::CustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
   return guarded([&]() -> Status {
     NodeFacts facts{names_of(op).op};
@@ -94,6 +111,7 @@ OrtStatus* create(const abi::CustomOp* op, const OrtApi*, const OrtKernelInfo* i
     Result<Node> node = Node::make(facts, KernelAttributes(info));
     Status status = node.status();
     if (status.ok()) status = check_types(info, facts.given);
+    if (status.ok()) status = node->hold(KernelConstants(info));
     if (!status.ok()) {
       return {status.code(), sentence(names_of(op).name, " \"", place(info), "\": ", status.message())};
     }
@@ -107,7 +125,7 @@ OrtStatus* create(const abi::CustomOp* op, const OrtApi*, const OrtKernelInfo* i
 OrtStatus* run(void* self, OrtKernelContext* context) {
   return guarded([&] {
     auto* kernel = static_cast<Kernel*>(self);
-    Call call(context);
+    Call call(context, kernel->arena);
     return kernel->node.run(call, kernel->plans);
   });
 }
@@ -224,7 +242,7 @@ constexpr OurOp op_of(const OperatorNames& names) {
 
 constexpr size_t kNumOps = std::size(kOperators);
 constexpr std::array<OurOp, kNumOps> kOps = {op_of(kOperators[0]), op_of(kOperators[1]), op_of(kOperators[2]),
-                                             op_of(kOperators[3]), op_of(kOperators[4])};
+                                             op_of(kOperators[3]), op_of(kOperators[4]), op_of(kOperators[5])};
 
 // Made once and kept: a session holds on to them.
 Status domain_of(size_t first, OrtCustomOpDomain*& domain) {

@@ -23,9 +23,20 @@ std::vector<int> order_of(const graph::Node& transpose) {
   return perm == nullptr ? std::vector<int>() : std::vector<int>(perm->integers.begin(), perm->integers.end());
 }
 
-constexpr std::array kKnown = {
-    "scale",     "softcap",          "q_num_heads",       "kv_num_heads",          "softmax_precision",
-    "is_causal", "left_window_size", "right_window_size", "qk_matmul_output_mode", "score"};
+constexpr std::array kKnown = {"scale",
+                               "softcap",
+                               "q_num_heads",
+                               "kv_num_heads",
+                               "softmax_precision",
+                               "is_causal",
+                               "left_window_size",
+                               "right_window_size",
+                               "qk_matmul_output_mode",
+                               "score",
+                               "transB",
+                               "activation",
+                               "norm",
+                               "epsilon"};
 
 }  // namespace
 
@@ -88,7 +99,7 @@ bool GraphNodes::axes(const graph::Node& node, std::vector<int64_t>& to) const {
 }
 
 std::string GraphNodes::source(const std::string& value, Source& to) const {
-  const graph::Node* node = producer(value);
+  const graph::Node* node = was_computed_(value) ? nullptr : producer(value);  // else it is another operator's result
   if (node == nullptr) {
     to.name = value;
     return "";
@@ -168,29 +179,32 @@ bool GraphNodes::size(const std::string& value, ToldShape::Size& to) const {
   return true;
 }
 
-std::string GraphNodes::wire(const graph::Node& attention, const std::vector<graph::Node>& beside,
-                             Wiring& wiring) const {
-  for (const graph::Attribute& attribute : attention.attributes) {
+std::string GraphNodes::wire(const graph::Node& node, const std::vector<std::string>& kept,
+                             const std::vector<graph::Node>& beside, Wiring& wiring) const {
+  for (const graph::Attribute& attribute : node.attributes) {
     if (std::find(kKnown.begin(), kKnown.end(), attribute.name) == kKnown.end()) {
       return sentence("its attribute ", attribute.name, " cannot be said in a group");
     }
   }
-  for (const std::string& input : attention.inputs) {
-    wiring.inputs.push_back(input.empty() ? nullptr : std::make_unique<Source>());
-    if (input.empty()) continue;
+  for (size_t i = 0; i < node.inputs.size(); ++i) {
+    const std::string& input = node.inputs[i];
+    const bool comes = !input.empty() && (i >= kept.size() || kept[i].empty());
+    wiring.inputs.push_back(comes ? std::make_unique<Source>() : nullptr);
+    if (!comes) continue;
     if (std::string reason = source(input, *wiring.inputs.back()); !reason.empty()) return reason;
   }
-  for (const std::string& output : attention.outputs) {
+  for (const std::string& output : node.outputs) {
     wiring.outputs.push_back(output.empty() ? nullptr : std::make_unique<Target>());
     if (output.empty()) continue;
     if (std::string reason = target(output, *wiring.outputs.back()); !reason.empty()) return reason;
   }
-  for (const graph::Node& node : beside) {
-    const std::string& output = node.outputs[0];
-    if (node.op_type != "Concat" || !was_computed_(output) || producer(output) == nullptr) continue;  // nobody reads it
-    ToldShape shape = {output, 0, std::vector<ToldShape::Size>(node.inputs.size())};
+  for (const graph::Node& other : beside) {
+    const std::string& output = other.outputs[0];
+    if (other.op_type != "Concat" || !was_computed_(output) || producer(output) == nullptr)
+      continue;  // nobody reads it
+    ToldShape shape = {output, 0, std::vector<ToldShape::Size>(other.inputs.size())};
     for (size_t i = 0; i < shape.sizes.size(); ++i) {
-      if (!size(node.inputs[i], shape.sizes[i])) return sentence("the shape \"", shape.name, "\" is not known");
+      if (!size(other.inputs[i], shape.sizes[i])) return sentence("the shape \"", shape.name, "\" is not known");
     }
     wiring.shapes.push_back(std::move(shape));
   }

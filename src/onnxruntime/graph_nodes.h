@@ -1,4 +1,4 @@
-// The nodes that src/graph puts in the place of an attention, read as wiring of one operator.
+// The nodes that src/graph puts in the place of an attention or a product, read as wiring of one operator.
 #pragma once
 
 #include <functional>
@@ -29,9 +29,10 @@ class GraphNodes {
   GraphNodes(const graph::Model& model, const std::function<bool(const graph::Node&)>& is_new,
              std::function<bool(const std::string&)> was_computed);
 
-  // The wiring of a new Attention, beside which these new nodes stand; a sentence if one of those around it is none that it
-  // can say.
-  std::string wire(const graph::Node& attention, const std::vector<graph::Node>& beside, Wiring& wiring) const;
+  // The wiring of a new operator, beside which these new nodes stand; a sentence if one of those around it is none that it
+  // can say. An input that it keeps, by the names at their places, is left out.
+  std::string wire(const graph::Node& node, const std::vector<std::string>& kept,
+                   const std::vector<graph::Node>& beside, Wiring& wiring) const;
 
  private:
   std::string source(const std::string& value, Source& to) const;

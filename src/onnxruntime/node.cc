@@ -52,6 +52,12 @@ Result<Node> Node::make(const NodeFacts& facts, const Attributes& attributes) {
   const bool is_attention = facts.op == Operator::kAttention || facts.op == Operator::kAttentionGrad;
   Node node;
   node.op_ = facts.op;
+  if (facts.op == Operator::kLinear) {
+    const auto linear = Linear::make(facts, attributes);
+    if (!linear.ok()) return linear.status();
+    node.linear_ = *linear;
+    return node;
+  }
   const auto integer = [&](const char* name, int64_t otherwise) {
     return attributes.integer(name).value_or(otherwise);
   };
@@ -103,6 +109,7 @@ Result<Node> Node::make(const NodeFacts& facts, const Attributes& attributes) {
       // So many keys, the query's own among them.
       if (const int64_t keys = integer("local_window_size", -1); keys > 0) node.window_left_ = keys - 1;
       break;
+    case Operator::kLinear: break;
   }
   return node;
 }
@@ -113,6 +120,7 @@ Status Node::run(Call& call, Plans& plans) const {
     case Operator::kAttentionGrad: return run_attention_grad(call, plans);
     case Operator::kMultiHead: return run_multi_head(call, plans);
     case Operator::kGroupQuery: return run_group_query(call, plans);
+    case Operator::kLinear: return linear_->run(call);
   }
   return {};
 }

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "call.h"
+#include "linear.h"
 #include "scores.h"
 
 namespace polyhead::onnxruntime {
@@ -15,7 +16,8 @@ enum class Operator {
   kAttention,  // of ONNX, versions 23 to 25, and ours, which in a domain of its own is the same and gives logsumexp too
   kAttentionGrad,  // its gradients
   kMultiHead,      // com.microsoft.MultiHeadAttention
-  kGroupQuery      // com.microsoft.GroupQueryAttention
+  kGroupQuery,     // com.microsoft.GroupQueryAttention
+  kLinear,         // a product and what is done to its result, of our domain
 };
 
 // Attributes by name, wherever they are kept.
@@ -42,6 +44,9 @@ class Node {
   // Why the node cannot run here is the Status's sentence.
   static Result<Node> make(const NodeFacts& facts, const Attributes& attributes);
 
+  // Keeps what it needs of inputs that are known when the session is made.
+  Status hold(const Constants& constants) { return linear_ == nullptr ? Status() : linear_->hold(constants); }
+
   // Any thread.
   Status run(Call& call, Plans& plans) const;
 
@@ -58,6 +63,7 @@ class Node {
   double softcap_ = 0, mask_filter_value_ = 0;
   bool causal_ = false, returns_weights_ = false, rotary_ = false, rotary_interleaved_ = false, sink_of_zero_ = false;
   std::optional<Scores> scores_;
+  std::shared_ptr<Linear> linear_;  // of kLinear alone
   double dropout_p_ = 0;
   uint64_t seed_ = 0;
   int64_t window_left_ = -1, window_right_ = -1;

@@ -54,6 +54,15 @@ void attention_grad(const Shapes& inputs, std::vector<Shape>& outputs) {
   if (kMask < inputs.size() && inputs[kMask]) outputs[3] = *inputs[kMask];
 }
 
+void linear(const Shapes& inputs, const Attributes& attributes, std::vector<Shape>& outputs) {
+  outputs.clear();
+  const Shape* weight = with_dims(inputs, Linear::kWeight, 2);
+  if (inputs.empty() || !inputs[0] || inputs[0]->empty()) return;
+  Shape rows = *inputs[0];
+  rows.back() = weight == nullptr ? Dim() : (*weight)[attributes.integer("transB").value_or(0) == 0 ? 1 : 0];
+  outputs.assign(2, rows);
+}
+
 void multi_head(const Shapes& inputs, const Attributes& attributes, std::vector<Shape>& outputs) {
   constexpr size_t kPastKey = 6;
   const int64_t heads = attributes.integer("num_heads").value_or(0);
@@ -96,6 +105,7 @@ std::vector<Shape> output_shapes(Operator op, const Shapes& inputs, const Attrib
     case Operator::kAttentionGrad: attention_grad(inputs, outputs); break;
     case Operator::kMultiHead: multi_head(inputs, attributes, outputs); break;
     case Operator::kGroupQuery: group_query(inputs, attributes, outputs); break;
+    case Operator::kLinear: linear(inputs, attributes, outputs); break;
   }
   return outputs;
 }

@@ -22,6 +22,7 @@ constexpr OperatorNames kOperators[] = {
     {"", "Attention", Operator::kAttention, 1, 25, 7, 3, 4, 1},
     {"polyhead", "Attention", Operator::kAttention, 1, 1, 16, 3, 6, 1},
     {"polyhead", "AttentionGrad", Operator::kAttentionGrad, 1, 1, 8, 6, 4, 0},
+    {"polyhead", "Linear", Operator::kLinear, 1, 1, 6, 2, 2, 1},
     {"com.microsoft", "MultiHeadAttention", Operator::kMultiHead, 1, 1, 10, 1, 4, 1},
     {"com.microsoft", "GroupQueryAttention", Operator::kGroupQuery, 1, 1, 16, 1, 4, 1},
 };

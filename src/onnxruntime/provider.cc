@@ -19,30 +19,73 @@ struct Compiled : abi::NodeComputeInfo {
   Node node;
   Wiring wiring;
   Plans plans;
+  Arena arena;
 };
 
 OrtStatus* compute(abi::NodeComputeInfo* self, void*, OrtKernelContext* context) {
   return guarded([&] {
     auto* compiled = static_cast<Compiled*>(self);
-    Call call(context, &compiled->wiring);
+    Call call(context, compiled->arena, &compiled->wiring);
     if (Status status = call.tell_shapes(); !status.ok()) return status;
     return compiled->node.run(call, compiled->plans);
   });
 }
 
+// What the nodes of a group read and is known when the session is made.
+class GroupConstants final : public Constants {
+ public:
+  GroupConstants(const OrtGraph* group, const std::vector<std::string>& names) : group_(group), names_(names) {}
+
+  Status constant(size_t input, Tensor& tensor) const override {
+    tensor = {};
+    if (input >= names_.size() || names_[input].empty()) return {};
+    const auto nodes = list_of<const OrtNode*>(group_, abi::kGraph_GetNumNodes, abi::kGraph_GetNodes);
+    if (!nodes.ok()) return nodes.status();
+    for (const OrtNode* node : *nodes) {
+      const auto values = list_of<const OrtValueInfo*>(node, abi::kNode_GetNumInputs, abi::kNode_GetInputs);
+      if (!values.ok()) return values.status();
+      for (const OrtValueInfo* value : *values) {
+        const Result<std::string> name = value == nullptr ? Result<std::string>(std::string()) : name_of(value);
+        if (!name.ok() || *name != names_[input]) continue;
+        const OrtValue* data = nullptr;
+        const Status status = call(abi::kValueInfo_GetInitializerValue, value, &data);
+        if (status.ok() && data != nullptr) return tensor_of(data, tensor);
+      }
+    }
+    return {StatusCode::kInternal, sentence("a group has no constant ", names_[input])};
+  }
+
+ private:
+  const OrtGraph* group_;
+  const std::vector<std::string>& names_;
+};
+
+// The provider's option `layers`: "0" or "1"; without it, those that pay.
+Status read_layers(const OrtSessionOptions* options, Layers& layers) {
+  char text[8] = "";
+  size_t bytes = sizeof text;
+  if (options == nullptr ||
+      !call(abi::kGetSessionConfigEntry, options, "ep.polyhead.layers", static_cast<char*>(text), &bytes).ok())
+    return {};
+  const std::string_view told = text;
+  if (told != "0" && told != "1") return invalid(sentence("layers is \"", told, "\", must be 0 or 1"));
+  layers = told == "1" ? Layers::kAll : Layers::kNone;
+  return {};
+}
+
 class SessionProvider : public abi::Provider {
  public:
-  explicit SessionProvider(const OrtLogger* logger) : abi::Provider(), logger_(logger) {
+  SessionProvider(const OrtLogger* logger, Layers layers) : abi::Provider(), logger_(logger), layers_(layers) {
     version = abi::kOldestWithProviders;
     get_name = [](const abi::Provider*) { return kName; };
     get_capability = [](abi::Provider* self, const OrtGraph* graph, OrtEpGraphSupportInfo* info) {
       return guarded([&] { return static_cast<SessionProvider*>(self)->claim(graph, info); });
     };
-    compile = [](abi::Provider* self, const OrtGraph**, const OrtNode** nodes, size_t count,
+    compile = [](abi::Provider* self, const OrtGraph** groups, const OrtNode** nodes, size_t count,
                  abi::NodeComputeInfo** infos, OrtNode**) {
       return guarded([&]() -> Status {
         for (size_t i = 0; i < count; ++i) {
-          Status status = static_cast<SessionProvider*>(self)->compile_node(nodes[i], infos[i]);
+          Status status = static_cast<SessionProvider*>(self)->compile_node(groups[i], nodes[i], infos[i]);
           if (!status.ok()) return status;
         }
         return {};
@@ -57,7 +100,7 @@ class SessionProvider : public abi::Provider {
   Status claim(const OrtGraph* graph, OrtEpGraphSupportInfo* info) {
     Result<OrtModel> model = read_graph(graph);
     if (!model.ok()) return model.status();
-    Claims found = find_claims(*model);
+    Claims found = find_claims(*model, layers_);
     for (const std::string& line : found.told) {
       const std::string text = sentence("polyhead: ", line);
       (void)call(abi::kLogger_LogMessage, logger_, kInformation, text.c_str(), __FILE__, __LINE__, __func__).ok();
@@ -66,9 +109,9 @@ class SessionProvider : public abi::Provider {
     for (Claim& each : found.claims) {
       std::vector<const OrtNode*> nodes;
       for (size_t at : each.nodes) nodes.push_back(model->nodes[at]);
-      const void* no_options = nullptr;
+      const abi::FusionOptions options = {abi::kOldestWithProviders, !each.constants.empty()};
       Status status =
-          take(abi::kEpGraphSupportInfo_AddNodesToFuse(providers, info, nodes.data(), nodes.size(), no_options));
+          take(abi::kEpGraphSupportInfo_AddNodesToFuse(providers, info, nodes.data(), nodes.size(), &options));
       if (!status.ok()) return status;
       auto shared = std::make_shared<Claim>(std::move(each));
       for (const auto& output : shared->wiring.outputs) {
@@ -79,7 +122,7 @@ class SessionProvider : public abi::Provider {
   }
 
   // The claim that became this node: it is told by a value that it computes.
-  Status compile_node(const OrtNode* node, abi::NodeComputeInfo*& info) {
+  Status compile_node(const OrtGraph* group, const OrtNode* node, abi::NodeComputeInfo*& info) {
     auto inputs = list_of<const OrtValueInfo*>(node, abi::kNode_GetNumInputs, abi::kNode_GetInputs);
     auto outputs = list_of<const OrtValueInfo*>(node, abi::kNode_GetNumOutputs, abi::kNode_GetOutputs);
     if (!inputs.ok() || !outputs.ok()) return {StatusCode::kInternal, "a group of nodes cannot be read"};
@@ -108,6 +151,7 @@ class SessionProvider : public abi::Provider {
     if (!claim) return {StatusCode::kInternal, "a group of nodes was not claimed"};
     made->node = claim->node;
     made->wiring = std::move(claim->wiring);
+    if (Status status = made->node.hold(GroupConstants(group, claim->constants)); !status.ok()) return status;
     for (const auto& input : made->wiring.inputs) {
       if (input && !find_places(places, *input))
         return {StatusCode::kInternal, sentence("a group does not read ", input->name)};
@@ -144,6 +188,7 @@ class SessionProvider : public abi::Provider {
   }
 
   const OrtLogger* logger_;
+  Layers layers_;
   std::unordered_map<std::string, std::shared_ptr<Claim>> claims_;
 };
 
@@ -168,10 +213,12 @@ abi::ProviderFactory factory() {
     return nullptr;
   };
   made.create = [](abi::ProviderFactory*, const OrtHardwareDevice* const*, const OrtKeyValuePairs* const*, size_t,
-                   const OrtSessionOptions*, const OrtLogger* logger, abi::Provider** provider) {
+                   const OrtSessionOptions* options, const OrtLogger* logger, abi::Provider** provider) {
     return guarded([&]() -> Status {
-      *provider = new SessionProvider(logger);
-      return {};
+      Layers layers = Layers::kPaying;
+      Status status = read_layers(options, layers);
+      if (status.ok()) *provider = new SessionProvider(logger, layers);
+      return status;
     });
   };
   made.release = [](abi::ProviderFactory*, abi::Provider* provider) { delete static_cast<SessionProvider*>(provider); };

@@ -1,9 +1,9 @@
 #include "rotary.h"
 
 #include <algorithm>
-#include <type_traits>
 
 #include "core/dtype.h"
+#include "core/rotary.h"
 #include "core/sentence.h"
 
 namespace polyhead::onnxruntime {
@@ -18,21 +18,14 @@ struct Turn {
 
   template <class E>
   void row(int64_t b, int64_t s) const {
-    using T = std::conditional_t<std::is_same_v<E, double>, double, float>;
     const int64_t pairs = rotary->cos.dims[1], dim = from.dims[3];
     const int64_t position = static_cast<const int64_t*>(rotary->positions.data)[b * from.dims[1] + s];
-    const E* cos = static_cast<const E*>(rotary->cos.data) + position * pairs;
-    const E* sin = static_cast<const E*>(rotary->sin.data) + position * pairs;
-    const int64_t apart = rotary->interleaved ? 1 : pairs, step = rotary->interleaved ? 2 : 1;
+    const Angles<E> cos{static_cast<const E*>(rotary->cos.data) + position * pairs};
+    const Angles<E> sin{static_cast<const E*>(rotary->sin.data) + position * pairs};
     for (int64_t h = 0; h < from.dims[2]; ++h) {
       const E* x = static_cast<const E*>(from.data) + b * from.strides[0] + s * from.strides[1] + h * from.strides[2];
       E* y = static_cast<E*>(to.data) + b * to.strides[0] + s * to.strides[1] + h * to.strides[2];
-      for (int64_t p = 0; p < pairs; ++p) {
-        const T first = widen<T>(x[p * step]), second = widen<T>(x[p * step + apart]);
-        const T c = widen<T>(cos[p]), n = widen<T>(sin[p]);
-        y[p * step] = narrow<E>(first * c - second * n);
-        y[p * step + apart] = narrow<E>(second * c + first * n);
-      }
+      rotate(pairs, rotary->interleaved, cos, sin, x, y);
       std::copy(x + 2 * pairs, x + dim, y + 2 * pairs);
     }
   }
