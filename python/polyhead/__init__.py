@@ -7,8 +7,8 @@
 `attention` computes, `attention_backward` its gradients; `merge` joins results whose keys were split over calls, and
 `merge_backward` their gradients. `explain` says with which kernel and why not with another, `kernels` lists them,
 `dropout_mask` tells what dropout keeps, `set_num_threads` sets the number of threads. `MultiHeadAttention` is the layer,
-with projections around attention. `polyhead.torch`, `polyhead.onnx` and `polyhead.weights` are imported by name.
-`python -m polyhead info` describes this build and this machine.
+with projections around attention; `AttentionBlock` and `FeedForwardBlock` are the two of a transformer. `polyhead.torch`,
+`polyhead.onnx` and `polyhead.weights` are imported by name. `python -m polyhead info` describes this build and this machine.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 from polyhead import _bind
 from polyhead._bind import Error, __version__
+from polyhead._blocks import AttentionBlock, FeedForwardBlock
+from polyhead._cuda_arrays import DeviceArray
 from polyhead._dropout import DropoutOrigin, dropout_mask
 from polyhead._explanation import Explanation
-from polyhead._kv_cache import KvCache, PageTable
+from polyhead._kv_cache import KvCache
 from polyhead._merge import merge, merge_backward
 from polyhead._multi_head_attention import LayerCaches, MultiHeadAttention
+from polyhead._page_table import NewTokens, PageTable
 from polyhead._program_call import program_arguments
 from polyhead._typing import Array, ArrayT
 
 __all__ = [
-    "Array", "DropoutOrigin", "Error", "Explanation", "KvCache", "LayerCaches", "MultiHeadAttention", "PageTable",
-    "__version__", "attention", "attention_backward", "dropout_mask", "explain", "get_num_threads", "kernels", "merge",
-    "merge_backward", "set_num_threads",
+    "Array", "AttentionBlock", "DeviceArray", "DropoutOrigin", "Error", "Explanation", "FeedForwardBlock", "KvCache",
+    "LayerCaches", "MultiHeadAttention", "NewTokens", "PageTable", "__version__", "attention", "attention_backward",
+    "dropout_mask", "explain", "get_num_threads", "kernels", "merge", "merge_backward", "set_num_threads",
 ]  # fmt: skip
 
 
@@ -90,8 +93,9 @@ def attention(
         [B, Sq, H, D], [B, Sk, G, D] and [B, Sk, G, Dv]; packed, with cu_seqlens: [total_q, H, D], [total_k, G, D] and
         [total_k, G, Dv]. float32, bfloat16, float16 or float64, all three the same. NumPy arrays (bfloat16 by
         ml_dtypes) or any in CPU memory with ``__dlpack__`` (torch, jax, ...); read in place, any strides, 0 and
-        negative ones too. No gradient flows: a torch tensor that requires one is taken by its values; the gradients
-        are in `attention_backward`.
+        negative ones too. Or all arrays on one CUDA device, where the build has CUDA kernels (docs/install.md): torch's,
+        CuPy's, Numba's, any with ``__dlpack__`` or ``__cuda_array_interface__``. No gradient flows: a torch tensor that
+        requires one is taken by its values; the gradients are in `attention_backward`.
     attn_bias : array, optional
         Added to the scores; broadcasts to [B, H, Sq, Sk] as in NumPy. float32, bfloat16 or float16, whatever query is
         (float64 too where query is). -inf hides a key.
@@ -166,21 +170,24 @@ def attention(
         Of out: query's (default), or float32 beside bfloat16 and float16, the sums as they are before rounding. For
         parts that are merged: they would round at each step.
     out : array, optional
-        A NumPy array or torch tensor that out is written to, of its shape and dtype (in float32 beside bfloat16 and
-        float16: as out_dtype), any strides whose elements lie apart; it is what is returned as out. It must not overlap
-        an input.
+        A NumPy array, torch tensor or array with ``__cuda_array_interface__`` that out is written to, of its shape and
+        dtype (in float32 beside bfloat16 and float16: as out_dtype), any strides whose elements lie apart; it is what is
+        returned as out. It must not overlap an input.
     kernel : str, optional
         One of `kernels()`, instead of the best that can compute this.
     device : {"cpu", "cuda"}, optional
-        Where it is computed and where the arrays lie; default "cpu". A device that no kernel of this build serves is an
-        error.
+        Where it is computed and where the arrays lie; default: where query lies. A device that no kernel of this build
+        serves is an error.
     stream : int, optional
-        Of a GPU: the handle of the queue that the work is put on. The CPU has none.
+        Of a CUDA device: the handle of the stream that the work is put on, 0 for CUDA's default stream. Default: the
+        current stream of query's package (torch, CuPy), else CUDA's default stream. Inputs are waited for on the device,
+        nobody waits for the results: they are there in the order of that stream. The CPU has none.
 
     Returns
     -------
     out : array
-        [B, Sq, H, Dv], packed [total_q, H, Dv]; in out_dtype, kind of array of query, contiguous.
+        [B, Sq, H, Dv], packed [total_q, H, Dv]; in out_dtype, kind of array of query, contiguous. On a CUDA device it is
+        made by torch, CuPy or Numba, if query is theirs; else it is a `DeviceArray`.
     logsumexp : array, if asked for
         L, natural log: [B, H, Sq], packed [H, total_q]; float32 (float64 if query is).
     weights : array, if asked for
@@ -204,7 +211,8 @@ def attention(
     batch.
 
     Other Python threads run meanwhile. Memory besides the results: a workspace (see `explain`), kept by each thread up
-    to 64 MiB. Plans are remembered, so the second call of the same sizes is the fast one.
+    to 64 MiB; on a CUDA device it comes from where the results come from, for as long as the call runs there. Plans are
+    remembered, so the second call of the same sizes is the fast one.
 
     Algorithm: Dao 2023, arXiv:2307.08691. Definition: src/reference/attention.cc.
 
@@ -314,7 +322,8 @@ def attention_backward(
         Which gradients: out of "query", "key", "value", "attn_bias", "alibi_slopes", "sink_logits" and the names of captured
         floats. Others are not computed.
     into : dict of str to array, optional
-        NumPy arrays or torch tensors to write the gradients of these names into, of the shape of the input and the dtype of the gradient.
+        NumPy arrays, torch tensors or arrays with ``__cuda_array_interface__`` to write the gradients of these names into,
+        of the shape of the input and the dtype of the gradient.
         Its keys are among needs; for the other needs new arrays are made.
     accumulate : bool
         Add to what the arrays of into hold, which then must be one for each of needs.

@@ -18,6 +18,19 @@ def package_version(name):
         return ""
 
 
+def cuda_rows():
+    """What CUDA kernels find here: driver and devices, or why there are none to use."""
+    machine = _bind.cuda_machine()
+    versions = machine["runtime_version"], machine["driver_version"]
+    built, driver = (f"{version // 1000}.{version % 1000 // 10}" for version in versions)
+    told = [machine["why_not"]] if machine["why_not"] else []
+    rows = {"cuda": "; ".join([*told, *([f"built with CUDA {built}, the driver serves {driver}"] if all(versions) else [])])}
+    for number, (name, major, minor, memory, why_not) in enumerate(machine["devices"]):
+        reason = f"; cannot be used: {why_not}" if why_not else ""
+        rows[f"gpu {number}"] = f"{name}, compute capability {major}.{minor}, {memory / 2**30:.1f} GiB{reason}"
+    return rows
+
+
 def info():
     """Lines of "name: value"."""
     build = _bind.build_info()
@@ -27,6 +40,7 @@ def info():
         "cpu": f"{platform.machine()}, {build['cpu'] or 'no instruction set that a kernel of ours uses'}",
         "threads": build["threads"],
         "kernels": " ".join(kernels()),
+        **cuda_rows(),
         "python": platform.python_version(),
     }
     for name in ("numpy", "ml_dtypes", "torch", "jax", "onnx", "onnxruntime"):

@@ -28,7 +28,7 @@ class Explanation:
     program : tuple of (str, str)
         Values of score and mask, operands first, and what each depends on besides sequence and head: "nothing" (it is
         computed once a head), "q", "k" or "q - k" (once a query, key or diagonal of a tile), "q, k" (for every pair).
-    blocks : tuple of int, or None without score and mask
+    blocks : tuple of int, or None without score and mask, and where the arrays lie on a CUDA device
         How many blocks of 64 queries x 128 keys, of all sequences and heads, are hidden throughout (never computed), seen in
         part (or not told), and seen throughout (not masked); attn_mask and attn_bias are not looked at.
     """

@@ -123,7 +123,7 @@ class KvCache:
         self.value = value  #: [num_pages, page_size, G, Dv]
         self.key_scales = key_scales  #: [num_pages, page_size, G, groups], or None
         self.value_scales = value_scales  #: likewise
-        self._turn = (rotary_dim, interleaved, hadamard)
+        self.rotary_dim, self.interleaved, self.hadamard = rotary_dim, interleaved, hadamard
         _bind.cache_check(*self._arguments())
 
     @classmethod
@@ -182,7 +182,8 @@ class KvCache:
         return cls(**arrays, rotary_dim=rotary_dim, interleaved=interleaved, hadamard=hadamard)
 
     def _arguments(self) -> tuple[Any, ...]:
-        return self.key, self.value, self.key_scales, self.value_scales, *self._turn
+        turn = self.rotary_dim, self.interleaved, self.hadamard
+        return self.key, self.value, self.key_scales, self.value_scales, *turn
 
     def arrays(self) -> dict[str, Any]:
         """What `attention` is told of the cache.
@@ -271,136 +272,3 @@ class KvCache:
             Bad input.
         """
         return _bind.cache_read(*self._arguments(), slots)
-
-
-class PageTable:
-    """Which page of a cache holds what: pages are handed out, shared, and taken back when nobody holds them.
-
-    It touches no cache: what must be copied it tells. Not thread-safe.
-
-    Parameters
-    ----------
-    num_pages, page_size : int
-        0 or more; 1 or more.
-
-    Examples
-    --------
-    A second sequence that shares its beginning with the first, until it is written to:
-
-    >>> import polyhead
-    >>> table = polyhead.PageTable(num_pages=4, page_size=4)
-    >>> first = table.add()
-    >>> table.resize(first, 6)
-    >>> second = table.fork(first)
-    >>> table.resize(second, 7)  # the last page's tokens are to be copied: KvCache.copy
-    (array([4, 5]), array([8, 9]))
-    >>> table.array([first, second])
-    array([[0, 1],
-           [0, 2]])
-    """
-
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self._table = _bind.page_table(num_pages, page_size)
-        self.page_size = page_size  #: tokens of a page
-
-    @property
-    def num_free(self) -> int:
-        """Pages that nobody holds."""
-        return self._table.num_free()
-
-    def add(self) -> int:
-        """A new sequence, of length 0.
-
-        Returns
-        -------
-        int
-            Its number.
-        """
-        return self._table.add()
-
-    def fork(self, sequence: int) -> int:
-        """A new sequence with the tokens of this one, in the same pages.
-
-        Returns
-        -------
-        int
-            Its number.
-
-        Raises
-        ------
-        polyhead.Error
-            There is no such sequence.
-        """
-        return self._table.fork(sequence)
-
-    def remove(self, sequence: int) -> None:
-        """Gives up a sequence and the pages that it alone held.
-
-        Raises
-        ------
-        polyhead.Error
-            There is no such sequence.
-        """
-        self._table.remove(sequence)
-
-    def resize(self, sequence: int, length: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Makes ``length`` tokens of a sequence: takes pages, or gives up those behind.
-
-        Returns
-        -------
-        (from_slots, to_slots) or None
-            Where the sequence's last page was shared and it has one of its own now: what is to be copied, by
-            `KvCache.copy`, before more is written.
-
-        Raises
-        ------
-        polyhead.Error
-            Out of pages, or no such sequence: nothing has changed.
-        """
-        begun = self.length(sequence) % self.page_size
-        source, target = self._table.resize(sequence, length)
-        if source < 0:
-            return None
-        rows = np.arange(begun)
-        return source * self.page_size + rows, target * self.page_size + rows
-
-    def length(self, sequence: int) -> int:
-        """Tokens of a sequence; -1: there is none of that number.
-
-        Returns
-        -------
-        int
-        """
-        return self._table.length(sequence)
-
-    def pages(self, sequence: int) -> list[int]:
-        """A sequence's pages, in order.
-
-        Returns
-        -------
-        list of int
-        """
-        return self._table.pages(sequence)
-
-    def slot(self, sequence: int, token: int) -> int:
-        """Where a token lies; -1: nowhere.
-
-        Returns
-        -------
-        int
-        """
-        return self._table.slot(sequence, token)
-
-    def array(self, sequences: list[int]) -> np.ndarray:
-        """The ``page_table`` of a call of `attention` on these sequences.
-
-        Returns
-        -------
-        numpy.ndarray of int64, [len(sequences), most pages of one]
-            Behind a sequence's pages stand zeros, which nothing reads.
-        """
-        pages = [self.pages(sequence) for sequence in sequences]
-        table = np.zeros((len(pages), max(map(len, pages), default=0)), np.int64)
-        for row, each in zip(table, pages):
-            row[: len(each)] = each
-        return table

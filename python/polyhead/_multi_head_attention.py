@@ -20,13 +20,14 @@ _BIASES = tuple(f"{name}_bias" for name in (*_PROJECTIONS, "out"))
 # Inputs that have a gradient, as the binding returns them, with their places among the arguments of forward.
 _INPUTS = {"query": 0, "key": 1, "value": 2, "attn_bias": 3, "alibi_slopes": 11, "sink_logits": 25}
 _CAPTURED = 24  # the place of what is captured
+_NORM = ("norm_weight", "norm_bias")  # of a block
 
 
 def _captured_floats(captured: Mapping[str, Array] | None) -> list[str]:
     """Names of what has a gradient."""
     names = [name for name, array in (captured or {}).items() if kind_of(array.dtype) == "float"]
     for name in names:
-        if name in (*_INPUTS, *_WEIGHTS, *_BIASES):
+        if name in (*_INPUTS, *_WEIGHTS, *_BIASES, *_NORM):
             raise Error(f"{name} cannot be the name of a captured tensor here")
     return names
 
@@ -94,6 +95,8 @@ class MultiHeadAttention:
     True
     """
 
+    _OTHERS: tuple[str, ...] = ()  # names of weights beside those of the projections
+
     def __init__(
         self,
         weights: Mapping[str, Any],
@@ -116,15 +119,26 @@ class MultiHeadAttention:
         self.kernel = kernel
         self._saved: tuple[tuple[Any, ...], Any] | None = None
         for name, array in weights.items():
-            if name != "scale" and name not in _WEIGHTS and name not in _BIASES:
+            if name != "scale" and name not in (*_WEIGHTS, *_BIASES, *self._OTHERS):
                 raise Error(f'weights has "{name}", for which the layer has no place')
             if name != "scale" and not isinstance(array, np.ndarray):
                 raise TypeError(f'weights["{name}"] has type {type(array).__name__}, must be a NumPy array')
         for name in _WEIGHTS[:3]:
             if name not in weights:
                 raise Error(f'weights has no "{name}", which must be given')
-        self._check_shapes({name: array for name, array in weights.items() if name != "scale"})
+        self._check_shapes({name: array for name, array in weights.items() if name in (*_WEIGHTS, *_BIASES)})
         self._pack(weights)
+
+    @classmethod
+    def _sharing(cls, weights: dict[str, Any], num_heads: int, num_heads_kv: int, **options: Any) -> Any:
+        """A layer for inference on arrays of any kind, which have been checked and are used where they are."""
+        made = cls.__new__(cls)
+        made.__dict__.update(
+            weights=weights, num_heads=num_heads, num_heads_kv=num_heads_kv, scale=None, softcap=0.0, normalizer="softmax",
+            dropout_p=0.0, output_dropout_p=0.0, kernel=None,
+        )  # fmt: skip
+        made.__dict__.update(options)
+        return made
 
     def _check_shapes(self, weights: Mapping[str, np.ndarray]) -> None:
         if self.num_heads < 1 or self.num_heads_kv < 1 or self.num_heads % self.num_heads_kv != 0:
@@ -164,10 +178,18 @@ class MultiHeadAttention:
             self.weights |= self._split(np.concatenate(matrices, 1))
         else:
             self.weights |= {name: matrix.copy() for name, matrix in zip(_WEIGHTS, matrices)}
-        self.weights |= {name: weights[name].copy() for name in (*_BIASES, "out_weight") if name in weights}
+        self.weights |= {name: weights[name].copy() for name in (*_BIASES, "out_weight", *self._OTHERS) if name in weights}
 
     def _split(self, in_proj: np.ndarray) -> dict[str, np.ndarray]:
         return {name: in_proj[:, part] for name, part in zip(_WEIGHTS, self._parts)}
+
+    def _norm(self) -> tuple[Any, ...]:
+        """What a block says of its norm and residual: this is none."""
+        return (None,) * 6
+
+    def _query_as_key(self, query: Any) -> Any:
+        """Where value is given and key is not."""
+        return query
 
     def _kv_dims(self) -> list[int]:
         return [self.weights[name].shape[1] // self.num_heads_kv for name in ("key_weight", "value_weight")]
@@ -321,7 +343,7 @@ class MultiHeadAttention:
             key = None
         value = None if value is key or (key is None and value is query) else value
         if key is None and value is not None:
-            key = query
+            key = self._query_as_key(query)
         w = self.weights
         shared = (
             query, key, value, attn_bias, attn_mask, causal, window, align, query_offset, self.scale, self.softcap,
@@ -329,7 +351,7 @@ class MultiHeadAttention:
             seqlens_k, None, None, self.kernel, None, None, *program_arguments(score, mask, captured), sink_logits,
             self.normalizer, sink_keys, False, *(w.get(name) for name in (*_WEIGHTS, *_BIASES)),
             self.num_heads, self.num_heads_kv, self.output_dropout_p if training else 0.0,
-            output_dropout_seed if training else None, window_lo, window_hi, return_weights,
+            output_dropout_seed if training else None, window_lo, window_hi, return_weights, *self._norm(),
         )  # fmt: skip
         at = -1 if step is None else step
         pages = cache._arguments() if cache is not None else (None,) * 7
@@ -394,7 +416,7 @@ class MultiHeadAttention:
                 raise Error(f'needs holds "{name}", must be out of {", ".join(there)}')
         grads = self._weight_gradients(needs)
         bits = sum(1 << bit for bit, name in enumerate(_INPUTS) if name in needs)
-        in_order = (grads.get(name) for name in (*_WEIGHTS, *_BIASES))
+        in_order = (grads.get(name) for name in (*_WEIGHTS, *_BIASES, *_NORM))
         asked = tuple(name for name in captured if name in needs)
         *by_inputs, by_captured = _bind.layer_backward(*shared, grad_out, reserve, bits, asked, *in_order)
         grads |= dict(zip(_INPUTS, by_inputs, strict=True)) | by_captured

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -107,10 +108,43 @@ class _OwnAttentionGrad(OpRun):
         return tuple(grads.get(name, _LEFT_OUT) for name in given)[: len(self.onnx_node.output)]
 
 
+class _Linear(OpRun):
+    """sum = activation(X W + B) + R, Y = norm(sum), as `fuse` emits it with ``layers``: X [..., k], W [k, n] or with transB
+    [n, k]; B, gamma and beta n numbers in any dims, R and the outputs [..., n]. In float64, rounded once at each output.
+    """
+
+    op_domain = "polyhead"
+
+    def _run(self, X, W, B=None, R=None, gamma=None, beta=None, transB=0, activation="", norm="", epsilon=1e-5):
+        dtype = X.dtype
+        X, W, B, R, gamma, beta = (None if x is None else np.asarray(x, np.float64) for x in (X, W, B, R, gamma, beta))
+        total = X @ (W.T if transB else W)
+        total = _ACTIVATIONS[activation or ""](total if B is None else total + B.reshape(-1))
+        total = (total if R is None else total + R).astype(dtype)
+        if not norm:
+            return (total,)
+        x = total.astype(np.float64)
+        if norm == "layer":
+            x -= x.mean(axis=-1, keepdims=True)
+        x /= np.sqrt((x * x).mean(axis=-1, keepdims=True) + epsilon)
+        x = x if gamma is None else x * gamma.reshape(-1)
+        x = x if beta is None else x + beta.reshape(-1)
+        return (x.astype(dtype), total)[: len(self.onnx_node.output)]
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+_ACTIVATIONS = {
+    "": lambda x: x,
+    "relu": lambda x: np.maximum(x, 0),
+    "gelu": lambda x: x * (1 + _erf(x / np.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2,
+    "silu": lambda x: x / (1 + np.exp(-x)),
+}
+
 _LEFT_OUT = np.empty(0, np.float32)  # an output that nobody reads
 
-# The evaluator goes by the class's name.
-_OwnAttention.__name__, _OwnAttentionGrad.__name__ = "Attention", "AttentionGrad"
+# The evaluator goes by the classes' names.
+_OwnAttention.__name__, _OwnAttentionGrad.__name__, _Linear.__name__ = "Attention", "AttentionGrad", "Linear"
 
 
 def _options(query, scale, softcap, is_causal, window):
@@ -196,7 +230,7 @@ class Model(base.BackendRep):
     """A model that `polyhead.onnx.Backend.prepare` has made ready; may run many times."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        self._evaluator = ReferenceEvaluator(model, new_ops=[Attention, _OwnAttention, _OwnAttentionGrad])
+        self._evaluator = ReferenceEvaluator(model, new_ops=[Attention, _OwnAttention, _OwnAttentionGrad, _Linear])
 
     def run(self, inputs: Mapping[str, Any] | Sequence[Any], **kwargs: Any) -> tuple[Any, ...]:
         """The model's outputs, in its order.

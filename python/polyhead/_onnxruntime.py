@@ -42,7 +42,11 @@ def library_path() -> str:
 
 
 def session(
-    model: str | os.PathLike[str] | bytes, options: onnxruntime.SessionOptions | None = None, **kwargs: Any
+    model: str | os.PathLike[str] | bytes,
+    options: onnxruntime.SessionOptions | None = None,
+    *,
+    layers: bool | None = None,
+    **kwargs: Any,
 ) -> onnxruntime.InferenceSession:
     """An ONNX Runtime session of a model as it is, its attention computed by polyhead on ONNX Runtime's own threads.
 
@@ -57,6 +61,9 @@ def session(
         As InferenceSession takes it.
     options : onnxruntime.SessionOptions, optional
         Not used for another session: the provider is added to them.
+    layers : bool, optional
+        Whether products around attention, with bias, activation, residual and norm, are computed here too. Default: they are, but for
+        those of small matrices with a bias at most, of which a call with few rows takes ONNX Runtime less time.
     **kwargs
         Passed on to InferenceSession. ``providers`` is not among them.
 
@@ -78,7 +85,7 @@ def session(
     options = onnxruntime.SessionOptions() if options is None else options
     if hasattr(onnxruntime, "get_ep_devices"):
         options.add_session_config_entry("polyhead.domains", "polyhead")
-        options.add_provider_for_devices(_devices(onnxruntime), {})
+        options.add_provider_for_devices(_devices(onnxruntime), {} if layers is None else {"layers": str(int(layers))})
     else:
         kwargs["providers"] = ["CPUExecutionProvider"]
     options.register_custom_ops_library(library_path())

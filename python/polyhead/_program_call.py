@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from polyhead import _bind
 from polyhead._program import INPUTS, CapturedTensor, Tracer, kind_of
 
@@ -37,6 +39,15 @@ def call_by_names(what: str, function: Callable[..., Any], inputs: Mapping[str, 
     return result
 
 
+def _dtype_and_ndim(array: Any) -> tuple[Any, int]:
+    """(None, 0) of what is no array."""
+    dtype = getattr(array, "dtype", None)
+    if dtype is not None:
+        return dtype, len(array.shape)
+    interface = getattr(array, "__cuda_array_interface__", None)
+    return (None, 0) if interface is None else (np.dtype(interface["typestr"]), len(interface["shape"]))
+
+
 def program_arguments(
     score: Any, mask: Any, captured: Mapping[str, Any] | None
 ) -> tuple[str | None, dict[str, Any] | None]:
@@ -50,12 +61,13 @@ def program_arguments(
     tracer = Tracer()
     tensors: dict[str, Any] = {}
     for name, array in (captured or {}).items():
-        kind = kind_of(getattr(array, "dtype", None))
+        dtype, ndim = _dtype_and_ndim(array)
+        kind = kind_of(dtype)
         if kind is None:
-            came = f"dtype {array.dtype}" if hasattr(array, "dtype") else f"type {type(array).__name__}"
+            came = f"type {type(array).__name__}" if dtype is None else f"dtype {dtype}"
             takes = "an array of float32, bfloat16, float16, float64, int32, int64 or bool"
             raise _bind.Error(f"captured[{name!r}] has {came}, must be {takes}")
-        tensors[name] = tracer.capture(name, kind, array.ndim)
+        tensors[name] = tracer.capture(name, kind, ndim)
     inputs = {name: getattr(tracer, name) for name in INPUTS}
     results = {"score": score, "mask": mask}
     for what, given in results.items():

@@ -13,6 +13,7 @@
 #include <string_view>
 
 #include "pages.h"
+#include "place.h"
 
 namespace polyhead::python {
 namespace {
@@ -30,16 +31,6 @@ void set_error(PyObject* type, const char* format, va_list args) {
   if (message == nullptr) return;
   PyErr_SetObject(type, message);
   Py_DECREF(message);
-}
-
-void check_num_dims(int64_t num_dims, const ArrayArgument& argument) {
-  if (num_dims >= argument.min_dims && num_dims <= argument.max_dims) return;
-  if (argument.min_dims == argument.max_dims) {
-    bad_value("%s has %d dimensions, must have %d: %s", argument.name, static_cast<int>(num_dims), argument.min_dims,
-              argument.shape);
-  }
-  bad_value("%s has %d dimensions, must have %d to %d: %s", argument.name, static_cast<int>(num_dims),
-            argument.min_dims, argument.max_dims, argument.shape);
 }
 
 // ml_dtypes registers its own types with NumPy; there are no numbers for them.
@@ -100,10 +91,10 @@ std::optional<nb::dlpack::dtype> dlpack_dtype(DType dtype) {
     case DType::kBool: return type(Code::Bool, 8);
     case DType::kInt32: return type(Code::Int, 32);
     case DType::kInt64: return type(Code::Int, 64);
+    case DType::kInt4x2: return type(Code::UInt, 8);  // bytes of a workspace
     case DType::kInt8:
     case DType::kFloat8E4M3:
-    case DType::kFloat8E5M2:
-    case DType::kInt4x2: break;  // no result has it
+    case DType::kFloat8E5M2: break;  // no result has it
   }
   return std::nullopt;
 }
@@ -111,6 +102,7 @@ std::optional<nb::dlpack::dtype> dlpack_dtype(DType dtype) {
 Tensor view_of_numpy(PyArrayObject* array, const ArrayArgument& argument) {
   Tensor view;
   PyArray_Descr* descr = PyArray_DESCR(array);
+  check_place(argument, nb::device::cpu::value, 0);
   const auto dtype = dtype_of(descr);
   if (!dtype || (has_scales(*dtype) && !argument.stored)) {
     bad_value("%s has dtype %s, must be %s", argument.name, text_of(reinterpret_cast<PyObject*>(descr)).c_str(),
@@ -187,12 +179,11 @@ Tensor view_of_dlpack(PyObject* object, const ArrayArgument& argument, Held& hel
     source = nb::steal(PyObject_CallOneArg(torch().resolve_neg, object));
     if (source.is_valid()) source = nb::steal(PyObject_CallOneArg(torch().to_dlpack, source.ptr()));
     if (!source.is_valid()) refuse_dlpack(object, argument);
+  } else {
+    source = dlpack_of(object);
   }
   if (!nb::try_cast(source, held, false)) refuse_dlpack(object, argument);
-  if (held.device_type() != nb::device::cpu::value) {
-    bad_value("%s is on DLPack device %d, must be in CPU memory (device %d)", argument.name, held.device_type(),
-              nb::device::cpu::value);
-  }
+  check_place(argument, held.device_type(), held.device_id());
   const auto dtype = dtype_of(held.dtype());
   if (!dtype || (has_scales(*dtype) && !argument.stored)) {
     nb::object name = nb::getattr(nb::handle(object), "dtype", nb::none());
@@ -202,6 +193,7 @@ Tensor view_of_dlpack(PyObject* object, const ArrayArgument& argument, Held& hel
   Tensor view;
   view.data = static_cast<char*>(held.data_handle()) + held.byte_offset();
   view.dtype = *dtype;
+  view.device = held.device_type() == nb::device::cpu::value ? Device::kCpu : Device::kCuda;
   view.ndim = static_cast<int32_t>(held.ndim());
   for (int i = 0; i < view.ndim; ++i) {
     view.dims[i] = held.shape_ptr()[i];
@@ -286,6 +278,10 @@ nb::object wrap_numpy(const Tensor& view, PyArray_Descr* descr, nb::object owner
   return result;
 }
 
+constexpr const char* kAnyDtype = "a dtype of polyhead";
+
+bool is_on_cuda() { return Place::current() != nullptr && Place::current()->on_cuda(); }
+
 PyArray_Descr* numpy_descr(DType dtype) {
   switch (dtype) {
     case DType::kFloat64: return PyArray_DescrFromType(NPY_DOUBLE);
@@ -313,6 +309,16 @@ void bad_value(const char* format, ...) {
   set_error(error_type, format, args);
   va_end(args);
   throw nb::python_error();
+}
+
+void check_num_dims(int64_t num_dims, const ArrayArgument& argument) {
+  if (num_dims >= argument.min_dims && num_dims <= argument.max_dims) return;
+  if (argument.min_dims == argument.max_dims) {
+    bad_value("%s has %d dimensions, must have %d: %s", argument.name, static_cast<int>(num_dims), argument.min_dims,
+              argument.shape);
+  }
+  bad_value("%s has %d dimensions, must have %d to %d: %s", argument.name, static_cast<int>(num_dims),
+            argument.min_dims, argument.max_dims, argument.shape);
 }
 
 void bad_kind(const char* format, ...) {
@@ -359,12 +365,20 @@ std::string text_of(PyObject* object) {
 }
 
 bool is_array(PyObject* object) {
-  return PyArray_Check(object) || (PyObject_HasAttrString(object, "__dlpack__") && !PyType_Check(object));
+  if (PyArray_Check(object)) return true;
+  return !PyType_Check(object) && (PyObject_HasAttrString(object, "__dlpack__") || has_cuda_interface(object));
+}
+
+bool is_on_host(PyObject* object) {
+  if (PyArray_Check(object)) return true;
+  return is_torch_tensor(object) && !nb::cast<bool>(nb::handle(object).attr("is_cuda"));
 }
 
 Tensor view_of(PyObject* object, const ArrayArgument& argument, Held& held) {
   if (PyArray_Check(object)) return view_of_numpy(reinterpret_cast<PyArrayObject*>(object), argument);
-  if (is_array(object)) return view_of_dlpack(object, argument, held);
+  const bool is_type = PyType_Check(object);
+  if (!is_type && PyObject_HasAttrString(object, "__dlpack__")) return view_of_dlpack(object, argument, held);
+  if (!is_type && has_cuda_interface(object)) return view_of_cuda_interface(object, argument);
   bad_kind("%s has type %s, must be an array of %s: NumPy's, or any with __dlpack__", argument.name, type_name(object),
            argument.dtypes);
 }
@@ -374,6 +388,11 @@ Tensor writable_view_of(PyObject* object, const ArrayArgument& argument, Held& h
     auto* array = reinterpret_cast<PyArrayObject*>(object);
     if (!PyArray_ISWRITEABLE(array)) bad_value("%s is read-only, must be writable", argument.name);
     return view_of_numpy(array, argument);
+  }
+  if (!is_torch_tensor(object) && has_cuda_interface(object)) {
+    const nb::object data = nb::object(nb::handle(object).attr("__cuda_array_interface__")["data"]);
+    if (nb::cast<bool>(nb::object(data[1]))) bad_value("%s is read-only, must be writable", argument.name);
+    return view_of_cuda_interface(object, argument);
   }
   if (!is_torch_tensor(object)) {  // DLPack has no way to ask some of the others, jax's are never to be written
     bad_kind("%s has type %s, must be a NumPy array or a torch tensor", argument.name, type_name(object));
@@ -385,10 +404,17 @@ Tensor writable_view_of(PyObject* object, const ArrayArgument& argument, Held& h
 }
 
 Results::Results(const char* name, PyObject* like, DType dtype) : like_(like), dtype_(dtype) {
+  if (is_on_cuda()) return;
   if (!PyArray_Check(like) && !is_torch_tensor(like)) from_dlpack_ = from_dlpack_of(name, like);
 }
 
 nb::object Results::make(Tensor& view) {
+  if (is_on_cuda()) {
+    nb::object array = Place::current()->new_array(like_, view, dtype_name(view.dtype));
+    Held held;
+    view = view_of(array.ptr(), {"a result", kAnyDtype, view.ndim, view.ndim, "what was asked for"}, held);
+    return array;
+  }
   nb::object owner = allocate(view);
   if (!PyArray_Check(like_)) {
     size_t shape[Tensor::kMaxDims];
@@ -411,6 +437,14 @@ nb::object Results::make(Tensor& view) {
     descr = numpy_descr(view.dtype);
   }
   return wrap_numpy(view, descr, std::move(owner));
+}
+
+nb::object cuda_capsule(nb::object owner, const Tensor& view, int device) {
+  size_t shape[Tensor::kMaxDims];
+  for (int i = 0; i < view.ndim; ++i) shape[i] = static_cast<size_t>(view.dims[i]);
+  nb::ndarray<> array(view.data, static_cast<size_t>(view.ndim), shape, owner, nullptr, *dlpack_dtype(view.dtype),
+                      nb::device::cuda::value, device);
+  return nb::cast(array, nb::rv_policy::reference);
 }
 
 nb::object new_numpy_array(Tensor& view) {

@@ -1,4 +1,5 @@
-// Arrays of Python <-> polyhead::Tensor, without a copy: NumPy through its C layout, anything else through DLPack.
+// Arrays of Python <-> polyhead::Tensor, without a copy: NumPy through its C layout, anything else through DLPack, or, on a
+// CUDA device, through __cuda_array_interface__. Where they must lie is told by the call's Place (place.h).
 #pragma once
 
 #include <Python.h>
@@ -67,16 +68,22 @@ struct ArrayArgument {
   bool stored = false;  // may be of a dtype that scales go with: int8, float8, pairs of int4 (uint8)
 };
 
+// Refuses another number of dimensions than the argument may have.
+void check_num_dims(int64_t num_dims, const ArrayArgument& argument);
+
 // A view of `object`. Sizes and dtypes are checked where the library cannot: a Tensor has only so many of both.
 Tensor view_of(PyObject* object, const ArrayArgument& argument, Held& held);
 
-// Likewise, of an array that is to be written: of NumPy, or a torch tensor.
+// Likewise, of an array that is to be written: of NumPy, a torch tensor, or one with __cuda_array_interface__.
 Tensor writable_view_of(PyObject* object, const ArrayArgument& argument, Held& held);
 
-// Whether `object` is an array: of NumPy, or with __dlpack__.
+// Whether `object` is an array: of NumPy, or with __dlpack__ or __cuda_array_interface__.
 bool is_array(PyObject* object);
 
-// Makes results of the same kind of array as `like`, the argument `name`.
+// Whether it is one in the host's memory, as can be told at once: NumPy's, or a torch tensor that is not on CUDA.
+bool is_on_host(PyObject* object);
+
+// Makes results of the same kind of array as `like`, the argument `name`: for the call's Place.
 class Results {
  public:
   // `like`, whose dtype is given, has passed view_of(). Borrows it.
@@ -93,5 +100,8 @@ class Results {
 
 // A new NumPy array, as Results makes it.
 nb::object new_numpy_array(Tensor& view);
+
+// A DLPack capsule of contiguous memory on a CUDA device, which `owner` holds.
+nb::object cuda_capsule(nb::object owner, const Tensor& view, int device);
 
 }  // namespace polyhead::python

@@ -16,6 +16,7 @@
 #include "graph_call.h"
 #include "layer_call.h"
 #include "merge_call.h"
+#include "place.h"
 #include "plan_cache.h"
 #include "polyhead/dropout.h"
 #include "polyhead/kernels.h"
@@ -73,6 +74,7 @@ std::pair<nb::object, nb::object> explained_program(const ForwardCall& call) {
   for (const ProgramValue& value : explain_program(*call.desc().program)) {
     values.append(nb::make_tuple(value.expression, value.depends_on));
   }
+  if (call.on_cuda()) return {nb::tuple(values), nb::none()};  // what is captured cannot be read here
   Result<MaskBlocks> counted = MaskBlocks();
   run_without_gil([&] { return (counted = count_mask_blocks(call.desc(), call.args())).status(); });
   return {nb::tuple(values), nb::make_tuple(counted->none, counted->some, counted->all)};
@@ -203,5 +205,6 @@ NB_MODULE(_bind, module) {
   module.def("weight_sources", &list_weight_sources);
   module.def("fuse_model", &fuse_model);
   add_page_table(module);
+  add_cuda(module);
   module.def("measured_peak_gflops", &measured_peak_gflops);
 }

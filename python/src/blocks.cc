@@ -269,8 +269,9 @@ Result<FeedForwardBlockDesc> block_desc(const FeedForwardCall& call) {
   return d;
 }
 
-Result<std::shared_ptr<const AttentionBlock>> cached_block(const AttentionBlockDesc& desc, Executor* executor) {
-  return cached<AttentionBlock>(desc, executor, {}, attention_block);
+Result<std::shared_ptr<const AttentionBlock>> cached_block(const AttentionBlockDesc& desc, Executor* executor,
+                                                           std::string_view kernel) {
+  return cached<AttentionBlock>(desc, executor, kernel, attention_block);
 }
 
 Result<std::shared_ptr<const FeedForwardBlock>> cached_block(const FeedForwardBlockDesc& desc, Executor* executor) {

@@ -54,7 +54,8 @@ struct AttentionBlockCall {
 Result<AttentionBlockDesc> block_desc(const AttentionBlockCall& call);
 
 // The block of a desc, out of at most 256 remembered ones; all are forgotten when there would be more. Any thread.
-Result<std::shared_ptr<const AttentionBlock>> cached_block(const AttentionBlockDesc& desc, Executor* executor);
+Result<std::shared_ptr<const AttentionBlock>> cached_block(const AttentionBlockDesc& desc, Executor* executor,
+                                                           std::string_view kernel = {});
 
 // Likewise a layer without a block around it.
 Result<std::shared_ptr<const Layer>> cached_layer(const LayerDesc& desc, Executor* executor, std::string_view kernel);

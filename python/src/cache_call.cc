@@ -126,7 +126,8 @@ void add_page_table(nb::module_& module) {
              const auto pages = table.pages(sequence);
              return std::vector<int64_t>(pages.begin(), pages.end());
            })
-      .def("slot", &PageTable::slot);
+      .def("slot", &PageTable::slot)
+      .def("num_holders", &PageTable::num_holders);
   module.def("page_table",
              [](int64_t num_pages, int64_t page_size) { return checked(page_table(num_pages, page_size)); });
 }

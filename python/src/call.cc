@@ -39,9 +39,13 @@ constexpr ArrayArgument kCuSeqlensKArray = {"cu_seqlens_k", kIntegers, 1, 1, "[b
 
 }  // namespace
 
-Call::Call(PyObject* const* arguments, PyObject* const* cache) : Options(arguments) {
+Call::Call(PyObject* const* arguments, PyObject* const* cache)
+    : Options(arguments), place_(arguments[kQuery], arguments[kStream]) {
   read_operands(cache);
   read_options();
+  if (!place_.on_cuda()) return;
+  if (!args_.where.device) args_.where.device = Device::kCuda;
+  args_.where.stream = place_.stream();
 }
 
 void Options::read_options() {

@@ -8,6 +8,7 @@
 
 #include "arrays.h"
 #include "broadcast.h"
+#include "place.h"
 #include "polyhead/attention.h"
 #include "program_call.h"
 
@@ -108,6 +109,8 @@ class Call : public Options {
   // cache: page_table, key_scales and value_scales, each or None; null: none of them.
   explicit Call(PyObject* const* arguments, PyObject* const* cache = nullptr);
 
+  const Place place_;
+
  private:
   void read_operands(PyObject* const* cache);
   void check_packing(bool paged) const;
@@ -121,6 +124,7 @@ class ForwardCall : public Call {
   explicit ForwardCall(PyObject* const* arguments);
 
   const ForwardArgs& args() const { return args_; }  // the inputs
+  bool on_cuda() const { return place_.on_cuda(); }
 
   // Makes the outputs and computes them, without the GIL. What polyhead.attention returns.
   nb::object run(const Plan& plan);

@@ -64,7 +64,11 @@ nb::object ForwardCall::run(const Plan& plan) {
     returned = std::move(all);
   }
 
-  run_without_gil([&] { return forward_with_workspace(plan, args_); });
+  if (place_.on_cuda()) {
+    place_.run_in_workspace(plan.workspace_bytes(), args_, [&] { return plan.forward(args_); });
+  } else {
+    run_without_gil([&] { return forward_with_workspace(plan, args_); });
+  }
   return returned;
 }
 

@@ -5,9 +5,9 @@
 
 namespace polyhead::python {
 
-// (model, folder, target, unseen_rows) -> (model, has_external_data, [(place, is_attention, fused, pattern, became, reason,
-// saved_bytes)], (nodes, nodes after, opset, opset after))
+// (model, folder, target, unseen_rows, layers) -> (model, has_external_data, candidates, products, (nodes, nodes after, opset,
+// opset after)); both lists have (place, is_attention, fused, pattern, became, reason, saved_bytes)
 nanobind::object fuse_model(nanobind::bytes model, nanobind::bytes folder, nanobind::str target,
-                            nanobind::str unseen_rows);
+                            nanobind::str unseen_rows, bool layers);
 
 }  // namespace polyhead::python

@@ -6,7 +6,7 @@
 #include <memory>
 #include <optional>
 
-#include "blocks.h"
+#include "layer_or_block.h"
 #include "pages.h"
 #include "scalars.h"
 #include "workspace.h"
@@ -35,13 +35,14 @@ class LayerCall : public Options {
     layer_args_.value = optional_array(kValue, kValueVectors);
     read_options();
     read_weights();
+    read_norm();
     read_windows();
   }
 
   // The layer, once the sizes of its time are known.
-  std::shared_ptr<const Layer> made() {
+  LayerOrBlock made() {
     layer_desc_.attention = desc_;
-    return checked(cached_layer(layer_desc_, args_.where.executor, kernel()));
+    return checked(LayerOrBlock::made(layer_desc_, norm_desc_, args_.where.executor, kernel()));
   }
 
  protected:
@@ -49,31 +50,36 @@ class LayerCall : public Options {
     layer_desc_.seqlen_q = seqlen_q;
     layer_desc_.seqlen_k = seqlen_k;
   }
-  // Self-attention's key, and the value that is key.
+  // Self-attention's key, and the value that is key. A block makes them of its query itself.
   void fill_in_key_and_value() {
-    if (!layer_args_.key.given()) layer_args_.key = layer_args_.query;
+    if (!layer_args_.key.given() && !norm_desc_) layer_args_.key = layer_args_.query;
     if (!layer_args_.value.given()) layer_args_.value = layer_args_.key;
   }
+  int64_t num_keys() const { return (layer_args_.key.given() ? layer_args_.key : layer_args_.query).dims[1]; }
 
   LayerDesc layer_desc_;
   LayerForwardArgs layer_args_;
+  std::optional<NormDesc> norm_desc_;  // of a block
+  NormWeights norm_;
 
  private:
   void read_weights();
+  void read_norm();
   void read_windows();
 
+  std::array<Held, kNumWeightKinds + 2> held_weights_;
   std::array<Held, 2> held_windows_;
 };
 
 // The Python class has checked that the weights fit each other.
 void LayerCall::read_weights() {
   LayerDesc& d = layer_desc_;
-  Held none;  // they are arrays of NumPy
   for (int i = 0; i < kNumWeightKinds; ++i) {
     PyObject* const weight = arguments_[kLayerWeights + i];
     const int dims = i < 4 ? 2 : 1;
     if (weight == Py_None) continue;
-    layer_args_.weights[static_cast<WeightKind>(i)] = view_of(weight, {kWeightNames[i], kFloats, dims, dims, ""}, none);
+    Tensor& view = layer_args_.weights[static_cast<WeightKind>(i)];
+    view = view_of(weight, {kWeightNames[i], kFloats, dims, dims, ""}, held_weights_[static_cast<size_t>(i)]);
   }
   const LayerWeights& w = layer_args_.weights;
   d.num_heads = int64_argument(arguments_[kNumHeads], "num_heads");
@@ -92,6 +98,23 @@ void LayerCall::read_weights() {
   d.out_bias = w.out_bias.given();
   d.dtype = w.query.dtype;
   d.batch = layer_args_.query.dims[0];
+}
+
+void LayerCall::read_norm() {
+  if (arguments_[kLayerNormKind] == Py_None) return;
+  NormDesc& norm = norm_desc_.emplace();
+  norm.kind = static_cast<NormKind>(int64_argument(arguments_[kLayerNormKind], "norm_kind"));
+  norm.pre = flag_argument(arguments_[kLayerNormFirst], "norm_first");
+  norm.eps = real_argument(arguments_[kLayerNormEps], "norm_eps");
+  layer_desc_.residual = flag_argument(arguments_[kLayerResidual], "residual");
+  const auto vector = [&](int position, const char* name, Held& held) {
+    return arguments_[position] == Py_None ? Tensor()
+                                           : view_of(arguments_[position], {name, kFloats, 1, 1, "[size]"}, held);
+  };
+  norm_.gamma = vector(kLayerNormWeight, "norm_weight", held_weights_[kNumWeightKinds]);
+  norm_.beta = vector(kLayerNormBias, "norm_bias", held_weights_[kNumWeightKinds + 1]);
+  norm.gamma = norm_.gamma.given();
+  norm.beta = norm_.beta.given();
 }
 
 void LayerCall::read_windows() {
@@ -135,7 +158,7 @@ class LayerForwardCall : public LayerCall {
       read_cache(arguments + kLayerCache);
     } else if (a.step < 0) {
       fill_in_key_and_value();
-      set_sizes(a.query.dims[1], a.key.dims[1]);
+      set_sizes(a.query.dims[1], num_keys());
     } else {
       if (flag_argument(arguments[kStepAppends], "append")) fill_in_key_and_value();
       set_sizes(int64_argument(arguments[kStepSeqlenQ], "caches.seqlen_q"), a.key_cache.dims[1]);
@@ -176,15 +199,15 @@ void LayerForwardCall::read_cache(PyObject* const* arguments) {
 }
 
 nb::object LayerForwardCall::run() {
-  const auto layer = made();
-  const LayerDesc& d = layer->desc();
+  const LayerOrBlock layer = made();
+  const LayerDesc& d = layer.desc();
   LayerForwardArgs& a = layer_args_;
   const int64_t steps = a.query.dims[1];  // one of a step, whatever d says
   const bool per_head = d.attention.return_weights == ReturnWeights::kPerHead;
   const bool keep = flag_argument(arguments_[kKeep], "training");
   Results results("query", arguments_[kQuery], d.dtype);
   nb::object weights = nb::none(), reserve = nb::none();
-  a.out = Tensor(nullptr, d.dtype, {d.batch, steps, layer->out_size()});
+  a.out = Tensor(nullptr, d.dtype, {d.batch, steps, layer.out_size()});
   nb::object out = results.make(a.out);
   if (d.attention.return_weights != ReturnWeights::kNone) {
     a.attn_weights = per_head ? Tensor(nullptr, d.dtype, {d.batch, d.num_heads, steps, d.seqlen_k})
@@ -192,16 +215,16 @@ nb::object LayerForwardCall::run() {
     weights = results.make(a.attn_weights);
   }
   if (keep) {
-    Tensor words(nullptr, DType::kInt64, {static_cast<int64_t>((layer->reserve_bytes() + 7) / 8)});
+    Tensor words(nullptr, DType::kInt64, {static_cast<int64_t>((layer.reserve_bytes() + 7) / 8)});
     reserve = new_numpy_array(words);
     a.reserve = words.data;
-    a.reserve_bytes = layer->reserve_bytes();
+    a.reserve_bytes = layer.reserve_bytes();
   }
-  const Scratch scratch(layer->workspace_bytes());
+  const Scratch scratch(layer.workspace_bytes());
   check(scratch.status());
   a.workspace = scratch.memory();
-  a.workspace_bytes = layer->workspace_bytes();
-  run_without_gil([&] { return layer->forward(a); });
+  a.workspace_bytes = layer.workspace_bytes();
+  run_without_gil([&] { return layer.forward(a, norm_); });
   return nb::make_tuple(out, weights, reserve);
 }
 
@@ -211,17 +234,18 @@ class LayerBackwardCall : public LayerCall {
     own_key_ = layer_args_.key.given();
     own_value_ = layer_args_.value.given();
     fill_in_key_and_value();
-    set_sizes(layer_args_.query.dims[1], layer_args_.key.dims[1]);
+    set_sizes(layer_args_.query.dims[1], num_keys());
     backward_.grad_out = view_of(arguments[kLayerGradOut], {"grad_out", kFloats, 3, 3, "the shape of out"}, held_own_);
-    Held none;
+    Held none;  // they are arrays of NumPy
+    const auto gradient = [&](int position, const char* name, int dims) {
+      PyObject* const array = arguments[position];
+      return array == Py_None ? Tensor() : writable_view_of(array, {name, kFloats, dims, dims, ""}, none);
+    };
     for (int i = 0; i < kNumWeightKinds; ++i) {
-      PyObject* const gradient = arguments[kLayerGradWeights + i];
-      if (gradient == Py_None) continue;
-      const int dims = i < 4 ? 2 : 1;
       backward_.grad_weights[static_cast<WeightKind>(i)] =
-          writable_view_of(gradient, {kWeightNames[i], kFloats, dims, dims, ""}, none);
-      weights_needed_ = true;
+          gradient(kLayerGradWeights + i, kWeightNames[i], i < 4 ? 2 : 1);
     }
+    grad_norm_ = {gradient(kLayerGradNormWeight, "norm_weight", 1), gradient(kLayerGradNormBias, "norm_bias", 1)};
   }
 
   nb::object run();
@@ -237,9 +261,10 @@ class LayerBackwardCall : public LayerCall {
   nb::dict new_captured_gradients();
 
   std::array<Tensor, Program::kMostCaptures> grad_captures_;
-  bool own_key_ = false, own_value_ = false, weights_needed_ = false;
+  bool own_key_ = false, own_value_ = false;
   int64_t needs_ = 0;
   LayerBackwardArgs backward_;
+  NormWeights grad_norm_;
   Held held_own_;
 };
 
@@ -259,7 +284,7 @@ nb::dict LayerBackwardCall::new_captured_gradients() {
 }
 
 nb::object LayerBackwardCall::run() {
-  const auto layer = made();
+  const LayerOrBlock layer = made();
   LayerForwardArgs& a = layer_args_;
   needs_ = int64_argument(arguments_[kLayerNeeds], "needs");
   nb::object made_arrays = nb::make_tuple(
@@ -269,23 +294,19 @@ nb::object LayerBackwardCall::run() {
       new_gradient(4, kAlibiSlopes, a.alibi_slopes, &backward_.grad_alibi_slopes),
       new_gradient(5, kSinkLogits, a.sink_logits, &backward_.grad_sink_logits), new_captured_gradients());
   if (backward_.grad_attn_bias.given()) backward_.grad_attn_bias = widened_to_4d(backward_.grad_attn_bias);
-  if (!own_key_) backward_.grad_key = backward_.grad_query;
+  if (!own_key_ && !norm_desc_) backward_.grad_key = backward_.grad_query;
   if (!own_value_) backward_.grad_value = backward_.grad_key;
 
   Held none;
   const Tensor reserve = view_of(arguments_[kReserve], {"reserve", "int64", 1, 1, "what forward returned"}, none);
   a.reserve = reserve.data;
-  a.reserve_bytes = layer->reserve_bytes();
-  const Scratch scratch(layer->backward_workspace_bytes());
+  a.reserve_bytes = layer.reserve_bytes();
+  const Scratch scratch(layer.backward_workspace_bytes());
   check(scratch.status());
   a.workspace = scratch.memory();
-  a.workspace_bytes = layer->backward_workspace_bytes();
+  a.workspace_bytes = layer.backward_workspace_bytes();
   backward_.forward = a;
-  run_without_gil([&] {
-    Status status = layer->backward_data(backward_);
-    if (status.ok() && weights_needed_) status = layer->backward_weights(backward_);
-    return status;
-  });
+  run_without_gil([&] { return layer.backward(backward_, norm_, grad_norm_); });
   return made_arrays;
 }
 

@@ -1,4 +1,4 @@
-// The calls of polyhead.MultiHeadAttention.
+// The calls of polyhead.MultiHeadAttention and AttentionBlock.
 #pragma once
 
 #include "cache_call.h"
@@ -28,6 +28,12 @@ enum LayerPosition : int {
   kWindowLo,
   kWindowHi,
   kLayerReturnWeights,
+  kLayerNormKind,  // a number of NormKind: a block; None: a layer without norm and residual, and what else there may be
+  kLayerNormFirst,
+  kLayerNormEps,
+  kLayerResidual,
+  kLayerNormWeight,
+  kLayerNormBias,
   kNumLayerShared,
   // forward
   kKeyCache = kNumLayerShared,
@@ -44,7 +50,9 @@ enum LayerPosition : int {
   kLayerNeeds,          // bits: query, key, value, attn_bias, alibi_slopes, sink_logits
   kLayerNeedsCaptured,  // a tuple of names
   kLayerGradWeights,    // kNumWeightKinds arrays to write, or None
-  kNumLayerBackward = kLayerGradWeights + kNumWeightKinds,
+  kLayerGradNormWeight = kLayerGradWeights + kNumWeightKinds,
+  kLayerGradNormBias,
+  kNumLayerBackward,
 };
 
 // -> (out, attn_weights, reserve); what was not asked for is None

@@ -56,10 +56,12 @@ Options::Options(ArgumentReader& arguments)
       mask_at_end(arguments.flag()) {}
 
 Operands::Operands(const StableTensor& query, const StableTensor& key, const StableTensor& value,
-                   const Options& options) {
+                   const Options& options)
+    : place(query) {
   read_operands(query, key, value, options);
   read_options(options);
   read_dropout(options);
+  args.where = place.where();
   if (options.kernel) {
     kernel = *options.kernel;
     if (kernel.empty()) bad_value("kernel is \"\", must be a name out of polyhead.kernels()");
@@ -161,15 +163,17 @@ void Operands::read_dropout(const Options& options) {
   }
   args.dropout_offset = static_cast<uint32_t>(options.dropout_offset);
   if (options.dropout_origin.given()) {
-    const Tensor origin = integers(options.dropout_origin, "dropout_origin",
-                                   "four integers: first_head, num_heads, first_query, first_key");
+    constexpr const char* kFour = "four integers: first_head, num_heads, first_query, first_key";
+    const Tensor origin =
+        view_of(options.dropout_origin, {"dropout_origin", 1, 1, kFour, /*stored=*/false, /*on_cpu=*/true});
     if (origin.dtype != DType::kInt64 || origin.dims[0] != 4) bad_value("dropout_origin must be int64 [4]");
     const auto* const fields = static_cast<const int64_t*>(origin.data);
     const int64_t stride = origin.strides[0];
     desc.dropout_origin = {fields[0], fields[stride], fields[2 * stride], fields[3 * stride]};
   }
   if (options.dropout_seed.given()) {
-    const Tensor seed = view_of(options.dropout_seed, {"dropout_seed", 0, 0, "an int64 scalar"});
+    const Tensor seed =
+        view_of(options.dropout_seed, {"dropout_seed", 0, 0, "an int64 scalar", /*stored=*/false, /*on_cpu=*/true});
     if (seed.dtype != DType::kInt64) bad_value("dropout_seed is %s, must be int64", dtype_name(seed.dtype));
     args.dropout_seed = *static_cast<const uint64_t*>(seed.data);
   } else if (desc.dropout_p > 0) {

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "broadcast.h"
+#include "call_place.h"
 #include "polyhead/attention.h"
 #include "stable_tensor.h"
 
@@ -63,6 +64,7 @@ struct Operands {
   Operands(const Operands&) = delete;  // args points into it
   Operands& operator=(const Operands&) = delete;
 
+  const CallPlace place;  // of the call, which is made as long as this lives
   AttentionDesc desc;
   ForwardArgs args;         // the inputs
   Tensor attn_bias;         // as given: args.attn_bias has 4 dims

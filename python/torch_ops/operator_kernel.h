@@ -1,4 +1,4 @@
-// What is registered with torch: the CPU kernel of one operator.
+// What is registered with torch: the kernel of one operator, for the CPU or CUDA.
 #pragma once
 
 #include <cstdint>

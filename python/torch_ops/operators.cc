@@ -1,5 +1,5 @@
-// The CPU kernels of torch.ops.polyhead.*, registered where this library is loaded. polyhead/torch/_ops.py runs the same
-// calls over the Python binding where this library is not there.
+// The kernels of torch.ops.polyhead.* on the CPU and on CUDA devices, registered where this library is loaded.
+// polyhead/torch/_ops.py runs the same calls over the Python binding where this library is not there.
 #include <array>
 #include <memory>
 #include <span>
@@ -17,8 +17,6 @@
 #include "schemas.h"
 #include "stable_abi.h"
 #include "stable_tensor.h"
-#include "torch_executor.h"
-#include "workspace.h"
 
 // Read by polyhead/torch/_cpp.py: the operator that torch did not take, or null.
 extern "C" POLYHEAD_API const char* polyhead_torch_not_registered();
@@ -31,7 +29,7 @@ constexpr uint64_t kNumBackwardArguments = 8 + kNumSharedOptions;
 constexpr uint64_t kNumProgramArguments = CapturingProgram::kNumArguments;
 
 std::shared_ptr<const Plan> plan_of(const Operands& operands) {
-  auto plan = python::cached_plan(operands.desc, operands.kernel, {.executor = &current_executor()});
+  auto plan = python::cached_plan(operands.desc, operands.kernel, operands.place.where());
   check(plan.status());
   return *plan;
 }
@@ -78,7 +76,7 @@ StableTensor run_forward(Operands& operands, StableTensor& logsumexp, StableTens
     args.column_sums = expected_tensor(d, &ForwardArgs::column_sums);
     column_sums = new_tensor(args.column_sums, "column_sums");
   }
-  check(python::forward_with_workspace(*plan, args));
+  operands.place.forward(*plan, args);
   count_call(Counted::kAttentionForward, d, plan->kernel_name());
   return out;
 }
@@ -245,7 +243,7 @@ PlainGradients run_backward(Operands& operands, const BackwardTensors& tensors, 
   args.forward = operands.args;
   const int64_t all = (int64_t{1} << (kNumPlainGradients + args.grad_captures.size())) - 1;
   if ((needs & all) != 0) {
-    check(python::backward_with_workspace(*plan, args));
+    operands.place.backward(*plan, args);
     count_call(Counted::kAttentionBackward, d, plan->kernel_name());
   }
   return grads;
@@ -327,23 +325,27 @@ constexpr OperatorKernel kKernels[] = {
 };
 
 // The name of what torch did not take; null: it took all.
-const char* register_operators() {
-  if (const char* schema = define_operators()) return schema;
+const char* register_for(const char* dispatch_key, std::span<const std::span<const OperatorKernel>> all) {
   TorchLibraryHandle library = nullptr;  // never deleted: that would take the kernels away
-  if (aoti_torch_library_init_impl("polyhead", "CPU", __FILE__, __LINE__, &library) != 0) return "the namespace";
-  const bool has_lists_and_strings = torch_list_size != nullptr && torch_string_length != nullptr;
-  const std::span<const OperatorKernel> all[] = {
-      kPlainKernels,
-      block_kernels(),
-      has_lists_and_strings ? kKernels : std::span<const OperatorKernel>(),  // else Python's: _ops.py
-      has_lists_and_strings ? merge_kernels() : std::span<const OperatorKernel>(),
-  };
+  if (aoti_torch_library_init_impl("polyhead", dispatch_key, __FILE__, __LINE__, &library) != 0) return "the namespace";
   for (const auto& some : all) {
     for (const OperatorKernel& each : some) {
       if (aoti_torch_library_impl(library, each.name, each.kernel) != 0) return each.name;
     }
   }
   return nullptr;
+}
+
+const char* register_operators() {
+  if (const char* schema = define_operators()) return schema;
+  const bool has_lists_and_strings =
+      torch_list_size != nullptr && torch_string_length != nullptr;  // else Python's: _ops.py
+  const std::span<const OperatorKernel> none, with_strings = has_lists_and_strings ? kKernels : none;
+  const std::span<const OperatorKernel> on_cuda[] = {kPlainKernels, with_strings};
+  const std::span<const OperatorKernel> on_cpu[] = {kPlainKernels, with_strings, block_kernels(),
+                                                    has_lists_and_strings ? merge_kernels() : none};
+  const char* failed = register_for("CPU", on_cpu);
+  return failed == nullptr ? register_for("CUDA", on_cuda) : failed;
 }
 
 const char* const not_registered = register_operators();

@@ -24,8 +24,12 @@ using StableListHandle = StableListOpaque*;
 struct StringOpaque;
 using StringHandle = StringOpaque*;
 
+struct StreamOpaque;
+using StreamHandle = StreamOpaque*;
+
 extern "C" {
 int32_t aoti_torch_device_type_cpu();
+int32_t aoti_torch_device_type_cuda();
 int32_t aoti_torch_dtype_float32();
 int32_t aoti_torch_dtype_bfloat16();
 int32_t aoti_torch_dtype_float16();
@@ -44,6 +48,9 @@ AOTITorchError aoti_torch_get_sizes(AtenTensorHandle tensor, int64_t** sizes);
 AOTITorchError aoti_torch_get_strides(AtenTensorHandle tensor, int64_t** strides);
 AOTITorchError aoti_torch_get_dtype(AtenTensorHandle tensor, int32_t* dtype);
 AOTITorchError aoti_torch_get_device_type(AtenTensorHandle tensor, int32_t* device_type);
+AOTITorchError aoti_torch_get_device_index(AtenTensorHandle tensor, int32_t* device_index);
+AOTITorchError aoti_torch_get_current_stream(int32_t device_index, StreamHandle* stream);
+AOTITorchError aoti_torch_delete_stream(StreamHandle stream);
 AOTITorchError aoti_torch_is_defined(AtenTensorHandle tensor, bool* is_defined);
 AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle tensor);
 AOTITorchError aoti_torch_new_uninitialized_tensor(AtenTensorHandle* tensor);
@@ -63,6 +70,7 @@ AOTITorchError aoti_torch_library_impl(TorchLibraryHandle library, const char* n
                                                 void (*body)(int64_t begin, int64_t end, void* context),
                                                 void* context);                                 // 2.10
 [[gnu::weak]] AOTITorchError torch_get_num_threads(uint32_t* num_threads);                      // 2.10
+[[gnu::weak]] AOTITorchError torch_stream_native_handle(StreamHandle stream, void** handle);    // 2.13
 [[gnu::weak]] AOTITorchError torch_new_stable_ivalue(StableIValue** value);                     // 2.13; before: new
 [[gnu::weak]] AOTITorchError torch_delete_stable_ivalue(StableIValue* value);                   // 2.13; before: delete
 [[gnu::weak]] AOTITorchError torch_new_list_reserve_size(size_t size, StableListHandle* list);  // 2.10

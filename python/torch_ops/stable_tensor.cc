@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "call_place.h"
 #include "pages.h"
 
 namespace polyhead::torch_ops {
@@ -98,21 +99,38 @@ void check_counts(const char* name, uint64_t num_inputs, uint64_t takes) {
           static_cast<int>(num_inputs), static_cast<int>(takes));
 }
 
+namespace {
+
+Device device_of(AtenTensorHandle handle, const TensorArgument& argument) {
+  const CallPlace* const place = argument.on_cpu ? nullptr : CallPlace::current();
+  int32_t type = 0, index = 0;
+  if (aoti_torch_get_device_type(handle, &type) != 0) failure("%s has no device", argument.name);
+  if (place == nullptr || place->device() == Device::kCpu) {
+    if (type != aoti_torch_device_type_cpu()) bad_value("%s is not on the CPU, must be", argument.name);
+    return Device::kCpu;
+  }
+  const bool there = type == place->torch_type() && aoti_torch_get_device_index(handle, &index) == 0;
+  if (!there || index != place->index())
+    bad_value("%s is not on cuda:%d, must be as query", argument.name, static_cast<int>(place->index()));
+  return place->device();
+}
+
+}  // namespace
+
 Tensor view_of(const StableTensor& tensor, const TensorArgument& argument) {
   const AtenTensorHandle handle = tensor.get();
   bool is_defined = false;
   if (aoti_torch_is_defined(handle, &is_defined) != 0 || !is_defined) {
     bad_value("%s is None, must be a tensor %s", argument.name, argument.shape);
   }
-  int32_t dtype = 0, device_type = 0;
+  int32_t dtype = 0;
   int64_t dim = 0;
   int64_t *sizes = nullptr, *strides = nullptr;
   void* data = nullptr;
-  if (aoti_torch_get_device_type(handle, &device_type) != 0 || aoti_torch_get_dtype(handle, &dtype) != 0 ||
-      aoti_torch_get_dim(handle, &dim) != 0) {
-    failure("%s has no device, dtype or dimensions", argument.name);
+  if (aoti_torch_get_dtype(handle, &dtype) != 0 || aoti_torch_get_dim(handle, &dim) != 0) {
+    failure("%s has no dtype or dimensions", argument.name);
   }
-  if (device_type != aoti_torch_device_type_cpu()) bad_value("%s is not on the CPU, must be", argument.name);
+  const Device device = device_of(handle, argument);
   if (dim < argument.min_dims || dim > argument.max_dims) {
     if (argument.min_dims == argument.max_dims) {
       bad_value("%s has %d dimensions, must have %d: %s", argument.name, static_cast<int>(dim), argument.min_dims,
@@ -127,6 +145,7 @@ Tensor view_of(const StableTensor& tensor, const TensorArgument& argument) {
   }
   Tensor view;
   view.data = data;
+  view.device = device;
   view.dtype = dtype_of(dtype, argument);
   view.ndim = static_cast<int32_t>(dim);
   for (int i = 0; i < view.ndim; ++i) {
@@ -205,15 +224,18 @@ void check_size(const Tensor& view, const char* name) {
   }
 }
 
-// A new tensor of the dims and strides of `seen`; `seen` becomes its view.
+// A new tensor of the dims and strides of `seen`, where the call computes; `seen` becomes its view.
 StableTensor new_strided(Tensor& seen, const char* name) {
+  const CallPlace* const place = CallPlace::current();
+  const int32_t type = place == nullptr ? aoti_torch_device_type_cpu() : place->torch_type();
+  const int32_t index = place == nullptr ? 0 : place->index();
   AtenTensorHandle handle = nullptr;
-  if (aoti_torch_empty_strided(seen.ndim, seen.dims, seen.strides, number_of(seen.dtype), aoti_torch_device_type_cpu(),
-                               0, &handle) != 0) {
+  if (aoti_torch_empty_strided(seen.ndim, seen.dims, seen.strides, number_of(seen.dtype), type, index, &handle) != 0) {
     out_of_memory(std::string("no memory for ") + name + " of " + std::to_string(seen.num_elements()) + " elements");
   }
   StableTensor tensor(handle);
   if (aoti_torch_get_data_ptr(handle, &seen.data) != 0) failure("%s has no memory", name);
+  if (place != nullptr) seen.device = place->device();
   return tensor;
 }
 
@@ -225,6 +247,7 @@ StableTensor new_tensor(Tensor& view, const char* name, bool heads_first) {
   Tensor seen = heads_first ? heads_and_rows_swapped(view) : view;
   StableTensor tensor = new_strided(seen, name);
   view.data = seen.data;
+  view.device = seen.device;
   return tensor;
 }
 

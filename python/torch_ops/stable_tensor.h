@@ -54,9 +54,11 @@ struct TensorArgument {
   int max_dims;
   const char* shape;    // "[batch, seqlen_q, num_heads, head_dim]"
   bool stored = false;  // may be of a dtype that scales go with: int8, float8, pairs of int4 (uint8)
+  bool on_cpu = false;  // is read at once: lies on the CPU, whatever the others do
 };
 
-// A view of `tensor`, which outlives it. Of a scalar: one with ndim 0, which polyhead takes as not given.
+// A view of `tensor`, which outlives it and lies where the call computes (call_place.h). Of a scalar: one with ndim 0,
+// which polyhead takes as not given.
 Tensor view_of(const StableTensor& tensor, const TensorArgument& argument);
 
 // A new tensor of `view`'s dtype and dims, contiguous; `view` becomes its view. With heads_first, torch sees it with its

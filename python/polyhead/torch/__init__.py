@@ -15,6 +15,7 @@ if torch.__version__ < (2, 9):
 
 from polyhead.torch import attn_bias
 from polyhead.torch._attention import attention, attention_backward, merge
+from polyhead.torch._cache_step import CacheStep
 from polyhead.torch._convert import Swap, Swaps, convert, revert
 from polyhead.torch._encoder_layer import TransformerEncoderLayer
 from polyhead.torch._export_training import export_training
@@ -49,7 +50,7 @@ def __getattr__(name):
 
 
 __all__ = [
-    "FusedMultiHeadAttention", "ModuleFusion", "MultiheadAttention", "Record", "Report", "Rope", "Swap", "Swaps",
+    "CacheStep", "FusedMultiHeadAttention", "ModuleFusion", "MultiheadAttention", "Record", "Report", "Rope", "Swap", "Swaps",
     "TransformerEncoderLayer", "attention",
     "attention_backward", "attn_bias", "convert", "disable", "enable", "enabled", "export_training",
     "flash_attn_func",

@@ -328,3 +328,15 @@ for _overload in ("", ".program"):
     _ops.implement_autograd(f"attention_forward{_overload}", attention_forward)
     _ops.implement_autograd(f"attention_backward{_overload}", attention_backward)
 _ops.implement_autograd("merge_forward", merge_forward)
+
+
+def _merge_backward_on_cuda(grad_out, grad_logsumexp, outs, logsumexps, out, logsumexp):
+    count = len(outs)
+    _, vjp = torch.func.vjp(lambda *parts: _composition.merge(parts[:count], parts[count:]), *outs, *logsumexps)
+    grads = vjp((grad_out, torch.zeros_like(logsumexp) if grad_logsumexp is None else grad_logsumexp))
+    return list(grads[:count]), list(grads[count:])
+
+
+# Parts are merged in torch's own operations there.
+_ops.implement_cuda("merge_forward", _composition.merge)
+_ops.implement_cuda("merge_backward", _merge_backward_on_cuda)

@@ -47,6 +47,8 @@ class Cache(cache_utils.DynamicCache):
     What ``update`` returns, and ``layers[i].keys``, are views of the room. A rolled-back cache writes over the rows it
     took back: who keeps two continuations of one text takes ``copy.deepcopy(cache)``.
 
+    Before transformers 5.24 ``generate`` and models call their argument past_key_values, and not cache.
+
     In fewer bytes these are tensors of the shape and dtype of the model's keys that hold only what is stored, of the
     prompt too. ``attn_implementation="polyhead"`` reads that as it is, and so does the switch where the model does not
     repeat heads before; whatever else uses such a tensor gets dense numbers, made anew for each operation. Keys that
@@ -55,7 +57,7 @@ class Cache(cache_utils.DynamicCache):
     Examples
     --------
     >>> cache = polyhead.torch.Cache(model.config)  # doctest: +SKIP
-    >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=100)  # doctest: +SKIP
+    >>> model.generate(**inputs, cache=cache, max_new_tokens=100)  # doctest: +SKIP
     >>> small = polyhead.torch.Cache(model.config, "int8")  # doctest: +SKIP
     """
 

@@ -8,7 +8,7 @@ from polyhead import Error, KvCache
 from polyhead._kv_cache import check_name, widths
 from polyhead.torch._stored import Stored, planes_of
 
-_WITH_SCALES = {
+WITH_SCALES = {
     "int8": (torch.int8, torch.float32),
     "float8_e4m3": (torch.float8_e4m3fn, torch.float32),
     "float8_e5m2": (torch.float8_e5m2, torch.float32),
@@ -28,7 +28,7 @@ class _Side:
     def planes(self, states):
         """What numbers and scales of states [B, G, S, D] look like, [B, G, S, ...]; nothing is written into these."""
         dim, group = states.shape[-1], self.group
-        if self.dtype not in _WITH_SCALES:
+        if self.dtype not in WITH_SCALES:
             given = str(states.dtype).removeprefix("torch.")
             if self.dtype not in (None, given):
                 raise Error(f"{self.name}_dtype is {self.dtype!r}, but the model's {self.name}s are {given}")
@@ -39,7 +39,7 @@ class _Side:
         sizes = widths(self.name, self.dtype, dim, group)
         return [
             torch.empty((*states.shape[:-1], size), dtype=dtype, device=states.device)
-            for size, dtype in zip(sizes, _WITH_SCALES[self.dtype])
+            for size, dtype in zip(sizes, WITH_SCALES[self.dtype])
         ]
 
 
@@ -53,8 +53,8 @@ class Formats:
         self.sides = _Side("key", key_dtype, key_group), _Side("value", value_dtype or key_dtype, value_group)
         self.hadamard = hadamard
         self.as_they_come = all(side == _Side(side.name, None, None) for side in self.sides)
-        if hadamard and key_dtype not in _WITH_SCALES:
-            raise Error(f"hadamard is True, but key_dtype is {key_dtype!r}, must be one of {', '.join(_WITH_SCALES)}")
+        if hadamard and key_dtype not in WITH_SCALES:
+            raise Error(f"hadamard is True, but key_dtype is {key_dtype!r}, must be one of {', '.join(WITH_SCALES)}")
 
     @torch.compiler.disable
     def join(self, rooms, held, states):

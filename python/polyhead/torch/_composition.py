@@ -131,7 +131,7 @@ class _Places:
                 o.dropout_seed, o.dropout_p, o.dropout_offset, batch, self.num_heads, longest_q, longest_k,
                 o.dropout_origin,
             )  # fmt: skip
-            mask = mask[sequence.view(-1, 1), :, i.view(-1, 1), j.view(1, -1)].permute(2, 0, 1).unsqueeze(0)
+            mask = mask.to(query.device)[sequence.view(-1, 1), :, i.view(-1, 1), j.view(1, -1)].permute(2, 0, 1).unsqueeze(0)
         else:
             batch, seqlen_q, seqlen_k = query.shape[0], query.shape[1], key.shape[1]
             mask = _ops.dropout_mask(
@@ -139,7 +139,7 @@ class _Places:
                 o.dropout_origin,
             )  # fmt: skip
         factor = 1 / (1 - o.dropout_p) if o.dropout_p < 1 else 0.0
-        return mask.to(torch.float64 if _is_float64(query) else torch.float32) * factor
+        return mask.to(query.device, torch.float64 if _is_float64(query) else torch.float32) * factor
 
 
 def _scale(query, o):
@@ -150,7 +150,7 @@ def _scale(query, o):
 
 def without_autocast():
     """For formulas of tensors that have their dtypes by now: products within are not to be cast once more."""
-    return torch.autocast("cpu", enabled=False)
+    return torch.autocast("cuda" if torch.is_autocast_enabled("cuda") else "cpu", enabled=False)
 
 
 class _Scores:

@@ -1,6 +1,7 @@
 """Attention for transformers' continuous batching: packed sequences, and keys in the pages of its cache."""
 
 import functools
+import inspect
 
 import torch
 
@@ -12,6 +13,12 @@ NAME = "polyhead_flash"  # what has "flash" in its name gets no matrix of a mask
 
 
 def tell_transformers():
+    """What transformers must know of NAME beside its attention."""
+    _give_functions()
+    _keep_pages()
+
+
+def _give_functions():
     """It looks for the functions of what has "flash" in its name in packages: those of NAME are here."""
     from transformers import modeling_flash_attention_utils as utils
 
@@ -29,6 +36,28 @@ def tell_transformers():
 
     lazy_imports.knows = NAME
     utils._lazy_imports = lazy_imports
+
+
+def _keep_pages():
+    """From transformers 5.24 on a model's modules ask its cache for keys before attention, which copies all of them.
+
+    Of NAME the cache hands itself on instead, and attention reads the pages where they lie.
+    """
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    theirs = PagedAttentionCache.update
+    if getattr(theirs, "knows", None) == NAME or "kwargs" not in inspect.signature(theirs).parameters:
+        return  # before 5.23 it is not asked like this
+
+    @functools.wraps(theirs)
+    def update(self, key_states, value_states, layer_idx, kwargs):
+        if self.config._attn_implementation != NAME:
+            return theirs(self, key_states, value_states, layer_idx, kwargs)
+        kwargs["cache"] = self
+        return key_states, value_states
+
+    update.knows = NAME
+    PagedAttentionCache.update = update
 
 
 def paged(layer, query, key, value, cache, cu_seq_lens_q, cu_seq_lens_k, read_index, write_index, options):

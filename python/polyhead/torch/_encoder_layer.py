@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from polyhead import Error
 from polyhead.torch._block_ops import ACTIVATIONS, NORMS, FeedForwardBlock
 from polyhead.torch._blocks import attention_block, feed_forward_block
+from polyhead.torch._cache_step import CacheStep, on_cache
 from polyhead.torch._multihead_attention import (
-    MultiheadAttention, check_causal_hint, check_tokens, program_of, score_masks, score_sizes,
+    MultiheadAttention, cache_masks, check_causal_hint, check_for_cache, check_tokens, program_of, score_masks, score_sizes,
 )  # fmt: skip
 from polyhead.torch._options import seed_tensor
 from polyhead.torch._submodules import (
@@ -126,6 +127,7 @@ class TransformerEncoderLayer(nn.Module):
         captured: Mapping[str, Tensor] | None = None,
         sink_logits: Tensor | None = None,
         normalizer: Literal["softmax", "none"] = "softmax",
+        cache: CacheStep | None = None,
     ) -> Tensor:
         """As torch.nn.TransformerEncoderLayer's.
 
@@ -141,6 +143,9 @@ class TransformerEncoderLayer(nn.Module):
             A promise that src_mask, which must be given, says that query i sees keys 0 .. i; it may be left unread.
         score, mask, captured, sink_logits, normalizer : optional
             As of `MultiheadAttention.forward`. The attention block is then computed by calling its sub-modules.
+        cache : CacheStep, optional
+            As of `MultiheadAttention.forward`: src are new tokens, behind those in the cache, which self_attn.new_cache makes.
+            src_mask is [S, room of a sequence]; is_causal alone suffices.
 
         Returns
         -------
@@ -149,15 +154,15 @@ class TransformerEncoderLayer(nn.Module):
         """
         batched = check_tokens(src, src, src, True)
         program = program_of(score, mask, captured, sink_logits, normalizer)
-        x = self._attend(src, src_mask, src_key_padding_mask, is_causal, batched, program)
+        x = self._attend(src, src_mask, src_key_padding_mask, is_causal, batched, program, cache)
         return self._feed_forward(x, batched)
 
-    def _attend(self, src, src_mask, src_key_padding_mask, is_causal, batched, program):
+    def _attend(self, src, src_mask, src_key_padding_mask, is_causal, batched, program, cache):
         norm, attn, dropout = self.norm1, self.self_attn, self.dropout1
         reason = (
             hooks_of_all()
             or why_not_plain("self_attn", attn, _ATTENTION)
-            or ("self_attn has rope, add_bias_kv or add_zero_attn" if attn.has_parts() else None)
+            or ("self_attn has rope, add_bias_kv or add_zero_attn" if cache is None and attn.has_parts() else None)
             or why_not_plain("self_attn.out_proj", attn.out_proj, LINEAR)
             or _why_not_norm("norm1", norm, attn.embed_dim)
             or why_not_dropout("dropout1", dropout)
@@ -165,13 +170,17 @@ class TransformerEncoderLayer(nn.Module):
         )
         if reason is not None:
             count_called("attention_block_forward", src, reason)
-            return self._attend_in_parts(src, src_mask, src_key_padding_mask, is_causal, program or {})
+            others = (program or {}) | ({} if cache is None else {"cache": cache})
+            return self._attend_in_parts(src, src_mask, src_key_padding_mask, is_causal, others)
         if src.shape[-1] != attn.embed_dim:
             raise Error(f"src has vectors of {src.shape[-1]}, must be of d_model {attn.embed_dim}")
         x = src if batched else src.unsqueeze(0)
         if src_key_padding_mask is not None and not batched:
             src_key_padding_mask = src_key_padding_mask.unsqueeze(0)
         batch_first = attn.batch_first or not batched
+        if cache is not None:
+            out = self._attend_on_cache(x, src_mask, src_key_padding_mask, is_causal, batch_first, cache)
+            return out if batched else out.squeeze(0)
         check_causal_hint(is_causal, src_mask, "src_mask")
         hint_suffices = is_causal and src_key_padding_mask is None
         sizes = score_sizes(x, None, attn.num_heads, batch_first)
@@ -192,7 +201,18 @@ class TransformerEncoderLayer(nn.Module):
         )[0]
         return out if batched else out.squeeze(0)
 
-    def _attend_in_parts(self, x, src_mask, src_key_padding_mask, is_causal, program):
+    def _attend_on_cache(self, x, src_mask, src_key_padding_mask, is_causal, batch_first, cache):
+        attn = self.self_attn
+        check_for_cache(attn, cache, {"src_key_padding_mask": src_key_padding_mask})
+        x = x if batch_first else x.transpose(0, 1)
+        masks = cache_masks(x, cache, attn.num_heads, src_mask, is_causal)
+        out, _ = on_cache(
+            attn, x, cache, attn.out_proj, norm=self.norm1, norm_first=self.norm_first, normalizer="softmax",
+            return_weights=False, **masks,
+        )  # fmt: skip
+        return out if batch_first else out.transpose(0, 1)
+
+    def _attend_in_parts(self, x, src_mask, src_key_padding_mask, is_causal, others):
         """As torch.nn.TransformerEncoderLayer calls its sub-modules."""
         padding = F._canonical_mask(
             src_key_padding_mask, "src_key_padding_mask", F._none_or_dtype(src_mask), "src_mask", x.dtype
@@ -201,7 +221,7 @@ class TransformerEncoderLayer(nn.Module):
         tokens = self.norm1(x) if self.norm_first else x
         attended = self.self_attn(
             tokens, tokens, tokens, attn_mask=mask, key_padding_mask=padding, need_weights=False, is_causal=is_causal,
-            **program,
+            **others,
         )[0]  # fmt: skip
         out = x + self.dropout1(attended)
         return out if self.norm_first else self.norm1(out)

@@ -30,7 +30,7 @@ def _signed_weights(q, k, v, options):
     """P before dropout, [B, H, Sq, Sk]; negative where dropout drops it."""
     p, seed = options["dropout_p"], int(options["dropout_seed"]) % 2**64
     _, weights = attention(q, k, v, **options | {"dropout_p": 0.0, "dropout_seed": None}, return_weights=True)
-    kept = torch.from_numpy(polyhead.dropout_mask(tuple(weights.shape), p, seed))
+    kept = torch.from_numpy(polyhead.dropout_mask(tuple(weights.shape), p, seed)).to(weights.device)
     return torch.where(kept, weights, -weights)
 
 
@@ -194,7 +194,7 @@ def flash_attn_varlen_func(
         seqlens_k = cu_seqlens_k.diff()
         table = pages_within(block_table, k, seqlens_k, "cu_seqlens_k")
         if differentiates(q, k, v, alibi_slopes):
-            slots = torch.arange(len(table) + 1) * table.shape[1] * k.shape[1]
+            slots = torch.arange(len(table) + 1, device=table.device) * table.shape[1] * k.shape[1]
             k, v = (pool[table].flatten(0, 2) for pool in (k, v))
             k, v, lengths["cu_seqlens_k"] = used_rows(k, v, slots, seqlens_k, "cu_seqlens_k")
         else:

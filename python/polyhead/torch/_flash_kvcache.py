@@ -7,7 +7,7 @@ from polyhead import Error
 from polyhead.torch._attention import attention
 from polyhead.torch._flash_attn import OPEN, _options
 from polyhead.torch._rope import turned
-from polyhead.torch._varlen import indices_within, pages_within
+from polyhead.torch._varlen import indices_within, integers, pages_within
 
 
 @torch.no_grad()
@@ -68,7 +68,7 @@ def flash_attn_with_kvcache(
     Raises
     ------
     polyhead.Error
-        Shapes that disagree, lengths outside of the cache; nothing has been written then.
+        Shapes that disagree, lengths outside of the cache, two sequences that would write one row; the cache is as it was.
 
     Notes
     -----
@@ -89,15 +89,15 @@ def flash_attn_with_kvcache(
         raise Error("block_table is given with cache_batch_idx or cache_leftpad, take one")
     if k_cache.shape[:2] != v_cache.shape[:2]:
         raise Error(f"v_cache is {tuple(v_cache.shape)}, must begin with {tuple(k_cache.shape[:2])} as k_cache")
-    batch, table = len(q), None  # [B, pages]: where in the cache each sequence lies; None: the b-th there
+    batch, table, written = len(q), None, None  # table [B, pages]: where in the cache each sequence lies; None: the b-th
     if cache_batch_idx is not None:
         table = indices_within(cache_batch_idx, "cache_batch_idx", len(k_cache))[:, None]
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
-    filled = _lengths(cache_seqlens, "cache_seqlens", batch, capacity)
+    filled = _lengths(cache_seqlens, "cache_seqlens", batch, capacity, q.device)
     if block_table is not None:
-        written = (filled + (0 if k is None else k.shape[1])).clamp(max=capacity)
-        table = pages_within(block_table, k_cache, written, "cache_seqlens")
-    first = _lengths(0 if cache_leftpad is None else cache_leftpad, "cache_leftpad", batch, capacity)
+        ends = (filled + (0 if k is None else k.shape[1])).clamp(max=capacity)
+        table = pages_within(block_table, k_cache, ends, "cache_seqlens")
+    first = _lengths(0 if cache_leftpad is None else cache_leftpad, "cache_leftpad", batch, capacity, q.device)
     if k is not None or v is not None:
         if k is None or v is None or cache_seqlens is None:
             raise Error("k, v and cache_seqlens must be given together: rows to write, and where")
@@ -105,26 +105,31 @@ def flash_attn_with_kvcache(
             local = causal or tuple(window_size) != OPEN
             turn = _Rotation(rotary_cos, rotary_sin, rotary_interleaved, filled - first)
             q, k = turn(q, "q", local), turn(k, "k", True)
-        _write(k_cache, v_cache, k, v, filled, capacity, table)
+        written = _Rows(k_cache, v_cache, k, v, filled, capacity, table)
         filled = filled + k.shape[1]
     elif rotary_cos is not None:
         raise Error("rotary_cos is given without k and v, which it is for")
     keys, values = (cache[:batch] if table is None else cache for cache in (k_cache, v_cache))
     mask = None
     if cache_leftpad is not None:
-        mask = (torch.arange(capacity) >= first[:, None])[:, None, None, :]
+        mask = (torch.arange(capacity, device=first.device) >= first[:, None])[:, None, None, :]
     options = _options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return attention(
-        q, keys, values, **options, attn_mask=mask, seqlens_k=filled, page_table=table,
-        return_logsumexp=return_softmax_lse,
-    )  # fmt: skip
+    try:
+        return attention(
+            q, keys, values, **options, attn_mask=mask, seqlens_k=filled, page_table=table,
+            return_logsumexp=return_softmax_lse,
+        )  # fmt: skip
+    except Exception:
+        if written is not None:
+            written.take_back()
+        raise
 
 
-def _lengths(given, name, batch, capacity):
+def _lengths(given, name, batch, capacity, device):
     """int64 [B], each 0 to capacity."""
     if given is None:
         given = capacity
-    lengths = torch.as_tensor(given).long()
+    lengths = integers(torch.as_tensor(given), name).to(device)
     if lengths.dim() == 0:
         lengths = lengths.expand(batch)
     if lengths.shape != (batch,):
@@ -134,23 +139,35 @@ def _lengths(given, name, batch, capacity):
     return lengths
 
 
-def _write(k_cache, v_cache, k, v, filled, capacity, table):
-    """k and v [B, new, G, D] behind the filled rows of their sequences."""
-    for name, cache, new in (("k", k_cache, k), ("v", v_cache, v)):
-        expected = (len(filled), k.shape[1], *cache.shape[2:])
-        if new.shape != expected or new.dtype != cache.dtype:
+class _Rows:
+    """Rows of the caches that hold k and v [B, new, G, D] now, behind the filled rows of their sequences."""
+
+    def __init__(self, k_cache, v_cache, k, v, filled, capacity, table):
+        for name, cache, new in (("k", k_cache, k), ("v", v_cache, v)):
+            expected = (len(filled), k.shape[1], *cache.shape[2:])
+            if new.shape != expected or new.dtype != cache.dtype:
+                raise Error(
+                    f"{name} is {tuple(new.shape)} of {new.dtype}, must be {expected} of {cache.dtype} for {name}_cache"
+                )
+        rows = filled[:, None] + torch.arange(k.shape[1], device=filled.device)
+        if rows.numel() and int(rows.max()) >= capacity:
             raise Error(
-                f"{name} is {tuple(new.shape)} of {new.dtype}, must be {expected} of {cache.dtype} for {name}_cache"
+                f"cache_seqlens is {filled.tolist()} before {k.shape[1]} new rows, which pass the cache's {capacity}"
             )
-    rows = filled[:, None] + torch.arange(k.shape[1])
-    if rows.numel() and int(rows.max()) >= capacity:
-        raise Error(
-            f"cache_seqlens is {filled.tolist()} before {k.shape[1]} new rows, which pass the cache's {capacity}"
-        )
-    size = k_cache.shape[1]
-    blocks = torch.arange(len(filled))[:, None] if table is None else table.gather(1, rows // size)
-    k_cache[blocks, rows % size] = k
-    v_cache[blocks, rows % size] = v
+        size = k_cache.shape[1]
+        sequences = torch.arange(len(filled), device=filled.device)[:, None]
+        blocks = sequences if table is None else table.gather(1, rows // size)
+        rows = rows % size
+        if len(torch.unique(blocks * size + rows)) != rows.numel():
+            raise Error("two sequences would write one row of the cache: their pages or places are the same")
+        self._places, self._caches = (blocks, rows), (k_cache, v_cache)
+        self._before = [cache[self._places] for cache in self._caches]
+        for cache, new in zip(self._caches, (k, v)):
+            cache[self._places] = new
+
+    def take_back(self):
+        for cache, before in zip(self._caches, self._before):
+            cache[self._places] = before
 
 
 class _Rotation:
@@ -163,7 +180,7 @@ class _Rotation:
         self.cos, self.sin, self.interleaved, self.first = cos.float(), sin.float(), interleaved, first
 
     def __call__(self, x, name, advances):
-        positions = self.first[:, None] + (torch.arange(x.shape[1]) if advances else 0)
+        positions = self.first[:, None] + (torch.arange(x.shape[1], device=x.device) if advances else 0)
         if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < len(self.cos):
             raise Error(
                 f"rotary_cos has {len(self.cos)} positions, {name} stands at {int(positions.min())} to "

@@ -179,7 +179,7 @@ class FusedMultiHeadAttention(nn.Module):
         attn_mask : Tensor, optional
             Broadcasts to [B, H, Sq, Sk]. Bool or integers: True or not 0 = may look. Float: is added to the scores.
         cache : None
-            Refused: a cache is for inference with `polyhead.torch.attention`.
+            As in Paddle. `MultiheadAttention` takes a `CacheStep`.
         score, mask, captured, sink_logits, normalizer : optional
             As of `polyhead.torch.attention`, behind attn_mask; projections, norm and residual are then torch's.
 

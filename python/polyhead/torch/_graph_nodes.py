@@ -281,7 +281,7 @@ def replace_attention(module, inputs, unseen_rows, attend):
     if any(isinstance(each, torch.Tensor) and each.device.type != "cpu" for each in inputs):
         return [("graph", True, False, "", "it is not on the CPU")], 0
     translation = _Translation(module)
-    after, _, candidates, _ = _bind.fuse_model(translation.model.SerializeToString(), b"", "torch", unseen_rows)
+    after, _, candidates, *_ = _bind.fuse_model(translation.model.SerializeToString(), b"", "torch", unseen_rows, False)
     by_name = {node.name: node for node in module.graph.nodes}
     told = [(_place(by_name[place]) if place in by_name else place, *rest) for place, *rest in candidates]
     found = [(place, is_attention, fused, pattern, reason) for place, is_attention, fused, pattern, _, reason, *_ in told]

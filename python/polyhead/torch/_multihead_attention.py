@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyhead import Error
+from polyhead import Error, KvCache
 from polyhead.torch import _block_composition
 from polyhead.torch._attention import _tensors_only
 from polyhead.torch._block_ops import AttentionBlock
 from polyhead.torch._blocks import attention_block
+from polyhead.torch._cache_step import CacheStep, cache_of_layer, on_cache
 from polyhead.torch._options import seed_tensor
 from polyhead.torch._rope import Rope, rotated
 from polyhead.torch._submodules import LINEAR, count_called, why_not_plain, why_not_tensors
@@ -148,6 +149,27 @@ class MultiheadAttention(nn.Module):
             text += f", head_dim={self.head_dim}"
         return text if self.rope is None else f"{text}, rope={self.rope}"
 
+    def new_cache(self, num_pages: int, page_size: int, **options: Any) -> KvCache:
+        """A cache for this layer, in tensors of its own: `forward` takes it in a `CacheStep`.
+
+        Parameters
+        ----------
+        num_pages, page_size : int
+        **options
+            Of `polyhead.KvCache.zeros`: key_dtype (default: the layer's), value_dtype, key_group, value_group, rotary_dim,
+            interleaved, hadamard. With rope the layer's turn is the default.
+
+        Returns
+        -------
+        polyhead.KvCache
+
+        Raises
+        ------
+        polyhead.Error
+            Formats that do not go together.
+        """
+        return cache_of_layer(self, num_pages, page_size, **options)
+
     def forward(
         self,
         query: Tensor,
@@ -164,6 +186,7 @@ class MultiheadAttention(nn.Module):
         captured: Mapping[str, Tensor] | None = None,
         sink_logits: Tensor | None = None,
         normalizer: Literal["softmax", "none"] = "softmax",
+        cache: CacheStep | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As torch.nn.MultiheadAttention's.
 
@@ -188,6 +211,10 @@ class MultiheadAttention(nn.Module):
             As of `polyhead.torch.attention`; a parameter of the model trains.
         normalizer : {"softmax", "none"}
             As of `polyhead.torch.attention`.
+        cache : CacheStep, optional
+            In inference: keys and values live there, those of key and value join them where slots are given, and all are
+            attended to. S is what a sequence has room for. is_causal without attn_mask then means that the last of the L
+            queries stands on the last key. Not with key_padding_mask, score or mask.
 
         Returns
         -------
@@ -208,6 +235,14 @@ class MultiheadAttention(nn.Module):
             key = query if batched else query.unsqueeze(0)
         query = query if batched else query.unsqueeze(0)
         batch_first = self.batch_first or not batched
+        if cache is not None:
+            given = {"key_padding_mask": key_padding_mask, "score": score, "mask": mask, "captured": captured}
+            check_for_cache(self, cache, given)
+            out, weights = self._on_cache(
+                (query, key, value), cache, batch_first, attn_mask, is_causal, sink_logits=sink_logits, normalizer=normalizer,
+                return_weights=False if not need_weights else "mean" if average_attn_weights else True,
+            )  # fmt: skip
+            return (out, weights) if batched else (out.squeeze(0), None if weights is None else weights.squeeze(0))
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask.unsqueeze(0)
         check_causal_hint(is_causal, attn_mask, "attn_mask")
@@ -242,6 +277,16 @@ class MultiheadAttention(nn.Module):
         if batched:
             return out, weights
         return out.squeeze(0), None if weights is None else weights.squeeze(0)
+
+    def _on_cache(self, tokens, cache, batch_first, attn_mask, is_causal, **options):
+        query, key, value = (x if x is None or batch_first else x.transpose(0, 1) for x in tokens)
+        plain = why_not_plain("out_proj", self.out_proj, LINEAR) is None
+        masks = cache_masks(query, cache, self.num_heads, attn_mask, is_causal)
+        stored = None if key is None else (key, key if value is None else value)
+        out_proj = self.out_proj if plain else None
+        out, weights = on_cache(self, query, cache, out_proj, key_and_value=stored, **masks, **options)
+        out = out if plain else self.out_proj(out)
+        return (out if batch_first else out.transpose(0, 1)), weights
 
     def has_parts(self) -> bool:
         """Whether something stands between projections and scores."""
@@ -302,6 +347,29 @@ class MultiheadAttention(nn.Module):
         a = _with_appended(a, q.shape[1], seqlen_k, k.shape[1] - seqlen_k)
         out, weights = _block_composition.attend(q, k, v, a, program)
         return (out if a.batch_first else out.transpose(0, 1)), weights
+
+
+def check_for_cache(layer: MultiheadAttention, cache: CacheStep, given: dict) -> None:
+    """What a layer on a cache is not."""
+    if not isinstance(cache, CacheStep):
+        raise TypeError(f"cache has type {type(cache).__name__}, must be a polyhead.torch.CacheStep")
+    for name, each in given.items():
+        if each is not None:
+            raise Error(f"{name} is given with cache, must not be")
+    if layer.bias_k is not None or layer.add_zero_attn:
+        raise Error("cache is given, but the layer has add_bias_kv or add_zero_attn, whose keys no cache holds")
+    if layer.training and layer.dropout:
+        raise Error(f"cache is given in training with dropout {layer.dropout}: take eval()")
+    if (reason := why_not_tensors("", layer)) is not None:
+        raise Error(f"cache is given, but {reason}: the layer reads the numbers of its projections")
+
+
+def cache_masks(query: Tensor, cache: CacheStep, num_heads: int, attn_mask: Tensor | None, is_causal: bool) -> dict:
+    """The options of attention that say who sees whom, of query [N, L, E]."""
+    room = cache.cache.key.shape[1] * cache.page_table.shape[-1]
+    visible, bias = score_masks(attn_mask, None, (len(query), num_heads, query.shape[1], room), query.dtype)
+    causal = is_causal and attn_mask is None
+    return {"attn_mask": visible, "attn_bias": bias, "causal": causal, "align": "bottom_right" if causal else None}
 
 
 def program_of(score, mask, captured, sink_logits, normalizer):

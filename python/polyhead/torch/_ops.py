@@ -1,5 +1,7 @@
 """The operators `torch.ops.polyhead.*` of schemas.txt: kernels, and what each of torch's machineries asks of them.
 
+On the CPU, and, in a build with CUDA kernels, on CUDA devices.
+
 Every call of a polyhead kernel from torch goes through these, so profilers and graphs show it.
 """
 
@@ -10,6 +12,7 @@ import re
 import torch
 import torch.compiler.config
 
+import polyhead
 from polyhead.torch import _batching, _block_ops, _cpp, _fake, _fallback
 from polyhead.torch._options import NUM_SHARED, PROGRAM
 
@@ -32,17 +35,30 @@ if not _in_cpp:
 _digest = hashlib.sha256(repr(SCHEMAS).encode()).hexdigest()
 torch.compiler.config.cache_key_tag += f" polyhead's operators {_digest[:16]}"
 
+
+def _on_cpu_alone(name):
+    def refuse(*arguments, **options):
+        raise polyhead.Error(f"polyhead::{name} computes on the CPU alone, and was given CUDA tensors")
+
+    return refuse
+
+
 for _name in [name for name in SCHEMAS if name not in _block_ops.FAKES]:
     _function = _name.replace(".", "_")
     # Without one in C++: all of another build, dropout_mask, and before torch 2.10 those that take a list or a string.
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"polyhead::{_name}", "CPU"):
         _library.impl(_name, getattr(_fallback, _function), "CPU")
+    if _name == "dropout_mask":
+        _library.impl(_name, _on_cpu_alone(_name), "CUDA")
+    elif not (_name.startswith("merge_") or torch._C._dispatch_has_kernel_for_dispatch_key(f"polyhead::{_name}", "CUDA")):
+        _library.impl(_name, getattr(_fallback, _function), "CUDA")
     torch.library.register_fake(f"polyhead::{_name}", getattr(_fake, _function), lib=_library)
     if "." in _name and not _name.endswith(".program"):
         _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 for _name in _block_ops.FAKES:
     if not _in_cpp:
         _library.impl(_name, _block_ops.KERNELS[_name], "CPU")
+    _library.impl(_name, _on_cpu_alone(_name), "CUDA")
     torch.library.register_fake(f"polyhead::{_name}", _block_ops.FAKES[_name], lib=_library)
     if _name.endswith("_backward"):
         _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
@@ -95,13 +111,19 @@ def cast_for_autocast(*tensors):
     )
 
 
-def _autocast(query, key, value, *options):
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-        return forward_of(options)(*cast_for_autocast(query, key, value), *options)
+def _autocast(dispatch_key):
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
+
+    def cast(query, key, value, *options):
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return forward_of(options)(*cast_for_autocast(query, key, value), *options)
+
+    return cast
 
 
 for _overload in ("attention_forward", "attention_forward.program"):
-    _library.impl(_overload, _autocast, "AutocastCPU")
+    for _key in ("AutocastCPU", "AutocastCUDA"):
+        _library.impl(_overload, _autocast(_key), _key)
 
 
 def implement_autograd(name, function):
@@ -110,3 +132,7 @@ def implement_autograd(name, function):
 
 def implement_autocast(name, function):
     _library.impl(name, function, "AutocastCPU")
+
+
+def implement_cuda(name, function):
+    _library.impl(name, function, "CUDA")

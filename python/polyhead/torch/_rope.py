@@ -27,10 +27,14 @@ def rotated(heads, rope: Rope):
     if head_dim % 2:
         raise Error(f"head_dim is {head_dim}, must be even for rope")
     wide = heads if heads.dtype == torch.float64 else heads.float()
-    pair = torch.arange(0, head_dim, 2, device=heads.device, dtype=torch.float64)
-    position = torch.arange(heads.shape[1], device=heads.device, dtype=torch.float64)
-    angle = position.view(-1, 1, 1) * rope.base ** (-pair / head_dim)
+    angle = angles(rope, head_dim, torch.arange(heads.shape[1], device=heads.device))[:, None]
     return turned(wide, angle.cos().to(wide.dtype), angle.sin().to(wide.dtype), rope.interleaved).to(heads.dtype)
+
+
+def angles(rope: Rope, head_dim, positions):
+    """[n, head_dim / 2] in float64, of positions [n]."""
+    pair = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64)
+    return positions[:, None] * rope.base ** (-pair / head_dim)
 
 
 def turned(heads, cos, sin, interleaved):

@@ -108,7 +108,9 @@ def scaled_dot_product_attention(
 
 def plain(query, key, value, is_causal, scale, enable_gqa):
     """Out of [B, H, S, D] tensors that nothing traces or transforms; None where a call takes more than this."""
-    if not type(query) is type(key) is type(value) is Tensor or not query.dim() == key.dim() == 4 or not query.is_cpu:
+    if not type(query) is type(key) is type(value) is Tensor or not query.dim() == key.dim() == 4:
+        return None
+    if not (query.is_cpu or query.is_cuda):
         return None
     layout = 2 if enable_gqa else 1  # the operator counts the heads: shapes cost Python 0.2 us each
     try:

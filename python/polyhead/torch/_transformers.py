@@ -43,7 +43,7 @@ def register_transformers() -> None:
     Raises
     ------
     ImportError
-        Transformers is not installed, or so old that it has not this interface. Tried with 5.23.
+        Transformers is not installed, or so old that it has not this interface. Tried with 5.23 and 5.24.
 
     Examples
     --------
@@ -143,11 +143,11 @@ def _closure(mask_function):
 
 def _both(first, second):
     """What two mask functions, both of which must allow a key, are made of; None if that is not known."""
-    (made_in, packed), (then_made_in, remapped) = _closure(first), _closure(second)
-    if made_in == "packed_sequence_mask_function" and then_made_in == "remap_positions_for_packed_sequence":
+    held = dict(map(_closure, (first, second)))
+    if held.keys() == {"packed_sequence_mask_function", "remap_positions_for_packed_sequence"}:  # in either order
         # Within a sequence the positions that it remaps to count up by one: the band lies as without it.
-        made_of = _made_of(remapped.get("mask_function"))
-        return made_of and made_of | {"packed": packed["packed_sequence_mask"]}
+        made_of = _made_of(held["remap_positions_for_packed_sequence"].get("mask_function"))
+        return made_of and made_of | {"packed": held["packed_sequence_mask_function"]["packed_sequence_mask"]}
     parts = _made_of(first), _made_of(second)
     if None in parts or any(part["packed"] is not None for part in parts):
         return None
@@ -206,7 +206,7 @@ def _attention(
     for name, given in others.items():
         if name not in SAYS_NOTHING_MORE and given is not None and given is not False:
             raise NotImplementedError(f"{type(module).__name__} gives {name}, which attention 'polyhead' does not know")
-    if cache is not None:
+    if read_index is not None:  # else a cache says nothing more: who asked it for keys gives these
         options = {"scale": scaling, "softcap": softcap or 0.0, "sink_logits": s_aux}
         if sliding_window is not None:
             options["window"] = (sliding_window - 1, -1)

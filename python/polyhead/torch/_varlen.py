@@ -91,19 +91,26 @@ def _options(is_causal, scale, window_left, window_right, slopes, cum_seq_q, cum
 def pages_within(block_table, pool, lengths, name):
     """The pages of each sequence [B, n], int64, each of pool [pages, page size, G, D]; 0 behind its length."""
     page_size, rows = pool.shape[1], block_table.shape[-1] * pool.shape[1]
-    lengths = lengths.long()
+    lengths = integers(lengths, name)
     if block_table.shape != (len(lengths), block_table.shape[-1]):
         raise Error(f"block_table has shape {tuple(block_table.shape)}, must be ({len(lengths)}, pages of a sequence)")
     if bool(((lengths < 0) | (lengths > rows)).any()):
         raise Error(f"{name} has the lengths {lengths.tolist()}, must be 0 to {rows}, the rows of a sequence's pages")
-    begun = torch.arange(block_table.shape[-1]) * page_size < lengths[:, None]
+    begun = torch.arange(block_table.shape[-1], device=lengths.device) * page_size < lengths[:, None]
     indices_within(block_table[begun], "block_table", len(pool))
     return torch.where(begun, block_table.long(), 0)
 
 
+def integers(given, name):
+    """As int64."""
+    if given.dtype not in (torch.int32, torch.int64):
+        raise Error(f"{name} is {given.dtype}, must be int32 or int64")
+    return given.long()
+
+
 def indices_within(indices, name, count):
     """int64, each 0 to count - 1."""
-    indices = indices.long()
+    indices = integers(indices, name)
     if indices.numel():
         first, last = (int(x) for x in indices.aminmax())
         if first < 0 or last >= count:
@@ -118,5 +125,5 @@ def used_rows(key, value, slots, used, name):
     if used.shape != room.shape or bool(((used < 0) | (used > room)).any()):
         raise Error(f"{name} has the lengths {used.tolist()}, must be within {room.tolist()}, the rows of each sequence")
     cum_seq = torch.cat([used.new_zeros(1), used.cumsum(0)])
-    rows = torch.arange(int(cum_seq[-1])) + torch.repeat_interleave(slots[:-1] - cum_seq[:-1], used)
+    rows = torch.arange(int(cum_seq[-1]), device=used.device) + torch.repeat_interleave(slots[:-1] - cum_seq[:-1], used)
     return key[rows], value[rows], cum_seq

@@ -1,0 +1,72 @@
+#include "call_place.h"
+
+#include "stable_abi.h"
+#include "torch_executor.h"
+#include "workspace.h"
+
+namespace polyhead::torch_ops {
+namespace {
+
+thread_local const CallPlace* current_place = nullptr;
+
+// The stream on which torch puts this thread's work.
+void* current_stream(int32_t device) {
+  if (torch_stream_native_handle == nullptr) failure("CUDA tensors need torch 2.13 or later");
+  StreamHandle stream = nullptr;
+  void* handle = nullptr;
+  if (aoti_torch_get_current_stream(device, &stream) != 0) failure("torch has no current stream on cuda:%d", device);
+  const bool told = torch_stream_native_handle(stream, &handle) == 0;
+  aoti_torch_delete_stream(stream);
+  if (!told) failure("torch's current stream on cuda:%d has no handle", device);
+  return handle;
+}
+
+// Memory of torch's allocator, which hands it out again in the order of the stream.
+StableTensor new_workspace(size_t bytes, ForwardArgs& args) {
+  Tensor view(nullptr, DType::kInt4x2, {static_cast<int64_t>(bytes)});  // a byte an element
+  StableTensor memory = bytes == 0 ? StableTensor() : new_tensor(view, "a workspace");
+  args.workspace = view.data;
+  args.workspace_bytes = bytes;
+  return memory;
+}
+
+}  // namespace
+
+CallPlace::CallPlace(const StableTensor& query) : before_(current_place) {
+  int32_t type = 0;
+  if (aoti_torch_get_device_type(query.get(), &type) != 0) failure("query has no device");
+  if (type == aoti_torch_device_type_cuda()) {
+    device_ = Device::kCuda;
+    if (aoti_torch_get_device_index(query.get(), &index_) != 0) failure("query's device has no number");
+    stream_ = current_stream(index_);
+    check(on_device_.emplace(index_).status());
+  }
+  current_place = this;
+}
+
+CallPlace::~CallPlace() { current_place = before_; }
+
+const CallPlace* CallPlace::current() { return current_place; }
+
+int32_t CallPlace::torch_type() const {
+  return device_ == Device::kCuda ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
+}
+
+Where CallPlace::where() const {
+  if (device_ == Device::kCuda) return {.device = device_, .executor = nullptr, .stream = stream_};
+  return {.device = device_, .executor = &current_executor(), .stream = nullptr};
+}
+
+void CallPlace::forward(const Plan& plan, ForwardArgs& args) const {
+  if (device_ == Device::kCpu) return check(python::forward_with_workspace(plan, args));
+  const StableTensor memory = new_workspace(plan.workspace_bytes(), args);
+  check(plan.forward(args));
+}
+
+void CallPlace::backward(const Plan& plan, BackwardArgs& args) const {
+  if (device_ == Device::kCpu) return check(python::backward_with_workspace(plan, args));
+  const StableTensor memory = new_workspace(plan.backward_workspace_bytes(), args.forward);
+  check(plan.backward(args));
+}
+
+}  // namespace polyhead::torch_ops
