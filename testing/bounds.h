@@ -38,8 +38,8 @@ inline constexpr double kRmse = 1.1;
 inline constexpr Bound kCapturedBound = {3, kRmse, 1};
 
 // same: every weight of a row is the same number. shifted: all logits are large beside their differences, so that the
-// rounding of the scale is one error of every L.
-inline ForwardBounds forward_bounds(const AttentionDesc& desc, bool same, bool shifted, bool pairs) {
+// rounding of the scale is one error of every L. alike: all queries are one vector.
+inline ForwardBounds forward_bounds(const AttentionDesc& desc, bool same, bool shifted, bool alike, bool pairs) {
   const auto dim_v = static_cast<double>(std::max<int64_t>(desc.head_dim_v, 1));
   const auto keys = static_cast<double>(std::max<int64_t>(desc.seqlen_k, 1));
   // Elements of a row share a softmax, and so its errors, but not the rounding to a half type, which outweighs those,
@@ -48,17 +48,17 @@ inline ForwardBounds forward_bounds(const AttentionDesc& desc, bool same, bool s
   const bool halves = out_dtype(desc) == DType::kFloat16 || out_dtype(desc) == DType::kBFloat16;
   const double group =
       static_cast<double>(desc.num_heads) / static_cast<double>(std::max<int64_t>(desc.num_heads_kv, 1));
-  const double rows = same                      ? HUGE_VAL
-                      : has_equal_weights(desc) ? group * static_cast<double>(std::max<int64_t>(desc.seqlen_q, 1))
-                                                : 1;
+  const double queries = group * static_cast<double>(std::max<int64_t>(desc.seqlen_q, 1));
+  const double same_rows = alike ? queries : 1;
+  const double rows = same ? HUGE_VAL : has_equal_weights(desc) ? queries : same_rows;
   const bool half_weights = desc.dtype == DType::kFloat16 || desc.dtype == DType::kBFloat16;
   return {{2, kRmse, halves && !pairs ? rows : rows * dim_v},
-          {2, kRmse, same || shifted ? HUGE_VAL : 1},
+          {2, kRmse, same || shifted ? HUGE_VAL : same_rows},
           {2, kRmse,
            same           ? HUGE_VAL
-           : half_weights ? 1
-                          : keys},
-          {2, kRmse, same ? HUGE_VAL : keys}};
+           : half_weights ? same_rows
+                          : keys * same_rows},
+          {2, kRmse, same ? HUGE_VAL : keys * same_rows}};
 }
 
 // Of query, key, value, attn_bias, alibi_slopes and sink_logits. repeated: elements of grad_out are one number.

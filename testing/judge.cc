@@ -94,7 +94,8 @@ Judge::Judge(const Problem& problem, bool pairs) : problem_(problem), pairs_(pai
   const bool capped = desc.softcap > 0 && problem.fill != Fill::kNormal && problem.fill != Fill::kOutliers;
   const bool shifted = problem.fill == Fill::kShiftUp || problem.fill == Fill::kShiftDown;
   const bool same = capped || desc.head_dim == 0 || desc.scale.value_or(1) == 0;
-  const ForwardBounds bounds = forward_bounds(desc, same, shifted, pairs);
+  const bool alike = desc.head_dim == 1 && (shifted || problem.fill == Fill::kUnderflow);  // set to one number each
+  const ForwardBounds bounds = forward_bounds(desc, same, shifted, alike, pairs);
   out_ = Errors("out", bounds.out);
   logsumexp_ = Errors("logsumexp", bounds.logsumexp);
   weights_ = Errors("attn_weights", bounds.attn_weights);

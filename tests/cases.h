@@ -230,6 +230,7 @@ class CaseList {
       d.return_weights = ReturnWeights::kPerHead, d.return_column_sums = true;
     });
     add_in_each_dtype("everything_wide", sizes(1, 2, 1, 66, 70, 100, 72), all_masks);
+    add_in_each_dtype("everything_widest", sizes(1, 2, 1, 66, 70, 200, 140), all_masks);
     add_in_each_dtype("everything_decode", sizes(3, 8, 2, 3, 600, 64), all_masks);
     add_in_each_dtype("everything_tiny", sizes(3, 6, 3, 9, 13, 8), all_masks);
     add_in_each_dtype("everything_packed", sizes(7, 4, 2, 400, 500, 40, 24), [](auto& d) {

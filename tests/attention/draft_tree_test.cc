@@ -242,5 +242,27 @@ TEST(DraftTree, AcceptedAndRolledBackIsPlainDecoding) {
   }
 }
 
+// A mask of no keys has no memory, or some of which nothing is read: the bits of none.
+TEST(DraftTree, MaskOfNoKeysIsNone) {
+  for (const int64_t queries : {1, 40}) {
+    AttentionDesc d = problem_of("", DType::kFloat32, 2, 4, queries, 600, 24).desc, without = d;
+    d.attn_mask = {.given = true, .dtype = DType::kBool, .dims = {1, 1, queries, 0}}, d.mask_at_end = true;
+    const Inputs in = random_inputs({.desc = without});
+    for_every_kernel(d, [&](const Kernel& kernel) {
+      const Outputs want = run(kernel, without, in);
+      for (const bool somewhere : {false, true}) {
+        Array out(DType::kFloat32, {2, queries, 4, 24});
+        ForwardArgs args = dense_args(in);
+        args.attn_mask = Tensor(somewhere ? &out : nullptr, DType::kBool, {1, 1, queries, 0});
+        args.out = view(out);
+        const GuardedBytes workspace(kernel.workspace_bytes(d, 1).value(), Guard::kEnd, 0xff);
+        args.workspace = workspace.data(), args.workspace_bytes = workspace.size();
+        ASSERT_EQ(kernel.forward(d, args, executor(1)).message(), "");
+        EXPECT_EQ(difference("out", out, want.out), "") << kernel.name << ", " << queries << ", " << somewhere;
+      }
+    });
+  }
+}
+
 }  // namespace
 }  // namespace polyhead::testing

@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <cmath>
 #include <string>
 #include <thread>
 #include <utility>
@@ -168,6 +167,25 @@ TEST(Pages, OthersMayBeWrittenMeanwhile) {
   }
 }
 
+// A table of no pages has no entries, so that its strides say nothing.
+TEST(Pages, OfNoKeysHaveATableOfAnyStrides) {
+  AttentionDesc d = good_desc();  // two sequences
+  d.seqlen_k = 0, d.page_size = 2, d.num_pages = 9, d.has_seqlens_k = true;
+  for (const Kernel* kernel : kernels_for(d)) {
+    const Result<Plan> made = plan(d, {.kernel = kernel->name});
+    ASSERT_TRUE(made.ok()) << made.status().message();
+    polyhead::Call call(d);
+    call.reserve(*made);
+    std::vector<float> pool(9 * 2 * 2 * 8);
+    call.args.key = Tensor(pool.data(), DType::kFloat32, {9, 2, 2, 8});
+    call.args.value = Tensor(pool.data(), DType::kFloat32, {9, 2, 2, 6});
+    call.args.page_table = Tensor(pool.data(), DType::kInt64, {2, 0});
+    call.args.page_table.strides[0] = kMax / 2 + 1;
+    set(call.args.seqlens_k, {0, 0});
+    EXPECT_EQ(made->forward(call.args).message(), "") << kernel->name;
+  }
+}
+
 struct Refused {
   void (*change)(ForwardArgs& args, int64_t* entries);
   const char* message;
@@ -231,80 +249,6 @@ TEST(Pages, DescsThatMakeNoSense) {
   ASSERT_TRUE(made.ok());
   EXPECT_EQ(made->backward({}).message(),
             "page_table: backward does not take paged keys, give key and value without pages");
-}
-
-// A row that holds NaN is stored with the scale NaN: queries that see it get NaN, of the others it changes no bit.
-TEST(Formats, NanReachesWhoSeesIt) {
-  for (const DType format : {DType::kInt8, DType::kFloat8E4M3, DType::kInt4x2}) {
-    const AttentionDesc d{.batch = 1,
-                          .seqlen_q = 5,
-                          .seqlen_k = 600,
-                          .num_heads = 4,
-                          .num_heads_kv = 1,
-                          .head_dim = 24,
-                          .head_dim_v = 72,
-                          .dtype = DType::kBFloat16,
-                          .key_dtype = format,
-                          .value_dtype = format,
-                          .causal = true,
-                          .query_offset = 595};
-    Inputs in = random_inputs({.desc = d}), poisoned = in;
-    for (Array* a : {&poisoned.key_scales, &poisoned.value_scales}) a->set(a->index({0, 598, 0, 0}), NAN);
-    for (const Kernel* kernel : kernels_for(d)) {
-      const Outputs clean = run(*kernel, d, in), got = run(*kernel, d, poisoned);
-      for (int64_t at = 0; at < got.out.size(); ++at) {
-        const int64_t query = at / (4 * 72);
-        ASSERT_TRUE(query < 3 ? got.out.at(at) == clean.out.at(at) : std::isnan(got.out.at(at)))
-            << kernel->name << ", query " << query << ", element " << at;
-      }
-      Inputs value_alone = in;
-      value_alone.value_scales = poisoned.value_scales;
-      const Outputs weighed = run(*kernel, d, value_alone);
-      EXPECT_EQ(difference("logsumexp", weighed.logsumexp, clean.logsumexp), "") << kernel->name;
-      for (int64_t at = 0; at < got.out.size(); ++at) {
-        ASSERT_TRUE(at < 3 * 4 * 72 ? weighed.out.at(at) == clean.out.at(at) : std::isnan(weighed.out.at(at)))
-            << kernel->name << ", element " << at;
-      }
-    }
-  }
-}
-
-TEST(Formats, WhatIsRefusedNamesItAndNoOutputIsTouched) {
-  const std::pair<void (*)(AttentionDesc&), const char*> cases[] = {
-      {[](auto& d) { d.key_dtype = DType::kBFloat16; },
-       "key_dtype is bfloat16, must be float32 as dtype, or int8, float8_e4m3, float8_e5m2 or int4x2"},
-      {[](auto& d) { d.head_dim_v = 7, d.value_dtype = DType::kInt4x2; },
-       "head_dim_v is 7, must be even where value_dtype is int4x2"},
-      {[](auto& d) { d.key_group = 16; }, "key_group is 16, but float32 has no scales: leave it 0"},
-      {[](auto& d) { d.value_dtype = DType::kInt8, d.value_group = -16; },
-       "value_group is -16, must be 0 (one scale for a row), or a multiple of 16 that divides head_dim_v 6"}};
-  for (const auto& [change, message] : cases) {
-    AttentionDesc d = good_desc();
-    change(d);
-    EXPECT_EQ(plan(d).status().message(), message);
-  }
-  AttentionDesc d = good_desc();
-  d.key_dtype = DType::kInt8;
-  const std::pair<void (*)(ForwardArgs&), const char*> calls[] = {
-      {[](auto& a) { a.key_scales = {}; }, "key_scales is missing"},
-      {[](auto& a) { a.key_scales.dtype = DType::kFloat16; }, "key_scales is float16, expected float32"},
-      {[](auto& a) { a.key_scales.dims[3] = 2; }, "key_scales dim 3 is 2, expected head_dim / key_group 1"},
-      {[](auto& a) { a.value_scales = a.key_scales; }, "value_scales is given, but the plan was made without"}};
-  for (const char* kernel : {"", "reference"}) {
-    const Result<Plan> made = plan(d, {.kernel = kernel});
-    ASSERT_TRUE(made.ok()) << made.status().message();
-    for (const auto& [change, message] : calls) {
-      polyhead::Call call(d);
-      call.reserve(*made);
-      const std::vector<float> scales(20, 1.0f);
-      call.args.key.dtype = DType::kInt8;
-      call.args.key_scales = Tensor(scales.data(), DType::kFloat32, {2, 5, 2, 1});
-      change(call.args);
-      EXPECT_EQ(made->forward(call.args).message(), message);
-      EXPECT_TRUE(call.outputs_untouched());
-    }
-    EXPECT_EQ(made->backward({}).message(), "key is int8: backward takes query, key and value of one dtype");
-  }
 }
 
 }  // namespace

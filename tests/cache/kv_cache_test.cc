@@ -327,8 +327,20 @@ TEST(KvCache, WhatAppendRefusesNamesItAndWritesNothing) {
       {[](auto& a, auto*, auto*) { a.positions = {}; }, "positions is missing"},
       {[](auto& a, auto*, auto*) { a.cos.dims[1] = 8; }, "cos dim 1 is 8, expected rotary_dim / 2 6"},
       {[](auto& a, auto*, auto*) { a.sin.dims[0] = 49; }, "sin dim 0 is 49, expected positions 50"},
+      {[](auto& a, auto*, auto*) { a.slots.dims[0] = -3; }, "slots dim 0 is -3, must not be negative"},
+      {[](auto& a, auto*, auto*) { a.cos.dims[0] = a.sin.dims[0] = INT64_MIN; },
+       "cos dim 0 is -9223372036854775808, must not be negative"},
+      {[](auto& a, auto*, auto*) { a.query.dims[1] = a.query_out.dims[1] = -1; },
+       "query dim 1 is -1, must not be negative"},
+      {[](auto& a, auto*, auto*) {
+         for (Tensor* t : {&a.slots, &a.positions, &a.key, &a.value, &a.query}) {
+           t->dims[0] = INT64_MAX / 2, t->strides[0] = 0;
+         }
+         a.query = a.query_out = {};
+       },
+       "out of memory"},
       {[](auto& a, auto*, auto*) { a.query_out = {}; }, "query_out is missing"},
-      {[](auto& a, auto*, auto*) { a.query = {}; }, "query_out is given, but the plan was made without"},
+      {[](auto& a, auto*, auto*) { a.query = {}; }, "query_out is given, but query is missing"},
       {[](auto& a, auto*, auto*) { a.query_out.data = a.key.data; }, "query_out overlaps key"},
       {[](auto&, auto* slots, auto*) { slots[1] = 20; },
        "slots[1] is 20, must be -1 to 19: -1 is nowhere, else a slot of the cache"},
@@ -358,6 +370,12 @@ TEST(KvCache, WhatAppendRefusesNamesItAndWritesNothing) {
             "to holds 4 twice: a slot takes one token");
   EXPECT_EQ(cache.cache.copy(cache.pool, far.tensor, good.tensor).message(),
             "from[1] is 20, must be 0 to 19: the slots of the cache");
+  Tensor backwards = good.tensor;
+  backwards.dims[0] = -2;
+  EXPECT_EQ(cache.cache.copy(cache.pool, backwards, backwards).message(), "from dim 0 is -2, must not be negative");
+  EXPECT_EQ(cache.cache.read(cache.pool, backwards, {}, {}).message(), "slots dim 0 is -2, must not be negative");
+  EXPECT_EQ(cache.cache.read(cache.pool, good.tensor, {}, {}).message(),
+            "key and value are missing, one must be given");
   KvTensors pool = cache.pool;
   pool.value.dims[1] = 5;
   EXPECT_EQ(cache.cache.copy(pool, good.tensor, good.tensor).message(), "pool.value dim 1 is 5, expected page_size 4");
@@ -427,16 +445,18 @@ TEST(PageTable, SequencesKeepTheirTokensWhateverOthersDo) {
         pool[static_cast<size_t>(table.slot(sequence, n))] = token++;
       }
     }
-    std::vector<int> held(kPages);
+    std::vector<int64_t> holders(kPages);
     for (const auto& [number, tokens] : meant) {
       ASSERT_EQ(table.length(number), static_cast<int64_t>(tokens.size()));
       ASSERT_EQ(table.pages(number).size(), (tokens.size() + kPageSize - 1) / kPageSize);
-      for (const int64_t page : table.pages(number)) held[static_cast<size_t>(page)] = 1;
+      for (const int64_t page : table.pages(number)) ++holders[static_cast<size_t>(page)];
       for (size_t n = 0; n < tokens.size(); ++n) {
         ASSERT_EQ(pool[static_cast<size_t>(table.slot(number, static_cast<int64_t>(n)))], tokens[n]) << step;
       }
     }
-    ASSERT_EQ(table.num_free(), kPages - std::count(held.begin(), held.end(), 1));
+    ASSERT_EQ(table.num_free(), std::count(holders.begin(), holders.end(), 0));
+    for (int64_t page = 0; page < kPages; ++page)
+      ASSERT_EQ(table.num_holders(page), holders[static_cast<size_t>(page)]);
   }
   EXPECT_GT(refused, 10);
   EXPECT_GT(copied, 10);

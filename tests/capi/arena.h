@@ -19,8 +19,8 @@ struct Reach {
 };
 
 inline int64_t element_bytes(int32_t dtype) {
-  constexpr int64_t kBytes[] = {4, 2, 2, 8, 1, 4, 8};
-  return dtype >= 0 && dtype <= POLYHEAD_INT64 ? kBytes[dtype] : 8;
+  constexpr int64_t kBytes[] = {4, 2, 2, 8, 1, 4, 8, 1, 1, 1, 1};
+  return dtype >= 0 && dtype <= POLYHEAD_INT4X2 ? kBytes[dtype] : 8;
 }
 
 inline Reach reach(const polyhead_tensor& t) {

@@ -140,6 +140,8 @@ static void test_pages(void) {
   const int64_t* const pages = polyhead_page_table_pages(table, fork, &count);
   CHECK(count == 2 && pages[1] == to && from == polyhead_page_table_pages(table, first, NULL)[1]);
   CHECK(polyhead_page_table_slot(table, fork, 3) == 2 * to + 1);
+  CHECK(polyhead_page_table_num_holders(table, pages[0]) == 2 && polyhead_page_table_num_holders(table, to) == 1);
+  CHECK(polyhead_page_table_num_holders(table, 4) == 0 && polyhead_page_table_num_holders(table, -1) == 0);
   CHECK(polyhead_page_table_length(table, first) == 3 && polyhead_page_table_length(table, 9) == -1);
   CHECK_REFUSED(polyhead_page_table_resize(table, first, 9, &from, &to), POLYHEAD_INVALID_ARGUMENT, "1 are free");
   CHECK_OK(polyhead_page_table_remove(table, first));

@@ -23,10 +23,12 @@ struct Shape {
   int32_t dtype = POLYHEAD_FLOAT32;
   std::vector<int64_t> dims;  // none: not asked for
   bool any_width = false;     // float32, bfloat16 and float16 alike
+  bool dtype_or_float32 = false;
 };
 
 inline bool takes(const Shape& shape, Role role, int32_t dtype) {
   if (role == Role::kIntegers) return dtype == POLYHEAD_INT32 || dtype == POLYHEAD_INT64;
+  if (shape.dtype_or_float32 && dtype == POLYHEAD_FLOAT32) return true;
   return shape.any_width ? dtype >= POLYHEAD_FLOAT32 && dtype <= POLYHEAD_FLOAT16 : dtype == shape.dtype;
 }
 
@@ -42,7 +44,7 @@ struct Operand {
 // The shapes of a desc's tensors, by name.
 struct Shapes {
   Shape query, key, value, attn_mask, attn_bias, alibi_slopes, sink_logits, seqlens_q, seqlens_k, cu_seqlens,
-      query_offsets, window;
+      query_offsets, window, page_table, key_scales, value_scales;
   Shape out, logsumexp, attn_weights, column_sums;
   Shape grad_query, grad_key, grad_value;
 
@@ -60,8 +62,19 @@ struct Shapes {
       return asked ? Shape{POLYHEAD_INT64, {count}} : Shape{};
     };
     query = rows(Sq, H, d.head_dim);
-    key = rows(Sk, G, d.head_dim);
-    value = rows(Sk, G, d.head_dim_v);
+    const auto stored = [&](bool other, int32_t dtype, int64_t dim, int64_t group, Shape* numbers, Shape* scales) {
+      const bool pairs = other && dtype == POLYHEAD_INT4X2;
+      *numbers = rows(Sk, G, pairs ? dim / 2 : dim);
+      if (d.page_size > 0) numbers->dims = {d.num_pages, d.page_size, G, pairs ? dim / 2 : dim};
+      if (!other) return;
+      numbers->dtype = dtype;
+      if (dtype < POLYHEAD_INT8) return;
+      *scales = {pairs ? int32_t{POLYHEAD_FLOAT16} : int32_t{POLYHEAD_FLOAT32}, numbers->dims};
+      scales->dims.back() = group > 0 ? dim / group : 1;
+    };
+    stored(d.has_key_dtype, d.key_dtype, d.head_dim, d.key_group, &key, &key_scales);
+    stored(d.has_value_dtype, d.value_dtype, d.head_dim_v, d.value_group, &value, &value_scales);
+    if (d.page_size > 0) page_table = {POLYHEAD_INT64, {B, Sk / d.page_size}};
     attn_mask = broadcast(d.attn_mask);
     attn_bias = broadcast(d.attn_bias);
     if (d.alibi_slopes_ndim == 1) alibi_slopes = {POLYHEAD_FLOAT32, {H}};
@@ -74,7 +87,7 @@ struct Shapes {
     window = integers(d.has_windows, Sq);
     out = rows(Sq, H, d.head_dim_v);
     if (d.has_out_dtype) out.dtype = d.out_dtype;
-    grad_query = query, grad_key = key, grad_value = value;
+    grad_query = query, grad_key = rows(Sk, G, d.head_dim), grad_value = rows(Sk, G, d.head_dim_v);
     for (Shape* gradient : {&grad_query, &grad_key, &grad_value}) {
       if (d.has_grad_dtype) gradient->dtype = d.grad_dtype;
     }
@@ -88,7 +101,7 @@ struct Shapes {
 };
 
 constexpr size_t kMask = 3, kSeqlensQ = 6, kCuSeqlensQ = 8, kCuSeqlensK = 9, kQueryOffsets = 10, kWindowLo = 11,
-                 kWindowHi = 12;  // of input_operands
+                 kWindowHi = 12, kPageTable = 14;  // of input_operands
 
 // The inputs of a forward call, which backward has too.
 inline std::vector<Operand> input_operands(const Shapes& shapes, polyhead_forward_args& args) {
@@ -107,6 +120,9 @@ inline std::vector<Operand> input_operands(const Shapes& shapes, polyhead_forwar
       {"window_lo", &args.window_lo, shapes.window, Role::kIntegers},
       {"window_hi", &args.window_hi, shapes.window, Role::kIntegers},
       {"sink_logits", &args.sink_logits, shapes.sink_logits},
+      {"page_table", &args.page_table, shapes.page_table, Role::kIntegers},
+      {"key_scales", &args.key_scales, shapes.key_scales},
+      {"value_scales", &args.value_scales, shapes.value_scales},
   };
 }
 
@@ -125,6 +141,26 @@ inline std::string wrong_ones(const std::vector<Operand>& operands) {
     if (!fits(*operand.tensor, operand.shape, operand.role)) names += std::string(" ") + operand.name;
   }
   return names;
+}
+
+// Keys and values in pages, or in formats with scales, in one desc of five each.
+inline void keep_in_cache(Hostile& random, polyhead_attention_desc* d) {
+  if (random.chance(20)) {
+    d->page_size = random.between(1, 4), d->num_pages = random.between(0, 6);
+    d->seqlen_k = d->page_size * random.between(0, 5), d->has_seqlens_k = 1;
+  }
+  if (random.chance(80)) return;
+  for (int64_t* dim : {&d->head_dim, &d->head_dim_v}) *dim = random.chance(50) ? 16 : *dim / 2 * 2;
+  d->has_key_dtype = random.chance(70), d->key_dtype = static_cast<int32_t>(random.between(7, 10));
+  d->has_value_dtype = random.chance(70), d->value_dtype = static_cast<int32_t>(random.between(7, 10));
+  if (d->has_key_dtype && d->head_dim == 16 && random.chance(50)) d->key_group = 16;
+  if (d->has_value_dtype && d->head_dim_v == 16 && random.chance(50)) d->value_group = 16;
+}
+
+// Which has no gradients.
+inline bool kept_in_cache(const polyhead_attention_desc& d) {
+  const auto has_scales = [](bool given, int32_t dtype) { return given && dtype >= POLYHEAD_INT8; };
+  return d.page_size > 0 || has_scales(d.has_key_dtype, d.key_dtype) || has_scales(d.has_value_dtype, d.value_dtype);
 }
 
 inline polyhead_attention_desc random_desc(Hostile& random) {
@@ -168,6 +204,7 @@ inline polyhead_attention_desc random_desc(Hostile& random) {
   if (d.packed) return d;
   d.has_seqlens_q = random.chance(30);
   d.has_seqlens_k = random.chance(30);
+  keep_in_cache(random, &d);
   const int64_t full[4] = {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k};
   for (polyhead_broadcast_operand* o : {&d.attn_mask, &d.attn_bias}) {
     o->given = random.chance(30);
@@ -202,6 +239,10 @@ inline void print(const polyhead_attention_desc& d, const polyhead_plan_options&
   number("return_weights", d.return_weights), number("return_column_sums", d.return_column_sums);
   number("has_windows", d.has_windows), number("has_sink_logits", d.has_sink_logits);
   number("normalizer", d.normalizer), number("sink_keys", d.sink_keys), number("mask_at_end", d.mask_at_end);
+  number("page_size", d.page_size), number("num_pages", d.num_pages);
+  number("has_key_dtype", d.has_key_dtype), number("key_dtype", d.key_dtype), number("key_group", d.key_group);
+  number("has_value_dtype", d.has_value_dtype), number("value_dtype", d.value_dtype);
+  number("value_group", d.value_group);
   std::printf(" program=%s", d.program != nullptr ? d.program : "none");
   std::printf("\n");
   std::fflush(stdout);
@@ -209,7 +250,7 @@ inline void print(const polyhead_attention_desc& d, const polyhead_plan_options&
 
 // Pools and kernels that the rounds choose from.
 struct Surroundings {
-  Arena arena{28, 7};  // as many operands as a backward call has
+  Arena arena{32, 7};  // as many operands as a backward call has
   GuardedBytes workspace{size_t{1} << 22, Guard::kEnd, 0xff};
   std::vector<polyhead_executor*> executors{nullptr};
   std::vector<const char*> kernels{nullptr, "", "no such kernel"};
@@ -236,8 +277,9 @@ struct Surroundings {
 inline void write_integers(Hostile& random, const polyhead_attention_desc& d, size_t n, const polyhead_tensor& t) {
   const int64_t limit = std::clamp<int64_t>(n == kSeqlensQ || n == kCuSeqlensQ ? d.seqlen_q : d.seqlen_k, 0, 100);
   int64_t last = 0;
-  for (int64_t b = 0; b < t.dims[0]; ++b) {
+  for (int64_t b = 0; b < t.dims[0] * (n == kPageTable ? t.dims[1] : 1); ++b) {
     int64_t value = random.between(0, limit);
+    if (n == kPageTable) value = random.between(0, std::clamp<int64_t>(d.num_pages - 1, 0, 100));
     if (n == kCuSeqlensQ || n == kCuSeqlensK) value = b == 0 ? 0 : last = random.between(last, limit);
     if (n == kQueryOffsets) value = random.between(-10, 10);
     if (n == kWindowLo || n == kWindowHi) value = random.between(-3, limit + 3);

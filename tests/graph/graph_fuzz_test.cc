@@ -14,7 +14,7 @@ using polyhead::testing::attention_text;
 using polyhead::testing::ModelText;
 using polyhead::testing::tensor_text;
 
-// Most rules of inference, a packed projection, repeated heads, a guard, sinks of a constant and a body: what changed bytes are to run through.
+// Most rules of inference, a packed projection, repeated heads, a guard, sinks of a constant, a product with what follows it, and a body: what changed bytes are to run through.
 std::string rich_model() {
   ModelText text = attention_text();
   text.tensors.push_back(tensor_text("zero", {1}, {0}));
@@ -49,6 +49,14 @@ std::string rich_model() {
   body.tensors = {};
   body.nodes[2].inputs[1] = "mask";  // a score program
   text.nodes.push_back({"If", {"batch"}, {"chosen"}, {}, {}, {{"then_branch", body.graph()}}});
+  text.tensors.push_back(tensor_text("w", {4, 2}, {1, 2, 3, 4, 5, 6, 7, 8}));
+  for (const char* name : {"bias", "gamma"}) text.tensors.push_back(tensor_text(name, {2}, {1, 2}));
+  const polyhead::testing::NodeText layer[] = {{"MatMul", {"out", "w"}, {"rows"}},
+                                               {"Add", {"rows", "bias"}, {"biased"}},
+                                               {"Sigmoid", {"biased"}, {"gate"}},
+                                               {"Mul", {"biased", "gate"}, {"active"}},
+                                               {"LayerNormalization", {"active", "gamma"}, {"normed"}}};
+  text.nodes.insert(text.nodes.end(), std::begin(layer), std::end(layer));
   return text.model();
 }
 
@@ -61,7 +69,9 @@ void run(const std::string& bytes, int& good) {
   ++good;
   for (const graph::Target target : {graph::Target::kOnnx, graph::Target::kPolyhead}) {
     graph::Model copy = *model;
-    const graph::Report report = graph::fuse(copy, {target});
+    graph::FuseOptions options = {target};
+    options.layers = target == graph::Target::kPolyhead;
+    const graph::Report report = graph::fuse(copy, options);
     const auto again = graph::parse_model(graph::encode_model(copy), "");
     ASSERT_TRUE(again.ok()) << again.status().message();
     ASSERT_EQ(static_cast<int64_t>(again->graph.nodes.size() > 0), static_cast<int64_t>(report.num_nodes_after > 0));
@@ -71,14 +81,19 @@ void run(const std::string& bytes, int& good) {
 TEST(GraphFuzz, TheModelItselfFuses) {
   auto model = graph::parse_model(rich_model(), "");
   ASSERT_TRUE(model.ok()) << model.status().message();
-  const graph::Report report = graph::fuse(*model, {graph::Target::kPolyhead});
+  graph::FuseOptions options = {graph::Target::kPolyhead};
+  options.layers = true;
+  const graph::Report report = graph::fuse(*model, options);
   ASSERT_EQ(report.candidates.size(), 2u);
   for (const graph::Candidate& each : report.candidates) EXPECT_TRUE(each.fused) << each.reason;
+  ASSERT_EQ(report.products.size(), 1u);
+  EXPECT_EQ(report.products[0].pattern, "a product, bias, silu, layer norm") << report.products[0].reason;
 }
 
 TEST(GraphFuzz, ChangedBytes) {
   const std::string bytes = rich_model();
-  std::mt19937_64 random(1);
+  // --gtest_shuffle --gtest_repeat=N draws others each time.
+  std::mt19937_64 random(1 + static_cast<uint64_t>(::testing::UnitTest::GetInstance()->random_seed()));
   int good = 0;
   for (int round = 0; round < 6000; ++round) {
     std::string changed = bytes;
@@ -89,6 +104,7 @@ TEST(GraphFuzz, ChangedBytes) {
     run(changed, good);
     if (HasFatalFailure()) FAIL() << "round " << round;
   }
+  RecordProperty("good", good);
   EXPECT_GT(good, 300);  // else it would be the parser alone that is tested
 }
 

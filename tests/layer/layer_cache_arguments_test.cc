@@ -99,6 +99,8 @@ TEST(LayerOnCacheErrors, BadCallsTouchNothing) {
       {[](Small& s) { s.args.cache.positions = {}; }, "positions is missing"},
       {[](Small& s) { s.args.cache.cos = {}; }, "cos is missing"},
       {[](Small& s) { s.args.cache.sin.dims[0] = 9; }, "sin dim 0 is 9, expected positions 10"},
+      {[](Small& s) { s.args.cache.cos.dims[0] = s.args.cache.sin.dims[0] = -2; },
+       "cos dim 0 is -2, must not be negative"},
       {[](Small& s) { s.args.cache.pool.key_scales = {}; }, "pool.key_scales is missing"},
       {[](Small& s) { s.args.cache.pool.value_scales = s.args.cache.pool.key_scales; },
        "pool.value_scales is given, but the cache's dtype has no scales"},

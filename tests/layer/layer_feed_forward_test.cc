@@ -1,4 +1,5 @@
 // Feed-forward blocks: as layer_block.h says.
+#include "activated.h"
 #include "layer_block.h"
 #include "polyhead/dropout.h"
 
@@ -112,17 +113,6 @@ Arrays run(const FeedForwardCase& c, FeedForwardNumbers in, const std::string& k
   return got;
 }
 
-double activation_of(ActivationKind kind, double x) {
-  switch (kind) {
-    case ActivationKind::kNone: break;
-    case ActivationKind::kRelu: return std::max(x, 0.0);
-    case ActivationKind::kGelu: return x * (1 + std::erf(x / std::sqrt(2.0))) / 2;
-    case ActivationKind::kGeluTanh: return x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))) / 2;
-    case ActivationKind::kSilu: return x / (1 + std::exp(-x));
-  }
-  return x;
-}
-
 // Dropout's factors of [batch, 1, seqlen, size], by the public function.
 std::vector<double> factors(double p, uint64_t seed, const FeedForwardBlockDesc& d, int64_t size) {
   Array kept(DType::kBool, {d.batch, 1, d.seqlen, size});
@@ -143,7 +133,7 @@ Array expected_out(const FeedForwardCase& c, const FeedForwardNumbers& in) {
     for (int64_t f = 0; f < d.inner_size; ++f) {
       double u = d.bias1 ? in.bias1.at(f) : 0;
       for (int64_t e = 0; e < d.size; ++e) u += n.at(row * d.size + e) * in.weight1.at(e * d.inner_size + f);
-      h[static_cast<size_t>(f)] = activation_of(d.activation, u) * g1[static_cast<size_t>(row * d.inner_size + f)];
+      h[static_cast<size_t>(f)] = activated(d.activation, u) * g1[static_cast<size_t>(row * d.inner_size + f)];
     }
     for (int64_t e = 0; e < d.size; ++e) {
       double y = d.bias2 ? in.bias2.at(e) : 0;

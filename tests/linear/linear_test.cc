@@ -57,7 +57,7 @@ std::vector<LinearProblem> linear_cases() {
     for (int64_t m : {1, 11, 13, 200}) list.push_back(product("rows", m, 33, 67, dtype));
     for (int64_t m : {1, 2, 3, 4, 5}) list.push_back(product("few_rows", m, 100, 1041, dtype));
     for (int64_t n : {1, 16, 31, 600}) list.push_back(product("columns", 14, n, 40, dtype));
-    for (int64_t k : {0, 1, 255, 257, 513, 1025, 3000}) list.push_back(product("terms", 25, 34, k, dtype));
+    for (int64_t k : {0, 1, 255, 257, 513, 769, 1025, 1537, 3000}) list.push_back(product("terms", 25, 34, k, dtype));
     list.push_back(product("blocks", 193, 513, 35, dtype));
     LinearProblem p = product("weight_gradient", 40, 50, 5000, dtype);
     p.split_k = true;

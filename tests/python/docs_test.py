@@ -53,6 +53,7 @@ WITHOUT_EXAMPLE = {
     "docs/api/": "docstrings, whose examples test_docstrings runs, and headers",
     "docs/benchmarking.md": "its commands take minutes; torch_training_bench_test.py runs one",
     "docs/command.md": "what the command says of itself",
+    "docs/cuda.md": "its example needs a GPU and CuPy; cuda_test.py makes such calls on a simulated GPU",
     "docs/decisions/": "what was decided, not how to use anything",
     "docs/environment.md": "tables, which environment_page_test.py compares with the sources",
     "docs/install.md": "the tests of the package do what it says",

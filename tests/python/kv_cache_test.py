@@ -92,6 +92,32 @@ def test_forks_share_pages_until_they_are_written_to():
         table.fork(first)
 
 
+def test_extend_tells_where_new_tokens_stand():
+    table = polyhead.PageTable(6, 4)
+    first = table.add()
+    new = table.extend([first], [6])
+    assert new.slots.tolist() == [[0, 1, 2, 3, 4, 5]] and new.positions.tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert new.copies is None and new.seqlens_q.tolist() == new.seqlens_k.tolist() == [6]
+    second, third = table.fork(first), table.fork(first)
+    new = table.extend([first, second, third], [3, 1, 0])  # two write to the page that three hold: each takes another
+    assert [each.tolist() for each in new.copies] == [[4, 5, 4, 5], [8, 9, 16, 17]]
+    assert new.slots.tolist() == [[10, 11, 12], [18, -1, -1], [-1, -1, -1]]
+    assert new.positions.tolist() == [[6, 7, 8]] * 3 and new.seqlens_k.tolist() == [9, 7, 6]
+    assert new.page_table.tolist() == [[0, 2, 3], [0, 4, 0], [0, 1, 0]] and new.arguments().keys() == {"page_table", "slots", "seqlens_q", "seqlens_k"}
+    for sequences, counts, message in (
+        ([first, third], [4, 3], r"counts are \[4, 3\], which need 2 more pages, 1 are free"),
+        ([second, 9], [1, 1], "sequence is 9, there is none of that number"),
+        ([second, second], [1, 1], "each once, with its count"),
+        ([second], [1, 1], "each once, with its count"),
+        ([second], [-1], r"counts are \[-1\], must not be negative"),
+    ):
+        with pytest.raises(polyhead.Error, match=message):
+            table.extend(sequences, counts)
+    assert [table.length(each) for each in (first, second, third)] == [9, 7, 6] and table.num_free == 1
+    assert table.extend([third], np.array([2])).copies is None  # nobody else holds its last page now
+    assert table.extend([], []).slots.shape == (0, 0)
+
+
 def test_what_is_refused():
     key, value = tokens(3)
     cache = polyhead.KvCache.zeros(2, 4, G, D, DV, key_dtype="int8", rotary_dim=4)

@@ -33,7 +33,13 @@ WINDOW = CAUSAL.replace("visible", "before") + """
   three = Constant<value = int64 {3}>()  least = Sub(rows, three)  after = GreaterOrEqual(columns, least)  visible = And(before, after)"""
 PADDING = CAUSAL.replace("visible", "before") + " visible = And(before, padding)"
 PLAIN = " masked = Identity(scores)"
-# The words of the report, for each target; None: whatever the masks are, the keys are joined by the graph.
+OTHER_DIMS = """
+  new_key = Transpose<perm = [0, 2, 1, 3]>(key)  joined_key = Concat<axis = 1>(late_key, new_key)
+  new_value = Transpose<perm = [0, 2, 1, 3]>(value)  joined_value = Concat<axis = 1>(late_value, new_value)
+  present_key = Transpose<perm = [0, 2, 1, 3]>(joined_key)  present_value = Transpose<perm = [0, 2, 1, 3]>(joined_value)"""
+OUTSIDE = 'keys that "present_key" (Concat) joins outside: '
+OF_ITSELF = OUTSIDE + 'the attention reads "visible", which is made of "present_key" or its shape'
+# The words of the report, for each target; OUTSIDE: whatever the masks are, the keys are joined by the graph.
 CASES = {
     "plain": (JOINED + SCORES + PLAIN + OUT, "a cache", "a cache"),
     "causal": (JOINED + SCORES + CAUSAL + HIDE + OUT, "a cache, causal", "a cache, causal"),
@@ -43,18 +49,30 @@ CASES = {
     "padding": (JOINED + SCORES + PADDING + HIDE + OUT, "a cache", "a cache"),
     "places from 0": (JOINED + SCORES + COUNTS + ROWS_FROM_ZERO + " visible = LessOrEqual(columns, rows)" + HIDE + OUT,
                       "its diagonal depends on sizes", "its diagonal depends on sizes"),
-    "shape of what is joined": (JOINED + SCORES + CAUSAL.replace("T = Add(P, S)", "joined = Shape(present_key)  T = Gather<axis = 0>(joined, two)") + HIDE + OUT, None, None),
-    "shape of the scores": (JOINED + SCORES + CAUSAL.replace("T = Add(P, S)", "of_scores = Shape(scores)  three_ = Constant<value = int64 {3}>()  T = Gather<axis = 0>(of_scores, three_)") + HIDE + OUT, None, None),
-    "new ones first": (JOINED.replace("past_key, key", "key, past_key").replace("past_value, value", "value, past_value") + SCORES + PLAIN + OUT, None, None),
-    "what is past is computed": ("doubled = Add(past_key, past_key) " + JOINED.replace("past_key, key", "doubled, key") + SCORES + PLAIN + OUT, None, None),
-    "keys alone": (JOINED.replace("past_value, value", "past_value, value, value") + SCORES.replace("present_key)", "long)").replace("key_t =", "long = Concat<axis = 2>(present_key, key)  key_t =", 1) + PLAIN + OUT, None, None),
-    "values of other queries": (JOINED + SCORES + PLAIN + OUT + " again = MatMul(weights, present_value)  other = Softmax<axis = -1>(again)", None, None),
+    "shape of what is joined": (JOINED + SCORES + CAUSAL.replace("T = Add(P, S)", "joined = Shape(present_key)  T = Gather<axis = 0>(joined, two)") + HIDE + OUT, OF_ITSELF, OF_ITSELF),
+    "shape of the scores": (JOINED + SCORES + CAUSAL.replace("T = Add(P, S)", "of_scores = Shape(scores)  three_ = Constant<value = int64 {3}>()  T = Gather<axis = 0>(of_scores, three_)") + HIDE + OUT, OF_ITSELF, OF_ITSELF),
+    "new ones first": (JOINED.replace("past_key, key", "key, past_key").replace("past_value, value", "value, past_value") + SCORES + PLAIN + OUT, OUTSIDE + '"past_key" is not known to hold one key for each query', OUTSIDE + '"past_key" is not known to hold one key for each query'),
+    "what is past is computed": ("doubled = Add(past_key, past_key) " + JOINED.replace("past_key, key", "doubled, key") + SCORES + PLAIN + OUT, OUTSIDE + '"doubled" is computed, by "doubled" (Add)', OUTSIDE + '"doubled" is computed, by "doubled" (Add)'),
+    "keys alone": (JOINED.replace("past_value, value", "past_value, value, value") + SCORES.replace("present_key)", "long)").replace("key_t =", "long = Concat<axis = 2>(present_key, key)  key_t =", 1) + PLAIN + OUT, OUTSIDE.replace("present_key", "long") + '"present_key" is computed, by "present_key" (Concat)', OUTSIDE.replace("present_key", "long") + '"present_key" is computed, by "present_key" (Concat)'),
+    "values of other queries": (JOINED + SCORES + PLAIN + OUT + " again = MatMul(weights, present_value)  other = Softmax<axis = -1>(again)", OUTSIDE + "its scores or weights are read by others too", OUTSIDE + "its scores or weights are read by others too"),
+    "three parts": (JOINED.replace("past_key, key", "past_key, key, nothing").replace("past_value, value", "past_value, value, nothing") + SCORES + PLAIN + OUT,
+                    OUTSIDE + "it joins 3 tensors, must be two", OUTSIDE + "it joins 3 tensors, must be two"),
+    "a constant past": ("prefix = Constant<value = float[2,2,1,8] {" + ", ".join(["0.5"] * 32) + "}>() " + JOINED.replace("past_key, key", "prefix, key").replace("past_value, value", "prefix, value") + SCORES + PLAIN + OUT,
+                        OUTSIDE + '"prefix" is a constant', OUTSIDE + '"prefix" is a constant'),
+    "values alone are as long": (JOINED.replace("present_value = Concat<axis = -2>(past_value, value)", "present_value = Identity(all_values)") + SCORES + PLAIN + OUT,
+                                 OUTSIDE + "the values are not joined like them", OUTSIDE + "the values are not joined like them"),
+    "other dims": (OTHER_DIMS + SCORES + PLAIN + OUT, *[OUTSIDE.replace("present_key", "joined_key") + "their dims are not [batch, heads, sequence, dim]"] * 2),
+}  # fmt: skip
+
+
+MORE = {
+    "padding": "bool[2,1,1,T]", "nothing": "float[2,2,0,8]", "all_values": "float[2,2,L,8]", "late_key": "float[2,P,2,8]", "late_value": "float[2,P,2,8]",
 }  # fmt: skip
 
 
 def model_of(nodes):
     inputs = {"query": "float[2,2,S,8]", "key": "float[2,2,S,8]", "value": "float[2,2,S,8]", "past_key": "float[2,2,P,8]", "past_value": "float[2,2,P,8]"}
-    inputs |= {"padding": "bool[2,1,1,T]"} if "padding" in nodes else {}
+    inputs |= {name: told for name, told in MORE.items() if re.search(rf"\b{name}\b", nodes)}
     outputs = ["out", "present_key", "present_value"] + (["other"] if "other =" in nodes else [])
     told = ", ".join(f"{kind} {name}" for name, kind in inputs.items())
     statements = re.sub(r"\s+(?=[A-Za-z]\w* = [A-Z])", "\n", " " + nodes.strip())
@@ -66,9 +84,12 @@ def operands(model, S, P):
     rng = np.random.default_rng(S + 10 * P)
     shapes = {"query": (B, G, S, D), "key": (B, G, S, D), "value": (B, G, S, D), "past_key": (B, G, P, D), "past_value": (B, G, P, D)}
     arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    padding = np.ones((B, 1, 1, S + P), bool)
-    padding[1, ..., : P // 2] = False
-    return {value.name: (arrays | {"padding": padding})[value.name] for value in model.graph.input}
+    arrays["padding"] = np.ones((B, 1, 1, S + P), bool)
+    arrays["padding"][1, ..., : P // 2] = False
+    arrays["nothing"] = np.empty((B, G, 0, D), np.float32)
+    arrays["all_values"] = rng.standard_normal((B, G, S + P, D)).astype(np.float32)
+    arrays["late_key"], arrays["late_value"] = (arrays[name].transpose(0, 2, 1, 3).copy() for name in ("past_key", "past_value"))
+    return {value.name: arrays[value.name] for value in model.graph.input}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -80,12 +101,12 @@ def test_caches(name):
         fusion = polyhead.onnx.fuse(model, target=target)
         assert fusion.num_fused == 1, str(fusion)
         pattern = fusion.candidates[0].pattern
-        assert ("a cache" in pattern) == (said is not None), pattern
-        assert said is None or said in pattern, pattern
-        joins = [node for node in fusion.model.graph.node if node.op_type == "Concat" and node.output[0].startswith("present")]
-        assert len(joins) == (2 if said is None else 0), str(fusion)
+        is_outside = said.startswith("keys that")
+        assert ("a cache" in pattern) != is_outside and said in pattern, pattern
+        joins, kept = ({node.output[0] for node in each.graph.node if node.op_type == "Concat"} for each in (model, fusion.model))
+        assert joins & kept == (joins if is_outside else set()), str(fusion)
         attention = next(node for node in fusion.model.graph.node if node.op_type == "Attention")
-        if "causal" in (said or ""):
+        if "causal" in said:
             assert attention.input[3] == ""  # no mask is left
         data = fusion.model.SerializeToString()
         sessions.append(polyhead.onnx.session(data, quiet_options()) if target == "polyhead" else ort.InferenceSession(data, quiet_options()))
@@ -94,6 +115,12 @@ def test_caches(name):
         expected = theirs(model).run(None, inputs)
         for session in sessions:
             assert_close(session.run(None, inputs), expected, what=f"{name} {S} {P}")
+
+
+def test_score_programs_have_no_cache():
+    nodes = JOINED + SCORES + " two_ = Constant<value = float {2.0}>()  bent = Tanh(scores)  masked = Pow(bent, two_)" + OUT
+    (candidate,) = polyhead.onnx.fuse(model_of(nodes), target="polyhead").candidates
+    assert OUTSIDE + "a score program counts the keys that it is given" in candidate.pattern
 
 
 def test_layers_that_share_a_cache():
@@ -106,6 +133,7 @@ def test_layers_that_share_a_cache():
     for target in ("onnx", "polyhead"):
         fusion = polyhead.onnx.fuse(model, target=target)
         assert [("a cache" in each.pattern) for each in fusion.candidates] == [True, False], str(fusion)
+        assert OUTSIDE + "another attention joins them" in fusion.candidates[1].pattern
         session = polyhead.onnx.session(fusion.model.SerializeToString(), quiet_options())
         inputs = operands(model, 2, 5)
         assert_close(session.run(None, inputs), theirs(model).run(None, inputs))

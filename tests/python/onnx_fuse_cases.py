@@ -409,13 +409,15 @@ NEAR_MISSES = {
     "training_dropout": ("t = Constant<value = bool {1}>() r = Constant<value = float {0.5}>() s = MatMul(q, kt) z = Softmax<axis = -1>(s) w = Dropout(z, r, t) out = MatMul(w, v)", '"w" (Dropout) drops weights at random, and no backward'),
     "class_softmax": ("s = MatMul(q, kt) out = Softmax<axis = -1>(s)", "no product with values follows"),
     "additive": ("a = Tanh(q) s = Add(a, q) w = Softmax<axis = -1>(s) out = MatMul(w, kt)", "no product of queries and keys"),
+    "pooled": (f"{SCALE} n = Constant<value = int64[2] {{32, 5}}>() f = Expand(c, n) a = MatMul(x, f) w = Softmax<axis = -1>(a) o4 = MatMul(w, x) out = Relu(o4)", "the operands of \"a\" (MatMul) have 3 and 2 dims"),
+    "gate": (f"s = MatMul(q, kt) w = Softmax<axis = -1>(s) out = Mul(w, ones)", 'no product with values follows the softmax, but "out" (Mul)'),
     "weights_change": ("s = MatMul(q, kt) z = Softmax<axis = -1>(s) w = Relu(z) out = MatMul(w, v)", "no product with values"),
     "guard_by_another_mask": (f"""
         {FILL} last = Constant<value = int64[1] {{-1}}>() b = Where(keep, zero, inf) m = MatMul(q, kt) s = Add(m, b)
         top = ReduceMax<keepdims = 1>(bias, last) g = Equal(top, inf) z = Softmax<axis = -1>(s) w = Where(g, zero, z)
         out = MatMul(w, v)""", "by what is no mask of the scores"),
     "weights_rounded": (f"{GRID} s = MatMul(q, kt) z = Softmax<axis = -1>(s) g = QuantizeLinear(z, grid, none) w = DequantizeLinear(g, grid, none) out = MatMul(w, v)", 'the weights are rounded to integers by "g" (QuantizeLinear)'),
-    "scores_rounded": (f"{GRID} m = MatMul(q, kt) g = QuantizeLinear(m, grid, none) s = DequantizeLinear(g, grid, none) {TAIL}", '"s" (DequantizeLinear) rounds the scores'),
+    "scores_rounded": (f"{GRID} m = MatMul(q, kt) g = QuantizeLinear(m, grid, none) s = DequantizeLinear(g, grid, none) {TAIL}", '"g" (QuantizeLinear) rounds the scores'),
     "scores_of_integers": (f"{GRID} a = QuantizeLinear(q, grid, none) b = QuantizeLinear(kt, grid, none) m = MatMulInteger(a, b, none, none) f = Cast<to = 1>(m) s = Mul(f, grid) {TAIL}", '"m" (MatMulInteger) rounds the scores'),
     "guard_of_other_rows": (f"{FILL} n = IsNaN(bias) s = MatMul(q, kt) z = Softmax<axis = -1>(s) w = Where(n, zero, z) out = MatMul(w, v)", "no product with values"),
 }  # fmt: skip

@@ -3,6 +3,9 @@
 import importlib.util
 import logging
 import math
+import pathlib
+import re
+import sys
 import warnings
 
 import numpy as np
@@ -15,6 +18,8 @@ if torch is None:
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: it judges the numbers")
 import polyhead.onnx  # noqa: E402
 import polyhead.torch  # noqa: E402
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "bench"))
 
 F = torch.nn.functional
 E, H, D, B, S = 32, 4, 8, 2, 7
@@ -50,6 +55,11 @@ class Sdpa(Attention):
 class Causal(Attention):
     def attend(self, q, k, v, mask):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Unmasked(Causal):
+    def forward(self, x):
+        return super().forward(x, None)
 
 
 class Grouped(Attention):
@@ -136,24 +146,13 @@ TRANSFORMERS = {
 }  # fmt: skip
 
 
-class Tokens(torch.nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x, mask):
-        return self.model(input_ids=x, attention_mask=mask)[0]
-
-
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers(name, tmp_path):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from onnx_exports import model_of
+
     sizes, implementation, exporter = TRANSFORMERS[name]
-    config = getattr(transformers, name.removesuffix("Encoder") + "Config")(**sizes)
-    config.use_cache = False
-    config._attn_implementation = implementation
-    torch.manual_seed(0)
-    model = Tokens(getattr(transformers, name + "Model")(config).eval())
+    model = model_of(name, sizes, implementation)
     tokens, mask = torch.randint(3, 60, (B, S)), torch.ones(B, S, dtype=torch.long)
     mask[1, 5:] = 0
     export(model, (tokens, mask), exporter, tmp_path / "model.onnx")
@@ -338,6 +337,42 @@ def test_training_step_with_dropout():
         for name, gradient in zip(backward.output, gradients.values(), strict=False):
             np.testing.assert_allclose(results[name].transpose(0, 2, 1, 3), gradient, atol=1e-5)
     assert len(seen) == 3
+
+
+def test_training_step_of_open_sizes():
+    """One graph, other batches and lengths in each run; here sizes are those of heads and projections, which stay what they are."""
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed: torch exports with it")
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    model = Unmasked()
+    x = torch.randn(H, E, E)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exported = polyhead.torch.export_training(model, (x,), (x,), F.mse_loss, open_dims=[(0, 1), (0, 1)])
+    fusion = polyhead.onnx.fuse(exported, target="polyhead")
+    assert fusion.num_fused == 1, str(fusion)
+    session = polyhead.onnx.session(fusion.model.SerializeToString())
+    parameters = dict(model.named_parameters())
+    for batch, seqlen in ((H, E), (3, 17), (1, 1)):
+        x, y = torch.randn(batch, seqlen, E), torch.randn(batch, seqlen, E)
+        loss = F.mse_loss(model(x), y)
+        expected = [loss, *torch.autograd.grad(loss, parameters.values())]
+        arrays = {name: parameter.detach().numpy() for name, parameter in parameters.items()}
+        got = session.run(None, {"input_0": x.numpy(), "target_0": y.numpy()} | arrays)
+        for one, other in zip(got, expected, strict=True):
+            np.testing.assert_allclose(one, other.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dims", "words"), [
+    ([(0,)], "open_dims has 1 entries, must have 2"),
+    ([(0,), (2,)], re.escape("open_dims[1] names dim 2 of a tensor of 2 dims")),
+    ([(0,), (1,)], re.escape("open_dims[1] names dim 1, whose size is 1, must be above 1 here")),
+    ([(0,), ()], re.escape("open_dims[0] names dim 0, which the model or the loss wants to be 3")),
+])  # fmt: skip
+def test_open_dims_that_are_refused(dims, words):
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed: torch exports with it")
+    with pytest.raises(polyhead.Error, match=words):
+        polyhead.torch.export_training(torch.nn.Linear(4, 1), (torch.randn(3, 4),), (torch.randn(3, 1),), F.mse_loss, open_dims=dims)
 
 
 def test_training_step_is_refused():

@@ -19,6 +19,7 @@ import polyhead.onnx  # noqa: E402
 
 MORE = {"qt": ("float[B,4,8,S]", (B, 4, 8, S)), "vt": ("float[B,4,8,S]", (B, 4, 8, S))}
 OUTPUTS = ("weights", "scores", "other")
+NO_ATTENTION = ("class_softmax", "additive", "pooled", "gate")  # of the near-misses: no two products are around the softmax
 
 
 def model_of(nodes, opset=18):
@@ -205,6 +206,7 @@ def test_near_miss(name):
     fusion = polyhead.onnx.fuse(model)
     assert fusion.num_fused == 0
     assert any(reason in candidate.reason for candidate in fusion.candidates), str(fusion)
+    assert all(each.is_attention == (name not in NO_ATTENTION) for each in fusion.candidates), str(fusion)
     assert fusion.model.SerializeToString() == model.SerializeToString()
 
 

@@ -41,7 +41,7 @@ def theirs(model):
 def ours(model, threads=1):
     options = quiet_options(threads)
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    return polyhead.onnx.session(model.SerializeToString(), options)
+    return polyhead.onnx.session(model.SerializeToString(), options, layers=True)
 
 
 def by_custom_ops(model, domains="all"):

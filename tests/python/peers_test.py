@@ -20,6 +20,7 @@ import peers  # noqa: E402
 import problem  # noqa: E402
 import report  # noqa: E402
 import rivals  # noqa: E402
+import rivals_packed  # noqa: E402
 
 
 def test_every_line_of_the_suites_is_a_problem_and_every_goal_has_one():
@@ -154,6 +155,23 @@ def test_caches_are_measured_in_the_same_way(tmp_path):
             assert entry["max_diff"] < coarse.get(kept, 1e-5), name
     assert "| polyhead, pages of 16 than polyhead | `2x4/2x1/256x32` | 1 | 0.97x |" in table
     assert "| polyhead than torch |" in table and "| polyhead, step |" in table
+
+
+def test_packed_sequences_are_measured_in_the_same_way(tmp_path):
+    pytest.importorskip("torch")
+    line = "packed 4/2x32 3*1/256 5/40 20/20"
+    command = [sys.executable, BENCH / "cache_peers.py", "--threads", "1", "--rounds", "1", "--out", tmp_path]
+    subprocess.run([*command, "--peers", "polyhead", "torch", "--rows", line], check=True, capture_output=True)
+    (path,) = tmp_path.glob("*-caches.json")
+    (row,), table = json.loads(path.read_text())["rows"], path.with_suffix(".md").read_text()
+    assert row["contenders"].keys() == {
+        "polyhead", "polyhead, pages of 128", "polyhead, end to end", "torch, one by one", "torch, gathered and masked"
+    }  # fmt: skip
+    assert all(entry["max_diff"] < 1e-5 for entry in row["contenders"].values())
+    assert f"| polyhead than torch, one by one | `{line}` | 1 | 1.00x |" in table
+    for bad in ("packed 4/2x32", "packed 4x32 5/4", "packed 4 1/4", "packed 4x32 1/4 --dtype f16"):
+        with pytest.raises(ValueError, match=f"problem '{bad}"):
+            rivals_packed.parse_packed(bad)
 
 
 def test_peak_memory_grows_with_the_length_and_is_less_than_unfused(monkeypatch):

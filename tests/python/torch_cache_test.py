@@ -5,7 +5,7 @@ import copy
 import pytest
 from optional import load, needs_torch, torch
 from torch_formula import bias_of, naive
-from transformers_models import inputs, make
+from transformers_models import cache_name, inputs, make
 
 transformers = load("transformers") if torch is not None else None
 pytestmark = [needs_torch, pytest.mark.skipif(transformers is None, reason="transformers is not installed")]
@@ -15,6 +15,7 @@ if transformers is not None:
 
     polyhead.torch.register_transformers()
     transformers.logging.set_verbosity_error()
+    CACHE = cache_name(transformers)
 
 GREEDY = dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
 # Ten models: full and sliding attention, mixed; one and several heads a group.
@@ -32,8 +33,8 @@ def generated(model, cache=None, **options):
     arguments, _ = inputs("llama")
     torch.manual_seed(3)
     options = GREEDY | options | dict(return_dict_in_generate=True, output_logits=True)
-    result = model.generate(**arguments, past_key_values=cache, **options)
-    return result.sequences, torch.stack(result.logits), result.past_key_values
+    result = model.generate(**arguments, **{CACHE: cache}, **options)
+    return result.sequences, torch.stack(result.logits), result[CACHE]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -57,7 +58,7 @@ def test_other_ways_to_generate(name, options):
         arguments = {"input_ids": torch.tensor([[5, 6, 7, 8, 5, 6, 7, 9, 5, 6, 7]])}
         options = GREEDY | options
         expected = model.generate(**arguments, **options)
-        assert torch.equal(model.generate(**arguments, **options, past_key_values=new_cache(model)), expected)
+        assert torch.equal(model.generate(**arguments, **options, **{CACHE: new_cache(model)}), expected)
         return
     tokens, logits, _ = generated(model, **options)
     got, got_logits, _ = generated(model, new_cache(model), **options)
@@ -75,7 +76,7 @@ def test_assisted_generation_takes_tokens_back(name):
     model, assistant = make(transformers, name)[1], make(transformers, name, num_hidden_layers=1)[1]
     arguments = {"input_ids": torch.randint(1, 99, (1, 11), generator=torch.Generator().manual_seed(4))}
     expected = model.generate(**arguments, **GREEDY)
-    got = model.generate(**arguments, **GREEDY, assistant_model=assistant, past_key_values=new_cache(model))
+    got = model.generate(**arguments, **GREEDY, assistant_model=assistant, **{CACHE: new_cache(model)})
     assert torch.equal(got, expected)
 
 
@@ -182,7 +183,7 @@ def test_an_encoder_and_a_decoder():
     options = dict(max_new_tokens=6, do_sample=False, num_beams=2)
     expected = model.generate(**arguments, **options)
     cache = transformers.EncoderDecoderCache(polyhead.torch.Cache(model.config), polyhead.torch.Cache(model.config))
-    assert torch.equal(model.generate(**arguments, **options, past_key_values=cache), expected)
+    assert torch.equal(model.generate(**arguments, **options, **{CACHE: cache}), expected)
 
 
 # -- fewer bytes ------------------------------------------------------------------------------------------------------
@@ -256,9 +257,9 @@ def test_fewer_bytes_take_tokens_back():
     model, assistant = make(transformers, "mistral")[1], make(transformers, "mistral", num_hidden_layers=1)[1]
     arguments = {"input_ids": torch.randint(1, 99, (1, 11), generator=torch.Generator().manual_seed(4))}
     cache = lambda: polyhead.torch.Cache(model.config, "int8", value_dtype="float8_e5m2")  # noqa: E731
-    expected = model.generate(**arguments, **GREEDY, past_key_values=cache())
+    expected = model.generate(**arguments, **GREEDY, **{CACHE: cache()})
     for more in (dict(assistant_model=assistant), dict(prompt_lookup_num_tokens=3)):
-        assert torch.equal(model.generate(**arguments, **GREEDY, **more, past_key_values=cache()), expected)
+        assert torch.equal(model.generate(**arguments, **GREEDY, **more, **{CACHE: cache()}), expected)
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])

@@ -336,6 +336,19 @@ REFUSED = {
         ),
         "block_table holds 9 to 9, must be 0 to 2",
     ),
+    "two sequences at one place": (
+        lambda c: ph.flash_attn_with_kvcache(
+            c.q, *c.old, *c.added, cache_seqlens=3, cache_batch_idx=torch.tensor([0, 1, 0])
+        ),
+        "two sequences would write one row of the cache",
+    ),
+    "lengths that are no integers": (
+        lambda c: ph.flash_attn_with_kvcache(c.q, *c.old, cache_seqlens=torch.tensor([1.0, 2.0, 3.0])),
+        "cache_seqlens is torch.float32, must be int32 or int64",
+    ),
+    "what attention refuses": (
+        lambda c: ph.flash_attn_with_kvcache(c.q[..., :16], *c.old, *c.added, cache_seqlens=3), "24"
+    ),
     "a shorter cache of values": (
         lambda c: ph.flash_attn_with_kvcache(c.q, c.old[0], c.old[1][:2], *c.added, cache_seqlens=3),
         r"v_cache is \(2, 32, 2, 24\), must begin with \(3, 32\) as k_cache",

@@ -79,6 +79,18 @@ def test_a_missing_symbol(package):
     assert_refused(imported(package), "undefined symbol: polyhead_torch_not_registered")
 
 
+def test_what_is_declared_of_torch_is_what_torch_declares():
+    """python/torch_ops/stable_abi.h beside torch's own headers, those of a build for CUDA too: no type differs."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler to compare the declarations with")
+    source = pathlib.Path(__file__).parents[2] / "python" / "torch_ops" / "stable_abi_check.cc"
+    include = pathlib.Path(torch.__file__).parent / "include"
+    words = [compiler, "-std=c++20", "-fsyntax-only", "-DUSE_CUDA", "-isystem", include, source]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
 HALF = """
 #define _GNU_SOURCE
 #include <dlfcn.h>

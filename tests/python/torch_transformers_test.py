@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from optional import load, needs_torch, torch
-from transformers_models import DECODERS, ENCODERS, MODELS, SEQ2SEQ, inputs, main_output, make
+from transformers_models import DECODERS, ENCODERS, MODELS, SEQ2SEQ, cache_name, inputs, main_output, make
 
 transformers = load("transformers") if torch is not None else None
 pytestmark = [needs_torch, pytest.mark.skipif(transformers is None, reason="transformers is not installed")]
@@ -114,8 +114,9 @@ def test_a_prompt_in_two_pieces():
     arguments, counts = inputs("mistral")
     exact = eager(**arguments).logits
     ids, mask = arguments.values()
+    name = cache_name(transformers)
     first = ours(input_ids=ids[:, :7], attention_mask=mask[:, :7], use_cache=True)
-    second = ours(input_ids=ids[:, 7:], attention_mask=mask, past_key_values=first.past_key_values)
+    second = ours(input_ids=ids[:, 7:], attention_mask=mask, **{name: first[name]})
     logits = torch.cat([first.logits, second.logits], dim=1)
     # The pieces' positions count padding, as those of a whole prompt do.
     close(logits[counts], exact[counts])
@@ -266,8 +267,9 @@ def mask_requests():
             attention_mask=padding,
         ), True  # fmt: skip
     for function in (functions[0][0], functions[2][0]):
-        both = utils.packed_sequence_compatibility_function(function, positions, packed)
-        yield dict(q_length=9, kv_length=9, mask_function=both), True
+        parts = utils.remap_positions_for_packed_sequence(function, positions), utils.packed_sequence_mask_function(packed)
+        for both in (parts, parts[::-1]):  # from 5.24 on, and before
+            yield dict(q_length=9, kv_length=9, mask_function=utils.and_masks(*both)), True
 
 
 @pytest.mark.parametrize("request_, known", list(mask_requests()) if transformers is not None else [])
@@ -314,7 +316,7 @@ def refused_calls():
         (lambda: call(module, x, x, x, None, head_mask=torch.ones(2)), NotImplementedError, "Module gives head_mask"),
         (lambda: call(module, x, x, x, None, unheard_of=1.0), NotImplementedError, "Module gives unheard_of"),
         (
-            lambda: call(module, x, x, x, None, cache=transformers.DynamicCache()), NotImplementedError,
+            lambda: call(module, x, x, x, None, cache=transformers.DynamicCache(), read_index=[starts]), NotImplementedError,
             "cache is a DynamicCache, must be the one that generate_batch makes",
         ),
         (lambda: call(module, x, longer, longer, None), ValueError, "attention_mask is None, must say where 5 causal"),
@@ -333,6 +335,15 @@ def refused_calls():
 def test_what_cannot_be_said_is_refused(call, error, sentence):
     with pytest.raises(error, match=sentence):
         call()
+
+
+def test_a_cache_that_was_asked_before_says_nothing_more():
+    """From transformers 5.24 on some models' layers hand it down, under the name that continuous batching's has."""
+    x, module = torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(0)), torch.nn.Module()
+    with_cache, without = (
+        _transformers._attention(module, x, x, x, None, **more)[0] for more in ({"cache": transformers.DynamicCache()}, {})
+    )
+    assert torch.equal(with_cache, without)
 
 
 def test_without_a_mask_causal_means_what_sdpa_takes_it_for():

@@ -144,6 +144,12 @@ def inputs(name):
     return (image, None) if name in OTHERS else (text, mask.bool())
 
 
+def cache_name(transformers):
+    """How models and `generate` call the argument, and outputs the attribute, that is the cache."""
+    version = tuple(map(int, transformers.__version__.split(".")[:2]))
+    return "cache" if version >= (5, 24) else "past_key_values"
+
+
 def main_output(outputs):
     for name in ("logits", "logits_per_image", "last_hidden_state"):
         if name in outputs:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import polyhead
+from polyhead import _bind
 from polyhead.__main__ import MISSING
 from optional import needs_torch, torch
 
@@ -82,6 +83,8 @@ def test_every_quoted_sentence_is_said():
     said = [*sentences_of_calls(), *sentences_of_reports(), *sentences_of_sources()]
     sentences = quoted()
     assert len(sentences) >= 15
+    if _bind.cuda_machine()["runtime_version"]:  # a build with CUDA kernels says what else is missing
+        sentences.remove("device is cuda, this build has no kernel for it")
     for sentence in sentences:
         start = sentence.removesuffix("...").rstrip()
         assert any(each == sentence or (start != sentence and each.startswith(start)) for each in said), sentence

@@ -1,6 +1,8 @@
 """How a release is made: cibuildwheel's configuration and GitHub's workflows, checked by their own tools."""
 
+import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,16 @@ def test_cibuildwheel_builds_every_python_that_is_promised(machine):
                  "--print-build-identifiers", ".")
     pythons = ("cp310", "cp311", "cp312", "cp313", "cp314")
     assert listed.stdout.split() == [f"{python}-manylinux_{machine}" for python in pythons], listed.stderr
+
+
+@pytest.mark.parametrize("flag, ending", [("0", ""), ("1", "+cuda")])
+def test_a_wheel_with_cuda_kernels_has_a_version_of_its_own(flag, ending, tmp_path):
+    prepare = "import sys; from scikit_build_core import build; build.prepare_metadata_for_build_wheel(sys.argv[1])"
+    told = subprocess.run([sys.executable, "-c", prepare, tmp_path], capture_output=True, text=True, check=False, cwd=ROOT,
+                          env={**os.environ, "POLYHEAD_CUDA": flag})  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    version = re.search(r"project\(polyhead VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text()).group(1)
+    assert [path.name for path in tmp_path.iterdir()] == [f"polyhead-{version}{ending}.dist-info"]
 
 
 @pytest.mark.skipif(not WORKFLOWS, reason="a source distribution has no workflows")
