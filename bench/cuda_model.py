@@ -1,0 +1,241 @@
+"""How fast the CUDA kernels can be, by count: no GPU is asked.
+
+    cuda_model.py --objects build/release/tests/cuda --counts build/release/tests/cuda_tile_counts [--out FOLDER]
+
+From SASS (ptxas and nvdisasm, PyPI: nvidia-cuda-nvdisasm) come the instructions of a round of each kernel's main loop; from
+the interpreter (tests/cuda/tile_counts.cc) how many rounds (also of loops within), products and waves of shared memory a tile of 64
+queries x 64 keys takes. A pipe that issues a warp's instruction every so many cycles, four of them (shared memory: one) a multiprocessor, then
+takes so long for a tile. Where all pipes overlapped, the slowest would bound the kernel; where a warp did one thing after the
+other and nobody else ran meanwhile, the sum. The model expects what lies between, by the warps that share a scheduler.
+"""
+
+import argparse
+import collections
+import csv
+import dataclasses
+import datetime
+import io
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "cuda"))
+import kernel_table  # noqa: E402
+import sass  # noqa: E402
+
+TILE = 64 * 64  # pairs
+WARPS = 4  # of a block, one for each scheduler of a multiprocessor
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """Cycles that a pipe takes for one instruction of a warp, of each of a multiprocessor's four schedulers."""
+
+    name: str
+    arch: int
+    multiprocessors: int
+    ghz: float
+    mma: float  # m16n8k16 with sums in float32; m16n8k8 half of it
+    float32: float  # FFMA, FADD, FMUL
+    integer: float  # and comparisons, selections, conversions of float32 to 16 bits
+    special: float  # ex2
+    peak: dict  # TFLOP/s, dense
+
+
+# NVIDIA A100 and H100 whitepapers: throughput of a multiprocessor, clocks of the SXM boards. H100's mma.sync reaches 62 % of what
+# wgmma does (arXiv:2402.13499, table 7): 4 cycles become 6.4.
+A100 = Gpu("A100", 80, 108, 1.41, 8, 2, 2, 8, {"bfloat16": 312, "float16": 312, "float32": 19.5})
+H100 = Gpu("H100", 90, 132, 1.83, 6.4, 1, 2, 8, {"bfloat16": 989, "float16": 989, "float32": 62})
+GOALS = {("bfloat16", 128, "forward"): 330, ("bfloat16", 128, "backward"): 280, ("float32", 128, "forward"): 40}  # on H100
+
+FLOAT32 = ("FFMA", "FADD", "FMUL", "IMAD")  # IMAD is the multiplier's
+SPECIAL = ("MUFU",)
+MEMORY = ("LDSM", "LDS", "STS", "LDGSTS", "LDG", "STG", "LDL", "STL", "SHFL")
+OTHER = ("BAR", "BRA", "BSSY", "BSYNC", "CALL", "DEPBAR", "EXIT", "LDGDEPBAR", "NOP", "RET", "WARPSYNC", "YIELD", "S2R")
+
+
+@dataclasses.dataclass
+class Cost:
+    """Of a tile, for one multiprocessor: cycles of each pipe, and of all one after the other."""
+
+    pipes: dict
+    serial: float
+    blocks: int
+    loop: int
+
+    @property
+    def bound(self):
+        return max(self.pipes.values())
+
+    @property
+    def bounding(self):
+        return max(self.pipes, key=self.pipes.get)
+
+    @property
+    def expected(self):
+        """`blocks` warps share a scheduler: what one leaves idle the others may take."""
+        return max(self.bound, self.bound + (self.serial - self.bound) / max(self.blocks, 1))
+
+
+def read_counts(text):
+    """{(dtype, head_dim, direction, seqlen_q, seqlen_k): {kernel: {name: count}}}"""
+    counts = collections.defaultdict(lambda: collections.defaultdict(dict))
+    for row in csv.reader(io.StringIO(text)):
+        dtype, head_dim, direction, seqlen_q, seqlen_k, kernel, name, count = row
+        counts[dtype, int(head_dim), direction, int(seqlen_q), int(seqlen_k)][kernel][name] = int(count)
+    return counts
+
+
+def per_tile(counts, dtype, head_dim, direction):
+    """{kernel: {name: count}} of one more tile: along the sizes over which the kernel loops, which cost it less."""
+    base = counts[dtype, head_dim, direction, 128, 128]
+    found = {}
+    for kernel, first in base.items():
+        ways = []
+        for sizes in ((128, 256), (256, 128)):
+            more = counts[dtype, head_dim, direction, *sizes][kernel]
+            tiles = (sizes[0] * sizes[1] - 128 * 128) / TILE
+            ways.append({name: (number - first.get(name, 0)) / tiles for name, number in more.items()})
+        found[kernel] = min(ways, key=lambda way: way["instructions"])
+    return found
+
+
+def tensor_products(counts):
+    """Those that a tile's warps give to tensor cores, in units of m16n8k16."""
+    return sum(number / (1 if "k16" in name else 2) for name, number in counts.items() if name.startswith("mma."))
+
+
+def executed(counts, way):
+    """{name: how often a tile's warps execute it}, of SASS.
+
+    The main loop goes round once for so many exponentials, loops in it for what is left of products or copies to shared
+    memory: several of one kind alike often.
+    """
+    of_loops = collections.defaultdict(collections.Counter)
+    for each in way:
+        of_loops[each.loop].update([sass.name_of(each.opcode), *(["EX2"] if each.opcode.startswith("MUFU.EX2") else [])])
+    outer, inner = of_loops.pop(None), of_loops
+    product = next(name for name in sass.PRODUCTS if sass.count(way)[name])
+    begins = {"EX2": "ex2.", product: "mma." if product == "HMMA" else "fma.rn.", "LDGSTS": "cp.async.cg"}
+    totals = {name: sum(n for opcode, n in counts.items() if opcode.startswith(begin)) for name, begin in begins.items()}
+    known = "EX2" if outer["EX2"] else product
+    rounds = {None: totals[known] / outer[known]}
+    for name in (product, "LDGSTS"):
+        holders = [loop for loop, has in inner.items() if has[name] and loop not in rounds]
+        left = max(totals[name] - rounds[None] * outer[name], 0)
+        rounds.update((loop, left / sum(inner[each][name] for each in holders)) for loop in holders)
+    found = collections.Counter()
+    for loop, names in {None: outer, **inner}.items():
+        for name, number in names.items():
+            found[name] += number * rounds.get(loop, rounds[None])
+    del found["EX2"]
+    return found
+
+
+def cost(gpu, counts, way, blocks):
+    tensor = tensor_products(counts)
+    by_name = executed(counts, way)
+    instructions = sum(by_name.values())
+    float32, special, memory, other = (sum(by_name[name] for name in names) for names in (FLOAT32, SPECIAL, MEMORY, OTHER))
+    integer = instructions - float32 - special - memory - other - by_name["HMMA"]
+    pipes = {
+        "tensor": tensor * gpu.mma / 4,
+        "shared": counts["bank_waves"],
+        "issue": instructions / 4,
+        "float32": float32 * gpu.float32 / 4,
+        "integer": integer * gpu.integer / 4,
+        "special": special * gpu.special / 4,
+        "sectors": counts["sectors"] / 2,  # 64 bytes a cycle from L2
+    }
+    serial = pipes["tensor"] + pipes["shared"] + pipes["issue"] - by_name["HMMA"] / 4
+    return Cost(pipes, serial, blocks, len(way))
+
+
+def kernels(objects, gpu, nvdisasm):
+    """{mangled: (name, one round of its main loop, blocks that a multiprocessor holds)}"""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = pathlib.Path(folder) / "kernels.cubin"
+        for path in objects:
+            ptx = kernel_table.ptx_of(path)
+            shared = kernel_table.told_shared(ptx)
+            resources = kernel_table.compiled(ptx, gpu.arch, cubin)
+            for mangled, (code, labels) in sass.kernels_of(kernel_table.run(nvdisasm, "-c", cubin)).items():
+                registers, _, of_kernel = resources[mangled]
+                blocks = kernel_table.resident_blocks(gpu.arch, registers, shared[mangled] + of_kernel)
+                found[mangled] = kernel_table.name_of(mangled), sass.main_loop(code, labels), blocks
+    return found
+
+
+def useful_flops(head_dim, direction):
+    """Of a tile: two products forward, five backward."""
+    return 2 * TILE * head_dim * (2 if direction == "forward" else 5)
+
+
+def rows(counts, found, gpu):
+    """(dtype, head_dim, direction, [(kernel, counts, Cost)], TFLOP/s if pipes overlap, if nothing does, expected)"""
+    for dtype, head_dim, direction in dict.fromkeys(key[:3] for key in counts):
+        parts = []
+        for mangled, of_tile in per_tile(counts, dtype, head_dim, direction).items():
+            name, way, blocks = found[mangled]
+            if way and of_tile["instructions"] > 0:
+                parts.append((name, of_tile, cost(gpu, of_tile, way, blocks)))
+
+        def speed(cycles):
+            return useful_flops(head_dim, direction) * gpu.multiprocessors * gpu.ghz / cycles / 1e3
+
+        yield (dtype, head_dim, direction, parts, speed(sum(each.bound for _, _, each in parts)),
+               speed(sum(each.serial for _, _, each in parts)), speed(sum(each.expected for _, _, each in parts)))  # fmt: skip
+
+
+def table(all_rows, gpu):
+    lines = [
+        f"## {gpu.name}", "",
+        "| dtype | head_dim | direction | overlapped | one after the other | expected, TFLOP/s | of peak | goal |",
+        "|---|--:|---|--:|--:|--:|--:|---|",
+    ]  # fmt: skip
+    for dtype, head_dim, direction, _, best, worst, expected in all_rows:
+        goal = GOALS.get((dtype, head_dim, direction)) if gpu is H100 else None
+        verdict = "" if goal is None else f">= {goal}: {'met' if expected >= goal else '**missed**'}"
+        lines.append(f"| {dtype} | {head_dim} | {direction} | {best:.0f} | {worst:.0f} | **{expected:.0f}** | "
+                     f"{expected / gpu.peak[dtype]:.0%} | {verdict} |")  # fmt: skip
+    pipes = ("tensor", "shared", "issue", "float32", "integer", "special", "sectors")
+    lines += ["", "Cycles of a multiprocessor for a tile of 64 x 64 pairs, by pipe; the slowest bounds the kernel.", "",
+              "| kernel | blocks | loop | " + " | ".join(pipes) + " | bound by | bank waves / phase | sectors / ideal |",
+              "|---|--:|--:|" + "--:|" * len(pipes) + "---|--:|--:|"]  # fmt: skip
+    for _, _, _, parts, *_ in all_rows:
+        for name, counts, of in parts:
+            waves = counts["bank_waves"] / counts["bank_phases"] if counts["bank_phases"] else 0
+            sectors = counts["sectors"] / counts["ideal_sectors"] if counts["ideal_sectors"] else 0
+            cells = " | ".join(f"{of.pipes[pipe]:.0f}" for pipe in pipes)
+            lines.append(f"| `{name}` | {of.blocks} | {of.loop} | {cells} | {of.bounding} | {waves:.2f} | {sectors:.2f} |")
+    return lines
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--objects", type=pathlib.Path, required=True, help="the folder with nvcc's objects of the tests")
+    parser.add_argument("--counts", type=pathlib.Path, required=True, help="the program cuda_tile_counts, or what it printed")
+    parser.add_argument("--nvdisasm", default="nvdisasm")
+    parser.add_argument("--out", type=pathlib.Path, help="a folder for DATE-cuda-model.md; default: print it")
+    options = parser.parse_args()
+    is_text = options.counts.suffix == ".csv"
+    text = options.counts.read_text() if is_text else subprocess.run([options.counts], capture_output=True, text=True, check=True).stdout
+    counts = read_counts(text)
+    objects = sorted(options.objects.glob("attention_*_sm80.cu.o"))
+    today = datetime.date.today().isoformat()
+    lines = [f"# CUDA kernels by count, {today}", "",
+             f"`bench/cuda_model.py`, ptxas {kernel_table.release()}; no GPU was asked. Plain kernels (no options), square tiles of which "
+             "all is seen, head_dim_v as head_dim. See docs/cuda.md.", ""]  # fmt: skip
+    for gpu in (A100, H100):
+        lines += [*table(list(rows(counts, kernels(objects, gpu, options.nvdisasm), gpu)), gpu), ""]
+    if options.out is None:
+        print("\n".join(lines))
+    else:
+        (options.out / f"{today}-cuda-model.md").write_text("\n".join(lines).rstrip("\n") + "\n")
+
+
+if __name__ == "__main__":
+    main()
