@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "contract/kernel.h"
-#include "contract/where.h"
 #include "core/choose.h"
 #include "cpu/attention/kernels.h"
 #include "cpu/isa/order.h"
@@ -43,25 +42,8 @@ std::span<const Kernel* const> kernel_list() {
 
 const char* measured_order() { return cpu::isa_order().measured; }
 
-// Of a kernel that is asked for by name, though the call's tensors are on another device.
-static Status computes_elsewhere(std::string_view asked, std::string_view source, const Kernel& kernel, Device device) {
-  return {StatusCode::kUnsupported, sentence(source, " is ", asked, ", which computes on ", device_name(kernel.device),
-                                             ", the call's tensors are on ", device_name(device))};
-}
-
 Result<const Kernel*> choose_kernel(const AttentionDesc& desc, std::string_view name, Device device) {
-  std::vector<const Kernel*> there;
-  there.reserve(kernel_list().size());
-  for (const Kernel* kernel : kernel_list()) {
-    if (kernel->device == device) there.push_back(kernel);
-  }
-  if (there.empty()) return no_kernel_for(device);
-  const std::string_view asked = name.empty() ? forced_kernel() : name;
-  for (const Kernel* kernel : kernel_list()) {
-    if (kernel->device == device || asked != kernel->name) continue;
-    return computes_elsewhere(asked, name.empty() ? "POLYHEAD_KERNEL" : "kernel", *kernel, device);
-  }
-  return choose_asked(there, desc, name);
+  return choose_on(device, kernel_list(), desc, name);
 }
 
 // Usable on this machine: takes an ordinary problem in one dtype at least.

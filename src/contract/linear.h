@@ -163,28 +163,64 @@ struct NormBackwardArgs {
   void* workspace = nullptr;           // of sums_workspace_bytes, aligned to 64
 };
 
+// y[M, N] = x, without what stands behind the end of each sequence: zeros from time step max(lengths) on, whatever x
+// holds there.
+struct CopyRowsArgs {
+  Matrix x;  // [M, N], whose rows are [batch, beam, time]: rows.sizes tells
+  Matrix y;  // [M, N] row-major without gaps, of x's type; it does not overlap x
+  // [batch, beam], int32 or int64 on the kernel's device; one is given at least. A length beyond 0 .. time counts as
+  // the nearer of the two.
+  Tensor lengths[2];
+};
+
+// y[M, N] = sum over heads h of x[M, h * N + n]: of heads that all saw one vector. Rounded once.
+struct SumHeadsArgs {
+  Matrix x;  // [M, num_heads * N], whose heads are alike: the stride within a head is one number
+  int64_t num_heads = 0;
+  Matrix y;                 // [M, N], of x's type
+  bool accumulate = false;  // add to y
+};
+
+// What a call reads or writes, by its name in sentences.
+struct NamedMemory {
+  const char* name;
+  const void* data;
+};
+
+// The verbs that compute return an error alone if the device refuses the work; those of the CPU never do. Calls of a GPU's
+// kernel put their work on run.stream and come back at once: nothing waits, and the host looks at nothing that lies on
+// the device.
 struct Kernel {
   const char* name;  // the attention kernel's
+  Device device;     // where matrices, packed ones, lengths and workspace lie
 
   // Why this kernel cannot compute in `dtype` here, as one clause; "" if it can.
   std::string (*why_not)(DType dtype);
 
   // B in the kernel's own layout, for products that use it more than once. `packed` is aligned to 64.
   MemorySize (*packed_bytes)(int64_t k, int64_t n, DType dtype);
-  void (*pack)(const Matrix& b, void* packed, const Run& run);
+  Status (*pack)(const Matrix& b, void* packed, const Run& run);
   // Matrices packed one behind the other are one whose columns stand side by side, if all but the last have a multiple
   // of so many columns; 0: never.
   int64_t (*panel_columns)();
 
   MemorySize (*gemm_workspace_bytes)(const GemmDesc& desc, int num_threads);  // a multiple of 64
-  void (*gemm)(const GemmDesc& desc, const GemmArgs& args, const Run& run);
+  Status (*gemm)(const GemmDesc& desc, const GemmArgs& args, const Run& run);
 
   // Of pointwise with sums and of norm_backward; a multiple of 64.
   MemorySize (*sums_workspace_bytes)(int64_t m, int64_t n, DType dtype);
-  void (*pointwise)(const PointwiseArgs& args, const Run& run);
+  Status (*pointwise)(const PointwiseArgs& args, const Run& run);
 
-  void (*norm_forward)(const NormForwardArgs& args, const Run& run);
-  void (*norm_backward)(const NormBackwardArgs& args, const Run& run);
+  Status (*norm_forward)(const NormForwardArgs& args, const Run& run);
+  Status (*norm_backward)(const NormBackwardArgs& args, const Run& run);
+
+  Status (*copy_rows)(const CopyRowsArgs& args, const Run& run);
+  Status (*sum_heads)(const SumHeadsArgs& args, const Run& run);
+  Status (*clear)(void* data, size_t bytes, const Run& run);  // zeros
+
+  // Null where the host's memory is the device's. Else, whether all of these lie on the calling thread's current device,
+  // and run.stream, null being CUDA's own, is of that device: kernels would not ask.
+  Status (*check_place)(std::span<const NamedMemory> memory, const Run& run) = nullptr;
 };
 
 // Every kernel of this build, best first; the reference is last.

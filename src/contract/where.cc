@@ -27,8 +27,4 @@ Run run_at(const Where& planned, const Where& call, int num_threads) {
           call.stream != nullptr ? call.stream : planned.stream};
 }
 
-Status no_kernel_for(Device device) {
-  return {StatusCode::kUnsupported, sentence("device is ", device_name(device), ", this build has no kernel for it")};
-}
-
 }  // namespace polyhead

@@ -15,7 +15,4 @@ Result<Where> planned_where(const Where& asked);
 
 Run run_at(const Where& planned, const Where& call, int num_threads);
 
-// Says that no kernel of this build computes on `device`.
-Status no_kernel_for(Device device);
-
 }  // namespace polyhead

@@ -4,10 +4,12 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <vector>
 
 #include "core/forced_kernel.h"
 #include "core/sentence.h"
 #include "polyhead/status.h"
+#include "polyhead/tensor.h"
 
 namespace polyhead {
 
@@ -51,11 +53,30 @@ auto choose_among(const Kernels& kernels, const Problem& problem, std::string_vi
                                                           able.empty() ? "; no other can" : "; these can: ", able)));
 }
 
-// As a caller's option `name` asks, or, if that is empty, as POLYHEAD_KERNEL does.
+// Of those on `device`, as a caller's option `name` asks, or, if that is empty, as POLYHEAD_KERNEL does.
 template <class Kernels, class Problem>
-auto choose_asked(const Kernels& kernels, const Problem& problem, std::string_view name, const char* listed = "known") {
-  if (!name.empty()) return choose_among(kernels, problem, name, "kernel", listed);
-  return choose_among(kernels, problem, forced_kernel(), "POLYHEAD_KERNEL", listed);
+auto choose_on(Device device, const Kernels& kernels, const Problem& problem, std::string_view name,
+               const char* listed = "known") {
+  using Pointer = std::remove_cv_t<std::remove_reference_t<decltype(kernels[0])>>;
+  using Chosen = Result<Pointer>;
+  const char* const source = name.empty() ? "POLYHEAD_KERNEL" : "kernel";
+  const std::string_view asked = name.empty() ? forced_kernel() : name;
+  std::vector<Pointer> there;
+  there.reserve(kernels.size());
+  for (const auto* kernel : kernels) {
+    if (kernel->device == device) there.push_back(kernel);
+  }
+  if (there.empty()) {
+    return Chosen(Status(StatusCode::kUnsupported,
+                         sentence("device is ", device_name(device), ", this build has no kernel for it")));
+  }
+  for (const auto* kernel : kernels) {
+    if (kernel->device == device || asked != kernel->name) continue;
+    return Chosen(Status(StatusCode::kUnsupported,
+                         sentence(source, " is ", asked, ", which computes on ", device_name(kernel->device),
+                                  ", the call's tensors are on ", device_name(device))));
+  }
+  return choose_among(there, problem, asked, source, listed);
 }
 
 }  // namespace polyhead

@@ -166,6 +166,16 @@ Status check_place(const AttentionDesc& desc, const BackwardArgs& args, size_t w
   return check_all(desc, args, args.forward, workspace_bytes, stream);
 }
 
+Status check_place(std::span<const linear::NamedMemory> memory, void* stream) {
+  const Result<int> device = current_device();
+  if (!device.ok()) return device.status();
+  if (Status status = check_stream(stream, *device); !status.ok()) return status;
+  for (const auto& [name, data] : memory) {
+    if (Status status = check_memory(name, data, *device); !status.ok()) return status;
+  }
+  return {};
+}
+
 }  // namespace cuda
 
 CudaMachine cuda_machine() {

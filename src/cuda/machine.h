@@ -1,8 +1,10 @@
 // What CUDA has to be asked about: the device, and where memory and streams belong.
 #pragma once
 
+#include <span>
 #include <string>
 
+#include "contract/linear.h"
 #include "polyhead/attention.h"
 #include "polyhead/status.h"
 
@@ -20,5 +22,6 @@ Result<int> shared_bytes_of_block();
 // its stream, null being CUDA's own, is the device's.
 Status check_place(const AttentionDesc& desc, const ForwardArgs& args, size_t workspace_bytes, void* stream);
 Status check_place(const AttentionDesc& desc, const BackwardArgs& args, size_t workspace_bytes, void* stream);
+Status check_place(std::span<const linear::NamedMemory> memory, void* stream);
 
 }  // namespace polyhead::cuda

@@ -1,7 +1,6 @@
 #include "layer/attention_steps.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "attention/unchecked.h"
 #include "contract/program_call.h"
@@ -167,7 +166,8 @@ Status attend(const AttentionStep& step, const Call& call, char* scratch) {
   return {};
 }
 
-Status attend_backward(const AttentionBackwardStep& step, const Call& call, char* scratch, const AddTensors& add) {
+Status attend_backward(const AttentionBackwardStep& step, const Machine& machine, const Call& call, char* scratch,
+                       const AddTensors& add) {
   Tensor grads[3];
   for (int i = 0; i < 3; ++i) {
     const bool unwanted = step.wanted[i].somewhere() && !tensor_at(call, step.wanted[i]).given();
@@ -181,12 +181,15 @@ Status attend_backward(const AttentionBackwardStep& step, const Call& call, char
       !given(grad_sinks) && std::none_of(grad_captures.begin(), grad_captures.end(), given)) {
     return {};
   }
-  if (step.beams > 1) std::memset(start_of(call, step.room) + step.begin, 0, step.end - step.begin);
+  const auto clear = [&](void* data, size_t bytes) { return machine.linear->clear(data, bytes, machine.run); };
+  Status status;
+  if (step.beams > 1) status = clear(start_of(call, step.room) + step.begin, step.end - step.begin);
   const Tensor shared = tensor_at(call, step.shared), sums = tensor_at(call, step.shared_sums);
-  for (int64_t n = 0, beams = has_queries(*step.plan) ? step.beams : 1; n < beams; ++n) {  // one clears what all share
-    if (n > 0 && shared.num_elements() > 0) {
-      std::memset(shared.data, 0, static_cast<size_t>(shared.num_elements()) * dtype_size_bytes(shared.dtype));
-    }
+  const size_t shared_bytes = static_cast<size_t>(shared.num_elements()) * dtype_size_bytes(shared.dtype);
+  const int64_t beams = has_queries(*step.plan) ? step.beams : 1;  // one clears what all share
+  for (int64_t n = 0; n < beams && status.ok(); ++n) {
+    if (n > 0 && shared_bytes > 0) status = clear(shared.data, shared_bytes);
+    if (!status.ok()) return status;
     BackwardArgs one;
     one.forward = beam_args(step, call, n);
     one.forward.workspace = scratch;
@@ -200,11 +203,10 @@ Status attend_backward(const AttentionBackwardStep& step, const Call& call, char
     one.grad_sink_logits = grad_sinks;
     one.grad_captures = grad_captures;
     one.accumulate = n > 0;
-    if (Status status = backward_unchecked(*step.plan, one); !status.ok()) return status;
-    if (shared.num_elements() > 0) add(shared, sums, n > 0);
+    status = backward_unchecked(*step.plan, one);
+    if (status.ok() && shared_bytes > 0) status = add(shared, sums, n > 0);
   }
-  if (shared.num_elements() > 0) add(sums, shared, false);
-  return {};
+  return status.ok() && shared_bytes > 0 ? add(sums, shared, false) : status;
 }
 
 }  // namespace polyhead

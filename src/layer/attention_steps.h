@@ -17,7 +17,8 @@ Status check_program(const AttentionDesc& asked, const StepList& list, const Cal
 Status attend(const AttentionStep& step, const Call& call, char* scratch);
 
 // `add(from, to, accumulate)`: to = or += from.
-using AddTensors = std::function<void(const Tensor& from, const Tensor& to, bool accumulate)>;
-Status attend_backward(const AttentionBackwardStep& step, const Call& call, char* scratch, const AddTensors& add);
+using AddTensors = std::function<Status(const Tensor& from, const Tensor& to, bool accumulate)>;
+Status attend_backward(const AttentionBackwardStep& step, const Machine& machine, const Call& call, char* scratch,
+                       const AddTensors& add);
 
 }  // namespace polyhead

@@ -95,8 +95,7 @@ Status prepack_weights(const Module& module, const Call& call, void* prepacked, 
   if (Status status = check_pack(module, prepacked, bytes, call); !status.ok()) return status;
   linear::Matrix matrices[PrepackedLayout::kMaxMatrices];
   for (size_t i = 0; i < module.num_matrices; ++i) matrices[i] = weight_matrix(call.tensors[kArgWeights + i]);
-  write_prepacked(*module.linear, module.prepacked, {matrices, module.num_matrices}, prepacked, module.run);
-  return {};
+  return write_prepacked(*module.linear, module.prepacked, {matrices, module.num_matrices}, prepacked, module.run);
 } catch (const std::bad_alloc&) {
   return out_of_memory();
 }

@@ -1,11 +1,7 @@
 #include "layer/steps.h"
 
 #include <algorithm>
-#include <cstring>
 
-#include "contract/sequences.h"
-#include "core/dtype.h"
-#include "core/threads.h"
 #include "layer/append_steps.h"
 #include "layer/attention_steps.h"
 #include "layer/places.h"
@@ -20,50 +16,6 @@ constexpr EpiloguePlaces kNoEpilogue;
 
 // Tokens [batch, beam, time, ...] as rows, or a weight.
 Matrix matrix_of(const Tensor& t) { return t.ndim > 2 ? token_matrix(t) : weight_matrix(t); }
-
-// Copies [B, N, S, vector] to rows without gaps: zeros where a sequence has ended, whatever stands there. With both of
-// its lengths, as query and as key, the longer one counts.
-void copy_without_padding(const Call& call, const Tensor& from, ArgumentSet lengths, void* rows, const Run& run) {
-  const int64_t beams = from.dims[1], steps = from.dims[2], size = from.dims[3];
-  const size_t element = dtype_size_bytes(from.dtype);
-  run_tasks(run, from.dims[0] * beams, [&](int64_t sequence, int) {
-    const int64_t b = sequence / beams, n = sequence % beams;
-    int64_t length = 0;
-    for (int i = 0; lengths >> i != 0; ++i) {
-      if ((lengths >> i & 1) != 0) length = std::max(length, integer_at(beam_of(call.tensors[i], n), b));
-    }
-    for (int64_t t = 0; t < steps; ++t) {
-      char* to = static_cast<char*>(rows) + static_cast<size_t>((sequence * steps + t) * size) * element;
-      if (t >= length) {
-        std::memset(to, 0, static_cast<size_t>(size) * element);
-        continue;
-      }
-      const int64_t at = b * from.strides[0] + n * from.strides[1] + t * from.strides[2];
-      const char* row = static_cast<const char*>(from.data) + at * static_cast<int64_t>(element);
-      const int64_t step = size > 1 ? from.strides[3] * static_cast<int64_t>(element) : 0;
-      for (int64_t c = 0; c < size; ++c) std::memcpy(to + static_cast<size_t>(c) * element, row + c * step, element);
-    }
-  });
-}
-
-// to[B, N, S, dim] = (+=) sum over heads of from[B, N, S, heads, dim].
-void sum_heads(const Tensor& from, const Tensor& to, bool accumulate, const Run& run) {
-  const int64_t beams = to.dims[1], steps = to.dims[2];
-  with_element_type(to.dtype, [&]<class E>(E) {
-    run_tasks(run, to.dims[0] * beams * steps, [&](int64_t token, int) {
-      const int64_t t = token % steps, n = token / steps % beams, b = token / steps / beams;
-      const E* in = static_cast<const E*>(from.data) + b * from.strides[0] + n * from.strides[1] + t * from.strides[2];
-      E* out = static_cast<E*>(to.data) + b * to.strides[0] + n * to.strides[1] + t * to.strides[2];
-      for (int64_t d = 0; d < to.dims[3]; ++d) {
-        double sum = accumulate ? widen<double>(out[d * to.strides[3]]) : 0;
-        for (int64_t h = 0; h < from.dims[3]; ++h) {
-          sum += widen<double>(in[h * from.strides[3] + d * from.strides[4]]);
-        }
-        out[d * to.strides[3]] = narrow<E>(sum);
-      }
-    });
-  });
-}
 
 // The product that a step asks for, alone or joined with its neighbours: the same for those who measure it and those who
 // run it.
@@ -112,7 +64,7 @@ class Walk {
     for (size_t i = 0; i < steps.size();) {
       if (std::holds_alternative<ProductStep>(steps[i])) {
         const size_t count = num_joining(steps, i);
-        run_products(steps.subspan(i, count));
+        if (Status status = run_products(steps.subspan(i, count)); !status.ok()) return status;
         i += count;
         continue;
       }
@@ -144,10 +96,10 @@ class Walk {
     set(places.residual, &epilogue->residual);
   }
 
-  void pointwise(const Matrix& x, const Matrix& y, const EpiloguePlaces& epilogue, const Matrix& sums,
-                 bool accumulate = false) const {
+  Status pointwise(const Matrix& x, const Matrix& y, const EpiloguePlaces& epilogue, const Matrix& sums,
+                   bool accumulate = false) const {
     // Of one there may be any number, where there is none of the other.
-    if (x.columns.size() == 0 || (x.rows.size() == 0 && !sums.given())) return;
+    if (x.columns.size() == 0 || (x.rows.size() == 0 && !sums.given())) return {};
     linear::PointwiseArgs args;
     args.x = x;
     args.y = y;
@@ -156,7 +108,7 @@ class Walk {
     args.sums = sums;
     args.accumulate_sums = call_.accumulate;
     args.workspace = scratch_;
-    machine_.linear->pointwise(args, machine_.run);
+    return machine_.linear->pointwise(args, machine_.run);
   }
 
   // Whether an earlier step gave this matrix; it is noted, if not.
@@ -169,7 +121,7 @@ class Walk {
   }
 
   // Steps that may be joined: as few products as their matrices allow. `parts` has the bits of its steps.
-  void run_products(std::span<const Step> steps) {
+  Status run_products(std::span<const Step> steps) {
     Products products;
     for (size_t i = 0; i < steps.size(); ++i) {
       const ProductStep& s = std::get<ProductStep>(steps[i]);
@@ -185,54 +137,69 @@ class Walk {
       products.add(product);
     }
     const ProductStep& first = std::get<ProductStep>(steps.front());
+    Status status;
     for (Product& product : products) {
       if (first.gives != ProductStep::Gives::kW) {
-        run_product(first, product);
-        continue;
+        status = run_product(first, product);
+      } else {
+        if (product.w.given()) {
+          status = leave_out_padding(steps, product);
+          if (status.ok()) status = run_product(first, product);
+        }
+        if (status.ok() && product.bias.given()) status = pointwise(product.y, {}, kNoEpilogue, product.bias);
       }
-      if (product.w.given()) {
-        product.x = without_padding(steps, product);
-        run_product(first, product);
-      }
-      if (product.bias.given()) pointwise(product.y, {}, kNoEpilogue, product.bias);
+      if (!status.ok()) break;
     }
+    return status;
   }
 
-  void run_product(const ProductStep& step, const Product& product) {
+  Status run_product(const ProductStep& step, const Product& product) {
     linear::GemmArgs gemm = gemm_of(step.gives, product);
     set(step.epilogue, &gemm.epilogue);
     if (step.gives == ProductStep::Gives::kY) gemm.epilogue.bias = product.bias;
     if (step.gives == ProductStep::Gives::kX) gemm.accumulate = given_before(product.x);
     if (step.gives == ProductStep::Gives::kW) gemm.accumulate = call_.accumulate;
     gemm.workspace = scratch_;
-    if (gemm.c.rows.size() == 0 || gemm.c.columns.size() == 0) return;
-    multiply(*machine_.linear, gemm, step.gives == ProductStep::Gives::kW, machine_.run);
+    if (gemm.c.rows.size() == 0 || gemm.c.columns.size() == 0) return {};
+    return multiply(*machine_.linear, gemm, step.gives == ProductStep::Gives::kW, machine_.run);
   }
 
-  // The tokens of a product's input; a copy, if some lie in padding for all of its steps.
-  Matrix without_padding(std::span<const Step> steps, const Product& product) const {
+  // Makes x a copy without padding, if some of it lies in padding for all of the product's steps.
+  Status leave_out_padding(std::span<const Step> steps, Product& product) const {
     ArgumentSet lengths = 0;
     const ProductStep* padded = nullptr;
     for (size_t i = 0; i < steps.size(); ++i) {
       if ((product.parts >> i & 1) == 0) continue;
       const ProductStep& step = std::get<ProductStep>(steps[i]);
-      if (step.lengths == 0) return product.x;
+      if (step.lengths == 0) return {};
       if (padded == nullptr) padded = &step;
       lengths |= step.lengths;
     }
-    if (!product.x.given()) return product.x;
+    if (!product.x.given()) return {};
     const Tensor x = at(padded->x);
     const Tensor copy(at(padded->copy).data, x.dtype, {x.dims[0], x.dims[1], x.dims[2], x.dims[3]});
-    copy_without_padding(call_, x, lengths, copy.data, machine_.run);
-    return token_matrix(copy);
+    product.x = token_matrix(copy);
+    return copy_rows(token_matrix(x), lengths, product.x);
+  }
+
+  // With both of a sequence's lengths, as query and as key, the longer one counts.
+  Status copy_rows(const Matrix& from, ArgumentSet lengths, const Matrix& to) const {
+    linear::CopyRowsArgs args;
+    args.x = from;
+    args.y = to;
+    int count = 0;
+    for (int i = 0; lengths >> i != 0; ++i) {
+      if ((lengths >> i & 1) != 0) args.lengths[count++] = call_.tensors[i];
+    }
+    return machine_.linear->copy_rows(args, machine_.run);
   }
 
   Status run(const ProductStep&) { return {}; }  // run_products() has them
 
   Status run(const PointwiseStep& s) const {
     const Tensor x = at(s.x), y = at(s.y), sums = at(s.sums);
-    if (x.given() && (y.given() || sums.given())) pointwise(matrix_of(x), matrix_of(y), s.epilogue, matrix_of(sums));
-    return {};
+    if (!x.given() || (!y.given() && !sums.given())) return {};
+    return pointwise(matrix_of(x), matrix_of(y), s.epilogue, matrix_of(sums));
   }
 
   Status run(const NormStep& s) const {
@@ -245,8 +212,7 @@ class Walk {
     args.y = matrix(s.y);
     args.mean = at(s.mean).data;
     args.rstd = at(s.rstd).data;
-    if (args.y.given()) machine_.linear->norm_forward(args, machine_.run);
-    return {};
+    return args.y.given() ? machine_.linear->norm_forward(args, machine_.run) : Status();
   }
 
   Status run(const NormBackwardStep& s) const {
@@ -264,8 +230,7 @@ class Walk {
     if (!args.grad_x.given() && !args.grad_gamma.given() && !args.grad_beta.given()) return {};
     args.accumulate_parameters = call_.accumulate;
     args.workspace = scratch_;
-    machine_.linear->norm_backward(args, machine_.run);
-    return {};
+    return machine_.linear->norm_backward(args, machine_.run);
   }
 
   Status run(const AppendStep& s) const {
@@ -276,21 +241,27 @@ class Walk {
   Status run(const AttentionStep& s) const { return attend(s, call_, scratch_); }
 
   Status run(const AttentionBackwardStep& s) const {
-    return attend_backward(s, call_, scratch_, [&](const Tensor& beam, const Tensor& sums, bool add) {
-      pointwise(token_matrix(beam), token_matrix(sums), kNoEpilogue, {}, add);
+    return attend_backward(s, machine_, call_, scratch_, [&](const Tensor& beam, const Tensor& sums, bool add) {
+      return pointwise(token_matrix(beam), token_matrix(sums), kNoEpilogue, {}, add);
     });
   }
 
   Status run(const UnpadStep& s) const {
     const Tensor x = at(s.x), y = at(s.y);
-    if (y.given() && x.num_elements() > 0) copy_without_padding(call_, x, s.lengths, y.data, machine_.run);
-    return {};
+    if (!y.given() || x.num_elements() == 0) return {};
+    return copy_rows(token_matrix(x), s.lengths, token_matrix(y));
   }
 
   Status run(const SumHeadsStep& s) {
     const Tensor to = at(s.to);
-    if (to.num_elements() > 0) sum_heads(at(s.from), to, given_before(token_matrix(to)), machine_.run);
-    return {};
+    if (to.num_elements() == 0) return {};
+    const Tensor from = at(s.from);
+    linear::SumHeadsArgs args;
+    args.x = token_matrix(from);
+    args.num_heads = from.dims[3];
+    args.y = token_matrix(to);
+    args.accumulate = given_before(args.y);
+    return machine_.linear->sum_heads(args, machine_.run);
   }
 
   const Machine& machine_;

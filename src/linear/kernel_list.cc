@@ -4,7 +4,6 @@
 #include <iterator>
 
 #include "contract/linear.h"
-#include "contract/where.h"
 #include "core/choose.h"
 #include "cpu/isa/order.h"
 #include "cpu/linear/kernels.h"
@@ -40,9 +39,8 @@ const Kernel* find_kernel(std::string_view name) {
 }
 
 Result<const Kernel*> choose_kernel(DType dtype, std::string_view name, Device device) {
-  if (device != Device::kCpu) return no_kernel_for(device);
   // One that attention knows may have no products.
-  return choose_asked(kernel_list(), dtype, name, "the kernels with matrix products");
+  return choose_on(device, kernel_list(), dtype, name, "the kernels with matrix products");
 }
 
 }  // namespace polyhead::linear

@@ -99,8 +99,7 @@ Status MatrixProduct::prepack(const Tensor& b, void* prepacked, size_t bytes) co
   if (status.ok()) status = operands.add_memory(Role::kOutput, "prepacked", prepacked, bytes, s.prepacked.bytes, &view);
   if (!status.ok()) return status;
   const linear::Matrix matrix = weight_matrix(b);
-  write_prepacked(*s.linear, s.prepacked, {&matrix, 1}, prepacked, run_at(s.where, {}, s.num_threads));
-  return {};
+  return write_prepacked(*s.linear, s.prepacked, {&matrix, 1}, prepacked, run_at(s.where, {}, s.num_threads));
 } catch (const std::bad_alloc&) {
   return out_of_memory();
 }
@@ -155,8 +154,7 @@ Status MatrixProduct::forward(const MatrixProductArgs& args) const try {
   gemm.epilogue.activation = static_cast<linear::Activation>(d.activation);
   gemm.epilogue.residual = weight_matrix(args.residual);
   gemm.workspace = args.workspace;
-  s.linear->gemm(s.gemm, gemm, run);
-  if (!normed) return {};
+  if (Status failed = s.linear->gemm(s.gemm, gemm, run); !failed.ok() || !normed) return failed;
   linear::NormForwardArgs norm;
   norm.norm = norm_of(d.norm);
   norm.eps = d.norm_eps;
@@ -164,8 +162,7 @@ Status MatrixProduct::forward(const MatrixProductArgs& args) const try {
   norm.gamma = weight_matrix(args.gamma);
   norm.beta = weight_matrix(args.beta);
   norm.y = weight_matrix(args.c);
-  s.linear->norm_forward(norm, run);
-  return {};
+  return s.linear->norm_forward(norm, run);
 } catch (const std::bad_alloc&) {
   return out_of_memory();
 }

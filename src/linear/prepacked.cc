@@ -49,14 +49,17 @@ PrepackedMatrix prepacked_matrix(const PrepackedLayout& layout, int index, const
   return {start + layout.begin[index], layout.end[index] > 0 ? start + layout.end[index] : nullptr};
 }
 
-void write_prepacked(const linear::Kernel& kernel, const PrepackedLayout& layout,
-                     std::span<const linear::Matrix> matrices, void* prepacked, const Run& run) {
+Status write_prepacked(const linear::Kernel& kernel, const PrepackedLayout& layout,
+                       std::span<const linear::Matrix> matrices, void* prepacked, const Run& run) {
   for (size_t i = 0; i < matrices.size(); ++i) {
-    if (matrices[i].given()) kernel.pack(matrices[i], static_cast<char*>(prepacked) + layout.begin[i], run);
+    if (!matrices[i].given()) continue;
+    Status status = kernel.pack(matrices[i], static_cast<char*>(prepacked) + layout.begin[i], run);
+    if (!status.ok()) return status;
   }
   PrepackedHeader header;
   header.fingerprint = layout.fingerprint;
   std::memcpy(prepacked, &header, sizeof header);
+  return {};
 }
 
 }  // namespace polyhead

@@ -41,7 +41,7 @@ Status check_prepacked(const PrepackedLayout& layout, const char* name, const ch
 PrepackedMatrix prepacked_matrix(const PrepackedLayout& layout, int index, const void* prepacked);
 
 // The head, then `matrices`, in the order of the layout; those that are not given are left out.
-void write_prepacked(const linear::Kernel& kernel, const PrepackedLayout& layout,
-                     std::span<const linear::Matrix> matrices, void* prepacked, const Run& run);
+Status write_prepacked(const linear::Kernel& kernel, const PrepackedLayout& layout,
+                       std::span<const linear::Matrix> matrices, void* prepacked, const Run& run);
 
 }  // namespace polyhead

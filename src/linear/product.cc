@@ -109,8 +109,8 @@ linear::GemmDesc gemm_desc(const linear::GemmArgs& args, bool split_k) {
   return desc;
 }
 
-void multiply(const linear::Kernel& kernel, const linear::GemmArgs& args, bool split_k, const Run& run) {
-  kernel.gemm(gemm_desc(args, split_k), args, run);
+Status multiply(const linear::Kernel& kernel, const linear::GemmArgs& args, bool split_k, const Run& run) {
+  return kernel.gemm(gemm_desc(args, split_k), args, run);
 }
 
 Status check_activation(ActivationKind activation) {

@@ -52,7 +52,7 @@ class Products {
 linear::GemmDesc gemm_desc(const linear::GemmArgs& args, bool split_k);
 
 // args.c = epilogue(args.a args.b), args.b prepacked if args.prepacked is given, of the sizes and the type that the matrices have.
-void multiply(const linear::Kernel& kernel, const linear::GemmArgs& args, bool split_k, const Run& run);
+Status multiply(const linear::Kernel& kernel, const linear::GemmArgs& args, bool split_k, const Run& run);
 
 // Names the argument `activation`.
 Status check_activation(ActivationKind activation);

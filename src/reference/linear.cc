@@ -2,6 +2,7 @@
 #include "reference/linear.h"
 
 #include <cmath>
+#include <cstring>
 
 #include "reference/epilogue.h"
 
@@ -127,18 +128,55 @@ namespace {
 // B row-major in its own dtype.
 Matrix packed_view(const void* packed, int64_t k, int64_t n, DType dtype) { return matrix(packed, dtype, k, n); }
 
-void pack(const Matrix& b, void* packed, const Run&) {
+Status pack(const Matrix& b, void* packed, const Run&) {
   const Matrix to = packed_view(packed, b.rows.size(), b.columns.size(), b.dtype);
   const Elements<double> from(b), copy(to);
   for (int64_t k = 0; k < b.rows.size(); ++k) {
     for (int64_t n = 0; n < b.columns.size(); ++n) copy.set(k, n, from.get(k, n));
   }
+  return {};
 }
 
-void gemm_packed_or_not(const GemmDesc& desc, const GemmArgs& args, const Run&) {
+Status gemm_packed_or_not(const GemmDesc& desc, const GemmArgs& args, const Run&) {
   GemmArgs plain = args;
   if (desc.prepacked) plain.b = packed_view(args.prepacked, desc.k, desc.n, desc.dtype);
   gemm<double>(desc, plain);
+  return {};
+}
+
+int64_t integer(const Tensor& t, int64_t i, int64_t j) {
+  const int64_t at = (t.dims[0] > 1 ? i * t.strides[0] : 0) + (t.dims[1] > 1 ? j * t.strides[1] : 0);
+  return t.dtype == DType::kInt32 ? static_cast<const int32_t*>(t.data)[at] : static_cast<const int64_t*>(t.data)[at];
+}
+
+Status copy_rows(const CopyRowsArgs& args, const Run&) {
+  const Elements<double> x(args.x), y(args.y);
+  const int64_t beams = args.x.rows.sizes[1], time = args.x.rows.sizes[2];
+  for (int64_t m = 0; m < args.x.rows.size(); ++m) {
+    const int64_t t = m % time, beam = m / time % beams, batch = m / time / beams;
+    bool seen = false;
+    for (const Tensor& lengths : args.lengths) seen = seen || (lengths.given() && t < integer(lengths, batch, beam));
+    for (int64_t n = 0; n < args.x.columns.size(); ++n) y.set(m, n, seen ? x.get(m, n) : 0);
+  }
+  return {};
+}
+
+Status sum_heads(const SumHeadsArgs& args, const Run&) {
+  const Elements<double> x(args.x), y(args.y);
+  const int64_t num_columns = args.y.columns.size();
+  for (int64_t m = 0; m < args.y.rows.size(); ++m) {
+    for (int64_t n = 0; n < num_columns; ++n) {
+      double sum = args.accumulate ? y.get(m, n) : 0;
+      for (int64_t h = 0; h < args.num_heads; ++h) sum += x.get(m, h * num_columns + n);
+      y.set(m, n, sum);
+    }
+  }
+  return {};
+}
+
+Status clear(void* data, size_t bytes, const Run&) {
+  if (bytes > 0) std::memset(data, 0, bytes);
+  return {};
 }
 
 }  // namespace
@@ -146,6 +184,7 @@ void gemm_packed_or_not(const GemmDesc& desc, const GemmArgs& args, const Run&) 
 
 constexpr Kernel kReference = {
     "reference",
+    Device::kCpu,
     [](DType dtype) {
       const bool floating =
           dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16 || dtype == DType::kFloat64;
@@ -157,8 +196,20 @@ constexpr Kernel kReference = {
     [](const GemmDesc&, int) { return MemorySize(); },
     reference::gemm_packed_or_not,
     [](int64_t, int64_t, DType) { return MemorySize(); },
-    [](const PointwiseArgs& args, const Run&) { reference::pointwise<double>(args); },
-    [](const NormForwardArgs& args, const Run&) { reference::norm_forward<double>(args); },
-    [](const NormBackwardArgs& args, const Run&) { reference::norm_backward<double>(args); }};
+    [](const PointwiseArgs& args, const Run&) {
+      reference::pointwise<double>(args);
+      return Status();
+    },
+    [](const NormForwardArgs& args, const Run&) {
+      reference::norm_forward<double>(args);
+      return Status();
+    },
+    [](const NormBackwardArgs& args, const Run&) {
+      reference::norm_backward<double>(args);
+      return Status();
+    },
+    reference::copy_rows,
+    reference::sum_heads,
+    reference::clear};
 
 }  // namespace polyhead::linear

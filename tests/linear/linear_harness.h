@@ -1,6 +1,8 @@
 // Runs the operations of src/linear in guarded memory and judges what they wrote by the yardstick of error.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <functional>
 #include <map>
 #include <string>
@@ -15,6 +17,8 @@ namespace polyhead::testing {
 
 // The kernels of this build, or the one that POLYHEAD_TEST_KERNEL names.
 std::vector<const linear::Kernel*> linear_kernels_to_test();
+
+inline void expect_ok(const Status& status) { EXPECT_TRUE(status.ok()) << status.message(); }
 
 using Arrays = std::map<std::string, Array>;
 

@@ -155,13 +155,14 @@ CallResult run(const linear::Kernel& kernel, const LinearProblem& p, const Linea
                const CallOptions& options) {
   Operands operands(options);
   Executor& threads = executor(options.threads);
-  const Operations operations{[&](const linear::GemmDesc& d, const linear::GemmArgs& a) { kernel.gemm(d, a, threads); },
-                              [&](const linear::PointwiseArgs& a) { kernel.pointwise(a, threads); }};
+  const Operations operations{
+      [&](const linear::GemmDesc& d, const linear::GemmArgs& a) { expect_ok(kernel.gemm(d, a, threads)); },
+      [&](const linear::PointwiseArgs& a) { expect_ok(kernel.pointwise(a, threads)); }};
   const auto prepare = [&](linear::GemmDesc& desc, linear::GemmArgs& args) {
     desc.prepacked = p.packed;
     if (p.packed) {
       void* packed = operands.workspace(kernel.packed_bytes(desc.k, desc.n, desc.dtype).value());
-      kernel.pack(args.b, packed, threads);
+      expect_ok(kernel.pack(args.b, packed, threads));
       args.prepacked = packed;
       args.b = {};
     }

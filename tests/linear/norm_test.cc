@@ -133,12 +133,14 @@ CallResult backward(const linear::Kernel* kernel, const Backward& call, const No
 
 CallResult forward(const linear::Kernel& kernel, const NormProblem& p, const NormInputs& in,
                    const CallOptions& options) {
-  return forward([&](const auto& args) { kernel.norm_forward(args, executor(options.threads)); }, p, in, options);
+  return forward([&](const auto& args) { expect_ok(kernel.norm_forward(args, executor(options.threads))); }, p, in,
+                 options);
 }
 CallResult backward(const linear::Kernel& kernel, const NormProblem& p, const NormInputs& in,
                     const CallOptions& options) {
   return backward(
-      &kernel, [&](const auto& args) { kernel.norm_backward(args, executor(options.threads)); }, p, in, options);
+      &kernel, [&](const auto& args) { expect_ok(kernel.norm_backward(args, executor(options.threads))); }, p, in,
+      options);
 }
 
 // What a row is made of, in float64.
@@ -359,7 +361,7 @@ TEST_P(NormTest, ComputesInPlace) {
     args.residual = args.sum = linear::matrix(residual.bytes.data(), x.dtype, 7, 83);
     args.gamma = linear::matrix(gamma.bytes.data(), x.dtype, 1, 83);
     args.beta = linear::matrix(beta.bytes.data(), x.dtype, 1, 83);
-    kernel_.norm_forward(args, executor(2));
+    expect_ok(kernel_.norm_forward(args, executor(2)));
     EXPECT_EQ(difference("y", x, want.arrays.at("y")), "");
     EXPECT_EQ(difference("sum", residual, want.arrays.at("sum")), "");
 
@@ -374,7 +376,7 @@ TEST_P(NormTest, ComputesInPlace) {
     b.rstd = back.rstd.bytes.data();
     b.grad_y = b.grad_x = linear::matrix(grad.bytes.data(), x.dtype, 7, 83);
     b.residual = linear::matrix(back.grad_residual.bytes.data(), x.dtype, 7, 83);
-    kernel_.norm_backward(b, executor(2));
+    expect_ok(kernel_.norm_backward(b, executor(2)));
     EXPECT_EQ(difference("grad_x", grad, want_back.arrays.at("grad_x")), "");
   }
 }

@@ -23,4 +23,8 @@ Matrix collapsed(const Matrix& x);
 
 EpilogueWork epilogue_work(const linear::Epilogue& epilogue, const Axis& rows);
 
+Status copy_rows(const linear::CopyRowsArgs& args, const Run& run);
+Status sum_heads(const linear::SumHeadsArgs& args, const Run& run);
+Status clear(void* data, size_t bytes, const Run& run);
+
 }  // namespace polyhead::cpu
