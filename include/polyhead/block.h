@@ -2,7 +2,7 @@
 //   AttentionBlock      y = x + dropout(layer(norm(x)))                            pre-norm; layer: polyhead/layer.h
 //                       y = norm(x + dropout(layer(x)))                            post-norm
 //   FeedForwardBlock    y = x + dropout(dropout(activation(norm(x) W1 + b1)) W2 + b2)            likewise
-// Without residual, "x +" is left out. Attention to another sequence takes key and value as they are, without norm.
+// They compute on a GPU as layers do. Without residual, "x +" is left out. Attention to another sequence takes key and value as they are, without norm.
 #pragma once
 
 #include <cstddef>
@@ -134,6 +134,7 @@ struct FeedForwardBlockForwardArgs {
   /// time, and of `weights` the rest alone; backward reads `weights`.
   const void* prepacked_weights = nullptr;
   size_t prepacked_weights_bytes = 0;
+  Where where = {};  ///< as in LayerForwardArgs
 };
 
 struct FeedForwardBlockBackwardArgs {
@@ -154,7 +155,8 @@ class POLYHEAD_API FeedForwardBlock {
 
   /// weight1 and weight2 prepacked once for many forward calls, as Layer::prepack_weights() does.
   size_t prepacked_weights_bytes() const;
-  Status prepack_weights(const FeedForwardWeights& weights, void* prepacked, size_t bytes) const;
+  Status prepack_weights(const FeedForwardWeights& weights, void* prepacked, size_t bytes,
+                         const Where& where = {}) const;
 
   size_t workspace_bytes() const;  ///< of forward
   size_t backward_workspace_bytes() const;

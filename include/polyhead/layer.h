@@ -19,6 +19,9 @@
 //   Status status = layer->forward(args);
 //
 // Training: forward with a reserve, then backward_data, then backward_weights, each with the same `forward` arguments.
+// On a GPU (options.where.device = Device::kCuda): tensors, weights, lengths, workspace and reserve lie there, and calls put
+// their work on a stream and come back. The host looks at nothing there: lengths and windows are cut to the tensors, not
+// checked, and neither is what lies in a reserve or in prepacked weights. All steps at once, and no `cache`.
 // Decoding: `step` on caches of one length, or LayerDesc::cache: pages, any stored format, rotary positions, several tokens a
 // call.
 #pragma once
@@ -202,6 +205,9 @@ struct LayerForwardArgs {
   /// bits in less time, and of `weights` the biases alone; the backward calls read `weights`.
   const void* prepacked_weights = nullptr;
   size_t prepacked_weights_bytes = 0;
+
+  /// Where this call runs, within what the layer was made for: left out, as it was made. Backward calls run where theirs says.
+  Where where = {};
 };
 
 /// The tensors of backward_data and of backward_weights. The residual's gradient is grad_out itself.
@@ -248,7 +254,7 @@ class POLYHEAD_API Layer {
   /// weights that stay as they are over many calls: prepack once, into memory of prepacked_weights_bytes() aligned to 64, and
   /// give it to each. Layers that agree in sizes of vectors and projections, dtype and kernel may share it.
   size_t prepacked_weights_bytes() const;
-  Status prepack_weights(const LayerWeights& weights, void* prepacked, size_t bytes) const;
+  Status prepack_weights(const LayerWeights& weights, void* prepacked, size_t bytes, const Where& where = {}) const;
 
   size_t workspace_bytes() const;  ///< of forward
   size_t backward_workspace_bytes() const;

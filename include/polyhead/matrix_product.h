@@ -88,7 +88,8 @@ class POLYHEAD_API MatrixProduct {
   /// B as a product reads it, in memory of prepacked_bytes() aligned to 64. Products that agree in n, k, dtype and kernel may
   /// share it.
   size_t prepacked_bytes() const;
-  Status prepack(const Tensor& b, void* prepacked, size_t bytes) const;
+  /// On a GPU nobody checks that it was filled for such a product.
+  Status prepack(const Tensor& b, void* prepacked, size_t bytes, const Where& where = {}) const;
 
   /// Checks `args` against the desc, then computes. On an error C has not been touched.
   Status forward(const MatrixProductArgs& args) const;

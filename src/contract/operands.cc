@@ -100,6 +100,7 @@ Status Operands::add_memory(Role role, const char* name, const void* data, size_
   if (reinterpret_cast<uintptr_t>(data) % 64 != 0) return invalid(sentence(name, " is not aligned to 64 bytes"));
   const auto bytes = static_cast<int64_t>(needed_bytes);
   *view = Tensor(const_cast<void*>(data), DType::kBool, {bytes});
+  view->device = device_;
   return add(role, name, *view, {DType::kBool, {{"bytes", bytes}}});
 }
 

@@ -57,6 +57,14 @@ class Operands {
 
   Status check_workspace(const void* data, size_t given_bytes, size_t needed_bytes) const;
 
+  // see(name, data) of each that has elements, in the order in which they were added.
+  template <class See>
+  void for_each(const See& see) const {
+    for (int i = 0; i < count_; ++i) {
+      if (operands_[i].range.begin != operands_[i].range.end) see(operands_[i].name, operands_[i].tensor->data);
+    }
+  }
+
   static constexpr int kMost = 48;  // more than any call has: a layer's backward has 37
 
  private:

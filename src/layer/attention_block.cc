@@ -1,4 +1,5 @@
 // y = x + layer(norm(x)), or y = norm(x + layer(x)).
+#include <iterator>
 #include <new>
 #include <optional>
 #include <utility>
@@ -99,13 +100,14 @@ Result<AttentionBlock> attention_block(const AttentionBlockDesc& desc, const Pla
   s.layer = std::move(layer);
   s.dtype = s.parts->dtype, s.parameters = s.parts->parameters, s.num_matrices = s.parts->num_matrices;
   s.without = s.parts->without;
-  s.asked = s.parts->asked, s.beams = s.parts->beams, s.linear = s.parts->linear, s.run = s.parts->run;
+  s.asked = s.parts->asked, s.beams = s.parts->beams, s.linear = s.parts->linear;
+  s.where = s.parts->where, s.num_threads = s.parts->num_threads;
   s.norm = desc.norm, s.residual = desc.layer.residual;
   s.batch = desc.layer.batch, s.beam = desc.layer.beam, s.seqlen = desc.layer.seqlen_q;
   s.size = s.pre() ? desc.layer.query_size : out_size;
   s.fingerprint = fingerprint_of(desc, s.asked);
-  const Status status = desc.layer.cache ? make_lists(s, {Pass::kInference})
-                                         : make_lists(s, {Pass::kTraining, Pass::kInference, Pass::kBackward});
+  constexpr Pass kPasses[] = {Pass::kInference, Pass::kTraining, Pass::kBackward};
+  const Status status = make_lists(s, {kPasses, desc.layer.cache ? 1 : std::size(kPasses)});
   if (!status.ok()) return status;
   AttentionBlock made;
   made.state_ = std::move(state);

@@ -25,6 +25,7 @@ ForwardArgs beam_args(const AnyStep& step, const Call& call, int64_t n) {
     return call.step >= 0 ? index_of(t, dim, call.step) : t;
   };
   ForwardArgs one = sequence_args(call, n);
+  one.where = call.where;
   one.captures = captures_of(step.plan->desc(), call, kArgCaptures);
   one.query = beam_at(step.query);
   one.key = beam_at(step.key);

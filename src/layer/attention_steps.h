@@ -10,8 +10,8 @@ namespace polyhead {
 // Lengths, offsets and pages of beam n, as attention takes them: those tensors alone.
 ForwardArgs sequence_args(const Call& call, int64_t n);
 
-// What a program captures, and that its indices stay within; the workspace has been checked. `list` is of one step of
-// decoding where the call is.
+// What a program captures, and that its indices stay within in `beams` beams; the workspace has been checked. `list` is of
+// one step of decoding where the call is.
 Status check_program(const AttentionDesc& asked, const StepList& list, const Call& call, int64_t beams);
 
 Status attend(const AttentionStep& step, const Call& call, char* scratch);

@@ -80,7 +80,7 @@ void expect_norm(const NormDesc& desc, Role role, int first_argument, int64_t si
 Status check_call(const Module& module, const StepList& list, uint64_t stage_before, const Call& call) {
   const bool backward = stage_before != 0;
   if (backward && call.reserve == nullptr) return invalid("reserve is null: backward needs what forward wrote there");
-  Operands operands;
+  Operands operands(*module.where.device);
   Tensor prepacked_view, reserve_view;
   const bool has_prepacked = call.prepacked_weights != nullptr && !backward;
   Status status;
@@ -95,19 +95,27 @@ Status check_call(const Module& module, const StepList& list, uint64_t stage_bef
   }
   const size_t workspace_bytes = backward ? module.backward_workspace_bytes : module.workspace_bytes;
   if (status.ok()) status = operands.check_workspace(call.workspace, call.workspace_bytes, workspace_bytes);
-  if (status.ok() && has_prepacked)
-    status = check_prepacked(module.prepacked, "prepacked_weights", "prepack_weights", call.prepacked_weights);
+  if (status.ok() && !module.on_host()) {
+    status = check_place(*module.linear, operands, call.workspace, workspace_bytes, module.machine(call.where).run);
+  }
+  if (status.ok() && has_prepacked) {
+    status = check_prepacked(*module.linear, module.prepacked, "prepacked_weights", "prepack_weights",
+                             call.prepacked_weights);
+  }
   if (!status.ok() || call.reserve == nullptr) return status;
-  if (!backward) return check_dropouts(call.dropouts);
+  if (!backward || !module.on_host()) return check_dropouts(call.dropouts);
   return check_reserve(call.reserve, module.fingerprint, stage_before, call.dropouts, module.name);
 }
 
 Status check_pack(const Module& module, const void* prepacked, size_t bytes, const Call& call) {
-  Operands operands;
+  Operands operands(*module.where.device);
   Tensor view;
-  const Status status = check_tensors(operands, module.pack, call);
+  Status status = check_tensors(operands, module.pack, call);
+  if (status.ok()) {
+    status = operands.add_memory(Role::kOutput, "prepacked_weights", prepacked, bytes, module.prepacked.bytes, &view);
+  }
   if (!status.ok()) return status;
-  return operands.add_memory(Role::kOutput, "prepacked_weights", prepacked, bytes, module.prepacked.bytes, &view);
+  return check_place(*module.linear, operands, nullptr, 0, module.machine(call.where).run);
 }
 
 Status check_norm_desc(const NormDesc& desc) {

@@ -4,7 +4,6 @@
 #include <new>
 #include <utility>
 
-#include "contract/where.h"
 #include "core/sentence.h"
 #include "layer/arguments.h"
 #include "layer/call_checks.h"
@@ -136,12 +135,10 @@ Result<FeedForwardBlock> feed_forward_block(const FeedForwardBlockDesc& desc, co
   auto state = std::make_shared<FeedForwardBlockState>();
   FeedForwardBlockState& s = *state;
   s.desc = desc;
-  const Result<Where> where = planned_where(options.where);
-  if (!where.ok()) return where.status();
-  Result<const linear::Kernel*> kernel = linear::choose_kernel(desc.dtype, options.kernel, *where->device);
+  if (Status status = set_where(options.where, &s); !status.ok()) return status;
+  const Result<const linear::Kernel*> kernel = linear::choose_kernel(desc.dtype, options.kernel, *s.where.device);
   if (!kernel.ok()) return kernel.status();
   s.linear = *kernel;
-  s.run = *where->executor;
   const Dim size{"size", desc.size}, inner{"inner_size", desc.inner_size};
   const auto bias = [&](bool present, const Dim& dim) {
     return present ? OperandShape(desc.dtype, {dim}) : OperandShape();
@@ -155,7 +152,8 @@ Result<FeedForwardBlock> feed_forward_block(const FeedForwardBlockDesc& desc, co
   s.batch = desc.batch, s.seqlen = desc.seqlen, s.size = desc.size;
   s.in_wanted_by = only(kGradWeight1), s.grad_in_over_in = true;
   s.fingerprint = fingerprint_of(desc);
-  const Status status = make_lists(s, {Pass::kTraining, Pass::kInference, Pass::kBackward});
+  constexpr Pass kPasses[] = {Pass::kTraining, Pass::kInference, Pass::kBackward};
+  const Status status = make_lists(s, kPasses);
   if (!status.ok()) return status;
   FeedForwardBlock made;
   made.state_ = std::move(state);
@@ -164,8 +162,10 @@ Result<FeedForwardBlock> feed_forward_block(const FeedForwardBlockDesc& desc, co
   return out_of_memory();
 }
 
-Status FeedForwardBlock::prepack_weights(const FeedForwardWeights& weights, void* prepacked, size_t bytes) const {
+Status FeedForwardBlock::prepack_weights(const FeedForwardWeights& weights, void* prepacked, size_t bytes,
+                                         const Where& where) const {
   Call call;
+  call.where = where;
   set_weights(weights, kWeight1, &call);
   return polyhead::prepack_weights(*state_, call, prepacked, bytes);
 }

@@ -109,12 +109,9 @@ Status check_memory_sizes(const LayerState& s) {
 // Those of attention's kernel. One that has none is refused where it is asked for, and has the best others beside it
 // where it was only chosen.
 Status choose_products(LayerState& s, const PlanOptions& options) {
-  const Result<Where> where = planned_where(options.where);
-  if (!where.ok()) return where.status();
-  s.run = *where->executor;
   s.linear = linear::find_kernel(s.infer->kernel_name());
   if (s.linear != nullptr && s.linear->why_not(s.dtype).empty()) return {};
-  const Result<const linear::Kernel*> kernel = linear::choose_kernel(s.dtype, options.kernel, *where->device);
+  const Result<const linear::Kernel*> kernel = linear::choose_kernel(s.dtype, options.kernel, *s.where.device);
   if (!kernel.ok()) return kernel.status();
   s.linear = *kernel;
   return {};
@@ -126,7 +123,8 @@ Status make_plans(LayerState& s, const PlanOptions& options) {
   AttentionDesc inference = s.asked;
   inference.dropout_p = 0;
   std::vector<std::pair<std::optional<Plan>*, AttentionDesc>> plans = {{&s.infer, inference}};
-  if (!s.desc.cache) plans.insert(plans.end(), {{&s.train, s.asked}, {&s.step, one_step(inference)}});
+  if (!s.desc.cache) plans.emplace_back(&s.train, s.asked);
+  if (s.takes_steps()) plans.emplace_back(&s.step, one_step(inference));
   for (const auto& [to, desc] : plans) {
     Result<Plan> made = make_plan(desc, options);
     if (!made.ok()) return made.status();
@@ -162,6 +160,9 @@ Status check_step(const LayerState& s, const Call& call) {
   };
   if (call.step == -1 && call.reserve == nullptr) return {};
   if (call.step == -1) return each_cache(true, "and a reserve are given: caches are for inference");
+  if (!s.takes_steps()) {
+    return invalid(sentence("step is ", call.step, ", must be -1: single steps are computed on the CPU alone"));
+  }
   if (call.step < -1) return invalid(sentence("step is ", call.step, ", must be -1 (all steps) or at least 0"));
   if (call.step >= desc.seqlen_q) {
     return invalid(sentence("step is ", call.step, ", must be less than seqlen_q ", desc.seqlen_q));
@@ -232,20 +233,20 @@ Result<std::shared_ptr<const LayerState>> make_layer_state(const LayerDesc& desc
   if (heads.fits()) s.heads_size = desc.num_heads * s.projections[kValue].dim;
   s.out_size = s.out_projected() ? desc.out_proj_size : s.heads_size;
   if (Status status = check_memory_sizes(s); !status.ok()) return status;
+  if (Status status = set_where(options.where, &s); !status.ok()) return status;
+  if (desc.cache && !s.on_host()) {
+    return Status(StatusCode::kUnsupported, "cache is given: a layer on a cache computes on the CPU alone");
+  }
   if (Status status = make_plans(s, options); !status.ok()) return status;
   lay_out_weights(s, weights);
   s.weights_bytes = weights.bytes();
   s.fingerprint = fingerprint_of(desc, s.asked);
   list_parameters(s);
   if (!weights.fits()) return invalid("the layer is too large: its memory passes the address space");
-  Status status;
-  if (desc.cache) {
-    status = make_lists(s, {Pass::kInference});
-  } else {
-    status =
-        make_lists(s, {Pass::kTraining, Pass::kInference, Pass::kOneStep, Pass::kBackward, Pass::kBackwardWeights});
-  }
-  if (!status.ok()) return status;
+  std::vector<Pass> passes = {Pass::kInference};
+  if (!desc.cache) passes.insert(passes.end(), {Pass::kTraining, Pass::kBackward, Pass::kBackwardWeights});
+  if (s.takes_steps()) passes.push_back(Pass::kOneStep);
+  if (Status status = make_lists(s, passes); !status.ok()) return status;
   if (is_verbose()) {
     AttentionDesc attention = s.asked;
     attention.has_windows = false;  // the layer's own option
@@ -282,8 +283,9 @@ WeightLayout Layer::weight_layout(WeightKind kind) const {
   return index >= 0 && index < kNumWeightKinds ? state_->weight_layouts[index] : WeightLayout();
 }
 
-Status Layer::prepack_weights(const LayerWeights& weights, void* prepacked, size_t bytes) const {
+Status Layer::prepack_weights(const LayerWeights& weights, void* prepacked, size_t bytes, const Where& where) const {
   Call call;
+  call.where = where;
   set_weights(weights, kArgWeights, &call);
   return polyhead::prepack_weights(*state_, call, prepacked, bytes);
 }

@@ -118,7 +118,7 @@ Place emit_append(const LayerState& s, const AllPlaces& places, Memory& workspac
   append.same_tokens = d.seqlen_new == 0;
   append.slots = workspace.take(DType::kInt64, {2, d.batch, s.projections[kKey].steps});
   append.positions = workspace.take(DType::kInt64, {d.batch, d.seqlen_q});
-  append.heads = workspace.take(DType::kFloat32, {s.run.num_threads, longest_head(*d.cache)});
+  append.heads = workspace.take(DType::kFloat32, {s.num_threads, longest_head(*d.cache)});
   steps->emplace_back(append);
   return read;
 }

@@ -19,9 +19,10 @@ uint64_t stage_before(Pass pass) {
   return pass == Pass::kBackward ? ReserveHeader::kForwardDone : ReserveHeader::kBackwardDataDone;
 }
 
-// Lengths are data: they are looked at in every call.
+// Lengths are data: they are looked at in every call. A device bounds them where they are used.
 Status check_lengths(const Module& module, const Call& call) {
   const AttentionDesc& asked = module.asked;
+  if (!module.on_host()) return {};
   if (asked.batch == 0 || (!asked.has_seqlens_q && !asked.has_seqlens_k)) return {};
   for (int64_t n = 0; n < module.beams; ++n) {
     if (Status status = check_sequences(asked, sequence_args(call, n)); !status.ok()) return status;
@@ -45,7 +46,15 @@ void expect_parameters(const Module& module, ParameterUse use, StepList* list) {
   }
 }
 
-Status make_lists(Module& module, std::initializer_list<Pass> passes) {
+Status set_where(const Where& asked, Module* module) {
+  const Result<Where> where = planned_where(asked);
+  if (!where.ok()) return where.status();
+  module->where = *where;
+  module->num_threads = std::max(1, where->executor->num_threads());
+  return {};
+}
+
+Status make_lists(Module& module, std::span<const Pass> passes) {
   std::vector<MatrixSize> matrices(module.num_matrices);
   for (size_t i = 0; i < matrices.size(); ++i) {
     const OperandShape& shape = module.parameters[i].shape;
@@ -71,15 +80,17 @@ Status make_lists(Module& module, std::initializer_list<Pass> passes) {
 
 Status compute(const Module& module, Pass pass, const Call& call) try {
   const StepList& list = module.steps(pass);
+  if (Status status = check_where(module.where, call.where); !status.ok()) return status;
   Status status = module.check(pass, call);
   if (status.ok()) status = check_call(module, list, stage_before(pass), call);
   if (status.ok()) status = check_lengths(module, call);
-  if (status.ok()) status = check_program(module.asked, list, call, module.beams);
+  if (status.ok()) status = check_program(module.asked, list, call, module.on_host() ? module.beams : 0);
   if (status.ok()) status = check_appends(list, call);  // what it leaves in the workspace stands until the steps
   if (!status.ok()) return status;
-  if (pass == Pass::kTraining) begin_reserve(call.reserve, module.fingerprint, call.dropouts);
-  status = run(module.machine(), list, call);
-  const bool goes_on = pass == Pass::kBackward && !module.steps(Pass::kBackwardWeights).expected.empty();
+  if (pass == Pass::kTraining && module.on_host()) begin_reserve(call.reserve, module.fingerprint, call.dropouts);
+  status = run(module.machine(call.where), list, call);
+  const bool goes_on =
+      pass == Pass::kBackward && module.on_host() && !module.steps(Pass::kBackwardWeights).expected.empty();
   if (status.ok() && goes_on) set_stage(call.reserve, ReserveHeader::kBackwardDataDone);
   return status;
 } catch (const std::bad_alloc&) {
@@ -92,10 +103,13 @@ Status forward(const Module& module, const Call& call) {
 }
 
 Status prepack_weights(const Module& module, const Call& call, void* prepacked, size_t bytes) try {
-  if (Status status = check_pack(module, prepacked, bytes, call); !status.ok()) return status;
+  Status status = check_where(module.where, call.where);
+  if (status.ok()) status = check_pack(module, prepacked, bytes, call);
+  if (!status.ok()) return status;
   linear::Matrix matrices[PrepackedLayout::kMaxMatrices];
   for (size_t i = 0; i < module.num_matrices; ++i) matrices[i] = weight_matrix(call.tensors[kArgWeights + i]);
-  return write_prepacked(*module.linear, module.prepacked, {matrices, module.num_matrices}, prepacked, module.run);
+  return write_prepacked(*module.linear, module.prepacked, {matrices, module.num_matrices}, prepacked,
+                         module.machine(call.where).run);
 } catch (const std::bad_alloc&) {
   return out_of_memory();
 }

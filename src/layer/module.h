@@ -5,9 +5,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
+#include <span>
 #include <vector>
 
+#include "contract/where.h"
 #include "layer/steps.h"
 
 namespace polyhead {
@@ -40,7 +41,9 @@ struct Module {
   // What a list cannot tell about a call.
   virtual Status check(Pass pass, const Call& call) const = 0;
 
-  Machine machine() const { return {linear, run, &prepacked}; }
+  Machine machine(const Where& call = {}) const { return {linear, run_at(where, call, num_threads), &prepacked}; }
+  // Whether the host can look at what lies in a call's tensors and memory.
+  bool on_host() const { return *where.device == Device::kCpu; }
   const StepList& steps(Pass pass) const { return lists[static_cast<int>(pass)]; }
 
   const char* name = "block";                         // in sentences
@@ -51,7 +54,8 @@ struct Module {
   AttentionDesc asked;                // of the attention inside, with its sizes; asks for nothing, if there is none
   int64_t beams = 1;                  // each with lengths of its own
   const linear::Kernel* linear = nullptr;
-  Run run;
+  Where where;  // as planned
+  int num_threads = 1;
   uint64_t fingerprint = 0;
 
   PrepackedLayout prepacked;  // of the matrices
@@ -60,8 +64,11 @@ struct Module {
   StepList pack;  // no steps: what prepack_weights() is given
 };
 
+// Sets where and num_threads.
+Status set_where(const Where& asked, Module* module);
+
 // Fills in what emit() and the fields above it decide. An error if it leaves the address space.
-Status make_lists(Module& module, std::initializer_list<Pass> passes);
+Status make_lists(Module& module, std::span<const Pass> passes);
 
 enum class ParameterUse { kForward, kBackward, kMatrices, kGradients };
 void expect_parameters(const Module& module, ParameterUse use, StepList* list);

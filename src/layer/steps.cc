@@ -137,20 +137,21 @@ class Walk {
       products.add(product);
     }
     const ProductStep& first = std::get<ProductStep>(steps.front());
-    Status status;
     for (Product& product : products) {
-      if (first.gives != ProductStep::Gives::kW) {
-        status = run_product(first, product);
-      } else {
-        if (product.w.given()) {
-          status = leave_out_padding(steps, product);
-          if (status.ok()) status = run_product(first, product);
-        }
-        if (status.ok() && product.bias.given()) status = pointwise(product.y, {}, kNoEpilogue, product.bias);
-      }
-      if (!status.ok()) break;
+      Status status =
+          first.gives == ProductStep::Gives::kW ? give_weights(steps, product) : run_product(first, product);
+      if (!status.ok()) return status;
     }
-    return status;
+    return {};
+  }
+
+  Status give_weights(std::span<const Step> steps, Product& product) {
+    if (product.w.given()) {
+      if (Status status = leave_out_padding(steps, product); !status.ok()) return status;
+      Status status = run_product(std::get<ProductStep>(steps.front()), product);
+      if (!status.ok()) return status;
+    }
+    return product.bias.given() ? pointwise(product.y, {}, kNoEpilogue, product.bias) : Status();
   }
 
   Status run_product(const ProductStep& step, const Product& product) {

@@ -39,6 +39,7 @@ struct Call {
   int64_t step = -1;                               // of decoding; -1: all steps at once
   size_t num_captures = 0, num_grad_captures = 0;  // as given, more than the program has too
   DropoutStreams dropouts;
+  Where where;
 
   bool any_given(ArgumentSet arguments) const {
     for (int i = 0; arguments >> i != 0; ++i) {
@@ -48,7 +49,7 @@ struct Call {
   }
 };
 
-// The memory of a call.
+// The memory of a call, and where it runs.
 template <class Args>
 void set_memory(const Args& args, Call* call) {
   call->workspace = static_cast<char*>(args.workspace);
@@ -57,6 +58,7 @@ void set_memory(const Args& args, Call* call) {
   call->reserve_bytes = args.reserve_bytes;
   call->prepacked_weights = static_cast<const char*>(args.prepacked_weights);
   call->prepacked_weights_bytes = args.prepacked_weights_bytes;
+  call->where = args.where;
 }
 
 // Where a tensor of a step lies: one of the call's arguments, or a part of its workspace or reserve.

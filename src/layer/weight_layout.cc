@@ -59,6 +59,7 @@ LayerWeights tensors_of(const LayerState& s, void* buffer) {
     if (!layout.present) continue;
     Tensor& t = weights[static_cast<WeightKind>(kind)];
     t.dtype = s.desc.dtype;
+    t.device = *s.where.device;
     t.ndim = layout.ndim;
     for (int i = 0; i < layout.ndim; ++i) t.dims[i] = layout.dims[i], t.strides[i] = layout.strides[i];
     if (t.num_elements() > 0) {

@@ -91,15 +91,18 @@ Result<MatrixProduct> matrix_product(const MatrixProductDesc& desc, const PlanOp
   return out_of_memory();
 }
 
-Status MatrixProduct::prepack(const Tensor& b, void* prepacked, size_t bytes) const try {
+Status MatrixProduct::prepack(const Tensor& b, void* prepacked, size_t bytes, const Where& where) const try {
   const MatrixProductState& s = *state_;
-  Operands operands;
+  Operands operands(*s.where.device);
   Tensor view;
-  Status status = operands.add(Role::kInput, "b", b, {s.desc.dtype, {{"k", s.desc.k}, {"n", s.desc.n}}});
+  Status status = check_where(s.where, where);
+  if (status.ok()) status = operands.add(Role::kInput, "b", b, {s.desc.dtype, {{"k", s.desc.k}, {"n", s.desc.n}}});
   if (status.ok()) status = operands.add_memory(Role::kOutput, "prepacked", prepacked, bytes, s.prepacked.bytes, &view);
+  const Run run = run_at(s.where, where, s.num_threads);
+  if (status.ok()) status = check_place(*s.linear, operands, nullptr, 0, run);
   if (!status.ok()) return status;
   const linear::Matrix matrix = weight_matrix(b);
-  return write_prepacked(*s.linear, s.prepacked, {&matrix, 1}, prepacked, run_at(s.where, {}, s.num_threads));
+  return write_prepacked(*s.linear, s.prepacked, {&matrix, 1}, prepacked, run);
 } catch (const std::bad_alloc&) {
   return out_of_memory();
 }
@@ -120,7 +123,7 @@ Status check_args(const MatrixProductState& s, const MatrixProductArgs& args, Op
   if (status.ok() && d.prepacked) {
     status = operands.add_memory(Role::kInput, "prepacked", args.prepacked, args.prepacked_bytes, s.prepacked.bytes,
                                  &prepacked);
-    if (status.ok()) status = check_prepacked(s.prepacked, "prepacked", "prepack", args.prepacked);
+    if (status.ok()) status = check_prepacked(*s.linear, s.prepacked, "prepacked", "prepack", args.prepacked);
   }
   add(Role::kInput, "bias", args.bias, d.bias, {d.dtype, {n}});
   add(Role::kInput, "residual", args.residual, d.residual, {d.dtype, {m, n}});
@@ -138,11 +141,12 @@ Status check_args(const MatrixProductState& s, const MatrixProductArgs& args, Op
 Status MatrixProduct::forward(const MatrixProductArgs& args) const try {
   const MatrixProductState& s = *state_;
   const MatrixProductDesc& d = s.desc;
-  Operands operands;
+  Operands operands(*s.where.device);
   Tensor prepacked;
-  const Status status = check_args(s, args, operands, prepacked);
-  if (!status.ok() || d.m == 0 || d.n == 0) return status;
   const Run run = run_at(s.where, args.where, s.num_threads);
+  Status status = check_args(s, args, operands, prepacked);
+  if (status.ok()) status = check_place(*s.linear, operands, args.workspace, s.workspace_bytes, run);
+  if (!status.ok() || d.m == 0 || d.n == 0) return status;
   const bool normed = d.norm != NormKind::kNone;
   linear::GemmArgs gemm;
   gemm.a = weight_matrix(args.a);
@@ -154,7 +158,8 @@ Status MatrixProduct::forward(const MatrixProductArgs& args) const try {
   gemm.epilogue.activation = static_cast<linear::Activation>(d.activation);
   gemm.epilogue.residual = weight_matrix(args.residual);
   gemm.workspace = args.workspace;
-  if (Status failed = s.linear->gemm(s.gemm, gemm, run); !failed.ok() || !normed) return failed;
+  status = s.linear->gemm(s.gemm, gemm, run);
+  if (!status.ok() || !normed) return status;
   linear::NormForwardArgs norm;
   norm.norm = norm_of(d.norm);
   norm.eps = d.norm_eps;

@@ -33,7 +33,9 @@ bool lay_out_prepacked(const linear::Kernel& kernel, DType dtype, std::span<cons
   return map.fits();
 }
 
-Status check_prepacked(const PrepackedLayout& layout, const char* name, const char* maker, const void* prepacked) {
+Status check_prepacked(const linear::Kernel& kernel, const PrepackedLayout& layout, const char* name, const char* maker,
+                       const void* prepacked) {
+  if (kernel.device != Device::kCpu) return {};
   PrepackedHeader header;
   std::memcpy(&header, prepacked, sizeof header);
   if (header.magic != PrepackedHeader::kMagic) {
@@ -56,6 +58,7 @@ Status write_prepacked(const linear::Kernel& kernel, const PrepackedLayout& layo
     Status status = kernel.pack(matrices[i], static_cast<char*>(prepacked) + layout.begin[i], run);
     if (!status.ok()) return status;
   }
+  if (kernel.device != Device::kCpu) return {};
   PrepackedHeader header;
   header.fingerprint = layout.fingerprint;
   std::memcpy(prepacked, &header, sizeof header);

@@ -1,4 +1,5 @@
-// Weights as products read them, prepacked once for many calls: a head that tells whose they are, then the matrices.
+// Weights as products read them, prepacked once for many calls: a head that tells whose they are, then the matrices. On a
+// device the head stays empty: the host could not look at it.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +36,8 @@ bool lay_out_prepacked(const linear::Kernel& kernel, DType dtype, std::span<cons
                        PrepackedLayout* layout);
 
 // Whether `maker` has filled it, the argument `name`, for such a layer, block or product.
-Status check_prepacked(const PrepackedLayout& layout, const char* name, const char* maker, const void* prepacked);
+Status check_prepacked(const linear::Kernel& kernel, const PrepackedLayout& layout, const char* name, const char* maker,
+                       const void* prepacked);
 
 // Matrix `index`, where it is prepacked.
 PrepackedMatrix prepacked_matrix(const PrepackedLayout& layout, int index, const void* prepacked);

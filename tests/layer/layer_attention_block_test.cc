@@ -80,12 +80,13 @@ AttentionNumbers numbers_in(const AttentionNumbers& from, DType dtype) {
   return to;
 }
 
-LayerWeights weights_of(std::array<Array, kNumWeightKinds>& arrays) {
+template <class Lent>
+LayerWeights weights_of(std::array<Array, kNumWeightKinds>& arrays, const Lent& lent) {
   LayerWeights weights;
   Tensor* const all[] = {&weights.query,      &weights.key,      &weights.value,      &weights.out,
                          &weights.query_bias, &weights.key_bias, &weights.value_bias, &weights.out_bias};
   for (size_t n = 0; n < kNumWeightKinds; ++n) {
-    if (arrays[n].given()) *all[n] = view(arrays[n]);
+    if (arrays[n].given()) *all[n] = lent(arrays[n]);
   }
   return weights;
 }
@@ -103,33 +104,34 @@ Arrays run(const AttentionCase& c, AttentionNumbers in, const std::string& kerne
   const NormDesc& norm = c.desc.norm;
   const bool normed = norm.kind != NormKind::kNone;
   Arrays got;
+  LentArrays lent(kernel);
   AttentionBlockForwardArgs args;
-  args.layer.query = view(in.layer.query);
-  if (c.cross) args.layer.key = view(in.layer.key), args.layer.value = view(in.layer.value);
-  args.layer.weights = weights_of(in.layer.weights);
-  if (in.layer.attn_bias.given()) args.layer.attn_bias = view(in.layer.attn_bias);
+  args.layer.query = lent.in(in.layer.query);
+  if (c.cross) args.layer.key = lent.in(in.layer.key), args.layer.value = lent.in(in.layer.value);
+  args.layer.weights = weights_of(in.layer.weights, [&](const Array& array) { return lent.in(array); });
+  args.layer.attn_bias = lent.in(in.layer.attn_bias);
   args.layer.dropout_seed = in.layer.dropout_seed, args.layer.dropout_offset = in.layer.dropout_offset;
   args.layer.output_dropout_seed = in.layer.output_dropout_seed;
   args.layer.output_dropout_offset = in.layer.output_dropout_offset;
-  if (normed && norm.gamma) args.norm.gamma = view(in.gamma);
-  if (normed && norm.beta) args.norm.beta = view(in.beta);
+  if (normed && norm.gamma) args.norm.gamma = lent.in(in.gamma);
+  if (normed && norm.beta) args.norm.beta = lent.in(in.beta);
   got["out"] = unwritten(in.layer.grad_out);
-  args.layer.out = view(got["out"]);
-  args.layer.workspace = workspace.data(), args.layer.workspace_bytes = block->workspace_bytes();
-  args.layer.reserve = reserve.data(), args.layer.reserve_bytes = block->reserve_bytes();
+  args.layer.out = lent.out(got["out"]);
+  args.layer.workspace = lent.memory(workspace), args.layer.workspace_bytes = block->workspace_bytes();
+  args.layer.reserve = lent.memory(reserve), args.layer.reserve_bytes = block->reserve_bytes();
   EXPECT_EQ(block->forward(args).message(), "");
-  if (!train) return got;
+  if (!train) return lent.finish(), got;
 
   AttentionBlockBackwardArgs backward;
   backward.forward = args;
   backward.forward.layer.out = {};
-  backward.forward.layer.workspace = backward_workspace.data();
+  backward.forward.layer.workspace = lent.memory(backward_workspace);
   backward.forward.layer.workspace_bytes = block->backward_workspace_bytes();
-  backward.grad_out = view(in.layer.grad_out);
+  backward.grad_out = lent.in(in.layer.grad_out);
   const auto gradient = [&](const char* name, const Array& of, Tensor* to) {
     if (!of.given()) return;
     got[name] = unwritten(of);
-    *to = view(got[name]);
+    *to = lent.out(got[name]);
   };
   gradient("grad_query", in.layer.query, &backward.grad_query);
   if (c.cross) gradient("grad_key", in.layer.key, &backward.grad_key);
@@ -141,8 +143,9 @@ Arrays run(const AttentionCase& c, AttentionNumbers in, const std::string& kerne
   for (size_t n = 0; n < kNumWeightKinds; ++n) {
     if (in.layer.weights[n].given()) grad_weights[n] = unwritten(in.layer.weights[n]);
   }
-  backward.grad_weights = weights_of(grad_weights);
+  backward.grad_weights = weights_of(grad_weights, [&](const Array& array) { return lent.out(array); });
   EXPECT_EQ(block->backward(backward).message(), "");
+  lent.finish();
   for (size_t n = 0; n < kNumWeightKinds; ++n) {
     if (grad_weights[n].given()) got["grad_weight" + std::to_string(n)] = grad_weights[n];
   }
@@ -218,7 +221,7 @@ TEST(AttentionBlock, SharedKeysSumTheirGradientsInFloat32) {
       d.beam = beams;
       return run(c, in, kernel, 1, true);
     };
-    for (const Kernel* kernel : kernels_to_test()) {
+    for (const Kernel* kernel : kernels_to_test(device_under_test.device)) {
       SCOPED_TRACE(std::string(dtype_name(dtype)) + " on " + kernel->name);
       if (!takes(kernel->name, 1) || !takes(kernel->name, kBeams)) continue;
       const Arrays one = gradients(kernel->name, 1), all = gradients(kernel->name, kBeams);

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "device_under_test.h"
 #include "kernels_to_test.h"
 #include "layer_harness.h"
 #include "left_out.h"
@@ -67,14 +68,29 @@ struct Memory {
   void* data() const { return bytes.data(); }
 };
 
-inline PlanOptions options_of(const std::string& kernel, int threads) {
-  PlanOptions options;
-  options.kernel = kernel;
-  options.where.executor = &executor(threads);
-  return options;
-}
-
 inline Tensor view_if(const Array& a) { return a.given() ? view(a) : Tensor(); }
+
+// The arrays and the memory of a block's calls, where the block of that kernel computes.
+class LentArrays {
+ public:
+  explicit LentArrays(const std::string& kernel) : loan_(new_loan(kernel)) {}
+
+  Tensor in(const Array& array) { return lent(array, true); }
+  Tensor out(const Array& array) { return lent(array, false); }  // also of one that is not given, as in()
+  void* memory(const Memory& memory) { return loan_->lend(memory.data(), memory.bytes.size(), false); }
+  // Of what was in and out, once all has been computed.
+  void finish() { EXPECT_EQ(loan_->finish(), ""); }
+
+ private:
+  Tensor lent(const Array& array, bool written) {
+    if (!array.given()) return {};
+    Tensor t = view(array);
+    loan_->lend(t, written);
+    return t;
+  }
+
+  std::unique_ptr<Loan> loan_;
+};
 
 inline void expect_near(const Array& got, const Array& want, double relative, const std::string& name) {
   ASSERT_EQ(got.size(), want.size()) << name;
@@ -116,7 +132,7 @@ inline void expect_all_kernels(Case c, DType& dtype, const Numbers& numbers) {
     dtype = DType::kFloat64;
     const Arrays want = run(c, numbers_in(rounded, DType::kFloat64), "", 1, true);
     dtype = type;
-    for (const Kernel* kernel : kernels_to_test()) {
+    for (const Kernel* kernel : kernels_to_test(device_under_test.device)) {
       SCOPED_TRACE(std::string(dtype_name(type)) + " on " + kernel->name);
       if (refused(block_of(c, kernel->name, 1).status())) continue;
       const Arrays got = run(c, rounded, kernel->name, 1, true), threaded = run(c, rounded, kernel->name, 3, true);

@@ -82,23 +82,27 @@ Arrays run(const FeedForwardCase& c, FeedForwardNumbers in, const std::string& k
   const Memory workspace(block->workspace_bytes()), reserve(block->reserve_bytes());
   const Memory backward_workspace(block->backward_workspace_bytes());
   Arrays got;
+  LentArrays lent(kernel);
   FeedForwardBlockForwardArgs args;
-  args.x = view(in.x);
-  args.weights = {
-      view(in.weight1), view_if(in.bias1), view(in.weight2), view_if(in.bias2), {view_if(in.gamma), view_if(in.beta)}};
+  args.x = lent.in(in.x);
+  args.weights = {lent.in(in.weight1),
+                  lent.in(in.bias1),
+                  lent.in(in.weight2),
+                  lent.in(in.bias2),
+                  {lent.in(in.gamma), lent.in(in.beta)}};
   args.inner_dropout_seed = kInnerSeed, args.output_dropout_seed = kOutputSeed;
   got["out"] = unwritten(in.grad_out);
-  args.out = view(got["out"]);
-  args.workspace = workspace.data(), args.workspace_bytes = block->workspace_bytes();
-  args.reserve = reserve.data(), args.reserve_bytes = block->reserve_bytes();
+  args.out = lent.out(got["out"]);
+  args.workspace = lent.memory(workspace), args.workspace_bytes = block->workspace_bytes();
+  args.reserve = lent.memory(reserve), args.reserve_bytes = block->reserve_bytes();
   EXPECT_EQ(block->forward(args).message(), "");
-  if (!train) return got;
+  if (!train) return lent.finish(), got;
   FeedForwardBlockBackwardArgs backward;
   backward.forward = args;
   backward.forward.out = {};
-  backward.forward.workspace = backward_workspace.data();
+  backward.forward.workspace = lent.memory(backward_workspace);
   backward.forward.workspace_bytes = block->backward_workspace_bytes();
-  backward.grad_out = view(in.grad_out);
+  backward.grad_out = lent.in(in.grad_out);
   FeedForwardWeights& to = backward.grad_weights;
   Tensor* const tensors[] = {&backward.grad_x, &to.weight1,    &to.bias1,    &to.weight2,
                              &to.bias2,        &to.norm.gamma, &to.norm.beta};
@@ -107,9 +111,10 @@ Arrays run(const FeedForwardCase& c, FeedForwardNumbers in, const std::string& k
     if (!all[n].second->given()) continue;
     const std::string name = std::string("grad_") + all[n].first;
     got[name] = unwritten(*all[n].second);
-    *tensors[n] = view(got[name]);
+    *tensors[n] = lent.out(got[name]);
   }
   EXPECT_EQ(block->backward(backward).message(), "");
+  lent.finish();
   return got;
 }
 

@@ -4,8 +4,10 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <memory>
 #include <utility>
 
+#include "device_under_test.h"
 #include "sanitizer.h"
 #include "testing/bounds.h"
 #include "testing/judge.h"
@@ -13,11 +15,18 @@
 namespace polyhead::testing {
 namespace {
 
+const std::array<Array, kNumWeightKinds> kNoWeights;
+
 // The tensors of a call on guarded memory.
 class Placement {
  public:
   Placement(const LayerProblem& problem, const LayerInputs& in, const LayerRun& options, const Layer& layer)
-      : problem_(problem), in_(in), options_(options), layer_(layer), random_(options.layout_seed) {}
+      : problem_(problem),
+        in_(in),
+        options_(options),
+        layer_(layer),
+        random_(options.layout_seed),
+        loan_(new_loan(options.kernel)) {}
 
   void place_inputs(LayerForwardArgs& args) {
     args.query = input(in_.query, next());
@@ -42,18 +51,9 @@ class Placement {
   // In one buffer, whose gaps hold NaN; or each by itself.
   LayerWeights place_weights(const std::array<Array, kNumWeightKinds>& weights) {
     LayerWeights tensors;
-    if (!problem_.separate_weights) {
-      buffers_.emplace_back(layer_.weights_bytes(), options_.guard, uint8_t{0xff});
-      tensors = layer_.weights_in(buffers_.back().data());
-    }
+    if (!problem_.separate_weights) return lent_weights(buffer_of_weights(weights), true);
     for (size_t n = 0; n < kNumWeightKinds; ++n) {
-      if (!weights[n].given()) continue;
-      Tensor& t = tensor(tensors, n);
-      if (problem_.separate_weights) {
-        t = input(weights[n], next());
-      } else {
-        copy(weights[n], t);
-      }
+      if (weights[n].given()) tensor(tensors, n) = input(weights[n], next());
     }
     return tensors;
   }
@@ -61,12 +61,8 @@ class Placement {
   LayerWeights place_grad_weights() {
     LayerWeights tensors;
     if (!problem_.separate_weights) {
-      buffers_.emplace_back(layer_.weights_bytes(), options_.guard, uint8_t{0xff});
-      tensors = layer_.weights_in(buffers_.back().data());
-      for (size_t n = 0; n < kNumWeightKinds; ++n) {
-        if (options_.accumulate && in_.weights[n].given()) copy(options_.before.grad_weights[n], tensor(tensors, n));
-      }
-      return tensors;
+      grad_buffer_ = buffer_of_weights(options_.accumulate ? options_.before.grad_weights : kNoWeights);
+      return lent_weights(grad_buffer_, options_.accumulate);
     }
     for (size_t n = 0; n < kNumWeightKinds; ++n) {
       if (!in_.weights[n].given()) continue;
@@ -75,14 +71,14 @@ class Placement {
       outputs_.push_back(options_.accumulate
                              ? Placed::accumulator(options_.before.grad_weights[n], layout, options_.guard)
                              : Placed::output(in_.weights[n].dtype, in_.weights[n].dims, layout, options_.guard));
-      tensor(tensors, n) = outputs_.back().tensor();
+      tensor(tensors, n) = lent(outputs_.back(), options_.accumulate);
     }
     return tensors;
   }
 
   Tensor input(const Array& array, Layout layout) {
     inputs_.push_back(Placed::input(array, layout, options_.guard));
-    return inputs_.back().tensor();
+    return lent(inputs_.back(), true);
   }
   Tensor input(const Array& array) { return input(array, next()); }
 
@@ -90,22 +86,24 @@ class Placement {
   Tensor output(const char* name, DType dtype, const std::vector<int64_t>& dims, Array* to) {
     outputs_.push_back(Placed::output(dtype, dims, next_of_output(), options_.guard));
     results_.push_back({name, to, outputs_.size() - 1});
-    return outputs_.back().tensor();
+    return lent(outputs_.back(), false);
   }
 
-  void* memory(size_t bytes, uint8_t fill = 0xff) {
-    buffers_.emplace_back(bytes, Guard::kEnd, fill);
-    return buffers_.back().data();
+  void* memory(size_t bytes) {
+    buffers_.emplace_back(bytes, Guard::kEnd, uint8_t{0xff});
+    return loan_->lend(buffers_.back().data(), bytes, false);
   }
 
-  void collect(const LayerWeights* grad_weights, LayerResults* results) {
+  // Once, after all calls. `has_grad_weights`: place_grad_weights() has been called.
+  void collect(bool has_grad_weights, LayerResults* results) {
+    if (const std::string wrong = loan_->finish(); !wrong.empty()) return results->faults.push_back(wrong);
     for (const auto& result : results_) *result.to = outputs_[result.at].result(result.name, &results->faults);
-    for (size_t n = 0; grad_weights != nullptr && n < kNumWeightKinds; ++n) {
+    for (size_t n = 0; has_grad_weights && n < kNumWeightKinds; ++n) {
       if (!in_.weights[n].given()) continue;
       if (problem_.separate_weights) {
         results->grad_weights[n] = outputs_[grad_weights_[n]].result("a weight's gradient", &results->faults);
       } else {
-        LayerWeights tensors = *grad_weights;
+        LayerWeights tensors = layer_.weights_in(grad_buffer_);
         results->grad_weights[n] = dense(tensor(tensors, n));
       }
     }
@@ -120,6 +118,24 @@ class Placement {
     Array* to;
     size_t at;
   };
+
+  // With these, on the host.
+  uint8_t* buffer_of_weights(const std::array<Array, kNumWeightKinds>& weights) {
+    buffers_.emplace_back(layer_.weights_bytes(), options_.guard, uint8_t{0xff});
+    LayerWeights tensors = layer_.weights_in(buffers_.back().data());
+    for (size_t n = 0; n < kNumWeightKinds; ++n) {
+      if (weights[n].given()) copy(weights[n], tensor(tensors, n));
+    }
+    return buffers_.back().data();
+  }
+  LayerWeights lent_weights(uint8_t* buffer, bool written) {
+    return layer_.weights_in(loan_->lend(buffer, layer_.weights_bytes(), written));
+  }
+  Tensor lent(const Placed& placed, bool written) {
+    Tensor t = placed.tensor();
+    loan_->lend(t, written);
+    return t;
+  }
 
   Layout next() {
     if (options_.layout != Layout::kMixed) return options_.layout;
@@ -164,6 +180,8 @@ class Placement {
   const LayerRun& options_;
   const Layer& layer_;
   Random random_;
+  std::unique_ptr<Loan> loan_;
+  uint8_t* grad_buffer_ = nullptr;
   std::deque<Placed> inputs_, outputs_;
   std::deque<GuardedBytes> buffers_;
   std::vector<Result> results_;
@@ -232,24 +250,19 @@ void backward(const LayerProblem& problem, const LayerInputs& in, const LayerRun
     args.accumulate = options.accumulate;
     if (Status status = layer.backward_weights(args); !status.ok()) results->faults.push_back(status.message());
   }
-  memory.collect(any ? &args.grad_weights : nullptr, results);
+  memory.collect(any, results);
 }
 
 }  // namespace
 
 std::string why_not(const LayerProblem& problem, const std::string& kernel) {
-  PlanOptions options;
-  options.kernel = kernel;
-  const Result<Layer> made = layer(problem.desc, options);
+  const Result<Layer> made = layer(problem.desc, options_of(kernel, 1));
   return made.ok() || made.status().code() != StatusCode::kUnsupported ? "" : made.status().message();
 }
 
 LayerResults run(const LayerProblem& problem, const LayerInputs& in, const LayerRun& options) {
   LayerResults results;
-  PlanOptions plan_options;
-  plan_options.kernel = options.kernel;
-  plan_options.where.executor = &executor(options.threads);
-  const Result<Layer> made = layer(problem.desc, plan_options);
+  const Result<Layer> made = layer(problem.desc, options_of(options.kernel, options.threads));
   if (!made.ok()) {
     results.faults.push_back(made.status().message());
     return results;
@@ -273,7 +286,7 @@ LayerResults run(const LayerProblem& problem, const LayerInputs& in, const Layer
   if (options.training) {
     backward(problem, in, options, *made, args, memory, &results);
   } else {
-    memory.collect(nullptr, &results);
+    memory.collect(false, &results);
   }
   return results;
 }
@@ -285,10 +298,7 @@ LayerProblem inference(LayerProblem problem) {
 
 LayerResults run_steps(const LayerProblem& problem, const LayerInputs& in, const LayerRun& options, bool append) {
   LayerResults results;
-  PlanOptions plan_options;
-  plan_options.kernel = options.kernel;
-  plan_options.where.executor = &executor(options.threads);
-  const Result<Layer> made = layer(problem.desc, plan_options);
+  const Result<Layer> made = layer(problem.desc, options_of(options.kernel, options.threads));
   if (!made.ok()) return results.faults.push_back(made.status().message()), results;
   const LayerDesc& d = problem.desc;
   results.out = Array(d.dtype, in.grad_out.dims);
@@ -323,7 +333,7 @@ LayerResults run_steps(const LayerProblem& problem, const LayerInputs& in, const
     args.workspace_bytes = made->workspace_bytes();
     args.workspace = memory.memory(args.workspace_bytes);
     if (Status status = made->forward(args); !status.ok()) results.faults.push_back(status.message());
-    memory.collect(nullptr, &results);
+    memory.collect(false, &results);
     if (step < 0) continue;
     put_step(out, 2, step, &results.out);
     if (weights.given()) put_step(weights, weights.dims.size() - 2, step, &results.attn_weights);

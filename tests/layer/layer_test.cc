@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "device_under_test.h"
 #include "kernels_to_test.h"
 #include "layer_harness.h"
 #include "left_out.h"
@@ -30,7 +31,7 @@ void for_each_dtype(Visit visit) {
 template <class Visit>
 int for_each_kernel(const LayerProblem& problem, Visit visit) {
   int num_run = 0;
-  for (const Kernel* kernel : kernels_to_test()) {
+  for (const Kernel* kernel : kernels_to_test(device_under_test.device)) {
     if (!why_not(problem, kernel->name).empty()) continue;
     const std::string what = problem.name + " " + dtype_name(problem.desc.dtype) + " on " + kernel->name;
     SCOPED_TRACE(what);
