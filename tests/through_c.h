@@ -25,6 +25,14 @@ inline polyhead_attention_desc c_desc(const AttentionDesc& d) {
   return c;
 }
 
+// Of a kernel whose name ends with a zero.
+inline polyhead_plan_options c_options(const PlanOptions& options) {
+  auto c = c_struct<polyhead_plan_options>(options);
+  c.kernel = options.kernel.data();
+  c.device = static_cast<int32_t>(options.where.device.value_or(Device::kCpu));
+  return c;
+}
+
 struct PlanThroughC {
   polyhead_attention_plan* plan = nullptr;
   Status made;
@@ -85,9 +93,10 @@ struct LayerThroughC {
   polyhead_layer* layer = nullptr;
   Status made;
 
-  explicit LayerThroughC(const LayerDesc& d) {
+  explicit LayerThroughC(const LayerDesc& d, const PlanOptions& options = {}) {
     const CLayerDesc desc(d);
-    made = result(polyhead_layer_create(&desc.c, nullptr, &layer));
+    const auto c = c_options(options);
+    made = result(polyhead_layer_create(&desc.c, &c, &layer));
   }
   ~LayerThroughC() { polyhead_layer_destroy(layer); }
 

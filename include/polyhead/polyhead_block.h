@@ -211,6 +211,9 @@ typedef struct polyhead_feed_forward_block_forward_args {
   /// Of `weights` forward then reads the rest alone; backward reads `weights`.
   const void* prepacked_weights;
   size_t prepacked_weights_bytes;
+
+  polyhead_executor* executor;  ///< as in polyhead_layer_forward_args, like the next
+  void* stream;
 } polyhead_feed_forward_block_forward_args;
 
 POLYHEAD_API polyhead_status

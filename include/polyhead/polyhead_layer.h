@@ -67,7 +67,9 @@ POLYHEAD_API polyhead_status polyhead_layer_desc_init(polyhead_layer_desc* desc,
 typedef struct polyhead_layer polyhead_layer;
 
 /// `options` may be NULL: the defaults. A kernel that is forced must have matrix products too; else
-/// POLYHEAD_INVALID_ARGUMENT names those that have.
+/// POLYHEAD_INVALID_ARGUMENT names those that have. On a GPU (options.device) tensors, weights, lengths, workspace and reserve
+/// lie there; the host looks at nothing there, so lengths are cut to the tensors, not checked, and neither is what lies in a
+/// reserve or in prepacked weights. There is no cache and no single step.
 POLYHEAD_API polyhead_status polyhead_layer_create(const polyhead_layer_desc* desc,
                                                    const polyhead_plan_options* options, polyhead_layer** layer);
 
@@ -123,7 +125,7 @@ POLYHEAD_API polyhead_status polyhead_layer_weights_in(const polyhead_layer* lay
 
 /// For weights that stay as they are over many calls: the matrices as products read them, prepacked once into `prepacked`, of
 /// `bytes`, at least polyhead_layer_prepacked_weights_bytes(layer), aligned to 64. Biases need not be given. Layers that
-/// agree in sizes of vectors and projections, dtype and kernel may share it.
+/// agree in sizes of vectors and projections, dtype and kernel may share it. On a GPU it is put on the layer's stream.
 POLYHEAD_API polyhead_status polyhead_layer_prepack_weights(const polyhead_layer* layer,
                                                             const polyhead_layer_weights* weights, void* prepacked,
                                                             size_t bytes);
@@ -195,6 +197,10 @@ typedef struct polyhead_layer_forward_args {
   /// With desc.cache. Behind seqlens_q slots and positions are not looked at (slots, if seqlen_new is 0). Tokens that come at most
   /// 12 a call have the bits of one by one. On an error no page has been written.
   polyhead_layer_cache_args cache;
+
+  /// Where this call runs, if not as the layer's options say; see polyhead_forward_args. Backward calls run where theirs say.
+  polyhead_executor* executor;  ///< NULL (default): the layer's
+  void* stream;                 ///< NULL (default): the layer's
 } polyhead_layer_forward_args;
 
 /// Makes every tensor "not given". `struct_size` is sizeof *args.

@@ -206,7 +206,8 @@ struct Table<polyhead_layer_forward_args> {
       SAME(dropout_seed), SAME(output_dropout_seed), SAME(dropout_offset), SAME(output_dropout_offset), SAME(out),
       SAME(attn_weights), SAME(key_cache), SAME(value_cache), SAME(step), SAME(reserve), SAME(reserve_bytes),
       SAME(workspace), SAME(workspace_bytes), SAME(prepacked_weights), SAME(prepacked_weights_bytes),
-      CAPTURES(captures, num_captures, captured), SAME(sink_logits), Struct{Names{"cache"}, &C::cache, &Cpp::cache});
+      CAPTURES(captures, num_captures, captured), SAME(sink_logits), Struct{Names{"cache"}, &C::cache, &Cpp::cache},
+      WITHIN(executor, where, Where, executor), WITHIN(stream, where, Where, stream));
   static_assert(is_whole<C>(kFields));
 };
 
@@ -302,11 +303,11 @@ struct Table<polyhead_feed_forward_block_forward_args> {
   using C = polyhead_feed_forward_block_forward_args;
   using Cpp = FeedForwardBlockForwardArgs;
   FIRST_SIZE(prepacked_weights_bytes, 304)
-  static constexpr auto kFields =
-      std::make_tuple(SAME(x), Pointer{kWeights, Null::kAllowed, &C::weights, &Cpp::weights}, SAME(inner_dropout_seed),
-                      SAME(output_dropout_seed), SAME(inner_dropout_offset), SAME(output_dropout_offset), SAME(out),
-                      SAME(reserve), SAME(reserve_bytes), SAME(workspace), SAME(workspace_bytes),
-                      SAME(prepacked_weights), SAME(prepacked_weights_bytes));
+  static constexpr auto kFields = std::make_tuple(
+      SAME(x), Pointer{kWeights, Null::kAllowed, &C::weights, &Cpp::weights}, SAME(inner_dropout_seed),
+      SAME(output_dropout_seed), SAME(inner_dropout_offset), SAME(output_dropout_offset), SAME(out), SAME(reserve),
+      SAME(reserve_bytes), SAME(workspace), SAME(workspace_bytes), SAME(prepacked_weights),
+      SAME(prepacked_weights_bytes), WITHIN(executor, where, Where, executor), WITHIN(stream, where, Where, stream));
   static_assert(is_whole<C>(kFields));
 };
 

@@ -148,6 +148,11 @@ static void test_feed_forward_block(void) {
   CHECK_OK(polyhead_feed_forward_block_forward(block, &packed));
   CHECK(memcmp(packed.out.data, args.out.data, sizeof twice) == 0);
 
+  packed.stream = p;
+  CHECK_REFUSED(polyhead_feed_forward_block_forward(block, &packed), POLYHEAD_INVALID_ARGUMENT,
+                "stream is given, but the CPU has no streams");
+  packed.stream = NULL;
+
   // Two dropouts that draw the same bits.
   polyhead_feed_forward_block* dropping = new_feed_forward_block(0.5);
   packed.reserve_bytes = polyhead_feed_forward_block_reserve_bytes(dropping);
@@ -206,6 +211,12 @@ static void test_block_errors(void) {
   CHECK_REFUSED(polyhead_feed_forward_block_create(&desc, NULL, &block), kInvalid,
                 "activation is 5, must be a polyhead_activation_kind: 0 to 4");
   desc.activation = POLYHEAD_SILU;
+  polyhead_plan_options options;
+  CHECK_OK(polyhead_plan_options_init(&options, sizeof options));
+  options.device = POLYHEAD_CUDA;
+  desc.dtype = POLYHEAD_FLOAT64;
+  CHECK_REFUSED(polyhead_feed_forward_block_create(&desc, &options, &block), POLYHEAD_UNSUPPORTED, POLYHEAD_NO_CUDA);
+  desc.dtype = POLYHEAD_FLOAT32;
   desc.norm.kind = 3;
   CHECK_REFUSED(polyhead_feed_forward_block_create(&desc, NULL, &block), kInvalid, "norm.kind is 3, must be a");
   desc.norm.kind = POLYHEAD_RMS_NORM;

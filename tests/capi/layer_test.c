@@ -86,6 +86,22 @@ static void test_identities(void) {
   packed.out = new_tensor(p, POLYHEAD_FLOAT32, 3, rows);
   CHECK_OK(polyhead_layer_forward(layer, &packed));
   CHECK(memcmp(packed.out.data, args.out.data, (size_t)num_bytes(&args.out)) == 0);
+
+  // On threads that are lent for this call, and on the stream that the CPU has not.
+  polyhead_layer_forward_args lent = args;
+  CHECK_OK(polyhead_executor_create(2, &lent.executor));
+  lent.out = new_tensor(p, POLYHEAD_FLOAT32, 3, rows);
+  CHECK_OK(polyhead_layer_forward(layer, &lent));
+  CHECK(memcmp(lent.out.data, args.out.data, (size_t)num_bytes(&args.out)) == 0);
+  polyhead_executor_destroy(lent.executor);
+  lent.executor = NULL;
+  lent.stream = p;
+  CHECK_REFUSED(polyhead_layer_forward(layer, &lent), POLYHEAD_INVALID_ARGUMENT,
+                "stream is given, but the CPU has no streams");
+  // A program whose header had neither.
+  lent.struct_size = offsetof(polyhead_layer_forward_args, executor);
+  CHECK_OK(polyhead_layer_forward(layer, &lent));
+
   packed.prepacked_weights_bytes = 64;
   CHECK_REFUSED(polyhead_layer_forward(layer, &packed), POLYHEAD_INVALID_ARGUMENT,
                 "prepacked_weights_bytes is 64, needs ");
@@ -182,6 +198,12 @@ static void test_layer_errors(void) {
   desc.reserved = 1;
   CHECK_REFUSED(polyhead_layer_create(&desc, NULL, &layer), kInvalid, "reserved is 1, must be 0");
   desc.reserved = 0;
+  polyhead_plan_options options;
+  CHECK_OK(polyhead_plan_options_init(&options, sizeof options));
+  options.device = POLYHEAD_CUDA;
+  desc.dtype = POLYHEAD_FLOAT64;  // which no kernel for it takes
+  CHECK_REFUSED(polyhead_layer_create(&desc, &options, &layer), POLYHEAD_UNSUPPORTED, POLYHEAD_NO_CUDA);
+  desc.dtype = POLYHEAD_FLOAT32;
   desc.beam = -1;
   CHECK_REFUSED(polyhead_layer_create(&desc, NULL, &layer), kInvalid, "beam is -1");
   CHECK_REFUSED(polyhead_layer_create(NULL, NULL, &layer), kInvalid, "desc is a null pointer");

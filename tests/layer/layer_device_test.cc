@@ -8,6 +8,7 @@
 #include "layer_block.h"
 #include "polyhead/layer.h"
 #include "polyhead/matrix_product.h"
+#include "through_c.h"
 
 namespace polyhead::testing {
 namespace {
@@ -178,6 +179,30 @@ TEST(LayerOnDevice, RunsOnTheStreamOfTheCall) {
   EXPECT_EQ(call.all(), "stream is not a stream of CUDA here");
   call.forward.where.stream = call.backward.forward.where.stream = stream_of_test();
   EXPECT_EQ(call.all(), "");
+}
+
+TEST(LayerOnDevice, ThroughC) {
+  PlanOptions without = on_this_device();
+  without.where.stream = nullptr;
+  const Layer made = made_layer();
+  const LayerThroughC through(small_layer(), without);
+  ASSERT_TRUE(through.made.ok()) << through.made.message();
+  EXPECT_STREQ(polyhead_layer_kernel_name(through.layer), kDevice);
+  TrainingCall by_c(made), call(made);
+  EXPECT_EQ(through.forward(by_c.forward).message(), "stream is not a stream of CUDA here");
+  by_c.forward.where.stream = by_c.backward.forward.where.stream = stream_of_test();
+  EXPECT_EQ(through.forward(by_c.forward).message(), "");
+  EXPECT_EQ(through.backward_data(by_c.backward).message(), "");
+  EXPECT_EQ(through.backward_weights(by_c.backward).message(), "");
+  ASSERT_EQ(call.all(), "");
+  for (TrainingCall* each : {&by_c, &call}) each->lent.finish();
+  for (TrainingCall* each : {&by_c, &call}) EXPECT_EQ(each->loan->finish(), "");
+  EXPECT_EQ(difference("out", by_c.out, call.out), "");
+  EXPECT_EQ(difference("grad_x", by_c.grad_x, call.grad_x), "");
+  EXPECT_EQ(by_c.grad_weights, call.grad_weights);
+  polyhead_layer_weights weights;
+  ASSERT_EQ(polyhead_layer_weights_in(through.layer, stream_of_test(), made.weights_bytes(), &weights), POLYHEAD_OK);
+  EXPECT_EQ(weights.tensors[POLYHEAD_QUERY_WEIGHT].device, POLYHEAD_CUDA);
 }
 
 TEST(LayerOnDevice, HandsOnTheErrorOfEachStep) {
