@@ -14,7 +14,12 @@ function(polyhead_cuda_object source variable)
 endfunction()
 
 # What the host does, below src/cuda.
-set(POLYHEAD_CUDA_HOST_SOURCES call.cc kernels.cc machine.cc nvrtc.cc program_kernels.cc program_text.cc sums.cc)
+set(POLYHEAD_CUDA_HOST_SOURCES call.cc kernels.cc linear_call.cc linear_kernels.cc machine.cc nvrtc.cc program_kernels.cc
+  program_text.cc sums.cc)
+
+# What the device does, likewise: without _sm80.cu.
+set(POLYHEAD_CUDA_DEVICE_SOURCES attention_forward attention_backward attention_pair_sums gemm_bfloat16 gemm_float16 gemm_float32 norm
+  rows)
 
 # polyhead_cuda_sources(): what kernels of programs are compiled of as text, in cuda_sources.cc of the build's folder
 # (src/cuda/sources.h).

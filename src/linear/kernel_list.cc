@@ -8,6 +8,9 @@
 #include "cpu/isa/order.h"
 #include "cpu/linear/kernels.h"
 #include "reference/linear.h"
+#ifdef POLYHEAD_CUDA_KERNELS
+#include "cuda/linear_kernels.h"
+#endif
 
 namespace polyhead::linear {
 
@@ -19,6 +22,9 @@ std::span<const Kernel* const> kernel_list() {
   static constexpr const Kernel* kOthers[] = {
 #ifdef POLYHEAD_EXTRA_PRODUCT_KERNEL
       &POLYHEAD_EXTRA_PRODUCT_KERNEL,
+#endif
+#ifdef POLYHEAD_CUDA_KERNELS
+      &kCudaSm80,
 #endif
       &kReference,
   };

@@ -1,7 +1,7 @@
 """What ptxas makes of the CUDA kernels, by kernel and architecture: kernels.txt beside this file.
 
-    kernel_table.py OBJECT...           compares: is the table that of these objects' PTX, do kernels without
-                                        options, but for float16's, spill nothing, and does ptxas say the same of one
+    kernel_table.py OBJECT...           compares: is the table that of these objects' PTX, do products, and attention
+                                        without options but for float16's, spill nothing, and does ptxas say the same of some
     kernel_table.py --write OBJECT...   computes it; a minute of one core. Wants nvdisasm (PyPI: nvidia-cuda-nvdisasm)
 
 OBJECTs are those that nvcc made for the tests, with readable PTX. Exits with 77 where nothing can be compared.
@@ -19,7 +19,7 @@ import tempfile
 import sass
 
 TABLE = pathlib.Path(__file__).with_name("kernels.txt")
-COMPARED = ("forward<BFloat16, 128, 0>", 80)  # what ptxas is asked of again each time
+COMPARED = (("forward<BFloat16, 128, 0>", 80), ("gemm<BFloat16, 128, 128, 1, 0>", 80))  # what ptxas is asked of each time
 OPCODES = ("HMMA", "LDSM", "LDGSTS", "LDS", "FFMA", "MUFU", "LDL")
 COLUMNS = ("arch", "registers", "spilled", "shared", "blocks", "loop", *OPCODES)
 
@@ -136,7 +136,8 @@ def write(texts, nvdisasm):
         "# the stack; `shared`: bytes of a block; `blocks`: that a multiprocessor holds at once, 128 threads each; `loop`: SASS",
         "# instructions of a warp in one round of the main loop, where all is seen (sass.py), of which those beside it;",
         "# LDGSTS, copies in loops of their own: of the kernel's whole code.",
-        "# forward<elements, columns, options>, backward<elements, columns, pass, float32 gradients, options>.",
+        "# forward<elements, columns, options>, backward<elements, columns, pass, float32 gradients, options>, gemm<elements,",
+        "# rows, columns, terms inside: of A, of B>.",
         f"# ptxas {release()}",
         *prints,
         f"{'':36}" + "".join(f"{column:>10}" for column in COLUMNS),
@@ -166,18 +167,17 @@ def compare(texts):
     wrong = [f"{name}: kernels.txt is of other PTX" for name in others]
     # float16 multiplies weights as two numbers, and options change scores: both want registers that the others have.
     for (name, arch), row in rows.items():
-        if row["spilled"] and name.endswith(" 0>") and "<Float16" not in name:
+        plain = name.startswith("gemm<") or (name.endswith(" 0>") and "<Float16" not in name)
+        if row["spilled"] and plain:
             wrong.append(f"{name}, sm_{arch}: {row['spilled']} bytes are spilled")
-    for ptx in texts.values():
-        for mangled in told_shared(ptx):
-            if name_of(mangled) != COMPARED[0]:
-                continue
+    for kernel, arch in COMPARED:
+        for ptx, mangled in ((ptx, each) for ptx in texts.values() for each in told_shared(ptx) if name_of(each) == kernel):
             with tempfile.TemporaryDirectory() as folder:
                 cubin = pathlib.Path(folder) / "kernels.cubin"
-                registers, spilled, _ = compiled(ptx, COMPARED[1], cubin, "--entry", mangled)[mangled]
-            row = rows[COMPARED]
+                registers, spilled, _ = compiled(ptx, arch, cubin, "--entry", mangled)[mangled]
+            row = rows[kernel, arch]
             if (registers, spilled) != (row["registers"], row["spilled"]):
-                wrong.append(f"{COMPARED}: {registers} registers, {spilled} bytes spilled; kernels.txt: {row}")
+                wrong.append(f"{kernel}, sm_{arch}: {registers} registers, {spilled} bytes spilled; kernels.txt: {row}")
     for line in wrong:
         print(line)
     if wrong:

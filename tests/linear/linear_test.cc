@@ -1,11 +1,14 @@
 // Products and epilogues: every kernel of src/linear against the definition. POLYHEAD_TEST_KERNEL=name tests that one
-// alone; POLYHEAD_RANDOM_SEED=first POLYHEAD_RANDOM_PROBLEMS=count choose the random problems.
+// alone, POLYHEAD_TEST_CASES=name,name those cases; POLYHEAD_RANDOM_SEED=first POLYHEAD_RANDOM_PROBLEMS=count choose the
+// random problems.
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 
 #include "contract/kernel.h"
+#include "core/sentence.h"
 #include "linear_problem.h"
 #include "polyhead/dropout.h"
 #include "random_problems.h"
@@ -51,7 +54,7 @@ std::vector<LinearProblem> epilogues() {
   return list;
 }
 
-std::vector<LinearProblem> linear_cases() {
+std::vector<LinearProblem> all_cases() {
   std::vector<LinearProblem> list = epilogues();
   for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     for (int64_t m : {1, 11, 13, 200}) list.push_back(product("rows", m, 33, 67, dtype));
@@ -93,6 +96,16 @@ std::vector<LinearProblem> linear_cases() {
   p = product("drop_all", 5, 300, 7);
   p.epilogue.dropout_p = 1;
   list.push_back(p);
+  return list;
+}
+
+std::vector<LinearProblem> linear_cases() {
+  std::vector<LinearProblem> list = all_cases();
+  const char* const names = std::getenv("POLYHEAD_TEST_CASES");
+  if (names == nullptr) return list;
+  const std::string asked = sentence(",", names, ",");
+  std::erase_if(list, [&](const LinearProblem& p) { return asked.find("," + p.name + ",") == std::string::npos; });
+  EXPECT_FALSE(list.empty()) << names;
   return list;
 }
 

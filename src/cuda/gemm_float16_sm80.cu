@@ -1,0 +1,7 @@
+#include "cuda/gemm_launch.cuh"
+
+namespace polyhead::cuda {
+
+template cudaError_t launch_gemm<Float16>(const GemmProblem& problem, bool large, cudaStream_t stream);
+
+}  // namespace polyhead::cuda

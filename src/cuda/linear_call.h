@@ -1,0 +1,21 @@
+// How a call's matrices are told to the kernels of products, epilogues and norms.
+#pragma once
+
+#include "contract/linear.h"
+#include "cuda/linear_problem.h"
+
+namespace polyhead::cuda {
+
+// The sizes that are taken, or a sentence about one that is not.
+Status check_sizes(int64_t m, int64_t n, int64_t k = 0);
+
+View view_of(const linear::Matrix& x);
+
+// Of A [m, k], or of B's transpose [n, k].
+Factor factor_of(const linear::Matrix& x);
+
+// `rows`: of the output, or where there is none of the input, without having been joined.
+Finish finish_of(const linear::Epilogue& epilogue, const linear::Axis& rows, const linear::Matrix& out,
+                 bool accumulate);
+
+}  // namespace polyhead::cuda

@@ -1,0 +1,36 @@
+// The kernels of products, epilogues and norms, for the host. Each puts its work on the stream.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/linear_problem.h"
+
+namespace polyhead::cuda {
+
+// The elements of numbers.cuh.
+struct BFloat16;
+struct Float16;
+struct Float32;
+
+// Of a block of threads, by the elements that are multiplied.
+struct GemmTile {
+  int rows, columns;
+};
+constexpr GemmTile gemm_tile(Number number, bool large) {
+  if (number == Number::kFloat32) return large ? GemmTile{128, 64} : GemmTile{64, 32};
+  return large ? GemmTile{128, 128} : GemmTile{64, 64};
+}
+
+// `large`: which tile row_tiles and column_tiles are of.
+template <class T>
+cudaError_t launch_gemm(const GemmProblem& problem, bool large, cudaStream_t stream);
+
+cudaError_t launch_pointwise(const PointwiseProblem& problem, cudaStream_t stream);
+cudaError_t launch_merge(const MergeProblem& problem, cudaStream_t stream);
+cudaError_t launch_sum_heads(const HeadsProblem& problem, cudaStream_t stream);
+cudaError_t launch_copy(const CopyProblem& problem, cudaStream_t stream);
+cudaError_t launch_norm_forward(const NormProblem& problem, cudaStream_t stream);
+cudaError_t launch_norm_backward(const NormProblem& problem, cudaStream_t stream);    // grad_x
+cudaError_t launch_norm_parameters(const NormProblem& problem, cudaStream_t stream);  // `partial`
+
+}  // namespace polyhead::cuda
