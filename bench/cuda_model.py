@@ -4,7 +4,7 @@
 
 From SASS (ptxas and nvdisasm, PyPI: nvidia-cuda-nvdisasm) come the instructions of a round of each kernel's main loop; from
 the interpreter (tests/cuda/tile_counts.cc) how many rounds (also of loops within), products and waves of shared memory a tile of 64
-queries x 64 keys takes. A pipe that issues a warp's instruction every so many cycles, four of them (shared memory: one) a multiprocessor, then
+queries x 64 keys takes, and a large tile of a product. A pipe that issues a warp's instruction every so many cycles, four of them (shared memory: one) a multiprocessor, then
 takes so long for a tile. Where all pipes overlapped, the slowest would bound the kernel; where a warp did one thing after the
 other and nobody else ran meanwhile, the sum. The model expects what lies between, by the warps that share a scheduler.
 """
@@ -176,7 +176,7 @@ def useful_flops(head_dim, direction):
 
 def rows(counts, found, gpu):
     """(dtype, head_dim, direction, [(kernel, counts, Cost)], TFLOP/s if pipes overlap, if nothing does, expected)"""
-    for dtype, head_dim, direction in dict.fromkeys(key[:3] for key in counts):
+    for dtype, head_dim, direction in dict.fromkeys(key[:3] for key in counts if key[2] != "product"):
         parts = []
         for mangled, of_tile in per_tile(counts, dtype, head_dim, direction).items():
             name, way, blocks = found[mangled]
@@ -188,6 +188,33 @@ def rows(counts, found, gpu):
 
         yield (dtype, head_dim, direction, parts, speed(sum(each.bound for _, _, each in parts)),
                speed(sum(each.serial for _, _, each in parts)), speed(sum(each.expected for _, _, each in parts)))  # fmt: skip
+
+
+def products(counts, found, gpu):
+    """(dtype, terms, kernel, Cost, useful operations), of large tiles: what twice as many terms cost more, and the rest once."""
+    for dtype, rows_of_tile, direction, columns, _ in [key for key in counts if key[4] == 256 and key[2] == "product"]:
+        ((mangled, few),) = counts[dtype, rows_of_tile, direction, columns, 256].items()
+        many = counts[dtype, rows_of_tile, direction, columns, 512][mangled]
+        of_terms = {name: number - few.get(name, 0) for name, number in many.items()}
+        once = {name: number - of_terms[name] for name, number in few.items()}
+        name, way, blocks = found[mangled]
+        loop = cost(gpu, of_terms, way, blocks)
+        rest = {"shared": once["bank_waves"], "issue": once["instructions"] / 4, "sectors": once["sectors"] / 2}
+        for terms in (512, 1024, 4096):
+            pipes = {pipe: cycles * terms / 256 + rest.get(pipe, 0) for pipe, cycles in loop.pipes.items()}
+            serial = loop.serial * terms / 256 + rest["shared"] + rest["issue"]
+            yield dtype, terms, name, Cost(pipes, serial, blocks, len(way)), 2 * rows_of_tile * columns * terms
+
+
+def products_table(rows_of_products, gpu):
+    lines = ["", "Products of matrices that fill the GPU with large tiles:", "",
+             "| kernel | terms | overlapped | one after the other | expected, TFLOP/s | of peak | bound by |",
+             "|---|--:|--:|--:|--:|--:|---|"]  # fmt: skip
+    for dtype, terms, name, of, operations in rows_of_products:
+        best, worst, expected = (operations * gpu.multiprocessors * gpu.ghz / cycles / 1e3 for cycles in (of.bound, of.serial, of.expected))
+        lines.append(f"| `{name}` | {terms} | {best:.0f} | {worst:.0f} | **{expected:.0f}** | {expected / gpu.peak[dtype]:.0%} | "
+                     f"{of.bounding} |")  # fmt: skip
+    return lines
 
 
 def table(all_rows, gpu):
@@ -224,13 +251,14 @@ def main():
     is_text = options.counts.suffix == ".csv"
     text = options.counts.read_text() if is_text else subprocess.run([options.counts], capture_output=True, text=True, check=True).stdout
     counts = read_counts(text)
-    objects = sorted(options.objects.glob("attention_*_sm80.cu.o"))
+    objects = sorted([*options.objects.glob("attention_*_sm80.cu.o"), *options.objects.glob("gemm_*_sm80.cu.o")])
     today = datetime.date.today().isoformat()
     lines = [f"# CUDA kernels by count, {today}", "",
              f"`bench/cuda_model.py`, ptxas {kernel_table.release()}; no GPU was asked. Plain kernels (no options), square tiles of which "
-             "all is seen, head_dim_v as head_dim. See docs/cuda.md.", ""]  # fmt: skip
+             "all is seen, head_dim_v as head_dim; products without an epilogue. See docs/cuda.md.", ""]  # fmt: skip
     for gpu in (A100, H100):
-        lines += [*table(list(rows(counts, kernels(objects, gpu, options.nvdisasm), gpu)), gpu), ""]
+        found = kernels(objects, gpu, options.nvdisasm)
+        lines += [*table(list(rows(counts, found, gpu)), gpu), *products_table(products(counts, found, gpu), gpu), ""]
     if options.out is None:
         print("\n".join(lines))
     else:

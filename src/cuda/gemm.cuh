@@ -148,23 +148,36 @@ class WarpSums<Float32, kM, kN, kTermsInsideA, kTermsInsideB> {
   float C[kRows][kColumns] = {};
 };
 
+// Which tile a block does. Eight rows of tiles together, column by column: what blocks that run at once read fits in the
+// L2 cache.
+struct GemmTilePlace {
+  int row, column;
+
+  __device__ explicit GemmTilePlace(const GemmProblem& p) {
+    constexpr unsigned kBand = 8;
+    const unsigned of_band = kBand * p.column_tiles, band = blockIdx.x / of_band, n = blockIdx.x % of_band;
+    const unsigned left = p.row_tiles - band * kBand, height = left < kBand ? left : kBand;
+    row = static_cast<int>(band * kBand + n % height);
+    column = static_cast<int>(n / height);
+  }
+};
+
 template <class T, int kM, int kN, bool kTermsInsideA, bool kTermsInsideB>
 class Gemm {
  public:
   using Memory = GemmMemory<T, kM, kN, kTermsInsideA, kTermsInsideB>;
 
   __device__ Gemm(const GemmProblem& problem, Memory& memory)
-      : p(problem), shared(memory), lane(static_cast<int>(threadIdx.x) % 32), warp(static_cast<int>(threadIdx.x) / 32) {
-    // Eight rows of tiles together, column by column: what blocks that run at once read fits in the L2 cache.
-    constexpr unsigned kBand = 8;
-    const unsigned of_band = kBand * p.column_tiles, band = blockIdx.x / of_band, n = blockIdx.x % of_band;
-    const unsigned left = p.row_tiles - band * kBand, height = left < kBand ? left : kBand;
-    row = static_cast<int>(band * kBand + n % height) * kM;
-    column = static_cast<int>(n / height) * kN;
-    slice = static_cast<int>(blockIdx.y);
-    term = slice * p.slice_terms;
-    end_term = slice + 1 < p.num_slices ? term + p.slice_terms : p.k;
-  }
+      : p(problem),
+        shared(memory),
+        tile(problem),
+        A(p.a, tile.row * kM, p.m),
+        B(p.b, tile.column * kN, p.n),
+        slice(static_cast<int>(blockIdx.y)),
+        term(slice * p.slice_terms),
+        end_term(slice + 1 < p.num_slices ? term + p.slice_terms : p.k),
+        lane(static_cast<int>(threadIdx.x) % 32),
+        warp(static_cast<int>(threadIdx.x) / 32) {}
 
   __device__ void run() {
     for (int stage = 0; stage + 1 < kStages; ++stage) load(stage);
@@ -191,8 +204,8 @@ class Gemm {
   __device__ void load(int stage) { load(stage, term + stage * kTerms); }
   __device__ void load(int stage, int from) {
     if (from < end_term) {
-      load_panel(shared.stages[stage].A, p.a, row, p.m, from, end_term);
-      load_panel(shared.stages[stage].B, p.b, column, p.n, from, end_term);
+      A.load(shared.stages[stage].A, from, end_term);
+      B.load(shared.stages[stage].B, from, end_term);
     }
     commit_copies();
   }
@@ -201,7 +214,8 @@ class Gemm {
     constexpr int kGroups = kN / kEight;
 #pragma unroll 1
     for (int n = static_cast<int>(threadIdx.x); n < kM / 2 * kGroups; n += kThreads) {
-      const int r = n / kGroups, i = row + half * (kM / 2) + r, j = column + n % kGroups * kEight;
+      const int r = n / kGroups, i = tile.row * kM + half * (kM / 2) + r;
+      const int j = tile.column * kN + n % kGroups * kEight;
       if (i >= p.m || j >= p.n) continue;
       const auto* four = reinterpret_cast<const float4*>(&shared.sums[r][n % kGroups * kEight]);
       const float4 low = four[0], high = four[1];
@@ -222,8 +236,11 @@ class Gemm {
 
   const GemmProblem& p;
   Memory& shared;
+  GemmTilePlace tile;
+  PanelSource<T, kM, kTermsInsideA> A;
+  PanelSource<T, kN, kTermsInsideB> B;
   WarpSums<T, kM, kN, kTermsInsideA, kTermsInsideB> sums;
-  int row, column, slice, term, end_term;
+  int slice, term, end_term;
   int lane, warp;
 };
 

@@ -35,39 +35,68 @@ __device__ inline void wait_for_copies_before() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
-// Lines from `first` on, of `lines`, and terms from `term` on, of `end_term`; the others are 0. Copies are in flight until
-// they are waited for.
+// Fills panels with lines from `first` on, of `lines`, and terms from `term` on, of `end_term`; the others are 0. Each
+// thread has one piece of some rows, whose places do not depend on the terms where these lie inside.
 template <class T, int kLines, bool kTermsInside>
-__device__ void load_panel(Panel<T, kLines, kTermsInside>& panel, const Factor& x, int first, int lines, int term,
-                           int end_term) {
-  using Of = Panel<T, kLines, kTermsInside>;
-  const T* const data = static_cast<const T*>(x.data);
+class PanelSource {
+  using To = Panel<T, kLines, kTermsInside>;
+  static constexpr int kPiece = To::kPiece, kRowsAtOnce = kThreads / To::kPieces, kCount = To::kRows / kRowsAtOnce;
+  static_assert(kCount * kRowsAtOnce == To::kRows);
+
+ public:
+  __device__ PanelSource(const Factor& factor, int first_line, int num_lines)
+      : x(factor), first(first_line), lines(num_lines) {
 #pragma unroll
-  for (int n = static_cast<int>(threadIdx.x); n < Of::kRows * Of::kPieces; n += kThreads) {
-    const int row = n / Of::kPieces, c = n % Of::kPieces, inner = c * Of::kPiece;
-    const int line = first + (kTermsInside ? row : inner), k = term + (kTermsInside ? inner : row);
-    const int inside = kTermsInside ? end_term - k : lines - line;  // elements from here on
-    const int left = (kTermsInside ? line < lines : k < end_term) ? inside : 0;
-    const int there = left < 0 ? 0 : left < Of::kPiece ? left : Of::kPiece;
-    T* const to = panel.piece(row, c);
-    if (x.in_pieces) {
-      const int64_t at = there > 0 ? offset_of(x.lines, line) + offset_of(x.terms, k) : 0;
-      copy_bytes(to, data + at, there * static_cast<int>(sizeof(T)));
-      continue;
-    }
-    constexpr int kInWord = Of::kPiece / 4;
-#pragma unroll 1
-    for (int word = 0; word < 4; ++word) {
-      const auto bits = [&](int i) -> unsigned {
-        if (i >= there) return 0;
-        return data[offset_of(x.lines, kTermsInside ? line : line + i) + offset_of(x.terms, kTermsInside ? k + i : k)]
-            .bits;
-      };
-      unsigned both = bits(kInWord * word);
-      if constexpr (kInWord == 2) both |= bits(2 * word + 1) << 16;
-      reinterpret_cast<unsigned*>(to)[word] = both;
+    for (int i = 0; i < kPlaces; ++i) {
+      const int line = first + (kTermsInside ? row(i) : piece() * kPiece);
+      places[i] = line < lines ? offset_of(x.lines, line) : kNoRow;
     }
   }
-}
+
+  // Copies are in flight until they are waited for.
+  __device__ void load(To& panel, int term, int end_term) const {
+    if (!x.in_pieces) return load_elements(panel, term, end_term);
+    const T* const data = static_cast<const T*>(x.data);
+    const int inner = term + piece() * kPiece;
+    const int left = kTermsInside ? end_term - inner : lines - first - piece() * kPiece;
+    const int bytes = (left < 0 ? 0 : left < kPiece ? left : kPiece) * static_cast<int>(sizeof(T));
+    const int64_t at = kTermsInside && bytes > 0 ? offset_of(x.terms, inner) : 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int64_t place = places[kTermsInside ? i : 0];
+      const int k = term + row(i);
+      const bool there = place != kNoRow && bytes > 0 && (kTermsInside || k < end_term);
+      const int64_t from = !there ? 0 : place + (kTermsInside ? at : offset_of(x.terms, k));
+      copy_bytes(panel.piece(row(i), piece()), data + from, there ? bytes : 0);
+    }
+  }
+
+ private:
+  static constexpr int kPlaces = kTermsInside ? kCount : 1;
+
+  __device__ static int piece() { return static_cast<int>(threadIdx.x) % To::kPieces; }
+  __device__ static int row(int i) { return static_cast<int>(threadIdx.x) / To::kPieces + i * kRowsAtOnce; }
+
+  // One by one, as they lie.
+  __device__ void load_elements(To& panel, int term, int end_term) const {
+    constexpr int kInWord = kPiece / 4;
+#pragma unroll 1
+    for (int n = 0; n < 4 * kCount; ++n) {
+      const int r = row(n / 4), word = n % 4, inner = piece() * kPiece + word * kInWord;
+      const auto bits = [&](int i) -> unsigned {
+        const int line = first + (kTermsInside ? r : inner + i), k = term + (kTermsInside ? inner + i : r);
+        if (line >= lines || k >= end_term) return 0;
+        return static_cast<const T*>(x.data)[offset_of(x.lines, line) + offset_of(x.terms, k)].bits;
+      };
+      unsigned both = bits(0);
+      if constexpr (kInWord == 2) both |= bits(1) << 16;
+      reinterpret_cast<unsigned*>(panel.piece(r, piece()))[word] = both;
+    }
+  }
+
+  const Factor& x;
+  int first, lines;
+  int64_t places[kPlaces];  // of the rows' lines, or of the piece's, in elements
+};
 
 }  // namespace polyhead::cuda

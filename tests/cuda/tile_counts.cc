@@ -1,12 +1,18 @@
 // What the interpreter counts of each kernel: instructions by name, waves of shared memory, sectors of global memory, as CSV,
 //   dtype,head_dim,direction,seqlen_q,seqlen_k,kernel,name,count
-// of one head at three sizes: their differences are what a tile costs. Read by bench/cuda_model.py.
+// of one head at three sizes: their differences are what a tile costs; and
+//   dtype,rows,product,columns,terms,kernel,name,count
+// of one tile of a product, of fewer and more terms. Read by bench/cuda_model.py.
 #include <cuda_runtime_api.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
 
+#include "core/sentence.h"
+#include "cuda/call.h"
+#include "cuda/linear_call.h"
+#include "cuda/linear_launch.h"
 #include "polyhead/attention.h"
 #include "sim/cudart.h"
 
@@ -53,12 +59,11 @@ class Memory {
   std::vector<void*> all_;
 };
 
-void print(const AttentionDesc& desc, const char* direction) {
+// `what`: the first five cells of a line.
+void print(const std::string& what) {
   for (const auto& [kernel, counters] : cuda_sim::take_counters_of_kernels()) {
-    const auto line = [&, &name = kernel](const char* what, uint64_t count) {
-      std::printf("%s,%d,%s,%d,%d,%s,%s,%llu\n", dtype_name(desc.dtype), static_cast<int>(desc.head_dim), direction,
-                  static_cast<int>(desc.seqlen_q), static_cast<int>(desc.seqlen_k), name.c_str(), what,
-                  static_cast<unsigned long long>(count));
+    const auto line = [&, &name = kernel](const char* counted, uint64_t count) {
+      std::printf("%s,%s,%s,%llu\n", what.c_str(), name.c_str(), counted, static_cast<unsigned long long>(count));
     };
     line("instructions", counters.instructions);
     line("bank_phases", counters.bank_phases);
@@ -67,6 +72,35 @@ void print(const AttentionDesc& desc, const char* direction) {
     line("ideal_sectors", counters.ideal_sectors);
     for (const auto& [opcode, count] : counters.by_opcode) line(opcode.c_str(), count);
   }
+}
+
+void print(const AttentionDesc& desc, const char* direction) {
+  print(sentence(dtype_name(desc.dtype), ",", desc.head_dim, ",", direction, ",", desc.seqlen_q, ",", desc.seqlen_k));
+}
+
+// One tile of Y = X W, each row after row.
+void count_product(DType dtype, int terms) {
+  Memory memory;
+  const auto matrix_of = [&](int64_t rows, int64_t columns) {
+    const Tensor t = memory.like({nullptr, dtype, {rows, columns}});
+    return linear::matrix(t.data, dtype, rows, columns);
+  };
+  cuda::GemmProblem p;
+  p.number = cuda::number_of(dtype);
+  const cuda::GemmTile tile = cuda::gemm_tile(p.number, true);
+  p.m = tile.rows, p.n = tile.columns, p.k = terms;
+  p.row_tiles = p.column_tiles = 1;
+  p.a = cuda::factor_of(matrix_of(p.m, p.k));
+  p.b = cuda::factor_of(matrix_of(p.k, p.n).transposed());
+  const linear::Matrix y = matrix_of(p.m, p.n);
+  p.finish = cuda::finish_of({}, y.rows, y, false);
+  if (cudaDeviceSynchronize() != cudaSuccess) stop(cuda_sim::take_fault());
+  cuda_sim::take_counters_of_kernels();
+  const cudaError_t error = dtype == DType::kFloat32    ? launch_gemm<cuda::Float32>(p, true, nullptr)
+                            : dtype == DType::kBFloat16 ? launch_gemm<cuda::BFloat16>(p, true, nullptr)
+                                                        : launch_gemm<cuda::Float16>(p, true, nullptr);
+  if (error != cudaSuccess || cudaDeviceSynchronize() != cudaSuccess) stop(cuda_sim::take_fault());
+  print(sentence(dtype_name(dtype), ",", p.m, ",product,", p.n, ",", terms));
 }
 
 void count(DType dtype, int head_dim, const Sizes& sizes) {
@@ -107,5 +141,6 @@ int main() {
     for (const int head_dim : {64, 128, 256}) {
       for (const polyhead::Sizes& sizes : polyhead::kSizes) polyhead::count(dtype, head_dim, sizes);
     }
+    for (const int terms : {256, 512}) polyhead::count_product(dtype, terms);
   }
 }
