@@ -52,10 +52,11 @@ stage_machine() {
 on_device_tests=(cuda_attention_test_on_device cuda_linear_test_on_device cuda_norm_test_on_device cuda_rows_test_on_device
   cuda_gradient_test_on_device cuda_random_test_on_device
   cuda_gradient_random_test_on_device cuda_small_test_on_device ptx_instructions_test_on_device ptx_random_test)
+layer_tests=(cuda_layer_test_on_device cuda_layer_attention_block_test_on_device cuda_layer_feed_forward_test_on_device)
 
 stage_build() {
   command -v nvcc >/dev/null || { leave_out "nvcc is not there" && return; }
-  logged configure cmake --preset cuda && logged build cmake --build --preset cuda --target "${on_device_tests[@]}"
+  logged configure cmake --preset cuda && logged build cmake --build --preset cuda --target "${on_device_tests[@]}" "${layer_tests[@]}"
 }
 
 # program NAME: its path, if it was built
@@ -100,6 +101,11 @@ stage_cases() {
   done
   for test in cuda_random_test_on_device cuda_gradient_random_test_on_device; do
     POLYHEAD_RANDOM_PROBLEMS=2000 logged "$test" "$(program "$test")" --gtest_brief=1 || status=1
+    tail -n 3 "$logs/cuda-$test.log"
+  done
+  for test in "${layer_tests[@]}"; do
+    POLYHEAD_TEST_KERNEL=cuda_sm80 logged "$test" "$(program "$test")" --gtest_brief=1 \
+      --gtest_filter='*EveryKernel*:*Block.SharedKeys*:Layer.ForwardAndBackward*:Layer.Padding*:Layer.WeightGradients*' || status=1
     tail -n 3 "$logs/cuda-$test.log"
   done
   return "$status"

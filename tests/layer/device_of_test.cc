@@ -64,6 +64,7 @@ class LoanOfTest : public Loan {
     t.data = copied(static_cast<char*>(t.data) + reach.first, reach.bytes()) - reach.first;
   }
   void* lend(void* memory, size_t bytes, bool) override { return bytes == 0 ? memory : copied(memory, bytes); }
+  void* lend_scratch(void* memory, size_t bytes) override { return lend(memory, bytes, false); }
   std::string finish() override {
     give_back();
     return "";
@@ -102,7 +103,7 @@ class LoanOfTest : public Loan {
 };
 
 const bool kUnderTest = [] {
-  device_under_test = {Device::kCuda, "cuda_of_test", stream_of_test(),
+  device_under_test = {Device::kCuda, "cuda_of_test", stream_of_test,
                        [] { return std::unique_ptr<Loan>(new LoanOfTest); }};
   return true;
 }();

@@ -19,8 +19,10 @@ class Loan {
 
   // The tensor is the device's from here on. `written`: it holds something.
   virtual void lend(Tensor& t, bool written) = 0;
-  // Likewise memory aligned to 64 bytes; where it lies now.
+  // Likewise memory; where it lies now.
   virtual void* lend(void* memory, size_t bytes, bool written) = 0;
+  // Likewise memory aligned to 64 bytes that holds nothing, and whose contents are of no use afterwards.
+  virtual void* lend_scratch(void* memory, size_t bytes) = 0;
   // Waits for the calls and gives all back. What went wrong, or "".
   virtual std::string finish() = 0;
 };
@@ -28,7 +30,7 @@ class Loan {
 struct DeviceUnderTest {
   Device device = Device::kCpu;
   const char* kernel = "";  // whose calls compute there
-  void* stream = nullptr;
+  void* (*stream)() = nullptr;
   std::unique_ptr<Loan> (*loan)() = nullptr;
 };
 inline constinit DeviceUnderTest device_under_test;
@@ -37,6 +39,7 @@ class NoLoan : public Loan {
  public:
   void lend(Tensor&, bool) override {}
   void* lend(void* memory, size_t, bool) override { return memory; }
+  void* lend_scratch(void* memory, size_t) override { return memory; }
   std::string finish() override { return ""; }
 };
 
@@ -52,7 +55,7 @@ inline PlanOptions options_of(std::string_view kernel, int threads) {
   options.where.executor = &executor(threads);
   if (!on_device(kernel)) return options;
   options.where.device = device_under_test.device;
-  options.where.stream = device_under_test.stream;
+  options.where.stream = device_under_test.stream();
   return options;
 }
 

@@ -77,7 +77,7 @@ class LentArrays {
 
   Tensor in(const Array& array) { return lent(array, true); }
   Tensor out(const Array& array) { return lent(array, false); }  // also of one that is not given, as in()
-  void* memory(const Memory& memory) { return loan_->lend(memory.data(), memory.bytes.size(), false); }
+  void* memory(const Memory& memory) { return loan_->lend_scratch(memory.data(), memory.bytes.size()); }
   // Of what was in and out, once all has been computed.
   void finish() { EXPECT_EQ(loan_->finish(), ""); }
 

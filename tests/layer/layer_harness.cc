@@ -91,7 +91,7 @@ class Placement {
 
   void* memory(size_t bytes) {
     buffers_.emplace_back(bytes, Guard::kEnd, uint8_t{0xff});
-    return loan_->lend(buffers_.back().data(), bytes, false);
+    return loan_->lend_scratch(buffers_.back().data(), bytes);
   }
 
   // Once, after all calls. `has_grad_weights`: place_grad_weights() has been called.

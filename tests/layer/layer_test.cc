@@ -1,9 +1,11 @@
-// Layers against plain loops over their formulas, on every kernel and dtype.
+// Layers against plain loops over their formulas, on every kernel and dtype. POLYHEAD_TEST_CASES=name,name: those alone.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
+#include <string>
 
 #include "device_under_test.h"
 #include "kernels_to_test.h"
@@ -19,7 +21,10 @@ constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16,
 // visit(problem) for every problem and dtype.
 template <class Visit>
 void for_each_dtype(Visit visit) {
+  const char* const names = std::getenv("POLYHEAD_TEST_CASES");
+  const std::string asked = std::string(",") + (names == nullptr ? "" : names) + ",";
   for (LayerProblem problem : layer_problems()) {
+    if (names != nullptr && asked.find("," + problem.name + ",") == std::string::npos) continue;
     for (const DType dtype : kDTypes) {
       problem.desc.dtype = dtype;
       visit(problem);
