@@ -1,4 +1,4 @@
-"""The two blocks of a transformer on NumPy arrays."""
+"""The two blocks of a transformer on NumPy arrays, and on arrays in the memory of a CUDA device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from polyhead import _bind
 from polyhead._bind import Error
+from polyhead._cuda_arrays import device_of
 from polyhead._multi_head_attention import _NORM, LayerCaches, MultiHeadAttention
 from polyhead._typing import Array, ArrayT
 
@@ -17,14 +18,18 @@ _ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 _INNER = ("weight1", "bias1", "weight2", "bias2")
 
 
+def _num_dims(array: Any) -> int:
+    return len(array.shape) if hasattr(array, "shape") else np.ndim(array)
+
+
 def _check_norm(weights: Mapping[str, Any], norm: str | None) -> None:
     if norm not in _NORM_KINDS:
         raise Error(f"norm is {norm!r}, must be 'layer', 'rms' or None")
     for name in _NORM:
         if name in weights and norm is None:
             raise Error(f"weights has {name}, but norm is None")
-        if name in weights and np.ndim(weights[name]) != 1:
-            raise Error(f"{name} has {np.ndim(weights[name])} dimensions, must have 1")
+        if name in weights and _num_dims(weights[name]) != 1:
+            raise Error(f"{name} has {_num_dims(weights[name])} dimensions, must have 1")
 
 
 class AttentionBlock(MultiHeadAttention):
@@ -33,7 +38,7 @@ class AttentionBlock(MultiHeadAttention):
 
     Parameters
     ----------
-    weights : mapping of str to NumPy array
+    weights : mapping of str to array
         As of `MultiHeadAttention`, and norm_weight and norm_bias [size of x] where the norm has such: float32, or of the
         others' dtype.
     num_heads, num_heads_kv, scale, softcap, normalizer, dropout_p, output_dropout_p, kernel
@@ -126,9 +131,10 @@ class FeedForwardBlock:
 
     Parameters
     ----------
-    weights : mapping of str to NumPy array
+    weights : mapping of str to array
         weight1 [size, inner_size], weight2 [inner_size, size]; bias1, bias2, norm_weight, norm_bias if there are such. All of
-        one dtype: float32, bfloat16, float16 or float64; those of the norm may be float32. They are copied.
+        one dtype: float32, bfloat16, float16 or float64; those of the norm may be float32. They are copied, or lie on a CUDA
+        device, as `MultiHeadAttention`'s.
     activation : {"relu", "gelu", "gelu_tanh", "silu", None}
     norm, norm_first, norm_eps, residual
         As of `AttentionBlock`.
@@ -137,7 +143,7 @@ class FeedForwardBlock:
 
     Attributes
     ----------
-    weights : dict of str to NumPy array
+    weights : dict of str to array
         The block's own: to train it, change them in place.
 
     Raises
@@ -171,17 +177,21 @@ class FeedForwardBlock:
         for name, array in weights.items():
             if name not in (*_INNER, *_NORM):
                 raise Error(f'weights has "{name}", for which the block has no place')
-            if not isinstance(array, np.ndarray):
-                raise TypeError(f'weights["{name}"] has type {type(array).__name__}, must be a NumPy array')
+            if not isinstance(array, np.ndarray) and device_of(array) is None:
+                raise TypeError(
+                    f'weights["{name}"] has type {type(array).__name__}, must be a NumPy array, or one on a CUDA device'
+                )
         for name in ("weight1", "weight2"):
             if name not in weights:
                 raise Error(f'weights has no "{name}", which must be given')
-            if weights[name].ndim != 2:
-                raise Error(f"{name} has {weights[name].ndim} dimensions, must have 2")
+            if len(weights[name].shape) != 2:
+                raise Error(f"{name} has {len(weights[name].shape)} dimensions, must have 2")
         if activation not in _ACTIVATIONS:
             raise Error(f"activation is {activation!r}, must be 'relu', 'gelu', 'gelu_tanh', 'silu' or None")
         _check_norm(weights, norm)
-        self.weights: dict[str, np.ndarray] = {name: array.copy() for name, array in weights.items()}
+        self.weights: dict[str, Any] = {
+            name: array.copy() if isinstance(array, np.ndarray) else array for name, array in weights.items()
+        }
         self.activation, self.norm, self.norm_first = activation, norm, norm_first
         self.norm_eps, self.residual = norm_eps, residual
         self.inner_dropout_p, self.output_dropout_p = inner_dropout_p, output_dropout_p

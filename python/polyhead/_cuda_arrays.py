@@ -3,7 +3,10 @@
 The binding asks (python/src/place.cc) where query of a call lies there.
 """
 
+from __future__ import annotations
+
 import contextlib
+import math
 import sys
 
 from polyhead import _bind
@@ -61,6 +64,18 @@ def _new_numba(like, shape, dtype, device, stream):
         return cuda.device_array(shape, dtype)
 
 
+def device_of(array):
+    """CUDA's number of the device where it lies; None: on the host, or it is no array."""
+    device = _bind.cuda_device(array)
+    return None if device < 0 else device
+
+
+def empty_like(array):
+    """A new array of its kind, shape and dtype, contiguous, for work on its package's current stream."""
+    device = device_of(array)
+    return new_array(array, tuple(array.shape), _dtype_of(array), device, current_stream(array, device))
+
+
 _NEW = {"torch": _new_torch, "cupy": _new_cupy, "numba": _new_numba}
 
 
@@ -68,6 +83,29 @@ def new_array(like, shape, dtype, device, stream):
     """An uninitialised array, contiguous, for work on the stream: by the package of `like`, or a DeviceArray."""
     make = _NEW.get(_package(like))
     return DeviceArray(shape, dtype, device, stream) if make is None else make(like, shape, dtype, device, stream)
+
+
+def contiguous_strides(shape):
+    """In elements."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+class _Memory:
+    """Bytes on a device, given back in the order of the stream and of those that may still read them when they go."""
+
+    def __init__(self, num_bytes, device, stream):
+        self.device, self.stream, self.readers, self.address = device, stream, set(), 0
+        if num_bytes > 0:
+            self.address = _bind.cuda_allocate(num_bytes, device, stream)
+
+    def __del__(self):
+        address, self.address = self.address, 0
+        if not address or _bind is None:
+            return
+        for reader in self.readers:
+            with contextlib.suppress(_bind.Error):  # the stream is gone, and with it what it had to do
+                _bind.cuda_order(reader, self.device, self.stream)
+        _bind.cuda_free(address, self.device, self.stream)
 
 
 class DeviceArray:
@@ -90,30 +128,25 @@ class DeviceArray:
 
     def __init__(self, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> None:
         self.shape, self.dtype, self.device, self.stream = tuple(shape), dtype, device, stream
-        self._readers: set[int] = set()  # streams that may still read it when it goes
-        self._address = 0
-        size = _BYTES[dtype]
-        for each in self.shape:
-            size *= each
-        if size > 0:
-            self._address = _bind.cuda_allocate(size, device, stream)
+        self._strides = contiguous_strides(self.shape)
+        self._memory = _Memory(math.prod(self.shape) * _BYTES[dtype], device, stream)
 
-    def __del__(self) -> None:
-        address, self._address = getattr(self, "_address", 0), 0
-        if not address or _bind is None:
-            return
-        for reader in self._readers:
-            with contextlib.suppress(_bind.Error):  # the stream is gone, and with it what it had to do
-                _bind.cuda_order(reader, self.device, self.stream)
-        _bind.cuda_free(address, self.device, self.stream)
+    @property
+    def T(self) -> DeviceArray:
+        """The same memory with its dimensions in reverse order."""
+        view = DeviceArray.__new__(DeviceArray)
+        view.__dict__.update(self.__dict__, shape=self.shape[::-1], _strides=self._strides[::-1])
+        return view
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
         if self.dtype not in _TYPESTRS:
             raise AttributeError(f"{self.dtype} has no name in __cuda_array_interface__: take __dlpack__")
-        self._readers.add(_DEFAULT_STREAM)
+        self._memory.readers.add(_DEFAULT_STREAM)
+        strides = tuple(stride * _BYTES[self.dtype] for stride in self._strides)
         return {
-            "shape": self.shape, "typestr": _TYPESTRS[self.dtype], "data": (self._address, False), "strides": None,
+            "shape": self.shape, "typestr": _TYPESTRS[self.dtype], "data": (self._memory.address, False),
+            "strides": None if self._strides == contiguous_strides(self.shape) else strides,
             "stream": self.stream or _DEFAULT_STREAM, "version": 3,
         }  # fmt: skip
 
@@ -124,8 +157,8 @@ class DeviceArray:
         if stream != -1:  # -1: whoever asks knows better
             reader = _DEFAULT_STREAM if stream is None else stream
             _bind.cuda_order(self.stream, self.device, reader)
-            self._readers.add(reader)
-        return _bind.cuda_capsule(self, self._address, self.shape, self.dtype, self.device)
+            self._memory.readers.add(reader)
+        return _bind.cuda_capsule(self, self._memory.address, self.shape, self._strides, self.dtype, self.device)
 
     def __repr__(self) -> str:
         return f"polyhead.DeviceArray(shape={self.shape}, dtype={self.dtype!r}, device={self.device})"

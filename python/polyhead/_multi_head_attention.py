@@ -1,4 +1,4 @@
-"""The layer of multi-head attention on NumPy arrays."""
+"""The layer of multi-head attention on NumPy arrays, and on arrays in the memory of a CUDA device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from polyhead import _bind
 from polyhead._bind import Error
+from polyhead._cuda_arrays import device_of, empty_like
 from polyhead._kv_cache import KvCache
 from polyhead._program import kind_of
 from polyhead._program_call import program_arguments
@@ -47,11 +48,12 @@ class MultiHeadAttention:
 
     Parameters
     ----------
-    weights : mapping of str to NumPy array
+    weights : mapping of str to array
         As `polyhead.weights.load` returns them: query_weight [query_size, H * D], key_weight [key_size, G * D],
         value_weight [value_size, G * Dv]; out_weight [H * Dv, out_size], without which out has the heads side by side;
         query_bias [H * D], key_bias [G * D], value_bias [G * Dv], out_bias [out_size] and scale if there are such.
-        All of one dtype: float32, bfloat16, float16 or float64. They are copied.
+        All of one dtype: float32, bfloat16, float16 or float64. They are copied; or they are arrays on a CUDA device (torch's,
+        CuPy's, Numba's, `DeviceArray`, JAX's), which are used where they lie, and so are all that calls are given.
     num_heads : int
     num_heads_kv : int, optional
         Divides num_heads; query head h reads key/value head h // (H // G). Default num_heads.
@@ -68,7 +70,7 @@ class MultiHeadAttention:
 
     Attributes
     ----------
-    weights : dict of str to NumPy array
+    weights : dict of str to array
         The layer's own: to train it, change them in place (``layer.weights[name] -= rate * grads[name]``).
 
     Raises
@@ -121,8 +123,10 @@ class MultiHeadAttention:
         for name, array in weights.items():
             if name != "scale" and name not in (*_WEIGHTS, *_BIASES, *self._OTHERS):
                 raise Error(f'weights has "{name}", for which the layer has no place')
-            if name != "scale" and not isinstance(array, np.ndarray):
-                raise TypeError(f'weights["{name}"] has type {type(array).__name__}, must be a NumPy array')
+            if name != "scale" and not isinstance(array, np.ndarray) and device_of(array) is None:
+                raise TypeError(
+                    f'weights["{name}"] has type {type(array).__name__}, must be a NumPy array, or one on a CUDA device'
+                )
         for name in _WEIGHTS[:3]:
             if name not in weights:
                 raise Error(f'weights has no "{name}", which must be given')
@@ -146,8 +150,8 @@ class MultiHeadAttention:
         for name, array in weights.items():
             if array.dtype != weights["query_weight"].dtype:
                 raise Error(f"{name} is {array.dtype}, must be {weights['query_weight'].dtype} as query_weight")
-            if array.ndim != (dims := 2 if name in _WEIGHTS else 1):
-                raise Error(f"{name} has {array.ndim} dimensions, must have {dims}")
+            if len(array.shape) != (dims := 2 if name in _WEIGHTS else 1):
+                raise Error(f"{name} has {len(array.shape)} dimensions, must have {dims}")
         head_dims = []
         for name, heads in zip(_WEIGHTS[:3], (self.num_heads, self.num_heads_kv, self.num_heads_kv), strict=True):
             columns = weights[name].shape[1]
@@ -168,12 +172,17 @@ class MultiHeadAttention:
                 raise Error(f"{name} is {weights[name].shape}, must be {weights[matrix].shape[1:]} as the columns of {matrix}")
 
     def _pack(self, weights: Mapping[str, np.ndarray]) -> None:
-        """One matrix and one bias for what can be one product; self.weights are views of them."""
+        """One matrix and one bias for what can be one product; self.weights are views of them. On a CUDA device: as they are."""
+        self.weights: dict[str, Any] = {}
+        self._joined = False
+        if not all(isinstance(array, np.ndarray) for name, array in weights.items() if name != "scale"):
+            in_order = (*_WEIGHTS[:3], *_BIASES, "out_weight", *self._OTHERS)
+            self.weights |= {name: weights[name] for name in in_order if name in weights}
+            return
         matrices = [weights[name] for name in _WEIGHTS[:3]]
         columns = [matrix.shape[1] for matrix in matrices]
         self._parts = [slice(sum(columns[:i]), sum(columns[: i + 1])) for i in range(3)]
         self._joined = len({matrix.shape[0] for matrix in matrices}) == 1
-        self.weights: dict[str, np.ndarray] = {}
         if self._joined:
             self.weights |= self._split(np.concatenate(matrices, 1))
         else:
@@ -331,6 +340,9 @@ class MultiHeadAttention:
         ------
         polyhead.Error, TypeError
         """
+        if (caches is not None or cache is not None) and device_of(self.weights["query_weight"]) is not None:
+            given = "caches are" if cache is None else "cache is"
+            raise Error(f"{given} given, but weights lie on a CUDA device: decoding is computed on the CPU alone")
         in_caches, num_steps = self._caches_of(query, key, caches, step, append, training)
         in_pages = (page_table, slots, positions, cos, sin)
         if cache is None and any(array is not None for array in in_pages):
@@ -422,9 +434,12 @@ class MultiHeadAttention:
         grads |= dict(zip(_INPUTS, by_inputs, strict=True)) | by_captured
         return {name: grads[name] for name in needs}
 
-    def _weight_gradients(self, needs: Iterable[str]) -> dict[str, np.ndarray]:
+    def _weight_gradients(self, needs: Iterable[str]) -> dict[str, Any]:
         """New arrays; those of one product are views of one matrix, so that their gradients are one product too."""
-        grads = {name: np.empty_like(self.weights[name]) for name in needs if name in self.weights}
+        w = self.weights
+        if not isinstance(w["query_weight"], np.ndarray):
+            return {name: empty_like(w[name]) for name in needs if name in w}
+        grads = {name: np.empty_like(w[name]) for name in needs if name in w}
         if self._joined and all(name in grads for name in _WEIGHTS[:3]):
             rows = self.weights["query_weight"].shape[0]
             grads |= self._split(np.empty((rows, self._parts[-1].stop), grads["query_weight"].dtype))

@@ -394,6 +394,7 @@ Tensor writable_view_of(PyObject* object, const ArrayArgument& argument, Held& h
     if (nb::cast<bool>(nb::object(data[1]))) bad_value("%s is read-only, must be writable", argument.name);
     return view_of_cuda_interface(object, argument);
   }
+  if (is_device_array(object)) return view_of_dlpack(object, argument, held);  // its interface cannot name bfloat16
   if (!is_torch_tensor(object)) {  // DLPack has no way to ask some of the others, jax's are never to be written
     bad_kind("%s has type %s, must be a NumPy array or a torch tensor", argument.name, type_name(object));
   }
@@ -442,7 +443,7 @@ nb::object Results::make(Tensor& view) {
 nb::object cuda_capsule(nb::object owner, const Tensor& view, int device) {
   size_t shape[Tensor::kMaxDims];
   for (int i = 0; i < view.ndim; ++i) shape[i] = static_cast<size_t>(view.dims[i]);
-  nb::ndarray<> array(view.data, static_cast<size_t>(view.ndim), shape, owner, nullptr, *dlpack_dtype(view.dtype),
+  nb::ndarray<> array(view.data, static_cast<size_t>(view.ndim), shape, owner, view.strides, *dlpack_dtype(view.dtype),
                       nb::device::cuda::value, device);
   return nb::cast(array, nb::rv_policy::reference);
 }

@@ -101,7 +101,7 @@ class Results {
 // A new NumPy array, as Results makes it.
 nb::object new_numpy_array(Tensor& view);
 
-// A DLPack capsule of contiguous memory on a CUDA device, which `owner` holds.
+// A DLPack capsule of memory on a CUDA device, which `owner` holds.
 nb::object cuda_capsule(nb::object owner, const Tensor& view, int device);
 
 }  // namespace polyhead::python

@@ -181,12 +181,12 @@ nb::object BackwardCall::run(const Plan& plan) {
 
   backward_.forward = args_;
   backward_.grad_captures = {grad_captures_.data(), args_.captures.size()};
-  if (place_.on_cuda()) {
-    place_.run_in_workspace(plan.backward_workspace_bytes(), backward_.forward,
-                            [&] { return plan.backward(backward_); });
-  } else {
-    run_without_gil([&] { return backward_with_workspace(plan, backward_); });
-  }
+  ForwardArgs& forward = backward_.forward;
+  forward.workspace_bytes = plan.backward_workspace_bytes();
+  place_.run_in_workspace(forward.workspace_bytes, [&](void* workspace) {
+    forward.workspace = workspace;
+    return plan.backward(backward_);
+  });
   return gradients;
 }
 

@@ -154,11 +154,13 @@ nb::object new_gradients(const std::array<Gradient, Count>& all, PyObject* const
 }  // namespace
 
 nb::object attention_block_arrays(PyObject* const* arguments) {
+  const Place place(arguments[0], Py_None);
+  const Where where = place.where(chosen_executor());
   Reader reader(arguments);
   const AttentionBlockCall call = read_attention_block(reader);
   const bool keep = reader.flag("keep");
   const AttentionBlockDesc desc = checked(block_desc(call));
-  const auto block = checked(cached_block(desc, chosen_executor()));
+  const auto block = checked(cached_block(desc, where));
   const LayerDesc& d = desc.layer;
   Results results("query", arguments[0], d.dtype);
   Tensor out(nullptr, d.dtype, {d.batch, d.seqlen_q, block->layer().out_size()}), reserve;
@@ -166,15 +168,19 @@ nb::object attention_block_arrays(PyObject* const* arguments) {
   nb::object out_array = results.make(out), weights_array = nb::none(), reserve_array = nb::none();
   if (weights.given()) weights_array = results.make(weights);
   if (takes_reserve(call, keep)) reserve_array = new_reserve(results, reserve_words(desc), reserve);
-  run_without_gil([&] { return run_forward(*block, call, out, weights, reserve); });
+  place.run_in_workspace(block->workspace_bytes(), [&](void* workspace) {
+    return run_forward(*block, call, {where, workspace}, out, weights, reserve);
+  });
   return nb::make_tuple(out_array, weights_array, reserve_array, block->layer().kernel_name());
 }
 
 nb::object attention_block_gradients(PyObject* const* arguments) {
+  const Place place(arguments[0], Py_None);
+  const Where where = place.where(chosen_executor());
   Reader reader(arguments);
   const AttentionBlockCall call = read_attention_block(reader);
   const AttentionBlockDesc desc = checked(block_desc(call));
-  const auto block = checked(cached_block(desc, chosen_executor()));
+  const auto block = checked(cached_block(desc, where));
   const Tensor grad_out = reader.array("grad_out", 3, 3, "the shape of out");
   Held held[2];
   const Tensor reserve = reserve_view(reader.next(), reserve_words(desc), held[0]);
@@ -198,29 +204,39 @@ nb::object attention_block_gradients(PyObject* const* arguments) {
                                         {"attn_bias", attn_bias, grads.attn_bias}}},
                                       arguments, needs);
   if ((needs >> 12 & 1) != 0) grads.attn_bias = widened_to_4d(grads.attn_bias);
-  if (needs != 0) run_without_gil([&] { return run_backward(*block, call, reserve, grad_out, grads); });
+  if (needs != 0) {
+    place.run_in_workspace(block->backward_workspace_bytes(), [&](void* workspace) {
+      return run_backward(*block, call, {where, workspace}, reserve, grad_out, grads);
+    });
+  }
   return nb::make_tuple(made, block->layer().kernel_name());
 }
 
 nb::object feed_forward_arrays(PyObject* const* arguments) {
+  const Place place(arguments[0], Py_None);
+  const Where where = place.where(chosen_executor());
   Reader reader(arguments);
   const FeedForwardCall call = read_feed_forward(reader);
   const bool keep = reader.flag("keep");
   const FeedForwardBlockDesc desc = checked(block_desc(call));
-  const auto block = checked(cached_block(desc, chosen_executor()));
+  const auto block = checked(cached_block(desc, where));
   Results results("x", arguments[0], desc.dtype);
   Tensor out = call.in.x, reserve;
   nb::object out_array = results.make(out), reserve_array = nb::none();
   if (takes_reserve(call, keep)) reserve_array = new_reserve(results, reserve_words(desc), reserve);
-  run_without_gil([&] { return run_forward(*block, call, out, reserve); });
+  place.run_in_workspace(block->workspace_bytes(), [&](void* workspace) {
+    return run_forward(*block, call, {where, workspace}, out, reserve);
+  });
   return nb::make_tuple(out_array, reserve_array, block->kernel_name());
 }
 
 nb::object feed_forward_gradients(PyObject* const* arguments) {
+  const Place place(arguments[0], Py_None);
+  const Where where = place.where(chosen_executor());
   Reader reader(arguments);
   const FeedForwardCall call = read_feed_forward(reader);
   const FeedForwardBlockDesc desc = checked(block_desc(call));
-  const auto block = checked(cached_block(desc, chosen_executor()));
+  const auto block = checked(cached_block(desc, where));
   const Tensor grad_out = reader.array("grad_out", 3, 3, "the shape of out");
   Held held;
   const Tensor reserve = reserve_view(reader.next(), reserve_words(desc), held);
@@ -235,7 +251,11 @@ nb::object feed_forward_gradients(PyObject* const* arguments) {
                                        {"norm_weight", in.norm.gamma, grads.norm.gamma},
                                        {"norm_bias", in.norm.beta, grads.norm.beta}}},
                                      arguments, needs);
-  if (needs != 0) run_without_gil([&] { return run_backward(*block, call, reserve, grad_out, grads); });
+  if (needs != 0) {
+    place.run_in_workspace(block->backward_workspace_bytes(), [&](void* workspace) {
+      return run_backward(*block, call, {where, workspace}, reserve, grad_out, grads);
+    });
+  }
   return nb::make_tuple(made, block->kernel_name());
 }
 

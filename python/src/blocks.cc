@@ -6,7 +6,6 @@
 
 #include "broadcast.h"
 #include "cache.h"
-#include "workspace.h"
 
 namespace polyhead::python {
 namespace {
@@ -121,7 +120,7 @@ LayerWeights layer_weights(const LayerDesc& d, const AttentionBlockTensors& t) {
 }
 
 AttentionBlockForwardArgs forward_args(const AttentionBlock& block, const AttentionBlockCall& call,
-                                       const Tensor& reserve) {
+                                       const BlockMemory& memory, const Tensor& reserve) {
   const AttentionBlockTensors& in = call.in;
   AttentionBlockForwardArgs args;
   args.layer.query = in.query;
@@ -135,6 +134,8 @@ AttentionBlockForwardArgs forward_args(const AttentionBlock& block, const Attent
   args.layer.output_dropout_offset = kOutputDropoutOffset;
   args.layer.reserve = reserve.data;
   args.layer.reserve_bytes = static_cast<size_t>(reserve.num_elements()) * sizeof(int64_t);
+  args.layer.where = memory.where;
+  args.layer.workspace = memory.workspace;
   args.norm = in.norm;
   return args;
 }
@@ -149,7 +150,8 @@ FeedForwardWeights inner_weights(const FeedForwardTensors& t) {
   return w;
 }
 
-FeedForwardBlockForwardArgs forward_args(const FeedForwardCall& call, const Tensor& reserve) {
+FeedForwardBlockForwardArgs forward_args(const FeedForwardCall& call, const BlockMemory& memory,
+                                         const Tensor& reserve) {
   FeedForwardBlockForwardArgs args;
   args.x = call.in.x;
   args.weights = inner_weights(call.in);
@@ -158,6 +160,8 @@ FeedForwardBlockForwardArgs forward_args(const FeedForwardCall& call, const Tens
   args.output_dropout_offset = kOutputDropoutOffset;
   args.reserve = reserve.data;
   args.reserve_bytes = static_cast<size_t>(reserve.num_elements()) * sizeof(int64_t);
+  args.where = memory.where;
+  args.workspace = memory.workspace;
   return args;
 }
 
@@ -175,6 +179,7 @@ template <class Desc>
 struct Key {
   Desc desc;
   Executor* executor = nullptr;
+  Device device = Device::kCpu;
   std::string kernel;
   bool operator==(const Key&) const = default;
 };
@@ -185,15 +190,19 @@ struct Hash {
 };
 
 template <class Made, class Desc, class Make>
-Result<std::shared_ptr<const Made>> cached(const Desc& desc, Executor* executor, std::string_view kernel, Make make) {
+Result<std::shared_ptr<const Made>> cached(const Desc& desc, const Where& where, std::string_view kernel, Make make) {
   static auto* const cache =
       new Cache<Key<Desc>, Made, Hash<Desc>>(kMostBlocks);  // threads may outlive the interpreter
+  const Where planned = {.device = where.device.value_or(Device::kCpu), .executor = where.executor, .stream = nullptr};
   return cache->get(
-      [&](const Key<Desc>& last) { return last.desc == desc && last.executor == executor && last.kernel == kernel; },
-      [&] {
-        return Key<Desc>{desc, executor, std::string(kernel)};
+      [&](const Key<Desc>& last) {
+        return last.desc == desc && last.executor == planned.executor && last.device == *planned.device &&
+               last.kernel == kernel;
       },
-      [&] { return make(desc, PlanOptions{.kernel = kernel, .where = {.executor = executor}}); });
+      [&] {
+        return Key<Desc>{desc, planned.executor, *planned.device, std::string(kernel)};
+      },
+      [&] { return make(desc, PlanOptions{.kernel = kernel, .where = planned}); });
 }
 
 int64_t words(DType dtype, int64_t elements, int64_t statistics) {
@@ -269,38 +278,32 @@ Result<FeedForwardBlockDesc> block_desc(const FeedForwardCall& call) {
   return d;
 }
 
-Result<std::shared_ptr<const AttentionBlock>> cached_block(const AttentionBlockDesc& desc, Executor* executor,
+Result<std::shared_ptr<const AttentionBlock>> cached_block(const AttentionBlockDesc& desc, const Where& where,
                                                            std::string_view kernel) {
-  return cached<AttentionBlock>(desc, executor, kernel, attention_block);
+  return cached<AttentionBlock>(desc, where, kernel, attention_block);
 }
 
-Result<std::shared_ptr<const FeedForwardBlock>> cached_block(const FeedForwardBlockDesc& desc, Executor* executor) {
-  return cached<FeedForwardBlock>(desc, executor, {}, feed_forward_block);
+Result<std::shared_ptr<const FeedForwardBlock>> cached_block(const FeedForwardBlockDesc& desc, const Where& where) {
+  return cached<FeedForwardBlock>(desc, where, {}, feed_forward_block);
 }
 
-Result<std::shared_ptr<const Layer>> cached_layer(const LayerDesc& desc, Executor* executor, std::string_view kernel) {
-  return cached<Layer>(desc, executor, kernel, layer);
+Result<std::shared_ptr<const Layer>> cached_layer(const LayerDesc& desc, const Where& where, std::string_view kernel) {
+  return cached<Layer>(desc, where, kernel, layer);
 }
 
-Status run_forward(const AttentionBlock& block, const AttentionBlockCall& call, const Tensor& out,
-                   const Tensor& attn_weights, const Tensor& reserve) {
-  const Scratch scratch(block.workspace_bytes());
-  if (!scratch.status().ok()) return scratch.status();
-  AttentionBlockForwardArgs args = forward_args(block, call, reserve);
+Status run_forward(const AttentionBlock& block, const AttentionBlockCall& call, const BlockMemory& memory,
+                   const Tensor& out, const Tensor& attn_weights, const Tensor& reserve) {
+  AttentionBlockForwardArgs args = forward_args(block, call, memory, reserve);
   args.layer.out = out;
   args.layer.attn_weights = attn_weights;
-  args.layer.workspace = scratch.memory();
   args.layer.workspace_bytes = block.workspace_bytes();
   return block.forward(args);
 }
 
-Status run_backward(const AttentionBlock& block, const AttentionBlockCall& call, const Tensor& reserve,
-                    const Tensor& grad_out, const AttentionBlockTensors& gradients) {
-  const Scratch scratch(block.backward_workspace_bytes());
-  if (!scratch.status().ok()) return scratch.status();
+Status run_backward(const AttentionBlock& block, const AttentionBlockCall& call, const BlockMemory& memory,
+                    const Tensor& reserve, const Tensor& grad_out, const AttentionBlockTensors& gradients) {
   AttentionBlockBackwardArgs args;
-  args.forward = forward_args(block, call, reserve);
-  args.forward.layer.workspace = scratch.memory();
+  args.forward = forward_args(block, call, memory, reserve);
   args.forward.layer.workspace_bytes = block.backward_workspace_bytes();
   args.grad_out = grad_out;
   args.grad_query = gradients.query;
@@ -312,24 +315,18 @@ Status run_backward(const AttentionBlock& block, const AttentionBlockCall& call,
   return block.backward(args);
 }
 
-Status run_forward(const FeedForwardBlock& block, const FeedForwardCall& call, const Tensor& out,
-                   const Tensor& reserve) {
-  const Scratch scratch(block.workspace_bytes());
-  if (!scratch.status().ok()) return scratch.status();
-  FeedForwardBlockForwardArgs args = forward_args(call, reserve);
+Status run_forward(const FeedForwardBlock& block, const FeedForwardCall& call, const BlockMemory& memory,
+                   const Tensor& out, const Tensor& reserve) {
+  FeedForwardBlockForwardArgs args = forward_args(call, memory, reserve);
   args.out = out;
-  args.workspace = scratch.memory();
   args.workspace_bytes = block.workspace_bytes();
   return block.forward(args);
 }
 
-Status run_backward(const FeedForwardBlock& block, const FeedForwardCall& call, const Tensor& reserve,
-                    const Tensor& grad_out, const FeedForwardTensors& gradients) {
-  const Scratch scratch(block.backward_workspace_bytes());
-  if (!scratch.status().ok()) return scratch.status();
+Status run_backward(const FeedForwardBlock& block, const FeedForwardCall& call, const BlockMemory& memory,
+                    const Tensor& reserve, const Tensor& grad_out, const FeedForwardTensors& gradients) {
   FeedForwardBlockBackwardArgs args;
-  args.forward = forward_args(call, reserve);
-  args.forward.workspace = scratch.memory();
+  args.forward = forward_args(call, memory, reserve);
   args.forward.workspace_bytes = block.backward_workspace_bytes();
   args.grad_out = grad_out;
   args.grad_x = gradients.x;

@@ -50,23 +50,30 @@ struct AttentionBlockCall {
   bool residual = false;
 };
 
+// Where a call of a block computes, and its workspace there, of as many bytes as the block says for its direction.
+struct BlockMemory {
+  Where where = {};
+  void* workspace = nullptr;
+};
+
 // What a call computes; an error names the weight whose shape makes no sense.
 Result<AttentionBlockDesc> block_desc(const AttentionBlockCall& call);
 
-// The block of a desc, out of at most 256 remembered ones; all are forgotten when there would be more. Any thread.
-Result<std::shared_ptr<const AttentionBlock>> cached_block(const AttentionBlockDesc& desc, Executor* executor,
+// The block of a desc on a device and its threads, out of at most 256 remembered ones; all are forgotten when there would
+// be more. The stream is each call's own. Any thread.
+Result<std::shared_ptr<const AttentionBlock>> cached_block(const AttentionBlockDesc& desc, const Where& where,
                                                            std::string_view kernel = {});
 
 // Likewise a layer without a block around it.
-Result<std::shared_ptr<const Layer>> cached_layer(const LayerDesc& desc, Executor* executor, std::string_view kernel);
+Result<std::shared_ptr<const Layer>> cached_layer(const LayerDesc& desc, const Where& where, std::string_view kernel);
 
 // reserve: of reserve_words(), or not given: inference, without dropout.
-Status run_forward(const AttentionBlock& block, const AttentionBlockCall& call, const Tensor& out,
-                   const Tensor& attn_weights, const Tensor& reserve);
+Status run_forward(const AttentionBlock& block, const AttentionBlockCall& call, const BlockMemory& memory,
+                   const Tensor& out, const Tensor& attn_weights, const Tensor& reserve);
 
 // Fills those of `gradients` that are given; at least one is.
-Status run_backward(const AttentionBlock& block, const AttentionBlockCall& call, const Tensor& reserve,
-                    const Tensor& grad_out, const AttentionBlockTensors& gradients);
+Status run_backward(const AttentionBlock& block, const AttentionBlockCall& call, const BlockMemory& memory,
+                    const Tensor& reserve, const Tensor& grad_out, const AttentionBlockTensors& gradients);
 
 struct FeedForwardTensors {
   Tensor x = {};        // [batch, seqlen, size]
@@ -89,11 +96,11 @@ struct FeedForwardCall {
 };
 
 Result<FeedForwardBlockDesc> block_desc(const FeedForwardCall& call);
-Result<std::shared_ptr<const FeedForwardBlock>> cached_block(const FeedForwardBlockDesc& desc, Executor* executor);
-Status run_forward(const FeedForwardBlock& block, const FeedForwardCall& call, const Tensor& out,
-                   const Tensor& reserve);
-Status run_backward(const FeedForwardBlock& block, const FeedForwardCall& call, const Tensor& reserve,
-                    const Tensor& grad_out, const FeedForwardTensors& gradients);
+Result<std::shared_ptr<const FeedForwardBlock>> cached_block(const FeedForwardBlockDesc& desc, const Where& where);
+Status run_forward(const FeedForwardBlock& block, const FeedForwardCall& call, const BlockMemory& memory,
+                   const Tensor& out, const Tensor& reserve);
+Status run_backward(const FeedForwardBlock& block, const FeedForwardCall& call, const BlockMemory& memory,
+                    const Tensor& reserve, const Tensor& grad_out, const FeedForwardTensors& gradients);
 
 // Elements of a reserve's tensor, which is int64 because any bits are one. As much as the block wants, and a little
 // more: a formula of sizes alone, so that torch.compile knows it of sizes that have no value yet. The same is in

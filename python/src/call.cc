@@ -43,9 +43,13 @@ Call::Call(PyObject* const* arguments, PyObject* const* cache)
     : Options(arguments), place_(arguments[kQuery], arguments[kStream]) {
   read_operands(cache);
   read_options();
-  if (!place_.on_cuda()) return;
+  compute_at(place_);
+}
+
+void Options::compute_at(const Place& place) {
+  if (!place.on_cuda()) return;
   if (!args_.where.device) args_.where.device = Device::kCuda;
-  args_.where.stream = place_.stream();
+  args_.where.stream = place.stream();
 }
 
 void Options::read_options() {

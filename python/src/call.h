@@ -81,6 +81,8 @@ class Options {
   explicit Options(PyObject* const* arguments) : arguments_(arguments) {}
 
   void read_options();
+  // Completes where() by where query lies.
+  void compute_at(const Place& place);
   Tensor optional_array(Position position, const ArrayArgument& argument);
 
   // args_.attn_bias with the dims that it came with, as its gradient has them.

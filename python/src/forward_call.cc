@@ -64,11 +64,11 @@ nb::object ForwardCall::run(const Plan& plan) {
     returned = std::move(all);
   }
 
-  if (place_.on_cuda()) {
-    place_.run_in_workspace(plan.workspace_bytes(), args_, [&] { return plan.forward(args_); });
-  } else {
-    run_without_gil([&] { return forward_with_workspace(plan, args_); });
-  }
+  args_.workspace_bytes = plan.workspace_bytes();
+  place_.run_in_workspace(args_.workspace_bytes, [&](void* workspace) {
+    args_.workspace = workspace;
+    return plan.forward(args_);
+  });
   return returned;
 }
 

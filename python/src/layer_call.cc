@@ -9,7 +9,6 @@
 #include "layer_or_block.h"
 #include "pages.h"
 #include "scalars.h"
-#include "workspace.h"
 
 namespace polyhead::python {
 namespace {
@@ -29,11 +28,13 @@ constexpr const char* kWeightNames[kNumWeightKinds] = {"query_weight", "key_weig
 // What both directions are given.
 class LayerCall : public Options {
  public:
-  explicit LayerCall(PyObject* const* arguments) : Options(arguments) {
+  explicit LayerCall(PyObject* const* arguments) : Options(arguments), place_(arguments[kQuery], arguments[kStream]) {
     layer_args_.query = view_of(arguments[kQuery], kQueryVectors, held_[kQuery]);
     layer_args_.key = optional_array(kKey, kKeyVectors);
     layer_args_.value = optional_array(kValue, kValueVectors);
     read_options();
+    compute_at(place_);
+    layer_args_.where = args_.where;
     read_weights();
     read_norm();
     read_windows();
@@ -42,7 +43,7 @@ class LayerCall : public Options {
   // The layer, once the sizes of its time are known.
   LayerOrBlock made() {
     layer_desc_.attention = desc_;
-    return checked(LayerOrBlock::made(layer_desc_, norm_desc_, args_.where.executor, kernel()));
+    return checked(LayerOrBlock::made(layer_desc_, norm_desc_, args_.where, kernel()));
   }
 
  protected:
@@ -57,6 +58,7 @@ class LayerCall : public Options {
   }
   int64_t num_keys() const { return (layer_args_.key.given() ? layer_args_.key : layer_args_.query).dims[1]; }
 
+  const Place place_;
   LayerDesc layer_desc_;
   LayerForwardArgs layer_args_;
   std::optional<NormDesc> norm_desc_;  // of a block
@@ -216,15 +218,15 @@ nb::object LayerForwardCall::run() {
   }
   if (keep) {
     Tensor words(nullptr, DType::kInt64, {static_cast<int64_t>((layer.reserve_bytes() + 7) / 8)});
-    reserve = new_numpy_array(words);
+    reserve = place_.on_cuda() ? results.make(words) : new_numpy_array(words);
     a.reserve = words.data;
     a.reserve_bytes = layer.reserve_bytes();
   }
-  const Scratch scratch(layer.workspace_bytes());
-  check(scratch.status());
-  a.workspace = scratch.memory();
   a.workspace_bytes = layer.workspace_bytes();
-  run_without_gil([&] { return layer.forward(a, norm_); });
+  place_.run_in_workspace(a.workspace_bytes, [&](void* workspace) {
+    a.workspace = workspace;
+    return layer.forward(a, norm_);
+  });
   return nb::make_tuple(out, weights, reserve);
 }
 
@@ -236,10 +238,11 @@ class LayerBackwardCall : public LayerCall {
     fill_in_key_and_value();
     set_sizes(layer_args_.query.dims[1], num_keys());
     backward_.grad_out = view_of(arguments[kLayerGradOut], {"grad_out", kFloats, 3, 3, "the shape of out"}, held_own_);
-    Held none;  // they are arrays of NumPy
+    size_t count = 0;
     const auto gradient = [&](int position, const char* name, int dims) {
       PyObject* const array = arguments[position];
-      return array == Py_None ? Tensor() : writable_view_of(array, {name, kFloats, dims, dims, ""}, none);
+      Held& held = held_gradients_[count++];
+      return array == Py_None ? Tensor() : writable_view_of(array, {name, kFloats, dims, dims, ""}, held);
     };
     for (int i = 0; i < kNumWeightKinds; ++i) {
       backward_.grad_weights[static_cast<WeightKind>(i)] =
@@ -266,6 +269,7 @@ class LayerBackwardCall : public LayerCall {
   LayerBackwardArgs backward_;
   NormWeights grad_norm_;
   Held held_own_;
+  std::array<Held, kNumWeightKinds + 2> held_gradients_;
 };
 
 // The Python class has checked the names.
@@ -297,16 +301,16 @@ nb::object LayerBackwardCall::run() {
   if (!own_key_ && !norm_desc_) backward_.grad_key = backward_.grad_query;
   if (!own_value_) backward_.grad_value = backward_.grad_key;
 
-  Held none;
-  const Tensor reserve = view_of(arguments_[kReserve], {"reserve", "int64", 1, 1, "what forward returned"}, none);
+  Held held;
+  const Tensor reserve = view_of(arguments_[kReserve], {"reserve", "int64", 1, 1, "what forward returned"}, held);
   a.reserve = reserve.data;
   a.reserve_bytes = layer.reserve_bytes();
-  const Scratch scratch(layer.backward_workspace_bytes());
-  check(scratch.status());
-  a.workspace = scratch.memory();
   a.workspace_bytes = layer.backward_workspace_bytes();
   backward_.forward = a;
-  run_without_gil([&] { return layer.backward(backward_, norm_, grad_norm_); });
+  place_.run_in_workspace(a.workspace_bytes, [&](void* workspace) {
+    backward_.forward.workspace = workspace;
+    return layer.backward(backward_, norm_, grad_norm_);
+  });
   return made_arrays;
 }
 

@@ -15,16 +15,16 @@ namespace polyhead::python {
 class LayerOrBlock {
  public:
   // norm: of a block; none: the layer. `desc.residual` is the block's.
-  static Result<LayerOrBlock> made(const LayerDesc& desc, const std::optional<NormDesc>& norm, Executor* executor,
+  static Result<LayerOrBlock> made(const LayerDesc& desc, const std::optional<NormDesc>& norm, const Where& where,
                                    std::string_view kernel) {
     LayerOrBlock made;
     Status status;
     if (norm) {
-      auto block = cached_block({desc, *norm}, executor, kernel);
+      auto block = cached_block({desc, *norm}, where, kernel);
       status = block.status();
       if (status.ok()) made.block_ = std::move(*block);
     } else {
-      auto layer = cached_layer(desc, executor, kernel);
+      auto layer = cached_layer(desc, where, kernel);
       status = layer.status();
       if (status.ok()) made.layer_ = std::move(*layer);
     }

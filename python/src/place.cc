@@ -115,18 +115,23 @@ nb::object Place::new_array(PyObject* like, const Tensor& shape, const char* dty
                                   reinterpret_cast<uintptr_t>(stream_));
 }
 
-nb::object Place::new_workspace(size_t bytes, ForwardArgs& args) const {
-  args.workspace = nullptr;
-  args.workspace_bytes = bytes;
+Where Place::where(Executor* executor) const {
+  if (!on_cuda()) return {.device = Device::kCpu, .executor = executor, .stream = nullptr};
+  return {.device = Device::kCuda, .executor = executor, .stream = stream_};
+}
+
+nb::object Place::new_workspace(size_t bytes, void** memory) const {
   if (bytes == 0) return nb::none();
   Tensor shape;
   shape.ndim = 1;
   shape.dims[0] = static_cast<int64_t>(bytes);
   nb::object array = new_array(query_.ptr(), shape, "uint8");
   Held held;
-  args.workspace = view_of(array.ptr(), {"workspace", "uint8", 1, 1, "[bytes]", true}, held).data;
+  *memory = view_of(array.ptr(), {"workspace", "uint8", 1, 1, "[bytes]", true}, held).data;
   return array;
 }
+
+bool is_device_array(PyObject* object) { return PyObject_IsInstance(object, cuda_arrays("DeviceArray").ptr()) == 1; }
 
 bool has_cuda_interface(PyObject* object) { return attribute(object, "__cuda_array_interface__").is_valid(); }
 
@@ -199,6 +204,7 @@ nb::dict describe_cuda() {
 
 void add_cuda(nb::module_& module) {
   module.def("cuda_machine", &describe_cuda);
+  module.def("cuda_device", [](nb::object array) { return is_on_host(array.ptr()) ? -1 : cuda_device(array.ptr()); });
   module.def("cuda_allocate", [](size_t bytes, int device, uintptr_t stream) {
     const OnDevice there(device);
     check(there.status());
@@ -214,15 +220,18 @@ void add_cuda(nb::module_& module) {
     check(there.status());
     check(order_cuda_streams(pointer_of(before), pointer_of(stream)));
   });
-  module.def("cuda_capsule",
-             [](nb::object owner, uintptr_t memory, nb::tuple shape, const std::string& dtype, int device) {
-               Tensor view;
-               view.data = pointer_of(memory);
-               view.dtype = dtype_named(dtype);
-               view.ndim = static_cast<int32_t>(shape.size());
-               for (int i = 0; i < view.ndim; ++i) view.dims[i] = nb::cast<int64_t>(shape[i]);
-               return cuda_capsule(std::move(owner), view, device);
-             });
+  module.def("cuda_capsule", [](nb::object owner, uintptr_t memory, nb::tuple shape, nb::tuple strides,
+                                const std::string& dtype, int device) {
+    Tensor view;
+    view.data = pointer_of(memory);
+    view.dtype = dtype_named(dtype);
+    view.ndim = static_cast<int32_t>(shape.size());
+    for (int i = 0; i < view.ndim; ++i) {
+      view.dims[i] = nb::cast<int64_t>(shape[i]);
+      view.strides[i] = nb::cast<int64_t>(strides[i]);
+    }
+    return cuda_capsule(std::move(owner), view, device);
+  });
 }
 
 }  // namespace polyhead::python

@@ -9,6 +9,7 @@
 #include "arrays.h"
 #include "on_device.h"
 #include "polyhead/attention.h"
+#include "workspace.h"
 
 namespace polyhead::python {
 
@@ -31,15 +32,20 @@ class Place {
   // A new array of the kind of `like`, or, where its package is not known, a polyhead.DeviceArray.
   nb::object new_array(PyObject* like, const Tensor& shape, const char* dtype) const;
 
-  // run(), which computes with `args`, in a workspace of `bytes` on the device.
+  // Where a plan is made for calls here, and where they run: the threads of `executor`, or the stream.
+  Where where(Executor* executor) const;
+
+  // check(run(workspace)), in a workspace of `bytes` here, while other Python threads run.
   template <class Run>
-  void run_in_workspace(size_t bytes, ForwardArgs& args, Run run) const {
-    const nb::object workspace = new_workspace(bytes, args);
-    run_without_gil(run);
+  void run_in_workspace(size_t bytes, const Run& run) const {
+    if (!on_cuda()) return run_without_gil([&] { return in_scratch(bytes, run); });
+    void* memory = nullptr;
+    const nb::object workspace = new_workspace(bytes, &memory);
+    run_without_gil([&] { return run(memory); });
   }
 
  private:
-  nb::object new_workspace(size_t bytes, ForwardArgs& args) const;
+  nb::object new_workspace(size_t bytes, void** memory) const;
 
   nb::object query_;
   int device_ = -1;
@@ -47,6 +53,9 @@ class Place {
   std::optional<OnDevice> on_device_;
   const Place* before_ = nullptr;
 };
+
+// Whether `object` is a polyhead.DeviceArray.
+bool is_device_array(PyObject* object);
 
 // Whether `object` has what tells of memory on a CUDA device, as CuPy's and Numba's arrays do.
 bool has_cuda_interface(PyObject* object);

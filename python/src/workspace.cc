@@ -28,16 +28,6 @@ Workspace& kept_workspace() {
   return kept;
 }
 
-// run() with args.workspace being `bytes` of memory.
-template <class Run>
-Status with_workspace(size_t bytes, ForwardArgs& args, Run run) {
-  const Scratch scratch(bytes);
-  if (!scratch.status().ok()) return scratch.status();
-  args.workspace = scratch.memory();
-  args.workspace_bytes = bytes;
-  return run();
-}
-
 }  // namespace
 
 Scratch::Scratch(size_t bytes) {
@@ -59,13 +49,5 @@ Scratch::Scratch(size_t bytes) {
 }
 
 Scratch::~Scratch() { std::free(own_); }
-
-Status forward_with_workspace(const Plan& plan, ForwardArgs& args) {
-  return with_workspace(plan.workspace_bytes(), args, [&] { return plan.forward(args); });
-}
-
-Status backward_with_workspace(const Plan& plan, BackwardArgs& args) {
-  return with_workspace(plan.backward_workspace_bytes(), args.forward, [&] { return plan.backward(args); });
-}
 
 }  // namespace polyhead::python

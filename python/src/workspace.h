@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "polyhead/attention.h"
+#include "polyhead/status.h"
 
 namespace polyhead::python {
 
@@ -25,8 +25,11 @@ class Scratch {
   void* own_ = nullptr;
 };
 
-// plan.forward(args) and plan.backward(args) in such memory.
-Status forward_with_workspace(const Plan& plan, ForwardArgs& args);
-Status backward_with_workspace(const Plan& plan, BackwardArgs& args);
+// run(memory), in `bytes` of such memory.
+template <class Run>
+Status in_scratch(size_t bytes, const Run& run) {
+  const Scratch scratch(bytes);
+  return scratch.status().ok() ? run(scratch.memory()) : scratch.status();
+}
 
 }  // namespace polyhead::python

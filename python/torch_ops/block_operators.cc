@@ -12,7 +12,6 @@
 #include "call_counts.h"
 #include "operands.h"
 #include "stable_tensor.h"
-#include "torch_executor.h"
 
 namespace polyhead::torch_ops {
 namespace {
@@ -45,7 +44,8 @@ Tensor optional_view(const StableTensor& tensor, const char* name, int min_dims,
 
 std::optional<uint64_t> seed_of(const StableTensor& tensor, const char* name) {
   if (!tensor.given()) return std::nullopt;
-  const Tensor seed = view_of(tensor, {name, 0, 0, "an int64 scalar"});
+  const Tensor seed =
+      view_of(tensor, {.name = name, .min_dims = 0, .max_dims = 0, .shape = "an int64 scalar", .on_cpu = true});
   if (seed.dtype != DType::kInt64) bad_value("%s is %s, must be int64", name, dtype_name(seed.dtype));
   return *static_cast<const uint64_t*>(seed.data);
 }
@@ -176,9 +176,10 @@ void attention_block_forward(StableIValue* stack, uint64_t num_inputs, uint64_t 
   const AttentionBlockArguments arguments(reader);
   const bool keep = reader.flag();
 
+  const CallPlace place(arguments.tensors[0]);
   const AttentionBlockCall call = arguments.call();
   const AttentionBlockDesc desc = checked(python::block_desc(call));
-  const auto block = checked(python::cached_block(desc, &current_executor()));
+  const auto block = checked(python::cached_block(desc, place.where()));
   const LayerDesc& d = desc.layer;
   const bool bf = arguments.is_batch_first;
   Tensor out_view(nullptr, d.dtype, {bf ? d.batch : d.seqlen_q, bf ? d.seqlen_q : d.batch, block->layer().out_size()});
@@ -186,7 +187,10 @@ void attention_block_forward(StableIValue* stack, uint64_t num_inputs, uint64_t 
   Tensor weights_view = python::weights_shape(desc), reserve_tensor;
   if (weights_view.given()) attn_weights = new_tensor(weights_view, "attn_weights");
   if (python::takes_reserve(call, keep)) reserve = new_reserve(python::reserve_words(desc), reserve_tensor);
-  check(python::run_forward(*block, call, batch_first(out_view, bf), weights_view, reserve_tensor));
+  place.run_in_workspace(block->workspace_bytes(), [&](void* workspace) {
+    return python::run_forward(*block, call, {place.where(), workspace}, batch_first(out_view, bf), weights_view,
+                               reserve_tensor);
+  });
   count_call(Counted::kAttentionBlockForward, python::counted_sizes(desc), block->layer().kernel_name());
   stack[0] = result(std::move(out));
   stack[1] = optional_result(std::move(attn_weights));
@@ -200,9 +204,10 @@ void attention_block_backward(StableIValue* stack, uint64_t num_inputs, uint64_t
   const int64_t needs = reader.integer();
   const AttentionBlockArguments arguments(reader);
 
+  const CallPlace place(arguments.tensors[0]);
   const AttentionBlockCall call = arguments.call();
   const AttentionBlockDesc desc = checked(python::block_desc(call));
-  const auto block = checked(python::cached_block(desc, &current_executor()));
+  const auto block = checked(python::cached_block(desc, place.where()));
   const bool bf = arguments.is_batch_first;
   const Tensor grad_out_view = view_of(grad_out, {"grad_out", 3, 3, "the shape of out"});
   const Tensor reserve_tensor = reserve_view(reserve, python::reserve_words(desc));
@@ -228,7 +233,10 @@ void attention_block_backward(StableIValue* stack, uint64_t num_inputs, uint64_t
   for (Tensor* tokens : {&grads.query, &grads.key, &grads.value}) *tokens = batch_first(*tokens, bf);
   if (made[12].given()) grads.attn_bias = python::widened_to_4d(grads.attn_bias);
   if (needs != 0) {
-    check(python::run_backward(*block, call, reserve_tensor, batch_first(grad_out_view, bf), grads));
+    place.run_in_workspace(block->backward_workspace_bytes(), [&](void* workspace) {
+      return python::run_backward(*block, call, {place.where(), workspace}, reserve_tensor,
+                                  batch_first(grad_out_view, bf), grads);
+    });
     count_call(Counted::kAttentionBlockBackward, python::counted_sizes(desc), block->layer().kernel_name());
   }
   for (size_t i = 0; i < made.size(); ++i) stack[i] = result(std::move(made[i]));
@@ -285,13 +293,16 @@ void feed_forward_block_forward(StableIValue* stack, uint64_t num_inputs, uint64
   const FeedForwardArguments arguments(reader);
   const bool keep = reader.flag();
 
+  const CallPlace place(arguments.tensors[0]);
   const FeedForwardCall call = arguments.call();
   const FeedForwardBlockDesc desc = checked(python::block_desc(call));
-  const auto block = checked(python::cached_block(desc, &current_executor()));
+  const auto block = checked(python::cached_block(desc, place.where()));
   Tensor out_view = call.in.x, reserve_tensor;
   StableTensor out = new_tensor(out_view, "out"), reserve;
   if (python::takes_reserve(call, keep)) reserve = new_reserve(python::reserve_words(desc), reserve_tensor);
-  check(python::run_forward(*block, call, out_view, reserve_tensor));
+  place.run_in_workspace(block->workspace_bytes(), [&](void* workspace) {
+    return python::run_forward(*block, call, {place.where(), workspace}, out_view, reserve_tensor);
+  });
   count_call(Counted::kFeedForwardBlockForward, python::counted_sizes(desc), block->kernel_name());
   stack[0] = result(std::move(out));
   stack[1] = optional_result(std::move(reserve));
@@ -304,9 +315,10 @@ void feed_forward_block_backward(StableIValue* stack, uint64_t num_inputs, uint6
   const int64_t needs = reader.integer();
   const FeedForwardArguments arguments(reader);
 
+  const CallPlace place(arguments.tensors[0]);
   const FeedForwardCall call = arguments.call();
   const FeedForwardBlockDesc desc = checked(python::block_desc(call));
-  const auto block = checked(python::cached_block(desc, &current_executor()));
+  const auto block = checked(python::cached_block(desc, place.where()));
   const Tensor grad_out_view = view_of(grad_out, {"grad_out", 3, 3, "the shape of out"});
   const Tensor reserve_tensor = reserve_view(reserve, python::reserve_words(desc));
   FeedForwardTensors grads;
@@ -320,7 +332,9 @@ void feed_forward_block_backward(StableIValue* stack, uint64_t num_inputs, uint6
                                                                         {in.norm.beta, grads.norm.beta}}},
                                                                       needs);
   if (needs != 0) {
-    check(python::run_backward(*block, call, reserve_tensor, grad_out_view, grads));
+    place.run_in_workspace(block->backward_workspace_bytes(), [&](void* workspace) {
+      return python::run_backward(*block, call, {place.where(), workspace}, reserve_tensor, grad_out_view, grads);
+    });
     count_call(Counted::kFeedForwardBlockBackward, python::counted_sizes(desc), block->kernel_name());
   }
   for (size_t i = 0; i < made.size(); ++i) stack[i] = result(std::move(made[i]));

@@ -2,7 +2,6 @@
 
 #include "stable_abi.h"
 #include "torch_executor.h"
-#include "workspace.h"
 
 namespace polyhead::torch_ops {
 namespace {
@@ -19,15 +18,6 @@ void* current_stream(int32_t device) {
   aoti_torch_delete_stream(stream);
   if (!told) failure("torch's current stream on cuda:%d has no handle", device);
   return handle;
-}
-
-// Memory of torch's allocator, which hands it out again in the order of the stream.
-StableTensor new_workspace(size_t bytes, ForwardArgs& args) {
-  Tensor view(nullptr, DType::kInt4x2, {static_cast<int64_t>(bytes)});  // a byte an element
-  StableTensor memory = bytes == 0 ? StableTensor() : new_tensor(view, "a workspace");
-  args.workspace = view.data;
-  args.workspace_bytes = bytes;
-  return memory;
 }
 
 }  // namespace
@@ -57,16 +47,28 @@ Where CallPlace::where() const {
   return {.device = device_, .executor = &current_executor(), .stream = nullptr};
 }
 
+StableTensor CallPlace::new_workspace(size_t bytes, void** memory) {
+  if (bytes == 0) return {};
+  Tensor view(nullptr, DType::kInt4x2, {static_cast<int64_t>(bytes)});  // a byte an element
+  StableTensor tensor = new_tensor(view, "a workspace");
+  *memory = view.data;
+  return tensor;
+}
+
 void CallPlace::forward(const Plan& plan, ForwardArgs& args) const {
-  if (device_ == Device::kCpu) return check(python::forward_with_workspace(plan, args));
-  const StableTensor memory = new_workspace(plan.workspace_bytes(), args);
-  check(plan.forward(args));
+  args.workspace_bytes = plan.workspace_bytes();
+  run_in_workspace(args.workspace_bytes, [&](void* workspace) {
+    args.workspace = workspace;
+    return plan.forward(args);
+  });
 }
 
 void CallPlace::backward(const Plan& plan, BackwardArgs& args) const {
-  if (device_ == Device::kCpu) return check(python::backward_with_workspace(plan, args));
-  const StableTensor memory = new_workspace(plan.backward_workspace_bytes(), args.forward);
-  check(plan.backward(args));
+  args.forward.workspace_bytes = plan.backward_workspace_bytes();
+  run_in_workspace(args.forward.workspace_bytes, [&](void* workspace) {
+    args.forward.workspace = workspace;
+    return plan.backward(args);
+  });
 }
 
 }  // namespace polyhead::torch_ops

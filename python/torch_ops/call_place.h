@@ -7,6 +7,7 @@
 #include "on_device.h"
 #include "polyhead/attention.h"
 #include "stable_tensor.h"
+#include "workspace.h"
 
 namespace polyhead::torch_ops {
 
@@ -31,7 +32,19 @@ class CallPlace {
   void forward(const Plan& plan, ForwardArgs& args) const;
   void backward(const Plan& plan, BackwardArgs& args) const;
 
+  // check(run(workspace)), in one of `bytes`.
+  template <class Run>
+  void run_in_workspace(size_t bytes, const Run& run) const {
+    if (device_ == Device::kCpu) return check(python::in_scratch(bytes, run));
+    void* memory = nullptr;
+    const StableTensor workspace = new_workspace(bytes, &memory);
+    check(run(memory));
+  }
+
  private:
+  // Of torch's allocator, which hands it out again in the order of the stream.
+  static StableTensor new_workspace(size_t bytes, void** memory);
+
   Device device_ = Device::kCpu;
   int32_t index_ = 0;
   void* stream_ = nullptr;

@@ -341,7 +341,7 @@ const char* register_operators() {
   const bool has_lists_and_strings =
       torch_list_size != nullptr && torch_string_length != nullptr;  // else Python's: _ops.py
   const std::span<const OperatorKernel> none, with_strings = has_lists_and_strings ? kKernels : none;
-  const std::span<const OperatorKernel> on_cuda[] = {kPlainKernels, with_strings};
+  const std::span<const OperatorKernel> on_cuda[] = {kPlainKernels, with_strings, block_kernels()};
   const std::span<const OperatorKernel> on_cpu[] = {kPlainKernels, with_strings, block_kernels(),
                                                     has_lists_and_strings ? merge_kernels() : none};
   const char* failed = register_for("CPU", on_cpu);

@@ -53,5 +53,6 @@ def torch_device(tmp_path_factory):
 
 
 @needs_torch
-def test_torch(torch_device):
-    run("torch_operators.py", torch_device)
+@pytest.mark.parametrize("name", ["torch_operators.py", "torch_layers.py"])
+def test_torch(torch_device, name):
+    run(name, torch_device)

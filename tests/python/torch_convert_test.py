@@ -99,7 +99,7 @@ def test_what_is_left_alone_is_said():
     }
     assert type(model["layer"]) is nn.TransformerEncoderLayer
     on_meta = ph.convert(nn.MultiheadAttention(16, 2, device="meta"))
-    assert on_meta[0].reason == "it is on meta, polyhead computes on the CPU"
+    assert on_meta[0].reason == "it is on meta, and layers are converted on the CPU alone"
     assert str(ph.convert(nn.Linear(2, 2))) == "polyhead.torch: no module of torch.nn's attention in this model"
 
 

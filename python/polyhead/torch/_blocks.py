@@ -114,7 +114,7 @@ def _cached_cast(weight):
     """
     dtype = torch.get_autocast_dtype(weight.device.type)
     with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
-        nothing = torch.empty((0, weight.shape[0]), dtype=dtype, requires_grad=True)
+        nothing = torch.empty((0, weight.shape[0]), dtype=dtype, device=weight.device, requires_grad=True)
         return torch.mm(nothing, weight).grad_fn._saved_mat2
 
 
@@ -160,7 +160,7 @@ def _under_autocast(run, arguments):
 
 def _autocast_kernel(block, operator):
     def below_autocast(*arguments):
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        with _ops.below_autocast():
             return operator(*arguments)
 
     return lambda *arguments: _under_autocast(below_autocast, block(*arguments))

@@ -143,7 +143,7 @@ def _why_not(module, theirs):
             return "its parameters are parametrized"
         return f"it is {_name(type(module))}, not {_name(theirs)} itself"
     device = next((each.device for each in module.parameters() if each.device.type != "cpu"), None)
-    return None if device is None else f"it is on {device}, polyhead computes on the CPU"
+    return None if device is None else f"it is on {device}, and layers are converted on the CPU alone"
 
 
 def _restore_activation_kind(module):

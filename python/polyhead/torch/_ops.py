@@ -56,9 +56,9 @@ for _name in [name for name in SCHEMAS if name not in _block_ops.FAKES]:
     if "." in _name and not _name.endswith(".program"):
         _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 for _name in _block_ops.FAKES:
-    if not _in_cpp:
-        _library.impl(_name, _block_ops.KERNELS[_name], "CPU")
-    _library.impl(_name, _on_cpu_alone(_name), "CUDA")
+    for _key in ("CPU", "CUDA"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"polyhead::{_name}", _key):
+            _library.impl(_name, _block_ops.KERNELS[_name], _key)
     torch.library.register_fake(f"polyhead::{_name}", _block_ops.FAKES[_name], lib=_library)
     if _name.endswith("_backward"):
         _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
@@ -111,27 +111,31 @@ def cast_for_autocast(*tensors):
     )
 
 
-def _autocast(dispatch_key):
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
+_AUTOCAST = ("AutocastCPU", "AutocastCUDA")
+_on_cpu, _on_cuda = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, each)) for each in _AUTOCAST)
+_autocast_keys = _on_cpu | _on_cuda
 
-    def cast(query, key, value, *options):
-        with torch._C._ExcludeDispatchKeyGuard(keys):
-            return forward_of(options)(*cast_for_autocast(query, key, value), *options)
 
-    return cast
+def below_autocast():
+    return torch._C._ExcludeDispatchKeyGuard(_autocast_keys)
+
+
+def implement_autocast(name, function):
+    for key in _AUTOCAST:
+        _library.impl(name, function, key)
+
+
+def _cast(query, key, value, *options):
+    with below_autocast():
+        return forward_of(options)(*cast_for_autocast(query, key, value), *options)
 
 
 for _overload in ("attention_forward", "attention_forward.program"):
-    for _key in ("AutocastCPU", "AutocastCUDA"):
-        _library.impl(_overload, _autocast(_key), _key)
+    implement_autocast(_overload, _cast)
 
 
 def implement_autograd(name, function):
     _library.impl(name, function, "Autograd")
-
-
-def implement_autocast(name, function):
-    _library.impl(name, function, "AutocastCPU")
 
 
 def implement_cuda(name, function):

@@ -1,5 +1,6 @@
 """polyhead.attention on arrays in a GPU's memory."""
 
+import copy
 import ctypes
 import subprocess
 import sys
@@ -85,7 +86,7 @@ def test_bfloat16_by_dlpack():
     assert out.dtype == "bfloat16"
     with pytest.raises(AttributeError, match="bfloat16 has no name in __cuda_array_interface__"):
         out.__cuda_array_interface__
-    got = (to_host(out._address, out.shape, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    got = (to_host(out._memory.address, out.shape, np.uint16).astype(np.uint32) << 16).view(np.float32)
     assert_close(got, polyhead.attention(*wide), 1e-2)
 
 
@@ -98,7 +99,7 @@ def test_nothing_waits_and_everything_is_in_order():
     value = Exporter(arrays[2])
     out = polyhead.attention(query, key, value, stream=mine)
     assert value.asked == [mine] and out.stream == mine
-    assert not is_written(out._address, want.nbytes)
+    assert not is_written(out._memory.address, want.nbytes)
     reader = new_stream()
     capsule = out.__dlpack__(stream=reader)
     del out, query, key  # memory goes when the streams have come so far
@@ -287,3 +288,112 @@ def test_the_command_lists_devices():
         pytest.skip("this build has no command")
     told = subprocess.run([command.COMMAND, "info", "--format", "csv"], capture_output=True, text=True, check=True).stdout
     assert "CUDA," in told
+
+
+class DeviceMatrix(Interface):
+    """With what packages' arrays have besides: shape, dtype and a transposed view."""
+
+    def __init__(self, x):
+        super().__init__(x)
+        self.shape, self.dtype = x.shape, x.dtype
+
+    @property
+    def T(self):
+        view, (rows, columns) = copy.copy(self), self.shape
+        view.shape, size = (columns, rows), self.dtype.itemsize
+        view.__cuda_array_interface__ = {
+            **self.__cuda_array_interface__, "shape": view.shape, "strides": (size, columns * size),
+        }  # fmt: skip
+        return view
+
+
+def dense(array):
+    """Of an array on the device with any strides."""
+    interface = array.__cuda_array_interface__
+    dtype = np.dtype(interface["typestr"])
+    if interface["strides"] is None:
+        return numpy_of(array)
+    assert len(interface["shape"]) == 2 and interface["strides"][0] == dtype.itemsize
+    return to_host(interface["data"][0], interface["shape"][::-1], dtype).T
+
+
+LAYER_WEIGHTS = {"query_weight": (12, 8), "key_weight": (12, 4), "value_weight": (12, 4), "out_weight": (8, 12),
+                 "query_bias": (8,), "out_bias": (12,)}  # fmt: skip
+
+
+def drawn(shapes, dtype=np.float32):
+    random = np.random.default_rng(7)
+    return {name: random.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("kind", ["layer", "block"])
+def test_attention_layers(kind, dtype):
+    """Forward and all gradients, dropout's bits and lengths included."""
+    norm = {"norm_weight": (12,), "norm_bias": (12,)} if kind == "block" else {}
+    weights = drawn(LAYER_WEIGHTS | norm, dtype)
+    made = polyhead.MultiHeadAttention if kind == "layer" else polyhead.AttentionBlock
+    drops = {"dropout_p": 0.3, "output_dropout_p": 0.2}
+    here, there = (made(each, 4, 2, **drops) for each in (weights, {n: DeviceMatrix(x) for n, x in weights.items()}))
+    x, grad_out = drawn({"x": (2, 5, 12), "grad_out": (2, 5, 12)}, dtype).values()
+    lengths = np.array([5, 3])
+    call = {"causal": True, "align": "top_left", "training": True, "dropout_seed": 5, "output_dropout_seed": 6}
+    want = here.forward(x, seqlens_k=lengths, **call)
+    got = there.forward(Interface(x), seqlens_k=Interface(lengths), **call)
+    bound = 1e-4 if dtype == np.float32 else 2e-2
+    assert type(got) is polyhead.DeviceArray
+    assert_close(numpy_of(got), want, bound)
+    wants, gots = here.backward(grad_out), there.backward(Interface(grad_out))
+    assert list(gots) == list(wants)
+    for name in wants:
+        assert_close(dense(gots[name]), wants[name], 5 * bound)
+
+
+def test_feed_forward_block():
+    shapes = {"weight1": (12, 20), "bias1": (20,), "weight2": (20, 12), "bias2": (12,), "norm_weight": (12,)}
+    weights = drawn(shapes)
+    options = {"activation": "silu", "norm": "rms", "inner_dropout_p": 0.3}
+    here, there = (
+        polyhead.FeedForwardBlock(each, **options) for each in (weights, {n: DeviceMatrix(x) for n, x in weights.items()})
+    )
+    x, grad_out = drawn({"x": (2, 5, 12), "grad_out": (2, 5, 12)}).values()
+    call = {"training": True, "inner_dropout_seed": 5}
+    assert_close(numpy_of(there.forward(Interface(x), **call)), here.forward(x, **call), 1e-4)
+    wants, gots = here.backward(grad_out), there.backward(Interface(grad_out))
+    assert list(gots) == list(wants)
+    for name in wants:
+        assert_close(dense(gots[name]), wants[name], 5e-4)
+    again = polyhead.FeedForwardBlock({**weights, **{name: gots[name] for name in ("weight1", "weight2")}}, **options)
+    with pytest.raises(polyhead.Error, match="in CPU memory, must be on CUDA device 0 as query"):
+        again.forward(Interface(x))
+
+
+def test_layers_refuse_by_a_sentence():
+    weights = drawn(LAYER_WEIGHTS)
+    here, there = (
+        polyhead.MultiHeadAttention(each, 4, 2) for each in (weights, {n: DeviceMatrix(x) for n, x in weights.items()})
+    )
+    x = drawn({"x": (2, 5, 12)})["x"]
+    on_device = Interface(x)
+    pages = dict(cache=here.new_cache(4, 2), page_table=np.zeros((2, 2), np.int32), seqlens_k=np.array([1, 1]))
+    caches = here.new_caches(2, 5)
+    refused = [
+        (lambda: there.forward(x), "query_weight is on CUDA device 0, must be in CPU memory"),
+        (lambda: here.forward(on_device), "query_weight is in CPU memory, must be on CUDA device 0 as query"),
+        (lambda: there.forward(on_device, caches=caches), "caches are given, but weights lie on a CUDA device: decoding is"),
+        (lambda: there.forward(on_device, **pages), "cache is given, but weights lie on a CUDA device: decoding is"),
+    ]
+    for call, sentence in refused:
+        with pytest.raises(polyhead.Error, match=sentence) as error:
+            call()
+        del error
+    with pytest.raises(TypeError, match="must be a NumPy array, or one on a CUDA device"):
+        polyhead.MultiHeadAttention({**weights, "query_weight": [[1.0]]}, 4, 2)
+
+
+def test_transposed_results_are_views():
+    array = polyhead.DeviceArray((2, 3), "float32", 0, 0)
+    view = array.T
+    assert view.shape == (3, 2) and view.T.shape == (2, 3)
+    assert view.__cuda_array_interface__["strides"] == (4, 12) and array.__cuda_array_interface__["strides"] is None
+    assert view.__cuda_array_interface__["data"] == array.__cuda_array_interface__["data"]

@@ -89,9 +89,11 @@ class Exporter:
 
     def __dlpack__(self, *, stream=None, **_):
         from polyhead import _bind
+        from polyhead._cuda_arrays import contiguous_strides
 
         self.asked.append(stream)
-        return _bind.cuda_capsule(self, self.memory.address, self.memory.x.shape, self.dtype, self.device)
+        shape = self.memory.x.shape
+        return _bind.cuda_capsule(self, self.memory.address, shape, contiguous_strides(shape), self.dtype, self.device)
 
 
 def numpy_of(array):

@@ -1,99 +1,12 @@
 """polyhead's operators on CUDA tensors of torch's build for the CPU, to which on_cuda/torch_device.cc is a device."""
 
-import ctypes
-import gc
-import time
-import types
-
-import numpy as np
 import pytest
 import torch
-import torch.utils.dlpack
-from device import allocate, check, is_written, new_stream, pointer, synchronize, to_device, to_host, twin
+from device import check, is_written, new_stream, pointer, twin
+from torch_tensors import BOUNDS, assert_close, cuda, device, host, made, nothing_is_left, set_stream  # noqa: F401
 
 import polyhead
 import polyhead.torch
-from polyhead import _bind
-
-TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.uint8: "uint8",
-         torch.int64: "int64", torch.int32: "int32", torch.bool: "bool"}  # fmt: skip
-made = []  # dtypes of new tensors
-
-
-class Owner:
-    """As torch's allocator: memory goes in the order of the stream that torch works on."""
-
-    stream = 0
-
-    def __init__(self, address):
-        self.address = address
-
-    def __del__(self):
-        if self.address:
-            twin.cudaFreeAsync(pointer(self.address), pointer(Owner.stream))
-
-
-def set_stream(stream):
-    Owner.stream = stream
-    ctypes.CDLL(None).torch_device_set_stream(pointer(stream))
-
-
-def new_tensor(shape, dtype):
-    """On cuda:0, contiguous, unwritten."""
-    size = int(np.prod(shape)) * dtype.itemsize
-    owner = Owner(allocate(size))
-    return torch.utils.dlpack.from_dlpack(_bind.cuda_capsule(owner, owner.address, tuple(shape), TYPES[dtype], 0))
-
-
-def empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_memory=None):
-    """Memory in the order of the strides, which leave no gaps."""
-    made.append(dtype)
-    order = sorted(range(len(size)), key=lambda n: (-stride[n], n))
-    dense = new_tensor([size[n] for n in order], dtype or torch.float32)
-    return dense.permute([order.index(n) for n in range(len(size))]) if len(size) > 1 else dense
-
-
-def cuda(tensor):
-    x = tensor.detach().contiguous()
-    there = new_tensor(x.shape, x.dtype)
-    there.host = x.view(torch.uint8).numpy() if x.dtype in (torch.bfloat16, torch.bool) else x.numpy()
-    to_device(there.host, there.data_ptr())
-    synchronize()
-    return there.requires_grad_(tensor.requires_grad)
-
-
-def host(tensor):
-    """Of any strides without gaps."""
-    synchronize()
-    sizes = [1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))]
-    storage = torch.empty(sizes, dtype=tensor.dtype)
-    raw = to_host(tensor.data_ptr(), (storage.numel() * storage.itemsize,), np.uint8)
-    storage.view(torch.uint8).copy_(torch.from_numpy(raw))
-    return storage.as_strided(tensor.shape, tensor.stride())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def device():
-    """What torch's build for CUDA has, of what is needed here."""
-    torch.cuda._lazy_init = lambda: None
-    torch.cuda.current_stream = lambda device=None: types.SimpleNamespace(cuda_stream=Owner.stream)
-    library, keys = torch.library.Library("aten", "IMPL"), torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    as_strided = torch.library.get_kernel("aten::as_strided", "CPU")
-    library.impl("as_strided", lambda *arguments: as_strided.call_boxed(keys, *arguments), "CUDA")
-    library.impl("empty_strided", empty_strided, "CUDA")
-    library.impl("empty.memory_format", lambda size, dtype=None, **_: new_tensor(size, dtype), "CUDA")
-    yield library
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    yield
-    deadline = time.monotonic() + 5  # autograd's thread may hold the last tensors for a moment
-    while (left := twin.cuda_twin_num_allocations()) and time.monotonic() < deadline:
-        gc.collect()
-        synchronize()
-        time.sleep(0.001)
-    assert left == 0
 
 
 def operands(dtype=torch.float32, heads_first=False, requires_grad=False):
@@ -102,13 +15,6 @@ def operands(dtype=torch.float32, heads_first=False, requires_grad=False):
     if heads_first:
         shapes = [(2, 4, 5, 16), (2, 4, 70, 16), (2, 4, 70, 16)]
     return [torch.randn(shape).to(dtype).requires_grad_(requires_grad) for shape in shapes]
-
-
-BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-
-
-def assert_close(got, want, dtype=torch.float32):
-    torch.testing.assert_close(host(got).float(), want.float(), rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
 
 
 @pytest.mark.parametrize("dtype", list(BOUNDS), ids=str)
@@ -199,8 +105,6 @@ def test_what_is_refused_by_a_sentence():
         (lambda: attention(*there, kernel="reference"), "kernel is reference, which computes on cpu, the call's tensors are on cuda"),
         (lambda: attention(*map(cuda, wide)), "no kernel can compute this: cuda_sm80 (head_dim is 300, takes 0 to 256)"),
         (lambda: torch.ops.polyhead.dropout_mask(cuda(torch.tensor(1)), 0.5, 0, 1, 1, 1, 1), "computes on the CPU alone"),
-        (lambda: torch.ops.polyhead.feed_forward_block_forward(cuda(torch.randn(1, 2, 4)), *[None] * 8, 0, 0.0, 0.0, 0,
-                                                               False, 0.0, False, False), "computes on the CPU alone"),
     ]  # fmt: skip
     for call, sentence in refused:
         with pytest.raises((polyhead.Error, ValueError)) as error:
