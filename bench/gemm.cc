@@ -49,6 +49,13 @@ Buffer random_numbers(int64_t count, DType dtype) {
   return buffer;
 }
 
+// The CPU's kernels give no error.
+void expect_ok(const polyhead::Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s\n", status.message().c_str());
+  std::exit(1);
+}
+
 double best_seconds(const linear::Kernel& kernel, const std::string& direction, const Size& size, DType dtype,
                     polyhead::Executor& executor, double seconds) {
   const auto [m, n, k] = size;
@@ -61,7 +68,7 @@ double best_seconds(const linear::Kernel& kernel, const std::string& direction, 
       direction == "data" ? linear::matrix(b.data(), dtype, n, k).transposed() : linear::matrix(b.data(), dtype, k, n);
   args.c = linear::matrix(c.data(), dtype, m, n);
   Buffer packed(desc.prepacked ? kernel.packed_bytes(k, n, dtype).value() : 0);
-  if (desc.prepacked) kernel.pack(args.b, packed.data(), executor);
+  if (desc.prepacked) expect_ok(kernel.pack(args.b, packed.data(), executor));
   args.prepacked = packed.data();
   Buffer workspace(kernel.gemm_workspace_bytes(desc, executor.num_threads()).value());
   args.workspace = workspace.data();
@@ -70,7 +77,7 @@ double best_seconds(const linear::Kernel& kernel, const std::string& direction, 
   std::chrono::duration<double> elapsed{};
   do {
     const auto call_start = std::chrono::steady_clock::now();
-    kernel.gemm(desc, args, executor);
+    expect_ok(kernel.gemm(desc, args, executor));
     const auto end = std::chrono::steady_clock::now();
     best = std::min(best, std::chrono::duration<double>(end - call_start).count());
     elapsed = end - start;

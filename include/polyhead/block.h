@@ -2,7 +2,8 @@
 //   AttentionBlock      y = x + dropout(layer(norm(x)))                            pre-norm; layer: polyhead/layer.h
 //                       y = norm(x + dropout(layer(x)))                            post-norm
 //   FeedForwardBlock    y = x + dropout(dropout(activation(norm(x) W1 + b1)) W2 + b2)            likewise
-// They compute on a GPU as layers do. Without residual, "x +" is left out. Attention to another sequence takes key and value as they are, without norm.
+// Without residual, "x +" is left out. Attention to another sequence takes key and value as they are, without norm. Where they
+// compute is told as a layer is told.
 #pragma once
 
 #include <cstddef>
