@@ -44,11 +44,14 @@ __device__ inline void add_threads(const Eight& x, float (&shared)[kRowsAtOnce][
 
 // The sum of num_terms matrices, in order.
 __device__ inline void load_terms(Eight& x, const PointwiseProblem& p, int row, int column, int count) {
-  RowOf(p.x, row).load(x, column, count);
-  View next = p.x;
+  RowOf term(p.x, row);
+  term.load(x, column, count);
   for (int n = 1; n < p.num_terms; ++n) {
-    next.data = static_cast<float*>(next.data) + p.term;
-    add_row(x, next, row, column, count);
+    term.first += p.term;
+    Eight more;
+    term.load(more, column, count);
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) x[i] += more[i];
   }
 }
 

@@ -1,7 +1,7 @@
 """What ptxas makes of the CUDA kernels, by kernel and architecture: kernels.txt beside this file.
 
-    kernel_table.py OBJECT...           compares: is the table that of these objects' PTX, do products, and attention
-                                        without options but for float16's, spill nothing, and does ptxas say the same of some
+    kernel_table.py OBJECT...           compares: is the table that of these objects' PTX, do products and norms, and
+                                        attention without options but for float16's, spill nothing, and does ptxas say the same of some
     kernel_table.py --write OBJECT...   computes it; a minute of one core. Wants nvdisasm (PyPI: nvidia-cuda-nvdisasm)
 
 OBJECTs are those that nvcc made for the tests, with readable PTX. Exits with 77 where nothing can be compared.
@@ -167,7 +167,8 @@ def compare(texts):
     wrong = [f"{name}: kernels.txt is of other PTX" for name in others]
     # float16 multiplies weights as two numbers, and options change scores: both want registers that the others have.
     for (name, arch), row in rows.items():
-        plain = name.startswith("gemm<") or (name.endswith(" 0>") and "<Float16" not in name)
+        linear = name.partition("<")[0] in ("gemm", "pointwise", "merge_sums", "norm_forward", "norm_backward", "norm_parameters")
+        plain = linear or (name.endswith(" 0>") and "<Float16" not in name)
         if row["spilled"] and plain:
             wrong.append(f"{name}, sm_{arch}: {row['spilled']} bytes are spilled")
     for kernel, arch in COMPARED:
