@@ -74,11 +74,8 @@ class _OwnAttention(Attention):
         score=None, dropout_p=None, seed=None, **attributes,
     ):  # fmt: skip
         outputs = self.onnx_node.output
-        own = {}
-        if sink_logits is not None:
-            own["sink_logits"] = np.reshape(sink_logits, -1).astype(np.float64 if Q.dtype == np.float64 else np.float32)
-        if score:
-            own |= {"score": score.partition("score = ")[2], "captured": {f"c{i}": x for i, x in enumerate(captures)}}
+        attn_mask, past_key, past_value, nonpad_kv_seqlen, sink_logits = map(_given, (attn_mask, past_key, past_value, nonpad_kv_seqlen, sink_logits))
+        own = _own_options(Q, sink_logits, score, captures)
         if len(outputs) < 5:
             return super()._run(Q, K, V, attn_mask, past_key, past_value, nonpad_kv_seqlen, own=own, **attributes)
         heads = attributes.get("q_num_heads"), attributes.get("kv_num_heads")
@@ -90,20 +87,29 @@ class _OwnAttention(Attention):
 
 
 class _OwnAttentionGrad(OpRun):
-    """Gradients of that: inputs Q, K, V, Y, logsumexp, dY, attn_mask, dropout; outputs dQ, dK, dV, d attn_mask."""
+    """Gradients of that: inputs Q, K, V, Y, logsumexp, dY, attn_mask, dropout, sink_logits, c0, ...; outputs dQ, dK, dV, and those
+    of attn_mask, sink_logits, c0, ...
+    """
 
     op_domain = "polyhead"
 
-    def _run(self, Q, K, V, Y, logsumexp, dY, attn_mask=None, dropout=None, dropout_p=None, **attributes):
+    def _run(
+        self, Q, K, V, Y, logsumexp, dY, attn_mask=None, dropout=None, sink_logits=None, *captures,
+        score=None, dropout_p=None, **attributes,
+    ):  # fmt: skip
+        attn_mask, dropout, sink_logits = map(_given, (attn_mask, dropout, sink_logits))
         num_heads, num_heads_kv = attributes.get("q_num_heads"), attributes.get("kv_num_heads")
         query, out, grad_out = (_sequence_first(x, num_heads) for x in (Q, Y, dY))
         key, value = _sequence_first(K, num_heads_kv), _sequence_first(V, num_heads_kv)
-        given = {"query": Q, "key": K, "value": V, "attn_bias": attn_mask}
+        given = {"query": Q, "key": K, "value": V, "attn_bias": attn_mask, "sink_logits": sink_logits}
+        given |= {f"c{i}": x for i, x in enumerate(captures)}
         wanted = [name for name, output in zip(given, self.onnx_node.output, strict=False) if output]
-        options = _training_options(query, attn_mask, dropout_p, dropout, attributes)
+        options = _training_options(query, attn_mask, dropout_p, dropout, attributes) | _own_options(Q, sink_logits, score, captures)
         grads = polyhead.attention_backward(grad_out, query, key, value, out, logsumexp, **options, needs=wanted)
         if "attn_bias" in grads:
             grads["attn_bias"] = grads["attn_bias"].reshape(attn_mask.shape)
+        if "sink_logits" in grads:
+            grads["sink_logits"] = grads["sink_logits"].reshape(sink_logits.shape).astype(sink_logits.dtype)
         grads |= {name: _as_given(grads[name], given[name]) for name in ("query", "key", "value") if name in grads}
         return tuple(grads.get(name, _LEFT_OUT) for name in given)[: len(self.onnx_node.output)]
 
@@ -143,6 +149,12 @@ _ACTIVATIONS = {
 
 _LEFT_OUT = np.empty(0, np.float32)  # an output that nobody reads
 
+
+def _given(x):
+    """An input; what has no name is None, or for the evaluator the last output without one."""
+    return None if x is _LEFT_OUT else x
+
+
 # The evaluator goes by the classes' names.
 _OwnAttention.__name__, _OwnAttentionGrad.__name__, _Linear.__name__ = "Attention", "AttentionGrad", "Linear"
 
@@ -165,6 +177,16 @@ def _training_options(query, attn_mask, dropout_p, state, attributes):
     if dropout_p:
         options |= {"dropout_p": dropout_p, "dropout_seed": int(state[0]), "dropout_offset": int(state[1])}
     return options
+
+
+def _own_options(query, sink_logits, score, captures):
+    """Of what the domain's operator has beside those of ONNX's."""
+    own = {}
+    if sink_logits is not None:
+        own["sink_logits"] = np.reshape(sink_logits, -1).astype(np.float64 if query.dtype == np.float64 else np.float32)
+    if score:
+        own |= {"score": score.partition("score = ")[2], "captured": {f"c{i}": x for i, x in enumerate(captures)}}
+    return own
 
 
 def _sequence_first(x, num_heads):

@@ -5,15 +5,14 @@
 #include <cmath>
 #include <unordered_map>
 
+#include "graph/pointwise.h"
+
 namespace polyhead::graph {
 namespace {
 
 constexpr size_t kMostNodes = 16;
 constexpr std::array kSamples = {-20.0, -5.0, -3.0, -2.0, -1.0, -0.7, -0.25, 0.0, 0.1, 0.5, 1.0, 1.6, 2.5, 4.0, 30.0};
 using Numbers = std::array<double, kSamples.size()>;
-
-double gelu(double x) { return x * (1 + std::erf(x / std::sqrt(2.0))) / 2; }
-double gelu_tanh(double x) { return x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))) / 2; }
 
 struct Known {
   const char* kind;
@@ -25,44 +24,6 @@ constexpr Known kKnown[] = {
     {"gelu_tanh", gelu_tanh},
     {"silu", [](double x) { return x / (1 + std::exp(-x)); }},
 };
-
-struct Unary {
-  std::string_view op_type;
-  double (*of)(double);
-};
-constexpr Unary kUnary[] = {
-    {"Identity", [](double x) { return x; }},
-    {"Neg", [](double x) { return -x; }},
-    {"Abs", [](double x) { return std::fabs(x); }},
-    {"Exp", [](double x) { return std::exp(x); }},
-    {"Sqrt", [](double x) { return std::sqrt(x); }},
-    {"Reciprocal", [](double x) { return 1 / x; }},
-    {"Tanh", [](double x) { return std::tanh(x); }},
-    {"Sigmoid", [](double x) { return 1 / (1 + std::exp(-x)); }},
-    {"Erf", [](double x) { return std::erf(x); }},
-    {"Relu", [](double x) { return std::max(x, 0.0); }},
-    {"FastGelu", gelu_tanh},
-};
-struct Binary {
-  std::string_view op_type;
-  double (*of)(double, double);
-};
-constexpr Binary kBinary[] = {
-    {"Add", [](double x, double y) { return x + y; }},
-    {"Sub", [](double x, double y) { return x - y; }},
-    {"Mul", [](double x, double y) { return x * y; }},
-    {"Div", [](double x, double y) { return x / y; }},
-    {"Pow", [](double x, double y) { return std::pow(x, y); }},
-    {"Max", [](double x, double y) { return std::max(x, y); }},
-    {"Min", [](double x, double y) { return std::min(x, y); }},
-};
-
-template <class Function>
-auto function_of(const Function& list, std::string_view op_type) -> decltype(std::begin(list)->of) {
-  const auto at =
-      std::find_if(std::begin(list), std::end(list), [&](const auto& each) { return each.op_type == op_type; });
-  return at == std::end(list) ? nullptr : at->of;
-}
 
 class Follower {
  public:
@@ -102,8 +63,8 @@ class Follower {
     return !shape.empty() && std::equal(shape.begin(), shape.end(), of_value.begin(), of_value.end());
   }
 
-  const Numbers* operand(int node, size_t side) {
-    const int id = net_.input(node, side);
+  // The numbers of a value, in which a constant has one.
+  const Numbers* operand(int id) {
     if (const auto found = known_.find(id); found != known_.end()) return &found->second;
     const auto number = net_.number(id);
     if (!number) return nullptr;
@@ -112,29 +73,23 @@ class Follower {
   }
 
   bool compute(int node) {
-    const Node& n = net_.node(node);
-    if (n.outputs.size() != 1 || !same_shape(net_.output(node, 0)) ||
-        !(n.domain.empty() || n.domain == "com.microsoft"))
-      return false;
-    const Numbers* a = operand(node, 0);
-    if (a == nullptr) return false;
-    Numbers result;
-    if (n.inputs.size() == 1) {
-      auto of = function_of(kUnary, n.op_type);
-      if (n.op_type == "Gelu") {
-        const Attribute* how = attribute_of(n, "approximate");
-        of = how != nullptr && how->text == "tanh" ? gelu_tanh : gelu;
-      }
-      if (of == nullptr) return false;
-      std::transform(a->begin(), a->end(), result.begin(), of);
-    } else {
-      const auto of = function_of(kBinary, n.op_type);
-      const Numbers first = *a;
-      const Numbers* b = n.inputs.size() == 2 ? operand(node, 1) : nullptr;
-      if (of == nullptr || b == nullptr) return false;
-      std::transform(first.begin(), first.end(), b->begin(), result.begin(), of);
+    const int out = net_.output(node, 0);
+    const size_t count = net_.node(node).inputs.size();
+    if (out == kNone || !same_shape(out) || count > 2) return false;
+    const Numbers* numbers[2] = {};
+    for (size_t i = 0; i < count; ++i) {
+      if (operand(net_.input(node, i)) == nullptr) return false;
     }
-    known_[net_.output(node, 0)] = result;
+    for (size_t i = 0; i < count; ++i) numbers[i] = operand(net_.input(node, i));
+    Numbers result;
+    for (size_t sample = 0; sample < result.size(); ++sample) {
+      std::vector<std::optional<Dual>> operands;
+      for (size_t i = 0; i < count; ++i) operands.push_back(Dual{(*numbers[i])[sample]});
+      const auto made = pointwise(net_, node, operands);
+      if (!made) return false;
+      result[sample] = made->value;
+    }
+    known_[out] = result;
     return true;
   }
 

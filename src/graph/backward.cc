@@ -1,11 +1,13 @@
 // The backward of an attention: products of what the graph makes of the weights and of their gradient (flow.h) with the
 // operands again.
 #include <algorithm>
+#include <set>
 
 #include "core/sentence.h"
 #include "graph/layout.h"
 #include "graph/match.h"
 #include "graph/nodes.h"
+#include "graph/slopes.h"
 #include "graph/tensors.h"
 
 namespace polyhead::graph {
@@ -18,21 +20,27 @@ bool contains(const std::vector<int>& nodes, int node) {
 class Gatherer {
  public:
   // `start`: the product that gives the gradient of the weights, which `flow` knows, or kNone.
-  Gatherer(const Net& net, const Match& match, const Flow& flow, int start)
-      : net_(net), match_(match), flow_(flow), start_(start) {
-    for (int node : flow.readers()) {
+  Gatherer(const Net& net, const Match& match, const Flow& flow, int start, Slopes slopes = {})
+      : net_(net), match_(match), flow_(flow), start_(start), slopes_(std::move(slopes)) {
+    std::set<int> readers = flow.readers();
+    for (const CaptureGradient& each : slopes_.captures) {
+      readers.insert(net.value(each.value).users.begin(), net.value(each.value).users.end());
+    }
+    readers.insert(slopes_.nodes.begin(), slopes_.nodes.end());
+    for (int node : readers) {
       if (contains(match.nodes, node) || node == start) continue;
-      (is_product(net, node)                       ? products_
-       : flow.find(net.output(node, 0)) != nullptr ? nodes_
-                                                   : strangers_)
-          .push_back(node);
+      const bool multiplies = is_product(net, node) &&
+                              (flow.find(net.input(node, 0)) != nullptr || flow.find(net.input(node, 1)) != nullptr);
+      const bool is_known = flow.find(net.output(node, 0)) != nullptr || contains(slopes_.nodes, node);
+      (multiplies ? products_ : is_known ? nodes_ : strangers_).push_back(node);
     }
   }
 
   // Whether the weights and their gradient meet.
   bool meets() const {
     return std::any_of(nodes_.begin(), nodes_.end(), [&](int node) {
-      const Terms& terms = flow_.find(net_.output(node, 0))->terms;
+      const Seen* seen = flow_.find(net_.output(node, 0));
+      const Terms terms = seen == nullptr ? Terms() : seen->terms;
       return std::any_of(terms.begin(), terms.end(), [](const auto& each) {
         const Term& term = each.first;
         return term.kind == Term::kRowSum || (term.kind == Term::kGradient && term.powers.exp > 0);
@@ -46,8 +54,8 @@ class Gatherer {
       for (size_t at : {size_t{0}, size_t{1}}) {
         const Seen* seen = flow_.find(net_.input(node, at));
         std::string reason;
-        if (seen != nullptr && weights_product(net_, node, net_.input(node, at), reason, !seen->transposed))
-          return node;
+        const bool is_straight = seen != nullptr && seen->order == Seen::kStraight;
+        if (is_of_keys(seen) && weights_product(net_, node, net_.input(node, at), reason, is_straight)) return node;
       }
     }
     return kNone;
@@ -63,11 +71,12 @@ class Gatherer {
     for (int node : products_) {
       if (b.reason.empty()) take(node);
     }
+    b.captures.resize(match_.program ? match_.program->captures.size() : 0, kNone);
     for (int node : strangers_) {
-      for (size_t at = 0; at < net_.node(node).inputs.size(); ++at) take_bias(net_.input(node, at), node);
+      for (size_t at = 0; at < net_.node(node).inputs.size(); ++at) take_summed(net_.input(node, at), node);
     }
     for (int node : nodes_) {
-      if (net_.value(net_.output(node, 0)).is_output) take_bias(net_.output(node, 0), kNone);
+      if (net_.value(net_.output(node, 0)).is_output) take_summed(net_.output(node, 0), kNone);
     }
     if (b.reason.empty() && b.query.value == kNone && b.key.value == kNone) {
       const int node = first_stranger();
@@ -81,6 +90,10 @@ class Gatherer {
 
  private:
   bool dropped() const { return static_cast<bool>(flow_.dropped()); }
+  bool has_slopes() const { return match_.softcap > 0 || match_.program; }
+  static bool is_of_keys(const Seen* seen) {
+    return seen != nullptr && seen->full && seen->columns == Seen::kKeys && seen->order != Seen::kKeysFirst;
+  }
   double keep() const { return flow_.dropped().keep(); }
 
   // That reads a gradient.
@@ -100,12 +113,15 @@ class Gatherer {
     const int x = net_.input(node, side);
     const Seen& seen = *flow_.find(x);
     const bool of_weights = !has_gradient(seen.terms);
-    const auto times =
-        ratio(seen.terms, of_weights ? flow_.weights() : scores_gradient_of(dropped(), match_.softcap > 0));
-    if (!times) return refuse(node, " multiplies what is no gradient of these scores");
+    auto times = ratio(seen.terms, of_weights ? flow_.weights() : scores_gradient_of(dropped(), has_slopes()));
+    if (!times && slopes_.inverse) {
+      times = ratio(seen.terms, scores_gradient_of(dropped(), false));
+      if (times) *times *= *slopes_.inverse;
+    }
+    if (!times || !is_of_keys(&seen)) return refuse(node, " multiplies what is no gradient of these scores");
     std::string none;
-    const auto over_keys = weights_product(net_, node, x, none, seen.transposed);
-    const auto over_queries = weights_product(net_, node, x, none, !seen.transposed);
+    const auto over_keys = weights_product(net_, node, x, none, seen.order == Seen::kTransposed);
+    const auto over_queries = weights_product(net_, node, x, none, seen.order == Seen::kStraight);
     const double scale = match_.scale * factor_;
     const bool taken =
         of_weights ? set(backward_.value, over_queries, backward_.grad_out, *times / (keep() * match_.out_factor))
@@ -127,36 +143,54 @@ class Gatherer {
 
   void refuse(int node, const char* why) { backward_.reason = words_of(net_, node) + why; }
 
-  // The gradient of the scores behind the softmax, for `reader`, as it is or summed over the dims in which the added mask
-  // is one.
-  void take_bias(int x, int reader) {
+  // A gradient of what broadcasts to the scores, for `reader`: of a sink, of a tensor of the program, or of the one mask that
+  // is added.
+  void take_summed(int x, int reader) {
     const Seen* seen = flow_.find(x);
-    if (seen == nullptr || seen->transposed || !seen->full) return;
-    const auto times = ratio(seen->terms, scores_gradient_of(dropped(), false));
+    const bool is_straight = seen != nullptr && seen->full && seen->order == Seen::kStraight;
+    const double times = is_straight ? ratio(seen->terms, scores_gradient_of(dropped(), false)).value_or(0)
+                                     : 0;  // the gradient of the scores
+    if (times != 0 && seen->columns == Seen::kSink && nearly(times, factor_))
+      return (void)take_as(x, reader, match_.sinks->logits, backward_.sinks);
+    for (const CaptureGradient& each : slopes_.captures) {
+      const size_t i = each.capture;
+      if (each.value == x && nearly(each.times, factor_) && backward_.captures[i] == kNone &&
+          take_as(x, reader, match_.program->captures[i], backward_.captures[i]))
+        return;
+    }
     const MaskTerm* added = nullptr;
     for (const MaskTerm& term : match_.terms) {
       if (term.kind == MaskTerm::kAdded) added = added == nullptr ? &term : nullptr;
     }
-    if (!times || added == nullptr || !nearly(*times, factor_ * added->number)) return;
-    const bool sums = reader != kNone && reduced_as(reader, x, *added);
-    const auto shape = net_.shape(x), mask = net_.shape(added->value);
-    const bool is_all = std::equal(shape.begin(), shape.end(), mask.begin(), mask.end());
-    const int bias = sums ? net_.output(reader, 0) : is_all ? x : kNone;
-    if (bias == kNone || (backward_.bias != kNone && backward_.bias != bias)) return;
-    backward_.bias = bias;
-    if (sums) backward_.nodes.push_back(reader);
+    if (times != 0 && added != nullptr && seen->columns == Seen::kKeys && nearly(times, factor_ * added->number))
+      take_as(x, reader, added->value, backward_.bias);
   }
 
-  bool reduced_as(int node, int x, const MaskTerm& term) const {
-    const auto shape = net_.shape(x), mask = net_.shape(term.value);
+  // As it is, or summed over the dims in which the operand is one.
+  bool take_as(int x, int reader, int operand, int& gradient) {
+    const auto shape = net_.shape(x), of_operand = net_.shape(operand);
+    const bool sums = reader != kNone && reduced_as(reader, x, of_operand);
+    const bool is_all = std::equal(shape.begin(), shape.end(), of_operand.begin(), of_operand.end());
+    const int found = sums ? net_.output(reader, 0) : is_all ? x : kNone;
+    const bool is_taken = found == backward_.bias || found == backward_.sinks || contains(backward_.captures, found);
+    if (found == kNone || gradient != kNone || is_taken) return gradient != kNone && gradient == found;
+    gradient = found;
+    if (sums && !contains(backward_.nodes, reader)) backward_.nodes.push_back(reader);
+    return true;
+  }
+
+  bool reduced_as(int node, int x, std::span<const Size> operand) const {
+    const auto shape = net_.shape(x);
     const auto axes = axes_of(net_, node);
-    if (!net_.is(node, "ReduceSum") || !axes || mask.size() > shape.size() || shape.size() != term.rank_of_scores)
+    const auto scores = net_.shape(match_.softmax_input);
+    if (!net_.is(node, "ReduceSum") || !axes || operand.size() > shape.size() || shape.size() != scores.size() ||
+        !std::equal(shape.begin(), shape.end() - 1, scores.begin()))
       return false;
     for (size_t i = 0; i < shape.size(); ++i) {
       const bool sums =
           std::any_of(axes->begin(), axes->end(), [&](int64_t axis) { return axis_of(axis, shape.size()) == i; });
-      const size_t ahead = shape.size() - mask.size();
-      const bool is_one = i < ahead || mask[i - ahead].is(1);
+      const size_t ahead = shape.size() - operand.size();
+      const bool is_one = i < ahead || operand[i - ahead].is(1);
       if (sums != is_one && !shape[i].is(1)) return false;
     }
     return true;
@@ -198,6 +232,7 @@ class Gatherer {
   const Match& match_;
   const Flow& flow_;
   int start_;
+  Slopes slopes_;
   double factor_ = 1;
   std::vector<int> nodes_, products_, strangers_;
   Backward backward_;
@@ -221,9 +256,6 @@ bool is_read_elsewhere(const Net& net, const Match& match) {
 std::optional<Backward> find_backward(const Net& net, const Match& match, Flow& forward) {
   constexpr int kMostTried = 64;
   if (!is_read_elsewhere(net, match)) return std::nullopt;
-  for (int node : match.nodes) {
-    if (match.softcap > 0 && net.is(node, "Tanh")) forward.tell(net.output(node, 0), {{Term{{0, 0, 1}}, 1}});
-  }
   for (const MaskTerm& term : match.terms) {
     if (term.kind != MaskTerm::kAdded) forward.tell(Choice(net, term.value, term.kind == MaskTerm::kVisible));
   }
@@ -237,7 +269,9 @@ std::optional<Backward> find_backward(const Net& net, const Match& match, Flow& 
     if (!values || ++tried > kMostTried) continue;
     Flow flow = forward;
     flow.tell(net.output(node, 0), {{Term{{}, 0, Term::kGradient}, 1}});
-    Gatherer gatherer(net, match, flow, node);
+    Slopes slopes;
+    if (match.softcap > 0 || match.program) slopes = tell_slopes(net, match, flow);
+    Gatherer gatherer(net, match, flow, node, std::move(slopes));
     if (!gatherer.meets()) continue;
     Backward backward = gatherer.gather(product->left, match.out_factor / (*values * product->factor));
     if (backward.reason.empty()) return backward;

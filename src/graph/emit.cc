@@ -78,10 +78,7 @@ class Emitter {
   std::string why_masks_stay() const {
     for (const MaskTerm& term : match_.terms) {
       if (arranged_mask(net_, plan_, term).value != kNone) continue;
-      return sentence(
-          "the dims of the mask "
-          ", net_.value(term.value).name, "
-          " are not understood");
+      return sentence("the dims of the mask \"", name_of(term.value), "\" are not understood");
     }
     return "";
   }
@@ -163,13 +160,42 @@ class Emitter {
       return refuse(sentence("the mask of ", words_of(net_, term.node), " hides scores by ", term.number,
                              ", whose gradients in a row that sees no key are not those of a bias: unseen_rows zero"));
     }
-    if (!match_.backward || match_.backward->bias == kNone) return true;
-    const bool is_alone = match_.terms.size() == 1 && match_.terms[0].number == 1;
-    const ArrangedMask arranged = is_alone ? arranged_mask(net_, plan_, match_.terms[0]) : ArrangedMask();
-    const std::string what = sentence("the gradient of a mask, \"", name_of(match_.backward->bias), "\", ");
-    if (!is_alone || arranged.value != match_.terms[0].value || !arranged.lead.empty())
-      return refuse(what + "cannot be told from that of other masks");
-    return reshapes_bias() || refuse(what + "has dims that are not known");
+    return !match_.backward || tells_gradients();
+  }
+
+  // Gradients of what is beside query, key and value, in the dims that the graph wants.
+  bool tells_gradients() {
+    const Backward& b = *match_.backward;
+    const std::string what = sentence("the gradient of a mask, \"", b.bias == kNone ? "" : name_of(b.bias), "\", ");
+    const MaskTerm* added = nullptr;
+    for (const MaskTerm& term : match_.terms) {
+      const ArrangedMask arranged = b.bias == kNone ? ArrangedMask{term.value} : arranged_mask(net_, plan_, term);
+      if (arranged.value != term.value || !arranged.lead.empty())
+        return refuse(what + "cannot be told from that of other masks");
+      if (term.kind == MaskTerm::kAdded) added = &term;
+    }
+    if (!tells_bias(net_, match_)) return refuse(what + "cannot be told from that of other masks");
+    const bool told = (b.bias == kNone || tells(b.bias, net_.shape(added->value), true)) &&
+                      (b.sinks == kNone || tells(b.sinks, net_.shape(match_.sinks->logits), false));
+    for (size_t i = 0; told && i < b.captures.size(); ++i) {
+      if (b.captures[i] != kNone && !tells(b.captures[i], net_.shape(match_.program->captures[i]), false)) return false;
+    }
+    return told;
+  }
+
+  // The operator's gradient has the dims of its operand, of a mask 2 or 4; the graph's perhaps others of the same elements.
+  bool tells(int gradient, std::span<const Size> operand, bool is_mask) {
+    Sizes dims(operand.begin(), operand.end());
+    while (is_mask && (dims.size() < 2 || dims.size() == 3)) dims.insert(dims.begin(), Size{});
+    if (dims.empty()) dims.push_back(Size{});
+    const auto wanted = net_.shape(gradient);
+    if (std::equal(dims.begin(), dims.end(), wanted.begin(), wanted.end())) return true;
+    std::vector<int64_t>& reshaped = reshaped_[gradient];
+    for (const Size& each : wanted) reshaped.push_back(each.is_constant() ? each.factor : -1);
+    const bool same_elements =
+        net_.symbols().product(dims) == net_.symbols().product(Sizes(wanted.begin(), wanted.end()));
+    return (same_elements && std::count(reshaped.begin(), reshaped.end(), -1) < 2) ||
+           refuse(sentence("the gradient \"", name_of(gradient), "\" has dims that are not known"));
   }
 
   // A logit for each head, as the operator takes it.
@@ -186,16 +212,6 @@ class Emitter {
       return refuse(what + "are not known to be one for each head");
     }
     return true;
-  }
-
-  // The operator's gradient has the dims of the mask that it is given; the graph's perhaps others of the same elements.
-  bool reshapes_bias() {
-    const auto mask = net_.shape(match_.terms[0].value), wanted = net_.shape(match_.backward->bias);
-    Sizes dims(mask.begin(), mask.end());
-    while (dims.size() < 2 || dims.size() == 3) dims.insert(dims.begin(), Size{});
-    if (std::equal(dims.begin(), dims.end(), wanted.begin(), wanted.end())) return true;
-    for (const Size& each : wanted) bias_dims_.push_back(each.is_constant() ? each.factor : -1);
-    return std::count(bias_dims_.begin(), bias_dims_.end(), -1) < 2;
   }
 
   std::string operand(const Form& form) {
@@ -335,10 +351,9 @@ class Emitter {
     std::vector<std::string> grad_inputs = inputs;
     const auto past = [&](int concat) { return name_of(net_.input(concat, 0)); };
     inputs.insert(inputs.end(), {attn_mask, cached_ ? past(cached_->keys) : "", cached_ ? past(cached_->values) : "",
-                                 "", sinks_});  // no lengths
-    for (size_t i = 0; match_.program && i < match_.program->captures.size(); ++i)
-      inputs.push_back(name_of(match_.program->captures[i]));
-    while (inputs.back().empty()) inputs.pop_back();
+                                 ""});  // no lengths
+    add_sinks_and_captures(inputs);
+    drop_empty_ends(inputs);
     std::vector<Attribute> attributes = options();
     const ElementType inside = net_.facts(match_.softmax_input).type;
     if (inside != type_ && is_float(inside)) {
@@ -380,6 +395,12 @@ class Emitter {
     if (match_.backward) gradient(std::move(grad_inputs));
   }
 
+  void add_sinks_and_captures(std::vector<std::string>& inputs) const {
+    inputs.push_back(sinks_);
+    if (!match_.program) return;
+    for (int each : match_.program->captures) inputs.push_back(name_of(each));
+  }
+
   static void drop_empty_ends(std::vector<std::string>& names) {
     while (!names.empty() && names.back().empty()) names.pop_back();
   }
@@ -389,9 +410,15 @@ class Emitter {
     const Landing* landings[] = {&plan_.grad_query, &plan_.grad_key, &plan_.grad_value};
     std::vector<std::string> outputs;
     for (const Landing* each : landings) outputs.push_back(each->value == kNone ? "" : result_name(*each, 1));
-    const std::string bias = backward.bias == kNone ? "" : name_of(backward.bias);
-    const std::string grad_mask = bias_dims_.empty() ? bias : e_.names.fresh("polyhead_grad_mask");
-    outputs.push_back(grad_mask);
+    std::vector<std::pair<std::string, int>> delivered;  // by a Reshape
+    std::vector<int> others = {backward.bias, backward.sinks};
+    others.insert(others.end(), backward.captures.begin(), backward.captures.end());
+    for (int each : others) {
+      const bool turns = reshaped_.contains(each);
+      outputs.push_back(each == kNone ? "" : turns ? e_.names.fresh("polyhead_gradient") : name_of(each));
+      if (turns) delivered.emplace_back(outputs.back(), each);
+    }
+    add_sinks_and_captures(inputs);
     drop_empty_ends(inputs);
     std::vector<std::string> results = outputs;
     drop_empty_ends(outputs);
@@ -401,7 +428,8 @@ class Emitter {
     for (size_t i = 0; i < 3; ++i) {
       if (landings[i]->value != kNone) deliver(results[i], *landings[i], 1);
     }
-    if (grad_mask != bias) new_.add_as(bias, "Reshape", {grad_mask, new_.integers(bias_dims_)});
+    for (const auto& [result, value] : delivered)
+      new_.add_as(name_of(value), "Reshape", {result, new_.integers(reshaped_.at(value))});
     rewrite_.saved_bytes = backward.saved_bytes;
   }
 
@@ -468,8 +496,9 @@ class Emitter {
   ElementType type_;
   Arrangement plan_;
   double scale_ = 1;
-  std::string sinks_;               // "": none
-  std::vector<int64_t> bias_dims_;  // empty: as the operator gives them
+  std::string sinks_;  // "": none
+  std::unordered_map<int, std::vector<int64_t>>
+      reshaped_;  // gradients, to these dims; others: as the operator gives them
   Rewrite rewrite_;
   NewNodes new_;
 };

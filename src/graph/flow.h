@@ -7,6 +7,7 @@
 
 #include "graph/net.h"
 #include "graph/same.h"
+#include "graph/sinks.h"
 #include "graph/terms.h"
 #include "polyhead/graph.h"
 
@@ -15,8 +16,11 @@ namespace polyhead::graph {
 // What is known of a value that has the scores' dims, or one number for each row of them.
 struct Seen {
   Terms terms;
-  bool transposed = false;  // [lead..., keys, rows]
-  bool full = true;         // false: one number for each row, in dims of any kind
+  // [lead..., rows, keys]; [lead..., keys, rows]; or the first and the last dim in each other's places.
+  enum Order { kStraight, kTransposed, kKeysFirst } order = kStraight;
+  bool full = true;  // false: one number for each row, in dims of any kind
+  // Where a sink is joined to the scores: without it, with it, or it alone; what has dP in it is zero in its place.
+  enum Columns { kKeys, kJoined, kSink } columns = kKeys;
 };
 
 // Dropout in training.
@@ -30,13 +34,13 @@ struct Dropped {
 
 class Flow {
  public:
-  // `scores`: what the softmax is of. `sums_to_one`: the weights of a row do, for no sink has a share.
-  Flow(const Net& net, int scores, Backwards backwards, bool sums_to_one)
-      : net_(net), scores_(scores), backwards_(backwards), sums_to_one_(sums_to_one) {}
+  // `scores`: what the softmax is of, but for sinks.
+  Flow(const Net& net, int scores, Backwards backwards, const std::optional<Sinks>& sinks)
+      : net_(net), scores_(scores), backwards_(backwards), sinks_(sinks) {}
 
   // What a value is; and all that follows from it and from what was told before.
-  void tell(int value, Terms terms) {
-    add(value, {std::move(terms)});
+  void tell(int value, Terms terms, Seen::Columns columns = Seen::kKeys) {
+    add(value, {std::move(terms), Seen::kStraight, true, columns});
     run();
   }
   // Where a condition chooses a zero instead, a value is zero already.
@@ -63,6 +67,9 @@ class Flow {
   std::optional<Seen> of_dims(int node, const Seen& x) const;
   std::optional<Seen> of_two(int node) const;
   std::optional<Seen> of_sum(int node) const;
+  std::optional<Seen> of_slice(int node, const Seen& x) const;
+  std::optional<Seen> of_zeros(int node) const;
+  std::optional<Terms> sum_over_keys(const Terms& terms, Seen::Columns columns) const;
   std::optional<Seen> of_where(int node);
   std::optional<Seen> of_microsoft(int node) const;
   bool guards(int node, size_t side);
@@ -70,7 +77,7 @@ class Flow {
   const Net& net_;
   int scores_;
   Backwards backwards_;
-  bool sums_to_one_;
+  std::optional<Sinks> sinks_;
   std::unordered_map<int, Seen> seen_;
   std::set<int> readers_, todo_;
   std::unordered_map<int, int> guards_;

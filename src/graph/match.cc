@@ -66,13 +66,17 @@ std::optional<Softmax> softmax_at(const Net& net, int node) {
       without_shift(net, net.input(node, 0)), output, {{Term{{1, 0, 0}}, 1}}, "softmax by Exp and ReduceSum"};
 }
 
+bool is_straight(const Seen* seen) {
+  return seen != nullptr && seen->order == Seen::kStraight && seen->columns == Seen::kKeys;
+}
+
 // The first value that is weights, as they come from the softmax.
 int first_weights(const Net& net, const Flow& flow, const Softmax& softmax) {
   const Seen* seen = flow.find(softmax.value);
-  if (ratio(seen->terms, weights_of(false))) return softmax.value;
+  if (is_straight(seen) && ratio(seen->terms, weights_of(false))) return softmax.value;
   for (int node : flow.readers()) {
     seen = flow.find(net.output(node, 0));
-    if (seen != nullptr && ratio(seen->terms, weights_of(false))) return net.output(node, 0);
+    if (is_straight(seen) && ratio(seen->terms, weights_of(false))) return net.output(node, 0);
   }
   return kNone;
 }
@@ -116,7 +120,7 @@ void follow(const Net& net, const Flow& flow, Match& match) {
   for (int node : flow.readers()) {
     for (size_t side : {size_t{0}, size_t{1}}) {
       const Seen* seen = is_product(net, node) ? flow.find(net.input(node, side)) : nullptr;
-      const auto times = seen != nullptr && !seen->transposed ? ratio(seen->terms, flow.weights()) : std::nullopt;
+      const auto times = is_straight(seen) ? ratio(seen->terms, flow.weights()) : std::nullopt;
       if (!times) continue;
       match.weights = net.input(node, side);
       match.out = net.output(node, 0);
@@ -126,7 +130,7 @@ void follow(const Net& net, const Flow& flow, Match& match) {
       return;
     }
     const Seen* seen = flow.find(net.output(node, 0));
-    if (seen != nullptr && !seen->transposed && ratio(seen->terms, flow.weights())) weights = net.output(node, 0);
+    if (is_straight(seen) && ratio(seen->terms, flow.weights())) weights = net.output(node, 0);
   }
   const int rounding = rounding_before_product(net, weights);
   const std::vector<int>& users = net.value(weights).users;
@@ -165,15 +169,32 @@ std::optional<Returned::Mode> mode_of(const Match& match, int id) {
   return std::nullopt;
 }
 
+// Whether what a node gives is read by these alone, such as the place of a maximum, and not by the operator: it goes away
+// with them.
+bool is_only_for(const Net& net, int node, const std::vector<int>& nodes, const std::vector<int>& read) {
+  for (size_t i = 0; i < net.node(node).outputs.size(); ++i) {
+    const int id = net.output(node, i);
+    if (id == kNone) continue;
+    const std::vector<int>& users = net.value(id).users;
+    if (users.empty() || net.value(id).is_output || contains(read, id) ||
+        !std::all_of(users.begin(), users.end(), [&](int user) { return contains(nodes, user); }))
+      return false;
+  }
+  return true;
+}
+
 // Nobody else reads what goes away, but for its shape; one of the scores, or the weights, may be returned where there
 // is no backward.
 void check_users(const Net& net, Match& match, Backwards backwards) {
   const bool no_returns = match.backward || backwards == Backwards::kOfOperator;
-  std::vector<int> nodes = match.nodes, kept = {match.out};
+  std::vector<int> nodes = match.nodes, kept = {match.out}, read = reads(match);
+  read.insert(read.end(), {match.scores.left.value, match.scores.right.value});
   if (match.backward) {
     const Backward& b = *match.backward;
+    read.push_back(b.grad_out.value);
     nodes.insert(nodes.end(), b.nodes.begin(), b.nodes.end());
-    kept.insert(kept.end(), {b.query.value, b.key.value, b.value.value, b.bias});
+    kept.insert(kept.end(), {b.query.value, b.key.value, b.value.value, b.bias, b.sinks});
+    kept.insert(kept.end(), b.captures.begin(), b.captures.end());
   }
   for (int node : nodes) {
     for (size_t i = 0; i < net.node(node).outputs.size(); ++i) {
@@ -182,7 +203,7 @@ void check_users(const Net& net, Match& match, Backwards backwards) {
       const NetValue& value = net.value(id);
       int other = kNone;
       for (int user : value.users) {
-        if (contains(nodes, user)) continue;
+        if (contains(nodes, user) || is_only_for(net, user, nodes, read)) continue;
         if (net.is(user, "Shape")) {
           match.shapes.push_back(user);
         } else {
@@ -225,14 +246,31 @@ void gather_nodes(const Net& net, const Flow& flow, Match& match) {
   match.words.insert(match.words.begin(), words.begin(), words.end());
 }
 
-// What the climb has no words for, as a program, which our operator takes.
-void find_program(const Net& net, Match& match) {
+// What the climb has no words for, or their gradients, as a program, which our operator takes.
+bool find_program(const Net& net, Match& match) {
   match.program = score_program_of(net, match.softmax_input);
-  if (!match.program) return;
+  if (!match.program) return false;
   match.scores = match.program->product;
   match.scale = match.program->factor;
+  match.softcap = 0;
+  match.row_factors.clear();
+  match.terms.clear();
+  match.passed.clear();
   match.reason.clear();
   match.is_attention = true;
+  return true;
+}
+
+// What is around the scores and the weights: the operator's nodes, its backward, and who else reads what goes away.
+void finish(const Net& net, Flow flow, Backwards backwards, Match& match) {
+  gather_nodes(net, flow, match);
+  check_guards(net, flow, match);
+  if (match.reason.empty() && backwards == Backwards::kOfGraph) match.backward = find_backward(net, match, flow);
+  if (match.backward) match.reason = match.backward->reason;
+  if (match.reason.empty() && match.dropped && backwards == Backwards::kOfGraph && !match.backward)
+    match.reason = words_of(net, match.dropped.node) + " drops weights at random, and no backward is found beside it";
+  if (match.reason.empty()) check_users(net, match, backwards);
+  if (match.reason.empty()) check_returned(net, match);
 }
 
 }  // namespace
@@ -244,6 +282,20 @@ std::vector<int> reads(const Match& match) {
   if (match.sinks) read.push_back(match.sinks->logits);
   if (match.program) read.insert(read.end(), match.program->captures.begin(), match.program->captures.end());
   return read;
+}
+
+bool tells_bias(const Net& net, const Match& match) {
+  if (!match.backward || match.backward->bias == kNone) return true;
+  const auto added = std::find_if(match.terms.begin(), match.terms.end(),
+                                  [](const MaskTerm& term) { return term.kind == MaskTerm::kAdded; });
+  if (added == match.terms.end() || added->number != 1) return false;
+  const auto bias = net.shape(added->value);
+  return std::all_of(match.terms.begin(), match.terms.end(), [&](const MaskTerm& term) {
+    const auto shape = net.shape(term.value);
+    return shape.size() <= bias.size() &&
+           std::equal(shape.rbegin(), shape.rend(), bias.rbegin(),
+                      [](const Size& size, const Size& whole) { return size.is(1) || size == whole; });
+  });
 }
 
 int first_made_of(const Net& net, int from, const std::vector<int>& values) {
@@ -269,37 +321,36 @@ std::optional<Match> match_at(const Net& net, int node, const FuseOptions& optio
   auto softmax = softmax_at(net, node);
   if (!softmax) return std::nullopt;
   Match match;
-  const int softmax_node = net.producer(softmax->value);
+  const int softmax_node = net.producer(softmax->value), joined = softmax->value;
   if (ratio(softmax->terms, weights_of(false))) match.sinks = sinks_of(net, softmax->input, softmax->value);
   if (match.sinks) {
     softmax->input = match.sinks->scores;
     softmax->value = match.sinks->weights;
   }
-  Flow flow(net, softmax->input, backwards, !match.sinks);
-  flow.tell(softmax->value, softmax->terms);
+  Flow flow(net, softmax->input, backwards, match.sinks);
+  flow.tell(joined, softmax->terms, match.sinks ? Seen::kJoined : Seen::kKeys);
   match.softmax_input = softmax->input;
   match.softmax_output = first_weights(net, flow, *softmax);
   if (match.softmax_output == kNone) return std::nullopt;
   match.softmax = match.sinks ? softmax_node : net.producer(match.softmax_output);
   follow(net, flow, match);
   if (match.reason.empty()) match.reason = softmax->reason;
-  if (match.reason.empty()) {
-    climb_scores(net, match);
-    const bool with_programs = options.target == Target::kPolyhead && backwards != Backwards::kOfOperator;
-    if (!match.reason.empty() && with_programs) find_program(net, match);
-  }
-  if (!softmax->words.empty()) match.words.push_back(softmax->words);
-  if (match.reason.empty()) gather_nodes(net, flow, match);
-  if (match.reason.empty()) check_guards(net, flow, match);
   match.dropped = flow.dropped();
-  if (match.reason.empty() && backwards == Backwards::kOfGraph && !match.sinks && !match.program)
-    match.backward = find_backward(net, match, flow);
-  if (match.backward) match.reason = match.backward->reason;
-  if (match.reason.empty() && match.dropped && backwards == Backwards::kOfGraph && !match.backward)
-    match.reason = words_of(net, match.dropped.node) + " drops weights at random, and no backward is found beside it";
-  if (match.reason.empty()) check_users(net, match, backwards);
-  if (match.reason.empty()) check_returned(net, match);
-  return match;
+  if (!match.reason.empty()) return match;
+  const bool with_programs = options.target == Target::kPolyhead && backwards != Backwards::kOfOperator;
+  Match other = match;  // by a program
+  climb_scores(net, match);
+  if (!match.reason.empty() && with_programs) find_program(net, match);
+  if (!match.reason.empty()) return match;
+  for (Match* each : {&match, &other}) {
+    if (!softmax->words.empty()) each->words.push_back(softmax->words);
+  }
+  finish(net, flow, backwards, match);
+  const bool is_short = match.backward && !match.program &&
+                        (!match.reason.empty() || !match.row_factors.empty() || !tells_bias(net, match));
+  if (!is_short || !with_programs || !find_program(net, other)) return match;
+  finish(net, flow, backwards, other);
+  return other.reason.empty() && other.backward ? other : match;
 }
 
 }  // namespace polyhead::graph

@@ -59,9 +59,11 @@ struct Backward {
   std::vector<int> nodes = {};
   Operand grad_out = {};  // [lead..., rows, dim]
   Gradient query = {}, key = {}, value = {};
-  int bias = kNone;         // the gradient of the one mask that is added
-  int64_t saved_bytes = 0;  // of what the forward keeps for it, where sizes are numbers
-  std::string reason = {};  // why it is none of this forward
+  int bias = kNone;  // the gradient of the one mask that is added
+  int sinks = kNone;
+  std::vector<int> captures = {};  // of the program, or kNone
+  int64_t saved_bytes = 0;         // of what the forward keeps for it, where sizes are numbers
+  std::string reason = {};         // why it is none of this forward
 };
 
 struct Match {
@@ -93,6 +95,9 @@ int first_made_of(const Net& net, int from, const std::vector<int>& values);
 // Whether a product of two stacks stands before or behind a value, whatever is between: it may be an attention's.
 enum class Side { kBefore, kBehind };
 bool meets_product(const Net& net, int value, Side side);
+
+// Whether an operator that adds all masks together has the gradient of the one that the backward asks for, if it does.
+bool tells_bias(const Net& net, const Match& match);
 
 // From the softmax up to the product of queries and keys.
 void climb_scores(const Net& net, Match& match);

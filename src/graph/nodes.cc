@@ -31,9 +31,9 @@ bool reshapes(const Net& net, int node) {
 }
 
 bool keeps_matrix(const Net& net, int node) {
+  if (!reshapes(net, node)) return false;
   const auto before = net.shape(net.input(node, 0)), after = net.shape(net.output(node, 0));
-  return reshapes(net, node) && before.size() >= 2 && after.size() >= 2 &&
-         std::equal(before.end() - 2, before.end(), after.end() - 2);
+  return before.size() >= 2 && after.size() >= 2 && std::equal(before.end() - 2, before.end(), after.end() - 2);
 }
 
 std::optional<Scaled> scaled_by(const Net& net, int node) {

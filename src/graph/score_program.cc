@@ -89,16 +89,24 @@ class Writer {
     if (node == kNone || !same_shape(id)) return false;
     if (const auto found = leads_.find(id); found != leads_.end()) return found->second;
     if (leads_.size() == kMostNodes) return is_understood_ = false;
-    bool& lead = leads_[id] = is_product(net_, node);
-    if (lead) {
-      is_understood_ = is_understood_ && (product_ == kNone || product_ == node);
-      product_ = node;
-      return true;
+    if (const int product = product_of(id); product != kNone) {
+      is_understood_ = is_understood_ && (first_ == kNone || first_ == id);
+      product_ = product;
+      first_ = id;
+      return leads_[id] = true;
     }
+    leads_[id] = false;  // should it be made of itself
     if (!knows(node)) return false;
     bool any = false;
     for (size_t i = 0; i < net_.node(node).inputs.size(); ++i) any = leads(net_.input(node, i)) || any;
     return leads_[id] = any;
+  }
+
+  // The product that gives a value, perhaps with its batch and heads in one dim.
+  int product_of(int id) const {
+    int node = net_.producer(id);
+    while (keeps_matrix(net_, node)) node = net_.producer(net_.input(node, 0));
+    return is_product(net_, node) ? node : kNone;
   }
 
   bool same_shape(int id) const {
@@ -118,7 +126,7 @@ class Writer {
 
   // The product's scores, or what becomes of them by positive numbers alone: that is the operator's scale.
   void begin() {
-    int id = net_.output(product_, 0);
+    int id = first_;
     program_.factor = program_.product.factor;
     while (net_.value(id).users.size() == 1 && !net_.value(id).is_output) {
       const int node = net_.value(id).users.front();
@@ -189,7 +197,7 @@ class Writer {
   const Net& net_;
   int scores_;
   std::span<const Size> shape_;
-  int product_ = kNone;
+  int product_ = kNone, first_ = kNone;  // and its scores, with the dims of those of the softmax
   bool is_understood_ = true;
   std::unordered_map<int, bool> leads_;
   std::unordered_map<int, std::string> known_;  // what stands for a value

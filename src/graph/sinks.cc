@@ -1,6 +1,7 @@
 #include "graph/sinks.h"
 
 #include <algorithm>
+#include <span>
 
 #include "graph/affine.h"
 #include "graph/nodes.h"
@@ -13,15 +14,20 @@ bool passes(const Net& net, int node) {
   return net.is(node, "Identity") || (net.is(node, "Cast") && is_float(net.facts(net.output(node, 0)).type));
 }
 
-// The node behind a value that is read once, past those that change nothing.
-int only_reader(const Net& net, int id) {
-  while (true) {
-    const NetValue& value = net.value(id);
-    if (value.is_output || value.users.size() != 1) return kNone;
-    const int node = value.users.front();
-    if (!passes(net, node)) return node;
-    id = net.output(node, 0);
+// The node that cuts dims like those of the scores off a value, from a place of the last one on, past those that change
+// nothing.
+int cut_by(const Net& net, int id, std::span<const Size> scores, int64_t from) {
+  for (const int node : net.value(id).users) {
+    if (passes(net, node)) {
+      if (const int cut = cut_by(net, net.output(node, 0), scores, from); cut != kNone) return cut;
+    }
+    const auto starts = net.is(node, "Slice") ? slice_starts(net, node) : std::nullopt;
+    const auto left = net.shape(net.output(node, 0));
+    if (starts && !starts->empty() && starts->back().is(from) &&
+        std::equal(scores.begin(), scores.end(), left.begin(), left.end()))
+      return node;
   }
+  return kNone;
 }
 
 int joined_by(const Net& net, int id) {
@@ -38,19 +44,57 @@ bool is_of_heads(size_t dim, size_t rank) { return dim + 3 == rank || (rank == 5
 }  // namespace
 
 std::optional<Sinks> sinks_of(const Net& net, int input, int output) {
-  const int joins = joined_by(net, input), cuts = only_reader(net, output);
-  if (joins == kNone || !net.is(cuts, "Slice")) return std::nullopt;
-  const auto starts = slice_starts(net, cuts);
-  if (!starts || starts->empty() || !(starts->back().is(0) || starts->back().is(1))) return std::nullopt;
-  const size_t side = starts->back().is(0) ? 0 : 1;
-  Sinks sinks = {net.input(joins, side), net.output(cuts, 0), net.input(joins, 1 - side)};
-  const auto scores = net.shape(sinks.scores), weights = net.shape(sinks.weights), logits = net.shape(sinks.logits);
-  if (scores.size() < 4 || !std::equal(scores.begin(), scores.end(), weights.begin(), weights.end()) ||
-      logits.size() != scores.size() || !logits.back().is(1))
-    return std::nullopt;
-  while (net.is(net.producer(sinks.logits), "Expand") || net.is(net.producer(sinks.logits), "Identity"))
-    sinks.logits = net.input(net.producer(sinks.logits), 0);
-  return sinks;
+  const int joins = joined_by(net, input);
+  for (size_t side = 0; joins != kNone && side < 2; ++side) {
+    Sinks sinks = {net.input(joins, side), kNone, net.output(joins, 0), net.input(joins, 1 - side), side == 1};
+    const auto scores = net.shape(sinks.scores), logits = net.shape(sinks.logits);
+    if (scores.size() < 4 || logits.size() != scores.size() || !logits.back().is(1)) continue;
+    const int cuts = cut_by(net, output, scores, static_cast<int64_t>(side));
+    if (cuts == kNone) continue;
+    sinks.weights = net.output(cuts, 0);
+    while (net.is(net.producer(sinks.logits), "Expand") || net.is(net.producer(sinks.logits), "Identity"))
+      sinks.logits = net.input(net.producer(sinks.logits), 0);
+    return sinks;
+  }
+  return std::nullopt;
+}
+
+std::optional<Padded> padded_by(const Net& net, int node, const Sinks& sinks) {
+  const auto scores = net.shape(sinks.scores), joined = net.shape(sinks.joined);
+  const auto has_dims = [&](int id, std::span<const Size> dims, bool keys_first) {
+    Sizes wanted(dims.begin(), dims.end());
+    if (keys_first) std::swap(wanted.front(), wanted.back());
+    const auto shape = net.shape(id);
+    return std::equal(shape.begin(), shape.end(), wanted.begin(), wanted.end());
+  };
+  const auto is_zero = [&](int id) { return net.number(id) == 0.0; };
+  Padded padded;
+  bool is_padding = false;
+  if (net.is(node, "Concat")) {
+    const size_t side = sinks.is_ahead ? 1 : 0;
+    padded.value = net.input(node, side);
+    is_padding = joined_by(net, net.output(node, 0)) == node && is_zero(net.input(node, 1 - side));
+  } else if (net.is(node, "Pad")) {  // dims tell how much, so that one number tells where
+    padded.value = net.input(node, 0);
+    const int pads = net.input(node, 1);
+    const Attribute* mode = attribute_of(net.node(node), "mode");
+    const auto& numbers = pads == kNone ? std::nullopt : net.facts(pads).elements;
+    is_padding =
+        (mode == nullptr || mode->text == "constant") && (net.input(node, 2) == kNone || is_zero(net.input(node, 2))) &&
+        net.input(node, 3) == kNone && numbers && numbers->size() == 2 * scores.size() &&
+        (*numbers)[scores.size() - 1].is(sinks.is_ahead ? 1 : 0) && numbers->back().is(sinks.is_ahead ? 0 : 1) &&
+        std::count(numbers->begin(), numbers->end(), Size{0, {}}) + 1 == static_cast<int64_t>(numbers->size());
+  } else if (net.is(node, "ScatterND")) {  // over the first dim
+    padded = {net.input(node, 2), true};
+    const auto places = affine_of(net, net.input(node, 1));
+    const Attribute* reduction = attribute_of(net.node(node), "reduction");
+    is_padding = is_zero(net.input(node, 0)) && net.rank(net.input(node, 1)) == 2 &&
+                 net.shape(net.input(node, 1)).back().is(1) && places && places->steps.front() == 1 &&
+                 places->offset.is(sinks.is_ahead ? 1 : 0) && (reduction == nullptr || reduction->text == "none");
+  }
+  const bool fits = is_padding && has_dims(padded.value, scores, padded.keys_first) &&
+                    has_dims(net.output(node, 0), joined, padded.keys_first);
+  return fits ? std::optional(padded) : std::nullopt;
 }
 
 bool are_of_heads(const Net& net, const Sinks& sinks) {

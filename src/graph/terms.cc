@@ -10,7 +10,7 @@ constexpr size_t kMostTerms = 16;
 constexpr int kHighestPower = 8;
 
 Powers product(const Powers& a, const Powers& b) {
-  return {a.exp + b.exp, std::min(a.kept + b.kept, 1), a.tanh + b.tanh};
+  return {a.exp + b.exp, std::min(a.kept + b.kept, 1), a.slope + b.slope};
 }
 
 }  // namespace
@@ -21,11 +21,10 @@ Terms number_of(double number) { return {{Term{}, number}}; }
 
 Terms weights_of(bool dropped) { return {{Term{{1, dropped, 0}, -1}, 1}}; }
 
-Terms scores_gradient_of(bool dropped, bool capped) {
+Terms scores_gradient_of(bool dropped, bool with_slope) {
   const Powers kept = {1, dropped, 0};
   const Terms of_softmax = {{Term{kept, -1, Term::kGradient}, 1}, {Term{{1, 0, 0}, -2, Term::kRowSum, kept}, -1}};
-  const Terms of_tanh = {{Term{}, 1}, {Term{{0, 0, 2}}, -1}};
-  return capped ? *product(of_softmax, of_tanh) : of_softmax;
+  return with_slope ? *product(of_softmax, {{Term{{0, 0, 1}}, 1}}) : of_softmax;
 }
 
 Terms sum(const Terms& a, const Terms& b, double times_b) {
@@ -44,7 +43,7 @@ std::optional<Terms> product(const Terms& a, const Terms& b) {
       both.powers = product(left.powers, right.powers);
       both.row = left.row + right.row;
       result[both] += m * n;
-      const int highest = std::max({std::abs(both.row), std::abs(both.powers.exp), std::abs(both.powers.tanh)});
+      const int highest = std::max({std::abs(both.row), std::abs(both.powers.exp), std::abs(both.powers.slope)});
       if (highest > kHighestPower || result.size() > kMostTerms) return std::nullopt;
     }
   }
@@ -57,13 +56,15 @@ std::optional<Terms> power(const Terms& a, int exponent) {
   const double number = a.begin()->second;
   if (term.kind != Term::kPlain || (term.powers.kept != 0 && exponent < 1)) return std::nullopt;
   term.powers.exp *= exponent;
-  term.powers.tanh *= exponent;
+  term.powers.slope *= exponent;
   term.row *= exponent;
   return Terms{{term, std::pow(number, exponent)}};
 }
 
 std::optional<Terms> row_sum(const Terms& a) {
+  constexpr double kRounding = 1e-9;
   Terms result;
+  double largest = 0;
   for (const auto& [term, number] : a) {
     Term summed = term;
     summed.powers = {};
@@ -76,7 +77,9 @@ std::optional<Terms> row_sum(const Terms& a) {
       return std::nullopt;
     }
     result[summed] += number;
+    largest = std::max(largest, std::fabs(number));
   }
+  std::erase_if(result, [&](const auto& each) { return std::fabs(each.second) <= kRounding * largest; });
   return result;
 }
 

@@ -8,9 +8,10 @@
 
 namespace polyhead::graph {
 
-// Powers of what has the scores' dims: exp(scores), dropout's mask of zeros and ones, tanh of a softcap.
+// Powers of what has the scores' dims: exp(scores), dropout's mask of zeros and ones, the slope of what is done to the
+// product's scores ahead of the softmax (slopes.h).
 struct Powers {
-  int exp = 0, kept = 0, tanh = 0;
+  int exp = 0, kept = 0, slope = 0;
   auto operator<=>(const Powers&) const = default;
 };
 
@@ -32,8 +33,8 @@ using Terms = std::map<Term, double>;
 
 Terms number_of(double number);
 Terms weights_of(bool dropped);
-// Of the scores, ahead of a softcap or without one.
-Terms scores_gradient_of(bool dropped, bool capped);
+// Of what the softmax takes; or, with its slope, of the product's scores, but for the scale.
+Terms scores_gradient_of(bool dropped, bool with_slope);
 
 Terms sum(const Terms& a, const Terms& b, double times_b);
 std::optional<Terms> product(const Terms& a, const Terms& b);

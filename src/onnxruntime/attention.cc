@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "cached.h"
+#include "core/dtype.h"
 #include "core/sentence.h"
 #include "node.h"
 #include "operators.h"
@@ -14,8 +15,9 @@ constexpr size_t kQuery = 0, kKey = 1, kValue = 2, kMask = 3, kPastKey = 4, kPas
                  kCaptures = 8;  // of ours
 constexpr size_t kOut = 0, kPresentKey = 1, kPresentValue = 2, kWeights = 3;
 // Of the gradients, behind query, key and value.
-constexpr size_t kGivenOut = 3, kGivenLogsumexp = 4, kGradOut = 5, kGivenMask = 6, kGivenDropout = 7;
-constexpr int kGradMask = 3;
+constexpr size_t kGivenOut = 3, kGivenLogsumexp = 4, kGradOut = 5, kGivenMask = 6, kGivenDropout = 7, kGivenSinks = 8,
+                 kGivenCaptures = 9;
+constexpr size_t kGradMask = 3, kGradSinks = 4, kGradCaptures = 5;
 
 struct Operands {
   Tensor query, key, value;  // [batch, sequence, heads, dim]
@@ -81,12 +83,13 @@ Status add_lengths(Call& call, const Tensor& lengths, int64_t most, AttentionDes
   return {};
 }
 
-// The tensors of a program, in its order.
-Status read_captures(Call& call, const SharedProgram& program, AttentionDesc& desc, std::vector<Tensor>& captures) {
+// The tensors of a program, in its order, from input `first` on; none without one.
+Status read_captures(Call& call, size_t first, const SharedProgram& program, AttentionDesc& desc,
+                     std::vector<Tensor>& captures) {
   desc.program = program;
-  for (size_t i = 0; i < program->captures().size(); ++i) {
+  for (size_t i = 0; program != nullptr && i < program->captures().size(); ++i) {
     Tensor tensor;
-    if (Status status = call.input(kCaptures + i, tensor); !status.ok()) return status;
+    if (Status status = call.input(first + i, tensor); !status.ok()) return status;
     const int ndim = std::max(program->captures()[i].ndim, 1);
     if (!tensor.given() || tensor.ndim != ndim) {
       return invalid(sentence("\"", program->captures()[i].name, "\" of the score program is ",
@@ -152,6 +155,31 @@ Status make_mask_gradient(Call& call, const Tensor& mask, Tensor& gradient) {
   return status;
 }
 
+// Of what a program reads, in the dims that it came in; null where nobody asks.
+Status make_capture_gradients(Call& call, const std::vector<Tensor>& captures, std::vector<Tensor>& gradients) {
+  for (size_t i = 0; i < captures.size(); ++i) {
+    Tensor gradient;
+    gradient.dtype = captures[i].dtype;
+    const std::vector<int64_t> dims(captures[i].dims, captures[i].dims + captures[i].ndim);
+    if (Status status = call.output(kGradCaptures + i, dims, gradient); !status.ok()) return status;
+    gradients.push_back(gradient);
+  }
+  return {};
+}
+
+// A logit's gradient for each head, in the dims and the dtype that the sinks came in.
+Status write_sink_gradients(Call& call, const Tensor& sums) {
+  Tensor given, gradient;
+  Status status = call.input(kGivenSinks, given);
+  gradient.dtype = given.dtype;
+  if (status.ok())
+    status = call.output(kGradSinks, std::vector<int64_t>(given.dims, given.dims + given.ndim), gradient);
+  for (int64_t h = 0; status.ok() && gradient.given() && h < sums.num_elements(); ++h) {
+    store_element(gradient.data, gradient.dtype, h, load_element(sums.data, sums.dtype, h));
+  }
+  return status;
+}
+
 // Output 0, [batch, heads, sequence, dim], seen as the call's [batch, sequence, heads, dim].
 Status make_stacked_out(Call& call, const AttentionDesc& desc, Tensor& out) {
   out.dtype = desc.dtype;
@@ -199,7 +227,7 @@ Status Node::run_attention(Call& call, Plans& plans) const {
   }
   if (!status.ok()) return status;
   std::vector<Tensor> captures;
-  if (program_ != nullptr) status = read_captures(call, program_, desc, captures);
+  status = read_captures(call, kCaptures, program_, desc, captures);
   if (!status.ok()) return status;
   args.captures = captures;
   args.query = o.query;
@@ -241,6 +269,11 @@ Status Node::run_attention_grad(Call& call, Plans& plans) const {
     args.forward.dropout_seed = static_cast<uint64_t>(static_cast<const int64_t*>(dropout.data)[0]);
     args.forward.dropout_offset = static_cast<uint32_t>(static_cast<const int64_t*>(dropout.data)[1]);
   }
+  if (status.ok()) status = add_sinks(call, {kGivenSinks, "sink_logits", true, false}, desc, args.forward);
+  std::vector<Tensor> captures, grad_captures;
+  if (status.ok()) status = read_captures(call, kGivenCaptures, program_, desc, captures);
+  if (!status.ok()) return status;
+  args.forward.captures = captures;
   args.forward.query = o.query;
   args.forward.key = o.key;
   args.forward.value = o.value;
@@ -248,7 +281,13 @@ Status Node::run_attention_grad(Call& call, Plans& plans) const {
   if (status.ok()) status = make_gradient(call, 1, o.key, o.flat, args.grad_key);
   if (status.ok()) status = make_gradient(call, 2, o.value, o.flat, args.grad_value);
   if (status.ok()) status = make_mask_gradient(call, mask, args.grad_attn_bias);
-  return status.ok() ? plans.backward(call, desc, args) : status;
+  if (status.ok()) status = make_capture_gradients(call, captures, grad_captures);
+  args.grad_captures = grad_captures;
+  const bool asks_for_sinks = desc.has_sink_logits && call.wants(kGradSinks);
+  if (asks_for_sinks && status.ok())
+    status = call.scratch(args.forward.sink_logits.dtype, {desc.num_heads}, args.grad_sink_logits);
+  if (status.ok()) status = plans.backward(call, desc, args);
+  return status.ok() && asks_for_sinks ? write_sink_gradients(call, args.grad_sink_logits) : status;
 }
 
 }  // namespace polyhead::onnxruntime

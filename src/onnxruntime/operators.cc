@@ -47,11 +47,13 @@ void attention(const Shapes& inputs, const Attributes& attributes, std::vector<S
 }
 
 void attention_grad(const Shapes& inputs, std::vector<Shape>& outputs) {
-  constexpr size_t kMask = 6;
-  for (size_t i = 0; i < 3; ++i) {
-    if (i < inputs.size() && inputs[i]) outputs[i] = *inputs[i];
+  // Of query, key, value, mask, sinks and what a program reads.
+  constexpr size_t kOperands[] = {0, 1, 2, 6, 8, 9, 10, 11, 12, 13, 14, 15, 16};
+  outputs.resize(std::size(kOperands));
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const size_t from = kOperands[i];
+    outputs[i] = from < inputs.size() && inputs[from] ? *inputs[from] : i < 3 ? Shape(outputs[0].size()) : Shape();
   }
-  if (kMask < inputs.size() && inputs[kMask]) outputs[3] = *inputs[kMask];
 }
 
 void linear(const Shapes& inputs, const Attributes& attributes, std::vector<Shape>& outputs) {

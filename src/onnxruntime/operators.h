@@ -21,7 +21,7 @@ struct OperatorNames {
 constexpr OperatorNames kOperators[] = {
     {"", "Attention", Operator::kAttention, 1, 25, 7, 3, 4, 1},
     {"polyhead", "Attention", Operator::kAttention, 1, 1, 16, 3, 6, 1},
-    {"polyhead", "AttentionGrad", Operator::kAttentionGrad, 1, 1, 8, 6, 4, 0},
+    {"polyhead", "AttentionGrad", Operator::kAttentionGrad, 1, 1, 17, 6, 13, 0},
     {"polyhead", "Linear", Operator::kLinear, 1, 1, 6, 2, 2, 1},
     {"com.microsoft", "MultiHeadAttention", Operator::kMultiHead, 1, 1, 10, 1, 4, 1},
     {"com.microsoft", "GroupQueryAttention", Operator::kGroupQuery, 1, 1, 16, 1, 4, 1},
@@ -34,7 +34,7 @@ struct Dim {
 };
 using Shape = std::vector<Dim>;
 
-// The shape of each output that the operator can have; of all of them the type of the first input, but those named here.
+// The shape of each output that the operator can have, empty where nothing is known; of all of them the type of the first input, but those named here.
 constexpr size_t kLogsumexp = 4;  // of Attention: float32, or float64 if the operands are
 constexpr size_t kDropout = 5;    // int64
 std::vector<Shape> output_shapes(Operator op, const std::vector<std::optional<Shape>>& inputs,

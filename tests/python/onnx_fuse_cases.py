@@ -361,7 +361,7 @@ NO_SINKS = {
     "sinks_of_each_row": (f"{CUT} s = MatMul(q, kt) j = Concat<axis = -1>(s, row_sinks) {SINK_TAIL}", "are not known to be one for each head"),
     "sinks_written_out_differ": (SINKS["sinks_written_out_static"].replace("{-1.0, ", "{-1.5, "), "are not known to be one for each head"),
     "a_key_is_cut_off": (f"{CUT} {SINK} s = MatMul(q, kt) j = Concat<axis = -1>(s, sink) z = Softmax<axis = -1>(j) w = Slice(z, i1, most, i3) out = MatMul(w, v)", 'no product with values follows the softmax, but "w" (Slice)'),
-    "sinks_are_weighted": (f"{CUT} {SINK} s = MatMul(q, kt) j = Concat<axis = -1>(s, sink) {SINK_TAIL} other = Relu(z)", "no product with values follows"),
+    "sinks_are_weighted": (f"{CUT} {SINK} s = MatMul(q, kt) j = Concat<axis = -1>(s, sink) {SINK_TAIL} other = Relu(z)", '"z", of "z" (Softmax), is also read by "other" (Relu)'),
     "scores_with_sinks_are_shifted": (f"{CUT} {SINK} m = MatMul(q, kt) one = Constant<value = float {{1.0}}>() s = Add(m, one) j = Concat<axis = -1>(s, sink) {SINK_TAIL}", '"one" of "s" (Add) is one number for all keys'),
     "scores_with_sinks_lose_the_maximum": (f"{CUT} {SINK} m = MatMul(q, kt) t = ReduceMax<keepdims = 1>(m, back) s = Sub(m, t) j = Concat<axis = -1>(s, sink) {SINK_TAIL}", 'it reads "t", which is made of "m", its own scores'),
     "scores_with_sinks_are_scaled": (f"{CUT} {SINK} {SCALE} s = MatMul(q, kt) a = Concat<axis = -1>(s, sink) j = Mul(a, c) {SINK_TAIL}", "no product with values follows"),

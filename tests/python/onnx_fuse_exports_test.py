@@ -62,6 +62,17 @@ class Unmasked(Causal):
         return super().forward(x, None)
 
 
+class OfOne(torch.nn.Module):
+    """An attention that takes no mask beside its input."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x):
+        return self.attention(x, None)
+
+
 class Grouped(Attention):
     def __init__(self):
         super().__init__(groups=2)
@@ -259,11 +270,61 @@ class Decoder(torch.nn.Module):
         return self.out(torch.tanh(x + self.second(self.norm(x), None)))
 
 
-def exported_step(dropout=0.0, **options):
+class SinksOfHeads(Attention):
+    """The attention of gpt-oss, whose logits of sinks learn."""
+
+    def __init__(self):
+        super().__init__()
+        self.sinks = torch.nn.Parameter(torch.randn(H))
+
+    def attend(self, q, k, v, mask):
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(D)).masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -math.inf)
+        joined = torch.cat([scores, self.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)], dim=-1)
+        joined = joined - joined.max(dim=-1, keepdim=True).values
+        return joined.softmax(-1)[..., :-1] @ v
+
+
+class RelativeBias(Attention):
+    """The attention of T5: a bias of heads by relative places, here beside a mask of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(2 * S - 1, H))
+        self.hidden = torch.zeros(B, 1, 1, S, dtype=torch.bool)
+        self.hidden[1, ..., 5:] = True
+
+    def bias(self):
+        i = torch.arange(S)
+        return F.embedding(i[None] - i[:, None] + S - 1, self.table).permute(2, 0, 1)[None]
+
+    def attend(self, q, k, v, mask):
+        return (q @ k.transpose(-1, -2) + self.bias()).masked_fill(self.hidden, -math.inf).softmax(-1) @ v
+
+
+class CosineAttention(RelativeBias):
+    """That of Swin V2: scores between unit vectors by a number of each head that learns, and a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.logit = torch.nn.Parameter(torch.rand(H, 1, 1))
+
+    def attend(self, q, k, v, mask):
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-1, -2) * self.logit.clamp(max=math.log(100)).exp()
+        return (scores + 16 * torch.sigmoid(self.bias())).softmax(-1) @ v
+
+
+class CappedBias(RelativeBias):
+    """A bias inside a softcap."""
+
+    def attend(self, q, k, v, mask):
+        return (3 * torch.tanh((q @ k.transpose(-1, -2) / math.sqrt(D) + self.bias()) / 3)).softmax(-1) @ v
+
+
+def exported_step(dropout=0.0, of=None, **options):
     pytest.importorskip("onnxscript", reason="onnxscript is not installed: torch exports with it")
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     torch.manual_seed(0)
-    model = Decoder(dropout)
+    model = of() if of else Decoder(dropout)
     x, y = torch.randn(B, S, E), torch.randn(B, S, E)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -307,6 +368,33 @@ def test_training_step():
     np.testing.assert_allclose(loss.item(), expected[0], rtol=1e-5)
     first = descend(lambda x: session.run(None, x), exported, data, copy(), 1)[1]
     for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(first[f"grad.{name}"], parameter.grad, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(("of", "outputs", "words"), [
+    (SinksOfHeads, 5, "sinks"), (RelativeBias, 7, "score program"), (CosineAttention, 7, "score program"), (CappedBias, 6, "score program"),
+])  # fmt: skip
+def test_training_step_of(of, outputs, words):
+    """Gradients of sinks and of what a score program reads: 20 steps, fused and not; the first one is torch's own."""
+    model, exported, data, parameters = exported_step(of=lambda: OfOne(of()))
+    fusion = polyhead.onnx.fuse(exported, target="polyhead")
+    assert fusion.num_fused == 1 and words in fusion.candidates[0].pattern, str(fusion)
+    (backward,) = [node for node in fusion.model.graph.node if node.op_type == "AttentionGrad"]
+    assert len(backward.output) == outputs and backward.output[-1]
+    copy = lambda: {name: each.copy() for name, each in parameters.items()}  # noqa: E731
+    plain = onnxruntime.InferenceSession(exported.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = polyhead.onnx.session(fusion.model.SerializeToString())
+    reference = polyhead.onnx.prepare(fusion.model)
+    expected, gradients = descend(lambda x: plain.run(None, x), exported, data, copy(), 20)
+    for run in (lambda x: session.run(None, x), reference.run):
+        losses, got = descend(run, exported, data, copy(), 20)
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        for name, gradient in gradients.items():
+            np.testing.assert_allclose(got[name], gradient, atol=1e-5, err_msg=name)
+    F.mse_loss(model(torch.from_numpy(data["input_0"])), torch.from_numpy(data["target_0"])).backward()
+    first = descend(lambda x: session.run(None, x), exported, data, copy(), 1)[1]
+    for name, parameter in model.named_parameters():
+        assert np.abs(parameter.grad).max() > 1e-5 or "key.bias" in name, name
         np.testing.assert_allclose(first[f"grad.{name}"], parameter.grad, atol=1e-6, err_msg=name)
 
 

@@ -64,7 +64,8 @@ def test_training_graph(name):
     for a, b in zip(run_written_out(model, inputs), polyhead.onnx.prepare(fusion.model).run(inputs), strict=True):
         np.testing.assert_allclose(b, a, rtol=2e-5, atol=5e-6)
     stays = polyhead.onnx.fuse(model)
-    assert stays.num_fused == 0 and "target polyhead replaces both" in stays.candidates[0].reason
+    by_onnx = re.search(r"target polyhead replaces both|also read by|(Pow|Clip|Mul|Add)\) |before the softcap", stays.candidates[0].reason)
+    assert stays.num_fused == 0 and by_onnx, str(stays)
 
 
 @pytest.mark.parametrize("name", training.NEAR_MISSES)
@@ -83,7 +84,7 @@ def test_training_graphs_that_are_changed_by_chance():
     rng = np.random.default_rng(0)
     others = {"Mul": ("Add", "Div", "Sub"), "Sub": ("Add", "Mul"), "Div": ("Mul", "Add"), "Add": ("Sub", "Mul"), "Sum": ("Mul",), "Neg": ("Identity",)}
     fused = 0
-    for _ in range(120):
+    for _ in range(400):
         name = rng.choice([name for name in training.TRAINING if name != "onnxruntime"])
         model, inputs = training_model_of(training.TRAINING[name])
         nodes = [node for node in model.graph.node if node.op_type != "Constant"]

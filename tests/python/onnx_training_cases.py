@@ -23,6 +23,8 @@ INPUTS = {
     "places": (S, T),
     "full": (B, H, S, T),
     "keep": (B, 1, S, T),
+    "sinks": (H,),
+    "factor": (H, 1, 1),
 }
 
 NUMBERS = """
@@ -70,6 +72,25 @@ JAX = f"""{SCORES} {PARTS} out = MatMul(w, v) minus = Constant<value = float {{-
 """
 MASKED = "keeps = Where(keep, m, inf) s = Mul(keeps, c)"
 
+# A logit of each head beside the scores, behind or ahead of them, and the gradient of what is joined.
+SINKS = """
+  f4 = Constant<value = int64[4] {1, 4, 1, 1}>() own = Reshape(sinks, f4) e4 = Constant<value = int64[4] {2, 4, 5, 1}>() sink = Expand(own, e4)
+  i0 = Constant<value = int64[1] {0}>() i1 = Constant<value = int64[1] {1}>() i3 = Constant<value = int64[1] {3}>() i6 = Constant<value = int64[1] {6}>()
+  i7 = Constant<value = int64[1] {7}>() rows = Constant<value = int64[2] {0, 2}>()
+"""
+BEHIND = f"{SINKS} {SCORES} j = Concat<axis = -1>(s, sink) z = Softmax<axis = -1>(j) w = Slice(z, i0, i6, i3) out = MatMul(w, v) {DP} {DV}"
+DJ = "e = Mul(dz, z) r = ReduceSum<keepdims = 1>(e, last) f = Mul(z, r) dj = Sub(e, f)"
+CUT = f"ds = Slice(dj, i0, i6, i3) dsink = Slice(dj, i6, i7, i3) db = ReduceSum<keepdims = 1>(dsink, rows) {DQ_DK}"
+PADDED = "pads = Constant<value = int64[8] {0, 0, 0, 0, 0, 0, 0, 1}>() dz = Pad(dp, pads)"
+SCATTERED = """turned = Transpose<perm = [3, 1, 2, 0]>(dp) empty = Constant<value = int64[4] {7, 4, 5, 2}>() none = Expand(zero, empty)
+  places = Constant<value = int64[6,1] {0, 1, 2, 3, 4, 5}>() put = ScatterND(none, places, turned) dz = Transpose<perm = [3, 1, 2, 0]>(put)"""
+B0 = "b0 = Constant<value = int64[1] {0}>()"
+QK = f"{B0} kt = {T_}(k) m = MatMul(q, kt)"
+DROWS = "rows = Constant<value = int64[3] {0, 2, 3}>()"
+BACK = f"dq = MatMul(dm, k) dmt = {T_}(dm) dk = MatMul(dmt, q)"
+CAPPED = f"{QK} m1 = Mul(m, c) u = Add(m1, table) t = Tanh(u) s = Mul(t, d) {SOFTMAX} {DP} {DV} {DS} ds1 = Mul(ds, d) t2 = Mul(t, t) t3 = Sub(one, t2) du = Mul(ds1, t3) db = ReduceSum<keepdims = 0>(du, b0) dm = Mul(du, c) {BACK}"
+BY_HEADS = f"{QK} {DROWS} s = Mul(m, factor) {SOFTMAX} {DP} {DV} {DS} dm = Mul(ds, factor) df = Mul(ds, m) db = ReduceSum<keepdims = 1>(df, rows) {BACK}"
+
 # name: nodes; what fuses becomes one Attention and one AttentionGrad
 TRAINING = {
     "torch": TORCH,
@@ -103,6 +124,27 @@ TRAINING = {
     "gradients_of_each_repeat": f"""i = Constant<value = int64[1] {{2}}>() u = Unsqueeze(gk, i) n = Constant<value = int64[5] {{1, 1, 2, 1, 1}}>() ex = Expand(u, n)
         zs = Constant<value = int64[4] {{0, 4, -1, 8}}>() k1 = Reshape(ex, zs) kt = {T_}(k1) m = MatMul(q, kt) s = Mul(m, c) w = Softmax<axis = -1>(s) out = MatMul(w, k1)
         vt = {T_}(k1) dp = MatMul(g, vt) {DV} {DS} dm = Mul(ds, c) dq = MatMul(dm, k1) dmt = {T_}(dm) dk = MatMul(dmt, q)""",
+    "sinks": f"{BEHIND} {PADDED} {DJ} {CUT}",
+    "sinks_joined_with_zeros": f"{BEHIND} nothing = Expand(zero, e4) dz = Concat<axis = 3>(dp, nothing) {DJ} {CUT}",
+    "sinks_scattered": f"{BEHIND} {SCATTERED} {DJ} {CUT}",
+    "sinks_ahead": f"""{SINKS} {SCORES} j = Concat<axis = -1>(sink, s) z = Softmax<axis = -1>(j) w = Slice(z, i1, i7, i3) out = MatMul(w, v) {DP} {DV}
+        pads = Constant<value = int64[8] {{0, 0, 0, 1, 0, 0, 0, 0}}>() dz = Pad(dp, pads) {DJ} ds = Slice(dj, i1, i7, i3) dsink = Slice(dj, i0, i1, i3)
+        db = ReduceSum<keepdims = 0>(dsink, rows) {DQ_DK}""",
+    "sinks_less_the_maximum": f"""{BEHIND.replace("z = Softmax<axis = -1>(j)", "top = ReduceMax<keepdims = 1>(j, last) at = ArgMax<axis = -1>(j) less = Sub(j, top) z = Softmax<axis = -1>(less)")} {PADDED} {DJ.replace("dj =", "dl =")}
+        minus = Neg(dl) dtop = ReduceSum<keepdims = 1>(minus, last) e7 = Constant<value = int64[4] {{2, 4, 5, 7}}>() none = Expand(zero, e7)
+        scattered = ScatterElements<axis = -1>(none, at, dtop) dj = Add(dl, scattered) {CUT}""",
+    "sinks_and_a_mask": f"""{BEHIND.replace("s = Mul(m, c)", MASKED)} {PADDED} {DJ} {CUT.replace("ds =", "ds0 =").replace("dm = Mul", "ds = Where(keep, ds0, zero) dm = Mul", 1)}""",
+    "sinks_without_a_gradient": f"{BEHIND} {PADDED} {DJ} ds = Slice(dj, i0, i6, i3) {DQ_DK}",
+    "bias_beside_a_mask": f"b0 = Constant<value = int64[1] {{0}}>() kt = {T_}(k) m0 = MatMul(q, kt) m1 = Where(keep, m0, inf) m2 = Mul(m1, c) s = Add(m2, table) {SOFTMAX} {DP} {DV} {DS} db = ReduceSum<keepdims = 0>(ds, b0) dz = Where(keep, ds, zero) dm = Mul(dz, c) dq = MatMul(dm, k) dmt = {T_}(dm) dk = MatMul(dmt, q)",
+    "biases_of_two_kinds": f"{QK} m1 = Mul(m, c) m2 = Add(m1, table) s = Add(m2, bias) {SOFTMAX} {DP} {DV} {DS} db = ReduceSum<keepdims = 0>(ds, b0) {DQ_DK}",
+    "bias_in_a_softcap": CAPPED,
+    "bias_by_a_number": f"{QK} m1 = Add(m, table) s = Mul(m1, c) {SOFTMAX} {DP} {DV} {DS} dm = Mul(ds, c) db = ReduceSum<keepdims = 0>(dm, b0) {BACK}",
+    "factor_of_heads": BY_HEADS,
+    "factor_of_places": f"{QK} m1 = Mul(m, c) s = Mul(m1, places) {SOFTMAX} {DP} {DV} {DS} b01 = Constant<value = int64[2] {{0, 1}}>() df = Mul(m1, ds) db = ReduceSum<keepdims = 0>(df, b01) dz = Mul(places, ds) dm = Mul(dz, c) {BACK}",
+    "scores_squared": f"{QK} two = Constant<value = float {{2.0}}>() m1 = Mul(m, c) s = Pow(m1, two) {SOFTMAX} {DP} {DV} {DS} m2 = Mul(m1, two) dz = Mul(ds, m2) dm = Mul(dz, c) {BACK}",
+    "scores_in_bounds": f"{QK} low = Constant<value = float {{-0.5}}>() m1 = Mul(m, c) s = Clip(m1, low, one) {SOFTMAX} {DP} {DV} {DS} above = GreaterOrEqual(m1, low) below = LessOrEqual(m1, one) inside = And(above, below) dz = Where(inside, ds, zero) dm = Mul(dz, c) {BACK}",
+    "softcap_and_a_mask_chosen": f"""{QK} m1 = Mul(m, c) a = Div(m1, d) t = Tanh(a) u = Mul(t, d) s = Where(keep, u, inf) {SOFTMAX} {DP} {DV} {DS} dz = Where(keep, ds, zero)
+        ds1 = Mul(dz, d) t2 = Mul(t, t) t3 = Sub(one, t2) ds2 = Mul(ds1, t3) ds3 = Div(ds2, d) dm = Mul(ds3, c) {BACK}""",
     "query_alone": f"{FORWARD} {DP} {DS} dm = Mul(ds, c) dq = MatMul(dm, k)",
     "key_is_value": f"kt = {T_}(k) m = MatMul(q, kt) s = Mul(m, c) w = Softmax<axis = -1>(s) out = MatMul(w, k) dp = MatMul(g, kt) {DV} {DS} {DQ_DK}",
 }  # fmt: skip
@@ -124,8 +166,18 @@ NEAR_MISSES = {
     "sum_added": (f"{FORWARD} {DP} {DV} {DS.replace('Sub', 'Add')} {DQ_DK}", '"dq" (MatMul) multiplies what is no gradient of these scores'),
     "finite_mask": (f"kt = {T_}(k) m0 = MatMul(q, kt) m = Mul(m0, c) s = Where(keep, m, lowest) {SOFTMAX} {DP} {DV} {DS} dz = Where(keep, ds, zero) dm = Mul(dz, c) dq = MatMul(dm, k) dmt = {T_}(dm) dk = MatMul(dmt, q)", "unseen_rows zero"),
     "other_mask": (f"kt = {T_}(k) m = MatMul(q, kt) {MASKED} {SOFTMAX} {DP} {DV} {DS} n = Not(keep) dz = Where(n, ds, zero) dm = Mul(dz, c) dq = MatMul(dm, k) dmt = {T_}(dm) dk = MatMul(dmt, q)", '"dz" (Where) is no step from the gradient'),
-    "bias_beside_a_mask": (f"b0 = Constant<value = int64[1] {{0}}>() kt = {T_}(k) m0 = MatMul(q, kt) m1 = Where(keep, m0, inf) m2 = Mul(m1, c) s = Add(m2, table) {SOFTMAX} {DP} {DV} {DS} db = ReduceSum<keepdims = 0>(ds, b0) dz = Where(keep, ds, zero) dm = Mul(dz, c) dq = MatMul(dm, k) dmt = {T_}(dm) dk = MatMul(dmt, q)", "cannot be told from that of other masks"),
     "bias_summed_otherwise": (f"b0 = Constant<value = int64[2] {{0, 2}}>() kt = {T_}(k) m0 = MatMul(q, kt) m1 = Mul(m0, c) s = Add(m1, table) {SOFTMAX} {DP} {DV} {DS} db = ReduceSum<keepdims = 0>(ds, b0) {DQ_DK}", 'is also read by "db" (ReduceSum)'),
+    "sink_of_a_key": (f"{BEHIND} {PADDED} {DJ} {CUT.replace('Slice(dj, i6, i7, i3)', 'Slice(dj, i0, i1, i3)')}", 'is also read by "dsink" (Slice)'),
+    "sink_summed_over_heads": (f"{BEHIND} {PADDED} {DJ} {CUT} ".replace("int64[2] {0, 2}", "int64[2] {0, 1}"), 'is also read by "db" (ReduceSum)'),
+    "sink_padded_ahead": (f"{BEHIND} {PADDED.replace('0, 0, 0, 0, 0, 0, 0, 1', '0, 0, 0, 1, 0, 0, 0, 0')} {DJ} {CUT}", "their own gradient is not found"),
+    "sink_padded_with_ones": (f"{BEHIND} {PADDED.replace('pads)', 'pads, one)')} {DJ} {CUT}", "their own gradient is not found"),
+    "sink_scattered_elsewhere": (f"{BEHIND} {SCATTERED.replace('0, 1, 2, 3, 4, 5}', '1, 2, 3, 4, 5, 6}')} {DJ} {CUT}", "their own gradient is not found"),
+    "weights_with_sinks_summed": (f"{BEHIND} e = Mul(dp, w) t = ReduceSum<keepdims = 1>(w, last) r = ReduceSum<keepdims = 1>(e, last) rt = Mul(r, t) f = Mul(w, rt) ds = Sub(e, f) {DQ_DK}", '"rt" (Mul) is no step'),
+    "slope_forgotten": (CAPPED.replace("du = Mul(ds1, t3)", "du = Identity(ds1) o = Relu(t3)"), "multiplies what is no gradient of these scores"),
+    "slope_of_another": (CAPPED.replace("t3 = Sub(one, t2)", "t3 = Add(one, t2)"), "is no step from the gradient of the weights to that of the scores"),
+    "slope_beyond_bounds": (f"{QK} high = Constant<value = float {{30.0}}>() m1 = Mul(m, c) s = Min(m1, high) {SOFTMAX} {DP} {DV} {DS} dm = Mul(ds, c) {BACK}", "multiplies what is no gradient of these scores"),
+    "factor_by_twice_the_scores": (BY_HEADS.replace("df = Mul(ds, m)", "tw = Add(m, m) df = Mul(ds, tw)"), '"dm" (Mul) is no step'),
+    "factor_summed_otherwise": (BY_HEADS.replace("{0, 2, 3}", "{0, 1, 3}"), '"dm" (Mul) is no step'),
     "no_gradient_of_the_scores": (f"{FORWARD} {DP} {DV} {DS} other = Relu(ds)", '"other" (Relu) is no step'),
 }  # fmt: skip
 
