@@ -116,9 +116,16 @@ void sort_nodes(Graph& graph) {
 
 }  // namespace
 
+void remove_unread(Graph& graph, const std::vector<std::string>& names) {
+  if (names.empty()) return;
+  Counts before = reads(graph);
+  for (const std::string& name : names) ++before[name];
+  remove_unread(graph, before);
+}
+
 void apply(Graph& graph, std::vector<Rewrite>& rewrites) {
   if (rewrites.empty()) return;
-  const Counts before = reads(graph);
+  Counts before = reads(graph);
   std::vector<bool> removed(graph.nodes.size());
   std::unordered_map<size_t, Rewrite*> at;
   std::unordered_set<std::string> told;
@@ -127,6 +134,9 @@ void apply(Graph& graph, std::vector<Rewrite>& rewrites) {
   }
   for (Rewrite& each : rewrites) {
     at[static_cast<size_t>(each.at)] = &each;
+    for (const Node& node : each.nodes) {  // what is made stays, read or not
+      for (const std::string& name : node.outputs) before.erase(name);
+    }
     for (ValueInfo& value : each.values) {
       if (told.insert(value.name).second) graph.values.push_back(std::move(value));
     }

@@ -1,9 +1,11 @@
 #include "graph/arrange.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "core/sentence.h"
 #include "graph/nodes.h"
+#include "graph/tensors.h"
 #include "graph/terms.h"
 
 namespace polyhead::graph {
@@ -267,6 +269,24 @@ Arrangement arrange(const Net& net, const Match& match) {
   arrangement = {};
   arrangement.reason = why;
   return arrangement;
+}
+
+std::string why_not_returned(const Net& net, const Match& match, bool by_onnx) {
+  const auto& [id, mode] = match.returned;
+  if (id == kNone) return "";
+  const bool weights = mode == Returned::kWeights;
+  const std::string what =
+      sentence(weights ? "the weights \"" : "the scores \"", net.value(id).name, "\" are read by others too, and ");
+  if (net.rank(id) != 3 && net.rank(id) != 4) return sentence(what, "have ", net.rank(id), " dims, must have 3 or 4");
+  if (by_onnx && mode == Returned::kScores && match.softcap > 0)
+    return what + "come before a softcap, where ONNX Runtime 1.32 gives those behind it";
+  const ElementType type = net.facts(id).type, of_query = net.facts(match.scores.left.value).type;
+  if (!weights && type != of_query) return sentence(what, "are ", text_of(type), ", must be ", text_of(of_query));
+  for (const MaskTerm& term : match.terms) {
+    if (mode == Returned::kMasked && term.kind != MaskTerm::kAdded && !std::isinf(term.number))
+      return sentence(what, "hold ", term.number, " in hidden places, where the operator has -inf");
+  }
+  return "";
 }
 
 }  // namespace polyhead::graph

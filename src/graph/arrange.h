@@ -31,6 +31,9 @@ struct Arrangement {
 
 Arrangement arrange(const Net& net, const Match& match);
 
+// Why what others read of the scores or weights has not the operator's dims, type and numbers; "" if it has, or none is read.
+std::string why_not_returned(const Net& net, const Match& match, bool by_onnx);
+
 // A mask for the scores of the arrangement.
 struct ArrangedMask {
   int value = kNone;               // the same, or one above it; kNone: there is none

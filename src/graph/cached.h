@@ -17,4 +17,7 @@ struct Cached {
 // Nothing where the graph joins no keys.
 std::optional<Cached> cached_of(const Net& net, const Match& match, const Arrangement& arrangement);
 
+// Whether anything but the products, which the operator replaces, needs joined keys or values.
+bool is_read_elsewhere(const Net& net, const Match& match, int joined);
+
 }  // namespace polyhead::graph

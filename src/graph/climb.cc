@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "core/sentence.h"
+#include "graph/joined.h"
 #include "graph/match.h"
 #include "graph/nodes.h"
 #include "graph/tensors.h"
@@ -160,7 +161,10 @@ class Climber {
                                       : refuse(node, way, " changes the last two dims of the scores");
     }
     if (op == "Transpose") return refuse(node, way, " stands between the product and the softmax and does not cancel");
-    if (op == "Concat") return refuse(node, way, " joins the scores with others");
+    if (op == "Concat") {
+      const std::string why = why_not_joined(net_, node);
+      return refuse(node, way, sentence(" joins the scores with others", why.empty() ? "" : ": ", why));
+    }
     return refuse(node, way, " between the products is not understood");
   }
 
@@ -177,7 +181,7 @@ class Climber {
     return words_of(net_, node) + " rounds the scores, or what they are made of, to integers";
   }
 
-  int refuse(int node, Way& way, const char* why) const {
+  int refuse(int node, Way& way, const std::string& why) const {
     way.reason = words_of(net_, node) + why;
     return kNone;
   }

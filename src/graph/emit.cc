@@ -102,27 +102,8 @@ class Emitter {
     plan_ = arrange(net_, match_);
     if (!plan_.reason.empty()) return refuse(plan_.reason);
     cache();
-    return match_.returned.value == kNone || returnable();
-  }
-
-  // What others read of the scores and weights has the operator's dims, type and numbers.
-  bool returnable() {
-    const int id = match_.returned.value;
-    const bool weights = match_.returned.mode == Returned::kWeights;
-    const std::string what =
-        sentence(weights ? "the weights \"" : "the scores \"", net_.value(id).name, "\" are read by others too, and ");
-    if (net_.rank(id) != 3 && net_.rank(id) != 4)
-      return refuse(sentence(what, "have ", net_.rank(id), " dims, must have 3 or 4"));
-    if (e_.options.target == Target::kOnnx && returns(Returned::kScores) && match_.softcap > 0) {
-      return refuse(what + "come before a softcap, where ONNX Runtime 1.32 gives those behind it");
-    }
-    const ElementType type = net_.facts(id).type;
-    if (!weights && type != type_) return refuse(sentence(what, "are ", text_of(type), ", must be ", text_of(type_)));
-    for (const MaskTerm& term : match_.terms) {
-      if (!returns(Returned::kMasked) || term.kind == MaskTerm::kAdded || std::isinf(term.number)) continue;
-      return refuse(sentence(what, "hold ", term.number, " in hidden places, where the operator has -inf"));
-    }
-    return true;
+    const std::string why = why_not_returned(net_, match_, e_.options.target == Target::kOnnx);
+    return why.empty() || refuse(why);
   }
 
   bool typed() {
@@ -366,15 +347,22 @@ class Emitter {
     if (cached_) {
       remove({cached_->keys, cached_->values});
       rewrite_.made[what_is_joined()] = out;
-      for (int concat : {cached_->keys, cached_->values}) outputs.push_back(name_of(net_.output(concat, 0)));
+      for (int concat : {cached_->keys, cached_->values}) {
+        const int present = net_.output(concat, 0);
+        // ONNX Runtime 1.32 wants an output for what is joined.
+        const bool is_told = e_.options.target == Target::kOnnx || is_read_elsewhere(net_, match_, present);
+        outputs.push_back(is_told ? name_of(present) : "");
+      }
     }
     std::string weights;
     if (match_.returned.value != kNone) {
       attributes.push_back(integer("qk_matmul_output_mode", match_.returned.mode));
       weights =
           net_.rank(match_.returned.value) == 4 ? name_of(match_.returned.value) : e_.names.fresh("polyhead_weights");
-      outputs.insert(outputs.end(), {"", "", weights});
+      outputs.resize(3);
+      outputs.push_back(weights);
     }
+    drop_empty_ends(outputs);
     if (match_.backward) {
       outputs.insert(outputs.end(), {"", "", "", e_.names.fresh("polyhead_logsumexp")});
       grad_inputs.insert(grad_inputs.end(), {out, outputs.back(), operand(plan_.grad_out), attn_mask});

@@ -4,6 +4,7 @@
 
 #include "core/sentence.h"
 #include "graph/checks.h"
+#include "graph/joined.h"
 #include "graph/linear.h"
 #include "graph/match.h"
 #include "graph/nodes.h"
@@ -24,6 +25,8 @@ struct Work {
   size_t attribute = 0;
   std::string place;  // of its nodes: the names of those around
   std::unique_ptr<Net> net;
+  std::vector<Joined> joined;
+  std::vector<Node> apart;  // the graph's nodes, if any are joined
   std::vector<Rewrite> rewrites;
   Made made;  // by them
   bool changed = false;
@@ -45,8 +48,10 @@ class Fusion {
     to_ = options_.target == Target::kOnnx ? std::max(report_.opset_before, kFirstWithAttention) : report_.opset_before;
     objection_ = objection();
     for (Work& work : works_) search(work);
-    if (std::none_of(works_.begin(), works_.end(), [](const Work& work) { return !work.rewrites.empty(); }))
+    if (std::none_of(works_.begin(), works_.end(), [](const Work& work) { return !work.rewrites.empty(); })) {
+      for (auto work = works_.rbegin(); work != works_.rend(); ++work) part(*work);
       return report_;
+    }
     if (to_ != report_.opset_before) raise();
     for (auto work = works_.rbegin(); work != works_.rend(); ++work) finish(*work);
     import();
@@ -56,6 +61,24 @@ class Fusion {
   }
 
  private:
+  void join(Work& work, const Net* around) {
+    std::vector<Node> nodes = work.graph->nodes;
+    work.joined = join_products(*work.net, *work.graph, names_);
+    if (work.joined.empty()) return;
+    work.apart = std::move(nodes);
+    work.net = std::make_unique<Net>(model_, *work.graph, symbols_, around);
+  }
+
+  // Graphs that stay are as they were, to the order of their nodes.
+  static void part(Work& work) {
+    if (work.joined.empty()) return;
+    if (work.rewrites.empty() && !work.changed) {
+      work.graph->nodes = std::move(work.apart);
+    } else {
+      part_products(*work.graph, work.joined);
+    }
+  }
+
   static int64_t count(const Graph& graph) {
     auto nodes = static_cast<int64_t>(graph.nodes.size());
     for (const Node& node : graph.nodes) {
@@ -67,9 +90,11 @@ class Fusion {
   }
 
   void add(Graph& graph, Work* outer, int holder, size_t attribute, const std::string& place) {
-    works_.push_back({&graph, outer, holder, attribute, place, nullptr, {}, {}, false});
+    works_.push_back({&graph, outer, holder, attribute, place, nullptr, {}, {}, {}, {}, false});
     Work& work = works_.back();
-    work.net = std::make_unique<Net>(model_, graph, symbols_, outer == nullptr ? nullptr : outer->net.get());
+    const Net* around = outer == nullptr ? nullptr : outer->net.get();
+    work.net = std::make_unique<Net>(model_, graph, symbols_, around);
+    if (options_.backwards != Backwards::kOfOperator) join(work, around);
     for (size_t i = 0; i < graph.nodes.size(); ++i) {
       Node& node = graph.nodes[i];
       for (size_t k = 0; k < node.attributes.size(); ++k) {
@@ -182,6 +207,7 @@ class Fusion {
       holder.changed = holder.attributes[work.attribute].changed = work.outer->changed = true;
     }
     apply(*work.graph, work.rewrites);
+    part(work);
   }
 
   void import() {

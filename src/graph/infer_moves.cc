@@ -103,7 +103,11 @@ void concat(const At& at) {
 void split(const At& at) {
   const size_t count = at.results.size();
   const Attribute* told = attribute_of(at.node(), "split");
-  const auto sizes = told != nullptr ? std::optional(told->integers) : at.integers(1);
+  Shape sizes = at.in(1).elements;
+  if (told != nullptr) {
+    sizes.emplace();
+    for (int64_t each : told->integers) sizes->push_back({each, {}});
+  }
   for (size_t i = 0; i < count; ++i) {
     Facts& result = at.results[i];
     result.type = at.in(0).type;
@@ -115,7 +119,7 @@ void split(const At& at) {
     const auto equal = at.symbols().quotient(size, {static_cast<int64_t>(count), {}});
     const bool is_told = told != nullptr || at.net.input(at.index, 1) != kNone;
     if (is_told) {
-      size = sizes && i < sizes->size() ? Size{(*sizes)[i], {}} : at.symbols().fresh();
+      size = sizes && i < sizes->size() ? (*sizes)[i] : at.symbols().fresh();
     } else {
       size = equal ? *equal : at.symbols().fresh();
     }

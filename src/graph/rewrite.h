@@ -57,4 +57,7 @@ std::vector<Node> nodes_before(const Net& net, const Match& match, const Rewrite
 // Puts rewrites, which belong to the graph itself and not to its bodies, into it; what nobody reads any more goes away.
 void apply(Graph& graph, std::vector<Rewrite>& rewrites);
 
+// Removes what gives these, and then what was made for them alone, where nobody reads it.
+void remove_unread(Graph& graph, const std::vector<std::string>& names);
+
 }  // namespace polyhead::graph

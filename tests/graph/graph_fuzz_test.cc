@@ -60,6 +60,72 @@ std::string rich_model() {
   return text.model();
 }
 
+// A training step of scores that a tensor of heads multiplies, beside sinks.
+std::string training_model() {
+  ModelText text;
+  for (const char* name : {"q", "k", "v", "g"}) text.inputs.push_back({name, {2, 3, 5, 4}});
+  text.inputs.push_back({"factor", {3, 1, 1}});
+  text.tensors = {tensor_text("sinks", {1, 3, 1, 1}, {1, 2, 3})};
+  text.nodes = {{"Transpose", {"k"}, {"kt"}, {{"perm", {0, 1, 3, 2}}}},
+                {"MatMul", {"q", "kt"}, {"m"}},
+                {"Mul", {"m", "factor"}, {"s"}},
+                {"Constant", {}, {"sizes"}, {{"value_ints", {2, 3, 5, 1}}}},
+                {"Expand", {"sinks", "sizes"}, {"sink"}},
+                {"Concat", {"s", "sink"}, {"joined"}, {}, {{"axis", -1}}},
+                {"Softmax", {"joined"}, {"all"}, {}, {{"axis", -1}}},
+                {"Constant", {}, {"zero"}, {{"value_ints", {0}}}},
+                {"Constant", {}, {"five"}, {{"value_ints", {5}}}},
+                {"Constant", {}, {"six"}, {{"value_ints", {6}}}},
+                {"Constant", {}, {"last"}, {{"value_ints", {3}}}},
+                {"Slice", {"all", "zero", "five", "last"}, {"w"}},
+                {"MatMul", {"w", "v"}, {"out"}},
+                {"Transpose", {"v"}, {"vt"}, {{"perm", {0, 1, 3, 2}}}},
+                {"MatMul", {"g", "vt"}, {"dp"}},
+                {"Transpose", {"w"}, {"wt"}, {{"perm", {0, 1, 3, 2}}}},
+                {"MatMul", {"wt", "g"}, {"dv"}},
+                {"Constant", {}, {"pads"}, {{"value_ints", {0, 0, 0, 0, 0, 0, 0, 1}}}},
+                {"Pad", {"dp", "pads"}, {"dpj"}},
+                {"Mul", {"dpj", "all"}, {"e"}},
+                {"ReduceSum", {"e", "last"}, {"r"}},
+                {"Mul", {"all", "r"}, {"f"}},
+                {"Sub", {"e", "f"}, {"dj"}},
+                {"Slice", {"dj", "zero", "five", "last"}, {"ds"}},
+                {"Slice", {"dj", "five", "six", "last"}, {"dsink"}},
+                {"Constant", {}, {"rows"}, {{"value_ints", {0, 2}}}},
+                {"ReduceSum", {"dsink", "rows"}, {"dsinks"}},
+                {"Mul", {"ds", "factor"}, {"dm"}},
+                {"Mul", {"ds", "m"}, {"df"}},
+                {"Constant", {}, {"others"}, {{"value_ints", {0, 2, 3}}}},
+                {"ReduceSum", {"df", "others"}, {"dfactor"}},
+                {"MatMul", {"dm", "k"}, {"dq"}},
+                {"Transpose", {"dm"}, {"dmt"}, {{"perm", {0, 1, 3, 2}}}},
+                {"MatMul", {"dmt", "q"}, {"dk"}}};
+  for (const char* name : {"out", "dq", "dk", "dv"}) text.outputs.push_back({name, {2, 3, 5, 4}});
+  text.outputs.push_back({"dsinks", {1, 3, 1, 1}});
+  text.outputs.push_back({"dfactor", {1, 3, 1, 1}});
+  return text.model();
+}
+
+// Products with the past's keys and values, and with new ones.
+std::string apart_model() {
+  ModelText text;
+  text.inputs = {
+      {"q", {2, 3, 5, 4}}, {"k", {2, 3, 5, 4}}, {"v", {2, 3, 5, 4}}, {"old_k", {2, 3, 7, 4}}, {"old_v", {2, 3, 7, 4}}};
+  text.nodes = {{"Transpose", {"old_k"}, {"old_t"}, {{"perm", {0, 1, 3, 2}}}},
+                {"Transpose", {"k"}, {"kt"}, {{"perm", {0, 1, 3, 2}}}},
+                {"MatMul", {"q", "old_t"}, {"s1"}},
+                {"MatMul", {"q", "kt"}, {"s2"}},
+                {"Concat", {"s1", "s2"}, {"s"}, {}, {{"axis", -1}}},
+                {"Softmax", {"s"}, {"w"}, {}, {{"axis", -1}}},
+                {"Constant", {}, {"sizes"}, {{"value_ints", {7, 5}}}},
+                {"Split", {"w", "sizes"}, {"w1", "w2"}, {}, {{"axis", -1}}},
+                {"MatMul", {"w1", "old_v"}, {"o1"}},
+                {"MatMul", {"w2", "v"}, {"o2"}},
+                {"Add", {"o1", "o2"}, {"out"}}};
+  text.outputs = {{"out", {2, 3, 5, 4}}};
+  return text.model();
+}
+
 void run(const std::string& bytes, int& good) {
   auto model = graph::parse_model(bytes, "");
   if (!model.ok()) {
@@ -90,13 +156,23 @@ TEST(GraphFuzz, TheModelItselfFuses) {
   EXPECT_EQ(report.products[0].pattern, "a product, bias, silu, layer norm") << report.products[0].reason;
 }
 
+TEST(GraphFuzz, TheOtherModelsFuse) {
+  for (const std::string& bytes : {training_model(), apart_model()}) {
+    auto model = graph::parse_model(bytes, "");
+    ASSERT_TRUE(model.ok()) << model.status().message();
+    const graph::Report report = graph::fuse(*model, {graph::Target::kPolyhead});
+    ASSERT_EQ(report.candidates.size(), 1u);
+    EXPECT_TRUE(report.candidates[0].fused) << report.candidates[0].reason;
+  }
+}
+
 TEST(GraphFuzz, ChangedBytes) {
-  const std::string bytes = rich_model();
+  const std::string models[] = {rich_model(), training_model(), apart_model()};
   // --gtest_shuffle --gtest_repeat=N draws others each time.
   std::mt19937_64 random(1 + static_cast<uint64_t>(::testing::UnitTest::GetInstance()->random_seed()));
   int good = 0;
   for (int round = 0; round < 6000; ++round) {
-    std::string changed = bytes;
+    std::string changed = models[round % 3];
     for (uint64_t flips = 1 + random() % 3; flips > 0; --flips) {
       char& byte = changed[random() % changed.size()];
       byte = static_cast<char>(random() % 4 == 0 ? random() : byte ^ (1 << random() % 8));
@@ -109,9 +185,10 @@ TEST(GraphFuzz, ChangedBytes) {
 }
 
 TEST(GraphFuzz, Truncations) {
-  const std::string bytes = rich_model();
   int good = 0;
-  for (size_t size = 0; size < bytes.size(); ++size) run(bytes.substr(0, size), good);
+  for (const std::string& bytes : {rich_model(), training_model(), apart_model()}) {
+    for (size_t size = 0; size < bytes.size(); ++size) run(bytes.substr(0, size), good);
+  }
 }
 
 }  // namespace

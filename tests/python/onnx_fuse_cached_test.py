@@ -64,6 +64,38 @@ CASES = {
     "other dims": (OTHER_DIMS + SCORES + PLAIN + OUT, *[OUTSIDE.replace("present_key", "joined_key") + "their dims are not [batch, heads, sequence, dim]"] * 2),
 }  # fmt: skip
 
+# The past's keys and the new ones are multiplied apart, and so are the weights with both's values.
+COUNTED = COUNTS + "  P1 = Unsqueeze(P, first)  S1 = Unsqueeze(S, first)  sizes = Concat<axis = 0>(P1, S1)"
+APART = """
+  past_t = Transpose<perm = [0, 1, 3, 2]>(past_key)  new_t = Transpose<perm = [0, 1, 3, 2]>(key)
+  s1 = MatMul(query, past_t)  s2 = MatMul(query, new_t)  both = Concat<axis = -1>(s1, s2)
+  root = Constant<value = float {3.0}>()  scores = Div(both, root)"""
+PARTS = " weights = Softmax<axis = -1>(masked)  w1, w2 = Split<axis = -1>(weights, sizes)"
+TOGETHER = PARTS + "  o1 = MatMul(w1, past_value)  o2 = MatMul(w2, value)  out = Add(o1, o2)"
+BY_SLICES = """ weights = Softmax<axis = -1>(masked)  minus = Constant<value_ints = [-1]>()  three_ = Constant<value_ints = [3]>()  T1 = Add(P1, S1)
+  w1 = Slice(weights, first, P1, three_)  w2 = Slice(weights, P1, T1, three_)  o1 = MatMul(w1, past_value)  o2 = MatMul(w2, value)  out = Add(o2, o1)"""
+SCALED = APART.replace("s1 = ", "z1 = ").replace("s2 = ", "root = Constant<value = float {3.0}>()  z2 = ").replace("both =", "s1 = Div(z1, root)  s2 = Div(z2, root)  scores =").rpartition("\n")[0]
+APART_CASES = {
+    "plain": (COUNTED + APART + PLAIN + TOGETHER, "a cache"),
+    "causal": (CAUSAL.replace(COUNTS, COUNTED) + APART + HIDE + TOGETHER, "a cache, causal"),
+    "padding": (PADDING.replace(COUNTS, COUNTED) + APART + HIDE + TOGETHER, "a cache"),
+    "by slices": (COUNTED + APART + PLAIN + BY_SLICES, "a cache"),
+    "scaled apart": (COUNTED + SCALED + PLAIN + TOGETHER, "a cache"),
+    "new ones first": (COUNTED.replace("(P1, S1)", "(S1, P1)") + APART.replace("(s1, s2)", "(s2, s1)") + PLAIN + TOGETHER.replace("w1, w2", "w2, w1"), "is not known to hold one key for each query"),
+    "keys transposed in the cache": (COUNTED + APART.replace("(past_key)", "(other_key)").replace("past_t =", "other_key = Identity(past_key)  past_t =") + PLAIN + TOGETHER, '"other_key" is computed'),
+    "other dims": (COUNTED + APART.replace("past_t = Transpose<perm = [0, 1, 3, 2]>(past_key)", "past_t = Transpose<perm = [0, 2, 3, 1]>(late_key)") + PLAIN + TOGETHER, "their dims are not [batch, heads, sequence, dim]"),
+}  # fmt: skip
+NOT_APART = {
+    "scales differ": (COUNTED + SCALED.replace("Div(z2, root)", "Mul(z2, root)") + PLAIN + TOGETHER, '"scores" (Concat) joins the scores with others: they are scaled by 0.333333 and by 3'),
+    "queries differ": (COUNTED + APART.replace("MatMul(query, new_t)", "MatMul(doubled, new_t)").replace("s1 =", "doubled = Add(query, query)  s1 =") + PLAIN + TOGETHER, "they are products with different queries"),
+    "scores are read": (COUNTED + APART + PLAIN + TOGETHER + "  other = Softmax<axis = -1>(s2)", '"s2" is read by others too'),
+    "masked apart": (COUNTED + APART.replace("both = Concat<axis = -1>(s1, s2)", "s3 = Relu(s2)  both = Concat<axis = -1>(s1, s3)") + PLAIN + TOGETHER, '"both" (Concat) joins the scores with others'),
+    "outputs are weighted": (COUNTED + APART + PLAIN + TOGETHER.replace("Add(o1, o2)", "Mul(o1, o2)"), "no product with values follows the softmax"),
+    "a part is left out": (COUNTED + APART + PLAIN + PARTS + "  o1 = MatMul(w1, past_value)  o2 = MatMul(w1, past_value)  out = Add(o1, o2)", "no product with values follows the softmax"),
+    "weights are read": (COUNTED + APART + PLAIN + TOGETHER + "  other = Softmax<axis = -1>(w2)", "no product with values follows the softmax"),
+    "another axis": (COUNTED + APART.replace("Concat<axis = -1>(s1, s2)", "Concat<axis = -2>(s1, s1)").replace("s2 = MatMul(query, new_t)  ", "") + PLAIN + " weights = Softmax<axis = -1>(masked)  out = MatMul(weights, past_value)", '"both" (Concat) joins the scores with others'),
+}  # fmt: skip
+
 
 MORE = {
     "padding": "bool[2,1,1,T]", "nothing": "float[2,2,0,8]", "all_values": "float[2,2,L,8]", "late_key": "float[2,P,2,8]", "late_value": "float[2,P,2,8]",
@@ -73,9 +105,9 @@ MORE = {
 def model_of(nodes):
     inputs = {"query": "float[2,2,S,8]", "key": "float[2,2,S,8]", "value": "float[2,2,S,8]", "past_key": "float[2,2,P,8]", "past_value": "float[2,2,P,8]"}
     inputs |= {name: told for name, told in MORE.items() if re.search(rf"\b{name}\b", nodes)}
-    outputs = ["out", "present_key", "present_value"] + (["other"] if "other =" in nodes else [])
+    outputs = ["out"] + [name for name in ("present_key", "present_value", "other") if f"{name} =" in nodes]
     told = ", ".join(f"{kind} {name}" for name, kind in inputs.items())
-    statements = re.sub(r"\s+(?=[A-Za-z]\w* = [A-Z])", "\n", " " + nodes.strip())
+    statements = re.sub(r"\s+(?=[A-Za-z]\w*(?:, \w+)* = [A-Z])", "\n", " " + nodes.strip())
     results = ", ".join(f"float[a,b,c,d] {name}" for name in outputs)
     return onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 18]> g ({told}) => ({results}) {{{statements}\n}}')
 
@@ -115,6 +147,37 @@ def test_caches(name):
         expected = theirs(model).run(None, inputs)
         for session in sessions:
             assert_close(session.run(None, inputs), expected, what=f"{name} {S} {P}")
+
+
+@pytest.mark.parametrize("name", APART_CASES)
+def test_products_apart(name):
+    """Scores against the past's keys and against new ones, in two products each: one attention."""
+    nodes, said = APART_CASES[name]
+    model = model_of(nodes)
+    sessions = [ours(model)]
+    for target in ("onnx", "polyhead"):
+        fusion = polyhead.onnx.fuse(model, target=target)
+        assert fusion.num_fused == 1 and said in fusion.candidates[0].pattern, str(fusion)
+        kinds = [node.op_type for node in fusion.model.graph.node]
+        assert not {"MatMul", "Split", "Softmax", "Slice"} & set(kinds), kinds
+        assert "joined" not in "".join(kinds) and ("a cache" not in said or "past_key" in next(n for n in fusion.model.graph.node if n.op_type == "Attention").input)
+        data = fusion.model.SerializeToString()
+        sessions.append(polyhead.onnx.session(data, quiet_options()) if target == "polyhead" else ort.InferenceSession(data, quiet_options()))
+    for S, P in ((3, 5), (1, 6), (2, 1)):
+        inputs = operands(model, S, P)
+        expected = theirs(model).run(None, inputs)
+        for session in sessions:
+            assert_close(session.run(None, inputs), expected, what=f"{name} {S} {P}")
+
+
+@pytest.mark.parametrize("name", NOT_APART)
+def test_products_apart_that_stay(name):
+    nodes, reason = NOT_APART[name]
+    model = model_of(nodes)
+    for target in ("onnx", "polyhead"):
+        fusion = polyhead.onnx.fuse(model, target=target)
+        assert fusion.num_fused == 0 and any(reason in each.reason for each in fusion.candidates), str(fusion)
+        assert fusion.model.SerializeToString() == model.SerializeToString()
 
 
 def test_score_programs_have_no_cache():
