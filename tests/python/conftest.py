@@ -30,12 +30,16 @@ def one_thread():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """One line that counts ONNX's node cases, whatever else is printed."""
-    counts = {}
+    """Lines that count ONNX's node cases, and torch's exports by opset, whatever else is printed."""
+    cases, exports = collections.Counter(), collections.defaultdict(collections.Counter)
     for outcome in ("passed", "failed", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
             if "::AttentionNodes::" in report.nodeid:
-                counts[outcome] = counts.get(outcome, 0) + 1
-    if counts:
-        passed = counts.get("passed", 0)
-        terminalreporter.write_line(f"ONNX Attention node cases: {passed} of {sum(counts.values())} pass")
+                cases[outcome] += 1
+            if "onnx_fourteen_exports_test.py::test_export[" in report.nodeid:
+                exports[report.nodeid.rpartition("-")[2].rstrip("]")][outcome] += 1
+    if cases:
+        terminalreporter.write_line(f"ONNX Attention node cases: {cases['passed']} of {cases.total()} pass")
+    if exports:
+        told = (f"{each['passed']} of {each['passed'] + each['failed']} at {opset}" for opset, each in sorted(exports.items()))
+        terminalreporter.write_line(f"torch's exports that are one Attention, by opset: {', '.join(told)}")
