@@ -25,8 +25,10 @@ struct Operands {
 };
 
 // [B, H, S, D] or [B, S, H * D] -> [B, S, H, D]
-Status heads_apart(Call& call, size_t index, const char* what, int64_t num_heads, Tensor& tensor) {
+Status heads_apart(Call& call, size_t index, const char* what, int64_t num_heads, Tensor& tensor,
+                   bool* is_flat = nullptr) {
   if (Status status = call.input(index, tensor); !status.ok()) return status;
+  if (is_flat != nullptr) *is_flat = tensor.ndim == 3;
   if (tensor.ndim == 4) {
     tensor = permuted(tensor, {0, 2, 1, 3});
     return {};
@@ -40,13 +42,10 @@ Status heads_apart(Call& call, size_t index, const char* what, int64_t num_heads
 }
 
 Status read(Call& call, int64_t num_heads, int64_t num_heads_kv, Operands& o) {
-  Status status = heads_apart(call, kQuery, "Q", num_heads, o.query);
+  Status status = heads_apart(call, kQuery, "Q", num_heads, o.query, &o.flat);
   if (status.ok()) status = heads_apart(call, kKey, "K", num_heads_kv, o.key);
   if (status.ok()) status = heads_apart(call, kValue, "V", num_heads_kv, o.value);
   if (!status.ok()) return status;
-  Tensor query;
-  status = call.input(kQuery, query);
-  o.flat = query.ndim == 3;
   const auto same = [&](const Tensor& other, const char* what, std::initializer_list<int> dims) -> Status {
     for (int i : dims) {
       if (other.dims[i] != o.key.dims[i]) return invalid(sentence("K and ", what, " differ: ", words_of(other)));
@@ -160,7 +159,7 @@ Status make_capture_gradients(Call& call, const std::vector<Tensor>& captures, s
   for (size_t i = 0; i < captures.size(); ++i) {
     Tensor gradient;
     gradient.dtype = captures[i].dtype;
-    const std::vector<int64_t> dims(captures[i].dims, captures[i].dims + captures[i].ndim);
+    const std::span<const int64_t> dims(captures[i].dims, static_cast<size_t>(captures[i].ndim));
     if (Status status = call.output(kGradCaptures + i, dims, gradient); !status.ok()) return status;
     gradients.push_back(gradient);
   }
@@ -173,7 +172,7 @@ Status write_sink_gradients(Call& call, const Tensor& sums) {
   Status status = call.input(kGivenSinks, given);
   gradient.dtype = given.dtype;
   if (status.ok())
-    status = call.output(kGradSinks, std::vector<int64_t>(given.dims, given.dims + given.ndim), gradient);
+    status = call.output(kGradSinks, std::span<const int64_t>(given.dims, static_cast<size_t>(given.ndim)), gradient);
   for (int64_t h = 0; status.ok() && gradient.given() && h < sums.num_elements(); ++h) {
     store_element(gradient.data, gradient.dtype, h, load_element(sums.data, sums.dtype, h));
   }

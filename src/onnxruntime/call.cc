@@ -134,6 +134,7 @@ Status Call::make(const Source& source, Tensor& tensor) {
   if (source.kind == Source::kTensor) {
     if (Status status = given(source.index, tensor); !status.ok()) return status;
   } else {
+    int ndim = 1;  // of the result, which is computed in four
     std::vector<Tensor> operands(source.of.size());
     for (size_t i = 0; i < operands.size(); ++i) {
       if (Status status = make(source.of[i], operands[i]); !status.ok()) return status;
@@ -143,12 +144,14 @@ Status Call::make(const Source& source, Tensor& tensor) {
     for (const Tensor& each : operands) {
       if (each.dtype != wanted)
         return invalid(sentence("an operand is ", words_of(each), ", must be ", dtype_name(wanted)));
+      ndim = std::max<int>(ndim, each.ndim);
     }
     tensor.dtype = is_bool ? DType::kBool : wiring_->dtype;
     if (!broadcast(operands, tensor)) return invalid("the masks of an attention do not broadcast together");
     const auto bytes = static_cast<size_t>(tensor.num_elements()) * dtype_size_bytes(tensor.dtype);
     if (Status status = scratch(bytes, tensor.data); !status.ok()) return status;
     compute(executor_, source, operands, tensor);
+    tensor = without_leading_ones(tensor, ndim);
   }
   if (!follow(source.steps, tensor)) return invalid(sentence("input ", source.index, " is ", words_of(tensor)));
   return {};
@@ -160,15 +163,17 @@ bool Call::wants(size_t index) const {
   return call(abi::kKernelContext_GetOutputCount, context_, &count).ok() && index < count;
 }
 
-Status Call::output(size_t index, const std::vector<int64_t>& dims, Tensor& tensor) {
+Status Call::output(size_t index, std::span<const int64_t> dims, Tensor& tensor) {
   const DType dtype = tensor.dtype;
   tensor = {};
   if (!wants(index)) return {};
-  static const std::vector<ViewStep> none;
-  const std::vector<ViewStep>& steps = wiring_ == nullptr ? none : wiring_->outputs[index]->steps;
-  const std::vector<int64_t> all = dims_behind(steps, dims);
-  const size_t at = wiring_ == nullptr ? index : wiring_->outputs[index]->index;
+  const Target* target = wiring_ == nullptr ? nullptr : wiring_->outputs[index].get();
+  const bool is_seen = target != nullptr && !target->steps.empty();
+  const std::vector<int64_t> given(is_seen ? dims.begin() : dims.end(), dims.end());
+  const std::vector<int64_t> behind = is_seen ? dims_behind(target->steps, given) : given;
+  const std::span<const int64_t> all = is_seen ? std::span<const int64_t>(behind) : dims;
   OrtValue* value = nullptr;
+  const size_t at = target == nullptr ? index : target->index;
   Status status = call(abi::kKernelContext_GetOutput, context_, at, all.data(), all.size(), &value);
   if (!status.ok() || value == nullptr) return status;
   tensor.dtype = dtype;
@@ -176,7 +181,7 @@ Status Call::output(size_t index, const std::vector<int64_t>& dims, Tensor& tens
   std::copy(all.begin(), all.end(), tensor.dims);
   make_contiguous(tensor);
   status = call(abi::kGetTensorMutableData, value, &tensor.data);
-  tensor = seen_before(steps, dims, tensor);
+  if (is_seen) tensor = seen_before(target->steps, given, tensor);
   return status;
 }
 
@@ -202,9 +207,14 @@ Status Call::tell_shapes() {
 }
 
 Status Call::scratch(size_t bytes, void*& memory) {
-  constexpr size_t kAlignment = 64;
   memory = nullptr;
   if (bytes == 0) return {};
+  const size_t rounded = bytes <= kOwnBytes ? (bytes + kAlignment - 1) / kAlignment * kAlignment : bytes;
+  if (rounded <= kOwnBytes - own_used_) {
+    memory = own_ + own_used_;
+    own_used_ += rounded;
+    return {};
+  }
   if (allocator_ == nullptr) {
     if (Status status = arena_.get(context_, allocator_); !status.ok()) return status;
   }
@@ -356,6 +366,16 @@ Tensor with_leading_ones(const Tensor& tensor, int ndim) {
     const int from = i - (ndim - tensor.ndim);
     out.dims[i] = from < 0 ? 1 : tensor.dims[from];
     out.strides[i] = from < 0 ? 0 : tensor.strides[from];
+  }
+  return out;
+}
+
+Tensor without_leading_ones(const Tensor& tensor, int ndim) {
+  Tensor out = tensor;
+  out.ndim = ndim;
+  for (int i = 0; i < ndim; ++i) {
+    out.dims[i] = tensor.dims[i + tensor.ndim - ndim];
+    out.strides[i] = tensor.strides[i + tensor.ndim - ndim];
   }
   return out;
 }

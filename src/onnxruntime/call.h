@@ -2,9 +2,11 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <initializer_list>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "api.h"
@@ -43,12 +45,15 @@ class Call {
   bool wants(size_t index) const;
 
   // Makes output `index`, of tensor's dtype; not given where nobody reads it. A scalar cannot be made.
-  Status output(size_t index, const std::vector<int64_t>& dims, Tensor& tensor);
+  Status output(size_t index, std::span<const int64_t> dims, Tensor& tensor);
+  Status output(size_t index, std::initializer_list<int64_t> dims, Tensor& tensor) {
+    return output(index, std::span(dims.begin(), dims.size()), tensor);
+  }
 
   // The shapes that a group gives beside what its operator does.
   Status tell_shapes();
 
-  // Memory until the call ends, aligned to 64 bytes.
+  // Memory until the call ends, aligned to 64 bytes: the call's own, or, of more, ONNX Runtime's.
   Status scratch(size_t bytes, void*& memory);
   Status scratch(DType dtype, std::initializer_list<int64_t> dims, Tensor& tensor);
 
@@ -76,6 +81,10 @@ class Call {
   std::optional<size_t> num_inputs_;
   abi::Allocator* allocator_ = nullptr;
   std::vector<void*> taken_;
+  // What a call of a handful of numbers needs, to which the arena would add some hundred ns.
+  static constexpr size_t kAlignment = 64, kOwnBytes = size_t{16} << 10;
+  size_t own_used_ = 0;
+  alignas(kAlignment) std::byte own_[kOwnBytes];
 };
 
 // Runs all on the caller's thread.
@@ -120,6 +129,7 @@ Tensor permuted(const Tensor& tensor, std::initializer_list<int> order);
 Tensor split_last(const Tensor& tensor, int64_t outer);                   // [..., a * b] -> [..., a, b]
 Tensor part(const Tensor& tensor, int dim, int64_t start, int64_t size);  // of one dim
 Tensor with_leading_ones(const Tensor& tensor, int ndim);
+Tensor without_leading_ones(const Tensor& tensor, int ndim);
 std::string words_of(const Tensor& tensor);  // "float32 [2, 3]"
 
 }  // namespace polyhead::onnxruntime

@@ -23,6 +23,7 @@ INPUTS = {
     "pad": ("float[B,1,1,T]", (B, 1, 1, T)),
     "table": ("float[4,S,T]", (H, S, T)),
     "bias3": ("float[N,1,T]", (B * H, 1, T)),
+    "hide3": ("bool[N,1,T]", (B * H, 1, T)),  # the first key is visible
     "keep": ("bool[B,1,S,T]", (B, 1, S, T)),
     "some": ("bool[B,1,1,T]", (B, 1, 1, T)),  # the first key is visible
     "lens": ("int64[B,1,1,1]", (B, 1, 1, 1)),
@@ -244,6 +245,9 @@ VARIANTS = {
         kh = Transpose<perm = [0, 2, 1]>(k3) s = MatMul(q3, kh) w = Softmax<axis = -1>(s) out = MatMul(w, k3)""",
     "stacks_of_3d_masked": """
         kh = Transpose<perm = [0, 2, 1]>(k3) m = MatMul(q3, kh) s = Add(m, bias3) w = Softmax<axis = -1>(s)
+        out = MatMul(w, k3)""",
+    "stacks_of_3d_filled": f"""
+        {FILL} kh = Transpose<perm = [0, 2, 1]>(k3) m = MatMul(q3, kh) s = Where(hide3, lowest, m) w = Softmax<axis = -1>(s)
         out = MatMul(w, k3)""",
     "key_is_value": "kh = Transpose<perm = [0, 1, 3, 2]>(v) s = MatMul(q, kh) w = Softmax<axis = -1>(s) out = MatMul(w, v)",
     "mask_on_merged_heads_static": f"""{SPLIT}

@@ -45,8 +45,9 @@ def operands(model):
         if value.name in ("keep", "ones"):
             visible = np.tril(np.ones((S, T)), 1) * np.ones(shape)
             arrays[value.name] = visible.astype(bool if value.name == "keep" else np.float32)
-        if value.name == "some":
-            arrays[value.name] = (rng.random(shape) < 0.5) | (np.arange(T) == 0)
+        if value.name in ("some", "hide3"):
+            first = np.arange(T) == 0
+            arrays[value.name] = (rng.random(shape) < 0.5) | first if value.name == "some" else (rng.random(shape) < 0.5) & ~first
         if value.name == "lens":
             arrays[value.name] = np.arange(B).reshape(shape)
     return arrays
