@@ -2,6 +2,7 @@
 #include <queue>
 
 #include "core/sentence.h"
+#include "graph/nodes.h"
 #include "graph/rewrite.h"
 
 namespace polyhead::graph {
@@ -134,7 +135,8 @@ void apply(Graph& graph, std::vector<Rewrite>& rewrites) {
   }
   for (Rewrite& each : rewrites) {
     at[static_cast<size_t>(each.at)] = &each;
-    for (const Node& node : each.nodes) {  // what is made stays, read or not
+    for (const Node& node : each.nodes) {
+      if (!lists(" Attention AttentionGrad Linear ", node.op_type)) continue;  // these stay, read or not
       for (const std::string& name : node.outputs) before.erase(name);
     }
     for (ValueInfo& value : each.values) {

@@ -268,6 +268,7 @@ constexpr Rule kRules[] = {
     {" Slice ", slice},
     {" Pad ", pad},
     {" Gather ", gather},
+    {" GatherND ", gather_nd},
     {" GatherElements ", gather_elements},
     {" Expand ", expand},
     {" Tile ", tile},

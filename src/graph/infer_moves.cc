@@ -207,6 +207,19 @@ void gather(const At& at) {
   at.results[0].shape = std::move(out);
 }
 
+// Slices of the data, one for each last dim of the places.
+void gather_nd(const At& at) {
+  at.results[0].type = at.in(0).type;
+  const Shape &data = at.in(0).shape, &places = at.in(1).shape;
+  if (!data || !places || places->empty() || !places->back().is_constant()) return;
+  const int64_t taken = places->back().factor, batches = integer_of(at.node(), "batch_dims", 0);
+  const auto rank = static_cast<int64_t>(data->size());
+  if (taken < 1 || batches < 0 || batches > rank || taken > rank - batches) return;
+  Sizes dims(places->begin(), places->end() - 1);
+  dims.insert(dims.end(), data->begin() + taken + batches, data->end());
+  if (dims.size() <= kMostDims) at.results[0].shape = std::move(dims);
+}
+
 void gather_elements(const At& at) {
   at.results[0].type = at.in(0).type;
   at.results[0].shape = at.in(1).shape;

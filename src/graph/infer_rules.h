@@ -66,6 +66,7 @@ void split(const At& at);
 void slice(const At& at);
 void pad(const At& at);
 void gather(const At& at);
+void gather_nd(const At& at);
 void gather_elements(const At& at);
 void expand(const At& at);
 void tile(const At& at);

@@ -143,6 +143,10 @@ VARIANTS = {
     "mask_sum": f"b = Add(table, pad) m = MatMul(q, kt) s = Add(m, b) {TAIL}",
     "mask_where": f"{FILL} m = MatMul(q, kt) s = Where(keep, m, lowest) {TAIL}",
     "mask_where_10000": f"f = Constant<value = float {{-10000.0}}>() m = MatMul(q, kt) s = Where(keep, m, f) {TAIL}",
+    "mask_where_1e9": f"f = Constant<value = float {{-1e9}}>() m = MatMul(q, kt) s = Where(keep, m, f) {TAIL}",
+    "mask_by_gather_nd_static": f"""
+        flat = Constant<value = int64[2] {{2, 6}}>() p2 = Reshape(pad, flat) places = Constant<value = int64[2,6,2] {{{", ".join(f"{b}, {t}" for b in range(B) for t in range(T))}}}>()
+        g = GatherND(p2, places) ahead = Constant<value = int64[2] {{1, 2}}>() b = Unsqueeze(g, ahead) m = MatMul(q, kt) s = Add(m, b) {TAIL}""",
     "mask_where_not": f"{FILL} n = Not(keep) m = MatMul(q, kt) s = Where(n, lowest, m) {TAIL}",
     "mask_where_inf": f"{FILL} m = MatMul(q, kt) s = Where(keep, m, inf) {TAIL}",
     "mask_where_inf_not": f"{FILL} n = Not(keep) m = MatMul(q, kt) s = Where(n, inf, m) {TAIL}",
@@ -184,6 +188,9 @@ VARIANTS = {
     # --- softmax in parts ---
     "exp_and_sum": """
         last = Constant<value = int64[1] {-1}>() s = MatMul(q, kt) top = ReduceMax<keepdims = 1>(s, last) z = Sub(s, top)
+        e = Exp(z) t = ReduceSum<keepdims = 1>(e, last) w = Div(e, t) out = MatMul(w, v)""",
+    "exp_less_a_bounded_maximum": f"""
+        {FILL} last = Constant<value = int64[1] {{-1}}>() s = MatMul(q, kt) top = ReduceMax<keepdims = 1>(s, last) least = Max(inf, top) z = Sub(s, least)
         e = Exp(z) t = ReduceSum<keepdims = 1>(e, last) w = Div(e, t) out = MatMul(w, v)""",
     "exp_and_reciprocal": """
         last = Constant<value = int64[1] {-1}>() s = MatMul(q, kt) e = Exp(s) t = ReduceSum<keepdims = 1>(e, last)
@@ -235,6 +242,13 @@ VARIANTS = {
         i0 = Constant<value = int64 {0}>() i1 = Constant<value = int64 {1}>() i2 = Constant<value = int64 {2}>()
         a = Gather<axis = 0>(t, i0) b = Gather<axis = 0>(t, i1) c = Gather<axis = 0>(t, i2)
         kh = Transpose<perm = [0, 1, 3, 2]>(b) s = MatMul(a, kh) w = Softmax<axis = -1>(s) o = MatMul(w, c)""" + JOIN,
+    "packed_by_unsqueeze_and_gather": """
+        shape = Constant<value = int64[4] {0, 0, 3, 32}>() r = Reshape(p, shape) z0 = Constant<value = int64[1] {0}>() z3 = Constant<value = int64[1] {3}>()
+        u = Unsqueeze(r, z0) t5 = Transpose<perm = [3, 1, 2, 0, 4]>(u) t = Squeeze(t5, z3) heads = Constant<value = int64[4] {0, 0, 4, 8}>()
+        i0 = Constant<value = int64 {0}>() i1 = Constant<value = int64 {1}>() i2 = Constant<value = int64 {2}>()
+        a = Gather<axis = 0>(t, i0) b = Gather<axis = 0>(t, i1) c = Gather<axis = 0>(t, i2) a4 = Reshape(a, heads) b4 = Reshape(b, heads) c4 = Reshape(c, heads)
+        qh = Transpose<perm = [0, 2, 1, 3]>(a4) kh = Transpose<perm = [0, 2, 3, 1]>(b4) vh = Transpose<perm = [0, 2, 1, 3]>(c4)
+        s = MatMul(qh, kh) w = Softmax<axis = -1>(s) o = MatMul(w, vh)""" + JOIN,
     "packed_by_slice": """
         shape = Constant<value = int64[5] {0, 0, 3, 4, 8}>() r = Reshape(p, shape) t = Transpose<perm = [2, 0, 3, 1, 4]>(r)
         i0 = Constant<value = int64[1] {0}>() i1 = Constant<value = int64[1] {1}>() i2 = Constant<value = int64[1] {2}>()
@@ -283,6 +297,13 @@ VARIANTS = {
         i = Constant<value = int64[1] {2}>() u = Unsqueeze(gk, i) n = Constant<value = int64[5] {1, 1, 2, 1, 1}>()
         e = Expand(u, n) z = Constant<value = int64[4] {0, 4, -1, 8}>() r = Reshape(e, z)
         kh = Transpose<perm = [0, 1, 3, 2]>(r) s = MatMul(q, kh) w = Softmax<axis = -1>(s) out = MatMul(w, r)""",
+    "repeated_heads_by_tile": """
+        i = Constant<value = int64[1] {2}>() u = Unsqueeze(gk, i) n = Constant<value = int64[5] {1, 1, 2, 1, 1}>()
+        e = Tile(u, n) z = Constant<value = int64[4] {0, 4, -1, 8}>() r = Reshape(e, z)
+        kh = Transpose<perm = [0, 1, 3, 2]>(r) s = MatMul(q, kh) w = Softmax<axis = -1>(s) out = MatMul(w, r)""",
+    "repeated_heads_by_gather": """
+        n = Constant<value = int64[4] {0, 0, 1, 1}>() r = Gather<axis = 1>(gk, n)
+        kh = Transpose<perm = [0, 1, 3, 2]>(r) s = MatMul(q, kh) w = Softmax<axis = -1>(s) out = MatMul(w, r)""",
     "grouped_in_five_dims_and_a_table": f"""{GROUPS} single = Constant<value = int64[5] {{0, 0, 2, 1, 8}}>() pairs = Constant<value = int64[4] {{2, 2, 5, 6}}>()
         kg = Reshape(a, single) vg = Reshape(b, single) kh = Transpose<perm = [0, 2, 3, 4, 1]>(kg) each = Reshape(table, pairs)
         vh = Transpose<perm = [0, 2, 3, 1, 4]>(vg) m = MatMul(qh, kh) s = Add(m, each) w = Softmax<axis = -1>(s) o5 = MatMul(w, vh)
@@ -309,6 +330,8 @@ VARIANTS = {
 # What no option says, as a program: nodes and its text. The first ones are near-misses of ONNX's own operator too.
 PROGRAMS = {
     "mask_multiplied": (f"m = MatMul(q, kt) s = Mul(m, bias) {TAIL}", "c0: float; score = (score * c0[b, 0, q, k])"),
+    "mask_multiplied_and_added": (f"{FILL} one = Constant<value = float {{1.0}}>() m = MatMul(q, kt) a = Mul(m, ones) r = Sub(one, ones) b = Mul(r, lowest) s = Add(a, b) {TAIL}",
+                                  "c0: float; c1: float; score = ((score * c0[b, 0, q, k]) + c1[b, 0, q, k])"),
     "fill_too_small": (f"f = Constant<value = float {{-100.0}}>() m = MatMul(q, kt) s = Where(keep, m, f) {TAIL}",
                        "c0: bool; score = where(c0[b, 0, q, k], score, (-100.0))"),
     "fill_not_constant": (f"m = MatMul(q, kt) s = Where(keep, m, temperature) {TAIL}",
@@ -395,6 +418,9 @@ NEAR_MISSES = {
     "scores_hold_a_number": (f"{FILL} m = MatMul(q, kt) scores = Where(keep, m, lowest) w = Softmax<axis = -1>(scores) out = MatMul(w, v)", "in hidden places, where the operator has -inf"),
     "scores_are_shifted": (f"{FILL} one = Constant<value = float {{1.0}}>() m = MatMul(q, kt) scores = Add(m, one) w = Softmax<axis = -1>(scores) out = MatMul(w, v)", "is an output of the graph"),
     "mask_multiplied": (f"m = MatMul(q, kt) s = Mul(m, bias) {TAIL}", "by what is not a constant number"),
+    "mask_multiplied_and_added": (f"{FILL} one = Constant<value = float {{1.0}}>() m = MatMul(q, kt) a = Mul(m, ones) r = Sub(one, ones) b = Mul(r, lowest) s = Add(a, b) {TAIL}", "by what is not a constant number"),
+    "mask_of_booleans_added": (f"m = MatMul(q, kt) s = Add(m, keep) {TAIL}", "is bool and added, must be float"),
+    "logsumexp_read": ("last = Constant<value = int64[1] {-1}>() s = MatMul(q, kt) l = ReduceLogSumExp<keepdims = 1>(s, last) z = Sub(s, l) w = Exp(z) out = MatMul(w, v) other = Relu(l)", '"l", of "l" (ReduceLogSumExp), is also read by "other"'),
     "mask_is_a_factor_of_weights": ("s = MatMul(q, kt) z = Softmax<axis = -1>(s) w = Mul(z, ones) out = MatMul(w, v)", "no product with values"),
     "scores_transposed": (f"m = MatMul(k, qt) s = Transpose<perm = [0, 1, 3, 2]>(m) {TAIL}", "does not cancel"),
     "fill_too_small": (f"f = Constant<value = float {{-100.0}}>() m = MatMul(q, kt) s = Where(keep, m, f) {TAIL}", "must be -10000 or less"),
