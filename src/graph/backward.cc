@@ -13,10 +13,6 @@
 namespace polyhead::graph {
 namespace {
 
-bool contains(const std::vector<int>& nodes, int node) {
-  return std::find(nodes.begin(), nodes.end(), node) != nodes.end();
-}
-
 class Gatherer {
  public:
   // `start`: the product that gives the gradient of the weights, which `flow` knows, or kNone.
@@ -170,7 +166,7 @@ class Gatherer {
   bool take_as(int x, int reader, int operand, int& gradient) {
     const auto shape = net_.shape(x), of_operand = net_.shape(operand);
     const bool sums = reader != kNone && reduced_as(reader, x, of_operand);
-    const bool is_all = std::equal(shape.begin(), shape.end(), of_operand.begin(), of_operand.end());
+    const bool is_all = same_shape(shape, of_operand);
     const int found = sums ? net_.output(reader, 0) : is_all ? x : kNone;
     const bool is_taken = found == backward_.bias || found == backward_.sinks || contains(backward_.captures, found);
     if (found == kNone || gradient != kNone || is_taken) return gradient != kNone && gradient == found;

@@ -81,7 +81,7 @@ std::optional<Cached> cached_of(const Net& net, const Match& match, const Arrang
 bool is_read_elsewhere(const Net& net, const Match& match, int joined) {
   const NetValue& value = net.value(joined);
   return value.is_output || std::any_of(value.users.begin(), value.users.end(), [&](int user) {
-           const bool goes = std::find(match.nodes.begin(), match.nodes.end(), user) != match.nodes.end();
+           const bool goes = contains(match.nodes, user);
            const bool moves = net.is(user, "Transpose") || net.is(user, "Expand") || reshapes(net, user);
            return !goes && (!moves || is_read_elsewhere(net, match, net.output(user, 0)));
          });

@@ -170,7 +170,7 @@ class Emitter {
     while (is_mask && (dims.size() < 2 || dims.size() == 3)) dims.insert(dims.begin(), Size{});
     if (dims.empty()) dims.push_back(Size{});
     const auto wanted = net_.shape(gradient);
-    if (std::equal(dims.begin(), dims.end(), wanted.begin(), wanted.end())) return true;
+    if (same_shape(dims, wanted)) return true;
     std::vector<int64_t>& reshaped = reshaped_[gradient];
     for (const Size& each : wanted) reshaped.push_back(each.is_constant() ? each.factor : -1);
     const bool same_elements =

@@ -17,10 +17,6 @@ bool spans(std::span<const Size> row, std::span<const Size> full) {
          std::equal(row.begin(), row.end() - 1, full.begin());
 }
 
-bool same_shape(std::span<const Size> a, std::span<const Size> b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end());
-}
-
 std::optional<Seen> with(const Seen& like, std::optional<Terms> terms) {
   return terms ? std::optional(Seen{std::move(*terms), like.order, like.full, like.columns}) : std::nullopt;
 }

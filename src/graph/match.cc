@@ -12,10 +12,6 @@
 namespace polyhead::graph {
 namespace {
 
-bool contains(const std::vector<int>& nodes, int node) {
-  return std::find(nodes.begin(), nodes.end(), node) != nodes.end();
-}
-
 // What amounts to a softmax over the last dim, or begins one.
 struct Softmax {
   int input = kNone;

@@ -12,6 +12,12 @@ std::string words_of(const Net& net, int node) {
   return sentence("\"", name, "\" (", n.op_type, ")");
 }
 
+bool contains(const std::vector<int>& list, int id) { return std::find(list.begin(), list.end(), id) != list.end(); }
+
+bool same_shape(std::span<const Size> a, std::span<const Size> b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end());
+}
+
 bool lists(std::string_view names, std::string_view name) {
   for (size_t at = names.find(name, 1); at < names.size() - name.size(); at = names.find(name, at + 1)) {
     if (names[at - 1] == ' ' && names[at + name.size()] == ' ') return true;

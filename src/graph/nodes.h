@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -12,6 +13,10 @@ namespace polyhead::graph {
 
 // "name" (MatMul)
 std::string words_of(const Net& net, int node);
+
+bool contains(const std::vector<int>& list, int id);
+
+bool same_shape(std::span<const Size> a, std::span<const Size> b);
 
 // Whether a list of names between blanks has this one.
 bool lists(std::string_view names, std::string_view name);

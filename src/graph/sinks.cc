@@ -23,9 +23,7 @@ int cut_by(const Net& net, int id, std::span<const Size> scores, int64_t from) {
     }
     const auto starts = net.is(node, "Slice") ? slice_starts(net, node) : std::nullopt;
     const auto left = net.shape(net.output(node, 0));
-    if (starts && !starts->empty() && starts->back().is(from) &&
-        std::equal(scores.begin(), scores.end(), left.begin(), left.end()))
-      return node;
+    if (starts && !starts->empty() && starts->back().is(from) && same_shape(scores, left)) return node;
   }
   return kNone;
 }
@@ -65,7 +63,7 @@ std::optional<Padded> padded_by(const Net& net, int node, const Sinks& sinks) {
     Sizes wanted(dims.begin(), dims.end());
     if (keys_first) std::swap(wanted.front(), wanted.back());
     const auto shape = net.shape(id);
-    return std::equal(shape.begin(), shape.end(), wanted.begin(), wanted.end());
+    return same_shape(shape, wanted);
   };
   const auto is_zero = [&](int id) { return net.number(id) == 0.0; };
   Padded padded;

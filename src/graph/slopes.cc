@@ -18,12 +18,6 @@ constexpr size_t kNumPoints = 64, kFewestPoints = 8, kMostValues = 256;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNear = 1e-5, kNearBesideLargest = 1e-9;  // the second where differences of equal numbers are left
 
-bool contains(const std::vector<int>& list, int id) { return std::find(list.begin(), list.end(), id) != list.end(); }
-
-bool same_shape(std::span<const Size> a, std::span<const Size> b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end());
-}
-
 // Values at some points, each an element of scores and the elements of other tensors that meet it.
 class Points {
  public:
