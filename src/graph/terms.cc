@@ -15,7 +15,10 @@ Powers product(const Powers& a, const Powers& b) {
 
 }  // namespace
 
-bool nearly(double a, double b) { return std::fabs(a - b) <= 1e-5 * std::max(std::fabs(a), std::fabs(b)); }
+bool nearly(double a, double b) {
+  const double difference = std::fabs(a - b);
+  return std::isfinite(difference) && difference <= 1e-5 * std::max(std::fabs(a), std::fabs(b));
+}
 
 Terms number_of(double number) { return {{Term{}, number}}; }
 
@@ -90,6 +93,7 @@ bool has_gradient(const Terms& a) {
 std::optional<double> ratio(const Terms& a, const Terms& b) {
   if (a.size() != b.size() || a.empty()) return std::nullopt;
   const double first = a.begin()->second / b.begin()->second;
+  if (first == 0 || !std::isfinite(first)) return std::nullopt;
   for (auto left = a.begin(), right = b.begin(); left != a.end(); ++left, ++right) {
     if (left->first != right->first || !nearly(left->second, first * right->second)) return std::nullopt;
   }

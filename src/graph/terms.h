@@ -43,7 +43,7 @@ std::optional<Terms> row_sum(const Terms& a);  // over the keys
 
 bool has_gradient(const Terms& a);
 
-// a / b, where that is a number.
+// a / b, where that is a number, and not 0.
 std::optional<double> ratio(const Terms& a, const Terms& b);
 
 bool nearly(double a, double b);

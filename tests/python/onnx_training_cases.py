@@ -155,6 +155,7 @@ NEAR_MISSES = {
     "weights_returned": (f"{PLAIN.replace('w = S', 'other = S').replace('(w,', '(other,').replace(' w)', ' other)').replace('(w)', '(other)')}", "is an output of the graph"),
     "gradient_read": (f"{PLAIN} other = Relu(ds)", '"ds", of "ds" (Sub), is also read by "other" (Relu)'),
     "scale_differs": (f"{FORWARD} {DP} {DV} {DS} {DQ_DK.replace('Mul(ds, c)', 'Mul(ds, half)')}", '"dq", for the gradient of the query, is 0.707107 times'),
+    "scale_is_zero": (f"{FORWARD} {DP} {DV} {DS} {DQ_DK.replace('Mul(ds, c)', 'Mul(ds, zero)')}", '"dq" (MatMul) multiplies what is no gradient of these scores'),
     "scale_of_key_differs": (f"{FORWARD} {DP} {DV} {DS} {DQ_DK} ".replace("dk = MatMul(dmt, q)", "two = Constant<value = float {2.0}>() twice = Mul(dmt, two) dk = MatMul(twice, q)"), "for the gradient of the key, is 2 times"),
     "scale_missing": (f"{FORWARD} {DP} {DV} {DS} dq = MatMul(ds, k) dst = {T_}(ds) dk = MatMul(dst, q)", "is 2.82843 times what the forward's scale gives"),
     "transposed_too_often": (f"kt = {T_}(k) m = MatMul(qs, kt) s = Mul(m, c) {SOFTMAX} vt = {T_}(v) dp = MatMul(gs, vt) wt = {T_}(w) dv = MatMul(wt, gs) {DS} dm = Mul(ds, c) dq = MatMul(dm, k) dk = MatMul(dm, qs)", '"dk" (MatMul) multiplies the gradient of the scores with neither'),
