@@ -25,8 +25,8 @@ set(POLYHEAD_CUDA_DEVICE_SOURCES attention_forward attention_backward attention_
 # (src/cuda/sources.h).
 function(polyhead_cuda_sources)
   set(names core/philox.h program/integers.h cuda/problem.h)
-  foreach(name attention_backward attention_forward attention_pair_sums band lane_rows mma numbers pages pairs parts products
-      program_words score tile)
+  foreach(name attention_backward attention_forward attention_forward_wide attention_pair_sums band lane_rows mma numbers pages pairs parts products
+      program_words score softmax tile)
     list(APPEND names cuda/${name}.cuh)
   endforeach()
   set(files ${names})

@@ -193,6 +193,7 @@ class Backward : Pairs<T, kD, kPass != kOfQuery, kOptions, kOthers<T, kD, kPass>
   }
 
   __device__ void multiply_rounded(float (&sum)[kColumns / 8][4], const Block& factors, Columns& others, int from) {
+    const unsigned of_others = others.address(from + lane % 16, lane / 16);
     constexpr bool kRest = T::kRestOfWeights;
 #pragma unroll
     for (int k = 0; k < kStep / 16; ++k) {
@@ -206,7 +207,7 @@ class Backward : Pairs<T, kD, kPass != kOfQuery, kOptions, kOthers<T, kD, kPass>
 #pragma unroll
       for (int n = 0; n < kColumns / 8; n += 2) {
         unsigned x[4];
-        load_matrices_transposed(x, others.piece(from + k * 16 + lane % 16, n + lane / 16));
+        load_matrices_transposed(x, (of_others ^ 16 * n) + k * 16 * others.kRowBytes);
         multiply_add<T>(sum[n], whole, x[0], x[1]);
         multiply_add<T>(sum[n + 1], whole, x[2], x[3]);
         if constexpr (kRest) {
@@ -241,13 +242,14 @@ class Backward : Pairs<T, kD, kPass != kOfQuery, kOptions, kOthers<T, kD, kPass>
         rest[k][a] = packed<T>(low - low_half<T>(whole[k][a]), high - high_half<T>(whole[k][a]));
       }
     }
+    const unsigned of_others = others.address(from + lane % 16, lane / 16);
 #pragma unroll
     for (int n = 0; n < kColumns / 8; n += 2) {
       float product[2][4] = {};
 #pragma unroll
       for (int k = 0; k < kStep / 16; ++k) {
         unsigned x[4];
-        load_matrices_transposed(x, others.piece(from + k * 16 + lane % 16, n + lane / 16));
+        load_matrices_transposed(x, (of_others ^ 16 * n) + k * 16 * others.kRowBytes);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           multiply_add<T>(product[c], rest[k], x[2 * c], x[2 * c + 1]);

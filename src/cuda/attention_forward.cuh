@@ -1,16 +1,16 @@
 // FlashAttention-2 forward, algorithm 1 of arXiv:2307.08691, with the words of sm_80: mma.sync, ldmatrix, cp.async.
 //   Q_i [64, D]  K_j, V_j [64, D or Dv]  S, P [64, 64]  O [64, Dv]  m, l, L [64]
-// A block of four warps computes 64 queries of a head, a warp 16 of them. K_j+1 is on its way while V_j is used, and
-// V_j while K_j is. Of a lane's fragments (mma.cuh) elements 0 and 1 belong to row g, 2 and 3 to row g + 8.
+// A block of four warps computes 64 queries of a head, a warp 16 of them (many plain ones: attention_forward_wide.cuh).
+// K_j+1 is on its way while V_j is used, and V_j while K_j is. Of a lane's fragments (mma.cuh) elements 0 and 1 belong to row
+// g, 2 and 3 to row g + 8.
 #pragma once
-
-#include <cmath>
 
 #include "cuda/band.cuh"
 #include "cuda/pages.cuh"
 #include "cuda/parts.cuh"
 #include "cuda/products.cuh"
 #include "cuda/score.cuh"
+#include "cuda/softmax.cuh"
 
 namespace polyhead::cuda {
 
@@ -25,9 +25,9 @@ struct ForwardMemory {
   // Not held in registers: of the block's sequence, and the keys that all of the block's queries see.
   Band band;
   Range all;
-  Range part;        // of the keys, that this block does
-  KeyPlaces places;  // of the keys in pages
-  Kept kept;         // by dropout, of the key tile
+  Range part;          // of the keys, that this block does
+  KeyPlaces<> places;  // of the keys in pages
+  Kept kept;           // by dropout, of the key tile
 };
 
 // One warp's share of a tile of scores: S, then P.
@@ -35,25 +35,25 @@ struct Scores {
   float x[8][4];  // eight blocks of eight keys
 };
 
-// Of a lane's two rows.
-struct Row {
-  TileRange keys;       // of the tile, that it sees
-  float m = -INFINITY;  // the largest score so far
-  float l = 0;          // sum of exp(S - m), this lane's part; without a softmax the factor of S
-  float l_rounded = 0;  // the same of the weights as they multiply V
-  bool seen = false;    // some of this lane's keys, as far as options tell
+// Of a lane's two rows. Without a softmax l is the factor of S.
+struct Row : SoftmaxRow {
+  TileRange keys;     // of the tile, that it sees
+  bool seen = false;  // some of this lane's keys, as far as options tell
 };
 
 template <class T, int kD, bool kOptions>  // kOptions: a score is more than a product, see Problem
 class Forward {
   static constexpr int kColumns = ForwardMemory<T, kD>::kColumns;
   static constexpr int kSlice = kSliceColumns<T, kD>;
+  // Of the softmax in a tile. As many keys in each as WideForward takes, so that a query has the same bits by both.
+  static constexpr int kSteps = kOptions ? 1 : 2;
 
  public:
   __device__ Forward(const Problem& problem, ForwardMemory<T, kD>& memory)
       : p(problem), shared(memory), lane(static_cast<int>(threadIdx.x) % 32), warp(static_cast<int>(threadIdx.x) / 32) {
     const OwnRows own(p, false);
     b = own.b, h = own.h, query = own.first;
+    h_kv = h / static_cast<int>(p.heads / p.heads_kv);
     if (takes_scores()) rows[0].l = rows[1].l = T::kOnTensorCores ? power_for(0) : 1;
   }
 
@@ -108,15 +108,15 @@ class Forward {
       }
       // Some row does not see some key.
       const bool cut = hides_pairs() || j < shared.all.first || j + kTileRows > shared.all.last;
-      if (busy()) weights(j, cut);
+      if (busy()) finish_scores(j, cut);
       bool careful = false;
       if (cut) {
         if (clear_not_finite(shared.V)) atomicMax(&shared.not_finite, static_cast<int>(j / kTileRows) + 1);
         __syncthreads();
         careful = shared.not_finite == static_cast<int>(j / kTileRows) + 1;
       }
-      if (busy()) multiply();
-      if (careful && busy()) add_not_finite(j);
+      if (busy()) take_steps();
+      if (careful && busy()) add_not_finite_values(j);
     }
     finish();
   }
@@ -139,7 +139,6 @@ class Forward {
   __device__ bool busy() const {
     return p.tile_heads == 1 ? query + warp * 16 < shared.band.queries : warp * 16 < rows_of_heads();
   }
-  __device__ int64_t h_kv() const { return h / (p.heads / p.heads_kv); }
   // Of V and O, that the block does.
   __device__ int first_column() const { return kColumns < kD ? static_cast<int>(blockIdx.z) * kColumns : 0; }
   __device__ bool in_pages() const { return p.pages.table != nullptr; }
@@ -159,8 +158,8 @@ class Forward {
 
   // Where key or value j of the sequence begins, which is below its length; or its page does not exist.
   __device__ int64_t row_of(const Rows& rows, int64_t j) const {
-    if (in_pages()) return row_at(rows, h_kv(), shared.places.of(j));
-    return h_kv() * rows.head + b * rows.batch + (shared.band.first_k + j) * rows.row;
+    if (in_pages()) return row_at(rows, h_kv, shared.places.of(j));
+    return h_kv * rows.head + b * rows.batch + (shared.band.first_k + j) * rows.row;
   }
 
   __device__ void load_queries(int from) {
@@ -174,10 +173,15 @@ class Forward {
   // K_j or V_j
   template <int kWidth>
   __device__ void load_keys(Tile<T, kWidth>& tile, const Rows& rows, int64_t j, int columns, int from = 0) {
-    load_rows(tile, rows, columns, [&](int n) {
-      const int64_t row = j + n < shared.band.keys ? row_of(rows, j + n) : kNoRow;
-      return row == kNoRow ? row : row + from * rows.column;
-    });
+    const int64_t keys = shared.band.keys, skipped = from * rows.column;
+    if (in_pages()) {
+      load_rows(tile, rows, columns, [&](int n) {
+        const int64_t row = j + n < keys ? row_of(rows, j + n) : kNoRow;
+        return row == kNoRow ? row : row + skipped;
+      });
+    } else {
+      load_rows_apart(tile, rows, columns, row_of(rows, j) + skipped, keys - j);
+    }
   }
 
   // S += Q K^T of a slice of their columns; with the last of them S is whole, and times scale.
@@ -187,12 +191,12 @@ class Forward {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) S.x[n][e] *= p.scale;
+      for (int e = 0; e < 4; ++e) S.x[n][e] = rounded_product(S.x[n][e], p.scale);
     }
   }
 
-  // S <- P of the tile at key j. `cut`: not every row sees every key.
-  __device__ void weights(int64_t j, bool cut) {
+  // What options make of the scores of the tile at key j, and -inf where a key is hidden. `cut`: not every row sees every key.
+  __device__ void finish_scores(int64_t j, bool cut) {
     if constexpr (kOptions) {
       for (int r = 0; r < 2; ++r) rows[r].keys = {shared.band.seen_by(p, row_index(r)), j};
       apply_options(j);
@@ -201,7 +205,7 @@ class Forward {
       hide();
     }
     if (drops()) shared.kept.fill(p.dropout, b, h, query, j, false);
-    takes_scores() ? scores_as_weights() : softmax();
+    if (takes_scores()) scores_as_weights();
   }
 
   // S = -inf at the keys that a row does not see
@@ -239,30 +243,18 @@ class Forward {
     }
   }
 
-  // S <- P = exp(S - m), O and l <- theirs times exp(m_old - m)
-  __device__ void softmax() {
-    float alpha[2], m[2];
+  // S <- P = exp(S - m), O <- O exp(m_old - m) + P V, likewise l
+  __device__ void take_steps() {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float largest = rows[r].m;
-#pragma unroll
-      for (int n = 0; n < 8; ++n) largest = fmaxf(largest, fmaxf(S.x[n][2 * r], S.x[n][2 * r + 1]));
-      largest = max_of_row(largest);
-      m[r] = largest == -INFINITY ? 0 : largest;  // -inf - -inf is NaN
-      alpha[r] = exponential<T>(rows[r].m - m[r]);
-      rows[r].m = largest;
-      rows[r].l *= alpha[r];
-      rows[r].l_rounded *= alpha[r];
-    }
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        S.x[n][e] = exponential<T>(S.x[n][e] - m[e / 2]);
-        rows[e / 2].l += S.x[n][e];
+    for (int n = 0; n < kSteps; ++n) {
+      auto& of_step = reinterpret_cast<float(&)[8 / kSteps][4]>(S.x[n * 8 / kSteps]);
+      if (!takes_scores()) {
+        float alpha[2];
+        softmax_step<T>(of_step, rows[0], rows[1], alpha);
+        rescale_rows_of(O, alpha);
       }
+      multiply(of_step, n * kTileRows / kSteps);
     }
-    multiply_rows_of_O(alpha);
   }
 
   // S <- P = S, dropped, and times a power of two, as l and O are, so that float16 has its digits.
@@ -285,59 +277,47 @@ class Forward {
         S.x[n][e] *= kept ? rows[e / 2].l : 0;  // what is dropped and not finite is NaN
       }
     }
-    multiply_rows_of_O(alpha);
+    multiply_rows_of(O, alpha);
   }
 
-  __device__ void multiply_rows_of_O(const float (&factors)[2]) {
-#pragma unroll
-    for (int n = 0; n < kColumns / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) O[n][e] *= factors[e / 2];
-    }
-  }
-
-  // O += P V
-  __device__ void multiply() {
+  // O += P V of the keys of the tile from `first` on
+  template <int kBlocks>
+  __device__ void multiply(float (&P)[kBlocks][4], int first) {
     if constexpr (T::kOnTensorCores) {
-      multiply_rounded();
+      multiply_rounded(P, first);
     } else {
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
+      for (int n = 0; n < kBlocks && drops_late(); ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          rows[e / 2].l_rounded += S.x[n][e];
-          if (drops_late() && !shared.kept.holds(local_row(e / 2), n * 8 + lane % 4 * 2 + e % 2)) S.x[n][e] = 0;
+          if (!shared.kept.holds(local_row(e / 2), first + n * 8 + lane % 4 * 2 + e % 2)) P[n][e] = 0;
         }
       }
-      multiply_weights(O, S.x, shared.V, 0, lane);
+      multiply_weights(O, P, shared.V, first, lane);
     }
   }
 
-  __device__ void multiply_rounded() {
+  template <int kBlocks>
+  __device__ void multiply_rounded(const float (&P)[kBlocks][4], int first) {
     constexpr bool kRest = T::kRestOfWeights;
+    const unsigned of_V = shared.V.address(first + lane % 16, lane / 16);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      unsigned P[4], rest[4];
+    for (int k = 0; k < kBlocks / 2; ++k) {
+      unsigned whole[4], rest[4];
+      round_weights<T>(P, k, rows[0], rows[1], whole, rest);
 #pragma unroll
-      for (int a = 0; a < 4; ++a) {
-        const float low = S.x[2 * k + a / 2][a % 2 * 2], high = S.x[2 * k + a / 2][a % 2 * 2 + 1];
-        P[a] = packed<T>(low, high);
-        const float low_rounded = low_half<T>(P[a]), high_rounded = high_half<T>(P[a]);
-        if constexpr (kRest) rest[a] = packed<T>(low - low_rounded, high - high_rounded);
-        rows[a % 2].l_rounded += kRest ? low + high : low_rounded + high_rounded;
-        if (drops_late()) {
-          const unsigned keys = shared.kept.sixteen(local_row(a % 2), k) >> (a / 2 * 8 + lane % 4 * 2);
-          const unsigned halves = (keys & 1 ? 0xffffu : 0) | (keys & 2 ? 0xffff0000u : 0);
-          P[a] &= halves;
-          if constexpr (kRest) rest[a] &= halves;
-        }
+      for (int a = 0; a < 4 && drops_late(); ++a) {
+        const unsigned keys = shared.kept.sixteen(local_row(a % 2), first / 16 + k) >> (a / 2 * 8 + lane % 4 * 2);
+        const unsigned halves = (keys & 1 ? 0xffffu : 0) | (keys & 2 ? 0xffff0000u : 0);
+        whole[a] &= halves;
+        if constexpr (kRest) rest[a] &= halves;
       }
 #pragma unroll
       for (int n = 0; n < kColumns / 8; n += 2) {
         unsigned values[4];
-        load_matrices_transposed(values, shared.V.piece(k * 16 + lane % 16, n + lane / 16));
-        multiply_add<T>(O[n], P, values[0], values[1]);
-        multiply_add<T>(O[n + 1], P, values[2], values[3]);
+        load_matrices_transposed(values, (of_V ^ 16 * n) + k * 16 * shared.V.kRowBytes);
+        multiply_add<T>(O[n], whole, values[0], values[1]);
+        multiply_add<T>(O[n + 1], whole, values[2], values[3]);
         if constexpr (kRest) {
           multiply_add<T>(O[n], rest, values[0], values[1]);
           multiply_add<T>(O[n + 1], rest, values[2], values[3]);
@@ -346,12 +326,10 @@ class Forward {
     }
   }
 
-  // O += P V with the infinities and NaNs of V alone, for the rows that see them: tensor cores would multiply them by
-  // the 0 of a row that does not. What is added is +-inf, or NaN, also where P underflowed to 0.
-  __device__ void add_not_finite(int64_t j) {
+  // O += P V with the infinities and NaNs of V, which are not in shared memory.
+  __device__ void add_not_finite_values(int64_t j) {
     const RowBits shown_to =
         kOptions ? RowBits::of<8>(lane, [&](int n, int e) { return shown >> (4 * n + e) & 1; }) : RowBits();
-    const auto sees = [&](int r, int key) { return kOptions ? shown_to.hold(r, key) : rows[r].keys.holds(key); };
     if (drops_late()) {
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
@@ -361,35 +339,22 @@ class Forward {
         }
       }
     }
-    const Signs<kOptions> signs(S.x, lane);
-#pragma unroll 1
-    for (int key = 0; key < kTileRows && j + key < shared.band.keys; ++key) {
-      const int64_t value = row_of(p.value, j + key);
-      if (value == kNoRow) continue;
-#pragma unroll 1
-      for (int of_lane = lane % 4 * 2; of_lane < kColumns; of_lane += 8) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int column = first_column() + of_lane + e % 2;
-          if (!sees(e / 2, key) || column >= p.head_dim_v) continue;
-          const float v = element<T>(p.value, value + column * p.value.column);
-          if (v - v != 0) O[0][e] += signs.times(e / 2, key, v);
-        }
-        rotate(O);
-      }
-    }
+    add_not_finite<T, kOptions>(
+        O, S.x, p.value, shared.band.keys - j, first_column(), p.head_dim_v, lane,
+        [&](int key) { return row_of(p.value, j + key); },
+        [&](int r, int key) { return kOptions ? shown_to.hold(r, key) : rows[r].keys.holds(key); });
   }
 
   // O / l and L = m + log l, or what the merging kernel makes them of.
   __device__ void finish() {
     const Band& band = shared.band;
-    if (takes_scores()) multiply_rows_of_O({1 / rows[0].l, 1 / rows[1].l});
+    if (takes_scores()) multiply_rows_of(O, {1 / rows[0].l, 1 / rows[1].l});
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       RowSums row;
       row.m = rows[r].m;
       row.l = sum_of_row(rows[r].l);
-      row.l_rounded = sum_of_row(rows[r].l_rounded);
+      row.l_rounded = T::kOnTensorCores ? sum_of_row(rows[r].l_rounded) : row.l;
       if (takes_scores()) row = {0, 0, 1};
       const Range keys = band.keys_of(row_index(r)), &part = shared.part;
       const bool sees = keys.first < part.last && part.first < keys.last && !keys.empty();
@@ -441,6 +406,7 @@ class Forward {
   ForwardMemory<T, kD>& shared;
   int64_t query;  // the first of the tile
   int b, h;       // its sequence and head
+  int h_kv;       // the head of its keys
   int lane, warp;
   Row rows[2];
   Scores S;

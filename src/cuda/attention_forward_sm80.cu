@@ -1,5 +1,8 @@
-// The kernels of attention_forward.cuh, and what merges the parts of a row: parts.cuh.
+// The kernels of attention_forward.cuh and attention_forward_wide.cuh, and what merges the parts of a row: parts.cuh.
+#include <type_traits>
+
 #include "cuda/attention_forward.cuh"
+#include "cuda/attention_forward_wide.cuh"
 #include "cuda/launch.h"
 
 namespace polyhead::cuda {
@@ -7,6 +10,9 @@ namespace {
 
 static_assert(sizeof(ForwardMemory<Float32, kMostHeadDim>) <= kEveryGpuBytes);
 static_assert(sizeof(ForwardMemory<BFloat16, kMostHeadDim>) <= kEveryGpuBytes);
+static_assert(sizeof(WideMemory<Float32, 64>) <= kEveryGpuBytes);
+static_assert(sizeof(WideMemory<BFloat16, 128>) <= kEveryGpuBytes);
+static_assert(sizeof(WideMemory<Float32, 128>) <= kWideBytes);
 
 template <class T, int kD, bool kOptions>
 __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_constant__ Problem problem) {
@@ -14,7 +20,24 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_const
 }
 
 template <class T, int kD>
+constexpr int kWideBlocks = sizeof(T) * kD > 256                                 ? 1
+                            : sizeof(T) * kD > 128 || std::is_same_v<T, Float16> ? 2
+                                                                                 : 3;  // no spills
+
+template <class T, int kD>
+__global__ void __launch_bounds__(kThreads, (kWideBlocks<T, kD>))
+    forward_wide_kernel(const __grid_constant__ Problem problem) {
+  WideForward<T, kD>(problem, dynamic_shared<WideMemory<T, kD>>()).run();
+}
+
+template <class T, int kD>
 cudaError_t launch_kernel(const Problem& p, const void* of_program, cudaStream_t stream) {
+  if constexpr (kD <= kMostWideColumns) {
+    if (p.wide) {
+      return launch(reinterpret_cast<const void*>(forward_wide_kernel<T, kD>), p.query_blocks,
+                    sizeof(WideMemory<T, kD>), stream, p);
+    }
+  }
   const auto kernel = p.has_options ? forward_kernel<T, kD, true> : forward_kernel<T, kD, false>;
   const int column_blocks = p.head_dim_v > ForwardMemory<T, kD>::kColumns ? kD / ForwardMemory<T, kD>::kColumns : 1;
   const dim3 grid(p.query_blocks, static_cast<unsigned>(p.parts), static_cast<unsigned>(column_blocks));

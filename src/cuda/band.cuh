@@ -34,34 +34,34 @@ __device__ inline int64_t first_row(const Integers& cu_seqlens, int64_t batch, i
   return first < 0 ? 0 : first < total ? first : total;
 }
 
-// The sequence and head of a block, and the first row that it owns. What is longest under a causal mask begins first: the
+// The sequence and head of a block, and the first of `rows` rows that it owns. What is longest under a causal mask begins first: the
 // last queries, the first keys.
 struct OwnRows {
   int b, h;
   int64_t first;
 
-  __device__ OwnRows(const Problem& p, bool keys) {
+  __device__ OwnRows(const Problem& p, bool keys, int rows = kBlockRows) {
     const int64_t heads = keys ? p.heads_kv : p.heads / p.tile_heads,
                   blocks = (keys ? p.key_blocks : p.query_blocks) / heads;
     const int64_t n = keys ? blockIdx.x / heads : blocks - 1 - blockIdx.x / heads;
     h = static_cast<int>(blockIdx.x % heads * (keys ? 1 : p.tile_heads));
     if (!p.packed) {
       b = static_cast<int>(n % p.batch);
-      first = n / p.batch * kBlockRows;
+      first = n / p.batch * rows;
       return;
     }
-    // Sequence b takes the blocks from first_row / kBlockRows + b on: it never has more than there are to the next one's.
+    // Sequence b takes the blocks from first_row / rows + b on: it never has more than there are to the next one's.
     const auto first_block = [&](int64_t sequence) {
       const int64_t row = keys ? first_row(p.cu_seqlens_k, p.batch, sequence, p.seqlen_k)
                                : first_row(p.cu_seqlens_q, p.batch, sequence, p.seqlen_q);
-      return row / kBlockRows + sequence;
+      return row / rows + sequence;
     };
     b = 0;
     for (int above = static_cast<int>(p.batch) + 1; b + 1 < above;) {
       const int middle = b + (above - b) / 2;
       (first_block(middle) <= n ? b : above) = middle;
     }
-    first = (b == 0 ? n : n - first_block(b)) * kBlockRows;
+    first = (b == 0 ? n : n - first_block(b)) * rows;
   }
 };
 

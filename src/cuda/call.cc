@@ -10,10 +10,11 @@
 namespace polyhead::cuda {
 namespace {
 
-// Blocks of threads that own the rows of a head in all sequences. Packed: one and a part for each sequence, see OwnRows.
-MemorySize row_blocks(const AttentionDesc& desc, int64_t rows) {
-  if (desc.packed) return MemorySize(rows / kBlockRows) + MemorySize(desc.batch) + 1;
-  return MemorySize(desc.batch) * MemorySize(pieces(rows, kBlockRows));
+// Blocks of threads that own the rows of a head in all sequences, so many each. Packed: one and a part for each sequence,
+// see OwnRows.
+MemorySize row_blocks(const AttentionDesc& desc, int64_t rows, int64_t of_block) {
+  if (desc.packed) return MemorySize(rows / of_block) + MemorySize(desc.batch) + 1;
+  return MemorySize(desc.batch) * MemorySize(pieces(rows, of_block));
 }
 
 Integers integers(const Tensor& t) {
@@ -62,11 +63,11 @@ void set_options(const AttentionDesc& desc, const ForwardArgs& args, Problem* p)
 
 }  // namespace
 
-MemorySize query_blocks(const AttentionDesc& desc) {
-  return MemorySize(desc.num_heads) * row_blocks(desc, desc.seqlen_q);
+MemorySize query_blocks(const AttentionDesc& desc, int64_t rows) {
+  return MemorySize(desc.num_heads) * row_blocks(desc, desc.seqlen_q, rows);
 }
 MemorySize key_blocks(const AttentionDesc& desc) {
-  return MemorySize(desc.num_heads_kv) * row_blocks(desc, desc.seqlen_k);
+  return MemorySize(desc.num_heads_kv) * row_blocks(desc, desc.seqlen_k, kBlockRows);
 }
 
 Number number_of(DType dtype) {

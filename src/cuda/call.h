@@ -9,8 +9,9 @@ namespace polyhead::cuda {
 
 Number number_of(DType dtype);
 
-// Blocks of threads in a grid that goes over queries, and over keys; too many if there are more than a grid may have.
-MemorySize query_blocks(const AttentionDesc& desc);
+// Blocks of threads in a grid that goes over queries, `rows` each, and over keys; too many if there are more than a grid may
+// have.
+MemorySize query_blocks(const AttentionDesc& desc, int64_t rows = kBlockRows);
 MemorySize key_blocks(const AttentionDesc& desc);
 
 // A tensor [batch, rows, heads, columns], or [rows, heads, columns], for kernels that compute with `elements`.

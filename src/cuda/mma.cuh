@@ -29,18 +29,22 @@ POLYHEAD_MULTIPLY_ADD(BFloat16, "bf16")
 POLYHEAD_MULTIPLY_ADD(Float16, "f16")
 #undef POLYHEAD_MULTIPLY_ADD
 
-// Four matrices [8, 8]: lanes 8n .. 8n + 7 say where the rows of matrix n lie, 16 bytes each.
-__device__ inline void load_matrices(unsigned (&d)[4], const void* row) {
+// Four matrices [8, 8]: lanes 8n .. 8n + 7 say where the rows of matrix n lie in shared memory, 16 bytes each.
+__device__ inline void load_matrices(unsigned (&d)[4], unsigned row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
 }
-__device__ inline void load_matrices_transposed(unsigned (&d)[4], const void* row) {
+__device__ inline void load_matrices_transposed(unsigned (&d)[4], unsigned row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
+}
+__device__ inline void load_matrices(unsigned (&d)[4], const void* row) { load_matrices(d, shared_address(row)); }
+__device__ inline void load_matrices_transposed(unsigned (&d)[4], const void* row) {
+  load_matrices_transposed(d, shared_address(row));
 }
 
 }  // namespace polyhead::cuda

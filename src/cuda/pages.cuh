@@ -26,18 +26,19 @@ __device__ inline int64_t row_at(const Rows& rows, int64_t head, KeyPlace place)
 }
 
 // Of two tiles of keys, one after the other: that in use and the next one.
+template <int kRows = kTileRows>
 class KeyPlaces {
  public:
   // Of the tile at key j of sequence b, as far as there are `keys`. Barriers between this, its readers, and the next but one.
   __device__ void find(const Pages& pages, int64_t b, int64_t j, int64_t keys) {
     const int row = static_cast<int>(threadIdx.x);
-    if (row < kTileRows && j + row < keys) places_[j / kTileRows % 2][row] = place_of_key(pages, b, j + row);
+    if (row < kRows && j + row < keys) places_[j / kRows % 2][row] = place_of_key(pages, b, j + row);
   }
 
-  __device__ KeyPlace of(int64_t j) const { return places_[j / kTileRows % 2][j % kTileRows]; }
+  __device__ KeyPlace of(int64_t j) const { return places_[j / kRows % 2][j % kRows]; }
 
  private:
-  KeyPlace places_[2][kTileRows];
+  KeyPlace places_[2][kRows];
 };
 
 }  // namespace polyhead::cuda

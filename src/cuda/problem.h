@@ -95,6 +95,8 @@ struct Problem {
   // Whether a score is more than a product, and whether a query may see some keys of its range and not others.
   bool has_options = false, hides_pairs = false;
 
+  bool wide = false;  // in forward a block of threads owns 2 kBlockRows queries: attention_forward_wide.cuh
+
   // Query heads whose queries share a tile in forward, that of head h behind h - 1's: a group that reads the same keys, or 1.
   int64_t tile_heads = 1;
 
@@ -161,7 +163,8 @@ struct BackwardProblem : Problem {
 constexpr int tile_columns(int columns) { return columns <= 64 ? 64 : columns <= 128 ? 128 : 256; }
 
 constexpr int kMostHeadDim = 256;
+constexpr int kMostWideColumns = 128;      // of problems that are wide
 constexpr int kEveryGpuBytes = 99 * 1024;  // of shared memory, that a block may have from 8.0 on
-constexpr int kWideBytes = 134 * 1024;     // that backward needs of rows above 256 bytes
+constexpr int kWideBytes = 134 * 1024;     // that backward, and wide forward, need of rows above 256 bytes
 
 }  // namespace polyhead::cuda

@@ -1,4 +1,4 @@
-// A tile of 64 rows in shared memory, and how it is filled. Pieces of 16 bytes are swizzled: piece c of row r lies at
+// A tile of rows, 64 if nobody says otherwise, in shared memory, and how it is filled. Pieces of 16 bytes are swizzled: piece c of row r lies at
 // c ^ (r % 8), so that the eight rows of a matrix of ldmatrix lie in different banks.
 #pragma once
 
@@ -12,17 +12,20 @@ constexpr int kTileRows = kBlockRows, kThreads = kBlockThreads;
 // The shared memory of a launch. Its size in the PTX, in a register that nobody reads, is for tests/cuda/kernel_table.py.
 template <class Memory>
 __device__ Memory& dynamic_shared() {
-  extern __shared__ __align__(16) unsigned char memory[];
+  extern __shared__ __align__(1024) unsigned char memory[];
   asm volatile("{ .reg .b32 dynamic_shared_bytes; mov.b32 dynamic_shared_bytes, %0; }" ::"n"(sizeof(Memory)));
   return *reinterpret_cast<Memory*>(memory);
 }
 
-template <class T, int kD>  // columns, a multiple of 64
+template <class T, int kD, int kRows = kTileRows>  // columns, a multiple of 64
 struct Tile {
   static constexpr int kPiece = 16 / sizeof(T);  // elements
-  T elements[kTileRows * kD];
+  static constexpr unsigned kRowBytes = kD * sizeof(T);
+  alignas(kRowBytes) T elements[kRows * kD];
 
   __device__ T* piece(int row, int c) { return elements + row * kD + (c ^ (row & 7)) * kPiece; }
+  // Where piece c of a row lies in shared memory; piece c ^ x at address ^ 16 x.
+  __device__ unsigned address(int row, int c) { return shared_address(piece(row, c)); }
   __device__ T element(int row, int column) { return piece(row, column / kPiece)[column % kPiece]; }
 };
 
@@ -65,30 +68,57 @@ __device__ inline void store_sum(const Rows& rows, int64_t n, float x) {
   }
 }
 
+// Piece c of a row of the tile, which begins at element `begin`, an element at a time.
+template <class T, int kD, int kRows>
+__device__ void load_elements(Tile<T, kD, kRows>& tile, const Rows& rows, int columns, int row, int c, int64_t begin) {
+  constexpr int kPiece = Tile<T, kD>::kPiece, kInWord = kPiece / 4;
+  const int column = c * kPiece;
+  auto* words = reinterpret_cast<unsigned*>(tile.piece(row, c));
+#pragma unroll 1
+  for (int k = 0; k < 4; ++k) {
+    const auto bits = [&](int n) {
+      const bool there = begin != kNoRow && column + n < columns;
+      return there ? element_bits<T>(rows, begin + (column + n) * rows.column) : 0;
+    };
+    unsigned word = bits(kInWord * k);
+    if constexpr (kInWord == 2) word |= bits(2 * k + 1) << 16;
+    words[k] = word;
+  }
+}
+
 // Row n of the tile from element row_at(n) of `rows` on, zeros if that is kNoRow, and from column `columns` on. Copies are
 // in flight until wait_for_copies() and a barrier.
-template <class T, int kD, class RowAt>
-__device__ void load_rows(Tile<T, kD>& tile, const Rows& rows, int columns, const RowAt& row_at) {
-  constexpr int kPiece = Tile<T, kD>::kPiece, kPieces = kD / kPiece, kInWord = kPiece / 4;
-  for (int n = static_cast<int>(threadIdx.x); n < kTileRows * kPieces; n += kThreads) {
-    const int row = n / kPieces, c = n % kPieces, column = c * kPiece;
-    const int64_t begin = row_at(row), from = begin + column * rows.column;
-    const bool there = begin != kNoRow && column < columns;
-    if (rows.in_pieces) {
-      copy_piece(tile.piece(row, c), static_cast<const T*>(rows.data) + (there ? from : 0), there);
-      continue;
-    }
-    auto* words = reinterpret_cast<unsigned*>(tile.piece(row, c));
+template <class T, int kD, int kRows, class RowAt>
+__device__ void load_rows(Tile<T, kD, kRows>& tile, const Rows& rows, int columns, const RowAt& row_at) {
+  constexpr int kPiece = Tile<T, kD>::kPiece, kPieces = kD / kPiece, kStep = kThreads / kPieces;
+  const int first = static_cast<int>(threadIdx.x) / kPieces, c = static_cast<int>(threadIdx.x) % kPieces;
 #pragma unroll 1
-    for (int k = 0; k < 4; ++k) {
-      const auto bits = [&](int n) {
-        return there && column + n < columns ? element_bits<T>(rows, from + n * rows.column) : 0;
-      };
-      unsigned word = bits(kInWord * k);
-      if constexpr (kInWord == 2) word |= bits(2 * k + 1) << 16;
-      words[k] = word;
+  for (int row = first; row < kRows; row += kStep) {
+    const int64_t begin = row_at(row);
+    const bool there = begin != kNoRow && c * kPiece < columns;
+    if (rows.in_pieces) {
+      copy_piece(tile.piece(row, c), static_cast<const T*>(rows.data) + (there ? begin + c * kPiece : 0), there);
+    } else {
+      load_elements(tile, rows, columns, row, c, begin);
     }
   }
+  commit_copies();
+}
+
+// The same of rows that lie rows.row apart, the first at element `begin`: zeros from row `end` of the tile on.
+template <class T, int kD, int kRows, class Index>
+__device__ void load_rows_apart(Tile<T, kD, kRows>& tile, const Rows& rows, int columns, int64_t begin, Index end) {
+  if (!rows.in_pieces) {
+    load_rows(tile, rows, columns, [&](int row) { return row < end ? begin + row * rows.row : kNoRow; });
+    return;
+  }
+  constexpr int kPiece = Tile<T, kD>::kPiece, kPieces = kD / kPiece, kStep = kThreads / kPieces;
+  const int first = static_cast<int>(threadIdx.x) / kPieces, c = static_cast<int>(threadIdx.x) % kPieces;
+  const T* from = static_cast<const T*>(rows.data) + (begin + first * rows.row + c * kPiece);
+  int left = end < 0 || c * kPiece >= columns ? 0 : end < kRows ? static_cast<int>(end) : kRows;
+  left -= first;
+#pragma unroll
+  for (int n = 0; n < kRows; n += kStep, from += kStep * rows.row) copy_piece(tile.piece(first + n, c), from, n < left);
   commit_copies();
 }
 
@@ -97,15 +127,14 @@ __device__ void load_rows(Tile<T, kD>& tile, const Rows& rows, int columns, cons
 template <class T, int kD>
 __device__ void load_tile(Tile<T, kD>& tile, const Rows& rows, int64_t batch, int64_t head, int64_t origin,
                           int64_t first, int64_t end, int columns, int from = 0) {
-  const int64_t base = batch * rows.batch + head * rows.head + origin * rows.row + from * rows.column;
-  load_rows(tile, rows, columns - from,
-            [&](int row) { return first + row < end ? base + (first + row) * rows.row : kNoRow; });
+  const int64_t begin = batch * rows.batch + head * rows.head + (origin + first) * rows.row + from * rows.column;
+  load_rows_apart(tile, rows, columns - from, begin, end - first);
 }
 
 // Turns what is not finite in rows [first, first + rows) into zeros, and tells whether there was any, each thread in its own
 // pieces.
-template <class T, int kD>
-__device__ bool clear_not_finite(Tile<T, kD>& tile, int first = 0, int rows = kTileRows) {
+template <class T, int kD, int kRows>
+__device__ bool clear_not_finite(Tile<T, kD, kRows>& tile, int first = 0, int rows = kRows) {
   constexpr int kPieces = kD / Tile<T, kD>::kPiece;
   bool found = false;
   for (int n = first * kPieces + static_cast<int>(threadIdx.x); n < (first + rows) * kPieces; n += kThreads) {

@@ -1,0 +1,276 @@
+// Forward of many queries, whose scores are nothing but products: FlashAttention-2 (attention_forward.cuh) with tiles
+//   Q_i [128, D]  K_j, V_j [32, D]  S, P [128, 32]  O [128, D]  m, l, L [128]
+// A warp has 32 queries, so that what it reads of K and V in shared memory serves two fragments; and few keys at a time, since
+// their scores lie in registers beside O. K_j+1 and V_j+1 are on their way while K_j and V_j are used.
+#pragma once
+
+#include "cuda/band.cuh"
+#include "cuda/pages.cuh"
+#include "cuda/parts.cuh"
+#include "cuda/products.cuh"
+#include "cuda/softmax.cuh"
+
+namespace polyhead::cuda {
+
+// From first to last, exclusive: of a problem of 2^31 keys at most.
+struct Keys {
+  int first = 0, last = 0;
+};
+
+template <class T, int kD>
+struct WideMemory {
+  static constexpr int kRows = 2 * kBlockRows, kKeys = 32;
+
+  struct Stage {
+    Tile<T, kD, kKeys> K, V;
+  };
+  Tile<T, kD, kRows> Q;
+  Stage stages[2];
+  int not_finite;  // 1 + the last key tile whose V had an infinity or a NaN that some row must not see
+  // Not held in registers: the block's sequence, head and first query; the keys that some query of each warp sees, and those that all queries do.
+  OwnRows own;
+  Band band;
+  Keys of_warp[kBlockThreads / 32], of_all;
+  int end;                   // of the keys that some query sees
+  int h_kv;                  // the head of the keys
+  int64_t first_element[2];  // of the sequence's K and V, where they are not in pages
+  KeyPlaces<kKeys> places;   // where they are
+};
+
+template <class T, int kD>
+class WideForward {
+  using Memory = WideMemory<T, kD>;
+  static constexpr int kRows = Memory::kRows, kKeys = Memory::kKeys, kBlocks = kKeys / 8;
+  static constexpr int kSixteens = kRows / (16 * kThreads / 32);
+
+ public:
+  __device__ WideForward(const Problem& problem, Memory& memory)
+      : p(problem),
+        shared(memory),
+        lane(static_cast<int>(threadIdx.x) % 32),
+        warp(static_cast<int>(threadIdx.x) / 32) {}
+
+  __device__ void run() {
+    const int begin = prepare();
+    if (begin < shared.end) {
+      load_queries();
+      load_keys(shared.stages[0], begin);
+    }
+    int stage = 0;
+    for (int j = begin; j < shared.end; j += kKeys, stage ^= 1) {
+      wait_for_copies();
+      __syncthreads();  // this stage is there, and nobody reads the other
+      if (j + kKeys < shared.end) load_keys(shared.stages[stage ^ 1], j + kKeys);
+      if (in_pages()) shared.places.find(p.pages, shared.own.b, j + 2 * kKeys, shared.band.keys);
+      tile(shared.stages[stage], j);
+    }
+    finish();
+  }
+
+ private:
+  __device__ bool in_pages() const { return p.pages.table != nullptr; }
+  __device__ int first_row() const { return warp * 16 * kSixteens; }
+  // Of a lane's rows, two of each sixteen.
+  __device__ int64_t row_index(int r) const { return shared.own.first + first_row() + lane / 4 + 8 * r; }
+  __device__ TileRange keys_of(int r, int j) const { return {shared.band.keys_of(row_index(r)), j}; }
+
+  // What lies in shared memory but tiles. Returns the first key.
+  __device__ int prepare() {
+    const OwnRows own(p, false, kRows);
+    const Band band(p, own.b);
+    const int64_t query = own.first, end_q = query + kRows < band.queries ? query + kRows : band.queries;
+    const Range of_first = band.keys_of(query), of_last = band.keys_of(end_q - 1);
+    const int begin = static_cast<int>(of_first.first / kKeys * kKeys);
+    if (threadIdx.x == 0) {
+      shared.not_finite = 0;
+      shared.own = own;
+      shared.band = band;
+      shared.of_all = {static_cast<int>(of_last.first), static_cast<int>(of_first.last)};
+      shared.end = query < end_q ? static_cast<int>(of_last.last) : 0;
+      shared.h_kv = own.h / static_cast<int>(p.heads / p.heads_kv);
+      for (const bool value : {false, true}) {
+        const Rows& rows = value ? p.value : p.key;
+        shared.first_element[value] = shared.h_kv * rows.head + own.b * rows.batch + band.first_k * rows.row;
+      }
+    }
+    if (lane == 0) {
+      const int64_t first = query + first_row(), behind = first + 16 * kSixteens;
+      const int64_t last = (behind < end_q ? behind : end_q) - 1;
+      Keys keys;
+      if (first <= last)
+        keys = {static_cast<int>(band.keys_of(first).first), static_cast<int>(band.keys_of(last).last)};
+      shared.of_warp[warp] = keys;
+    }
+    if (in_pages()) {
+      shared.places.find(p.pages, own.b, begin, band.keys);
+      shared.places.find(p.pages, own.b, begin + kKeys, band.keys);
+    }
+    __syncthreads();
+    return begin;
+  }
+
+  // Where key or value j of the sequence begins, which is below its length; or its page does not exist.
+  __device__ int64_t row_of(bool value, int j) const {
+    const Rows& rows = value ? p.value : p.key;
+    return in_pages() ? row_at(rows, shared.h_kv, shared.places.of(j))
+                      : shared.first_element[value] + static_cast<int64_t>(j) * rows.row;
+  }
+
+  __device__ void load_queries() {
+    const OwnRows own = shared.own;
+    const int64_t begin =
+        own.b * p.query.batch + own.h * p.query.head + (shared.band.first_q + own.first) * p.query.row;
+    load_rows_apart(shared.Q, p.query, p.head_dim, begin, shared.band.queries - own.first);
+  }
+
+  __device__ void load_keys(typename Memory::Stage& to, int j) {
+    load_rows_from(to.K, false, j);
+    load_rows_from(to.V, true, j);
+  }
+  __device__ void load_rows_from(Tile<T, kD, kKeys>& tile, bool value, int j) {
+    const Rows& rows = value ? p.value : p.key;
+    const int columns = value ? p.head_dim_v : p.head_dim;
+    const int keys = static_cast<int>(shared.band.keys) - j;
+    if (in_pages()) {
+      load_rows(tile, rows, columns, [&](int n) { return n < keys ? row_of(value, j + n) : kNoRow; });
+    } else {
+      load_rows_apart(tile, rows, columns, row_of(value, j), keys);
+    }
+  }
+
+  __device__ void tile(typename Memory::Stage& at, int j) {
+    const Keys of_warp = shared.of_warp[warp], of_all = shared.of_all;
+    const bool busy = of_warp.first < j + kKeys && j < of_warp.last;
+    const bool cut = j < of_all.first || j + kKeys > of_all.last;  // some row does not see some key
+    if (busy) weights(at.K, j, cut);
+    bool careful = false;
+    if (cut) {
+      const int number = j / kKeys + 1;
+      if (clear_not_finite(at.V)) atomicMax(&shared.not_finite, number);
+      __syncthreads();
+      careful = shared.not_finite == number;
+    }
+    if (busy) multiply(at.V);
+    if (careful && busy) add_not_finite_values(j);
+  }
+
+  // S <- P of the tile at key j, O and l <- theirs times exp(m_old - m)
+  __device__ void weights(Tile<T, kD, kKeys>& K, int j, bool cut) {
+#pragma unroll
+    for (int a = 0; a < kSixteens; ++a) {
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) S[a][n][e] = 0;
+      }
+    }
+    multiply_rows(S, shared.Q, first_row(), K, 0, p.head_dim, lane);
+#pragma unroll
+    for (int a = 0; a < kSixteens; ++a) {
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) S[a][n][e] = rounded_product(S[a][n][e], p.scale);
+      }
+      if (cut) hide(a, j);
+      float alpha[2];
+      softmax_step<T>(S[a], rows[2 * a], rows[2 * a + 1], alpha);
+      rescale_rows_of(O[a], alpha);
+    }
+  }
+
+  // S = -inf at the keys that a row does not see
+  __device__ void hide(int a, int j) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const TileRange seen = keys_of(2 * a + r, j);
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (!seen.holds(n * 8 + lane % 4 * 2 + e)) S[a][n][2 * r + e] = -INFINITY;
+        }
+      }
+    }
+  }
+
+  // O += P V
+  __device__ void multiply(Tile<T, kD, kKeys>& V) {
+    if constexpr (T::kOnTensorCores) {
+      multiply_rounded(V);
+    } else {
+      multiply_weights(O, S, V, 0, lane);
+    }
+  }
+
+  __device__ void multiply_rounded(Tile<T, kD, kKeys>& V) {
+    const unsigned of_V = V.address(lane % 16, lane / 16);
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {
+      unsigned P[kSixteens][4], rest[kSixteens][4];
+#pragma unroll
+      for (int a = 0; a < kSixteens; ++a) round_weights<T>(S[a], k, rows[2 * a], rows[2 * a + 1], P[a], rest[a]);
+#pragma unroll
+      for (int n = 0; n < kD / 8; n += 2) {
+        unsigned values[4];
+        load_matrices_transposed(values, (of_V ^ 16 * n) + k * 16 * V.kRowBytes);
+#pragma unroll
+        for (int a = 0; a < kSixteens; ++a) {
+          multiply_add<T>(O[a][n], P[a], values[0], values[1]);
+          multiply_add<T>(O[a][n + 1], P[a], values[2], values[3]);
+          if constexpr (T::kRestOfWeights) {
+            multiply_add<T>(O[a][n], rest[a], values[0], values[1]);
+            multiply_add<T>(O[a][n + 1], rest[a], values[2], values[3]);
+          }
+        }
+      }
+    }
+  }
+
+  // O += P V with the infinities and NaNs of V, which are not in shared memory.
+  __device__ void add_not_finite_values(int j) {
+#pragma unroll
+    for (int a = 0; a < kSixteens; ++a) {
+      const TileRange seen[2] = {keys_of(2 * a, j), keys_of(2 * a + 1, j)};
+      add_not_finite<T, false>(
+          O[a], S[a], p.value, shared.band.keys - j, 0, p.head_dim_v, lane,
+          [&](int key) { return row_of(true, j + key); }, [&](int r, int key) { return seen[r].holds(key); });
+    }
+  }
+
+  // O / l and L = m + log l
+  __device__ void finish() {
+    const Band& band = shared.band;
+    const int b = shared.own.b, h = shared.own.h;
+#pragma unroll
+    for (int r = 0; r < 2 * kSixteens; ++r) {
+      const int64_t i = row_index(r);
+      RowSums sums;
+      sums.m = rows[r].m;
+      sums.l = sum_of_row(rows[r].l);
+      sums.l_rounded = T::kOnTensorCores ? sum_of_row(rows[r].l_rounded) : sums.l;
+      if (i >= band.rows_q) continue;
+      sums.state = i >= band.queries ? RowSums::kPadding : band.keys_of(i).empty() ? RowSums::kUnseen : RowSums::kSeen;
+      const FinishedRow<false> finished(p, h, sums);
+      const int64_t row = band.first_q + i, out = b * p.out.batch + h * p.out.head + row * p.out.row;
+#pragma unroll
+      for (int n = 0; n < kD / 8; ++n) {
+        for (int e = 0; e < 2; ++e) {
+          const int column = n * 8 + lane % 4 * 2 + e;
+          if (column >= p.head_dim_v) continue;
+          store_sum<T>(p.out, out + column * p.out.column, finished.out(O[r / 2][n][r % 2 * 2 + e]));
+        }
+      }
+      if (p.logsumexp.data != nullptr && lane % 4 == 0) statistic(p.logsumexp, b, h, row) = finished.logsumexp();
+    }
+  }
+
+  const Problem& p;
+  Memory& shared;
+  int lane, warp;
+  SoftmaxRow rows[2 * kSixteens];
+  float S[kSixteens][kBlocks][4];  // then P
+  float O[kSixteens][kD / 8][4] = {};
+};
+
+}  // namespace polyhead::cuda

@@ -1,0 +1,80 @@
+// The softmax of rows whose scores come a tile at a time (FlashAttention-2, algorithm 1 of arXiv:2307.08691), in fragments
+// C of 16 rows (mma.cuh). A lane has two of them, of which elements 2 r and 2 r + 1 belong to row r.
+#pragma once
+
+#include <cmath>
+
+#include "cuda/lane_rows.cuh"
+#include "cuda/mma.cuh"
+
+namespace polyhead::cuda {
+
+// Of one of a lane's rows.
+struct SoftmaxRow {
+  float m = -INFINITY;  // the largest score so far
+  float l = 0;          // sum of exp(S - m), this lane's part
+  float l_rounded = 0;  // the same of the weights as they multiply V; not counted in float32, where that is l
+};
+
+// Not one operation with the sum that it goes into, which compilers make of it here and not there: rows have the same bits by
+// every kernel.
+__device__ inline float rounded_product(float x, float y) { return __fmul_rn(x, y); }
+
+// S <- P = exp(S - m), l <- l alpha + sum P, alpha = exp(m_old - m)
+template <class T, int kBlocks>
+__device__ inline void softmax_step(float (&S)[kBlocks][4], SoftmaxRow& row0, SoftmaxRow& row1, float (&alpha)[2]) {
+  float m[2], sums[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    SoftmaxRow& row = r == 0 ? row0 : row1;
+    float largest = row.m;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) largest = fmaxf(largest, fmaxf(S[n][2 * r], S[n][2 * r + 1]));
+    largest = max_of_row(largest);
+    m[r] = largest == -INFINITY ? 0 : largest;  // -inf - -inf is NaN
+    alpha[r] = exponential<T>(row.m - m[r]);
+    row.m = largest;
+    sums[r] = rounded_product(row.l, alpha[r]);
+    row.l_rounded = rounded_product(row.l_rounded, alpha[r]);
+  }
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      S[n][e] = exponential<T>(S[n][e] - m[e / 2]);
+      sums[e / 2] += S[n][e];
+    }
+  }
+  row0.l = sums[0], row1.l = sums[1];
+}
+
+template <int kBlocks>
+__device__ inline void multiply_rows_of(float (&O)[kBlocks][4], const float (&factors)[2]) {
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) O[n][e] *= factors[e / 2];
+  }
+}
+
+// The same with softmax_step's factors, which are 1 in most steps over many keys: no row of the warp has a larger score then.
+template <int kBlocks>
+__device__ inline void rescale_rows_of(float (&O)[kBlocks][4], const float (&alpha)[2]) {
+  if (__any_sync(kAllLanes, alpha[0] != 1 || alpha[1] != 1)) multiply_rows_of(O, alpha);
+}
+
+// Sixteen columns of P from column 16 k on as a fragment A, and of float16 what its rounding left.
+template <class T, int kBlocks>
+__device__ inline void round_weights(const float (&P)[kBlocks][4], int k, SoftmaxRow& row0, SoftmaxRow& row1,
+                                     unsigned (&rounded)[4], unsigned (&rest)[4]) {
+#pragma unroll
+  for (int a = 0; a < 4; ++a) {
+    const float low = P[2 * k + a / 2][a % 2 * 2], high = P[2 * k + a / 2][a % 2 * 2 + 1];
+    rounded[a] = packed<T>(low, high);
+    const float low_rounded = low_half<T>(rounded[a]), high_rounded = high_half<T>(rounded[a]);
+    if constexpr (T::kRestOfWeights) rest[a] = packed<T>(low - low_rounded, high - high_rounded);
+    (a % 2 == 0 ? row0 : row1).l_rounded += T::kRestOfWeights ? low + high : low_rounded + high_rounded;
+  }
+}
+
+}  // namespace polyhead::cuda
