@@ -79,18 +79,14 @@ Number number_of(DType dtype) {
 Rows rows_of(const Tensor& t, Number elements) {
   if (!t.given()) return {};
   const int last = t.ndim - 1;
-  Rows rows{t.data,
-            t.ndim == 4 ? t.strides[0] : 0,
-            t.strides[last - 2],
-            t.strides[last - 1],
-            t.strides[last],
-            number_of(t.dtype)};
+  // Strides of what is there once may be anything: places behind it are computed, though not read.
+  const auto stride = [&](int dim) { return t.dims[dim] <= 1 ? 0 : t.strides[dim]; };
+  Rows rows{t.data, t.ndim == 4 ? stride(0) : 0, stride(last - 2), stride(last - 1), stride(last), number_of(t.dtype)};
   if (rows.number != elements) return rows;
   const int64_t piece = 16 / static_cast<int64_t>(dtype_size_bytes(t.dtype));
-  const auto whole = [&](int64_t stride, int64_t size) { return size <= 1 || stride % piece == 0; };
-  rows.in_pieces = (t.dims[last] <= 1 || rows.column == 1) && t.dims[last] % piece == 0 &&
-                   whole(rows.batch, t.dims[0]) && whole(rows.row, t.dims[last - 2]) &&
-                   whole(rows.head, t.dims[last - 1]) && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+  const auto whole = [&](int64_t in_elements) { return in_elements % piece == 0; };
+  rows.in_pieces = rows.column == 1 && whole(t.dims[last]) && whole(rows.batch) && whole(rows.row) && whole(rows.head) &&
+                   reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
   return rows;
 }
 
