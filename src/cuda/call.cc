@@ -85,8 +85,8 @@ Rows rows_of(const Tensor& t, Number elements) {
   if (rows.number != elements) return rows;
   const int64_t piece = 16 / static_cast<int64_t>(dtype_size_bytes(t.dtype));
   const auto whole = [&](int64_t in_elements) { return in_elements % piece == 0; };
-  rows.in_pieces = rows.column == 1 && whole(t.dims[last]) && whole(rows.batch) && whole(rows.row) && whole(rows.head) &&
-                   reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+  rows.in_pieces = rows.column == 1 && whole(t.dims[last]) && whole(rows.batch) && whole(rows.row) &&
+                   whole(rows.head) && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
   return rows;
 }
 
