@@ -32,6 +32,7 @@ FORMS = ("written", "Attention", "MultiHeadAttention")
 MODELS = {  # sequence, layers (0: the core alone), causal, dtype
     "encoder_384": (384, 2, False, np.float32),
     "decoder_1024": (1024, 1, True, np.float32),
+    "decoder_4096": (4096, 1, True, np.float32),  # attention is half of its products
     "core_384": (384, 0, False, np.float32),
     "core_1024": (1024, 0, False, np.float32),
     "core_1024_causal": (1024, 0, True, np.float32),

@@ -1,4 +1,4 @@
-"""What ptxas makes of the CUDA kernels, by kernel and architecture: kernels.txt beside this file.
+"""What ptxas makes of the CUDA kernels, by kernel and architecture: kernels_*.txt beside this file.
 
     kernel_table.py OBJECT...           compares: is the table that of these objects' PTX, do products and norms, and
                                         attention without options but for float16's, spill nothing, and does ptxas say the same of some
@@ -18,7 +18,7 @@ import tempfile
 
 import sass
 
-TABLE = pathlib.Path(__file__).with_name("kernels.txt")
+TABLES = {family: pathlib.Path(__file__).with_name(f"kernels_{family}.txt") for family in ("attention", "linear")}
 COMPARED = (("forward<BFloat16, 128, 0>", 80), ("gemm<BFloat16, 128, 128, 1, 0>", 80))  # what ptxas is asked of each time
 OPCODES = ("HMMA", "LDSM", "LDGSTS", "LDS", "FFMA", "MUFU", "LDL")
 COLUMNS = ("arch", "registers", "spilled", "shared", "blocks", "loop", *OPCODES)
@@ -123,7 +123,12 @@ def release():
     return re.search(r"V[\d.]+", run("ptxas", "--version")).group()
 
 
-def write(texts, nvdisasm):
+def family_of(name):
+    """Of an object: the table that its kernels are in."""
+    return "attention" if name.startswith("attention_") else "linear"
+
+
+def write(family, texts, nvdisasm):
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         for ptx in texts.values():
@@ -144,31 +149,33 @@ def write(texts, nvdisasm):
     ]
     for name in sorted(rows):
         lines += [f"{name:36}" + "".join(f"{value:>10}" for value in row) for row in rows[name]]
-    TABLE.write_text("\n".join(lines) + "\n")
+    TABLES[family].write_text("\n".join(lines) + "\n")
 
 
 def committed():
-    """What the table begins with, and {(kernel, arch): its other columns}."""
-    lines = TABLE.read_text().splitlines()
-    head = [line[2:] for line in lines if line.startswith("# ")]
-    rows = {}
-    for line in lines[len(head) + 1 :]:
-        numbers = [int(word) for word in line[36:].split()]
-        rows[line[:36].strip(), numbers[0]] = dict(zip(COLUMNS[1:], numbers[1:]))
-    return head, rows
+    """What the tables begin with, and {(kernel, arch): its other columns}."""
+    heads, rows = [], {}
+    for table in TABLES.values():
+        lines = table.read_text().splitlines()
+        head = [line[2:] for line in lines if line.startswith("# ")]
+        heads += head
+        for line in lines[len(head) + 1 :]:
+            numbers = [int(word) for word in line[36:].split()]
+            rows[line[:36].strip(), numbers[0]] = dict(zip(COLUMNS[1:], numbers[1:]))
+    return heads, rows
 
 
 def compare(texts):
     head, rows = committed()
     if f"ptxas {release()}" not in head:
-        print(f"not compared: kernels.txt is not of ptxas {release()}, which is here")
+        print(f"not compared: the tables are not of ptxas {release()}, which is here")
         return 77
     others = [name for name, ptx in texts.items() if f"{name} {fingerprint(ptx)}" not in head]
-    wrong = [f"{name}: kernels.txt is of other PTX" for name in others]
+    wrong = [f"{name}: {TABLES[family_of(name)].name} is of other PTX" for name in others]
     # float16 multiplies weights as two numbers, and options change scores: both want registers that the others have.
     for (name, arch), row in rows.items():
         linear = name.partition("<")[0] in ("gemm", "pointwise", "merge_sums", "norm_forward", "norm_backward", "norm_parameters")
-        plain = linear or (name.endswith(" 0>") and "<Float16" not in name)
+        plain = linear or name.startswith("forward_wide<") or (name.endswith(" 0>") and "<Float16" not in name)
         if row["spilled"] and plain:
             wrong.append(f"{name}, sm_{arch}: {row['spilled']} bytes are spilled")
     for kernel, arch in COMPARED:
@@ -178,7 +185,7 @@ def compare(texts):
                 registers, spilled, _ = compiled(ptx, arch, cubin, "--entry", mangled)[mangled]
             row = rows[kernel, arch]
             if (registers, spilled) != (row["registers"], row["spilled"]):
-                wrong.append(f"{kernel}, sm_{arch}: {registers} registers, {spilled} bytes spilled; kernels.txt: {row}")
+                wrong.append(f"{kernel}, sm_{arch}: {registers} registers, {spilled} bytes spilled; the table: {row}")
     for line in wrong:
         print(line)
     if wrong:
@@ -197,7 +204,8 @@ def main():
         return 77
     texts = {path.name.removesuffix(".cu.o"): ptx_of(path) for path in options.objects}
     if options.write:
-        write(texts, options.nvdisasm)
+        for family in sorted({family_of(name) for name in texts}):
+            write(family, {name: text for name, text in texts.items() if family_of(name) == family}, options.nvdisasm)
         return 0
     return compare(texts)
 
