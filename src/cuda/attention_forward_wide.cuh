@@ -27,14 +27,15 @@ struct WideMemory {
   Tile<T, kD, kRows> Q;
   Stage stages[2];
   int not_finite;  // 1 + the last key tile whose V had an infinity or a NaN that some row must not see
-  // Not held in registers: the block's sequence, head and first query; the keys that some query of each warp sees, and those that all queries do.
+  // Not held in registers: the block's sequence, head and first query; the keys that some query of each warp sees, and those
+  // that all queries do.
   OwnRows own;
   Band band;
   Keys of_warp[kBlockThreads / 32], of_all;
-  int end;                   // of the keys that some query sees
-  int h_kv;                  // the head of the keys
-  int64_t first_element[2];  // of the sequence's K and V, where they are not in pages
-  KeyPlaces<kKeys> places;   // where they are
+  int end;                     // of the keys that some query sees
+  int h_kv;                    // the head of the keys
+  int64_t first_element[2];    // of the sequence's K and V, where they are not in pages
+  KeyPlaces<kKeys, 3> places;  // where they are: of the tile in use too, whose values may be read again
 };
 
 template <class T, int kD>

@@ -25,20 +25,21 @@ __device__ inline int64_t row_at(const Rows& rows, int64_t head, KeyPlace place)
   return place.page < 0 ? kNoRow : head * rows.head + place.page * rows.batch + place.within * rows.row;
 }
 
-// Of two tiles of keys, one after the other: that in use and the next one.
-template <int kRows = kTileRows>
+// Of tiles of keys, one after the other: that in use and those that follow.
+template <int kRows = kTileRows, int kTiles = 2>
 class KeyPlaces {
  public:
-  // Of the tile at key j of sequence b, as far as there are `keys`. Barriers between this, its readers, and the next but one.
+  // Of the tile at key j of sequence b, as far as there are `keys`. Barriers between this, its readers, and that of the tile
+  // which takes its place.
   __device__ void find(const Pages& pages, int64_t b, int64_t j, int64_t keys) {
     const int row = static_cast<int>(threadIdx.x);
-    if (row < kRows && j + row < keys) places_[j / kRows % 2][row] = place_of_key(pages, b, j + row);
+    if (row < kRows && j + row < keys) places_[j / kRows % kTiles][row] = place_of_key(pages, b, j + row);
   }
 
-  __device__ KeyPlace of(int64_t j) const { return places_[j / kRows % 2][j % kRows]; }
+  __device__ KeyPlace of(int64_t j) const { return places_[j / kRows % kTiles][j % kRows]; }
 
  private:
-  KeyPlace places_[2][kRows];
+  KeyPlace places_[kTiles][kRows];
 };
 
 }  // namespace polyhead::cuda
