@@ -34,7 +34,7 @@ class Attention(OpRun):
     def _run(
         self, Q, K, V, attn_mask=None, past_key=None, past_value=None, nonpad_kv_seqlen=None, scale=None, is_causal=0,
         q_num_heads=None, kv_num_heads=None, softcap=None, qk_matmul_output_mode=None, softmax_precision=None,
-        left_window_size=None, right_window_size=None, own=None,
+        left_window_size=None, right_window_size=None, mask_broadcasts=None, own=None,
     ):  # fmt: skip
         query, key, value = _heads_first(Q, q_num_heads), _heads_first(K, kv_num_heads), _heads_first(V, kv_num_heads)
         offset = 0
@@ -47,7 +47,7 @@ class Attention(OpRun):
             options |= {"seqlens_k": nonpad_kv_seqlen, "query_offset": nonpad_kv_seqlen - query.shape[2]}
         options |= own or {}
         if attn_mask is not None:
-            mask = _padded(attn_mask, key.shape[2])
+            mask = attn_mask if mask_broadcasts and attn_mask.shape[-1] == 1 else _padded(attn_mask, key.shape[2])
             options["attn_mask" if mask.dtype == bool else "attn_bias"] = mask
         wanted = len(self.onnx_node.output)
         mode = (qk_matmul_output_mode or _PLAIN) if wanted > 3 else None

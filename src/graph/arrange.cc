@@ -165,12 +165,33 @@ ArrangedMask regrouped_mask(const Net& net, const Size& heads, const MaskTerm& t
     return false;
   };
   const Atoms &of_batch = layout.dims()[0], &of_heads = layout.dims()[1];
+  // Of dims that are put together, one that turned out to be 1 would leave its place to others.
+  const auto dims_in = [&](const Atoms& whole) {
+    std::vector<size_t> dims;
+    for (size_t i = 0; i + 2 < told.size(); ++i) {
+      const Atoms& dim = layout.watched[i];
+      if (told[i] && std::find_first_of(dim.begin(), dim.end(), whole.begin(), whole.end()) != dim.end())
+        dims.push_back(i);
+    }
+    return dims;
+  };
+  const auto mask = net.shape(term.value);
+  const auto are_known = [&](const std::vector<size_t>& dims) {
+    return std::all_of(dims.begin(), dims.end(),
+                       [&](size_t i) { return mask[i + mask.size() - shape.size()] == shape[i]; });
+  };
+  const auto stays_in_place = [&] {
+    const std::vector<size_t> batch_dims = dims_in(of_batch), head_dims = dims_in(of_heads);
+    const bool apart = !batch_dims.empty() && batch_dims != head_dims;
+    return (batch_dims.size() < 2 || are_known(batch_dims)) &&
+           (head_dims.size() < (apart ? 1 : 2) || are_known(head_dims));
+  };
   const auto first_told = std::find_if(of_batch.begin(), of_batch.end(), is_told);
   const bool any_batch = first_told != of_batch.end(),
              any_heads = std::any_of(of_heads.begin(), of_heads.end(), is_told);
   if (!std::all_of(first_told, of_batch.end(), is_told) ||
       (any_heads && !std::all_of(of_heads.begin(), of_heads.end(), is_told)) ||
-      (any_batch && any_heads && !heads.is_constant()))
+      (any_batch && any_heads && !heads.is_constant()) || !stays_in_place())
     return {};
   const int64_t num_heads = any_batch ? heads.factor : -1;
   return {term.value, {any_batch ? -1 : 1, any_heads ? num_heads : 1}, any_batch && first_told != of_batch.begin()};

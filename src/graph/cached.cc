@@ -43,6 +43,7 @@ std::string why_not(const Net& net, const Match& match, const Arrangement& arran
   if (match.program) return "a score program counts the keys that it is given";
   if (match.returned.value != kNone) return "its scores or weights are read by others too";
   if (cached.values == kNone) return "the values are not joined like them";
+  if (cached.values == cached.keys) return "they are the values too";
   for (const auto& [form, node] :
        {std::pair(&arrangement.key, cached.keys), std::pair(&arrangement.value, cached.values)}) {
     const std::string why = why_no_cache(net, *form, node);

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "core/sentence.h"
+#include "graph/attn_mask.h"
 #include "graph/cached.h"
 #include "graph/mask.h"
 #include "graph/new_nodes.h"
@@ -14,9 +15,7 @@
 namespace polyhead::graph {
 namespace {
 
-constexpr double kAboveLowest = -3.36e38;  // what bfloat16 and float32 tell from their lowest number
-constexpr double kAbsorbs = -1e30, kAbsorbsBesideOthers = -1e8;  // fills of masks
-constexpr int64_t kFirstWithWindows = 25;                        // Attention of ONNX
+constexpr int64_t kFirstWithWindows = 25;  // Attention of ONNX
 
 class Emitter {
  public:
@@ -42,11 +41,11 @@ class Emitter {
                                        std::pair(&plan_.value, cached_ ? cached_->values : kNone)}) {
       inputs.push_back(concat == kNone ? operand(*form) : name_of(net_.input(concat, 1)));
     }
-    std::string attn_mask;
-    if (!mask(attn_mask)) return std::move(rewrite_);
-    rewrite_.reason = sizes().tell(match_, rewrite_);
+    OperandSizes sizes(net_, plan_, cached_.has_value(), new_);
+    attn_mask_ = attn_mask_of(net_, match_, plan_, e_.options.target, sizes, new_);
+    rewrite_.reason = attn_mask_.reason.empty() ? sizes.tell(match_, rewrite_) : attn_mask_.reason;
     if (!rewrite_.reason.empty()) return std::move(rewrite_);
-    attention(std::move(inputs), attn_mask);
+    attention(std::move(inputs));
     rewrite_.pattern = pattern();
     return std::move(rewrite_);
   }
@@ -208,111 +207,6 @@ class Emitter {
     return name;
   }
 
-  // The sum, or the conjunction, of all terms; "" for none.
-  bool mask(std::string& attn_mask) {
-    // Where scores are returned behind their mask, ONNX Runtime's have float's lowest in the places that a boolean hides.
-    const bool all_bool =
-        !returns(Returned::kMasked) && std::all_of(match_.terms.begin(), match_.terms.end(), [](const MaskTerm& term) {
-          return term.kind != MaskTerm::kAdded && std::isinf(term.number);
-        });
-    int most_dims = 0;
-    for (const MaskTerm& term : match_.terms) {
-      const ArrangedMask arranged = arranged_mask(net_, plan_, term);
-      if (!term_fits(term, arranged.value)) return false;
-      std::string name(net_.value(arranged.value).name);
-      if (!arranged.lead.empty()) name = regrouped(arranged);
-      most_dims = std::max(most_dims, arranged.lead.empty() ? net_.rank(arranged.value) : 4);
-      name = all_bool ? visible(term, name) : added(term, name);
-      attn_mask = attn_mask.empty() ? name : new_.add(all_bool ? "And" : "Add", {attn_mask, name});
-    }
-    if (attn_mask.empty()) return true;
-    if (most_dims < 2)
-      attn_mask = new_.unsqueeze(attn_mask, most_dims == 0 ? std::vector<int64_t>{0, 1} : std::vector<int64_t>{0});
-    if (most_dims == 3) attn_mask = new_.unsqueeze(attn_mask, {0});
-    if (e_.options.target == Target::kOnnx && !told_for_each_query()) attn_mask = for_each_query(attn_mask);
-    return true;
-  }
-
-  // Whether the mask has a row for each query, as it is, or because there is one query.
-  bool told_for_each_query() const {
-    const auto scores = net_.shape(match_.softmax_input);
-    const Size& num_queries = scores[scores.size() - 2];
-    return num_queries.is(1) || std::any_of(match_.terms.begin(), match_.terms.end(), [&](const MaskTerm& term) {
-             const auto shape = net_.shape(term.value);
-             return shape.size() >= 2 && !shape[shape.size() - 2].is(1);
-           });
-  }
-
-  // ONNX Runtime's operator wants the rows written out, though the standard does not. Once for each number of them.
-  std::string for_each_query(const std::string& mask) {
-    const auto scores = net_.shape(match_.softmax_input);
-    const Size& num_queries = scores[scores.size() - 2];
-    std::string what = sentence("rows of ", mask, " for ", num_queries.factor);
-    for (int symbol : num_queries.symbols) what += sentence(" ", symbol);
-    return new_.once(what, [&] {
-      if (num_queries.is_constant()) return new_.add("Expand", {mask, new_.integers({num_queries.factor, 1})});
-      const std::string count = sizes().of(plan_.query, plan_.query.order[plan_.query.flat ? 1 : 2]);
-      return new_.add("Expand", {mask, new_.add("Concat", {count, new_.integers({1})}, {integer("axis", 0)})});
-    });
-  }
-
-  OperandSizes sizes() { return {net_, plan_, cached_.has_value(), new_}; }
-
-  bool term_fits(const MaskTerm& term, int id) {
-    const auto shape = net_.shape(id), scores = net_.shape(match_.softmax_input);
-    const std::string what = sentence("the mask \"", net_.value(id).name, "\" of ", words_of(net_, term.node));
-    if (shape.empty() || (shape.back().is(1) && !scores.back().is(1))) {
-      return refuse(sentence(what, " is one number for all keys"));
-    }
-    const ElementType type = net_.facts(id).type;
-    const bool is_bool = type == ElementType::kBool;
-    const bool replaces = term.kind != MaskTerm::kAdded && std::isfinite(term.number);
-    const bool beside_others = match_.terms.size() > 1;
-    if (replaces && (type_ == ElementType::kFloat16 || (beside_others && term.number > kAbsorbsBesideOthers))) {
-      return refuse(sentence(what, " hides scores by ", term.number, ", which as a bias would not be the same",
-                             beside_others ? " beside other masks" : " in float16"));
-    }
-    if (term.kind == MaskTerm::kAdded && type != type_ && type != ElementType::kUnknown) {
-      return refuse(
-          sentence(what, " is ", text_of(type), is_bool ? " and added, must be " : ", must be ", text_of(type_)));
-    }
-    return true;
-  }
-
-  // [..., q, k] -> [batch, heads, q, k]
-  std::string regrouped(const ArrangedMask& mask) {
-    const int64_t rank = net_.rank(mask.value);
-    const std::string shape = new_.shape_of(name_of(mask.value), rank - 2, rank);
-    const auto concat = [&](const std::string& first, const std::string& rest) {
-      return new_.add("Concat", {first, rest}, {integer("axis", 0)});
-    };
-    std::string name = new_.add("Reshape", {name_of(mask.value), concat(new_.integers(mask.lead), shape)});
-    if (!mask.repeats) return name;
-    const std::string batch = sizes().of(plan_.query, plan_.query.order[0]);
-    const std::string times = new_.add("Div", {batch, new_.shape_of(name, 0, 1)});
-    return new_.add("Tile", {name, concat(times, new_.integers({1, 1, 1}))});
-  }
-
-  std::string visible(const MaskTerm& term, const std::string& name) {
-    return term.kind == MaskTerm::kVisible ? name : new_.add("Not", {name});
-  }
-
-  // A bias in the place of a number that replaces scores: so low that the scores of a row that is hidden as a whole are
-  // absorbed, and all its keys weigh the same as they did; not the type's lowest, which ONNX Runtime 1.32 takes for -inf.
-  double fill_of(const MaskTerm& term) const {
-    if (match_.terms.size() == 1 && std::isfinite(term.number)) return kAbsorbs;
-    const bool is_lowest = e_.options.target == Target::kOnnx && std::isfinite(term.number);
-    return is_lowest ? std::max(term.number, kAboveLowest) : term.number;
-  }
-
-  std::string added(const MaskTerm& term, const std::string& name) {
-    if (term.kind == MaskTerm::kAdded)
-      return term.number == 1 ? name : new_.add("Mul", {name, new_.constant(term.number)});
-    const std::string zero = new_.constant(0.0), fill = new_.constant(fill_of(term));
-    const bool visible = term.kind == MaskTerm::kVisible;
-    return new_.add("Where", {name, visible ? zero : fill, visible ? fill : zero});
-  }
-
   std::vector<Attribute> options() const {
     std::vector<Attribute> attributes = {number("scale", scale_)};
     if (match_.softcap > 0) attributes.push_back(number("softcap", match_.softcap));
@@ -321,6 +215,7 @@ class Emitter {
     if (masks_.right >= 0) attributes.push_back(integer("right_window_size", masks_.right));
     if (match_.program) attributes.push_back({"score", {}, {}, match_.program->text});
     if (match_.dropped) attributes.push_back(number("dropout_p", match_.dropped.p));
+    if (attn_mask_.broadcasts) attributes.push_back(integer("mask_broadcasts", 1));
     if (plan_.kind == Arrangement::kFlat) {
       attributes.push_back(integer("q_num_heads", plan_.query.heads.factor));
       attributes.push_back(integer("kv_num_heads", plan_.key.heads.factor));
@@ -328,11 +223,11 @@ class Emitter {
     return attributes;
   }
 
-  void attention(std::vector<std::string> inputs, const std::string& attn_mask) {
+  void attention(std::vector<std::string> inputs) {
     std::vector<std::string> grad_inputs = inputs;
     const auto past = [&](int concat) { return name_of(net_.input(concat, 0)); };
-    inputs.insert(inputs.end(), {attn_mask, cached_ ? past(cached_->keys) : "", cached_ ? past(cached_->values) : "",
-                                 ""});  // no lengths
+    inputs.insert(inputs.end(), {attn_mask_.name, cached_ ? past(cached_->keys) : "",
+                                 cached_ ? past(cached_->values) : "", ""});  // no lengths
     add_sinks_and_captures(inputs);
     drop_empty_ends(inputs);
     std::vector<Attribute> attributes = options();
@@ -365,7 +260,7 @@ class Emitter {
     drop_empty_ends(outputs);
     if (match_.backward) {
       outputs.insert(outputs.end(), {"", "", "", e_.names.fresh("polyhead_logsumexp")});
-      grad_inputs.insert(grad_inputs.end(), {out, outputs.back(), operand(plan_.grad_out), attn_mask});
+      grad_inputs.insert(grad_inputs.end(), {out, outputs.back(), operand(plan_.grad_out), attn_mask_.name});
       if (match_.dropped) outputs.push_back(e_.names.fresh("polyhead_dropout"));
       grad_inputs.push_back(match_.dropped ? outputs.back() : "");
     }
@@ -485,6 +380,7 @@ class Emitter {
   Arrangement plan_;
   double scale_ = 1;
   std::string sinks_;  // "": none
+  AttnMask attn_mask_;
   std::unordered_map<int, std::vector<int64_t>>
       reshaped_;  // gradients, to these dims; others: as the operator gives them
   Rewrite rewrite_;

@@ -208,8 +208,8 @@ Status Node::run_attention(Call& call, Plans& plans) const {
   // A mask may be shorter than the keys: those behind its end are hidden, so they are not looked at.
   Tensor key = keys.all, value = values.all;
   const int64_t total = key.dims[1];
-  if (mask.given()) {
-    const int64_t told = mask.dims[mask.ndim - 1];
+  const int64_t told = mask.given() ? mask.dims[mask.ndim - 1] : total;
+  if (!(mask_broadcasts_ && told == 1)) {
     if (told > total) return invalid(sentence("attn_mask is ", words_of(mask), ", for ", total, " keys"));
     key = part(key, 1, 0, told);
     value = part(value, 1, 0, told);

@@ -75,6 +75,9 @@ class Finder {
 
   // The operator `node` with the claim's wiring. A sentence if it cannot run here.
   std::string finish(Claim& claim, Operator op, const graph::Node& node) {
+    for (auto& output : claim.wiring.outputs) {  // a group does not give what nobody reads
+      if (output && !outputs_.contains(output->name) && readers_of(output->name).empty()) output.reset();
+    }
     NodeFacts facts{op};
     for (size_t i = 0; i < claim.wiring.inputs.size(); ++i) {
       const bool is_kept = i < claim.constants.size() && !claim.constants[i].empty();
@@ -82,7 +85,7 @@ class Finder {
     }
     for (size_t i = 0; i < claim.wiring.outputs.size(); ++i)
       facts.wanted |= uint32_t{claim.wiring.outputs[i] != nullptr} << i;
-    if (!claim.wiring.outputs[0] && op != Operator::kAttentionGrad) return "its first output is left out";
+    if (!claim.wiring.outputs[0] && op != Operator::kAttentionGrad) return "nobody reads its first output";
     if (op == Operator::kLinear) {
       for (const std::string& name : names_read(claim.wiring)) {
         if (constants_.contains(name)) return sentence("\"", name, "\" is constant, and it reads it as rows");

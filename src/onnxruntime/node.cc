@@ -77,6 +77,7 @@ Result<Node> Node::make(const NodeFacts& facts, const Attributes& attributes) {
       if (!(node.dropout_p_ >= 0 && node.dropout_p_ < 1)) return invalid(sentence("dropout_p is ", node.dropout_p_));
       node.seed_ = static_cast<uint64_t>(attributes.integer("seed").value_or(std::random_device()()));
       node.causal_ = integer("is_causal", 0) != 0;
+      node.mask_broadcasts_ = integer("mask_broadcasts", 0) != 0;
       node.window_left_ = integer("left_window_size", -1);
       node.window_right_ = integer("right_window_size", -1);
       if (const auto score = attributes.text("score")) {

@@ -62,6 +62,7 @@ class Node {
   SharedProgram program_;  // of the scores; none: null
   double softcap_ = 0, mask_filter_value_ = 0;
   bool causal_ = false, returns_weights_ = false, rotary_ = false, rotary_interleaved_ = false, sink_of_zero_ = false;
+  bool mask_broadcasts_ = false;  // a mask's one column is for all keys
   std::optional<Scores> scores_;
   std::shared_ptr<Linear> linear_;  // of kLinear alone
   double dropout_p_ = 0;

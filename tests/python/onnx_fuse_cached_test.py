@@ -7,6 +7,7 @@ import pytest
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed: its models are not fused")
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: what is fused is not run")
+from onnx_changes import change_dim, change_node  # noqa: E402
 from onnxruntime_test import assert_close, ours, quiet_options, theirs  # noqa: E402
 
 import polyhead.onnx  # noqa: E402
@@ -61,6 +62,7 @@ CASES = {
                         OUTSIDE + '"prefix" is a constant', OUTSIDE + '"prefix" is a constant'),
     "values alone are as long": (JOINED.replace("present_value = Concat<axis = -2>(past_value, value)", "present_value = Identity(all_values)") + SCORES + PLAIN + OUT,
                                  OUTSIDE + "the values are not joined like them", OUTSIDE + "the values are not joined like them"),
+    "keys that are the values": (JOINED + (SCORES + PLAIN + OUT).replace("present_key", "present_value"), OUTSIDE.replace("present_key", "present_value") + "they are the values too", OUTSIDE.replace("present_key", "present_value") + "they are the values too"),
     "other dims": (OTHER_DIMS + SCORES + PLAIN + OUT, *[OUTSIDE.replace("present_key", "joined_key") + "their dims are not [batch, heads, sequence, dim]"] * 2),
 }  # fmt: skip
 
@@ -124,50 +126,57 @@ def operands(model, S, P):
     return {value.name: arrays[value.name] for value in model.graph.input}
 
 
+def assert_fused(model, check, sizes, what):
+    """Both targets' fusion, given to `check`, and a session of the model itself have the numbers that the model has."""
+    sessions = [ours(model)]
+    for target in ("onnx", "polyhead"):
+        fusion = polyhead.onnx.fuse(model, target=target)
+        assert fusion.num_fused == 1, str(fusion)
+        check(fusion, target)
+        data = fusion.model.SerializeToString()
+        sessions.append(polyhead.onnx.session(data, quiet_options()) if target == "polyhead" else ort.InferenceSession(data, quiet_options()))
+    for S, P in sizes:
+        inputs = operands(model, S, P)
+        expected = theirs(model).run(None, inputs)
+        for session in sessions:
+            assert_close(session.run(None, inputs), expected, what=f"{what} {S} {P}")
+
+
+def attention_of(fusion):
+    (node,) = [node for node in fusion.model.graph.node if node.op_type == "Attention"]
+    return node
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_caches(name):
     nodes, *words = CASES[name]
     model = model_of(nodes)
-    sessions = [ours(model)]
-    for target, said in zip(("onnx", "polyhead"), words, strict=True):
-        fusion = polyhead.onnx.fuse(model, target=target)
-        assert fusion.num_fused == 1, str(fusion)
+
+    def check(fusion, target):
+        said = words[target == "polyhead"]
         pattern = fusion.candidates[0].pattern
         is_outside = said.startswith("keys that")
         assert ("a cache" in pattern) != is_outside and said in pattern, pattern
         joins, kept = ({node.output[0] for node in each.graph.node if node.op_type == "Concat"} for each in (model, fusion.model))
         assert joins & kept == (joins if is_outside else set()), str(fusion)
-        attention = next(node for node in fusion.model.graph.node if node.op_type == "Attention")
         if "causal" in said:
-            assert attention.input[3] == ""  # no mask is left
-        data = fusion.model.SerializeToString()
-        sessions.append(polyhead.onnx.session(data, quiet_options()) if target == "polyhead" else ort.InferenceSession(data, quiet_options()))
-    for S, P in ((3, 5), (1, 6), (4, 0), (2, 1)):
-        inputs = operands(model, S, P)
-        expected = theirs(model).run(None, inputs)
-        for session in sessions:
-            assert_close(session.run(None, inputs), expected, what=f"{name} {S} {P}")
+            assert attention_of(fusion).input[3] == ""  # no mask is left
+
+    assert_fused(model, check, ((3, 5), (1, 6), (4, 0), (2, 1)), name)
 
 
 @pytest.mark.parametrize("name", APART_CASES)
 def test_products_apart(name):
     """Scores against the past's keys and against new ones, in two products each: one attention."""
     nodes, said = APART_CASES[name]
-    model = model_of(nodes)
-    sessions = [ours(model)]
-    for target in ("onnx", "polyhead"):
-        fusion = polyhead.onnx.fuse(model, target=target)
-        assert fusion.num_fused == 1 and said in fusion.candidates[0].pattern, str(fusion)
+
+    def check(fusion, target):
+        assert said in fusion.candidates[0].pattern, str(fusion)
         kinds = [node.op_type for node in fusion.model.graph.node]
         assert not {"MatMul", "Split", "Softmax", "Slice"} & set(kinds), kinds
-        assert "joined" not in "".join(kinds) and ("a cache" not in said or "past_key" in next(n for n in fusion.model.graph.node if n.op_type == "Attention").input)
-        data = fusion.model.SerializeToString()
-        sessions.append(polyhead.onnx.session(data, quiet_options()) if target == "polyhead" else ort.InferenceSession(data, quiet_options()))
-    for S, P in ((3, 5), (1, 6), (2, 1)):
-        inputs = operands(model, S, P)
-        expected = theirs(model).run(None, inputs)
-        for session in sessions:
-            assert_close(session.run(None, inputs), expected, what=f"{name} {S} {P}")
+        assert "joined" not in "".join(kinds) and ("a cache" not in said or "past_key" in attention_of(fusion).input)
+
+    assert_fused(model_of(nodes), check, ((3, 5), (1, 6), (2, 1)), name)
 
 
 @pytest.mark.parametrize("name", NOT_APART)
@@ -200,3 +209,35 @@ def test_layers_that_share_a_cache():
         session = polyhead.onnx.session(fusion.model.SerializeToString(), quiet_options())
         inputs = operands(model, 2, 5)
         assert_close(session.run(None, inputs), theirs(model).run(None, inputs))
+
+
+def test_decoders_that_are_changed_by_chance():
+    """Whatever fuses of decoders with a node or a dim that is another has the numbers that it had."""
+    rng = np.random.default_rng(0)
+    nodes = [case[0] for cases in (CASES, APART_CASES, NOT_APART) for case in cases.values()]
+    fused = 0
+    for _ in range(400):
+        model = model_of(nodes[rng.integers(len(nodes))])
+        name, place = change_dim(model, rng) if rng.random() < 0.5 else change_node(model, rng) or ("", 0)
+        sizes = (3, 5) if rng.random() < 0.5 else (1, 6)
+        inputs = operands(model, *sizes)
+        if name and inputs[name].shape[place]:
+            inputs[name] = inputs[name].take([0], axis=place)
+        try:
+            expected = theirs(model).run(None, inputs)
+        except Exception:  # shapes that do not fit
+            continue
+        for target in ("onnx", "polyhead"):
+            fusion = polyhead.onnx.fuse(model, target=target)
+            if not fusion.num_fused:
+                continue
+            try:
+                got = polyhead.onnx.session(fusion.model.SerializeToString(), quiet_options()).run(None, inputs)
+            except Exception as error:  # one size for another's: told, and no wrong number
+                assert name and ("polyhead" in str(error) or "Attention" in str(error)), f"{error} {fusion}"
+                continue
+            fused += 1
+            for a, b in zip(expected, got, strict=True):
+                assert a.shape == b.shape
+                np.testing.assert_allclose(b, np.where(np.isnan(a), 0, a), rtol=1e-4, atol=1e-4 * max(1, np.nanmax(np.abs(a), initial=0)), err_msg=str(fusion))
+    assert fused >= 100

@@ -232,6 +232,28 @@ INPUTS = "{t}[B,4,S,16] q, {t}[B,4,S,16] k, {t}[B,4,S,16] v, {t}[B,1,S,S] bias"
 
 
 @needs_provider
+def test_outputs_that_nobody_reads():
+    """ONNX Runtime's groups do not have them."""
+    inputs = {name: normal(np.random.default_rng(0), 2, 4, length, 8) for name, length in (("q", 5), ("k", 5), ("v", 5), ("pk", 3), ("pv", 3))}
+    head = '<ir_version: 8, opset_import: ["": 23]> g (float[2,4,5,8] q, float[2,4,5,8] k, float[2,4,5,8] v, float[2,4,3,8] pk, float[2,4,3,8] pv) =>'
+    model = onnx.parser.parse_model(f"{head} (float[a,b,c,d] out) {{ out, keys, values = Attention(q, k, v, , pk, pv) }}")
+    session = ours(model)
+    assert num_ours(session) == 1
+    assert_close(session.run(None, inputs), theirs(model).run(None, inputs))
+    # An attention that is computed for nothing, or for its scores alone, stays.
+    for result in ("q", "s"):
+        model = onnx.parser.parse_model(f"""{head} (float[a,b,c,d] out) {{
+          kt = Transpose<perm = [0, 1, 3, 2]>(k)
+          s = MatMul(q, kt)
+          w = Softmax<axis = -1>(s)
+          o = MatMul(w, v)
+          out = Relu({result})
+        }}""")
+        assert num_ours(ours(model)) == 0
+        assert_close(ours(model).run(None, inputs), theirs(model).run(None, inputs))
+
+
+@needs_provider
 def test_inside_bodies():
     body = f"g1 () => (float[B,4,S,16] y) {{{attention_text()}\n}}"
     text = f"""<ir_version: 8, opset_import: ["": 17]>

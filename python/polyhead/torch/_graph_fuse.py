@@ -112,9 +112,9 @@ def _fused(graph, inputs, unseen_rows, fusion):
 
 def _attend(
     query, key, value, mask=None, *, scale=None, is_causal=0, softcap=0.0, left_window_size=-1, right_window_size=-1, q_num_heads=0,
-    kv_num_heads=0, dropout_p=0.0, softmax_precision=0,
+    kv_num_heads=0, dropout_p=0.0, softmax_precision=0, mask_broadcasts=0,
 ):  # fmt: skip
-    """ONNX's Attention of [B, H, S, D] or [B, S, H * D]."""
+    """polyhead.Attention of [B, H, S, D] or [B, S, H * D]; a mask of one column is for all keys."""
 
     def heads(x, count):
         return x.transpose(1, 2) if x.ndim == 4 else x.unflatten(2, (count, -1))
