@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <numeric>
 
 #include "graph/affine.h"
 #include "graph/nodes.h"
@@ -11,7 +12,6 @@ namespace polyhead::graph {
 namespace {
 
 constexpr int kMostSteps = 500;
-constexpr size_t kMostNumbers = 1 << 22;  // of a mask that is a constant
 constexpr double kHides = -1e4;
 
 // The narrower of two bounds; nothing, and `open` stays false, where that cannot be told.
@@ -210,41 +210,64 @@ class Reader {
     return std::nullopt;
   }
 
-  // A constant of which every matrix is the same band.
+  // A constant of which every matrix is the same band. However large: it is read once, and what is none is soon told.
   std::optional<Hiding> of_constant(int id, const Constant& constant, const Effect& effect) const {
-    const auto numbers = numbers_of(constant, kMostNumbers);
-    if (!numbers || !spans(id)) return std::nullopt;
+    if (!spans(id) || constant.data.empty()) return std::nullopt;
+    const int64_t columns = constant.dims.back();
     Hiding hiding;
-    std::vector<bool> visible(numbers->size());
-    for (size_t i = 0; i < visible.size(); ++i) {
-      const double each = effect((*numbers)[i]);
-      visible[i] = each == 0;
-      if (visible[i]) continue;
-      if (hiding.fill != 0 && each != hiding.fill) return std::nullopt;
-      hiding.fill = each;
-    }
-    const auto band = band_of(visible, constant);
+    std::vector<Stretch> stretches;
+    bool is_band = true;
+    const auto take = [&](int64_t first, int64_t end, double number) {
+      const double each = effect(number);
+      if (each != 0) {
+        is_band = hiding.fill == 0 || each == hiding.fill;
+        hiding.fill = each;
+        return is_band;
+      }
+      while (is_band && first < end) {
+        const int64_t at = first / columns, stop = std::min(end, (at + 1) * columns);
+        if (!stretches.empty() && stretches.back().row == at) {  // zeros of the other sign, or a gap
+          is_band = stretches.back().end == first % columns;
+        } else {
+          stretches.push_back({at, first % columns, 0});
+        }
+        stretches.back().end = stop - at * columns;
+        first = stop;
+      }
+      return is_band;
+    };
+    const bool is_read = for_each_run(constant, take);
+    const auto band = is_read && is_band ? band_of(stretches, constant) : std::nullopt;
     if (!band) return std::nullopt;
     hiding.shown = *band;
     return hiding;
   }
 
-  static std::optional<Shown> band_of(const std::vector<bool>& visible, const Constant& constant) {
+  // The keys from `first` to `end` that a row shows, counted through all matrices.
+  struct Stretch {
+    int64_t row, first, end;
+  };
+
+  static std::optional<Shown> band_of(const std::vector<Stretch>& stretches, const Constant& constant) {
     const int64_t columns = constant.dims.back(), rows = constant.dims[constant.dims.size() - 2];
     const int64_t least = 1 - rows, most = columns - 1;
     int64_t lower = most + 1, upper = least - 1;
-    const auto distance = [&](size_t at) {
-      const auto place = static_cast<int64_t>(at);
-      return place % columns - place / columns % rows;
-    };
-    for (size_t i = 0; i < visible.size(); ++i) {
-      if (!visible[i]) continue;
-      lower = std::min(lower, distance(i));
-      upper = std::max(upper, distance(i));
+    for (const Stretch& each : stretches) {
+      lower = std::min(lower, each.first - each.row % rows);
+      upper = std::max(upper, each.end - 1 - each.row % rows);
     }
-    for (size_t i = 0; i < visible.size(); ++i) {
-      if (visible[i] != (lower <= distance(i) && distance(i) <= upper)) return std::nullopt;
+    size_t next = 0;
+    const int64_t matrices =
+        std::accumulate(constant.dims.begin(), constant.dims.end() - 2, int64_t{1}, std::multiplies<>());
+    for (int64_t i = 0; i < matrices * rows; ++i) {
+      const int64_t row = i % rows, first = std::max<int64_t>(0, row + lower), end = std::min(columns, row + upper + 1);
+      if (first >= end) continue;
+      if (next == stretches.size() || stretches[next].row != i || stretches[next].first != first ||
+          stretches[next].end != end)
+        return std::nullopt;
+      ++next;
     }
+    if (next != stretches.size()) return std::nullopt;
     Shown shown;
     if (lower > least) shown.lower = Size{lower, {}};
     if (upper < most) shown.upper = Size{upper, {}};

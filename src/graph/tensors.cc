@@ -46,6 +46,25 @@ double number_at(ElementType type, const char* from) {
   }
 }
 
+template <class Bits>
+size_t run_length_of(const char* data, size_t count) {
+  const Bits first = load<Bits>(data);
+  size_t length = 1;
+  while (length < count && load<Bits>(data + length * sizeof(Bits)) == first) ++length;
+  return length;
+}
+
+// How many of the elements, from the first one on, have its bits.
+size_t run_length(const char* data, size_t size, size_t count) {
+  switch (size) {
+    case 1: return run_length_of<uint8_t>(data, count);
+    case 2: return run_length_of<uint16_t>(data, count);
+    case 4: return run_length_of<uint32_t>(data, count);
+    case 8: return run_length_of<uint64_t>(data, count);
+    default: return 1;
+  }
+}
+
 // The product, or nothing if it passes 2^62.
 std::optional<uint64_t> num_elements(const std::vector<int64_t>& dims) {
   uint64_t count = 1;
@@ -214,6 +233,19 @@ std::optional<std::vector<double>> numbers_of(const Constant& constant, size_t m
   std::vector<double> numbers(*count);
   for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = number_at(constant.type, constant.data.data() + i * size);
   return numbers;
+}
+
+bool for_each_run(const Constant& constant, const std::function<bool(int64_t, int64_t, double)>& f) {
+  const auto size = static_cast<size_t>(element_bytes(constant.type));
+  const auto count = num_elements(constant.dims);
+  if (size == 0 || !count || constant.data.size() != *count * size) return false;
+  const char* data = constant.data.data();
+  for (size_t first = 0, end = 0; first < *count; first = end) {
+    end = first + run_length(data + first * size, size, *count - first);
+    const double number = number_at(constant.type, data + first * size);
+    if (!f(static_cast<int64_t>(first), static_cast<int64_t>(end), number)) break;
+  }
+  return true;
 }
 
 Constant tensor_of_integers(Model& model, std::string name, const std::vector<int64_t>& elements) {

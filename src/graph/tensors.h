@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -24,6 +25,9 @@ Result<Constant> read_tensor(Model& model, std::string_view encoded, const std::
 
 // Every element as a number, or nothing if its data was not read, or there are more than `most`.
 std::optional<std::vector<double>> numbers_of(const Constant& constant, size_t most);
+
+// f(first, end, number) for each run of equal elements, in order, until it gives false. False: its data was not read.
+bool for_each_run(const Constant& constant, const std::function<bool(int64_t first, int64_t end, double number)>& f);
 
 // Tensors of our own.
 Constant tensor_of_integers(Model& model, std::string name, const std::vector<int64_t>& elements);

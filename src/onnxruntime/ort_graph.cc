@@ -8,9 +8,6 @@
 namespace polyhead::onnxruntime {
 namespace {
 
-// Of constants whose data is looked at, where it lies: scales, shapes, masks.
-constexpr int64_t kMostElements = 1 << 22;
-
 class Reader {
  public:
   explicit Reader(const OrtGraph* graph) : graph_(graph) {}
@@ -128,7 +125,7 @@ class Reader {
       return {};
     }
     const size_t bytes = bytes_of(constant.type);
-    if (count <= kMostElements && bytes > 0) {
+    if (bytes > 0) {  // its data is looked at where it lies: scales, shapes, masks
       const OrtValue* data = nullptr;
       void* elements = nullptr;
       status = call(abi::kValueInfo_GetInitializerValue, value, &data);

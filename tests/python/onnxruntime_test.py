@@ -336,26 +336,6 @@ def test_shapes_that_are_not_told():
     assert [len(value.shape) for value in by_custom_ops(model).get_outputs()] == [4, 4, 4]
 
 
-@needs_provider
-@pytest.mark.parametrize("hidden", [None, (0, 0), (200, 7), (299, 299)])
-def test_large_constant_masks(hidden):
-    """A triangle of 90,000 numbers, which becomes an option, and one of which another place is hidden, which stays."""
-    rng, S = np.random.default_rng(0), 300
-    mask = np.triu(np.full((S, S), -1e9, np.float32), 1)
-    mask[hidden or (0, S - 1)] = -1e9
-    nodes = [helper.make_node("Transpose", ["k"], ["kt"], perm=[0, 1, 3, 2]), helper.make_node("MatMul", ["q", "kt"], ["s"]),
-             helper.make_node("Add", ["s", "mask"], ["masked"]), helper.make_node("Softmax", ["masked"], ["p"], axis=-1),
-             helper.make_node("MatMul", ["p", "v"], ["out"])]  # fmt: skip
-    inputs = {name: normal(rng, 1, 2, S, 16) for name in "qkv"}
-    told = [helper.make_tensor_value_info(name, TensorProto.FLOAT, x.shape) for name, x in inputs.items()]
-    result = [helper.make_tensor_value_info("out", TensorProto.FLOAT, None)]
-    graph = helper.make_graph(nodes, "g", told, result, [onnx.numpy_helper.from_array(mask, "mask")])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    session = ours(model)
-    assert num_ours(session) == len(nodes)
-    assert_close(session.run(None, inputs), theirs(model).run(None, inputs))
-
-
 # --- caches ---
 
 
