@@ -110,26 +110,26 @@ def tensor_products(counts):
 def executed(counts, way):
     """{name: how often a tile's warps execute it}, of SASS.
 
-    The main loop goes round once for so many exponentials, loops in it for what is left of products or copies to shared
-    memory: several of one kind alike often.
+    A loop goes round as often as its exponentials, products or copies to shared memory say, whichever no loop has that is not
+    known yet: several loops of one kind alike often. Exponentials come first, for products may lie in loops within; unless one
+    loop has all products, since a warp of several may have no exponentials (attention_backward_plain.cuh).
     """
     of_loops = collections.defaultdict(collections.Counter)
     for each in way:
         of_loops[each.loop].update([sass.name_of(each.opcode), *(["EX2"] if each.opcode.startswith("MUFU.EX2") else [])])
-    outer, inner = of_loops.pop(None), of_loops
     product = next(name for name in sass.PRODUCTS if sass.count(way)[name])
     begins = {"EX2": "ex2.", product: "mma." if product == "HMMA" else "fma.rn.", "LDGSTS": "cp.async.cg"}
     totals = {name: sum(n for opcode, n in counts.items() if opcode.startswith(begin)) for name, begin in begins.items()}
-    known = "EX2" if outer["EX2"] else product
-    rounds = {None: totals[known] / outer[known]}
-    for name in (product, "LDGSTS"):
-        holders = [loop for loop, has in inner.items() if has[name] and loop not in rounds]
-        left = max(totals[name] - rounds[None] * outer[name], 0)
-        rounds.update((loop, left / sum(inner[each][name] for each in holders)) for loop in holders)
+    in_one = sum(bool(has[product]) for has in of_loops.values()) == 1
+    rounds = {}
+    for name in (product, "EX2", "LDGSTS") if in_one else ("EX2", product, "LDGSTS"):
+        holders = [loop for loop, has in of_loops.items() if has[name] and loop not in rounds]
+        left = max(totals[name] - sum(often * of_loops[loop][name] for loop, often in rounds.items()), 0)
+        rounds.update((loop, left / sum(of_loops[each][name] for each in holders)) for loop in holders)
     found = collections.Counter()
-    for loop, names in {None: outer, **inner}.items():
+    for loop, names in of_loops.items():
         for name, number in names.items():
-            found[name] += number * rounds.get(loop, rounds[None])
+            found[name] += number * rounds.get(loop, rounds.get(None, 0))
     del found["EX2"]
     return found
 
@@ -165,7 +165,7 @@ def kernels(objects, gpu, nvdisasm):
             for mangled, (code, labels) in sass.kernels_of(kernel_table.run(nvdisasm, "-c", cubin)).items():
                 registers, _, of_kernel = resources[mangled]
                 blocks = kernel_table.resident_blocks(gpu.arch, registers, shared[mangled] + of_kernel)
-                found[mangled] = kernel_table.name_of(mangled), sass.main_loop(code, labels), blocks
+                found[mangled] = kernel_table.name_of(mangled), sass.main_loop(code, labels, whole=True), blocks
     return found
 
 

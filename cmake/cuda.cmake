@@ -25,7 +25,7 @@ set(POLYHEAD_CUDA_DEVICE_SOURCES attention_forward attention_backward attention_
 # (src/cuda/sources.h).
 function(polyhead_cuda_sources)
   set(names core/philox.h program/integers.h cuda/problem.h)
-  foreach(name attention_backward attention_forward attention_forward_wide attention_pair_sums band lane_rows mma numbers pages pairs parts products
+  foreach(name attention_backward attention_forward attention_forward_wide attention_pair_sums band gradient_rows lane_rows mma numbers pages pairs parts products
       program_words score softmax tile)
     list(APPEND names cuda/${name}.cuh)
   endforeach()

@@ -30,6 +30,7 @@ class GradientCaseList : private CaseList {
     list.rows_of_others();
     list.sink_sums();
     list.weights_of_scores();
+    list.diagonal_tiles();
     for (const Problem& problem : list.cases_) all.push_back(with_random_gradients(problem));
     list.call_options(all);
     list.equal_shares(all);
@@ -120,6 +121,14 @@ class GradientCaseList : private CaseList {
       each(numbered("group_decode_", group), sizes(2, group, 1, 3, 530, 16),
            [](auto& d) { d.causal = true, d.align = Align::kBottomRight; });
       each(numbered("group_tiny_", group), sizes(3, 3 * group, 3, 9, 13, 8), [](auto&) {});
+    }
+  }
+
+  // Several tiles of 64 queries and keys, of which the diagonal cuts some.
+  void diagonal_tiles() {
+    for (const int64_t head_dim : {64, 128}) {
+      each(numbered("diagonal_", head_dim), sizes(1, 2, 1, 140, 190, head_dim, head_dim - 16),
+           [](auto& d) { d.causal = true, d.align = Align::kBottomRight; });
     }
   }
 

@@ -1,6 +1,7 @@
 // The gradients of FlashAttention-2 (arXiv:2307.08691, section 3.1.2), with the words of sm_80. Its two sums run in two
 // passes, each over tiles of its own: dQ over query tiles, dK and dV over key tiles. So no block adds to what another
-// writes, and every sum has one order. P and dS: pairs.cuh.
+// writes, and every sum has one order. P and dS: pairs.cuh. Without options, in 16 bits, of 128 columns at most:
+// attention_backward_plain.cuh.
 //   dX = dS times the derivative of softcap   dQ = scale dX K   dK = scale dX^T Q   dV = dropout(P)^T dO
 //   pass over queries   own Q, dO   others K, V    sums dQ
 //   pass over keys      own K, V    others Q, dO   sums dK, dV; of many columns one of both, in a pass each
@@ -10,6 +11,7 @@
 
 #include <cmath>
 
+#include "cuda/gradient_rows.cuh"
 #include "cuda/pairs.cuh"
 
 namespace polyhead::cuda {
@@ -303,26 +305,14 @@ class Backward : Pairs<T, kD, kPass != kOfQuery, kOptions, kOthers<T, kD, kPass>
     return element<T>(rows, b * rows.batch + of_head * rows.head + row * rows.row + column * rows.column);
   }
 
-  // A row that takes part in no visible pair gets 0, or keeps what is there.
   __device__ void store(const Rows& rows, float (&sum)[kColumns / 8][4], int columns, float factor) {
-    if (rows.data == nullptr) return;
     const Band& band = shared.band;
-    const int64_t num_own = kKeys ? band.rows_k : band.rows_q, first_own = kKeys ? band.first_k : band.first_q;
-    const bool unseen[2] = {range_of(band, row_index(0)).empty(), range_of(band, row_index(1)).empty()};
-#pragma unroll 1
-    for (int of_lane = lane % 4 * 2; of_lane < kColumns; of_lane += 8) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int64_t row = row_index(e / 2);
-        const int column = first_column() + of_lane + e % 2;
-        if (row >= num_own || column >= columns || (unseen[e / 2] && p.accumulate)) continue;
-        const int64_t at = b * rows.batch + h * rows.head + (first_own + row) * rows.row + column * rows.column;
-        float value = unseen[e / 2] ? 0 : factor * sum[0][e] + 0.f;  // -0 + 0 is +0
-        if (p.accumulate) value += load_number(rows.data, rows.number, at);
-        store_number(rows.data, rows.number, at, value);
-      }
-      rotate(sum);
-    }
+    const int64_t of_rows[2] = {row_index(0), row_index(1)};
+    const bool unseen[2] = {range_of(band, of_rows[0]).empty(), range_of(band, of_rows[1]).empty()};
+    const GradientRows to = {
+        rows,    b,      h,           kKeys ? band.first_k : band.first_q, kKeys ? band.rows_k : band.rows_q,
+        columns, factor, p.accumulate};
+    to.store(sum, of_rows, unseen, first_column(), lane);
   }
 
   int h;  // of the own rows

@@ -1,5 +1,6 @@
-// The kernels of attention_backward.cuh, and delta, that they begin with.
+// The kernels of attention_backward.cuh and attention_backward_plain.cuh, and delta, that they begin with.
 #include "cuda/attention_backward.cuh"
+#include "cuda/attention_backward_plain.cuh"
 #include "cuda/launch.h"
 
 namespace polyhead::cuda {
@@ -34,12 +35,31 @@ __global__ void __launch_bounds__(kThreads, kD > 128 ? 1 : 2)
   Backward<T, kD, kPass, kExact, kOptions>(problem, dynamic_shared<PairsMemory<T, kD>>()).run();
 }
 
+// 168 registers are enough for sums of 64 columns, 255 for those of 128.
+template <class T, int kD, bool kKeys>
+__global__ void __launch_bounds__(kThreads, kD > 64 ? 2 : 3)
+    backward_plain_kernel(const __grid_constant__ BackwardProblem problem) {
+  PlainBackward<T, kD, kKeys>(problem, dynamic_shared<PlainBackwardMemory<T, kD>>()).run();
+}
+
+template <class T, int kD>
+constexpr bool kHasPlain = T::kOnTensorCores&& kD <= kMostWideColumns;
+static_assert(sizeof(PlainBackwardMemory<Float16, kMostWideColumns>) <= kEveryGpuBytes);
+
 template <class T, int kD, int kPass>
 cudaError_t launch_pass(const BackwardProblem& p, const ProgramKernels& of_program, cudaStream_t stream) {
   const unsigned blocks = kPass == kOfQuery ? p.query_blocks : p.key_blocks;
   if (blocks == 0) return cudaSuccess;
-  auto kernel =
-      p.has_options ? backward_kernel<T, kD, kPass, false, true> : backward_kernel<T, kD, kPass, false, false>;
+  if constexpr (kHasPlain<T, kD>) {
+    if (!p.has_options && !p.exact) {
+      const auto plain = backward_plain_kernel<T, kD, kPass != kOfQuery>;
+      return launch(reinterpret_cast<const void*>(plain), blocks, sizeof(PlainBackwardMemory<T, kD>), stream, p);
+    }
+  }
+  auto kernel = backward_kernel<T, kD, kPass, false, true>;
+  if constexpr (!kHasPlain<T, kD>) {
+    if (!p.has_options) kernel = backward_kernel<T, kD, kPass, false, false>;
+  }
   if constexpr (T::kOnTensorCores) {
     if (p.exact) kernel = backward_kernel<T, kD, kPass, true, true>;  // asks for each option
   }

@@ -29,6 +29,23 @@ POLYHEAD_MULTIPLY_ADD(BFloat16, "bf16")
 POLYHEAD_MULTIPLY_ADD(Float16, "f16")
 #undef POLYHEAD_MULTIPLY_ADD
 
+// C = A B
+template <class T>
+__device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
+
+#define POLYHEAD_MULTIPLY(Type, name)                                                                    \
+  template <>                                                                                            \
+  __device__ inline void multiply<Type>(float(&c)[4], const unsigned(&a)[4], unsigned b0, unsigned b1) { \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." name "." name                                  \
+                 ".f32 "                                                                                 \
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"                   \
+                 : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])                                        \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));              \
+  }
+POLYHEAD_MULTIPLY(BFloat16, "bf16")
+POLYHEAD_MULTIPLY(Float16, "f16")
+#undef POLYHEAD_MULTIPLY
+
 // Four matrices [8, 8]: lanes 8n .. 8n + 7 say where the rows of matrix n lie in shared memory, 16 bytes each.
 __device__ inline void load_matrices(unsigned (&d)[4], unsigned row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

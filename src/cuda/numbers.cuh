@@ -132,10 +132,12 @@ __device__ inline float exp2_approx(float x) {
   return y;
 }
 
+constexpr float kLog2E = 1.44269504f;
+
 // exp(x), as exact as the element type deserves. x is not +inf.
 template <class T>
 __device__ inline float exponential(float x) {
-  constexpr float kLog2E = 1.44269504f, kRestOfLog2E = 1.92596303e-8f, kLn2 = 0.693147181f;
+  constexpr float kRestOfLog2E = 1.92596303e-8f, kLn2 = 0.693147181f;
   if constexpr (T::kOnTensorCores) return exp2_approx(x * kLog2E);
   const float bounded = x < -200 ? -200 : x, power = bounded * kLog2E;
   const float rest = fmaf(bounded, kRestOfLog2E, fmaf(bounded, kLog2E, -power));  // what the product was rounded by

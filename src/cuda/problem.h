@@ -163,7 +163,7 @@ struct BackwardProblem : Problem {
 constexpr int tile_columns(int columns) { return columns <= 64 ? 64 : columns <= 128 ? 128 : 256; }
 
 constexpr int kMostHeadDim = 256;
-constexpr int kMostWideColumns = 128;      // of problems that are wide
+constexpr int kMostWideColumns = 128;      // of problems that are wide, and of plain ones in backward
 constexpr int kEveryGpuBytes = 99 * 1024;  // of shared memory, that a block may have from 8.0 on
 constexpr int kWideBytes = 134 * 1024;     // that backward, and wide forward, need of rows above 256 bytes
 

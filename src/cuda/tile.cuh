@@ -1,5 +1,6 @@
-// A tile of rows, 64 if nobody says otherwise, in shared memory, and how it is filled. Pieces of 16 bytes are swizzled: piece c of row r lies at
-// c ^ (r % 8), so that the eight rows of a matrix of ldmatrix lie in different banks.
+// A tile of rows, 64 if nobody says otherwise, in shared memory, and how it is filled. The eight rows of a matrix of ldmatrix
+// lie in different banks: pieces of 16 bytes are swizzled, piece c of row r lies at c ^ (r % 8); or rows are padded with one
+// piece, which takes memory, and no instruction to find a piece.
 #pragma once
 
 #include "cuda/mma.cuh"
@@ -17,14 +18,21 @@ __device__ Memory& dynamic_shared() {
   return *reinterpret_cast<Memory*>(memory);
 }
 
-template <class T, int kD, int kRows = kTileRows>  // columns, a multiple of 64
+template <class T, int kD, int kRows = kTileRows, bool kPadded = false>  // columns, a multiple of 64
 struct Tile {
-  static constexpr int kPiece = 16 / sizeof(T);  // elements
-  static constexpr unsigned kRowBytes = kD * sizeof(T);
-  alignas(kRowBytes) T elements[kRows * kD];
+  static constexpr int kPiece = 16 / sizeof(T), kPieces = kD / kPiece;  // elements; pieces of a row
+  static constexpr unsigned kRowBytes = kD * sizeof(T) + (kPadded ? 16 : 0);
+  alignas(kPadded ? 16 : kRowBytes) T elements[kRows * kRowBytes / sizeof(T)];
 
-  __device__ T* piece(int row, int c) { return elements + row * kD + (c ^ (row & 7)) * kPiece; }
-  // Where piece c of a row lies in shared memory; piece c ^ x at address ^ 16 x.
+  __device__ T* piece(int row, int c) {
+    if constexpr (kPadded) return elements + (row * (kPieces + 1) + c) * kPiece;
+    return elements + row * kD + (c ^ (row & 7)) * kPiece;
+  }
+  // Of all pieces, in any order.
+  __device__ const uint4& any_piece(int n) const {
+    return reinterpret_cast<const uint4*>(elements)[kPadded ? n + n / kPieces : n];
+  }
+  // Where piece c of a row lies in shared memory. Piece c ^ x lies at address ^ 16 x, or of a padded row c + x at + 16 x.
   __device__ unsigned address(int row, int c) { return shared_address(piece(row, c)); }
   __device__ T element(int row, int column) { return piece(row, column / kPiece)[column % kPiece]; }
 };
@@ -69,8 +77,9 @@ __device__ inline void store_sum(const Rows& rows, int64_t n, float x) {
 }
 
 // Piece c of a row of the tile, which begins at element `begin`, an element at a time.
-template <class T, int kD, int kRows>
-__device__ void load_elements(Tile<T, kD, kRows>& tile, const Rows& rows, int columns, int row, int c, int64_t begin) {
+template <class T, int kD, int kRows, bool kPadded>
+__device__ void load_elements(Tile<T, kD, kRows, kPadded>& tile, const Rows& rows, int columns, int row, int c,
+                              int64_t begin) {
   constexpr int kPiece = Tile<T, kD>::kPiece, kInWord = kPiece / 4;
   const int column = c * kPiece;
   auto* words = reinterpret_cast<unsigned*>(tile.piece(row, c));
@@ -88,8 +97,8 @@ __device__ void load_elements(Tile<T, kD, kRows>& tile, const Rows& rows, int co
 
 // Row n of the tile from element row_at(n) of `rows` on, zeros if that is kNoRow, and from column `columns` on. Copies are
 // in flight until wait_for_copies() and a barrier.
-template <class T, int kD, int kRows, class RowAt>
-__device__ void load_rows(Tile<T, kD, kRows>& tile, const Rows& rows, int columns, const RowAt& row_at) {
+template <class T, int kD, int kRows, bool kPadded, class RowAt>
+__device__ void load_rows(Tile<T, kD, kRows, kPadded>& tile, const Rows& rows, int columns, const RowAt& row_at) {
   constexpr int kPiece = Tile<T, kD>::kPiece, kPieces = kD / kPiece, kStep = kThreads / kPieces;
   const int first = static_cast<int>(threadIdx.x) / kPieces, c = static_cast<int>(threadIdx.x) % kPieces;
 #pragma unroll 1
@@ -106,8 +115,9 @@ __device__ void load_rows(Tile<T, kD, kRows>& tile, const Rows& rows, int column
 }
 
 // The same of rows that lie rows.row apart, the first at element `begin`: zeros from row `end` of the tile on.
-template <class T, int kD, int kRows, class Index>
-__device__ void load_rows_apart(Tile<T, kD, kRows>& tile, const Rows& rows, int columns, int64_t begin, Index end) {
+template <class T, int kD, int kRows, bool kPadded, class Index>
+__device__ void load_rows_apart(Tile<T, kD, kRows, kPadded>& tile, const Rows& rows, int columns, int64_t begin,
+                                Index end) {
   if (!rows.in_pieces) {
     load_rows(tile, rows, columns, [&](int row) { return row < end ? begin + row * rows.row : kNoRow; });
     return;
@@ -122,23 +132,44 @@ __device__ void load_rows_apart(Tile<T, kD, kRows>& tile, const Rows& rows, int 
   commit_copies();
 }
 
+// The same with eight threads to a row, for loops that load whole tiles: fewer places are computed.
+template <class T, int kD, int kRows, bool kPadded>
+__device__ void load_lines(Tile<T, kD, kRows, kPadded>& tile, const Rows& rows, int columns, int64_t begin,
+                           int64_t end) {
+  if (!rows.in_pieces || end < kRows) {
+    load_rows(tile, rows, columns, [&](int row) { return row < end ? begin + row * rows.row : kNoRow; });
+    return;
+  }
+  constexpr int kPiece = Tile<T, kD>::kPiece, kAcross = 8, kStep = kThreads / kAcross;
+  const int first = static_cast<int>(threadIdx.x) / kAcross, c = static_cast<int>(threadIdx.x) % kAcross;
+  const T* from = static_cast<const T*>(rows.data) + (begin + first * rows.row + c * kPiece);
+#pragma unroll
+  for (int n = 0; n < kRows; n += kStep, from += kStep * rows.row) {
+#pragma unroll
+    for (int line = 0; line < kD / kPiece; line += kAcross) {
+      copy_piece(tile.piece(first + n, c + line), from + line * kPiece, (c + line) * kPiece < columns);
+    }
+  }
+  commit_copies();
+}
+
 // Rows [first, first + 64) of a head of a sequence, which begins at row `origin`: zeros from row `end` on. From column
 // `from` on.
-template <class T, int kD>
-__device__ void load_tile(Tile<T, kD>& tile, const Rows& rows, int64_t batch, int64_t head, int64_t origin,
-                          int64_t first, int64_t end, int columns, int from = 0) {
+template <class T, int kD, bool kPadded>
+__device__ void load_tile(Tile<T, kD, kTileRows, kPadded>& tile, const Rows& rows, int64_t batch, int64_t head,
+                          int64_t origin, int64_t first, int64_t end, int columns, int from = 0) {
   const int64_t begin = batch * rows.batch + head * rows.head + (origin + first) * rows.row + from * rows.column;
   load_rows_apart(tile, rows, columns - from, begin, end - first);
 }
 
 // Turns what is not finite in rows [first, first + rows) into zeros, and tells whether there was any, each thread in its own
 // pieces.
-template <class T, int kD, int kRows>
-__device__ bool clear_not_finite(Tile<T, kD, kRows>& tile, int first = 0, int rows = kRows) {
+template <class T, int kD, int kRows, bool kPadded>
+__device__ bool clear_not_finite(Tile<T, kD, kRows, kPadded>& tile, int first = 0, int rows = kRows) {
   constexpr int kPieces = kD / Tile<T, kD>::kPiece;
   bool found = false;
   for (int n = first * kPieces + static_cast<int>(threadIdx.x); n < (first + rows) * kPieces; n += kThreads) {
-    auto* at = reinterpret_cast<uint4*>(tile.elements) + n;
+    auto* at = const_cast<uint4*>(&tile.any_piece(n));
     uint4 words = *at;
     const uint4 bad = {not_finite<T>(words.x), not_finite<T>(words.y), not_finite<T>(words.z), not_finite<T>(words.w)};
     if ((bad.x | bad.y | bad.z | bad.w) == 0) continue;
@@ -149,11 +180,11 @@ __device__ bool clear_not_finite(Tile<T, kD, kRows>& tile, int first = 0, int ro
 }
 
 // Whether this thread's share of the tile holds an infinity or a NaN.
-template <class T, int kD>
-__device__ bool has_not_finite(const Tile<T, kD>& tile) {
+template <class T, int kD, bool kPadded>
+__device__ bool has_not_finite(const Tile<T, kD, kTileRows, kPadded>& tile) {
   unsigned bad = 0;
   for (int n = static_cast<int>(threadIdx.x); n < kTileRows * kD / Tile<T, kD>::kPiece; n += kThreads) {
-    const uint4 words = reinterpret_cast<const uint4*>(tile.elements)[n];
+    const uint4 words = tile.any_piece(n);
     bad |= not_finite<T>(words.x) | not_finite<T>(words.y) | not_finite<T>(words.z) | not_finite<T>(words.w);
   }
   return bad != 0;

@@ -125,15 +125,17 @@ class _Graph:
         return {block: other for other, blocks in sorted(within, key=lambda each: -len(each[1])) for block in blocks}
 
 
-def main_loop(code, labels):
+def main_loop(code, labels, whole=False):
     """One round of the loop that has most of the kernel's products, as instructions; [] if no loop has some.
 
-    Tiles of which all is seen take the shortest way with all products through it; a loop within counts once.
+    Tiles of which all is seen take the shortest way with all products through it; a loop within counts once. Of loops within
+    each other that have the same products the innermost; `whole`: the outermost, with what it does besides.
     """
     graph = _Graph(code, labels)
     loops = graph.loops()
     for product in PRODUCTS:
-        ways = [(count(way)[product], -len(way), way) for way in (graph.way(head, body, product) for head, body in loops.items())]
+        ways = [(len(body), graph.way(head, body, product)) for head, body in loops.items()]
+        ways = [(count(way)[product], blocks if whole else -len(way), way) for blocks, way in ways]
         most = max(ways, key=lambda each: each[:2], default=(0, 0, []))
         if most[0] >= FEWEST_PRODUCTS:
             return most[2]
