@@ -52,7 +52,8 @@ stage_machine() {
 on_device_tests=(cuda_attention_test_on_device cuda_linear_test_on_device cuda_norm_test_on_device cuda_rows_test_on_device
   cuda_gradient_test_on_device cuda_random_test_on_device
   cuda_gradient_random_test_on_device cuda_small_test_on_device ptx_instructions_test_on_device ptx_random_test)
-layer_tests=(cuda_layer_test_on_device cuda_layer_attention_block_test_on_device cuda_layer_feed_forward_test_on_device)
+layer_tests=(cuda_layer_test_on_device cuda_layer_attention_block_test_on_device cuda_layer_cache_test_on_device
+  cuda_layer_feed_forward_test_on_device)
 
 stage_build() {
   command -v nvcc >/dev/null || { leave_out "nvcc is not there" && return; }
@@ -105,7 +106,7 @@ stage_cases() {
   done
   for test in "${layer_tests[@]}"; do
     POLYHEAD_TEST_KERNEL=cuda_sm80 logged "$test" "$(program "$test")" --gtest_brief=1 \
-      --gtest_filter='*EveryKernel*:*Block.SharedKeys*:Layer.ForwardAndBackward*:Layer.Padding*:Layer.WeightGradients*' || status=1
+      --gtest_filter='*EveryKernel*:*OnCache.*:*Block.SharedKeys*:Layer.ForwardAndBackward*:Layer.Padding*:Layer.Steps*:Layer.WeightGradients*' || status=1
     tail -n 3 "$logs/cuda-$test.log"
   done
   return "$status"

@@ -8,17 +8,18 @@ function(polyhead_cuda_object source variable)
   set(object ${CMAKE_CURRENT_BINARY_DIR}/${name}.o)
   add_custom_command(OUTPUT ${object}
     COMMAND ${CUDAToolkit_NVCC_EXECUTABLE} -std=c++20 -O3 -expt-relaxed-constexpr -cudart none -I${PROJECT_SOURCE_DIR}/src
+      -I${PROJECT_SOURCE_DIR}/include
       -Xcompiler -fPIC,-fvisibility=hidden -MD -MF ${object}.d ${ARGN} -c ${source} -o ${object}
     DEPENDS ${source} DEPFILE ${object}.d COMMENT "Compiling ${name} with nvcc" VERBATIM)
   set(${variable} ${object} PARENT_SCOPE)
 endfunction()
 
 # What the host does, below src/cuda.
-set(POLYHEAD_CUDA_HOST_SOURCES call.cc kernels.cc linear_call.cc linear_kernels.cc machine.cc nvrtc.cc program_kernels.cc
+set(POLYHEAD_CUDA_HOST_SOURCES call.cc kernels.cc linear_call.cc linear_decoding.cc linear_kernels.cc machine.cc nvrtc.cc program_kernels.cc
   program_text.cc sums.cc)
 
 # What the device does, likewise: without _sm80.cu.
-set(POLYHEAD_CUDA_DEVICE_SOURCES attention_forward attention_backward attention_pair_sums gemm_bfloat16 gemm_float16 gemm_float32 norm
+set(POLYHEAD_CUDA_DEVICE_SOURCES attention_forward attention_backward attention_pair_sums decoding gemm_bfloat16 gemm_float16 gemm_float32 norm
   rows)
 
 # polyhead_cuda_sources(): what kernels of programs are compiled of as text, in cuda_sources.cc of the build's folder
@@ -26,7 +27,7 @@ set(POLYHEAD_CUDA_DEVICE_SOURCES attention_forward attention_backward attention_
 function(polyhead_cuda_sources)
   set(names core/philox.h program/integers.h cuda/problem.h)
   foreach(name attention_backward attention_forward attention_forward_wide attention_pair_sums band gradient_rows lane_rows mma numbers pages pairs parts products
-      program_words score softmax tile)
+      program_words score softmax stored tile)
     list(APPEND names cuda/${name}.cuh)
   endforeach()
   set(files ${names})

@@ -65,6 +65,7 @@ struct KvAppendArgs {
   Tensor query = {};             ///< optional: [tokens, H, D], turned as the keys are
   Tensor query_out = {};         ///< [tokens, H, D], given if query is: any float dtype; may be query itself
   Executor* executor = nullptr;  ///< null: default_executor()
+  void* stream = nullptr;        ///< where the pool lies on a GPU: the queue that the work is put on
 };
 
 /// A checked KvCacheDesc. Immutable; calls on slots that differ may run at once, and beside attention on other slots.
@@ -77,14 +78,17 @@ class POLYHEAD_API KvCache {
 
   /// Key and query are turned in float32, then multiplied by the Hadamard matrix, then rounded once. Tokens one by one give
   /// the bits of all at once. On an error nothing has been written.
+  /// A pool on a GPU (pool.key.device) takes tokens, slots and tables there, on the calling thread's current device; head dims
+  /// up to 256. The work is put on args.stream, and the host looks at nothing there: a slot outside of the cache counts as -1,
+  /// a position outside of the tables as the nearest, and a slot that comes twice holds some numbers of either token.
   Status append(const KvTensors& pool, const KvAppendArgs& args) const;
 
   /// Copies whole tokens from from[i] to to[i], both [n] of int32 or int64: all are read before one is written, so that
-  /// they may overlap. No slot twice in `to`. For accepting a branch of a tree, and for copy on write.
+  /// they may overlap. No slot twice in `to`. For accepting a branch of a tree, and for copy on write. On the CPU alone.
   Status copy(const KvTensors& pool, const Tensor& from, const Tensor& to) const;
 
   /// The tokens at `slots` [n], as they are stored (turned), to key [n, G, D] and value [n, G, Dv], of any float dtype; one
-  /// of both may be left out.
+  /// of both may be left out. On the CPU alone.
   Status read(const KvTensors& pool, const Tensor& slots, const Tensor& key, const Tensor& value) const;
 
  private:

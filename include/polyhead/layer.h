@@ -21,7 +21,8 @@
 // Training: forward with a reserve, then backward_data, then backward_weights, each with the same `forward` arguments.
 // On a GPU (options.where.device = Device::kCuda): tensors, weights, lengths, workspace and reserve lie there, and calls put
 // their work on a stream and come back. The host looks at nothing there: lengths and windows are cut to the tensors, not
-// checked, and neither is what lies in a reserve or in prepacked weights. All steps at once, and no `cache`.
+// checked, and neither is what lies in a reserve or in prepacked weights. Caches and their numbers lie there too: slots and
+// positions are as KvCache::append has them, a page that does not exist holds zeros.
 // Decoding: `step` on caches of one length, or LayerDesc::cache: pages, any stored format, rotary positions, several tokens a
 // call.
 #pragma once

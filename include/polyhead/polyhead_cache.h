@@ -61,6 +61,8 @@ typedef struct polyhead_kv_append_args {
   polyhead_tensor query;        ///< optional: [tokens, H, D], turned as the keys are
   polyhead_tensor query_out;    ///< [tokens, H, D], if query is given: any float dtype; may be query itself
   polyhead_executor* executor;  ///< NULL (default): the library's own threads
+
+  void* stream;  ///< where the pool lies on a GPU: the queue that the work is put on; NULL (default): the default one
 } polyhead_kv_append_args;
 
 /// Makes every tensor "not given". `struct_size` is sizeof *args.
@@ -80,11 +82,13 @@ POLYHEAD_API polyhead_status polyhead_kv_cache_tensors(const polyhead_kv_cache* 
                                                        polyhead_kv_tensors* tensors);
 
 /// Key and query are turned in float32, then multiplied by the Hadamard matrix, then rounded once. On an error nothing has
-/// been written.
+/// been written. Of a pool on a GPU (its tensors' device) all else lies there, and nobody checks slots and positions: see
+/// polyhead/cache.h.
 POLYHEAD_API polyhead_status polyhead_kv_cache_append(const polyhead_kv_cache* cache, const polyhead_kv_tensors* pool,
                                                       const polyhead_kv_append_args* args);
 
 /// Whole tokens from from[i] to to[i], both [n] of int32 or int64: all are read before one is written. No slot twice in `to`.
+/// On the CPU alone, as is polyhead_kv_cache_read().
 POLYHEAD_API polyhead_status polyhead_kv_cache_copy(const polyhead_kv_cache* cache, const polyhead_kv_tensors* pool,
                                                     const polyhead_tensor* from, const polyhead_tensor* to);
 

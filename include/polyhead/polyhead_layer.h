@@ -69,7 +69,7 @@ typedef struct polyhead_layer polyhead_layer;
 /// `options` may be NULL: the defaults. A kernel that is forced must have matrix products too; else
 /// POLYHEAD_INVALID_ARGUMENT names those that have. On a GPU (options.device) tensors, weights, lengths, workspace and reserve
 /// lie there; the host looks at nothing there, so lengths are cut to the tensors, not checked, and neither is what lies in a
-/// reserve or in prepacked weights. There is no cache and no single step.
+/// reserve or in prepacked weights, nor the numbers of a cache: see polyhead/layer.h.
 POLYHEAD_API polyhead_status polyhead_layer_create(const polyhead_layer_desc* desc,
                                                    const polyhead_plan_options* options, polyhead_layer** layer);
 

@@ -4,20 +4,11 @@
 #include <algorithm>
 #include <cmath>
 
+#include "contract/decoding.h"
 #include "core/dtype.h"
 #include "polyhead/tensor.h"
 
 namespace polyhead {
-
-// The largest number of a dtype that has scales.
-constexpr float largest_stored(DType dtype) {
-  switch (dtype) {
-    case DType::kInt8: return 127;
-    case DType::kFloat8E4M3: return 448;
-    case DType::kFloat8E5M2: return 57344;
-    default: return 7;  // kInt4x2
-  }
-}
 
 // Where head `h` of token i begins, in a [n, heads, dim] tensor or in the pool.
 struct Heads {

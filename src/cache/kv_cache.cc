@@ -9,6 +9,7 @@
 #include "cache/heads.h"
 #include "contract/operands.h"
 #include "contract/sequences.h"
+#include "contract/where.h"
 #include "core/dtype.h"
 #include "core/memory_size.h"
 #include "core/sentence.h"
@@ -136,8 +137,7 @@ Status check_tables(Operands& operands, const KvCacheDesc& d, const KvAppendArgs
   return status;
 }
 
-Status check_append(const KvCacheDesc& d, const KvTensors& pool, const KvAppendArgs& args) {
-  Operands operands;
+Status check_append(Operands& operands, const KvCacheDesc& d, const KvTensors& pool, const KvAppendArgs& args) {
   const int64_t tokens = args.slots.ndim == 1 ? args.slots.dims[0] : 0;
   const Dim n{"tokens", tokens}, heads_kv{"num_heads_kv", d.num_heads_kv};
   const Dim heads{"num_heads", args.query.ndim == 3 ? args.query.dims[1] : 0}, dim{"head_dim", d.head_dim};
@@ -156,6 +156,32 @@ Status check_append(const KvCacheDesc& d, const KvTensors& pool, const KvAppendA
   if (!in_place) status = operands.add(Role::kInput, "query", args.query, of_any_float(args.query, {n, heads, dim}));
   if (!status.ok()) return status;
   return operands.add(Role::kGradient, "query_out", args.query_out, of_any_float(args.query_out, {n, heads, dim}));
+}
+
+// [batch, time, ...] of tokens [time, ...]: one sequence.
+Tensor as_sequence(const Tensor& t) {
+  if (!t.given()) return t;
+  Tensor all = t;
+  all.ndim = t.ndim + 1, all.dims[0] = 1, all.strides[0] = 0;
+  for (int i = 0; i < t.ndim; ++i) all.dims[i + 1] = t.dims[i], all.strides[i + 1] = t.strides[i];
+  return all;
+}
+
+// Where the numbers lie on a device, which has to look at them itself.
+Status append_there(const KvCacheDesc& desc, const KvTensors& pool, const KvAppendArgs& args,
+                    const Operands& operands) {
+  const Result<const linear::Kernel*> kernel = linear::choose_kernel(DType::kFloat32, "", pool.key.device);
+  if (!kernel.ok()) return kernel.status();
+  const Run run(nullptr, 1, args.stream);
+  if (Status status = check_place(**kernel, operands, nullptr, 0, run); !status.ok()) return status;
+  AppendArgs tokens = {pool,
+                       as_sequence(args.key),
+                       as_sequence(args.value),
+                       as_sequence(args.slots),
+                       as_sequence(args.query),
+                       as_sequence(args.query_out)};
+  if (desc.rotary_dim > 0) tokens.positions = as_sequence(args.positions), tokens.cos = args.cos, tokens.sin = args.sin;
+  return (*kernel)->append(desc, tokens, run);
 }
 
 }  // namespace
@@ -210,7 +236,10 @@ KvTensors KvCache::tensors(void* buffer) const {
 }
 
 Status KvCache::append(const KvTensors& pool, const KvAppendArgs& args) const try {
-  if (Status status = check_append(desc_, pool, args); !status.ok()) return status;
+  Operands operands(pool.key.device);
+  if (Status status = check_append(operands, desc_, pool, args); !status.ok()) return status;
+  if (pool.key.device != Device::kCpu) return append_there(desc_, pool, args, operands);
+  if (args.stream != nullptr) return invalid("stream is given, but the CPU has no streams");
   Numbers slots, positions;
   if (Status status = read_all("slots", args.slots, slot_range(desc_), &slots); !status.ok()) return status;
   if (Status status = check_each_once("slots", slots); !status.ok()) return status;

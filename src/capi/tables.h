@@ -113,8 +113,9 @@ struct Table<polyhead_kv_append_args> {
   using C = polyhead_kv_append_args;
   using Cpp = KvAppendArgs;
   FIRST_SIZE(executor, 856)
-  static constexpr auto kFields = std::make_tuple(SAME(key), SAME(value), SAME(slots), SAME(positions), SAME(cos),
-                                                  SAME(sin), SAME(query), SAME(query_out), SAME(executor));
+  static constexpr auto kFields =
+      std::make_tuple(SAME(key), SAME(value), SAME(slots), SAME(positions), SAME(cos), SAME(sin), SAME(query),
+                      SAME(query_out), SAME(executor), SAME(stream));
   static_assert(is_whole<C>(kFields));
 };
 

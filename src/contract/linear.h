@@ -1,5 +1,5 @@
 // What the layer and its blocks compute besides attention, on matrices that somebody else owns: products with an
-// epilogue, the epilogue alone, and norms; forward and backward. One Kernel is one way to do it, under the name
+// epilogue, the epilogue alone, and norms; forward and backward; on a device also what decoding needs. One Kernel is one way to do it, under the name
 // of the attention kernel that it belongs to. src/linear/kernel_list.cc names them all; src/reference is the definition.
 //
 // Types: a call's matrices are float32, bfloat16 or float16, and sums are float32; or all are float64 (the reference
@@ -18,6 +18,7 @@
 #include <string>
 #include <string_view>
 
+#include "contract/decoding.h"
 #include "core/memory_size.h"
 #include "core/threads.h"
 #include "polyhead/status.h"
@@ -221,6 +222,10 @@ struct Kernel {
   // Null where the host's memory is the device's. Else, whether all of these lie on the calling thread's current device,
   // and run.stream, null being CUDA's own, is of that device: kernels would not ask.
   Status (*check_place)(std::span<const NamedMemory> memory, const Run& run) = nullptr;
+
+  // Likewise null there: what decoding asks of a device (contract/decoding.h). Nobody has looked at numbers that lie there.
+  Status (*append)(const KvCacheDesc& cache, const AppendArgs& args, const Run& run) = nullptr;
+  Status (*stand_at_step)(const AttentionDesc& asked, const StepArgs& args, const Run& run) = nullptr;
 };
 
 // Every kernel of this build, best first; the reference is last.

@@ -27,4 +27,14 @@ Run run_at(const Where& planned, const Where& call, int num_threads) {
           call.stream != nullptr ? call.stream : planned.stream};
 }
 
+Status check_place(const linear::Kernel& kernel, const Operands& operands, const void* workspace,
+                   size_t workspace_bytes, const Run& run) {
+  if (kernel.check_place == nullptr) return {};
+  linear::NamedMemory memory[Operands::kMost + 1];
+  size_t count = 0;
+  operands.for_each([&](const char* name, const void* data) { memory[count++] = {name, data}; });
+  if (workspace_bytes > 0) memory[count++] = {"workspace", workspace};
+  return kernel.check_place({memory, count}, run);
+}
+
 }  // namespace polyhead

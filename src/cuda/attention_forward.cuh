@@ -11,6 +11,7 @@
 #include "cuda/products.cuh"
 #include "cuda/score.cuh"
 #include "cuda/softmax.cuh"
+#include "cuda/stored.cuh"
 
 namespace polyhead::cuda {
 
@@ -41,7 +42,8 @@ struct Row : SoftmaxRow {
   bool seen = false;  // some of this lane's keys, as far as options tell
 };
 
-template <class T, int kD, bool kOptions>  // kOptions: a score is more than a product, see Problem
+// kOptions: a score is more than a product, see Problem. kStored: the problem is a StoredProblem.
+template <class T, int kD, bool kOptions, bool kStored = false>
 class Forward {
   static constexpr int kColumns = ForwardMemory<T, kD>::kColumns;
   static constexpr int kSlice = kSliceColumns<T, kD>;
@@ -80,7 +82,7 @@ class Forward {
     __syncthreads();
     if (begin < end) {
       load_queries(0);
-      load_keys(shared.K, p.key, begin, p.head_dim);
+      load_keys<kKeys>(shared.K, begin, p.head_dim);
     }
     for (int64_t j = begin, next; j < end; j = next) {
       next = tile_behind(j);
@@ -93,18 +95,18 @@ class Forward {
         if (busy()) scores(slice - 1);
         __syncthreads();  // a slice of K_j has been used
         load_queries(slice * kSlice);
-        load_keys(shared.K, p.key, j, p.head_dim - slice * kSlice, slice * kSlice);
+        load_keys<kKeys>(shared.K, j, p.head_dim - slice * kSlice, slice * kSlice);
         wait_for_copies();
         __syncthreads();
       }
-      load_keys(shared.V, p.value, j, p.head_dim_v - first_column(), first_column());
+      load_keys<kValues>(shared.V, j, p.head_dim_v - first_column(), first_column());
       if (in_pages() && next < end) shared.places.find(p.pages, b, next, shared.band.keys);
       if (busy()) scores(kSlices<T, kD> - 1);
       wait_for_copies();
       __syncthreads();  // V_j is there, K is free
       if (next < end) {
         if constexpr (kSlices < T, kD >> 1) load_queries(0);
-        load_keys(shared.K, p.key, next, p.head_dim);
+        load_keys<kKeys>(shared.K, next, p.head_dim);
       }
       // Some row does not see some key.
       const bool cut = hides_pairs() || j < shared.all.first || j + kTileRows > shared.all.last;
@@ -170,11 +172,28 @@ class Forward {
     });
   }
 
+  enum Side { kKeys, kValues };
+
+  __device__ StoredHead stored(Side side) const {
+    const auto& problem = static_cast<const StoredProblem&>(p);
+    return {side == kKeys ? problem.stored_key : problem.stored_value, h_kv};
+  }
+  // As row_of, but counted in rows.
+  __device__ int64_t stored_row_of(int64_t j) const {
+    if (!in_pages()) return (p.packed ? 0 : b * p.seqlen_k) + shared.band.first_k + j;
+    const KeyPlace place = shared.places.of(j);
+    return place.page < 0 ? kNoRow : place.page * p.pages.page_size + place.within;
+  }
+
   // K_j or V_j
-  template <int kWidth>
-  __device__ void load_keys(Tile<T, kWidth>& tile, const Rows& rows, int64_t j, int columns, int from = 0) {
+  template <Side kSide, int kWidth>
+  __device__ void load_keys(Tile<T, kWidth>& tile, int64_t j, int columns, int from = 0) {
+    const Rows& rows = kSide == kKeys ? p.key : p.value;
     const int64_t keys = shared.band.keys, skipped = from * rows.column;
-    if (in_pages()) {
+    if constexpr (kStored) {
+      load_stored_rows(tile, stored(kSide), from, from + columns,
+                       [&](int n) { return j + n < keys ? stored_row_of(j + n) : kNoRow; });
+    } else if (in_pages()) {
       load_rows(tile, rows, columns, [&](int n) {
         const int64_t row = j + n < keys ? row_of(rows, j + n) : kNoRow;
         return row == kNoRow ? row : row + skipped;
@@ -339,10 +358,16 @@ class Forward {
         }
       }
     }
-    add_not_finite<T, kOptions>(
-        O, S.x, p.value, shared.band.keys - j, first_column(), p.head_dim_v, lane,
-        [&](int key) { return row_of(p.value, j + key); },
-        [&](int r, int key) { return kOptions ? shown_to.hold(r, key) : rows[r].keys.holds(key); });
+    const auto sees = [&](int r, int key) { return kOptions ? shown_to.hold(r, key) : rows[r].keys.holds(key); };
+    const auto add = [&](const auto& values, const auto& row_at) {
+      add_not_finite<T, kOptions>(O, S.x, values, shared.band.keys - j, first_column(), p.head_dim_v, lane, row_at,
+                                  sees);
+    };
+    if constexpr (kStored) {
+      add(stored(kValues), [&](int key) { return stored_row_of(j + key); });
+    } else {
+      add(p.value, [&](int key) { return row_of(p.value, j + key); });
+    }
   }
 
   // O / l and L = m + log l, or what the merging kernel makes them of.
@@ -378,10 +403,18 @@ class Forward {
     for (int n = 0; n < kColumns / 8; ++n) {
       for (int e = 0; e < 2; ++e) {
         const int column = first_column() + n * 8 + lane % 4 * 2 + e;
-        if (column < p.head_dim_v) store_sum<T>(p.out, out + column * p.out.column, finished.out(O[n][2 * r + e]));
+        if (column < p.head_dim_v) store_out(out + column * p.out.column, finished.out(O[n][2 * r + e]));
       }
     }
     if (p.logsumexp.data != nullptr && tells_statistics()) statistic(p.logsumexp, b, head, row) = finished.logsumexp();
+  }
+
+  __device__ void store_out(int64_t at, float x) const {
+    if constexpr (kStored) {
+      store_number(p.out.data, p.out.number, at, x);
+    } else {
+      store_sum<T>(p.out, at, x);
+    }
   }
 
   // One of the lanes and blocks that know them.

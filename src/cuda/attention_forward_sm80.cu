@@ -19,6 +19,11 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_const
   Forward<T, kD, kOptions>(problem, dynamic_shared<ForwardMemory<T, kD>>()).run();
 }
 
+template <int kD>
+__global__ void __launch_bounds__(kThreads, 2) forward_stored_kernel(const __grid_constant__ StoredProblem problem) {
+  Forward<Float32, kD, true, true>(problem, dynamic_shared<ForwardMemory<Float32, kD>>()).run();
+}
+
 template <class T, int kD>
 constexpr int kWideBlocks = sizeof(T) * kD > 256                                 ? 1
                             : sizeof(T) * kD > 128 || std::is_same_v<T, Float16> ? 2
@@ -31,6 +36,12 @@ __global__ void __launch_bounds__(kThreads, (kWideBlocks<T, kD>))
 }
 
 template <class T, int kD>
+dim3 grid_of(const Problem& p) {
+  const int column_blocks = p.head_dim_v > ForwardMemory<T, kD>::kColumns ? kD / ForwardMemory<T, kD>::kColumns : 1;
+  return dim3(p.query_blocks, static_cast<unsigned>(p.parts), static_cast<unsigned>(column_blocks));
+}
+
+template <class T, int kD>
 cudaError_t launch_kernel(const Problem& p, const void* of_program, cudaStream_t stream) {
   if constexpr (kD <= kMostWideColumns) {
     if (p.wide) {
@@ -39,9 +50,7 @@ cudaError_t launch_kernel(const Problem& p, const void* of_program, cudaStream_t
     }
   }
   const auto kernel = p.has_options ? forward_kernel<T, kD, true> : forward_kernel<T, kD, false>;
-  const int column_blocks = p.head_dim_v > ForwardMemory<T, kD>::kColumns ? kD / ForwardMemory<T, kD>::kColumns : 1;
-  const dim3 grid(p.query_blocks, static_cast<unsigned>(p.parts), static_cast<unsigned>(column_blocks));
-  return launch(of_program != nullptr ? of_program : reinterpret_cast<const void*>(kernel), grid,
+  return launch(of_program != nullptr ? of_program : reinterpret_cast<const void*>(kernel), grid_of<T, kD>(p),
                 sizeof(ForwardMemory<T, kD>), stream, p);
 }
 
@@ -76,6 +85,14 @@ cudaError_t launch_merge(const Problem& p, cudaStream_t stream) {
 cudaError_t launch_forward(const Problem& p, const ProgramKernels& of_program, cudaStream_t stream) {
   const cudaError_t error = with_elements(p.elements, [&]<class T>(T) {
     return with_columns(columns_of(p), [&]<int kD>() { return launch_kernel<T, kD>(p, of_program.forward, stream); });
+  });
+  return error == cudaSuccess && p.parts > 1 ? launch_merge(p, stream) : error;
+}
+
+cudaError_t launch_forward_stored(const StoredProblem& p, cudaStream_t stream) {
+  const cudaError_t error = with_columns(columns_of(p), [&]<int kD>() {
+    return launch(reinterpret_cast<const void*>(forward_stored_kernel<kD>), grid_of<Float32, kD>(p),
+                  sizeof(ForwardMemory<Float32, kD>), stream, p);
   });
   return error == cudaSuccess && p.parts > 1 ? launch_merge(p, stream) : error;
 }

@@ -17,11 +17,6 @@ MemorySize row_blocks(const AttentionDesc& desc, int64_t rows, int64_t of_block)
   return MemorySize(desc.batch) * MemorySize(pieces(rows, of_block));
 }
 
-Integers integers(const Tensor& t) {
-  if (!t.given()) return {};
-  return {t.data, t.strides[0], t.dtype == DType::kInt64};
-}
-
 Pages pages_of(const AttentionDesc& desc, const Tensor& table) {
   if (desc.page_size == 0) return {};
   return {table.data, table.strides[0], table.strides[1], table.dtype == DType::kInt64, desc.page_size, desc.num_pages};
@@ -71,9 +66,26 @@ MemorySize key_blocks(const AttentionDesc& desc) {
 }
 
 Number number_of(DType dtype) {
-  if (dtype == DType::kBFloat16) return Number::kBFloat16;
-  if (dtype == DType::kFloat64) return Number::kFloat64;
-  return dtype == DType::kFloat16 ? Number::kFloat16 : Number::kFloat32;
+  switch (dtype) {
+    case DType::kBFloat16: return Number::kBFloat16;
+    case DType::kFloat16: return Number::kFloat16;
+    case DType::kFloat64: return Number::kFloat64;
+    case DType::kInt8: return Number::kInt8;
+    case DType::kFloat8E4M3: return Number::kFloat8E4M3;
+    case DType::kFloat8E5M2: return Number::kFloat8E5M2;
+    case DType::kInt4x2: return Number::kInt4x2;
+    default: return Number::kFloat32;
+  }
+}
+
+Integers integers(const Tensor& t) {
+  if (!t.given()) return {};
+  return {t.data, t.strides[0], t.dtype == DType::kInt64};
+}
+
+Diagonal diagonal_of(const AttentionDesc& desc) {
+  if (desc.has_query_offsets) return Diagonal::kPerSequence;
+  return !desc.query_offset && desc.align == Align::kBottomRight ? Diagonal::kBottomRight : Diagonal::kFixed;
 }
 
 Rows rows_of(const Tensor& t, Number elements) {
@@ -88,6 +100,15 @@ Rows rows_of(const Tensor& t, Number elements) {
   rows.in_pieces = rows.column == 1 && whole(t.dims[last]) && whole(rows.batch) && whole(rows.row) &&
                    whole(rows.head) && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
   return rows;
+}
+
+StoredRows stored_rows(const Tensor& t, const Tensor& scales, int64_t rows_of_batch, int64_t group) {
+  StoredRows stored;
+  stored.rows = rows_of(t, number_of(t.dtype));
+  stored.scales = rows_of(scales, number_of(scales.dtype));
+  stored.rows_of_batch = std::max<int64_t>(rows_of_batch, 1);
+  stored.group = static_cast<int>(group);
+  return stored;
 }
 
 Statistic statistic_of(const Tensor& t) {
@@ -141,19 +162,25 @@ void set_problem(const AttentionDesc& desc, const ForwardArgs& args, DType dtype
   p->head_dim_v = static_cast<int>(desc.head_dim_v);
   p->scale = static_cast<float>(
       desc.head_dim == 0 ? 0 : desc.scale.value_or(1 / std::sqrt(static_cast<double>(desc.head_dim))));
-  if (desc.has_query_offsets) {
-    p->diagonal = Diagonal::kPerSequence;
-  } else if (desc.query_offset) {
-    p->offset = *desc.query_offset;
-  } else if (desc.align == Align::kBottomRight) {
-    p->diagonal = Diagonal::kBottomRight;
-  }
+  p->diagonal = diagonal_of(desc);
+  if (p->diagonal == Diagonal::kFixed) p->offset = desc.query_offset.value_or(0);
   p->left = desc.window_left;
   p->right = desc.causal ? 0 : desc.window_right;
   p->window_lo = integers(args.window_lo);
   p->window_hi = integers(args.window_hi);
   p->sink_keys = desc.sink_keys;
   set_options(desc, args, p);
+}
+
+bool is_stored(const AttentionDesc& desc) { return key_dtype(desc) != desc.dtype || value_dtype(desc) != desc.dtype; }
+
+void set_stored(const AttentionDesc& desc, const ForwardArgs& args, StoredProblem* p) {
+  const auto stored = [&](const Tensor& t, const Tensor& scales, int64_t group, int64_t dim) {
+    return stored_rows(t, scales, desc.page_size > 0 ? desc.page_size : desc.seqlen_k,
+                       std::max<int64_t>(group == 0 ? dim : group, 1));
+  };
+  p->stored_key = stored(args.key, args.key_scales, desc.key_group, desc.head_dim);
+  p->stored_value = stored(args.value, args.value_scales, desc.value_group, desc.head_dim_v);
 }
 
 }  // namespace polyhead::cuda

@@ -36,6 +36,15 @@ __device__ inline void store_one(const View& x, int64_t at, float value) {
   }
 }
 
+// x as one of the floats beside it, of which the last bit tells that it is not exact: what is rounded to 16 bits next is
+// rounded as x would be.
+__device__ inline float rounded_to_odd(double x) {
+  const float nearest = static_cast<float>(x);
+  const unsigned bits = __float_as_uint(nearest);
+  if (static_cast<double>(nearest) == x || (bits & 1) != 0 || x != x) return nearest;
+  return __uint_as_float(fabs(x) > fabs(static_cast<double>(nearest)) ? bits + 1 : bits - 1);
+}
+
 // x as a store leaves it.
 __device__ inline float rounded_as(Number number, float x) {
   if (number == Number::kFloat32) return x;

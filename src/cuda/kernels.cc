@@ -50,8 +50,10 @@ AttentionDesc taken_of(const AttentionDesc& desc) {
   taken.dtype = desc.dtype;
   taken.out_dtype = desc.out_dtype;
   taken.grad_dtype = desc.grad_dtype;
-  taken.key_dtype = desc.key_dtype;  // the query's
+  taken.key_dtype = desc.key_dtype;
   taken.value_dtype = desc.value_dtype;
+  taken.key_group = desc.key_group;
+  taken.value_group = desc.value_group;
   taken.page_size = desc.page_size;
   taken.num_pages = desc.num_pages;
   taken.packed = desc.packed;
@@ -87,10 +89,12 @@ std::string option_refused(const AttentionDesc& desc) {
     bool given;
     const char* name;
   };
-  const Option options[] = {{key_dtype(desc) != desc.dtype, "a key_dtype other than the query's"},
-                            {value_dtype(desc) != desc.dtype, "a value_dtype other than the query's"}};
+  const Option options[] = {{desc.program != nullptr, "a program"},
+                            {sums_pairs(desc), "returned weights or column sums"}};
   for (const auto& [given, name] : options) {
-    if (given) return sentence(name, " is given, which this kernel does not compute");
+    if (given && is_stored(desc)) {
+      return sentence("key_dtype or value_dtype has scales, beside which this kernel does not compute ", name);
+    }
   }
   return desc == taken_of(desc) ? "" : "an option is given that this kernel does not compute";
 }
@@ -155,7 +159,7 @@ int64_t parts(const AttentionDesc& desc) {
 
 // Whether blocks of threads own twice the queries: where these are many, and scores nothing but products.
 bool is_wide(const AttentionDesc& desc, const Problem& problem) {
-  if (problem.has_options || problem.parts > 1 || problem.tile_heads > 1) return false;
+  if (is_stored(desc) || problem.has_options || problem.parts > 1 || problem.tile_heads > 1) return false;
   if (desc.seqlen_q <= kBlockRows || desc.seqlen_k > INT32_MAX - 2 * kBlockRows) return false;
   const int columns = tile_columns(std::max(problem.head_dim, problem.head_dim_v));
   if (columns <= 64 || problem.elements != Number::kFloat32) return columns <= kMostWideColumns;
@@ -210,8 +214,9 @@ Status return_weights(const AttentionDesc& desc, const ForwardArgs& args, const 
 Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& run) {
   if (Status status = check_place(desc, args, workspace_bytes(desc, 1).value(), run.stream); !status.ok())
     return status;
-  Problem problem;
-  set_problem(desc, args, desc.dtype, &problem);
+  StoredProblem problem;
+  set_problem(desc, args, is_stored(desc) ? DType::kFloat32 : desc.dtype, &problem);
+  if (is_stored(desc)) set_stored(desc, args, &problem);
   problem.parts = parts(desc);
   problem.tile_heads = tile_heads(desc);
   problem.query_blocks /= static_cast<unsigned>(problem.tile_heads);
@@ -224,9 +229,12 @@ Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& ru
   if (sums_pairs(desc) && problem.softmax && problem.logsumexp.data == nullptr) {
     problem.logsumexp = statistic_at(desc, memory);
   }
+  const auto stream = static_cast<cudaStream_t>(run.stream);
+  if (is_stored(desc)) {
+    return problem.query_blocks > 0 ? launched(launch_forward_stored(problem, stream)) : Status();
+  }
   const Result<ProgramKernels> of_program = forward_kernels(desc, problem.elements);
   if (!of_program.ok()) return of_program.status();
-  const auto stream = static_cast<cudaStream_t>(run.stream);
   if (problem.query_blocks > 0) {
     if (Status status = launched(launch_forward(problem, *of_program, stream)); !status.ok()) return status;
   }
@@ -250,6 +258,10 @@ void set_gradients_of_options(const AttentionDesc& desc, const BackwardArgs& arg
 
 Status backward(const AttentionDesc& desc, const BackwardArgs& args, const Run& run) {
   const DType dtype = backward_dtype(desc);
+  if (is_stored(desc)) {
+    return {StatusCode::kUnsupported,
+            "key_dtype or value_dtype has scales, beside which this kernel does not compute backward"};
+  }
   if (std::string reason = why_no_pairs(desc, dtype, "backward"); !reason.empty()) {
     return {StatusCode::kUnsupported, reason};
   }

@@ -63,6 +63,19 @@ Status check_sizes(int64_t m, int64_t n, int64_t k) {
   return {};
 }
 
+cudaStream_t stream_of(const Run& run) { return static_cast<cudaStream_t>(run.stream); }
+
+Status launched(cudaError_t error) {
+  if (error == cudaSuccess) return {};
+  static_cast<void>(cudaGetLastError());
+  return {StatusCode::kInternal, sentence("CUDA refused to launch the kernel: ", cudaGetErrorString(error))};
+}
+
+Status check_grid(MemorySize blocks) {
+  if (blocks <= MemorySize(INT32_MAX)) return {};
+  return {StatusCode::kUnsupported, "the matrix needs more than 2^31 - 1 blocks of threads, which a grid cannot hold"};
+}
+
 View view_of(const Matrix& x) {
   View view;
   if (!x.given()) return view;

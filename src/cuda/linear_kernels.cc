@@ -6,6 +6,7 @@
 #include "core/sentence.h"
 #include "cuda/call.h"
 #include "cuda/linear_call.h"
+#include "cuda/linear_decoding.h"
 #include "cuda/linear_launch.h"
 #include "cuda/machine.h"
 
@@ -32,20 +33,6 @@ std::string why_not(DType dtype) {
     return sentence("dtype is ", dtype_name(dtype), ", takes float32, bfloat16 or float16");
   }
   return why_no_device();
-}
-
-cudaStream_t stream_of(const Run& run) { return static_cast<cudaStream_t>(run.stream); }
-
-Status launched(cudaError_t error) {
-  if (error == cudaSuccess) return {};
-  static_cast<void>(cudaGetLastError());
-  return {StatusCode::kInternal, sentence("CUDA refused to launch the kernel: ", cudaGetErrorString(error))};
-}
-
-// Blocks of threads that a launch has.
-Status check_grid(MemorySize blocks) {
-  if (blocks <= MemorySize(INT32_MAX)) return {};
-  return {StatusCode::kUnsupported, "the matrix needs more than 2^31 - 1 blocks of threads, which a grid cannot hold"};
 }
 
 // The columns that 16 threads do, eight each.
@@ -303,6 +290,8 @@ const linear::Kernel linear::kCudaSm80 = {"cuda_sm80",
                                           cuda::copy_rows,
                                           cuda::sum_heads,
                                           cuda::clear,
-                                          cuda::check_places};
+                                          cuda::check_places,
+                                          cuda::append,
+                                          cuda::stand_at_step};
 
 }  // namespace polyhead

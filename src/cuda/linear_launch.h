@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "cuda/decoding_problem.h"
 #include "cuda/linear_problem.h"
 
 namespace polyhead::cuda {
@@ -29,6 +30,8 @@ cudaError_t launch_pointwise(const PointwiseProblem& problem, cudaStream_t strea
 cudaError_t launch_merge(const MergeProblem& problem, cudaStream_t stream);
 cudaError_t launch_sum_heads(const HeadsProblem& problem, cudaStream_t stream);
 cudaError_t launch_copy(const CopyProblem& problem, cudaStream_t stream);
+cudaError_t launch_append(const AppendProblem& problem, cudaStream_t stream);
+cudaError_t launch_step(const StepProblem& problem, cudaStream_t stream);
 cudaError_t launch_norm_forward(const NormProblem& problem, cudaStream_t stream);
 cudaError_t launch_norm_backward(const NormProblem& problem, cudaStream_t stream);    // grad_x
 cudaError_t launch_norm_parameters(const NormProblem& problem, cudaStream_t stream);  // `partial`

@@ -5,7 +5,7 @@
 
 namespace polyhead::cuda {
 
-enum class Number { kFloat32, kBFloat16, kFloat16, kFloat64 };
+enum class Number { kFloat32, kBFloat16, kFloat16, kFloat64, kInt8, kFloat8E4M3, kFloat8E5M2, kInt4x2 };
 
 // A tensor [batch, rows, heads, columns]. Strides are in elements.
 struct Rows {
@@ -15,6 +15,14 @@ struct Rows {
   // 16 bytes that begin at a column which is a multiple of them are aligned, side by side, and hold nothing but elements as
   // the kernel computes with
   bool in_pieces = false;
+};
+
+// Keys or values as they are stored, and what the numbers are multiplied by, of which `group` share one; no scales: they are
+// as they come. Rows are counted through, rows_of_batch in each batch or page.
+struct StoredRows {
+  Rows rows, scales;
+  int64_t rows_of_batch = 1;
+  int group = 1;
 };
 
 // A float for each row of queries, [batch, heads, rows]. No data: not given, not wanted.
@@ -104,6 +112,11 @@ struct Problem {
   // [batch, heads, queries]: see parts.cuh.
   int64_t parts = 1;
   float *part_statistics = nullptr, *part_sums = nullptr;  // [rows, parts, 4], [rows, parts, head_dim_v]
+};
+
+// Of forward, where keys or values are stored in formats with scales: what stands of both in Problem is not read.
+struct StoredProblem : Problem {
+  StoredRows stored_key, stored_value;
 };
 
 constexpr int kBlockThreads = 128;         // of every kernel

@@ -108,11 +108,11 @@ __device__ inline void multiply_weights(float (&C)[kD / 8][4], float (&weights)[
 }
 
 // C += weights B with the infinities and NaNs of B alone, for the rows that see them: tensor cores would multiply them by the
-// 0 of a row that does not. What is added is +-inf, or NaN, also where a weight underflowed to 0. Row j of `count` of B begins
-// at element row_at(j) of `rows`; C has its columns from first_column on. sees(r, j): of a lane's two rows.
-template <class T, bool kSigned, int kColumnBlocks, int kBlocks, class RowAt, class Sees>
+// 0 of a row that does not. What is added is +-inf, or NaN, also where a weight underflowed to 0. Row j of `count` of B is
+// row_at(j) of `rows` (number_at<T>); C has its columns from first_column on. sees(r, j): of a lane's two rows.
+template <class T, bool kSigned, int kColumnBlocks, int kBlocks, class Source, class RowAt, class Sees>
 __device__ inline void add_not_finite(float (&C)[kColumnBlocks][4], const float (&weights)[kBlocks][4],
-                                      const Rows& rows, int64_t count, int first_column, int columns, int lane,
+                                      const Source& rows, int64_t count, int first_column, int columns, int lane,
                                       const RowAt& row_at, const Sees& sees) {
   const Signs<kSigned> signs(weights, lane);
 #pragma unroll 1
@@ -125,7 +125,7 @@ __device__ inline void add_not_finite(float (&C)[kColumnBlocks][4], const float 
       for (int e = 0; e < 4; ++e) {
         const int column = first_column + of_lane + e % 2;
         if (!sees(e / 2, j) || column >= columns) continue;
-        const float x = element<T>(rows, row + column * rows.column);
+        const float x = number_at<T>(rows, row, column);
         if (x - x != 0) C[0][e] += signs.times(e / 2, j, x);
       }
       rotate(C);

@@ -79,15 +79,6 @@ __device__ inline void merge(const MergeProblem& p) {
   store_one(p.out, at, p.accumulate ? load_one(p.out, at) + sum : sum);
 }
 
-// x as one of the floats beside it, of which the last bit tells that it is not exact: what is rounded to 16 bits next is
-// rounded as x would be.
-__device__ inline float rounded_to_odd(double x) {
-  const float nearest = static_cast<float>(x);
-  const unsigned bits = __float_as_uint(nearest);
-  if (static_cast<double>(nearest) == x || (bits & 1) != 0 || x != x) return nearest;
-  return __uint_as_float(fabs(x) > fabs(static_cast<double>(nearest)) ? bits + 1 : bits - 1);
-}
-
 // An element a thread.
 __device__ inline void sum_heads(const HeadsProblem& p) {
   const int64_t n = int64_t{blockIdx.x} * kThreads + threadIdx.x;

@@ -66,6 +66,12 @@ __device__ inline float element(const Rows& rows, int64_t n) {
   return load_number(rows.data, rows.number, n);
 }
 
+// The number in a column of the row that begins at element `row`.
+template <class T>
+__device__ inline float number_at(const Rows& rows, int64_t row, int column) {
+  return element<T>(rows, row + column * rows.column);
+}
+
 // Rows that hold T's, or float32's.
 template <class T>
 __device__ inline void store_sum(const Rows& rows, int64_t n, float x) {

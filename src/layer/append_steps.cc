@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cache/append.h"
+#include "contract/decoding.h"
 #include "contract/sequences.h"
 #include "core/sentence.h"
 #include "layer/arguments.h"
@@ -52,20 +53,14 @@ Heads heads_of(const Tensor& tokens) { return {tokens, tokens.dims[1]}; }
 
 int64_t num_tokens(const Tensor& t) { return t.dims[0] * t.dims[1]; }
 
-}  // namespace
-
-Status check_appends(const StepList& list, const Call& call) {
-  for (const Step& each : list.steps) {
-    const auto* const step = std::get_if<AppendStep>(&each);
-    if (step == nullptr) continue;
-    if (Status status = check_append(*step, call); !status.ok()) return status;
-  }
-  return {};
+KvTensors pool_of(const Call& call) {
+  const Tensor* const t = call.tensors;
+  return {t[kArgPoolKey], t[kArgPoolValue], t[kArgPoolKeyScales], t[kArgPoolValueScales]};
 }
 
-void append(const AppendStep& step, const Call& call, const Run& run) {
+void append_here(const AppendStep& step, const Call& call, const Run& run) {
   const Tensor* const t = call.tensors;
-  const KvTensors pool = {t[kArgPoolKey], t[kArgPoolValue], t[kArgPoolKeyScales], t[kArgPoolValueScales]};
+  const KvTensors pool = pool_of(call);
   const Tensor key = tokens_at(call, step.key), value = tokens_at(call, step.value);
   const Tensor query = tokens_at(call, step.query), query_out = tokens_at(call, step.query_out);
   const Heads keys = heads_of(key), values = heads_of(value), queries = heads_of(query), turned = heads_of(query_out);
@@ -87,6 +82,43 @@ void append(const AppendStep& step, const Call& call, const Run& run) {
     tokens.query = &queries, tokens.query_out = &turned;
   }
   if (tokens.slots != nullptr || tokens.query != nullptr) append(*step.cache, pool, tokens, memory, run);
+}
+
+// On a device, which reads numbers itself.
+Status append_there(const AppendStep& step, const Machine& machine, const Call& call) {
+  const Tensor* const t = call.tensors;
+  AppendArgs args;
+  args.pool = pool_of(call);
+  args.positions = t[kArgPositions], args.cos = t[kArgCos], args.sin = t[kArgSin];
+  if (t[kArgSlots].given()) {
+    args.key = tokens_at(call, step.key), args.value = tokens_at(call, step.value);
+    args.slots = t[kArgSlots];
+    if (!step.same_tokens) {
+      if (Status status = machine.linear->append(*step.cache, args, machine.run); !status.ok()) return status;
+      args.key = args.value = args.slots = {};
+    }
+  }
+  args.query = tokens_at(call, step.query), args.query_out = tokens_at(call, step.query_out);
+  args.lengths = beam_of(t[kArgLengthsQ], 0);
+  if (!args.key.given() && !args.query.given()) return {};
+  return machine.linear->append(*step.cache, args, machine.run);
+}
+
+}  // namespace
+
+Status check_appends(const StepList& list, const Call& call) {
+  for (const Step& each : list.steps) {
+    const auto* const step = std::get_if<AppendStep>(&each);
+    if (step == nullptr) continue;
+    if (Status status = check_append(*step, call); !status.ok()) return status;
+  }
+  return {};
+}
+
+Status append(const AppendStep& step, const Machine& machine, const Call& call) {
+  if (machine.linear->append != nullptr) return append_there(step, machine, call);
+  append_here(step, call, machine.run);
+  return {};
 }
 
 Status check_call_on_cache(const LayerDesc& desc, bool is_block, Pass pass, const Call& call) {

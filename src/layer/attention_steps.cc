@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "attention/unchecked.h"
+#include "contract/decoding.h"
 #include "contract/program_call.h"
 #include "contract/sequences.h"
 #include "core/sentence.h"
@@ -47,48 +48,39 @@ ForwardArgs beam_args(const AnyStep& step, const Call& call, int64_t n) {
   return one;
 }
 
-// The one query is number `step` of its sequence: how many keys it may see, and where it stands among them.
-void stand_at_step(const AttentionStep& step, const Call& call, ForwardArgs* one) {
-  const Tensor both = tensor_at(call, step.lengths);
-  const int64_t batch = step.asked->batch;
-  auto* const lengths = static_cast<int64_t*>(both.data);
-  int64_t* const offsets = lengths + batch;
-  for (int64_t b = 0; b < batch; ++b) {
-    const Sequence sequence = polyhead::sequence(*step.asked, *one, b);
-    const int64_t cached = call.tensors[kArgKey].given() ? call.step + 1 : sequence.len_k;
-    lengths[b] = call.step < sequence.len_q ? std::min(sequence.len_k, cached) : 0;
-    if (__builtin_add_overflow(sequence.offset, call.step, &offsets[b])) offsets[b] = INT64_MAX;
-  }
-  one->seqlens_q = {};
-  one->seqlens_k = Tensor(lengths, DType::kInt64, {batch});
-  one->query_offsets = step.plan->desc().has_query_offsets ? Tensor(offsets, DType::kInt64, {batch}) : Tensor();
-}
-
 // What the program of forward captures: of one step of decoding, its number too, if the program asks (layer.cc).
 struct Captured {
   Tensor tensors[Program::kMostCaptures];
 
-  std::span<const Tensor> of(const AttentionStep& step, const Call& call) {
+  std::span<const Tensor> of(const AttentionStep& step, const Call& call, const int64_t* number) {
     const size_t given = step.asked->captures.size(), read = step.plan->desc().captures.size();
     std::copy_n(call.tensors + kArgCaptures, given, tensors);
-    if (read > given) tensors[given] = Tensor(const_cast<int64_t*>(&call.step), DType::kInt64, {1});
+    if (read > given) tensors[given] = Tensor(number, DType::kInt64, {1});
     return {tensors, read};
   }
 };
 
-// The forward call of attention on beam n, of one step of decoding or of all, without a workspace.
-ForwardArgs forward_args(const AttentionStep& step, const Call& call, int64_t n, Captured& captured) {
-  ForwardArgs one = beam_args(step, call, n);
+// The forward call of attention on beam n, of one step of decoding or of all, without a workspace. Where one query stands
+// stand(desc, args) tells, which may leave it to the device.
+template <class Stand>
+Status forward_args(const AttentionStep& step, const Call& call, int64_t n, Captured& captured, const Stand& stand,
+                    ForwardArgs* args) {
+  ForwardArgs& one = *args = beam_args(step, call, n);
   if (!step.key.somewhere()) {
     one.key = call.tensors[kArgPoolKey];
     one.value = call.tensors[kArgPoolValue];
     one.key_scales = call.tensors[kArgPoolKeyScales];
     one.value_scales = call.tensors[kArgPoolValueScales];
   }
-  if (step.asked == nullptr) return one;
-  stand_at_step(step, call, &one);
-  one.captures = captured.of(step, call);
-  return one;
+  if (step.asked == nullptr) return {};
+  StepArgs place = {one.seqlens_q, one.seqlens_k, one.query_offsets, call.step, call.tensors[kArgKey].given()};
+  place.to = static_cast<int64_t*>(tensor_at(call, step.lengths).data);
+  const int64_t batch = step.asked->batch;
+  one.seqlens_q = {};
+  one.seqlens_k = Tensor(place.to, DType::kInt64, {batch});
+  one.query_offsets = step.plan->desc().has_query_offsets ? Tensor(place.to + batch, DType::kInt64, {batch}) : Tensor();
+  one.captures = captured.of(step, call, place.to + 2 * batch);
+  return stand(*step.asked, place);
 }
 
 // memory: for the table of sequences, where the steps will work later, and attention has one too.
@@ -104,8 +96,13 @@ Status check_indices_of_step(const StepList& list, const Call& call, int64_t bea
     const auto* const step = std::get_if<AttentionStep>(&each);
     for (int64_t n = 0; step != nullptr && n < beams; ++n) {
       Captured captured;
-      const ForwardArgs one = forward_args(*step, call, n, captured);
-      Status status = check_indices(step->plan->desc(), one, call.workspace + list.scratch);
+      ForwardArgs one;
+      const auto stand = [](const AttentionDesc& asked, const StepArgs& args) {
+        stand_at_step(asked, args);
+        return Status();
+      };
+      Status status = forward_args(*step, call, n, captured, stand, &one);
+      if (status.ok()) status = check_indices(step->plan->desc(), one, call.workspace + list.scratch);
       if (!status.ok()) return status;
     }
   }
@@ -155,10 +152,16 @@ Status check_program(const AttentionDesc& asked, const StepList& list, const Cal
   return {};
 }
 
-Status attend(const AttentionStep& step, const Call& call, char* scratch) {
+Status attend(const AttentionStep& step, const Machine& machine, const Call& call, char* scratch) {
+  const auto stand = [&](const AttentionDesc& asked, const StepArgs& args) {
+    if (machine.linear->stand_at_step != nullptr) return machine.linear->stand_at_step(asked, args, machine.run);
+    stand_at_step(asked, args);
+    return Status();
+  };
   for (int64_t n = 0, beams = has_queries(*step.plan) ? step.beams : 0; n < beams; ++n) {
     Captured captured;
-    ForwardArgs one = forward_args(step, call, n, captured);
+    ForwardArgs one;
+    if (Status status = forward_args(step, call, n, captured, stand, &one); !status.ok()) return status;
     one.attn_weights = beam_of(call.tensors[kArgProbabilities], n);
     one.workspace = scratch;
     one.workspace_bytes = step.plan->workspace_bytes();

@@ -14,7 +14,7 @@ ForwardArgs sequence_args(const Call& call, int64_t n);
 // one step of decoding where the call is.
 Status check_program(const AttentionDesc& asked, const StepList& list, const Call& call, int64_t beams);
 
-Status attend(const AttentionStep& step, const Call& call, char* scratch);
+Status attend(const AttentionStep& step, const Machine& machine, const Call& call, char* scratch);
 
 // `add(from, to, accumulate)`: to = or += from.
 using AddTensors = std::function<Status(const Tensor& from, const Tensor& to, bool accumulate)>;

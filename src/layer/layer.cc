@@ -160,9 +160,6 @@ Status check_step(const LayerState& s, const Call& call) {
   };
   if (call.step == -1 && call.reserve == nullptr) return {};
   if (call.step == -1) return each_cache(true, "and a reserve are given: caches are for inference");
-  if (!s.takes_steps()) {
-    return invalid(sentence("step is ", call.step, ", must be -1: single steps are computed on the CPU alone"));
-  }
   if (call.step < -1) return invalid(sentence("step is ", call.step, ", must be -1 (all steps) or at least 0"));
   if (call.step >= desc.seqlen_q) {
     return invalid(sentence("step is ", call.step, ", must be less than seqlen_q ", desc.seqlen_q));
@@ -234,9 +231,6 @@ Result<std::shared_ptr<const LayerState>> make_layer_state(const LayerDesc& desc
   s.out_size = s.out_projected() ? desc.out_proj_size : s.heads_size;
   if (Status status = check_memory_sizes(s); !status.ok()) return status;
   if (Status status = set_where(options.where, &s); !status.ok()) return status;
-  if (desc.cache && !s.on_host()) {
-    return Status(StatusCode::kUnsupported, "cache is given: a layer on a cache computes on the CPU alone");
-  }
   if (Status status = make_plans(s, options); !status.ok()) return status;
   lay_out_weights(s, weights);
   s.weights_bytes = weights.bytes();

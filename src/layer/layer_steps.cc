@@ -116,9 +116,11 @@ Place emit_append(const LayerState& s, const AllPlaces& places, Memory& workspac
   append.key = places.attended[kKey];
   append.value = places.attended[kValue];
   append.same_tokens = d.seqlen_new == 0;
-  append.slots = workspace.take(DType::kInt64, {2, d.batch, s.projections[kKey].steps});
-  append.positions = workspace.take(DType::kInt64, {d.batch, d.seqlen_q});
-  append.heads = workspace.take(DType::kFloat32, {s.num_threads, longest_head(*d.cache)});
+  if (s.on_host()) {
+    append.slots = workspace.take(DType::kInt64, {2, d.batch, s.projections[kKey].steps});
+    append.positions = workspace.take(DType::kInt64, {d.batch, d.seqlen_q});
+    append.heads = workspace.take(DType::kFloat32, {s.num_threads, longest_head(*d.cache)});
+  }
   steps->emplace_back(append);
   return read;
 }
@@ -150,7 +152,7 @@ void emit_forward(const LayerState& s, const AllPlaces& places, Pass pass, Memor
   attention.logsumexp = places.logsumexp;
   if (pass == Pass::kOneStep) {
     attention.asked = &s.asked;
-    attention.lengths = workspace.take(DType::kInt64, {2, s.desc.batch});
+    attention.lengths = workspace.take(DType::kInt64, {3, s.desc.batch});
   }
   steps->emplace_back(attention);
   if (s.out_projected()) {

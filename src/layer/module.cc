@@ -85,7 +85,8 @@ Status compute(const Module& module, Pass pass, const Call& call) try {
   if (status.ok()) status = check_call(module, list, stage_before(pass), call);
   if (status.ok()) status = check_lengths(module, call);
   if (status.ok()) status = check_program(module.asked, list, call, module.on_host() ? module.beams : 0);
-  if (status.ok()) status = check_appends(list, call);  // what it leaves in the workspace stands until the steps
+  // What it leaves in the workspace stands until the steps. A device looks itself.
+  if (status.ok() && module.on_host()) status = check_appends(list, call);
   if (!status.ok()) return status;
   if (pass == Pass::kTraining && module.on_host()) begin_reserve(call.reserve, module.fingerprint, call.dropouts);
   status = run(module.machine(call.where), list, call);

@@ -32,15 +32,15 @@ struct LayerState : Module {
   int64_t heads_size = 0;  // H * Dv: a row of the attention's output
   int64_t out_size = 0;
   bool joined = false;                     // q, k and v lie side by side
-  std::optional<Plan> train, infer, step;  // on a cache infer alone, on a device no step
+  std::optional<Plan> train, infer, step;  // on a cache infer alone
   WeightLayout weight_layouts[kNumWeightKinds];
   size_t weights_bytes = 0;
 
   bool out_projected() const { return desc.out_proj_size > 0; }
   // Whether key and query are more than projected on their way to a cache.
   bool turns() const { return desc.cache && (desc.cache->rotary_dim > 0 || desc.cache->hadamard); }
-  // Whether a call may be one step of decoding: the host counts keys and offsets for it.
-  bool takes_steps() const { return !desc.cache && on_host(); }
+  // Whether a call may be one step of decoding.
+  bool takes_steps() const { return !desc.cache; }
   // Whether attention may write to the caller's out at once.
   bool attention_writes_out() const { return !out_projected() && !desc.residual; }
   void emit(Pass pass, Memory& workspace, Memory& reserve, StepList* list) const override;

@@ -234,12 +234,8 @@ class Walk {
     return machine_.linear->norm_backward(args, machine_.run);
   }
 
-  Status run(const AppendStep& s) const {
-    append(s, call_, machine_.run);
-    return {};
-  }
-
-  Status run(const AttentionStep& s) const { return attend(s, call_, scratch_); }
+  Status run(const AppendStep& s) const { return append(s, machine_, call_); }
+  Status run(const AttentionStep& s) const { return attend(s, machine_, call_, scratch_); }
 
   Status run(const AttentionBackwardStep& s) const {
     return attend_backward(s, machine_, call_, scratch_, [&](const Tensor& beam, const Tensor& sums, bool add) {

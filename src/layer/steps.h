@@ -176,9 +176,9 @@ struct AppendStep {
   Place query, query_out;   // [batch, 1, time, heads, dim]; nowhere: nothing turns
   Place key, value;         // likewise
   bool same_tokens = true;  // key's are query's
-  // What check_append() has read of this call: int64 [2, tokens] and [tokens].
+  // On the host alone: what check_append() has read of this call, int64 [2, tokens] and [tokens].
   Place slots, positions;
-  Place heads;  // float32 [threads, elements]
+  Place heads;  // likewise: float32 [threads, elements]
 };
 
 // Attention, beam after beam. Masks, lengths and the rest are the layer's arguments (arguments.h).
@@ -187,7 +187,7 @@ struct AttentionStep {
   const AttentionDesc* asked = nullptr;  // of all time steps, where this is one step of decoding
   int64_t beams = 1;
   Place query, key, value, out, logsumexp;  // key and value nowhere: they are the pages of a cache
-  Place lengths;  // for one step of decoding: int64 [2, batch], the numbers of keys and the offsets
+  Place lengths;                            // for one step of decoding: int64 [3, batch], room for StepArgs::to
 };
 
 struct AttentionBackwardStep {

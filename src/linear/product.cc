@@ -98,16 +98,6 @@ bool join(Product& first, const Product& next) {
   return true;
 }
 
-Status check_place(const linear::Kernel& kernel, const Operands& operands, const void* workspace,
-                   size_t workspace_bytes, const Run& run) {
-  if (kernel.check_place == nullptr) return {};
-  linear::NamedMemory memory[Operands::kMost + 1];
-  size_t count = 0;
-  operands.for_each([&](const char* name, const void* data) { memory[count++] = {name, data}; });
-  if (workspace_bytes > 0) memory[count++] = {"workspace", workspace};
-  return kernel.check_place({memory, count}, run);
-}
-
 linear::GemmDesc gemm_desc(const linear::GemmArgs& args, bool split_k) {
   linear::GemmDesc desc;
   desc.m = args.c.rows.size();

@@ -49,10 +49,6 @@ class Products {
   int count_ = 0;
 };
 
-// Whether a device's kernel may touch the operands of a call, once each has been checked by itself, and its workspace.
-Status check_place(const linear::Kernel& kernel, const Operands& operands, const void* workspace,
-                   size_t workspace_bytes, const Run& run);
-
 // The sizes and the type of a product, as its matrices have them.
 linear::GemmDesc gemm_desc(const linear::GemmArgs& args, bool split_k);
 

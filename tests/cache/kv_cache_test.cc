@@ -339,6 +339,9 @@ TEST(KvCache, WhatAppendRefusesNamesItAndWritesNothing) {
          a.query = a.query_out = {};
        },
        "out of memory"},
+      {[](auto& a, auto*, auto*) { a.stream = &a; }, "stream is given, but the CPU has no streams"},
+      {[](auto& a, auto*, auto*) { a.slots.device = Device::kCuda; },
+       "slots is not on the CPU, where this call computes"},
       {[](auto& a, auto*, auto*) { a.query_out = {}; }, "query_out is missing"},
       {[](auto& a, auto*, auto*) { a.query = {}; }, "query_out is given, but query is missing"},
       {[](auto& a, auto*, auto*) { a.query_out.data = a.key.data; }, "query_out overlaps key"},

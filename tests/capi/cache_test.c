@@ -52,6 +52,9 @@ static void test_tokens(void) {
   CHECK(memcmp(back, value, sizeof(float) * kHeads * kDim) == 0 && back[8] == value[16]);
 
   CHECK_REFUSED(polyhead_kv_cache_append(cache, NULL, &args), POLYHEAD_INVALID_ARGUMENT, "pool is a null pointer");
+  args.stream = &args;
+  CHECK_REFUSED(polyhead_kv_cache_append(cache, &pool, &args), POLYHEAD_INVALID_ARGUMENT, "the CPU has no streams");
+  args.stream = NULL;
   args.key.dtype = 99;
   CHECK_REFUSED(polyhead_kv_cache_append(cache, &pool, &args), POLYHEAD_INVALID_ARGUMENT, "key.dtype is 99");
   CHECK_REFUSED(polyhead_kv_cache_copy(cache, &pool, &read, NULL), POLYHEAD_INVALID_ARGUMENT, "to is missing");

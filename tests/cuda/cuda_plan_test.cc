@@ -24,8 +24,10 @@ TEST(CudaPlan, IsChosenOnTheDeviceAlone) {
 TEST(CudaPlan, RefusesBySentence) {
   const std::pair<std::function<void(AttentionDesc&)>, const char*> kRefused[] = {
       {[](auto& d) { d.dtype = DType::kFloat64; }, "dtype is float64, takes float32, bfloat16 or float16"},
-      {[](auto& d) { d.key_dtype = DType::kInt8; }, "a key_dtype other than the query's is given, which"},
-      {[](auto& d) { d.value_dtype = DType::kInt8; }, "a value_dtype other than the query's is given, which"},
+      {[](auto& d) { d.key_dtype = DType::kInt8, d.return_column_sums = true; },
+       "has scales, beside which this kernel does not compute returned weights or column sums"},
+      {[](auto& d) { d.value_dtype = DType::kInt8, d.program = *parse_program("score = 2 * score"); },
+       "key_dtype or value_dtype has scales, beside which this kernel does not compute a program"},
       {[](auto& d) { d.head_dim = 257; }, "head_dim is 257, takes 0 to 256"},
       {[](auto& d) { d.head_dim_v = 257, d.dtype = DType::kFloat32; }, "head_dim_v is 257, takes 0 to 256"},
       {[](auto& d) { d.page_size = 7, d.num_pages = int64_t{1} << 31, d.has_seqlens_k = true; },

@@ -175,10 +175,10 @@ def compare(texts):
     # float16 multiplies weights as two numbers, and options change scores: both want registers that the others have. For 8.9,
     # whose multiprocessors hold one block of backward_plain of 128 columns, ptxas keeps less of it in as many registers.
     for (name, arch), row in rows.items():
-        linear = name.partition("<")[0] in ("gemm", "pointwise", "merge_sums", "norm_forward", "norm_backward", "norm_parameters")
+        linear = name.partition("<")[0] in ("append", "gemm", "pointwise", "merge_sums", "norm_forward", "norm_backward", "norm_parameters")
         in_pairs = name.startswith("backward_plain<") and (arch != 89 or ", 64," in name)
         narrow = not name.startswith("backward_plain<") and name.endswith(" 0>") and "<Float16" not in name
-        plain = linear or in_pairs or narrow or name.startswith("forward_wide<")
+        plain = linear or in_pairs or narrow or name.startswith(("forward_stored<", "forward_wide<"))
         if row["spilled"] and plain:
             wrong.append(f"{name}, sm_{arch}: {row['spilled']} bytes are spilled")
     for kernel, arch in COMPARED:

@@ -12,9 +12,10 @@ namespace polyhead {
 namespace {
 
 void lend_inputs(Lent& lent, ForwardArgs& args) {
-  for (Tensor* input : {&args.query, &args.key, &args.value, &args.seqlens_q, &args.seqlens_k, &args.query_offsets,
-                        &args.window_lo, &args.window_hi, &args.cu_seqlens_q, &args.cu_seqlens_k, &args.page_table,
-                        &args.attn_mask, &args.attn_bias, &args.alibi_slopes, &args.sink_logits}) {
+  for (Tensor* input :
+       {&args.query, &args.key, &args.value, &args.seqlens_q, &args.seqlens_k, &args.query_offsets, &args.window_lo,
+        &args.window_hi, &args.cu_seqlens_q, &args.cu_seqlens_k, &args.page_table, &args.key_scales, &args.value_scales,
+        &args.attn_mask, &args.attn_bias, &args.alibi_slopes, &args.sink_logits}) {
     lent.lend(*input, true);
   }
 }

@@ -3,12 +3,16 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <list>
+#include <vector>
 
 #include "../cuda/reach.h"
+#include "cache/append.h"
 #include "contract/kernel.h"
 #include "contract/linear.h"
+#include "contract/sequences.h"
 #include "core/sentence.h"
 #include "device_under_test.h"
 #include "reference/attention.h"
@@ -155,6 +159,37 @@ Status check_place(std::span<const NamedMemory> memory, const Run& run) {
   return {};
 }
 
+// What lies in [batch, time], or [batch] without a time.
+int64_t number_at(const Tensor& t, int64_t b, int64_t time = 0) {
+  Tensor row = t;
+  row.ndim = 1, row.strides[0] = 1;
+  return integer_at(row, b * t.strides[0] + time * t.strides[1]);
+}
+
+// As the host does it, but that numbers out of range are no errors.
+void append_here(const KvCacheDesc& cache, const AppendArgs& args) {
+  const Tensor& any = args.key.given() ? args.key : args.query;
+  const int64_t steps = any.dims[1], count = any.dims[0] * steps, num_slots = cache.num_pages * cache.page_size;
+  std::vector<int64_t> slots(static_cast<size_t>(count), -1), positions = slots;
+  const bool turns = args.positions.given() && args.cos.dims[0] > 0;
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t b = n / steps, t = n % steps;
+    if (args.lengths.given() && t >= number_at(args.lengths, b)) continue;
+    const int64_t slot = args.slots.given() ? number_at(args.slots, b, t) : -1;
+    if (slot < num_slots) slots[static_cast<size_t>(n)] = slot;
+    if (turns) {
+      positions[static_cast<size_t>(n)] = std::clamp<int64_t>(number_at(args.positions, b, t), 0, args.cos.dims[0] - 1);
+    }
+  }
+  const Heads key{args.key, steps}, value{args.value, steps}, query{args.query, steps};
+  const Heads query_out{args.query_out, steps};
+  NewTokens tokens{count, nullptr, positions.data(), &args.cos, &args.sin};
+  if (args.key.given()) tokens.slots = slots.data(), tokens.key = &key, tokens.value = &value;
+  if (args.query.given()) tokens.query = &query, tokens.query_out = &query_out;
+  std::vector<float> memory(static_cast<size_t>(longest_head(cache)));
+  polyhead::append(cache, args.pool, tokens, memory.data(), testing::executor(1));
+}
+
 }  // namespace
 
 extern const Kernel kDeviceOfTest;
@@ -176,7 +211,13 @@ const Kernel kDeviceOfTest = {
     [](const CopyRowsArgs& args, const Run& run) { return on_device<&Kernel::copy_rows>(args, run); },
     [](const SumHeadsArgs& args, const Run& run) { return on_device<&Kernel::sum_heads>(args, run); },
     [](void* data, size_t bytes, const Run& run) { return on_device<&Kernel::clear>(data, bytes, run); },
-    check_place};
+    check_place,
+    [](const KvCacheDesc& cache, const AppendArgs& args, const Run& run) {
+      return computed(run, [&] { return append_here(cache, args), Status(); });
+    },
+    [](const AttentionDesc& asked, const StepArgs& args, const Run& run) {
+      return computed(run, [&] { return polyhead::stand_at_step(asked, args), Status(); });
+    }};
 
 }  // namespace linear
 }  // namespace polyhead

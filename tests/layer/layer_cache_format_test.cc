@@ -148,15 +148,22 @@ void attend(const Text& text, const StoredTokens& stored, int64_t b, int64_t t, 
   }
 }
 
+KvCacheDesc cache_of(const Text& text, int64_t page_size) {
+  KvCacheDesc cache = format_of(text.desc, page_size);
+  cache.key_dtype = text.format.key, cache.value_dtype = text.format.value;
+  cache.rotary_dim = text.format.rotary_dim, cache.interleaved = text.format.interleaved;
+  cache.hadamard = text.format.hadamard;
+  return cache;
+}
+
 // The text in calls of a few time steps; and what its cache holds then.
 Array run(const Text& text, const Cut& cut, StoredTokens* stored, const std::vector<int64_t>& rows = {0, 1}) {
   LayerDesc d = text.desc;
   d.batch = static_cast<int64_t>(rows.size());
-  KvCacheDesc cache = format_of(d, cut.page_size);
-  cache.key_dtype = text.format.key, cache.value_dtype = text.format.value;
-  cache.rotary_dim = text.format.rotary_dim, cache.interleaved = text.format.interleaved;
-  cache.hadamard = text.format.hadamard;
+  const KvCacheDesc cache = cache_of(text, cut.page_size);
   const PagesOfBatch pages(cache, d.batch, Text::kSteps, 3);
+  const std::unique_ptr<Loan> loan = new_loan(cut.kernel);
+  const KvTensors pool = lend(*loan, pages.pool);
   d.cache = pages.desc;
   d.seqlen_k = pages.capacity;
   d.attention.has_seqlens_q = true;
@@ -167,9 +174,7 @@ Array run(const Text& text, const Cut& cut, StoredTokens* stored, const std::vec
     width =
         std::min(cut.widths[std::min<size_t>(static_cast<size_t>(call), cut.widths.size() - 1)], Text::kSteps - first);
     d.seqlen_q = width;
-    PlanOptions options;
-    options.kernel = cut.kernel, options.where.executor = &executor(cut.threads);
-    const Result<Layer> made = layer(d, options);
+    const Result<Layer> made = layer(d, options_of(cut.kernel, cut.threads));
     EXPECT_TRUE(made.ok()) << made.status().message();
     std::vector<int64_t> of_q, of_k, to, at;
     Array x(d.dtype, {d.batch, width, Text::kSize});
@@ -195,15 +200,19 @@ Array run(const Text& text, const Cut& cut, StoredTokens* stored, const std::vec
     args.query = args.key = args.value = view(x);
     args.weights = weights_of(text.in.weights);
     args.seqlens_q = view(seqlens_q), args.seqlens_k = view(seqlens_k);
-    args.cache = {pages.pool, view(table), view(slots), {}, {}, {}};
+    args.cache = {pool, view(table), view(slots), {}, {}, {}};
     if (cache.rotary_dim > 0) {
       args.cache.positions = view(positions), args.cache.cos = view(text.cos), args.cache.sin = view(text.sin);
     }
     args.out = part(view(out), 1, first, width);
     const GuardedBytes workspace(made->workspace_bytes(), Guard::kEnd, 0xff);
     args.workspace = workspace.data(), args.workspace_bytes = made->workspace_bytes();
+    LentCall lent(cut.kernel);
+    lent.lend(&args);
     EXPECT_EQ(made->forward(args).message(), "");
+    EXPECT_EQ(lent.finish(), "");
   }
+  EXPECT_EQ(loan->finish(), "");
   if (stored == nullptr) return out;
   stored->key = Array(DType::kFloat32, {all_slots.size(), Text::kGroups, Text::kDim});
   stored->value = Array(DType::kFloat32, {all_slots.size(), Text::kGroups, Text::kDimV});
@@ -243,14 +252,14 @@ void expect_stored(const Text& text, const StoredTokens& stored) {
 
 TEST(LayerOnCache, RotaryPositionsAndFormatsByPlainLoops) {
   for (const Format& format : kFormats) {
-    for (const Kernel* kernel : kernels_to_test()) {
+    for (const Kernel* kernel : kernels_to_test(device_under_test.device)) {
       Errors errors("out", layer_bound("out"));
       for (uint64_t seed = 1; seed <= 3; ++seed) {
         const Text text(format, seed);
         LayerDesc d = text.desc;
-        const PagesOfBatch pages(format_of(d, 2), d.batch, Text::kSteps, 1);
+        const PagesOfBatch pages(cache_of(text, 2), d.batch, Text::kSteps, 1);
         d.cache = pages.desc, d.seqlen_k = pages.capacity;
-        if (refused(layer(d, {.kernel = kernel->name}).status())) break;
+        if (refused(layer(d, options_of(kernel->name, 1)).status())) break;
         StoredTokens stored;
         const Array got = run(text, {.kernel = kernel->name, .threads = 2, .widths = {4, 1, 2}}, &stored);
         expect_stored(text, stored);

@@ -52,7 +52,7 @@ void for_each_problem(bool tokens_join, const Visit& visit) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
       problem.desc.dtype = dtype;
       const LayerDesc& d = problem.desc;
-      for (const Kernel* kernel : kernels_to_test()) {
+      for (const Kernel* kernel : kernels_to_test(device_under_test.device)) {
         LayerProblem asked = problem;
         const PagesOfBatch pages(format_of(d, 1), d.batch, d.seqlen_k, 1);
         asked.desc = on_cache(problem, pages, {.tokens_join = tokens_join}, d.seqlen_q);
@@ -107,15 +107,21 @@ TEST(AttentionBlockOnCache, GivesWhatTheBlockOfAllGives) {
       const Array gamma = random_array(random, DType::kFloat32, {whole.query_size}, 1, 0.3);
       const Array beta = random_array(random, DType::kFloat32, {whole.query_size}, 0, 0.3);
       const Array gamma64 = to_dtype(gamma, DType::kFloat64), beta64 = to_dtype(beta, DType::kFloat64);
+      const std::string kernel = device_under_test.kernel;
       const auto call = [&](const AttentionBlockDesc& desc, const LayerInputs& from, AttentionBlockForwardArgs args) {
-        const Result<AttentionBlock> block = attention_block(desc);
+        const std::string on = desc.layer.cache ? kernel : "";
+        const Result<AttentionBlock> block = attention_block(desc, options_of(on, 1));
         ASSERT_TRUE(block.ok()) << block.status().message();
         args.layer.weights = weights_of(from.weights);
         args.norm = {view(desc.layer.dtype == DType::kFloat64 ? gamma64 : gamma),
                      view(desc.layer.dtype == DType::kFloat64 ? beta64 : beta)};
         const GuardedBytes workspace(block->workspace_bytes(), Guard::kEnd, 0xff);
         args.layer.workspace = workspace.data(), args.layer.workspace_bytes = block->workspace_bytes();
+        LentCall lent(on);
+        lent.lend(&args.layer);
+        for (Tensor* t : {&args.norm.gamma, &args.norm.beta}) lent.lend(t, true);
         EXPECT_EQ(block->forward(args).message(), "");
+        EXPECT_EQ(lent.finish(), "");
       };
       AttentionBlockDesc desc;
       desc.norm.pre = pre;
@@ -130,6 +136,8 @@ TEST(AttentionBlockOnCache, GivesWhatTheBlockOfAllGives) {
 
       const Cut cut{.tokens_join = !cross};
       const PagesOfBatch pages(format_of(whole, 4), whole.batch, whole.seqlen_k, 1);
+      const std::unique_ptr<Loan> loan = new_loan(kernel);
+      const KvTensors pool = lend(*loan, pages.pool);
       for (int64_t first = 0, width = 5; first < whole.seqlen_q; first += width, width = 2) {
         width = std::min(width, whole.seqlen_q - first);
         desc.layer = on_cache(problem, pages, cut, width);
@@ -139,7 +147,7 @@ TEST(AttentionBlockOnCache, GivesWhatTheBlockOfAllGives) {
         if (cross && first == 0) args.layer.key = view(in.key), args.layer.value = view(in.value);
         args.layer.seqlens_q = view(numbers.seqlens_q), args.layer.seqlens_k = view(numbers.seqlens_k);
         if (whole.attention.causal) args.layer.query_offsets = view(numbers.offsets);
-        args.layer.cache.pool = pages.pool;
+        args.layer.cache.pool = pool;
         args.layer.cache.page_table = view(numbers.table);
         if (!cross || first == 0) args.layer.cache.slots = view(numbers.slots);
         args.layer.out = part(view(got), 2, first, width);

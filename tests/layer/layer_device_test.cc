@@ -104,31 +104,30 @@ TEST(LayerOnDevice, AllGiveTheBitsOfTheReference) {
   EXPECT_GT(num_run, 100);
 }
 
+// Single steps, whose place among the keys the device finds out, with keys that stand or join.
+TEST(LayerOnDevice, StepsGiveTheBitsOfTheReference) {
+  int num_run = 0;
+  for (LayerProblem problem : layer_problems()) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      problem.desc.dtype = dtype;
+      SCOPED_TRACE(problem.name + " " + dtype_name(dtype));
+      const LayerInputs in = random_inputs(problem);
+      for (const bool append : {false, true}) {
+        if (append && problem.desc.seqlen_q > problem.desc.seqlen_k) continue;
+        const LayerRun here{.kernel = "reference", .layout_seed = problem.seed}, there{.kernel = kDevice};
+        const LayerResults want = run_steps(inference(problem), in, here, append);
+        EXPECT_EQ(difference(run_steps(inference(problem), in, there, append), want), "");
+        ++num_run;
+      }
+    }
+  }
+  EXPECT_GT(num_run, 60);
+}
+
 TEST(LayerOnDevice, TakesItsKernelsAndTellsWhereWeightsLie) {
   const Layer made = made_layer();
   EXPECT_STREQ(made.kernel_name(), kDevice);
   EXPECT_EQ(made.weights_in(nullptr).query.device, Device::kCuda);
-}
-
-TEST(LayerOnDevice, RefusesWhatTheHostWouldHaveToLookAt) {
-  LayerDesc desc = small_layer();
-  KvCacheDesc cache;
-  cache.num_pages = 2, cache.page_size = 2, cache.num_heads_kv = 1, cache.head_dim = cache.head_dim_v = 3;
-  desc.cache = cache;
-  const Status status = layer(desc, on_this_device()).status();
-  EXPECT_EQ(status.message(), "cache is given: a layer on a cache computes on the CPU alone");
-  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
-  AttentionBlockDesc block;
-  block.layer = desc;
-  EXPECT_EQ(attention_block(block, on_this_device()).status().message(), status.message());
-
-  TrainingCall call(made_layer());
-  take_calls();
-  call.forward.step = 2;
-  call.forward.reserve = nullptr;
-  EXPECT_EQ(call.layer.forward(call.forward).message(),
-            "step is 2, must be -1: single steps are computed on the CPU alone");
-  EXPECT_EQ(take_calls(), 0);
 }
 
 TEST(LayerOnDevice, RefusesMemoryOfTheHost) {

@@ -311,13 +311,15 @@ LayerResults run_steps(const LayerProblem& problem, const LayerInputs& in, const
   };
   const Placed key_cache = cache(d.key_proj_size > 0, head_dim_of(d));
   const Placed value_cache = cache(d.value_proj_size > 0, head_dim_v_of(d));
+  const std::unique_ptr<Loan> loan = new_loan(options.kernel);
+  Tensor caches[] = {key_cache.tensor(), value_cache.tensor()};
+  for (Tensor& each : caches) loan->lend(each, false);
   for (int64_t step = append ? 0 : -1; step < d.seqlen_q; ++step) {
     Placement memory(problem, in, options, *made);
     LayerForwardArgs args;
     memory.place_inputs(args);
     args.weights = memory.place_weights(in.weights);
-    args.key_cache = key_cache.tensor();
-    args.value_cache = value_cache.tensor();
+    args.key_cache = caches[0], args.value_cache = caches[1];
     args.step = step;
     if (step >= 0) {
       for (Tensor* t : {&args.query, &args.residual}) *t = time_step(*t, step);

@@ -2,6 +2,9 @@
 
 #include <cmath>
 
+#include "../cuda/reach.h"
+#include "core/layout.h"
+
 namespace polyhead::testing {
 namespace {
 
@@ -19,6 +22,33 @@ int64_t offset_of(const LayerProblem& problem, const LayerInputs& in, int64_t b)
 }
 
 }  // namespace
+
+void LentCall::lend(Tensor* t, bool written) {
+  if (!t->given()) return;
+  for (const auto& [before, there] : lent_) {
+    if (same_view(before, *t)) return void(*t = there);
+  }
+  const Tensor before = *t;
+  if (written && on_device_ && t->num_elements() > 0) {  // what a copy holds, for inputs may be parts of one array
+    const Reach reach = reach_of(*t);
+    char* const first = static_cast<char*>(t->data) + reach.first;
+    t->data = copies_.emplace_back(first, first + reach.bytes()).data() - reach.first;
+  }
+  loan_->lend(*t, written);
+  lent_.emplace_back(before, *t);
+}
+
+void LentCall::lend(LayerForwardArgs* args) {
+  LayerForwardArgs& a = *args;
+  for (Tensor* t : {&a.query, &a.key, &a.value, &a.residual, &a.attn_mask, &a.attn_bias, &a.alibi_slopes,
+                    &a.sink_logits, &a.seqlens_q, &a.seqlens_k, &a.query_offsets, &a.window_lo, &a.window_hi,
+                    &a.cache.page_table, &a.cache.slots, &a.cache.positions, &a.cache.cos, &a.cache.sin}) {
+    lend(t, true);
+  }
+  for (size_t n = 0; n < kNumWeightKinds; ++n) lend(&a.weights[static_cast<WeightKind>(n)], true);
+  for (Tensor* t : {&a.out, &a.attn_weights}) lend(t, false);
+  a.workspace = loan_->lend_scratch(a.workspace, a.workspace_bytes);
+}
 
 OneCall::OneCall(const LayerProblem& problem, const LayerInputs& in, const PagesOfBatch& pages, const Cut& cut,
                  int64_t first, int64_t width) {
@@ -74,6 +104,8 @@ LayerResults run_on_cache(const LayerProblem& problem, const LayerInputs& in, co
   const bool by_key = attention.attn_mask.dims[3] > 1 || attention.attn_bias.dims[3] > 1 || gives_weights;
   const int64_t page_size = by_key ? 1 : cut.page_size;  // masks are as long as all pages
   PagesOfBatch pages(format_of(whole, page_size), whole.batch, whole.seqlen_k, problem.seed);
+  const std::unique_ptr<Loan> loan = new_loan(cut.kernel);
+  const KvTensors pool = lend(*loan, pages.pool);
   LayerResults results;
   const auto unwritten = [&](std::vector<int64_t> dims) {
     Array array(whole.dtype, std::move(dims));
@@ -89,10 +121,7 @@ LayerResults run_on_cache(const LayerProblem& problem, const LayerInputs& in, co
     const size_t n = std::min(call, cut.widths.size() - 1);
     width = cut.widths.empty() ? whole.seqlen_q : std::min(cut.widths[n], whole.seqlen_q - first);
     const LayerDesc d = on_cache(problem, pages, cut, width);
-    PlanOptions options;
-    options.kernel = cut.kernel;
-    options.where.executor = &executor(cut.threads);
-    const Result<Layer> made = layer(d, options);
+    const Result<Layer> made = layer(d, options_of(cut.kernel, cut.threads));
     if (!made.ok()) return results.faults.push_back(made.status().message()), results;
     const OneCall numbers(problem, in, pages, cut, first, width);
     LayerForwardArgs args;
@@ -115,13 +144,16 @@ LayerResults run_on_cache(const LayerProblem& problem, const LayerInputs& in, co
     if (in.sink_logits.given()) args.sink_logits = view(in.sink_logits);
     args.seqlens_q = view(numbers.seqlens_q), args.seqlens_k = view(numbers.seqlens_k);
     if (d.attention.has_query_offsets) args.query_offsets = view(numbers.offsets);
-    args.cache.pool = pages.pool;
+    args.cache.pool = pool;
     args.cache.page_table = view(numbers.table);
     args.out = part(view(results.out), 2, first, width);
     if (gives_weights) args.attn_weights = part(view(results.attn_weights), per_head ? 3 : 2, first, width);
     const GuardedBytes workspace(made->workspace_bytes(), Guard::kEnd, 0xff);
     args.workspace = workspace.data(), args.workspace_bytes = made->workspace_bytes();
+    LentCall lent(cut.kernel);
+    lent.lend(&args);
     if (const Status status = made->forward(args); !status.ok()) results.faults.push_back(status.message());
+    if (const std::string fault = lent.finish(); !fault.empty()) results.faults.push_back(fault);
     if (!results.faults.empty()) break;
   }
   return results;

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <algorithm>
+#include <deque>
 #include <memory>
 #include <numeric>
 #include <optional>
 #include <vector>
 
+#include "device_under_test.h"
 #include "layer_harness.h"
 #include "polyhead/block.h"
 #include "polyhead/cache.h"
@@ -100,6 +102,31 @@ inline KvCacheDesc format_of(const LayerDesc& d, int64_t page_size) {
   cache.head_dim = head_dim_of(d), cache.head_dim_v = head_dim_v_of(d);
   cache.key_dtype = cache.value_dtype = d.dtype;
   return cache;
+}
+
+// A call's tensors and memory, but for the pool, lent to where it is computed, from lend() to finish(). Each memory once.
+class LentCall {
+ public:
+  explicit LentCall(const std::string& kernel) : on_device_(on_device(kernel)), loan_(new_loan(kernel)) {}
+
+  void lend(LayerForwardArgs* args);
+  void lend(Tensor* t, bool written);
+  // What went wrong, or "".
+  std::string finish() { return loan_->finish(); }
+
+ private:
+  bool on_device_;
+  std::deque<std::vector<char>> copies_;
+  std::unique_ptr<Loan> loan_;
+  std::vector<std::pair<Tensor, Tensor>> lent_;  // as it was, and as it is
+};
+
+// The pool, in which nothing has been written.
+inline KvTensors lend(Loan& loan, KvTensors pool) {
+  for (Tensor* t : {&pool.key, &pool.value, &pool.key_scales, &pool.value_scales}) {
+    if (t->given()) loan.lend(*t, false);
+  }
+  return pool;
 }
 
 // The numbers of one call that starts at time `first`.
