@@ -70,10 +70,11 @@ def device_of(array):
     return None if device < 0 else device
 
 
-def empty_like(array):
-    """A new array of its kind, shape and dtype, contiguous, for work on its package's current stream."""
+def empty_like(array, shape=None, dtype=None):
+    """A new array of its kind, and its shape and dtype or these, contiguous, for work on its package's current stream."""
     device = device_of(array)
-    return new_array(array, tuple(array.shape), _dtype_of(array), device, current_stream(array, device))
+    sizes = tuple(array.shape if shape is None else shape)
+    return new_array(array, sizes, dtype or _dtype_of(array), device, current_stream(array, device))
 
 
 _NEW = {"torch": _new_torch, "cupy": _new_cupy, "numba": _new_numba}

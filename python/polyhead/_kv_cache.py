@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -60,8 +61,9 @@ class KvCache:
     Parameters
     ----------
     key : array, [num_pages, page_size, G, D]
-        The cache's memory, any strides: a NumPy array or torch tensor, which `append` and `copy` write. float32, bfloat16
-        or float16; or with key_scales int8, float8_e4m3, float8_e5m2 or, as uint8 [..., D / 2], pairs of int4.
+        The cache's memory, any strides: a NumPy array or torch tensor, which `append` and `copy` write, or one with
+        ``__cuda_array_interface__``. float32, bfloat16 or float16; or with key_scales int8, float8_e4m3, float8_e5m2 or, as
+        uint8 [..., D / 2], pairs of int4.
     value : array, [num_pages, page_size, G, Dv]
         Likewise.
     key_scales, value_scales : array, [num_pages, page_size, G, groups], optional
@@ -84,6 +86,10 @@ class KvCache:
     -----
     It holds the arrays and no other state: arrays may be written by others, and calls on different slots may run at once,
     also beside attention that reads other slots. The C++ class is polyhead::KvCache.
+
+    Where its arrays lie on a CUDA device, all that `append` is given lies there too, D and Dv are 256 at most, and the work is
+    put on the current stream of key's package. Nobody waits for it, so slots and positions are not checked: a slot outside
+    of the cache counts as -1, a position outside of cos as the nearest. `copy` and `read` take arrays of the host alone.
 
     Examples
     --------
@@ -166,20 +172,48 @@ class KvCache:
         polyhead.Error, TypeError
             Sizes that do not go together.
         """
+        return cls._made(
+            num_pages, page_size, num_heads_kv, head_dim, head_dim_v, key_dtype=key_dtype, value_dtype=value_dtype,
+            key_group=key_group, value_group=value_group, rotary_dim=rotary_dim, interleaved=interleaved, hadamard=hadamard,
+        )  # fmt: skip
+
+    @classmethod
+    def _made(
+        cls,
+        num_pages: int,
+        page_size: int,
+        num_heads_kv: int,
+        head_dim: int,
+        head_dim_v: int | None = None,
+        *,
+        key_dtype: str = "float32",
+        value_dtype: str | None = None,
+        key_group: int = 0,
+        value_group: int = 0,
+        make: Callable[[tuple[int, ...], str], Any] | None = None,
+        **turn: Any,
+    ) -> KvCache:
+        """A cache in arrays that make(shape, name of a dtype of NumPy or ml_dtypes) gives; default: NumPy's, of zeros."""
         arrays: dict[str, Any] = {"key_scales": None, "value_scales": None}
         sides = (
             ("key", key_dtype, head_dim, key_group),
             ("value", value_dtype or key_dtype, head_dim if head_dim_v is None else head_dim_v, value_group),
         )
         for side, name, dim, group in sides:
-            dtype, tokens = _dtype(f"{side}_dtype", name), (num_pages, page_size, num_heads_kv)
+            check_name(f"{side}_dtype", name)
+            tokens = num_pages, page_size, num_heads_kv
             if min(*tokens, dim) < 0:
                 raise _bind.Error(f"the sizes of {side} are {(*tokens, dim)}, must not be negative")
             numbers, scales = widths(side, name, dim, group)
-            arrays[side] = np.zeros((*tokens, numbers), dtype)
+            if make is None:
+                arrays[side] = np.zeros((*tokens, numbers), _dtype(f"{side}_dtype", name))
+            else:
+                stored = _STORED[name]
+                arrays[side] = make((*tokens, numbers), stored if isinstance(stored, str) else np.dtype(stored).name)
             if scales:
-                arrays[f"{side}_scales"] = np.zeros((*tokens, scales), np.float16 if name == "int4" else np.float32)
-        return cls(**arrays, rotary_dim=rotary_dim, interleaved=interleaved, hadamard=hadamard)
+                shape, dtype = (*tokens, scales), "float16" if name == "int4" else "float32"
+                arrays[f"{side}_scales"] = np.zeros(shape, dtype) if make is None else make(shape, dtype)
+        return cls(**arrays, **turn)
 
     def _arguments(self) -> tuple[Any, ...]:
         turn = self.rotary_dim, self.interleaved, self.hadamard

@@ -36,8 +36,8 @@ def _captured_floats(captured: Mapping[str, Array] | None) -> list[str]:
 class LayerCaches(NamedTuple):
     """The projected keys and values of past steps: what decoding with a layer keeps. `MultiHeadAttention.new_caches` makes them."""
 
-    key: np.ndarray  #: [B, Sk, G, D]
-    value: np.ndarray  #: [B, Sk, G, Dv]
+    key: Any  #: array [B, Sk, G, D]
+    value: Any  #: array [B, Sk, G, Dv]
     seqlen_q: int  #: how many steps of query there will be
 
 
@@ -206,6 +206,8 @@ class MultiHeadAttention:
     def new_cache(self, num_pages: int, page_size: int, **options: Any) -> KvCache:
         """A cache in pages for decoding with `forward`: `KvCache.zeros` with this layer's heads and dtype.
 
+        Of a layer whose weights lie on a CUDA device it lies there, in arrays of their kind, whose pages hold nothing yet.
+
         Parameters
         ----------
         num_pages, page_size : int
@@ -221,10 +223,13 @@ class MultiHeadAttention:
         polyhead.Error, TypeError
         """
         options.setdefault("key_dtype", str(self.weights["key_weight"].dtype))
-        return KvCache.zeros(num_pages, page_size, self.num_heads_kv, *self._kv_dims(), **options)
+        like = self.weights["key_weight"]
+        if device_of(like) is not None:
+            options["make"] = lambda shape, dtype: empty_like(like, shape, dtype)
+        return KvCache._made(num_pages, page_size, self.num_heads_kv, *self._kv_dims(), **options)
 
     def new_caches(self, batch: int, seqlen_k: int, seqlen_q: int | None = None) -> LayerCaches:
-        """Caches for decoding with `forward`, zeros.
+        """Caches for decoding with `forward`: zeros, or where weights lie on a CUDA device arrays there that hold nothing yet.
 
         Parameters
         ----------
@@ -238,8 +243,12 @@ class MultiHeadAttention:
         -------
         LayerCaches
         """
-        dtype = self.weights["key_weight"].dtype
-        key, value = (np.zeros((batch, seqlen_k, self.num_heads_kv, dim), dtype) for dim in self._kv_dims())
+        like = self.weights["key_weight"]
+        shapes = [(batch, seqlen_k, self.num_heads_kv, dim) for dim in self._kv_dims()]
+        if device_of(like) is None:
+            key, value = (np.zeros(shape, like.dtype) for shape in shapes)
+        else:
+            key, value = (empty_like(like, shape) for shape in shapes)
         return LayerCaches(key, value, seqlen_k if seqlen_q is None else seqlen_q)
 
     def forward(
@@ -340,9 +349,6 @@ class MultiHeadAttention:
         ------
         polyhead.Error, TypeError
         """
-        if (caches is not None or cache is not None) and device_of(self.weights["query_weight"]) is not None:
-            given = "caches are" if cache is None else "cache is"
-            raise Error(f"{given} given, but weights lie on a CUDA device: decoding is computed on the CPU alone")
         in_caches, num_steps = self._caches_of(query, key, caches, step, append, training)
         in_pages = (page_table, slots, positions, cos, sin)
         if cache is None and any(array is not None for array in in_pages):
@@ -392,8 +398,7 @@ class MultiHeadAttention:
         seqlen_k = np.shape(query if key is None else key)[1:2]
         if seqlen_k and seqlen_k[0] > caches.key.shape[1]:
             raise Error(f"key has {seqlen_k[0]} time steps, caches have room for {caches.key.shape[1]}")
-        places = slice(*seqlen_k)
-        return (caches.key[:, places], caches.value[:, places]), 0
+        return (caches.key, caches.value), 0
 
     def backward(self, grad_out: Array, needs: Iterable[str] | None = None) -> dict[str, Any]:
         """Gradients of the last `forward`, which was in training.

@@ -2,10 +2,12 @@
 
 #include <nanobind/stl/vector.h>
 
+#include <initializer_list>
 #include <optional>
 #include <vector>
 
 #include "pages.h"
+#include "place.h"
 #include "polyhead/cache.h"
 #include "scalars.h"
 #include "threads.h"
@@ -58,14 +60,30 @@ Tensor CacheArrays::view(int position, const ArrayArgument& argument, Held& held
 }
 
 nb::object cache_check(PyObject* const* arguments) {
+  const Place place(arguments[kPoolKey], Py_None);
   const CacheArrays arrays(arguments);
-  // What add_pool refuses is refused here, too: nothing is copied.
-  const Tensor none(nullptr, DType::kInt64, {0});
-  check(arrays.cache().copy(arrays.pool, none, none));
+  // What append refuses of a cache is refused here, too: of no tokens.
+  const KvCacheDesc& d = arrays.cache().desc();
+  const auto none = [&](DType dtype, std::initializer_list<int64_t> dims) {
+    Tensor t(nullptr, dtype, dims);
+    t.device = arrays.pool.key.device;
+    return t;
+  };
+  KvAppendArgs args;
+  args.key = none(DType::kFloat32, {0, d.num_heads_kv, d.head_dim});
+  args.value = none(DType::kFloat32, {0, d.num_heads_kv, d.head_dim_v});
+  args.slots = none(DType::kInt64, {0});
+  if (d.rotary_dim > 0) {
+    args.positions = args.slots;
+    args.cos = args.sin = none(DType::kFloat32, {0, d.rotary_dim / 2});
+  }
+  args.stream = place.stream();
+  check(arrays.cache().append(arrays.pool, args));
   return nb::none();
 }
 
 nb::object cache_append(PyObject* const* arguments) {
+  const Place place(arguments[kPoolKey], Py_None);
   const CacheArrays arrays(arguments);
   Held held[7];
   KvAppendArgs args;
@@ -82,6 +100,7 @@ nb::object cache_append(PyObject* const* arguments) {
     turned = Results("query", arguments[kNewQuery], args.query.dtype).make(args.query_out);
   }
   args.executor = chosen_executor();
+  args.stream = place.stream();
   run_without_gil([&] { return arrays.cache().append(arrays.pool, args); });
   return turned;
 }

@@ -161,6 +161,9 @@ class LayerForwardCall : public LayerCall {
     } else if (a.step < 0) {
       fill_in_key_and_value();
       set_sizes(a.query.dims[1], num_keys());
+      for (Tensor* cache : {&a.key_cache, &a.value_cache}) {  // which have room for these keys, and more
+        if (cache->given()) cache->dims[1] = num_keys();
+      }
     } else {
       if (flag_argument(arguments[kStepAppends], "append")) fill_in_key_and_value();
       set_sizes(int64_argument(arguments[kStepSeqlenQ], "caches.seqlen_q"), a.key_cache.dims[1]);

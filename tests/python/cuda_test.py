@@ -35,8 +35,9 @@ def run(name, *preloaded):
     print(ran.stdout.splitlines()[-1])
 
 
-def test_arrays():
-    run("arrays.py")
+@pytest.mark.parametrize("name", ["arrays.py", "decoding.py"])
+def test_arrays(name):
+    run(name)
 
 
 @pytest.fixture(scope="module")

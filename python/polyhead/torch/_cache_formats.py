@@ -74,7 +74,7 @@ class Formats:
         (key, *key_scales), (value, *value_scales) = arrays
         cache = KvCache(key, value, *(key_scales or [None]), *(value_scales or [None]), hadamard=hadamard)
         tokens = [new.transpose(1, 2).flatten(0, 1) for new in states]
-        cache.append(*tokens, slots=torch.arange(len(tokens[0])))
+        cache.append(*tokens, slots=torch.arange(len(tokens[0]), device=tokens[0].device))
         return joined
 
     def _hadamard(self, head_dim):

@@ -17,6 +17,8 @@ class CacheStep(NamedTuple):
     N sequences, L new tokens of each at most, S = P * page_size tokens that one has room for. Arrays are tensors or NumPy's;
     `polyhead.PageTable.extend` makes page_table, slots and the lengths of a step.
 
+    Where the layer lies on a GPU all of them do, as tensors; nobody looks at the numbers there (`polyhead.KvCache`).
+
     Attributes
     ----------
     cache : polyhead.KvCache
@@ -123,5 +125,5 @@ def _turns(step, rope: Rope, head_dim, shape):
     if positions.shape != shape:
         raise Error(f"positions is {list(positions.shape)}, must be {list(shape)}")
     angle = angles(rope, head_dim, positions.flatten())
-    rows = torch.arange(positions.numel()).view(shape)
+    rows = torch.arange(positions.numel(), device=positions.device).view(shape)
     return {"positions": rows, "cos": angle.cos().float(), "sin": angle.sin().float()}

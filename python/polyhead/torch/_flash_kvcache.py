@@ -1,9 +1,11 @@
 """flash_attn_with_kvcache: one step of decoding, or a few, on a cache of keys and values."""
 
+import functools
+
 import torch
 from torch import Tensor
 
-from polyhead import Error
+from polyhead import Error, KvCache
 from polyhead.torch._attention import attention
 from polyhead.torch._flash_attn import OPEN, _options
 from polyhead.torch._rope import turned
@@ -74,6 +76,9 @@ def flash_attn_with_kvcache(
     -----
     There are no gradients, as in flash-attn.
 
+    On a GPU the host looks at no number that lies there: lengths and positions outside of the cache and of the tables are cut
+    off, rows outside are neither written nor read, and of two sequences that write one row either may win.
+
     Examples
     --------
     >>> import torch
@@ -91,12 +96,16 @@ def flash_attn_with_kvcache(
         raise Error(f"v_cache is {tuple(v_cache.shape)}, must begin with {tuple(k_cache.shape[:2])} as k_cache")
     batch, table, written = len(q), None, None  # table [B, pages]: where in the cache each sequence lies; None: the b-th
     if cache_batch_idx is not None:
-        table = indices_within(cache_batch_idx, "cache_batch_idx", len(k_cache))[:, None]
+        check = integers if q.is_cuda else functools.partial(indices_within, count=len(k_cache))
+        table = check(cache_batch_idx, name="cache_batch_idx")[:, None]
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
     filled = _lengths(cache_seqlens, "cache_seqlens", batch, capacity, q.device)
     if block_table is not None:
         ends = (filled + (0 if k is None else k.shape[1])).clamp(max=capacity)
-        table = pages_within(block_table, k_cache, ends, "cache_seqlens")
+        if q.is_cuda:
+            table = integers(block_table, "block_table")
+        else:
+            table = pages_within(block_table, k_cache, ends, "cache_seqlens")
     first = _lengths(0 if cache_leftpad is None else cache_leftpad, "cache_leftpad", batch, capacity, q.device)
     if k is not None or v is not None:
         if k is None or v is None or cache_seqlens is None:
@@ -105,7 +114,8 @@ def flash_attn_with_kvcache(
             local = causal or tuple(window_size) != OPEN
             turn = _Rotation(rotary_cos, rotary_sin, rotary_interleaved, filled - first)
             q, k = turn(q, "q", local), turn(k, "k", True)
-        written = _Rows(k_cache, v_cache, k, v, filled, capacity, table)
+        kind = _RowsOfDevice if q.is_cuda else _Rows
+        written = kind(k_cache, v_cache, k, v, filled, capacity, table)
         filled = filled + k.shape[1]
     elif rotary_cos is not None:
         raise Error("rotary_cos is given without k and v, which it is for")
@@ -126,29 +136,24 @@ def flash_attn_with_kvcache(
 
 
 def _lengths(given, name, batch, capacity, device):
-    """int64 [B], each 0 to capacity."""
-    if given is None:
-        given = capacity
-    lengths = integers(torch.as_tensor(given), name).to(device)
+    """int64 [B], each 0 to capacity. Those on a GPU are cut off: nobody waits for them."""
+    lengths = integers(torch.as_tensor(capacity if given is None else given), name)
     if lengths.dim() == 0:
         lengths = lengths.expand(batch)
     if lengths.shape != (batch,):
         raise Error(f"{name} has shape {tuple(lengths.shape)}, must be ({batch},): q has a batch of {batch}")
+    if lengths.is_cuda:
+        return lengths.clamp(0, capacity).to(device)
     if batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= capacity:
         raise Error(f"{name} is {lengths.tolist()}, must be 0 to {capacity}, the rows that a sequence has in the cache")
-    return lengths
+    return lengths.to(device)
 
 
 class _Rows:
     """Rows of the caches that hold k and v [B, new, G, D] now, behind the filled rows of their sequences."""
 
     def __init__(self, k_cache, v_cache, k, v, filled, capacity, table):
-        for name, cache, new in (("k", k_cache, k), ("v", v_cache, v)):
-            expected = (len(filled), k.shape[1], *cache.shape[2:])
-            if new.shape != expected or new.dtype != cache.dtype:
-                raise Error(
-                    f"{name} is {tuple(new.shape)} of {new.dtype}, must be {expected} of {cache.dtype} for {name}_cache"
-                )
+        _check_new(k_cache, v_cache, k, v, len(filled))
         rows = filled[:, None] + torch.arange(k.shape[1], device=filled.device)
         if rows.numel() and int(rows.max()) >= capacity:
             raise Error(
@@ -170,6 +175,38 @@ class _Rows:
             cache[self._places] = before
 
 
+def _check_new(k_cache, v_cache, k, v, batch):
+    for name, cache, new in (("k", k_cache, k), ("v", v_cache, v)):
+        expected = (batch, k.shape[1], *cache.shape[2:])
+        if new.shape != expected or new.dtype != cache.dtype:
+            raise Error(f"{name} is {tuple(new.shape)} of {new.dtype}, must be {expected} of {cache.dtype} for {name}_cache")
+
+
+class _RowsOfDevice:
+    """The same on a GPU, where nobody looks at lengths and tables: what lies outside of the cache is not written."""
+
+    def __init__(self, k_cache, v_cache, k, v, filled, capacity, table):
+        _check_new(k_cache, v_cache, k, v, len(filled))
+        self._cache, size = KvCache(k_cache, v_cache), k_cache.shape[1]
+        rows = filled[:, None] + torch.arange(k.shape[1], device=filled.device)
+        inside = rows < capacity
+        rows = rows.clamp(max=max(capacity - 1, 0))
+        blocks = torch.arange(len(filled), device=filled.device)[:, None].expand(rows.shape)
+        if table is not None and table.shape[1]:
+            blocks = table.gather(1, rows // size)
+        inside = inside & (blocks >= 0) & (blocks < len(k_cache))
+        self._slots = torch.where(inside, blocks * size + rows % size, -1).flatten()
+        places = blocks.clamp(0, max(len(k_cache) - 1, 0)), rows % size
+        self._before = [cache[places] if len(k_cache) else new for cache, new in ((k_cache, k), (v_cache, v))]
+        self._write(k, v)
+
+    def _write(self, *new):
+        self._cache.append(*(each.detach().flatten(0, 1) for each in new), slots=self._slots)
+
+    def take_back(self):
+        self._write(*self._before)
+
+
 class _Rotation:
     """Turns [B, S, heads, D] by tables of cos and sin, from position first[b] on."""
 
@@ -181,7 +218,9 @@ class _Rotation:
 
     def __call__(self, x, name, advances):
         positions = self.first[:, None] + (torch.arange(x.shape[1], device=x.device) if advances else 0)
-        if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < len(self.cos):
+        if positions.is_cuda:
+            positions = positions.clamp(0, max(len(self.cos) - 1, 0))
+        elif positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < len(self.cos):
             raise Error(
                 f"rotary_cos has {len(self.cos)} positions, {name} stands at {int(positions.min())} to "
                 f"{int(positions.max())}"

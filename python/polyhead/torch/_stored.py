@@ -60,12 +60,24 @@ class Stored(torch.Tensor):
     @torch.compiler.disable
     def dense(self):
         """The numbers that are stored, rounded to this tensor's dtype."""
-        without_values = self.scales[..., :0].float()
-        cache = KvCache(self.numbers, without_values, self.scales)
-        rows, _ = cache.read(torch.arange(self.shape[:2].numel()))  # float32
+        rows = self._multiplied() if self.is_cuda else self._read()  # float32
         if self.hadamard:
             rows = turned(rows)  # the matrix is its own inverse
         return rows.view(self.shape).to(self.dtype)
+
+    def _read(self):
+        without_values = self.scales[..., :0].float()
+        cache = KvCache(self.numbers, without_values, self.scales)
+        return cache.read(torch.arange(self.shape[:2].numel()))[0]
+
+    def _multiplied(self):
+        """The same by torch: `KvCache` reads on the CPU alone."""
+        numbers = self.numbers
+        if numbers.dtype == torch.uint8:  # pairs of int4, the first in the low half
+            halves = torch.stack((numbers % 16, numbers // 16), -1).flatten(-2).int()
+            numbers = torch.where(halves < 8, halves, halves - 16)  # two's complement
+        by_group = numbers.float().unflatten(-1, (self.scales.shape[-1], -1))
+        return (by_group * self.scales.float()[..., None]).flatten(-2).flatten(0, -3)
 
 
 def _switched(query):
@@ -89,15 +101,15 @@ def with_planes(x, planes):
 def turned(rows):
     """rows [..., heads, D] times the orthogonal Hadamard matrix, as `KvCache.append` multiplies queries."""
     tokens = rows.flatten(0, -3)
-    cache, nothing = _of_nothing(rows.shape[-1], rows.dtype)
-    nothing, nowhere = nothing.expand(len(tokens), -1, -1), torch.full((len(tokens),), -1)
+    cache, nothing = _of_nothing(rows.shape[-1], rows.dtype, rows.device)
+    nothing, nowhere = nothing.expand(len(tokens), -1, -1), torch.full((len(tokens),), -1, device=rows.device)
     return cache.append(nothing, nothing, slots=nowhere, query=tokens).view(rows.shape)
 
 
 @functools.lru_cache
-def _of_nothing(head_dim, dtype):
+def _of_nothing(head_dim, dtype, device):
     """A cache that is never written, and a key for it."""
-    key, value, new = torch.zeros(3, 1, 1, 1, head_dim, dtype=dtype)
+    key, value, new = torch.zeros(3, 1, 1, 1, head_dim, dtype=dtype, device=device)
     return KvCache(key, value, hadamard=True), new[0]
 
 

@@ -375,13 +375,12 @@ def test_layers_refuse_by_a_sentence():
     )
     x = drawn({"x": (2, 5, 12)})["x"]
     on_device = Interface(x)
-    pages = dict(cache=here.new_cache(4, 2), page_table=np.zeros((2, 2), np.int32), seqlens_k=np.array([1, 1]))
-    caches = here.new_caches(2, 5)
+    pages = dict(cache=here.new_cache(4, 2), page_table=Interface(np.zeros((2, 2), np.int64)), seqlens_k=Interface(np.array([1, 1])))
     refused = [
         (lambda: there.forward(x), "query_weight is on CUDA device 0, must be in CPU memory"),
         (lambda: here.forward(on_device), "query_weight is in CPU memory, must be on CUDA device 0 as query"),
-        (lambda: there.forward(on_device, caches=caches), "caches are given, but weights lie on a CUDA device: decoding is"),
-        (lambda: there.forward(on_device, **pages), "cache is given, but weights lie on a CUDA device: decoding is"),
+        (lambda: there.forward(on_device, caches=here.new_caches(2, 5)), "caches.key is in CPU memory, must be on CUDA device 0 as query"),
+        (lambda: there.forward(on_device, **pages), "key is in CPU memory, must be on CUDA device 0 as query"),
     ]
     for call, sentence in refused:
         with pytest.raises(polyhead.Error, match=sentence) as error:

@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 from device import check, is_written, new_stream, pointer, twin
-from torch_tensors import assert_close, cuda, device, host, made, nothing_is_left, set_stream  # noqa: F401
+from torch_tensors import assert_close, cuda, device, host, host_operators, made, nothing_is_left, set_stream  # noqa: F401
 
 import polyhead
 import polyhead.torch
+from polyhead.torch import _stored
 
 def encoder(nhead, **options):
     """gelu: relu's derivative jumps, where 16 bits and float64 stand on different sides of 0."""
@@ -98,6 +99,91 @@ def test_torchs_stream_and_torchs_allocator():
     with torch.no_grad():
         assert_close(out, module(x))
     check(twin.cudaStreamDestroy(pointer(stream)))
+
+
+@pytest.mark.parametrize("stored", [None, "int4"])
+@pytest.mark.parametrize("rope", [None, polyhead.torch.Rope()], ids=["plain", "rope"])
+def test_layers_on_a_cache(host_operators, rope, stored):
+    """Prompts, then a token each, in pages on the device: what the same calls give on the CPU."""
+    torch.manual_seed(0)
+    module = polyhead.torch.MultiheadAttention(64, num_heads=2, num_heads_kv=1, batch_first=True, rope=rope).eval()
+    moved, x = there(module), torch.randn(2, 4, 64)
+    caches = [each.new_cache(6, 2, key_dtype=stored) for each in (module, moved)]
+    table = polyhead.PageTable(6, 2)
+    sequences = [table.add(), table.add()]
+    for new in ([3, 2], [1, 1]):
+        step = table.extend(sequences, new)
+        arrays = {name: torch.as_tensor(x) for name, x in step.arguments().items()}
+        if rope is not None:
+            arrays["positions"] = torch.as_tensor(step.positions)
+        tokens = x[:, : max(new)]
+        outs = []
+        for each, cache, place in ((module, caches[0], lambda x: x), (moved, caches[1], cuda)):
+            placed = {name: place(array) for name, array in arrays.items()}
+            with torch.no_grad():
+                outs.append(each(*[place(tokens)] * 3, cache=polyhead.torch.CacheStep(cache, **placed), is_causal=True, need_weights=False)[0])
+        got = host(outs[1])
+        for b, length in enumerate(new):
+            torch.testing.assert_close(got[b, :length], outs[0][b, :length], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("stored", [None, "int4"])
+def test_transformers_cache(host_operators, stored):
+    """Tokens behind tokens, in place, on the device as on the CPU; attention reads what is stored."""
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    caches = [polyhead.torch.Cache(None, stored) for _ in range(2)]
+    for new in (5, 1, 1):
+        key, value = torch.randn(2, 2, 2, new, 64)
+        query = torch.randn(2, 4, new, 64)
+        outs = []
+        for cache, place in zip(caches, (lambda x: x, cuda)):
+            with torch.no_grad():
+                keys, values = cache.update(place(key), place(value), 0)
+                assert keys.device == place(key).device
+                outs.append(polyhead.torch.scaled_dot_product_attention(place(query), keys, values, enable_gqa=True))
+        assert_close(outs[1], outs[0])
+    if stored is not None:
+        here, there_ = (cache.layers[0].keys.dense() for cache in caches)
+        assert_close(there_, here)
+        _stored._of_nothing.cache_clear()
+
+
+PAGES = {"pages": torch.tensor([[1, 3, 0], [2, 5, 4]]), "alone": None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pages", PAGES)
+def test_flash_attn_with_kvcache(host_operators, pages, dtype):
+    """New rows are written and read where the numbers say, which lie on the device: nobody waits for them."""
+    torch.manual_seed(0)
+    table = PAGES[pages]
+    size = (6, 4, 2, 16) if table is not None else (2, 12, 2, 16)
+    caches = [torch.randn(size).to(dtype) for _ in range(2)]
+    q, k, v = (torch.randn(2, 2, heads, 16).to(dtype) for heads in (4, 2, 2))
+    angles = torch.randn(16, 4)
+    rotary = [angles.cos(), angles.sin()]
+
+    def call(place, lengths, table, caches):
+        placed = None if table is None else place(table)
+        return polyhead.torch.flash_attn_with_kvcache(
+            place(q), *caches, place(k), place(v), *map(place, rotary), place(lengths), block_table=placed, causal=True
+        )
+
+    moved = [cuda(each) for each in caches]
+    lengths = torch.tensor([5, 2], dtype=torch.int32)
+    assert_close(call(cuda, lengths, table, moved), call(lambda x: x, lengths, table, caches), dtype)
+    for there_, here in zip(moved, caches):
+        assert torch.equal(host(there_), here)
+    # What does not exist is not written: the second sequence's rows lie behind its room, or in no page.
+    wild = None if table is None else torch.tensor([[1, 3, 0], [2, -7, 99]])
+    first = [each.clone() for each in caches]
+    call(lambda x: x, torch.tensor([7, 0]), table, first)
+    call(cuda, torch.tensor([7, 1 << 40 if table is None else 4]), wild, moved)
+    second = 1 if table is None else 2
+    for there_, want, before in zip(moved, first, caches):
+        want[second, :2] = before[second, :2]
+        assert torch.equal(host(there_), want)
 
 
 def test_what_is_refused_by_a_sentence():

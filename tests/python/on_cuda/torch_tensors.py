@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.utils.dlpack
 from device import allocate, pointer, synchronize, to_device, to_host, twin
+from torch.utils._pytree import tree_map
 
 from polyhead import _bind
 from polyhead._cuda_arrays import contiguous_strides
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.uint8: "uint8",
-         torch.int64: "int64", torch.int32: "int32", torch.bool: "bool"}  # fmt: skip
+         torch.int64: "int64", torch.int32: "int32", torch.bool: "bool", torch.float64: "float64"}  # fmt: skip
 made = []  # dtypes of new tensors
 
 
@@ -84,6 +85,63 @@ def device():
     library.impl("empty_strided", empty_strided, "CUDA")
     library.impl("empty.memory_format", lambda size, dtype=None, **_: new_tensor(size, dtype), "CUDA")
     yield library
+
+
+WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "equal"}
+NOT_COMPOSED = ("_to_copy", "arange", "arange.start_step", "clamp", "copy_", "fill_.Scalar", "zero_")  # torch has them of parts that need a device
+
+
+def _peeked(tensor):
+    """As host(), of what may not be written yet."""
+    synchronize()
+    storage = torch.empty([1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))], dtype=tensor.dtype)
+    if tensor.numel():
+        ctypes.memmove(storage.data_ptr(), tensor.data_ptr(), storage.nbytes)
+    return storage.as_strided(tensor.shape, tensor.stride()) if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _on_host(op, *args, **kwargs):
+    """The operator on the host, for what torch's build for the CPU cannot compute on a CUDA device; none that waits for it."""
+    assert op._schema.name.removeprefix("aten::") not in WAITS, f"{op} waits for the device"
+    arguments, copies = op._schema.arguments, {}
+
+    def as_tensor(argument, x):
+        return torch.tensor(x) if str(argument.type) == "Tensor" and isinstance(x, (int, float)) else x
+
+    def moved(x):
+        if not (isinstance(x, torch.Tensor) and x.is_cuda):
+            return x
+        return copies.setdefault(id(x), (x, _peeked(x)))[1]
+
+    asked = kwargs.get("device")
+    back = asked.type == "cuda" if asked is not None else None
+    here = {name: torch.device("cpu") if name == "device" and x is not None else tree_map(moved, x) for name, x in kwargs.items()}
+    args = [as_tensor(*each) for each in zip(arguments, args)]
+    out = op(*tree_map(moved, args), **here)
+    written = {}
+    for argument, x in [*zip(arguments, args), *((each, kwargs.get(each.name)) for each in arguments[len(args) :])]:
+        if argument.alias_info is not None and argument.alias_info.is_write and id(x) in copies:
+            there, here = copies[id(x)]
+            if here.numel():
+                raw = np.frombuffer(bytes(here.untyped_storage()), np.uint8)
+                to_device(raw, there.data_ptr())
+                synchronize()
+            written[id(here)] = there
+    back = bool(copies) if back is None else back
+    return tree_map(lambda x: written.get(id(x), cuda(x) if back and isinstance(x, torch.Tensor) else x), out)
+
+
+@pytest.fixture
+def host_operators(device):
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(_on_host, "CUDA")
+    named = torch.library.Library("aten", "IMPL")
+    for name in NOT_COMPOSED:
+        packet, _, overload = name.partition(".")
+        named.impl(name, functools.partial(_on_host, getattr(getattr(torch.ops.aten, packet), overload or "default")), "CUDA")
+    yield
+    for each in (named, library):
+        each._destroy()
 
 
 @pytest.fixture(autouse=True)
