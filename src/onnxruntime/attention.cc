@@ -190,6 +190,12 @@ Status make_stacked_out(Call& call, const AttentionDesc& desc, Tensor& out) {
 }  // namespace
 
 Status Node::run_attention(Call& call, Plans& plans) const {
+  Call::Plain plain;
+  const bool is_plain = dropout_p_ == 0 && call.is_plain();
+  if (is_plain) {
+    if (Status status = call.read(plain); !status.ok()) return status;
+    if (const auto ready = plans.ready_for(plain)) return ready->run(call, plain);
+  }
   Operands o;
   Cached keys, values;
   Tensor mask, lengths;
@@ -245,7 +251,12 @@ Status Node::run_attention(Call& call, Plans& plans) const {
     if (!status.ok()) return status;
   }
   status = o.flat ? make_flat_out(call, desc, args.out) : make_stacked_out(call, desc, args.out);
-  return status.ok() ? append_and_attend(call, plans, desc, args, keys, values) : status;
+  if (status.ok()) status = append_and_attend(call, plans, desc, args, keys, values);
+  if (!status.ok() || !is_plain) return status;
+  const std::vector<int64_t> dims = o.flat ? std::vector{desc.batch, desc.seqlen_q, desc.num_heads * desc.head_dim_v}
+                                           : std::vector{desc.batch, desc.num_heads, desc.seqlen_q, desc.head_dim_v};
+  plans.keep(plain, desc, args, call.dims_asked_for(kOut, dims));
+  return status;
 }
 
 Status Node::run_attention_grad(Call& call, Plans& plans) const {

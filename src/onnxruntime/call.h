@@ -41,6 +41,15 @@ class Call {
   // Input `index` of the operator; a scalar has one dim of 1; not given where it is left out.
   Status input(size_t index, Tensor& tensor);
 
+  // The operator's first inputs where they are the group's own, seen by steps that move no element, and nothing else goes in
+  // or comes out but output 0.
+  struct Plain {
+    static constexpr size_t kMost = 4;
+    Tensor inputs[kMost];  // as the group has them
+  };
+  bool is_plain() const;
+  Status read(Plain& plain);
+
   // Whether anybody reads output `index`.
   bool wants(size_t index) const;
 
@@ -49,6 +58,10 @@ class Call {
   Status output(size_t index, std::initializer_list<int64_t> dims, Tensor& tensor) {
     return output(index, std::span(dims.begin(), dims.size()), tensor);
   }
+
+  // Where output `index` lies, made in the dims that output() asked ONNX Runtime for.
+  Status output_data(size_t index, std::span<const int64_t> dims, void*& data);
+  std::vector<int64_t> dims_asked_for(size_t index, std::span<const int64_t> dims) const;
 
   // The shapes that a group gives beside what its operator does.
   Status tell_shapes();
@@ -100,9 +113,29 @@ bool is_small(double multiplications);
 // or it is slow.
 void copy(Executor& executor, const Tensor& from, const Tensor& to);
 
+// A call whose inputs have the shapes of an earlier one: that one's, of which pointers alone are others.
+struct Ready {
+  Call::Plain came;
+  std::vector<int64_t> out_dims;  // asked for
+  std::shared_ptr<const Plan> plan;
+  bool alone = false;  // on the caller's thread
+  ForwardArgs args;
+
+  bool fits(const Call::Plain& other) const;
+  Status run(Call& call, const Call::Plain& plain) const;
+};
+
 // The plans of a node, one for each shape that came. Any thread.
 class Plans {
  public:
+  // None: a null pointer.
+  std::shared_ptr<const Ready> ready_for(const Call::Plain& came) {
+    return ready_.find([&](const auto& each) { return each->fits(came); });
+  }
+
+  // Of a call that forward() has computed.
+  void keep(const Call::Plain& came, const AttentionDesc& desc, const ForwardArgs& args, std::vector<int64_t> out_dims);
+
   // plan(desc).forward(args) with the call's threads and memory.
   Status forward(Call& call, const AttentionDesc& desc, ForwardArgs& args);
   Status backward(Call& call, const AttentionDesc& desc, BackwardArgs& args);
@@ -116,8 +149,12 @@ class Plans {
  private:
   using All = Recent<std::shared_ptr<const Plan>>;
   static Result<std::shared_ptr<const Plan>> get(const AttentionDesc& desc, All& plans, Executor& executor);
+  Result<std::shared_ptr<const Plan>> plan_of(const AttentionDesc& desc, bool alone) {
+    return alone ? on_one_thread(desc) : get(desc, plans_, sizes());
+  }
 
   All plans_, plans_on_one_thread_;
+  Recent<std::shared_ptr<const Ready>> ready_;
   std::atomic<uint32_t> draws_ = 0;
 };
 

@@ -30,6 +30,16 @@ class Recent {
     return made;
   }
 
+  // The same where one may be missing: T(), of pointers.
+  template <class Fits>
+  T find(const Fits& fits) {
+    const std::lock_guard lock(mutex_);
+    const auto found = std::find_if(all_.begin(), all_.end(), fits);
+    if (found == all_.end()) return T();
+    std::rotate(all_.begin(), found, found + 1);
+    return all_.front();
+  }
+
  private:
   std::mutex mutex_;
   std::vector<T> all_;

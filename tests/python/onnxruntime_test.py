@@ -254,6 +254,39 @@ def test_outputs_that_nobody_reads():
 
 
 @needs_provider
+@pytest.mark.parametrize("form", ["Attention", "flat", "written out"])
+def test_shapes_that_come_again(form):
+    """Of a shape that has come before, pointers alone are others; the least change of a shape or a dtype is another one."""
+    nodes = {
+        "Attention": "out = Attention<is_causal = 1>(q, k, v, mask)",
+        "flat": "out = Attention<q_num_heads = 2, kv_num_heads = 2>(q, k, v, mask)",
+        "written out": "kt = Transpose<perm = [0, 1, 3, 2]>(k)\n s = MatMul(q, kt)\n a = Add(s, mask)\n w = Softmax<axis = -1>(a)\n out = MatMul(w, v)",
+    }[form]
+    heads, D = ("2,", 8) if form != "flat" else ("", 16)
+    told = ", ".join(f"float[B,{heads}{size},{D}] {name}" for name, size in (("q", "S"), ("k", "T"), ("v", "T")))
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 23]> g ({told}, float[M,N] mask) => (float[{"a,b,c,d" if heads else "a,b,c"}] out) {{ {nodes}\n }}')
+    session, judge, rng = ours(model, 2), theirs(model), np.random.default_rng(0)
+    assert num_ours(session)
+
+    def inputs_of(B, S, T, mask=None):
+        shape = lambda size: (B, 2, size, D) if heads else (B, size, D)  # noqa: E731
+        return {"q": normal(rng, *shape(S)), "k": normal(rng, *shape(T)), "v": normal(rng, *shape(T)), "mask": normal(rng, *(mask or (S, T)))}
+
+    def check(*sizes):
+        inputs = inputs_of(*sizes)
+        assert_close(session.run(None, inputs), judge.run(None, inputs))
+
+    for sizes in [(1, 4, 4), (1, 4, 4), (2, 4, 4), (1, 4, 5), (1, 5, 4), (1, 4, 4), (2, 300, 300), (2, 300, 300), (1, 4, 4)]:
+        check(*sizes)
+    with pytest.raises(Exception, match="mask|broadcast"):
+        session.run(None, inputs_of(1, 4, 4, (3, 4)))
+    for length in range(1, 70):  # more of them than are kept
+        check(1, length, length)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: check(1 + i % 2, 4 + i % 3, 4), range(60)))
+
+
+@needs_provider
 def test_inside_bodies():
     body = f"g1 () => (float[B,4,S,16] y) {{{attention_text()}\n}}"
     text = f"""<ir_version: 8, opset_import: ["": 17]>
