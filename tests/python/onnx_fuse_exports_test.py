@@ -16,6 +16,8 @@ onnx = pytest.importorskip("onnx", reason="onnx is not installed: its models are
 if torch is None:
     pytest.skip("torch is not installed: nothing is exported", allow_module_level=True)
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: it judges the numbers")
+from onnx_fourteen_exports_test import Layer  # noqa: E402
+
 import polyhead.onnx  # noqa: E402
 import polyhead.torch  # noqa: E402
 
@@ -81,17 +83,6 @@ class Grouped(Attention):
         k, v = (y[:, :, None].expand(-1, -1, 2, -1, -1).reshape(q.shape) for y in (k, v))
         bias = (1.0 - mask[:, None, None]) * torch.finfo(torch.float32).min
         return torch.softmax(q @ k.transpose(2, 3) * D**-0.5 + bias, dim=-1, dtype=torch.float32).to(q.dtype) @ v
-
-
-class Layer(torch.nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x, mask):
-        if isinstance(self.layer, torch.nn.MultiheadAttention):
-            return self.layer(x, x, x, need_weights=False, key_padding_mask=mask == 0)[0]
-        return self.layer(x)
 
 
 MODELS = {

@@ -13,6 +13,7 @@ import torch.utils.dlpack
 from device import allocate, pointer, synchronize, to_device, to_host, twin
 from torch.utils._pytree import tree_map
 
+import polyhead
 from polyhead import _bind
 from polyhead._cuda_arrays import contiguous_strides
 
@@ -160,3 +161,13 @@ BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 def assert_close(got, want, dtype=torch.float32):
     torch.testing.assert_close(host(got).float(), want.float(), rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
+
+
+def assert_refused(refused):
+    """Calls, and what stands in the sentence of each. Nothing of theirs is left when this returns."""
+    while refused:
+        call, sentence = refused.pop()
+        with pytest.raises((polyhead.Error, ValueError)) as error:
+            call()
+        assert sentence in str(error.value)
+        del error, call
