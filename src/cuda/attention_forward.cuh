@@ -178,11 +178,10 @@ class Forward {
     const auto& problem = static_cast<const StoredProblem&>(p);
     return {side == kKeys ? problem.stored_key : problem.stored_value, h_kv};
   }
-  // As row_of, but counted in rows.
-  __device__ int64_t stored_row_of(int64_t j) const {
-    if (!in_pages()) return (p.packed ? 0 : b * p.seqlen_k) + shared.band.first_k + j;
+  __device__ StoredPlace stored_place_of(int64_t j) const {
+    if (!in_pages()) return {b, shared.band.first_k + j};
     const KeyPlace place = shared.places.of(j);
-    return place.page < 0 ? kNoRow : place.page * p.pages.page_size + place.within;
+    return {place.page, place.within};
   }
 
   // K_j or V_j
@@ -191,8 +190,9 @@ class Forward {
     const Rows& rows = kSide == kKeys ? p.key : p.value;
     const int64_t keys = shared.band.keys, skipped = from * rows.column;
     if constexpr (kStored) {
-      load_stored_rows(tile, stored(kSide), from, from + columns,
-                       [&](int n) { return j + n < keys ? stored_row_of(j + n) : kNoRow; });
+      load_stored_rows(tile, stored(kSide), from, from + columns, [&](int n) {
+        return j + n < keys ? stored_place_of(j + n) : StoredPlace{-1, 0};
+      });
     } else if (in_pages()) {
       load_rows(tile, rows, columns, [&](int n) {
         const int64_t row = j + n < keys ? row_of(rows, j + n) : kNoRow;
@@ -364,7 +364,7 @@ class Forward {
                                   sees);
     };
     if constexpr (kStored) {
-      add(stored(kValues), [&](int key) { return stored_row_of(j + key); });
+      add(stored(kValues), [&](int key) { return stored_place_of(j + key); });
     } else {
       add(p.value, [&](int key) { return row_of(p.value, j + key); });
     }

@@ -102,11 +102,10 @@ Rows rows_of(const Tensor& t, Number elements) {
   return rows;
 }
 
-StoredRows stored_rows(const Tensor& t, const Tensor& scales, int64_t rows_of_batch, int64_t group) {
+StoredRows stored_rows(const Tensor& t, const Tensor& scales, int64_t group) {
   StoredRows stored;
   stored.rows = rows_of(t, number_of(t.dtype));
   stored.scales = rows_of(scales, number_of(scales.dtype));
-  stored.rows_of_batch = std::max<int64_t>(rows_of_batch, 1);
   stored.group = static_cast<int>(group);
   return stored;
 }
@@ -176,8 +175,7 @@ bool is_stored(const AttentionDesc& desc) { return key_dtype(desc) != desc.dtype
 
 void set_stored(const AttentionDesc& desc, const ForwardArgs& args, StoredProblem* p) {
   const auto stored = [&](const Tensor& t, const Tensor& scales, int64_t group, int64_t dim) {
-    return stored_rows(t, scales, desc.page_size > 0 ? desc.page_size : desc.seqlen_k,
-                       std::max<int64_t>(group == 0 ? dim : group, 1));
+    return stored_rows(t, scales, std::max<int64_t>(group == 0 ? dim : group, 1));
   };
   p->stored_key = stored(args.key, args.key_scales, desc.key_group, desc.head_dim);
   p->stored_value = stored(args.value, args.value_scales, desc.value_group, desc.head_dim_v);

@@ -17,7 +17,7 @@ MemorySize key_blocks(const AttentionDesc& desc);
 // A tensor [batch, rows, heads, columns], or [rows, heads, columns], for kernels that compute with `elements`.
 Rows rows_of(const Tensor& t, Number elements);
 // The same as it is stored; `group` numbers share a scale, if there are some.
-StoredRows stored_rows(const Tensor& t, const Tensor& scales, int64_t rows_of_batch, int64_t group);
+StoredRows stored_rows(const Tensor& t, const Tensor& scales, int64_t group);
 // [batch, heads, rows], or [heads, rows]
 Statistic statistic_of(const Tensor& t);
 // A mask or bias, [1 or batch, 1 or num_heads, 1 or seqlen_q, 1 or seqlen_k].

@@ -89,7 +89,7 @@ class Append {
   }
 
   __device__ void store(const CacheRows& to, int64_t slot, int h) const {
-    const int64_t page = slot / to.rows_of_batch, within = slot % to.rows_of_batch;
+    const int64_t page = slot / to.page_size, within = slot % to.page_size;
     const auto first = [&](const Rows& rows) { return page * rows.batch + within * rows.row + h * rows.head; };
     if (to.scales.data == nullptr) {
       store(to.rows, first(to.rows), to.dim);

@@ -16,6 +16,7 @@ struct TokenNumbers {
 
 // Keys or values of a cache.
 struct CacheRows : StoredRows {
+  int64_t page_size = 1;
   int dim = 0;        // of a head
   float largest = 1;  // that a number with a scale may be
 };

@@ -36,7 +36,8 @@ Rows rows(const Tensor& t) { return rows_of(t, number_of(t.dtype)); }
 
 CacheRows cache_rows(const KvCacheDesc& cache, const Tensor& t, const Tensor& scales, int64_t dim, int64_t group) {
   CacheRows to;
-  static_cast<StoredRows&>(to) = stored_rows(t, scales, cache.page_size, group == 0 ? dim : group);
+  static_cast<StoredRows&>(to) = stored_rows(t, scales, group == 0 ? dim : group);
+  to.page_size = cache.page_size;
   to.dim = static_cast<int>(dim);
   to.largest = largest_stored(t.dtype);
   return to;

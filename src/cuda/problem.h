@@ -18,10 +18,9 @@ struct Rows {
 };
 
 // Keys or values as they are stored, and what the numbers are multiplied by, of which `group` share one; no scales: they are
-// as they come. Rows are counted through, rows_of_batch in each batch or page.
+// as they come.
 struct StoredRows {
   Rows rows, scales;
-  int64_t rows_of_batch = 1;
   int group = 1;
 };
 

@@ -117,8 +117,8 @@ __device__ inline void add_not_finite(float (&C)[kColumnBlocks][4], const float 
   const Signs<kSigned> signs(weights, lane);
 #pragma unroll 1
   for (int j = 0; j < 8 * kBlocks && j < count; ++j) {
-    const int64_t row = row_at(j);
-    if (row == kNoRow) continue;
+    const auto row = row_at(j);
+    if (!is_there(row)) continue;
 #pragma unroll 1
     for (int of_lane = lane % 4 * 2; of_lane < 8 * kColumnBlocks; of_lane += 8) {
 #pragma unroll

@@ -20,41 +20,54 @@ __device__ inline float decoded(const unsigned char* row, Number number, int col
   return 256 * to_float(Float16{static_cast<uint16_t>((bits & 0x80) << 8 | (bits & 0x7f) << 7)});  // bias 15 -> 7
 }
 
-// A head of a sequence's keys or values, whose rows are counted from the first one of the tensor on.
+// A row of keys or values: of a sequence of the batch, or of a page. outer < 0: it is not there.
+struct StoredPlace {
+  int64_t outer, inner;
+};
+__device__ inline bool is_there(const StoredPlace& place) { return place.outer >= 0; }
+
+// A head of keys or values.
 struct StoredHead {
   const StoredRows& stored;
   int64_t head;
 
-  // Where row n begins.
-  __device__ int64_t begin(const Rows& rows, int64_t n) const {
-    return head * rows.head + n / stored.rows_of_batch * rows.batch + n % stored.rows_of_batch * rows.row;
+  __device__ int64_t begin(const Rows& rows, const StoredPlace& place) const {
+    return head * rows.head + place.outer * rows.batch + place.inner * rows.row;
+  }
+  // Of group n of a row's numbers.
+  __device__ float scale(const StoredPlace& place, int n) const {
+    const Rows& scales = stored.scales;
+    if (scales.data == nullptr) return 1;
+    return load_number(scales.data, scales.number, begin(scales, place) + n * scales.column);
+  }
+  // Number `column` of a row, before its scale.
+  __device__ float number(const StoredPlace& place, int column) const {
+    const Rows& rows = stored.rows;
+    const int64_t first = begin(rows, place);
+    if (stored.scales.data == nullptr) return load_number(rows.data, rows.number, first + column * rows.column);
+    return decoded(static_cast<const unsigned char*>(rows.data) + first, rows.number, column, rows.column);
   }
 };
 
-// Number `column` of row n.
 template <class T>
-__device__ inline float number_at(const StoredHead& of, int64_t n, int column) {
-  const Rows &rows = of.stored.rows, &scales = of.stored.scales;
-  const int64_t begin = of.begin(rows, n);
-  if (scales.data == nullptr) return load_number(rows.data, rows.number, begin + column * rows.column);
-  const float number = decoded(static_cast<const unsigned char*>(rows.data) + begin, rows.number, column, rows.column);
-  return number *
-         load_number(scales.data, scales.number, of.begin(scales, n) + column / of.stored.group * scales.column);
+__device__ inline float number_at(const StoredHead& of, const StoredPlace& place, int column) {
+  return of.number(place, column) * of.scale(place, column / of.stored.group);
 }
 
-// Row n of the tile from row row_at(n) of `of`, zeros if that is kNoRow, from column `from` on, and from column `columns` on.
-template <int kD, class RowAt>
+// Row n of the tile from place_at(n) of `of`, zeros where nothing is, from column `from` on, and from column `columns` on.
+// Numbers of a piece share a scale: groups have a multiple of 16 of them, or all.
+template <int kD, class PlaceAt>
 __device__ void load_stored_rows(Tile<Float32, kD>& tile, const StoredHead& of, int from, int columns,
-                                 const RowAt& row_at) {
+                                 const PlaceAt& place_at) {
   constexpr int kPiece = Tile<Float32, kD>::kPiece, kPieces = kD / kPiece, kStep = kThreads / kPieces;
   const int first = static_cast<int>(threadIdx.x) / kPieces, c = static_cast<int>(threadIdx.x) % kPieces;
-#pragma unroll 2
+  const int column = from + c * kPiece, group = column / of.stored.group;
+#pragma unroll 4
   for (int row = first; row < kTileRows; row += kStep) {
-    const int64_t n = row_at(row);
-    const auto number = [&](int i) {
-      const int column = from + c * kPiece + i;
-      return n != kNoRow && column < columns ? number_at<Float32>(of, n, column) : 0;
-    };
+    const StoredPlace place = place_at(row);
+    const bool there = is_there(place) && column < columns;
+    const float scale = there ? of.scale(place, group) : 0;
+    const auto number = [&](int i) { return there && column + i < columns ? of.number(place, column + i) * scale : 0; };
     *reinterpret_cast<float4*>(tile.piece(row, c)) = {number(0), number(1), number(2), number(3)};
   }
 }

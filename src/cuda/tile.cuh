@@ -66,6 +66,8 @@ __device__ inline float element(const Rows& rows, int64_t n) {
   return load_number(rows.data, rows.number, n);
 }
 
+__device__ inline bool is_there(int64_t row) { return row != kNoRow; }
+
 // The number in a column of the row that begins at element `row`.
 template <class T>
 __device__ inline float number_at(const Rows& rows, int64_t row, int column) {
