@@ -138,7 +138,7 @@ void clear_sums(const Call& call, const BackwardTask& task) {
   clear(task.value_sums, call.desc.head_dim_v);
 }
 
-NextRows next_head(int64_t b, int64_t h, const Sequence& s) { return {b, h, s.first_q, s.len_q, s.first_k, s.len_k}; }
+NextRows next_head(int64_t b, int64_t h, const Sequence& s) { return {s, b, h, 0, s.len_q}; }
 
 // Key/value heads [first_head, end), counted b * num_heads_kv + g.
 void run_whole_heads(const Call& call, int64_t first_head, int64_t end) {

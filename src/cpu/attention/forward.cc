@@ -153,14 +153,16 @@ void look_ahead(const Head& head, int num_tiles, const KeyBlock& block, int64_t 
     const int64_t left = task.sequence.len_k - next, keys = left < kBlock ? left : kBlock;
     ahead.add(head.key.at(next, keys, head.scratch->key_places), 0, keys, problem.head_dim);
     ahead.add(head.value.at(next, keys, head.scratch->value_places), 0, keys, problem.head_dim_v);
+    head.score.options.add_ahead(ahead, {task.first_query, static_cast<int>(task.num_queries)}, {next, next + keys});
   } else {
     const NextRows& then = task.next;
     ahead.add(rows_of(problem.out, task.b, task.h, task.sequence.first_q), task.first_query, task.num_queries,
               problem.head_dim_v);
-    ahead.add(rows_of(problem.query, then.b, then.h, then.first_q), 0, then.num_queries, problem.head_dim);
-    add_keys_ahead(ahead, problem, then);
+    ahead.add(rows_of(problem.query, then.b, then.h, then.first_row()), 0, then.num_queries, problem.head_dim);
+    add_keys_ahead(ahead, problem, then, then.num_queries);
   }
-  ahead.share_out(int64_t{num_tiles} * ((block.num_keys + 2 * kMicroRows - 1) / (2 * kMicroRows)));
+  constexpr int kWidth = kTmm ? kPartVecs : kMicroVecs, kRows = micro_rows(kWidth);
+  ahead.share_out(int64_t{num_tiles} * (kVecs / kWidth) * ((block.num_keys + kRows - 1) / kRows));
 }
 
 template <class Mac>

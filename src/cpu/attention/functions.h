@@ -12,9 +12,12 @@ constexpr int kMaxTiles = 3;  // tiles of a task; of forward, IsaFunctions::forw
 
 // What a thread will probably compute next: asked for in advance. Rows are those of the operands; none: nothing.
 struct NextRows {
+  Sequence sequence;
   int64_t b = 0, h = 0;
-  int64_t first_q = 0, num_queries = 0;
-  int64_t first_k = 0, num_keys = 0;
+  int64_t first_query = 0, num_queries = 0;
+  bool other_keys = true;  // than those that are in the cache
+
+  int64_t first_row() const { return sequence.first_q + first_query; }
 };
 
 // A run of queries of one head of one sequence: at most forward_tiles_at_once tiles, all below sequence.len_q.

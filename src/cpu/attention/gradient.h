@@ -9,7 +9,7 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-constexpr int kRowsAhead = 5;  // asked for with each microkernel: what a group of tiles needs, within its last block
+constexpr int kLinesAhead = 24;  // asked for with each microkernel: what a group of tiles needs, within its last block
 
 struct GradientTile : QueryTile {
   float *query, *grad_out;             // Q^T and dO^T, words along the dims
@@ -185,7 +185,7 @@ void weigh_part_of(const GradientHead& head, const GradientTile& tile, const Key
   };
   const int64_t words = words_of(head.problem.head_dim, Mac::kElements);
   const auto apply = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
-    if (head.ahead != nullptr) head.ahead->ask(kRowsAhead);
+    if (head.ahead != nullptr) head.ahead->ask(kLinesAhead);
     score.apply_and_keep(s, view, key, lane, head.view_memory->options);
   };
   if (score.by_program) {
@@ -217,7 +217,7 @@ void differentiate_part_of(const GradientHead& head, const GradientTile& tile, c
   const bool masked = head.score.hides(view);
   const F drop_scale = broadcast(head.problem.dropout.scale);
   const auto finish = [&]<int kRows, int kVecs_>(F(&dp)[kRows][kVecs_], int key, int lane) {
-    if (head.ahead != nullptr) head.ahead->ask(kRowsAhead);
+    if (head.ahead != nullptr) head.ahead->ask(kLinesAhead);
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs_; ++v) {
       const int at = lane + v * kLanes;

@@ -94,9 +94,9 @@ TileTasks::At TileTasks::at(int64_t index) const {
 NextRows TileTasks::next_rows(const At& now, const At& then) const {
   const Sequence& s = sequences_[then.b];
   const int64_t queries = std::clamp<int64_t>(s.len_q - then.first_query, 0, chunk_queries_);
-  NextRows next{then.b, then.h, s.first_q + then.first_query, queries, s.first_k, s.len_k};
+  NextRows next{s, then.b, then.h, then.first_query, queries};
   const int64_t group = desc_.num_heads / desc_.num_heads_kv;
-  if (queries == 0 || (then.b == now.b && then.h / group == now.h / group)) next.num_keys = 0;
+  next.other_keys = then.b != now.b || then.h / group != now.h / group;
   return next;
 }
 

@@ -45,13 +45,19 @@ struct HeadOptions {
       : problem(p), sequence(s), b(b_), h(h_), score(p, s, b_, h_), view_memory(scratch) {}
 };
 
-// The first block of keys of the next task.
-inline void add_keys_ahead(RowsAhead& ahead, const Problem& problem, const NextRows& next) {
-  const int64_t keys = next.num_keys < kBlock ? next.num_keys : kBlock, kv_head = next.h / problem.group;
-  const KeyRows key = key_rows_of(problem.key, next.b, kv_head, next.first_k, next.num_keys);
-  const KeyRows value = key_rows_of(problem.value, next.b, kv_head, next.first_k, next.num_keys);
-  ahead.add(key.in_place(0, keys), 0, keys, problem.head_dim);
-  ahead.add(value.in_place(0, keys), 0, keys, problem.head_dim_v);
+// The first block of keys of the next task, and what is added to the scores of its first queries, `num_queries` at most.
+inline void add_keys_ahead(RowsAhead& ahead, const Problem& problem, const NextRows& next, int64_t num_queries) {
+  const Sequence& s = next.sequence;
+  const int64_t queries = num_queries < next.num_queries ? num_queries : next.num_queries;
+  const int64_t keys = s.len_k < kBlock ? s.len_k : kBlock, kv_head = next.h / problem.group;
+  if (queries <= 0) return;
+  if (next.other_keys) {
+    ahead.add(key_rows_of(problem.key, next.b, kv_head, s.first_k, s.len_k).in_place(0, keys), 0, keys,
+              problem.head_dim);
+    ahead.add(key_rows_of(problem.value, next.b, kv_head, s.first_k, s.len_k).in_place(0, keys), 0, keys,
+              problem.head_dim_v);
+  }
+  Options(problem, s, next.b, next.h).add_ahead(ahead, {next.first_query, static_cast<int>(queries)}, {0, keys});
 }
 
 // Whether a tile may see some key of [begin, end), up to what options hide.

@@ -17,6 +17,10 @@ struct OptionList;
 template <>
 struct OptionList<> : Option {
   OptionList(const Problem&, const Sequence&, int64_t, int64_t) {}
+  template <class O>
+  bool only() const {
+    return true;
+  }
   void save(const Kept&, const Memory&, int64_t, const auto& /*seen*/) const {}
   void load_kept(Kept&, const Memory&, int64_t) const {}
 };
@@ -44,11 +48,20 @@ struct OptionList<First, Rest...> {
       : first(problem, sequence, b, h), rest(problem, sequence, b, h) {}
 
   bool on() const { return first.on() || rest.on(); }
+  // Whether no option but O is on.
+  template <class O>
+  bool only() const {
+    return (kSame<O, First> || !first.on()) && rest.template only<O>();
+  }
   bool may_hide() const { return first.may_hide() || rest.may_hide(); }
   bool same_for_heads() const { return first.same_for_heads() && rest.same_for_heads(); }
   bool same_for_queries() const { return first.same_for_queries() && rest.same_for_queries(); }
   bool may_see(const Queries& queries, const KeyRange& keys) const {
     return first.may_see(queries, keys) && rest.may_see(queries, keys);
+  }
+  void add_ahead(auto& ahead, const Queries& queries, const KeyRange& keys) const {
+    first.add_ahead(ahead, queries, keys);
+    rest.add_ahead(ahead, queries, keys);
   }
   static int64_t memory_floats(const Asked& asked) {
     return First::memory_floats(asked) + OptionList<Rest...>::memory_floats(asked);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/attention/score/option.h"
-#include "cpu/isa/elements.h"
+#include "cpu/isa/rows.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
@@ -40,6 +40,11 @@ struct MaskAndBias : Option {
   bool same_for_heads() const { return mask.stride_h == 0 && bias.stride_h == 0; }
   bool same_for_queries() const { return mask.stride_q == 0 && bias.stride_q == 0; }
 
+  void add_ahead(RowsAhead& ahead, const Queries& queries, const KeyRange& keys) const {
+    add_rows_ahead(ahead, bias, queries, keys);
+    add_rows_ahead(ahead, mask, queries, {keys.begin < first_mask_key ? first_mask_key : keys.begin, keys.end});
+  }
+
   static int64_t memory_floats(const Asked& asked) { return asked.additive ? kTileFloats : 0; }
   void take_memory(Memory& own, float*& memory, bool) const { own.tile = on() ? take(memory, kTileFloats) : nullptr; }
 
@@ -66,11 +71,14 @@ struct MaskAndBias : Option {
 
   F score(F s, const auto& at, const View& view, Kept&) const {
     if (!adds(at, view)) return s;
-    const F add = added(at, view);
-    return select(equal(add, broadcast(-kInfinity)), add, s + add);
+    return plus(s, added(at, view));
   }
 
+  // The same, where view.tile is there.
+  F add(F s, const View& view, int key, int lane) const { return plus(s, added(TilePlace{0, 0, key, lane}, view)); }
+
  private:
+  static F plus(F s, F add) { return select(equal(add, broadcast(-kInfinity)), add, s + add); }
   bool adds(const TilePlace&, const View& view) const { return view.tile != nullptr; }
   bool adds(const RowPlace&, const View&) const { return on(); }
   bool adds(const HeadsPlace&, const View&) const { return false; }  // tiny_takes refuses them
@@ -82,6 +90,12 @@ struct MaskAndBias : Option {
     return key < first_mask_key ? row_before_mask(at.query, key, at.n) : row(at.query, key, at.n);
   }
   F added(const HeadsPlace&, const View&) const { return broadcast(0.0f); }
+
+  static void add_rows_ahead(RowsAhead& ahead, const Broadcast& x, const Queries& queries, const KeyRange& keys) {
+    if (x.data == nullptr || keys.begin >= keys.end) return;
+    const Rows rows{static_cast<const char*>(x.data), x.dtype, x.stride_q * element_bytes(x.dtype), x.stride_k};
+    ahead.add(rows.from(queries.first, keys.begin), 0, x.stride_q == 0 ? 1 : queries.count, keys.end - keys.begin);
+  }
 
   F bias_row(int64_t i, int64_t key, int n) const {
     if (bias.data == nullptr) return broadcast(0.0f);
@@ -166,6 +180,52 @@ struct MaskAndBias : Option {
     return found;
   }
 
+  // Scores of kLanes keys for as many queries, transposed into a tile: `row(r)` is of query r. Whether all of them are -inf, and
+  // whether all are 0, is added to what is known.
+  template <class RowOf>
+  static void fill_square(float* tile, M& all_hidden, M& all_zero, const RowOf& row_of) {
+    F square[kLanes];
+#pragma GCC unroll 16
+    for (int r = 0; r < kLanes; ++r) {
+      square[r] = row_of(r);
+      all_hidden = both(all_hidden, equal(square[r], broadcast(-kInfinity)));
+      all_zero = both(all_zero, equal(square[r], broadcast(0.0f)));
+    }
+    transpose(square);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) store(tile + i * kTile, square[i]);
+  }
+
+  // Queries [first, first + kLanes) and whole vectors of keys; how many keys that are.
+  int fill_squares(float* tile, Found& found, int64_t first, const Keys& keys) const {
+    const int end = keys.begin + (keys.end - keys.begin) / kLanes * kLanes;
+    M all_hidden = mask_from_bits(~0u), all_zero = all_hidden;
+    const int64_t key = keys.first;
+    const bool has_mask = mask.data != nullptr, has_bias = bias.data != nullptr;
+    if (!has_mask && has_bias && bias.dtype == DType::kFloat32 && bias.stride_k == 1) {
+      const float* rows = static_cast<const float*>(bias.data) + first * bias.stride_q + key;
+      for (int k = keys.begin; k < end; k += kLanes) {
+        fill_square(tile + k * kTile, all_hidden, all_zero, [&](int r) { return load(rows + r * bias.stride_q + k); });
+      }
+    } else if (!has_bias && has_mask && mask.stride_k == 1) {
+      const uint8_t* rows = static_cast<const uint8_t*>(mask.data) + first * mask.stride_q + key;
+      for (int k = keys.begin; k < end; k += kLanes) {
+        fill_square(tile + k * kTile, all_hidden, all_zero, [&](int r) {
+          const F keep = load_bool(rows + r * mask.stride_q + k);
+          return select(equal(keep, broadcast(0.0f)), broadcast(-kInfinity), broadcast(0.0f));
+        });
+      }
+    } else {
+      for (int k = keys.begin; k < end; k += kLanes) {
+        fill_square(tile + k * kTile, all_hidden, all_zero, [&](int r) { return row(first + r, key + k, kLanes); });
+      }
+    }
+    if (end == keys.begin) return 0;
+    found.visible |= bits(negate(all_hidden));
+    found.changed |= bits(negate(all_zero));
+    return end - keys.begin;
+  }
+
   // tile[key][query], or tile[key] where all queries share one row.
   Found fill(float* tile, const Queries& queries, const Keys& keys) const {
     Found found;
@@ -179,7 +239,9 @@ struct MaskAndBias : Option {
       return found;
     }
     for (int q = 0; q < queries.count; q += kLanes) {
-      for (int k = keys.begin; k < keys.end; k += kLanes) {
+      int k = keys.begin;
+      if (q + kLanes <= queries.count) k += fill_squares(tile + q, found, queries.first + q, keys);
+      for (; k < keys.end; k += kLanes) {
         const int n = keys.end - k < kLanes ? keys.end - k : kLanes;
         F block[kLanes];
         for (int r = 0; r < kLanes; ++r) {

@@ -78,6 +78,9 @@ struct Option {
   // must say no to what this excludes.
   bool may_see(const Queries&, const KeyRange&) const { return true; }
 
+  // Adds to RowsAhead what `look` will read of the queries and keys.
+  void add_ahead(auto& /*ahead*/, const Queries&, const KeyRange&) const {}
+
   // Floats beside what Memory holds: the most that take_memory takes.
   static int64_t memory_floats(const Asked&) { return 0; }
   void take_memory(auto& /*own*/, float*& /*memory*/, bool /*gradients*/) const {}

@@ -82,6 +82,7 @@ struct Score {
   __attribute__((always_inline)) void apply(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane) const {
     if (!scaled_first && view.ranges == nullptr) return;
     if (scales_alone(view)) return scale_all(s);
+    if (adds_alone(view)) return add_all(s, view, key, lane);
     F x[kRows][kVecs_];  // s itself stays in registers: its address is not taken
     copy(x, s);
     for_each_score(x, view, key, lane, [](const Options::Kept&, int, int) {});
@@ -94,6 +95,7 @@ struct Score {
                       const Options::Memory& memory) const {
     if (!scaled_first && view.ranges == nullptr) return;
     if (scales_alone(view)) return scale_all(s);
+    if (adds_alone(view)) return add_all(s, view, key, lane);
     const bool some_hidden = hides_from_program(view);
     for_each_score(s, view, key, lane, [&](const Options::Kept& kept, int k, int at) {
       options.save(kept, memory, k * kTile + at,
@@ -144,6 +146,23 @@ struct Score {
 
   // Programs and sinks want scores of products to which no option does anything.
   bool scales_alone(const BlockView& view) const { return scaled_first && view.ranges == nullptr && !options.on(); }
+  // What is asked for most often, a mask or a bias and nothing else, leaves scores in registers.
+  bool adds_alone(const BlockView& view) const {
+    return scaled_first && view.ranges == nullptr && view_of<MaskAndBias>(options, view.options).tile != nullptr &&
+           options.template only<MaskAndBias>();
+  }
+  template <int kRows, int kVecs_>
+  __attribute__((always_inline)) void add_all(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane) const {
+    const MaskAndBias& added = option<MaskAndBias>(options);
+    const MaskAndBias::View own = view_of<MaskAndBias>(options, view.options);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs_; ++v) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        s[r][v] = added.add(s[r][v] * broadcast(scale), own, key + r, lane + v * kLanes);
+      }
+    }
+  }
   template <int kRows, int kVecs_>
   static void copy(F (&to)[kRows][kVecs_], const F (&from)[kRows][kVecs_]) {
     for (int r = 0; r < kRows; ++r) {
