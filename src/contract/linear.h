@@ -1,6 +1,6 @@
 // What the layer and its blocks compute besides attention, on matrices that somebody else owns: products with an
-// epilogue, the epilogue alone, and norms; forward and backward; on a device also what decoding needs. One Kernel is one way to do it, under the name
-// of the attention kernel that it belongs to. src/linear/kernel_list.cc names them all; src/reference is the definition.
+// epilogue, the epilogue alone, and norms; forward and backward; and what decoding asks of a device. A Kernel is one way to
+// do it, named as the attention kernel beside it. src/linear/kernel_list.cc lists all; src/reference is the definition.
 //
 // Types: a call's matrices are float32, bfloat16 or float16, and sums are float32; or all are float64 (the reference
 // alone). Vectors over columns (bias, gamma, beta and their gradients) are [1, N] matrices of float32 or the call's

@@ -12,17 +12,15 @@ __global__ void __launch_bounds__(kThreads) step_kernel(const __grid_constant__ 
   stand_at_step(problem);
 }
 
-unsigned blocks_of(int64_t n, int of_block) { return static_cast<unsigned>(n / of_block + (n % of_block != 0)); }
-
 }  // namespace
 
 cudaError_t launch_append(const AppendProblem& p, cudaStream_t stream) {
-  append_kernel<<<blocks_of(p.batch * p.time * (p.heads + 2 * p.heads_kv), kWarps), kThreads, 0, stream>>>(p);
+  append_kernel<<<pieces_of(p.batch * p.time * (p.heads + 2 * p.heads_kv), kWarps), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
 cudaError_t launch_step(const StepProblem& p, cudaStream_t stream) {
-  step_kernel<<<blocks_of(p.batch, kThreads), kThreads, 0, stream>>>(p);
+  step_kernel<<<pieces_of(p.batch, kThreads), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

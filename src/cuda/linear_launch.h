@@ -22,6 +22,9 @@ constexpr GemmTile gemm_tile(Number number, bool large) {
   return large ? GemmTile{128, 128} : GemmTile{64, 64};
 }
 
+// How many blocks take n rows, columns or elements, `size` each.
+inline unsigned pieces_of(int64_t n, int64_t size) { return static_cast<unsigned>(n / size + (n % size != 0)); }
+
 // `large`: which tile row_tiles and column_tiles are of.
 template <class T>
 cudaError_t launch_gemm(const GemmProblem& problem, bool large, cudaStream_t stream);

@@ -19,8 +19,6 @@ __global__ void __launch_bounds__(kThreads) norm_parameters_kernel(const __grid_
   norm_parameters(problem);
 }
 
-unsigned pieces_of(int n, int size) { return static_cast<unsigned>(n / size + (n % size != 0)); }
-
 }  // namespace
 
 cudaError_t launch_norm_forward(const NormProblem& p, cudaStream_t stream) {

@@ -18,8 +18,6 @@ __global__ void __launch_bounds__(kThreads) sum_heads_kernel(const __grid_consta
   sum_heads(problem);
 }
 
-unsigned pieces_of(int n, int size) { return static_cast<unsigned>(n / size + (n % size != 0)); }
-
 }  // namespace
 
 cudaError_t launch_pointwise(const PointwiseProblem& p, cudaStream_t stream) {
@@ -34,8 +32,7 @@ cudaError_t launch_merge(const MergeProblem& p, cudaStream_t stream) {
 }
 
 cudaError_t launch_sum_heads(const HeadsProblem& p, cudaStream_t stream) {
-  const int64_t blocks = (int64_t{p.m} * p.n + kThreads - 1) / kThreads;
-  sum_heads_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
+  sum_heads_kernel<<<pieces_of(int64_t{p.m} * p.n, kThreads), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

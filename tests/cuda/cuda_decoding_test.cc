@@ -91,6 +91,16 @@ struct Tokens {
       cos.set(n, std::cos(angle)), sin.set(n, std::sin(angle));
     }
   }
+
+  // Without queries.
+  KvAppendArgs args() const {
+    return {.key = view(key),
+            .value = view(value),
+            .slots = view(slots),
+            .positions = view(positions),
+            .cos = view(cos),
+            .sin = view(sin)};
+  }
 };
 
 // A cache after a call, or several: its bytes, 0xff where nothing was written, and the turned queries.
@@ -209,12 +219,7 @@ TEST(CudaDecoding, ComesBackAtOnce) {
   KvTensors pool = pool_in(format.cache, false, &memory);
   const std::vector<uint8_t> before = memory;
   LentCall lent(device_under_test.kernel);
-  KvAppendArgs args{.key = view(tokens.key),
-                    .value = view(tokens.value),
-                    .slots = view(tokens.slots),
-                    .positions = view(tokens.positions),
-                    .cos = view(tokens.cos),
-                    .sin = view(tokens.sin)};
+  KvAppendArgs args = tokens.args();
   for (Tensor* t : {&pool.key, &pool.value}) lent.lend(t, false);
   for (Tensor* t : {&args.key, &args.value, &args.slots, &args.positions, &args.cos, &args.sin}) lent.lend(t, true);
   args.stream = device_under_test.stream();
@@ -231,12 +236,7 @@ TEST(CudaDecoding, RefusesWhatItDoesNotTake) {
     std::vector<uint8_t> memory;
     KvTensors pool = pool_in(format.cache, false, &memory);
     LentCall lent(device_under_test.kernel);
-    KvAppendArgs args{.key = view(tokens.key),
-                      .value = view(tokens.value),
-                      .slots = view(tokens.slots),
-                      .positions = view(tokens.positions),
-                      .cos = view(tokens.cos),
-                      .sin = view(tokens.sin)};
+    KvAppendArgs args = tokens.args();
     if (format.cache.rotary_dim == 0) args.positions = args.cos = args.sin = {};
     for (Tensor* t : {&args.value, &args.slots, &args.positions, &args.cos, &args.sin}) lent.lend(t, true);
     if (lend_key) lent.lend(&args.key, true);

@@ -180,7 +180,7 @@ struct MaskAndBias : Option {
     return found;
   }
 
-  // Scores of kLanes keys for as many queries, transposed into a tile: `row(r)` is of query r. Whether all of them are -inf, and
+  // Scores of kLanes keys for as many queries, transposed into a tile: row_of(r) is of query r. Whether all of them are -inf, and
   // whether all are 0, is added to what is known.
   template <class RowOf>
   static void fill_square(float* tile, M& all_hidden, M& all_zero, const RowOf& row_of) {
