@@ -77,9 +77,9 @@ void backward_tile(Head& head, Tile& tile, const KeyBlock& block, const Words& k
         },
         [&](int v_begin, int v_end) {
           if (!head.wants_queries) return;
-          accumulate<Mac>(*head.later, tile.chunk, Mac::kElements == 1 ? tile.ds_rows : head.ds_keys, key_words,
-                          part.begin / Mac::kElements, part.end / Mac::kElements, head.problem.head_dim, v_begin,
-                          v_end);
+          accumulate<Mac, kMostSums>(*head.later, tile.chunk, Mac::kElements == 1 ? tile.ds_rows : head.ds_keys,
+                                     key_words, part.begin / Mac::kElements, part.end / Mac::kElements,
+                                     head.problem.head_dim, v_begin, v_end);
         });
     note_groups<Mac>(tile, part);
   });

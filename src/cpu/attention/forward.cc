@@ -161,7 +161,7 @@ void look_ahead(const Head& head, int num_tiles, const KeyBlock& block, int64_t 
     ahead.add(rows_of(problem.query, then.b, then.h, then.first_row()), 0, then.num_queries, problem.head_dim);
     add_keys_ahead(ahead, problem, then, then.num_queries);
   }
-  constexpr int kWidth = kTmm ? kPartVecs : kMicroVecs, kRows = micro_rows(kWidth);
+  constexpr int kWidth = kTmm ? kPartVecs : kMicroVecs, kRows = micro_rows(kWidth, kForwardSums);
   ahead.share_out(int64_t{num_tiles} * (kVecs / kWidth) * ((block.num_keys + kRows - 1) / kRows));
 }
 

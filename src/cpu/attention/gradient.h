@@ -189,10 +189,10 @@ void weigh_part_of(const GradientHead& head, const GradientTile& tile, const Key
     score.apply_and_keep(s, view, key, lane, head.view_memory->options);
   };
   if (score.by_program) {
-    return score_by_program<Mac>(head, tile.query, words, block.key, view, part, *head.later, apply, weigh,
-                                 [](int, int) {});
+    return score_by_program<Mac, kMostSums>(head, tile.query, words, block.key, view, part, *head.later, apply, weigh,
+                                            [](int, int) {});
   }
-  for_each_product<Mac>(
+  for_each_product<Mac, kMostSums>(
       tile.query, words, block.key, part, *head.later,
       [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
         apply(s, key, lane);
@@ -241,7 +241,7 @@ void differentiate_part_of(const GradientHead& head, const GradientTile& tile, c
       take(p, ds, key, at);
     }
   };
-  for_each_product<Mac>(tile.grad_out, words, block.value, part, *head.later, finish, done);
+  for_each_product<Mac, kMostSums>(tile.grad_out, words, block.value, part, *head.later, finish, done);
 }
 
 // dS = P (dP - delta), or dP where there is no softmax, and dP = dropout(dO V^T), of one part after weigh_part: calls

@@ -66,17 +66,19 @@ void weigh_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
   };
   const auto done = [&](int v_begin, int v_end) {
     if (!into_out) return;
-    accumulate<Mac>(*head.later, tile.state.out, head.scratch->p, block.value, part.begin / Mac::kElements,
-                    part.end / Mac::kElements, head.problem.head_dim_v, v_begin, v_end);
+    accumulate<Mac, kForwardSums>(*head.later, tile.state.out, head.scratch->p, block.value,
+                                  part.begin / Mac::kElements, part.end / Mac::kElements, head.problem.head_dim_v,
+                                  v_begin, v_end);
   };
   const auto apply = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
     head.scratch->ahead.ask();
     head.score.apply(s, view, key, lane);
   };
   if (head.score.by_program) {
-    return score_by_program<Mac>(head, tile.query, words, block.key, view, part, *head.later, apply, weigh, done);
+    return score_by_program<Mac, kForwardSums>(head, tile.query, words, block.key, view, part, *head.later, apply,
+                                               weigh, done);
   }
-  for_each_product<Mac>(
+  for_each_product<Mac, kForwardSums>(
       tile.query, words, block.key, part, *head.later,
       [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
         apply(s, key, lane);

@@ -201,9 +201,9 @@ void for_each_part(const TileView& t, const Work& work) {
 
 // X^T [keys][queries] = rows A^T for the keys and vectors of a part: calls take(x, key, lane) with each microkernel's
 // sums, x[r][v] being key + r and the queries lane + v * kLanes on, and done(v_begin, v_end) where all keys of these vectors
-// have been taken. A^T [words][kTile] is a tile of queries. Meanwhile `later` may go on.
+// have been taken; kSums: of a microkernel. A^T [words][kTile] is a tile of queries. Meanwhile `later` may go on.
 #ifdef POLYHEAD_HAS_TMM
-template <class Mac, class Take, class Done>
+template <class Mac, int kSums, class Take, class Done>
 void for_each_product(const float* a, int64_t words, const Words& rows, const Part& part, Later& later,
                       const Take& take, const Done& done) {
   const int units = (part.end - part.begin) / kUnitKeys;
@@ -224,38 +224,28 @@ void for_each_product(const float* a, int64_t words, const Words& rows, const Pa
   }
 }
 #else
-template <class Mac, int kVecs_, class Take>
+template <class Mac, int kSums, int kVecs_, class Take>
 inline void products_of_vecs(const float* a, int64_t words, const Words& rows, int begin, int end, int lane,
                              const Take& take) {
-  constexpr int kRows = micro_rows(kVecs_);
-  int k = begin;
-  for (; k + kRows <= end; k += kRows) {
+  for_each_micro<kVecs_, kSums>(begin, end, [&]<int kRows>(int64_t k) {
     F x[kRows][kVecs_];
     clear(x);
     contract<Mac, true>(x, a + lane, kTile, rows.data + k * rows.stride, rows.stride, words);
-    take(x, k, lane);
-  }
-  if constexpr (kRows != kMicroRows) {
-    for (; k < end; k += kMicroRows) {
-      F x[kMicroRows][kVecs_];
-      clear(x);
-      contract<Mac, true>(x, a + lane, kTile, rows.data + k * rows.stride, rows.stride, words);
-      take(x, k, lane);
-    }
-  }
+    take(x, static_cast<int>(k), lane);
+  });
 }
 
-template <class Mac, class Take, class Done>
+template <class Mac, int kSums, class Take, class Done>
 void for_each_product(const float* a, int64_t words, const Words& rows, const Part& part, Later&, const Take& take,
                       const Done& done) {
   for (int v = part.v_begin; v < part.v_end; v += kMicroVecs) {
     const int lane = v * kLanes, begin = part.begin, end = part.end;
     constexpr bool kWide = kMicroVecs == 4;
     switch (part.v_end - v < kMicroVecs ? part.v_end - v : kMicroVecs) {
-      case 1: products_of_vecs<Mac, 1>(a, words, rows, begin, end, lane, take); break;
-      case 2: products_of_vecs<Mac, 2>(a, words, rows, begin, end, lane, take); break;
-      case 3: products_of_vecs<Mac, kWide ? 3 : 1>(a, words, rows, begin, end, lane, take); break;
-      default: products_of_vecs<Mac, kWide ? 4 : 1>(a, words, rows, begin, end, lane, take); break;
+      case 1: products_of_vecs<Mac, kSums, 1>(a, words, rows, begin, end, lane, take); break;
+      case 2: products_of_vecs<Mac, kSums, 2>(a, words, rows, begin, end, lane, take); break;
+      case 3: products_of_vecs<Mac, kSums, kWide ? 3 : 1>(a, words, rows, begin, end, lane, take); break;
+      default: products_of_vecs<Mac, kSums, kWide ? 4 : 1>(a, words, rows, begin, end, lane, take); break;
     }
   }
   done(part.v_begin, part.v_end);
@@ -307,7 +297,7 @@ void for_each_strip(const Part& part, const Work& work) {
 
 // Products as for_each_product has them, after apply(s, key, lane) -> the program's scores, -inf where hidden, then
 // take(s, key, lane): strip by strip; then done(v_begin, v_end) as that calls it.
-template <class Mac, class Apply, class Take, class Done>
+template <class Mac, int kSums, class Apply, class Take, class Done>
 __attribute__((noinline)) void score_by_program(const HeadOptions& head, const float* query, int64_t words,
                                                 const Words& keys, const BlockView& view, const Part& part,
                                                 Later& later, const Apply& apply, const Take& take, const Done& done) {
@@ -316,7 +306,7 @@ __attribute__((noinline)) void score_by_program(const HeadOptions& head, const f
   const bool some_hidden = head.score.hides_from_program(view);
   head.score.prepare_program(view, options, part.begin, part.end);
   for_each_strip(part, [&](const Part& strip) {
-    for_each_product<Mac>(
+    for_each_product<Mac, kSums>(
         query, words, keys, strip, later,
         [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
           apply(s, key, lane);

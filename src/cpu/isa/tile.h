@@ -17,11 +17,43 @@ constexpr int kVecs = kTile / kLanes;
 constexpr int kMicroVecs = kRegisters == 32 ? 4 : 2;  // vectors of a microkernel: with 4 rows, 16 or 8 sums
 constexpr int kMicroRows = 4;
 
-// Rows of a microkernel of `vecs` vectors: twice kMicroRows where so many sums still fit the registers (32, or 16 in AVX2),
-// because few sums do not hide the multiplier's latency. Without FMA, at 4 lanes, 16 sums were faster than 8 even so
-// (1x16x384x64 on Zen 5: 33 against 22 GFLOP/s).
-constexpr int kMostSums = kLanes == 8 ? 8 : 16;
-constexpr int micro_rows(int vecs) { return 2 * kMicroRows * vecs <= kMostSums ? 2 * kMicroRows : kMicroRows; }
+// Rows of a microkernel of `vecs` vectors: as many as make most_sums, because few sums do not hide the multiplier's latency,
+// and each load serves more of them. Of AVX2's 16 registers 12 are sums (Xeon, against 8: forward 3 % faster, backward 2).
+// Without FMA, at 4 lanes, 16 sums were faster than 8 too (1x16x384x64 on Zen 5: 33 against 22 GFLOP/s).
+constexpr int kMostSums = kLanes == 8 ? 12 : 16;
+constexpr int micro_rows(int vecs, int most_sums = kMostSums) {
+  return 8 * vecs <= most_sums ? 8 : 6 * vecs <= most_sums ? 6 : kMicroRows;
+}
+
+// Sums of forward's microkernels. 24 take fewer loads a multiply-add, which pays where the other thread of a core takes half
+// of what it can issue (Xeon, forward 1 to 5 % faster); backward's are 16 (2 % faster there). Of registers tmm, the vectors of
+// scores that are taken at a time, in rows that divide a unit.
+#ifdef POLYHEAD_HAS_TMM
+constexpr int kForwardSums = 8;
+#else
+constexpr int kForwardSums = kLanes == 16 ? 24 : kMostSums;
+#endif
+
+// Calls work.template operator()<rows>(at) for [begin, end) in microkernels of micro_rows(kVecs_, kSums) rows, of which six do
+// not divide sixteen: 6 + 6 + 4. Returned: where fewer than kMicroRows are left.
+template <int kVecs_, int kSums, class Work>
+inline __attribute__((always_inline)) int64_t for_each_micro(int64_t begin, int64_t end, const Work& work) {
+  constexpr int kRows = micro_rows(kVecs_, kSums);
+  int64_t at = begin;
+  if constexpr (kRows == 6) {
+    for (; at + 16 <= end; at += 16) {
+      work.template operator()<6>(at);
+      work.template operator()<6>(at + 6);
+      work.template operator()<4>(at + 12);
+    }
+  } else {
+    for (; at + kRows <= end; at += kRows) work.template operator()<kRows>(at);
+  }
+  if constexpr (kRows != kMicroRows) {
+    for (; at + kMicroRows <= end; at += kMicroRows) work.template operator()<kMicroRows>(at);
+  }
+  return at;
+}
 
 // A word is 32 bits: one float, or two neighbouring bfloat16 along the summed axis, which lie as their array does.
 typedef float Word __attribute__((aligned(2), may_alias));
@@ -69,7 +101,7 @@ constexpr bool kTmm = false;
 constexpr int kGroup = kLanes;
 constexpr int kPartKeys = kMicroRows, kPartVecs = 1;
 constexpr int kDimStep = 1, kQueryStep = 1;
-constexpr int kForwardTiles = 3;
+constexpr int kForwardTiles = 8;
 constexpr int kKeyVecs = kLanes == 4 ? 4 : 2, kKeyColumns = kKeyVecs * kLanes;
 #endif
 constexpr int kPartLanes = kPartVecs * kLanes;
@@ -226,21 +258,17 @@ struct Later {
   bool reads(const Word*) const { return false; }
 };
 
-template <class Mac, int kVecs_>
+template <class Mac, int kSums, int kVecs_>
 inline void accumulate_vecs(float* out, const float* p, const Words& value, int64_t units, int64_t dim) {
-  int64_t d = 0;
-  if constexpr (micro_rows(kVecs_) != kMicroRows) {
-    for (; d + 2 * kMicroRows <= dim; d += 2 * kMicroRows)
-      accumulate_rows<Mac, 2 * kMicroRows, kVecs_>(out + d * kTile, p, value.column(d), value.stride, units);
-  }
-  for (; d + kMicroRows <= dim; d += kMicroRows)
-    accumulate_rows<Mac, kMicroRows, kVecs_>(out + d * kTile, p, value.column(d), value.stride, units);
-  for (; d < dim; ++d) accumulate_rows<Mac, 1, kVecs_>(out + d * kTile, p, value.column(d), value.stride, units);
+  const auto rows = [&]<int kRows>(int64_t d) {
+    accumulate_rows<Mac, kRows, kVecs_>(out + d * kTile, p, value.column(d), value.stride, units);
+  };
+  for (int64_t d = for_each_micro<kVecs_, kSums>(0, dim, rows); d < dim; ++d) rows.template operator()<1>(d);
 }
 
 // O^T += P^T V over the words [begin, end) of keys, for the vectors [v_begin, v_end) of the tile. Not inline: with and
 // without a program it would stand in each kernel twice.
-template <class Mac>
+template <class Mac, int kSums>
 __attribute__((noinline)) void accumulate(Later&, float* out, const float* p, const Words& value, int64_t begin,
                                           int64_t end, int64_t dim, int v_begin, int v_end) {
   Words from = value;
@@ -250,14 +278,14 @@ __attribute__((noinline)) void accumulate(Later&, float* out, const float* p, co
     float* out_v = out + v * kLanes;
     const float* p_v = p + begin * kTile + v * kLanes;
     switch (v_end - v < kMicroVecs ? v_end - v : kMicroVecs) {
-      case 1: accumulate_vecs<Mac, 1>(out_v, p_v, from, units, dim); break;
-      case 2: accumulate_vecs<Mac, 2>(out_v, p_v, from, units, dim); break;
+      case 1: accumulate_vecs<Mac, kSums, 1>(out_v, p_v, from, units, dim); break;
+      case 2: accumulate_vecs<Mac, kSums, 2>(out_v, p_v, from, units, dim); break;
       default:
         if constexpr (kMicroVecs == 4) {
           if (v_end - v == 3) {
-            accumulate_vecs<Mac, 3>(out_v, p_v, from, units, dim);
+            accumulate_vecs<Mac, kSums, 3>(out_v, p_v, from, units, dim);
           } else {
-            accumulate_vecs<Mac, 4>(out_v, p_v, from, units, dim);
+            accumulate_vecs<Mac, kSums, 4>(out_v, p_v, from, units, dim);
           }
         }
     }

@@ -122,7 +122,7 @@ class Later {
 };
 
 // O^T += P^T V over the words [begin, end) of keys, for the vectors [v_begin, v_end) of the tile: later.
-template <class Mac>
+template <class Mac, int>
 inline void accumulate(Later& later, float* out, const float* p, const Words& value, int64_t begin, int64_t end,
                        int64_t dim, int v_begin, int v_end) {
   for (int v = v_begin; v < v_end; v += kPartVecs) later.start(out, p, value, begin, end - begin, dim, v * kLanes);
@@ -133,7 +133,7 @@ inline void accumulate(Later& later, float* out, const float* p, const Words& va
 template <class Take>
 inline __attribute__((always_inline)) void take_unit(const float* sums, int key, int lane, UnitProduct& next,
                                                      Later& later, int units_left, const Take& take) {
-  constexpr int kRows = micro_rows(kPartVecs), kTakes = kUnitKeys / kRows;
+  constexpr int kRows = micro_rows(kPartVecs, kForwardSums), kTakes = kUnitKeys / kRows;
   int64_t later_steps = (later.steps() + units_left - 1) / units_left;
   const int64_t steps = whole(next.steps() + later_steps, kTakes) / kTakes;
   for (int r = 0; r < kUnitKeys; r += kRows, sums += kRows * kTmmRows) {
