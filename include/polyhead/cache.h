@@ -84,12 +84,15 @@ class POLYHEAD_API KvCache {
   Status append(const KvTensors& pool, const KvAppendArgs& args) const;
 
   /// Copies whole tokens from from[i] to to[i], both [n] of int32 or int64: all are read before one is written, so that
-  /// they may overlap. No slot twice in `to`. For accepting a branch of a tree, and for copy on write. On the CPU alone.
-  Status copy(const KvTensors& pool, const Tensor& from, const Tensor& to) const;
+  /// they may overlap. No slot twice in `to`. For accepting a branch of a tree, and for copy on write.
+  /// A pool on a GPU takes both there, in one call at most 50688 tokens, on `stream`, and the host looks at nothing: what is
+  /// no slot of the cache, or goes to none, is not copied, and a slot that comes twice in `to` holds some of either token.
+  Status copy(const KvTensors& pool, const Tensor& from, const Tensor& to, void* stream = nullptr) const;
 
   /// The tokens at `slots` [n], as they are stored (turned), to key [n, G, D] and value [n, G, Dv], of any float dtype; one
-  /// of both may be left out. On the CPU alone.
-  Status read(const KvTensors& pool, const Tensor& slots, const Tensor& key, const Tensor& value) const;
+  /// of both may be left out. A pool on a GPU takes all of it there, on `stream`: the tokens of what is no slot are 0.
+  Status read(const KvTensors& pool, const Tensor& slots, const Tensor& key, const Tensor& value,
+              void* stream = nullptr) const;
 
  private:
   friend POLYHEAD_API Result<KvCache> kv_cache(const KvCacheDesc&);

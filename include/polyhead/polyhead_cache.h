@@ -88,15 +88,17 @@ POLYHEAD_API polyhead_status polyhead_kv_cache_append(const polyhead_kv_cache* c
                                                       const polyhead_kv_append_args* args);
 
 /// Whole tokens from from[i] to to[i], both [n] of int32 or int64: all are read before one is written. No slot twice in `to`.
-/// On the CPU alone, as is polyhead_kv_cache_read().
+/// Of a pool on a GPU both lie there, and nobody checks them: see polyhead/cache.h. `stream`: NULL, or of that GPU the queue
+/// that the work is put on.
 POLYHEAD_API polyhead_status polyhead_kv_cache_copy(const polyhead_kv_cache* cache, const polyhead_kv_tensors* pool,
-                                                    const polyhead_tensor* from, const polyhead_tensor* to);
+                                                    const polyhead_tensor* from, const polyhead_tensor* to,
+                                                    void* stream);
 
 /// The tokens at `slots` [n], as they are stored, to key [n, G, D] and value [n, G, Dv], of any float dtype; one of
-/// both may be NULL.
+/// both may be NULL. On a GPU as polyhead_kv_cache_copy().
 POLYHEAD_API polyhead_status polyhead_kv_cache_read(const polyhead_kv_cache* cache, const polyhead_kv_tensors* pool,
                                                     const polyhead_tensor* slots, const polyhead_tensor* key,
-                                                    const polyhead_tensor* value);
+                                                    const polyhead_tensor* value, void* stream);
 
 /// Which page holds what: pages are handed out, shared by sequences with a beginning in common, and taken back when nobody
 /// holds them. Not thread-safe. It touches no cache.

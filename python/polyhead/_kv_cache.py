@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -87,9 +87,9 @@ class KvCache:
     It holds the arrays and no other state: arrays may be written by others, and calls on different slots may run at once,
     also beside attention that reads other slots. The C++ class is polyhead::KvCache.
 
-    Where its arrays lie on a CUDA device, all that `append` is given lies there too, D and Dv are 256 at most, and the work is
-    put on the current stream of key's package. Nobody waits for it, so slots and positions are not checked: a slot outside
-    of the cache counts as -1, a position outside of cos as the nearest. `copy` and `read` take arrays of the host alone.
+    Where its arrays lie on a CUDA device, all that its methods are given lies there too, D and Dv are 256 at most, and the work
+    is put on the current stream of key's package. Nobody waits for it, so slots and positions are not checked: a slot
+    outside of the cache counts as -1 (it is not copied, and `read` gives zeros), a position outside of cos as the nearest.
 
     Examples
     --------
@@ -172,36 +172,26 @@ class KvCache:
         polyhead.Error, TypeError
             Sizes that do not go together.
         """
-        return cls._made(
-            num_pages, page_size, num_heads_kv, head_dim, head_dim_v, key_dtype=key_dtype, value_dtype=value_dtype,
-            key_group=key_group, value_group=value_group, rotary_dim=rotary_dim, interleaved=interleaved, hadamard=hadamard,
-        )  # fmt: skip
-
-    @classmethod
-    def _made(
-        cls,
-        num_pages: int,
-        page_size: int,
-        num_heads_kv: int,
-        head_dim: int,
-        head_dim_v: int | None = None,
-        *,
-        key_dtype: str = "float32",
-        value_dtype: str | None = None,
-        key_group: int = 0,
-        value_group: int = 0,
-        make: Callable[[tuple[int, ...], str], Any] | None = None,
-        **turn: Any,
-    ) -> KvCache:
-        """A cache in arrays that make(shape, name of a dtype of NumPy or ml_dtypes) gives; default: NumPy's, of zeros."""
-        arrays: dict[str, Any] = {"key_scales": None, "value_scales": None}
         sides = (
             ("key", key_dtype, head_dim, key_group),
             ("value", value_dtype or key_dtype, head_dim if head_dim_v is None else head_dim_v, value_group),
         )
+        turn: dict[str, Any] = {"rotary_dim": rotary_dim, "interleaved": interleaved, "hadamard": hadamard}
+        return cls._made((num_pages, page_size, num_heads_kv), sides, None, **turn)
+
+    @classmethod
+    def _made(
+        cls,
+        tokens: tuple[int, int, int],
+        sides: Iterable[tuple[str, str, int, int]],
+        make: Callable[[tuple[int, ...], str], Any] | None,
+        **turn: Any,
+    ) -> KvCache:
+        """Of sides (name, dtype, dim, group), in arrays that make(shape, name of a dtype of NumPy or ml_dtypes) gives; None:
+        NumPy's, of zeros."""
+        arrays: dict[str, Any] = {"key_scales": None, "value_scales": None}
         for side, name, dim, group in sides:
             check_name(f"{side}_dtype", name)
-            tokens = num_pages, page_size, num_heads_kv
             if min(*tokens, dim) < 0:
                 raise _bind.Error(f"the sizes of {side} are {(*tokens, dim)}, must not be negative")
             numbers, scales = widths(side, name, dim, group)
@@ -298,7 +288,7 @@ class KvCache:
         Returns
         -------
         key, value : array of float32, [n, G, D] and [n, G, Dv]
-            NumPy arrays or torch tensors, as the cache's.
+            Of the kind of the cache's.
 
         Raises
         ------

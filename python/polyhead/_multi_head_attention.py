@@ -222,11 +222,15 @@ class MultiHeadAttention:
         ------
         polyhead.Error, TypeError
         """
-        options.setdefault("key_dtype", str(self.weights["key_weight"].dtype))
         like = self.weights["key_weight"]
-        if device_of(like) is not None:
-            options["make"] = lambda shape, dtype: empty_like(like, shape, dtype)
-        return KvCache._made(num_pages, page_size, self.num_heads_kv, *self._kv_dims(), **options)
+        key_dtype = options.pop("key_dtype", str(like.dtype))
+        dtypes = key_dtype, options.pop("value_dtype", None) or key_dtype
+        sides = [
+            (side, dtype, dim, options.pop(f"{side}_group", 0))
+            for side, dtype, dim in zip(("key", "value"), dtypes, self._kv_dims())
+        ]
+        make = None if device_of(like) is None else lambda shape, dtype: empty_like(like, shape, dtype)
+        return KvCache._made((num_pages, page_size, self.num_heads_kv), sides, make, **options)
 
     def new_caches(self, batch: int, seqlen_k: int, seqlen_q: int | None = None) -> LayerCaches:
         """Caches for decoding with `forward`: zeros, or where weights lie on a CUDA device arrays there that hold nothing yet.

@@ -106,15 +106,17 @@ nb::object cache_append(PyObject* const* arguments) {
 }
 
 nb::object cache_copy(PyObject* const* arguments) {
+  const Place place(arguments[kPoolKey], Py_None);
   const CacheArrays arrays(arguments);
   Held held[2];
   const Tensor from = slots_view(arrays, kFrom, "from_slots", held[0]);
   const Tensor to = slots_view(arrays, kTo, "to_slots", held[1]);
-  run_without_gil([&] { return arrays.cache().copy(arrays.pool, from, to); });
+  run_without_gil([&] { return arrays.cache().copy(arrays.pool, from, to, place.stream()); });
   return nb::none();
 }
 
 nb::object cache_read(PyObject* const* arguments) {
+  const Place place(arguments[kPoolKey], Py_None);
   const CacheArrays arrays(arguments);
   Held held;
   const Tensor slots = slots_view(arrays, kReadSlots, "slots", held);
@@ -123,7 +125,7 @@ nb::object cache_read(PyObject* const* arguments) {
   Tensor value(nullptr, DType::kFloat32, {slots.dims[0], d.num_heads_kv, d.head_dim_v});
   nb::object keys = Results("key", arguments[kPoolKey], d.key_dtype).make(key);
   nb::object values = Results("value", arguments[kPoolValue], d.value_dtype).make(value);
-  run_without_gil([&] { return arrays.cache().read(arrays.pool, slots, key, value); });
+  run_without_gil([&] { return arrays.cache().read(arrays.pool, slots, key, value, place.stream()); });
   return nb::make_tuple(keys, values);
 }
 

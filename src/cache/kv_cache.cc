@@ -167,13 +167,22 @@ Tensor as_sequence(const Tensor& t) {
   return all;
 }
 
-// Where the numbers lie on a device, which has to look at them itself.
+// call(kernel, run) where the numbers lie on a device, which has to look at them itself.
+template <class Call>
+Status there(Device device, const Operands& operands, void* stream, const Call& call) {
+  const Result<const linear::Kernel*> kernel = linear::choose_kernel(DType::kFloat32, "", device);
+  if (!kernel.ok()) return kernel.status();
+  const Run run(nullptr, 1, stream);
+  if (Status status = check_place(**kernel, operands, nullptr, 0, run); !status.ok()) return status;
+  return call(**kernel, run);
+}
+
+Status no_stream(void* stream) {
+  return stream == nullptr ? Status() : invalid("stream is given, but the CPU has no streams");
+}
+
 Status append_there(const KvCacheDesc& desc, const KvTensors& pool, const KvAppendArgs& args,
                     const Operands& operands) {
-  const Result<const linear::Kernel*> kernel = linear::choose_kernel(DType::kFloat32, "", pool.key.device);
-  if (!kernel.ok()) return kernel.status();
-  const Run run(nullptr, 1, args.stream);
-  if (Status status = check_place(**kernel, operands, nullptr, 0, run); !status.ok()) return status;
   AppendArgs tokens = {pool,
                        as_sequence(args.key),
                        as_sequence(args.value),
@@ -181,7 +190,8 @@ Status append_there(const KvCacheDesc& desc, const KvTensors& pool, const KvAppe
                        as_sequence(args.query),
                        as_sequence(args.query_out)};
   if (desc.rotary_dim > 0) tokens.positions = as_sequence(args.positions), tokens.cos = args.cos, tokens.sin = args.sin;
-  return (*kernel)->append(desc, tokens, run);
+  return there(pool.key.device, operands, args.stream,
+               [&](const linear::Kernel& kernel, const Run& run) { return kernel.append(desc, tokens, run); });
 }
 
 }  // namespace
@@ -239,7 +249,7 @@ Status KvCache::append(const KvTensors& pool, const KvAppendArgs& args) const tr
   Operands operands(pool.key.device);
   if (Status status = check_append(operands, desc_, pool, args); !status.ok()) return status;
   if (pool.key.device != Device::kCpu) return append_there(desc_, pool, args, operands);
-  if (args.stream != nullptr) return invalid("stream is given, but the CPU has no streams");
+  if (Status status = no_stream(args.stream); !status.ok()) return status;
   Numbers slots, positions;
   if (Status status = read_all("slots", args.slots, slot_range(desc_), &slots); !status.ok()) return status;
   if (Status status = check_each_once("slots", slots); !status.ok()) return status;
@@ -261,12 +271,18 @@ Status KvCache::append(const KvTensors& pool, const KvAppendArgs& args) const tr
   return out_of_memory();
 }
 
-Status KvCache::copy(const KvTensors& pool, const Tensor& from, const Tensor& to) const try {
-  Operands operands;
+Status KvCache::copy(const KvTensors& pool, const Tensor& from, const Tensor& to, void* stream) const try {
+  Operands operands(pool.key.device);
   const Dim n{"tokens", from.ndim == 1 ? from.dims[0] : 0};
   Status status = operands.add(Role::kInput, "from", from, integers(n));
   if (status.ok()) status = operands.add(Role::kInput, "to", to, integers(n));
   if (status.ok()) status = add_pool(operands, Role::kGradient, desc_, pool);
+  if (status.ok() && pool.key.device != Device::kCpu) {
+    return there(pool.key.device, operands, stream, [&](const linear::Kernel& kernel, const Run& run) {
+      return kernel.copy_tokens(desc_, {pool, from, to}, run);
+    });
+  }
+  if (status.ok()) status = no_stream(stream);
   Numbers sources, targets;
   if (status.ok()) status = read_slots(desc_, "from", from, &sources);
   if (status.ok()) status = read_slots(desc_, "to", to, &targets);
@@ -297,8 +313,9 @@ Status KvCache::copy(const KvTensors& pool, const Tensor& from, const Tensor& to
   return out_of_memory();
 }
 
-Status KvCache::read(const KvTensors& pool, const Tensor& slots, const Tensor& key, const Tensor& value) const try {
-  Operands operands;
+Status KvCache::read(const KvTensors& pool, const Tensor& slots, const Tensor& key, const Tensor& value,
+                     void* stream) const try {
+  Operands operands(pool.key.device);
   const Dim n{"tokens", slots.ndim == 1 ? slots.dims[0] : 0}, heads{"num_heads_kv", desc_.num_heads_kv};
   Status status = operands.add(Role::kInput, "slots", slots, integers(n));
   if (status.ok()) status = add_pool(operands, Role::kInput, desc_, pool);
@@ -314,6 +331,12 @@ Status KvCache::read(const KvTensors& pool, const Tensor& slots, const Tensor& k
     status = operands.add(Role::kGradient, part.name, part.to, of_any_float(part.to, {n, heads, part.dim}));
   }
   if (status.ok() && !key.given() && !value.given()) return invalid("key and value are missing, one must be given");
+  if (status.ok() && pool.key.device != Device::kCpu) {
+    return there(pool.key.device, operands, stream, [&](const linear::Kernel& kernel, const Run& run) {
+      return kernel.read_tokens(desc_, {pool, slots, key, value}, run);
+    });
+  }
+  if (status.ok()) status = no_stream(stream);
   Numbers from;
   if (status.ok()) status = read_slots(desc_, "slots", slots, &from);
   if (!status.ok()) return status;

@@ -82,7 +82,7 @@ polyhead_status polyhead_kv_cache_append(const polyhead_kv_cache* cache, const p
 }
 
 polyhead_status polyhead_kv_cache_copy(const polyhead_kv_cache* cache, const polyhead_kv_tensors* pool,
-                                       const polyhead_tensor* from, const polyhead_tensor* to) {
+                                       const polyhead_tensor* from, const polyhead_tensor* to, void* stream) {
   return guarded([&]() -> Status {
     KvTensors tensors;
     Tensor sources, targets;
@@ -90,13 +90,13 @@ polyhead_status polyhead_kv_cache_copy(const polyhead_kv_cache* cache, const pol
     if (Status s = translate_pool(pool, &tensors); !s.ok()) return s;
     if (Status s = translate_tensor(from, "from", &sources); !s.ok()) return s;
     if (Status s = translate_tensor(to, "to", &targets); !s.ok()) return s;
-    return cache->cache.copy(tensors, sources, targets);
+    return cache->cache.copy(tensors, sources, targets, stream);
   });
 }
 
 polyhead_status polyhead_kv_cache_read(const polyhead_kv_cache* cache, const polyhead_kv_tensors* pool,
                                        const polyhead_tensor* slots, const polyhead_tensor* key,
-                                       const polyhead_tensor* value) {
+                                       const polyhead_tensor* value, void* stream) {
   return guarded([&]() -> Status {
     KvTensors tensors;
     Tensor from, to_key, to_value;
@@ -105,7 +105,7 @@ polyhead_status polyhead_kv_cache_read(const polyhead_kv_cache* cache, const pol
     if (Status s = translate_tensor(slots, "slots", &from); !s.ok()) return s;
     if (Status s = translate_tensor(key, "key", &to_key); !s.ok()) return s;
     if (Status s = translate_tensor(value, "value", &to_value); !s.ok()) return s;
-    return cache->cache.read(tensors, from, to_key, to_value);
+    return cache->cache.read(tensors, from, to_key, to_value, stream);
   });
 }
 

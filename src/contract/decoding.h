@@ -32,6 +32,19 @@ struct AppendArgs {
   Tensor lengths = {};  // [batch]: tokens behind them are not stored and do not turn; not given: there is none
 };
 
+// Whole tokens of a cache from some slots to others (KvCache::copy): what is no slot, or goes to none, stays.
+struct CopyTokensArgs {
+  KvTensors pool;
+  Tensor from, to;  // [n], int32 or int64
+};
+
+// Tokens of a cache, as numbers (KvCache::read): those of what is no slot are 0.
+struct ReadTokensArgs {
+  KvTensors pool;
+  Tensor slots;       // [n], int32 or int64
+  Tensor key, value;  // [n, G, D] and [n, G, Dv]; one may not be given
+};
+
 // Of one step of decoding: query number `step` of each sequence alone.
 struct StepArgs {
   Tensor seqlens_q, seqlens_k, query_offsets;  // [batch], those that the desc of all steps has

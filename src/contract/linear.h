@@ -226,6 +226,8 @@ struct Kernel {
   // Likewise null there: what decoding asks of a device (contract/decoding.h). Nobody has looked at numbers that lie there.
   Status (*append)(const KvCacheDesc& cache, const AppendArgs& args, const Run& run) = nullptr;
   Status (*stand_at_step)(const AttentionDesc& asked, const StepArgs& args, const Run& run) = nullptr;
+  Status (*copy_tokens)(const KvCacheDesc& cache, const CopyTokensArgs& args, const Run& run) = nullptr;
+  Status (*read_tokens)(const KvCacheDesc& cache, const ReadTokensArgs& args, const Run& run) = nullptr;
 };
 
 // Every kernel of this build, best first; the reference is last.

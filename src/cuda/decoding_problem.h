@@ -43,6 +43,38 @@ struct AppendProblem {
   float hadamard_factor = 1;
 };
 
+// A tensor of a cache, whose heads are moved in units of some bytes. Strides are in bytes.
+struct UnitRows {
+  char* data = nullptr;
+  int64_t page = 0, row = 0, head = 0, column = 0;
+  int unit = 1;       // 16, of elements that lie side by side; else 4, 2 or 1
+  int parts = 1;      // of an element, each a unit
+  int64_t units = 0;  // of a head
+  int width = 1;      // units that a block of threads moves, of each token
+  unsigned blocks = 0, blocks_of_head = 0;
+};
+
+// CopyTokensArgs (contract/decoding.h)
+struct CopyTokensProblem {
+  UnitRows tensors[4];
+  Integers from, to;
+  int64_t num_slots = 0, page_size = 1;
+  int tokens = 0;
+  unsigned blocks = 0;  // of all tensors
+  int shared_bytes = 0;
+};
+constexpr int kMostCopiedBytes = kEveryGpuBytes;  // that a block moves
+constexpr int kLeastStaged = 2;                   // bytes of a unit in shared memory
+
+// ReadTokensArgs (contract/decoding.h): of each token the heads of both sides, if their `to` is given.
+struct ReadTokensProblem {
+  CacheRows from[2];
+  Rows to[2];
+  Integers slots;
+  int64_t num_slots = 0, tokens = 0;
+  int heads_kv = 0;
+};
+
 // stand_at_step (contract/decoding.h)
 struct StepProblem {
   Integers seqlens_q, seqlens_k, query_offsets;

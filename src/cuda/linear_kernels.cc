@@ -292,6 +292,8 @@ const linear::Kernel linear::kCudaSm80 = {"cuda_sm80",
                                           cuda::clear,
                                           cuda::check_places,
                                           cuda::append,
-                                          cuda::stand_at_step};
+                                          cuda::stand_at_step,
+                                          cuda::copy_tokens,
+                                          cuda::read_tokens};
 
 }  // namespace polyhead

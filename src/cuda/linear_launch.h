@@ -34,6 +34,8 @@ cudaError_t launch_merge(const MergeProblem& problem, cudaStream_t stream);
 cudaError_t launch_sum_heads(const HeadsProblem& problem, cudaStream_t stream);
 cudaError_t launch_copy(const CopyProblem& problem, cudaStream_t stream);
 cudaError_t launch_append(const AppendProblem& problem, cudaStream_t stream);
+cudaError_t launch_copy_tokens(const CopyTokensProblem& problem, cudaStream_t stream);
+cudaError_t launch_read_tokens(const ReadTokensProblem& problem, cudaStream_t stream);
 cudaError_t launch_step(const StepProblem& problem, cudaStream_t stream);
 cudaError_t launch_norm_forward(const NormProblem& problem, cudaStream_t stream);
 cudaError_t launch_norm_backward(const NormProblem& problem, cudaStream_t stream);    // grad_x

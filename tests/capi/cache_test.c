@@ -43,12 +43,12 @@ static void test_tokens(void) {
 
   const polyhead_tensor read = tensor_of(stored, POLYHEAD_INT64, 1, 2, 0, 0);
   const polyhead_tensor to = tensor_of(back, POLYHEAD_FLOAT32, 3, 2, kHeads, kDim);
-  CHECK_OK(polyhead_kv_cache_read(cache, &pool, &read, &to, NULL));
+  CHECK_OK(polyhead_kv_cache_read(cache, &pool, &read, &to, NULL, NULL));
   CHECK(memcmp(back, key, sizeof(float) * kHeads * kDim) == 0);
   CHECK(back[8] == -key[17] && back[9] == key[16] && back[10] == key[18]);
   const polyhead_tensor moves = tensor_of(moved, POLYHEAD_INT64, 1, 2, 0, 0);
-  CHECK_OK(polyhead_kv_cache_copy(cache, &pool, &read, &moves));
-  CHECK_OK(polyhead_kv_cache_read(cache, &pool, &moves, NULL, &to));
+  CHECK_OK(polyhead_kv_cache_copy(cache, &pool, &read, &moves, NULL));
+  CHECK_OK(polyhead_kv_cache_read(cache, &pool, &moves, NULL, &to, NULL));
   CHECK(memcmp(back, value, sizeof(float) * kHeads * kDim) == 0 && back[8] == value[16]);
 
   CHECK_REFUSED(polyhead_kv_cache_append(cache, NULL, &args), POLYHEAD_INVALID_ARGUMENT, "pool is a null pointer");
@@ -57,7 +57,11 @@ static void test_tokens(void) {
   args.stream = NULL;
   args.key.dtype = 99;
   CHECK_REFUSED(polyhead_kv_cache_append(cache, &pool, &args), POLYHEAD_INVALID_ARGUMENT, "key.dtype is 99");
-  CHECK_REFUSED(polyhead_kv_cache_copy(cache, &pool, &read, NULL), POLYHEAD_INVALID_ARGUMENT, "to is missing");
+  CHECK_REFUSED(polyhead_kv_cache_copy(cache, &pool, &read, NULL, NULL), POLYHEAD_INVALID_ARGUMENT, "to is missing");
+  CHECK_REFUSED(polyhead_kv_cache_copy(cache, &pool, &read, &moves, &args), POLYHEAD_INVALID_ARGUMENT,
+                "the CPU has no streams");
+  CHECK_REFUSED(polyhead_kv_cache_read(cache, &pool, &moves, &to, NULL, &args), POLYHEAD_INVALID_ARGUMENT,
+                "the CPU has no streams");
   polyhead_kv_cache_destroy(cache);
   free(allocated);
   desc.interleaved = 2;
@@ -113,7 +117,7 @@ static void test_formats(void) {
   CHECK_OK(polyhead_kv_cache_append(cache, &pool, &args));
   const polyhead_tensor to_key = tensor_of(key, POLYHEAD_FLOAT32, 3, 3, 1, 16);
   const polyhead_tensor to_value = tensor_of(value, POLYHEAD_FLOAT32, 3, 3, 1, 16);
-  CHECK_OK(polyhead_kv_cache_read(cache, &pool, &args.slots, &to_key, &to_value));
+  CHECK_OK(polyhead_kv_cache_read(cache, &pool, &args.slots, &to_key, &to_value, NULL));
   attend(&pool, 1, out);
   memset(&meant, 0, sizeof meant);
   const int64_t dims[4] = {1, 3, 1, 16};

@@ -59,7 +59,7 @@ class Cache {
     add("to", &to, {POLYHEAD_INT64, {n_}}, Role::kIntegers);
     add("from", &from, {POLYHEAD_INT64, {n_}}, Role::kIntegers);
     judge(
-        0, [&] { return polyhead_kv_cache_copy(cache_, &pool_, &from, &to); }, &to);
+        0, [&] { return polyhead_kv_cache_copy(cache_, &pool_, &from, &to, nullptr); }, &to);
   }
 
   void read() {
@@ -69,7 +69,7 @@ class Cache {
     tokens("key", &key, d_.num_heads_kv, d_.head_dim, Role::kOutput);
     tokens("value", &value, d_.num_heads_kv, d_.head_dim_v, Role::kOutput);
     judge(
-        0, [&] { return polyhead_kv_cache_read(cache_, &pool_, &slots, &key, &value); }, nullptr);
+        0, [&] { return polyhead_kv_cache_read(cache_, &pool_, &slots, &key, &value, nullptr); }, nullptr);
   }
 
  private:

@@ -1,6 +1,7 @@
 // What decoding leaves to the device: caches hold bit for bit what the CPU stores there, whatever slots and positions say.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -172,12 +173,16 @@ std::string difference(const std::string& name, const Tensor& a, const Tensor& b
   return "";
 }
 
-void expect_same(const Stored& got, const Stored& want) {
+void expect_same_pool(const Stored& got, const Stored& want) {
   const std::pair<const char*, Tensor KvTensors::*> tensors[] = {{"key", &KvTensors::key},
                                                                  {"value", &KvTensors::value},
                                                                  {"key_scales", &KvTensors::key_scales},
                                                                  {"value_scales", &KvTensors::value_scales}};
   for (const auto& [name, tensor] : tensors) EXPECT_EQ(difference(name, got.pool.*tensor, want.pool.*tensor), "");
+}
+
+void expect_same(const Stored& got, const Stored& want) {
+  expect_same_pool(got, want);
   EXPECT_EQ(difference("query_out", view(got.query_out), view(want.query_out)), "");
 }
 
@@ -207,6 +212,137 @@ TEST(CudaDecoding, TrustsNoSlotAndNoPosition) {
       const Tokens cut(format, {-1, 1, -1, -1, end - 1, -1, 0}, {3, 0, 1, 2, kPositions - 1, 0, kPositions - 1},
                        integers);
       expect_same(append(format, wild, true, 100), append(format, cut, false, 100));
+    }
+  }
+}
+
+using Slots = std::vector<int64_t>;
+
+Array slots_of(const Slots& values, DType dtype) {
+  Array a(dtype, {static_cast<int64_t>(values.size())});
+  for (size_t n = 0; n < values.size(); ++n) {
+    if (dtype == DType::kInt32) reinterpret_cast<int32_t*>(a.bytes.data())[n] = static_cast<int32_t>(values[n]);
+    if (dtype == DType::kInt64) reinterpret_cast<int64_t*>(a.bytes.data())[n] = values[n];
+  }
+  return a;
+}
+
+// A pool of any bytes but those of a scale that is NaN.
+Stored drawn(const KvCacheDesc& desc, bool heads_first) {
+  Stored stored;
+  stored.pool = pool_in(desc, heads_first, &stored.memory);
+  Random random(5);
+  std::generate_n(static_cast<uint8_t*>(stored.pool.key.data), kv_cache(desc)->bytes(),
+                  [&] { return static_cast<uint8_t>(random.integer(0, 63)); });
+  return stored;
+}
+
+// call(cache, pool, lent), where it is computed.
+template <class Call>
+void on_pool(const KvCacheDesc& desc, Stored& stored, bool on_device, const Call& call) {
+  const std::string kernel = on_device ? device_under_test.kernel : "";
+  const std::unique_ptr<Loan> loan = new_loan(kernel);
+  KvTensors pool = stored.pool;
+  for (Tensor* t : {&pool.key, &pool.value, &pool.key_scales, &pool.value_scales}) {
+    if (t->given()) loan->lend(*t, true);
+  }
+  LentCall lent(kernel);
+  EXPECT_EQ(call(*kv_cache(desc), pool, lent).message(), "");
+  EXPECT_EQ(lent.finish(), "");
+  EXPECT_EQ(loan->finish(), "");
+}
+
+void copy(const KvCacheDesc& desc, Stored& stored, bool on_device, const Slots& from, const Slots& to, DType dtype) {
+  const Array sources = slots_of(from, dtype), targets = slots_of(to, dtype);
+  on_pool(desc, stored, on_device, [&](const KvCache& cache, const KvTensors& pool, LentCall& lent) {
+    Tensor read = view(sources), written = view(targets);
+    lent.lend(&read, true), lent.lend(&written, true);
+    return cache.copy(pool, read, written, on_device ? device_under_test.stream() : nullptr);
+  });
+}
+
+// Chains, circles, one source for many, and a token onto itself; and slots that nobody has.
+TEST(CudaDecoding, CopiesWhatTheCpuDoes) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max(), kLeast = std::numeric_limits<int64_t>::min();
+  const Slots from{0, 1, 2, 9, 8, 7, 30, 30, 30, 12, 5}, to{1, 2, 3, 8, 7, 9, 31, 32, 30, 12, 39};
+  for (const Format& format : formats()) {
+    SCOPED_TRACE(format.name);
+    const int64_t end = format.cache.num_pages * format.cache.page_size;
+    for (const bool heads_first : {false, true}) {
+      for (const DType dtype : {DType::kInt32, DType::kInt64}) {
+        Stored want = drawn(format.cache, heads_first), got = drawn(format.cache, heads_first);
+        copy(format.cache, want, false, from, to, dtype);
+        Slots wild_from = from, wild_to = to;
+        const bool wide = dtype == DType::kInt64;
+        for (const int64_t far : {int64_t{-1}, end, wide ? kMost : INT32_MAX, wide ? kLeast : INT32_MIN}) {
+          wild_from.insert(wild_from.begin() + 2, {far, 17, far}), wild_to.insert(wild_to.begin() + 2, {16, far, far});
+        }
+        copy(format.cache, got, true, wild_from, wild_to, dtype);
+        expect_same_pool(got, want);
+      }
+    }
+  }
+}
+
+// All tokens the other way round, in units of 16 bytes, of elements, of halves of them: as many as a block has memory for.
+TEST(CudaDecoding, CopiesAsManyTokensAsFit) {
+  constexpr DType kTypes[][2] = {
+      {DType::kFloat32, DType::kFloat32}, {DType::kBFloat16, DType::kFloat16}, {DType::kInt8, DType::kInt4x2}};
+  for (const auto& [key, value] : kTypes) {
+    for (const int64_t count : {100, 1600, 6400, 25400, 50688}) {
+      SCOPED_TRACE(std::string(dtype_name(key)) + " " + std::to_string(count));
+      if (key == DType::kInt8 && count > 25344) continue;  // neighbouring bytes would be two blocks' (see formats())
+      KvCacheDesc desc{.num_pages = count / 32 + 1, .page_size = 32};
+      desc.head_dim = count <= 6400 ? 16 : 2, desc.head_dim_v = 2 * desc.head_dim;
+      desc.key_dtype = key, desc.value_dtype = value;
+      Stored want = drawn(desc, false), got = drawn(desc, false);
+      Slots from(static_cast<size_t>(count)), to(from);
+      for (size_t n = 0; n < from.size(); ++n) {
+        from[n] = static_cast<int64_t>(n), to[n] = static_cast<int64_t>(from.size() - 1 - n);
+      }
+      copy(desc, want, false, from, to, DType::kInt64);
+      copy(desc, got, true, from, to, DType::kInt64);
+      expect_same_pool(got, want);
+    }
+  }
+}
+
+TEST(CudaDecoding, ReadsWhatTheCpuDoes) {
+  constexpr DType kFloats[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+  for (const Format& format : formats()) {
+    SCOPED_TRACE(format.name);
+    const KvCacheDesc& d = format.cache;
+    const int64_t end = d.num_pages * d.page_size;
+    for (const DType dtype : kFloats) {
+      for (const bool heads_first : {false, true}) {
+        const Tokens tokens(format, {7, 0, 12, 31, -1, 20, 2, 3, 19, 30, 11}, {0, 8, 3, 3, 1, 2, 7, 6, 5, 4, 0},
+                            DType::kInt64);
+        Stored stored = append(format, tokens, false, 100, heads_first);
+        const auto read = [&](bool on_device, const Slots& slots, bool with_key, bool with_value) {
+          const auto n = static_cast<int64_t>(slots.size());
+          std::pair<Array, Array> both{unwritten(Array(dtype, {n, kGroups, d.head_dim})),
+                                       unwritten(Array(dtype, {n, kGroups, d.head_dim_v}))};
+          const Array numbers = slots_of(slots, DType::kInt32);
+          on_pool(d, stored, on_device, [&](const KvCache& cache, const KvTensors& pool, LentCall& lent) {
+            Tensor key = with_key ? view(both.first) : Tensor(), value = with_value ? view(both.second) : Tensor();
+            Tensor from = view(numbers);
+            lent.lend(&from, true), lent.lend(&key, false), lent.lend(&value, false);
+            return cache.read(pool, from, key, value, on_device ? device_under_test.stream() : nullptr);
+          });
+          return both;
+        };
+        const auto expect_same = [&](const auto& got, const auto& want) {
+          EXPECT_EQ(difference("key", view(got.first), view(want.first)), "");
+          EXPECT_EQ(difference("value", view(got.second), view(want.second)), "");
+        };
+        expect_same(read(true, {30, 7, 7, 0, 11, 2}, true, true), read(false, {30, 7, 7, 0, 11, 2}, true, true));
+        expect_same(read(true, {2}, true, false), read(false, {2}, true, false));
+        expect_same(read(true, {3}, false, true), read(false, {3}, false, true));
+        const auto nobody = read(true, {-1, static_cast<int64_t>(end), INT32_MIN, INT32_MAX}, true, true);
+        for (const Array* a : {&nobody.first, &nobody.second}) {
+          for (int64_t n = 0; n < a->size(); ++n) EXPECT_EQ(a->at(n), 0);
+        }
+      }
     }
   }
 }
@@ -251,6 +387,22 @@ TEST(CudaDecoding, RefusesWhatItDoesNotTake) {
   EXPECT_EQ(refused(true, false), "slots is not on the CPU, where this call computes");
   format.cache.rotary_dim = 0, format.cache.head_dim = 257;
   EXPECT_EQ(refused(true, true), "head_dim is 257, cuda_sm80 takes caches of 0 to 256");
+}
+
+TEST(CudaDecoding, RefusesToCopyMoreThanItHasMemoryFor) {
+  KvCacheDesc desc{.num_pages = 50689, .page_size = 1, .num_heads_kv = 1, .head_dim = 1, .head_dim_v = 1};
+  Stored stored = drawn(desc, false);
+  const Array none = slots_of(Slots(50689, -1), DType::kInt32);
+  LentCall lent(device_under_test.kernel);
+  KvTensors pool = stored.pool;
+  Tensor from = view(none), to = view(none);
+  for (Tensor* t : {&pool.key, &pool.value}) lent.lend(t, false);
+  lent.lend(&from, true), lent.lend(&to, true);
+  EXPECT_EQ(kv_cache(desc)->copy(pool, from, to, device_under_test.stream()).message(),
+            "from has 50689 tokens, cuda_sm80 copies 0 to 50688 in a call");
+  EXPECT_EQ(kv_cache(desc)->copy(stored.pool, view(none), view(none), device_under_test.stream()).message(),
+            "stream is given, but the CPU has no streams");
+  EXPECT_EQ(lent.finish(), "");
 }
 
 TEST(CudaDecoding, StoredKeysHaveNoBackward) {

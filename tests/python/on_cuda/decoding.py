@@ -62,8 +62,16 @@ def test_kv_cache(name):
     there_all = {name: Interface(array) for name, array in (turn | {"slots": np.where(slots < 0, 18, slots), "query": query}).items()}
     got = there.append(Interface(key), Interface(value), **there_all)
     np.testing.assert_array_equal(numpy_of(got), want)
-    for array, same in zip(held().values(), here.arrays().values(), strict=True):
-        np.testing.assert_array_equal(array, same)
+    same_bits = lambda: [np.testing.assert_array_equal(array, held()[each]) for each, array in here.arrays().items()]  # noqa: E731
+    same_bits()
+    moves = np.array([4, 5, 9, 8]), np.array([5, 4, 0, 16])
+    here.copy(*moves)
+    there.copy(*(Interface(np.append(slots, far)) for slots, far in zip(moves, (18, 17))))
+    same_bits()
+    for there_too, same in zip(there.read(Interface(np.array([16, -1, 0, 5]))), here.read(np.array([16, 16, 0, 5])), strict=True):
+        same[1] = 0
+        assert type(there_too) is polyhead.DeviceArray
+        np.testing.assert_array_equal(numpy_of(there_too), same)
     if key_dtype == "float16":  # query's is another
         return
     table, lengths = np.array([[1, -9], [0, 2]]), np.array([3, 5])
@@ -80,8 +88,8 @@ def test_kv_cache_refuses_by_a_sentence():
     refused = [
         (lambda: there.append(key, key, slots=slots), "key is in CPU memory, must be on CUDA device 0"),
         (lambda: here.append(Interface(key), key, slots=slots), "key is on CUDA device 0, must be in CPU memory"),
-        (lambda: there.read(slots), "key is on CUDA device 0, must be in CPU memory"),
-        (lambda: there.copy(slots, slots), "key is on CUDA device 0, must be in CPU memory"),
+        (lambda: there.read(slots), "slots is in CPU memory, must be on CUDA device 0"),
+        (lambda: there.copy(slots, Interface(slots)), "from_slots is in CPU memory, must be on CUDA device 0"),
         (lambda: on_device(polyhead.KvCache.zeros(1, 1, 1, 264)), "head_dim is 264, cuda_sm80 takes caches of 0 to 256"),
     ]
     for call, sentence in refused:

@@ -127,6 +127,12 @@ def test_layers_on_a_cache(host_operators, rope, stored):
         got = host(outs[1])
         for b, length in enumerate(new):
             torch.testing.assert_close(got[b, :length], outs[0][b, :length], rtol=2e-5, atol=2e-5)
+    slots = torch.tensor([0, 2, 3, 1])
+    for cache, place in zip(caches, (lambda x: x, cuda)):
+        cache.copy(place(slots), place(slots.flip(0)))
+    for got, want in zip(caches[1].read(cuda(slots)), caches[0].read(slots), strict=True):
+        assert got.device == torch.device("cuda:0")
+        torch.testing.assert_close(host(got), want, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("stored", [None, "int4"])
