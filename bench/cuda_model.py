@@ -42,12 +42,13 @@ class Gpu:
     integer: float  # and comparisons, selections, conversions of float32 to 16 bits
     special: float  # ex2
     peak: dict  # TFLOP/s, dense
+    bandwidth: float  # of memory, TB/s
 
 
 # NVIDIA A100 and H100 whitepapers: throughput of a multiprocessor, clocks of the SXM boards. H100's mma.sync reaches 62 % of what
 # wgmma does (arXiv:2402.13499, table 7): 4 cycles become 6.4.
-A100 = Gpu("A100", 80, 108, 1.41, 8, 2, 2, 8, {"bfloat16": 312, "float16": 312, "float32": 19.5})
-H100 = Gpu("H100", 90, 132, 1.83, 6.4, 1, 2, 8, {"bfloat16": 989, "float16": 989, "float32": 62})
+A100 = Gpu("A100", 80, 108, 1.41, 8, 2, 2, 8, {"bfloat16": 312, "float16": 312, "float32": 19.5}, 2.04)
+H100 = Gpu("H100", 90, 132, 1.83, 6.4, 1, 2, 8, {"bfloat16": 989, "float16": 989, "float32": 62}, 3.35)
 GOALS = {("bfloat16", 128, "forward"): 330, ("bfloat16", 128, "backward"): 280, ("float32", 128, "forward"): 40}  # on H100
 
 FLOAT32 = ("FFMA", "FADD", "FMUL", "IMAD")  # IMAD is the multiplier's
@@ -217,6 +218,29 @@ def products_table(rows_of_products, gpu):
     return lines
 
 
+FEW_COLUMNS, FEW_IN_FLIGHT, FEW_SHARED = 32, 7 * 2 * 32 * 64, 8 * 2 * (16 + 32) * 64  # bytes of a block of src/cuda/few_rows.cuh
+MEMORY_NS = 700  # that a loaded memory takes to answer: assumed
+CHAIN = {"bfloat16": 33 / 16, "float32": 4}  # cycles from one term of a sum to the next: arXiv:2206.02874, table 3; FFMA's latency
+
+
+def few_rows_table(gpu):
+    """One row of A: B is read once, as fast as what is in flight of it, or the sum of a column, term by term, allows."""
+    lines = ["", "Products of one row: microseconds for the bytes of B at the memory's bandwidth; at that of what is in flight (answered "
+             f"in {MEMORY_NS} ns); and for the terms of a sum, one behind the other. The largest bounds it.", "",
+             "| dtype | terms | columns | blocks | KiB in flight | bytes | in flight | terms | expected, us |",
+             "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
+    for dtype, size in (("bfloat16", 2), ("float32", 4)):
+        for terms, columns in ((4096, 1024), (4096, 4096), (4096, 14336), (14336, 4096)):
+            blocks = -(-columns // FEW_COLUMNS)
+            resident = kernel_table.resident_blocks(gpu.arch, 128, FEW_SHARED) * gpu.multiprocessors
+            flying, num_bytes = min(blocks, resident) * FEW_IN_FLIGHT, columns * terms * size
+            times = num_bytes / gpu.bandwidth / 1e6, num_bytes / flying * MEMORY_NS / 1e3, terms * CHAIN[dtype] / gpu.ghz / 1e3
+            cells = " | ".join(f"{us:.1f}" for us in times)
+            expected = max(times) + MEMORY_NS / 1e3
+            lines.append(f"| {dtype} | {terms} | {columns} | {blocks} | {flying // 1024} | {cells} | **{expected:.1f}** |")
+    return lines
+
+
 def table(all_rows, gpu):
     lines = [
         f"## {gpu.name}", "",
@@ -258,7 +282,7 @@ def main():
              "all is seen, head_dim_v as head_dim; products without an epilogue. See docs/cuda.md.", ""]  # fmt: skip
     for gpu in (A100, H100):
         found = kernels(objects, gpu, options.nvdisasm)
-        lines += [*table(list(rows(counts, found, gpu)), gpu), *products_table(products(counts, found, gpu), gpu), ""]
+        lines += [*table(list(rows(counts, found, gpu)), gpu), *products_table(products(counts, found, gpu), gpu), *few_rows_table(gpu), ""]
     if options.out is None:
         print("\n".join(lines))
     else:

@@ -2,6 +2,6 @@
 
 namespace polyhead::cuda {
 
-template cudaError_t launch_gemm<Float16>(const GemmProblem& problem, bool large, cudaStream_t stream);
+template cudaError_t launch_gemm<Float16>(const GemmProblem& problem, GemmSize size, cudaStream_t stream);
 
 }  // namespace polyhead::cuda

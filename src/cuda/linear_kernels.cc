@@ -52,7 +52,7 @@ int64_t whole_pieces(int64_t n) { return (n + 15) / 16 * 16; }  // of floats
 
 // How a product is cut: by its sizes alone.
 struct Cut {
-  bool large = false;
+  GemmSize size = GemmSize::kSmall;
   int64_t row_tiles = 0, column_tiles = 0;
   int64_t slices = 1, slice_terms = 0;
 };
@@ -63,17 +63,21 @@ Cut cut_of(const GemmDesc& desc) {
   constexpr int64_t kLeastTerms = 512, kTermsStep = 64;
   Cut cut;
   const Number number = number_of(desc.dtype);
-  const auto tiles = [&](bool large) {
-    const GemmTile tile = gemm_tile(number, large);
+  const auto tiles = [&](GemmSize size) {
+    cut.size = size;
+    const GemmTile tile = gemm_tile(number, size);
     cut.row_tiles = pieces(desc.m, tile.rows);
     cut.column_tiles = pieces(desc.n, tile.columns);
     const MemorySize all = MemorySize(cut.row_tiles) * cut.column_tiles;
     return all.fits() ? static_cast<int64_t>(all.value()) : INT64_MAX;
   };
+  if (desc.m <= kFewRows && !desc.split_k) {
+    tiles(GemmSize::kFew);
+    return cut;
+  }
   const int64_t most_slices = desc.split_k ? std::max<int64_t>(desc.k / kLeastTerms, 1) : 1;
-  int64_t all = tiles(true);
-  cut.large = all >= kBusy / most_slices;
-  if (!cut.large) all = tiles(false);
+  int64_t all = tiles(GemmSize::kLarge);
+  if (all < kBusy / most_slices) all = tiles(GemmSize::kSmall);
   cut.slices = std::clamp<int64_t>(kBlocks / std::max<int64_t>(all, 1), 1, most_slices);
   cut.slice_terms = pieces(pieces(desc.k, cut.slices), kTermsStep) * kTermsStep;
   if (cut.slices > 1) cut.slices = pieces(desc.k, cut.slice_terms);
@@ -134,14 +138,15 @@ Status gemm(const GemmDesc& desc, const GemmArgs& args, const Run& run) {
   p.m = static_cast<int>(desc.m), p.n = static_cast<int>(desc.n), p.k = static_cast<int>(desc.k);
   p.row_tiles = static_cast<unsigned>(cut.row_tiles);
   p.column_tiles = static_cast<unsigned>(cut.column_tiles);
+  if (cut.size == GemmSize::kFew && !p.a.terms_inside) p.a.terms_inside = true, p.a.in_pieces = false;
   p.num_slices = static_cast<int>(cut.slices);
   p.slice_terms = static_cast<int>(cut.slice_terms);
   p.finish = finish_of(args.epilogue, args.c.rows, args.c, args.accumulate);
   if (cut.slices > 1) p.partial = static_cast<float*>(args.workspace);
   const cudaStream_t stream = stream_of(run);
-  status = launched(p.number == Number::kFloat32    ? launch_gemm<Float32>(p, cut.large, stream)
-                    : p.number == Number::kBFloat16 ? launch_gemm<BFloat16>(p, cut.large, stream)
-                                                    : launch_gemm<Float16>(p, cut.large, stream));
+  status = launched(p.number == Number::kFloat32    ? launch_gemm<Float32>(p, cut.size, stream)
+                    : p.number == Number::kBFloat16 ? launch_gemm<BFloat16>(p, cut.size, stream)
+                                                    : launch_gemm<Float16>(p, cut.size, stream));
   if (!status.ok() || cut.slices == 1) return status;
   const Matrix sums = matrix(args.workspace, DType::kFloat32, desc.m, desc.n);
   return finish_rows(sums, cut.slices, desc.m * desc.n, p.finish, nullptr, run);

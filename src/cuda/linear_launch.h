@@ -13,11 +13,14 @@ struct BFloat16;
 struct Float16;
 struct Float32;
 
-// Of a block of threads, by the elements that are multiplied.
+// Of a block of threads, by the elements that are multiplied. kFew: all rows, which are no more than that, and no slices.
+enum class GemmSize { kFew, kSmall, kLarge };
 struct GemmTile {
   int rows, columns;
 };
-constexpr GemmTile gemm_tile(Number number, bool large) {
+constexpr GemmTile gemm_tile(Number number, GemmSize size) {
+  if (size == GemmSize::kFew) return {kFewRows, kFewColumns};
+  const bool large = size == GemmSize::kLarge;
   if (number == Number::kFloat32) return large ? GemmTile{128, 64} : GemmTile{64, 32};
   return large ? GemmTile{128, 128} : GemmTile{64, 64};
 }
@@ -25,9 +28,9 @@ constexpr GemmTile gemm_tile(Number number, bool large) {
 // How many blocks take n rows, columns or elements, `size` each.
 inline unsigned pieces_of(int64_t n, int64_t size) { return static_cast<unsigned>(n / size + (n % size != 0)); }
 
-// `large`: which tile row_tiles and column_tiles are of.
+// `size`: of the tiles that row_tiles and column_tiles count. With kFew A's terms lie inside (Factor).
 template <class T>
-cudaError_t launch_gemm(const GemmProblem& problem, bool large, cudaStream_t stream);
+cudaError_t launch_gemm(const GemmProblem& problem, GemmSize size, cudaStream_t stream);
 
 cudaError_t launch_pointwise(const PointwiseProblem& problem, cudaStream_t stream);
 cudaError_t launch_merge(const MergeProblem& problem, cudaStream_t stream);

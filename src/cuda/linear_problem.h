@@ -48,6 +48,8 @@ struct Factor {
   bool in_pieces = false;    // 16 bytes of them, from a multiple of 16 bytes on, are aligned
 };
 
+constexpr int kFewRows = 16, kFewColumns = 32;  // that a block of few_rows.cuh has
+
 // out[m, n] = finish(A[m, k] B[k, n]). Slices of the terms that share a tile leave sums in `partial` instead.
 struct GemmProblem {
   Number number = Number::kBFloat16;  // of A and B

@@ -40,7 +40,9 @@ __device__ inline void wait_for_copies_before() {
 template <class T, int kLines, bool kTermsInside>
 class PanelSource {
   using To = Panel<T, kLines, kTermsInside>;
-  static constexpr int kPiece = To::kPiece, kRowsAtOnce = kThreads / To::kPieces, kCount = To::kRows / kRowsAtOnce;
+  static constexpr int kPiece = To::kPiece, kRowsOfThreads = kThreads / To::kPieces;
+  static constexpr int kRowsAtOnce = kRowsOfThreads < To::kRows ? kRowsOfThreads : To::kRows;
+  static constexpr int kCount = To::kRows / kRowsAtOnce;
   static_assert(kCount * kRowsAtOnce == To::kRows);
 
  public:
@@ -55,6 +57,7 @@ class PanelSource {
 
   // Copies are in flight until they are waited for.
   __device__ void load(To& panel, int term, int end_term) const {
+    if (kRowsAtOnce < kRowsOfThreads && row(0) >= To::kRows) return;  // of few rows some threads have none
     if (!x.in_pieces) return load_elements(panel, term, end_term);
     const T* const data = static_cast<const T*>(x.data);
     const int inner = term + piece() * kPiece;

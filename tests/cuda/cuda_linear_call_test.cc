@@ -88,18 +88,47 @@ TEST(CudaLinear, LargeTilesGiveTheSameBits) {
         EXPECT_EQ(p.a.terms_inside, a_inside);
         EXPECT_EQ(p.b.terms_inside, b_inside);
         p.m = 131, p.n = 136, p.k = 67;
-        const cuda::GemmTile tile = cuda::gemm_tile(p.number, true);
+        const cuda::GemmTile tile = cuda::gemm_tile(p.number, cuda::GemmSize::kLarge);
         p.row_tiles = static_cast<unsigned>(pieces(p.m, tile.rows));
         p.column_tiles = static_cast<unsigned>(pieces(p.n, tile.columns));
         Matrix& c = product.args.c;
         c = on_device(DType::kFloat32, p.m, p.n, false);
         p.finish = cuda::finish_of({}, c.rows, c, false);
-        const cudaError_t error = dtype == DType::kFloat32    ? launch_gemm<cuda::Float32>(p, true, nullptr)
-                                  : dtype == DType::kBFloat16 ? launch_gemm<cuda::BFloat16>(p, true, nullptr)
-                                                              : launch_gemm<cuda::Float16>(p, true, nullptr);
+        const cudaError_t error =
+            dtype == DType::kFloat32    ? launch_gemm<cuda::Float32>(p, cuda::GemmSize::kLarge, nullptr)
+            : dtype == DType::kBFloat16 ? launch_gemm<cuda::BFloat16>(p, cuda::GemmSize::kLarge, nullptr)
+                                        : launch_gemm<cuda::Float16>(p, cuda::GemmSize::kLarge, nullptr);
         ASSERT_EQ(error, cudaSuccess);
         wait();
         EXPECT_TRUE(product.bits() == want) << dtype_name(dtype) << a_inside << b_inside;
+      }
+    }
+  }
+}
+
+// Products of few rows have the bits of many, whatever lies side by side, in all of a tile's columns and in parts of one.
+TEST(CudaLinear, FewRowsHaveTheBitsOfMany) {
+  for (const DType dtype : kTypes) {
+    for (const auto& [n, k] : {std::pair<int64_t, int64_t>(136, 67), {32, 1024}, {5, 530}, {200, 16}}) {
+      Product many(dtype, 40, n, k);
+      const Matrix a = many.args.a, b = many.args.b;
+      ASSERT_TRUE(many.run().ok());
+      const Matrix a_by_column = column_by_column(a), b_by_column = column_by_column(b);
+      wait();
+      const std::string all = many.bits();
+      const size_t row_bytes = static_cast<size_t>(n) * sizeof(float);
+      for (const int64_t m : {1, 3, 4, 5, 16}) {
+        for (const int way : {0, 1, 2, 3}) {
+          Product few(dtype, m, n, k);
+          few.args.a = way % 2 == 0 ? a : a_by_column;
+          few.args.b = way / 2 == 0 ? b : b_by_column;
+          ASSERT_EQ(few.args.a.rows.sizes[2], 40);
+          few.args.a.rows.sizes[2] = m;
+          ASSERT_TRUE(few.run().ok());
+          wait();
+          EXPECT_TRUE(few.bits() == all.substr(0, static_cast<size_t>(m) * row_bytes))
+              << dtype_name(dtype) << " " << m << " " << n << " " << k << " " << way;
+        }
       }
     }
   }
@@ -126,12 +155,13 @@ TEST(CudaLinear, ManyTilesAreAllComputed) {
 
 // No two lanes of a phase want the same bank of shared memory: in what twice as many terms cost more.
 TEST(CudaLinear, HasNoBankConflictsInItsMainLoop) {
+  constexpr std::pair<int64_t, bool> kRows[] = {{64, true}, {64, false}, {16, true}, {1, true}};
   for (const DType dtype : kTypes) {
-    for (const bool a_inside : {true, false}) {
+    for (const auto& [rows, a_inside] : kRows) {
       for (const bool b_inside : {true, false}) {
         uint64_t phases = 0, conflicts = 0;
         for (const int64_t k : {192, 384}) {
-          Product product(dtype, 64, 64, k);
+          Product product(dtype, rows, 64, k);
           if (!a_inside) product.args.a = column_by_column(product.args.a);
           if (b_inside) product.args.b = column_by_column(product.args.b);
           wait();

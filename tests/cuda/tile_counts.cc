@@ -87,7 +87,7 @@ void count_product(DType dtype, int terms) {
   };
   cuda::GemmProblem p;
   p.number = cuda::number_of(dtype);
-  const cuda::GemmTile tile = cuda::gemm_tile(p.number, true);
+  const cuda::GemmTile tile = cuda::gemm_tile(p.number, cuda::GemmSize::kLarge);
   p.m = tile.rows, p.n = tile.columns, p.k = terms;
   p.row_tiles = p.column_tiles = 1;
   p.a = cuda::factor_of(matrix_of(p.m, p.k));
@@ -96,9 +96,10 @@ void count_product(DType dtype, int terms) {
   p.finish = cuda::finish_of({}, y.rows, y, false);
   if (cudaDeviceSynchronize() != cudaSuccess) stop(cuda_sim::take_fault());
   cuda_sim::take_counters_of_kernels();
-  const cudaError_t error = dtype == DType::kFloat32    ? launch_gemm<cuda::Float32>(p, true, nullptr)
-                            : dtype == DType::kBFloat16 ? launch_gemm<cuda::BFloat16>(p, true, nullptr)
-                                                        : launch_gemm<cuda::Float16>(p, true, nullptr);
+  const cudaError_t error = dtype == DType::kFloat32 ? launch_gemm<cuda::Float32>(p, cuda::GemmSize::kLarge, nullptr)
+                            : dtype == DType::kBFloat16
+                                ? launch_gemm<cuda::BFloat16>(p, cuda::GemmSize::kLarge, nullptr)
+                                : launch_gemm<cuda::Float16>(p, cuda::GemmSize::kLarge, nullptr);
   if (error != cudaSuccess || cudaDeviceSynchronize() != cudaSuccess) stop(cuda_sim::take_fault());
   print(sentence(dtype_name(dtype), ",", p.m, ",product,", p.n, ",", terms));
 }
