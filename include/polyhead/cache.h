@@ -79,7 +79,7 @@ class POLYHEAD_API KvCache {
   /// Key and query are turned in float32, then multiplied by the Hadamard matrix, then rounded once. Tokens one by one give
   /// the bits of all at once. On an error nothing has been written.
   /// A pool on a GPU (pool.key.device) takes tokens, slots and tables there, on the calling thread's current device; head dims
-  /// up to 256. The work is put on args.stream, and the host looks at nothing there: a slot outside of the cache counts as -1,
+  /// up to 1024. The work is put on args.stream, and the host looks at nothing there: a slot outside of the cache counts as -1,
   /// a position outside of the tables as the nearest, and a slot that comes twice holds some numbers of either token.
   Status append(const KvTensors& pool, const KvAppendArgs& args) const;
 

@@ -87,7 +87,7 @@ class KvCache:
     It holds the arrays and no other state: arrays may be written by others, and calls on different slots may run at once,
     also beside attention that reads other slots. The C++ class is polyhead::KvCache.
 
-    Where its arrays lie on a CUDA device, all that its methods are given lies there too, D and Dv are 256 at most, and the work
+    Where its arrays lie on a CUDA device, all that its methods are given lies there too, D and Dv are 1024 at most, and the work
     is put on the current stream of key's package. Nobody waits for it, so slots and positions are not checked: a slot
     outside of the cache counts as -1 (it is not copied, and `read` gives zeros), a position outside of cos as the nearest.
 

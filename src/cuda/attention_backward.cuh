@@ -5,7 +5,7 @@
 //   dX = dS times the derivative of softcap   dQ = scale dX K   dK = scale dX^T Q   dV = dropout(P)^T dO
 //   pass over queries   own Q, dO   others K, V    sums dQ
 //   pass over keys      own K, V    others Q, dO   sums dK, dV; of many columns one of both, in a pass each
-// Of rows of float32 that are wider than shared memory has room for, a block sums one slice of columns: the last of those
+// Of rows that are wider than shared memory has room for, a block sums one slice of columns: the last of those
 // that it makes P and dS of.
 #pragma once
 
@@ -18,7 +18,7 @@ namespace polyhead::cuda {
 
 // With 32 others at a time sums of many columns would be spilled: dK and dV of 128 264 bytes. In slices all of them.
 template <class T, int kD, int kPass>
-constexpr int kOthers = kSlices<T, kD> > 1                           ? 64
+constexpr int kOthers = kSliced<T, kD>                               ? 64
                         : kD*(kPass == kOfKeyAndValue ? 2 : 1) > 128 ? 16
                                                                      : 32;
 
@@ -29,7 +29,6 @@ class Backward : Pairs<T, kD, kPass != kOfQuery, kOptions, kOthers<T, kD, kPass>
   static constexpr bool kWeighted = kPass == kOfKeyAndValue || kPass == kOfValue;  // dV, in the last of sums
   static constexpr int kStep = kOthers<T, kD, kPass>, kSums = kScored + kWeighted;
   static constexpr int kStages = PairsMemory<T, kD>::kStages, kColumns = kSliceColumns<T, kD>;
-  static constexpr bool kSliced = kSlices<T, kD> > 1;
   using Base = Pairs<T, kD, kKeys, kOptions, kStep>;
   using Base::cut, Base::range, Base::range_of, Base::group, Base::row_index, Base::hides_pairs, Base::drops;
   using Base::p, Base::shared, Base::own, Base::b, Base::head, Base::first, Base::stage, Base::lane, Base::warp;
@@ -68,10 +67,10 @@ class Backward : Pairs<T, kD, kPass != kOfQuery, kOptions, kOthers<T, kD, kPass>
     __syncthreads();
     tiles = begin < end ? static_cast<int>((end - begin - gap + kTileRows - 1) / kTileRows) : 0;
     const int all = kKeys ? tiles * static_cast<int>(group()) : tiles;  // of each query head that reads these keys
-    if (!kSliced && all > 0) load_own(0);
+    if (!kSliced<T, kD> && all > 0) load_own(0);
     if constexpr (!kKeys) this->read_statistics(band);
     for (int t = kStages == 1 ? 0 : -1; t < all; ++t) {
-      if constexpr (kStages == 1 && !kSliced) {
+      if constexpr (kStages == 1 && !kSliced<T, kD>) {
         __syncthreads();  // tile t - 1 has been used
         load_others(t);
       }
@@ -91,7 +90,7 @@ class Backward : Pairs<T, kD, kPass != kOfQuery, kOptions, kOthers<T, kD, kPass>
       }
       if constexpr (kKeys) head = h * static_cast<int>(group()) + t / tiles;
       this->draw();
-      if constexpr (!kSliced) careful = cut && hides_not_finite(t + 1);
+      if constexpr (!kSliced<T, kD>) careful = cut && hides_not_finite(t + 1);
 #pragma unroll 1
       for (int from = 0; from < kTileRows; from += kStep) step(t, from);
     }
@@ -142,12 +141,12 @@ class Backward : Pairs<T, kD, kPass != kOfQuery, kOptions, kOthers<T, kD, kPass>
   }
 
   // The columns of sums that the block does.
-  __device__ int first_column() const { return kSliced ? static_cast<int>(blockIdx.y) * kColumns : 0; }
+  __device__ int first_column() const { return kSliced<T, kD> ? static_cast<int>(blockIdx.y) * kColumns : 0; }
 
   // The kStep others from first + from on, of tile t.
   __device__ void step(int t, int from) {
     Block P = {}, dS = {};
-    if constexpr (kSliced) {
+    if constexpr (kSliced<T, kD>) {
       products_of_slices(P, dS, t);
       careful = cut && hides_not_finite(t + 1);
     } else {
@@ -171,8 +170,8 @@ class Backward : Pairs<T, kD, kPass != kOfQuery, kOptions, kOthers<T, kD, kPass>
   // The slice of the block's sums comes last, and stays in shared memory.
   __device__ void products_of_slices(Block& P, Block& dS, int t) {
 #pragma unroll 1
-    for (int n = 1; n <= kSlices<T, kD>; ++n) {
-      const int slice = (static_cast<int>(blockIdx.y) + n) % kSlices<T, kD>;
+    for (int n = 1; n <= this->num_slices(); ++n) {
+      const int slice = (static_cast<int>(blockIdx.y) + n) % this->num_slices();
       __syncthreads();  // the last slice has been used
       load_own(slice * kColumns);
       load_others(t, slice * kColumns);

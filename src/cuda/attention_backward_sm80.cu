@@ -65,7 +65,7 @@ cudaError_t launch_pass(const BackwardProblem& p, const ProgramKernels& of_progr
   }
   const void* const program = of_program.backward[kPass];
   const int columns = kPass == kOfValue ? p.head_dim_v : p.head_dim, slice = kSliceColumns<T, kD>;
-  const auto slices = static_cast<unsigned>(columns > slice ? kSlices<T, kD> : 1);
+  const auto slices = static_cast<unsigned>(columns > slice ? (columns + slice - 1) / slice : 1);
   return launch(program != nullptr ? program : reinterpret_cast<const void*>(kernel), dim3(blocks, slices),
                 sizeof(PairsMemory<T, kD>), stream, p);
 }

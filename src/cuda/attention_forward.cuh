@@ -91,7 +91,7 @@ class Forward {
       }
       wait_for_copies();
       __syncthreads();  // K_j is there, V is free
-      for (int slice = 1; slice < kSlices<T, kD>; ++slice) {
+      for (int slice = 1; slice < num_slices(); ++slice) {
         if (busy()) scores(slice - 1);
         __syncthreads();  // a slice of K_j has been used
         load_queries(slice * kSlice);
@@ -101,11 +101,11 @@ class Forward {
       }
       load_keys<kValues>(shared.V, j, p.head_dim_v - first_column(), first_column());
       if (in_pages() && next < end) shared.places.find(p.pages, b, next, shared.band.keys);
-      if (busy()) scores(kSlices<T, kD> - 1);
+      if (busy()) scores(num_slices() - 1);
       wait_for_copies();
       __syncthreads();  // V_j is there, K is free
       if (next < end) {
-        if constexpr (kSlices < T, kD >> 1) load_queries(0);
+        if (kSliced<T, kD> && num_slices() > 1) load_queries(0);
         load_keys<kKeys>(shared.K, next, p.head_dim);
       }
       // Some row does not see some key.
@@ -143,6 +143,7 @@ class Forward {
   }
   // Of V and O, that the block does.
   __device__ int first_column() const { return kColumns < kD ? static_cast<int>(blockIdx.z) * kColumns : 0; }
+  __device__ int num_slices() const { return slices_of<T, kD>(p.head_dim); }
   __device__ bool in_pages() const { return p.pages.table != nullptr; }
 
   // Sinks of the tile at key j.
@@ -206,7 +207,7 @@ class Forward {
   // S += Q K^T of a slice of their columns; with the last of them S is whole, and times scale.
   __device__ void scores(int slice) {
     multiply_rows(S.x, shared.Q, warp * 16, shared.K, 0, p.head_dim - slice * kSlice, lane);
-    if (slice < kSlices<T, kD> - 1) return;
+    if (slice < num_slices() - 1) return;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
 #pragma unroll

@@ -8,8 +8,8 @@
 namespace polyhead::cuda {
 namespace {
 
-static_assert(sizeof(ForwardMemory<Float32, kMostHeadDim>) <= kEveryGpuBytes);
-static_assert(sizeof(ForwardMemory<BFloat16, kMostHeadDim>) <= kEveryGpuBytes);
+static_assert(sizeof(ForwardMemory<Float32, kManyColumns>) <= kEveryGpuBytes);
+static_assert(sizeof(ForwardMemory<BFloat16, kManyColumns>) <= kEveryGpuBytes);
 static_assert(sizeof(WideMemory<Float32, 64>) <= kEveryGpuBytes);
 static_assert(sizeof(WideMemory<BFloat16, 128>) <= kEveryGpuBytes);
 static_assert(sizeof(WideMemory<Float32, 128>) <= kWideBytes);
@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(kThreads, (kWideBlocks<T, kD>))
 
 template <class T, int kD>
 dim3 grid_of(const Problem& p) {
-  const int column_blocks = p.head_dim_v > ForwardMemory<T, kD>::kColumns ? kD / ForwardMemory<T, kD>::kColumns : 1;
+  constexpr int kColumns = ForwardMemory<T, kD>::kColumns;
+  const int column_blocks = p.head_dim_v > kColumns ? (p.head_dim_v + kColumns - 1) / kColumns : 1;
   return dim3(p.query_blocks, static_cast<unsigned>(p.parts), static_cast<unsigned>(column_blocks));
 }
 
@@ -64,12 +65,16 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   const RowSums sums = parts.merged();
   const FinishedRow<true> finished(p, h, sums);
   const int64_t out = b * p.out.batch + h * p.out.head + i * p.out.row;
-  float O[kMostHeadDim / 32] = {};
-  parts.merge_sums(sums.m, lane, O);
+#pragma unroll 1
+  for (int from = lane; from < p.head_dim_v; from += kMostTileColumns) {
+    float O[kMostTileColumns / 32] = {};
+    parts.merge_sums(sums.m, from, O);
 #pragma unroll
-  for (int c = 0; c < kMostHeadDim / 32; ++c) {
-    const int column = lane + 32 * c;
-    if (column < p.head_dim_v) store_number(p.out.data, p.out.number, out + column * p.out.column, finished.out(O[c]));
+    for (int c = 0; c < kMostTileColumns / 32; ++c) {
+      const int column = from + 32 * c;
+      if (column < p.head_dim_v)
+        store_number(p.out.data, p.out.number, out + column * p.out.column, finished.out(O[c]));
+    }
   }
   if (p.logsumexp.data != nullptr && lane == 0) statistic(p.logsumexp, b, h, i) = finished.logsumexp();
 }

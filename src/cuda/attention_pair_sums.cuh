@@ -60,7 +60,7 @@ class PairTiles : protected Pairs<T, kD, false, true, kTileRows> {
   template <class Gradient>
   __device__ bool compute(const Place& at, Block& P, Block& dS, bool gradients, const Gradient& gradient) {
     const Band band(p, at.b);
-    const bool loaded = !kSliced && own == at.query_tile * kTileRows && b == at.b && head == at.h;
+    const bool loaded = !kSliced<T, kD> && own == at.query_tile * kTileRows && b == at.b && head == at.h;
     own = at.query_tile * kTileRows, b = static_cast<int>(at.b), head = static_cast<int>(at.h);
     first = at.key_tile * kTileRows;
     const int64_t end = own + kTileRows < band.queries ? own + kTileRows : band.queries;
@@ -70,14 +70,14 @@ class PairTiles : protected Pairs<T, kD, false, true, kTileRows> {
     __syncthreads();  // the last tiles have been used
     if (threadIdx.x == 0) shared.band = band;
     if (!loaded) this->read_statistics(band);
-    if (!loaded && !kSliced) load_queries(band, end, gradients, 0);
+    if (!loaded && !kSliced<T, kD>) load_queries(band, end, gradients, 0);
     if (!some) return false;
     for (int r = 0; r < 2; ++r) range[r] = {band.seen_by(p, row_index(r)), first};
     this->draw();
 #pragma unroll 1
-    for (int slice = 0; slice < kSlices<T, kD>; ++slice) {
+    for (int slice = 0; slice < this->num_slices(); ++slice) {
       if (slice > 0) __syncthreads();  // the last one has been used
-      if (kSliced) load_queries(band, end, gradients, slice * kColumns);
+      if (kSliced<T, kD>) load_queries(band, end, gradients, slice * kColumns);
       load_keys(band, gradients, slice * kColumns);
       wait_for_copies();
       __syncthreads();
@@ -93,7 +93,6 @@ class PairTiles : protected Pairs<T, kD, false, true, kTileRows> {
 
  private:
   static constexpr int kColumns = kSliceColumns<T, kD>;
-  static constexpr bool kSliced = kSlices<T, kD> > 1;
 
   // Of the columns from `from` on.
   __device__ void load_queries(const Band& band, int64_t end, bool gradients, int from) {

@@ -6,9 +6,10 @@ namespace polyhead::cuda {
 namespace {
 
 static_assert(sizeof(PairSumsMemory<Float32, 64>) <= kEveryGpuBytes &&
-              sizeof(PairSumsMemory<BFloat16, 128>) <= kEveryGpuBytes);
-static_assert(sizeof(PairSumsMemory<Float32, kMostHeadDim>) <= kWideBytes);
-static_assert(sizeof(PairSumsMemory<BFloat16, kMostHeadDim>) <= kWideBytes);
+              sizeof(PairSumsMemory<BFloat16, 128>) <= kEveryGpuBytes &&
+              sizeof(PairSumsMemory<BFloat16, kManyColumns>) <= kEveryGpuBytes);
+static_assert(sizeof(PairSumsMemory<Float32, kManyColumns>) <= kWideBytes);
+static_assert(sizeof(PairSumsMemory<BFloat16, kMostTileColumns>) <= kWideBytes);
 
 template <class T, int kD>
 __global__ void __launch_bounds__(kThreads)

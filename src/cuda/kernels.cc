@@ -25,7 +25,8 @@ bool sums_pairs(const AttentionDesc& desc) {
 std::string why_no_pairs(const AttentionDesc& desc, DType dtype, const char* what) {
   const int narrow = dtype == DType::kFloat32 ? 64 : 128;
   const int64_t columns = std::max(desc.head_dim, desc.head_dim_v);
-  if (columns <= narrow) return "";
+  const bool in_slices = columns > kMostTileColumns && dtype != DType::kFloat32;
+  if (columns <= narrow || in_slices) return "";
   const Result<int> shared = shared_bytes_of_block();
   if (!shared.ok()) return shared.status().message();
   if (*shared >= kWideBytes) return "";

@@ -97,7 +97,9 @@ inline int columns_of(const Problem& p) { return tile_columns(p.head_dim > p.hea
 template <class Function>
 auto with_columns(int columns, const Function& function) {
   if (columns == 64) return function.template operator()<64>();
-  return columns == 128 ? function.template operator()<128>() : function.template operator()<kMostHeadDim>();
+  if (columns == 128) return function.template operator()<128>();
+  return columns == kManyColumns ? function.template operator()<kManyColumns>()
+                                 : function.template operator()<kMostTileColumns>();
 }
 
 // A power of two, at most 2^126, that brings x, which is not negative, between 2^14 and 2^15: of what is below 6e-5 float16

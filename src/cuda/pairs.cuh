@@ -13,7 +13,7 @@ namespace polyhead::cuda {
 
 template <class T, int kD>
 struct PairsMemory {
-  // Two stages: one is on its way while the other is used. Of wide rows of float32 there is room for one.
+  // Two stages: one is on its way while the other is used. Of wide rows there is room for one.
   static constexpr int kStages = kD * sizeof(T) > 256 ? 1 : 2;
   using Columns = Tile<T, kSliceColumns<T, kD>>;
 
@@ -42,6 +42,8 @@ class Pairs {
 
   __device__ bool drops() const { return kOptions && p.dropout.on; }
   __device__ bool hides_pairs() const { return kOptions && p.hides_pairs; }
+  // Of the columns of both products.
+  __device__ int num_slices() const { return slices_of<T, kD>(p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v); }
   __device__ int64_t group() const { return p.heads / p.heads_kv; }
   __device__ int local_row(int r) const { return warp * 16 + lane / 4 + 8 * r; }
   __device__ int64_t row_index(int r) const { return own + local_row(r); }

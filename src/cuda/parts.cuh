@@ -97,16 +97,16 @@ class RowParts {
     return all;
   }
 
-  // O, in columns lane, lane + 32 and so on.
-  __device__ void merge_sums(float m, int lane, float (&O)[kMostHeadDim / 32]) const {
+  // O, in columns from, from + 32 and so on.
+  __device__ void merge_sums(float m, int from, float (&O)[kMostTileColumns / 32]) const {
     for (int64_t n = 0; n < p.parts; ++n) {
       const RowSums part = load(n);
       if (!part.seen()) continue;
       const float alpha = factor(part, m);
       const float* of_part = sums(n);
 #pragma unroll
-      for (int c = 0; c < kMostHeadDim / 32; ++c) {
-        const int column = lane + 32 * c;
+      for (int c = 0; c < kMostTileColumns / 32; ++c) {
+        const int column = from + 32 * c;
         if (column < p.head_dim_v) O[c] += of_part[column] * alpha;
       }
     }

@@ -171,10 +171,16 @@ struct BackwardProblem : Problem {
   bool accumulate = false;
 };
 
-// Of the tiles of kernels for so many.
-constexpr int tile_columns(int columns) { return columns <= 64 ? 64 : columns <= 128 ? 128 : 256; }
+constexpr int kMostHeadDim = 1024;
+constexpr int kMostTileColumns = 256;
+constexpr int kManyColumns = 512;  // stands for any number above that, which goes slice by slice
 
-constexpr int kMostHeadDim = 256;
+// Of the tiles of kernels for so many.
+constexpr int tile_columns(int columns) {
+  if (columns > kMostTileColumns) return kManyColumns;
+  return columns <= 64 ? 64 : columns <= 128 ? 128 : kMostTileColumns;
+}
+
 constexpr int kMostWideColumns = 128;      // of problems that are wide, and of plain ones in backward
 constexpr int kEveryGpuBytes = 99 * 1024;  // of shared memory, that a block may have from 8.0 on
 constexpr int kWideBytes = 134 * 1024;     // that backward, and wide forward, need of rows above 256 bytes

@@ -48,11 +48,18 @@ __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_group 0;"
 // Where a row begins that is not there.
 constexpr int64_t kNoRow = INT64_MIN;
 
-// Columns of a row that lie in shared memory at a time: of wide rows of float32 a slice, since no more fits.
+// Columns of a row that lie in shared memory at a time: of wide rows a slice, since no more fits.
 template <class T, int kD>
-constexpr int kSliceColumns = T::kOnTensorCores || kD < 128 ? kD : 128;
+constexpr int kSliceColumns = kD < 128 || (T::kOnTensorCores && kD <= kMostTileColumns) ? kD : 128;
 template <class T, int kD>
-constexpr int kSlices = kD / kSliceColumns<T, kD>;
+constexpr bool kSliced = kSliceColumns<T, kD> < kD;
+// How many slices there are, of rows of `columns`.
+template <class T, int kD>
+__host__ __device__ constexpr int slices_of(int columns) {
+  constexpr int kSlice = kSliceColumns<T, kD>;
+  if constexpr (kD <= kMostTileColumns) return kD / kSlice;
+  return columns > kSlice ? (columns + kSlice - 1) / kSlice : 1;
+}
 
 // The bits of element n of rows, in a word. Float32 may be made of other numbers.
 template <class T>

@@ -385,8 +385,8 @@ TEST(CudaDecoding, RefusesWhatItDoesNotTake) {
   };
   EXPECT_EQ(refused(false, true), "key is not on cuda, where this call computes");
   EXPECT_EQ(refused(true, false), "slots is not on the CPU, where this call computes");
-  format.cache.rotary_dim = 0, format.cache.head_dim = 257;
-  EXPECT_EQ(refused(true, true), "head_dim is 257, cuda_sm80 takes caches of 0 to 256");
+  format.cache.rotary_dim = 0, format.cache.head_dim = 1025;
+  EXPECT_EQ(refused(true, true), "head_dim is 1025, cuda_sm80 takes caches of 0 to 1024");
 }
 
 TEST(CudaDecoding, RefusesToCopyMoreThanItHasMemoryFor) {

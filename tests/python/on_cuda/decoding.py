@@ -90,7 +90,7 @@ def test_kv_cache_refuses_by_a_sentence():
         (lambda: here.append(Interface(key), key, slots=slots), "key is on CUDA device 0, must be in CPU memory"),
         (lambda: there.read(slots), "slots is in CPU memory, must be on CUDA device 0"),
         (lambda: there.copy(slots, Interface(slots)), "from_slots is in CPU memory, must be on CUDA device 0"),
-        (lambda: on_device(polyhead.KvCache.zeros(1, 1, 1, 264)), "head_dim is 264, cuda_sm80 takes caches of 0 to 256"),
+        (lambda: on_device(polyhead.KvCache.zeros(1, 1, 1, 1040)), "head_dim is 1040, cuda_sm80 takes caches of 0 to 1024"),
     ]
     for call, sentence in refused:
         with pytest.raises(polyhead.Error, match=sentence) as error:

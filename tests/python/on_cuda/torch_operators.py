@@ -96,14 +96,14 @@ def test_arrays_interface_takes_torchs_tensors():
 def test_what_is_refused_by_a_sentence():
     query, key, value = operands()
     there = [cuda(x) for x in (query, key, value)]
-    attention, wide = polyhead.torch.attention, [torch.ones(1, 1, 1, 300)] * 3
+    attention, wide = polyhead.torch.attention, [torch.ones(1, 1, 1, 1032)] * 3
     assert_refused([
         (lambda: attention(there[0], key, there[2]), "key is not on cuda:0, must be as query"),
         (lambda: attention(query, there[1], value), "key is not on the CPU, must be"),
         (lambda: attention(*there, seqlens_k=torch.tensor([1, 2])), "seqlens_k is not on cuda:0, must be as query"),
         (lambda: attention(*there, dropout_p=0.5, dropout_seed=cuda(torch.tensor(7))), "dropout_seed is not on the CPU"),
         (lambda: attention(*there, kernel="reference"), "kernel is reference, which computes on cpu, the call's tensors are on cuda"),
-        (lambda: attention(*map(cuda, wide)), "no kernel can compute this: cuda_sm80 (head_dim is 300, takes 0 to 256)"),
+        (lambda: attention(*map(cuda, wide)), "no kernel can compute this: cuda_sm80 (head_dim is 1032, takes 0 to 1024)"),
         (lambda: torch.ops.polyhead.dropout_mask(cuda(torch.tensor(1)), 0.5, 0, 1, 1, 1, 1), "computes on the CPU alone"),
     ])  # fmt: skip
 
