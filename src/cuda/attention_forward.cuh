@@ -53,7 +53,7 @@ class Forward {
  public:
   __device__ Forward(const Problem& problem, ForwardMemory<T, kD>& memory)
       : p(problem), shared(memory), lane(static_cast<int>(threadIdx.x) % 32), warp(static_cast<int>(threadIdx.x) / 32) {
-    const OwnRows own(p, false);
+    const OwnRows own(p, false, tile_queries());
     b = own.b, h = own.h, query = own.first;
     h_kv = h / static_cast<int>(p.heads / p.heads_kv);
     if (takes_scores()) rows[0].l = rows[1].l = T::kOnTensorCores ? power_for(0) : 1;
@@ -61,7 +61,7 @@ class Forward {
 
   __device__ void run() {
     const Band band(p, b);
-    const int64_t end_q = query + kBlockRows < band.queries ? query + kBlockRows : band.queries;
+    const int64_t end_q = query + tile_queries() < band.queries ? query + tile_queries() : band.queries;
     const Range of_first = band.keys_of(query), of_last = band.keys_of(end_q - 1);
     // Keys that some query of the tile sees, or of these the block's part.
     int64_t begin = of_first.first / kTileRows * kTileRows, end = query < end_q ? of_last.last : 0;
@@ -129,18 +129,15 @@ class Forward {
   __device__ bool drops_late() const { return drops() && p.softmax; }  // when weights meet V
   __device__ bool hides_pairs() const { return kOptions && p.hides_pairs; }
   __device__ int local_row(int r) const { return warp * 16 + lane / 4 + 8 * r; }
-  // The query and head of a row of the tile. What is behind the last query of heads that share it is no query.
-  __device__ int64_t query_of(int row) const {
-    if (p.tile_heads == 1) return query + row;
-    return row < rows_of_heads() ? row % static_cast<int>(p.seqlen_q) : kTileRows;
-  }
-  __device__ int head_of(int row) const { return p.tile_heads == 1 ? h : h + row / static_cast<int>(p.seqlen_q); }
-  __device__ int rows_of_heads() const { return static_cast<int>(p.tile_heads * p.seqlen_q); }
+  // Heads that share the tile have a query's rows side by side; the rows behind the last query of the tile are nobody's.
+  __device__ int tile_queries() const { return p.tile_heads == 1 ? kBlockRows : kBlockRows / tile_heads(); }
+  __device__ int tile_heads() const { return static_cast<int>(p.tile_heads); }
+  __device__ int64_t query_of(int row) const { return query + (p.tile_heads == 1 ? row : row / tile_heads()); }
+  __device__ int head_of(int row) const { return p.tile_heads == 1 ? h : h + row % tile_heads(); }
   __device__ int64_t row_index(int r) const { return query_of(local_row(r)); }
+  __device__ bool is_of_tile(int64_t i) const { return i < query + tile_queries(); }
   // Whether the warp has queries: where they are few it brings keys alone.
-  __device__ bool busy() const {
-    return p.tile_heads == 1 ? query + warp * 16 < shared.band.queries : warp * 16 < rows_of_heads();
-  }
+  __device__ bool busy() const { return query_of(warp * 16) < shared.band.queries; }
   // Of V and O, that the block does.
   __device__ int first_column() const { return kColumns < kD ? static_cast<int>(blockIdx.z) * kColumns : 0; }
   __device__ int num_slices() const { return slices_of<T, kD>(p.head_dim); }
@@ -386,7 +383,7 @@ class Forward {
       const bool sees = keys.first < part.last && part.first < keys.last && !keys.empty();
       const bool seen = kOptions ? sum_of_row(rows[r].seen ? 1 : 0) > 0 : sees && !part.empty();
       const int64_t i = row_index(r);
-      if (i >= band.rows_q) continue;
+      if (i >= band.rows_q || !is_of_tile(i)) continue;
       row.state = i >= band.queries ? RowSums::kPadding : seen ? RowSums::kSeen : RowSums::kUnseen;
       if (p.parts == 1) {
         write(row, r, i);

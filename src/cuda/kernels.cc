@@ -137,14 +137,22 @@ Status launched(cudaError_t error) {
   return {StatusCode::kInternal, sentence("CUDA refused to launch the kernel: ", cudaGetErrorString(error))};
 }
 
-// Query heads whose queries share a tile: all of a group, where they are as few as in decoding and what is done to scores
-// does not differ by head.
+// Query heads whose queries share a tile: all of a group, where they are as few as in decoding (of packed sequences on
+// average, and one of more has more tiles) and what is done to scores does not differ by head.
 int64_t tile_heads(const AttentionDesc& desc) {
   const int64_t group = desc.num_heads_kv == 0 ? 1 : desc.num_heads / desc.num_heads_kv;
   const auto by_head = [](const BroadcastOperand& x) { return x.given && x.dims[1] != 1; };
-  if (desc.packed || group > kBlockRows || desc.seqlen_q > kBlockRows / std::max<int64_t>(group, 1)) return 1;
+  const int64_t sequences = desc.packed ? desc.batch : 1;
+  if (group > kBlockRows ||
+      pieces(desc.seqlen_q, std::max<int64_t>(sequences, 1)) > kBlockRows / std::max<int64_t>(group, 1))
+    return 1;
   if (by_head(desc.attn_mask) || by_head(desc.attn_bias) || desc.alibi_slopes_ndim > 0 || desc.dropout_p > 0) return 1;
   return desc.program == nullptr ? std::max<int64_t>(group, 1) : 1;
+}
+
+// Blocks of threads that own queries in forward, where so many heads share a tile.
+MemorySize shared_blocks(const AttentionDesc& desc, int64_t heads) {
+  return query_blocks(desc, kBlockRows / heads).value() / static_cast<uint64_t>(heads);
 }
 
 // Blocks of threads that share the keys of 64 queries: enough for every GPU, where there are keys enough for each. A
@@ -153,7 +161,7 @@ int64_t parts(const AttentionDesc& desc) {
   constexpr int64_t kBlocks = 512;
   AttentionDesc alone = desc;
   if (!desc.packed) alone.batch = 1;
-  const auto blocks = static_cast<int64_t>(query_blocks(alone).value()) / tile_heads(desc);
+  const auto blocks = static_cast<int64_t>(shared_blocks(alone, tile_heads(desc)).value());
   if (blocks == 0) return 1;
   return std::clamp<int64_t>(kBlocks / blocks, 1, std::max<int64_t>(pieces(desc.seqlen_k, kLeastKeysOfPart), 1));
 }
@@ -220,7 +228,7 @@ Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& ru
   if (is_stored(desc)) set_stored(desc, args, &problem);
   problem.parts = parts(desc);
   problem.tile_heads = tile_heads(desc);
-  problem.query_blocks /= static_cast<unsigned>(problem.tile_heads);
+  problem.query_blocks = static_cast<unsigned>(shared_blocks(desc, problem.tile_heads).value());
   problem.wide = is_wide(desc, problem);
   if (problem.wide) problem.query_blocks = static_cast<unsigned>(query_blocks(desc, 2 * kBlockRows).value());
   auto* memory = static_cast<char*>(args.workspace);

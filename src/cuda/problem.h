@@ -104,7 +104,7 @@ struct Problem {
 
   bool wide = false;  // in forward a block of threads owns 2 kBlockRows queries: attention_forward_wide.cuh
 
-  // Query heads whose queries share a tile in forward, that of head h behind h - 1's: a group that reads the same keys, or 1.
+  // Query heads whose queries share a tile in forward, side by side: a group that reads the same keys, or 1.
   int64_t tile_heads = 1;
 
   // Blocks of threads that share the keys of 64 queries in forward, and what each leaves of a row in the workspace, of rows
