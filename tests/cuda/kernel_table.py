@@ -142,7 +142,8 @@ def write(family, texts, nvdisasm):
         "# instructions of a warp in one round of the main loop, where all is seen (sass.py), of which those beside it;",
         "# LDGSTS, copies in loops of their own: of the kernel's whole code.",
         "# forward<elements, columns, options>, backward<elements, columns, pass, float32 gradients, options>,",
-        "# backward_plain<elements, columns, pass over keys>, gemm<elements, rows, columns, terms inside: of A, of B>.",
+        "# backward_plain<elements, columns, pass over keys>, gemm<elements, rows, columns, terms inside: of A, of B>,",
+        "# few_rows<elements, terms inside of B>. 512 columns stand for all above 256.",
         f"# ptxas {release()}",
         *prints,
         f"{'':36}" + "".join(f"{column:>10}" for column in COLUMNS),
@@ -175,7 +176,8 @@ def compare(texts):
     # float16 multiplies weights as two numbers, and options change scores: both want registers that the others have. For 8.9,
     # whose multiprocessors hold one block of backward_plain of 128 columns, ptxas keeps less of it in as many registers.
     for (name, arch), row in rows.items():
-        linear = name.partition("<")[0] in ("append", "gemm", "pointwise", "merge_sums", "norm_forward", "norm_backward", "norm_parameters")
+        linear = name.partition("<")[0] in ("append", "copy_tokens", "read_tokens", "gemm", "few_rows", "pointwise", "merge_sums", "norm_forward",
+                                            "norm_backward", "norm_parameters")  # fmt: skip
         in_pairs = name.startswith("backward_plain<") and (arch != 89 or ", 64," in name)
         narrow = not name.startswith("backward_plain<") and name.endswith(" 0>") and "<Float16" not in name
         plain = linear or in_pairs or narrow or name.startswith(("forward_stored<", "forward_wide<"))
