@@ -22,7 +22,7 @@ struct Others {
 
 template <class T, int kD>
 struct PlainBackwardMemory {
-  using Columns = Tile<T, kD, kTileRows, true>;
+  using Columns = Tile<T, kD, kTileRows, Layout::kPadded>;
   static constexpr int kWords = T::kRestOfWeights ? 8 : 4;
 
   Columns stages[2][2];  // of the others: one is on its way while the other is used; the own rows come in the second

@@ -2,6 +2,7 @@
 #include <type_traits>
 
 #include "cuda/attention_forward.cuh"
+#include "cuda/attention_forward_float32.cuh"
 #include "cuda/attention_forward_wide.cuh"
 #include "cuda/launch.h"
 
@@ -12,7 +13,8 @@ static_assert(sizeof(ForwardMemory<Float32, kManyColumns>) <= kEveryGpuBytes);
 static_assert(sizeof(ForwardMemory<BFloat16, kManyColumns>) <= kEveryGpuBytes);
 static_assert(sizeof(WideMemory<Float32, 64>) <= kEveryGpuBytes);
 static_assert(sizeof(WideMemory<BFloat16, 128>) <= kEveryGpuBytes);
-static_assert(sizeof(WideMemory<Float32, 128>) <= kWideBytes);
+static_assert(sizeof(WideMemory<Float32, 128>) <=
+              75 * 1024);  // of 8.0 on a multiprocessor has room for two, of 9.0 for three
 
 template <class T, int kD, bool kOptions>
 __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_constant__ Problem problem) {
@@ -24,10 +26,11 @@ __global__ void __launch_bounds__(kThreads, 2) forward_stored_kernel(const __gri
   Forward<Float32, kD, true, true>(problem, dynamic_shared<ForwardMemory<Float32, kD>>()).run();
 }
 
+// Of a multiprocessor that has memory for them. No more, lest registers spill.
 template <class T, int kD>
-constexpr int kWideBlocks = sizeof(T) * kD > 256                                 ? 1
+constexpr int kWideBlocks = sizeof(T) * kD > 256                                 ? 3
                             : sizeof(T) * kD > 128 || std::is_same_v<T, Float16> ? 2
-                                                                                 : 3;  // no spills
+                                                                                 : 3;
 
 template <class T, int kD>
 __global__ void __launch_bounds__(kThreads, (kWideBlocks<T, kD>))
@@ -46,6 +49,8 @@ template <class T, int kD>
 cudaError_t launch_kernel(const Problem& p, const void* of_program, cudaStream_t stream) {
   if constexpr (kD <= kMostWideColumns) {
     if (p.wide) {
+      static_assert(std::is_same_v<T, Float32> ? wide_rows(Number::kFloat32, kD) == WideMemory<T, kD>::kRows
+                                               : wide_rows(Number::kBFloat16, kD) == WideMemory<T, kD>::kRows);
       return launch(reinterpret_cast<const void*>(forward_wide_kernel<T, kD>), p.query_blocks,
                     sizeof(WideMemory<T, kD>), stream, p);
     }

@@ -15,6 +15,11 @@ namespace polyhead::cuda {
 // From first to last, exclusive: of a problem of 2^31 keys at most.
 struct Keys {
   int first = 0, last = 0;
+
+  Keys() = default;
+  // What Band says, whose first may be beyond the `keys` that there are, and whose last in front of them.
+  __device__ Keys(int64_t from, int64_t to, int64_t keys)
+      : first(static_cast<int>(from < keys ? from : keys)), last(static_cast<int>(to > 0 ? to : 0)) {}
 };
 
 template <class T, int kD>
@@ -81,13 +86,14 @@ class WideForward {
     const Band band(p, own.b);
     const int64_t query = own.first, end_q = query + kRows < band.queries ? query + kRows : band.queries;
     const Range of_first = band.keys_of(query), of_last = band.keys_of(end_q - 1);
-    const int begin = static_cast<int>(of_first.first / kKeys * kKeys);
+    const Keys of_some(of_first.first, query < end_q ? of_last.last : 0, band.keys);
+    const int begin = of_some.first / kKeys * kKeys;
     if (threadIdx.x == 0) {
       shared.not_finite = 0;
       shared.own = own;
       shared.band = band;
-      shared.of_all = {static_cast<int>(of_last.first), static_cast<int>(of_first.last)};
-      shared.end = query < end_q ? static_cast<int>(of_last.last) : 0;
+      shared.of_all = {of_last.first, of_first.last, band.keys};
+      shared.end = of_some.last;
       shared.h_kv = own.h / static_cast<int>(p.heads / p.heads_kv);
       for (const bool value : {false, true}) {
         const Rows& rows = value ? p.value : p.key;
@@ -98,8 +104,7 @@ class WideForward {
       const int64_t first = query + first_row(), behind = first + 16 * kSixteens;
       const int64_t last = (behind < end_q ? behind : end_q) - 1;
       Keys keys;
-      if (first <= last)
-        keys = {static_cast<int>(band.keys_of(first).first), static_cast<int>(band.keys_of(last).last)};
+      if (first <= last) keys = {band.keys_of(first).first, band.keys_of(last).last, band.keys};
       shared.of_warp[warp] = keys;
     }
     if (in_pages()) {

@@ -166,14 +166,13 @@ int64_t parts(const AttentionDesc& desc) {
   return std::clamp<int64_t>(kBlocks / blocks, 1, std::max<int64_t>(pieces(desc.seqlen_k, kLeastKeysOfPart), 1));
 }
 
-// Whether blocks of threads own twice the queries: where these are many, and scores nothing but products.
+// Whether queries are many, and scores nothing but products: kernels for that take fewer instructions for a pair.
 bool is_wide(const AttentionDesc& desc, const Problem& problem) {
   if (is_stored(desc) || problem.has_options || problem.parts > 1 || problem.tile_heads > 1) return false;
   if (desc.seqlen_q <= kBlockRows || desc.seqlen_k > INT32_MAX - 2 * kBlockRows) return false;
   const int columns = tile_columns(std::max(problem.head_dim, problem.head_dim_v));
   if (columns <= 64 || problem.elements != Number::kFloat32) return columns <= kMostWideColumns;
-  const Result<int> shared = shared_bytes_of_block();
-  return columns <= kMostWideColumns && shared.ok() && *shared >= kWideBytes;
+  return columns <= kMostWideColumns && problem.key.in_pieces && problem.value.in_pieces && desc.page_size == 0;
 }
 
 // [batch, num_heads, seqlen_q, parts]; packed: [num_heads, total_q, parts]
@@ -230,7 +229,10 @@ Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& ru
   problem.tile_heads = tile_heads(desc);
   problem.query_blocks = static_cast<unsigned>(shared_blocks(desc, problem.tile_heads).value());
   problem.wide = is_wide(desc, problem);
-  if (problem.wide) problem.query_blocks = static_cast<unsigned>(query_blocks(desc, 2 * kBlockRows).value());
+  if (problem.wide) {
+    const int rows = wide_rows(problem.elements, tile_columns(std::max(problem.head_dim, problem.head_dim_v)));
+    problem.query_blocks = static_cast<unsigned>(query_blocks(desc, rows).value());
+  }
   auto* memory = static_cast<char*>(args.workspace);
   problem.part_statistics = reinterpret_cast<float*>(memory);
   problem.part_sums = problem.part_statistics + part_statistics_bytes(desc).value() / sizeof(float);

@@ -29,11 +29,6 @@ __device__ inline void copy_bytes(void* to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
                : "memory");
 }
-// Until all but the last `kGroups` groups of copies have landed.
-template <int kGroups>
-__device__ inline void wait_for_copies_before() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
-}
 
 // Fills panels with lines from `first` on, of `lines`, and terms from `term` on, of `end_term`; the others are 0. Each
 // thread has one piece of some rows, whose places do not depend on the terms where these lie inside.

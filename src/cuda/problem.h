@@ -102,7 +102,7 @@ struct Problem {
   // Whether a score is more than a product, and whether a query may see some keys of its range and not others.
   bool has_options = false, hides_pairs = false;
 
-  bool wide = false;  // in forward a block of threads owns 2 kBlockRows queries: attention_forward_wide.cuh
+  bool wide = false;  // in forward: attention_forward_wide.cuh, or attention_forward_float32.cuh
 
   // Query heads whose queries share a tile in forward, side by side: a group that reads the same keys, or 1.
   int64_t tile_heads = 1;
@@ -183,6 +183,11 @@ constexpr int tile_columns(int columns) {
 
 constexpr int kMostWideColumns = 128;      // of problems that are wide, and of plain ones in backward
 constexpr int kEveryGpuBytes = 99 * 1024;  // of shared memory, that a block may have from 8.0 on
-constexpr int kWideBytes = 134 * 1024;     // that backward, and wide forward, need of rows above 256 bytes
+constexpr int kWideBytes = 134 * 1024;     // that backward needs of rows above 256 bytes
+
+// Queries of a block of threads in wide forward.
+constexpr int wide_rows(Number elements, int columns) {
+  return elements == Number::kFloat32 && columns > 64 ? kBlockRows : 2 * kBlockRows;
+}
 
 }  // namespace polyhead::cuda

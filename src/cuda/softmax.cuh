@@ -23,7 +23,7 @@ __device__ inline float rounded_product(float x, float y) { return __fmul_rn(x, 
 // S <- P = exp(S - m), l <- l alpha + sum P, alpha = exp(m_old - m)
 template <class T, int kBlocks>
 __device__ inline void softmax_step(float (&S)[kBlocks][4], SoftmaxRow& row0, SoftmaxRow& row1, float (&alpha)[2]) {
-  float m[2], sums[2];
+  float m[2], sums[2];  // of this step
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     SoftmaxRow& row = r == 0 ? row0 : row1;
@@ -34,7 +34,6 @@ __device__ inline void softmax_step(float (&S)[kBlocks][4], SoftmaxRow& row0, So
     m[r] = largest == -INFINITY ? 0 : largest;  // -inf - -inf is NaN
     alpha[r] = exponential<T>(row.m - m[r]);
     row.m = largest;
-    sums[r] = rounded_product(row.l, alpha[r]);
     row.l_rounded = rounded_product(row.l_rounded, alpha[r]);
   }
 #pragma unroll
@@ -42,10 +41,11 @@ __device__ inline void softmax_step(float (&S)[kBlocks][4], SoftmaxRow& row0, So
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       S[n][e] = exponential<T>(S[n][e] - m[e / 2]);
-      sums[e / 2] += S[n][e];
+      sums[e / 2] = n == 0 && e % 2 == 0 ? S[n][e] : sums[e / 2] + S[n][e];
     }
   }
-  row0.l = sums[0], row1.l = sums[1];
+  row0.l = rounded_product(row0.l, alpha[0]) + sums[0];
+  row1.l = rounded_product(row1.l, alpha[1]) + sums[1];
 }
 
 template <int kBlocks>

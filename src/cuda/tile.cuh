@@ -1,6 +1,4 @@
-// A tile of rows, 64 if nobody says otherwise, in shared memory, and how it is filled. The eight rows of a matrix of ldmatrix
-// lie in different banks: pieces of 16 bytes are swizzled, piece c of row r lies at c ^ (r % 8); or rows are padded with one
-// piece, which takes memory, and no instruction to find a piece.
+// A tile of rows, 64 if nobody says otherwise, in shared memory, and how it is filled.
 #pragma once
 
 #include "cuda/mma.cuh"
@@ -18,15 +16,23 @@ __device__ Memory& dynamic_shared() {
   return *reinterpret_cast<Memory*>(memory);
 }
 
-template <class T, int kD, int kRows = kTileRows, bool kPadded = false>  // columns, a multiple of 64
+// Where the pieces of a row lie, 16 bytes each. Swizzled: piece c of row r at c ^ (r % 8), of rows of 64 bytes at c ^ (r / 2 % 4),
+// so that the same piece of eight rows, as a matrix of ldmatrix has them, lies in different banks. Padded with one piece they
+// do, too, which takes memory, and no instruction to find a piece. In order: for who reads a row at a time.
+enum class Layout { kSwizzled, kPadded, kInOrder };
+
+template <class T, int kD, int kRows = kTileRows,
+          Layout kLayout = Layout::kSwizzled>  // columns: a multiple of 64 bytes
 struct Tile {
+  static constexpr bool kPadded = kLayout == Layout::kPadded;
   static constexpr int kPiece = 16 / sizeof(T), kPieces = kD / kPiece;  // elements; pieces of a row
   static constexpr unsigned kRowBytes = kD * sizeof(T) + (kPadded ? 16 : 0);
   alignas(kPadded ? 16 : kRowBytes) T elements[kRows * kRowBytes / sizeof(T)];
 
   __device__ T* piece(int row, int c) {
     if constexpr (kPadded) return elements + (row * (kPieces + 1) + c) * kPiece;
-    return elements + row * kD + (c ^ (row & 7)) * kPiece;
+    if constexpr (kLayout == Layout::kInOrder) return elements + row * kD + c * kPiece;
+    return elements + row * kD + (c ^ (kPieces == 4 ? row / 2 & 3 : row & 7)) * kPiece;
   }
   // Of all pieces, in any order.
   __device__ const uint4& any_piece(int n) const {
@@ -43,6 +49,11 @@ __device__ inline void copy_piece(void* to, const void* from, bool there) {
                : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the last `kGroups` groups of copies have landed.
+template <int kGroups>
+__device__ inline void wait_for_copies_before() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 
 // Where a row begins that is not there.
@@ -92,8 +103,8 @@ __device__ inline void store_sum(const Rows& rows, int64_t n, float x) {
 }
 
 // Piece c of a row of the tile, which begins at element `begin`, an element at a time.
-template <class T, int kD, int kRows, bool kPadded>
-__device__ void load_elements(Tile<T, kD, kRows, kPadded>& tile, const Rows& rows, int columns, int row, int c,
+template <class T, int kD, int kRows, Layout kLayout>
+__device__ void load_elements(Tile<T, kD, kRows, kLayout>& tile, const Rows& rows, int columns, int row, int c,
                               int64_t begin) {
   constexpr int kPiece = Tile<T, kD>::kPiece, kInWord = kPiece / 4;
   const int column = c * kPiece;
@@ -112,8 +123,8 @@ __device__ void load_elements(Tile<T, kD, kRows, kPadded>& tile, const Rows& row
 
 // Row n of the tile from element row_at(n) of `rows` on, zeros if that is kNoRow, and from column `columns` on. Copies are
 // in flight until wait_for_copies() and a barrier.
-template <class T, int kD, int kRows, bool kPadded, class RowAt>
-__device__ void load_rows(Tile<T, kD, kRows, kPadded>& tile, const Rows& rows, int columns, const RowAt& row_at) {
+template <class T, int kD, int kRows, Layout kLayout, class RowAt>
+__device__ void load_rows(Tile<T, kD, kRows, kLayout>& tile, const Rows& rows, int columns, const RowAt& row_at) {
   constexpr int kPiece = Tile<T, kD>::kPiece, kPieces = kD / kPiece, kStep = kThreads / kPieces;
   const int first = static_cast<int>(threadIdx.x) / kPieces, c = static_cast<int>(threadIdx.x) % kPieces;
 #pragma unroll 1
@@ -130,8 +141,8 @@ __device__ void load_rows(Tile<T, kD, kRows, kPadded>& tile, const Rows& rows, i
 }
 
 // The same of rows that lie rows.row apart, the first at element `begin`: zeros from row `end` of the tile on.
-template <class T, int kD, int kRows, bool kPadded, class Index>
-__device__ void load_rows_apart(Tile<T, kD, kRows, kPadded>& tile, const Rows& rows, int columns, int64_t begin,
+template <class T, int kD, int kRows, Layout kLayout, class Index>
+__device__ void load_rows_apart(Tile<T, kD, kRows, kLayout>& tile, const Rows& rows, int columns, int64_t begin,
                                 Index end) {
   if (!rows.in_pieces) {
     load_rows(tile, rows, columns, [&](int row) { return row < end ? begin + row * rows.row : kNoRow; });
@@ -148,8 +159,8 @@ __device__ void load_rows_apart(Tile<T, kD, kRows, kPadded>& tile, const Rows& r
 }
 
 // The same with eight threads to a row, for loops that load whole tiles: fewer places are computed.
-template <class T, int kD, int kRows, bool kPadded>
-__device__ void load_lines(Tile<T, kD, kRows, kPadded>& tile, const Rows& rows, int columns, int64_t begin,
+template <class T, int kD, int kRows, Layout kLayout>
+__device__ void load_lines(Tile<T, kD, kRows, kLayout>& tile, const Rows& rows, int columns, int64_t begin,
                            int64_t end) {
   if (!rows.in_pieces || end < kRows) {
     load_rows(tile, rows, columns, [&](int row) { return row < end ? begin + row * rows.row : kNoRow; });
@@ -170,8 +181,8 @@ __device__ void load_lines(Tile<T, kD, kRows, kPadded>& tile, const Rows& rows, 
 
 // Rows [first, first + 64) of a head of a sequence, which begins at row `origin`: zeros from row `end` on. From column
 // `from` on.
-template <class T, int kD, bool kPadded>
-__device__ void load_tile(Tile<T, kD, kTileRows, kPadded>& tile, const Rows& rows, int64_t batch, int64_t head,
+template <class T, int kD, Layout kLayout>
+__device__ void load_tile(Tile<T, kD, kTileRows, kLayout>& tile, const Rows& rows, int64_t batch, int64_t head,
                           int64_t origin, int64_t first, int64_t end, int columns, int from = 0) {
   const int64_t begin = batch * rows.batch + head * rows.head + (origin + first) * rows.row + from * rows.column;
   load_rows_apart(tile, rows, columns - from, begin, end - first);
@@ -179,8 +190,8 @@ __device__ void load_tile(Tile<T, kD, kTileRows, kPadded>& tile, const Rows& row
 
 // Turns what is not finite in rows [first, first + rows) into zeros, and tells whether there was any, each thread in its own
 // pieces.
-template <class T, int kD, int kRows, bool kPadded>
-__device__ bool clear_not_finite(Tile<T, kD, kRows, kPadded>& tile, int first = 0, int rows = kRows) {
+template <class T, int kD, int kRows, Layout kLayout>
+__device__ bool clear_not_finite(Tile<T, kD, kRows, kLayout>& tile, int first = 0, int rows = kRows) {
   constexpr int kPieces = kD / Tile<T, kD>::kPiece;
   bool found = false;
   for (int n = first * kPieces + static_cast<int>(threadIdx.x); n < (first + rows) * kPieces; n += kThreads) {
@@ -195,8 +206,8 @@ __device__ bool clear_not_finite(Tile<T, kD, kRows, kPadded>& tile, int first = 
 }
 
 // Whether this thread's share of the tile holds an infinity or a NaN.
-template <class T, int kD, bool kPadded>
-__device__ bool has_not_finite(const Tile<T, kD, kTileRows, kPadded>& tile) {
+template <class T, int kD, Layout kLayout>
+__device__ bool has_not_finite(const Tile<T, kD, kTileRows, kLayout>& tile) {
   unsigned bad = 0;
   for (int n = static_cast<int>(threadIdx.x); n < kTileRows * kD / Tile<T, kD>::kPiece; n += kThreads) {
     const uint4 words = tile.any_piece(n);
