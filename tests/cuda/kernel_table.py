@@ -18,7 +18,7 @@ import tempfile
 
 import sass
 
-TABLES = {family: pathlib.Path(__file__).with_name(f"kernels_{family}.txt") for family in ("attention", "linear")}
+TABLES = {family: pathlib.Path(__file__).with_name(f"kernels_{family}.txt") for family in ("forward", "backward", "linear")}
 COMPARED = (("forward<BFloat16, 128, 0>", 80), ("gemm<BFloat16, 128, 128, 1, 0>", 80))  # what ptxas is asked of each time
 OPCODES = ("HMMA", "LDSM", "LDGSTS", "LDS", "FFMA", "MUFU", "LDL")
 COLUMNS = ("arch", "registers", "spilled", "shared", "blocks", "loop", *OPCODES)
@@ -125,7 +125,9 @@ def release():
 
 def family_of(name):
     """Of an object: the table that its kernels are in."""
-    return "attention" if name.startswith("attention_") else "linear"
+    if not name.startswith("attention_"):
+        return "linear"
+    return "forward" if name.startswith("attention_forward_") else "backward"
 
 
 def write(family, texts, nvdisasm):
