@@ -14,19 +14,19 @@ namespace {
 
 constexpr int kTile = kTileQueries;
 constexpr int kVecs = kTile / kLanes;
-constexpr int kMicroVecs = kRegisters == 32 ? 4 : 2;  // vectors of a microkernel: with 4 rows, 16 or 8 sums
+constexpr int kMicroVecs = kRegisters == 32 ? 4 : 2;  // vectors of a microkernel
 constexpr int kMicroRows = 4;
 
 // Rows of a microkernel of `vecs` vectors: as many as make most_sums, because few sums do not hide the multiplier's latency,
 // and each load serves more of them. Of AVX2's 16 registers 12 are sums (Xeon, against 8: forward 3 % faster, backward 2).
 // Without FMA, at 4 lanes, 16 sums were faster than 8 too (1x16x384x64 on Zen 5: 33 against 22 GFLOP/s).
 constexpr int kMostSums = kLanes == 8 ? 12 : 16;
-constexpr int micro_rows(int vecs, int most_sums = kMostSums) {
+constexpr int micro_rows(int vecs, int most_sums) {
   return 8 * vecs <= most_sums ? 8 : 6 * vecs <= most_sums ? 6 : kMicroRows;
 }
 
 // Sums of forward's microkernels. 24 take fewer loads a multiply-add, which pays where the other thread of a core takes half
-// of what it can issue (Xeon, forward 1 to 5 % faster); backward's are 16 (2 % faster there). Of registers tmm, the vectors of
+// of what it can issue (Xeon, forward 1 to 3 % faster); backward's are kMostSums (2 % faster there). Of registers tmm, the vectors of
 // scores that are taken at a time, in rows that divide a unit.
 #ifdef POLYHEAD_HAS_TMM
 constexpr int kForwardSums = 8;
