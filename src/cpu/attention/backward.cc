@@ -58,15 +58,36 @@ void add_bias(const Head& head, const Tile& tile, const KeyBlock& block, const T
   store_score_gradients(to, at, head.bias_terms + t.begin * kTile, tile.num_queries, end - t.begin, true);
 }
 
-// P and dS of one tile and block, and its share of dQ and of the bias's gradient.
+void clear_if_fresh(const Head& head, Tile& tile) {
+  if (tile.fresh) __builtin_memset(tile.chunk, 0, static_cast<size_t>(head.problem.head_dim * kTile) * sizeof(float));
+}
+
+// Where a tile and block's share of dQ goes. If it is one product of all queries, a chunk's first begins its sums, and its
+// last adds them to those of the chunks before: `last`, if nothing follows.
+ChunkSums query_sums(const Head& head, Tile& tile, bool all, bool last) {
+  ChunkSums sums{tile.chunk};
+  if (!head.wants_queries) return sums;
+  if (!kTmm && all && tile.num_queries == kTile) {
+    sums.fresh = tile.fresh;
+    tile.added = last && tile.started && tile.partial == nullptr;
+    if (tile.added) sums.whole = tile.grad_query;
+  } else {
+    clear_if_fresh(head, tile);
+  }
+  tile.fresh = false;
+  return sums;
+}
+
+// P and dS of one tile and block, which may be the last of its chunk, and its share of dQ and of the bias's gradient.
 template <class Mac>
-void backward_tile(Head& head, Tile& tile, const KeyBlock& block, const Words& key_words, bool finite_keys) {
+void backward_tile(Head& head, Tile& tile, const KeyBlock& block, const Words& key_words, bool finite_keys, bool last) {
   for (int g = 0; g < kGroups; ++g) tile.begin[g] = tile.end[g] = 0;
   // Of a pair, or a register, or where all queries are summed, an absent query must give 0.
   const int together = head.task.captures.sums != nullptr ? kTile : kTmm ? kPartLanes : Mac::kElements;
   const TileView t = view_present(head, tile, block, together);
   if (t.begin >= t.end) return;
   if constexpr (Mac::kElements == 1) head.p = tile.p_rows;
+  const ChunkSums sums = query_sums(head, tile, t.all, last && tile.finite && finite_keys);
   if (head.bias_terms != nullptr && !t.all) __builtin_memset(head.bias_terms, 0, kTileFloats * sizeof(float));
   for_each_part(t, [&](const Part& part, const BlockView& view) {
     weigh_part<Mac>(head, tile, block, view, part);
@@ -77,9 +98,9 @@ void backward_tile(Head& head, Tile& tile, const KeyBlock& block, const Words& k
         },
         [&](int v_begin, int v_end) {
           if (!head.wants_queries) return;
-          accumulate<Mac, kMostSums>(*head.later, tile.chunk, Mac::kElements == 1 ? tile.ds_rows : head.ds_keys,
-                                     key_words, part.begin / Mac::kElements, part.end / Mac::kElements,
-                                     head.problem.head_dim, v_begin, v_end);
+          accumulate<Mac, kMostSums>(*head.later, sums, Mac::kElements == 1 ? tile.ds_rows : head.ds_keys, key_words,
+                                     part.begin / Mac::kElements, part.end / Mac::kElements, head.problem.head_dim,
+                                     v_begin, v_end);
         });
     note_groups<Mac>(tile, part);
   });
@@ -100,7 +121,7 @@ void look_ahead(const Head& head, const Tile& tile, const KeyBlock& block, const
 }
 
 template <class Mac>
-void backward_block(Head& head, int num_tiles, int64_t first, int64_t next) {
+void backward_block(Head& head, int num_tiles, int64_t first, int64_t next, bool last) {
   const Problem& problem = head.problem;
   const KeyBlock block = load_keys<Mac>(head, first);
   const int64_t padded = whole(block.num_keys, kPartKeys);
@@ -109,8 +130,9 @@ void backward_block(Head& head, int num_tiles, int64_t first, int64_t next) {
   const Words key_words =
       values_as_words<Mac>(head.key_words, head.key, first, block.num_keys, padded, problem.head_dim, !finite_keys);
 #else
-  const Words key_words{head.key_words, kPanel, kBlock * kPanel};
-  if (head.wants_queries) {
+  Words key_words = block.key;
+  if (head.wants_queries && (Mac::kElements == 2 || !finite_keys)) {
+    key_words = {head.key_words, kPanel, kBlock * kPanel};
     copy_panels<Mac>(head.key_words, kBlock * kPanel, kPanel, head.key, first, block.num_keys, padded, problem.head_dim,
                      !finite_keys);
   }
@@ -119,14 +141,13 @@ void backward_block(Head& head, int num_tiles, int64_t first, int64_t next) {
   prefetch_rows(head.key, next, next_keys < kBlock ? next_keys : kBlock, problem.head_dim);
   prefetch_rows(head.value, next, next_keys < kBlock ? next_keys : kBlock, problem.head_dim_v);
   QueryTerms keys[kMaxTiles], values[kMaxTiles];
-  constexpr int kRowWords = kTile / Mac::kElements;
   for (int t = 0; t < num_tiles; ++t) {
     Tile& tile = head.scratch->tile[t];
     const bool more = t + 1 < num_tiles;
     look_ahead(head, tile, block, head.scratch->tile[more ? t + 1 : 0], more ? first : next);
-    backward_tile<Mac>(head, tile, block, key_words, finite_keys);
-    keys[t] = {tile.ds_rows, kRowWords, tile.query_rows, kPanelStride, tile.begin, tile.end};
-    values[t] = {tile.p_rows, kRowWords, tile.grad_out_rows, kPanelStride, tile.begin, tile.end};
+    backward_tile<Mac>(head, tile, block, key_words, finite_keys, last);
+    keys[t] = {tile.ds_rows, tile.query_rows, kPanelStride, tile.begin, tile.end};
+    values[t] = {tile.p_rows, tile.grad_out_rows, kPanelStride, tile.begin, tile.end};
   }
   head.later->finish();
   const int groups = (block.num_keys + kGroup - 1) / kGroup;
@@ -207,21 +228,22 @@ template <class Mac>
 void backward_chunk(Head& head, int num_tiles, int64_t begin, int64_t end, int64_t last) {
   Tile* tiles = head.scratch->tile;
   const int64_t floats = head.problem.head_dim * kTile;
-  for (int t = 0; t < num_tiles && head.wants_queries; ++t) {
-    if (!sees(tiles[t], begin, end)) continue;
-    __builtin_memset(tiles[t].chunk, 0, static_cast<size_t>(floats) * sizeof(float));
+  for (int t = 0; t < num_tiles; ++t) {
+    tiles[t].fresh = true;
+    tiles[t].added = false;
   }
   int64_t first = next_block(head, tiles, num_tiles, begin / kBlock * kBlock, end);
   while (first < end) {
     const int64_t next = next_block(head, tiles, num_tiles, first + kBlock, end);
     if (next >= last) look_ahead(head, int64_t{head.tiles_at_once} * kTile);
-    backward_block<Mac>(head, num_tiles, first, next);
+    backward_block<Mac>(head, num_tiles, first, next, next >= end);
     first = next;
   }
   if (!head.wants_queries) return;
   for (int t = 0; t < num_tiles; ++t) {
     Tile& tile = tiles[t];
-    if (!sees(tile, begin, end)) continue;
+    if (!sees(tile, begin, end) || tile.added) continue;
+    clear_if_fresh(head, tile);
     if (tile.partial != nullptr) {
       if (tile.partial != tile.chunk)
         __builtin_memcpy(tile.partial, tile.chunk, static_cast<size_t>(floats) * sizeof(float));

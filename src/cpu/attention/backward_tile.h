@@ -17,6 +17,8 @@ struct Tile : GradientTile {
   float *grad_query, *chunk;         // dQ^T [D][kTile]: of all chunks so far, and of the one at hand
   float* partial;                    // where the chunk's share belongs, if not to grad_query
   bool started;                      // grad_query holds a chunk
+  bool fresh;                        // chunk holds nothing yet, but what lay there
+  bool added;                        // to grad_query, with its last product: what chunk holds
   int begin[kGroups], end[kGroups];  // words of queries that see some key of the group
 };
 
@@ -29,8 +31,8 @@ struct BackwardMemory {
 struct Head : GradientHead {
   const BackwardTask& task;
   BackwardMemory* scratch;
-  float* ds_keys;     // dS^T of the tile at hand, words along the keys
-  float* key_words;   // K of the block at hand, words along the keys, in panels of kPanel
+  float* ds_keys;    // dS^T of the tile at hand, words along the keys
+  float* key_words;  // K of the block at hand, words along the keys, in panels of kPanel, if its rows are no such words
   float* bias_terms;  // of the tile at hand, to add to the bias's gradient; null: that is not asked for
   bool may_hide;      // some pair that is computed may be hidden
   bool wants_queries, wants_scores;
@@ -58,20 +60,28 @@ void load_rows(const Head& head, Tile& tile) {
 template <class Mac, int kRows>
 inline void store_words(const Head& head, const Tile& tile, const BlockView& view, F (&p)[kRows], F (&ds)[kRows],
                         int key, int at) {
+  const Options::Memory& memory = head.view_memory->options;
+  if (head.bias_terms != nullptr) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      store(head.bias_terms + (key + r) * kTile + at,
+            head.score.gradient_after<MaskAndBias>(ds[r], view, key + r, at, memory));
+    }
+  }
+  if (head.score.scaled_first) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) ds[r] = head.score.raw_gradient(ds[r], view, key + r, at, memory);
+  }
+  float *const p_rows = tile.p_rows, *const ds_rows = tile.ds_rows;
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
     const int place = (key + r) * kTile + at;
-    if (head.bias_terms != nullptr) {
-      const Options::Memory& memory = head.view_memory->options;
-      store(head.bias_terms + place, head.score.gradient_after<MaskAndBias>(ds[r], view, key + r, at, memory));
-    }
-    ds[r] = head.score.raw_gradient(ds[r], view, key + r, at, head.view_memory->options);
     if constexpr (Mac::kElements == 1) {
-      store(tile.ds_rows + place, ds[r]);
-      if (view.kept != nullptr) store(tile.p_rows + place, p[r]);  // else head.p is p_rows
+      store(ds_rows + place, ds[r]);
+      if (view.kept != nullptr) store(p_rows + place, p[r]);  // else head.p is p_rows
     } else {
-      store_bf16(reinterpret_cast<uint16_t*>(tile.p_rows) + place, p[r]);
-      store_bf16(reinterpret_cast<uint16_t*>(tile.ds_rows) + place, ds[r]);
+      store_bf16(reinterpret_cast<uint16_t*>(p_rows) + place, p[r]);
+      store_bf16(reinterpret_cast<uint16_t*>(ds_rows) + place, ds[r]);
     }
   }
 #ifdef POLYHEAD_HAS_BF16_DOT

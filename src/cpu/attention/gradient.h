@@ -162,13 +162,16 @@ inline TileView view_present(const HeadOptions& head, const QueryTile& tile, con
   return t;
 }
 
-// Of a softmax, or where the scores are the weights: each a function of its own, as in key_block.h.
-template <class Mac, bool kSoftmax>
+// Of a softmax, or where the scores are the weights: each a function of its own, as in key_block.h; and so what most ask for,
+// scores that no option changes (Xeon: 1 % of backward).
+template <class Mac, bool kSoftmax, bool kPlain>
 void weigh_part_of(const GradientHead& head, const GradientTile& tile, const KeyBlock& block, const BlockView& view,
                    const Part& part) {
   const Score& score = head.score;
   const F to_natural = broadcast(score.to_natural);
-  const bool masked = score.hides(view);
+  const bool masked = !kPlain && score.hides(view);
+  float* const p_rows = head.p;  // here and below: after a store the compiler would load it anew
+  RowsAhead* const ahead = head.ahead;
   const auto weigh = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs_; ++v) {
@@ -179,16 +182,16 @@ void weigh_part_of(const GradientHead& head, const GradientTile& tile, const Key
         F p = s[r][v];
         if constexpr (kSoftmax) p = exp(fms(p, to_natural, l));
         if (masked) p = select(score.sees(view, key + r, at), p, broadcast(0.0f));
-        store(head.p + (key + r) * kTile + at, p);
+        store(p_rows + (key + r) * kTile + at, p);
       }
     }
   };
   const int64_t words = words_of(head.problem.head_dim, Mac::kElements);
   const auto apply = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
-    if (head.ahead != nullptr) head.ahead->ask(kLinesAhead);
-    score.apply_and_keep(s, view, key, lane, head.view_memory->options);
+    if (ahead != nullptr) ahead->ask(kLinesAhead);
+    if constexpr (!kPlain) score.apply_and_keep(s, view, key, lane, head.view_memory->options);
   };
-  if (score.by_program) {
+  if (!kPlain && score.by_program) {
     return score_by_program<Mac, kMostSums>(head, tile.query, words, block.key, view, part, *head.later, apply, weigh,
                                             [](int, int) {});
   }
@@ -205,19 +208,23 @@ void weigh_part_of(const GradientHead& head, const GradientTile& tile, const Key
 template <class Mac>
 void weigh_part(const GradientHead& head, const GradientTile& tile, const KeyBlock& block, const BlockView& view,
                 const Part& part) {
-  if (!head.problem.softmax) return weigh_part_of<Mac, false>(head, tile, block, view, part);
-  weigh_part_of<Mac, true>(head, tile, block, view, part);
+  if (!head.problem.softmax) return weigh_part_of<Mac, false, false>(head, tile, block, view, part);
+  if (head.score.plain(view)) return weigh_part_of<Mac, true, true>(head, tile, block, view, part);
+  weigh_part_of<Mac, true, false>(head, tile, block, view, part);
 }
 
-template <class Mac, bool kSoftmax, class Take, class Done>
+// kPlain: no dropout either.
+template <class Mac, bool kSoftmax, bool kPlain, class Take, class Done>
 void differentiate_part_of(const GradientHead& head, const GradientTile& tile, const KeyBlock& block,
                            const BlockView& view, const Part& part, bool with_values, const Take& take,
                            const Done& done) {
   const int64_t words = with_values ? words_of(head.problem.head_dim_v, Mac::kElements) : 0;
-  const bool masked = head.score.hides(view);
+  const bool masked = !kPlain && head.score.hides(view), dropped = !kPlain && view.kept != nullptr;
   const F drop_scale = broadcast(head.problem.dropout.scale);
+  const float* const p_rows = head.p;
+  RowsAhead* const ahead = head.ahead;
   const auto finish = [&]<int kRows, int kVecs_>(F(&dp)[kRows][kVecs_], int key, int lane) {
-    if (head.ahead != nullptr) head.ahead->ask(kLinesAhead);
+    if (ahead != nullptr) ahead->ask(kLinesAhead);
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs_; ++v) {
       const int at = lane + v * kLanes;
@@ -225,9 +232,9 @@ void differentiate_part_of(const GradientHead& head, const GradientTile& tile, c
       F p[kRows], ds[kRows];
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        p[r] = load(head.p + (key + r) * kTile + at);
+        p[r] = load(p_rows + (key + r) * kTile + at);
         F dp_r = dp[r][v], kept = broadcast(1.0f);
-        if (view.kept != nullptr) {
+        if (dropped) {
           // Products, not selections: NaN stays NaN.
           const M keep = mask_from_bits(view.kept[key + r][at / kLanes]);
           kept = select(keep, kept, broadcast(0.0f));
@@ -236,7 +243,7 @@ void differentiate_part_of(const GradientHead& head, const GradientTile& tile, c
         ds[r] = dp_r;
         if constexpr (kSoftmax) ds[r] = p[r] * (dp_r - delta);
         if (masked) ds[r] = select(head.score.sees(view, key + r, at), ds[r], broadcast(0.0f));
-        if (view.kept != nullptr) p[r] = p[r] * kept;
+        if (dropped) p[r] = p[r] * kept;
       }
       take(p, ds, key, at);
     }
@@ -251,9 +258,12 @@ template <class Mac, class Take, class Done>
 void differentiate_part(const GradientHead& head, const GradientTile& tile, const KeyBlock& block,
                         const BlockView& view, const Part& part, bool with_values, const Take& take, const Done& done) {
   if (!head.problem.softmax) {
-    return differentiate_part_of<Mac, false>(head, tile, block, view, part, with_values, take, done);
+    return differentiate_part_of<Mac, false, false>(head, tile, block, view, part, with_values, take, done);
   }
-  differentiate_part_of<Mac, true>(head, tile, block, view, part, with_values, take, done);
+  if (head.score.plain(view) && view.kept == nullptr) {
+    return differentiate_part_of<Mac, true, true>(head, tile, block, view, part, with_values, take, done);
+  }
+  differentiate_part_of<Mac, true, false>(head, tile, block, view, part, with_values, take, done);
 }
 
 // The same, where ds is that of the scores that come to the program, if there is one, strip by strip as score_by_program;

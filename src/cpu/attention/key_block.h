@@ -66,7 +66,7 @@ void weigh_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
   };
   const auto done = [&](int v_begin, int v_end) {
     if (!into_out) return;
-    accumulate<Mac, kForwardSums>(*head.later, tile.state.out, head.scratch->p, block.value,
+    accumulate<Mac, kForwardSums>(*head.later, TileSums{tile.state.out}, head.scratch->p, block.value,
                                   part.begin / Mac::kElements, part.end / Mac::kElements, head.problem.head_dim_v,
                                   v_begin, v_end);
   };

@@ -63,11 +63,19 @@ constexpr int64_t kWordBytes = 4;
 struct Float32 {
   static constexpr int kElements = 1;
   static inline F step(F acc, F a, F b) { return fma(a, b, acc); }
+  static inline F step_at(F acc, F a, const Word* b) {
+#ifdef POLYHEAD_HAS_FMA_BROADCAST
+    return fma_broadcast(b, a, acc);
+#else
+    return fma(a, broadcast(*b), acc);
+#endif
+  }
 };
 #ifdef POLYHEAD_HAS_BF16_DOT
 struct BFloat16Pair {
   static constexpr int kElements = 2;
   static inline F step(F acc, F a, F b) { return dot_bf16(acc, a, b); }
+  static inline F step_at(F acc, F a, const Word* b) { return dot_bf16(acc, a, broadcast(*b)); }
 };
 #endif
 
@@ -172,8 +180,9 @@ inline __attribute__((always_inline)) int64_t contract_by_lanes(F (&acc)[kRows][
 #endif
 
 // acc[r] += sum over u in [0, units) of a[u] * b(r, u), a[u] being kVecs_ vectors at a + u * a_stride.
-// b(r, u) lies at b + r * b_stride + u (kAlong: rows are long, as keys), or at b + u * b_stride + r (as values).
-template <class Mac, bool kAlong, int kRows, int kVecs_>
+// b(r, u) lies at b + r * b_stride + u (kAlong: rows are long, as keys), or at b + u * b_stride + r (as values). With kMixed
+// every other row is multiplied where it lies: of two vectors that is a micro-operation less and a load more for each row.
+template <class Mac, bool kAlong, bool kMixed = false, int kRows, int kVecs_>
 inline __attribute__((always_inline)) void contract(F (&acc)[kRows][kVecs_], const float* a, ptrdiff_t a_stride,
                                                     const Word* b, ptrdiff_t b_stride, int64_t units) {
 #ifdef POLYHEAD_HAS_FMA_LANE
@@ -187,9 +196,15 @@ inline __attribute__((always_inline)) void contract(F (&acc)[kRows][kVecs_], con
     for (int v = 0; v < kVecs_; ++v) a_u[v] = load(a + u * a_stride + v * kLanes);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const F b_ru = broadcast(kAlong ? b[r * b_stride + u] : b[u * b_stride + r]);
+      const Word* const at = kAlong ? b + r * b_stride + u : b + u * b_stride + r;
+      if (kMixed && r % 2 == 1) {
 #pragma GCC unroll 8
-      for (int v = 0; v < kVecs_; ++v) acc[r][v] = Mac::step(acc[r][v], a_u[v], b_ru);
+        for (int v = 0; v < kVecs_; ++v) acc[r][v] = Mac::step_at(acc[r][v], a_u[v], at);
+      } else {
+        const F b_ru = broadcast(*at);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs_; ++v) acc[r][v] = Mac::step(acc[r][v], a_u[v], b_ru);
+      }
     }
   }
 }
@@ -203,20 +218,46 @@ inline __attribute__((always_inline)) void clear(F (&acc)[kRows][kVecs_]) {
   }
 }
 
-// O^T[d][lanes] += sum_u P^T[u][lanes] V[u][d] for kRows values of d.
-template <class Mac, int kRows, int kVecs_>
-inline void accumulate_rows(float* out, const float* p, const Word* value, ptrdiff_t value_stride, int64_t units) {
+// Where the sums [d][kTile] of a product lie: what is added to what is there; or a chunk's, begun at 0 if `fresh` and, given
+// `whole`, added to that instead of left.
+struct TileSums {
+  float* out;
+  static constexpr bool fresh = false;
+  static constexpr float* whole = nullptr;
+};
+struct ChunkSums {
+  float* out;
+  bool fresh = false;
+  float* whole = nullptr;
+};
+
+// O^T[d][lanes] += sum_u P^T[u][lanes] V[u][d] for kRows values of d, O^T[d][lanes] being `at` behind where sums lie.
+template <class Mac, int kRows, int kVecs_, class Sums>
+inline void accumulate_rows(const Sums& sums, int64_t at, const float* p, const Word* value, ptrdiff_t value_stride,
+                            int64_t units) {
   F acc[kRows][kVecs_];
+  if (sums.fresh) {
+    clear(acc);
+  } else {
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVecs_; ++v) acc[r][v] = load(out + r * kTile + v * kLanes);
+      for (int v = 0; v < kVecs_; ++v) acc[r][v] = load(sums.out + at + r * kTile + v * kLanes);
+    }
   }
   contract<Mac, false>(acc, p, kTile, value, value_stride, units);
+  float* const to = (sums.whole != nullptr ? sums.whole : sums.out) + at;
+  if (sums.whole != nullptr) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs_; ++v) acc[r][v] = load(to + r * kTile + v * kLanes) + acc[r][v];
+    }
+  }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVecs_; ++v) store(out + r * kTile + v * kLanes, acc[r][v]);
+    for (int v = 0; v < kVecs_; ++v) store(to + r * kTile + v * kLanes, acc[r][v]);
   }
 }
 
@@ -232,12 +273,11 @@ struct Words {
   const Word* column(int64_t d) const { return data + d / kPanel * panel_stride + d % kPanel; }
 };
 
-// What one tile gives to sums over queries: weights [key][words along the queries], rows [columns / kKeyColumns]
+// What one tile gives to sums over queries: weights [key][kTile elements, words along the queries], rows [columns / kKeyColumns]
 // [word][kKeyColumns], which lies close in the L1 cache whatever the number of columns; of the words the range that each
 // group of keys takes.
 struct QueryTerms {
   const Word* weights;
-  ptrdiff_t weights_stride;
   const float* rows;
   ptrdiff_t panel_stride;
   const int *begin, *end;  // [group]
@@ -258,34 +298,35 @@ struct Later {
   bool reads(const Word*) const { return false; }
 };
 
-template <class Mac, int kSums, int kVecs_>
-inline void accumulate_vecs(float* out, const float* p, const Words& value, int64_t units, int64_t dim) {
+template <class Mac, int kSums, int kVecs_, class Sums>
+inline void accumulate_vecs(const Sums& sums, int lane, const float* p, const Words& value, int64_t units,
+                            int64_t dim) {
   const auto rows = [&]<int kRows>(int64_t d) {
-    accumulate_rows<Mac, kRows, kVecs_>(out + d * kTile, p, value.column(d), value.stride, units);
+    accumulate_rows<Mac, kRows, kVecs_>(sums, d * kTile + lane, p, value.column(d), value.stride, units);
   };
   for (int64_t d = for_each_micro<kVecs_, kSums>(0, dim, rows); d < dim; ++d) rows.template operator()<1>(d);
 }
 
-// O^T += P^T V over the words [begin, end) of keys, for the vectors [v_begin, v_end) of the tile. Not inline: with and
+// sums += P^T V over the words [begin, end) of keys, for the vectors [v_begin, v_end) of the tile. Not inline: with and
 // without a program it would stand in each kernel twice.
-template <class Mac, int kSums>
-__attribute__((noinline)) void accumulate(Later&, float* out, const float* p, const Words& value, int64_t begin,
+template <class Mac, int kSums, class Sums>
+__attribute__((noinline)) void accumulate(Later&, const Sums& sums, const float* p, const Words& value, int64_t begin,
                                           int64_t end, int64_t dim, int v_begin, int v_end) {
   Words from = value;
   from.data += begin * value.stride;
   const int64_t units = end - begin;
   for (int v = v_begin; v < v_end; v += kMicroVecs) {
-    float* out_v = out + v * kLanes;
-    const float* p_v = p + begin * kTile + v * kLanes;
+    const int lane = v * kLanes;
+    const float* p_v = p + begin * kTile + lane;
     switch (v_end - v < kMicroVecs ? v_end - v : kMicroVecs) {
-      case 1: accumulate_vecs<Mac, kSums, 1>(out_v, p_v, from, units, dim); break;
-      case 2: accumulate_vecs<Mac, kSums, 2>(out_v, p_v, from, units, dim); break;
+      case 1: accumulate_vecs<Mac, kSums, 1>(sums, lane, p_v, from, units, dim); break;
+      case 2: accumulate_vecs<Mac, kSums, 2>(sums, lane, p_v, from, units, dim); break;
       default:
         if constexpr (kMicroVecs == 4) {
           if (v_end - v == 3) {
-            accumulate_vecs<Mac, kSums, 3>(out_v, p_v, from, units, dim);
+            accumulate_vecs<Mac, kSums, 3>(sums, lane, p_v, from, units, dim);
           } else {
-            accumulate_vecs<Mac, kSums, 4>(out_v, p_v, from, units, dim);
+            accumulate_vecs<Mac, kSums, 4>(sums, lane, p_v, from, units, dim);
           }
         }
     }
@@ -303,11 +344,12 @@ inline void add_key_rows(float* out, ptrdiff_t out_stride, const QueryTerms* ter
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs_; ++v) acc[r][v] = load(out + r * out_stride + v * kLanes);
   }
+  constexpr ptrdiff_t kWeightsStride = kTile / Mac::kElements;
   for (int t = 0; t < num_terms; ++t) {
     const QueryTerms& x = terms[t];
-    contract<Mac, true>(acc, x.rows + column / kKeyColumns * x.panel_stride + x.begin[group] * kKeyColumns, kKeyColumns,
-                        x.weights + key * x.weights_stride + x.begin[group], x.weights_stride,
-                        x.end[group] - x.begin[group]);
+    contract<Mac, true, true>(acc, x.rows + column / kKeyColumns * x.panel_stride + x.begin[group] * kKeyColumns,
+                              kKeyColumns, x.weights + key * kWeightsStride + x.begin[group], kWeightsStride,
+                              x.end[group] - x.begin[group]);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kKeyRows; ++r) {

@@ -121,11 +121,11 @@ class Later {
   int lane_ = 0;
 };
 
-// O^T += P^T V over the words [begin, end) of keys, for the vectors [v_begin, v_end) of the tile: later.
-template <class Mac, int>
-inline void accumulate(Later& later, float* out, const float* p, const Words& value, int64_t begin, int64_t end,
+// sums.out += P^T V over the words [begin, end) of keys, for the vectors [v_begin, v_end) of the tile: later.
+template <class Mac, int, class Sums>
+inline void accumulate(Later& later, const Sums& sums, const float* p, const Words& value, int64_t begin, int64_t end,
                        int64_t dim, int v_begin, int v_end) {
-  for (int v = v_begin; v < v_end; v += kPartVecs) later.start(out, p, value, begin, end - begin, dim, v * kLanes);
+  for (int v = v_begin; v < v_end; v += kPartVecs) later.start(sums.out, p, value, begin, end - begin, dim, v * kLanes);
 }
 
 // Calls take(x, key, lane) for the sums of a unit. Meanwhile the next unit's are made, and of what waits so much that it ends
@@ -168,9 +168,10 @@ inline void add_key_unit(float* out, ptrdiff_t out_stride, const QueryTerms* ter
   for (int t = 0; t < num_terms; ++t) {
     const QueryTerms& x = terms[t];
     const float* rows = x.rows + column / kKeyColumns * x.panel_stride;
-    const Word* weights = x.weights + key * x.weights_stride;
+    constexpr ptrdiff_t kWeightsStride = kTile / 2;
+    const Word* weights = x.weights + key * kWeightsStride;
     for (int word = x.begin[group] / kTmmRows * kTmmRows; word < x.end[group]; word += kTmmRows) {
-      multiply_two<0>(weights + word, x.weights_stride, rows + word * kKeyColumns, kKeyColumns);
+      multiply_two<0>(weights + word, kWeightsStride, rows + word * kKeyColumns, kKeyColumns);
       if constexpr (kPanels == 2) {
         tmm_load<7>(rows + word * kKeyColumns + kTmmRows, kKeyColumns);
         tmm_dot_bf16<2, 4, 7>();

@@ -51,6 +51,9 @@ struct Score {
     if (view.program_scores == nullptr) return seen;
     return both(seen, negate(equal(load(view.program_scores + key * kTile + lane), broadcast(-kInfinity))));
   }
+  // Every query sees every key, and scores are the products times to_natural.
+  bool plain(const BlockView& view) const { return !scaled_first && !hides(view); }
+
   bool hides(const BlockView& view) const { return view.program_scores != nullptr || hides_from_program(view); }
 
   // The same before the program's score: which keys come to that.
@@ -91,16 +94,15 @@ struct Score {
 
   // The same in backward, where options keep what their gradients need.
   template <int kRows, int kVecs_>
-  void apply_and_keep(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane,
-                      const Options::Memory& memory) const {
+  __attribute__((always_inline)) void apply_and_keep(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane,
+                                                     const Options::Memory& memory) const {
     if (!scaled_first && view.ranges == nullptr) return;
     if (scales_alone(view)) return scale_all(s);
     if (adds_alone(view)) return add_all(s, view, key, lane);
-    const bool some_hidden = hides_from_program(view);
-    for_each_score(s, view, key, lane, [&](const Options::Kept& kept, int k, int at) {
-      options.save(kept, memory, k * kTile + at,
-                   [&] { return some_hidden ? seen_by_program(view, k, at) : mask_from_bits(~0u); });
-    });
+    F x[kRows][kVecs_];  // as in apply()
+    copy(x, s);
+    apply_each_and_keep(x, view, key, lane, memory);
+    copy(s, x);
   }
 
   // dS of the scores -> dS of what option O gave: what O adds to the gradients of its own.
@@ -174,6 +176,17 @@ struct Score {
     for (int r = 0; r < kRows; ++r) {
       for (int v = 0; v < kVecs_; ++v) s[r][v] = s[r][v] * broadcast(scale);
     }
+  }
+
+  // Not inline: in backward's kernels it would stand twice.
+  template <int kRows, int kVecs_>
+  __attribute__((noinline)) void apply_each_and_keep(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane,
+                                                     const Options::Memory& memory) const {
+    const bool some_hidden = hides_from_program(view);
+    for_each_score(s, view, key, lane, [&](const Options::Kept& kept, int k, int at) {
+      options.save(kept, memory, k * kTile + at,
+                   [&] { return some_hidden ? seen_by_program(view, k, at) : mask_from_bits(~0u); });
+    });
   }
 
   static M in_range(const BlockView& view, int key, int lane) {
