@@ -304,52 +304,7 @@ TEST(CudaPlan, ReadsKeysOnceForTheHeadsOfAGroup) {
   EXPECT_EQ(cudaFree(sinks), cudaSuccess);
 }
 
-// As many queries as leave a block all its keys, all but the first padding. From sinks to window there are 5 tiles and 6.
-TEST(CudaPlan, LeavesOutKeysBetweenSinksAndWindow) {
-  for (const int64_t keys : {340, 400}) {
-    AttentionDesc desc = small();
-    desc.batch = desc.num_heads = desc.num_heads_kv = 1;
-    desc.seqlen_q = 64 * 257;
-    desc.has_seqlens_q = desc.has_seqlens_k = true;
-    desc.seqlen_k = keys;
-    desc.window_left = 10;
-    desc.align = Align::kBottomRight;
-    AttentionDesc all = desc, paged = desc;
-    desc.sink_keys = paged.sink_keys = 3;
-    all.sink_keys = keys;
-    paged.page_size = 20;
-    paged.num_pages = keys / paged.page_size;
-    std::vector<uint16_t> bits[3];
-    uint64_t products[3] = {};
-    const AttentionDesc descs[] = {desc, all, paged};
-    for (int n = 0; n < 3; ++n) {
-      const AttentionDesc& d = descs[n];
-      const Result<Plan> made = plan_on_device(d);
-      ASSERT_TRUE(made.ok()) << made.status().message();
-      ASSERT_EQ(made->workspace_bytes(), 0u);
-      Call call(d);
-      for (Tensor* t : {&call.args.query, &call.args.key, &call.args.value}) set_random(*t);
-      set_integers(call.args.seqlens_q, {1});
-      set_integers(call.args.seqlens_k, {keys});
-      std::vector<int64_t> pages(static_cast<size_t>(d.num_pages));
-      std::iota(pages.begin(), pages.end(), 0);
-      if (d.page_size > 0) set_integers(call.args.page_table, pages);
-      cuda_sim::take_counters();
-      ASSERT_TRUE(made->forward(call.args).ok());
-      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
-      bits[n] = bits_of(call.args.out);
-      for (const auto& [opcode, count] : cuda_sim::take_counters().by_opcode) {
-        if (opcode.starts_with("mma.")) products[n] += count;
-      }
-    }
-    EXPECT_NE(bits[0], bits[1]);
-    EXPECT_EQ(bits[0], bits[2]);
-    EXPECT_EQ(products[0], products[1] / (keys == 340 ? 6 : 7) * (keys == 340 ? 2 : 3));  // of so many tiles
-    EXPECT_EQ(products[0], products[2]);
-  }
-}
-
-// The same of packed sequences: what they say is cut off at the rows there are.
+// What packed sequences say is cut off at the rows there are.
 TEST(CudaPlan, BoundsPackedSequencesThatLie) {
   AttentionDesc desc = small();
   desc.packed = true;
