@@ -139,12 +139,12 @@ constexpr float kLog2E = 1.44269504f;
 // exp(x), as exact as the element type deserves. x is not +inf.
 template <class T>
 __device__ inline float exponential(float x) {
-  constexpr float kRestOfLog2E = 1.92596303e-8f, kLn2 = 0.693147181f;
   if constexpr (T::kOnTensorCores) return exp2_approx(x * kLog2E);
+  constexpr float kLn2 = 0.693147182f, kRestOfLn2 = -1.90465429e-9f;
   const float bounded = x < -200 ? -200 : x, power = bounded * kLog2E;
-  const float rest = fmaf(bounded, kRestOfLog2E, fmaf(bounded, kLog2E, -power));  // what the product was rounded by
+  const float rest = fmaf(power, -kRestOfLn2, fmaf(power, -kLn2, bounded));  // what 2^power lacks
   const float y = exp2_approx(power);
-  return fmaf(y, rest * kLn2, y);
+  return fmaf(y, rest, y);
 }
 
 }  // namespace polyhead::cuda
