@@ -33,12 +33,8 @@ struct WideMemory<Float32, 128> {
   float2 l[kBlockThreads];  // the sums of P before these keys: of row thread % 64, and two of its lanes
   int rescales[kSteps];     // whether some factor of a step is not 1
   int not_finite;           // 1 + the last chunk whose V had an infinity or a NaN that some row must not see
-  OwnRows own;
-  Band band;
-  Keys of_all, of_some;  // keys that all queries of the block see, and those that some do
-  Keys of_row[kRows];    // and those that each does
-  int h_kv;
-  int64_t first_element[2];             // of the sequence's K and V
+  WideBlock block;
+  Keys of_row[kRows];                   // that each sees
   const float* from[2][kBlockThreads];  // of K and V: where a thread's first piece of the next chunk lies
   int64_t step_of_K, step_of_V;         // elements from a piece to the thread's next of K, and to that of the next V
 };
@@ -56,8 +52,8 @@ class WideForward<Float32, 128> {
 
   __device__ void run() {
     prepare();
-    end = shared.of_some.last;
-    const int begin = shared.of_some.first / kKeys * kKeys;
+    end = shared.block.of_some.last;
+    const int begin = shared.block.of_some.first / kKeys * kKeys;
     if (begin < end) {
       load_queries();
       load_K(shared.chunks[0], begin, 0);
@@ -65,9 +61,9 @@ class WideForward<Float32, 128> {
     }
     for (int j = begin; j < end; j += kKeys) {
       // Of the steps of the softmax those that somebody sees; some row does not see some key.
-      const int first = shared.of_some.first > j ? (shared.of_some.first - j) / kOfStep : 0;
+      const int first = shared.block.of_some.first > j ? (shared.block.of_some.first - j) / kOfStep : 0;
       const int last = j + kKeys < end ? Memory::kSteps : (end - j + kOfStep - 1) / kOfStep;
-      const bool cut = j < shared.of_all.first || j + kKeys > shared.of_all.last;
+      const bool cut = j < shared.block.of_all.first || j + kKeys > shared.block.of_all.last;
       scores(j, first);
       weights(j, cut);
 #pragma unroll 1
@@ -110,29 +106,17 @@ class WideForward<Float32, 128> {
 
   // What lies in shared memory but chunks.
   __device__ void prepare() {
-    const OwnRows own(p, false, kRows);
-    const Band band(p, own.b);
-    const int64_t query = own.first, end_q = query + kRows < band.queries ? query + kRows : band.queries;
-    const Range of_first = band.keys_of(query), of_last = band.keys_of(end_q - 1);
-    const Keys of_some(of_first.first, query < end_q ? of_last.last : 0, band.keys);
-    const int begin = of_some.first;
+    const WideBlock block(p, kRows);
+    const int begin = block.of_some.first;
     if (threadIdx.x == 0) {
       shared.not_finite = 0;
-      shared.own = own;
-      shared.band = band;
-      shared.of_all = {of_last.first, of_first.last, band.keys};
-      shared.of_some = of_some;
+      shared.block = block;
       shared.step_of_K = p.key.row * (kThreads / 4);
       shared.step_of_V = p.value.row * kOfChunk;
-      shared.h_kv = own.h / static_cast<int>(p.heads / p.heads_kv);
-      for (const bool value : {false, true}) {
-        const Rows& rows = value ? p.value : p.key;
-        shared.first_element[value] = shared.h_kv * rows.head + own.b * rows.batch + band.first_k * rows.row;
-      }
     }
     if (thread() < kRows) {
-      const Range range = band.keys_of(query + thread());
-      shared.of_row[thread()] = {range.first, range.last, band.keys};
+      const Range range = block.band.keys_of(block.own.first + thread());
+      shared.of_row[thread()] = {range.first, range.last, block.band.keys};
     }
     shared.l[thread()] = {0, 0};
     if (thread() < kRows) shared.m[begin / kKeys % 2][thread()] = -INFINITY;
@@ -145,10 +129,7 @@ class WideForward<Float32, 128> {
 
   // A warp brings four columns of eight rows, of which four times four lie side by side.
   __device__ void load_queries() {
-    const OwnRows own = shared.own;
-    const int64_t begin =
-        own.b * p.query.batch + own.h * p.query.head + (shared.band.first_q + own.first) * p.query.row;
-    const int64_t rows = shared.band.queries - own.first;
+    const int64_t begin = shared.block.first_query(p), rows = shared.block.band.queries - shared.block.own.first;
 #pragma unroll 1
     for (int n = warp(); n < kRows / 8 * (Memory::kD / 16); n += kThreads / 32) {
       const int row = n % 8 * 8 + lane() / 4, column = n / 8 * 16 + lane() % 4 * 4;
@@ -172,7 +153,7 @@ class WideForward<Float32, 128> {
 
   // Where key or value j of the sequence begins.
   __device__ int64_t row_of(bool value, int j) const {
-    return shared.first_element[value] + static_cast<int64_t>(j) * (value ? p.value : p.key).row;
+    return shared.block.first_element[value] + static_cast<int64_t>(j) * (value ? p.value : p.key).row;
   }
 
   // Of K that is used, sixteen columns each; two at least, since so many are on their way.
@@ -217,7 +198,7 @@ class WideForward<Float32, 128> {
 
   // S = Q K^T of the warp's keys. Behind K come the values from step `first` on.
   __device__ void scores(int j, int first) {
-    const bool busy = j + (warp() + 1) * kOfStep > shared.of_some.first && j + warp() * kOfStep < end;
+    const bool busy = j + (warp() + 1) * kOfStep > shared.block.of_some.first && j + warp() * kOfStep < end;
 #pragma unroll
     for (int n = 0; n < kOfLane; ++n) {
 #pragma unroll
@@ -421,7 +402,7 @@ class WideForward<Float32, 128> {
   // O += P V with the infinities and NaNs of a chunk of V, which are not in shared memory: see products.cuh.
   __device__ void add_not_finite_values(int first, int of_P) {
 #pragma unroll 1
-    for (int k = 0; k < kOfChunk && first + k < shared.band.keys; ++k) {
+    for (int k = 0; k < kOfChunk && first + k < shared.block.band.keys; ++k) {
       const int64_t row = row_of(true, first + k);
       unsigned seen = 0, above = 0;
       for (int r = 0; r < kOfLane; ++r) {
@@ -442,15 +423,15 @@ class WideForward<Float32, 128> {
 
   // O / l and L = m + log l, of the block's queries, when their largest scores are m.
   __device__ void finish(const float* m) {
-    const Band& band = shared.band;
-    const int b = shared.own.b, h = shared.own.h;
+    const Band& band = shared.block.band;
+    const int b = shared.block.own.b, h = shared.block.own.h;
     // As sum_of_row adds them.
     const float2 l = shared.l[thread()];
     shared.largest[thread() / kRows][thread() % kRows] = l.x + l.y;
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < kOfLane; ++r) {
-      const int64_t i = shared.own.first + local_row(r);
+      const int64_t i = shared.block.own.first + local_row(r);
       if (i >= band.rows_q) continue;
       RowSums sums;
       sums.m = m[local_row(r)];

@@ -22,6 +22,33 @@ struct Keys {
       : first(static_cast<int>(from < keys ? from : keys)), last(static_cast<int>(to > 0 ? to : 0)) {}
 };
 
+// What a block of threads computes: `rows` queries of a head, with the keys that all of them see, and those that some do. Held
+// in shared memory, not in registers.
+struct WideBlock {
+  OwnRows own;
+  Band band;
+  Keys of_all, of_some;
+  int h_kv;                  // the head of the keys
+  int64_t first_element[2];  // of the sequence's K and V, where they are not in pages
+
+  __device__ WideBlock(const Problem& p, int rows) : own(p, false, rows), band(p, own.b) {
+    const int64_t first = own.first, end = first + rows < band.queries ? first + rows : band.queries;
+    const Range of_first = band.keys_of(first), of_last = band.keys_of(end - 1);
+    of_all = {of_last.first, of_first.last, band.keys};
+    of_some = {of_first.first, first < end ? of_last.last : 0, band.keys};
+    h_kv = own.h / static_cast<int>(p.heads / p.heads_kv);
+    for (const bool value : {false, true}) {
+      const Rows& side = value ? p.value : p.key;
+      first_element[value] = h_kv * side.head + own.b * side.batch + band.first_k * side.row;
+    }
+  }
+
+  // Where its first query begins.
+  __device__ int64_t first_query(const Problem& p) const {
+    return own.b * p.query.batch + own.h * p.query.head + (band.first_q + own.first) * p.query.row;
+  }
+};
+
 template <class T, int kD>
 struct WideMemory {
   static constexpr int kRows = 2 * kBlockRows, kKeys = 32;
@@ -32,15 +59,9 @@ struct WideMemory {
   Tile<T, kD, kRows> Q;
   Stage stages[2];
   int not_finite;  // 1 + the last key tile whose V had an infinity or a NaN that some row must not see
-  // Not held in registers: the block's sequence, head and first query; the keys that some query of each warp sees, and those
-  // that all queries do.
-  OwnRows own;
-  Band band;
-  Keys of_warp[kBlockThreads / 32], of_all;
-  int end;                     // of the keys that some query sees
-  int h_kv;                    // the head of the keys
-  int64_t first_element[2];    // of the sequence's K and V, where they are not in pages
-  KeyPlaces<kKeys, 3> places;  // where they are: of the tile in use too, whose values may be read again
+  WideBlock block;
+  Keys of_warp[kBlockThreads / 32];  // that some query of each sees
+  KeyPlaces<kKeys, 3> places;        // those in pages: of the tile in use too, whose values may be read again
 };
 
 template <class T, int kD>
@@ -58,16 +79,16 @@ class WideForward {
 
   __device__ void run() {
     const int begin = prepare();
-    if (begin < shared.end) {
+    if (begin < shared.block.of_some.last) {
       load_queries();
       load_keys(shared.stages[0], begin);
     }
     int stage = 0;
-    for (int j = begin; j < shared.end; j += kKeys, stage ^= 1) {
+    for (int j = begin; j < shared.block.of_some.last; j += kKeys, stage ^= 1) {
       wait_for_copies();
       __syncthreads();  // this stage is there, and nobody reads the other
-      if (j + kKeys < shared.end) load_keys(shared.stages[stage ^ 1], j + kKeys);
-      if (in_pages()) shared.places.find(p.pages, shared.own.b, j + 2 * kKeys, shared.band.keys);
+      if (j + kKeys < shared.block.of_some.last) load_keys(shared.stages[stage ^ 1], j + kKeys);
+      if (in_pages()) shared.places.find(p.pages, shared.block.own.b, j + 2 * kKeys, shared.block.band.keys);
       tile(shared.stages[stage], j);
     }
     finish();
@@ -77,39 +98,28 @@ class WideForward {
   __device__ bool in_pages() const { return p.pages.table != nullptr; }
   __device__ int first_row() const { return warp * 16 * kSixteens; }
   // Of a lane's rows, two of each sixteen.
-  __device__ int64_t row_index(int r) const { return shared.own.first + first_row() + lane / 4 + 8 * r; }
-  __device__ TileRange keys_of(int r, int j) const { return {shared.band.keys_of(row_index(r)), j}; }
+  __device__ int64_t row_index(int r) const { return shared.block.own.first + first_row() + lane / 4 + 8 * r; }
+  __device__ TileRange keys_of(int r, int j) const { return {shared.block.band.keys_of(row_index(r)), j}; }
 
   // What lies in shared memory but tiles. Returns the first key.
   __device__ int prepare() {
-    const OwnRows own(p, false, kRows);
-    const Band band(p, own.b);
-    const int64_t query = own.first, end_q = query + kRows < band.queries ? query + kRows : band.queries;
-    const Range of_first = band.keys_of(query), of_last = band.keys_of(end_q - 1);
-    const Keys of_some(of_first.first, query < end_q ? of_last.last : 0, band.keys);
-    const int begin = of_some.first / kKeys * kKeys;
+    const WideBlock block(p, kRows);
+    const int begin = block.of_some.first / kKeys * kKeys;
     if (threadIdx.x == 0) {
       shared.not_finite = 0;
-      shared.own = own;
-      shared.band = band;
-      shared.of_all = {of_last.first, of_first.last, band.keys};
-      shared.end = of_some.last;
-      shared.h_kv = own.h / static_cast<int>(p.heads / p.heads_kv);
-      for (const bool value : {false, true}) {
-        const Rows& rows = value ? p.value : p.key;
-        shared.first_element[value] = shared.h_kv * rows.head + own.b * rows.batch + band.first_k * rows.row;
-      }
+      shared.block = block;
     }
     if (lane == 0) {
-      const int64_t first = query + first_row(), behind = first + 16 * kSixteens;
-      const int64_t last = (behind < end_q ? behind : end_q) - 1;
+      const Band& band = block.band;
+      const int64_t first = block.own.first + first_row(), behind = first + 16 * kSixteens;
+      const int64_t last = (behind < band.queries ? behind : band.queries) - 1;
       Keys keys;
       if (first <= last) keys = {band.keys_of(first).first, band.keys_of(last).last, band.keys};
       shared.of_warp[warp] = keys;
     }
     if (in_pages()) {
-      shared.places.find(p.pages, own.b, begin, band.keys);
-      shared.places.find(p.pages, own.b, begin + kKeys, band.keys);
+      shared.places.find(p.pages, block.own.b, begin, block.band.keys);
+      shared.places.find(p.pages, block.own.b, begin + kKeys, block.band.keys);
     }
     __syncthreads();
     return begin;
@@ -118,15 +128,13 @@ class WideForward {
   // Where key or value j of the sequence begins, which is below its length; or its page does not exist.
   __device__ int64_t row_of(bool value, int j) const {
     const Rows& rows = value ? p.value : p.key;
-    return in_pages() ? row_at(rows, shared.h_kv, shared.places.of(j))
-                      : shared.first_element[value] + static_cast<int64_t>(j) * rows.row;
+    return in_pages() ? row_at(rows, shared.block.h_kv, shared.places.of(j))
+                      : shared.block.first_element[value] + static_cast<int64_t>(j) * rows.row;
   }
 
   __device__ void load_queries() {
-    const OwnRows own = shared.own;
-    const int64_t begin =
-        own.b * p.query.batch + own.h * p.query.head + (shared.band.first_q + own.first) * p.query.row;
-    load_rows_apart(shared.Q, p.query, p.head_dim, begin, shared.band.queries - own.first);
+    const WideBlock& block = shared.block;
+    load_rows_apart(shared.Q, p.query, p.head_dim, block.first_query(p), block.band.queries - block.own.first);
   }
 
   __device__ void load_keys(typename Memory::Stage& to, int j) {
@@ -136,7 +144,7 @@ class WideForward {
   __device__ void load_rows_from(Tile<T, kD, kKeys>& tile, bool value, int j) {
     const Rows& rows = value ? p.value : p.key;
     const int columns = value ? p.head_dim_v : p.head_dim;
-    const int keys = static_cast<int>(shared.band.keys) - j;
+    const int keys = static_cast<int>(shared.block.band.keys) - j;
     if (in_pages()) {
       load_rows(tile, rows, columns, [&](int n) { return n < keys ? row_of(value, j + n) : kNoRow; });
     } else {
@@ -145,7 +153,7 @@ class WideForward {
   }
 
   __device__ void tile(typename Memory::Stage& at, int j) {
-    const Keys of_warp = shared.of_warp[warp], of_all = shared.of_all;
+    const Keys of_warp = shared.of_warp[warp], of_all = shared.block.of_all;
     const bool busy = of_warp.first < j + kKeys && j < of_warp.last;
     const bool cut = j < of_all.first || j + kKeys > of_all.last;  // some row does not see some key
     if (busy) weights(at.K, j, cut);
@@ -239,15 +247,15 @@ class WideForward {
     for (int a = 0; a < kSixteens; ++a) {
       const TileRange seen[2] = {keys_of(2 * a, j), keys_of(2 * a + 1, j)};
       add_not_finite<T, false>(
-          O[a], S[a], p.value, shared.band.keys - j, 0, p.head_dim_v, lane,
+          O[a], S[a], p.value, shared.block.band.keys - j, 0, p.head_dim_v, lane,
           [&](int key) { return row_of(true, j + key); }, [&](int r, int key) { return seen[r].holds(key); });
     }
   }
 
   // O / l and L = m + log l
   __device__ void finish() {
-    const Band& band = shared.band;
-    const int b = shared.own.b, h = shared.own.h;
+    const Band& band = shared.block.band;
+    const int b = shared.block.own.b, h = shared.block.own.h;
 #pragma unroll
     for (int r = 0; r < 2 * kSixteens; ++r) {
       const int64_t i = row_index(r);
