@@ -5,9 +5,7 @@ from typing import NamedTuple
 import torch
 
 from polyhead import AttentionBlock, Error, KvCache, MultiHeadAttention
-from polyhead._kv_cache import check_name, widths
 from polyhead._typing import Array
-from polyhead.torch._cache_formats import WITH_SCALES
 from polyhead.torch._rope import Rope, angles
 
 
@@ -53,16 +51,12 @@ def cache_of_layer(layer, num_pages, page_size, *, key_dtype=None, value_dtype=N
     given = key_dtype or str(weight.dtype).removeprefix("torch.")
     if layer.rope is not None:
         turn = {"rotary_dim": layer.head_dim, "interleaved": layer.rope.interleaved} | turn
-    arrays = {"key_scales": None, "value_scales": None}
-    for side, name, group in (("key", given, key_group), ("value", value_dtype or given, value_group)):
-        check_name(f"{side}_dtype", name)
-        numbers, scales = widths(side, name, layer.head_dim, group)
-        dtype, of_scales = WITH_SCALES.get(name) or (getattr(torch, name), None)
-        tokens = num_pages, page_size, layer.num_heads_kv
-        arrays[side] = torch.zeros(*tokens, numbers, dtype=dtype, device=weight.device)
-        if scales:
-            arrays[f"{side}_scales"] = torch.zeros(*tokens, scales, dtype=of_scales, device=weight.device)
-    return KvCache(**arrays, **turn)
+    sides = (("key", given, layer.head_dim, key_group), ("value", value_dtype or given, layer.head_dim, value_group))
+
+    def make(shape, dtype):
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=weight.device)
+
+    return KvCache._made((num_pages, page_size, layer.num_heads_kv), sides, make, **turn)
 
 
 @torch.compiler.disable
