@@ -40,6 +40,10 @@ struct Axis {
   }
 };
 
+// The same axis: dims of size 1 go (one of one index steps by 1), and a dim whose steps lead on from the end of the next one
+// is joined with it.
+Axis collapsed(const Axis& axis);
+
 inline Axis axis(int64_t size, int64_t stride) { return {{1, 1, size}, {0, 0, stride}}; }
 inline Axis axis(int64_t outer, int64_t outer_stride, int64_t inner, int64_t inner_stride) {
   return {{1, outer, inner}, {0, outer_stride, inner_stride}};

@@ -7,32 +7,6 @@
 namespace polyhead::cpu {
 namespace {
 
-// Dims of size 1 go; a dim whose steps lead from the end of the next one on is joined with it.
-Axis collapsed(const Axis& axis) {
-  Axis to;
-  if (axis.size() == 0) {
-    to.sizes[2] = 0;
-    return to;
-  }
-  int dims = 0;  // of `to`, innermost first
-  int64_t sizes[3] = {1, 1, 1}, strides[3] = {1, 0, 0};
-  for (int d = 2; d >= 0; --d) {
-    if (axis.sizes[d] == 1) continue;
-    if (dims > 0 && axis.strides[d] == sizes[dims - 1] * strides[dims - 1]) {
-      sizes[dims - 1] *= axis.sizes[d];
-      continue;
-    }
-    sizes[dims] = axis.sizes[d];
-    strides[dims] = axis.strides[d];
-    ++dims;
-  }
-  for (int d = 0; d < 3; ++d) {
-    to.sizes[2 - d] = sizes[d];
-    to.strides[2 - d] = strides[d];
-  }
-  return to;
-}
-
 // Rows of a task of the operations that go row by row. With sums, each task has its own, which are then added in order:
 // as many as the rows alone tell.
 int64_t rows_with_sums(int64_t m) { return std::max<int64_t>(16, pieces(m, 64)); }
