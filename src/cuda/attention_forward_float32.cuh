@@ -114,10 +114,7 @@ class WideForward<Float32, 128> {
       shared.step_of_K = p.key.row * (kThreads / 4);
       shared.step_of_V = p.value.row * kOfChunk;
     }
-    if (thread() < kRows) {
-      const Range range = block.band.keys_of(block.own.first + thread());
-      shared.of_row[thread()] = {range.first, range.last, block.band.keys};
-    }
+    if (thread() < kRows) shared.of_row[thread()] = {block.band, block.own.first + thread()};
     shared.l[thread()] = {0, 0};
     if (thread() < kRows) shared.m[begin / kKeys % 2][thread()] = -INFINITY;
     __syncthreads();
@@ -315,11 +312,10 @@ class WideForward<Float32, 128> {
       const Keys seen = shared.of_row[local_row(r)];
 #pragma unroll
       for (int n = 0; n < kOfLane; ++n) {
-        if (!holds(seen, first + key_of(n))) S[n][r] = -INFINITY;
+        if (!seen.hold(first + key_of(n))) S[n][r] = -INFINITY;
       }
     }
   }
-  __device__ static bool holds(const Keys& seen, int key) { return seen.first <= key && key < seen.last; }
 
   // l <- l alpha + sum P, a step after the other: of a row, and of two of the lanes that share it.
   __device__ void add_sums() {
@@ -406,7 +402,7 @@ class WideForward<Float32, 128> {
       const int64_t row = row_of(true, first + k);
       unsigned seen = 0, above = 0;
       for (int r = 0; r < kOfLane; ++r) {
-        seen |= holds(shared.of_row[local_row(r)], first + k) ? 1u << r : 0;
+        seen |= shared.of_row[local_row(r)].hold(first + k) ? 1u << r : 0;
         above |= shared.P[of_P + k][local_row(r)] > 0 ? 1u << r : 0;
       }
 #pragma unroll
@@ -437,7 +433,7 @@ class WideForward<Float32, 128> {
       sums.m = m[local_row(r)];
       sums.l = sums.l_rounded = shared.largest[0][local_row(r)] + shared.largest[1][local_row(r)];
       const Keys seen = shared.of_row[local_row(r)];
-      sums.state = i >= band.queries ? RowSums::kPadding : seen.first < seen.last ? RowSums::kSeen : RowSums::kUnseen;
+      sums.state = i >= band.queries ? RowSums::kPadding : seen.empty() ? RowSums::kUnseen : RowSums::kSeen;
       const FinishedRow<false> finished(p, h, sums);
       const int64_t row = band.first_q + i, out = b * p.out.batch + h * p.out.head + row * p.out.row;
 #pragma unroll

@@ -20,6 +20,13 @@ struct Keys {
   // What Band says, whose first may be beyond the `keys` that there are, and whose last in front of them.
   __device__ Keys(int64_t from, int64_t to, int64_t keys)
       : first(static_cast<int>(from < keys ? from : keys)), last(static_cast<int>(to > 0 ? to : 0)) {}
+  __device__ Keys(const Band& band, int64_t query) {
+    const Range range = band.keys_of(query);
+    *this = {range.first, range.last, band.keys};
+  }
+
+  __device__ bool hold(int key) const { return first <= key && key < last; }
+  __device__ bool empty() const { return first >= last; }
 };
 
 // What a block of threads computes: `rows` queries of a head, with the keys that all of them see, and those that some do. Held
@@ -61,6 +68,7 @@ struct WideMemory {
   int not_finite;  // 1 + the last key tile whose V had an infinity or a NaN that some row must not see
   WideBlock block;
   Keys of_warp[kBlockThreads / 32];  // that some query of each sees
+  Keys of_row[kRows];                // that each sees
   KeyPlaces<kKeys, 3> places;        // those in pages: of the tile in use too, whose values may be read again
 };
 
@@ -98,8 +106,7 @@ class WideForward {
   __device__ bool in_pages() const { return p.pages.table != nullptr; }
   __device__ int first_row() const { return warp * 16 * kSixteens; }
   // Of a lane's rows, two of each sixteen.
-  __device__ int64_t row_index(int r) const { return shared.block.own.first + first_row() + lane / 4 + 8 * r; }
-  __device__ TileRange keys_of(int r, int j) const { return {shared.block.band.keys_of(row_index(r)), j}; }
+  __device__ int local_row(int r) const { return first_row() + lane / 4 + 8 * r; }
 
   // What lies in shared memory but tiles. Returns the first key.
   __device__ int prepare() {
@@ -109,6 +116,8 @@ class WideForward {
       shared.not_finite = 0;
       shared.block = block;
     }
+    static_assert(kRows == kThreads);
+    shared.of_row[threadIdx.x] = {block.band, block.own.first + threadIdx.x};
     if (lane == 0) {
       const Band& band = block.band;
       const int64_t first = block.own.first + first_row(), behind = first + 16 * kSixteens;
@@ -197,12 +206,12 @@ class WideForward {
   __device__ void hide(int a, int j) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const TileRange seen = keys_of(2 * a + r, j);
+      const Keys seen = shared.of_row[local_row(2 * a + r)];
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if (!seen.holds(n * 8 + lane % 4 * 2 + e)) S[a][n][2 * r + e] = -INFINITY;
+          if (!seen.hold(j + n * 8 + lane % 4 * 2 + e)) S[a][n][2 * r + e] = -INFINITY;
         }
       }
     }
@@ -245,10 +254,10 @@ class WideForward {
   __device__ void add_not_finite_values(int j) {
 #pragma unroll
     for (int a = 0; a < kSixteens; ++a) {
-      const TileRange seen[2] = {keys_of(2 * a, j), keys_of(2 * a + 1, j)};
+      const Keys seen[2] = {shared.of_row[local_row(2 * a)], shared.of_row[local_row(2 * a + 1)]};
       add_not_finite<T, false>(
           O[a], S[a], p.value, shared.block.band.keys - j, 0, p.head_dim_v, lane,
-          [&](int key) { return row_of(true, j + key); }, [&](int r, int key) { return seen[r].holds(key); });
+          [&](int key) { return row_of(true, j + key); }, [&](int r, int key) { return seen[r].hold(j + key); });
     }
   }
 
@@ -258,13 +267,14 @@ class WideForward {
     const int b = shared.block.own.b, h = shared.block.own.h;
 #pragma unroll
     for (int r = 0; r < 2 * kSixteens; ++r) {
-      const int64_t i = row_index(r);
+      const int64_t i = shared.block.own.first + local_row(r);
       RowSums sums;
       sums.m = rows[r].m;
       sums.l = sum_of_row(rows[r].l);
       sums.l_rounded = T::kOnTensorCores ? sum_of_row(rows[r].l_rounded) : sums.l;
       if (i >= band.rows_q) continue;
-      sums.state = i >= band.queries ? RowSums::kPadding : band.keys_of(i).empty() ? RowSums::kUnseen : RowSums::kSeen;
+      const Keys seen = shared.of_row[local_row(r)];
+      sums.state = i >= band.queries ? RowSums::kPadding : seen.empty() ? RowSums::kUnseen : RowSums::kSeen;
       const FinishedRow<false> finished(p, h, sums);
       const int64_t row = band.first_q + i, out = b * p.out.batch + h * p.out.head + row * p.out.row;
 #pragma unroll
