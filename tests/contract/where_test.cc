@@ -186,13 +186,14 @@ TEST(Where, WhatDoesNotFitThePlanIsRefused) {
   const std::string none = "device is cuda, this build has no kernel for it";
   EXPECT_EQ(elsewhere.message().find(has_cuda ? "no kernel can compute this: cuda_sm80 (" : none.c_str()), 0u)
       << elsewhere.message();
-  // Products and blocks say the same, but that no build has them; a layer may say first what attention there lacks.
+  // Products and blocks say the same, on a machine without a GPU; a layer may say first what attention there lacks.
   int stream_of_a_gpu = 0;
   MatrixProductDesc product;
   FeedForwardBlockDesc block;
   LayerDesc layer_desc;
   for (const Where& where : {Where{.device = Device::kCuda}, Where{.stream = &stream_of_a_gpu}}) {
-    const std::string expected = where.device ? none : plan(desc, {.kernel = {}, .where = where}).status().message();
+    if (where.device && cuda_machine().why_not.empty()) continue;
+    const std::string expected = plan(desc, {.kernel = {}, .where = where}).status().message();
     EXPECT_EQ(matrix_product(product, {.kernel = {}, .where = where}).status().message(), expected);
     EXPECT_EQ(feed_forward_block(block, {.kernel = {}, .where = where}).status().message(), expected);
     const Status of_layer = layer(layer_desc, {.kernel = {}, .where = where}).status();
