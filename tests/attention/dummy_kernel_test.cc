@@ -124,11 +124,12 @@ FeedForwardBlockDesc feed_forward_desc() {
   return desc;
 }
 
-// What every layer, block and product says that is told to use it.
+// What every layer, block and product on the CPU says that is told to use it.
 std::string no_products() {
   std::string able;
-  for (const linear::Kernel* kernel : linear::kernel_list())
-    able += std::string(able.empty() ? "" : ", ") + kernel->name;
+  for (const linear::Kernel* kernel : linear::kernel_list()) {
+    if (kernel->device == Device::kCpu) able += std::string(able.empty() ? "" : ", ") + kernel->name;
+  }
   return "kernel is dummy, the kernels with matrix products are " + able;
 }
 
