@@ -33,7 +33,10 @@ void copy(Warp& w, const Instruction& i, uint32_t mask) {
     }
     w.in_flight.push_back({lane, static_cast<int>(bytes), to, w.committed[lane]});
   });
-  if (mask) count_sectors(w.launch.counters, sources, mask, 16);
+  if (mask) {
+    const auto bytes = static_cast<int>(w.get<uint32_t>(i.args[2], first_lane(mask)));
+    count_sectors(w.launch.counters, sources, mask, bytes);
+  }
 }
 
 void commit(Warp& w, const Instruction&, uint32_t mask) {
