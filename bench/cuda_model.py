@@ -113,20 +113,24 @@ def executed(counts, way):
 
     A loop goes round as often as its exponentials, products or copies to shared memory say, whichever no loop has that is not
     known yet: several loops of one kind alike often. Exponentials come first, for products may lie in loops within; unless one
-    loop has all products, since a warp of several may have no exponentials (attention_backward_plain.cuh).
+    loop has all products, since a warp of several may have no exponentials (attention_backward_plain.cuh), or stores to shared
+    memory say more, of warps that do something else instead (attention_backward_float32.cuh).
     """
     of_loops = collections.defaultdict(collections.Counter)
     for each in way:
         of_loops[each.loop].update([sass.name_of(each.opcode), *(["EX2"] if each.opcode.startswith("MUFU.EX2") else [])])
     product = next(name for name in sass.PRODUCTS if sass.count(way)[name])
-    begins = {"EX2": "ex2.", product: "mma." if product == "HMMA" else "fma.rn.", "LDGSTS": "cp.async.cg"}
+    begins = {"EX2": "ex2.", product: "mma." if product == "HMMA" else "fma.rn.", "LDGSTS": ("cp.async.ca", "cp.async.cg"),
+              "STS": "st.shared."}
     totals = {name: sum(n for opcode, n in counts.items() if opcode.startswith(begin)) for name, begin in begins.items()}
     in_one = sum(bool(has[product]) for has in of_loops.values()) == 1
     rounds = {}
     for name in (product, "EX2", "LDGSTS") if in_one else ("EX2", product, "LDGSTS"):
         holders = [loop for loop, has in of_loops.items() if has[name] and loop not in rounds]
         left = max(totals[name] - sum(often * of_loops[loop][name] for loop, often in rounds.items()), 0)
-        rounds.update((loop, left / sum(of_loops[each][name] for each in holders)) for loop in holders)
+        often = left / sum(of_loops[each][name] for each in holders) if holders else 0
+        stores = sum(of_loops[each]["STS"] for each in holders) if name == "EX2" else 0
+        rounds.update((loop, max(often, totals["STS"] / stores if stores else 0)) for loop in holders)
     found = collections.Counter()
     for loop, names in of_loops.items():
         for name, number in names.items():

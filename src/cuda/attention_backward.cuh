@@ -1,7 +1,7 @@
 // The gradients of FlashAttention-2 (arXiv:2307.08691, section 3.1.2), with the words of sm_80. Its two sums run in two
 // passes, each over tiles of its own: dQ over query tiles, dK and dV over key tiles. So no block adds to what another
-// writes, and every sum has one order. P and dS: pairs.cuh. Without options, in 16 bits, of 128 columns at most:
-// attention_backward_plain.cuh.
+// writes, and every sum has one order. P and dS: pairs.cuh. Without options, of 128 columns at most:
+// attention_backward_plain.cuh in 16 bits, attention_backward_float32.cuh.
 //   dX = dS times the derivative of softcap   dQ = scale dX K   dK = scale dX^T Q   dV = dropout(P)^T dO
 //   pass over queries   own Q, dO   others K, V    sums dQ
 //   pass over keys      own K, V    others Q, dO   sums dK, dV; of many columns one of both, in a pass each

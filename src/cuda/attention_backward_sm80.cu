@@ -1,5 +1,6 @@
-// The kernels of attention_backward.cuh and attention_backward_plain.cuh, and delta, that they begin with.
+// The kernels of attention_backward.cuh, attention_backward_plain.cuh and attention_backward_float32.cuh, and delta, that they begin with.
 #include "cuda/attention_backward.cuh"
+#include "cuda/attention_backward_float32.cuh"
 #include "cuda/attention_backward_plain.cuh"
 #include "cuda/launch.h"
 
@@ -39,21 +40,35 @@ __global__ void __launch_bounds__(kThreads, kD > 128 ? 1 : 2)
 template <class T, int kD, bool kKeys>
 __global__ void __launch_bounds__(kThreads, kD > 64 ? 2 : 3)
     backward_plain_kernel(const __grid_constant__ BackwardProblem problem) {
-  PlainBackward<T, kD, kKeys>(problem, dynamic_shared<PlainBackwardMemory<T, kD>>()).run();
+  PlainBackward<T, kD, kKeys>(problem, dynamic_shared<PlainBackwardMemory<T, kD, kKeys>>()).run();
 }
 
+template <int kD, bool kKeys>
+__global__ void __launch_bounds__(kThreads, 3)
+    backward_float32_kernel(const __grid_constant__ BackwardProblem problem) {
+  Float32Backward<kD, kKeys>(problem, dynamic_shared<Float32BackwardMemory<kD, kKeys>>()).run();
+}
+static_assert(sizeof(Float32BackwardMemory<128, true>) <= 228 * 1024 / 3 - 1024, "three blocks on an H100");
+
 template <class T, int kD>
-constexpr bool kHasPlain = T::kOnTensorCores&& kD <= kMostWideColumns;
-static_assert(sizeof(PlainBackwardMemory<Float16, kMostWideColumns>) <= kEveryGpuBytes);
+constexpr bool kHasPlain = kD <= kMostWideColumns;
+static_assert(sizeof(PlainBackwardMemory<Float16, kMostWideColumns, true>) <= kEveryGpuBytes);
 
 template <class T, int kD, int kPass>
 cudaError_t launch_pass(const BackwardProblem& p, const ProgramKernels& of_program, cudaStream_t stream) {
   const unsigned blocks = kPass == kOfQuery ? p.query_blocks : p.key_blocks;
   if (blocks == 0) return cudaSuccess;
   if constexpr (kHasPlain<T, kD>) {
-    if (!p.has_options && !p.exact) {
-      const auto plain = backward_plain_kernel<T, kD, kPass != kOfQuery>;
-      return launch(reinterpret_cast<const void*>(plain), blocks, sizeof(PlainBackwardMemory<T, kD>), stream, p);
+    constexpr bool kKeys = kPass != kOfQuery;
+    if constexpr (T::kOnTensorCores) {
+      if (!p.has_options && !p.exact) {
+        const auto plain = backward_plain_kernel<T, kD, kKeys>;
+        return launch(reinterpret_cast<const void*>(plain), blocks, sizeof(PlainBackwardMemory<T, kD, kKeys>), stream,
+                      p);
+      }
+    } else if (p.wide) {
+      const auto plain = backward_float32_kernel<kD, kKeys>;
+      return launch(reinterpret_cast<const void*>(plain), blocks, sizeof(Float32BackwardMemory<kD, kKeys>), stream, p);
     }
   }
   auto kernel = backward_kernel<T, kD, kPass, false, true>;

@@ -61,8 +61,8 @@ void set_options(const AttentionDesc& desc, const ForwardArgs& args, Problem* p)
 MemorySize query_blocks(const AttentionDesc& desc, int64_t rows) {
   return MemorySize(desc.num_heads) * row_blocks(desc, desc.seqlen_q, rows);
 }
-MemorySize key_blocks(const AttentionDesc& desc) {
-  return MemorySize(desc.num_heads_kv) * row_blocks(desc, desc.seqlen_k, kBlockRows);
+MemorySize key_blocks(const AttentionDesc& desc, int64_t rows) {
+  return MemorySize(desc.num_heads_kv) * row_blocks(desc, desc.seqlen_k, rows);
 }
 
 Number number_of(DType dtype) {

@@ -12,7 +12,7 @@ Number number_of(DType dtype);
 // Blocks of threads in a grid that goes over queries, `rows` each, and over keys; too many if there are more than a grid may
 // have.
 MemorySize query_blocks(const AttentionDesc& desc, int64_t rows = kBlockRows);
-MemorySize key_blocks(const AttentionDesc& desc);
+MemorySize key_blocks(const AttentionDesc& desc, int64_t rows = kBlockRows);
 
 // A tensor [batch, rows, heads, columns], or [rows, heads, columns], for kernels that compute with `elements`.
 Rows rows_of(const Tensor& t, Number elements);

@@ -23,16 +23,19 @@ struct GradientRows {
     for (int of_lane = lane % 4 * 2; of_lane < 8 * kBlocks; of_lane += 8) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int64_t row = own[e / 2];
-        const int column = first_column + of_lane + e % 2;
-        if (row >= end || column >= columns || (unseen[e / 2] && accumulate)) continue;
-        const int64_t at = b * rows.batch + h * rows.head + (first + row) * rows.row + column * rows.column;
-        float value = unseen[e / 2] ? 0 : factor * sum[0][e] + 0.f;  // -0 + 0 is +0
-        if (accumulate) value += load_number(rows.data, rows.number, at);
-        store_number(rows.data, rows.number, at, value);
+        store(sum[0][e], own[e / 2], unseen[e / 2], first_column + of_lane + e % 2);
       }
       rotate(sum);
     }
+  }
+
+  // Of one of its rows.
+  __device__ void store(float sum, int64_t row, bool unseen, int column) const {
+    if (row >= end || column >= columns || (unseen && accumulate)) return;
+    const int64_t at = b * rows.batch + h * rows.head + (first + row) * rows.row + column * rows.column;
+    float value = unseen ? 0 : factor * sum + 0.f;  // -0 + 0 is +0
+    if (accumulate) value += load_number(rows.data, rows.number, at);
+    store_number(rows.data, rows.number, at, value);
   }
 };
 

@@ -175,6 +175,14 @@ bool is_wide(const AttentionDesc& desc, const Problem& problem) {
   return columns <= kMostWideColumns && problem.key.in_pieces && problem.value.in_pieces && desc.page_size == 0;
 }
 
+// Whether backward is of float32 and has scores that are nothing but products, so many that a tile's index is an int.
+bool is_wide_backward(const AttentionDesc& desc, const BackwardProblem& problem) {
+  const int columns = std::max(problem.head_dim, problem.head_dim_v);
+  if (problem.elements != Number::kFloat32 || problem.has_options || columns > kMostWideColumns) return false;
+  if (std::max(desc.seqlen_q, desc.seqlen_k) > INT32_MAX - 2 * kBlockRows) return false;
+  return key_blocks(desc, wide_backward_keys(columns)) <= MemorySize(INT32_MAX);
+}
+
 // [batch, num_heads, seqlen_q, parts]; packed: [num_heads, total_q, parts]
 MemorySize part_rows(const AttentionDesc& desc) {
   const int64_t n = parts(desc);
@@ -273,13 +281,17 @@ Status backward(const AttentionDesc& desc, const BackwardArgs& args, const Run& 
     return {StatusCode::kUnsupported,
             "key_dtype or value_dtype has scales, beside which this kernel does not compute backward"};
   }
-  if (std::string reason = why_no_pairs(desc, dtype, "backward"); !reason.empty()) {
-    return {StatusCode::kUnsupported, reason};
-  }
   const size_t bytes = backward_workspace_bytes(desc, 1).value();
   if (Status status = check_place(desc, args, bytes, run.stream); !status.ok()) return status;
   BackwardProblem problem;
   set_problem(desc, args.forward, dtype, &problem);
+  problem.wide = is_wide_backward(desc, problem);
+  if (problem.wide) {
+    const int keys = wide_backward_keys(std::max(problem.head_dim, problem.head_dim_v));
+    problem.key_blocks = static_cast<unsigned>(key_blocks(desc, keys).value());
+  } else if (std::string reason = why_no_pairs(desc, dtype, "backward"); !reason.empty()) {
+    return {StatusCode::kUnsupported, reason};
+  }
   problem.grad_out = rows_of(args.grad_out, problem.elements);
   problem.grad_logsumexp = statistic_of(args.grad_logsumexp);
   problem.given_delta = statistic_of(args.delta);

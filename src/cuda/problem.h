@@ -102,7 +102,8 @@ struct Problem {
   // Whether a score is more than a product, and whether a query may see some keys of its range and not others.
   bool has_options = false, hides_pairs = false;
 
-  bool wide = false;  // in forward: attention_forward_wide.cuh, or attention_forward_float32.cuh
+  // In forward: attention_forward_wide.cuh, or attention_forward_float32.cuh. In backward: attention_backward_float32.cuh.
+  bool wide = false;
 
   // Query heads whose queries share a tile in forward, side by side: a group that reads the same keys, or 1.
   int64_t tile_heads = 1;
@@ -189,5 +190,8 @@ constexpr int kWideBytes = 134 * 1024;     // that backward needs of rows above 
 constexpr int wide_rows(Number elements, int columns) {
   return elements == Number::kFloat32 && columns > 64 ? kBlockRows : 2 * kBlockRows;
 }
+
+// Keys of a block of threads in attention_backward_float32.cuh.
+constexpr int wide_backward_keys(int columns) { return columns > 64 ? kBlockRows / 2 : kBlockRows; }
 
 }  // namespace polyhead::cuda
