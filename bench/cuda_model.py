@@ -130,6 +130,8 @@ def executed(counts, way):
         left = max(totals[name] - sum(often * of_loops[loop][name] for loop, often in rounds.items()), 0)
         often = left / sum(of_loops[each][name] for each in holders) if holders else 0
         stores = sum(of_loops[each]["STS"] for each in holders) if name == "EX2" else 0
+        if stores < sum(has["STS"] for has in of_loops.values()):
+            stores = 0  # there are others
         rounds.update((loop, max(often, totals["STS"] / stores if stores else 0)) for loop in holders)
     found = collections.Counter()
     for loop, names in of_loops.items():

@@ -44,8 +44,7 @@ __global__ void __launch_bounds__(kThreads, kD > 64 ? 2 : 3)
 }
 
 template <int kD, bool kKeys>
-__global__ void __launch_bounds__(kThreads, 3)
-    backward_float32_kernel(const __grid_constant__ BackwardProblem problem) {
+__global__ void __launch_bounds__(kThreads, 3) backward_wide_kernel(const __grid_constant__ BackwardProblem problem) {
   Float32Backward<kD, kKeys>(problem, dynamic_shared<Float32BackwardMemory<kD, kKeys>>()).run();
 }
 static_assert(sizeof(Float32BackwardMemory<128, true>) <= 228 * 1024 / 3 - 1024, "three blocks on an H100");
@@ -67,7 +66,7 @@ cudaError_t launch_pass(const BackwardProblem& p, const ProgramKernels& of_progr
                       p);
       }
     } else if (p.wide) {
-      const auto plain = backward_float32_kernel<kD, kKeys>;
+      const auto plain = backward_wide_kernel<kD, kKeys>;
       return launch(reinterpret_cast<const void*>(plain), blocks, sizeof(Float32BackwardMemory<kD, kKeys>), stream, p);
     }
   }

@@ -144,7 +144,7 @@ def write(family, texts, nvdisasm):
         "# instructions of a warp in one round of the main loop, where all is seen (sass.py), of which those beside it;",
         "# LDGSTS, copies in loops of their own: of the kernel's whole code.",
         "# forward<elements, columns, options>, backward<elements, columns, pass, float32 gradients, options>,",
-        "# backward_plain<elements, columns, pass over keys>, backward_float32<columns, pass over keys>, gemm<elements, rows,",
+        "# backward_plain<elements, columns, pass over keys>, backward_wide<columns, pass over keys>, gemm<elements, rows,",
         "# columns, terms inside: of A, of B>, few_rows<elements, terms inside of B>. 512 columns stand for all above 256.",
         f"# ptxas {release()}",
         *prints,
@@ -182,7 +182,7 @@ def compare(texts):
                                             "norm_backward", "norm_parameters")  # fmt: skip
         in_pairs = name.startswith("backward_plain<") and (arch != 89 or ", 64," in name)
         narrow = not name.startswith("backward_plain<") and name.endswith(" 0>") and "<Float16" not in name
-        plain = linear or in_pairs or narrow or name.startswith(("forward_stored<", "forward_wide<", "backward_float32<"))
+        plain = linear or in_pairs or narrow or name.startswith(("forward_stored<", "forward_wide<", "backward_wide<"))
         if row["spilled"] and plain:
             wrong.append(f"{name}, sm_{arch}: {row['spilled']} bytes are spilled")
     for kernel, arch in COMPARED:
