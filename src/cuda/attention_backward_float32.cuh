@@ -13,7 +13,7 @@
 
 #include "cuda/gradient_rows.cuh"
 #include "cuda/lines.cuh"
-#include "cuda/others.cuh"
+#include "cuda/tiles_of_others.cuh"
 
 namespace polyhead::cuda {
 
@@ -46,7 +46,7 @@ struct Float32BackwardMemory {
   // Of the block, not held in registers
   OwnRows own;
   Band band;
-  Others<kKeys, kOwn, kOthers> others;
+  TilesOfOthers<kKeys, kOwn, kOthers> others;
   Lines own_lines[2], other_lines[2];
   int whole[2];  // columns, if both matrices of a pair are copied in pieces, and no own row lacks
 };
@@ -68,7 +68,7 @@ class Float32Backward {
 
   __device__ void run() {
     prepare();
-    Place here;
+    PlaceOfTile here;
     if (shared.others.hold(here)) load_columns(here, 0);
     while (shared.others.hold(here)) {
       products(here);
@@ -104,7 +104,7 @@ class Float32Backward {
   __device__ void prepare() {
     const OwnRows own(p, kKeys, kOwn);
     const Band band(p, own.b);
-    const Others<kKeys, kOwn, kOthers> others(p, own, band);
+    const TilesOfOthers<kKeys, kOwn, kOthers> others(p, own, band);
     const int x = thread_of_pair();
     if (threadIdx.x == 0) {
       shared.own = own;
@@ -151,7 +151,7 @@ class Float32Backward {
   __device__ Chunk& free_chunk() { return shared.loop.chunks[side()][stage ^ 1]; }
 
   // Columns of chunk n of both matrices are on their way.
-  __device__ void load_columns(const Place& here, int n) {
+  __device__ void load_columns(const PlaceOfTile& here, int n) {
     auto& to = free_chunk().terms;
     const Lines &own = shared.own_lines[side()], &others = shared.other_lines[side()];
     const PieceOfTerms piece(thread_of_pair());
@@ -170,7 +170,7 @@ class Float32Backward {
   }
 
   // L or delta of the queries of a tile, for the pair that reads it.
-  __device__ void load_statistics(const Place& here) {
+  __device__ void load_statistics(const PlaceOfTile& here) {
     const Statistic of = side() == 0 ? p.logsumexp : p.delta;
     const int64_t row = int64_t{here.tile} * kOthers, left = shared.others.rows - row;
     const int64_t begin = (side() == 0 ? shared.others.first_L : shared.others.first_delta) + here.head * of.head;
@@ -183,7 +183,7 @@ class Float32Backward {
   }
 
   // C = Q K^T or dO V^T, or transposed. Behind their columns come the rows that are summed.
-  __device__ void products(const Place& here) {
+  __device__ void products(const PlaceOfTile& here) {
 #pragma unroll
     for (int n = 0; n < kOfLane; ++n) {
 #pragma unroll
@@ -239,7 +239,7 @@ class Float32Backward {
   }
 
   // P and dS to shared memory.
-  __device__ void weights(const Place& here) {
+  __device__ void weights(const PlaceOfTile& here) {
     const bool cut = shared.others.cut(here);
     __syncthreads();  // those of the last tile have been used
     if (side() == 0) {
@@ -302,7 +302,7 @@ class Float32Backward {
   }
 
   // C = 0 at pairs that are not seen.
-  __device__ void hide(const Place& here) {
+  __device__ void hide(const PlaceOfTile& here) {
     const int first = here.tile * kOthers + first_place();
     const int2* const seen = &shared.seen[first_own()];
 #pragma unroll
@@ -339,15 +339,15 @@ class Float32Backward {
   __device__ int first_summed() const { return kHalves ? side() * kSummed : 0; }
 
   // Rows of chunk n are on their way.
-  __device__ void load_rows(const Place& here, int n) {
+  __device__ void load_rows(const PlaceOfTile& here, int n) {
     cuda::load_rows(free_chunk().rows, shared.other_lines[matrix_of(side())], here.head,
                     here.tile * kOthers + first_summed() + n * kRows, first_column(), thread_of_pair());
     commit_copies();
   }
 
   // sums += pairs times the rows of the others. Returns the next tile, which is on its way.
-  __device__ Place add_sums(const Place& here) {
-    const Place next = shared.others.behind(here);
+  __device__ PlaceOfTile add_sums(const PlaceOfTile& here) {
+    const PlaceOfTile next = shared.others.behind(here);
     const bool cut = shared.others.cut(here);
 #pragma unroll 1
     for (int n = 1; n <= kSummed / kRows; ++n) {
@@ -405,7 +405,7 @@ class Float32Backward {
 
   // What infinities and NaNs of others from `first` on add to the rows that see them: of grad_out what P makes of them, of a
   // query or key a NaN, since the score is none.
-  __device__ void add_not_finite(const Place& here, int first) {
+  __device__ void add_not_finite(const PlaceOfTile& here, int first) {
     const Lines& lines = shared.other_lines[matrix_of(side())];
 #pragma unroll 1
     for (int x = first; x < first + kRows; ++x) {

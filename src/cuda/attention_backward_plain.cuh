@@ -6,12 +6,21 @@
 #pragma once
 
 #include "cuda/gradient_rows.cuh"
-#include "cuda/others.cuh"
 #include "cuda/products.cuh"
 
 namespace polyhead::cuda {
 
-template <class T, int kD, bool kKeys>
+// What a block reads, from the first row that some own row sees, down to a tile's edge.
+struct Others {
+  int tiles, heads;              // of each head; how many heads read the own keys, of queries 1
+  int first_seen, last_seen;     // the tiles, exclusive, that all own rows see whole
+  int64_t rows;                  // of a head, from that first one on
+  int64_t first_element[2];      // where it begins in the first head, in both matrices
+  int64_t first_L, first_delta;  // likewise, of queries
+  int64_t begin;                 // its index in the sequence
+};
+
+template <class T, int kD>
 struct PlainBackwardMemory {
   using Columns = Tile<T, kD, kTileRows, Layout::kPadded>;
   static constexpr int kWords = T::kRestOfWeights ? 8 : 4;
@@ -24,12 +33,12 @@ struct PlainBackwardMemory {
   // Of the block, not held in registers
   OwnRows own;
   Band band;
-  Others<kKeys, kBlockRows, kTileRows> others;
+  Others others;
 };
 
 template <class T, int kD, bool kKeys>
 class PlainBackward {
-  using Memory = PlainBackwardMemory<T, kD, kKeys>;
+  using Memory = PlainBackwardMemory<T, kD>;
   using Columns = typename Memory::Columns;
   static constexpr int kOwn = kKeys ? 1 : 2;            // matrices of whose rows a warp makes products
   static constexpr int kColumns = kKeys ? kD : kD / 2;  // that it sums
@@ -52,19 +61,19 @@ class PlainBackward {
   __device__ void run() {
     prepare();
     Place here;
-    if (shared.others.hold(here)) {
+    if (is_there(here)) {
       load_own();
       load_others(here, 0);
       wait_for_copies();
       __syncthreads();
       keep_own();
     }
-    for (; shared.others.hold(here); stage ^= 1) {
+    for (; is_there(here); stage ^= 1) {
       wait_for_copies();
       __syncthreads();  // this stage is there, and nobody reads the other
-      const Place next = shared.others.behind(here);
-      if (shared.others.hold(next)) load_others(next, stage ^ 1);
-      const bool cut = shared.others.cut(here);
+      const Place next = behind(here);
+      if (is_there(next)) load_others(next, stage ^ 1);
+      const bool cut = here.tile < shared.others.first_seen || here.tile >= shared.others.last_seen;
       if (cut && hides_not_finite(1 + here.head * shared.others.tiles + here.tile)) {
 #pragma unroll 1
         for (int from = 0; from < kTileRows; from += kStep) step<true>(here, from, true);
@@ -78,12 +87,28 @@ class PlainBackward {
   }
 
  private:
-  using BlockOthers = Others<kKeys, kBlockRows, kTileRows>;
+  // A tile of the others. The pass over queries has but one head of them.
+  struct Place {
+    int head = 0, tile = 0;
+  };
+  __device__ bool is_there(const Place& place) const {
+    return kKeys ? place.head < shared.others.heads : place.tile < shared.others.tiles;
+  }
+  __device__ Place behind(const Place& place) const {
+    if (!kKeys || place.tile + 1 < shared.others.tiles) return {place.head, place.tile + 1};
+    return {place.head + 1, 0};
+  }
+  __device__ int64_t first_of(const Place& place) const {
+    return shared.others.begin + int64_t{place.tile} * kTileRows;
+  }
 
+  __device__ static int64_t num_own(const Band& band) { return kKeys ? band.keys : band.queries; }
   // Of a lane's rows, two of each sixteen.
   __device__ int local_row(int r) const { return pair * 16 * kSixteens + lane / 4 + 8 * r; }
   __device__ int64_t row_index(int r) const { return shared.own.first + local_row(r); }
-  __device__ static Range range_of(const Band& band, int64_t row) { return BlockOthers::range_of(band, row); }
+  __device__ static Range range_of(const Band& band, int64_t row) {
+    return kKeys ? band.queries_of(row) : band.keys_of(row);
+  }
 
   // What lies in shared memory but tiles.
   __device__ void prepare() {
@@ -95,7 +120,7 @@ class PlainBackward {
       shared.not_finite = 0;
       shared.own = rows_of_block;
       shared.band = band;
-      shared.others = BlockOthers(p, rows_of_block, band);
+      shared.others = others_of(rows_of_block, band);
     }
     if (!kKeys && x < kTileRows) {
       const bool there = own + x < band.queries;
@@ -108,14 +133,37 @@ class PlainBackward {
     __syncthreads();
   }
 
+  __device__ Others others_of(const OwnRows& own, const Band& band) const {
+    const int64_t limit = num_own(band), behind_own = own.first + kBlockRows,
+                  end_own = behind_own < limit ? behind_own : limit;
+    const Range of_first = range_of(band, own.first), of_last = range_of(band, end_own - 1);
+    const int64_t begin = of_first.first / kTileRows * kTileRows, end = own.first < end_own ? of_last.last : 0;
+    const int group = static_cast<int>(p.heads / p.heads_kv), head = kKeys ? own.h * group : own.h / group;
+    const int64_t first = (kKeys ? band.first_q : band.first_k) + begin;
+    Others others;
+    others.tiles = begin < end ? static_cast<int>((end - begin + kTileRows - 1) / kTileRows) : 0;
+    others.heads = !kKeys ? 1 : begin < end ? group : 0;
+    const int64_t seen = of_last.first - begin, seen_end = of_first.last - begin;
+    others.first_seen = seen < 0 ? 0 : static_cast<int>((seen + kTileRows - 1) / kTileRows);
+    others.last_seen = seen_end < 0 ? 0 : static_cast<int>(seen_end / kTileRows);
+    others.begin = begin;
+    others.rows = (kKeys ? band.queries : band.keys) - begin;
+    const auto element_of = [&](const auto& x) { return own.b * x.batch + head * x.head + first * x.row; };
+    for (int n = 0; n < 2; ++n) others.first_element[n] = element_of(matrix(n));
+    others.first_L = element_of(p.logsumexp), others.first_delta = element_of(p.delta);
+    return others;
+  }
   // Of the others.
-  __device__ const Rows& matrix(int n) const { return BlockOthers::matrix(p, n); }
+  __device__ const Rows& matrix(int n) const {
+    if (kKeys) return n == 0 ? p.query : p.grad_out;
+    return n == 0 ? p.key : p.value;
+  }
   __device__ int columns_of(int n) const { return n == 0 ? p.head_dim : p.head_dim_v; }
 
   __device__ void load_own() {
     const Band& band = shared.band;
     const OwnRows own = shared.own;
-    const int64_t origin = kKeys ? band.first_k : band.first_q, end = BlockOthers::num_own(band);
+    const int64_t origin = kKeys ? band.first_k : band.first_q, end = num_own(band);
     const Rows &first = kKeys ? p.key : p.query, &second = kKeys ? p.value : p.grad_out;
     load_tile(shared.stages[1][0], first, own.b, own.h, origin, own.first, end, p.head_dim);
     load_tile(shared.stages[1][1], second, own.b, own.h, origin, own.first, end, p.head_dim_v);
@@ -312,7 +360,7 @@ class PlainBackward {
 
   // C = 0 at pairs that are not seen.
   __device__ void hide(Block& C, const Place& here, int from) const {
-    const int64_t first = shared.others.first_of(here);
+    const int64_t first = first_of(here);
 #pragma unroll
     for (int r = 0; r < 2 * kSixteens; ++r) {
       const TileRange seen(range_of(shared.band, row_index(r)), first);

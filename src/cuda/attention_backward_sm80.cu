@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, kD > 128 ? 1 : 2)
 template <class T, int kD, bool kKeys>
 __global__ void __launch_bounds__(kThreads, kD > 64 ? 2 : 3)
     backward_plain_kernel(const __grid_constant__ BackwardProblem problem) {
-  PlainBackward<T, kD, kKeys>(problem, dynamic_shared<PlainBackwardMemory<T, kD, kKeys>>()).run();
+  PlainBackward<T, kD, kKeys>(problem, dynamic_shared<PlainBackwardMemory<T, kD>>()).run();
 }
 
 template <int kD, bool kKeys>
@@ -51,7 +51,7 @@ static_assert(sizeof(Float32BackwardMemory<128, true>) <= 228 * 1024 / 3 - 1024,
 
 template <class T, int kD>
 constexpr bool kHasPlain = kD <= kMostWideColumns;
-static_assert(sizeof(PlainBackwardMemory<Float16, kMostWideColumns, true>) <= kEveryGpuBytes);
+static_assert(sizeof(PlainBackwardMemory<Float16, kMostWideColumns>) <= kEveryGpuBytes);
 
 template <class T, int kD, int kPass>
 cudaError_t launch_pass(const BackwardProblem& p, const ProgramKernels& of_program, cudaStream_t stream) {
@@ -62,8 +62,7 @@ cudaError_t launch_pass(const BackwardProblem& p, const ProgramKernels& of_progr
     if constexpr (T::kOnTensorCores) {
       if (!p.has_options && !p.exact) {
         const auto plain = backward_plain_kernel<T, kD, kKeys>;
-        return launch(reinterpret_cast<const void*>(plain), blocks, sizeof(PlainBackwardMemory<T, kD, kKeys>), stream,
-                      p);
+        return launch(reinterpret_cast<const void*>(plain), blocks, sizeof(PlainBackwardMemory<T, kD>), stream, p);
       }
     } else if (p.wide) {
       const auto plain = backward_wide_kernel<kD, kKeys>;

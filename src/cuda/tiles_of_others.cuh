@@ -1,4 +1,4 @@
-// The rows that a block of a plain pass of backward meets, in tiles of kTile of them: keys for its own queries, or queries, of
+// The rows that a block of a pass of backward meets, in tiles of kTile of them: keys for its own queries, or queries, of
 // each head that reads them, for its own keys.
 #pragma once
 
@@ -7,13 +7,13 @@
 namespace polyhead::cuda {
 
 // A tile of the others. The pass over queries has but one head of them.
-struct Place {
+struct PlaceOfTile {
   int head = 0, tile = 0;
 };
 
 // From the first row that some own row sees, down to a tile's edge.
 template <bool kKeys, int kOwn, int kTile>
-struct Others {
+struct TilesOfOthers {
   int tiles, heads;              // of each head; how many heads read the own keys, of queries 1
   int first_seen, last_seen;     // the tiles, exclusive, that all own rows see whole
   int64_t rows;                  // of a head, from that first one on
@@ -21,7 +21,7 @@ struct Others {
   int64_t first_L, first_delta;  // likewise, of queries
   int64_t begin;                 // its index in the sequence
 
-  __device__ Others(const BackwardProblem& p, const OwnRows& own, const Band& band) {
+  __device__ TilesOfOthers(const BackwardProblem& p, const OwnRows& own, const Band& band) {
     const int64_t limit = num_own(band), behind_own = own.first + kOwn,
                   end_own = behind_own < limit ? behind_own : limit;
     const Range of_first = range_of(band, own.first), of_last = range_of(band, end_own - 1);
@@ -50,14 +50,14 @@ struct Others {
     return kKeys ? band.queries_of(row) : band.keys_of(row);
   }
 
-  __device__ bool hold(const Place& place) const { return kKeys ? place.head < heads : place.tile < tiles; }
-  __device__ Place behind(const Place& place) const {
+  __device__ bool hold(const PlaceOfTile& place) const { return kKeys ? place.head < heads : place.tile < tiles; }
+  __device__ PlaceOfTile behind(const PlaceOfTile& place) const {
     if (!kKeys || place.tile + 1 < tiles) return {place.head, place.tile + 1};
     return {place.head + 1, 0};
   }
-  __device__ int64_t first_of(const Place& place) const { return begin + int64_t{place.tile} * kTile; }
+  __device__ int64_t first_of(const PlaceOfTile& place) const { return begin + int64_t{place.tile} * kTile; }
   // Whether some own row does not see some of the tile.
-  __device__ bool cut(const Place& place) const { return place.tile < first_seen || place.tile >= last_seen; }
+  __device__ bool cut(const PlaceOfTile& place) const { return place.tile < first_seen || place.tile >= last_seen; }
 };
 
 }  // namespace polyhead::cuda
