@@ -1,4 +1,5 @@
-// The kernels of attention_backward.cuh, attention_backward_plain.cuh and attention_backward_float32.cuh, and delta, that they begin with.
+// The kernels of attention_backward.cuh, attention_backward_plain.cuh and attention_backward_float32.cuh, and delta, that they
+// begin with.
 #include "cuda/attention_backward.cuh"
 #include "cuda/attention_backward_float32.cuh"
 #include "cuda/attention_backward_plain.cuh"
