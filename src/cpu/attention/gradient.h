@@ -180,7 +180,7 @@ void weigh_part_of(const GradientHead& head, const GradientTile& tile, const Key
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         F p = s[r][v];
-        if constexpr (kSoftmax) p = exp(fms(p, to_natural, l));
+        if constexpr (kSoftmax) p = exp_of_weight(fms(p, to_natural, l));
         if (masked) p = select(score.sees(view, key + r, at), p, broadcast(0.0f));
         store(p_rows + (key + r) * kTile + at, p);
       }

@@ -243,7 +243,7 @@ void differentiate(const Score& score, TinyGradientMemory& x, int i, F* scores, 
     const Options::View view;
     Options::Kept kept;
     const F s = score.of(scores[j], at, view, kept);
-    scores[j] = exp(fms(s, broadcast(score.to_natural), L));
+    scores[j] = exp_of_weight(fms(s, broadcast(score.to_natural), L));
     const F ds = scores[j] * (grad_scores[j] - delta);
     grad_scores[j] = score.scaled_first ? score.options.raw_gradient(ds, at, view, kept) : ds;
   }

@@ -9,6 +9,7 @@
 //   fma_lane<i>(a, b, c) = a * lane i of b + c, where POLYHEAD_HAS_FMA_LANE: one load brings kLanes scalars of b
 //   divide(x, divisor, reciprocal)              x / divisor, rounded once; reciprocal = 1 / divisor, computed before
 //   round_to_even, absolute                      scale_by_power(x, n) = x * 2^n for integer n; exactly 0 below n = -126
+//   scale_by_small_power(x, n)                   the same in fewer steps, but inf from n = 128 on
 //   mantissa in [1, 2), exponent                 of positive normal numbers
 //   outside(x, limit): below 0, above limit, or NaN
 //   less, equal -> M; both, either, negate, any, bits, mask_from_bits; select(m, a, b): a where m, else b

@@ -64,6 +64,11 @@ inline F scale_by_power(F x, F n) {
   const F b = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(e, half), bias), 23));
   return _mm256_andnot_ps(tiny, _mm256_mul_ps(_mm256_mul_ps(x, a), b));
 }
+inline F scale_by_small_power(F x, F n) {
+  const I e = _mm256_cvtps_epi32(_mm256_min_ps(n, _mm256_set1_ps(128.0f)));  // NaN -> 128; of tiny ones anything
+  const F power = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(127)), 23));
+  return _mm256_andnot_ps(less(n, _mm256_set1_ps(-126.0f)), _mm256_mul_ps(x, power));
+}
 inline F mantissa(F x) {
   const I word = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x007fffff));
   return _mm256_castsi256_ps(_mm256_or_si256(word, _mm256_set1_epi32(0x3f800000)));

@@ -55,6 +55,7 @@ inline M mask_from_bits(uint32_t b) { return static_cast<M>(b); }
 inline F scale_by_power(F x, F n) {
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), x, n);
 }
+inline F scale_by_small_power(F x, F n) { return scale_by_power(x, n); }
 inline F mantissa(F x) { return _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src); }
 inline F exponent(F x) { return _mm512_getexp_ps(x); }
 

@@ -105,6 +105,11 @@ inline F scale_by_power(F x, F n) {
   const F product = x * as_float((half + 127) << 23) * as_float((e - half + 127) << 23);
   return as_float(~(n < low) & as_int(product));
 }
+inline F scale_by_small_power(F x, F n) {
+  const F low = broadcast(-126.0f), high = broadcast(128.0f);
+  const I e = __builtin_convertvector(select(n > low, select(n < high, n, high), low), I);
+  return as_float(~(n < low) & as_int(x * as_float((e + 127) << 23)));
+}
 inline F mantissa(F x) { return as_float((as_int(x) & 0x007fffff) | 0x3f800000); }
 inline F exponent(F x) { return to_float((shift_right<23>(as_int(x)) & 255) - 127); }
 

@@ -96,6 +96,11 @@ inline F scale_by_power(F x, F n) {
   const F b = vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vsubq_s32(e, half), bias), 23));
   return as_float(vbicq_u32(as_bits(vmulq_f32(vmulq_f32(x, a), b)), tiny));
 }
+inline F scale_by_small_power(F x, F n) {
+  const I e = vcvtq_s32_f32(vminnmq_f32(n, broadcast(128.0f)));  // NaN -> 128; of tiny ones anything
+  const F power = vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(e, broadcast_int(127)), 23));
+  return as_float(vbicq_u32(as_bits(vmulq_f32(x, power)), less(n, broadcast(-126.0f))));
+}
 inline F mantissa(F x) {
   return as_float(vorrq_u32(vandq_u32(as_bits(x), vdupq_n_u32(0x007fffff)), vdupq_n_u32(0x3f800000)));
 }
