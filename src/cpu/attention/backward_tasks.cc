@@ -59,6 +59,14 @@ MemorySize sum_floats(const IsaFunctions& functions, int64_t num_keys, int64_t d
   return MemorySize(functions.backward_sum_floats(num_keys, dim)).rounded_up(16);
 }
 
+// Whether whole heads, which read their queries once and not for each chunk, keep the threads busy to the end: many of them,
+// or so many that take equally long that at most a tenth of the threads' time is left over.
+bool end_together(const AttentionDesc& desc, int64_t heads, int num_threads) {
+  const bool alike = !desc.packed && !desc.has_seqlens_q && !desc.has_seqlens_k;
+  const int64_t rounds = pieces(heads, num_threads);
+  return num_threads == 1 || heads >= 3 * int64_t{num_threads} || (alike && 10 * rounds * num_threads <= 11 * heads);
+}
+
 // in_order: no two sequences at once, because all add to one bias.
 Cut cut(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads, bool in_order) {
   Cut c;
@@ -71,7 +79,7 @@ Cut cut(const IsaFunctions& functions, const AttentionDesc& desc, int num_thread
   c.queries_at_once = queries_at_once(desc.seqlen_q);
   c.partial_floats =
       MemorySize(pieces(std::min(c.queries_at_once, desc.seqlen_q), kTileQueries)) * desc.head_dim * kTileQueries;
-  c.whole_heads = num_threads == 1 || heads >= 3 * int64_t{num_threads};
+  c.whole_heads = end_together(desc, heads, num_threads);
   if (c.whole_heads) return c;
   const int64_t tasks = 4 * int64_t{num_threads};  // of a wave: enough to end evenly
   c.chunks_at_once = std::min(most_chunks(desc.seqlen_k), tasks);
