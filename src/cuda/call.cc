@@ -10,10 +10,10 @@
 namespace polyhead::cuda {
 namespace {
 
-// Blocks of threads that own the rows of a head in all sequences, so many each. Packed: one and a part for each sequence,
-// see OwnRows.
+// Blocks of threads that own the rows of a head in all sequences, so many each; none where there is no row. Packed: one
+// and a part for each sequence, see OwnRows.
 MemorySize row_blocks(const AttentionDesc& desc, int64_t rows, int64_t of_block) {
-  if (desc.packed) return MemorySize(rows / of_block) + MemorySize(desc.batch) + 1;
+  if (desc.packed && rows > 0) return MemorySize(rows / of_block) + MemorySize(desc.batch) + 1;
   return MemorySize(desc.batch) * MemorySize(pieces(rows, of_block));
 }
 

@@ -241,7 +241,6 @@ Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& ru
     const int rows = wide_rows(problem.elements, tile_columns(std::max(problem.head_dim, problem.head_dim_v)));
     problem.query_blocks = static_cast<unsigned>(query_blocks(desc, rows).value());
   }
-  if (desc.seqlen_q == 0) problem.query_blocks = 0;  // packed sequences have some all the same
   auto* memory = static_cast<char*>(args.workspace);
   problem.part_statistics = reinterpret_cast<float*>(memory);
   problem.part_sums = problem.part_statistics + part_statistics_bytes(desc).value() / sizeof(float);

@@ -99,23 +99,5 @@ TEST(CudaBand, SeesNothingInAWindowFarAway) {
   }
 }
 
-// Keys enough for several blocks, whose parts would be merged, and no query.
-TEST(CudaBand, TakesPackedSequencesWithoutAQuery) {
-  AttentionDesc desc = small();
-  desc.packed = true;
-  desc.batch = 3;
-  desc.seqlen_q = 0;
-  desc.seqlen_k = 700;
-  const Result<Plan> made = plan_on_device(desc);
-  ASSERT_TRUE(made.ok()) << made.status().message();
-  Call call(desc);
-  for (Tensor* t : {&call.args.key, &call.args.value}) set_random(*t);
-  set_integers(call.args.cu_seqlens_q, {0, 0, 0, 0});
-  set_integers(call.args.cu_seqlens_k, {0, 100, 100, 700});
-  const Status status = made->forward(call.args);
-  EXPECT_TRUE(status.ok()) << status.message();
-  EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
-}
-
 }  // namespace
 }  // namespace polyhead

@@ -304,6 +304,24 @@ TEST(CudaPlan, ReadsKeysOnceForTheHeadsOfAGroup) {
   EXPECT_EQ(cudaFree(sinks), cudaSuccess);
 }
 
+// Keys enough for several blocks, whose parts would be merged, and no query.
+TEST(CudaPlan, TakesPackedSequencesWithoutAQuery) {
+  AttentionDesc desc = small();
+  desc.packed = true;
+  desc.batch = 3;
+  desc.seqlen_q = 0;
+  desc.seqlen_k = 700;
+  const Result<Plan> made = plan_on_device(desc);
+  ASSERT_TRUE(made.ok()) << made.status().message();
+  Call call(desc);
+  for (Tensor* t : {&call.args.key, &call.args.value}) set_random(*t);
+  set_integers(call.args.cu_seqlens_q, {0, 0, 0, 0});
+  set_integers(call.args.cu_seqlens_k, {0, 100, 100, 700});
+  const Status status = made->forward(call.args);
+  EXPECT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
+}
+
 // What packed sequences say is cut off at the rows there are.
 TEST(CudaPlan, BoundsPackedSequencesThatLie) {
   AttentionDesc desc = small();
