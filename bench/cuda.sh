@@ -49,7 +49,8 @@ stage_machine() {
   if command -v nvcc >/dev/null; then nvcc --version | tail -n 2; else leave_out "nvcc is not there"; fi
 }
 
-on_device_tests=(cuda_attention_test_on_device cuda_linear_test_on_device cuda_norm_test_on_device cuda_rows_test_on_device
+on_device_tests=(cuda_attention_test_on_device cuda_formats_test_on_device cuda_out_dtype_test_on_device
+  cuda_program_test_on_device cuda_linear_test_on_device cuda_norm_test_on_device cuda_rows_test_on_device
   cuda_gradient_test_on_device cuda_random_test_on_device
   cuda_gradient_random_test_on_device cuda_small_test_on_device ptx_instructions_test_on_device ptx_random_test)
 layer_tests=(cuda_layer_test_on_device cuda_layer_attention_block_test_on_device cuda_layer_cache_test_on_device
@@ -95,8 +96,9 @@ stage_cases() {
   local test status=0
   on_gpu cuda_attention_test_on_device || return 0
   export POLYHEAD_TEST_KERNEL=cuda_sm80_on_host
-  for test in cuda_small_test_on_device cuda_attention_test_on_device cuda_gradient_test_on_device cuda_linear_test_on_device \
-    cuda_norm_test_on_device cuda_rows_test_on_device; do
+  for test in cuda_small_test_on_device cuda_attention_test_on_device cuda_gradient_test_on_device cuda_formats_test_on_device \
+    cuda_out_dtype_test_on_device cuda_program_test_on_device cuda_linear_test_on_device cuda_norm_test_on_device \
+    cuda_rows_test_on_device; do
     logged "$test" "$(program "$test")" --gtest_brief=1 || status=1
     tail -n 3 "$logs/cuda-$test.log"
   done

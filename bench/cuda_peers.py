@@ -44,11 +44,12 @@ def milliseconds(torch, run):
 class Contender:
     """One way to compute a problem: `forward()` and `backward()`, or why it cannot."""
 
-    def __init__(self, torch, name, tensors, causal):
+    def __init__(self, torch, name, tensors, grad_out, causal):
         import polyhead.torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         self.torch, self.name, self.times, self.why_not = torch, name, {False: [], True: []}, ""
+        self.grad_out = grad_out
         self.inputs = [x.detach().clone().requires_grad_() for x in tensors]
         if name == OURS:
             self.attend = lambda: polyhead.torch.scaled_dot_product_attention(*self.inputs, is_causal=causal)
@@ -60,7 +61,6 @@ class Contender:
             self.attend = attend
         try:
             self.out = self.attend()
-            self.grad_out = torch.randn_like(self.out)
             self.grads = self.gradients()
             torch.cuda.synchronize()
         except (RuntimeError, ValueError) as error:
@@ -80,8 +80,8 @@ def measure(torch, problem, rounds):
     dtype, head_dim, seqlen, causal = problem
     shape = (TOKENS // seqlen, CHANNELS // head_dim, seqlen, head_dim)
     torch.manual_seed(0)
-    tensors = [torch.randn(shape, device="cuda").to(getattr(torch, dtype)) for _ in range(3)]
-    contenders = {name: Contender(torch, name, tensors, causal) for name in COLUMNS}
+    *tensors, grad_out = [torch.randn(shape, device="cuda").to(getattr(torch, dtype)) for _ in range(4)]
+    contenders = {name: Contender(torch, name, tensors, grad_out, causal) for name in COLUMNS}
     can = [each for each in contenders.values() if not each.why_not]
     for round_ in range(rounds + 3):
         for each in can:
@@ -98,7 +98,7 @@ def difference(contenders):
     if ours.why_not or not others:
         return "-"
     pairs = zip((ours.out, *ours.grads), (others[0].out, *others[0].grads))
-    return f"{max(float((a.float() - b.float()).abs().max()) for a, b in pairs):.1e}"
+    return f"{max(float((a.detach().float() - b.float().detach()).abs().max()) for a, b in pairs):.1e}"
 
 
 def rows_of(problem, contenders):

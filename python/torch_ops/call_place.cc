@@ -1,5 +1,7 @@
 #include "call_place.h"
 
+#include <dlfcn.h>
+
 #include "stable_abi.h"
 #include "torch_executor.h"
 
@@ -8,9 +10,22 @@ namespace {
 
 thread_local const CallPlace* current_place = nullptr;
 
+// Before 2.13 a library of torch tells the stream that `import torch` loads only where torch is for CUDA.
+void* current_stream_before_2_13(int32_t device) {
+  static const auto tell = [] {
+    void* const library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+    void* const found = library == nullptr ? nullptr : dlsym(library, "aoti_torch_get_current_cuda_stream");
+    return reinterpret_cast<AOTITorchError (*)(int32_t device_index, void** stream)>(found);
+  }();
+  void* stream = nullptr;
+  if (tell == nullptr) failure("this torch does not tell its CUDA streams, 2.13 and later do");
+  if (tell(device, &stream) != 0) failure("torch has no current stream on cuda:%d", device);
+  return stream;
+}
+
 // The stream on which torch puts this thread's work.
 void* current_stream(int32_t device) {
-  if (torch_stream_native_handle == nullptr) failure("CUDA tensors need torch 2.13 or later");
+  if (torch_stream_native_handle == nullptr) return current_stream_before_2_13(device);
   StreamHandle stream = nullptr;
   void* handle = nullptr;
   if (aoti_torch_get_current_stream(device, &stream) != 0) failure("torch has no current stream on cuda:%d", device);
