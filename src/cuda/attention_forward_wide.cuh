@@ -43,7 +43,7 @@ struct WideBlock {
     const Range of_first = band.keys_of(first), of_last = band.keys_of(end - 1);
     of_all = {of_last.first, of_first.last, band.keys};
     of_some = {of_first.first, first < end ? of_last.last : 0, band.keys};
-    h_kv = own.h / static_cast<int>(p.heads / p.heads_kv);
+    h_kv = own.h / (static_cast<int>(p.heads) / static_cast<int>(p.heads_kv));
     for (const bool value : {false, true}) {
       const Rows& side = value ? p.value : p.key;
       first_element[value] = h_kv * side.head + own.b * side.batch + band.first_k * side.row;

@@ -41,13 +41,16 @@ struct OwnRows {
   int64_t first;
 
   __device__ OwnRows(const Problem& p, bool keys, int rows = kBlockRows) {
-    const int64_t heads = keys ? p.heads_kv : p.heads / p.tile_heads,
-                  blocks = (keys ? p.key_blocks : p.query_blocks) / heads;
-    const int64_t n = keys ? blockIdx.x / heads : blocks - 1 - blockIdx.x / heads;
-    h = static_cast<int>(blockIdx.x % heads * (keys ? 1 : p.tile_heads));
+    // A grid has fewer than 2^31 blocks, some for each head and sequence: divisions of 32 bits, which are short.
+    const auto tile_heads = static_cast<unsigned>(keys ? 1 : p.tile_heads);
+    const unsigned heads = static_cast<unsigned>(keys ? p.heads_kv : p.heads) / tile_heads,
+                   blocks = (keys ? p.key_blocks : p.query_blocks) / heads, of_head = blockIdx.x / heads;
+    const unsigned n = keys ? of_head : blocks - 1 - of_head;
+    h = static_cast<int>((blockIdx.x - of_head * heads) * tile_heads);
     if (!p.packed) {
-      b = static_cast<int>(n % p.batch);
-      first = n / p.batch * rows;
+      const auto batch = static_cast<unsigned>(p.batch), tile = n / batch;
+      b = static_cast<int>(n - tile * batch);
+      first = int64_t{tile} * rows;
       return;
     }
     // Sequence b takes the blocks from first_row / rows + b on: it never has more than there are to the next one's.

@@ -15,17 +15,23 @@ struct ProgramKernels {
   const void* capture_gradients = nullptr;
 };
 
-// A kernel of any of them, with `bytes` of shared memory.
+// A kernel of any of them, with `bytes` of shared memory, and blocks of so many threads.
 template <class... Args>
-cudaError_t launch(const void* kernel, dim3 grid, int bytes, cudaStream_t stream, const Args&... args) {
+cudaError_t launch_block(const void* kernel, dim3 grid, unsigned threads, int bytes, cudaStream_t stream,
+                         const Args&... args) {
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
   void* pointers[] = {const_cast<void*>(static_cast<const void*>(&args))...};
-  return cudaLaunchKernel(kernel, grid, dim3(kBlockThreads), pointers, static_cast<size_t>(bytes), stream);
+  return cudaLaunchKernel(kernel, grid, dim3(threads), pointers, static_cast<size_t>(bytes), stream);
+}
+template <class... Args>
+cudaError_t launch(const void* kernel, dim3 grid, int bytes, cudaStream_t stream, const Args&... args) {
+  return launch_block(kernel, grid, kBlockThreads, bytes, stream, args...);
 }
 
 // Put the kernels on the stream. At least one query, head and sequence; their blocks fit in a grid (2^31 - 1).
 cudaError_t launch_forward(const Problem& problem, const ProgramKernels& of_program, cudaStream_t stream);
+cudaError_t launch_forward_groups(const Problem& problem, cudaStream_t stream);
 cudaError_t launch_forward_stored(const StoredProblem& problem, cudaStream_t stream);
 cudaError_t launch_backward(const BackwardProblem& problem, const ProgramKernels& of_program, cudaStream_t stream);
 // Behind those: its sums, and those of captures.

@@ -32,7 +32,10 @@ class KeyPlaces {
   // Of the tile at key j of sequence b, as far as there are `keys`. Barriers between this, its readers, and that of the tile
   // which takes its place.
   __device__ void find(const Pages& pages, int64_t b, int64_t j, int64_t keys) {
-    const int row = static_cast<int>(threadIdx.x);
+    find_of(static_cast<int>(threadIdx.x), pages, b, j, keys);
+  }
+  // The same by threads that count themselves otherwise.
+  __device__ void find_of(int row, const Pages& pages, int64_t b, int64_t j, int64_t keys) {
     if (row < kRows && j + row < keys) places_[j / kRows % kTiles][row] = place_of_key(pages, b, j + row);
   }
 

@@ -36,6 +36,8 @@ class FinishedRow {
     const float unseen = l != l ? l : 0;
     return seen ? factor * O / l_rounded : unseen;
   }
+  // Once for a row: out(O) is this times O, to an ulp of float32.
+  __device__ float factor_of_out() const { return factor / l_rounded; }
   __device__ float logsumexp() const {
     const float none = seen ? NAN : -INFINITY;  // all scores that it saw were -inf
     return l == 0 ? none : m + logf(l);

@@ -191,6 +191,8 @@ constexpr int wide_rows(Number elements, int columns) {
   return elements == Number::kFloat32 && columns > 64 ? kBlockRows : 2 * kBlockRows;
 }
 
+constexpr int kForwardGroups = 3;  // warpgroups of a block in attention_forward_groups.cuh, 64 queries each
+
 // Keys of a block of threads in attention_backward_float32.cuh.
 constexpr int wide_backward_keys(int columns) { return columns > 64 ? kBlockRows / 2 : kBlockRows; }
 

@@ -48,6 +48,50 @@ __device__ inline void softmax_step(float (&S)[kBlocks][4], SoftmaxRow& row0, So
   row1.l = rounded_product(row1.l, alpha[1]) + sums[1];
 }
 
+// The same of scores that are S times `scale`, which is above 0, and m the largest S: what exp2 takes is one operation.
+template <class T, int kBlocks>
+__device__ inline void softmax_of_products(float (&S)[kBlocks][4], SoftmaxRow& row0, SoftmaxRow& row1,
+                                           float (&alpha)[2], float scale) {
+  static_assert(T::kOnTensorCores);
+  const float factor = scale * kLog2E;
+  float m[2], power[2], sums[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    SoftmaxRow& row = r == 0 ? row0 : row1;
+    float largest = row.m;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) largest = fmaxf(largest, fmaxf(S[n][2 * r], S[n][2 * r + 1]));
+    largest = max_of_row(largest);
+    m[r] = largest == -INFINITY ? 0 : largest;  // -inf - -inf is NaN
+    power[r] = m[r] * factor;
+    alpha[r] = exp2_approx((row.m - m[r]) * factor);
+    row.m = largest;
+    row.l_rounded = rounded_product(row.l_rounded, alpha[r]);
+  }
+  constexpr float kFar = 1e38f;  // scores beyond may be no floats, times log2 e
+  const bool far = !(fabsf(power[0]) < kFar && fabsf(power[1]) < kFar);
+  if (__any_sync(kAllLanes, far)) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) S[n][e] = exp2_approx((S[n][e] - m[e / 2]) * factor);
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) S[n][e] = exp2_approx(fmaf(S[n][e], factor, -power[e / 2]));
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sums[e / 2] = n == 0 && e % 2 == 0 ? S[n][e] : sums[e / 2] + S[n][e];
+  }
+  row0.l = rounded_product(row0.l, alpha[0]) + sums[0];
+  row1.l = rounded_product(row1.l, alpha[1]) + sums[1];
+}
+
 template <int kBlocks>
 __device__ inline void multiply_rows_of(float (&O)[kBlocks][4], const float (&factors)[2]) {
 #pragma unroll
@@ -65,15 +109,27 @@ __device__ inline void rescale_rows_of(float (&O)[kBlocks][4], const float (&alp
 
 // Sixteen columns of P from column 16 k on as a fragment A, and of float16 what its rounding left.
 template <class T, int kBlocks>
-__device__ inline void round_weights(const float (&P)[kBlocks][4], int k, SoftmaxRow& row0, SoftmaxRow& row1,
-                                     unsigned (&rounded)[4], unsigned (&rest)[4]) {
+__device__ inline void round_weights(const float (&P)[kBlocks][4], int k, unsigned (&rounded)[4], unsigned (&rest)[4]) {
 #pragma unroll
   for (int a = 0; a < 4; ++a) {
     const float low = P[2 * k + a / 2][a % 2 * 2], high = P[2 * k + a / 2][a % 2 * 2 + 1];
     rounded[a] = packed<T>(low, high);
-    const float low_rounded = low_half<T>(rounded[a]), high_rounded = high_half<T>(rounded[a]);
-    if constexpr (T::kRestOfWeights) rest[a] = packed<T>(low - low_rounded, high - high_rounded);
-    (a % 2 == 0 ? row0 : row1).l_rounded += T::kRestOfWeights ? low + high : low_rounded + high_rounded;
+    if constexpr (T::kRestOfWeights) {
+      rest[a] = packed<T>(low - low_half<T>(rounded[a]), high - high_half<T>(rounded[a]));
+    }
+  }
+}
+
+// The same, and l_rounded with this lane's part of their sums.
+template <class T, int kBlocks>
+__device__ inline void round_weights(const float (&P)[kBlocks][4], int k, SoftmaxRow& row0, SoftmaxRow& row1,
+                                     unsigned (&rounded)[4], unsigned (&rest)[4]) {
+  round_weights<T>(P, k, rounded, rest);
+#pragma unroll
+  for (int a = 0; a < 4; ++a) {
+    const float low = P[2 * k + a / 2][a % 2 * 2], high = P[2 * k + a / 2][a % 2 * 2 + 1];
+    (a % 2 == 0 ? row0 : row1).l_rounded +=
+        T::kRestOfWeights ? low + high : low_half<T>(rounded[a]) + high_half<T>(rounded[a]);
   }
 }
 

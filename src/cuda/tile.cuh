@@ -19,7 +19,7 @@ __device__ Memory& dynamic_shared() {
 // Where the pieces of a row lie, 16 bytes each. Swizzled: piece c of row r at c ^ (r % 8), of rows of 64 bytes at c ^ (r / 2 % 4),
 // so that the same piece of eight rows, as a matrix of ldmatrix has them, lies in different banks. Padded with one piece they
 // do, too, which takes memory, and no instruction to find a piece. In order: for who reads a row at a time.
-enum class Layout { kSwizzled, kPadded, kInOrder };
+enum class Layout { kSwizzled, kPadded, kInOrder, kPanels };
 
 template <class T, int kD, int kRows = kTileRows,
           Layout kLayout = Layout::kSwizzled>  // columns: a multiple of 64 bytes
@@ -27,11 +27,15 @@ struct Tile {
   static constexpr bool kPadded = kLayout == Layout::kPadded;
   static constexpr int kPiece = 16 / sizeof(T), kPieces = kD / kPiece;  // elements; pieces of a row
   static constexpr unsigned kRowBytes = kD * sizeof(T) + (kPadded ? 16 : 0);
-  alignas(kPadded ? 16 : kRowBytes) T elements[kRows * kRowBytes / sizeof(T)];
+  static constexpr unsigned kAlignment = kPadded ? 16 : kLayout == Layout::kPanels ? 1024 : kRowBytes;
+  alignas(kAlignment) T elements[kRows * kRowBytes / sizeof(T)];
 
   __device__ T* piece(int row, int c) {
     if constexpr (kPadded) return elements + (row * (kPieces + 1) + c) * kPiece;
     if constexpr (kLayout == Layout::kInOrder) return elements + row * kD + c * kPiece;
+    if constexpr (kLayout == Layout::kPanels) {
+      return elements + ((c / 8 * kRows + row) * 8 + (c % 8 ^ (row & 7))) * kPiece;
+    }
     return elements + row * kD + (c ^ (kPieces == 4 ? row / 2 & 3 : row & 7)) * kPiece;
   }
   // Of all pieces, in any order.
@@ -86,6 +90,12 @@ __device__ inline float element(const Rows& rows, int64_t n) {
 
 __device__ inline bool is_there(int64_t row) { return row != kNoRow; }
 
+// So many threads of a block, which take part: those from a multiple of them on.
+template <int kNumber>
+struct Threads {
+  __device__ static int number() { return static_cast<int>(threadIdx.x) % kNumber; }
+};
+
 // The number in a column of the row that begins at element `row`.
 template <class T>
 __device__ inline float number_at(const Rows& rows, int64_t row, int column) {
@@ -123,10 +133,11 @@ __device__ void load_elements(Tile<T, kD, kRows, kLayout>& tile, const Rows& row
 
 // Row n of the tile from element row_at(n) of `rows` on, zeros if that is kNoRow, and from column `columns` on. Copies are
 // in flight until wait_for_copies() and a barrier.
-template <class T, int kD, int kRows, Layout kLayout, class RowAt>
-__device__ void load_rows(Tile<T, kD, kRows, kLayout>& tile, const Rows& rows, int columns, const RowAt& row_at) {
-  constexpr int kPiece = Tile<T, kD>::kPiece, kPieces = kD / kPiece, kStep = kThreads / kPieces;
-  const int first = static_cast<int>(threadIdx.x) / kPieces, c = static_cast<int>(threadIdx.x) % kPieces;
+template <class T, int kD, int kRows, Layout kLayout, class RowAt, int kOfBlock = kThreads>
+__device__ void load_rows(Tile<T, kD, kRows, kLayout>& tile, const Rows& rows, int columns, const RowAt& row_at,
+                          Threads<kOfBlock> threads = {}) {
+  constexpr int kPiece = Tile<T, kD>::kPiece, kPieces = kD / kPiece, kStep = kOfBlock / kPieces;
+  const int first = threads.number() / kPieces, c = threads.number() % kPieces;
 #pragma unroll 1
   for (int row = first; row < kRows; row += kStep) {
     const int64_t begin = row_at(row);
@@ -141,15 +152,16 @@ __device__ void load_rows(Tile<T, kD, kRows, kLayout>& tile, const Rows& rows, i
 }
 
 // The same of rows that lie rows.row apart, the first at element `begin`: zeros from row `end` of the tile on.
-template <class T, int kD, int kRows, Layout kLayout, class Index>
+template <class T, int kD, int kRows, Layout kLayout, class Index, int kOfBlock = kThreads>
 __device__ void load_rows_apart(Tile<T, kD, kRows, kLayout>& tile, const Rows& rows, int columns, int64_t begin,
-                                Index end) {
+                                Index end, Threads<kOfBlock> threads = {}) {
   if (!rows.in_pieces) {
-    load_rows(tile, rows, columns, [&](int row) { return row < end ? begin + row * rows.row : kNoRow; });
+    load_rows(
+        tile, rows, columns, [&](int row) { return row < end ? begin + row * rows.row : kNoRow; }, threads);
     return;
   }
-  constexpr int kPiece = Tile<T, kD>::kPiece, kPieces = kD / kPiece, kStep = kThreads / kPieces;
-  const int first = static_cast<int>(threadIdx.x) / kPieces, c = static_cast<int>(threadIdx.x) % kPieces;
+  constexpr int kPiece = Tile<T, kD>::kPiece, kPieces = kD / kPiece, kStep = kOfBlock / kPieces;
+  const int first = threads.number() / kPieces, c = threads.number() % kPieces;
   const T* from = static_cast<const T*>(rows.data) + (begin + first * rows.row + c * kPiece);
   int left = end < 0 || c * kPiece >= columns ? 0 : end < kRows ? static_cast<int>(end) : kRows;
   left -= first;

@@ -1,0 +1,32 @@
+// The kernels of attention_forward_groups.cuh.
+#include "cuda/attention_forward_groups.cuh"
+#include "cuda/launch.h"
+
+namespace polyhead::cuda {
+namespace {
+
+constexpr int kGroupsThreads = (kForwardGroups + 1) * kGroupThreads;
+
+template <class T, int kD>
+__global__ void __launch_bounds__(kGroupsThreads, 1) forward_groups_kernel(const __grid_constant__ Problem problem) {
+  forward_by_groups(problem, dynamic_shared<GroupsMemory<T, kD, kForwardGroups>>());
+}
+
+template <class T, int kD>
+cudaError_t launch_groups(const Problem& p, cudaStream_t stream) {
+  return launch_block(reinterpret_cast<const void*>(forward_groups_kernel<T, kD>), p.query_blocks, kGroupsThreads,
+                      sizeof(GroupsMemory<T, kD, kForwardGroups>), stream, p);
+}
+
+template <class T>
+cudaError_t launch_columns(const Problem& p, cudaStream_t stream) {
+  return columns_of(p) <= 64 ? launch_groups<T, 64>(p, stream) : launch_groups<T, 128>(p, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_forward_groups(const Problem& p, cudaStream_t stream) {
+  return p.elements == Number::kBFloat16 ? launch_columns<BFloat16>(p, stream) : launch_columns<Float16>(p, stream);
+}
+
+}  // namespace polyhead::cuda
