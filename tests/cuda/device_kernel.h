@@ -28,6 +28,7 @@ class Driver {
     return error.what();
   }
 
+  int capability = 0;  // of the GPU, 90 for 9.0
   decltype(&cuModuleLoadDataEx) load = nullptr;
   decltype(&cuModuleGetFunction) find = nullptr;
   decltype(&cuModuleUnload) unload = nullptr;
@@ -57,9 +58,11 @@ class Driver {
     decltype(&cuInit) init = nullptr;
     decltype(&cuDevicePrimaryCtxRetain) retain = nullptr;
     decltype(&cuCtxSetCurrent) set_current = nullptr;
+    decltype(&cuDeviceGetAttribute) attribute = nullptr;
     load_name(init, "cuInit");
     load_name(retain, "cuDevicePrimaryCtxRetain");
     load_name(set_current, "cuCtxSetCurrent");
+    load_name(attribute, "cuDeviceGetAttribute");
     load_name(load, "cuModuleLoadDataEx");
     load_name(find, "cuModuleGetFunction");
     load_name(unload, "cuModuleUnload");
@@ -74,6 +77,10 @@ class Driver {
     check(init(0), "the driver finds no GPU");
     check(retain(&context, 0), "the GPU cannot be used");
     check(set_current(context), "the GPU cannot be used");
+    int minor = 0;
+    check(attribute(&capability, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 0), "the GPU cannot be used");
+    check(attribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0), "the GPU cannot be used");
+    capability = 10 * capability + minor;
   }
 };
 

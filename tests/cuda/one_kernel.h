@@ -12,18 +12,26 @@
 
 namespace cuda_sim {
 
-inline const char* const kHead = ".version 9.0\n.target sm_80\n.address_size 64\n";
+inline std::string head(const std::string& target = "sm_80") {
+  return ".version 9.0\n.target " + target + "\n.address_size 64\n";
+}
+
+// Instructions that no GPU before compute capability 9.0 has.
+inline bool is_of_sm90(const std::string& name) {
+  return name.starts_with("wgmma.") || name.starts_with("stmatrix.") || name.starts_with("setmaxnreg.") ||
+         name.starts_with("fence.proxy.");
+}
 
 // Of a kernel whose parameters are `num_buffers` pointers, p0, p1, ..., which %rd0, %rd1, ... hold. Registers to use:
 // 16 bits %h0..99, 32 bits %r0..99 and %f0..99, 64 bits %rd10..99, predicates %p0..19; 1 KB of shared memory `smem`.
-inline std::string kernel_text(const std::string& body, int num_buffers) {
+inline std::string kernel_text(const std::string& body, int num_buffers, const std::string& target = "sm_80") {
   std::string parameters, loads;
   for (int n = 0; n < num_buffers; ++n) {
     const std::string number = std::to_string(n);
     parameters += (n ? ", .param .u64 p" : ".param .u64 p") + number;
     loads += "ld.param.u64 %rd" + number + ", [p" + number + "];\n";
   }
-  return kHead + (".visible .entry k(" + parameters + ")\n{\n") +
+  return head(target) + (".visible .entry k(" + parameters + ")\n{\n") +
          ".reg .b16 %h<100>; .reg .b32 %r<100>; .reg .f32 %f<100>; .reg .b64 %rd<100>; .reg .pred %p<20>; .shared "
          ".align 16 .b8 "
          "smem[1024];\n" +

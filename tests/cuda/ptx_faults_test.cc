@@ -205,7 +205,7 @@ TEST(PtxFaults, MalformedTextIsRefused) {
   for (const char* text : {"add.s32 %r1, 1, 2;", ".visible .entry k() { .reg .b32 %r<2>; mov.u32 %r1",
                            ".visible .entry k() { bra NOWHERE; }", ".visible .entry k() { mov.u32 %r7, 0; }", "}",
                            ".global .u32 x;", ".func f() { ret; }", ".visible .entry k() { @%p1 ret; }"}) {
-    EXPECT_THROW(parse(kHead + std::string(text)), Fault) << text;
+    EXPECT_THROW(parse(head() + text), Fault) << text;
   }
 }
 

@@ -391,7 +391,9 @@ TEST_F(Instructions, GiveTheirDocumentedResults) {
   atomics();
   tested().insert("trap");  // ptx_faults_test
   if (!std::is_same_v<TestedKernel, OneKernel>) return;
-  for (const std::string& name : table_names()) EXPECT_TRUE(tested().count(name)) << name << " has no test";
+  for (const std::string& name : table_names()) {
+    EXPECT_TRUE(tested().count(name) || is_of_sm90(name)) << name << " has no test";  // ptx_warpgroup_test
+  }
 }
 
 // Lanes whose guard does not hold keep what they had; both ways of a branch meet again.

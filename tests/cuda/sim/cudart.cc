@@ -224,6 +224,7 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void*
   if (stream && device != current_device()) return failed(cudaErrorInvalidResourceHandle);
   try {
     const Module& module = module_of(*entry.binary);
+    if (const cudaError_t error = check_runs_here(module)) return error;
     const Kernel& code = module.kernels.at(entry.name);
     std::vector<unsigned char> parameters(static_cast<size_t>(code.parameter_bytes));
     for (size_t n = 0; n < code.parameters.size(); ++n) {

@@ -37,7 +37,7 @@ bool is_written(const void* pointer, size_t bytes);
 // Bytes of shared memory that a block may ask for; of sm_80 at first.
 void set_most_shared(int bytes);
 
-// What the runtime tells of a device; at first there is one, an A100. All run what they are given alike.
+// What the runtime tells of a device; at first there is one, an A100. All run alike what is compiled for them.
 struct SimulatedDevice {
   std::string name = "simulated";
   int major = 8, minor = 0;

@@ -24,6 +24,12 @@ cudaError_t check_device(int device) {
 
 int current_device() { return chosen_device; }
 
+cudaError_t check_runs_here(const Module& module) {
+  if (const cudaError_t error = check_device(chosen_device)) return error;
+  const SimulatedDevice& device = runtime().devices[static_cast<size_t>(chosen_device)];
+  return runs_on(module, 10 * device.major + device.minor) ? cudaSuccess : failed(cudaErrorNoKernelImageForDevice);
+}
+
 void set_devices(std::vector<SimulatedDevice> devices) {
   const Lock lock(runtime().mutex);
   runtime().devices = std::move(devices);

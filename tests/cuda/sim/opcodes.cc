@@ -14,6 +14,7 @@ const OpcodeTable& table() {
     add_warp_opcodes(made);
     add_tensor_opcodes(made);
     add_copy_opcodes(made);
+    add_group_opcodes(made);
     return made;
   }();
   return all;

@@ -14,8 +14,9 @@ void add_integer_opcodes(OpcodeTable& table);
 void add_float_opcodes(OpcodeTable& table);
 void add_convert_opcodes(OpcodeTable& table);
 void add_warp_opcodes(OpcodeTable& table);    // branches, barriers, shuffles, votes
-void add_tensor_opcodes(OpcodeTable& table);  // mma, ldmatrix
+void add_tensor_opcodes(OpcodeTable& table);  // mma, ldmatrix, stmatrix
 void add_copy_opcodes(OpcodeTable& table);    // cp.async
+void add_group_opcodes(OpcodeTable& table);   // wgmma
 
 // Loads, stores and atomics; without `run` if it is none, or one that is not modelled.
 Opcode memory_opcode(const std::string& name);

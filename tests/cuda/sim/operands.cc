@@ -143,6 +143,8 @@ class Builder {
         *label = piece.text;
       } else if (kind == '@') {
         address(piece.text);
+      } else if (kind == '+') {
+        sum(piece.text);
       } else {
         operand(piece.text, kind, results);
       }
@@ -162,6 +164,12 @@ class Builder {
   void push(int slot, bool wide) {
     out_.wide |= static_cast<uint32_t>(wide) << out_.num_args;
     out_.args[out_.num_args++] = static_cast<int16_t>(slot);
+  }
+
+  void sum(const std::string& text) {
+    const Slot* slot = lookup_.slot(text);
+    if (!slot || slot->predicate || slot->wide) throw Fault("no register of 32 bits " + text);
+    out_.sums.push_back(static_cast<int16_t>(slot->index));
   }
 
   void operand(std::string text, char kind, bool result) {
@@ -242,11 +250,11 @@ int Slots::special(Special what) {
 }
 
 void Slots::move_to(Kernel& kernel) {
-  constexpr int kAlign = 16;  // of what the launch asks for
+  const int align = kernel.dynamic_align;
   const auto is_dynamic = [](uint64_t bits) { return bits >> 32 == kDynamicShared >> 32; };
   const bool dynamic =
       std::any_of(constants_.begin(), constants_.end(), [&](const auto& each) { return is_dynamic(each.first.first); });
-  if (dynamic) kernel.shared_bytes = (kernel.shared_bytes + kAlign - 1) / kAlign * kAlign;
+  if (dynamic) kernel.shared_bytes = (kernel.shared_bytes + align - 1) / align * align;
   for (const auto& [key, slot] : constants_) {
     uint64_t bits = key.first;
     if (is_dynamic(bits)) bits += static_cast<uint64_t>(kernel.shared_bytes) - kDynamicShared;

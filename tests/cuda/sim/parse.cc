@@ -1,4 +1,5 @@
 // PTX to instructions, as nvcc writes it: directives, declarations, scopes, labels and statements.
+#include <algorithm>
 #include <cctype>
 #include <cstdlib>
 #include <cstring>
@@ -106,8 +107,10 @@ class Parser {
     size_t end = at_;
     while (end < text_.size() && is_word(text_[end])) ++end;
     const std::string name = text_.substr(at_, end - at_);
-    if (name == ".version" || name == ".target" || name == ".address_size" || name == ".file") {
+    if (name == ".version" || name == ".address_size" || name == ".file") {
       until('\n');
+    } else if (name == ".target") {
+      target(words_of(until('\n')));
     } else if (name == ".loc") {
       loc(words_of(until('\n')));
     } else if (name == ".section") {
@@ -125,6 +128,12 @@ class Parser {
     } else {
       fail("unknown directive " + name);
     }
+  }
+
+  // .target sm_90a
+  void target(const std::vector<std::string>& words) {
+    if (words.size() < 2 || words[1].rfind("sm_", 0) != 0) fail(".target names no compute capability");
+    module_.target = words[1];
   }
 
   // .loc file line column[, function_name label, inlined_at file line column]
@@ -190,6 +199,7 @@ class Parser {
     if (align > 1024 || bytes == 0) fail("a variable that is not understood: " + rest);
     if (external) {
       module_symbols_[name] = {0, true};  // behind the declared ones
+      dynamic_align_ = std::max(dynamic_align_, align);
       return;
     }
     const bool outside = scopes_.empty();
@@ -223,6 +233,7 @@ class Parser {
     const std::vector<std::string> words = words_of(header.substr(0, open_paren));
     if (words.size() < 2 || words[words.size() - 2] != ".entry") fail("a function that is no kernel: " + words.back());
     if (!scopes_.empty()) fail("a kernel within a kernel");
+    if (module_.target.empty()) fail("a kernel without .target");
     kernel_ = &module_.kernels[words.back()];
     shared_bytes_ = module_shared_bytes_;
     kernel_->name = words.back();
@@ -318,6 +329,7 @@ class Parser {
   void finish_kernel() {
     kernel_->shared_bytes = shared_bytes_;
     kernel_->local_bytes = local_bytes_;
+    kernel_->dynamic_align = dynamic_align_;
     slots_.move_to(*kernel_);
     slots_ = {};
     symbols_.clear();
@@ -346,6 +358,7 @@ class Parser {
   std::vector<Scope> scopes_;
   Slots slots_;
   std::unordered_map<std::string, Symbol> symbols_, module_symbols_;
+  int dynamic_align_ = 16;                  // of what launches ask for
   int module_shared_bytes_ = 0;             // declared outside of kernels: every kernel behind has them
   int shared_bytes_ = 0, local_bytes_ = 0;  // of the kernel
 };
@@ -362,6 +375,14 @@ std::string Module::place(const Place& place) const {
   return at + " (from " + (place.from_file == place.file ? "" : name(place.from_file)) + ":" +
          std::to_string(place.from) + ")";
 }
+
+bool runs_on(const Module& module, int capability) {
+  const int needed = std::atoi(module.target.c_str() + 3);  // behind sm_
+  return module.target.ends_with('a') ? capability == needed : capability >= needed;
+}
+
+// "Compute Capabilities" of the CUDA C++ Programming Guide.
+int most_shared_bytes(const Module& module) { return (module.target == "sm_90a" ? 227 : 163) * 1024; }
 
 Module parse(std::string_view ptx) { return Parser(ptx).parse(); }
 

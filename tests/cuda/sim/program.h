@@ -27,6 +27,7 @@ enum class Kind : uint8_t {
   kExit,     // ends lanes
   kAligned,  // by all lanes of the warp together (mma, ldmatrix)
   kMembers,  // by the lanes of a mask, the last operand, together (shfl, vote, bar.warp)
+  kGroup,    // by all lanes of four warps, each warp when it comes there (wgmma)
   kBarrier,  // bar.sync: waits for the block
   kArrive,   // bar.arrive: is counted, and goes on
 };
@@ -40,7 +41,7 @@ using Handler = void (*)(Warp& warp, const Instruction& instruction, uint32_t ma
 struct Opcode {
   Handler run = nullptr;
   // A letter an operand, results before '=': w 32 or 16 bits, l 64 bits, * either, p a predicate (! may negate it), @
-  // an address in brackets, > a label.
+  // an address in brackets, > a label, + a sum of 32 bits, which is both.
   std::string signature;
   Kind kind = Kind::kLane;
   Space space = Space::kGeneric;
@@ -57,6 +58,7 @@ struct Instruction : Opcode {
   int16_t args[kMostArgs] = {};           // slots, results first; an address is its base
   uint32_t wide = 0;                      // which args have 64 bits
   uint32_t negated = 0;                   // which predicates are read negated
+  std::vector<int16_t> sums;              // slots of wgmma's accumulators, which are none of args
   int16_t guard = -1;                     // the slot of its predicate; -1: none
   bool unless = false;                    // runs where the guard is false
   int64_t offset[2] = {};                 // added to the addresses, in their order
@@ -109,6 +111,7 @@ struct Kernel {
   std::vector<Parameter> parameters;
   int parameter_bytes = 0;
   int shared_bytes = 0;     // declared; what a launch asks for lies behind
+  int dynamic_align = 16;   // of that
   int local_bytes = 0;      // of a thread
   int most_threads = 1024;  // .maxntid
   int num_slots = 0;
@@ -118,6 +121,7 @@ struct Kernel {
 };
 
 struct Module {
+  std::string target;  // sm_80, sm_90a
   std::map<std::string, Kernel> kernels;
   std::vector<std::vector<uint64_t>> globals;   // what .global variables hold, where the kernels find it
   std::vector<std::string> files;               // [n]: of .file n, without folders
@@ -130,6 +134,13 @@ struct Module {
 constexpr uint64_t kSharedWindow = uint64_t{1} << 56, kLocalWindow = uint64_t{2} << 56,
                    kParamWindow = uint64_t{3} << 56;
 constexpr uint64_t kWindowMask = uint64_t{0xff} << 56;
+
+// Whether a device of that compute capability, 80 for 8.0, can run it: where the target ends in 'a', that one alone, else
+// later ones too.
+bool runs_on(const Module& module, int capability);
+
+// Bytes of shared memory that a block may have at most, on the least device that can run it.
+int most_shared_bytes(const Module& module);
 
 // Throws Fault: what is not understood, by name and line of the PTX.
 Module parse(std::string_view ptx);

@@ -238,8 +238,8 @@ class BlockRun {
   Barrier barriers_[kBarriers];
 };
 
-void check_shape(const Kernel& kernel, const Shape& shape, int shared_bytes, size_t parameter_bytes) {
-  constexpr int kMostShared = 163 * 1024;  // sm_80: "Compute Capabilities" of the CUDA C++ Programming Guide
+void check_shape(const Kernel& kernel, const Shape& shape, int shared_bytes, int most_shared_bytes,
+                 size_t parameter_bytes) {
   const auto refuse = [&](const std::string& what) { throw Fault("launch of " + kernel.name + ": " + what); };
   const Dim3 &g = shape.grid, &b = shape.block;
   if (g.x == 0 || g.y == 0 || g.z == 0 || b.count() == 0) refuse("a size of the grid or of the block is 0");
@@ -251,8 +251,8 @@ void check_shape(const Kernel& kernel, const Shape& shape, int shared_bytes, siz
     refuse(std::to_string(b.x) + " x " + std::to_string(b.y) + " x " + std::to_string(b.z) +
            " threads in a block, at most " + std::to_string(most));
   }
-  if (shared_bytes > kMostShared)
-    refuse(std::to_string(shared_bytes) + " bytes of shared memory, at most " + std::to_string(kMostShared));
+  if (shared_bytes > most_shared_bytes)
+    refuse(std::to_string(shared_bytes) + " bytes of shared memory, at most " + std::to_string(most_shared_bytes));
   if (parameter_bytes != static_cast<size_t>(kernel.parameter_bytes)) {
     refuse(std::to_string(parameter_bytes) + " bytes of parameters, it takes " +
            std::to_string(kernel.parameter_bytes));
@@ -264,7 +264,7 @@ void check_shape(const Kernel& kernel, const Shape& shape, int shared_bytes, siz
 void run(const Module& module, const Kernel& kernel, const Shape& shape, const std::vector<unsigned char>& parameters,
          DeviceMemory& memory, Counters& counters) {
   const int shared_bytes = kernel.shared_bytes + shape.dynamic_shared_bytes;
-  check_shape(kernel, shape, shared_bytes, parameters.size());
+  check_shape(kernel, shape, shared_bytes, most_shared_bytes(module), parameters.size());
   Launch launch{module,      kernel,       shape.grid,
                 shape.block, shared_bytes, parameters,
                 memory,      counters,     std::vector<uint64_t>(kernel.code.size())};

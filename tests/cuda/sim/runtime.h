@@ -84,6 +84,9 @@ cudaError_t failed(const Fault& fault);
 // Of the calling thread.
 int current_device();
 
+// Whether that one can run a module.
+cudaError_t check_runs_here(const Module& module);
+
 // Puts a task on the stream.
 cudaError_t give(cudaStream_t stream, std::function<void()> run);
 

@@ -1,43 +1,18 @@
-// mma.sync and ldmatrix: PTX ISA 9.0, "Warp Level Matrix Instructions". g = lane / 4, t = lane % 4.
+// mma.sync, ldmatrix and stmatrix: PTX ISA 9.0, "Warp Level Matrix Instructions". g = lane / 4, t = lane % 4.
 //
 // mma m16n8k16, half precision: A0..3 = (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), pairs along k; B0, B1 =
 // rows 2t, 2t + 8 of k, pairs along k, column g; C = (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1). m16n8k8 has
 // the first half of A and B. tf32 m16n8k8: A = (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4); B = rows t, t + 4,
 // column g; m16n8k4 the first half.
-//
-// Products are exact in float32, sums go in the order of k: a GPU's own order and rounding are not documented.
 #include <cstring>
 
-#include "core/dtype.h"
+#include "fragments.h"
 #include "opcodes.h"
 #include "reach.h"
 #include "warp.h"
 
 namespace cuda_sim {
 namespace {
-
-using polyhead::BFloat16;
-using polyhead::Float16;
-
-struct Tf32 {  // the low 13 bits are not looked at
-  uint32_t bits;
-};
-
-float to_float(Tf32 x) {
-  const uint32_t bits = x.bits & ~0x1fffu;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
-// Element n of a lane's word, as a float.
-template <class T>
-float element(uint32_t word, int n) {
-  if constexpr (sizeof(T) == 4)
-    return to_float(T{word});
-  else
-    return to_float(T{static_cast<uint16_t>(word >> (16 * n))});
-}
 
 template <class T, int kK>
 void mma(Warp& w, const Instruction& i, uint32_t) {
@@ -59,11 +34,7 @@ void mma(Warp& w, const Instruction& i, uint32_t) {
     }
     for (int n = 0; n < 4; ++n) c[g + 8 * (n / 2)][2 * t + n % 2] = w.get<float>(i.args[4 + 3 * kHalves + n], lane);
   }
-  for (int row = 0; row < 16; ++row) {
-    for (int k = 0; k < kK; ++k) {
-      for (int column = 0; column < 8; ++column) c[row][column] += a[row][k] * b[k][column];
-    }
-  }
+  add_product(a, b, c);
   for (int lane = 0; lane < kLanes; ++lane) {
     const int g = lane / 4, t = lane % 4;
     for (int n = 0; n < 4; ++n) w.put<float>(i.args[n], lane, c[g + 8 * (n / 2)][2 * t + n % 2]);
@@ -92,6 +63,27 @@ void load_matrix(Warp& w, const Instruction& i, uint32_t) {
   }
 }
 
+// The other way: lanes 8n .. 8n + 7 tell where the rows of matrix n go.
+template <int kMatrices, bool kTransposed>
+void store_matrix(Warp& w, const Instruction& i, uint32_t) {
+  uint16_t rows[8 * kMatrices][8];
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const int g = lane / 4, t = lane % 4;
+    for (int n = 0; n < kMatrices; ++n) {
+      uint16_t(*matrix)[8] = rows + 8 * n;
+      const uint32_t word = w.get<uint32_t>(i.args[1 + n], lane);
+      (kTransposed ? matrix[2 * t][g] : matrix[g][2 * t]) = static_cast<uint16_t>(word);
+      (kTransposed ? matrix[2 * t + 1][g] : matrix[g][2 * t + 1]) = static_cast<uint16_t>(word >> 16);
+    }
+  }
+  uint64_t addresses[kLanes] = {};
+  for (int n = 0; n < 8 * kMatrices; ++n) {
+    addresses[n] = w.address(i, 0, 0, n);
+    std::memcpy(reach(w, i, n, addresses[n], 16, Access::kWrite), rows[n], 16);
+  }
+  count_banks(w.launch.counters, addresses, kMatrices == 4 ? kAllLanes : (1u << (8 * kMatrices % 32)) - 1, 16);
+}
+
 template <class T, int kK>
 void add_mma(OpcodeTable& t, const std::string& type) {
   const std::string name =
@@ -101,13 +93,17 @@ void add_mma(OpcodeTable& t, const std::string& type) {
 }
 
 template <int kMatrices>
-void add_load_matrix(OpcodeTable& t) {
-  const std::string count = std::to_string(kMatrices);
+void add_matrix_moves(OpcodeTable& t) {
+  const std::string count = std::to_string(kMatrices), words(kMatrices, 'w');
   for (const bool transposed : {false, true}) {
-    Opcode o{transposed ? load_matrix<kMatrices, true> : load_matrix<kMatrices, false>,
-             std::string(kMatrices, 'w') + "=@", Kind::kAligned};
-    o.space = Space::kShared;
-    t["ldmatrix.sync.aligned.m8n8.x" + count + (transposed ? ".trans" : "") + ".shared.b16"] = o;
+    Opcode load{transposed ? load_matrix<kMatrices, true> : load_matrix<kMatrices, false>, words + "=@",
+                Kind::kAligned};
+    Opcode store{transposed ? store_matrix<kMatrices, true> : store_matrix<kMatrices, false>, "=@" + words,
+                 Kind::kAligned};
+    load.space = store.space = Space::kShared;
+    const std::string form = ".sync.aligned.m8n8.x" + count + (transposed ? ".trans" : "") + ".shared.b16";
+    t["ldmatrix" + form] = load;
+    t["stmatrix" + form] = store;
   }
 }
 
@@ -120,9 +116,9 @@ void add_tensor_opcodes(OpcodeTable& t) {
   add_mma<Float16, 8>(t, "f16");
   add_mma<Tf32, 8>(t, "tf32");
   add_mma<Tf32, 4>(t, "tf32");
-  add_load_matrix<1>(t);
-  add_load_matrix<2>(t);
-  add_load_matrix<4>(t);
+  add_matrix_moves<1>(t);
+  add_matrix_moves<2>(t);
+  add_matrix_moves<4>(t);
 }
 
 }  // namespace cuda_sim

@@ -1,0 +1,161 @@
+// wgmma: PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Instructions". g = lane / 4, t = lane % 4.
+//
+// D [64, N] = A [64, 16] B [16, N] (+ D): the w-th of four warps has rows 16 w .. 16 w + 15 of A and of D. Its registers of
+// D are those of N / 8 mma.sync m16n8k16 side by side; of A, if it is in registers, those of one.
+#include <cstdlib>
+#include <cstring>
+
+#include "fragments.h"
+#include "opcodes.h"
+#include "shared_memory.h"
+#include "warp.h"
+
+namespace cuda_sim {
+namespace {
+
+constexpr int kDepth = 16;  // of k
+
+// A matrix in shared memory as a descriptor tells it: in pieces of 16 bytes, eight elements along k, or along the other
+// dimension (then it is transposed). A row of the swizzle's pattern has `width` pieces; the pattern has 8 rows.
+struct Matrix {
+  uint64_t start = 0, leading = 0, stride = 0;  // bytes
+  uint64_t width = 1;
+  bool transposed = false;
+
+  Matrix(uint64_t descriptor, bool is_transposed)
+      : start((descriptor & 0x3fff) << 4),
+        leading((descriptor >> 16 & 0x3fff) << 4),
+        stride((descriptor >> 32 & 0x3fff) << 4),
+        transposed(is_transposed) {
+    constexpr uint64_t kWidths[] = {1, 8, 4, 2};
+    width = kWidths[descriptor >> 62];
+  }
+
+  // Of the piece that is the n-th of its line.
+  uint64_t address(uint64_t line, uint64_t n) const {
+    uint64_t at = start + line % 8 * 16 * width;
+    if (width == 1) {
+      at += transposed ? n * stride + line / 8 * leading : n * leading + line / 8 * stride;
+    } else {
+      at += n % width * 16 + n / width * leading + line / 8 * stride;
+    }
+    return at ^ (at >> 3 & (width - 1) << 4);
+  }
+};
+
+// put(row, k, element) for so many rows, behind the first ones that are others'.
+template <class T, class Put>
+void read(Warp& w, const Instruction& i, const Matrix& matrix, int first, int rows, const Put& put) {
+  const int lines = matrix.transposed ? kDepth : rows, pieces = (matrix.transposed ? rows : kDepth) / 8;
+  for (int line = 0; line < lines; ++line) {
+    for (int n = 0; n < pieces; ++n) {
+      const int skipped_lines = matrix.transposed ? 0 : first, skipped = matrix.transposed ? first / 8 : 0;
+      const uint64_t address =
+          matrix.address(static_cast<uint64_t>(line + skipped_lines), static_cast<uint64_t>(n + skipped));
+      T eight[8];
+      std::memcpy(eight, w.shared.reach(w, i, 0, address, 16, Access::kRead), 16);
+      for (int e = 0; e < 8; ++e) {
+        const int inner = 8 * n + e;
+        matrix.transposed ? put(inner, line, to_float(eight[e])) : put(line, inner, to_float(eight[e]));
+      }
+    }
+  }
+}
+
+// Operands that all lanes must agree on.
+template <class T>
+T uniform(Warp& w, const Instruction& i, int n, const char* what) {
+  const T value = w.get<T>(i.args[n], 0);
+  for (int lane = 1; lane < kLanes; ++lane) {
+    if (w.get<T>(i.args[n], lane) != value) w.fault(i, std::string("lanes differ in ") + what, lane);
+  }
+  return value;
+}
+
+int sign(Warp& w, const Instruction& i, int n) {
+  const int value = w.get<int>(i.args[n], 0);
+  if (std::abs(value) != 1) w.fault(i, "a scale of " + std::to_string(value) + ", 1 or -1 is one");
+  return value;
+}
+
+bool bit(Warp& w, const Instruction& i, int n) {
+  const int value = w.get<int>(i.args[n], 0);
+  if (value != 0 && value != 1) w.fault(i, "transposed by " + std::to_string(value) + ", 0 or 1 says whether");
+  return value == 1;
+}
+
+// a-descriptor or four registers, b-descriptor, whether D is added, scales of A and B, whether A (if it has a descriptor)
+// and B are transposed
+template <class T, bool kInRegisters>
+void multiply(Warp& w, const Instruction& i, uint32_t) {
+  constexpr int kB = kInRegisters ? 4 : 1, kAdds = kB + 1, kScales = kB + 2, kTransposed = kB + 4;
+  const Matrix b_matrix(uniform<uint64_t>(w, i, kB, "the descriptor of B"), bit(w, i, kTransposed + !kInRegisters));
+  const uint32_t adds = w.predicate(i, kAdds);
+  if (adds != 0 && adds != kAllLanes) w.fault(i, "lanes differ in whether D is added");
+  const auto scale = static_cast<float>(sign(w, i, kScales) * sign(w, i, kScales + 1));
+  const int columns = 8 * i.variant;
+  float a[16][kDepth], b[32][kDepth][8];
+  if constexpr (kInRegisters) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      for (int n = 0; n < 8; ++n) {
+        const int row = lane / 4 + n / 2 % 2 * 8, k = n / 4 * 8 + lane % 4 * 2 + n % 2;
+        a[row][k] = scale * element<T>(w.get<uint32_t>(i.args[n / 2], lane), n % 2);
+      }
+    }
+  } else {
+    const Matrix matrix(uniform<uint64_t>(w, i, 0, "the descriptor of A"), bit(w, i, kTransposed));
+    read<T>(w, i, matrix, w.index % 4 * 16, 16, [&](int row, int k, float value) { a[row][k] = scale * value; });
+  }
+  read<T>(w, i, b_matrix, 0, columns, [&](int column, int k, float value) { b[column / 8][k][column % 8] = value; });
+  for (int n = 0; n < columns / 8; ++n) {
+    const int16_t* sums = &i.sums[static_cast<size_t>(4 * n)];
+    float c[16][8] = {};
+    const auto each = [&](const auto& f) {
+      for (int lane = 0; lane < kLanes; ++lane) {
+        for (int e = 0; e < 4; ++e) f(sums[e], lane, c[lane / 4 + 8 * (e / 2)][2 * (lane % 4) + e % 2]);
+      }
+    };
+    if (adds) each([&](int slot, int lane, float& sum) { sum = w.get<float>(slot, lane); });
+    add_product(a, b[n], c);
+    each([&](int slot, int lane, float& sum) { w.put<float>(slot, lane, sum); });
+  }
+  for (const int slot : i.sums) w.set_written(slot, kAllLanes);
+}
+
+void nothing(Warp&, const Instruction&, uint32_t) {}
+
+// setmaxnreg: a count of registers.
+void set_registers(Warp& w, const Instruction& i, uint32_t) {
+  const uint32_t count = w.get<uint32_t>(i.args[0], 0);
+  if (count < 24 || count > 256 || count % 8 != 0) w.fault(i, std::to_string(count) + " registers a thread");
+}
+
+template <class T>
+void add_products(OpcodeTable& t, const std::string& type) {
+  for (size_t eights = 1; eights <= 32; ++eights) {
+    const std::string name =
+        "wgmma.mma_async.sync.aligned.m64n" + std::to_string(8 * eights) + "k16.f32." + type + "." + type;
+    const std::string sums(4 * eights, '+');
+    Opcode shared{multiply<T, false>, "=" + sums + "llpwwww", Kind::kGroup};
+    Opcode registers{multiply<T, true>, "=" + sums + "wwwwlpwww", Kind::kGroup};
+    shared.variant = registers.variant = static_cast<uint8_t>(eights);
+    t[name] = shared;
+    t[name + "/" + std::to_string(4 * eights + 9)] = registers;
+  }
+}
+
+}  // namespace
+
+void add_group_opcodes(OpcodeTable& t) {
+  add_products<BFloat16>(t, "bf16");
+  add_products<Float16>(t, "f16");
+  t["wgmma.fence.sync.aligned"] = {nothing, "=", Kind::kGroup};
+  t["wgmma.commit_group.sync.aligned"] = {nothing, "=", Kind::kGroup};
+  t["wgmma.wait_group.sync.aligned"] = {nothing, "=w", Kind::kGroup};
+  for (const char* which : {"fence.proxy.async", "fence.proxy.async.shared::cta"}) t[which] = {nothing, "="};
+  for (const char* way : {"inc", "dec"}) {
+    t[std::string("setmaxnreg.") + way + ".sync.aligned.u32"] = {set_registers, "=w", Kind::kGroup};
+  }
+}
+
+}  // namespace cuda_sim
