@@ -296,6 +296,7 @@ Instruction instruction_of(const std::string& text, const Lookup& lookup, Slots&
     opcode = other;
     name = counted;
   }
+  opcode.moves = name.rfind("mov.", 0) == 0 && opcode.signature == "w=w";
   known = module.used.emplace(name, opcode).first;
   Instruction out = Builder(lookup, slots).build(statement, opcode, label);
   out.name = &known->first;

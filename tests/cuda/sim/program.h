@@ -49,6 +49,7 @@ struct Opcode {
   uint8_t vector = 1;     // elements
   bool sign = false;      // elements are extended with their sign
   bool constant = false;  // ld.global.nc: nobody may write it while the kernel runs
+  bool moves = false;     // a register of 32 bits to another
   uint8_t variant = 0;    // what else the handler must know
 };
 

@@ -66,13 +66,14 @@ class WarpRun {
         ++group().pc;
         return true;
       case Kind::kBranch: return branch(i, mask);
-      case Kind::kExit: return exit(mask);
+      case Kind::kExit: return exit(i, mask);
       default: return mask ? together(i, mask, arrive) : (++group().pc, true);
     }
   }
 
   void execute(const Instruction& i, uint32_t mask) {
     for (int n = i.num_results; n < i.num_args; ++n) w_.check_written(i, i.args[n], mask);
+    if (w_.products.any() && i.kind != Kind::kGroup) w_.products.touch(w_, i, mask);
     i.run(w_, i, mask);
     for (int n = 0; n < i.num_results; ++n) w_.set_written(i.args[n], mask);
   }
@@ -90,8 +91,9 @@ class WarpRun {
     return false;
   }
 
-  bool exit(uint32_t mask) {
+  bool exit(const Instruction& i, uint32_t mask) {
     w_.ended |= mask;
+    if (w_.ended == w_.lanes) w_.products.check_ended(w_, i);
     group().mask &= ~mask;
     ++group().pc;
     if (group().mask) return true;
@@ -156,14 +158,18 @@ class WarpRun {
 
 class BlockRun {
  public:
-  BlockRun(Launch& launch, int num_warps) : shared_(launch.shared_bytes, num_warps) {
-    for (int n = 0; n < num_warps; ++n) warps_.emplace_back(launch, shared_, n);
+  BlockRun(Launch& launch, int num_warps)
+      : shared_(launch.shared_bytes, num_warps), groups_(static_cast<size_t>(num_warps + 3) / 4) {
+    for (int n = 0; n < num_warps; ++n) {
+      warps_.emplace_back(launch, shared_, groups_[static_cast<size_t>(n) / 4], n);
+    }
   }
 
   void run(Dim3 index, uint32_t number) {
     shared_.reset();
     for (Warp& warp : warps_) warp.reset(index, number);
     for (Barrier& barrier : barriers_) barrier = {};
+    for (Warpgroup& group : groups_) group.reset();
     for (;;) {
       bool moved = false, all_ended = true;
       for (Warp& warp : warps_) {
@@ -173,9 +179,10 @@ class BlockRun {
         if (warp.waits) arrive(warp, *warp.stands, true);
       }
       for (const Warp& warp : warps_) all_ended = all_ended && warp.groups.empty();
-      if (all_ended) return;
+      if (all_ended) break;
       if (!moved) never_opens();
     }
+    for (size_t n = 0; n < groups_.size(); ++n) groups_[n].check_complete(&warps_[4 * n]);
   }
 
  private:
@@ -234,6 +241,7 @@ class BlockRun {
   }
 
   SharedMemory shared_;
+  std::vector<Warpgroup> groups_;
   std::vector<Warp> warps_;
   Barrier barriers_[kBarriers];
 };

@@ -34,8 +34,13 @@ std::string lanes_of(uint32_t mask) {
   return text;
 }
 
-Warp::Warp(Launch& of, SharedMemory& memory, int number)
-    : launch(of), shared(memory), index(number), lanes(lanes_that_exist(of.block, number)) {
+Warp::Warp(Launch& of, SharedMemory& memory, Warpgroup& four, int number)
+    : launch(of),
+      shared(memory),
+      group(four),
+      index(number),
+      lanes(lanes_that_exist(of.block, number)),
+      products(of.kernel) {
   const size_t slots = static_cast<size_t>(of.kernel.num_slots);
   slots_.resize(slots * kLanes * 4);
   written_.resize(slots);
@@ -90,6 +95,7 @@ void Warp::reset(Dim3 where, uint32_t number) {
   ended = 0;
   waits = false;
   in_flight.clear();
+  products.reset();
   std::fill(committed, committed + kLanes, 0);
   groups.assign(1, {0, lanes, false});
   std::fill(written_.begin(), written_.end(), 0);

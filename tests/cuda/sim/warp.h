@@ -10,6 +10,7 @@
 
 #include "fault.h"
 #include "program.h"
+#include "warpgroup.h"
 
 namespace cuda_sim {
 
@@ -62,7 +63,7 @@ struct Group {
 
 class Warp {
  public:
-  Warp(Launch& launch, SharedMemory& shared, int index);
+  Warp(Launch& launch, SharedMemory& shared, Warpgroup& group, int index);
 
   // Before a block starts: no lane has run, no register has been written.
   void reset(Dim3 block_index, uint32_t block_number);
@@ -116,6 +117,7 @@ class Warp {
 
   Launch& launch;
   SharedMemory& shared;
+  Warpgroup& group;
   const int index;            // in its block
   const uint32_t lanes;       // that exist: fewer in a last warp that is not full
   uint32_t ended = 0;         // those that have returned
@@ -128,6 +130,7 @@ class Warp {
   const Instruction* stands = nullptr;  // waiting
   std::vector<InFlight> in_flight;
   int committed[kLanes] = {};  // groups of cp.async, of each lane
+  Products products;
 
  private:
   [[noreturn]] void unwritten(const Instruction& i, int slot, uint32_t mask) const;

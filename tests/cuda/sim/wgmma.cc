@@ -13,25 +13,19 @@
 namespace cuda_sim {
 namespace {
 
-constexpr int kDepth = 16;  // of k
+constexpr int kRows = 64, kDepth = 16;
 
 // A matrix in shared memory as a descriptor tells it: in pieces of 16 bytes, eight elements along k, or along the other
-// dimension (then it is transposed). A row of the swizzle's pattern has `width` pieces; the pattern has 8 rows.
+// dimension (then it is transposed). A line of the swizzle's pattern has `width` pieces; the pattern has 8 lines, and begins
+// where its size says.
 struct Matrix {
-  uint64_t start = 0, leading = 0, stride = 0;  // bytes
-  uint64_t width = 1;
+  uint64_t descriptor = 0;
   bool transposed = false;
+  uint64_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4,
+           stride = (descriptor >> 32 & 0x3fff) << 4;  // bytes
+  uint64_t width = uint64_t{0x2481} >> (descriptor >> 62) * 4 & 15;
 
-  Matrix(uint64_t descriptor, bool is_transposed)
-      : start((descriptor & 0x3fff) << 4),
-        leading((descriptor >> 16 & 0x3fff) << 4),
-        stride((descriptor >> 32 & 0x3fff) << 4),
-        transposed(is_transposed) {
-    constexpr uint64_t kWidths[] = {1, 8, 4, 2};
-    width = kWidths[descriptor >> 62];
-  }
-
-  // Of the piece that is the n-th of its line.
+  // Of the n-th piece of a line.
   uint64_t address(uint64_t line, uint64_t n) const {
     uint64_t at = start + line % 8 * 16 * width;
     if (width == 1) {
@@ -41,19 +35,38 @@ struct Matrix {
     }
     return at ^ (at >> 3 & (width - 1) << 4);
   }
+
+  // What is wrong with it, for so many rows (of A, or columns of B); "": nothing.
+  std::string wrong(uint64_t rows) const {
+    constexpr uint64_t kUnused = 0x3ff1c000c000c000;
+    const uint64_t line = 16 * width, pattern = 8 * line;
+    if (descriptor & kUnused) return "has bits that mean nothing";
+    if (descriptor >> 49 & 7) return "has a base offset, which is not modelled";
+    if (width == 1) return "";
+    if (start % pattern >= line)
+      return "begins at " + std::to_string(start) + ", in the middle of its swizzle's pattern";
+    if (!transposed && start % line + 32 > line) return "begins at " + std::to_string(start) + ", and leaves its lines";
+    const uint64_t past = transposed ? start % line / 16 + rows / 8 : 0;
+    const bool has_stride = transposed || rows > 8, has_leading = past > width;
+    if (start % line != 0 && has_leading) return "leaves its lines";
+    if (has_stride && stride % pattern != 0) return "has a stride of " + std::to_string(stride) + ", misaligned";
+    if (has_leading && leading % pattern != 0)
+      return "has a leading stride of " + std::to_string(leading) + ", misaligned";
+    return "";
+  }
 };
 
 // put(row, k, element) for so many rows, behind the first ones that are others'.
 template <class T, class Put>
-void read(Warp& w, const Instruction& i, const Matrix& matrix, int first, int rows, const Put& put) {
+void read(Warp& w, const Instruction& i, const Matrix& matrix, uint32_t product, int first, int rows, const Put& put) {
   const int lines = matrix.transposed ? kDepth : rows, pieces = (matrix.transposed ? rows : kDepth) / 8;
+  const int other_lines = matrix.transposed ? 0 : first, other_pieces = matrix.transposed ? first / 8 : 0;
   for (int line = 0; line < lines; ++line) {
     for (int n = 0; n < pieces; ++n) {
-      const int skipped_lines = matrix.transposed ? 0 : first, skipped = matrix.transposed ? first / 8 : 0;
       const uint64_t address =
-          matrix.address(static_cast<uint64_t>(line + skipped_lines), static_cast<uint64_t>(n + skipped));
+          matrix.address(static_cast<uint64_t>(line + other_lines), static_cast<uint64_t>(n + other_pieces));
       T eight[8];
-      std::memcpy(eight, w.shared.reach(w, i, 0, address, 16, Access::kRead), 16);
+      std::memcpy(eight, w.shared.reach_for_product(w, i, address, product), 16);
       for (int e = 0; e < 8; ++e) {
         const int inner = 8 * n + e;
         matrix.transposed ? put(inner, line, to_float(eight[e])) : put(line, inner, to_float(eight[e]));
@@ -84,30 +97,49 @@ bool bit(Warp& w, const Instruction& i, int n) {
   return value == 1;
 }
 
+// Of operand n.
+Matrix matrix_of(Warp& w, const Instruction& i, int n, bool transposed, int rows, const std::string& name) {
+  const Matrix matrix{uniform<uint64_t>(w, i, n, ("the descriptor of " + name).c_str()), transposed};
+  const std::string wrong = matrix.wrong(static_cast<uint64_t>(rows));
+  if (!wrong.empty()) w.fault(i, "the descriptor of " + name + " " + wrong);
+  return matrix;
+}
+
+template <class T>
+void registers_of_a(Warp& w, const Instruction& i, float (&a)[16][kDepth]) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    for (int n = 0; n < 8; ++n) {
+      const int row = lane / 4 + n / 2 % 2 * 8, k = n / 4 * 8 + lane % 4 * 2 + n % 2;
+      a[row][k] = element<T>(w.get<uint32_t>(i.args[n / 2], lane), n % 2);
+    }
+  }
+}
+
 // a-descriptor or four registers, b-descriptor, whether D is added, scales of A and B, whether A (if it has a descriptor)
 // and B are transposed
 template <class T, bool kInRegisters>
 void multiply(Warp& w, const Instruction& i, uint32_t) {
   constexpr int kB = kInRegisters ? 4 : 1, kAdds = kB + 1, kScales = kB + 2, kTransposed = kB + 4;
-  const Matrix b_matrix(uniform<uint64_t>(w, i, kB, "the descriptor of B"), bit(w, i, kTransposed + !kInRegisters));
+  const int columns = 8 * i.variant;
+  const Matrix b_matrix = matrix_of(w, i, kB, bit(w, i, kTransposed + !kInRegisters), columns, "B");
   const uint32_t adds = w.predicate(i, kAdds);
   if (adds != 0 && adds != kAllLanes) w.fault(i, "lanes differ in whether D is added");
-  const auto scale = static_cast<float>(sign(w, i, kScales) * sign(w, i, kScales + 1));
-  const int columns = 8 * i.variant;
+  w.group.step(w, i, {kInRegisters ? 0 : w.get<uint64_t>(i.args[0], 0), b_matrix.descriptor, adds});
+  const uint32_t product = w.products.begin(w, i, kInRegisters ? 4 : 0);
   float a[16][kDepth], b[32][kDepth][8];
   if constexpr (kInRegisters) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      for (int n = 0; n < 8; ++n) {
-        const int row = lane / 4 + n / 2 % 2 * 8, k = n / 4 * 8 + lane % 4 * 2 + n % 2;
-        a[row][k] = scale * element<T>(w.get<uint32_t>(i.args[n / 2], lane), n % 2);
-      }
-    }
+    registers_of_a<T>(w, i, a);
   } else {
-    const Matrix matrix(uniform<uint64_t>(w, i, 0, "the descriptor of A"), bit(w, i, kTransposed));
-    read<T>(w, i, matrix, w.index % 4 * 16, 16, [&](int row, int k, float value) { a[row][k] = scale * value; });
+    const Matrix a_matrix = matrix_of(w, i, 0, bit(w, i, kTransposed), kRows, "A");
+    read<T>(w, i, a_matrix, product, w.index % 4 * 16, 16, [&](int row, int k, float value) { a[row][k] = value; });
   }
-  read<T>(w, i, b_matrix, 0, columns, [&](int column, int k, float value) { b[column / 8][k][column % 8] = value; });
-  for (int n = 0; n < columns / 8; ++n) {
+  const auto scale = static_cast<float>(sign(w, i, kScales) * sign(w, i, kScales + 1));
+  for (auto& row : a) {
+    for (float& value : row) value *= scale;
+  }
+  read<T>(w, i, b_matrix, product, 0, columns,
+          [&](int column, int k, float value) { b[column / 8][k][column % 8] = value; });
+  for (int n = 0; n < i.variant; ++n) {
     const int16_t* sums = &i.sums[static_cast<size_t>(4 * n)];
     float c[16][8] = {};
     const auto each = [&](const auto& f) {
@@ -119,14 +151,34 @@ void multiply(Warp& w, const Instruction& i, uint32_t) {
     add_product(a, b[n], c);
     each([&](int slot, int lane, float& sum) { w.put<float>(slot, lane, sum); });
   }
-  for (const int slot : i.sums) w.set_written(slot, kAllLanes);
+  for (const int slot : i.sums) {
+    if (adds) w.check_written(i, slot, kAllLanes);
+    w.set_written(slot, kAllLanes);
+  }
 }
 
-void nothing(Warp&, const Instruction&, uint32_t) {}
+void fence(Warp& w, const Instruction& i, uint32_t) {
+  w.group.step(w, i, {});
+  w.products.fence();
+}
+
+void commit(Warp& w, const Instruction& i, uint32_t) {
+  w.group.step(w, i, {});
+  w.products.commit();
+}
+
+void wait(Warp& w, const Instruction& i, uint32_t) {
+  const uint32_t groups = w.get<uint32_t>(i.args[0], 0);
+  w.group.step(w, i, {groups});
+  w.shared.end_products(w.index, w.products.wait(static_cast<int>(groups)));
+}
+
+void fence_proxy(Warp& w, const Instruction&, uint32_t mask) { w.shared.fence(w.index, mask); }
 
 // setmaxnreg: a count of registers.
 void set_registers(Warp& w, const Instruction& i, uint32_t) {
   const uint32_t count = w.get<uint32_t>(i.args[0], 0);
+  w.group.step(w, i, {count});
   if (count < 24 || count > 256 || count % 8 != 0) w.fault(i, std::to_string(count) + " registers a thread");
 }
 
@@ -149,10 +201,10 @@ void add_products(OpcodeTable& t, const std::string& type) {
 void add_group_opcodes(OpcodeTable& t) {
   add_products<BFloat16>(t, "bf16");
   add_products<Float16>(t, "f16");
-  t["wgmma.fence.sync.aligned"] = {nothing, "=", Kind::kGroup};
-  t["wgmma.commit_group.sync.aligned"] = {nothing, "=", Kind::kGroup};
-  t["wgmma.wait_group.sync.aligned"] = {nothing, "=w", Kind::kGroup};
-  for (const char* which : {"fence.proxy.async", "fence.proxy.async.shared::cta"}) t[which] = {nothing, "="};
+  t["wgmma.fence.sync.aligned"] = {fence, "=", Kind::kGroup};
+  t["wgmma.commit_group.sync.aligned"] = {commit, "=", Kind::kGroup};
+  t["wgmma.wait_group.sync.aligned"] = {wait, "=w", Kind::kGroup};
+  for (const char* which : {"fence.proxy.async", "fence.proxy.async.shared::cta"}) t[which] = {fence_proxy, "="};
   for (const char* way : {"inc", "dec"}) {
     t[std::string("setmaxnreg.") + way + ".sync.aligned.u32"] = {set_registers, "=w", Kind::kGroup};
   }
