@@ -16,10 +16,10 @@ inline std::string head(const std::string& target = "sm_80") {
   return ".version 9.0\n.target " + target + "\n.address_size 64\n";
 }
 
-// Instructions that no GPU before compute capability 9.0 has.
+// Instructions that no GPU before compute capability 9.0 has, and those that go with them.
 inline bool is_of_sm90(const std::string& name) {
-  return name.starts_with("wgmma.") || name.starts_with("stmatrix.") || name.starts_with("setmaxnreg.") ||
-         name.starts_with("fence.proxy.");
+  return name.starts_with("wgmma.") || name.starts_with("mbarrier.") || name.starts_with("stmatrix.") ||
+         name.starts_with("setmaxnreg.") || name.starts_with("fence.proxy.");
 }
 
 // Of a kernel whose parameters are `num_buffers` pointers, p0, p1, ..., which %rd0, %rd1, ... hold. Registers to use:

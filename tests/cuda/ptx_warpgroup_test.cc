@@ -235,6 +235,40 @@ TEST_F(Warpgroup, StoresMatrices) {
   }
 }
 
+// Thread t gets what t ^ 96 wrote, again and again: between two phases of one barrier all have written, of the other all have
+// read.
+TEST_F(Warpgroup, WaitsForPhases) {
+  constexpr int kPhases = 3;
+  for (const std::string space : {".shared", ".shared::cta"}) {
+    const auto wait = [&](const std::string& barrier, int phase, const std::string& label) {
+      return label + ": mbarrier.try_wait.parity" + space + ".b64 %p3, [%r20+" + barrier + "], " +
+             std::to_string(phase % 2) + "; @!%p3 bra " + label + ";\n";
+    };
+    std::string body =
+        "mov.u32 %r1, %tid.x; and.b32 %r2, %r1, 31; setp.eq.u32 %p1, %r1, 0; setp.eq.u32 %p2, %r2, 0; mov.u32 %r20, "
+        "smem; "
+        "shl.b32 %r3, %r1, 2; xor.b32 %r4, %r3, 384; add.u32 %r3, %r3, %r20; add.u32 %r4, %r4, %r20; mul.wide.u32 "
+        "%rd10, "
+        "%r1, 4; add.s64 %rd11, %rd0, %rd10;\n@%p1 mbarrier.init" +
+        space + ".b64 [%r20+512], 128; @%p1 mbarrier.init" + space + ".b64 [%r20+520], 8; bar.sync 0;\n";
+    for (int n = 0; n < kPhases; ++n) {
+      const std::string number = std::to_string(n);
+      body += "add.u32 %r5, %r1, " + std::to_string(1000 * n) + "; st.shared.u32 [%r3], %r5; mbarrier.arrive" + space +
+              ".b64 %rd12, [%r20+512];\n" + wait("512", n, "WRITTEN" + number) +
+              "ld.shared.u32 %r6, [%r4]; st.global.u32 [%rd11+" + std::to_string(512 * n) +
+              "], %r6; bar.warp.sync -1; @%p2 mbarrier.arrive" + space + ".b64 %rd12, [%r20+520], 2;\n" +
+              wait("520", n, "READ" + number);
+    }
+    std::vector<Words> buffers = {Words(64 * kPhases)};
+    run(body, buffers);
+    uint32_t got[kPhases][128];
+    std::memcpy(got, buffers[0].data(), sizeof got);
+    for (uint32_t n = 0; n < kPhases; ++n) {
+      for (uint32_t thread = 0; thread < 128; ++thread) EXPECT_EQ(got[n][thread], (thread ^ 96) + 1000 * n);
+    }
+  }
+}
+
 TEST_F(Warpgroup, MultipliesEveryWidthAndType) {
   for (int columns = 8; columns <= 256; columns += 8) {
     for (const char* type : {"bf16", "f16"}) {

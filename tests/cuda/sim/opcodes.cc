@@ -15,6 +15,7 @@ const OpcodeTable& table() {
     add_tensor_opcodes(made);
     add_copy_opcodes(made);
     add_group_opcodes(made);
+    add_mbarrier_opcodes(made);
     return made;
   }();
   return all;

@@ -17,6 +17,7 @@ void add_warp_opcodes(OpcodeTable& table);    // branches, barriers, shuffles, v
 void add_tensor_opcodes(OpcodeTable& table);  // mma, ldmatrix, stmatrix
 void add_copy_opcodes(OpcodeTable& table);    // cp.async
 void add_group_opcodes(OpcodeTable& table);   // wgmma
+void add_mbarrier_opcodes(OpcodeTable& table);
 
 // Loads, stores and atomics; without `run` if it is none, or one that is not modelled.
 Opcode memory_opcode(const std::string& name);

@@ -189,6 +189,7 @@ class Builder {
       if (text != "_") throw Fault("no register " + text);
       return push(slots_.add(wide, kind == 'p').index, wide);
     }
+    if (kind == 'p') return push(slots_.constant(value(text) != 0 ? UINT32_MAX : 0, false), false);
     const auto special = specials().find(text);
     if (special != specials().end() && !wide) return push(slots_.special(special->second), false);
     push(slots_.constant(value(text), wide), wide);

@@ -30,6 +30,7 @@ enum class Kind : uint8_t {
   kGroup,    // by all lanes of four warps, each warp when it comes there (wgmma)
   kBarrier,  // bar.sync: waits for the block
   kArrive,   // bar.arrive: is counted, and goes on
+  kPoll,     // mbarrier.try_wait: again and again, until its predicate holds
 };
 
 enum class Space : uint8_t { kGeneric, kGlobal, kShared, kLocal, kParam };

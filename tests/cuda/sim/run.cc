@@ -15,13 +15,20 @@ class WarpRun {
  public:
   explicit WarpRun(Warp& warp) : w_(warp), code_(warp.launch.kernel.code) {}
 
-  // Until it waits at a barrier, or has ended. At bar.arrive, arrive(instruction) is called.
+  // Until it waits at a barrier, or for others' arrival, or has ended; whether it has done anything. At bar.arrive,
+  // arrive(instruction) is called.
   template <class Arrive>
-  void run(const Arrive& arrive) {
+  bool run(const Arrive& arrive) {
+    for (Group& g : w_.groups) g.blocked = g.blocked && !polls(g);
     while (!w_.waits && !w_.groups.empty()) {
       merge();
       const auto next = std::find_if(w_.groups.begin(), w_.groups.end(), [](const Group& g) { return !g.blocked; });
-      if (next == w_.groups.end()) stuck();
+      if (next == w_.groups.end()) {
+        const auto poll = std::find_if(w_.groups.begin(), w_.groups.end(), [this](const Group& g) { return polls(g); });
+        if (poll == w_.groups.end()) stuck();
+        w_.stands = &code_[static_cast<size_t>(poll->pc)];
+        break;
+      }
       current_ = static_cast<size_t>(next - w_.groups.begin());
       const int stop = current_ + 1 < w_.groups.size() ? w_.groups[current_ + 1].pc : static_cast<int>(code_.size());
       while (group().pc < stop && step(arrive)) {
@@ -30,10 +37,12 @@ class WarpRun {
         w_.fault(code_.back(), "the kernel's code ends without ret", first_lane(group().mask));
       }
     }
+    return moved_;
   }
 
  private:
   Group& group() { return w_.groups[current_]; }
+  bool polls(const Group& g) const { return code_[static_cast<size_t>(g.pc)].kind == Kind::kPoll; }
 
   // In the order of where they stand; those at one place become one, and whoever waited there may go on.
   void merge() {
@@ -60,6 +69,8 @@ class WarpRun {
       mask &= w_.predicate(i.guard) ^ (i.unless ? kAllLanes : 0);
     }
     ++w_.launch.executed[static_cast<size_t>(group().pc)];
+    if (i.kind == Kind::kPoll && mask) return poll(i, mask);
+    moved_ = true;
     switch (i.kind) {
       case Kind::kLane:
         if (mask) execute(i, mask);
@@ -113,12 +124,31 @@ class WarpRun {
     return wanted & w_.lanes;
   }
 
+  // What waits for others' arrival does so in its group.
+  bool poll(const Instruction& i, uint32_t mask) {
+    if (mask != group().mask) {
+      leave_out(mask);
+      return false;
+    }
+    execute(i, mask);
+    group().blocked = (w_.predicate(i.args[0]) & mask) != mask;
+    if (group().blocked) return false;
+    moved_ = true;
+    ++group().pc;
+    return true;
+  }
+
+  // The lanes that leave an instruction out go on.
+  void leave_out(uint32_t mask) {
+    w_.groups.push_back({group().pc + 1, group().mask & ~mask, false});
+    group().mask = mask;
+  }
+
   // What `mask` does together with others. If they are not all here, the group waits for them.
   template <class Arrive>
   bool together(const Instruction& i, uint32_t mask, const Arrive& arrive) {
-    if (mask != group().mask) {  // the lanes that leave it out go on
-      w_.groups.push_back({group().pc + 1, group().mask & ~mask, false});
-      group().mask = mask;
+    if (mask != group().mask) {
+      leave_out(mask);
       return false;
     }
     const uint32_t wanted = members(i, mask);
@@ -154,6 +184,7 @@ class WarpRun {
   Warp& w_;
   const std::vector<Instruction>& code_;
   size_t current_ = 0;
+  bool moved_ = false;
 };
 
 class BlockRun {
@@ -174,8 +205,7 @@ class BlockRun {
       bool moved = false, all_ended = true;
       for (Warp& warp : warps_) {
         if (warp.groups.empty() || warp.waits) continue;
-        moved = true;
-        WarpRun(warp).run([&](const Instruction& i) { arrive(warp, i, false); });
+        if (WarpRun(warp).run([&](const Instruction& i) { arrive(warp, i, false); })) moved = true;
         if (warp.waits) arrive(warp, *warp.stands, true);
       }
       for (const Warp& warp : warps_) all_ended = all_ended && warp.groups.empty();
@@ -230,7 +260,7 @@ class BlockRun {
     const Warp* first = nullptr;
     for (const Warp& warp : warps_) {
       text += "; warp " + std::to_string(warp.index);
-      if (!warp.waits) {
+      if (warp.groups.empty()) {
         text += " has ended";
         continue;
       }

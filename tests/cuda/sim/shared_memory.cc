@@ -37,6 +37,7 @@ void SharedMemory::reset() {
   std::fill(writers_.begin(), writers_.end(), Writer{});
   std::fill(readers_.begin(), readers_.end(), Reader{});
   std::fill(clocks_.begin(), clocks_.end(), 0);
+  mbarriers.reset();
   if (any_product_) std::fill(product_readers_.begin(), product_readers_.end(), ProductReader{});
   any_product_ = false;
   for (auto& of_warp : ended_) of_warp.clear();

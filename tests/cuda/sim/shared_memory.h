@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "device_memory.h"
+#include "mbarrier.h"
 
 namespace cuda_sim {
 
@@ -42,6 +43,8 @@ class SharedMemory {
   void tick(int warp) { ++clock(warp, warp); }
   std::vector<uint32_t> clocks(int warp) const;
   void join(int warp, const std::vector<uint32_t>& others);
+
+  Mbarriers mbarriers;
 
  private:
   enum class State : uint8_t { kPlain, kAtomic, kInFlight };
