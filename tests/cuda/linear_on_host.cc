@@ -45,6 +45,7 @@ class OnDevice {
   void lend(Tensor& t) {
     if (t.given() && t.num_elements() > 0) t.data = lent(t, true);
   }
+  // Of no use afterwards: what a call writes for its caller is an output.
   void lend_workspace(void*& workspace, MemorySize bytes) { lent_.lend(workspace, bytes.value()); }
 
   // Waits for what was launched.
@@ -80,7 +81,8 @@ Status pack(const Matrix& b, void* packed, const Run&) {
   OnDevice device;
   Matrix from = b;
   device.lend(from, true);
-  device.lend_workspace(packed, kCudaSm80.packed_bytes(b.rows.size(), b.columns.size(), b.dtype));
+  const auto bytes = kCudaSm80.packed_bytes(b.rows.size(), b.columns.size(), b.dtype).value();
+  device.lend(packed, DType::kInt8, static_cast<int64_t>(bytes), false);
   return device.finished(kCudaSm80.pack(from, packed, kStream));
 }
 
@@ -153,7 +155,7 @@ Status sum_heads(const SumHeadsArgs& on_host, const Run&) {
 
 Status clear(void* data, size_t bytes, const Run&) {
   OnDevice device;
-  device.lend_workspace(data, bytes);
+  device.lend(data, DType::kInt8, static_cast<int64_t>(bytes), false);
   return device.finished(kCudaSm80.clear(data, bytes, kStream));
 }
 
