@@ -1,6 +1,7 @@
 // Where a tensor's elements lie.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -30,7 +31,9 @@ inline Reach reach_of(const Tensor& t, int dim = 0) {
 inline void add_parts(const Tensor& t, int dim, int64_t at, std::vector<Reach>* parts) {
   constexpr int64_t kMost = 16 << 20;
   const Reach reach = reach_of(t, dim);
-  if (reach.end - reach.first < kMost || dim == t.ndim) {
+  auto held = static_cast<int64_t>(dtype_size_bytes(t.dtype));
+  for (int n = dim; n < t.ndim; ++n) held *= t.dims[n];
+  if (reach.end - reach.first <= std::max(kMost, held) || dim == t.ndim) {
     parts->push_back({at + reach.first, at + reach.end});
     return;
   }
