@@ -6,6 +6,7 @@
 #include <limits>
 #include <set>
 
+#include "agreement.h"
 #include "instruction_rows.h"
 #include "one_kernel.h"
 #include "statement.h"
@@ -47,11 +48,17 @@ class Instructions : public ::testing::Test {
     return names;
   }
 
+  // A GPU's approximations may err as the ISA says.
+  static bool is_result(const Row& r, uint64_t got) {
+    const bool may_err = !std::is_same_v<TestedKernel, OneKernel> && allowed(r.statement, 1) > 0;
+    return may_err ? agree(r.statement, got, r.result) : got == r.result;
+  }
+
   static void row(const Row& r) {
     std::vector<Words> buffers = {{r.a, r.b, r.c}, Words(64)};
     run(body_of(r.statement, false), buffers);
     for (const size_t lane : {0, 31}) {
-      EXPECT_EQ(buffers[1][2 * lane], r.result)
+      EXPECT_TRUE(is_result(r, buffers[1][2 * lane]))
           << std::hex << r.statement << ": " << buffers[1][2 * lane] << " is not " << r.result;
       EXPECT_EQ(buffers[1][2 * lane + 1], r.second) << std::hex << r.statement;
     }

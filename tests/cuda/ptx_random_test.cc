@@ -10,6 +10,7 @@
 #include <random>
 #include <set>
 
+#include "agreement.h"
 #include "device_kernel.h"
 #include "instruction_rows.h"
 #include "matrix_bodies.h"
@@ -42,8 +43,6 @@ std::vector<std::string> statements() {
   return all;
 }
 
-bool has(const std::string& statement, const char* part) { return statement.find(part) != std::string::npos; }
-
 // A word whose low half is such a number too: half of them of ordinary size, half any bits.
 uint64_t random_word(std::mt19937_64& random, const std::string& type, bool ordinary) {
   const uint64_t bits = random();
@@ -69,49 +68,10 @@ Words operands_of(const std::string& statement, unsigned seed) {
     words[n] = random_word(random, type, ordinary);
     // Division by 0, and of the least number by -1, is nothing that the ISA defines.
     if (divides && n % 3 == 1 && type[0] != 'f') words[n] = 1 + random() % 1000;
+    // Nor are bits from a place, or as many bits, as 8 bits do not tell.
+    if (has(statement, "bfe.") && n % 3 != 0) words[n] &= 0xff;
   }
   return words;
-}
-
-struct Float {
-  bool nan = false;
-  double value = 0;
-};
-
-Float as_float(uint64_t bits, const std::string& type) {
-  if (type == "f64") return {std::isnan(std::bit_cast<double>(bits)), std::bit_cast<double>(bits)};
-  const auto narrow = static_cast<uint32_t>(bits);
-  if (type == "bf16") return as_float(uint64_t{narrow & 0xffff} << 16, "f32");
-  if (type != "f16") return {std::isnan(std::bit_cast<float>(narrow)), std::bit_cast<float>(narrow)};
-  const int exponent = static_cast<int>(narrow >> 10 & 31), fraction = static_cast<int>(narrow & 0x3ff);
-  const double magnitude = exponent == 0    ? std::ldexp(fraction, -24)
-                           : exponent == 31 ? HUGE_VAL
-                                            : std::ldexp(1024 + fraction, exponent - 25);
-  return {exponent == 31 && fraction != 0, (narrow >> 15 & 1) != 0 ? -magnitude : magnitude};
-}
-
-// What the ISA allows an approximation: a multiple of the result's magnitude, and an error of its own.
-double allowed(const std::string& statement, double value) {
-  if (has(statement, "tanh.approx")) return std::ldexp(std::abs(value), -9);
-  if (has(statement, "sin.approx") || has(statement, "cos.approx")) return 0x1p-18;
-  if (has(statement, "lg2.approx")) return std::max(0x1p-20, std::ldexp(std::abs(value), -20));
-  const bool approximate = has(statement, "approx") || has(statement, "div.full");
-  return approximate ? std::max(0x1p-126, std::ldexp(std::abs(value), -20)) : 0;
-}
-
-bool agree(const std::string& statement, uint64_t a, uint64_t b) {
-  if (a == b) return true;
-  std::string type = types_of(statement).front();
-  if (type == "f16x2" || type == "bf16x2") {
-    type.resize(type.size() - 2);
-    const std::string half = statement.substr(0, statement.find('.')) + "." + type + " d";
-    return agree(half, a & 0xffff, b & 0xffff) && agree(half, a >> 16, b >> 16);
-  }
-  if (type[0] != 'f' && type[0] != 'b' && type[0] != 't') return false;
-  if (type == "b16" || type == "b32" || type == "b64") return false;
-  const Float x = as_float(a, type), y = as_float(b, type);
-  if (x.nan || y.nan) return x.nan == y.nan;
-  return std::abs(x.value - y.value) <= allowed(statement, x.value);
 }
 
 // Of one kernel; buffers after both have run. Whether the GPU has run too.

@@ -39,12 +39,13 @@ T rounded_to_integer(char rounding, T a) {
                            : std::ceil(a);
 }
 
-// To the nearest number that D has; NaN is 0, or the top bit in 64 bits.
+// To the nearest number that D has; NaN is 0, or the top bit where either type has 64 bits.
 template <class D, class S, char kRounding>
 void to_integer(Warp& w, const Instruction& i, uint32_t mask) {
   map_lanes<D, S>(w, i, mask, [](S a) {
     using Limits = std::numeric_limits<D>;
-    if (a != a) return sizeof(D) == 8 ? static_cast<D>(uint64_t{1} << 63) : D{0};
+    constexpr bool kWide = sizeof(D) == 8 || sizeof(S) == 8;
+    if (a != a) return static_cast<D>(uint64_t{kWide} << (8 * sizeof(D) - 1));
     const double x = rounded_to_integer(kRounding, static_cast<double>(a));
     if (x <= static_cast<double>(Limits::min())) return Limits::min();
     return x >= static_cast<double>(Limits::max()) ? Limits::max() : static_cast<D>(x);

@@ -2,6 +2,7 @@
 // "Comparison and Selection". Approximations give the correctly rounded result, or one within an ulp of it: that lies
 // within their documented errors, but is not what a GPU's own table gives.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 
@@ -54,12 +55,16 @@ struct Div {
     return a / b;
   }
 };
+// a + b - sum, where `sum` is a + b rounded (Knuth's two-sum).
+double lost(double a, double b, double sum) {
+  const double part = sum - a;
+  return (a - (sum - part)) + (b - part);
+}
+
 struct FmaDown {  // of floats, rounded down
   static float of(float a, float b, float c) {
     const float nearest = std::fma(a, b, c);
-    // The product is exact in double; the sum's error, too (Knuth's two-sum).
-    const double product = static_cast<double>(a) * b, sum = product + c, part = sum - product,
-                 error = (product - (sum - part)) + (c - part);
+    const double product = static_cast<double>(a) * b, sum = product + c, error = lost(product, c, sum);
     const bool above = nearest > sum || (nearest == sum && error < 0);
     return above ? std::nextafter(nearest, -HUGE_VALF) : nearest;
   }
@@ -76,17 +81,12 @@ struct Max {
     return a != a ? b : b != b ? a : a > b || (a == b && !std::signbit(a)) ? a : b;
   }
 };
+const float kCanonicalNan = std::bit_cast<float>(0x7fffffffu);
 struct MinNan {
-  template <class T>
-  static T of(T a, T b) {
-    return a != a || b != b ? std::numeric_limits<T>::quiet_NaN() : Min::of(a, b);
-  }
+  static float of(float a, float b) { return a != a || b != b ? kCanonicalNan : Min::of(a, b); }
 };
 struct MaxNan {
-  template <class T>
-  static T of(T a, T b) {
-    return a != a || b != b ? std::numeric_limits<T>::quiet_NaN() : Max::of(a, b);
-  }
+  static float of(float a, float b) { return a != a || b != b ? kCanonicalNan : Max::of(a, b); }
 };
 struct CopySign {  // of a, on b
   template <class T>
@@ -98,6 +98,14 @@ struct Fma {
   template <class T>
   static T of(T a, T b, T c) {
     return std::fma(a, b, c);
+  }
+};
+struct FmaOdd {  // of halves; rounds on to a half as the exact sum would (round to odd: Boldo, Melquiond 2005)
+  static double of(double a, double b, double c) {
+    const double product = a * b, sum = product + c, error = lost(product, c, sum);
+    if (error == 0 || !std::isfinite(sum)) return sum;
+    const auto bits = std::bit_cast<uint64_t>(sum);
+    return std::bit_cast<double>(((error < 0) == (sum < 0) ? bits : bits - 1) | 1);
   }
 };
 struct Abs {
@@ -279,7 +287,7 @@ void add_double(OpcodeTable& t) {
 
 template <class T, int kParts>
 void add_halves(OpcodeTable& t, const std::string& type) {
-  t["fma.rn." + type] = {halves<T, Fma, kParts, 3>, "w=www"};
+  t["fma.rn." + type] = {halves<T, FmaOdd, kParts, 3>, "w=www"};
   t["min." + type] = {halves<T, Min, kParts, 2>, "w=ww"};
   t["max." + type] = {halves<T, Max, kParts, 2>, "w=ww"};
   t["abs." + type] = {halves<T, Abs, kParts, 1>, "w=w"};
