@@ -101,12 +101,19 @@ std::string difference(const char* name, const Array& x, const Array& y) {
   return format("%s: element %lld is %.9g, other %.9g", name, static_cast<long long>(n), x.at(n), y.at(n));
 }
 
+// The first of either call, which may have written nothing because nothing was to be written.
+template <class Results>
+static std::string fault_of(const Results& a, const Results& b) {
+  const std::vector<std::string>& faults = a.faults.empty() ? b.faults : a.faults;
+  return faults.empty() ? "" : faults.front();
+}
+
 std::string difference(const Outputs& a, const Outputs& b) {
   std::string text = difference("out", a.out, b.out);
   if (text.empty()) text = difference("logsumexp", a.logsumexp, b.logsumexp);
   if (text.empty()) text = difference("attn_weights", a.attn_weights, b.attn_weights);
   if (text.empty()) text = difference("column_sums", a.column_sums, b.column_sums);
-  return text;
+  return text.empty() ? fault_of(a, b) : text;
 }
 
 std::string difference(const Gradients& a, const Gradients& b, GradientSet asked) {
@@ -118,7 +125,7 @@ std::string difference(const Gradients& a, const Gradients& b, GradientSet asked
   for (size_t n = 0; n < a.captures.size() && text.empty() && (asked & kCapturedGradients) != 0; ++n) {
     text = difference("grad_captures", a.captures[n], b.captures[n]);
   }
-  return text;
+  return text.empty() ? fault_of(a, b) : text;
 }
 
 RunOptions run_options(const Problem& problem) {

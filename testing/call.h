@@ -12,7 +12,7 @@
 
 namespace polyhead::testing {
 
-// "" if two arrays, or two calls, have the same bits, else the first difference.
+// "" if two arrays have the same bits, or two calls, of which neither has a fault; else the first difference.
 std::string difference(const char* name, const Array& a, const Array& b);
 std::string difference(const Outputs& a, const Outputs& b);
 std::string difference(const Gradients& a, const Gradients& b, GradientSet asked = kAllGradients);

@@ -48,9 +48,9 @@ class OnDevice {
   // Of no use afterwards: what a call writes for its caller is an output.
   void lend_workspace(void*& workspace, MemorySize bytes) { lent_.lend(workspace, bytes.value()); }
 
-  // Waits for what was launched.
+  // Waits for what was launched, also where a later launch was refused: the memory is taken back.
   Status finished(const Status& status) const {
-    const cudaError_t error = status.ok() ? cudaDeviceSynchronize() : cudaSuccess;
+    const cudaError_t error = cudaDeviceSynchronize();
     if (status.ok() && error == cudaSuccess) return {};
     static_cast<void>(cudaGetLastError());
     const char* const words = status.ok() ? cudaGetErrorString(error) : "";

@@ -29,9 +29,9 @@ struct LentList {
   }
 };
 
-// Waits for what was launched.
+// Waits for what was launched, also where a later launch was refused: the memory is taken back.
 Status finished(const Status& status) {
-  const cudaError_t error = status.ok() ? cudaDeviceSynchronize() : cudaSuccess;
+  const cudaError_t error = cudaDeviceSynchronize();
   if (status.ok() && error == cudaSuccess) return {};
   static_cast<void>(cudaGetLastError());
   const char* const words = status.ok() ? cudaGetErrorString(error) : "";
