@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdio>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/dtype.h"
@@ -242,6 +243,14 @@ TEST(OutDtype, ForwardGivesTheSumsThat16BitsRound) {
   });
 }
 
+// Whether a kernel computes float32 gradients by products of more digits (docs/semantics.md), so that they are not what it
+// rounds to 16 bits, but nearer to the exact ones.
+bool has_more_digits(const Kernel& kernel) {
+  const bool on_gpu = std::string_view(kernel.name).starts_with("cuda");
+  return on_gpu &&
+         refuses(kernel.name, "P and dS of float32 gradients keep twice the digits, rounding gives other bits");
+}
+
 TEST(OutDtype, GradientsAreTheSumsThat16BitsRound) {
   for_all([](const Kernel& kernel, const AttentionDesc& d) {
     const Operands in(d, 4);
@@ -250,8 +259,14 @@ TEST(OutDtype, GradientsAreTheSumsThat16BitsRound) {
     wide.grad_dtype = kF32;
     const Gradients3 narrow = backward(kernel, d, in, saved), sums = backward(kernel, wide, in, saved);
     const Gradients3 exact = formula<double>(d, in, saved, kF64), naive = formula<float>(d, in, saved, kF32);
+    const bool more_digits = has_more_digits(kernel);
     for (size_t n = 0; n < 3; ++n) {
-      EXPECT_TRUE(&kernel == &kReference || converted(sums[n], d.dtype) == narrow[n]) << n;
+      const Array rounded = converted(sums[n], d.dtype);
+      if (more_digits) {
+        EXPECT_LT(rms_error(rounded, exact[n]), 1.01 * rms_error(narrow[n], exact[n])) << n;
+      } else {
+        EXPECT_TRUE(&kernel == &kReference || rounded == narrow[n]) << n;
+      }
       expect_unrounded("gradient", sums[n], narrow[n], exact[n], naive[n], 3, multiplies_pairs(kernel.name, d));
     }
   });
