@@ -32,6 +32,18 @@ inline bool multiplies_pairs(std::string_view kernel, const AttentionDesc& desc)
                      [&](std::string_view name) { return kernel.find(name) != std::string_view::npos; });
 }
 
+// Tensor cores add 16 products at a time to a sum, and cut off what float32 has no digits for (arXiv:2512.07004): half an ulp
+// on average, so much of a sum whose leading digits are distributed as 1 / x. They cut products off too, whose signs differ.
+inline constexpr double kCut = 0.72 * 0x1p-24;
+inline constexpr int64_t kAddedAtATime = 16;
+
+// Whether a kernel's sums of products are tensor cores': of 16-bit elements, none of which are stored in another format.
+inline bool sums_on_tensor_cores(std::string_view kernel, const AttentionDesc& desc) {
+  const bool halves = desc.dtype == DType::kBFloat16 || desc.dtype == DType::kFloat16;
+  return halves && key_dtype(desc) == desc.dtype && value_dtype(desc) == desc.dtype &&
+         kernel.find("cuda") != std::string_view::npos;
+}
+
 inline constexpr double kRmse = 1.1;
 
 // Of what a program captures: any number of pairs adds to an element.

@@ -41,12 +41,13 @@ Gradients defined_gradients(const AttentionDesc& desc, const BackwardInputs& in,
 Gradients gradient_magnitudes(const AttentionDesc& desc, const BackwardInputs& in, const Visibility& seen);
 
 // How much an honest kernel errs (deviation.h): the variance of the rounding errors of each element, float64. Of those that
-// multiply pairs of bfloat16, `pairs` comes on top; not given in other dtypes.
+// multiply pairs of bfloat16, `pairs` comes on top; not given in other dtypes. cut: what tensor cores shift an element by,
+// all of them towards 0; not given but of 16-bit inputs.
 struct ForwardVariance {
-  Array out, logsumexp, attn_weights, column_sums, pairs_out;
+  Array out, logsumexp, attn_weights, column_sums, pairs_out, cut_out, cut_logsumexp;
 };
 struct GradientVariance {
-  Gradients arithmetic, pairs;
+  Gradients arithmetic, pairs, cut;
 };
 
 // What a kernel is judged by.

@@ -15,6 +15,12 @@ const double kPairs = rounding(0x1p-8);
 
 bool has_pairs(const AttentionDesc& desc) { return desc.dtype == DType::kBFloat16; }
 
+// Of sums over keys, or over queries, whose factors are rounded to bfloat16, or are two numbers of float16, multiplied one
+// after the other. What each addition cuts off; 0: no tensor cores multiply in this dtype.
+double cut_of_sum(const AttentionDesc& desc) {
+  return desc.dtype == DType::kBFloat16 ? kCut : desc.dtype == DType::kFloat16 ? 2 * kCut : 0;
+}
+
 Array like(const Array& a) { return a.given() ? Array(DType::kFloat64, a.dims) : Array(); }
 
 double* data(Array& a) { return reinterpret_cast<double*>(a.bytes.data()); }
@@ -25,12 +31,14 @@ class ForwardErrors {
       : d_(desc),
         errors_(desc, in, seen),
         e_(errors_.operation()),
+        cut_(cut_of_sum(desc)),
         V_(stored_numbers<double>(in.value, in.value_scales)) {
     v_.out = like(exact.out);
     v_.logsumexp = like(exact.logsumexp);
     v_.attn_weights = like(exact.attn_weights);
     v_.column_sums = like(exact.column_sums);
     if (has_pairs(desc)) v_.pairs_out = like(exact.out);
+    if (cut_ > 0) v_.cut_out = like(exact.out), v_.cut_logsumexp = like(exact.logsumexp);
     column_.resize(static_cast<size_t>(exact.column_sums.size()));
   }
 
@@ -42,7 +50,7 @@ class ForwardErrors {
  private:
   struct Key {
     int64_t j;
-    double P, S, of_S, factor;
+    double P, S, of_S, factor, cut;
   };
 
   void row(int64_t b, int64_t h, int64_t i) {
@@ -54,8 +62,10 @@ class ForwardErrors {
       if (!scores.visible(b, h, i, j)) continue;
       const auto score = scores.score(b, h, i, j);
       if (scores.hides(score.S)) continue;
-      const double of_S = ScoreErrors::of_S(errors_.of_given(j, score), errors_.through(b, h, i, j, score));
-      keys_.push_back({j, 0, score.S, of_S, scores.dropout_factor(b, h, i, j)});
+      const Through through = errors_.through(b, h, i, j, score);
+      const double of_S = ScoreErrors::of_S(errors_.of_given(j, score), through);
+      keys_.push_back(
+          {j, 0, score.S, of_S, scores.dropout_factor(b, h, i, j), cut_ > 0 ? errors_.cut(j, score, through) : 0});
       m = std::max(m, score.S);
     }
     if (keys_.empty()) return;
@@ -72,6 +82,7 @@ class ForwardErrors {
     for (Key& key : keys_) {
       key.P /= l;
       of_L += squared(key.P) * key.of_S;
+      if (cut_ > 0) data(v_.cut_logsumexp)[scores.statistic(b, h, i)] += key.P * key.cut;
     }
     data(v_.logsumexp)[scores.statistic(b, h, i)] = of_L + of_l + 3 * e_ * (squared(m) + squared(std::log(l)) + 1);
     out(b, h, i, of_l);
@@ -89,6 +100,8 @@ class ForwardErrors {
   void out(int64_t b, int64_t h, int64_t i, double of_l) {
     const Scores<double>& scores = errors_.scores();
     const int64_t Dv = d_.head_dim_v;
+    const int64_t first = scores.q_row(b, h, i) * Dv;
+    double* const cut = cut_ > 0 ? data(v_.cut_out) + first : nullptr;
     O_.assign(static_cast<size_t>(Dv), 0);
     sums_.assign(O_.size(), 0);
     for (const Key& key : keys_) {
@@ -97,17 +110,21 @@ class ForwardErrors {
         const double term = key.P * key.factor * V[c];
         O_[c] += term;
         sums_[c] += e_ * (squared(O_[c]) + squared(term));
+        if (cut) cut[c] -= cut_ / kAddedAtATime * O_[c];
       }
     }
-    const int64_t first = scores.q_row(b, h, i) * Dv;
     double* variance = data(v_.out) + first;
-    for (int64_t c = 0; c < Dv; ++c) variance[c] = sums_[c] + squared(O_[c]) * (of_l + e_);
+    for (int64_t c = 0; c < Dv; ++c) {
+      variance[c] = sums_[c] + squared(O_[c]) * (of_l + e_);
+      if (cut) cut[c] -= cut_ * O_[c];  // of the last addition, of fewer
+    }
     for (const Key& key : keys_) {
       const double* V = V_.data() + scores.k_row(b, h, key.j) * Dv;
       const bool softmax = scores.softmax();
       for (int64_t c = 0; c < Dv; ++c) {
         const double slope = softmax ? key.P * (key.factor * V[c] - O_[c]) : key.factor * V[c];
         variance[c] += squared(slope) * key.of_S;
+        if (cut) cut[c] += slope * key.cut;
       }
       if (!v_.pairs_out.given()) continue;
       double* pairs = data(v_.pairs_out) + first;
@@ -136,7 +153,7 @@ class ForwardErrors {
 
   const AttentionDesc& d_;
   ScoreErrors errors_;
-  const double e_;
+  const double e_, cut_;
   const Numbers<double> V_;
   ForwardVariance v_;
   std::vector<Key> keys_;  // that the row sees
@@ -150,6 +167,7 @@ class BackwardErrors {
         in_(in),
         errors_(desc, in.forward, seen),
         e_(errors_.operation()),
+        cut_(cut_of_sum(desc)),
         V_(numbers<double>(in.forward.value, false)),
         dO_(numbers<double>(in.grad_out, false)),
         O_(numbers<double>(in.out, false)),
@@ -160,6 +178,7 @@ class BackwardErrors {
       v_.arithmetic.*name.gradient = like(in.forward.*name.input);
       sums_.*name.gradient = like(in.forward.*name.input);
       lost_.*name.gradient = like(in.forward.*name.input);
+      if (cut_ > 0) v_.cut.*name.gradient = like(in.forward.*name.input);
     }
     for (const Array& a : in.forward.captures) {
       const bool counts = has_gradient(a.dtype) && errors_.scores().program().has_score();
@@ -188,6 +207,7 @@ class BackwardErrors {
     double dS, of_dS;         // behind the program, without what the row shares
     double of_dX;             // likewise
     double of_weight;         // variance of P
+    double cut_P, cut_dS;     // what tensor cores shift P and dS by
     bool lost;                // P may be taken for 0
   };
 
@@ -219,7 +239,7 @@ class BackwardErrors {
 
   void sink(int64_t h, double exponent, double terms) {
     const double P = std::exp(exponent), one = 1, of_weight = errors_.of_exponent(0, exponent) + of_L_ + 2 * e_;
-    add(&Gradients::sink_logits, h, &one, 1, P * terms,
+    add(&Gradients::sink_logits, h, &one, 1, P * terms, 0,
         squared(P * terms) * of_weight + squared(P) * (of_rowsum_ + e_ * squared(terms)),
         ScoreErrors::may_be_lost(exponent));
   }
@@ -243,6 +263,9 @@ class BackwardErrors {
     const double dS = softmax ? p.P * terms : dP;
     const double of_dS =
         softmax ? squared(terms) * p.of_weight + 2 * e_ * squared(dS) + squared(p.P) * of_terms : of_dP;
+    const double cut = errors_.cut(j, score, through), cut_dP = p.factor * dP_.cuts[j];
+    p.cut_P = softmax ? p.P * cut : cut;
+    p.cut_dS = through.slope * (softmax ? terms * p.cut_P + p.P * cut_dP : cut_dP);
     for (size_t n = 0; n < v_.arithmetic.captures.size(); ++n) captured(n, p.P, dS, of_dS);
     p.dS = through.slope * dS;
     p.of_dS = squared(through.slope) * of_dS + squared(dS) * through.of_slope;
@@ -261,6 +284,7 @@ class BackwardErrors {
     double *sums = data(sums_.query) + first, *variance = data(v_.arithmetic.query) + first;
     double* lost = data(lost_.query) + first;
     double* rounded = v_.pairs.query.given() ? data(v_.pairs.query) + first : nullptr;
+    double* cut = cut_ > 0 ? data(v_.cut.query) + first : nullptr;
     of_rowsum_terms_.assign(static_cast<size_t>(D), 0);
     for (const Pair& p : pairs_) {
       const double* K = scores.K().data() + scores.k_row(b, h, p.j) * D;
@@ -270,6 +294,7 @@ class BackwardErrors {
         of_rowsum_terms_[c] += p.P * p.through * p.slope * K[c];
         variance[c] += p.of_dX * squared(K[c]) + e_ * squared(sums[c]);
         if (rounded) rounded[c] += kPairs * squared(dX * K[c]);
+        if (cut) cut[c] += p.slope * p.cut_dS * K[c] - cut_ / kAddedAtATime * sums[c];
         if (p.lost) lost[c] += std::fabs(dX * K[c]);
       }
     }
@@ -287,23 +312,31 @@ class BackwardErrors {
       const double dX = p.dS * p.slope, weight = p.P * p.factor;
       const double of_dX = p.of_dX + squared(p.slope) * shared(p.P * p.through, p.dS);
       const double of_weight = squared(p.factor) * p.of_weight + squared(weight) * (of_L_ + 2 * e_);
-      add(&Gradients::key, k * D, Q, D, dX, of_dX, p.lost);
-      add(&Gradients::value, k * Dv, dO, Dv, weight, of_weight, p.lost);
+      add(&Gradients::key, k * D, Q, D, dX, p.slope * p.cut_dS, of_dX, p.lost);
+      add(&Gradients::value, k * Dv, dO, Dv, weight, p.factor * p.cut_P, of_weight, p.lost);
     }
   }
 
   // gradient[first + c] += factor * x[c]
-  void add(Array Gradients::*gradient, int64_t first, const double* x, int64_t count, double factor, double of_factor,
-           bool may_be_lost) {
+  void add(Array Gradients::*gradient, int64_t first, const double* x, int64_t count, double factor, double cut_factor,
+           double of_factor, bool may_be_lost) {
     double *sums = data(sums_.*gradient) + first, *variance = data(v_.arithmetic.*gradient) + first;
     double* lost = may_be_lost ? data(lost_.*gradient) + first : nullptr;
     double* rounded = (v_.pairs.*gradient).given() ? data(v_.pairs.*gradient) + first : nullptr;
+    double* cut = (v_.cut.*gradient).given() ? data(v_.cut.*gradient) + first : nullptr;
+    const double of_sum = is_product(gradient) ? cut_ / kAddedAtATime : 0;
     for (int64_t c = 0; c < count; ++c) {
       sums[c] += factor * x[c];
       variance[c] += of_factor * squared(x[c]) + e_ * squared(sums[c]);
       if (rounded) rounded[c] += kPairs * squared(factor * x[c]);
+      if (cut) cut[c] += cut_factor * x[c] - of_sum * sums[c];
       if (lost) lost[c] += std::fabs(factor * x[c]);
     }
+  }
+
+  // Which tensor cores sum.
+  static bool is_product(Array Gradients::*gradient) {
+    return gradient == &Gradients::query || gradient == &Gradients::key || gradient == &Gradients::value;
   }
 
   double shared(double P, double dS) const { return of_rowsum_ * squared(P) + of_L_ * squared(dS); }
@@ -314,8 +347,8 @@ class BackwardErrors {
     for (const Pair& p : pairs_) {
       const int64_t at = errors_.scores().bias_at(b, h, i, p.j);
       const double one = 1;
-      add(&Gradients::attn_bias, at, &one, 1, p.dS, p.of_dS + (one_for_all_keys ? 0 : shared(p.P * p.through, p.dS)),
-          p.lost);
+      add(&Gradients::attn_bias, at, &one, 1, p.dS, p.cut_dS,
+          p.of_dS + (one_for_all_keys ? 0 : shared(p.P * p.through, p.dS)), p.lost);
       P += p.P * p.through;
       dS += p.dS;
       if (one_for_all_keys && &p == &pairs_.back()) data(v_.arithmetic.attn_bias)[at] += shared(P, dS);
@@ -327,7 +360,7 @@ class BackwardErrors {
     double P = 0, dS = 0;
     for (const Pair& p : pairs_) {
       const double distance = errors_.scores().distance(i, p.j);
-      add(&Gradients::alibi_slopes, at, &distance, 1, p.dS, p.of_dS + e_ * squared(p.dS), p.lost);
+      add(&Gradients::alibi_slopes, at, &distance, 1, p.dS, p.cut_dS, p.of_dS + e_ * squared(p.dS), p.lost);
       P += p.P * p.through * distance;
       dS += p.dS * distance;
     }
@@ -362,6 +395,7 @@ class BackwardErrors {
   void finish() {
     for (const GradientName& name : kGradients) {
       Array &variance = v_.arithmetic.*name.gradient, &rounded = v_.pairs.*name.gradient;
+      Array& cut = v_.cut.*name.gradient;
       const bool scaled = name.gradient == &Gradients::query || name.gradient == &Gradients::key;
       const double factor = scaled ? errors_.scores().scale() : 1;
       const Array& before = in_.before.*name.gradient;
@@ -371,6 +405,9 @@ class BackwardErrors {
         v = squared(factor) * (v + squared(data(lost_.*name.gradient)[n])) + 2 * e_ * squared(sum);
         if (before.given()) v += e_ * squared(sum + before.at(n));
         if (rounded.given()) data(rounded)[n] *= squared(factor);
+        if (!cut.given()) continue;
+        if (is_product(name.gradient)) data(cut)[n] -= cut_ * data(sums_.*name.gradient)[n];  // the last addition
+        data(cut)[n] *= factor;
       }
     }
     for (size_t i = 0; i < v_.arithmetic.captures.size() && !in_.before.captures.empty(); ++i) {
@@ -384,7 +421,7 @@ class BackwardErrors {
   const AttentionDesc& d_;
   const BackwardInputs& in_;
   ScoreErrors errors_;
-  const double e_;
+  const double e_, cut_;
   const Numbers<double> V_, dO_, O_, L_, dL_, delta_;
   GradientVariance v_;
   Gradients sums_;  // so far

@@ -3,7 +3,8 @@
 // by first derivatives (the probabilistic rounding analysis of Higham and Mary, 2019). What the naive formula errs by on
 // given numbers is one draw from that: of few elements, or of numbers for which it happens to be exact, it says nothing.
 //
-// The rounding of a result to its own dtype is not part of it.
+// The rounding of a result to its own dtype is not part of it. Tensor cores shift sums besides (bounds.h), by what is
+// carried to the results likewise.
 #pragma once
 
 #include "testing/definition.h"

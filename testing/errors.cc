@@ -103,6 +103,9 @@ void Errors::add_element(const Measured& measured, size_t n, const Ulp& of_dtype
   // Ties of 16-bit numbers may all go one way, as may numbers below float32's normal ones, and the ulp of exp.
   one_way_ += is_double || measured.dtype == DType::kFloat32 ? unit / 4 : unit / 8;
   if (!is_double) one_way_ += 0x1p-126;
+  if (measured.cut.empty()) return;
+  cut_ += outward * measured.cut[n];
+  cut_square_ += square(measured.cut[n]);
 }
 
 // What it erred by, or should have by chance.
@@ -132,7 +135,8 @@ double Errors::dependent_share() const { return std::min(1.0, bound_.dependent /
 double Errors::rmse() const { return count_ == 0 ? 0 : std::sqrt(square_ / count_); }
 
 double Errors::allowed_rmse() const {
-  return count_ == 0 ? 0 : bound_.rmse * std::sqrt(chance() * yardstick_mean_square());
+  if (count_ == 0) return 0;
+  return std::sqrt(square(bound_.rmse) * chance() * yardstick_mean_square() + cut_square_ / count_);
 }
 
 std::vector<std::string> Errors::complaints() const {
@@ -145,11 +149,12 @@ std::vector<std::string> Errors::complaints() const {
   const double yardstick = std::sqrt(yardstick_mean_square());
   if (!(rmse() <= allowed_rmse())) {
     all.push_back(name_ + format(": RMSE %.4g, %.2fx the yardstick's, allowed %.2fx, and %.2fx by chance", rmse(),
-                                 rmse() / yardstick, bound_.rmse, bound_.rmse * std::sqrt(chance())));
+                                 rmse() / yardstick, bound_.rmse, allowed_rmse() / yardstick));
   }
   const double drift = std::fabs(sum_ / count_);
   const double deviation = std::sqrt(dependent_share()) * yardstick;
-  const double most_drift = std::fabs(yardstick_sum_ / count_) + std::sqrt(2 * kChance) * deviation + one_way_ / count_;
+  const double most_drift =
+      std::fabs(yardstick_sum_ / count_) + std::sqrt(2 * kChance) * deviation + (one_way_ + std::fabs(cut_)) / count_;
   if (!(drift <= most_drift))
     all.push_back(name_ + format(": mean signed error %.4g, allowed %.4g", drift, most_drift));
   return all;

@@ -40,6 +40,7 @@ struct Measured {
   std::span<const double> variance = {};
   std::span<const double> pairs =
       {};  // what multiplying pairs of bfloat16 adds to it, and to what the yardstick erred by
+  std::span<const double> cut = {};  // what tensor cores shift elements by, or less
 };
 
 // What the errors of one output are held to.
@@ -90,6 +91,7 @@ class Errors {
   double sum_ = 0, yardstick_sum_ = 0, square_ = 0, yardstick_square_ = 0;
   // Of the elements' variances: sum, sum of squares, largest; what pairs add to them; what may go one way in all.
   double variance_ = 0, variance_square_ = 0, largest_variance_ = 0, pairs_ = 0, one_way_ = 0;
+  double cut_ = 0, cut_square_ = 0;  // of their shifts: outward sum, sum of squares
 };
 
 struct Verdict {

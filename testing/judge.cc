@@ -81,15 +81,15 @@ std::vector<double> weight_magnitudes(const Array& weights, const Array& varianc
 }  // namespace
 
 void add_errors(Errors& errors, const Array& got, const Array& exact, const Array& naive,
-                std::span<const double> magnitude, const Array* variance, const Array* pairs) {
+                std::span<const double> magnitude, const Array* variance, const Array* pairs, const Array* cut) {
   if (!got.given() && !exact.given()) return;
   if (got.dims != exact.dims) return errors.add_fault(errors.name() + ": wrong dims");
   const auto given = [](const Array* a) { return a ? doubles(*a) : std::span<const double>(); };
   errors.add({got.dtype, got.dims, numbers<double>(got), doubles(exact), numbers<double>(naive), magnitude,
-              given(variance), given(pairs)});
+              given(variance), given(pairs), given(cut)});
 }
 
-Judge::Judge(const Problem& problem, bool pairs) : problem_(problem), pairs_(pairs) {
+Judge::Judge(const Problem& problem, bool pairs, bool cut) : problem_(problem), pairs_(pairs), cut_(cut) {
   const AttentionDesc desc = problem_desc(problem);
   const bool capped = desc.softcap > 0 && problem.fill != Fill::kNormal && problem.fill != Fill::kOutliers;
   const bool shifted = problem.fill == Fill::kShiftUp || problem.fill == Fill::kShiftDown;
@@ -112,13 +112,14 @@ void Judge::add(const AttentionDesc& desc, const Outputs& got, const Expected& w
   const ForwardVariance& variance = want.variance;
   faults_.insert(faults_.end(), got.faults.begin(), got.faults.end());
   add_errors(out_, got.out, exact.out, naive.out, doubles(want.magnitude), &variance.out,
-             pairs_ ? &variance.pairs_out : nullptr);
+             pairs_ ? &variance.pairs_out : nullptr, cut_ ? &variance.cut_out : nullptr);
   if (got.logsumexp.given()) {
     // |L| <= largest |S| + log(keys)
     const double log_keys = std::log(static_cast<double>(desc.seqlen_k) + 1);
     std::vector<double> magnitude = numbers<double>(exact.logsumexp);
     for (double& L : magnitude) L = std::fabs(L) + log_keys;
-    add_errors(logsumexp_, got.logsumexp, exact.logsumexp, naive.logsumexp, magnitude, &variance.logsumexp);
+    add_errors(logsumexp_, got.logsumexp, exact.logsumexp, naive.logsumexp, magnitude, &variance.logsumexp, nullptr,
+               cut_ ? &variance.cut_logsumexp : nullptr);
   }
   add_errors(weights_, got.attn_weights, exact.attn_weights, naive.attn_weights,
              weight_magnitudes(exact.attn_weights, variance.attn_weights), &variance.attn_weights);
@@ -131,12 +132,14 @@ void Judge::add(const AttentionDesc& desc, const Gradients& got, const ExpectedG
                 const BackwardInputs& in) {
   faults_.insert(faults_.end(), got.faults.begin(), got.faults.end());
   const UsedRows used(desc, want.seen);
+  const bool cut = cut_ && out_dtype(desc) == desc.dtype;  // beside a float32 grad_out all is float32
   for (size_t n = 0; n < kNumGradients; ++n) {
     const auto gradient = kGradients[n].gradient;
     const Array &g = got.*gradient, &magnitude = want.magnitude.*gradient;
     if (!(problem_.needs >> n & 1) || !magnitude.given()) continue;
     add_errors(gradients_[n], g, want.exact.*gradient, want.naive.*gradient, doubles(magnitude),
-               &(want.variance.arithmetic.*gradient), pairs_ ? &(want.variance.pairs.*gradient) : nullptr);
+               &(want.variance.arithmetic.*gradient), pairs_ ? &(want.variance.pairs.*gradient) : nullptr,
+               cut ? &(want.variance.cut.*gradient) : nullptr);
     check_unused(kGradients[n].name, g, in.before.*gradient, *used.of[n], &faults_);
   }
   for (size_t n = 0; n < captures_.size() && (problem_.needs & kCapturedGradients) != 0; ++n) {
@@ -208,14 +211,14 @@ std::vector<BackwardDraw> backward_draws(const Problem& problem) {
 
 Judge judged(const Kernel& kernel, const Problem& problem, const std::vector<ForwardDraw>& draws,
              const RunOptions& options) {
-  Judge judge(problem, multiplies_pairs(kernel.name, problem.desc));
+  Judge judge(problem, multiplies_pairs(kernel.name, problem.desc), sums_on_tensor_cores(kernel.name, problem.desc));
   for (const ForwardDraw& draw : draws) judge.add(draw.desc, run(kernel, draw.desc, draw.in, options), draw.want);
   return judge;
 }
 
 Judge judged(const Kernel& kernel, const Problem& problem, const std::vector<BackwardDraw>& draws,
              const RunOptions& options) {
-  Judge judge(problem, multiplies_pairs(kernel.name, problem.desc));
+  Judge judge(problem, multiplies_pairs(kernel.name, problem.desc), sums_on_tensor_cores(kernel.name, problem.desc));
   for (const BackwardDraw& draw : draws) {
     judge.add(draw.desc, run(kernel, draw.desc, draw.in, options, problem.needs), draw.want, draw.in);
   }

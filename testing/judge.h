@@ -24,8 +24,8 @@ namespace polyhead::testing {
 // The outputs or gradients of a problem, over any number of draws.
 class Judge {
  public:
-  // pairs: of a kernel that multiplies_pairs().
-  explicit Judge(const Problem& problem, bool pairs = false);
+  // pairs: of a kernel that multiplies_pairs(). cut: of one that sums_on_tensor_cores().
+  explicit Judge(const Problem& problem, bool pairs = false, bool cut = false);
   void add(const AttentionDesc& desc, const Outputs& got, const Expected& want);
   void add(const AttentionDesc& desc, const Gradients& got, const ExpectedGradients& want, const BackwardInputs& in);
 
@@ -34,17 +34,18 @@ class Judge {
 
  private:
   const Problem& problem_;
-  bool pairs_;
+  bool pairs_, cut_;
   Errors out_, logsumexp_, weights_, column_sums_;
   std::array<Errors, kNumGradients> gradients_;
   std::vector<Errors> captures_;  // gradients of what the program captures
   std::vector<std::string> faults_;
 };
 
-// Adds the errors of `got`, whose element n may err by ulps of magnitude[n]. exact is float64. variance, pairs: as in
-// Measured, float64; null: none.
+// Adds the errors of `got`, whose element n may err by ulps of magnitude[n]. exact is float64. variance, pairs, cut:
+// as in Measured, float64; null: none.
 void add_errors(Errors& errors, const Array& got, const Array& exact, const Array& naive,
-                std::span<const double> magnitude, const Array* variance = nullptr, const Array* pairs = nullptr);
+                std::span<const double> magnitude, const Array* variance = nullptr, const Array* pairs = nullptr,
+                const Array* cut = nullptr);
 
 // As many as give `enough` rows of queries in all heads, at most 8. The seed of draw 0 is the problem's own.
 int64_t num_draws(int64_t rows, int64_t enough = 256);

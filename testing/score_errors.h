@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "testing/bounds.h"
 #include "testing/scores.h"
 
 namespace polyhead::testing {
@@ -20,22 +21,26 @@ inline double one_operation(const AttentionDesc& desc) {
   return rounding(desc.dtype == DType::kFloat64 ? 0x1p-53 : 0x1p-24);
 }
 
-// Dots of one row with columns [dim, count]: each with the sum of the squares of what its operations gave.
+// Dots of one row with columns [dim, count]: each with the sum of the squares of what its operations gave, and with what
+// tensor cores shift it by.
 class Dots {
  public:
   void compute(const double* row, const double* columns, int64_t dim, int64_t count) {
     sums.assign(static_cast<size_t>(count), 0);
     squares.assign(static_cast<size_t>(count), 0);
+    cuts.assign(static_cast<size_t>(count), 0);
     for (int64_t c = 0; c < dim; ++c) {
       for (int64_t j = 0; j < count; ++j) {
         const double product = row[c] * columns[c * count + j];
         sums[j] += product;
         squares[j] += product * product + sums[j] * sums[j];
       }
+      if ((c + 1) % kAddedAtATime != 0 && c + 1 < dim) continue;
+      for (int64_t j = 0; j < count; ++j) cuts[j] -= kCut * sums[j];
     }
   }
 
-  std::vector<double> sums, squares;
+  std::vector<double> sums, squares, cuts;
 };
 
 // What a score program does to the errors of one pair: of what it is given and of its own operations.
@@ -90,6 +95,11 @@ class ScoreErrors {
     through.of_slope = e_ * roundings.steps * squared(through.slope) +
                        squared((slopes[1] - slopes[0]) / (2 * step)) * of_given(j, score);
     return through;
+  }
+
+  // What tensor cores shift the score by.
+  double cut(int64_t j, const Scores<double>::Score& score, const Through& through) const {
+    return through.slope * (1 - squared(score.t)) * scores_.scale() * dots_.cuts[j];
   }
 
   static double of_S(double of_given, const Through& through) {

@@ -1,4 +1,4 @@
-// Products of tensor cores as kernels of one warp a block: of A, B and C as its lanes hold them, in random numbers.
+// Products of tensor cores as kernels of one warp a block: of A and B, and of C, as its lanes hold them, in random numbers.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace cuda_sim {
 
 struct MatrixProduct {
   std::string name, body;
-  int words = 0;     // of 32 bits, that a lane reads: of A, B and C
+  int words = 0;     // of 32 bits, that a lane reads of A and B; of C 4
   double bound = 0;  // of the difference between two orders of its sums, whose terms are below 1 in magnitude
 
   uint64_t (*random_word)(std::mt19937_64&) = nullptr;
@@ -22,6 +22,12 @@ inline uint64_t random_bfloat16s(std::mt19937_64& random) {
 }
 inline uint64_t random_float16s(std::mt19937_64& random) { return random() & 0xbbffbbffbbffbbff; }
 inline uint64_t random_tf32s(std::mt19937_64& random) { return (random() & 0x807fe000807fe000) | 0x3f0000003f000000; }
+
+// Numbers of C: from 2^-8 to 1 in magnitude.
+inline uint64_t random_floats(std::mt19937_64& random) {
+  const uint64_t exponents = (119 + random() % 8) << 55 | (119 + random() % 8) << 23;
+  return (random() & 0x807fffff807fffff) | exponents;
+}
 
 inline std::vector<MatrixProduct> matrix_products() {
   struct Form {
@@ -40,7 +46,7 @@ inline std::vector<MatrixProduct> matrix_products() {
         "mul.wide.u32 %rd10, %r3, " +
         std::to_string(4 * words) +
         "; add.s64 %rd11, %rd0, %rd10;\n"
-        "mul.wide.u32 %rd12, %r3, 16; add.s64 %rd13, %rd1, %rd12;\n";
+        "mul.wide.u32 %rd12, %r3, 16; add.s64 %rd13, %rd1, %rd12; add.s64 %rd14, %rd2, %rd12;\n";
     std::string lists[2];
     for (int n = 0; n < words; ++n) {
       const std::string name = "%r" + std::to_string(10 + n);
@@ -49,9 +55,9 @@ inline std::vector<MatrixProduct> matrix_products() {
       list += (list.empty() ? "" : ", ") + name;
     }
     const std::string name = "m16n8k" + std::to_string(depth) + "." + type;
-    body += "mov.f32 %f1, 0f3f000000;\nmma.sync.aligned.m16n8k" + std::to_string(depth) + ".row.col.f32." + type + "." +
-            type + ".f32 {%f2, %f3, %f4, %f5}, {" + lists[0] + "}, {" + lists[1] +
-            "}, {%f1, %f1, %f1, %f1};\nst.global.v4.f32 [%rd13], {%f2, %f3, %f4, %f5};";
+    body += "ld.global.v4.f32 {%f6, %f7, %f8, %f9}, [%rd13];\nmma.sync.aligned.m16n8k" + std::to_string(depth) +
+            ".row.col.f32." + type + "." + type + ".f32 {%f2, %f3, %f4, %f5}, {" + lists[0] + "}, {" + lists[1] +
+            "}, {%f6, %f7, %f8, %f9};\nst.global.v4.f32 [%rd14], {%f2, %f3, %f4, %f5};";
     all.push_back({name, body, words, depth * 0x1p-21, random_word});
   }
   return all;

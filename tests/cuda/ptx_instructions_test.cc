@@ -20,9 +20,11 @@ namespace {
 #ifdef POLYHEAD_ON_DEVICE
 using TestedKernel = DeviceKernel;
 std::string why_not_here() { return Driver::why_not(); }
+bool is_hopper() { return Driver::get().capability == 90; }
 #else
 using TestedKernel = OneKernel;
 std::string why_not_here() { return ""; }
+bool is_hopper() { return true; }
 #endif
 using Words = OneKernel::Words;
 
@@ -444,6 +446,34 @@ TEST_F(Instructions, KnowWhereTheyRun) {
       "mov.u32 %r17, %warpid; st.global.v2.u32 [%rd11], {%r16, %r12};",
       buffers, {{2, 3, 2}, {4, 3, 2}, 0});
   for (size_t n = 0; n < buffers[0].size(); ++n) EXPECT_EQ(buffers[0][n], uint64_t{2} << 32 | n) << n;
+}
+
+// c and 16 products that are the same number: what an H100 makes of them, see sim/tensor_sums.h.
+TEST_F(Instructions, CutOffWhatTensorCoresHaveNoBitsFor) {
+  if (!is_hopper()) GTEST_SKIP() << "other GPUs keep other bits";
+  const struct {
+    float c;
+    uint32_t a, b;  // of float16
+    float sum;
+  } cases[] = {
+      {1, 0x0c00, 0x0800, 1 + 0x1p-21f},                    // 2^-12 2^-13 is kept
+      {1, 0x0c00, 0x0a00, 1 + 0x1p-21f},                    // half as much again is not
+      {1, 0x0800, 0x0b00, 1},                               // 1.75 2^-26 is lost, 16 times
+      {-1, 0x0c00, 0x8a00, -1 - 0x1p-21f},                  // towards 0
+      {2 - 0x1p-23f, 0x0c00, 0x0800, 2 + 0x1p-22f},         // and so is the sum, of 2 + 1.5 2^-22
+      {-2 + 0x1p-23f, 0x8c00, 0x0800, -2 - 0x1p-22f},       //
+      {0x1p-20f, 0x3c00, 0x0001, 0x1p-20f + 0x1p-20f},      // 2^-24, of the exponent -14 as all subnormals
+      {0x1p-24f, 0x7bff, 0x7bff, 16 * 65504.0f * 65504.0f}  // 22 bits
+  };
+  for (const auto& [c, a, b, sum] : cases) {
+    std::vector<Words> buffers = {{f(c), uint64_t{a << 16 | a}, uint64_t{b << 16 | b}}, Words(64)};
+    run("ld.global.f32 %f1, [%rd0]; ld.global.u32 %r1, [%rd0+8]; ld.global.u32 %r2, [%rd0+16];\n"
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%f2, %f3, %f4, %f5}, {%r1, %r1, %r1, %r1}, {%r2, %r2}, "
+        "{%f1, %f1, %f1, %f1};\nmov.u32 %r3, %tid.x; mul.wide.u32 %rd10, %r3, 16; add.s64 %rd11, %rd1, %rd10; "
+        "st.global.v4.f32 [%rd11], {%f2, %f3, %f4, %f5};",
+        buffers);
+    for (const uint64_t two : buffers[1]) EXPECT_EQ(two, f(sum) << 32 | f(sum)) << c << " " << a << " " << b;
+  }
 }
 
 TEST_F(Instructions, ReadVariablesThatHoldSomething) {

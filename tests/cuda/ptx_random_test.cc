@@ -88,6 +88,20 @@ void write(const std::string& name, const std::string& body, int num_buffers) {
   std::ofstream(std::string(folder) + "/" + name + ".ptx") << kernel_text(body, num_buffers);
 }
 
+// Of approximations, whose errors may all go one way.
+void print_errors(const std::string& statement, const Words& ours, const Words& theirs) {
+  if (allowed(statement, 1) == 0) return;
+  double sum = 0, largest = 0, count = 0;
+  for (size_t n = 0; n < ours.size(); n += 2) {
+    const Float x = as_float(ours[n], "f32"), y = as_float(theirs[n], "f32");
+    if (x.nan || !std::isfinite(x.value) || !std::isfinite(y.value) || std::abs(x.value) < 0x1p-126) continue;
+    const double error = (y.value - x.value) / std::abs(x.value) * 0x1p24;
+    sum += error, largest = std::max(largest, std::abs(error)), ++count;
+  }
+  std::printf("%s: of the interpreter's, the GPU's is %.2f 2^-24 more on average, at most %.2f off\n",
+              statement.c_str(), sum / count, largest);
+}
+
 TEST(RandomInstructions, AgreeWithAGpu) {
   const std::string why_not = Driver::why_not();
   const std::vector<std::string> all = statements();
@@ -101,6 +115,7 @@ TEST(RandomInstructions, AgreeWithAGpu) {
     if (!why_not.empty()) continue;
     const std::vector<Words> theirs = run<DeviceKernel>(body, buffers, kBlocks);
     int wrong = 0;
+    print_errors(statement, ours[1], theirs[1]);
     for (size_t n = 0; n < ours[1].size(); ++n) {
       if (agree(statement, ours[1][n], theirs[1][n]) || ++wrong > 3) continue;
       const Words& given = buffers[0];
@@ -115,23 +130,33 @@ TEST(RandomInstructions, AgreeWithAGpu) {
     GTEST_SKIP() << why_not << ": " << all.size() << " instructions were computed by the interpreter alone";
 }
 
-// Sums of tensor cores are rounded in an order of their own.
+// Sums of tensor cores are rounded in a way of their own, which the interpreter has from an H100; others' are near.
 TEST(RandomInstructions, MatricesAgreeWithAGpu) {
   const std::string why_not = Driver::why_not();
+  const bool is_hopper = why_not.empty() && Driver::get().capability == 90;
   for (const MatrixProduct& product : matrix_products()) {
     SCOPED_TRACE(product.name);
-    write(product.name, product.body, 2);
+    write(product.name, product.body, 3);
     std::mt19937_64 random(1);
-    std::vector<Words> buffers = {Words(static_cast<size_t>(product.words) * 16 * kBlocks), Words(64 * kBlocks)};
+    std::vector<Words> buffers = {Words(static_cast<size_t>(product.words) * 16 * kBlocks), Words(64 * kBlocks),
+                                  Words(64 * kBlocks)};
     for (uint64_t& word : buffers[0]) word = product.random_word(random);
+    for (uint64_t& word : buffers[1]) word = random_floats(random);
     const std::vector<Words> ours = run<OneKernel>(product.body, buffers, kBlocks);
     if (!why_not.empty()) continue;
     const std::vector<Words> theirs = run<DeviceKernel>(product.body, buffers, kBlocks);
-    for (size_t n = 0; n < ours[1].size(); ++n) {
+    size_t others = 0;
+    for (size_t n = 0; n < ours[2].size(); ++n) {
       for (const int shift : {0, 32}) {
-        const Float x = as_float(ours[1][n] >> shift, "f32"), y = as_float(theirs[1][n] >> shift, "f32");
+        const Float x = as_float(ours[2][n] >> shift, "f32"), y = as_float(theirs[2][n] >> shift, "f32");
         ASSERT_NEAR(x.value, y.value, product.bound) << n;
+        others += x.value != y.value;
       }
+    }
+    std::printf("%s: %zu of %zu sums are other numbers than the GPU's\n", product.name.c_str(), others,
+                2 * ours[2].size());
+    if (is_hopper) {
+      EXPECT_EQ(others, 0u);
     }
   }
   if (!why_not.empty()) GTEST_SKIP() << why_not << ": computed by the interpreter alone";

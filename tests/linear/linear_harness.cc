@@ -121,7 +121,7 @@ const ExpectedArrays& Draws::expected(size_t n) {
   return draws_[n];
 }
 
-std::string Draws::judge(const std::function<CallResult(uint64_t seed)>& run) {
+std::string Draws::judge(const std::function<CallResult(uint64_t seed)>& run, bool cut) {
   constexpr int64_t kElements = 4096, kMostDraws = 16;  // as many draws as give so many elements of the largest result
   std::map<std::string, Errors> errors;
   int64_t draws = 1;
@@ -136,8 +136,10 @@ std::string Draws::judge(const std::function<CallResult(uint64_t seed)>& run) {
       Bound bound;
       bound.largest = 2;
       bound.rmse = got.dtype == DType::kBFloat16 ? 1.5 : 1.1;
+      const auto shift = cut ? d.cut.find(name) : d.cut.end();
       add_errors(errors.try_emplace(name, name, bound).first->second, got, d.exact.at(name), d.naive.at(name),
-                 numbers<double>(d.magnitude.at(name)));
+                 numbers<double>(d.magnitude.at(name)), nullptr, nullptr,
+                 shift == d.cut.end() ? nullptr : &shift->second);
       largest = std::max(largest, got.size());
     }
     if (largest > 0) draws = std::clamp<int64_t>(kElements / largest, 1, kMostDraws);

@@ -73,6 +73,7 @@ Array magnitudes(const Array& array);  // the absolute values, float64
 // What the definition gives for the numbers of one draw.
 struct ExpectedArrays {
   Arrays exact, naive, magnitude;
+  Arrays cut;  // what tensor cores shift results by (testing/bounds.h), if that was computed
 };
 
 // The draws of one problem, as many as the sizes tell. The definition is computed once for all kernels.
@@ -82,7 +83,8 @@ class Draws {
   Draws(uint64_t seed, Definition definition) : seed_(seed), definition_(std::move(definition)) {}
 
   // "" if what `run` writes for the numbers of each seed is good, judged as one. Where only memory counts: of the first.
-  std::string judge(const std::function<CallResult(uint64_t seed)>& run);
+  // cut: sums were tensor cores'.
+  std::string judge(const std::function<CallResult(uint64_t seed)>& run, bool cut = false);
 
  private:
   const ExpectedArrays& expected(size_t n);

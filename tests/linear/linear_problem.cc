@@ -1,9 +1,12 @@
 #include "linear_problem.h"
 
+#include <algorithm>
 #include <cmath>
+#include <string_view>
 
 #include "core/sentence.h"
 #include "reference/linear.h"
+#include "testing/bounds.h"
 #include "testing/problem_words.h"
 
 namespace polyhead::testing {
@@ -97,6 +100,32 @@ LinearInputs changed(const LinearInputs& in, const Change& change) {
           change(in.residual), change(in.out), change(in.sums)};
 }
 
+// What tensor cores shift the sums of a product of 16-bit numbers by.
+Array cut_of_product(const LinearProblem& p, const LinearInputs& in) {
+  const int64_t k = p.k(), n = p.n();
+  const std::vector<double> a = numbers<double>(in.a), b = numbers<double>(in.b);
+  Array cut(DType::kFloat64, joined(p.rows, p.columns));
+  std::vector<double> sums(static_cast<size_t>(n));
+  for (int64_t i = 0; i < p.m(); ++i) {
+    std::fill(sums.begin(), sums.end(), 0);
+    for (int64_t t = 0; t < k; ++t) {
+      const bool added = (t + 1) % kAddedAtATime == 0 || t + 1 == k;
+      for (int64_t j = 0; j < n; ++j) {
+        sums[j] += a[i * k + t] * b[t * n + j];
+        if (added) cut.set(i * n + j, cut.at(i * n + j) - kCut * sums[j]);
+      }
+    }
+  }
+  return cut;
+}
+
+// The same behind the epilogue, whose slope is below 1.13 times dropout's factor: as if all were shifted towards 0.
+Array behind_epilogue(const LinearProblem& p, Array cut, const Array& exact) {
+  const double factor = p.epilogue.dropout_p < 1 ? 1.13 / (1 - p.epilogue.dropout_p) : 0;
+  for (int64_t n = 0; n < cut.size(); ++n) cut.set(n, std::copysign(factor * cut.at(n), -exact.at(n)));
+  return cut;
+}
+
 const char* activation_name(Activation activation) {
   constexpr const char* kNames[] = {"none", "relu", "gelu", "gelu_tanh", "silu"};
   return kNames[static_cast<int>(activation)];
@@ -180,7 +209,8 @@ Draws draws_of(const LinearProblem& p) {
 }
 
 std::string judge(const linear::Kernel& kernel, const LinearProblem& p, const CallOptions& options, Draws& draws) {
-  return draws.judge([&](uint64_t seed) { return run(kernel, p, linear_inputs(p, seed), options); });
+  const bool cut = std::string_view(kernel.name).find("cuda") != std::string_view::npos;
+  return draws.judge([&](uint64_t seed) { return run(kernel, p, linear_inputs(p, seed), options); }, cut);
 }
 
 ExpectedArrays expected(const LinearProblem& p, const LinearInputs& in) {
@@ -191,6 +221,10 @@ ExpectedArrays expected(const LinearProblem& p, const LinearInputs& in) {
   LinearProblem plain = p;
   plain.epilogue.activation = Activation::kNone;
   d.magnitude = reference<double>(plain, changed(in, magnitudes), DType::kFloat64);
+  if (p.product && p.dtype != DType::kFloat32) {
+    d.cut["pre_activation"] = cut_of_product(p, in);
+    d.cut["out"] = behind_epilogue(p, d.cut["pre_activation"], d.exact.at("out"));
+  }
   return d;
 }
 

@@ -11,6 +11,7 @@
 #include "poison.h"
 #include "reference/attention.h"
 #include "stateless.h"
+#include "testing/bounds.h"
 #include "testing/call.h"
 #include "testing/judge.h"
 #include "testing/problem_words.h"
@@ -368,6 +369,30 @@ TEST(Harness, CatchesTruncatedBfloat16) {
   };
   EXPECT_EQ(judged(p, naive), "");
   EXPECT_NE(judged(p, truncates), "");
+}
+
+// Scores as tensor cores sum them, of 32 additions each of which cuts off half an ulp: by a GPU's kernel alone, and no more.
+TEST(Harness, JudgesTensorCoresByWhatTheyCutOff) {
+  Problem p = problem(66, 66);
+  p.desc.head_dim = 512;
+  p.desc.dtype = DType::kFloat16;
+  const Forward cuts = [](const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run& run) {
+    AttentionDesc less = desc;
+    less.scale = (1 - 16.5 * kCut) / std::sqrt(512.0);
+    naive(less, args, run);
+  };
+  const Forward cuts_more = [](const AttentionDesc& desc, const ForwardArgs& args, const polyhead::Run& run) {
+    AttentionDesc less = desc;
+    less.scale = (1 - 3 * 16.5 * kCut) / std::sqrt(512.0);
+    naive(less, args, run);
+  };
+  const std::vector<ForwardDraw> draws = forward_draws(p);
+  Kernel kernel = kernel_of(cuts);
+  EXPECT_NE(mismatch(kernel, p, draws).find("logsumexp: mean signed error"), std::string::npos);
+  kernel.name = "cuda_like";
+  EXPECT_EQ(mismatch(kernel, p, draws), "");
+  kernel.forward = kernel_of(cuts_more).forward;
+  EXPECT_NE(mismatch(kernel, p, draws).find("logsumexp: mean signed error"), std::string::npos);
 }
 
 // The definition that kernels are compared with is the reference, bit for bit, in both arithmetics; they share no code.

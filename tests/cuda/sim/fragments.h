@@ -1,10 +1,9 @@
 // What products of tensor cores are made of, whoever holds their parts.
-//
-// Products are exact in float32, sums go in the order of k: a GPU's own order and rounding are not documented.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "core/dtype.h"
 
@@ -33,14 +32,10 @@ float element(uint32_t word, int n) {
     return to_float(T{static_cast<uint16_t>(word >> (16 * n))});
 }
 
-// c += a b
-template <int kK>
-void add_product(const float (&a)[16][kK], const float (&b)[kK][8], float (&c)[16][8]) {
-  for (int row = 0; row < 16; ++row) {
-    for (int k = 0; k < kK; ++k) {
-      for (int column = 0; column < 8; ++column) c[row][column] += a[row][k] * b[k][column];
-    }
-  }
+// Of numbers that are not 0, subnormal ones too: tensor_sums.h.
+template <class T>
+constexpr int least_exponent() {
+  return std::is_same_v<T, Float16> ? -14 : -126;
 }
 
 }  // namespace cuda_sim

@@ -4,11 +4,15 @@
 // rows 2t, 2t + 8 of k, pairs along k, column g; C = (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1). m16n8k8 has
 // the first half of A and B. tf32 m16n8k8: A = (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4); B = rows t, t + 4,
 // column g; m16n8k4 the first half.
+//
+// How sums are rounded: tensor_sums.h.
 #include <cstring>
+#include <type_traits>
 
 #include "fragments.h"
 #include "opcodes.h"
 #include "reach.h"
+#include "tensor_sums.h"
 #include "warp.h"
 
 namespace cuda_sim {
@@ -34,7 +38,7 @@ void mma(Warp& w, const Instruction& i, uint32_t) {
     }
     for (int n = 0; n < 4; ++n) c[g + 8 * (n / 2)][2 * t + n % 2] = w.get<float>(i.args[4 + 3 * kHalves + n], lane);
   }
-  add_product(a, b, c);
+  add_products(a, b, c, 16, least_exponent<T>());
   for (int lane = 0; lane < kLanes; ++lane) {
     const int g = lane / 4, t = lane % 4;
     for (int n = 0; n < 4; ++n) w.put<float>(i.args[n], lane, c[g + 8 * (n / 2)][2 * t + n % 2]);

@@ -8,6 +8,7 @@
 #include "fragments.h"
 #include "opcodes.h"
 #include "shared_memory.h"
+#include "tensor_sums.h"
 #include "warp.h"
 
 namespace cuda_sim {
@@ -148,7 +149,7 @@ void multiply(Warp& w, const Instruction& i, uint32_t) {
       }
     };
     if (adds) each([&](int slot, int lane, float& sum) { sum = w.get<float>(slot, lane); });
-    add_product(a, b[n], c);
+    add_products(a, b[n], c, 16, least_exponent<T>());
     each([&](int slot, int lane, float& sum) { w.put<float>(slot, lane, sum); });
   }
   for (const int slot : i.sums) {
@@ -183,7 +184,7 @@ void set_registers(Warp& w, const Instruction& i, uint32_t) {
 }
 
 template <class T>
-void add_products(OpcodeTable& t, const std::string& type) {
+void add_wgmma(OpcodeTable& t, const std::string& type) {
   for (size_t eights = 1; eights <= 32; ++eights) {
     const std::string name =
         "wgmma.mma_async.sync.aligned.m64n" + std::to_string(8 * eights) + "k16.f32." + type + "." + type;
@@ -199,8 +200,8 @@ void add_products(OpcodeTable& t, const std::string& type) {
 }  // namespace
 
 void add_group_opcodes(OpcodeTable& t) {
-  add_products<BFloat16>(t, "bf16");
-  add_products<Float16>(t, "f16");
+  add_wgmma<BFloat16>(t, "bf16");
+  add_wgmma<Float16>(t, "f16");
   t["wgmma.fence.sync.aligned"] = {fence, "=", Kind::kGroup};
   t["wgmma.commit_group.sync.aligned"] = {commit, "=", Kind::kGroup};
   t["wgmma.wait_group.sync.aligned"] = {wait, "=w", Kind::kGroup};
