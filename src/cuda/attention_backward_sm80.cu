@@ -1,34 +1,24 @@
-// The kernels of attention_backward.cuh, attention_backward_plain.cuh and attention_backward_float32.cuh, and delta, that they
-// begin with.
+// The kernels of attention_backward.cuh, attention_backward_plain.cuh and attention_backward_float32.cuh, and of delta.cuh, that
+// they begin with.
 #include "cuda/attention_backward.cuh"
 #include "cuda/attention_backward_float32.cuh"
 #include "cuda/attention_backward_plain.cuh"
+#include "cuda/delta.cuh"
 #include "cuda/launch.h"
 
 namespace polyhead::cuda {
 namespace {
 
-// delta = sum_c dO O - dL, a warp for each row
+template <class T>
 __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__ BackwardProblem p) {
-  const int64_t heads = (p.packed ? 1 : p.batch) * p.heads, index = blockIdx.x;
-  const int64_t b = index % heads / p.heads, h = index % p.heads;
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  for (int n = warp; n < kBlockRows; n += kThreads / 32) {
-    const int64_t i = index / heads * kBlockRows + n;
-    if (i >= p.seqlen_q) return;
-    float sum = 0;
-    if (p.given_delta.data != nullptr) {
-      sum = statistic(p.given_delta, b, h, i);
-    } else {
-      const auto at = [&](const Rows& x, int c) {
-        return load_number(x.data, x.number, b * x.batch + h * x.head + i * x.row + c * x.column);
-      };
-      for (int c = lane; c < p.head_dim_v; c += 32) sum += at(p.grad_out, c) * at(p.out, c);
-      for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kAllLanes, sum, lanes);
-    }
-    if (p.grad_logsumexp.data != nullptr) sum -= statistic(p.grad_logsumexp, b, h, i);
-    if (lane == 0) statistic(p.delta, b, h, i) = sum;
-  }
+  deltas<T>(p);
+}
+
+cudaError_t launch_delta(const BackwardProblem& p, cudaStream_t stream) {
+  return with_elements(has_deltas_in_pieces(p) ? p.elements : Number::kFloat32, [&]<class T>(T) {
+    delta_kernel<T><<<p.query_blocks, kThreads, 0, stream>>>(p);
+    return cudaGetLastError();
+  });
 }
 
 template <class T, int kD, int kPass, bool kExact, bool kOptions>
@@ -103,9 +93,9 @@ cudaError_t launch_passes(const BackwardProblem& p, const ProgramKernels& of_pro
 
 cudaError_t launch_backward(const BackwardProblem& p, const ProgramKernels& of_program, cudaStream_t stream) {
   if (p.query_blocks > 0 && p.softmax) {
-    delta_kernel<<<p.query_blocks, kThreads, 0, stream>>>(p);
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    if (const cudaError_t error = launch_delta(p, stream); error != cudaSuccess) return error;
   }
+  if (p.group_query_blocks > 0 || p.group_key_blocks > 0) return launch_backward_groups(p, stream);
   return with_elements(p.elements, [&]<class T>(T) {
     return with_columns(columns_of(p), [&]<int kD>() { return launch_passes<T, kD>(p, of_program, stream); });
   });

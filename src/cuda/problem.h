@@ -166,6 +166,7 @@ struct BackwardProblem : Problem {
   Rows grad_query, grad_key, grad_value;  // no data: not wanted
   // P and dS meet matrices as two numbers: gradients are float32, and the elements are not, or weights need the range
   bool exact = false;
+  unsigned group_query_blocks = 0, group_key_blocks = 0;  // of attention_backward_groups.cuh; 0: it is not taken
   PairSums sums[2];
   float* grad_sinks = nullptr;
   int64_t grad_sinks_stride = 0;
@@ -192,6 +193,9 @@ constexpr int wide_rows(Number elements, int columns) {
 }
 
 constexpr int kForwardGroups = 3;  // warpgroups of a block in attention_forward_groups.cuh, 64 queries each
+
+// The same in attention_backward_groups.cuh, of a pass over keys or queries: as many as have registers for their sums.
+constexpr int backward_groups(int columns, bool keys) { return columns > 64 && keys ? 2 : 3; }
 
 // Keys of a block of threads in attention_backward_float32.cuh.
 constexpr int wide_backward_keys(int columns) { return columns > 64 ? kBlockRows / 2 : kBlockRows; }

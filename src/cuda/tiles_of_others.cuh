@@ -26,7 +26,8 @@ struct TilesOfOthers {
                   end_own = behind_own < limit ? behind_own : limit;
     const Range of_first = range_of(band, own.first), of_last = range_of(band, end_own - 1);
     const int64_t end = own.first < end_own ? of_last.last : 0;
-    const int group = static_cast<int>(p.heads / p.heads_kv), head = kKeys ? own.h * group : own.h / group;
+    const int group = static_cast<int>(p.heads) / static_cast<int>(p.heads_kv),
+              head = kKeys ? own.h * group : own.h / group;
     begin = of_first.first / kTile * kTile;
     const int64_t first = (kKeys ? band.first_q : band.first_k) + begin;
     tiles = begin < end ? static_cast<int>((end - begin + kTile - 1) / kTile) : 0;

@@ -53,7 +53,7 @@ __device__ inline void take_registers_from_group() {
 }
 
 // Barriers of some threads of a block, beside that of all.
-constexpr int kCopiesBarrier = 1, kFirstGroupBarrier = 2;
+constexpr int kCopiesBarrier = 1, kComputingBarrier = 2, kFirstGroupBarrier = 3;
 __device__ inline void wait_for_group(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
