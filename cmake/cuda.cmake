@@ -22,6 +22,9 @@ set(POLYHEAD_CUDA_HOST_SOURCES call.cc kernels.cc linear_call.cc linear_decoding
 set(POLYHEAD_CUDA_DEVICE_SOURCES attention_forward attention_backward attention_pair_sums decoding gemm_bfloat16 gemm_float16 gemm_float32 norm
   rows)
 
+# And for GPUs of compute capability 9.0 alone: without _sm90.cu.
+set(POLYHEAD_CUDA_SM90_SOURCES attention_forward)
+
 # polyhead_cuda_sources(): what kernels of programs are compiled of as text, in cuda_sources.cc of the build's folder
 # (src/cuda/sources.h).
 function(polyhead_cuda_sources)

@@ -73,6 +73,7 @@ class GroupsCopies : GroupsBlock<T, kD, kGroups> {
       : Base(problem, memory), thread(static_cast<int>(threadIdx.x) % kGroupThreads) {}
 
   __device__ void run() {
+    if (tiles == 0) return;  // nobody waits for Q, where rows of O are on their way out
     const WideBlock& block = shared.block;
     load_rows_apart(shared.Q, p.query, p.head_dim, block.first_query(p), block.band.queries - block.own.first,
                     Loaders());

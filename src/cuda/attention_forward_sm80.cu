@@ -93,6 +93,7 @@ cudaError_t launch_merge(const Problem& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_forward(const Problem& p, const ProgramKernels& of_program, cudaStream_t stream) {
+  if (p.groups) return launch_forward_groups(p, stream);
   const cudaError_t error = with_elements(p.elements, [&]<class T>(T) {
     return with_columns(columns_of(p), [&]<int kD>() { return launch_kernel<T, kD>(p, of_program.forward, stream); });
   });

@@ -2,6 +2,7 @@
 #include "cuda/kernels.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "core/sentence.h"
 #include "cuda/call.h"
@@ -137,15 +138,17 @@ Status launched(cudaError_t error) {
   return {StatusCode::kInternal, sentence("CUDA refused to launch the kernel: ", cudaGetErrorString(error))};
 }
 
+// Packed: on average.
+int64_t queries_of_sequence(const AttentionDesc& desc) {
+  return pieces(desc.seqlen_q, desc.packed ? std::max<int64_t>(desc.batch, 1) : 1);
+}
+
 // Query heads whose queries share a tile: all of a group, where they are as few as in decoding (of packed sequences on
 // average, and one of more has more tiles) and what is done to scores does not differ by head.
 int64_t tile_heads(const AttentionDesc& desc) {
   const int64_t group = desc.num_heads_kv == 0 ? 1 : desc.num_heads / desc.num_heads_kv;
   const auto by_head = [](const BroadcastOperand& x) { return x.given && x.dims[1] != 1; };
-  const int64_t sequences = desc.packed ? desc.batch : 1;
-  if (group > kBlockRows ||
-      pieces(desc.seqlen_q, std::max<int64_t>(sequences, 1)) > kBlockRows / std::max<int64_t>(group, 1))
-    return 1;
+  if (group > kBlockRows || queries_of_sequence(desc) > kBlockRows / std::max<int64_t>(group, 1)) return 1;
   if (by_head(desc.attn_mask) || by_head(desc.attn_bias) || desc.alibi_slopes_ndim > 0 || desc.dropout_p > 0) return 1;
   return desc.program == nullptr ? std::max<int64_t>(group, 1) : 1;
 }
@@ -156,23 +159,54 @@ MemorySize shared_blocks(const AttentionDesc& desc, int64_t heads) {
 }
 
 // Blocks of threads that share the keys of 64 queries: enough for every GPU, where there are keys enough for each. A
-// sequence of a batch has as many as it has alone, so that it has the same bits.
+// sequence of a batch has as many as it has alone, so that it has the same bits. Of many queries, whose parts take long to be
+// merged, only where blocks of 128 would leave most of a GPU idle.
 int64_t parts(const AttentionDesc& desc) {
-  constexpr int64_t kBlocks = 512;
+  constexpr int64_t kBlocks = 512, kFewWideBlocks = 32, kWideBlocks = 132;
   AttentionDesc alone = desc;
   if (!desc.packed) alone.batch = 1;
-  const auto blocks = static_cast<int64_t>(shared_blocks(alone, tile_heads(desc)).value());
-  if (blocks == 0) return 1;
-  return std::clamp<int64_t>(kBlocks / blocks, 1, std::max<int64_t>(pieces(desc.seqlen_k, kLeastKeysOfPart), 1));
+  const bool few = queries_of_sequence(desc) <= kBlockRows;
+  const auto blocks = static_cast<int64_t>(
+      (few ? shared_blocks(alone, tile_heads(desc)) : query_blocks(alone, 2 * kBlockRows)).value());
+  if (blocks == 0 || (!few && blocks > kFewWideBlocks)) return 1;
+  const int64_t most = std::max<int64_t>(pieces(desc.seqlen_k, kLeastKeysOfPart), 1);
+  return std::clamp<int64_t>((few ? kBlocks : kWideBlocks) / blocks, 1, most);
 }
 
-// Whether queries are many, and scores nothing but products: kernels for that take fewer instructions for a pair.
+// Whether scores are nothing but products, and rows so short that kernels for such take them; and keys so few that a tile's
+// are ints.
+bool is_plain(const AttentionDesc& desc, const Problem& problem) {
+  if (is_stored(desc) || problem.has_options || desc.seqlen_k > INT32_MAX - 2 * kBlockRows) return false;
+  return std::max(problem.head_dim, problem.head_dim_v) <= kMostWideColumns;
+}
+
+// Whether queries are many besides: kernels for that take fewer instructions for a pair.
 bool is_wide(const AttentionDesc& desc, const Problem& problem) {
-  if (is_stored(desc) || problem.has_options || problem.parts > 1 || problem.tile_heads > 1) return false;
-  if (desc.seqlen_q <= kBlockRows || desc.seqlen_k > INT32_MAX - 2 * kBlockRows) return false;
-  const int columns = tile_columns(std::max(problem.head_dim, problem.head_dim_v));
-  if (columns <= 64 || problem.elements != Number::kFloat32) return columns <= kMostWideColumns;
-  return columns <= kMostWideColumns && problem.key.in_pieces && problem.value.in_pieces && desc.page_size == 0;
+  if (!is_plain(desc, problem) || problem.parts > 1 || problem.tile_heads > 1 || desc.seqlen_q <= kBlockRows)
+    return false;
+  if (std::max(problem.head_dim, problem.head_dim_v) <= 64 || problem.elements != Number::kFloat32) return true;
+  return problem.key.in_pieces && problem.value.in_pieces && desc.page_size == 0;
+}
+
+// Whether warpgroups compute it, whose rows have other bits. Of packed sequences nobody knows here how many queries each has,
+// and what is beside a sequence must not matter: all, but where keys lie in pages, as in decoding.
+bool takes_groups(const AttentionDesc& desc, const Problem& problem) {
+  if (!is_plain(desc, problem) || problem.elements == Number::kFloat32 || !std::isfinite(problem.scale)) return false;
+  const bool many = desc.packed ? desc.page_size == 0 : desc.seqlen_q > kBlockRows && parts(desc) == 1;
+  return many && has_warpgroup_products();
+}
+
+// How the blocks of threads of forward share queries and keys.
+void set_blocks(const AttentionDesc& desc, Problem* p) {
+  p->groups = takes_groups(desc, *p);
+  p->parts = p->groups ? 1 : parts(desc);
+  p->tile_heads = p->groups ? 1 : tile_heads(desc);
+  p->wide = !p->groups && is_wide(desc, *p);
+  const int columns = tile_columns(std::max(p->head_dim, p->head_dim_v));
+  const MemorySize blocks = p->groups ? query_blocks(desc, kForwardGroups * kBlockRows)
+                            : p->wide ? query_blocks(desc, wide_rows(p->elements, columns))
+                                      : shared_blocks(desc, p->tile_heads);
+  p->query_blocks = static_cast<unsigned>(blocks.value());
 }
 
 // Whether backward is of float32 and has scores that are nothing but products, so many that a tile's index is an int.
@@ -233,14 +267,7 @@ Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& ru
   StoredProblem problem;
   set_problem(desc, args, is_stored(desc) ? DType::kFloat32 : desc.dtype, &problem);
   if (is_stored(desc)) set_stored(desc, args, &problem);
-  problem.parts = parts(desc);
-  problem.tile_heads = tile_heads(desc);
-  problem.query_blocks = static_cast<unsigned>(shared_blocks(desc, problem.tile_heads).value());
-  problem.wide = is_wide(desc, problem);
-  if (problem.wide) {
-    const int rows = wide_rows(problem.elements, tile_columns(std::max(problem.head_dim, problem.head_dim_v)));
-    problem.query_blocks = static_cast<unsigned>(query_blocks(desc, rows).value());
-  }
+  set_blocks(desc, &problem);
   auto* memory = static_cast<char*>(args.workspace);
   problem.part_statistics = reinterpret_cast<float*>(memory);
   problem.part_sums = problem.part_statistics + part_statistics_bytes(desc).value() / sizeof(float);

@@ -47,9 +47,13 @@ std::string why_no_devices(int* count) {
   return sentence("CUDA cannot be used here: ", words);
 }
 
-std::string why_not_capability(int major, int minor) {
-  if (major >= kLeastMajor) return "";
-  return sentence("the GPU's compute capability is ", major, ".", minor, ", takes ", kLeastMajor, ".0 and up");
+struct Capability {
+  int major = 0, minor = 0;
+};
+
+std::string why_not_capability(const Capability& of) {
+  if (of.major >= kLeastMajor) return "";
+  return sentence("the GPU's compute capability is ", of.major, ".", of.minor, ", takes ", kLeastMajor, ".0 and up");
 }
 
 Result<int> attribute_of(cudaDeviceAttr attribute, int device) {
@@ -71,7 +75,7 @@ CudaDevice described(int number) {
   device.capability_major = properties.major;
   device.capability_minor = properties.minor;
   device.memory_bytes = properties.totalGlobalMem;
-  device.why_not = why_not_capability(properties.major, properties.minor);
+  device.why_not = why_not_capability({properties.major, properties.minor});
   return device;
 }
 
@@ -80,6 +84,17 @@ Result<int> current_device() {
   const cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) return device;
   return failed("CUDA has no current device", error);
+}
+
+// The runtime has it in memory, which takes it 0.1 microseconds.
+Result<Capability> current_capability() {
+  const Result<int> device = current_device();
+  if (!device.ok()) return device.status();
+  const Result<int> major = attribute_of(cudaDevAttrComputeCapabilityMajor, *device);
+  if (!major.ok()) return major.status();
+  const Result<int> minor = attribute_of(cudaDevAttrComputeCapabilityMinor, *device);
+  if (!minor.ok()) return minor.status();
+  return Capability{*major, *minor};
 }
 
 Status check_memory(const char* name, const void* data, int device) {
@@ -137,12 +152,13 @@ Status check_all(const AttentionDesc& desc, const Args& args, const ForwardArgs&
 std::string why_no_device() {
   int count = 0;
   if (std::string reason = why_no_devices(&count); !reason.empty()) return reason;
-  const Result<int> device = current_device();
-  if (!device.ok()) return device.status().message();
-  const Result<int> major = attribute_of(cudaDevAttrComputeCapabilityMajor, *device);
-  if (!major.ok()) return major.status().message();
-  const Result<int> minor = attribute_of(cudaDevAttrComputeCapabilityMinor, *device);
-  return minor.ok() ? why_not_capability(*major, *minor) : minor.status().message();
+  const Result<Capability> capability = current_capability();
+  return capability.ok() ? why_not_capability(*capability) : capability.status().message();
+}
+
+bool has_warpgroup_products() {
+  const Result<Capability> capability = current_capability();
+  return capability.ok() && capability->major == 9 && capability->minor == 0;
 }
 
 Result<int> shared_bytes_of_block() {

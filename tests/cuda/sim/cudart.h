@@ -34,10 +34,11 @@ int num_allocations();
 // Whether kernels have written, or it was lent as written, all of it.
 bool is_written(const void* pointer, size_t bytes);
 
-// Bytes of shared memory that a block may ask for; of sm_80 at first.
+// Bytes of shared memory that a block may ask for.
 void set_most_shared(int bytes);
 
-// What the runtime tells of a device; at first there is one, an A100. All run alike what is compiled for them.
+// What the runtime tells of a device; at first there is one, an A100, or an H100 where POLYHEAD_SIMULATED_CAPABILITY is 9.0. All
+// run alike what is compiled for them.
 struct SimulatedDevice {
   std::string name = "simulated";
   int major = 8, minor = 0;

@@ -1,4 +1,6 @@
 // Devices of the simulated runtime, and whose memory is where.
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 
@@ -23,6 +25,17 @@ cudaError_t check_device(int device) {
 }  // namespace
 
 int current_device() { return chosen_device; }
+
+Runtime::Runtime() {
+  const char* const capability = std::getenv("POLYHEAD_SIMULATED_CAPABILITY");
+  if (capability == nullptr) return;
+  if (std::strcmp(capability, "9.0") != 0) {
+    std::fprintf(stderr, "POLYHEAD_SIMULATED_CAPABILITY is %s, must be 9.0 or not given\n", capability);
+    std::exit(1);
+  }
+  devices = {{"simulated", 9, 0}};
+  most_shared = 227 * 1024;
+}
 
 cudaError_t check_runs_here(const Module& module) {
   if (const cudaError_t error = check_device(chosen_device)) return error;

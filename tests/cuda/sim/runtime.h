@@ -55,6 +55,8 @@ struct Configuration {
 };
 
 struct Runtime {
+  Runtime();
+
   std::recursive_mutex mutex;
   std::vector<std::unique_ptr<Binary>> binaries;
   std::map<const void*, Entry> entries;  // by the host's function
