@@ -30,7 +30,8 @@ SharedMemory::SharedMemory(int bytes, int num_warps)
       clocks_(static_cast<size_t>(num_warps) * static_cast<size_t>(num_warps)),
       product_readers_((writers_.size() / kCellsOfAPiece + 1) * static_cast<size_t>(num_warps)),
       ended_(static_cast<size_t>(num_warps)),
-      fences_(static_cast<size_t>(num_warps)) {}
+      fences_(static_cast<size_t>(num_warps)),
+      num_fences_(static_cast<size_t>(num_warps)) {}
 
 void SharedMemory::reset() {
   std::fill(bytes_.begin(), bytes_.end(), 0xa5);
@@ -42,6 +43,7 @@ void SharedMemory::reset() {
   any_product_ = false;
   for (auto& of_warp : ended_) of_warp.clear();
   for (auto& of_warp : fences_) of_warp.clear();
+  std::fill(num_fences_.begin(), num_fences_.end(), 0);
   for (int warp = 0; warp < num_warps_; ++warp) clock(warp, warp) = 1;
 }
 
@@ -126,9 +128,13 @@ void SharedMemory::check_products(const Warp& warp, const Instruction& i, int la
 void SharedMemory::write(const Warp& warp, const Instruction& i, int lane, size_t cell, State state) {
   const uint32_t now = clock(warp.index, warp.index);
   if (now > UINT16_MAX) warp.fault(i, "more barriers than the race check can count");
-  writers_[cell] = {
-      static_cast<uint16_t>(now), site_of(warp, i), static_cast<uint8_t>(warp.index), static_cast<uint8_t>(lane), state,
-      num_fences(warp.index)};
+  Writer& writer = writers_[cell];
+  writer.clock = static_cast<uint16_t>(now);
+  writer.site = site_of(warp, i);
+  writer.warp = static_cast<uint8_t>(warp.index);
+  writer.lane = lane & 31;
+  writer.state = state;
+  writer.fences = num_fences_[static_cast<size_t>(warp.index)];
   Reader* readers = &readers_[cell * static_cast<size_t>(num_warps_)];
   std::fill(readers, readers + num_warps_, Reader{});
 }
@@ -176,18 +182,13 @@ void SharedMemory::land(const Warp& warp, int lane, uint64_t address, int bytes)
     if (writer.state != State::kInFlight || writer.warp != warp.index || writer.lane != lane) continue;
     writer.state = State::kPlain;
     writer.clock = static_cast<uint16_t>(clock(warp.index, warp.index));
-    writer.fences = num_fences(warp.index);
+    writer.fences = num_fences_[static_cast<size_t>(warp.index)];
   }
 }
 
 void SharedMemory::fence(int warp, uint32_t mask) {
   fences_[static_cast<size_t>(warp)].push_back({clock(warp, warp), mask});
-}
-
-uint16_t SharedMemory::num_fences(int warp) const {
-  const size_t count = fences_[static_cast<size_t>(warp)].size();
-  if (count > UINT16_MAX) throw Fault("more fence.proxy.async than are counted");
-  return static_cast<uint16_t>(count);
+  if (++num_fences_[static_cast<size_t>(warp)] == 0) throw Fault("more fence.proxy.async than can be counted");
 }
 
 // The writer's first fence behind what it wrote, which must be before the barrier too.

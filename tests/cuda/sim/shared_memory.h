@@ -51,8 +51,9 @@ class SharedMemory {
   struct Writer {
     uint16_t clock = 0;  // 0: never written
     uint16_t site = 0;
-    uint8_t warp = 0, lane = 0;
-    State state = State::kPlain;
+    uint8_t warp = 0;
+    uint8_t lane : 5 = 0;
+    State state : 2 = State::kPlain;
     uint16_t fences = 0;  // of the warp, before
 
     bool operator==(const Writer&) const = default;
@@ -73,7 +74,6 @@ class SharedMemory {
   };
 
   uint32_t& clock(int warp, int of) { return clocks_[static_cast<size_t>(warp * num_warps_ + of)]; }
-  uint16_t num_fences(int warp) const;
   // Whether a warp's time is before what another, or its other lanes, do now.
   bool is_before(uint32_t time, int of, int warp);
   size_t check_bounds(const Warp& warp, const Instruction& i, int lane, uint64_t address, int bytes) const;
@@ -95,6 +95,7 @@ class SharedMemory {
   std::vector<ProductReader> product_readers_;  // [16 bytes, warp]
   std::vector<std::vector<uint32_t>> ended_;    // [warp, product]: when it was waited for
   std::vector<std::vector<Fence>> fences_;      // [warp]
+  std::vector<uint16_t> num_fences_;            // [warp]
 };
 
 }  // namespace cuda_sim
