@@ -52,7 +52,8 @@ stage_machine() {
 on_device_tests=(cuda_attention_test_on_device cuda_formats_test_on_device cuda_out_dtype_test_on_device
   cuda_program_test_on_device cuda_linear_test_on_device cuda_norm_test_on_device cuda_rows_test_on_device
   cuda_gradient_test_on_device cuda_random_test_on_device
-  cuda_gradient_random_test_on_device cuda_small_test_on_device ptx_instructions_test_on_device ptx_random_test)
+  cuda_gradient_random_test_on_device cuda_small_test_on_device ptx_instructions_test_on_device ptx_random_test
+  ptx_warpgroup_test_on_device)
 layer_tests=(cuda_layer_test_on_device cuda_layer_attention_block_test_on_device cuda_layer_cache_test_on_device
   cuda_layer_feed_forward_test_on_device)
 
@@ -79,7 +80,9 @@ stage_instructions() {
     leave_out "ptxas is not there"
   fi
   say "   each against its documented result, on the GPU"
-  "$(program ptx_instructions_test_on_device)" --gtest_brief=1 | tail -n 12 || status=1
+  for test in ptx_instructions_test_on_device ptx_warpgroup_test_on_device; do
+    "$(program "$test")" --gtest_brief=1 | tail -n 12 || status=1
+  done
   rm -r "$folder"
   return "$status"
 }

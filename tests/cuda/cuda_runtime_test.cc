@@ -162,6 +162,32 @@ TEST_F(CudaRuntime, RefusesWhatTheRealOneRefuses) {
   EXPECT_EQ(cudaFree(y), cudaSuccess);
 }
 
+// What is compiled for 9.0a runs there alone; the rest, of 8.0, there too.
+TEST_F(CudaRuntime, RunsOnDevicesThatCodeIsFor) {
+  float *x = memory(100), *y = memory(100);
+  const auto group_products = [&] {
+    const auto* none = reinterpret_cast<const uint16_t*>(x);
+    return small_kernels::group_products(none, none, none, y, 0, 0, nullptr);
+  };
+  for (const auto& [major, minor] : {std::pair(8, 0), std::pair(8, 9), std::pair(10, 0), std::pair(12, 0)}) {
+    cuda_sim::set_devices({{"another", major, minor}});
+    EXPECT_EQ(group_products(), cudaErrorNoKernelImageForDevice) << major << "." << minor;
+    cudaGetLastError();
+    small_kernels::saxpy(1, x, y, 100, nullptr);
+    EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+  }
+  cuda_sim::set_devices({{"older", 7, 5}});
+  small_kernels::saxpy(1, x, y, 100, nullptr);
+  EXPECT_EQ(cudaGetLastError(), cudaErrorNoKernelImageForDevice);
+  cuda_sim::set_devices({{"its own", 9, 0}});
+  EXPECT_EQ(group_products(), cudaErrorInvalidConfiguration);  // no block: it is there
+  cudaGetLastError();
+  cuda_sim::set_devices({{}});
+  EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
+  EXPECT_EQ(cudaFree(x), cudaSuccess);
+  EXPECT_EQ(cudaFree(y), cudaSuccess);
+}
+
 TEST_F(CudaRuntime, TakesMemoryThatIsLent) {
   alignas(16) float x[100], y[100];
   for (int n = 0; n < 100; ++n) x[n] = 1, y[n] = 2;

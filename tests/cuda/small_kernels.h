@@ -48,4 +48,9 @@ void product(const uint16_t* a, const uint16_t* b, float* c, int m, int n, int k
 // of each 32 rows, the sum of all such sums.
 void causal_sums(const float* x, float* sums, SumFault fault, cudaStream_t stream);
 
+// C [m, 64] float32 = bfloat16(A B) E^T of A [m, k], B [k, 64], E [64, 64], bfloat16; m and k are multiples of 64. By a kernel
+// of compute capability 9.0 alone.
+cudaError_t group_products(const uint16_t* a, const uint16_t* b, const uint16_t* e, float* c, int m, int k,
+                           cudaStream_t stream);
+
 }  // namespace small_kernels

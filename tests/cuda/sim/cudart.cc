@@ -254,6 +254,11 @@ cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, 
   const Lock lock(runtime().mutex);
   const auto found = runtime().entries.find(host);
   if (found == runtime().entries.end()) return failed(cudaErrorInvalidDeviceFunction);
+  try {
+    if (const cudaError_t error = check_runs_here(module_of(*found->second.binary))) return error;
+  } catch (const Fault& fault) {
+    return failed(fault);
+  }
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 || value > runtime().most_shared) {
     return failed(cudaErrorInvalidValue);
   }
