@@ -73,7 +73,7 @@ Array magnitudes(const Array& array);  // the absolute values, float64
 // What the definition gives for the numbers of one draw.
 struct ExpectedArrays {
   Arrays exact, naive, magnitude;
-  Arrays cut;  // what tensor cores shift results by (testing/bounds.h), if that was computed
+  Arrays cut = {};  // what tensor cores shift results by (testing/bounds.h), if that was computed
 };
 
 // The draws of one problem, as many as the sizes tell. The definition is computed once for all kernels.
