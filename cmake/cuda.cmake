@@ -23,7 +23,7 @@ set(POLYHEAD_CUDA_DEVICE_SOURCES attention_forward attention_backward attention_
   rows)
 
 # And for GPUs of compute capability 9.0 alone: without _sm90.cu.
-set(POLYHEAD_CUDA_SM90_SOURCES attention_forward)
+set(POLYHEAD_CUDA_SM90_SOURCES attention_forward attention_backward)
 
 # polyhead_cuda_sources(): what kernels of programs are compiled of as text, in cuda_sources.cc of the build's folder
 # (src/cuda/sources.h).

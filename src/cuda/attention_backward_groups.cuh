@@ -116,7 +116,7 @@ class BackwardGroupsCopies : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
     } else {
       wait_for_copies();
     }
-    if (shared.others.cut(place_of(n)) && has_not_finite(n)) shared.not_finite[n % kStages] = n + 1;
+    if (shared.others.cut(place_of(n)) && has_not_finite(n)) atomicMax(&shared.not_finite[n % kStages], n + 1);
     show_to_products();
     shared.full[n % kStages].arrive(lane);
   }
@@ -155,13 +155,13 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
     find_seen();
     for (int n = 0; n < stages; ++n) {
       shared.full[n % kStages].wait(n / kStages);
-      const bool careful = shared.not_finite[n % kStages] == n + 1;
-      if (!sees(n)) {
-        if (careful) clear_others(n);
-      } else if (careful) {
-        step<true>(n);
-      } else {
-        step<false>(n);
+      const bool now = sees(n);
+      if (shared.not_finite[n % kStages] == n + 1) {
+        step_carefully(n, now);
+      } else if (now) {
+        make_factors(n);
+        begin_sums(n);
+        wait_for_products_before<0>();
       }
       shared.free[n % kStages].arrive(lane);
     }
@@ -231,9 +231,8 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
     }
   }
 
-  // kCareful: the others hold infinities or NaNs, which are zeros for their sums, and are added to the rows that see them.
-  template <bool kCareful>
-  __device__ void step(int n) {
+  // S <- P and dP <- dS, or what is transposed
+  __device__ void make_factors(int n) {
     begin_products();
     product(S, n, 0);
     product(dP, n, 1);
@@ -241,12 +240,9 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
     weights(n);
     wait_for_products_before<0>();
     gradients(n);
-    unsigned positive = 0;
-    if constexpr (kCareful) {
-      clear_others(n);
-#pragma unroll
-      for (int e = 0; e < 4 * kBlocks && kKeys; ++e) positive |= S[e / 4][e % 4] > 0 ? 1u << e : 0;
-    }
+  }
+
+  __device__ void begin_sums(int n) {
     Factors P[2], dS[2];  // as they are rounded, and of float16 what that left
     if constexpr (kKeys) round(S, P[0], P[1]);
     round(dP, dS[0], dS[1]);
@@ -254,11 +250,25 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
     if constexpr (kKeys) multiply(sums[1], P, n, 1);
     multiply(sums[0], dS, n, 0);
     commit_products();
-    wait_for_products_before<0>();
-    if constexpr (kCareful) {
-      if constexpr (kKeys) add_not_finite(sums[1], n, 1, positive);
-      add_not_finite(sums[0], n, 0, 0);
+  }
+
+  // Of others with infinities or NaNs, which are zeros for their sums, and are added to the rows that see them. Groups that see
+  // none of them take part.
+  __device__ void step_carefully(int n, bool sees_some) {
+    if (sees_some) {
+      make_factors(n);
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4 * kBlocks; ++e) S[e / 4][e % 4] = dP[e / 4][e % 4] = 0;
     }
+    unsigned positive = 0;
+#pragma unroll
+    for (int e = 0; e < 4 * kBlocks && kKeys; ++e) positive |= S[e / 4][e % 4] > 0 ? 1u << e : 0;
+    clear_others(n);
+    begin_sums(n);
+    wait_for_products_before<0>();
+    if constexpr (kKeys) add_not_finite(sums[1], n, 1, positive);
+    add_not_finite(sums[0], n, 0, 0);
   }
 
   // S <- P, 0 at pairs that are not seen
@@ -428,7 +438,7 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
   float scale_log2;  // for powers of 2 instead of e, as L is
   int first_seen = 0, last_seen = 0;
   float L[2], delta[2];
-  float S[kBlocks][4], dP[kBlocks][4];  // then P and dS
+  float S[kBlocks][4] = {}, dP[kBlocks][4] = {};  // then P and dS
   float sums[kSums][kD / 8][4] = {};
 };
 

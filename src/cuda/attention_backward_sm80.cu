@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__
 }
 
 cudaError_t launch_delta(const BackwardProblem& p, cudaStream_t stream) {
-  return with_elements(has_deltas_in_pieces(p) ? p.elements : Number::kFloat32, [&]<class T>(T) {
+  return with_elements(p.elements, [&]<class T>(T) {
     delta_kernel<T><<<p.query_blocks, kThreads, 0, stream>>>(p);
     return cudaGetLastError();
   });

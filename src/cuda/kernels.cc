@@ -217,6 +217,17 @@ bool is_wide_backward(const AttentionDesc& desc, const BackwardProblem& problem)
   return key_blocks(desc, wide_backward_keys(columns)) <= MemorySize(INT32_MAX);
 }
 
+// Blocks of warpgroups in backward, where they compute it.
+void set_backward_groups(const AttentionDesc& desc, BackwardProblem* p) {
+  constexpr int64_t kMostQueries = 1 << 24;  // a group's tiles of them are counted by an int
+  if (!is_plain(desc, *p) || p->elements == Number::kFloat32 || p->exact || desc.seqlen_q > kMostQueries) return;
+  if (!has_warpgroup_products()) return;
+  const int columns = tile_columns(std::max(p->head_dim, p->head_dim_v));
+  const auto rows = [&](bool keys) { return backward_groups(columns, keys) * kBlockRows; };
+  p->group_query_blocks = static_cast<unsigned>(query_blocks(desc, rows(false)).value());
+  p->group_key_blocks = static_cast<unsigned>(key_blocks(desc, rows(true)).value());
+}
+
 // [batch, num_heads, seqlen_q, parts]; packed: [num_heads, total_q, parts]
 MemorySize part_rows(const AttentionDesc& desc) {
   const int64_t n = parts(desc);
@@ -328,6 +339,7 @@ Status backward(const AttentionDesc& desc, const BackwardArgs& args, const Run& 
   problem.grad_value = rows_of(args.grad_value, problem.elements);
   problem.exact = grad_dtype(desc) != desc.dtype || (!problem.softmax && dtype == DType::kFloat16);
   problem.accumulate = args.accumulate;
+  set_backward_groups(desc, &problem);
   set_gradients_of_options(desc, args, &problem);
   const CaptureSums captures = capture_sums(desc, args, sums_memory(desc, args));
   const Result<ProgramKernels> of_program = backward_kernels(desc, problem, captures);
