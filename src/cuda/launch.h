@@ -31,7 +31,7 @@ cudaError_t launch(const void* kernel, dim3 grid, int bytes, cudaStream_t stream
 
 // Put the kernels on the stream. At least one query, head and sequence; their blocks fit in a grid (2^31 - 1).
 cudaError_t launch_forward(const Problem& problem, const ProgramKernels& of_program, cudaStream_t stream);
-cudaError_t launch_forward_groups(const Problem& problem, cudaStream_t stream);            // of launch_forward, on 9.0
+cudaError_t launch_forward_groups(const Problem& problem, cudaStream_t stream);           // of launch_forward, on 9.0
 cudaError_t launch_backward_groups(const BackwardProblem& problem, cudaStream_t stream);  // likewise
 cudaError_t launch_forward_stored(const StoredProblem& problem, cudaStream_t stream);
 cudaError_t launch_backward(const BackwardProblem& problem, const ProgramKernels& of_program, cudaStream_t stream);
