@@ -12,6 +12,7 @@
 
 #include "agreement.h"
 #include "device_kernel.h"
+#include "group_products.h"
 #include "instruction_rows.h"
 #include "matrix_bodies.h"
 #include "one_kernel.h"
@@ -160,6 +161,38 @@ TEST(RandomInstructions, MatricesAgreeWithAGpu) {
     }
   }
   if (!why_not.empty()) GTEST_SKIP() << why_not << ": computed by the interpreter alone";
+}
+
+// Likewise of a warpgroup, two products one after the other.
+TEST(RandomInstructions, ProductsOfGroupsAgreeWithAGpu) {
+  const std::string why_not = Driver::why_not();
+  if (!why_not.empty() || Driver::get().capability != 90) GTEST_SKIP() << "no GPU of compute capability 9.0";
+  for (const std::string type : {"bf16", "f16"}) {
+    for (const bool in_registers : {false, true}) {
+      GroupProduct p;
+      p.type = type, p.in_registers = in_registers;
+      p.columns = p.b.rows = 128;
+      SCOPED_TRACE(p.name());
+      std::mt19937_64 random(1);
+      std::vector<Words> buffers = {Words(static_cast<size_t>(p.a.bytes() + p.b.bytes()) / 8), Words(64 * 64),
+                                    Words(512)};
+      for (const size_t n : {0, 2}) {
+        for (uint64_t& word : buffers[n]) word = type == "f16" ? random_float16s(random) : random_bfloat16s(random);
+      }
+      for (uint64_t& word : buffers[1]) word = random_floats(random);
+      const Shape shape = {{1, 1, 1}, {128, 1, 1}, 0};
+      const std::string text = kernel_text(body_of(p), 3, "sm_90a");
+      std::vector<Words> ours = buffers, theirs = buffers;
+      OneKernel(text).run(ours, shape);
+      DeviceKernel(text).run(theirs, shape);
+      size_t others = 0;
+      for (size_t n = 0; n < ours[1].size(); ++n) {
+        for (const int shift : {0, 32})
+          others += (ours[1][n] >> shift & 0xffffffff) != (theirs[1][n] >> shift & 0xffffffff);
+      }
+      EXPECT_EQ(others, 0u) << "of " << 2 * ours[1].size() << " sums are other numbers than the GPU's";
+    }
+  }
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Products of warpgroups (wgmma) against plain loops: every width and type, operands in shared memory in each layout that a
+// GroupProducts of warpgroups (wgmma) against plain loops: every width and type, operands in shared memory in each layout that a
 // descriptor can tell, and in registers; as the interpreter executes them, and, compiled with POLYHEAD_ON_DEVICE, as a GPU
 // of compute capability 9.0 does.
 #include <gtest/gtest.h>
@@ -6,6 +6,7 @@
 #include <bit>
 #include <set>
 
+#include "group_products.h"
 #include "one_kernel.h"
 #ifdef POLYHEAD_ON_DEVICE
 #include "device_kernel.h"
@@ -27,53 +28,7 @@ std::string why_not_here() { return ""; }
 #endif
 using Words = OneKernel::Words;
 
-constexpr int kRows = 64, kDepth = 32;  // two products along k
-
-// A matrix of `rows` (of A, or columns of B) times kDepth in shared memory. The swizzle's pattern has 8 rows of `width`
-// pieces of 16 bytes: along k, or, transposed, along the other dimension.
-struct Layout {
-  int rows = 0, width = 8;
-  bool transposed = false;
-
-  int pattern() const { return 128 * width; }
-  int patterns_of_rows() const { return transposed ? (rows / 8 + width - 1) / width : rows / 8; }
-  int patterns_of_k() const { return transposed ? kDepth / 8 : (kDepth / 8 + width - 1) / width; }
-  int bytes() const { return patterns_of_rows() * patterns_of_k() * pattern(); }
-
-  // Before the swizzle.
-  int place(int row, int k) const {
-    const int along = transposed ? row : k, line = transposed ? k : row;
-    const int which = transposed ? along / (8 * width) * patterns_of_k() + line / 8
-                                 : along / (8 * width) * patterns_of_rows() + line / 8;
-    return which * pattern() + line % 8 * 16 * width + along % (8 * width) * 2;
-  }
-  int swizzled(int row, int k) const { return place(row, k) ^ (place(row, k) >> 3 & (width - 1) << 4); }
-
-  // Bytes from 8 rows to the next ones, and from 8 elements of k (or, with a swizzle, what its pattern has of the rows).
-  uint64_t descriptor() const {
-    const int of_rows = place(8, 0), of_k = place(0, 8), of_patterns = place(8 * width, 0);
-    int leading = 0, stride = of_rows;
-    if (width == 1) leading = of_k;
-    if (width > 1 && transposed) leading = of_patterns, stride = of_k;
-    const uint64_t mode = width == 8 ? 1 : width == 4 ? 2 : width == 2 ? 3 : 0;
-    return mode << 62 | uint64_t(stride / 16) << 32 | uint64_t(leading / 16) << 16;
-  }
-};
-
-struct Product {
-  std::string type = "bf16";
-  int columns = 64;
-  bool in_registers = false;  // A
-  Layout a{kRows}, b{64};
-  bool adds = true;  // what the registers of D hold
-  int scale_a = 1, scale_b = 1;
-
-  std::string name() const {
-    const auto layout = [](const Layout& l) { return std::to_string(l.width) + (l.transposed ? "t" : ""); };
-    return "n" + std::to_string(columns) + " " + type + " a " + (in_registers ? "in registers" : layout(a)) + " b " +
-           layout(b);
-  }
-};
+constexpr uint64_t kTwoTens = 0x4120000041200000;  // of float32
 
 int a_of(int row, int k) { return (row * 7 + k * 3) % 13; }
 int b_of(int k, int column) { return (k * 5 + column * 11) % 15; }
@@ -86,10 +41,10 @@ uint16_t half(const std::string& type, int x) {  // of 0..15, exact in both
 }
 
 // Shared memory: A, and B behind it.
-Words tiles(const Product& p) {
+Words tiles(const GroupProduct& p) {
   std::vector<uint16_t> halves(static_cast<size_t>(p.a.bytes() + p.b.bytes()) / 2);
-  for (int k = 0; k < kDepth; ++k) {
-    for (int row = 0; row < kRows; ++row) halves[size_t(p.a.swizzled(row, k)) / 2] = half(p.type, a_of(row, k));
+  for (int k = 0; k < kGroupDepth; ++k) {
+    for (int row = 0; row < kGroupRows; ++row) halves[size_t(p.a.swizzled(row, k)) / 2] = half(p.type, a_of(row, k));
     for (int column = 0; column < p.columns; ++column) {
       halves[size_t(p.a.bytes() + p.b.swizzled(column, k)) / 2] = half(p.type, b_of(k, column));
     }
@@ -100,9 +55,9 @@ Words tiles(const Product& p) {
 }
 
 // [step, thread, word]
-Words fragments_of_a(const Product& p) {
+Words fragments_of_a(const GroupProduct& p) {
   std::vector<uint16_t> halves;
-  for (int n = 0; n < kDepth / 16 * 128 * 8; ++n) {
+  for (int n = 0; n < kGroupDepth / 16 * 128 * 8; ++n) {
     const int e = n % 8, thread = n / 8 % 128, step = n / 1024, lane = thread % 32;
     const int row = thread / 32 * 16 + lane / 4 + e / 2 % 2 * 8, k = step * 16 + lane % 4 * 2 + e % 2 + e / 4 * 8;
     halves.push_back(half(p.type, a_of(row, k)));
@@ -110,56 +65,6 @@ Words fragments_of_a(const Product& p) {
   Words words(halves.size() / 4);
   std::memcpy(words.data(), halves.data(), 2 * halves.size());
   return words;
-}
-
-std::string list(const std::string& name, int count) {
-  std::string all;
-  for (int n = 0; n < count; ++n) all += (n ? ", " : "{") + name + std::to_string(n);
-  return all + "}";
-}
-
-// %rd0: tiles; %rd1: D as the threads hold it; %rd2: A as they do. D holds 10 before.
-std::string body_of(const Product& p) {
-  const int bytes = p.a.bytes() + p.b.bytes();
-  const std::string sums = list("%d", p.columns / 2), size = std::to_string(bytes);
-  std::string body =
-      ".shared .align 1024 .b8 tiles[" + size + "]; .reg .f32 %d<128>; .reg .b32 %a<8>; .reg .pred %adds;\n" +
-      "mov.u32 %r1, %tid.x; mov.u32 %r2, tiles; shl.b32 %r3, %r1, 4;\n" + "LOOP: setp.ge.u32 %p1, %r3, " + size +
-      "; @%p1 bra DONE; cvt.u64.u32 %rd10, %r3; add.s64 %rd11, %rd0, "
-      "%rd10; ld.global.v4.u32 {%r10, %r11, %r12, %r13}, [%rd11];\n"
-      "add.u32 %r4, %r2, %r3; st.shared.v4.u32 [%r4], {%r10, %r11, %r12, %r13}; add.u32 %r3, %r3, 2048; bra "
-      "LOOP;\nDONE: fence.proxy.async.shared::cta; bar.sync 0;\n"
-      "shr.u32 %r5, %r2, 4; cvt.u64.u32 %rd12, %r5; mul.wide.u32 %rd13, %r1, 16; add.s64 %rd14, %rd2, %rd13;\n";
-  if (p.in_registers) {
-    body += "ld.global.v4.u32 {%a0, %a1, %a2, %a3}, [%rd14]; ld.global.v4.u32 {%a4, %a5, %a6, %a7}, [%rd14+2048];\n";
-  }
-  for (int n = 0; p.adds && n < p.columns / 2; ++n) body += "mov.f32 %d" + std::to_string(n) + ", 0f41200000; ";
-  body += "\nwgmma.fence.sync.aligned;\n";
-  for (int step = 0; step < kDepth / 16; ++step) {
-    const auto descriptor = [&](const std::string& name, const Layout& layout, int begin) {
-      body += "add.s64 " + name + ", %rd12, " + std::to_string((begin + layout.place(0, 16 * step)) / 16) +
-              "; or.b64 " + name + ", " + name + ", " + std::to_string(static_cast<int64_t>(layout.descriptor())) +
-              ";\n";
-    };
-    descriptor("%rd20", p.a, 0);
-    descriptor("%rd21", p.b, p.a.bytes());
-    body += "setp.ne.b32 %adds, " + std::to_string(p.adds || step > 0) + ", 0;\n" +
-            "wgmma.mma_async.sync.aligned.m64n" + std::to_string(p.columns) + "k16.f32." + p.type + "." + p.type + " " +
-            sums + ", ";
-    const std::string first = std::to_string(4 * step);
-    body += p.in_registers ? "{%a" + std::to_string(4 * step) + ", %a" + std::to_string(4 * step + 1) + ", %a" +
-                                 std::to_string(4 * step + 2) + ", %a" + std::to_string(4 * step + 3) + "}"
-                           : "%rd20";
-    body += ", %rd21, %adds, " + std::to_string(p.scale_a) + ", " + std::to_string(p.scale_b);
-    if (!p.in_registers) body += ", " + std::to_string(p.a.transposed);
-    body += ", " + std::to_string(p.b.transposed) + ";\n";
-  }
-  body += "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\nmul.wide.u32 %rd15, %r1, " +
-          std::to_string(2 * p.columns) + "; add.s64 %rd16, %rd1, %rd15;\n";
-  for (int n = 0; n < p.columns / 2; ++n) {
-    body += "st.global.f32 [%rd16+" + std::to_string(4 * n) + "], %d" + std::to_string(n) + ";\n";
-  }
-  return body;
 }
 
 class Warpgroup : public ::testing::Test {
@@ -178,19 +83,19 @@ class Warpgroup : public ::testing::Test {
     }
   }
 
-  static void check(Product p) {
+  static void check(GroupProduct p) {
     p.b.rows = p.columns;
-    std::vector<Words> buffers = {tiles(p), Words(static_cast<size_t>(32 * p.columns)), fragments_of_a(p)};
+    std::vector<Words> buffers = {tiles(p), Words(static_cast<size_t>(32 * p.columns), kTwoTens), fragments_of_a(p)};
     SCOPED_TRACE(p.name());
     run(body_of(p), buffers);
-    std::vector<float> got(static_cast<size_t>(kRows * p.columns));
+    std::vector<float> got(static_cast<size_t>(kGroupRows * p.columns));
     std::memcpy(got.data(), buffers[1].data(), 4 * got.size());
     for (int thread = 0; thread < 128; ++thread) {
       for (int n = 0; n < p.columns / 2; ++n) {
         const int row = thread / 4 % 8 + n / 2 % 2 * 8 + thread / 32 * 16;
         const int column = n / 4 * 8 + thread % 4 * 2 + n % 2;
         int want = p.adds ? 10 : 0;
-        for (int k = 0; k < kDepth; ++k) want += p.scale_a * p.scale_b * a_of(row, k) * b_of(k, column);
+        for (int k = 0; k < kGroupDepth; ++k) want += p.scale_a * p.scale_b * a_of(row, k) * b_of(k, column);
         ASSERT_EQ(got[static_cast<size_t>(thread * (p.columns / 2) + n)], static_cast<float>(want))
             << row << ", " << column;
       }
@@ -277,7 +182,7 @@ void Warpgroup::products() {
   for (int columns = 8; columns <= 256; columns += 8) {
     for (const char* type : {"bf16", "f16"}) {
       for (const bool in_registers : {false, true}) {
-        Product p;
+        GroupProduct p;
         p.type = type, p.columns = columns, p.in_registers = in_registers;
         p.adds = columns % 16 == 0, p.b.transposed = columns % 64 == 0;
         check(p);
@@ -303,7 +208,7 @@ TEST_F(Warpgroup, ReadsEveryLayout) {
     for (const int width : {1, 2, 4, 8}) {
       for (const bool a_transposed : {false, true}) {
         for (const bool b_transposed : {false, true}) {
-          Product p;
+          GroupProduct p;
           p.columns = columns, p.adds = false;
           p.a.width = width, p.a.transposed = a_transposed;
           p.b.width = width, p.b.transposed = b_transposed;
@@ -319,7 +224,7 @@ TEST_F(Warpgroup, ReadsEveryLayout) {
 TEST_F(Warpgroup, Negates) {
   for (const int scale_a : {1, -1}) {
     for (const int scale_b : {1, -1}) {
-      Product p;
+      GroupProduct p;
       p.scale_a = scale_a, p.scale_b = scale_b;
       check(p);
     }
