@@ -123,11 +123,12 @@ struct Sqrt {
 struct ReciprocalSqrt {
   static double of(double a) { return 1 / std::sqrt(a); }
 };
-struct Exp2 {  // rounded towards zero, since an H100's results are too small by half an ulp on average
+struct Exp2 {  // rounded towards zero, since an H100's results are too small by half an ulp on average; but to infinity
   static double of(double a) {
     const double exact = std::exp2(a);
     const auto nearest = static_cast<float>(exact);
-    return static_cast<double>(static_cast<double>(nearest) > exact ? std::nextafter(nearest, 0.0f) : nearest);
+    const bool above = std::isfinite(nearest) && static_cast<double>(nearest) > exact;
+    return static_cast<double>(above ? std::nextafter(nearest, 0.0f) : nearest);
   }
 };
 struct Log2 {
