@@ -1,6 +1,6 @@
 // Forward of many queries, whose scores are nothing but products, on 9.0: FlashAttention-2 (attention_forward.cuh) by warpgroups
 // (warpgroup.cuh), kGroups of which compute, each with
-//   Q_i [64, D]  K_j, V_j [64, D]  S, P [64, 64]  O [64, D]  m, l, L [64]
+//   Q_i [64, D]  K_j, V_j [kKeys, D]  S, P [64, kKeys]  O [64, D]  m, l, L [64]
 // and one more copies K and V to where those find them (FlashAttention-3, arXiv:2407.08608, algorithms 1 and 2). S of tile j and
 // P V of tile j - 1 are computed at once, and the weights of j are made of S while P V goes on.
 #pragma once
@@ -10,9 +10,13 @@
 
 namespace polyhead::cuda {
 
+// Of a tile: as many as there are registers for, beside O, and of float16 the rest of P.
+template <class T, int kD>
+constexpr int kKeysOfGroups = kD == 64 && !T::kRestOfWeights ? 128 : 64;
+
 template <class T, int kD, int kGroups>
 struct GroupsMemory {
-  static constexpr int kRows = kGroups * kGroupRows, kKeys = 64, kStages = 4;
+  static constexpr int kRows = kGroups * kGroupRows, kKeys = kKeysOfGroups<T, kD>, kStages = kKeys > 64 ? 3 : 4;
 
   // K of a tile, and V of that before it.
   struct Stage {
@@ -66,7 +70,7 @@ class GroupsCopies : GroupsBlock<T, kD, kGroups> {
       Base::kStages;
   using Loaders = Threads<kGroupThreads>;
   static constexpr int kPiece = 16 / sizeof(T), kPieces = kD / kPiece, kStep = kGroupThreads / kPieces;
-  static constexpr int kInFlight = 2;  // stages
+  static constexpr int kInFlight = kStages - 2;  // stages
 
  public:
   __device__ GroupsCopies(const Problem& problem, typename Base::Memory& memory)
@@ -262,14 +266,16 @@ class GroupsForward : GroupsBlock<T, kD, kGroups> {
 
   // S = -inf at the keys that a row does not see
   __device__ void hide(int j) {
+    const int of_lane = j + lane % 4 * 2;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const Keys seen = shared.of_row[local_row(r)];
+      const int first = seen.first - of_lane, last = seen.last - of_lane;
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if (!seen.hold(j + n * 8 + lane % 4 * 2 + e)) S[n][2 * r + e] = -INFINITY;
+          if (8 * n + e < first || 8 * n + e >= last) S[n][2 * r + e] = -INFINITY;
         }
       }
     }

@@ -122,6 +122,24 @@ __device__ inline void multiply_rows_async(float (&c)[8][4], uint64_t a, uint64_
   }
 }
 
+// C [64, 128] likewise.
+template <class T>
+__device__ inline void multiply_rows_async(float (&c)[16][4], uint64_t a, uint64_t b, bool add) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    asm volatile(
+        "{.reg .pred add; setp.ne.b32 add, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " POLYHEAD_D64 ", %64, %65, add, 1, 1, 0, 0;}"
+        : POLYHEAD_C8(0), POLYHEAD_C8(8)
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+  } else {
+    asm volatile(
+        "{.reg .pred add; setp.ne.b32 add, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " POLYHEAD_D64 ", %64, %65, add, 1, 1, 0, 0;}"
+        : POLYHEAD_C8(0), POLYHEAD_C8(8)
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+  }
+}
+
 // C [64, 64 or 128] += A B of A in registers: rows of B are the terms.
 template <class T>
 __device__ inline void multiply_weights_async(float (&c)[8][4], const unsigned (&a)[4], uint64_t b) {
