@@ -2,8 +2,9 @@
 
     cuda_peers.py [--out FOLDER] [--rounds 20]
 
-Rows of KERNELS.md's table: 16,384 tokens of 2,048 channels, full and causal, forward and backward. Contenders take turns;
-a call is timed by events, milliseconds are the median of the rounds. Without a GPU it says so and does nothing.
+Rows of KERNELS.md's table: 16,384 tokens of 2,048 channels, full and causal, forward and backward; and steps of decoding, a
+query of each sequence over many keys. Contenders take turns; a call is timed by events, milliseconds are the median of the rounds.
+Without a GPU it says so and does nothing.
 """
 
 import argparse
@@ -27,6 +28,11 @@ def problems():
             yield dtype, head_dim, seqlen, causal
 
 
+def decoding_problems():
+    """(batch, heads, heads of keys, keys), bfloat16 of 128 columns"""
+    return (1, 32, 8, 32768), (16, 32, 8, 8192), (64, 32, 32, 2048), (64, 32, 8, 8192), (256, 32, 8, 1024)
+
+
 def flops(head_dim, seqlen, causal, backward):
     pairs = TOKENS * seqlen * (CHANNELS // head_dim) / (2 if causal else 1)
     return pairs * head_dim * (10 if backward else 4)
@@ -44,24 +50,25 @@ def milliseconds(torch, run):
 class Contender:
     """One way to compute a problem: `forward()` and `backward()`, or why it cannot."""
 
-    def __init__(self, torch, name, tensors, grad_out, causal):
+    def __init__(self, torch, name, tensors, grad_out, causal, grouped=False):
         import polyhead.torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         self.torch, self.name, self.times, self.why_not = torch, name, {False: [], True: []}, ""
         self.grad_out = grad_out
-        self.inputs = [x.detach().clone().requires_grad_() for x in tensors]
+        self.inputs = [x.detach().clone().requires_grad_(grad_out is not None) for x in tensors]
+        options = {"is_causal": causal, "enable_gqa": grouped}
         if name == OURS:
-            self.attend = lambda: polyhead.torch.scaled_dot_product_attention(*self.inputs, is_causal=causal)
+            self.attend = lambda: polyhead.torch.scaled_dot_product_attention(*self.inputs, **options)
         else:
             def attend():
                 with sdpa_kernel(getattr(SDPBackend, name)):
-                    return torch.nn.functional.scaled_dot_product_attention(*self.inputs, is_causal=causal)
+                    return torch.nn.functional.scaled_dot_product_attention(*self.inputs, **options)
 
             self.attend = attend
         try:
             self.out = self.attend()
-            self.grads = self.gradients()
+            self.grads = self.gradients() if grad_out is not None else ()
             torch.cuda.synchronize()
         except (RuntimeError, ValueError) as error:
             self.why_not = str(error).splitlines()[0]
@@ -72,7 +79,8 @@ class Contender:
     def time(self):
         with self.torch.no_grad():
             self.times[False].append(milliseconds(self.torch, self.attend))
-        self.times[True].append(milliseconds(self.torch, self.gradients))
+        if self.grad_out is not None:
+            self.times[True].append(milliseconds(self.torch, self.gradients))
 
 
 def measure(torch, problem, rounds):
@@ -81,7 +89,19 @@ def measure(torch, problem, rounds):
     shape = (TOKENS // seqlen, CHANNELS // head_dim, seqlen, head_dim)
     torch.manual_seed(0)
     *tensors, grad_out = [torch.randn(shape, device="cuda").to(getattr(torch, dtype)) for _ in range(4)]
-    contenders = {name: Contender(torch, name, tensors, grad_out, causal) for name in COLUMNS}
+    return take_turns({name: Contender(torch, name, tensors, grad_out, causal) for name in COLUMNS}, rounds)
+
+
+def measure_decoding(torch, problem, rounds):
+    """The same of a step of decoding."""
+    batch, heads, heads_kv, keys = problem
+    torch.manual_seed(0)
+    shapes = (batch, heads, 1, 128), (batch, heads_kv, keys, 128), (batch, heads_kv, keys, 128)
+    tensors = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
+    return take_turns({name: Contender(torch, name, tensors, None, False, heads_kv < heads) for name in COLUMNS}, rounds)
+
+
+def take_turns(contenders, rounds):
     can = [each for each in contenders.values() if not each.why_not]
     for round_ in range(rounds + 3):
         for each in can:
@@ -116,6 +136,16 @@ def rows_of(problem, contenders):
         yield f"| {what} | " + " | ".join(cells) + f" | {ratio} | {difference(contenders)} |"
 
 
+def row_of_decoding(problem, contenders):
+    batch, heads, heads_kv, keys = problem
+    times = {name: statistics.median(each.times[False]) for name, each in contenders.items() if not each.why_not}
+    gigabytes = 2 * batch * heads_kv * keys * 128 * 2 / 1e9
+    cells = [f"{gigabytes / times[name] * 1e3:.0f}" if name in times else "-" for name in COLUMNS]
+    best = min((ms for name, ms in times.items() if name != OURS), default=None)
+    ratio = f"{best / times[OURS]:.2f}x" if best and OURS in times else "-"
+    return f"| {batch} | {heads} / {heads_kv} | {keys} | " + " | ".join(cells) + f" | {ratio} | {difference(contenders)} |"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, help="a folder for DATE-GPU-cuda.md; default: print it")
@@ -145,6 +175,16 @@ def main():
         lines += rows_of(problem, contenders)
         print(lines[-2], lines[-1], sep="\n", file=sys.stderr)
         reasons |= {f"{name}, {problem[0]}": each.why_not for name, each in contenders.items() if each.why_not}
+    lines += [
+        "", "A step of decoding, bfloat16, head_dim 128: GB/s of keys and values.", "",
+        "| batch | heads | keys | " + " | ".join(COLUMNS) + " | ratio | largest difference |",
+        "|--:|--:|--:|" + "--:|" * (len(COLUMNS) + 2),
+    ]  # fmt: skip
+    for problem in decoding_problems():
+        contenders = measure_decoding(torch, problem, options.rounds)
+        lines.append(row_of_decoding(problem, contenders))
+        print(lines[-1], file=sys.stderr)
+        reasons |= {f"{name}, decoding": each.why_not for name, each in contenders.items() if each.why_not}
     lines += ["", *(f"- {who}: {why}" for who, why in reasons.items())]
     text = "\n".join(lines).rstrip("\n") + "\n"
     if options.out is None:
