@@ -53,7 +53,7 @@ class Forward {
  public:
   __device__ Forward(const Problem& problem, ForwardMemory<T, kD>& memory)
       : p(problem), shared(memory), lane(static_cast<int>(threadIdx.x) % 32), warp(static_cast<int>(threadIdx.x) / 32) {
-    const OwnRows own(p, false, tile_queries());
+    const OwnRows own(p, false, tile_queries(), beside_groups() ? Sequences::kShort : Sequences::kAll);
     b = own.b, h = own.h, query = own.first;
     h_kv = h / static_cast<int>(p.heads / p.heads_kv);
     if (takes_scores()) rows[0].l = rows[1].l = T::kOnTensorCores ? power_for(0) : 1;
@@ -61,6 +61,7 @@ class Forward {
 
   __device__ void run() {
     const Band band(p, b);
+    if (beside_groups() && band.rows_q > kBlockRows) return;
     const int64_t end_q = query + tile_queries() < band.queries ? query + tile_queries() : band.queries;
     const Range of_first = band.keys_of(query), of_last = band.keys_of(end_q - 1);
     // Keys that some query of the tile sees, or of these the block's part.
@@ -124,6 +125,8 @@ class Forward {
   }
 
  private:
+  // Whether warpgroups compute the long sequences.
+  __device__ bool beside_groups() const { return !kOptions && p.group_blocks > 0; }
   __device__ bool takes_scores() const { return kOptions && !p.softmax; }
   __device__ bool drops() const { return kOptions && p.dropout.on; }
   __device__ bool drops_late() const { return drops() && p.softmax; }  // when weights meet V

@@ -376,12 +376,13 @@ class GroupsForward : GroupsBlock<T, kD, kGroups> {
   float sums[1][4] = {};  // of P, eight times
 };
 
-// What lies in shared memory but tiles.
+// What lies in shared memory but tiles. Returns whether the block owns rows.
 template <class T, int kD, int kGroups>
-__device__ void prepare_groups(const Problem& p, GroupsMemory<T, kD, kGroups>& shared) {
+__device__ bool prepare_groups(const Problem& p, GroupsMemory<T, kD, kGroups>& shared) {
   using Memory = GroupsMemory<T, kD, kGroups>;
   const int thread = static_cast<int>(threadIdx.x), group = thread / kGroupThreads;
-  const WideBlock block(p, Memory::kRows);
+  const WideBlock block(p, Memory::kRows, Sequences::kLong);
+  if (block.band.rows_q <= kBlockRows || block.own.first >= block.band.rows_q) return false;
   if (thread == 0) shared.block = block;
   if (thread < Memory::kStages) {
     shared.full[thread].init(kGroupThreads / 32);
@@ -400,12 +401,13 @@ __device__ void prepare_groups(const Problem& p, GroupsMemory<T, kD, kGroups>& s
   }
   show_to_products();
   __syncthreads();
+  return true;
 }
 
 template <class T, int kD, int kGroups>
 __device__ void forward_by_groups(const Problem& p, GroupsMemory<T, kD, kGroups>& shared) {
   constexpr int kRegistersOfCopies = kGroups > 2 ? 32 : 24, kRegistersOfProducts = kGroups > 2 ? 160 : 240;
-  prepare_groups(p, shared);
+  if (!prepare_groups(p, shared)) return;
   const int group = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
   if (group == kGroups) {
     take_registers_from_group<kRegistersOfCopies>();

@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   if (n >= rows) return;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t i = n % p.seqlen_q, h = n / p.seqlen_q % p.heads, b = n / p.seqlen_q / p.heads;
+  if (p.group_blocks > 0 && rows_of_sequence(p, i) > kBlockRows) return;
   const RowParts parts(p, n);
   const RowSums sums = parts.merged();
   const FinishedRow<true> finished(p, h, sums);
@@ -93,7 +94,10 @@ cudaError_t launch_merge(const Problem& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_forward(const Problem& p, const ProgramKernels& of_program, cudaStream_t stream) {
-  if (p.groups) return launch_forward_groups(p, stream);
+  if (p.group_blocks > 0) {
+    const cudaError_t error = launch_forward_groups(p, stream);
+    if (error != cudaSuccess || !p.packed) return error;
+  }
   const cudaError_t error = with_elements(p.elements, [&]<class T>(T) {
     return with_columns(columns_of(p), [&]<int kD>() { return launch_kernel<T, kD>(p, of_program.forward, stream); });
   });

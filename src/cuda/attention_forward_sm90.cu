@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kGroupsThreads, 1) forward_groups_kernel(const
 
 template <class T, int kD>
 cudaError_t launch_groups(const Problem& p, cudaStream_t stream) {
-  return launch_block(reinterpret_cast<const void*>(forward_groups_kernel<T, kD>), p.query_blocks, kGroupsThreads,
+  return launch_block(reinterpret_cast<const void*>(forward_groups_kernel<T, kD>), p.group_blocks, kGroupsThreads,
                       sizeof(GroupsMemory<T, kD, kForwardGroups>), stream, p);
 }
 

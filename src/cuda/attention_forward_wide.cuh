@@ -38,7 +38,8 @@ struct WideBlock {
   int h_kv;                  // the head of the keys
   int64_t first_element[2];  // of the sequence's K and V, where they are not in pages
 
-  __device__ WideBlock(const Problem& p, int rows) : own(p, false, rows), band(p, own.b) {
+  __device__ WideBlock(const Problem& p, int rows, Sequences sequences = Sequences::kAll)
+      : own(p, false, rows, sequences), band(p, own.b) {
     const int64_t first = own.first, end = first + rows < band.queries ? first + rows : band.queries;
     const Range of_first = band.keys_of(first), of_last = band.keys_of(end - 1);
     of_all = {of_last.first, of_first.last, band.keys};

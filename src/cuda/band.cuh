@@ -34,17 +34,36 @@ __device__ inline int64_t first_row(const Integers& cu_seqlens, int64_t batch, i
   return first < 0 ? 0 : first < total ? first : total;
 }
 
+// Of how many rows that sequence of queries is that row i belongs to.
+__device__ inline int64_t rows_of_sequence(const Problem& p, int64_t i) {
+  const auto first = [&](int64_t b) { return first_row(p.cu_seqlens_q, p.batch, b, p.seqlen_q); };
+  int64_t b = 0;
+  for (int64_t above = p.batch + 1; b + 1 < above;) {
+    const int64_t middle = b + (above - b) / 2;
+    (first(middle) <= i ? b : above) = middle;
+  }
+  return first(b + 1) - first(b);
+}
+
+// Whose rows the blocks of a kernel of forward own, of packed sequences: Problem::group_blocks.
+enum class Sequences { kAll, kLong, kShort };
+
 // The sequence and head of a block, and the first of `rows` rows that it owns. What is longest under a causal mask begins first: the
 // last queries, the first keys.
 struct OwnRows {
   int b, h;
   int64_t first;
 
-  __device__ OwnRows(const Problem& p, bool keys, int rows = kBlockRows) {
+  __device__ OwnRows(const Problem& p, bool keys, int rows = kBlockRows, Sequences sequences = Sequences::kAll) {
     // A grid has fewer than 2^31 blocks, some for each head and sequence: divisions of 32 bits, which are short.
-    const auto tile_heads = static_cast<unsigned>(keys ? 1 : p.tile_heads);
+    const bool are_long = sequences == Sequences::kLong;
+    const auto tile_heads = static_cast<unsigned>(keys || are_long ? 1 : p.tile_heads);
     const unsigned heads = static_cast<unsigned>(keys ? p.heads_kv : p.heads) / tile_heads,
-                   blocks = (keys ? p.key_blocks : p.query_blocks) / heads, of_head = blockIdx.x / heads;
+                   blocks = (keys       ? p.key_blocks
+                             : are_long ? p.group_blocks
+                                        : p.query_blocks) /
+                            heads,
+                   of_head = blockIdx.x / heads;
     const unsigned n = keys ? of_head : blocks - 1 - of_head;
     h = static_cast<int>((blockIdx.x - of_head * heads) * tile_heads);
     if (!p.packed) {
@@ -53,11 +72,18 @@ struct OwnRows {
       first = int64_t{tile} * rows;
       return;
     }
-    // Sequence b takes the blocks from first_row / rows + b on: it never has more than there are to the next one's.
+    if (sequences == Sequences::kShort && tile_heads == 1) {  // each has one
+      b = static_cast<int>(n);
+      first = 0;
+      return;
+    }
+    // Sequence b takes the blocks from first_row / rows + b on: it never has more than there are to the next one's. Likewise
+    // long ones, if that many of them are in front of it at most.
     const auto first_block = [&](int64_t sequence) {
       const int64_t row = keys ? first_row(p.cu_seqlens_k, p.batch, sequence, p.seqlen_k)
                                : first_row(p.cu_seqlens_q, p.batch, sequence, p.seqlen_q);
-      return row / rows + sequence;
+      const int64_t most_long = row / (kBlockRows + 1);
+      return row / rows + (are_long && most_long < sequence ? most_long : sequence);
     };
     b = 0;
     for (int above = static_cast<int>(p.batch) + 1; b + 1 < above;) {

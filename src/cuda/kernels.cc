@@ -188,24 +188,30 @@ bool is_wide(const AttentionDesc& desc, const Problem& problem) {
   return problem.key.in_pieces && problem.value.in_pieces && desc.page_size == 0;
 }
 
-// Whether warpgroups compute it, whose rows have other bits. Of packed sequences nobody knows here how many queries each has,
-// and what is beside a sequence must not matter: all, but where keys lie in pages, as in decoding.
-bool takes_groups(const AttentionDesc& desc, const Problem& problem) {
-  if (!is_plain(desc, problem) || problem.elements == Number::kFloat32 || !std::isfinite(problem.scale)) return false;
-  const bool many = desc.packed ? desc.page_size == 0 : desc.seqlen_q > kBlockRows && parts(desc) == 1;
-  return many && has_warpgroup_products();
+// Blocks of warpgroups, where they compute it: on 9.0. Their rows have other bits, so what is computed by them must not depend
+// on what is beside a sequence; of packed ones each is asked on the device how long it is.
+MemorySize group_blocks(const AttentionDesc& desc, const Problem& problem) {
+  constexpr int64_t kRows = kForwardGroups * kBlockRows;
+  if (!is_plain(desc, problem) || problem.elements == Number::kFloat32 || !std::isfinite(problem.scale)) return 0;
+  if (desc.seqlen_q <= kBlockRows || !has_warpgroup_products()) return 0;
+  if (!desc.packed) return parts(desc) > 1 ? 0 : query_blocks(desc, kRows);
+  const int64_t most_long = std::min(desc.batch, desc.seqlen_q / (kBlockRows + 1));  // see OwnRows
+  return MemorySize(desc.num_heads) * MemorySize(desc.seqlen_q / kRows + most_long + 1);
 }
 
 // How the blocks of threads of forward share queries and keys.
 void set_blocks(const AttentionDesc& desc, Problem* p) {
-  p->groups = takes_groups(desc, *p);
-  p->parts = p->groups ? 1 : parts(desc);
-  p->tile_heads = p->groups ? 1 : tile_heads(desc);
-  p->wide = !p->groups && is_wide(desc, *p);
-  const int columns = tile_columns(std::max(p->head_dim, p->head_dim_v));
-  const MemorySize blocks = p->groups ? query_blocks(desc, kForwardGroups * kBlockRows)
-                            : p->wide ? query_blocks(desc, wide_rows(p->elements, columns))
-                                      : shared_blocks(desc, p->tile_heads);
+  p->group_blocks = static_cast<unsigned>(group_blocks(desc, *p).value());
+  const bool beside_groups = p->group_blocks > 0, few = queries_of_sequence(desc) <= kBlockRows;
+  p->parts = beside_groups && !few ? 1 : parts(desc);
+  p->tile_heads = tile_heads(desc);
+  p->wide = !beside_groups && is_wide(desc, *p);
+  MemorySize blocks = shared_blocks(desc, p->tile_heads);
+  if (p->wide) {
+    blocks = query_blocks(desc, wide_rows(p->elements, tile_columns(std::max(p->head_dim, p->head_dim_v))));
+  } else if (beside_groups && p->tile_heads == 1) {
+    blocks = MemorySize(desc.num_heads) * MemorySize(desc.batch + 1);  // of short sequences, see OwnRows
+  }
   p->query_blocks = static_cast<unsigned>(blocks.value());
 }
 

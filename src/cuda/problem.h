@@ -104,7 +104,10 @@ struct Problem {
 
   // In forward: attention_forward_wide.cuh, or attention_forward_float32.cuh. In backward: attention_backward_float32.cuh.
   bool wide = false;
-  bool groups = false;  // in forward: attention_forward_groups.cuh
+
+  // Blocks of threads of attention_forward_groups.cuh in forward, if it is taken. Of packed sequences it takes those of more than
+  // kBlockRows rows, and attention_forward.cuh the others.
+  unsigned group_blocks = 0;
 
   // Query heads whose queries share a tile in forward, side by side: a group that reads the same keys, or 1.
   int64_t tile_heads = 1;
