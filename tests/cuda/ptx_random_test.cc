@@ -131,6 +131,31 @@ TEST(RandomInstructions, AgreeWithAGpu) {
     GTEST_SKIP() << why_not << ": " << all.size() << " instructions were computed by the interpreter alone";
 }
 
+// What weights are made of: how much too large they are on average, by how large the exponent is, tells what all of them share.
+TEST(RandomInstructions, PowersOfTwoErrByTheirExponents) {
+  const std::string statement = "ex2.approx.ftz.f32 d, a", why_not = Driver::why_not();
+  std::mt19937_64 random(1);
+  for (const double most : {-16.0, -8.0, -4.0, -2.0, -1.0, -0.5, -0.25, -0.0625, -0x1p-12, 0x1p-12, 0.5, 2.0, 8.0}) {
+    std::vector<Words> buffers = {Words(3 * kOperands), Words(2 * kOperands)};
+    std::uniform_real_distribution<double> between(std::min(most, most / 2), std::max(most, most / 2));
+    for (size_t n = 0; n < buffers[0].size(); n += 3) buffers[0][n] = f(static_cast<float>(between(random)));
+    double means[2] = {};
+    for (const bool gpu : {false, true}) {
+      if (gpu && !why_not.empty()) continue;
+      const std::string body = body_of(statement, true);
+      const std::vector<Words> after =
+          gpu ? run<DeviceKernel>(body, buffers, kBlocks) : run<OneKernel>(body, buffers, kBlocks);
+      for (size_t n = 0; n < kOperands; ++n) {
+        const double exact = std::exp2(as_float(buffers[0][3 * n], "f32").value);
+        means[gpu] += (as_float(after[1][2 * n], "f32").value / exact - 1) * 0x1p24 / static_cast<double>(kOperands);
+      }
+    }
+    std::printf("2^x, x from %g to %g: the interpreter's is %.2f 2^-24 too large on average, the GPU's %.2f\n",
+                most / 2, most, means[0], means[1]);
+  }
+  if (!why_not.empty()) GTEST_SKIP() << why_not << ": computed by the interpreter alone";
+}
+
 // Sums of tensor cores are rounded in a way of their own, which the interpreter has from an H100; others' are near.
 TEST(RandomInstructions, MatricesAgreeWithAGpu) {
   const std::string why_not = Driver::why_not();
