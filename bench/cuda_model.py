@@ -34,7 +34,7 @@ class Gpu:
     """Cycles that a pipe takes for one instruction of a warp, of each of a multiprocessor's four schedulers."""
 
     name: str
-    arch: int
+    arch: str
     multiprocessors: int
     ghz: float
     mma: float  # m16n8k16 with sums in float32; m16n8k8 half of it
@@ -47,8 +47,8 @@ class Gpu:
 
 # NVIDIA A100 and H100 whitepapers: throughput of a multiprocessor, clocks of the SXM boards. H100's mma.sync reaches 62 % of what
 # wgmma does (arXiv:2402.13499, table 7): 4 cycles become 6.4.
-A100 = Gpu("A100", 80, 108, 1.41, 8, 2, 2, 8, {"bfloat16": 312, "float16": 312, "float32": 19.5}, 2.04)
-H100 = Gpu("H100", 90, 132, 1.83, 6.4, 1, 2, 8, {"bfloat16": 989, "float16": 989, "float32": 62}, 3.35)
+A100 = Gpu("A100", "80", 108, 1.41, 8, 2, 2, 8, {"bfloat16": 312, "float16": 312, "float32": 19.5}, 2.04)
+H100 = Gpu("H100", "90", 132, 1.83, 6.4, 1, 2, 8, {"bfloat16": 989, "float16": 989, "float32": 62}, 3.35)
 GOALS = {("bfloat16", 128, "forward"): 330, ("bfloat16", 128, "backward"): 280, ("float32", 128, "forward"): 40}  # on H100
 
 FLOAT32 = ("FFMA", "FADD", "FMUL", "IMAD")  # IMAD is the multiplier's

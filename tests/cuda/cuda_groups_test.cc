@@ -2,7 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <functional>
+#include <numeric>
+#include <random>
 #include <string_view>
 #include <utility>
 
@@ -140,6 +144,54 @@ TEST_F(CudaGroups, GivePackedSequencesTheBitsThatTheyHaveAlone) {
           << "sequence " << n;
     }
     for (size_t at = static_cast<size_t>(starts.back()) * row; at < out.size(); ++at) EXPECT_EQ(out[at], 0);
+  }
+}
+
+float number_of_bits(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+
+// More keys than a block has room for at once, and some that nobody of a block sees; one value is NaN.
+TEST_F(CudaGroups, AgreeWithOtherGpusOnManyKeys) {
+  for (const auto& [dim, in_pages] : {std::pair(64, false), {64, true}, {72, false}, {72, true}}) {
+    AttentionDesc desc = small();
+    desc.packed = desc.causal = true;
+    desc.align = Align::kBottomRight;
+    desc.window_left = 400;
+    desc.num_heads_kv = 1;
+    desc.num_heads = 2;
+    desc.seqlen_q = 200;
+    desc.seqlen_k = in_pages ? 600 : 1100;  // 500 and 600
+    desc.head_dim = desc.head_dim_v = dim;
+    if (in_pages) desc.page_size = 50, desc.num_pages = 24, desc.has_seqlens_k = true;
+    Call call(desc);
+    for (Tensor* t : {&call.args.query, &call.args.key, &call.args.value}) set_random(*t);
+    static_cast<uint16_t*>(call.args.value.data)[450 * dim + 1] = 0x7fc0;
+    set_integers(call.args.cu_seqlens_q, {0, 70, 200});
+    if (in_pages) {
+      std::vector<int64_t> pages(24);
+      std::iota(pages.begin(), pages.end(), 0);
+      std::shuffle(pages.begin() + 10, pages.end(), std::mt19937(1));
+      set_integers(call.args.page_table, pages);
+      set_integers(call.args.seqlens_k, {500, 600});
+    } else {
+      set_integers(call.args.cu_seqlens_k, {0, 500, 1100});
+    }
+    simulate(8, 0, 163);
+    EXPECT_FALSE(is_by_groups(computed(desc, call.args)));
+    const std::vector<uint16_t> want = bits_of(call.args.out);
+    simulate(9, 0, 227);
+    EXPECT_TRUE(is_by_groups(computed(desc, call.args)));
+    const std::vector<uint16_t> got = bits_of(call.args.out);
+    int nans = 0;
+    for (size_t n = 0; n < want.size(); ++n) {
+      const float x = number_of_bits(want[n]), y = number_of_bits(got[n]);
+      EXPECT_EQ(std::isnan(x), std::isnan(y)) << n;
+      if (std::isnan(x)) {
+        ++nans;
+      } else {
+        EXPECT_NEAR(x, y, 0x1p-7f * std::fabs(x) + 0x1p-9f) << n;
+      }
+    }
+    EXPECT_EQ(nans, 2 * 50);  // of the first 70 queries those from 20 on
   }
 }
 

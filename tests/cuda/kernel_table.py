@@ -19,18 +19,25 @@ import tempfile
 import sass
 
 TABLES = {family: pathlib.Path(__file__).with_name(f"kernels_{family}.txt") for family in ("forward", "backward", "linear")}
-COMPARED = (("forward<BFloat16, 128, 0>", 80), ("gemm<BFloat16, 128, 128, 1, 0>", 80))  # what ptxas is asked of each time
-OPCODES = ("HMMA", "LDSM", "LDGSTS", "LDS", "FFMA", "MUFU", "LDL")
+# What ptxas is asked of each time.
+COMPARED = (("forward<BFloat16, 128, 0>", "80"), ("gemm<BFloat16, 128, 128, 1, 0>", "80"), ("forward_groups<BFloat16, 128>", "90a"))
+OPCODES = ("HGMMA", "HMMA", "LDSM", "LDGSTS", "LDS", "FFMA", "MUFU", "LDL")
 COLUMNS = ("arch", "registers", "spilled", "shared", "blocks", "loop", *OPCODES)
 
 # Of a multiprocessor: bytes of shared memory, those that one block may have, blocks, threads. CUDA C++ Programming
 # Guide, "Technical Specifications per Compute Capability".
 LIMITS = {
-    80: (164 << 10, 163 << 10, 32, 2048),
-    89: (100 << 10, 99 << 10, 24, 1536),
-    90: (228 << 10, 227 << 10, 32, 2048),
-    100: (228 << 10, 227 << 10, 32, 2048),
+    "80": (164 << 10, 163 << 10, 32, 2048),
+    "89": (100 << 10, 99 << 10, 24, 1536),
+    "90": (228 << 10, 227 << 10, 32, 2048),
+    "90a": (228 << 10, 227 << 10, 32, 2048),
+    "100": (228 << 10, 227 << 10, 32, 2048),
 }
+
+
+def architectures(name):
+    """Those that an object's kernels are compiled for."""
+    return ("90a",) if name.endswith("_sm90") else tuple(arch for arch in LIMITS if arch != "90a")
 
 
 def ptx_of(object_file):
@@ -51,7 +58,7 @@ def name_of(mangled):
 def fingerprint(ptx):
     """Of the instructions alone: not of lines, comments and names that tell where the source lay."""
     code = ptx.split("\n.section")[0]
-    code = re.sub(r"_GLOBAL__N__\w+?_sm80_cu_[0-9a-f]{8}", "", code)
+    code = re.sub(r"_GLOBAL__N__\w+?_sm[89]0_cu_[0-9a-f]{8}", "", code)
     lines = (line.strip() for line in code.splitlines())
     kept = "\n".join(line for line in lines if line and not line.startswith((".loc", ".file", "//")))
     return hashlib.sha256(kept.encode()).hexdigest()[:16]
@@ -65,6 +72,11 @@ def told_shared(ptx):
         bytes_told = re.search(r"dynamic_shared_bytes, (\d+);", body)
         found[mangled] = int(bytes_told.group(1)) if bytes_told else 0
     return found
+
+
+def told_threads(ptx):
+    """Threads of a block of each kernel."""
+    return {mangled: int(threads) for mangled, threads in re.findall(r"\.entry (\w+)\([^{]*?\.maxntid (\d+)", ptx)}
 
 
 def resident_blocks(arch, registers, shared, threads=128):
@@ -90,6 +102,8 @@ def compiled(ptx, arch, cubin, *options):
     source.write_text(ptx)
     told = {}
     words = run("ptxas", "-v", f"-arch=sm_{arch}", *options, source, "-o", cubin)
+    if serialized := re.search(r".*wgmma.*serialized.*", words):  # products that wait for each other
+        sys.exit(serialized.group())
     for part in words.split("Function properties for ")[1:]:
         frame, stores, loads = map(int, re.search(r"(\d+) bytes stack.* (\d+) bytes spill st.* (\d+) b", part).groups())
         shared = re.search(r"(\d+) bytes smem", part)
@@ -111,11 +125,11 @@ def loop_counts(nvdisasm, cubin):
 
 def rows_of(ptx, arch, nvdisasm, folder):
     cubin = folder / "kernels.cubin"
-    resources, shared = compiled(ptx, arch, cubin), told_shared(ptx)
+    resources, shared, threads = compiled(ptx, arch, cubin), told_shared(ptx), told_threads(ptx)
     counts = loop_counts(nvdisasm, cubin)
     for mangled, (registers, spilled, of_kernel) in resources.items():
         all_shared = shared[mangled] + of_kernel
-        blocks = resident_blocks(arch, registers, all_shared)
+        blocks = resident_blocks(arch, registers, all_shared, threads[mangled])
         yield name_of(mangled), (arch, registers, spilled, all_shared, blocks, *counts[mangled])
 
 
@@ -133,19 +147,19 @@ def family_of(name):
 def write(family, texts, nvdisasm):
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
-        for ptx in texts.values():
-            for arch in LIMITS:
+        for of_object, ptx in texts.items():
+            for arch in architectures(of_object):
                 for name, row in rows_of(ptx, arch, nvdisasm, pathlib.Path(folder)):
                     rows.setdefault(name, []).append(row)
     prints = [f"# {name} {fingerprint(ptx)}" for name, ptx in texts.items()]
     lines = [
-        "# Written by kernel_table.py: what ptxas makes of the kernels' PTX (compute_80). `spilled`: bytes, of registers or",
-        "# the stack; `shared`: bytes of a block; `blocks`: that a multiprocessor holds at once, 128 threads each; `loop`: SASS",
+        "# Written by kernel_table.py: what ptxas makes of the kernels' PTX (compute_80, compute_90a). `spilled`: bytes, of registers",
+        "# or the stack; `shared`: bytes of a block; `blocks`: that a multiprocessor holds at once; `loop`: SASS",
         "# instructions of a warp in one round of the main loop, where all is seen (sass.py), of which those beside it;",
         "# LDGSTS, copies in loops of their own: of the kernel's whole code.",
         "# forward<elements, columns, options>, backward<elements, columns, pass, float32 gradients, options>,",
         "# backward_plain<elements, columns, pass over keys>, backward_wide<columns, pass over keys>, gemm<elements, rows,",
-        "# columns, terms inside: of A, of B>, few_rows<elements, terms inside of B>. 512 columns stand for all above 256.",
+        "# columns, terms inside: of A, of B>, forward_groups<elements, columns>, few_rows<elements, terms inside of B>. 512 columns stand for all above 256.",
         f"# ptxas {release()}",
         *prints,
         f"{'':36}" + "".join(f"{column:>10}" for column in COLUMNS),
@@ -163,8 +177,8 @@ def committed():
         head = [line[2:] for line in lines if line.startswith("# ")]
         heads += head
         for line in lines[len(head) + 1 :]:
-            numbers = [int(word) for word in line[36:].split()]
-            rows[line[:36].strip(), numbers[0]] = dict(zip(COLUMNS[1:], numbers[1:]))
+            arch, *numbers = line[36:].split()
+            rows[line[:36].strip(), arch] = dict(zip(COLUMNS[1:], map(int, numbers)))
     return heads, rows
 
 
@@ -180,9 +194,9 @@ def compare(texts):
     for (name, arch), row in rows.items():
         linear = name.partition("<")[0] in ("append", "copy_tokens", "read_tokens", "gemm", "few_rows", "pointwise", "merge_sums", "norm_forward",
                                             "norm_backward", "norm_parameters")  # fmt: skip
-        in_pairs = name.startswith("backward_plain<") and (arch != 89 or ", 64," in name)
+        in_pairs = name.startswith("backward_plain<") and (arch != "89" or ", 64," in name)
         narrow = not name.startswith("backward_plain<") and name.endswith(" 0>") and "<Float16" not in name
-        plain = linear or in_pairs or narrow or name.startswith(("forward_stored<", "forward_wide<", "backward_wide<"))
+        plain = linear or in_pairs or narrow or name.startswith(("forward_stored<", "forward_wide<", "backward_wide<")) or "_groups<" in name
         if row["spilled"] and plain:
             wrong.append(f"{name}, sm_{arch}: {row['spilled']} bytes are spilled")
     for kernel, arch in COMPARED:

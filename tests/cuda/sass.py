@@ -3,7 +3,7 @@
 import collections
 import re
 
-PRODUCTS = ("HMMA", "FFMA")  # of tensor cores, if there are any in a loop; else of the others
+PRODUCTS = ("HGMMA", "HMMA", "FFMA")  # of tensor cores, if there are any in a loop; else of the others
 WORK = ("MUFU.EX2", "LDGSTS")  # exponentials, and what the next rounds read: how opcodes begin
 FEWEST_PRODUCTS = 8  # of a main loop's round
 _LINE = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(@!?\w+\s+)?([A-Z0-9_.]+)(.*)")
