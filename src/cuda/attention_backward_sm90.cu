@@ -5,6 +5,9 @@
 namespace polyhead::cuda {
 namespace {
 
+static_assert(sizeof(BackwardGroupsMemory<Float16, 128, true, backward_groups(128, true)>) <= kGroupBytes);
+static_assert(sizeof(BackwardGroupsMemory<Float16, 128, false, backward_groups(128, false)>) <= kGroupBytes);
+
 template <class T, int kD, bool kKeys>
 __global__ void __launch_bounds__((backward_groups(kD, kKeys) + 1) * kGroupThreads, 1)
     backward_groups_kernel(const __grid_constant__ BackwardProblem problem) {

@@ -6,6 +6,8 @@ namespace polyhead::cuda {
 namespace {
 
 constexpr int kGroupsThreads = (kForwardGroups + 1) * kGroupThreads;
+static_assert(sizeof(GroupsMemory<Float16, 128, kForwardGroups>) <= kGroupBytes);
+static_assert(sizeof(GroupsMemory<BFloat16, 64, kForwardGroups>) <= kGroupBytes);
 
 template <class T, int kD>
 __global__ void __launch_bounds__(kGroupsThreads, 1) forward_groups_kernel(const __grid_constant__ Problem problem) {

@@ -12,6 +12,7 @@
 namespace polyhead::cuda {
 
 constexpr int kGroupThreads = 128, kGroupRows = 64;
+constexpr int kGroupBytes = 227 * 1024;  // of shared memory, that a block may have on 9.0
 
 // Rows of a matrix as such products read them: panels of 64 columns, each with its rows of 128 bytes one behind the other, in which
 // piece c of row r lies at c ^ (r % 8).
