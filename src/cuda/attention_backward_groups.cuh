@@ -57,7 +57,6 @@ template <class T, int kD, bool kKeys, int kGroups>
 class BackwardGroupsCopies : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
   using Base = BackwardGroupsBlock<T, kD, kKeys, kGroups>;
   using Base::p, Base::shared, Base::lane, Base::stages, Base::place_of, Base::columns_of, Base::kStages;
-  using Loaders = Threads<kGroupThreads>;
   static constexpr int kInFlight = kStages - 2;  // stages
 
  public:
@@ -85,7 +84,7 @@ class BackwardGroupsCopies : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
     for (int n = 0; n < 2; ++n) {
       const Rows& from = kKeys ? (n == 0 ? p.key : p.value) : (n == 0 ? p.query : p.grad_out);
       load_rows_apart(shared.own[n], from, columns_of(n), own.b * from.batch + own.h * from.head + row * from.row, end,
-                      Loaders());
+                      OneGroup());
     }
   }
 
@@ -95,8 +94,8 @@ class BackwardGroupsCopies : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
     const auto& others = shared.others;
     const int64_t row = int64_t{place.tile} * kGroupRows, end = others.rows - row;
     if constexpr (kKeys) {
-      const int x = Loaders::number() % kGroupRows;
-      const bool of_L = Loaders::number() < kGroupRows;
+      const int x = OneGroup::number() % kGroupRows;
+      const bool of_L = OneGroup::number() < kGroupRows;
       const Statistic& of = of_L ? p.logsumexp : p.delta;
       const int64_t at = (of_L ? others.first_L : others.first_delta) + place.head * of.head + (row + x) * of.row;
       copy_float((of_L ? shared.L : shared.delta)[n % kStages] + x, of.data + (x < end ? at : 0), x < end);
@@ -105,7 +104,7 @@ class BackwardGroupsCopies : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
     for (int m = 0; m < 2; ++m) {
       const Rows& from = others.matrix(p, m);
       load_rows_apart(shared.stages[n % kStages][m], from, columns_of(m),
-                      others.first_element[m] + place.head * from.head + row * from.row, end, Loaders());
+                      others.first_element[m] + place.head * from.head + row * from.row, end, OneGroup());
     }
   }
 
@@ -126,9 +125,9 @@ class BackwardGroupsCopies : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
     constexpr int kPieces = kD / (16 / sizeof(T)), kStep = kGroupThreads / kPieces;
     unsigned bad = 0;
     for (int m = 0; m < (kKeys ? 2 : 1); ++m) {
-      for (int row = Loaders::number() / kPieces; row < kGroupRows; row += kStep) {
+      for (int row = OneGroup::number() / kPieces; row < kGroupRows; row += kStep) {
         const uint4 words =
-            *reinterpret_cast<uint4*>(shared.stages[n % kStages][m].piece(row, Loaders::number() % kPieces));
+            *reinterpret_cast<uint4*>(shared.stages[n % kStages][m].piece(row, OneGroup::number() % kPieces));
         bad |= not_finite<T>(words.x) | not_finite<T>(words.y) | not_finite<T>(words.z) | not_finite<T>(words.w);
       }
     }
@@ -159,9 +158,7 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
       if (shared.not_finite[n % kStages] == n + 1) {
         step_carefully(n, now);
       } else if (now) {
-        make_factors(n);
-        begin_sums(n);
-        wait_for_products_before<0>();
+        step(n);
       }
       shared.free[n % kStages].arrive(lane);
     }
@@ -231,8 +228,11 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
     }
   }
 
-  // S <- P and dP <- dS, or what is transposed
-  __device__ void make_factors(int n) {
+  // Weights and their gradients as they are rounded, and of float16 what that left.
+  struct BothFactors {
+    Factors P[2], dS[2];
+  };
+  __device__ void make_factors(BothFactors& to, int n) {
     begin_products();
     product(S, n, 0);
     product(dP, n, 1);
@@ -240,33 +240,36 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
     weights(n);
     wait_for_products_before<0>();
     gradients(n);
+    if constexpr (kKeys) round(S, to.P[0], to.P[1]);
+    round(dP, to.dS[0], to.dS[1]);
   }
 
-  __device__ void begin_sums(int n) {
-    Factors P[2], dS[2];  // as they are rounded, and of float16 what that left
-    if constexpr (kKeys) round(S, P[0], P[1]);
-    round(dP, dS[0], dS[1]);
+  __device__ void sum(const BothFactors& factors, int n) {
     begin_products();
-    if constexpr (kKeys) multiply(sums[1], P, n, 1);
-    multiply(sums[0], dS, n, 0);
+    if constexpr (kKeys) multiply(sums[1], factors.P, n, 1);
+    multiply(sums[0], factors.dS, n, 0);
     commit_products();
+    wait_for_products_before<0>();
+  }
+
+  __device__ void step(int n) {
+    BothFactors factors;
+    make_factors(factors, n);
+    sum(factors, n);
   }
 
   // Of others with infinities or NaNs, which are zeros for their sums, and are added to the rows that see them. Groups that see
   // none of them take part.
   __device__ void step_carefully(int n, bool sees_some) {
-    if (sees_some) {
-      make_factors(n);
-    } else {
-#pragma unroll
-      for (int e = 0; e < 4 * kBlocks; ++e) S[e / 4][e % 4] = dP[e / 4][e % 4] = 0;
-    }
+    BothFactors factors = {};
     unsigned positive = 0;
+    if (sees_some) {
+      make_factors(factors, n);
 #pragma unroll
-    for (int e = 0; e < 4 * kBlocks && kKeys; ++e) positive |= S[e / 4][e % 4] > 0 ? 1u << e : 0;
+      for (int e = 0; e < 4 * kBlocks && kKeys; ++e) positive |= S[e / 4][e % 4] > 0 ? 1u << e : 0;
+    }
     clear_others(n);
-    begin_sums(n);
-    wait_for_products_before<0>();
+    sum(factors, n);
     if constexpr (kKeys) add_not_finite(sums[1], n, 1, positive);
     add_not_finite(sums[0], n, 0, 0);
   }
@@ -335,8 +338,10 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
   __device__ void clear_others(int n) {
     constexpr int kComputing = kGroups * kGroupThreads;
     wait_for_group(kComputingBarrier, kComputing);
+#pragma unroll 1
     for (int m = 0; m < (kKeys ? 2 : 1); ++m) {
       auto& tile = shared.stages[n % kStages][m];
+#pragma unroll 1
       for (int at = static_cast<int>(threadIdx.x); at < kGroupRows * kD / (16 / static_cast<int>(sizeof(T)));
            at += kComputing) {
         auto* piece = const_cast<uint4*>(&tile.any_piece(at));

@@ -5,23 +5,25 @@
 namespace polyhead::cuda {
 namespace {
 
-static_assert(sizeof(BackwardGroupsMemory<Float16, 128, true, backward_groups(128, true)>) <= kGroupBytes);
-static_assert(sizeof(BackwardGroupsMemory<Float16, 128, false, backward_groups(128, false)>) <= kGroupBytes);
+template <class T, int kD, bool kKeys>
+constexpr int kGroups = backward_groups(std::is_same_v<T, Float16> ? Number::kFloat16 : Number::kBFloat16, kD, kKeys);
+template <class T, int kD, bool kKeys>
+using Memory = BackwardGroupsMemory<T, kD, kKeys, kGroups<T, kD, kKeys>>;
+static_assert(sizeof(Memory<Float16, 128, true>) <= kGroupBytes && sizeof(Memory<Float16, 128, false>) <= kGroupBytes);
 
 template <class T, int kD, bool kKeys>
-__global__ void __launch_bounds__((backward_groups(kD, kKeys) + 1) * kGroupThreads, 1)
+__global__ void __launch_bounds__((kGroups<T, kD, kKeys> + 1) * kGroupThreads, 1)
     backward_groups_kernel(const __grid_constant__ BackwardProblem problem) {
-  backward_by_groups(problem, dynamic_shared<BackwardGroupsMemory<T, kD, kKeys, backward_groups(kD, kKeys)>>());
+  backward_by_groups(problem, dynamic_shared<Memory<T, kD, kKeys>>());
 }
 
 template <class T, int kD, bool kKeys>
 cudaError_t launch_pass(const BackwardProblem& problem, unsigned blocks, cudaStream_t stream) {
-  constexpr int kGroups = backward_groups(kD, kKeys);
   if (blocks == 0) return cudaSuccess;
   BackwardProblem p = problem;
   (kKeys ? p.key_blocks : p.query_blocks) = blocks;
   return launch_block(reinterpret_cast<const void*>(backward_groups_kernel<T, kD, kKeys>), blocks,
-                      (kGroups + 1) * kGroupThreads, sizeof(BackwardGroupsMemory<T, kD, kKeys, kGroups>), stream, p);
+                      (kGroups<T, kD, kKeys> + 1) * kGroupThreads, sizeof(Memory<T, kD, kKeys>), stream, p);
 }
 
 template <class T, int kD>

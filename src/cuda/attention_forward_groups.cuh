@@ -68,7 +68,6 @@ class GroupsCopies : GroupsBlock<T, kD, kGroups> {
   using Base = GroupsBlock<T, kD, kGroups>;
   using Base::p, Base::shared, Base::lane, Base::tiles, Base::key_of, Base::in_pages, Base::is_cut, Base::kKeys,
       Base::kStages;
-  using Loaders = Threads<kGroupThreads>;
   static constexpr int kPiece = 16 / sizeof(T), kPieces = kD / kPiece, kStep = kGroupThreads / kPieces;
   static constexpr int kInFlight = kStages - 2;  // stages
 
@@ -80,7 +79,7 @@ class GroupsCopies : GroupsBlock<T, kD, kGroups> {
     if (tiles == 0) return;  // nobody waits for Q, where rows of O are on their way out
     const WideBlock& block = shared.block;
     load_rows_apart(shared.Q, p.query, p.head_dim, block.first_query(p), block.band.queries - block.own.first,
-                    Loaders());
+                    OneGroup());
     for (int t = 0; t <= tiles + kInFlight; ++t) {
       if (t <= tiles) {
         if (t >= kStages) shared.free[t % kStages].wait(t / kStages - 1);
@@ -115,10 +114,10 @@ class GroupsCopies : GroupsBlock<T, kD, kGroups> {
     if (in_pages()) {
       load_rows(
           tile, rows, columns,
-          [&](int n) { return n < keys ? row_at(rows, block.h_kv, shared.places.of(j + n)) : kNoRow; }, Loaders());
+          [&](int n) { return n < keys ? row_at(rows, block.h_kv, shared.places.of(j + n)) : kNoRow; }, OneGroup());
     } else {
       load_rows_apart(tile, rows, columns, block.first_element[value] + static_cast<int64_t>(j) * rows.row, keys,
-                      Loaders());
+                      OneGroup());
     }
   }
 

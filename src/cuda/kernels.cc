@@ -229,7 +229,7 @@ void set_backward_groups(const AttentionDesc& desc, BackwardProblem* p) {
   if (!is_plain(desc, *p) || p->elements == Number::kFloat32 || p->exact || desc.seqlen_q > kMostQueries) return;
   if (!has_warpgroup_products()) return;
   const int columns = tile_columns(std::max(p->head_dim, p->head_dim_v));
-  const auto rows = [&](bool keys) { return backward_groups(columns, keys) * kBlockRows; };
+  const auto rows = [&](bool keys) { return backward_groups(p->elements, columns, keys) * kBlockRows; };
   p->group_query_blocks = static_cast<unsigned>(query_blocks(desc, rows(false)).value());
   p->group_key_blocks = static_cast<unsigned>(key_blocks(desc, rows(true)).value());
 }

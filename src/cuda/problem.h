@@ -199,7 +199,9 @@ constexpr int wide_rows(Number elements, int columns) {
 constexpr int kForwardGroups = 3;  // warpgroups of a block in attention_forward_groups.cuh, 64 queries each
 
 // The same in attention_backward_groups.cuh, of a pass over keys or queries: as many as have registers for their sums.
-constexpr int backward_groups(int columns, bool keys) { return columns > 64 && keys ? 2 : 3; }
+constexpr int backward_groups(Number elements, int columns, bool keys) {
+  return keys && (columns > 64 || elements == Number::kFloat16) ? 2 : 3;
+}
 
 // Keys of a block of threads in attention_backward_float32.cuh.
 constexpr int wide_backward_keys(int columns) { return columns > 64 ? kBlockRows / 2 : kBlockRows; }

@@ -95,10 +95,14 @@ __device__ inline float element(const Rows& rows, int64_t n) {
 
 __device__ inline bool is_there(int64_t row) { return row != kNoRow; }
 
-// So many threads of a block, which take part: those from a multiple of them on.
-template <int kNumber>
-struct Threads {
-  __device__ static int number() { return static_cast<int>(threadIdx.x) % kNumber; }
+// Who takes part in filling a tile: all threads of a block, or a warpgroup of one.
+struct WholeBlock {
+  static constexpr int kThreads = kBlockThreads;
+  __device__ static int number() { return static_cast<int>(threadIdx.x); }
+};
+struct OneGroup {
+  static constexpr int kThreads = 128;
+  __device__ static int number() { return static_cast<int>(threadIdx.x) % kThreads; }
 };
 
 // The number in a column of the row that begins at element `row`.
@@ -138,11 +142,11 @@ __device__ void load_elements(Tile<T, kD, kRows, kLayout>& tile, const Rows& row
 
 // Row n of the tile from element row_at(n) of `rows` on, zeros if that is kNoRow, and from column `columns` on. Copies are
 // in flight until wait_for_copies() and a barrier.
-template <class T, int kD, int kRows, Layout kLayout, class RowAt, int kOfBlock = kThreads>
+template <class T, int kD, int kRows, Layout kLayout, class RowAt, class Who = WholeBlock>
 __device__ void load_rows(Tile<T, kD, kRows, kLayout>& tile, const Rows& rows, int columns, const RowAt& row_at,
-                          Threads<kOfBlock> threads = {}) {
-  constexpr int kPiece = Tile<T, kD>::kPiece, kPieces = kD / kPiece, kStep = kOfBlock / kPieces;
-  const int first = threads.number() / kPieces, c = threads.number() % kPieces;
+                          Who = {}) {
+  constexpr int kPiece = Tile<T, kD>::kPiece, kPieces = kD / kPiece, kStep = Who::kThreads / kPieces;
+  const int first = Who::number() / kPieces, c = Who::number() % kPieces;
 #pragma unroll 1
   for (int row = first; row < kRows; row += kStep) {
     const int64_t begin = row_at(row);
@@ -157,16 +161,16 @@ __device__ void load_rows(Tile<T, kD, kRows, kLayout>& tile, const Rows& rows, i
 }
 
 // The same of rows that lie rows.row apart, the first at element `begin`: zeros from row `end` of the tile on.
-template <class T, int kD, int kRows, Layout kLayout, class Index, int kOfBlock = kThreads>
+template <class T, int kD, int kRows, Layout kLayout, class Index, class Who = WholeBlock>
 __device__ void load_rows_apart(Tile<T, kD, kRows, kLayout>& tile, const Rows& rows, int columns, int64_t begin,
-                                Index end, Threads<kOfBlock> threads = {}) {
+                                Index end, Who = {}) {
   if (!rows.in_pieces) {
     load_rows(
-        tile, rows, columns, [&](int row) { return row < end ? begin + row * rows.row : kNoRow; }, threads);
+        tile, rows, columns, [&](int row) { return row < end ? begin + row * rows.row : kNoRow; }, Who());
     return;
   }
-  constexpr int kPiece = Tile<T, kD>::kPiece, kPieces = kD / kPiece, kStep = kOfBlock / kPieces;
-  const int first = threads.number() / kPieces, c = threads.number() % kPieces;
+  constexpr int kPiece = Tile<T, kD>::kPiece, kPieces = kD / kPiece, kStep = Who::kThreads / kPieces;
+  const int first = Who::number() / kPieces, c = Who::number() % kPieces;
   const T* from = static_cast<const T*>(rows.data) + (begin + first * rows.row + c * kPiece);
   int left = end < 0 || c * kPiece >= columns ? 0 : end < kRows ? static_cast<int>(end) : kRows;
   left -= first;
