@@ -1,4 +1,6 @@
 // The kernels of attention_backward_groups.cuh.
+#include <type_traits>
+
 #include "cuda/attention_backward_groups.cuh"
 #include "cuda/launch.h"
 

@@ -26,8 +26,7 @@ struct GroupsMemory {
   Stage stages[kStages];
   alignas(1024) T ones[8 * 64];  // eight rows of terms 1: their products with weights are sums of these
   Phases full[kStages], free[kStages];
-  int not_finite
-      [kStages];  // the last stage t whose V had an infinity or a NaN that some row must not see, in this place
+  int not_finite[kStages];  // the last stage there whose V had an infinity or a NaN that some row must not see
   WideBlock block;
   Keys of_group[kGroups];      // that some query of each sees
   Keys of_row[kRows];          // that each sees

@@ -48,7 +48,8 @@ __device__ inline void softmax_step(float (&S)[kBlocks][4], SoftmaxRow& row0, So
   row1.l = rounded_product(row1.l, alpha[1]) + sums[1];
 }
 
-// The same of scores that are S times `scale`, which is above 0, and m the largest S: what exp2 takes is one operation.
+// The same of scores that are S times `scale`, which is above 0, and m the largest S: what exp2 takes is one operation. l_rounded
+// is left to who multiplies the weights.
 template <class T, int kBlocks>
 __device__ inline void softmax_of_products(float (&S)[kBlocks][4], SoftmaxRow& row0, SoftmaxRow& row1,
                                            float (&alpha)[2], float scale) {
@@ -66,7 +67,6 @@ __device__ inline void softmax_of_products(float (&S)[kBlocks][4], SoftmaxRow& r
     power[r] = m[r] * factor;
     alpha[r] = exp2_approx((row.m - m[r]) * factor);
     row.m = largest;
-    row.l_rounded = rounded_product(row.l_rounded, alpha[r]);
   }
   constexpr float kFar = 1e38f;  // scores beyond may be no floats, times log2 e
   const bool far = !(fabsf(power[0]) < kFar && fabsf(power[1]) < kFar);

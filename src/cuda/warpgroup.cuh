@@ -3,15 +3,13 @@
 // in registers, in the fragments of mma.cuh.
 #pragma once
 
-#include <type_traits>
-
 #include "cuda/lane_rows.cuh"
 #include "cuda/mma.cuh"
 #include "cuda/tile.cuh"
 
 namespace polyhead::cuda {
 
-constexpr int kGroupThreads = 128, kGroupRows = 64;
+constexpr int kGroupThreads = OneGroup::kThreads, kGroupRows = 64;
 constexpr int kGroupBytes = 227 * 1024;  // of shared memory, that a block may have on 9.0
 
 // Rows of a matrix as such products read them: panels of 64 columns, each with its rows of 128 bytes one behind the other, in which
@@ -104,88 +102,62 @@ class Phases {
   "%41, "                                                                                                          \
   "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
 
-// C [64, 64] = A B^T, or if `add` C + A B^T, of rows A and B: columns of a panel are the terms.
+// C [64, 64 or 128] = A B^T, or if `add` C + A B^T, of rows A and B: columns of a panel are the terms.
 template <class T>
-__device__ inline void multiply_rows_async(float (&c)[8][4], uint64_t a, uint64_t b, bool add) {
-  constexpr bool kBFloat16 = std::is_same_v<T, BFloat16>;
-  if constexpr (kBFloat16) {
-    asm volatile(
-        "{.reg .pred add; setp.ne.b32 add, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " POLYHEAD_D32 ", %32, %33, add, 1, 1, 0, 0;}"
-        : POLYHEAD_C8(0)
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-  } else {
-    asm volatile(
-        "{.reg .pred add; setp.ne.b32 add, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " POLYHEAD_D32 ", %32, %33, add, 1, 1, 0, 0;}"
-        : POLYHEAD_C8(0)
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-  }
-}
+__device__ inline void multiply_rows_async(float (&c)[8][4], uint64_t a, uint64_t b, bool add);
+template <class T>
+__device__ inline void multiply_rows_async(float (&c)[16][4], uint64_t a, uint64_t b, bool add);
 
-// C [64, 128] likewise.
+// C [64, 64 or 128] += A B of A in registers: rows of B are the terms. C [64, 8] += A B^T of eight rows B.
 template <class T>
-__device__ inline void multiply_rows_async(float (&c)[16][4], uint64_t a, uint64_t b, bool add) {
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    asm volatile(
-        "{.reg .pred add; setp.ne.b32 add, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " POLYHEAD_D64 ", %64, %65, add, 1, 1, 0, 0;}"
-        : POLYHEAD_C8(0), POLYHEAD_C8(8)
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-  } else {
-    asm volatile(
-        "{.reg .pred add; setp.ne.b32 add, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " POLYHEAD_D64 ", %64, %65, add, 1, 1, 0, 0;}"
-        : POLYHEAD_C8(0), POLYHEAD_C8(8)
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-  }
-}
+__device__ inline void multiply_weights_async(float (&c)[8][4], const unsigned (&a)[4], uint64_t b);
+template <class T>
+__device__ inline void multiply_weights_async(float (&c)[16][4], const unsigned (&a)[4], uint64_t b);
+template <class T>
+__device__ inline void multiply_weights_async(float (&c)[1][4], const unsigned (&a)[4], uint64_t b);
 
-// C [64, 64 or 128] += A B of A in registers: rows of B are the terms.
-template <class T>
-__device__ inline void multiply_weights_async(float (&c)[8][4], const unsigned (&a)[4], uint64_t b) {
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " POLYHEAD_D32
-                 ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-                 : POLYHEAD_C8(0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  } else {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " POLYHEAD_D32
-                 ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-                 : POLYHEAD_C8(0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#define POLYHEAD_PRODUCTS(Type, name)                                                                                 \
+  template <>                                                                                                         \
+  __device__ inline void multiply_rows_async<Type>(float(&c)[8][4], uint64_t a, uint64_t b, bool add) {               \
+    asm volatile(                                                                                                     \
+        "{.reg .pred add; setp.ne.b32 add, %34, 0;\n"                                                                 \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " " POLYHEAD_D32 ", %32, %33, add, 1, 1, 0, 0;}"  \
+        : POLYHEAD_C8(0)                                                                                              \
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                                                \
+  }                                                                                                                   \
+  template <>                                                                                                         \
+  __device__ inline void multiply_rows_async<Type>(float(&c)[16][4], uint64_t a, uint64_t b, bool add) {              \
+    asm volatile(                                                                                                     \
+        "{.reg .pred add; setp.ne.b32 add, %66, 0;\n"                                                                 \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " " POLYHEAD_D64 ", %64, %65, add, 1, 1, 0, 0;}" \
+        : POLYHEAD_C8(0), POLYHEAD_C8(8)                                                                              \
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                                                \
+  }                                                                                                                   \
+  template <>                                                                                                         \
+  __device__ inline void multiply_weights_async<Type>(float(&c)[8][4], const unsigned(&a)[4], uint64_t b) {           \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " " POLYHEAD_D32                         \
+                 ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                                                           \
+                 : POLYHEAD_C8(0)                                                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                               \
+  }                                                                                                                   \
+  template <>                                                                                                         \
+  __device__ inline void multiply_weights_async<Type>(float(&c)[16][4], const unsigned(&a)[4], uint64_t b) {          \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " " POLYHEAD_D64                        \
+                 ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"                                                           \
+                 : POLYHEAD_C8(0), POLYHEAD_C8(8)                                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                               \
+  }                                                                                                                   \
+  template <>                                                                                                         \
+  __device__ inline void multiply_weights_async<Type>(float(&c)[1][4], const unsigned(&a)[4], uint64_t b) {           \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32." name "." name                                           \
+                 " {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;"                                               \
+                 : POLYHEAD_C(0)                                                                                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                               \
   }
-}
-template <class T>
-__device__ inline void multiply_weights_async(float (&c)[16][4], const unsigned (&a)[4], uint64_t b) {
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " POLYHEAD_D64
-                 ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-                 : POLYHEAD_C8(0), POLYHEAD_C8(8)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  } else {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " POLYHEAD_D64
-                 ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-                 : POLYHEAD_C8(0), POLYHEAD_C8(8)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-}
+POLYHEAD_PRODUCTS(BFloat16, "bf16")
+POLYHEAD_PRODUCTS(Float16, "f16")
 
-// C [64, 8] += A B^T of A in registers and eight rows B.
-template <class T>
-__device__ inline void multiply_weights_async(float (&c)[1][4], const unsigned (&a)[4], uint64_t b) {
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
-        : POLYHEAD_C(0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  } else {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
-                 : POLYHEAD_C(0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-}
-
+#undef POLYHEAD_PRODUCTS
 #undef POLYHEAD_C
 #undef POLYHEAD_C8
 #undef POLYHEAD_D32

@@ -8,24 +8,12 @@
 
 #include "agreement.h"
 #include "instruction_rows.h"
-#include "one_kernel.h"
 #include "statement.h"
-#ifdef POLYHEAD_ON_DEVICE
-#include "device_kernel.h"
-#endif
+#include "tested_kernel.h"
 
 namespace cuda_sim {
 namespace {
 
-#ifdef POLYHEAD_ON_DEVICE
-using TestedKernel = DeviceKernel;
-std::string why_not_here() { return Driver::why_not(); }
-bool is_hopper() { return Driver::get().capability == 90; }
-#else
-using TestedKernel = OneKernel;
-std::string why_not_here() { return ""; }
-bool is_hopper() { return true; }
-#endif
 using Words = OneKernel::Words;
 
 class Instructions : public ::testing::Test {

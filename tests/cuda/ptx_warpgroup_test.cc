@@ -7,25 +7,15 @@
 #include <set>
 
 #include "group_products.h"
-#include "one_kernel.h"
-#ifdef POLYHEAD_ON_DEVICE
-#include "device_kernel.h"
-#endif
+#include "tested_kernel.h"
 
 namespace cuda_sim {
 namespace {
 
-#ifdef POLYHEAD_ON_DEVICE
-using TestedKernel = DeviceKernel;
-std::string why_not_here() {
-  const std::string why_not = Driver::why_not();
-  if (!why_not.empty() || Driver::get().capability == 90) return why_not;
-  return "the GPU is not of compute capability 9.0";
+std::string why_no_warpgroups() {
+  const std::string why_not = why_not_here();
+  return !why_not.empty() || is_hopper() ? why_not : "the GPU is not of compute capability 9.0";
 }
-#else
-using TestedKernel = OneKernel;
-std::string why_not_here() { return ""; }
-#endif
 using Words = OneKernel::Words;
 
 constexpr uint64_t kTwoTens = 0x4120000041200000;  // of float32
@@ -70,7 +60,7 @@ Words fragments_of_a(const GroupProduct& p) {
 class Warpgroup : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (const std::string why = why_not_here(); !why.empty()) GTEST_SKIP() << why;
+    if (const std::string why = why_no_warpgroups(); !why.empty()) GTEST_SKIP() << why;
   }
 
   static void run(const std::string& body, std::vector<Words>& buffers) {
