@@ -162,14 +162,14 @@ inline TileView view_present(const HeadOptions& head, const QueryTile& tile, con
   return t;
 }
 
-// Of a softmax, or where the scores are the weights: each a function of its own, as in key_block.h; and so what most ask for,
-// scores that no option changes (Xeon: 1 % of backward).
-template <class Mac, bool kSoftmax, bool kPlain>
+// Of a softmax, or where the scores are the weights, and of each way to scores: functions of their own, as in key_block.h
+// (Xeon: 1 % of backward where the scores are the products).
+template <class Mac, bool kSoftmax, ScoreWay kWay>
 void weigh_part_of(const GradientHead& head, const GradientTile& tile, const KeyBlock& block, const BlockView& view,
                    const Part& part) {
   const Score& score = head.score;
   const F to_natural = broadcast(score.to_natural);
-  const bool masked = !kPlain && score.hides(view);
+  const bool masked = kWay != ScoreWay::kProducts && score.hides(view);
   float* const p_rows = head.p;  // here and below: after a store the compiler would load it anew
   RowsAhead* const ahead = head.ahead;
   const auto weigh = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
@@ -181,25 +181,31 @@ void weigh_part_of(const GradientHead& head, const GradientTile& tile, const Key
       for (int r = 0; r < kRows; ++r) {
         F p = s[r][v];
         if constexpr (kSoftmax) p = exp_of_weight(fms(p, to_natural, l));
-        if (masked) p = select(score.sees(view, key + r, at), p, broadcast(0.0f));
+        if (masked) p = select(score.sees<kWay>(view, key + r, at), p, broadcast(0.0f));
         store(p_rows + (key + r) * kTile + at, p);
       }
     }
   };
   const int64_t words = words_of(head.problem.head_dim, Mac::kElements);
-  const auto apply = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
-    if (ahead != nullptr) ahead->ask(kLinesAhead);
-    if constexpr (!kPlain) score.apply_and_keep(s, view, key, lane, head.view_memory->options);
+  const auto apply = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane)
+      __attribute__((always_inline)) {
+    score.apply_and_keep<kWay>(s, view, key, lane, head.view_memory->options);
   };
-  if (!kPlain && score.by_program) {
-    return score_by_program<Mac, kMostSums>(head, tile.query, words, block.key, view, part, *head.later, apply, weigh,
-                                            [](int, int) {});
+  const auto take = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) __attribute__((always_inline)) {
+    weigh(s, key, lane);
+    if (ahead != nullptr) ahead->ask(kLinesAhead);  // where no register holds a score
+  };
+  if constexpr (kWay == ScoreWay::kAny) {
+    if (score.by_program) {
+      return score_by_program<Mac, kMostSums>(head, tile.query, words, block.key, view, part, *head.later, apply, take,
+                                              [](int, int) {});
+    }
   }
   for_each_product<Mac, kMostSums>(
       tile.query, words, block.key, part, *head.later,
       [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
         apply(s, key, lane);
-        weigh(s, key, lane);
+        take(s, key, lane);
       },
       [](int, int) {});
 }
@@ -208,23 +214,21 @@ void weigh_part_of(const GradientHead& head, const GradientTile& tile, const Key
 template <class Mac>
 void weigh_part(const GradientHead& head, const GradientTile& tile, const KeyBlock& block, const BlockView& view,
                 const Part& part) {
-  if (!head.problem.softmax) return weigh_part_of<Mac, false, false>(head, tile, block, view, part);
-  if (head.score.plain(view)) return weigh_part_of<Mac, true, true>(head, tile, block, view, part);
-  weigh_part_of<Mac, true, false>(head, tile, block, view, part);
+  if (!head.problem.softmax) return weigh_part_of<Mac, false, ScoreWay::kAny>(head, tile, block, view, part);
+  head.score.with_way(view, [&]<ScoreWay kWay>() { weigh_part_of<Mac, true, kWay>(head, tile, block, view, part); });
 }
 
-// kPlain: no dropout either.
-template <class Mac, bool kSoftmax, bool kPlain, class Take, class Done>
+// kDrops: there may be dropout.
+template <class Mac, bool kSoftmax, ScoreWay kWay, bool kDrops, class Take, class Done>
 void differentiate_part_of(const GradientHead& head, const GradientTile& tile, const KeyBlock& block,
                            const BlockView& view, const Part& part, bool with_values, const Take& take,
                            const Done& done) {
   const int64_t words = with_values ? words_of(head.problem.head_dim_v, Mac::kElements) : 0;
-  const bool masked = !kPlain && head.score.hides(view), dropped = !kPlain && view.kept != nullptr;
+  const bool masked = kWay != ScoreWay::kProducts && head.score.hides(view), dropped = kDrops && view.kept != nullptr;
   const F drop_scale = broadcast(head.problem.dropout.scale);
   const float* const p_rows = head.p;
   RowsAhead* const ahead = head.ahead;
   const auto finish = [&]<int kRows, int kVecs_>(F(&dp)[kRows][kVecs_], int key, int lane) {
-    if (ahead != nullptr) ahead->ask(kLinesAhead);
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs_; ++v) {
       const int at = lane + v * kLanes;
@@ -242,11 +246,12 @@ void differentiate_part_of(const GradientHead& head, const GradientTile& tile, c
         }
         ds[r] = dp_r;
         if constexpr (kSoftmax) ds[r] = p[r] * (dp_r - delta);
-        if (masked) ds[r] = select(head.score.sees(view, key + r, at), ds[r], broadcast(0.0f));
+        if (masked) ds[r] = select(head.score.sees<kWay>(view, key + r, at), ds[r], broadcast(0.0f));
         if (dropped) p[r] = p[r] * kept;
       }
       take(p, ds, key, at);
     }
+    if (ahead != nullptr) ahead->ask(kLinesAhead);
   };
   for_each_product<Mac, kMostSums>(tile.grad_out, words, block.value, part, *head.later, finish, done);
 }
@@ -258,12 +263,15 @@ template <class Mac, class Take, class Done>
 void differentiate_part(const GradientHead& head, const GradientTile& tile, const KeyBlock& block,
                         const BlockView& view, const Part& part, bool with_values, const Take& take, const Done& done) {
   if (!head.problem.softmax) {
-    return differentiate_part_of<Mac, false, false>(head, tile, block, view, part, with_values, take, done);
+    return differentiate_part_of<Mac, false, ScoreWay::kAny, true>(head, tile, block, view, part, with_values, take,
+                                                                   done);
   }
-  if (head.score.plain(view) && view.kept == nullptr) {
-    return differentiate_part_of<Mac, true, true>(head, tile, block, view, part, with_values, take, done);
-  }
-  differentiate_part_of<Mac, true, false>(head, tile, block, view, part, with_values, take, done);
+  head.score.with_way(view, [&]<ScoreWay kWay>() {
+    if (kWay != ScoreWay::kAny && view.kept == nullptr) {
+      return differentiate_part_of<Mac, true, kWay, false>(head, tile, block, view, part, with_values, take, done);
+    }
+    differentiate_part_of<Mac, true, ScoreWay::kAny, true>(head, tile, block, view, part, with_values, take, done);
+  });
 }
 
 // The same, where ds is that of the scores that come to the program, if there is one, strip by strip as score_by_program;

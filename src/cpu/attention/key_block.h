@@ -51,8 +51,8 @@ KeyBlock load_block(const Head& head, int64_t first) {
   return block;
 }
 
-// Of a softmax, or where the scores are the weights: each a function of its own, which leaves the other as fast as it was.
-template <class Mac, class PMac, bool kSoftmax>
+// Of a softmax, or where the scores are the weights, and of each way to scores: functions of their own, as with_way says.
+template <class Mac, class PMac, bool kSoftmax, ScoreWay kWay>
 void weigh_keys(const Head& head, Tile& tile, const KeyBlock& block, const BlockView& view, const Part& part,
                 bool into_out) {
   const int64_t words = words_of(head.problem.head_dim, Mac::kElements);
@@ -70,19 +70,25 @@ void weigh_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
                                   part.begin / Mac::kElements, part.end / Mac::kElements, head.problem.head_dim_v,
                                   v_begin, v_end);
   };
-  const auto apply = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
-    head.scratch->ahead.ask();
-    head.score.apply(s, view, key, lane);
+  const auto apply = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane)
+      __attribute__((always_inline)) {
+    head.score.apply<kWay>(s, view, key, lane);
   };
-  if (head.score.by_program) {
-    return score_by_program<Mac, kForwardSums>(head, tile.query, words, block.key, view, part, *head.later, apply,
-                                               weigh, done);
+  const auto take = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) __attribute__((always_inline)) {
+    weigh(s, key, lane);
+    head.scratch->ahead.ask();  // where no register holds a score
+  };
+  if constexpr (kWay == ScoreWay::kAny) {
+    if (head.score.by_program) {
+      return score_by_program<Mac, kForwardSums>(head, tile.query, words, block.key, view, part, *head.later, apply,
+                                                 take, done);
+    }
   }
   for_each_product<Mac, kForwardSums>(
       tile.query, words, block.key, part, *head.later,
       [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
         apply(s, key, lane);
-        weigh(s, key, lane);
+        take(s, key, lane);
       },
       done);
 }
@@ -92,8 +98,11 @@ void weigh_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
 template <class Mac, class PMac>
 void score_keys(const Head& head, Tile& tile, const KeyBlock& block, const BlockView& view, const Part& part,
                 bool into_out) {
-  if (!head.problem.softmax) return weigh_keys<Mac, PMac, false>(head, tile, block, view, part, into_out);
-  weigh_keys<Mac, PMac, true>(head, tile, block, view, part, into_out);
+  if (!head.problem.softmax) {
+    return weigh_keys<Mac, PMac, false, ScoreWay::kAny>(head, tile, block, view, part, into_out);
+  }
+  head.score.with_way(
+      view, [&]<ScoreWay kWay>() { weigh_keys<Mac, PMac, true, kWay>(head, tile, block, view, part, into_out); });
 }
 
 }  // namespace

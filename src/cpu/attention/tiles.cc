@@ -58,6 +58,8 @@ TileTasks::TileTasks(const IsaFunctions& functions, const AttentionDesc& desc, c
       sequences_(sequences),
       num_threads_(num_threads),
       chunk_queries_(int64_t{tiles_per_task(functions, desc, num_threads)} * kTileQueries),
+      share_bias_(problem.bias.data != nullptr && problem.bias.stride_b == 0 && problem.bias.stride_q != 0 &&
+                  problem.group == 1),
       first_chunk_(static_cast<int64_t*>(memory)) {
   const Workspace workspace(functions, desc, num_threads);
   lanes_ = static_cast<char*>(memory) + workspace.lanes;
@@ -75,13 +77,14 @@ int64_t TileTasks::count() const {
   return of_head * desc_.num_heads;
 }
 
-// Heads one after the other, so that keys and values stay in the cache; the last queries of a head first, because causal
-// gives them the most work.
+// Heads one after the other, so that keys and values stay in the cache; or all sequences of a head, so that the bias that
+// they share does, which is larger. The last queries of a head first, because causal gives them the most work.
 TileTasks::At TileTasks::at(int64_t index) const {
   if (!desc_.packed) {
     const int64_t chunks = chunks_of(desc_.seqlen_q);
-    const int64_t head = index / chunks;
-    return {head / desc_.num_heads, head % desc_.num_heads, (chunks - 1 - index % chunks) * chunk_queries_};
+    const int64_t head = index / chunks, first_query = (chunks - 1 - index % chunks) * chunk_queries_;
+    if (share_bias_) return {head % desc_.batch, head / desc_.batch, first_query};
+    return {head / desc_.num_heads, head % desc_.num_heads, first_query};
   }
   const int64_t* next = std::upper_bound(first_chunk_, first_chunk_ + desc_.batch + 1, index / desc_.num_heads);
   const int64_t b = next - first_chunk_ - 1;

@@ -35,6 +35,7 @@ class TileTasks {
   const Sequences& sequences_;
   int num_threads_;
   int64_t chunk_queries_;  // of a task at most, padding included
+  bool share_bias_;        // sequences do, [queries, keys] of a head
   int64_t* first_chunk_;   // [batch + 1], only when packed: counts the chunks of a head in the sequences before
   char* lanes_;
   size_t lane_bytes_;

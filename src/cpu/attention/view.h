@@ -135,24 +135,23 @@ inline TileView view_block(const HeadOptions& head, const QueryTile& tile, int64
   t.view.first_query = tile.first_query;
   t.view.first_key = first_key;
   if (head.score.by_program) t.view.program_scores = program_memory(scratch.options).results;
-  const Keys keys{first_key, t.begin, t.end};
+  t.all = ranges.all_begin <= first_key && ranges.all_end >= first_key + num_keys && num_keys % kPartKeys == 0;
+  // Parts that start at groups must start where they would if a mask left out nothing, or a row's bits depended on others'.
+  const bool one_part = t.all && !option<ProgramMask>(head.score.options).on();
+  Keys keys{first_key, t.begin, t.end, one_part || kGroup % kNarrow == 0};
   if (!head.score.options.look(t.view.options, scratch.options, tile.queries(), keys)) {
     t.end = t.begin;
     return t;
   }
+  t.begin = keys.begin, t.end = keys.end;
   if (head.problem.dropout.scale != 1.0f) {
     const int64_t head_index = head.b * head.problem.num_heads + head.h;
     dropout_tile(scratch.kept, head.problem.dropout, static_cast<uint32_t>(head_index), tile.first_query, first_key,
                  t.begin, t.end, t.num_vecs);
     t.view.kept = scratch.kept;
   }
-  t.all = ranges.all_begin <= first_key && ranges.all_end >= first_key + num_keys && num_keys % kPartKeys == 0;
   const auto* const seen = view_of<ProgramMask>(head.score.options, t.view.options).seen;
-  if (t.all && seen == nullptr) {
-    t.begin = 0;
-    t.end = num_keys;
-    return t;
-  }
+  if (t.all && seen == nullptr) return t;
   t.all = false;
   block_ranges(scratch.ranges, ranges, first_key, kBlock);
   t.view.ranges = &scratch.ranges;

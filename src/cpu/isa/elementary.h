@@ -20,11 +20,12 @@ inline F exp2_fraction(F f) {
   return fma(p, f, broadcast(1.0f));
 }
 
-// 2^(x * factor), inf from 2^127.5 on. Exactly 0 below 2^-126 (no subnormal results: they slow some CPUs down by 100) and for
-// -inf; NaN stays NaN. The fraction comes from one fused operation, so a large product costs no precision.
+// 2^(x * factor), inf from 2^127.5 on. Exactly 0 below 2^-126 (no subnormal results: where one enters a product, some CPUs take
+// as long as for 100) and for -inf; NaN stays NaN. The fraction comes from one fused operation, so a large product costs no
+// precision.
 inline F exp2(F x, F factor) {
-  const F n = round_to_even(x * factor);
-  return scale_by_small_power(exp2_fraction(fms(x, factor, n)), n);
+  const F y = x * factor, n = round_to_even(y);
+  return scale_by_small_power(exp2_fraction(fms(x, factor, n)), n, y);
 }
 
 // e^x is this times 2^n. kLog2E alone is 1.3e-8 too small, which all results would share: e^-7 were 9e-8 too large.
@@ -35,14 +36,14 @@ inline F exp_fraction(F x, F n) {
 
 // e^x, likewise, but finite as long as floats are.
 inline F exp(F x) {
-  const F n = round_to_even(x * broadcast(kLog2E));
-  return scale_by_power(exp_fraction(x, n), n);
+  const F y = x * broadcast(kLog2E), n = round_to_even(y);
+  return scale_by_power(exp_fraction(x, n), n, y);
 }
 
 // e^x of weights, which are 1 at most: inf from 2^127.5 on, as exp2.
 inline F exp_of_weight(F x) {
-  const F n = round_to_even(x * broadcast(kLog2E));
-  return scale_by_small_power(exp_fraction(x, n), n);
+  const F y = x * broadcast(kLog2E), n = round_to_even(y);
+  return scale_by_small_power(exp_fraction(x, n), n, y);
 }
 
 // Natural logarithm of positive normal numbers; NaN stays NaN.

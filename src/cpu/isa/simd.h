@@ -8,14 +8,15 @@
 //   fma_broadcast(p, b, c) = *p * b + c, where POLYHEAD_HAS_FMA_BROADCAST: one instruction, as the compiler would not have it
 //   fma_lane<i>(a, b, c) = a * lane i of b + c, where POLYHEAD_HAS_FMA_LANE: one load brings kLanes scalars of b
 //   divide(x, divisor, reciprocal)              x / divisor, rounded once; reciprocal = 1 / divisor, computed before
-//   round_to_even, absolute                      scale_by_power(x, n) = x * 2^n for integer n; exactly 0 below n = -126
-//   scale_by_small_power(x, n)                   the same in fewer steps, but inf from n = 128 on
+//   round_to_even, absolute                      scale_by_power(x, n, y) = x * 2^n for integer n; exactly 0 where y < -126
+//   scale_by_small_power(x, n, y)                the same in fewer steps, but inf from n = 128 on
 //   mantissa in [1, 2), exponent                 of positive normal numbers
 //   outside(x, limit): below 0, above limit, or NaN
 //   less, equal -> M; both, either, negate, any, bits, mask_from_bits; select(m, a, b): a where m, else b
 //   multiply_wide(a, b, high, low)               32 x 32 -> 64 bits, unsigned; b the same in every lane
 //   load_bf16 load_f16 load_int8 load_bool store_bf16 store_f16     kLanes elements, converted (nearest even; NaN stays NaN)
 //   load_bf16_first(p, n) load_f16_first         as load_first
+//   nonzero_bytes(p)                             bit i tells whether byte i of 64 is not 0
 //   transpose(rows)                              kLanes x kLanes
 //   sums(rows)                                   lane i: the sum of the lanes of rows[i], the same tree for each
 //   load_quads(p) store_quads(p, x)             four neighbours at each of kLanes / 4 places; transpose_quads(rows) turns

@@ -54,9 +54,9 @@ inline M mask_from_bits(uint32_t b) {
   return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(b)), bit), bit));
 }
 
-inline F scale_by_power(F x, F n) {
+inline F scale_by_power(F x, F n, F y) {
   // Two factors, so that every n from -126 to 254 gives a finite power. n is an integer, or NaN, or -inf.
-  const M tiny = less(n, _mm256_set1_ps(-126.0f));
+  const M tiny = less(y, _mm256_set1_ps(-126.0f));
   const I e = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(n, _mm256_set1_ps(-126.0f)), _mm256_set1_ps(254.0f)));
   const I half = _mm256_srai_epi32(e, 1);
   const I bias = _mm256_set1_epi32(127);
@@ -64,10 +64,10 @@ inline F scale_by_power(F x, F n) {
   const F b = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(e, half), bias), 23));
   return _mm256_andnot_ps(tiny, _mm256_mul_ps(_mm256_mul_ps(x, a), b));
 }
-inline F scale_by_small_power(F x, F n) {
+inline F scale_by_small_power(F x, F n, F y) {
   const I e = _mm256_cvtps_epi32(_mm256_min_ps(n, _mm256_set1_ps(128.0f)));  // NaN -> 128; of tiny ones anything
   const F power = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(127)), 23));
-  return _mm256_andnot_ps(less(n, _mm256_set1_ps(-126.0f)), _mm256_mul_ps(x, power));
+  return _mm256_andnot_ps(less(y, _mm256_set1_ps(-126.0f)), _mm256_mul_ps(x, power));
 }
 inline F mantissa(F x) {
   const I word = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x007fffff));
@@ -118,6 +118,15 @@ inline F load_int8(const int8_t* p) {
 inline F load_bool(const uint8_t* p) {
   const I bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   return _mm256_and_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(bytes, _mm256_setzero_si256())), _mm256_set1_ps(1.0f));
+}
+inline uint64_t nonzero_bytes(const uint8_t* p) {
+  uint64_t zero = 0;
+  for (int half = 0; half < 2; ++half) {
+    const I bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32 * half));
+    const I equal = _mm256_cmpeq_epi8(bytes, _mm256_setzero_si256());
+    zero |= uint64_t{static_cast<uint32_t>(_mm256_movemask_epi8(equal))} << (32 * half);
+  }
+  return ~zero;
 }
 inline void store_bf16(uint16_t* p, F x) {
   const I word = _mm256_castps_si256(x);

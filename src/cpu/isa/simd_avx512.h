@@ -52,10 +52,10 @@ inline bool any(M m) { return m != 0; }
 inline uint32_t bits(M m) { return m; }
 inline M mask_from_bits(uint32_t b) { return static_cast<M>(b); }
 
-inline F scale_by_power(F x, F n) {
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), x, n);
+inline F scale_by_power(F x, F n, F y) {
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(y, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), x, n);
 }
-inline F scale_by_small_power(F x, F n) { return scale_by_power(x, n); }
+inline F scale_by_small_power(F x, F n, F y) { return scale_by_power(x, n, y); }
 inline F mantissa(F x) { return _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src); }
 inline F exponent(F x) { return _mm512_getexp_ps(x); }
 
@@ -107,6 +107,10 @@ inline F load_bool(const uint8_t* p) {  // 0 where the byte is 0, else 1
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm512_maskz_mov_ps(_mm_test_epi8_mask(bytes, bytes), _mm512_set1_ps(1.0f));
 }
+inline uint64_t nonzero_bytes(const uint8_t* p) {
+  const I bytes = _mm512_loadu_si512(p);
+  return _mm512_test_epi8_mask(bytes, bytes);
+}
 inline __m256i to_bf16(F x) {
 #ifdef __AVX512BF16__
   return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x));
@@ -124,7 +128,7 @@ inline void store_f16(uint16_t* p, F x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-inline void transpose(F (&r)[kLanes]) {
+__attribute__((always_inline)) inline void transpose(F (&r)[kLanes]) {  // in registers
   F t[kLanes];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i += 4) {

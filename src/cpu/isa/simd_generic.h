@@ -96,19 +96,19 @@ inline void multiply_wide(I a, I b, I& high, I& low) {
   }
 }
 
-inline F scale_by_power(F x, F n) {
+inline F scale_by_power(F x, F n, F y) {
   // Two factors, so that every n from -126 to 254 gives a finite power. n is an integer, or NaN, or -inf.
   const F low = broadcast(-126.0f), high = broadcast(254.0f);
   const F clamped = select(n > low, select(n < high, n, high), low);
   const I e = __builtin_convertvector(clamped, I);
   const I half = e >> 1;
   const F product = x * as_float((half + 127) << 23) * as_float((e - half + 127) << 23);
-  return as_float(~(n < low) & as_int(product));
+  return as_float(~(y < low) & as_int(product));
 }
-inline F scale_by_small_power(F x, F n) {
+inline F scale_by_small_power(F x, F n, F y) {
   const F low = broadcast(-126.0f), high = broadcast(128.0f);
   const I e = __builtin_convertvector(select(n > low, select(n < high, n, high), low), I);
-  return as_float(~(n < low) & as_int(x * as_float((e + 127) << 23)));
+  return as_float(~(y < low) & as_int(x * as_float((e + 127) << 23)));
 }
 inline F mantissa(F x) { return as_float((as_int(x) & 0x007fffff) | 0x3f800000); }
 inline F exponent(F x) { return to_float((shift_right<23>(as_int(x)) & 255) - 127); }
@@ -163,6 +163,11 @@ inline F load_f16_first(const uint16_t* p, int n) {
 inline F load_int8(const int8_t* p) { return to_float(I{p[0], p[1], p[2], p[3]}); }
 inline F load_bool(const uint8_t* p) {
   return F{p[0] ? 1.0f : 0.0f, p[1] ? 1.0f : 0.0f, p[2] ? 1.0f : 0.0f, p[3] ? 1.0f : 0.0f};
+}
+inline uint64_t nonzero_bytes(const uint8_t* p) {
+  uint64_t bits = 0;
+  for (int i = 0; i < 64; ++i) bits |= uint64_t{p[i] != 0} << i;
+  return bits;
 }
 inline void store_bf16(uint16_t* p, F x) {
   const U word = reinterpret_cast<U>(x);

@@ -87,19 +87,19 @@ inline void multiply_wide(I a, I b, I& high, I& low) {
   high = vuzp2q_s32(first, last);
 }
 
-inline F scale_by_power(F x, F n) {
+inline F scale_by_power(F x, F n, F y) {
   // Two factors, so that every n from -126 to 254 gives a finite power. n is an integer, or NaN, or -inf.
-  const M tiny = less(n, broadcast(-126.0f));
+  const M tiny = less(y, broadcast(-126.0f));
   const I e = vcvtq_s32_f32(vminnmq_f32(vmaxnmq_f32(n, broadcast(-126.0f)), broadcast(254.0f)));
   const I half = vshrq_n_s32(e, 1), bias = broadcast_int(127);
   const F a = vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(half, bias), 23));
   const F b = vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vsubq_s32(e, half), bias), 23));
   return as_float(vbicq_u32(as_bits(vmulq_f32(vmulq_f32(x, a), b)), tiny));
 }
-inline F scale_by_small_power(F x, F n) {
+inline F scale_by_small_power(F x, F n, F y) {
   const I e = vcvtq_s32_f32(vminnmq_f32(n, broadcast(128.0f)));  // NaN -> 128; of tiny ones anything
   const F power = vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(e, broadcast_int(127)), 23));
-  return as_float(vbicq_u32(as_bits(vmulq_f32(x, power)), less(n, broadcast(-126.0f))));
+  return as_float(vbicq_u32(as_bits(vmulq_f32(x, power)), less(y, broadcast(-126.0f))));
 }
 inline F mantissa(F x) {
   return as_float(vorrq_u32(vandq_u32(as_bits(x), vdupq_n_u32(0x007fffff)), vdupq_n_u32(0x3f800000)));
@@ -135,6 +135,16 @@ inline F load_bool(const uint8_t* p) {  // 0 where the byte is 0, else 1
   __builtin_memcpy(bytes, p, kLanes);
   const M x = vmovl_u16(vget_low_u16(vmovl_u8(vld1_u8(bytes))));
   return as_float(vandq_u32(vtstq_u32(x, x), as_bits(broadcast(1.0f))));
+}
+inline uint64_t nonzero_bytes(const uint8_t* p) {
+  const uint8x16_t bit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+  uint64_t bits = 0;
+  for (int n = 0; n < 4; ++n) {
+    const uint8x16_t bytes = vld1q_u8(p + 16 * n), own = vandq_u8(vtstq_u8(bytes, bytes), bit);
+    const uint32_t low = vaddv_u8(vget_low_u8(own)), high = vaddv_u8(vget_high_u8(own));
+    bits |= uint64_t{low | high << 8} << (16 * n);
+  }
+  return bits;
 }
 inline void store_bf16(uint16_t* p, F x) {
   const M word = as_bits(x);

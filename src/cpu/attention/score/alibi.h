@@ -49,6 +49,15 @@ struct Alibi : Option {
     return given ? s - broadcast(slope) * distance(at, view) : s;
   }
 
+  template <int kRows, int kVecs_>
+  __attribute__((always_inline)) void apply(F (&s)[kRows][kVecs_], float scale, const View& view, int key,
+                                            int lane) const {
+    for_each_product_of(
+        s, scale, [&](F x, int r, int v) __attribute__((always_inline)) {
+          return x - broadcast(slope) * distance(TilePlace{0, 0, key + r, lane + v * kLanes}, view);
+        });
+  }
+
   // What a score with gradient ds gives to the slope's.
   F slope_gradient(F ds, const TilePlace& at, const View& view) const {
     return broadcast(0.0f) - ds * distance(at, view);

@@ -70,7 +70,7 @@ struct OptionList<First, Rest...> {
     first.take_memory(own.first, memory, gradients);
     rest.take_memory(own.rest, memory, gradients);
   }
-  bool look(View& view, Memory& own, const Queries& queries, const Keys& keys) const {
+  bool look(View& view, Memory& own, const Queries& queries, Keys& keys) const {
     return first.look(view.first, own.first, queries, keys) && rest.look(view.rest, own.rest, queries, keys);
   }
   void look_row(View& view, int64_t query, int64_t first_key) const {

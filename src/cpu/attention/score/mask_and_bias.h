@@ -1,6 +1,8 @@
-// A boolean mask, and a bias that is added to the scores, as one number for each score: -inf where the mask hides.
+// A boolean mask, as a bit for each score; and a bias that is added to the scores, as a number for each, -inf where a mask
+// beside it hides.
 #pragma once
 
+#include "cpu/attention/score/bit_square.h"
 #include "cpu/attention/score/option.h"
 #include "cpu/isa/rows.h"
 
@@ -19,11 +21,14 @@ struct MaskAndBias : Option {
   int64_t first_mask_key;  // the mask tells of the keys from here on; those before it shows
 
   struct View {
-    const float* tile = nullptr;  // [key][query]; null: nothing is hidden and nothing added
-    bool one_row = false;         // of all queries: [key]
+    const float* tile = nullptr;      // [key][query]; null: nothing is added
+    bool one_row = false;             // of all queries: [key]
+    bool tile_hides = false;          // -inf may be among its numbers
+    const uint64_t* shown = nullptr;  // [key], a bit for each query; null: all, up to what the tile hides
   };
   struct Memory {
     float* tile;
+    uint64_t shown[kBlock];
   };
 
   static constexpr bool kHides = true;
@@ -46,38 +51,76 @@ struct MaskAndBias : Option {
   }
 
   static int64_t memory_floats(const Asked& asked) { return asked.additive ? kTileFloats : 0; }
-  void take_memory(Memory& own, float*& memory, bool) const { own.tile = on() ? take(memory, kTileFloats) : nullptr; }
+  void take_memory(Memory& own, float*& memory, bool) const {
+    own.tile = bias.data != nullptr ? take(memory, kTileFloats) : nullptr;
+  }
 
-  bool look(View& view, Memory& own, const Queries& queries, const Keys& keys) const {
+  bool look(View& view, Memory& own, const Queries& queries, Keys& keys) const {
     if (!on()) return true;
-    Found found;
-    if (keys.first + keys.begin < first_mask_key) {
-      found = found_before_mask(own.tile, queries, keys);
-    } else if (!found_by_bytes(found, queries, keys)) {
-      found = fill(own.tile, queries, keys);
-    }
+    if (bias.data == nullptr) return look_at_mask(view, own, queries, keys);
+    const bool before_mask = keys.first + keys.begin < first_mask_key;
+    const Found found = before_mask ? found_before_mask(own.tile, queries, keys) : fill(own.tile, queries, keys);
     if (found.visible == 0) return false;
     if (found.changed == 0) return true;
     view.tile = own.tile;
+    view.tile_hides = found.hides;
     view.one_row = same_for_queries();
-    return true;
+    return !view.one_row || narrow(keys, [&](int k) { return own.tile[k] != -kInfinity; });
   }
-  bool hides(const View& view) const { return view.tile != nullptr; }
+  bool hides(const View& view) const { return view.tile_hides || view.shown != nullptr; }
 
   M sees(M seen, const auto& at, const View& view) const {
+    if (hides_by_bits(at, view)) return both(seen, shown(at, view));
     if (!adds(at, view)) return seen;
     return both(seen, negate(equal(added(at, view), broadcast(-kInfinity))));
   }
 
   F score(F s, const auto& at, const View& view, Kept&) const {
+    if (hides_by_bits(at, view)) return select(shown(at, view), s, broadcast(-kInfinity));
     if (!adds(at, view)) return s;
     return plus(s, added(at, view));
   }
 
-  // The same, where view.tile is there.
-  F add(F s, const View& view, int key, int lane) const { return plus(s, added(TilePlace{0, 0, key, lane}, view)); }
+  // Each way has its loop, without a question in it.
+  template <int kRows, int kVecs_>
+  __attribute__((always_inline)) void apply(F (&s)[kRows][kVecs_], float scale, const View& view, int key,
+                                            int lane) const {
+    if (view.shown != nullptr) {
+      for_each_product_of(
+          s, scale, [&](F x, int r, int v) __attribute__((always_inline)) {
+            return select(shown(TilePlace{0, 0, key + r, lane + v * kLanes}, view), x, broadcast(-kInfinity));
+          });
+    } else if (view.tile == nullptr) {
+      for_each_product_of(
+          s, scale, [&](F x, int, int) __attribute__((always_inline)) { return x; });
+    } else if (!view.one_row && !view.tile_hides) {
+      for_each_product_of(
+          s, scale, [&](F x, int r, int v) __attribute__((always_inline)) {
+            return x + load(view.tile + (key + r) * kTile + lane + v * kLanes);
+          });
+    } else if (view.one_row) {
+      for_each_product_of(
+          s, scale, [&](F x, int r, int) __attribute__((always_inline)) {
+            return plus(x, broadcast(view.tile[key + r]));
+          });
+    } else {
+      for_each_product_of(
+          s, scale, [&](F x, int r, int v) __attribute__((always_inline)) {
+            return plus(x, load(view.tile + (key + r) * kTile + lane + v * kLanes));
+          });
+    }
+  }
 
  private:
+  static constexpr int kSquares = kBlock / kBits;
+
+  static bool hides_by_bits(const TilePlace&, const View& view) { return view.shown != nullptr; }
+  static bool hides_by_bits(const auto&, const View&) { return false; }
+  static M shown(const TilePlace& at, const View& view) {
+    return mask_from_bits(static_cast<uint32_t>(view.shown[at.key] >> at.lane));
+  }
+  static M shown(const auto&, const View&) { return mask_from_bits(~0u); }
+
   static F plus(F s, F add) { return select(equal(add, broadcast(-kInfinity)), add, s + add); }
   bool adds(const TilePlace&, const View& view) const { return view.tile != nullptr; }
   bool adds(const RowPlace&, const View&) const { return on(); }
@@ -129,36 +172,75 @@ struct MaskAndBias : Option {
     return load(x);
   }
 
-  // Bits of the lanes that are not -inf, and not 0.
+  // Bits of the lanes that are not -inf, and not 0; and whether some are -inf, or may be.
   struct Found {
     uint32_t visible = 0, changed = 0;
+    bool hides = false;
     void add(F x, int n) {
       const uint32_t first = n == 32 ? ~0u : (1u << n) - 1;
-      visible |= ~bits(equal(x, broadcast(-kInfinity))) & first;
+      const uint32_t shown = ~bits(equal(x, broadcast(-kInfinity))) & first;
+      visible |= shown;
+      hides |= shown != first;
       changed |= ~bits(equal(x, broadcast(0.0f))) & first;
     }
   };
 
-  // Masks often show or hide whole blocks: of a mask alone, its bytes tell so before anything is transposed. False: it
-  // shows some keys and hides others, or there is more to it than a mask.
-  bool found_by_bytes(Found& found, const Queries& queries, const Keys& keys) const {
-    if (bias.data != nullptr || mask.stride_k != 1) return false;
+  // Of a mask alone. Masks often show or hide whole blocks, or keys behind one: then nothing is transposed, or nothing read.
+  bool look_at_mask(View& view, Memory& own, const Queries& queries, Keys& keys) const {
     const int count = mask.stride_q == 0 ? 1 : queries.count;
-    bool shows = false, hides = false;
-    for (int q = 0; q < count; ++q) {
-      const uint8_t* shown = static_cast<const uint8_t*>(mask.data) + (queries.first + q) * mask.stride_q + keys.first;
-      uint8_t any = 0, every = 1;
-      for (int k = keys.begin; k < keys.end; ++k) {
-        any |= shown[k] != 0;
-        every &= shown[k] != 0;
+    uint64_t rows[kSquares][kBits], seen[kSquares] = {}, hidden[kSquares] = {};  // the latter by and from some query
+    for (int square = keys.begin / kBits; square * kBits < keys.end; ++square) {
+      const int from = square * kBits, begin = keys.begin > from ? keys.begin - from : 0;
+      const int end = keys.end - from < kBits ? keys.end - from : kBits;
+      for (int q = 0; q < count; ++q) {
+        rows[square][q] = mask_bits(queries.first + q, keys.first + from, begin, end);
+        seen[square] |= rows[square][q];
+        hidden[square] |= ~rows[square][q];
       }
-      shows |= any != 0;
-      hides |= every == 0;
-      if (shows && hides) return false;
     }
-    found.visible = shows;
-    found.changed = hides;
+    if (!narrow(keys, [&](int k) { return (seen[k / kBits] >> (k % kBits) & 1) != 0; })) return false;
+    for (int square = keys.begin / kBits; square * kBits < keys.end; ++square) {
+      if ((hidden[square] & bits_between(keys.begin - square * kBits, keys.end - square * kBits)) != 0)
+        view.shown = own.shown;
+    }
+    for (int square = keys.begin / kBits; view.shown != nullptr && square * kBits < keys.end; ++square) {
+      uint64_t* const shown = own.shown + square * kBits;
+      if (mask.stride_q == 0) {
+        for (int k = 0; k < kBits; ++k) shown[k] = uint64_t{0} - (rows[square][0] >> k & 1);
+      } else {
+        for (int q = count; q < kBits; ++q) rows[square][q] = 0;
+        transpose_bits(rows[square]);
+        __builtin_memcpy(shown, rows[square], sizeof rows[square]);
+      }
+    }
     return true;
+  }
+
+  // Leaves out keys before the first and behind the last that some query sees. False: there is none.
+  template <class Sees>
+  static bool narrow(Keys& keys, const Sees& sees) {
+    int first = keys.begin, behind = keys.end;
+    while (first < behind && !sees(first)) ++first;
+    if (first == behind) return false;
+    while (!sees(behind - 1)) --behind;
+    if (!keys.narrow || keys.begin % kNarrow != 0) return true;
+    keys.begin = first / kNarrow * kNarrow;
+    const int end = (behind + kNarrow - 1) / kNarrow * kNarrow;
+    if (end < keys.end) keys.end = end;
+    return true;
+  }
+
+  // Bit k: query i sees key + k, for k in [begin, end), of kBits at most; the others are 0.
+  uint64_t mask_bits(int64_t i, int64_t key, int begin, int end) const {
+    const int64_t before = first_mask_key - key;
+    const int told = before <= begin ? begin : before < end ? static_cast<int>(before) : end;
+    const uint64_t shows = bits_between(begin, told);
+    if (told == end) return shows;
+    const uint8_t* const bytes = static_cast<const uint8_t*>(mask.data) + i * mask.stride_q + key * mask.stride_k;
+    if (told == 0 && end == kBits && mask.stride_k == 1) return nonzero_bytes(bytes);
+    uint8_t buffer[kBits] = {};
+    for (int k = told; k < end; ++k) buffer[k] = bytes[k * mask.stride_k];
+    return shows | nonzero_bytes(buffer);
   }
 
   // Of a block whose first key stands before the mask.
@@ -166,30 +248,37 @@ struct MaskAndBias : Option {
     Keys before = keys, told = keys;
     const int64_t begin = first_mask_key - keys.first;
     before.end = told.begin = begin < keys.end ? static_cast<int>(begin) : keys.end;
-    Found found;
-    if (before.end == keys.end && bias.data == nullptr) {
-      found.visible = 1;
-      return found;
-    }
     MaskAndBias bias_alone = *this;
     bias_alone.mask.data = nullptr;
-    found = bias_alone.fill(tile, queries, before);
+    Found found = bias_alone.fill(tile, queries, before);
     const Found rest = fill(tile, queries, told);
     found.visible |= rest.visible;
     found.changed |= rest.changed;
+    found.hides |= rest.hides;
     return found;
   }
 
-  // Scores of kLanes keys for as many queries, transposed into a tile: row_of(r) is of query r. Whether all of them are -inf, and
-  // whether all are 0, is added to what is known.
+  // What is known of a tile, as far as it is filled.
+  struct Same {
+    M hidden = mask_from_bits(~0u), zero = mask_from_bits(~0u);  // in each lane all numbers are -inf, or all 0
+    F finite = broadcast(0.0f);                                  // 0 as long as all are
+    void add(F x) {
+      hidden = both(hidden, equal(x, broadcast(-kInfinity)));
+      zero = both(zero, equal(x, broadcast(0.0f)));
+    }
+  };
+
+  // Scores of kLanes keys for as many queries, transposed into a tile: row_of(r) is of query r.
   template <class RowOf>
-  static void fill_square(float* tile, M& all_hidden, M& all_zero, const RowOf& row_of) {
+  __attribute__((always_inline)) static void fill_square(float* tile, Same& same, const RowOf& row_of) {
     F square[kLanes];
 #pragma GCC unroll 16
     for (int r = 0; r < kLanes; ++r) {
       square[r] = row_of(r);
-      all_hidden = both(all_hidden, equal(square[r], broadcast(-kInfinity)));
-      all_zero = both(all_zero, equal(square[r], broadcast(0.0f)));
+      same.finite = fma(square[r], broadcast(0.0f), same.finite);
+    }
+    if (any(either(same.hidden, same.zero))) {  // as a rule the first square has said no to both
+      for (const F& x : square) same.add(x);
     }
     transpose(square);
 #pragma GCC unroll 16
@@ -199,30 +288,22 @@ struct MaskAndBias : Option {
   // Queries [first, first + kLanes) and whole vectors of keys; how many keys that are.
   int fill_squares(float* tile, Found& found, int64_t first, const Keys& keys) const {
     const int end = keys.begin + (keys.end - keys.begin) / kLanes * kLanes;
-    M all_hidden = mask_from_bits(~0u), all_zero = all_hidden;
+    Same same;
     const int64_t key = keys.first;
-    const bool has_mask = mask.data != nullptr, has_bias = bias.data != nullptr;
-    if (!has_mask && has_bias && bias.dtype == DType::kFloat32 && bias.stride_k == 1) {
+    if (mask.data == nullptr && bias.dtype == DType::kFloat32 && bias.stride_k == 1) {
       const float* rows = static_cast<const float*>(bias.data) + first * bias.stride_q + key;
       for (int k = keys.begin; k < end; k += kLanes) {
-        fill_square(tile + k * kTile, all_hidden, all_zero, [&](int r) { return load(rows + r * bias.stride_q + k); });
-      }
-    } else if (!has_bias && has_mask && mask.stride_k == 1) {
-      const uint8_t* rows = static_cast<const uint8_t*>(mask.data) + first * mask.stride_q + key;
-      for (int k = keys.begin; k < end; k += kLanes) {
-        fill_square(tile + k * kTile, all_hidden, all_zero, [&](int r) {
-          const F keep = load_bool(rows + r * mask.stride_q + k);
-          return select(equal(keep, broadcast(0.0f)), broadcast(-kInfinity), broadcast(0.0f));
-        });
+        fill_square(tile + k * kTile, same, [&](int r) { return load(rows + r * bias.stride_q + k); });
       }
     } else {
       for (int k = keys.begin; k < end; k += kLanes) {
-        fill_square(tile + k * kTile, all_hidden, all_zero, [&](int r) { return row(first + r, key + k, kLanes); });
+        fill_square(tile + k * kTile, same, [&](int r) { return row(first + r, key + k, kLanes); });
       }
     }
     if (end == keys.begin) return 0;
-    found.visible |= bits(negate(all_hidden));
-    found.changed |= bits(negate(all_zero));
+    found.visible |= bits(negate(same.hidden));
+    found.changed |= bits(negate(same.zero));
+    found.hides |= any(negate(equal(same.finite, same.finite)));
     return end - keys.begin;
   }
 

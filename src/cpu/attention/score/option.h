@@ -41,6 +41,7 @@ struct Queries {
 struct Keys {
   int64_t first;
   int begin, end;
+  bool narrow = false;  // Option::look may leave some out
 };
 
 // What is known of a call when memory is taken for it.
@@ -85,8 +86,9 @@ struct Option {
   static int64_t memory_floats(const Asked&) { return 0; }
   void take_memory(auto& /*own*/, float*& /*memory*/, bool /*gradients*/) const {}
 
-  // Before a tile looks at keys of a block, and whether it sees any of them.
-  bool look(auto& /*view*/, auto& /*memory*/, const Queries&, const Keys&) const { return true; }
+  // Before a tile looks at keys of a block, and whether it sees any of them. Where keys.narrow says so, it may leave out
+  // first and last ones of which it sees none, from a multiple of kNarrow on by multiples of it.
+  bool look(auto& /*view*/, auto& /*memory*/, const Queries&, Keys&) const { return true; }
   void look_row(auto& /*view*/, int64_t /*query*/, int64_t /*first_key*/) const {}
   bool hides(const auto& /*view*/) const { return false; }  // whether some key may be hidden, now that it has looked
 
@@ -102,7 +104,21 @@ struct Option {
   F raw_gradient(F ds, const auto& /*place*/, const auto& /*view*/, const auto& /*kept*/) const { return ds; }
 };
 
+// Products of a piece of a tile, times `scale`, -> scores, which stay in registers, by change(x, r, v). What an option that is
+// often alone offers: apply(s, scale, view, key, lane), s[r][v] being key + r and the queries lane + v * kLanes on.
+template <int kRows, int kVecs_, class Change>
+__attribute__((always_inline)) inline void for_each_product_of(F (&s)[kRows][kVecs_], float scale,
+                                                               const Change& change) {
+#pragma GCC unroll 8
+  for (int v = 0; v < kVecs_; ++v) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) s[r][v] = change(s[r][v] * broadcast(scale), r, v);
+  }
+}
+
 constexpr int kBlock = 128;  // keys
+constexpr int kNarrow =
+    kPartKeys > 16 ? kPartKeys : 16;  // of which for_each_micro takes whole groups, whatever is beside them
 constexpr int kTileFloats = kBlock * kTile;
 
 inline float* take(float*& memory, int64_t floats) {

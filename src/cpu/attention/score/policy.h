@@ -22,6 +22,10 @@ inline const ProgramMemory& program_memory(const Options::Memory& memory) {
   return memory_of<ProgramMask, Options>(memory).program;
 }
 
+// How products become scores: they are them, but for a factor; in registers, by a scale and one option at most; or each by what
+// all options, ranges and the program say. The last is right for all.
+enum class ScoreWay { kProducts, kMaskAndBias, kAlibi, kAny };
+
 struct Score {
   // The scale is applied to products, not to exponents: options, sinks or weights want scores, or it is not positive.
   bool scaled_first;
@@ -51,8 +55,32 @@ struct Score {
     if (view.program_scores == nullptr) return seen;
     return both(seen, negate(equal(load(view.program_scores + key * kTile + lane), broadcast(-kInfinity))));
   }
-  // Every query sees every key, and scores are the products times to_natural.
-  bool plain(const BlockView& view) const { return !scaled_first && !hides(view); }
+  template <ScoreWay kWay>
+  M sees(const BlockView& view, int key, int lane) const {
+    if constexpr (kWay == ScoreWay::kAny) {
+      return sees(view, key, lane);
+    } else {
+      const MaskAndBias::View& own = view_of<MaskAndBias>(options, view.options);
+      return option<MaskAndBias>(options).sees(mask_from_bits(~0u), view.at(key, lane), own);
+    }
+  }
+
+  ScoreWay way(const BlockView& view) const {
+    if (by_program || view.ranges != nullptr) return ScoreWay::kAny;
+    if (!scaled_first) return ScoreWay::kProducts;
+    if (options.template only<MaskAndBias>()) return ScoreWay::kMaskAndBias;
+    return options.template only<Alibi>() ? ScoreWay::kAlibi : ScoreWay::kAny;
+  }
+  // Calls work.operator()<kWay>(): kernels are functions of their own for each, which leaves the others as fast as they are.
+  template <class Work>
+  void with_way(const BlockView& view, const Work& work) const {
+    switch (way(view)) {
+      case ScoreWay::kProducts: return work.template operator()<ScoreWay::kProducts>();
+      case ScoreWay::kMaskAndBias: return work.template operator()<ScoreWay::kMaskAndBias>();
+      case ScoreWay::kAlibi: return work.template operator()<ScoreWay::kAlibi>();
+      default: return work.template operator()<ScoreWay::kAny>();
+    }
+  }
 
   bool hides(const BlockView& view) const { return view.program_scores != nullptr || hides_from_program(view); }
 
@@ -81,28 +109,32 @@ struct Score {
   }
 
   // Products of a piece of a tile -> scores, -inf where hidden. s[r][v]: key + r, lanes lane + v * kLanes.
-  template <int kRows, int kVecs_>
+  template <ScoreWay kWay, int kRows, int kVecs_>
   __attribute__((always_inline)) void apply(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane) const {
-    if (!scaled_first && view.ranges == nullptr) return;
-    if (scales_alone(view)) return scale_all(s);
-    if (adds_alone(view)) return add_all(s, view, key, lane);
-    F x[kRows][kVecs_];  // s itself stays in registers: its address is not taken
-    copy(x, s);
-    for_each_score(x, view, key, lane, [](const Options::Kept&, int, int) {});
-    copy(s, x);
+    if constexpr (kWay == ScoreWay::kAny) {
+      if (!scaled_first && view.ranges == nullptr) return;
+      F x[kRows][kVecs_];  // s itself stays in registers: its address is not taken
+      copy(x, s);
+      for_each_score(x, view, key, lane, [](const Options::Kept&, int, int) {});
+      copy(s, x);
+    } else {
+      apply_in_registers<kWay>(s, view, key, lane);
+    }
   }
 
   // The same in backward, where options keep what their gradients need.
-  template <int kRows, int kVecs_>
+  template <ScoreWay kWay, int kRows, int kVecs_>
   __attribute__((always_inline)) void apply_and_keep(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane,
                                                      const Options::Memory& memory) const {
-    if (!scaled_first && view.ranges == nullptr) return;
-    if (scales_alone(view)) return scale_all(s);
-    if (adds_alone(view)) return add_all(s, view, key, lane);
-    F x[kRows][kVecs_];  // as in apply()
-    copy(x, s);
-    apply_each_and_keep(x, view, key, lane, memory);
-    copy(s, x);
+    if constexpr (kWay == ScoreWay::kAny) {
+      if (!scaled_first && view.ranges == nullptr) return;
+      F x[kRows][kVecs_];  // as in apply()
+      copy(x, s);
+      apply_each_and_keep(x, view, key, lane, memory);
+      copy(s, x);
+    } else {
+      apply_in_registers<kWay>(s, view, key, lane);
+    }
   }
 
   // dS of the scores -> dS of what option O gave: what O adds to the gradients of its own.
@@ -146,38 +178,23 @@ struct Score {
   }
   const ProgramMask& of_program() const { return option<ProgramMask>(options); }
 
-  // Programs and sinks want scores of products to which no option does anything.
-  bool scales_alone(const BlockView& view) const { return scaled_first && view.ranges == nullptr && !options.on(); }
-  // What is asked for most often, a mask or a bias and nothing else, leaves scores in registers.
-  bool adds_alone(const BlockView& view) const {
-    return scaled_first && view.ranges == nullptr && view_of<MaskAndBias>(options, view.options).tile != nullptr &&
-           options.template only<MaskAndBias>();
-  }
-  template <int kRows, int kVecs_>
-  __attribute__((always_inline)) void add_all(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane) const {
-    const MaskAndBias& added = option<MaskAndBias>(options);
-    const MaskAndBias::View own = view_of<MaskAndBias>(options, view.options);
-#pragma GCC unroll 8
-    for (int v = 0; v < kVecs_; ++v) {
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        s[r][v] = added.add(s[r][v] * broadcast(scale), own, key + r, lane + v * kLanes);
-      }
+  template <ScoreWay kWay, int kRows, int kVecs_>
+  __attribute__((always_inline)) void apply_in_registers(F (&s)[kRows][kVecs_], const BlockView& view, int key,
+                                                         int lane) const {
+    if constexpr (kWay == ScoreWay::kMaskAndBias) {
+      option<MaskAndBias>(options).apply(s, scale, view_of<MaskAndBias>(options, view.options), key, lane);
+    } else if constexpr (kWay == ScoreWay::kAlibi) {
+      option<Alibi>(options).apply(s, scale, view_of<Alibi>(options, view.options), key, lane);
     }
   }
   template <int kRows, int kVecs_>
-  static void copy(F (&to)[kRows][kVecs_], const F (&from)[kRows][kVecs_]) {
+  __attribute__((always_inline)) static void copy(F (&to)[kRows][kVecs_], const F (&from)[kRows][kVecs_]) {
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
       for (int v = 0; v < kVecs_; ++v) to[r][v] = from[r][v];
     }
   }
-  template <int kRows, int kVecs_>
-  void scale_all(F (&s)[kRows][kVecs_]) const {
-    for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVecs_; ++v) s[r][v] = s[r][v] * broadcast(scale);
-    }
-  }
-
   // Not inline: in backward's kernels it would stand twice.
   template <int kRows, int kVecs_>
   __attribute__((noinline)) void apply_each_and_keep(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane,
