@@ -18,7 +18,7 @@ MemorySize column_bytes(const IsaFunctions& functions, const AttentionDesc& desc
 }
 
 MemorySize tile_bytes(const IsaFunctions& functions, const AttentionDesc& desc) {
-  return scratch_bytes(functions.forward_scratch_bytes, desc, 1, has_additive(desc)) + program_bytes(desc, false);
+  return scratch_bytes(functions.forward_scratch_bytes, desc, 1, desc.attn_bias.given) + program_bytes(desc, false);
 }
 
 // A thread's memory: scratch for one tile, then what a task adds up.

@@ -72,7 +72,7 @@ Cut cut(const IsaFunctions& functions, const AttentionDesc& desc, int num_thread
   Cut c;
   const int64_t heads = (in_order ? 1 : desc.batch) * desc.num_heads_kv;
   c.scratch_bytes =
-      scratch_bytes(functions.backward_scratch_bytes, desc, tiles_at_once(desc), has_additive(desc), desc.softcap > 0) +
+      scratch_bytes(functions.backward_scratch_bytes, desc, tiles_at_once(desc), desc.attn_bias.given, desc.softcap > 0) +
       program_bytes(desc, true);
   c.sums_floats =
       sum_floats(functions, desc.seqlen_k, desc.head_dim) + sum_floats(functions, desc.seqlen_k, desc.head_dim_v);

@@ -45,6 +45,4 @@ inline MemorySize program_bytes(const AttentionDesc& desc, bool backward) {
   return MemorySize(layout.bytes() + ProgramLayout::kAlignment).rounded_up(64);
 }
 
-inline bool has_additive(const AttentionDesc& desc) { return desc.attn_mask.given || desc.attn_bias.given; }
-
 }  // namespace polyhead::cpu

@@ -102,7 +102,7 @@ struct ScoreTask {
 };
 
 struct IsaFunctions {
-  // Scratch, in bytes and aligned to 64, of forward_tiles for tasks of `tiles` tiles; with a mask or bias, more.
+  // Scratch, in bytes and aligned to 64, of forward_tiles for tasks of `tiles` tiles; `additive`, with a bias: more.
   bool tmm;  // multiplies in registers of 16 x 16 words: some functions are null, see kernel_of.h
   int forward_tiles_at_once;
   size_t (*forward_scratch_bytes)(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive);

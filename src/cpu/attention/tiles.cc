@@ -34,7 +34,7 @@ struct Workspace {
 
   Workspace(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
     const MemorySize scratch = scratch_bytes(functions.forward_scratch_bytes, desc,
-                                             tiles_per_task(functions, desc, num_threads), has_additive(desc)) +
+                                             tiles_per_task(functions, desc, num_threads), desc.attn_bias.given) +
                                program_bytes(desc, false);
     MemoryMap map;
     map.take_bytes(chunk_table_bytes(desc));

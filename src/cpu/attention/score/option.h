@@ -46,7 +46,7 @@ struct Keys {
 
 // What is known of a call when memory is taken for it.
 struct Asked {
-  bool additive;  // mask or bias
+  bool additive;  // a bias
   bool softcap, gradients;
 };
 
