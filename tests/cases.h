@@ -4,23 +4,19 @@
 // chunks of 512 and 1024, at most 8 queries (decoding), S and D up to 16 (tiny heads).
 #pragma once
 
-#include <cstdlib>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "case_list.h"
 #include "core/memory_size.h"
-#include "testing/operands.h"
-#include "testing/pages.h"
-#include "testing/problem_words.h"
-#include "testing/program_words.h"
 
 namespace polyhead::testing {
 
-class CaseList {
+class Cases : private CaseList {
  public:
   static std::vector<Problem> make() {
-    CaseList list;
+    Cases list;
     list.sequence_lengths();
     list.head_dims();
     list.single_options();
@@ -36,61 +32,6 @@ class CaseList {
     list.formats();
     return std::move(list.cases_);
   }
-
- protected:
-  struct TypeName {
-    DType dtype;
-    const char* name;
-  };
-  static constexpr TypeName kHalfAndSingle[] = {
-      {DType::kFloat32, "f32"}, {DType::kBFloat16, "bf16"}, {DType::kFloat16, "f16"}};
-
-  static AttentionDesc sizes(int64_t batch, int64_t heads, int64_t heads_kv, int64_t q, int64_t k, int64_t d,
-                             int64_t dv = -1) {
-    AttentionDesc desc;
-    desc.batch = batch, desc.num_heads = heads, desc.num_heads_kv = heads_kv;
-    desc.seqlen_q = q, desc.seqlen_k = k, desc.head_dim = d, desc.head_dim_v = dv < 0 ? d : dv;
-    return desc;
-  }
-
-  static std::string num(int64_t n) { return std::to_string(n); }
-
-  Problem& add(const std::string& name, const AttentionDesc& desc) {
-    Problem p;
-    p.name = name;
-    p.desc = desc;
-    p.seed = cases_.size() + 1;
-    cases_.push_back(p);
-    return cases_.back();
-  }
-
-  template <class Change>
-  Problem& add(const std::string& name, AttentionDesc desc, Change change) {
-    change(desc);
-    return add(name, desc);
-  }
-
-  // The same in each dtype that kernels take.
-  template <class Change>
-  void add_in_each_dtype(const std::string& name, const AttentionDesc& desc, Change change) {
-    for (const TypeName& type : kHalfAndSingle) {
-      add(name + "_" + type.name, desc, [&](AttentionDesc& d) {
-        d.dtype = type.dtype;
-        change(d);
-      });
-    }
-  }
-
-  static void operand(BroadcastOperand& o, const AttentionDesc& d, int full_dims, DType dtype) {
-    const int64_t full[4] = {d.batch, d.num_heads, d.seqlen_q, d.seqlen_k};
-    o.given = true;
-    o.dtype = dtype;
-    for (int n = 0; n < 4; ++n) o.dims[n] = full_dims >> (3 - n) & 1 ? full[n] : 1;
-  }
-  static void end_mask(AttentionDesc& d, int64_t batch, int64_t heads, int64_t keys) {
-    d.attn_mask = {true, DType::kBool, {batch, heads, d.seqlen_q, keys}}, d.mask_at_end = d.has_seqlens_k = true;
-  }
-  static constexpr int kBatch = 8, kHead = 4, kQuery = 2, kKey = 1;  // dims in which an operand does not broadcast
 
  private:
   void sequence_lengths() {
@@ -243,10 +184,8 @@ class CaseList {
       d.packed = d.causal = true, d.window_left = 700, d.align = Align::kBottomRight;
       d.alibi_slopes_ndim = 2, d.softcap = 5, d.dropout_p = 0.2, d.has_sink_logits = true;
     });
-    add("packed_decode_pages", sizes(7, 8, 2, 20, 1104, 48), [](auto& d) {
-      d.page_size = 48, d.has_seqlens_k = true, d.num_pages = enough_pages(d);
-      d.packed = d.causal = true, d.align = Align::kBottomRight;
-    });
+    add("packed_decode_pages", sizes(7, 8, 2, 20, 1104, 48),
+        [](auto& d) { paged(d, 48), d.packed = d.causal = true, d.align = Align::kBottomRight; });
     add("packed_decode_stored", sizes(6, 8, 2, 14, 3000, 64), [](auto& d) {
       d.key_dtype = DType::kInt8, d.value_dtype = DType::kFloat8E4M3, d.dtype = DType::kBFloat16, d.packed = true;
     });
@@ -325,9 +264,6 @@ class CaseList {
 
   // Blocks of 16 keys (decoding) and of 64 that lie in one page, in some, in many; lengths of 0 and at the edges of pages.
   void pages() {
-    const auto paged = [](AttentionDesc& d, int64_t page_size) {
-      d.page_size = page_size, d.has_seqlens_k = true, d.num_pages = enough_pages(d);
-    };
     for (const int64_t page_size : {1, 3, 16, 48, 512, 1000}) {
       const TypeName& type = kHalfAndSingle[page_size % 3];
       const int64_t keys = pieces(600, page_size) * page_size;
@@ -376,14 +312,11 @@ class CaseList {
         store(d, format, format), d.dtype = type.dtype;
         d.has_seqlens_k = d.causal = true, d.align = Align::kBottomRight;
       });
-      add("stored_groups_" + name, sizes(2, 8, 2, 3, 130, 96), [&](auto& d) {
-        store(d, format, format, 32), d.dtype = type.dtype;
-        d.page_size = 5, d.has_seqlens_k = true, d.num_pages = enough_pages(d);
-      });
+      add("stored_groups_" + name, sizes(2, 8, 2, 3, 130, 96),
+          [&](auto& d) { store(d, format, format, 32), d.dtype = type.dtype, paged(d, 5); });
       add("stored_prefill_" + name, sizes(2, 4, 2, 70, 140, 80, 64), [&](auto& d) {
-        store(d, format, other, 16), d.dtype = type.dtype;
-        d.page_size = 10, d.has_seqlens_k = d.causal = true, d.num_pages = enough_pages(d);
-        d.align = Align::kBottomRight;
+        store(d, format, other, 16), d.dtype = type.dtype, paged(d, 10);
+        d.causal = true, d.align = Align::kBottomRight;
       });
     }
     add("stored_odd_head", sizes(3, 5, 5, 2, 93, 71, 65), [&](auto& d) { store(d, DType::kInt8, DType::kFloat8E4M3); });
@@ -397,6 +330,23 @@ class CaseList {
     add("stored_float64", sizes(2, 2, 2, 9, 33, 32),
         [&](auto& d) { store(d, DType::kFloat8E5M2, DType::kInt4x2, 16), d.dtype = DType::kFloat64; });
     add("stored_no_keys", sizes(2, 4, 2, 5, 0, 24), [&](auto& d) { store(d, DType::kInt4x2, DType::kInt8); });
+    add("stored_returned", sizes(2, 2, 1, 5, 80, 144, 32), [&](auto& d) {
+      store(d, DType::kInt8, DType::kFloat8E4M3, 16), d.dtype = DType::kBFloat16, paged(d, 10), d.dropout_p = 0.2;
+      d.return_weights = ReturnWeights::kPerHead, d.return_column_sums = d.causal = true, d.align = Align::kBottomRight;
+    });
+    add("stored_mean", sizes(2, 2, 2, 66, 30, 40), [&](auto& d) {
+      store(d, DType::kFloat8E5M2, DType::kInt8), d.return_weights = ReturnWeights::kMean, d.alibi_slopes_ndim = 1;
+      d.align = Align::kBottomRight;
+    });
+    add("stored_program", sizes(2, 4, 2, 9, 100, 48), [&](auto& d) {
+      store(d, DType::kInt4x2, DType::kFloat8E5M2, 16), d.dtype = DType::kFloat16, paged(d, 5), d.softcap = 5;
+    });
+    give_program(1, "score * 0.5 + shift[h]", "(q + k) % 5 != 2");
+    add("stored_program_returned", sizes(2, 4, 2, 1, 272, 32), [&](auto& d) {
+      store(d, DType::kFloat8E4M3, DType::kInt4x2), d.dtype = DType::kBFloat16, paged(d, 16);
+      d.return_weights = ReturnWeights::kPerHead, d.return_column_sums = true;
+    });
+    give_program(1, "tanh(score) + shift[h]");
   }
 
   void empty() {
@@ -455,11 +405,7 @@ class CaseList {
         d.normalizer = Normalizer::kNone;
         change(d);
       });
-      for (size_t n = cases_.size() - 3; n < cases_.size() && *score != 0; ++n) {
-        cases_[n].score_text = score;
-        cases_[n].captured = *parse_captured("shift: f32[h] -3..0");
-        if (!complete_program(cases_[n]).ok()) std::abort();
-      }
+      if (*score != 0) give_program(3, score);
     };
     constexpr const char* kSigmoid = "sigmoid(score + shift[h])";
     const AttentionDesc base = sizes(2, 4, 2, 70, 130, 24, 32);
@@ -485,13 +431,10 @@ class CaseList {
     each("tiny", sizes(3, 11, 11, 15, 16, 7), "", [](auto& d) { d.causal = true, d.query_offset = -1; });
     each("no_keys", sizes(2, 4, 2, 70, 0, 24), "", [](auto&) {});
   }
-
- protected:
-  std::vector<Problem> cases_;
 };
 
 inline const std::vector<Problem>& cases() {
-  static const std::vector<Problem> list = CaseList::make();
+  static const std::vector<Problem> list = Cases::make();
   return list;
 }
 

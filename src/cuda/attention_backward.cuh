@@ -36,7 +36,9 @@ class Backward : Pairs<T, kD, kPass != kOfQuery, kOptions, kOthers<T, kD, kPass>
   using Columns = typename PairsMemory<T, kD>::Columns;
 
  public:
-  __device__ Backward(const BackwardProblem& problem, PairsMemory<T, kD>& memory) : Base(problem, memory) {
+  using Memory = PairsMemory<T, kD>;
+
+  __device__ Backward(const BackwardProblem& problem, Memory& memory) : Base(problem, memory) {
     const OwnRows rows(p, kKeys);
     b = rows.b, h = head = rows.h, own = rows.first;
   }

@@ -51,7 +51,9 @@ class Forward {
   static constexpr int kSteps = kOptions ? 1 : 2;
 
  public:
-  __device__ Forward(const Problem& problem, ForwardMemory<T, kD>& memory)
+  using Memory = ForwardMemory<T, kD>;
+
+  __device__ Forward(const Problem& problem, Memory& memory)
       : p(problem), shared(memory), lane(static_cast<int>(threadIdx.x) % 32), warp(static_cast<int>(threadIdx.x) / 32) {
     const OwnRows own(p, false, tile_queries(), beside_groups() ? Sequences::kShort : Sequences::kAll);
     b = own.b, h = own.h, query = own.first;
@@ -437,7 +439,7 @@ class Forward {
   }
 
   const Problem& p;
-  ForwardMemory<T, kD>& shared;
+  Memory& shared;
   int64_t query;  // the first of the tile
   int b, h;       // its sequence and head
   int h_kv;       // the head of its keys

@@ -104,10 +104,11 @@ cudaError_t launch_forward(const Problem& p, const ProgramKernels& of_program, c
   return error == cudaSuccess && p.parts > 1 ? launch_merge(p, stream) : error;
 }
 
-cudaError_t launch_forward_stored(const StoredProblem& p, cudaStream_t stream) {
+cudaError_t launch_forward_stored(const StoredProblem& p, const ProgramKernels& of_program, cudaStream_t stream) {
   const cudaError_t error = with_columns(columns_of(p), [&]<int kD>() {
-    return launch(reinterpret_cast<const void*>(forward_stored_kernel<kD>), grid_of<Float32, kD>(p),
-                  sizeof(ForwardMemory<Float32, kD>), stream, p);
+    const void* const kernel =
+        of_program.forward != nullptr ? of_program.forward : reinterpret_cast<const void*>(forward_stored_kernel<kD>);
+    return launch(kernel, grid_of<Float32, kD>(p), sizeof(ForwardMemory<Float32, kD>), stream, p);
   });
   return error == cudaSuccess && p.parts > 1 ? launch_merge(p, stream) : error;
 }

@@ -9,12 +9,14 @@
 
 #include "cuda/pages.cuh"
 #include "cuda/pairs.cuh"
+#include "cuda/stored.cuh"
 
 namespace polyhead::cuda {
 
-template <class T, int kD>
+// kStored: of weights alone, of keys as they are stored.
+template <class T, int kD, bool kStored = false>
 struct PairSumsMemory {
-  PairsMemory<T, kD> pairs;
+  PairsMemory<T, kD, kStored ? 1 : 2> pairs;
   union {
     KeyPlace places[kTileRows];               // of the keys of a tile, in pages
     float columns[kThreads / 32][kTileRows];  // in the end: sums over the rows of a warp
@@ -42,16 +44,16 @@ __device__ inline void put(const BackwardProblem& p, const PairSums& sums, int64
   store_number(to.data, to.number, element, sum);
 }
 
-// Tiles of pairs of any queries and keys, one after the other.
-template <class T, int kD>
-class PairTiles : protected Pairs<T, kD, false, true, kTileRows> {
+// Tiles of pairs of any queries and keys, one after the other. kStored: the problem is a StoredWeightsProblem.
+template <class T, int kD, bool kStored = false>
+class PairTiles : protected Pairs<T, kD, false, true, kTileRows, kStored ? 1 : 2> {
  protected:
-  using Base = Pairs<T, kD, false, true, kTileRows>;
+  using Base = Pairs<T, kD, false, true, kTileRows, kStored ? 1 : 2>;
   using Base::p, Base::shared, Base::own, Base::b, Base::head, Base::first, Base::lane, Base::warp;
   using Base::range, Base::row_index, Base::local_row;
   using typename Base::Block;
 
-  __device__ PairTiles(const BackwardProblem& problem, PairSumsMemory<T, kD>& memory)
+  __device__ PairTiles(const BackwardProblem& problem, PairSumsMemory<T, kD, kStored>& memory)
       : Base(problem, memory.pairs), places(memory.places) {
     own = -1;  // no tile of queries is there yet
   }
@@ -97,38 +99,60 @@ class PairTiles : protected Pairs<T, kD, false, true, kTileRows> {
   // Of the columns from `from` on.
   __device__ void load_queries(const Band& band, int64_t end, bool gradients, int from) {
     load_tile(shared.own[0], p.query, b, head, band.first_q, own, end, p.head_dim, from);
-    if (gradients) load_tile(shared.own[1], p.grad_out, b, head, band.first_q, own, end, p.head_dim_v, from);
+    if constexpr (!kStored) {
+      if (gradients) load_tile(shared.own[1], p.grad_out, b, head, band.first_q, own, end, p.head_dim_v, from);
+    }
   }
+  __device__ bool in_pages() const { return p.pages.table != nullptr; }
   __device__ void load_keys(const Band& band, bool gradients, int from) {
     const int64_t h_kv = head / this->group();
-    if (p.pages.table != nullptr) {
-      load_keys_in_pages(h_kv, band.keys, from);
+    if (in_pages()) find_places(band.keys);
+    if constexpr (kStored) {
+      load_stored_keys(h_kv, band, from);
     } else {
-      load_tile(shared.others[0][0], p.key, b, h_kv, band.first_k, first, band.keys, p.head_dim, from);
+      if (in_pages()) {
+        load_keys_in_pages(h_kv, band.keys, from);
+      } else {
+        load_tile(shared.others[0][0], p.key, b, h_kv, band.first_k, first, band.keys, p.head_dim, from);
+      }
+      if (gradients) {
+        load_tile(shared.others[0][1], p.value, b, h_kv, band.first_k, first, band.keys, p.head_dim_v, from);
+      }
     }
-    if (gradients) load_tile(shared.others[0][1], p.value, b, h_kv, band.first_k, first, band.keys, p.head_dim_v, from);
   }
-  __device__ void load_keys_in_pages(int64_t h_kv, int64_t keys, int from) {
+  __device__ void find_places(int64_t keys) {
     const int row = static_cast<int>(threadIdx.x);
     if (row < kTileRows && first + row < keys) places[row] = place_of_key(p.pages, b, first + row);
     __syncthreads();
+  }
+  __device__ void load_keys_in_pages(int64_t h_kv, int64_t keys, int from) {
     load_rows(shared.others[0][0], p.key, p.head_dim - from, [&](int n) {
       const int64_t begin = first + n < keys ? row_at(p.key, h_kv, places[n]) : kNoRow;
       return begin == kNoRow ? kNoRow : begin + from * p.key.column;
+    });
+  }
+  __device__ void load_stored_keys(int64_t h_kv, const Band& band, int from) {
+    const StoredHead key{static_cast<const StoredWeightsProblem&>(p).stored_key, h_kv};
+    load_stored_rows(shared.others[0][0], key, from, p.head_dim, [&](int n) -> StoredPlace {
+      if (first + n >= band.keys) return {-1, 0};
+      if (in_pages()) return {places[n].page, places[n].within};
+      return {b, band.first_k + first + n};
     });
   }
 
   KeyPlace (&places)[kTileRows];
 };
 
-template <class T, int kD>
-class SumsOfPairs : PairTiles<T, kD> {
-  using Base = PairTiles<T, kD>;
+template <class T, int kD, bool kStored = false>
+class SumsOfPairs : PairTiles<T, kD, kStored> {
+  using Base = PairTiles<T, kD, kStored>;
   using Base::p, Base::lane, Base::warp, Base::local_row;
   using typename Base::Block;
 
  public:
-  __device__ SumsOfPairs(const BackwardProblem& problem, const PairSums& pair_sums, PairSumsMemory<T, kD>& memory)
+  using Memory = PairSumsMemory<T, kD, kStored>;
+
+  __device__ SumsOfPairs(const BackwardProblem& problem, const PairSums& pair_sums, Memory& memory)
       : Base(problem, memory), sums(pair_sums), columns(memory.columns) {}
 
   __device__ void run() {
@@ -161,7 +185,7 @@ class SumsOfPairs : PairTiles<T, kD> {
 
  private:
   __device__ void add(const Place& at) {
-    const bool gradients = sums.summed == Summed::kGradient || sums.summed == Summed::kSlopeGradient;
+    const bool gradients = !kStored && (sums.summed == Summed::kGradient || sums.summed == Summed::kSlopeGradient);
     Block P = {}, dS = {};
     const bool some = this->compute(
         at, P, dS, gradients, [&](const Score& score, const PairScore& pair, float of_score, int i, int j) {
@@ -230,6 +254,9 @@ class SumsOfPairs : PairTiles<T, kD> {
   Block sum = {};
 };
 
+// Slices of columns take all head dims, and little shared memory.
+using StoredWeights = SumsOfPairs<Float32, kManyColumns, true>;
+
 // How many integers 1 is of a capture: a power of two, as two factors.
 struct Units {
   float factors[2];
@@ -256,8 +283,9 @@ class CaptureGradients : PairTiles<T, kD> {
   using Sum = unsigned long long;  // of integers, modulo 2^64
 
  public:
-  __device__ CaptureGradients(const BackwardProblem& problem, const CaptureSums& capture_sums,
-                              PairSumsMemory<T, kD>& memory)
+  using Memory = PairSumsMemory<T, kD>;
+
+  __device__ CaptureGradients(const BackwardProblem& problem, const CaptureSums& capture_sums, Memory& memory)
       : Base(problem, memory), sums(capture_sums) {}
 
   __device__ void run() {

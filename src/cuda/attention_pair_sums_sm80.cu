@@ -10,11 +10,17 @@ static_assert(sizeof(PairSumsMemory<Float32, 64>) <= kEveryGpuBytes &&
               sizeof(PairSumsMemory<BFloat16, kManyColumns>) <= kEveryGpuBytes);
 static_assert(sizeof(PairSumsMemory<Float32, kManyColumns>) <= kWideBytes);
 static_assert(sizeof(PairSumsMemory<BFloat16, kMostTileColumns>) <= kWideBytes);
+static_assert(sizeof(StoredWeights::Memory) <= kEveryGpuBytes);
 
 template <class T, int kD>
 __global__ void __launch_bounds__(kThreads)
     pair_sums_kernel(const __grid_constant__ BackwardProblem problem, const __grid_constant__ PairSums sums) {
   SumsOfPairs<T, kD>(problem, sums, dynamic_shared<PairSumsMemory<T, kD>>()).run();
+}
+
+__global__ void __launch_bounds__(kThreads)
+    stored_weights_kernel(const __grid_constant__ StoredWeightsProblem problem, const __grid_constant__ PairSums sums) {
+  StoredWeights(problem, sums, dynamic_shared<StoredWeights::Memory>()).run();
 }
 
 // Adds the parts of a tile of the result.
@@ -82,14 +88,12 @@ __global__ void __launch_bounds__(kThreads)
   store_number(to.data, sums.numbers[c], element, value);
 }
 
-template <class T, int kD>
-cudaError_t launch_sums(BackwardProblem p, const PairSums& sums, const void* of_program, cudaStream_t stream) {
+template <class P>
+cudaError_t launch_sums(P p, const PairSums& sums, const void* kernel, int bytes, cudaStream_t stream) {
   if (sums.result.data == nullptr || sums.tiles == 0) return cudaSuccess;
   if (sums.summed == Summed::kWeightsBeforeDropout) p.dropout.on = false;
   const auto tiles = static_cast<unsigned>(sums.tiles), parts = static_cast<unsigned>(sums.parts);
-  const void* const kernel =
-      of_program != nullptr ? of_program : reinterpret_cast<const void*>(pair_sums_kernel<T, kD>);
-  const cudaError_t error = launch(kernel, dim3(tiles * parts), sizeof(PairSumsMemory<T, kD>), stream, p, sums);
+  const cudaError_t error = launch(kernel, dim3(tiles * parts), bytes, stream, p, sums);
   if (error != cudaSuccess || sums.partial == nullptr) return error;
   add_parts_kernel<<<tiles, kThreads, 0, stream>>>(p, sums);
   return cudaGetLastError();
@@ -100,14 +104,29 @@ cudaError_t launch_sums(BackwardProblem p, const PairSums& sums, const void* of_
 cudaError_t launch_pair_sums(const BackwardProblem& p, const ProgramKernels& of_program, cudaStream_t stream) {
   for (const PairSums& sums : p.sums) {
     const cudaError_t error = with_elements(p.elements, [&]<class T>(T) {
-      return with_columns(columns_of(p),
-                          [&]<int kD>() { return launch_sums<T, kD>(p, sums, of_program.pair_sums, stream); });
+      return with_columns(columns_of(p), [&]<int kD>() {
+        const void* const kernel = of_program.pair_sums != nullptr
+                                       ? of_program.pair_sums
+                                       : reinterpret_cast<const void*>(pair_sums_kernel<T, kD>);
+        return launch_sums(p, sums, kernel, sizeof(PairSumsMemory<T, kD>), stream);
+      });
     });
     if (error != cudaSuccess) return error;
   }
   if (p.grad_sinks == nullptr || p.heads == 0) return cudaSuccess;
   sink_gradient_kernel<<<static_cast<unsigned>(p.heads), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
+}
+
+cudaError_t launch_stored_weights(const StoredWeightsProblem& p, const ProgramKernels& of_program,
+                                  cudaStream_t stream) {
+  const void* const kernel =
+      of_program.pair_sums != nullptr ? of_program.pair_sums : reinterpret_cast<const void*>(stored_weights_kernel);
+  for (const PairSums& sums : p.sums) {
+    const cudaError_t error = launch_sums(p, sums, kernel, sizeof(StoredWeights::Memory), stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 cudaError_t launch_capture_gradients(const BackwardProblem& p, CaptureSums sums, const ProgramKernels& of_program,

@@ -15,6 +15,8 @@ namespace polyhead {
 namespace cuda {
 namespace {
 
+// What forward computes with: stored numbers times their scales are float32.
+DType forward_dtype(const AttentionDesc& desc) { return is_stored(desc) ? DType::kFloat32 : desc.dtype; }
 // What backward computes with: a float32 grad_out is not rounded to 16 bits.
 DType backward_dtype(const AttentionDesc& desc) { return out_dtype(desc); }
 
@@ -87,17 +89,6 @@ AttentionDesc taken_of(const AttentionDesc& desc) {
 }
 
 std::string option_refused(const AttentionDesc& desc) {
-  struct Option {
-    bool given;
-    const char* name;
-  };
-  const Option options[] = {{desc.program != nullptr, "a program"},
-                            {sums_pairs(desc), "returned weights or column sums"}};
-  for (const auto& [given, name] : options) {
-    if (given && is_stored(desc)) {
-      return sentence("key_dtype or value_dtype has scales, beside which this kernel does not compute ", name);
-    }
-  }
   return desc == taken_of(desc) ? "" : "an option is given that this kernel does not compute";
 }
 
@@ -127,11 +118,11 @@ std::string why_not(const AttentionDesc& desc) {
   if (desc.program != nullptr) {
     if (std::string reason = why_no_compiler(); !reason.empty()) return reason;
   }
-  return sums_pairs(desc) ? why_no_pairs(desc, desc.dtype, "returning weights") : "";
+  return sums_pairs(desc) && !is_stored(desc) ? why_no_pairs(desc, desc.dtype, "returning weights") : "";
 }
 
 // A program is compiled when a plan is made: what forward needs of it.
-Status prepare(const AttentionDesc& desc) { return forward_kernels(desc, number_of(desc.dtype)).status(); }
+Status prepare(const AttentionDesc& desc) { return forward_kernels(desc, number_of(forward_dtype(desc))).status(); }
 
 Status launched(cudaError_t error) {
   if (error == cudaSuccess) return {};
@@ -266,15 +257,17 @@ MemorySize backward_workspace_bytes(const AttentionDesc& desc, int) {
   return statistic_bytes(desc) + std::max(partial_bytes(gradient_cuts(desc)), capture_bytes(desc).rounded_up(64));
 }
 
-Status return_weights(const AttentionDesc& desc, const ForwardArgs& args, const Problem& forward,
+Status return_weights(const AttentionDesc& desc, const ForwardArgs& args, const StoredProblem& forward,
                       const ProgramKernels& of_program, char* partial, cudaStream_t stream) {
-  BackwardProblem problem;
+  StoredWeightsProblem problem;
   static_cast<Problem&>(problem) = forward;
+  problem.stored_key = forward.stored_key;
   problem.tile_heads = 1;
   const Cuts cuts = weight_cuts(desc);
   set_sums(cuts.sums[0], weights_of(args.attn_weights), partial, &problem.sums[0]);
   set_sums(cuts.sums[1], column_sums_of(args.column_sums), partial, &problem.sums[1]);
-  return launched(launch_pair_sums(problem, of_program, stream));
+  return launched(is_stored(desc) ? launch_stored_weights(problem, of_program, stream)
+                                  : launch_pair_sums(problem, of_program, stream));
 }
 
 // Lengths, offsets and page tables lie on the device, where the kernels bound them: nobody waits for them here.
@@ -282,7 +275,7 @@ Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& ru
   if (Status status = check_place(desc, args, workspace_bytes(desc, 1).value(), run.stream); !status.ok())
     return status;
   StoredProblem problem;
-  set_problem(desc, args, is_stored(desc) ? DType::kFloat32 : desc.dtype, &problem);
+  set_problem(desc, args, forward_dtype(desc), &problem);
   if (is_stored(desc)) set_stored(desc, args, &problem);
   set_blocks(desc, &problem);
   auto* memory = static_cast<char*>(args.workspace);
@@ -293,13 +286,12 @@ Status forward(const AttentionDesc& desc, const ForwardArgs& args, const Run& ru
     problem.logsumexp = statistic_at(desc, memory);
   }
   const auto stream = static_cast<cudaStream_t>(run.stream);
-  if (is_stored(desc)) {
-    return problem.query_blocks > 0 ? launched(launch_forward_stored(problem, stream)) : Status();
-  }
   const Result<ProgramKernels> of_program = forward_kernels(desc, problem.elements);
   if (!of_program.ok()) return of_program.status();
   if (problem.query_blocks > 0) {
-    if (Status status = launched(launch_forward(problem, *of_program, stream)); !status.ok()) return status;
+    const cudaError_t error = is_stored(desc) ? launch_forward_stored(problem, *of_program, stream)
+                                              : launch_forward(problem, *of_program, stream);
+    if (Status status = launched(error); !status.ok()) return status;
   }
   if (!sums_pairs(desc)) return {};
   return return_weights(desc, args, problem, *of_program, memory + statistic_bytes(desc).value(), stream);
@@ -321,10 +313,6 @@ void set_gradients_of_options(const AttentionDesc& desc, const BackwardArgs& arg
 
 Status backward(const AttentionDesc& desc, const BackwardArgs& args, const Run& run) {
   const DType dtype = backward_dtype(desc);
-  if (is_stored(desc)) {
-    return {StatusCode::kUnsupported,
-            "key_dtype or value_dtype has scales, beside which this kernel does not compute backward"};
-  }
   const size_t bytes = backward_workspace_bytes(desc, 1).value();
   if (Status status = check_place(desc, args, bytes, run.stream); !status.ok()) return status;
   BackwardProblem problem;

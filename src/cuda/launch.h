@@ -33,10 +33,12 @@ cudaError_t launch(const void* kernel, dim3 grid, int bytes, cudaStream_t stream
 cudaError_t launch_forward(const Problem& problem, const ProgramKernels& of_program, cudaStream_t stream);
 cudaError_t launch_forward_groups(const Problem& problem, cudaStream_t stream);           // of launch_forward, on 9.0
 cudaError_t launch_backward_groups(const BackwardProblem& problem, cudaStream_t stream);  // likewise
-cudaError_t launch_forward_stored(const StoredProblem& problem, cudaStream_t stream);
+cudaError_t launch_forward_stored(const StoredProblem& problem, const ProgramKernels& of_program, cudaStream_t stream);
 cudaError_t launch_backward(const BackwardProblem& problem, const ProgramKernels& of_program, cudaStream_t stream);
 // Behind those: its sums, and those of captures.
 cudaError_t launch_pair_sums(const BackwardProblem& problem, const ProgramKernels& of_program, cudaStream_t stream);
+cudaError_t launch_stored_weights(const StoredWeightsProblem& problem, const ProgramKernels& of_program,
+                                  cudaStream_t stream);
 cudaError_t launch_capture_gradients(const BackwardProblem& problem, CaptureSums sums, const ProgramKernels& of_program,
                                      cudaStream_t stream);
 

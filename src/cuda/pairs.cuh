@@ -11,14 +11,15 @@
 
 namespace polyhead::cuda {
 
-template <class T, int kD>
+// kSides: 2, or of weights alone 1: Q and K.
+template <class T, int kD, int kSides = 2>
 struct PairsMemory {
   // Two stages: one is on its way while the other is used. Of wide rows there is room for one.
   static constexpr int kStages = kD * sizeof(T) > 256 ? 1 : 2;
   using Columns = Tile<T, kSliceColumns<T, kD>>;
 
-  Columns own[2];
-  Columns others[kStages][2];
+  Columns own[kSides];
+  Columns others[kStages][kSides];
   float L[2][kTileRows], delta[2][kTileRows];  // of the others, where they are queries
   int not_finite;                              // 1 + the last tile of which some row must not see all, see careful
   Band band;                                   // of the block, not held in registers
@@ -29,12 +30,12 @@ struct PairsMemory {
   Kept kept;  // by dropout
 };
 
-template <class T, int kD, bool kKeys, bool kOptions, int kStep>
+template <class T, int kD, bool kKeys, bool kOptions, int kStep, int kSides = 2>
 class Pairs {
  protected:
   using Block = float[kStep / 8][4];  // of this warp's rows and kStep others
 
-  __device__ Pairs(const BackwardProblem& problem, PairsMemory<T, kD>& memory)
+  __device__ Pairs(const BackwardProblem& problem, PairsMemory<T, kD, kSides>& memory)
       : p(problem),
         shared(memory),
         lane(static_cast<int>(threadIdx.x) % 32),
@@ -133,7 +134,7 @@ class Pairs {
   }
 
   const BackwardProblem& p;
-  PairsMemory<T, kD>& shared;
+  PairsMemory<T, kD, kSides>& shared;
   int64_t own = 0;      // the first row that the block owns
   int b = 0, head = 0;  // the sequence and head of the queries
   int64_t first = 0;    // of the others

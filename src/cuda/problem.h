@@ -177,6 +177,11 @@ struct BackwardProblem : Problem {
   bool accumulate = false;
 };
 
+// Of what forward returns of weights, where keys or values are stored in formats with scales; likewise.
+struct StoredWeightsProblem : BackwardProblem {
+  StoredRows stored_key;
+};
+
 constexpr int kMostHeadDim = 1024;
 constexpr int kMostTileColumns = 256;
 constexpr int kManyColumns = 512;  // stands for any number above that, which goes slice by slice

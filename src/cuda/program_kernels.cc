@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/sentence.h"
+#include "cuda/call.h"
 #include "cuda/nvrtc.h"
 #include "cuda/program_text.h"
 #include "cuda/sources.h"
@@ -14,18 +15,20 @@
 namespace polyhead::cuda {
 namespace {
 
-// A class of the kernels, whose template takes the type and columns of a tile, and its kernel's parameters.
+// What a kernel is given, and the file of the class that it runs.
 struct Unit {
-  const char *name, *file, *memory, *parameters, *arguments;
+  const char *file, *parameters, *arguments;
 };
-constexpr Unit kForward = {"Forward", "attention_forward.cuh", "ForwardMemory", "const __grid_constant__ Problem p",
-                           "p"};
-constexpr Unit kBackward = {"Backward", "attention_backward.cuh", "PairsMemory",
-                            "const __grid_constant__ BackwardProblem p", "p"};
-constexpr Unit kPairSums = {"SumsOfPairs", "attention_pair_sums.cuh", "PairSumsMemory",
+constexpr Unit kForward = {"attention_forward.cuh", "const __grid_constant__ Problem p", "p"};
+constexpr Unit kStoredForward = {"attention_forward.cuh", "const __grid_constant__ StoredProblem p", "p"};
+constexpr Unit kBackward = {"attention_backward.cuh", "const __grid_constant__ BackwardProblem p", "p"};
+constexpr Unit kPairSums = {"attention_pair_sums.cuh",
                             "const __grid_constant__ BackwardProblem p, const __grid_constant__ PairSums sums",
                             "p, sums"};
-constexpr Unit kCaptures = {"CaptureGradients", "attention_pair_sums.cuh", "PairSumsMemory",
+constexpr Unit kStoredWeights = {
+    "attention_pair_sums.cuh", "const __grid_constant__ StoredWeightsProblem p, const __grid_constant__ PairSums sums",
+    "p, sums"};
+constexpr Unit kCaptures = {"attention_pair_sums.cuh",
                             "const __grid_constant__ BackwardProblem p, const __grid_constant__ CaptureSums sums",
                             "p, sums"};
 
@@ -80,17 +83,21 @@ class Finder {
     static_cast<void>(cudaGetDevice(&device_));
   }
 
-  // `more`: what the template takes besides; `blocks`: that a multiprocessor should hold.
-  void find(const Unit& unit, const std::string& more, int blocks, const void** kernel) {
+  // A template that takes the type and columns of a tile, and `more`.
+  std::string of_tile(const char* name, const std::string& more = "") const {
+    return sentence(name, "<", tile_, more, ">");
+  }
+
+  // `runs`: a class; `blocks`: that a multiprocessor should hold.
+  void find(const Unit& unit, const std::string& runs, int blocks, const void** kernel) {
     if (!status_.ok()) return;
-    const std::string runs = sentence(unit.name, "<", tile_, more, ">");
     const std::lock_guard<std::mutex> lock(cache().mutex);
     const void*& known = cache().kernels[{desc_.program, variant_, runs, device_}];
     if (known == nullptr) {
       const std::string source =
           sentence("#include \"cuda/", unit.file, "\"\nusing namespace polyhead::cuda;\nextern \"C\" __global__ void ",
-                   "__launch_bounds__(kThreads, ", blocks, ") kernel(", unit.parameters, ") {\n  ", runs, "(",
-                   unit.arguments, ", dynamic_shared<", unit.memory, "<", tile_, ">>()).run();\n}\n");
+                   "__launch_bounds__(kThreads, ", blocks, ") kernel(", unit.parameters, ") {\n  using Runs = ", runs,
+                   ";\n  Runs(", unit.arguments, ", dynamic_shared<Runs::Memory>()).run();\n}\n");
       const Result<const void*> made = compiled(desc_, source, device_);
       if (made.ok()) known = *made;
       status_ = made.status();
@@ -115,9 +122,12 @@ Result<ProgramKernels> forward_kernels(const AttentionDesc& desc, Number element
   ProgramKernels kernels;
   if (desc.program == nullptr) return kernels;
   Finder finder(desc, elements);
-  finder.find(kForward, ", true", 2, &kernels.forward);
+  const bool stored = is_stored(desc);
+  finder.find(stored ? kStoredForward : kForward, finder.of_tile("Forward", stored ? ", true, true" : ", true"), 2,
+              &kernels.forward);
   if (desc.return_weights != ReturnWeights::kNone || desc.return_column_sums) {
-    finder.find(kPairSums, "", 1, &kernels.pair_sums);
+    finder.find(stored ? kStoredWeights : kPairSums, stored ? "StoredWeights" : finder.of_tile("SumsOfPairs"), 1,
+                &kernels.pair_sums);
   }
   if (!finder.status().ok()) return finder.status();
   return kernels;
@@ -131,7 +141,7 @@ Result<ProgramKernels> backward_kernels(const AttentionDesc& desc, const Backwar
   const bool wide = finder.columns() > 128, exact = problem.exact && problem.elements != Number::kFloat32;
   const auto find = [&](GradientPass pass) {
     const std::string more = sentence(", ", static_cast<int>(pass), ", ", exact, ", true");
-    finder.find(kBackward, more, wide ? 1 : 2, &kernels.backward[pass]);
+    finder.find(kBackward, finder.of_tile("Backward", more), wide ? 1 : 2, &kernels.backward[pass]);
   };
   const bool of_key = problem.grad_key.data != nullptr, of_value = problem.grad_value.data != nullptr;
   if (problem.grad_query.data != nullptr) find(kOfQuery);
@@ -139,9 +149,11 @@ Result<ProgramKernels> backward_kernels(const AttentionDesc& desc, const Backwar
   if (of_value && wide) find(kOfValue);
   if ((of_key || of_value) && !wide) find(kOfKeyAndValue);
   if (problem.sums[0].result.data != nullptr || problem.sums[1].result.data != nullptr) {
-    finder.find(kPairSums, "", 1, &kernels.pair_sums);
+    finder.find(kPairSums, finder.of_tile("SumsOfPairs"), 1, &kernels.pair_sums);
   }
-  if (captures.first[kMostCaptures] > 0) finder.find(kCaptures, "", 1, &kernels.capture_gradients);
+  if (captures.first[kMostCaptures] > 0) {
+    finder.find(kCaptures, finder.of_tile("CaptureGradients"), 1, &kernels.capture_gradients);
+  }
   if (!finder.status().ok()) return finder.status();
   return kernels;
 }

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <limits>
 
-#include "contract/kernel.h"
 #include "core/dtype.h"
 #include "device_under_test.h"
 #include "layer_block.h"
@@ -403,19 +402,6 @@ TEST(CudaDecoding, RefusesToCopyMoreThanItHasMemoryFor) {
   EXPECT_EQ(kv_cache(desc)->copy(stored.pool, view(none), view(none), device_under_test.stream()).message(),
             "stream is given, but the CPU has no streams");
   EXPECT_EQ(lent.finish(), "");
-}
-
-TEST(CudaDecoding, StoredKeysHaveNoBackward) {
-  AttentionDesc desc{.batch = 1, .seqlen_q = 2, .seqlen_k = 2, .head_dim = 4, .head_dim_v = 4};
-  desc.value_dtype = DType::kInt4x2;
-  int num_asked = 0;
-  for (const Kernel* kernel : kernel_list()) {
-    if (std::string(kernel->name) != "cuda_sm80") continue;
-    EXPECT_EQ(kernel->backward(desc, {}, {}).message(),
-              "key_dtype or value_dtype has scales, beside which this kernel does not compute backward");
-    ++num_asked;
-  }
-  EXPECT_EQ(num_asked, 1);
 }
 
 }  // namespace

@@ -24,10 +24,6 @@ TEST(CudaPlan, IsChosenOnTheDeviceAlone) {
 TEST(CudaPlan, RefusesBySentence) {
   const std::pair<std::function<void(AttentionDesc&)>, const char*> kRefused[] = {
       {[](auto& d) { d.dtype = DType::kFloat64; }, "dtype is float64, takes float32, bfloat16 or float16"},
-      {[](auto& d) { d.key_dtype = DType::kInt8, d.return_column_sums = true; },
-       "has scales, beside which this kernel does not compute returned weights or column sums"},
-      {[](auto& d) { d.value_dtype = DType::kInt8, d.program = *parse_program("score = 2 * score"); },
-       "key_dtype or value_dtype has scales, beside which this kernel does not compute a program"},
       {[](auto& d) { d.head_dim = 1025; }, "head_dim is 1025, takes 0 to 1024"},
       {[](auto& d) { d.head_dim_v = 1025, d.dtype = DType::kFloat32; }, "head_dim_v is 1025, takes 0 to 1024"},
       {[](auto& d) { d.page_size = 7, d.num_pages = int64_t{1} << 31, d.has_seqlens_k = true; },
@@ -44,6 +40,14 @@ TEST(CudaPlan, RefusesBySentence) {
     EXPECT_NE(made.status().message().find(reason), std::string::npos)
         << made.status().message() << "\nlacks " << reason;
   }
+}
+
+TEST(CudaPlan, StoredKeysHaveNoBackward) {
+  AttentionDesc desc = small();
+  desc.value_dtype = DType::kInt4x2;
+  const Result<Plan> made = plan_on_device(desc);
+  ASSERT_TRUE(made.ok()) << made.status().message();
+  EXPECT_EQ(made->backward({}).message(), "value is int4x2: backward takes query, key and value of one dtype");
 }
 
 // Forward fits in the shared memory of every GPU; backward of wide heads wants more than some have, but in slices, or in chunks.
