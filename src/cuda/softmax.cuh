@@ -20,18 +20,39 @@ struct SoftmaxRow {
 // every kernel.
 __device__ inline float rounded_product(float x, float y) { return __fmul_rn(x, y); }
 
+// The largest of row r, or m where that is larger.
+template <int kBlocks>
+__device__ inline float largest_score(const float (&S)[kBlocks][4], int r, float m) {
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) m = fmaxf(m, fmaxf(S[n][2 * r], S[n][2 * r + 1]));
+  return max_of_row(m);
+}
+// What is taken off the scores of a row whose largest is m: -inf - -inf is NaN.
+__device__ inline float finite_m(float m) { return m == -INFINITY ? 0 : m; }
+
+// l <- l alpha + sum P
+template <int kBlocks>
+__device__ inline void add_weights(const float (&P)[kBlocks][4], const float (&alpha)[2], SoftmaxRow& row0,
+                                   SoftmaxRow& row1) {
+  float sums[2];
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sums[e / 2] = n == 0 && e % 2 == 0 ? P[n][e] : sums[e / 2] + P[n][e];
+  }
+  row0.l = rounded_product(row0.l, alpha[0]) + sums[0];
+  row1.l = rounded_product(row1.l, alpha[1]) + sums[1];
+}
+
 // S <- P = exp(S - m), l <- l alpha + sum P, alpha = exp(m_old - m)
 template <class T, int kBlocks>
 __device__ inline void softmax_step(float (&S)[kBlocks][4], SoftmaxRow& row0, SoftmaxRow& row1, float (&alpha)[2]) {
-  float m[2], sums[2];  // of this step
+  float m[2];  // of this step
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     SoftmaxRow& row = r == 0 ? row0 : row1;
-    float largest = row.m;
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) largest = fmaxf(largest, fmaxf(S[n][2 * r], S[n][2 * r + 1]));
-    largest = max_of_row(largest);
-    m[r] = largest == -INFINITY ? 0 : largest;  // -inf - -inf is NaN
+    const float largest = largest_score(S, r, row.m);
+    m[r] = finite_m(largest);
     alpha[r] = exponential<T>(row.m - m[r]);
     row.m = largest;
     row.l_rounded = rounded_product(row.l_rounded, alpha[r]);
@@ -39,13 +60,9 @@ __device__ inline void softmax_step(float (&S)[kBlocks][4], SoftmaxRow& row0, So
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      S[n][e] = exponential<T>(S[n][e] - m[e / 2]);
-      sums[e / 2] = n == 0 && e % 2 == 0 ? S[n][e] : sums[e / 2] + S[n][e];
-    }
+    for (int e = 0; e < 4; ++e) S[n][e] = exponential<T>(S[n][e] - m[e / 2]);
   }
-  row0.l = rounded_product(row0.l, alpha[0]) + sums[0];
-  row1.l = rounded_product(row1.l, alpha[1]) + sums[1];
+  add_weights(S, alpha, row0, row1);
 }
 
 // The same of scores that are S times `scale`, which is above 0, and m the largest S: what exp2 takes is one operation. l_rounded
@@ -55,15 +72,12 @@ __device__ inline void softmax_of_products(float (&S)[kBlocks][4], SoftmaxRow& r
                                            float (&alpha)[2], float scale) {
   static_assert(T::kOnTensorCores);
   const float factor = scale * kLog2E;
-  float m[2], power[2], sums[2];
+  float m[2], power[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     SoftmaxRow& row = r == 0 ? row0 : row1;
-    float largest = row.m;
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) largest = fmaxf(largest, fmaxf(S[n][2 * r], S[n][2 * r + 1]));
-    largest = max_of_row(largest);
-    m[r] = largest == -INFINITY ? 0 : largest;  // -inf - -inf is NaN
+    const float largest = largest_score(S, r, row.m);
+    m[r] = finite_m(largest);
     power[r] = m[r] * factor;
     alpha[r] = exp2_approx((row.m - m[r]) * factor);
     row.m = largest;
@@ -83,13 +97,7 @@ __device__ inline void softmax_of_products(float (&S)[kBlocks][4], SoftmaxRow& r
       for (int e = 0; e < 4; ++e) S[n][e] = exp2_approx(fmaf(S[n][e], factor, -power[e / 2]));
     }
   }
-#pragma unroll
-  for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) sums[e / 2] = n == 0 && e % 2 == 0 ? S[n][e] : sums[e / 2] + S[n][e];
-  }
-  row0.l = rounded_product(row0.l, alpha[0]) + sums[0];
-  row1.l = rounded_product(row1.l, alpha[1]) + sums[1];
+  add_weights(S, alpha, row0, row1);
 }
 
 template <int kBlocks>
