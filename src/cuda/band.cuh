@@ -34,14 +34,21 @@ __device__ inline int64_t first_row(const Integers& cu_seqlens, int64_t batch, i
   return first < 0 ? 0 : first < total ? first : total;
 }
 
+// Packed: the last sequence whose first(b), a place among all, is not behind `place`; 0 where none is.
+template <class Place, class First>
+__device__ inline int sequence_at(const Problem& p, Place place, const First& first) {
+  int b = 0;
+  for (int above = static_cast<int>(p.batch) + 1; b + 1 < above;) {
+    const int middle = b + (above - b) / 2;
+    (first(middle) <= place ? b : above) = middle;
+  }
+  return b;
+}
+
 // Of how many rows that sequence of queries is that row i belongs to.
 __device__ inline int64_t rows_of_sequence(const Problem& p, int64_t i) {
   const auto first = [&](int64_t b) { return first_row(p.cu_seqlens_q, p.batch, b, p.seqlen_q); };
-  int64_t b = 0;
-  for (int64_t above = p.batch + 1; b + 1 < above;) {
-    const int64_t middle = b + (above - b) / 2;
-    (first(middle) <= i ? b : above) = middle;
-  }
+  const int b = sequence_at(p, i, first);
   return first(b + 1) - first(b);
 }
 
@@ -85,11 +92,7 @@ struct OwnRows {
       const int64_t most_long = row / (kBlockRows + 1);
       return row / rows + (are_long && most_long < sequence ? most_long : sequence);
     };
-    b = 0;
-    for (int above = static_cast<int>(p.batch) + 1; b + 1 < above;) {
-      const int middle = b + (above - b) / 2;
-      (first_block(middle) <= n ? b : above) = middle;
-    }
+    b = sequence_at(p, n, first_block);
     first = (b == 0 ? n : n - first_block(b)) * rows;
   }
 };
