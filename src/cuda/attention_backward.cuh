@@ -96,8 +96,8 @@ class Backward : Pairs<T, kD, kPass != kOfQuery, kOptions, kOthers<T, kD, kPass>
 #pragma unroll 1
       for (int from = 0; from < kTileRows; from += kStep) step(t, from);
     }
-    if constexpr (kScored) store(kKeys ? p.grad_key : p.grad_query, sums[0], p.head_dim, p.scale);
-    if constexpr (kWeighted) store(p.grad_value, sums[kSums - 1], p.head_dim_v, 1);
+    if constexpr (kScored) store(sums[0], false);
+    if constexpr (kWeighted) store(sums[kSums - 1], true);
   }
 
  private:
@@ -306,14 +306,11 @@ class Backward : Pairs<T, kD, kPass != kOfQuery, kOptions, kOthers<T, kD, kPass>
     return element<T>(rows, b * rows.batch + of_head * rows.head + row * rows.row + column * rows.column);
   }
 
-  __device__ void store(const Rows& rows, float (&sum)[kColumns / 8][4], int columns, float factor) {
+  __device__ void store(float (&sum)[kColumns / 8][4], bool values) {
     const Band& band = shared.band;
     const int64_t of_rows[2] = {row_index(0), row_index(1)};
     const bool unseen[2] = {range_of(band, of_rows[0]).empty(), range_of(band, of_rows[1]).empty()};
-    const GradientRows to = {
-        rows,    b,      h,           kKeys ? band.first_k : band.first_q, kKeys ? band.rows_k : band.rows_q,
-        columns, factor, p.accumulate};
-    to.store(sum, of_rows, unseen, first_column(), lane);
+    gradient_rows<kKeys>(p, band, b, h, values).store(sum, of_rows, unseen, first_column(), lane);
   }
 
   int h;  // of the own rows

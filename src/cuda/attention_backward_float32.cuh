@@ -461,25 +461,15 @@ class Float32Backward {
       if (side() == 1) put_sums<true>();
       __syncthreads();
     }
-    const Band& band = shared.band;
-    const bool values = kKeys && side() == 0;
-    const GradientRows to = {!kKeys   ? p.grad_query
-                             : values ? p.grad_value
-                                      : p.grad_key,
-                             shared.own.b,
-                             shared.own.h,
-                             kKeys ? band.first_k : band.first_q,
-                             kKeys ? band.rows_k : band.rows_q,
-                             values ? p.head_dim_v : p.head_dim,
-                             values ? 1 : p.scale,
-                             p.accumulate};
+    const OwnRows& own = shared.own;
+    const GradientRows to = gradient_rows<kKeys>(p, shared.band, own.b, own.h, kKeys && side() == 0);
     if (to.rows.data == nullptr) return;
     const int first = kHalves ? static_cast<int>(threadIdx.x) : thread_of_pair();
 #pragma unroll 1
     for (int n = first; n < kOwn * kColumns; n += kHalves ? kThreads : kOfPair) {
       const int row = n / kColumns, column = n % kColumns;
       const int2 seen = shared.seen[row];
-      to.store(shared.sums[kHalves ? 0 : side()][row][column], shared.own.first + row, seen.x >= seen.y,
+      to.store(shared.sums[kHalves ? 0 : side()][row][column], own.first + row, seen.x >= seen.y,
                first_column() + column);
     }
   }

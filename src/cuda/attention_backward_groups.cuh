@@ -8,6 +8,7 @@
 
 #include "cuda/gradient_rows.cuh"
 #include "cuda/products.cuh"
+#include "cuda/softmax.cuh"
 #include "cuda/tiles_of_others.cuh"
 #include "cuda/warpgroup.cuh"
 
@@ -274,33 +275,30 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
     add_not_finite(sums[0], n, 0, 0);
   }
 
-  // S <- P, 0 at pairs that are not seen
-  __device__ void weights(int n) {
-    const float* of_others = shared.L[n % kStages] + lane % 4 * 2;
+  // f(b, e, its query's number) of each element of S or dP. The number is one of the others', or of this lane's own rows.
+  template <class F>
+  __device__ void for_each_pair(const float (&of_others)[kGroupRows], const float (&of_own)[2], const F& f) const {
+    const float* of_lane = of_others + lane % 4 * 2;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      const float2 of_pair = kKeys ? *reinterpret_cast<const float2*>(of_others + 8 * b) : float2{};
+      const float2 of_pair = kKeys ? *reinterpret_cast<const float2*>(of_lane + 8 * b) : float2{};
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float of_query = kKeys ? kLog2E * (e % 2 == 0 ? of_pair.x : of_pair.y) : L[e / 2];
-        S[b][e] = exp2_approx(fmaf(S[b][e], scale_log2, -of_query));
-      }
+      for (int e = 0; e < 4; ++e) f(b, e, !kKeys ? of_own[e / 2] : e % 2 == 0 ? of_pair.x : of_pair.y);
     }
+  }
+
+  // S <- P, 0 at pairs that are not seen
+  __device__ void weights(int n) {
+    for_each_pair(shared.L[n % kStages], L, [&](int b, int e, float of_query) {
+      S[b][e] = exp2_approx(fmaf(S[b][e], scale_log2, -(kKeys ? kLog2E * of_query : of_query)));
+    });
     if (shared.others.cut(place_of(n))) hide(S, n);
   }
 
   // dP <- dS, 0 at pairs that are not seen
   __device__ void gradients(int n) {
-    const float* of_others = shared.delta[n % kStages] + lane % 4 * 2;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const float2 of_pair = kKeys ? *reinterpret_cast<const float2*>(of_others + 8 * b) : float2{};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float of_query = kKeys ? (e % 2 == 0 ? of_pair.x : of_pair.y) : delta[e / 2];
-        dP[b][e] = S[b][e] * (dP[b][e] - of_query);
-      }
-    }
+    for_each_pair(shared.delta[n % kStages], delta,
+                  [&](int b, int e, float of_query) { dP[b][e] = S[b][e] * (dP[b][e] - of_query); });
     if (shared.others.cut(place_of(n))) hide(dP, n);
   }
 
@@ -322,16 +320,7 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
 
   __device__ static void round(const float (&C)[kBlocks][4], Factors& whole, Factors& rest) {
 #pragma unroll
-    for (int k = 0; k < kGroupRows / kTerms; ++k) {
-#pragma unroll
-      for (int a = 0; a < 4; ++a) {
-        const float low = C[2 * k + a / 2][a % 2 * 2], high = C[2 * k + a / 2][a % 2 * 2 + 1];
-        whole[k][a] = packed<T>(low, high);
-        if constexpr (T::kRestOfWeights) {
-          rest[k][a] = packed<T>(low - low_half<T>(whole[k][a]), high - high_half<T>(whole[k][a]));
-        }
-      }
-    }
+    for (int k = 0; k < kGroupRows / kTerms; ++k) round_weights<T>(C, k, whole[k], rest[k]);
   }
 
   // By all who compute, when their products of stage n have been made.
@@ -387,7 +376,6 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
 
   __device__ void store() {
     if (stages > 0) wait_for_group(kFirstGroupBarrier + group, kGroupThreads);  // nobody reads the group's own rows
-    const Band& band = shared.band;
     const auto is_unseen = [&](int r) {
       const int2 seen = shared.seen[local_row(r)];
       return seen.x >= seen.y;
@@ -395,17 +383,9 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
     const bool unseen[2] = {is_unseen(0), is_unseen(1)};
 #pragma unroll
     for (int m = 0; m < kSums; ++m) {
-      const Rows& rows = !kKeys ? p.grad_query : m == 1 ? p.grad_value : p.grad_key;
-      if (rows.data == nullptr) continue;
-      const GradientRows to = {rows,
-                               shared.rows.b,
-                               shared.rows.h,
-                               kKeys ? band.first_k : band.first_q,
-                               kKeys ? band.rows_k : band.rows_q,
-                               columns_of(m),
-                               m == 1 ? 1 : p.scale,
-                               p.accumulate};
-      if (rows.in_pieces && rows.number != Number::kFloat32 && !p.accumulate) {
+      const GradientRows to = gradient_rows<kKeys>(p, shared.band, shared.rows.b, shared.rows.h, m == 1);
+      if (to.rows.data == nullptr) continue;
+      if (to.rows.in_pieces && to.rows.number != Number::kFloat32 && !p.accumulate) {
         store_pieces(to, sums[m], unseen, shared.own[m]);
       } else {
         const int64_t of_rows[2] = {row_index(0), row_index(1)};

@@ -435,17 +435,7 @@ class PlainBackward {
 
   __device__ void store() {
     const Band& band = shared.band;
-    const bool values = kKeys && side == 0;
-    const GradientRows to = {!kKeys   ? p.grad_query
-                             : values ? p.grad_value
-                                      : p.grad_key,
-                             shared.own.b,
-                             shared.own.h,
-                             kKeys ? band.first_k : band.first_q,
-                             kKeys ? band.rows_k : band.rows_q,
-                             values ? p.head_dim_v : p.head_dim,
-                             values ? 1 : p.scale,
-                             p.accumulate};
+    const GradientRows to = gradient_rows<kKeys>(p, band, shared.own.b, shared.own.h, kKeys && side == 0);
 #pragma unroll
     for (int s = 0; s < kSixteens; ++s) {
       const int64_t of_rows[2] = {row_index(2 * s), row_index(2 * s + 1)};

@@ -39,4 +39,19 @@ struct GradientRows {
   }
 };
 
+// Of a pass over queries, or over keys: of values, or of what scores are made of. Of head h of sequence b.
+template <bool kKeys>
+__device__ inline GradientRows gradient_rows(const BackwardProblem& p, const Band& band, int b, int h, bool values) {
+  return {!kKeys   ? p.grad_query
+          : values ? p.grad_value
+                   : p.grad_key,
+          b,
+          h,
+          kKeys ? band.first_k : band.first_q,
+          kKeys ? band.rows_k : band.rows_q,
+          values ? p.head_dim_v : p.head_dim,
+          values ? 1 : p.scale,
+          p.accumulate};
+}
+
 }  // namespace polyhead::cuda
