@@ -18,7 +18,8 @@ __global__ void __launch_bounds__(kThreads)
   SumsOfPairs<T, kD>(problem, sums, dynamic_shared<PairSumsMemory<T, kD>>()).run();
 }
 
-__global__ void __launch_bounds__(kThreads)
+// Two on a multiprocessor: so that three fit, ptxas would spill.
+__global__ void __launch_bounds__(kThreads, 2)
     stored_weights_kernel(const __grid_constant__ StoredWeightsProblem problem, const __grid_constant__ PairSums sums) {
   StoredWeights(problem, sums, dynamic_shared<StoredWeights::Memory>()).run();
 }
