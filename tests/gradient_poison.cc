@@ -83,6 +83,7 @@ PokedBackward poke_visible(const AttentionDesc& d, const BackwardInputs& in, Gra
 }
 
 std::string poke_mismatch(const PokedBackward& poked, const Gradients& clean, const Gradients& got) {
+  if (!got.faults.empty()) return got.faults.front();
   for (const GradientName& name : kGradients) {
     const Array &e = poked.defined.*name.gradient, &g = got.*name.gradient, &c = clean.*name.gradient;
     const size_t element = dtype_size_bytes(g.dtype);
