@@ -265,15 +265,16 @@ class Cases : private CaseList {
   // Blocks of 16 keys (decoding) and of 64 that lie in one page, in some, in many; lengths of 0 and at the edges of pages.
   void pages() {
     for (const int64_t page_size : {1, 3, 16, 48, 512, 1000}) {
-      const TypeName& type = kHalfAndSingle[page_size % 3];
-      const int64_t keys = pieces(600, page_size) * page_size;
+      const bool shared = page_size < 16 || page_size > 48;  // keys of many queries, by blocks of a GPU
+      const int64_t keys = pieces(600, page_size) * page_size, few = pieces(200, page_size) * page_size;
       add("pages_decode_" + num(page_size), sizes(4, 8, 2, 1, keys, 64), [&](auto& d) {
         paged(d, page_size);
-        d.dtype = type.dtype, d.causal = true, d.align = Align::kBottomRight;
+        d.dtype = kHalfAndSingle[page_size % 3].dtype, d.causal = true, d.align = Align::kBottomRight;
       });
-      add("pages_prefill_" + num(page_size), sizes(3, 4, 2, 70, keys, 40, 24), [&](auto& d) {
+      add("pages_prefill_" + num(page_size), sizes(3, 4, 2, 70, shared ? keys : few, 40, 24), [&](auto& d) {
         paged(d, page_size);
-        d.dtype = type.dtype, d.causal = true, d.align = Align::kBottomRight, d.window_left = 300;
+        d.dtype = kHalfAndSingle[page_size % 3].dtype, d.causal = true, d.align = Align::kBottomRight,
+        d.window_left = 300;
       });
     }
     for (const int64_t n : {5, 7, 71}) {
