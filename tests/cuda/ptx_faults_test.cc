@@ -21,6 +21,8 @@ std::string fault_of(const Planted& planted) {
   return fault_of(kernel_text(kPlaces + std::string(planted.body), 2), planted.shape);
 }
 
+const Shape kFourWarps = {{1, 1, 1}, {128, 1, 1}, 0};
+
 const Planted kPlanted[] = {
     {"missing_barrier",
      "st.shared.u32 [%r3], %r1;\n.loc 1 21 5\nxor.b32 %r4, %r91, 128; add.u32 %r5, %r90, %r4; ld.shared.u32 %r6, "
@@ -114,6 +116,15 @@ const Planted kPlanted[] = {
      "lanes 9-31 have ended"},
     {"a_warp_has_ended", "setp.gt.u32 %p1, %r1, 31; @%p1 ret; bar.sync 0;",
      "barrier never opens; warp 0 waits at k.cu:20; warp 1 has ended"},
+    {"pairs_share_a_barrier", "bar.sync 1, 64;",
+     "barrier 1 of 64 threads: nothing tells whether the warp comes before it last opened, for warps 0, 1", "warp 2",
+     kFourWarps},
+    {"pairs_take_a_barrier_by_turns",
+     "setp.gt.u32 %p1, %r1, 63; @%p1 bra SECOND; bar.sync 1, 64; bar.sync 0; bra OUT; SECOND: bar.sync 0; bar.sync 1, "
+     "64; OUT: mov.u32 %r4, 0;",
+     "", "", kFourWarps},
+    {"a_barrier_for_each_pair", "shr.u32 %r4, %r1, 6; add.u32 %r4, %r4, 1; bar.sync %r4, 64; bar.sync %r4, 64;", "", "",
+     kFourWarps},
     {"shuffle_in_divergent_code",
      "setp.lt.u32 %p1, %r2, 16; @!%p1 bra OUT; shfl.sync.idx.b32 %r4, %r1, 0, 31, -1; OUT: mov.u32 %r5, 0;",
      "divergence: lanes wait for others that never come", "lanes 0-15 at shfl.sync.idx.b32, k.cu:20"},

@@ -21,6 +21,7 @@ const std::pair<const char*, const char*> kWords[] = {
     {"<all>", "<begin> <product> <end>"},
     {"<begin>", "<store> <proxy> <barrier> <zero> <fence>"},
     {"<end>", "<commit> <wait>"},
+    {"<first_of_four>", "setp.gt.u32 %p5, %r1, 255; @%p5 bra DONE; setp.gt.u32 %p5, %r1, 127; @%p5 bra SECOND;"},
     {"<phase>",
      "@%p0 mbarrier.init.shared::cta.b64 [smem], 4; bar.sync 0; setp.eq.u32 %p3, %r2, 0; xor.b32 %r8, %r6, 1536; "
      "mov.u32 %r9, tiles; add.u32 %r9, %r9, %r8; <store>"},
@@ -53,6 +54,8 @@ std::string spelt(std::string body) {
   }
   return body;
 }
+
+const Shape kFourGroups = {{1, 1, 1}, {512, 1, 1}, 0};
 
 const Planted kPlanted[] = {
     {"right", "<all> <use>", ""},
@@ -168,7 +171,7 @@ const Planted kPlanted[] = {
     {"lanes_differ", "<begin> cvt.u64.u32 %rd21, %r2; add.s64 %rd20, %rd20, %rd21; <product> <end>",
      "lanes differ in the descriptor of B", "lane 1"},
     {"warps_differ_in_a",
-     "<begin> mov.b64 %rd21, %rd20; @%p1 add.s64 %rd21, %rd21, 8; <n8> {%f1, %f2, %f3, %f4}, %rd21, %rd20, %p9, 1, 1, "
+     "<begin> mov.b64 %rd21, %rd20; @!%p1 add.s64 %rd21, %rd21, 8; <n8> {%f1, %f2, %f3, %f4}, %rd21, %rd20, %p9, 1, 1, "
      "0, 0; "
      "<end>",
      "operands differ from those of warp 0 of the warpgroup", "warp 1"},
@@ -201,13 +204,23 @@ const Planted kPlanted[] = {
      "no register of 32 bits %rd4"},
     {"scale_of_all", "<begin> <n8> {%f1, %f2, %f3, %f4}, %rd20, %rd20, 1, 1, 1, 0, 0; <end> <use>", ""},
     {"registers", "setmaxnreg.dec.sync.aligned.u32 30;", "30 registers a thread"},
+    {"fewer_registers_by_inc", "setmaxnreg.dec.sync.aligned.u32 40; setmaxnreg.inc.sync.aligned.u32 32;",
+     "32 registers a thread, it has 40"},
+    {"more_registers_by_dec", "setmaxnreg.dec.sync.aligned.u32 40; setmaxnreg.dec.sync.aligned.u32 48;",
+     "48 registers a thread, it has 40"},
+    {"registers_given_back",
+     "<first_of_four> setmaxnreg.dec.sync.aligned.u32 24; bra DONE; SECOND: setmaxnreg.inc.sync.aligned.u32 232; DONE:",
+     "", "", kFourGroups},
+    {"registers_that_nobody_gave_back",
+     "<first_of_four> setmaxnreg.dec.sync.aligned.u32 24; bra DONE; SECOND: setmaxnreg.inc.sync.aligned.u32 240; DONE:",
+     "the warps of the block want 66560 registers, it has 65536", "warp 4", kFourGroups},
 
     // Phases of an mbarrier of four arrivals, one a warp.
     {"phase", "<phase> <arrive> <await> <read>", ""},
     {"product_in_a_phase", "<phase> <store> <proxy> <arrive> <await> <zero> <fence> <product> <end>", ""},
     {"product_before_reuse", "<phase> <begin> <product> <end> <arrive> <await> <store>", ""},
     {"product_not_waited_for_in_its_phase", "<phase> <begin> <product> <commit> <arrive> <await> <wait> <store>",
-     "written, and read by a product that was not waited for: warp 2"},
+     "written, and read by a product that was not waited for: warp 0"},
     {"no_wait", "<phase> <arrive> <read>", "shared memory read before it was written"},
     {"reads_too_early", "<phase> <arrive> <await> <read> <store>",
      "race: read, and written by warp 3, lane 0, st.shared.v4.u32"},

@@ -213,6 +213,7 @@ class BlockRun {
       if (!moved) never_opens();
     }
     for (size_t n = 0; n < groups_.size(); ++n) groups_[n].check_complete(&warps_[4 * n]);
+    check_registers();
   }
 
  private:
@@ -220,7 +221,27 @@ class BlockRun {
   struct Barrier {
     unsigned arrived = 0, expected = 0;  // threads
     std::vector<uint32_t> clocks;
+    // Who waited when it last opened, and since when by its clock.
+    struct Opened {
+      int warp;
+      uint32_t clock;
+    };
+    std::vector<Opened> opened;
   };
+
+  // Others might have come in the place of a warp that nothing keeps from coming before the last opening.
+  void check_whose(const Warp& warp, const Instruction& i, uint32_t id, unsigned expected) const {
+    const auto& opened = barriers_[id].opened;
+    if (opened.empty() || expected == kLanes) return;
+    const std::vector<uint32_t> clocks = shared_.clocks(warp.index);
+    std::string those;
+    for (const auto& [other, clock] : opened) {
+      if (other == warp.index || clocks[static_cast<size_t>(other)] >= clock) return;
+      those += (those.empty() ? "" : ", ") + std::to_string(other);
+    }
+    warp.fault(i, "barrier " + std::to_string(id) + " of " + std::to_string(expected) +
+                      " threads: nothing tells whether the warp comes before it last opened, for warps " + those);
+  }
 
   void arrive(Warp& warp, const Instruction& i, bool waits) {
     const uint32_t id = warp.get<uint32_t>(i.args[0], first_lane(warp.lanes));
@@ -234,6 +255,7 @@ class BlockRun {
       warp.fault(i, "barrier " + std::to_string(id) + " of " + std::to_string(expected) + " threads, others came for " +
                         std::to_string(barrier.expected));
     }
+    check_whose(warp, i, id, expected);
     barrier.expected = expected;
     barrier.arrived += kLanes;
     warp.barrier = static_cast<int>(id);
@@ -246,13 +268,30 @@ class BlockRun {
   }
 
   void open(int id) {
+    std::vector<Barrier::Opened> opened;
     for (Warp& warp : warps_) {
       if (!warp.waits || warp.barrier != id) continue;
       shared_.join(warp.index, barriers_[id].clocks);
       shared_.tick(warp.index);
+      opened.push_back({warp.index, shared_.clocks(warp.index)[static_cast<size_t>(warp.index)]});
       warp.waits = false;
     }
     barriers_[id] = {};
+    barriers_[id].opened = std::move(opened);
+  }
+
+  // A GPU would wait for ever for registers that no warp has given back.
+  void check_registers() const {
+    const Warp* last = nullptr;
+    int all = 0;
+    for (const Warp& warp : warps_) {
+      all += warp.registers;
+      if (warp.sets_registers != nullptr && (last == nullptr || warp.registers > last->registers)) last = &warp;
+    }
+    const int most = warps_.front().registers_at_first() * static_cast<int>(warps_.size());
+    if (last == nullptr || all <= most) return;
+    last->fault(*last->sets_registers, "the warps of the block want " + std::to_string(all * kLanes) +
+                                           " registers, it has " + std::to_string(most * kLanes));
   }
 
   [[noreturn]] void never_opens() const {

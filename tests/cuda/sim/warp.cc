@@ -96,6 +96,8 @@ void Warp::reset(Dim3 where, uint32_t number) {
   waits = false;
   in_flight.clear();
   products.reset();
+  registers = registers_at_first();
+  sets_registers = nullptr;
   std::fill(committed, committed + kLanes, 0);
   groups.assign(1, {0, lanes, false});
   std::fill(written_.begin(), written_.end(), 0);

@@ -1,6 +1,7 @@
 // What runs: a launch, its blocks one after the other, the warps of a block, and the registers of a warp's 32 lanes.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -64,6 +65,9 @@ struct Group {
 class Warp {
  public:
   Warp(Launch& launch, SharedMemory& shared, Warpgroup& group, int index);
+
+  // Of a thread, when a block starts: its kernel is compiled for as many as all threads can have.
+  int registers_at_first() const { return std::min(65536 / static_cast<int>(launch.block.count()), 256) / 8 * 8; }
 
   // Before a block starts: no lane has run, no register has been written.
   void reset(Dim3 block_index, uint32_t block_number);
@@ -129,7 +133,9 @@ class Warp {
   int barrier = 0;                      // which
   const Instruction* stands = nullptr;  // waiting
   std::vector<InFlight> in_flight;
-  int committed[kLanes] = {};  // groups of cp.async, of each lane
+  int committed[kLanes] = {};                   // groups of cp.async, of each lane
+  int registers = 0;                            // that a thread may have
+  const Instruction* sets_registers = nullptr;  // the last setmaxnreg
   Products products;
 
  private:

@@ -4,6 +4,7 @@
 // D are those of N / 8 mma.sync m16n8k16 side by side; of A, if it is in registers, those of one.
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "fragments.h"
 #include "opcodes.h"
@@ -57,15 +58,13 @@ struct Matrix {
   }
 };
 
-// put(row, k, element) for so many rows, behind the first ones that are others'.
+// put(row, k, element) for so many rows.
 template <class T, class Put>
-void read(Warp& w, const Instruction& i, const Matrix& matrix, uint32_t product, int first, int rows, const Put& put) {
+void read(Warp& w, const Instruction& i, const Matrix& matrix, uint32_t product, int rows, const Put& put) {
   const int lines = matrix.transposed ? kDepth : rows, pieces = (matrix.transposed ? rows : kDepth) / 8;
-  const int other_lines = matrix.transposed ? 0 : first, other_pieces = matrix.transposed ? first / 8 : 0;
   for (int line = 0; line < lines; ++line) {
     for (int n = 0; n < pieces; ++n) {
-      const uint64_t address =
-          matrix.address(static_cast<uint64_t>(line + other_lines), static_cast<uint64_t>(n + other_pieces));
+      const uint64_t address = matrix.address(static_cast<uint64_t>(line), static_cast<uint64_t>(n));
       T eight[8];
       std::memcpy(eight, w.shared.reach_for_product(w, i, address, product), 16);
       for (int e = 0; e < 8; ++e) {
@@ -132,13 +131,16 @@ void multiply(Warp& w, const Instruction& i, uint32_t) {
     registers_of_a<T>(w, i, a);
   } else {
     const Matrix a_matrix = matrix_of(w, i, 0, bit(w, i, kTransposed), kRows, "A");
-    read<T>(w, i, a_matrix, product, w.index % 4 * 16, 16, [&](int row, int k, float value) { a[row][k] = value; });
+    const int first = w.index % 4 * 16;  // of its rows; PTX does not tell that no other warp reads them
+    read<T>(w, i, a_matrix, product, kRows, [&](int row, int k, float value) {
+      if (first <= row && row < first + 16) a[row - first][k] = value;
+    });
   }
   const auto scale = static_cast<float>(sign(w, i, kScales) * sign(w, i, kScales + 1));
   for (auto& row : a) {
     for (float& value : row) value *= scale;
   }
-  read<T>(w, i, b_matrix, product, 0, columns,
+  read<T>(w, i, b_matrix, product, columns,
           [&](int column, int k, float value) { b[column / 8][k][column % 8] = value; });
   for (int n = 0; n < i.variant; ++n) {
     const int16_t* sums = &i.sums[static_cast<size_t>(4 * n)];
@@ -176,11 +178,17 @@ void wait(Warp& w, const Instruction& i, uint32_t) {
 
 void fence_proxy(Warp& w, const Instruction&, uint32_t mask) { w.shared.fence(w.index, mask); }
 
-// setmaxnreg: a count of registers.
+// setmaxnreg: a count of registers. Whether a block has them is asked when it has ended (run.cc).
+template <bool kMore>
 void set_registers(Warp& w, const Instruction& i, uint32_t) {
   const uint32_t count = w.get<uint32_t>(i.args[0], 0);
   w.group.step(w, i, {count});
   if (count < 24 || count > 256 || count % 8 != 0) w.fault(i, std::to_string(count) + " registers a thread");
+  const int before = std::exchange(w.registers, static_cast<int>(count));
+  if (kMore ? w.registers < before : w.registers > before) {
+    w.fault(i, std::to_string(count) + " registers a thread, it has " + std::to_string(before));
+  }
+  w.sets_registers = &i;
 }
 
 template <class T>
@@ -206,9 +214,8 @@ void add_group_opcodes(OpcodeTable& t) {
   t["wgmma.commit_group.sync.aligned"] = {commit, "=", Kind::kGroup};
   t["wgmma.wait_group.sync.aligned"] = {wait, "=w", Kind::kGroup};
   for (const char* which : {"fence.proxy.async", "fence.proxy.async.shared::cta"}) t[which] = {fence_proxy, "="};
-  for (const char* way : {"inc", "dec"}) {
-    t[std::string("setmaxnreg.") + way + ".sync.aligned.u32"] = {set_registers, "=w", Kind::kGroup};
-  }
+  t["setmaxnreg.inc.sync.aligned.u32"] = {set_registers<true>, "=w", Kind::kGroup};
+  t["setmaxnreg.dec.sync.aligned.u32"] = {set_registers<false>, "=w", Kind::kGroup};
 }
 
 }  // namespace cuda_sim
