@@ -39,9 +39,18 @@ void launch(const Entry& entry, const Shape& shape, const std::vector<unsigned c
   Runtime& r = runtime();
   const Module& module = module_of(*entry.binary);
   Counters counters;
+  count_if_replaced(entry);
   run(module, module.kernels.at(entry.name), shape, parameters, r.memory, counters);
   r.counters += counters;
   r.of_kernels[entry.name] += counters;
+}
+
+// Of the host's function; null: there is none.
+Entry* find_entry(const void* host) {
+  const auto found = runtime().entries.find(host);
+  if (found == runtime().entries.end()) return nullptr;
+  replace(found->second);
+  return &found->second;
 }
 
 // Which end of a copy is the device's is told by the kind, and must be so.
@@ -207,9 +216,9 @@ cudaError_t cudaLibraryGetKernel(cudaKernel_t* kernel, cudaLibrary_t library, co
 
 cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
   const Lock lock(runtime().mutex);
-  const auto found = runtime().entries.find(host);
-  if (found == runtime().entries.end()) return failed(cudaErrorInvalidDeviceFunction);
-  *kernel = reinterpret_cast<cudaKernel_t>(&found->second);
+  Entry* const entry = find_entry(host);
+  if (entry == nullptr) return failed(cudaErrorInvalidDeviceFunction);
+  *kernel = reinterpret_cast<cudaKernel_t>(entry);
   return cudaSuccess;
 }
 
@@ -245,24 +254,24 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void*
 cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** args, size_t shared,
                              cudaStream_t stream) {
   const Lock lock(runtime().mutex);
-  const auto found = runtime().entries.find(function);
-  if (found == runtime().entries.end()) return failed(cudaErrorInvalidDeviceFunction);
-  return __cudaLaunchKernel(reinterpret_cast<cudaKernel_t>(&found->second), grid, block, args, shared, stream);
+  Entry* const entry = find_entry(function);
+  if (entry == nullptr) return failed(cudaErrorInvalidDeviceFunction);
+  return __cudaLaunchKernel(reinterpret_cast<cudaKernel_t>(entry), grid, block, args, shared, stream);
 }
 
 cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, int value) {
   const Lock lock(runtime().mutex);
-  const auto found = runtime().entries.find(host);
-  if (found == runtime().entries.end()) return failed(cudaErrorInvalidDeviceFunction);
+  Entry* const entry = find_entry(host);
+  if (entry == nullptr) return failed(cudaErrorInvalidDeviceFunction);
   try {
-    if (const cudaError_t error = check_runs_here(module_of(*found->second.binary))) return error;
+    if (const cudaError_t error = check_runs_here(module_of(*entry->binary))) return error;
   } catch (const Fault& fault) {
     return failed(fault);
   }
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 || value > runtime().most_shared) {
     return failed(cudaErrorInvalidValue);
   }
-  found->second.most_dynamic_shared = value;
+  entry->most_dynamic_shared = value;
   return cudaSuccess;
 }
 

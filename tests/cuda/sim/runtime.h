@@ -83,6 +83,11 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 cudaError_t failed(cudaError_t error);
 cudaError_t failed(const Fault& fault);
 
+// Puts a kernel of the file POLYHEAD_SIMULATED_PTX, if there is one of that name, in the place of the program's own; the launches
+// of such are told on stderr at the end.
+void replace(Entry& entry);
+void count_if_replaced(const Entry& entry);
+
 // Of the calling thread.
 int current_device();
 
