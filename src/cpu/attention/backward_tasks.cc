@@ -71,9 +71,9 @@ bool end_together(const AttentionDesc& desc, int64_t heads, int num_threads) {
 Cut cut(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads, bool in_order) {
   Cut c;
   const int64_t heads = (in_order ? 1 : desc.batch) * desc.num_heads_kv;
-  c.scratch_bytes =
-      scratch_bytes(functions.backward_scratch_bytes, desc, tiles_at_once(desc), desc.attn_bias.given, desc.softcap > 0) +
-      program_bytes(desc, true);
+  c.scratch_bytes = scratch_bytes(functions.backward_scratch_bytes, desc, tiles_at_once(desc), desc.attn_bias.given,
+                                  desc.softcap > 0) +
+                    program_bytes(desc, true);
   c.sums_floats =
       sum_floats(functions, desc.seqlen_k, desc.head_dim) + sum_floats(functions, desc.seqlen_k, desc.head_dim_v);
   c.queries_at_once = queries_at_once(desc.seqlen_q);
