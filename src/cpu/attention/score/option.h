@@ -116,9 +116,8 @@ __attribute__((always_inline)) inline void for_each_product_of(F (&s)[kRows][kVe
   }
 }
 
-constexpr int kBlock = 128;  // keys
-constexpr int kNarrow =
-    kPartKeys > 16 ? kPartKeys : 16;  // of which for_each_micro takes whole groups, whatever is beside them
+constexpr int kBlock = 128;                               // keys
+constexpr int kNarrow = kPartKeys > 16 ? kPartKeys : 16;  // keys of which for_each_micro takes whole groups
 constexpr int kTileFloats = kBlock * kTile;
 
 inline float* take(float*& memory, int64_t floats) {

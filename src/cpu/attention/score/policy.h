@@ -112,7 +112,6 @@ struct Score {
   template <ScoreWay kWay, int kRows, int kVecs_>
   __attribute__((always_inline)) void apply(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane) const {
     if constexpr (kWay == ScoreWay::kAny) {
-      if (!scaled_first && view.ranges == nullptr) return;
       F x[kRows][kVecs_];  // s itself stays in registers: its address is not taken
       copy(x, s);
       for_each_score(x, view, key, lane, [](const Options::Kept&, int, int) {});
@@ -127,7 +126,6 @@ struct Score {
   __attribute__((always_inline)) void apply_and_keep(F (&s)[kRows][kVecs_], const BlockView& view, int key, int lane,
                                                      const Options::Memory& memory) const {
     if constexpr (kWay == ScoreWay::kAny) {
-      if (!scaled_first && view.ranges == nullptr) return;
       F x[kRows][kVecs_];  // as in apply()
       copy(x, s);
       apply_each_and_keep(x, view, key, lane, memory);
