@@ -114,10 +114,11 @@ void backward_tile(Head& head, Tile& tile, const KeyBlock& block, const Words& k
 // While a tile and block are computed: the bias's gradient, and what is added to the scores of the next tile.
 void look_ahead(const Head& head, const Tile& tile, const KeyBlock& block, const Tile& next, int64_t first) {
   if (head.bias_terms != nullptr) {
-    head.ahead->add(grad_bias_rows(head).from(0, block.first), tile.first_query, tile.num_queries, block.num_keys);
+    head.scratch->ahead.add(grad_bias_rows(head).from(0, block.first), tile.first_query, tile.num_queries,
+                            block.num_keys);
   }
   const int64_t end = first + kBlock, len = head.sequence.len_k;
-  head.score.options.add_ahead(*head.ahead, next.queries(), {first, end < len ? end : len});
+  head.score.options.add_ahead(head.scratch->ahead, next.queries(), {first, end < len ? end : len});
 }
 
 template <class Mac>
@@ -154,11 +155,11 @@ void backward_block(Head& head, int num_tiles, int64_t first, int64_t next, bool
   const int64_t sums_key = first - head.task.first_key;
   if (head.task.value_sums != nullptr) {
     const int64_t columns = whole_vectors(problem.head_dim_v);
-    add_keys<Mac>(head.task.value_sums + sums_key * columns, columns, values, num_tiles, groups * kGroup);
+    add_keys<Mac>(*head.later, head.task.value_sums + sums_key * columns, columns, values, num_tiles, groups * kGroup);
   }
   if (head.task.key_sums != nullptr) {
     const int64_t columns = whole_vectors(problem.head_dim);
-    add_keys<Mac>(head.task.key_sums + sums_key * columns, columns, keys, num_tiles, groups * kGroup);
+    add_keys<Mac>(*head.later, head.task.key_sums + sums_key * columns, columns, keys, num_tiles, groups * kGroup);
   }
 }
 
@@ -204,13 +205,18 @@ void look_ahead(const Head& head, int64_t group_queries) {
   const BackwardProblem& gradients = head.gradients;
   const Problem& problem = gradients.forward;
   const BackwardTask& task = head.task;
-  RowsAhead& ahead = *head.ahead;
+  RowsAhead& ahead = head.scratch->ahead;
   const Tile& first = head.scratch->tile[0];
   const int64_t dim = problem.head_dim, dim_v = problem.head_dim_v, queries = end_of_queries(task);
   const int64_t next = first.first_query + group_queries, left = queries - next;
   if (head.wants_queries && task.partial == nullptr) {
     ahead.add(rows_of(gradients.grad_query, task.b, task.h, task.sequence.first_q), first.first_query,
               left > 0 ? group_queries : queries - first.first_query, dim);
+  }
+  if (left <= 0 && (task.h + 1) % problem.group == 0) {
+    const int64_t keys = (task.end_key < task.sequence.len_k ? task.end_key : task.sequence.len_k) - task.first_key;
+    ahead.add(rows_of(gradients.grad_key, task.b, task.kv_head, task.sequence.first_k), task.first_key, keys, dim);
+    ahead.add(rows_of(gradients.grad_value, task.b, task.kv_head, task.sequence.first_k), task.first_key, keys, dim_v);
   }
   const auto add_queries = [&](int64_t b, int64_t h, int64_t row, int64_t rows) {
     const int64_t n = rows < group_queries ? rows : group_queries;
@@ -272,7 +278,7 @@ void backward_tiles(Head& head, int num_tiles) {
     if (tiles[t].ranges.last() > last) last = tiles[t].ranges.last();
   }
   if (end < last) last = end;
-  head.ahead->clear();
+  head.scratch->ahead.clear();
   for (int t = 0; t < num_tiles && any; ++t) {
     load_tile<Mac>(head, tiles[t], tiles[t].p_rows);
     load_rows<Mac>(head, tiles[t]);
@@ -322,7 +328,8 @@ void backward_task(const BackwardProblem& gradients, const BackwardTask& task, i
   head.may_hide = head.score.options.may_hide() || !is_open(problem.band);
   Later later;
   head.later = &later;
-  head.ahead = &scratch->ahead;
+  later.ahead = &scratch->ahead;
+  scratch->ahead.share_out(1, 2 * kUnitsOfLine);  // what a group of tiles needs, within its last block
   head.key_copy = take(memory, kBlock * dim);
   head.value_copy = take(memory, kBlock * dim_v);
   head.key_words = take(memory, panel_floats(dim, kPanel, kBlock));

@@ -32,13 +32,21 @@ void add_not_finite(const Head& head, Tile& tile, const KeyBlock& block, const T
   }
 }
 
+void clear_if_fresh(const Head& head, Tile& tile) {
+  if (!tile.fresh) return;
+  __builtin_memset(tile.state.out, 0, static_cast<size_t>(head.problem.head_dim_v) * kTile * sizeof(float));
+  tile.fresh = false;
+}
+
 template <class Mac>
 void attend_block(const Head& head, Tile& tile, const KeyBlock& block) {
   const TileView t = view_block(head, tile, block.first, block.num_keys);
   if (t.begin >= t.end) return;
   if (!t.all || head.score.hides(t.view)) tile.some_hidden = true;
+  if (!t.all || kTmm) clear_if_fresh(head, tile);  // else O^T begins with the block's one product
   for_each_part(
       t, [&](const Part& part, const BlockView& view) { score_keys<Mac, Mac>(head, tile, block, view, part, true); });
+  tile.fresh = false;
   if (!head.careful) return;
   head.later->finish();
   add_not_finite<Mac>(head, tile, block, t);
@@ -144,8 +152,21 @@ bool finish_tile(const Head& head, Tile& tile) {
   return true;
 }
 
+// Units of the products of tiles and a block, which ask for what comes next.
+int64_t units_of(const Problem& problem, const Tile* tiles, int num_tiles, const KeyBlock& block) {
+  constexpr int kVecsAtOnce = kTmm ? kPartVecs : kMicroVecs, kRows = kForwardSums / kVecsAtOnce;
+  int64_t keys = 0;
+  for (int t = 0; t < num_tiles; ++t) {
+    const int64_t begin = tiles[t].ranges.first() - block.first, end = tiles[t].ranges.last() - block.first;
+    const int64_t seen = (end < block.num_keys ? end : block.num_keys) - (begin > 0 ? begin : 0);
+    if (seen > 0) keys += seen;
+  }
+  const int64_t of_key = kTmm ? kPartLanes : (problem.head_dim + problem.head_dim_v) / kRows;
+  return kVecs / kVecsAtOnce * keys * of_key + 1;
+}
+
 // While a block is computed: the keys of the next one, or in the last block the rows of O and the next task's.
-void look_ahead(const Head& head, int num_tiles, const KeyBlock& block, int64_t next, int64_t end) {
+void look_ahead(const Head& head, const Tile* tiles, int num_tiles, const KeyBlock& block, int64_t next, int64_t end) {
   const Problem& problem = head.problem;
   const ForwardTask& task = head.task;
   RowsAhead& ahead = head.scratch->ahead;
@@ -161,8 +182,7 @@ void look_ahead(const Head& head, int num_tiles, const KeyBlock& block, int64_t 
     ahead.add(rows_of(problem.query, then.b, then.h, then.first_row()), 0, then.num_queries, problem.head_dim);
     add_keys_ahead(ahead, problem, then, then.num_queries);
   }
-  constexpr int kWidth = kTmm ? kPartVecs : kMicroVecs, kRows = micro_rows(kWidth, kForwardSums);
-  ahead.share_out(int64_t{num_tiles} * (kVecs / kWidth) * ((block.num_keys + kRows - 1) / kRows));
+  ahead.share_out(units_of(problem, tiles, num_tiles, block));
 }
 
 template <class Mac>
@@ -177,7 +197,7 @@ void attend(Head& head, Tile* tiles, int num_tiles) {
       tile.state.m[q] = none ? kNoMaximum : sink;
       tile.state.l[q] = tile.state.l_rounded[q] = none ? 0 : 1;
     }
-    __builtin_memset(tile.state.out, 0, static_cast<size_t>(head.problem.head_dim_v) * kTile * sizeof(float));
+    tile.fresh = true;
     if (tile.ranges.first() < begin) begin = tile.ranges.first();
     if (tile.ranges.last() > end) end = tile.ranges.last();
   }
@@ -186,13 +206,14 @@ void attend(Head& head, Tile* tiles, int num_tiles) {
     if (head.later->reads(head.value_copy)) head.later->finish();
     const KeyBlock block = load_block<Mac>(head, first);
     const int64_t next = next_block(head, tiles, num_tiles, first + kBlock, end);
-    look_ahead(head, num_tiles, block, next, end);
+    look_ahead(head, tiles, num_tiles, block, next, end);
     for (int t = 0; t < num_tiles; ++t) attend_block<Mac>(head, tiles[t], block);
     swap(head.value_copy, head.value_copy_before);
     first = next;
   }
   head.later->finish();
   head.scratch->ahead.ask_all();
+  for (int t = 0; t < num_tiles; ++t) clear_if_fresh(head, tiles[t]);
 }
 
 template <class Mac>
@@ -204,6 +225,7 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
   float* floats = reinterpret_cast<float*>(static_cast<char*>(memory) + round_up(sizeof(ForwardMemory)));
   const int64_t dim = whole(problem.head_dim, kDimStep), dim_v = whole(problem.head_dim_v, kDimStep);
   Later later;
+  later.ahead = &scratch->ahead;
   Head head{{problem, s, task.b, task.h, &scratch->view},
             task,
             key_rows_of(problem.key, task.b, kv_head, s.first_k, s.len_k),

@@ -9,8 +9,6 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-constexpr int kLinesAhead = 24;  // asked for with each microkernel: what a group of tiles needs, within its last block
-
 struct GradientTile : QueryTile {
   float *query, *grad_out;             // Q^T and dO^T, words along the dims
   alignas(64) float logsumexp[kTile];  // +inf where no key is seen, which makes P 0
@@ -24,7 +22,6 @@ struct GradientHead : HeadOptions {
   float *key_copy, *value_copy;
   float* p;      // P^T of the tile at hand
   Later* later;  // dQ of queries whose dS is there
-  RowsAhead* ahead;
 };
 
 // Element [key][query] of P^T or dS^T, words along the queries.
@@ -63,7 +60,6 @@ inline GradientHead gradient_head(const BackwardProblem& gradients, const Sequen
           rows_of(gradients.grad_out, b, h, s.first_q),
           rows_of(problem.key, b, kv_head, s.first_k),
           rows_of(problem.value, b, kv_head, s.first_k),
-          nullptr,
           nullptr,
           nullptr,
           nullptr,
@@ -171,7 +167,6 @@ void weigh_part_of(const GradientHead& head, const GradientTile& tile, const Key
   const F to_natural = broadcast(score.to_natural);
   const bool masked = kWay != ScoreWay::kProducts && score.hides(view);
   float* const p_rows = head.p;  // here and below: after a store the compiler would load it anew
-  RowsAhead* const ahead = head.ahead;
   const auto weigh = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs_; ++v) {
@@ -191,13 +186,9 @@ void weigh_part_of(const GradientHead& head, const GradientTile& tile, const Key
       __attribute__((always_inline)) {
     score.apply_and_keep<kWay>(s, view, key, lane, head.view_memory->options);
   };
-  const auto take = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) __attribute__((always_inline)) {
-    weigh(s, key, lane);
-    if (ahead != nullptr) ahead->ask(kLinesAhead);  // where no register holds a score
-  };
   if constexpr (kWay == ScoreWay::kAny) {
     if (score.by_program) {
-      return score_by_program<Mac, kMostSums>(head, tile.query, words, block.key, view, part, *head.later, apply, take,
+      return score_by_program<Mac, kMostSums>(head, tile.query, words, block.key, view, part, *head.later, apply, weigh,
                                               [](int, int) {});
     }
   }
@@ -205,7 +196,7 @@ void weigh_part_of(const GradientHead& head, const GradientTile& tile, const Key
       tile.query, words, block.key, part, *head.later,
       [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
         apply(s, key, lane);
-        take(s, key, lane);
+        weigh(s, key, lane);
       },
       [](int, int) {});
 }
@@ -227,7 +218,6 @@ void differentiate_part_of(const GradientHead& head, const GradientTile& tile, c
   const bool masked = kWay != ScoreWay::kProducts && head.score.hides(view), dropped = kDrops && view.kept != nullptr;
   const F drop_scale = broadcast(head.problem.dropout.scale);
   const float* const p_rows = head.p;
-  RowsAhead* const ahead = head.ahead;
   const auto finish = [&]<int kRows, int kVecs_>(F(&dp)[kRows][kVecs_], int key, int lane) {
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs_; ++v) {
@@ -251,7 +241,6 @@ void differentiate_part_of(const GradientHead& head, const GradientTile& tile, c
       }
       take(p, ds, key, at);
     }
-    if (ahead != nullptr) ahead->ask(kLinesAhead);
   };
   for_each_product<Mac, kMostSums>(tile.grad_out, words, block.value, part, *head.later, finish, done);
 }

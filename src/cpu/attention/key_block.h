@@ -5,7 +5,7 @@
 #include "cpu/attention/functions.h"
 #include "cpu/attention/softmax.h"
 #include "cpu/attention/view.h"
-#include "cpu/isa/rows.h"
+#include "cpu/isa/rows_ahead.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
@@ -14,6 +14,7 @@ struct Tile : QueryTile {
   TileState state;
   float* query;      // Q^T, words
   bool some_hidden;  // in a block that was computed
+  bool fresh;        // O^T holds nothing yet, but what lay there
 };
 
 struct ForwardMemory {
@@ -57,16 +58,17 @@ void weigh_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
                 bool into_out) {
   const int64_t words = words_of(head.problem.head_dim, Mac::kElements);
   const bool masked = !kSoftmax && head.score.hides(view);
+  const int64_t dim_of_out = tile.fresh ? 0 : head.problem.head_dim_v;
   const auto weigh = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
     if constexpr (kSoftmax) {
-      softmax_step<PMac>(s, head.scratch->p, tile.state, head.score, view, key, lane, head.problem.head_dim_v);
+      softmax_step<PMac>(s, head.scratch->p, tile.state, head.score, view, key, lane, dim_of_out);
     } else {
       score_step<PMac>(s, head.scratch->p, head.score, view, masked, key, lane);
     }
   };
   const auto done = [&](int v_begin, int v_end) {
     if (!into_out) return;
-    accumulate<Mac, kForwardSums>(*head.later, TileSums{tile.state.out}, head.scratch->p, block.value,
+    accumulate<Mac, kForwardSums>(*head.later, TileSums{tile.state.out, tile.fresh}, head.scratch->p, block.value,
                                   part.begin / Mac::kElements, part.end / Mac::kElements, head.problem.head_dim_v,
                                   v_begin, v_end);
   };
@@ -74,21 +76,17 @@ void weigh_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
       __attribute__((always_inline)) {
     head.score.apply<kWay>(s, view, key, lane);
   };
-  const auto take = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) __attribute__((always_inline)) {
-    weigh(s, key, lane);
-    head.scratch->ahead.ask();  // where no register holds a score
-  };
   if constexpr (kWay == ScoreWay::kAny) {
     if (head.score.by_program) {
       return score_by_program<Mac, kForwardSums>(head, tile.query, words, block.key, view, part, *head.later, apply,
-                                                 take, done);
+                                                 weigh, done);
     }
   }
   for_each_product<Mac, kForwardSums>(
       tile.query, words, block.key, part, *head.later,
       [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
         apply(s, key, lane);
-        take(s, key, lane);
+        weigh(s, key, lane);
       },
       done);
 }

@@ -4,7 +4,7 @@
 #include "cpu/attention/functions.h"
 #include "cpu/attention/score/dropout.h"
 #include "cpu/attention/score/policy.h"
-#include "cpu/isa/rows.h"
+#include "cpu/isa/rows_ahead.h"
 #ifdef POLYHEAD_HAS_TMM
 #include "cpu/isa/tmm_products.h"
 #endif
@@ -225,26 +225,27 @@ void for_each_product(const float* a, int64_t words, const Words& rows, const Pa
 #else
 template <class Mac, int kSums, int kVecs_, class Take>
 inline void products_of_vecs(const float* a, int64_t words, const Words& rows, int begin, int end, int lane,
-                             const Take& take) {
+                             const Asking& asking, const Take& take) {
   for_each_micro<kVecs_, kSums>(begin, end, [&]<int kRows>(int64_t k) {
+    const Lines lines = asking.lines(words);
     F x[kRows][kVecs_];
     clear(x);
-    contract<Mac, true>(x, a + lane, kTile, rows.data + k * rows.stride, rows.stride, words);
+    contract<Mac, true>(x, a + lane, kTile, rows.data + k * rows.stride, rows.stride, words, lines);
     take(x, static_cast<int>(k), lane);
   });
 }
 
 template <class Mac, int kSums, class Take, class Done>
-void for_each_product(const float* a, int64_t words, const Words& rows, const Part& part, Later&, const Take& take,
-                      const Done& done) {
+void for_each_product(const float* a, int64_t words, const Words& rows, const Part& part, Later& later,
+                      const Take& take, const Done& done) {
   for (int v = part.v_begin; v < part.v_end; v += kMicroVecs) {
     const int lane = v * kLanes, begin = part.begin, end = part.end;
     constexpr bool kWide = kMicroVecs == 4;
     switch (part.v_end - v < kMicroVecs ? part.v_end - v : kMicroVecs) {
-      case 1: products_of_vecs<Mac, kSums, 1>(a, words, rows, begin, end, lane, take); break;
-      case 2: products_of_vecs<Mac, kSums, 2>(a, words, rows, begin, end, lane, take); break;
-      case 3: products_of_vecs<Mac, kSums, kWide ? 3 : 1>(a, words, rows, begin, end, lane, take); break;
-      default: products_of_vecs<Mac, kSums, kWide ? 4 : 1>(a, words, rows, begin, end, lane, take); break;
+      case 1: products_of_vecs<Mac, kSums, 1>(a, words, rows, begin, end, lane, later, take); break;
+      case 2: products_of_vecs<Mac, kSums, 2>(a, words, rows, begin, end, lane, later, take); break;
+      case 3: products_of_vecs<Mac, kSums, kWide ? 3 : 1>(a, words, rows, begin, end, lane, later, take); break;
+      default: products_of_vecs<Mac, kSums, kWide ? 4 : 1>(a, words, rows, begin, end, lane, later, take); break;
     }
   }
   done(part.v_begin, part.v_end);

@@ -180,53 +180,6 @@ inline void prefetch_rows(const Rows& x, int64_t first_row, int64_t num_rows, in
   }
 }
 
-// Rows that will be read or written soon, asked for a few lines at a time while something else is computed: a burst of them
-// would wait for memory as the rows themselves do.
-class RowsAhead {
- public:
-  void clear() { count_ = at_ = 0; }
-
-  void add(const Rows& x, int64_t first_row, int64_t num_rows, int64_t columns) {
-    if (at_ == count_) clear();
-    const int64_t bytes = numbers_bytes(x.dtype, columns);
-    if (count_ == kMost || x.data == nullptr || x.column_stride != 1 || num_rows <= 0 || bytes <= 0) return;
-    range_[count_++] = {x.from(first_row, 0), 0, num_rows, bytes};
-  }
-
-  // What add() added is shared out among this many calls of ask().
-  void share_out(int64_t calls) {
-    int64_t lines = 0;
-    for (int i = at_; i < count_; ++i) lines += (range_[i].end - range_[i].next) * range_[i].lines();
-    lines_at_once_ = (lines + calls - 1) / calls;
-  }
-  void ask() { ask(lines_at_once_); }
-  void ask_all() {
-    while (at_ < count_) ask(range_[at_].end * range_[at_].lines());
-  }
-
-  // Whole rows, at least so many lines of 64 bytes.
-  void ask(int64_t num_lines) {
-    while (num_lines > 0 && at_ < count_) {
-      Range& range = range_[at_];
-      const char* const row = range.x.row(range.next);
-      for (int64_t byte = 0; byte < range.bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
-      num_lines -= range.lines();
-      if (++range.next == range.end) ++at_;
-    }
-  }
-
- private:
-  static constexpr int kMost = 10;
-  struct Range {
-    Rows x;
-    int64_t next, end, bytes;
-    int64_t lines() const { return (bytes + 63) / 64; }
-  };
-  Range range_[kMost];
-  int count_ = 0, at_ = 0;
-  int64_t lines_at_once_ = 0;
-};
-
 inline int64_t words_of(int64_t elements, int elements_per_word) {
   return (elements + elements_per_word - 1) / elements_per_word;
 }

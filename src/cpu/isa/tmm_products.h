@@ -66,7 +66,7 @@ class UnitProduct {
 
 // A product of 16 queries that waits: O^T[dims][queries] += V^T P^T, two registers of 16 dims after the other, each over
 // all its keys. V^T lies as rows of dims, words along the keys. Registers 2 and 3.
-class Later {
+class Later : public Asking {
  public:
   int64_t steps() const { return dim_ < dims_ ? (dims_ - dim_) / kDimStep * units_ - unit_ : 0; }  // left
   bool waits_for(int lane) const { return (dim_ < dims_ || sums_ != nullptr) && lane_ == lane; }
@@ -151,6 +151,7 @@ inline __attribute__((always_inline)) void take_unit(const float* sums, int key,
       for (int v = 0; v < kPartVecs; ++v) x[i][v] = load(sums + i * kTmmRows + v * kLanes);
     }
     take(x, key + r, lane);
+    later.lines(kRows * kTmmRows).ask();
   }
 }
 
@@ -186,7 +187,7 @@ inline void add_key_unit(float* out, ptrdiff_t out_stride, const QueryTerms* ter
 // out[key][column] += sum over the queries of weights[key][query] * rows[query][column], tile after tile; `columns` are a
 // multiple of 16, num_keys of kGroup. Weights and rows are 0 up to whole registers of the words that a term tells.
 template <class Mac>
-void add_keys(float* out, int64_t columns, const QueryTerms* terms, int num_terms, int num_keys) {
+void add_keys(const Asking&, float* out, int64_t columns, const QueryTerms* terms, int num_terms, int num_keys) {
   for (int64_t column = 0; column < columns; column += kKeyColumns) {
     for (int key = 0; key < num_keys; key += kGroup) {
       if (!any_words(terms, num_terms, key / kGroup)) continue;

@@ -4,7 +4,7 @@
 
 #include "cpu/attention/score/bit_square.h"
 #include "cpu/attention/score/option.h"
-#include "cpu/isa/rows.h"
+#include "cpu/isa/rows_ahead.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {

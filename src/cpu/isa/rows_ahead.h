@@ -1,0 +1,81 @@
+// Rows that will be read or written soon, asked for line by line while something else is computed: a burst of them would
+// wait for memory as the rows themselves do.
+#pragma once
+
+#include "cpu/isa/rows.h"
+
+namespace polyhead::cpu::POLYHEAD_ISA {
+namespace {
+
+class RowsAhead {
+ public:
+  void clear() { count_ = at_ = 0, byte_ = 0; }
+
+  void add(const Rows& x, int64_t first_row, int64_t num_rows, int64_t columns) {
+    if (at_ == count_) clear();
+    const int64_t bytes = numbers_bytes(x.dtype, columns);
+    if (count_ == kMost || x.data == nullptr || x.column_stride != 1 || num_rows <= 0 || bytes <= 0) return;
+    const bool one = x.apart == nullptr && x.row_bytes == bytes;  // row after row: as one
+    range_[count_++] = {x.from(first_row, 0), 0, one ? 1 : num_rows, one ? num_rows * bytes : bytes};
+  }
+
+  // What add() added is shared out among products of so many units together.
+  void share_out(int64_t units) {
+    int64_t lines = 0;
+    for (int i = at_; i < count_; ++i) lines += (range_[i].end - range_[i].next) * ((range_[i].bytes + 63) / 64);
+    share_out(lines, units);
+  }
+  // Among any products, so many lines for so many units.
+  void share_out(int64_t lines, int64_t units) {
+    rate_ = (lines * kOne + units - 1) / units;
+    due_ = 0;
+  }
+
+  // The share of a product of so many units.
+  Lines lines(int64_t units) {
+    if (at_ == count_) return {};
+    due_ += units * rate_;
+    const int64_t due = due_ / kOne, most = units / kUnitsOfLine < kMostLines ? units / kUnitsOfLine : kMostLines;
+    due_ %= kOne;
+    return take(due < most ? due : most);
+  }
+
+  void ask_all() {
+    while (at_ < count_) take(kMostLines).ask();
+  }
+
+ private:
+  static constexpr int kMost = 12;
+  static constexpr int64_t kMostLines = 64, kOne = 1 << 16;
+  struct Range {
+    Rows x;
+    int64_t next, end, bytes;
+  };
+
+  // The next lines, at most n.
+  Lines take(int64_t n) {
+    const char** line = line_;
+    while (n > 0 && at_ < count_) {
+      Range& range = range_[at_];
+      const char* const row = range.x.row(range.next);
+      const int64_t left = (range.bytes - byte_ + 63) / 64, lines = n < left ? n : left;
+      for (int64_t i = 0; i < lines; ++i) line[i] = row + byte_ + 64 * i;
+      line += lines, byte_ += 64 * lines, n -= lines;
+      if (lines < left) break;
+      byte_ = 0;
+      if (++range.next == range.end) ++at_;
+    }
+    return {line_, line};
+  }
+
+  Range range_[kMost];
+  int count_ = 0, at_ = 0;
+  int64_t byte_ = 0;            // of the next row, up to which it has been asked for
+  int64_t rate_ = 0, due_ = 0;  // lines times kOne: of a unit, and not yet asked for
+  const char* line_[kMostLines];
+};
+
+inline Lines Asking::lines(int64_t units) const { return ahead == nullptr ? Lines{} : ahead->lines(units); }
+
+}  // namespace
+}  // namespace polyhead::cpu::POLYHEAD_ISA
