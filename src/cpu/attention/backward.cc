@@ -215,8 +215,12 @@ void look_ahead(const Head& head, int64_t group_queries) {
   }
   if (left <= 0 && (task.h + 1) % problem.group == 0) {
     const int64_t keys = (task.end_key < task.sequence.len_k ? task.end_key : task.sequence.len_k) - task.first_key;
-    ahead.add(rows_of(gradients.grad_key, task.b, task.kv_head, task.sequence.first_k), task.first_key, keys, dim);
-    ahead.add(rows_of(gradients.grad_value, task.b, task.kv_head, task.sequence.first_k), task.first_key, keys, dim_v);
+    const auto add_gradient = [&](const Operand& x, const float* sums, int64_t columns) {
+      if (sums == nullptr) return;
+      ahead.add(rows_of(x, task.b, task.kv_head, task.sequence.first_k), task.first_key, keys, columns);
+    };
+    add_gradient(gradients.grad_key, task.key_sums, dim);
+    add_gradient(gradients.grad_value, task.value_sums, dim_v);
   }
   const auto add_queries = [&](int64_t b, int64_t h, int64_t row, int64_t rows) {
     const int64_t n = rows < group_queries ? rows : group_queries;
