@@ -31,13 +31,13 @@ class RowsAhead {
     due_ = 0;
   }
 
-  // The share of a product of so many units.
-  Lines lines(int64_t units) {
+  // The share of a product of so many units: nothing, until some lines are due, for to ask in a product costs it some steps.
+  __attribute__((always_inline)) inline Lines lines(int64_t units) {
     if (at_ == count_) return {};
     due_ += units * rate_;
-    const int64_t due = due_ / kOne, most = units / kUnitsOfLine < kMostLines ? units / kUnitsOfLine : kMostLines;
-    due_ %= kOne;
-    return take(due < most ? due : most);
+    const int64_t most = units / kUnitsOfLine;
+    if (due_ < (most < kLeastLines ? most : kLeastLines) * kOne) return {};
+    return take_due(most < kMostLines ? most : kMostLines);
   }
 
   void ask_all() {
@@ -46,11 +46,17 @@ class RowsAhead {
 
  private:
   static constexpr int kMost = 12;
-  static constexpr int64_t kMostLines = 64, kOne = 1 << 16;
+  static constexpr int64_t kLeastLines = 8, kMostLines = 64, kOne = 1 << 16;
   struct Range {
     Rows x;
     int64_t next, end, bytes;
   };
+
+  __attribute__((noinline)) Lines take_due(int64_t most) {
+    const int64_t due = due_ / kOne;
+    due_ %= kOne;
+    return take(due < most ? due : most);
+  }
 
   // The next lines, at most n.
   Lines take(int64_t n) {
