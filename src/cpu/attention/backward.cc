@@ -199,8 +199,12 @@ int64_t end_of_queries(const BackwardTask& task) {
   return task.end_query < task.sequence.len_q ? task.end_query : task.sequence.len_q;
 }
 
-// While the last block of a group of tiles is computed: their dQ and the next group's rows, or the first rows of the next
-// head.
+int64_t end_of_keys(const BackwardTask& task) {
+  return task.end_key < task.sequence.len_k ? task.end_key : task.sequence.len_k;
+}
+
+// While the last block of a group of tiles is computed: their dQ and the next group's rows; or dK and dV of what ends with
+// it, and the first rows of the next head.
 void look_ahead(const Head& head, int64_t group_queries) {
   const BackwardProblem& gradients = head.gradients;
   const Problem& problem = gradients.forward;
@@ -214,7 +218,7 @@ void look_ahead(const Head& head, int64_t group_queries) {
               left > 0 ? group_queries : queries - first.first_query, dim);
   }
   if (left <= 0 && (task.h + 1) % problem.group == 0) {
-    const int64_t keys = (task.end_key < task.sequence.len_k ? task.end_key : task.sequence.len_k) - task.first_key;
+    const int64_t keys = end_of_keys(task) - task.first_key;
     const auto add_gradient = [&](const Operand& x, const float* sums, int64_t columns) {
       if (sums == nullptr) return;
       ahead.add(rows_of(x, task.b, task.kv_head, task.sequence.first_k), task.first_key, keys, columns);
@@ -274,7 +278,7 @@ template <class Mac>
 void backward_tiles(Head& head, int num_tiles) {
   const BackwardTask& task = head.task;
   Tile* tiles = head.scratch->tile;
-  const int64_t end = task.end_key < task.sequence.len_k ? task.end_key : task.sequence.len_k;
+  const int64_t end = end_of_keys(task);
   bool any = false;
   int64_t last = 0;  // key that some tile sees
   for (int t = 0; t < num_tiles; ++t) {
@@ -372,7 +376,7 @@ void backward_task(const BackwardProblem& gradients, const BackwardTask& task, i
 // Rows [first_key, end_key) of dK or dV.
 void store_keys(const BackwardProblem& problem, const BackwardTask& task, const Operand& to, const float* sums,
                 int64_t dim, float factor) {
-  const int64_t end = task.end_key < task.sequence.len_k ? task.end_key : task.sequence.len_k;
+  const int64_t end = end_of_keys(task);
   for (int64_t k = task.first_key; k < end; ++k, sums += whole_vectors(dim)) {
     const int64_t row = task.b * to.stride_b + task.kv_head * to.stride_h + (task.sequence.first_k + k) * to.stride_s;
     for (int64_t d = 0; d < dim; d += kLanes) {
@@ -416,7 +420,7 @@ void backward_queries(const BackwardProblem& problem, const BackwardTask& task, 
   tile.first_query = first_query;
   tile.num_queries = s.len_q - first_query < kTile ? static_cast<int>(s.len_q - first_query) : kTile;
   tile.ranges = tile_ranges(problem.forward.band, s, first_query, tile.num_queries);
-  const int64_t last = task.end_key < s.len_k ? task.end_key : s.len_k;
+  const int64_t last = end_of_keys(task);
   for (int64_t first = task.first_key; first < last; first += task.chunk_keys, partial += partial_stride) {
     if (!sees(tile, first, last - first < task.chunk_keys ? last : first + task.chunk_keys)) continue;
     if (first > 0 && sees(tile, 0, first)) {
