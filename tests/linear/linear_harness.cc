@@ -60,7 +60,9 @@ linear::Matrix Operands::add(const char* name, bool output, Placed placed, size_
 }
 
 linear::Matrix Operands::input(const char* name, const Array& array, size_t row_dims) {
-  return add(name, false, Placed::input(array, next_layout(), options_.guard), row_dims);
+  const Layout layout = next_layout();
+  const bool transposed = options_.weights_transposed && std::strcmp(name, "b") == 0;
+  return add(name, false, Placed::input(array, transposed ? Layout::kTransposed : layout, options_.guard), row_dims);
 }
 
 linear::Matrix Operands::output(const char* name, DType dtype, const std::vector<int64_t>& dims, size_t row_dims) {

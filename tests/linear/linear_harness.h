@@ -34,6 +34,7 @@ struct CallOptions {
   Layout layout = Layout::kBshd;
   uint64_t layout_seed = 1;  // which layout each operand gets of Layout::kMixed
   Guard guard = Guard::kEnd;
+  bool weights_transposed = false;  // B of a product lies along K, as torch's weights do, whatever `layout` says
 };
 
 // The matrices of one call, each in guarded memory of its own.

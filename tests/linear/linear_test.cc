@@ -58,7 +58,9 @@ std::vector<LinearProblem> all_cases() {
   std::vector<LinearProblem> list = epilogues();
   for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     for (int64_t m : {1, 11, 13, 200}) list.push_back(product("rows", m, 33, 67, dtype));
-    for (int64_t m : {1, 2, 3, 4, 5}) list.push_back(product("few_rows", m, 100, 1041, dtype));
+    for (int64_t m : {1, 2, 3, 4, 5, 8, 9, 12}) list.push_back(product("few_rows", m, 100, 1041, dtype));
+    list.push_back(product("few_rows_wide", 12, 700, 9, dtype));
+    list.push_back(product("few_columns_wide", 13, 300, 40, dtype));  // and more of them than rows, in parts of 132
     for (int64_t n : {1, 16, 31, 600}) list.push_back(product("columns", 14, n, 40, dtype));
     for (int64_t k : {0, 1, 255, 257, 513, 769, 1025, 1537, 3000}) list.push_back(product("terms", 25, 34, k, dtype));
     list.push_back(product("blocks", 193, 513, 35, dtype));
@@ -87,6 +89,17 @@ std::vector<LinearProblem> all_cases() {
     p.columns = {3, 20};
     p.terms = {2, 24};
     list.push_back(p);
+  }
+  list.push_back(product("row_wide", 1, 8300, 3));
+  for (int64_t k : {40, 800}) {
+    for (const bool accumulate : {false, true}) {
+      LinearProblem p = product("columns_that_drop", 20, 290, k);
+      p.epilogue.accumulate = accumulate;
+      p.epilogue.bias = p.epilogue.pre_activation = p.epilogue.residual = true;
+      p.epilogue.activation = Activation::kGelu;
+      p.epilogue.dropout_p = 0.25;
+      list.push_back(p);
+    }
   }
   list.push_back(product("no_rows", 0, 5, 7));
   list.push_back(product("no_columns", 5, 0, 7));
@@ -155,6 +168,12 @@ TEST_P(Linear, SameBitsForAnyThreadsAndLayout) {
       guard = guard == Guard::kStart ? Guard::kEnd : Guard::kStart;
     }
     if (!p.product) continue;
+    for (int threads : {1, 3}) {
+      for (Guard end : {Guard::kStart, Guard::kEnd}) {
+        EXPECT_EQ(difference(run(kernel_, p, in, {threads, Layout::kBshd, 1, end, true}), want), "")
+            << "weights transposed, " << threads << " threads: " << line(kernel_, p);
+      }
+    }
     LinearProblem packed = p;
     packed.packed = true;
     EXPECT_EQ(difference(run(kernel_, packed, in, {2}), want), "") << "packed: " << line(kernel_, p);

@@ -23,12 +23,12 @@ inline uint64_t transpose_bits(uint64_t x) {
 
 // Which of kDropoutColumns columns of a row, from `column` (a multiple of 8) on, dropout keeps.
 struct Kept {
-  uint8_t bits[kDropoutColumns < 64 ? 8 : kDropoutColumns / 8];
+  uint8_t bits[(kDropoutColumns < 64 ? 8 : kDropoutColumns / 8) + 2];
 
   M mask(int column) const {  // of kLanes columns, counted from the first
-    const uint32_t low = bits[column / 8];
-    if constexpr (kLanes == 16) return mask_from_bits(low | uint32_t{bits[column / 8 + 1]} << 8);
-    return mask_from_bits(low >> (column % 8) & ((1u << kLanes) - 1));
+    const uint8_t* const at = bits + column / 8;
+    const uint32_t columns = at[0] | uint32_t{at[1]} << 8 | uint32_t{at[2]} << 16;
+    return mask_from_bits(columns >> (column % 8) & ((1u << kLanes) - 1));
   }
 };
 
@@ -81,16 +81,16 @@ inline F epilogue_step(const EpilogueWork& e, const EpilogueRow& line, F x, int6
   return x;
 }
 
-// Columns [first, end) of row `row`, whose elements source(column, n) gives; `first` is a multiple of 8.
+// Columns [first, end) of row `row`, whose elements source(column, n) gives.
 template <class Source>
 void finish_row(const EpilogueWork& e, const EpilogueRow& line, int64_t row, int64_t first, int64_t end,
                 const Source& source) {
   const bool drops = e.dropout.threshold != 0;
   Kept kept = {};
-  for (int64_t stretch = first; stretch < end; stretch += kDropoutColumns) {
+  for (int64_t stretch = first - first % 8; stretch < end; stretch += kDropoutColumns) {
     if (drops) keep_columns(kept, e, row, stretch);
     const int64_t stretch_end = end - stretch < kDropoutColumns ? end : stretch + kDropoutColumns;
-    for (int64_t at = stretch; at < stretch_end; at += kLanes) {
+    for (int64_t at = stretch < first ? first : stretch; at < stretch_end; at += kLanes) {
       const int n = stretch_end - at < kLanes ? static_cast<int>(stretch_end - at) : kLanes;
       F x = epilogue_step(e, line, source(at, n), at, n, drops, kept.mask(static_cast<int>(at - stretch)));
       if (line.sums != nullptr) store(line.sums + at, load(line.sums + at) + x);

@@ -48,6 +48,7 @@ struct GemmWork {
   bool accumulate = false;
   EpilogueWork epilogue;
   int64_t n = 0, k = 0;
+  bool turned = false;  // A and B have changed places: a task's rows are columns of C
 };
 
 // Rows and columns of C and the terms of K (all but the last slice of whole chunks) that a task computes.
@@ -81,7 +82,7 @@ struct LinearFunctions {
                       int64_t end_panel, float* packed, int64_t panel_stride);
 
   // Scratch of gemm_part for tasks of so many rows and columns, in bytes, a multiple of 64.
-  size_t (*part_scratch_bytes)(int64_t num_rows, int64_t num_columns, bool packs);
+  size_t (*part_scratch_bytes)(int64_t num_rows, int64_t num_columns, int64_t k, bool packs, bool turned);
   void (*gemm_part)(const GemmWork& work, const GemmTask& task, void* scratch);
 
   // Rows [first, end) of C from the partial sums of `num_slices` slices, which lie `slice_stride` floats apart.
@@ -106,7 +107,7 @@ namespace POLYHEAD_ISA {
 int word_elements(DType dtype);
 void pack_panels(const Matrix& b, int64_t n, int64_t first_k, int64_t num_k, int64_t first_panel, int64_t end_panel,
                  float* packed, int64_t panel_stride);
-size_t part_scratch_bytes(int64_t num_rows, int64_t num_columns, bool packs);
+size_t part_scratch_bytes(int64_t num_rows, int64_t num_columns, int64_t k, bool packs, bool turned);
 void gemm_part(const GemmWork& work, const GemmTask& task, void* scratch);
 void gemm_merge(const GemmWork& work, int64_t first, int64_t end, float* partial, int64_t panel_stride,
                 int64_t num_slices, int64_t slice_stride);

@@ -13,8 +13,8 @@ int64_t whole_panels(int64_t columns) { return (columns + kColumns - 1) / kColum
 int64_t whole_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
 
 // Where the sums of a task stand until its last chunk: panel after panel, [rows][kColumns], in scratch or in the
-// partial sums of a slice. With one chunk and nothing more to do than to add `onto` (C itself or a bias), whole panels
-// go to C at once.
+// partial sums of a slice. With nothing more to do than to add `onto` (C itself or a bias), the last chunk sends whole panels
+// to C.
 struct Sums {
   float* data = nullptr;
   int64_t panel_stride = 0;
@@ -22,43 +22,53 @@ struct Sums {
   ptrdiff_t out_stride = 0;
   Onto onto = {};
 
-  // Of the columns from `column`, a panel's first, on.
-  Onto onto_panel(int64_t column) const { return {onto.data == nullptr ? nullptr : onto.data + column, onto.stride}; }
+  // Of the panel from `column` on. add: to those of the chunks before.
+  PanelSums of_panel(int64_t column, bool to_c, bool add) const {
+    float* const sums = data + column / kColumns * panel_stride;
+    const Onto before{add ? sums : nullptr, kColumns};
+    if (!to_c) return {sums, kColumns, before, {}};
+    return {out + column, out_stride, before, {onto.data == nullptr ? nullptr : onto.data + column, onto.stride}};
+  }
 };
 
 struct GemmScratch {
-  float *a, *panels, *sums;
+  float *a, *panels, *turned, *sums;
 };
 
 constexpr int64_t kPanelWords = kChunkWords * kColumns;
 
-int64_t a_floats(int64_t rows) {
+// `rows` rows of A as they are packed: a chunk of them, or all of the `k` terms of those that may stream, as B is not packed.
+int64_t a_floats(int64_t rows, int64_t k, bool packs) {
+  if (!kTmm && packs && rows <= kStreamRows)
+    return kStreamRows * kRowStride * ((k + kChunkWords - 1) / kChunkWords + 1);
   const int64_t along = (kTmm ? whole(rows, kTileRows) : rows) * kRowStride, across = whole_tiles(rows) * kTileStride;
   const int64_t most = along > across ? along : across;
   return (most + 15) / 16 * 16;
 }
 
-GemmScratch scratch_of(void* memory, int64_t rows, bool packs) {
+int64_t turned_floats(int64_t rows) { return kColumns * whole(rows, kLanes); }
+
+GemmScratch scratch_of(void* memory, int64_t rows, int64_t k, bool packs, bool turned) {
   float* a = static_cast<float*>(memory);
-  float* panels = a + a_floats(rows);
-  return {a, panels, panels + (packs ? kGroupPanels * kPanelWords : 0)};
+  float* panels = a + a_floats(rows, k, packs);
+  float* in_rows = panels + (packs ? kGroupPanels * kPanelWords : 0);
+  return {a, panels, in_rows, in_rows + (turned ? turned_floats(rows) : 0)};
 }
 
 bool plain_columns(const Matrix& x) {
   return x.dtype == DType::kFloat32 && one_dim(x.rows) && one_dim(x.columns) && x.columns.strides[2] == 1;
 }
 
-template <class Mac>
 Sums sums_of(const GemmWork& work, const GemmTask& task, bool streaming, float* scratch) {
   if (task.partial != nullptr) {
     return {task.partial + task.first_column / kColumns * task.panel_stride + task.first_row * kColumns,
             task.panel_stride};
   }
   Sums sums{scratch, task.num_rows * kColumns};
+  if (work.turned) return sums;
   const EpilogueWork& epilogue = work.epilogue;
   const bool biased = epilogue.bias.data != nullptr;
-  const bool one_chunk = task.num_k <= kChunkWords * Mac::kElements;
-  if (!one_chunk || !plain_columns(work.c) || epilogue.changes_more_than_bias) return sums;
+  if (!plain_columns(work.c) || epilogue.changes_more_than_bias) return sums;
   if (biased && (work.accumulate || !plain_columns(epilogue.bias))) return sums;
   if (streaming && (biased || work.accumulate)) return sums;
   sums.out_stride = work.c.rows.strides[2];
@@ -90,13 +100,102 @@ struct PackTiles {
 };
 #endif
 
-// Adds the terms [k, k + num_k) to the sums, or sets them with the first chunk.
+// Columns [first, end) of a row of C, whose sums source(column) gives, a vector at a time.
+template <class Source>
+void finish_row_of(const GemmWork& work, int64_t row, int64_t first, int64_t end, const Source& source) {
+  if (work.epilogue.changes() || work.accumulate) {
+    const EpilogueRow line = epilogue_row(work.epilogue, work.c, row, work.accumulate);
+    return finish_row(work.epilogue, line, row, first, end, [&](int64_t at, int) { return source(at); });
+  }
+  const Line line = row_of(work.c, row);
+  for (int64_t at = first; at < end; at += kLanes) {
+    store_line(line, at, source(at), end - at < kLanes ? static_cast<int>(end - at) : kLanes);
+  }
+}
+
+// Columns [first, end) of rows whose sums are complete, `first` being a panel's first: panels from `data` on, each
+// [rows][kColumns].
+void finish(const GemmWork& work, int64_t first_row, int64_t num_rows, int64_t first, int64_t end, const float* data,
+            int64_t panel_stride) {
+  for (int64_t r = 0; r < num_rows; ++r, data += kColumns) {
+    finish_row_of(work, first_row + r, first, end, [&](int64_t at) {
+      const int64_t column = at - first;
+      return load(data + column / kColumns * panel_stride + column % kColumns);
+    });
+  }
+}
+
+// The same where the task's columns are rows of C: [first, end) of them, a panel, through rows [kColumns][num_rows in whole
+// vectors].
+__attribute__((noinline)) void finish_turned(const GemmWork& work, const GemmTask& task, int64_t first, int64_t end,
+                                             const float* panel, float* rows) {
+  const int64_t width = whole(task.num_rows, kLanes);
+  for (int64_t lane = 0; lane < end - first; lane += kLanes) {
+    for (int64_t at = 0; at < task.num_rows; at += kLanes) {
+      F square[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) {
+        square[i] = at + i < task.num_rows ? load(panel + (at + i) * kColumns + lane) : broadcast(0.0f);
+      }
+      transpose(square);
+      for (int i = 0; i < kLanes; ++i) store(rows + (lane + i) * width + at, square[i]);
+    }
+  }
+  for (int64_t row = first; row < end; ++row, rows += width) {
+    finish_row_of(work, row, task.first_row, task.first_row + task.num_rows,
+                  [&](int64_t at) { return load(rows + at - task.first_row); });
+  }
+}
+
+// Where a panel of the task goes in C.
+LinesOfC lines_of_c(const GemmWork& work, const GemmTask& task, int64_t column, int64_t columns) {
+  if (!plain_columns(work.c)) return {};
+  constexpr ptrdiff_t kFloat = sizeof(float);
+  const int64_t down = task.first_row, across = task.first_column + column, stride = work.c.rows.strides[2];
+  const char* const c = static_cast<const char*>(work.c.data);
+  if (work.turned) {
+    return {c + (across * stride + down) * kFloat, stride * kFloat, kTileRows * kFloat, kTileRows * kFloat - 1,
+            static_cast<int>(columns)};
+  }
+  return {c + (down * stride + across) * kFloat, stride * kFloat, kTileRows * stride * kFloat, kColumns * kFloat - 1,
+          kTileRows};
+}
+
+#ifndef POLYHEAD_HAS_TMM
+// The columns that stream, of all terms; returns how many.
 template <class Mac>
-void add_chunk(const GemmWork& work, const GemmTask& task, bool streaming, const GemmScratch& scratch, const Sums& sums,
+int64_t stream(const GemmWork& work, const GemmTask& task, const GemmScratch& scratch, const Sums& sums) {
+  static_assert(kGroupPanels * kPanelWords >= kStreamSums);
+  const int num_rows = static_cast<int>(task.num_rows), rows = stream_rows(num_rows);
+  const int64_t end_k = task.first_k + task.num_k, chunk = kChunkWords * Mac::kElements;
+  float* a = scratch.a;
+  for (int64_t k = task.first_k; k < end_k; k += chunk, a += rows * kRowStride) {
+    pack_along<Mac>(a, work.a, task.first_row, num_rows, k, end_k - k < chunk ? end_k - k : chunk);
+    __builtin_memset(a + num_rows * kRowStride, 0, static_cast<size_t>((rows - num_rows) * kRowStride) * sizeof(float));
+  }
+  const bool to_c = sums.out != nullptr;
+  const StreamSums to{to_c ? sums.out : sums.data, to_c ? kColumns : sums.panel_stride,
+                      to_c ? sums.out_stride : kColumns};
+  const auto columns = [&]<DType kDType>() {
+    return stream_columns<Mac, kDType>(to, {scratch.a, num_rows, task.first_k, task.num_k}, work.b, task.first_column,
+                                       task.num_columns, scratch.panels);
+  };
+  if (work.b.dtype == DType::kBFloat16) return columns.template operator()<DType::kBFloat16>();
+  if constexpr (Mac::kElements == 1) {
+    if (work.b.dtype == DType::kFloat32) return columns.template operator()<DType::kFloat32>();
+    return columns.template operator()<DType::kFloat16>();
+  }
+  return 0;
+}
+#endif
+
+// Adds the terms [k, k + num_k) to the sums of the columns from `begin` on, or sets them with the first chunk.
+template <class Mac>
+void add_chunk(const GemmWork& work, const GemmTask& task, int64_t begin, const GemmScratch& scratch, const Sums& sums,
                int64_t k, int64_t num_k) {
-  const bool packed_along = packs_along(work.a) || streaming, along = packed_along || kTmm, add = k > task.first_k;
+  const bool packed_along = packs_along(work.a), along = packed_along || kTmm, add = k > task.first_k;
+  const bool last = k + num_k == task.first_k + task.num_k;
   const int64_t words = words_of(num_k, Mac::kElements);
-  const bool by_tiles = packed_along && !streaming && !kTmm && num_k > 0;  // as the first panel's pass comes to them
+  const bool by_tiles = packed_along && !kTmm && num_k > 0;  // as the first panel's pass comes to them
   if (num_k == 0 || by_tiles) {
     // without terms C = epilogue(0)
   } else if (packed_along) {
@@ -110,24 +209,14 @@ void add_chunk(const GemmWork& work, const GemmTask& task, bool streaming, const
 #endif
   }
   const int64_t packed_stride = words_of(work.k, Mac::kElements) * kColumns;
-  int64_t streamed = 0;
-#ifndef POLYHEAD_HAS_TMM
-  if (streaming && num_k > 0) {
-    const bool to_c = sums.out != nullptr;
-    const StreamSums to{to_c ? sums.out : sums.data, to_c ? kColumns : sums.panel_stride,
-                        to_c ? sums.out_stride : kColumns};
-    streamed = stream_columns<Mac>(static_cast<int>(task.num_rows), to, scratch.a, work.b, task.first_column,
-                                   task.num_columns, k, num_k, add);
-  }
-#endif
-  for (int64_t first = streamed; first < task.num_columns; first += kColumns) {
+  for (int64_t first = begin; first < task.num_columns; first += kColumns) {
     const int64_t left = task.num_columns - first, columns = left < kColumns ? left : kColumns;
     const float *panel = nullptr, *next = nullptr;
     if (task.packed != nullptr) {
       panel = task.packed + (task.first_column + first) / kColumns * packed_stride + k / Mac::kElements * kColumns;
       next = panel + packed_stride;
     } else {
-      const int64_t within = (first - streamed) / kColumns % kGroupPanels, group = kGroupPanels * kColumns;
+      const int64_t within = (first - begin) / kColumns % kGroupPanels, group = kGroupPanels * kColumns;
       if (within == 0) {
         pack_columns<Mac>(scratch.panels, kPanelWords, work.b, task.first_column + first, left < group ? left : group,
                           k, num_k);
@@ -135,63 +224,44 @@ void add_chunk(const GemmWork& work, const GemmTask& task, bool streaming, const
       panel = scratch.panels + within * kPanelWords;
       next = panel + kPanelWords;
     }
-    const bool to_c = sums.out != nullptr && columns == kColumns;
-    float* out = to_c ? sums.out + first : sums.data + first / kColumns * sums.panel_stride;
-    const ptrdiff_t stride = to_c ? sums.out_stride : kColumns;
-    const Onto onto = add ? Onto{out, stride} : to_c ? sums.onto_panel(first) : Onto{};
+    const bool to_c = last && sums.out != nullptr && columns == kColumns;
+    const PanelSums to = sums.of_panel(first, to_c, add);
+    const LinesOfC c = to_c || (work.turned && last) ? lines_of_c(work, task, first, columns) : LinesOfC();
     const auto multiply = [&]<bool kAlong>(const auto& prepare) {
-      multiply_panel<Mac, kAlong>(out, stride, scratch.a, panel, next, words, task.num_rows, columns, onto, prepare);
+      multiply_panel<Mac, kAlong>(to, c, scratch.a, panel, next, words, task.num_rows, columns, prepare);
     };
 #ifndef POLYHEAD_HAS_TMM
-    if (by_tiles && first == 0) {
+    if (by_tiles && first == begin) {
       multiply.template operator()<true>(PackTiles<Mac>{scratch.a, work, task, k, num_k});
-      continue;
-    }
+    } else
 #endif
-    if (along) {
+        if (along) {
       multiply.template operator()<true>(Packed());
     } else {
       multiply.template operator()<false>(Packed());
     }
-  }
-}
-
-// Columns [first, end) of rows whose sums are complete, `first` being a panel's first: panels from `data` on, each
-// [rows][kColumns].
-void finish(const GemmWork& work, int64_t first_row, int64_t num_rows, int64_t first, int64_t end, const float* data,
-            int64_t panel_stride) {
-  for (int64_t r = 0; r < num_rows; ++r, data += kColumns) {
-    if (!work.epilogue.changes() && !work.accumulate) {
-      const Line row = row_of(work.c, first_row + r);
-      const float* from = data;
-      for (int64_t at = first; at < end; at += kColumns, from += panel_stride) {
-        for (int lane = 0; lane < kColumns && at + lane < end; lane += kLanes) {
-          const int64_t left = end - at - lane;
-          store_line(row, at + lane, load(from + lane), left < kLanes ? static_cast<int>(left) : kLanes);
-        }
-      }
-      continue;
+    if (work.turned && last) {
+      finish_turned(work, task, task.first_column + first, task.first_column + first + columns, to.out, scratch.turned);
     }
-    const EpilogueRow line = epilogue_row(work.epilogue, work.c, first_row + r, work.accumulate);
-    finish_row(work.epilogue, line, first_row + r, first, end, [&](int64_t at, int) {
-      const int64_t column = at - first;
-      return load(data + column / kColumns * panel_stride + column % kColumns);
-    });
   }
 }
 
 template <class Mac>
 void compute(const GemmWork& work, const GemmTask& task, void* memory) {
-  const GemmScratch scratch = scratch_of(memory, task.num_rows, task.packed == nullptr);
-  const bool streaming = task.packed == nullptr && streams<Mac>(task.num_rows, work.b);
-  const Sums sums = sums_of<Mac>(work, task, streaming, scratch.sums);
-  int64_t k = task.first_k;
+  const GemmScratch scratch = scratch_of(memory, task.num_rows, work.k, task.packed == nullptr, work.turned);
+  const bool streaming = task.packed == nullptr && task.num_k > 0 && streams(task.num_rows, work.b);
+  const Sums sums = sums_of(work, task, streaming, scratch.sums);
+  int64_t k = task.first_k, streamed = 0;
+#ifndef POLYHEAD_HAS_TMM
+  if (streaming) streamed = stream<Mac>(work, task, scratch, sums);
+#endif
   const int64_t end_k = task.first_k + task.num_k, chunk = kChunkWords * Mac::kElements;
-  do {  // without terms, once: sums of 0
-    add_chunk<Mac>(work, task, streaming, scratch, sums, k, end_k - k < chunk ? end_k - k : chunk);
+  while (streamed < task.num_columns) {  // without terms, once: sums of 0
+    add_chunk<Mac>(work, task, streamed, scratch, sums, k, end_k - k < chunk ? end_k - k : chunk);
     k += chunk;
-  } while (k < end_k);
-  if (task.partial != nullptr) return;
+    if (k >= end_k) break;
+  }
+  if (task.partial != nullptr || work.turned) return;
   const int64_t whole = sums.out == nullptr ? 0 : task.num_columns / kColumns * kColumns;  // columns that are in C
   finish(work, task.first_row, task.num_rows, task.first_column + whole, task.first_column + task.num_columns,
          sums.data + whole / kColumns * sums.panel_stride, sums.panel_stride);
@@ -215,9 +285,10 @@ void pack_panels(const Matrix& b, int64_t n, int64_t first_k, int64_t num_k, int
              [&]<class Mac>() { pack_columns<Mac>(packed, panel_stride, b, first, end - first, first_k, num_k); });
 }
 
-size_t part_scratch_bytes(int64_t num_rows, int64_t num_columns, bool packs) {
-  const int64_t panels = packs ? kGroupPanels * kPanelWords : 0;
-  const int64_t floats = a_floats(num_rows) + panels + num_rows * whole_panels(num_columns) * kColumns;
+size_t part_scratch_bytes(int64_t num_rows, int64_t num_columns, int64_t k, bool packs, bool turned) {
+  const int64_t panels = packs ? kGroupPanels * kPanelWords : 0, in_rows = turned ? turned_floats(num_rows) : 0;
+  const int64_t sums = num_rows * whole_panels(num_columns) * kColumns;
+  const int64_t floats = a_floats(num_rows, k, packs) + panels + in_rows + sums;
   return static_cast<size_t>((floats + 15) / 16 * 16) * sizeof(float);
 }
 

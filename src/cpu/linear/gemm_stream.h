@@ -1,8 +1,8 @@
-// Few rows of A against rows of B as they lie: B is read once, so packing it would cost more than the product. Measured
-// on Zen 5 (2026-11-21, float32, one thread) at [M, 1024] x [1024, 1024], GB/s of B: M = 1 100, and 33 if packed on the
-// way; M = 4 61, and 31. The order of sums is that of gemm_tile.h. Where columns of B are contiguous instead (torch's
-// weights), squares of them are transposed in registers: M = 1 50 GB/s, and 36 if packed; M = 3 35, and 26; at 4096 x 4096,
-// from memory, M = 1 27, and 16.
+// Few rows of A against B as it lies, over all of K: B is read once, in the order in which it lies, so packing it would cost
+// more than the product. The order of sums is that of gemm_tile.h. Where columns of B are contiguous (torch's weights), squares
+// of them are transposed in registers. Measured on a Xeon (family 6 model 207, 2026-11-26, float32, one thread, GB/s of B, of
+// 28 to 31 that a sum of the same memory reads), before, packing chunks of K: M = 1, K x N of 1024 x 1024 rows 22, now @@;
+// columns 21, 30; @@.
 #pragma once
 
 #include "cpu/linear/gemm_pack.h"
@@ -10,9 +10,35 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-constexpr int kStreamRows = 4;                          // more pay for packing
-constexpr int kStreamAlongRows = 3;                     // likewise, where columns of B are contiguous
-constexpr int kStreamSums = kRegisters == 32 ? 16 : 8;  // vectors, of all rows together
+// Rows that stream: more take longer than B takes to be read.
+constexpr int kStreamRows = kRegisters == 32 ? 12 : 4;
+
+// As many, of which there is a loop: rows of 0 follow.
+constexpr int stream_rows(int rows) { return rows <= 2 ? rows : rows <= 4 ? 4 : rows <= 8 ? 8 : 12; }
+
+// How words of B are read: as they lie, or as floats.
+template <class Mac, DType kDType>
+struct StoredWord {
+  static constexpr int64_t kElementBytes = kDType == DType::kFloat32 ? 4 : 2;
+  static constexpr int64_t kBytes = Mac::kElements * kElementBytes;
+
+  static inline F along(const char* p) {
+    if constexpr (kBytes == 4) return load(reinterpret_cast<const float*>(p));
+    const auto* const half = reinterpret_cast<const uint16_t*>(p);
+    return kDType == DType::kFloat16 ? load_f16(half) : load_bf16(half);
+  }
+  // Of row k of B, and where words are pairs of row k + 1; null: there is none.
+  static inline F across(const char* even, const char* odd) {
+#ifdef POLYHEAD_HAS_BF16_DOT
+    if constexpr (Mac::kElements == 2) {
+      const F high = odd == nullptr ? broadcast(0.0f) : load_bf16(reinterpret_cast<const uint16_t*>(odd));
+      return join_bf16(load_bf16(reinterpret_cast<const uint16_t*>(even)), high);
+    }
+#endif
+    (void)odd;
+    return along(even);
+  }
+};
 
 // Where the sums of a column go: panels panel_stride apart, in them rows row_stride apart.
 struct StreamSums {
@@ -25,134 +51,189 @@ struct StreamSums {
   }
 };
 
-inline void set_or_add(float* to, F x, bool add) { store(to, add ? x + load(to) : x); }
+// The rows of A, packed a chunk of terms after the other: [chunk][stream_rows(num_rows)][kRowStride].
+struct StreamedRows {
+  const float* a;
+  int num_rows;
+  int64_t first_k, num_k;
+};
 
-// Columns [column, column + kVecs_ * kLanes) of B, whose columns are contiguous words or halves of words.
-template <class Mac, int kRows, int kVecs_>
-void stream_across(const StreamSums& sums, const float* a, const Matrix& b, int64_t column, int64_t sums_column,
-                   int64_t first_k, int64_t num_k, bool add) {
-  F acc[kRows][kVecs_];
-  clear(acc);
-  const int64_t words = words_of(num_k, Mac::kElements);
-  for (int64_t word = 0; word < words; ++word) {
-    const int64_t k = first_k + word * Mac::kElements;
-    const Line even = row_of(b, k);
-    const Line odd = Mac::kElements == 2 && k + 1 < first_k + num_k ? row_of(b, k + 1) : Line();
-    const int64_t later = k + kTermsAhead < first_k + num_k ? k + kTermsAhead : k;
-    const char* ahead = static_cast<const char*>(b.data) + (offset_of(b.rows, later) + column) * kBytes<Mac>;
-#pragma GCC unroll 16
-    for (int v = 0; v < kVecs_; ++v) {
-      __builtin_prefetch(ahead + v * kLanes * kBytes<Mac>);
-      const F b_v = load_across_plain<Mac>(even, odd, column + v * kLanes);
+// Sums over a chunk that stand in the L1 cache, of columns of B side by side, and rows of B that are read beside each other.
+constexpr int64_t kStreamSums = 8192;
+constexpr int64_t stream_block(int rows) { return kStreamSums / rows / kColumns * kColumns; }
+constexpr int stream_terms_of(int rows) { return rows <= (kRegisters == 32 ? 4 : 2) ? 4 : 2; }
+
+// Adds kTerms words of each of `columns` columns to the sums over a chunk, [row][stream_block], which are begun with the
+// `first`; with the `last` they go to `to`, onto those of the chunks before (`add`).
+template <class Mac, DType kDType, int kRows, int kTerms>
+void stream_terms(const StreamSums& to, int64_t to_column, float* sums, int num_rows, const float* a, const Matrix& b,
+                  int64_t column, int64_t columns, int64_t k, int64_t end_k, bool first, bool last, bool add) {
+  constexpr int64_t kBlock = stream_block(kRows);
+  using Stored = StoredWord<Mac, kDType>;
+  F a_t[kRows][kTerms];
+  const char *even[kTerms], *odd[kTerms];
+  const auto row = [&](int64_t k_t) {
+    return static_cast<const char*>(b.data) + (offset_of(b.rows, k_t) + column) * Stored::kElementBytes;
+  };
 #pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) acc[r][v] = Mac::step(acc[r][v], b_v, broadcast(a[r * kRowStride + word]));
-    }
+  for (int t = 0; t < kTerms; ++t) {
+    const int64_t k_t = k + t * Mac::kElements;
+    even[t] = row(k_t);
+    odd[t] = Mac::kElements == 2 && k_t + 1 < end_k ? row(k_t + 1) : nullptr;
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) a_t[r][t] = broadcast(a[r * kRowStride + t]);
   }
+  for (int64_t c = 0; c < columns; c += kLanes) {
+    F b_t[kTerms];
 #pragma GCC unroll 4
-  for (int r = 0; r < kRows; ++r) {
+    for (int t = 0; t < kTerms; ++t) {
+      const int64_t at = c * Stored::kElementBytes;
+      b_t[t] = Stored::across(even[t] + at, odd[t] == nullptr ? nullptr : odd[t] + at);
+    }
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs_; ++v) set_or_add(sums.at(r, sums_column + v * kLanes), acc[r][v], add);
+    for (int r = 0; r < kRows; ++r) {
+      F acc = first ? broadcast(0.0f) : load(sums + r * kBlock + c);
+#pragma GCC unroll 4
+      for (int t = 0; t < kTerms; ++t) acc = Mac::step(acc, b_t[t], a_t[r][t]);
+      if (!last) {
+        store(sums + r * kBlock + c, acc);
+      } else if (r < num_rows) {
+        float* const whole = to.at(r, to_column + c);
+        store(whole, add ? acc + load(whole) : acc);
+      }
+    }
   }
 }
 
-// Words of a column that are asked for before they are read.
-constexpr int64_t kColumnWordsAhead = 8 * kLanes;
+// Columns [column, column + num) of B, whose rows are contiguous.
+template <class Mac, DType kDType, int kRows>
+void stream_across(const StreamSums& to, const StreamedRows& rows, const Matrix& b, int64_t column, int64_t num,
+                   float* sums) {
+  const int64_t end_k = rows.first_k + rows.num_k;
+  constexpr int64_t kBlock = stream_block(kRows);
+  constexpr int kTerms = stream_terms_of(kRows);
+  for (int64_t done = 0; done < num; done += kBlock) {
+    const int64_t columns = num - done < kBlock ? num - done : kBlock;
+    const float* a = rows.a;
+    for (int64_t k = rows.first_k; k < end_k; k += kChunkWords * Mac::kElements, a += kRows * kRowStride) {
+      const int64_t left = words_of(end_k - k, Mac::kElements), words = left < kChunkWords ? left : kChunkWords;
+      const bool add = k > rows.first_k;
+      const auto terms = [&]<int kTerms_>(int64_t word) {
+        stream_terms<Mac, kDType, kRows, kTerms_>(to, done, sums, rows.num_rows, a + word, b, column + done, columns,
+                                                  k + word * Mac::kElements, end_k, word == 0, word + kTerms_ == words,
+                                                  add);
+      };
+      int64_t word = 0;
+      for (; word + kTerms <= words; word += kTerms) terms.template operator()<kTerms>(word);
+      for (; word < words; ++word) terms.template operator()<1>(word);
+    }
+  }
+}
 
 // Adds `words` words of kLanes columns, times those of A.
 template <class Mac, int kRows>
-inline void add_words(F (&acc)[kRows][kPanelVecs], int v, const F (&square)[kLanes], const float* a, int words) {
+inline void add_words(F (&acc)[kRows], const F (&square)[kLanes], const float* a, int words) {
 #pragma GCC unroll 16
   for (int i = 0; i < words; ++i) {
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) acc[r][v] = Mac::step(acc[r][v], square[i], broadcast(a[r * kRowStride + i]));
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) acc[r] = Mac::step(acc[r], square[i], broadcast(a[r * kRowStride + i]));
   }
 }
 
-// The same where rows of B are contiguous words. `more`: as many columns follow.
-template <class Mac, int kRows>
-void stream_along(const StreamSums& sums, const float* a, const Matrix& b, int64_t column, int64_t sums_column,
-                  int64_t first_k, int64_t num_k, bool add, bool more) {
-  F acc[kRows][kPanelVecs];
-  clear(acc);
-  const float* source[kColumns];
-  const auto word_at = [&](int64_t at) {
-    return reinterpret_cast<const float*>(static_cast<const char*>(b.data) + at * kBytes<Mac>);
-  };
-  for (int c = 0; c < kColumns; ++c) source[c] = word_at(offset_of(b.columns, column + c) + first_k);
-  const int64_t words = words_of(num_k, Mac::kElements), whole = num_k / Mac::kElements / kLanes * kLanes;
-  const ptrdiff_t next = more ? word_at(offset_of(b.columns, column + kColumns) + first_k) - source[0] : 0;
-  int64_t word = 0;
-  for (; word < whole; word += kLanes) {
-    const int64_t later = word + kColumnWordsAhead;
-    const ptrdiff_t ahead = later < words ? later : next + later - words;
-#pragma GCC unroll 2
-    for (int v = 0; v < kPanelVecs; ++v) {
-      F square[kLanes];
+// Whether rows that are read beside each other are asked for. Intel's cores follow 16 of them by themselves (Xeon, family 6
+// model 207: asking takes a quarter of the speed where a cache holds B, 5 % where none does).
+inline bool asks_for_rows() {
+#if defined(__x86_64__) || defined(__i386__)
+  return __builtin_cpu_is("intel") == 0;
+#else
+  return true;
+#endif
+}
+constexpr int64_t kWordsAhead = 8 * kLanes;
+
+// kLanes columns of B from `column` on, which are contiguous. `more`: as many follow.
+template <class Mac, DType kDType, int kRows>
+void stream_along(const StreamSums& to, int64_t to_column, const StreamedRows& rows, const Matrix& b, int64_t column,
+                  bool more) {
+  using Stored = StoredWord<Mac, kDType>;
+  const char* source[kLanes];
+  const bool asks = asks_for_rows();
+  for (int i = 0; i < kLanes; ++i) {
+    const int64_t first = offset_of(b.columns, column + i) + rows.first_k;
+    source[i] = static_cast<const char*>(b.data) + first * Stored::kElementBytes;
+  }
+  const int64_t end_k = rows.first_k + rows.num_k, whole = rows.num_k / Mac::kElements / kLanes * kLanes;
+  const int64_t words = words_of(rows.num_k, Mac::kElements);
+  const ptrdiff_t next = more
+                             ? (offset_of(b.columns, column + kLanes) - offset_of(b.columns, column)) / Mac::kElements +
+                                   kWordsAhead - whole
+                             : 0;
+  F total[kRows];
+  for (int64_t begin = 0; begin < words; begin += kChunkWords) {
+    const float* const a = rows.a + begin / kChunkWords * kRows * kRowStride;
+    const int64_t end = words - begin < kChunkWords ? words : begin + kChunkWords,
+                  end_whole = end < whole ? end : whole;
+    F acc[kRows], square[kLanes];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) acc[r] = broadcast(0.0f);
+    int64_t word = begin;
+    for (; word < end_whole; word += kLanes) {
+      const int64_t ahead = word + (word + kWordsAhead < whole ? kWordsAhead : next);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
-        __builtin_prefetch(source[v * kLanes + i] + ahead, 0, 2);
-        square[i] = load(source[v * kLanes + i] + word);
+        if (asks) __builtin_prefetch(source[i] + ahead * Stored::kBytes, 0, 2);
+        square[i] = Stored::along(source[i] + word * Stored::kBytes);
       }
       transpose(square);
-      add_words<Mac>(acc, v, square, a + word, kLanes);
+      add_words<Mac>(acc, square, a + word - begin, kLanes);
     }
-  }
-  if (const int left = static_cast<int>(words - word); left > 0) {
-    for (int v = 0; v < kPanelVecs; ++v) {
-      F square[kLanes];
+    if (const int left = static_cast<int>(end - word); left > 0) {
       for (int i = 0; i < kLanes; ++i) {
-        const Line line = column_of(b, column + v * kLanes + i);
-        square[i] = load_line_words<Mac>(line, first_k / Mac::kElements + word, left, first_k + num_k);
+        square[i] = load_line_words<Mac>(column_of(b, column + i), rows.first_k / Mac::kElements + word, left, end_k);
       }
       transpose(square);
-      add_words<Mac>(acc, v, square, a + word, left);
+      add_words<Mac>(acc, square, a + word - begin, left);
     }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) total[r] = begin == 0 ? acc[r] : acc[r] + total[r];
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kPanelVecs; ++v) set_or_add(sums.at(r, sums_column + v * kLanes), acc[r][v], add);
+    if (r < rows.num_rows) store(to.at(r, to_column), total[r]);
   }
 }
 
 // Whether `rows` of A stream against B. Not where registers tmm set the order of sums.
-template <class Mac>
 inline bool streams(int64_t rows, const Matrix& b) {
-  if (kTmm) return false;
-  if (plain_axis<Mac>(b, b.columns)) return rows <= kStreamRows;
-  return rows <= kStreamAlongRows && plain_axis<Mac>(b, b.rows);
+  const auto contiguous = [](const Axis& axis) { return one_dim(axis) && axis.strides[2] == 1; };
+  return !kTmm && rows <= kStreamRows && (contiguous(b.columns) || contiguous(b.rows));
 }
 
-// As many of the columns [column, column + num) as whole steps take; returns how many. sums count from `column` on.
-template <class Mac, int kRows>
-int64_t stream_columns(const StreamSums& sums, const float* a, const Matrix& b, int64_t column, int64_t num,
-                       int64_t first_k, int64_t num_k, bool add) {
-  if constexpr (kRows <= kStreamAlongRows) {
-    if (!plain_axis<Mac>(b, b.columns)) {
-      int64_t done = 0;
-      for (; done + kColumns <= num; done += kColumns) {
-        stream_along<Mac, kRows>(sums, a, b, column + done, done, first_k, num_k, add, done + 2 * kColumns <= num);
-      }
-      return done;
+// Whole panels of the columns [column, column + num); returns how many columns. `to` counts from `column` on, `sums` is
+// memory for kStreamSums floats.
+template <class Mac, DType kDType, int kRows>
+int64_t stream_columns(const StreamSums& to, const StreamedRows& rows, const Matrix& b, int64_t column, int64_t num,
+                       float* sums) {
+  num = num / kColumns * kColumns;
+  if (one_dim(b.columns) && b.columns.strides[2] == 1) {
+    stream_across<Mac, kDType, kRows>(to, rows, b, column, num, sums);
+  } else {
+    for (int64_t c = 0; c < num; c += kLanes) {
+      stream_along<Mac, kDType, kRows>(to, c, rows, b, column + c, c + kLanes < num);
     }
   }
-  constexpr int kVecs_ = kStreamSums / (kRows == 3 ? 4 : kRows);
-  static_assert(kVecs_ % kPanelVecs == 0);
-  int64_t done = 0;
-  for (; done + kVecs_ * kLanes <= num; done += kVecs_ * kLanes) {
-    stream_across<Mac, kRows, kVecs_>(sums, a, b, column + done, done, first_k, num_k, add);
-  }
-  return done;
+  return num;
 }
 
-template <class Mac>
-int64_t stream_columns(int rows, const StreamSums& sums, const float* a, const Matrix& b, int64_t column, int64_t num,
-                       int64_t first_k, int64_t num_k, bool add) {
-  switch (rows) {
-    case 1: return stream_columns<Mac, 1>(sums, a, b, column, num, first_k, num_k, add);
-    case 2: return stream_columns<Mac, 2>(sums, a, b, column, num, first_k, num_k, add);
-    case 3: return stream_columns<Mac, 3>(sums, a, b, column, num, first_k, num_k, add);
-    default: return stream_columns<Mac, 4>(sums, a, b, column, num, first_k, num_k, add);
+template <class Mac, DType kDType>
+int64_t stream_columns(const StreamSums& to, const StreamedRows& rows, const Matrix& b, int64_t column, int64_t num,
+                       float* sums) {
+  switch (stream_rows(rows.num_rows)) {
+    case 1: return stream_columns<Mac, kDType, 1>(to, rows, b, column, num, sums);
+    case 2: return stream_columns<Mac, kDType, 2>(to, rows, b, column, num, sums);
+    case 4: return stream_columns<Mac, kDType, 4>(to, rows, b, column, num, sums);
+    case 8: return stream_columns < Mac, kDType, kStreamRows == 12 ? 8 : 4 > (to, rows, b, column, num, sums);
+    default: return stream_columns<Mac, kDType, kStreamRows>(to, rows, b, column, num, sums);
   }
 }
 

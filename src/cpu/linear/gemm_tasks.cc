@@ -11,7 +11,7 @@ namespace {
 // less is packed and read again. A part's chunk of A (300 KiB) and its sums (590 KiB) are in a 1 MiB L2. Measured on
 // Zen 5 (2026-11-21, float32, one thread, GFLOP/s at [3072, 1024] x [1024, 1024]; weights of as many tokens): 144 x 512
 // 227; 221, 192 x 512 229; 220, 96 x 1024 236; 226, 144 x 1024 235; 227.
-constexpr int64_t kPartRows = 144, kPartColumns = 1024, kFewRows = 72;
+constexpr int64_t kPartRows = 144, kPartColumns = 1024, kFewRows = 72, kFewTurnedRows = 36;
 
 int64_t whole(int64_t size, int64_t step) { return pieces(size, step) * step; }
 
@@ -21,6 +21,7 @@ int64_t equal_part(int64_t size, int64_t most, int64_t step) {
 }
 
 struct Cut {
+  bool turned = false;            // the rows are columns of C
   int64_t rows = 0, columns = 0;  // of a part
   int64_t slices = 1, slice_k = 0;
   bool packs_first = false;  // B is packed as a whole, because several parts of rows use it
@@ -43,33 +44,35 @@ void cut_k(const LinearFunctions& functions, const linear::GemmDesc& desc, Cut& 
 // Rows of a part, fewer than most where threads end together then. Measured on Zen 4 (2026-11-25, float32, two threads, packed
 // weights, GFLOP/s at M = 384 and K x N of 768 x 3072, 3072 x 768, 768 x 768): 3 bands of 132 rows 194, 212, 224; 4 of 96
 // 214, 219, 226.
-int64_t balanced_rows(const LinearFunctions& functions, const linear::GemmDesc& desc, int64_t most,
-                      int64_t parts_of_band, int num_threads) {
+int64_t balanced_rows(const linear::GemmDesc& desc, int64_t most, int64_t few, int64_t step, int64_t parts_of_band,
+                      int num_threads) {
   constexpr int64_t kManyParts = 64;  // of a thread: ends lie close together
   const int64_t parts = pieces(desc.m, most) * parts_of_band;
   if (parts >= kManyParts * num_threads) return most;
   int64_t best = most, least = pieces(parts, num_threads) * most;
-  for (int64_t bands = pieces(desc.m, most) + 1; bands <= pieces(desc.m, kFewRows); ++bands) {
-    const int64_t rows = equal_part(desc.m, pieces(desc.m, bands), functions.tile_rows);
+  for (int64_t bands = pieces(desc.m, most) + 1; bands <= pieces(desc.m, few); ++bands) {
+    const int64_t rows = equal_part(desc.m, pieces(desc.m, bands), step);
     const int64_t longest = pieces(pieces(desc.m, rows) * parts_of_band, num_threads) * rows;
     if (longest < least) best = rows, least = longest;
   }
   return best;
 }
 
-Cut cut_of(const LinearFunctions& functions, const linear::GemmDesc& desc, int num_threads) {
+Cut cut_of(const LinearFunctions& functions, const linear::GemmDesc& desc, bool turned, int num_threads) {
   Cut cut;
+  cut.turned = turned;
   cut_k(functions, desc, cut);
-  cut.rows = equal_part(desc.m, kPartRows, functions.tile_rows);
+  const int64_t step = functions.tile_rows, few = turned ? kFewTurnedRows : kFewRows;
+  cut.rows = equal_part(desc.m, kPartRows, step);
   cut.columns = equal_part(desc.n, kPartColumns, functions.panel_columns);
   if (num_threads > 1 && (desc.prepacked || desc.m > cut.rows))
-    cut.rows = balanced_rows(functions, desc, cut.rows, pieces(desc.n, cut.columns) * cut.slices, num_threads);
+    cut.rows = balanced_rows(desc, cut.rows, few, step, pieces(desc.n, cut.columns) * cut.slices, num_threads);
   // Fewer columns, then fewer rows, until every thread has two parts.
   while (num_threads > 1 && cut.parts(desc) * cut.slices < 2 * int64_t{num_threads}) {
-    if (cut.columns > 2 * functions.panel_columns) {
+    if (cut.columns > 2 * functions.panel_columns && !(turned && cut.rows > few)) {
       cut.columns = whole(cut.columns / 2, functions.panel_columns);
-    } else if (cut.rows > 2 * functions.tile_rows) {
-      cut.rows = whole(cut.rows / 2, functions.tile_rows);
+    } else if (cut.rows > 2 * step) {
+      cut.rows = whole(cut.rows / 2, step);
     } else {
       break;
     }
@@ -90,7 +93,10 @@ struct Workspace {
     const int64_t slices = cut.slices < 2 ? 0 : cut.slices;
     partial = map.take({slices, desc.m, whole(desc.n, functions.panel_columns)}, sizeof(float));
     const bool packs = !desc.prepacked && !cut.packs_first;
-    lane_bytes = MemorySize(functions.part_scratch_bytes(cut.rows, cut.columns, packs)).rounded_up(64).value();
+    lane_bytes =
+        MemorySize(functions.part_scratch_bytes(std::min(cut.rows, desc.m), cut.columns, desc.k, packs, cut.turned))
+            .rounded_up(64)
+            .value();
     lanes = map.take({num_threads}, lane_bytes);
     bytes = map.bytes();
   }
@@ -112,8 +118,22 @@ bool transposes(const linear::GemmDesc& desc, const GemmWork& work) {
          !work.epilogue.changes();
 }
 
-MemorySize workspace_bytes(const LinearFunctions& functions, const linear::GemmDesc& desc, int num_threads) {
-  return Workspace(functions, desc, cut_of(functions, desc, num_threads), num_threads).bytes;
+// Whether A and B change places: where both lie along K, as activations and torch's weights do, and B is the larger, A is
+// packed into panels, and rows of B are copied tile by tile, each once, instead of all of B being transposed first.
+bool may_turn(const LinearFunctions& functions, const linear::GemmDesc& desc) {
+  constexpr int64_t kFew = 12;  // rows of A that stream instead, where a kernel has the registers
+  return !functions.tmm && !desc.prepacked && !desc.split_k && desc.m > kFew && 2 * desc.m <= desc.n;
+}
+bool turns(const LinearFunctions& functions, const linear::GemmDesc& desc, const GemmWork& work) {
+  const auto contiguous = [](const Axis& axis) {
+    return axis.sizes[0] == 1 && axis.sizes[1] == 1 && axis.strides[2] == 1;
+  };
+  return may_turn(functions, desc) && contiguous(work.a.columns) && contiguous(work.b.rows);
+}
+
+MemorySize workspace_bytes(const LinearFunctions& functions, const linear::GemmDesc& desc, bool turned,
+                           int num_threads) {
+  return Workspace(functions, desc, cut_of(functions, desc, turned, num_threads), num_threads).bytes;
 }
 
 }  // namespace
@@ -126,15 +146,20 @@ MemorySize packed_bytes(const LinearFunctions& functions, int64_t k, int64_t n, 
 void pack(const LinearFunctions& functions, const Matrix& b, void* packed, const Run& run) {
   const Matrix from = collapsed(b);
   const int64_t k = b.rows.size(), n = b.columns.size();
-  const int64_t panels = pieces(n, functions.panel_columns), groups = pieces(panels, functions.group_panels);
+  const int64_t panels = pieces(n, functions.panel_columns);
   const int elements = functions.word_elements(b.dtype);
-  const int64_t chunk = functions.chunk_words * elements, chunks = pieces(k, chunk);
   const int64_t panel_stride = pieces(k, elements) * functions.panel_columns;
-  run_tasks(run, groups * chunks, [&](int64_t index, int) {
-    const int64_t first_panel = index / chunks * functions.group_panels, first_k = index % chunks * chunk;
+  constexpr int64_t kFewWords = 128;
+  const int64_t group = functions.group_panels;
+  int64_t chunk = functions.chunk_words * elements;
+  const auto tasks = [&] { return pieces(panels, group) * pieces(k, chunk); };
+  while (run.num_threads > 1 && tasks() < 4 * run.num_threads && chunk > kFewWords * elements) chunk /= 2;
+  const int64_t chunks = pieces(k, chunk);
+  run_tasks(run, tasks(), [&](int64_t index, int) {
+    const int64_t first_panel = index / chunks * group, first_k = index % chunks * chunk;
     float* to = static_cast<float*>(packed) + first_panel * panel_stride + first_k / elements * functions.panel_columns;
     functions.pack_panels(from, n, first_k, std::min(chunk, k - first_k), first_panel,
-                          std::min(panels, first_panel + functions.group_panels), to, panel_stride);
+                          std::min(panels, first_panel + group), to, panel_stride);
   });
 }
 
@@ -143,34 +168,42 @@ MemorySize gemm_workspace_bytes(const LinearFunctions& functions, const linear::
   // Of matrices beyond the address space there is no call: what follows counts their parts in 64 bits.
   const MemorySize largest = MemorySize(64) * std::max(MemorySize(desc.m) * desc.n, MemorySize(desc.k));
   if (!largest.fits()) return largest;
-  const MemorySize bytes = workspace_bytes(functions, desc, num_threads);
-  if (!desc.split_k || desc.prepacked) return bytes;
-  return std::max(bytes, workspace_bytes(functions, transposed(desc), num_threads));
+  const MemorySize bytes = workspace_bytes(functions, desc, false, num_threads);
+  const bool turned = may_turn(functions, desc);
+  if (!turned && (!desc.split_k || desc.prepacked)) return bytes;
+  return std::max(bytes, workspace_bytes(functions, transposed(desc), turned, num_threads));
 }
 
-void gemm(const LinearFunctions& functions, const linear::GemmDesc& desc, const linear::GemmArgs& args,
+void gemm(const LinearFunctions& functions, const linear::GemmDesc& given, const linear::GemmArgs& args,
           const Run& run) {
+  linear::GemmDesc desc = given;
   if (desc.m == 0 || desc.n == 0) return;
-  const GemmWork work{desc.dtype,
-                      collapsed(args.a),
-                      collapsed(args.b),
-                      collapsed(args.c),
-                      args.accumulate,
-                      epilogue_work(args.epilogue, args.c.rows),
-                      desc.n,
-                      desc.k};
+  GemmWork work{desc.dtype,
+                collapsed(args.a),
+                collapsed(args.b),
+                collapsed(args.c),
+                args.accumulate,
+                epilogue_work(args.epilogue, args.c.rows),
+                desc.n,
+                desc.k};
   if (transposes(desc, work)) {
     linear::GemmArgs swapped = args;
     swapped.a = args.b.transposed(), swapped.b = args.a.transposed(), swapped.c = args.c.transposed();
     return gemm(functions, transposed(desc), swapped, run);
   }
-  const Cut cut = cut_of(functions, desc, run.num_threads);
+  if (turns(functions, desc, work)) {
+    work.turned = true;
+    desc = transposed(desc);
+    work.n = desc.n;
+    work.a = collapsed(args.b.transposed()), work.b = collapsed(args.a.transposed());
+  }
+  const Cut cut = cut_of(functions, desc, work.turned, run.num_threads);
   const Workspace at(functions, desc, cut, run.num_threads);
   char* workspace = static_cast<char*>(args.workspace);
   float* partial = reinterpret_cast<float*>(workspace + at.partial);
   const float* packed = desc.prepacked ? static_cast<const float*>(args.prepacked) : nullptr;
   if (cut.packs_first) {
-    pack(functions, args.b, workspace, run);
+    pack(functions, work.turned ? args.a.transposed() : args.b, workspace, run);
     packed = reinterpret_cast<const float*>(workspace);
   }
   const int64_t row_parts = pieces(desc.m, cut.rows), parts = cut.parts(desc);

@@ -32,6 +32,25 @@ struct Onto {
   Onto from_row(ptrdiff_t row) const { return {data == nullptr ? nullptr : data + row * stride, stride}; }
 };
 
+// Where the sums of a panel's columns go, and what is added on the way: those of the chunks before, then C as it is or a bias.
+struct PanelSums {
+  float* out;
+  ptrdiff_t stride;
+  Onto before, onto;
+
+  PanelSums from_row(ptrdiff_t row) const {
+    return {out + row * stride, stride, before.from_row(row), onto.from_row(row)};
+  }
+};
+
+// Lines of C that a panel's sums go to, now or when they are turned: of each tile `count`, row_bytes apart, and those
+// `width` behind them. They are asked for while these are made.
+struct LinesOfC {
+  const char* data = nullptr;
+  ptrdiff_t row_bytes = 0, tile_bytes = 0, width = 0;
+  int count = 0;
+};
+
 // What a tile's rows need before they are multiplied with the first panel: nothing, where they are packed.
 struct Packed {
   static constexpr ptrdiff_t row_bytes = 0;
@@ -41,27 +60,44 @@ struct Packed {
 #ifndef POLYHEAD_HAS_TMM  // else gemm_tmm.h has what follows
 
 // What will be read soon: step_lines cache lines from `data` on are asked for, into L2, while kStepWords words are
-// multiplied, and so on; likewise as many words of kTileRows rows, `row_bytes` apart.
+// multiplied, and so on; likewise as many words of kTileRows rows, `row_bytes` apart; and step_c of C's rows, which are
+// written then.
 struct Ahead {
   const float* data;
   int step_lines;
   const char* rows;  // null: none
   ptrdiff_t row_bytes;
+  LinesOfC c;
+  int step_c;
 };
 constexpr int kStepWords = 16, kLineFloats = 16;
 
-// out[r][...] = onto[r][...] + sum over words of A[r][word] panel[word][...], for kRows rows and kVecs_ vectors.
+template <int kRows, int kVecs_>
+inline __attribute__((always_inline)) void add_onto(F (&acc)[kRows][kVecs_], const Onto& onto) {
+  if (onto.data == nullptr) return;
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs_; ++v) acc[r][v] = acc[r][v] + load(onto.data + r * onto.stride + v * kLanes);
+  }
+}
+
+// Sums over words of A[r][word] panel[word][...], for kRows rows and kVecs_ vectors.
 template <class Mac, bool kAlong, int kRows, int kVecs_>
-void multiply(float* out, ptrdiff_t out_stride, const float* a, const float* panel, int64_t words, const Onto& onto,
-              const Ahead& ahead) {
+void multiply(const PanelSums& to, const float* a, const float* panel, int64_t words, const Ahead& ahead) {
   constexpr ptrdiff_t kStride = kAlong ? kRowStride : kTileRows;
   F acc[kRows][kVecs_];
   clear(acc);
   const float* next = ahead.data;
+  const char* c = ahead.c.data;
   int64_t word = 0;
   for (; word + kStepWords <= words; word += kStepWords) {
     for (int i = 0; i < ahead.step_lines; ++i) __builtin_prefetch(next + i * kLineFloats, 0, 2);
     next += ahead.step_lines * kLineFloats;
+    for (int i = 0; i < ahead.step_c; ++i, c += ahead.c.row_bytes) {
+      __builtin_prefetch(c, 1, 2);
+      __builtin_prefetch(c + ahead.c.width, 1, 2);
+    }
     if (ahead.rows != nullptr) {
       const char* row = ahead.rows + word * static_cast<int64_t>(sizeof(float));
       for (int r = 0; r < kTileRows; ++r, row += ahead.row_bytes) __builtin_prefetch(row, 0, 2);
@@ -71,69 +107,67 @@ void multiply(float* out, ptrdiff_t out_stride, const float* a, const float* pan
   }
   contract<Mac, kAlong>(acc, panel + word * kColumns, kColumns, a + word * (kAlong ? 1 : kTileRows), kStride,
                         words - word);
-  if (onto.data != nullptr) {
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVecs_; ++v) acc[r][v] = acc[r][v] + load(onto.data + r * onto.stride + v * kLanes);
-    }
-  }
+  add_onto(acc, to.before);
+  add_onto(acc, to.onto);
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVecs_; ++v) store(out + r * out_stride + v * kLanes, acc[r][v]);
+    for (int v = 0; v < kVecs_; ++v) store(to.out + r * to.stride + v * kLanes, acc[r][v]);
   }
 }
 
 // The same for the `rows` rows of one tile.
 template <class Mac, bool kAlong, int kVecs_>
-void multiply_tile(float* out, ptrdiff_t out_stride, const float* a, const float* panel, int64_t words, int rows,
-                   Onto onto, const Ahead& ahead) {
-  if (rows == kTileRows) return multiply<Mac, kAlong, kTileRows, kVecs_>(out, out_stride, a, panel, words, onto, ahead);
+void multiply_tile(PanelSums to, const float* a, const float* panel, int64_t words, int rows, const Ahead& ahead) {
+  if (rows == kTileRows) return multiply<Mac, kAlong, kTileRows, kVecs_>(to, a, panel, words, ahead);
   const auto step = [&](int done) {
-    out += done * out_stride;
-    onto = onto.from_row(done);
+    to = to.from_row(done);
     a += done * (kAlong ? kRowStride : 1);
     rows -= done;
   };
   if constexpr (kTileRows > 8) {
     if (rows >= 8) {
-      multiply<Mac, kAlong, 8, kVecs_>(out, out_stride, a, panel, words, onto, ahead);
+      multiply<Mac, kAlong, 8, kVecs_>(to, a, panel, words, ahead);
       step(8);
     }
   }
   if (rows >= 4) {
-    multiply<Mac, kAlong, 4, kVecs_>(out, out_stride, a, panel, words, onto, ahead);
+    multiply<Mac, kAlong, 4, kVecs_>(to, a, panel, words, ahead);
     step(4);
   }
   if (rows >= 2) {
-    multiply<Mac, kAlong, 2, kVecs_>(out, out_stride, a, panel, words, onto, ahead);
+    multiply<Mac, kAlong, 2, kVecs_>(to, a, panel, words, ahead);
     step(2);
   }
-  if (rows == 1) multiply<Mac, kAlong, 1, kVecs_>(out, out_stride, a, panel, words, onto, ahead);
+  if (rows == 1) multiply<Mac, kAlong, 1, kVecs_>(to, a, panel, words, ahead);
 }
 
 // One panel's `columns` columns for all rows of a task. `next_panel`, which comes after it, is asked for meanwhile: the
 // hardware does not follow the jump. prepare(tile) comes before each tile and tells which rows to ask for beside it.
 template <class Mac, bool kAlong, class Prepare>
-void multiply_panel(float* out, ptrdiff_t out_stride, const float* a, const float* panel, const float* next_panel,
-                    int64_t words, int64_t rows, int64_t columns, const Onto& onto, const Prepare& prepare) {
+void multiply_panel(const PanelSums& to, const LinesOfC& c, const float* a, const float* panel, const float* next_panel,
+                    int64_t words, int64_t rows, int64_t columns, const Prepare& prepare) {
   constexpr int64_t kNextTile = kAlong ? kTileRows * kRowStride : kTileStride;
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows, steps = words / kStepWords;
   const int64_t lines =
       (kStepWords * kColumns / kLineFloats + tiles - 1) / tiles;  // of the panel's next kStepWords words
-  const int64_t tile_floats = words / kStepWords * lines * kLineFloats;
-  for (int64_t tile = 0; tile < tiles; ++tile, a += kNextTile, out += kTileRows * out_stride) {
+  const int step_c = steps == 0 ? 0 : static_cast<int>((c.count + steps - 1) / steps);
+  for (int64_t tile = 0; tile < tiles; ++tile, a += kNextTile) {
     const int64_t left = rows - tile * kTileRows;
     const int count = left < kTileRows ? static_cast<int>(left) : kTileRows;
-    const Onto onto_tile = onto.from_row(tile * kTileRows);
+    const PanelSums to_tile = to.from_row(tile * kTileRows);
     const char* next_rows = prepare(tile);
-    const Ahead ahead{next_panel + tile * tile_floats, tiles > 2 ? static_cast<int>(lines) : 0, next_rows,
-                      prepare.row_bytes};
+    Ahead ahead{next_panel + tile * steps * lines * kLineFloats,
+                tiles > 2 ? static_cast<int>(lines) : 0,
+                next_rows,
+                prepare.row_bytes,
+                c,
+                step_c};
+    ahead.c.data += tile * c.tile_bytes;
     if (columns <= kLanes) {
-      multiply_tile<Mac, kAlong, 1>(out, out_stride, a, panel, words, count, onto_tile, ahead);
+      multiply_tile<Mac, kAlong, 1>(to_tile, a, panel, words, count, ahead);
     } else {
-      multiply_tile<Mac, kAlong, kPanelVecs>(out, out_stride, a, panel, words, count, onto_tile, ahead);
+      multiply_tile<Mac, kAlong, kPanelVecs>(to_tile, a, panel, words, count, ahead);
     }
   }
 }

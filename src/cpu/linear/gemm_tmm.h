@@ -47,12 +47,12 @@ inline __attribute__((always_inline)) void multiply_words(const float* a, const 
   }
 }
 
-// out = onto + sums, for `rows` rows of kPanels x 16 columns.
+// `rows` rows of kPanels x 16 columns of sums.
 template <int kPanels>
-inline void store_sums(float* out, ptrdiff_t out_stride, int64_t rows, const Onto& onto) {
-  if (rows == kTileRows && onto.data == nullptr) {
-    store_two<0>(out, out_stride);
-    if constexpr (kPanels == 2) store_two<2>(out + kTmmRows, out_stride);
+inline void store_sums(const PanelSums& to, int64_t rows) {
+  if (rows == kTileRows && to.before.data == nullptr && to.onto.data == nullptr) {
+    store_two<0>(to.out, to.stride);
+    if constexpr (kPanels == 2) store_two<2>(to.out + kTmmRows, to.stride);
     return;
   }
   alignas(64) float sums[kTileRows * kColumns];
@@ -62,22 +62,24 @@ inline void store_sums(float* out, ptrdiff_t out_stride, int64_t rows, const Ont
 #pragma GCC unroll 4
     for (int c = 0; c < kPanels * kTmmRows; c += kLanes) {
       F x = load(sums + r * kColumns + c);
-      if (onto.data != nullptr) x = x + load(onto.data + r * onto.stride + c);
-      store(out + r * out_stride + c, x);
+      for (const Onto& onto : {to.before, to.onto}) {
+        if (onto.data != nullptr) x = x + load(onto.data + r * onto.stride + c);
+      }
+      store(to.out + r * to.stride + c, x);
     }
   }
 }
 
 template <int kPanels>
-void multiply_panels(float* out, ptrdiff_t out_stride, const float* a, const float* panel, const float* next_panel,
-                     int64_t words, int64_t rows, const Onto& onto) {
+void multiply_panels(const PanelSums& to, const float* a, const float* panel, const float* next_panel, int64_t words,
+                     int64_t rows) {
   alignas(64) float last[kTmmRows * kColumns] = {};  // words of the panel, up to a whole register
   const int64_t whole_words = words / kTmmRows * kTmmRows;
   for (int64_t i = whole_words * kColumns; i < words * kColumns; i += kLanes) {
     store(last + i - whole_words * kColumns, load(panel + i));
   }
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows, lines_each = (2 * words + tiles - 1) / tiles;
-  for (int64_t tile = 0; tile < tiles; ++tile, a += kTileRows * kRowStride, out += kTileRows * out_stride) {
+  for (int64_t tile = 0; tile < tiles; ++tile, a += kTileRows * kRowStride) {
     tmm_zero<0>();
     tmm_zero<1>();
     if constexpr (kPanels == 2) {
@@ -93,17 +95,17 @@ void multiply_panels(float* out, ptrdiff_t out_stride, const float* a, const flo
     }
     if (whole_words < words) multiply_words<kPanels>(a + whole_words, last);
     const int64_t left = rows - tile * kTileRows;
-    store_sums<kPanels>(out, out_stride, left < kTileRows ? left : kTileRows, onto.from_row(tile * kTileRows));
+    store_sums<kPanels>(to.from_row(tile * kTileRows), left < kTileRows ? left : kTileRows);
   }
 }
 
 template <class Mac, bool kAlong>
-void multiply_panel(float* out, ptrdiff_t out_stride, const float* a, const float* panel, const float* next_panel,
-                    int64_t words, int64_t rows, int64_t columns, const Onto& onto, const Packed& /*all*/) {
+void multiply_panel(const PanelSums& to, const LinesOfC& /*c*/, const float* a, const float* panel,
+                    const float* next_panel, int64_t words, int64_t rows, int64_t columns, const Packed& /*all*/) {
   if (columns <= kTmmRows) {
-    multiply_panels<1>(out, out_stride, a, panel, next_panel, words, rows, onto);
+    multiply_panels<1>(to, a, panel, next_panel, words, rows);
   } else {
-    multiply_panels<2>(out, out_stride, a, panel, next_panel, words, rows, onto);
+    multiply_panels<2>(to, a, panel, next_panel, words, rows);
   }
 }
 
