@@ -150,6 +150,35 @@ __attribute__((always_inline)) inline void transpose(F (&r)[kLanes]) {  // in re
   }
 }
 
+// Loads 16 rows and transposes them: halves of rows i and i + 8 meet on the way from memory, which leaves 48 shuffles of 64.
+#define POLYHEAD_HAS_LOAD_TRANSPOSED 1
+__attribute__((always_inline)) inline void load_transposed(F (&r)[kLanes], const char* const (&p)[kLanes],
+                                                           int64_t offset) {
+  const I first = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), second = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+  const auto half = [&](int i) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p[i] + offset)); };
+#pragma GCC unroll 2
+  for (int columns = 0; columns < kLanes; columns += 8, offset += 32) {
+    F x[8], t[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) x[i] = _mm512_insertf32x8(_mm512_castps256_ps512(half(i)), half(i + 8), 1);
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+      const F a = _mm512_unpacklo_ps(x[i], x[i + 1]), b = _mm512_unpackhi_ps(x[i], x[i + 1]);
+      const F c = _mm512_unpacklo_ps(x[i + 2], x[i + 3]), d = _mm512_unpackhi_ps(x[i + 2], x[i + 3]);
+      t[i] = _mm512_shuffle_ps(a, c, 0x44);
+      t[i + 1] = _mm512_shuffle_ps(a, c, 0xee);
+      t[i + 2] = _mm512_shuffle_ps(b, d, 0x44);
+      t[i + 3] = _mm512_shuffle_ps(b, d, 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m512d low = _mm512_castps_pd(t[i]), high = _mm512_castps_pd(t[i + 4]);
+      r[columns + i] = _mm512_castpd_ps(_mm512_permutex2var_pd(low, first, high));
+      r[columns + i + 4] = _mm512_castpd_ps(_mm512_permutex2var_pd(low, second, high));
+    }
+  }
+}
+
 inline F load_quads(const float* const (&p)[kLanes / 4]) {
   F x = _mm512_castps128_ps512(_mm_loadu_ps(p[0]));
   x = _mm512_insertf32x4(x, _mm_loadu_ps(p[1]), 1);

@@ -102,7 +102,8 @@ struct PackTiles {
 
 // Columns [first, end) of a row of C, whose sums source(column) gives, a vector at a time.
 template <class Source>
-void finish_row_of(const GemmWork& work, int64_t row, int64_t first, int64_t end, const Source& source) {
+__attribute__((always_inline)) inline void finish_row_of(const GemmWork& work, int64_t row, int64_t first, int64_t end,
+                                                         const Source& source) {
   if (work.epilogue.changes() || work.accumulate) {
     const EpilogueRow line = epilogue_row(work.epilogue, work.c, row, work.accumulate);
     return finish_row(work.epilogue, line, row, first, end, [&](int64_t at, int) { return source(at); });

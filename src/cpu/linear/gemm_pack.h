@@ -102,6 +102,18 @@ void pack_across(float* out, int width, int64_t group_stride, const Matrix& x, i
   }
 }
 
+// kLanes columns that lie at p[i] + offset, a word in each vector.
+inline __attribute__((always_inline)) void load_columns(F (&square)[kLanes], const char* const (&p)[kLanes],
+                                                        int64_t offset) {
+#ifdef POLYHEAD_HAS_LOAD_TRANSPOSED
+  load_transposed(square, p, offset);
+#else
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) square[i] = load(reinterpret_cast<const float*>(p[i] + offset));
+  transpose(square);
+#endif
+}
+
 // The same for whole vectors where x's columns are contiguous instead of its rows.
 template <class Mac>
 void pack_transposed(float* out, int64_t group_stride, const Matrix& x, int64_t first, int64_t num, int64_t first_k,
@@ -113,16 +125,14 @@ void pack_transposed(float* out, int64_t group_stride, const Matrix& x, int64_t 
       for (int i = 0; i < kLanes && at + lane + i < num; ++i) columns[i] = column_of(x, first + at + lane + i);
       const bool plain = plain_axis<Mac>(x, x.rows) && at + lane + kLanes <= num;
       const int64_t whole = plain ? num_k / Mac::kElements / kLanes * kLanes : 0;
+      const char* source[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        source[i] = static_cast<const char*>(x.data) + (columns[i].first + first_k) * kBytes<Mac>;
+      }
       int64_t word = 0;
       for (; word < whole; word += kLanes) {
         F square[kLanes];
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) {
-          const char* source =
-              static_cast<const char*>(x.data) + (columns[i].first + first_k) * (Mac::kElements == 1 ? 4 : 2);
-          square[i] = load(reinterpret_cast<const float*>(source) + word);
-        }
-        transpose(square);
+        load_columns(square, source, word * int64_t{sizeof(float)});
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) store(out + (word + i) * kColumns + lane, square[i]);
       }

@@ -1,8 +1,10 @@
 // Few rows of A against B as it lies, over all of K: B is read once, in the order in which it lies, so packing it would cost
 // more than the product. The order of sums is that of gemm_tile.h. Where columns of B are contiguous (torch's weights), squares
-// of them are transposed in registers. Measured on a Xeon (family 6 model 207, 2026-11-26, float32, one thread, GB/s of B, of
-// 28 to 31 that a sum of the same memory reads), before, packing chunks of K: M = 1, K x N of 1024 x 1024 rows 22, now @@;
-// columns 21, 30; @@.
+// of them are transposed in registers. Measured on a Xeon (family 6 model 207, 2026-11-26, one thread, ms), before, when
+// rows of B were followed a chunk of K at a time and more than 4 rows of A packed it, and now (float32, 1024 x 1024, which L3
+// holds and is read in 0.135): rows contiguous, M = 1 0.155 and 0.132, 4 0.199 and 0.139, 8 0.45 and 0.20; columns
+// contiguous, M = 1 0.199 and 0.139, 3 0.235 and 0.147, 8 0.36 and 0.19, 12 0.41 and 0.22; 32 columns at a time instead of 16
+// 0.148. 4096 x 4096, from memory: 4.1 and 2.9 (rows), 3.6 and 2.8. bfloat16 as floats, M = 1: 0.30 and 0.049, 0.28 and 0.11.
 #pragma once
 
 #include "cpu/linear/gemm_pack.h"
@@ -23,9 +25,17 @@ struct StoredWord {
   static constexpr int64_t kBytes = Mac::kElements * kElementBytes;
 
   static inline F along(const char* p) {
-    if constexpr (kBytes == 4) return load(reinterpret_cast<const float*>(p));
+    if constexpr (kBytes == 4) return POLYHEAD_ISA::load(reinterpret_cast<const float*>(p));
     const auto* const half = reinterpret_cast<const uint16_t*>(p);
     return kDType == DType::kFloat16 ? load_f16(half) : load_bf16(half);
+  }
+  // Of kLanes columns that lie at p[i] + offset, a word in each vector.
+  static inline __attribute__((always_inline)) void load(F (&square)[kLanes], const char* const (&p)[kLanes],
+                                                         int64_t offset) {
+    if constexpr (kBytes == 4) return load_columns(square, p, offset);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) square[i] = along(p[i] + offset);
+    transpose(square);
   }
   // Of row k of B, and where words are pairs of row k + 1; null: there is none.
   static inline F across(const char* even, const char* odd) {
@@ -130,44 +140,55 @@ void stream_across(const StreamSums& to, const StreamedRows& rows, const Matrix&
   }
 }
 
-// Adds `words` words of kLanes columns, times those of A.
+// Adds a word of kLanes columns, times that of A.
 template <class Mac, int kRows>
-inline void add_words(F (&acc)[kRows], const F (&square)[kLanes], const float* a, int words) {
+inline __attribute__((always_inline)) void add_word(F (&acc)[kRows], F b, const float* a) {
 #pragma GCC unroll 16
-  for (int i = 0; i < words; ++i) {
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) acc[r] = Mac::step(acc[r], square[i], broadcast(a[r * kRowStride + i]));
-  }
+  for (int r = 0; r < kRows; ++r) acc[r] = Mac::step(acc[r], b, broadcast(a[r * kRowStride]));
 }
 
-// Whether rows that are read beside each other are asked for. Intel's cores follow 16 of them by themselves (Xeon, family 6
-// model 207: asking takes a quarter of the speed where a cache holds B, 5 % where none does).
-inline bool asks_for_rows() {
-#if defined(__x86_64__) || defined(__i386__)
-  return __builtin_cpu_is("intel") == 0;
-#else
-  return true;
-#endif
+// Words [word, word + num), num < kLanes, of kLanes columns of B from `column` on, of elements below end_k.
+template <class Mac>
+__attribute__((noinline)) void load_last_words(F (&square)[kLanes], const Matrix& b, int64_t column, int64_t word,
+                                               int64_t num, int64_t end_k) {
+  for (int i = 0; i < kLanes; ++i) {
+    square[i] = load_line_words<Mac>(column_of(b, column + i), word, static_cast<int>(num), end_k);
+  }
+  transpose(square);
 }
-constexpr int64_t kWordsAhead = 8 * kLanes;
+
+// Which words of rows that are read beside each other are asked for: Intel's cores follow 16 rows by themselves, and asking takes
+// a tenth of the speed, or a quarter if it is for words far ahead; but near ones come 1.1 to 1.15 times as fast from memory (Xeon,
+// family 6 model 207).
+enum class AskedWords { kNone, kNear, kFar };
+constexpr int64_t kNearWords = 4 * kLanes, kFarWords = 8 * kLanes;
+
+inline AskedWords asked_words(const Matrix& b) {
+#if defined(__x86_64__) || defined(__i386__)
+  constexpr int64_t kInCaches = 8 << 20;  // elements
+  if (__builtin_cpu_is("intel") != 0) {
+    return b.rows.size() * b.columns.size() > kInCaches ? AskedWords::kNear : AskedWords::kNone;
+  }
+#endif
+  (void)b;
+  return AskedWords::kFar;
+}
 
 // kLanes columns of B from `column` on, which are contiguous. `more`: as many follow.
 template <class Mac, DType kDType, int kRows>
 void stream_along(const StreamSums& to, int64_t to_column, const StreamedRows& rows, const Matrix& b, int64_t column,
-                  bool more) {
+                  AskedWords asked, bool more) {
   using Stored = StoredWord<Mac, kDType>;
   const char* source[kLanes];
-  const bool asks = asks_for_rows();
   for (int i = 0; i < kLanes; ++i) {
     const int64_t first = offset_of(b.columns, column + i) + rows.first_k;
     source[i] = static_cast<const char*>(b.data) + first * Stored::kElementBytes;
   }
   const int64_t end_k = rows.first_k + rows.num_k, whole = rows.num_k / Mac::kElements / kLanes * kLanes;
   const int64_t words = words_of(rows.num_k, Mac::kElements);
-  const ptrdiff_t next = more
-                             ? (offset_of(b.columns, column + kLanes) - offset_of(b.columns, column)) / Mac::kElements +
-                                   kWordsAhead - whole
-                             : 0;
+  const ptrdiff_t next =
+      more ? (offset_of(b.columns, column + kLanes) - offset_of(b.columns, column)) / Mac::kElements + kFarWords - whole
+           : 0;
   F total[kRows];
   for (int64_t begin = 0; begin < words; begin += kChunkWords) {
     const float* const a = rows.a + begin / kChunkWords * kRows * kRowStride;
@@ -178,21 +199,21 @@ void stream_along(const StreamSums& to, int64_t to_column, const StreamedRows& r
     for (int r = 0; r < kRows; ++r) acc[r] = broadcast(0.0f);
     int64_t word = begin;
     for (; word < end_whole; word += kLanes) {
-      const int64_t ahead = word + (word + kWordsAhead < whole ? kWordsAhead : next);
+      if (asked == AskedWords::kFar) {
+        const int64_t ahead = word + (word + kFarWords < whole ? kFarWords : next);
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) {
-        if (asks) __builtin_prefetch(source[i] + ahead * Stored::kBytes, 0, 2);
-        square[i] = Stored::along(source[i] + word * Stored::kBytes);
+        for (int i = 0; i < kLanes; ++i) __builtin_prefetch(source[i] + ahead * Stored::kBytes, 0, 2);
+      } else if (asked == AskedWords::kNear) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) __builtin_prefetch(source[i] + (word + kNearWords) * Stored::kBytes, 0, 3);
       }
-      transpose(square);
-      add_words<Mac>(acc, square, a + word - begin, kLanes);
+      Stored::load(square, source, word * Stored::kBytes);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) add_word<Mac>(acc, square[i], a + word - begin + i);
     }
-    if (const int left = static_cast<int>(end - word); left > 0) {
-      for (int i = 0; i < kLanes; ++i) {
-        square[i] = load_line_words<Mac>(column_of(b, column + i), rows.first_k / Mac::kElements + word, left, end_k);
-      }
-      transpose(square);
-      add_words<Mac>(acc, square, a + word - begin, left);
+    if (word < end) {
+      load_last_words<Mac>(square, b, column, rows.first_k / Mac::kElements + word, end - word, end_k);
+      for (; word < end; ++word) add_word<Mac>(acc, square[word - end_whole], a + word - begin);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) total[r] = begin == 0 ? acc[r] : acc[r] + total[r];
@@ -218,8 +239,9 @@ int64_t stream_columns(const StreamSums& to, const StreamedRows& rows, const Mat
   if (one_dim(b.columns) && b.columns.strides[2] == 1) {
     stream_across<Mac, kDType, kRows>(to, rows, b, column, num, sums);
   } else {
+    const AskedWords asked = asked_words(b);
     for (int64_t c = 0; c < num; c += kLanes) {
-      stream_along<Mac, kDType, kRows>(to, c, rows, b, column + c, c + kLanes < num);
+      stream_along<Mac, kDType, kRows>(to, c, rows, b, column + c, asked, c + kLanes < num);
     }
   }
   return num;
