@@ -81,6 +81,7 @@ inline __attribute__((always_inline)) F score_step_in_line(const float* query, p
 #pragma GCC unroll 1
   for (int k = 0; k < kKeys; ++k) {
     const auto key = x.row(first + k < x.num_rows ? first + k : x.num_rows - 1);
+    x.ask(key, x.row_bytes);
     F sum[kRows];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) sum[r] = broadcast(0.0f);
@@ -168,6 +169,7 @@ inline __attribute__((always_inline)) void accumulate_step(float* out, ptrdiff_t
   }
   for (int k = 0; k < x.num_rows; ++k) {
     const auto value = x.row(k);
+    if constexpr (kInLine<Row> && kPrefetch) x.ask(value + column, kVecs_ * kVectorBytes<Row>);
     F x_k[kVecs_];
 #pragma GCC unroll 16
     for (int v = 0; v < kVecs_; ++v) {

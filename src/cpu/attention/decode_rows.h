@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/attention/functions.h"
+#include "cpu/isa/isa.h"
 #include "cpu/isa/rows.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
@@ -175,15 +176,28 @@ struct RowsAt<Int4Row> {
   Place row(int k) const { return {reinterpret_cast<const uint8_t*>(data + places[k].data), scales + k * groups}; }
 };
 
-// Addresses that are computed, not read from the list: from memory, float32, one row, 29 GB/s instead of 17.
+// How far ahead rows in line are asked for, in bytes; 0: they are not. Intel's cores hold few loads that wait where work waits
+// for these: asking, memory is read at 14.5 GB/s instead of 10.5 in halves of lines (16 bits), and 15.9 instead of 14.9 in lines
+// (Xeon, family 6 model 207, 2026-11-26; from 4 KiB on alike).
+inline ptrdiff_t asked_in_line() { return by_intel() ? 8192 : 0; }
+
+// Addresses that are computed, not read from the list: from memory, float32, one row, 29 GB/s instead of 17 (Zen 4).
 template <class Row>
 struct RowsAt<InLine<Row>> {
   const char* data;
   ptrdiff_t row_bytes;
   int num_rows;
+  ptrdiff_t asked = asked_in_line();
 
   using Place = const typename Row::Element*;
   Place row(int k) const { return reinterpret_cast<Place>(data + k * row_bytes); }
+
+  // For the `bytes` bytes from p on, which are read now.
+  inline __attribute__((always_inline)) void ask(Place p, ptrdiff_t bytes) const {
+    if (asked == 0) return;
+    const char* const line = reinterpret_cast<const char*>(p) + asked;
+    for (ptrdiff_t at = 0; at < bytes; at += 64) __builtin_prefetch(line + at, 0, 2);
+  }
 };
 
 // Rows of x where they lie. `scales` is memory for those that are read as floats, [num_rows][dim / Int4Row::kGroup].

@@ -113,6 +113,14 @@ std::string names_of(uint32_t features, const char* separator) {
 
 const char* isa_name(Isa isa) { return kIsas[static_cast<int>(isa)].name; }
 
+bool by_intel() {
+#if defined(__x86_64__)
+  return __builtin_cpu_is("intel") != 0;
+#else
+  return false;
+#endif
+}
+
 std::string isa_features(Isa isa) { return names_of(features_of(isa), " "); }
 
 bool has(Isa isa) { return why_not(isa).empty(); }

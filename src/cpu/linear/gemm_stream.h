@@ -7,6 +7,7 @@
 // 0.148. 4096 x 4096, from memory: 4.1 and 2.9 (rows), 3.6 and 2.8. bfloat16 as floats, M = 1: 0.30 and 0.049, 0.28 and 0.11.
 #pragma once
 
+#include "cpu/isa/isa.h"
 #include "cpu/linear/gemm_pack.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
@@ -164,14 +165,9 @@ enum class AskedWords { kNone, kNear, kFar };
 constexpr int64_t kNearWords = 4 * kLanes, kFarWords = 8 * kLanes;
 
 inline AskedWords asked_words(const Matrix& b) {
-#if defined(__x86_64__) || defined(__i386__)
   constexpr int64_t kInCaches = 8 << 20;  // elements
-  if (__builtin_cpu_is("intel") != 0) {
-    return b.rows.size() * b.columns.size() > kInCaches ? AskedWords::kNear : AskedWords::kNone;
-  }
-#endif
-  (void)b;
-  return AskedWords::kFar;
+  if (!by_intel()) return AskedWords::kFar;
+  return b.rows.size() * b.columns.size() > kInCaches ? AskedWords::kNear : AskedWords::kNone;
 }
 
 // kLanes columns of B from `column` on, which are contiguous. `more`: as many follow.
