@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
+#include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <new>
@@ -23,11 +24,18 @@ inline void relax() {
 #endif
 }
 
-// Waits up to a few microseconds for `ready`: long enough for the next call of a tight loop, too short to hurt whoever
-// needs the core.
+// Waits for `ready` as long as waking a thread that sleeps takes: so the threads of a call end together, and those of the next
+// one in a tight loop begin together, but nobody who needs the core waits for long. Measured on two virtual CPUs (Xeon, family 6
+// model 207, 2026-11-26, medians, us, not more than 6 us and now): forward 16x16x16x16 88, 44; 1x16x128x64 303, 255.
 template <class Ready>
 void spin(Ready ready) {
-  for (int i = 0; i < 128 && !ready(); ++i) relax();
+  constexpr std::chrono::microseconds kWaking{50};
+  const auto end = std::chrono::steady_clock::now() + kWaking;
+  do {
+    for (int i = 0; i < 16; ++i, relax()) {
+      if (ready()) return;
+    }
+  } while (std::chrono::steady_clock::now() < end);
 }
 
 // One parallel_for, on its caller's stack. All but `unfinished` is guarded by the pool's mutex.
