@@ -128,6 +128,16 @@ inline void store_f16(uint16_t* p, F x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
+// Four vectors as 4 x 4 numbers in each 128 bits.
+__attribute__((always_inline)) inline void transpose_quads(F* r) {
+  const F a = _mm512_unpacklo_ps(r[0], r[1]), b = _mm512_unpackhi_ps(r[0], r[1]);
+  const F c = _mm512_unpacklo_ps(r[2], r[3]), d = _mm512_unpackhi_ps(r[2], r[3]);
+  r[0] = _mm512_shuffle_ps(a, c, 0x44);
+  r[1] = _mm512_shuffle_ps(a, c, 0xee);
+  r[2] = _mm512_shuffle_ps(b, d, 0x44);
+  r[3] = _mm512_shuffle_ps(b, d, 0xee);
+}
+
 __attribute__((always_inline)) inline void transpose(F (&r)[kLanes]) {  // in registers
   F t[kLanes];
 #pragma GCC unroll 16
@@ -158,21 +168,14 @@ __attribute__((always_inline)) inline void load_transposed(F (&r)[kLanes], const
   const auto half = [&](int i) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p[i] + offset)); };
 #pragma GCC unroll 2
   for (int columns = 0; columns < kLanes; columns += 8, offset += 32) {
-    F x[8], t[8];
+    F x[8];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) x[i] = _mm512_insertf32x8(_mm512_castps256_ps512(half(i)), half(i + 8), 1);
-#pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) {
-      const F a = _mm512_unpacklo_ps(x[i], x[i + 1]), b = _mm512_unpackhi_ps(x[i], x[i + 1]);
-      const F c = _mm512_unpacklo_ps(x[i + 2], x[i + 3]), d = _mm512_unpackhi_ps(x[i + 2], x[i + 3]);
-      t[i] = _mm512_shuffle_ps(a, c, 0x44);
-      t[i + 1] = _mm512_shuffle_ps(a, c, 0xee);
-      t[i + 2] = _mm512_shuffle_ps(b, d, 0x44);
-      t[i + 3] = _mm512_shuffle_ps(b, d, 0xee);
-    }
+    transpose_quads(x);
+    transpose_quads(x + 4);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      const __m512d low = _mm512_castps_pd(t[i]), high = _mm512_castps_pd(t[i + 4]);
+      const __m512d low = _mm512_castps_pd(x[i]), high = _mm512_castps_pd(x[i + 4]);
       r[columns + i] = _mm512_castpd_ps(_mm512_permutex2var_pd(low, first, high));
       r[columns + i + 4] = _mm512_castpd_ps(_mm512_permutex2var_pd(low, second, high));
     }
@@ -190,14 +193,6 @@ inline void store_quads(float* const (&p)[kLanes / 4], F x) {
   _mm_storeu_ps(p[1], _mm512_extractf32x4_ps(x, 1));
   _mm_storeu_ps(p[2], _mm512_extractf32x4_ps(x, 2));
   _mm_storeu_ps(p[3], _mm512_extractf32x4_ps(x, 3));
-}
-inline void transpose_quads(F (&r)[4]) {
-  const F a = _mm512_unpacklo_ps(r[0], r[1]), b = _mm512_unpackhi_ps(r[0], r[1]);
-  const F c = _mm512_unpacklo_ps(r[2], r[3]), d = _mm512_unpackhi_ps(r[2], r[3]);
-  r[0] = _mm512_shuffle_ps(a, c, 0x44);
-  r[1] = _mm512_shuffle_ps(a, c, 0xee);
-  r[2] = _mm512_shuffle_ps(b, d, 0x44);
-  r[3] = _mm512_shuffle_ps(b, d, 0xee);
 }
 inline F sums(F (&r)[kLanes]) {
 #pragma GCC unroll 16

@@ -25,6 +25,11 @@ static inline int64_t offset_of(const Axis& axis, int64_t i) {
          i % axis.sizes[2] * axis.strides[2];
 }
 
+// One dim, without gaps.
+static inline bool contiguous(const Axis& axis) {
+  return axis.sizes[0] == 1 && axis.sizes[1] == 1 && axis.strides[2] == 1;
+}
+
 // linear::Epilogue with what can be known before the first element. Axes are collapsed: dims that continue each other
 // are one.
 struct EpilogueWork {

@@ -55,9 +55,7 @@ GemmScratch scratch_of(void* memory, int64_t rows, int64_t k, bool packs, bool t
   return {a, panels, in_rows, in_rows + (turned ? turned_floats(rows) : 0)};
 }
 
-bool plain_columns(const Matrix& x) {
-  return x.dtype == DType::kFloat32 && one_dim(x.rows) && one_dim(x.columns) && x.columns.strides[2] == 1;
-}
+bool plain_columns(const Matrix& x) { return x.dtype == DType::kFloat32 && one_dim(x.rows) && contiguous(x.columns); }
 
 Sums sums_of(const GemmWork& work, const GemmTask& task, bool streaming, float* scratch) {
   if (task.partial != nullptr) {
@@ -100,17 +98,18 @@ struct PackTiles {
 };
 #endif
 
-// Columns [first, end) of a row of C, whose sums source(column) gives, a vector at a time.
+// Columns [first, end) of a row of C, whose sums source(column, n) gives, a vector at a time.
 template <class Source>
 __attribute__((always_inline)) inline void finish_row_of(const GemmWork& work, int64_t row, int64_t first, int64_t end,
                                                          const Source& source) {
   if (work.epilogue.changes() || work.accumulate) {
     const EpilogueRow line = epilogue_row(work.epilogue, work.c, row, work.accumulate);
-    return finish_row(work.epilogue, line, row, first, end, [&](int64_t at, int) { return source(at); });
+    return finish_row(work.epilogue, line, row, first, end, source);
   }
   const Line line = row_of(work.c, row);
   for (int64_t at = first; at < end; at += kLanes) {
-    store_line(line, at, source(at), end - at < kLanes ? static_cast<int>(end - at) : kLanes);
+    const int n = end - at < kLanes ? static_cast<int>(end - at) : kLanes;
+    store_line(line, at, source(at, n), n);
   }
 }
 
@@ -119,7 +118,7 @@ __attribute__((always_inline)) inline void finish_row_of(const GemmWork& work, i
 void finish(const GemmWork& work, int64_t first_row, int64_t num_rows, int64_t first, int64_t end, const float* data,
             int64_t panel_stride) {
   for (int64_t r = 0; r < num_rows; ++r, data += kColumns) {
-    finish_row_of(work, first_row + r, first, end, [&](int64_t at) {
+    finish_row_of(work, first_row + r, first, end, [&](int64_t at, int) {
       const int64_t column = at - first;
       return load(data + column / kColumns * panel_stride + column % kColumns);
     });
@@ -143,7 +142,7 @@ __attribute__((noinline)) void finish_turned(const GemmWork& work, const GemmTas
   }
   for (int64_t row = first; row < end; ++row, rows += width) {
     finish_row_of(work, row, task.first_row, task.first_row + task.num_rows,
-                  [&](int64_t at) { return load(rows + at - task.first_row); });
+                  [&](int64_t at, int) { return load(rows + at - task.first_row); });
   }
 }
 

@@ -15,9 +15,45 @@ constexpr int kRowsAhead = 2;    // long ones
 constexpr int kTermsAhead = 16;  // short pieces
 
 template <class Mac>
+constexpr DType kPlain = Mac::kElements == 1 ? DType::kFloat32 : DType::kBFloat16;
+template <class Mac>
 inline bool plain_axis(const Matrix& x, const Axis& axis) {
-  return one_dim(axis) && axis.strides[2] == 1 && x.dtype == (Mac::kElements == 1 ? DType::kFloat32 : DType::kBFloat16);
+  return contiguous(axis) && x.dtype == kPlain<Mac>;
 }
+
+// How words are read: as they lie, or as floats.
+template <class Mac, DType kDType>
+struct StoredWord {
+  static constexpr int64_t kElementBytes = kDType == DType::kFloat32 ? 4 : 2;
+  static constexpr int64_t kBytes = Mac::kElements * kElementBytes;
+
+  static inline F along(const char* p) {
+    if constexpr (kBytes == 4) return POLYHEAD_ISA::load(reinterpret_cast<const float*>(p));
+    const auto* const half = reinterpret_cast<const uint16_t*>(p);
+    return kDType == DType::kFloat16 ? load_f16(half) : load_bf16(half);
+  }
+  // Of kLanes columns that lie at p[i] + offset, a word in each vector.
+  static inline __attribute__((always_inline)) void load(F (&square)[kLanes], const char* const (&p)[kLanes],
+                                                         int64_t offset) {
+#ifdef POLYHEAD_HAS_LOAD_TRANSPOSED
+    if constexpr (kBytes == 4) return load_transposed(square, p, offset);
+#endif
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) square[i] = along(p[i] + offset);
+    transpose(square);
+  }
+  // Of a row, and where words are pairs of the next one; null: there is none.
+  static inline F across(const char* even, const char* odd) {
+#ifdef POLYHEAD_HAS_BF16_DOT
+    if constexpr (Mac::kElements == 2) {
+      const F high = odd == nullptr ? broadcast(0.0f) : load_bf16(reinterpret_cast<const uint16_t*>(odd));
+      return join_bf16(load_bf16(reinterpret_cast<const uint16_t*>(even)), high);
+    }
+#endif
+    (void)odd;
+    return along(even);
+  }
+};
 
 // Terms [first_k, first_k + num_k) of rows [first_row, first_row + num_rows) of A: out[row][word], kRowStride apart.
 template <class Mac>
@@ -61,14 +97,8 @@ inline F load_across(const Line& even, const Line& odd, int64_t at, int n) {
 // The same for kLanes lines whose elements are words, or halves of words, as they lie.
 template <class Mac>
 inline F load_across_plain(const Line& even, const Line& odd, int64_t at) {
-#ifdef POLYHEAD_HAS_BF16_DOT
-  if constexpr (Mac::kElements == 2) {
-    const F high = odd.data == nullptr ? broadcast(0.0f) : load_bf16(u16(odd.data) + odd.first + at);
-    return join_bf16(load_bf16(u16(even.data) + even.first + at), high);
-  }
-#endif
-  (void)odd;
-  return load(f32(even.data) + even.first + at);
+  const auto place = [at](const Line& x) { return static_cast<const char*>(x.data) + (x.first + at) * kBytes<Mac>; };
+  return StoredWord<Mac, kPlain<Mac>>::across(place(even), odd.data == nullptr ? nullptr : place(odd));
 }
 
 // Columns [first, first + num) of x, whose rows are the terms: out[column / width][word][column % width], one group of
@@ -102,18 +132,6 @@ void pack_across(float* out, int width, int64_t group_stride, const Matrix& x, i
   }
 }
 
-// kLanes columns that lie at p[i] + offset, a word in each vector.
-inline __attribute__((always_inline)) void load_columns(F (&square)[kLanes], const char* const (&p)[kLanes],
-                                                        int64_t offset) {
-#ifdef POLYHEAD_HAS_LOAD_TRANSPOSED
-  load_transposed(square, p, offset);
-#else
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) square[i] = load(reinterpret_cast<const float*>(p[i] + offset));
-  transpose(square);
-#endif
-}
-
 // The same for whole vectors where x's columns are contiguous instead of its rows.
 template <class Mac>
 void pack_transposed(float* out, int64_t group_stride, const Matrix& x, int64_t first, int64_t num, int64_t first_k,
@@ -132,7 +150,7 @@ void pack_transposed(float* out, int64_t group_stride, const Matrix& x, int64_t 
       int64_t word = 0;
       for (; word < whole; word += kLanes) {
         F square[kLanes];
-        load_columns(square, source, word * int64_t{sizeof(float)});
+        StoredWord<Mac, kPlain<Mac>>::load(square, source, word * int64_t{sizeof(float)});
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) store(out + (word + i) * kColumns + lane, square[i]);
       }

@@ -19,38 +19,6 @@ constexpr int kStreamRows = kRegisters == 32 ? 12 : 4;
 // As many, of which there is a loop: rows of 0 follow.
 constexpr int stream_rows(int rows) { return rows <= 2 ? rows : rows <= 4 ? 4 : rows <= 8 ? 8 : 12; }
 
-// How words of B are read: as they lie, or as floats.
-template <class Mac, DType kDType>
-struct StoredWord {
-  static constexpr int64_t kElementBytes = kDType == DType::kFloat32 ? 4 : 2;
-  static constexpr int64_t kBytes = Mac::kElements * kElementBytes;
-
-  static inline F along(const char* p) {
-    if constexpr (kBytes == 4) return POLYHEAD_ISA::load(reinterpret_cast<const float*>(p));
-    const auto* const half = reinterpret_cast<const uint16_t*>(p);
-    return kDType == DType::kFloat16 ? load_f16(half) : load_bf16(half);
-  }
-  // Of kLanes columns that lie at p[i] + offset, a word in each vector.
-  static inline __attribute__((always_inline)) void load(F (&square)[kLanes], const char* const (&p)[kLanes],
-                                                         int64_t offset) {
-    if constexpr (kBytes == 4) return load_columns(square, p, offset);
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) square[i] = along(p[i] + offset);
-    transpose(square);
-  }
-  // Of row k of B, and where words are pairs of row k + 1; null: there is none.
-  static inline F across(const char* even, const char* odd) {
-#ifdef POLYHEAD_HAS_BF16_DOT
-    if constexpr (Mac::kElements == 2) {
-      const F high = odd == nullptr ? broadcast(0.0f) : load_bf16(reinterpret_cast<const uint16_t*>(odd));
-      return join_bf16(load_bf16(reinterpret_cast<const uint16_t*>(even)), high);
-    }
-#endif
-    (void)odd;
-    return along(even);
-  }
-};
-
 // Where the sums of a column go: panels panel_stride apart, in them rows row_stride apart.
 struct StreamSums {
   float* data;
@@ -222,7 +190,6 @@ void stream_along(const StreamSums& to, int64_t to_column, const StreamedRows& r
 
 // Whether `rows` of A stream against B. Not where registers tmm set the order of sums.
 inline bool streams(int64_t rows, const Matrix& b) {
-  const auto contiguous = [](const Axis& axis) { return one_dim(axis) && axis.strides[2] == 1; };
   return !kTmm && rows <= kStreamRows && (contiguous(b.columns) || contiguous(b.rows));
 }
 
@@ -232,7 +199,7 @@ template <class Mac, DType kDType, int kRows>
 int64_t stream_columns(const StreamSums& to, const StreamedRows& rows, const Matrix& b, int64_t column, int64_t num,
                        float* sums) {
   num = num / kColumns * kColumns;
-  if (one_dim(b.columns) && b.columns.strides[2] == 1) {
+  if (contiguous(b.columns)) {
     stream_across<Mac, kDType, kRows>(to, rows, b, column, num, sums);
   } else {
     const AskedWords asked = asked_words(b);
@@ -246,11 +213,12 @@ int64_t stream_columns(const StreamSums& to, const StreamedRows& rows, const Mat
 template <class Mac, DType kDType>
 int64_t stream_columns(const StreamSums& to, const StreamedRows& rows, const Matrix& b, int64_t column, int64_t num,
                        float* sums) {
+  constexpr int kEight = kStreamRows < 8 ? kStreamRows : 8;
   switch (stream_rows(rows.num_rows)) {
     case 1: return stream_columns<Mac, kDType, 1>(to, rows, b, column, num, sums);
     case 2: return stream_columns<Mac, kDType, 2>(to, rows, b, column, num, sums);
     case 4: return stream_columns<Mac, kDType, 4>(to, rows, b, column, num, sums);
-    case 8: return stream_columns < Mac, kDType, kStreamRows == 12 ? 8 : 4 > (to, rows, b, column, num, sums);
+    case 8: return stream_columns<Mac, kDType, kEight>(to, rows, b, column, num, sums);
     default: return stream_columns<Mac, kDType, kStreamRows>(to, rows, b, column, num, sums);
   }
 }

@@ -110,8 +110,6 @@ linear::GemmDesc transposed(linear::GemmDesc desc) {
   return desc;
 }
 
-bool contiguous(const Axis& axis) { return axis.sizes[0] == 1 && axis.sizes[1] == 1 && axis.strides[2] == 1; }
-
 // Whether C is computed as its transpose, B^T A^T: the same sums, but stored line by line where rows of C are contiguous
 // and columns are not, as in gradients of torch's weights. Measured on Zen 5 (2026-11-21, float32, one thread): backward
 // of a layer of [1, 384, 1024] with such weights 69 -> 38 ms.

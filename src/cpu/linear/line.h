@@ -19,7 +19,7 @@ struct Line {
 inline bool one_dim(const Axis& axis) { return axis.sizes[0] == 1 && axis.sizes[1] == 1; }
 
 inline Line line_of(const Matrix& x, int64_t first, const Axis& axis) {
-  const bool plain = x.data != nullptr && x.dtype == DType::kFloat32 && one_dim(axis) && axis.strides[2] == 1;
+  const bool plain = x.data != nullptr && x.dtype == DType::kFloat32 && contiguous(axis);
   return {x.data, x.dtype, first, &axis, plain ? static_cast<float*>(x.data) + first : nullptr};
 }
 inline Line row_of(const Matrix& x, int64_t row) { return line_of(x, offset_of(x.rows, row), x.columns); }
