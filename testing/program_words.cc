@@ -150,12 +150,13 @@ Status complete_capture(const DrawnCapture& tensor, const AttentionDesc& desc, C
 Array draw(const DrawnCapture& tensor, const CaptureShape& shape, int64_t keys, Random random) {
   Array a(shape.dtype, {shape.dims, shape.dims + shape.ndim});
   const bool integer = is_integer(shape.dtype);
-  const auto [low, high] =
+  const std::pair<double, double> range =
       tensor.range.value_or(std::pair<double, double>(0, static_cast<double>(std::max<int64_t>(keys - 1, 0))));
   a.fill([&]() -> double {
     if (shape.dtype == DType::kBool) return random.below(4) != 0;
-    if (integer) return static_cast<double>(random.integer(static_cast<int64_t>(low), static_cast<int64_t>(high)));
-    return tensor.range ? low + (high - low) * random.uniform() : random.normal();
+    if (integer)
+      return static_cast<double>(random.integer(static_cast<int64_t>(range.first), static_cast<int64_t>(range.second)));
+    return tensor.range ? range.first + (range.second - range.first) * random.uniform() : random.normal();
   });
   const int64_t row = a.dims.back();
   std::vector<double> sorted(static_cast<size_t>(row));

@@ -64,9 +64,9 @@ struct Attribute {
   std::vector<int64_t> integers = {};
   std::vector<float> numbers = {};
   std::vector<Constant> tensors = {};
-  std::vector<Graph> graphs = {};  ///< bodies of If, Loop, Scan
-  std::string_view encoded = {};   ///< as the file has it; empty: made by us
-  bool changed = false;            ///< in one of its graphs
+  std::vector<Graph> graphs;      ///< bodies of If, Loop, Scan
+  std::string_view encoded = {};  ///< as the file has it; empty: made by us
+  bool changed = false;           ///< in one of its graphs
 };
 
 struct Node {

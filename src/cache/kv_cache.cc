@@ -19,8 +19,6 @@
 namespace polyhead {
 namespace {
 
-constexpr size_t kAlignment = 64;
-
 bool is_float_of_cache(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16;
 }

@@ -1,5 +1,6 @@
 // Rows of the tables that tell which field of a C++ struct each field of a C struct is (tables.h). Calls are read by
 // walking a table one way; the defaults of the C structs are written by walking it the other way, from those of C++.
+// Each row's type is deduced from its members, by a guide behind it: clang deduces those of aggregates from 17 on.
 #pragma once
 
 #include <cstdint>
@@ -163,6 +164,8 @@ struct Field {
   bool read(const C& from, const Reading& in, Cpp* to) const { return capi::read(from.*c, in, name, &(to->*cpp)); }
   void write(const Cpp& from, C* to) const { capi::write(from.*cpp, &(to->*c)); }
 };
+template <class C, class Cpp, class From, class To>
+Field(const char*, From C::*, To Cpp::*) -> Field<C, Cpp, From, To>;
 
 // A field of a struct within the C++ struct.
 template <class C, class Cpp, class Inner, class From, class To>
@@ -178,6 +181,8 @@ struct FieldWithin {
   }
   void write(const Cpp& from, C* to) const { capi::write(from.*within.*cpp, &(to->*c)); }
 };
+template <class C, class Cpp, class Inner, class From, class To>
+FieldWithin(const char*, From C::*, Inner Cpp::*, To Inner::*) -> FieldWithin<C, Cpp, Inner, From, To>;
 
 // One of several tensors in an array.
 template <class C, class Cpp, size_t kCount>
@@ -193,6 +198,8 @@ struct Element {
   }
   void write(const Cpp& from, C* to) const { capi::write(from.*cpp, &(to->*c)[index]); }
 };
+template <class C, class Cpp, size_t kCount>
+Element(const char*, polyhead_tensor (C::*)[kCount], int, Tensor Cpp::*) -> Element<C, Cpp, kCount>;
 
 // A number that counts where a boolean beside it is 1; else it must be 0.
 template <class C, class Cpp, class Number, class Optional>
@@ -212,6 +219,9 @@ struct OptionalField {
   }
   void write(const Cpp&, C* to) const { to->*has = 0, to->*c = 0; }
 };
+template <class C, class Cpp, class Number, class Optional>
+OptionalField(const char*, Number C::*, const char*, int32_t C::*, Optional Cpp::*)
+    -> OptionalField<C, Cpp, Number, Optional>;
 
 // A field without a meaning.
 template <class C, class Number>
@@ -229,6 +239,8 @@ struct Reserved {
     to->*c = 0;
   }
 };
+template <class C, class Number>
+Reserved(const char*, Number C::*) -> Reserved<C, Number>;
 
 // A struct within the C struct.
 template <class C, class Cpp, class From, class To>
@@ -244,6 +256,8 @@ struct Struct {
   }
   void write(const Cpp& from, C* to) const { write_fields(from.*cpp, &(to->*c)); }
 };
+template <class C, class Cpp, class From, class To>
+Struct(Names, From C::*, To Cpp::*) -> Struct<C, Cpp, From, To>;
 
 // A struct that the C struct points to. Null: the defaults, unless it is needed.
 enum class Null { kAllowed, kRefused };
@@ -266,6 +280,8 @@ struct Pointer {
     to->*c = nullptr;
   }
 };
+template <class C, class Cpp, class From, class To>
+Pointer(Names, Null, const From* C::*, To Cpp::*) -> Pointer<C, Cpp, From, To>;
 
 // A program's text, and what its tensors look like.
 struct ProgramFields {
@@ -301,6 +317,9 @@ struct CapturedTensors {
   }
   void write(const Cpp&, C* to) const { to->*c = nullptr, to->*count = 0; }
 };
+template <class C, class Cpp, class Owner>
+CapturedTensors(const char*, const polyhead_tensor* C::*, const char*, size_t C::*, std::span<const Tensor> Cpp::*,
+                Tensor (Owner::*)[Program::kMostCaptures]) -> CapturedTensors<C, Cpp, Owner>;
 
 // ---- Whole structs ----
 

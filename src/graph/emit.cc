@@ -213,7 +213,7 @@ class Emitter {
     if (masks_.is_causal) attributes.push_back(integer("is_causal", 1));
     if (masks_.left >= 0) attributes.push_back(integer("left_window_size", masks_.left));
     if (masks_.right >= 0) attributes.push_back(integer("right_window_size", masks_.right));
-    if (match_.program) attributes.push_back({"score", {}, {}, match_.program->text});
+    if (match_.program) attributes.push_back(text("score", match_.program->text));
     if (match_.dropped) attributes.push_back(number("dropout_p", match_.dropped.p));
     if (attn_mask_.broadcasts) attributes.push_back(integer("mask_broadcasts", 1));
     if (plan_.kind == Arrangement::kFlat) {

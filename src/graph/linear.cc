@@ -258,9 +258,9 @@ Rewrite rewrite(const Emission& emission, const Linear& linear) {
   if (linear.sum != kNone) outputs.push_back(name_of(linear.sum));
   std::vector<Attribute> attributes;
   if (linear.transposed) attributes.push_back(integer("transB", 1));
-  if (!linear.activation.empty()) attributes.push_back({"activation", {}, {}, linear.activation});
+  if (!linear.activation.empty()) attributes.push_back(text("activation", linear.activation));
   if (!linear.norm.empty()) {
-    attributes.push_back({"norm", {}, {}, linear.norm});
+    attributes.push_back(text("norm", linear.norm));
     attributes.push_back(number("epsilon", linear.epsilon));
   }
   const std::string name = emission.names.fresh("polyhead_linear");

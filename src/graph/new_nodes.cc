@@ -9,10 +9,28 @@ namespace polyhead::graph {
 
 constexpr int64_t kAxesAreInputs = 13;  // of Unsqueeze and Squeeze, since that opset
 
-Attribute integer(std::string name, int64_t value) { return {std::move(name), value}; }
-Attribute number(std::string name, double value) { return {std::move(name), {}, static_cast<float>(value)}; }
+Attribute integer(std::string name, int64_t value) {
+  Attribute made;
+  made.name = std::move(name), made.integer = value;
+  return made;
+}
+
+Attribute number(std::string name, double value) {
+  Attribute made;
+  made.name = std::move(name), made.number = static_cast<float>(value);
+  return made;
+}
+
+Attribute text(std::string name, std::string value) {
+  Attribute made;
+  made.name = std::move(name), made.text = std::move(value);
+  return made;
+}
+
 Attribute list(std::string name, std::vector<int64_t> values) {
-  return {std::move(name), {}, {}, {}, std::move(values)};
+  Attribute made;
+  made.name = std::move(name), made.integers = std::move(values);
+  return made;
 }
 
 Attribute perm(const std::vector<size_t>& order) {

@@ -11,6 +11,7 @@ namespace polyhead::graph {
 
 Attribute integer(std::string name, int64_t value);
 Attribute number(std::string name, double value);
+Attribute text(std::string name, std::string value);
 Attribute list(std::string name, std::vector<int64_t> values);
 Attribute perm(const std::vector<size_t>& order);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/sentence.h"
+#include "graph/new_nodes.h"
 #include "graph/nodes.h"
 #include "graph/tensors.h"
 
@@ -55,7 +56,7 @@ void split_to_input(Model& model, Graph& graph, const Net&, int node, Names& nam
 void num_outputs(Model&, Graph& graph, const Net&, int index, Names&) {
   Node& node = graph.nodes[static_cast<size_t>(index)];
   if (node.inputs.size() > 1 || attribute_of(node, "num_outputs") != nullptr) return;
-  node.attributes.push_back({"num_outputs", static_cast<int64_t>(node.outputs.size())});
+  node.attributes.push_back(integer("num_outputs", static_cast<int64_t>(node.outputs.size())));
   node.changed = true;
 }
 
@@ -69,7 +70,7 @@ std::string not_last(const Net& net, int node) {
 void last_axis(Model&, Graph& graph, const Net&, int index, Names&) {
   Node& node = graph.nodes[static_cast<size_t>(index)];
   drop(node, "axis");
-  node.attributes.push_back({"axis", -1});
+  node.attributes.push_back(integer("axis", -1));
 }
 
 // Inference alone: a ratio changes nothing.

@@ -236,7 +236,7 @@ TEST(DraftTree, AcceptedAndRolledBackIsPlainDecoding) {
   for (const auto& [dtype, stored] : kDTypes) {
     const Text text(dtype);
     const AttentionDesc d = Conversation(text, stored).desc(kNodes, true);
-    for_every_kernel(d, [&, dtype = dtype, stored = stored](const Kernel& kernel) {
+    for_every_kernel(d, [&, stored = stored](const Kernel& kernel) {
       for (const auto& branch : kBranches) test_branch(kernel, text, stored, branch);
     });
   }

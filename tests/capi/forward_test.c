@@ -66,8 +66,8 @@ static double score(const problem* p, const sequence* s, int64_t b, int64_t h, i
   if (desc->causal && distance < 0) return -INFINITY;
   if (desc->window_left >= 0 && distance > desc->window_left && j >= desc->sink_keys) return -INFINITY;
   if (desc->window_right >= 0 && -distance > desc->window_right) return -INFINITY;
-  if (desc->has_windows && j < at(&args->window_lo, i, 0, 0, 0) && j >= desc->sink_keys) return -INFINITY;
-  if (desc->has_windows && j >= at(&args->window_hi, i, 0, 0, 0)) return -INFINITY;
+  if (desc->has_windows && (double)j < at(&args->window_lo, i, 0, 0, 0) && j >= desc->sink_keys) return -INFINITY;
+  if (desc->has_windows && (double)j >= at(&args->window_hi, i, 0, 0, 0)) return -INFINITY;
   const int64_t column = desc->mask_at_end ? j - (s->len_k - desc->attn_mask.dims[3]) : j;
   if (desc->attn_mask.given && column >= 0 && at(&args->attn_mask, b, h, i, column) == 0) return -INFINITY;
   double dot = 0;

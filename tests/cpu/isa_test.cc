@@ -28,6 +28,8 @@ std::set<std::string> features_under(const std::string& flags) {
     std::string define, name;
     std::istringstream(line) >> define >> name;
     if (name == "__GCC_HAVE_SYNC_COMPARE_AND_SWAP_16") name = "__CX16__";
+    if (name == "__AMXBF16__") name = "__AMX_BF16__";  // clang 14's spelling
+    if (name == "__AMXTILE__") name = "__AMX_TILE__";
     if (name.size() > 4 && name.rfind("__", 0) == 0 && name.substr(name.size() - 2) == "__") {
       names.insert(name.substr(2, name.size() - 4));
     }

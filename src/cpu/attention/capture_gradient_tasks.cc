@@ -21,8 +21,6 @@ using program::GatherGradient;
 using program::Instruction;
 using program::Rate;
 
-constexpr int kMostGathers = 128;  // steps of a program
-
 struct Sizes {
   int64_t queries, keys;  // in whole tiles and blocks
 

@@ -28,6 +28,13 @@ class TmmInUse {
   TmmInUse(const TmmInUse&) = delete;
 };
 
+// What a tile load reads. To clang, which has no such operand, volatile assembler reads all memory anyway.
+#ifdef __clang__
+using Anything = char;
+#else
+using Anything = char[];
+#endif
+
 template <int kTo>
 inline __attribute__((always_inline)) void tmm_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(kTo));
@@ -35,7 +42,7 @@ inline __attribute__((always_inline)) void tmm_zero() {
 template <int kTo>
 inline __attribute__((always_inline)) void tmm_load(const void* p, ptrdiff_t stride) {
   asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(kTo), "r"(p), "r"(4 * stride),
-               "m"(*static_cast<const char(*)[]>(p)));
+               "m"(*static_cast<const Anything*>(p)));
 }
 template <int kFrom>
 inline __attribute__((always_inline)) void tmm_store(float* p, ptrdiff_t stride) {

@@ -24,8 +24,9 @@ inline F broadcast(float x) { return _mm512_set1_ps(x); }
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F fms(F a, F b, F c) { return _mm512_fmsub_ps(a, b, c); }
 #define POLYHEAD_HAS_FMA_BROADCAST 1
-inline F fma_broadcast(const float* p, F b, F c) {
-  asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(c) : "v"(b), "m"(*p));
+inline F fma_broadcast(const void* p, F b, F c) {
+  typedef float Unaligned __attribute__((aligned(1), may_alias));
+  asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(c) : "v"(b), "m"(*static_cast<const Unaligned*>(p)));
   return c;
 }
 inline M equal(F a, F b);

@@ -18,6 +18,18 @@ struct ValueRows {
   bool one_number;
 };
 
+// f(l) for each of `count` lanes, of which none reads what another writes.
+template <class Function>
+inline __attribute__((always_inline)) void each_lane(int count, const Function& f) {
+#ifdef __clang__
+#pragma clang diagnostic ignored "-Wpass-failed"  // f may call the C library
+#pragma clang loop vectorize(assume_safety)
+#else
+#pragma GCC ivdep
+#endif
+  for (int l = 0; l < count; ++l) f(l);
+}
+
 constexpr int kSpan = 16;  // rows are whole spans of lanes: all vectors and memory of low rates are
 
 // out[row][lane] = f(a, b), of which one number a row is b, or else a, at most. out may be a or b.
@@ -28,15 +40,12 @@ inline void each(R* out, ValueRows<T> a, ValueRows<T> b, int rows, int lanes, co
     const T *const x = a.first, *const y = b.first;
     if (b.one_number) {
       const T number = *y;
-#pragma GCC ivdep
-      for (int l = 0; l < count; ++l) out[l] = static_cast<R>(f(x[l], number));
+      each_lane(count, [&](int l) { out[l] = static_cast<R>(f(x[l], number)); });
     } else if (a.one_number) {
       const T number = *x;
-#pragma GCC ivdep
-      for (int l = 0; l < count; ++l) out[l] = static_cast<R>(f(number, y[l]));
+      each_lane(count, [&](int l) { out[l] = static_cast<R>(f(number, y[l])); });
     } else {
-#pragma GCC ivdep
-      for (int l = 0; l < count; ++l) out[l] = static_cast<R>(f(x[l], y[l]));
+      each_lane(count, [&](int l) { out[l] = static_cast<R>(f(x[l], y[l])); });
     }
   }
 }
@@ -63,19 +72,15 @@ inline void select_rows(T* out, ValueRows<Int> condition, ValueRows<T> a, ValueR
     const Int* const c = condition.first;
     if (a.one_number && b.one_number) {
       const T number = *x, other = *y;
-#pragma GCC ivdep
-      for (int l = 0; l < count; ++l) out[l] = c[l] != 0 ? number : other;
+      each_lane(count, [&](int l) { out[l] = c[l] != 0 ? number : other; });
     } else if (a.one_number) {
       const T number = *x;
-#pragma GCC ivdep
-      for (int l = 0; l < count; ++l) out[l] = c[l] != 0 ? number : y[l];
+      each_lane(count, [&](int l) { out[l] = c[l] != 0 ? number : y[l]; });
     } else if (b.one_number) {
       const T number = *y;
-#pragma GCC ivdep
-      for (int l = 0; l < count; ++l) out[l] = c[l] != 0 ? x[l] : number;
+      each_lane(count, [&](int l) { out[l] = c[l] != 0 ? x[l] : number; });
     } else {
-#pragma GCC ivdep
-      for (int l = 0; l < count; ++l) out[l] = c[l] != 0 ? x[l] : y[l];
+      each_lane(count, [&](int l) { out[l] = c[l] != 0 ? x[l] : y[l]; });
     }
   }
 }
