@@ -206,6 +206,38 @@ TEST_P(EachKernel, DoesNotDrift) {
   if (!tested) GTEST_SKIP() << why;
 }
 
+// Each block of keys then raises the maximum often, and leaves the weights before it below all numbers.
+TEST_P(EachKernel, FollowsScoresThatRise) {
+  void (*const options[])(AttentionDesc&) = {
+      [](AttentionDesc&) {},
+      [](AttentionDesc& d) { d.causal = true; },
+      [](AttentionDesc& d) { d.window_left = 200, d.window_right = 30; },
+      [](AttentionDesc& d) { d.has_sink_logits = true; },
+      [](AttentionDesc& d) { d.return_weights = ReturnWeights::kPerHead; },
+      [](AttentionDesc& d) { d.dropout_p = 0.2; },
+  };
+  bool tested = false;
+  std::string why;
+  for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (const auto& add_option : options) {
+      Problem p = problem_of("rise", dtype, 1, 2, 140, 400, 24);
+      add_option(p.desc);
+      why = why_not(p);
+      if (!why.empty()) continue;
+      tested = true;
+      p.desc.scale = 1;
+      for (double rate : {0.25, 0.75, 5.0}) {
+        Inputs in = random_inputs(p);
+        for (int64_t n = 0; n < in.query.size(); n += 24) in.query.set(n, 1);
+        for (int64_t n = 0; n < in.key.size(); n += 24) in.key.set(n, rate * static_cast<double>(n / (24 * 2)));
+        const std::vector<ForwardDraw> draws = {{p.desc, in, expected(p.desc, in)}};
+        EXPECT_EQ(mismatch(*GetParam(), p, draws), "") << forward_command(GetParam()->name, p) << ", rate " << rate;
+      }
+    }
+  }
+  if (!tested) GTEST_SKIP() << why;
+}
+
 // An element whose random bits are the threshold itself is kept.
 TEST_P(EachKernel, DropsBelowTheThresholdOnly) {
   for (int64_t queries : {2, 70}) {

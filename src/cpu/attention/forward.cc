@@ -194,7 +194,7 @@ void attend(Head& head, Tile* tiles, int num_tiles) {
     Tile& tile = tiles[t];
     tile.some_hidden = false;
     for (int q = 0; q < kTile; ++q) {
-      tile.state.m[q] = none ? kNoMaximum : sink;
+      tile.state.m[q] = tile.state.m_of_out[q] = none ? kNoMaximum : sink;
       tile.state.l[q] = tile.state.l_rounded[q] = none ? 0 : 1;
     }
     tile.fresh = true;

@@ -58,16 +58,18 @@ void weigh_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
                 bool into_out) {
   const int64_t words = words_of(head.problem.head_dim, Mac::kElements);
   const bool masked = !kSoftmax && head.score.hides(view);
-  const int64_t dim_of_out = tile.fresh ? 0 : head.problem.head_dim_v;
   const auto weigh = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
     if constexpr (kSoftmax) {
-      softmax_step<PMac>(s, head.scratch->p, tile.state, head.score, view, key, lane, dim_of_out);
+      softmax_step<PMac>(s, head.scratch->p, tile.state, head.score, view, key, lane);
     } else {
       score_step<PMac>(s, head.scratch->p, head.score, view, masked, key, lane);
     }
   };
   const auto done = [&](int v_begin, int v_end) {
     if (!into_out) return;
+    if constexpr (kSoftmax) {
+      follow_maximum(tile.state, head.score.to_log2, v_begin, v_end, head.problem.head_dim_v, tile.fresh);
+    }
     accumulate<Mac, kForwardSums>(*head.later, TileSums{tile.state.out, tile.fresh}, head.scratch->p, block.value,
                                   part.begin / Mac::kElements, part.end / Mac::kElements, head.problem.head_dim_v,
                                   v_begin, v_end);

@@ -11,7 +11,8 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-constexpr float kHeadroom = 1024;  // the largest sum of a few weights that m need not be raised for
+constexpr float kHeadroom = 1024;                 // the largest sum of a few weights that m need not be raised for
+constexpr float kLeastLowered = 7.88860905e-31f;  // 2^-100: see lowered
 
 // Where a row starts: below every score, so that the first visible one raises it.
 constexpr float kNoMaximum = -3.402823466e38f;
@@ -19,39 +20,57 @@ constexpr float kNoMaximum = -3.402823466e38f;
 struct TileState {
   float* out;  // O^T [head_dim_v][kTile], not yet divided by the sum of its weights
   alignas(64) float m[kTile];
+  alignas(64) float m_of_out[kTile];   // the m that O^T stands under: behind, once m was raised for this block's keys
   alignas(64) float l[kTile];          // sum of the weights: for L
   alignas(64) float l_rounded[kTile];  // the same of the weights as they multiply V, where those are bfloat16: for O
 };
+
+// A weight under a raised maximum. 0 where its products with V might be subnormal, for O is as small then until larger
+// weights follow, and a sum that is subnormal takes some CPUs as long as a hundred; NaN stays NaN.
+inline F lowered(F weight, F alpha) {
+  const F x = weight * alpha;
+  return select(less(x, broadcast(kLeastLowered)), broadcast(0.0f), x);
+}
 
 // Words of P^T times `alpha`.
 template <class Mac>
 inline F rescale(F word, F alpha) {
 #ifdef POLYHEAD_HAS_BF16_DOT
-  if constexpr (Mac::kElements == 2) return pair_bf16(even_bf16(word) * alpha, odd_bf16(word) * alpha);
+  if constexpr (Mac::kElements == 2) return pair_bf16(lowered(even_bf16(word), alpha), lowered(odd_bf16(word), alpha));
 #endif
-  return word * alpha;
+  return lowered(word, alpha);
 }
 
-// Sets m of one vector of queries to `raised`, and scales what was summed under the old one: l, O, and the weights of
-// this block's keys [0, key), which are not yet in O.
+// Sets m of one vector of queries to `raised`, and scales what was summed under the old one: l, and the weights of this
+// block's keys [0, key). O follows once they are complete.
 template <class Mac>
-__attribute__((noinline)) void raise_maximum(TileState& state, float* p, F raised, float factor, int key, int lane,
-                                             int64_t dim) {
+__attribute__((noinline)) void raise_maximum(TileState& state, float* p, F raised, float factor, int key, int lane) {
   const F old = load(state.m + lane);
   const F alpha = exp2(old - raised, broadcast(factor));
   store(state.m + lane, raised);
   store(state.l + lane, load(state.l + lane) * alpha);
   store(state.l_rounded + lane, load(state.l_rounded + lane) * alpha);
-  for (int64_t d = 0; d < dim; ++d) store(state.out + d * kTile + lane, load(state.out + d * kTile + lane) * alpha);
   for (int word = 0; word < key / Mac::kElements; ++word) {
     store(p + word * kTile + lane, rescale<Mac>(load(p + word * kTile + lane), alpha));
+  }
+}
+
+// Scales O^T of the vectors [v_begin, v_end) to their m, before weights under it are added; a fresh one holds nothing.
+inline void follow_maximum(TileState& state, float factor, int v_begin, int v_end, int64_t dim, bool fresh) {
+  for (int lane = v_begin * kLanes; lane < v_end * kLanes; lane += kLanes) {
+    const F m = load(state.m + lane), old = load(state.m_of_out + lane);
+    if (__builtin_expect(!any(less(old, m)), 1)) continue;
+    store(state.m_of_out + lane, m);
+    if (fresh) continue;
+    const F alpha = exp2(old - m, broadcast(factor));
+    for (int64_t d = 0; d < dim; ++d) store(state.out + d * kTile + lane, load(state.out + d * kTile + lane) * alpha);
   }
 }
 
 // exp(s - m) of kRows keys for one vector of queries, and its sum. Where the sum says that m is too low, m is raised.
 template <class Mac, int kRows>
 __attribute__((always_inline)) inline F weigh(F (&s)[kRows], float* p, TileState& state, float factor, int key,
-                                              int lane, int64_t dim) {
+                                              int lane) {
   for (;;) {
     const F m = load(state.m + lane);
     F weight[kRows], sum = broadcast(0.0f);
@@ -71,7 +90,7 @@ __attribute__((always_inline)) inline F weigh(F (&s)[kRows], float* p, TileState
       for (int r = 0; r < kRows; ++r) s[r] = weight[r];
       return sum;
     }
-    raise_maximum<Mac>(state, p, raised, factor, key, lane, dim);
+    raise_maximum<Mac>(state, p, raised, factor, key, lane);
   }
 }
 
@@ -108,15 +127,14 @@ inline F store_weights(F (&s)[kRows], float* p, const uint16_t (*kept)[kVecs], i
 // Scores of kRows keys -> weights exp(s - m) after dropout, stored as words of P^T; l grows by the undropped ones.
 template <class Mac, int kRows, int kVecs_>
 __attribute__((always_inline)) inline void softmax_step(F (&scores)[kRows][kVecs_], float* p, TileState& state,
-                                                        const Score& score, const BlockView& view, int key, int lane,
-                                                        int64_t dim) {
+                                                        const Score& score, const BlockView& view, int key, int lane) {
 #pragma GCC unroll 8
   for (int v = 0; v < kVecs_; ++v) {
     const int at = lane + v * kLanes;
     F s[kRows];
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) s[r] = scores[r][v];
-    const F sum = weigh<Mac>(s, p, state, score.to_log2, key, at, dim);
+    const F sum = weigh<Mac>(s, p, state, score.to_log2, key, at);
     store(state.l + at, load(state.l + at) + sum);
     const F sum_rounded = store_weights<Mac>(s, p, view.kept, key, at);
     if constexpr (Mac::kElements == 2) store(state.l_rounded + at, load(state.l_rounded + at) + sum_rounded);
