@@ -17,6 +17,7 @@ using program::Takes;
 using program::type_name;
 
 constexpr size_t kMostSteps = 128;
+constexpr int kMostDims = ProgramStep::kMostOperands;  // of a captured tensor: its indices are operands
 
 }  // namespace
 
@@ -52,8 +53,8 @@ CapturedTensor ProgramBuilder::capture(std::string_view name, ValueType type, in
     }
     return {this, static_cast<int>(i)};
   }
-  if (ndim > ProgramStep::kMostOperands) {
-    fail(sentence("tensor ", name, " has ", ndim, " dims, takes 0 to ", ProgramStep::kMostOperands));
+  if (ndim > kMostDims) {
+    fail(sentence("tensor ", name, " has ", ndim, " dims, takes 0 to ", kMostDims));
   }
   if (!program::is_free_name(name)) fail(sentence("a tensor is named \"", name, "\", which no tensor can be"));
   if (captures_.size() == Program::kMostCaptures) {
@@ -68,9 +69,8 @@ Expression ProgramBuilder::gather(int capture, std::span<const Expression> index
   if (!error_.empty()) return {this, 0};
   Capture& of = captures_[static_cast<size_t>(capture)];
   if (of.ndim < 0) of.ndim = static_cast<int>(index.size());
-  if (index.size() > ProgramStep::kMostOperands) {
-    return fail(sentence("tensor ", of.name, " is given ", index.size(), " indices, takes ", ProgramStep::kMostOperands,
-                         " at most"));
+  if (index.size() > kMostDims) {
+    return fail(sentence("tensor ", of.name, " is given ", index.size(), " indices, takes ", kMostDims, " at most"));
   }
   if (static_cast<int>(index.size()) != of.ndim) {
     return fail(sentence("tensor ", of.name, " has ", of.ndim, " dims, is given ", index.size(), " indices"));

@@ -10,10 +10,8 @@ string(REGEX MATCHALL "[^\n]+" lines "${output}")
 set(exported)
 foreach(line IN LISTS lines)
   string(REGEX REPLACE "^[0-9a-f]+ [A-Za-z] " "" name "${line}")
-  # Which of these appear depends on the compiler; the classes themselves are listed by their functions, and headers give
-  # the values of constants.
+  # Which of these appear depends on the compiler; the classes themselves are listed by their functions.
   if(NOT name MATCHES "^(vtable|typeinfo|typeinfo name) for polyhead::[A-Za-z]+$" AND
-     NOT name MATCHES "^polyhead::[A-Za-z]+::k[A-Z][A-Za-z]*$" AND
      NOT name MATCHES "^polyhead::Executor::")
     list(APPEND exported "${name}")
   endif()
