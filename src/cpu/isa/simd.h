@@ -5,7 +5,6 @@
 //   kRegisters                                   vectors that the CPU has room for
 //   load store (unaligned); ..._first(p, n): the first n <= kLanes lanes only, others read as 0 and are not touched
 //   fma(a, b, c) = a * b + c, fms = a * b - c     maximum(a, b): b where either is NaN
-//   fma_broadcast(p, b, c) = *p * b + c, where POLYHEAD_HAS_FMA_BROADCAST: one instruction, as the compiler would not have it
 //   fma_lane<i>(a, b, c) = a * lane i of b + c, where POLYHEAD_HAS_FMA_LANE: one load brings kLanes scalars of b
 //   divide(x, divisor, reciprocal)              x / divisor, rounded once; reciprocal = 1 / divisor, computed before
 //   round_to_even, absolute                      scale_by_power(x, n, y) = x * 2^n for integer n; exactly 0 where y < -126

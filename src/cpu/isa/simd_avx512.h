@@ -23,12 +23,6 @@ inline void store_first(float* p, F x, int n) { _mm512_mask_storeu_ps(p, static_
 inline F broadcast(float x) { return _mm512_set1_ps(x); }
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F fms(F a, F b, F c) { return _mm512_fmsub_ps(a, b, c); }
-#define POLYHEAD_HAS_FMA_BROADCAST 1
-inline F fma_broadcast(const void* p, F b, F c) {
-  typedef float Unaligned __attribute__((aligned(1), may_alias));
-  asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(c) : "v"(b), "m"(*static_cast<const Unaligned*>(p)));
-  return c;
-}
 inline M equal(F a, F b);
 inline F select(M m, F a, F b);
 inline F divide(F x, F divisor, F reciprocal) {

@@ -63,19 +63,11 @@ constexpr int64_t kWordBytes = 4;
 struct Float32 {
   static constexpr int kElements = 1;
   static inline F step(F acc, F a, F b) { return fma(a, b, acc); }
-  static inline F step_at(F acc, F a, const Word* b) {
-#ifdef POLYHEAD_HAS_FMA_BROADCAST
-    return fma_broadcast(b, a, acc);
-#else
-    return fma(a, broadcast(*b), acc);
-#endif
-  }
 };
 #ifdef POLYHEAD_HAS_BF16_DOT
 struct BFloat16Pair {
   static constexpr int kElements = 2;
   static inline F step(F acc, F a, F b) { return dot_bf16(acc, a, b); }
-  static inline F step_at(F acc, F a, const Word* b) { return dot_bf16(acc, a, broadcast(*b)); }
 };
 #endif
 
@@ -110,7 +102,7 @@ constexpr int kGroup = kLanes;
 constexpr int kPartKeys = kMicroRows, kPartVecs = 1;
 constexpr int kDimStep = 1, kQueryStep = 1;
 constexpr int kForwardTiles = 8;
-constexpr int kKeyVecs = kLanes == 4 ? 4 : 2, kKeyColumns = kKeyVecs * kLanes;
+constexpr int kKeyVecs = kLanes == 8 ? 2 : 4, kKeyColumns = kKeyVecs * kLanes;
 #endif
 constexpr int kPartLanes = kPartVecs * kLanes;
 
@@ -179,6 +171,8 @@ inline __attribute__((always_inline)) int64_t contract_by_lanes(F (&acc)[kRows][
 }
 #endif
 
+inline const float* vector_at(const float* a, int v) { return a + v * kLanes; }
+
 // Lines of memory that a product asks for on its way, one every kUnitsOfLine units at most: a core has some 16 of them
 // outstanding, and what follows a longer burst waits for it (Xeon, [32, 12, 128, 64]: 15 % of forward).
 constexpr int64_t kUnitsOfLine = 2;
@@ -200,39 +194,32 @@ struct Asking {
 };
 
 // One unit of contract.
-template <class Mac, bool kAlong, bool kMixed, int kRows, int kVecs_>
-inline __attribute__((always_inline)) void add_unit_of(F (&acc)[kRows][kVecs_], const float* a, const Word* b,
+template <class Mac, bool kAlong, class Vectors, int kRows, int kVecs_>
+inline __attribute__((always_inline)) void add_unit_of(F (&acc)[kRows][kVecs_], const Vectors& a, const Word* b,
                                                        ptrdiff_t b_stride) {
   F a_u[kVecs_];
 #pragma GCC unroll 8
-  for (int v = 0; v < kVecs_; ++v) a_u[v] = load(a + v * kLanes);
+  for (int v = 0; v < kVecs_; ++v) a_u[v] = load(vector_at(a, v));
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
-    const Word* const at = kAlong ? b + r * b_stride : b + r;
-    if (kMixed && r % 2 == 1) {
+    const F b_r = broadcast(kAlong ? b[r * b_stride] : b[r]);
 #pragma GCC unroll 8
-      for (int v = 0; v < kVecs_; ++v) acc[r][v] = Mac::step_at(acc[r][v], a_u[v], at);
-    } else {
-      const F b_r = broadcast(*at);
-#pragma GCC unroll 8
-      for (int v = 0; v < kVecs_; ++v) acc[r][v] = Mac::step(acc[r][v], a_u[v], b_r);
-    }
+    for (int v = 0; v < kVecs_; ++v) acc[r][v] = Mac::step(acc[r][v], a_u[v], b_r);
   }
 }
 
-// acc[r] += sum over u in [0, units) of a[u] * b(r, u), a[u] being kVecs_ vectors at a + u * a_stride.
-// b(r, u) lies at b + r * b_stride + u (kAlong: rows are long, as keys), or at b + u * b_stride + r (as values). With kMixed
-// every other row is multiplied where it lies: of two vectors that is a micro-operation less and a load more for each row.
-// `lines` are asked for meanwhile.
-template <class Mac, bool kAlong, bool kMixed = false, int kRows, int kVecs_>
-inline __attribute__((always_inline)) void contract(F (&acc)[kRows][kVecs_], const float* a, ptrdiff_t a_stride,
+// acc[r] += sum over u in [0, units) of a[u] * b(r, u), a[u] being kVecs_ vectors at a + u * a_stride (vector_at tells where).
+// b(r, u) lies at b + r * b_stride + u (kAlong: rows are long, as keys), or at b + u * b_stride + r (as values). `lines` are
+// asked for meanwhile.
+template <class Mac, bool kAlong, class Vectors, int kRows, int kVecs_>
+inline __attribute__((always_inline)) void contract(F (&acc)[kRows][kVecs_], Vectors a, ptrdiff_t a_stride,
                                                     const Word* b, ptrdiff_t b_stride, int64_t units,
                                                     const Lines& lines = {}) {
   const ptrdiff_t b_step = kAlong ? 1 : b_stride;
 #ifdef POLYHEAD_HAS_FMA_LANE
   lines.ask();
   const int64_t asking = 0, done = contract_by_lanes<kAlong>(acc, a, a_stride, b, b_stride, units);
-  a += done * a_stride, b += done * b_step, units -= done;
+  a = a + done * a_stride, b += done * b_step, units -= done;
 #else
   const int64_t asking = kUnitsOfLine * (lines.end - lines.begin);
 #endif
@@ -240,11 +227,11 @@ inline __attribute__((always_inline)) void contract(F (&acc)[kRows][kVecs_], con
   for (int64_t u = 0; u < asking; ++u) {
     // Again with each unit: in a loop over lines GCC keeps sums in memory.
     __builtin_prefetch(lines.begin[u / kUnitsOfLine], 0, 2);
-    add_unit_of<Mac, kAlong, kMixed>(acc, a + u * a_stride, b + u * b_step, b_stride);
+    add_unit_of<Mac, kAlong>(acc, a + u * a_stride, b + u * b_step, b_stride);
   }
 #pragma GCC unroll 2
   for (int64_t u = asking; u < units; ++u) {
-    add_unit_of<Mac, kAlong, kMixed>(acc, a + u * a_stride, b + u * b_step, b_stride);
+    add_unit_of<Mac, kAlong>(acc, a + u * a_stride, b + u * b_step, b_stride);
   }
 }
 
@@ -373,14 +360,16 @@ __attribute__((noinline)) void accumulate(Later& later, const Sums& sums, const 
   }
 }
 
-constexpr int kKeyRows = kLanes == 16 ? 8 : 4;  // keys of a microkernel of add_keys
+// Sums of a microkernel of add_keys, whose rows are keys of one group. 24 take 10 loads for as many multiply-adds, which some
+// cores do not outrun (Xeon, family 6 model 106: backward 4 % faster than with 16 of two vectors).
+constexpr int kKeySums = kLanes == 16 ? 24 : 4 * kKeyVecs;
 
-template <class Mac, int kVecs_>
+template <class Mac, int kRows, int kVecs_>
 inline void add_key_rows(const Asking& asking, float* out, ptrdiff_t out_stride, const QueryTerms* terms, int num_terms,
                          int group, int key, int64_t column) {
-  F acc[kKeyRows][kVecs_];
+  F acc[kRows][kVecs_];
 #pragma GCC unroll 8
-  for (int r = 0; r < kKeyRows; ++r) {
+  for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs_; ++v) acc[r][v] = load(out + r * out_stride + v * kLanes);
   }
@@ -388,12 +377,11 @@ inline void add_key_rows(const Asking& asking, float* out, ptrdiff_t out_stride,
   for (int t = 0; t < num_terms; ++t) {
     const QueryTerms& x = terms[t];
     const int64_t units = x.end[group] - x.begin[group];
-    contract<Mac, true, true>(acc, x.rows + column / kKeyColumns * x.panel_stride + x.begin[group] * kKeyColumns,
-                              kKeyColumns, x.weights + key * kWeightsStride + x.begin[group], kWeightsStride, units,
-                              asking.lines(units));
+    contract<Mac, true>(acc, x.rows + column / kKeyColumns * x.panel_stride + x.begin[group] * kKeyColumns, kKeyColumns,
+                        x.weights + key * kWeightsStride + x.begin[group], kWeightsStride, units, asking.lines(units));
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < kKeyRows; ++r) {
+  for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs_; ++v) store(out + r * out_stride + v * kLanes, acc[r][v]);
   }
@@ -402,11 +390,13 @@ inline void add_key_rows(const Asking& asking, float* out, ptrdiff_t out_stride,
 template <class Mac, int kVecs_>
 void add_key_columns(const Asking& asking, float* out, ptrdiff_t out_stride, const QueryTerms* terms, int num_terms,
                      int num_keys, int64_t column) {
-  for (int key = 0; key < num_keys; key += kKeyRows) {
-    const int group = key / kGroup;
+  for (int first = 0; first < num_keys; first += kGroup) {
+    const int group = first / kGroup;
     if (!any_words(terms, num_terms, group)) continue;
-    add_key_rows<Mac, kVecs_>(asking, out + key * out_stride + column, out_stride, terms, num_terms, group, key,
-                              column);
+    for_each_micro<kVecs_, kKeySums>(first, first + kGroup, [&]<int kRows>(int64_t key) {
+      add_key_rows<Mac, kRows, kVecs_>(asking, out + key * out_stride + column, out_stride, terms, num_terms, group,
+                                       static_cast<int>(key), column);
+    });
   }
 }
 

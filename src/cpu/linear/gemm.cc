@@ -146,7 +146,7 @@ __attribute__((noinline)) void finish_turned(const GemmWork& work, const GemmTas
   }
 }
 
-// Where a panel of the task goes in C.
+// Where whole panels of the task go in C.
 LinesOfC lines_of_c(const GemmWork& work, const GemmTask& task, int64_t column, int64_t columns) {
   if (!plain_columns(work.c)) return {};
   constexpr ptrdiff_t kFloat = sizeof(float);
@@ -156,7 +156,7 @@ LinesOfC lines_of_c(const GemmWork& work, const GemmTask& task, int64_t column, 
     return {c + (across * stride + down) * kFloat, stride * kFloat, kTileRows * kFloat, kTileRows * kFloat - 1,
             static_cast<int>(columns)};
   }
-  return {c + (down * stride + across) * kFloat, stride * kFloat, kTileRows * stride * kFloat, kColumns * kFloat - 1,
+  return {c + (down * stride + across) * kFloat, stride * kFloat, kTileRows * stride * kFloat, columns * kFloat - 1,
           kTileRows};
 }
 
@@ -188,6 +188,34 @@ int64_t stream(const GemmWork& work, const GemmTask& task, const GemmScratch& sc
 }
 #endif
 
+// The panel of the task's columns from `first` on, or two, of the terms [k, k + num_k): as B was packed before, or packed now, a
+// few panels together from the column `begin` on.
+template <class Mac>
+Panels panels_at(const GemmWork& work, const GemmTask& task, int64_t begin, int64_t first, float* memory, int64_t k,
+                 int64_t num_k) {
+  const int64_t left = task.num_columns - first;
+  Panels panels;
+  int64_t stride = kPanelWords;
+  if (task.packed != nullptr) {
+    stride = words_of(work.k, Mac::kElements) * kColumns;
+    panels.data = task.packed + (task.first_column + first) / kColumns * stride + k / Mac::kElements * kColumns;
+  } else {
+    constexpr int64_t kPackedColumns = kGroupPanels * kColumns;
+    const int64_t within = (first - begin) % kPackedColumns;
+    if (within == 0) {
+      const int64_t num = left < kPackedColumns ? left : kPackedColumns;
+      pack_columns<Mac>(memory, stride, work.b, task.first_column + first, num, k, num_k);
+    }
+    panels.data = memory + within / kColumns * stride;
+  }
+  // Of few rows the first half would wait for a panel that comes from memory, where a whole tile is work enough meanwhile.
+  const bool pair = kPairs && task.num_rows > 2 * kTileRows && left >= 2 * kColumns;
+  panels.columns = pair ? 2 * kColumns : left < kColumns ? left : kColumns;
+  panels.apart = stride;
+  panels.next = panels.data + (pair ? 2 : 1) * stride;
+  return panels;
+}
+
 // Adds the terms [k, k + num_k) to the sums of the columns from `begin` on, or sets them with the first chunk.
 template <class Mac>
 void add_chunk(const GemmWork& work, const GemmTask& task, int64_t begin, const GemmScratch& scratch, const Sums& sums,
@@ -208,27 +236,14 @@ void add_chunk(const GemmWork& work, const GemmTask& task, int64_t begin, const 
     pack_across<Mac>(scratch.a, kTileRows, kTileStride, across, task.first_row, task.num_rows, k, num_k);
 #endif
   }
-  const int64_t packed_stride = words_of(work.k, Mac::kElements) * kColumns;
-  for (int64_t first = begin; first < task.num_columns; first += kColumns) {
-    const int64_t left = task.num_columns - first, columns = left < kColumns ? left : kColumns;
-    const float *panel = nullptr, *next = nullptr;
-    if (task.packed != nullptr) {
-      panel = task.packed + (task.first_column + first) / kColumns * packed_stride + k / Mac::kElements * kColumns;
-      next = panel + packed_stride;
-    } else {
-      const int64_t within = (first - begin) / kColumns % kGroupPanels, group = kGroupPanels * kColumns;
-      if (within == 0) {
-        pack_columns<Mac>(scratch.panels, kPanelWords, work.b, task.first_column + first, left < group ? left : group,
-                          k, num_k);
-      }
-      panel = scratch.panels + within * kPanelWords;
-      next = panel + kPanelWords;
-    }
-    const bool to_c = last && sums.out != nullptr && columns == kColumns;
-    const PanelSums to = sums.of_panel(first, to_c, add);
-    const LinesOfC c = to_c || (work.turned && last) ? lines_of_c(work, task, first, columns) : LinesOfC();
+  Panels panels;
+  for (int64_t first = begin; first < task.num_columns; first += panels.columns) {
+    panels = panels_at<Mac>(work, task, begin, first, scratch.panels, k, num_k);
+    const bool whole = panels.columns % kColumns == 0, to_c = last && sums.out != nullptr && whole;
+    const PanelSums to[] = {sums.of_panel(first, to_c, add), sums.of_panel(first + kColumns, to_c, add)};
+    const LinesOfC c = to_c || (work.turned && last) ? lines_of_c(work, task, first, panels.columns) : LinesOfC();
     const auto multiply = [&]<bool kAlong>(const auto& prepare) {
-      multiply_panel<Mac, kAlong>(to, c, scratch.a, panel, next, words, task.num_rows, columns, prepare);
+      multiply_panels<Mac, kAlong>(to, c, scratch.a, panels, words, task.num_rows, prepare);
     };
 #ifndef POLYHEAD_HAS_TMM
     if (by_tiles && first == begin) {
@@ -240,8 +255,11 @@ void add_chunk(const GemmWork& work, const GemmTask& task, int64_t begin, const 
     } else {
       multiply.template operator()<false>(Packed());
     }
-    if (work.turned && last) {
-      finish_turned(work, task, task.first_column + first, task.first_column + first + columns, to.out, scratch.turned);
+    if (!work.turned || !last) continue;
+    for (int64_t at = 0; at < panels.columns; at += kColumns) {
+      const int64_t column = first + at, end = whole ? column + kColumns : first + panels.columns;
+      finish_turned(work, task, task.first_column + column, task.first_column + end, to[at / kColumns].out,
+                    scratch.turned);
     }
   }
 }

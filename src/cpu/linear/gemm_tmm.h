@@ -71,8 +71,8 @@ inline void store_sums(const PanelSums& to, int64_t rows) {
 }
 
 template <int kPanels>
-void multiply_panels(const PanelSums& to, const float* a, const float* panel, const float* next_panel, int64_t words,
-                     int64_t rows) {
+void multiply_registers(const PanelSums& to, const float* a, const float* panel, const float* next_panel, int64_t words,
+                        int64_t rows) {
   alignas(64) float last[kTmmRows * kColumns] = {};  // words of the panel, up to a whole register
   const int64_t whole_words = words / kTmmRows * kTmmRows;
   for (int64_t i = whole_words * kColumns; i < words * kColumns; i += kLanes) {
@@ -100,12 +100,12 @@ void multiply_panels(const PanelSums& to, const float* a, const float* panel, co
 }
 
 template <class Mac, bool kAlong>
-void multiply_panel(const PanelSums& to, const LinesOfC& /*c*/, const float* a, const float* panel,
-                    const float* next_panel, int64_t words, int64_t rows, int64_t columns, const Packed& /*all*/) {
-  if (columns <= kTmmRows) {
-    multiply_panels<1>(to, a, panel, next_panel, words, rows);
+void multiply_panels(const PanelSums (&to)[2], const LinesOfC& /*c*/, const float* a, const Panels& panels,
+                     int64_t words, int64_t rows, const Packed& /*all*/) {
+  if (panels.columns <= kTmmRows) {
+    multiply_registers<1>(to[0], a, panels.data, panels.next, words, rows);
   } else {
-    multiply_panels<2>(to, a, panel, next_panel, words, rows);
+    multiply_registers<2>(to[0], a, panels.data, panels.next, words, rows);
   }
 }
 
