@@ -171,6 +171,7 @@ inline __attribute__((always_inline)) int64_t contract_by_lanes(F (&acc)[kRows][
 }
 #endif
 
+// Where vector v of contract's first operand lies.
 inline const float* vector_at(const float* a, int v) { return a + v * kLanes; }
 
 // Lines of memory that a product asks for on its way, one every kUnitsOfLine units at most: a core has some 16 of them

@@ -239,7 +239,7 @@ void add_chunk(const GemmWork& work, const GemmTask& task, int64_t begin, const 
   Panels panels;
   for (int64_t first = begin; first < task.num_columns; first += panels.columns) {
     panels = panels_at<Mac>(work, task, begin, first, scratch.panels, k, num_k);
-    const bool whole = panels.columns % kColumns == 0, to_c = last && sums.out != nullptr && whole;
+    const bool to_c = last && sums.out != nullptr && panels.columns % kColumns == 0;
     const PanelSums to[] = {sums.of_panel(first, to_c, add), sums.of_panel(first + kColumns, to_c, add)};
     const LinesOfC c = to_c || (work.turned && last) ? lines_of_c(work, task, first, panels.columns) : LinesOfC();
     const auto multiply = [&]<bool kAlong>(const auto& prepare) {
@@ -257,8 +257,8 @@ void add_chunk(const GemmWork& work, const GemmTask& task, int64_t begin, const 
     }
     if (!work.turned || !last) continue;
     for (int64_t at = 0; at < panels.columns; at += kColumns) {
-      const int64_t column = first + at, end = whole ? column + kColumns : first + panels.columns;
-      finish_turned(work, task, task.first_column + column, task.first_column + end, to[at / kColumns].out,
+      const int64_t column = task.first_column + first + at, rest = panels.columns - at;
+      finish_turned(work, task, column, column + (rest < kColumns ? rest : kColumns), to[at / kColumns].out,
                     scratch.turned);
     }
   }

@@ -78,7 +78,7 @@ struct Ahead {
   LinesOfC c;
   int step_c;
 };
-constexpr int kStepWords = 16, kLineFloats = 16, kLineBytes = 64;
+constexpr int kStepWords = 16, kLineFloats = 16, kLineBytes = 4 * kLineFloats;
 
 // The same vectors of two panels, as one operand of a microkernel.
 struct TwoPanels {
@@ -161,33 +161,28 @@ void multiply_two(const PanelSums& to, const PanelSums& to_second, const float* 
   store_sums<kPanelVecs, kPanelVecs>(acc, to_second);
 }
 
-// The same for the `rows` rows of one tile.
-template <class Mac, bool kAlong, int kVecs_>
-void multiply_tile(PanelSums to, const float* a, const float* panel, int64_t words, int rows, const Ahead& ahead) {
-  if (rows == kTileRows) return multiply<Mac, kAlong, kTileRows, kVecs_>(to, a, panel, words, ahead);
-  const auto step = [&](int done) {
-    to = to.from_row(done);
-    a += done * (kAlong ? kRowStride : 1);
-    rows -= done;
-  };
-  if constexpr (kTileRows > 8) {
-    if (rows >= 8) {
-      multiply<Mac, kAlong, 8, kVecs_>(to, a, panel, words, ahead);
-      step(8);
-    }
-  }
-  if (rows >= 4) {
-    multiply<Mac, kAlong, 4, kVecs_>(to, a, panel, words, ahead);
-    step(4);
-  }
-  if (rows >= 2) {
-    multiply<Mac, kAlong, 2, kVecs_>(to, a, panel, words, ahead);
-    step(2);
-  }
-  if (rows == 1) multiply<Mac, kAlong, 1, kVecs_>(to, a, panel, words, ahead);
+// Calls work.template operator()<kRows>() as long as there are as many rows left.
+template <int kRows, class Work>
+inline __attribute__((always_inline)) void take_rows(int& rows, const Work& work) {
+  for (; rows >= kRows; rows -= kRows) work.template operator()<kRows>();
 }
 
-// The rows of one tile against two panels; the second ones of a whole tile ask for what follows the second panel.
+// The rows of one tile against a panel.
+template <class Mac, bool kAlong, int kVecs_>
+void multiply_tile(PanelSums to, const float* a, const float* panel, int64_t words, int rows, const Ahead& ahead) {
+  const auto take = [&]<int kRows>() {
+    multiply<Mac, kAlong, kRows, kVecs_>(to, a, panel, words, ahead);
+    to = to.from_row(kRows);
+    a += kRows * (kAlong ? kRowStride : 1);
+  };
+  take_rows<kTileRows>(rows, take);
+  if constexpr (kTileRows > 8) take_rows<8>(rows, take);
+  take_rows<4>(rows, take);
+  take_rows<2>(rows, take);
+  take_rows<1>(rows, take);
+}
+
+// The same against two panels; the second six rows ask for what follows the second panel.
 template <class Mac, bool kAlong>
 void multiply_tile_by_two(PanelSums to, PanelSums to_second, const float* a, const TwoPanels& panels, int64_t words,
                           int rows, Ahead ahead) {
@@ -195,16 +190,13 @@ void multiply_tile_by_two(PanelSums to, PanelSums to_second, const float* a, con
     multiply_two<Mac, kAlong, kRows>(to, to_second, a, panels, words, ahead);
     to = to.from_row(kRows), to_second = to_second.from_row(kRows);
     a += kRows * (kAlong ? kRowStride : 1);
-    rows -= kRows;
+    ahead.data += panels.apart;
     ahead.rows = nullptr, ahead.c.count = 0;
   };
-  while (rows >= 6 && rows != 8) {
-    take.template operator()<6>();
-    ahead.data += panels.apart;
-  }
-  while (rows >= 4) take.template operator()<4>();
-  if (rows >= 2) take.template operator()<2>();
-  if (rows == 1) take.template operator()<1>();
+  if (rows != 8) take_rows<6>(rows, take);  // 4 + 4 take fewer loads than 6 + 2
+  take_rows<4>(rows, take);
+  take_rows<2>(rows, take);
+  take_rows<1>(rows, take);
 }
 
 // All rows of a task against `panels`. prepare(tile) comes before each tile and tells which rows to ask for beside it. The next
