@@ -53,7 +53,6 @@ struct GemmWork {
   bool accumulate = false;
   EpilogueWork epilogue;
   int64_t n = 0, k = 0;
-  bool turned = false;  // A and B have changed places: a task's rows are columns of C
 };
 
 // Rows and columns of C and the terms of K (all but the last slice of whole chunks) that a task computes.
@@ -79,7 +78,7 @@ struct LinearFunctions {
   int panel_columns, tile_rows;       // of a microkernel
   int (*word_elements)(DType dtype);  // 1 or 2
   int64_t chunk_words;                // of K
-  int group_panels;                   // packed together
+  int64_t unpacked_rows;              // of A at most that are one part where B is not packed before
 
   // Terms [first_k, first_k + num_k) and panels [first_panel, end_panel) of B: word w of panel p goes to
   // packed + (p - first_panel) * panel_stride + w * panel_columns. first_k is a whole word.
@@ -87,7 +86,7 @@ struct LinearFunctions {
                       int64_t end_panel, float* packed, int64_t panel_stride);
 
   // Scratch of gemm_part for tasks of so many rows and columns, in bytes, a multiple of 64.
-  size_t (*part_scratch_bytes)(int64_t num_rows, int64_t num_columns, int64_t k, bool packs, bool turned);
+  size_t (*part_scratch_bytes)(int64_t num_rows, int64_t num_columns, int64_t k, bool packs);
   void (*gemm_part)(const GemmWork& work, const GemmTask& task, void* scratch);
 
   // Rows [first, end) of C from the partial sums of `num_slices` slices, which lie `slice_stride` floats apart.
@@ -112,7 +111,7 @@ namespace POLYHEAD_ISA {
 int word_elements(DType dtype);
 void pack_panels(const Matrix& b, int64_t n, int64_t first_k, int64_t num_k, int64_t first_panel, int64_t end_panel,
                  float* packed, int64_t panel_stride);
-size_t part_scratch_bytes(int64_t num_rows, int64_t num_columns, int64_t k, bool packs, bool turned);
+size_t part_scratch_bytes(int64_t num_rows, int64_t num_columns, int64_t k, bool packs);
 void gemm_part(const GemmWork& work, const GemmTask& task, void* scratch);
 void gemm_merge(const GemmWork& work, int64_t first, int64_t end, float* partial, int64_t panel_stride,
                 int64_t num_slices, int64_t slice_stride);

@@ -55,6 +55,16 @@ struct StoredWord {
   }
 };
 
+// Calls work.template operator()<kDType>() for an operand that is multiplied in words of Mac.
+template <class Mac, class Work>
+inline void with_stored(DType dtype, const Work& work) {
+  if (Mac::kElements == 2 || dtype == DType::kBFloat16) return work.template operator()<DType::kBFloat16>();
+  if constexpr (Mac::kElements == 1) {
+    if (dtype == DType::kFloat32) return work.template operator()<DType::kFloat32>();
+    work.template operator()<DType::kFloat16>();
+  }
+}
+
 // Terms [first_k, first_k + num_k) of rows [first_row, first_row + num_rows) of A: out[row][word], kRowStride apart.
 template <class Mac>
 void pack_along(float* out, const Matrix& a, int64_t first_row, int64_t num_rows, int64_t first_k, int64_t num_k) {
@@ -94,21 +104,25 @@ inline F load_across(const Line& even, const Line& odd, int64_t at, int n) {
   return word;
 }
 
-// The same for kLanes lines whose elements are words, or halves of words, as they lie.
-template <class Mac>
+// The same for kLanes lines whose elements lie side by side.
+template <class Mac, DType kDType>
 inline F load_across_plain(const Line& even, const Line& odd, int64_t at) {
-  const auto place = [at](const Line& x) { return static_cast<const char*>(x.data) + (x.first + at) * kBytes<Mac>; };
-  return StoredWord<Mac, kPlain<Mac>>::across(place(even), odd.data == nullptr ? nullptr : place(odd));
+  using Stored = StoredWord<Mac, kDType>;
+  const auto place = [at](const Line& x) {
+    return static_cast<const char*>(x.data) + (x.first + at) * Stored::kElementBytes;
+  };
+  return Stored::across(place(even), odd.data == nullptr ? nullptr : place(odd));
 }
 
 // Columns [first, first + num) of x, whose rows are the terms: out[column / width][word][column % width], one group of
 // `width` columns group_stride after the other. Columns behind the last become 0 up to a whole group; where width is no
 // multiple of kLanes, whole vectors are stored, which the next word overwrites.
-template <class Mac>
+template <class Mac, DType kDType>
 void pack_across(float* out, int width, int64_t group_stride, const Matrix& x, int64_t first, int64_t num,
                  int64_t first_k, int64_t num_k) {
   const int64_t words = words_of(num_k, Mac::kElements);
-  const bool plain = plain_axis<Mac>(x, x.columns);
+  constexpr int64_t kElementBytes = StoredWord<Mac, kDType>::kElementBytes;
+  const bool plain = contiguous(x.columns);
   for (int64_t word = 0; word < words; ++word, out += width) {
     const int64_t k = first_k + word * Mac::kElements;
     const Line even = row_of(x, k);
@@ -116,13 +130,14 @@ void pack_across(float* out, int width, int64_t group_stride, const Matrix& x, i
     const Line odd = pair ? row_of(x, k + 1) : Line();
     float* group = out;
     const int64_t later = k + kTermsAhead < first_k + num_k ? k + kTermsAhead : k;
-    const char* ahead = static_cast<const char*>(x.data) + offset_of(x.rows, later) * kBytes<Mac>;
+    const char* ahead = static_cast<const char*>(x.data) + offset_of(x.rows, later) * kElementBytes;
     for (int64_t at = 0; at < num; at += width, group += group_stride) {
       for (int lane = 0; lane < width; lane += kLanes) {
         const int64_t left = num - at - lane;
         if (plain && left >= kLanes) {
-          __builtin_prefetch(ahead + (first + at + lane) * kBytes<Mac>);
-          store(group + lane, load_across_plain<Mac>(even, odd, first + at + lane));
+          const int64_t offset = (first + at + lane) * kElementBytes;
+          if (offset % 64 < kLanes * kElementBytes) __builtin_prefetch(ahead + offset);
+          store(group + lane, load_across_plain<Mac, kDType>(even, odd, first + at + lane));
           continue;
         }
         const int n = left < kLanes ? static_cast<int>(left < 0 ? 0 : left) : kLanes;
@@ -132,25 +147,34 @@ void pack_across(float* out, int width, int64_t group_stride, const Matrix& x, i
   }
 }
 
-// The same for whole vectors where x's columns are contiguous instead of its rows.
 template <class Mac>
+void pack_across(float* out, int width, int64_t group_stride, const Matrix& x, int64_t first, int64_t num,
+                 int64_t first_k, int64_t num_k) {
+  with_stored<Mac>(x.dtype, [&]<DType kDType>() {
+    pack_across<Mac, kDType>(out, width, group_stride, x, first, num, first_k, num_k);
+  });
+}
+
+// The same for whole vectors where x's columns are contiguous instead of its rows.
+template <class Mac, DType kDType>
 void pack_transposed(float* out, int64_t group_stride, const Matrix& x, int64_t first, int64_t num, int64_t first_k,
                      int64_t num_k) {
+  using Stored = StoredWord<Mac, kDType>;
   const int64_t first_word = first_k / Mac::kElements, words = words_of(num_k, Mac::kElements);
   for (int64_t at = 0; at < num; at += kColumns, out += group_stride) {
     for (int lane = 0; lane < kColumns; lane += kLanes) {
       Line columns[kLanes];
       for (int i = 0; i < kLanes && at + lane + i < num; ++i) columns[i] = column_of(x, first + at + lane + i);
-      const bool plain = plain_axis<Mac>(x, x.rows) && at + lane + kLanes <= num;
+      const bool plain = contiguous(x.rows) && at + lane + kLanes <= num;
       const int64_t whole = plain ? num_k / Mac::kElements / kLanes * kLanes : 0;
       const char* source[kLanes];
       for (int i = 0; i < kLanes; ++i) {
-        source[i] = static_cast<const char*>(x.data) + (columns[i].first + first_k) * kBytes<Mac>;
+        source[i] = static_cast<const char*>(x.data) + (columns[i].first + first_k) * Stored::kElementBytes;
       }
       int64_t word = 0;
       for (; word < whole; word += kLanes) {
         F square[kLanes];
-        StoredWord<Mac, kPlain<Mac>>::load(square, source, word * int64_t{sizeof(float)});
+        Stored::load(square, source, word * Stored::kBytes);
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) store(out + (word + i) * kColumns + lane, square[i]);
       }
@@ -175,7 +199,9 @@ void pack_columns(float* out, int64_t panel_stride, const Matrix& b, int64_t fir
                   int64_t num_k) {
   const bool columns_contiguous = b.rows.strides[2] == 1 && b.columns.strides[2] != 1;
   if (columns_contiguous) {
-    pack_transposed<Mac>(out, panel_stride, b, first, num, first_k, num_k);
+    with_stored<Mac>(b.dtype, [&]<DType kDType>() {
+      pack_transposed<Mac, kDType>(out, panel_stride, b, first, num, first_k, num_k);
+    });
   } else {
     pack_across<Mac>(out, kColumns, panel_stride, b, first, num, first_k, num_k);
   }

@@ -11,7 +11,7 @@ namespace {
 // less is packed and read again. A part's chunk of A (300 KiB) and its sums (590 KiB) are in a 1 MiB L2. Measured on
 // Zen 5 (2026-11-21, float32, one thread, GFLOP/s at [3072, 1024] x [1024, 1024]; weights of as many tokens): 144 x 512
 // 227; 221, 192 x 512 229; 220, 96 x 1024 236; 226, 144 x 1024 235; 227.
-constexpr int64_t kPartRows = 144, kPartColumns = 1024, kFewRows = 72, kFewTurnedRows = 36;
+constexpr int64_t kPartRows = 144, kPartColumns = 1024, kFewRows = 72;
 
 int64_t whole(int64_t size, int64_t step) { return pieces(size, step) * step; }
 
@@ -21,7 +21,6 @@ int64_t equal_part(int64_t size, int64_t most, int64_t step) {
 }
 
 struct Cut {
-  bool turned = false;            // the rows are columns of C
   int64_t rows = 0, columns = 0;  // of a part
   int64_t slices = 1, slice_k = 0;
   bool packs_first = false;  // B is packed as a whole, because several parts of rows use it
@@ -44,7 +43,7 @@ void cut_k(const LinearFunctions& functions, const linear::GemmDesc& desc, Cut& 
 // Rows of a part, fewer than most where threads end together then. Measured on Zen 4 (2026-11-25, float32, two threads, packed
 // weights, GFLOP/s at M = 384 and K x N of 768 x 3072, 3072 x 768, 768 x 768): 3 bands of 132 rows 194, 212, 224; 4 of 96
 // 214, 219, 226.
-int64_t balanced_rows(const linear::GemmDesc& desc, int64_t most, int64_t few, int64_t step, int64_t parts_of_band,
+int64_t balanced_rows(const linear::GemmDesc& desc, int64_t most, int64_t step, int64_t parts_of_band,
                       int num_threads) {
   constexpr int64_t kManyParts = 64;  // of a thread: ends lie close together
   const int64_t parts = pieces(desc.m, most) * parts_of_band;
@@ -54,25 +53,31 @@ int64_t balanced_rows(const linear::GemmDesc& desc, int64_t most, int64_t few, i
     return pieces(bands * parts_of_band, num_threads) * desc.m / bands;
   };
   int64_t best = most;
-  for (int64_t bands = pieces(desc.m, most) + 1; bands <= pieces(desc.m, few); ++bands) {
+  for (int64_t bands = pieces(desc.m, most) + 1; bands <= pieces(desc.m, kFewRows); ++bands) {
     const int64_t rows = equal_part(desc.m, pieces(desc.m, bands), step);
     if (longest(rows) < longest(best)) best = rows;
   }
   return best;
 }
 
-Cut cut_of(const LinearFunctions& functions, const linear::GemmDesc& desc, bool turned, int num_threads) {
+Cut cut_of(const LinearFunctions& functions, const linear::GemmDesc& desc, int num_threads) {
   Cut cut;
-  cut.turned = turned;
   cut_k(functions, desc, cut);
-  const int64_t step = functions.tile_rows, few = turned ? kFewTurnedRows : kFewRows;
-  cut.rows = equal_part(desc.m, kPartRows, step);
+  const int64_t step = functions.tile_rows;
+  const bool packs_itself = !desc.prepacked && desc.m <= functions.unpacked_rows;
+  cut.rows = equal_part(desc.m, packs_itself ? desc.m : kPartRows, step);
   cut.columns = equal_part(desc.n, kPartColumns, functions.panel_columns);
-  if (num_threads > 1 && (desc.prepacked || desc.m > cut.rows))
-    cut.rows = balanced_rows(desc, cut.rows, few, step, pieces(desc.n, cut.columns) * cut.slices, num_threads);
+  if (num_threads > 1 && !packs_itself)
+    cut.rows = balanced_rows(desc, cut.rows, step, pieces(desc.n, cut.columns) * cut.slices, num_threads);
+  // Of parts that copy the same rows, each thread has one.
+  const int64_t two_panels = 2 * functions.panel_columns;
+  if (packs_itself && desc.m > step) {
+    cut.columns = std::min(cut.columns, equal_part(desc.n, pieces(desc.n, num_threads), two_panels));
+    if (cut.parts(desc) * cut.slices >= num_threads) return cut;
+  }
   // Fewer columns, then fewer rows, until every thread has two parts.
   while (num_threads > 1 && cut.parts(desc) * cut.slices < 2 * int64_t{num_threads}) {
-    if (cut.columns > 2 * functions.panel_columns && !(turned && cut.rows > few)) {
+    if (cut.columns > two_panels) {
       cut.columns = whole(cut.columns / 2, functions.panel_columns);
     } else if (cut.rows > 2 * step) {
       cut.rows = whole(cut.rows / 2, step);
@@ -96,10 +101,9 @@ struct Workspace {
     const int64_t slices = cut.slices < 2 ? 0 : cut.slices;
     partial = map.take({slices, desc.m, whole(desc.n, functions.panel_columns)}, sizeof(float));
     const bool packs = !desc.prepacked && !cut.packs_first;
-    lane_bytes =
-        MemorySize(functions.part_scratch_bytes(std::min(cut.rows, desc.m), cut.columns, desc.k, packs, cut.turned))
-            .rounded_up(64)
-            .value();
+    lane_bytes = MemorySize(functions.part_scratch_bytes(std::min(cut.rows, desc.m), cut.columns, desc.k, packs))
+                     .rounded_up(64)
+                     .value();
     lanes = map.take({num_threads}, lane_bytes);
     bytes = map.bytes();
   }
@@ -118,22 +122,8 @@ bool transposes(const linear::GemmDesc& desc, const GemmWork& work) {
          !work.epilogue.changes();
 }
 
-// Whether A and B change places: where both lie along K, as activations and torch's weights do, and B is the larger, A is
-// packed into panels, and B's columns are copied tile by tile, each once, instead of all of B being transposed first. Measured
-// on a Xeon (family 6 model 207, 2026-11-26, float32, ms on one thread and two), before and now, M x N x K: 16 x 1024 x 1024
-// 0.47, 0.35; 0.24, 0.22; 64 x 4096 x 1024 4.3, 3.5; 2.2, 2.0; 384 x 4096 x 1024 21.3, 19.4; 11.7, 10.3; 384 x 512 x 512 (not
-// twice as many columns) 1.23, 1.22; 0.67, 0.72.
-bool may_turn(const LinearFunctions& functions, const linear::GemmDesc& desc) {
-  constexpr int64_t kFew = 12;  // rows of A that stream instead, where a kernel has the registers
-  return !functions.tmm && !desc.prepacked && !desc.split_k && desc.m > kFew && 2 * desc.m <= desc.n;
-}
-bool turns(const LinearFunctions& functions, const linear::GemmDesc& desc, const GemmWork& work) {
-  return may_turn(functions, desc) && contiguous(work.a.columns) && contiguous(work.b.rows);
-}
-
-MemorySize workspace_bytes(const LinearFunctions& functions, const linear::GemmDesc& desc, bool turned,
-                           int num_threads) {
-  return Workspace(functions, desc, cut_of(functions, desc, turned, num_threads), num_threads).bytes;
+MemorySize workspace_bytes(const LinearFunctions& functions, const linear::GemmDesc& desc, int num_threads) {
+  return Workspace(functions, desc, cut_of(functions, desc, num_threads), num_threads).bytes;
 }
 
 }  // namespace
@@ -149,8 +139,7 @@ void pack(const LinearFunctions& functions, const Matrix& b, void* packed, const
   const int64_t panels = pieces(n, functions.panel_columns);
   const int elements = functions.word_elements(b.dtype);
   const int64_t panel_stride = pieces(k, elements) * functions.panel_columns;
-  constexpr int64_t kFewWords = 128;
-  const int64_t group = functions.group_panels;
+  constexpr int64_t kFewWords = 128, group = 8;
   int64_t chunk = functions.chunk_words * elements;
   const auto tasks = [&] { return pieces(panels, group) * pieces(k, chunk); };
   while (run.num_threads > 1 && tasks() < 4 * run.num_threads && chunk > kFewWords * elements) chunk /= 2;
@@ -168,15 +157,13 @@ MemorySize gemm_workspace_bytes(const LinearFunctions& functions, const linear::
   // Of matrices beyond the address space there is no call: what follows counts their parts in 64 bits.
   const MemorySize largest = MemorySize(64) * std::max(MemorySize(desc.m) * desc.n, MemorySize(desc.k));
   if (!largest.fits()) return largest;
-  const MemorySize bytes = workspace_bytes(functions, desc, false, num_threads);
-  const bool turned = may_turn(functions, desc);
-  if (!turned && (!desc.split_k || desc.prepacked)) return bytes;
-  return std::max(bytes, workspace_bytes(functions, transposed(desc), turned, num_threads));
+  const MemorySize bytes = workspace_bytes(functions, desc, num_threads);
+  if (!desc.split_k || desc.prepacked) return bytes;
+  return std::max(bytes, workspace_bytes(functions, transposed(desc), num_threads));
 }
 
-void gemm(const LinearFunctions& functions, const linear::GemmDesc& given, const linear::GemmArgs& args,
+void gemm(const LinearFunctions& functions, const linear::GemmDesc& desc, const linear::GemmArgs& args,
           const Run& run) {
-  linear::GemmDesc desc = given;
   if (desc.m == 0 || desc.n == 0) return;
   GemmWork work{desc.dtype,
                 collapsed(args.a),
@@ -191,19 +178,13 @@ void gemm(const LinearFunctions& functions, const linear::GemmDesc& given, const
     swapped.a = args.b.transposed(), swapped.b = args.a.transposed(), swapped.c = args.c.transposed();
     return gemm(functions, transposed(desc), swapped, run);
   }
-  if (turns(functions, desc, work)) {
-    work.turned = true;
-    desc = transposed(desc);
-    work.n = desc.n;
-    work.a = collapsed(args.b.transposed()), work.b = collapsed(args.a.transposed());
-  }
-  const Cut cut = cut_of(functions, desc, work.turned, run.num_threads);
+  const Cut cut = cut_of(functions, desc, run.num_threads);
   const Workspace at(functions, desc, cut, run.num_threads);
   char* workspace = static_cast<char*>(args.workspace);
   float* partial = reinterpret_cast<float*>(workspace + at.partial);
   const float* packed = desc.prepacked ? static_cast<const float*>(args.prepacked) : nullptr;
   if (cut.packs_first) {
-    pack(functions, work.turned ? args.a.transposed() : args.b, workspace, run);
+    pack(functions, args.b, workspace, run);
     packed = reinterpret_cast<const float*>(workspace);
   }
   const int64_t row_parts = pieces(desc.m, cut.rows), parts = cut.parts(desc);

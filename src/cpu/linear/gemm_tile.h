@@ -17,8 +17,15 @@ constexpr int kTileRows = kTmm ? 32 : kRegisters == 16 ? 6 : kLanes == 16 ? 12 :
 constexpr int kPanelVecs = kTmm ? 32 / kLanes : 2;
 constexpr int kColumns = kPanelVecs * kLanes;
 constexpr int64_t kChunkWords = kLanes == 16 && !kTmm ? 768 : 512;
-constexpr int kGroupPanels = 8;
+constexpr int kGroupPanels = kColumns < 64 ? 64 / kColumns : 1;  // packed together by a task that packs B itself
 constexpr bool kPairs = !kTmm && kLanes == 16;  // many rows take two panels at a time, six rows against both
+
+// So many rows are one part where B is not packed before: it packs a few panels, which stay in L2, asks for the columns that
+// come next, and multiplies all rows by them, which come from L3 once for each pair of panels. Measured on a Xeon (family 6 model
+// 106, 2026-11-27, float32, columns of B contiguous, ms on one thread and two) when all of B was packed before, or A where B is
+// larger, and now, M x N x K: 16 x 1024 x 1024 0.54, 0.44; 0.32, 0.25; 64 x 1024 x 4096 4.8, 4.4; 2.7, 2.4; 200 x 1024 x 1024
+// 3.4, 2.8; 1.7, 1.4; 384 x 512 x 512 1.28, 1.25; 0.71, 0.68; 384 x 1024 x 1024 5.6, 5.2; 2.8, 2.65.
+constexpr int64_t kUnpackedRows = kTmm ? 144 : 512;
 
 // Words of A, of one chunk: [row][kRowStride] (kAlong; an odd number of cache lines, so that rows do not share sets),
 // or [tile][word][kTileRows] with tiles kTileStride apart, where the rows of A are contiguous instead of its columns.
@@ -44,39 +51,48 @@ struct PanelSums {
   }
 };
 
-// Lines of C that sums of panels go to, now or when they are turned: of each tile `count` rows, row_bytes apart, up to the byte
-// `width` behind their first. They are asked for while these are made.
-struct LinesOfC {
+// Rows of A or columns of B that will be read soon, `count` of them, row_bytes apart.
+struct LinesAhead {
   const char* data = nullptr;
-  ptrdiff_t row_bytes = 0, tile_bytes = 0, width = 0;
-  int count = 0;
+  ptrdiff_t row_bytes = 0;
+  int64_t count = 0, word_bytes = sizeof(float);
+
+  LinesAhead part(int64_t first, int64_t num) const {
+    const int64_t left = count - first;
+    return {data + first * row_bytes, row_bytes, left < num ? left : num, word_bytes};
+  }
 };
 
-// A panel's `columns` columns, or those of two whole panels `apart`, and what comes after them.
+// Lines of C that sums of panels go to, of each row from `data` up to the byte `width` behind it. They are asked for while these
+// are made.
+struct LinesOfC {
+  const char* data = nullptr;
+  ptrdiff_t row_bytes = 0, width = 0;
+};
+
+// A panel's `columns` columns, or those of two whole panels `apart`, and what comes after them: packed, or columns of B.
 struct Panels {
   const float *data = nullptr, *next = nullptr;
   ptrdiff_t apart = 0;
   int64_t columns = 0;
+  LinesAhead source;
 };
 
 // What a tile's rows need before they are multiplied with the first panel: nothing, where they are packed.
 struct Packed {
-  static constexpr ptrdiff_t row_bytes = 0;
-  const char* operator()(int64_t /*tile*/) const { return nullptr; }
+  LinesAhead operator()(int64_t /*tile*/) const { return {}; }
 };
 
 #ifndef POLYHEAD_HAS_TMM  // else gemm_tmm.h has what follows
 
-// What will be read soon: step_lines cache lines from `data` on are asked for, into L2, while kStepWords words are
-// multiplied, and so on; likewise as many words of kTileRows rows, `row_bytes` apart; and step_c of C's rows, which are
-// written then.
+// What will be read soon: step_lines cache lines from `panel` on are asked for, into L2, while kStepWords words are multiplied, and
+// so on; likewise as many words of rows of A and of columns of B; and step_c of C's rows, which are written then.
 struct Ahead {
-  const float* data;
+  const float* panel;
   int step_lines;
-  const char* rows;  // null: none
-  ptrdiff_t row_bytes;
+  LinesAhead a, b;
   LinesOfC c;
-  int step_c;
+  int step_c, rows_of_c;
 };
 constexpr int kStepWords = 16, kLineFloats = 16, kLineBytes = 4 * kLineFloats;
 
@@ -91,15 +107,20 @@ inline const float* vector_at(const TwoPanels& x, int v) {
   return x.first + (v < kPanelVecs ? v * kLanes : x.apart + (v - kPanelVecs) * kLanes);
 }
 
+inline __attribute__((always_inline)) void ask(const LinesAhead& lines, int64_t word) {
+  const char* line = lines.data + word * lines.word_bytes;
+  for (int64_t r = 0; r < lines.count; ++r, line += lines.row_bytes) __builtin_prefetch(line, 0, 2);
+}
+
 // acc[r] = sums over words of A[r][word] panel[word][...].
 template <class Mac, bool kAlong, class Panel, int kRows, int kVecs_>
 inline __attribute__((always_inline)) void sum_words(F (&acc)[kRows][kVecs_], const float* a, const Panel& panel,
                                                      int64_t words, const Ahead& ahead) {
   constexpr ptrdiff_t kStride = kAlong ? kRowStride : kTileRows;
   clear(acc);
-  const float* next = ahead.data;
+  const float* next = ahead.panel;
   const char* c = ahead.c.data;
-  int rows_of_c = ahead.c.count;
+  int rows_of_c = ahead.rows_of_c;
   int64_t word = 0;
   for (; word + kStepWords <= words; word += kStepWords) {
     for (int i = 0; i < ahead.step_lines; ++i) __builtin_prefetch(next + i * kLineFloats, 0, 2);
@@ -108,9 +129,9 @@ inline __attribute__((always_inline)) void sum_words(F (&acc)[kRows][kVecs_], co
       for (ptrdiff_t at = 0; at < ahead.c.width; at += kLineBytes) __builtin_prefetch(c + at, 1, 2);
       __builtin_prefetch(c + ahead.c.width, 1, 2);
     }
-    if (ahead.rows != nullptr) {
-      const char* row = ahead.rows + word * static_cast<int64_t>(sizeof(float));
-      for (int r = 0; r < kTileRows; ++r, row += ahead.row_bytes) __builtin_prefetch(row, 0, 2);
+    if (ahead.a.count + ahead.b.count > 0) {  // at most steps there are none
+      ask(ahead.a, word);
+      ask(ahead.b, word);
     }
     contract<Mac, kAlong>(acc, panel + word * kColumns, kColumns, a + word * (kAlong ? 1 : kTileRows), kStride,
                           kStepWords);
@@ -141,9 +162,10 @@ inline __attribute__((always_inline)) void store_sums(F (&acc)[kRows][kVecs_], c
   }
 }
 
-// Sums of kRows rows and kVecs_ vectors of a panel.
+// Sums of kRows rows and kVecs_ vectors of a panel. Within its caller GCC would keep one of the sums in memory.
 template <class Mac, bool kAlong, int kRows, int kVecs_>
-void multiply(const PanelSums& to, const float* a, const float* panel, int64_t words, const Ahead& ahead) {
+__attribute__((noinline)) void multiply(const PanelSums& to, const float* a, const float* panel, int64_t words,
+                                        const Ahead& ahead) {
   F acc[kRows][kVecs_];
   sum_words<Mac, kAlong>(acc, a, panel, words, ahead);
   store_sums<0, kVecs_>(acc, to);
@@ -153,8 +175,8 @@ void multiply(const PanelSums& to, const float* a, const float* panel, int64_t w
 // cores load little more than a vector a cycle: Xeon, family 6 model 106, 2026-11-26, one thread, float32, packed weights,
 // GFLOP/s of 165 at [384, 1024] x [1024, 1024]: 140 and 160; [64, 1024] 144 and 173.
 template <class Mac, bool kAlong, int kRows>
-void multiply_two(const PanelSums& to, const PanelSums& to_second, const float* a, const TwoPanels& panels,
-                  int64_t words, const Ahead& ahead) {
+__attribute__((noinline)) void multiply_two(const PanelSums& to, const PanelSums& to_second, const float* a,
+                                            const TwoPanels& panels, int64_t words, const Ahead& ahead) {
   F acc[kRows][2 * kPanelVecs];
   sum_words<Mac, kAlong>(acc, a, panels, words, ahead);
   store_sums<0, kPanelVecs>(acc, to);
@@ -182,7 +204,7 @@ void multiply_tile(PanelSums to, const float* a, const float* panel, int64_t wor
   take_rows<1>(rows, take);
 }
 
-// The same against two panels; the second six rows ask for what follows the second panel.
+// The same against two panels; the second six rows ask for what follows the second panel, and for as many columns of B again.
 template <class Mac, bool kAlong>
 void multiply_tile_by_two(PanelSums to, PanelSums to_second, const float* a, const TwoPanels& panels, int64_t words,
                           int rows, Ahead ahead) {
@@ -190,8 +212,9 @@ void multiply_tile_by_two(PanelSums to, PanelSums to_second, const float* a, con
     multiply_two<Mac, kAlong, kRows>(to, to_second, a, panels, words, ahead);
     to = to.from_row(kRows), to_second = to_second.from_row(kRows);
     a += kRows * (kAlong ? kRowStride : 1);
-    ahead.data += panels.apart;
-    ahead.rows = nullptr, ahead.c.count = 0;
+    ahead.panel += panels.apart;
+    ahead.b.data += ahead.b.count * ahead.b.row_bytes;
+    ahead.a = {}, ahead.rows_of_c = 0;
   };
   if (rows != 8) take_rows<6>(rows, take);  // 4 + 4 take fewer loads than 6 + 2
   take_rows<4>(rows, take);
@@ -208,18 +231,21 @@ void multiply_panels(const PanelSums (&to)[2], const LinesOfC& c, const float* a
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows, steps = words / kStepWords;
   const int64_t lines =
       (kStepWords * kColumns / kLineFloats + tiles - 1) / tiles;  // of the panel's next kStepWords words
-  const int step_c = steps == 0 ? 0 : static_cast<int>((c.count + steps - 1) / steps);
+  const int step_c = steps == 0 ? 0 : static_cast<int>((kTileRows + steps - 1) / steps);
+  const int64_t halves = panels.columns > kColumns ? 2 : 1;
+  const int64_t columns = (panels.source.count + halves * tiles - 1) / (halves * tiles);  // of B, asked for at a time
   for (int64_t tile = 0; tile < tiles; ++tile, a += kNextTile) {
     const int64_t row = tile * kTileRows, left = rows - row;
     const int count = left < kTileRows ? static_cast<int>(left) : kTileRows;
-    const char* next_rows = prepare(tile);
+    const LinesAhead rows_of_a = prepare(tile);
     Ahead ahead{panels.next + tile * steps * lines * kLineFloats,
-                tiles > 2 ? static_cast<int>(lines) : 0,
-                next_rows,
-                prepare.row_bytes,
+                panels.next != nullptr && tiles > 2 ? static_cast<int>(lines) : 0,
+                rows_of_a,
+                panels.source.part(halves * tile * columns, columns),
                 c,
-                step_c};
-    ahead.c.data += tile * c.tile_bytes;
+                step_c,
+                c.data == nullptr ? 0 : kTileRows};
+    ahead.c.data += row * c.row_bytes;
     const PanelSums to_tile = to[0].from_row(row);
     if (panels.columns > kColumns) {
       if constexpr (kPairs) {

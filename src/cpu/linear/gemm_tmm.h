@@ -26,7 +26,7 @@ void pack_turned(float* out, const Matrix& across, int64_t first_row, int64_t nu
         if (k >= end_k) continue;
         const Line even = row_of(across, k), odd = k + 1 < end_k ? row_of(across, k + 1) : Line();
         const bool whole_vector = plain && n == kLanes;
-        square[i] = whole_vector ? load_across_plain<Mac>(even, odd, first_row + r)
+        square[i] = whole_vector ? load_across_plain<Mac, kPlain<Mac>>(even, odd, first_row + r)
                                  : load_across<Mac>(even, odd, first_row + r, n);
       }
       transpose(square);
