@@ -108,8 +108,9 @@ inline const float* vector_at(const TwoPanels& x, int v) {
 }
 
 inline __attribute__((always_inline)) void ask(const LinesAhead& lines, int64_t word) {
-  const char* line = lines.data + word * lines.word_bytes;
-  for (int64_t r = 0; r < lines.count; ++r, line += lines.row_bytes) __builtin_prefetch(line, 0, 2);
+  for (int64_t r = 0; r < lines.count; ++r) {
+    __builtin_prefetch(lines.data + word * lines.word_bytes + r * lines.row_bytes, 0, 2);
+  }
 }
 
 // acc[r] = sums over words of A[r][word] panel[word][...].
@@ -212,7 +213,7 @@ void multiply_tile_by_two(PanelSums to, PanelSums to_second, const float* a, con
     multiply_two<Mac, kAlong, kRows>(to, to_second, a, panels, words, ahead);
     to = to.from_row(kRows), to_second = to_second.from_row(kRows);
     a += kRows * (kAlong ? kRowStride : 1);
-    ahead.panel += panels.apart;
+    if (ahead.panel != nullptr) ahead.panel += panels.apart;
     ahead.b.data += ahead.b.count * ahead.b.row_bytes;
     ahead.a = {}, ahead.rows_of_c = 0;
   };
@@ -238,8 +239,9 @@ void multiply_panels(const PanelSums (&to)[2], const LinesOfC& c, const float* a
     const int64_t row = tile * kTileRows, left = rows - row;
     const int count = left < kTileRows ? static_cast<int>(left) : kTileRows;
     const LinesAhead rows_of_a = prepare(tile);
-    Ahead ahead{panels.next + tile * steps * lines * kLineFloats,
-                panels.next != nullptr && tiles > 2 ? static_cast<int>(lines) : 0,
+    const bool next_panel = panels.next != nullptr && tiles > 2;
+    Ahead ahead{next_panel ? panels.next + tile * steps * lines * kLineFloats : nullptr,
+                next_panel ? static_cast<int>(lines) : 0,
                 rows_of_a,
                 panels.source.part(halves * tile * columns, columns),
                 c,
