@@ -89,10 +89,11 @@ struct PackTiles {
     const int64_t first = tile * kTileRows, left = task.num_rows - first;
     pack_along<Mac>(packed + first * kRowStride, work.a, task.first_row + first, left < kTileRows ? left : kTileRows, k,
                     num_k);
-    if (left < 2 * kTileRows || !one_dim(work.a.rows) || !plain_axis<Mac>(work.a, work.a.columns)) return {};
-    const ptrdiff_t row_bytes = work.a.rows.strides[2] * kBytes<Mac>;
-    const char* const data = static_cast<const char*>(work.a.data) + k * kBytes<Mac>;
-    return {data + (task.first_row + first + kTileRows) * row_bytes, row_bytes, kTileRows};
+    if (left < 2 * kTileRows || !one_dim(work.a.rows) || !contiguous(work.a.columns)) return {};
+    const int64_t bytes = element_bytes(work.a.dtype);
+    const ptrdiff_t row_bytes = work.a.rows.strides[2] * bytes;
+    const char* const data = static_cast<const char*>(work.a.data) + k * bytes;
+    return {data + (task.first_row + first + kTileRows) * row_bytes, row_bytes, kTileRows, Mac::kElements * bytes};
   }
 };
 #endif

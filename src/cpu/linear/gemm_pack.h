@@ -6,20 +6,9 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-// Bytes of an element that is a word, or half of one.
-template <class Mac>
-constexpr int64_t kBytes = Mac::kElements == 1 ? 4 : 2;
-
 // Rows of an operand are asked for before they are read: the hardware follows a row, but not the step to the next.
 constexpr int kRowsAhead = 2;    // long ones
 constexpr int kTermsAhead = 16;  // short pieces
-
-template <class Mac>
-constexpr DType kPlain = Mac::kElements == 1 ? DType::kFloat32 : DType::kBFloat16;
-template <class Mac>
-inline bool plain_axis(const Matrix& x, const Axis& axis) {
-  return contiguous(axis) && x.dtype == kPlain<Mac>;
-}
 
 // How words are read: as they lie, or as floats.
 template <class Mac, DType kDType>
@@ -66,21 +55,21 @@ inline void with_stored(DType dtype, const Work& work) {
 }
 
 // Terms [first_k, first_k + num_k) of rows [first_row, first_row + num_rows) of A: out[row][word], kRowStride apart.
-template <class Mac>
+template <class Mac, DType kDType>
 void pack_along(float* out, const Matrix& a, int64_t first_row, int64_t num_rows, int64_t first_k, int64_t num_k) {
+  using Stored = StoredWord<Mac, kDType>;
   const int64_t first_word = first_k / Mac::kElements, words = words_of(num_k, Mac::kElements);
   const int64_t padded_words = kTmm ? POLYHEAD_ISA::whole(words, 16) : words;
-  const int64_t whole = plain_axis<Mac>(a, a.columns) ? num_k / Mac::kElements / kLanes * kLanes : 0;
+  const int64_t whole = contiguous(a.columns) ? num_k / Mac::kElements / kLanes * kLanes : 0;
   for (int64_t r = 0; r < num_rows; ++r, out += kRowStride) {
     const Line row = row_of(a, first_row + r);
-    const char* source = static_cast<const char*>(row.data) + (row.first + first_k) * kBytes<Mac>;
-    const char* ahead = r + kRowsAhead < num_rows ? source + row_of(a, first_row + r + kRowsAhead).first * kBytes<Mac> -
-                                                        row.first * kBytes<Mac>
-                                                  : source;
+    const char* source = static_cast<const char*>(row.data) + (row.first + first_k) * Stored::kElementBytes;
+    const int64_t later = r + kRowsAhead < num_rows ? row_of(a, first_row + r + kRowsAhead).first : row.first;
+    const char* ahead = source + (later - row.first) * Stored::kElementBytes;
     int64_t word = 0;
     for (; word < whole; word += kLanes) {
-      __builtin_prefetch(ahead + 4 * word);
-      store(out + word, load(reinterpret_cast<const float*>(source) + word));
+      __builtin_prefetch(ahead + word * Stored::kBytes);
+      store(out + word, Stored::along(source + word * Stored::kBytes));
     }
     for (; word < words; word += kLanes) {
       const int n = words - word < kLanes ? static_cast<int>(words - word) : kLanes;
@@ -88,6 +77,12 @@ void pack_along(float* out, const Matrix& a, int64_t first_row, int64_t num_rows
     }
     for (; word < padded_words; word += kLanes) store(out + word, broadcast(0.0f));
   }
+}
+
+template <class Mac>
+void pack_along(float* out, const Matrix& a, int64_t first_row, int64_t num_rows, int64_t first_k, int64_t num_k) {
+  with_stored<Mac>(a.dtype,
+                   [&]<DType kDType>() { pack_along<Mac, kDType>(out, a, first_row, num_rows, first_k, num_k); });
 }
 
 // One word of each of `n` lines that lie beside each other: line i is element `at` + i of row k of x, and for a pair of

@@ -15,7 +15,7 @@ template <class Mac>
 void pack_turned(float* out, const Matrix& across, int64_t first_row, int64_t num_rows, int64_t first_k,
                  int64_t num_k) {
   const int64_t end_k = first_k + num_k;
-  const bool plain = plain_axis<Mac>(across, across.columns);
+  const bool plain = contiguous(across.columns);
   for (int64_t r = 0; r < num_rows; r += kLanes) {
     const int n = num_rows - r < kLanes ? static_cast<int>(num_rows - r) : kLanes;
     for (int64_t word = 0; word < whole(words_of(num_k, Mac::kElements), kTmmRows); word += kLanes) {
@@ -26,7 +26,7 @@ void pack_turned(float* out, const Matrix& across, int64_t first_row, int64_t nu
         if (k >= end_k) continue;
         const Line even = row_of(across, k), odd = k + 1 < end_k ? row_of(across, k + 1) : Line();
         const bool whole_vector = plain && n == kLanes;
-        square[i] = whole_vector ? load_across_plain<Mac, kPlain<Mac>>(even, odd, first_row + r)
+        square[i] = whole_vector ? load_across_plain<Mac, DType::kBFloat16>(even, odd, first_row + r)
                                  : load_across<Mac>(even, odd, first_row + r, n);
       }
       transpose(square);
@@ -86,9 +86,9 @@ void multiply_registers(const PanelSums& to, const float* a, const float* panel,
       tmm_zero<2>();
       tmm_zero<3>();
     }
-    // Of the next panel, which the hardware does not know to follow, a share.
-    const float* next = next_panel + tile * lines_each * kTmmRows;
-    const int64_t lines_step = lines_each * kTmmRows / (words < kTmmRows ? kTmmRows : words);
+    // Of the next panel, where one is packed, a share: the hardware does not know to follow.
+    const float* next = next_panel == nullptr ? nullptr : next_panel + tile * lines_each * kTmmRows;
+    const int64_t lines_step = next == nullptr ? 0 : lines_each * kTmmRows / (words < kTmmRows ? kTmmRows : words);
     for (int64_t word = 0; word < whole_words; word += kTmmRows) {
       for (int64_t line = 0; line < lines_step; ++line, next += kTmmRows) __builtin_prefetch(next, 0, 2);
       multiply_words<kPanels>(a + word, panel + word * kColumns);
