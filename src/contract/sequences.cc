@@ -61,7 +61,6 @@ Status read_pages(const AttentionDesc& desc, const ForwardArgs& args, const Sequ
   return {};
 }
 
-bool has_lengths(const AttentionDesc& desc) { return desc.packed || desc.has_seqlens_q || desc.has_seqlens_k; }
 bool has_table(const AttentionDesc& desc) { return has_lengths(desc) || desc.has_query_offsets; }
 
 MemorySize windows_bytes(const AttentionDesc& desc) {

@@ -64,6 +64,9 @@ class Sequences {
   int64_t end_q_ = 0, end_k_ = 0;
 };
 
+// Whether sequences have lengths of their own: some rows of the operands may belong to none.
+inline bool has_lengths(const AttentionDesc& desc) { return desc.packed || desc.has_seqlens_q || desc.has_seqlens_k; }
+
 // Whether the lengths and boundaries of a call make sense, for one who uses none of them.
 inline Status check_sequences(const AttentionDesc& desc, const ForwardArgs& args) {
   return Sequences().read(desc, args, nullptr);

@@ -50,12 +50,32 @@ Rows grad_bias_rows(const Head& head) {
   return rows_of(rows, head.b, head.h, 0);
 }
 
-void add_bias(const Head& head, const Tile& tile, const KeyBlock& block, const TileView& t) {
+// Element of the bias's gradient of a tile's first query and a key.
+int64_t bias_at(const Head& head, const Tile& tile, int64_t key) {
   const Broadcast& to = head.gradients.grad_bias;
-  const int64_t at = head.b * to.stride_b + head.h * to.stride_h + tile.first_query * to.stride_q +
-                     (block.first + t.begin) * to.stride_k;
+  return head.b * to.stride_b + head.h * to.stride_h + tile.first_query * to.stride_q + key * to.stride_k;
+}
+
+// Where a task begins the bias's gradient: 0 of the keys up to `end` that nothing has been written of.
+void clear_bias_before(const Head& head, Tile& tile, int64_t end) {
+  if (!head.task.begins_bias) return;
+  const Broadcast& to = head.gradients.grad_bias;
+  for (int q = 0; q < tile.num_queries; ++q) {
+    for (int64_t key = tile.bias_end; key < end; key += kLanes) {
+      const int n = end - key < kLanes ? static_cast<int>(end - key) : kLanes;
+      store_sum(const_cast<void*>(to.data), to.dtype, bias_at(head, tile, key) + q * to.stride_q, to.stride_k,
+                broadcast(0.0f), n, false);
+    }
+  }
+  tile.bias_end = end;
+}
+
+void add_bias(const Head& head, Tile& tile, const KeyBlock& block, const TileView& t) {
   const int end = t.end < block.num_keys ? t.end : block.num_keys;
-  store_score_gradients(to, at, head.bias_terms + t.begin * kTile, tile.num_queries, end - t.begin, true);
+  clear_bias_before(head, tile, block.first + t.begin);
+  store_score_gradients(head.gradients.grad_bias, bias_at(head, tile, block.first + t.begin),
+                        head.bias_terms + t.begin * kTile, tile.num_queries, end - t.begin, !head.task.begins_bias);
+  tile.bias_end = block.first + end;
 }
 
 void clear_if_fresh(const Head& head, Tile& tile) {
@@ -294,6 +314,7 @@ void backward_tiles(Head& head, int num_tiles) {
   for (int64_t chunk = task.first_key; chunk < end && any; chunk += task.chunk_keys) {
     backward_chunk<Mac>(head, num_tiles, chunk, end - chunk < task.chunk_keys ? end : chunk + task.chunk_keys, last);
   }
+  for (int t = 0; t < num_tiles; ++t) clear_bias_before(head, tiles[t], end);
   if (!head.wants_queries || task.partial != nullptr) return;
   for (int t = 0; t < num_tiles; ++t) {
     store_queries(head.gradients, task, tiles[t], tiles[t].started ? tiles[t].grad_query : nullptr);
@@ -365,6 +386,7 @@ void backward_task(const BackwardProblem& gradients, const BackwardTask& task, i
       tile.num_queries = queries - q < kTile ? static_cast<int>(queries - q) : kTile;
       tile.ranges = tile_ranges(problem.band, task.sequence, q, tile.num_queries);
       tile.started = false;
+      tile.bias_end = task.first_key;
       tile.partial =
           task.partial == nullptr ? nullptr : task.partial + (q - task.first_query) / kTile * problem.head_dim * kTile;
       if (tile.partial != nullptr && dim == problem.head_dim) tile.chunk = tile.partial;

@@ -62,7 +62,7 @@ MemorySize sum_floats(const IsaFunctions& functions, int64_t num_keys, int64_t d
 // Whether whole heads, which read their queries once and not for each chunk, keep the threads busy to the end: many of them,
 // or so many that take equally long that at most a tenth of the threads' time is left over.
 bool end_together(const AttentionDesc& desc, int64_t heads, int num_threads) {
-  const bool alike = !desc.packed && !desc.has_seqlens_q && !desc.has_seqlens_k;
+  const bool alike = !has_lengths(desc);
   const int64_t rounds = pieces(heads, num_threads);
   return num_threads == 1 || heads >= 3 * int64_t{num_threads} || (alike && 10 * rounds * num_threads <= 11 * heads);
 }
@@ -94,6 +94,7 @@ struct Call {
   const Sequences& sequences;
   const BackwardProblem problem;
   const bool bias;                   // grad_bias is written here
+  const bool begins_bias;            // by the first who comes to an element; else it holds something before
   const bool in_order;               // no two sequences at once
   const CaptureGradients* captures;  // null: heads do not add to them as they go
   const Cut cut;
@@ -133,6 +134,7 @@ BackwardTask keys_task(const Call& call, int64_t head, int64_t first, int64_t en
   if (call.problem.grad_key.data != nullptr) task.key_sums = at(sums, desc.head_dim);
   if (call.problem.grad_value.data != nullptr) task.value_sums = at(sums + key_floats, desc.head_dim_v);
   task.bias = call.bias;
+  task.begins_bias = call.begins_bias && (!call.in_order || task.b == 0);
   return task;
 }
 
@@ -257,7 +259,7 @@ void run_captures(const Call& call, const CaptureGradients& captures) {
 void clear_padding(const Call& call) {
   const AttentionDesc& desc = call.desc;
   const BackwardProblem& p = call.problem;
-  if (p.accumulate || !(desc.packed || desc.has_seqlens_q || desc.has_seqlens_k)) return;
+  if (p.accumulate || !has_lengths(desc)) return;
   const auto clear = [&](const Operand& x, int64_t b, int64_t heads, int64_t first, int64_t end, int64_t dim) {
     for (int64_t h = 0; h < heads && x.data != nullptr; ++h) clear_rows(x, b, h, first, end, dim);
   };
@@ -277,7 +279,7 @@ void clear_padding(const Call& call) {
   });
 }
 
-// Only what tiles see is added to the bias's gradient.
+// Of sequences with lengths no tile may come to an element.
 void clear_bias(const Call& call) {
   const AttentionDesc& desc = call.desc;
   const Broadcast& bias = call.problem.grad_bias;
@@ -340,11 +342,13 @@ void gradients_backward(const IsaFunctions& functions, const AttentionDesc& desc
   const auto heads_are_apart = [](Apart may) { return may.batches && may.heads; };
   const bool together =
       asks && products && how.whole_heads && (run.num_threads == 1 || heads_are_apart(apart(captures)));
-  const Call call{functions, desc, args.forward, sequences, problem, bias, in_order, together ? &captures : nullptr,
-                  how,       run};
+  const bool begins_bias = bias && !args.accumulate && !has_lengths(desc) && desc.batch > 0;
+  const Call call{
+      functions, desc, args.forward, sequences, problem, bias, begins_bias, in_order, together ? &captures : nullptr,
+      how,       run};
   if (products) {
     clear_padding(call);
-    if (bias && !args.accumulate) clear_bias(call);
+    if (bias && !args.accumulate && !begins_bias) clear_bias(call);
     compute_products(call);
   }
   if (asks && !together) run_captures(call, captures);

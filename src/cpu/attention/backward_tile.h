@@ -19,6 +19,7 @@ struct Tile : GradientTile {
   bool started;                      // grad_query holds a chunk
   bool fresh;                        // chunk holds nothing yet, but what lay there
   bool added;                        // to grad_query, with its last product: what chunk holds
+  int64_t bias_end;                  // a task that begins the bias's gradient: its keys before this one are written
   int begin[kGroups], end[kGroups];  // words of queries that see some key of the group
 };
 

@@ -79,7 +79,8 @@ struct BackwardTask {
   // Sums to add to, of the keys from first_key on: [whole blocks][head_dim in whole vectors]; null: not asked for.
   float *key_sums = nullptr, *value_sums = nullptr;
 
-  bool bias = false;  // dS is added to problem.grad_bias, where nobody else adds to the same elements meanwhile
+  bool bias = false;         // dS is added to problem.grad_bias, where nobody else adds to the same elements meanwhile,
+  bool begins_bias = false;  // or is written there, and 0 of the pairs that see nothing
 
   CaptureSums captures;  // of all queries and keys of the head: none of `partial`
 

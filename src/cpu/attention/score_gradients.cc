@@ -100,7 +100,9 @@ void store_score_gradients(const Broadcast& to, int64_t at, const float* sums, i
     for (int64_t k = 0; k < num_keys; k += kLanes) {
       const int n = num_keys - k < kLanes ? static_cast<int>(num_keys - k) : kLanes;
       F block[kLanes];
-      for (int i = 0; i < kLanes; ++i) block[i] = i < n ? load(sums + (k + i) * kTile + q) : broadcast(0.0f);
+      for (int i = 0; i < kLanes; ++i) {  // -0 becomes 0, as in sums that begin at 0
+        block[i] = i < n ? load(sums + (k + i) * kTile + q) + broadcast(0.0f) : broadcast(0.0f);
+      }
       transpose(block);
       for (int r = 0; r < kLanes && q + r < num_queries; ++r) {
         const int64_t row = at + (q + r) * to.stride_q + k * to.stride_k;
