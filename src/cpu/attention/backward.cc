@@ -255,7 +255,7 @@ void look_ahead(const Head& head, int64_t group_queries) {
   if (left > 0) return add_queries(task.b, task.h, task.sequence.first_q + next, left);
   if (task.next.num_queries == 0) return;
   add_queries(task.next.b, task.next.h, task.next.first_row(), task.next.num_queries);
-  add_keys_ahead(ahead, problem, task.next, kTile);
+  add_keys_ahead(ahead, problem, task.next);
 }
 
 template <class Mac>

@@ -165,22 +165,28 @@ int64_t units_of(const Problem& problem, const Tile* tiles, int num_tiles, const
   return kVecs / kVecsAtOnce * keys * of_key + 1;
 }
 
-// While a block is computed: the keys of the next one, or in the last block the rows of O and the next task's.
+// While a block is computed: what is added to the scores of its tiles, in turn, and the keys of the next one, or in the last
+// block the rows of O and the next task's. Asked for a block before, rows 4 KiB or more apart, which share a few sets of a
+// cache, would push each other out.
 void look_ahead(const Head& head, const Tile* tiles, int num_tiles, const KeyBlock& block, int64_t next, int64_t end) {
   const Problem& problem = head.problem;
   const ForwardTask& task = head.task;
+  const Options& options = head.score.options;
   RowsAhead& ahead = head.scratch->ahead;
+  for (int t = 1; t < num_tiles; ++t) {
+    options.add_ahead(ahead, tiles[t].queries(), {block.first, block.first + block.num_keys});
+  }
   if (next < end) {
     const int64_t left = task.sequence.len_k - next, keys = left < kBlock ? left : kBlock;
     ahead.add(head.key.at(next, keys, head.scratch->key_places), 0, keys, problem.head_dim);
     ahead.add(head.value.at(next, keys, head.scratch->value_places), 0, keys, problem.head_dim_v);
-    head.score.options.add_ahead(ahead, {task.first_query, static_cast<int>(task.num_queries)}, {next, next + keys});
+    options.add_ahead(ahead, tiles[0].queries(), {next, next + keys});
   } else {
     const NextRows& then = task.next;
     ahead.add(rows_of(problem.out, task.b, task.h, task.sequence.first_q), task.first_query, task.num_queries,
               problem.head_dim_v);
     ahead.add(rows_of(problem.query, then.b, then.h, then.first_row()), 0, then.num_queries, problem.head_dim);
-    add_keys_ahead(ahead, problem, then, then.num_queries);
+    add_keys_ahead(ahead, problem, then);
   }
   ahead.share_out(units_of(problem, tiles, num_tiles, block));
 }

@@ -45,10 +45,10 @@ struct HeadOptions {
       : problem(p), sequence(s), b(b_), h(h_), score(p, s, b_, h_), view_memory(scratch) {}
 };
 
-// The first block of keys of the next task, and what is added to the scores of its first queries, `num_queries` at most.
-inline void add_keys_ahead(RowsAhead& ahead, const Problem& problem, const NextRows& next, int64_t num_queries) {
+// The first block of keys of the next task, and what is added to the scores of its first tile.
+inline void add_keys_ahead(RowsAhead& ahead, const Problem& problem, const NextRows& next) {
   const Sequence& s = next.sequence;
-  const int64_t queries = num_queries < next.num_queries ? num_queries : next.num_queries;
+  const int64_t queries = next.num_queries < kTile ? next.num_queries : kTile;
   const int64_t keys = s.len_k < kBlock ? s.len_k : kBlock, kv_head = next.h / problem.group;
   if (queries <= 0) return;
   if (next.other_keys) {

@@ -261,7 +261,7 @@ struct MaskAndBias : Option {
   // What is known of a tile, as far as it is filled.
   struct Same {
     M hidden = mask_from_bits(~0u), zero = mask_from_bits(~0u);  // in each lane all numbers are -inf, or all 0
-    F finite = broadcast(0.0f);                                  // 0 as long as all are
+    F finite[2] = {broadcast(0.0f), broadcast(0.0f)};            // 0 as long as all are
     void add(F x) {
       hidden = both(hidden, equal(x, broadcast(-kInfinity)));
       zero = both(zero, equal(x, broadcast(0.0f)));
@@ -275,7 +275,7 @@ struct MaskAndBias : Option {
 #pragma GCC unroll 16
     for (int r = 0; r < kLanes; ++r) {
       square[r] = row_of(r);
-      same.finite = fma(square[r], broadcast(0.0f), same.finite);
+      same.finite[r % 2] = fma(square[r], broadcast(0.0f), same.finite[r % 2]);
     }
     if (any(either(same.hidden, same.zero))) {  // as a rule the first square has said no to both
       for (const F& x : square) same.add(x);
@@ -303,7 +303,8 @@ struct MaskAndBias : Option {
     if (end == keys.begin) return 0;
     found.visible |= bits(negate(same.hidden));
     found.changed |= bits(negate(same.zero));
-    found.hides |= any(negate(equal(same.finite, same.finite)));
+    const F finite = same.finite[0] + same.finite[1];
+    found.hides |= any(negate(equal(finite, finite)));
     return end - keys.begin;
   }
 
