@@ -71,7 +71,7 @@ class Shape {
         if (Status status = check_out(group.field(i, "out"), partial.out, role); !status.ok()) return status;
       }
       if (optional == Optional::kNone || partial.logsumexp.given()) {
-        const Status status = check_logsumexp(group.field(i, "logsumexp"), partial.logsumexp, role);
+        Status status = check_logsumexp(group.field(i, "logsumexp"), partial.logsumexp, role);
         if (!status.ok()) return status;
       }
     }

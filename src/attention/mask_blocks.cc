@@ -28,7 +28,7 @@ Status check_told(const AttentionDesc& desc, const ForwardArgs& args) {
   for (const PlannedOperand& operand : planned_operands(desc)) {
     if (operand.shape.ndim == 0 || !tells_what_is_seen(operand.row)) continue;
     MemoryRange range;
-    const Status status = check_tensor(operand.row.name, operand.row.of(args), operand.shape, Device::kCpu, &range);
+    Status status = check_tensor(operand.row.name, operand.row.of(args), operand.shape, Device::kCpu, &range);
     if (!status.ok()) return status;
   }
   return check_sequences(desc, args);

@@ -162,7 +162,7 @@ bool has_warpgroup_products() {
 }
 
 Result<int> shared_bytes_of_block() {
-  const Result<int> device = current_device();
+  Result<int> device = current_device();
   if (!device.ok()) return device;
   return attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin, *device);
 }
@@ -217,7 +217,7 @@ Result<int> cuda_device_of(const void* pointer) {
 }
 
 Result<int> set_cuda_device(int device) {
-  const Result<int> before = cuda::current_device();
+  Result<int> before = cuda::current_device();
   if (!before.ok() || *before == device) return before;
   if (const cudaError_t error = cudaSetDevice(device); error != cudaSuccess) {
     return invalid(sentence("CUDA device ", device, " cannot be used: ", cuda::words_of(error)));

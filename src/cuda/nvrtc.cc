@@ -94,6 +94,7 @@ Result<std::string> compile(const std::string& source, std::span<const Source> i
     for (const Source& file : list) names.push_back(file.name), texts.push_back(file.text);
   }
   Program program = nullptr;
+  // NOLINTNEXTLINE(clang-analyzer-core.CallAndMessage): of a library that is there all functions were found
   Code code = library().create(&program, source.c_str(), "kernel.cu", static_cast<int>(names.size()), texts.data(),
                                names.data());
   if (code != 0) return Status(StatusCode::kInternal, sentence("NVRTC takes no program: error ", code));

@@ -112,7 +112,7 @@ class Fusion {
     if (to_ == report_.opset_before) return "";
     if (model_.num_functions > 0) return "the opset of a model with functions of its own is not raised";
     for (const Work& work : works_) {
-      const std::string why = why_not_raised(*work.net, to_);
+      std::string why = why_not_raised(*work.net, to_);
       if (!why.empty()) return why;
     }
     return "";

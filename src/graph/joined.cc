@@ -231,7 +231,7 @@ class Writer {
   std::string name_of(int value) const { return std::string(net_.value(value).name); }
 
   std::string add(const std::string& op_type, std::vector<std::string> inputs, std::vector<Attribute> attributes) {
-    const std::string output = names_.fresh("polyhead_joined");
+    std::string output = names_.fresh("polyhead_joined");
     nodes_.push_back({output, op_type, "", std::move(inputs), {output}, std::move(attributes)});
     return output;
   }

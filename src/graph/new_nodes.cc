@@ -61,7 +61,7 @@ std::string NewNodes::integers(const std::vector<int64_t>& elements) {
   std::string what = "integers";
   for (int64_t each : elements) what += sentence(" ", each);
   return once(what, [&] {
-    const std::string name = e_.names.fresh("polyhead_integers");
+    std::string name = e_.names.fresh("polyhead_integers");
     rewrite_.constants.push_back(tensor_of_integers(e_.model, name, elements));
     return name;
   });
@@ -71,14 +71,14 @@ std::string NewNodes::constant(double scalar) {
   char digits[32];
   std::snprintf(digits, sizeof digits, "%a", scalar);
   return once(sentence("number ", static_cast<int32_t>(type_), " ", digits), [&] {
-    const std::string name = e_.names.fresh("polyhead_number");
+    std::string name = e_.names.fresh("polyhead_number");
     rewrite_.constants.push_back(tensor_of_numbers(e_.model, name, type_, {}, {scalar}));
     return name;
   });
 }
 
 std::string NewNodes::numbers(const std::vector<double>& elements) {
-  const std::string name = e_.names.fresh("polyhead_numbers");
+  std::string name = e_.names.fresh("polyhead_numbers");
   rewrite_.constants.push_back(
       tensor_of_numbers(e_.model, name, type_, {static_cast<int64_t>(elements.size())}, elements));
   return name;

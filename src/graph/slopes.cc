@@ -159,6 +159,7 @@ class Points {
     Duals made;
     for (size_t point = 0; point < kNumPoints; ++point) {
       std::vector<std::optional<Dual>> at_point;
+      at_point.reserve(operands.size());
       for (const Duals* each : operands)
         at_point.push_back(each == nullptr ? std::nullopt : std::optional((*each)[point]));
       const auto result = pointwise(net_, node, at_point);

@@ -6,20 +6,20 @@ namespace polyhead {
 namespace {
 
 Status check_sizes(const LayerDesc& desc) {
-  const Status status = check_not_negative({{"batch", desc.batch},
-                                            {"beam", desc.beam},
-                                            {"beam_kv", desc.beam_kv},
-                                            {"seqlen_q", desc.seqlen_q},
-                                            {"seqlen_k", desc.seqlen_k},
-                                            {"num_heads", desc.num_heads},
-                                            {"num_heads_kv", desc.num_heads_kv},
-                                            {"query_size", desc.query_size},
-                                            {"key_size", desc.key_size},
-                                            {"value_size", desc.value_size},
-                                            {"query_proj_size", desc.query_proj_size},
-                                            {"key_proj_size", desc.key_proj_size},
-                                            {"value_proj_size", desc.value_proj_size},
-                                            {"out_proj_size", desc.out_proj_size}});
+  Status status = check_not_negative({{"batch", desc.batch},
+                                      {"beam", desc.beam},
+                                      {"beam_kv", desc.beam_kv},
+                                      {"seqlen_q", desc.seqlen_q},
+                                      {"seqlen_k", desc.seqlen_k},
+                                      {"num_heads", desc.num_heads},
+                                      {"num_heads_kv", desc.num_heads_kv},
+                                      {"query_size", desc.query_size},
+                                      {"key_size", desc.key_size},
+                                      {"value_size", desc.value_size},
+                                      {"query_proj_size", desc.query_proj_size},
+                                      {"key_proj_size", desc.key_proj_size},
+                                      {"value_proj_size", desc.value_proj_size},
+                                      {"out_proj_size", desc.out_proj_size}});
   if (!status.ok()) return status;
   if (desc.beam < 1) return invalid(sentence("beam is ", desc.beam, ", must be at least 1"));
   if (desc.beam_kv != 1 && desc.beam_kv != desc.beam) {

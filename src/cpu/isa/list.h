@@ -19,11 +19,11 @@
 #define POLYHEAD_ISAS(ROW) ROW(generic, 0)
 #endif
 
-#define POLYHEAD_AVX2 kSSE3 | kSSSE3 | kSSE4_1 | kSSE4_2 | kPOPCNT | kXSAVE | kAVX | kF16C | kFMA | kAVX2
-#define POLYHEAD_X86_64_V4                                                                                             \
-  POLYHEAD_AVX2 | kCX16 | kLAHF_SAHF | kLZCNT | kMOVBE | kBMI | kBMI2 | kAVX512F | kAVX512BW | kAVX512CD | kAVX512DQ | \
-      kAVX512VL
-#define POLYHEAD_AVX512_BF16 POLYHEAD_X86_64_V4 | kAVX512VNNI | kAVX512VBMI | kAVX512BF16
+#define POLYHEAD_AVX2 (kSSE3 | kSSSE3 | kSSE4_1 | kSSE4_2 | kPOPCNT | kXSAVE | kAVX | kF16C | kFMA | kAVX2)
+#define POLYHEAD_X86_64_V4                                                                                  \
+  (POLYHEAD_AVX2 | kCX16 | kLAHF_SAHF | kLZCNT | kMOVBE | kBMI | kBMI2 | kAVX512F | kAVX512BW | kAVX512CD | \
+   kAVX512DQ | kAVX512VL)
+#define POLYHEAD_AVX512_BF16 (POLYHEAD_X86_64_V4 | kAVX512VNNI | kAVX512VBMI | kAVX512BF16)
 
 // ROW(name, leaf, subleaf, register, bit of CPUID, registers that the system must save): Intel SDM volume 2A; leaf
 // 0x80000001: AMD APM volume 3. Names are the compilers' (__AVX2__), where they have one.
