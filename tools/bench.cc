@@ -142,7 +142,7 @@ class Bench {
   template <class Show>
   Status measure(const Problem& problem, Show show, Report& report) {
     const AttentionDesc desc = problem_desc(problem);
-    if (const Status s = explain(desc).status; s.code() == StatusCode::kInvalidArgument) return s;
+    if (Status s = explain(desc).status; s.code() == StatusCode::kInvalidArgument) return s;
     const auto prepared = prepare(problem);
     if (!prepared.ok()) return prepared.status();
     const Calls& calls = *prepared;

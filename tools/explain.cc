@@ -155,7 +155,7 @@ Result<int> show_info(const std::string& format_name) {
   for (const std::string& name : kernels()) names += (names.empty() ? "" : " ") + name;
   Report report;
   report.columns = {"what", "value"};
-  const auto add = [&](std::string what, Cell value) { report.rows.push_back({std::move(what), std::move(value)}); };
+  const auto add = [&](const std::string& what, Cell value) { report.rows.push_back({what, std::move(value)}); };
   add("version", version_text());
   add("compiler", compiler_text());
   add("cpu", cpu_model());

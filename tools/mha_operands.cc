@@ -38,7 +38,7 @@ class Drawing {
   Status draw_data() {
     LayerForwardArgs& args = operands_.args;
     const auto add = [&](int64_t beams, int64_t steps, int64_t size, Tensor& tensor, streams::Stream stream) {
-      const Status s = add_data(tensors_, problem_, beams, steps, size, tensor);
+      Status s = add_data(tensors_, problem_, beams, steps, size, tensor);
       Random random(seed(), stream);
       if (s.ok()) fill(tensor, [&] { return random.normal(); });
       return s;

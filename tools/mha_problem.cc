@@ -116,7 +116,7 @@ Status set_own_option(std::string_view name, const std::string& value, MhaProble
   if (name == "--sweep") return set_switch("--sweep", value, problem.sweep);
   if (name == "--infer") {
     bool infer = false;
-    const Status status = set_switch("--infer", value, infer);
+    Status status = set_switch("--infer", value, infer);
     problem.training = !infer;
     return status;
   }
