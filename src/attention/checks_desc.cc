@@ -172,9 +172,7 @@ Status check_alignment(const AttentionDesc& desc) {
                             " and query_offset", desc.has_query_offsets ? "s are" : " is", " given too, give one"));
   }
   // With lengths of their own, sequences are compared in each call.
-  if (desc.packed || desc.has_seqlens_q || desc.has_seqlens_k || desc.batch == 0 || desc.seqlen_q == desc.seqlen_k) {
-    return {};
-  }
+  if (has_lengths(desc) || desc.batch == 0 || desc.seqlen_q == desc.seqlen_k) return {};
   const char* option = unaligned_option(desc);
   return option == nullptr ? Status() : alignment_missing(option, -1, desc.seqlen_q, desc.seqlen_k);
 }

@@ -61,10 +61,10 @@ void clear_bias_before(const Head& head, Tile& tile, int64_t end) {
   if (!head.task.begins_bias) return;
   const Broadcast& to = head.gradients.grad_bias;
   for (int q = 0; q < tile.num_queries; ++q) {
-    for (int64_t key = tile.bias_end; key < end; key += kLanes) {
+    int64_t at = bias_at(head, tile, tile.bias_end) + q * to.stride_q;
+    for (int64_t key = tile.bias_end; key < end; key += kLanes, at += kLanes * to.stride_k) {
       const int n = end - key < kLanes ? static_cast<int>(end - key) : kLanes;
-      store_sum(const_cast<void*>(to.data), to.dtype, bias_at(head, tile, key) + q * to.stride_q, to.stride_k,
-                broadcast(0.0f), n, false);
+      store_elements(const_cast<void*>(to.data), to.dtype, at, to.stride_k, broadcast(0.0f), n);
     }
   }
   tile.bias_end = end;

@@ -94,7 +94,6 @@ struct Call {
   const Sequences& sequences;
   const BackwardProblem problem;
   const bool bias;                   // grad_bias is written here
-  const bool begins_bias;            // by the first who comes to an element; else it holds something before
   const bool in_order;               // no two sequences at once
   const CaptureGradients* captures;  // null: heads do not add to them as they go
   const Cut cut;
@@ -114,7 +113,8 @@ struct Call {
   float* partial(int64_t index, int64_t chunk) const {
     return grad_query(index) + cut.partial_floats.value() * static_cast<size_t>(chunk + 1);
   }
-  bool wants_keys() const { return problem.grad_key.data != nullptr || problem.grad_value.data != nullptr; }
+  // Whether the first who comes to an element of grad_bias writes it; else it holds something before.
+  bool begins_bias() const { return bias && !problem.accumulate && !has_lengths(desc) && desc.batch > 0; }
 };
 
 // The task of keys [first, end) of key/value head `head` (counted b * num_heads_kv + g), whose sums start at `sums`.
@@ -134,7 +134,7 @@ BackwardTask keys_task(const Call& call, int64_t head, int64_t first, int64_t en
   if (call.problem.grad_key.data != nullptr) task.key_sums = at(sums, desc.head_dim);
   if (call.problem.grad_value.data != nullptr) task.value_sums = at(sums + key_floats, desc.head_dim_v);
   task.bias = call.bias;
-  task.begins_bias = call.begins_bias && (!call.in_order || task.b == 0);
+  task.begins_bias = call.begins_bias() && (!call.in_order || task.b == 0);
   return task;
 }
 
@@ -342,13 +342,11 @@ void gradients_backward(const IsaFunctions& functions, const AttentionDesc& desc
   const auto heads_are_apart = [](Apart may) { return may.batches && may.heads; };
   const bool together =
       asks && products && how.whole_heads && (run.num_threads == 1 || heads_are_apart(apart(captures)));
-  const bool begins_bias = bias && !args.accumulate && !has_lengths(desc) && desc.batch > 0;
-  const Call call{
-      functions, desc, args.forward, sequences, problem, bias, begins_bias, in_order, together ? &captures : nullptr,
-      how,       run};
+  const Call call{functions, desc, args.forward, sequences, problem, bias, in_order, together ? &captures : nullptr,
+                  how,       run};
   if (products) {
     clear_padding(call);
-    if (bias && !args.accumulate && !begins_bias) clear_bias(call);
+    if (bias && !args.accumulate && !call.begins_bias()) clear_bias(call);
     compute_products(call);
   }
   if (asks && !together) run_captures(call, captures);

@@ -45,7 +45,7 @@ class RowsAhead {
   }
 
  private:
-  static constexpr int kMost = 2 * kForwardTiles + 8;
+  static constexpr int kMost = 2 * kForwardTiles + 8;  // mask and bias of each tile, and what a block asks for besides
   static constexpr int64_t kLeastLines = 8, kMostLines = 64, kOne = 1 << 16;
   struct Range {
     Rows x;

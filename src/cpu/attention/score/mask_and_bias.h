@@ -261,7 +261,8 @@ struct MaskAndBias : Option {
   // What is known of a tile, as far as it is filled.
   struct Same {
     M hidden = mask_from_bits(~0u), zero = mask_from_bits(~0u);  // in each lane all numbers are -inf, or all 0
-    F finite[2] = {broadcast(0.0f), broadcast(0.0f)};            // 0 as long as all are
+    // 0 as long as all are. Two, so that sums wait less for each other.
+    F finite[2] = {broadcast(0.0f), broadcast(0.0f)};
     void add(F x) {
       hidden = both(hidden, equal(x, broadcast(-kInfinity)));
       zero = both(zero, equal(x, broadcast(0.0f)));
