@@ -31,7 +31,7 @@ class Verification {
         findings_(options.num_random == 0) {}
 
   Status add(const Problem& problem) {
-    if (const Status s = explain(problem_desc(problem)).status; s.code() == StatusCode::kInvalidArgument) return s;
+    if (Status s = explain(problem_desc(problem)).status; s.code() == StatusCode::kInvalidArgument) return s;
     if (Status s = check_memory(problem); !s.ok()) return s;
     if (!gradients_) return judge_all(problem, problem_line(problem), forward_draws(problem));
     if (problem.desc.page_size > 0) return invalid("--page-size is given with --gradients: paged keys have none");

@@ -131,14 +131,16 @@ void backward_tile(Head& head, Tile& tile, const KeyBlock& block, const Words& k
   if (head.bias_terms != nullptr) add_bias(head, tile, block, t);
 }
 
-// While a tile and block are computed: the bias's gradient, and what is added to the scores of the next tile.
+// While a tile and block are computed: the bias's gradient, and what is added to the scores of the next tile, of those that
+// see the keys.
 void look_ahead(const Head& head, const Tile& tile, const KeyBlock& block, const Tile& next, int64_t first) {
-  if (head.bias_terms != nullptr) {
+  if (head.bias_terms != nullptr && sees(tile, block.first, block.first + block.num_keys)) {
     head.scratch->ahead.add(grad_bias_rows(head).from(0, block.first), tile.first_query, tile.num_queries,
                             block.num_keys);
   }
   const int64_t end = first + kBlock, len = head.sequence.len_k;
-  head.score.options.add_ahead(head.scratch->ahead, next.queries(), {first, end < len ? end : len});
+  const KeyRange keys{first, end < len ? end : len};
+  if (sees(next, keys.begin, keys.end)) head.score.options.add_ahead(head.scratch->ahead, next.queries(), keys);
 }
 
 template <class Mac>

@@ -165,22 +165,29 @@ int64_t units_of(const Problem& problem, const Tile* tiles, int num_tiles, const
   return kVecs / kVecsAtOnce * keys * of_key + 1;
 }
 
+// What is added to the scores of the first tile that sees some of the keys, or of all others.
+void add_terms_ahead(const Head& head, const Tile* tiles, int num_tiles, const KeyRange& keys, bool of_first) {
+  bool is_first = true;
+  for (int t = 0; t < num_tiles; ++t) {
+    if (!sees(tiles[t], keys.begin, keys.end)) continue;
+    if (is_first == of_first) head.score.options.add_ahead(head.scratch->ahead, tiles[t].queries(), keys);
+    is_first = false;
+  }
+}
+
 // While a block is computed: what is added to the scores of its tiles, in turn, and the keys of the next one, or in the last
 // block the rows of O and the next task's. Asked for a block before, rows 4 KiB or more apart, which share a few sets of a
 // cache, would push each other out.
 void look_ahead(const Head& head, const Tile* tiles, int num_tiles, const KeyBlock& block, int64_t next, int64_t end) {
   const Problem& problem = head.problem;
   const ForwardTask& task = head.task;
-  const Options& options = head.score.options;
   RowsAhead& ahead = head.scratch->ahead;
-  for (int t = 1; t < num_tiles; ++t) {
-    options.add_ahead(ahead, tiles[t].queries(), {block.first, block.first + block.num_keys});
-  }
+  add_terms_ahead(head, tiles, num_tiles, {block.first, block.first + block.num_keys}, false);
   if (next < end) {
     const int64_t left = task.sequence.len_k - next, keys = left < kBlock ? left : kBlock;
     ahead.add(head.key.at(next, keys, head.scratch->key_places), 0, keys, problem.head_dim);
     ahead.add(head.value.at(next, keys, head.scratch->value_places), 0, keys, problem.head_dim_v);
-    options.add_ahead(ahead, tiles[0].queries(), {next, next + keys});
+    add_terms_ahead(head, tiles, num_tiles, {next, next + keys}, true);
   } else {
     const NextRows& then = task.next;
     ahead.add(rows_of(problem.out, task.b, task.h, task.sequence.first_q), task.first_query, task.num_queries,
