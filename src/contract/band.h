@@ -54,7 +54,7 @@ static inline KeyRange key_range(const Band& band, const Sequence& s, int64_t i)
     const Wide first = position - band.left;
     if (first > 0) range.begin = first < range.end ? static_cast<int64_t>(first) : range.end;
   }
-  if (band.window_lo.data != nullptr && range.end > 0) {
+  if (band.window_lo.data != nullptr && band.window_hi.data != nullptr && range.end > 0) {
     const int64_t lo = at_query(band.window_lo, i), hi = at_query(band.window_hi, i);
     if (hi < range.end) range.end = hi < 0 ? 0 : hi;
     if (lo > range.begin) range.begin = lo;

@@ -119,8 +119,8 @@ void backward_tile(Head& head, Tile& tile, const KeyBlock& block, const Words& k
         [&](int v_begin, int v_end) {
           if (!head.wants_queries) return;
           accumulate<Mac, kMostSums>(*head.later, sums, Mac::kElements == 1 ? tile.ds_rows : head.ds_keys, key_words,
-                                     part.begin / Mac::kElements, part.end / Mac::kElements, head.problem.head_dim,
-                                     v_begin, v_end);
+                                     part.begin / Mac::kElements, words_of(part.end, Mac::kElements),
+                                     head.problem.head_dim, v_begin, v_end);
         });
     note_groups<Mac>(tile, part);
   });
@@ -147,7 +147,7 @@ template <class Mac>
 void backward_block(Head& head, int num_tiles, int64_t first, int64_t next, bool last) {
   const Problem& problem = head.problem;
   const KeyBlock block = load_keys<Mac>(head, first);
-  const int64_t padded = whole(block.num_keys, kPartKeys);
+  const int64_t padded = whole(end_of_parts(block.num_keys), Mac::kElements);
   const bool finite_keys = !head.may_hide || all_finite(head.key, first, block.num_keys, problem.head_dim);
 #ifdef POLYHEAD_HAS_TMM
   const Words key_words =

@@ -88,7 +88,9 @@ inline void store_words(const Head& head, const Tile& tile, const BlockView& vie
 #ifdef POLYHEAD_HAS_BF16_DOT
   if constexpr (Mac::kElements == 2) {
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; r += 2) store(head.ds_keys + (key + r) / 2 * kTile + at, pair_bf16(ds[r], ds[r + 1]));
+    for (int r = 0; r < kRows; r += 2) {
+      store(head.ds_keys + (key + r) / 2 * kTile + at, pair_bf16(ds[r], r + 1 < kRows ? ds[r + 1] : broadcast(0.0f)));
+    }
   }
 #endif
 }

@@ -57,19 +57,20 @@ struct RowEnds {
   alignas(64) float divisor[kTile];
   alignas(64) float reciprocal[kTile];
   alignas(64) float logsumexp[kTile];
-  bool hidden[kTile];
-  bool some_hidden;
+  uint64_t hidden;  // a bit for each query
 };
 
 void end_rows(RowEnds& ends, const Head& head, const Tile& tile) {
+  ends.hidden = 0;
   if (!head.problem.softmax) {
-    for (int q = 0; q < kTile; ++q) ends.divisor[q] = ends.reciprocal[q] = 1, ends.hidden[q] = false;
-    ends.some_hidden = false;
+    for (int q = 0; q < kTile; ++q) ends.divisor[q] = ends.reciprocal[q] = 1;
     return;
   }
+  uint64_t without_sum = 0;
   for (int q = 0; q < kTile; q += kLanes) {
     const F l = load(tile.state.l + q), m = load(tile.state.m + q);
     const M none = equal(l, broadcast(0.0f));
+    without_sum |= uint64_t{bits(none)} << q;
     const F sum = load((head.rounded_p ? tile.state.l_rounded : tile.state.l) + q);
     const F divisor = select(none, broadcast(1.0f), sum);
     store(ends.divisor + q, divisor);
@@ -77,15 +78,14 @@ void end_rows(RowEnds& ends, const Head& head, const Tile& tile) {
     const F scale = broadcast(head.score.to_natural);
     store(ends.logsumexp + q, select(none, broadcast(-kInfinity), fma(m, scale, log(l))));
   }
-  ends.some_hidden = false;
-  for (int q = 0; q < tile.num_queries; ++q) {
-    ends.hidden[q] = tile.state.l[q] == 0.0f;
-    if (!ends.hidden[q]) continue;
+  for (; without_sum != 0; without_sum &= without_sum - 1) {
+    const int q = __builtin_ctzll(without_sum);
+    if (q >= tile.num_queries) break;
     if (sees_only_minus_infinity(head, tile, q)) {
-      ends.hidden[q] = false;
       ends.divisor[q] = ends.reciprocal[q] = ends.logsumexp[q] = __builtin_nanf("");
+    } else {
+      ends.hidden |= uint64_t{1} << q;
     }
-    ends.some_hidden = ends.some_hidden || ends.hidden[q];
   }
 }
 
@@ -112,13 +112,13 @@ void store_output(const Problem& problem, int64_t at, const Tile& tile, const Ro
   const int rows = tile.num_queries - q < kLanes ? tile.num_queries - q : kLanes;
   const int n = dim - d < kLanes ? static_cast<int>(dim - d) : kLanes;
   F block[kLanes];
-  if (rows == kLanes && n == kLanes && out.dtype == DType::kFloat32 && out.stride_d == 1 && !ends.some_hidden) {
+  if (n == kLanes && out.dtype == DType::kFloat32 && out.stride_d == 1 && ends.hidden == 0) {
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) block[i] = row(d + i);
     transpose(block);
     float* target = static_cast<float*>(out.data) + at;
 #pragma GCC unroll 16
-    for (int r = 0; r < kLanes; ++r) store(target + r * out.stride_s, block[r]);
+    for (int r = 0; r < kLanes && r < rows; ++r) store(target + r * out.stride_s, block[r]);
     return;
   }
   for (int i = 0; i < kLanes; ++i) {
@@ -127,7 +127,7 @@ void store_output(const Problem& problem, int64_t at, const Tile& tile, const Ro
   transpose(block);
   for (int r = 0; r < rows; ++r) {
     store_elements(out.data, out.dtype, at + r * out.stride_s, out.stride_d,
-                   ends.hidden[q + r] ? broadcast(0.0f) : block[r], n);
+                   (ends.hidden >> (q + r) & 1) != 0 ? broadcast(0.0f) : block[r], n);
   }
 }
 

@@ -139,7 +139,7 @@ template <class Mac>
 KeyBlock load_keys(const GradientHead& head, int64_t first) {
   const int64_t left = head.sequence.len_k - first;
   KeyBlock block{first, left < kBlock ? static_cast<int>(left) : kBlock, {}, {}};
-  const int64_t padded = whole(block.num_keys, kPartKeys);
+  const int64_t padded = end_of_parts(block.num_keys);
   block.key = rows_as_words<Mac>(head.key_copy, head.key, first, block.num_keys, padded, head.problem.head_dim);
   block.value = rows_as_words<Mac>(head.value_copy, head.value, first, block.num_keys, padded, head.problem.head_dim_v);
   return block;

@@ -43,12 +43,12 @@ KeyBlock load_block(const Head& head, int64_t first) {
   const Problem& problem = head.problem;
   const int64_t left = head.task.sequence.len_k - first;
   KeyBlock block{first, left < kBlock ? static_cast<int>(left) : kBlock, {}, {}};
-  const int64_t padded = whole(block.num_keys, kPartKeys);
+  const int64_t padded = end_of_parts(block.num_keys);
   const Rows key = head.key.at(first, block.num_keys, head.scratch->key_places);
   block.key = rows_as_words<Mac>(head.key_copy, key, 0, block.num_keys, padded, problem.head_dim);
   const Rows value = head.value.at(first, block.num_keys, head.scratch->value_places);
-  block.value =
-      values_as_words<Mac>(head.value_copy, value, 0, block.num_keys, padded, problem.head_dim_v, head.careful);
+  block.value = values_as_words<Mac>(head.value_copy, value, 0, block.num_keys, whole(padded, Mac::kElements),
+                                     problem.head_dim_v, head.careful);
   return block;
 }
 
@@ -71,8 +71,8 @@ void weigh_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
       follow_maximum(tile.state, head.score.to_log2, v_begin, v_end, head.problem.head_dim_v, tile.fresh);
     }
     accumulate<Mac, kForwardSums>(*head.later, TileSums{tile.state.out, tile.fresh}, head.scratch->p, block.value,
-                                  part.begin / Mac::kElements, part.end / Mac::kElements, head.problem.head_dim_v,
-                                  v_begin, v_end);
+                                  part.begin / Mac::kElements, words_of(part.end, Mac::kElements),
+                                  head.problem.head_dim_v, v_begin, v_end);
   };
   const auto apply = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane)
       __attribute__((always_inline)) {

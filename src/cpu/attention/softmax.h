@@ -99,25 +99,26 @@ __attribute__((always_inline)) inline F weigh(F (&s)[kRows], float* p, TileState
 template <class Mac, int kRows>
 inline F store_weights(F (&s)[kRows], float* p, const uint16_t (*kept)[kVecs], int key, int at) {
   F sum_rounded = broadcast(0.0f);
+  const auto drop = [&](int r) __attribute__((always_inline)) {
+    s[r] = select(mask_from_bits(kept[key + r][at / kLanes]), s[r], broadcast(0.0f));
+  };
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; r += Mac::kElements) {
 #ifdef POLYHEAD_HAS_BF16_DOT
     if constexpr (Mac::kElements == 2) {
-      const F pair = pair_bf16(s[r], s[r + 1]);
+      const F pair = pair_bf16(s[r], r + 1 < kRows ? s[r + 1] : broadcast(0.0f));
       s[r] = even_bf16(pair);
-      s[r + 1] = odd_bf16(pair);
-      sum_rounded = sum_rounded + (s[r] + s[r + 1]);
+      if (r + 1 < kRows) s[r + 1] = odd_bf16(pair);
+      sum_rounded = sum_rounded + (s[r] + odd_bf16(pair));
     }
 #endif
     if (kept != nullptr) {
-#pragma GCC unroll 2
-      for (int i = 0; i < Mac::kElements; ++i) {
-        s[r + i] = select(mask_from_bits(kept[key + r + i][at / kLanes]), s[r + i], broadcast(0.0f));
-      }
+      drop(r);
+      if (Mac::kElements == 2 && r + 1 < kRows) drop(r + 1);
     }
     F word = s[r];
 #ifdef POLYHEAD_HAS_BF16_DOT
-    if constexpr (Mac::kElements == 2) word = join_bf16(s[r], s[r + 1]);
+    if constexpr (Mac::kElements == 2) word = join_bf16(s[r], r + 1 < kRows ? s[r + 1] : broadcast(0.0f));
 #endif
     store(p + (key + r) / Mac::kElements * kTile + at, word);
   }

@@ -205,10 +205,13 @@ void transpose_rows(float* out, const Rows& x, int64_t num_rows, int64_t columns
   for (int lane = 0; lane < num_rows; lane += kLanes) {
     for (int64_t word = 0; word < words; word += kLanes) {
       F square[kLanes];
-      if (word + kLanes <= whole_words && lane + kLanes <= num_rows) {
+      if (word + kLanes <= whole_words) {
         const char* const first = x.data + lane * x.row_bytes;
+        const int64_t rows = num_rows - lane;
 #pragma GCC unroll 16
-        for (int r = 0; r < kLanes; ++r) square[r] = load(f32(first + r * x.row_bytes) + word);
+        for (int r = 0; r < kLanes; ++r) {
+          square[r] = r < rows ? load(f32(first + r * x.row_bytes) + word) : broadcast(0.0f);
+        }
         transpose(square);
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) store(out + (word + i) * kTile + lane, square[i]);

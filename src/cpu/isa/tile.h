@@ -55,6 +55,17 @@ inline __attribute__((always_inline)) int64_t for_each_micro(int64_t begin, int6
   return at;
 }
 
+// The same, then what is left by two rows and one.
+template <int kVecs_, int kSums, class Work>
+inline __attribute__((always_inline)) void for_all_micro(int64_t begin, int64_t end, const Work& work) {
+  int64_t at = for_each_micro<kVecs_, kSums>(begin, end, work);
+  if (at + 2 <= end) {
+    work.template operator()<2>(at);
+    at += 2;
+  }
+  if (at < end) work.template operator()<1>(at);
+}
+
 // A word is 32 bits: one float, or two neighbouring bfloat16 along the summed axis, which lie as their array does.
 typedef float Word __attribute__((aligned(2), may_alias));
 constexpr int64_t kWordBytes = 4;
@@ -114,6 +125,9 @@ inline void swap(T*& a, T*& b) {
 }
 
 constexpr int64_t whole(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
+
+// Where the parts of so many keys of a block end: microkernels take any number, registers tmm whole ones.
+constexpr int end_of_parts(int num_keys) { return kTmm ? static_cast<int>(whole(num_keys, kPartKeys)) : num_keys; }
 
 #ifdef POLYHEAD_HAS_FMA_LANE
 template <int kVecs_>
@@ -332,7 +346,7 @@ inline void accumulate_vecs(const Asking& asking, const Sums& sums, int lane, co
   const auto rows = [&]<int kRows>(int64_t d) {
     accumulate_rows<Mac, kRows, kVecs_>(sums, d * kTile + lane, p, value.column(d), value.stride, units, asking);
   };
-  for (int64_t d = for_each_micro<kVecs_, kSums>(0, dim, rows); d < dim; ++d) rows.template operator()<1>(d);
+  for_all_micro<kVecs_, kSums>(0, dim, rows);
 }
 
 // sums += P^T V over the words [begin, end) of keys, for the vectors [v_begin, v_end) of the tile. Not inline: with and
