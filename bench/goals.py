@@ -40,10 +40,8 @@ def _plain_goal(p: Problem) -> Optional[Goal]:
         return Goal(f"causal forward, S={s}", fraction, torch=torch, ort=2)
     if p.causal:
         return None
-    if s < 128:
-        return Goal("short texts, forward", torch=1.3, ort=1)
-    if s == 128:
-        return Goal("forward f32, S=128", 0.80, torch=1.4, ort=1.3)
+    if s <= 128:
+        return Goal("forward f32, S=128" if s == 128 else "forward f32, S < 128", 0.80, torch=1.4, ort=1.3)
     if d == 32:
         return Goal("forward f32, D=32", 0.80, torch=1.4)
     if d == 128:

@@ -31,7 +31,7 @@ def test_every_line_of_the_suites_is_a_problem_and_every_goal_has_one():
             found[direction] |= {goal.name for n in (1, 2) if (goal := goals.goal_of(p, direction, n))}
     assert found[problem.FORWARD] == {
         "forward f32, full, D=64", "forward f32, full, D=128", "forward f32, D=32", "forward f32, S=128",
-        "short texts, forward",
+        "forward f32, S < 128",
         "causal forward, S=512", "causal forward, S=1024", "causal forward, S=4096",
         "bf16 forward, D=64", "bf16 forward, D=128", "padding or bool mask, forward", "window 256 at S=4096, forward",
         "tiny heads, forward", "decode, GQA 4:1, f32", "decode, GQA 4:1, bf16", "decode, MHA, f32", "decode, MHA, bf16",
