@@ -28,6 +28,7 @@ class Cases : private CaseList {
     list.empty();
     list.sinks();
     list.scores_as_weights();
+    list.short_heads();
     list.pages();
     list.formats();
     return std::move(list.cases_);
@@ -260,6 +261,32 @@ class Cases : private CaseList {
     add_in_each_dtype("decode_tree", sizes(3, 8, 2, 7, 1100, 40), [](auto& d) { end_mask(d, 3, 1, 7); });
     add_in_each_dtype("decode_weights", sizes(2, 4, 2, 3, 530, 32),
                       [](auto& d) { d.return_weights = ReturnWeights::kMean, d.return_column_sums = true; });
+  }
+
+  // Of few queries, fewer keys: on either side of where the path of decoding ends.
+  void short_heads() {
+    constexpr int64_t kSizes[][5] = {// heads, heads_kv, q, k, d
+                                     {4, 2, 13, 16, 64},  {3, 3, 16, 16, 80}, {8, 2, 16, 9, 64},  {2, 2, 16, 17, 64},
+                                     {4, 4, 15, 1, 128},  {6, 1, 16, 16, 65}, {2, 2, 17, 16, 64}, {2, 1, 14, 0, 64},
+                                     {12, 12, 9, 13, 40}, {5, 5, 4, 4, 64},   {2, 2, 16, 16, 48}, {4, 2, 20, 32, 64},
+                                     {2, 2, 21, 32, 64},  {2, 1, 19, 33, 64}, {2, 2, 18, 27, 72}};
+    for (const auto& [h, g, q, k, dim] : kSizes) {
+      const std::string name = "short_" + num(h) + "x" + num(g) + "x" + num(q) + "x" + num(k) + "x" + num(dim);
+      add_in_each_dtype(name, sizes(2, h, g, q, k, dim), [](auto&) {});
+      add_in_each_dtype(name + "_causal_seqlens", sizes(3, h, g, q, k, dim), [](auto& d) {
+        d.causal = d.has_seqlens_q = d.has_seqlens_k = true, d.align = Align::kBottomRight;
+      });
+    }
+    add_in_each_dtype("short_everything", sizes(2, 4, 2, 14, 16, 64, 72), [](auto& d) {
+      d.causal = true, d.window_left = 9, d.sink_keys = 1, d.align = Align::kBottomRight;
+      operand(d.attn_mask, d, kBatch | kQuery | kKey, DType::kBool);
+      operand(d.attn_bias, d, kHead | kQuery | kKey, DType::kFloat32);
+      d.alibi_slopes_ndim = 1, d.softcap = 5, d.scale = 0.3, d.has_sink_logits = true, d.dropout_p = 0.2;
+      d.return_weights = ReturnWeights::kMean, d.return_column_sums = true;
+    });
+    add_in_each_dtype("short_packed", sizes(9, 4, 2, 110, 100, 64),
+                      [](auto& d) { d.packed = d.causal = true, d.align = Align::kBottomRight; });
+    add_in_each_dtype("short_pages", sizes(5, 4, 2, 15, 16, 64), [&](auto& d) { paged(d, 4); });
   }
 
   // Blocks of 16 keys (decoding) and of 64 that lie in one page, in some, in many; lengths of 0 and at the edges of pages.

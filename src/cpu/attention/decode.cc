@@ -19,9 +19,9 @@ inline void for_each_reading(const Decode& x, bool copies, const Visit& visit) {
 template <class Row, int kRows>
 void score_chunk(Decode& x) {
   for (int h = 0; h < x.heads; ++h) load_queries<typename Row::Mac>(x, x.head[h]);
-  const int rows = padded_rows(x.task.num_rows);
+  const int rows = computed_rows(x);
   const int64_t dim = x.problem.head_dim;
-  const int first_value = __builtin_ctz(x.chunk.blocks) * kDecodeBlock;
+  const int first_value = x.chunk.first_block();
   for_each_reading<Row>(x, false, [&](int key, int n) {
     const bool in_place = reads_in_place<Row>(x.head[0].key.rows);
     AheadRuns runs, no_runs;
@@ -32,13 +32,13 @@ void score_chunk(Decode& x) {
           at.scaled_later = scales_later<Row>(at);
           const auto score = [&]<class R>(const RowsAt<R>& keys, int64_t columns, Ahead& asked)
               __attribute__((always_inline)) {
-            const auto stride = x.layout.query_stride;
             if (readers.alone()) {
               const DecodeHead& head = readers.first();
-              return score_rows<R, kRows>(head.scores + key, head.query, stride, rows, keys, columns, asked);
+              return score_rows<R, kRows>(head.scores + key, head.query, head.query_stride, rows, keys, columns, asked);
             }
             readers.each<kRows>(rows, asked, [&]<int kTogether>(const DecodeHead& head, int together, Ahead& asks) {
-              score_shared_rows<R, kTogether>(head.scores + key, head.query, stride, together, keys, columns, asks);
+              score_shared_rows<R, kTogether>(head.scores + key, head.query, head.query_stride, together, keys, columns,
+                                              asks);
             });
           };
           if (in_place) {
@@ -64,25 +64,32 @@ void score_chunk(Decode& x) {
   });
 }
 
+// Visits a head's rows: visit(r, scores of row r, what they become).
+template <class Visit>
+void for_each_row(const Decode& x, const DecodeHead& head, const Visit& visit) {
+  const DecodeTask& task = *head.task;
+  for_each_head(head.row, task.num_rows, [&](int begin, int end) {
+    const Score of_head(x.problem, task.sequence, task.b, head.row[begin].h);
+    for (int r = begin; r < end; ++r) {
+      visit(r, head.scores + r * kRowScores, RowScore(of_head, head.row[r], head.chunk));
+    }
+  });
+}
+
 void make_weights(Decode& x, const DecodeHead& head) {
   alignas(64) uint8_t kept[kDecodeChunk / 8];
   const Dropout& dropout = x.problem.dropout;
   const DecodeTask& task = *head.task;
   if (x.program.has_score()) {
-    for (int r = 0; r < task.num_rows; ++r) {
-      score_by_options(head.scores + r * kRowScores, RowScore(x.problem, task, head.row[r], head.chunk));
-    }
+    for_each_row(x, head, [](int, float* scores, const RowScore& row) { score_by_options(scores, row); });
     x.program.score(task.b, task.sequence, head.row, task.num_rows, static_cast<int>(head.row - x.row), head.chunk,
                     head.scores);
   }
-  for (int r = 0; r < task.num_rows; ++r) {
-    const DecodeRow& row = head.row[r];
+  for_each_row(x, head, [&](int r, float* scores, const RowScore& score) {
     if (dropout.threshold > 0) {
-      const int64_t head_index = task.b * x.problem.num_heads + row.h;
-      dropout_row(kept, dropout, static_cast<uint32_t>(head_index), row.i, x.chunk.first, 0, x.chunk.num_keys);
+      const int64_t head_index = task.b * x.problem.num_heads + score.row.h;
+      dropout_row(kept, dropout, static_cast<uint32_t>(head_index), score.row.i, x.chunk.first, 0, x.chunk.num_keys);
     }
-    const RowScore score(x.problem, task, row, head.chunk);
-    float* const scores = head.scores + r * kRowScores;
     const auto* const kept_of_row = dropout.threshold > 0 ? &kept : nullptr;
     if (x.problem.softmax) {
       softmax_row(scores, score, kept_of_row, head.m + r, head.l + r);
@@ -90,16 +97,16 @@ void make_weights(Decode& x, const DecodeHead& head) {
       weight_row(scores, score, kept_of_row);
       head.m[r] = 0;  // computed
     }
-  }
+  });
 }
 
 // O of the chunk, of heads [first, end). With `finite`, NaN and inf among the values are taken as 0.
 template <class Row, int kRows>
 void weigh_chunk(const Decode& x, int first, int end, bool finite) {
-  const int rows = padded_rows(x.task.num_rows);
+  const int rows = computed_rows(x);
   const int64_t dim = x.problem.head_dim_v;
-  for (int h = first; h < end; ++h) {
-    const size_t floats = static_cast<size_t>(rows * x.partial.out_stride);
+  for (int h = first; h < end && x.sequences > 1; ++h) {  // which take sums up at different blocks
+    const size_t floats = static_cast<size_t>(padded_rows(x.task.num_rows) * x.partial.out_stride);
     if (x.head[h].chunk.blocks != 0) __builtin_memset(x.head[h].out, 0, floats * sizeof(float));
   }
   for_each_reading<Row>(x, finite, [&](int key, int n) {
@@ -123,11 +130,13 @@ void weigh_chunk(const Decode& x, int first, int end, bool finite) {
             const auto stride = x.partial.out_stride;
             if (readers.alone()) {
               const DecodeHead& head = readers.first();
-              return accumulate_rows_of<R, kRows>(head.out, stride, weights(head, rows), rows, values, dim, asked);
+              const bool fresh = x.sequences == 1 && head.chunk.first_block() == key;
+              return accumulate_rows<R, kRows>({head.out, stride, fresh}, weights(head, rows), rows, values, dim,
+                                               asked);
             }
             readers.each<kRows>(rows, asked, [&]<int kTogether>(const DecodeHead& head, int together, Ahead& asks) {
-              accumulate_shared_rows<R, kTogether>(head.out, stride, weights(head, together), together, values, dim,
-                                                   asks);
+              accumulate_shared_rows<R, kTogether>({head.out, stride, false}, weights(head, together), together, values,
+                                                   dim, asks);
             });
           };
           if (in_place) return accumulate(rows_in_place<Row>(at, n, dim, x.scratch + x.layout.values), ahead);
@@ -151,7 +160,8 @@ bool finite_output(const Decode& x, const DecodeHead& head) {
 bool sees(const Decode& x, const DecodeHead& head, int r, int key) {
   const DecodeRow& row = head.row[r];
   if ((key < row.begin && key >= row.sinks) || key >= row.end) return false;
-  return (bits(RowScore(x.problem, *head.task, row, head.chunk).shown(key)) & 1) != 0;
+  const Score score(x.problem, head.task->sequence, head.task->b, row.h);
+  return (bits(RowScore(score, row, head.chunk).shown(key)) & 1) != 0;
 }
 
 // V's NaN and inf were taken as 0; here they reach the rows that see them, and no others.
@@ -247,7 +257,9 @@ template <int kRows>
 void attend_chunk(Decode& x) {
   const int heads = x.heads;
   const Problem& p = x.problem;
-  with_row<true>(x.task, p.dtype, p.key, p.head_dim, [&]<class Row>() { score_chunk<Row, kRows>(x); });
+  with_row<true>(x.task, p.dtype, p.key, p.head_dim, [&]<class Row>() {
+    if constexpr (kRows < 4 || !kInLine<Row>) score_chunk<Row, kRows>(x);  // in_line() takes two rows at most
+  });
   for (int h = 0; h < heads; ++h) {
     if (x.head[h].chunk.blocks != 0) make_weights(x, x.head[h]);
   }
@@ -256,12 +268,14 @@ void attend_chunk(Decode& x) {
   if (coarse && p.value.dtype == DType::kInt8 && p.value.group >= p.head_dim_v) return weigh_bytes(x);
 #endif
   with_row<false>(x.task, p.dtype, p.value, p.head_dim_v, [&]<class Row>() {
-    weigh_chunk<Row, kRows>(x, 0, heads, false);
-    for (int h = 0; h < heads; ++h) {
-      const DecodeHead& head = x.head[h];
-      if (head.chunk.blocks == 0 || head.chunk.all || finite_output(x, head)) continue;
-      weigh_chunk<Row, kRows>(x, h, h + 1, true);
-      add_not_finite(x, head);
+    if constexpr (kRows < 4 || !kInLine<Row>) {
+      weigh_chunk<Row, kRows>(x, 0, heads, false);
+      for (int h = 0; h < heads; ++h) {
+        const DecodeHead& head = x.head[h];
+        if (head.chunk.blocks == 0 || head.chunk.all || finite_output(x, head)) continue;
+        weigh_chunk<Row, kRows>(x, h, h + 1, true);
+        add_not_finite(x, head);
+      }
     }
   });
 }
@@ -273,29 +287,12 @@ size_t decode_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int rows, int 
 }
 
 void decode_chunk(const Problem& problem, const DecodePart* parts, int num_parts, int64_t chunk, void* scratch) {
-  const DecodeTask& task = parts[0].task;
-  const int heads = num_parts * task.num_heads;
-  const MemoryLayout layout(heads * padded_rows(task.num_rows), problem.head_dim, problem.head_dim_v);
-  auto* const floats = static_cast<float*>(scratch);
-  auto* const places = reinterpret_cast<PoolPlace*>(floats + layout.places);
-  Decode x{problem,
-           task,
-           num_parts,
-           heads,
-           PartialLayout(task.num_rows, problem.head_dim_v),
-           layout,
-           floats,
-           places,
-           places + kPlaces,
-           {},
-           {},
-           {},
-           DecodeProgram(problem.program, floats + layout.floats)};
+  Decode x(problem, parts, num_parts, static_cast<float*>(scratch));
   look_at_heads(x, chunk * kDecodeChunk, parts);
   if (x.chunk.blocks == 0) return;
   list_places(x.key_places, x.head[0].key, x.chunk.first);
   list_places(x.value_places, x.head[0].value, x.chunk.first);
-  switch (task.num_rows) {
+  switch (x.task.num_rows) {
     case 1: attend_chunk<1>(x); break;
     case 2: attend_chunk<2>(x); break;
     default: attend_chunk<4>(x); break;

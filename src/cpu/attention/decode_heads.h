@@ -12,22 +12,6 @@ namespace {
 // How many places of rows a task lists: of its chunk, and of what is asked for behind it.
 constexpr int kPlaces = kDecodeChunk + 5 * kDecodeBlock + 1;
 
-// A task's memory, in floats: Q, S, copies of a block of keys and of values, P times the scales of values, the places of keys
-// and of values, O of rows of sequences that are computed together, and sums of the products of the bytes of values.
-struct MemoryLayout {
-  int64_t query_stride, scores, keys, values, scaled, places, out, sums, floats;
-  MemoryLayout(int rows, int64_t head_dim, int64_t head_dim_v)
-      : query_stride(whole(head_dim, 16)),
-        scores(padded_rows(rows) * query_stride),
-        keys(scores + whole(padded_rows(rows) * int64_t{kRowScores}, 16)),
-        values(keys + whole(kDecodeBlock * head_dim, 16)),
-        scaled(values + whole(kDecodeBlock * head_dim_v, 16)),
-        places(scaled + whole(padded_rows(rows) * int64_t{kRowScores}, 16)),
-        out(places + whole(int64_t{2 * kPlaces * sizeof(PoolPlace) / sizeof(float)}, 16)),
-        sums(out + rows * whole(head_dim_v, 16)),
-        floats(sums + 2 * rows * plane_ints(head_dim_v)) {}
-};
-
 // One key/value head of a sequence's task.
 struct DecodeHead {
   const DecodeTask* task;
@@ -35,8 +19,34 @@ struct DecodeHead {
   KeyRows key, value;
   DecodeRow* row;  // [num_rows]
   DecodeChunk chunk;
-  float *query, *scores, *m, *l, *out;  // m, l and O of this chunk
-  float* partial_out;                   // where O belongs
+  const float* query;  // words of row 0, and query_stride behind those of the next
+  ptrdiff_t query_stride;
+  float *scores, *m, *l, *out;  // m, l and O of this chunk
+  float* partial_out;           // where O belongs
+};
+
+// A task's memory, in floats: Q, S, copies of a block of keys and of values, P times the scales of values, the places of keys
+// and of values, O of rows of sequences that are computed together, sums of the products of the bytes of values, and heads
+// and rows, which on the stack all of kDecodeRows would have to be begun.
+struct MemoryLayout {
+  int64_t query_stride, scores, keys, values, scaled, places, out, sums, heads, rows, floats;
+  MemoryLayout(int num_rows, int64_t head_dim, int64_t head_dim_v)
+      : query_stride(whole(head_dim, 16)),
+        scores(padded_rows(num_rows) * query_stride),
+        keys(scores + whole(padded_rows(num_rows) * int64_t{kRowScores}, 16)),
+        values(keys + whole(kDecodeBlock * head_dim, 16)),
+        scaled(values + whole(kDecodeBlock * head_dim_v, 16)),
+        places(scaled + whole(padded_rows(num_rows) * int64_t{kRowScores}, 16)),
+        out(places + whole(int64_t{2 * kPlaces * sizeof(PoolPlace) / sizeof(float)}, 16)),
+        sums(out + num_rows * whole(head_dim_v, 16)),
+        heads(sums + 2 * num_rows * plane_ints(head_dim_v)),
+        rows(heads + floats_of<DecodeHead>(num_rows)),
+        floats(rows + floats_of<DecodeRow>(num_rows)) {}
+
+  template <class T>
+  static int64_t floats_of(int64_t count) {
+    return whole(count * int64_t{sizeof(T) / sizeof(float)}, 16);
+  }
 };
 
 struct Decode {
@@ -47,10 +57,26 @@ struct Decode {
   MemoryLayout layout;  // of all heads
   float* scratch;
   PoolPlace *key_places, *value_places;  // from the chunk's first row on, which all heads share
-  DecodeChunk chunk = {};                // as all heads see it
-  DecodeHead head[kDecodeRows];
-  DecodeRow row[kDecodeRows];
+  DecodeHead* head;                      // [heads]
+  DecodeRow* row;                        // [heads][num_rows]
+  DecodeChunk chunk;                     // as all heads see it
   DecodeProgram program;
+
+  // Heads and rows are not there yet.
+  Decode(const Problem& p, const DecodePart* parts, int num_parts, float* memory)
+      : problem(p),
+        task(parts[0].task),
+        sequences(num_parts),
+        heads(num_parts * task.num_heads),
+        partial(task.num_rows, p.head_dim_v),
+        layout(heads * padded_rows(task.num_rows), p.head_dim, p.head_dim_v),
+        scratch(memory),
+        key_places(reinterpret_cast<PoolPlace*>(memory + layout.places)),
+        value_places(key_places + kPlaces),
+        head(reinterpret_cast<DecodeHead*>(memory + layout.heads)),
+        row(reinterpret_cast<DecodeRow*>(memory + layout.rows)),
+        chunk{},
+        program(p.program, memory + layout.floats) {}
 };
 
 // Bits of the blocks that hold keys [begin, end).
@@ -67,14 +93,17 @@ inline void look_at_chunk(Decode& x, DecodeHead& head, int64_t first) {
   const int64_t left = s.len_k - first;
   DecodeChunk& chunk = head.chunk;
   chunk = {first, left < kDecodeChunk ? static_cast<int>(left) : kDecodeChunk, 0, true};
-  for (int r = 0; r < x.task.num_rows; ++r) {
-    DecodeRow& row = head.row[r] = row_at(x.problem, task, head.kv_head, r);
-    const KeyRange range = key_range(x.problem.band, s, row.i);
-    row.begin = clamp_to_block(range.begin, first, chunk.num_keys);
-    row.end = clamp_to_block(range.end, first, chunk.num_keys);
-    row.sinks = clamp_to_block(sinks_end(x.problem.band, range), first, chunk.num_keys);
-    if (row.begin > 0 || row.end < chunk.num_keys) chunk.all = false;
-    chunk.blocks |= blocks_of(row.begin, row.end) | blocks_of(0, row.sinks);
+  DecodeRow row = first_row(x.problem, task, head.kv_head);
+  for (int r = 0; r < x.task.num_rows; ++r, go_on(row, task)) {
+    if (r == 0 || !is_open(x.problem.band)) {  // else as the row before
+      const KeyRange range = key_range(x.problem.band, s, row.i);
+      row.begin = clamp_to_block(range.begin, first, chunk.num_keys);
+      row.end = clamp_to_block(range.end, first, chunk.num_keys);
+      row.sinks = clamp_to_block(sinks_end(x.problem.band, range), first, chunk.num_keys);
+      if (row.begin > 0 || row.end < chunk.num_keys) chunk.all = false;
+      chunk.blocks |= blocks_of(row.begin, row.end) | blocks_of(0, row.sinks);
+    }
+    head.row[r] = row;
   }
   if (chunk.blocks != 0 && x.program.is_given()) {
     const int first_row = static_cast<int>(head.row - x.row);
@@ -82,11 +111,11 @@ inline void look_at_chunk(Decode& x, DecodeHead& head, int64_t first) {
   }
   uint32_t blocks = 0;
   for (int r = 0; r < x.task.num_rows; ++r) {
-    const RowScore row(x.problem, task, head.row[r], chunk);
-    const Options& options = row.score.options;
+    const Score score(x.problem, s, task.b, head.row[r].h);
+    const Options& options = score.options;
     if (!options.may_hide()) return;
     if (r > 0 && options.same_for_heads() && (options.same_for_queries() || r >= s.len_q)) break;
-    blocks |= blocks_left(row);
+    blocks |= blocks_left(RowScore(score, head.row[r], chunk));
   }
   chunk.all = false;
   chunk.blocks &= blocks;
@@ -121,7 +150,6 @@ inline void look_at_heads(Decode& x, int64_t first, const DecodePart* parts) {
     head.key = key_rows_of(x.problem.key, part.task.b, head.kv_head, s.first_k, s.len_k);
     head.value = key_rows_of(x.problem.value, part.task.b, head.kv_head, s.first_k, s.len_k);
     head.row = x.row + n * x.task.num_rows;
-    head.query = x.scratch + n * rows * x.layout.query_stride;
     head.scores = x.scratch + x.layout.scores + n * rows * kRowScores;
     float* const partial = part.partial + h * part.head_stride;
     head.m = partial;
@@ -139,14 +167,53 @@ inline void look_at_heads(Decode& x, int64_t first, const DecodePart* parts) {
   }
 }
 
+// Rows of each head that are computed: of sequences that share keys whole fours, which those of other heads join; else one
+// or two behind the last four are computed by themselves, which three would lose by (0.93; one and two gain 1.04 to 1.10).
+inline int computed_rows(const Decode& x) {
+  const int rows = x.task.num_rows;
+  return x.sequences == 1 && rows % 4 < 3 ? rows : padded_rows(rows);
+}
+
+// Bytes between rows of queries of a task, where they are the same between all; 0: they are not.
+inline int64_t query_row_bytes(const Decode& x, const DecodeHead& head) {
+  const Operand& query = x.problem.query;
+  const int64_t len_q = head.task->sequence.len_q, bytes = element_bytes(query.dtype);
+  if (len_q == 1) return query.stride_h * bytes;
+  const bool one_run = head.row[0].h == head.row[x.task.num_rows - 1].h || query.stride_h == len_q * query.stride_s;
+  return one_run ? query.stride_s * bytes : 0;
+}
+
+// Whether queries are read as they lie: nothing is to be converted, and nothing behind them is read.
 template <class Mac>
-void load_queries(const Decode& x, const DecodeHead& head) {
-  float* out = head.query;
+bool reads_queries_in_place(const Decode& x, const DecodeHead& head, const Rows& first) {
+  return x.sequences == 1 && plain_words<Mac>(first) && x.problem.head_dim % (kLanes * Mac::kElements) == 0 &&
+         computed_rows(x) == x.task.num_rows && query_row_bytes(x, head) > 0 &&
+         query_row_bytes(x, head) % kWordBytes == 0;
+}
+
+inline Rows query_row(const Decode& x, const DecodeHead& head, int r) {
+  return rows_of(x.problem.query, head.task->b, head.row[r].h, head.task->sequence.first_q + head.row[r].i);
+}
+
+template <class Mac>
+void load_queries(const Decode& x, DecodeHead& head) {
+  const Rows first = query_row(x, head, 0);
+  if (reads_queries_in_place<Mac>(x, head, first)) {
+    head.query = f32(first.data);
+    head.query_stride = query_row_bytes(x, head) / kWordBytes;
+    return;
+  }
+  float* out = x.scratch + (&head - x.head) * padded_rows(x.task.num_rows) * x.layout.query_stride;
+  head.query = out;
+  head.query_stride = x.layout.query_stride;
   const int64_t dim = x.problem.head_dim, words = words_of(dim, Mac::kElements);
-  for (int r = 0; r < padded_rows(x.task.num_rows); ++r, out += x.layout.query_stride) {
-    const DecodeRow row = row_at(x.problem, *head.task, head.kv_head, r < x.task.num_rows ? r : 0);
-    const Rows query = rows_of(x.problem.query, head.task->b, row.h, head.task->sequence.first_q + row.i);
-    for (int64_t word = 0; word < words; word += kLanes) {
+  for (int r = 0; r < computed_rows(x); ++r, out += x.layout.query_stride) {
+    const Rows query = query_row(x, head, r < x.task.num_rows ? r : 0);
+    int64_t word = 0;
+    for (; plain_words<Mac>(query) && (word + kLanes) * Mac::kElements <= dim; word += kLanes) {
+      store(out + word, load(f32(query.data) + word));
+    }
+    for (; word < words; word += kLanes) {
       const int n = words - word < kLanes ? static_cast<int>(words - word) : kLanes;
       store(out + word, load_words<Mac>(query, 0, word, n, dim));
     }
@@ -157,7 +224,11 @@ void load_queries(const Decode& x, const DecodeHead& head) {
 // behind them, whose place is taken when a block's last row has been asked for.
 inline void list_places(PoolPlace* places, const KeyRows& x, int64_t first) {
   if (x.pages == nullptr) {
-    for (int k = 0; k <= kDecodeBlock; ++k) places[k] = {k * x.rows.row_bytes, k * x.rows.scale_row_bytes};
+    PoolPlace place = {0, 0};
+    for (int k = 0; k <= kDecodeBlock; ++k) {
+      places[k] = place;
+      place.data += x.rows.row_bytes, place.scales += x.rows.scale_row_bytes;
+    }
     return;
   }
   const int64_t left = x.num_rows - first, n = left < kPlaces ? left : kPlaces;
@@ -199,12 +270,6 @@ inline Ahead ahead_of(const Decode& x, int key, const Side& now, int64_t vector_
   const bool one_run = next.apart[kDecodeBlock - 1].data - next.apart[0].data == (kDecodeBlock - 1) * bytes;
   runs = one_run ? AheadRuns{block_bytes, first, nullptr} : AheadRuns{bytes, base, next.apart + 1};
   return {first, runs.bytes, &runs};
-}
-
-// What asks for one line again and again.
-inline Ahead idle_ahead(AheadRuns& runs, const float* line) {
-  runs = {kDecodeBlock, reinterpret_cast<uintptr_t>(line), nullptr};
-  return {runs.base, runs.bytes, &runs};
 }
 
 // For a block of one head that is copied. Products then have nothing to ask for.

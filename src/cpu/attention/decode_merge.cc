@@ -8,14 +8,15 @@ namespace {
 // was not computed.
 struct RowEnds {
   alignas(64) float divisor[kDecodeRows], logsumexp[kDecodeRows];
-  bool hidden[kDecodeRows];
+  uint32_t hidden = 0;  // a bit for each row
 };
+static_assert(kDecodeRows <= 32);
 
 // Where there is no softmax, what is there is added up.
 void end_sums(RowEnds& ends, const DecodeTask& task, const PartialLayout& layout, float* partials,
               int64_t num_partials) {
   for (int r = 0; r < task.num_rows; ++r) {
-    ends.divisor[r] = 1, ends.hidden[r] = false;
+    ends.divisor[r] = 1;
     for (int64_t c = 0; c < num_partials; ++c) {
       float* const m = partials + c * layout.floats + r;
       *m = *m == kNotComputed ? -1.0f : 1.0f;
@@ -29,11 +30,13 @@ void end_rows(RowEnds& ends, const Problem& problem, const DecodeTask& task, con
   const Score score(problem, task.sequence, task.b, 0);  // for its factors, which all heads share
   const F factor = broadcast(score.to_log2);
   alignas(64) float sinks[kDecodeRows];
-  for (int r = 0; r < kDecodeRows; ++r) {
-    sinks[r] = r < task.num_rows ? sink_of(problem, row_at(problem, task, task.kv_head, r).h) : -kInfinity;
+  DecodeRow row = first_row(problem, task, task.kv_head);
+  for (int r = 0; r < task.num_rows && problem.sinks != nullptr; ++r, go_on(row, task)) {
+    sinks[r] = sink_of(problem, row.h);
   }
   for (int r = 0; r < task.num_rows; r += kLanes) {
-    const F sink = load(sinks + r);
+    const int n = task.num_rows - r < kLanes ? task.num_rows - r : kLanes;
+    const F sink = problem.sinks == nullptr ? broadcast(-kInfinity) : load_first(sinks + r, n);
     F m = maximum(broadcast(kNoMaximum), sink);
     for (int64_t c = 0; c < num_partials; ++c) m = maximum(load(partials + c * layout.floats + r), m);
     F l = exp2(sink - m, factor);
@@ -49,7 +52,7 @@ void end_rows(RowEnds& ends, const Problem& problem, const DecodeTask& task, con
     const F scale = broadcast(score.to_natural);
     store(ends.divisor + r, l);
     store(ends.logsumexp + r, select(none, broadcast(-kInfinity), fma(m, scale, log(l))));
-    for (int lane = 0; lane < kLanes; ++lane) ends.hidden[r + lane] = (bits(none) >> lane & 1) != 0;
+    ends.hidden |= bits(none) << r;
   }
 }
 
@@ -63,19 +66,30 @@ bool sees_only_minus_infinity(const Problem& problem, const DecodeTask& task, co
 void store_row(const Problem& problem, const DecodeTask& task, const PartialLayout& layout, const float* partials,
                int64_t num_partials, int r, const DecodeRow& row, const RowEnds& ends) {
   const Operand& out = problem.out;
+  const bool hidden = (ends.hidden >> r & 1) != 0;
   const int64_t at = task.b * out.stride_b + row.h * out.stride_h + (task.sequence.first_q + row.i) * out.stride_s;
-  const float* rows = partials + 2 * layout.statistics + r * layout.out_stride;
+  const float* const rows = partials + 2 * layout.statistics + r * layout.out_stride;
   const F divisor = broadcast(ends.divisor[r]), reciprocal = broadcast(1.0f) / divisor;
   const F scale = broadcast(problem.dropout.scale);
-  for (int64_t d = 0; d < problem.head_dim_v; d += kLanes) {
+  const int64_t floats = layout.floats;
+  const auto vector_at = [=](int64_t d) __attribute__((always_inline)) {
+    if (hidden) return broadcast(0.0f);
     F sum = broadcast(0.0f);
-    for (int64_t c = 0; c < num_partials && !ends.hidden[r]; ++c) {
-      const float alpha = partials[c * layout.floats + r];
-      if (alpha != -1.0f) sum = fma(load(rows + c * layout.floats + d), broadcast(alpha), sum);
+    for (int64_t c = 0; c < num_partials; ++c) {
+      const float alpha = partials[c * floats + r];
+      if (alpha != -1.0f) sum = fma(load(rows + c * floats + d), broadcast(alpha), sum);
     }
-    const F o = ends.hidden[r] ? sum : divide(sum, divisor, reciprocal) * scale;
-    const int n = problem.head_dim_v - d < kLanes ? static_cast<int>(problem.head_dim_v - d) : kLanes;
-    store_elements(out.data, out.dtype, at + d * out.stride_d, out.stride_d, o, n);
+    return divide(sum, divisor, reciprocal) * scale;
+  };
+  const int64_t dim = problem.head_dim_v;
+  int64_t d = 0;
+  if (out.dtype == DType::kFloat32 && out.stride_d == 1) {
+    float* const target = static_cast<float*>(out.data) + at;
+    for (; d + kLanes <= dim; d += kLanes) store(target + d, vector_at(d));
+  }
+  for (; d < dim; d += kLanes) {
+    const int n = dim - d < kLanes ? static_cast<int>(dim - d) : kLanes;
+    store_elements(out.data, out.dtype, at + d * out.stride_d, out.stride_d, vector_at(d), n);
   }
 }
 
@@ -89,10 +103,10 @@ void decode_merge(const Problem& problem, const DecodeTask& task, float* partial
   const PartialLayout layout(task.num_rows, problem.head_dim_v);
   RowEnds ends;
   end_rows(ends, problem, task, layout, partials, num_partials);
-  for (int r = 0; r < task.num_rows; ++r) {
-    const DecodeRow row = row_at(problem, task, task.kv_head, r);
-    if (ends.hidden[r] && sees_only_minus_infinity(problem, task, row)) {
-      ends.hidden[r] = false;
+  DecodeRow row = first_row(problem, task, task.kv_head);
+  for (int r = 0; r < task.num_rows; ++r, go_on(row, task)) {
+    if ((ends.hidden >> r & 1) != 0 && sees_only_minus_infinity(problem, task, row)) {
+      ends.hidden &= ~(1u << r);
       ends.divisor[r] = ends.logsumexp[r] = __builtin_nanf("");
     }
     store_row(problem, task, layout, partials, num_partials, r, row, ends);

@@ -18,9 +18,14 @@ struct PartialLayout {
         floats(2 * statistics + padded_rows(rows) * out_stride) {}
 };
 
-inline DecodeRow row_at(const Problem& problem, const DecodeTask& task, int64_t kv_head, int r) {
-  const int64_t index = task.first_row + r;
-  return {kv_head * problem.group + index / task.sequence.len_q, index % task.sequence.len_q, 0, 0, 0};
+// The rows of a task of one key/value head, one after the other.
+inline DecodeRow first_row(const Problem& problem, const DecodeTask& task, int64_t kv_head) {
+  const int64_t h = kv_head * problem.group;
+  if (task.first_row == 0) return {h, 0, 0, 0, 0};
+  return {h + task.first_row / task.sequence.len_q, task.first_row % task.sequence.len_q, 0, 0, 0};
+}
+inline void go_on(DecodeRow& row, const DecodeTask& task) {
+  if (++row.i == task.sequence.len_q) ++row.h, row.i = 0;
 }
 
 }  // namespace

@@ -116,6 +116,16 @@ inline void store_scores(float* scores, F s) {
   }
 }
 
+// Rows behind the last whole kRows go by two, then by one: take.operator()<rows>(r).
+template <int kRows, class Take>
+inline void for_rows_left(int num_rows, const Take& take) {
+  if constexpr (kRows == 4) {
+    int r = num_rows / kRows * kRows;
+    if (r + 2 <= num_rows) take.template operator()<2>(r), r += 2;
+    if (r < num_rows) take.template operator()<1>(r);
+  }
+}
+
 // scores[row][key] = Q K^T for all keys of x; num_rows is a multiple of kRows. What stands in the scores behind the last
 // key, up to a multiple of kLanes, is not to be used.
 template <class Row, int kRows>
@@ -143,10 +153,16 @@ inline __attribute__((always_inline)) void score_rows_of(float* scores, const fl
   asked = ahead;
 }
 
+// The same of any number of rows, kRows at least.
 template <class Row, int kRows>
 inline void score_rows(float* scores, const float* query, ptrdiff_t query_stride, int num_rows, const RowsAt<Row>& x,
                        int64_t dim, Ahead& asked) {
-  score_rows_of<Row, kRows>(scores, query, query_stride, num_rows, x, dim, asked);
+  score_rows_of<Row, kRows>(scores, query, query_stride, num_rows / kRows * kRows, x, dim, asked);
+  for_rows_left<kRows>(num_rows, [&]<int kLeft>(int r) {
+    AheadRuns runs;
+    Ahead idle = idle_ahead(runs, query);
+    score_rows<Row, kLeft>(scores + r * kRowScores, query + r * query_stride, query_stride, kLeft, x, dim, idle);
+  });
 }
 
 // The same for sequences that share keys: a function of its own, which leaves that of the others as fast as it was.
@@ -156,16 +172,26 @@ __attribute__((noinline)) void score_shared_rows(float* scores, const float* que
   score_rows_of<Row, kRows>(scores, query, query_stride, num_rows, x, dim, asked);
 }
 
+// O of rows, padded to whole vectors; `fresh`: nothing has been added yet, and what lies there does not count.
+struct RowSums {
+  float* out;
+  ptrdiff_t stride;
+  bool fresh;
+};
+
 // O[row][kVecs_ vectors] += P V; kTail: the last vector, of which n lanes are there.
 template <class Row, int kRows, int kVecs_, bool kTail, bool kPrefetch>
-inline __attribute__((always_inline)) void accumulate_step(float* out, ptrdiff_t out_stride, const float* p,
-                                                           const RowsAt<Row>& x, int64_t column, int n, Ahead& asked) {
+inline __attribute__((always_inline)) void accumulate_step(const RowSums& sums, const float* p, const RowsAt<Row>& x,
+                                                           int64_t column, int n, Ahead& asked) {
   Ahead ahead = asked;
+  float* const out = sums.out + column;
   F sum[kRows][kVecs_];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs_; ++v) sum[r][v] = load(out + r * out_stride + column + v * kLanes);
+    for (int v = 0; v < kVecs_; ++v) {
+      sum[r][v] = sums.fresh ? broadcast(0.0f) : load(out + r * sums.stride + v * kLanes);
+    }
   }
   for (int k = 0; k < x.num_rows; ++k) {
     const auto value = x.row(k);
@@ -187,41 +213,54 @@ inline __attribute__((always_inline)) void accumulate_step(float* out, ptrdiff_t
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs_; ++v) store(out + r * out_stride + column + v * kLanes, sum[r][v]);
+    for (int v = 0; v < kVecs_; ++v) store(out + r * sums.stride + v * kLanes, sum[r][v]);
   }
   asked = ahead;
 }
 
 template <class Row, int kRows, int kVecs_, bool kPrefetch>
-inline void accumulate_columns(float* out, ptrdiff_t out_stride, const float* p, const RowsAt<Row>& x, int64_t column,
-                               int64_t dim, Ahead& ahead) {
+inline void accumulate_columns(const RowSums& sums, const float* p, const RowsAt<Row>& x, int64_t column, int64_t dim,
+                               Ahead& ahead) {
   for (; column + kVecs_ * kLanes <= dim; column += kVecs_ * kLanes)
-    accumulate_step<Row, kRows, kVecs_, false, kPrefetch>(out, out_stride, p, x, column, kLanes, ahead);
+    accumulate_step<Row, kRows, kVecs_, false, kPrefetch>(sums, p, x, column, kLanes, ahead);
   if constexpr (kVecs_ > 1) {
-    accumulate_columns<Row, kRows, kVecs_ / 2, kPrefetch>(out, out_stride, p, x, column, dim, ahead);
+    accumulate_columns<Row, kRows, kVecs_ / 2, kPrefetch>(sums, p, x, column, dim, ahead);
   } else if (column < dim) {
-    accumulate_step<Row, kRows, 1, true, kPrefetch>(out, out_stride, p, x, column, static_cast<int>(dim - column),
-                                                    ahead);
+    accumulate_step<Row, kRows, 1, true, kPrefetch>(sums, p, x, column, static_cast<int>(dim - column), ahead);
   }
 }
 
-// O += P V for all values of x; rows as in score_rows. Rows of O are padded to whole vectors.
+// O += P V for all values of x; rows as in score_rows.
 template <class Row, int kRows>
-inline void accumulate_rows_of(float* out, ptrdiff_t out_stride, const float* p, int num_rows, const RowsAt<Row>& x,
-                               int64_t dim, Ahead& ahead) {
+inline void accumulate_rows_of(RowSums sums, const float* p, int num_rows, const RowsAt<Row>& x, int64_t dim,
+                               Ahead& ahead) {
   constexpr int kSums = kSumsAtOnce<Row>, kMost = kInLine<Row> ? 16 : 8,
                 kVecs_ = kSums / kRows < kMost ? kSums / kRows : kMost;
-  accumulate_columns<Row, kRows, kVecs_, true>(out, out_stride, p, x, 0, dim, ahead);
-  for (int r = kRows; r < num_rows; r += kRows)
-    accumulate_columns<Row, kRows, kVecs_, false>(out + r * out_stride, out_stride, p + r * kRowScores, x, 0, dim,
-                                                  ahead);
+  accumulate_columns<Row, kRows, kVecs_, true>(sums, p, x, 0, dim, ahead);
+  for (int r = kRows; r + kRows <= num_rows; r += kRows) {
+    sums.out += kRows * sums.stride, p += kRows * kRowScores;
+    accumulate_columns<Row, kRows, kVecs_, false>(sums, p, x, 0, dim, ahead);
+  }
+}
+
+// The same of any number of rows, kRows at least.
+template <class Row, int kRows>
+inline void accumulate_rows(const RowSums& sums, const float* p, int num_rows, const RowsAt<Row>& x, int64_t dim,
+                            Ahead& ahead) {
+  accumulate_rows_of<Row, kRows>(sums, p, num_rows, x, dim, ahead);
+  for_rows_left<kRows>(num_rows, [&]<int kLeft>(int r) {
+    AheadRuns runs;
+    Ahead idle = idle_ahead(runs, p);
+    accumulate_rows_of<Row, kLeft>({sums.out + r * sums.stride, sums.stride, sums.fresh}, p + r * kRowScores, kLeft, x,
+                                   dim, idle);
+  });
 }
 
 // For sequences that share values, as score_shared_rows.
 template <class Row, int kRows>
-__attribute__((noinline)) void accumulate_shared_rows(float* out, ptrdiff_t out_stride, const float* p, int num_rows,
+__attribute__((noinline)) void accumulate_shared_rows(const RowSums& sums, const float* p, int num_rows,
                                                       const RowsAt<Row>& x, int64_t dim, Ahead& ahead) {
-  accumulate_rows_of<Row, kRows>(out, out_stride, p, num_rows, x, dim, ahead);
+  accumulate_rows_of<Row, kRows>(sums, p, num_rows, x, dim, ahead);
 }
 
 template <bool kPairs, DType kStored, class Work>

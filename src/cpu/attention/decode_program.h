@@ -15,21 +15,22 @@ class DecodeProgram {
   DecodeProgram(const program::Call& call, float* memory) {
     if (call.code == nullptr) return;
     asked_ = &call;
-    call_ = call;
-    call_.code = call.code->transposed;
+    __builtin_memcpy(call_, &call, sizeof call);
+    reinterpret_cast<program::Call*>(call_)->code = call.code->transposed;
     const auto address = reinterpret_cast<uintptr_t>(memory);
     memory_ = ProgramLayout(*call.code, false).at(reinterpret_cast<char*>(memory) + (64 - address % 64) % 64);
   }
 
   bool is_given() const { return asked_ != nullptr; }
-  bool has_score() const { return asked_ != nullptr && call_.code->score >= 0; }
+  bool has_score() const { return asked_ != nullptr && transposed().code->score >= 0; }
 
   // Which keys of the chunk its mask shows each row, which from now on tells it; false: none to any. The rows are those of
   // a task from `first_row` on.
   bool look(int64_t b, const Sequence& s, DecodeRow* rows, int num_rows, int first_row, const DecodeChunk& chunk) {
     bool some = false;
     // Of the rows behind, each is the same query of another head as the one s.len_q before it.
-    const int looked_at = call_.code->mask_reads_head || s.len_q > num_rows ? num_rows : static_cast<int>(s.len_q);
+    const int looked_at =
+        transposed().code->mask_reads_head || s.len_q > num_rows ? num_rows : static_cast<int>(s.len_q);
     for_each_head(rows, looked_at, [&](int begin, int end) {
       uint16_t(*const shown)[kWords] = shown_ + first_row + begin;
       for (int r = begin; r < end; ++r) rows[r].shown = shown_[first_row + r];
@@ -69,8 +70,8 @@ class DecodeProgram {
         for (int r = 0; r < end - begin; ++r)
           __builtin_memcpy(memory_.scores + r * kTile, piece + r * kRowScores, kBytes);
         const ProgramPlace at = place(b, s, rows[begin], chunk, key);
-        prepare_score(call_, at, memory_, 0, end - begin);
-        run_score(call_, at, memory_, 0, end - begin);
+        prepare_score(transposed(), at, memory_, 0, end - begin);
+        run_score(transposed(), at, memory_, 0, end - begin);
         for (int r = 0; r < end - begin; ++r) {
           const float* const result = memory_.results + r * kTile;
           __builtin_memcpy(piece + r * kRowScores, result, kBytes);
@@ -85,17 +86,10 @@ class DecodeProgram {
   }
 
  private:
+  const program::Call& transposed() const { return *reinterpret_cast<const program::Call*>(call_); }
+
   static constexpr int kWords = kDecodeChunk / 16;
   static constexpr uint32_t kAllLanes = (1u << (kLanes - 1) << 1) - 1;
-
-  // Rows [begin, end) that are queries of one head, one after the other.
-  template <class Visit>
-  static void for_each_head(const DecodeRow* rows, int num_rows, const Visit& visit) {
-    for (int begin = 0, end; begin < num_rows; begin = end) {
-      for (end = begin + 1; end < num_rows && rows[end].h == rows[begin].h;) ++end;
-      visit(begin, end);
-    }
-  }
 
   // Every kTile keys of which some block is seen.
   template <class Visit>
@@ -112,7 +106,7 @@ class DecodeProgram {
 
   void look_at_piece(const ProgramPlace& at, int key, int rows, uint16_t (*shown)[kWords]) {
     uint16_t seen[kMostQueries][kTile / 4];
-    run_mask(call_, at, memory_, 0, rows, kTile, seen);
+    run_mask(transposed(), at, memory_, 0, rows, kTile, seen);
     for (int r = 0; r < rows; ++r) {
       for (int word = 0; word < kTile / 16; ++word) {
         uint32_t all = 0;
@@ -125,7 +119,8 @@ class DecodeProgram {
   static constexpr int kMostQueries = kDecodeRows;  // of one head in a task
 
   const program::Call* asked_ = nullptr;  // null: no program
-  program::Call call_;                    // with the transposed code
+  alignas(
+      program::Call) char call_[sizeof(program::Call)];  // with the transposed code; nothing, if there is no program
   ProgramMemory memory_;
   uint16_t shown_[kDecodeRows][kWords];  // of the rows of all heads of a task
 };

@@ -154,6 +154,12 @@ struct Ahead {
   }
 };
 
+// What asks for one line again and again.
+inline Ahead idle_ahead(AheadRuns& runs, const float* line) {
+  runs = {kDecodeBlock, reinterpret_cast<uintptr_t>(line), nullptr};
+  return {runs.base, runs.bytes, &runs};
+}
+
 // Keys or values of a few rows, where they lie or copied.
 template <class Row>
 struct RowsAt {

@@ -25,7 +25,17 @@ struct DecodeChunk {
   bool all;         // every row sees every key
 
   bool has_block(int key) const { return (blocks >> (key / kDecodeBlock) & 1) != 0; }
+  int first_block() const { return __builtin_ctz(blocks) * kDecodeBlock; }  // its first key
 };
+
+// Visits rows [begin, end) that are queries of one head, one after the other.
+template <class Visit>
+inline void for_each_head(const DecodeRow* rows, int num_rows, const Visit& visit) {
+  for (int begin = 0, end; begin < num_rows; begin = end) {
+    for (end = begin + 1; end < num_rows && rows[end].h == rows[begin].h;) ++end;
+    visit(begin, end);
+  }
+}
 
 // Visits the chunk's blocks that are seen, in order: visit(first key, number of keys).
 template <class Visit>
@@ -49,13 +59,13 @@ inline void for_each_run(const DecodeChunk& chunk, const Visit& visit) {
 
 // A row as its options see it.
 struct RowScore {
+  const Score& score;  // of its head
   const DecodeRow& row;
   const DecodeChunk& chunk;
-  Score score;
   Options::View view;
 
-  RowScore(const Problem& problem, const DecodeTask& task, const DecodeRow& decode_row, const DecodeChunk& decode_chunk)
-      : row(decode_row), chunk(decode_chunk), score(problem, task.sequence, task.b, decode_row.h) {
+  RowScore(const Score& of_head, const DecodeRow& decode_row, const DecodeChunk& decode_chunk)
+      : score(of_head), row(decode_row), chunk(decode_chunk) {
     score.options.look_row(view, row.i, chunk.first);
   }
 
@@ -114,23 +124,8 @@ inline uint32_t blocks_left(const RowScore& x) {
   return blocks;
 }
 
-// The larger lane of all; NaN loses.
-inline float largest_lane(F x) {
-  alignas(64) float lanes[kLanes];
-  store(lanes, x);
-  float top = lanes[0];
-  for (int i = 1; i < kLanes; ++i) top = lanes[i] > top ? lanes[i] : top;
-  return top;
-}
-
-inline float lane_sum(F x) {
-  alignas(64) float lanes[kLanes];
-  store(lanes, x);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  }
-  return lanes[0];
-}
+// The first n lanes, of n <= 0 none, of kLanes and more all.
+inline M first_keys(int n) { return mask_from_bits(n <= 0 ? 0 : ~0u >> (32 - (n < kLanes ? n : kLanes))); }
 
 // Scores -> weights exp(S - m) after dropout, in all blocks of the chunk that are seen; m is the row's largest score here
 // (kNoMaximum if none is above -inf) and l the sum of its undropped weights.
@@ -138,12 +133,14 @@ inline void softmax_row(float* scores, const RowScore& x, const uint8_t (*kept)[
   const bool plain = !x.score.scaled_first && x.chunk.all;
   F top = broadcast(kNoMaximum);
   for_each_block(x.chunk, [&](int key, int n) {
-    const bool untouched = plain && n == kDecodeBlock;
 #pragma GCC unroll 4
     for (int k = key; k < key + kDecodeBlock; k += kLanes) {
       F s = load(scores + k);
-      if (!untouched) {
+      if (!plain) {
         s = x.scores(s, k);
+        store(scores + k, s);
+      } else if (n < kDecodeBlock) {  // the sequence ends here
+        s = select(first_keys(key + n - k), s, broadcast(-kInfinity));
         store(scores + k, s);
       }
       top = maximum(s, top);

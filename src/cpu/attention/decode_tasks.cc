@@ -44,6 +44,11 @@ struct Cut {
   }
 };
 
+bool takes(const AttentionDesc& desc, int64_t len_q, int64_t len_k) {
+  const bool is_short = len_k <= kMaxShortKeys && desc.head_dim >= kLeastShortDim && desc.dtype != DType::kBFloat16;
+  return len_q > 0 && len_q <= (is_short ? kMaxShortQueries : kMaxDecodeQueries);
+}
+
 int64_t chunks_of(int64_t len_k) { return std::max<int64_t>(1, pieces(len_k, kDecodeChunk)); }
 
 // Chunks of sequences [first_b, end_b) outside of which no row sees a key: at least one. `chunks`: that there are.
@@ -251,9 +256,9 @@ constexpr int64_t kWaveBytes = 4 * 1024 * 1024;
 
 }  // namespace
 
-bool decode_takes(const AttentionDesc& desc) {
-  return !desc.packed && desc.seqlen_q > 0 && desc.seqlen_q <= kMaxDecodeQueries;
-}
+bool decode_takes(const AttentionDesc& desc) { return !desc.packed && takes(desc, desc.seqlen_q, desc.seqlen_k); }
+
+bool decode_takes(const AttentionDesc& desc, const Sequence& s) { return takes(desc, s.len_q, s.len_k); }
 
 MemorySize decode_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
   return Workspace(functions, desc, num_threads).bytes;
@@ -302,7 +307,7 @@ struct PackedDecode::Workspace {
 
   Workspace(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads)
       : scratch_bytes(chunk_scratch_bytes(functions, desc, kDecodeRows, 1)) {
-    const Cut widest(desc, std::min(desc.seqlen_q, kMaxDecodeQueries));
+    const Cut widest(desc, std::min(desc.seqlen_q, kMaxShortQueries));
     const auto partial_bytes = [&](int rows) {
       return scratch_bytes.fits() ? functions.decode_partial_bytes(desc.head_dim_v, rows) : scratch_bytes;
     };
@@ -340,7 +345,7 @@ PackedDecode::PackedDecode(const DecodeCall& call, void* memory) : call_(call) {
   scratch_bytes_ = workspace.scratch_bytes.value(), lane_bytes_ = workspace.lane_bytes;
   for (int64_t b = 0; b < call.desc.batch; ++b) {
     const Sequence& s = call.sequences[b];
-    if (!decode_takes(s)) continue;
+    if (!decode_takes(call.desc, s)) continue;
     const KeyChunks chunks = chunks_to_compute(call_, b, b + 1, chunks_of(s.len_k));
     std::construct_at(places_ + num_places_++, Place{b, 0, 0, 0, chunks, 1});
     chunks_ += chunks.count();
@@ -372,7 +377,7 @@ bool PackedDecode::next_wave() {
 void PackedDecode::find_shared() {
   call_.shared.find(places_[first_].b, places_[end_ - 1].b + 1, [&](int64_t b, int64_t chunk) {
     const Sequence& s = call_.sequences[b];
-    if (!decode_takes(s) || Cut(call_.desc, s.len_q).most_together() < 2) return false;
+    if (!decode_takes(call_.desc, s) || Cut(call_.desc, s.len_q).most_together() < 2) return false;
     const KeyChunks& chunks = place_of(b).chunks;
     return chunks.count() > 1 && chunks.has(chunk);
   });

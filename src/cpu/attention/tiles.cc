@@ -68,7 +68,7 @@ TileTasks::TileTasks(const IsaFunctions& functions, const AttentionDesc& desc, c
   first_chunk_[0] = 0;
   for (int64_t b = 0; b < desc.batch; ++b) {
     const Sequence& s = sequences[b];
-    first_chunk_[b + 1] = first_chunk_[b] + (decode_takes(s) ? 0 : chunks_of(s.len_q));
+    first_chunk_[b + 1] = first_chunk_[b] + (decode_takes(desc, s) ? 0 : chunks_of(s.len_q));
   }
 }
 

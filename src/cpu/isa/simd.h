@@ -18,6 +18,7 @@
 //   nonzero_bytes(p)                             bit i tells whether byte i of 64 is not 0
 //   transpose(rows)                              kLanes x kLanes
 //   sums(rows)                                   lane i: the sum of the lanes of rows[i], the same tree for each
+//   lane_sum(x), largest_lane(x)                 halves with halves, down to one float; of no NaN
 //   load_quads(p) store_quads(p, x)             four neighbours at each of kLanes / 4 places; transpose_quads(rows) turns
 //                                                4 x 4 of them: lane 4 q + j of row d <-> lane 4 q + d of row j
 //   keep_in_register(x)                          the compiler may not fold or move what x holds (peak measurement)

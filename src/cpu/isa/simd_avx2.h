@@ -185,6 +185,16 @@ inline F sums(F (&r)[kLanes]) {
   }
   return _mm256_permute2f128_ps(r[0], r[4], 0x20) + _mm256_permute2f128_ps(r[0], r[4], 0x31);
 }
+inline float lane_sum(F x) {
+  __m128 half = _mm256_castps256_ps128(x) + _mm256_extractf128_ps(x, 1);
+  half = half + _mm_movehl_ps(half, half);
+  return _mm_cvtss_f32(half + _mm_movehdup_ps(half));
+}
+inline float largest_lane(F x) {
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ps(half, _mm_movehdup_ps(half)));
+}
 
 }  // namespace
 }  // namespace polyhead::cpu::POLYHEAD_ISA

@@ -200,6 +200,8 @@ inline F sums(F (&r)[kLanes]) {
   const F high = _mm512_shuffle_f32x4(r[8], r[12], 0x88) + _mm512_shuffle_f32x4(r[8], r[12], 0xdd);
   return _mm512_shuffle_f32x4(low, high, 0x88) + _mm512_shuffle_f32x4(low, high, 0xdd);
 }
+inline float lane_sum(F x) { return _mm512_reduce_add_ps(x); }
+inline float largest_lane(F x) { return _mm512_reduce_max_ps(x); }
 
 }  // namespace
 }  // namespace polyhead::cpu::POLYHEAD_ISA

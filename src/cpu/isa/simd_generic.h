@@ -193,6 +193,11 @@ inline F sums(F (&r)[kLanes]) {
   transpose(r);
   return (r[0] + r[2]) + (r[1] + r[3]);
 }
+inline float lane_sum(F x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+inline float largest_lane(F x) {
+  const float even = x[0] > x[2] ? x[0] : x[2], odd = x[1] > x[3] ? x[1] : x[3];
+  return even > odd ? even : odd;
+}
 
 }  // namespace
 }  // namespace polyhead::cpu::POLYHEAD_ISA

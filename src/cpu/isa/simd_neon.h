@@ -174,6 +174,11 @@ inline F load_quads(const float* const (&p)[kLanes / 4]) { return load(p[0]); }
 inline void store_quads(float* const (&p)[kLanes / 4], F x) { store(p[0], x); }
 inline void transpose_quads(F (&r)[4]) { transpose(r); }
 inline F sums(F (&r)[kLanes]) { return vpaddq_f32(vpaddq_f32(r[0], r[1]), vpaddq_f32(r[2], r[3])); }
+inline float lane_sum(F x) {
+  const float32x2_t half = vadd_f32(vget_low_f32(x), vget_high_f32(x));
+  return vget_lane_f32(vpadd_f32(half, half), 0);
+}
+inline float largest_lane(F x) { return vmaxvq_f32(x); }
 
 }  // namespace
 }  // namespace polyhead::cpu::POLYHEAD_ISA
