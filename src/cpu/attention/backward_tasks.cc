@@ -152,8 +152,9 @@ NextRows next_head(int64_t b, int64_t h, const Sequence& s) { return {s, b, h, 0
 
 // Key/value heads [first_head, end), counted b * num_heads_kv + g.
 void run_whole_heads(const Call& call, int64_t first_head, int64_t end) {
-  run_tasks(call.run, end - first_head, [&](int64_t index, int lane) {
-    const int64_t head = first_head + index;
+  const int64_t at_once = tasks_of_turn(end - first_head, call.desc, call.desc.seqlen_k, 1, call.run.num_threads);
+  run_in_turns(call.run, end - first_head, at_once, [&](int64_t index, int lane, int64_t then) {
+    const int64_t head = first_head + index, next = first_head + then;
     BackwardTask task = keys_task(call, head, 0, call.desc.seqlen_k, call.sums(lane));
     clear_sums(call, task);
     const int64_t group = call.problem.forward.group;
@@ -163,7 +164,7 @@ void run_whole_heads(const Call& call, int64_t first_head, int64_t end) {
       if (call.captures != nullptr) task.captures = start_head(*call.captures, task.b, task.h, sums);
       if (r + 1 < group) {
         task.next = next_head(task.b, task.h + 1, task.sequence);
-      } else if (const int64_t next = head + call.run.num_threads; next < end) {
+      } else if (next < end) {
         const int64_t b = next / call.desc.num_heads_kv;
         task.next = next_head(b, next % call.desc.num_heads_kv * group, call.sequences[b]);
       }

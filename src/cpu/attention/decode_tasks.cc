@@ -291,8 +291,10 @@ void decode_forward(const IsaFunctions& functions, const AttentionDesc& desc, co
   if (workspace.cut.most_together() > 1) {
     call.shared.find(0, desc.batch, [&](int64_t, int64_t chunk) { return chunks.has(chunk); });
   }
-  const int64_t count = all.count();
-  run_tasks(run, desc.batch * count, [&](int64_t index, int lane) {
+  const int64_t count = all.count(), tasks = desc.batch * count;
+  const int64_t keys = std::min(desc.seqlen_k, int64_t{kDecodeChunk});
+  const int64_t at_once = tasks_of_turn(tasks, desc, keys, task_heads, run.num_threads);
+  run_in_turns(run, tasks, at_once, [&](int64_t index, int lane, int64_t /*next*/) {
     char* const scratch = memory + workspace.lanes + workspace.lane_bytes * static_cast<size_t>(lane);
     run_task(call, share_of(index / count), index % count, share_of, scratch,
              scratch + workspace.scratch_bytes.value());

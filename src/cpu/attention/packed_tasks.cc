@@ -22,7 +22,7 @@ void packed_forward(const IsaFunctions& functions, const AttentionDesc& desc, co
   int64_t num_tiles = tiles.count();  // first, because they take longest
   while (decode.next_wave() || num_tiles > 0) {
     run_tasks(run, num_tiles + decode.count(), [&](int64_t index, int lane) {
-      index < num_tiles ? tiles.run(index, lane) : decode.run(index - num_tiles, lane);
+      index < num_tiles ? tiles.run(index, lane, index + run.num_threads) : decode.run(index - num_tiles, lane);
     });
     num_tiles = 0;
   }

@@ -56,7 +56,6 @@ TileTasks::TileTasks(const IsaFunctions& functions, const AttentionDesc& desc, c
       desc_(desc),
       problem_(problem),
       sequences_(sequences),
-      num_threads_(num_threads),
       chunk_queries_(int64_t{tiles_per_task(functions, desc, num_threads)} * kTileQueries),
       share_bias_(problem.bias.data != nullptr && problem.bias.stride_b == 0 && problem.bias.stride_q != 0 &&
                   problem.group == 1),
@@ -103,14 +102,14 @@ NextRows TileTasks::next_rows(const At& now, const At& then) const {
   return next;
 }
 
-void TileTasks::run(int64_t index, int lane) const {
+void TileTasks::run(int64_t index, int lane, int64_t next) const {
   const At now = at(index);
   const Sequence& s = sequences_[now.b];
   const int64_t padded = desc_.packed ? s.len_q : desc_.seqlen_q;
   const int64_t end = std::min(now.first_query + chunk_queries_, padded);
   const int64_t computed = std::clamp(s.len_q, now.first_query, end);
   ForwardTask task{s, now.b, now.h, now.first_query, computed - now.first_query};
-  if (index + num_threads_ < count()) task.next = next_rows(now, at(index + num_threads_));
+  if (next < count()) task.next = next_rows(now, at(next));
   if (task.num_queries > 0) {
     functions_.forward_tiles(problem_, task, lanes_ + lane_bytes_ * static_cast<size_t>(lane));
   }
@@ -121,7 +120,9 @@ void tiles_forward(const IsaFunctions& functions, const AttentionDesc& desc, con
                    const Sequences& sequences, const Run& run) {
   const Problem p = problem(desc, args);
   const TileTasks tasks(functions, desc, p, sequences, run.num_threads, args.workspace);
-  run_tasks(run, tasks.count(), [&](int64_t index, int lane) { tasks.run(index, lane); });
+  const int64_t at_once = desc.packed ? 1 : tasks_of_turn(tasks.count(), desc, desc.seqlen_k, 1, run.num_threads);
+  run_in_turns(run, tasks.count(), at_once,
+               [&](int64_t index, int lane, int64_t next) { tasks.run(index, lane, next); });
 }
 
 }  // namespace polyhead::cpu

@@ -19,7 +19,7 @@ class TileTasks {
             const Sequences& sequences, int num_threads, void* workspace);
 
   int64_t count() const;
-  void run(int64_t index, int lane) const;
+  void run(int64_t index, int lane, int64_t next) const;  // next: the index that the thread will probably take then
 
  private:
   struct At {
@@ -33,7 +33,6 @@ class TileTasks {
   const AttentionDesc& desc_;
   const Problem& problem_;
   const Sequences& sequences_;
-  int num_threads_;
   int64_t chunk_queries_;  // of a task at most, padding included
   bool share_bias_;        // sequences do, [queries, keys] of a head
   int64_t* first_chunk_;   // [batch + 1], only when packed: counts the chunks of a head in the sequences before
