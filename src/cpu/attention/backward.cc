@@ -82,12 +82,13 @@ void clear_if_fresh(const Head& head, Tile& tile) {
   if (tile.fresh) __builtin_memset(tile.chunk, 0, static_cast<size_t>(head.problem.head_dim * kTile) * sizeof(float));
 }
 
-// Where a tile and block's share of dQ goes. If it is one product of all queries, a chunk's first begins its sums, and its
-// last adds them to those of the chunks before: `last`, if nothing follows.
+// Where a tile and block's share of dQ goes. If it is one product of all queries, a chunk's first begins its sums (those of
+// vectors without a query stay what lies there), and its last adds them to those of the chunks before: `last`, if nothing
+// follows.
 ChunkSums query_sums(const Head& head, Tile& tile, bool all, bool last) {
   ChunkSums sums{tile.chunk};
   if (!head.wants_queries) return sums;
-  if (!kTmm && all && tile.num_queries == kTile) {
+  if (!kTmm && all) {
     sums.fresh = tile.fresh;
     tile.added = last && tile.started && tile.partial == nullptr;
     if (tile.added) sums.whole = tile.grad_query;
@@ -420,7 +421,7 @@ size_t backward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, b
 }
 
 size_t backward_sum_floats(int64_t num_keys, int64_t dim) {
-  return static_cast<size_t>((num_keys + kBlock - 1) / kBlock * kBlock * whole_vectors(dim));
+  return static_cast<size_t>(whole(num_keys, kGroup) * whole_vectors(dim));
 }
 
 void backward_head(const BackwardProblem& problem, const BackwardTask& task, int tiles, void* scratch) {
