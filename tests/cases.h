@@ -287,6 +287,10 @@ class Cases : private CaseList {
     add_in_each_dtype("short_packed", sizes(9, 4, 2, 110, 100, 64),
                       [](auto& d) { d.packed = d.causal = true, d.align = Align::kBottomRight; });
     add_in_each_dtype("short_pages", sizes(5, 4, 2, 15, 16, 64), [&](auto& d) { paged(d, 4); });
+    for (const int64_t keys : {32, 64}) {  // of a table, whatever a sequence has
+      add_in_each_dtype("short_packed_pages_" + num(keys), sizes(12, 4, 2, 160, keys, 64),
+                        [&](auto& d) { paged(d, 16), d.packed = d.causal = true, d.align = Align::kBottomRight; });
+    }
   }
 
   // Blocks of 16 keys (decoding) and of 64 that lie in one page, in some, in many; lengths of 0 and at the edges of pages.

@@ -119,8 +119,8 @@ class DecodeProgram {
   static constexpr int kMostQueries = kDecodeRows;  // of one head in a task
 
   const program::Call* asked_ = nullptr;  // null: no program
-  alignas(
-      program::Call) char call_[sizeof(program::Call)];  // with the transposed code; nothing, if there is no program
+  // With the transposed code; nothing, if there is no program.
+  alignas(program::Call) char call_[sizeof(program::Call)];
   ProgramMemory memory_;
   uint16_t shown_[kDecodeRows][kWords];  // of the rows of all heads of a task
 };

@@ -258,7 +258,9 @@ constexpr int64_t kWaveBytes = 4 * 1024 * 1024;
 
 bool decode_takes(const AttentionDesc& desc) { return !desc.packed && takes(desc, desc.seqlen_q, desc.seqlen_k); }
 
-bool decode_takes(const AttentionDesc& desc, const Sequence& s) { return takes(desc, s.len_q, s.len_k); }
+bool decode_takes(const AttentionDesc& desc, const Sequence& s) {
+  return takes(desc, s.len_q, desc.page_size > 0 ? desc.seqlen_k : s.len_k);  // of pages a batch has as many keys
+}
 
 MemorySize decode_workspace_bytes(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads) {
   return Workspace(functions, desc, num_threads).bytes;
@@ -309,11 +311,11 @@ struct PackedDecode::Workspace {
 
   Workspace(const IsaFunctions& functions, const AttentionDesc& desc, int num_threads)
       : scratch_bytes(chunk_scratch_bytes(functions, desc, kDecodeRows, 1)) {
-    const Cut widest(desc, std::min(desc.seqlen_q, kMaxShortQueries));
+    const Cut widest(desc, std::min(desc.seqlen_q, kMaxDecodeQueries));
     const auto partial_bytes = [&](int rows) {
       return scratch_bytes.fits() ? functions.decode_partial_bytes(desc.head_dim_v, rows) : scratch_bytes;
     };
-    // A sequence of one chunk leaves nothing. All others have at most as many chunks as all keys, and one more each.
+    // A sequence of one chunk leaves nothing, as all of more queries. All others have at most as many chunks as all keys, and one more each.
     const int64_t chunks = pieces(desc.seqlen_k, kDecodeChunk);
     const MemorySize chunk_bytes = partial_bytes(widest.run_rows) * widest.sequence_runs();
     const MemorySize all_chunks =

@@ -76,7 +76,7 @@ struct BackwardTask {
   int64_t chunk_keys = 0;                          // keys whose share of dQ is summed by itself; whole blocks
   int64_t first_query = 0, end_query = INT64_MAX;  // what of the sequence's; whole groups of tiles, but for the last
 
-  // Sums to add to, of the keys from first_key on: [whole blocks][head_dim in whole vectors]; null: not asked for.
+  // Sums to add to, of the keys from first_key on: [whole groups][head_dim in whole vectors]; null: not asked for.
   float *key_sums = nullptr, *value_sums = nullptr;
 
   bool bias = false;         // dS is added to problem.grad_bias, where nobody else adds to the same elements meanwhile,
