@@ -47,8 +47,9 @@ inline int64_t tasks_of_turn(int64_t tasks, const AttentionDesc& desc, int64_t k
                              int num_threads) {
   const int64_t row_bytes =
       numbers_bytes(key_dtype(desc), desc.head_dim) + numbers_bytes(value_dtype(desc), desc.head_dim_v);
-  const int64_t rows = std::min<int64_t>(keys, 128 * 1024) * heads_kv;  // no product is too large
-  const int64_t of_bytes = 128 * 1024 / std::clamp<int64_t>(row_bytes, 1, 128 * 1024) / std::max<int64_t>(rows, 1);
+  constexpr int64_t kTurnBytes = 128 * 1024;
+  const int64_t rows = std::min(keys, kTurnBytes) * heads_kv;  // no product is too large
+  const int64_t of_bytes = kTurnBytes / std::clamp<int64_t>(row_bytes, 1, kTurnBytes) / std::max<int64_t>(rows, 1);
   return std::clamp<int64_t>(of_bytes, 1, std::max<int64_t>(1, tasks / (16 * int64_t{num_threads})));
 }
 

@@ -106,7 +106,7 @@ void weigh_chunk(const Decode& x, int first, int end, bool finite) {
   const int rows = computed_rows(x);
   const int64_t dim = x.problem.head_dim_v;
   for (int h = first; h < end && x.sequences > 1; ++h) {  // which take sums up at different blocks
-    const size_t floats = static_cast<size_t>(padded_rows(x.task.num_rows) * x.partial.out_stride);
+    const size_t floats = static_cast<size_t>(rows * x.partial.out_stride);
     if (x.head[h].chunk.blocks != 0) __builtin_memset(x.head[h].out, 0, floats * sizeof(float));
   }
   for_each_reading<Row>(x, finite, [&](int key, int n) {

@@ -183,12 +183,11 @@ inline int64_t query_row_bytes(const Decode& x, const DecodeHead& head) {
   return one_run ? query.stride_s * bytes : 0;
 }
 
-// Whether queries are read as they lie: nothing is to be converted, and nothing behind them is read.
+// Whether queries, row_bytes apart, are read as they lie: nothing is to be converted, and nothing behind them is read.
 template <class Mac>
-bool reads_queries_in_place(const Decode& x, const DecodeHead& head, const Rows& first) {
+bool reads_queries_in_place(const Decode& x, const Rows& first, int64_t row_bytes) {
   return x.sequences == 1 && plain_words<Mac>(first) && x.problem.head_dim % (kLanes * Mac::kElements) == 0 &&
-         computed_rows(x) == x.task.num_rows && query_row_bytes(x, head) > 0 &&
-         query_row_bytes(x, head) % kWordBytes == 0;
+         computed_rows(x) == x.task.num_rows && row_bytes > 0 && row_bytes % kWordBytes == 0;
 }
 
 inline Rows query_row(const Decode& x, const DecodeHead& head, int r) {
@@ -198,9 +197,10 @@ inline Rows query_row(const Decode& x, const DecodeHead& head, int r) {
 template <class Mac>
 void load_queries(const Decode& x, DecodeHead& head) {
   const Rows first = query_row(x, head, 0);
-  if (reads_queries_in_place<Mac>(x, head, first)) {
+  const int64_t row_bytes = query_row_bytes(x, head);
+  if (reads_queries_in_place<Mac>(x, first, row_bytes)) {
     head.query = f32(first.data);
-    head.query_stride = query_row_bytes(x, head) / kWordBytes;
+    head.query_stride = row_bytes / kWordBytes;
     return;
   }
   float* out = x.scratch + (&head - x.head) * padded_rows(x.task.num_rows) * x.layout.query_stride;

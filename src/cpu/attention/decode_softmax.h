@@ -74,11 +74,17 @@ struct RowScore {
     return {row.i, chunk.first, key, left < kLanes ? left : kLanes, row.shown};
   }
 
-  // Which of kLanes keys from `key` on options let the row see, of those that are there.
+  // Which of kLanes keys from `key` on are there.
+  M there(int key) const {
+    const int n = at(key).n;
+    return mask_from_bits(n > 0 ? (1u << n) - 1 : 0);
+  }
+
+  // Which of those options let the row see.
   M shown(int key) const {
     const RowPlace place = at(key);
     if (place.n <= 0) return mask_from_bits(0);
-    return score.options.sees(mask_from_bits((1u << place.n) - 1), place, view);
+    return score.options.sees(there(key), place, view);
   }
 
   // kLanes products from `key` on -> the scores of options.
@@ -124,9 +130,6 @@ inline uint32_t blocks_left(const RowScore& x) {
   return blocks;
 }
 
-// The first n lanes, of n <= 0 none, of kLanes and more all.
-inline M first_keys(int n) { return mask_from_bits(n <= 0 ? 0 : ~0u >> (32 - (n < kLanes ? n : kLanes))); }
-
 // Scores -> weights exp(S - m) after dropout, in all blocks of the chunk that are seen; m is the row's largest score here
 // (kNoMaximum if none is above -inf) and l the sum of its undropped weights.
 inline void softmax_row(float* scores, const RowScore& x, const uint8_t (*kept)[kDecodeChunk / 8], float* m, float* l) {
@@ -140,7 +143,7 @@ inline void softmax_row(float* scores, const RowScore& x, const uint8_t (*kept)[
         s = x.scores(s, k);
         store(scores + k, s);
       } else if (n < kDecodeBlock) {  // the sequence ends here
-        s = select(first_keys(key + n - k), s, broadcast(-kInfinity));
+        s = select(x.there(k), s, broadcast(-kInfinity));
         store(scores + k, s);
       }
       top = maximum(s, top);

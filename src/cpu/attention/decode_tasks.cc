@@ -315,7 +315,8 @@ struct PackedDecode::Workspace {
     const auto partial_bytes = [&](int rows) {
       return scratch_bytes.fits() ? functions.decode_partial_bytes(desc.head_dim_v, rows) : scratch_bytes;
     };
-    // A sequence of one chunk leaves nothing, as all of more queries. All others have at most as many chunks as all keys, and one more each.
+    // A sequence of one chunk leaves nothing, as all of more queries. All others have at most as many chunks as all keys,
+    // and one more each.
     const int64_t chunks = pieces(desc.seqlen_k, kDecodeChunk);
     const MemorySize chunk_bytes = partial_bytes(widest.run_rows) * widest.sequence_runs();
     const MemorySize all_chunks =

@@ -120,7 +120,7 @@ void tiles_forward(const IsaFunctions& functions, const AttentionDesc& desc, con
                    const Sequences& sequences, const Run& run) {
   const Problem p = problem(desc, args);
   const TileTasks tasks(functions, desc, p, sequences, run.num_threads, args.workspace);
-  const int64_t at_once = desc.packed ? 1 : tasks_of_turn(tasks.count(), desc, desc.seqlen_k, 1, run.num_threads);
+  const int64_t at_once = tasks_of_turn(tasks.count(), desc, desc.seqlen_k, 1, run.num_threads);
   run_in_turns(run, tasks.count(), at_once,
                [&](int64_t index, int lane, int64_t next) { tasks.run(index, lane, next); });
 }
