@@ -152,6 +152,11 @@ class Cases : private CaseList {
                       [](auto& d) { operand(d.attn_mask, d, kBatch | kKey, DType::kBool); });
     add_in_each_dtype("bias_blocks", sizes(1, 2, 1, 260, 330, 16),
                       [](auto& d) { operand(d.attn_bias, d, kHead | kQuery | kKey, DType::kFloat32); });
+    // Rows begin at odd elements, so that no two lie in an aligned word of all of them.
+    add_in_each_dtype("mask_and_bias_odd", sizes(1, 4, 2, 99, 131, 20), [](auto& d) {
+      operand(d.attn_mask, d, kHead | kQuery | kKey, DType::kBool);
+      operand(d.attn_bias, d, kQuery | kKey, DType::kBFloat16);
+    });
     add_in_each_dtype("mask_and_bias", base, [](auto& d) {
       operand(d.attn_mask, d, kBatch | kKey, DType::kBool);
       operand(d.attn_bias, d, kHead | kQuery | kKey, DType::kFloat32);

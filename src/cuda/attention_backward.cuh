@@ -157,8 +157,8 @@ class Backward : Pairs<T, kD, kPass != kOfQuery, kOptions, kOthers<T, kD, kPass>
     }
     if constexpr (kOptions) {
       const Score score = this->score_of_tile();
-      this->weights_by_options(P, dS, from, score, [&](const PairScore& pair, float gradient, int i, int j) {
-        return score.gradient(pair, gradient, i, j) * pair.derivative;
+      this->template weights_by_options<true>(P, dS, from, score, [&](float before, float of_score, int i, int j) {
+        return score.gradient(before, of_score, i, j);
       });
     } else {
       this->weights(P, dS, from);

@@ -1,4 +1,4 @@
-// Backward without options, of elements that tensor cores multiply, on 9.0: the two passes of attention_backward.cuh by
+// Backward of elements that tensor cores multiply, on 9.0: the two passes of attention_backward.cuh by
 // warpgroups (warpgroup.cuh), kGroups of which compute, each with 64 rows of its own, and one more copies the others, 64 at a
 // time, to where those find them.
 //   pass over queries   S = Q K^T     dP = dO V^T      dQ += dS K                  P = exp(S - L)   dS = P (dP - delta)
@@ -6,140 +6,18 @@
 // What sums multiply is in registers, as the products before left it: fragments C of two matrices are those of A.
 #pragma once
 
+#include "cuda/attention_backward_stages.cuh"
 #include "cuda/gradient_rows.cuh"
 #include "cuda/products.cuh"
 #include "cuda/softmax.cuh"
-#include "cuda/tiles_of_others.cuh"
-#include "cuda/warpgroup.cuh"
 
 namespace polyhead::cuda {
 
-template <class T, int kD, bool kKeys, int kGroups>
-struct BackwardGroupsMemory {
-  static constexpr int kRows = kGroups * kGroupRows, kStages = kKeys || kGroups < 3 ? 4 : 3;
-
-  Panels<T, kD, kRows> own[2];                               // Q and dO, or K and V
-  Panels<T, kD, kGroupRows> stages[kStages][2];              // of the others
-  float L[kStages][kGroupRows], delta[kStages][kGroupRows];  // of the others, where they are queries
-  Phases full[kStages], free[kStages];
-  int not_finite[kStages];  // 1 + the last stage there with an infinity or a NaN that some row must not see
-  int2 seen[kRows];  // of the others, from the first one in a tile on, that each own row sees: from x to y, exclusive
-  OwnRows rows;
-  Band band;
-  TilesOfOthers<kKeys, kRows, kGroupRows> others;
-};
-
-// What those who compute and those who copy know. Stage n is tile n of the others, head by head.
-template <class T, int kD, bool kKeys, int kGroups>
-class BackwardGroupsBlock {
- protected:
-  using Memory = BackwardGroupsMemory<T, kD, kKeys, kGroups>;
-  static constexpr int kStages = Memory::kStages;
-
-  __device__ BackwardGroupsBlock(const BackwardProblem& problem, Memory& memory)
-      : p(problem),
-        shared(memory),
-        lane(static_cast<int>(threadIdx.x) % 32),
-        tiles(memory.others.tiles),
-        stages(memory.others.tiles * memory.others.heads) {}
-
-  __device__ PlaceOfTile place_of(int n) const {
-    if (!kKeys) return {0, n};
-    return {n / tiles, n % tiles};
-  }
-  __device__ int columns_of(int matrix) const { return matrix == 0 ? p.head_dim : p.head_dim_v; }
-
-  const BackwardProblem& p;
-  Memory& shared;
-  int lane, tiles, stages;
-};
-
-template <class T, int kD, bool kKeys, int kGroups>
-class BackwardGroupsCopies : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
-  using Base = BackwardGroupsBlock<T, kD, kKeys, kGroups>;
-  using Base::p, Base::shared, Base::lane, Base::stages, Base::place_of, Base::columns_of, Base::kStages;
-  static constexpr int kInFlight = kStages - 2;  // stages
-
- public:
-  __device__ BackwardGroupsCopies(const BackwardProblem& problem, typename Base::Memory& memory)
-      : Base(problem, memory) {}
-
-  __device__ void run() {
-    if (stages > 0) load_own();
-    for (int n = 0; n < stages + kInFlight; ++n) {
-      if (n < stages) {
-        if (n >= kStages) shared.free[n % kStages].wait(n / kStages - 1);
-        load(n);
-      }
-      if (n >= kInFlight && stages > 0) finish(n - kInFlight, n);
-    }
-  }
-
- private:
-  __device__ void load_own() {
-    const Band& band = shared.band;
-    const OwnRows& own = shared.rows;
-    const int64_t row = (kKeys ? band.first_k : band.first_q) + own.first,
-                  end = (kKeys ? band.keys : band.queries) - own.first;
-#pragma unroll 1
-    for (int n = 0; n < 2; ++n) {
-      const Rows& from = kKeys ? (n == 0 ? p.key : p.value) : (n == 0 ? p.query : p.grad_out);
-      load_rows_apart(shared.own[n], from, columns_of(n), own.b * from.batch + own.h * from.head + row * from.row, end,
-                      OneGroup());
-    }
-  }
-
-  // As two groups of copies.
-  __device__ void load(int n) {
-    const PlaceOfTile place = place_of(n);
-    const auto& others = shared.others;
-    const int64_t row = int64_t{place.tile} * kGroupRows, end = others.rows - row;
-    if constexpr (kKeys) {
-      const int x = OneGroup::number() % kGroupRows;
-      const bool of_L = OneGroup::number() < kGroupRows;
-      const Statistic& of = of_L ? p.logsumexp : p.delta;
-      const int64_t at = (of_L ? others.first_L : others.first_delta) + place.head * of.head + (row + x) * of.row;
-      copy_float((of_L ? shared.L : shared.delta)[n % kStages] + x, of.data + (x < end ? at : 0), x < end);
-    }
-#pragma unroll 1
-    for (int m = 0; m < 2; ++m) {
-      const Rows& from = others.matrix(p, m);
-      load_rows_apart(shared.stages[n % kStages][m], from, columns_of(m),
-                      others.first_element[m] + place.head * from.head + row * from.row, end, OneGroup());
-    }
-  }
-
-  // Stage n is there, when those to `last` have been begun.
-  __device__ void finish(int n, int last) {
-    if (last < stages) {
-      wait_for_copies_before<2 * kInFlight>();
-    } else {
-      wait_for_copies();
-    }
-    if (shared.others.cut(place_of(n)) && has_not_finite(n)) atomicMax(&shared.not_finite[n % kStages], n + 1);
-    show_to_products();
-    shared.full[n % kStages].arrive(lane);
-  }
-
-  // Whether this thread has copied an infinity or a NaN that sums would multiply by the 0 of a row which must not see it.
-  __device__ bool has_not_finite(int n) {
-    constexpr int kPieces = kD / (16 / sizeof(T)), kStep = kGroupThreads / kPieces;
-    unsigned bad = 0;
-    for (int m = 0; m < (kKeys ? 2 : 1); ++m) {
-      for (int row = OneGroup::number() / kPieces; row < kGroupRows; row += kStep) {
-        const uint4 words =
-            *reinterpret_cast<uint4*>(shared.stages[n % kStages][m].piece(row, OneGroup::number() % kPieces));
-        bad |= not_finite<T>(words.x) | not_finite<T>(words.y) | not_finite<T>(words.z) | not_finite<T>(words.w);
-      }
-    }
-    return bad != 0;
-  }
-};
-
-template <class T, int kD, bool kKeys, int kGroups>
-class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
-  using Base = BackwardGroupsBlock<T, kD, kKeys, kGroups>;
-  using Base::p, Base::shared, Base::lane, Base::tiles, Base::stages, Base::place_of, Base::columns_of, Base::kStages;
+template <class T, int kD, bool kKeys, bool kOptions, int kGroups>
+class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kOptions, kGroups> {
+  using Base = BackwardGroupsBlock<T, kD, kKeys, kOptions, kGroups>;
+  using Base::p, Base::shared, Base::lane, Base::tiles, Base::stages, Base::place_of, Base::columns_of, Base::is_cut,
+      Base::kStages;
   using Memory = typename Base::Memory;
   static constexpr int kTerms = 16, kBlocks = kGroupRows / 8, kSums = kKeys ? 2 : 1;
   using Factors = unsigned[kGroupRows / kTerms][4];
@@ -167,8 +45,9 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
   }
 
  private:
-  // Of a lane's rows.
-  __device__ int local_row(int r) const { return group * kGroupRows + warp * 16 + lane / 4 + 8 * r; }
+  // Of a lane's rows, among the group's and the block's.
+  __device__ int row_of_group(int r) const { return warp * 16 + lane / 4 + 8 * r; }
+  __device__ int local_row(int r) const { return group * kGroupRows + row_of_group(r); }
   __device__ int64_t row_index(int r) const { return shared.rows.first + local_row(r); }
   __device__ Range range_of(int64_t row) const { return shared.others.range_of(shared.band, row); }
 
@@ -197,7 +76,7 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
     for (int r = 0; r < 2 && !kKeys; ++r) {
       const bool there = row_index(r) < num_own;
       const int64_t i = shared.band.first_q + row_index(r);
-      L[r] = there ? kLog2E * statistic(p.logsumexp, shared.rows.b, shared.rows.h, i) : 0;
+      L[r] = there ? (kOptions ? 1 : kLog2E) * statistic(p.logsumexp, shared.rows.b, shared.rows.h, i) : 0;
       delta[r] = there ? statistic(p.delta, shared.rows.b, shared.rows.h, i) : 0;
     }
   }
@@ -237,10 +116,16 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
     begin_products();
     product(S, n, 0);
     product(dP, n, 1);
-    wait_for_products_before<1>();  // of S
-    weights(n);
-    wait_for_products_before<0>();
-    gradients(n);
+    if constexpr (kOptions) {
+      if (p.dropout.on) draw(n);
+      wait_for_products_before<0>();
+      by_options(n);
+    } else {
+      wait_for_products_before<1>();  // of S
+      weights(n);
+      wait_for_products_before<0>();
+      gradients(n);
+    }
     if constexpr (kKeys) round(S, to.P[0], to.P[1]);
     round(dP, to.dS[0], to.dS[1]);
   }
@@ -264,6 +149,7 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
   __device__ void step_carefully(int n, bool sees_some) {
     BothFactors factors = {};
     unsigned positive = 0;
+    shown = 0;
     if (sees_some) {
       make_factors(factors, n);
 #pragma unroll
@@ -292,14 +178,58 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
     for_each_pair(shared.L[n % kStages], L, [&](int b, int e, float of_query) {
       S[b][e] = exp2_approx(fmaf(S[b][e], scale_log2, -(kKeys ? kLog2E * of_query : of_query)));
     });
-    if (shared.others.cut(place_of(n))) hide(S, n);
+    if (is_cut(n)) hide(S, n);
   }
 
   // dP <- dS, 0 at pairs that are not seen
   __device__ void gradients(int n) {
     for_each_pair(shared.delta[n % kStages], delta,
                   [&](int b, int e, float of_query) { dP[b][e] = S[b][e] * (dP[b][e] - of_query); });
-    if (shared.others.cut(place_of(n))) hide(dP, n);
+    if (is_cut(n)) hide(dP, n);
+  }
+
+  // S <- dropout(P), dP <- dS, of the scores that options make; 0 at pairs that are not seen
+  __device__ void by_options(int n) {
+    const int own[2] = {row_of_group(0), row_of_group(1)}, other = lane % 4 * 2;
+    for_each_pair(shared.delta[n % kStages], delta, [&](int b, int e, float of_query) {  // dS of a weight of 1
+      const float factor = !p.dropout.on ? 1 : kept & bit_of_pair(b, e) ? p.dropout.factor : 0;
+      S[b][e] *= p.scale;
+      dP[b][e] = factor * dP[b][e] - of_query;
+    });
+    const int of_lane = place_of(n).tile * kGroupRows + other;
+    shown = 0;
+    for (int r = 0; r < 2; ++r) {
+      const int2 seen = shared.seen[local_row(r)];
+      shown |= (pairs_below<kBlocks>(seen.y - of_lane) & ~pairs_below<kBlocks>(seen.x - of_lane)) << 2 * r;
+    }
+    shown = score_of(n).template apply<T, kKeys>(S, own, other, shown,
+                                                 [&](int b, int e, float derivative) { dP[b][e] *= derivative; });
+    for_each_pair(shared.L[n % kStages], L, [&](int b, int e, float of_query) {
+      const bool visible = shown & bit_of_pair(b, e);
+      const float weight = exp2_approx((S[b][e] - of_query) * kLog2E);  // of a bias of -1e9 in all of a row, too
+      dP[b][e] = visible ? weight * dP[b][e] : 0;
+      const float factor = !p.dropout.on ? 1 : kept & bit_of_pair(b, e) ? p.dropout.factor : 0;
+      S[b][e] = visible ? weight * factor : 0;  // a NaN that is dropped is one
+    });
+  }
+
+  // Of stage n: the head and the first of its queries and keys.
+  __device__ int head_of(int n) const {
+    return kKeys ? shared.rows.h * static_cast<int>(p.heads / p.heads_kv) + place_of(n).head : shared.rows.h;
+  }
+  __device__ int64_t first_of(int n, bool keys) const {
+    return keys == kKeys ? shared.rows.first + group * kGroupRows : shared.others.first_of(place_of(n));
+  }
+  __device__ Score score_of(int n) const {
+    return {p, shared.band, shared.rows.b, head_of(n), first_of(n, false), first_of(n, true)};
+  }
+
+  // Which weights of stage n are kept.
+  __device__ void draw(int n) {
+    Kept& bits = shared.kept[group];
+    bits.fill(p.dropout, shared.rows.b, head_of(n), first_of(n, false), first_of(n, true), kKeys, warp);
+    const int own[2] = {row_of_group(0), row_of_group(1)};
+    kept = bits.template pairs<kKeys, kBlocks>(own, lane % 4 * 2);
   }
 
   __device__ void hide(float (&C)[kBlocks][4], int n) const {
@@ -352,8 +282,11 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
     const int64_t begin = shared.others.first_element[matrix] + here.head * rows.head + first * rows.row;
 #pragma unroll 1
     for (int x = 0; x < kGroupRows; ++x) {
-      const unsigned of_other = __shfl_sync(kAllLanes, positive, (lane & ~3) + x % 8 / 2) >> (x / 8 * 4 + x % 2);
+      const int from = (lane & ~3) + x % 8 / 2, bit = x / 8 * 4 + x % 2;
+      const unsigned of_other = __shfl_sync(kAllLanes, positive, from) >> bit;
+      const unsigned shown_to = kOptions ? __shfl_sync(kAllLanes, shown, from) >> bit : 0;
       const auto sees_it = [&](int r) {
+        if constexpr (kOptions) return (shown_to >> 2 * r & 1) != 0;
         const int2 range = shared.seen[local_row(r)];
         return range.x <= first + x && first + x < range.y;
       };
@@ -423,13 +356,15 @@ class GroupsBackward : BackwardGroupsBlock<T, kD, kKeys, kGroups> {
   float scale_log2;  // for powers of 2 instead of e, as L is
   int first_seen = 0, last_seen = 0;
   float L[2], delta[2];
+  unsigned shown = 0, kept = 0;                   // with options, of the pairs of the last stage
   float S[kBlocks][4] = {}, dP[kBlocks][4] = {};  // then P and dS
   float sums[kSums][kD / 8][4] = {};
 };
 
-template <class T, int kD, bool kKeys, int kGroups>
-__device__ void backward_by_groups(const BackwardProblem& p, BackwardGroupsMemory<T, kD, kKeys, kGroups>& shared) {
-  using Memory = BackwardGroupsMemory<T, kD, kKeys, kGroups>;
+template <class T, int kD, bool kKeys, bool kOptions, int kGroups>
+__device__ void backward_by_groups(const BackwardProblem& p,
+                                   BackwardGroupsMemory<T, kD, kKeys, kOptions, kGroups>& shared) {
+  using Memory = BackwardGroupsMemory<T, kD, kKeys, kOptions, kGroups>;
   constexpr int kRegistersOfCopies = kGroups > 2 ? 32 : 40, kRegistersOfProducts = kGroups > 2 ? 160 : 232;
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
@@ -446,10 +381,10 @@ __device__ void backward_by_groups(const BackwardProblem& p, BackwardGroupsMemor
   const int group = __shfl_sync(kAllLanes, thread / kGroupThreads, 0);
   if (group == kGroups) {
     take_registers_from_group<kRegistersOfCopies>();
-    BackwardGroupsCopies<T, kD, kKeys, kGroups>(p, shared).run();
+    BackwardGroupsCopies<T, kD, kKeys, kOptions, kGroups>(p, shared).run();
   } else {
     give_registers_to_group<kRegistersOfProducts>();
-    GroupsBackward<T, kD, kKeys, kGroups>(p, shared, group).run();
+    GroupsBackward<T, kD, kKeys, kOptions, kGroups>(p, shared, group).run();
   }
 }
 

@@ -9,14 +9,15 @@ namespace {
 
 template <class T, int kD, bool kKeys>
 constexpr int kGroups = backward_groups(std::is_same_v<T, Float16> ? Number::kFloat16 : Number::kBFloat16, kD, kKeys);
-template <class T, int kD, bool kKeys>
-using Memory = BackwardGroupsMemory<T, kD, kKeys, kGroups<T, kD, kKeys>>;
-static_assert(sizeof(Memory<Float16, 128, true>) <= kGroupBytes && sizeof(Memory<Float16, 128, false>) <= kGroupBytes);
+template <class T, int kD, bool kKeys, bool kOptions>
+using Memory = BackwardGroupsMemory<T, kD, kKeys, kOptions, kGroups<T, kD, kKeys>>;
+static_assert(sizeof(Memory<Float16, 128, true, true>) <= kGroupBytes);
+static_assert(sizeof(Memory<Float16, 128, false, true>) <= kGroupBytes);
 
-template <class T, int kD, bool kKeys>
+template <class T, int kD, bool kKeys, bool kOptions>
 __global__ void __launch_bounds__((kGroups<T, kD, kKeys> + 1) * kGroupThreads, 1)
     backward_groups_kernel(const __grid_constant__ BackwardProblem problem) {
-  backward_by_groups(problem, dynamic_shared<Memory<T, kD, kKeys>>());
+  backward_by_groups(problem, dynamic_shared<Memory<T, kD, kKeys, kOptions>>());
 }
 
 template <class T, int kD, bool kKeys>
@@ -24,8 +25,11 @@ cudaError_t launch_pass(const BackwardProblem& problem, unsigned blocks, cudaStr
   if (blocks == 0) return cudaSuccess;
   BackwardProblem p = problem;
   (kKeys ? p.key_blocks : p.query_blocks) = blocks;
-  return launch_block(reinterpret_cast<const void*>(backward_groups_kernel<T, kD, kKeys>), blocks,
-                      (kGroups<T, kD, kKeys> + 1) * kGroupThreads, sizeof(Memory<T, kD, kKeys>), stream, p);
+  const auto kernel =
+      p.has_options ? backward_groups_kernel<T, kD, kKeys, true> : backward_groups_kernel<T, kD, kKeys, false>;
+  const size_t bytes = p.has_options ? sizeof(Memory<T, kD, kKeys, true>) : sizeof(Memory<T, kD, kKeys, false>);
+  return launch_block(reinterpret_cast<const void*>(kernel), blocks, (kGroups<T, kD, kKeys> + 1) * kGroupThreads,
+                      static_cast<int>(bytes), stream, p);
 }
 
 template <class T, int kD>

@@ -128,7 +128,7 @@ class Forward {
 
  private:
   // Whether warpgroups compute the long sequences.
-  __device__ bool beside_groups() const { return !kOptions && p.group_blocks > 0; }
+  __device__ bool beside_groups() const { return p.group_blocks > 0; }
   __device__ bool takes_scores() const { return kOptions && !p.softmax; }
   __device__ bool drops() const { return kOptions && p.dropout.on; }
   __device__ bool drops_late() const { return drops() && p.softmax; }  // when weights meet V
@@ -245,23 +245,27 @@ class Forward {
   // The same, of the scores that options make.
   __device__ void apply_options(int64_t j) {
     const Score score(p, shared.band, b, h, query, j);
-    const int sinks = sinks_from(j);
-    const float hidden = p.softmax ? -INFINITY : 0;
-    const int queries[2] = {static_cast<int>(row_index(0) - query), static_cast<int>(row_index(1) - query)};
+    const int own[2] = {static_cast<int>(row_index(0) - query), static_cast<int>(row_index(1) - query)};
+    const int other = lane % 4 * 2;
+    shown = pairs_in<8>(rows[0].keys, rows[1].keys, other, sinks_from(j));
+    shown = score.apply<T, false>(S.x, own, other, shown, [](int, int, float) {});
+    if constexpr (kHasProgram) run_program(score, own, other);
+    for (int r = 0; r < 2; ++r) rows[r].seen |= (shown & pairs_of_row(r)) != 0;
+    for_each_pair<8>([&](int n, int e) {
+      if (!(shown & bit_of_pair(n, e))) S.x[n][e] = p.softmax ? -INFINITY : 0;
+    });
+  }
+
+  __device__ void run_program(const Score& score, const int (&own)[2], int other) {
 #pragma unroll 1
-    for (int key = lane % 4 * 2; key < kTileRows; key += 8) {
-      float done[4];
+    for (int key = other; key < kTileRows; key += 8) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        Row& row = rows[e / 2];
-        PairScore pair;
-        const bool visible =
-            row.keys.holds(key + e % 2, sinks) && score.of(S.x[0][e], pair, queries[e / 2], key + e % 2);
-        done[e] = visible ? pair.S : hidden;
-        row.seen |= visible;
-        shown = shown >> 1 | (visible ? 1u << 31 : 0);
+        if (!(shown & bit_of_pair(0, e))) continue;
+        if (!score.run_program(S.x[0][e], own[e / 2], key + e % 2)) shown &= ~bit_of_pair(0, e);
       }
-      append(S.x, done);
+      rotate(S.x);
+      shown = rotated_pairs<8>(shown);
     }
   }
 

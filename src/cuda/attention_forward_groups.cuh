@@ -1,4 +1,4 @@
-// Forward of many queries, whose scores are nothing but products, on 9.0: FlashAttention-2 (attention_forward.cuh) by warpgroups
+// Forward of many queries on 9.0: FlashAttention-2 (attention_forward.cuh) by warpgroups
 // (warpgroup.cuh), kGroups of which compute, each with
 //   Q_i [64, D]  K_j, V_j [kKeys, D]  S, P [64, kKeys]  O [64, D]  m, l, L [64]
 // and one more copies K and V to where those find them (FlashAttention-3, arXiv:2407.08608, algorithms 1 and 2). S of tile j and
@@ -6,17 +6,19 @@
 #pragma once
 
 #include "cuda/attention_forward_wide.cuh"
+#include "cuda/score.cuh"
 #include "cuda/warpgroup.cuh"
 
 namespace polyhead::cuda {
 
 // Of a tile: as many as there are registers for, beside O, and of float16 the rest of P.
-template <class T, int kD>
-constexpr int kKeysOfGroups = kD == 64 && !T::kRestOfWeights ? 128 : 64;
+template <class T, int kD, bool kOptions>
+constexpr int kKeysOfGroups = kD == 64 && !T::kRestOfWeights && !kOptions ? 128 : 64;
 
-template <class T, int kD, int kGroups>
+template <class T, int kD, bool kOptions, int kGroups>
 struct GroupsMemory {
-  static constexpr int kRows = kGroups * kGroupRows, kKeys = kKeysOfGroups<T, kD>, kStages = kKeys > 64 ? 3 : 4;
+  static constexpr int kRows = kGroups * kGroupRows, kKeys = kKeysOfGroups<T, kD, kOptions>,
+                       kStages = kKeys > 64 ? 3 : 4;
 
   // K of a tile, and V of that before it.
   struct Stage {
@@ -26,6 +28,7 @@ struct GroupsMemory {
   Stage stages[kStages];
   alignas(1024) T ones[8 * 64];  // eight rows of terms 1: their products with weights are sums of these
   Phases full[kStages], free[kStages];
+  Kept kept[kOptions ? kGroups : 1];  // by dropout, of the tile that each weighs
   int not_finite[kStages];  // the last stage there whose V had an infinity or a NaN that some row must not see
   WideBlock block;
   Keys of_group[kGroups];      // that some query of each sees
@@ -34,10 +37,10 @@ struct GroupsMemory {
 };
 
 // What those who compute and those who copy know.
-template <class T, int kD, int kGroups>
+template <class T, int kD, bool kOptions, int kGroups>
 class GroupsBlock {
  protected:
-  using Memory = GroupsMemory<T, kD, kGroups>;
+  using Memory = GroupsMemory<T, kD, kOptions, kGroups>;
   static constexpr int kKeys = Memory::kKeys, kStages = Memory::kStages;
 
   __device__ GroupsBlock(const Problem& problem, Memory& memory)
@@ -50,8 +53,9 @@ class GroupsBlock {
   __device__ bool in_pages() const { return p.pages.table != nullptr; }
   __device__ int key_of(int t) const { return begin + t * kKeys; }
 
-  // Whether some row of the block does not see some key of the tile.
+  // Whether some row of the block does not see some key of the tile, as far as is known before.
   __device__ bool is_cut(int t) const {
+    if (kOptions && p.hides_pairs) return true;
     const Keys of_all = shared.block.of_all;
     return key_of(t) < of_all.first || key_of(t) + kKeys > of_all.last;
   }
@@ -62,9 +66,9 @@ class GroupsBlock {
 };
 
 // Copies stage t, K_t and V_t-1, while those before it are computed with; of stage 0 Q, too.
-template <class T, int kD, int kGroups>
-class GroupsCopies : GroupsBlock<T, kD, kGroups> {
-  using Base = GroupsBlock<T, kD, kGroups>;
+template <class T, int kD, bool kOptions, int kGroups>
+class GroupsCopies : GroupsBlock<T, kD, kOptions, kGroups> {
+  using Base = GroupsBlock<T, kD, kOptions, kGroups>;
   using Base::p, Base::shared, Base::lane, Base::tiles, Base::key_of, Base::in_pages, Base::is_cut, Base::kKeys,
       Base::kStages;
   static constexpr int kPiece = 16 / sizeof(T), kPieces = kD / kPiece, kStep = kGroupThreads / kPieces;
@@ -149,9 +153,9 @@ class GroupsCopies : GroupsBlock<T, kD, kGroups> {
   int thread;
 };
 
-template <class T, int kD, int kGroups>
-class GroupsForward : GroupsBlock<T, kD, kGroups> {
-  using Base = GroupsBlock<T, kD, kGroups>;
+template <class T, int kD, bool kOptions, int kGroups>
+class GroupsForward : GroupsBlock<T, kD, kOptions, kGroups> {
+  using Base = GroupsBlock<T, kD, kOptions, kGroups>;
   using Base::p, Base::shared, Base::lane, Base::begin, Base::tiles, Base::key_of, Base::in_pages, Base::is_cut,
       Base::kKeys, Base::kStages;
   static constexpr int kBlocks = kKeys / 8, kTerms = 16;
@@ -184,14 +188,18 @@ class GroupsForward : GroupsBlock<T, kD, kGroups> {
   }
 
  private:
-  // Of a lane's rows.
-  __device__ int local_row(int r) const { return group * kGroupRows + warp * 16 + lane / 4 + 8 * r; }
+  __device__ bool drops() const { return kOptions && p.dropout.on; }
+  // Of a lane's rows, among the group's and the block's.
+  __device__ int row_of_group(int r) const { return warp * 16 + lane / 4 + 8 * r; }
+  __device__ int local_row(int r) const { return group * kGroupRows + row_of_group(r); }
 
   // The weights of the first tile that this group's rows see.
   __device__ void begin_rows(int t) {
     scores(t);
+    if (drops()) draw(t);
     wait_for_products_before<0>();
     weights(t);
+    if constexpr (kOptions) rescale();
     round();
   }
 
@@ -199,6 +207,7 @@ class GroupsForward : GroupsBlock<T, kD, kGroups> {
   __device__ void step(int t) {
     scores(t);
     multiply(shared.stages[t % kStages].V);
+    if (drops()) draw(t);
     wait_for_products_before<1>();
     weights(t);
     wait_for_products_before<0>();
@@ -228,7 +237,7 @@ class GroupsForward : GroupsBlock<T, kD, kGroups> {
       multiply_weights_async<T>(O, P[k], sixteen);
       if constexpr (T::kRestOfWeights) {
         multiply_weights_async<T>(O, rest[k], sixteen);
-      } else {
+      } else if constexpr (!kOptions) {
         multiply_weights_async<T>(sums, P[k], ones);
       }
     }
@@ -237,6 +246,11 @@ class GroupsForward : GroupsBlock<T, kD, kGroups> {
 
   // S <- weights of tile t, l <- their sums
   __device__ void weights(int t) {
+    if constexpr (kOptions) {
+      apply_options(t);
+      softmax_of_products<T>(S, rows[0], rows[1], alpha, 1);
+      return;
+    }
     const bool above_zero = p.scale > 0;
     if (!above_zero) {
 #pragma unroll
@@ -249,17 +263,66 @@ class GroupsForward : GroupsBlock<T, kD, kGroups> {
     softmax_of_products<T>(S, rows[0], rows[1], alpha, above_zero ? p.scale : 1);
   }
 
+  // S = what options make of the scores of tile t, -inf where a key is hidden
+  __device__ void apply_options(int t) {
+    const int64_t first = shared.block.own.first + group * kGroupRows;
+    const Score score(p, shared.block.band, shared.block.own.b, shared.block.own.h, first, key_of(t));
+    const int own[2] = {row_of_group(0), row_of_group(1)}, other = lane % 4 * 2;
+    for_each_pair<kBlocks>([&](int n, int e) { S[n][e] = rounded_product(S[n][e], p.scale); });
+    const bool cut = is_cut(t);
+    shown = ~0u;
+    if (cut) shown = pairs_seen(0, key_of(t) + other) | pairs_seen(1, key_of(t) + other) << 2;
+    shown = score.template apply<T, false>(S, own, other, shown, [](int, int, float) {});
+    for (int r = 0; r < 2; ++r) some_shown |= shown & pairs_of_row(r);
+    if (!cut) return;
+    for_each_pair<kBlocks>([&](int n, int e) {
+      if (!(shown & bit_of_pair(n, e))) S[n][e] = -INFINITY;
+    });
+  }
+  __device__ unsigned pairs_seen(int r, int first_key) const {
+    const Keys seen = shared.of_row[local_row(r)];
+    return pairs_below<kBlocks>(seen.last - first_key) & ~pairs_below<kBlocks>(seen.first - first_key);
+  }
+
+  // Which weights of tile t are kept.
+  __device__ void draw(int t) {
+    Kept& bits = shared.kept[group];
+    const int64_t first = shared.block.own.first + group * kGroupRows;
+    bits.fill(p.dropout, shared.block.own.b, shared.block.own.h, first, key_of(t), false, warp);
+    const int own[2] = {row_of_group(0), row_of_group(1)};
+    kept = bits.template pairs<false, kBlocks>(own, lane % 4 * 2);
+  }
+
   // O and what else is summed <- theirs times exp(m_old - m)
   __device__ void rescale() {
+    if constexpr (kOptions) {
+      for (int r = 0; r < 2; ++r) rows[r].l_rounded = rounded_product(rows[r].l_rounded, alpha[r]);
+    }
     if (!__any_sync(kAllLanes, alpha[0] != 1 || alpha[1] != 1)) return;
     multiply_rows_of(O, alpha);
-    multiply_rows_of(sums, alpha);
+    if constexpr (!kOptions) multiply_rows_of(sums, alpha);
   }
 
   // P <- weights as they multiply V
   __device__ void round() {
 #pragma unroll
-    for (int k = 0; k < kKeys / kTerms; ++k) round_weights<T>(S, k, P[k], rest[k]);
+    for (int k = 0; k < kKeys / kTerms; ++k) {
+      if constexpr (!kOptions) {
+        round_weights<T>(S, k, P[k], rest[k]);
+      } else {
+        round_weights<T>(S, k, rows[0], rows[1], P[k], rest[k]);
+        if (drops()) drop(k);
+      }
+    }
+  }
+  __device__ void drop(int k) {
+#pragma unroll
+    for (int a = 0; a < 4; ++a) {
+      const unsigned keys = kept >> (8 * k + a / 2 * 4 + a % 2 * 2);
+      const unsigned halves = (keys & 1 ? 0xffffu : 0) | (keys & 2 ? 0xffff0000u : 0);
+      P[k][a] &= halves;
+      if constexpr (T::kRestOfWeights) rest[k][a] &= halves;
+    }
   }
 
   // S = -inf at the keys that a row does not see
@@ -288,10 +351,21 @@ class GroupsForward : GroupsBlock<T, kD, kGroups> {
 
   // O += P V with the infinities and NaNs of V, which are not in shared memory.
   __device__ void add_not_finite_values(int j) {
-    const Keys seen[2] = {shared.of_row[local_row(0)], shared.of_row[local_row(1)]};
-    add_not_finite<T, false>(
-        O, S, p.value, shared.block.band.keys - j, 0, p.head_dim_v, lane, [&](int key) { return value_at(j + key); },
-        [&](int r, int key) { return seen[r].hold(j + key); });
+    const auto add = [&](const auto& sees) {
+      add_not_finite<T, false>(
+          O, S, p.value, shared.block.band.keys - j, 0, p.head_dim_v, lane, [&](int key) { return value_at(j + key); },
+          sees);
+    };
+    if constexpr (kOptions) {
+      for_each_pair<kBlocks>([&](int n, int e) {
+        if (drops() && !(kept & bit_of_pair(n, e))) S[n][e] = 0;
+      });
+      const RowBits seen = RowBits::of<kBlocks>(lane, [&](int n, int e) { return (shown & bit_of_pair(n, e)) != 0; });
+      add([&](int r, int key) { return seen.hold(r, key); });
+    } else {
+      const Keys seen[2] = {shared.of_row[local_row(0)], shared.of_row[local_row(1)]};
+      add([&](int r, int key) { return seen[r].hold(j + key); });
+    }
   }
 
   // O / l and L = m + log l
@@ -304,19 +378,23 @@ class GroupsForward : GroupsBlock<T, kD, kGroups> {
     for (int r = 0; r < 2; ++r) {
       const int64_t i = shared.block.own.first + local_row(r);
       RowSums of_row;
-      of_row.m = rows[r].m * (p.scale > 0 ? p.scale : 1);
+      of_row.m = rows[r].m * (p.scale > 0 && !kOptions ? p.scale : 1);
       of_row.l = sum_of_row(rows[r].l);
-      of_row.l_rounded = T::kRestOfWeights ? of_row.l : sums[0][2 * r];  // of float16 P and rest are all of l
+      of_row.l_rounded = kOptions            ? sum_of_row(rows[r].l_rounded)
+                         : T::kRestOfWeights ? of_row.l  // P and rest are all of it
+                                             : sums[0][2 * r];
+      const bool some = kOptions && sum_of_row((some_shown & pairs_of_row(r)) != 0 ? 1 : 0) > 0;
       if (i >= band.rows_q) continue;
       const Keys seen = shared.of_row[local_row(r)];
-      of_row.state = i >= band.queries ? RowSums::kPadding : seen.empty() ? RowSums::kUnseen : RowSums::kSeen;
-      const FinishedRow<false> finished(p, h, of_row);
-      const float factor = finished.factor_of_out();
+      const bool is_seen = kOptions ? some : !seen.empty();
+      of_row.state = i >= band.queries ? RowSums::kPadding : is_seen ? RowSums::kSeen : RowSums::kUnseen;
+      const FinishedRow<kOptions> finished(p, h, of_row);
+      const float factor = finished.factor_of_out(), unseen = kOptions ? finished.out(0) : 0;
       const int64_t row = band.first_q + i;
 #pragma unroll
       for (int n = 0; n < kD / 8; ++n) {
 #pragma unroll
-        for (int e = 2 * r; e < 2 * r + 2; ++e) O[n][e] = of_row.seen() ? factor * O[n][e] : 0;
+        for (int e = 2 * r; e < 2 * r + 2; ++e) O[n][e] = of_row.seen() ? factor * O[n][e] : unseen;
       }
       if (p.logsumexp.data != nullptr && lane % 4 == 0) statistic(p.logsumexp, b, h, row) = finished.logsumexp();
     }
@@ -371,13 +449,15 @@ class GroupsForward : GroupsBlock<T, kD, kGroups> {
   float S[kBlocks][4];  // then weights, and as they multiply V
   unsigned P[kKeys / kTerms][4], rest[kKeys / kTerms][4];
   float O[kD / 8][4] = {};
-  float sums[1][4] = {};  // of P, eight times
+  float sums[1][4] = {};  // of P, eight times; with options they are in rows
+  // With options, of the pairs of the last tile: which are seen and kept; and which were seen in some tile.
+  unsigned shown = 0, kept = 0, some_shown = 0;
 };
 
 // What lies in shared memory but tiles. Returns whether the block owns rows.
-template <class T, int kD, int kGroups>
-__device__ bool prepare_groups(const Problem& p, GroupsMemory<T, kD, kGroups>& shared) {
-  using Memory = GroupsMemory<T, kD, kGroups>;
+template <class T, int kD, bool kOptions, int kGroups>
+__device__ bool prepare_groups(const Problem& p, GroupsMemory<T, kD, kOptions, kGroups>& shared) {
+  using Memory = GroupsMemory<T, kD, kOptions, kGroups>;
   const int thread = static_cast<int>(threadIdx.x), group = thread / kGroupThreads;
   const WideBlock block(p, Memory::kRows, Sequences::kLong);
   if (block.band.rows_q <= kBlockRows || block.own.first >= block.band.rows_q) return false;
@@ -402,17 +482,17 @@ __device__ bool prepare_groups(const Problem& p, GroupsMemory<T, kD, kGroups>& s
   return true;
 }
 
-template <class T, int kD, int kGroups>
-__device__ void forward_by_groups(const Problem& p, GroupsMemory<T, kD, kGroups>& shared) {
+template <class T, int kD, bool kOptions, int kGroups>
+__device__ void forward_by_groups(const Problem& p, GroupsMemory<T, kD, kOptions, kGroups>& shared) {
   constexpr int kRegistersOfCopies = kGroups > 2 ? 32 : 24, kRegistersOfProducts = kGroups > 2 ? 160 : 240;
   if (!prepare_groups(p, shared)) return;
   const int group = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
   if (group == kGroups) {
     take_registers_from_group<kRegistersOfCopies>();
-    GroupsCopies<T, kD, kGroups>(p, shared).run();
+    GroupsCopies<T, kD, kOptions, kGroups>(p, shared).run();
   } else {
     give_registers_to_group<kRegistersOfProducts>();
-    GroupsForward<T, kD, kGroups>(p, shared, group).run();
+    GroupsForward<T, kD, kOptions, kGroups>(p, shared, group).run();
   }
 }
 

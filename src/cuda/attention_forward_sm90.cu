@@ -6,18 +6,22 @@ namespace polyhead::cuda {
 namespace {
 
 constexpr int kGroupsThreads = (kForwardGroups + 1) * kGroupThreads;
-static_assert(sizeof(GroupsMemory<Float16, 128, kForwardGroups>) <= kGroupBytes);
-static_assert(sizeof(GroupsMemory<BFloat16, 64, kForwardGroups>) <= kGroupBytes);
+static_assert(sizeof(GroupsMemory<Float16, 128, true, kForwardGroups>) <= kGroupBytes);
+static_assert(sizeof(GroupsMemory<BFloat16, 64, false, kForwardGroups>) <= kGroupBytes);
 
-template <class T, int kD>
+template <class T, int kD, bool kOptions>
 __global__ void __launch_bounds__(kGroupsThreads, 1) forward_groups_kernel(const __grid_constant__ Problem problem) {
-  forward_by_groups(problem, dynamic_shared<GroupsMemory<T, kD, kForwardGroups>>());
+  forward_by_groups(problem, dynamic_shared<GroupsMemory<T, kD, kOptions, kForwardGroups>>());
 }
 
+template <class T, int kD, bool kOptions>
+cudaError_t launch_kernel(const Problem& p, cudaStream_t stream) {
+  return launch_block(reinterpret_cast<const void*>(forward_groups_kernel<T, kD, kOptions>), p.group_blocks,
+                      kGroupsThreads, sizeof(GroupsMemory<T, kD, kOptions, kForwardGroups>), stream, p);
+}
 template <class T, int kD>
 cudaError_t launch_groups(const Problem& p, cudaStream_t stream) {
-  return launch_block(reinterpret_cast<const void*>(forward_groups_kernel<T, kD>), p.group_blocks, kGroupsThreads,
-                      sizeof(GroupsMemory<T, kD, kForwardGroups>), stream, p);
+  return p.has_options ? launch_kernel<T, kD, true>(p, stream) : launch_kernel<T, kD, false>(p, stream);
 }
 
 template <class T>

@@ -58,7 +58,8 @@ class PairTiles : protected Pairs<T, kD, false, true, kTileRows, kStored ? 1 : 2
     own = -1;  // no tile of queries is there yet
   }
 
-  // P, and where they are wanted what gradient(score, pair, dS, i, j) says of dS. Returns whether some pair may be seen.
+  // P, and where they are wanted what gradient(score, score before the program, dS, i, j) says of dS. Returns whether some
+  // pair may be seen.
   template <class Gradient>
   __device__ bool compute(const Place& at, Block& P, Block& dS, bool gradients, const Gradient& gradient) {
     const Band band(p, at.b);
@@ -87,8 +88,8 @@ class PairTiles : protected Pairs<T, kD, false, true, kTileRows, kStored ? 1 : 2
       if (gradients) this->products(dS, 1, 0, slice);
     }
     const Score score = this->score_of_tile();
-    this->weights_by_options(P, dS, 0, score, [&](const PairScore& pair, float of_score, int i, int j) {
-      return gradient(score, pair, of_score, i, j);
+    this->template weights_by_options<false>(P, dS, 0, score, [&](float before, float of_score, int i, int j) {
+      return gradient(score, before, of_score, i, j);
     });
     return true;
   }
@@ -187,9 +188,9 @@ class SumsOfPairs : PairTiles<T, kD, kStored> {
   __device__ void add(const Place& at) {
     const bool gradients = !kStored && (sums.summed == Summed::kGradient || sums.summed == Summed::kSlopeGradient);
     Block P = {}, dS = {};
-    const bool some = this->compute(
-        at, P, dS, gradients, [&](const Score& score, const PairScore& pair, float of_score, int i, int j) {
-          const float gradient = score.gradient(pair, of_score, i, j);
+    const bool some =
+        this->compute(at, P, dS, gradients, [&](const Score& score, float before, float of_score, int i, int j) {
+          const float gradient = score.gradient(before, of_score, i, j);
           return sums.summed == Summed::kSlopeGradient ? -gradient * score.distance(i, j) : gradient;
         });
     if (!some) return;
@@ -296,9 +297,9 @@ class CaptureGradients : PairTiles<T, kD> {
     for (int64_t j = band.keys_of(rows.first).first / kTileRows; j * kTileRows < end; ++j) {
       Block P = {}, dS = {};
       this->compute({rows.b, rows.h, rows.first / kTileRows, j}, P, dS, true,
-                    [&](const Score& score, const PairScore& pair, float of_score, int q, int k) {
+                    [&](const Score& score, float before, float of_score, int q, int k) {
                       score.gradients_of_captures(
-                          pair, of_score, q, k,
+                          before, of_score, q, k,
                           [&](int gather, bool uniform, int capture, int64_t element, float gradient) {
                             if (sums.gradients[capture].data != nullptr)
                               add(gather, uniform, capture, element, gradient);

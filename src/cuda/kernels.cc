@@ -164,11 +164,15 @@ int64_t parts(const AttentionDesc& desc) {
   return std::clamp<int64_t>((few ? kBlocks : kWideBlocks) / blocks, 1, most);
 }
 
-// Whether scores are nothing but products, and rows so short that kernels for such take them; and keys so few that a tile's
-// are ints.
-bool is_plain(const AttentionDesc& desc, const Problem& problem) {
-  if (is_stored(desc) || problem.has_options || desc.seqlen_k > INT32_MAX - 2 * kBlockRows) return false;
+// Whether rows are so short that kernels for such take them, and keys so few that a tile's are ints.
+bool is_short_enough(const AttentionDesc& desc, const Problem& problem) {
+  if (is_stored(desc) || desc.seqlen_k > INT32_MAX - 2 * kBlockRows) return false;
   return std::max(problem.head_dim, problem.head_dim_v) <= kMostWideColumns;
+}
+
+// Whether scores are nothing but products besides.
+bool is_plain(const AttentionDesc& desc, const Problem& problem) {
+  return !problem.has_options && is_short_enough(desc, problem);
 }
 
 // Whether queries are many besides: kernels for that take fewer instructions for a pair.
@@ -179,11 +183,18 @@ bool is_wide(const AttentionDesc& desc, const Problem& problem) {
   return problem.key.in_pieces && problem.value.in_pieces && desc.page_size == 0;
 }
 
+// Whether options are none, or such as kernels by warpgroups take.
+bool takes_options(const AttentionDesc& desc, const Problem& problem) {
+  const bool sinks_before_window = problem.sink_keys > 0 && problem.left >= 0;
+  return problem.softmax && desc.program == nullptr && !desc.has_windows && !sinks_before_window;
+}
+
 // Blocks of warpgroups, where they compute it: on 9.0. Their rows have other bits, so what is computed by them must not depend
 // on what is beside a sequence; of packed ones each is asked on the device how long it is.
 MemorySize group_blocks(const AttentionDesc& desc, const Problem& problem) {
   constexpr int64_t kRows = kForwardGroups * kBlockRows;
-  if (!is_plain(desc, problem) || problem.elements == Number::kFloat32 || !std::isfinite(problem.scale)) return 0;
+  if (!is_short_enough(desc, problem) || !takes_options(desc, problem)) return 0;
+  if (problem.elements == Number::kFloat32 || !std::isfinite(problem.scale)) return 0;
   if (desc.seqlen_q <= kBlockRows || !has_warpgroup_products()) return 0;
   if (!desc.packed) return parts(desc) > 1 ? 0 : query_blocks(desc, kRows);
   const int64_t most_long = std::min(desc.batch, desc.seqlen_q / (kBlockRows + 1));  // see OwnRows
@@ -217,8 +228,8 @@ bool is_wide_backward(const AttentionDesc& desc, const BackwardProblem& problem)
 // Blocks of warpgroups in backward, where they compute it.
 void set_backward_groups(const AttentionDesc& desc, BackwardProblem* p) {
   constexpr int64_t kMostQueries = 1 << 24;  // a group's tiles of them are counted by an int
-  if (!is_plain(desc, *p) || p->elements == Number::kFloat32 || p->exact || desc.seqlen_q > kMostQueries) return;
-  if (!has_warpgroup_products()) return;
+  if (!is_short_enough(desc, *p) || !takes_options(desc, *p) || desc.seqlen_q > kMostQueries) return;
+  if (p->elements == Number::kFloat32 || p->exact || !has_warpgroup_products()) return;
   const int columns = tile_columns(std::max(p->head_dim, p->head_dim_v));
   const auto rows = [&](bool keys) { return backward_groups(p->elements, columns, keys) * kBlockRows; };
   p->group_query_blocks = static_cast<unsigned>(query_blocks(desc, rows(false)).value());

@@ -66,6 +66,12 @@ __device__ inline float high_half(unsigned both) {
   return to_float(T{static_cast<uint16_t>(both >> 16)});
 }
 
+// Two elements side by side, read at once.
+template <class E>
+struct alignas(2 * sizeof(E)) TwoElements {
+  E first, second;
+};
+
 // Element n of an array.
 __device__ inline float load_number(const void* data, Number number, int64_t n) {
   switch (number) {

@@ -108,29 +108,47 @@ class Pairs {
     }
   }
 
-  // The same with options. What dS becomes is told by gradient(pair, dS, i, j) of the query and the key of the pair.
-  template <class Gradient>
+  // The same with options. What dS becomes is told by gradient(score before the program, dS, i, j) of the query and the key of the
+  // pair; with kOfProducts dS is of Q K^T.
+  template <bool kOfProducts, class Gradient>
   __device__ void weights_by_options(Block& P, Block& dS, int from, const Score& score, const Gradient& gradient) {
-#pragma unroll 1
-    for (int first_of_8 = from; first_of_8 < from + kStep; first_of_8 += 8) {
-      float done[2][4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int x = other_index(first_of_8, 0, e), row = local_row(e / 2), i = kKeys ? x : row, j = kKeys ? row : x;
-        PairScore pair;
-        const bool visible = range[e / 2].holds(x, sinks()) && (!kKeys || in_window(x, e / 2)) &&
-                             score.of(P[0][e] * p.scale, pair, i, j);
-        const float weight = p.softmax ? exponential<T>(pair.S - L_of(e, x)) : pair.S;
-        const float factor = !drops() ? 1 : shared.kept.holds(i, j) ? p.dropout.factor : 0;
-        const float of_score = p.softmax ? weight * (factor * dS[0][e] - delta_of(e, x)) : factor * dS[0][e];
-        shown = shown >> 1 | (visible ? 1u << 31 : 0);
-        done[0][e] = visible ? weight * factor : 0;
-        done[1][e] = visible ? gradient(pair, of_score, i, j) : 0;
-      }
-      append(P, done[0]);
-      append(dS, done[1]);
+    constexpr int kBlocks = kStep / 8;
+    const int own_rows[2] = {local_row(0), local_row(1)}, other = other_index(from, 0, 0);
+    const unsigned kept = drops() ? shared.kept.template pairs<kKeys, kBlocks>(own_rows, other) : ~0u;
+    for_each_pair<kBlocks>([&](int n, int e) {  // dS of a weight of 1
+      const float factor = !drops() ? 1 : kept & bit_of_pair(n, e) ? p.dropout.factor : 0;
+      P[n][e] *= p.scale;
+      dS[n][e] = factor * dS[n][e] - (p.softmax ? delta_of(e, other + 8 * n + e % 2) : 0);
+    });
+    shown = pairs_in<kBlocks>(range[0], range[1], other, sinks());
+    if (kKeys && p.window_lo.data != nullptr) {
+      for_each_pair<kBlocks>([&](int n, int e) {
+        const unsigned bit = bit_of_pair(n, e);
+        if ((shown & bit) && !in_window(other + 8 * n + e % 2, e / 2)) shown &= ~bit;
+      });
     }
-    shown >>= 32 - kStep / 2;
+    shown = score.template apply<T, kKeys>(P, own_rows, other, shown, [&](int n, int e, float derivative) {
+      if constexpr (kOfProducts) dS[n][e] *= derivative;
+    });
+    if constexpr (kHasProgram) {
+#pragma unroll 1
+      for (int n = 0; n < kBlocks; ++n) {
+        for_each_pair<1>([&](int, int e) {
+          const unsigned bit = bit_of_pair(0, e);
+          const bool visible = finish_pair(P[0][e], dS[0][e], shown & bit, kept >> 4 * n & bit, e,
+                                           other + 8 * n + e % 2, score, gradient);
+          if (!visible) shown &= ~bit;
+        });
+        rotate(P);
+        rotate(dS);
+        shown = rotated_pairs<kBlocks>(shown);
+      }
+    } else {
+      for_each_pair<kBlocks>([&](int n, int e) {
+        const unsigned bit = bit_of_pair(n, e);
+        finish_pair(P[n][e], dS[n][e], shown & bit, kept & bit, e, other + 8 * n + e % 2, score, gradient);
+      });
+    }
   }
 
   const BackwardProblem& p;
@@ -145,6 +163,20 @@ class Pairs {
   float L[2] = {}, delta[2] = {};  // of these rows, where they are queries
 
  private:
+  // Of one pair with other x: the score before a program -> dropout(P), dS of a weight of 1 -> what `gradient` says. Returns
+  // whether it is visible, also to the program.
+  template <class Gradient>
+  __device__ bool finish_pair(float& P, float& dS, bool visible, bool kept, int e, int x, const Score& score,
+                              const Gradient& gradient) const {
+    const int row = local_row(e / 2), i = kKeys ? x : row, j = kKeys ? row : x;
+    const float before = P;
+    if constexpr (kHasProgram) visible = visible && score.run_program(P, i, j);
+    const float weight = p.softmax ? exponential<T>(P - L_of(e, x)) : P;
+    const float of_score = p.softmax ? weight * dS : dS;
+    P = !visible ? 0 : drops() ? weight * (kept ? p.dropout.factor : 0) : weight;  // a NaN that is dropped is one
+    dS = visible ? gradient(before, of_score, i, j) : 0;
+    return visible;
+  }
   __device__ float L_of(int e, int x) const { return kKeys ? shared.L[stage][x] : L[e / 2]; }
   __device__ float delta_of(int e, int x) const { return kKeys ? shared.delta[stage][x] : delta[e / 2]; }
 };

@@ -65,7 +65,8 @@ __device__ inline void softmax_step(float (&S)[kBlocks][4], SoftmaxRow& row0, So
   add_weights(S, alpha, row0, row1);
 }
 
-// The same of scores that are S times `scale`, which is above 0, and m the largest S: what exp2 takes is one operation. l_rounded
+// The same of scores that are S times `scale`, which is above 0, and m the largest S: what exp2 takes is one operation, where m is not
+// far from 0, as it is in rows with a bias of -1e9. l_rounded
 // is left to who multiplies the weights.
 template <class T, int kBlocks>
 __device__ inline void softmax_of_products(float (&S)[kBlocks][4], SoftmaxRow& row0, SoftmaxRow& row1,
@@ -82,13 +83,16 @@ __device__ inline void softmax_of_products(float (&S)[kBlocks][4], SoftmaxRow& r
     alpha[r] = exp2_approx((row.m - m[r]) * factor);
     row.m = largest;
   }
-  constexpr float kFar = 1e38f;  // scores beyond may be no floats, times log2 e
-  const bool far = !(fabsf(power[0]) < kFar && fabsf(power[1]) < kFar);
-  if (__any_sync(kAllLanes, far)) {
+  constexpr float kFar = 1024;  // half an ulp beyond would show in weights
+  const bool far[2] = {!(fabsf(power[0]) < kFar), !(fabsf(power[1]) < kFar)};
+  if (__any_sync(kAllLanes, far[0] || far[1])) {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) S[n][e] = exp2_approx((S[n][e] - m[e / 2]) * factor);
+      for (int e = 0; e < 4; ++e) {  // other rows have the bits that they have without such a row beside them
+        const float of_far = (S[n][e] - m[e / 2]) * factor;
+        S[n][e] = exp2_approx(far[e / 2] ? of_far : fmaf(S[n][e], factor, -power[e / 2]));
+      }
     }
   } else {
 #pragma unroll

@@ -69,6 +69,7 @@ class Call {
     if (desc.has_seqlens_q) add(desc, &ForwardArgs::seqlens_q, true);
     if (desc.has_seqlens_k) add(desc, &ForwardArgs::seqlens_k, true);
     if (desc.page_size > 0) add(desc, &ForwardArgs::page_table, true);
+    if (desc.attn_bias.given) add(desc, &ForwardArgs::attn_bias, true);
     if (!desc.packed) return;
     for (Tensor ForwardArgs::*starts : {&ForwardArgs::cu_seqlens_q, &ForwardArgs::cu_seqlens_k})
       add(desc, starts, true);

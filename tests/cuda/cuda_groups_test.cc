@@ -10,6 +10,7 @@
 #include <string_view>
 #include <utility>
 
+#include "core/dtype.h"
 #include "cuda_call.h"
 
 namespace polyhead {
@@ -44,6 +45,7 @@ class CudaGroups : public ::testing::Test {
     if (desc.packed && desc.page_size == 0) set_integers(call.args.cu_seqlens_k, {0, 40, desc.seqlen_k});
     if (desc.has_seqlens_k) set_integers(call.args.seqlens_k, {40, desc.seqlen_k});
     if (desc.page_size > 0) set_integers(call.args.page_table, {0, 1, 1, 0});
+    if (desc.dropout_p > 0) call.args.dropout_seed = 1;
     return computed(desc, call.args);
   }
 
@@ -68,7 +70,7 @@ TEST_F(CudaGroups, ComputeOn90Alone) {
   }
 }
 
-TEST_F(CudaGroups, TakePlainProblemsOfManyQueriesIn16Bits) {
+TEST_F(CudaGroups, TakeProblemsOfManyQueriesIn16Bits) {
   simulate(9, 0, 227);
   const struct {
     const char* what;
@@ -83,7 +85,11 @@ TEST_F(CudaGroups, TakePlainProblemsOfManyQueriesIn16Bits) {
                 {"head_dim 128", [](auto& d) { d.head_dim = 128; }, true},
                 {"head_dim_v 129", [](auto& d) { d.head_dim_v = 129; }, false},
                 {"a window", [](auto& d) { d.window_left = 9, d.align = Align::kBottomRight; }, true},
-                {"softcap", [](auto& d) { d.softcap = 30; }, false},
+                {"softcap", [](auto& d) { d.softcap = 30; }, true},
+                {"dropout", [](auto& d) { d.dropout_p = 0.5; }, true},
+                {"sinks in front of a window",
+                 [](auto& d) { d.window_left = 9, d.sink_keys = 2, d.align = Align::kBottomRight; }, false},
+                {"scores as weights", [](auto& d) { d.normalizer = Normalizer::kNone; }, false},
                 {"an infinite scale", [](auto& d) { d.scale = 1e39; }, false},
                 {"a negative scale", [](auto& d) { d.scale = -1; }, true},
                 {"scale 0", [](auto& d) { d.scale = 0; }, true},
@@ -109,14 +115,21 @@ TEST_F(CudaGroups, GivePackedSequencesTheBitsThatTheyHaveAlone) {
   const struct {
     std::vector<int64_t> lengths;
     int64_t behind;
+    double softcap = 0;
+    bool causal = false;
   } kCases[] = {{{0, 65, 3, 64, 192, 193, 0, 1, 66, 0}, 70},  // too long on average for shared keys
                 {{0, 0, 0, 65, 3, 64, 0, 192, 193, 0, 0, 1, 66, 0, 0}, 3},
                 {one_long, 0},  // heads share tiles
                 {std::vector<int64_t>(5, 65), 64},
-                {std::vector<int64_t>(3, 64), 1}};
-  for (const auto& [lengths, behind] : kCases) {
+                {std::vector<int64_t>(3, 64), 1},
+                {{0, 65, 3, 64, 192, 193, 0, 1, 66, 0}, 70, 3, true},
+                {one_long, 0, 3, true}};
+  for (const auto& [lengths, behind, softcap, causal] : kCases) {
     AttentionDesc desc = small();
     desc.packed = true;
+    desc.softcap = softcap;
+    desc.causal = causal;
+    desc.align = Align::kBottomRight;
     desc.batch = static_cast<int64_t>(lengths.size());
     std::vector<int64_t> starts(1, 0);
     for (const int64_t length : lengths) starts.push_back(starts.back() + length);
@@ -192,6 +205,48 @@ TEST_F(CudaGroups, AgreeWithOtherGpusOnManyKeys) {
       }
     }
     EXPECT_EQ(nans, 2 * 50);  // of the first 70 queries those from 20 on
+  }
+}
+
+// Rows whose bias leaves no digits to their scores, as masks of finite numbers make them: all weights of a row are alike there,
+// however far its scores are from 0.
+TEST_F(CudaGroups, TakeRowsOfLargeBias) {
+  constexpr float kBiases[] = {0, -1e9f, -3e9f, -1e10f, -1e12f, 3e30f, -3.4028235e38f, 700};
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    AttentionDesc desc = many();
+    desc.batch = desc.num_heads = desc.num_heads_kv = 1;
+    desc.dtype = dtype;
+    desc.attn_bias = {true, DType::kFloat32, {1, 1, desc.seqlen_q, desc.seqlen_k}};
+    std::vector<float> biases;
+    for (int64_t n = 0; n < desc.seqlen_q * desc.seqlen_k; ++n) biases.push_back(kBiases[n / desc.seqlen_k % 8]);
+    const auto change = [&](ForwardArgs& args) {
+      ASSERT_EQ(cudaMemcpy(args.attn_bias.data, biases.data(), biases.size() * 4, cudaMemcpyHostToDevice), cudaSuccess);
+    };
+    std::vector<float> want;  // of a GPU without warpgroups
+    for (const bool by_groups : {false, true}) {
+      by_groups ? simulate(9, 0, 227) : simulate(8, 0, 163);
+      const Result<Plan> made = plan_on_device(desc);
+      ASSERT_TRUE(made.ok()) << made.status().message();
+      cuda_sim::take_counters();
+      BackwardCall call(desc, *made, [&](ForwardArgs& args) {
+        for (const Tensor* t : {&args.query, &args.key, &args.value}) set_random(*t);
+        change(args);
+      });
+      EXPECT_EQ(is_by_groups(cuda_sim::take_counters()), by_groups);
+      EXPECT_EQ(made->backward(call.args).message(), "");
+      EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuda_sim::take_fault();
+      std::vector<float> got;
+      for (const Tensor* t :
+           {&call.args.forward.out, &call.args.grad_query, &call.args.grad_key, &call.args.grad_value}) {
+        for (const uint16_t bits : bits_of(*t))
+          got.push_back(dtype == DType::kFloat16 ? to_float(Float16{bits}) : number_of_bits(bits));
+      }
+      if (by_groups) {
+        for (size_t n = 0; n < want.size(); ++n)
+          EXPECT_NEAR(got[n], want[n], 0x1p-6f * std::fabs(want[n]) + 0x1p-5f) << n;
+      }
+      want = got;
+    }
   }
 }
 

@@ -62,6 +62,7 @@ def gradient_groups(*names):
 
 
 RANDOM_PRODUCTS = Cases("cuda_linear_test", ("LinearRandom.*",), (("POLYHEAD_RANDOM_PROBLEMS", "40"),))
+LARGE_BIAS = Cases("cuda_groups_test", ("CudaGroups.TakeRowsOfLargeBias",))
 MANY_KEYS = Cases("cuda_groups_test", ("CudaGroups.AgreeWithOtherGpusOnManyKeys",))
 
 KERNELS = {
@@ -72,7 +73,10 @@ KERNELS = {
     "wide": Kernel("attention_forward_sm80.cu", (("forward_wide<BFloat16, 64>", P),), forward("gqa_bf16", "seqlens_bf16")),
     "wide_float32": Kernel("attention_forward_sm80.cu", (("forward_wide<Float32, 128>", P),), forward("head_dims_96_16_f32", "head_dims_64_80_f32")),
     "forward_groups": Kernel(
-        "attention_forward_sm90.cu", (("forward_groups<BFloat16, 64>", P),), forward_groups("window_bf16", "packed_causal_bf16"), "90a",
+        "attention_forward_sm90.cu", (("forward_groups<BFloat16, 64, 0>", P),), forward_groups("window_bf16", "packed_causal_bf16"), "90a",
+    ),
+    "forward_groups_options": Kernel(
+        "attention_forward_sm90.cu", (("forward_groups<BFloat16, 64, 1>", P),), forward_groups("mask_and_bias_odd_bf16", "dropout_bf16"), "90a",
     ),
     "backward": Kernel(
         "attention_backward_sm80.cu", (("backward<BFloat16, 64, 1, 0, 1>", B), ("backward<BFloat16, 64, 0, 0, 1>", B)), gradient("everything_bf16"),
@@ -85,8 +89,12 @@ KERNELS = {
         "attention_backward_sm80.cu", (("backward_wide<128, 1>", B), ("backward_wide<128, 0>", B)), gradient("head_dims_96_16_f32"),
     ),
     "backward_groups": Kernel(
-        "attention_backward_sm90.cu", (("backward_groups<BFloat16, 64, 1>", B), ("backward_groups<BFloat16, 64, 0>", B)),
+        "attention_backward_sm90.cu", (("backward_groups<BFloat16, 64, 1, 0>", B), ("backward_groups<BFloat16, 64, 0, 0>", B)),
         gradient_groups("gradient_group_3_bf16", "packed_causal_bf16"), "90a",
+    ),
+    "backward_groups_options": Kernel(
+        "attention_backward_sm90.cu", (("backward_groups<BFloat16, 64, 1, 1>", B), ("backward_groups<BFloat16, 64, 0, 1>", B)),
+        gradient_groups("mask_and_bias_odd_bf16", "dropout_bf16"), "90a",
     ),
     "pair_sums": Kernel("attention_pair_sums_sm80.cu", (("pair_sums<BFloat16, 64>", B, "PairSums"),), gradient("gradient_bias_few_1_bf16")),
     "gemm": Kernel("gemm_launch.cuh", (("gemm<BFloat16, 64, 64, 1, 0>", G),), linear("cuda_linear_test", "LinearCases.*", cases="blocks,rows")),
@@ -144,8 +152,10 @@ FAULTS = {
         "score.cuh", "race: ", "dropout, head, query, group + 1) << 8);\n    }\n    __syncwarp();", "dropout, head, query, group + 1) << 8);\n    }",
         forward("dropout_bf16"),
     ),
-    "options.mask_by_key_alone": Fault(
-        "score.cuh", "wrong: ", "[mask_at + i * p.mask.query + j * p.mask.key]", "[mask_at + i * p.mask.query + (j + 1) * p.mask.key]",
+    "options.one_pair_of_two": Fault("score.cuh", "wrong: ", "in_block < 2 ? in_block : 2", "in_block < 1 ? in_block : 1"),
+    "options.keys_of_another_lane": Fault("score.cuh", "wrong: ", "(of.data) + begin + other * of_others;", "(of.data) + begin;"),
+    "options.rows_behind_the_queries": Fault(
+        "score.cuh", "out of bounds: ", "(own[r] < last_query ? own[r] : last_query) * of_own", "own[r] * of_own", forward("mask_and_bias_bf16"),
     ),
     "sliced.no_barrier_before_reuse": Fault("attention_forward.cuh", "race: ", "        __syncthreads();  // a slice of K_j has been used\n", ""),
     "stored.no_scale_of_the_tail": Fault(
@@ -200,6 +210,23 @@ FAULTS = {
     "wide_float32.weights_of_the_other_half": Fault(
         "attention_forward_float32.cuh", "shared memory read before it was written", "multiply_weights(V, kHalf * kOfChunk);",
         "multiply_weights(V, (1 - kHalf) * kOfChunk);",
+    ),
+    "forward_groups_options.kept_of_another_group": Fault(
+        "attention_forward_groups.cuh", "race: ", "Kept& bits = shared.kept[group];", "Kept& bits = shared.kept[0];", forward_groups("dropout_bf16"),
+    ),
+    "forward_groups_options.hidden_are_seen": Fault(
+        "attention_forward_groups.cuh", "wrong: ", "if (!cut) return;", "return;",
+    ),
+    "forward_groups_options.rounded_power_of_far_rows": Fault("softmax.cuh", "wrong: ", "kFar = 1024;", "kFar = 1e38f;", LARGE_BIAS),
+    "backward_groups_options.rounded_power_of_far_rows": Fault(
+        "attention_backward_groups.cuh", "wrong: ", "exp2_approx((S[b][e] - of_query) * kLog2E)",
+        "exp2_approx(fmaf(S[b][e], kLog2E, -(kLog2E * of_query)))", LARGE_BIAS,
+    ),
+    "backward_groups_options.kept_of_another_group": Fault(
+        "attention_backward_groups.cuh", "race: ", "Kept& bits = shared.kept[group];", "Kept& bits = shared.kept[0];", gradient_groups("dropout_bf16"),
+    ),
+    "backward_groups_options.dropped_in_dS_alone": Fault(
+        "attention_backward_groups.cuh", "wrong: ", "S[b][e] = visible ? weight * factor : 0;", "S[b][e] = visible ? weight : 0;", gradient_groups("dropout_bf16"),
     ),
     # attention_forward_groups.cuh, warpgroup.cuh
     "forward_groups.missing_commit": Fault(
@@ -329,7 +356,7 @@ FAULTS = {
         "wait_for_products_before<2>();  // of S",
     ),
     "backward_groups.copies_off_by_one": Fault(
-        "attention_backward_groups.cuh", "race: ", "wait_for_copies_before<2 * kInFlight>();", "wait_for_copies_before<2 * kInFlight + 1>();",
+        "attention_backward_stages.cuh", "race: ", "wait_for_copies_before<2 * kInFlight>();", "wait_for_copies_before<2 * kInFlight + 1>();",
     ),
     "backward_groups.groups_share_a_barrier": Fault(
         "attention_backward_groups.cuh", "barrier 3 of 128 threads: nothing tells",
@@ -337,7 +364,7 @@ FAULTS = {
         "shared.seen[row] = seen_by(shared.rows.first + row);\n    wait_for_group(kFirstGroupBarrier, kGroupThreads);",
     ),
     "backward_groups.copy_past_the_tail": Fault(
-        "attention_backward_groups.cuh", "out of bounds: ", "of.data + (x < end ? at : 0), x < end);", "of.data + at, true);",
+        "attention_backward_stages.cuh", "out of bounds: ", "of.data + (x < end ? at : 0), x < end);", "of.data + at, true);",
     ),
     "backward_groups.cleared_unseen_by_products": Fault(
         "attention_backward_groups.cuh", "read by a product, and no fence.proxy.async by the thread that wrote it",
