@@ -150,7 +150,7 @@ stage_speed() {
   why=$(why_no_gpu)
   [[ -z $why ]] || { leave_out "$why" && return; }
   [[ -x $venv/bin/python ]] || { leave_out "the stage python has not made $venv" && return; }
-  "$venv"/bin/python bench/cuda_peers.py --out bench/results
+  "$venv"/bin/python bench/cuda_peers.py --out bench/results && "$venv"/bin/python bench/cuda_options.py --out bench/results
 }
 
 # By count alone: no GPU is asked.
