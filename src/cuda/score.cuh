@@ -103,6 +103,7 @@ class Score {
   template <class T, bool kKeys, int kBlocks, class Derivative>
   __device__ unsigned apply(float (&x)[kBlocks][4], const int (&own)[2], int other, unsigned seen,
                             const Derivative& derivative) const {
+    if (p.mask.data != nullptr) seen = shown<kKeys, kBlocks>(own, other, seen);
     if (p.softcap > 0) {
       const float one_over = fminf(1 / p.softcap, 3e38f);
       for_each_pair<kBlocks>([&](int n, int e) {
@@ -123,7 +124,7 @@ class Score {
              : p.bias.number == Number::kFloat16 ? add_bias<Float16, kKeys>(x, own, other, seen)
                                                  : add_bias<Float32, kKeys>(x, own, other, seen);
     }
-    return p.mask.data == nullptr ? seen : shown<kKeys, kBlocks>(own, other, seen);
+    return seen;
   }
 
   // Of a visible pair: x <- what the program makes of it. Returns whether it is still visible.
