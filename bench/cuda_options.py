@@ -11,11 +11,10 @@ and does nothing.
 import argparse
 import datetime
 import pathlib
-import re
 import statistics
 import sys
 
-from cuda_peers import CHANNELS, TOKENS, milliseconds
+from cuda_peers import CHANNELS, TOKENS, milliseconds, tell, torch_with_gpu
 
 WINDOW, DROPOUT = 256, 0.1
 OURS, FLEX, BACKENDS = "polyhead", "FlexAttention", ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
@@ -134,13 +133,8 @@ def main():
     parser.add_argument("--head-dims", type=int, nargs="+", default=(64, 128))
     parser.add_argument("--seqlen", type=int, default=2048)
     options = parser.parse_args()
-    try:
-        import torch
-    except ImportError:
-        print("left out: torch is not installed")
-        return 0
-    if not torch.cuda.is_available():
-        print(f"left out: torch {torch.__version__} finds no CUDA device")
+    torch = torch_with_gpu()
+    if torch is None:
         return 0
     import polyhead
 
@@ -163,13 +157,7 @@ def main():
             lines += rows_of(f"{head_dim}, {option}", 4 * batch * heads * pairs * head_dim, times)
             print(lines[-2], lines[-1], sep="\n", file=sys.stderr)
             reasons |= {f"{name}, {option}": why for name, why in why_not.items()}
-    lines += ["", *(f"- {who}: {why}" for who, why in reasons.items())]
-    text = "\n".join(lines).rstrip("\n") + "\n"
-    if options.out is None:
-        print(text)
-    else:
-        slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-        (options.out / f"{today}-{slug}-cuda-options.md").write_text(text)
+    tell(lines, reasons, options.out, gpu, "cuda-options")
     return 0
 
 

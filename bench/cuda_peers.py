@@ -146,18 +146,36 @@ def row_of_decoding(problem, contenders):
     return f"| {batch} | {heads} / {heads_kv} | {keys} | " + " | ".join(cells) + f" | {ratio} | {difference(contenders)} |"
 
 
+def torch_with_gpu():
+    """torch, or None where it is not there or finds no GPU, which is said."""
+    try:
+        import torch
+    except ImportError:
+        print("left out: torch is not installed")
+        return None
+    if not torch.cuda.is_available():
+        print(f"left out: torch {torch.__version__} finds no CUDA device")
+        return None
+    return torch
+
+
+def tell(lines, reasons, folder, gpu, name):
+    """The table and why some could not, printed or as DATE-GPU-NAME.md in a folder."""
+    text = "\n".join([*lines, "", *(f"- {who}: {why}" for who, why in reasons.items())]).rstrip("\n") + "\n"
+    if folder is None:
+        print(text)
+        return
+    slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    (folder / f"{datetime.date.today().isoformat()}-{slug}-{name}.md").write_text(text)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, help="a folder for DATE-GPU-cuda.md; default: print it")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
-    try:
-        import torch
-    except ImportError:
-        print("left out: torch is not installed")
-        return 0
-    if not torch.cuda.is_available():
-        print(f"left out: torch {torch.__version__} finds no CUDA device")
+    torch = torch_with_gpu()
+    if torch is None:
         return 0
     import polyhead
 
@@ -185,13 +203,7 @@ def main():
         lines.append(row_of_decoding(problem, contenders))
         print(lines[-1], file=sys.stderr)
         reasons |= {f"{name}, decoding": each.why_not for name, each in contenders.items() if each.why_not}
-    lines += ["", *(f"- {who}: {why}" for who, why in reasons.items())]
-    text = "\n".join(lines).rstrip("\n") + "\n"
-    if options.out is None:
-        print(text)
-    else:
-        slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-        (options.out / f"{today}-{slug}-cuda.md").write_text(text)
+    tell(lines, reasons, options.out, gpu, "cuda")
     return 0
 
 
