@@ -34,7 +34,7 @@ inline float element(const float* rows, int elements, int key, int query) {
 }
 
 // Columns of the sums of a key.
-inline int64_t whole_vectors(int64_t dim) { return whole(dim, kPartLanes); }
+inline int64_t whole_vectors(int64_t dim) { return whole(dim, kTmm ? 16 : kLanes); }
 
 inline bool is_finite(float x) { return x - x == 0.0f; }
 
@@ -166,8 +166,8 @@ void weigh_part_of(const GradientHead& head, const GradientTile& tile, const Key
   const Score& score = head.score;
   const F to_natural = broadcast(score.to_natural);
   const bool masked = kWay != ScoreWay::kProducts && score.hides(view);
-  float* const p_rows = head.p;  // here and below: after a store the compiler would load it anew
-  const auto weigh = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+  float* const p_rows = head.p;  // here and below: after a store the compiler would load it anew, see weigh_keys
+  const auto weigh = [=, &score, &tile, &view]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs_; ++v) {
       const int at = lane + v * kLanes;
@@ -175,16 +175,19 @@ void weigh_part_of(const GradientHead& head, const GradientTile& tile, const Key
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         F p = s[r][v];
-        if constexpr (kSoftmax) p = exp_of_weight(fms(p, to_natural, l));
+        if constexpr (kSoftmax) {
+          p = fms(p, to_natural, l);
+          p = Mac::kElements == 2 ? exp_of_pair(p) : exp_of_weight(p);
+        }
         if (masked) p = select(score.sees<kWay>(view, key + r, at), p, broadcast(0.0f));
         store(p_rows + (key + r) * kTile + at, p);
       }
     }
   };
   const int64_t words = words_of(head.problem.head_dim, Mac::kElements);
-  const auto apply = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane)
-      __attribute__((always_inline)) {
-    score.apply_and_keep<kWay>(s, view, key, lane, head.view_memory->options);
+  const auto apply = [&score, &view, memory = &head.view_memory->options ]<int kRows, int kVecs_>(
+      F(&s)[kRows][kVecs_], int key, int lane) __attribute__((always_inline)) {
+    score.template apply_and_keep<kWay>(s, view, key, lane, *memory);
   };
   if constexpr (kWay == ScoreWay::kAny) {
     if (score.by_program) {
@@ -194,7 +197,7 @@ void weigh_part_of(const GradientHead& head, const GradientTile& tile, const Key
   }
   for_each_product<Mac, kMostSums>(
       tile.query, words, block.key, part, *head.later,
-      [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+      [apply, weigh]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
         apply(s, key, lane);
         weigh(s, key, lane);
       },
@@ -218,7 +221,7 @@ void differentiate_part_of(const GradientHead& head, const GradientTile& tile, c
   const bool masked = kWay != ScoreWay::kProducts && head.score.hides(view), dropped = kDrops && view.kept != nullptr;
   const F drop_scale = broadcast(head.problem.dropout.scale);
   const float* const p_rows = head.p;
-  const auto finish = [&]<int kRows, int kVecs_>(F(&dp)[kRows][kVecs_], int key, int lane) {
+  const auto finish = [=, &head, &tile, &view]<int kRows, int kVecs_>(F(&dp)[kRows][kVecs_], int key, int lane) {
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs_; ++v) {
       const int at = lane + v * kLanes;

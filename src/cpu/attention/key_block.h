@@ -58,11 +58,15 @@ void weigh_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
                 bool into_out) {
   const int64_t words = words_of(head.problem.head_dim, Mac::kElements);
   const bool masked = !kSoftmax && head.score.hides(view);
-  const auto weigh = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+  // By value, all of them: what a closure only refers to is read again after each store of a register tmm.
+  const Score* const score = &head.score;
+  const BlockView* const of = &view;
+  const auto weigh = [p = head.scratch->p, state = &tile.state, factor = head.score.to_log2, kept = view.kept, score,
+                      of, masked]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
     if constexpr (kSoftmax) {
-      softmax_step<PMac>(s, head.scratch->p, tile.state, head.score, view, key, lane);
+      softmax_step<PMac>(s, p, *state, factor, kept, key, lane);
     } else {
-      score_step<PMac>(s, head.scratch->p, head.score, view, masked, key, lane);
+      score_step<PMac>(s, p, *score, *of, masked, key, lane);
     }
   };
   const auto done = [&](int v_begin, int v_end) {
@@ -74,9 +78,9 @@ void weigh_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
                                   part.begin / Mac::kElements, words_of(part.end, Mac::kElements),
                                   head.problem.head_dim_v, v_begin, v_end);
   };
-  const auto apply = [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane)
-      __attribute__((always_inline)) {
-    head.score.apply<kWay>(s, view, key, lane);
+  const auto apply =
+      [ score, of ]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) __attribute__((always_inline)) {
+    score->template apply<kWay>(s, *of, key, lane);
   };
   if constexpr (kWay == ScoreWay::kAny) {
     if (head.score.by_program) {
@@ -86,7 +90,7 @@ void weigh_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
   }
   for_each_product<Mac, kForwardSums>(
       tile.query, words, block.key, part, *head.later,
-      [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+      [apply, weigh]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
         apply(s, key, lane);
         weigh(s, key, lane);
       },

@@ -76,7 +76,8 @@ __attribute__((always_inline)) inline F weigh(F (&s)[kRows], float* p, TileState
     F weight[kRows], sum = broadcast(0.0f);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      weight[r] = exp2(s[r] - m, broadcast(factor));
+      const F x = s[r] - m;
+      weight[r] = Mac::kElements == 2 ? exp2_of_pair(x, broadcast(factor)) : exp2(x, broadcast(factor));
       sum = sum + weight[r];
     }
     const M too_low = outside(sum, kHeadroom);
@@ -94,50 +95,60 @@ __attribute__((always_inline)) inline F weigh(F (&s)[kRows], float* p, TileState
   }
 }
 
-// Weights of kRows keys of one vector of queries, after dropout, stored as words of P^T. Returned: the sum of
+// Weights of kRows keys of one vector of queries, after dropout where kDrops, stored as words of P^T. Returned: the sum of
 // the undropped ones as they are rounded there, where those are bfloat16.
-template <class Mac, int kRows>
-inline F store_weights(F (&s)[kRows], float* p, const uint16_t (*kept)[kVecs], int key, int at) {
+template <class Mac, bool kDrops, int kRows>
+inline __attribute__((always_inline)) F store_weights_of(F (&s)[kRows], float* p, const uint16_t (*kept)[kVecs],
+                                                         int key, int at) {
+  float* const words = p + key / Mac::kElements * kTile + at;
   F sum_rounded = broadcast(0.0f);
-  const auto drop = [&](int r) __attribute__((always_inline)) {
+  [[maybe_unused]] const auto drop = [&](int r) __attribute__((always_inline)) {
     s[r] = select(mask_from_bits(kept[key + r][at / kLanes]), s[r], broadcast(0.0f));
   };
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; r += Mac::kElements) {
-#ifdef POLYHEAD_HAS_BF16_DOT
-    if constexpr (Mac::kElements == 2) {
-      const F pair = pair_bf16(s[r], r + 1 < kRows ? s[r + 1] : broadcast(0.0f));
-      s[r] = even_bf16(pair);
-      if (r + 1 < kRows) s[r + 1] = odd_bf16(pair);
-      sum_rounded = sum_rounded + (s[r] + odd_bf16(pair));
-    }
-#endif
-    if (kept != nullptr) {
-      drop(r);
-      if (Mac::kElements == 2 && r + 1 < kRows) drop(r + 1);
-    }
     F word = s[r];
 #ifdef POLYHEAD_HAS_BF16_DOT
-    if constexpr (Mac::kElements == 2) word = join_bf16(s[r], r + 1 < kRows ? s[r + 1] : broadcast(0.0f));
+    if constexpr (Mac::kElements == 2) {
+      word = pair_bf16(s[r], r + 1 < kRows ? s[r + 1] : broadcast(0.0f));
+      s[r] = even_bf16(word);
+      if (r + 1 < kRows) s[r + 1] = odd_bf16(word);
+      sum_rounded = sum_rounded + (s[r] + odd_bf16(word));
+    }
 #endif
-    store(p + (key + r) / Mac::kElements * kTile + at, word);
+    if constexpr (kDrops) {
+      drop(r);
+      if (Mac::kElements == 2 && r + 1 < kRows) drop(r + 1);
+      word = s[r];
+#ifdef POLYHEAD_HAS_BF16_DOT
+      if constexpr (Mac::kElements == 2) word = join_bf16(s[r], r + 1 < kRows ? s[r + 1] : broadcast(0.0f));
+#endif
+    }
+    store(words + r / Mac::kElements * kTile, word);
   }
   return sum_rounded;
+}
+
+template <class Mac, int kRows>
+inline F store_weights(F (&s)[kRows], float* p, const uint16_t (*kept)[kVecs], int key, int at) {
+  if (kept == nullptr) return store_weights_of<Mac, false>(s, p, kept, key, at);
+  return store_weights_of<Mac, true>(s, p, kept, key, at);
 }
 
 // Scores of kRows keys -> weights exp(s - m) after dropout, stored as words of P^T; l grows by the undropped ones.
 template <class Mac, int kRows, int kVecs_>
 __attribute__((always_inline)) inline void softmax_step(F (&scores)[kRows][kVecs_], float* p, TileState& state,
-                                                        const Score& score, const BlockView& view, int key, int lane) {
+                                                        float factor, const uint16_t (*kept)[kVecs], int key,
+                                                        int lane) {
 #pragma GCC unroll 8
   for (int v = 0; v < kVecs_; ++v) {
     const int at = lane + v * kLanes;
     F s[kRows];
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) s[r] = scores[r][v];
-    const F sum = weigh<Mac>(s, p, state, score.to_log2, key, at);
+    const F sum = weigh<Mac>(s, p, state, factor, key, at);
     store(state.l + at, load(state.l + at) + sum);
-    const F sum_rounded = store_weights<Mac>(s, p, view.kept, key, at);
+    const F sum_rounded = store_weights<Mac>(s, p, kept, key, at);
     if constexpr (Mac::kElements == 2) store(state.l_rounded + at, load(state.l_rounded + at) + sum_rounded);
   }
 }

@@ -213,19 +213,22 @@ void for_each_part(const TileView& t, const Work& work) {
 template <class Mac, int kSums, class Take, class Done>
 void for_each_product(const float* a, int64_t words, const Words& rows, const Part& part, Later& later,
                       const Take& take, const Done& done) {
+  const Take own = take;  // see weigh_keys
   const int units = (part.end - part.begin) / kUnitKeys;
   UnitProduct next(a, words, rows);
-  alignas(64) float sums[2][kUnitKeys * kTmmRows];
-  next.start(part.begin, part.v_begin * kLanes);
-  next.finish(sums[0]);
+  alignas(64) float sums[2][kUnitKeys * kUnitLanes];
+  next.start(part.begin, part.v_begin * kLanes, sums[0]);
+  while (next.steps() > 0) next.step();
   int turn = 0;
   for (int v = part.v_begin; v < part.v_end; v += kPartVecs) {
     if (later.waits_for(v * kLanes)) later.finish();
     for (int unit = 0; unit < units; ++unit, turn ^= 1) {
-      const bool last = unit + 1 == units, more = !last || v + kPartVecs < part.v_end;
-      if (more) next.start(part.begin + (last ? 0 : (unit + 1) * kUnitKeys), (last ? v + kPartVecs : v) * kLanes);
-      take_unit(sums[turn], part.begin + unit * kUnitKeys, v * kLanes, next, later, units - unit, take);
-      if (more) next.finish(sums[turn ^ 1]);
+      const bool last = unit + 1 == units;
+      if (!last || v + kPartVecs < part.v_end) {
+        next.start(part.begin + (last ? 0 : (unit + 1) * kUnitKeys), (last ? v + kPartVecs : v) * kLanes,
+                   sums[turn ^ 1]);
+      }
+      take_unit(sums[turn], part.begin + unit * kUnitKeys, v * kLanes, next, later, units - unit, own);
     }
     done(v, v + kPartVecs);
   }

@@ -51,6 +51,9 @@ inline F scale_by_power(F x, F n, F y) {
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(y, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), x, n);
 }
 inline F scale_by_small_power(F x, F n, F y) { return scale_by_power(x, n, y); }
+#define POLYHEAD_HAS_FRACTION 1
+inline F fraction(F y) { return _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+inline F scale_by_floor(F x, F y) { return scale_by_power(x, y, y); }
 inline F mantissa(F x) { return _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src); }
 inline F exponent(F x) { return _mm512_getexp_ps(x); }
 

@@ -103,7 +103,7 @@ inline void with_words(bool bf16, const Work& work) {
 #ifdef POLYHEAD_HAS_TMM
 constexpr bool kTmm = true;
 constexpr int kGroup = 32;  // keys that share a range of vectors, where not every query sees all
-constexpr int kPartKeys = 32, kPartVecs = 16 / kLanes;
+constexpr int kPartKeys = 32, kPartVecs = 32 / kLanes;
 constexpr int kDimStep = 32, kQueryStep = 32;  // of sums over dims, and over queries
 constexpr int kKeyColumns = 32;                // of sums over queries, side by side
 constexpr int kForwardTiles = 12;              // tiles of a task in forward: V is transposed for each task anew

@@ -1,10 +1,8 @@
 // The products of tile.h on registers of 16 x 16 words, where the instruction set has them: a queue of such products is
 // issued a step at a time between vector operations, so that both run at once.
 //
-// Measured on a Xeon (Sapphire Rapids class): a product of registers takes 16 cycles whatever the number of sums, and up to
-// 32 additions or 16 multiply-adds beside it cost nothing; a load of a register 8 cycles, or 1 beside a product; sums are
-// stored at 2 cycles each, if the product before the store is another's. So two sums share what is read of the queries,
-// and scores leave their registers when the next product has been issued.
+// Measured on Xeons (docs/cores.md): a product of registers takes 16 cycles whatever the number of sums, a load of a register 8
+// from L1, or 1 beside a product, but 20 from L2. So four sums share what is read: 32 rows times 32 columns.
 #pragma once
 
 #include "cpu/isa/tile.h"
@@ -14,62 +12,95 @@ namespace {
 
 constexpr int kTmmRows = 16;       // and words of a row
 constexpr int kUnitKeys = kGroup;  // two registers of scores; the pairs of keys that one register of P^T or V^T holds
+constexpr int kUnitLanes = kPartLanes;
+static_assert(kUnitKeys == 2 * kTmmRows && kUnitLanes == 2 * kTmmRows);
 
-// Two sums over 16 words: of rows 0 to 15 and 16 to 31 of A, times B.
-template <int kSum>
-inline __attribute__((always_inline)) void multiply_two(const Word* a, ptrdiff_t a_stride, const float* b,
-                                                        ptrdiff_t b_stride) {
+// Sums in registers 0 and 1 over 16 words: of rows 0 to 15 and 16 to 31 of A, times 16 columns of B, and in 2 and 3 the same
+// of the next 16 columns.
+template <int kSides>
+inline __attribute__((always_inline)) void multiply(const Word* a, ptrdiff_t a_stride, const float* b,
+                                                    ptrdiff_t b_stride) {
   tmm_load<6>(b, b_stride);
   tmm_load<4>(a, a_stride);
-  tmm_dot_bf16<kSum, 4, 6>();
+  tmm_dot_bf16<0, 4, 6>();
   tmm_load<5>(a + kTmmRows * a_stride, a_stride);
-  tmm_dot_bf16<kSum + 1, 5, 6>();
+  tmm_dot_bf16<1, 5, 6>();
+  if constexpr (kSides == 2) {
+    tmm_load<7>(b + kTmmRows, b_stride);
+    tmm_dot_bf16<2, 4, 7>();
+    tmm_dot_bf16<3, 5, 7>();
+  }
 }
 
-template <int kSum>
-inline __attribute__((always_inline)) void store_two(float* sums, ptrdiff_t stride) {
-  tmm_store<kSum>(sums, stride);
-  tmm_store<kSum + 1>(sums + kTmmRows * stride, stride);
+template <int kSides>
+inline __attribute__((always_inline)) void clear_sums() {
+  tmm_zero<0>();
+  tmm_zero<1>();
+  if constexpr (kSides == 2) {
+    tmm_zero<2>();
+    tmm_zero<3>();
+  }
 }
 
-// X^T [32 keys][16 queries] = rows A^T, in registers 0 and 1.
+template <int kSides>
+inline __attribute__((always_inline)) void load_sums(const float* sums, ptrdiff_t stride) {
+  tmm_load<0>(sums, stride);
+  tmm_load<1>(sums + kTmmRows * stride, stride);
+  if constexpr (kSides == 2) {
+    tmm_load<2>(sums + kTmmRows, stride);
+    tmm_load<3>(sums + kTmmRows * stride + kTmmRows, stride);
+  }
+}
+
+template <int kSides>
+inline __attribute__((always_inline)) void store_sums(float* sums, ptrdiff_t stride) {
+  tmm_store<0>(sums, stride);
+  tmm_store<1>(sums + kTmmRows * stride, stride);
+  if constexpr (kSides == 2) {
+    tmm_store<2>(sums + kTmmRows, stride);
+    tmm_store<3>(sums + kTmmRows * stride + kTmmRows, stride);
+  }
+}
+
+// X^T [32 keys][32 queries] = rows A^T.
 class UnitProduct {
  public:
   UnitProduct(const float* a, int64_t words, const Words& rows) : a_(a), words_(words), rows_(rows) {}
 
   int64_t steps() const { return whole(words_ - word_, kTmmRows) / kTmmRows; }  // left
 
-  void start(int key, int lane) {
-    tmm_zero<0>();
-    tmm_zero<1>();
+  // The sums will lie at `sums`.
+  void start(int key, int lane, float* sums) {
     word_ = 0;
     row_ = rows_.data + key * rows_.stride;
     query_ = a_ + lane;
+    sums_ = sums;
+    if (words_ == 0) __builtin_memset(sums, 0, kUnitKeys * kUnitLanes * sizeof(float));
   }
   void step() {
-    multiply_two<0>(row_ + word_, rows_.stride, query_ + word_ * kTile, kTile);
+    if (word_ == 0) clear_sums<2>();
+    multiply<2>(row_ + word_, rows_.stride, query_ + word_ * kTile, kTile);
     word_ += kTmmRows;
-  }
-  void finish(float* sums) {
-    while (word_ < words_) step();
-    store_two<0>(sums, kTmmRows);
+    if (word_ >= words_) store_sums<2>(sums_, kUnitLanes);
   }
 
  private:
   const float* a_;
   int64_t words_;
   Words rows_;
-  int64_t word_;
+  int64_t word_ = 0;
   const Word* row_ = nullptr;
   const float* query_ = nullptr;
+  float* sums_ = nullptr;
 };
 
-// A product of 16 queries that waits: O^T[dims][queries] += V^T P^T, two registers of 16 dims after the other, each over
-// all its keys. V^T lies as rows of dims, words along the keys. Registers 2 and 3.
+// A product of 32 queries that waits: O^T[dims][queries] += V^T P^T, 32 dims after the other, each over all its keys. V^T lies
+// as rows of dims, words along the keys.
 class Later : public Asking {
  public:
-  int64_t steps() const { return dim_ < dims_ ? (dims_ - dim_) / kDimStep * units_ - unit_ : 0; }  // left
-  bool waits_for(int lane) const { return (dim_ < dims_ || sums_ != nullptr) && lane_ == lane; }
+  int64_t products() const { return (dims_ - dim_) / kDimStep; }  // left
+  int64_t steps_each() const { return units_; }
+  bool waits_for(int lane) const { return dim_ < dims_ && lane_ == lane; }
   bool reads(const Word* value) const { return dim_ < dims_ && value_ == value; }
 
   void start(float* out, const float* p, const Words& value, int64_t first_word, int64_t words, int64_t dims,
@@ -87,14 +118,10 @@ class Later : public Asking {
   }
 
   void step() {
-    store_sums();
-    if (unit_ == 0) {
-      tmm_load<2>(out_, kTile);
-      tmm_load<3>(out_ + kTmmRows * kTile, kTile);
-    }
-    multiply_two<2>(row_ + unit_ * kTmmRows, stride_, p_ + unit_ * kTmmRows * kTile, kTile);
+    if (unit_ == 0) load_sums<2>(out_, kTile);
+    multiply<2>(row_ + unit_ * kTmmRows, stride_, p_ + unit_ * kTmmRows * kTile, kTile);
     if (++unit_ < units_) return;
-    sums_ = out_;
+    store_sums<2>(out_, kTile);
     out_ += kDimStep * kTile;
     row_ += kDimStep * stride_;
     dim_ += kDimStep;
@@ -103,17 +130,10 @@ class Later : public Asking {
 
   void finish() {
     while (dim_ < dims_) step();
-    store_sums();
   }
 
  private:
-  // Not at once: the product before it should be another's.
-  void store_sums() {
-    if (sums_ != nullptr) store_two<2>(sums_, kTile);
-    sums_ = nullptr;
-  }
-
-  float *out_ = nullptr, *sums_ = nullptr;
+  float* out_ = nullptr;
   const float* p_ = nullptr;
   const Word *value_ = nullptr, *row_ = nullptr;
   ptrdiff_t stride_ = 0;
@@ -128,43 +148,41 @@ inline void accumulate(Later& later, const Sums& sums, const float* p, const Wor
   for (int v = v_begin; v < v_end; v += kPartVecs) later.start(sums.out, p, value, begin, end - begin, dim, v * kLanes);
 }
 
-// Calls take(x, key, lane) for the sums of a unit. Meanwhile the next unit's are made, and of what waits so much that it ends
-// with the last of units_left units.
+// Calls take(x, key, lane) for the sums of a unit. Meanwhile the next unit's are made, then so many of the products that wait
+// that the last ends with the last of units_left units: whole ones, for all take the same registers.
 template <class Take>
 inline __attribute__((always_inline)) void take_unit(const float* sums, int key, int lane, UnitProduct& next,
                                                      Later& later, int units_left, const Take& take) {
   constexpr int kRows = micro_rows(kPartVecs, kForwardSums), kTakes = kUnitKeys / kRows;
-  int64_t later_steps = (later.steps() + units_left - 1) / units_left;
-  const int64_t steps = whole(next.steps() + later_steps, kTakes) / kTakes;
-  for (int r = 0; r < kUnitKeys; r += kRows, sums += kRows * kTmmRows) {
-    for (int64_t step = 0; step < steps; ++step) {
-      if (next.steps() > 0) {
+  int64_t next_steps = next.steps();
+  const int64_t products = (later.products() + units_left - 1) / units_left;
+  const int64_t steps = next_steps + products * later.steps_each();
+  int64_t done = 0;
+  for (int taken = 1; taken <= kTakes; ++taken, key += kRows, sums += kRows * kUnitLanes) {
+    for (; done * kTakes < steps * taken; ++done) {
+      if (next_steps > 0) {
         next.step();
-      } else if (later_steps-- > 0) {
+        --next_steps;
+      } else {
         later.step();
       }
     }
     F x[kRows][kPartVecs];
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kPartVecs; ++v) x[i][v] = load(sums + i * kTmmRows + v * kLanes);
+#pragma GCC unroll 8
+      for (int v = 0; v < kPartVecs; ++v) x[i][v] = load(sums + i * kUnitLanes + v * kLanes);
     }
-    take(x, key + r, lane);
-    later.lines(kRows * kTmmRows).ask();
+    take(x, key, lane);
+    later.lines(kRows * kUnitLanes).ask();
   }
 }
 
-// 32 keys and kPanels x 16 columns of add_keys. Registers 0 to 3 hold the sums, column after column.
+// 32 keys and kPanels x 16 columns of add_keys.
 template <int kPanels>
 inline void add_key_unit(float* out, ptrdiff_t out_stride, const QueryTerms* terms, int num_terms, int key,
                          int64_t column) {
-  tmm_load<0>(out, out_stride);
-  tmm_load<1>(out + kTmmRows * out_stride, out_stride);
-  if constexpr (kPanels == 2) {
-    tmm_load<2>(out + kTmmRows, out_stride);
-    tmm_load<3>(out + kTmmRows * out_stride + kTmmRows, out_stride);
-  }
+  load_sums<kPanels>(out, out_stride);
   const int group = key / kGroup;
   for (int t = 0; t < num_terms; ++t) {
     const QueryTerms& x = terms[t];
@@ -172,16 +190,10 @@ inline void add_key_unit(float* out, ptrdiff_t out_stride, const QueryTerms* ter
     constexpr ptrdiff_t kWeightsStride = kTile / 2;
     const Word* weights = x.weights + key * kWeightsStride;
     for (int word = x.begin[group] / kTmmRows * kTmmRows; word < x.end[group]; word += kTmmRows) {
-      multiply_two<0>(weights + word, kWeightsStride, rows + word * kKeyColumns, kKeyColumns);
-      if constexpr (kPanels == 2) {
-        tmm_load<7>(rows + word * kKeyColumns + kTmmRows, kKeyColumns);
-        tmm_dot_bf16<2, 4, 7>();
-        tmm_dot_bf16<3, 5, 7>();
-      }
+      multiply<kPanels>(weights + word, kWeightsStride, rows + word * kKeyColumns, kKeyColumns);
     }
   }
-  store_two<0>(out, out_stride);
-  if constexpr (kPanels == 2) store_two<2>(out + kTmmRows, out_stride);
+  store_sums<kPanels>(out, out_stride);
 }
 
 // out[key][column] += sum over the queries of weights[key][query] * rows[query][column], tile after tile; `columns` are a

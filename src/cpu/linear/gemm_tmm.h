@@ -36,28 +36,14 @@ void pack_turned(float* out, const Matrix& across, int64_t first_row, int64_t nu
   }
 }
 
-// 16 words of 32 rows and kPanels x 16 columns, into registers 0 to 3.
-template <int kPanels>
-inline __attribute__((always_inline)) void multiply_words(const float* a, const float* panel) {
-  multiply_two<0>(a, kRowStride, panel, kColumns);
-  if constexpr (kPanels == 2) {
-    tmm_load<7>(panel + kTmmRows, kColumns);
-    tmm_dot_bf16<2, 4, 7>();
-    tmm_dot_bf16<3, 5, 7>();
-  }
-}
-
 // `rows` rows of kPanels x 16 columns of sums.
 template <int kPanels>
-inline void store_sums(const PanelSums& to, int64_t rows) {
+inline void store_rows(const PanelSums& to, int64_t rows) {
   if (rows == kTileRows && to.before.data == nullptr && to.onto.data == nullptr) {
-    store_two<0>(to.out, to.stride);
-    if constexpr (kPanels == 2) store_two<2>(to.out + kTmmRows, to.stride);
-    return;
+    return store_sums<kPanels>(to.out, to.stride);
   }
   alignas(64) float sums[kTileRows * kColumns];
-  store_two<0>(sums, kColumns);
-  if constexpr (kPanels == 2) store_two<2>(sums + kTmmRows, kColumns);
+  store_sums<kPanels>(sums, kColumns);
   for (int64_t r = 0; r < rows; ++r) {
 #pragma GCC unroll 4
     for (int c = 0; c < kPanels * kTmmRows; c += kLanes) {
@@ -80,22 +66,17 @@ void multiply_registers(const PanelSums& to, const float* a, const float* panel,
   }
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows, lines_each = (2 * words + tiles - 1) / tiles;
   for (int64_t tile = 0; tile < tiles; ++tile, a += kTileRows * kRowStride) {
-    tmm_zero<0>();
-    tmm_zero<1>();
-    if constexpr (kPanels == 2) {
-      tmm_zero<2>();
-      tmm_zero<3>();
-    }
+    clear_sums<kPanels>();
     // Of the next panel, where one is packed, a share: the hardware does not know to follow.
     const float* next = next_panel == nullptr ? nullptr : next_panel + tile * lines_each * kTmmRows;
     const int64_t lines_step = next == nullptr ? 0 : lines_each * kTmmRows / (words < kTmmRows ? kTmmRows : words);
     for (int64_t word = 0; word < whole_words; word += kTmmRows) {
       for (int64_t line = 0; line < lines_step; ++line, next += kTmmRows) __builtin_prefetch(next, 0, 2);
-      multiply_words<kPanels>(a + word, panel + word * kColumns);
+      multiply<kPanels>(a + word, kRowStride, panel + word * kColumns, kColumns);
     }
-    if (whole_words < words) multiply_words<kPanels>(a + whole_words, last);
+    if (whole_words < words) multiply<kPanels>(a + whole_words, kRowStride, last, kColumns);
     const int64_t left = rows - tile * kTileRows;
-    store_sums<kPanels>(to.from_row(tile * kTileRows), left < kTileRows ? left : kTileRows);
+    store_rows<kPanels>(to.from_row(tile * kTileRows), left < kTileRows ? left : kTileRows);
   }
 }
 
