@@ -88,9 +88,9 @@ void clear_if_fresh(const Head& head, Tile& tile) {
 ChunkSums query_sums(const Head& head, Tile& tile, bool all, bool last) {
   ChunkSums sums{tile.chunk};
   if (!head.wants_queries) return sums;
-  if (!kTmm && all) {
+  if (all) {
     sums.fresh = tile.fresh;
-    tile.added = last && tile.started && tile.partial == nullptr;
+    tile.added = !kTmm && last && tile.started && tile.partial == nullptr;
     if (tile.added) sums.whole = tile.grad_query;
   } else {
     clear_if_fresh(head, tile);

@@ -43,7 +43,7 @@ void attend_block(const Head& head, Tile& tile, const KeyBlock& block) {
   const TileView t = view_block(head, tile, block.first, block.num_keys);
   if (t.begin >= t.end) return;
   if (!t.all || head.score.hides(t.view)) tile.some_hidden = true;
-  if (!t.all || kTmm) clear_if_fresh(head, tile);  // else O^T begins with the block's one product
+  if (!t.all) clear_if_fresh(head, tile);  // else O^T begins with the block's one product
   for_each_part(
       t, [&](const Part& part, const BlockView& view) { score_keys<Mac, Mac>(head, tile, block, view, part, true); });
   tile.fresh = false;

@@ -103,10 +103,12 @@ class Later : public Asking {
   bool waits_for(int lane) const { return dim_ < dims_ && lane_ == lane; }
   bool reads(const Word* value) const { return dim_ < dims_ && value_ == value; }
 
-  void start(float* out, const float* p, const Words& value, int64_t first_word, int64_t words, int64_t dims,
-             int lane) {
+  // fresh: the sums begin at 0, whatever lies there.
+  void start(float* out, bool fresh, const float* p, const Words& value, int64_t first_word, int64_t words,
+             int64_t dims, int lane) {
     finish();
     out_ = out + lane;
+    fresh_ = fresh;
     p_ = p + first_word * kTile + lane;
     value_ = value.data;
     row_ = value.data + first_word;
@@ -118,7 +120,7 @@ class Later : public Asking {
   }
 
   void step() {
-    if (unit_ == 0) load_sums<2>(out_, kTile);
+    if (unit_ == 0) begin();
     multiply<2>(row_ + unit_ * kTmmRows, stride_, p_ + unit_ * kTmmRows * kTile, kTile);
     if (++unit_ < units_) return;
     store_sums<2>(out_, kTile);
@@ -133,7 +135,16 @@ class Later : public Asking {
   }
 
  private:
+  void begin() {
+    if (fresh_) {
+      clear_sums<2>();
+    } else {
+      load_sums<2>(out_, kTile);
+    }
+  }
+
   float* out_ = nullptr;
+  bool fresh_ = false;
   const float* p_ = nullptr;
   const Word *value_ = nullptr, *row_ = nullptr;
   ptrdiff_t stride_ = 0;
@@ -145,7 +156,9 @@ class Later : public Asking {
 template <class Mac, int, class Sums>
 inline void accumulate(Later& later, const Sums& sums, const float* p, const Words& value, int64_t begin, int64_t end,
                        int64_t dim, int v_begin, int v_end) {
-  for (int v = v_begin; v < v_end; v += kPartVecs) later.start(sums.out, p, value, begin, end - begin, dim, v * kLanes);
+  for (int v = v_begin; v < v_end; v += kPartVecs) {
+    later.start(sums.out, sums.fresh, p, value, begin, end - begin, dim, v * kLanes);
+  }
 }
 
 // Calls take(x, key, lane) for the sums of a unit. Meanwhile the next unit's are made, then so many of the products that wait
