@@ -197,14 +197,19 @@ void store_queries(const BackwardProblem& problem, const BackwardTask& task, con
   const int64_t first =
       task.b * to.stride_b + task.h * to.stride_h + (task.sequence.first_q + tile.first_query) * to.stride_s;
   for (int q = 0; q < tile.num_queries; q += kLanes) {
-    for (int64_t d = 0; d < dim; d += kLanes) {
+    int64_t d = 0;
+    const auto column = [&](int i) { return scaled(load(grad_query + (d + i) * kTile + q), problem.forward.scale); };
+#ifdef POLYHEAD_HAS_BF16_DOT
+    const bool pairs = to.dtype == DType::kBFloat16 && to.stride_d == 1 && !problem.accumulate && grad_query != nullptr;
+    for (; pairs && d + kTurnedColumns <= dim; d += kTurnedColumns) {
+      turn_pairs(static_cast<uint16_t*>(to.data) + first + q * to.stride_s + d, to.stride_s, tile.num_queries - q,
+                 column);
+    }
+#endif
+    for (; d < dim; d += kLanes) {
       const int n = dim - d < kLanes ? static_cast<int>(dim - d) : kLanes;
       F block[kLanes];
-      for (int i = 0; i < kLanes; ++i) {
-        block[i] = i < n && grad_query != nullptr
-                       ? scaled(load(grad_query + (d + i) * kTile + q), problem.forward.scale)
-                       : broadcast(0.0f);
-      }
+      for (int i = 0; i < kLanes; ++i) block[i] = i < n && grad_query != nullptr ? column(i) : broadcast(0.0f);
       transpose(block);
       for (int r = 0; r < kLanes && q + r < tile.num_queries; ++r) {
         store_sum(to.data, to.dtype, first + (q + r) * to.stride_s + d * to.stride_d, to.stride_d, block[r], n,

@@ -99,8 +99,8 @@ bool finite_output(const Tile& tile, int64_t dim) {
   return true;
 }
 
-// Rows [q, q + kLanes) and columns [d, d + kLanes) of a tile's output, transposed back and written.
-void store_output(const Problem& problem, int64_t at, const Tile& tile, const RowEnds& ends, int q, int64_t d) {
+// Rows [q, q + kLanes) and columns from d on of a tile's output, transposed back and written. Returned: how many columns.
+int store_output(const Problem& problem, int64_t at, const Tile& tile, const RowEnds& ends, int q, int64_t d) {
   const Operand& out = problem.out;
   const int64_t dim = problem.head_dim_v;
   const F divisor = load(ends.divisor + q), reciprocal = load(ends.reciprocal + q);
@@ -119,8 +119,14 @@ void store_output(const Problem& problem, int64_t at, const Tile& tile, const Ro
     float* target = static_cast<float*>(out.data) + at;
 #pragma GCC unroll 16
     for (int r = 0; r < kLanes && r < rows; ++r) store(target + r * out.stride_s, block[r]);
-    return;
+    return n;
   }
+#ifdef POLYHEAD_HAS_BF16_DOT
+  if (dim - d >= kTurnedColumns && out.dtype == DType::kBFloat16 && out.stride_d == 1 && ends.hidden == 0) {
+    turn_pairs(static_cast<uint16_t*>(out.data) + at, out.stride_s, rows, [&](int i) { return row(d + i); });
+    return kTurnedColumns;
+  }
+#endif
   for (int i = 0; i < kLanes; ++i) {
     block[i] = i < n ? row(d + i) : broadcast(0.0f);
   }
@@ -129,6 +135,7 @@ void store_output(const Problem& problem, int64_t at, const Tile& tile, const Ro
     store_elements(out.data, out.dtype, at + r * out.stride_s, out.stride_d,
                    (ends.hidden >> (q + r) & 1) != 0 ? broadcast(0.0f) : block[r], n);
   }
+  return n;
 }
 
 // O / l and L, written out. False if something hidden was computed and O holds NaN or inf: hidden values may have leaked.
@@ -141,8 +148,8 @@ bool finish_tile(const Head& head, Tile& tile) {
   const Operand& out = problem.out;
   const int64_t out0 = head.task.b * out.stride_b + head.task.h * out.stride_h + row0 * out.stride_s;
   for (int q = 0; q < tile.num_queries; q += kLanes) {
-    for (int64_t d = 0; d < problem.head_dim_v; d += kLanes) {
-      store_output(problem, out0 + q * out.stride_s + d * out.stride_d, tile, ends, q, d);
+    for (int64_t d = 0; d < problem.head_dim_v;) {
+      d += store_output(problem, out0 + q * out.stride_s + d * out.stride_d, tile, ends, q, d);
     }
   }
   if (problem.logsumexp.data == nullptr) return true;

@@ -376,6 +376,24 @@ void copy_panels(float* out, int64_t panel_stride, int panel, const Rows& x, int
   }
 }
 
+#ifdef POLYHEAD_HAS_BF16_DOT
+// How many columns of bfloat16 turn_pairs writes: a whole line, where rows of one vector would be half a line each.
+constexpr int kTurnedColumns = 2 * kLanes;
+
+// Columns of `rows` rows of bfloat16, row_stride elements apart, from vectors that hold a column each: column(i).
+template <class Column>
+inline __attribute__((always_inline)) void turn_pairs(uint16_t* to, int64_t row_stride, int rows, const Column& column) {
+  F words[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) words[i] = pair_bf16(column(2 * i), column(2 * i + 1));
+  transpose(words);
+#pragma GCC unroll 16
+  for (int r = 0; r < kLanes; ++r) {
+    if (r < rows) store(reinterpret_cast<float*>(to + r * row_stride), words[r]);
+  }
+}
+#endif
+
 // Whether no element is NaN or inf.
 inline bool all_finite(const Rows& x, int64_t first_row, int64_t num_rows, int64_t columns) {
   F sum = broadcast(0.0f);  // NaN as soon as one term is NaN or inf
