@@ -382,7 +382,8 @@ constexpr int kTurnedColumns = 2 * kLanes;
 
 // Columns of `rows` rows of bfloat16, row_stride elements apart, from vectors that hold a column each: column(i).
 template <class Column>
-inline __attribute__((always_inline)) void turn_pairs(uint16_t* to, int64_t row_stride, int rows, const Column& column) {
+inline __attribute__((always_inline)) void turn_pairs(uint16_t* to, int64_t row_stride, int rows,
+                                                      const Column& column) {
   F words[kLanes];
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) words[i] = pair_bf16(column(2 * i), column(2 * i + 1));
