@@ -127,8 +127,9 @@ TEST(IsaOrder, TheListsOfKernelsFollowThisMachines) {
     EXPECT_EQ(kernel_list()[i]->name, "cpu_" + std::string(isa_name(order.isas[i])));
     EXPECT_STREQ(kernel_list()[i]->name, linear::kernel_list()[i]->name);
   }
-  AttentionDesc desc;
-  desc.seqlen_q = desc.seqlen_k = desc.head_dim = desc.head_dim_v = 8;
+  AttentionDesc desc;  // which all of them take
+  desc.dtype = DType::kBFloat16;
+  desc.seqlen_q = desc.seqlen_k = desc.head_dim = desc.head_dim_v = 32;
   EXPECT_EQ(explain(desc).measured, order.measured);
   for (int i = 0; i < kNumIsas; ++i) {  // a forced kernel is the one that runs, wherever it stands
     if (!has(Isa{i})) continue;
