@@ -281,6 +281,22 @@ def test_hidden_data_changes_no_bit_and_visible_nan_shows():
     assert seen[1, :, :2, 3].all() and seen.sum() == 5 * 2
 
 
+def test_weights_where_a_sum_is_all_that_a_maximum_allows():
+    """A step's weights sum to 1024 times the first one, above which a row's maximum is raised: both passes must agree."""
+    q, k, v = np.zeros((3, 1, 32, 1, 32))
+    q[..., :3] = 1
+    k[0, 12, 0, :3] = 39.25, -81 / 2048, -(2.0**-13)
+    k[0, 13:16, 0, 0] = -1024
+    v[:] = 1
+    scores = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(32)
+    exact = np.exp(scores - scores.max(-1, keepdims=True))
+    exact /= exact.sum(-1, keepdims=True)
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        operands = [x.astype(dtype) for x in (q, k, v)]  # all of them exact in bfloat16
+        _, weights = polyhead.attention(*operands, return_weights=True)
+        assert np.abs(weights.astype(np.float64) - exact).max() < DTYPES[np.dtype(dtype)]
+
+
 def test_dropout_mask_is_the_documented_formula():
     shape = (2, 3, 5, 19)
     for p, seed, offset in [(0.25, 2**40 + 5, 9), (0.1, 2**64 - 1, 2**32 - 1), (0.999, 0, 0), (1e-5, 3, 0)]:

@@ -33,7 +33,7 @@ inline float element(const float* rows, int elements, int key, int query) {
   return x;
 }
 
-// Columns of the sums of a key.
+// Columns of the sums of a key: what add_keys asks for, of registers tmm 16.
 inline int64_t whole_vectors(int64_t dim) { return whole(dim, kTmm ? 16 : kLanes); }
 
 inline bool is_finite(float x) { return x - x == 0.0f; }

@@ -61,10 +61,13 @@ void weigh_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
   // By value, all of them: what a closure only refers to is read again after each store of a register tmm.
   const Score* const score = &head.score;
   const BlockView* const of = &view;
-  const auto weigh = [p = head.scratch->p, state = &tile.state, factor = head.score.to_log2, kept = view.kept, score,
-                      of, masked]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+  float* const p = head.scratch->p;
+  TileState* const state = &tile.state;
+  const float factor = head.score.to_log2;
+  const auto kept = view.kept;
+  const auto weigh = [=]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
     if constexpr (kSoftmax) {
-      softmax_step<PMac>(s, p, *state, factor, kept, key, lane);
+      softmax_step<Mac, PMac>(s, p, *state, factor, kept, key, lane);
     } else {
       score_step<PMac>(s, p, *score, *of, masked, key, lane);
     }

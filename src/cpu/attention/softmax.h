@@ -67,8 +67,9 @@ inline void follow_maximum(TileState& state, float factor, int v_begin, int v_en
   }
 }
 
-// exp(s - m) of kRows keys for one vector of queries, and its sum. Where the sum says that m is too low, m is raised.
-template <class Mac, int kRows>
+// exp(s - m) of kRows keys for one vector of queries, and its sum. Where the sum says that m is too low, m is raised. Mac says
+// which exponential: a second pass over the same scores, whose P is in other words, must not find a larger sum than the first.
+template <class Mac, class PMac, int kRows>
 __attribute__((always_inline)) inline F weigh(F (&s)[kRows], float* p, TileState& state, float factor, int key,
                                               int lane) {
   for (;;) {
@@ -91,7 +92,7 @@ __attribute__((always_inline)) inline F weigh(F (&s)[kRows], float* p, TileState
       for (int r = 0; r < kRows; ++r) s[r] = weight[r];
       return sum;
     }
-    raise_maximum<Mac>(state, p, raised, factor, key, lane);
+    raise_maximum<PMac>(state, p, raised, factor, key, lane);
   }
 }
 
@@ -135,8 +136,9 @@ inline F store_weights(F (&s)[kRows], float* p, const uint16_t (*kept)[kVecs], i
   return store_weights_of<Mac, true>(s, p, kept, key, at);
 }
 
-// Scores of kRows keys -> weights exp(s - m) after dropout, stored as words of P^T; l grows by the undropped ones.
-template <class Mac, int kRows, int kVecs_>
+// Scores of kRows keys, products of words of Mac -> weights exp(s - m) after dropout, stored as words of P^T, which are PMac's;
+// l grows by the undropped ones.
+template <class Mac, class PMac, int kRows, int kVecs_>
 __attribute__((always_inline)) inline void softmax_step(F (&scores)[kRows][kVecs_], float* p, TileState& state,
                                                         float factor, const uint16_t (*kept)[kVecs], int key,
                                                         int lane) {
@@ -146,10 +148,10 @@ __attribute__((always_inline)) inline void softmax_step(F (&scores)[kRows][kVecs
     F s[kRows];
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) s[r] = scores[r][v];
-    const F sum = weigh<Mac>(s, p, state, factor, key, at);
+    const F sum = weigh<Mac, PMac>(s, p, state, factor, key, at);
     store(state.l + at, load(state.l + at) + sum);
-    const F sum_rounded = store_weights<Mac>(s, p, kept, key, at);
-    if constexpr (Mac::kElements == 2) store(state.l_rounded + at, load(state.l_rounded + at) + sum_rounded);
+    const F sum_rounded = store_weights<PMac>(s, p, kept, key, at);
+    if constexpr (PMac::kElements == 2) store(state.l_rounded + at, load(state.l_rounded + at) + sum_rounded);
   }
 }
 

@@ -44,11 +44,11 @@ inline F exp_of_weight(F x) {
   return scale_by_small_power(exp_fraction(x, n), n, y);
 }
 
-// exp2 and exp_of_weight of what is rounded to bfloat16 next, in two thirds of the operations. The relative error is 2e-7 at
-// 1/4, and grows with the exponent.
+// exp2 and exp_of_weight of what is rounded to bfloat16 next, in two thirds of the operations. A weight of 1/4 is
+// right to 2e-7, smaller ones to less.
 #ifdef POLYHEAD_HAS_FRACTION
 inline F exp2_short(F y) {
-  const F f = fraction(y);  // in [0, 1)
+  const F f = fraction(y);  // of [0, 1]
   F p = fma(broadcast(0.00186713017f), f, broadcast(0.00901702978f));
   p = fma(p, f, broadcast(0.0557999127f));
   p = fma(p, f, broadcast(0.240164444f));

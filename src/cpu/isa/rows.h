@@ -196,8 +196,8 @@ inline int64_t row_words(int64_t columns) {
   return words_of(whole(columns, kDimStep), Mac::kElements);
 }
 
-// out[word][lane] = word of row `lane`; lanes from `num_rows` on are 0. Whole vectors, as many as have a row; kTile apart. No
-// rows that lie apart.
+// out[word][lane] = word of row `lane`; lanes from `num_rows` on are 0. As many as parts of a tile that have a row, whole
+// vectors; kTile apart. No rows that lie apart.
 template <class Mac>
 void transpose_rows(float* out, const Rows& x, int64_t num_rows, int64_t columns) {
   const int64_t words = words_of(columns, Mac::kElements);
@@ -224,6 +224,9 @@ void transpose_rows(float* out, const Rows& x, int64_t num_rows, int64_t columns
       transpose(square);
       for (int i = 0; i < n; ++i) store(out + (word + i) * kTile + lane, square[i]);
     }
+  }
+  for (int64_t lane = whole(num_rows, kLanes); lane < whole(num_rows, kPartLanes); lane += kLanes) {
+    for (int64_t word = 0; word < words; ++word) store(out + word * kTile + lane, broadcast(0.0f));
   }
   for (int64_t i = words * kTile; i < row_words<Mac>(columns) * kTile; i += kLanes) store(out + i, broadcast(0.0f));
 }

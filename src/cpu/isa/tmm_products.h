@@ -152,7 +152,7 @@ class Later : public Asking {
   int lane_ = 0;
 };
 
-// sums.out += P^T V over the words [begin, end) of keys, for the vectors [v_begin, v_end) of the tile: later.
+// sums.out, from 0 if they are fresh, += P^T V over the words [begin, end) of keys, for the vectors [v_begin, v_end) of the tile: later.
 template <class Mac, int, class Sums>
 inline void accumulate(Later& later, const Sums& sums, const float* p, const Words& value, int64_t begin, int64_t end,
                        int64_t dim, int v_begin, int v_end) {
