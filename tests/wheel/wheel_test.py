@@ -70,7 +70,18 @@ def test_sdist_is_what_git_has_without_results_and_workplace(sdist):
     listed = run("git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
     expected = {path for path in listed if (ROOT / path).is_file() and not NOT_IN_SDIST.match(path)}
     assert packed == expected | {"PKG-INFO"}
-    assert sdist.stat().st_size < 2 << 20
+
+
+def test_sdist_holds_sources_only(sdist):
+    # Whatever is not written by hand (a library, a picture, a model, a table of samples) is not text, or is larger than any
+    # source: the largest, a table of the CUDA kernels' registers, has 75 KB.
+    with tarfile.open(sdist) as archive:
+        for member in archive.getmembers():
+            assert member.isfile() or member.isdir(), member.name
+            if member.isfile():
+                assert member.size < 128 << 10, member.name
+                text = archive.extractfile(member).read().decode()
+                assert "\0" not in text, member.name
 
 
 def test_the_wheel_has_the_package_and_nothing_else(files):
