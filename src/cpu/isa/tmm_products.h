@@ -5,6 +5,7 @@
 // from L1, or 1 beside a product, but 20 from L2. So four sums share what is read: 32 rows times 32 columns.
 #pragma once
 
+#include "cpu/isa/rows_ahead.h"
 #include "cpu/isa/tile.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
@@ -187,7 +188,7 @@ inline __attribute__((always_inline)) void take_unit(const float* sums, int key,
       for (int v = 0; v < kPartVecs; ++v) x[i][v] = load(sums + i * kUnitLanes + v * kLanes);
     }
     take(x, key, lane);
-    later.lines(kRows * kUnitLanes).ask();
+    if (later.ahead != nullptr) later.ahead->ask(kRows * kUnitLanes);
   }
 }
 
