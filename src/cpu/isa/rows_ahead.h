@@ -44,14 +44,20 @@ class RowsAhead {
   // branch that is guessed wrong costs registers of 16 x 16 words more than a line that comes early.
   __attribute__((always_inline)) inline void ask(int64_t units) {
     if (at_ == count_) return;
-    if (row_ == nullptr) row_ = range_[at_].x.row(range_[at_].next);
+    if (row_ == nullptr) row_ = row_of_next();
+    const char* row = row_;
+    int64_t byte = byte_;
     for (int64_t lines = (units * rate_ + kOne - 1) / kOne; lines > 0; --lines) {
-      __builtin_prefetch(row_ + byte_, 0, 2);
-      byte_ += 64;
-      if (byte_ < range_[at_].bytes) continue;
-      next_row();
-      if (at_ == count_) return;
+      __builtin_prefetch(row + byte, 0, 2);
+      byte += 64;
+      Range& range = range_[at_];
+      if (byte < range.bytes) continue;
+      byte = 0;
+      if (++range.next == range.end && ++at_ == count_) break;
+      row = range.next < range.end && range.x.apart == nullptr ? row + range.x.row_bytes : row_of_next();
     }
+    row_ = at_ < count_ ? row : nullptr;
+    byte_ = byte;
   }
 
   void ask_all() {
@@ -89,12 +95,7 @@ class RowsAhead {
     return {line_, line};
   }
 
-  __attribute__((noinline)) void next_row() {
-    byte_ = 0;
-    Range& range = range_[at_];
-    if (++range.next == range.end) ++at_;
-    row_ = at_ < count_ ? range_[at_].x.row(range_[at_].next) : nullptr;
-  }
+  __attribute__((noinline)) const char* row_of_next() const { return range_[at_].x.row(range_[at_].next); }
 
   Range range_[kMost];
   int count_ = 0, at_ = 0;
