@@ -324,6 +324,39 @@ TEST_P(EachKernel, TakesStridesBeyond32Bits) {
   }
 }
 
+// A step's weights sum to 1024 times the row's first one, above which its maximum is raised: a pass that finds a rounding more
+// than the other raises it anew. Every query sees the same; the operands are exact in bfloat16.
+TEST_P(EachKernel, ReturnsWeightsWhereASumIsAllThatAMaximumAllows) {
+  constexpr int64_t kSize = 32, kLarge = 12;
+  constexpr double kKey[] = {39.25, -81.0 / 2048, -1.0 / 8192};
+  for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    Problem p = problem_of("sum", dtype, 1, 1, kSize, kSize, kSize);
+    p.desc.return_weights = ReturnWeights::kPerHead;
+    if (!why_not(p).empty()) continue;  // float32 or bfloat16, or both, each kernel takes
+    Inputs in = random_inputs(p);
+    double score[kSize] = {}, sum = 0;
+    for (int64_t n = 0; n < kSize * kSize; ++n) {
+      in.query.set(n, n % kSize < 3);
+      in.key.set(n, 0);
+      in.value.set(n, 1);
+    }
+    for (int64_t d = 0; d < 3; ++d) {
+      in.key.set(kLarge * kSize + d, kKey[d]);
+      score[kLarge] += kKey[d] / std::sqrt(double{kSize});
+    }
+    for (int64_t k = kLarge + 1; k < kLarge + 4; ++k) {
+      in.key.set(k * kSize, -1024);
+      score[k] = -1024 / std::sqrt(double{kSize});
+    }
+    for (double s : score) sum += std::exp(s - score[kLarge]);
+    const Outputs got = run(*GetParam(), p.desc, in);
+    for (int64_t n = 0; n < kSize * kSize; ++n) {
+      ASSERT_NEAR(got.attn_weights.at(n), std::exp(score[n % kSize] - score[kLarge]) / sum, 0.004)
+          << "query " << n / kSize << " key " << n % kSize;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Kernels, EachKernel, ::testing::ValuesIn(kernels_to_test()),
                          [](const auto& each) { return std::string(each.param->name); });
 

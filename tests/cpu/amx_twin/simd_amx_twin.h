@@ -5,6 +5,7 @@
 #include "cpu/isa/simd_avx2.h"
 
 #define POLYHEAD_HAS_BF16_DOT 1
+#define POLYHEAD_HAS_FRACTION 1
 #define POLYHEAD_HAS_TMM 1
 #define POLYHEAD_ISA_OF_ROWS avx2
 
@@ -26,6 +27,12 @@ inline F pair_bf16(F even, F odd) {
   return join_bf16(load_bf16(halves[0]), load_bf16(halves[1]));
 }
 inline F dot_bf16(F acc, F a, F b) { return fma(even_bf16(a), even_bf16(b), fma(odd_bf16(a), odd_bf16(b), acc)); }
+
+inline F fraction(F y) {
+  const F f = y - _mm256_floor_ps(y);
+  return select(equal(absolute(y), broadcast(__builtin_inff())), broadcast(0.0f), f);
+}
+inline F scale_by_floor(F x, F y) { return scale_by_power(x, _mm256_floor_ps(y), y); }
 
 struct TmmRegister {
   alignas(32) float row[16][16];
