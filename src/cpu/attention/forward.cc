@@ -106,8 +106,9 @@ int store_output(const Problem& problem, int64_t at, const Tile& tile, const Row
   const F divisor = load(ends.divisor + q), reciprocal = load(ends.reciprocal + q);
   const F scale = broadcast(problem.dropout.scale);
   // + 0: where O is 0, the signs of hidden values, times 0, would decide between 0 and -0.
-  const auto row = [&](int64_t d_i) {
-    return divide(load(tile.state.out + d_i * kTile + q), divisor, reciprocal) * scale + broadcast(0.0f);
+  const float* const sums = tile.state.out + q;
+  const auto row = [=](int64_t d_i) __attribute__((always_inline)) {
+    return divide(load(sums + d_i * kTile), divisor, reciprocal) * scale + broadcast(0.0f);
   };
   const int rows = tile.num_queries - q < kLanes ? tile.num_queries - q : kLanes;
   const int n = dim - d < kLanes ? static_cast<int>(dim - d) : kLanes;
@@ -123,7 +124,9 @@ int store_output(const Problem& problem, int64_t at, const Tile& tile, const Row
   }
 #ifdef POLYHEAD_HAS_BF16_DOT
   if (dim - d >= kTurnedColumns && out.dtype == DType::kBFloat16 && out.stride_d == 1 && ends.hidden == 0) {
-    turn_pairs(static_cast<uint16_t*>(out.data) + at, out.stride_s, rows, [&](int i) { return row(d + i); });
+    turn_pairs(
+        static_cast<uint16_t*>(out.data) + at, out.stride_s,
+        rows, [=](int i) __attribute__((always_inline)) { return row(d + i); });
     return kTurnedColumns;
   }
 #endif
