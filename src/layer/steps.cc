@@ -299,8 +299,12 @@ class Measure {
       columns += matrix_of(at(s.y)).columns.size();
       joined.y.columns = joined.w.columns = linear::axis(columns, 1);
       const bool split_k = first.gives == ProductStep::Gives::kW;
-      const linear::GemmDesc desc = gemm_desc(gemm_of(first.gives, joined), split_k);
+      linear::GemmDesc desc = gemm_desc(gemm_of(first.gives, joined), split_k);
       need(machine_.linear->gemm_workspace_bytes(desc, machine_.run.num_threads));
+      if (first.prepacked >= 0) {  // a call decides whether they are, and cuts the product otherwise
+        desc.prepacked = true;
+        need(machine_.linear->gemm_workspace_bytes(desc, machine_.run.num_threads));
+      }
       if (split_k) sums(joined.y);
     }
   }

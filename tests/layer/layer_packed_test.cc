@@ -129,6 +129,68 @@ TEST(PackedWeights, SameBitsWhereProductsAreJoined) {
   }
 }
 
+// The last of so many threads does all work, in memory that lies behind all others'.
+class LastThread final : public Executor {
+ public:
+  explicit LastThread(int threads) : threads_(threads) {}
+  int num_threads() const override { return threads_; }
+  void parallel_for(int count, void (*body)(void* context, int index), void* context) override {
+    for (int i = count - 1; i >= 0; --i) body(context, i);
+  }
+
+ private:
+  int threads_;
+};
+
+// What a block writes; its workspace ends at a page that cannot be touched.
+Array output_of(const FeedForwardBlock& block, FeedForwardBlockForwardArgs args, const Array& x) {
+  const Memory workspace(block.workspace_bytes());
+  Array out = unwritten(x);
+  args.x = view(x), args.out = view(out);
+  args.workspace = workspace.data(), args.workspace_bytes = block.workspace_bytes();
+  EXPECT_EQ(block.forward(args).message(), "");
+  return out;
+}
+
+// Products are cut otherwise where weights are packed before, and more threads have more scratch: the workspace holds both.
+TEST(PackedWeights, ManyThreadsStayInTheWorkspace) {
+  struct Sizes {
+    int64_t tokens, size, inner;
+  };
+  for (const auto& [tokens, size, inner] : {Sizes{384, 64, 128}, {152, 96, 384}, {152, 64, 128}, {384, 128, 320}}) {
+    FeedForwardBlockDesc desc;
+    desc.seqlen = tokens, desc.size = size, desc.inner_size = inner;
+    desc.bias1 = desc.bias2 = false, desc.norm.kind = NormKind::kNone;
+    Array x(DType::kFloat32, {1, tokens, size}), w1(DType::kFloat32, {size, inner}), w2(DType::kFloat32, {inner, size});
+    Random random(7);
+    for (Array* a : {&x, &w1, &w2}) {
+      for (int64_t n = 0; n < a->size(); ++n) a->set(n, random.normal());
+    }
+    FeedForwardBlockForwardArgs plain;
+    plain.weights.weight1 = view(w1), plain.weights.weight2 = view(w2);
+    for (const Kernel* kernel : kernels_to_test()) {
+      Array first;
+      for (const int threads : {1, 2, 3, 5, 6, 8, 10, 16}) {
+        LastThread executor(threads);
+        PlanOptions options = options_of(kernel->name, threads);
+        options.where.executor = &executor;
+        const Result<FeedForwardBlock> made = feed_forward_block(desc, options);
+        if (!made.ok()) break;
+        SCOPED_TRACE(std::to_string(tokens) + " x " + std::to_string(size) + " x " + std::to_string(inner) + " on " +
+                     kernel->name + ", threads " + std::to_string(threads));
+        const Memory memory(made->prepacked_weights_bytes());
+        ASSERT_EQ(made->prepack_weights(plain.weights, memory.data(), made->prepacked_weights_bytes()).message(), "");
+        FeedForwardBlockForwardArgs packed;
+        packed.prepacked_weights = memory.data(), packed.prepacked_weights_bytes = made->prepacked_weights_bytes();
+        const Array out = output_of(*made, plain, x);
+        if (threads == 1) first = out;
+        ASSERT_EQ(difference("packed by each call", out, first), "");
+        ASSERT_EQ(difference("packed before", output_of(*made, packed, x), first), "");
+      }
+    }
+  }
+}
+
 LayerDesc small_desc() {
   LayerDesc d;
   d.seqlen_q = d.seqlen_k = 6;
