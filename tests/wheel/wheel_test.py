@@ -73,8 +73,8 @@ def test_sdist_is_what_git_has_without_results_and_workplace(sdist):
 
 
 def test_sdist_holds_sources_only(sdist):
-    # Whatever is not written by hand (a library, a picture, a model, a table of samples) is not text, or is larger than any
-    # source: the largest, a table of the CUDA kernels' registers, has 75 KB.
+    # A library, a picture or a model is not text, or is larger than any source: the largest, a table of the CUDA kernels'
+    # registers, has 74 KB.
     with tarfile.open(sdist) as archive:
         for member in archive.getmembers():
             assert member.isfile() or member.isdir(), member.name

@@ -47,7 +47,8 @@ class RowsAhead {
     if (row_ == nullptr) row_ = row_of_next();
     const char* row = row_;
     int64_t byte = byte_;
-    for (int64_t lines = (units * rate_ + kOne - 1) / kOne; lines > 0; --lines) {
+    const int64_t share = (units * rate_ + kOne - 1) / kOne;
+    for (int64_t lines = share < kMostLines ? share : kMostLines; lines > 0; --lines) {
       __builtin_prefetch(row + byte, 0, 2);
       byte += 64;
       Range& range = range_[at_];

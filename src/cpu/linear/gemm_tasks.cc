@@ -69,11 +69,13 @@ Cut cut_of(const LinearFunctions& functions, const linear::GemmDesc& desc, int n
   cut.columns = equal_part(desc.n, kPartColumns, functions.panel_columns);
   if (num_threads > 1 && !packs_itself)
     cut.rows = balanced_rows(desc, cut.rows, step, pieces(desc.n, cut.columns) * cut.slices, num_threads);
-  // Of parts that copy the same rows, each thread has one, or as many as the others.
+  // Of parts that copy the same rows, each thread has one, or about as many as the others.
   const int64_t two_panels = 2 * functions.panel_columns;
   if (packs_itself && desc.m > step) {
-    const int64_t parts = whole(pieces(desc.n, cut.columns), num_threads);
-    cut.columns = equal_part(desc.n, pieces(desc.n, parts), two_panels);
+    cut.columns = std::min(cut.columns, equal_part(desc.n, pieces(desc.n, num_threads), two_panels));
+    if (cut.parts(desc) * cut.slices % num_threads != 0) {
+      cut.columns = equal_part(desc.n, pieces(desc.n, whole(pieces(desc.n, cut.columns), num_threads)), two_panels);
+    }
     if (cut.parts(desc) * cut.slices >= num_threads) return cut;
   }
   // Fewer columns, then fewer rows, until every thread has two parts.
