@@ -161,11 +161,10 @@ TEST(PackedWeights, ManyThreadsStayInTheWorkspace) {
     FeedForwardBlockDesc desc;
     desc.seqlen = tokens, desc.size = size, desc.inner_size = inner;
     desc.bias1 = desc.bias2 = false, desc.norm.kind = NormKind::kNone;
-    Array x(DType::kFloat32, {1, tokens, size}), w1(DType::kFloat32, {size, inner}), w2(DType::kFloat32, {inner, size});
     Random random(7);
-    for (Array* a : {&x, &w1, &w2}) {
-      for (int64_t n = 0; n < a->size(); ++n) a->set(n, random.normal());
-    }
+    const Array x = random_array(random, DType::kFloat32, {1, tokens, size}, 0, 1);
+    const Array w1 = random_array(random, DType::kFloat32, {size, inner}, 0, 1);
+    const Array w2 = random_array(random, DType::kFloat32, {inner, size}, 0, 1);
     FeedForwardBlockForwardArgs plain;
     plain.weights.weight1 = view(w1), plain.weights.weight2 = view(w2);
     for (const Kernel* kernel : kernels_to_test()) {

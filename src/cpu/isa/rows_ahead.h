@@ -43,22 +43,10 @@ class RowsAhead {
   // Asks for the share of so many units at once, as whole lines: as many each time, until all have been asked for, because a
   // branch that is guessed wrong costs registers of 16 x 16 words more than a line that comes early.
   __attribute__((always_inline)) inline void ask(int64_t units) {
-    if (at_ == count_) return;
-    if (row_ == nullptr) row_ = row_of_next();
-    const char* row = row_;
-    int64_t byte = byte_;
-    const int64_t share = (units * rate_ + kOne - 1) / kOne;
-    for (int64_t lines = share < kMostLines ? share : kMostLines; lines > 0; --lines) {
-      __builtin_prefetch(row + byte, 0, 2);
-      byte += 64;
-      Range& range = range_[at_];
-      if (byte < range.bytes) continue;
-      byte = 0;
-      if (++range.next == range.end && ++at_ == count_) break;
-      row = range.next < range.end && range.x.apart == nullptr ? row + range.x.row_bytes : row_of_next();
-    }
-    row_ = at_ < count_ ? row : nullptr;
-    byte_ = byte;
+    const int64_t lines = (units * rate_ + kOne - 1) / kOne;
+    for_next_lines(
+        lines < kMostLines ? lines : kMostLines,
+        [](const char* line) __attribute__((always_inline)) { __builtin_prefetch(line, 0, 2); });
   }
 
   void ask_all() {
@@ -81,19 +69,27 @@ class RowsAhead {
 
   // The next lines, at most n.
   Lines take(int64_t n) {
-    row_ = nullptr;
     const char** line = line_;
-    while (n > 0 && at_ < count_) {
-      Range& range = range_[at_];
-      const char* const row = range.x.row(range.next);
-      const int64_t left = (range.bytes - byte_ + 63) / 64, lines = n < left ? n : left;
-      for (int64_t i = 0; i < lines; ++i) line[i] = row + byte_ + 64 * i;
-      line += lines, byte_ += 64 * lines, n -= lines;
-      if (lines < left) break;
-      byte_ = 0;
-      if (++range.next == range.end) ++at_;
-    }
+    for_next_lines(
+        n, [&](const char* x) __attribute__((always_inline)) { *line++ = x; });
     return {line_, line};
+  }
+
+  template <class Use>
+  __attribute__((always_inline)) inline void for_next_lines(int64_t n, const Use& use) {
+    if (at_ == count_) return;
+    const char* row = row_ != nullptr ? row_ : row_of_next();
+    int64_t byte = byte_;
+    for (; n > 0; --n) {
+      use(row + byte);
+      byte += 64;
+      Range& range = range_[at_];
+      if (byte < range.bytes) continue;
+      byte = 0;
+      if (++range.next == range.end && ++at_ == count_) break;
+      row = range.next < range.end && range.x.apart == nullptr ? row + range.x.row_bytes : row_of_next();
+    }
+    row_ = row, byte_ = byte;
   }
 
   __attribute__((noinline)) const char* row_of_next() const { return range_[at_].x.row(range_[at_].next); }
@@ -101,12 +97,15 @@ class RowsAhead {
   Range range_[kMost];
   int count_ = 0, at_ = 0;
   int64_t byte_ = 0;            // of the next row, up to which it has been asked for
-  const char* row_ = nullptr;   // that row, once ask() has asked for some of it
+  const char* row_ = nullptr;   // that row; null: not looked up yet
   int64_t rate_ = 0, due_ = 0;  // lines times kOne: of a unit, and not yet asked for
   const char* line_[kMostLines];
 };
 
 inline Lines Asking::lines(int64_t units) const { return ahead == nullptr ? Lines{} : ahead->lines(units); }
+inline void Asking::ask(int64_t units) const {
+  if (ahead != nullptr) ahead->ask(units);
+}
 
 }  // namespace
 }  // namespace polyhead::cpu::POLYHEAD_ISA

@@ -206,6 +206,7 @@ struct Asking {
   RowsAhead* ahead = nullptr;  // null: nothing is asked for
 
   Lines lines(int64_t units) const;
+  void ask(int64_t units) const;
 };
 
 // One unit of contract.

@@ -188,7 +188,7 @@ inline __attribute__((always_inline)) void take_unit(const float* sums, int key,
       for (int v = 0; v < kPartVecs; ++v) x[i][v] = load(sums + i * kUnitLanes + v * kLanes);
     }
     take(x, key, lane);
-    if (later.ahead != nullptr) later.ahead->ask(kRows * kUnitLanes);
+    later.ask(kRows * kUnitLanes);
   }
 }
 
