@@ -20,11 +20,20 @@ namespace polyhead {
 #ifdef POLYHEAD_EXTRA_KERNEL
 extern const Kernel POLYHEAD_EXTRA_KERNEL;  // of a test: tests/attention/dummy_kernel.cc
 #endif
+#ifdef POLYHEAD_EXTRA_FLOAT32_KERNEL
+extern const Kernel POLYHEAD_EXTRA_FLOAT32_KERNEL;
+#endif
 
 std::span<const Kernel* const> kernel_list() {
   static constexpr const Kernel* kOthers[] = {
+#ifdef __x86_64__
+      &kAmxFloat32,  // for who asks for it: slower than vectors below 256 queries
+#endif
 #ifdef POLYHEAD_EXTRA_KERNEL
       &POLYHEAD_EXTRA_KERNEL,
+#endif
+#ifdef POLYHEAD_EXTRA_FLOAT32_KERNEL
+      &POLYHEAD_EXTRA_FLOAT32_KERNEL,
 #endif
 #ifdef POLYHEAD_CUDA_KERNELS
       &kCudaSm80,

@@ -104,7 +104,6 @@ struct ScoreTask {
 
 struct IsaFunctions {
   // Scratch, in bytes and aligned to 64, of forward_tiles for tasks of `tiles` tiles; `additive`, with a bias: more.
-  bool tmm;  // multiplies in registers of 16 x 16 words: some functions are null, see kernel_of.h
   int forward_tiles_at_once;
   size_t (*forward_scratch_bytes)(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive);
   void (*forward_tiles)(const Problem& problem, const ForwardTask& task, void* scratch);
@@ -118,7 +117,7 @@ struct IsaFunctions {
   void (*decode_chunk)(const Problem& problem, const DecodePart* parts, int num_parts, int64_t chunk, void* scratch);
   void (*decode_merge)(const Problem& problem, const DecodeTask& task, float* partials, int64_t num_partials);
 
-  // Heads [first, end), counted b * num_heads + h, that all see what `sequence` tells.
+  // Heads [first, end), counted b * num_heads + h, that all see what `sequence` tells. Null where registers hold 16 x 16 words.
   size_t (*tiny_scratch_bytes)();
   // mean: [first, end) are all heads of a batch element, whose mean is written to problem.attn_weights.
   void (*tiny_heads)(const Problem& problem, const Sequence& sequence, int64_t first, int64_t end, bool mean,
@@ -154,6 +153,8 @@ struct IsaFunctions {
 namespace POLYHEAD_ISA {
 size_t forward_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive);
 void forward_tiles(const Problem& problem, const ForwardTask& task, void* scratch);
+size_t planes_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive);  // of float32 in planes
+void planes_tiles(const Problem& problem, const ForwardTask& task, void* scratch);
 size_t decode_scratch_bytes(int64_t head_dim, int64_t head_dim_v, int rows, int heads);
 size_t decode_partial_bytes(int64_t head_dim_v, int rows);
 void decode_chunk(const Problem& problem, const DecodePart* parts, int num_parts, int64_t chunk, void* scratch);
@@ -183,5 +184,11 @@ void store_mean(const Problem& problem, int64_t b, int64_t first_query, int64_t 
   }
 POLYHEAD_ISAS(DECLARE)
 #undef DECLARE
+#ifdef __x86_64__
+namespace amx {
+// Forward of float32 and float16 in planes of bfloat16; all else by vectors.
+extern const IsaFunctions kFloat32Functions;
+}  // namespace amx
+#endif
 
 }  // namespace polyhead::cpu

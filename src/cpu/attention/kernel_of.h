@@ -17,8 +17,11 @@
 
 namespace polyhead::cpu {
 
-// What a set whose registers hold 16 x 16 words leaves to the others; "": nothing.
-std::string why_no_tmm(const AttentionDesc& desc);
+// What a set leaves to the others, as a clause; "": nothing. Of registers that hold 16 x 16 words, with bfloat16 or with float32
+// and float16 in planes of bfloat16 (cpu/isa/planes.h).
+inline std::string leaves_nothing(const AttentionDesc&) { return ""; }
+std::string leaves_of_pairs(const AttentionDesc& desc);
+std::string leaves_of_planes(const AttentionDesc& desc);
 
 // Whether what is returned beside O and L comes from the general path.
 inline bool returns_more(const AttentionDesc& desc) {
@@ -118,21 +121,18 @@ Status backward(const AttentionDesc& desc, const BackwardArgs& args, const Run& 
 }
 
 // here: why the set cannot run on this machine, or "".
-template <std::string (*here)(), const IsaFunctions& functions>
+template <std::string (*here)(), std::string (*leaves)(const AttentionDesc&)>
 std::string why_not(const AttentionDesc& desc) {
   if (std::string reason = here(); !reason.empty()) return reason;
   if (desc.dtype == DType::kFloat64) return "dtype is float64, takes float32, bfloat16 or float16";
-  if (functions.tmm) {
-    if (std::string reason = why_no_tmm(desc); !reason.empty()) return reason;
-  }
-  return "";
+  return leaves(desc);
 }
 
-template <std::string (*here)(), const IsaFunctions& functions>
+template <std::string (*here)(), const IsaFunctions& functions, std::string (*leaves)(const AttentionDesc&)>
 constexpr Kernel kernel_of(const char* name) {
   return {name,
           Device::kCpu,
-          why_not<here, functions>,
+          why_not<here, leaves>,
           workspace_bytes<functions>,
           backward_workspace_bytes<functions>,
           forward<functions>,

@@ -15,7 +15,7 @@ std::string here() {
 
 }  // namespace
 
-std::string why_no_tmm(const AttentionDesc& desc) {
+std::string leaves_of_pairs(const AttentionDesc& desc) {
   for (const DType dtype : {desc.dtype, out_dtype(desc)}) {
     if (dtype == DType::kBFloat16) continue;
     return std::string(dtype == desc.dtype ? "dtype is " : "out_dtype is ") + dtype_name(dtype) + ", takes bfloat16";
@@ -31,10 +31,38 @@ std::string why_no_tmm(const AttentionDesc& desc) {
   return "";
 }
 
+// Few queries go by its set's vectors.
+std::string leaves_of_planes(const AttentionDesc& desc) {
+  if (desc.dtype == DType::kBFloat16) return "dtype is bfloat16, takes float32 or float16";
+  for (const DType dtype : {key_dtype(desc), value_dtype(desc)}) {
+    if (dtype == desc.dtype) continue;
+    return std::string("keys or values are ") + dtype_name(dtype) + ", takes those of the dtype of queries";
+  }
+  if (desc.normalizer == Normalizer::kNone) return "normalizer is none, takes weights that a softmax bounds";
+  if (desc.has_sink_logits)
+    return "has_sink_logits is true, and beside a sink all weights of a row may be too small for it";
+  if (tiny_takes(desc)) return "sizes of 16 at most are left to vectors, which hold a head in each lane";
+  return "";
+}
+
+namespace {
+
+#ifdef __x86_64__
+constexpr auto leaves_of(Isa isa) { return isa == Isa::amx ? leaves_of_pairs : leaves_nothing; }
+#else
+constexpr auto leaves_of(Isa) { return leaves_nothing; }
+#endif
+
+}  // namespace
 }  // namespace cpu
 
-#define ROW(name, features) cpu::kernel_of<cpu::here<cpu::Isa::name>, cpu::name::kFunctions>("cpu_" #name),
+#define ROW(name, features) \
+  cpu::kernel_of<cpu::here<cpu::Isa::name>, cpu::name::kFunctions, cpu::leaves_of(cpu::Isa::name)>("cpu_" #name),
 constexpr Kernel kCpuKernels[] = {POLYHEAD_ISAS(ROW)};
 #undef ROW
+#ifdef __x86_64__
+constexpr Kernel kAmxFloat32 =
+    cpu::kernel_of<cpu::here<cpu::Isa::amx>, cpu::amx::kFloat32Functions, cpu::leaves_of_planes>("cpu_amx_float32");
+#endif
 
 }  // namespace polyhead

@@ -6,6 +6,9 @@
 #include "cpu/attention/softmax.h"
 #include "cpu/attention/view.h"
 #include "cpu/isa/rows_ahead.h"
+#ifdef POLYHEAD_HAS_TMM
+#include "cpu/attention/wild_scores.h"
+#endif
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
@@ -13,13 +16,14 @@ namespace {
 struct Tile : QueryTile {
   TileState state;
   float* query;      // Q^T, words
+  Wild wild;         // of its queries
   bool some_hidden;  // in a block that was computed
   bool fresh;        // O^T holds nothing yet, but what lay there
 };
 
 struct ForwardMemory {
   Tile tile[kForwardTiles];
-  alignas(64) float p[kBlock * kTile];
+  alignas(64) float p[kBlock * kTile / 2 * kMostPlanes];
   ViewMemory view;
   RowsAhead ahead;
   PoolPlace key_places[kBlock], value_places[kBlock];  // of a block whose pages lie apart
@@ -35,6 +39,7 @@ struct Head : HeadOptions {
   float* value_copy_before;  // of the block before, which `later` may read
   Later* later;              // O of queries whose weights are there
   bool rounded_p;            // P is bfloat16 where it multiplies V
+  bool by_planes;            // P and V are multiplied as planes, which makes NaN of inf
   bool careful;              // NaN or inf among hidden values: see add_not_finite
 };
 
@@ -46,6 +51,9 @@ KeyBlock load_block(const Head& head, int64_t first) {
   const int64_t padded = end_of_parts(block.num_keys);
   const Rows key = head.key.at(first, block.num_keys, head.scratch->key_places);
   block.key = rows_as_words<Mac>(head.key_copy, key, 0, block.num_keys, padded, problem.head_dim);
+#ifdef POLYHEAD_HAS_TMM
+  if constexpr (Mac::kPlanes > 1) block.wild = wild_rows(block.key, block.num_keys, row_words<Mac>(problem.head_dim));
+#endif
   const Rows value = head.value.at(first, block.num_keys, head.scratch->value_places);
   block.value = values_as_words<Mac>(head.value_copy, value, 0, block.num_keys, whole(padded, Mac::kElements),
                                      problem.head_dim_v, head.careful);
@@ -81,8 +89,17 @@ void weigh_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
                                   part.begin / Mac::kElements, words_of(part.end, Mac::kElements),
                                   head.problem.head_dim_v, v_begin, v_end);
   };
-  const auto apply =
-      [ score, of ]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) __attribute__((always_inline)) {
+  [[maybe_unused]] const Tile* const of_queries = &tile;
+  [[maybe_unused]] const KeyBlock* const of_keys = &block;
+  const auto apply = [=]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane)
+      __attribute__((always_inline)) {
+#ifdef POLYHEAD_HAS_TMM
+    if constexpr (Mac::kPlanes > 1) {
+      if (__builtin_expect(of_queries->wild.any || of_keys->wild.any, 0)) {
+        mend_scores(s, of_queries->query, of_queries->wild, of_keys->key, of_keys->wild, words, key, lane);
+      }
+    }
+#endif
     score->template apply<kWay>(s, *of, key, lane);
   };
   if constexpr (kWay == ScoreWay::kAny) {

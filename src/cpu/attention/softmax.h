@@ -7,10 +7,17 @@
 
 #include "cpu/attention/functions.h"
 #include "cpu/attention/score/policy.h"
+#ifdef POLYHEAD_HAS_TMM
+#include "cpu/isa/planes.h"
+#include "cpu/isa/tmm_products.h"
+#endif
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
+#ifdef POLYHEAD_HAS_TMM
+static_assert(kWeightsPlane == kBlock / 2 * kTile);
+#endif
 constexpr float kHeadroom = 1024;                 // the largest sum of a few weights that m need not be raised for
 constexpr float kLeastLowered = 7.88860905e-31f;  // 2^-100: see lowered
 
@@ -36,7 +43,7 @@ inline F lowered(F weight, F alpha) {
 template <class Mac>
 inline F rescale(F word, F alpha) {
 #ifdef POLYHEAD_HAS_BF16_DOT
-  if constexpr (Mac::kElements == 2) return pair_bf16(lowered(even_bf16(word), alpha), lowered(odd_bf16(word), alpha));
+  if constexpr (Mac::kRounded) return pair_bf16(lowered(even_bf16(word), alpha), lowered(odd_bf16(word), alpha));
 #endif
   return lowered(word, alpha);
 }
@@ -51,6 +58,14 @@ __attribute__((noinline)) void raise_maximum(TileState& state, float* p, F raise
   store(state.l + lane, load(state.l + lane) * alpha);
   store(state.l_rounded + lane, load(state.l_rounded + lane) * alpha);
   for (int word = 0; word < key / Mac::kElements; ++word) {
+#ifdef POLYHEAD_HAS_TMM
+    if constexpr (Mac::kPlanes > 1) {
+      float* const at = p + word * kTile + lane;
+      const PlaneWords planes = load_planes(at, kWeightsPlane);
+      store_planes(at, kWeightsPlane, split(lowered(even_number(planes), alpha), lowered(odd_number(planes), alpha)));
+      continue;
+    }
+#endif
     store(p + word * kTile + lane, rescale<Mac>(load(p + word * kTile + lane), alpha));
   }
 }
@@ -78,7 +93,7 @@ __attribute__((always_inline)) inline F weigh(F (&s)[kRows], float* p, TileState
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const F x = s[r] - m;
-      weight[r] = Mac::kElements == 2 ? exp2_of_pair(x, broadcast(factor)) : exp2(x, broadcast(factor));
+      weight[r] = Mac::kRounded ? exp2_of_pair(x, broadcast(factor)) : exp2(x, broadcast(factor));
       sum = sum + weight[r];
     }
     const M too_low = outside(sum, kHeadroom);
@@ -108,9 +123,20 @@ inline __attribute__((always_inline)) F store_weights_of(F (&s)[kRows], float* p
   };
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; r += Mac::kElements) {
+#ifdef POLYHEAD_HAS_TMM
+    if constexpr (Mac::kPlanes > 1) {
+      const auto weight = [&](int i) __attribute__((always_inline)) {
+        if constexpr (kDrops) drop(i);
+        return s[i];
+      };
+      store_planes(words + r / 2 * kTile, kWeightsPlane,
+                   split(weight(r), r + 1 < kRows ? weight(r + 1) : broadcast(0.0f)));
+      continue;
+    }
+#endif
     F word = s[r];
 #ifdef POLYHEAD_HAS_BF16_DOT
-    if constexpr (Mac::kElements == 2) {
+    if constexpr (Mac::kRounded) {
       word = pair_bf16(s[r], r + 1 < kRows ? s[r + 1] : broadcast(0.0f));
       s[r] = even_bf16(word);
       if (r + 1 < kRows) s[r + 1] = odd_bf16(word);
@@ -119,10 +145,10 @@ inline __attribute__((always_inline)) F store_weights_of(F (&s)[kRows], float* p
 #endif
     if constexpr (kDrops) {
       drop(r);
-      if (Mac::kElements == 2 && r + 1 < kRows) drop(r + 1);
+      if (Mac::kRounded && r + 1 < kRows) drop(r + 1);
       word = s[r];
 #ifdef POLYHEAD_HAS_BF16_DOT
-      if constexpr (Mac::kElements == 2) word = join_bf16(s[r], r + 1 < kRows ? s[r + 1] : broadcast(0.0f));
+      if constexpr (Mac::kRounded) word = join_bf16(s[r], r + 1 < kRows ? s[r + 1] : broadcast(0.0f));
 #endif
     }
     store(words + r / Mac::kElements * kTile, word);
@@ -151,7 +177,7 @@ __attribute__((always_inline)) inline void softmax_step(F (&scores)[kRows][kVecs
     const F sum = weigh<Mac, PMac>(s, p, state, factor, key, at);
     store(state.l + at, load(state.l + at) + sum);
     const F sum_rounded = store_weights<PMac>(s, p, kept, key, at);
-    if constexpr (PMac::kElements == 2) store(state.l_rounded + at, load(state.l_rounded + at) + sum_rounded);
+    if constexpr (PMac::kRounded) store(state.l_rounded + at, load(state.l_rounded + at) + sum_rounded);
   }
 }
 

@@ -26,11 +26,20 @@ struct ViewMemory {
   uint16_t kept[kBlock][kVecs];
 };
 
+// Which of a block's keys, or of a tile's queries, hold numbers that products of planes are not right for (planes.h).
+struct Wild {
+  bool any = false;
+  uint64_t rows[kBlock / 64] = {};
+
+  bool row(int r) const { return (rows[r / 64] >> (r % 64) & 1) != 0; }
+};
+
 // The keys and values of one block, as words that the microkernel can read: in place, or copied.
 struct KeyBlock {
   int64_t first;
   int num_keys;
   Words key, value;
+  Wild wild = {};  // of its keys
 };
 
 // One head of one sequence, and what is done to its scores.
@@ -214,8 +223,10 @@ template <class Mac, int kSums, class Take, class Done>
 void for_each_product(const float* a, int64_t words, const Words& rows, const Part& part, Later& later,
                       const Take& take, const Done& done) {
   const Take own = take;  // see weigh_keys
+  constexpr int kAtOnce =
+      Mac::kPlanes > 1 ? 1 : kPartVecs;  // vectors: six products of registers wait for each of a pair
   const int units = (part.end - part.begin) / kUnitKeys;
-  UnitProduct next(a, words, rows);
+  UnitProduct<Mac> next(a, words, rows);
   alignas(64) float sums[2][kUnitKeys * kUnitLanes];
   next.start(part.begin, part.v_begin * kLanes, sums[0]);
   while (next.steps() > 0) next.step();
@@ -228,7 +239,7 @@ void for_each_product(const float* a, int64_t words, const Words& rows, const Pa
         next.start(part.begin + (last ? 0 : (unit + 1) * kUnitKeys), (last ? v + kPartVecs : v) * kLanes,
                    sums[turn ^ 1]);
       }
-      take_unit(sums[turn], part.begin + unit * kUnitKeys, v * kLanes, next, later, units - unit, own);
+      take_unit<Mac, kAtOnce>(sums[turn], part.begin + unit * kUnitKeys, v * kLanes, next, later, units - unit, own);
     }
     done(v, v + kPartVecs);
   }

@@ -70,20 +70,29 @@ inline __attribute__((always_inline)) void for_all_micro(int64_t begin, int64_t 
 typedef float Word __attribute__((aligned(2), may_alias));
 constexpr int64_t kWordBytes = 4;
 
-// How two words multiply into a sum.
+// How two words multiply into a sum. kRounded: numbers are rounded to bfloat16 before.
 struct Float32 {
-  static constexpr int kElements = 1;
+  static constexpr int kElements = 1, kPlanes = 1;
+  static constexpr bool kRounded = false;
   static inline F step(F acc, F a, F b) { return fma(a, b, acc); }
 };
 #ifdef POLYHEAD_HAS_BF16_DOT
 struct BFloat16Pair {
-  static constexpr int kElements = 2;
+  static constexpr int kElements = 2, kPlanes = 1;
+  static constexpr bool kRounded = true;
   static inline F step(F acc, F a, F b) { return dot_bf16(acc, a, b); }
+};
+#endif
+#ifdef POLYHEAD_HAS_TMM
+// float32 as three planes of such pairs (planes.h).
+struct Float32Planes {
+  static constexpr int kElements = 2, kPlanes = 3;
+  static constexpr bool kRounded = false;
 };
 #endif
 
 // A task's work in the words that its operands are multiplied in: calls work.template operator()<Mac>(), of pairs where they
-// are bfloat16 and the set multiplies pairs. Kernels of a set with registers tmm refuse all else.
+// are bfloat16 and the set multiplies pairs. Kernels of a set with registers tmm refuse all else, but planes_tiles, which does without this.
 template <class Work>
 inline void with_words(bool bf16, const Work& work) {
 #ifdef POLYHEAD_HAS_TMM
@@ -102,6 +111,7 @@ inline void with_words(bool bf16, const Work& work) {
 // Steps in which a tile and a block of keys are cut into parts: whole registers tmm, or what the microkernel takes.
 #ifdef POLYHEAD_HAS_TMM
 constexpr bool kTmm = true;
+constexpr int kMostPlanes = Float32Planes::kPlanes;
 constexpr int kGroup = 32;  // keys that share a range of vectors, where not every query sees all
 constexpr int kPartKeys = 32, kPartVecs = 32 / kLanes;
 constexpr int kDimStep = 32, kQueryStep = 32;  // of sums over dims, and over queries
@@ -109,6 +119,7 @@ constexpr int kKeyColumns = 32;                // of sums over queries, side by 
 constexpr int kForwardTiles = 12;              // tiles of a task in forward: V is transposed for each task anew
 #else
 constexpr bool kTmm = false;
+constexpr int kMostPlanes = 2;  // a float takes as much as two bfloat16
 constexpr int kGroup = kLanes;
 constexpr int kPartKeys = kMicroRows, kPartVecs = 1;
 constexpr int kDimStep = 1, kQueryStep = 1;
@@ -305,13 +316,14 @@ inline void accumulate_rows(const Sums& sums, int64_t at, const float* p, const 
 }
 
 // Words [unit][column] in panels of kPanel columns: word (u, d) lies at data + d / kPanel * panel_stride + u * stride +
-// d % kPanel. Plain rows have panel_stride = kPanel.
+// d % kPanel. Plain rows have panel_stride = kPanel. The planes of Float32Planes lie plane_stride apart, which else is 0.
 constexpr int kPanel = 16;
 
 struct Words {
   const Word* data = nullptr;
   ptrdiff_t stride = 0;
   ptrdiff_t panel_stride = kPanel;
+  ptrdiff_t plane_stride = 0;
 
   const Word* column(int64_t d) const { return data + d / kPanel * panel_stride + d % kPanel; }
 };

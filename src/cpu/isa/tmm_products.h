@@ -14,6 +14,7 @@ namespace {
 constexpr int kTmmRows = 16;       // and words of a row
 constexpr int kUnitKeys = kGroup;  // two registers of scores; the pairs of keys that one register of P^T or V^T holds
 constexpr int kUnitLanes = kPartLanes;
+constexpr ptrdiff_t kWeightsPlane = 64 * kTile;  // words between planes of P^T, of a block of keys
 static_assert(kUnitKeys == 2 * kTmmRows && kUnitLanes == 2 * kTmmRows);
 
 // Sums in registers 0 and 1 over 16 words: of rows 0 to 15 and 16 to 31 of A, times 16 columns of B, and in 2 and 3 the same
@@ -31,6 +32,34 @@ inline __attribute__((always_inline)) void multiply(const Word* a, ptrdiff_t a_s
     tmm_dot_bf16<2, 4, 7>();
     tmm_dot_bf16<3, 5, 7>();
   }
+}
+
+// The same of 32 columns, of operands in planes (planes.h), in kPlaneSteps steps, the least products first: what a step does not
+// load is in registers since those before it.
+constexpr int kPlaneSteps = 6;
+inline __attribute__((always_inline)) void multiply_planes(int step, const Word* a, ptrdiff_t a_stride,
+                                                           ptrdiff_t a_plane, const float* b, ptrdiff_t b_stride,
+                                                           ptrdiff_t b_plane) {
+  const auto load_a = [=](int plane) __attribute__((always_inline)) {
+    tmm_load<4>(a + plane * a_plane, a_stride);
+    tmm_load<5>(a + plane * a_plane + kTmmRows * a_stride, a_stride);
+  };
+  const auto load_b = [=](int plane) __attribute__((always_inline)) {
+    tmm_load<6>(b + plane * b_plane, b_stride);
+    tmm_load<7>(b + plane * b_plane + kTmmRows, b_stride);
+  };
+  switch (step) {
+    case 0: load_a(2), load_b(0); break;
+    case 1: load_a(1); break;
+    case 2: load_b(1); break;
+    case 3: load_a(0); break;
+    case 4: load_b(2); break;
+    default: load_b(0);
+  }
+  tmm_dot_bf16<0, 4, 6>();
+  tmm_dot_bf16<1, 5, 6>();
+  tmm_dot_bf16<2, 4, 7>();
+  tmm_dot_bf16<3, 5, 7>();
 }
 
 template <int kSides>
@@ -64,23 +93,34 @@ inline __attribute__((always_inline)) void store_sums(float* sums, ptrdiff_t str
 }
 
 // X^T [32 keys][32 queries] = rows A^T.
+template <class Mac>
 class UnitProduct {
  public:
   UnitProduct(const float* a, int64_t words, const Words& rows) : a_(a), words_(words), rows_(rows) {}
 
-  int64_t steps() const { return whole(words_ - word_, kTmmRows) / kTmmRows; }  // left
+  int64_t steps() const {  // left
+    const int64_t units = whole(words_ - word_, kTmmRows) / kTmmRows;
+    return Mac::kPlanes == 1 ? units : units * kPlaneSteps - plane_step_;
+  }
 
   // The sums will lie at `sums`.
   void start(int key, int lane, float* sums) {
-    word_ = 0;
+    word_ = 0, plane_step_ = 0;
     row_ = rows_.data + key * rows_.stride;
     query_ = a_ + lane;
     sums_ = sums;
     if (words_ == 0) __builtin_memset(sums, 0, kUnitKeys * kUnitLanes * sizeof(float));
   }
   void step() {
-    if (word_ == 0) clear_sums<2>();
-    multiply<2>(row_ + word_, rows_.stride, query_ + word_ * kTile, kTile);
+    if (word_ == 0 && (Mac::kPlanes == 1 || plane_step_ == 0)) clear_sums<2>();
+    if constexpr (Mac::kPlanes == 1) {
+      multiply<2>(row_ + word_, rows_.stride, query_ + word_ * kTile, kTile);
+    } else {
+      multiply_planes(plane_step_, row_ + word_, rows_.stride, rows_.plane_stride, query_ + word_ * kTile, kTile,
+                      whole(words_, kTmmRows) * kTile);
+      if (++plane_step_ < kPlaneSteps) return;
+      plane_step_ = 0;
+    }
     word_ += kTmmRows;
     if (word_ >= words_) store_sums<2>(sums_, kUnitLanes);
   }
@@ -90,6 +130,7 @@ class UnitProduct {
   int64_t words_;
   Words rows_;
   int64_t word_ = 0;
+  int plane_step_ = 0;
   const Word* row_ = nullptr;
   const float* query_ = nullptr;
   float* sums_ = nullptr;
@@ -100,7 +141,10 @@ class UnitProduct {
 class Later : public Asking {
  public:
   int64_t products() const { return (dims_ - dim_) / kDimStep; }  // left
-  int64_t steps_each() const { return units_; }
+  template <class Mac>
+  int64_t steps_each() const {
+    return Mac::kPlanes == 1 ? units_ : units_ * kPlaneSteps;
+  }
   bool waits_for(int lane) const { return dim_ < dims_ && lane_ == lane; }
   bool reads(const Word* value) const { return dim_ < dims_ && value_ == value; }
 
@@ -114,15 +158,25 @@ class Later : public Asking {
     value_ = value.data;
     row_ = value.data + first_word;
     stride_ = value.stride;
+    plane_stride_ = value.plane_stride;
     units_ = words / kTmmRows;
     dims_ = whole(dims, kDimStep);
     lane_ = lane;
-    dim_ = unit_ = 0;
+    dim_ = unit_ = 0, plane_step_ = 0;
   }
 
+  template <class Mac>
   void step() {
-    if (unit_ == 0) begin();
-    multiply<2>(row_ + unit_ * kTmmRows, stride_, p_ + unit_ * kTmmRows * kTile, kTile);
+    if (unit_ == 0 && (Mac::kPlanes == 1 || plane_step_ == 0)) begin();
+    const Word* const value = row_ + unit_ * kTmmRows;
+    const float* const p = p_ + unit_ * kTmmRows * kTile;
+    if constexpr (Mac::kPlanes == 1) {
+      multiply<2>(value, stride_, p, kTile);
+    } else {
+      multiply_planes(plane_step_, value, stride_, plane_stride_, p, kTile, kWeightsPlane);
+      if (++plane_step_ < kPlaneSteps) return;
+      plane_step_ = 0;
+    }
     if (++unit_ < units_) return;
     store_sums<2>(out_, kTile);
     out_ += kDimStep * kTile;
@@ -132,7 +186,7 @@ class Later : public Asking {
   }
 
   void finish() {
-    while (dim_ < dims_) step();
+    while (dim_ < dims_) plane_stride_ == 0 ? step<BFloat16Pair>() : step<Float32Planes>();
   }
 
  private:
@@ -148,9 +202,9 @@ class Later : public Asking {
   bool fresh_ = false;
   const float* p_ = nullptr;
   const Word *value_ = nullptr, *row_ = nullptr;
-  ptrdiff_t stride_ = 0;
+  ptrdiff_t stride_ = 0, plane_stride_ = 0;
   int64_t units_ = 0, dims_ = 0, dim_ = 0, unit_ = 0;
-  int lane_ = 0;
+  int lane_ = 0, plane_step_ = 0;
 };
 
 // sums.out, from 0 if they are fresh, += P^T V over the words [begin, end) of keys, for the vectors [v_begin, v_end) of the tile: later.
@@ -162,33 +216,41 @@ inline void accumulate(Later& later, const Sums& sums, const float* p, const Wor
   }
 }
 
-// Calls take(x, key, lane) for the sums of a unit. Meanwhile the next unit's are made, then so many of the products that wait
-// that the last ends with the last of units_left units: whole ones, for all take the same registers.
-template <class Take>
-inline __attribute__((always_inline)) void take_unit(const float* sums, int key, int lane, UnitProduct& next,
+// Calls take(x, key, lane) for the sums of a unit, 4 keys of kVecs_ vectors at a time. Meanwhile the next unit's are made, then so
+// many of the products that wait that the last ends with the last of units_left units: whole ones, for all take the same
+// registers.
+template <class Mac, int kVecs_, class Take>
+inline __attribute__((always_inline)) void take_unit(const float* sums, int key, int lane, UnitProduct<Mac>& next,
                                                      Later& later, int units_left, const Take& take) {
-  constexpr int kRows = micro_rows(kPartVecs, kForwardSums), kTakes = kUnitKeys / kRows;
+  constexpr int kRows = micro_rows(kPartVecs, kForwardSums), kParts = kPartVecs / kVecs_;
+  constexpr int kTakes = kUnitKeys / kRows * kParts;
   int64_t next_steps = next.steps();
   const int64_t products = (later.products() + units_left - 1) / units_left;
-  const int64_t steps = next_steps + products * later.steps_each();
+  const int64_t steps = next_steps + products * later.steps_each<Mac>();
   int64_t done = 0;
-  for (int taken = 1; taken <= kTakes; ++taken, key += kRows, sums += kRows * kUnitLanes) {
+  for (int taken = 1; taken <= kTakes; ++taken) {
     for (; done * kTakes < steps * taken; ++done) {
       if (next_steps > 0) {
         next.step();
         --next_steps;
       } else {
-        later.step();
+        later.step<Mac>();
       }
     }
-    F x[kRows][kPartVecs];
+    F x[kRows][kVecs_];
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
-      for (int v = 0; v < kPartVecs; ++v) x[i][v] = load(sums + i * kUnitLanes + v * kLanes);
+      for (int v = 0; v < kVecs_; ++v) x[i][v] = load(sums + i * kUnitLanes + v * kLanes);
     }
     take(x, key, lane);
-    later.ask(kRows * kUnitLanes);
+    later.ask(kRows * kVecs_ * kLanes);
+    if (kParts > 1 && taken % kParts != 0) {
+      sums += kVecs_ * kLanes, lane += kVecs_ * kLanes;
+    } else {
+      const int back = (kParts - 1) * kVecs_ * kLanes;
+      key += kRows, sums += kRows * kUnitLanes - back, lane -= back;
+    }
   }
 }
 

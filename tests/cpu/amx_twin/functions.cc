@@ -4,7 +4,7 @@
 #include "cpu/linear/functions.h"
 
 namespace polyhead::cpu::amx_twin {
-extern const IsaFunctions kFunctions;
+extern const IsaFunctions kFunctions, kFloat32Functions;
 extern const LinearFunctions kLinearFunctions;
 }  // namespace polyhead::cpu::amx_twin
 

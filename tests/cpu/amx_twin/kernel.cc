@@ -6,14 +6,18 @@
 namespace polyhead {
 
 namespace cpu::amx_twin {
-extern const IsaFunctions kFunctions;
+extern const IsaFunctions kFunctions, kFloat32Functions;
 extern const LinearFunctions kLinearFunctions;
 }  // namespace cpu::amx_twin
 
 static std::string here() { return cpu::why_not(cpu::Isa::avx2); }
 
 extern const Kernel kAmxTwin;
-const Kernel kAmxTwin = cpu::kernel_of<here, cpu::amx_twin::kFunctions>("cpu_amx_twin");
+const Kernel kAmxTwin = cpu::kernel_of<here, cpu::amx_twin::kFunctions, cpu::leaves_of_pairs>("cpu_amx_twin");
+
+extern const Kernel kAmxTwinFloat32;
+const Kernel kAmxTwinFloat32 =
+    cpu::kernel_of<here, cpu::amx_twin::kFloat32Functions, cpu::leaves_of_planes>("cpu_amx_twin_float32");
 
 namespace linear {
 extern const Kernel kAmxTwin;

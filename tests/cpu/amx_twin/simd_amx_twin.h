@@ -26,6 +26,12 @@ inline F pair_bf16(F even, F odd) {
   store_bf16(halves[1], odd);
   return join_bf16(load_bf16(halves[0]), load_bf16(halves[1]));
 }
+inline F join_halves_bf16(F first, F second) {
+  uint16_t halves[2 * kLanes];
+  store_bf16(halves, first);
+  store_bf16(halves + kLanes, second);
+  return load(reinterpret_cast<const float*>(halves));
+}
 inline F dot_bf16(F acc, F a, F b) { return fma(even_bf16(a), even_bf16(b), fma(odd_bf16(a), odd_bf16(b), acc)); }
 
 inline F fraction(F y) {
