@@ -17,11 +17,20 @@ namespace polyhead::linear {
 #ifdef POLYHEAD_EXTRA_PRODUCT_KERNEL
 extern const Kernel POLYHEAD_EXTRA_PRODUCT_KERNEL;  // of a test: tests/cpu/amx_twin/kernel.cc
 #endif
+#ifdef POLYHEAD_EXTRA_FLOAT32_PRODUCT_KERNEL
+extern const Kernel POLYHEAD_EXTRA_FLOAT32_PRODUCT_KERNEL;
+#endif
 
 std::span<const Kernel* const> kernel_list() {
   static constexpr const Kernel* kOthers[] = {
+#ifdef __x86_64__
+      &kAmxFloat32,
+#endif
 #ifdef POLYHEAD_EXTRA_PRODUCT_KERNEL
       &POLYHEAD_EXTRA_PRODUCT_KERNEL,
+#endif
+#ifdef POLYHEAD_EXTRA_FLOAT32_PRODUCT_KERNEL
+      &POLYHEAD_EXTRA_FLOAT32_PRODUCT_KERNEL,
 #endif
 #ifdef POLYHEAD_CUDA_KERNELS
       &kCudaSm80,

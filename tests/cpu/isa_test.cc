@@ -122,12 +122,12 @@ TEST(IsaOrder, TheListsOfKernelsFollowThisMachines) {
   EXPECT_EQ(&order, &isa_order());
   const size_t others = cuda_machine().runtime_version != 0 ? 2 : 1;  // cuda_sm80, if this build has it, and reference
 #ifdef __x86_64__
-  constexpr size_t kOfAttention = 1;  // cpu_amx_float32
+  constexpr size_t kByName = 1;  // cpu_amx_float32
 #else
-  constexpr size_t kOfAttention = 0;
+  constexpr size_t kByName = 0;
 #endif
-  ASSERT_EQ(kernel_list().size(), kNumIsas + kOfAttention + others);
-  ASSERT_EQ(linear::kernel_list().size(), kNumIsas + others);
+  ASSERT_EQ(kernel_list().size(), kNumIsas + kByName + others);
+  ASSERT_EQ(linear::kernel_list().size(), kNumIsas + kByName + others);
   for (int i = 0; i < kNumIsas; ++i) {
     EXPECT_EQ(kernel_list()[i]->name, "cpu_" + std::string(isa_name(order.isas[i])));
     EXPECT_STREQ(kernel_list()[i]->name, linear::kernel_list()[i]->name);

@@ -4,12 +4,16 @@
 #include "cpu/isa/tile.h"
 
 #ifdef POLYHEAD_ISA_OF_ROWS
-// Few queries are left to the set whose vectors these are, and gradients of float32.
+// Few queries are left to the set whose vectors these are, and tiny heads and gradients of float32.
 namespace polyhead::cpu::POLYHEAD_ISA_OF_ROWS {
 decltype(POLYHEAD_ISA::decode_scratch_bytes) decode_scratch_bytes;
 decltype(POLYHEAD_ISA::decode_partial_bytes) decode_partial_bytes;
 decltype(POLYHEAD_ISA::decode_chunk) decode_chunk;
 decltype(POLYHEAD_ISA::decode_merge) decode_merge;
+decltype(POLYHEAD_ISA::tiny_scratch_bytes) tiny_scratch_bytes;
+decltype(POLYHEAD_ISA::tiny_heads) tiny_heads;
+decltype(POLYHEAD_ISA::tiny_backward_scratch_bytes) tiny_backward_scratch_bytes;
+decltype(POLYHEAD_ISA::tiny_backward_heads) tiny_backward_heads;
 decltype(POLYHEAD_ISA::backward_scratch_bytes) backward_scratch_bytes;
 decltype(POLYHEAD_ISA::backward_sum_floats) backward_sum_floats;
 decltype(POLYHEAD_ISA::backward_head) backward_head;
@@ -61,8 +65,8 @@ const IsaFunctions kFloat32Functions = {kForwardTiles,
                                         POLYHEAD_ISA_OF_ROWS::decode_partial_bytes,
                                         POLYHEAD_ISA_OF_ROWS::decode_chunk,
                                         POLYHEAD_ISA_OF_ROWS::decode_merge,
-                                        nullptr,
-                                        nullptr,
+                                        POLYHEAD_ISA_OF_ROWS::tiny_scratch_bytes,
+                                        POLYHEAD_ISA_OF_ROWS::tiny_heads,
                                         POLYHEAD_ISA_OF_ROWS::backward_scratch_bytes,
                                         POLYHEAD_ISA_OF_ROWS::backward_sum_floats,
                                         POLYHEAD_ISA_OF_ROWS::backward_head,
@@ -71,8 +75,8 @@ const IsaFunctions kFloat32Functions = {kForwardTiles,
                                         POLYHEAD_ISA_OF_ROWS::score_scratch_bytes,
                                         POLYHEAD_ISA_OF_ROWS::add_score_gradients,
                                         POLYHEAD_ISA_OF_ROWS::store_score_gradients,
-                                        nullptr,
-                                        nullptr,
+                                        POLYHEAD_ISA_OF_ROWS::tiny_backward_scratch_bytes,
+                                        POLYHEAD_ISA_OF_ROWS::tiny_backward_heads,
                                         store_mean,
                                         kLanes};
 #endif

@@ -31,7 +31,7 @@ std::string leaves_of_pairs(const AttentionDesc& desc) {
   return "";
 }
 
-// Few queries go by its set's vectors.
+// Few queries and tiny heads go by vectors.
 std::string leaves_of_planes(const AttentionDesc& desc) {
   if (desc.dtype == DType::kBFloat16) return "dtype is bfloat16, takes float32 or float16";
   for (const DType dtype : {key_dtype(desc), value_dtype(desc)}) {
@@ -41,7 +41,6 @@ std::string leaves_of_planes(const AttentionDesc& desc) {
   if (desc.normalizer == Normalizer::kNone) return "normalizer is none, takes weights that a softmax bounds";
   if (desc.has_sink_logits)
     return "has_sink_logits is true, and beside a sink all weights of a row may be too small for it";
-  if (tiny_takes(desc)) return "sizes of 16 at most are left to vectors, which hold a head in each lane";
   return "";
 }
 

@@ -73,9 +73,9 @@ void weigh_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
   TileState* const state = &tile.state;
   const float factor = head.score.to_log2;
   const auto kept = view.kept;
-  const auto weigh = [=]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+  const auto weigh = [=]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane, const auto&... beside) {
     if constexpr (kSoftmax) {
-      softmax_step<Mac, PMac>(s, p, *state, factor, kept, key, lane);
+      softmax_step<Mac, PMac>(s, p, *state, factor, kept, key, lane, beside...);
     } else {
       score_step<PMac>(s, p, *score, *of, masked, key, lane);
     }
@@ -110,9 +110,9 @@ void weigh_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
   }
   for_each_product<Mac, kForwardSums>(
       tile.query, words, block.key, part, *head.later,
-      [apply, weigh]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+      [apply, weigh]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane, const auto&... beside) {
         apply(s, key, lane);
-        weigh(s, key, lane);
+        weigh(s, key, lane, beside...);
       },
       done);
 }

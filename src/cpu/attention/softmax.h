@@ -163,11 +163,11 @@ inline F store_weights(F (&s)[kRows], float* p, const uint16_t (*kept)[kVecs], i
 }
 
 // Scores of kRows keys, products of words of Mac -> weights exp(s - m) after dropout, stored as words of P^T, which are PMac's;
-// l grows by the undropped ones.
-template <class Mac, class PMac, int kRows, int kVecs_>
+// l grows by the undropped ones. beside(): other work between (take_unit).
+template <class Mac, class PMac, int kRows, int kVecs_, class... Beside>
 __attribute__((always_inline)) inline void softmax_step(F (&scores)[kRows][kVecs_], float* p, TileState& state,
-                                                        float factor, const uint16_t (*kept)[kVecs], int key,
-                                                        int lane) {
+                                                        float factor, const uint16_t (*kept)[kVecs], int key, int lane,
+                                                        const Beside&... beside) {
 #pragma GCC unroll 8
   for (int v = 0; v < kVecs_; ++v) {
     const int at = lane + v * kLanes;
@@ -176,6 +176,7 @@ __attribute__((always_inline)) inline void softmax_step(F (&scores)[kRows][kVecs
     for (int r = 0; r < kRows; ++r) s[r] = scores[r][v];
     const F sum = weigh<Mac, PMac>(s, p, state, factor, key, at);
     store(state.l + at, load(state.l + at) + sum);
+    (beside(), ...);
     const F sum_rounded = store_weights<PMac>(s, p, kept, key, at);
     if constexpr (PMac::kRounded) store(state.l_rounded + at, load(state.l_rounded + at) + sum_rounded);
   }

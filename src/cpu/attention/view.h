@@ -344,7 +344,7 @@ __attribute__((noinline)) void score_by_program(const HeadOptions& head, const f
   for_each_strip(part, [&](const Part& strip) {
     for_each_product<Mac, kSums>(
         query, words, keys, strip, later,
-        [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane) {
+        [&]<int kRows, int kVecs_>(F(&s)[kRows][kVecs_], int key, int lane, const auto&...) {
           apply(s, key, lane);
           for (int r = 0; r < kRows; ++r) {
             for (int v = 0; v < kVecs_; ++v) store(scores + (key + r) * kTile + lane + v * kLanes, s[r][v]);

@@ -8,12 +8,12 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-// Of keys [row][word].
+// Of keys, of so many words each.
 inline Wild wild_rows(const Words& rows, int num_rows, int64_t words) {
   Wild found;
   for (int r = 0; r < num_rows; ++r) {
     for (int64_t word = 0; word < words; word += kLanes) {
-      const F x = load(rows.data + r * rows.stride + word);
+      const F x = load(rows.data + in_registers<Float32Planes>(r, word, words));
       if (!any(either(wild(even_bf16(x)), wild(odd_bf16(x))))) continue;
       found.any = true;
       found.rows[r / 64] |= uint64_t{1} << (r % 64);
@@ -50,7 +50,7 @@ __attribute__((noinline)) void mend_scores(F (&s)[kRows][kVecs_], const float* q
         const PlaneWords q = load_planes(query + word * kTile + at, query_plane);
         PlaneWords k;
         for (int p = 0; p < kPlanes; ++p) {
-          k.plane[p] = broadcast(keys.data[p * keys.plane_stride + (key + r) * keys.stride + word]);
+          k.plane[p] = broadcast(keys.data[in_registers<Float32Planes>(key + r, word, whole(words, kDimStep / 2), p)]);
         }
         sum = fma(odd_number(q), odd_number(k), fma(even_number(q), even_number(k), sum));
       }

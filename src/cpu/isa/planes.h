@@ -85,38 +85,41 @@ inline void transpose_rows<Float32Planes>(float* out, const Rows& x, int64_t num
   }
 }
 
-// out[plane][row][word].
+// Copied rows as registers take them.
+inline Words plane_registers(const float* copy, int64_t words) {
+  constexpr ptrdiff_t kStep = kPlanes * kRegisterPair;
+  return {copy, static_cast<ptrdiff_t>(words / 16) * kStep, kPanel, kStep};
+}
+
 template <>
 inline Words rows_as_words<Float32Planes>(float* copy, const Rows& x, int64_t first_row, int64_t num_rows,
                                           int64_t padded_rows, int64_t columns) {
-  const int64_t words = row_words<Float32Planes>(columns), plane_stride = padded_rows * words;
-  float* out = copy;
+  const int64_t words = row_words<Float32Planes>(columns);
   for (int64_t r = 0; r < padded_rows; ++r) {
-    for (int64_t d = 0; d < 2 * words; d += 2 * kLanes, out += kLanes) {
-      const int64_t left = r < num_rows ? columns - d : 0;
+    for (int64_t word = 0; word < words; word += kLanes) {
+      const int64_t d = 2 * word, left = r < num_rows ? columns - d : 0;
       const PlaneWords halves = split_any(columns_or_zero(x, first_row + r, d, left),
                                           columns_or_zero(x, first_row + r, d + kLanes, left - kLanes));
-      PlaneWords in_line;
       for (int i = 0; i < kPlanes; ++i) {
-        in_line.plane[i] = join_halves_bf16(even_bf16(halves.plane[i]), odd_bf16(halves.plane[i]));
+        const F in_line = join_halves_bf16(even_bf16(halves.plane[i]), odd_bf16(halves.plane[i]));
+        store(copy + in_registers<Float32Planes>(r, word, words, i), in_line);
       }
-      store_planes(out, plane_stride, in_line);
     }
   }
-  return {copy, static_cast<ptrdiff_t>(words), kPanel, static_cast<ptrdiff_t>(plane_stride)};
+  return plane_registers(copy, words);
 }
 
-// out[plane][d][row / 2]. With `finite`, NaN and inf become 0.
+// Rows d, words along the rows. With `finite`, NaN and inf become 0.
 template <>
 inline Words values_as_words<Float32Planes>(float* copy, const Rows& x, int64_t first_row, int64_t num_rows,
                                             int64_t padded_rows, int64_t columns, bool finite) {
-  const int64_t words = padded_rows / 2, dim = whole(columns, kDimStep), plane_stride = dim * words;
+  const int64_t words = padded_rows / 2;
   const auto load_row = [&](int64_t row, int64_t d) {
     const F x_r = row < num_rows ? columns_or_zero(x, first_row + row, d, columns - d) : broadcast(0.0f);
     return finite ? finite_or_zero(x_r) : x_r;
   };
   for (int64_t word = 0; word < words; word += kLanes) {
-    for (int64_t d = 0; d < dim; d += kLanes) {
+    for (int64_t d = 0; d < whole(columns, kDimStep); d += kLanes) {
       F square[kPlanes][kLanes];
       for (int i = 0; i < kLanes; ++i) {
         const int64_t row = 2 * (word + i);
@@ -125,12 +128,13 @@ inline Words values_as_words<Float32Planes>(float* copy, const Rows& x, int64_t 
       }
       for (int p = 0; p < kPlanes; ++p) {
         transpose(square[p]);
-        float* const out = copy + p * plane_stride + d * words + word;
-        for (int i = 0; i < kLanes; ++i) store(out + i * words, square[p][i]);
+        for (int i = 0; i < kLanes; ++i) {
+          store(copy + in_registers<Float32Planes>(d + i, word, words, p), square[p][i]);
+        }
       }
     }
   }
-  return {copy, static_cast<ptrdiff_t>(words), kPanel, static_cast<ptrdiff_t>(plane_stride)};
+  return plane_registers(copy, words);
 }
 
 }  // namespace

@@ -324,7 +324,19 @@ Words rows_as_words(float* copy, const Rows& x, int64_t first_row, int64_t num_r
 }
 
 #ifdef POLYHEAD_HAS_TMM
-// The same transposed, as an operand A of registers tmm: out[d][row / 2], whole registers.
+// Word `word` of row d of an operand A of registers tmm that was copied, `words` a row: register after register, in the order in
+// which products take them, for the nearest cache is filled faster by lines that follow each other. Two registers of 16 rows share
+// what they are multiplied by:
+// [d / 32][word / 16][plane][d / 16 % 2][d % 16][word % 16], where the least of several planes lies first.
+constexpr int64_t kRegisterPair = 2 * 16 * 16;
+template <class Mac>
+inline int64_t in_registers(int64_t d, int64_t word, int64_t words, int plane = 0) {
+  constexpr int64_t kStep = Mac::kPlanes * kRegisterPair;
+  return d / 32 * (words / 16) * kStep + word / 16 * kStep + (Mac::kPlanes - 1 - plane) * kRegisterPair + d % 32 * 16 +
+         word % 16;
+}
+
+// The same transposed, as an operand A of registers tmm: of rows d words along the rows, whole registers.
 inline void copy_transposed(float* out, const Rows& x, int64_t first_row, int64_t num_rows, int64_t padded_rows,
                             int64_t dim, bool finite) {
   const bool plain = plain_words<BFloat16Pair>(x) && !finite;
@@ -347,7 +359,7 @@ inline void copy_transposed(float* out, const Rows& x, int64_t first_row, int64_
       }
       transpose(square);
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) store(out + (d + i) * words + word, square[i]);
+      for (int i = 0; i < kLanes; ++i) store(out + in_registers<BFloat16Pair>(d + i, word, words), square[i]);
     }
   }
 }
@@ -359,7 +371,7 @@ Words values_as_words(float* copy, const Rows& x, int64_t first_row, int64_t num
                       int64_t columns, bool finite) {
 #ifdef POLYHEAD_HAS_TMM
   copy_transposed(copy, x, first_row, num_rows, padded_rows, columns, finite);
-  return {copy, static_cast<ptrdiff_t>(padded_rows / 2)};
+  return {copy, static_cast<ptrdiff_t>(padded_rows / 2 * kDimStep), kPanel, kRegisterPair};
 #else
   if (Mac::kElements == 1 && num_rows == padded_rows && !finite && readable_in_place<Mac>(x, columns)) {
     return words_in_place(x, first_row);

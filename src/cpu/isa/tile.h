@@ -316,14 +316,15 @@ inline void accumulate_rows(const Sums& sums, int64_t at, const float* p, const 
 }
 
 // Words [unit][column] in panels of kPanel columns: word (u, d) lies at data + d / kPanel * panel_stride + u * stride +
-// d % kPanel. Plain rows have panel_stride = kPanel. The planes of Float32Planes lie plane_stride apart, which else is 0.
+// d % kPanel. Plain rows have panel_stride = kPanel. Of operands that were copied as registers (in_registers) the
+// stride is that of 32 rows, step_words that of 16 words of these.
 constexpr int kPanel = 16;
 
 struct Words {
   const Word* data = nullptr;
   ptrdiff_t stride = 0;
   ptrdiff_t panel_stride = kPanel;
-  ptrdiff_t plane_stride = 0;
+  ptrdiff_t step_words = 0;
 
   const Word* column(int64_t d) const { return data + d / kPanel * panel_stride + d % kPanel; }
 };

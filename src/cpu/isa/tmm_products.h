@@ -37,12 +37,12 @@ inline __attribute__((always_inline)) void multiply(const Word* a, ptrdiff_t a_s
 // The same of 32 columns, of operands in planes (planes.h), in kPlaneSteps steps, the least products first: what a step does not
 // load is in registers since those before it.
 constexpr int kPlaneSteps = 6;
-inline __attribute__((always_inline)) void multiply_planes(int step, const Word* a, ptrdiff_t a_stride,
-                                                           ptrdiff_t a_plane, const float* b, ptrdiff_t b_stride,
+inline __attribute__((always_inline)) void multiply_planes(int step, const Word* a, const float* b, ptrdiff_t b_stride,
                                                            ptrdiff_t b_plane) {
   const auto load_a = [=](int plane) __attribute__((always_inline)) {
-    tmm_load<4>(a + plane * a_plane, a_stride);
-    tmm_load<5>(a + plane * a_plane + kTmmRows * a_stride, a_stride);
+    const Word* const at = a + (Float32Planes::kPlanes - 1 - plane) * kRegisterPair;
+    tmm_load<4>(at, kTmmRows);
+    tmm_load<5>(at + kTmmRows * kTmmRows, kTmmRows);
   };
   const auto load_b = [=](int plane) __attribute__((always_inline)) {
     tmm_load<6>(b + plane * b_plane, b_stride);
@@ -106,7 +106,7 @@ class UnitProduct {
   // The sums will lie at `sums`.
   void start(int key, int lane, float* sums) {
     word_ = 0, plane_step_ = 0;
-    row_ = rows_.data + key * rows_.stride;
+    row_ = rows_.data + (Mac::kPlanes == 1 ? key : key / kUnitKeys) * rows_.stride;
     query_ = a_ + lane;
     sums_ = sums;
     if (words_ == 0) __builtin_memset(sums, 0, kUnitKeys * kUnitLanes * sizeof(float));
@@ -116,7 +116,7 @@ class UnitProduct {
     if constexpr (Mac::kPlanes == 1) {
       multiply<2>(row_ + word_, rows_.stride, query_ + word_ * kTile, kTile);
     } else {
-      multiply_planes(plane_step_, row_ + word_, rows_.stride, rows_.plane_stride, query_ + word_ * kTile, kTile,
+      multiply_planes(plane_step_, row_ + word_ / kTmmRows * rows_.step_words, query_ + word_ * kTile, kTile,
                       whole(words_, kTmmRows) * kTile);
       if (++plane_step_ < kPlaneSteps) return;
       plane_step_ = 0;
@@ -137,7 +137,7 @@ class UnitProduct {
 };
 
 // A product of 32 queries that waits: O^T[dims][queries] += V^T P^T, 32 dims after the other, each over all its keys. V^T lies
-// as rows of dims, words along the keys.
+// as rows of dims, words along the keys (in_registers).
 class Later : public Asking {
  public:
   int64_t products() const { return (dims_ - dim_) / kDimStep; }  // left
@@ -156,9 +156,9 @@ class Later : public Asking {
     fresh_ = fresh;
     p_ = p + first_word * kTile + lane;
     value_ = value.data;
-    row_ = value.data + first_word;
-    stride_ = value.stride;
-    plane_stride_ = value.plane_stride;
+    row_ = value.data + first_word / kTmmRows * value.step_words;
+    row_words_ = value.stride;
+    step_words_ = value.step_words;
     units_ = words / kTmmRows;
     dims_ = whole(dims, kDimStep);
     lane_ = lane;
@@ -168,25 +168,25 @@ class Later : public Asking {
   template <class Mac>
   void step() {
     if (unit_ == 0 && (Mac::kPlanes == 1 || plane_step_ == 0)) begin();
-    const Word* const value = row_ + unit_ * kTmmRows;
+    const Word* const value = row_ + unit_ * Mac::kPlanes * kRegisterPair;
     const float* const p = p_ + unit_ * kTmmRows * kTile;
     if constexpr (Mac::kPlanes == 1) {
-      multiply<2>(value, stride_, p, kTile);
+      multiply<2>(value, kTmmRows, p, kTile);
     } else {
-      multiply_planes(plane_step_, value, stride_, plane_stride_, p, kTile, kWeightsPlane);
+      multiply_planes(plane_step_, value, p, kTile, kWeightsPlane);
       if (++plane_step_ < kPlaneSteps) return;
       plane_step_ = 0;
     }
     if (++unit_ < units_) return;
     store_sums<2>(out_, kTile);
     out_ += kDimStep * kTile;
-    row_ += kDimStep * stride_;
+    row_ += row_words_;
     dim_ += kDimStep;
     unit_ = 0;
   }
 
   void finish() {
-    while (dim_ < dims_) plane_stride_ == 0 ? step<BFloat16Pair>() : step<Float32Planes>();
+    while (dim_ < dims_) step_words_ == kRegisterPair ? step<BFloat16Pair>() : step<Float32Planes>();
   }
 
  private:
@@ -202,7 +202,7 @@ class Later : public Asking {
   bool fresh_ = false;
   const float* p_ = nullptr;
   const Word *value_ = nullptr, *row_ = nullptr;
-  ptrdiff_t stride_ = 0, plane_stride_ = 0;
+  ptrdiff_t row_words_ = 0, step_words_ = 0;  // of 32 dims, and of 16 words of these
   int64_t units_ = 0, dims_ = 0, dim_ = 0, unit_ = 0;
   int lane_ = 0, plane_step_ = 0;
 };
@@ -218,18 +218,20 @@ inline void accumulate(Later& later, const Sums& sums, const float* p, const Wor
 
 // Calls take(x, key, lane) for the sums of a unit, 4 keys of kVecs_ vectors at a time. Meanwhile the next unit's are made, then so
 // many of the products that wait that the last ends with the last of units_left units: whole ones, for all take the same
-// registers.
+// registers. Of planes take(x, key, lane, beside) may call beside() once, so that few products wait at a time.
 template <class Mac, int kVecs_, class Take>
 inline __attribute__((always_inline)) void take_unit(const float* sums, int key, int lane, UnitProduct<Mac>& next,
                                                      Later& later, int units_left, const Take& take) {
   constexpr int kRows = micro_rows(kPartVecs, kForwardSums), kParts = kPartVecs / kVecs_;
-  constexpr int kTakes = kUnitKeys / kRows * kParts;
+  constexpr int kTakes = kUnitKeys / kRows * kParts, kPoints = Mac::kPlanes > 1 ? 2 * kTakes : kTakes;
   int64_t next_steps = next.steps();
   const int64_t products = (later.products() + units_left - 1) / units_left;
   const int64_t steps = next_steps + products * later.steps_each<Mac>();
   int64_t done = 0;
-  for (int taken = 1; taken <= kTakes; ++taken) {
-    for (; done * kTakes < steps * taken; ++done) {
+  int points = 0;
+  const auto beside = [&]() __attribute__((always_inline)) {
+    ++points;
+    for (; done * kPoints < steps * points; ++done) {
       if (next_steps > 0) {
         next.step();
         --next_steps;
@@ -237,13 +239,21 @@ inline __attribute__((always_inline)) void take_unit(const float* sums, int key,
         later.step<Mac>();
       }
     }
+  };
+  for (int taken = 1; taken <= kTakes; ++taken) {
+    beside();
     F x[kRows][kVecs_];
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
       for (int v = 0; v < kVecs_; ++v) x[i][v] = load(sums + i * kUnitLanes + v * kLanes);
     }
-    take(x, key, lane);
+    if constexpr (Mac::kPlanes > 1) {
+      take(x, key, lane, beside);
+      if (points < 2 * taken) beside();  // who takes it need not
+    } else {
+      take(x, key, lane);
+    }
     later.ask(kRows * kVecs_ * kLanes);
     if (kParts > 1 && taken % kParts != 0) {
       sums += kVecs_ * kLanes, lane += kVecs_ * kLanes;

@@ -17,5 +17,9 @@ std::string here() {
 #define ROW(name, features) cpu::product_kernel_of<here<cpu::Isa::name>, cpu::name::kLinearFunctions>("cpu_" #name),
 constexpr Kernel kCpuKernels[] = {POLYHEAD_ISAS(ROW)};
 #undef ROW
+#ifdef __x86_64__
+constexpr Kernel kAmxFloat32 =
+    cpu::product_kernel_of<here<cpu::Isa::amx>, cpu::avx512bf16::kLinearFunctions>("cpu_amx_float32");
+#endif
 
 }  // namespace polyhead::linear

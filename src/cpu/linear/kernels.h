@@ -7,5 +7,8 @@
 namespace polyhead::linear {
 
 extern const Kernel kCpuKernels[cpu::kNumIsas];  // in the list's order
+#ifdef __x86_64__
+extern const Kernel kAmxFloat32;  // products of vectors beside attention in planes
+#endif
 
 }  // namespace polyhead::linear

@@ -22,6 +22,9 @@ const Kernel kAmxTwinFloat32 =
 namespace linear {
 extern const Kernel kAmxTwin;
 const Kernel kAmxTwin = cpu::product_kernel_of<here, cpu::amx_twin::kLinearFunctions>("cpu_amx_twin");
+
+extern const Kernel kAmxTwinFloat32;
+const Kernel kAmxTwinFloat32 = cpu::product_kernel_of<here, cpu::avx2::kLinearFunctions>("cpu_amx_twin_float32");
 }  // namespace linear
 
 }  // namespace polyhead
