@@ -223,8 +223,8 @@ template <class Mac, int kSums, class Take, class Done>
 void for_each_product(const float* a, int64_t words, const Words& rows, const Part& part, Later& later,
                       const Take& take, const Done& done) {
   const Take own = take;  // see weigh_keys
-  constexpr int kAtOnce =
-      Mac::kPlanes > 1 ? 1 : kPartVecs;  // vectors: six products of registers wait for each of a pair
+  // Vectors of a take: with planes, six times the products wait, and too many of them at a time hide nothing (decision 0021).
+  constexpr int kAtOnce = Mac::kPlanes > 1 ? 1 : kPartVecs;
   const int units = (part.end - part.begin) / kUnitKeys;
   UnitProduct<Mac> next(a, words, rows);
   alignas(64) float sums[2][kUnitKeys * kUnitLanes];
