@@ -64,5 +64,23 @@ TEST(LargeNumbers, KeysAndQueriesAreMultipliedAsTheyAre) {
   }
 }
 
+// Products near the least numbers of float32, which `scale` makes scores of a usual size: right, or refused.
+TEST(LargeNumbers, AScaleMayUndoSmallKeys) {
+  Problem problem = causal_problem();
+  for (const int power : {59, 120}) {
+    problem.desc.scale = std::ldexp(1.0, power);
+    Inputs in = random_inputs(problem);
+    for (int64_t at = 0; at < in.key.size(); ++at) in.key.set(at, in.key.at(at) * std::ldexp(0.125, -power));
+    const AttentionDesc desc = problem_desc(problem);
+    const Outputs want = run(*kernel_list().back(), desc, in);
+    for_every_kernel(desc, [&](const Kernel& kernel) {
+      const Outputs got = run(kernel, desc, in);
+      for (int64_t at = 0; at < got.out.size(); ++at) {
+        ASSERT_NEAR(got.out.at(at), want.out.at(at), 1e-5) << kernel.name << " query " << at / kDim << ", 2^" << power;
+      }
+    });
+  }
+}
+
 }  // namespace
 }  // namespace polyhead::testing

@@ -1,6 +1,8 @@
 // The CPU kernels: which desc each takes.
 #include "cpu/attention/kernels.h"
 
+#include <cmath>
+
 #include "cpu/attention/kernel_of.h"
 #include "cpu/isa/isa.h"
 
@@ -38,6 +40,9 @@ std::string leaves_of_planes(const AttentionDesc& desc) {
     if (dtype == desc.dtype) continue;
     return std::string("keys or values are ") + dtype_name(dtype) + ", takes those of the dtype of queries";
   }
+  constexpr double kMostScale = 0x1p60;
+  if (desc.scale && std::abs(*desc.scale) > kMostScale)
+    return "scale is beyond 2^60, and would show what products below 2^-126 lose";
   if (desc.normalizer == Normalizer::kNone) return "normalizer is none, takes weights that a softmax bounds";
   if (desc.has_sink_logits)
     return "has_sink_logits is true, and beside a sink all weights of a row may be too small for it";
