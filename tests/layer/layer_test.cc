@@ -80,6 +80,44 @@ TEST(Layer, SameBitsForAnyThreadsLayoutsAndNeighbours) {
   });
 }
 
+// Sequence `b` of a batch.
+Array sequence_of(const Array& batch, int64_t b) {
+  std::vector<int64_t> dims = batch.dims;
+  dims[0] = 1;
+  Array one(batch.dtype, dims);
+  std::copy_n(batch.bytes.begin() + static_cast<ptrdiff_t>(b * one.bytes.size()), one.bytes.size(), one.bytes.begin());
+  return one;
+}
+
+// Lengths choose kernels, of attention and of products: few tokens and many, queries beside many keys, tiny heads.
+TEST(Layer, WhereNoKernelIsNamedTheBatchChangesNoBit) {
+  if (device_under_test.device != Device::kCpu) GTEST_SKIP() << "a GPU has one kernel";
+  constexpr int64_t kBatch = 13;  // more rows than vectors take of a weight that lies as it lies
+  const struct {
+    int64_t seqlen_q, seqlen_k, head_dim;
+  } sizes[] = {{1, 1, 32}, {1, 40, 32}, {4, 4, 32}, {12, 12, 32}, {20, 20, 32}, {16, 16, 8}};
+  for (const auto& [seqlen_q, seqlen_k, head_dim] : sizes) {
+    LayerProblem problem;
+    LayerDesc& desc = problem.desc;
+    desc.seqlen_q = seqlen_q, desc.seqlen_k = seqlen_k, desc.num_heads = desc.num_heads_kv = 3;
+    desc.query_size = desc.key_size = desc.value_size = desc.out_proj_size = 600;
+    desc.query_proj_size = desc.key_proj_size = desc.value_proj_size = head_dim;
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      desc.dtype = dtype, desc.batch = kBatch;
+      const LayerInputs in = random_inputs(problem);
+      const LayerResults all = run(problem, in, {.kernel = "", .training = false});
+      desc.batch = 1;
+      for (const int64_t b : {int64_t{0}, kBatch - 1}) {
+        LayerInputs alone = in;
+        alone.query = sequence_of(in.query, b), alone.key = sequence_of(in.key, b);
+        alone.value = sequence_of(in.value, b), alone.grad_out = sequence_of(in.grad_out, b);
+        EXPECT_TRUE(run(problem, alone, {.kernel = "", .training = false}).out == sequence_of(all.out, b))
+            << dtype_name(dtype) << ", " << seqlen_q << " queries beside " << seqlen_k << " keys of " << head_dim;
+      }
+    }
+  }
+}
+
 // The same in each order of batch, beam and time in memory.
 TEST(Layer, SixLayouts) {
   LayerProblem problem;
