@@ -57,7 +57,7 @@ std::vector<LinearProblem> epilogues() {
 std::vector<LinearProblem> all_cases() {
   std::vector<LinearProblem> list = epilogues();
   for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    for (int64_t m : {1, 11, 13, 200}) list.push_back(product("rows", m, 33, 67, dtype));
+    for (int64_t m : {1, 11, 13, 200, 300}) list.push_back(product("rows", m, 33, 67, dtype));
     for (int64_t m : {1, 2, 3, 4, 5, 8, 9, 12}) list.push_back(product("few_rows", m, 100, 1041, dtype));
     list.push_back(product("few_rows_wide", 12, 700, 9, dtype));
     list.push_back(product("few_columns_wide", 13, 300, 40, dtype));  // and more of them than rows, in parts of 132

@@ -38,6 +38,7 @@
 // Where POLYHEAD_HAS_TMM there are eight registers tmm of 16 rows of 16 words besides. They hold something while a TmmInUse
 // lives, which a task makes first of all:
 //   tmm_zero<t>()   tmm_load<t>(p, stride)   tmm_store<t>(p, stride): rows `stride` words apart
+//   tmm_load<t, true>(p, stride)                 past L1, which keeps what it has
 //   tmm_dot_bf16<sum, a, b>()                    sum[i][j] += products of the pairs a[i][u] and b[u][j] over all u
 //
 // Everything lives in an unnamed namespace and nothing of the C++ library is used: an inline function of the standard

@@ -39,10 +39,15 @@ template <int kTo>
 inline __attribute__((always_inline)) void tmm_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(kTo));
 }
-template <int kTo>
+template <int kTo, bool kOnce = false>
 inline __attribute__((always_inline)) void tmm_load(const void* p, ptrdiff_t stride) {
-  asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(kTo), "r"(p), "r"(4 * stride),
-               "m"(*static_cast<const Anything*>(p)));
+  if constexpr (kOnce) {
+    asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" ::"i"(kTo), "r"(p), "r"(4 * stride),
+                 "m"(*static_cast<const Anything*>(p)));
+  } else {
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(kTo), "r"(p), "r"(4 * stride),
+                 "m"(*static_cast<const Anything*>(p)));
+  }
 }
 template <int kFrom>
 inline __attribute__((always_inline)) void tmm_store(float* p, ptrdiff_t stride) {

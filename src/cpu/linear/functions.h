@@ -79,6 +79,7 @@ struct LinearFunctions {
   int (*word_elements)(DType dtype);  // 1 or 2
   int64_t chunk_words;                // of K
   int64_t unpacked_rows;              // of A at most that are one part where B is not packed before
+  int64_t part_rows, part_columns;    // of one thread's work at most
 
   // Terms [first_k, first_k + num_k) and panels [first_panel, end_panel) of B: word w of panel p goes to
   // packed + (p - first_panel) * panel_stride + w * panel_columns. first_k is a whole word.

@@ -18,16 +18,21 @@ int64_t whole_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
 struct Sums {
   float* data = nullptr;
   int64_t panel_stride = 0;
-  float* out = nullptr;  // in C; null: all in `data`
+  float* out = nullptr;         // in C
+  uint16_t* rounded = nullptr;  // likewise, where C is bfloat16; both null: all in `data`
   ptrdiff_t out_stride = 0;
   Onto onto = {};
+
+  bool ends_in_c() const { return out != nullptr || rounded != nullptr; }
 
   // Of the panel from `column` on. add: to those of the chunks before.
   PanelSums of_panel(int64_t column, bool to_c, bool add) const {
     float* const sums = data + column / kColumns * panel_stride;
     const Onto before{add ? sums : nullptr, kColumns};
     if (!to_c) return {sums, kColumns, before, {}};
-    return {out + column, out_stride, before, {onto.data == nullptr ? nullptr : onto.data + column, onto.stride}};
+    const Onto more{onto.data == nullptr ? nullptr : onto.data + column, onto.stride};
+    if (kTmm && rounded != nullptr) return {nullptr, out_stride, before, more, rounded + column};
+    return {out + column, out_stride, before, more};
   }
 };
 
@@ -54,7 +59,23 @@ GemmScratch scratch_of(void* memory, int64_t rows, int64_t k, bool packs) {
   return {a, panels, panels + panel_floats(packs)};
 }
 
-bool plain_columns(const Matrix& x) { return x.dtype == DType::kFloat32 && one_dim(x.rows) && contiguous(x.columns); }
+bool plain(const Matrix& x, DType dtype) { return x.dtype == dtype && one_dim(x.rows) && contiguous(x.columns); }
+bool plain_columns(const Matrix& x) { return plain(x, DType::kFloat32); }
+
+// Registers tmm leave a tile's sums in memory anyway: from there they go to C in bfloat16, with the bias as floats in `bias`.
+Sums rounded_sums(const GemmWork& work, const GemmTask& task, Sums sums, float* bias) {
+  if (work.accumulate || work.epilogue.changes_more_than_bias || !plain(work.c, DType::kBFloat16)) return sums;
+  sums.out_stride = work.c.rows.strides[2];
+  sums.rounded = static_cast<uint16_t*>(work.c.data) + task.first_row * sums.out_stride + task.first_column;
+  if (work.epilogue.bias.data == nullptr) return sums;
+  const Line line = row_of(work.epilogue.bias, 0);
+  for (int64_t at = 0; at < task.num_columns; at += kLanes) {
+    const int64_t left = task.num_columns - at;
+    store(bias + at, load_line(line, task.first_column + at, left < kLanes ? static_cast<int>(left) : kLanes));
+  }
+  sums.onto = {bias, 0};
+  return sums;
+}
 
 Sums sums_of(const GemmWork& work, const GemmTask& task, bool streaming, float* scratch) {
   if (task.partial != nullptr) {
@@ -62,6 +83,9 @@ Sums sums_of(const GemmWork& work, const GemmTask& task, bool streaming, float* 
             task.panel_stride};
   }
   Sums sums{scratch, task.num_rows * kColumns};
+  if (kTmm && work.c.dtype == DType::kBFloat16) {
+    return rounded_sums(work, task, sums, scratch + whole_panels(task.num_columns) * sums.panel_stride);
+  }
   const EpilogueWork& epilogue = work.epilogue;
   const bool biased = epilogue.bias.data != nullptr;
   if (!plain_columns(work.c) || epilogue.changes_more_than_bias) return sums;
@@ -122,10 +146,10 @@ void finish(const GemmWork& work, int64_t first_row, int64_t num_rows, int64_t f
 
 // Where whole panels of the task go in C.
 LinesOfC lines_of_c(const GemmWork& work, const GemmTask& task, int64_t column, int64_t columns) {
-  constexpr ptrdiff_t kFloat = sizeof(float);
-  const int64_t stride = work.c.rows.strides[2];
+  const ptrdiff_t stride = work.c.rows.strides[2], element = element_bytes(work.c.dtype);
   const char* const c = static_cast<const char*>(work.c.data);
-  return {c + (task.first_row * stride + task.first_column + column) * kFloat, stride * kFloat, columns * kFloat - 1};
+  return {c + (task.first_row * stride + task.first_column + column) * element, stride * element,
+          columns * element - 1};
 }
 
 #ifndef POLYHEAD_HAS_TMM
@@ -216,7 +240,7 @@ void add_chunk(const GemmWork& work, const GemmTask& task, int64_t begin, const 
   Panels panels;
   for (int64_t first = begin; first < task.num_columns; first += panels.columns) {
     panels = panels_at<Mac>(work, task, begin, first, scratch.panels, k, num_k);
-    const bool to_c = last && sums.out != nullptr && panels.columns % kColumns == 0;
+    const bool to_c = last && sums.ends_in_c() && panels.columns % kColumns == 0;
     const PanelSums to[] = {sums.of_panel(first, to_c, add), sums.of_panel(first + kColumns, to_c, add)};
     const LinesOfC c = to_c ? lines_of_c(work, task, first, panels.columns) : LinesOfC();
     const auto multiply = [&]<bool kAlong>(const auto& prepare) {
@@ -251,7 +275,7 @@ void compute(const GemmWork& work, const GemmTask& task, void* memory) {
     if (k >= end_k) break;
   }
   if (task.partial != nullptr) return;
-  const int64_t whole = sums.out == nullptr ? 0 : task.num_columns / kColumns * kColumns;  // columns that are in C
+  const int64_t whole = sums.ends_in_c() ? task.num_columns / kColumns * kColumns : 0;  // columns that are in C
   finish(work, task.first_row, task.num_rows, task.first_column + whole, task.first_column + task.num_columns,
          sums.data + whole / kColumns * sums.panel_stride, sums.panel_stride);
 }
@@ -275,7 +299,7 @@ void pack_panels(const Matrix& b, int64_t n, int64_t first_k, int64_t num_k, int
 }
 
 size_t part_scratch_bytes(int64_t num_rows, int64_t num_columns, int64_t k, bool packs) {
-  const int64_t sums = num_rows * whole_panels(num_columns) * kColumns;
+  const int64_t bias_rows = kTmm ? 1 : 0, sums = (num_rows + bias_rows) * whole_panels(num_columns) * kColumns;
   const int64_t floats = a_floats(num_rows, k, packs) + panel_floats(packs) + sums;
   return static_cast<size_t>((floats + 15) / 16 * 16) * sizeof(float);
 }
@@ -304,6 +328,8 @@ const LinearFunctions kLinearFunctions = {kTmm,
                                           word_elements,
                                           kChunkWords,
                                           kUnpackedRows,
+                                          kPartRows,
+                                          kPartColumns,
                                           pack_panels,
                                           part_scratch_bytes,
                                           gemm_part,

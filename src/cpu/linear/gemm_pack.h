@@ -126,12 +126,16 @@ void pack_across(float* out, int width, int64_t group_stride, const Matrix& x, i
     float* group = out;
     const int64_t later = k + kTermsAhead < first_k + num_k ? k + kTermsAhead : k;
     const char* ahead = static_cast<const char*>(x.data) + offset_of(x.rows, later) * kElementBytes;
+    const ptrdiff_t odd_ahead = pair ? (odd.first - even.first) * kElementBytes : 0;
     for (int64_t at = 0; at < num; at += width, group += group_stride) {
       for (int lane = 0; lane < width; lane += kLanes) {
         const int64_t left = num - at - lane;
         if (plain && left >= kLanes) {
           const int64_t offset = (first + at + lane) * kElementBytes;
-          if (offset % 64 < kLanes * kElementBytes) __builtin_prefetch(ahead + offset);
+          if (offset % 64 < kLanes * kElementBytes) {
+            __builtin_prefetch(ahead + offset);
+            if (Mac::kElements == 2) __builtin_prefetch(ahead + offset + odd_ahead);
+          }
           store(group + lane, load_across_plain<Mac, kDType>(even, odd, first + at + lane));
           continue;
         }

@@ -7,11 +7,7 @@
 namespace polyhead::cpu {
 namespace {
 
-// Parts of one thread's work. Rows share the packed columns of B, columns the packed rows of A: the more of both, the
-// less is packed and read again. A part's chunk of A (300 KiB) and its sums (590 KiB) are in a 1 MiB L2. Measured on
-// Zen 5 (2026-11-21, float32, one thread, GFLOP/s at [3072, 1024] x [1024, 1024]; weights of as many tokens): 144 x 512
-// 227; 221, 192 x 512 229; 220, 96 x 1024 236; 226, 144 x 1024 235; 227.
-constexpr int64_t kPartRows = 144, kPartColumns = 1024, kFewRows = 72;
+constexpr int64_t kFewRows = 72;  // a part of fewer packs and reads too much again
 
 int64_t whole(int64_t size, int64_t step) { return pieces(size, step) * step; }
 
@@ -32,7 +28,8 @@ struct Cut {
 void cut_k(const LinearFunctions& functions, const linear::GemmDesc& desc, Cut& cut) {
   constexpr int64_t kFewParts = 8, kSliceTerms = 1024;
   cut.slice_k = desc.k;
-  const int64_t parts = pieces(std::min(desc.m, desc.n), kPartRows) * pieces(std::max(desc.m, desc.n), kPartColumns);
+  const int64_t parts =
+      pieces(std::min(desc.m, desc.n), functions.part_rows) * pieces(std::max(desc.m, desc.n), functions.part_columns);
   if (!desc.split_k || parts >= kFewParts) return;
   const int64_t slices = std::min(pieces(desc.k, kSliceTerms), pieces(2 * kFewParts, parts));
   if (slices < 2) return;
@@ -65,8 +62,8 @@ Cut cut_of(const LinearFunctions& functions, const linear::GemmDesc& desc, int n
   cut_k(functions, desc, cut);
   const int64_t step = functions.tile_rows;
   const bool packs_itself = !desc.prepacked && desc.m <= functions.unpacked_rows;
-  cut.rows = equal_part(desc.m, packs_itself ? desc.m : kPartRows, step);
-  cut.columns = equal_part(desc.n, kPartColumns, functions.panel_columns);
+  cut.rows = equal_part(desc.m, packs_itself ? desc.m : functions.part_rows, step);
+  cut.columns = equal_part(desc.n, functions.part_columns, functions.panel_columns);
   if (num_threads > 1 && !packs_itself)
     cut.rows = balanced_rows(desc, cut.rows, step, pieces(desc.n, cut.columns) * cut.slices, num_threads);
   // Of parts that copy the same rows, each thread has one, or about as many as the others.

@@ -4,7 +4,9 @@
 // sums in registers. A chunk is kChunkWords words along K: a chunk of a panel (64 or 96 KiB) and of a tile's rows, read as
 // scalars that are broadcast, come from L2 at 15 bytes a cycle. Measured on Zen 5 (2026-11-21, float32, one thread,
 // GFLOP/s of 257 at [384, 1024] x [1024, 1024]): chunks of 256 words 249, 384 254, 512 255. Vectors of 16 take 768: sums of
-// that many terms, a usual size of models, go to C at once. Zen 4 (2026-11-25, float32, one thread, ms of 3.83 and 15.3 at
+// that many terms, a usual size of models, go to C at once. Registers tmm take 256: a panel's chunk, 32 KiB, stays in L1
+// beside rows of A that pass it by (Xeon, family 6 model 167, 2026-11-28, bfloat16, one thread, ms at [3072, 768] x [768, 768] and
+// [384, 4096] x [4096, 1024]: 512 3.42, 3.10; 384 3.31, 3.17; 256 2.67, 2.49). Zen 4 (2026-11-25, float32, one thread, ms of 3.83 and 15.3 at
 // [384, 768] x [768, 768] and [768, 3072]): 512 4.05 and 16.74, 768 3.94 and 16.25; [384, 3072] x [3072, 768] 16.26 and 16.46.
 #pragma once
 
@@ -16,7 +18,7 @@ namespace {
 constexpr int kTileRows = kTmm ? 32 : kRegisters == 16 ? 6 : kLanes == 16 ? 12 : 8;
 constexpr int kPanelVecs = kTmm ? 32 / kLanes : 2;
 constexpr int kColumns = kPanelVecs * kLanes;
-constexpr int64_t kChunkWords = kLanes == 16 && !kTmm ? 768 : 512;
+constexpr int64_t kChunkWords = kTmm ? 256 : kLanes == 16 ? 768 : 512;
 constexpr int kGroupPanels = kColumns < 64 ? 64 / kColumns : 1;  // packed together by a task that packs B itself
 constexpr bool kPairs = !kTmm && kLanes == 16;  // many rows take two panels at a time, six rows against both
 
@@ -26,6 +28,14 @@ constexpr bool kPairs = !kTmm && kLanes == 16;  // many rows take two panels at 
 // larger, and now, M x N x K: 16 x 1024 x 1024 0.54, 0.44; 0.32, 0.25; 64 x 1024 x 4096 4.8, 4.4; 2.7, 2.4; 200 x 1024 x 1024
 // 3.4, 2.8; 1.7, 1.4; 384 x 512 x 512 1.28, 1.25; 0.71, 0.68; 384 x 1024 x 1024 5.6, 5.2; 2.8, 2.65.
 constexpr int64_t kUnpackedRows = kTmm ? 144 : 512;
+
+// Parts of one thread's work. Rows share the packed columns of B, columns the packed rows of A: the more of both, the
+// less is packed and read again. A part's chunk of A (300 KiB) and its sums (590 KiB) are in a 1 MiB L2. Measured on
+// Zen 5 (2026-11-21, float32, one thread, GFLOP/s at [3072, 1024] x [1024, 1024]; weights of as many tokens): 144 x 512
+// 227; 221, 192 x 512 229; 220, 96 x 1024 236; 226, 144 x 1024 235; 227. Of registers tmm, whose chunks are short, on a Xeon
+// (family 6 model 167, 2026-11-28, bfloat16, one thread, ms at [3072, 1024] x [1024, 1024] and [3072, 1024] x [1024, 4096]):
+// 144 x 1024 5.7, 30; 144 x 512 5.0, 28; 192 x 1024 5.6, 28; 256 x 512 4.8, 23.
+constexpr int64_t kPartRows = kTmm ? 256 : 144, kPartColumns = kTmm ? 512 : 1024;
 
 // Words of A, of one chunk: [row][kRowStride] (kAlong; an odd number of cache lines, so that rows do not share sets),
 // or [tile][word][kTileRows] with tiles kTileStride apart, where the rows of A are contiguous instead of its columns.
@@ -45,8 +55,12 @@ struct PanelSums {
   float* out;
   ptrdiff_t stride;
   Onto before, onto;
+  uint16_t* rounded = nullptr;  // instead of `out`, to C in bfloat16; of registers tmm alone
 
   PanelSums from_row(ptrdiff_t row) const {
+    if (kTmm && rounded != nullptr) {
+      return {nullptr, stride, before.from_row(row), onto.from_row(row), rounded + row * stride};
+    }
     return {out + row * stride, stride, before.from_row(row), onto.from_row(row)};
   }
 };

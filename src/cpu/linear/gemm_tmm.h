@@ -39,7 +39,7 @@ void pack_turned(float* out, const Matrix& across, int64_t first_row, int64_t nu
 // `rows` rows of kPanels x 16 columns of sums.
 template <int kPanels>
 inline void store_rows(const PanelSums& to, int64_t rows) {
-  if (rows == kTileRows && to.before.data == nullptr && to.onto.data == nullptr) {
+  if (rows == kTileRows && to.rounded == nullptr && to.before.data == nullptr && to.onto.data == nullptr) {
     return store_sums<kPanels>(to.out, to.stride);
   }
   alignas(64) float sums[kTileRows * kColumns];
@@ -51,42 +51,54 @@ inline void store_rows(const PanelSums& to, int64_t rows) {
       for (const Onto& onto : {to.before, to.onto}) {
         if (onto.data != nullptr) x = x + load(onto.data + r * onto.stride + c);
       }
-      store(to.out + r * to.stride + c, x);
+      if (to.rounded != nullptr) {
+        store_bf16(to.rounded + r * to.stride + c, x);
+      } else {
+        store(to.out + r * to.stride + c, x);
+      }
     }
   }
 }
 
 template <int kPanels>
-void multiply_registers(const PanelSums& to, const float* a, const float* panel, const float* next_panel, int64_t words,
-                        int64_t rows) {
+void multiply_registers(const PanelSums& to, const LinesOfC& c, const float* a, const float* panel,
+                        const float* next_panel, int64_t words, int64_t rows) {
   alignas(64) float last[kTmmRows * kColumns] = {};  // words of the panel, up to a whole register
   const int64_t whole_words = words / kTmmRows * kTmmRows;
   for (int64_t i = whole_words * kColumns; i < words * kColumns; i += kLanes) {
     store(last + i - whole_words * kColumns, load(panel + i));
   }
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows, lines_each = (2 * words + tiles - 1) / tiles;
+  // Lines of C, which the hardware does not know to follow: a few with each step.
+  const int64_t rows_step = (kTileRows * kTmmRows + words) / (words < 1 ? 1 : words);
   for (int64_t tile = 0; tile < tiles; ++tile, a += kTileRows * kRowStride) {
     clear_sums<kPanels>();
     // Of the next panel, where one is packed, a share: the hardware does not know to follow.
     const float* next = next_panel == nullptr ? nullptr : next_panel + tile * lines_each * kTmmRows;
     const int64_t lines_step = next == nullptr ? 0 : lines_each * kTmmRows / (words < kTmmRows ? kTmmRows : words);
+    const int64_t left = rows - tile * kTileRows, tile_rows = left < kTileRows ? left : kTileRows;
+    const char *line_of_c = c.data + tile * kTileRows * c.row_bytes, *const end_of_c =
+                                                                         line_of_c + tile_rows * c.row_bytes;
     for (int64_t word = 0; word < whole_words; word += kTmmRows) {
+      if (c.data != nullptr) {
+        for (int64_t r = 0; r < rows_step && line_of_c < end_of_c; ++r, line_of_c += c.row_bytes)
+          __builtin_prefetch(line_of_c, 1, 3);
+      }
       for (int64_t line = 0; line < lines_step; ++line, next += kTmmRows) __builtin_prefetch(next, 0, 2);
-      multiply<kPanels>(a + word, kRowStride, panel + word * kColumns, kColumns);
+      multiply<kPanels, true>(a + word, kRowStride, panel + word * kColumns, kColumns);
     }
     if (whole_words < words) multiply<kPanels>(a + whole_words, kRowStride, last, kColumns);
-    const int64_t left = rows - tile * kTileRows;
-    store_rows<kPanels>(to.from_row(tile * kTileRows), left < kTileRows ? left : kTileRows);
+    store_rows<kPanels>(to.from_row(tile * kTileRows), tile_rows);
   }
 }
 
 template <class Mac, bool kAlong>
-void multiply_panels(const PanelSums (&to)[2], const LinesOfC& /*c*/, const float* a, const Panels& panels,
-                     int64_t words, int64_t rows, const Packed& /*all*/) {
+void multiply_panels(const PanelSums (&to)[2], const LinesOfC& c, const float* a, const Panels& panels, int64_t words,
+                     int64_t rows, const Packed& /*all*/) {
   if (panels.columns <= kTmmRows) {
-    multiply_registers<1>(to[0], a, panels.data, panels.next, words, rows);
+    multiply_registers<1>(to[0], c, a, panels.data, panels.next, words, rows);
   } else {
-    multiply_registers<2>(to[0], a, panels.data, panels.next, words, rows);
+    multiply_registers<2>(to[0], c, a, panels.data, panels.next, words, rows);
   }
 }
 

@@ -67,7 +67,7 @@ template <int kTo>
 inline void tmm_zero() {
   __builtin_memset(&tmm_register(kTo), 0, sizeof(TmmRegister));
 }
-template <int kTo>
+template <int kTo, bool kOnce = false>
 inline void tmm_load(const void* p, ptrdiff_t stride) {
   TmmRegister& to = tmm_register(kTo);
   for (int i = 0; i < 16; ++i) __builtin_memcpy(to.row[i], static_cast<const char*>(p) + 4 * i * stride, 64);
