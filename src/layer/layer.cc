@@ -107,14 +107,9 @@ Status check_memory_sizes(const LayerState& s) {
 }
 
 // Those of attention's kernel. One that has none is refused where it is asked for, and has the best others beside it
-// where it was only chosen. Sequences that do not end at a step's few tokens have the best of their dtype, though attention
-// leaves one query or tiny heads to another kernel: lengths decide, not the batch, so that what is in it changes no bit; and
-// layers on caches keep one for all. Measured on a Xeon (family 6 model 167, 2026-11-28, bfloat16, 64 x 1 query beside 512 keys,
-// size 1024, two threads, ms): by cpu_avx512 417, by cpu_amx 90.
+// where it was only chosen.
 Status choose_products(LayerState& s, const PlanOptions& options) {
-  constexpr int64_t kStep = 12;  // tokens
-  const bool step = std::max(s.desc.seqlen_q, s.desc.seqlen_k) <= kStep;
-  s.linear = step || s.desc.cache ? linear::find_kernel(s.infer->kernel_name()) : nullptr;
+  s.linear = linear::find_kernel(s.infer->kernel_name());
   if (s.linear != nullptr && s.linear->why_not(s.dtype).empty()) return {};
   const Result<const linear::Kernel*> kernel = linear::choose_kernel(s.dtype, options.kernel, *s.where.device);
   if (!kernel.ok()) return kernel.status();

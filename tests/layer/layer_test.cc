@@ -111,7 +111,9 @@ TEST(Layer, WhereNoKernelIsNamedTheBatchChangesNoBit) {
         LayerInputs alone = in;
         alone.query = sequence_of(in.query, b), alone.key = sequence_of(in.key, b);
         alone.value = sequence_of(in.value, b), alone.grad_out = sequence_of(in.grad_out, b);
-        EXPECT_TRUE(run(problem, alone, {.kernel = "", .training = false}).out == sequence_of(all.out, b))
+        const LayerResults one = run(problem, alone, {.kernel = "", .training = false});
+        EXPECT_TRUE(all.faults.empty() && one.faults.empty());
+        EXPECT_TRUE(one.out == sequence_of(all.out, b))
             << dtype_name(dtype) << ", " << seqlen_q << " queries beside " << seqlen_k << " keys of " << head_dim;
       }
     }

@@ -64,6 +64,13 @@ std::vector<LinearProblem> all_cases() {
     for (int64_t n : {1, 16, 31, 600}) list.push_back(product("columns", 14, n, 40, dtype));
     for (int64_t k : {0, 1, 255, 257, 513, 769, 1025, 1537, 3000}) list.push_back(product("terms", 25, 34, k, dtype));
     list.push_back(product("blocks", 193, 513, 35, dtype));
+    for (const int64_t m : {40, 300}) {  // several parts of columns, of whole panels, one chunk of terms and more
+      for (const int64_t k : {40, 1100}) {
+        LinearProblem p = product("biased_parts", m, 600, k, dtype);
+        p.epilogue.bias = true;
+        list.push_back(p);
+      }
+    }
     LinearProblem p = product("weight_gradient", 40, 50, 5000, dtype);
     p.split_k = true;
     p.epilogue.accumulate = true;

@@ -26,8 +26,10 @@ constexpr bool kPairs = !kTmm && kLanes == 16;  // many rows take two panels at 
 // come next, and multiplies all rows by them, which come from L3 once for each pair of panels. Measured on a Xeon (family 6 model
 // 106, 2026-11-27, float32, columns of B contiguous, ms on one thread and two) when all of B was packed before, or A where B is
 // larger, and now, M x N x K: 16 x 1024 x 1024 0.54, 0.44; 0.32, 0.25; 64 x 1024 x 4096 4.8, 4.4; 2.7, 2.4; 200 x 1024 x 1024
-// 3.4, 2.8; 1.7, 1.4; 384 x 512 x 512 1.28, 1.25; 0.71, 0.68; 384 x 1024 x 1024 5.6, 5.2; 2.8, 2.65.
-constexpr int64_t kUnpackedRows = kTmm ? 144 : 512;
+// 3.4, 2.8; 1.7, 1.4; 384 x 512 x 512 1.28, 1.25; 0.71, 0.68; 384 x 1024 x 1024 5.6, 5.2; 2.8, 2.65. Registers tmm (model 167, 2026-11-28, bfloat16), when more
+// than 256 rows packed all of B before, and now: 384 x 1024 x 1024 0.85, 0.75; 0.52, 0.37; 384 x 512 x 512 0.149, 0.137; 0.107, 0.076; up to
+// 1,024 rows 1024 x 1024 x 1024 would take 2.5; 1.2 instead of 1.9; 1.06.
+constexpr int64_t kUnpackedRows = 512;
 
 // Parts of one thread's work. Rows share the packed columns of B, columns the packed rows of A: the more of both, the
 // less is packed and read again. A part's chunk of A (300 KiB) and its sums (590 KiB) are in a 1 MiB L2. Measured on
