@@ -4,10 +4,11 @@
 // sums in registers. A chunk is kChunkWords words along K: a chunk of a panel (64 or 96 KiB) and of a tile's rows, read as
 // scalars that are broadcast, come from L2 at 15 bytes a cycle. Measured on Zen 5 (2026-11-21, float32, one thread,
 // GFLOP/s of 257 at [384, 1024] x [1024, 1024]): chunks of 256 words 249, 384 254, 512 255. Vectors of 16 take 768: sums of
-// that many terms, a usual size of models, go to C at once. Registers tmm take 256: a panel's chunk, 32 KiB, stays in L1
-// beside rows of A that pass it by (Xeon, family 6 model 167, 2026-11-28, bfloat16, one thread, ms at [3072, 768] x [768, 768] and
-// [384, 4096] x [4096, 1024]: 512 3.42, 3.10; 384 3.31, 3.17; 256 2.67, 2.49). Zen 4 (2026-11-25, float32, one thread, ms of 3.83 and 15.3 at
+// that many terms, a usual size of models, go to C at once. Zen 4 (2026-11-25, float32, one thread, ms of 3.83 and 15.3 at
 // [384, 768] x [768, 768] and [768, 3072]): 512 4.05 and 16.74, 768 3.94 and 16.25; [384, 3072] x [3072, 768] 16.26 and 16.46.
+// Registers tmm take 256: a panel's chunk, 32 KiB, stays in L1 beside rows of A that pass it by (Xeon, family 6 model 167,
+// 2026-11-28, bfloat16, one thread, ms at [3072, 768] x [768, 768] and [384, 4096] x [4096, 1024]: 512 3.42, 3.10; 384 3.31,
+// 3.17; 256 2.67, 2.49).
 #pragma once
 
 #include "cpu/linear/line.h"
@@ -26,9 +27,9 @@ constexpr bool kPairs = !kTmm && kLanes == 16;  // many rows take two panels at 
 // come next, and multiplies all rows by them, which come from L3 once for each pair of panels. Measured on a Xeon (family 6 model
 // 106, 2026-11-27, float32, columns of B contiguous, ms on one thread and two) when all of B was packed before, or A where B is
 // larger, and now, M x N x K: 16 x 1024 x 1024 0.54, 0.44; 0.32, 0.25; 64 x 1024 x 4096 4.8, 4.4; 2.7, 2.4; 200 x 1024 x 1024
-// 3.4, 2.8; 1.7, 1.4; 384 x 512 x 512 1.28, 1.25; 0.71, 0.68; 384 x 1024 x 1024 5.6, 5.2; 2.8, 2.65. Registers tmm (model 167, 2026-11-28, bfloat16), when more
-// than 256 rows packed all of B before, and now: 384 x 1024 x 1024 0.85, 0.75; 0.52, 0.37; 384 x 512 x 512 0.149, 0.137; 0.107, 0.076; up to
-// 1,024 rows 1024 x 1024 x 1024 would take 2.5; 1.2 instead of 1.9; 1.06.
+// 3.4, 2.8; 1.7, 1.4; 384 x 512 x 512 1.28, 1.25; 0.71, 0.68; 384 x 1024 x 1024 5.6, 5.2; 2.8, 2.65. Registers tmm (model
+// 167, 2026-11-28, bfloat16), when more than 256 rows packed all of B before, and now: 384 x 1024 x 1024 0.85, 0.75; 0.52,
+// 0.37; 384 x 512 x 512 0.149, 0.137; 0.107, 0.076. Up to 1,024 rows 1024 x 1024 x 1024 would take 2.5; 1.2 instead of 1.9; 1.06.
 constexpr int64_t kUnpackedRows = 512;
 
 // Parts of one thread's work. Rows share the packed columns of B, columns the packed rows of A: the more of both, the

@@ -69,7 +69,7 @@ void multiply_registers(const PanelSums& to, const LinesOfC& c, const float* a, 
     store(last + i - whole_words * kColumns, load(panel + i));
   }
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows, lines_each = (2 * words + tiles - 1) / tiles;
-  // Lines of C, which the hardware does not know to follow: a few with each step.
+  // A line of each row of C, which the hardware does not know to follow: a few with each step.
   const int64_t rows_step = (kTileRows * kTmmRows + words) / (words < 1 ? 1 : words);
   for (int64_t tile = 0; tile < tiles; ++tile, a += kTileRows * kRowStride) {
     clear_sums<kPanels>();
