@@ -13,7 +13,8 @@ inline Wild wild_rows(const Words& rows, int num_rows, int64_t words) {
   Wild found;
   for (int r = 0; r < num_rows; ++r) {
     for (int64_t word = 0; word < words; word += kLanes) {
-      const F x = load(rows.data + in_registers<Float32Planes>(r, word, words));
+      const Word* const at = rows.data + in_registers<Float32Planes>(r, word, words);
+      const F x = load(reinterpret_cast<const float*>(at));  // a copy, in floats
       if (!any(either(wild(even_bf16(x)), wild(odd_bf16(x))))) continue;
       found.any = true;
       found.rows[r / 64] |= uint64_t{1} << (r % 64);
