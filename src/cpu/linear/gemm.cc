@@ -60,7 +60,6 @@ GemmScratch scratch_of(void* memory, int64_t rows, int64_t k, bool packs) {
 }
 
 bool plain(const Matrix& x, DType dtype) { return x.dtype == dtype && one_dim(x.rows) && contiguous(x.columns); }
-bool plain_columns(const Matrix& x) { return plain(x, DType::kFloat32); }
 
 // Registers tmm leave a tile's sums in memory anyway: from there they go to C in bfloat16, with the bias as floats in `bias`.
 Sums rounded_sums(const GemmWork& work, const GemmTask& task, Sums sums, float* bias) {
@@ -88,8 +87,8 @@ Sums sums_of(const GemmWork& work, const GemmTask& task, bool streaming, float* 
   }
   const EpilogueWork& epilogue = work.epilogue;
   const bool biased = epilogue.bias.data != nullptr;
-  if (!plain_columns(work.c) || epilogue.changes_more_than_bias) return sums;
-  if (biased && (work.accumulate || !plain_columns(epilogue.bias))) return sums;
+  if (!plain(work.c, DType::kFloat32) || epilogue.changes_more_than_bias) return sums;
+  if (biased && (work.accumulate || !plain(epilogue.bias, DType::kFloat32))) return sums;
   if (streaming && (biased || work.accumulate)) return sums;
   sums.out_stride = work.c.rows.strides[2];
   sums.out = static_cast<float*>(work.c.data) + task.first_row * sums.out_stride + task.first_column;

@@ -69,20 +69,19 @@ void multiply_registers(const PanelSums& to, const LinesOfC& c, const float* a, 
     store(last + i - whole_words * kColumns, load(panel + i));
   }
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows, lines_each = (2 * words + tiles - 1) / tiles;
-  // A line of each row of C, which the hardware does not know to follow: a few with each step.
-  const int64_t rows_step = (kTileRows * kTmmRows + words) / (words < 1 ? 1 : words);
+  const int64_t rows_step = whole_words == 0 ? 0 : kTileRows * kTmmRows / whole_words + 1;
   for (int64_t tile = 0; tile < tiles; ++tile, a += kTileRows * kRowStride) {
     clear_sums<kPanels>();
     // Of the next panel, where one is packed, a share: the hardware does not know to follow.
     const float* next = next_panel == nullptr ? nullptr : next_panel + tile * lines_each * kTmmRows;
     const int64_t lines_step = next == nullptr ? 0 : lines_each * kTmmRows / (words < kTmmRows ? kTmmRows : words);
     const int64_t left = rows - tile * kTileRows, tile_rows = left < kTileRows ? left : kTileRows;
-    const char *line_of_c = c.data + tile * kTileRows * c.row_bytes, *const end_of_c =
-                                                                         line_of_c + tile_rows * c.row_bytes;
+    // Likewise a line of each row of C, a few with each step.
+    const char* const lines_of_c = c.data + tile * kTileRows * c.row_bytes;
+    int64_t row = c.data == nullptr ? tile_rows : 0;
     for (int64_t word = 0; word < whole_words; word += kTmmRows) {
-      if (c.data != nullptr) {
-        for (int64_t r = 0; r < rows_step && line_of_c < end_of_c; ++r, line_of_c += c.row_bytes)
-          __builtin_prefetch(line_of_c, 1, 3);
+      for (const int64_t end = row + rows_step; row < end && row < tile_rows; ++row) {
+        __builtin_prefetch(lines_of_c + row * c.row_bytes, 1, 3);
       }
       for (int64_t line = 0; line < lines_step; ++line, next += kTmmRows) __builtin_prefetch(next, 0, 2);
       multiply<kPanels, true>(a + word, kRowStride, panel + word * kColumns, kColumns);
