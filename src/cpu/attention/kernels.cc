@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "core/sentence.h"
 #include "cpu/attention/kernel_of.h"
 #include "cpu/isa/isa.h"
 
@@ -42,7 +43,7 @@ std::string leaves_of_planes(const AttentionDesc& desc) {
   }
   constexpr double kMostScale = 0x1p60;
   if (desc.scale && std::abs(*desc.scale) > kMostScale)
-    return "scale is beyond 2^60, and would show what products below 2^-126 lose";
+    return sentence("scale is ", *desc.scale, ", takes -2^60 to 2^60: others show what products below 2^-126 lose");
   if (desc.normalizer == Normalizer::kNone) return "normalizer is none, takes weights that a softmax bounds";
   if (desc.has_sink_logits)
     return "has_sink_logits is true, and beside a sink all weights of a row may be too small for it";
