@@ -59,6 +59,7 @@ std::vector<LinearProblem> all_cases() {
   for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     for (int64_t m : {1, 11, 13, 200, 300}) list.push_back(product("rows", m, 33, 67, dtype));
     for (int64_t m : {1, 2, 3, 4, 5, 8, 9, 12}) list.push_back(product("few_rows", m, 100, 1041, dtype));
+    for (int64_t m : {16, 17, 33, 96, 97}) list.push_back(product("tiles_of_rows", m, 70, 601, dtype));
     list.push_back(product("few_rows_wide", 12, 700, 9, dtype));
     list.push_back(product("few_columns_wide", 13, 300, 40, dtype));  // and more of them than rows, in parts of 132
     for (int64_t n : {1, 16, 31, 600}) list.push_back(product("columns", 14, n, 40, dtype));

@@ -23,6 +23,14 @@ inline F join_bf16(F even, F odd) {
   return _mm512_castsi512_ps(
       _mm512_ternarylogic_epi32(low, _mm512_castps_si512(odd), _mm512_set1_epi32(-0x10000), 0xf8));
 }
+inline void interleave_bf16(F (&words)[2], const uint16_t* even, const uint16_t* odd) {
+  const __m512i e = _mm512_loadu_si512(even), o = _mm512_loadu_si512(odd);
+  const __m512i low = _mm512_unpacklo_epi16(e, o), high = _mm512_unpackhi_epi16(e, o);
+  const __m512i first = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0),
+                second = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+  words[0] = _mm512_castsi512_ps(_mm512_permutex2var_epi64(low, first, high));
+  words[1] = _mm512_castsi512_ps(_mm512_permutex2var_epi64(low, second, high));
+}
 inline F join_halves_bf16(F first, F second) { return reinterpret_cast<F>(_mm512_cvtne2ps_pbh(second, first)); }
 inline F pair_bf16(F even, F odd) {
   // cvtne2ps puts the 16 even values below the 16 odd ones; the permutation takes them in turn.

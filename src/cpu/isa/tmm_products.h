@@ -18,19 +18,21 @@ constexpr ptrdiff_t kWeightsPlane = 64 * kTile;  // words between planes of P^T,
 static_assert(kUnitKeys == 2 * kTmmRows && kUnitLanes == 2 * kTmmRows);
 
 // Sums in registers 0 and 1 over 16 words: of rows 0 to 15 and 16 to 31 of A, times 16 columns of B, and in 2 and 3 the same
-// of the next 16 columns. kOnce: A leaves L1 to B.
-template <int kSides, bool kOnce = false>
+// of the next 16 columns. kOnce: A leaves L1 to B. kHalves 1: rows 0 to 15 alone.
+template <int kSides, bool kOnce = false, int kHalves = 2>
 inline __attribute__((always_inline)) void multiply(const Word* a, ptrdiff_t a_stride, const float* b,
                                                     ptrdiff_t b_stride) {
   tmm_load<6>(b, b_stride);
   tmm_load<4, kOnce>(a, a_stride);
   tmm_dot_bf16<0, 4, 6>();
-  tmm_load<5, kOnce>(a + kTmmRows * a_stride, a_stride);
-  tmm_dot_bf16<1, 5, 6>();
+  if constexpr (kHalves == 2) {
+    tmm_load<5, kOnce>(a + kTmmRows * a_stride, a_stride);
+    tmm_dot_bf16<1, 5, 6>();
+  }
   if constexpr (kSides == 2) {
     tmm_load<7>(b + kTmmRows, b_stride);
     tmm_dot_bf16<2, 4, 7>();
-    tmm_dot_bf16<3, 5, 7>();
+    if constexpr (kHalves == 2) tmm_dot_bf16<3, 5, 7>();
   }
 }
 
@@ -82,13 +84,13 @@ inline __attribute__((always_inline)) void load_sums(const float* sums, ptrdiff_
   }
 }
 
-template <int kSides>
+template <int kSides, int kHalves = 2>
 inline __attribute__((always_inline)) void store_sums(float* sums, ptrdiff_t stride) {
   tmm_store<0>(sums, stride);
-  tmm_store<1>(sums + kTmmRows * stride, stride);
+  if constexpr (kHalves == 2) tmm_store<1>(sums + kTmmRows * stride, stride);
   if constexpr (kSides == 2) {
     tmm_store<2>(sums + kTmmRows, stride);
-    tmm_store<3>(sums + kTmmRows * stride + kTmmRows, stride);
+    if constexpr (kHalves == 2) tmm_store<3>(sums + kTmmRows * stride + kTmmRows, stride);
   }
 }
 

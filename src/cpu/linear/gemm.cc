@@ -1,9 +1,10 @@
 // Products: rows and columns of C for one task, a chunk of K after the other.
 #include "cpu/linear/epilogue.h"
 #include "cpu/linear/gemm_pack.h"
-#include "cpu/linear/gemm_stream.h"
 #ifdef POLYHEAD_HAS_TMM
-#include "cpu/linear/gemm_tmm.h"
+#include "cpu/linear/gemm_stream_tmm.h"
+#else
+#include "cpu/linear/gemm_stream.h"
 #endif
 
 namespace polyhead::cpu::POLYHEAD_ISA {
@@ -44,8 +45,10 @@ constexpr int64_t kPanelWords = kChunkWords * kColumns;
 
 // `rows` rows of A as they are packed: a chunk of them, or all of the `k` terms of those that may stream, as B is not packed.
 int64_t a_floats(int64_t rows, int64_t k, bool packs) {
-  if (!kTmm && packs && rows <= kStreamRows)
-    return kStreamRows * kRowStride * ((k + kChunkWords - 1) / kChunkWords + 1);
+  if (packs && rows <= kStreamRows) {
+    const int64_t words = kTmm ? words_of(k, 2) : k;
+    return whole(rows, kStreamTile) * kRowStride * ((words + kChunkWords - 1) / kChunkWords + 1);
+  }
   const int64_t along = (kTmm ? whole(rows, kTileRows) : rows) * kRowStride, across = whole_tiles(rows) * kTileStride;
   const int64_t most = along > across ? along : across;
   return (most + 15) / 16 * 16;
@@ -89,7 +92,7 @@ Sums sums_of(const GemmWork& work, const GemmTask& task, bool streaming, float* 
   const bool biased = epilogue.bias.data != nullptr;
   if (!plain(work.c, DType::kFloat32) || epilogue.changes_more_than_bias) return sums;
   if (biased && (work.accumulate || !plain(epilogue.bias, DType::kFloat32))) return sums;
-  if (streaming && (biased || work.accumulate)) return sums;
+  if (!kTmm && streaming && (biased || work.accumulate)) return sums;
   sums.out_stride = work.c.rows.strides[2];
   sums.out = static_cast<float*>(work.c.data) + task.first_row * sums.out_stride + task.first_column;
   if (work.accumulate) sums.onto = {sums.out, sums.out_stride};
@@ -151,8 +154,29 @@ LinesOfC lines_of_c(const GemmWork& work, const GemmTask& task, int64_t column, 
           columns * element - 1};
 }
 
-#ifndef POLYHEAD_HAS_TMM
 // The columns that stream, of all terms; returns how many.
+#ifdef POLYHEAD_HAS_TMM
+template <class Mac>
+int64_t stream(const GemmWork& work, const GemmTask& task, const GemmScratch& scratch, const Sums& sums) {
+  const int num_rows = static_cast<int>(task.num_rows);
+  const int64_t columns = task.num_columns / kColumns * kColumns;
+  const Terms terms{task.first_k, task.num_k};
+  const bool along = streams_along(work.b);
+  const auto put = [&](int64_t row, int64_t column, const float* rows, bool add, bool last) {
+    const int64_t left = num_rows - row, most = along ? kTileRows : kTmmRows;
+    put_rows<kPanelVecs>(sums.of_panel(column, last && sums.ends_in_c(), add).from_row(row), rows,
+                         left < most ? left : most);
+  };
+  if (along) {
+    pack_turned_rows<Mac>(scratch.a, work.a, task.first_row, num_rows, terms);
+    stream_along<Mac>(work.b, task.first_column, columns, scratch.a, num_rows, terms, put);
+  } else {
+    pack_chunks<Mac>(scratch.a, work.a, task.first_row, num_rows, terms);
+    stream_across(work.b, task.first_column, columns, scratch.a, num_rows, terms, put);
+  }
+  return columns;
+}
+#else
 template <class Mac>
 int64_t stream(const GemmWork& work, const GemmTask& task, const GemmScratch& scratch, const Sums& sums) {
   static_assert(kGroupPanels * kPanelWords >= kStreamSums);
@@ -264,9 +288,7 @@ void compute(const GemmWork& work, const GemmTask& task, void* memory) {
   const bool streaming = task.packed == nullptr && task.num_k > 0 && streams(task.num_rows, work.b);
   const Sums sums = sums_of(work, task, streaming, scratch.sums);
   int64_t k = task.first_k, streamed = 0;
-#ifndef POLYHEAD_HAS_TMM
   if (streaming) streamed = stream<Mac>(work, task, scratch, sums);
-#endif
   const int64_t end_k = task.first_k + task.num_k, chunk = kChunkWords * Mac::kElements;
   while (streamed < task.num_columns) {  // without terms, once: sums of 0
     add_chunk<Mac>(work, task, streamed, scratch, sums, k, end_k - k < chunk ? end_k - k : chunk);

@@ -113,8 +113,8 @@ inline F load_across_plain(const Line& even, const Line& odd, int64_t at) {
 // `width` columns group_stride after the other. Columns behind the last become 0 up to a whole group; where width is no
 // multiple of kLanes, whole vectors are stored, which the next word overwrites.
 template <class Mac, DType kDType>
-void pack_across(float* out, int width, int64_t group_stride, const Matrix& x, int64_t first, int64_t num,
-                 int64_t first_k, int64_t num_k) {
+void pack_across_any(float* out, int width, int64_t group_stride, const Matrix& x, int64_t first, int64_t num,
+                     int64_t first_k, int64_t num_k) {
   const int64_t words = words_of(num_k, Mac::kElements);
   constexpr int64_t kElementBytes = StoredWord<Mac, kDType>::kElementBytes;
   const bool plain = contiguous(x.columns);
@@ -144,6 +144,43 @@ void pack_across(float* out, int width, int64_t group_stride, const Matrix& x, i
       }
     }
   }
+}
+
+#ifdef POLYHEAD_HAS_BF16_DOT
+// The same of whole groups and pairs, from `rows` on, which lie row_elements apart.
+inline void pack_pairs(float* out, int width, int64_t group_stride, const uint16_t* rows, int64_t row_elements,
+                       int64_t num, int64_t words) {
+  for (int64_t word = 0; word < words; ++word, out += width, rows += 2 * row_elements) {
+    const uint16_t* const ahead = rows + (2 * word + kTermsAhead < 2 * words ? kTermsAhead * row_elements : 0);
+    float* group = out;
+    for (int64_t at = 0; at < num; at += width, group += group_stride) {
+      for (int lane = 0; lane < width; lane += 2 * kLanes) {
+        __builtin_prefetch(ahead + at + lane);
+        __builtin_prefetch(ahead + row_elements + at + lane);
+        F pairs[2];
+        interleave_bf16(pairs, rows + at + lane, rows + row_elements + at + lane);
+        store(group + lane, pairs[0]);
+        store(group + lane + kLanes, pairs[1]);
+      }
+    }
+  }
+}
+#endif
+
+template <class Mac, DType kDType>
+void pack_across(float* out, int width, int64_t group_stride, const Matrix& x, int64_t first, int64_t num,
+                 int64_t first_k, int64_t num_k) {
+#ifdef POLYHEAD_HAS_BF16_DOT
+  if (Mac::kElements == 2 && width % (2 * kLanes) == 0 && contiguous(x.columns) && one_dim(x.rows)) {
+    const int64_t groups = num / width, words = num_k / 2, row_elements = x.rows.strides[2];
+    pack_pairs(out, width, group_stride, u16(x.data) + first_k * row_elements + first, row_elements, groups * width,
+               words);
+    pack_across_any<Mac, kDType>(out + words * width, width, group_stride, x, first, groups * width,
+                                 first_k + 2 * words, num_k - 2 * words);
+    out += groups * group_stride, first += groups * width, num -= groups * width;
+  }
+#endif
+  pack_across_any<Mac, kDType>(out, width, group_stride, x, first, num, first_k, num_k);
 }
 
 template <class Mac>

@@ -14,7 +14,7 @@ namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
 // Rows that stream: more take longer than B takes to be read.
-constexpr int kStreamRows = kRegisters == 32 ? 12 : 4;
+constexpr int kStreamRows = kRegisters == 32 ? 12 : 4, kStreamTile = kStreamRows;
 
 // As many, of which there is a loop: rows of 0 follow.
 constexpr int stream_rows(int rows) { return rows <= 2 ? rows : rows <= 4 ? 4 : rows <= 8 ? 8 : 12; }
@@ -188,9 +188,9 @@ void stream_along(const StreamSums& to, int64_t to_column, const StreamedRows& r
   }
 }
 
-// Whether `rows` of A stream against B. Not where registers tmm set the order of sums.
+// Whether `rows` of A stream against B.
 inline bool streams(int64_t rows, const Matrix& b) {
-  return !kTmm && rows <= kStreamRows && (contiguous(b.columns) || contiguous(b.rows));
+  return rows <= kStreamRows && (contiguous(b.columns) || contiguous(b.rows));
 }
 
 // Whole panels of the columns [column, column + num); returns how many columns. `to` counts from `column` on, `sums` is

@@ -20,6 +20,9 @@ inline F join_bf16(F even, F odd) {
   const I low = _mm256_srli_epi32(_mm256_castps_si256(even), 16);
   return _mm256_castsi256_ps(_mm256_or_si256(low, _mm256_castps_si256(odd_bf16(odd))));
 }
+inline void interleave_bf16(F (&words)[2], const uint16_t* even, const uint16_t* odd) {
+  for (int i = 0; i < 2; ++i) words[i] = join_bf16(load_bf16(even + i * kLanes), load_bf16(odd + i * kLanes));
+}
 inline F pair_bf16(F even, F odd) {
   uint16_t halves[2][kLanes];
   store_bf16(halves[0], even);
