@@ -117,6 +117,25 @@ TEST(IsaOrder, SaysWhatWasMeasured) {
   EXPECT_STREQ(order_by({0, 100, 119, 0, 0}).measured, "");
 }
 
+// A layer has one attention kernel for calls of any length, and its products are that kernel's.
+TEST(CpuKernels, TakeOrRefuseADtypeWhateverTheLength) {
+  for (const Kernel* kernel : kernel_list()) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}) {
+      AttentionDesc desc;
+      desc.dtype = dtype;
+      desc.seqlen_q = desc.seqlen_k = desc.head_dim = desc.head_dim_v = 64;
+      const std::string reason = kernel->why_not(desc);
+      for (const int64_t size : {1, 12, 13, 16, 17}) {
+        desc.seqlen_q = size;
+        EXPECT_EQ(kernel->why_not(desc), reason) << kernel->name << ", " << size << " queries";
+        desc.seqlen_k = desc.head_dim = desc.head_dim_v = size;
+        EXPECT_EQ(kernel->why_not(desc), reason) << kernel->name << ", all sizes " << size;
+        desc.seqlen_k = desc.head_dim = desc.head_dim_v = 64;
+      }
+    }
+  }
+}
+
 TEST(IsaOrder, TheListsOfKernelsFollowThisMachines) {
   const IsaOrder& order = isa_order();
   EXPECT_EQ(&order, &isa_order());

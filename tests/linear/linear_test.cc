@@ -188,6 +188,34 @@ TEST_P(Linear, SameBitsForAnyThreadsAndLayout) {
   }
 }
 
+// Products below 2^-126: whatever a kernel makes of them, it does the same wherever B lies and however many rows there are.
+TEST_P(Linear, TinyProductsHaveTheSameBitsToo) {
+  for (const int64_t m : {1, 2, 20, 40}) {
+    LinearProblem p = product("tiny_products", m, 100, 1041, DType::kBFloat16);
+    p.out_dtype = DType::kFloat32;
+    if (!takes(p)) GTEST_SKIP() << kernel_.why_not(p.dtype);
+    LinearInputs in = linear_inputs(p, 1);
+    for (int64_t i = 0; i < in.a.size(); ++i) in.a.set(i, std::ldexp(in.a.at(i), -60 - static_cast<int>(i % 7)));
+    for (int64_t i = 0; i < in.b.size(); ++i) in.b.set(i, std::ldexp(in.b.at(i), i % 5 == 0 ? -127 : -62));
+    const CallResult want = run(kernel_, p, in);
+    const CallResult turned = run(kernel_, p, in, {1, Layout::kBshd, 1, Guard::kEnd, true});
+    EXPECT_EQ(difference(turned, want), "") << line(kernel_, p);
+    LinearProblem packed = p;
+    packed.packed = true;
+    EXPECT_EQ(difference(run(kernel_, packed, in), want), "") << "packed: " << line(kernel_, p);
+    LinearProblem first = p;
+    first.rows = {1};
+    const Array& whole = want.arrays.at("out");
+    const Array row = run(kernel_, first, rows_of(p, in, 0, 1)).arrays.at("out");
+    int64_t tiny = 0, normal = 0;  // sums of both kinds
+    for (int64_t n = 0; n < p.n(); ++n) {
+      EXPECT_EQ(row.at(n), whole.at(n)) << n << ": " << line(kernel_, p);
+      (std::fabs(whole.at(n)) < 0x1p-126 ? tiny : normal) += 1;
+    }
+    EXPECT_TRUE(tiny > 0 && normal > 0) << tiny << " and " << normal;
+  }
+}
+
 TEST_P(Linear, ARowDoesNotDependOnTheOthers) {
   for (const LinearProblem& p : linear_cases()) {
     if (!takes(p) || p.split_k || p.sums || p.epilogue.dropout_p > 0 || p.m() < 2) continue;

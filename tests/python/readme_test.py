@@ -78,7 +78,7 @@ def test_what_runs_where_is_what_explain_says():
     rows = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| (.*) \|$", README.read_text(encoding="ascii"), re.M))
     dtypes = np.float32, ml_dtypes.bfloat16, np.float16, np.float64
     for at, dtype in enumerate(dtypes):
-        x = np.ones((1, 24, 1, 8), dtype)  # fewer queries are not cpu_amx's
+        x = np.ones((1, 24, 1, 8), dtype)
         for name, reason in polyhead.explain(x, x, x).reasons.items():
             if name in polyhead.kernels():
                 assert (rows[name].split(" | ")[at] == "yes") == (reason == ""), (name, dtype)

@@ -18,23 +18,22 @@ std::string here() {
 
 }  // namespace
 
+// Few queries and tiny heads go by vectors, which know every format of keys and values: so all calls of a layer have one kernel.
 std::string leaves_of_pairs(const AttentionDesc& desc) {
   for (const DType dtype : {desc.dtype, out_dtype(desc)}) {
     if (dtype == DType::kBFloat16) continue;
     return std::string(dtype == desc.dtype ? "dtype is " : "out_dtype is ") + dtype_name(dtype) + ", takes bfloat16";
   }
+  if (decode_takes(desc) && !returns_more(desc)) return "";
   for (const DType dtype : {key_dtype(desc), value_dtype(desc)}) {
-    if (dtype != desc.dtype) return std::string("keys or values are ") + dtype_name(dtype) + ", takes bfloat16";
-  }
-  if (tiny_takes(desc)) return "sizes of 16 at most are left to vectors, which hold a head in each lane";
-  if (decode_takes(desc)) {
-    return "seqlen_q is " + std::to_string(desc.seqlen_q) + ", takes " + std::to_string(kMaxDecodeQueries + 1) +
-           " or more: fewer read keys and values but once, from memory, which vectors keep up with";
+    if (dtype == desc.dtype) continue;
+    return sentence("keys or values are ", dtype_name(dtype), ", takes bfloat16, or up to ", kMaxDecodeQueries,
+                    " queries without weights");
   }
   return "";
 }
 
-// Few queries and tiny heads go by vectors.
+// Few queries and tiny heads go by vectors here, too.
 std::string leaves_of_planes(const AttentionDesc& desc) {
   if (desc.dtype == DType::kBFloat16) return "dtype is bfloat16, takes float32 or float16";
   for (const DType dtype : {key_dtype(desc), value_dtype(desc)}) {

@@ -172,7 +172,11 @@ int64_t stream(const GemmWork& work, const GemmTask& task, const GemmScratch& sc
     stream_along<Mac>(work.b, task.first_column, columns, scratch.a, num_rows, terms, put);
   } else {
     pack_chunks<Mac>(scratch.a, work.a, task.first_row, num_rows, terms);
-    stream_across(work.b, task.first_column, columns, scratch.a, num_rows, terms, put);
+    if (num_rows == 1) {
+      stream_row(work.b, task.first_column, columns, scratch.a, terms, put);
+    } else {
+      stream_across(work.b, task.first_column, columns, scratch.a, num_rows, terms, put);
+    }
   }
   return columns;
 }

@@ -1,12 +1,15 @@
-// gemm_stream.h where there are registers of 16 x 16 words: few rows of A against B as it lies, without packing it.
+// gemm_stream.h where there are registers of 16 x 16 words: few rows of A against B as it lies, without packing it, in the order
+// of sums of gemm_tmm.h.
 //
 // Where columns of B are contiguous (torch's weights), C^T = B^T A^T: a register takes 16 of them from where they lie, and A is
-// packed turned. Where rows of B are, pairs of rows are interleaved step by step, in L1. The order of sums is that of gemm_tmm.h.
+// packed turned. Where rows of B are, pairs of rows are interleaved step by step, in L1; for one row of A that gave 0.7 of what
+// reading rows of B from end to end gives, so vectors sum as the registers do: over 32 terms the even and the odd ones each by
+// themselves, which are added to each other, then to what was there, subnormal numbers as 0.
 // Measured on a Xeon (family 6 model 167, 2026-11-28, bfloat16, one thread, us), when panels of B were packed, by the vectors of
-// cpu_avx512, and now: columns contiguous, [M, 512] x [512, 512] of M = 1 25, 22 and 8.9, 8 26, 43 and 9.5, 16 26, 75 and 9.9, 32
-// 30, 120 and 13, 64 41, 230 and 28; [M, 1024] x [1024, 1024] of M = 1 120, 97 and 48, 16 128, 320 and 57, 96 272, - and 213, 128 301
-// and 280, 192 382 and 407. Rows contiguous, the same of M = 1 39, 8 and 10, 8 39, 40 and 12, 16 42, 95 and 13; 175, 46 and 57, 175,
-// 166 and 60, 185, 400 and 64; of M = 48 (packing has become faster, too) 186 and 187.
+// cpu_avx512, and now. Columns contiguous, [M, 512] x [512, 512] of M = 1 25, 22 and 8.5, 8 26, 43 and 9.5, 16 26, 75 and 9.9, 32
+// 30, 120 and 13, 64 41, 230 and 28; [M, 1024] x [1024, 1024] of M = 1 120, 97 and 47, 16 128, 320 and 57, 64 208 and 154, 96 272 and
+// 214, 128 301 and 280, 192 382 and 407. Rows contiguous, M = 1 39, 7.7 and 9.5, 8 39, 40 and 13, 16 42, 95 and 14, 32 46, 140 and 21;
+// 175, 45 and 51, 175, 166 and 64, 185, 380 and 68, 217, 530 and 101.
 #pragma once
 
 #include "cpu/linear/gemm_tmm.h"
@@ -179,57 +182,47 @@ void pack_chunks(float* out, const Matrix& a, int64_t first_row, int num_rows, c
   }
 }
 
+// Columns whose sums stand in L1 beside a step's words.
+constexpr int kWideColumns = 128;
 // Rows of B ahead that are asked for: of more, lines of a power of two of bytes apart would put each other out of L1.
 constexpr int kRowsAsked = 8;
 
-// kStepTerms rows of B, from `rows` on, as words of kColumns_ columns; the terms behind `num` are 0.
-template <int kColumns_>
-inline __attribute__((always_inline)) void interleave(float* out, const char* rows, ptrdiff_t row_bytes, int num) {
-  alignas(64) static constexpr uint16_t kNothing[kColumns_] = {};
-  for (int term = 0; term < kStepTerms; term += 2, out += kColumns_, rows += 2 * row_bytes) {
-    const uint16_t* const even = term < num ? u16(rows) : kNothing;
-    const uint16_t* const odd = term + 1 < num ? u16(rows + row_bytes) : kNothing;
-#pragma GCC unroll 4
-    for (int c = 0; c < kColumns_; c += 2 * kLanes) {
+// kStepTerms rows of B, from `rows` on, of `num` columns as [group of 16][word][16]; the terms behind `terms` are 0.
+inline void interleave(float* out, const char* rows, ptrdiff_t row_bytes, int terms, int num) {
+  alignas(64) static constexpr uint16_t kNothing[2 * kLanes] = {};
+  for (int term = 0; term < kStepTerms; term += 2, out += kTmmRows, rows += 2 * row_bytes) {
+    const uint16_t *const even = u16(rows), *const odd = u16(rows + row_bytes);
+    for (int c = 0; c < num; c += 2 * kLanes) {
       F words[2];
       __builtin_prefetch(rows + kRowsAsked * row_bytes + 2 * c);
       __builtin_prefetch(rows + (kRowsAsked + 1) * row_bytes + 2 * c);
-      interleave_bf16(words, even + c, odd + c);
-      store(out + c, words[0]);
-      store(out + c + kLanes, words[1]);
+      interleave_bf16(words, term < terms ? even + c : kNothing, term + 1 < terms ? odd + c : kNothing);
+      for (int i = 0; i < 2; ++i) {
+        const int column = c + i * kLanes;
+        store(out + column / kTmmRows * kTmmRows * kTmmRows + column % kTmmRows, words[i]);
+      }
     }
   }
 }
 
-// Sums of 16 rows of A times kGroups x 16 columns of B over 16 words.
-template <int kGroups, int kGroup_ = 0>
-inline __attribute__((always_inline)) void multiply_rows(const float* a, const float* b) {
-  if constexpr (kGroup_ == 0) tmm_load<6>(a, kRowStride);
-  tmm_load<4 + kGroup_ % 2>(b, kGroups * kTmmRows);
-  tmm_dot_bf16<kGroup_, 6, 4 + kGroup_ % 2>();
-  if constexpr (kGroup_ + 1 < kGroups) multiply_rows<kGroups, kGroup_ + 1>(a, b + kTmmRows);
-}
-
-// [panel][row][kColumns]
-template <int kGroups, int kGroup_ = 0>
-inline __attribute__((always_inline)) void store_rows(float* sums) {
-  tmm_store<kGroup_>(sums + kGroup_ / 2 * kTmmRows * kColumns + kGroup_ % 2 * kTmmRows, kColumns);
-  if constexpr (kGroup_ + 1 < kGroups) store_rows<kGroups, kGroup_ + 1>(sums);
-}
-
-// The sums over a chunk of `num` terms of kGroups x 16 columns, whose first row is at b.
-template <int kGroups>
-void sum_rows(float* sums, const char* b, ptrdiff_t row_bytes, const float* a, int num) {
-  constexpr int kNumColumns = kGroups * kTmmRows;
-  alignas(64) float words[2][kTmmRows * kNumColumns];  // of a step, while those of the step before are multiplied
-  clear_sums<2>();
-  int turn = 0;
-  for (int term = 0; term < num; term += kStepTerms, turn ^= 1, b += kStepTerms * row_bytes) {
-    interleave<kNumColumns>(words[turn], b, row_bytes, num - term);
-    if (term > 0) multiply_rows<kGroups>(a + term / 2 - kTmmRows, words[turn ^ 1]);
+// sums [panel][16 rows of A][kColumns] of `num` columns += a step's products; `first`: they begin.
+template <bool kFirst>
+inline void multiply_step(float* sums, const float* a, const float* words, int num) {
+  tmm_load<6>(a, kRowStride);
+  for (int c = 0; c < num; c += kColumns, sums += kTmmRows * kColumns, words += 2 * kTmmRows * kTmmRows) {
+    if constexpr (kFirst) {
+      clear_sums<2>();
+    } else {
+      tmm_load<0>(sums, kColumns);
+      tmm_load<1>(sums + kTmmRows, kColumns);
+    }
+    tmm_load<4>(words, kTmmRows);
+    tmm_dot_bf16<0, 6, 4>();
+    tmm_load<5>(words + kTmmRows * kTmmRows, kTmmRows);
+    tmm_dot_bf16<1, 6, 5>();
+    tmm_store<0>(sums, kColumns);
+    tmm_store<1>(sums + kTmmRows, kColumns);
   }
-  multiply_rows<kGroups>(a + (num - 1) / kStepTerms * kTmmRows, words[turn ^ 1]);
-  store_rows<kGroups>(sums);
 }
 
 // Of `num_rows` rows and `num` columns, whole panels, from `column` on; put(row, panel, sums, first, last) takes those of 16 rows,
@@ -241,25 +234,103 @@ void stream_across(const Matrix& b, int64_t column, int64_t num, const float* a,
   const int64_t chunk_floats = whole(num_rows, kTmmRows) * kRowStride;
   const char* const from =
       static_cast<const char*>(b.data) + terms.first * row_bytes + 2 * offset_of(b.columns, column);
-  alignas(64) float sums[2 * kTmmRows * kColumns];
-  int64_t c = 0;
-  const auto sum = [&]<int kGroups>() {
-    for (; c + kGroups * kTmmRows <= num; c += kGroups * kTmmRows) {
-      for (int64_t begin = 0; begin < terms.num; begin += kChunkTerms) {
-        const float* const a_chunk = a + begin / kChunkTerms * chunk_floats;
+  alignas(64) float sums[2][kTmmRows * kWideColumns], words[kTmmRows * kWideColumns];
+  for (int64_t c = 0; c < num; c += kWideColumns) {
+    const int columns = static_cast<int>(num - c < kWideColumns ? num - c : kWideColumns);
+    for (int64_t begin = 0; begin < terms.num; begin += kChunkTerms) {
+      const float* const a_chunk = a + begin / kChunkTerms * chunk_floats;
+      const int terms_of_chunk = terms.of_chunk(begin);
+      for (int term = 0; term < terms_of_chunk; term += kStepTerms) {
+        interleave(words, from + (begin + term) * row_bytes + 2 * c, row_bytes, terms_of_chunk - term, columns);
         for (int row = 0; row < num_rows; row += kTmmRows) {
-          sum_rows<kGroups>(sums, from + begin * row_bytes + 2 * c, row_bytes, a_chunk + row * kRowStride,
-                            terms.of_chunk(begin));
-          for (int panel = 0; panel < kGroups / 2; ++panel) {
-            put(row, c + panel * kColumns, sums + panel * kTmmRows * kColumns, begin > 0,
-                begin + kChunkTerms >= terms.num);
-          }
+          const float* const a_step = a_chunk + row * kRowStride + term / 2;
+          float* const to = sums[row / kTmmRows];
+          term == 0 ? multiply_step<true>(to, a_step, words, columns)
+                    : multiply_step<false>(to, a_step, words, columns);
+        }
+      }
+      for (int row = 0; row < num_rows; row += kTmmRows) {
+        for (int panel = 0; panel < columns; panel += kColumns) {
+          put(row, c + panel, sums[row / kTmmRows] + panel * kTmmRows, begin > 0, begin + kChunkTerms >= terms.num);
         }
       }
     }
+  }
+}
+
+// --- rows of B are contiguous, and A is one: vectors, which read rows of B from end to end ---
+
+constexpr int kRowColumns = 2 * kPartColumns;  // of a part at most (gemm_tasks.cc)
+
+// Sums over the even and the odd terms of a step.
+struct StepSums {
+  alignas(64) float even[kRowColumns], odd[kRowColumns];
+};
+
+// Adds kTerms terms of a step, whose first and last may be among them; take(column, evens, odds) takes the sums of the last.
+template <int kTerms, class Take>
+inline __attribute__((always_inline)) void add_terms(StepSums& sums, const float* a, const uint16_t* b,
+                                                     int64_t row_elements, int columns, bool first, bool last,
+                                                     const Take& take) {
+  for (int c = 0; c < columns; c += kLanes) {
+    F even = broadcast(0.0f), odd = broadcast(0.0f);
+    if (!first) even = load(sums.even + c), odd = load(sums.odd + c);
+#pragma GCC unroll 4
+    for (int t = 0; t < kTerms; ++t) {
+      F& sum = t % 2 == 0 ? even : odd;
+      sum = fma(broadcast(a[t]), load_bf16(b + t * row_elements + c), sum);
+    }
+    if (last) {
+      take(c, even, odd);
+    } else {
+      store(sums.even + c, even);
+      store(sums.odd + c, odd);
+    }
+  }
+}
+
+// The sums over a chunk of `num` terms.
+__attribute__((noinline)) void sum_row(float* sums, const float* a, const uint16_t* b, int64_t row_elements, int num,
+                                       int columns) {
+  StepSums of_step;
+  int term = 0;
+  const auto add = [&]<int kTerms>() {
+    const int end = term + kTerms;
+    const auto take = [&](int c, F even, F odd) __attribute__((always_inline)) {
+      const F nothing = broadcast(0.0f);
+      if (end % kStepTerms != 0)
+        even = even + nothing, odd = odd + nothing;  // as registers add terms that are not there
+      store(sums + c, (end <= kStepTerms ? nothing : load(sums + c)) + (even + odd));
+    };
+    add_terms<kTerms>(of_step, a + term, b + term * row_elements, row_elements, columns, term % kStepTerms == 0,
+                      end % kStepTerms == 0 || end == num, take);
+    term = end;
   };
-  sum.template operator()<4>();
-  sum.template operator()<2>();
+  while (term + 4 <= num) add.template operator()<4>();
+  if (term + 2 <= num) add.template operator()<2>();
+  if (term < num) add.template operator()<1>();
+}
+
+// As stream_across.
+template <class Put>
+void stream_row(const Matrix& b, int64_t column, int64_t num, const float* a, const Terms& terms, const Put& put) {
+  const int64_t row_elements = b.rows.strides[2];
+  const uint16_t* const from = u16(b.data) + terms.first * row_elements + offset_of(b.columns, column);
+  alignas(64) float sums[kRowColumns], floats[kChunkTerms];
+  for (int64_t c = 0; c < num; c += kRowColumns) {
+    const int columns = static_cast<int>(num - c < kRowColumns ? num - c : kRowColumns);
+    for (int64_t begin = 0; begin < terms.num; begin += kChunkTerms) {
+      const uint16_t* const a_chunk = u16(a + begin / kChunkTerms * kTmmRows * kRowStride);
+      for (int term = 0; term < terms.of_chunk(begin); term += kLanes) store(floats + term, load_bf16(a_chunk + term));
+      {
+        const SubnormalsAsZero as_registers_do;
+        sum_row(sums, floats, from + begin * row_elements + c, row_elements, terms.of_chunk(begin), columns);
+      }
+      for (int panel = 0; panel < columns; panel += kColumns) {
+        put(0, c + panel, sums + panel, begin > 0, begin + kChunkTerms >= terms.num);
+      }
+    }
+  }
 }
 
 }  // namespace

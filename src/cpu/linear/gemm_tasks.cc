@@ -63,7 +63,9 @@ Cut cut_of(const LinearFunctions& functions, const linear::GemmDesc& desc, int n
   const int64_t step = functions.tile_rows;
   const bool packs_itself = !desc.prepacked && desc.m <= functions.unpacked_rows;
   cut.rows = equal_part(desc.m, packs_itself ? desc.m : functions.part_rows, step);
-  cut.columns = equal_part(desc.n, functions.part_columns, functions.panel_columns);
+  // One row reads rows of B that are contiguous in long runs: of 1,024 columns 1.1 to 1.3 times as fast as of 512.
+  const int64_t most_columns = (functions.tmm && desc.m == 1 ? 2 : 1) * functions.part_columns;
+  cut.columns = equal_part(desc.n, most_columns, functions.panel_columns);
   if (num_threads > 1 && !packs_itself)
     cut.rows = balanced_rows(desc, cut.rows, step, pieces(desc.n, cut.columns) * cut.slices, num_threads);
   // Of parts that copy the same rows, each thread has one, or about as many as the others.

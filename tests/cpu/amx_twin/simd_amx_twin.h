@@ -8,6 +8,7 @@
 #define POLYHEAD_HAS_FRACTION 1
 #define POLYHEAD_HAS_TMM 1
 #define POLYHEAD_ISA_OF_ROWS avx2
+#define POLYHEAD_ISA_OF_FEW avx2
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
@@ -42,6 +43,10 @@ inline F fraction(F y) {
   return select(equal(absolute(y), broadcast(__builtin_inff())), broadcast(0.0f), f);
 }
 inline F scale_by_floor(F x, F y) { return scale_by_power(x, _mm256_floor_ps(y), y); }
+
+struct SubnormalsAsZero {
+  SubnormalsAsZero() {}  // they are not: see above
+};
 
 struct TmmRegister {
   alignas(32) float row[16][16];
