@@ -20,7 +20,7 @@ import polyhead
 from polyhead import _bind
 
 DTYPES = {"float32": np.float32, "bfloat16": bfloat16, "float16": np.float16, "float64": np.float64}
-B, S, H, D = 2, 24, 4, 8  # sequences, queries and keys of each (stored keys of fewer cpu_amx takes), heads, head_dim
+B, S, H, D = 2, 24, 4, 8  # sequences, queries and keys of each, heads, head_dim
 CU_SEQLENS = np.array([0, 4, S], np.int32)
 SCALES = np.ones((B, S, H, 1), np.float32)
 # What is asked of each problem besides its shapes: the option's name, its arguments.

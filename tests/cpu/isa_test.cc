@@ -124,8 +124,12 @@ TEST(CpuKernels, TakeOrRefuseADtypeWhateverTheLength) {
       AttentionDesc desc;
       desc.dtype = dtype;
       desc.seqlen_q = desc.seqlen_k = desc.head_dim = desc.head_dim_v = 64;
-      const std::string reason = kernel->why_not(desc);
+      AttentionDesc stored = desc;  // as a cache stores them
+      stored.key_dtype = stored.value_dtype = DType::kInt8;
+      const std::string reason = kernel->why_not(desc), reason_stored = kernel->why_not(stored);
       for (const int64_t size : {1, 12, 13, 16, 17}) {
+        stored.seqlen_q = size;
+        EXPECT_EQ(kernel->why_not(stored), reason_stored) << kernel->name << ", stored, " << size << " queries";
         desc.seqlen_q = size;
         EXPECT_EQ(kernel->why_not(desc), reason) << kernel->name << ", " << size << " queries";
         desc.seqlen_k = desc.head_dim = desc.head_dim_v = size;

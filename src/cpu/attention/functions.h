@@ -117,7 +117,7 @@ struct IsaFunctions {
   void (*decode_chunk)(const Problem& problem, const DecodePart* parts, int num_parts, int64_t chunk, void* scratch);
   void (*decode_merge)(const Problem& problem, const DecodeTask& task, float* partials, int64_t num_partials);
 
-  // Heads [first, end), counted b * num_heads + h, that all see what `sequence` tells. Null where registers hold 16 x 16 words.
+  // Heads [first, end), counted b * num_heads + h, that all see what `sequence` tells.
   size_t (*tiny_scratch_bytes)();
   // mean: [first, end) are all heads of a batch element, whose mean is written to problem.attn_weights.
   void (*tiny_heads)(const Problem& problem, const Sequence& sequence, int64_t first, int64_t end, bool mean,

@@ -18,17 +18,15 @@ std::string here() {
 
 }  // namespace
 
-// Few queries and tiny heads go by vectors, which know every format of keys and values: so all calls of a layer have one kernel.
+// Few queries and tiny heads go by vectors. What is refused is refused for any number of queries: a layer has one kernel for calls
+// of any length.
 std::string leaves_of_pairs(const AttentionDesc& desc) {
   for (const DType dtype : {desc.dtype, out_dtype(desc)}) {
     if (dtype == DType::kBFloat16) continue;
     return std::string(dtype == desc.dtype ? "dtype is " : "out_dtype is ") + dtype_name(dtype) + ", takes bfloat16";
   }
-  if (decode_takes(desc) && !returns_more(desc)) return "";
   for (const DType dtype : {key_dtype(desc), value_dtype(desc)}) {
-    if (dtype == desc.dtype) continue;
-    return sentence("keys or values are ", dtype_name(dtype), ", takes bfloat16, or up to ", kMaxDecodeQueries,
-                    " queries without weights");
+    if (dtype != desc.dtype) return sentence("keys or values are ", dtype_name(dtype), ", takes bfloat16");
   }
   return "";
 }

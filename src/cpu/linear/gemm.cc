@@ -45,7 +45,7 @@ constexpr int64_t kPanelWords = kChunkWords * kColumns;
 
 // `rows` rows of A as they are packed: a chunk of them, or all of the `k` terms of those that may stream, as B is not packed.
 int64_t a_floats(int64_t rows, int64_t k, bool packs) {
-  if (packs && rows <= kStreamRows) {
+  if (packs && may_stream(rows, k)) {
     const int64_t words = kTmm ? words_of(k, 2) : k;
     return whole(rows, kStreamTile) * kRowStride * ((words + kChunkWords - 1) / kChunkWords + 1);
   }
@@ -160,6 +160,7 @@ template <class Mac>
 int64_t stream(const GemmWork& work, const GemmTask& task, const GemmScratch& scratch, const Sums& sums) {
   const int num_rows = static_cast<int>(task.num_rows);
   const int64_t columns = task.num_columns / kColumns * kColumns;
+  if (columns == 0) return 0;
   const Terms terms{task.first_k, task.num_k};
   const bool along = streams_along(work.b);
   const auto put = [&](int64_t row, int64_t column, const float* rows, bool add, bool last) {
@@ -288,8 +289,9 @@ void add_chunk(const GemmWork& work, const GemmTask& task, int64_t begin, const 
 
 template <class Mac>
 void compute(const GemmWork& work, const GemmTask& task, void* memory) {
-  const GemmScratch scratch = scratch_of(memory, task.num_rows, work.k, task.packed == nullptr);
-  const bool streaming = task.packed == nullptr && task.num_k > 0 && streams(task.num_rows, work.b);
+  const bool packs = task.packed == nullptr;
+  const GemmScratch scratch = scratch_of(memory, task.num_rows, work.k, packs);
+  const bool streaming = packs && may_stream(task.num_rows, work.k) && task.num_k > 0 && streams(task.num_rows, work.b);
   const Sums sums = sums_of(work, task, streaming, scratch.sums);
   int64_t k = task.first_k, streamed = 0;
   if (streaming) streamed = stream<Mac>(work, task, scratch, sums);

@@ -171,7 +171,7 @@ template <class Mac, DType kDType>
 void pack_across(float* out, int width, int64_t group_stride, const Matrix& x, int64_t first, int64_t num,
                  int64_t first_k, int64_t num_k) {
 #ifdef POLYHEAD_HAS_BF16_DOT
-  if (Mac::kElements == 2 && width % (2 * kLanes) == 0 && contiguous(x.columns) && one_dim(x.rows)) {
+  if (Mac::kElements == 2 && width % (2 * kLanes) == 0 && contiguous(x.columns) && one_dim(x.rows) && num_k > 0) {
     const int64_t groups = num / width, words = num_k / 2, row_elements = x.rows.strides[2];
     pack_pairs(out, width, group_stride, u16(x.data) + first_k * row_elements + first, row_elements, groups * width,
                words);

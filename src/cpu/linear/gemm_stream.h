@@ -188,10 +188,9 @@ void stream_along(const StreamSums& to, int64_t to_column, const StreamedRows& r
   }
 }
 
-// Whether `rows` of A stream against B.
-inline bool streams(int64_t rows, const Matrix& b) {
-  return rows <= kStreamRows && (contiguous(b.columns) || contiguous(b.rows));
-}
+// Whether so many rows of A may stream, and do so against B.
+inline bool may_stream(int64_t rows, int64_t /*k*/) { return rows <= kStreamRows; }
+inline bool streams(int64_t /*rows*/, const Matrix& b) { return contiguous(b.columns) || contiguous(b.rows); }
 
 // Whole panels of the columns [column, column + num); returns how many columns. `to` counts from `column` on, `sums` is
 // memory for kStreamSums floats.

@@ -27,9 +27,15 @@ inline bool streams_along(const Matrix& b) {
 }
 inline bool streams_across(const Matrix& b) { return contiguous(b.columns) && one_dim(b.rows); }
 
-// Whether `rows` of A stream against B.
+// Whether so many rows of A, of `k` terms, may stream: they are packed as a whole, which 2 MiB hold.
+inline bool may_stream(int64_t rows, int64_t k) {
+  constexpr int64_t kMostElements = int64_t{1} << 20;
+  return rows <= kStreamRows && k <= kMostElements / kStreamTile && whole(rows, kStreamTile) * k <= kMostElements;
+}
+
+// Whether rows of A that may stream do so against B.
 inline bool streams(int64_t rows, const Matrix& b) {
-  return (rows <= kStreamRows && streams_along(b)) || (rows <= kStreamRowsAcross && streams_across(b));
+  return streams_along(b) || (rows <= kStreamRowsAcross && streams_across(b));
 }
 
 // Terms of a task, which begin with a chunk.
