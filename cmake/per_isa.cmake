@@ -4,7 +4,8 @@
 # table: an inline function of the standard library compiled here could become the copy that a CPU without these
 # instructions runs (docs/decisions/0002-one-object-per-isa.md; tests/rules checks it with nm).
 #
-# POLYHEAD_WITHOUT_<name> lists the sources that a set does not need, because its kernels leave what they compute to another set's functions.
+# POLYHEAD_WITHOUT_<name> lists the sources that a set does not need, because its kernels leave what they compute to another
+# set's functions.
 #
 # The flags of each set of src/cpu/isa/list.h. A set that only one of the two names does not compile, or does not link.
 set(POLYHEAD_ISA_generic "")

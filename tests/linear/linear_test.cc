@@ -61,7 +61,7 @@ std::vector<LinearProblem> all_cases() {
     for (int64_t m : {1, 2, 3, 4, 5, 8, 9, 12}) list.push_back(product("few_rows", m, 100, 1041, dtype));
     for (int64_t m : {16, 17, 33, 96, 97}) list.push_back(product("tiles_of_rows", m, 70, 602, dtype));
     list.push_back(product("few_rows_wide", 12, 700, 9, dtype));
-    list.push_back(product("few_rows_even", 12, 700, 1042, dtype));   // columns of B whole words apart
+    list.push_back(product("few_rows_even", 12, 700, 1042, dtype));   // B's contiguous columns whole words apart
     list.push_back(product("few_columns_wide", 13, 300, 40, dtype));  // and more of them than rows, in parts of 132
     for (int64_t n : {1, 16, 31, 600}) list.push_back(product("columns", 14, n, 40, dtype));
     for (int64_t k : {0, 1, 255, 257, 513, 769, 1025, 1537, 3000}) list.push_back(product("terms", 25, 34, k, dtype));

@@ -5,11 +5,7 @@
 // packed turned. Where rows of B are, pairs of rows are interleaved step by step, in L1; for one row of A that gave 0.7 of what
 // reading rows of B from end to end gives, so vectors sum as the registers do: over 32 terms the even and the odd ones each by
 // themselves, which are added to each other, then to what was there, subnormal numbers as 0.
-// Measured on a Xeon (family 6 model 167, 2026-11-28, bfloat16, one thread, us), when panels of B were packed, by the vectors of
-// cpu_avx512, and now. Columns contiguous, [M, 512] x [512, 512] of M = 1 25, 22 and 8.5, 8 26, 43 and 9.5, 16 26, 75 and 9.9, 32
-// 30, 120 and 13, 64 41, 230 and 28; [M, 1024] x [1024, 1024] of M = 1 120, 97 and 47, 16 128, 320 and 57, 64 208 and 154, 96 272 and
-// 214, 128 301 and 280, 192 382 and 407. Rows contiguous, M = 1 39, 7.7 and 9.5, 8 39, 40 and 13, 16 42, 95 and 14, 32 46, 140 and 21;
-// 175, 45 and 51, 175, 166 and 64, 185, 380 and 68, 217, 530 and 101.
+// docs/kernels.md has what each took on a Xeon (family 6 model 167).
 #pragma once
 
 #include "cpu/linear/gemm_tmm.h"
@@ -49,7 +45,8 @@ struct Terms {
 
 inline int64_t turned_words(const Terms& terms) { return whole(words_of(terms.num, 2), kTmmRows); }
 
-// A turned: [tile][word][kColumns rows], 0 behind the last row and word.
+// A turned: [tile][word][kColumns rows], 0 behind the last row and word. pack_transposed, which knows whole squares of rows, would be
+// 1.05 to 1.2 times as fast for 32 rows, but for up to 8 0.87 to 0.97 (512 x 512).
 template <class Mac>
 void pack_turned_rows(float* out, const Matrix& a, int64_t first_row, int num_rows, const Terms& terms) {
   const int64_t end = terms.first + terms.num, words = turned_words(terms);
