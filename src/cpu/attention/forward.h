@@ -29,11 +29,11 @@ float probability_at(const float* p, int key, int lane) {
   return half_at(p, key, lane);
 }
 
-// In the careful pass V's NaN and inf were taken as 0; here they reach the queries that see them, and no others.
+// In the careful pass V's NaN and inf were taken as 0; here those of keys [begin, end) reach the queries that see them, and no others.
 template <class Mac>
-void add_not_finite(const Head& head, Tile& tile, const KeyBlock& block, const TileView& t) {
+void add_not_finite(const Head& head, Tile& tile, const KeyBlock& block, const TileView& t, int begin, int end) {
   alignas(64) float row[kLanes];
-  for (int k = t.begin; k < t.end && k < block.num_keys; ++k) {
+  for (int k = begin; k < end && k < block.num_keys; ++k) {
     const Rows value = head.value.in_place(block.first + k, 1);
     for (int64_t d = 0; d < head.problem.head_dim_v; ++d) {
       store(row, load_columns(value, 0, d, 1));
@@ -52,18 +52,36 @@ void clear_if_fresh(const Head& head, Tile& tile) {
   tile.fresh = false;
 }
 
+#ifdef POLYHEAD_HAS_TMM
+// O that is held stands under a maximum that later keys of a block may raise: unit by unit.
+template <class Mac>
+void attend_carefully(const Head& head, Tile& tile, const KeyBlock& block, const TileView& t) {
+  for_each_part(t, [&](Part part, const BlockView& view) {
+    for (const int end = part.end; part.begin < end; part.begin = part.end) {
+      part.end = part.begin + kUnitKeys;
+      score_keys<Mac, Mac>(head, tile, block, view, part, true);
+      head.held->finish();
+      add_not_finite<Mac>(head, tile, block, t, part.begin, part.end);
+    }
+  });
+}
+#endif
+
 template <class Mac>
 void attend_block(const Head& head, Tile& tile, const KeyBlock& block) {
   const TileView t = view_block(head, tile, block.first, block.num_keys);
   if (t.begin >= t.end) return;
   if (!t.all || head.score.hides(t.view)) tile.some_hidden = true;
-  if (!t.all) clear_if_fresh(head, tile);  // else O^T begins with the block's one product
+  if (!t.all || head.careful) clear_if_fresh(head, tile);  // else O^T begins with the block's one product
+#ifdef POLYHEAD_HAS_TMM
+  if (head.held != nullptr && head.careful) return attend_carefully<Mac>(head, tile, block, t);
+#endif
   for_each_part(
       t, [&](const Part& part, const BlockView& view) { score_keys<Mac, Mac>(head, tile, block, view, part, true); });
   tile.fresh = false;
   if (!head.careful) return;
   head.later->finish();
-  add_not_finite<Mac>(head, tile, block, t);
+  add_not_finite<Mac>(head, tile, block, t, t.begin, t.end);
 }
 
 // How a tile's rows end: what O is divided by, and L.
@@ -176,13 +194,20 @@ bool finish_tile(const Head& head, Tile& tile) {
   return true;
 }
 
-// Units of the products of tiles and a block, which ask for what comes next.
-int64_t units_of(const Problem& problem, const Tile* tiles, int num_tiles, const KeyBlock& block) {
+// Blocks that are computed together: of as many O of some queries stays in registers.
+int run_blocks(const Head& head) {
+  const bool run =
+      head.held != nullptr && !head.careful && !head.score.scaled_first && head.problem.dropout.scale == 1.0f;
+  return run ? kRunBlocks : 1;
+}
+
+// Units of the products of tiles and keys, which ask for what comes next.
+int64_t units_of(const Problem& problem, const Tile* tiles, int num_tiles, const KeyRange& of) {
   constexpr int kVecsAtOnce = kTmm ? kPartVecs : kMicroVecs, kRows = kForwardSums / kVecsAtOnce;
   int64_t keys = 0;
   for (int t = 0; t < num_tiles; ++t) {
-    const int64_t begin = tiles[t].ranges.first() - block.first, end = tiles[t].ranges.last() - block.first;
-    const int64_t seen = (end < block.num_keys ? end : block.num_keys) - (begin > 0 ? begin : 0);
+    const int64_t first = tiles[t].ranges.first(), last = tiles[t].ranges.last();
+    const int64_t seen = (last < of.end ? last : of.end) - (first > of.begin ? first : of.begin);
     if (seen > 0) keys += seen;
   }
   const int64_t of_key = kTmm ? kPartLanes : (problem.head_dim + problem.head_dim_v) / kRows;
@@ -199,16 +224,19 @@ void add_terms_ahead(const Head& head, const Tile* tiles, int num_tiles, const K
   }
 }
 
-// While a block is computed: what is added to the scores of its tiles, in turn, and the keys of the next one, or in the last
-// block the rows of O and the next task's. Asked for a block before, rows 4 KiB or more apart, which share a few sets of a
+// While some blocks are computed: what is added to the scores of their tiles, in turn, and the next ones' keys, or with the last
+// the rows of O and the next task's. Asked for a block before, rows 4 KiB or more apart, which share a few sets of a
 // cache, would push each other out.
-void look_ahead(const Head& head, const Tile* tiles, int num_tiles, const KeyBlock& block, int64_t next, int64_t end) {
+void look_ahead(const Head& head, const Tile* tiles, int num_tiles, const KeyRange& now, int64_t next, int64_t end) {
   const Problem& problem = head.problem;
   const ForwardTask& task = head.task;
   RowsAhead& ahead = head.scratch->ahead;
-  add_terms_ahead(head, tiles, num_tiles, {block.first, block.first + block.num_keys}, false);
+  const int64_t most = run_blocks(head) * kBlock;
+  add_terms_ahead(head, tiles, num_tiles, now, false);
   if (next < end) {
-    const int64_t left = task.sequence.len_k - next, keys = left < kBlock ? left : kBlock;
+    // Of keys in pages there is a list of places for one block.
+    const int64_t at_once = problem.key.page_table == nullptr ? most : kBlock;
+    const int64_t left = task.sequence.len_k - next, keys = left < at_once ? left : at_once;
     ahead.add(head.key.at(next, keys, head.scratch->key_places), 0, keys, problem.head_dim);
     ahead.add(head.value.at(next, keys, head.scratch->value_places), 0, keys, problem.head_dim_v);
     add_terms_ahead(head, tiles, num_tiles, {next, next + keys}, true);
@@ -217,13 +245,38 @@ void look_ahead(const Head& head, const Tile* tiles, int num_tiles, const KeyBlo
     ahead.add(rows_of(problem.out, task.b, task.h, task.sequence.first_q), task.first_query, task.num_queries,
               problem.head_dim_v);
     ahead.add(rows_of(problem.query, then.b, then.h, then.first_row()), 0, then.num_queries, problem.head_dim);
-    add_keys_ahead(ahead, problem, then);
+    add_keys_ahead(ahead, problem, then, most);
   }
-  ahead.share_out(units_of(problem, tiles, num_tiles, block));
+  ahead.share_out(units_of(problem, tiles, num_tiles, now));
+}
+
+// Products with V of keys that came before, and O in memory.
+void finish_products(const Head& head) {
+  head.later->finish();
+#ifdef POLYHEAD_HAS_TMM
+  if (head.held != nullptr) head.held->finish();
+#endif
+}
+
+// A tile and blocks that follow each other: by hold_blocks() or one by one, which changes no bit.
+template <class Mac>
+void attend_blocks(const Head& head, Tile& tile, const KeyBlock* blocks, int num_blocks) {
+  for (int b = 0; b < num_blocks; ++b) {
+#ifdef POLYHEAD_HAS_TMM
+    int end = b;
+    while (num_blocks > 1 && end < num_blocks && sees_all(tile.ranges, blocks[end].first, blocks[end].num_keys)) ++end;
+    if (end > b) {
+      hold_blocks(head, tile, blocks + b, end - b);
+      b = end - 1;
+      continue;
+    }
+#endif
+    attend_block<Mac>(head, tile, blocks[b]);
+  }
 }
 
 template <class Mac>
-void attend(Head& head, Tile* tiles, int num_tiles) {
+__attribute__((noinline)) void attend(Head& head, Tile* tiles, int num_tiles) {
   int64_t begin = head.task.sequence.len_k, end = 0;
   const float sink = sink_of(head.problem, head.h);  // a score that has been seen already, with a value of 0
   const bool none = sink == -kInfinity;
@@ -240,17 +293,34 @@ void attend(Head& head, Tile* tiles, int num_tiles) {
   }
   int64_t first = next_block(head, tiles, num_tiles, begin / kBlock * kBlock, end);
   while (first < end) {
-    if (head.later->reads(head.value_copy)) head.later->finish();
-    const KeyBlock block = load_block<Mac>(head, first);
-    const int64_t next = next_block(head, tiles, num_tiles, first + kBlock, end);
-    look_ahead(head, tiles, num_tiles, block, next, end);
-    for (int t = 0; t < num_tiles; ++t) attend_block<Mac>(head, tiles[t], block);
-    swap(head.value_copy, head.value_copy_before);
-    first = next;
+    if (head.held != nullptr || head.later->reads(head.value_copy)) finish_products(head);
+    KeyBlock blocks[kRunBlocks];
+    int num_blocks = 0;
+    const int64_t begin_of_run = first;
+    do {
+      blocks[num_blocks] = load_block<Mac>(head, first, num_blocks);
+      first = next_block(head, tiles, num_tiles, first + kBlock, end);
+      ++num_blocks;
+    } while (first < end && num_blocks < run_blocks(head));
+    const KeyBlock& last = blocks[num_blocks - 1];
+    look_ahead(head, tiles, num_tiles, {begin_of_run, last.first + last.num_keys}, first, end);
+    for (int t = 0; t < num_tiles; ++t) attend_blocks<Mac>(head, tiles[t], blocks, num_blocks);
+    if (head.held == nullptr) swap(head.value_copy, head.value_copy_before);
   }
-  head.later->finish();
+  finish_products(head);
   head.scratch->ahead.ask_all();
   for (int t = 0; t < num_tiles; ++t) clear_if_fresh(head, tiles[t]);
+}
+
+template <class Mac>
+void attend_flushed(Head& head, Tile* tiles, int num_tiles) {
+#ifdef POLYHEAD_HAS_TMM
+  if (head.held != nullptr) {
+    const SubnormalsAsZero as_registers_do;
+    return attend<Mac>(head, tiles, num_tiles);
+  }
+#endif
+  attend<Mac>(head, tiles, num_tiles);
 }
 
 template <class Mac>
@@ -263,7 +333,8 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
   const int64_t dim = whole(problem.head_dim, kDimStep), dim_v = whole(problem.head_dim_v, kDimStep);
   // Words of K and Q take as many floats as numbers, or more in planes; those of V twice where `later` reads the block before.
   const auto floats_of = [](int64_t numbers) { return Mac::kPlanes > 1 ? numbers / 2 * Mac::kPlanes : numbers; };
-  float* const values = floats + floats_of(kBlock * dim);
+  const bool may_hold = Mac::kPlanes == 1 && held_dims(problem.head_dim, problem.head_dim_v);
+  float* const values = floats + (may_hold ? kRunBlocks * kBlock * dim / 2 : floats_of(kBlock * dim));
   Later later;
   later.ahead = &scratch->ahead;
   Head head{{problem, s, task.b, task.h, &scratch->view},
@@ -275,10 +346,11 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
             values,
             values + (kTmm ? kBlock * dim_v / 2 * Mac::kPlanes : 0),
             &later,
+            nullptr,
             Mac::kRounded,
             Mac::kPlanes > 1,
             false};
-  floats = values + kBlock * dim_v / 2 * (kTmm ? 2 * Mac::kPlanes : 2);
+  floats = values + kBlock * dim_v / 2 * (may_hold ? kRunBlocks : kTmm ? 2 * Mac::kPlanes : 2);
   int num_tiles = 0;
   for (int64_t done = 0; done < task.num_queries; done += kTile, ++num_tiles) {
     Tile& tile = scratch->tile[num_tiles];
@@ -298,12 +370,17 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
 #endif
   }
   head.score.options.take_memory(scratch->view.options, floats, false);
-  attend<Mac>(head, scratch->tile, num_tiles);
+#ifdef POLYHEAD_HAS_TMM
+  HeldOut held(&scratch->ahead, scratch->p, problem.head_dim, head.score.to_log2);
+  // By what does not differ between the queries of a call: how sums are cut decides how they are rounded.
+  if (may_hold && problem.softmax && !head.score.by_program) head.held = &held;
+#endif
+  attend_flushed<Mac>(head, scratch->tile, num_tiles);
   for (int t = 0; t < num_tiles; ++t) {
     Tile& tile = scratch->tile[t];
     if (!finish_tile(head, tile)) {
       head.careful = true;
-      attend<Mac>(head, &tile, 1);
+      attend_flushed<Mac>(head, &tile, 1);
       finish_tile(head, tile);
       head.careful = false;
     }
@@ -317,6 +394,7 @@ inline size_t scratch_bytes_of(int64_t head_dim, int64_t head_dim_v, int tiles, 
                dim_v = static_cast<size_t>(whole(head_dim_v, kDimStep));
   const size_t rows = static_cast<size_t>(kBlock + tiles * kTile);
   size_t floats = (dim + dim_v) * rows;
+  if (planes == 1 && held_dims(head_dim, head_dim_v)) floats += (dim + dim_v) * kBlock * (kRunBlocks / 2 - 1);
   if (planes > 1) floats = dim * rows / 2 * planes + dim_v * (kBlock * planes + tiles * kTile);
   return round_up(sizeof(ForwardMemory)) + round_up(floats * sizeof(float)) +
          static_cast<size_t>(Options::memory_floats({additive, false, false})) * sizeof(float);

@@ -7,11 +7,26 @@
 #include "cpu/attention/view.h"
 #include "cpu/isa/rows_ahead.h"
 #ifdef POLYHEAD_HAS_TMM
+#include "cpu/attention/forward_tmm.h"
 #include "cpu/attention/wild_scores.h"
 #endif
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
+
+class HeldOut;
+
+#ifdef POLYHEAD_HAS_TMM
+constexpr int kRunBlocks = 8;  // of keys that are loaded together, where O is held
+// Whether it may be: of keys and values of as many registers.
+constexpr bool held_dims(int64_t head_dim, int64_t head_dim_v) {
+  const int64_t dim = whole(head_dim, kDimStep);
+  return dim == whole(head_dim_v, kDimStep) && dim > 0 && dim <= kHeldDims;
+}
+#else
+constexpr int kRunBlocks = 1;
+constexpr bool held_dims(int64_t, int64_t) { return false; }
+#endif
 
 struct Tile : QueryTile {
   TileState state;
@@ -35,27 +50,31 @@ struct Head : HeadOptions {
   const ForwardTask& task;
   KeyRows key, value;
   ForwardMemory* scratch;
-  float *key_copy, *value_copy;
-  float* value_copy_before;  // of the block before, which `later` may read
-  Later* later;              // O of queries whose weights are there
-  bool rounded_p;            // P is bfloat16 where it multiplies V
-  bool by_planes;            // P and V are multiplied as planes, which makes NaN of inf
-  bool careful;              // NaN or inf among hidden values: see add_not_finite
+  float *key_copy, *value_copy;  // of kRunBlocks blocks, or where there is no `held`, of one; then
+  float* value_copy_before;      // of the block before, which `later` may read
+  Later* later;                  // O of queries whose weights are there
+  HeldOut* held;                 // which computes O instead; null: it does not
+  bool rounded_p;                // P is bfloat16 where it multiplies V
+  bool by_planes;                // P and V are multiplied as planes, which makes NaN of inf
+  bool careful;                  // NaN or inf among hidden values: see add_not_finite
 };
 
+// Where `place`: that of a run whose blocks stay.
 template <class Mac>
-KeyBlock load_block(const Head& head, int64_t first) {
+KeyBlock load_block(const Head& head, int64_t first, int place = 0) {
   const Problem& problem = head.problem;
   const int64_t left = head.task.sequence.len_k - first;
   KeyBlock block{first, left < kBlock ? static_cast<int>(left) : kBlock, {}, {}};
   const int64_t padded = end_of_parts(block.num_keys);
   const Rows key = head.key.at(first, block.num_keys, head.scratch->key_places);
-  block.key = rows_as_words<Mac>(head.key_copy, key, 0, block.num_keys, padded, problem.head_dim);
+  block.key = rows_as_words<Mac>(head.key_copy + place * kBlock * row_words<Mac>(problem.head_dim), key, 0,
+                                 block.num_keys, padded, problem.head_dim);
 #ifdef POLYHEAD_HAS_TMM
   if constexpr (Mac::kPlanes > 1) block.wild = wild_rows(block.key, block.num_keys, row_words<Mac>(problem.head_dim));
 #endif
   const Rows value = head.value.at(first, block.num_keys, head.scratch->value_places);
-  block.value = values_as_words<Mac>(head.value_copy, value, 0, block.num_keys, whole(padded, Mac::kElements),
+  float* const values = head.value_copy + place * (kBlock / Mac::kElements) * whole(problem.head_dim_v, kDimStep);
+  block.value = values_as_words<Mac>(values, value, 0, block.num_keys, whole(padded, Mac::kElements),
                                      problem.head_dim_v, head.careful);
   return block;
 }
@@ -117,6 +136,72 @@ void weigh_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
       done);
 }
 
+#ifdef POLYHEAD_HAS_TMM
+// How HeldOut makes scores of products. kAny: and dropout takes weights.
+template <ScoreWay kWay>
+struct HeldScores {
+  static constexpr bool kDrops = kWay == ScoreWay::kAny;
+  const Score* score;
+  const BlockView* view;
+
+  template <int kRows>
+  __attribute__((always_inline)) void operator()(F (&s)[kRows][1], int key, int lane) const {
+    score->template apply<kWay>(s, *view, key, lane);
+  }
+};
+
+inline HeldUnit& next_unit(const Head& head, Tile& tile, const KeyBlock& block, int key, int lane) {
+  HeldUnit& unit = head.held->next();
+  unit.state = &tile.state;
+  unit.key = key, unit.lane = lane;
+  unit.query = tile.query + lane;
+  unit.keys = block.key.data + key * block.key.stride;
+  unit.key_stride = block.key.stride;
+  unit.values = block.value.data + key / kUnitKeys * block.value.step_words;
+  unit.value_stride = block.value.stride;
+  unit.kept = nullptr;
+  unit.weights = nullptr;
+  unit.fresh = tile.fresh;
+  return unit;
+}
+// Vectors of a tile that hold a query, in whole units.
+inline int held_vecs(const Tile& tile) { return static_cast<int>(whole(tile.num_queries, kHeldLanes)) / kLanes; }
+
+// All of blocks that follow each other, of whose scores nothing is hidden or changed: O of 16 queries stays while they pass by.
+inline void hold_blocks(const Head& head, Tile& tile, const KeyBlock* blocks, int num_blocks) {
+  for (int v = 0; v < held_vecs(tile); v += kHeldVecs) {
+    for (int b = 0; b < num_blocks; ++b) {
+      for (int key = 0; key < blocks[b].num_keys; key += kUnitKeys) {
+        next_unit(head, tile, blocks[b], key, v * kLanes);
+        head.held->add(HeldOut::Products());
+      }
+    }
+  }
+  tile.fresh = false;
+}
+
+// Scores, weights and O of one part, up to what HeldOut does beside the units that follow.
+template <ScoreWay kWay>
+void hold_keys(const Head& head, Tile& tile, const KeyBlock& block, const BlockView& view, const Part& part) {
+  const HeldOut::Products products;
+  const HeldScores<kWay> apply{&head.score, &view};
+  bool first = true;  // the unit before is another part's, of products alone
+  for (int v = part.v_begin; v < part.v_end && v < held_vecs(tile); v += kHeldVecs) {
+    for (int key = part.begin; key < part.end; key += kUnitKeys, first = false) {
+      HeldUnit& unit = next_unit(head, tile, block, key, v * kLanes);
+      unit.kept = view.kept;
+      if (head.careful) unit.weights = head.scratch->p + key / 2 * kTile + unit.lane;
+      if (first || kWay == ScoreWay::kProducts) {
+        head.held->add(products);
+      } else if constexpr (kWay != ScoreWay::kProducts) {
+        head.held->add(apply);
+      }
+    }
+  }
+  if constexpr (kWay != ScoreWay::kProducts) head.held->rest(apply);
+}
+#endif
+
 // P^T of one part, in words of PMac; with `into_out` also O^T += P^T V, which the second pass leaves out: of float32 both
 // passes share this function.
 template <class Mac, class PMac>
@@ -125,6 +210,14 @@ void score_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
   if (!head.problem.softmax) {
     return weigh_keys<Mac, PMac, false, ScoreWay::kAny>(head, tile, block, view, part, into_out);
   }
+#ifdef POLYHEAD_HAS_TMM
+  if constexpr (Mac::kPlanes == 1) {
+    if (into_out && head.held != nullptr) {
+      if (view.kept != nullptr) return hold_keys<ScoreWay::kAny>(head, tile, block, view, part);
+      return head.score.with_way(view, [&]<ScoreWay kWay>() { hold_keys<kWay>(head, tile, block, view, part); });
+    }
+  }
+#endif
   head.score.with_way(
       view, [&]<ScoreWay kWay>() { weigh_keys<Mac, PMac, true, kWay>(head, tile, block, view, part, into_out); });
 }

@@ -114,9 +114,8 @@ __attribute__((always_inline)) inline F weigh(F (&s)[kRows], float* p, TileState
 // Weights of kRows keys of one vector of queries, after dropout where kDrops, stored as words of P^T. Returned: the sum of
 // the undropped ones as they are rounded there, where those are bfloat16.
 template <class Mac, bool kDrops, int kRows>
-inline __attribute__((always_inline)) F store_weights_of(F (&s)[kRows], float* p, const uint16_t (*kept)[kVecs],
+inline __attribute__((always_inline)) F store_weights_of(F (&s)[kRows], float* words, const uint16_t (*kept)[kVecs],
                                                          int key, int at) {
-  float* const words = p + key / Mac::kElements * kTile + at;
   F sum_rounded = broadcast(0.0f);
   [[maybe_unused]] const auto drop = [&](int r) __attribute__((always_inline)) {
     s[r] = select(mask_from_bits(kept[key + r][at / kLanes]), s[r], broadcast(0.0f));
@@ -157,9 +156,9 @@ inline __attribute__((always_inline)) F store_weights_of(F (&s)[kRows], float* p
 }
 
 template <class Mac, int kRows>
-inline F store_weights(F (&s)[kRows], float* p, const uint16_t (*kept)[kVecs], int key, int at) {
-  if (kept == nullptr) return store_weights_of<Mac, false>(s, p, kept, key, at);
-  return store_weights_of<Mac, true>(s, p, kept, key, at);
+inline F store_weights(F (&s)[kRows], float* words, const uint16_t (*kept)[kVecs], int key, int at) {
+  if (kept == nullptr) return store_weights_of<Mac, false>(s, words, kept, key, at);
+  return store_weights_of<Mac, true>(s, words, kept, key, at);
 }
 
 // Scores of kRows keys, products of words of Mac -> weights exp(s - m) after dropout, stored as words of P^T, which are PMac's;
@@ -177,7 +176,7 @@ __attribute__((always_inline)) inline void softmax_step(F (&scores)[kRows][kVecs
     const F sum = weigh<Mac, PMac>(s, p, state, factor, key, at);
     store(state.l + at, load(state.l + at) + sum);
     (beside(), ...);
-    const F sum_rounded = store_weights<PMac>(s, p, kept, key, at);
+    const F sum_rounded = store_weights<PMac>(s, p + key / PMac::kElements * kTile + at, kept, key, at);
     if constexpr (PMac::kRounded) store(state.l_rounded + at, load(state.l_rounded + at) + sum_rounded);
   }
 }
@@ -199,7 +198,7 @@ inline void score_step(F (&scores)[kRows][kVecs_], float* p, const Score& score,
       }
       if (masked) s[r] = select(score.sees(view, key + r, at), s[r], broadcast(0.0f));
     }
-    store_weights<Mac>(s, p, nullptr, key, at);
+    store_weights<Mac>(s, p + key / Mac::kElements * kTile + at, nullptr, key, at);
   }
 }
 

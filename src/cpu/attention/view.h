@@ -54,13 +54,13 @@ struct HeadOptions {
       : problem(p), sequence(s), b(b_), h(h_), score(p, s, b_, h_), view_memory(scratch) {}
 };
 
-// The first block of keys that the next task sees, and what is added to the scores of its first tile.
-inline void add_keys_ahead(RowsAhead& ahead, const Problem& problem, const NextRows& next) {
+// The first keys that the next task sees, `most` of them, and what is added to the scores of its first tile.
+inline void add_keys_ahead(RowsAhead& ahead, const Problem& problem, const NextRows& next, int64_t most = kBlock) {
   const Sequence& s = next.sequence;
   const int64_t queries = next.num_queries < kTile ? next.num_queries : kTile, kv_head = next.h / problem.group;
   const KeyRange seen = key_range(problem.band, s, next.first_query);
   const int64_t first = sinks_end(problem.band, seen) > 0 ? 0 : seen.begin / kBlock * kBlock;
-  const int64_t left = s.len_k - first, keys = left < kBlock ? left : kBlock;
+  const int64_t left = s.len_k - first, keys = left < most ? left : most;
   if (queries <= 0 || keys <= 0) return;
   if (next.other_keys) {
     ahead.add(key_rows_of(problem.key, next.b, kv_head, s.first_k, s.len_k).in_place(first, keys), 0, keys,
@@ -136,6 +136,11 @@ inline void narrow_to_seen(TileView& t, const uint16_t (*seen)[kTileQueries / 4]
   t.end = begin < end ? end : begin;
 }
 
+// Whether every query of a tile sees all keys of a block, up to what options hide.
+inline bool sees_all(const TileRanges& ranges, int64_t first_key, int num_keys) {
+  return ranges.all_begin <= first_key && ranges.all_end >= first_key + num_keys && end_of_parts(num_keys) == num_keys;
+}
+
 inline TileView view_block(const HeadOptions& head, const QueryTile& tile, int64_t first_key, int num_keys) {
   const TileRanges& ranges = tile.ranges;
   ViewMemory& scratch = *head.view_memory;
@@ -150,7 +155,7 @@ inline TileView view_block(const HeadOptions& head, const QueryTile& tile, int64
   t.view.first_query = tile.first_query;
   t.view.first_key = first_key;
   if (head.score.by_program) t.view.program_scores = program_memory(scratch.options).results;
-  t.all = ranges.all_begin <= first_key && ranges.all_end >= first_key + num_keys && t.end_of_parts == num_keys;
+  t.all = sees_all(ranges, first_key, num_keys);
   // Parts that start at groups must start where they would if a mask left out nothing, or a row's bits depended on others'.
   const bool one_part = t.all && !option<ProgramMask>(head.score.options).on();
   Keys keys{first_key, t.begin, t.end, one_part || kGroup % kNarrow == 0};

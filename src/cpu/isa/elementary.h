@@ -47,14 +47,18 @@ inline F exp_of_weight(F x) {
 // exp2 and exp_of_weight of what is rounded to bfloat16 next, in two thirds of the operations. A weight of 1/4 is
 // right to 2e-7, smaller ones to less.
 #ifdef POLYHEAD_HAS_FRACTION
-inline F exp2_short(F y) {
+inline F exp2_of_fraction_short(F y) {
   const F f = fraction(y);  // of [0, 1]
   F p = fma(broadcast(0.00186713017f), f, broadcast(0.00901702978f));
   p = fma(p, f, broadcast(0.0557999127f));
   p = fma(p, f, broadcast(0.240164444f));
   p = fma(p, f, broadcast(0.693151295f));
-  return scale_by_floor(fma(p, f, broadcast(1.0f)), y);
+  return fma(p, f, broadcast(1.0f));
 }
+inline F exp2_short(F y) { return scale_by_floor(exp2_of_fraction_short(y), y); }
+inline F exp2_flushed(F y) {
+  return scale_by_floor_flushed(exp2_of_fraction_short(y), y);
+}  // while SubnormalsAsZero is there
 inline F exp2_of_pair(F x, F factor) { return exp2_short(x * factor); }
 inline F exp_of_pair(F x) { return exp2_short(fma(x, broadcast(kLog2E), x * broadcast(kLog2ELow))); }
 #else

@@ -54,6 +54,7 @@ inline F scale_by_small_power(F x, F n, F y) { return scale_by_power(x, n, y); }
 #define POLYHEAD_HAS_FRACTION 1
 inline F fraction(F y) { return _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 inline F scale_by_floor(F x, F y) { return scale_by_power(x, y, y); }  // vscalefps takes the floor itself
+inline F scale_by_floor_flushed(F x, F y) { return _mm512_scalef_ps(x, y); }
 inline F mantissa(F x) { return _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src); }
 inline F exponent(F x) { return _mm512_getexp_ps(x); }
 

@@ -43,6 +43,7 @@ inline F fraction(F y) {
   return select(equal(absolute(y), broadcast(__builtin_inff())), broadcast(0.0f), f);
 }
 inline F scale_by_floor(F x, F y) { return scale_by_power(x, _mm256_floor_ps(y), y); }
+inline F scale_by_floor_flushed(F x, F y) { return scale_by_floor(x, y); }
 
 struct SubnormalsAsZero {
   SubnormalsAsZero() {}  // they are not: see above
