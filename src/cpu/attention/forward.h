@@ -52,6 +52,16 @@ void clear_if_fresh(const Head& head, Tile& tile) {
   tile.fresh = false;
 }
 
+// Products with V of keys that came before, and O in memory.
+void finish_products(const Head& head) {
+  head.later->finish();
+#ifdef POLYHEAD_HAS_TMM
+  if (head.held == nullptr) return;
+  const SubnormalsAsZero as_registers_do;
+  head.held->finish();
+#endif
+}
+
 #ifdef POLYHEAD_HAS_TMM
 // O that is held stands under a maximum that later keys of a block may raise: unit by unit.
 template <class Mac>
@@ -60,7 +70,7 @@ void attend_carefully(const Head& head, Tile& tile, const KeyBlock& block, const
     for (const int end = part.end; part.begin < end; part.begin = part.end) {
       part.end = part.begin + kUnitKeys;
       score_keys<Mac, Mac>(head, tile, block, view, part, true);
-      head.held->finish();
+      finish_products(head);
       add_not_finite<Mac>(head, tile, block, t, part.begin, part.end);
     }
   });
@@ -80,7 +90,7 @@ void attend_block(const Head& head, Tile& tile, const KeyBlock& block) {
       t, [&](const Part& part, const BlockView& view) { score_keys<Mac, Mac>(head, tile, block, view, part, true); });
   tile.fresh = false;
   if (!head.careful) return;
-  head.later->finish();
+  finish_products(head);
   add_not_finite<Mac>(head, tile, block, t, t.begin, t.end);
 }
 
@@ -250,14 +260,6 @@ void look_ahead(const Head& head, const Tile* tiles, int num_tiles, const KeyRan
   ahead.share_out(units_of(problem, tiles, num_tiles, now));
 }
 
-// Products with V of keys that came before, and O in memory.
-void finish_products(const Head& head) {
-  head.later->finish();
-#ifdef POLYHEAD_HAS_TMM
-  if (head.held != nullptr) head.held->finish();
-#endif
-}
-
 // A tile and blocks that follow each other: by hold_blocks() or one by one, which changes no bit.
 template <class Mac>
 void attend_blocks(const Head& head, Tile& tile, const KeyBlock* blocks, int num_blocks) {
@@ -266,6 +268,7 @@ void attend_blocks(const Head& head, Tile& tile, const KeyBlock* blocks, int num
     int end = b;
     while (num_blocks > 1 && end < num_blocks && sees_all(tile.ranges, blocks[end].first, blocks[end].num_keys)) ++end;
     if (end > b) {
+      const SubnormalsAsZero as_registers_do;
       hold_blocks(head, tile, blocks + b, end - b);
       b = end - 1;
       continue;
@@ -276,7 +279,7 @@ void attend_blocks(const Head& head, Tile& tile, const KeyBlock* blocks, int num
 }
 
 template <class Mac>
-__attribute__((noinline)) void attend(Head& head, Tile* tiles, int num_tiles) {
+void attend(Head& head, Tile* tiles, int num_tiles) {
   int64_t begin = head.task.sequence.len_k, end = 0;
   const float sink = sink_of(head.problem, head.h);  // a score that has been seen already, with a value of 0
   const bool none = sink == -kInfinity;
@@ -310,17 +313,6 @@ __attribute__((noinline)) void attend(Head& head, Tile* tiles, int num_tiles) {
   finish_products(head);
   head.scratch->ahead.ask_all();
   for (int t = 0; t < num_tiles; ++t) clear_if_fresh(head, tiles[t]);
-}
-
-template <class Mac>
-void attend_flushed(Head& head, Tile* tiles, int num_tiles) {
-#ifdef POLYHEAD_HAS_TMM
-  if (head.held != nullptr) {
-    const SubnormalsAsZero as_registers_do;
-    return attend<Mac>(head, tiles, num_tiles);
-  }
-#endif
-  attend<Mac>(head, tiles, num_tiles);
 }
 
 template <class Mac>
@@ -375,12 +367,12 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
   // By what does not differ between the queries of a call: how sums are cut decides how they are rounded.
   if (may_hold && problem.softmax && !head.score.by_program) head.held = &held;
 #endif
-  attend_flushed<Mac>(head, scratch->tile, num_tiles);
+  attend<Mac>(head, scratch->tile, num_tiles);
   for (int t = 0; t < num_tiles; ++t) {
     Tile& tile = scratch->tile[t];
     if (!finish_tile(head, tile)) {
       head.careful = true;
-      attend_flushed<Mac>(head, &tile, 1);
+      attend<Mac>(head, &tile, 1);
       finish_tile(head, tile);
       head.careful = false;
     }

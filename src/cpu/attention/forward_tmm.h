@@ -1,6 +1,7 @@
 // Forward of bfloat16 pairs in registers of 16 x 16 words, of up to 64 dims: O^T of 16 queries stays in registers while units of
 // 32 keys pass by. Beside softmax of one unit, which the vectors compute, the registers make the scores of the next, then add the
-// weights of the one before times V; no unit waits for its own products. docs/cores.md tells what that gains.
+// weights of the one before times V; no unit waits for its own products. docs/cores.md tells what that gains. All but what describes
+// a unit is called while SubnormalsAsZero is there.
 #pragma once
 
 #include "cpu/attention/softmax.h"
@@ -67,7 +68,7 @@ class HeldOut : public Asking {
   }
 
   // All products with V, and O in memory. A unit that waits for its softmax is one whose products are scores.
-  void finish() {
+  __attribute__((noinline)) void finish() {
     rest(Products());
     wide_ ? finish_products<2>() : finish_products<1>();
   }
@@ -185,7 +186,7 @@ class HeldOut : public Asking {
     float* weights;
     const uint16_t (*kept)[kVecs];
     int key, lane;
-    F factor;
+    F factor, ones;
     Apply apply;
 
     __attribute__((always_inline)) void load_scores(F (&s)[kStepKeys][1], int first, int at) const {
@@ -210,14 +211,27 @@ class HeldOut : public Asking {
       if (Apply::kDrops && kept != nullptr) {
         return store_weights_of<BFloat16Pair, true>(weight, words, kept, key + first, lane + at);
       }
-      return store_weights_of<BFloat16Pair, false>(weight, words, nullptr, key, at);
+      F rounded = broadcast(0.0f);
+      for (int r = 0; r < kStepKeys; r += 2) {
+        const F word = pair_bf16(weight[r], weight[r + 1]);
+        store(words + r / 2 * kTile, word);
+        rounded = dot_bf16(rounded, word, ones);
+      }
+      return rounded;
     }
   };
 
   template <class Apply>
   Softmax<Apply> softmax_of_unit(const Apply& apply) const {
     const HeldUnit& unit = *unit_;
-    return {scores_[turn_], unit.weights, unit.kept, unit.key, unit.lane, broadcast(factor_), apply};
+    return {scores_[turn_],
+            unit.weights,
+            unit.kept,
+            unit.key,
+            unit.lane,
+            broadcast(factor_),
+            pair_bf16(broadcast(1.0f), broadcast(1.0f)),
+            apply};
   }
 
   // All weights of a vector of queries once more, under a raised m.

@@ -164,11 +164,11 @@ inline HeldUnit& next_unit(const Head& head, Tile& tile, const KeyBlock& block, 
   unit.fresh = tile.fresh;
   return unit;
 }
-// Vectors of a tile that hold a query, in whole units.
+// Of a tile, those that hold a query.
 inline int held_vecs(const Tile& tile) { return static_cast<int>(whole(tile.num_queries, kHeldLanes)) / kLanes; }
 
 // All of blocks that follow each other, of whose scores nothing is hidden or changed: O of 16 queries stays while they pass by.
-inline void hold_blocks(const Head& head, Tile& tile, const KeyBlock* blocks, int num_blocks) {
+__attribute__((noinline)) void hold_blocks(const Head& head, Tile& tile, const KeyBlock* blocks, int num_blocks) {
   for (int v = 0; v < held_vecs(tile); v += kHeldVecs) {
     for (int b = 0; b < num_blocks; ++b) {
       for (int key = 0; key < blocks[b].num_keys; key += kUnitKeys) {
@@ -182,7 +182,8 @@ inline void hold_blocks(const Head& head, Tile& tile, const KeyBlock* blocks, in
 
 // Scores, weights and O of one part, up to what HeldOut does beside the units that follow.
 template <ScoreWay kWay>
-void hold_keys(const Head& head, Tile& tile, const KeyBlock& block, const BlockView& view, const Part& part) {
+__attribute__((noinline)) void hold_keys(const Head& head, Tile& tile, const KeyBlock& block, const BlockView& view,
+                                         const Part& part) {
   const HeldOut::Products products;
   const HeldScores<kWay> apply{&head.score, &view};
   bool first = true;  // the unit before is another part's, of products alone
@@ -213,6 +214,7 @@ void score_keys(const Head& head, Tile& tile, const KeyBlock& block, const Block
 #ifdef POLYHEAD_HAS_TMM
   if constexpr (Mac::kPlanes == 1) {
     if (into_out && head.held != nullptr) {
+      const SubnormalsAsZero as_registers_do;
       if (view.kept != nullptr) return hold_keys<ScoreWay::kAny>(head, tile, block, view, part);
       return head.score.with_way(view, [&]<ScoreWay kWay>() { hold_keys<kWay>(head, tile, block, view, part); });
     }

@@ -10,6 +10,7 @@
 //   round_to_even, absolute                      scale_by_power(x, n, y) = x * 2^n for integer n; exactly 0 where y < -126
 //   scale_by_small_power(x, n, y)                the same in fewer steps, but inf from n = 128 on
 //   fraction(y), scale_by_floor(x, y)            y - floor(y), x * 2^floor(y) as scale_by_power, where POLYHEAD_HAS_FRACTION
+//   scale_by_floor_flushed(x, y)                 the same while SubnormalsAsZero is there, beside registers tmm
 //   mantissa in [1, 2), exponent                 of positive normal numbers
 //   outside(x, limit): below 0, above limit, or NaN
 //   less, equal -> M; both, either, negate, any, bits, mask_from_bits; select(m, a, b): a where m, else b
