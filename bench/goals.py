@@ -28,9 +28,19 @@ def _decode_goal(p: Problem) -> Goal:
     return Goal(f"decode, MHA, {p.dtype}", 0.80, torch=7 if bf16 else 1.9)
 
 
-def _plain_goal(p: Problem) -> Optional[Goal]:
+def _amx_goal(p: Problem) -> Optional[Goal]:
+    """The same in the matrix unit that torch uses too: what its peak bounds there, docs/kernels.md counts."""
+    s, d = p.seqlen_k, p.head_dim
+    if p.causal:
+        return Goal("bf16 forward, causal, S <= 512, AMX", torch=4) if s <= 512 else None
+    return Goal(f"bf16 forward, D={d}, AMX", torch=3 if d <= 64 else 2)
+
+
+def _plain_goal(p: Problem, amx: bool) -> Optional[Goal]:
     """Full or causal attention, nothing else hidden or added."""
     s, d = p.seqlen_k, p.head_dim
+    if amx and p.dtype == "bf16":
+        return _amx_goal(p)
     if p.dtype == "bf16" and not p.causal:
         return Goal(f"bf16 forward, D={d}", 0.87 if d >= 128 else 0.80, torch=2.3)
     if p.dtype != "f32":
@@ -51,7 +61,7 @@ def _plain_goal(p: Problem) -> Optional[Goal]:
     return None
 
 
-def _forward_goal(p: Problem) -> Optional[Goal]:
+def _forward_goal(p: Problem, amx: bool) -> Optional[Goal]:
     if p.dropout_p > 0 or p.bias_dims:
         return None  # held to goals together with their gradients only
     if p.window is not None:
@@ -62,12 +72,14 @@ def _forward_goal(p: Problem) -> Optional[Goal]:
         return _decode_goal(p)
     if p.tiny:
         return Goal("tiny heads, forward", torch=20, ort=10)
-    return _plain_goal(p)
+    return _plain_goal(p, amx)
 
 
-def _backward_goal(p: Problem, threads: int) -> Optional[Goal]:
+def _backward_goal(p: Problem, threads: int, amx: bool) -> Optional[Goal]:
     if p.window is not None or p.mask or p.lengths or p.dropout_p > 0 or p.bias_dims or p.seqlen_k < 256:
         return None
+    if p.dtype == "bf16" and amx:
+        return Goal(f"bf16 backward, D={p.head_dim}, AMX", torch=2)
     if p.dtype == "bf16":
         return Goal(f"bf16 backward, D={p.head_dim}", 0.85, torch=1.7)
     if p.dtype != "f32" or p.num_heads != p.num_heads_kv:
@@ -91,8 +103,9 @@ def _training_goal(p: Problem) -> Optional[Goal]:
     return None
 
 
-def goal_of(p: Problem, direction: str, threads: int) -> Optional[Goal]:
-    """The goal that a problem's row stands for; None if it is shown for comparison only."""
+def goal_of(p: Problem, direction: str, threads: int, kernel: str = "") -> Optional[Goal]:
+    """The goal that a problem's row stands for where `kernel` computes it; None if it is shown for comparison only."""
+    amx = kernel == "cpu_amx"
     if direction == FORWARD:
-        return _forward_goal(p)
-    return _backward_goal(p, threads) if direction == BACKWARD else _training_goal(p)
+        return _forward_goal(p, amx)
+    return _backward_goal(p, threads, amx) if direction == BACKWARD else _training_goal(p)

@@ -71,7 +71,7 @@ def one_line(row: dict) -> str:
 
 
 def row_goal(row: dict) -> Optional[Goal]:
-    return goal_of(parse_problem(row["problem"]), row["direction"], row["threads"])
+    return goal_of(parse_problem(row["problem"]), row["direction"], row["threads"], row.get("kernel", ""))
 
 
 def verdicts(row: dict) -> list[tuple[str, str, float, Optional[float], str]]:

@@ -46,6 +46,18 @@ def test_every_line_of_the_suites_is_a_problem_and_every_goal_has_one():
     }  # fmt: skip
 
 
+def test_what_the_matrix_unit_computes_is_held_to_more():
+    def asked(line, direction=problem.FORWARD, kernel="cpu_amx"):
+        return goals.goal_of(problem.parse_problem(line), direction, 1, kernel)
+
+    assert [asked(f"1x8x{shape} --dtype bf16").torch for shape in ("2048x64", "4096x128")] == [3, 2]
+    assert asked("2x8x512x64 --causal --dtype bf16").torch == 4
+    assert asked("1x8x2048x64 --causal --dtype bf16") is None
+    assert asked("1x8x2048x64 --dtype bf16", problem.BACKWARD).torch == 2
+    assert asked("1x8x2048x64") == asked("1x8x2048x64", kernel="cpu_avx512")
+    assert asked("1x8x2048x64 --dtype bf16", kernel="cpu_avx512bf16").torch == 2.3
+
+
 def test_a_quick_look_takes_rows_of_the_suites():
     suites = {(problem.suite_direction(path.stem), p.line) for path in problem.suites()
               for p in problem.read_suite(path)}  # fmt: skip

@@ -315,6 +315,19 @@ void attend(Head& head, Tile* tiles, int num_tiles) {
   for (int t = 0; t < num_tiles; ++t) clear_if_fresh(head, tiles[t]);
 }
 
+// Blocks of keys and values that are copied at a time.
+constexpr int blocks_at_once(int64_t head_dim, int64_t head_dim_v, int planes) {
+  return planes == 1 && held_dims(head_dim, head_dim_v) ? kRunBlocks : 1;
+}
+
+// What copies of so many numbers take: pairs of bfloat16, in planes or not, where there are registers tmm; else floats, or pairs.
+constexpr int64_t floats_of_words(int64_t numbers, int planes) { return kTmm ? numbers / 2 * planes : numbers; }
+
+// V of the blocks; of one block twice, for `later` may read the block before.
+constexpr int64_t floats_of_values(int blocks, int64_t dim_v, int planes) {
+  return floats_of_words((kTmm && blocks == 1 ? 2 : blocks) * kBlock * dim_v, planes);
+}
+
 template <class Mac>
 void forward_task(const Problem& problem, const ForwardTask& task, void* memory) {
   const Sequence& s = task.sequence;
@@ -323,10 +336,8 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
   scratch->ahead.clear();
   float* floats = reinterpret_cast<float*>(static_cast<char*>(memory) + round_up(sizeof(ForwardMemory)));
   const int64_t dim = whole(problem.head_dim, kDimStep), dim_v = whole(problem.head_dim_v, kDimStep);
-  // Words of K and Q take as many floats as numbers, or more in planes; those of V twice where `later` reads the block before.
-  const auto floats_of = [](int64_t numbers) { return Mac::kPlanes > 1 ? numbers / 2 * Mac::kPlanes : numbers; };
-  const bool may_hold = Mac::kPlanes == 1 && held_dims(problem.head_dim, problem.head_dim_v);
-  float* const values = floats + (may_hold ? kRunBlocks * kBlock * dim / 2 : floats_of(kBlock * dim));
+  const int blocks = blocks_at_once(problem.head_dim, problem.head_dim_v, Mac::kPlanes);
+  float* const values = floats + floats_of_words(blocks * kBlock * dim, Mac::kPlanes);
   Later later;
   later.ahead = &scratch->ahead;
   Head head{{problem, s, task.b, task.h, &scratch->view},
@@ -336,20 +347,20 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
             scratch,
             floats,
             values,
-            values + (kTmm ? kBlock * dim_v / 2 * Mac::kPlanes : 0),
+            values + (kTmm ? floats_of_words(kBlock * dim_v, Mac::kPlanes) : 0),
             &later,
             nullptr,
             Mac::kRounded,
             Mac::kPlanes > 1,
             false};
-  floats = values + kBlock * dim_v / 2 * (may_hold ? kRunBlocks : kTmm ? 2 * Mac::kPlanes : 2);
+  floats = values + floats_of_values(blocks, dim_v, Mac::kPlanes);
   int num_tiles = 0;
   for (int64_t done = 0; done < task.num_queries; done += kTile, ++num_tiles) {
     Tile& tile = scratch->tile[num_tiles];
     tile.first_query = task.first_query + done;
     tile.num_queries = task.num_queries - done < kTile ? static_cast<int>(task.num_queries - done) : kTile;
     tile.query = floats;
-    tile.state.out = floats + floats_of(dim * kTile);
+    tile.state.out = floats + floats_of_words(dim * kTile, Mac::kPlanes);
     floats = tile.state.out + dim_v * kTile;
     tile.ranges = tile_ranges(problem.band, s, tile.first_query, tile.num_queries);
     const Rows query = rows_of(problem.query, task.b, task.h, s.first_q + tile.first_query);
@@ -365,7 +376,7 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
 #ifdef POLYHEAD_HAS_TMM
   HeldOut held(&scratch->ahead, scratch->p, problem.head_dim, head.score.to_log2);
   // By what does not differ between the queries of a call: how sums are cut decides how they are rounded.
-  if (may_hold && problem.softmax && !head.score.by_program) head.held = &held;
+  if (blocks > 1 && problem.softmax && !head.score.by_program) head.held = &held;
 #endif
   attend<Mac>(head, scratch->tile, num_tiles);
   for (int t = 0; t < num_tiles; ++t) {
@@ -380,15 +391,13 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
   }
 }
 
-// Behind ForwardMemory lie, in floats: K and V of a block, Q^T and O^T of each tile, then the additive tile.
+// Behind ForwardMemory lie, in floats: K and V of some blocks, Q^T and O^T of each tile, then the additive tile.
 inline size_t scratch_bytes_of(int64_t head_dim, int64_t head_dim_v, int tiles, bool additive, int planes) {
-  const size_t dim = static_cast<size_t>(whole(head_dim, kDimStep)),
-               dim_v = static_cast<size_t>(whole(head_dim_v, kDimStep));
-  const size_t rows = static_cast<size_t>(kBlock + tiles * kTile);
-  size_t floats = (dim + dim_v) * rows;
-  if (planes == 1 && held_dims(head_dim, head_dim_v)) floats += (dim + dim_v) * kBlock * (kRunBlocks / 2 - 1);
-  if (planes > 1) floats = dim * rows / 2 * planes + dim_v * (kBlock * planes + tiles * kTile);
-  return round_up(sizeof(ForwardMemory)) + round_up(floats * sizeof(float)) +
+  const int64_t dim = whole(head_dim, kDimStep), dim_v = whole(head_dim_v, kDimStep);
+  const int blocks = blocks_at_once(head_dim, head_dim_v, planes);
+  const int64_t floats = floats_of_words(blocks * kBlock * dim, planes) + floats_of_values(blocks, dim_v, planes) +
+                         tiles * (floats_of_words(dim * kTile, planes) + dim_v * kTile);
+  return round_up(sizeof(ForwardMemory)) + round_up(static_cast<size_t>(floats) * sizeof(float)) +
          static_cast<size_t>(Options::memory_floats({additive, false, false})) * sizeof(float);
 }
 
