@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "cases.h"
@@ -68,6 +69,57 @@ TEST(RaisedMaximum, IsAsDefined) {
         }
       });
     }
+  }
+}
+
+// Beside what else is done to scores, weights and O.
+TEST(RaisedMaximum, IsAsDefinedWithOptions) {
+  const std::vector<std::pair<const char*, void (*)(AttentionDesc&)>> options = {
+      {"sinks", [](AttentionDesc& d) { d.has_sink_logits = true; }},
+      {"dropout", [](AttentionDesc& d) { d.dropout_p = 0.3; }},
+      {"softcap", [](AttentionDesc& d) { d.softcap = 60; }},
+      {"alibi", [](AttentionDesc& d) { d.alibi_slopes_ndim = 1; }},
+      {"bias",
+       [](AttentionDesc& d) {
+         d.attn_bias = {true, DType::kFloat32, {1, 1, d.seqlen_q, d.seqlen_k}};
+       }},
+      {"dims", [](AttentionDesc& d) { d.head_dim_v = 33; }},
+      {"window", [](AttentionDesc& d) { d.window_left = 700, d.sink_keys = 5; }},
+  };
+  for (const auto& [name, set] : options) {
+    Problem problem = causal_problem({DType::kBFloat16, 64}, 70, 1200, 1131);
+    set(problem.desc);
+    const AttentionDesc desc = problem_desc(problem);
+    const Inputs in = rising_inputs(problem, {kLate.begin() + 1, kLate.end()});
+    const Outputs want = run(*kernel_list().back(), desc, in);
+    for_every_kernel(desc, [&](const Kernel& kernel) {
+      const Outputs got = run(kernel, desc, in);
+      for (int64_t at = 0; at < want.out.size(); ++at) {
+        ASSERT_NEAR(got.out.at(at), want.out.at(at), 0.03) << kernel.name << ", " << name << " " << at;
+      }
+      for (int64_t at = 0; at < want.logsumexp.size(); ++at) {
+        ASSERT_NEAR(got.logsumexp.at(at), want.logsumexp.at(at), 0.02)
+            << kernel.name << ", " << name << " query " << at;
+      }
+    });
+  }
+}
+
+// NaN in the last value, which the last query alone sees, has the rows computed once more.
+TEST(RaisedMaximum, ARowsBitsDoNotHangOnHiddenNans) {
+  for (const Shape& shape : kShapes) {
+    const Problem problem = causal_problem(shape, 70, 1200, 1131);
+    const AttentionDesc desc = problem_desc(problem);
+    const Inputs in = rising_inputs(problem, kLate);
+    Inputs poked = in;
+    poked.value.set(1199 * shape.dim + 7, NAN);
+    for_every_kernel(desc, [&](const Kernel& kernel) {
+      const Outputs want = run(kernel, desc, in), got = run(kernel, desc, poked);
+      for (int64_t at = 0; at < 69 * shape.dim; ++at) {
+        ASSERT_EQ(got.out.at(at), want.out.at(at)) << kernel.name << " row " << at / shape.dim;
+      }
+      ASSERT_TRUE(std::isnan(got.out.at(69 * shape.dim + 7))) << kernel.name;
+    });
   }
 }
 

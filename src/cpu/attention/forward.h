@@ -29,7 +29,8 @@ float probability_at(const float* p, int key, int lane) {
   return half_at(p, key, lane);
 }
 
-// In the careful pass V's NaN and inf were taken as 0; here those of keys [begin, end) reach the queries that see them, and no others.
+// In the careful pass V's NaN and inf were taken as 0; here those of keys [begin, end) reach the queries that see them, and no
+// others.
 template <class Mac>
 void add_not_finite(const Head& head, Tile& tile, const KeyBlock& block, const TileView& t, int begin, int end) {
   alignas(64) float row[kLanes];
@@ -53,12 +54,15 @@ void clear_if_fresh(const Head& head, Tile& tile) {
 }
 
 // Products with V of keys that came before, and O in memory.
+template <class Mac>
 void finish_products(const Head& head) {
   head.later->finish();
 #ifdef POLYHEAD_HAS_TMM
-  if (head.held == nullptr) return;
-  const SubnormalsAsZero as_registers_do;
-  head.held->finish();
+  if constexpr (Mac::kPlanes == 1) {
+    if (head.held == nullptr) return;
+    const SubnormalsAsZero as_registers_do;
+    head.held->finish();
+  }
 #endif
 }
 
@@ -70,7 +74,7 @@ void attend_carefully(const Head& head, Tile& tile, const KeyBlock& block, const
     for (const int end = part.end; part.begin < end; part.begin = part.end) {
       part.end = part.begin + kUnitKeys;
       score_keys<Mac, Mac>(head, tile, block, view, part, true);
-      finish_products(head);
+      finish_products<Mac>(head);
       add_not_finite<Mac>(head, tile, block, t, part.begin, part.end);
     }
   });
@@ -84,13 +88,15 @@ void attend_block(const Head& head, Tile& tile, const KeyBlock& block) {
   if (!t.all || head.score.hides(t.view)) tile.some_hidden = true;
   if (!t.all || head.careful) clear_if_fresh(head, tile);  // else O^T begins with the block's one product
 #ifdef POLYHEAD_HAS_TMM
-  if (head.held != nullptr && head.careful) return attend_carefully<Mac>(head, tile, block, t);
+  if constexpr (Mac::kPlanes == 1) {
+    if (head.held != nullptr && head.careful) return attend_carefully<Mac>(head, tile, block, t);
+  }
 #endif
   for_each_part(
       t, [&](const Part& part, const BlockView& view) { score_keys<Mac, Mac>(head, tile, block, view, part, true); });
   tile.fresh = false;
   if (!head.careful) return;
-  finish_products(head);
+  finish_products<Mac>(head);
   add_not_finite<Mac>(head, tile, block, t, t.begin, t.end);
 }
 
@@ -212,16 +218,17 @@ int run_blocks(const Head& head) {
 }
 
 // Units of the products of tiles and keys, which ask for what comes next.
-int64_t units_of(const Problem& problem, const Tile* tiles, int num_tiles, const KeyRange& of) {
+int64_t units_of(const Head& head, const Tile* tiles, int num_tiles, const KeyRange& of) {
   constexpr int kVecsAtOnce = kTmm ? kPartVecs : kMicroVecs, kRows = kForwardSums / kVecsAtOnce;
-  int64_t keys = 0;
+  const int64_t dims = head.problem.head_dim + head.problem.head_dim_v;
+  const int64_t of_tile = kTmm ? kTile : kVecs / kVecsAtOnce * (dims / kRows);
+  int64_t units = 0;
   for (int t = 0; t < num_tiles; ++t) {
     const int64_t first = tiles[t].ranges.first(), last = tiles[t].ranges.last();
     const int64_t seen = (last < of.end ? last : of.end) - (first > of.begin ? first : of.begin);
-    if (seen > 0) keys += seen;
+    if (seen > 0) units += seen * (head.held != nullptr ? whole(tiles[t].num_queries, kHeldLanes) : of_tile);
   }
-  const int64_t of_key = kTmm ? kPartLanes : (problem.head_dim + problem.head_dim_v) / kRows;
-  return kVecs / kVecsAtOnce * keys * of_key + 1;
+  return units + 1;
 }
 
 // What is added to the scores of the first tile that sees some of the keys, or of all others.
@@ -234,8 +241,8 @@ void add_terms_ahead(const Head& head, const Tile* tiles, int num_tiles, const K
   }
 }
 
-// While some blocks are computed: what is added to the scores of their tiles, in turn, and the next ones' keys, or with the last
-// the rows of O and the next task's. Asked for a block before, rows 4 KiB or more apart, which share a few sets of a
+// While some blocks are computed: what is added to the scores of their tiles, in turn, and the next ones' keys, or with the
+// last the rows of O and the next task's. Asked for a block before, rows 4 KiB or more apart, which share a few sets of a
 // cache, would push each other out.
 void look_ahead(const Head& head, const Tile* tiles, int num_tiles, const KeyRange& now, int64_t next, int64_t end) {
   const Problem& problem = head.problem;
@@ -244,9 +251,7 @@ void look_ahead(const Head& head, const Tile* tiles, int num_tiles, const KeyRan
   const int64_t most = run_blocks(head) * kBlock;
   add_terms_ahead(head, tiles, num_tiles, now, false);
   if (next < end) {
-    // Of keys in pages there is a list of places for one block.
-    const int64_t at_once = problem.key.page_table == nullptr ? most : kBlock;
-    const int64_t left = task.sequence.len_k - next, keys = left < at_once ? left : at_once;
+    const int64_t left = task.sequence.len_k - next, keys = left < most ? left : most;
     ahead.add(head.key.at(next, keys, head.scratch->key_places), 0, keys, problem.head_dim);
     ahead.add(head.value.at(next, keys, head.scratch->value_places), 0, keys, problem.head_dim_v);
     add_terms_ahead(head, tiles, num_tiles, {next, next + keys}, true);
@@ -255,9 +260,9 @@ void look_ahead(const Head& head, const Tile* tiles, int num_tiles, const KeyRan
     ahead.add(rows_of(problem.out, task.b, task.h, task.sequence.first_q), task.first_query, task.num_queries,
               problem.head_dim_v);
     ahead.add(rows_of(problem.query, then.b, then.h, then.first_row()), 0, then.num_queries, problem.head_dim);
-    add_keys_ahead(ahead, problem, then, most);
+    add_keys_ahead(ahead, problem, then, problem.key.page_table == nullptr ? most : kBlock);
   }
-  ahead.share_out(units_of(problem, tiles, num_tiles, now));
+  ahead.share_out(units_of(head, tiles, num_tiles, now));
 }
 
 // A tile and blocks that follow each other: by hold_blocks() or one by one, which changes no bit.
@@ -265,13 +270,16 @@ template <class Mac>
 void attend_blocks(const Head& head, Tile& tile, const KeyBlock* blocks, int num_blocks) {
   for (int b = 0; b < num_blocks; ++b) {
 #ifdef POLYHEAD_HAS_TMM
-    int end = b;
-    while (num_blocks > 1 && end < num_blocks && sees_all(tile.ranges, blocks[end].first, blocks[end].num_keys)) ++end;
-    if (end > b) {
-      const SubnormalsAsZero as_registers_do;
-      hold_blocks(head, tile, blocks + b, end - b);
-      b = end - 1;
-      continue;
+    if constexpr (Mac::kPlanes == 1) {
+      int end = b;
+      while (num_blocks > 1 && end < num_blocks && sees_all(tile.ranges, blocks[end].first, blocks[end].num_keys))
+        ++end;
+      if (end > b) {
+        const SubnormalsAsZero as_registers_do;
+        hold_blocks(head, tile, blocks + b, end - b);
+        b = end - 1;
+        continue;
+      }
     }
 #endif
     attend_block<Mac>(head, tile, blocks[b]);
@@ -296,7 +304,7 @@ void attend(Head& head, Tile* tiles, int num_tiles) {
   }
   int64_t first = next_block(head, tiles, num_tiles, begin / kBlock * kBlock, end);
   while (first < end) {
-    if (head.held != nullptr || head.later->reads(head.value_copy)) finish_products(head);
+    if (head.held != nullptr || head.later->reads(head.value_copy)) finish_products<Mac>(head);
     KeyBlock blocks[kRunBlocks];
     int num_blocks = 0;
     const int64_t begin_of_run = first;
@@ -310,7 +318,7 @@ void attend(Head& head, Tile* tiles, int num_tiles) {
     for (int t = 0; t < num_tiles; ++t) attend_blocks<Mac>(head, tiles[t], blocks, num_blocks);
     if (head.held == nullptr) swap(head.value_copy, head.value_copy_before);
   }
-  finish_products(head);
+  finish_products<Mac>(head);
   head.scratch->ahead.ask_all();
   for (int t = 0; t < num_tiles; ++t) clear_if_fresh(head, tiles[t]);
 }
@@ -320,7 +328,7 @@ constexpr int blocks_at_once(int64_t head_dim, int64_t head_dim_v, int planes) {
   return planes == 1 && held_dims(head_dim, head_dim_v) ? kRunBlocks : 1;
 }
 
-// What copies of so many numbers take: pairs of bfloat16, in planes or not, where there are registers tmm; else floats, or pairs.
+// What copies of so many numbers take: pairs of bfloat16, in planes or not, where there are registers tmm; else floats.
 constexpr int64_t floats_of_words(int64_t numbers, int planes) { return kTmm ? numbers / 2 * planes : numbers; }
 
 // V of the blocks; of one block twice, for `later` may read the block before.

@@ -1,7 +1,7 @@
-// Forward of bfloat16 pairs in registers of 16 x 16 words, of up to 64 dims: O^T of 16 queries stays in registers while units of
-// 32 keys pass by. Beside softmax of one unit, which the vectors compute, the registers make the scores of the next, then add the
-// weights of the one before times V; no unit waits for its own products. docs/cores.md tells what that gains. All but what describes
-// a unit is called while SubnormalsAsZero is there.
+// Forward of bfloat16 pairs in registers of 16 x 16 words, of up to 64 dims: O^T of 16 queries stays in registers while units
+// of 32 keys pass by. Beside softmax of one unit, which the vectors compute, the registers make the scores of the next, then
+// add the weights of the one before times V; no unit waits for its own products. docs/cores.md tells what that gains. All but
+// what describes a unit is called while SubnormalsAsZero is there.
 #pragma once
 
 #include "cpu/attention/softmax.h"
@@ -49,6 +49,7 @@ class HeldOut : public Asking {
   // p: 32 x kTile words. factor: what scores are multiplied by to be powers of 2.
   HeldOut(RowsAhead* asked, float* p, int64_t dims, float factor)
       : Asking{asked}, wide_(dims > kDimStep), p_(p), factor_(factor) {}
+  HeldOut(const HeldOut&) = delete;
 
   // Where the unit is described that add() then takes: in place, for a copy would be read before it is written.
   HeldUnit& next() { return *next_; }
@@ -153,8 +154,8 @@ class HeldOut : public Asking {
     if (in_registers) unrolled<2 * kPairs>([&]<int i>() { tmm_load<i>(out + i * kTmmRows * kTile, kTile); });
   }
 
-  // Raises m of those of the unit's queries [at, at + kLanes) that are too low to their largest score, where that is larger; what was
-  // summed before the unit follows. False: there are none.
+  // Raises m of those of the unit's queries [at, at + kLanes) that are too low to their largest score, where that is larger;
+  // what was summed before the unit follows. False: there are none.
   template <class Apply>
   __attribute__((noinline)) bool raise(const Apply& apply, int at, M too_low) {
     TileState& state = *unit_->state;
@@ -251,8 +252,8 @@ class HeldOut : public Asking {
 
   __attribute__((noinline)) static void ask_for_step(RowsAhead* asked) { asked->ask(kStepKeys * kHeldLanes); }
 
-  // Softmax of the unit; beside it the scores of the next, if there is one, and O of the unit before. Products need as long as four
-  // vectors of weights each, and their factors are loaded as long before.
+  // Softmax of the unit; beside it the scores of the next, if there is one, and O of the unit before. Products need as long as
+  // four vectors of weights each, and their factors are loaded as long before.
   template <int kPairs, class Apply>
   __attribute__((noinline)) void advance(const Apply& apply, bool scores) {
     if (__builtin_expect(raised_, 0)) follow<kPairs>();

@@ -14,9 +14,8 @@
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-class HeldOut;
-
 #ifdef POLYHEAD_HAS_TMM
+static_assert(kPartKeys == kUnitKeys && kPartVecs % kHeldVecs == 0);
 constexpr int kRunBlocks = 8;  // of keys that are loaded together, where O is held
 // Whether it may be: of keys and values of as many registers.
 constexpr bool held_dims(int64_t head_dim, int64_t head_dim_v) {
@@ -24,7 +23,8 @@ constexpr bool held_dims(int64_t head_dim, int64_t head_dim_v) {
   return dim == whole(head_dim_v, kDimStep) && dim > 0 && dim <= kHeldDims;
 }
 #else
-constexpr int kRunBlocks = 1;
+class HeldOut;
+constexpr int kHeldLanes = kTile, kRunBlocks = 1;
 constexpr bool held_dims(int64_t, int64_t) { return false; }
 #endif
 
@@ -41,7 +41,7 @@ struct ForwardMemory {
   alignas(64) float p[kBlock * kTile / 2 * kMostPlanes];
   ViewMemory view;
   RowsAhead ahead;
-  PoolPlace key_places[kBlock], value_places[kBlock];  // of a block whose pages lie apart
+  PoolPlace key_places[kRunBlocks * kBlock], value_places[kRunBlocks * kBlock];  // of blocks whose pages lie apart
 };
 
 constexpr size_t round_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -50,8 +50,8 @@ struct Head : HeadOptions {
   const ForwardTask& task;
   KeyRows key, value;
   ForwardMemory* scratch;
-  float *key_copy, *value_copy;  // of kRunBlocks blocks, or where there is no `held`, of one; then
-  float* value_copy_before;      // of the block before, which `later` may read
+  float *key_copy, *value_copy;  // of kRunBlocks blocks where there is `held`, else of one
+  float* value_copy_before;      // without `held`: of the block before, which `later` may read
   Later* later;                  // O of queries whose weights are there
   HeldOut* held;                 // which computes O instead; null: it does not
   bool rounded_p;                // P is bfloat16 where it multiplies V

@@ -18,7 +18,7 @@ namespace {
 #ifdef POLYHEAD_HAS_TMM
 static_assert(kWeightsPlane == kBlock / 2 * kTile);
 #endif
-constexpr float kHeadroom = 1024;                 // the largest sum of a few weights that m need not be raised for
+constexpr float kHeadroom = 1024;  // the largest sum of 4 weights, or of 32, that m need not be raised for
 constexpr float kLeastLowered = 7.88860905e-31f;  // 2^-100: see lowered
 
 // Where a row starts: below every score, so that the first visible one raises it.
@@ -27,7 +27,8 @@ constexpr float kNoMaximum = -3.402823466e38f;
 struct TileState {
   float* out;  // O^T [head_dim_v][kTile], not yet divided by the sum of its weights
   alignas(64) float m[kTile];
-  alignas(64) float m_of_out[kTile];   // the m that O^T stands under: behind, once m was raised for this block's keys
+  alignas(64) float m_of_out
+      [kTile];  // the m that O^T stands under: behind, once m was raised for this block's keys (no HeldOut)
   alignas(64) float l[kTile];          // sum of the weights: for L
   alignas(64) float l_rounded[kTile];  // the same of the weights as they multiply V, where those are bfloat16: for O
 };

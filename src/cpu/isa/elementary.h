@@ -56,9 +56,8 @@ inline F exp2_of_fraction_short(F y) {
   return fma(p, f, broadcast(1.0f));
 }
 inline F exp2_short(F y) { return scale_by_floor(exp2_of_fraction_short(y), y); }
-inline F exp2_flushed(F y) {
-  return scale_by_floor_flushed(exp2_of_fraction_short(y), y);
-}  // while SubnormalsAsZero is there
+// While SubnormalsAsZero is there.
+inline F exp2_flushed(F y) { return scale_by_floor_flushed(exp2_of_fraction_short(y), y); }
 inline F exp2_of_pair(F x, F factor) { return exp2_short(x * factor); }
 inline F exp_of_pair(F x) { return exp2_short(fma(x, broadcast(kLog2E), x * broadcast(kLog2ELow))); }
 #else
