@@ -1,5 +1,5 @@
-// A row whose largest score comes late: softmax began under a lower maximum, which is raised, and what was summed before is scaled.
-// How that rounds must hang on the row alone.
+// A row whose largest score comes late: softmax began under a lower maximum, which is raised, and what was summed before is
+// scaled. How that rounds must hang on the row alone.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -20,7 +20,7 @@ struct Shape {
 constexpr Shape kShapes[] = {{DType::kFloat32, 64},  {DType::kFloat16, 64},  {DType::kBFloat16, 64},
                              {DType::kBFloat16, 32}, {DType::kBFloat16, 40}, {DType::kBFloat16, 128}};
 
-// Row i sees keys 0 to i + keys - queries.
+// Row 0 sees the first `seen_by_first` keys, each row one more than the row before.
 Problem causal_problem(const Shape& shape, int64_t queries, int64_t keys, int64_t seen_by_first) {
   Problem problem = problem_of("raised_maximum", shape.dtype, 1, 1, queries, keys, shape.dim);
   problem.desc.causal = true;
@@ -29,12 +29,11 @@ Problem causal_problem(const Shape& shape, int64_t queries, int64_t keys, int64_
   return problem;
 }
 
-// Every key has a score of about 0 but those of `at`, each e^12 times the one before for all queries.
+// Scores are those of random numbers, but those of the keys `at` larger by 12, 24 and so on, for all queries.
 Inputs rising_inputs(const Problem& problem, const std::vector<int64_t>& at) {
   Inputs in = random_inputs(problem);
   const int64_t dim = problem.desc.head_dim;
-  for (int64_t n = 0; n < in.query.size(); ++n)
-    in.query.set(n, n % dim == 0 ? std::sqrt(static_cast<double>(dim)) : in.query.at(n));
+  for (int64_t n = 0; n < in.query.size(); n += dim) in.query.set(n, std::sqrt(static_cast<double>(dim)));
   for (int64_t n = 0; n < in.key.size(); n += dim) in.key.set(n, 0);
   double score = 0;
   for (const int64_t key : at) in.key.set(key * dim, score += 12);

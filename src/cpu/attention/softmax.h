@@ -27,8 +27,7 @@ constexpr float kNoMaximum = -3.402823466e38f;
 struct TileState {
   float* out;  // O^T [head_dim_v][kTile], not yet divided by the sum of its weights
   alignas(64) float m[kTile];
-  alignas(64) float m_of_out
-      [kTile];  // the m that O^T stands under: behind, once m was raised for this block's keys (no HeldOut)
+  alignas(64) float m_of_out[kTile];   // the m that O^T stands under, but for HeldOut: behind, once m was raised
   alignas(64) float l[kTile];          // sum of the weights: for L
   alignas(64) float l_rounded[kTile];  // the same of the weights as they multiply V, where those are bfloat16: for O
 };
