@@ -18,7 +18,8 @@ struct Shape {
   int64_t dim;
 };
 constexpr Shape kShapes[] = {{DType::kFloat32, 64},  {DType::kFloat16, 64},  {DType::kBFloat16, 64},
-                             {DType::kBFloat16, 32}, {DType::kBFloat16, 40}, {DType::kBFloat16, 128}};
+                             {DType::kBFloat16, 32}, {DType::kBFloat16, 40}, {DType::kBFloat16, 96},
+                             {DType::kBFloat16, 128}};
 
 // Row 0 sees the first `seen_by_first` keys, each row one more than the row before.
 Problem causal_problem(const Shape& shape, int64_t queries, int64_t keys, int64_t seen_by_first) {

@@ -210,11 +210,29 @@ bool finish_tile(const Head& head, Tile& tile) {
   return true;
 }
 
+// Blocks of keys and values that are copied at a time.
+constexpr int blocks_at_once(int64_t head_dim, int64_t head_dim_v, int planes) {
+  if (planes > 1 || !held_dims(head_dim, head_dim_v)) return 1;
+  return head_dim <= kHeldDims ? kRunBlocks : kRunBlocksInHalves;
+}
+
+// Whether nothing changes scores or drops weights: products alone.
+bool without_options(const Head& head) { return !head.score.scaled_first && head.problem.dropout.scale == 1.0f; }
+
+#ifdef POLYHEAD_HAS_TMM
+// Whether `held` computes O: by what does not differ between the queries of a call, for how sums are cut decides how they are
+// rounded. Half of O with options is slower than `later`.
+bool holds_out(const Head& head) {
+  const Problem& problem = head.problem;
+  if (!held_dims(problem.head_dim, problem.head_dim_v) || !problem.softmax || head.score.by_program) return false;
+  return problem.head_dim <= kHeldDims || without_options(head);
+}
+#endif
+
 // Blocks that are computed together: of as many O of some queries stays in registers.
 int run_blocks(const Head& head) {
-  const bool run =
-      head.held != nullptr && !head.careful && !head.score.scaled_first && head.problem.dropout.scale == 1.0f;
-  return run ? kRunBlocks : 1;
+  const bool run = head.held != nullptr && !head.careful && without_options(head);
+  return run ? blocks_at_once(head.problem.head_dim, head.problem.head_dim_v, 1) : 1;
 }
 
 // Units of the products of tiles and keys, which ask for what comes next.
@@ -241,6 +259,13 @@ void add_terms_ahead(const Head& head, const Tile* tiles, int num_tiles, const K
   }
 }
 
+// Whether keys and values that come next are asked for. Not hundreds that lie 1 KiB or more apart, beside products of which
+// half of O is held: one that asks for another page of memory waits for its address, and what follows it waits too.
+bool asks_for_keys(const Head& head) {
+  const Operand& key = head.problem.key;
+  return head.held == nullptr || head.problem.head_dim <= kHeldDims || numbers_bytes(key.dtype, key.stride_s) < 1024;
+}
+
 // While some blocks are computed: what is added to the scores of their tiles, in turn, and the next ones' keys, or with the
 // last the rows of O and the next task's. Asked for a block before, rows 4 KiB or more apart, which share a few sets of a
 // cache, would push each other out.
@@ -252,11 +277,14 @@ void look_ahead(const Head& head, const Tile* tiles, int num_tiles, const KeyRan
   add_terms_ahead(head, tiles, num_tiles, now, false);
   if (next < end) {
     const int64_t left = task.sequence.len_k - next, keys = left < most ? left : most;
-    ahead.add(head.key.at(next, keys, head.scratch->key_places), 0, keys, problem.head_dim);
-    ahead.add(head.value.at(next, keys, head.scratch->value_places), 0, keys, problem.head_dim_v);
+    if (asks_for_keys(head)) {
+      ahead.add(head.key.at(next, keys, head.scratch->key_places), 0, keys, problem.head_dim);
+      ahead.add(head.value.at(next, keys, head.scratch->value_places), 0, keys, problem.head_dim_v);
+    }
     add_terms_ahead(head, tiles, num_tiles, {next, next + keys}, true);
   } else {
-    const NextRows& then = task.next;
+    NextRows then = task.next;
+    then.other_keys = then.other_keys && asks_for_keys(head);
     ahead.add(rows_of(problem.out, task.b, task.h, task.sequence.first_q), task.first_query, task.num_queries,
               problem.head_dim_v);
     ahead.add(rows_of(problem.query, then.b, then.h, then.first_row()), 0, then.num_queries, problem.head_dim);
@@ -323,11 +351,6 @@ void attend(Head& head, Tile* tiles, int num_tiles) {
   for (int t = 0; t < num_tiles; ++t) clear_if_fresh(head, tiles[t]);
 }
 
-// Blocks of keys and values that are copied at a time.
-constexpr int blocks_at_once(int64_t head_dim, int64_t head_dim_v, int planes) {
-  return planes == 1 && held_dims(head_dim, head_dim_v) ? kRunBlocks : 1;
-}
-
 // What copies of so many numbers take: pairs of bfloat16, in planes or not, where there are registers tmm; else floats.
 constexpr int64_t floats_of_words(int64_t numbers, int planes) { return kTmm ? numbers / 2 * planes : numbers; }
 
@@ -383,8 +406,7 @@ void forward_task(const Problem& problem, const ForwardTask& task, void* memory)
   head.score.options.take_memory(scratch->view.options, floats, false);
 #ifdef POLYHEAD_HAS_TMM
   HeldOut held(&scratch->ahead, scratch->p, problem.head_dim, head.score.to_log2);
-  // By what does not differ between the queries of a call: how sums are cut decides how they are rounded.
-  if (blocks > 1 && problem.softmax && !head.score.by_program) head.held = &held;
+  if (Mac::kPlanes == 1 && holds_out(head)) head.held = &held;
 #endif
   attend<Mac>(head, scratch->tile, num_tiles);
   for (int t = 0; t < num_tiles; ++t) {

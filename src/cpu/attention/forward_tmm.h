@@ -1,41 +1,16 @@
-// Forward of bfloat16 pairs in registers of 16 x 16 words, of up to 64 dims: O^T of 16 queries stays in registers while units
+// Forward of bfloat16 pairs in registers of 16 x 16 words, of up to 128 dims: O^T of 16 queries stays in registers while units
 // of 32 keys pass by. Beside softmax of one unit, which the vectors compute, the registers make the scores of the next, then
 // add the weights of the one before times V; no unit waits for its own products. docs/cores.md tells what that gains. All but
 // what describes a unit is called while SubnormalsAsZero is there.
 #pragma once
 
-#include "cpu/attention/softmax.h"
+#include "cpu/attention/forward_halves.h"
 #include "cpu/isa/rows_ahead.h"
 
 namespace polyhead::cpu::POLYHEAD_ISA {
 namespace {
 
-constexpr int kHeldLanes = kTmmRows, kHeldVecs = kHeldLanes / kLanes;
-constexpr int64_t kHeldDims = 64;  // O in registers 0 to 3, scores in 4 and 5, two factors
-
-// 32 keys of 16 queries.
-struct HeldUnit {
-  TileState* state = nullptr;
-  int key = 0, lane = 0;  // of the block, and of the tile
-  const float* query = nullptr;
-  const Word* keys = nullptr;
-  ptrdiff_t key_stride = 0;
-  const Word* values = nullptr;  // V^T: two registers of 16 dims, and value_stride behind them the next two
-  ptrdiff_t value_stride = 0;
-  const uint16_t (*kept)[kVecs] = nullptr;  // see BlockView
-  float* weights = nullptr;                 // where P^T is to lie, [16 words][kTile]; null: anywhere
-  bool fresh = false;                       // O of these queries holds nothing yet
-
-  float* out() const { return state->out + lane; }
-};
-
-template <int kEnd, class Work, int i = 0>
-inline __attribute__((always_inline)) void unrolled(const Work& work) {
-  if constexpr (i < kEnd) {
-    work.template operator()<i>();
-    unrolled<kEnd, Work, i + 1>(work);
-  }
-}
+constexpr int64_t kHeldDims = 64;  // O in registers 0 to 3, scores in 4 and 5, two factors; of more dims half of O
 
 class HeldOut : public Asking {
  public:
@@ -46,9 +21,9 @@ class HeldOut : public Asking {
     void operator()(F (&)[kRows][1], int, int) const {}
   };
 
-  // p: 32 x kTile words. factor: what scores are multiplied by to be powers of 2.
+  // p: OutInHalves::kFloats. factor: what scores are multiplied by to be powers of 2.
   HeldOut(RowsAhead* asked, float* p, int64_t dims, float factor)
-      : Asking{asked}, wide_(dims > kDimStep), p_(p), factor_(factor) {}
+      : Asking{asked}, halves_(p), pairs_(static_cast<int>(whole(dims, kDimStep) / kDimStep)), p_(p), factor_(factor) {}
   HeldOut(const HeldOut&) = delete;
 
   // Where the unit is described that add() then takes: in place, for a copy would be read before it is written.
@@ -57,25 +32,43 @@ class HeldOut : public Asking {
   // Scores of the next unit are made, beside softmax of the one before it, whose products apply(s, key, lane) makes scores.
   template <class Apply>
   void add(const Apply& apply) {
-    if (waits_) return wide_ ? advance<2>(apply, true) : advance<1>(apply, true);
-    wide_ ? make_scores<2>(*next_) : make_scores<1>(*next_);
-    take_next();
+    with_pairs([&]<int kPairs>() {
+      if (waits_) return advance<kPairs>(apply, true);
+      make_scores<kPairs>(*next_);
+      take_next();
+    });
   }
 
   // Softmax of the last unit: apply() and what it reads may go then.
   template <class Apply>
   void rest(const Apply& apply) {
-    if (waits_) wide_ ? advance<2>(apply, false) : advance<1>(apply, false);
+    if (waits_) with_pairs([&]<int kPairs>() { advance<kPairs>(apply, false); });
   }
 
   // All products with V, and O in memory. A unit that waits for its softmax is one whose products are scores.
   __attribute__((noinline)) void finish() {
     rest(Products());
-    wide_ ? finish_products<2>() : finish_products<1>();
+    with_pairs([&]<int kPairs>() {
+      if constexpr (kPairs > 2) {
+        halves_.finish<kPairs>();
+      } else {
+        finish_products<kPairs>();
+      }
+    });
   }
 
  private:
   static constexpr int kSteps = 8, kStepKeys = kUnitKeys / kSteps;
+
+  template <class Work>
+  __attribute__((always_inline)) void with_pairs(const Work& work) {
+    switch (pairs_) {
+      case 1: return work.template operator()<1>();
+      case 2: return work.template operator()<2>();
+      case 3: return work.template operator()<3>();
+      default: return work.template operator()<4>();
+    }
+  }
 
   // Product i of a unit's scores: 16 keys, 16 words of each.
   template <int i>
@@ -156,7 +149,7 @@ class HeldOut : public Asking {
 
   // Raises m of those of the unit's queries [at, at + kLanes) that are too low to their largest score, where that is larger;
   // what was summed before the unit follows. False: there are none.
-  template <class Apply>
+  template <int kPairs, class Apply>
   __attribute__((noinline)) bool raise(const Apply& apply, int at, M too_low) {
     TileState& state = *unit_->state;
     const int lane = unit_->lane + at;
@@ -174,9 +167,13 @@ class HeldOut : public Asking {
     store(state.m + lane, raised);
     store(state.l + lane, load(state.l + lane) * alpha);
     store(state.l_rounded + lane, load(state.l_rounded + lane) * alpha);
-    for (int i = 0; i < kHeldLanes && !raised_; i += kLanes) store(alpha_ + i, broadcast(1.0f));
-    store(alpha_ + at, load(alpha_ + at) * alpha);
-    raised_ = true;
+    if constexpr (kPairs > 2) {
+      halves_.scale<kPairs>(at, alpha);
+    } else {
+      for (int i = 0; i < kHeldLanes && !raised_; i += kLanes) store(alpha_ + i, broadcast(1.0f));
+      store(alpha_ + at, load(alpha_ + at) * alpha);
+      raised_ = true;
+    }
     return true;
   }
 
@@ -190,20 +187,23 @@ class HeldOut : public Asking {
     F factor, ones;
     Apply apply;
 
-    __attribute__((always_inline)) void load_scores(F (&s)[kStepKeys][1], int first, int at) const {
+    template <int kRows>
+    __attribute__((always_inline)) void load_scores(F (&s)[kRows][1], int first, int at) const {
 #pragma GCC unroll 8
-      for (int r = 0; r < kStepKeys; ++r) s[r][0] = load(scores + (first + r) * kHeldLanes + at);
+      for (int r = 0; r < kRows; ++r) s[r][0] = load(scores + (first + r) * kHeldLanes + at);
       apply(s, key + first, lane + at);
     }
-    // Weights of kStepKeys keys, from `first` of the unit on, of one vector of queries. Returned: their sum.
-    __attribute__((always_inline)) F weigh(F (&weight)[kStepKeys], int first, int at, F m) const {
-      F s[kStepKeys][1];
-      load_scores(s, first, at);
+    // Weights [kBegin, kEnd) of kStepKeys keys, from `first` of the unit on, of one vector of queries. Returned: `sum`, of those
+    // before, with them.
+    template <int kBegin, int kEnd>
+    __attribute__((always_inline)) F weigh(F (&weight)[kStepKeys], int first, int at, F m,
+                                           F sum = broadcast(0.0f)) const {
+      F s[kEnd - kBegin][1];
+      load_scores(s, first + kBegin, at);
 #pragma GCC unroll 8
-      for (int r = 0; r < kStepKeys; ++r) weight[r] = exp2_flushed((s[r][0] - m) * factor);
-      F sum = weight[0];
+      for (int r = kBegin; r < kEnd; ++r) weight[r] = exp2_flushed((s[r - kBegin][0] - m) * factor);
 #pragma GCC unroll 8
-      for (int r = 1; r < kStepKeys; ++r) sum = sum + weight[r];
+      for (int r = kBegin; r < kEnd; ++r) sum = r == 0 ? weight[r] : sum + weight[r];
       return sum;
     }
     // The same as words of P^T. Returned: the sum of the undropped ones as they are rounded there.
@@ -243,7 +243,7 @@ class HeldOut : public Asking {
     F sum = broadcast(0.0f), rounded = broadcast(0.0f);
     for (int key = 0; key < kUnitKeys; key += kStepKeys) {
       F weight[kStepKeys];
-      sum = sum + softmax.weigh(weight, key, at, m);
+      sum = sum + softmax.template weigh<0, kStepKeys>(weight, key, at, m);
       rounded = rounded + softmax.keep(weight, key, at);
     }
     store(sums, sum);
@@ -252,15 +252,92 @@ class HeldOut : public Asking {
 
   __attribute__((noinline)) static void ask_for_step(RowsAhead* asked) { asked->ask(kStepKeys * kHeldLanes); }
 
-  // Softmax of the unit; beside it the scores of the next, if there is one, and O of the unit before. Products need as long as
-  // four vectors of weights each, and their factors are loaded as long before.
+  // What the registers do before the vectors make weights of a step, within, and behind: scores of the next unit, in the first
+  // steps, then products with V.
+  struct Beside {
+    const HeldUnit* scores;    // null: there is no next unit
+    const HeldUnit* products;  // with V of up to 64 dims; null: there are none, or OutInHalves has them
+    bool changes;              // O in registers gives way to that of other queries before
+  };
+  template <int kPairs, int step>
+  __attribute__((always_inline)) void multiply_before(const Beside& beside) {
+    constexpr int kOfUnit = 2 * kPairs;  // products of scores, and of O
+    if constexpr (kPairs > 2) {
+      load_of_wide<kPairs, step, 0>(beside);
+    } else {
+      constexpr int kEvery = kSteps / (2 * kOfUnit), kProduct = step / kEvery % kOfUnit;
+      if constexpr (step < kOfUnit) {
+        if (beside.changes) change_out<step>();
+      }
+      if constexpr (step % kEvery != 0) return;
+      if constexpr (step < kSteps / 2) {
+        if (beside.scores != nullptr) load_factors_of_scores<kProduct>(*beside.scores);
+      } else {
+        if (beside.products != nullptr) load_factors_of_out<kProduct>(*beside.products);
+      }
+    }
+  }
+  template <int kPairs, int step>
+  __attribute__((always_inline)) void multiply_within(const Beside& beside) {
+    if constexpr (kPairs > 2) {
+      multiply_of_wide<kPairs, step, 0>(beside);
+      load_of_wide<kPairs, step, 1>(beside);
+    }
+  }
+  template <int kPairs, int step>
+  __attribute__((always_inline)) void multiply_behind(const Beside& beside) {
+    if constexpr (kPairs > 2) {
+      multiply_of_wide<kPairs, step, 1>(beside);
+    } else {
+      constexpr int kOfUnit = 2 * kPairs, kEvery = kSteps / (2 * kOfUnit), kProduct = step / kEvery % kOfUnit;
+      if constexpr (step % kEvery == 0 && step < kSteps / 2) {
+        if (beside.scores != nullptr) multiply_scores<kProduct>();
+      } else if constexpr (step % kEvery == 0) {
+        if (beside.products != nullptr) tmm_dot_bf16<kProduct, 6, 7>();
+      }
+    }
+    if constexpr (step == kSteps / 2 || step == kSteps / 2 + 1) {
+      if (beside.scores != nullptr) store_scores<step - kSteps / 2>(turn_ ^ 1);
+    }
+  }
+  // The factors that step 0 has loaded, where O was scaled since.
+  template <int kPairs>
+  __attribute__((always_inline)) void load_again(const Beside& beside) {
+    if constexpr (kPairs > 2) {
+      load_of_wide<kPairs, 0, 0>(beside);
+      load_of_wide<kPairs, 0, 1>(beside);
+    }
+  }
+  // Of more than 64 dims two products a step: of scores, then twice four of OutInHalves.
+  template <int kPairs, int step, int i>
+  __attribute__((always_inline)) void load_of_wide(const Beside& beside) {
+    if constexpr (step >= kSteps / 2) {
+      if (halves_.left()) halves_.load_factors<kPairs, step % 2 * 2 + i>();
+    } else if constexpr (2 * step + i < 2 * kPairs) {
+      if (beside.scores != nullptr) load_factors_of_scores<2 * step + i>(*beside.scores);
+    }
+  }
+  template <int kPairs, int step, int i>
+  __attribute__((always_inline)) void multiply_of_wide(const Beside& beside) {
+    if constexpr (step >= kSteps / 2) {
+      if (halves_.left()) halves_.multiply<kPairs, step % 2 * 2 + i>();
+    } else if constexpr (2 * step + i < 2 * kPairs) {
+      if (beside.scores != nullptr) multiply_scores<2 * step + i>();
+    }
+  }
+
+  // Softmax of the unit, and beside it what multiply_before() tells.
   template <int kPairs, class Apply>
   __attribute__((noinline)) void advance(const Apply& apply, bool scores) {
-    if (__builtin_expect(raised_, 0)) follow<kPairs>();
+    if constexpr (kPairs > 2) {
+      halves_.open<kPairs>(*unit_);
+    } else {
+      if (__builtin_expect(raised_, 0)) follow<kPairs>();
+    }
+    const bool products = kPairs <= 2 && multiplies_;
+    const Beside beside{scores ? next_ : nullptr, products ? before_ : nullptr, products && held_ != before_->out()};
     const Softmax<Apply> softmax = softmax_of_unit(apply);
     TileState* const state = unit_->state;
-    const bool products = multiplies_, changes = products && held_ != before_->out();
-    const HeldUnit &of_scores = *next_, &of_out = *before_;
     RowsAhead* const asked = ahead;
     F m[kHeldVecs], sum[kHeldVecs], rounded[kHeldVecs];
     for (int v = 0; v < kHeldVecs; ++v) {
@@ -268,46 +345,38 @@ class HeldOut : public Asking {
       sum[v] = rounded[v] = broadcast(0.0f);
     }
     unrolled<kSteps>([&]<int step>() __attribute__((always_inline)) {
-      constexpr int kOfUnit = 2 * kPairs;  // products of scores, then of O
-      constexpr int kEvery = kSteps / (2 * kOfUnit), kProduct = step / kEvery % kOfUnit;
-      constexpr bool kOfScores = step < kSteps / 2, kMultiplies = step % kEvery == 0;
-      if constexpr (step < kOfUnit) {
-        if (changes) change_out<step>();
-      }
-      if constexpr (kMultiplies && kOfScores) {
-        if (scores) load_factors_of_scores<kProduct>(of_scores);
-      } else if constexpr (kMultiplies) {
-        if (products) load_factors_of_out<kProduct>(of_out);
-      }
+      multiply_before<kPairs, step>(beside);
       ask_for_step(asked);
+      constexpr int kKey = step * kStepKeys, kWithin = kPairs > 2 ? kStepKeys / 2 : kStepKeys;
+      F weight[kHeldVecs][kStepKeys], some[kHeldVecs];
+#pragma GCC unroll 2
+      for (int v = 0; v < kHeldVecs; ++v) {
+        some[v] = softmax.template weigh<0, kWithin>(weight[v], kKey, v * kLanes, m[v]);
+      }
+      multiply_within<kPairs, step>(beside);
 #pragma GCC unroll 2
       for (int v = 0; v < kHeldVecs; ++v) {
         const int at = v * kLanes;
-        F weight[kStepKeys];
-        F some = softmax.weigh(weight, step * kStepKeys, at, m[v]);
+        if constexpr (kWithin < kStepKeys) {
+          some[v] = softmax.template weigh<kWithin, kStepKeys>(weight[v], kKey, at, m[v], some[v]);
+        }
         if constexpr (step == 0) {  // where a row begins, m is always too low
-          const M too_low = outside(some, kHeadroom);
-          if (__builtin_expect(any(too_low), 0) && raise(apply, at, too_low)) {
+          const M too_low = outside(some[v], kHeadroom);
+          if (__builtin_expect(any(too_low), 0) && raise<kPairs>(apply, at, too_low)) {
             m[v] = load(state->m + softmax.lane + at);
-            some = softmax.weigh(weight, step * kStepKeys, at, m[v]);
+            some[v] = softmax.template weigh<0, kStepKeys>(weight[v], kKey, at, m[v]);
+            load_again<kPairs>(beside);
           }
         }
-        sum[v] = sum[v] + some;
-        rounded[v] = rounded[v] + softmax.keep(weight, step * kStepKeys, at);
+        sum[v] = sum[v] + some[v];
+        rounded[v] = rounded[v] + softmax.keep(weight[v], kKey, at);
       }
-      if constexpr (kMultiplies && kOfScores) {
-        if (scores) multiply_scores<kProduct>();
-      } else if constexpr (kMultiplies) {
-        if (products) tmm_dot_bf16<kProduct, 6, 7>();
-      }
-      if constexpr (step == kSteps / 2 || step == kSteps / 2 + 1) {
-        if (scores) store_scores<step - kSteps / 2>(turn_ ^ 1);
-      }
+      multiply_behind<kPairs, step>(beside);
     });
     for (int v = 0; v < kHeldVecs; ++v) {
       const int at = v * kLanes;
       const M too_low = outside(sum[v], kHeadroom);
-      if (__builtin_expect(any(too_low), 0) && raise(apply, at, too_low)) {
+      if (__builtin_expect(any(too_low), 0) && raise<kPairs>(apply, at, too_low)) {
         alignas(64) float sums[2 * kLanes];
         weigh_again(apply, at, sums);
         sum[v] = load(sums), rounded[v] = load(sums + kLanes);
@@ -317,9 +386,13 @@ class HeldOut : public Asking {
       store(l, load(l) + sum[v]);
       store(l_rounded, load(l_rounded) + rounded[v]);
     }
-    if (products) held_ = before_->out();
+    if constexpr (kPairs > 2) {
+      halves_.append(*unit_);
+    } else {
+      if (products) held_ = before_->out();
+      multiplies_ = true;
+    }
     swap(before_, unit_);
-    multiplies_ = true;
     waits_ = false;
     turn_ ^= 1;
     if (scores) take_next();
@@ -328,7 +401,7 @@ class HeldOut : public Asking {
   // The next unit is the one that waits; its P^T lies where that of the unit before does not.
   void take_next() {
     swap(unit_, next_);
-    if (unit_->weights == nullptr) unit_->weights = p_ + turn_ * kTmmRows * kTile;
+    if (unit_->weights == nullptr && pairs_ <= 2) unit_->weights = p_ + turn_ * kTmmRows * kTile;
     waits_ = true;
   }
 
@@ -339,7 +412,8 @@ class HeldOut : public Asking {
   bool waits_ = false;       // the unit, whose scores are there, for its softmax
   bool multiplies_ = false;  // O lacks the products of the unit before, whose weights are there
   bool raised_ = false;      // m, for those weights: O is to be multiplied by alpha_ before
-  bool wide_;
+  OutInHalves halves_;
+  int pairs_;  // of registers of 16 dims
   int turn_ = 0;
   float* p_;
   float* held_ = nullptr;  // where O that is in registers belongs

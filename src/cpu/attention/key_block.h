@@ -16,15 +16,17 @@ namespace {
 
 #ifdef POLYHEAD_HAS_TMM
 static_assert(kPartKeys == kUnitKeys && kPartVecs % kHeldVecs == 0);
-constexpr int kRunBlocks = 8;  // of keys that are loaded together, where O is held
+static_assert(OutInHalves::kFloats <= kBlock * kTile / 2 * kMostPlanes);
+constexpr int kRunBlocks = 8;  // of keys that are loaded together at most, where O is held
+constexpr int kRunBlocksInHalves = OutInHalves::kMost * kUnitKeys / kBlock;  // the same of more dims than kHeldDims
 // Whether it may be: of keys and values of as many registers.
 constexpr bool held_dims(int64_t head_dim, int64_t head_dim_v) {
   const int64_t dim = whole(head_dim, kDimStep);
-  return dim == whole(head_dim_v, kDimStep) && dim > 0 && dim <= kHeldDims;
+  return dim == whole(head_dim_v, kDimStep) && dim > 0 && dim <= 2 * kHeldDims;
 }
 #else
 class HeldOut;
-constexpr int kHeldLanes = kTile, kRunBlocks = 1;
+constexpr int kHeldLanes = kTile, kRunBlocks = 1, kRunBlocksInHalves = 1, kHeldDims = 0;
 constexpr bool held_dims(int64_t, int64_t) { return false; }
 #endif
 
