@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #include "cases.h"
 #include "core/philox.h"
@@ -330,25 +331,27 @@ TEST_P(EachKernel, ReturnsWeightsWhereASumIsAllThatAMaximumAllows) {
   constexpr int64_t kSize = 32, kLarge = 12;
   constexpr double kKey[] = {39.25, -81.0 / 2048, -1.0 / 8192};
   int tested = 0;
-  for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-    Problem p = problem_of("sum", dtype, 1, 1, kSize, kSize, kSize);
+  constexpr std::pair<DType, int64_t> kOf[] = {{DType::kFloat32, 32}, {DType::kBFloat16, 32}, {DType::kBFloat16, 128}};
+  for (const auto& [dtype, dim] : kOf) {
+    Problem p = problem_of("sum", dtype, 1, 1, kSize, kSize, dim);
     p.desc.return_weights = ReturnWeights::kPerHead;
     if (!why_not(p).empty()) continue;
     ++tested;
     Inputs in = random_inputs(p);
     double score[kSize] = {}, sum = 0;
-    for (int64_t n = 0; n < kSize * kSize; ++n) {
-      in.query.set(n, n % kSize < 3);
+    const double root = std::sqrt(static_cast<double>(dim)), times = root / std::sqrt(32.0);
+    for (int64_t n = 0; n < kSize * dim; ++n) {
+      in.query.set(n, n % dim < 3);
       in.key.set(n, 0);
       in.value.set(n, 1);
     }
     for (int64_t d = 0; d < 3; ++d) {
-      in.key.set(kLarge * kSize + d, kKey[d]);
-      score[kLarge] += kKey[d] / std::sqrt(double{kSize});
+      in.key.set(kLarge * dim + d, times * kKey[d]);
+      score[kLarge] += times * kKey[d] / root;
     }
     for (int64_t k = kLarge + 1; k < kLarge + 4; ++k) {
-      in.key.set(k * kSize, -1024);
-      score[k] = -1024 / std::sqrt(double{kSize});
+      in.key.set(k * dim, -1024);
+      score[k] = -1024 / root;
     }
     for (double s : score) sum += std::exp(s - score[kLarge]);
     const Outputs got = run(*GetParam(), p.desc, in);

@@ -18,8 +18,8 @@ struct Shape {
   int64_t dim;
 };
 constexpr Shape kShapes[] = {{DType::kFloat32, 64},  {DType::kFloat16, 64},  {DType::kBFloat16, 64},
-                             {DType::kBFloat16, 32}, {DType::kBFloat16, 40}, {DType::kBFloat16, 96},
-                             {DType::kBFloat16, 128}};
+                             {DType::kBFloat16, 32}, {DType::kBFloat16, 40}, {DType::kBFloat16, 72},
+                             {DType::kBFloat16, 96}, {DType::kBFloat16, 128}};
 
 // Row 0 sees the first `seen_by_first` keys, each row one more than the row before.
 Problem causal_problem(const Shape& shape, int64_t queries, int64_t keys, int64_t seen_by_first) {
@@ -48,8 +48,9 @@ Array first_rows(const Array& a, int64_t count, int64_t dim) {
   return part;
 }
 
-// Raised within the first keys, within and between units and blocks of keys, and behind what is computed together.
-const std::vector<int64_t> kLate = {3, 40, 41, 127, 128, 300, 1030, 1100};
+// Raised within the first keys, within and between units and blocks of keys, and among the first and among later keys behind
+// what is computed together, 512 or 1,024.
+const std::vector<int64_t> kLate = {3, 40, 41, 127, 128, 300, 513, 1025, 1030, 1100};
 
 TEST(RaisedMaximum, IsAsDefined) {
   for (const Shape& shape : kShapes) {
@@ -83,25 +84,27 @@ TEST(RaisedMaximum, IsAsDefinedWithOptions) {
        [](AttentionDesc& d) {
          d.attn_bias = {true, DType::kFloat32, {1, 1, d.seqlen_q, d.seqlen_k}};
        }},
-      {"dims", [](AttentionDesc& d) { d.head_dim_v = 33; }},
+      {"dims", [](AttentionDesc& d) { d.head_dim_v = d.head_dim - 28; }},
       {"window", [](AttentionDesc& d) { d.window_left = 700, d.sink_keys = 5; }},
   };
-  for (const auto& [name, set] : options) {
-    Problem problem = causal_problem({DType::kBFloat16, 64}, 70, 1200, 1131);
-    set(problem.desc);
-    const AttentionDesc desc = problem_desc(problem);
-    const Inputs in = rising_inputs(problem, {kLate.begin() + 1, kLate.end()});
-    const Outputs want = run(*kernel_list().back(), desc, in);
-    for_every_kernel(desc, [&](const Kernel& kernel) {
-      const Outputs got = run(kernel, desc, in);
-      for (int64_t at = 0; at < want.out.size(); ++at) {
-        ASSERT_NEAR(got.out.at(at), want.out.at(at), 0.03) << kernel.name << ", " << name << " " << at;
-      }
-      for (int64_t at = 0; at < want.logsumexp.size(); ++at) {
-        ASSERT_NEAR(got.logsumexp.at(at), want.logsumexp.at(at), 0.02)
-            << kernel.name << ", " << name << " query " << at;
-      }
-    });
+  for (const int64_t dim : {64, 128}) {
+    for (const auto& [name, set] : options) {
+      Problem problem = causal_problem({DType::kBFloat16, dim}, 70, 1200, 1131);
+      set(problem.desc);
+      const AttentionDesc desc = problem_desc(problem);
+      const Inputs in = rising_inputs(problem, {kLate.begin() + 1, kLate.end()});
+      const Outputs want = run(*kernel_list().back(), desc, in);
+      for_every_kernel(desc, [&](const Kernel& kernel) {
+        const Outputs got = run(kernel, desc, in);
+        for (int64_t at = 0; at < want.out.size(); ++at) {
+          ASSERT_NEAR(got.out.at(at), want.out.at(at), 0.03) << kernel.name << ", " << name << " " << at;
+        }
+        for (int64_t at = 0; at < want.logsumexp.size(); ++at) {
+          ASSERT_NEAR(got.logsumexp.at(at), want.logsumexp.at(at), 0.02)
+              << kernel.name << ", " << name << " query " << at;
+        }
+      });
+    }
   }
 }
 
@@ -126,13 +129,13 @@ TEST(RaisedMaximum, ARowsBitsDoNotHangOnHiddenNans) {
 // Fewer queries behind a row: more than go by another path.
 TEST(RaisedMaximum, ARowsBitsDoNotHangOnHowManyFollow) {
   for (const Shape& shape : kShapes) {
-    const Problem problem = causal_problem(shape, 64, 256, 129);
+    const Problem problem = causal_problem(shape, 64, 1200, 1073);
     const AttentionDesc desc = problem_desc(problem);
-    const Inputs in = rising_inputs(problem, {40, 100, 131});
+    const Inputs in = rising_inputs(problem, {40, 100, 131, 513, 700, 1074, 1090});
     for_every_kernel(desc, [&](const Kernel& kernel) {
       const Outputs want = run(kernel, desc, in);
       for (const int64_t queries : {63, 62, 47, 33}) {
-        const AttentionDesc fewer = problem_desc(causal_problem(shape, queries, 256, 129));
+        const AttentionDesc fewer = problem_desc(causal_problem(shape, queries, 1200, 1073));
         Inputs part = in;
         part.query = first_rows(in.query, queries, shape.dim);
         const Outputs got = run(kernel, fewer, part);
@@ -149,14 +152,14 @@ TEST(RaisedMaximum, ARowsBitsDoNotHangOnHowManyFollow) {
 // Each query has its own window; that of another row hides parts of blocks, or nothing.
 TEST(RaisedMaximum, ARowsBitsDoNotHangOnOtherRowsWindows) {
   for (const Shape& shape : kShapes) {
-    Problem problem = problem_of("raised_maximum", shape.dtype, 1, 1, 64, 256, shape.dim);
+    Problem problem = problem_of("raised_maximum", shape.dtype, 1, 1, 64, 1200, shape.dim);
     problem.desc.has_windows = true;
     problem.edges = false;
     const AttentionDesc desc = problem_desc(problem);
-    Inputs all = rising_inputs(problem, {40, 100, 131});
-    for (int64_t i = 0; i < 64; ++i) all.window_lo.set(i, 0), all.window_hi.set(i, 256);
+    Inputs all = rising_inputs(problem, {40, 100, 131, 513, 700, 1074, 1090});
+    for (int64_t i = 0; i < 64; ++i) all.window_lo.set(i, 0), all.window_hi.set(i, 1200);
     Inputs some = all;
-    for (int i = 1; i < 64; i += 2) some.window_lo.set(i, 3 * i), some.window_hi.set(i, 128 + i);
+    for (int i = 1; i < 64; i += 2) some.window_lo.set(i, 12 * i), some.window_hi.set(i, 800 + i);
     for_every_kernel(desc, [&](const Kernel& kernel) {
       const Outputs want = run(kernel, desc, all), got = run(kernel, desc, some);
       for (int64_t i = 0; i < 64; i += 2) {

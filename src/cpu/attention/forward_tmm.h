@@ -1,7 +1,8 @@
 // Forward of bfloat16 pairs in registers of 16 x 16 words, of up to 128 dims: O^T of 16 queries stays in registers while units
-// of 32 keys pass by. Beside softmax of one unit, which the vectors compute, the registers make the scores of the next, then
-// add the weights of the one before times V; no unit waits for its own products. docs/cores.md tells what that gains. All but
-// what describes a unit is called while SubnormalsAsZero is there.
+// of 32 keys pass by, half of it where it has more than 64 dims (forward_halves.h). Beside softmax of one unit, which the
+// vectors compute, the registers make the scores of the next, then add the weights of the one before, or of the queries before,
+// times V; no unit waits for its own products. docs/cores.md tells what that gains. All but what describes a unit is called
+// while SubnormalsAsZero is there.
 #pragma once
 
 #include "cpu/attention/forward_halves.h"

@@ -16,9 +16,10 @@ namespace {
 
 #ifdef POLYHEAD_HAS_TMM
 static_assert(kPartKeys == kUnitKeys && kPartVecs % kHeldVecs == 0);
-static_assert(OutInHalves::kFloats <= kBlock * kTile / 2 * kMostPlanes);
+static_assert(OutInHalves::kFloats <= kBlock * kTile / 2 * kMostPlanes && OutInHalves::kMost * kUnitKeys % kBlock == 0);
 constexpr int kRunBlocks = 8;  // of keys that are loaded together at most, where O is held
 constexpr int kRunBlocksInHalves = OutInHalves::kMost * kUnitKeys / kBlock;  // the same of more dims than kHeldDims
+static_assert(kRunBlocksInHalves <= kRunBlocks);
 // Whether it may be: of keys and values of as many registers.
 constexpr bool held_dims(int64_t head_dim, int64_t head_dim_v) {
   const int64_t dim = whole(head_dim, kDimStep);
@@ -52,7 +53,7 @@ struct Head : HeadOptions {
   const ForwardTask& task;
   KeyRows key, value;
   ForwardMemory* scratch;
-  float *key_copy, *value_copy;  // of kRunBlocks blocks where there is `held`, else of one
+  float *key_copy, *value_copy;  // of as many blocks as `held` computes together, if there is one, else of one
   float* value_copy_before;      // without `held`: of the block before, which `later` may read
   Later* later;                  // O of queries whose weights are there
   HeldOut* held;                 // which computes O instead; null: it does not
