@@ -303,6 +303,9 @@ void copy_values(float* out, int64_t out_stride, const Rows& x, int64_t first_ro
 template <class Mac>
 bool readable_in_place(const Rows& x, int64_t columns) {
   constexpr int64_t kElementBytes = kWordBytes / Mac::kElements;
+#ifdef POLYHEAD_HAS_TMM  // a register is read line by line, and from rows across lines, as numpy's may lie, twice as slowly
+  if (reinterpret_cast<uintptr_t>(x.data) % 64 != 0 || x.row_bytes % 64 != 0) return false;
+#endif
   return plain_words<Mac>(x) && x.apart == nullptr && columns % Mac::kElements == 0 && columns % kDimStep == 0 &&
          x.row_bytes % kWordBytes == 0 &&
          (x.row_bytes == columns * kElementBytes || x.row_bytes % (256 * kElementBytes) != 0);
