@@ -66,7 +66,7 @@ class OutInHalves {
       if (run.at == 0) begin<kPairs>(run);
     }
     if (!has<kPairs, i>(run)) return;
-    tmm_load<6>(unit.values + (2 * run.half + i / 2) * unit.value_stride + i % 2 * kTmmRows * kTmmRows, kTmmRows);
+    tmm_load<6, true>(unit.values + (2 * run.half + i / 2) * unit.value_stride + i % 2 * kTmmRows * kTmmRows, kTmmRows);
   }
   template <int kPairs, int i>
   __attribute__((always_inline)) void multiply() {

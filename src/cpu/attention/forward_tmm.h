@@ -76,7 +76,7 @@ class HeldOut : public Asking {
   __attribute__((always_inline)) static void load_factors_of_scores(const HeldUnit& unit) {
     constexpr int kWord = i / 2 * kTmmRows, kHalf = i % 2;
     if constexpr (kHalf == 0) tmm_load<7>(unit.query + kWord * kTile, kTile);
-    tmm_load<6>(unit.keys + kHalf * kTmmRows * unit.key_stride + kWord, unit.key_stride);
+    tmm_load<6, true>(unit.keys + kHalf * kTmmRows * unit.key_stride + kWord, unit.key_stride);
   }
   template <int i>
   __attribute__((always_inline)) static void multiply_scores() {
@@ -92,7 +92,7 @@ class HeldOut : public Asking {
   template <int i>
   __attribute__((always_inline)) static void load_factors_of_out(const HeldUnit& unit) {
     if constexpr (i == 0) tmm_load<7>(unit.weights, kTile);
-    tmm_load<6>(unit.values + i / 2 * unit.value_stride + i % 2 * kTmmRows * kTmmRows, kTmmRows);
+    tmm_load<6, true>(unit.values + i / 2 * unit.value_stride + i % 2 * kTmmRows * kTmmRows, kTmmRows);
   }
 
   // O that is in registers gives way to that of the unit before.
@@ -185,8 +185,9 @@ class HeldOut : public Asking {
     float* weights;
     const uint16_t (*kept)[kVecs];
     int key, lane;
-    F factor, ones;
+    F factor;
     Apply apply;
+    NearestBf16 nearest;
 
     template <int kRows>
     __attribute__((always_inline)) void load_scores(F (&s)[kRows][1], int first, int at) const {
@@ -213,11 +214,12 @@ class HeldOut : public Asking {
       if (Apply::kDrops && kept != nullptr) {
         return store_weights_of<BFloat16Pair, true>(weight, words, kept, key + first, lane + at);
       }
-      F rounded = broadcast(0.0f);
+      F rounded;
       for (int r = 0; r < kStepKeys; r += 2) {
-        const F word = pair_bf16(weight[r], weight[r + 1]);
-        store(words + r / 2 * kTile, word);
-        rounded = dot_bf16(rounded, word, ones);
+        const F even = nearest.round(weight[r]), odd = nearest.round(weight[r + 1]);
+        store(words + r / 2 * kTile, nearest.join(even, odd));
+        const F both = nearest.value(even) + nearest.value(odd);
+        rounded = r == 0 ? both : rounded + both;
       }
       return rounded;
     }
@@ -226,14 +228,7 @@ class HeldOut : public Asking {
   template <class Apply>
   Softmax<Apply> softmax_of_unit(const Apply& apply) const {
     const HeldUnit& unit = *unit_;
-    return {scores_[turn_],
-            unit.weights,
-            unit.kept,
-            unit.key,
-            unit.lane,
-            broadcast(factor_),
-            pair_bf16(broadcast(1.0f), broadcast(1.0f)),
-            apply};
+    return {scores_[turn_], unit.weights, unit.kept, unit.key, unit.lane, broadcast(factor_), apply, {}};
   }
 
   // All weights of a vector of queries once more, under a raised m.
@@ -251,7 +246,7 @@ class HeldOut : public Asking {
     store(sums + kLanes, rounded);
   }
 
-  __attribute__((noinline)) static void ask_for_step(RowsAhead* asked) { asked->ask(kStepKeys * kHeldLanes); }
+  __attribute__((noinline)) static void ask_for_step(RowsAhead* asked) { asked->ask(2 * kStepKeys * kHeldLanes); }
 
   // What the registers do before the vectors make weights of a step, within, and behind: scores of the next unit, in the first
   // steps, then products with V.
@@ -347,7 +342,7 @@ class HeldOut : public Asking {
     }
     unrolled<kSteps>([&]<int step>() __attribute__((always_inline)) {
       multiply_before<kPairs, step>(beside);
-      ask_for_step(asked);
+      if constexpr (step % 2 == 0) ask_for_step(asked);
       constexpr int kKey = step * kStepKeys, kWithin = kPairs > 2 ? kStepKeys / 2 : kStepKeys;
       F weight[kHeldVecs][kStepKeys], some[kHeldVecs];
 #pragma GCC unroll 2
@@ -385,7 +380,7 @@ class HeldOut : public Asking {
       float* const l = state->l + softmax.lane + at;
       float* const l_rounded = state->l_rounded + softmax.lane + at;
       store(l, load(l) + sum[v]);
-      store(l_rounded, load(l_rounded) + rounded[v]);
+      store(l_rounded, load(l_rounded) + fma(sum[v], broadcast(0.0f), rounded[v]));  // NaN, where NearestBf16 lost it
     }
     if constexpr (kPairs > 2) {
       halves_.append(*unit_);

@@ -40,6 +40,23 @@ inline F pair_bf16(F even, F odd) {
   return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, halves));
 }
 
+class NearestBf16 {
+ public:
+  NearestBf16() = default;
+  F round(F x) const { return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), half_)); }
+  F value(F rounded) const { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(rounded), upper_)); }
+  F join(F even, F odd) const {
+    return _mm512_castsi512_ps(
+        _mm512_mask_permutexvar_epi16(_mm512_castps_si512(odd), lower_, order_, _mm512_castps_si512(even)));
+  }
+
+ private:
+  __m512i half_ = _mm512_set1_epi32(0x8000), upper_ = _mm512_set1_epi32(-0x10000);
+  __m512i order_ = _mm512_set_epi16(31, 31, 29, 29, 27, 27, 25, 25, 23, 23, 21, 21, 19, 19, 17, 17, 15, 15, 13, 13, 11,
+                                    11, 9, 9, 7, 7, 5, 5, 3, 3, 1, 1);
+  __mmask32 lower_ = 0x55555555;
+};
+
 inline I dot_int8(I acc, I a, I b) { return _mm512_dpbusd_epi32(acc, a, b); }
 inline I load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline I load_bytes_first(const uint8_t* p, int n) { return _mm512_maskz_loadu_epi8((uint64_t{1} << n) - 1, p); }

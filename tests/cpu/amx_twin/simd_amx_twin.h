@@ -38,6 +38,14 @@ inline F join_halves_bf16(F first, F second) {
 }
 inline F dot_bf16(F acc, F a, F b) { return fma(even_bf16(a), even_bf16(b), fma(odd_bf16(a), odd_bf16(b), acc)); }
 
+struct NearestBf16 {
+  F round(F x) const {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_set1_epi32(0x8000)));
+  }
+  F value(F rounded) const { return odd_bf16(rounded); }
+  F join(F even, F odd) const { return join_bf16(even, odd); }
+};
+
 inline F fraction(F y) {
   const F f = y - _mm256_floor_ps(y);
   return select(equal(absolute(y), broadcast(__builtin_inff())), broadcast(0.0f), f);
