@@ -208,7 +208,7 @@ class HeldOut : public Asking {
       for (int r = kBegin; r < kEnd; ++r) sum = r == 0 ? weight[r] : sum + weight[r];
       return sum;
     }
-    // The same as words of P^T. Returned: the sum of the undropped ones as they are rounded there.
+    // The same as words of P^T. Returned: the sum of the undropped ones as they are rounded there, which may lack NaN (NearestBf16).
     __attribute__((always_inline)) F keep(F (&weight)[kStepKeys], int first, int at) const {
       float* const words = weights + first / 2 * kTile + at;
       if (Apply::kDrops && kept != nullptr) {
@@ -246,7 +246,8 @@ class HeldOut : public Asking {
     store(sums + kLanes, rounded);
   }
 
-  __attribute__((noinline)) static void ask_for_step(RowsAhead* asked) { asked->ask(2 * kStepKeys * kHeldLanes); }
+  // Of every other step, for two.
+  __attribute__((noinline)) static void ask_for_steps(RowsAhead* asked) { asked->ask(2 * kStepKeys * kHeldLanes); }
 
   // What the registers do before the vectors make weights of a step, within, and behind: scores of the next unit, in the first
   // steps, then products with V.
@@ -342,7 +343,7 @@ class HeldOut : public Asking {
     }
     unrolled<kSteps>([&]<int step>() __attribute__((always_inline)) {
       multiply_before<kPairs, step>(beside);
-      if constexpr (step % 2 == 0) ask_for_step(asked);
+      if constexpr (step % 2 == 0) ask_for_steps(asked);
       constexpr int kKey = step * kStepKeys, kWithin = kPairs > 2 ? kStepKeys / 2 : kStepKeys;
       F weight[kHeldVecs][kStepKeys], some[kHeldVecs];
 #pragma GCC unroll 2

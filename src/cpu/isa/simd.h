@@ -28,8 +28,8 @@
 //   pair_bf16(even, odd) rounds two vectors into one of pairs, join_halves_bf16(first, second) into one of the pairs of the
 //   first, then of the second; even_bf16, odd_bf16 take a pair apart; join_bf16 joins; interleave_bf16(words, even, odd)
 //   makes pairs of two times 2 kLanes numbers in memory
-//   NearestBf16: round(x), then value() of what it returns and join(even, odd) of two: as pair_bf16 would, but for numbers in
-//   the middle, which leave 0, and NaN, which may be lost. Of additions, masks and permutations alone; who uses it keeps it in
+//   NearestBf16: round(x), then value() of what it returns and join(even, odd) of two: as pair_bf16, but from the middle of two
+//   numbers it goes away from 0, and NaN may be lost. Of additions, masks and permutations alone; who uses it keeps it in
 //   registers
 //   dot_int8(acc, a, b)                          acc + products of 4 unsigned bytes of a and signed ones of b, each lane;
 //   with these where POLYHEAD_HAS_INT8_DOT: load_bytes(p), load_bytes_first(p, n) of 4 kLanes; store_low_bytes(p, x) of

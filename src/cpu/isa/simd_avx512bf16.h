@@ -42,7 +42,6 @@ inline F pair_bf16(F even, F odd) {
 
 class NearestBf16 {
  public:
-  NearestBf16() = default;
   F round(F x) const { return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), half_)); }
   F value(F rounded) const { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(rounded), upper_)); }
   F join(F even, F odd) const {
