@@ -71,7 +71,7 @@ class HeldOut : public Asking {
     }
   }
 
-  // Product i of a unit's scores: 16 keys, 16 words of each.
+  // Product i of a unit's scores: 16 keys, 16 words of each. K, as V, past L1, which keeps scores, weights and Q.
   template <int i>
   __attribute__((always_inline)) static void load_factors_of_scores(const HeldUnit& unit) {
     constexpr int kWord = i / 2 * kTmmRows, kHalf = i % 2;
